@@ -1,0 +1,469 @@
+// One XLA FFI target that launches any precompiled kernel on XLA's stream.
+//
+// The call carries the kernel and everything that its launch needs; this file knows pointers,
+// integers and dimensions, and nothing of what the kernel computes.
+//
+// Attribute `kernels`: a dictionary from a chip's name ("sm_90") to
+//   image    the binary (ELF)                       sha256   of the image, hexadecimal
+//   symbols  entry points of the image, comma-separated, the fastest first: all compute the same
+//   align    i64[symbols x buffers]: what each buffer's address must be a multiple of for that
+//            entry; the first entry that all addresses satisfy is launched
+//   threads  i64[3] per thread block
+//   grid     i64[3 x 4]: per axis (buffer, from, to, divisor): ceil(prod(dims[from:to]) / divisor)
+//   scalars  i64[k x 4]: per scalar (bytes, buffer, from, to): prod(dims[from:to]), 4 or 8 bytes
+// Buffers are numbered operands first, then results. `from` and `to` count from the end when
+// negative, and `to` is clamped to the rank, so one rule serves every rank, every shard and every
+// vmap. Buffer -1 stands for the constant `from`. The kernel's parameters are the operands'
+// pointers, the results' pointers, then the scalars. A grid axis of 0 launches nothing.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "driver.h"
+#include "image.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_mx {
+namespace {
+
+namespace ffi = xla::ffi;
+namespace nb = nanobind;
+
+constexpr size_t kMaxBuffers = 8, kMaxScalars = 16, kMaxDevices = 64;
+
+ffi::Error Invalid(const std::string& what) {
+  return ffi::Error::InvalidArgument("jax_mx: " + what);
+}
+ffi::Error Internal(const std::string& what) { return ffi::Error::Internal("jax_mx: " + what); }
+
+// What tests read.
+struct Counters {
+  std::atomic<int64_t> libraries{0}, launches{0}, captured{0}, fallback_entries{0};
+};
+Counters counters;
+
+// ---- what a call carries ---------------------------------------------------------------------
+struct Extent {
+  int64_t buffer, from, to;
+};
+struct Axis {
+  Extent extent;
+  int64_t divisor;
+};
+struct Scalar {
+  int64_t bytes;
+  Extent extent;
+};
+struct Entry {
+  std::string symbol;
+  std::vector<int64_t> align;  // per buffer
+};
+struct Image;
+struct Kernel {
+  Image* image = nullptr;
+  std::vector<Entry> entries;
+  std::array<Axis, 3> grid{};
+  std::array<unsigned, 3> threads{};
+  std::vector<Scalar> scalars;
+  size_t buffers() const { return entries.front().align.size(); }
+};
+
+// A binary of this process and, once loaded, its library: one for all calls and devices.
+struct Image {
+  std::string sha256, bytes;
+  std::mutex mutex;
+  Handle library = nullptr;
+};
+
+// ---- the platforms: who launches --------------------------------------------------------------
+struct Cuda {
+  static constexpr std::string_view kStateName = "jax_mx_launch_cuda";
+  static const CudaDriver& driver() {
+    static const auto* driver = new CudaDriver("libcuda.so.1");
+    return *driver;
+  }
+};
+
+// XLA's CPU platform, for tests: a library that stands in for a GPU's driver.
+struct Host {
+  static constexpr std::string_view kStateName = "jax_mx_launch_host";
+  static inline std::string library = "no stand-in driver (jax_mx._ffi.use_host_driver)";
+  static const CudaDriver& driver() {
+    static const auto* driver = new CudaDriver(library.c_str());
+    return *driver;
+  }
+};
+
+template <typename Platform>
+struct State {
+  static inline ffi::TypeId id = {};
+  static inline ffi::TypeInfo info = ffi::MakeTypeInfo<State>();
+
+  struct Loaded {  // the kernel that fits a device
+    const Kernel* kernel;
+    std::vector<Handle> handles;  // per entry
+  };
+  std::map<std::string, Kernel, std::less<>> kernels;
+  std::mutex mutex;
+  std::map<const Kernel*, std::unique_ptr<Loaded>> loaded;
+  std::array<std::atomic<const Loaded*>, kMaxDevices> ready{};  // per device
+};
+
+// ---- instantiate: when an executable is built or deserialized; needs no device -----------------
+ffi::ErrorOr<Image*> Intern(std::string_view sha256, std::string_view bytes) {
+  static std::mutex mutex;
+  static auto* images = new std::map<std::string, std::unique_ptr<Image>, std::less<>>();
+  std::lock_guard<std::mutex> lock(mutex);
+  auto it = images->find(sha256);
+  if (it != images->end() && it->second->bytes == bytes) return it->second.get();
+  if (!IsWholeElf(bytes))
+    return ffi::Unexpected(Invalid("image is not a whole 64-bit ELF file (truncated or corrupted)"));
+  if (Sha256(bytes) != sha256)
+    return ffi::Unexpected(Invalid("image does not have the sha256 " + std::string(sha256) +
+                                   " that the call names (corrupted)"));
+  auto image = std::make_unique<Image>();
+  image->sha256 = sha256;
+  image->bytes = bytes;
+  return images->emplace(image->sha256, std::move(image)).first->second.get();
+}
+
+ffi::Error Parse(const ffi::Dictionary& attrs, Kernel* kernel) {
+  using Ints = ffi::Span<const int64_t>;
+  auto image = attrs.get<std::string_view>("image");
+  auto sha256 = attrs.get<std::string_view>("sha256");
+  auto symbols = attrs.get<std::string_view>("symbols");
+  auto align = attrs.get<Ints>("align");
+  auto threads = attrs.get<Ints>("threads");
+  auto grid = attrs.get<Ints>("grid");
+  auto scalars = attrs.get<Ints>("scalars");
+  if (!image.has_value() || !sha256.has_value() || !symbols.has_value() || !align.has_value() ||
+      !threads.has_value() || !grid.has_value() || !scalars.has_value())
+    return Invalid("an attribute of the call is missing or has the wrong type");
+
+  for (size_t at = 0; at <= symbols->size();) {
+    const size_t comma = std::min(symbols->find(',', at), symbols->size());
+    kernel->entries.push_back({std::string(symbols->substr(at, comma - at)), {}});
+    at = comma + 1;
+  }
+  const size_t entries = kernel->entries.size(), buffers = align->size() / entries;
+  if (threads->size() != 3 || grid->size() != 12 || scalars->size() % 4 != 0 || buffers == 0 ||
+      align->size() != buffers * entries || buffers > kMaxBuffers ||
+      scalars->size() / 4 > kMaxScalars)
+    return Invalid("an attribute of the call has the wrong size");
+  for (size_t i = 0; i < align->size(); ++i) {
+    const int64_t a = align->begin()[i];
+    if (a < 1) return Invalid("an alignment is not positive");
+    kernel->entries[i / buffers].align.push_back(a);
+  }
+  auto is_buffer = [&](int64_t i) { return i >= -1 && i < static_cast<int64_t>(buffers); };
+  for (size_t i = 0; i < 3; ++i) {
+    const int64_t *g = grid->begin() + 4 * i, t = threads->begin()[i];
+    if (!is_buffer(g[0]) || g[3] < 1 || t < 1 || t > 1024)
+      return Invalid("the launch rule names a buffer, divisor or thread count out of range");
+    kernel->grid[i] = {{g[0], g[1], g[2]}, g[3]};
+    kernel->threads[i] = static_cast<unsigned>(t);
+  }
+  for (size_t i = 0; i < scalars->size(); i += 4) {
+    const int64_t* s = scalars->begin() + i;
+    if ((s[0] != 4 && s[0] != 8) || !is_buffer(s[1]))
+      return Invalid("a scalar is neither 4 nor 8 bytes wide, or names no buffer");
+    kernel->scalars.push_back({s[0], {s[1], s[2], s[3]}});
+  }
+  auto interned = Intern(*sha256, *image);
+  if (!interned.has_value()) return interned.error();
+  kernel->image = *interned;
+  return ffi::Error::Success();
+}
+
+template <typename Platform>
+ffi::ErrorOr<std::unique_ptr<State<Platform>>> Instantiate(ffi::Dictionary attrs) {
+  auto kernels = attrs.get<ffi::Dictionary>("kernels");
+  if (!kernels.has_value() || kernels->size() == 0)
+    return ffi::Unexpected(Invalid("the call has no attribute kernels"));
+  auto state = std::make_unique<State<Platform>>();
+  for (auto it = kernels->begin(); it != kernels->end(); ++it) {
+    auto kernel = kernels->get<ffi::Dictionary>(*it);
+    if (!kernel.has_value())
+      return ffi::Unexpected(Invalid("an entry of kernels is not a dictionary"));
+    if (ffi::Error error = Parse(*kernel, &state->kernels[std::string(*it)]);
+        error.failure())
+      return ffi::Unexpected(std::move(error));
+  }
+  return state;
+}
+
+// ---- load: once per process (library), call site (kernels) and device (code) -------------------
+template <typename Platform>
+ffi::Error CheckParams(const Kernel& kernel, const Entry& entry, Handle handle) {
+  const size_t buffers = kernel.buffers(), count = buffers + kernel.scalars.size();
+  for (size_t i = 0; i <= count; ++i) {
+    const int size = Platform::driver().ParamSize(handle, i);
+    if (size < 0) break;
+    const int64_t passed = i < buffers ? 8 : i < count ? kernel.scalars[i - buffers].bytes : 0;
+    if (size != passed)
+      return Invalid("parameter " + std::to_string(i) + " of " + entry.symbol + " takes " +
+                     std::to_string(size) + " bytes, the call passes " + std::to_string(passed));
+  }
+  return ffi::Error::Success();
+}
+
+template <typename Platform>
+ffi::Error Load(State<Platform>* state, int32_t device) {
+  const auto& driver = Platform::driver();
+  if (const Failure& why = driver.unusable(); !why.empty())
+    return ffi::Error(ffi::ErrorCode::kUnavailable, "jax_mx: no GPU driver: " + why);
+  if (device < 0 || static_cast<size_t>(device) >= kMaxDevices)
+    return Invalid("device ordinal " + std::to_string(device) + " is not below " +
+                   std::to_string(kMaxDevices));
+  std::string arch;
+  if (Failure f = driver.Arch(device, &arch); !f.empty()) return Internal(f);
+  auto it = state->kernels.find(arch);
+  if (it == state->kernels.end()) {
+    std::string have;
+    for (const auto& [name, kernel] : state->kernels) have += (have.empty() ? "" : ", ") + name;
+    return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                      "jax_mx: the program holds kernels for " + have + ", this device is " + arch +
+                          "; lower it for this device, or with implementation=\"xla\"");
+  }
+  const Kernel& kernel = it->second;
+  std::lock_guard<std::mutex> lock(state->mutex);
+  auto& loaded = state->loaded[&kernel];
+  if (loaded == nullptr) {
+    auto fresh = std::make_unique<typename State<Platform>::Loaded>();
+    fresh->kernel = &kernel;
+    std::lock_guard<std::mutex> image_lock(kernel.image->mutex);
+    for (const Entry& entry : kernel.entries) {
+      const std::string where =
+          " (" + entry.symbol + ", image " + kernel.image->sha256.substr(0, 12) + ")";
+      Handle& library = kernel.image->library;
+      if (library == nullptr) {
+        if (Failure f = driver.Load(kernel.image->bytes.data(), &library); !f.empty()) {
+          library = nullptr;
+          return Internal(f + where);
+        }
+        ++counters.libraries;
+      }
+      Handle handle = nullptr;
+      if (Failure f = driver.Kernel(library, entry.symbol.c_str(), &handle); !f.empty())
+        return Internal(f + where);
+      if (ffi::Error error = CheckParams<Platform>(kernel, entry, handle); error.failure())
+        return error;
+      fresh->handles.push_back(handle);
+    }
+    loaded = std::move(fresh);
+  }
+  for (Handle handle : loaded->handles)
+    if (Failure f = driver.Prepare(handle); !f.empty()) return Internal(f);
+  state->ready[static_cast<size_t>(device)].store(loaded.get(), std::memory_order_release);
+  return ffi::Error::Success();
+}
+
+template <typename Platform>
+const typename State<Platform>::Loaded* Ready(const State<Platform>* state, int32_t device) {
+  if (device < 0 || static_cast<size_t>(device) >= kMaxDevices) return nullptr;
+  return state->ready[static_cast<size_t>(device)].load(std::memory_order_acquire);
+}
+
+// ---- initialize: before every run, never under capture, the device's context current -----------
+template <typename Platform>
+ffi::Error Initialize(State<Platform>* state, int32_t device) {
+  if (Ready(state, device) != nullptr) return ffi::Error::Success();
+  return Load(state, device);
+}
+
+// ---- execute: no allocation, synchronization or load -------------------------------------------
+struct Buffers {
+  size_t size = 0;
+  std::array<void*, kMaxBuffers> data{};
+  std::array<ffi::Span<const int64_t>, kMaxBuffers> dims{};
+
+  bool Add(const ffi::AnyBuffer& buffer) {
+    if (size == kMaxBuffers) return false;
+    data[size] = buffer.untyped_data();
+    dims[size++] = buffer.dimensions();
+    return true;
+  }
+};
+
+// False when the extent does not lie within the buffer's rank or the product overflows.
+bool Evaluate(const Extent& extent, const Buffers& buffers, int64_t* value) {
+  *value = extent.from;
+  if (extent.buffer < 0) return true;
+  const auto& dims = buffers.dims[static_cast<size_t>(extent.buffer)];
+  const int64_t rank = static_cast<int64_t>(dims.size());
+  const int64_t from = extent.from < 0 ? extent.from + rank : extent.from;
+  const int64_t to = extent.to < 0 ? extent.to + rank : std::min(extent.to, rank);
+  if (from < 0 || to < 0 || to > rank) return false;
+  *value = 1;
+  for (int64_t i = from; i < to; ++i)
+    if (__builtin_mul_overflow(*value, dims.begin()[i], value)) return false;
+  return true;
+}
+
+template <typename Platform>
+ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
+  Buffers buffers;
+  bool fits = true;
+  for (size_t i = 0; i < args.size(); ++i) {
+    auto buffer = args.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return buffer.error();
+    fits &= buffers.Add(*buffer);
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto buffer = rets.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return buffer.error();
+    fits &= buffers.Add(**buffer);
+  }
+  const auto* loaded = Ready(state, device);
+  if (loaded == nullptr) {
+    if (ffi::Error error = Load(state, device); error.failure()) return error;
+    loaded = Ready(state, device);
+  }
+  const Kernel& kernel = *loaded->kernel;
+  const std::string& name = kernel.entries.front().symbol;
+  if (!fits || buffers.size != kernel.buffers())
+    return Invalid(name + " takes " + std::to_string(kernel.buffers()) +
+                   " buffers, the call passes " + std::to_string(args.size() + rets.size()));
+
+  Grid grid{{}, kernel.threads};
+  for (size_t i = 0; i < 3; ++i) {
+    const auto& [extent, divisor] = kernel.grid[i];
+    int64_t n = 0;
+    if (!Evaluate(extent, buffers, &n))
+      return Invalid("grid axis " + std::to_string(i) + " of " + name + " does not fit the buffers");
+    if (n == 0) return ffi::Error::Success();
+    const int64_t blocks = (n - 1) / divisor + 1, most = i == 0 ? 0x7fffffff : 0xffff;
+    if (n < 0 || blocks > most)
+      return Invalid("grid axis " + std::to_string(i) + " of " + name + " would need " +
+                     std::to_string(blocks) + " thread blocks, at most " + std::to_string(most) +
+                     " fit");
+    grid.blocks[i] = static_cast<unsigned>(blocks);
+  }
+
+  std::array<int64_t, kMaxScalars> values{};
+  std::array<void*, kMaxBuffers + kMaxScalars> params{};
+  size_t count = 0;
+  for (size_t i = 0; i < buffers.size; ++i) params[count++] = &buffers.data[i];
+  for (size_t i = 0; i < kernel.scalars.size(); ++i) {
+    const Scalar& scalar = kernel.scalars[i];
+    if (!Evaluate(scalar.extent, buffers, &values[i]) ||
+        (scalar.bytes == 4 && values[i] != static_cast<int32_t>(values[i])))
+      return Invalid("scalar " + std::to_string(i) + " of " + name + " does not fit " +
+                     std::to_string(scalar.bytes) + " bytes");
+    params[count++] = &values[i];  // little-endian: 4 bytes are the value's low half
+  }
+
+  auto aligned = [&](const Entry& entry) {
+    for (size_t i = 0; i < buffers.size; ++i)
+      if (reinterpret_cast<uintptr_t>(buffers.data[i]) % static_cast<uintptr_t>(entry.align[i]))
+        return false;
+    return true;
+  };
+  const auto entry = std::find_if(kernel.entries.begin(), kernel.entries.end(), aligned);
+  if (entry == kernel.entries.end())
+    return Invalid("a buffer's address is aligned for no entry of " + name);
+  const auto index = static_cast<size_t>(entry - kernel.entries.begin());
+
+  ++counters.launches;
+  if (index != 0) ++counters.fallback_entries;
+  if (Platform::driver().IsCapturing(stream)) ++counters.captured;
+  if (Failure f = Platform::driver().Launch(loaded->handles[index], grid, stream, params.data());
+      !f.empty())
+    return Internal(f + " (" + entry->symbol + ")");
+  return ffi::Error::Success();
+}
+
+// ---- the three stages as XLA sees them ----------------------------------------------------------
+// Registers the state's type when XLA asks for the handler's metadata: jaxlib's CPU client takes
+// handlers before types and refuses a handler whose type it does not know, and then the whole
+// backend does not start.
+template <typename Platform>
+XLA_FFI_Error* InstantiateStage(XLA_FFI_CallFrame* frame) {
+  if (frame->extension_start != nullptr &&
+      frame->extension_start->type == XLA_FFI_Extension_Metadata &&
+      State<Platform>::id.type_id == 0) {
+    XLA_FFI_Type_Register_Args args{};
+    args.struct_size = XLA_FFI_Type_Register_Args_STRUCT_SIZE;
+    args.name = {Platform::kStateName.data(), Platform::kStateName.size()};
+    args.type_id = &State<Platform>::id;
+    args.type_info = &State<Platform>::info;
+    if (XLA_FFI_Error* error = frame->api->XLA_FFI_Type_Register(&args)) return error;
+  }
+  XLA_FFI_DEFINE_HANDLER(handler, Instantiate<Platform>, ffi::Ffi::BindInstantiate().Attrs());
+  return (*handler)(frame);
+}
+
+XLA_FFI_DEFINE_HANDLER(kCudaInitialize, Initialize<Cuda>,
+                       ffi::Ffi::BindInitialize()
+                           .Ctx<ffi::State<State<Cuda>>>()
+                           .Ctx<ffi::DeviceOrdinal>());
+XLA_FFI_DEFINE_HANDLER(kCudaExecute, Execute<Cuda>,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<State<Cuda>>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Ctx<ffi::PlatformStream<void*>>()
+                           .RemainingArgs()
+                           .RemainingRets(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+ffi::Error ExecuteOnHost(State<Host>* state, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return Execute<Host>(state, /*device=*/0, /*stream=*/nullptr, args, rets);
+}
+XLA_FFI_DEFINE_HANDLER(
+    kHostExecute, ExecuteOnHost,
+    ffi::Ffi::Bind().Ctx<ffi::State<State<Host>>>().RemainingArgs().RemainingRets());
+
+nb::capsule Capsule(XLA_FFI_Handler* stage) {
+  return nb::capsule(reinterpret_cast<void*>(stage));
+}
+
+}  // namespace
+}  // namespace jax_mx
+
+NB_MODULE(_ffi, m) {
+  namespace nb = nanobind;
+  using namespace jax_mx;
+  m.doc() = "Launches precompiled kernels from XLA custom calls (see ffi/launch.cc).";
+  m.attr("API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.def(
+      "registrations",
+      [] {
+        nb::dict cuda, host, all;
+        cuda["instantiate"] = Capsule(InstantiateStage<Cuda>);
+        cuda["initialize"] = Capsule(kCudaInitialize);
+        cuda["execute"] = Capsule(kCudaExecute);
+        host["instantiate"] = Capsule(InstantiateStage<Host>);
+        host["execute"] = Capsule(kHostExecute);
+        all["CUDA"] = cuda;
+        all["cpu"] = host;
+        return all;
+      },
+      "The handler's stages per platform, for jax.ffi.register_ffi_target.");
+  m.def(
+      "use_host_driver", [](std::string path) { Host::library = std::move(path); }, nb::arg("path"),
+      "The library that calls on XLA's CPU platform launch through; before the first of them.");
+  m.def(
+      "counters",
+      [] {
+        nb::dict out;
+        out["libraries"] = counters.libraries.load();
+        out["launches"] = counters.launches.load();
+        out["captured"] = counters.captured.load();
+        out["fallback_entries"] = counters.fallback_entries.load();
+        return out;
+      },
+      "Of this process: libraries loaded, launches, how many of these while a stream was captured\n"
+      "into a graph, and how many took another entry than the fastest.");
+}

@@ -1,0 +1,91 @@
+"""From a variant to its binary and launch facts, through the manifest; registers the call target."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_mx import _ffi
+from jax_mx.variants import Variant
+
+TARGET = "jax_mx_launch"
+BINARIES = Path(__file__).parent / "binaries"
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """A binary and the facts that launch it; the manifest's words, see ffi/launch.cc for them.
+
+    Attributes:
+      image: the binary.
+      facts: symbols, align, threads, grid, scalars, sha256 and the compiler's resource report.
+    """
+
+    image: bytes
+    facts: dict[str, Any]
+
+    def attributes(self, params: dict[str, int]) -> dict[str, Any]:
+        """As the call target takes them; `params` are the values of scalars that have a name."""
+        constant = {name: (-1, value, 0) for name, value in params.items()}
+        scalars = [(size, *constant.get(what, what)) for size, what in self.facts["scalars"]]
+        array = functools.partial(np.array, dtype=np.int64)
+        return {
+            "image": self.image,
+            "sha256": self.facts["sha256"],
+            "symbols": ",".join(self.facts["symbols"]),
+            "align": array(self.facts["align"]).ravel(),
+            "threads": array(self.facts["threads"]),
+            "grid": array(self.facts["grid"]).ravel(),
+            "scalars": array(scalars).ravel(),
+        }
+
+
+@functools.cache
+def manifest() -> dict[str, dict[str, Any]]:
+    """`{"<variant>.<arch>": facts}` of every binary that this installation holds."""
+    path = BINARIES / "manifest.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+@functools.cache
+def load(variant: Variant, arch: str) -> Artifact:
+    """The artifact of `variant` for `arch`.
+
+    Raises:
+      NotImplementedError: this installation does not hold it.
+    """
+    facts = manifest().get(f"{variant.name}.{arch}")
+    if facts is None:
+        raise NotImplementedError(
+            f"{variant.op}: this installation holds no binary {variant.name} for {arch}; build it "
+            f"with python -m jax_mx.kernels.build --arch {arch}"
+        )
+    return Artifact((BINARIES / facts["file"]).read_bytes(), facts)
+
+
+def register() -> None:
+    """Registers the call target with JAX.
+
+    Raises:
+      ImportError: jaxlib's FFI is older than the one that the extension was compiled against; JAX
+        would then refuse to start the whole platform.
+    """
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    found = tuple(
+        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR")
+    )
+    if found < _ffi.API_VERSION:
+        raise ImportError(
+            f"jax_mx was compiled against version {_ffi.API_VERSION} of XLA's FFI, this jaxlib has "
+            f"{found}; install a newer jaxlib or a jax_mx built for this one"
+        )
+    for platform, stages in _ffi.registrations().items():
+        jax.ffi.register_ffi_target(TARGET, stages, platform=platform)
+    jax.ffi.register_ffi_target_as_batch_partitionable(TARGET)

@@ -1,0 +1,163 @@
+"""Compiles every binary that ships, on a machine without a GPU.
+
+    python -m jax_mx.kernels.build [--arch sm_90a] [--check]
+
+Incremental by content: a binary is compiled again when its key changes, the hash of the compiler's
+version, the sources that it comes from, the variant and the arch. Writes jax_mx/binaries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import types
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parents[1]
+if __package__ in (None, ""):
+    # Run by CMake as a file: the package's __init__ would import JAX and the extension, which this
+    # build is about to make.
+    package = types.ModuleType("jax_mx")
+    package.__path__ = [str(PACKAGE)]
+    sys.modules["jax_mx"] = package
+
+from jax_mx import formats, variants  # noqa: E402
+from jax_mx.variants import ARCHS, VARIANTS, Variant  # noqa: E402
+
+BINARIES = PACKAGE / "binaries"
+VERIFIED = PACKAGE / "verified.json"
+SUFFIX = {"cutedsl": "cubin"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", action="append", help="only this arch; may be repeated")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compile everything afresh, and fail unless the bytes are those of jax_mx/binaries and "
+        "those that verified.json says were executed",
+    )
+    args = parser.parse_args()
+    known = sorted({arch for archs in ARCHS.values() for arch in archs})
+    if unknown := set(args.arch or ()) - set(known):
+        parser.error(f"unknown arch {', '.join(unknown)}; there are {', '.join(known)}")
+    jobs = [
+        (variant, arch)
+        for variant in VARIANTS
+        for arch in ARCHS[variant.implementation]
+        if not args.arch or arch in args.arch
+    ]
+    return check(jobs) if args.check else build(jobs)
+
+
+def build(jobs: list[tuple[Variant, str]]) -> int:
+    """Brings jax_mx/binaries up to date for `jobs`; drops what is no variant's."""
+    BINARIES.mkdir(exist_ok=True)
+    path = BINARIES / "manifest.json"
+    manifest = json.loads(path.read_text()) if path.exists() else {}
+    stale = [job for job in jobs if not _is_current(manifest.get(_name(*job)), *job)]
+    print(f"{len(jobs) - len(stale)} of {len(jobs)} binaries are up to date", flush=True)
+    for (variant, arch), image, facts in compile_all(stale):
+        (BINARIES / facts["file"]).write_bytes(image)
+        manifest[_name(variant, arch)] = facts
+    every = {_name(v, arch) for v in VARIANTS for arch in ARCHS[v.implementation]}
+    manifest = {name: facts for name, facts in sorted(manifest.items()) if name in every}
+    path.write_text(json.dumps(manifest, indent=1) + "\n")
+    keep = {facts["file"] for facts in manifest.values()} | {path.name}
+    for file in BINARIES.iterdir():
+        if file.name not in keep:
+            file.unlink()
+    return 0
+
+
+def check(jobs: list[tuple[Variant, str]]) -> int:
+    """Whether binaries are reproducible and, for the chips at hand, executed and compared."""
+    manifest = json.loads((BINARIES / "manifest.json").read_text())
+    verified = json.loads(VERIFIED.read_text()) if VERIFIED.exists() else {}
+    bad = []
+    for (variant, arch), _, facts in compile_all(jobs):
+        name, sha256 = _name(variant, arch), facts["sha256"]
+        shipped = manifest.get(name, {}).get("sha256")
+        if shipped != sha256:
+            bad.append(f"{name}: jax_mx/binaries holds {shipped}, its source gives {sha256}")
+        entry = verified.get(name, {})
+        if entry.get("sha256") != sha256:
+            bad.append(f"{name}: {sha256} is not in verified.json; run the gpu tests and record it")
+        elif arch == "sm_90a" and not entry["executed_on"]:
+            bad.append(f"{name}: verified.json does not say that it was executed")
+        if any(usage["stack"] for usage in facts["usage"]):
+            bad.append(f"{name}: spills registers: {facts['usage']}")
+    print("\n".join(bad) or f"{len(jobs)} binaries are reproducible and verified")
+    return bool(bad)
+
+
+def compile_all(jobs: list[tuple[Variant, str]]):
+    """Yields (job, image, facts) as they are done, with progress on the terminal."""
+    if not jobs:
+        return
+    for name in [name for name in os.environ if name.startswith("CUTE_DSL_")]:
+        del os.environ[name]  # they change the code, and keys do not know them
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    # Processes: the DSL is not thread-safe.
+    context = multiprocessing.get_context("fork")
+    with (
+        Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as progress,
+        ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool,
+    ):
+        task = progress.add_task("Compiling kernels", total=len(jobs), last="")
+        futures = {pool.submit(_compile, *job): job for job in jobs}
+        for future in as_completed(futures):
+            name = _name(*futures[future])
+            image, facts = future.result()
+            progress.update(task, advance=1, last=name)
+            if not console.is_terminal:
+                print(f"compiled {name}", flush=True)
+            yield futures[future], image, facts
+
+
+def _compile(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:
+    image, facts = _backend(variant).compile_variant(variant, arch)
+    file = f"{_name(variant, arch)}.{SUFFIX[variant.implementation]}"
+    names = {"key": _key(variant, arch), "file": file, "sha256": hashlib.sha256(image).hexdigest()}
+    return image, {**names, **facts}
+
+
+def _backend(variant: Variant):
+    if variant.implementation == "cutedsl":
+        from jax_mx.kernels.cutedsl import compile as backend
+    return backend
+
+
+def _name(variant: Variant, arch: str) -> str:
+    return f"{variant.name}.{arch}"
+
+
+def _key(variant: Variant, arch: str) -> str:
+    folder = PACKAGE / "kernels" / variant.implementation
+    sources = [Path(formats.__file__), Path(variants.__file__), *sorted(folder.glob("*.py"))]
+    digest = hashlib.sha256(f"{_backend(variant).COMPILER} {variant} {arch}".encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_current(facts: dict[str, Any] | None, variant: Variant, arch: str) -> bool:
+    if facts is None or facts["key"] != _key(variant, arch):
+        return False
+    file = BINARIES / facts["file"]
+    return file.exists() and hashlib.sha256(file.read_bytes()).hexdigest() == facts["sha256"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

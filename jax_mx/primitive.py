@@ -1,0 +1,190 @@
+"""The ops as JAX primitives; the only module that touches JAX's extension points.
+
+Operands are viewed as (..., BLOCK): every dimension but the last is a batch dimension, to vmap, to
+the partitioner and to the kernel alike. So a sharded array is quantized where it lies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import ffi
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir
+
+# Private to JAX, all of it; used here alone, pinned by tests/test_primitive.py.
+from jax._src import core, dispatch  # isort: skip
+from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
+    sdy_sharding_rule_to_mlir,
+    str_to_sdy_sharding_rule,
+)
+
+from jax_mx import artifacts, reference, variants
+from jax_mx.formats import BLOCK, SCALE_DTYPE
+from jax_mx.plan import IMPLEMENTATIONS, Plan
+
+KERNELS = {platform: name for name, platform in IMPLEMENTATIONS.items() if platform != "any"}
+
+
+# ---- the two ops ------------------------------------------------------------------------------
+def _quantize_avals(x, *, plan: Plan):  # (..., BLOCK) -> (..., BLOCK / per), (..., 1)
+    values = x.update(
+        shape=(*x.shape[:-1], BLOCK // plan.format.codes_per_byte),
+        dtype=plan.format.storage,
+        weak_type=False,
+    )
+    return [values, x.update(shape=(*x.shape[:-1], 1), dtype=SCALE_DTYPE, weak_type=False)]
+
+
+def _dequantize_avals(values, scales, *, plan: Plan):
+    del scales
+    return [values.update(shape=(*values.shape[:-1], BLOCK), dtype=plan.dtype, weak_type=False)]
+
+
+def _quantize_reference(x, *, plan: Plan):
+    return reference.quantize(x, plan.format, plan.scaling)
+
+
+def _dequantize_reference(values, scales, *, plan: Plan):
+    return [reference.dequantize(values, scales, plan.format, plan.dtype)]
+
+
+# ---- which kernel ------------------------------------------------------------------------------
+def kernels_for(plan: Plan, platform: str, chips: Sequence[str] | None) -> dict[str, dict]:
+    """The attribute `kernels` of the call target (ffi/launch.cc).
+
+    Args:
+      plan: the call.
+      platform: JAX's name of it, as lowering has it.
+      chips: as drivers name them ("sm_90"); None: every chip that there are binaries for.
+
+    Raises:
+      NotImplementedError: no kernel serves the plan there; says why.
+    """
+    implementation = KERNELS.get(platform)
+    if plan.implementation not in (None, implementation):
+        where = IMPLEMENTATIONS[plan.implementation]
+        raise NotImplementedError(
+            f"{plan.op}: implementation {plan.implementation!r} runs on {where}, this computation "
+            f"is lowered for {platform}; use implementation=None or 'xla'"
+        )
+    if implementation is None or implementation not in variants.ARCHS:
+        raise NotImplementedError(f"{plan.op}: no kernels for {platform}; 'xla' serves it")
+    variant = variants.choose(plan, implementation)
+    archs = {variants.device_arch(arch): arch for arch in variants.ARCHS[implementation]}
+    for chip in chips or ():
+        if chip not in archs:
+            raise NotImplementedError(
+                f"{plan.op}: no {implementation} kernel for {chip}, only for {', '.join(archs)}; "
+                "implementation 'xla' serves it"
+            )
+    return {
+        chip: artifacts.load(variant, archs[chip]).attributes(plan.params)
+        for chip in (archs if chips is None else chips)
+    }
+
+
+def chip_of(device: jax.Device) -> str:
+    """The device's chip as its driver names it: "sm_90", "gfx950"; else its platform."""
+    capability = getattr(device, "compute_capability", None)
+    if capability is None:
+        return device.platform
+    return f"sm_{capability.replace('.', '')}" if "gfx" not in capability else capability
+
+
+def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
+    """The chips that a program is lowered for; None where no device is known yet (export)."""
+    module = ctx.module_context
+    if module.lowering_parameters.for_export or tuple(module.platforms) != (platform,):
+        return None
+    if module.backend is None or module.backend.platform not in (platform, "gpu"):
+        return None
+    return sorted({chip_of(device) for device in module.backend.local_devices()})
+
+
+# ---- lowering ----------------------------------------------------------------------------------
+def _sharding_attributes(ctx: mlir.LoweringRuleContext) -> dict | None:
+    """What lets the partitioner split the call along every dimension but the last."""
+    avals = (*ctx.avals_in, *ctx.avals_out)
+    if not all(core.is_constant_shape(aval.shape) for aval in avals):
+        return None  # shape-polymorphic: sharding rules need numbers
+    names = "abcdefg"[: len(avals)]  # a factor for each operand's and result's last dimension
+    terms = [f"... {name}" for name in names]
+    n = len(ctx.avals_in)
+    rule = str_to_sdy_sharding_rule(
+        f"{', '.join(terms[:n])} -> {', '.join(terms[n:])}", need_replication_factors=tuple(names)
+    )
+
+    def types(avals):
+        element = mlir.dtype_to_ir_type
+        return [ir.RankedTensorType.get(aval.shape, element(aval.dtype)) for aval in avals]
+
+    batch = str(ctx.avals_in[0].ndim - 1)
+    return {
+        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": batch}),
+        "sdy.sharding_rule": sdy_sharding_rule_to_mlir(
+            rule, types(ctx.avals_in), types(ctx.avals_out)
+        ),
+    }
+
+
+def _lower_reference(reference_fn: Callable, ctx, *operands, plan: Plan):
+    if plan.implementation not in (None, "xla"):
+        kernels_for(plan, (ctx.platforms or ctx.module_context.platforms)[0], None)  # raises
+    return mlir.lower_fun(reference_fn, multiple_results=True)(ctx, *operands, plan=plan)
+
+
+def _lower_kernel(reference_fn: Callable, platform: str, ctx, *operands, plan: Plan):
+    if plan.implementation != "xla":
+        try:
+            kernels = kernels_for(plan, platform, _chips(ctx, platform))
+        except NotImplementedError:
+            if plan.implementation is not None:
+                raise
+        else:
+            rule = ffi.ffi_lowering(artifacts.TARGET, extra_attributes=_sharding_attributes(ctx))
+            return rule(ctx, *operands, kernels=kernels)
+    return _lower_reference(reference_fn, ctx, *operands, plan=plan)
+
+
+# ---- registration ------------------------------------------------------------------------------
+def _batch(primitive: Primitive, args, dims, *, plan: Plan):
+    """Any dimension before the last is a batch dimension, so a new one goes to the front."""
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    args = [
+        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(args, dims, strict=True)
+    ]
+    outs = primitive.bind(*args, plan=plan)
+    return outs, [0] * len(outs)
+
+
+def _no_derivative(*_, plan: Plan, **__):
+    raise NotImplementedError(
+        f"{plan.op} has no derivative (it rounds); for a straight-through estimator wrap it in "
+        "jax.custom_vjp, or use jax.lax.stop_gradient on its input"
+    )
+
+
+def _primitive(op: str, avals: Callable, reference_fn: Callable) -> Primitive:
+    primitive = Primitive(f"mx_{op}")
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+    primitive.def_abstract_eval(avals)
+    mlir.register_lowering(primitive, functools.partial(_lower_reference, reference_fn))
+    for platform in KERNELS:
+        rule = functools.partial(_lower_kernel, reference_fn, platform)
+        mlir.register_lowering(primitive, rule, platform=platform)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+    ad.primitive_jvps[primitive] = _no_derivative
+    ad.primitive_transposes[primitive] = _no_derivative
+    return primitive
+
+
+artifacts.register()
+quantize_p = _primitive("quantize", _quantize_avals, _quantize_reference)
+dequantize_p = _primitive("dequantize", _dequantize_avals, _dequantize_reference)

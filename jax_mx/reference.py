@@ -1,0 +1,143 @@
+"""The oracle: every op in integer arithmetic, in plain jnp. Kernels match it bit for bit.
+
+Also the implementation ("xla") wherever there is no kernel. Integers throughout, because XLA's
+float arithmetic is no oracle: on CPU it flushes float32 subnormals, loses NaNs in jnp.max and does
+not saturate casts to float8; exp2 is inexact at most integers.
+
+Blocks lie along the last dimension, which has length `BLOCK`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.formats import BLOCK, SCALE_DTYPE, SCALE_NAN, Format, Scaling
+
+_INF = 0x7F800000  # float32
+
+
+def quantize(
+    x: jax.Array,  # (..., BLOCK) bf16, f16 or f32
+    format: Format,
+    scaling: Scaling,
+) -> tuple[jax.Array, jax.Array]:  # (..., BLOCK / codes_per_byte) storage, (..., 1) e8m0
+    """The codes and the scale of every block."""
+    bits = _float32_bits(x)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    # As integers NaN > Inf > every finite value, so one maximum finds amax and poison alike.
+    amax = jnp.max(magnitude, axis=-1, keepdims=True)
+
+    add, exception = scaling.rounding(format)
+    emax = np.uint32(format.emax)
+    scale = jnp.maximum((amax + np.uint32(add)) >> np.uint32(23), emax) - emax
+    scale = jnp.where(amax == np.uint32(exception & 0xFFFFFFFF), np.uint32(0), scale)
+    scale = jnp.where(amax >= np.uint32(_INF), np.uint32(SCALE_NAN), scale)
+
+    significand, exponent = _decode(magnitude, 8, 23)
+    exponent = exponent + (127 - scale.astype(jnp.int32))
+    codes = _encode(significand, exponent, format.mantissa_bits, format.bias, format.max_code)
+    sign = (bits >> np.uint32(31)) << np.uint32(format.bits - 1)
+    codes = jnp.where(scale == np.uint32(SCALE_NAN), np.uint32(format.nan_code), codes | sign)
+    return (
+        jax.lax.bitcast_convert_type(_pack(codes, format), format.storage),
+        jax.lax.bitcast_convert_type(scale.astype(jnp.uint8), SCALE_DTYPE),
+    )
+
+
+def dequantize(
+    values: jax.Array,  # (..., BLOCK / codes_per_byte) storage
+    scales: jax.Array,  # (..., 1) e8m0
+    format: Format,
+    dtype: np.dtype,
+) -> jax.Array:  # (..., BLOCK) dtype
+    """element * 2^(scale - 127), exact in float32, rounded to nearest even where `dtype` is less.
+
+    A product beyond the largest finite value is an infinity; an element's own NaN or infinity
+    stays; scale 255 gives NaN.
+    """
+    codes = _unpack(jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint32), format)
+    scale = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
+    magnitude = codes & np.uint32(2 ** (format.bits - 1) - 1)
+    sign = codes >> np.uint32(format.bits - 1)
+
+    info = jnp.finfo(dtype)
+    infinity = np.uint32((2**info.nexp - 1) << info.nmant)
+    nan = np.uint32(infinity | 1 << (info.nmant - 1))
+    significand, exponent = _decode(magnitude, format.exponent_bits, format.mantissa_bits)
+    exponent = exponent + (scale - 127)
+    bits = _encode(significand, exponent, info.nmant, 2 ** (info.nexp - 1) - 1, int(infinity))
+    if np.issubdtype(format.storage, np.integer):
+        poisoned = scale == SCALE_NAN
+    else:  # the codes beyond max_code: e5m2 has one infinity among them, e4m3 only NaN
+        field = 2**format.exponent_bits - 1 << format.mantissa_bits
+        has_infinity = format.max_code < field
+        bits = jnp.where((magnitude == field) & has_infinity, infinity, bits)
+        poisoned = (scale == SCALE_NAN) | (magnitude > (field if has_infinity else format.max_code))
+    bits = jnp.where(poisoned, nan, bits | sign << np.uint32(info.bits - 1))
+    bits = bits.astype({16: jnp.uint16, 32: jnp.uint32}[info.bits])
+    return jax.lax.bitcast_convert_type(bits, dtype)
+
+
+def _float32_bits(x: jax.Array) -> jax.Array:
+    """The bits of x in float32, exactly."""
+    if x.dtype == jnp.float32:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    if x.dtype == jnp.bfloat16:
+        return bits << np.uint32(16)
+    magnitude = bits & np.uint32(0x7FFF)
+    float32 = _encode(*_decode(magnitude, 5, 10), 23, 127, _INF)
+    special = magnitude >= np.uint32(0x7C00)
+    float32 = jnp.where(special, np.uint32(_INF) + ((magnitude - 0x7C00) << 13), float32)
+    return float32 | (bits >> np.uint32(15)) << np.uint32(31)
+
+
+def _decode(
+    magnitude: jax.Array,  # uint32 codes without their sign
+    exponent_bits: int,
+    mantissa_bits: int,
+) -> tuple[jax.Array, jax.Array]:  # uint32, int32
+    """`(significand, exponent)` of finite floats: the value is significand * 2^exponent."""
+    field = magnitude >> np.uint32(mantissa_bits)
+    mantissa = magnitude & np.uint32(2**mantissa_bits - 1)
+    significand = jnp.where(field > 0, mantissa | np.uint32(2**mantissa_bits), mantissa)
+    bias = 2 ** (exponent_bits - 1) - 1
+    return significand, jnp.maximum(field.astype(jnp.int32), 1) - (bias + mantissa_bits)
+
+
+def _encode(
+    significand: jax.Array,  # uint32, below 2^24
+    exponent: jax.Array,  # int32
+    mantissa_bits: int,
+    bias: int,
+    max_code: int,
+) -> jax.Array:  # uint32
+    """The code of significand * 2^exponent, rounded to nearest even, at most `max_code`."""
+    shift = jax.lax.clz(significand).astype(jnp.int32) - 8
+    significand = significand << shift.astype(jnp.uint32)  # bit 23 leads
+    exponent = exponent - shift
+    # The exponent of the result's leading digit; zero has none, and counts as a subnormal.
+    lead = jnp.where(significand > 0, jnp.maximum(exponent + 23, 1 - bias), 1 - bias)
+    drop = jnp.clip(lead - mantissa_bits - exponent, 0, 30).astype(jnp.uint32)
+    kept = significand >> drop
+    rest = significand - (kept << drop)
+    up = (2 * rest + (kept & 1)) > (np.uint32(1) << drop)  # a tie rounds up from an odd `kept`
+    field = jnp.minimum(lead - (1 - bias), 2 * bias + 2).astype(jnp.uint32)
+    code = (field << np.uint32(mantissa_bits)) + kept + up.astype(jnp.uint32)
+    return jnp.minimum(code, np.uint32(max_code))
+
+
+def _pack(codes: jax.Array, format: Format) -> jax.Array:
+    """uint32 codes (..., n) into bytes (..., n / codes_per_byte), the first in the lowest bits."""
+    per, width = format.codes_per_byte, 8 // format.codes_per_byte
+    parts = [codes[..., i::per] << np.uint32(width * i) for i in range(per)]
+    return sum(parts[1:], parts[0]).astype(jnp.uint8)
+
+
+def _unpack(packed: jax.Array, format: Format) -> jax.Array:
+    """The inverse of `_pack`, from uint32."""
+    per, width = format.codes_per_byte, 8 // format.codes_per_byte
+    parts = [packed >> np.uint32(width * i) & np.uint32(2**width - 1) for i in range(per)]
+    return jnp.stack(parts, axis=-1).reshape(*packed.shape[:-1], BLOCK) if per > 1 else packed
