@@ -33,8 +33,10 @@ class Artifact:
 
     def attributes(self, params: dict[str, int]) -> dict[str, Any]:
         """As the call target takes them; `params` are the values of scalars that have a name."""
-        constant = {name: (-1, value, 0) for name, value in params.items()}
-        scalars = [(size, *constant.get(what, what)) for size, what in self.facts["scalars"]]
+        scalars = [  # (bytes, buffer, from, to); buffer -1 stands for the constant `from`
+            (size, -1, params[what], 0) if isinstance(what, str) else (size, *what)
+            for size, what in self.facts["scalars"]
+        ]
         array = functools.partial(np.array, dtype=np.int64)
         return {
             "image": self.image,

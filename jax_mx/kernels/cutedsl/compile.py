@@ -13,8 +13,10 @@ from jax_mx.variants import Variant
 COMPILER = f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}"
 
 
-def compile_variant(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:
+def compile_variant(variant: Variant, arch: str, **tuning: Any) -> tuple[bytes, dict[str, Any]]:
     """The cubin of `variant` for `arch`, and its manifest entry but for names and hashes.
+
+    `tuning` replaces what the kernel's own table says (benchmarks/sweep.py).
 
     Raises:
       RuntimeError: the compiler gave no cubin, or its kernels are not the entries asked for.
@@ -23,7 +25,7 @@ def compile_variant(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]
 
     from jax_mx.kernels.cutedsl.quantize import Quantize
 
-    kernel = {"quantize": Quantize}[variant.op](variant)
+    kernel = {"quantize": Quantize}[variant.op](variant, **tuning)
     type(kernel).kernel.set_name_prefix(
         variant.name, remove_cutlass_symbol=True, keep_mangled_name=False
     )

@@ -1,0 +1,188 @@
+"""What an op is measured against: a copy of as many bytes, and XLA at its best.
+
+The quantizers here are what one writes in JAX without kernels, in floats, and right on ordinary
+data only: NaNs, infinities and float32 subnormals are `jax_mx.reference`'s business. So that the
+comparison is honest there are several, and the fastest one counts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.array import MXArray
+from jax_mx.formats import (
+    BLOCK,
+    FORMATS,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    SCALE_DTYPE,
+    SCALINGS,
+    Format,
+    Scaling,
+)
+from jax_mx.layouts import SCALE_LAYOUTS, ScaleLayout
+
+# From blocks and their amax (1 where the blocks have 32) to elements / scale and the scale's byte.
+Variant = Callable[[jax.Array, jax.Array, Format, Scaling], tuple[jax.Array, jax.Array]]
+
+
+# ---- data ----------------------------------------------------------------------------------------
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """Normal values whose rows have scales from 2^-8 to 2^7."""
+    of_values, of_scales = jax.random.split(key)
+    values = jax.random.normal(of_values, shape, dtype)
+    exponent = jax.random.randint(of_scales, (*shape[:-1], 1), -8, 8)
+    return values * jnp.exp2(exponent.astype(jnp.float32)).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def words(key: jax.Array, size: int) -> jax.Array:
+    """At least `size` random bytes, as uint32."""
+    return jax.random.bits(key, (-(-size // 4),), jnp.uint32)
+
+
+# ---- copies --------------------------------------------------------------------------------------
+def copies() -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """The ways to copy an array on its device; XLA makes a memcpy of it."""
+    return {"jit(jnp.copy)": jax.jit(jnp.copy), "x.copy()": lambda x: x.copy()}
+
+
+# ---- quantize ------------------------------------------------------------------------------------
+def quantize(
+    format: str, scaling: str, axis: int, scale_layout: str
+) -> dict[str, Callable[[jax.Array], MXArray]]:
+    """XLA's quantizers, jitted, by name; they return what `jax_mx.quantize` does."""
+    options = {
+        "format": FORMATS[format],
+        "scaling": SCALINGS[scaling],
+        "axis": axis,
+        "layout": SCALE_LAYOUTS[scale_layout],
+    }
+    return {
+        name: jax.jit(functools.partial(_quantize, variant=variant, **options))
+        for name, variant in VARIANTS.items()
+    }
+
+
+def _quantize(
+    x: jax.Array,
+    *,
+    variant: Variant,
+    format: Format,
+    scaling: Scaling,
+    axis: int,
+    layout: ScaleLayout,
+) -> MXArray:
+    inner = axis % x.ndim + 1
+    blocks = x.reshape(*x.shape[: inner - 1], -1, BLOCK, *x.shape[inner:])
+    amax = jnp.max(jnp.abs(blocks), axis=inner, keepdims=True)
+    scaled, scale = variant(blocks, amax, format, scaling)
+    codes = _encode(scaled, format, inner)
+    values = codes.reshape(*x.shape[: inner - 1], -1, *x.shape[inner:])
+    scales = jax.lax.bitcast_convert_type(scale.astype(jnp.uint8), SCALE_DTYPE)
+    scales = jnp.squeeze(scales, inner)
+    if layout.is_tiled:
+        scales = layout.pack(jnp.moveaxis(scales, inner - 1, -1))
+    return MXArray(values, scales, format, axis, layout)
+
+
+def _divide(
+    blocks: jax.Array, amax: jax.Array, format: Format, scaling: Scaling
+) -> tuple[jax.Array, jax.Array]:
+    """As jax.nn does it: amax over max, rounded up to a power of two, and a division by that."""
+    ratio, rounding = _ratio(amax, format, scaling)
+    add, _ = rounding.rounding(format)
+    scale = (_bits(ratio) + np.uint32(add)) >> 23
+    blocks = _wide(blocks)
+    return blocks / _float(scale << 23).astype(blocks.dtype), scale
+
+
+def _multiply(
+    blocks: jax.Array, amax: jax.Array, format: Format, scaling: Scaling
+) -> tuple[jax.Array, jax.Array]:
+    """The exponent from amax's bits by one addition, and a product with its reciprocal."""
+    add, _ = scaling.rounding(format)
+    emax = np.uint32(format.emax)
+    scale = (_bits(amax.astype(jnp.float32)) + np.uint32(add)) >> 23
+    scale = jnp.maximum(scale, emax) - emax
+    return blocks.astype(jnp.float32) * _float((254 - scale) << 23), scale
+
+
+def _powers(
+    blocks: jax.Array, amax: jax.Array, format: Format, scaling: Scaling
+) -> tuple[jax.Array, jax.Array]:
+    """Floats all the way, with no bits in between that XLA might not fuse across."""
+    ratio, rounding = _ratio(amax, format, scaling)
+    if rounding is Scaling.EVEN:
+        ratio = jax.lax.reduce_precision(ratio, 8, format.mantissa_bits)
+    # Rounding to no mantissa at all makes 1 of (0.75, 1.5), hence of three quarters of (1, 2). That
+    # is the power below, half of the power above; the nudge says to which side the ends belong.
+    up = rounding is Scaling.CEIL
+    power = jax.lax.reduce_precision(ratio * np.float32(0.75 * (1 - 2**-21 * (up or -1))), 8, 0)
+    scale = power * np.float32(2 if up else 1)
+    blocks = _wide(blocks)
+    return blocks * (1 / scale).astype(blocks.dtype), _bits(scale) >> 23
+
+
+VARIANTS: Mapping[str, Variant] = {"divide": _divide, "multiply": _multiply, "powers": _powers}
+
+
+def _ratio(amax: jax.Array, format: Format, scaling: Scaling) -> tuple[jax.Array, Scaling]:
+    """`(ratio, rounding)`: rounded so to a power of two, the float32 ratio is the scale."""
+    factor, rounding = 2.0**-format.emax, scaling
+    if scaling is Scaling.RCEIL:
+        # 1 / max is inexact; a hair less keeps an amax of exactly max * 2^k from rounding up.
+        factor, rounding = (1 - 2**-21) / format.max, Scaling.CEIL
+    return amax.astype(jnp.float32) * np.float32(factor), rounding
+
+
+def _encode(y: jax.Array, format: Format, axis: int) -> jax.Array:
+    """Scaled elements as the format stores them; two of four bits are packed along `axis`."""
+    y = jnp.clip(y, -format.max, format.max)
+    if format.storage != np.uint8:
+        return y.astype(format.storage)
+    if format.codes_per_byte == 1:
+        # The float8 of as many mantissa bits has the same codes, for values 2^difference smaller.
+        wider = {2: MXFP8_E5M2, 3: MXFP8_E4M3}[format.mantissa_bits]
+        y = (y * 2.0 ** (format.bias - wider.bias)).astype(wider.storage)
+        code = jax.lax.bitcast_convert_type(y, jnp.uint8)
+        return (code & np.uint8(31)) | (code >> 7) << 5
+    # Few chips convert to float4; a code is the number of ties that the element has passed.
+    magnitude = jnp.abs(y)
+    code = sum(
+        (above(magnitude, tie).astype(jnp.uint8) for above, tie in _E2M1_TIES),
+        jnp.signbit(y).astype(jnp.uint8) << 3,
+    )
+    first, second = (jax.lax.slice_in_dim(code, i, None, 2, axis) for i in (0, 1))
+    return first | second << 4
+
+
+# Between e2m1's values 0, 0.5, 1, 1.5, 2, 3, 4, 6: a tie goes to the even code.
+_E2M1_TIES = (
+    (jnp.greater, 0.25),
+    (jnp.greater_equal, 0.75),
+    (jnp.greater, 1.25),
+    (jnp.greater_equal, 1.75),
+    (jnp.greater, 2.5),
+    (jnp.greater_equal, 3.5),
+    (jnp.greater, 5.0),
+)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """x, in float32 if it is float16, which has too few exponents for a scale."""
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

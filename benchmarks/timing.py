@@ -1,0 +1,168 @@
+"""How long a jitted function takes: on the device where it can be profiled, else on the wall."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+Inputs = Sequence[tuple[Any, ...]]  # the arguments of one call each; calls take them in turn
+
+# Of an H200, the largest L2 at hand; a smaller one is overrun by the same data.
+L2_BYTES = 60 * 2**20
+# Outputs alive at a time: two keep the device busy; a queue of all would fill its memory.
+WINDOW = 2
+WARM_UP = 5
+
+DEVICE = "device"  # the median over calls of what each spent on the device
+DEVICE_MEAN = "device mean"  # the mean: the events could not be told apart by call
+WALL = "wall"  # time on the host's clock, launches included
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds a call, and the clock that they were read from."""
+
+    us: float
+    clock: str
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Event:
+    """Something that a device did: a kernel, a copy, a fill."""
+
+    start_ns: float
+    duration_ns: float
+    name: str
+
+
+def nbytes(tree: Any) -> int:
+    """Of all arrays of a pytree, once each, from their shapes and dtypes alone."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def rotation(size: int) -> int:
+    """How many distinct inputs of `size` bytes to go through in turn, so that L2 holds none.
+
+    Below 7.5 MB an input the cap of 32 leaves them in L2; nothing there is bound by memory.
+    """
+    return min(max(3, math.ceil(4 * L2_BYTES / max(size, 1))), 32)
+
+
+def rotate(make: Callable[[jax.Array], jax.Array], size: int) -> list[tuple[jax.Array]]:
+    """`rotation(size)` inputs, each from a key of its own."""
+    keys = jax.random.split(jax.random.key(0), rotation(size))
+    return jax.block_until_ready([(make(key),) for key in keys])
+
+
+def measure(fn: Callable[..., Any], inputs: Inputs, calls: int = 30) -> Timing:
+    """The time of one call of `fn`, which is compiled and warmed up before any clock runs."""
+    run(fn, inputs, WARM_UP)
+    if jax.default_backend() != "cpu":
+        try:
+            timing = per_call(profile(fn, inputs, calls), calls)
+        except Exception as error:  # a worse number is better than none
+            warnings.warn(f"no profile, so the host's clock counts: {error}", stacklevel=2)
+            timing = None
+        if timing is not None:
+            return timing
+    return wall(fn, inputs, calls)
+
+
+def device_us(fn: Callable[..., Any], inputs: Inputs, calls: int = 30) -> float:
+    """Microseconds that a call of `fn` spends on the device.
+
+    Raises:
+      RuntimeError: only the host's clock can tell.
+    """
+    timing = measure(fn, inputs, calls)
+    if timing.clock == WALL:
+        raise RuntimeError(f"device_us: no profile of a device; {timing.us:.1f} us on the wall")
+    return timing.us
+
+
+def run(fn: Callable[..., Any], inputs: Inputs, calls: int) -> None:
+    """Calls `fn` that often, going through the inputs, and waits for the end."""
+    outputs: collections.deque[Any] = collections.deque()
+    for i in range(calls):
+        outputs.append(fn(*inputs[i % len(inputs)]))
+        if len(outputs) > WINDOW:
+            jax.block_until_ready(outputs.popleft())
+    jax.block_until_ready(list(outputs))
+
+
+def profile(fn: Callable[..., Any], inputs: Inputs, calls: int) -> list[Event]:
+    """What the device did for `calls` calls of `fn`, in a trace of their own."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it records every Python call, and slows them all down
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory, profiler_options=options):
+            run(fn, inputs, calls)
+        files = sorted(Path(directory).rglob("*.xplane.pb"))
+        return [e for f in files for e in events(jax.profiler.ProfileData.from_file(str(f)))]
+
+
+def events(data: jax.profiler.ProfileData) -> list[Event]:
+    """All that a profile's GPUs did. Only "Stream" lines: others repeat it by module and op."""
+    return [
+        Event(event.start_ns, event.duration_ns, event.name)
+        for plane in data.planes
+        if "GPU" in plane.name
+        for line in plane.lines
+        if "Stream" in line.name
+        for event in line.events
+    ]
+
+
+def per_call(events: Sequence[Event], calls: int) -> Timing | None:
+    """The median over calls of each one's events together; None if there are no events."""
+    if not events:
+        return None
+    events = sorted(events)
+    each, rest = divmod(len(events), calls)
+    names = [event.name for event in events]
+    if rest or names != names[:each] * calls:
+        return Timing(sum(event.duration_ns for event in events) / calls / 1e3, DEVICE_MEAN)
+    durations = [event.duration_ns for event in events]
+    groups = [sum(durations[i : i + each]) for i in range(0, len(durations), each)]
+    return Timing(statistics.median(groups) / 1e3, DEVICE)
+
+
+def wall(fn: Callable[..., Any], inputs: Inputs, calls: int, batches: int = 5) -> Timing:
+    """The median over batches of calls of a batch's time on the wall."""
+    size = max(1, calls // batches)
+    times = []
+    for _ in range(batches):
+        start = time.perf_counter()
+        run(fn, inputs, size)
+        times.append((time.perf_counter() - start) / size)
+    return Timing(statistics.median(times) * 1e6, WALL)
+
+
+def fastest(
+    candidates: Mapping[str, Callable[..., Any]], inputs: Inputs, calls: int = 30
+) -> tuple[str, Timing]:
+    """The name and the time of the fastest of several functions; those that fail do not count.
+
+    Raises:
+      Exception: none ran; the last one's.
+    """
+    timings: dict[str, Timing] = {}
+    failure: Exception = ValueError("fastest: no candidates")
+    for name, fn in candidates.items():
+        try:
+            timings[name] = measure(fn, inputs, calls)
+        except Exception as error:
+            failure = error.with_traceback(None)  # which would keep the inputs alive
+    if not timings:
+        raise failure
+    return min(timings.items(), key=lambda item: item[1].us)

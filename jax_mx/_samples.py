@@ -1,0 +1,188 @@
+"""The tensors that `python -m jax_mx` quantizes: a small network's, or those of files."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3, RCEIL
+from jax_mx.layouts import ROW_MAJOR
+from jax_mx.plan import plan_quantize
+
+Loads = Iterator[tuple[str, Callable[[], "np.ndarray | str"]]]  # name -> how to read the tensor
+
+# The dtypes that are quantized, by numpy's name and by that of a .safetensors header.
+FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+
+
+# ---- the default: a network on scikit-learn's digits --------------------------------------------
+def digits(steps: int = 30, batch: int = 128) -> dict[str, np.ndarray]:
+    """Weights, activations and gradients of 64 -> 128 -> 64 -> 10 after `steps` of descent.
+
+    The output layer is left out: 32 does not divide its 10 columns.
+    """
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x = jnp.asarray(images[:batch] / 16, jnp.float32)  # (batch, 64), pixels in 0..1
+    y = jax.nn.one_hot(labels[:batch], 10, dtype=jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights = [
+        jax.random.normal(key, shape, jnp.float32) * (2 / shape[0]) ** 0.5
+        for key, shape in zip(keys, ((64, 128), (128, 64), (64, 10)), strict=True)
+    ]
+    weights, gradients, hidden = jax.jit(_train, static_argnums=0)(steps, weights, x, y)
+    tensors = {"input": x, "w1": weights[0], "w2": weights[1], "h1": hidden[0], "h2": hidden[1]}
+    tensors |= {"grad w1": gradients[0], "grad w2": gradients[1]}
+    return {name: np.asarray(tensor) for name, tensor in tensors.items()}
+
+
+def _loss(
+    weights: list[jax.Array], x: jax.Array, y: jax.Array
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Cross entropy, and the activations of the hidden layers."""
+    hidden = [jax.nn.relu(x @ weights[0])]
+    hidden.append(jax.nn.relu(hidden[0] @ weights[1]))
+    return -jnp.mean(jnp.sum(y * jax.nn.log_softmax(hidden[1] @ weights[2]), axis=-1)), hidden
+
+
+def _train(
+    steps: int, weights: list[jax.Array], x: jax.Array, y: jax.Array
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """The weights after `steps`, and the gradients and activations there."""
+    gradient = jax.grad(_loss, has_aux=True)
+
+    def step(_, weights: list[jax.Array]) -> list[jax.Array]:
+        return [w - 0.2 * g for w, g in zip(weights, gradient(weights, x, y)[0], strict=True)]
+
+    weights = jax.lax.fori_loop(0, steps, step, weights)
+    return weights, *gradient(weights, x, y)
+
+
+# ---- files --------------------------------------------------------------------------------------
+def read(path: Path) -> Iterator[tuple[str, np.ndarray | str]]:
+    """The tensors of a file, one at a time.
+
+    Args:
+      path: a .safetensors, .npz or .npy file. Nothing is ever unpickled.
+
+    Yields:
+      `(name, tensor)`; instead of a tensor or file that cannot be read, the sentence that says why.
+
+    Raises:
+      ModuleNotFoundError: safetensors is needed and not installed.
+    """
+    open_file = _READERS.get(path.suffix.lower())
+    if open_file is None:
+        known = ", ".join(_READERS)
+        yield path.name, f"suffix {path.suffix!r} is unknown; save the tensors as one of {known}"
+        return
+    if not path.is_file():
+        yield path.name, f"there is no file {path}; check the path"
+        return
+    # A damaged file makes its parsers raise almost anything: OSError, ValueError, EOFError,
+    # BadZipFile, zlib.error, TokenError, SafetensorError, NotImplementedError were all seen.
+    try:
+        members = 0
+        for key, load in open_file(path):
+            members += 1
+            name = f"{path.name}:{key}" if key else path.name
+            try:
+                tensor = load()
+            except Exception as error:
+                tensor = _unreadable(error)
+            yield name, tensor
+        if not members:
+            yield path.name, "holds no tensors; save some in it"
+    except ImportError:
+        raise
+    except Exception as error:
+        yield path.name, _unreadable(error)
+
+
+def _unreadable(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "does not fit into memory; save a slice of it"
+    if "Object arrays" in str(error):
+        return "holds pickled Python objects, which are never loaded; save it as an array of floats"
+    detail = textwrap.shorten(str(error) or type(error).__name__, 160)
+    return f"is truncated, damaged or not what its suffix says ({detail}); save it again"
+
+
+def _open_npy(path: Path) -> Loads:
+    with path.open("rb") as file:  # np.load takes a file of another kind for a pickle
+        np.lib.format.read_magic(file)
+    yield "", lambda: np.load(path, allow_pickle=False)
+
+
+def _open_npz(path: Path) -> Loads:
+    with path.open("rb") as file:
+        if (magic := file.read(2)) != b"PK":
+            raise ValueError(f"it begins with {magic!r}, a zip file with b'PK'")
+
+    def load(key: str) -> np.ndarray | str:
+        member = members[key]
+        return member if isinstance(member, np.ndarray) else "is no .npy array; save it as one"
+
+    with np.load(path, allow_pickle=False) as members:
+        for key in members.files:
+            yield key, functools.partial(load, key)
+
+
+def _open_safetensors(path: Path) -> Loads:
+    from safetensors import safe_open
+
+    def load(key: str) -> np.ndarray | str:
+        dtype = members.get_slice(key).get_dtype()  # numpy cannot even name some of them
+        return members.get_tensor(key) if dtype in FLOATS.values() else _no_float(dtype)
+
+    with safe_open(path, framework="np") as members:
+        for key in members.keys():
+            yield key, functools.partial(load, key)
+
+
+_READERS = {".safetensors": _open_safetensors, ".npz": _open_npz, ".npy": _open_npy}
+
+
+# ---- what can be quantized ----------------------------------------------------------------------
+def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, int, list[str]]:
+    """What is quantized of a tensor that `read` gave.
+
+    Returns:
+      The tensor in `dtype`, its axis counted from the end, and sentences for the user.
+
+    Raises:
+      TypeError, ValueError: it cannot be quantized; says why.
+    """
+    if isinstance(tensor, str):
+        raise ValueError(tensor)
+    if tensor.dtype.type is np.void:
+        raise TypeError(
+            f"has dtype {tensor.dtype}, what numpy's files make of bfloat16; save it as float32, "
+            "or to .safetensors"
+        )
+    if tensor.dtype.name not in FLOATS:
+        raise TypeError(_no_float(tensor.dtype.name))
+    notes = [f"was float64 and is measured in {dtype}"] if tensor.dtype.name == "float64" else []
+    with np.errstate(all="ignore"):  # what overflows is counted below
+        tensor = tensor.astype(FLOAT_DTYPES[dtype])
+    # Whether a tensor can be quantized depends on its shape alone, not on the format or scaling.
+    axis = plan_quantize(tensor, MXFP8_E4M3, axis, RCEIL, ROW_MAJOR, None).axis
+    if tensor.size == 0:
+        raise ValueError(f"is empty, shape {tensor.shape}; there is nothing to measure")
+    if poison := tensor.size - np.count_nonzero(np.isfinite(tensor)):
+        notes.append(
+            f"has {poison} elements that are NaN or infinite in {dtype}; their blocks become NaN "
+            "and are left out of the errors"
+        )
+    return tensor, axis, notes
+
+
+def _no_float(dtype: str) -> str:
+    return f"has dtype {dtype}, must be one of {', '.join(FLOATS)}; convert it first"

@@ -1,0 +1,81 @@
+"""Strict settings for every test, what `gpu` means, and the record of what was executed where."""
+
+import json
+import os
+
+# Eight CPU devices for the sharding tests, and GPU memory as it is needed: tests start processes.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import pytest
+
+import jax_mx.artifacts
+from jax_mx import primitive, variants
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def chip() -> str | None:
+    """The GPU's chip if there are binaries for it."""
+    device = jax.devices()[0]
+    name = primitive.chip_of(device)
+    known = {variants.device_arch(a) for archs in variants.ARCHS.values() for a in archs}
+    return name if name in known else None
+
+
+def arch_here() -> str | None:
+    """The arch of the binaries that run here."""
+    every = [a for archs in variants.ARCHS.values() for a in archs]
+    return next((a for a in every if variants.device_arch(a) == chip()), None)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--record-verified",
+        metavar="PATH",
+        help="write verified.json to PATH: which binaries all gpu tests passed for, on which chip",
+    )
+
+
+def pytest_collection_modifyitems(items):
+    if chip() is not None:
+        return
+    reason = "no GPU that there are binaries for"
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            if os.environ.get("JAX_MX_REQUIRE_GPU") == "1":
+                item.add_marker(pytest.mark.usefixtures("gpu_is_missing"))
+            else:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def gpu_is_missing():
+    pytest.fail(f"JAX_MX_REQUIRE_GPU=1, and JAX sees only {jax.devices()}")
+
+
+# ---- verified.json --------------------------------------------------------------------------------
+_outcomes: dict[str, list[bool]] = {}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    variant = getattr(item, "callspec", None) and item.callspec.params.get("variant")
+    if variant is not None and item.get_closest_marker("gpu") and (call.when == "call" or report.failed):
+        _outcomes.setdefault(variant.name, []).append(report.passed)
+
+
+def pytest_sessionfinish(session):
+    path, arch = session.config.getoption("--record-verified"), arch_here()
+    if not path or arch is None:
+        return
+    device = jax.devices()[0].device_kind
+    verified = {}
+    for name, facts in jax_mx.artifacts.manifest().items():
+        passed = name.endswith(f".{arch}") and all(_outcomes.get(name.removesuffix(f".{arch}"), [False]))
+        verified[name] = {"sha256": facts["sha256"], "executed_on": [device] if passed else []}
+    with open(path, "w") as file:
+        json.dump(verified, file, indent=1)
+        file.write("\n")

@@ -1,0 +1,141 @@
+"""Inputs that break quantizers, an oracle that shares nothing with the reference, and comparison."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jax_mx.formats import BLOCK, Format, Scaling
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def bytes_of(array) -> np.ndarray:
+    """Its bytes, with a last dimension for the bytes of an element beyond the first."""
+    array = np.asarray(array)
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return flat.reshape(*array.shape, array.dtype.itemsize)
+
+
+def assert_bits_equal(got, want, what: str = "") -> None:
+    """Same shape, dtype and bits, NaN's included; names the first bad coordinate."""
+    assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
+    assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
+    got_bytes, want_bytes = bytes_of(got), bytes_of(want)
+    bad = np.argwhere((got_bytes != want_bytes).any(-1))
+    if len(bad):
+        at = tuple(int(i) for i in bad[0])
+        raise AssertionError(
+            f"{what}: {len(bad)} of {got.size} differ, first at {at}: "
+            f"0x{got_bytes[at][::-1].tobytes().hex()}, expected 0x{want_bytes[at][::-1].tobytes().hex()}"
+        )
+
+
+def assert_same_array(got, want, what: str = "") -> None:
+    """Two MXArrays are equal in every byte and every static field."""
+    assert (got.format, got.axis, got.scale_layout) == (want.format, want.axis, want.scale_layout)
+    assert_bits_equal(got.scales, want.scales, f"{what} scales")
+    assert_bits_equal(got.values, want.values, f"{what} values")
+
+
+# ---- inputs ------------------------------------------------------------------------------------------
+def every_bfloat16() -> np.ndarray:
+    """(2048, 64): all 65,536 patterns in order; then a permutation that mixes magnitudes."""
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    mixed = np.random.default_rng(0).permutation(codes)
+    return np.concatenate([codes, mixed]).reshape(-1, 64).view(ml_dtypes.bfloat16)
+
+
+def random_bits(shape: tuple[int, ...], dtype, seed: int = 0) -> np.ndarray:
+    """Floats of uniformly random bits, NaN, infinities and subnormals included.
+
+    Half of the blocks are finite, and have one exponent each with a spread of a few binades, so
+    that elements do not all vanish beside the block's largest.
+    """
+    rng = np.random.default_rng(seed)
+    dtype = np.dtype(dtype)
+    width = 8 * dtype.itemsize
+    info = ml_dtypes.finfo(dtype)
+    size = int(np.prod(shape))
+    bits = rng.integers(0, 1 << width, size, dtype=np.uint64)
+    blocks = max(size // BLOCK, 1)
+    exponent = rng.integers(0, 2**info.nexp - 1, (blocks, 1))
+    field = np.clip(exponent - rng.integers(0, 6, (blocks, BLOCK)), 0, 2**info.nexp - 2)
+    field = np.where(rng.random((blocks, 1)) < 0.5, field, -1).reshape(-1)[:size]
+    keep = (1 << (width - 1)) | ((1 << info.nmant) - 1)
+    narrow = (bits & np.uint64(keep)) | (np.maximum(field, 0).astype(np.uint64) << np.uint64(info.nmant))
+    bits = np.where(field >= 0, narrow, bits)
+    return bits.astype(f"uint{width}").view(dtype).reshape(shape)
+
+
+def golden_input(name: str) -> np.ndarray:
+    """A golden input set, float32."""
+    with np.load(GOLDEN / "quantize.npz") as golden:
+        return golden[f"input/{name}"].view(np.float32)
+
+
+GOLDEN_SETS = ("special_blocks_f32", "ties_f32", "subnormal_f32")
+
+
+# ---- the second oracle: exact rationals, and the text of semantics instead of its bit tricks ------------
+def value_table(format: Format) -> list[Fraction]:
+    """The value of every non-negative finite code."""
+    values = []
+    for code in range(format.max_code + 1):
+        field, mantissa = divmod(code, 2**format.mantissa_bits)
+        fraction = Fraction(mantissa, 2**format.mantissa_bits) + (field > 0)
+        values.append(fraction * Fraction(2) ** (max(field, 1) - format.bias))
+    return values
+
+
+def exact_scale(amax: Fraction, format: Format, scaling: Scaling) -> int:
+    """The scale's byte of a finite block, from the rule's definition."""
+    if amax == 0:
+        return 0
+
+    def exponent(value: Fraction) -> int:  # floor(log2), as float32 has it: subnormals count as -127
+        e = value.numerator.bit_length() - value.denominator.bit_length()
+        e = e if Fraction(2) ** e <= value else e - 1
+        return max(e, -127)
+
+    e = exponent(amax)
+    if scaling is Scaling.CEIL and e > -127 and amax > Fraction(2) ** e:
+        e += 1
+    elif scaling is Scaling.CEIL and e == -127:
+        e = -126  # clamped away below in every format
+    elif scaling is Scaling.EVEN and e > -127:
+        step = Fraction(2) ** (e - format.mantissa_bits)
+        e = exponent((amax / step + Fraction(1, 2)).__floor__() * step)
+    elif scaling is Scaling.RCEIL:
+        largest = Fraction(format.max)
+        e = next(k for k in range(-160, 160) if amax <= largest * Fraction(2) ** k) + format.emax
+    return max(e - format.emax + 127, 0)
+
+
+def exact_codes(block: list[Fraction], scale: int, format: Format) -> list[int]:
+    """Magnitude codes: the nearest value, ties to the even code, saturated."""
+    table = value_table(format)
+    codes = []
+    for x in block:
+        x = abs(x) / Fraction(2) ** (scale - 127)
+        above = next((i for i, v in enumerate(table) if v >= x), len(table) - 1)
+        below = max(above - 1, 0) if table[above] > x else above
+        to_above, to_below = abs(table[above] - x), abs(x - table[below])
+        if to_above == to_below:
+            codes.append(above if above % 2 == 0 else below)
+        else:
+            codes.append(above if to_above < to_below else below)
+    return codes
+
+
+def poison_memory() -> None:
+    """Leaves freed device memory full of 0x55, so that an output that is not written shows."""
+    if jax.default_backend() == "cpu":
+        return
+    junk = [jnp.full((1 << n,), 0x55, jnp.uint8) for n in range(8, 28)]
+    jax.block_until_ready(junk)
+    for array in junk:
+        array.delete()

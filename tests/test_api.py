@@ -1,0 +1,198 @@
+"""The public functions: shapes, strings, pytrees and every sentence that a bad call gets."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bits_equal, assert_same_array, random_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jax_mx
+from jax_mx import formats, layouts
+
+
+@pytest.mark.parametrize("format", formats.FORMATS.values(), ids=str)
+@pytest.mark.parametrize("shape", [(32,), (3, 64), (2, 3, 96), (0, 32), (5, 0), (1, 2, 3, 32)])
+def test_shapes_and_dtypes(format, shape):
+    q = jax_mx.quantize(jnp.ones(shape, jnp.float32), format)
+    assert q.shape == shape and q.ndim == len(shape)
+    assert q.dtype == q.values.dtype == format.storage
+    assert q.values.shape == (*shape[:-1], shape[-1] // format.codes_per_byte)
+    assert q.scales.dtype == jnp.float8_e8m0fnu
+    assert q.scales.shape == (*shape[:-1], shape[-1] // 32)
+    assert q.nbytes == q.values.size + q.scales.size
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        y = q.dequantize(dtype)
+        assert (y.shape, y.dtype) == (shape, dtype)
+        assert_bits_equal(y, jnp.ones(shape, dtype))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_axis_is_the_last_axis_moved(data):
+    shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4).map(list))
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    shape[axis] = 32 * data.draw(st.integers(1, 3))
+    format = data.draw(st.sampled_from(list(formats.FORMATS.values())))
+    scaling = data.draw(st.sampled_from(list(formats.Scaling)))
+    x = jnp.asarray(random_bits(tuple(shape), np.float32, data.draw(st.integers(0, 999))))
+    q = jax_mx.quantize(x, format, axis=axis, scaling=scaling)
+    moved = jax_mx.quantize(jnp.moveaxis(x, axis, -1), format, scaling=scaling)
+    assert q.axis == axis - len(shape) if axis >= 0 else axis
+    assert q.shape == x.shape
+    assert_bits_equal(jnp.moveaxis(q.values, axis, -1), moved.values)
+    assert_bits_equal(jnp.moveaxis(q.scales, axis, -1), moved.scales)
+    assert_bits_equal(jnp.moveaxis(q.dequantize(), axis, -1), moved.dequantize())
+
+
+def test_names_are_accepted_wherever_objects_are():
+    x = jnp.asarray(random_bits((64, 256), np.float32))
+    by_name = jax_mx.quantize(x, "mxfp8_e5m2", scaling="even", scale_layout="blocked_128x4")
+    by_object = jax_mx.quantize(
+        x, jax_mx.MXFP8_E5M2, scaling=jax_mx.EVEN, scale_layout=jax_mx.BLOCKED_128X4
+    )
+    assert_same_array(by_name, by_object)
+    assert jax_mx.is_supported("quantize", "sm_90", format="mxfp8_e5m2", scaling="even")[0]
+
+
+def test_mxarray_is_a_pytree_with_static_fields():
+    q = jax_mx.quantize(jnp.ones((4, 64), jnp.bfloat16), axis=1)
+    leaves, treedef = jax.tree.flatten(q)
+    assert len(leaves) == 2 and hash(treedef) is not None
+    assert (q.format, q.axis) == (jax_mx.MXFP8_E4M3, -1)
+    assert_same_array(jax.jit(lambda q: q)(q), q)
+    doubled = jax.tree.map(lambda a: jnp.concatenate([a, a]), q)
+    assert doubled.shape == (8, 64)
+    with pytest.raises(AttributeError):
+        q.axis = 0
+    out = jax.eval_shape(jax_mx.quantize, jax.ShapeDtypeStruct((4, 64), jnp.float16))
+    assert out.shape == (4, 64) and out.scales.shape == (4, 2)
+    assert {q.format: 1, q.scale_layout: 2}
+
+
+@pytest.mark.parametrize("in_axis", [0, 1, 2])
+def test_vmap(in_axis):
+    x = jnp.asarray(random_bits((32, 32, 32), np.float32))
+    q = jax.vmap(jax_mx.quantize, in_axes=in_axis)(x)
+    assert_same_array(q, jax_mx.quantize(jnp.moveaxis(x, in_axis, 0)))
+    y = jax.vmap(jax_mx.dequantize)(q)
+    assert_bits_equal(y, q.dequantize())
+    columns = jax.vmap(lambda x: jax_mx.quantize(x, axis=0), in_axes=in_axis)(x)
+    assert columns.axis == -2
+    assert_same_array(columns, jax_mx.quantize(jnp.moveaxis(x, in_axis, 0), axis=1))
+    # only one of two operands has the mapped dimension
+    same = jax.vmap(
+        lambda v, s: jax_mx.dequantize(jax_mx.MXArray(v, s, q.format, -1, q.scale_layout)),
+        in_axes=(0, None),
+    )(q.values, q.scales[0])
+    assert same.shape == (32, 32, 32)
+
+
+def test_weak_types_numpy_and_lists():
+    assert jax_mx.quantize([1.0] * 32).shape == (32,)
+    assert jax_mx.quantize(np.ones(32, np.float16)).shape == (32,)
+    assert jax_mx.quantize(jnp.full((32,), 1.0)).values.weak_type is False
+
+
+X = jnp.ones((40, 64), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "call,error,sentence",
+    [
+        (lambda: jax_mx.quantize(X, axis=0), ValueError,
+         "quantize: axis 0 has length 40, not a multiple of the block length 32; pad it to 64 or "
+         "choose another axis of (40, 64)"),
+        (lambda: jax_mx.quantize(X, axis=2), ValueError,
+         "quantize: axis 2 is out of range for rank 2; -2 to 1"),
+        (lambda: jax_mx.quantize(X, axis=1.5), TypeError, "quantize: axis must be an int, got 1.5"),
+        (lambda: jax_mx.quantize(X[0, 0]), ValueError,
+         "quantize: x is a scalar; blocks need an axis of at least one dimension"),
+        (lambda: jax_mx.quantize(X.astype(jnp.int32)), TypeError,
+         "quantize: x is int32, must be bfloat16, float16, float32; convert it first"),
+        (lambda: jax_mx.quantize(X.astype(jnp.complex64)), TypeError, "quantize: x is complex64,"),
+        (lambda: jax_mx.quantize(np.ones(32)), TypeError, "quantize: x is float64,"),
+        (lambda: jax_mx.quantize(X.astype(jnp.float8_e5m2)), TypeError, "x is float8_e5m2,"),
+        (lambda: jax_mx.quantize(X, "mxfp8"), ValueError,
+         "quantize: format 'mxfp8' is unknown; use one of 'mxfp8_e4m3', 'mxfp8_e5m2'"),
+        (lambda: jax_mx.quantize(X, jnp.float8_e4m3fn), TypeError,
+         "quantize: format must be one of 'mxfp8_e4m3'"),
+        (lambda: jax_mx.quantize(X, scaling="up"), ValueError,
+         "quantize: scaling 'up' is unknown; use one of 'floor', 'ceil', 'even', 'rceil'"),
+        (lambda: jax_mx.quantize(X, scaling=None), TypeError, "quantize: scaling must be one of"),
+        (lambda: jax_mx.quantize(X, scale_layout="swizzled"), ValueError,
+         "quantize: scale_layout 'swizzled' is unknown; use one of 'row_major', 'blocked_128x4'"),
+        (lambda: jax_mx.quantize(X[0], scale_layout="blocked_128x4"), ValueError,
+         "scale_layout 'blocked_128x4' tiles a matrix's rows and columns, x has rank 1"),
+        (lambda: jax_mx.quantize(X, implementation="triton"), ValueError,
+         "quantize: implementation 'triton' is unknown; use one of 'cutedsl', 'flydsl', 'xla'"),
+        (lambda: jax_mx.quantize(X, implementation="cutedsl"), NotImplementedError,
+         "quantize: implementation 'cutedsl' runs on cuda, this computation is lowered for cpu; "
+         "use implementation=None or 'xla'"),
+        (lambda: jax_mx.quantize(X.T, axis=0, implementation="cutedsl"), NotImplementedError,
+         "quantize: cutedsl has no kernel for axis -2, only for -1; implementation 'xla' serves it"),
+        (lambda: jax_mx.quantize(X, "mxfp4_e2m1", implementation="cutedsl"), NotImplementedError,
+         "quantize: cutedsl has no kernel for format mxfp4_e2m1, only for mxfp8_e4m3, mxfp8_e5m2"),
+        (lambda: jax_mx.quantize(X, scale_layout="blocked_128x4", implementation="cutedsl"),
+         NotImplementedError, "cutedsl has no kernel for scale_layout blocked_128x4"),
+        (lambda: jax_mx.quantize(X, implementation="flydsl"), NotImplementedError,
+         "quantize: no kernels for rocm; 'xla' serves it"),
+        (lambda: jax_mx.dequantize(X), TypeError, "dequantize: q must be an MXArray"),
+        (lambda: jax_mx.quantize(X).dequantize(jnp.int8), TypeError, "dequantize: dtype is int8,"),
+        (lambda: jax_mx.quantize(X).dequantize("fp32"), TypeError, "dequantize: dtype is no dtype"),
+        (lambda: jax_mx.quantize(X).dequantize(implementation="cutedsl"), NotImplementedError,
+         "dequantize: cutedsl has no kernel; 'xla' serves it"),
+        (lambda: jax_mx.is_supported("matmul", "sm_90"), ValueError, "op 'matmul' is unknown"),
+    ],
+)  # fmt: skip
+def test_bad_calls_get_one_sentence(call, error, sentence):
+    with pytest.raises(error) as caught:
+        call()
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_mxarray_gets_one_sentence():
+    q = jax_mx.quantize(X)
+    make = jax_mx.MXArray
+    with pytest.raises(ValueError, match=r"have scales of the shape \(40, 2\), got \(40, 1\)"):
+        make(q.values, q.scales[:, :1], q.format, -1, q.scale_layout).dequantize()
+    with pytest.raises(TypeError, match="q.values is uint8, MXFP8_E4M3 has float8_e4m3fn"):
+        make(q.values.view(jnp.uint8), q.scales, q.format, -1, q.scale_layout).dequantize()
+    with pytest.raises(ValueError, match="scales of the shape"):
+        make(q.values, q.scales, q.format, -1, layouts.BLOCKED_128X4).dequantize()
+
+
+def test_no_derivative_says_what_to_do():
+    def loss(x):
+        return jax_mx.quantize(x).dequantize(jnp.float32).sum()
+
+    with pytest.raises(NotImplementedError, match="quantize has no derivative.*custom_vjp"):
+        jax.grad(loss)(jnp.ones(32))
+    with pytest.raises(NotImplementedError, match="quantize has no derivative"):
+        jax.jvp(loss, (jnp.ones(32),), (jnp.ones(32),))
+    stopped = jax.grad(lambda x: loss(jax.lax.stop_gradient(x)) + x.sum())(jnp.ones(32))
+    assert_bits_equal(stopped, jnp.ones(32))
+
+
+def test_straight_through_by_custom_vjp():
+    @jax.custom_vjp
+    def fake(x):
+        return jax_mx.quantize(x).dequantize(x.dtype)
+
+    fake.defvjp(lambda x: (fake(x), None), lambda _, g: (g,))
+    grad = jax.jit(jax.grad(lambda x: jax.checkpoint(fake)(x).sum()))
+    assert_bits_equal(grad(jnp.ones(64)), jnp.ones(64))
+
+
+def test_is_supported():
+    assert jax_mx.is_supported("quantize", "sm_90") == (True, "quantize_bfloat16_mxfp8_e4m3_0")
+    ok, reason = jax_mx.is_supported("quantize", "sm_80")
+    assert not ok and "no cutedsl kernel for sm_80, only for sm_90, sm_100, sm_103, sm_120" in reason
+    ok, reason = jax_mx.is_supported("quantize", jax.devices("cpu")[0])
+    assert not ok and reason == "quantize: no kernels for cpu; 'xla' serves it"
+    assert not jax_mx.is_supported("quantize", "sm_90", axis=0)[0]
+    assert jax_mx.is_supported("quantize", "sm_90", axis=1)[0]
+    assert not jax_mx.is_supported("dequantize", "sm_90")[0]
+    assert jax_mx.is_supported("quantize", "sm_80", implementation="xla")[0]

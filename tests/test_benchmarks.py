@@ -1,0 +1,290 @@
+"""The benchmarks' arithmetic, their baselines' bytes and the command line, at small sizes."""
+
+import csv
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import assert_same_array
+
+import jax_mx
+from benchmarks import __main__ as cli
+from benchmarks import baselines, shapes, timing
+from jax_mx.formats import FLOAT_DTYPES, FORMATS, SCALINGS
+
+KEYS = [
+    *("op", "form", "shape", "dtype", "format", "scaling", "scale_layout"),
+    *("us", "gbps", "copy_gbps", "fraction_of_copy", "speedup_over_xla", "commit"),
+]
+
+
+# ---- shapes ------------------------------------------------------------------------------------
+def test_parse_takes_names_and_shapes_once_each():
+    assert shapes.parse("required,2x64,65536x8192") == ((8, 7168, 7168), (65536, 8192), (2, 64))
+    assert shapes.parse("small")[-1] == (1024, 7168)
+
+
+@pytest.mark.parametrize("text", ["", "2x", "x2", "2 x 3", "tiny", "-1x32"])
+def test_parse_names_what_it_does_not_know(text):
+    with pytest.raises(ValueError, match="is neither AxBxC nor one of required, llm, small, odd"):
+        shapes.parse(text)
+
+
+def test_blocks_fit_into_every_shape():
+    assert all(shape[-1] % 32 == 0 for group in shapes.SHAPES.values() for shape in group)
+
+
+# ---- timing ------------------------------------------------------------------------------------
+def test_nbytes_counts_input_values_and_scales():
+    x = jax.ShapeDtypeStruct((8, 7168, 7168), jnp.bfloat16)
+    elements = 8 * 7168 * 7168
+    for format, per_element in (("mxfp8_e4m3", 1), ("mxfp4_e2m1", 0.5)):
+        q = jax.eval_shape(functools.partial(jax_mx.quantize, format=format), x)
+        assert timing.nbytes((x, q)) == elements * (2 + per_element + 1 / 32)
+
+
+def test_rotation_overruns_l2():
+    assert timing.rotation(0) == timing.rotation(64) == 32
+    assert timing.rotation(2**30) == 3
+    for size in (2**23, 2**24, 2**25, 2**26, 2**27):
+        assert timing.rotation(size) * size >= 4 * timing.L2_BYTES
+
+
+def profile(*events, line="Stream #13(Kernel,MemcpyD2D)", plane="/device:GPU:0"):
+    """What a profiler would have written of (name, start in us, duration in us)."""
+    names = sorted({name for name, _, _ in events})
+    text = " ".join(
+        f"events {{ metadata_id: {names.index(name) + 1} offset_ps: {start * 10**6} "
+        f"duration_ps: {duration * 10**6} }}"
+        for name, start, duration in events
+    )
+    metadata = " ".join(
+        f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
+        for i, name in enumerate(names, 1)
+    )
+    text = f'planes {{ name: "{plane}" lines {{ name: "{line}" {text} }} {metadata} }}'
+    data = jax.profiler.ProfileData
+    return data.from_serialized_xspace(data.text_proto_to_serialized_xspace(text))
+
+
+def test_per_call_sums_a_calls_events_and_takes_the_median():
+    calls = [[("reduce", 100 * i, 2), ("scale", 100 * i + 50, 3 + i)] for i in range(3)]
+    shuffled = [*calls[2], *calls[0], *calls[1]]
+    events = timing.events(profile(*shuffled))
+    assert timing.per_call(events, 3) == timing.Timing(6.0, timing.DEVICE)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [("a", 0, 2), ("a", 10, 2), ("b", 20, 2)],  # three events of two calls
+        [("a", 0, 2), ("a", 10, 1), ("b", 20, 1), ("a", 30, 2)],  # not the same ones in each
+    ],
+)
+def test_per_call_says_when_it_can_only_take_the_mean(events):
+    assert timing.per_call(timing.events(profile(*events)), 2) == timing.Timing(3, "device mean")
+
+
+@pytest.mark.parametrize("where", [{"plane": "/host:CPU"}, {"line": "XLA Ops"}])
+def test_only_a_gpus_streams_count(where):
+    events = timing.events(profile(("a", 0, 1), **where))
+    assert timing.per_call(events, 1) is None
+
+
+def test_measure_keeps_few_outputs_alive_and_goes_through_the_inputs():
+    alive, seen = set(), []
+
+    class Output:
+        def __init__(self):
+            alive.add(id(self))
+            assert len(alive) <= timing.WINDOW + 1
+
+        def block_until_ready(self):
+            alive.discard(id(self))
+
+    def fn(x):
+        seen.append(x)
+        return Output()
+
+    timing.run(fn, [(0,), (1,), (2,)], 7)
+    assert seen == [0, 1, 2, 0, 1, 2, 0]
+    assert not alive
+
+
+def test_without_a_profile_the_wall_counts(monkeypatch):
+    x = jnp.ones(8)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert timing.measure(jnp.copy, [(x,)], 5).clock == timing.WALL
+    with pytest.raises(RuntimeError, match="no profile of a device"):
+        timing.device_us(jnp.copy, [(x,)], 5)
+
+    def broken(*_):
+        raise RuntimeError("no CUPTI")
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "profile", broken)
+    with pytest.warns(UserWarning, match="no CUPTI"):
+        assert timing.measure(jnp.copy, [(x,)], 5).clock == timing.WALL
+    monkeypatch.setattr(timing, "profile", lambda *_: [timing.Event(i, 2e3, "a") for i in range(5)])
+    assert timing.device_us(jnp.copy, [(x,)], 5) == 2
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_profiled():
+    words = functools.partial(baselines.words, size=2**28)
+    inputs = timing.rotate(words, 2**28)
+    for copy in baselines.copies().values():
+        assert len(timing.profile(copy, inputs, 5)) == 5
+        timed = timing.measure(copy, inputs, 20)
+        assert timed.clock == timing.DEVICE
+        assert timed.us > 2 * 2**28 / 20e12 * 1e6  # no memory does 20 TB/s
+
+
+def test_fastest_passes_over_what_fails(monkeypatch):
+    def fail(x):
+        raise NotImplementedError(x)
+
+    times = {jnp.negative: 2.0, jnp.copy: 1.0}
+
+    def measure(fn, inputs, calls):
+        return timing.Timing(times[fn], "wall") if fn in times else fn(*inputs[0])
+
+    monkeypatch.setattr(timing, "measure", measure)
+    candidates = {"fail": fail, "slow": jnp.negative, "fast": jnp.copy}
+    assert timing.fastest(candidates, [(1,)]) == ("fast", timing.Timing(1.0, "wall"))
+    with pytest.raises(NotImplementedError, match="1"):
+        timing.fastest({"fail": fail}, [(1,)])
+
+
+# ---- baselines ---------------------------------------------------------------------------------
+def assert_baselines_agree(x, **options):
+    want = jax_mx.quantize(x, implementation="xla", **options)
+    for name, fn in baselines.quantize(**options).items():
+        assert_same_array(fn(x), want, name)
+
+
+@pytest.mark.parametrize(
+    ("format", "scaling", "dtype"),
+    [
+        *itertools.product(FORMATS, SCALINGS, ["bfloat16"]),
+        *itertools.product(["mxfp8_e4m3", "mxfp4_e2m1"], ["rceil"], ["float16", "float32"]),
+    ],
+)
+def test_baselines_give_the_same_bytes(format, scaling, dtype):
+    x = baselines.normal(jax.random.key(1), (32, 2048), FLOAT_DTYPES[dtype])
+    options = {"axis": -1, "scale_layout": "row_major"}
+    assert_baselines_agree(x, format=format, scaling=scaling, **options)
+
+
+@pytest.mark.parametrize(
+    ("axis", "scale_layout"), [(-1, "blocked_128x4"), (-2, "row_major"), (-3, "shuffled_32x8")]
+)
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
+def test_baselines_follow_axis_and_layout(format, scale_layout, axis):
+    x = baselines.normal(jax.random.key(2), (64, 96, 160), FLOAT_DTYPES["bfloat16"])
+    options = {"scaling": "rceil", "scale_layout": scale_layout}
+    assert_baselines_agree(x, format=format, axis=axis, **options)
+
+
+def test_copies_are_copies():
+    x = baselines.words(jax.random.key(0), 4093)
+    assert x.nbytes == 4096
+    for copy in baselines.copies().values():
+        y = copy(x)
+        assert (y == x).all()
+        assert y.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
+
+
+# ---- command line ------------------------------------------------------------------------------
+def test_one_table_two_files(tmp_path, capsys):
+    files = [tmp_path / "out.csv", tmp_path / "out.json"]
+    status = cli.main(
+        [
+            *("quantize", "--shapes", "4x64,2x40,2x3x32", "--format", "mxfp8_e4m3", "mxfp4_e2m1"),
+            *("--csv", str(files[0]), "--json", str(files[1]), "--repeats", "5"),
+        ]
+    )
+    assert status == 0
+    rows = json.loads(files[1].read_text())
+    assert [list(row) for row in rows] == [KEYS] * 4  # 2x40 has no blocks, and is not missed
+    assert [row["shape"] for row in rows] == ["4x64", "4x64", "2x3x32", "2x3x32"]
+    assert all(row[key] > 0 for row in rows for key in KEYS[7:12])
+    with files[0].open(newline="") as file:
+        records = list(csv.DictReader(file))
+    assert records == [{key: str(value) for key, value in row.items()} for row in rows]
+    out = capsys.readouterr().out
+    assert out.count("failed: quantize axis -1 2x40") == 2
+    assert "axis -1 has length 40" in out
+    for word in (jax.devices()[0].device_kind, jax.__version__, "speedup over xla"):
+        assert word in out
+
+
+def test_a_named_implementation_that_cannot_serve_fails_its_row_alone(capsys):
+    if jax.default_backend() != "cpu":
+        pytest.skip("it can")
+    assert cli.main(["--shapes", "4x64", "--implementation", "cutedsl"]) == 1
+    assert "failed: quantize axis -1 4x64" in capsys.readouterr().out
+
+
+def test_a_failing_baseline_costs_the_speedup_alone(monkeypatch, tmp_path, capsys):
+    def fail(x):
+        raise ValueError("out of [memory]")
+
+    monkeypatch.setattr(baselines, "quantize", lambda **_: {"fail": fail})
+    file = tmp_path / "out.json"
+    assert cli.main(["--shapes", "4x64", "--repeats", "5", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())[0]["speedup_over_xla"] is None
+    assert "XLA's versions fail: ValueError: out of [memory]" in capsys.readouterr().out
+
+
+def test_the_command_line_names_unknown_shapes(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--shapes", "tiny"])
+    assert "shape 'tiny' is neither AxBxC nor one of" in capsys.readouterr().err
+
+
+def measured(case, us, fraction, speedup):
+    row = cli.Row(*case.names.values(), us, 1.0, 1.0, fraction, speedup, commit="")
+    return cli.Measured(row, "device", "kernel", "multiply", "x.copy()")
+
+
+@pytest.mark.parametrize(
+    ("fraction", "speedup", "want"),
+    [(0.98, 2.5, 0), (0.9499, 2.5, 1), (0.98, 2.2999, 1), (0.98, None, 1)],
+)
+def test_require_is_the_exit_status(monkeypatch, capsys, fraction, speedup, want):
+    def measure(case, repeats, commit):
+        return measured(case, 300.0, fraction, speedup)
+
+    monkeypatch.setattr(cli, "measure", measure)
+    assert cli.main(["--require"]) == want
+    assert cli.main([]) == 0
+    assert cli.main(["--require", "--shapes", "4x64"]) == 1  # nothing that could be met
+    assert cli.main(["--require", "--scaling", "floor", "rceil"]) == want
+    out = capsys.readouterr().out
+    if want == 0:
+        line = "ok   (8,7168,7168) bfloat16 -> mxfp8_e4m3 rceil: 0.98 of copy (>= 0.95 wanted), "
+        assert line + "2.5x XLA (>= 2.3 wanted)" in out
+    else:
+        assert "FAIL (65536,8192)" in out
+
+
+def test_a_required_row_that_fails_is_not_met(monkeypatch, capsys):
+    def measure(case, repeats, commit):
+        if case.shape == (65536, 8192):
+            raise MemoryError
+        return measured(case, 300.0, 1.0, 3.0)
+
+    monkeypatch.setattr(cli, "measure", measure)
+    assert cli.main(["--require"]) == 1
+    assert "FAIL (65536,8192) bfloat16 -> mxfp8_e4m3 rceil: not measured" in capsys.readouterr().out
+
+
+def test_rows_have_the_keys_that_readers_expect():
+    assert [field.name for field in dataclasses.fields(cli.Row)] == KEYS
+    names = set(itertools.chain.from_iterable(want.where for want in shapes.REQUIREMENTS))
+    assert names < set(KEYS)

@@ -1,0 +1,426 @@
+"""Every variant that ships, on the GPU at hand: bit for bit the reference.
+
+Parametrized over VARIANTS itself, so that none ships untested. Freed memory is poisoned before each
+run, so that a byte that the kernel does not write shows.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import arch_here
+from helpers import (
+    GOLDEN_SETS,
+    assert_bits_equal,
+    assert_same_array,
+    every_bfloat16,
+    golden_input,
+    poison_memory,
+    random_bits,
+)
+
+import jax_mx
+from jax_mx import _ffi, artifacts
+from jax_mx.formats import BLOCK, FLOAT_DTYPES, Scaling
+from jax_mx.variants import ARCHS, VARIANTS
+
+pytestmark = pytest.mark.gpu
+HERE = [v for v in VARIANTS if arch_here() is None or arch_here() in ARCHS[v.implementation]]
+each_variant = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
+each_scaling = pytest.mark.parametrize("scaling", Scaling, ids=str)
+
+
+def kernel(variant, **options):
+    """The op through the variant's kernel, jitted."""
+    return jax.jit(
+        partial(
+            jax_mx.quantize, format=variant.format, implementation=variant.implementation, **options
+        )
+    )
+
+
+def check(variant, x, **options):
+    """The kernel's bytes on x are those of the reference on the same device."""
+    want = jax.jit(partial(jax_mx.quantize, format=variant.format, implementation="xla", **options))(x)
+    jax.block_until_ready(want)
+    poison_memory()
+    assert_same_array(kernel(variant, **options)(x), want, f"{x.shape} {x.dtype}")
+
+
+def patterns(dtype) -> np.ndarray:
+    """Every pattern of a 16-bit type, a million random ones of float32."""
+    if np.dtype(dtype).itemsize == 2:
+        return every_bfloat16().view(dtype)
+    return random_bits((1 << 10, 1 << 10), dtype)
+
+
+def test_reference_is_the_same_on_cpu():
+    """What kernels are compared with here is what CPU tests compare with golden bytes."""
+    for dtype in FLOAT_DTYPES.values():
+        x = patterns(dtype)
+        for scaling in Scaling:
+            here = jax.jit(partial(jax_mx.quantize, scaling=scaling, implementation="xla"))(x)
+            with jax.default_device(jax.devices("cpu")[0]):
+                there = jax.jit(partial(jax_mx.quantize, scaling=scaling, implementation="xla"))(x)
+            assert_same_array(here, there)
+            assert_bits_equal(here.dequantize(jnp.float32), there.dequantize(jnp.float32))
+
+
+@each_variant
+@each_scaling
+def test_every_pattern(variant, scaling):
+    check(variant, jnp.asarray(patterns(variant.dtype)), scaling=scaling)
+
+
+@each_variant
+@each_scaling
+@pytest.mark.parametrize("name", GOLDEN_SETS)
+def test_golden(variant, scaling, name):
+    x = golden_input(name)
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = x.astype(FLOAT_DTYPES[variant.dtype])
+    check(variant, jnp.asarray(x), scaling=scaling)
+
+
+SHAPES = [
+    (32,), (96,), (1, 32), (3, 64), (7, 5, 96), (33, 4128), (257, 32), (1, 2, 3, 4128), (1023, 7168),
+    (0, 64), (64, 0), (2, 0, 64), (4, 1 << 14), (1, (1 << 14) - 32), (1, (1 << 14) + 32),
+]  # fmt: skip
+
+
+@each_variant
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(variant, shape):
+    x = jnp.asarray(random_bits(shape, variant.dtype, seed=len(shape)))
+    for scaling in ("rceil", "even"):
+        check(variant, x, scaling=scaling)
+
+
+@each_variant
+def test_two_to_the_31(variant):
+    """More elements than an int32 counts, and an odd number of rows; compared in slices."""
+    rows, cols, step = (1 << 31) // 8192 + 129, 8192, 8192
+    rate = jnp.dtype(variant.dtype).itemsize
+
+    @jax.jit
+    def make():
+        row = jax.lax.broadcasted_iota(jnp.uint32, (rows, cols), 0)
+        col = jax.lax.broadcasted_iota(jnp.uint32, (rows, cols), 1)
+        bits = (row * np.uint32(2654435761)) ^ (col * np.uint32(2246822519))
+        bits = (bits ^ bits >> 15) * np.uint32(3266489917)
+        bits = bits ^ bits >> 13
+        return jax.lax.bitcast_convert_type(
+            bits if rate == 4 else bits.astype(jnp.uint16), FLOAT_DTYPES[variant.dtype]
+        )
+
+    x = make()
+    poison_memory()
+    q = kernel(variant)(x)
+
+    @jax.jit
+    def differences(x, values, scales, start):
+        take = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=step)
+        want = jax_mx.quantize(take(x), variant.format, implementation="xla")
+        byte = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint8)
+        return jnp.sum(byte(want.values) != byte(take(values)), dtype=jnp.int32) + jnp.sum(
+            byte(want.scales) != byte(take(scales)), dtype=jnp.int32
+        )
+
+    starts = [*range(0, rows - step, step), rows - step]
+    bad = {s: int(differences(x, q.values, q.scales, s)) for s in starts}
+    assert not any(bad.values()), {start: count for start, count in bad.items() if count}
+
+
+@each_variant
+@pytest.mark.parametrize("offset", [1, 2, 3, 4, 5, 8, 16, 1000])
+def test_misaligned_operands(variant, offset):
+    """XLA hands over slices of a flat vector where they lie, at any element."""
+    shape = (64, 64)
+    flat = jnp.asarray(random_bits((3 * 4096 + 2048,), variant.dtype, seed=offset))
+
+    def slices(v, implementation):
+        parts = [v[offset + i * 4096 :][:4096].reshape(shape) for i in range(3)]
+        return [
+            jax_mx.quantize(p, variant.format, implementation=implementation) for p in parts
+        ]
+
+    want = jax.jit(partial(slices, implementation="xla"))(flat)
+    poison_memory()
+    got = jax.jit(partial(slices, implementation=variant.implementation))(flat)
+    for g, w in zip(got, want, strict=True):
+        assert_same_array(g, w, f"offset {offset}")
+    check(variant, flat[:4096])  # nothing is left broken
+
+
+@each_variant
+def test_misaligned_operands_take_the_other_entry(variant):
+    """The case above is real: without the second entry this launch would fault."""
+    flat = jnp.asarray(random_bits((8192,), variant.dtype))
+    before = _ffi.counters()
+    jax.block_until_ready(
+        jax.jit(
+            lambda v: jax_mx.quantize(
+                v[1 : 1 + 4096].reshape(64, 64), variant.format, implementation=variant.implementation
+            )
+        )(flat)
+    )
+    after = _ffi.counters()
+    assert after["fallback_entries"] == before["fallback_entries"] + 1
+    jax.block_until_ready(kernel(variant)(flat))
+    assert _ffi.counters()["fallback_entries"] == after["fallback_entries"]
+
+
+@each_variant
+def test_misaligned_results(variant):
+    """Results that XLA places inside a larger buffer."""
+    x = jnp.asarray(random_bits((64, 64), variant.dtype, seed=9))
+
+    def place(x, offset, implementation):
+        q = jax_mx.quantize(x, variant.format, implementation=implementation)
+        out = [jax.lax.bitcast_convert_type(a, jnp.uint8).ravel() for a in (q.values, q.scales)]
+        return [jax.lax.dynamic_update_slice(jnp.zeros(3 * 4096, jnp.uint8), a, (offset,)) for a in out]
+
+    for offset in (0, 1, 2, 8, 16):
+        want = jax.jit(partial(place, offset=offset, implementation="xla"))(x)
+        got = jax.jit(partial(place, offset=offset, implementation=variant.implementation))(x)
+        for g, w in zip(got, want, strict=True):
+            assert_bits_equal(g, w, f"offset {offset}")
+
+
+@each_variant
+def test_transforms(variant):
+    """vmap over any axis, scan, cond, donation, eager: one kernel, the same bytes."""
+    x = jnp.asarray(random_bits((6, 5, 96), variant.dtype, seed=4))
+    run = partial(jax_mx.quantize, format=variant.format, implementation=variant.implementation)
+    ref = partial(jax_mx.quantize, format=variant.format, implementation="xla")
+    for dim in range(2):
+        assert_same_array(jax.jit(jax.vmap(run, in_axes=dim))(x), jax.vmap(ref, in_axes=dim)(x))
+    assert_same_array(jax.vmap(jax.vmap(run))(x), ref(x))
+    assert_same_array(run(x), ref(x), "eager")
+    assert_same_array(jax.jit(lambda x: jax.lax.map(run, x))(x), ref(x), "lax.map")
+    either = jax.jit(lambda p, x: jax.lax.cond(p, run, lambda x: run(-x), x))
+    assert_same_array(either(True, x), ref(x), "cond")
+    want = ref(x)
+    assert_same_array(jax.jit(run, donate_argnums=0)(x + jnp.zeros((), x.dtype)), ref(x * 1 + 0), "donated")
+    assert_same_array(run(x), want)
+
+
+@each_variant
+def test_eight_threads(variant):
+    """Cold and warm, different shapes and one shared executable."""
+    shared = kernel(variant)
+
+    def work(i):
+        for n in range(5):
+            x = jnp.asarray(random_bits((i + 1, 32 * (n + 1)), variant.dtype, seed=i))
+            want = jax_mx.quantize(x, variant.format, implementation="xla")
+            assert_same_array(shared(x), want)
+            assert_same_array(kernel(variant, scaling="rceil")(x), want)
+
+    jax.clear_caches()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+
+
+def test_each_library_is_loaded_once():
+    """Whatever the number of programs."""
+    variant = HERE[0]
+    kernel(variant)(jnp.ones((1, 32), variant.dtype))
+    before = _ffi.counters()["libraries"]
+    for rows in range(2, 40):
+        jax.block_until_ready(kernel(variant)(jnp.ones((rows, 32), variant.dtype)))
+    assert _ffi.counters()["libraries"] == before <= len(HERE)
+
+
+# ---- what must not work, and must not break anything --------------------------------------------------
+@pytest.fixture
+def tampered(monkeypatch):
+    """Returns a function: run a variant's kernel with changed attributes."""
+
+    def run(x, variant, change):
+        load = artifacts.load.__wrapped__
+
+        def changed(variant, arch):
+            artifact = load(variant, arch)
+            facts = {**artifact.facts}
+            image = change(facts, artifact.image) or artifact.image
+            return dataclasses.replace(artifact, image=image, facts=facts)
+
+        monkeypatch.setattr(artifacts, "load", changed)
+        jax.clear_caches()
+        try:
+            return jax.block_until_ready(kernel(variant)(x))
+        finally:
+            monkeypatch.undo()
+            jax.clear_caches()
+
+    return run
+
+
+def _sha(image):
+    import hashlib
+
+    return hashlib.sha256(image).hexdigest()
+
+
+def _truncated(facts, image):
+    facts["sha256"] = _sha(image[: len(image) // 2])
+    return image[: len(image) // 2]
+
+
+def _corrupted(facts, image):
+    return image[:-9] + bytes([image[-9] ^ 1]) + image[-8:]
+
+
+def _other_arch(facts, image):
+    other = artifacts.manifest()[f"{HERE[0].name}.sm_100a"]
+    facts["sha256"] = other["sha256"]
+    return (artifacts.BINARIES / other["file"]).read_bytes()
+
+
+def _other_symbol(facts, image):
+    facts["symbols"] = ["nope_0", "nope_1"]
+
+
+def _missing_scalar(facts, image):
+    facts["scalars"] = facts["scalars"][:-1]
+
+
+def _huge_block(facts, image):
+    facts["threads"] = [512, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (_truncated, "not a whole 64-bit ELF"),
+        (_corrupted, "does not have the sha256"),
+        (_other_arch, "CUDA_ERROR_NO_BINARY_FOR_GPU"),
+        (_other_symbol, "CUDA_ERROR_NOT_FOUND"),
+        (_missing_scalar, "takes 4 bytes, the call passes 0"),
+        (_huge_block, "CUDA_ERROR_INVALID_VALUE"),
+    ],
+)
+def test_bad_images_are_errors(change, message, tampered):
+    variant = HERE[0]
+    x = jnp.ones((64, 64), variant.dtype)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        tampered(x, variant, change)
+    check(variant, x)  # the process goes on
+
+
+def test_poison_shows_what_is_not_written(tampered):
+    """The tests above can fail: a grid of half the size is noticed."""
+
+    def half(facts, image):
+        facts["grid"] = [[*facts["grid"][0][:3], 2 * facts["grid"][0][3]], *facts["grid"][1:]]
+
+    variant = HERE[0]
+    x = jnp.asarray(random_bits((256, 4096), variant.dtype))
+    want = jax_mx.quantize(x, variant.format, implementation="xla")
+    poison_memory()
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_array(tampered(x, variant, half), want)
+
+
+# ---- other processes -------------------------------------------------------------------------------------
+def python(code: str, **env: str) -> str:
+    """Output of a new Python process that runs `code`."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--xla_gpu_graph_min_graph_size=1",
+        "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL,"
+        "CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION",
+        "--xla_gpu_enable_command_buffer=",
+    ],
+)
+def test_command_buffers(flags):
+    """Captured into CUDA graphs, replayed, with new and with reused buffers: the same bytes."""
+    out = python(
+        """
+        import jax, jax.numpy as jnp, numpy as np
+        import jax_mx
+        from jax_mx import _ffi
+
+        def step(x, implementation):
+            out = []
+            for i in range(4):
+                x = x * jnp.bfloat16(2)
+                q = jax_mx.quantize(x, implementation=implementation)
+                out += [q.values, q.scales]
+                q = jax_mx.quantize(x, "mxfp8_e5m2", scaling="floor", implementation=implementation)
+                out += [q.values, q.scales]
+            return out
+
+        run, ref = (jax.jit(lambda x, i=i: step(x, i)) for i in (None, "xla"))
+        def same(a, b):
+            return all((np.asarray(u).view(np.uint8) == np.asarray(v).view(np.uint8)).all() for u, v in zip(a, b))
+        xs = [jax.random.normal(jax.random.key(i), (256, 1024), jnp.bfloat16) for i in range(3)]
+        wants = [ref(x) for x in xs]
+        kept = []
+        for n in range(12):
+            got = run(xs[n % 3])
+            assert same(got, wants[n % 3]), n
+            kept += [got] if n < 6 else []  # new outputs at first, then freed ones again
+        looped = jax.jit(lambda x: jax.lax.map(lambda x: jax_mx.quantize(x), x))(jnp.stack(xs))
+        assert same([looped.values[1]], [jax_mx.quantize(xs[1], implementation="xla").values])
+        print(_ffi.counters())
+        """,
+        XLA_FLAGS=flags,
+    )
+    counters = eval(out.strip().splitlines()[-1])
+    if flags.endswith("command_buffer="):
+        assert counters["captured"] == 0 < counters["launches"]
+    else:
+        assert counters["captured"] > 0, counters
+
+
+def test_export_runs_in_a_new_process(tmp_path):
+    variant = next(v for v in HERE if v.dtype == "bfloat16")
+    x = jnp.asarray(random_bits((96, 96), variant.dtype))
+    call = jax.jit(lambda x: jax_mx.quantize(x, variant.format).dequantize(jnp.float32))
+    checks = jax_mx.DISABLE_EXPORT_CHECKS
+    rows = jax.export.symbolic_shape("n, 96")
+    shapes = {"static": x, "rows": jax.ShapeDtypeStruct(rows, x.dtype)}
+    for name, shape in shapes.items():
+        blob = jax.export.export(call, disabled_checks=checks)(shape).serialize()
+        (tmp_path / name).write_bytes(blob)
+    np.save(tmp_path / "x.npy", np.asarray(x).view(np.uint16))
+    np.save(tmp_path / "want.npy", np.asarray(call(x)).view(np.uint32))
+    out = python(
+        f"""
+        import pathlib, jax, jax.numpy as jnp, numpy as np
+        import jax_mx
+        folder = pathlib.Path({str(tmp_path)!r})
+        x = jnp.asarray(np.load(folder / "x.npy").view(jnp.bfloat16))
+        want = np.load(folder / "want.npy")
+        for name in ("static", "rows"):
+            f = jax.export.deserialize((folder / name).read_bytes())
+            got = np.asarray(f.call(x)).view(np.uint32)
+            nan = np.isnan(want.view(np.float32))
+            assert (np.isnan(got.view(np.float32)) == nan).all() and (got == want)[~nan].all(), name
+        print(jax_mx._ffi.counters()["launches"])
+        """
+    )
+    assert int(out) == 2
