@@ -13,7 +13,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,15 +222,21 @@ def requirements(cases: Sequence[Case], rows: Sequence[Row]) -> Iterator[tuple[b
 # ---- command line -------------------------------------------------------------------------------
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__.splitlines()[0])
+    title = "One table: what an op costs, against a copy of the same bytes and against XLA."
+    parser = argparse.ArgumentParser("python -m benchmarks", description=title)
     add = parser.add_argument
-    several = functools.partial(add, nargs="+", metavar="NAME")
+
+    def several(flag: str, table: Iterable[str], default: str) -> None:
+        names = tuple(table)
+        options = {"nargs": "+", "metavar": "NAME", "choices": names, "default": [default]}
+        add(flag, help="|".join(names), **options)
+
     add("op", nargs="?", default=OPS[0], choices=OPS)
     add("--shapes", default="required", help=f"{'|'.join(shapes.SHAPES)}|AxBxC,...")
-    several("--dtype", default=["bfloat16"], choices=tuple(FLOAT_DTYPES))
-    several("--format", default=["mxfp8_e4m3"], choices=tuple(FORMATS))
-    several("--scaling", default=["rceil"], choices=tuple(SCALINGS))
-    several("--scale-layout", default=["row_major"], choices=tuple(SCALE_LAYOUTS))
+    several("--dtype", FLOAT_DTYPES, "bfloat16")
+    several("--format", FORMATS, "mxfp8_e4m3")
+    several("--scaling", SCALINGS, "rceil")
+    several("--scale-layout", SCALE_LAYOUTS, "row_major")
     add("--axis", nargs="+", type=int, default=[-1], metavar="N")
     add("--implementation", choices=tuple(IMPLEMENTATIONS), help="default: the kernel, else xla")
     add("--csv", type=Path, metavar="FILE")

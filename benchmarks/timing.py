@@ -69,12 +69,9 @@ def measure(fn: Callable[..., Any], inputs: Inputs, calls: int = 30) -> Timing:
     run(fn, inputs, WARM_UP)
     if jax.default_backend() != "cpu":
         try:
-            timing = per_call(profile(fn, inputs, calls), calls)
+            return per_call(profile(fn, inputs, calls), calls)
         except Exception as error:  # a worse number is better than none
             warnings.warn(f"no profile, so the host's clock counts: {error}", stacklevel=2)
-            timing = None
-        if timing is not None:
-            return timing
     return wall(fn, inputs, calls)
 
 
@@ -123,10 +120,14 @@ def events(data: jax.profiler.ProfileData) -> list[Event]:
     ]
 
 
-def per_call(events: Sequence[Event], calls: int) -> Timing | None:
-    """The median over calls of each one's events together; None if there are no events."""
+def per_call(events: Sequence[Event], calls: int) -> Timing:
+    """The median over calls of each one's events together.
+
+    Raises:
+      ValueError: there are no events.
+    """
     if not events:
-        return None
+        raise ValueError("the profile holds no event of a device")
     events = sorted(events)
     each, rest = divmod(len(events), calls)
     names = [event.name for event in events]

@@ -31,11 +31,7 @@ VERIFIED = Path(__file__).with_name("verified.json")
 # What the extra `cli` brings: the modules, and what their distributions are called.
 EXTRA = {"rich": "rich", "safetensors": "safetensors", "sklearn": "scikit-learn"}
 CALLS, REPEATS = 20, 7  # timing: the median of REPEATS batches of CALLS calls
-DEFAULTS = {
-    "file": [],
-    "format": ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4_e2m1"],
-    "scaling": ["rceil", "floor"],
-}
+DEFAULTS = {"format": ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4_e2m1"], "scaling": ["rceil", "floor"]}
 
 SETUP = ("op", "devices", "formats", "takes", "why")
 BINARIES = ("arch", "binaries", "state", "fits")
@@ -58,11 +54,9 @@ columns of the last table:
   GB/s vs copy   bytes read and written a second, and those of a copy of the tensor; not on CPU
 
 A tensor or file that cannot be quantized gets a sentence on stderr, and the run goes on.
-Exit status: 0 if a tensor was quantized and all bytes equal the reference's, else 1; 2 for options
-that do not parse.
+Exit status: 0 if a tensor was quantized and no bytes differ, 2 for bad options, else 1.
 
 examples:
-  {PROGRAM}
   {PROGRAM} --file model.safetensors --format mxfp4_e2m1 --scaling even
   {PROGRAM} --file gradients.npz --axis 0 --dtype float32
 """
@@ -103,7 +97,7 @@ def taken(op: str, device: jax.Device, **call: Any) -> tuple[str, str]:
     if not supported:
         return "xla", why
     serves = (jax_mx.is_supported(op, device, implementation=i, **call)[0] for i in IMPLEMENTATIONS)
-    return next(itertools.compress(IMPLEMENTATIONS, serves)), f"holds the kernel {why}"
+    return next(itertools.compress(IMPLEMENTATIONS, serves)), f"kernel {why}"
 
 
 def devices() -> dict[str, jax.Device]:
@@ -153,8 +147,7 @@ def measure(
     name: str, tensor: np.ndarray, axis: int, options: argparse.Namespace, timed: bool
 ) -> Iterator[Row]:
     """A row for each format and scaling that the user asked for."""
-    device = jax.devices()[0]
-    x = jax.device_put(tensor, device)
+    x = jax.device_put(tensor)
     copy = 2 * x.nbytes / seconds(functools.partial(_copy, x)) if timed else 0.0
     for format in options.format:
         for scaling in options.scaling:
@@ -172,7 +165,7 @@ def measure(
                 *errors(tensor[finite].astype(np.float64), dequantized[finite]),
                 saturated=float(saturated.mean()) if saturated.size else math.nan,
                 ratio=q.nbytes / (2 * tensor.size),
-                equal=_equals_reference(q, x, device, call),
+                equal=_equals_reference(q, x, call),
                 seconds=elapsed,
                 bandwidth=((x.nbytes + q.nbytes) / elapsed, copy) if elapsed else None,
             )
@@ -198,10 +191,8 @@ def magnitudes(q: jax_mx.MXArray) -> np.ndarray:
     return np.moveaxis(codes, -1, q.axis)
 
 
-def _equals_reference(
-    q: jax_mx.MXArray, x: jax.Array, device: jax.Device, call: dict[str, Any]
-) -> bool | None:
-    if taken("quantize", device, dtype=x.dtype, **call)[0] == "xla":
+def _equals_reference(q: jax_mx.MXArray, x: jax.Array, call: dict[str, Any]) -> bool | None:
+    if taken("quantize", next(iter(x.devices())), dtype=x.dtype, **call)[0] == "xla":
         return None
     want = _quantize(x, implementation="xla", **call)
     pairs = ((q.values, want.values), (q.scales, want.scales))
@@ -232,7 +223,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     about = "your own tensors, .safetensors, .npz or .npy; repeatable"
-    add("--file", action="append", type=Path, metavar="PATH", help=about)
+    add("--file", action="append", type=Path, default=[], metavar="PATH", help=about)
     for name, table in (("format", FORMATS), ("scaling", SCALINGS)):
         about = f"of {', '.join(table)}; repeatable; default: {', '.join(DEFAULTS[name])}"
         add(f"--{name}", action="append", choices=table, metavar="NAME", help=about)
@@ -298,7 +289,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         library = EXTRA.get((error.name or "").partition(".")[0])
         if library is None:
             raise
-        print(f"{PROGRAM}: needs {library}; pip install 'jax-mx[cli]'", file=sys.stderr)
+        print(
+            f"{PROGRAM}: this needs {library}; install it with pip install 'jax-mx[cli]'",
+            file=sys.stderr,
+        )
         return 1
 
 

@@ -30,12 +30,12 @@ def digits(steps: int = 30, batch: int = 128) -> dict[str, np.ndarray]:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    x = jnp.asarray(images[:batch] / 16, jnp.float32)  # (batch, 64), pixels in 0..1
-    y = jax.nn.one_hot(labels[:batch], 10, dtype=jnp.float32)
-    keys = jax.random.split(jax.random.key(0), 3)
+    x = np.float32(images[:batch] / 16)  # (batch, 64), pixels in 0..1
+    y = np.eye(10, dtype=np.float32)[labels[:batch]]
+    random = np.random.default_rng(0)
     weights = [
-        jax.random.normal(key, shape, jnp.float32) * (2 / shape[0]) ** 0.5
-        for key, shape in zip(keys, ((64, 128), (128, 64), (64, 10)), strict=True)
+        np.float32(random.standard_normal(shape) * (2 / shape[0]) ** 0.5)
+        for shape in ((64, 128), (128, 64), (64, 10))
     ]
     weights, gradients, hidden = jax.jit(_train, static_argnums=0)(steps, weights, x, y)
     tensors = {"input": x, "w1": weights[0], "w2": weights[1], "h1": hidden[0], "h2": hidden[1]}
@@ -107,6 +107,8 @@ def read(path: Path) -> Iterator[tuple[str, np.ndarray | str]]:
 
 
 def _unreadable(error: Exception) -> str:
+    if isinstance(error, PermissionError):
+        return "may not be read; change its permissions"
     if isinstance(error, MemoryError):
         return "does not fit into memory; save a slice of it"
     if "Object arrays" in str(error):
@@ -122,17 +124,17 @@ def _open_npy(path: Path) -> Loads:
 
 
 def _open_npz(path: Path) -> Loads:
-    with path.open("rb") as file:
-        if (magic := file.read(2)) != b"PK":
-            raise ValueError(f"it begins with {magic!r}, a zip file with b'PK'")
-
     def load(key: str) -> np.ndarray | str:
         member = members[key]
         return member if isinstance(member, np.ndarray) else "is no .npy array; save it as one"
 
-    with np.load(path, allow_pickle=False) as members:
-        for key in members.files:
-            yield key, functools.partial(load, key)
+    with path.open("rb") as file:  # np.load would leave a damaged one open
+        if (magic := file.read(2)) != b"PK":
+            raise ValueError(f"it begins with {magic!r}, a zip file with b'PK'")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as members:
+            for key in members.files:
+                yield key, functools.partial(load, key)
 
 
 def _open_safetensors(path: Path) -> Loads:

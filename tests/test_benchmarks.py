@@ -92,7 +92,9 @@ def test_per_call_says_when_it_can_only_take_the_mean(events):
 @pytest.mark.parametrize("where", [{"plane": "/host:CPU"}, {"line": "XLA Ops"}])
 def test_only_a_gpus_streams_count(where):
     events = timing.events(profile(("a", 0, 1), **where))
-    assert timing.per_call(events, 1) is None
+    assert not events
+    with pytest.raises(ValueError, match="no event of a device"):
+        timing.per_call(events, 1)
 
 
 def test_measure_keeps_few_outputs_alive_and_goes_through_the_inputs():

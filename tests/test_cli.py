@@ -1,0 +1,290 @@
+"""`python -m jax_mx`: the numbers, the sentences for bad input, and one run from end to end."""
+
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.flax import save_file as save_jax
+from safetensors.numpy import save_file
+
+import jax_mx
+from jax_mx import __main__ as cli
+from jax_mx import _samples, artifacts
+
+ONE = ["--format", "mxfp8_e4m3", "--scaling", "floor"]
+ON_CPU = jax.default_backend() == "cpu"
+
+
+def normal(*shape):
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def rows(text, name):
+    """The cells of a tensor's rows in the printed table."""
+    lines = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
+    return [line[1:] for line in lines if line[0] == name]
+
+
+def run(capsys, *arguments):
+    status = cli.main([*map(str, arguments)])
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture
+def good(tmp_path):
+    """A file that can be quantized, to see that a run goes on."""
+    np.save(tmp_path / "good.npy", normal(2, 32))
+    return tmp_path / "good.npy"
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+def test_powers_of_two_are_exact(tmp_path, capsys):
+    np.save(tmp_path / "p.npy", np.tile(2.0 ** np.arange(-4, 4, dtype=np.float32), (2, 8)))
+    status, out, err = run(capsys, "--file", tmp_path / "p.npy", *ONE)
+    assert (status, err) == (0, "")
+    (row,) = rows(out, "p.npy")
+    # No code is the largest, 448 = 1.75 * 2^8; 33 bytes for 32 elements, against 64.
+    assert row[:7] == ["2 x 64", "mxfp8_e4m3", "floor", "inf", "0", "0.00", "0.516"]
+
+
+def test_known_errors():
+    snr, relative_error = cli.errors(np.array([3.0, 4.0, 0.0]), np.array([3.0, 3.5, 0.0]))
+    assert snr == pytest.approx(10 * math.log10(25 / 0.25))
+    assert relative_error == 0.125
+    assert cli.errors(np.zeros(3), np.zeros(3)) == (math.inf, 0)
+    assert cli.errors(np.ones(1), np.array([math.inf])) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("format", jax_mx.formats.FORMATS)
+def test_magnitudes_are_the_codes(format, axis):
+    # The block's amax is twice the largest value, so FLOOR's scale is 2 and codes are known.
+    format = jax_mx.formats.FORMATS[format]
+    x = np.zeros((32, 32), np.float32)
+    x[3, 5], x[4, 5] = -2 * format.max, 2 * 2.0**format.emax
+    q = jax_mx.quantize(x, format, axis=axis, scaling="floor")
+    want = np.zeros((32, 32), np.uint8)
+    want[3, 5] = format.max_code
+    # Along axis 1, row 4 is a block of its own, whose scale is again 2.
+    want[4, 5] = (format.emax + format.bias) << format.mantissa_bits
+    np.testing.assert_array_equal(cli.magnitudes(q), want)
+
+
+def test_poisoned_blocks_are_left_out_and_said(tmp_path, capsys):
+    x = np.ones((2, 64), np.float32)
+    x[0, 3], x[1, 40] = np.nan, np.inf
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "nan.npy", x * np.float32(np.nan))
+    files = ["--file", tmp_path / "x.npy", "--file", tmp_path / "nan.npy"]
+    status, out, err = run(capsys, *files, "--format", "mxfp4_e2m1", "--scaling", "even")
+    assert status == 0
+    assert "x.npy: has 2 elements that are NaN or infinite in bfloat16; their blocks" in err
+    # The poisoned elements hold the largest magnitude as a stand-in for NaN: not saturated.
+    assert rows(out, "x.npy")[0][3:6] == ["inf", "0", "0.00"]
+    assert rows(out, "nan.npy")[0][3:6] == ["nan", "nan", "nan"]
+
+
+def test_axis_and_dtype(tmp_path, capsys):
+    np.save(tmp_path / "x.npy", normal(64, 5) * np.float32(1e6))
+    status, out, err = run(
+        capsys, "--file", tmp_path / "x.npy", "--axis", 0, "--dtype", "float16", *ONE
+    )
+    assert status == 0
+    assert "NaN or infinite in float16" in err  # beyond its range
+    assert len(rows(out, "x.npy")) == 1
+
+
+# ---- tensors in files ---------------------------------------------------------------------------
+def test_every_kind_of_file(tmp_path, capsys):
+    x = normal(2, 32)
+    exact = x.astype(ml_dtypes.bfloat16)  # the same in every dtype but float16
+    np.save(tmp_path / "a.npy", exact.astype(">f4"))
+    np.savez_compressed(tmp_path / "a.npz", w=exact.astype(np.float64), v=x.astype(np.float16))
+    save_jax({"w": jax.numpy.asarray(exact)}, tmp_path / "a.safetensors")
+    files = [a for n in ("a.npy", "a.npz", "a.safetensors") for a in ("--file", tmp_path / n)]
+    status, out, err = run(capsys, *files, *ONE)
+    assert status == 0
+    assert err == "a.npz:w: was float64 and is measured in bfloat16\n"
+    same = [rows(out, name) for name in ("a.npy", "a.npz:w", "a.safetensors:w")]
+    assert same[0] == same[1] == same[2] != []
+    assert len(rows(out, "a.npz:v")) == 1
+
+
+def bad_files(folder):
+    """Writes bad files; yields the name of each, and what its sentence must say."""
+    x = normal(4, 32)
+    yield "missing.npy", "missing.npy: there is no file"
+    (folder / "model.pt").write_bytes(b"")
+    yield "model.pt", "model.pt: suffix '.pt' is unknown; save the tensors as one of .safetensors"
+    for suffix in (".npy", ".npz", ".safetensors"):
+        for stem, content in (("nothing", b""), ("text", b"hello, this is no tensor at all")):
+            (folder / f"{stem}{suffix}").write_bytes(content)
+            yield f"{stem}{suffix}", f"{stem}{suffix}: is truncated, damaged or not what its suffix"
+    np.save(folder / "whole.npy", x)
+    np.savez_compressed(folder / "whole.npz", x=x)
+    save_file({"x": x}, folder / "whole.safetensors")
+    for suffix in (".npy", ".npz", ".safetensors"):
+        whole = (folder / f"whole{suffix}").read_bytes()
+        (folder / f"cut{suffix}").write_bytes(whole[:-40])
+        yield f"cut{suffix}", f"cut{suffix}: is truncated, damaged or not what its suffix"
+    flipped = bytearray((folder / "whole.npz").read_bytes())
+    flipped[200] ^= 0xFF
+    (folder / "flipped.npz").write_bytes(flipped)
+    yield "flipped.npz", "flipped.npz:x: is truncated, damaged"
+    np.savez(folder / "none.npz")
+    yield "none.npz", "none.npz: holds no tensors"
+    np.save(folder / "pickle.npy", np.array([{}], object), allow_pickle=True)
+    yield "pickle.npy", "pickle.npy: holds pickled Python objects, which are never loaded"
+
+
+def bad_tensors(folder):
+    """As `bad_files`, of files that can be read."""
+    for name, tensor, sentence in (
+        ("ints", np.ones((2, 32), np.int64), "has dtype int64, must be one of bfloat16, float16"),
+        ("strings", np.array(["a"] * 32), "has dtype str32, must be one of"),
+        ("bf16", normal(2, 32).astype(ml_dtypes.bfloat16), "what numpy's files make of bfloat16"),
+        ("scalar", np.float32(1), "x is a scalar"),
+        ("empty", np.ones((0, 32), np.float32), "is empty, shape (0, 32)"),
+        ("odd", normal(2, 40), "axis -1 has length 40, not a multiple of the block length 32"),
+    ):
+        np.save(folder / f"{name}.npy", tensor)
+        yield f"{name}.npy", f"{name}.npy: ", sentence
+    header = {"x": {"dtype": "F8_E4M3", "shape": [2, 32], "data_offsets": [0, 64]}}
+    header = json.dumps(header).encode()
+    (folder / "f8.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+    yield "f8.safetensors", "f8.safetensors:x: ", "has dtype F8_E4M3, must be one of bfloat16"
+
+
+def test_bad_input_gets_a_sentence_and_the_run_goes_on(tmp_path, good, capsys):
+    bad = [(name, (sentence,)) for name, sentence in bad_files(tmp_path)]
+    bad += [(name, sentences) for name, *sentences in bad_tensors(tmp_path)]
+    files = [a for name, _ in bad for a in ("--file", tmp_path / name)]
+    status, out, err = run(capsys, *files, "--file", good, *ONE)
+    assert status == 0
+    assert len(rows(out, "good.npy")) == 1
+    lines = err.splitlines()
+    assert len(lines) == len(bad)
+    for line, (_, sentences) in zip(lines, bad, strict=True):
+        for sentence in sentences:
+            assert sentence in line
+
+
+def test_one_bad_tensor_does_not_hide_its_neighbours(tmp_path, capsys):
+    path = tmp_path / "a.npz"
+    np.savez(path, a=np.array([{}], object), b=normal(2, 32), c=normal(3))
+    status, out, err = run(capsys, "--file", path, *ONE)
+    assert status == 0
+    assert len(rows(out, "a.npz:b")) == 1
+    assert [line.split(": ")[0] for line in err.splitlines()] == ["a.npz:a", "a.npz:c"]
+
+
+def test_status_is_1_when_nothing_was_quantized(tmp_path, capsys):
+    status, out, err = run(capsys, "--file", tmp_path / "missing.npz", *ONE)
+    assert status == 1
+    assert "there is no file" in err
+    assert "along axis -1: none" in out
+
+
+# ---- the command --------------------------------------------------------------------------------
+@pytest.mark.parametrize("library", ["rich", "safetensors"])
+def test_missing_library(library, tmp_path, capsys, monkeypatch):
+    save_file({"x": normal(2, 32)}, tmp_path / "x.safetensors")
+    monkeypatch.setitem(sys.modules, library, None)
+    for name in [m for m in sys.modules if m.startswith(f"{library}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    status, _, err = run(capsys, "--file", tmp_path / "x.safetensors", *ONE)
+    assert status == 1
+    assert err == (
+        f"python -m jax_mx: this needs {library}; install it with pip install 'jax-mx[cli]'\n"
+    )
+
+
+def test_bad_options(capsys):
+    for options, sentence in (
+        (["--format", "mxfp5"], "invalid choice: 'mxfp5' (choose from 'mxfp8_e4m3'"),
+        (["--dtype", "float64"], "invalid choice: 'float64'"),
+        (["--axis", "rows"], "invalid int value: 'rows'"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(options)
+        assert stop.value.code == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_state_of_binaries(tmp_path, monkeypatch):
+    facts = {f"v{i}.{arch}": {"sha256": f"{i}"} for i in range(3) for arch in ("sm_90a", "gfx950")}
+    verified = {
+        "v0.sm_90a": {"sha256": "0", "executed_on": ["NVIDIA H200"]},
+        "v1.sm_90a": {"sha256": "another binary's", "executed_on": ["NVIDIA H200"]},
+        "v0.gfx950": {"sha256": "0", "executed_on": []},
+    }
+    (tmp_path / "verified.json").write_text(json.dumps(verified))
+    monkeypatch.setattr(cli, "VERIFIED", tmp_path / "verified.json")
+    monkeypatch.setattr(artifacts, "manifest", lambda: facts)
+    monkeypatch.setattr(cli, "chip_of", lambda device: "sm_90")
+    (here,) = cli.devices()
+    assert here.endswith("(sm_90)")
+    assert list(cli.binaries()) == [
+        ["gfx950", "3", "compiled only", "no device here"],
+        ["sm_90a", "2", "compiled only", here],
+        ["sm_90a", "1", "executed on NVIDIA H200", here],
+    ]
+
+
+@pytest.mark.parametrize("flip", [0, 1])
+def test_bytes_are_compared_and_calls_timed(flip, good, capsys, monkeypatch):
+    """The branches of a device with kernels, walked through wherever the test runs."""
+    quantize = cli._quantize
+
+    def kernel(x, implementation=None, **call):
+        q = quantize(x, implementation="xla", **call)
+        scales = np.asarray(q.scales).view(np.uint8) ^ np.uint8(flip and implementation is None)
+        scales = jax.numpy.asarray(scales.view(q.scales.dtype))
+        return jax_mx.MXArray(q.values, scales, q.format, q.axis, q.scale_layout)
+
+    monkeypatch.setattr(cli, "_quantize", kernel)
+    monkeypatch.setattr(cli, "taken", lambda *_, **__: ("cutedsl", "for this test"))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    status, out, _ = run(capsys, "--file", good, *ONE)
+    assert status == flip
+    (row,) = rows(out, "good.npy")
+    assert row[7] == ("DIFFERENT" if flip else "equal")
+    assert float(row[8]) > 0
+    assert re.fullmatch(r"\d+ vs \d+", row[9])
+
+
+def test_default_tensors_are_deterministic():
+    first, second = _samples.digits(steps=2), _samples.digits(steps=2)
+    assert list(first) == ["input", "w1", "w2", "h1", "h2", "grad w1", "grad w2"]
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, second[name])
+        assert np.any(tensor)
+        assert all(length % 32 == 0 for length in tensor.shape)
+
+
+def test_end_to_end():
+    command = [sys.executable, "-W", "error", "-m", "jax_mx", "--format", "mxfp4_e2m1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == "" or not ON_CPU  # GPU libraries write there
+    assert done.stdout.startswith(f"JAX {jax.__version__} sees ")
+    assert "quantize" in done.stdout and "dequantize" in done.stdout
+    cells = rows(done.stdout, "grad w1")
+    assert [row[:3] for row in cells] == [["64 x 128", "mxfp4_e2m1", s] for s in ("rceil", "floor")]
+    for row in cells:
+        assert 15 < float(row[3]) < 25  # dB: four bits an element
+        assert row[6] == "0.266"
+        assert row[7] == "is the reference" if ON_CPU else row[7] != "DIFFERENT"
+    assert "…" not in done.stdout
+
+
+def test_importing_the_library_stays_light():
+    code = "import sys, jax_mx; print({'rich', 'safetensors', 'sklearn'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

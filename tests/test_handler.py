@@ -1,0 +1,254 @@
+"""The C++ handler without a GPU: on XLA's CPU platform, over a driver that only writes down.
+
+One process per scenario, since the driver is opened once per process. The kernels are real images
+with real facts; nothing executes them.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+PRELUDE = """
+    import ctypes, dataclasses, hashlib, json, os, sys
+    import jax, jax.numpy as jnp, numpy as np
+    from jax import ffi
+    from jax.interpreters import mlir
+    import jax_mx
+    from jax_mx import _ffi, artifacts, primitive
+    from jax_mx.plan import plan_quantize
+
+    _ffi.use_host_driver(sys.argv[1])
+    fake = ctypes.CDLL(sys.argv[1])
+    FIELDS = ["entry", "gx", "gy", "gz", "bx", "by", "bz", "n", "add", "exception"]
+    FIELDS += ["launches", "libraries"]
+    def report():
+        out = (ctypes.c_int64 * 12)()
+        fake.fake_driver_report(out)
+        return dict(zip(FIELDS, out))
+
+    X = jnp.ones((4, 256), jnp.bfloat16)
+    PLAN = plan_quantize(X, "mxfp8_e4m3", -1, "rceil", "row_major", None)
+    KERNELS = primitive.kernels_for(PLAN, "cuda", None)
+
+    def lowering(ctx, *operands, plan):
+        rule = ffi.ffi_lowering(artifacts.TARGET)
+        return rule(ctx, *operands, kernels=KERNELS)
+    mlir.register_lowering(primitive.quantize_p, lowering, platform="cpu")
+
+    def change(**facts):
+        for kernel in KERNELS.values():
+            kernel.update({k: v(kernel[k]) if callable(v) else v for k, v in facts.items()})
+
+    def attempt(f=jax_mx.quantize, x=X):
+        try:
+            jax.block_until_ready(jax.jit(f)(x))
+        except Exception as error:
+            return str(error)
+        return None
+"""
+
+
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory):
+    library = tmp_path_factory.mktemp("driver") / "libfake.so"
+    source = Path(__file__).parent / "fake_driver.cc"
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+@pytest.fixture
+def scenario(fake_driver):
+    """Runs code after PRELUDE in a new process and returns the JSON value it prints last."""
+
+    def run(code: str, driver=fake_driver, **env: str):
+        script = textwrap.dedent(PRELUDE) + textwrap.dedent(code)
+        result = subprocess.run(
+            [sys.executable, "-c", script, str(driver)],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        return json.loads(result.stdout.strip().splitlines()[-1])
+
+    return run
+
+
+def test_launch_follows_the_rule_and_the_buffers(scenario):
+    """Grid and scalars come from the shapes of each call; nothing is launched for size 0."""
+    out = scenario(
+        """
+        rows = []
+        for shape in [(4, 256), (1, 32), (3, 5, 96), (33, 8192), (0, 64)]:
+            for scaling in ("rceil", "floor"):
+                PLAN = plan_quantize(X, "mxfp8_e4m3", -1, scaling, "row_major", None)
+                KERNELS = primitive.kernels_for(PLAN, "cuda", None)
+                jax.clear_caches()
+                q = jax.jit(lambda x: jax_mx.quantize(x, scaling=scaling))(jnp.ones(shape, jnp.bfloat16))
+                filled = set(np.asarray(q.values).view(np.uint8).ravel().tolist())
+                rows.append([shape, scaling, report(), sorted(filled)])
+        print(json.dumps(rows))
+        """
+    )
+    tile = 8192
+    launches = 0
+    for shape, scaling, report, filled in out:
+        n = 1
+        for extent in shape:
+            n *= extent
+        if n == 0:
+            assert report["launches"] == launches and filled == []
+            continue
+        launches += 1
+        assert report["launches"] == launches
+        assert (report["gx"], report["gy"], report["gz"]) == (-(-n // tile), 1, 1)
+        assert (report["bx"], report["by"], report["bz"]) == (512, 1, 1)
+        assert report["n"] == n and report["libraries"] == 1
+        assert (report["add"], report["exception"]) == {
+            "rceil": (0x1FFFFF, (8 << 23) + 0x600001),
+            "floor": (0, -1),
+        }[scaling]
+        assert filled == [0x40 + report["entry"]]
+
+
+def test_alignment_picks_the_entry(scenario):
+    out = scenario(
+        """
+        # XLA's CPU client aligns to 64 bytes; an alignment that nothing has takes the other entry,
+        # and where that one fits neither, there is no launch.
+        seen = [attempt(), report()["entry"], _ffi.counters()["fallback_entries"]]
+        change(align=np.array([1 << 40, 1, 1, 2, 1, 1]))
+        jax.clear_caches()
+        seen += [attempt(), report()["entry"], _ffi.counters()["fallback_entries"]]
+        change(align=np.array([1 << 40, 1, 1, 1, 1, 1 << 40]))
+        jax.clear_caches()
+        seen += [attempt(), report()["launches"]]
+        print(json.dumps(seen))
+        """
+    )
+    assert out[:6] == [None, 0, 0, None, 1, 1]
+    assert "a buffer's address is aligned for no entry of quantize_bfloat16_mxfp8_e4m3_0" in out[6]
+    assert out[7] == 2
+
+
+IMAGE = "image=lambda image: "
+SHA = "sha256=lambda s: hashlib.sha256(KERNELS['sm_90']['image']).hexdigest()"
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (IMAGE + "image[:len(image) // 2]", "image is not a whole 64-bit ELF file"),
+        (IMAGE + "image[:100]", "image is not a whole 64-bit ELF file"),
+        (IMAGE + "b''", "image is not a whole 64-bit ELF file"),
+        (IMAGE + "b'\\x7fELF' + b'\\xff' * 5000", "image is not a whole 64-bit ELF file"),
+        (IMAGE + "image[:-9] + bytes([image[-9] ^ 1]) + image[-8:]", "does not have the sha256"),
+        ("sha256='00'", "image does not have the sha256 00"),
+        ("symbols='only_one'", "takes 6 buffers, the call passes 3"),
+        ("symbols='a_0,b_1,c_2,d_3'", "has the wrong size"),
+        ("align=np.array([16, 0, 1, 2, 1, 1])", "an alignment is not positive"),
+        ("align=np.array([16], np.int32)", "is missing or has the wrong type"),
+        ("align=np.array([16], np.int64)", "has the wrong size"),
+        ("threads=np.array([512, 1])", "has the wrong size"),
+        ("threads=np.array([4096, 1, 1])", "out of range"),
+        ("grid=lambda g: g * 0", "out of range"),
+        ("grid=np.array([7, 0, 99, 1, -1, 1, 0, 1, -1, 1, 0, 1])", "out of range"),
+        ("grid=np.array([0, -9, 99, 1, -1, 1, 0, 1, -1, 1, 0, 1])", "grid axis 0 of"),
+        ("grid=np.array([-1, 1, 0, 1, 0, 0, 99, 1, -1, 1, 0, 1])", None),
+        ("grid=np.array([-1, 1, 0, 1, -1, 65536, 0, 1, -1, 1, 0, 1])",
+         "grid axis 1 of quantize_bfloat16_mxfp8_e4m3_0 would need 65536 thread blocks, at most 65535"),
+        ("grid=np.array([-1, 1 << 40, 0, 1, -1, 1, 0, 1, -1, 1, 0, 1])", "thread blocks, at most"),
+        ("grid=np.array([-1, -5, 0, 1, -1, 1, 0, 1, -1, 1, 0, 1])", "thread blocks, at most"),
+        ("scalars=lambda s: s[:-4]",
+         "parameter 5 of quantize_bfloat16_mxfp8_e4m3_0 takes 4 bytes, the call passes 0"),
+        ("scalars=lambda s: np.where(np.arange(12) == 0, 4, s)",
+         "parameter 3 of quantize_bfloat16_mxfp8_e4m3_0 takes 8 bytes, the call passes 4"),
+        ("scalars=lambda s: np.where(np.arange(12) == 0, 2, s)", "neither 4 nor 8 bytes wide"),
+        ("scalars=lambda s: np.where(np.arange(12) == 6, 1 << 31, s)", "does not fit 4 bytes"),
+        ("scalars=lambda s: s[:-1]", "has the wrong size"),
+    ],
+)  # fmt: skip
+def test_bad_calls_are_errors_and_the_process_lives(scenario, change, message):
+    out = scenario(
+        f"""
+        import copy
+        good = copy.deepcopy(KERNELS)
+        change({change})
+        error, launches = attempt(), report()["launches"]
+        KERNELS = good
+        jax.clear_caches()
+        print(json.dumps([error, launches, attempt(), report()["launches"]]))
+        """
+    )
+    error, launches, after, launches_after = out
+    if message is None:
+        assert error is None and launches == 1
+    else:
+        assert error is not None and f"jax_mx: {''}" in error and message in error, error
+        assert launches == 0
+    assert after is None and launches_after == launches + 1
+
+
+def test_every_truncation_is_noticed(scenario):
+    """At every length; drivers read past the end."""
+    out = scenario(
+        """
+        image = KERNELS["sm_90"]["image"]
+        bad = []
+        for size in range(0, len(image), 97):
+            short = image[:size]
+            sha = hashlib.sha256(short).hexdigest()
+            for kernel in KERNELS.values():
+                kernel.update(image=short, sha256=sha)
+            jax.clear_caches()
+            error = attempt()
+            if error is None or "not a whole 64-bit ELF" not in error:
+                bad.append([size, error])
+        print(json.dumps(bad))
+        """
+    )
+    assert out == []
+
+
+@pytest.mark.parametrize("call", ["cuLibraryLoadData", "cuLibraryGetKernel", "cuLaunchKernel"])
+def test_driver_errors_carry_the_drivers_text(scenario, call):
+    out = scenario("print(json.dumps([attempt(), report()['launches']]))", JAX_MX_FAKE_FAIL=call)
+    assert f"jax_mx: {call}: FAKE_ERROR (as asked for) (quantize_bfloat16_mxfp8_e4m3_0" in out[0]
+    assert out[1] == 0
+
+
+def test_another_chip_is_named(scenario):
+    out = scenario("print(json.dumps(attempt()))", JAX_MX_FAKE_ARCH="80")
+    assert "the program holds kernels for sm_100, sm_103, sm_120, sm_90, this device is sm_80" in out
+    assert scenario("print(json.dumps(attempt()))", JAX_MX_FAKE_ARCH="103") is None
+
+
+def test_no_driver_is_an_error(scenario):
+    out = scenario("print(json.dumps(attempt()))", driver="/nowhere/libcuda.so")
+    assert "jax_mx: no GPU driver: /nowhere/libcuda.so" in out
+    out = scenario("print(json.dumps(attempt()))", JAX_MX_FAKE_FAIL="cuInit")
+    assert "jax_mx: no GPU driver: cuInit: FAKE_ERROR" in out
+
+
+def test_eight_threads_load_one_library(scenario):
+    out = scenario(
+        """
+        from concurrent.futures import ThreadPoolExecutor
+        def work(i):
+            return [attempt(jax.jit(lambda x: jax_mx.quantize(x * 2)), jnp.ones((i + 1, 32 * n), jnp.bfloat16))
+                    for n in range(1, 9)]
+        with ThreadPoolExecutor(8) as pool:
+            errors = [e for row in pool.map(work, range(8)) for e in row if e]
+        print(json.dumps([errors, report()["libraries"], report()["launches"]]))
+        """
+    )
+    assert out == [[], 1, 64]
