@@ -1,7 +1,7 @@
 """Measures candidate tiles; where the numbers beside the tables in jax_mx/kernels come from.
 
-    python -m benchmarks.sweep build FOLDER      # anywhere: compiles the candidates
-    python -m benchmarks.sweep run FOLDER        # on the GPU: times and compares each, best first
+python -m benchmarks.sweep build FOLDER      # anywhere: compiles the candidates
+python -m benchmarks.sweep run FOLDER        # on the GPU: times and compares each, best first
 """
 
 import argparse
@@ -21,7 +21,9 @@ def candidates(variant: Variant):
     from jax_mx.kernels.cutedsl.quantize import Tile
 
     itemsize = FLOAT_DTYPES[variant.dtype].itemsize
-    for threads, elements, unroll in itertools.product((128, 256, 512), (4, 8, 16, 32), (1, 2, 4, 8)):
+    for threads, elements, unroll in itertools.product(
+        (128, 256, 512), (4, 8, 16, 32), (1, 2, 4, 8)
+    ):
         in_flight = elements * unroll * itemsize
         if 32 <= in_flight <= 256 and elements * itemsize >= 16:
             yield Tile(threads, elements, unroll)
@@ -80,7 +82,12 @@ def run(folder: Path, shape: tuple[int, ...]) -> None:
             want = jax_mx.quantize(small, variant.format, implementation="xla")
             got = jax.jit(call)(small)
             same = all(
-                bool((jax.lax.bitcast_convert_type(a, jnp.uint8) == jax.lax.bitcast_convert_type(b, jnp.uint8)).all())
+                bool(
+                    (
+                        jax.lax.bitcast_convert_type(a, jnp.uint8)
+                        == jax.lax.bitcast_convert_type(b, jnp.uint8)
+                    ).all()
+                )
                 for a, b in zip(got, (want.values, want.scales), strict=True)
             )
             us = timing.measure(jax.jit(call), [(x,) for x in xs]).us
@@ -88,7 +95,9 @@ def run(folder: Path, shape: tuple[int, ...]) -> None:
             gbps = (xs[0].nbytes + size + size // 32) / us / 1e3
             rows.append((variant.dtype, tile, us, gbps, facts["usage"][0]["registers"], same))
     for row in sorted(rows, key=lambda r: (r[0], r[2])):
-        print("{:9} {:12} {:8.1f} us {:7.1f} GB/s {:3} registers, equal: {}".format(*row), flush=True)
+        print(
+            "{:9} {:12} {:8.1f} us {:7.1f} GB/s {:3} registers, equal: {}".format(*row), flush=True
+        )
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ import numpy as np
 import jax_mx
 from jax_mx import _samples, artifacts, variants
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
-from jax_mx.plan import IMPLEMENTATIONS
 from jax_mx.primitive import chip_of
 
 PROGRAM = "python -m jax_mx"
@@ -90,14 +89,14 @@ class Row:
         return cells
 
 
-# ---- what runs here -----------------------------------------------------------------------------
+# ---- what runs here ---
 def taken(op: str, device: jax.Device, **call: Any) -> tuple[str, str]:
     """The implementation that `implementation=None` takes on `device`, and why."""
     supported, why = jax_mx.is_supported(op, device, **call)
     if not supported:
         return "xla", why
-    serves = (jax_mx.is_supported(op, device, implementation=i, **call)[0] for i in IMPLEMENTATIONS)
-    return next(itertools.compress(IMPLEMENTATIONS, serves)), f"kernel {why}"
+    implementation, kernel = why.split(": ")
+    return implementation, f"kernel {kernel}"
 
 
 def devices() -> dict[str, jax.Device]:
@@ -112,7 +111,8 @@ def devices() -> dict[str, jax.Device]:
 
 def implementations(options: argparse.Namespace) -> Iterator[list[str]]:
     """Rows of SETUP; formats with the same answer share one."""
-    call = {"dtype": FLOAT_DTYPES[options.dtype], "axis": options.axis}
+    ndim = max(2, options.axis + 1, -options.axis)
+    call = {"dtype": FLOAT_DTYPES[options.dtype], "axis": options.axis, "ndim": ndim}
     for label, device in devices().items():
         for op in ("quantize", "dequantize"):
             answers: dict[tuple[str, str], list[str]] = {}
@@ -136,7 +136,7 @@ def binaries() -> Iterator[list[str]]:
         yield [arch, str(n), state, fits.get(variants.device_arch(arch), "no device here")]
 
 
-# ---- measuring ----------------------------------------------------------------------------------
+# ---- measuring ---
 _CHOICES = ("format", "axis", "scaling", "implementation")
 _quantize = jax.jit(jax_mx.quantize, static_argnames=_CHOICES)
 _dequantize = jax.jit(jax_mx.dequantize, static_argnames="dtype")
@@ -212,7 +212,7 @@ def seconds(call: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-# ---- the command --------------------------------------------------------------------------------
+# ---- the command ---
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options, defaults filled in."""
     parser = argparse.ArgumentParser(

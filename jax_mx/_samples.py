@@ -65,7 +65,7 @@ def _train(
     return weights, *gradient(weights, x, y)
 
 
-# ---- files --------------------------------------------------------------------------------------
+# ---- files ---
 def read(path: Path) -> Iterator[tuple[str, np.ndarray | str]]:
     """The tensors of a file, one at a time.
 
@@ -152,7 +152,7 @@ def _open_safetensors(path: Path) -> Loads:
 _READERS = {".safetensors": _open_safetensors, ".npz": _open_npz, ".npy": _open_npy}
 
 
-# ---- what can be quantized ----------------------------------------------------------------------
+# ---- what can be quantized ---
 def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, int, list[str]]:
     """What is quantized of a tensor that `read` gave.
 

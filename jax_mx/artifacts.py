@@ -1,4 +1,4 @@
-"""From a variant to its binary and launch facts, through the manifest; registers the call target."""
+"""From a variant to its binary and launch facts, through the manifest; the call target."""
 
 from __future__ import annotations
 
@@ -80,9 +80,7 @@ def register() -> None:
         would then refuse to start the whole platform.
     """
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
-    found = tuple(
-        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR")
-    )
+    found = tuple(int(n) for n in re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header))
     if found < _ffi.API_VERSION:
         raise ImportError(
             f"jax_mx was compiled against version {_ffi.API_VERSION} of XLA's FFI, this jaxlib has "

@@ -38,13 +38,14 @@ def named(kind: str, table: Mapping[str, T], value: Any) -> T:
       TypeError: neither a member nor a string.
     """
     allowed = ", ".join(repr(name) for name in table)
-    if isinstance(value, str) and not isinstance(value, enum.Enum):
+    if isinstance(value, str):
         if value not in table:
             raise ValueError(f"{kind} {value!r} is unknown; use one of {allowed}")
         return table[value]
-    if type(value) not in map(type, table.values()) or value not in table.values():
-        raise TypeError(f"{kind} must be one of {allowed}, got {value!r}")
-    return value
+    for member in table.values():
+        if type(value) is type(member) and value == member:
+            return member
+    raise TypeError(f"{kind} must be one of {allowed}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)

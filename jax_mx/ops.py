@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -105,6 +106,7 @@ def is_supported(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     format: Format | str = MXFP8_E4M3,
     axis: int = -1,
+    ndim: int = 2,
     scaling: Scaling | str = RCEIL,
     scale_layout: ScaleLayout | str = ROW_MAJOR,
     implementation: str | None = None,
@@ -113,37 +115,36 @@ def is_supported(
 
     Args:
       op: "quantize" or "dequantize".
-      device: a JAX device, or a chip's name as drivers have it ("sm_90", "sm_100").
+      device: a JAX device, or a chip's name as drivers have it ("sm_90", "gfx950"), or "cpu".
       dtype: of the unquantized side.
       format: see `quantize`; so are axis, scaling and scale_layout.
-      axis: negative, or non-negative for an array of the rank axis + 1.
+      axis: of an array of `ndim` dimensions.
+      ndim: at least 1.
       scaling: ignored for dequantize.
       scale_layout: where scales lie.
-      implementation: the kernels of this one only.
+      implementation: this one only; "xla" serves every call.
 
     Returns:
-      (True, the binary's name) or (False, the reason).
+      (True, "<implementation>: <name of the kernel>") or (False, the reason).
 
     Raises:
-      TypeError, ValueError: as for `quantize`; also for an unknown op.
+      TypeError, ValueError: as for `quantize`; also for an unknown op or device.
     """
     if op not in ("quantize", "dequantize"):
         raise ValueError(f"is_supported: op {op!r} is unknown; use 'quantize' or 'dequantize'")
-    rank = max(2, -axis if axis < 0 else axis + 1)
-    like = jax.ShapeDtypeStruct((BLOCK,) * rank, jnp.dtype(dtype))
+    like = jax.ShapeDtypeStruct((BLOCK,) * ndim, jnp.dtype(dtype))
     plan = plan_quantize(like, format, axis, scaling, scale_layout, implementation)
     if op == "dequantize":
-        plan = Plan(op, plan.dtype, plan.format, plan.axis, plan.scale_layout)
+        plan = dataclasses.replace(plan, op=op, scaling=None)
     chip = device if isinstance(device, str) else primitive.chip_of(device)
-    platform = next((p for p in ("sm_", "gfx") if chip.startswith(p)), chip)
-    platform = {"sm_": "cuda", "gfx": "rocm"}.get(platform, platform)
-    if implementation == "xla":
-        return True, "'xla' runs everywhere"
+    platform = primitive.platform_of(chip)
+    if plan.implementation == "xla":
+        return True, "xla: runs everywhere"
     try:
-        kernels = primitive.kernels_for(plan, platform, [chip])
+        (kernel,) = primitive.kernels_for(plan, platform, [chip]).values()
     except NotImplementedError as error:
         return False, str(error)
-    return True, kernels[chip]["symbols"].split(",")[0]
+    return True, f"{primitive.KERNELS[platform]}: {kernel['symbols'].split(',')[0]}"
 
 
 # ---- views: blocks along the last dimension, and back --------------------------------------------
@@ -181,5 +182,3 @@ def _reshape(x: jax.Array, shape: tuple[int, ...], spec: Any) -> jax.Array:
         return jax.lax.reshape(x, shape)
     out = NamedSharding(sharding.mesh, PartitionSpec(*spec(tuple(sharding.spec))))
     return jax.lax.reshape(x, shape, out_sharding=out)
-
-

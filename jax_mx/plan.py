@@ -145,7 +145,9 @@ def _axis(op: str, axis: Any, ndim: int) -> int:
     if ndim == 0:
         raise ValueError(f"{op}: x is a scalar; blocks need an axis of at least one dimension")
     if not -ndim <= axis < ndim:
-        raise ValueError(f"{op}: axis {axis} is out of range for rank {ndim}; {-ndim} to {ndim - 1}")
+        raise ValueError(
+            f"{op}: axis {axis} is out of range for rank {ndim}; {-ndim} to {ndim - 1}"
+        )
     return axis if axis < 0 else axis - ndim
 
 

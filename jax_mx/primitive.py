@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from jax_mx.plan import IMPLEMENTATIONS, Plan
 KERNELS = {platform: name for name, platform in IMPLEMENTATIONS.items() if platform != "any"}
 
 
-# ---- the two ops ------------------------------------------------------------------------------
+# ---- the two ops ---
 def _quantize_avals(x, *, plan: Plan):  # (..., BLOCK) -> (..., BLOCK / per), (..., 1)
     values = x.update(
         shape=(*x.shape[:-1], BLOCK // plan.format.codes_per_byte),
@@ -46,6 +47,7 @@ def _dequantize_avals(values, scales, *, plan: Plan):
 
 
 def _quantize_reference(x, *, plan: Plan):
+    assert plan.scaling is not None  # for the type checker; every plan of quantize has one
     return reference.quantize(x, plan.format, plan.scaling)
 
 
@@ -53,7 +55,7 @@ def _dequantize_reference(values, scales, *, plan: Plan):
     return [reference.dequantize(values, scales, plan.format, plan.dtype)]
 
 
-# ---- which kernel ------------------------------------------------------------------------------
+# ---- which kernel ---
 def kernels_for(plan: Plan, platform: str, chips: Sequence[str] | None) -> dict[str, dict]:
     """The attribute `kernels` of the call target (ffi/launch.cc).
 
@@ -69,19 +71,19 @@ def kernels_for(plan: Plan, platform: str, chips: Sequence[str] | None) -> dict[
     if plan.implementation not in (None, implementation):
         where = IMPLEMENTATIONS[plan.implementation]
         raise NotImplementedError(
-            f"{plan.op}: implementation {plan.implementation!r} runs on {where}, this computation "
-            f"is lowered for {platform}; use implementation=None or 'xla'"
+            f"{plan.op}: implementation {plan.implementation!r} runs on {where}, not on "
+            f"{platform}; use implementation=None or 'xla'"
         )
     if implementation is None or implementation not in variants.ARCHS:
         raise NotImplementedError(f"{plan.op}: no kernels for {platform}; 'xla' serves it")
-    variant = variants.choose(plan, implementation)
     archs = {variants.device_arch(arch): arch for arch in variants.ARCHS[implementation]}
     for chip in chips or ():
         if chip not in archs:
             raise NotImplementedError(
                 f"{plan.op}: no {implementation} kernel for {chip}, only for {', '.join(archs)}; "
-                "implementation 'xla' serves it"
+                "'xla' serves it"
             )
+    variant = variants.choose(plan, implementation)
     return {
         chip: artifacts.load(variant, archs[chip]).attributes(plan.params)
         for chip in (archs if chips is None else chips)
@@ -96,6 +98,23 @@ def chip_of(device: jax.Device) -> str:
     return f"sm_{capability.replace('.', '')}" if "gfx" not in capability else capability
 
 
+def platform_of(chip: str) -> str:
+    """JAX's platform that a chip (or a device without kernels, by its platform) belongs to.
+
+    Raises:
+      ValueError: no chip is called that.
+    """
+    for prefix, platform in (("sm_", "cuda"), ("gfx", "rocm")):
+        if chip.startswith(prefix):
+            return platform
+    if chip not in ("cpu", "tpu"):
+        known = ", ".join(
+            variants.device_arch(a) for archs in variants.ARCHS.values() for a in archs
+        )
+        raise ValueError(f"{chip!r} is no chip's name; use a jax.Device, or one like {known}, cpu")
+    return chip
+
+
 def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
     """The chips that a program is lowered for; None where no device is known yet (export)."""
     module = ctx.module_context
@@ -106,29 +125,25 @@ def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
     return sorted({chip_of(device) for device in module.backend.local_devices()})
 
 
-# ---- lowering ----------------------------------------------------------------------------------
+# ---- lowering ---
 def _sharding_attributes(ctx: mlir.LoweringRuleContext) -> dict | None:
     """What lets the partitioner split the call along every dimension but the last."""
-    avals = (*ctx.avals_in, *ctx.avals_out)
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if not all(core.is_constant_shape(aval.shape) for aval in avals):
         return None  # shape-polymorphic: sharding rules need numbers
     names = "abcdefg"[: len(avals)]  # a factor for each operand's and result's last dimension
     terms = [f"... {name}" for name in names]
-    n = len(ctx.avals_in)
+    n, batch = len(ctx.avals_in), len(avals[0].shape) - 1
     rule = str_to_sdy_sharding_rule(
         f"{', '.join(terms[:n])} -> {', '.join(terms[n:])}", need_replication_factors=tuple(names)
     )
 
-    def types(avals):
-        element = mlir.dtype_to_ir_type
-        return [ir.RankedTensorType.get(aval.shape, element(aval.dtype)) for aval in avals]
-
-    batch = str(ctx.avals_in[0].ndim - 1)
+    types: list[ir.Type] = [
+        ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in avals
+    ]
     return {
-        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": batch}),
-        "sdy.sharding_rule": sdy_sharding_rule_to_mlir(
-            rule, types(ctx.avals_in), types(ctx.avals_out)
-        ),
+        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(batch)}),
+        "sdy.sharding_rule": sdy_sharding_rule_to_mlir(rule, types[:n], types[n:]),
     }
 
 
@@ -151,7 +166,7 @@ def _lower_kernel(reference_fn: Callable, platform: str, ctx, *operands, plan: P
     return _lower_reference(reference_fn, ctx, *operands, plan=plan)
 
 
-# ---- registration ------------------------------------------------------------------------------
+# ---- registration ---
 def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     """Any dimension before the last is a batch dimension, so a new one goes to the front."""
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)

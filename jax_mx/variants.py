@@ -66,6 +66,6 @@ def choose(plan: Plan, implementation: str) -> Variant:
             have = ", ".join(sorted(map(str, served)))
             raise NotImplementedError(
                 f"{plan.op}: {implementation} has no kernel for {name} {value}, only for {have}; "
-                "implementation 'xla' serves it"
+                "'xla' serves it"
             )
     return next(v for v in mine if (v.format, v.dtype) == (plan.format, plan.dtype.name))

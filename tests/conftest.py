@@ -2,9 +2,12 @@
 
 import json
 import os
+from pathlib import Path
 
 # Eight CPU devices for the sharding tests, and GPU memory as it is needed: tests start processes.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -55,7 +58,7 @@ def gpu_is_missing():
     pytest.fail(f"JAX_MX_REQUIRE_GPU=1, and JAX sees only {jax.devices()}")
 
 
-# ---- verified.json --------------------------------------------------------------------------------
+# ---- verified.json ---
 _outcomes: dict[str, list[bool]] = {}
 
 
@@ -63,7 +66,11 @@ _outcomes: dict[str, list[bool]] = {}
 def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
     variant = getattr(item, "callspec", None) and item.callspec.params.get("variant")
-    if variant is not None and item.get_closest_marker("gpu") and (call.when == "call" or report.failed):
+    if (
+        variant is not None
+        and item.get_closest_marker("gpu")
+        and (call.when == "call" or report.failed)
+    ):
         _outcomes.setdefault(variant.name, []).append(report.passed)
 
 
@@ -74,8 +81,8 @@ def pytest_sessionfinish(session):
     device = jax.devices()[0].device_kind
     verified = {}
     for name, facts in jax_mx.artifacts.manifest().items():
-        passed = name.endswith(f".{arch}") and all(_outcomes.get(name.removesuffix(f".{arch}"), [False]))
+        passed = name.endswith(f".{arch}") and all(
+            _outcomes.get(name.removesuffix(f".{arch}"), [False])
+        )
         verified[name] = {"sha256": facts["sha256"], "executed_on": [device] if passed else []}
-    with open(path, "w") as file:
-        json.dump(verified, file, indent=1)
-        file.write("\n")
+    Path(path).write_text(json.dumps(verified, indent=1) + "\n")

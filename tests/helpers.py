@@ -1,4 +1,4 @@
-"""Inputs that break quantizers, an oracle that shares nothing with the reference, and comparison."""
+"""Inputs that break quantizers, an oracle that shares nothing with the reference, comparison."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -30,7 +30,8 @@ def assert_bits_equal(got, want, what: str = "") -> None:
         at = tuple(int(i) for i in bad[0])
         raise AssertionError(
             f"{what}: {len(bad)} of {got.size} differ, first at {at}: "
-            f"0x{got_bytes[at][::-1].tobytes().hex()}, expected 0x{want_bytes[at][::-1].tobytes().hex()}"
+            f"0x{got_bytes[at][::-1].tobytes().hex()}, "
+            f"expected 0x{want_bytes[at][::-1].tobytes().hex()}"
         )
 
 
@@ -41,7 +42,7 @@ def assert_same_array(got, want, what: str = "") -> None:
     assert_bits_equal(got.values, want.values, f"{what} values")
 
 
-# ---- inputs ------------------------------------------------------------------------------------------
+# ---- inputs ---
 def every_bfloat16() -> np.ndarray:
     """(2048, 64): all 65,536 patterns in order; then a permutation that mixes magnitudes."""
     codes = np.arange(1 << 16, dtype=np.uint16)
@@ -66,7 +67,9 @@ def random_bits(shape: tuple[int, ...], dtype, seed: int = 0) -> np.ndarray:
     field = np.clip(exponent - rng.integers(0, 6, (blocks, BLOCK)), 0, 2**info.nexp - 2)
     field = np.where(rng.random((blocks, 1)) < 0.5, field, -1).reshape(-1)[:size]
     keep = (1 << (width - 1)) | ((1 << info.nmant) - 1)
-    narrow = (bits & np.uint64(keep)) | (np.maximum(field, 0).astype(np.uint64) << np.uint64(info.nmant))
+    narrow = (bits & np.uint64(keep)) | (
+        np.maximum(field, 0).astype(np.uint64) << np.uint64(info.nmant)
+    )
     bits = np.where(field >= 0, narrow, bits)
     return bits.astype(f"uint{width}").view(dtype).reshape(shape)
 
@@ -80,7 +83,7 @@ def golden_input(name: str) -> np.ndarray:
 GOLDEN_SETS = ("special_blocks_f32", "ties_f32", "subnormal_f32")
 
 
-# ---- the second oracle: exact rationals, and the text of semantics instead of its bit tricks ------------
+# ---- the second oracle: exact rationals, and the text of semantics instead of its bit tricks ---
 def value_table(format: Format) -> list[Fraction]:
     """The value of every non-negative finite code."""
     values = []
@@ -96,7 +99,9 @@ def exact_scale(amax: Fraction, format: Format, scaling: Scaling) -> int:
     if amax == 0:
         return 0
 
-    def exponent(value: Fraction) -> int:  # floor(log2), as float32 has it: subnormals count as -127
+    def exponent(
+        value: Fraction,
+    ) -> int:  # floor(log2), as float32 has it: subnormals count as -127
         e = value.numerator.bit_length() - value.denominator.bit_length()
         e = e if Fraction(2) ** e <= value else e - 1
         return max(e, -127)

@@ -128,10 +128,10 @@ X = jnp.ones((40, 64), jnp.bfloat16)
         (lambda: jax_mx.quantize(X, implementation="triton"), ValueError,
          "quantize: implementation 'triton' is unknown; use one of 'cutedsl', 'flydsl', 'xla'"),
         (lambda: jax_mx.quantize(X, implementation="cutedsl"), NotImplementedError,
-         "quantize: implementation 'cutedsl' runs on cuda, this computation is lowered for cpu; "
-         "use implementation=None or 'xla'"),
+         "quantize: implementation 'cutedsl' runs on cuda, not on cpu; use implementation=None or "
+         "'xla'"),
         (lambda: jax_mx.quantize(X.T, axis=0, implementation="cutedsl"), NotImplementedError,
-         "quantize: cutedsl has no kernel for axis -2, only for -1; implementation 'xla' serves it"),
+         "quantize: cutedsl has no kernel for axis -2, only for -1; 'xla' serves it"),
         (lambda: jax_mx.quantize(X, "mxfp4_e2m1", implementation="cutedsl"), NotImplementedError,
          "quantize: cutedsl has no kernel for format mxfp4_e2m1, only for mxfp8_e4m3, mxfp8_e5m2"),
         (lambda: jax_mx.quantize(X, scale_layout="blocked_128x4", implementation="cutedsl"),
@@ -158,7 +158,7 @@ def test_a_broken_mxarray_gets_one_sentence():
     make = jax_mx.MXArray
     with pytest.raises(ValueError, match=r"have scales of the shape \(40, 2\), got \(40, 1\)"):
         make(q.values, q.scales[:, :1], q.format, -1, q.scale_layout).dequantize()
-    with pytest.raises(TypeError, match="q.values is uint8, MXFP8_E4M3 has float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"q\.values is uint8, MXFP8_E4M3 has float8_e4m3fn"):
         make(q.values.view(jnp.uint8), q.scales, q.format, -1, q.scale_layout).dequantize()
     with pytest.raises(ValueError, match="scales of the shape"):
         make(q.values, q.scales, q.format, -1, layouts.BLOCKED_128X4).dequantize()
@@ -168,7 +168,7 @@ def test_no_derivative_says_what_to_do():
     def loss(x):
         return jax_mx.quantize(x).dequantize(jnp.float32).sum()
 
-    with pytest.raises(NotImplementedError, match="quantize has no derivative.*custom_vjp"):
+    with pytest.raises(NotImplementedError, match=r"quantize has no derivative.*custom_vjp"):
         jax.grad(loss)(jnp.ones(32))
     with pytest.raises(NotImplementedError, match="quantize has no derivative"):
         jax.jvp(loss, (jnp.ones(32),), (jnp.ones(32),))
@@ -187,12 +187,23 @@ def test_straight_through_by_custom_vjp():
 
 
 def test_is_supported():
-    assert jax_mx.is_supported("quantize", "sm_90") == (True, "quantize_bfloat16_mxfp8_e4m3_0")
-    ok, reason = jax_mx.is_supported("quantize", "sm_80")
-    assert not ok and "no cutedsl kernel for sm_80, only for sm_90, sm_100, sm_103, sm_120" in reason
-    ok, reason = jax_mx.is_supported("quantize", jax.devices("cpu")[0])
+    supported = jax_mx.is_supported
+    assert supported("quantize", "sm_90") == (True, "cutedsl: quantize_bfloat16_mxfp8_e4m3_0")
+    ok, reason = supported("quantize", "sm_80", format="mxfp4_e2m1")
+    assert not ok
+    assert reason == (
+        "quantize: no cutedsl kernel for sm_80, only for sm_90, sm_100, sm_103, sm_120; "
+        "'xla' serves it"
+    )
+    ok, reason = supported("quantize", jax.devices("cpu")[0])
     assert not ok and reason == "quantize: no kernels for cpu; 'xla' serves it"
-    assert not jax_mx.is_supported("quantize", "sm_90", axis=0)[0]
-    assert jax_mx.is_supported("quantize", "sm_90", axis=1)[0]
-    assert not jax_mx.is_supported("dequantize", "sm_90")[0]
-    assert jax_mx.is_supported("quantize", "sm_80", implementation="xla")[0]
+    assert not supported("quantize", "sm_90", axis=0)[0]
+    assert supported("quantize", "sm_90", axis=0, ndim=1)[0]
+    assert supported("quantize", "sm_90", axis=1)[0]
+    assert not supported("dequantize", "sm_90")[0]
+    assert not supported("quantize", "gfx950")[0]
+    assert supported("quantize", "sm_80", implementation="xla") == (True, "xla: runs everywhere")
+    with pytest.raises(
+        ValueError, match=r"'H200' is no chip's name; use a jax\.Device, or one like"
+    ):
+        supported("quantize", "H200")

@@ -22,7 +22,7 @@ KEYS = [
 ]
 
 
-# ---- shapes ------------------------------------------------------------------------------------
+# ---- shapes ---
 def test_parse_takes_names_and_shapes_once_each():
     assert shapes.parse("required,2x64,65536x8192") == ((8, 7168, 7168), (65536, 8192), (2, 64))
     assert shapes.parse("small")[-1] == (1024, 7168)
@@ -38,7 +38,7 @@ def test_blocks_fit_into_every_shape():
     assert all(shape[-1] % 32 == 0 for group in shapes.SHAPES.values() for shape in group)
 
 
-# ---- timing ------------------------------------------------------------------------------------
+# ---- timing ---
 def test_nbytes_counts_input_values_and_scales():
     x = jax.ShapeDtypeStruct((8, 7168, 7168), jnp.bfloat16)
     elements = 8 * 7168 * 7168
@@ -162,7 +162,7 @@ def test_fastest_passes_over_what_fails(monkeypatch):
         timing.fastest({"fail": fail}, [(1,)])
 
 
-# ---- baselines ---------------------------------------------------------------------------------
+# ---- baselines ---
 def assert_baselines_agree(x, **options):
     want = jax_mx.quantize(x, implementation="xla", **options)
     for name, fn in baselines.quantize(**options).items():
@@ -201,7 +201,7 @@ def test_copies_are_copies():
         assert y.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
 
 
-# ---- command line ------------------------------------------------------------------------------
+# ---- command line ---
 def test_one_table_two_files(tmp_path, capsys):
     files = [tmp_path / "out.csv", tmp_path / "out.json"]
     status = cli.main(

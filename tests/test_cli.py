@@ -44,7 +44,7 @@ def good(tmp_path):
     return tmp_path / "good.npy"
 
 
-# ---- numbers ------------------------------------------------------------------------------------
+# ---- numbers ---
 def test_powers_of_two_are_exact(tmp_path, capsys):
     np.save(tmp_path / "p.npy", np.tile(2.0 ** np.arange(-4, 4, dtype=np.float32), (2, 8)))
     status, out, err = run(capsys, "--file", tmp_path / "p.npy", *ONE)
@@ -101,7 +101,7 @@ def test_axis_and_dtype(tmp_path, capsys):
     assert len(rows(out, "x.npy")) == 1
 
 
-# ---- tensors in files ---------------------------------------------------------------------------
+# ---- tensors in files ---
 def test_every_kind_of_file(tmp_path, capsys):
     x = normal(2, 32)
     exact = x.astype(ml_dtypes.bfloat16)  # the same in every dtype but float16
@@ -192,7 +192,7 @@ def test_status_is_1_when_nothing_was_quantized(tmp_path, capsys):
     assert "along axis -1: none" in out
 
 
-# ---- the command --------------------------------------------------------------------------------
+# ---- the command ---
 @pytest.mark.parametrize("library", ["rich", "safetensors"])
 def test_missing_library(library, tmp_path, capsys, monkeypatch):
     save_file({"x": normal(2, 32)}, tmp_path / "x.safetensors")

@@ -29,7 +29,7 @@ from helpers import (
 
 import jax_mx
 from jax_mx import _ffi, artifacts
-from jax_mx.formats import BLOCK, FLOAT_DTYPES, Scaling
+from jax_mx.formats import FLOAT_DTYPES, Scaling
 from jax_mx.variants import ARCHS, VARIANTS
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,9 @@ def kernel(variant, **options):
 
 def check(variant, x, **options):
     """The kernel's bytes on x are those of the reference on the same device."""
-    want = jax.jit(partial(jax_mx.quantize, format=variant.format, implementation="xla", **options))(x)
+    want = jax.jit(
+        partial(jax_mx.quantize, format=variant.format, implementation="xla", **options)
+    )(x)
     jax.block_until_ready(want)
     poison_memory()
     assert_same_array(kernel(variant, **options)(x), want, f"{x.shape} {x.dtype}")
@@ -91,7 +93,8 @@ def test_golden(variant, scaling, name):
 
 
 SHAPES = [
-    (32,), (96,), (1, 32), (3, 64), (7, 5, 96), (33, 4128), (257, 32), (1, 2, 3, 4128), (1023, 7168),
+    (32,), (96,), (1, 32), (3, 64), (7, 5, 96), (33, 4128), (257, 32), (1, 2, 3, 4128),
+    (1023, 7168),
     (0, 64), (64, 0), (2, 0, 64), (4, 1 << 14), (1, (1 << 14) - 32), (1, (1 << 14) + 32),
 ]  # fmt: skip
 
@@ -148,9 +151,7 @@ def test_misaligned_operands(variant, offset):
 
     def slices(v, implementation):
         parts = [v[offset + i * 4096 :][:4096].reshape(shape) for i in range(3)]
-        return [
-            jax_mx.quantize(p, variant.format, implementation=implementation) for p in parts
-        ]
+        return [jax_mx.quantize(p, variant.format, implementation=implementation) for p in parts]
 
     want = jax.jit(partial(slices, implementation="xla"))(flat)
     poison_memory()
@@ -168,7 +169,9 @@ def test_misaligned_operands_take_the_other_entry(variant):
     jax.block_until_ready(
         jax.jit(
             lambda v: jax_mx.quantize(
-                v[1 : 1 + 4096].reshape(64, 64), variant.format, implementation=variant.implementation
+                v[1 : 1 + 4096].reshape(64, 64),
+                variant.format,
+                implementation=variant.implementation,
             )
         )(flat)
     )
@@ -186,7 +189,9 @@ def test_misaligned_results(variant):
     def place(x, offset, implementation):
         q = jax_mx.quantize(x, variant.format, implementation=implementation)
         out = [jax.lax.bitcast_convert_type(a, jnp.uint8).ravel() for a in (q.values, q.scales)]
-        return [jax.lax.dynamic_update_slice(jnp.zeros(3 * 4096, jnp.uint8), a, (offset,)) for a in out]
+        return [
+            jax.lax.dynamic_update_slice(jnp.zeros(3 * 4096, jnp.uint8), a, (offset,)) for a in out
+        ]
 
     for offset in (0, 1, 2, 8, 16):
         want = jax.jit(partial(place, offset=offset, implementation="xla"))(x)
@@ -209,7 +214,9 @@ def test_transforms(variant):
     either = jax.jit(lambda p, x: jax.lax.cond(p, run, lambda x: run(-x), x))
     assert_same_array(either(True, x), ref(x), "cond")
     want = ref(x)
-    assert_same_array(jax.jit(run, donate_argnums=0)(x + jnp.zeros((), x.dtype)), ref(x * 1 + 0), "donated")
+    assert_same_array(
+        jax.jit(run, donate_argnums=0)(x + jnp.zeros((), x.dtype)), ref(x * 1 + 0), "donated"
+    )
     assert_same_array(run(x), want)
 
 
@@ -240,7 +247,7 @@ def test_each_library_is_loaded_once():
     assert _ffi.counters()["libraries"] == before <= len(HERE)
 
 
-# ---- what must not work, and must not break anything --------------------------------------------------
+# ---- what must not work, and must not break anything ---
 @pytest.fixture
 def tampered(monkeypatch):
     """Returns a function: run a variant's kernel with changed attributes."""
@@ -331,7 +338,7 @@ def test_poison_shows_what_is_not_written(tampered):
         assert_same_array(tampered(x, variant, half), want)
 
 
-# ---- other processes -------------------------------------------------------------------------------------
+# ---- other processes ---
 def python(code: str, **env: str) -> str:
     """Output of a new Python process that runs `code`."""
     result = subprocess.run(
@@ -350,8 +357,8 @@ def python(code: str, **env: str) -> str:
     [
         "",
         "--xla_gpu_graph_min_graph_size=1",
-        "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL,"
-        "CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION",
+        "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer="
+        "FUSION,CUBLAS,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION",
         "--xla_gpu_enable_command_buffer=",
     ],
 )
@@ -375,7 +382,8 @@ def test_command_buffers(flags):
 
         run, ref = (jax.jit(lambda x, i=i: step(x, i)) for i in (None, "xla"))
         def same(a, b):
-            return all((np.asarray(u).view(np.uint8) == np.asarray(v).view(np.uint8)).all() for u, v in zip(a, b))
+            pairs = [[np.asarray(v).view(np.uint8) for v in pair] for pair in zip(a, b)]
+            return all((u == v).all() for u, v in pairs)
         xs = [jax.random.normal(jax.random.key(i), (256, 1024), jnp.bfloat16) for i in range(3)]
         wants = [ref(x) for x in xs]
         kept = []

@@ -1,7 +1,6 @@
 """What is installed: light imports, the manifest, an incremental build."""
 
 import hashlib
-import json
 import subprocess
 import sys
 from importlib.metadata import requires
@@ -42,8 +41,10 @@ def test_the_library_needs_only_jax_and_numpy():
 
 def test_the_build_imports_no_jax():
     modules = loaded_after(
-        f"import runpy, sys\nsys.argv = ['build', '--arch', 'sm_90a']\n"
-        f"try: runpy.run_path({build.__file__!r}, run_name='__main__')\nexcept SystemExit as e: assert not e.code"
+        "import runpy, sys\n"
+        "sys.argv = ['build', '--arch', 'sm_90a']\n"
+        f"try: runpy.run_path({build.__file__!r}, run_name='__main__')\n"
+        "except SystemExit as e: assert not e.code"
     )
     assert "jax" not in modules and "jaxlib" not in modules
 

@@ -30,7 +30,9 @@ def lowered_for_cuda(x, **options) -> str:
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 @pytest.mark.parametrize("scaling", jax_mx.Scaling, ids=str)
 def test_the_call_carries_the_kernel(variant, scaling):
-    text = lowered_for_cuda(jnp.ones((8, 5, 96), variant.dtype), format=variant.format, scaling=scaling)
+    text = lowered_for_cuda(
+        jnp.ones((8, 5, 96), variant.dtype), format=variant.format, scaling=scaling
+    )
     assert text.count("stablehlo.custom_call") == 1
     assert f"@{artifacts.TARGET}(" in text
     add, exception = scaling.rounding(variant.format)
@@ -59,15 +61,20 @@ def test_what_has_no_kernel_is_lowered_to_xla(options):
 
 def test_a_rule_of_plan_reaches_the_kernel_on_an_old_gpu():
     """A chip without binaries: None falls back, a name raises."""
-    plan = jax_mx.plan.plan_quantize(jnp.ones(32), "mxfp8_e4m3", -1, "rceil", "row_major", "cutedsl")
+    plan = jax_mx.plan.plan_quantize(
+        jnp.ones(32), "mxfp8_e4m3", -1, "rceil", "row_major", "cutedsl"
+    )
     with pytest.raises(NotImplementedError, match="no cutedsl kernel for sm_80, only for sm_90"):
         primitive.kernels_for(plan, "cuda", ["sm_80"])
     assert list(primitive.kernels_for(plan, "cuda", ["sm_90"])) == ["sm_90"]
 
 
-# ---- sharding ---------------------------------------------------------------------------------------
+# ---- sharding ---
 X = random_bits((4, 16, 512), np.float32)
-SPECS = [P(), P("a"), P(None, "a"), P("a", "b"), P(None, None, "b"), P(None, None, ("a", "b")), P("a", None, "b")]  # fmt: skip
+SPECS = [
+    P(), P("a"), P(None, "a"), P("a", "b"), P(None, None, "b"), P(None, None, ("a", "b")),
+    P("a", None, "b"),
+]  # fmt: skip
 
 
 def mesh(kind: AxisType):
@@ -107,7 +114,7 @@ def test_shard_map(spec):
     assert_bits_equal(y, jax_mx.quantize(X).dequantize(jnp.float32))
 
 
-# ---- export -------------------------------------------------------------------------------------------
+# ---- export ---
 def test_export_for_every_platform_from_a_machine_without_a_gpu(tmp_path):
     x = jnp.asarray(X)
     call = jax.jit(lambda x: jax_mx.quantize(x).dequantize(jnp.float32))

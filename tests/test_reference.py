@@ -68,7 +68,9 @@ def test_against_exact_rationals(format, scaling, data):
     q = jax_mx.quantize(x, format, scaling=scaling)
     scales = bytes_of(q.scales)[..., 0]
     codes = np.asarray(
-        reference._unpack(jax.lax.bitcast_convert_type(q.values, jnp.uint8).astype(jnp.uint32), format)
+        reference._unpack(
+            jax.lax.bitcast_convert_type(q.values, jnp.uint8).astype(jnp.uint32), format
+        )
     )
     for row in range(2):
         if not np.isfinite(wide[row]).all():
@@ -120,7 +122,9 @@ def test_dequantize_every_code_and_scale(format, name):
     packed = reference._pack(jnp.asarray(code, jnp.uint32), format)
     values = jax.lax.bitcast_convert_type(packed, format.storage)
     scales = jax.lax.bitcast_convert_type(jnp.asarray(scale, jnp.uint8), jnp.float8_e8m0fnu)
-    got = np.asarray(jax.jit(reference.dequantize, static_argnums=(2, 3))(values, scales, format, dtype))
+    got = np.asarray(
+        jax.jit(reference.dequantize, static_argnums=(2, 3))(values, scales, format, dtype)
+    )
 
     magnitude = code & (2 ** (format.bits - 1) - 1)
     field, mantissa = np.divmod(magnitude, 2**format.mantissa_bits)
@@ -172,7 +176,18 @@ def test_rules_agree_with_their_table():
                 "even": lambda m, f=format: m >= 0x800000 - (1 << (22 - f.mantissa_bits)),
                 "rceil": lambda m, t=thr: m > t,
             }[name]
-            for m in (0, 1, thr - 1, thr, thr + 1, 0x7FFFFF, 0x780000, 0x77FFFF, 0x700000, 0x6FFFFF):
+            for m in (
+                0,
+                1,
+                thr - 1,
+                thr,
+                thr + 1,
+                0x7FFFFF,
+                0x780000,
+                0x77FFFF,
+                0x700000,
+                0x6FFFFF,
+            ):
                 assert (m + add) >> 23 == up(m), (format, name, hex(m))
             assert (exception == -1) == (name != "rceil")
 

@@ -1,1 +1,1 @@
-"""Build time only: kernel sources and what compiles them. Nothing that is installed imports this."""
+"""Build time only: kernel sources and what compiles them. Nothing installed imports this."""

@@ -36,13 +36,14 @@ SUFFIX = {"cutedsl": "cubin"}
 
 
 def main() -> int:
+    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", action="append", help="only this arch; may be repeated")
     parser.add_argument(
         "--check",
         action="store_true",
-        help="compile everything afresh, and fail unless the bytes are those of jax_mx/binaries and "
-        "those that verified.json says were executed",
+        help="compile everything afresh, and fail unless the bytes are those of jax_mx/binaries "
+        "and those that verified.json says were executed",
     )
     args = parser.parse_args()
     known = sorted({arch for archs in ARCHS.values() for arch in archs})
@@ -110,7 +111,7 @@ def compile_all(jobs: list[tuple[Variant, str]]):
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     # Processes: the DSL is not thread-safe.
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     with (
         Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as progress,
         ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool,

@@ -100,5 +100,3 @@ def pack_two(low: Float32, high: Float32, format, *, loc=None, ip=None) -> Uint1
         loc=loc,
         ip=ip,
     )
-
-

@@ -48,7 +48,7 @@ class Quantize:
         self.tile = tile or TILE
         self.itemsize = FLOAT_DTYPES[variant.dtype].itemsize
 
-    # ---- what the build and the launch need to know -----------------------------------------------
+    # ---- what the build and the launch need to know ---
     @property
     def alignments(self) -> list[list[int]]:
         """Per entry the alignment of (x, values, scales); the entries differ in nothing else."""
@@ -74,7 +74,7 @@ class Quantize:
         ]
         return (*pointers, Int64(BLOCK), Int32(0), Int32(0))
 
-    # ---- host half: never run, it makes the compiler emit both entries ----------------------------
+    # ---- host half: never run, it makes the compiler emit both entries ---
     @cute.jit
     def __call__(
         self,
@@ -94,7 +94,7 @@ class Quantize:
         self.kernel(x, values, scales, *scalars).launch(grid=grid, block=block)
         self.kernel(x_any, values_any, scales_any, *scalars).launch(grid=grid, block=block)
 
-    # ---- device half --------------------------------------------------------------------------------
+    # ---- device half ---
     @cute.kernel
     def kernel(
         self,

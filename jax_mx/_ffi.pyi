@@ -1,0 +1,9 @@
+"""The extension, ffi/launch.cc."""
+
+from typing import Any
+
+API_VERSION: tuple[int, int]
+
+def registrations() -> dict[str, dict[str, Any]]: ...
+def use_host_driver(path: str) -> None: ...
+def counters() -> dict[str, int]: ...
