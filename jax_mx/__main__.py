@@ -85,7 +85,7 @@ class Row:
         cells.append({None: "is the reference", True: "equal", False: "DIFFERENT"}[self.equal])
         if self.seconds is not None and self.bandwidth is not None:
             cells.append(f"{self.seconds * 1e6:.1f}")
-            cells.append(" vs ".join(f"{b / 1e9:.0f}" for b in self.bandwidth))
+            cells.append(" vs ".join(f"{b / 1e9:.3g}" for b in self.bandwidth))
         return cells
 
 

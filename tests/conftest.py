@@ -37,7 +37,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--record-verified",
         metavar="PATH",
-        help="write verified.json to PATH: which binaries all gpu tests passed for, on which chip",
+        help="write verified.json to PATH: which binaries all gpu tests that ran passed for, where",
     )
 
 
@@ -56,6 +56,16 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def gpu_is_missing():
     pytest.fail(f"JAX_MX_REQUIRE_GPU=1, and JAX sees only {jax.devices()}")
+
+
+@pytest.fixture(autouse=True)
+def cpu_unless_gpu(request):
+    """Tests that are not about a GPU run on the CPU everywhere, and so give the same results."""
+    if request.node.get_closest_marker("gpu"):
+        yield
+    else:
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield
 
 
 # ---- verified.json ---
@@ -79,10 +89,14 @@ def pytest_sessionfinish(session):
     if not path or arch is None:
         return
     device = jax.devices()[0].device_kind
+    known = Path(jax_mx.artifacts.__file__).with_name("verified.json")
+    before = json.loads(known.read_text()) if known.exists() else {}
     verified = {}
     for name, facts in jax_mx.artifacts.manifest().items():
-        passed = name.endswith(f".{arch}") and all(
-            _outcomes.get(name.removesuffix(f".{arch}"), [False])
-        )
-        verified[name] = {"sha256": facts["sha256"], "executed_on": [device] if passed else []}
+        entry = before.get(name, {})
+        chips = set(entry["executed_on"]) if entry.get("sha256") == facts["sha256"] else set()
+        outcomes = _outcomes.get(name.removesuffix(f".{arch}"), [])
+        if name.endswith(f".{arch}") and outcomes:
+            chips = chips | {device} if all(outcomes) else chips - {device}
+        verified[name] = {"sha256": facts["sha256"], "executed_on": sorted(chips)}
     Path(path).write_text(json.dumps(verified, indent=1) + "\n")

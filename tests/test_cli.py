@@ -113,7 +113,8 @@ def test_every_kind_of_file(tmp_path, capsys):
     assert status == 0
     assert err == "a.npz:w: was float64 and is measured in bfloat16\n"
     same = [rows(out, name) for name in ("a.npy", "a.npz:w", "a.safetensors:w")]
-    assert same[0] == same[1] == same[2] != []
+    bytes_alone = [[row[:8] for row in table] for table in same]  # not the times
+    assert bytes_alone[0] == bytes_alone[1] == bytes_alone[2] != []
     assert len(rows(out, "a.npz:v")) == 1
 
 
@@ -257,7 +258,7 @@ def test_bytes_are_compared_and_calls_timed(flip, good, capsys, monkeypatch):
     (row,) = rows(out, "good.npy")
     assert row[7] == ("DIFFERENT" if flip else "equal")
     assert float(row[8]) > 0
-    assert re.fullmatch(r"\d+ vs \d+", row[9])
+    assert all(float(gbps) > 0 for gbps in row[9].split(" vs "))
 
 
 def test_default_tensors_are_deterministic():

@@ -302,7 +302,7 @@ def _missing_scalar(facts, image):
 
 
 def _huge_block(facts, image):
-    facts["threads"] = [512, 1, 1]
+    facts["threads"] = [1024, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ SPECS = [
 
 
 def mesh(kind: AxisType):
-    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind, kind))
+    devices = jax.devices("cpu")
+    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind, kind), devices=devices)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
