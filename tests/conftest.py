@@ -59,9 +59,9 @@ def gpu_is_missing():
 
 
 @pytest.fixture(autouse=True)
-def cpu_unless_gpu(request):
-    """Tests that are not about a GPU run on the CPU everywhere, and so give the same results."""
-    if request.node.get_closest_marker("gpu"):
+def on_cpu(request):
+    """Tests that are not about a device run on the CPU everywhere, and so give the same results."""
+    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("any_device"):
         yield
     else:
         with jax.default_device(jax.devices("cpu")[0]):

@@ -16,6 +16,8 @@ from benchmarks import __main__ as cli
 from benchmarks import baselines, shapes, timing
 from jax_mx.formats import FLOAT_DTYPES, FORMATS, SCALINGS
 
+pytestmark = pytest.mark.any_device
+
 KEYS = [
     *("op", "form", "shape", "dtype", "format", "scaling", "scale_layout"),
     *("us", "gbps", "copy_gbps", "fraction_of_copy", "speedup_over_xla", "commit"),

@@ -18,6 +18,7 @@ import jax_mx
 from jax_mx import __main__ as cli
 from jax_mx import _samples, artifacts
 
+pytestmark = pytest.mark.any_device
 ONE = ["--format", "mxfp8_e4m3", "--scaling", "floor"]
 ON_CPU = jax.default_backend() == "cpu"
 

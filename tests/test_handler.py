@@ -71,7 +71,7 @@ def scenario(fake_driver):
         script = textwrap.dedent(PRELUDE) + textwrap.dedent(code)
         result = subprocess.run(
             [sys.executable, "-c", script, str(driver)],
-            env={**os.environ, **env},
+            env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
             capture_output=True,
             text=True,
             timeout=120,
