@@ -1,19 +1,17 @@
 """One table: what an op costs, against a copy of the same bytes and against XLA.
 
-python -m benchmarks quantize --shapes required,8x4096x4096 --format mxfp8_e4m3 --csv out.csv
+python -m benchmarks --form all --shapes required,8x4096x4096 --format mxfp8_e4m3 --csv out.csv
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import functools
 import itertools
-import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +19,35 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
 
 import jax_mx
-from benchmarks import baselines, shapes, timing
+from benchmarks import baselines, report, shapes, timing
+from benchmarks.report import Measured, Row
 from jax_mx.formats import FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.plan import IMPLEMENTATIONS
 
-OPS = ("quantize",)
+OPS = tuple(dict.fromkeys(form.op for form in shapes.FORMS.values()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What to measure: one call, by names."""
 
-    op: str
+    form: str
     shape: tuple[int, ...]
     dtype: str
     format: str
     scaling: str
     scale_layout: str
-    axis: int
     implementation: str | None
 
     @property
     def names(self) -> dict[str, str]:
         """As rows have them."""
         return {
-            "op": self.op,
-            "form": f"axis {self.axis}",
+            "op": shapes.FORMS[self.form].op,
+            "form": self.form,
             "shape": shapes.spell(self.shape),
             "dtype": self.dtype,
             "format": self.format,
@@ -60,62 +56,34 @@ class Case:
         }
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The keywords that the op and its baselines have in common."""
-        names = ("format", "scaling", "scale_layout", "axis")
+    def options(self) -> dict[str, str]:
+        """The keywords that the ops and their baselines have in common."""
+        names = ("format", "scaling", "scale_layout")
         return {name: getattr(self, name) for name in names}
 
     def functions(self) -> tuple[Callable[..., Any], dict[str, Callable[..., Any]]]:
         """The op, jitted, and XLA's versions of it."""
-        op = functools.partial(getattr(jax_mx, self.op), implementation=self.implementation)
-        return (
-            jax.jit(functools.partial(op, **self.options)),
-            getattr(baselines, self.op)(**self.options),
-        )
+        form = shapes.FORMS[self.form]
+        options = {**form.options, **self.options, "implementation": self.implementation}
+        op = jax.jit(functools.partial(getattr(jax_mx, form.op), **options))
+        return op, baselines.quantize(form, **self.options)
 
     def implementation_taken(self) -> tuple[str, str]:
         """The kernel's name; or "xla", and why."""
         if self.implementation == "xla":
             return "xla", ""
+        form = shapes.FORMS[self.form]
         supported, what = jax_mx.is_supported(
-            self.op,
+            form.op,
             jax.devices()[0],
             dtype=self.dtype,
+            axis=form.axes[0],
+            ndim=len(self.shape),
+            transpose=form.transpose,
             implementation=self.implementation,
             **self.options,
         )
         return (what, "") if supported else ("xla", what)
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What goes into files. Bytes are those of input, values and scales, once each."""
-
-    op: str
-    form: str
-    shape: str
-    dtype: str
-    format: str
-    scaling: str
-    scale_layout: str
-    us: float  # the median time of a call on the device
-    gbps: float
-    copy_gbps: float  # of a copy that reads half as many bytes and writes the other half
-    fraction_of_copy: float
-    speedup_over_xla: float | None  # over the fastest of XLA's versions; None: none of them ran
-    commit: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A row, and what to know when reading it."""
-
-    row: Row
-    clock: str
-    implementation: str
-    xla: str  # the fastest of XLA's versions
-    copy: str  # the faster copy
-    notes: tuple[str, ...] = ()
 
 
 # ---- measuring ----------------------------------------------------------------------------------
@@ -170,55 +138,6 @@ def head() -> str:
     return done.stdout.strip()
 
 
-# ---- reporting ----------------------------------------------------------------------------------
-def write(rows: Sequence[Row], csv_path: Path | None, json_path: Path | None) -> None:
-    """All rows so far, to the files that are asked for."""
-    records = [dataclasses.asdict(row) for row in rows]
-    if json_path:
-        json_path.write_text(json.dumps(records, indent=1) + "\n")
-    if csv_path:
-        with csv_path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
-            writer.writeheader()
-            writer.writerows(records)
-
-
-def table(measured: Sequence[Measured]) -> Table:
-    """The rows' fields, and beside them the clock and who ran."""
-    result = Table(title=f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    numbers = {"us", "gbps", "copy_gbps", "fraction_of_copy", "speedup_over_xla"}
-    extra = ("clock", "implementation", "xla", "copy")
-    for name in (*(field.name for field in dataclasses.fields(Row)), *extra):
-        header = name.replace("_", " ")
-        result.add_column(header, justify="right" if name in numbers else "left", overflow="fold")
-    for m in measured:
-        cells = (*dataclasses.astuple(m.row), *(getattr(m, name) for name in extra))
-        result.add_row(*(f"{c:.2f}" if isinstance(c, float) else Text(str(c)) for c in cells))
-    return result
-
-
-def requirements(cases: Sequence[Case], rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
-    """For each requirement that is among the cases: whether it is met, and a line that says so."""
-    for want in shapes.REQUIREMENTS:
-        if not any(want.where.items() <= case.names.items() for case in cases):
-            continue
-        shape = want.where["shape"].replace("x", ",")
-        dtype, format, scaling = (want.where[k] for k in ("dtype", "format", "scaling"))
-        line = f"({shape}) {dtype} -> {format} {scaling}"
-        found = [r for r in rows if want.where.items() <= dataclasses.asdict(r).items()]
-        if not found:
-            yield False, f"FAIL {line}: not measured"
-        for row in found:
-            speedup = row.speedup_over_xla or 0.0
-            met = row.fraction_of_copy >= want.fraction_of_copy and speedup >= want.speedup_over_xla
-            yield (
-                met,
-                f"{'ok  ' if met else 'FAIL'} {line}: {row.fraction_of_copy:.2f} of copy "
-                f"(>= {want.fraction_of_copy} wanted), {speedup:.1f}x XLA "
-                f"(>= {want.speedup_over_xla} wanted)",
-            )
-
-
 # ---- command line -------------------------------------------------------------------------------
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
@@ -226,29 +145,63 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=title)
     add = parser.add_argument
 
-    def several(flag: str, table: Iterable[str], default: str) -> None:
+    def several(flag: str, table: Iterable[str]) -> None:
         names = tuple(table)
-        options = {"nargs": "+", "metavar": "NAME", "choices": names, "default": [default]}
+        options = {"nargs": "+", "action": "extend", "metavar": "NAME", "choices": names}
         add(flag, help="|".join(names), **options)
 
-    add("op", nargs="?", default=OPS[0], choices=OPS)
+    add("op", nargs="?", choices=OPS, help="measure this op's forms only")
+    several("--form", (*shapes.FORMS, "all"))
     add("--shapes", default="required", help=f"{'|'.join(shapes.SHAPES)}|AxBxC,...")
-    several("--dtype", FLOAT_DTYPES, "bfloat16")
-    several("--format", FORMATS, "mxfp8_e4m3")
-    several("--scaling", SCALINGS, "rceil")
-    several("--scale-layout", SCALE_LAYOUTS, "row_major")
-    add("--axis", nargs="+", type=int, default=[-1], metavar="N")
+    several("--dtype", FLOAT_DTYPES)
+    several("--format", FORMATS)
+    several("--scaling", SCALINGS)
+    several("--scale-layout", SCALE_LAYOUTS)
     add("--implementation", choices=tuple(IMPLEMENTATIONS), help="default: the kernel, else xla")
     add("--csv", type=Path, metavar="FILE")
     add("--json", type=Path, metavar="FILE")
-    add("--repeats", type=int, default=30, metavar="N", help="calls that a median is taken over")
+    about = "calls that a median is taken over"
+    add("--repeats", type=positive, default=30, metavar="N", help=about)
     add("--require", action="store_true", help="exit with 1 if a requirement is not met")
     args = parser.parse_args(argv)
     try:
-        args.shapes = shapes.parse(args.shapes)
-    except ValueError as error:
+        complete(args)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
+
+
+def positive(text: str) -> int:
+    """A number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Fills in defaults and drops repetitions.
+
+    Raises:
+      ValueError: shapes or forms that cannot be measured.
+      OSError: a file that cannot be written; found out now, not after minutes of measuring.
+    """
+    forms = [name for name, form in shapes.FORMS.items() if args.op in (None, form.op)]
+    for name, default in {
+        "form": forms[0],
+        "dtype": "bfloat16",
+        "format": "mxfp8_e4m3",
+        "scaling": "rceil",
+        "scale_layout": "row_major",
+    }.items():
+        setattr(args, name, list(dict.fromkeys(getattr(args, name) or [default])))
+    if "all" in args.form:
+        args.form = forms
+    if strays := [form for form in args.form if form not in forms]:
+        raise ValueError(f"form {strays[0]!r} is not one of {args.op}'s: {', '.join(forms)}")
+    args.shapes = shapes.parse(args.shapes)
+    for path in filter(None, (args.csv, args.json)):
+        path.open("a").close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -256,8 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     # A log has no width of its own; rich would fold the table into 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
-    each = (args.shapes, args.dtype, args.format, args.scaling, args.scale_layout, args.axis)
-    cases = [Case(args.op, *c, args.implementation) for c in itertools.product(*each)]
+    each = (args.form, args.shapes, args.dtype, args.format, args.scaling, args.scale_layout)
+    cases = [Case(*c, args.implementation) for c in itertools.product(*each)]
     measured: list[Measured] = []
     failures: list[str] = []
     commit = head()
@@ -269,14 +222,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 measured.append(measure(case, args.repeats, commit))
             except Exception as error:  # of this row; the others are worth having
                 failures.append(f"{' '.join(case.names.values())}: {brief(error)}")
-            write([m.row for m in measured], args.csv, args.json)  # now: the next may crash
+            report.write([m.row for m in measured], args.csv, args.json)  # now: the next may crash
             progress.advance(task)
-    console.print(table(measured))
+    console.print(report.table(measured))
     for note in dict.fromkeys(note for m in measured for note in m.notes):
         console.print(f"note: {note}", markup=False)
     for failure in failures:
         console.print(f"failed: {failure}", markup=False, style="red")
-    checks = list(requirements(cases, [m.row for m in measured]))
+    checks = list(report.requirements([c.names for c in cases], [m.row for m in measured]))
     for _, line in checks:
         console.print(line, markup=False)
     met = bool(checks) and all(ok for ok, _ in checks)

@@ -7,13 +7,16 @@ comparison is honest there are several, and the fastest one counts.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.shapes import Form
 from jax_mx.array import MXArray
 from jax_mx.formats import (
     BLOCK,
@@ -55,30 +58,55 @@ def copies() -> dict[str, Callable[[jax.Array], jax.Array]]:
 
 # ---- quantize ------------------------------------------------------------------------------------
 def quantize(
-    format: str, scaling: str, axis: int, scale_layout: str
-) -> dict[str, Callable[[jax.Array], MXArray]]:
-    """XLA's quantizers, jitted, by name; they return what `jax_mx.quantize` does."""
+    form: Form, format: str, scaling: str, scale_layout: str
+) -> dict[str, Callable[[jax.Array], Any]]:
+    """XLA's quantizers, jitted, by name; they return what the form's op does.
+
+    All results come from one program, so that XLA may read x once, and lie in memory as the op's
+    do: a transposed result is written transposed, either of blocks that were quantized where they
+    lay or of x transposed first, whichever XLA does better.
+    """
     options = {
+        "form": form,
         "format": FORMATS[format],
         "scaling": SCALINGS[scaling],
-        "axis": axis,
         "layout": SCALE_LAYOUTS[scale_layout],
     }
+    turns = {"": False, " of x.T": True} if form.transpose else {"": False}
     return {
-        name: jax.jit(functools.partial(_quantize, variant=variant, **options))
+        name + suffix: jax.jit(
+            functools.partial(_quantize, variant=variant, turn_first=first, **options)
+        )
         for name, variant in VARIANTS.items()
+        for suffix, first in turns.items()
     }
 
 
-def _quantize(
+def _quantize(x: jax.Array, *, form: Form, turn_first: bool, **options: Any) -> Any:
+    arrays = [_along(x, axis, **options) for axis in form.axes[:-1]]
+    last = form.axes[-1]
+    if turn_first:
+        q = _along(jnp.moveaxis(x, last, -1), -1, **options)
+    else:
+        q = _along(x, last, **options)
+    if form.transpose and not turn_first:
+        tiled = q.scale_layout.is_tiled  # tiles are already those of the block axis as columns
+        scales = q.scales if tiled else jnp.moveaxis(q.scales, last, -1)
+        values = jnp.moveaxis(q.values, last, -1)
+        q = dataclasses.replace(q, values=values, scales=scales, axis=-1)
+    return (*arrays, q) if arrays else q
+
+
+def _along(
     x: jax.Array,
+    axis: int,
     *,
     variant: Variant,
     format: Format,
     scaling: Scaling,
-    axis: int,
     layout: ScaleLayout,
 ) -> MXArray:
+    """x quantized along one axis."""
     inner = axis % x.ndim + 1
     blocks = x.reshape(*x.shape[: inner - 1], -1, BLOCK, *x.shape[inner:])
     amax = jnp.max(jnp.abs(blocks), axis=inner, keepdims=True)

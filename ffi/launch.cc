@@ -7,9 +7,12 @@
 //   image    the binary (ELF)                       sha256   of the image, hexadecimal
 //   symbols  entry points of the image, comma-separated, the fastest first: all compute the same
 //   align    i64[symbols x buffers]: what each buffer's address must be a multiple of for that
-//            entry; the first entry that all addresses satisfy is launched
+//            entry; the first entry that all addresses (and `divide`) satisfy is launched
+//   divide   i64[k x 5]: (entry, buffer, from, to, divisor): the entry takes only a
+//            prod(dims[from:to]) that the divisor divides
 //   threads  i64[3] per thread block
-//   grid     i64[3 x 4]: per axis (buffer, from, to, divisor): ceil(prod(dims[from:to]) / divisor)
+//   grid     i64[k x 5]: (axis, buffer, from, to, divisor): the axis is the product of its terms
+//            ceil(prod(dims[from:to]) / divisor); 1 without any
 //   scalars  i64[k x 4]: per scalar (bytes, buffer, from, to): prod(dims[from:to]), 4 or 8 bytes
 // Buffers are numbered operands first, then results. `from` and `to` count from the end when
 // negative, and `to` is clamped to the rank, so one rule serves every rank, every shard and every
@@ -57,7 +60,8 @@ Counters counters;
 struct Extent {
   int64_t buffer, from, to;
 };
-struct Axis {
+struct Ratio {
+  int64_t index;  // of a grid axis or an entry
   Extent extent;
   int64_t divisor;
 };
@@ -73,7 +77,7 @@ struct Image;
 struct Kernel {
   Image* image = nullptr;
   std::vector<Entry> entries;
-  std::array<Axis, 3> grid{};
+  std::vector<Ratio> divide, grid;
   std::array<unsigned, 3> threads{};
   std::vector<Scalar> scalars;
   size_t buffers() const { return entries.front().align.size(); }
@@ -144,11 +148,12 @@ ffi::Error Parse(const ffi::Dictionary& attrs, Kernel* kernel) {
   auto sha256 = attrs.get<std::string_view>("sha256");
   auto symbols = attrs.get<std::string_view>("symbols");
   auto align = attrs.get<Ints>("align");
+  auto divide = attrs.get<Ints>("divide");
   auto threads = attrs.get<Ints>("threads");
   auto grid = attrs.get<Ints>("grid");
   auto scalars = attrs.get<Ints>("scalars");
   if (!image.has_value() || !sha256.has_value() || !symbols.has_value() || !align.has_value() ||
-      !threads.has_value() || !grid.has_value() || !scalars.has_value())
+      !divide.has_value() || !threads.has_value() || !grid.has_value() || !scalars.has_value())
     return Invalid("an attribute of the call is missing or has the wrong type");
 
   for (size_t at = 0; at <= symbols->size();) {
@@ -157,9 +162,9 @@ ffi::Error Parse(const ffi::Dictionary& attrs, Kernel* kernel) {
     at = comma + 1;
   }
   const size_t entries = kernel->entries.size(), buffers = align->size() / entries;
-  if (threads->size() != 3 || grid->size() != 12 || scalars->size() % 4 != 0 || buffers == 0 ||
-      align->size() != buffers * entries || buffers > kMaxBuffers ||
-      scalars->size() / 4 > kMaxScalars)
+  if (threads->size() != 3 || divide->size() % 5 != 0 || grid->size() % 5 != 0 ||
+      scalars->size() % 4 != 0 || buffers == 0 || align->size() != buffers * entries ||
+      buffers > kMaxBuffers || scalars->size() / 4 > kMaxScalars)
     return Invalid("an attribute of the call has the wrong size");
   for (size_t i = 0; i < align->size(); ++i) {
     const int64_t a = align->begin()[i];
@@ -168,12 +173,20 @@ ffi::Error Parse(const ffi::Dictionary& attrs, Kernel* kernel) {
   }
   auto is_buffer = [&](int64_t i) { return i >= -1 && i < static_cast<int64_t>(buffers); };
   for (size_t i = 0; i < 3; ++i) {
-    const int64_t *g = grid->begin() + 4 * i, t = threads->begin()[i];
-    if (!is_buffer(g[0]) || g[3] < 1 || t < 1 || t > 1024)
-      return Invalid("the launch rule names a buffer, divisor or thread count out of range");
-    kernel->grid[i] = {{g[0], g[1], g[2]}, g[3]};
-    kernel->threads[i] = static_cast<unsigned>(t);
+    const int64_t count = threads->begin()[i];
+    if (count < 1 || count > 1024) return Invalid("a thread count is out of range");
+    kernel->threads[i] = static_cast<unsigned>(count);
   }
+  auto ratios = [&](const Ints& from, int64_t indices, std::vector<Ratio>* to) {
+    for (const int64_t* r = from.begin(); r != from.end(); r += 5) {
+      if (r[0] < 0 || r[0] >= indices || !is_buffer(r[1]) || r[4] < 1) return false;
+      to->push_back({r[0], {r[1], r[2], r[3]}, r[4]});
+    }
+    return true;
+  };
+  if (!ratios(*grid, 3, &kernel->grid) ||
+      !ratios(*divide, static_cast<int64_t>(entries), &kernel->divide))
+    return Invalid("the launch rule names an axis, entry, buffer or divisor out of range");
   for (size_t i = 0; i < scalars->size(); i += 4) {
     const int64_t* s = scalars->begin() + i;
     if ((s[0] != 4 && s[0] != 8) || !is_buffer(s[1]))
@@ -304,10 +317,63 @@ bool Evaluate(const Extent& extent, const Buffers& buffers, int64_t* value) {
   const int64_t rank = static_cast<int64_t>(dims.size());
   const int64_t from = extent.from < 0 ? extent.from + rank : extent.from;
   const int64_t to = extent.to < 0 ? extent.to + rank : std::min(extent.to, rank);
-  if (from < 0 || to < 0 || to > rank) return false;
+  if (from < 0 || from > to) return false;  // and so from <= to <= rank
   *value = 1;
   for (int64_t i = from; i < to; ++i)
     if (__builtin_mul_overflow(*value, dims.begin()[i], value)) return false;
+  return true;
+}
+
+// The grid and the scalars of a call; no thread blocks at all where an axis is 0.
+struct Arguments {
+  Grid grid;
+  bool empty = false;
+  std::array<int64_t, kMaxScalars> scalars{};
+};
+
+ffi::Error Follow(const Kernel& kernel, const Buffers& buffers, Arguments* out) {
+  const std::string& name = kernel.entries.front().symbol;
+  std::array<int64_t, 3> blocks = {1, 1, 1};
+  for (const Ratio& term : kernel.grid) {
+    int64_t n = 0, &axis = blocks[static_cast<size_t>(term.index)];
+    if (!Evaluate(term.extent, buffers, &n) || n < 0 ||
+        __builtin_mul_overflow(axis, n / term.divisor + (n % term.divisor != 0), &axis))
+      return Invalid("grid axis " + std::to_string(term.index) + " of " + name +
+                     " does not fit the buffers");
+  }
+  out->grid.threads = kernel.threads;
+  out->empty = blocks[0] == 0 || blocks[1] == 0 || blocks[2] == 0;
+  for (size_t i = 0; i < 3; ++i) {
+    const int64_t most = i == 0 ? 0x7fffffff : 0xffff;
+    if (blocks[i] > most)
+      return Invalid("grid axis " + std::to_string(i) + " of " + name + " would need " +
+                     std::to_string(blocks[i]) + " thread blocks, at most " +
+                     std::to_string(most) + " fit");
+    out->grid.blocks[i] = static_cast<unsigned>(blocks[i]);
+  }
+  for (size_t i = 0; i < kernel.scalars.size(); ++i) {
+    const Scalar& scalar = kernel.scalars[i];
+    int64_t& value = out->scalars[i];
+    if (!Evaluate(scalar.extent, buffers, &value) ||
+        (scalar.bytes == 4 && value != static_cast<int32_t>(value)))
+      return Invalid("scalar " + std::to_string(i) + " of " + name + " does not fit " +
+                     std::to_string(scalar.bytes) + " bytes");
+  }
+  return ffi::Error::Success();
+}
+
+// Whether an entry takes these addresses and shapes.
+bool Serves(const Kernel& kernel, size_t index, const Buffers& buffers) {
+  const Entry& entry = kernel.entries[index];
+  for (size_t i = 0; i < buffers.size; ++i)
+    if (reinterpret_cast<uintptr_t>(buffers.data[i]) % static_cast<uintptr_t>(entry.align[i]))
+      return false;
+  for (const Ratio& wants : kernel.divide) {
+    int64_t n = 0;
+    if (static_cast<size_t>(wants.index) == index &&
+        (!Evaluate(wants.extent, buffers, &n) || n % wants.divisor != 0))
+      return false;
+  }
   return true;
 }
 
@@ -336,52 +402,27 @@ ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::R
   if (!fits || buffers.size != kernel.buffers())
     return Invalid(name + " takes " + std::to_string(kernel.buffers()) +
                    " buffers, the call passes " + std::to_string(args.size() + rets.size()));
+  Arguments arguments;
+  if (ffi::Error error = Follow(kernel, buffers, &arguments); error.failure()) return error;
+  if (arguments.empty) return ffi::Error::Success();
 
-  Grid grid{{}, kernel.threads};
-  for (size_t i = 0; i < 3; ++i) {
-    const auto& [extent, divisor] = kernel.grid[i];
-    int64_t n = 0;
-    if (!Evaluate(extent, buffers, &n))
-      return Invalid("grid axis " + std::to_string(i) + " of " + name + " does not fit the buffers");
-    if (n == 0) return ffi::Error::Success();
-    const int64_t blocks = (n - 1) / divisor + 1, most = i == 0 ? 0x7fffffff : 0xffff;
-    if (n < 0 || blocks > most)
-      return Invalid("grid axis " + std::to_string(i) + " of " + name + " would need " +
-                     std::to_string(blocks) + " thread blocks, at most " + std::to_string(most) +
-                     " fit");
-    grid.blocks[i] = static_cast<unsigned>(blocks);
-  }
+  size_t index = 0;
+  while (index < kernel.entries.size() && !Serves(kernel, index, buffers)) ++index;
+  if (index == kernel.entries.size())
+    return Invalid("the buffers' addresses and shapes fit no entry of " + name);
 
-  std::array<int64_t, kMaxScalars> values{};
   std::array<void*, kMaxBuffers + kMaxScalars> params{};
   size_t count = 0;
   for (size_t i = 0; i < buffers.size; ++i) params[count++] = &buffers.data[i];
-  for (size_t i = 0; i < kernel.scalars.size(); ++i) {
-    const Scalar& scalar = kernel.scalars[i];
-    if (!Evaluate(scalar.extent, buffers, &values[i]) ||
-        (scalar.bytes == 4 && values[i] != static_cast<int32_t>(values[i])))
-      return Invalid("scalar " + std::to_string(i) + " of " + name + " does not fit " +
-                     std::to_string(scalar.bytes) + " bytes");
-    params[count++] = &values[i];  // little-endian: 4 bytes are the value's low half
-  }
-
-  auto aligned = [&](const Entry& entry) {
-    for (size_t i = 0; i < buffers.size; ++i)
-      if (reinterpret_cast<uintptr_t>(buffers.data[i]) % static_cast<uintptr_t>(entry.align[i]))
-        return false;
-    return true;
-  };
-  const auto entry = std::find_if(kernel.entries.begin(), kernel.entries.end(), aligned);
-  if (entry == kernel.entries.end())
-    return Invalid("a buffer's address is aligned for no entry of " + name);
-  const auto index = static_cast<size_t>(entry - kernel.entries.begin());
-
+  // Little-endian: 4 bytes are a value's low half.
+  for (size_t i = 0; i < kernel.scalars.size(); ++i) params[count++] = &arguments.scalars[i];
   ++counters.launches;
   if (index != 0) ++counters.fallback_entries;
   if (Platform::driver().IsCapturing(stream)) ++counters.captured;
-  if (Failure f = Platform::driver().Launch(loaded->handles[index], grid, stream, params.data());
+  if (Failure f = Platform::driver().Launch(loaded->handles[index], arguments.grid, stream,
+                                            params.data());
       !f.empty())
-    return Internal(f + " (" + entry->symbol + ")");
+    return Internal(f + " (" + kernel.entries[index].symbol + ")");
   return ffi::Error::Success();
 }
 

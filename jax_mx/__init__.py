@@ -20,3 +20,4 @@ from jax_mx.ops import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
 from jax_mx.ops import dequantize as dequantize
 from jax_mx.ops import is_supported as is_supported
 from jax_mx.ops import quantize as quantize
+from jax_mx.ops import quantize_both as quantize_both

@@ -111,13 +111,15 @@ def devices() -> dict[str, jax.Device]:
 
 def implementations(options: argparse.Namespace) -> Iterator[list[str]]:
     """Rows of SETUP; formats with the same answer share one."""
-    ndim = max(2, options.axis + 1, -options.axis)
-    call = {"dtype": FLOAT_DTYPES[options.dtype], "axis": options.axis, "ndim": ndim}
+    dtype = FLOAT_DTYPES[options.dtype]
+    along = {"axis": options.axis, "ndim": max(2, options.axis + 1, -options.axis)}
+    calls = {"quantize": along, "quantize_both": {"transpose": True}, "dequantize": along}
     for label, device in devices().items():
-        for op in ("quantize", "dequantize"):
+        for op, call in calls.items():
             answers: dict[tuple[str, str], list[str]] = {}
             for format in options.format:
-                answers.setdefault(taken(op, device, format=format, **call), []).append(format)
+                answer = taken(op, device, dtype=dtype, format=format, **call)
+                answers.setdefault(answer, []).append(format)
             for answer, formats in answers.items():
                 yield [op, label, ", ".join(formats), *answer]
 
@@ -155,40 +157,20 @@ def measure(
             q = _quantize(x, **call)
             dequantized = np.asarray(_dequantize(q, dtype=jnp.float32), np.float64)
             finite = ~np.isnan(dequantized)
-            saturated = magnitudes(q)[finite] == q.format.max_code
+            saturated = _samples.magnitudes(q)[finite] == q.format.max_code
             elapsed = seconds(functools.partial(_quantize, x, **call)) if timed else None
             yield Row(
                 name,
                 tensor.shape,
                 format,
                 scaling,
-                *errors(tensor[finite].astype(np.float64), dequantized[finite]),
+                *_samples.errors(tensor[finite].astype(np.float64), dequantized[finite]),
                 saturated=float(saturated.mean()) if saturated.size else math.nan,
                 ratio=q.nbytes / (2 * tensor.size),
                 equal=_equals_reference(q, x, call),
                 seconds=elapsed,
                 bandwidth=((x.nbytes + q.nbytes) / elapsed, copy) if elapsed else None,
             )
-
-
-def errors(x: np.ndarray, dequantized: np.ndarray) -> tuple[float, float]:
-    """The signal-to-noise ratio in dB and the largest relative error, of float64 arrays."""
-    if not x.size:
-        return math.nan, math.nan
-    error = np.abs(x - dequantized)
-    signal, noise = np.sum(x**2), np.sum(error**2)
-    with np.errstate(divide="ignore"):  # infinite noise: a value rounded beyond float32's range
-        snr = 10 * np.log10(signal / noise) if noise else math.inf
-    return float(snr), float((error[x != 0] / np.abs(x[x != 0])).max(initial=0))
-
-
-def magnitudes(q: jax_mx.MXArray) -> np.ndarray:
-    """The elements' codes without their signs, in q's shape."""
-    per = q.format.codes_per_byte
-    codes = np.moveaxis(np.asarray(q.values).view(np.uint8), q.axis, -1)
-    codes = np.stack([codes >> (8 // per * i) for i in range(per)], axis=-1)
-    codes = codes.reshape(*codes.shape[:-2], -1) & (2 ** (q.format.bits - 1) - 1)
-    return np.moveaxis(codes, -1, q.axis)
 
 
 def _equals_reference(q: jax_mx.MXArray, x: jax.Array, call: dict[str, Any]) -> bool | None:
@@ -227,13 +209,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, table in (("format", FORMATS), ("scaling", SCALINGS)):
         about = f"of {', '.join(table)}; repeatable; default: {', '.join(DEFAULTS[name])}"
         add(f"--{name}", action="append", choices=table, metavar="NAME", help=about)
-    add("--axis", type=int, default=-1, help=f"blocks of {BLOCK} run along it; default: -1")
+    about = f"blocks of {BLOCK} run along it; default: -1"
+    add("--axis", type=axis_number, default=-1, metavar="N", help=about)
     about = f"tensors are converted to it, of {', '.join(FLOAT_DTYPES)}; default: bfloat16"
     add("--dtype", choices=FLOAT_DTYPES, default="bfloat16", metavar="NAME", help=about)
     options = parser.parse_args(arguments)
-    for name, default in DEFAULTS.items():
-        setattr(options, name, getattr(options, name) or default)
+    for name in ("file", *DEFAULTS):  # each once
+        given = getattr(options, name) or DEFAULTS.get(name, [])
+        setattr(options, name, list(dict.fromkeys(given)))
     return options
+
+
+def axis_number(text: str) -> int:
+    """An axis of any array that is likely; beyond, integers overflow and shapes do not exist."""
+    number = int(text)
+    if not -32 <= number < 32:
+        raise argparse.ArgumentTypeError(f"must be -32 to 31, got {text}")
+    return number
+
+
+def complain(name: str, sentence: str) -> None:
+    """About a tensor or file, on stderr."""
+    print(_samples.printable(f"{name}: {sentence}"), file=sys.stderr)
 
 
 def report(options: argparse.Namespace) -> int:
@@ -253,11 +250,11 @@ def report(options: argparse.Namespace) -> int:
         try:
             tensor, axis, remarks = _samples.admit(tensor, options.axis, options.dtype)
         except (TypeError, ValueError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
+            complain(name, str(error))
             continue
-        rows += measure(name, tensor, axis, options, timed)
+        rows += measure(_samples.printable(name), tensor, axis, options, timed)
         for remark in remarks:
-            print(f"{name}: {remark}", file=sys.stderr)
+            complain(name, remark)
     title = f"Tensors in {options.dtype}, blocks of {BLOCK} along axis {options.axis}"
     show(console, title, TENSORS + SPEED if timed else TENSORS, [row.cells() for row in rows])
     return 0 if rows and all(row.equal is not False for row in rows) else 1

@@ -1,8 +1,10 @@
-"""The tensors that `python -m jax_mx` quantizes: a small network's, or those of files."""
+"""For `python -m jax_mx`: tensors, a small network's or those of files, and what is lost of them."""
 
 from __future__ import annotations
 
 import functools
+import math
+import stat
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mx.array import MXArray
 from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3, RCEIL
 from jax_mx.layouts import ROW_MAJOR
 from jax_mx.plan import plan_quantize
@@ -78,14 +81,10 @@ def read(path: Path) -> Iterator[tuple[str, np.ndarray | str]]:
     Raises:
       ModuleNotFoundError: safetensors is needed and not installed.
     """
-    open_file = _READERS.get(path.suffix.lower())
-    if open_file is None:
-        known = ", ".join(_READERS)
-        yield path.name, f"suffix {path.suffix!r} is unknown; save the tensors as one of {known}"
+    if obstacle := _obstacle(path):
+        yield path.name or str(path), obstacle
         return
-    if not path.is_file():
-        yield path.name, f"there is no file {path}; check the path"
-        return
+    open_file = _READERS[path.suffix.lower()]
     # A damaged file makes its parsers raise almost anything: OSError, ValueError, EOFError,
     # BadZipFile, zlib.error, TokenError, SafetensorError, NotImplementedError were all seen.
     try:
@@ -104,6 +103,34 @@ def read(path: Path) -> Iterator[tuple[str, np.ndarray | str]]:
         raise
     except Exception as error:
         yield path.name, _unreadable(error)
+
+
+def _obstacle(path: Path) -> str | None:
+    """Why a path is not even opened: opening a FIFO would wait for a writer, perhaps for ever."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            return f"is a link to {path.readlink()}, where there is nothing; mend it"
+        return f"there is no file {path}; check the path"
+    except OSError as error:  # a loop of links, a closed folder, a name too long
+        return f"cannot be reached ({error.strerror}); check the path"
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        return f"is {kind}; give the path of a file"
+    if path.suffix.lower() not in _READERS:
+        known = ", ".join(_READERS)
+        return f"suffix {path.suffix!r} is unknown; save the tensors as one of {known}"
+    return None
+
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def _unreadable(error: Exception) -> str:
@@ -152,6 +179,11 @@ def _open_safetensors(path: Path) -> Loads:
 _READERS = {".safetensors": _open_safetensors, ".npz": _open_npz, ".npy": _open_npy}
 
 
+def printable(text: str) -> str:
+    """Text of a file with escapes for what would act on a terminal instead of being seen."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 # ---- what can be quantized ---
 def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, int, list[str]]:
     """What is quantized of a tensor that `read` gave.
@@ -164,7 +196,7 @@ def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, 
     """
     if isinstance(tensor, str):
         raise ValueError(tensor)
-    if tensor.dtype.type is np.void:
+    if tensor.dtype == np.dtype("V2"):
         raise TypeError(
             f"has dtype {tensor.dtype}, what numpy's files make of bfloat16; save it as float32, "
             "or to .safetensors"
@@ -188,3 +220,24 @@ def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, 
 
 def _no_float(dtype: str) -> str:
     return f"has dtype {dtype}, must be one of {', '.join(FLOATS)}; convert it first"
+
+
+# ---- what is measured ---
+def errors(x: np.ndarray, dequantized: np.ndarray) -> tuple[float, float]:
+    """The signal-to-noise ratio in dB and the largest relative error, of float64 arrays."""
+    if not x.size:
+        return math.nan, math.nan
+    error = np.abs(x - dequantized)
+    signal, noise = np.sum(x**2), np.sum(error**2)
+    with np.errstate(divide="ignore"):  # infinite noise: a value rounded beyond float32's range
+        snr = 10 * np.log10(signal / noise) if noise else math.inf
+    return float(snr), float((error[x != 0] / np.abs(x[x != 0])).max(initial=0))
+
+
+def magnitudes(q: MXArray) -> np.ndarray:
+    """The elements' codes without their signs, in q's shape."""
+    per = q.format.codes_per_byte
+    codes = np.moveaxis(np.asarray(q.values).view(np.uint8), q.axis, -1)
+    codes = np.stack([codes >> (8 // per * i) for i in range(per)], axis=-1)
+    codes = codes.reshape(*codes.shape[:-2], -1) & (2 ** (q.format.bits - 1) - 1)
+    return np.moveaxis(codes, -1, q.axis)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.formats import Format
-from jax_mx.layouts import ScaleLayout
+from jax_mx.formats import FORMATS, Format
+from jax_mx.layouts import SCALE_LAYOUTS, ScaleLayout
 
 
 @partial(
@@ -18,7 +19,7 @@ from jax_mx.layouts import ScaleLayout
     data_fields=("values", "scales"),
     meta_fields=("format", "axis", "scale_layout"),
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class MXArray:
     """Blocks of small floats that share a scale each. A pytree with the leaves values and scales.
 
@@ -65,3 +66,17 @@ class MXArray:
         from jax_mx.ops import dequantize  # ops builds MXArrays
 
         return dequantize(self, dtype, **options)
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise TypeError("an MXArray is two arrays; take .values and .scales, or .dequantize()")
+
+
+# So that exported programs may take and return MXArrays. Formats and layouts go by name.
+jax.export.register_pytree_node_serialization(
+    MXArray,
+    serialized_name="jax_mx.MXArray",
+    serialize_auxdata=lambda aux: json.dumps([aux[0].name, aux[1], aux[2].name]).encode(),
+    deserialize_auxdata=lambda text: (
+        lambda format, axis, layout: (FORMATS[format], axis, SCALE_LAYOUTS[layout])
+    )(*json.loads(text)),
+)

@@ -25,7 +25,7 @@ class Artifact:
 
     Attributes:
       image: the binary.
-      facts: symbols, align, threads, grid, scalars, sha256 and the compiler's resource report.
+      facts: symbols, align, divide, threads, grid, scalars, sha256; the compiler's usage report.
     """
 
     image: bytes
@@ -43,6 +43,7 @@ class Artifact:
             "sha256": self.facts["sha256"],
             "symbols": ",".join(self.facts["symbols"]),
             "align": array(self.facts["align"]).ravel(),
+            "divide": array(self.facts["divide"]).ravel(),
             "threads": array(self.facts["threads"]),
             "grid": array(self.facts["grid"]).ravel(),
             "scalars": array(scalars).ravel(),
@@ -66,7 +67,7 @@ def load(variant: Variant, arch: str) -> Artifact:
     facts = manifest().get(f"{variant.name}.{arch}")
     if facts is None:
         raise NotImplementedError(
-            f"{variant.op}: this installation holds no binary {variant.name} for {arch}; build it "
+            f"quantize: this installation holds no binary {variant.name} for {arch}; build it "
             f"with python -m jax_mx.kernels.build --arch {arch}"
         )
     return Artifact((BINARIES / facts["file"]).read_bytes(), facts)

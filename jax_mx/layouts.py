@@ -14,6 +14,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from jax_mx.sharding import reshape, spec_of
+
 
 @dataclasses.dataclass(frozen=True)
 class ScaleLayout:
@@ -62,8 +64,9 @@ class ScaleLayout:
         bits = jax.lax.bitcast_convert_type(scales, jnp.uint8)
         bits = jnp.pad(bits, [(0, 0)] * len(lead) + [(0, g) for g in grow])
         split = (tiles_r, *self.row_digits, tiles_c, *self.col_digits)
-        bits = bits.reshape(*lead, *split).transpose(self._permutation(len(lead)))
-        bits = bits.reshape(*lead, tiles_r, tiles_c, size)
+        spec = spec_of(scales)[: len(lead)]
+        bits = reshape(bits, (*lead, *split), spec).transpose(self._permutation(len(lead)))
+        bits = reshape(bits, (*lead, tiles_r, tiles_c, size), spec)
         return jax.lax.bitcast_convert_type(bits, scales.dtype)
 
     def unpack(
@@ -90,10 +93,12 @@ class ScaleLayout:
         split = (tiles_r, *self.row_digits, tiles_c, *self.col_digits)
         permutation = self._permutation(len(lead))
         bits = jax.lax.bitcast_convert_type(packed, jnp.uint8)
-        bits = bits.reshape(*lead, *((*lead, *split)[p] for p in permutation[len(lead) :]))
+        spec = spec_of(packed)[: len(lead)]
+        memory = ((*lead, *split)[p] for p in permutation[len(lead) :])
+        bits = reshape(bits, (*lead, *memory), spec)
         inverse = sorted(range(len(permutation)), key=permutation.__getitem__)
         bits = bits.transpose(inverse)
-        bits = bits.reshape(*lead, tiles_r * self.tile[0], tiles_c * self.tile[1])
+        bits = reshape(bits, (*lead, tiles_r * self.tile[0], tiles_c * self.tile[1]), spec)
         bits = jax.lax.bitcast_convert_type(bits, packed.dtype)
         return bits[..., :rows, :cols]
 

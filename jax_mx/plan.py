@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import formats, layouts
+from jax_mx.array import MXArray
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, SCALE_DTYPE, Format, Scaling
 from jax_mx.layouts import ScaleLayout
 
@@ -23,30 +24,47 @@ class Plan:
     """One call, without its shapes: these are the buffers' own, and differ per shard and vmap.
 
     Attributes:
-      op: "quantize" or "dequantize".
+      op: "quantize", "quantize_both" or "dequantize".
       dtype: of the unquantized side.
-      format: of the quantized side.
-      axis: the axis that blocks run along, negative.
+      formats: of the quantized side; two for quantize_both.
+      axis: the axis that blocks run along, negative; of quantize_both's first result.
       scale_layout: where scales lie.
       scaling: the scale's rule; None for dequantize.
       implementation: the one the caller insists on, or None.
+      transpose: whether the block axis comes last in the (last) result.
     """
 
     op: str
     dtype: np.dtype
-    format: Format
+    formats: tuple[Format, ...]
     axis: int = -1
     scale_layout: ScaleLayout = layouts.ROW_MAJOR
     scaling: Scaling | None = None
     implementation: str | None = None
+    transpose: bool = False
+
+    @property
+    def format(self) -> Format:
+        """Of the (first) quantized array."""
+        return self.formats[0]
+
+    @property
+    def form(self) -> str:
+        """Its name in `forms.FORMS`."""
+        if self.op != "quantize_both" and self.axis == -1:
+            return "last"
+        which = "both" if self.op == "quantize_both" else "second"
+        return f"{which}_transposed" if self.transpose else which
 
     @property
     def params(self) -> dict[str, int]:
         """The scalars that a kernel may ask for by name."""
-        if self.scaling is None:
-            return {}
-        add, exception = self.scaling.rounding(self.format)
-        return {"round_add": add, "round_exception": exception}
+        params = {"scale_layout": list(layouts.SCALE_LAYOUTS.values()).index(self.scale_layout)}
+        if self.scaling is not None:
+            for i, format in enumerate(self.formats):
+                add, exception = self.scaling.rounding(format)
+                params |= {f"round_add_{i}": add, f"round_exception_{i}": exception}
+        return params
 
 
 def plan_quantize(
@@ -56,34 +74,73 @@ def plan_quantize(
     scaling: Any,
     scale_layout: Any,
     implementation: Any,
+    transpose: Any = False,
+    op: str = "quantize",
 ) -> Plan:
     """The plan of a call of `quantize` on an array like `x`.
 
     Raises:
       TypeError, ValueError: see `jax_mx.quantize`.
     """
-    op = "quantize"
     plan = Plan(
         op,
         _float_dtype(op, "x", x.dtype),
-        formats.named(f"{op}: format", formats.FORMATS, format),
+        (formats.named(f"{op}: format", formats.FORMATS, format),),
         _axis(op, axis, x.ndim),
         formats.named(f"{op}: scale_layout", layouts.SCALE_LAYOUTS, scale_layout),
         formats.named(f"{op}: scaling", formats.SCALINGS, scaling),
         _implementation(op, implementation),
+        _flag(op, "transpose", transpose),
     )
-    length = x.shape[plan.axis]
-    if length % BLOCK:
-        raise ValueError(
-            f"{op}: axis {axis} has length {length}, not a multiple of the block length {BLOCK}; "
-            f"pad it to {-(-length // BLOCK) * BLOCK} or choose another axis of {tuple(x.shape)}"
-        )
+    _whole_blocks(op, x.shape, axis)
     if plan.scale_layout.is_tiled and x.ndim < 2:
         raise ValueError(
             f"{op}: scale_layout {plan.scale_layout.name!r} tiles a matrix's rows and columns, "
             f"x has rank {x.ndim}; use 'row_major' or reshape x to a matrix"
         )
     return plan
+
+
+def plan_both(
+    x: Any,
+    formats_: Any,
+    scaling: Any,
+    scale_layout: Any,
+    implementation: Any,
+    transpose: Any,
+) -> Plan:
+    """The plan of a call of `quantize_both` on an array like `x`.
+
+    Raises:
+      TypeError, ValueError: see `jax_mx.quantize_both`.
+    """
+    op = "quantize_both"
+    dtype = _float_dtype(op, "x", x.dtype)
+    if x.ndim < 2:
+        raise ValueError(f"{op}: x has rank {x.ndim}; two directions need a matrix")
+    for name, pair in (("formats", formats_), ("transpose", transpose)):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(
+                f"{op}: {name} must be a pair, for the last axis and the one before, got {pair!r}"
+            )
+    if _flag(op, "transpose[0]", transpose[0]):
+        raise ValueError(
+            f"{op}: transpose[0] is the result along the last axis, whose blocks are contiguous as "
+            "they are; use (False, True) or (False, False)"
+        )
+    for axis in (-1, -2):
+        _whole_blocks(op, x.shape, axis)
+    first, second = (formats.named(f"{op}: format", formats.FORMATS, f) for f in formats_)
+    return Plan(
+        op,
+        dtype,
+        (first, second),
+        -1,
+        formats.named(f"{op}: scale_layout", layouts.SCALE_LAYOUTS, scale_layout),
+        formats.named(f"{op}: scaling", formats.SCALINGS, scaling),
+        _implementation(op, implementation),
+        _flag(op, "transpose[1]", transpose[1]),
+    )
 
 
 def plan_dequantize(q: Any, dtype: Any, implementation: Any) -> Plan:
@@ -93,25 +150,31 @@ def plan_dequantize(q: Any, dtype: Any, implementation: Any) -> Plan:
       TypeError, ValueError: see `jax_mx.dequantize`.
     """
     op = "dequantize"
-    for name in ("values", "scales", "format", "axis", "scale_layout"):
-        if not hasattr(q, name):
-            raise TypeError(f"{op}: q must be an MXArray, as quantize returns, got {type(q)}")
+    if not isinstance(q, MXArray):
+        raise TypeError(f"{op}: q must be an MXArray, as quantize returns, got {type(q).__name__}")
+    format = formats.named(f"{op}: q.format", formats.FORMATS, q.format)
+    layout = formats.named(f"{op}: q.scale_layout", layouts.SCALE_LAYOUTS, q.scale_layout)
+    for name, want in (("values", format.storage), ("scales", SCALE_DTYPE)):
+        array = getattr(q, name)
+        if not hasattr(array, "dtype") or array.dtype != want:
+            found = getattr(array, "dtype", type(array).__name__)
+            raise TypeError(f"{op}: q.{name} is {found}, {format!r} has {want}")
     plan = Plan(
         op,
         _float_dtype(op, "dtype", dtype),
-        q.format,
-        _axis(op, q.axis, q.ndim),
-        q.scale_layout,
+        (format,),
+        _axis(op, q.axis, q.values.ndim),
+        layout,
         implementation=_implementation(op, implementation),
     )
-    for name, want in (("values", q.format.storage), ("scales", SCALE_DTYPE)):
-        if getattr(q, name).dtype != want:
-            raise TypeError(f"{op}: q.{name} is {getattr(q, name).dtype}, {q.format!r} has {want}")
-    scales = scales_shape(q.shape, plan)
-    if q.shape[plan.axis] % BLOCK or q.scales.shape != scales:
+    shape = [*q.values.shape]
+    shape[plan.axis] *= format.codes_per_byte
+    scales = scales_shape(tuple(shape), plan)
+    if shape[plan.axis] % BLOCK or q.scales.shape != scales:
         raise ValueError(
-            f"{op}: values of the shape {q.values.shape} in {q.format!r} along axis {plan.axis} "
-            f"have scales of the shape {scales}, got {q.scales.shape}"
+            f"{op}: values of the shape {q.values.shape} in {format!r} along axis {plan.axis} "
+            f"have scales of the shape {scales}, got {q.scales.shape}; if a vmap put its axis "
+            "behind the block axis, use out_axes=0"
         )
     return plan
 
@@ -121,24 +184,30 @@ def scales_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
     if not plan.scale_layout.is_tiled:
         axis = plan.axis + len(shape)
         return (*shape[:axis], shape[axis] // BLOCK, *shape[axis + 1 :])
-    matrix = np.moveaxis(np.empty((*shape, 0)), plan.axis - 1, -2).shape[:-1]
-    return (*matrix[:-2], *plan.scale_layout.shape(matrix[-2], matrix[-1] // BLOCK))
+    if len(shape) < 2:
+        raise ValueError(
+            f"{plan.op}: scale_layout {plan.scale_layout.name!r} tiles a matrix's rows and "
+            f"columns, the array has rank {len(shape)}"
+        )
+    *lead, rows = (n for i, n in enumerate(shape) if i != plan.axis + len(shape))
+    return (*lead, *plan.scale_layout.shape(rows, shape[plan.axis] // BLOCK))
 
 
 def _float_dtype(op: str, name: str, dtype: Any) -> np.dtype:
+    allowed = ", ".join(FLOAT_DTYPES)
     try:
-        dtype = jnp.dtype(dtype)
+        found = jnp.dtype(dtype if dtype is not None else "nothing").newbyteorder("=")
     except TypeError as error:
-        raise TypeError(f"{op}: {name} is no dtype: {dtype!r}") from error
-    if dtype not in FLOAT_DTYPES.values():
-        raise TypeError(
-            f"{op}: {name} is {dtype.name}, must be {', '.join(FLOAT_DTYPES)}; convert it first"
-        )
-    return dtype
+        raise TypeError(f"{op}: {name} is {dtype!r}, must be one of {allowed}") from error
+    if found not in FLOAT_DTYPES.values():
+        raise TypeError(f"{op}: {name} is {found.name}, must be one of {allowed}")
+    return found
 
 
 def _axis(op: str, axis: Any, ndim: int) -> int:
     try:
+        if isinstance(axis, bool):
+            raise TypeError
         axis = operator.index(axis)
     except TypeError as error:
         raise TypeError(f"{op}: axis must be an int, got {axis!r}") from error
@@ -149,6 +218,21 @@ def _axis(op: str, axis: Any, ndim: int) -> int:
             f"{op}: axis {axis} is out of range for rank {ndim}; {-ndim} to {ndim - 1}"
         )
     return axis if axis < 0 else axis - ndim
+
+
+def _whole_blocks(op: str, shape: tuple[int, ...], axis: int) -> None:
+    length = shape[axis]
+    if length % BLOCK:
+        raise ValueError(
+            f"{op}: axis {axis} has length {length}, not a multiple of the block length {BLOCK}; "
+            f"pad it to {-(-length // BLOCK) * BLOCK} or choose another axis of {tuple(shape)}"
+        )
+
+
+def _flag(op: str, name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{op}: {name} must be a bool, got {value!r}")
+    return bool(value)
 
 
 def _implementation(op: str, implementation: Any) -> str | None:

@@ -1,20 +1,24 @@
 """The ops as JAX primitives; the only module that touches JAX's extension points.
 
-Operands are viewed as (..., BLOCK): every dimension but the last is a batch dimension, to vmap, to
-the partitioner and to the kernel alike. So a sharded array is quantized where it lies.
+Operands come as views (forms.py): every dimension but the last, or the last two, which are a block,
+is a batch dimension, to vmap, to the partitioner and to the kernel alike. So a sharded array is
+quantized where it lies.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import string
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import ffi
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 from jaxlib.mlir import ir
 
 # Private to JAX, all of it; used here alone, pinned by tests/test_primitive.py.
@@ -24,31 +28,49 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
     str_to_sdy_sharding_rule,
 )
 
+from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
+
 from jax_mx import artifacts, reference, variants
-from jax_mx.formats import BLOCK, SCALE_DTYPE
+from jax_mx.formats import BLOCK, SCALE_DTYPE, Scaling
+from jax_mx.forms import FORMS, minor_to_major
 from jax_mx.plan import IMPLEMENTATIONS, Plan
+from jax_mx.sharding import is_explicit, spec_of
 
 KERNELS = {platform: name for name, platform in IMPLEMENTATIONS.items() if platform != "any"}
 
 
-# ---- the two ops ---
-def _quantize_avals(x, *, plan: Plan):  # (..., BLOCK) -> (..., BLOCK / per), (..., 1)
-    values = x.update(
-        shape=(*x.shape[:-1], BLOCK // plan.format.codes_per_byte),
-        dtype=plan.format.storage,
-        weak_type=False,
-    )
-    return [values, x.update(shape=(*x.shape[:-1], 1), dtype=SCALE_DTYPE, weak_type=False)]
+# ---- the ops ---
+def _quantize_avals(x, *, plan: Plan):
+    """Values and scales of each result, for a view of the plan's form."""
+    form, out = FORMS[plan.form], []
+    for result, format in zip(form.results, plan.formats, strict=True):
+        values = result.values_shape(x.shape, format)
+        out.append(x.update(shape=values, dtype=format.storage, weak_type=False))
+        scales = result.scales_shape(x.shape, form.tail, plan.scale_layout)
+        aval = x.update(shape=scales, dtype=SCALE_DTYPE, weak_type=False)
+        if plan.scale_layout.is_tiled:  # tiles are another array: only leading dimensions are kept
+            lead = tuple(x.sharding.spec)[: x.ndim - form.tail]
+            spec = PartitionSpec(*lead, *[None] * (len(scales) - len(lead)))
+            aval = aval.update(sharding=x.sharding.update(spec=spec))
+        out.append(aval)
+    return out
 
 
 def _dequantize_avals(values, scales, *, plan: Plan):
-    del scales
+    core.standard_vma_rule("mx_dequantize", values, scales)
     return [values.update(shape=(*values.shape[:-1], BLOCK), dtype=plan.dtype, weak_type=False)]
 
 
 def _quantize_reference(x, *, plan: Plan):
-    assert plan.scaling is not None  # for the type checker; every plan of quantize has one
-    return reference.quantize(x, plan.format, plan.scaling)
+    form, out = FORMS[plan.form], []
+    for result, format in zip(form.results, plan.formats, strict=True):
+        blocks = jnp.moveaxis(x, result.block, -1)
+        values, scales = reference.quantize(blocks, format, cast(Scaling, plan.scaling))
+        scales = jnp.moveaxis(scales, -1, result.block)
+        if plan.scale_layout.is_tiled:
+            scales = plan.scale_layout.pack(result.matrix(scales, form.tail))
+        out += [jnp.moveaxis(values, -1, result.block), scales]
+    return out
 
 
 def _dequantize_reference(values, scales, *, plan: Plan):
@@ -98,6 +120,14 @@ def chip_of(device: jax.Device) -> str:
     return f"sm_{capability.replace('.', '')}" if "gfx" not in capability else capability
 
 
+def chips_beside(device: jax.Device) -> list[str]:
+    """The chips that a program for this device is lowered for: all of its kind in this process.
+
+    JAX lowers once for all of them.
+    """
+    return sorted({chip_of(other) for other in device.client.local_devices()})
+
+
 def platform_of(chip: str) -> str:
     """JAX's platform that a chip (or a device without kernels, by its platform) belongs to.
 
@@ -122,22 +152,23 @@ def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
         return None
     if module.backend is None or module.backend.platform not in (platform, "gpu"):
         return None
-    return sorted({chip_of(device) for device in module.backend.local_devices()})
+    return chips_beside(module.backend.local_devices()[0])
 
 
 # ---- lowering ---
-def _sharding_attributes(ctx: mlir.LoweringRuleContext) -> dict | None:
-    """What lets the partitioner split the call along every dimension but the last."""
+def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | None:
+    """What lets the partitioner split the call along its first `batch` dimensions."""
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if not all(core.is_constant_shape(aval.shape) for aval in avals):
         return None  # shape-polymorphic: sharding rules need numbers
-    names = "abcdefg"[: len(avals)]  # a factor for each operand's and result's last dimension
-    terms = [f"... {name}" for name in names]
-    n, batch = len(ctx.avals_in), len(avals[0].shape) - 1
+    names = iter(string.ascii_lowercase)  # a factor for each other dimension, none of them shared
+    terms = [["...", *itertools.islice(names, len(aval.shape) - batch)] for aval in avals]
+    n = len(ctx.avals_in)
+    sides = [", ".join(" ".join(term) for term in side) for side in (terms[:n], terms[n:])]
     rule = str_to_sdy_sharding_rule(
-        f"{', '.join(terms[:n])} -> {', '.join(terms[n:])}", need_replication_factors=tuple(names)
+        " -> ".join(sides),
+        need_replication_factors=tuple(name for term in terms for name in term[1:]),
     )
-
     types: list[ir.Type] = [
         ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in avals
     ]
@@ -145,6 +176,24 @@ def _sharding_attributes(ctx: mlir.LoweringRuleContext) -> dict | None:
         "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(batch)}),
         "sdy.sharding_rule": sdy_sharding_rule_to_mlir(rule, types[:n], types[n:]),
     }
+
+
+def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, kernels: dict[str, dict]):
+    """The custom call, each array in the memory order that its form has."""
+    form = FORMS[plan.form]
+    x: Any = ctx.avals_in[0]
+    outs: list[Any] = [*ctx.avals_out]
+    results = []
+    for result, aval in zip(form.results, outs[1::2], strict=True):
+        scales = range(len(aval.shape)) if plan.scale_layout.is_tiled else result.scales
+        results += [minor_to_major(x.ndim, result.values), minor_to_major(aval.ndim, tuple(scales))]
+    rule = ffi.ffi_lowering(
+        artifacts.TARGET,
+        operand_layouts=[minor_to_major(x.ndim, form.operand)],
+        result_layouts=results,
+        extra_attributes=_sharding_attributes(ctx, form.batch(x.ndim, plan.scale_layout)),
+    )
+    return rule(ctx, *operands, kernels=kernels)
 
 
 def _lower_reference(reference_fn: Callable, ctx, *operands, plan: Plan):
@@ -161,14 +210,13 @@ def _lower_kernel(reference_fn: Callable, platform: str, ctx, *operands, plan: P
             if plan.implementation is not None:
                 raise
         else:
-            rule = ffi.ffi_lowering(artifacts.TARGET, extra_attributes=_sharding_attributes(ctx))
-            return rule(ctx, *operands, kernels=kernels)
+            return _call(ctx, *operands, plan=plan, kernels=kernels)
     return _lower_reference(reference_fn, ctx, *operands, plan=plan)
 
 
 # ---- registration ---
 def _batch(primitive: Primitive, args, dims, *, plan: Plan):
-    """Any dimension before the last is a batch dimension, so a new one goes to the front."""
+    """Leading dimensions are batch dimensions, so a new one goes to the front."""
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     args = [
         jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
@@ -180,8 +228,8 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
 
 def _no_derivative(*_, plan: Plan, **__):
     raise NotImplementedError(
-        f"{plan.op} has no derivative (it rounds); for a straight-through estimator wrap it in "
-        "jax.custom_vjp, or use jax.lax.stop_gradient on its input"
+        f"{plan.op} has no derivative; for a straight-through estimator wrap quantize and "
+        "dequantize in jax.custom_vjp, or use jax.lax.stop_gradient on the input"
     )
 
 
@@ -203,3 +251,11 @@ def _primitive(op: str, avals: Callable, reference_fn: Callable) -> Primitive:
 artifacts.register()
 quantize_p = _primitive("quantize", _quantize_avals, _quantize_reference)
 dequantize_p = _primitive("dequantize", _dequantize_avals, _dequantize_reference)
+
+
+def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
+    """Binds `dequantize_p`, both operands varying over the same manual axes, sharded alike."""
+    if is_explicit(jax.typeof(values).sharding.mesh):
+        scales = jax.sharding.reshard(scales, PartitionSpec(*spec_of(values)))
+    (out,) = dequantize_p.bind(*core.auto_insert_reshard(values, scales), plan=plan)
+    return out

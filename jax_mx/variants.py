@@ -7,6 +7,7 @@ Imports nothing of JAX: the kernels' build reads this table too.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -18,27 +19,46 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One kernel's source-level choices. Each is compiled once for every arch of its DSL."""
+    """One kernel's source-level choices. Each is compiled once for every arch of its DSL.
+
+    Attributes:
+      implementation: "cutedsl" or "flydsl".
+      form: which axes blocks run along and how results lie, see `forms.FORMS`.
+      dtype: of the input.
+      formats: of the results, one each.
+    """
 
     implementation: str
-    op: str
+    form: str
     dtype: str
-    format: Format
+    formats: tuple[Format, ...]
 
     @property
     def name(self) -> str:
         """Also the stem of the binary's file and of its entry points."""
-        return f"{self.op}_{self.dtype}_{self.format.name}"
+        formats = "_".join(format.name for format in self.formats)
+        return f"quantize_{self.form}_{self.dtype}_{formats}"
 
 
 # An arch ending in "a" runs on exactly one compute capability: sm_90a on 9.0 (H100, H200),
 # sm_100a on 10.0 (B200, GB200), sm_103a on 10.3 (B300, GB300), sm_120a on 12.0 (RTX 50, RTX PRO).
 ARCHS: Mapping[str, tuple[str, ...]] = {"cutedsl": ("sm_90a", "sm_100a", "sm_103a", "sm_120a")}
 
+# The layouts that kernels write.
+SCALE_LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {"cutedsl": ("row_major", "blocked_128x4")}
+
+_MXFP8 = (MXFP8_E4M3, MXFP8_E5M2)
 VARIANTS: tuple[Variant, ...] = tuple(
-    Variant("cutedsl", "quantize", dtype, format)
+    Variant("cutedsl", form, dtype, formats)
+    for form, results in (
+        ("last", 1),
+        ("second", 1),
+        ("second_transposed", 1),
+        ("both", 2),
+        ("both_transposed", 2),
+    )
     for dtype in FLOAT_DTYPES
-    for format in (MXFP8_E4M3, MXFP8_E5M2)
+    for formats in itertools.product(_MXFP8, repeat=results)
 )
 
 
@@ -53,19 +73,18 @@ def choose(plan: Plan, implementation: str) -> Variant:
     Raises:
       NotImplementedError: there is none; says why.
     """
-    mine = [v for v in VARIANTS if v.implementation == implementation and v.op == plan.op]
-    if not mine:
+    if plan.op == "dequantize":
         raise NotImplementedError(f"{plan.op}: {implementation} has no kernel; 'xla' serves it")
-    for name, value, served in (
-        ("format", plan.format.name, {v.format.name for v in mine}),
+    mine = [v for v in VARIANTS if v.implementation == implementation and v.form == plan.form]
+    served = {format.name for v in mine for format in v.formats}
+    for name, value, have in (
+        *(("format", format.name, served) for format in plan.formats),
         ("dtype", plan.dtype.name, {v.dtype for v in mine}),
-        ("axis", plan.axis, {-1}),
-        ("scale_layout", plan.scale_layout.name, {"row_major"}),
+        ("scale_layout", plan.scale_layout.name, set(SCALE_LAYOUTS_OF[implementation])),
     ):
-        if value not in served:
-            have = ", ".join(sorted(map(str, served)))
+        if value not in have:
             raise NotImplementedError(
-                f"{plan.op}: {implementation} has no kernel for {name} {value}, only for {have}; "
-                "'xla' serves it"
+                f"{plan.op}: {implementation} has no kernel for {name} {value}, only for "
+                f"{', '.join(sorted(have))}; 'xla' serves it"
             )
-    return next(v for v in mine if (v.format, v.dtype) == (plan.format, plan.dtype.name))
+    return next(v for v in mine if (v.formats, v.dtype) == (plan.formats, plan.dtype.name))

@@ -74,19 +74,23 @@ _outcomes: dict[str, list[bool]] = {}
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
+    """Says in each report which variant it was about; reports also come from pytest-xdist."""
     report = (yield).get_result()
     variant = getattr(item, "callspec", None) and item.callspec.params.get("variant")
-    if (
-        variant is not None
-        and item.get_closest_marker("gpu")
-        and (call.when == "call" or report.failed)
-    ):
-        _outcomes.setdefault(variant.name, []).append(report.passed)
+    if variant is not None and item.get_closest_marker("gpu"):
+        report.user_properties.append(("variant", variant.name))
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.failed:
+        for name, value in report.user_properties:
+            if name == "variant":
+                _outcomes.setdefault(value, []).append(report.passed)
 
 
 def pytest_sessionfinish(session):
     path, arch = session.config.getoption("--record-verified"), arch_here()
-    if not path or arch is None:
+    if not path or arch is None or hasattr(session.config, "workerinput"):
         return
     device = jax.devices()[0].device_kind
     known = Path(jax_mx.artifacts.__file__).with_name("verified.json")

@@ -46,6 +46,40 @@ def test_any_axis_is_the_last_axis_moved(data):
     assert_bits_equal(jnp.moveaxis(q.dequantize(), axis, -1), moved.dequantize())
 
 
+@pytest.mark.parametrize("layout", layouts.SCALE_LAYOUTS)
+@pytest.mark.parametrize("format", formats.FORMATS)
+def test_transpose_moves_the_block_axis_last(format, layout):
+    x = jnp.asarray(random_bits((3, 64, 5, 40), np.float32))
+    for axis in (-3, 1):
+        got = jax_mx.quantize(x, format, axis=axis, transpose=True, scale_layout=layout)
+        want = jax_mx.quantize(jnp.moveaxis(x, axis, -1), format, scale_layout="row_major")
+        assert got.shape == (3, 5, 40, 64) and got.axis == -1
+        assert_bits_equal(got.values, want.values)
+        assert_bits_equal(got.scales, layouts.SCALE_LAYOUTS[layout].pack(want.scales))
+        assert_bits_equal(got.dequantize(), want.dequantize())
+    last = jax_mx.quantize(x[..., :32], format, transpose=True)
+    assert_same_array(last, jax_mx.quantize(x[..., :32], format))
+
+
+@pytest.mark.parametrize("layout", layouts.SCALE_LAYOUTS)
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("pair", [("mxfp8_e4m3", "mxfp8_e5m2"), ("mxfp4_e2m1", "mxfp6_e2m3")])
+def test_both_is_two_calls(pair, turn, layout):
+    x = jnp.asarray(random_bits((2, 3, 64, 160), np.float32))
+    both = jax.jit(
+        lambda x: jax_mx.quantize_both(
+            x, formats=pair, scaling="even", scale_layout=layout, transpose=(False, turn)
+        )
+    )(x)
+    for got, format, axis in zip(both, pair, (-1, -2), strict=True):
+        options = {"scaling": "even", "scale_layout": layout, "transpose": turn}
+        assert_same_array(got, jax_mx.quantize(x, format, axis=axis, **options))
+    vmapped = jax.vmap(lambda x: jax_mx.quantize_both(x, formats=pair), in_axes=1)(x)
+    plain = jax_mx.quantize_both(jnp.moveaxis(x, 1, 0), formats=pair)
+    for got, want in zip(vmapped, plain, strict=True):
+        assert_same_array(got, want)
+
+
 def test_names_are_accepted_wherever_objects_are():
     x = jnp.asarray(random_bits((64, 256), np.float32))
     by_name = jax_mx.quantize(x, "mxfp8_e5m2", scaling="even", scale_layout="blocked_128x4")
@@ -110,7 +144,7 @@ X = jnp.ones((40, 64), jnp.bfloat16)
         (lambda: jax_mx.quantize(X[0, 0]), ValueError,
          "quantize: x is a scalar; blocks need an axis of at least one dimension"),
         (lambda: jax_mx.quantize(X.astype(jnp.int32)), TypeError,
-         "quantize: x is int32, must be bfloat16, float16, float32; convert it first"),
+         "quantize: x is int32, must be one of bfloat16, float16, float32"),
         (lambda: jax_mx.quantize(X.astype(jnp.complex64)), TypeError, "quantize: x is complex64,"),
         (lambda: jax_mx.quantize(np.ones(32)), TypeError, "quantize: x is float64,"),
         (lambda: jax_mx.quantize(X.astype(jnp.float8_e5m2)), TypeError, "x is float8_e5m2,"),
@@ -130,17 +164,30 @@ X = jnp.ones((40, 64), jnp.bfloat16)
         (lambda: jax_mx.quantize(X, implementation="cutedsl"), NotImplementedError,
          "quantize: implementation 'cutedsl' runs on cuda, not on cpu; use implementation=None or "
          "'xla'"),
-        (lambda: jax_mx.quantize(X.T, axis=0, implementation="cutedsl"), NotImplementedError,
-         "quantize: cutedsl has no kernel for axis -2, only for -1; 'xla' serves it"),
+        (lambda: jax_mx.quantize(X.T, axis=0, implementation="flydsl"), NotImplementedError,
+         "quantize: no kernels for rocm; 'xla' serves it"),
+        (lambda: jax_mx.quantize(X, transpose=1), TypeError,
+         "quantize: transpose must be a bool, got 1"),
+        (lambda: jax_mx.quantize_both(X), ValueError,
+         "quantize_both: axis -2 has length 40, not a multiple of the block length 32"),
+        (lambda: jax_mx.quantize_both(X[0]), ValueError,
+         "quantize_both: x has rank 1; two directions need a matrix"),
+        (lambda: jax_mx.quantize_both(X, transpose=True), TypeError,
+         "quantize_both: transpose must be a pair"),
+        (lambda: jax_mx.quantize_both(X, transpose=(True, True)), ValueError,
+         "quantize_both: transpose[0] is the result along the last axis"),
+        (lambda: jax_mx.quantize_both(X, formats="mxfp8_e4m3"), TypeError,
+         "quantize_both: formats must be a pair"),
         (lambda: jax_mx.quantize(X, "mxfp4_e2m1", implementation="cutedsl"), NotImplementedError,
          "quantize: cutedsl has no kernel for format mxfp4_e2m1, only for mxfp8_e4m3, mxfp8_e5m2"),
-        (lambda: jax_mx.quantize(X, scale_layout="blocked_128x4", implementation="cutedsl"),
-         NotImplementedError, "cutedsl has no kernel for scale_layout blocked_128x4"),
+        (lambda: jax_mx.quantize(X, scale_layout="shuffled_32x8", implementation="cutedsl"),
+         NotImplementedError, "cutedsl has no kernel for scale_layout shuffled_32x8"),
         (lambda: jax_mx.quantize(X, implementation="flydsl"), NotImplementedError,
          "quantize: no kernels for rocm; 'xla' serves it"),
         (lambda: jax_mx.dequantize(X), TypeError, "dequantize: q must be an MXArray"),
         (lambda: jax_mx.quantize(X).dequantize(jnp.int8), TypeError, "dequantize: dtype is int8,"),
-        (lambda: jax_mx.quantize(X).dequantize("fp32"), TypeError, "dequantize: dtype is no dtype"),
+        (lambda: jax_mx.quantize(X).dequantize("fp32"), TypeError,
+         "dequantize: dtype is 'fp32', must be one of"),
         (lambda: jax_mx.quantize(X).dequantize(implementation="cutedsl"), NotImplementedError,
          "dequantize: cutedsl has no kernel; 'xla' serves it"),
         (lambda: jax_mx.is_supported("matmul", "sm_90"), ValueError, "op 'matmul' is unknown"),
@@ -188,7 +235,7 @@ def test_straight_through_by_custom_vjp():
 
 def test_is_supported():
     supported = jax_mx.is_supported
-    assert supported("quantize", "sm_90") == (True, "cutedsl: quantize_bfloat16_mxfp8_e4m3_0")
+    assert supported("quantize", "sm_90") == (True, "cutedsl: quantize_last_bfloat16_mxfp8_e4m3_0")
     ok, reason = supported("quantize", "sm_80", format="mxfp4_e2m1")
     assert not ok
     assert reason == (
@@ -197,7 +244,9 @@ def test_is_supported():
     )
     ok, reason = supported("quantize", jax.devices("cpu")[0])
     assert not ok and reason == "quantize: no kernels for cpu; 'xla' serves it"
-    assert not supported("quantize", "sm_90", axis=0)[0]
+    assert supported("quantize", "sm_90", axis=0)[1].startswith("cutedsl: quantize_second_bf")
+    assert "_both_transposed_" in supported("quantize_both", "sm_90", transpose=True)[1]
+    assert not supported("quantize", "sm_90", scale_layout="shuffled_32x8")[0]
     assert supported("quantize", "sm_90", axis=0, ndim=1)[0]
     assert supported("quantize", "sm_90", axis=1)[0]
     assert not supported("dequantize", "sm_90")[0]
@@ -207,3 +256,45 @@ def test_is_supported():
         ValueError, match=r"'H200' is no chip's name; use a jax\.Device, or one like"
     ):
         supported("quantize", "H200")
+
+
+def test_mxarrays_compare_by_identity_and_are_no_numpy_arrays():
+    q = jax_mx.quantize(X)
+    other = jax_mx.quantize(X)
+    assert q == q and q != other and len({q, other}) == 2
+    with pytest.raises(TypeError, match="an MXArray is two arrays"):
+        np.asarray(q)
+
+
+def test_names_and_broken_leaves_of_a_hand_made_mxarray():
+    q = jax_mx.quantize(X)
+    named = jax_mx.MXArray(q.values, q.scales, "mxfp8_e4m3", -1, "row_major")
+    assert_bits_equal(jax_mx.dequantize(named), q.dequantize())
+    with pytest.raises(TypeError, match=r"dequantize: q\.values is NoneType, MXFP8_E4M3 has"):
+        jax_mx.dequantize(jax.tree.map(lambda a: None, q))
+    with pytest.raises(ValueError, match="if a vmap put its axis behind the block axis"):
+        jax.vmap(jax_mx.quantize, out_axes=-1)(jnp.ones((3, 64))).dequantize()
+    tiled = jax_mx.quantize(jnp.ones((1, 64)), scale_layout="blocked_128x4")
+    with pytest.raises(ValueError, match="tiles a matrix's rows and columns, the array has rank 1"):
+        jax.vmap(jax_mx.dequantize)(tiled)
+
+
+def test_odd_inputs():
+    big = np.arange(64, dtype=">f4").reshape(2, 32)
+    assert_same_array(jax_mx.quantize(big), jax_mx.quantize(big.astype(np.float32)))
+    with pytest.raises(TypeError, match="axis must be an int, got True"):
+        jax_mx.quantize(X, axis=True)
+    with pytest.raises(TypeError, match="dtype is None, must be one of"):
+        jax_mx.quantize(X).dequantize(None)
+    with pytest.raises(TypeError, match="x is key<fry>"):
+        jax_mx.quantize(jax.random.split(jax.random.key(0), 32))
+    deep = jax_mx.quantize(jnp.ones((1,) * 70 + (2, 32)), scale_layout="blocked_128x4")
+    assert deep.dequantize().ndim == 72
+    huge = jax.ShapeDtypeStruct((2**40, 2**33), jnp.bfloat16)
+    q = jax.eval_shape(lambda x: jax_mx.quantize(x, scale_layout="blocked_128x4"), huge)
+    assert jax.eval_shape(jax_mx.dequantize, q).shape == huge.shape
+    with pytest.raises(TypeError, match=r"device must be a jax\.Device or a chip"):
+        jax_mx.is_supported("quantize", 5)
+    assert jax_mx.is_supported("quantize", "sm_90a")[0]
+    with pytest.raises(ValueError, match="ndim must be 1 to 64"):
+        jax_mx.is_supported("quantize", "sm_90", ndim=10**8)

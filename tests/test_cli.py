@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import struct
 import subprocess
@@ -56,11 +57,11 @@ def test_powers_of_two_are_exact(tmp_path, capsys):
 
 
 def test_known_errors():
-    snr, relative_error = cli.errors(np.array([3.0, 4.0, 0.0]), np.array([3.0, 3.5, 0.0]))
+    snr, relative_error = _samples.errors(np.array([3.0, 4.0, 0.0]), np.array([3.0, 3.5, 0.0]))
     assert snr == pytest.approx(10 * math.log10(25 / 0.25))
     assert relative_error == 0.125
-    assert cli.errors(np.zeros(3), np.zeros(3)) == (math.inf, 0)
-    assert cli.errors(np.ones(1), np.array([math.inf])) == (-math.inf, math.inf)
+    assert _samples.errors(np.zeros(3), np.zeros(3)) == (math.inf, 0)
+    assert _samples.errors(np.ones(1), np.array([math.inf])) == (-math.inf, math.inf)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -75,7 +76,7 @@ def test_magnitudes_are_the_codes(format, axis):
     want[3, 5] = format.max_code
     # Along axis 1, row 4 is a block of its own, whose scale is again 2.
     want[4, 5] = (format.emax + format.bias) << format.mantissa_bits
-    np.testing.assert_array_equal(cli.magnitudes(q), want)
+    np.testing.assert_array_equal(_samples.magnitudes(q), want)
 
 
 def test_poisoned_blocks_are_left_out_and_said(tmp_path, capsys):
@@ -123,6 +124,15 @@ def bad_files(folder):
     """Writes bad files; yields the name of each, and what its sentence must say."""
     x = normal(4, 32)
     yield "missing.npy", "missing.npy: there is no file"
+    (folder / "folder.npz").mkdir()
+    yield "folder.npz", "folder.npz: is a directory; give the path of a file"
+    os.mkfifo(folder / "fifo.npy")  # to open it would wait for ever
+    yield "fifo.npy", "fifo.npy: is a FIFO"
+    (folder / "loop.npy").symlink_to("loop.npy")
+    yield "loop.npy", "loop.npy: cannot be reached (Too many levels of symbolic links)"
+    (folder / "dangling.npy").symlink_to("nowhere.npy")
+    yield "dangling.npy", "dangling.npy: is a link to nowhere.npy, where there is nothing"
+    yield "model.pt/x.npy", "x.npy: cannot be reached (Not a directory)"
     (folder / "model.pt").write_bytes(b"")
     yield "model.pt", "model.pt: suffix '.pt' is unknown; save the tensors as one of .safetensors"
     for suffix in (".npy", ".npz", ".safetensors"):
@@ -152,6 +162,8 @@ def bad_tensors(folder):
         ("ints", np.ones((2, 32), np.int64), "has dtype int64, must be one of bfloat16, float16"),
         ("strings", np.array(["a"] * 32), "has dtype str32, must be one of"),
         ("bf16", normal(2, 32).astype(ml_dtypes.bfloat16), "what numpy's files make of bfloat16"),
+        ("f8", normal(2, 32).astype(ml_dtypes.float8_e4m3fn), "has dtype void8, must be one of"),
+        ("pairs", np.zeros((2, 32), [("re", "i1"), ("im", "i1")]), "has dtype void16, must be"),
         ("scalar", np.float32(1), "x is a scalar"),
         ("empty", np.ones((0, 32), np.float32), "is empty, shape (0, 32)"),
         ("odd", normal(2, 40), "axis -1 has length 40, not a multiple of the block length 32"),
@@ -187,6 +199,29 @@ def test_one_bad_tensor_does_not_hide_its_neighbours(tmp_path, capsys):
     assert [line.split(": ")[0] for line in err.splitlines()] == ["a.npz:a", "a.npz:c"]
 
 
+def test_names_from_files_do_nothing_to_the_terminal(tmp_path, capsys):
+    names = ["\x1b[31mred", "two\nlines", "[bold]rich[/bold]", "\u202egpj"]
+    tensors = {name: normal(2, 32) for name in names}
+    np.savez(tmp_path / "a.npz", **tensors, **{"bad\x1b[2J\r": normal(3)})
+    (tmp_path / "\x1b]0;title\x07.npy").write_bytes(b"")
+    files = ["--file", tmp_path / "a.npz", "--file", tmp_path / "\x1b]0;title\x07.npy"]
+    status, out, err = run(capsys, *files, *ONE)
+    assert status == 0
+    for name in (r"\x1b[31mred", r"two\nlines", "[bold]rich[/bold]", r"\u202egpj"):
+        assert len(rows(out, f"a.npz:{name}")) == 1
+    assert [line.split(": ")[0] for line in err.splitlines()] == [
+        r"a.npz:bad\x1b[2J\r",
+        r"\x1b]0;title\x07.npy",
+    ]
+    assert all(c.isprintable() or c == "\n" for c in out + err)
+
+
+def test_repeated_options_count_once(good, capsys):
+    status, out, _ = run(capsys, *["--file", good] * 2, *ONE, *ONE)
+    assert status == 0
+    assert len(rows(out, "good.npy")) == 1
+
+
 def test_status_is_1_when_nothing_was_quantized(tmp_path, capsys):
     status, out, err = run(capsys, "--file", tmp_path / "missing.npz", *ONE)
     assert status == 1
@@ -212,12 +247,26 @@ def test_bad_options(capsys):
     for options, sentence in (
         (["--format", "mxfp5"], "invalid choice: 'mxfp5' (choose from 'mxfp8_e4m3'"),
         (["--dtype", "float64"], "invalid choice: 'float64'"),
-        (["--axis", "rows"], "invalid int value: 'rows'"),
+        (["--axis", "rows"], "invalid axis_number value: 'rows'"),
+        (["--axis", "99999999999999999999"], "must be -32 to 31, got 99999999999999999999"),
+        (["--axis", "-33"], "must be -32 to 31, got -33"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(options)
         assert stop.value.code == 2
         assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("axis", ["-32", "-2", "31"])
+def test_implementations_of_every_op(axis):
+    options = cli.parse(["--axis", axis, "--format", "mxfp4_e2m1", "--format", "mxfp6_e3m2"])
+    table = list(cli.implementations(options))
+    assert list(dict.fromkeys(row[0] for row in table)) == [
+        "quantize",
+        "quantize_both",
+        "dequantize",
+    ]
+    assert all(row[2:4] == ["mxfp4_e2m1, mxfp6_e3m2", "xla"] for row in table) or not ON_CPU
 
 
 def test_state_of_binaries(tmp_path, monkeypatch):
@@ -276,7 +325,7 @@ def test_end_to_end():
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == "" or not ON_CPU  # GPU libraries write there
     assert done.stdout.startswith(f"JAX {jax.__version__} sees ")
-    assert "quantize" in done.stdout and "dequantize" in done.stdout
+    assert all(op in done.stdout for op in (" quantize ", " quantize_both ", " dequantize "))
     cells = rows(done.stdout, "grad w1")
     assert [row[:3] for row in cells] == [["64 x 128", "mxfp4_e2m1", s] for s in ("rceil", "floor")]
     for row in cells:

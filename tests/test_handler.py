@@ -136,7 +136,7 @@ def test_alignment_picks_the_entry(scenario):
         """
     )
     assert out[:6] == [None, 0, 0, None, 1, 1]
-    assert "a buffer's address is aligned for no entry of quantize_bfloat16_mxfp8_e4m3_0" in out[6]
+    assert "the buffers' addresses and shapes fit no entry of quantize_last_bfloat16" in out[6]
     assert out[7] == 2
 
 
@@ -153,7 +153,7 @@ SHA = "sha256=lambda s: hashlib.sha256(KERNELS['sm_90']['image']).hexdigest()"
         (IMAGE + "b'\\x7fELF' + b'\\xff' * 5000", "image is not a whole 64-bit ELF file"),
         (IMAGE + "image[:-9] + bytes([image[-9] ^ 1]) + image[-8:]", "does not have the sha256"),
         ("sha256='00'", "image does not have the sha256 00"),
-        ("symbols='only_one'", "parameter 4 of only_one takes 4 bytes, the call passes 8"),
+        ("symbols='only_one'", "parameter 5 of only_one takes 4 bytes, the call passes 8"),
         ("symbols='a_0,b_1,c_2,d_3'", "has the wrong size"),
         ("align=np.array([16, 0, 1, 2, 1, 1])", "an alignment is not positive"),
         ("align=np.array([16], np.int32)", "is missing or has the wrong type"),
@@ -161,19 +161,29 @@ SHA = "sha256=lambda s: hashlib.sha256(KERNELS['sm_90']['image']).hexdigest()"
         ("threads=np.array([512, 1])", "has the wrong size"),
         ("threads=np.array([4096, 1, 1])", "out of range"),
         ("grid=lambda g: g * 0", "out of range"),
-        ("grid=np.array([7, 0, 99, 1, -1, 1, 0, 1, -1, 1, 0, 1])", "out of range"),
-        ("grid=np.array([0, -9, 99, 1, -1, 1, 0, 1, -1, 1, 0, 1])", "grid axis 0 of"),
-        ("grid=np.array([-1, 1, 0, 1, 0, 0, 99, 1, -1, 1, 0, 1])", None),
-        ("grid=np.array([-1, 1, 0, 1, -1, 65536, 0, 1, -1, 1, 0, 1])",
-         "axis 1 of quantize_bfloat16_mxfp8_e4m3_0 would need 65536 thread blocks, at most 65535"),
-        ("grid=np.array([-1, 1 << 40, 0, 1, -1, 1, 0, 1, -1, 1, 0, 1])", "thread blocks, at most"),
-        ("grid=np.array([-1, -5, 0, 1, -1, 1, 0, 1, -1, 1, 0, 1])", "thread blocks, at most"),
+        ("grid=lambda g: g[:-1]", "has the wrong size"),
+        ("grid=np.array([3, 0, 0, 99, 1])", "out of range"),
+        ("grid=np.array([0, 7, 0, 99, 1])", "out of range"),
+        ("grid=np.array([0, 0, -9, 99, 1])", "grid axis 0 of"),
+        ("grid=np.array([0, 0, 7, 99, 1])", "grid axis 0 of"),
+        ("grid=np.array([0, 0, 2, 1, 1])", "grid axis 0 of"),
+        ("grid=np.array([0, -1, 1 << 40, 0, 1, 0, -1, 1 << 40, 0, 1])", "grid axis 0 of"),
+        ("grid=np.array([1, 0, 0, 99, 1])", None),
+        ("grid=np.array([0, 0, 0, 99, 1, 1, 0, 0, 1, 2])", None),
+        ("divide=np.array([0, 0, 0, 99, 1000])", None),  # the other entry
+        ("divide=np.array([0, 0, 0, 99, 1000, 1, 0, 0, 99, 1000])", "shapes fit no entry of"),
+        ("divide=np.array([2, 0, 0, 99, 1])", "out of range"),
+        ("divide=np.array([0, 0, 0, 99, 0])", "out of range"),
+        ("grid=np.array([1, -1, 65536, 0, 1])",
+         "axis 1 of quantize_last_bfloat16_mxfp8_e4m3_0 would need 65536 thread blocks, at most 6"),
+        ("grid=np.array([0, -1, 1 << 40, 0, 1])", "thread blocks, at most"),
+        ("grid=np.array([0, -1, -5, 0, 1])", "grid axis 0 of"),
         ("scalars=lambda s: s[:-4]",
-         "parameter 5 of quantize_bfloat16_mxfp8_e4m3_0 takes 4 bytes, the call passes 0"),
-        ("scalars=lambda s: np.where(np.arange(12) == 0, 4, s)",
-         "parameter 3 of quantize_bfloat16_mxfp8_e4m3_0 takes 8 bytes, the call passes 4"),
-        ("scalars=lambda s: np.where(np.arange(12) == 0, 2, s)", "neither 4 nor 8 bytes wide"),
-        ("scalars=lambda s: np.where(np.arange(12) == 6, 1 << 31, s)", "does not fit 4 bytes"),
+         "parameter 9 of quantize_last_bfloat16_mxfp8_e4m3_0 takes 4 bytes, the call passes 0"),
+        ("scalars=lambda s: np.where(np.arange(28) == 0, 4, s)",
+         "parameter 3 of quantize_last_bfloat16_mxfp8_e4m3_0 takes 8 bytes, the call passes 4"),
+        ("scalars=lambda s: np.where(np.arange(28) == 0, 2, s)", "neither 4 nor 8 bytes wide"),
+        ("scalars=lambda s: np.where(np.arange(28) == 22, 1 << 31, s)", "does not fit 4 bytes"),
         ("scalars=lambda s: s[:-1]", "has the wrong size"),
     ],
 )  # fmt: skip
@@ -222,7 +232,7 @@ def test_every_truncation_is_noticed(scenario):
 @pytest.mark.parametrize("call", ["cuLibraryLoadData", "cuLibraryGetKernel", "cuLaunchKernel"])
 def test_driver_errors_carry_the_drivers_text(scenario, call):
     out = scenario("print(json.dumps([attempt(), report()['launches']]))", JAX_MX_FAKE_FAIL=call)
-    assert f"jax_mx: {call}: FAKE_ERROR (as asked for) (quantize_bfloat16_mxfp8_e4m3_0" in out[0]
+    assert f"jax_mx: {call}: FAKE_ERROR (as asked for) (quantize_last_bfloat16_" in out[0]
     assert out[1] == 0
 
 

@@ -13,7 +13,8 @@ from helpers import assert_bits_equal, assert_same_array, random_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import artifacts, primitive
+from jax_mx import artifacts, formats, primitive
+from jax_mx.plan import plan_quantize
 from jax_mx.variants import ARCHS, VARIANTS
 
 P = PartitionSpec
@@ -22,36 +23,57 @@ COLLECTIVE = re.compile(
 )
 
 
-def lowered_for_cuda(x, **options) -> str:
-    call = jax.jit(lambda x: jax_mx.quantize(x, **options))
+def lowered_for_cuda(x, f=jax_mx.quantize, **options) -> str:
+    call = jax.jit(lambda x: f(x, **options))
     return call.trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
+RULES = {
+    "last": "([i, j, k, l])->([i, j, k, m], [i, j, k, n]) "
+    "{i=8, j=64, k=3, l=32, m=32, n=1} need_replication={l, m, n}, custom",
+    "second": "([i, j, k, l])->([i, j, k, m], [i, j, k, n]) "
+    "{i=8, j=2, k=96, l=32, m=32, n=1} need_replication={l, m, n}, custom",
+    "both": "([i, j, k, l, m])->"
+    "([i, j, k, n, o], [i, j, k, p, q], [i, j, k, r, s], [i, j, k, t, u]) "
+    "{i=8, j=2, k=3, l=32, m=32, n=32, o=32, p=32, q=1, r=32, s=32, t=1, u=32} "
+    "need_replication={l, m, n, o, p, q, r, s, t, u}, custom",
+}
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
-@pytest.mark.parametrize("scaling", jax_mx.Scaling, ids=str)
-def test_the_call_carries_the_kernel(variant, scaling):
-    text = lowered_for_cuda(
-        jnp.ones((8, 5, 96), variant.dtype), format=variant.format, scaling=scaling
-    )
-    assert text.count("stablehlo.custom_call") == 1
-    assert f"@{artifacts.TARGET}(" in text
-    add, exception = scaling.rounding(variant.format)
-    for arch in ARCHS[variant.implementation]:
-        facts = artifacts.manifest()[f"{variant.name}.{arch}"]
-        assert facts["sha256"] in text
-        assert all(symbol in text for symbol in facts["symbols"])
-    assert text.count('image = "\\7FELF') == len(ARCHS[variant.implementation])
-    scalars = f"scalars = dense<[8, 0, 0, 99, 4, -1, {add}, 0, 4, -1, {exception}, 0]>"
-    assert text.count(scalars) == len(ARCHS[variant.implementation])
-    assert 'num_batch_dims = "3"' in text
-    rule = "([i, j, k, l])->([i, j, k, m], [i, j, k, n]) {i=8, j=5, k=3, l=32, m=32, n=1} "
-    assert f"#sdy.op_sharding_rule<{rule}need_replication={{l, m, n}}, custom>" in text
-    assert "transpose" not in text
+def test_the_call_carries_the_kernel(variant):
+    x = jnp.ones((8, 64, 96), variant.dtype)
+    turn = variant.form.endswith("transposed")
+    form = variant.form.removesuffix("_transposed")
+    for scaling, layout in (("rceil", "row_major"), ("even", "blocked_128x4")):
+        options = {"scaling": scaling, "scale_layout": layout}
+        if form == "both":
+            options |= {"formats": variant.formats, "transpose": (False, turn)}
+            text = lowered_for_cuda(x, jax_mx.quantize_both, **options)
+        else:
+            axis = -1 if form == "last" else -2
+            options |= {"format": variant.formats[0], "axis": axis, "transpose": turn}
+            text = lowered_for_cuda(x, **options)
+        assert text.count("stablehlo.custom_call") == 1
+        assert f"@{artifacts.TARGET}(" in text
+        for arch in ARCHS[variant.implementation]:
+            facts = artifacts.manifest()[f"{variant.name}.{arch}"]
+            assert facts["sha256"] in text
+            assert all(symbol in text for symbol in facts["symbols"])
+        count = len(ARCHS[variant.implementation])
+        assert text.count('image = "\\7FELF') == count
+        numbers = [int(layout != "row_major")]
+        for format in variant.formats:
+            numbers += formats.SCALINGS[scaling].rounding(format)
+        scalars = ", ".join(f"4, -1, {number}, 0" for number in numbers)
+        assert text.count(f", {scalars}]> : tensor") == count
+        batch = 3 if layout == "row_major" else 1
+        assert f'num_batch_dims = "{batch}"' in text
+        if layout == "row_major":
+            assert f"#sdy.op_sharding_rule<{RULES[form]}>" in text
 
 
-@pytest.mark.parametrize(
-    "options", [{"axis": 0}, {"format": "mxfp4_e2m1"}, {"scale_layout": "blocked_128x4"}]
-)
+@pytest.mark.parametrize("options", [{"format": "mxfp4_e2m1"}, {"scale_layout": "shuffled_32x8"}])
 def test_what_has_no_kernel_is_lowered_to_xla(options):
     x = jnp.ones((64, 64), jnp.bfloat16)
     assert artifacts.TARGET not in lowered_for_cuda(x, **options)
@@ -59,11 +81,9 @@ def test_what_has_no_kernel_is_lowered_to_xla(options):
     assert artifacts.TARGET in lowered_for_cuda(x, implementation="cutedsl")
 
 
-def test_a_rule_of_plan_reaches_the_kernel_on_an_old_gpu():
-    """A chip without binaries: None falls back, a name raises."""
-    plan = jax_mx.plan.plan_quantize(
-        jnp.ones(32), "mxfp8_e4m3", -1, "rceil", "row_major", "cutedsl"
-    )
+def test_a_chip_without_binaries():
+    """None falls back, a name raises."""
+    plan = plan_quantize(jnp.ones(32), "mxfp8_e4m3", -1, "rceil", "row_major", "cutedsl")
     with pytest.raises(NotImplementedError, match="no cutedsl kernel for sm_80, only for sm_90"):
         primitive.kernels_for(plan, "cuda", ["sm_80"])
     assert list(primitive.kernels_for(plan, "cuda", ["sm_90"])) == ["sm_90"]
@@ -168,3 +188,82 @@ def test_private_names_of_jax():
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x = jax.device_put(X, NamedSharding(mesh(AxisType.Explicit), P("a")))
         assert jax.typeof(x).sharding.mesh._any_axis_explicit
+
+
+# ---- what only sharding and other processes show ---
+def test_dequantize_varies_where_either_operand_does():
+    """Scales that differ per device make the result differ, and shard_map has to know."""
+    q = jax_mx.quantize(jnp.ones((8, 32)))
+
+    def f(values, scales):
+        return jax_mx.MXArray(values, scales, q.format, -1, q.scale_layout).dequantize()
+
+    a = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    specs = {"mesh": a, "in_specs": (P(), P("a"))}
+    with pytest.raises(ValueError, match="replica"):
+        jax.jit(jax.shard_map(f, out_specs=P(), **specs))(q.values[:1], q.scales)
+    out = jax.jit(jax.shard_map(f, out_specs=P("a"), **specs))(q.values[:1], q.scales)
+    assert_bits_equal(out, q.dequantize())
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_explicit_shards_that_split_a_block_get_one_sentence(axis):
+    explicit = mesh(AxisType.Explicit)
+    spec = P(None, "b") if axis == -1 else P("b", None)
+    with jax.set_mesh(explicit):
+        x = jax.device_put(jnp.ones((64, 64)), NamedSharding(explicit, spec))
+        with pytest.raises(primitive.ShardingTypeError) as caught:
+            jax_mx.quantize(x, axis=axis)
+    assert str(caught.value) == (
+        f"quantize: axis {axis} of length 64 is split over b in 4 shards of 16, which does not "
+        "keep its blocks of 32 whole; reshard it with jax.sharding.reshard"
+    )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P("a"), P("a", "b"), P("a", None, "b"), P(None, "b", "a")], ids=str
+)
+@pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
+def test_every_form_is_right_on_a_mesh(kind, spec, layout):
+    x = random_bits((2, 256, 128), np.float32)
+    m = mesh(kind)
+    calls = [
+        lambda x: [jax_mx.quantize(x, axis=-2, scale_layout=layout)],
+        lambda x: [jax_mx.quantize(x, axis=-2, transpose=True, scale_layout=layout)],
+        lambda x: [*jax_mx.quantize_both(x, scale_layout=layout)],
+    ]
+    for call in calls:
+        wants = call(x)
+        with jax.set_mesh(m):
+            gots = jax.jit(call)(jax.device_put(x, NamedSharding(m, spec)))
+            backs = [jax.jit(jax_mx.dequantize)(got) for got in gots]
+        for got, want, back in zip(gots, wants, backs, strict=True):
+            assert_same_array(got, want)
+            assert_bits_equal(back, want.dequantize())
+
+
+def test_an_exported_program_takes_and_returns_mxarrays(tmp_path):
+    x = random_bits((4, 64), np.float32)
+    q = jax_mx.quantize(x, "mxfp8_e5m2", scale_layout="blocked_128x4")
+    for name, call, args in (
+        ("quantize", lambda x: jax_mx.quantize(x, "mxfp8_e5m2", scale_layout="blocked_128x4"), x),
+        ("dequantize", jax_mx.dequantize, q),
+    ):
+        (tmp_path / name).write_bytes(jax.export.export(jax.jit(call))(args).serialize())
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "want.npy", np.asarray(q.dequantize(jnp.bfloat16)).view(np.uint16))
+    code = f"""
+        import pathlib, jax, numpy as np
+        import jax_mx
+        folder = pathlib.Path({str(tmp_path)!r})
+        quantize, dequantize = (
+            jax.export.deserialize((folder / name).read_bytes())
+            for name in ("quantize", "dequantize")
+        )
+        q = quantize.call(np.load(folder / "x.npy"))
+        assert q.format is jax_mx.MXFP8_E5M2 and q.scale_layout is jax_mx.BLOCKED_128X4
+        got = np.asarray(dequantize.call(q)).view(np.uint16)
+        assert (got == np.load(folder / "want.npy")).all()
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)

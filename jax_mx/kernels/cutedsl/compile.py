@@ -23,9 +23,9 @@ def compile_variant(variant: Variant, arch: str, **tuning: Any) -> tuple[bytes, 
     """
     from cutlass import cute
 
-    from jax_mx.kernels.cutedsl.quantize import Quantize
+    from jax_mx.kernels.cutedsl.quantize import kernel_of
 
-    kernel = {"quantize": Quantize}[variant.op](variant, **tuning)
+    kernel = kernel_of(variant, **tuning)
     type(kernel).kernel.set_name_prefix(
         variant.name, remove_cutlass_symbol=True, keep_mangled_name=False
     )
@@ -49,6 +49,7 @@ def compile_variant(variant: Variant, arch: str, **tuning: Any) -> tuple[bytes, 
     return image, {
         "symbols": symbols,
         "align": kernel.alignments,
+        "divide": list(kernel.divide),
         **kernel.launch,
         "usage": [usage[symbol] for symbol in symbols],
     }

@@ -44,15 +44,24 @@ def larger_magnitude(a: Uint32, b: Uint32, dtype: str, *, loc=None, ip=None) -> 
 
 
 @cute.jit
-def float32_bits_of_amax(word: Uint32, dtype: cutlass.Constexpr) -> Uint32:
-    """The float32 bits of the larger magnitude of the word's elements."""
+def magnitude_bits(word: Uint32, element: cutlass.Constexpr, dtype: cutlass.Constexpr) -> Uint32:
+    """The float32 bits of the magnitude of one element of the word."""
     if cutlass.const_expr(dtype == "float32"):
         return word & Uint32(0x7FFFFFFF)
-    low, high = word & Uint32(0x7FFF), (word >> Uint32(16)) & Uint32(0x7FFF)
-    amax = cutlass.max(low, high)  # as integers, magnitudes compare as their values do
+    half = (word >> Uint32(16 * element)) & Uint32(0x7FFF)
     if cutlass.const_expr(dtype == "bfloat16"):
-        return amax << Uint32(16)
-    return _half_to_float_bits(amax)
+        return half << Uint32(16)
+    return _half_to_float_bits(half)
+
+
+@cute.jit
+def largest_magnitude_bits(word: Uint32, dtype: cutlass.Constexpr) -> Uint32:
+    """The float32 bits of the larger magnitude of the word's elements."""
+    if cutlass.const_expr(dtype == "float32"):
+        return magnitude_bits(word, 0, dtype)
+    # As integers, magnitudes compare as their values do.
+    low, high = word & Uint32(0x7FFF), (word >> Uint32(16)) & Uint32(0x7FFF)
+    return magnitude_bits(cutlass.max(low, high), 0, dtype)
 
 
 @dsl_user_op
