@@ -1,4 +1,4 @@
-"""For `python -m jax_mx`: tensors, a small network's or those of files, and what is lost of them."""
+"""For `python -m jax_mx`: tensors, a small network's or of files, and what quantizing loses."""
 
 from __future__ import annotations
 

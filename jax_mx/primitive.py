@@ -47,12 +47,13 @@ def _quantize_avals(x, *, plan: Plan):
         values = result.values_shape(x.shape, format)
         out.append(x.update(shape=values, dtype=format.storage, weak_type=False))
         scales = result.scales_shape(x.shape, form.tail, plan.scale_layout)
-        aval = x.update(shape=scales, dtype=SCALE_DTYPE, weak_type=False)
+        sharding = x.sharding
         if plan.scale_layout.is_tiled:  # tiles are another array: only leading dimensions are kept
-            lead = tuple(x.sharding.spec)[: x.ndim - form.tail]
+            lead = tuple(sharding.spec)[: x.ndim - form.tail]
             spec = PartitionSpec(*lead, *[None] * (len(scales) - len(lead)))
-            aval = aval.update(sharding=x.sharding.update(spec=spec))
-        out.append(aval)
+            sharding = sharding.update(spec=spec)
+        changes = {"shape": scales, "dtype": SCALE_DTYPE, "weak_type": False}
+        out.append(x.update(**changes, sharding=sharding))
     return out
 
 

@@ -13,8 +13,11 @@ from helpers import assert_same_array
 
 import jax_mx
 from benchmarks import __main__ as cli
-from benchmarks import baselines, shapes, timing
+from benchmarks import baselines, shapes, sweep, timing
+from benchmarks.report import Measured, Row
+from jax_mx import plan
 from jax_mx.formats import FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.variants import VARIANTS
 
 pytestmark = pytest.mark.any_device
 
@@ -36,8 +39,41 @@ def test_parse_names_what_it_does_not_know(text):
         shapes.parse(text)
 
 
+@pytest.mark.parametrize("text", ["0x32", "32x0", "small,00"])
+def test_parse_refuses_what_has_no_elements(text):
+    with pytest.raises(ValueError, match="has no elements; there is nothing to measure"):
+        shapes.parse(text)
+
+
 def test_blocks_fit_into_every_shape():
     assert all(shape[-1] % 32 == 0 for group in shapes.SHAPES.values() for shape in group)
+
+
+# ---- forms ---
+def test_forms_by_name():
+    assert [*shapes.FORMS] == [
+        *("axis -1", "axis -2", "axis -2 transposed", "both", "both transposed")
+    ]
+    assert cli.OPS == ("quantize", "quantize_both")
+
+
+@pytest.mark.parametrize("name", sweep.FORMS)
+def test_forms_are_those_of_kernels(name):
+    form = sweep.FORMS[name]
+    x, rest = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), ("rceil", "row_major", None)
+    if form.op == "quantize":
+        got = plan.plan_quantize(x, "mxfp8_e4m3", form.axes[0], *rest, form.transpose)
+    else:
+        got = plan.plan_both(x, ("mxfp8_e4m3",) * 2, *rest, (False, form.transpose))
+    assert got.form == name
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_kernels_take_the_candidates_of_a_sweep(variant):
+    kernels = pytest.importorskip("jax_mx.kernels.cutedsl.quantize")
+    tiles = list(sweep.candidates(variant))
+    assert len(tiles) > 1
+    assert all(kernels.kernel_of(variant, tile=tile).tile is tile for tile in tiles)
 
 
 # ---- timing ---
@@ -47,6 +83,8 @@ def test_nbytes_counts_input_values_and_scales():
     for format, per_element in (("mxfp8_e4m3", 1), ("mxfp4_e2m1", 0.5)):
         q = jax.eval_shape(functools.partial(jax_mx.quantize, format=format), x)
         assert timing.nbytes((x, q)) == elements * (2 + per_element + 1 / 32)
+        both = jax.eval_shape(functools.partial(jax_mx.quantize_both, format=format), x)
+        assert timing.nbytes((x, both)) == elements * (2 + 2 * (per_element + 1 / 32))
 
 
 def test_rotation_overruns_l2():
@@ -165,10 +203,16 @@ def test_fastest_passes_over_what_fails(monkeypatch):
 
 
 # ---- baselines ---
-def assert_baselines_agree(x, **options):
-    want = jax_mx.quantize(x, implementation="xla", **options)
-    for name, fn in baselines.quantize(**options).items():
-        assert_same_array(fn(x), want, name)
+def assert_baselines_agree(x, form, **options):
+    want = getattr(jax_mx, form.op)(x, implementation="xla", **form.options, **options)
+    versions = baselines.quantize(form, **options)
+    assert len(versions) == len(baselines.VARIANTS) * (1 + form.transpose)
+    for name, fn in versions.items():
+        got = fn(x)
+        assert isinstance(got, tuple) == isinstance(want, tuple) == (form.op == "quantize_both")
+        pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
+        for i, (a, b) in enumerate(pairs):
+            assert_same_array(a, b, f"{name} {i}")
 
 
 @pytest.mark.parametrize(
@@ -180,18 +224,17 @@ def assert_baselines_agree(x, **options):
 )
 def test_baselines_give_the_same_bytes(format, scaling, dtype):
     x = baselines.normal(jax.random.key(1), (32, 2048), FLOAT_DTYPES[dtype])
-    options = {"axis": -1, "scale_layout": "row_major"}
-    assert_baselines_agree(x, format=format, scaling=scaling, **options)
+    options = {"scaling": scaling, "scale_layout": "row_major"}
+    assert_baselines_agree(x, shapes.FORMS["axis -1"], format=format, **options)
 
 
-@pytest.mark.parametrize(
-    ("axis", "scale_layout"), [(-1, "blocked_128x4"), (-2, "row_major"), (-3, "shuffled_32x8")]
-)
+@pytest.mark.parametrize("scale_layout", ["row_major", "blocked_128x4"])
+@pytest.mark.parametrize("form", shapes.FORMS)
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
-def test_baselines_follow_axis_and_layout(format, scale_layout, axis):
-    x = baselines.normal(jax.random.key(2), (64, 96, 160), FLOAT_DTYPES["bfloat16"])
+def test_baselines_follow_form_and_layout(format, form, scale_layout):
+    x = baselines.normal(jax.random.key(2), (2, 96, 160), FLOAT_DTYPES["bfloat16"])
     options = {"scaling": "rceil", "scale_layout": scale_layout}
-    assert_baselines_agree(x, format=format, axis=axis, **options)
+    assert_baselines_agree(x, shapes.FORMS[form], format=format, **options)
 
 
 def test_copies_are_copies():
@@ -227,6 +270,61 @@ def test_one_table_two_files(tmp_path, capsys):
         assert word in out
 
 
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ([], ["axis -1"]),
+        (["quantize_both"], ["both"]),
+        (["--form", "all"], [*shapes.FORMS]),
+        (["quantize_both", "--form", "all"], ["both", "both transposed"]),
+        (["--form", "axis -2", "both", "--form", "axis -2"], ["axis -2", "both"]),
+    ],
+)
+def test_which_forms_are_measured(options, want):
+    assert cli.arguments(options).form == want
+
+
+def test_every_form_is_a_row(tmp_path, capsys):
+    file = tmp_path / "out.json"
+    options = ["--form", "all", "--scale-layout", "blocked_128x4"]
+    assert (
+        cli.main([*options, "--shapes", "32x64,32x64", "--repeats", "1", "--json", str(file)]) == 0
+    )
+    rows = json.loads(file.read_text())
+    assert [(row["op"], row["form"], row["scale_layout"]) for row in rows] == [
+        (form.op, name, "blocked_128x4") for name, form in shapes.FORMS.items()
+    ]
+
+
+def test_names_count_once_however_they_are_given():
+    layouts = ["row_major", "blocked_128x4", "row_major", "--scale-layout", "blocked_128x4"]
+    args = cli.arguments(["--scale-layout", *layouts, "--format", "mxfp8_e4m3", "mxfp8_e4m3"])
+    assert args.scale_layout == ["row_major", "blocked_128x4"]
+    assert args.format == ["mxfp8_e4m3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--repeats", "0"], "argument --repeats: must be at least 1, got 0"),
+        (["--repeats", "-3"], "argument --repeats: must be at least 1, got -3"),
+        (["--shapes", "0x32"], "shape '0x32' has no elements"),
+        (["--csv", "/nonexistent/x.csv"], "No such file or directory: '/nonexistent/x.csv'"),
+        (["--json", "/"], "Is a directory: '/'"),
+        (["--form", "axis -3"], "invalid choice: 'axis -3'"),
+        (["quantize", "--form", "both"], "form 'both' is not one of quantize's: axis -1, "),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_measured(
+    monkeypatch, capsys, options, sentence
+):
+    monkeypatch.setattr(cli, "measure", None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(options)
+    assert stop.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_a_named_implementation_that_cannot_serve_fails_its_row_alone(capsys):
     if jax.default_backend() != "cpu":
         pytest.skip("it can")
@@ -238,7 +336,7 @@ def test_a_failing_baseline_costs_the_speedup_alone(monkeypatch, tmp_path, capsy
     def fail(x):
         raise ValueError("out of [memory]")
 
-    monkeypatch.setattr(baselines, "quantize", lambda **_: {"fail": fail})
+    monkeypatch.setattr(baselines, "quantize", lambda *_, **__: {"fail": fail})
     file = tmp_path / "out.json"
     assert cli.main(["--shapes", "4x64", "--repeats", "5", "--json", str(file)]) == 0
     assert json.loads(file.read_text())[0]["speedup_over_xla"] is None
@@ -252,8 +350,8 @@ def test_the_command_line_names_unknown_shapes(capsys):
 
 
 def measured(case, us, fraction, speedup):
-    row = cli.Row(*case.names.values(), us, 1.0, 1.0, fraction, speedup, commit="")
-    return cli.Measured(row, "device", "kernel", "multiply", "x.copy()")
+    row = Row(*case.names.values(), us, 1.0, 1.0, fraction, speedup, commit="")
+    return Measured(row, "device", "kernel", "multiply", "x.copy()")
 
 
 @pytest.mark.parametrize(
@@ -271,10 +369,34 @@ def test_require_is_the_exit_status(monkeypatch, capsys, fraction, speedup, want
     assert cli.main(["--require", "--scaling", "floor", "rceil"]) == want
     out = capsys.readouterr().out
     if want == 0:
-        line = "ok   (8,7168,7168) bfloat16 -> mxfp8_e4m3 rceil: 0.98 of copy (>= 0.95 wanted), "
-        assert line + "2.5x XLA (>= 2.3 wanted)" in out
+        line = "ok  axis -1 (8,7168,7168) bfloat16 -> mxfp8_e4m3 rceil: 0.980 of copy "
+        for fraction, speedup in ((0.95, 2.3), (0.97, 2.5)):
+            wanted = f"(>= {fraction} wanted), 2.50x XLA (>= {speedup} wanted)"
+            assert line + wanted in out
+        line = "ok  axis -1 (65536,8192) bfloat16 -> mxfp8_e4m3 rceil: 0.980 of copy "
+        assert line + "(>= 0.97 wanted)\n" in out  # the speedup is wanted of one shape alone
     else:
-        assert "FAIL (65536,8192)" in out
+        assert "no  axis -1 (65536,8192)" in out
+
+
+def test_every_form_has_requirements_on_every_llm_shape(monkeypatch, capsys):
+    def measure(case, repeats, commit):
+        return measured(case, 300.0, 0.96, 3.0)
+
+    monkeypatch.setattr(cli, "measure", measure)
+    assert cli.main(["--require", "--form", "all", "--shapes", "llm"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "wanted" in line]
+    assert len(lines) == 2 + 5 * 5
+    verdicts = {form: set() for form in shapes.FORMS}
+    for line in lines[2:]:
+        verdicts[line[4:].partition(" (")[0]].add((line[:2], "x XLA" in line))
+    assert verdicts == {
+        "axis -1": {("no", True), ("no", False)},
+        "axis -2": {("no", True), ("no", False)},
+        "axis -2 transposed": {("no", True), ("ok", False)},
+        "both": {("ok", True), ("ok", False)},
+        "both transposed": {("ok", True), ("ok", False)},
+    }
 
 
 def test_a_required_row_that_fails_is_not_met(monkeypatch, capsys):
@@ -285,10 +407,11 @@ def test_a_required_row_that_fails_is_not_met(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "measure", measure)
     assert cli.main(["--require"]) == 1
-    assert "FAIL (65536,8192) bfloat16 -> mxfp8_e4m3 rceil: not measured" in capsys.readouterr().out
+    line = "no  axis -1 (65536,8192) bfloat16 -> mxfp8_e4m3 rceil: not measured\n"
+    assert line in capsys.readouterr().out
 
 
 def test_rows_have_the_keys_that_readers_expect():
-    assert [field.name for field in dataclasses.fields(cli.Row)] == KEYS
+    assert [field.name for field in dataclasses.fields(Row)] == KEYS
     names = set(itertools.chain.from_iterable(want.where for want in shapes.REQUIREMENTS))
     assert names < set(KEYS)

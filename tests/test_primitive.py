@@ -1,5 +1,6 @@
 """How a call reaches XLA: lowering, sharding, export, and the private names of JAX it rests on."""
 
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,13 @@ P = PartitionSpec
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
 )
+
+
+def run_on_cpu(code: str) -> None:
+    """In a new process."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    subprocess.run(command, check=True, timeout=120, env=env)
 
 
 def lowered_for_cuda(x, f=jax_mx.quantize, **options) -> str:
@@ -154,7 +162,7 @@ def test_export_for_every_platform_from_a_machine_without_a_gpu(tmp_path):
         got = np.asarray(program.call(np.load(folder / "x.npy"))).view(np.uint32)
         assert (got == np.load(folder / "want.npy")).all()
         """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+    run_on_cpu(code)
 
 
 def test_export_with_symbolic_rows():
@@ -167,7 +175,8 @@ def test_export_with_symbolic_rows():
         )(shape)
         assert str(exported.out_avals[1].shape) == "(n, 2)"
     x = random_bits((7, 64), np.float32)
-    exported = jax.export.export(jax.jit(lambda x: jax_mx.quantize(x).scales))(shape)
+    scales = jax.jit(lambda x: jax_mx.quantize(x).scales)
+    exported = jax.export.export(scales, platforms=["cpu"])(shape)
     assert_bits_equal(exported.call(x), jax_mx.quantize(x).scales)
 
 
@@ -250,7 +259,8 @@ def test_an_exported_program_takes_and_returns_mxarrays(tmp_path):
         ("quantize", lambda x: jax_mx.quantize(x, "mxfp8_e5m2", scale_layout="blocked_128x4"), x),
         ("dequantize", jax_mx.dequantize, q),
     ):
-        (tmp_path / name).write_bytes(jax.export.export(jax.jit(call))(args).serialize())
+        exported = jax.export.export(jax.jit(call), platforms=["cpu"])(args)
+        (tmp_path / name).write_bytes(exported.serialize())
     np.save(tmp_path / "x.npy", x)
     np.save(tmp_path / "want.npy", np.asarray(q.dequantize(jnp.bfloat16)).view(np.uint16))
     code = f"""
@@ -266,4 +276,4 @@ def test_an_exported_program_takes_and_returns_mxarrays(tmp_path):
         got = np.asarray(dequantize.call(q)).view(np.uint16)
         assert (got == np.load(folder / "want.npy")).all()
         """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+    run_on_cpu(code)

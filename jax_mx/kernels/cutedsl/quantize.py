@@ -92,14 +92,9 @@ class Kernel:
         scalars = tuple((Int64 if s[0] == 8 else Int32)(BLOCK) for s in self.launch["scalars"])
         return (*pointers, scalars)
 
-    resident = 0  # thread blocks per multiprocessor that registers must leave room for; 0: any
-
     @cute.jit
     def __call__(self, aligned, unaligned, scalars):
         shape = {"grid": [1, 1, 1], "block": self.launch["threads"]}  # the real grid is the rule's
-        if const_expr(self.resident > 0):
-            # The carve-out is the launcher's affair, but without one the DSL looks for a GPU.
-            shape |= {"min_blocks_per_mp": self.resident, "preferred_smem_carveout": 50}
         self.kernel(aligned, scalars, True).launch(**shape)
         self.kernel(unaligned, scalars, False).launch(**shape)
 
@@ -224,25 +219,15 @@ TILE = 128  # elements a side, of a thread block of `Tiled`
 WARPS = (4, 2)  # down, across: a warp holds 32 x 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """How `Tiled` thread blocks share a multiprocessor and follow each other."""
-
-    down: int  # tiles that follow each other down, before the next ones across
-    resident: int  # thread blocks per multiprocessor that registers must leave room for; 0: any
-
-
-# H200, bf16, (8, 7168, 7168) and (65536, 8192), 2026-11-20, of down 1 to 64 and resident 0, 3, 4:
-#   second             286 us, 373 us (resident 0: 289, 376; down 64: 304, 398)
-#   second_transposed  303, 418 (down 1: 312, 421; down 8: 312, 415)
-#   both               455, 596 (down 8: 469, 618; resident 3 spills: 631, 834)
-#   both_transposed    483, 644 (down 64: 495, 660; resident 3 spills: 594, 783)
-SCHEDULES = {
-    "second": Schedule(down=1, resident=3),
-    "second_transposed": Schedule(down=64, resident=3),
-    "both": Schedule(down=1, resident=0),
-    "both_transposed": Schedule(down=1, resident=0),
-}
+# How many tiles follow each other down before the next ones across. H200, bf16, (8, 7168, 7168) and
+# (65536, 8192), 2026-11-20, of 1, 2, 4, 8, 16 and 64:
+#   second             289 us, 376 us (8: 291, 379; 64: 305, 399)
+#   second_transposed  304, 418 (1: 312, 422; 8: 311, 417)
+#   both               455, 596 (8: 469, 618; 64: 495, 650)
+#   both_transposed    483, 644 (8: 489, 645; 64: 495, 660)
+# Registers for three thread blocks a multiprocessor would make `both` spill (631 us), and gain 1 %
+# for `second` in bf16 alone.
+DOWN = {"second": 1, "second_transposed": 64, "both": 1, "both_transposed": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,11 +242,10 @@ class Output:
 class Tiled(Kernel):
     """Forms with the second-to-last axis; x lies as (batch, M, K), M = 32 * `blocks_m`."""
 
-    def __init__(self, variant: Variant, tile: Schedule | None = None):
+    def __init__(self, variant: Variant, tile: int | None = None):
         super().__init__(variant)
         self.form = variant.form
-        self.tile = tile or SCHEDULES[self.form]
-        self.resident = self.tile.resident
+        self.tile = tile or DOWN[self.form]
         transpose = self.form.endswith("transposed")
         self.results = [Output(variant.formats[-1], True, transpose)]
         if self.form.startswith("both"):
@@ -340,7 +324,7 @@ class Tiled(Kernel):
     def place(self, bid: Int32, tiles_m: Int32, tiles_k: Int32):
         """(batch, m, k) of a thread block: bands of `down` tiles, each band column by column."""
         batch, rest = bid // (tiles_m * tiles_k), bid % (tiles_m * tiles_k)
-        down: cutlass.Constexpr = self.tile.down
+        down: cutlass.Constexpr = self.tile
         band = rest // (down * tiles_k)
         height = cutlass.min(tiles_m - band * down, Int32(down))  # the last band may be lower
         rest = rest - band * (down * tiles_k)
