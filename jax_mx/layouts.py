@@ -2,7 +2,8 @@
 
 A matrix that is quantized along its last axis has `rows` x `cols` scales, cols = K / 32. GEMMs want
 them in tiles. A tiled layout is a permutation of the bits of the row and column number inside a
-tile, after padding with zeros, so a layout is a row of the table below and no code.
+tile, after padding with zeros, so a layout is a row of the table below and no code. The kernels'
+build reads the table too, and has no JAX: only the functions that need JAX import it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-
-from jax_mx.sharding import reshape, spec_of
+if TYPE_CHECKING:
+    import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,11 @@ class ScaleLayout:
         scales: jax.Array,  # (..., rows, cols)
     ) -> jax.Array:  # (..., *shape(rows, cols))
         """Row-major scales into this layout; the padding is 0x00."""
+        import jax
+        import jax.numpy as jnp
+
+        from jax_mx.sharding import reshape, spec_of
+
         if not self.is_tiled:
             return scales
         *lead, rows, cols = scales.shape
@@ -80,6 +85,11 @@ class ScaleLayout:
         Raises:
           ValueError: `packed` does not have the shape that `rows` x `cols` scales take.
         """
+        import jax
+        import jax.numpy as jnp
+
+        from jax_mx.sharding import reshape, spec_of
+
         shape = self.shape(rows, cols)
         lead = packed.shape[: max(packed.ndim - len(shape), 0)]
         if packed.shape != (*lead, *shape):

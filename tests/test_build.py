@@ -1,5 +1,7 @@
 """The kernels' build, in a checkout: no JAX, incremental by content, deterministic."""
 
+from pathlib import Path
+
 from test_package import loaded_after
 
 from jax_mx import artifacts
@@ -15,6 +17,18 @@ def test_the_build_imports_no_jax():
         "except SystemExit as e: assert not e.code"
     )
     assert "jax" not in modules and "jaxlib" not in modules
+
+
+def test_kernels_import_no_jax():
+    """As the wheel's build imports them: without the package's __init__, where JAX is missing."""
+    package = Path(artifacts.__file__).parent
+    modules = loaded_after(
+        "import sys, types\n"
+        "package = sys.modules['jax_mx'] = types.ModuleType('jax_mx')\n"
+        f"package.__path__ = [{str(package)!r}]\n"
+        "import jax_mx.kernels.cutedsl.compile, jax_mx.kernels.cutedsl.quantize"
+    )
+    assert "cutlass" in modules and "jax" not in modules
 
 
 def test_the_build_is_incremental_by_content(tmp_path, monkeypatch, capsys):
