@@ -27,7 +27,7 @@ if __package__ in (None, ""):
     package.__path__ = [str(PACKAGE)]
     sys.modules["jax_mx"] = package
 
-from jax_mx import formats, variants  # noqa: E402
+from jax_mx import formats, layouts, variants  # noqa: E402
 from jax_mx.variants import ARCHS, VARIANTS, Variant  # noqa: E402
 
 BINARIES = PACKAGE / "binaries"
@@ -146,7 +146,8 @@ def _name(variant: Variant, arch: str) -> str:
 
 def _key(variant: Variant, arch: str) -> str:
     folder = PACKAGE / "kernels" / variant.implementation
-    sources = [Path(formats.__file__), Path(variants.__file__), *sorted(folder.glob("*.py"))]
+    tables = [Path(module.__file__) for module in (formats, layouts, variants)]
+    sources = [*tables, *sorted(folder.glob("*.py"))]
     digest = hashlib.sha256(f"{_backend(variant).COMPILER} {variant} {arch}".encode())
     for source in sources:
         digest.update(source.read_bytes())
