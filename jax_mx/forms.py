@@ -51,18 +51,18 @@ class Result:
         if not layout.is_tiled:
             axis = self.block + len(view)
             return (*view[:axis], 1, *view[axis + 1 :])
-        lead, dims = view[:-tail], view[-tail:]
-        rows, cols = (math.prod(dims[i] for i in group) for group in (self.rows, self.cols))
-        return (*lead, *layout.shape(rows, cols))
+        return (*view[:-tail], *layout.shape(*self._extents(view[-tail:])))
+
+    def _extents(self, dims: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns of the scales' matrix, for a tail of these dimensions."""
+        return math.prod(dims[i] for i in self.rows), math.prod(dims[i] for i in self.cols)
 
     def matrix(self, scales: jax.Array, tail: int) -> jax.Array:
         """Scales of the view's rank as the matrices (..., rows, cols) that layouts take."""
         lead = scales.ndim - tail
         order = (*range(lead), *(lead + i for i in (*self.rows, *self.cols)))
         rest = [i for i in range(scales.ndim) if i not in order]  # the 1s
-        dims = scales.shape[lead:]
-        rows, cols = (math.prod(dims[i] for i in group) for group in (self.rows, self.cols))
-        shape = (*scales.shape[:lead], rows, cols)
+        shape = (*scales.shape[:lead], *self._extents(scales.shape[lead:]))
         return reshape(scales.transpose(*order, *rest), shape, spec_of(scales)[:lead])
 
 

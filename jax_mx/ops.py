@@ -237,7 +237,7 @@ def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
     blocks, k, k_spec = m // BLOCK, math.prod(rest), (rest_spec or (None,))[0]
     if plan.form == "last":
         ones = (1,) * (1 - len(lead))  # there is always a dimension of rows
-        memory, memory_spec = (*ones, *lead, blocks, BLOCK), (*map(_none, ones), *spec, None)
+        memory, memory_spec = (*ones, *lead, blocks, BLOCK), (*[None for _ in ones], *spec, None)
     elif plan.op == "quantize":
         memory, memory_spec = (*lead, blocks, BLOCK, k), (*lead_spec, m_spec, None, k_spec)
     else:
@@ -279,10 +279,6 @@ def _whole_shards(op: str, x: jax.Array, axis: int) -> None:
             f"shards of {length / shards:g}, which does not keep its blocks of {BLOCK} whole; "
             "reshard it with jax.sharding.reshard"
         )
-
-
-def _none(_: int) -> None:
-    """The spec of a dimension of length 1."""
 
 
 def _to_blocks(x: jax.Array, axis: int, length: int) -> jax.Array:
