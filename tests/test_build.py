@@ -1,7 +1,10 @@
 """The kernels' build, in a checkout: no JAX, incremental by content, deterministic."""
 
+import json
+import re
 from pathlib import Path
 
+import pytest
 from test_package import loaded_after
 
 from jax_mx import artifacts
@@ -49,3 +52,63 @@ def test_the_build_is_incremental_by_content(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "_key", lambda *_: "another source")
     build.build([(variant, arch)])
     assert "0 of 1 binaries are up to date" in capsys.readouterr().out
+
+
+def test_the_manifest_says_what_binaries_take(capsys):
+    manifest = json.loads((artifacts.BINARIES / "manifest.json").read_text())
+    for name, facts in manifest.items():
+        for usage in facts["usage"]:
+            assert usage["registers"] > 16 and usage["shared"] >= 0 and usage["stack"] == 0, name
+            counts = usage["instructions"]
+            assert 0 < counts["shortest"] <= counts["longest"] and not counts["loops"], name
+            assert counts["shortest"] > facts["elements_per_thread"], name
+    build.report([(variant, arch) for variant in VARIANTS for arch in ("sm_90a", "sm_42")])
+    out = capsys.readouterr().out
+    assert out.count("sm_90a") == len(VARIANTS) and "sm_42" not in out
+
+
+def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):
+    variant, arch = VARIANTS[0], "sm_90a"
+    facts = {"file": "a", "symbols": ["a_0", "a_1"], "usage": [{"stack": 0}, {"stack": 8}]}
+    monkeypatch.setattr(build, "BINARIES", tmp_path)
+    monkeypatch.setattr(build, "compile_all", lambda jobs: [(job, b"", facts) for job in jobs])
+    assert build.build([(variant, arch)]) == 1
+    line = f"{variant.name}.{arch}: a_1 spills 8 bytes of registers"
+    assert line in capsys.readouterr().out
+    assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]  # nothing to launch
+
+
+# ---- counting instructions ---
+def paths(*lines):
+    """(shortest, longest, loops) of a program in nvdisasm's words, but that BRA names a line."""
+    sass = pytest.importorskip("jax_mx.kernels.cutedsl.sass")
+    base, program = 0x120, []
+    for line in lines:
+        predicate, opcode, operands = re.fullmatch(r"(@\S+ )?(\S+) ?(\S*)", line).groups()
+        if opcode.startswith("BRA"):
+            *conditions, target = operands.split(",")
+            operands = ",".join([*conditions, hex(base + 16 * int(target))])
+        program.append({"opcode": opcode, "operands": operands})
+        program[-1] |= {"predicate": predicate} if predicate else {}
+    found = sass._paths(program, base)
+    return found and tuple(found[name] for name in ("shortest", "longest", "loops"))
+
+
+def test_paths_through_a_kernel():
+    assert paths("MOV", "STG.E", "EXIT", "BRA 3", "NOP") == (3, 3, 0)  # what is not reached
+    # The least is not the early exit: its warps have nothing to store.
+    assert paths("@P0 EXIT", "MOV", "@!P1 BRA 4", "MOV", "STG.E.128", "EXIT") == (5, 6, 0)
+    # Nor the one that stores less: 2 bytes instead of 4 single ones.
+    bytewise = ["STG.E.U8"] * 4
+    assert paths("@P0 BRA 6", *bytewise, "EXIT", "STG.E.U16", "EXIT") == (6, 6, 0)
+    assert paths("@P0 BRA 6", *bytewise, "EXIT", "STG.E", "EXIT") == (3, 6, 0)
+    # A branch on a uniform predicate is a branch; one for lanes that have diverged is none.
+    assert paths("BRA.U UP0,2", "MOV", "EXIT") == (2, 3, 0)
+    assert paths("BRA.DIV UR4,3", "MOV", "EXIT", "MOV", "MOV", "BRA 1") == (3, 3, 0)
+    assert paths("MOV", "CALL.REL.NOINC 0x40", "EXIT") is None
+
+
+def test_a_loops_body_counts_once():
+    assert paths("MOV", "MOV", "@P0 BRA 1", "EXIT") == (4, 4, 1)  # tested below
+    assert paths("MOV", "@P0 BRA 5", "MOV", "MOV", "BRA 1", "EXIT") == (6, 6, 1)  # tested above
+    assert paths("MOV", "MOV", "@P0 BRA 1", "@P1 BRA 0", "EXIT") == (5, 5, 1)  # nested

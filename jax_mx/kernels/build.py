@@ -1,9 +1,10 @@
 """Compiles every binary that ships, on a machine without a GPU.
 
-    python -m jax_mx.kernels.build [--arch sm_90a] [--check]
+    python -m jax_mx.kernels.build [--arch sm_90a] [--only last_bfloat16] [--check | --report]
 
 Incremental by content: a binary is compiled again when its key changes, the hash of the compiler's
-version, the sources that it comes from, the variant and the arch. Writes jax_mx/binaries.
+version, the sources that it comes from, the variant and the arch. Writes jax_mx/binaries, and a
+table of what each binary takes. A binary that spills registers fails the build.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ def main() -> int:
         help="compile everything afresh, and fail unless the bytes are those of jax_mx/binaries "
         "and those that verified.json says were executed",
     )
+    parser.add_argument(
+        "--report", action="store_true", help="compile nothing; the table of what there is"
+    )
+    parser.add_argument("--only", metavar="TEXT", default="", help="variants with this in the name")
     args = parser.parse_args()
     known = sorted({arch for archs in ARCHS.values() for arch in archs})
     if unknown := set(args.arch or ()) - set(known):
@@ -53,9 +58,13 @@ def main() -> int:
         (variant, arch)
         for variant in VARIANTS
         for arch in ARCHS[variant.implementation]
-        if not args.arch or arch in args.arch
+        if (not args.arch or arch in args.arch) and args.only in variant.name
     ]
-    return check(jobs) if args.check else build(jobs)
+    if args.check:
+        return check(jobs)
+    failed = not args.report and build(jobs)
+    report(jobs)
+    return int(failed)
 
 
 def build(jobs: list[tuple[Variant, str]]) -> int:
@@ -65,7 +74,11 @@ def build(jobs: list[tuple[Variant, str]]) -> int:
     manifest = json.loads(path.read_text()) if path.exists() else {}
     stale = [job for job in jobs if not _is_current(manifest.get(_name(*job)), *job)]
     print(f"{len(jobs) - len(stale)} of {len(jobs)} binaries are up to date", flush=True)
+    bad = []
     for (variant, arch), image, facts in compile_all(stale):
+        if complaints := _spills(_name(variant, arch), facts):
+            bad += complaints
+            continue
         (BINARIES / facts["file"]).write_bytes(image)
         manifest[_name(variant, arch)] = facts
     every = {_name(v, arch) for v in VARIANTS for arch in ARCHS[v.implementation]}
@@ -75,7 +88,8 @@ def build(jobs: list[tuple[Variant, str]]) -> int:
     for file in BINARIES.iterdir():
         if file.name not in keep:
             file.unlink()
-    return 0
+    print(*bad, sep="\n", end="\n" * bool(bad))
+    return int(bool(bad))
 
 
 def check(jobs: list[tuple[Variant, str]]) -> int:
@@ -93,14 +107,53 @@ def check(jobs: list[tuple[Variant, str]]) -> int:
             bad.append(f"{name}: {sha256} is not in verified.json; run the gpu tests and record it")
         elif arch == "sm_90a" and not entry["executed_on"]:
             bad.append(f"{name}: verified.json does not say that it was executed")
-        if any(usage["stack"] for usage in facts["usage"]):
-            bad.append(f"{name}: spills registers: {facts['usage']}")
+        bad += _spills(name, facts)
     print("\n".join(bad) or f"{len(jobs)} binaries are reproducible and verified")
     return bool(bad)
 
 
+def _spills(name: str, facts: dict[str, Any]) -> list[str]:
+    """A complaint for each entry that needs a stack."""
+    entries = zip(facts["symbols"], facts["usage"], strict=True)
+    return [
+        f"{name}: {symbol} spills {usage['stack']} bytes of registers"
+        for symbol, usage in entries
+        if usage["stack"]
+    ]
+
+
+def report(jobs: list[tuple[Variant, str]]) -> None:
+    """Prints what each binary's first entry takes, the one for aligned operands."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    path = BINARIES / "manifest.json"
+    manifest = json.loads(path.read_text()) if path.exists() else {}
+    title = "The aligned entries. Instructions: that a warp issues, at least - at most"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    table.add_column("variant", no_wrap=True)
+    for column in ("arch", "registers", "spilled", "shared", "instructions", "per element"):
+        table.add_column(column, justify="right", no_wrap=True)
+    last = None
+    for variant, arch in jobs:
+        facts = manifest.get(_name(variant, arch))
+        if facts is None:
+            continue
+        usage, per_thread = facts["usage"][0], facts["elements_per_thread"]
+        counts, each = "not known", ""
+        if instructions := usage["instructions"]:
+            ends = instructions["shortest"], instructions["longest"]
+            counts = "{} - {}".format(*ends) + " a trip" * instructions["loops"]
+            each = "{:.2f} - {:.2f}".format(*(n / per_thread for n in ends))
+        numbers = (usage["registers"], usage["stack"], usage["shared"], counts, each)
+        table.add_row(variant.name if variant != last else "", arch, *map(str, numbers))
+        last = variant
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
 def compile_all(jobs: list[tuple[Variant, str]]):
-    """Yields (job, image, facts) as they are done, with progress on the terminal."""
+    """Yields (job, image, facts), with progress on the terminal."""
     if not jobs:
         return
     for name in [name for name in os.environ if name.startswith("CUTE_DSL_")]:
@@ -118,13 +171,33 @@ def compile_all(jobs: list[tuple[Variant, str]]):
     ):
         task = progress.add_task("Compiling kernels", total=len(jobs), last="")
         futures = {pool.submit(_compile, *job): job for job in jobs}
+        done = {}
         for future in as_completed(futures):
+            done[futures[future]] = future.result()
             name = _name(*futures[future])
-            image, facts = future.result()
             progress.update(task, advance=1, last=name)
             if not console.is_terminal:
                 print(f"compiled {name}", flush=True)
-            yield futures[future], image, facts
+        progress.update(task, last="counting instructions")
+        _count_instructions(done, pool)
+    for job, (image, facts) in done.items():
+        yield job, image, facts
+
+
+def _count_instructions(done: dict[tuple[Variant, str], tuple[bytes, dict]], pool) -> None:
+    """Adds them to the facts; all binaries of an arch at once, which is what makes it cheap."""
+    batches: dict[tuple[str, str], list[tuple[Variant, str]]] = {}
+    for variant, arch in done:
+        batches.setdefault((variant.implementation, arch), []).append((variant, arch))
+    futures = {
+        pool.submit(_backend(jobs[0][0]).count_instructions, [done[j][0] for j in jobs], arch): jobs
+        for (_, arch), jobs in batches.items()
+    }
+    for future, jobs in futures.items():
+        for job, counts in zip(jobs, future.result(), strict=True):
+            facts = done[job][1]
+            for symbol, usage in zip(facts["symbols"], facts["usage"], strict=True):
+                usage["instructions"] = counts[symbol]
 
 
 def _compile(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:

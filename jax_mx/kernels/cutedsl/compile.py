@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
 import tempfile
 from importlib.metadata import version
 from typing import Any
 
+from jax_mx.kernels.cutedsl.sass import count_instructions
 from jax_mx.variants import Variant
+
+__all__ = ["COMPILER", "compile_variant", "count_instructions"]
 
 COMPILER = f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}"
 
@@ -51,12 +55,22 @@ def compile_variant(variant: Variant, arch: str, **tuning: Any) -> tuple[bytes, 
         "align": kernel.alignments,
         "divide": list(kernel.divide),
         **kernel.launch,
+        "elements_per_thread": elements_per_thread(kernel),
         "usage": [usage[symbol] for symbol in symbols],
     }
 
 
+def elements_per_thread(kernel: Any) -> int:
+    """Of x, or of what x was made of."""
+    known = getattr(kernel, "elements_per_thread", None)
+    if known is None:  # TODO: a property of every kernel
+        threads = math.prod(kernel.launch["threads"])
+        known = getattr(kernel.tile, "blocks", 128 * 128 // 32) * 32 // threads
+    return known
+
+
 def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:
-    """Per kernel of a cubin: registers, stack bytes (spills), shared bytes, threads.
+    """Per kernel of a cubin: registers, bytes of stack (spills) and of shared memory, threads.
 
     Read from the sections .nv.info and .nv.shared, whose records are format byte, attribute byte
     and either a 16-bit value or a length and that many bytes.
@@ -79,9 +93,9 @@ def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:
                 elif attribute == 0x10 and kernel:  # EIATTR_REQNTID
                     threads = struct.unpack("<III", payload[:12])
                     usage.setdefault(kernel, {})["threads"] = threads
-    for section in elf.iter_sections():
-        if section.name.startswith(".nv.shared.") and section.name[11:] in usage:
-            usage[section.name[11:]]["shared"] = section["sh_size"]
+    for kernel, found in usage.items():
+        section = elf.get_section_by_name(f".nv.shared.{kernel}")
+        found["shared"] = section["sh_size"] if section else 0
     return usage
 
 
