@@ -27,10 +27,12 @@ class Form:
     """Which way blocks run, and how the results lie.
 
     Attributes:
+      kernel: its name in `jax_mx.forms.FORMS`.
       axes: that blocks run along, one for each result.
       transpose: whether the last result has its block axis last.
     """
 
+    kernel: str
     axes: tuple[int, ...]
     transpose: bool = False
 
@@ -48,11 +50,11 @@ class Form:
 
 
 FORMS: Mapping[str, Form] = {
-    "axis -1": Form((-1,)),
-    "axis -2": Form((-2,)),
-    "axis -2 transposed": Form((-2,), transpose=True),
-    "both": Form((-1, -2)),
-    "both transposed": Form((-1, -2), transpose=True),
+    "axis -1": Form("last", (-1,)),
+    "axis -2": Form("second", (-2,)),
+    "axis -2 transposed": Form("second_transposed", (-2,), transpose=True),
+    "both": Form("both", (-1, -2)),
+    "both transposed": Form("both_transposed", (-1, -2), transpose=True),
 }
 
 

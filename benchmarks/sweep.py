@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import shapes
-from jax_mx import forms
 from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3
 from jax_mx.variants import VARIANTS, Variant
 
-# By the names that variants have. The two tables name the same five, in the same order.
-FORMS = dict(zip(forms.FORMS, shapes.FORMS.values(), strict=True))
+FORMS = {form.kernel: form for form in shapes.FORMS.values()}
 # No multiple of what a thread block covers, in any direction.
 SMALL = (3, 160, 224)
 

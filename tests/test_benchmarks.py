@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import json
@@ -13,11 +14,11 @@ from helpers import assert_same_array
 
 import jax_mx
 from benchmarks import __main__ as cli
-from benchmarks import baselines, shapes, sweep, timing
+from benchmarks import baselines, issue_model, shapes, sweep, timing
 from benchmarks.report import Measured, Row
 from jax_mx import plan
 from jax_mx.formats import FLOAT_DTYPES, FORMATS, SCALINGS
-from jax_mx.variants import VARIANTS
+from jax_mx.variants import ARCHS, VARIANTS
 
 pytestmark = pytest.mark.any_device
 
@@ -415,3 +416,61 @@ def test_rows_have_the_keys_that_readers_expect():
     assert [field.name for field in dataclasses.fields(Row)] == KEYS
     names = set(itertools.chain.from_iterable(want.where for want in shapes.REQUIREMENTS))
     assert names < set(KEYS)
+
+
+# ---- the issue model ---
+def test_the_ratio_is_issued_over_needed():
+    chip = issue_model.Chip("sm_100a", cores=100, ghz=2.0, tb_per_s=8.0)
+    # 25.6e12 lanes' instructions a second; 2e12 elements of 4 bytes; 12.8 instructions each.
+    assert chip.ratio(4.0, 12.8) == pytest.approx(1.0)
+    assert chip.ratio(4.0, 6.4) == pytest.approx(2.0)
+    assert chip.ratio(8.0, 12.8) == pytest.approx(2.0)
+
+
+def test_bytes_are_those_that_timing_counts():
+    for variant in VARIANTS:
+        form = next(f for f in shapes.FORMS.values() if f.kernel == variant.form)
+        x = jax.ShapeDtypeStruct((128, 256), FLOAT_DTYPES[variant.dtype])
+        op = functools.partial(getattr(jax_mx, form.op), format=variant.formats[0], **form.options)
+        size = timing.nbytes((x, jax.eval_shape(op, x)))
+        assert issue_model.bytes_per_element(variant) == size / x.size
+
+
+def test_every_binary_is_bounded_on_every_chip_that_runs_it():
+    found = list(issue_model.bounds(issue_model.manifest()))
+    assert [(bound.variant, bound.chip) for bound in found] == [
+        (variant, name)
+        for variant in VARIANTS
+        for name, chip in issue_model.CHIPS.items()
+        if chip.arch in ARCHS[variant.implementation]
+    ]
+    assert all(bound.per_element and 0 < bound.ratios[1] <= bound.ratios[0] for bound in found)
+
+
+@pytest.mark.parametrize(
+    ("counts", "reasons", "want"),
+    [
+        ({"shortest": 16, "longest": 32, "loops": False}, {}, 0),
+        ({"shortest": 16, "longest": 3200, "loops": False}, {}, 1),
+        ({"shortest": 16, "longest": 3200, "loops": False}, {"*_last_*": "for [no] reason"}, 0),
+        (None, {}, 1),
+    ],
+)
+def test_a_slow_variant_wants_a_reason(monkeypatch, capsys, counts, reasons, want):
+    variant = VARIANTS[0]
+    facts = {"usage": [{"instructions": counts}], "elements_per_thread": 16}
+    binaries = {f"{variant.name}.{arch}": facts for arch in ("sm_90a", "sm_100a")}
+    monkeypatch.setattr(issue_model, "manifest", lambda: binaries)
+    monkeypatch.setattr(issue_model, "REASONS", reasons)
+    assert issue_model.main(["--only", variant.name]) == want
+    out = capsys.readouterr().out
+    assert f"{want} of 1 below 1.3 on a B200 without a reason" in out
+    assert ("for [no] reason" in " ".join(out.split())) == bool(reasons)
+    assert issue_model.main(["--only", "nothing has this name"]) == 1
+
+
+def test_reasons_are_for_variants_that_want_one():
+    for pattern in issue_model.REASONS:
+        found = [b for b in issue_model.bounds(issue_model.manifest()) if b.chip == "B200"]
+        below = {b.variant.name for b in found if b.ratios[1] < issue_model.WANTED}
+        assert fnmatch.filter(below, pattern), pattern

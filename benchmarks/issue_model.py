@@ -1,0 +1,200 @@
+"""How fast chips that are not at hand could run the kernels, as far as issuing instructions goes.
+
+    python -m benchmarks.issue_model [--only last_bfloat16]
+
+A kernel that is bound by memory needs its bytes moved at the memory's speed. In that time a chip
+issues so many instructions; how many times what the kernel needs, is the ratio below: 1.3 leaves
+room for what the model leaves out, latency and pipes that are narrower than the issue rate. The
+instructions are those of the manifest (kernels/build.py) for aligned operands: the first number is
+the least that a warp with work issues, with row-major scales; the second an upper bound, with
+blocked ones. The second one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks import shapes
+from jax_mx.artifacts import manifest
+from jax_mx.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.variants import ARCHS, VARIANTS, Variant
+
+WANTED = 1.3
+JUDGED = "B200"  # the chip that the ratio is wanted on
+
+# By patterns of variants' names, why they may stay below it.
+REASONS: Mapping[str, str] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What bounds a kernel on a chip.
+
+    Attributes:
+      arch: that binaries for it have in their names.
+      cores: multiprocessors or compute units.
+      ghz: the clock that it boosts to.
+      tb_per_s: the data sheet's memory speed.
+      issued: instructions a core issues in a clock...
+      lanes: ...and how many threads one of them is for.
+    """
+
+    arch: str
+    cores: int
+    ghz: float
+    tb_per_s: float
+    issued: float = 4  # one for each of four schedulers, on every NVIDIA chip here
+    lanes: int = 32
+
+    def ratio(self, bytes_per_element: float, instructions_per_element: float) -> float:
+        """Elements that it can issue the instructions for, over elements that memory can bring."""
+        issue = self.cores * self.ghz * 1e9 * self.issued * self.lanes / instructions_per_element
+        return issue / (self.tb_per_s * 1e12 / bytes_per_element)
+
+
+# Cores and clocks as the driver reports them, from XLA's xla/backends/gpu/target_config/specs; the
+# B300's 148 cores are what cudaGetDeviceProperties says of the SXM6 part (XLA's table has 158), the
+# RTX 5090 is by its data sheet. A B200's driver says 7.67 TB/s (pytorch/ao#4002); 8 is harder.
+CHIPS: Mapping[str, Chip] = {
+    "B200": Chip("sm_100a", 148, 1.965, 8.0),
+    "B300": Chip("sm_103a", 148, 1.965, 8.0),
+    "H200": Chip("sm_90a", 132, 1.98, 4.8),
+    "RTX PRO 6000": Chip("sm_120a", 188, 2.6, 1.792),
+    "RTX 5090": Chip("sm_120a", 170, 2.407, 1.792),
+}
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """What issuing allows one binary: on which chip, and its aligned entry's instructions."""
+
+    variant: Variant
+    chip: str
+    per_element: tuple[float, float] | None  # at least, at most; None: not known
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Over what memory needs, for the two; 0 where nothing is known."""
+        if self.per_element is None:
+            return 0.0, 0.0
+        least, most = (
+            CHIPS[self.chip].ratio(bytes_per_element(self.variant), n) for n in self.per_element
+        )
+        return least, most
+
+    @property
+    def reason(self) -> str | None:
+        """Why it may be below what is wanted."""
+        return next((why for p, why in REASONS.items() if fnmatch(self.variant.name, p)), None)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it is as fast as wanted, or has a reason not to be."""
+        return self.ratios[1] >= WANTED or self.reason is not None
+
+
+def bytes_per_element(variant: Variant) -> float:
+    """Unquantized, values and scales: what a call moves at least, whichever its direction."""
+    # One scale serves a square of 32 x 32, where it is not written 32 times.
+    per_scale = BLOCK * BLOCK if variant.form.startswith("square") else BLOCK
+    quantized = sum(1 / format.codes_per_byte + 1 / per_scale for format in variant.formats)
+    return FLOAT_DTYPES[variant.dtype].itemsize + quantized
+
+
+def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[Bound]:
+    """Of every binary in a manifest, on every chip that runs it."""
+    for variant in VARIANTS:
+        if only not in variant.name:
+            continue
+        for name, chip in CHIPS.items():
+            if chip.arch not in ARCHS[variant.implementation]:
+                continue
+            per_element = None
+            if found := facts.get(f"{variant.name}.{chip.arch}"):
+                each = found["elements_per_thread"]
+                if counts := found["usage"][0]["instructions"]:
+                    per_element = counts["shortest"] / each, counts["longest"] / each
+            yield Bound(variant, name, per_element)
+
+
+def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> float:
+    """The fraction of the memory's speed that was reached at the first required shape, or NaN."""
+    forms = [name for name, form in shapes.FORMS.items() if form.kernel == variant.form]
+    where = {
+        "form": next(iter(forms), None),
+        "shape": shapes.spell(shapes.REQUIRED[0]),
+        "dtype": variant.dtype,
+        "format": variant.formats[0].name,
+        "scaling": "rceil",
+        "scale_layout": "row_major",
+    }
+    same = len({*variant.formats}) == 1
+    found = [row for row in rows if same and where.items() <= row.items()]
+    return found[0]["gbps"] / CHIPS[chip].tb_per_s / 1e3 if found else math.nan
+
+
+def table(found: Sequence[Bound], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    """A line for each variant: instructions on the judged chip, and the ratios on all."""
+    title = "Instructions an element, and how many times as many a chip issues at memory speed"
+    result = Table(title=title, box=SIMPLE_HEAD)
+    result.add_column("variant", no_wrap=True)
+    for header in ("bytes", f"instructions {JUDGED}"):
+        result.add_column(header, justify="right")
+    chips = list(dict.fromkeys(bound.chip for bound in found))
+    for chip in chips:
+        result.add_column(chip, justify="right")
+        if chip in rows:
+            result.add_column("measured / peak", justify="right")
+    result.add_column(f"why below {WANTED}", overflow="fold")
+    for variant in dict.fromkeys(bound.variant for bound in found):
+        instructions, reason, cells = "", Text(), []
+        for bound in (b for b in found if b.variant == variant):
+            least, most = bound.ratios
+            if bound.chip == JUDGED:
+                both = bound.per_element
+                instructions = "{:.1f} - {:.1f}".format(*both) if both else "not known"
+                cells.append(f"{least:.2f} - {most:.2f}")
+                if most < WANTED:
+                    reason = Text(bound.reason or "no reason given", "" if bound.reason else "red")
+            else:
+                cells.append(f"{most:.2f}")
+            if bound.chip in rows:
+                fraction = measured(variant, rows[bound.chip], bound.chip)
+                cells.append("" if math.isnan(fraction) else f"{fraction:.2f}")
+        size = f"{bytes_per_element(variant):.2f}"
+        result.add_row(variant.name, size, instructions, *cells, reason)
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module's docstring; 1 if a variant is below what is wanted and nobody says why."""
+    parser = argparse.ArgumentParser("python -m benchmarks.issue_model")
+    parser.add_argument("--only", metavar="TEXT", default="", help="variants with this in the name")
+    args = parser.parse_args(argv)
+    found = list(bounds(manifest(), args.only))
+    files = {chip: RESULTS / f"{chip.lower()}.json" for chip in CHIPS}
+    rows = {chip: json.loads(f.read_text()) for chip, f in files.items() if f.exists()}
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+    console.print(table(found, rows))
+    judged = [bound for bound in found if bound.chip == JUDGED]
+    bad = [bound for bound in judged if not bound.is_met]
+    console.print(f"{len(bad)} of {len(judged)} below {WANTED} on a {JUDGED} without a reason")
+    return int(bool(bad) or not judged)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
