@@ -24,8 +24,8 @@ from jax_mx import forms
 from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3
 from jax_mx.variants import VARIANTS, Variant
 
-# By the names that variants have. The two tables name the same five, in the same order.
-FORMS = dict(zip(forms.FORMS, shapes.FORMS.values(), strict=True))
+# By the names that variants have. The two tables name the same five first, in the same order.
+FORMS = dict(zip(forms.FORMS, shapes.FORMS.values(), strict=False))
 # No multiple of what a thread block covers, in any direction.
 SMALL = (3, 160, 224)
 

@@ -14,10 +14,10 @@ from jax_mx import primitive
 from jax_mx.array import MXArray
 from jax_mx.artifacts import TARGET
 from jax_mx.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
-from jax_mx.forms import FORMS, from_view, to_view
+from jax_mx.forms import FORMS, divided, from_view, to_view
 from jax_mx.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
-from jax_mx.sharding import is_explicit, reshape, spec_of
+from jax_mx.sharding import is_explicit, spec_of
 from jax_mx.variants import device_arch
 
 # For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
@@ -121,6 +121,7 @@ def dequantize(
     q: MXArray,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     *,
+    transpose: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """element * scale, in float32, rounded once to `dtype`.
@@ -128,6 +129,8 @@ def dequantize(
     Args:
       q: what `quantize` returned.
       dtype: bfloat16, float16 or float32. Beyond its largest finite value the result is infinite.
+      transpose: whether the result has the last two axes swapped: (..., K, M) for a q of the shape
+        (..., M, K).
       implementation: "xla", or None: the kernel where there is one, else "xla".
 
     Returns:
@@ -136,17 +139,21 @@ def dequantize(
     Raises:
       TypeError: q is no `MXArray`, its arrays have other dtypes than its format, or dtype is none
         of the three.
-      ValueError: the scales' shape does not belong to the values' shape.
+      ValueError: the scales' shape does not belong to the values' shape, or there are no two axes
+        to swap.
       NotImplementedError: as for `quantize`.
+      ShardingTypeError: as for `quantize`.
     """
-    plan = plan_dequantize(q, dtype, implementation)
+    plan = plan_dequantize(q, dtype, transpose, implementation)
     _insist(plan)
-    q = dataclasses.replace(q, format=plan.format, scale_layout=plan.scale_layout)  # not names
-    scales = _scales_in(q.scales, q.shape, plan)
-    values = _to_blocks(q.values, plan.axis, length=BLOCK // plan.format.codes_per_byte)
-    y = primitive.dequantize(values, scales, plan)
-    y = reshape(y, (*y.shape[:-2], y.shape[-2] * BLOCK), spec_of(y)[:-1])
-    return jnp.moveaxis(y, -1, plan.axis)
+    names = {"format": plan.format, "scale_layout": plan.scale_layout}  # or what they stand for
+    if plan.axis < -2 and plan.scale_layout.is_tiled:  # see quantize
+        values = jnp.moveaxis(q.values, plan.axis, -2)
+        q = dataclasses.replace(q, values=values, axis=-2, **names)
+        y = jnp.moveaxis(_dequantize(q, dataclasses.replace(plan, axis=-2)), -2, plan.axis)
+    else:
+        y = _dequantize(dataclasses.replace(q, axis=plan.axis, **names), plan)
+    return y if plan.transpose == transpose else jnp.swapaxes(y, -1, -2)
 
 
 def is_supported(
@@ -174,7 +181,7 @@ def is_supported(
       ndim: 1 to 64.
       scaling: no kernel depends on it.
       scale_layout: where scales lie.
-      transpose: of quantize, or of quantize_both's second result.
+      transpose: of quantize, of dequantize, or of quantize_both's second result.
       implementation: this one only; "xla" serves every call.
 
     Returns:
@@ -222,75 +229,70 @@ def _insist(plan: Plan) -> None:
 def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
     """Binds the primitive; x as the plan has it. One MXArray per result."""
     form = FORMS[plan.form]
-    axis = -2 if plan.op == "quantize_both" else plan.axis
-    split = x.ndim + axis
-    spec = spec_of(x)
-    for along in (-2, -1) if plan.op == "quantize_both" else (axis,):
-        _whole_shards(plan.op, x, along)
-    if plan.scale_layout.is_tiled and is_explicit(jax.typeof(x).sharding.mesh):
-        # Tiles mix rows and columns, so these two are gathered; leading dimensions stay sharded.
-        spec = (*spec[: -2 if axis >= -2 else axis], *[None] * min(2, x.ndim))
-        x = jax.sharding.reshard(x, PartitionSpec(*spec))
-    # An array (*lead, M, *rest): blocks along M, or along the last axis of it, or both.
-    lead, m, rest = x.shape[:split], x.shape[split], x.shape[split + 1 :]
-    lead_spec, m_spec, rest_spec = spec[:split], spec[split], spec[split + 1 :]
-    blocks, k, k_spec = m // BLOCK, math.prod(rest), (rest_spec or (None,))[0]
-    if plan.form == "last":
-        ones = (1,) * (1 - len(lead))  # there is always a dimension of rows
-        memory, memory_spec = (*ones, *lead, blocks, BLOCK), (*[None for _ in ones], *spec, None)
-    elif plan.op == "quantize":
-        memory, memory_spec = (*lead, blocks, BLOCK, k), (*lead_spec, m_spec, None, k_spec)
-    else:
-        memory = (*lead, blocks, BLOCK, k // BLOCK, BLOCK)
-        memory_spec = (*lead_spec, m_spec, None, k_spec, None)
-    view = to_view(x, memory, form.operand, memory_spec)
-    outs = primitive.quantize_p.bind(view, plan=plan)
+    x = _placed(x, x.shape, plan)
+    view = form.view(x.shape, spec_of(x), plan.first_axis)
+    outs = primitive.quantize_p.bind(to_view(x, *view, form.operand), plan=plan)
 
     arrays = []
     for i, (result, format) in enumerate(zip(form.results, plan.formats, strict=True)):
         values, scales = outs[2 * i : 2 * i + 2]
-        along = plan.axis if plan.op == "quantize" else -1 - i
-        turned = plan.transpose and along != -1
-        shape, out_spec = [*x.shape], [*spec]
-        if turned:
-            shape, out_spec = [*lead, *rest, m], [*lead_spec, *rest_spec, m_spec]
-            along = -1
-        per_block = [*shape]
-        per_block[along] //= BLOCK
-        shape[along] //= format.codes_per_byte
-        values = from_view(values, tuple(shape), result.values, tuple(out_spec))
+        shape, spec, axes = x.shape, spec_of(x), (plan.axes[-1 - i],)
+        if plan.transpose and axes != (-1,):
+            shape, spec = (_moved_last(dims, axes[0]) for dims in (shape, spec))
+            axes = (-1,)
+        stored = divided(shape, axes, format.codes_per_byte)
+        values = from_view(values, stored, spec, result.order)
         if not plan.scale_layout.is_tiled:
-            scales = from_view(scales, tuple(per_block), result.scales, tuple(out_spec))
-        arrays.append(MXArray(values, scales, format, along, plan.scale_layout))
+            scales = from_view(scales, divided(shape, axes, BLOCK), spec, result.order)
+        arrays.append(MXArray(values, scales, format, axes[-1], plan.scale_layout))
     return arrays
 
 
-def _whole_shards(op: str, x: jax.Array, axis: int) -> None:
-    """Raises on a mesh with explicit axes where a shard along `axis` splits a block."""
-    mesh = jax.typeof(x).sharding.mesh
-    if not is_explicit(mesh):
-        return
-    names = spec_of(x)[axis]
-    names = (names,) if isinstance(names, str) else tuple(names or ())
-    shards, length = math.prod(mesh.shape[name] for name in names), x.shape[axis]
-    if length % (shards * BLOCK):
-        raise primitive.ShardingTypeError(
-            f"{op}: axis {axis} of length {length} is split over {' x '.join(names)} in {shards} "
-            f"shards of {length / shards:g}, which does not keep its blocks of {BLOCK} whole; "
-            "reshard it with jax.sharding.reshard"
-        )
-
-
-def _to_blocks(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """x with `axis` moved last and split: (..., blocks, length)."""
-    x = jnp.moveaxis(x, axis, -1)
-    spec = (*spec_of(x), None)
-    return reshape(x, (*x.shape[:-1], x.shape[-1] // length, length), spec)
-
-
-def _scales_in(scales: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
-    """Row-major scales (..., blocks, 1), blocks along the plan's axis, of an array of `shape`."""
+def _dequantize(q: MXArray, plan: Plan) -> jax.Array:
+    """Binds the primitive; q as the plan has it."""
+    form = FORMS[plan.form]
+    (result,) = form.results
+    values, scales = _placed(q.values, q.shape, plan), q.scales
+    shape, spec = q.shape, spec_of(values)
+    if is_explicit(jax.typeof(values).sharding.mesh):
+        rest = (None,) * (scales.ndim - len(spec))  # of tiles
+        scales = jax.sharding.reshard(scales, PartitionSpec(*spec, *rest))
+    if plan.transpose:
+        shape, spec = (_moved_last(dims, -2) for dims in (shape, spec))
+    view, view_spec = form.view(shape, spec, plan.first_axis)
+    stored = result.values_shape(view, plan.format)
+    values = to_view(values, stored, view_spec, result.order)
     if not plan.scale_layout.is_tiled:
-        return _to_blocks(scales, plan.axis, length=1)
-    rows = shape[-1] if plan.axis != -1 else shape[-2]
-    return plan.scale_layout.unpack(scales, rows, shape[plan.axis] // BLOCK)[..., None]
+        per_block = result.scales_shape(view, plan.scale_layout)
+        scales = to_view(scales, per_block, view_spec, result.order)
+    return from_view(primitive.dequantize(values, scales, plan), shape, spec, form.operand)
+
+
+def _moved_last(dims: tuple, axis: int) -> tuple:
+    """Lengths or specs, that of the negative `axis` last."""
+    axis += len(dims)
+    return (*dims[:axis], *dims[axis + 1 :], dims[axis])
+
+
+def _placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
+    """x of the logical `shape`, in shards that the primitive takes.
+
+    Raises:
+      ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
+    """
+    mesh, spec = jax.typeof(x).sharding.mesh, spec_of(x)
+    if not is_explicit(mesh):
+        return x
+    for axis in plan.axes:
+        names = (spec[axis],) if isinstance(spec[axis], str) else tuple(spec[axis] or ())
+        shards, length = math.prod(mesh.shape[name] for name in names), shape[axis]
+        if length % (shards * BLOCK):
+            raise primitive.ShardingTypeError(
+                f"{plan.op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
+                f"{shards} shards of {length / shards:g}, which does not keep its blocks of "
+                f"{BLOCK} whole; reshard it with jax.sharding.reshard"
+            )
+    if not plan.scale_layout.is_tiled:
+        return x
+    # Tiles mix rows and columns, so these two are gathered; leading dimensions stay sharded.
+    return jax.sharding.reshard(x, PartitionSpec(*spec[:-2], None, None))

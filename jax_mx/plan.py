@@ -13,6 +13,7 @@ import numpy as np
 from jax_mx import formats, layouts
 from jax_mx.array import MXArray
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, SCALE_DTYPE, Format, Scaling
+from jax_mx.forms import divided
 from jax_mx.layouts import ScaleLayout
 
 # The implementations that a caller can name, and the JAX platform that each runs on.
@@ -31,7 +32,8 @@ class Plan:
       scale_layout: where scales lie.
       scaling: the scale's rule; None for dequantize.
       implementation: the one the caller insists on, or None.
-      transpose: whether the block axis comes last in the (last) result.
+      transpose: whether the form transposes: the (last) result of quantize has its block axis
+        last, that of dequantize its last two axes swapped.
     """
 
     op: str
@@ -49,11 +51,23 @@ class Plan:
         return self.formats[0]
 
     @property
+    def axes(self) -> tuple[int, ...]:
+        """All that blocks run along, negative and ascending."""
+        return (-2, -1) if self.op == "quantize_both" else (self.axis,)
+
+    @property
+    def first_axis(self) -> int:
+        """The first of them, in the unquantized array."""
+        swapped = self.op == "dequantize" and self.transpose
+        return -3 - self.axes[0] if swapped else self.axes[0]
+
+    @property
     def form(self) -> str:
         """Its name in `forms.FORMS`."""
-        if self.op != "quantize_both" and self.axis == -1:
-            return "last"
-        which = "both" if self.op == "quantize_both" else "second"
+        if self.op == "quantize_both":
+            which = "both"
+        else:
+            which = "last" if self.first_axis == -1 else "second"
         return f"{which}_transposed" if self.transpose else which
 
     @property
@@ -79,18 +93,21 @@ def plan_quantize(
 ) -> Plan:
     """The plan of a call of `quantize` on an array like `x`.
 
+    With another op, of the call of it that gives or takes an array like `x`.
+
     Raises:
       TypeError, ValueError: see `jax_mx.quantize`.
     """
+    along = _axis(op, axis, x.ndim)
     plan = Plan(
         op,
         _float_dtype(op, "x", x.dtype),
         (formats.named(f"{op}: format", formats.FORMATS, format),),
-        _axis(op, axis, x.ndim),
+        along,
         formats.named(f"{op}: scale_layout", layouts.SCALE_LAYOUTS, scale_layout),
         formats.named(f"{op}: scaling", formats.SCALINGS, scaling),
         _implementation(op, implementation),
-        _flag(op, "transpose", transpose),
+        _transpose(op, transpose, along, x.ndim),
     )
     _whole_blocks(op, x.shape, axis)
     if plan.scale_layout.is_tiled and x.ndim < 2:
@@ -143,7 +160,7 @@ def plan_both(
     )
 
 
-def plan_dequantize(q: Any, dtype: Any, implementation: Any) -> Plan:
+def plan_dequantize(q: Any, dtype: Any, transpose: Any, implementation: Any) -> Plan:
     """The plan of a call of `dequantize` on an `MXArray`.
 
     Raises:
@@ -159,17 +176,18 @@ def plan_dequantize(q: Any, dtype: Any, implementation: Any) -> Plan:
         if not hasattr(array, "dtype") or array.dtype != want:
             found = getattr(array, "dtype", type(array).__name__)
             raise TypeError(f"{op}: q.{name} is {found}, {format!r} has {want}")
+    axis = _axis(op, q.axis, q.values.ndim)
     plan = Plan(
         op,
         _float_dtype(op, "dtype", dtype),
         (format,),
-        _axis(op, q.axis, q.values.ndim),
+        axis,
         layout,
         implementation=_implementation(op, implementation),
+        transpose=_transpose(op, transpose, axis, q.values.ndim),
     )
-    shape = [*q.values.shape]
-    shape[plan.axis] *= format.codes_per_byte
-    scales = scales_shape(tuple(shape), plan)
+    shape = dataclasses.replace(q, format=format).shape
+    scales = scales_shape(shape, plan)
     if shape[plan.axis] % BLOCK or q.scales.shape != scales:
         raise ValueError(
             f"{op}: values of the shape {q.values.shape} in {format!r} along axis {plan.axis} "
@@ -182,8 +200,7 @@ def plan_dequantize(q: Any, dtype: Any, implementation: Any) -> Plan:
 def scales_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
     """Of the scales of an array of the logical `shape`."""
     if not plan.scale_layout.is_tiled:
-        axis = plan.axis + len(shape)
-        return (*shape[:axis], shape[axis] // BLOCK, *shape[axis + 1 :])
+        return divided(shape, plan.axes, BLOCK)
     if len(shape) < 2:
         raise ValueError(
             f"{plan.op}: scale_layout {plan.scale_layout.name!r} tiles a matrix's rows and "
@@ -227,6 +244,17 @@ def _whole_blocks(op: str, shape: tuple[int, ...], axis: int) -> None:
             f"{op}: axis {axis} has length {length}, not a multiple of the block length {BLOCK}; "
             f"pad it to {-(-length // BLOCK) * BLOCK} or choose another axis of {tuple(shape)}"
         )
+
+
+def _transpose(op: str, transpose: Any, axis: int, ndim: int) -> bool:
+    """Whether the form transposes."""
+    if not _flag(op, "transpose", transpose):
+        return False
+    if op == "quantize":
+        return axis != -1  # the block axis is last as it is
+    if ndim < 2:
+        raise ValueError(f"{op}: transpose swaps the last two axes, the array has rank {ndim}")
+    return axis >= -2  # the others have no form: ops.dequantize swaps what comes out
 
 
 def _flag(op: str, name: str, value: Any) -> bool:
