@@ -37,14 +37,14 @@ class Result:
     Attributes:
       block: the dimensions of the tail that a block spans, negative; codes pack along the last.
       order: how values and row-major scales lie in memory.
-      rows: the dimensions of the tail that make up the rows of the scales' matrix.
+      rows: the dimensions of the tail that make up the rows of the scales' matrix in tiles.
       cols: those that make up its columns.
     """
 
     block: tuple[int, ...]
     order: Order
-    rows: tuple[int, ...]
-    cols: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+    cols: tuple[int, ...] = ()
 
     def values_shape(self, view: Shape, format: Format) -> Shape:
         """Of the values, for a view of this shape."""
@@ -62,6 +62,11 @@ class Result:
         return tuple(
             BLOCK if i - len(values) == self.block[-1] else n for i, n in enumerate(values)
         )
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The last dimensions, as many as `block` has."""
+        return tuple(range(-len(self.block), 0))
 
     def pack(self, scales: jax.Array, layout: ScaleLayout) -> jax.Array:
         """Scales of the view's rank into tiles."""
@@ -145,6 +150,9 @@ FORMS: Mapping[str, Form] = {
         )
         for name, order in (("both", (0, 2, 1, 3)), ("both_transposed", (1, 3, 0, 2)))
     },
+    # The same view: blocks of 32 x 32.
+    "square": Form(2, (0, 2, 1, 3), (Result((-2, -1), (0, 2, 1, 3)),)),
+    "square_transposed": Form(2, (0, 2, 1, 3), (Result((-1, -2), (1, 3, 0, 2)),)),
     # The view of "last", but the quantized array lies as (K, rows): dequantize alone.
     "last_transposed": Form(1, (0, 1, 2), (Result((-1,), (1, 2, 0), rows=(0,), cols=(1,)),)),
 }

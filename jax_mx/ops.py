@@ -17,7 +17,7 @@ from jax_mx.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.forms import FORMS, divided, from_view, to_view
 from jax_mx.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
-from jax_mx.sharding import is_explicit, spec_of
+from jax_mx.sharding import gathered, is_explicit, spec_of
 from jax_mx.variants import device_arch
 
 # For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
@@ -33,9 +33,10 @@ def quantize(
     scaling: Scaling | str = RCEIL,
     scale_layout: ScaleLayout | str = ROW_MAJOR,
     transpose: bool = False,
+    block: int | tuple[int, int] = BLOCK,
     implementation: str | None = None,
 ) -> MXArray:
-    """Quantizes blocks of 32 elements along `axis` to a small float format with E8M0 scales.
+    """Quantizes blocks of 32 elements to a small float format with E8M0 scales.
 
     A block's scale is a power of two that follows from its largest magnitude by the rule
     `scaling`; elements are divided by it, rounded to nearest even and saturated (OCP MX v1.0). A
@@ -52,6 +53,11 @@ def quantize(
         one of them); the leading ones number slabs.
       transpose: whether the result has the block axis last, as the GEMM of the transposed operand
         wants it: values (..., K, M) and scales (..., K, M / 32) for an x (..., M, K), axis -2.
+        Of square blocks, the last two axes are swapped: scales (..., K / 32, M / 32).
+      block: 32, along `axis`; or (32, 32), square tiles of the last two axes of x (..., M, K), 32
+        divides both. Square blocks share one scale each, (..., M / 32, K / 32), row-major, so that
+        the transposed array is the array transposed: one result serves both directions of a weight.
+        `MXArray.expand` makes either direction's ordinary blocks of it, for a GEMM.
       implementation: "cutedsl" (NVIDIA kernels), "xla" (plain XLA, runs everywhere), or None: the
         kernel where there is one, else "xla".
 
@@ -67,7 +73,7 @@ def quantize(
       ShardingTypeError: on a mesh with explicit axes, a shard would split a block.
     """
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
-    plan = plan_quantize(x, format, axis, scaling, scale_layout, implementation, transpose)
+    plan = plan_quantize(x, format, axis, scaling, scale_layout, implementation, transpose, block)
     x = jnp.asarray(x, plan.dtype)
     _insist(plan)
     if plan.axis < -2 and plan.scale_layout.is_tiled:  # a layout's rows are the last axis alone
@@ -167,6 +173,7 @@ def is_supported(
     scaling: Scaling | str = RCEIL,
     scale_layout: ScaleLayout | str = ROW_MAJOR,
     transpose: bool = False,
+    block: int | tuple[int, int] = BLOCK,
     implementation: str | None = None,
 ) -> tuple[bool, str]:
     """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
@@ -182,6 +189,7 @@ def is_supported(
       scaling: no kernel depends on it.
       scale_layout: where scales lie.
       transpose: of quantize, of dequantize, or of quantize_both's second result.
+      block: of quantize and dequantize, see `quantize`.
       implementation: this one only; "xla" serves every call.
 
     Returns:
@@ -197,7 +205,7 @@ def is_supported(
         pair = (False, transpose)
         plan = plan_both(like, (format, format), scaling, scale_layout, implementation, pair)
     elif op in ("quantize", "dequantize"):
-        call = (format, axis, scaling, scale_layout, implementation, transpose, op)
+        call = (format, axis, scaling, scale_layout, implementation, transpose, block, op)
         plan = plan_quantize(like, *call)
     else:
         allowed = "'quantize', 'quantize_both' or 'dequantize'"
@@ -236,15 +244,16 @@ def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
     arrays = []
     for i, (result, format) in enumerate(zip(form.results, plan.formats, strict=True)):
         values, scales = outs[2 * i : 2 * i + 2]
-        shape, spec, axes = x.shape, spec_of(x), (plan.axes[-1 - i],)
+        shape, spec = x.shape, spec_of(x)
+        axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
         if plan.transpose and axes != (-1,):
             shape, spec = (_moved_last(dims, axes[0]) for dims in (shape, spec))
-            axes = (-1,)
-        stored = divided(shape, axes, format.codes_per_byte)
+            axes = result.last
+        stored = divided(shape, axes[-1:], format.codes_per_byte)
         values = from_view(values, stored, spec, result.order)
         if not plan.scale_layout.is_tiled:
             scales = from_view(scales, divided(shape, axes, BLOCK), spec, result.order)
-        arrays.append(MXArray(values, scales, format, axes[-1], plan.scale_layout))
+        arrays.append(MXArray(values, scales, format, axes[-1], plan.scale_layout, plan.block))
     return arrays
 
 
@@ -292,7 +301,4 @@ def _placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
                 f"{shards} shards of {length / shards:g}, which does not keep its blocks of "
                 f"{BLOCK} whole; reshard it with jax.sharding.reshard"
             )
-    if not plan.scale_layout.is_tiled:
-        return x
-    # Tiles mix rows and columns, so these two are gathered; leading dimensions stay sharded.
-    return jax.sharding.reshard(x, PartitionSpec(*spec[:-2], None, None))
+    return gathered(x) if plan.scale_layout.is_tiled else x

@@ -67,12 +67,12 @@ def _dequantize_avals(values, scales, *, plan: Plan):
 def _quantize_reference(x, *, plan: Plan):
     out = []
     for result, format in zip(FORMS[plan.form].results, plan.formats, strict=True):
-        blocks = jnp.moveaxis(x, result.block, (-1,))
-        values, scales = reference.quantize(blocks, format, cast(Scaling, plan.scaling))
-        scales = jnp.moveaxis(scales, (-1,), result.block)
+        blocks, scaling = jnp.moveaxis(x, result.block, result.last), cast(Scaling, plan.scaling)
+        values, scales = reference.quantize(blocks, format, scaling, result.last)
+        scales = jnp.moveaxis(scales, result.last, result.block)
         if plan.scale_layout.is_tiled:
             scales = result.pack(scales, plan.scale_layout)
-        out += [jnp.moveaxis(values, (-1,), result.block), scales]
+        out += [jnp.moveaxis(values, result.last, result.block), scales]
     return out
 
 
@@ -80,9 +80,9 @@ def _dequantize_reference(values, scales, *, plan: Plan):
     (result,) = FORMS[plan.form].results
     if plan.scale_layout.is_tiled:
         scales = result.unpack(scales, result.view_shape(values.shape), plan.scale_layout)
-    values, scales = (jnp.moveaxis(a, result.block, (-1,)) for a in (values, scales))
+    values, scales = (jnp.moveaxis(a, result.block, result.last) for a in (values, scales))
     y = reference.dequantize(values, scales, plan.format, plan.dtype)
-    return [jnp.moveaxis(y, (-1,), result.block)]
+    return [jnp.moveaxis(y, result.last, result.block)]
 
 
 # ---- which kernel ---

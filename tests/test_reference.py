@@ -68,7 +68,7 @@ def test_against_exact_rationals(format, scaling, data):
     q = jax_mx.quantize(x, format, scaling=scaling)
     scales = bytes_of(q.scales)[..., 0]
     codes = np.asarray(
-        reference._unpack(
+        reference.unpack(
             jax.lax.bitcast_convert_type(q.values, jnp.uint8).astype(jnp.uint32), format
         )
     )
@@ -119,7 +119,7 @@ def test_dequantize_every_code_and_scale(format, name):
     blocks = np.broadcast_to(blocks[..., None], (*blocks.shape, BLOCK // blocks.shape[-1]))
     code, scale = blocks.reshape(2, -1, BLOCK)
     scale = scale[:, :1]
-    packed = reference._pack(jnp.asarray(code, jnp.uint32), format)
+    packed = reference.pack(jnp.asarray(code, jnp.uint32), format)
     values = jax.lax.bitcast_convert_type(packed, format.storage)
     scales = jax.lax.bitcast_convert_type(jnp.asarray(scale, jnp.uint8), jnp.float8_e8m0fnu)
     got = np.asarray(
