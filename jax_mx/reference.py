@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.formats import BLOCK, SCALE_DTYPE, SCALE_NAN, Format, Scaling
+from jax_mx.formats import SCALE_DTYPE, SCALE_NAN, Format, Scaling
 
 _INF = 0x7F800000  # float32
 
@@ -141,4 +141,6 @@ def unpack(packed: jax.Array, format: Format) -> jax.Array:
     """The inverse of `pack`, from uint32."""
     per, width = format.codes_per_byte, 8 // format.codes_per_byte
     parts = [packed >> np.uint32(width * i) & np.uint32(2**width - 1) for i in range(per)]
-    return jnp.stack(parts, axis=-1).reshape(*packed.shape[:-1], BLOCK) if per > 1 else packed
+    if per == 1:
+        return packed
+    return jnp.stack(parts, axis=-1).reshape(*packed.shape[:-1], packed.shape[-1] * per)

@@ -37,7 +37,8 @@ def assert_bits_equal(got, want, what: str = "") -> None:
 
 def assert_same_array(got, want, what: str = "") -> None:
     """Two MXArrays are equal in every byte and every static field."""
-    assert (got.format, got.axis, got.scale_layout) == (want.format, want.axis, want.scale_layout)
+    for field in ("format", "axis", "scale_layout", "block"):
+        assert getattr(got, field) == getattr(want, field), f"{what} {field}"
     assert_bits_equal(got.scales, want.scales, f"{what} scales")
     assert_bits_equal(got.values, want.values, f"{what} values")
 
