@@ -128,18 +128,20 @@ def _repacked(values: jax.Array, format: Format) -> jax.Array:
     return from_view(values, divided(shape, (-2,), format.codes_per_byte), spec, (0, 3, 1, 2))
 
 
-# So that exported programs may take and return MXArrays. Formats and layouts go by name; a program
-# from before there were blocks names none.
+# So that exported programs may take and return MXArrays. Formats and layouts go by name.
+def _serialize(aux: tuple[Format, int, ScaleLayout, tuple[int, ...]]) -> bytes:
+    format, axis, layout, block = aux
+    return json.dumps([format.name, axis, layout.name, *block]).encode()
+
+
+def _deserialize(text: bytes) -> tuple[Format, int, ScaleLayout, tuple[int, ...]]:
+    format, axis, layout, *block = json.loads(text)  # the first programs had no block
+    return FORMATS[format], axis, SCALE_LAYOUTS[layout], tuple(block) or (BLOCK,)
+
+
 jax.export.register_pytree_node_serialization(
     MXArray,
     serialized_name="jax_mx.MXArray",
-    serialize_auxdata=lambda aux: json.dumps([aux[0].name, aux[1], aux[2].name, aux[3]]).encode(),
-    deserialize_auxdata=lambda text: (
-        lambda format, axis, layout, block=(BLOCK,): (
-            FORMATS[format],
-            axis,
-            SCALE_LAYOUTS[layout],
-            tuple(block),
-        )
-    )(*json.loads(text)),
+    serialize_auxdata=_serialize,
+    deserialize_auxdata=_deserialize,
 )
