@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.formats import FORMATS, Format
-from jax_mx.layouts import SCALE_LAYOUTS, ScaleLayout
+from jax_mx import reference
+from jax_mx.formats import BLOCK, FORMATS, Format, named
+from jax_mx.forms import FORMS, divided, from_view, to_view
+from jax_mx.layouts import ROW_MAJOR, SCALE_LAYOUTS, ScaleLayout
+from jax_mx.sharding import gathered, reshape, spec_of
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("values", "scales"),
-    meta_fields=("format", "axis", "scale_layout"),
+    meta_fields=("format", "axis", "scale_layout", "block"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class MXArray:
@@ -26,11 +29,12 @@ class MXArray:
     Attributes:
       values: the elements' codes, of `format.storage`; the logical shape, but with the block axis
         divided by `format.codes_per_byte` (2 for MXFP4).
-      scales: float8_e8m0fnu. Row-major: the logical shape with the block axis divided by 32. In a
+      scales: float8_e8m0fnu. Row-major: the logical shape with the block's axes divided by 32. In a
         tiled layout: (..., row tiles, column tiles, bytes of a tile), see `ScaleLayout.shape`.
       format: what the codes mean.
-      axis: the axis that blocks run along, negative, so that it survives vmap.
+      axis: the axis that blocks run along, negative, so that it survives vmap; -1 if square.
       scale_layout: where the scale of a block lies.
+      block: (32,), or (32, 32): square blocks of the last two axes.
     """
 
     values: jax.Array
@@ -38,6 +42,7 @@ class MXArray:
     format: Format
     axis: int
     scale_layout: ScaleLayout
+    block: tuple[int, ...] = (BLOCK,)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,16 +72,76 @@ class MXArray:
 
         return dequantize(self, dtype, **options)
 
+    def expand(self, axis: int = -1, scale_layout: ScaleLayout | str = ROW_MAJOR) -> MXArray:
+        """Of square blocks: the same array in blocks along one axis, as GEMMs take it.
+
+        Args:
+          axis: -1 or -2.
+          scale_layout: of the result.
+
+        Returns:
+          An `MXArray` that dequantizes to the same floats: of values (..., M, K) the same values,
+          and each scale 32 times, row-major (..., M, K / 32) or (..., M / 32, K). Codes of MXFP4
+          are packed along `axis`.
+
+        Raises:
+          TypeError: scale_layout is of the wrong type.
+          ValueError: blocks are not square, another axis, an unknown layout.
+        """
+        layout = named("expand: scale_layout", SCALE_LAYOUTS, scale_layout)
+        if self.block != (BLOCK, BLOCK):
+            raise ValueError(
+                f"expand: blocks run along axis {self.axis} as it is; only square ones, of "
+                f"quantize(x, block=({BLOCK}, {BLOCK})), expand"
+            )
+        if axis not in (-1, -2):
+            raise ValueError(f"expand: axis must be -1 or -2, got {axis!r}")
+        values, scales = self.values, self.scales
+        if axis == -2 and self.format.codes_per_byte > 1:
+            values = _repacked(values, self.format)
+        if layout.is_tiled:
+            scales = gathered(scales)
+        other = scales.ndim - 3 - axis  # the axis along which a scale stands for 32 blocks
+        shape = [*scales.shape]
+        scales = jnp.expand_dims(scales, other + 1)
+        scales = jnp.broadcast_to(scales, (*shape[: other + 1], BLOCK, *shape[other + 1 :]))
+        shape[other] *= BLOCK
+        scales = reshape(scales, tuple(shape), spec_of(self.scales))
+        if layout.is_tiled:
+            scales = layout.pack(scales if axis == -1 else jnp.swapaxes(scales, -1, -2))
+        return MXArray(values, scales, self.format, axis, layout)
+
     def __array__(self, *_: object, **__: object) -> np.ndarray:
         raise TypeError("an MXArray is two arrays; take .values and .scales, or .dequantize()")
 
 
+def _repacked(values: jax.Array, format: Format) -> jax.Array:
+    """Codes of square blocks, packed along the second-to-last axis instead of the last."""
+    form = FORMS["square"]
+    (square,) = form.results
+    shape = (*values.shape[:-1], values.shape[-1] * format.codes_per_byte)
+    spec = spec_of(values)
+    view, view_spec = form.view(shape, spec, -2)
+    values = to_view(values, square.values_shape(view, format), view_spec, square.order)
+    codes = reference.unpack(values.astype(jnp.uint32), format)  # (..., 32 of M, 32 of K)
+    values = reference.pack(jnp.swapaxes(codes, -1, -2), format)
+    return from_view(values, divided(shape, (-2,), format.codes_per_byte), spec, (0, 3, 1, 2))
+
+
 # So that exported programs may take and return MXArrays. Formats and layouts go by name.
+def _serialize(aux: tuple[Format, int, ScaleLayout, tuple[int, ...]]) -> bytes:
+    format, axis, layout, block = aux
+    return json.dumps([format.name, axis, layout.name, *block]).encode()
+
+
+def _deserialize(text: bytes) -> tuple[Format, int, ScaleLayout, tuple[int, ...]]:
+    format, axis, layout, *block = json.loads(text)  # the first programs had no block
+    return FORMATS[format], axis, SCALE_LAYOUTS[layout], tuple(block) or (BLOCK,)
+
+
 jax.export.register_pytree_node_serialization(
     MXArray,
     serialized_name="jax_mx.MXArray",
-    serialize_auxdata=lambda aux: json.dumps([aux[0].name, aux[1], aux[2].name]).encode(),
-    deserialize_auxdata=lambda text: (
-        lambda format, axis, layout: (FORMATS[format], axis, SCALE_LAYOUTS[layout])
-    )(*json.loads(text)),
+    serialize_auxdata=_serialize,
+    deserialize_auxdata=_deserialize,
 )

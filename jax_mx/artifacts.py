@@ -67,7 +67,7 @@ def load(variant: Variant, arch: str) -> Artifact:
     facts = manifest().get(f"{variant.name}.{arch}")
     if facts is None:
         raise NotImplementedError(
-            f"quantize: this installation holds no binary {variant.name} for {arch}; build it "
+            f"{variant.op}: this installation holds no binary {variant.name} for {arch}; build it "
             f"with python -m jax_mx.kernels.build --arch {arch}"
         )
     return Artifact((BINARIES / facts["file"]).read_bytes(), facts)

@@ -4,21 +4,30 @@ A kernel, the partitioner and vmap all see an array as leading dimensions and a 
 numbers and one or two dimensions of length 32. In memory the tail's dimensions have another order,
 that of the array itself, so the view costs nothing: it is a reshape and a transpose that XLA turns
 into a bitcast, and the order becomes the layout of the custom call's operand or result.
+
+The words are quantize's, from an operand to results. dequantize takes a form backwards: it reads
+what the form's result describes and writes what the operand's order describes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 
 from jax_mx.formats import BLOCK, Format
-from jax_mx.layouts import ScaleLayout
+from jax_mx.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.sharding import Spec, reshape, spec_of
 
+Shape = tuple[int, ...]
 Order = tuple[int, ...]  # of the tail's dimensions in memory, slowest first
+
+
+def divided(shape: Shape, axes: Collection[int], by: int) -> Shape:
+    """The shape with the lengths of `axes`, which are negative, divided."""
+    return tuple(n // by if i - len(shape) in axes else n for i, n in enumerate(shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,44 +35,60 @@ class Result:
     """One quantized array: values like the operand's view, scales with 1 for the block's 32.
 
     Attributes:
-      block: the dimension of the tail that its blocks run along, negative.
-      values: how values lie in memory.
-      scales: how row-major scales lie in memory.
-      rows: the dimensions of the tail that make up the rows of the scales' matrix.
+      block: the dimensions of the tail that a block spans, negative; codes pack along the last.
+      order: how values and row-major scales lie in memory.
+      rows: the dimensions of the tail that make up the rows of the scales' matrix in tiles.
       cols: those that make up its columns.
     """
 
-    block: int
-    values: Order
-    scales: Order
-    rows: tuple[int, ...]
-    cols: tuple[int, ...]
+    block: tuple[int, ...]
+    order: Order
+    rows: tuple[int, ...] = ()
+    cols: tuple[int, ...] = ()
 
-    def values_shape(self, view: tuple[int, ...], format: Format) -> tuple[int, ...]:
+    def values_shape(self, view: Shape, format: Format) -> Shape:
         """Of the values, for a view of this shape."""
-        axis = self.block + len(view)
-        return (*view[:axis], BLOCK // format.codes_per_byte, *view[axis + 1 :])
+        return divided(view, self.block[-1:], format.codes_per_byte)
 
-    def scales_shape(
-        self, view: tuple[int, ...], tail: int, layout: ScaleLayout
-    ) -> tuple[int, ...]:
+    def scales_shape(self, view: Shape, layout: ScaleLayout) -> Shape:
         """Of the scales, for a view of this shape: of the view's rank, or tiles."""
         if not layout.is_tiled:
-            axis = self.block + len(view)
-            return (*view[:axis], 1, *view[axis + 1 :])
-        return (*view[:-tail], *layout.shape(*self._extents(view[-tail:])))
+            return divided(view, self.block, BLOCK)
+        lead = len(view) - len(self.order)
+        return (*view[:lead], *layout.shape(*self._extents(view[lead:])))
 
-    def _extents(self, dims: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of the scales' matrix, for a tail of these dimensions."""
-        return math.prod(dims[i] for i in self.rows), math.prod(dims[i] for i in self.cols)
+    def view_shape(self, values: Shape) -> Shape:
+        """The inverse of `values_shape`."""
+        return tuple(
+            BLOCK if i - len(values) == self.block[-1] else n for i, n in enumerate(values)
+        )
 
-    def matrix(self, scales: jax.Array, tail: int) -> jax.Array:
-        """Scales of the view's rank as the matrices (..., rows, cols) that layouts take."""
-        lead = scales.ndim - tail
-        order = (*range(lead), *(lead + i for i in (*self.rows, *self.cols)))
-        rest = [i for i in range(scales.ndim) if i not in order]  # the 1s
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The last dimensions, as many as `block` has."""
+        return tuple(range(-len(self.block), 0))
+
+    def pack(self, scales: jax.Array, layout: ScaleLayout) -> jax.Array:
+        """Scales of the view's rank into tiles."""
+        lead = scales.ndim - len(self.order)
         shape = (*scales.shape[:lead], *self._extents(scales.shape[lead:]))
-        return reshape(scales.transpose(*order, *rest), shape, spec_of(scales)[:lead])
+        return layout.pack(from_view(scales, shape, spec_of(scales)[:lead], self._matrix))
+
+    def unpack(self, tiles: jax.Array, view: Shape, layout: ScaleLayout) -> jax.Array:
+        """The inverse of `pack`, for a view of this shape."""
+        lead = len(view) - len(self.order)
+        matrix = layout.unpack(tiles, *self._extents(view[lead:]))
+        spec = (*spec_of(tiles)[:lead], *(None for _ in self.order))
+        return to_view(matrix, self.scales_shape(view, ROW_MAJOR), spec, self._matrix)
+
+    def _extents(self, tail: Shape) -> tuple[int, int]:
+        """Rows and columns of the scales' matrix, for a tail of these lengths."""
+        return math.prod(tail[i] for i in self.rows), math.prod(tail[i] for i in self.cols)
+
+    @property
+    def _matrix(self) -> Order:
+        """The tail of row-major scales in the order of that matrix, the 1s last."""
+        return (*self.rows, *self.cols, *(i + len(self.order) for i in self.block))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +96,33 @@ class Form:
     """A view of the operand, and the results that come of it.
 
     Attributes:
-      tail: how many dimensions are not leading ones.
-      whole: how many of the tail's last dimensions have the length 32.
+      whole: how many of the view's last dimensions have the length 32.
       operand: how the operand lies in memory.
       results: what is made of it.
     """
 
-    tail: int
     whole: int
     operand: Order
     results: tuple[Result, ...]
+
+    @property
+    def tail(self) -> int:
+        """How many dimensions of the view are not leading ones."""
+        return len(self.operand)
+
+    def view(self, shape: Shape, spec: Spec, axis: int) -> tuple[Shape, Spec]:
+        """The view's shape and partition spec, of an unquantized array of `shape` and `spec`.
+
+        `axis`, negative, is the first axis that blocks run along.
+        """
+        split = len(shape) + axis
+        lead, blocks, rest = shape[:split], shape[split] // BLOCK, shape[split + 1 :]
+        if axis == -1:  # there is always a dimension of rows
+            ones = (1,) * (1 - split)
+            return (*ones, *lead, blocks, BLOCK), (*(None for _ in ones), *spec, None)
+        if self.whole == 2:
+            return (*lead, blocks, rest[0] // BLOCK, BLOCK, BLOCK), (*spec, None, None)
+        return (*lead, blocks, math.prod(rest), BLOCK), (*spec[: split + 2], None)
 
     def batch(self, ndim: int, layout: ScaleLayout) -> int:
         """How many dimensions of a view the partitioner may split.
@@ -90,58 +132,57 @@ class Form:
         return ndim - (self.tail if layout.is_tiled else self.whole)
 
 
-# (rows, cols, 32): along the last axis.
-_LAST = Form(3, 1, (0, 1, 2), (Result(-1, (0, 1, 2), (0, 1, 2), rows=(0,), cols=(1,)),))
-# (blocks_m, k, 32) of an array (M, K): along the second-to-last axis.
-_SECOND, _SECOND_T = (
-    Form(3, 1, (0, 2, 1), (Result(-1, values, scales, rows=(1,), cols=(0,)),))
-    for values, scales in (((0, 2, 1), (0, 2, 1)), ((1, 0, 2), (1, 0, 2)))
-)
-# (blocks_m, blocks_k, 32 of M, 32 of K) of an array (M, K): along both, from one read.
-_BOTH, _BOTH_T = (
-    Form(
-        4,
-        2,
-        (0, 2, 1, 3),
-        (
-            Result(-1, (0, 2, 1, 3), (0, 2, 1, 3), rows=(0, 2), cols=(1,)),
-            Result(-2, values, scales, rows=(1, 3), cols=(0,)),
-        ),
-    )
-    for values, scales in (((0, 2, 1, 3), (0, 2, 1, 3)), ((1, 3, 0, 2), (1, 3, 0, 2)))
-)
-
 FORMS: Mapping[str, Form] = {
-    "last": _LAST,
-    "second": _SECOND,
-    "second_transposed": _SECOND_T,
-    "both": _BOTH,
-    "both_transposed": _BOTH_T,
+    # The view (rows, cols, 32) of an array (rows, K).
+    "last": Form(1, (0, 1, 2), (Result((-1,), (0, 1, 2), rows=(0,), cols=(1,)),)),
+    # (blocks_m, k, 32) of an array (M, K).
+    "second": Form(1, (0, 2, 1), (Result((-1,), (0, 2, 1), rows=(1,), cols=(0,)),)),
+    "second_transposed": Form(1, (0, 2, 1), (Result((-1,), (1, 0, 2), rows=(1,), cols=(0,)),)),
+    # (blocks_m, blocks_k, 32 of M, 32 of K) of an array (M, K): along both, from one read.
+    **{
+        name: Form(
+            2,
+            (0, 2, 1, 3),
+            (
+                Result((-1,), (0, 2, 1, 3), rows=(0, 2), cols=(1,)),
+                Result((-2,), order, rows=(1, 3), cols=(0,)),
+            ),
+        )
+        for name, order in (("both", (0, 2, 1, 3)), ("both_transposed", (1, 3, 0, 2)))
+    },
+    # The same view: blocks of 32 x 32.
+    "square": Form(2, (0, 2, 1, 3), (Result((-2, -1), (0, 2, 1, 3)),)),
+    "square_transposed": Form(2, (0, 2, 1, 3), (Result((-1, -2), (1, 3, 0, 2)),)),
+    # The view of "last", but the quantized array lies as (K, rows): dequantize alone.
+    "last_transposed": Form(1, (0, 1, 2), (Result((-1,), (1, 2, 0), rows=(0,), cols=(1,)),)),
 }
 
 
-def to_view(x: jax.Array, shape: tuple[int, ...], order: Order, spec: Spec) -> jax.Array:
+def to_view(x: jax.Array, shape: Shape, spec: Spec, order: Order) -> jax.Array:
     """x as leading dimensions and a tail.
 
     Args:
       x: any array.
-      shape: x's elements in memory order, leading dimensions and the tail's in `order`.
+      shape: of the view.
+      spec: its partition spec; matters with explicit axes only.
       order: of the tail's dimensions in memory.
-      spec: the partition spec that goes with `shape`; matters with explicit axes only.
     """
-    x = reshape(x, shape, spec)
-    lead = x.ndim - len(order)
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return x.transpose(*range(lead), *(lead + i for i in inverse))
+    places = _places(len(shape), order)
+    x = reshape(x, tuple(shape[i] for i in places), tuple(spec[i] for i in places))
+    return x.transpose(sorted(range(len(places)), key=places.__getitem__))
 
 
-def from_view(x: jax.Array, shape: tuple[int, ...], order: Order, spec: Spec) -> jax.Array:
-    """The inverse of `to_view`: the array of `shape` whose view x is."""
-    lead = x.ndim - len(order)
-    return reshape(x.transpose(*range(lead), *(lead + i for i in order)), shape, spec)
+def from_view(x: jax.Array, shape: Shape, spec: Spec, order: Order) -> jax.Array:
+    """The inverse of `to_view`: the array of `shape` and `spec` whose view x is."""
+    return reshape(x.transpose(_places(x.ndim, order)), shape, spec)
 
 
 def minor_to_major(ndim: int, order: Order) -> tuple[int, ...]:
     """The order as XLA's layouts have it, for a view of `ndim` dimensions."""
+    return _places(ndim, order)[::-1]
+
+
+def _places(ndim: int, order: Order) -> tuple[int, ...]:
+    """All dimensions of a view in memory order."""
     lead = ndim - len(order)
-    return tuple(reversed([*range(lead), *(lead + i for i in order)]))
+    return (*range(lead), *(lead + i for i in order))

@@ -14,10 +14,10 @@ from jax_mx import primitive
 from jax_mx.array import MXArray
 from jax_mx.artifacts import TARGET
 from jax_mx.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
-from jax_mx.forms import FORMS, from_view, to_view
+from jax_mx.forms import FORMS, divided, from_view, to_view
 from jax_mx.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
-from jax_mx.sharding import is_explicit, reshape, spec_of
+from jax_mx.sharding import gathered, is_explicit, spec_of
 from jax_mx.variants import device_arch
 
 # For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
@@ -33,9 +33,10 @@ def quantize(
     scaling: Scaling | str = RCEIL,
     scale_layout: ScaleLayout | str = ROW_MAJOR,
     transpose: bool = False,
+    block: int | tuple[int, int] = BLOCK,
     implementation: str | None = None,
 ) -> MXArray:
-    """Quantizes blocks of 32 elements along `axis` to a small float format with E8M0 scales.
+    """Quantizes blocks of 32 elements to a small float format with E8M0 scales.
 
     A block's scale is a power of two that follows from its largest magnitude by the rule
     `scaling`; elements are divided by it, rounded to nearest even and saturated (OCP MX v1.0). A
@@ -52,6 +53,11 @@ def quantize(
         one of them); the leading ones number slabs.
       transpose: whether the result has the block axis last, as the GEMM of the transposed operand
         wants it: values (..., K, M) and scales (..., K, M / 32) for an x (..., M, K), axis -2.
+        Of square blocks, the last two axes are swapped: scales (..., K / 32, M / 32).
+      block: 32, along `axis`; or (32, 32), square tiles of the last two axes of x (..., M, K), 32
+        divides both. Square blocks share one scale each, (..., M / 32, K / 32), row-major, so that
+        the transposed array is the array transposed: one result serves both directions of a weight.
+        `MXArray.expand` makes either direction's ordinary blocks of it, for a GEMM.
       implementation: "cutedsl" (NVIDIA kernels), "xla" (plain XLA, runs everywhere), or None: the
         kernel where there is one, else "xla".
 
@@ -67,7 +73,7 @@ def quantize(
       ShardingTypeError: on a mesh with explicit axes, a shard would split a block.
     """
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
-    plan = plan_quantize(x, format, axis, scaling, scale_layout, implementation, transpose)
+    plan = plan_quantize(x, format, axis, scaling, scale_layout, implementation, transpose, block)
     x = jnp.asarray(x, plan.dtype)
     _insist(plan)
     if plan.axis < -2 and plan.scale_layout.is_tiled:  # a layout's rows are the last axis alone
@@ -121,6 +127,7 @@ def dequantize(
     q: MXArray,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     *,
+    transpose: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """element * scale, in float32, rounded once to `dtype`.
@@ -128,6 +135,8 @@ def dequantize(
     Args:
       q: what `quantize` returned.
       dtype: bfloat16, float16 or float32. Beyond its largest finite value the result is infinite.
+      transpose: whether the result has the last two axes swapped: (..., K, M) for a q of the shape
+        (..., M, K).
       implementation: "xla", or None: the kernel where there is one, else "xla".
 
     Returns:
@@ -136,17 +145,21 @@ def dequantize(
     Raises:
       TypeError: q is no `MXArray`, its arrays have other dtypes than its format, or dtype is none
         of the three.
-      ValueError: the scales' shape does not belong to the values' shape.
+      ValueError: the scales' shape does not belong to the values' shape, or there are no two axes
+        to swap.
       NotImplementedError: as for `quantize`.
+      ShardingTypeError: as for `quantize`.
     """
-    plan = plan_dequantize(q, dtype, implementation)
+    plan = plan_dequantize(q, dtype, transpose, implementation)
     _insist(plan)
-    q = dataclasses.replace(q, format=plan.format, scale_layout=plan.scale_layout)  # not names
-    scales = _scales_in(q.scales, q.shape, plan)
-    values = _to_blocks(q.values, plan.axis, length=BLOCK // plan.format.codes_per_byte)
-    y = primitive.dequantize(values, scales, plan)
-    y = reshape(y, (*y.shape[:-2], y.shape[-2] * BLOCK), spec_of(y)[:-1])
-    return jnp.moveaxis(y, -1, plan.axis)
+    names = {"format": plan.format, "scale_layout": plan.scale_layout}  # or what they stand for
+    if plan.axis < -2 and plan.scale_layout.is_tiled:  # see quantize
+        values = jnp.moveaxis(q.values, plan.axis, -2)
+        q = dataclasses.replace(q, values=values, axis=-2, **names)
+        y = jnp.moveaxis(_dequantize(q, dataclasses.replace(plan, axis=-2)), -2, plan.axis)
+    else:
+        y = _dequantize(dataclasses.replace(q, axis=plan.axis, **names), plan)
+    return y if plan.transpose == transpose else jnp.swapaxes(y, -1, -2)
 
 
 def is_supported(
@@ -160,6 +173,7 @@ def is_supported(
     scaling: Scaling | str = RCEIL,
     scale_layout: ScaleLayout | str = ROW_MAJOR,
     transpose: bool = False,
+    block: int | tuple[int, int] = BLOCK,
     implementation: str | None = None,
 ) -> tuple[bool, str]:
     """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
@@ -174,7 +188,8 @@ def is_supported(
       ndim: 1 to 64.
       scaling: no kernel depends on it.
       scale_layout: where scales lie.
-      transpose: of quantize, or of quantize_both's second result.
+      transpose: of quantize, of dequantize, or of quantize_both's second result.
+      block: of quantize and dequantize, see `quantize`.
       implementation: this one only; "xla" serves every call.
 
     Returns:
@@ -190,7 +205,7 @@ def is_supported(
         pair = (False, transpose)
         plan = plan_both(like, (format, format), scaling, scale_layout, implementation, pair)
     elif op in ("quantize", "dequantize"):
-        call = (format, axis, scaling, scale_layout, implementation, transpose, op)
+        call = (format, axis, scaling, scale_layout, implementation, transpose, block, op)
         plan = plan_quantize(like, *call)
     else:
         allowed = "'quantize', 'quantize_both' or 'dequantize'"
@@ -222,75 +237,68 @@ def _insist(plan: Plan) -> None:
 def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
     """Binds the primitive; x as the plan has it. One MXArray per result."""
     form = FORMS[plan.form]
-    axis = -2 if plan.op == "quantize_both" else plan.axis
-    split = x.ndim + axis
-    spec = spec_of(x)
-    for along in (-2, -1) if plan.op == "quantize_both" else (axis,):
-        _whole_shards(plan.op, x, along)
-    if plan.scale_layout.is_tiled and is_explicit(jax.typeof(x).sharding.mesh):
-        # Tiles mix rows and columns, so these two are gathered; leading dimensions stay sharded.
-        spec = (*spec[: -2 if axis >= -2 else axis], *[None] * min(2, x.ndim))
-        x = jax.sharding.reshard(x, PartitionSpec(*spec))
-    # An array (*lead, M, *rest): blocks along M, or along the last axis of it, or both.
-    lead, m, rest = x.shape[:split], x.shape[split], x.shape[split + 1 :]
-    lead_spec, m_spec, rest_spec = spec[:split], spec[split], spec[split + 1 :]
-    blocks, k, k_spec = m // BLOCK, math.prod(rest), (rest_spec or (None,))[0]
-    if plan.form == "last":
-        ones = (1,) * (1 - len(lead))  # there is always a dimension of rows
-        memory, memory_spec = (*ones, *lead, blocks, BLOCK), (*[None for _ in ones], *spec, None)
-    elif plan.op == "quantize":
-        memory, memory_spec = (*lead, blocks, BLOCK, k), (*lead_spec, m_spec, None, k_spec)
-    else:
-        memory = (*lead, blocks, BLOCK, k // BLOCK, BLOCK)
-        memory_spec = (*lead_spec, m_spec, None, k_spec, None)
-    view = to_view(x, memory, form.operand, memory_spec)
-    outs = primitive.quantize_p.bind(view, plan=plan)
+    x = _placed(x, x.shape, plan)
+    view = form.view(x.shape, spec_of(x), plan.first_axis)
+    outs = primitive.quantize_p.bind(to_view(x, *view, form.operand), plan=plan)
 
     arrays = []
     for i, (result, format) in enumerate(zip(form.results, plan.formats, strict=True)):
         values, scales = outs[2 * i : 2 * i + 2]
-        along = plan.axis if plan.op == "quantize" else -1 - i
-        turned = plan.transpose and along != -1
-        shape, out_spec = [*x.shape], [*spec]
-        if turned:
-            shape, out_spec = [*lead, *rest, m], [*lead_spec, *rest_spec, m_spec]
-            along = -1
-        per_block = [*shape]
-        per_block[along] //= BLOCK
-        shape[along] //= format.codes_per_byte
-        values = from_view(values, tuple(shape), result.values, tuple(out_spec))
+        shape, spec = x.shape, spec_of(x)
+        axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
+        if plan.transpose and axes != (-1,):
+            shape, spec = (_moved_last(dims, axes[0]) for dims in (shape, spec))
+            axes = result.last
+        stored = divided(shape, axes[-1:], format.codes_per_byte)
+        values = from_view(values, stored, spec, result.order)
         if not plan.scale_layout.is_tiled:
-            scales = from_view(scales, tuple(per_block), result.scales, tuple(out_spec))
-        arrays.append(MXArray(values, scales, format, along, plan.scale_layout))
+            scales = from_view(scales, divided(shape, axes, BLOCK), spec, result.order)
+        arrays.append(MXArray(values, scales, format, axes[-1], plan.scale_layout, plan.block))
     return arrays
 
 
-def _whole_shards(op: str, x: jax.Array, axis: int) -> None:
-    """Raises on a mesh with explicit axes where a shard along `axis` splits a block."""
-    mesh = jax.typeof(x).sharding.mesh
-    if not is_explicit(mesh):
-        return
-    names = spec_of(x)[axis]
-    names = (names,) if isinstance(names, str) else tuple(names or ())
-    shards, length = math.prod(mesh.shape[name] for name in names), x.shape[axis]
-    if length % (shards * BLOCK):
-        raise primitive.ShardingTypeError(
-            f"{op}: axis {axis} of length {length} is split over {' x '.join(names)} in {shards} "
-            f"shards of {length / shards:g}, which does not keep its blocks of {BLOCK} whole; "
-            "reshard it with jax.sharding.reshard"
-        )
-
-
-def _to_blocks(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """x with `axis` moved last and split: (..., blocks, length)."""
-    x = jnp.moveaxis(x, axis, -1)
-    spec = (*spec_of(x), None)
-    return reshape(x, (*x.shape[:-1], x.shape[-1] // length, length), spec)
-
-
-def _scales_in(scales: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
-    """Row-major scales (..., blocks, 1), blocks along the plan's axis, of an array of `shape`."""
+def _dequantize(q: MXArray, plan: Plan) -> jax.Array:
+    """Binds the primitive; q as the plan has it."""
+    form = FORMS[plan.form]
+    (result,) = form.results
+    values, scales = _placed(q.values, q.shape, plan), q.scales
+    shape, spec = q.shape, spec_of(values)
+    if is_explicit(jax.typeof(values).sharding.mesh):
+        rest = (None,) * (scales.ndim - len(spec))  # of tiles
+        scales = jax.sharding.reshard(scales, PartitionSpec(*spec, *rest))
+    if plan.transpose:
+        shape, spec = (_moved_last(dims, -2) for dims in (shape, spec))
+    view, view_spec = form.view(shape, spec, plan.first_axis)
+    stored = result.values_shape(view, plan.format)
+    values = to_view(values, stored, view_spec, result.order)
     if not plan.scale_layout.is_tiled:
-        return _to_blocks(scales, plan.axis, length=1)
-    rows = shape[-1] if plan.axis != -1 else shape[-2]
-    return plan.scale_layout.unpack(scales, rows, shape[plan.axis] // BLOCK)[..., None]
+        per_block = result.scales_shape(view, plan.scale_layout)
+        scales = to_view(scales, per_block, view_spec, result.order)
+    return from_view(primitive.dequantize(values, scales, plan), shape, spec, form.operand)
+
+
+def _moved_last(dims: tuple, axis: int) -> tuple:
+    """Lengths or specs, that of the negative `axis` last."""
+    axis += len(dims)
+    return (*dims[:axis], *dims[axis + 1 :], dims[axis])
+
+
+def _placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
+    """x of the logical `shape`, in shards that the primitive takes.
+
+    Raises:
+      ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
+    """
+    mesh, spec = jax.typeof(x).sharding.mesh, spec_of(x)
+    if not is_explicit(mesh):
+        return x
+    for axis in plan.axes:
+        names = (spec[axis],) if isinstance(spec[axis], str) else tuple(spec[axis] or ())
+        shards, length = math.prod(mesh.shape[name] for name in names), shape[axis]
+        if length % (shards * BLOCK):
+            raise primitive.ShardingTypeError(
+                f"{plan.op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
+                f"{shards} shards of {length / shards:g}, which does not keep its blocks of "
+                f"{BLOCK} whole; reshard it with jax.sharding.reshard"
+            )
+    return gathered(x) if plan.scale_layout.is_tiled else x

@@ -13,6 +13,7 @@ import numpy as np
 from jax_mx import formats, layouts
 from jax_mx.array import MXArray
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, SCALE_DTYPE, Format, Scaling
+from jax_mx.forms import divided
 from jax_mx.layouts import ScaleLayout
 
 # The implementations that a caller can name, and the JAX platform that each runs on.
@@ -31,7 +32,9 @@ class Plan:
       scale_layout: where scales lie.
       scaling: the scale's rule; None for dequantize.
       implementation: the one the caller insists on, or None.
-      transpose: whether the block axis comes last in the (last) result.
+      transpose: whether the form transposes: the (last) result of quantize has its block axis
+        last, that of dequantize its last two axes swapped.
+      block: of the quantized side: (32,), or (32, 32) on the last two axes, with axis -1.
     """
 
     op: str
@@ -42,6 +45,12 @@ class Plan:
     scaling: Scaling | None = None
     implementation: str | None = None
     transpose: bool = False
+    block: tuple[int, ...] = (BLOCK,)
+
+    @property
+    def is_square(self) -> bool:
+        """Whether a block spans two axes."""
+        return len(self.block) == 2
 
     @property
     def format(self) -> Format:
@@ -49,11 +58,25 @@ class Plan:
         return self.formats[0]
 
     @property
+    def axes(self) -> tuple[int, ...]:
+        """All that blocks run along, negative and ascending."""
+        return (-2, -1) if self.op == "quantize_both" or self.is_square else (self.axis,)
+
+    @property
+    def first_axis(self) -> int:
+        """The first of them, in the unquantized array."""
+        swapped = self.op == "dequantize" and self.transpose  # -1 and -2 change places
+        return min(-3 - axis if swapped else axis for axis in self.axes)
+
+    @property
     def form(self) -> str:
         """Its name in `forms.FORMS`."""
-        if self.op != "quantize_both" and self.axis == -1:
-            return "last"
-        which = "both" if self.op == "quantize_both" else "second"
+        if self.op == "quantize_both":
+            which = "both"
+        elif self.is_square:
+            which = "square"
+        else:
+            which = "last" if self.first_axis == -1 else "second"
         return f"{which}_transposed" if self.transpose else which
 
     @property
@@ -75,24 +98,32 @@ def plan_quantize(
     scale_layout: Any,
     implementation: Any,
     transpose: Any = False,
+    block: Any = BLOCK,
     op: str = "quantize",
 ) -> Plan:
     """The plan of a call of `quantize` on an array like `x`.
 
+    With another op, of the call of it that gives or takes an array like `x`.
+
     Raises:
       TypeError, ValueError: see `jax_mx.quantize`.
     """
-    plan = Plan(
-        op,
-        _float_dtype(op, "x", x.dtype),
-        (formats.named(f"{op}: format", formats.FORMATS, format),),
-        _axis(op, axis, x.ndim),
-        formats.named(f"{op}: scale_layout", layouts.SCALE_LAYOUTS, scale_layout),
-        formats.named(f"{op}: scaling", formats.SCALINGS, scaling),
-        _implementation(op, implementation),
-        _flag(op, "transpose", transpose),
+    plan = _canonical(
+        Plan(
+            op,
+            _float_dtype(op, "x", x.dtype),
+            (formats.named(f"{op}: format", formats.FORMATS, format),),
+            _axis(op, axis, x.ndim),
+            formats.named(f"{op}: scale_layout", layouts.SCALE_LAYOUTS, scale_layout),
+            formats.named(f"{op}: scaling", formats.SCALINGS, scaling),
+            _implementation(op, implementation),
+            _flag(op, "transpose", transpose),
+            _block(op, block),
+        ),
+        x.ndim,
     )
-    _whole_blocks(op, x.shape, axis)
+    for along in plan.axes if plan.is_square else (axis,):  # as the caller counts it
+        _whole_blocks(op, x.shape, along)
     if plan.scale_layout.is_tiled and x.ndim < 2:
         raise ValueError(
             f"{op}: scale_layout {plan.scale_layout.name!r} tiles a matrix's rows and columns, "
@@ -143,7 +174,7 @@ def plan_both(
     )
 
 
-def plan_dequantize(q: Any, dtype: Any, implementation: Any) -> Plan:
+def plan_dequantize(q: Any, dtype: Any, transpose: Any, implementation: Any) -> Plan:
     """The plan of a call of `dequantize` on an `MXArray`.
 
     Raises:
@@ -159,22 +190,27 @@ def plan_dequantize(q: Any, dtype: Any, implementation: Any) -> Plan:
         if not hasattr(array, "dtype") or array.dtype != want:
             found = getattr(array, "dtype", type(array).__name__)
             raise TypeError(f"{op}: q.{name} is {found}, {format!r} has {want}")
-    plan = Plan(
-        op,
-        _float_dtype(op, "dtype", dtype),
-        (format,),
-        _axis(op, q.axis, q.values.ndim),
-        layout,
-        implementation=_implementation(op, implementation),
+    plan = _canonical(
+        Plan(
+            op,
+            _float_dtype(op, "dtype", dtype),
+            (format,),
+            _axis(op, q.axis, q.values.ndim),
+            layout,
+            implementation=_implementation(op, implementation),
+            transpose=_flag(op, "transpose", transpose),
+            block=_block(op, q.block),
+        ),
+        q.values.ndim,
     )
-    shape = [*q.values.shape]
-    shape[plan.axis] *= format.codes_per_byte
-    scales = scales_shape(tuple(shape), plan)
-    if shape[plan.axis] % BLOCK or q.scales.shape != scales:
+    shape = dataclasses.replace(q, format=format).shape
+    scales = scales_shape(shape, plan)
+    if any(shape[axis] % BLOCK for axis in plan.axes) or q.scales.shape != scales:
+        along = "in square blocks" if plan.is_square else f"along axis {plan.axis}"
         raise ValueError(
-            f"{op}: values of the shape {q.values.shape} in {format!r} along axis {plan.axis} "
-            f"have scales of the shape {scales}, got {q.scales.shape}; if a vmap put its axis "
-            "behind the block axis, use out_axes=0"
+            f"{op}: values of the shape {q.values.shape} in {format!r} {along} have scales of the "
+            f"shape {scales}, got {q.scales.shape}; if a vmap put its axis behind the block axis, "
+            "use out_axes=0"
         )
     return plan
 
@@ -182,8 +218,7 @@ def plan_dequantize(q: Any, dtype: Any, implementation: Any) -> Plan:
 def scales_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
     """Of the scales of an array of the logical `shape`."""
     if not plan.scale_layout.is_tiled:
-        axis = plan.axis + len(shape)
-        return (*shape[:axis], shape[axis] // BLOCK, *shape[axis + 1 :])
+        return divided(shape, plan.axes, BLOCK)
     if len(shape) < 2:
         raise ValueError(
             f"{plan.op}: scale_layout {plan.scale_layout.name!r} tiles a matrix's rows and "
@@ -227,6 +262,47 @@ def _whole_blocks(op: str, shape: tuple[int, ...], axis: int) -> None:
             f"{op}: axis {axis} has length {length}, not a multiple of the block length {BLOCK}; "
             f"pad it to {-(-length // BLOCK) * BLOCK} or choose another axis of {tuple(shape)}"
         )
+
+
+def _block(op: str, block: Any) -> tuple[int, ...]:
+    sentence = f"{op}: block must be {BLOCK} or ({BLOCK}, {BLOCK}), got {block!r}"
+    try:
+        lengths = block if isinstance(block, tuple | list) else (block,)
+        lengths = tuple(operator.index(n) for n in lengths)
+    except TypeError as error:
+        raise TypeError(sentence) from error
+    if lengths not in ((BLOCK,), (BLOCK, BLOCK)):
+        raise ValueError(sentence)
+    return lengths
+
+
+def _canonical(plan: Plan, ndim: int) -> Plan:
+    """The plan with `transpose` as forms have it; checks what fields say together.
+
+    Args:
+      plan: of quantize or dequantize; `transpose` as the caller has it.
+      ndim: of the array.
+    """
+    op, layout = plan.op, plan.scale_layout
+    if plan.is_square and ndim < 2:
+        raise ValueError(f"{op}: square blocks span two axes, the array has rank {ndim}")
+    if plan.is_square and plan.axis != -1:
+        raise ValueError(
+            f"{op}: square blocks span the last two axes; leave axis at -1, got {plan.axis}"
+        )
+    if plan.is_square and layout.is_tiled:
+        raise ValueError(
+            f"{op}: square blocks have row-major scales; for {layout.name!r} expand them: "
+            f"quantize(x, block={plan.block}).expand(axis, {layout.name!r})"
+        )
+    transpose = plan.transpose
+    if op == "quantize":  # blocks along the last axis are last as they are
+        transpose = transpose and (plan.is_square or plan.axis != -1)
+    elif transpose and ndim < 2:
+        raise ValueError(f"{op}: transpose swaps the last two axes, the array has rank {ndim}")
+    else:  # others have no form: ops.dequantize swaps what comes out
+        transpose = transpose and plan.axis >= -2
+    return dataclasses.replace(plan, transpose=transpose)
 
 
 def _flag(op: str, name: str, value: Any) -> bool:

@@ -31,10 +31,9 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
 from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx import artifacts, reference, variants
-from jax_mx.formats import BLOCK, SCALE_DTYPE, Scaling
+from jax_mx.formats import SCALE_DTYPE, Scaling
 from jax_mx.forms import FORMS, minor_to_major
 from jax_mx.plan import IMPLEMENTATIONS, Plan
-from jax_mx.sharding import is_explicit, spec_of
 
 KERNELS = {platform: name for name, platform in IMPLEMENTATIONS.items() if platform != "any"}
 
@@ -46,7 +45,7 @@ def _quantize_avals(x, *, plan: Plan):
     for result, format in zip(form.results, plan.formats, strict=True):
         values = result.values_shape(x.shape, format)
         out.append(x.update(shape=values, dtype=format.storage, weak_type=False))
-        scales = result.scales_shape(x.shape, form.tail, plan.scale_layout)
+        scales = result.scales_shape(x.shape, plan.scale_layout)
         sharding = x.sharding
         if plan.scale_layout.is_tiled:  # tiles are another array: only leading dimensions are kept
             lead = tuple(sharding.spec)[: x.ndim - form.tail]
@@ -58,24 +57,32 @@ def _quantize_avals(x, *, plan: Plan):
 
 
 def _dequantize_avals(values, scales, *, plan: Plan):
+    """The view of the plan's form, for the values and scales of its result."""
     core.standard_vma_rule("mx_dequantize", values, scales)
-    return [values.update(shape=(*values.shape[:-1], BLOCK), dtype=plan.dtype, weak_type=False)]
+    (result,) = FORMS[plan.form].results
+    shape = result.view_shape(values.shape)
+    return [values.update(shape=shape, dtype=plan.dtype, weak_type=False)]
 
 
 def _quantize_reference(x, *, plan: Plan):
-    form, out = FORMS[plan.form], []
-    for result, format in zip(form.results, plan.formats, strict=True):
-        blocks = jnp.moveaxis(x, result.block, -1)
-        values, scales = reference.quantize(blocks, format, cast(Scaling, plan.scaling))
-        scales = jnp.moveaxis(scales, -1, result.block)
+    out = []
+    for result, format in zip(FORMS[plan.form].results, plan.formats, strict=True):
+        blocks, scaling = jnp.moveaxis(x, result.block, result.last), cast(Scaling, plan.scaling)
+        values, scales = reference.quantize(blocks, format, scaling, result.last)
+        scales = jnp.moveaxis(scales, result.last, result.block)
         if plan.scale_layout.is_tiled:
-            scales = plan.scale_layout.pack(result.matrix(scales, form.tail))
-        out += [jnp.moveaxis(values, -1, result.block), scales]
+            scales = result.pack(scales, plan.scale_layout)
+        out += [jnp.moveaxis(values, result.last, result.block), scales]
     return out
 
 
 def _dequantize_reference(values, scales, *, plan: Plan):
-    return [reference.dequantize(values, scales, plan.format, plan.dtype)]
+    (result,) = FORMS[plan.form].results
+    if plan.scale_layout.is_tiled:
+        scales = result.unpack(scales, result.view_shape(values.shape), plan.scale_layout)
+    values, scales = (jnp.moveaxis(a, result.block, result.last) for a in (values, scales))
+    y = reference.dequantize(values, scales, plan.format, plan.dtype)
+    return [jnp.moveaxis(y, result.last, result.block)]
 
 
 # ---- which kernel ---
@@ -182,16 +189,17 @@ def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | No
 def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, kernels: dict[str, dict]):
     """The custom call, each array in the memory order that its form has."""
     form = FORMS[plan.form]
-    x: Any = ctx.avals_in[0]
-    outs: list[Any] = [*ctx.avals_out]
-    results = []
-    for result, aval in zip(form.results, outs[1::2], strict=True):
-        scales = range(len(aval.shape)) if plan.scale_layout.is_tiled else result.scales
-        results += [minor_to_major(x.ndim, result.values), minor_to_major(aval.ndim, tuple(scales))]
+    turn = -1 if plan.op == "dequantize" else 1  # which side is the unquantized one
+    (x, *_), avals = cast(Any, (ctx.avals_in, ctx.avals_out)[::turn])
+    layouts = []
+    for result, scales in zip(form.results, avals[1::2], strict=True):
+        order = () if plan.scale_layout.is_tiled else result.order
+        layouts += [minor_to_major(x.ndim, result.order), minor_to_major(scales.ndim, order)]
+    operand_layouts, result_layouts = ([minor_to_major(x.ndim, form.operand)], layouts)[::turn]
     rule = ffi.ffi_lowering(
         artifacts.TARGET,
-        operand_layouts=[minor_to_major(x.ndim, form.operand)],
-        result_layouts=results,
+        operand_layouts=operand_layouts,
+        result_layouts=result_layouts,
         extra_attributes=_sharding_attributes(ctx, form.batch(x.ndim, plan.scale_layout)),
     )
     return rule(ctx, *operands, kernels=kernels)
@@ -255,8 +263,6 @@ dequantize_p = _primitive("dequantize", _dequantize_avals, _dequantize_reference
 
 
 def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
-    """Binds `dequantize_p`, both operands varying over the same manual axes, sharded alike."""
-    if is_explicit(jax.typeof(values).sharding.mesh):
-        scales = jax.sharding.reshard(scales, PartitionSpec(*spec_of(values)))
+    """Binds `dequantize_p`, both operands varying over the same manual axes."""
     (out,) = dequantize_p.bind(*core.auto_insert_reshard(values, scales), plan=plan)
     return out

@@ -4,7 +4,7 @@ Also the implementation ("xla") wherever there is no kernel. Integers throughout
 float arithmetic is no oracle: on CPU it flushes float32 subnormals, loses NaNs in jnp.max and does
 not saturate casts to float8; exp2 is inexact at most integers.
 
-Blocks lie along the last dimension, which has length `BLOCK`.
+Blocks lie along the last dimension, which has length `BLOCK`; square ones along the last two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.formats import BLOCK, SCALE_DTYPE, SCALE_NAN, Format, Scaling
+from jax_mx.formats import SCALE_DTYPE, SCALE_NAN, Format, Scaling
 
 _INF = 0x7F800000  # float32
 
@@ -22,12 +22,13 @@ def quantize(
     x: jax.Array,  # (..., BLOCK) bf16, f16 or f32
     format: Format,
     scaling: Scaling,
+    block: tuple[int, ...] = (-1,),
 ) -> tuple[jax.Array, jax.Array]:  # (..., BLOCK / codes_per_byte) storage, (..., 1) e8m0
-    """The codes and the scale of every block."""
+    """The codes and the scale of every block; `block` are the dimensions that one spans."""
     bits = _float32_bits(x)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     # As integers NaN > Inf > every finite value, so one maximum finds amax and poison alike.
-    amax = jnp.max(magnitude, axis=-1, keepdims=True)
+    amax = jnp.max(magnitude, axis=block, keepdims=True)
 
     add, exception = scaling.rounding(format)
     emax = np.uint32(format.emax)
@@ -41,7 +42,7 @@ def quantize(
     sign = (bits >> np.uint32(31)) << np.uint32(format.bits - 1)
     codes = jnp.where(scale == np.uint32(SCALE_NAN), np.uint32(format.nan_code), codes | sign)
     return (
-        jax.lax.bitcast_convert_type(_pack(codes, format), format.storage),
+        jax.lax.bitcast_convert_type(pack(codes, format), format.storage),
         jax.lax.bitcast_convert_type(scale.astype(jnp.uint8), SCALE_DTYPE),
     )
 
@@ -57,7 +58,7 @@ def dequantize(
     A product beyond the largest finite value is an infinity; an element's own NaN or infinity
     stays; scale 255 gives NaN.
     """
-    codes = _unpack(jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint32), format)
+    codes = unpack(jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint32), format)
     scale = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
     magnitude = codes & np.uint32(2 ** (format.bits - 1) - 1)
     sign = codes >> np.uint32(format.bits - 1)
@@ -129,15 +130,17 @@ def _encode(
     return jnp.minimum(code, np.uint32(max_code))
 
 
-def _pack(codes: jax.Array, format: Format) -> jax.Array:
+def pack(codes: jax.Array, format: Format) -> jax.Array:
     """uint32 codes (..., n) into bytes (..., n / codes_per_byte), the first in the lowest bits."""
     per, width = format.codes_per_byte, 8 // format.codes_per_byte
     parts = [codes[..., i::per] << np.uint32(width * i) for i in range(per)]
     return sum(parts[1:], parts[0]).astype(jnp.uint8)
 
 
-def _unpack(packed: jax.Array, format: Format) -> jax.Array:
-    """The inverse of `_pack`, from uint32."""
+def unpack(packed: jax.Array, format: Format) -> jax.Array:
+    """The inverse of `pack`, from uint32."""
     per, width = format.codes_per_byte, 8 // format.codes_per_byte
     parts = [packed >> np.uint32(width * i) & np.uint32(2**width - 1) for i in range(per)]
-    return jnp.stack(parts, axis=-1).reshape(*packed.shape[:-1], BLOCK) if per > 1 else packed
+    if per == 1:
+        return packed
+    return jnp.stack(parts, axis=-1).reshape(*packed.shape[:-1], packed.shape[-1] * per)

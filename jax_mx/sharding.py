@@ -19,6 +19,13 @@ def spec_of(x: jax.Array) -> Spec:
     return tuple(spec[i] if i < len(spec) else None for i in range(x.ndim))
 
 
+def gathered(x: jax.Array) -> jax.Array:
+    """x with its last two axes gathered, on a mesh with explicit axes: tiles mix them."""
+    if not is_explicit(jax.typeof(x).sharding.mesh):
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(*spec_of(x)[:-2], None, None))
+
+
 def reshape(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
     """x.reshape, to the partition spec `spec` on a mesh with explicit axes."""
     mesh = jax.typeof(x).sharding.mesh

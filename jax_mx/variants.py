@@ -22,12 +22,14 @@ class Variant:
     """One kernel's source-level choices. Each is compiled once for every arch of its DSL.
 
     Attributes:
+      op: "quantize" (one or both ways) or "dequantize".
       implementation: "cutedsl" or "flydsl".
-      form: which axes blocks run along and how results lie, see `forms.FORMS`.
-      dtype: of the input.
-      formats: of the results, one each.
+      form: which axes blocks run along and how arrays lie, see `forms.FORMS`.
+      dtype: of the unquantized side.
+      formats: of the quantized arrays, one each.
     """
 
+    op: str
     implementation: str
     form: str
     dtype: str
@@ -37,28 +39,29 @@ class Variant:
     def name(self) -> str:
         """Also the stem of the binary's file and of its entry points."""
         formats = "_".join(format.name for format in self.formats)
-        return f"quantize_{self.form}_{self.dtype}_{formats}"
+        return f"{self.op}_{self.form}_{self.dtype}_{formats}"
 
 
 # An arch ending in "a" runs on exactly one compute capability: sm_90a on 9.0 (H100, H200),
 # sm_100a on 10.0 (B200, GB200), sm_103a on 10.3 (B300, GB300), sm_120a on 12.0 (RTX 50, RTX PRO).
 ARCHS: Mapping[str, tuple[str, ...]] = {"cutedsl": ("sm_90a", "sm_100a", "sm_103a", "sm_120a")}
 
-# The layouts that kernels write.
+# The layouts that kernels write and read.
 SCALE_LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {"cutedsl": ("row_major", "blocked_128x4")}
 
-_MXFP8 = (MXFP8_E4M3, MXFP8_E5M2)
+# (op, form, how many quantized arrays) of every kernel.
+_KERNELS = (
+    ("quantize", "last", 1),
+    ("quantize", "second", 1),
+    ("quantize", "second_transposed", 1),
+    ("quantize", "both", 2),
+    ("quantize", "both_transposed", 2),
+)
 VARIANTS: tuple[Variant, ...] = tuple(
-    Variant("cutedsl", form, dtype, formats)
-    for form, results in (
-        ("last", 1),
-        ("second", 1),
-        ("second_transposed", 1),
-        ("both", 2),
-        ("both_transposed", 2),
-    )
+    Variant(op, "cutedsl", form, dtype, formats)
+    for op, form, arrays in _KERNELS
     for dtype in FLOAT_DTYPES
-    for formats in itertools.product(_MXFP8, repeat=results)
+    for formats in itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=arrays)
 )
 
 
@@ -73,11 +76,14 @@ def choose(plan: Plan, implementation: str) -> Variant:
     Raises:
       NotImplementedError: there is none; says why.
     """
-    if plan.op == "dequantize":
+    op = plan.op.removesuffix("_both")
+    ops = [v for v in VARIANTS if (v.implementation, v.op) == (implementation, op)]
+    if not ops:
         raise NotImplementedError(f"{plan.op}: {implementation} has no kernel; 'xla' serves it")
-    mine = [v for v in VARIANTS if v.implementation == implementation and v.form == plan.form]
+    mine = [v for v in ops if v.form == plan.form]
     served = {format.name for v in mine for format in v.formats}
     for name, value, have in (
+        ("form", plan.form, {v.form for v in ops}),
         *(("format", format.name, served) for format in plan.formats),
         ("dtype", plan.dtype.name, {v.dtype for v in mine}),
         ("scale_layout", plan.scale_layout.name, set(SCALE_LAYOUTS_OF[implementation])),

@@ -1,6 +1,8 @@
 """Inputs that break quantizers, an oracle that shares nothing with the reference, comparison."""
 
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -8,7 +10,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+import jax_mx
 from jax_mx.formats import BLOCK, Format, Scaling
+from jax_mx.variants import Variant
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -37,9 +41,34 @@ def assert_bits_equal(got, want, what: str = "") -> None:
 
 def assert_same_array(got, want, what: str = "") -> None:
     """Two MXArrays are equal in every byte and every static field."""
-    assert (got.format, got.axis, got.scale_layout) == (want.format, want.axis, want.scale_layout)
+    for field in ("format", "axis", "scale_layout", "block"):
+        assert getattr(got, field) == getattr(want, field), f"{what} {field}"
     assert_bits_equal(got.scales, want.scales, f"{what} scales")
     assert_bits_equal(got.values, want.values, f"{what} values")
+
+
+# ---- what serves what ---
+def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
+    """`(operand, call)`: the op of a variant, and how floats become what it takes.
+
+    The floats that the op takes or gives have the shape of operand's argument; `options` are
+    quantize's, wherever it is called.
+    """
+    turn = variant.form.endswith("transposed")
+    form = variant.form.removesuffix("_transposed")
+    if form == "both":
+        pair = {"formats": variant.formats, "transpose": (False, turn)}
+        return lambda x: x, partial(jax_mx.quantize_both, **pair, **options)
+    axis = -2 if form == "second" else -1  # of the floats
+    if form == "square":
+        options["block"] = (BLOCK, BLOCK)
+    elif turn and variant.op == "dequantize":
+        axis = -3 - axis
+    quantize = partial(jax_mx.quantize, format=variant.formats[0], axis=axis, **options)
+    if variant.op == "quantize":
+        return lambda x: x, partial(quantize, transpose=turn)
+    dequantize = partial(jax_mx.dequantize, dtype=variant.dtype, transpose=turn)
+    return lambda x: quantize(jnp.swapaxes(x, -1, -2) if turn else x), dequantize
 
 
 # ---- inputs ---

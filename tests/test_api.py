@@ -1,5 +1,7 @@
 """The public functions: shapes, strings, pytrees and every sentence that a bad call gets."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,6 +80,90 @@ def test_both_is_two_calls(pair, turn, layout):
     plain = jax_mx.quantize_both(jnp.moveaxis(x, 1, 0), formats=pair)
     for got, want in zip(vmapped, plain, strict=True):
         assert_same_array(got, want)
+
+
+# ---- dequantize's transpose ---
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_dequantize_transposed_swaps_the_last_two_axes(data):
+    shape = data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=4))
+    axis = data.draw(st.integers(-len(shape), -1))
+    shape[axis] = 32 * data.draw(st.integers(0, 3))
+    format = data.draw(st.sampled_from(list(formats.FORMATS.values())))
+    layout = data.draw(st.sampled_from(list(layouts.SCALE_LAYOUTS)))
+    dtype = data.draw(st.sampled_from(list(formats.FLOAT_DTYPES)))
+    x = jnp.asarray(random_bits(tuple(shape), np.float32, data.draw(st.integers(0, 999))))
+    q = jax_mx.quantize(x, format, axis=axis, scale_layout=layout)
+    plain, turned = q.dequantize(dtype), q.dequantize(dtype, transpose=True)
+    assert plain.shape == x.shape
+    assert_bits_equal(turned, jnp.swapaxes(plain, -1, -2))
+    # A result that quantize wrote transposed comes back as x.
+    if axis == -2:
+        q = jax_mx.quantize(x, format, axis=axis, scale_layout=layout, transpose=True)
+        assert_bits_equal(q.dequantize(dtype, transpose=True), plain)
+        jitted = jax.jit(lambda q: q.dequantize(dtype, transpose=True))
+        assert_bits_equal(jitted(q), plain)
+
+
+# ---- square blocks ---
+SQUARE = {"block": (32, 32)}
+
+
+@pytest.mark.parametrize("format", formats.FORMATS.values(), ids=str)
+@pytest.mark.parametrize("shape", [(32, 64), (2, 96, 32), (0, 32), (2, 64, 0)])
+def test_square_shapes_and_directions(format, shape):
+    """One array serves both directions: transposed and expanded, it gives the same floats."""
+    *lead, m, k = shape
+    x = jnp.asarray(random_bits(shape, np.float32))
+    q = jax_mx.quantize(x, format, **SQUARE)
+    assert (q.block, q.axis, q.shape) == ((32, 32), -1, shape)
+    assert q.values.shape == (*lead, m, k // format.codes_per_byte)
+    assert q.scales.shape == (*lead, m // 32, k // 32)
+    y = q.dequantize()
+    assert (y.shape, y.dtype) == (shape, jnp.bfloat16)
+    back = jnp.swapaxes(y, -1, -2)
+    assert_bits_equal(q.dequantize(transpose=True), back)
+    turned = jax_mx.quantize(x, format, transpose=True, **SQUARE)
+    assert turned.shape == (*lead, k, m)
+    assert turned.scales.shape == (*lead, k // 32, m // 32)
+    assert_same_array(turned, jax_mx.quantize(jnp.swapaxes(x, -1, -2), format, **SQUARE))
+    assert_bits_equal(turned.dequantize(), back)
+    assert_bits_equal(turned.dequantize(transpose=True), y)
+    for axis in (-1, -2):
+        for layout in layouts.SCALE_LAYOUTS.values():
+            flat = q.expand(axis, layout)
+            assert (flat.block, flat.axis, flat.scale_layout) == ((32,), axis, layout)
+            assert_bits_equal(flat.dequantize(), y)
+            repeated = jnp.repeat(q.scales, 32, axis=-3 - axis)
+            rows = repeated if axis == -1 or not layout.is_tiled else jnp.swapaxes(repeated, -1, -2)
+            assert_bits_equal(flat.scales, layout.pack(rows))
+    assert_same_array(jax_mx.quantize(x, format, axis=len(shape) - 1, **SQUARE), q)
+    assert_same_array(jax_mx.quantize(x, format, block=32), jax_mx.quantize(x, format))
+
+
+def test_square_arrays_under_transformations():
+    x = jnp.asarray(random_bits((3, 64, 2, 96), np.float32))
+    want = jax_mx.quantize(jnp.moveaxis(x, 2, 1), **SQUARE)
+
+    def each(x):
+        return jax_mx.quantize(x, **SQUARE)
+
+    for f in (jax.vmap(jax.vmap(each, in_axes=1)), jax.jit(jax.vmap(jax.vmap(each), in_axes=2))):
+        got = f(x)
+        if got.shape[0] == 2:
+            got = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), got)
+        assert_same_array(got, want)
+    for turn in (False, True):
+        back = jax.vmap(lambda q, turn=turn: q.dequantize(transpose=turn))(want)
+        assert_bits_equal(back, want.dequantize(transpose=turn))
+    assert_same_array(jax.vmap(lambda q: q.expand(-2))(want), want.expand(-2))
+    # only one of two operands has the mapped dimension
+    first = jax.tree.map(lambda a: a[0, 0], want)
+    same = jax.vmap(
+        lambda s: jax_mx.dequantize(dataclasses.replace(first, scales=s), transpose=True)
+    )(jnp.stack([first.scales] * 2))
+    assert_bits_equal(same[1], first.dequantize(transpose=True))
+    assert jax.tree.structure(want) != jax.tree.structure(want.expand())
 
 
 def test_names_are_accepted_wherever_objects_are():
@@ -188,8 +274,35 @@ X = jnp.ones((40, 64), jnp.bfloat16)
         (lambda: jax_mx.quantize(X).dequantize(jnp.int8), TypeError, "dequantize: dtype is int8,"),
         (lambda: jax_mx.quantize(X).dequantize("fp32"), TypeError,
          "dequantize: dtype is 'fp32', must be one of"),
-        (lambda: jax_mx.quantize(X).dequantize(implementation="cutedsl"), NotImplementedError,
-         "dequantize: cutedsl has no kernel; 'xla' serves it"),
+        (lambda: jax_mx.quantize(X, "mxfp4_e2m1").dequantize(implementation="cutedsl"),
+         NotImplementedError, "dequantize: cutedsl has no kernel"),
+        (lambda: jax_mx.quantize(X[0]).dequantize(transpose=True), ValueError,
+         "dequantize: transpose swaps the last two axes, the array has rank 1"),
+        (lambda: jax_mx.quantize(X).dequantize(transpose="yes"), TypeError,
+         "dequantize: transpose must be a bool, got 'yes'"),
+        (lambda: jax_mx.quantize(X, block=16), ValueError,
+         "quantize: block must be 32 or (32, 32), got 16"),
+        (lambda: jax_mx.quantize(X, block=(32, 64)), ValueError,
+         "quantize: block must be 32 or (32, 32), got (32, 64)"),
+        (lambda: jax_mx.quantize(X, block="square"), TypeError,
+         "quantize: block must be 32 or (32, 32), got 'square'"),
+        (lambda: jax_mx.quantize(X, block=(32, 32)), ValueError,
+         "quantize: axis -2 has length 40, not a multiple of the block length 32"),
+        (lambda: jax_mx.quantize(X[0], block=(32, 32)), ValueError,
+         "quantize: square blocks span two axes, the array has rank 1"),
+        (lambda: jax_mx.quantize(X, axis=0, block=(32, 32)), ValueError,
+         "quantize: square blocks span the last two axes; leave axis at -1, got -2"),
+        (lambda: jax_mx.quantize(X, block=(32, 32), scale_layout="blocked_128x4"), ValueError,
+         "quantize: square blocks have row-major scales; for 'blocked_128x4' expand them: "
+         "quantize(x, block=(32, 32)).expand(axis, 'blocked_128x4')"),
+        (lambda: jax_mx.quantize(X[:32], "mxfp4_e2m1", block=(32, 32), implementation="cutedsl"),
+         NotImplementedError, "quantize: cutedsl has no kernel for "),
+        (lambda: jax_mx.quantize(X).expand(), ValueError,
+         "expand: blocks run along axis -1 as it is; only square ones"),
+        (lambda: jax_mx.quantize(X[:32], block=(32, 32)).expand(0), ValueError,
+         "expand: axis must be -1 or -2, got 0"),
+        (lambda: jax_mx.quantize(X[:32], block=(32, 32)).expand(-1, "tiled"), ValueError,
+         "expand: scale_layout 'tiled' is unknown; use one of"),
         (lambda: jax_mx.is_supported("matmul", "sm_90"), ValueError, "op 'matmul' is unknown"),
     ],
 )  # fmt: skip
@@ -209,6 +322,10 @@ def test_a_broken_mxarray_gets_one_sentence():
         make(q.values.view(jnp.uint8), q.scales, q.format, -1, q.scale_layout).dequantize()
     with pytest.raises(ValueError, match="scales of the shape"):
         make(q.values, q.scales, q.format, -1, layouts.BLOCKED_128X4).dequantize()
+    with pytest.raises(ValueError, match=r"square blocks have scales of the shape \(1, 2\), got"):
+        make(q.values, q.scales, q.format, -1, q.scale_layout, (32, 32)).dequantize()
+    with pytest.raises(ValueError, match=r"dequantize: block must be 32 or \(32, 32\), got \(8,\)"):
+        make(q.values, q.scales, q.format, -1, q.scale_layout, (8,)).dequantize()
 
 
 def test_no_derivative_says_what_to_do():
@@ -249,7 +366,10 @@ def test_is_supported():
     assert not supported("quantize", "sm_90", scale_layout="shuffled_32x8")[0]
     assert supported("quantize", "sm_90", axis=0, ndim=1)[0]
     assert supported("quantize", "sm_90", axis=1)[0]
-    assert not supported("dequantize", "sm_90")[0]
+    with pytest.raises(ValueError, match="transpose swaps the last two axes, the array has rank 1"):
+        supported("dequantize", "sm_90", ndim=1, transpose=True)
+    with pytest.raises(ValueError, match="square blocks span the last two axes"):
+        supported("quantize", "sm_90", axis=-2, block=(32, 32))
     assert not supported("quantize", "gfx950")[0]
     assert supported("quantize", "sm_80", implementation="xla") == (True, "xla: runs everywhere")
     with pytest.raises(

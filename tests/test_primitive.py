@@ -1,5 +1,6 @@
 """How a call reaches XLA: lowering, sharding, export, and the private names of JAX it rests on."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -10,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_same_array, random_bits
+from helpers import assert_bits_equal, assert_same_array, op_of, random_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import artifacts, formats, primitive
+from jax_mx import artifacts, formats, primitive, variants
 from jax_mx.plan import plan_quantize
-from jax_mx.variants import ARCHS, VARIANTS
+from jax_mx.variants import ARCHS, VARIANTS, Variant
 
 P = PartitionSpec
 COLLECTIVE = re.compile(
@@ -36,34 +37,70 @@ def lowered_for_cuda(x, f=jax_mx.quantize, **options) -> str:
     return call.trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
-RULES = {
-    "last": "([i, j, k, l])->([i, j, k, m], [i, j, k, n]) "
-    "{i=8, j=64, k=3, l=32, m=32, n=1} need_replication={l, m, n}, custom",
-    "second": "([i, j, k, l])->([i, j, k, m], [i, j, k, n]) "
-    "{i=8, j=2, k=96, l=32, m=32, n=1} need_replication={l, m, n}, custom",
-    "both": "([i, j, k, l, m])->"
-    "([i, j, k, n, o], [i, j, k, p, q], [i, j, k, r, s], [i, j, k, t, u]) "
-    "{i=8, j=2, k=3, l=32, m=32, n=32, o=32, p=32, q=1, r=32, s=32, t=1, u=32} "
-    "need_replication={l, m, n, o, p, q, r, s, t, u}, custom",
+RULES = {  # by the number of operands, of dimensions of a view, and of quantized arrays
+    ("quantize", 4, 1): "([i, j, k, l])->([i, j, k, m], [i, j, k, n])",
+    ("quantize", 5, 1): "([i, j, k, l, m])->([i, j, k, n, o], [i, j, k, p, q])",
+    ("quantize", 5, 2): "([i, j, k, l, m])->"
+    "([i, j, k, n, o], [i, j, k, p, q], [i, j, k, r, s], [i, j, k, t, u])",
+    ("dequantize", 4, 1): "([i, j, k, l], [i, j, k, m])->([i, j, k, n])",
+    ("dequantize", 5, 1): "([i, j, k, l, m], [i, j, k, n, o])->([i, j, k, p, q])",
 }
+# Of floats (8, 64, 96): the view, and how floats and quantized arrays lie in it, minor to major.
+VIEWS = {
+    "last": ((8, 64, 3, 32), (3, 2, 1, 0), [(3, 2, 1, 0)]),
+    "last_transposed": ((8, 64, 3, 32), (3, 2, 1, 0), [(1, 3, 2, 0)]),
+    "second": ((8, 2, 96, 32), (2, 3, 1, 0), [(2, 3, 1, 0)]),
+    "second_transposed": ((8, 2, 96, 32), (2, 3, 1, 0), [(3, 1, 2, 0)]),
+    "both": ((8, 2, 3, 32, 32), (4, 2, 3, 1, 0), [(4, 2, 3, 1, 0)] * 2),
+    "both_transposed": ((8, 2, 3, 32, 32), (4, 2, 3, 1, 0), [(4, 2, 3, 1, 0), (3, 1, 4, 2, 0)]),
+    "square": ((8, 2, 3, 32, 32), (4, 2, 3, 1, 0), [(4, 2, 3, 1, 0)]),
+    "square_transposed": ((8, 2, 3, 32, 32), (4, 2, 3, 1, 0), [(3, 1, 4, 2, 0)]),
+}
+# A variant of every op and form, with a kernel or not.
+EVERY = [
+    Variant(op, "cutedsl", form, "bfloat16", (jax_mx.MXFP8_E4M3,) * len(layouts))
+    for form, (_, _, layouts) in VIEWS.items()
+    for op in ("quantize", "dequantize")
+    if (op, form) != ("quantize", "last_transposed") and (op, len(layouts)) != ("dequantize", 2)
+]
+every_variant = pytest.mark.parametrize("variant", EVERY, ids=lambda v: v.name)
+each_layout = pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
+
+
+@pytest.fixture
+def all_have_kernels(monkeypatch):
+    """Lowers every variant, with a binary that is another's: such a program must not run."""
+    real = artifacts.load(VARIANTS[0], ARCHS["cutedsl"][0])
+    fake = dataclasses.replace(real, facts={**real.facts, "scalars": [[4, "scale_layout"]]})
+    monkeypatch.setattr(variants, "VARIANTS", tuple(EVERY))
+    monkeypatch.setattr(artifacts, "load", lambda variant, arch: fake)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def lies(variant, tiled: bool) -> tuple[tuple[int, ...], dict[str, list[tuple[int, ...]]]]:
+    """The floats' view, and how operands and results lie."""
+    view, floats, quantized = VIEWS[variant.form]
+    arrays = [o for order in quantized for o in (order, (3, 2, 1, 0) if tiled else order)]
+    if variant.op == "quantize":
+        return view, {"operand": [floats], "result": arrays}
+    return view, {"operand": arrays, "result": [floats]}
+
+
+def serves(variant, layout) -> bool:
+    """Whether scales of the variant's form have the layout."""
+    return layout == "row_major" or not variant.form.startswith("square")
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 def test_the_call_carries_the_kernel(variant):
-    x = jnp.ones((8, 64, 96), variant.dtype)
-    turn = variant.form.endswith("transposed")
-    form = variant.form.removesuffix("_transposed")
     for scaling, layout in (("rceil", "row_major"), ("even", "blocked_128x4")):
-        options = {"scaling": scaling, "scale_layout": layout}
-        if form == "both":
-            options |= {"formats": variant.formats, "transpose": (False, turn)}
-            text = lowered_for_cuda(x, jax_mx.quantize_both, **options)
-        else:
-            axis = -1 if form == "last" else -2
-            options |= {"format": variant.formats[0], "axis": axis, "transpose": turn}
-            text = lowered_for_cuda(x, **options)
-        assert text.count("stablehlo.custom_call") == 1
-        assert f"@{artifacts.TARGET}(" in text
+        if not serves(variant, layout):
+            continue
+        operand, call = op_of(variant, scaling=scaling, scale_layout=layout)
+        x = jax.ShapeDtypeStruct((8, 64, 96), variant.dtype)
+        text = lowered_for_cuda(jax.eval_shape(operand, x), call)
         for arch in ARCHS[variant.implementation]:
             facts = artifacts.manifest()[f"{variant.name}.{arch}"]
             assert facts["sha256"] in text
@@ -71,14 +108,96 @@ def test_the_call_carries_the_kernel(variant):
         count = len(ARCHS[variant.implementation])
         assert text.count('image = "\\7FELF') == count
         numbers = [int(layout != "row_major")]
-        for format in variant.formats:
+        for format in variant.formats if variant.op == "quantize" else ():
             numbers += formats.SCALINGS[scaling].rounding(format)
         scalars = ", ".join(f"4, -1, {number}, 0" for number in numbers)
         assert text.count(f", {scalars}]> : tensor") == count
-        batch = 3 if layout == "row_major" else 1
-        assert f'num_batch_dims = "{batch}"' in text
-        if layout == "row_major":
-            assert f"#sdy.op_sharding_rule<{RULES[form]}>" in text
+
+
+@every_variant
+@each_layout
+@pytest.mark.usefixtures("all_have_kernels")
+def test_a_call_is_one_custom_call_on_views(variant, layout):
+    if not serves(variant, layout):
+        return
+    operand, call = op_of(variant, scale_layout=layout)
+    text = lowered_for_cuda(
+        jax.eval_shape(operand, jax.ShapeDtypeStruct((8, 64, 96), "bfloat16")), call
+    )
+    assert text.count("stablehlo.custom_call") == text.count(f"@{artifacts.TARGET}(") == 1
+    assert 'num_batch_dims = "3"' in text if layout == "row_major" else 'num_batch_dims = "1"'
+    view, orders = lies(variant, layout != "row_major")
+    for side in ("operand", "result"):
+        dense = (f"dense<{[*order]}> : tensor<{len(order)}xindex>" for order in orders[side])
+        assert f"{side}_layouts = [{', '.join(dense)}]" in text
+    assert f"tensor<{'x'.join(map(str, view))}xbf16>" in text
+    if layout == "row_major":
+        rule = RULES[variant.op, len(view), len(variant.formats)]
+        assert f"#sdy.op_sharding_rule<{rule} {{i={view[0]}, j={view[1]}, k={view[2]}, " in text
+
+
+@every_variant
+@each_layout
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
+def test_views_are_arrays_as_they_lie(variant, layout, format, monkeypatch):
+    """Read in the order of its layout, a view is the array: XLA can make a bitcast of it."""
+    if not serves(variant, layout):
+        return
+    own = (formats.FORMATS[format],) * len(variant.formats)
+    operand, call = op_of(dataclasses.replace(variant, formats=own), scale_layout=layout)
+    operand = operand(jnp.asarray(random_bits((8, 64, 96), variant.dtype)))
+    name, seen = f"{variant.op}_p", []
+    real = getattr(primitive, name)
+
+    class Spy:
+        def bind(self, *views, plan):
+            assert plan.form == variant.form
+            outs = real.bind(*views, plan=plan)
+            seen.extend([*views, *outs])
+            return outs
+
+    monkeypatch.setattr(primitive, name, Spy())
+    arrays = [*jax.tree.leaves(operand), *jax.tree.leaves(call(operand))]
+    view, orders = lies(variant, tiled=False)
+    assert view in [v.shape for v in seen]
+    for array, v, order in zip(arrays, seen, [*orders["operand"], *orders["result"]], strict=True):
+        if v.shape != array.shape:  # tiles are no view
+            v = v.transpose(order[::-1])
+        assert_bits_equal(v.reshape(-1), array.reshape(-1))
+
+
+@pytest.mark.gpu
+@every_variant
+@each_layout
+@pytest.mark.parametrize("shape", [(64, 96), (2, 64, 96), (2, 3, 64, 96)])
+@pytest.mark.usefixtures("all_have_kernels")
+def test_views_are_bitcasts(variant, layout, shape):
+    """Compiled, not run: no copy and no transpose around the call, alone and inside a program."""
+    if not serves(variant, layout):
+        return
+    operand, call = op_of(variant, scale_layout=layout)
+    operand = jax.eval_shape(operand, jax.ShapeDtypeStruct(shape, variant.dtype))
+    text = jax.jit(call).lower(operand).compile().as_text()
+    assert text.count(f'custom_call_target="{artifacts.TARGET}"') == 1
+    assert not re.findall(r"= \S+ (?:copy|transpose)\(", text), text
+
+
+def test_what_there_is_no_kernel_for(monkeypatch):
+    plan = plan_quantize(jnp.ones((32, 32)), "mxfp8_e4m3", -1, "rceil", "row_major", None)
+    back = dataclasses.replace(plan, op="dequantize")
+    monkeypatch.setattr(variants, "VARIANTS", (Variant("quantize", "cutedsl", "second", "", ()),))
+    for call, sentence in (
+        (plan, "quantize: cutedsl has no kernel for form last, only for second; 'xla' serves it"),
+        (back, "dequantize: cutedsl has no kernel; 'xla' serves it"),
+    ):
+        with pytest.raises(NotImplementedError) as caught:
+            variants.choose(call, "cutedsl")
+        assert str(caught.value) == sentence
+    with pytest.raises(NotImplementedError) as caught:
+        artifacts.load(Variant("dequantize", "cutedsl", "last", "float32", ()), "sm_90a")
+    assert str(caught.value).startswith(
+        "dequantize: this installation holds no binary dequantize_last_float32_ for sm_90a"
+    )
 
 
 @pytest.mark.parametrize("options", [{"format": "mxfp4_e2m1"}, {"scale_layout": "shuffled_32x8"}])

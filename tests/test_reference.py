@@ -17,6 +17,7 @@ from helpers import (
     exact_scale,
     golden_input,
     random_bits,
+    value_table,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,7 +69,7 @@ def test_against_exact_rationals(format, scaling, data):
     q = jax_mx.quantize(x, format, scaling=scaling)
     scales = bytes_of(q.scales)[..., 0]
     codes = np.asarray(
-        reference._unpack(
+        reference.unpack(
             jax.lax.bitcast_convert_type(q.values, jnp.uint8).astype(jnp.uint32), format
         )
     )
@@ -84,6 +85,54 @@ def test_against_exact_rationals(format, scaling, data):
         assert scales[row, 0] == scale, (x[row], hex(b))
         sign = np.signbit(wide[row]).astype(int) << (format.bits - 1)
         np.testing.assert_array_equal(codes[row], exact_codes(block, scale, format) | sign)
+
+
+@each_format
+@each_scaling
+@pytest.mark.parametrize("name", FLOAT_DTYPES)
+def test_square_blocks_against_float64(format, scaling, name):
+    """Tiles cut in numpy, the scale from the rule's definition, elements by the nearest value."""
+    m, k = 96, 64
+    rng = np.random.default_rng(7)
+    power = np.repeat(np.repeat([[-20, -14], [-1, 0], [5, 12]], BLOCK, 0), BLOCK, 1)
+    x = rng.standard_normal((m, k)) * 2.0 ** (power - rng.integers(0, 12, (m, k)))
+    x = x.astype(FLOAT_DTYPES[name])
+    x[:BLOCK, :BLOCK] *= x.dtype.type(0)  # of both signs
+    x[40, 5] = np.inf
+    q = jax_mx.quantize(x, format, scaling=scaling, block=(BLOCK, BLOCK))
+    codes = reference.unpack(bytes_of(q.values)[..., 0].astype(np.uint32), format)
+    codes, scales = np.asarray(codes), bytes_of(q.scales)[..., 0]
+    table = np.array([float(v) for v in value_table(format)])
+    wide = x.astype(np.float64)
+    for i, j in np.ndindex(m // BLOCK, k // BLOCK):
+        at = np.s_[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+        tile, got = wide[at], codes[at]
+        if not np.isfinite(tile).all():
+            assert scales[i, j] == 255 and (got == format.nan_code).all()
+            continue
+        scale = exact_scale(Fraction(np.abs(tile).max()), format, scaling)
+        assert scales[i, j] == scale, (i, j)
+        scaled = np.abs(tile) * 2.0 ** (127 - scale)  # exact: float64 has the range
+        above = np.searchsorted(table, scaled).clip(max=len(table) - 1)
+        below = (above - 1).clip(min=0)
+        to_above, to_below = np.abs(table[above] - scaled), np.abs(scaled - table[below])
+        even = np.where(above % 2 == 0, above, below)
+        want = np.where(to_above == to_below, even, np.where(to_above < to_below, above, below))
+        sign = np.signbit(tile).astype(int) << (format.bits - 1)
+        np.testing.assert_array_equal(got, want | sign, f"tile {i}, {j}")
+
+
+@each_format
+@pytest.mark.parametrize("name", GOLDEN_SETS)
+def test_square_blocks_of_one_row_are_golden(format, name):
+    """A tile that holds a golden block and zeros has the block's golden bytes."""
+    x = golden_input(name).reshape(-1, BLOCK)[:64]
+    tiles = np.zeros((BLOCK, x.size), np.float32)
+    tiles[13] = x.reshape(-1)
+    q = jax_mx.quantize(tiles, format, block=(BLOCK, BLOCK))
+    want = jax_mx.quantize(x.reshape(-1), format)  # test_golden
+    assert_bits_equal(q.scales[0], want.scales)
+    assert_bits_equal(q.values[13], want.values)
 
 
 def test_scale_boundaries_of_rceil():
@@ -119,7 +168,7 @@ def test_dequantize_every_code_and_scale(format, name):
     blocks = np.broadcast_to(blocks[..., None], (*blocks.shape, BLOCK // blocks.shape[-1]))
     code, scale = blocks.reshape(2, -1, BLOCK)
     scale = scale[:, :1]
-    packed = reference._pack(jnp.asarray(code, jnp.uint32), format)
+    packed = reference.pack(jnp.asarray(code, jnp.uint32), format)
     values = jax.lax.bitcast_convert_type(packed, format.storage)
     scales = jax.lax.bitcast_convert_type(jnp.asarray(scale, jnp.uint8), jnp.float8_e8m0fnu)
     got = np.asarray(
