@@ -82,7 +82,7 @@ class Plan:
     @property
     def params(self) -> dict[str, int]:
         """The scalars that a kernel may ask for by name."""
-        params = {"scale_layout": list(layouts.SCALE_LAYOUTS.values()).index(self.scale_layout)}
+        params = {}
         if self.scaling is not None:
             for i, format in enumerate(self.formats):
                 add, exception = self.scaling.rounding(format)
