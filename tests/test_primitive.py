@@ -64,7 +64,8 @@ EVERY = [
     for op in ("quantize", "dequantize")
     if (op, form) != ("quantize", "last_transposed") and (op, len(layouts)) != ("dequantize", 2)
 ]
-every_variant = pytest.mark.parametrize("variant", EVERY, ids=lambda v: v.name)
+# Not called variant: what conftest.py records as executed goes by that name.
+every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda v: v.name)
 each_layout = pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
 
 
@@ -115,51 +116,51 @@ def test_the_call_carries_the_kernel(variant):
         assert text.count(f", {scalars}]> : tensor") == count
 
 
-@every_variant
+@every_kind
 @each_layout
 @pytest.mark.usefixtures("all_have_kernels")
-def test_a_call_is_one_custom_call_on_views(variant, layout):
-    if not serves(variant, layout):
+def test_a_call_is_one_custom_call_on_views(kind, layout):
+    if not serves(kind, layout):
         return
-    operand, call = op_of(variant, scale_layout=layout)
+    operand, call = op_of(kind, scale_layout=layout)
     text = lowered_for_cuda(
         jax.eval_shape(operand, jax.ShapeDtypeStruct((8, 64, 96), "bfloat16")), call
     )
     assert text.count("stablehlo.custom_call") == text.count(f"@{artifacts.TARGET}(") == 1
     assert 'num_batch_dims = "3"' in text if layout == "row_major" else 'num_batch_dims = "1"'
-    view, orders = lies(variant, layout != "row_major")
+    view, orders = lies(kind, layout != "row_major")
     for side in ("operand", "result"):
         dense = (f"dense<{[*order]}> : tensor<{len(order)}xindex>" for order in orders[side])
         assert f"{side}_layouts = [{', '.join(dense)}]" in text
     assert f"tensor<{'x'.join(map(str, view))}xbf16>" in text
     if layout == "row_major":
-        rule = RULES[variant.op, len(view), len(variant.formats)]
+        rule = RULES[kind.op, len(view), len(kind.formats)]
         assert f"#sdy.op_sharding_rule<{rule} {{i={view[0]}, j={view[1]}, k={view[2]}, " in text
 
 
-@every_variant
+@every_kind
 @each_layout
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
-def test_views_are_arrays_as_they_lie(variant, layout, format, monkeypatch):
+def test_views_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
     """Read in the order of its layout, a view is the array: XLA can make a bitcast of it."""
-    if not serves(variant, layout):
+    if not serves(kind, layout):
         return
-    own = (formats.FORMATS[format],) * len(variant.formats)
-    operand, call = op_of(dataclasses.replace(variant, formats=own), scale_layout=layout)
-    operand = operand(jnp.asarray(random_bits((8, 64, 96), variant.dtype)))
-    name, seen = f"{variant.op}_p", []
+    own = (formats.FORMATS[format],) * len(kind.formats)
+    operand, call = op_of(dataclasses.replace(kind, formats=own), scale_layout=layout)
+    operand = operand(jnp.asarray(random_bits((8, 64, 96), kind.dtype)))
+    name, seen = f"{kind.op}_p", []
     real = getattr(primitive, name)
 
     class Spy:
         def bind(self, *views, plan):
-            assert plan.form == variant.form
+            assert plan.form == kind.form
             outs = real.bind(*views, plan=plan)
             seen.extend([*views, *outs])
             return outs
 
     monkeypatch.setattr(primitive, name, Spy())
     arrays = [*jax.tree.leaves(operand), *jax.tree.leaves(call(operand))]
-    view, orders = lies(variant, tiled=False)
+    view, orders = lies(kind, tiled=False)
     assert view in [v.shape for v in seen]
     for a, v, order in zip(arrays, seen, [*orders["operand"], *orders["result"]], strict=True):
         if v.shape != a.shape:  # tiles are no view
@@ -168,16 +169,16 @@ def test_views_are_arrays_as_they_lie(variant, layout, format, monkeypatch):
 
 
 @pytest.mark.gpu
-@every_variant
+@every_kind
 @each_layout
 @pytest.mark.parametrize("shape", [(64, 96), (2, 64, 96), (2, 3, 64, 96)])
 @pytest.mark.usefixtures("all_have_kernels")
-def test_views_are_bitcasts(variant, layout, shape):
+def test_views_are_bitcasts(kind, layout, shape):
     """Compiled, not run: no copy and no transpose around the call, alone and inside a program."""
-    if not serves(variant, layout):
+    if not serves(kind, layout):
         return
-    operand, call = op_of(variant, scale_layout=layout)
-    operand = jax.eval_shape(operand, jax.ShapeDtypeStruct(shape, variant.dtype))
+    operand, call = op_of(kind, scale_layout=layout)
+    operand = jax.eval_shape(operand, jax.ShapeDtypeStruct(shape, kind.dtype))
     text = jax.jit(call).lower(operand).compile().as_text()
     assert text.count(f'custom_call_target="{artifacts.TARGET}"') == 1
     assert not re.findall(r"= \S+ (?:copy|transpose)\(", text), text
