@@ -2,12 +2,15 @@
 
 import csv
 import dataclasses
+import datetime
 import fnmatch
 import functools
 import itertools
 import json
 import math
+import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,7 @@ from helpers import assert_bits_equal, assert_same_array
 
 import jax_mx
 from benchmarks import __main__ as cli
-from benchmarks import baselines, issue_model, peers, shapes, sweep, timing
+from benchmarks import baselines, issue_model, peers, plot, shapes, sweep, timing
 from benchmarks.report import Measured, Row
 from jax_mx import plan
 from jax_mx.formats import FLOAT_DTYPES, FORMATS, SCALINGS
@@ -567,6 +570,41 @@ def test_peers_serve_what_they_have():
         assert not any(peer.serves({**case, name: other}) for peer in peers.PEERS.values()), name
     forms = {form for peer in peers.PEERS.values() for form in peer.forms}
     assert forms < set(shapes.FORMS)
+
+
+# ---- the plot ---
+RESULTS = Path(issue_model.__file__).parent / "results" / "h200.json"
+
+
+def test_the_plot_draws_what_was_committed(tmp_path):
+    picture = tmp_path / "h200.png"
+    plot.main([str(RESULTS), str(picture), "--date", "2026-11-20"])
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def test_the_plot_shows_every_form_and_every_implementation():
+    rows = json.loads(RESULTS.read_text())
+    row = next(row for row in rows if plot.WHERE.items() <= row.items())
+    theirs = {**row, "implementation": "x 1.0 Triton", "scaling": "floor", "gbps": 3000.0}
+    elsewhere = {**theirs, "implementation": "not here", "dtype": "float32"}
+    found = plot.series([*rows, theirs, elsewhere])
+    assert [*found] == ["jax_mx", "copy", "XLA", "x 1.0 Triton (floor)"]
+    assert found["x 1.0 Triton (floor)"] == {row["form"]: 3.0}
+    assert found["XLA"][row["form"]] == pytest.approx(row["gbps"] / row["speedup_over_xla"] / 1e3)
+    figure = plot.draw([*rows, theirs], "H200", "a day")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*found["jax_mx"]]
+    assert "H200, a day" in axes.get_title("left")
+    (legend,) = figure.legends
+    texts = {text.get_text() for text in legend.get_texts()}
+    assert texts == {"jax_mx", "copy, same bytes", "XLA", "x 1.0 Triton (floor)"}
+    with pytest.raises(ValueError, match="no row has"):
+        plot.draw([elsewhere], "H200", "a day")
+
+
+def test_a_commit_has_a_date():
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", plot.date_of("HEAD"))
+    assert plot.date_of("no such commit") == str(datetime.date.today())
 
 
 # ---- the issue model ---
