@@ -1,6 +1,7 @@
 """One table: what an op costs, against a copy of the same bytes and against XLA.
 
 python -m benchmarks --form all --shapes required,8x4096x4096 --format mxfp8_e4m3 --csv out.csv
+python -m benchmarks --form all --shapes llm --peers --json out.json   # torchao's, too
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ import functools
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import Progress
 
 import jax_mx
-from benchmarks import baselines, report, shapes, timing
+from benchmarks import baselines, peers, report, shapes, timing
 from benchmarks.report import Measured, Row
 from jax_mx.formats import FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.plan import IMPLEMENTATIONS
 
+_quantized = jax.jit(
+    jax_mx.quantize, static_argnames=("format", "axis", "scaling", "scale_layout", "block")
+)
 OPS = tuple(dict.fromkeys(form.op for form in shapes.FORMS.values()))
 
 
@@ -64,12 +67,24 @@ class Case:
     def functions(self) -> tuple[Callable[..., Any], dict[str, Callable[..., Any]]]:
         """The op, jitted, and XLA's versions of it."""
         form = shapes.FORMS[self.form]
-        options = {**form.options, **self.options, "implementation": self.implementation}
-        op = jax.jit(functools.partial(getattr(jax_mx, form.op), **options))
-        return op, baselines.quantize(form, **self.options)
+        options = {**form.options, "implementation": self.implementation}
+        if form.op == "dequantize":
+            options["dtype"], versions = self.dtype, baselines.dequantize(form, self.dtype)
+        else:
+            options |= self.options
+            versions = baselines.quantize(form, **self.options)
+        return jax.jit(functools.partial(getattr(jax_mx, form.op), **options)), versions
+
+    def make(self, key: jax.Array) -> Any:
+        """An argument of those."""
+        form = shapes.FORMS[self.form]
+        x = baselines.normal(key, shape=self.shape, dtype=FLOAT_DTYPES[self.dtype])
+        if form.op != "dequantize":
+            return x
+        return _quantized(x, **form.made_by, **self.options)
 
     def implementation_taken(self) -> tuple[str, str]:
-        """The kernel's name; or "xla", and why."""
+        """What serves the op; if it is "xla", why."""
         if self.implementation == "xla":
             return "xla", ""
         form = shapes.FORMS[self.form]
@@ -77,26 +92,25 @@ class Case:
             form.op,
             jax.devices()[0],
             dtype=self.dtype,
-            axis=form.axes[0],
             ndim=len(self.shape),
             transpose=form.transpose,
             implementation=self.implementation,
+            **form.made_by,
             **self.options,
         )
-        return (what, "") if supported else ("xla", what)
+        return (what.partition(":")[0], "") if supported else ("xla", what)
 
 
 # ---- measuring ----------------------------------------------------------------------------------
 def measure(case: Case, repeats: int, commit: str) -> Measured:
     """Times the op, XLA's versions of it and the copy, one after the other."""
     fn, versions = case.functions()
-    like = jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))
+    like = jax.eval_shape(case.make, jax.random.key(0))
     size = timing.nbytes((like, jax.eval_shape(fn, like)))
     implementation, reason = case.implementation_taken()
     notes = [reason] if reason else []
 
-    make = functools.partial(baselines.normal, shape=like.shape, dtype=like.dtype)
-    inputs = timing.rotate(make, timing.nbytes(like))
+    inputs = timing.rotate(case.make, timing.nbytes(like))
     own = timing.measure(fn, inputs, repeats)
     xla, xla_time = "none", None
     try:
@@ -117,9 +131,41 @@ def measure(case: Case, repeats: int, commit: str) -> Measured:
         fraction_of_copy=round(gbps / copy_gbps, 4),
         speedup_over_xla=xla_time and round(xla_time.us / own.us, 4),
         commit=commit,
+        implementation=implementation,
     )
     clocks = dict.fromkeys(t.clock for t in (own, xla_time, copy_time) if t)
-    return Measured(row, " / ".join(clocks), implementation, xla, copy, tuple(notes))
+    return Measured(row, " / ".join(clocks), xla, copy, tuple(notes))
+
+
+def measure_peers(measured: Sequence[Measured], repeats: int) -> tuple[list[Measured], list[str]]:
+    """The peers' rows for what was measured, and why others are missing."""
+    found, notes = [], []
+    for name, peer in peers.PEERS.items():
+        mine = [m for m in measured if peer.serves(_case(m.row))]
+        for index, answer in peers.run(name, [_case(m.row) for m in mine], repeats):
+            if index is None or "error" in answer:
+                what = name if index is None else f"{name}, {mine[index].row.form}"
+                notes.append(f"no row of {what}: {answer['error']}")
+                continue
+            ours, us = mine[index].row, answer["us"]
+            gbps = answer["bytes"] / us / 1e3
+            xla_us = ours.speedup_over_xla and ours.speedup_over_xla * ours.us
+            row = dataclasses.replace(
+                ours,
+                scaling=answer["scaling"],
+                us=round(us, 3),
+                gbps=round(gbps, 2),
+                fraction_of_copy=round(gbps / ours.copy_gbps, 4),
+                speedup_over_xla=xla_us and round(xla_us / us, 4),
+                implementation=f"{answer['library']} {name}",
+            )
+            found.append(dataclasses.replace(mine[index], row=row, clock=answer["clock"], notes=()))
+    return found, notes
+
+
+def _case(row: Row) -> peers.Case:
+    """A row's names as peers take them."""
+    return {**dataclasses.asdict(row), "shape": [int(n) for n in row.shape.split("x")]}
 
 
 def brief(error: Exception) -> str:
@@ -160,6 +206,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--implementation", choices=tuple(IMPLEMENTATIONS), help="default: the kernel, else xla")
     add("--csv", type=Path, metavar="FILE")
     add("--json", type=Path, metavar="FILE")
+    add("--peers", action="store_true", help="torchao's quantizers too; needs torch and torchao")
     about = "calls that a median is taken over"
     add("--repeats", type=positive, default=30, metavar="N", help=about)
     add("--require", action="store_true", help="exit with 1 if a requirement is not met")
@@ -204,13 +251,24 @@ def complete(args: argparse.Namespace) -> None:
         path.open("a").close()
 
 
+def all_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """All that was asked for, but for what a form does not have."""
+    each = (args.form, args.shapes, args.dtype, args.format, args.scaling, args.scale_layout)
+    catalogue = set(itertools.chain.from_iterable(shapes.SHAPES.values()))
+    for case in (Case(*c, args.implementation) for c in itertools.product(*each)):
+        form = shapes.FORMS[case.form]
+        if form.square and SCALE_LAYOUTS[case.scale_layout].is_tiled:
+            continue  # scales of squares are row-major
+        if form.fits(case.shape) or case.shape not in catalogue:  # a shape typed in may fail
+            yield case
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = arguments(argv)
     # A log has no width of its own; rich would fold the table into 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
-    each = (args.form, args.shapes, args.dtype, args.format, args.scaling, args.scale_layout)
-    cases = [Case(*c, args.implementation) for c in itertools.product(*each)]
+    cases = list(all_cases(args))
     measured: list[Measured] = []
     failures: list[str] = []
     commit = head()
@@ -224,12 +282,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 failures.append(f"{' '.join(case.names.values())}: {brief(error)}")
             report.write([m.row for m in measured], args.csv, args.json)  # now: the next may crash
             progress.advance(task)
+    ours, notes = [m.row for m in measured], [note for m in measured for note in m.notes]
+    if args.peers:
+        console.print("Measuring peers")
+        rows, missing = measure_peers(measured, args.repeats)
+        measured, notes = measured + rows, notes + missing
+        report.write([m.row for m in measured], args.csv, args.json)
     console.print(report.table(measured))
-    for note in dict.fromkeys(note for m in measured for note in m.notes):
+    for note in dict.fromkeys(notes):
         console.print(f"note: {note}", markup=False)
     for failure in failures:
         console.print(f"failed: {failure}", markup=False, style="red")
-    checks = list(report.requirements([c.names for c in cases], [m.row for m in measured]))
+    checks = list(report.requirements([c.names for c in cases], ours))
     for _, line in checks:
         console.print(line, markup=False)
     met = bool(checks) and all(ok for ok, _ in checks)

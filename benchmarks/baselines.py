@@ -1,8 +1,8 @@
 """What an op is measured against: a copy of as many bytes, and XLA at its best.
 
-The quantizers here are what one writes in JAX without kernels, in floats, and right on ordinary
-data only: NaNs, infinities and float32 subnormals are `jax_mx.reference`'s business. So that the
-comparison is honest there are several, and the fastest one counts.
+What is here is what one writes in JAX without kernels, in floats, and right on ordinary data only:
+NaNs, infinities and float32 subnormals are `jax_mx.reference`'s business. So that the comparison is
+honest there are several versions, and the fastest one counts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from benchmarks.shapes import Form
@@ -72,23 +73,28 @@ def quantize(
         "scaling": SCALINGS[scaling],
         "layout": SCALE_LAYOUTS[scale_layout],
     }
-    turns = {"": False, " of x.T": True} if form.transpose else {"": False}
     return {
         name + suffix: jax.jit(
             functools.partial(_quantize, variant=variant, turn_first=first, **options)
         )
         for name, variant in VARIANTS.items()
-        for suffix, first in turns.items()
+        for suffix, first in _turns(form).items()
     }
 
 
+def _turns(form: Form) -> dict[str, bool]:
+    """Suffixes of versions, and whether they transpose first."""
+    return {"": False, " of x.T": True} if form.transpose else {"": False}
+
+
 def _quantize(x: jax.Array, *, form: Form, turn_first: bool, **options: Any) -> Any:
-    arrays = [_along(x, axis, **options) for axis in form.axes[:-1]]
-    last = form.axes[-1]
+    options["square"] = form.square
+    arrays = [_blocks(x, axis, **options) for axis in form.axes[:-1]]
+    last = -2 if form.square and form.transpose else form.axes[-1]
     if turn_first:
-        q = _along(jnp.moveaxis(x, last, -1), -1, **options)
+        q = _blocks(jnp.moveaxis(x, last, -1), -1, **options)
     else:
-        q = _along(x, last, **options)
+        q = _blocks(x, last, **options)
     if form.transpose and not turn_first:
         tiled = q.scale_layout.is_tiled  # tiles are already those of the block axis as columns
         scales = q.scales if tiled else jnp.moveaxis(q.scales, last, -1)
@@ -97,27 +103,40 @@ def _quantize(x: jax.Array, *, form: Form, turn_first: bool, **options: Any) -> 
     return (*arrays, q) if arrays else q
 
 
-def _along(
+def _blocks(
     x: jax.Array,
     axis: int,
     *,
+    square: bool,
     variant: Variant,
     format: Format,
     scaling: Scaling,
     layout: ScaleLayout,
 ) -> MXArray:
-    """x quantized along one axis."""
-    inner = axis % x.ndim + 1
-    blocks = x.reshape(*x.shape[: inner - 1], -1, BLOCK, *x.shape[inner:])
+    """x quantized along one axis; in square blocks, which pack along it."""
+    blocks, inner = _split(x, (-2, -1) if square else (axis,))
     amax = jnp.max(jnp.abs(blocks), axis=inner, keepdims=True)
     scaled, scale = variant(blocks, amax, format, scaling)
-    codes = _encode(scaled, format, inner)
-    values = codes.reshape(*x.shape[: inner - 1], -1, *x.shape[inner:])
+    shape = [*x.shape]
+    shape[axis] //= format.codes_per_byte
+    values = _encode(scaled, format, inner[axis if square else 0]).reshape(shape)
     scales = jax.lax.bitcast_convert_type(scale.astype(jnp.uint8), SCALE_DTYPE)
     scales = jnp.squeeze(scales, inner)
     if layout.is_tiled:
-        scales = layout.pack(jnp.moveaxis(scales, inner - 1, -1))
-    return MXArray(values, scales, format, axis, layout)
+        scales = layout.pack(jnp.moveaxis(scales, axis, -1))
+    return MXArray(values, scales, format, axis, layout, (BLOCK, BLOCK) if square else (BLOCK,))
+
+
+def _split(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
+    """x with each of the negative `axes` split into blocks and 32, and where these 32 are."""
+    shape: list[int] = []
+    inner = []
+    for i, n in enumerate(x.shape):
+        shape.append(n)
+        if i - x.ndim in axes:
+            inner.append(len(shape))
+            shape[-1:] = [n // BLOCK, BLOCK]
+    return x.reshape(shape), tuple(inner)
 
 
 def _divide(
@@ -203,6 +222,84 @@ _E2M1_TIES = (
 )
 
 
+# ---- dequantize ----------------------------------------------------------------------------------
+def dequantize(form: Form, dtype: str) -> dict[str, Callable[[MXArray], jax.Array]]:
+    """XLA's dequantizers, jitted, by name."""
+    return {
+        name + suffix: jax.jit(
+            functools.partial(_dequantize, scaled=scaled, form=form, turn_first=first, dtype=dtype)
+        )
+        for name, scaled in PRODUCTS.items()
+        for suffix, first in _turns(form).items()
+    }
+
+
+def _dequantize(
+    q: MXArray, *, scaled: Product, form: Form, turn_first: bool, dtype: str
+) -> jax.Array:
+    scales = q.scales
+    if q.scale_layout.is_tiled:
+        rows, cols = q.shape[-3 - q.axis], q.shape[q.axis] // BLOCK
+        scales = jnp.moveaxis(q.scale_layout.unpack(scales, rows, cols), -1, q.axis)
+    values, axis = q.values, q.axis
+    if turn_first:
+        values, scales, axis = values.swapaxes(-1, -2), scales.swapaxes(-1, -2), -3 - axis
+    elements = _decode(values, q.format, axis)
+    blocks, inner = _split(elements, (axis,))
+    y = scaled(blocks, jnp.expand_dims(scales, inner), jnp.dtype(dtype)).reshape(elements.shape)
+    return y.swapaxes(-1, -2) if form.transpose and not turn_first else y
+
+
+# From blocks of elements and their scales to the products, in the type asked for.
+Product = Callable[[jax.Array, jax.Array, np.dtype], jax.Array]
+
+
+def _in_float32(blocks: jax.Array, scales: jax.Array, dtype: np.dtype) -> jax.Array:
+    """As it is defined, by conversions alone."""
+    return (blocks.astype(jnp.float32) * scales.astype(jnp.float32)).astype(dtype)
+
+
+def _by_bits(blocks: jax.Array, scales: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The scale's byte as a float32's exponent."""
+    bits = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32) << 23
+    return (blocks.astype(jnp.float32) * _float(bits)).astype(dtype)
+
+
+def _narrow(blocks: jax.Array, scales: jax.Array, dtype: np.dtype) -> jax.Array:
+    """In the result's type, which loses nothing where that has a scale's range."""
+    wide = np.dtype(np.float32) if dtype == np.float16 else dtype
+    return (blocks.astype(wide) * scales.astype(wide)).astype(dtype)
+
+
+PRODUCTS: Mapping[str, Product] = {
+    "float32": _in_float32,
+    "by bits": _by_bits,
+    "narrow": _narrow,
+}
+
+
+def _decode(values: jax.Array, format: Format, axis: int) -> jax.Array:
+    """Elements as floats; those of less than 8 bits by a table."""
+    if format.storage != np.uint8:
+        return values
+    codes = np.arange(2**format.bits, dtype=np.uint8)
+    table = jnp.asarray(codes.view(_STORED_AS_BYTES[format.name]).astype(np.float32))
+    if format.codes_per_byte == 2:
+        axis += values.ndim
+        pairs = jnp.stack([values & np.uint8(15), values >> np.uint8(4)], axis + 1)
+        shape = (*values.shape[:axis], -1, *values.shape[axis + 1 :])
+        values = pairs.reshape(shape)
+    return table[values]
+
+
+_STORED_AS_BYTES: Mapping[str, Any] = {
+    "mxfp6_e3m2": ml_dtypes.float6_e3m2fn,
+    "mxfp6_e2m3": ml_dtypes.float6_e2m3fn,
+    "mxfp4_e2m1": ml_dtypes.float4_e2m1fn,
+}
+
+
+# ---- bits ----------------------------------------------------------------------------------------
 def _wide(x: jax.Array) -> jax.Array:
     """x, in float32 if it is float16, which has too few exponents for a scale."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x

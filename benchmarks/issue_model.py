@@ -133,9 +133,8 @@ def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[B
 
 def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> float:
     """The fraction of the memory's speed that was reached at the first required shape, or NaN."""
-    forms = [name for name, form in shapes.FORMS.items() if form.kernel == variant.form]
     where = {
-        "form": next(iter(forms), None),
+        "form": shapes.form_of(variant.op, variant.form),
         "shape": shapes.spell(shapes.REQUIRED[0]),
         "dtype": variant.dtype,
         "format": variant.formats[0].name,

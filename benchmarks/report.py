@@ -33,6 +33,7 @@ class Row:
     fraction_of_copy: float
     speedup_over_xla: float | None  # over the fastest of XLA's versions; None: none of them ran
     commit: str
+    implementation: str  # "cutedsl", "xla", ...; or a peer's name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,6 @@ class Measured:
 
     row: Row
     clock: str
-    implementation: str
     xla: str  # the fastest of XLA's versions
     copy: str  # the faster copy
     notes: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ def table(measured: Sequence[Measured]) -> Table:
     """The rows' fields, and beside them the clock and who ran."""
     result = Table(title=f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     numbers = {"us", "gbps", "copy_gbps", "fraction_of_copy", "speedup_over_xla"}
-    extra = ("clock", "implementation", "xla", "copy")
+    extra = ("clock", "xla", "copy")
     for name in (*(field.name for field in dataclasses.fields(Row)), *extra):
         header = name.replace("_", " ")
         result.add_column(header, justify="right" if name in numbers else "left", overflow="fold")
@@ -74,31 +74,44 @@ def table(measured: Sequence[Measured]) -> Table:
 
 
 def requirements(
-    names: Sequence[Mapping[str, str]], rows: Sequence[Row]
+    cases: Sequence[Mapping[str, str]], rows: Sequence[Row]
 ) -> Iterator[tuple[bool, str]]:
     """For each requirement on a case: whether it is met, and a line that says so.
 
     Args:
-      names: of the cases that were asked for, as rows have them.
+      cases: what was asked for, by the names that rows have.
       rows: what was measured of them.
     """
     measured = [dataclasses.asdict(row) for row in rows]
     for want in shapes.REQUIREMENTS:
-        if not any(want.where.items() <= case.items() for case in names):
+        asked = [want.where]
+        if want.fraction_of_row_major is not None:
+            asked.append({**want.where, "scale_layout": "row_major"})
+        if not all(any(names.items() <= case.items() for case in cases) for names in asked):
             continue
-        found = [r for r in measured if want.where.items() <= r.items()]
-        for met, what in [_judge(want, r) for r in found] or [(False, "not measured")]:
+        found, *row_major = (
+            [row for row in measured if names.items() <= row.items()] for names in asked
+        )
+        plain = row_major[0][0] if row_major and row_major[0] else None
+        for met, what in [_judge(want, r, plain) for r in found] or [(False, "not measured")]:
             where = {**want.where, "shape": want.where["shape"].replace("x", ",")}
-            line = "{form} ({shape}) {dtype} -> {format} {scaling}".format(**where)
+            line = "{form} ({shape}) {dtype} -> {format} {scaling} {scale_layout}".format(**where)
             yield met, f"{'ok' if met else 'no'}  {line}: {what}"
 
 
-def _judge(want: shapes.Requirement, row: Mapping[str, Any]) -> tuple[bool, str]:
+def _judge(
+    want: shapes.Requirement, row: Mapping[str, Any], row_major: Mapping[str, Any] | None
+) -> tuple[bool, str]:
     """Whether a row meets a requirement, and its numbers beside what is wanted."""
-    fraction, speedup = row["fraction_of_copy"], row["speedup_over_xla"] or 0.0
-    met = fraction >= want.fraction_of_copy
-    what = f"{fraction:.3f} of copy (>= {want.fraction_of_copy} wanted)"
-    if want.speedup_over_xla is not None:
-        met = met and speedup >= want.speedup_over_xla
-        what += f", {speedup:.2f}x XLA (>= {want.speedup_over_xla} wanted)"
-    return met, what
+    numbers = (
+        (want.fraction_of_copy, row["fraction_of_copy"], "{:.3f} of copy"),
+        (want.speedup_over_xla, row["speedup_over_xla"] or 0.0, "{:.2f}x XLA"),
+        (
+            want.fraction_of_row_major,
+            row["gbps"] / row_major["gbps"] if row_major else 0.0,
+            "{:.3f} of row_major",
+        ),
+    )
+    asked = [(least, got, text) for least, got, text in numbers if least is not None]
+    what = ", ".join(f"{text.format(got)} (>= {least} wanted)" for least, got, text in asked)
+    return all(got >= least for least, got, _ in asked), what

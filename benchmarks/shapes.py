@@ -7,9 +7,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jax_mx.formats import BLOCK
+
 Shape = tuple[int, ...]
 
 REQUIRED: tuple[Shape, ...] = ((8, 7168, 7168), (65536, 8192))
+# Memory-bound, but no multiples of a tile; where 8 does not divide the last axis, rows are not
+# aligned either.
+UNEVEN: tuple[Shape, ...] = ((8, 4128, 2880), (8, 4128, 2881))
 
 SHAPES: Mapping[str, tuple[Shape, ...]] = {
     "required": REQUIRED,
@@ -18,53 +23,83 @@ SHAPES: Mapping[str, tuple[Shape, ...]] = {
     # Decoding: from one token on. Input and output stay in L2, so launching is what costs.
     "small": tuple((4**i, 7168) for i in range(6)),
     # No power of two, no multiple of a tile: prime rows, few long rows, few blocks in a row.
-    "odd": ((4133, 2880), (33, 7168 * 32), (5, 1023, 4000), (262139, 96), (8191, 32)),
+    "odd": (*UNEVEN, (4133, 2880), (33, 7168 * 32), (5, 1023, 4000), (262139, 96), (8191, 32)),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Which way blocks run, and how the results lie.
+    """An op, which way its blocks run and how its arrays lie.
 
     Attributes:
+      op: the function of jax_mx that computes it.
       kernel: its name in `jax_mx.forms.FORMS`.
-      axes: that blocks run along, one for each result.
-      transpose: whether the last result has its block axis last.
+      axes: that blocks run along, one for each quantized array.
+      transpose: of the op; of the last result, where there are two.
+      square: whether blocks span both of the last two axes instead.
     """
 
+    op: str
     kernel: str
-    axes: tuple[int, ...]
+    axes: tuple[int, ...] = (-1,)
     transpose: bool = False
-
-    @property
-    def op(self) -> str:
-        """The function of jax_mx that computes it."""
-        return "quantize" if len(self.axes) == 1 else "quantize_both"
+    square: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        """Its keywords."""
-        if self.op == "quantize":
-            return {"axis": self.axes[0], "transpose": self.transpose}
-        return {"transpose": (False, self.transpose)}
+        """The op's keywords."""
+        if self.op == "quantize_both":
+            return {"transpose": (False, self.transpose)}
+        return {"transpose": self.transpose, **(self.made_by if self.op == "quantize" else {})}
+
+    @property
+    def made_by(self) -> dict[str, Any]:
+        """The keywords of the `quantize` that makes the first quantized array."""
+        return {"block": (BLOCK, BLOCK)} if self.square else {"axis": self.axes[0]}
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether an array of this shape has whole blocks."""
+        axes = (-2, -1) if self.square else self.axes
+        return len(shape) >= -min(axes) and all(shape[axis] % BLOCK == 0 for axis in axes)
 
 
 FORMS: Mapping[str, Form] = {
-    "axis -1": Form("last", (-1,)),
-    "axis -2": Form("second", (-2,)),
-    "axis -2 transposed": Form("second_transposed", (-2,), transpose=True),
-    "both": Form("both", (-1, -2)),
-    "both transposed": Form("both_transposed", (-1, -2), transpose=True),
+    "axis -1": Form("quantize", "last"),
+    "axis -2": Form("quantize", "second", (-2,)),
+    "axis -2 transposed": Form("quantize", "second_transposed", (-2,), transpose=True),
+    "square": Form("quantize", "square", square=True),
+    "square transposed": Form("quantize", "square_transposed", transpose=True, square=True),
+    "both": Form("quantize_both", "both", (-1, -2)),
+    "both transposed": Form("quantize_both", "both_transposed", (-1, -2), transpose=True),
+    "dequantize": Form("dequantize", "last"),
+    "dequantize axis -2": Form("dequantize", "second", (-2,)),
+    "dequantize transposed": Form("dequantize", "second_transposed", transpose=True),
 }
+
+
+def form_of(op: str, kernel: str) -> str | None:
+    """The name of the form that a variant's op and form compute, if it has one here."""
+    for name, form in FORMS.items():
+        if (form.op.removesuffix("_both"), form.kernel) == (op, kernel):
+            return name
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
-    """What a row that matches all of `where` must reach."""
+    """What a row that matches all of `where` must reach.
+
+    Attributes:
+      where: of a row's names.
+      fraction_of_copy: at least; of a copy of as many bytes.
+      speedup_over_xla: at least.
+      fraction_of_row_major: at least; of the speed with row-major scales.
+    """
 
     where: Mapping[str, str]
-    fraction_of_copy: float
+    fraction_of_copy: float | None = None
     speedup_over_xla: float | None = None
+    fraction_of_row_major: float | None = None
 
 
 def spell(shape: Shape) -> str:
@@ -72,25 +107,39 @@ def spell(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
+# Of a copy at every shape of "llm", and of XLA's speed at the first required one.
+_WANTED = {
+    "axis -1": (0.97, 2.5),
+    "axis -2": (0.97, 1.8),
+    "axis -2 transposed": (0.95, 3.5),
+    "both": (0.95, 2.9),
+    "both transposed": (0.95, 2.9),
+    "dequantize": (0.97, None),
+    "dequantize axis -2": (0.97, None),
+    "dequantize transposed": (0.97, None),
+}
+
+
 def _requirements() -> Iterator[Requirement]:
     kind = {"dtype": "bfloat16", "format": "mxfp8_e4m3", "scaling": "rceil"}
-    kind["scale_layout"] = "row_major"
 
-    def where(form: str, shape: Shape) -> dict[str, str]:
-        return {"op": FORMS[form].op, "form": form, "shape": spell(shape), **kind}
+    def where(name: str, shape: Shape, layout: str = "row_major") -> dict[str, str]:
+        names = {"op": FORMS[name].op, "form": name, "shape": spell(shape)}
+        return {**names, **kind, "scale_layout": layout}
 
     for shape in REQUIRED:
         yield Requirement(where("axis -1", shape), 0.95, 2.3)
-    for form, (fraction, speedup) in {
-        "axis -1": (0.97, 2.5),
-        "axis -2": (0.97, 1.8),
-        "axis -2 transposed": (0.95, 3.5),
-        "both": (0.95, 2.9),
-        "both transposed": (0.95, 2.9),
-    }.items():
+    for name, (fraction, speedup) in _WANTED.items():
         for shape in SHAPES["llm"]:
-            first = shape == REQUIRED[0]  # the one whose speedup is asked for
-            yield Requirement(where(form, shape), fraction, speedup if first else None)
+            first = shape == REQUIRED[0]
+            yield Requirement(where(name, shape), fraction, speedup if first else None)
+            blocked = where(name, shape, "blocked_128x4")
+            yield Requirement(blocked, fraction_of_row_major=0.98)
+    for name, form in FORMS.items():
+        for shape in filter(form.fits, UNEVEN):
+            yield Requirement(where(name, shape), 0.8)
+        for shape in filter(form.fits, SHAPES["small"]):
+            yield Requirement(where(name, shape), speedup_over_xla=1.0)
 
 
 REQUIREMENTS: tuple[Requirement, ...] = tuple(_requirements())

@@ -23,7 +23,7 @@ from benchmarks import shapes
 from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3
 from jax_mx.variants import VARIANTS, Variant
 
-FORMS = {form.kernel: form for form in shapes.FORMS.values()}
+FORMS = {form.kernel: form for form in shapes.FORMS.values() if form.op != "dequantize"}
 # No multiple of what a thread block covers, in any direction.
 SMALL = (3, 160, 224)
 

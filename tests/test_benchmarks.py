@@ -2,19 +2,24 @@
 
 import csv
 import dataclasses
+import datetime
 import fnmatch
 import functools
 import itertools
 import json
+import math
+import re
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_same_array
+from helpers import assert_bits_equal, assert_same_array
 
 import jax_mx
 from benchmarks import __main__ as cli
-from benchmarks import baselines, issue_model, shapes, sweep, timing
+from benchmarks import baselines, issue_model, peers, plot, shapes, sweep, timing
 from benchmarks.report import Measured, Row
 from jax_mx import plan
 from jax_mx.formats import FLOAT_DTYPES, FORMATS, SCALINGS
@@ -25,7 +30,9 @@ pytestmark = pytest.mark.any_device
 KEYS = [
     *("op", "form", "shape", "dtype", "format", "scaling", "scale_layout"),
     *("us", "gbps", "copy_gbps", "fraction_of_copy", "speedup_over_xla", "commit"),
+    "implementation",
 ]
+NUMBERS = KEYS[7:12]
 
 
 # ---- shapes ---
@@ -46,27 +53,43 @@ def test_parse_refuses_what_has_no_elements(text):
         shapes.parse(text)
 
 
-def test_blocks_fit_into_every_shape():
-    assert all(shape[-1] % 32 == 0 for group in shapes.SHAPES.values() for shape in group)
+def test_every_shape_has_blocks_of_some_form():
+    for shape in itertools.chain.from_iterable(shapes.SHAPES.values()):
+        assert any(form.fits(shape) for form in shapes.FORMS.values())
+    fits = {name for name, form in shapes.FORMS.items() if form.fits((8, 4128, 2881))}
+    assert fits == {"axis -2", "axis -2 transposed", "dequantize axis -2"}
+    assert not shapes.FORMS["axis -2"].fits((64,))
+
+
+def test_uneven_shapes_are_bound_by_memory():
+    for shape in shapes.UNEVEN:
+        assert math.prod(shape) * 2 > 3 * timing.L2_BYTES
 
 
 # ---- forms ---
 def test_forms_by_name():
     assert [*shapes.FORMS] == [
-        *("axis -1", "axis -2", "axis -2 transposed", "both", "both transposed")
+        *("axis -1", "axis -2", "axis -2 transposed", "square", "square transposed"),
+        *("both", "both transposed"),
+        *("dequantize", "dequantize axis -2", "dequantize transposed"),
     ]
-    assert cli.OPS == ("quantize", "quantize_both")
+    assert cli.OPS == ("quantize", "quantize_both", "dequantize")
+    names = [shapes.form_of(f.op.removesuffix("_both"), f.kernel) for f in shapes.FORMS.values()]
+    assert names == [*shapes.FORMS]
+    assert shapes.form_of("dequantize", "both") is None
 
 
-@pytest.mark.parametrize("name", sweep.FORMS)
+@pytest.mark.parametrize("name", shapes.FORMS)
 def test_forms_are_those_of_kernels(name):
-    form = sweep.FORMS[name]
+    form = shapes.FORMS[name]
     x, rest = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), ("rceil", "row_major", None)
-    if form.op == "quantize":
-        got = plan.plan_quantize(x, "mxfp8_e4m3", form.axes[0], *rest, form.transpose)
-    else:
+    if form.op == "quantize_both":
         got = plan.plan_both(x, ("mxfp8_e4m3",) * 2, *rest, (False, form.transpose))
-    assert got.form == name
+    else:
+        options = {"axis": -1, "block": 32, **form.made_by}
+        axis, block = options["axis"], options["block"]
+        got = plan.plan_quantize(x, "mxfp8_e4m3", axis, *rest, form.transpose, block, form.op)
+    assert got.form == form.kernel
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
@@ -205,11 +228,20 @@ def test_fastest_passes_over_what_fails(monkeypatch):
 
 # ---- baselines ---
 def assert_baselines_agree(x, form, **options):
-    want = getattr(jax_mx, form.op)(x, implementation="xla", **form.options, **options)
-    versions = baselines.quantize(form, **options)
-    assert len(versions) == len(baselines.VARIANTS) * (1 + form.transpose)
+    op = functools.partial(getattr(jax_mx, form.op), implementation="xla", **form.options)
+    if form.op == "dequantize":
+        x, dtype = jax_mx.quantize(x, implementation="xla", **form.made_by, **options), x.dtype.name
+        want, versions = op(x, dtype), baselines.dequantize(form, dtype)
+        count = len(baselines.PRODUCTS)
+    else:
+        want, versions = op(x, **options), baselines.quantize(form, **options)
+        count = len(baselines.VARIANTS)
+    assert len(versions) == count * (1 + form.transpose)
     for name, fn in versions.items():
         got = fn(x)
+        if form.op == "dequantize":
+            assert_bits_equal(got, want, name)
+            continue
         assert isinstance(got, tuple) == isinstance(want, tuple) == (form.op == "quantize_both")
         pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
         for i, (a, b) in enumerate(pairs):
@@ -235,7 +267,17 @@ def test_baselines_give_the_same_bytes(format, scaling, dtype):
 def test_baselines_follow_form_and_layout(format, form, scale_layout):
     x = baselines.normal(jax.random.key(2), (2, 96, 160), FLOAT_DTYPES["bfloat16"])
     options = {"scaling": "rceil", "scale_layout": scale_layout}
+    if shapes.FORMS[form].square and scale_layout != "row_major":
+        pytest.skip("scales of squares are row-major")
     assert_baselines_agree(x, shapes.FORMS[form], format=format, **options)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_baselines_dequantize_all_formats(format, dtype):
+    x = baselines.normal(jax.random.key(3), (32, 256), FLOAT_DTYPES[dtype])
+    options = {"scaling": "rceil", "scale_layout": "row_major", "format": format}
+    assert_baselines_agree(x, shapes.FORMS["dequantize"], **options)
 
 
 def test_copies_are_copies():
@@ -260,7 +302,7 @@ def test_one_table_two_files(tmp_path, capsys):
     rows = json.loads(files[1].read_text())
     assert [list(row) for row in rows] == [KEYS] * 4  # 2x40 has no blocks, and is not missed
     assert [row["shape"] for row in rows] == ["4x64", "4x64", "2x3x32", "2x3x32"]
-    assert all(row[key] > 0 for row in rows for key in KEYS[7:12])
+    assert all(row[key] > 0 for row in rows for key in NUMBERS)
     with files[0].open(newline="") as file:
         records = list(csv.DictReader(file))
     assert records == [{key: str(value) for key, value in row.items()} for row in rows]
@@ -293,8 +335,12 @@ def test_every_form_is_a_row(tmp_path, capsys):
     )
     rows = json.loads(file.read_text())
     assert [(row["op"], row["form"], row["scale_layout"]) for row in rows] == [
-        (form.op, name, "blocked_128x4") for name, form in shapes.FORMS.items()
+        (form.op, name, "blocked_128x4") for name, form in shapes.FORMS.items() if not form.square
     ]
+    names = ["square", "square transposed"]
+    options = ["--form", *names, "--shapes", "32x64", "--repeats", "1", "--json", str(file)]
+    assert cli.main(options) == 0
+    assert [row["form"] for row in json.loads(file.read_text())] == names
 
 
 def test_names_count_once_however_they_are_given():
@@ -350,9 +396,10 @@ def test_the_command_line_names_unknown_shapes(capsys):
     assert "shape 'tiny' is neither AxBxC nor one of" in capsys.readouterr().err
 
 
-def measured(case, us, fraction, speedup):
-    row = Row(*case.names.values(), us, 1.0, 1.0, fraction, speedup, commit="")
-    return Measured(row, "device", "kernel", "multiply", "x.copy()")
+def measured(case, us, fraction, speedup, gbps=1.0):
+    numbers = (us, gbps, 1.0, fraction, speedup)
+    row = Row(*case.names.values(), *numbers, commit="", implementation="cutedsl")
+    return Measured(row, "device", "multiply", "x.copy()")
 
 
 @pytest.mark.parametrize(
@@ -370,11 +417,11 @@ def test_require_is_the_exit_status(monkeypatch, capsys, fraction, speedup, want
     assert cli.main(["--require", "--scaling", "floor", "rceil"]) == want
     out = capsys.readouterr().out
     if want == 0:
-        line = "ok  axis -1 (8,7168,7168) bfloat16 -> mxfp8_e4m3 rceil: 0.980 of copy "
+        line = "ok  axis -1 (8,7168,7168) bfloat16 -> mxfp8_e4m3 rceil row_major: 0.980 of copy "
         for fraction, speedup in ((0.95, 2.3), (0.97, 2.5)):
             wanted = f"(>= {fraction} wanted), 2.50x XLA (>= {speedup} wanted)"
             assert line + wanted in out
-        line = "ok  axis -1 (65536,8192) bfloat16 -> mxfp8_e4m3 rceil: 0.980 of copy "
+        line = "ok  axis -1 (65536,8192) bfloat16 -> mxfp8_e4m3 rceil row_major: 0.980 of copy "
         assert line + "(>= 0.97 wanted)\n" in out  # the speedup is wanted of one shape alone
     else:
         assert "no  axis -1 (65536,8192)" in out
@@ -387,7 +434,7 @@ def test_every_form_has_requirements_on_every_llm_shape(monkeypatch, capsys):
     monkeypatch.setattr(cli, "measure", measure)
     assert cli.main(["--require", "--form", "all", "--shapes", "llm"]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "wanted" in line]
-    assert len(lines) == 2 + 5 * 5
+    assert len(lines) == 2 + 5 * 8
     verdicts = {form: set() for form in shapes.FORMS}
     for line in lines[2:]:
         verdicts[line[4:].partition(" (")[0]].add((line[:2], "x XLA" in line))
@@ -395,9 +442,43 @@ def test_every_form_has_requirements_on_every_llm_shape(monkeypatch, capsys):
         "axis -1": {("no", True), ("no", False)},
         "axis -2": {("no", True), ("no", False)},
         "axis -2 transposed": {("no", True), ("ok", False)},
+        "square": set(),
+        "square transposed": set(),
         "both": {("ok", True), ("ok", False)},
         "both transposed": {("ok", True), ("ok", False)},
+        "dequantize": {("no", False)},
+        "dequantize axis -2": {("no", False)},
+        "dequantize transposed": {("no", False)},
     }
+
+
+@pytest.mark.parametrize(("gbps", "want"), [(0.981, 0), (0.979, 1)])
+def test_blocked_scales_are_compared_with_row_major_ones(monkeypatch, capsys, gbps, want):
+    def measure(case, repeats, commit):
+        blocked = case.scale_layout == "blocked_128x4"
+        return measured(case, 300.0, 1.0, 9.0, gbps if blocked else 1.0)
+
+    monkeypatch.setattr(cli, "measure", measure)
+    options = ["--require", "--form", "both", "--shapes", "65536x8192", "--scale-layout"]
+    assert cli.main([*options, "row_major", "blocked_128x4"]) == want
+    line = f"both (65536,8192) bfloat16 -> mxfp8_e4m3 rceil blocked_128x4: {gbps} of row_major"
+    assert line in capsys.readouterr().out
+    assert cli.main([*options, "blocked_128x4"]) == 1  # there is nothing to compare with
+    assert "of row_major" not in capsys.readouterr().out
+
+
+def test_uneven_and_small_shapes_have_requirements_of_their_own(monkeypatch, capsys):
+    def measure(case, repeats, commit):
+        return measured(case, 300.0, 0.8, 1.0)
+
+    monkeypatch.setattr(cli, "measure", measure)
+    assert cli.main(["--require", "--form", "all", "--shapes", "small,odd"]) == 0
+    out = capsys.readouterr().out
+    assert "failed" not in out and "no  " not in out
+    line = "ok  axis -2 ({}) bfloat16 -> mxfp8_e4m3 rceil row_major: {}"
+    assert line.format("8,4128,2881", "0.800 of copy (>= 0.8 wanted)\n") in out
+    assert line.format("64,7168", "1.00x XLA (>= 1.0 wanted)\n") in out
+    assert "axis -2 (16,7168)" not in out and "axis -1 (8,4128,2881)" not in out
 
 
 def test_a_required_row_that_fails_is_not_met(monkeypatch, capsys):
@@ -408,7 +489,7 @@ def test_a_required_row_that_fails_is_not_met(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "measure", measure)
     assert cli.main(["--require"]) == 1
-    line = "no  axis -1 (65536,8192) bfloat16 -> mxfp8_e4m3 rceil: not measured\n"
+    line = "no  axis -1 (65536,8192) bfloat16 -> mxfp8_e4m3 rceil row_major: not measured\n"
     assert line in capsys.readouterr().out
 
 
@@ -416,6 +497,114 @@ def test_rows_have_the_keys_that_readers_expect():
     assert [field.name for field in dataclasses.fields(Row)] == KEYS
     names = set(itertools.chain.from_iterable(want.where for want in shapes.REQUIREMENTS))
     assert names < set(KEYS)
+
+
+# ---- peers ---
+def stand_in(tmp_path, monkeypatch, program):
+    """Makes the peers' processes run a program of the test, which finds its cases in `cases`."""
+    script = tmp_path / "peer.py"
+    script.write_text(
+        f"import json, sys\nname = sys.argv[3]\ncases = json.load(sys.stdin)\n{program}"
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(peers.sys, "executable", str(python))
+
+
+PEER = """
+for i, case in enumerate(cases):
+    assert case["shape"] == [64, 128] and case["dtype"] == "bfloat16"
+    print("compiling ...")
+    answer = {"us": 2.0, "clock": "device", "bytes": 4000, "scaling": "floor", "library": "x 1.0"}
+    print(json.dumps([i, {"error": "no sm_42"} if case["form"] == "dequantize" else answer]))
+"""
+
+
+def test_peers_are_further_rows(tmp_path, monkeypatch, capsys):
+    stand_in(tmp_path, monkeypatch, PEER)
+    file = tmp_path / "out.json"
+    options = ["--peers", "--shapes", "64x128", "--repeats", "1", "--json", str(file)]
+    assert cli.main([*options, "--form", "axis -1", "axis -2", "dequantize"]) == 0
+    rows = json.loads(file.read_text())
+    ours, theirs = rows[:3], rows[3:]
+    assert [row["implementation"] for row in theirs] == [f"x 1.0 {name}" for name in peers.PEERS]
+    for row in theirs:
+        assert list(row) == KEYS
+        assert (row["form"], row["scaling"], row["us"], row["gbps"]) == ("axis -1", "floor", 2, 2)
+        assert row["copy_gbps"] == ours[0]["copy_gbps"]
+        xla_us = ours[0]["us"] * ours[0]["speedup_over_xla"]
+        assert row["speedup_over_xla"] == pytest.approx(xla_us / 2, abs=1e-3)
+    assert "note: no row of to_mx, torch.compile, dequantize: no sm_42" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        ("import no_torch_here", "ModuleNotFoundError: No module named 'no_torch_here'"),
+        ("import os; os.kill(os.getpid(), 9)", "exit status -9"),
+        ("import time; time.sleep(60)", "not done after 1 seconds"),
+    ],
+)
+def test_a_peer_that_fails_is_a_note(tmp_path, monkeypatch, capsys, program, sentence):
+    stand_in(tmp_path, monkeypatch, program)
+    monkeypatch.setattr(peers, "TIMEOUT", 1)
+    monkeypatch.setattr(peers, "PEERS", {"Triton": peers.PEERS["Triton"]})
+    assert cli.main(["--peers", "--shapes", "64x128", "--repeats", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"note: no row of Triton: {sentence}" in out and out.count("no row of") == 1
+
+
+def test_peers_serve_what_they_have():
+    case = {"form": "axis -1", "shape": [64, 128], "dtype": "bfloat16", "format": "mxfp8_e4m3"}
+    case |= {"scaling": "rceil", "scale_layout": "row_major"}
+    assert all(peer.serves(case) for peer in peers.PEERS.values())
+    for name, other in {
+        "form": "both",
+        "shape": [128],
+        "dtype": "float16",
+        "format": "mxfp4_e2m1",
+        "scaling": "even",
+        "scale_layout": "blocked_128x4",
+    }.items():
+        assert not any(peer.serves({**case, name: other}) for peer in peers.PEERS.values()), name
+    forms = {form for peer in peers.PEERS.values() for form in peer.forms}
+    assert forms < set(shapes.FORMS)
+
+
+# ---- the plot ---
+RESULTS = Path(issue_model.__file__).parent / "results" / "h200.json"
+
+
+def test_the_plot_draws_what_was_committed(tmp_path):
+    picture = tmp_path / "h200.png"
+    plot.main([str(RESULTS), str(picture), "--date", "2026-11-20"])
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def test_the_plot_shows_every_form_and_every_implementation():
+    rows = json.loads(RESULTS.read_text())
+    row = next(row for row in rows if plot.WHERE.items() <= row.items())
+    theirs = {**row, "implementation": "x 1.0 Triton", "scaling": "floor", "gbps": 3000.0}
+    elsewhere = {**theirs, "implementation": "not here", "dtype": "float32"}
+    found = plot.series([*rows, theirs, elsewhere])
+    assert [*found] == ["jax_mx", "copy", "XLA", "x 1.0 Triton (floor)"]
+    assert found["x 1.0 Triton (floor)"] == {row["form"]: 3.0}
+    assert found["XLA"][row["form"]] == pytest.approx(row["gbps"] / row["speedup_over_xla"] / 1e3)
+    figure = plot.draw([*rows, theirs], "H200", "a day")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*found["jax_mx"]]
+    assert "H200, a day" in axes.get_title("left")
+    (legend,) = figure.legends
+    texts = {text.get_text() for text in legend.get_texts()}
+    assert texts == {"jax_mx", "copy, same bytes", "XLA", "x 1.0 Triton (floor)"}
+    with pytest.raises(ValueError, match="no row has"):
+        plot.draw([elsewhere], "H200", "a day")
+
+
+def test_a_commit_has_a_date():
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", plot.date_of("HEAD"))
+    assert plot.date_of("no such commit") == str(datetime.date.today())
 
 
 # ---- the issue model ---
@@ -429,10 +618,15 @@ def test_the_ratio_is_issued_over_needed():
 
 def test_bytes_are_those_that_timing_counts():
     for variant in VARIANTS:
-        form = next(f for f in shapes.FORMS.values() if f.kernel == variant.form)
+        form = shapes.FORMS.get(shapes.form_of(variant.op, variant.form) or "")
+        if form is None:
+            continue
         x = jax.ShapeDtypeStruct((128, 256), FLOAT_DTYPES[variant.dtype])
-        op = functools.partial(getattr(jax_mx, form.op), format=variant.formats[0], **form.options)
-        size = timing.nbytes((x, jax.eval_shape(op, x)))
+        options = {**form.options, "format": variant.formats[0]}
+        if form.op == "dequantize":  # moves what quantizing moves
+            options = {**form.made_by, "format": variant.formats[0]}
+        op = jax_mx.quantize_both if form.op == "quantize_both" else jax_mx.quantize
+        size = timing.nbytes((x, jax.eval_shape(functools.partial(op, **options), x)))
         assert issue_model.bytes_per_element(variant) == size / x.size
 
 

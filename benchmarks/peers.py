@@ -1,0 +1,260 @@
+"""What torchao's quantizers take at the same shapes, on the same chip, in the same run.
+
+Run by `python -m benchmarks --peers`. Nothing of theirs is copied here; they are called as they are
+installed. Each peer has a process of its own, because torch's memory is not JAX's, and so that one
+that breaks its CUDA context costs only its own rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks import timing
+from jax_mx.formats import BLOCK
+
+Case = Mapping[str, Any]  # a row's names, but that its shape is a list of numbers
+Tensors = tuple[Any, ...]
+TIMEOUT = 300  # seconds that a peer may take for all its cases
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """How a peer computes a form.
+
+    Attributes:
+      fn: what is timed.
+      prepare: makes its arguments of x, (..., M, K), before any clock runs.
+      scaling: where it is not the one asked for.
+    """
+
+    fn: Callable[..., Any]
+    prepare: Callable[[Any], Tensors] = lambda x: (x,)
+    scaling: str | None = None
+
+
+# ---- the peers ----------------------------------------------------------------------------------
+def to_mx(case: Case) -> Call:
+    """`to_mx`, compiled; transposed first where that is what the form wants, in one program."""
+    import torch
+    from torchao.prototype.mx_formats import mx_tensor
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+
+    torch._dynamo.reset()  # it gives up after a few shapes
+    element = {"mxfp8_e4m3": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2}[case["format"]]
+    dtype = getattr(torch, case["dtype"])
+
+    def last(x):
+        return mx_tensor.to_mx(x, element, BLOCK, ScaleCalculationMode(case["scaling"]))
+
+    def second_transposed(x):
+        return last(x.mT.contiguous())
+
+    def both_transposed(x):
+        return last(x), second_transposed(x)
+
+    def quantized(x):
+        scales, values = last(x)
+        return scales.view(torch.uint8), values
+
+    def dequantize(scales, values):
+        return mx_tensor.to_dtype(values, scales, element, BLOCK, dtype)
+
+    fn = {
+        "axis -1": last,
+        "axis -2 transposed": second_transposed,
+        "both transposed": both_transposed,
+        "dequantize": dequantize,
+    }[case["form"]]
+    compiled = torch.compile(fn, dynamic=False)
+    return Call(compiled, quantized) if fn is dequantize else Call(compiled)
+
+
+def triton(case: Case) -> Call:
+    """torchao's Triton kernels."""
+    import torch
+
+    # They are defined on compute capability 10 alone; of their two scalings, floor needs nothing
+    # of what makes it so.
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (10, 0)):
+        from torchao.prototype.mx_formats import kernels
+
+    scaling = _scaling(case)
+    if case["form"] == "axis -1":
+        return Call(lambda x: kernels.triton_to_mxfp8_dim0(x, BLOCK, scaling), scaling=scaling)
+    return Call(
+        lambda x: kernels.triton_to_mxfp8_dim1(x, BLOCK, scaling),
+        lambda x: (x.reshape(-1, x.shape[-1]),),  # it wants a matrix; blocks are the same
+        scaling,
+    )
+
+
+def cutedsl(case: Case) -> Call:
+    """torchao's CuTeDSL kernel of three dimensions: blocks along the second, transposed.
+
+    The forms that run along the last axis are its transposed view of experts. Called below the
+    function that tests for compute capability 10.
+    """
+    from torchao.prototype.moe_training.kernels.mxfp8 import cutedsl_quantize_3d
+
+    scaling = _scaling(case)
+    fn = functools.partial(
+        cutedsl_quantize_3d.mxfp8_quantize_cutedsl_3d,
+        scale_block_dim2=BLOCK if case["form"].startswith("square") else 1,
+        scaling_mode=scaling,
+    )
+
+    def experts(x):
+        x = x.reshape(-1, *x.shape[-2:])
+        return (x if case["form"].endswith("transposed") else x.mT,)
+
+    return Call(fn, experts, scaling)
+
+
+def _scaling(case: Case) -> str:
+    """The case's, where the chip has the instruction that torchao rounds up with; else floor."""
+    import torch
+
+    return case["scaling"] if torch.cuda.get_device_capability() >= (10, 0) else "floor"
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """What there is to measure: how to call it, and which cases it serves."""
+
+    call: Callable[[Case], Call]
+    forms: Sequence[str]
+    dtypes: Sequence[str] = ("bfloat16",)
+    formats: Sequence[str] = ("mxfp8_e4m3",)
+    scalings: Sequence[str] = ("floor", "rceil")
+
+    def serves(self, case: Case) -> bool:
+        """Whether the case is one of its own."""
+        return (
+            case["form"] in self.forms
+            and case["dtype"] in self.dtypes
+            and case["format"] in self.formats
+            and case["scaling"] in self.scalings
+            and case["scale_layout"] == "row_major"
+            and len(case["shape"]) > 1
+        )
+
+
+PEERS: Mapping[str, Peer] = {
+    "to_mx, torch.compile": Peer(
+        to_mx,
+        ("axis -1", "axis -2 transposed", "both transposed", "dequantize"),
+        dtypes=("bfloat16", "float32"),
+        formats=("mxfp8_e4m3", "mxfp8_e5m2"),
+        scalings=("floor", "rceil", "ceil"),
+    ),
+    "Triton": Peer(triton, ("axis -1", "axis -2 transposed")),
+    "CuTeDSL": Peer(
+        cutedsl,
+        ("axis -1", "axis -2 transposed", "square", "square transposed"),
+        dtypes=("bfloat16", "float32"),
+    ),
+}
+
+
+# ---- in the benchmark's process -----------------------------------------------------------------
+def run(
+    name: str, cases: Sequence[Case], repeats: int
+) -> Iterator[tuple[int | None, dict[str, Any]]]:
+    """Yields the number of a case and what the peer says of it: its timing, or an "error".
+
+    A process that comes to a bad end yields None and an error.
+    """
+    if not cases:
+        return
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.peers", name, str(repeats)],
+            input=json.dumps(cases),
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        output, error = done.stdout, ""
+        if done.returncode:
+            error = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired as expired:
+        output = (expired.stdout or b"").decode()  # bytes, whatever was asked for
+        error = f"not done after {TIMEOUT} seconds"
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError):  # what somebody else printed
+            index, answer = json.loads(line)
+            yield index, answer
+    if error:
+        yield None, {"error": error}
+
+
+# ---- in the peer's process ----------------------------------------------------------------------
+def measure(call: Call, case: Case, repeats: int) -> dict[str, Any]:
+    """What a row needs."""
+    import torch
+
+    dtype = getattr(torch, case["dtype"])
+    make = functools.partial(torch.randn, case["shape"], dtype=dtype, device="cuda")
+    count = timing.rotation(math.prod(case["shape"]) * dtype.itemsize)
+    inputs = [call.prepare(make()) for _ in range(count)]
+    moved = torch.utils._pytree.tree_leaves((inputs[0], call.fn(*inputs[0])))
+    size = sum(t.numel() * t.element_size() for t in moved)
+    del moved  # room
+    for i in range(timing.WARM_UP):
+        call.fn(*inputs[i % len(inputs)])
+    timed = timing.per_call(profile(call.fn, inputs, repeats), repeats)
+    return {
+        "us": timed.us,
+        "clock": timed.clock,
+        "bytes": size,
+        "scaling": call.scaling or case["scaling"],
+    }
+
+
+def profile(fn: Callable[..., Any], inputs: Sequence[Tensors], calls: int) -> list[timing.Event]:
+    """What the device did for so many calls, as `timing.profile` has it."""
+    import torch
+
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for i in range(calls):
+            fn(*inputs[i % len(inputs)])
+        torch.cuda.synchronize()
+    return [
+        timing.Event(e.time_range.start * 1e3, e.time_range.elapsed_us() * 1e3, e.name)
+        for e in found.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
+    ]
+
+
+def main(name: str, repeats: str) -> None:
+    """Reads cases from stdin; prints [index, answer] for each, a line each."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # which compilers may write to
+    import torch
+    import torchao
+
+    library = f"torchao {torchao.__version__}"
+    peer = PEERS[name]
+    for index, case in enumerate(json.load(sys.stdin)):
+        try:
+            answer = {**measure(peer.call(case), case, int(repeats)), "library": library}
+        except Exception as error:  # of this case; the others are worth having
+            answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
+        torch.cuda.empty_cache()
+        print(json.dumps([index, answer]), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
