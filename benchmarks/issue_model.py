@@ -30,6 +30,7 @@ from rich.text import Text
 from benchmarks import shapes
 from jax_mx.artifacts import manifest
 from jax_mx.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.kernels.build import entries_of
 from jax_mx.variants import ARCHS, VARIANTS, Variant
 
 WANTED = 1.3
@@ -126,7 +127,7 @@ def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[B
             per_element = None
             if found := facts.get(f"{variant.name}.{chip.arch}"):
                 each = found["elements_per_thread"]
-                if counts := found["usage"][0]["instructions"]:
+                if counts := entries_of(found)[0]["usage"]["instructions"]:
                     per_element = counts["shortest"] / each, counts["longest"] / each
             yield Bound(variant, name, per_element)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks import shapes
 from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3
+from jax_mx.kernels.build import entries_of
 from jax_mx.variants import VARIANTS, Variant
 
 FORMS = {form.kernel: form for form in shapes.FORMS.values() if form.op != "dequantize"}
@@ -56,7 +57,7 @@ def build(folder: Path, arch: str, variants: list[Variant]) -> None:
         for (variant, tile), (image, facts) in zip(jobs, results, strict=True):
             is_strip = dataclasses.is_dataclass(tile)
             size = "x".join(map(str, dataclasses.astuple(tile) if is_strip else [tile]))
-            spills = bool(facts["usage"][0]["stack"])
+            spills = any(e["usage"]["stack"] for e in entries_of(facts))
             print(f"{variant.name} {size}{': spills, left out' if spills else ''}", flush=True)
             if spills:
                 continue
@@ -91,7 +92,7 @@ def run(folder: Path, shape: shapes.Shape, variants: list[Variant]) -> None:
             call, same = install(folder, f"{stem}.{arch}", facts, variant)
             us = timing.measure(call, inputs).us
             gbps = timing.nbytes((inputs[0], call(*inputs[0]))) / us / 1e3
-            rows.append((us, size, gbps, facts["usage"][0]["registers"], same))
+            rows.append((us, size, gbps, entries_of(facts)[0]["usage"]["registers"], same))
         for us, size, gbps, registers, same in sorted(rows):
             print(
                 f"{variant.form:17} {variant.dtype:8} {size:8} {us:8.1f} us {gbps:7.1f} GB/s "

@@ -652,7 +652,8 @@ def test_every_binary_is_bounded_on_every_chip_that_runs_it():
 )
 def test_a_slow_variant_wants_a_reason(monkeypatch, capsys, counts, reasons, want):
     variant = VARIANTS[0]
-    facts = {"usage": [{"instructions": counts}], "elements_per_thread": 16}
+    launch = {"entries": [{"symbol": "a_0", "usage": {"instructions": counts}}]}
+    facts = {"launches": {"row_major": launch}, "elements_per_thread": 16}
     binaries = {f"{variant.name}.{arch}": facts for arch in ("sm_90a", "sm_100a")}
     monkeypatch.setattr(issue_model, "manifest", lambda: binaries)
     monkeypatch.setattr(issue_model, "REASONS", reasons)

@@ -57,7 +57,8 @@ def test_the_build_is_incremental_by_content(tmp_path, monkeypatch, capsys):
 def test_the_manifest_says_what_binaries_take(capsys):
     manifest = json.loads((artifacts.BINARIES / "manifest.json").read_text())
     for name, facts in manifest.items():
-        for usage in facts["usage"]:
+        for entry in build.entries_of(facts):
+            usage = entry["usage"]
             assert usage["registers"] > 16 and usage["shared"] >= 0 and usage["stack"] == 0, name
             counts = usage["instructions"]
             assert 0 < counts["shortest"] <= counts["longest"] and not counts["loops"], name
@@ -69,7 +70,8 @@ def test_the_manifest_says_what_binaries_take(capsys):
 
 def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):
     variant, arch = VARIANTS[0], "sm_90a"
-    facts = {"file": "a", "symbols": ["a_0", "a_1"], "usage": [{"stack": 0}, {"stack": 8}]}
+    entries = [{"symbol": f"a_{i}", "usage": {"stack": 8 * i}} for i in range(2)]
+    facts = {"file": "a", "launches": {"row_major": {"entries": entries}}}
     monkeypatch.setattr(build, "BINARIES", tmp_path)
     monkeypatch.setattr(build, "compile_all", lambda jobs: [(job, b"", facts) for job in jobs])
     assert build.build([(variant, arch)]) == 1

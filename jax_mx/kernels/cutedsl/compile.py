@@ -35,12 +35,9 @@ def compile_variant(
     module = importlib.import_module(f"jax_mx.kernels.cutedsl.{variant.op}")
 
     # Per layout the entry for aligned operands, then the one that takes any.
-    names = layouts or layouts_of(variant)
     kernels = {
-        name: [
-            module.kernel_of(variant, SCALE_LAYOUTS[name], aligned, **tuning) for aligned in (True, False)
-        ]
-        for name in names
+        name: [module.kernel_of(variant, SCALE_LAYOUTS[name], a, **tuning) for a in (True, False)]
+        for name in layouts or layouts_of(variant)
     }
     every = [kernel for entries in kernels.values() for kernel in entries]
     for kernel in every:
