@@ -90,7 +90,7 @@ def paths(*lines):
             operands = ",".join([*conditions, hex(base + 16 * int(target))])
         program.append({"opcode": opcode, "operands": operands})
         program[-1] |= {"predicate": predicate} if predicate else {}
-    found = sass._paths(program, base)
+    found = sass._count(program, base)
     return found and tuple(found[name] for name in ("shortest", "longest", "loops"))
 
 

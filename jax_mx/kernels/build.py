@@ -29,6 +29,7 @@ if __package__ in (None, ""):
     sys.modules["jax_mx"] = package
 
 from jax_mx import formats, layouts, variants  # noqa: E402
+from jax_mx.kernels import paths  # noqa: E402
 from jax_mx.variants import ARCHS, VARIANTS, Variant  # noqa: E402
 
 BINARIES = PACKAGE / "binaries"
@@ -219,7 +220,7 @@ def _name(variant: Variant, arch: str) -> str:
 
 def _key(variant: Variant, arch: str) -> str:
     folder = PACKAGE / "kernels" / variant.implementation
-    tables = [Path(module.__file__) for module in (formats, layouts, variants)]
+    tables = [Path(module.__file__) for module in (formats, layouts, variants, paths)]
     sources = [*tables, *sorted(folder.glob("*.py"))]
     digest = hashlib.sha256(f"{_backend(variant).COMPILER} {variant} {arch}".encode())
     for source in sources:
