@@ -40,8 +40,9 @@ def candidates(variant: Variant) -> Iterator[Any]:
             in_flight = elements * unroll * itemsize
             if 32 <= in_flight <= 256 and elements * itemsize >= 16:
                 yield quantize.Strip(threads, elements, unroll)
-    else:  # Tiled: the tile is fixed; in which order
-        yield from (1, 2, 4, 8, 16, 64)
+    else:  # Tiled: how many tiles, and in which order
+        for (down, across), band in itertools.product(((4, 2), (8, 2), (4, 4)), (1, 16)):
+            yield quantize.Tiling(down, across, band)
 
 
 def build(folder: Path, arch: str, variants: list[Variant]) -> None:

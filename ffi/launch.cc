@@ -10,9 +10,9 @@
 //            entry; the first entry that all addresses (and `divide`) satisfy is launched
 //   divide   i64[k x 5]: (entry, buffer, from, to, divisor): the entry takes only a
 //            prod(dims[from:to]) that the divisor divides
-//   threads  i64[3] per thread block
-//   grid     i64[k x 5]: (axis, buffer, from, to, divisor): the axis is the product of its terms
-//            ceil(prod(dims[from:to]) / divisor); 1 without any
+//   threads  i64[symbols x 3] per thread block
+//   grid     i64[k x 5]: (3 * entry + axis, buffer, from, to, divisor): an entry's axis is the
+//            product of its terms ceil(prod(dims[from:to]) / divisor); 1 without any
 //   scalars  i64[k x 4]: per scalar (bytes, buffer, from, to): prod(dims[from:to]), 4 or 8 bytes
 // Buffers are numbered operands first, then results. `from` and `to` count from the end when
 // negative, and `to` is clamped to the rank, so one rule serves every rank, every shard and every
@@ -61,7 +61,7 @@ struct Extent {
   int64_t buffer, from, to;
 };
 struct Ratio {
-  int64_t index;  // of a grid axis or an entry
+  int64_t index;  // of an entry, or of its grid axis
   Extent extent;
   int64_t divisor;
 };
@@ -72,13 +72,13 @@ struct Scalar {
 struct Entry {
   std::string symbol;
   std::vector<int64_t> align;  // per buffer
+  std::array<unsigned, 3> threads{};
 };
 struct Image;
 struct Kernel {
   Image* image = nullptr;
   std::vector<Entry> entries;
   std::vector<Ratio> divide, grid;
-  std::array<unsigned, 3> threads{};
   std::vector<Scalar> scalars;
   size_t buffers() const { return entries.front().align.size(); }
 };
@@ -158,11 +158,11 @@ ffi::Error Parse(const ffi::Dictionary& attrs, Kernel* kernel) {
 
   for (size_t at = 0; at <= symbols->size();) {
     const size_t comma = std::min(symbols->find(',', at), symbols->size());
-    kernel->entries.push_back({std::string(symbols->substr(at, comma - at)), {}});
+    kernel->entries.push_back({std::string(symbols->substr(at, comma - at)), {}, {}});
     at = comma + 1;
   }
   const size_t entries = kernel->entries.size(), buffers = align->size() / entries;
-  if (threads->size() != 3 || divide->size() % 5 != 0 || grid->size() % 5 != 0 ||
+  if (threads->size() != 3 * entries || divide->size() % 5 != 0 || grid->size() % 5 != 0 ||
       scalars->size() % 4 != 0 || buffers == 0 || align->size() != buffers * entries ||
       buffers > kMaxBuffers || scalars->size() / 4 > kMaxScalars)
     return Invalid("an attribute of the call has the wrong size");
@@ -172,10 +172,10 @@ ffi::Error Parse(const ffi::Dictionary& attrs, Kernel* kernel) {
     kernel->entries[i / buffers].align.push_back(a);
   }
   auto is_buffer = [&](int64_t i) { return i >= -1 && i < static_cast<int64_t>(buffers); };
-  for (size_t i = 0; i < 3; ++i) {
+  for (size_t i = 0; i < threads->size(); ++i) {
     const int64_t count = threads->begin()[i];
     if (count < 1 || count > 1024) return Invalid("a thread count is out of range");
-    kernel->threads[i] = static_cast<unsigned>(count);
+    kernel->entries[i / 3].threads[i % 3] = static_cast<unsigned>(count);
   }
   auto ratios = [&](const Ints& from, int64_t indices, std::vector<Ratio>* to) {
     for (const int64_t* r = from.begin(); r != from.end(); r += 5) {
@@ -184,8 +184,8 @@ ffi::Error Parse(const ffi::Dictionary& attrs, Kernel* kernel) {
     }
     return true;
   };
-  if (!ratios(*grid, 3, &kernel->grid) ||
-      !ratios(*divide, static_cast<int64_t>(entries), &kernel->divide))
+  const auto count = static_cast<int64_t>(entries);
+  if (!ratios(*grid, 3 * count, &kernel->grid) || !ratios(*divide, count, &kernel->divide))
     return Invalid("the launch rule names an axis, entry, buffer or divisor out of range");
   for (size_t i = 0; i < scalars->size(); i += 4) {
     const int64_t* s = scalars->begin() + i;
@@ -324,24 +324,25 @@ bool Evaluate(const Extent& extent, const Buffers& buffers, int64_t* value) {
   return true;
 }
 
-// The grid and the scalars of a call; no thread blocks at all where an axis is 0.
+// The grid of an entry and the scalars; no thread blocks at all where an axis is 0.
 struct Arguments {
   Grid grid;
   bool empty = false;
   std::array<int64_t, kMaxScalars> scalars{};
 };
 
-ffi::Error Follow(const Kernel& kernel, const Buffers& buffers, Arguments* out) {
-  const std::string& name = kernel.entries.front().symbol;
+ffi::Error Follow(const Kernel& kernel, size_t index, const Buffers& buffers, Arguments* out) {
+  const std::string& name = kernel.entries[index].symbol;
   std::array<int64_t, 3> blocks = {1, 1, 1};
   for (const Ratio& term : kernel.grid) {
-    int64_t n = 0, &axis = blocks[static_cast<size_t>(term.index)];
+    if (static_cast<size_t>(term.index) / 3 != index) continue;
+    int64_t n = 0, &axis = blocks[static_cast<size_t>(term.index) % 3];
     if (!Evaluate(term.extent, buffers, &n) || n < 0 ||
         __builtin_mul_overflow(axis, n / term.divisor + (n % term.divisor != 0), &axis))
-      return Invalid("grid axis " + std::to_string(term.index) + " of " + name +
+      return Invalid("grid axis " + std::to_string(term.index % 3) + " of " + name +
                      " does not fit the buffers");
   }
-  out->grid.threads = kernel.threads;
+  out->grid.threads = kernel.entries[index].threads;
   out->empty = blocks[0] == 0 || blocks[1] == 0 || blocks[2] == 0;
   for (size_t i = 0; i < 3; ++i) {
     const int64_t most = i == 0 ? 0x7fffffff : 0xffff;
@@ -402,14 +403,13 @@ ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::R
   if (!fits || buffers.size != kernel.buffers())
     return Invalid(name + " takes " + std::to_string(kernel.buffers()) +
                    " buffers, the call passes " + std::to_string(args.size() + rets.size()));
-  Arguments arguments;
-  if (ffi::Error error = Follow(kernel, buffers, &arguments); error.failure()) return error;
-  if (arguments.empty) return ffi::Error::Success();
-
   size_t index = 0;
   while (index < kernel.entries.size() && !Serves(kernel, index, buffers)) ++index;
   if (index == kernel.entries.size())
     return Invalid("the buffers' addresses and shapes fit no entry of " + name);
+  Arguments arguments;
+  if (ffi::Error error = Follow(kernel, index, buffers, &arguments); error.failure()) return error;
+  if (arguments.empty) return ffi::Error::Success();
 
   std::array<void*, kMaxBuffers + kMaxScalars> params{};
   size_t count = 0;

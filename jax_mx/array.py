@@ -102,11 +102,11 @@ class MXArray:
         if layout.is_tiled:
             scales = gathered(scales)
         other = scales.ndim - 3 - axis  # the axis along which a scale stands for 32 blocks
-        shape = [*scales.shape]
+        shape, spec = [*scales.shape], spec_of(scales)
         scales = jnp.expand_dims(scales, other + 1)
         scales = jnp.broadcast_to(scales, (*shape[: other + 1], BLOCK, *shape[other + 1 :]))
         shape[other] *= BLOCK
-        scales = reshape(scales, tuple(shape), spec_of(self.scales))
+        scales = reshape(scales, tuple(shape), spec)
         if layout.is_tiled:
             scales = layout.pack(scales if axis == -1 else jnp.swapaxes(scales, -1, -2))
         return MXArray(values, scales, self.format, axis, layout)

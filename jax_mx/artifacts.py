@@ -25,28 +25,39 @@ class Artifact:
 
     Attributes:
       image: the binary.
-      facts: symbols, align, divide, threads, grid, scalars, sha256; the compiler's usage report.
+      facts: sha256; launches: per scale layout the scalars and, one each for aligned operands and
+        for any, the entries: symbol, align, divide, threads, grid, the compiler's usage report.
     """
 
     image: bytes
     facts: dict[str, Any]
 
-    def attributes(self, params: dict[str, int]) -> dict[str, Any]:
+    def attributes(self, scale_layout: str, params: dict[str, int]) -> dict[str, Any]:
         """As the call target takes them; `params` are the values of scalars that have a name."""
+        launch = self.facts["launches"][scale_layout]
+        entries = launch["entries"]
         scalars = [  # (bytes, buffer, from, to); buffer -1 stands for the constant `from`
             (size, -1, params[what], 0) if isinstance(what, str) else (size, *what)
-            for size, what in self.facts["scalars"]
+            for size, what in launch["scalars"]
         ]
-        array = functools.partial(np.array, dtype=np.int64)
+        divide = [(i, *term) for i, entry in enumerate(entries) for term in entry["divide"]]
+        grid = [
+            (3 * i + axis, *term)
+            for i, entry in enumerate(entries)
+            for axis, *term in entry["grid"]
+        ]
+        numbers = {
+            "align": [entry["align"] for entry in entries],
+            "divide": divide,
+            "threads": [entry["threads"] for entry in entries],
+            "grid": grid,
+            "scalars": scalars,
+        }
         return {
             "image": self.image,
             "sha256": self.facts["sha256"],
-            "symbols": ",".join(self.facts["symbols"]),
-            "align": array(self.facts["align"]).ravel(),
-            "divide": array(self.facts["divide"]).ravel(),
-            "threads": array(self.facts["threads"]),
-            "grid": array(self.facts["grid"]).ravel(),
-            "scalars": array(scalars).ravel(),
+            "symbols": ",".join(entry["symbol"] for entry in entries),
+            **{name: np.array(value, dtype=np.int64).ravel() for name, value in numbers.items()},
         }
 
 

@@ -30,6 +30,12 @@ def divided(shape: Shape, axes: Collection[int], by: int) -> Shape:
     return tuple(n // by if i - len(shape) in axes else n for i, n in enumerate(shape))
 
 
+def moved_last(dims: tuple, axis: int) -> tuple:
+    """A shape or a partition spec with the entry of `axis`, which is negative, last."""
+    axis += len(dims)
+    return (*dims[:axis], *dims[axis + 1 :], dims[axis])
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """One quantized array: values like the operand's view, scales with 1 for the block's 32.

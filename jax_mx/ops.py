@@ -14,7 +14,7 @@ from jax_mx import primitive
 from jax_mx.array import MXArray
 from jax_mx.artifacts import TARGET
 from jax_mx.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
-from jax_mx.forms import FORMS, divided, from_view, to_view
+from jax_mx.forms import FORMS, divided, from_view, moved_last, to_view
 from jax_mx.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
 from jax_mx.sharding import gathered, is_explicit, spec_of
@@ -137,10 +137,12 @@ def dequantize(
       dtype: bfloat16, float16 or float32. Beyond its largest finite value the result is infinite.
       transpose: whether the result has the last two axes swapped: (..., K, M) for a q of the shape
         (..., M, K).
-      implementation: "xla", or None: the kernel where there is one, else "xla".
+      implementation: as for `quantize`.
 
     Returns:
-      An array of q's shape. A scale of 255 gives NaN.
+      An array of q's shape, or with the last two axes swapped. A scale of 255 gives NaN. Every NaN,
+      also an element's own, is the positive quiet one, bfloat16 0x7FC0, float16 0x7E00 or float32
+      0x7FC00000, so that every implementation gives the same bytes.
 
     Raises:
       TypeError: q is no `MXArray`, its arrays have other dtypes than its format, or dtype is none
@@ -247,7 +249,7 @@ def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
         shape, spec = x.shape, spec_of(x)
         axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
         if plan.transpose and axes != (-1,):
-            shape, spec = (_moved_last(dims, axes[0]) for dims in (shape, spec))
+            shape, spec = (moved_last(dims, axes[0]) for dims in (shape, spec))
             axes = result.last
         stored = divided(shape, axes[-1:], format.codes_per_byte)
         values = from_view(values, stored, spec, result.order)
@@ -267,7 +269,7 @@ def _dequantize(q: MXArray, plan: Plan) -> jax.Array:
         rest = (None,) * (scales.ndim - len(spec))  # of tiles
         scales = jax.sharding.reshard(scales, PartitionSpec(*spec, *rest))
     if plan.transpose:
-        shape, spec = (_moved_last(dims, -2) for dims in (shape, spec))
+        shape, spec = (moved_last(dims, -2) for dims in (shape, spec))
     view, view_spec = form.view(shape, spec, plan.first_axis)
     stored = result.values_shape(view, plan.format)
     values = to_view(values, stored, view_spec, result.order)
@@ -275,12 +277,6 @@ def _dequantize(q: MXArray, plan: Plan) -> jax.Array:
         per_block = result.scales_shape(view, plan.scale_layout)
         scales = to_view(scales, per_block, view_spec, result.order)
     return from_view(primitive.dequantize(values, scales, plan), shape, spec, form.operand)
-
-
-def _moved_last(dims: tuple, axis: int) -> tuple:
-    """Lengths or specs, that of the negative `axis` last."""
-    axis += len(dims)
-    return (*dims[:axis], *dims[axis + 1 :], dims[axis])
 
 
 def _placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:

@@ -82,7 +82,7 @@ class Plan:
     @property
     def params(self) -> dict[str, int]:
         """The scalars that a kernel may ask for by name."""
-        params = {"scale_layout": list(layouts.SCALE_LAYOUTS.values()).index(self.scale_layout)}
+        params = {}
         if self.scaling is not None:
             for i, format in enumerate(self.formats):
                 add, exception = self.scaling.rounding(format)
@@ -124,11 +124,6 @@ def plan_quantize(
     )
     for along in plan.axes if plan.is_square else (axis,):  # as the caller counts it
         _whole_blocks(op, x.shape, along)
-    if plan.scale_layout.is_tiled and x.ndim < 2:
-        raise ValueError(
-            f"{op}: scale_layout {plan.scale_layout.name!r} tiles a matrix's rows and columns, "
-            f"x has rank {x.ndim}; use 'row_major' or reshape x to a matrix"
-        )
     return plan
 
 
@@ -219,11 +214,6 @@ def scales_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
     """Of the scales of an array of the logical `shape`."""
     if not plan.scale_layout.is_tiled:
         return divided(shape, plan.axes, BLOCK)
-    if len(shape) < 2:
-        raise ValueError(
-            f"{plan.op}: scale_layout {plan.scale_layout.name!r} tiles a matrix's rows and "
-            f"columns, the array has rank {len(shape)}"
-        )
     *lead, rows = (n for i, n in enumerate(shape) if i != plan.axis + len(shape))
     return (*lead, *plan.scale_layout.shape(rows, shape[plan.axis] // BLOCK))
 
@@ -277,13 +267,13 @@ def _block(op: str, block: Any) -> tuple[int, ...]:
 
 
 def _canonical(plan: Plan, ndim: int) -> Plan:
-    """The plan with `transpose` as forms have it; checks what fields say together.
-
-    Args:
-      plan: of quantize or dequantize; `transpose` as the caller has it.
-      ndim: of the array.
-    """
+    """The plan with `transpose` as forms have it; checks what its fields say together."""
     op, layout = plan.op, plan.scale_layout
+    if layout.is_tiled and ndim < 2:
+        raise ValueError(
+            f"{op}: scale_layout {layout.name!r} tiles a matrix's rows and columns, the array has "
+            f"rank {ndim}; use 'row_major' or a matrix"
+        )
     if plan.is_square and ndim < 2:
         raise ValueError(f"{op}: square blocks span two axes, the array has rank {ndim}")
     if plan.is_square and plan.axis != -1:

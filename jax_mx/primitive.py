@@ -115,7 +115,7 @@ def kernels_for(plan: Plan, platform: str, chips: Sequence[str] | None) -> dict[
             )
     variant = variants.choose(plan, implementation)
     return {
-        chip: artifacts.load(variant, archs[chip]).attributes(plan.params)
+        chip: artifacts.load(variant, archs[chip]).attributes(plan.scale_layout.name, plan.params)
         for chip in (archs if chips is None else chips)
     }
 

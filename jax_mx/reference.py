@@ -56,7 +56,7 @@ def dequantize(
     """element * 2^(scale - 127), exact in float32, rounded to nearest even where `dtype` is less.
 
     A product beyond the largest finite value is an infinity; an element's own NaN or infinity
-    stays; scale 255 gives NaN.
+    stays; scale 255 gives NaN. Every NaN is the positive quiet one, with no payload.
     """
     codes = unpack(jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint32), format)
     scale = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)

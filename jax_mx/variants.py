@@ -65,6 +65,13 @@ VARIANTS: tuple[Variant, ...] = tuple(
 )
 
 
+def layouts_of(variant: Variant) -> tuple[str, ...]:
+    """The scale layouts that a variant's binary has entries for."""
+    if variant.form.startswith("square"):
+        return ("row_major",)
+    return SCALE_LAYOUTS_OF[variant.implementation]
+
+
 def device_arch(arch: str) -> str:
     """The chip that a binary for `arch` runs on, as a driver names it: "sm_90" for "sm_90a"."""
     return arch.rstrip("af") if arch.startswith("sm_") else arch

@@ -244,7 +244,8 @@ X = jnp.ones((40, 64), jnp.bfloat16)
         (lambda: jax_mx.quantize(X, scale_layout="swizzled"), ValueError,
          "quantize: scale_layout 'swizzled' is unknown; use one of 'row_major', 'blocked_128x4'"),
         (lambda: jax_mx.quantize(X[0], scale_layout="blocked_128x4"), ValueError,
-         "scale_layout 'blocked_128x4' tiles a matrix's rows and columns, x has rank 1"),
+         "scale_layout 'blocked_128x4' tiles a matrix's rows and columns, the array has "
+         "rank 1; use 'row_major' or a matrix"),
         (lambda: jax_mx.quantize(X, implementation="triton"), ValueError,
          "quantize: implementation 'triton' is unknown; use one of 'cutedsl', 'flydsl', 'xla'"),
         (lambda: jax_mx.quantize(X, implementation="cutedsl"), NotImplementedError,

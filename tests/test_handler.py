@@ -264,3 +264,22 @@ def test_eight_threads_load_one_library(scenario):
         """
     )
     assert out == [[], 1, 64]
+
+
+def test_two_hundred_shapes_load_each_binary_once(scenario):
+    """Jitted calls of two formats from three dtypes: six binaries, 200 programs."""
+    out = scenario(
+        """
+        def lowering(ctx, *operands, plan):
+            rule = ffi.ffi_lowering(artifacts.TARGET)
+            return rule(ctx, *operands, kernels=primitive.kernels_for(plan, "cuda", ["sm_90"]))
+        mlir.register_lowering(primitive.quantize_p, lowering, platform="cpu")
+
+        quantize = jax.jit(jax_mx.quantize, static_argnames="format")
+        for i in range(200):
+            x = np.ones((1 + i // 6, 32 * (1 + i % 6)), ["bfloat16", "float16", "float32"][i % 3])
+            jax.block_until_ready(quantize(x, format=["mxfp8_e4m3", "mxfp8_e5m2"][i // 6 % 2]))
+        print(json.dumps([quantize._cache_size(), report()["launches"], report()["libraries"]]))
+        """
+    )
+    assert out == [200, 200, 6]

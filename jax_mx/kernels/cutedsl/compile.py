@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import io
-import math
 import struct
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from jax_mx.kernels.cutedsl.sass import count_instructions
-from jax_mx.variants import Variant
+from jax_mx.layouts import SCALE_LAYOUTS
+from jax_mx.variants import Variant, layouts_of
 
 __all__ = ["COMPILER", "compile_variant", "count_instructions"]
 
 COMPILER = f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}"
 
 
-def compile_variant(variant: Variant, arch: str, **tuning: Any) -> tuple[bytes, dict[str, Any]]:
+def compile_variant(
+    variant: Variant, arch: str, layouts: Sequence[str] | None = None, **tuning: Any
+) -> tuple[bytes, dict[str, Any]]:
     """The cubin of `variant` for `arch`, and its manifest entry but for names and hashes.
 
+    `layouts` are the scale layouts to compile entries for, all that the variant has by default;
     `tuning` replaces what the kernel's own table says (benchmarks/sweep.py).
 
     Raises:
@@ -27,46 +32,53 @@ def compile_variant(variant: Variant, arch: str, **tuning: Any) -> tuple[bytes, 
     """
     from cutlass import cute
 
-    from jax_mx.kernels.cutedsl.quantize import kernel_of
+    module = importlib.import_module(f"jax_mx.kernels.cutedsl.{variant.op}")
 
-    kernel = kernel_of(variant, **tuning)
-    type(kernel).kernel.set_name_prefix(
-        variant.name, remove_cutlass_symbol=True, keep_mangled_name=False
-    )
+    # Per layout the entry for aligned operands, then the one that takes any.
+    names = layouts or layouts_of(variant)
+    kernels = {
+        name: [
+            module.kernel_of(variant, SCALE_LAYOUTS[name], aligned, **tuning) for aligned in (True, False)
+        ]
+        for name in names
+    }
+    every = [kernel for entries in kernels.values() for kernel in entries]
+    for kernel in every:
+        type(kernel).kernel.set_name_prefix(
+            variant.name, remove_cutlass_symbol=True, keep_mangled_name=False
+        )
+
+    @cute.jit
+    def launch_all(arguments):
+        for kernel, its in zip(every, arguments, strict=True):
+            kernel(*its)
+
     # Without an existing dump folder the compiler returns the path of a file it never wrote.
     with tempfile.TemporaryDirectory() as folder:
         compiled = cute.compile(
-            kernel,
-            *kernel.arguments(),
+            launch_all,
+            [kernel.arguments() for kernel in every],
             options=f"--gpu-arch {arch} --keep-cubin --dump-dir {folder}",
         )
     image = compiled.__cubin__
     if not isinstance(image, bytes) or image[:4] != b"\x7fELF":
         raise RuntimeError(f"{variant.name}.{arch}: the compiler gave no cubin but {image!r}")
     usage = resource_usage(image)
-    symbols = sorted(usage)  # NAME_0, NAME_1, in the order of their launch
-    if len(symbols) != len(kernel.alignments):
-        raise RuntimeError(f"{variant.name}.{arch}: expected {kernel.alignments}, got {symbols}")
-    threads = {tuple(u.pop("threads")) for u in usage.values()}
-    if threads != {tuple(kernel.launch["threads"])}:
-        raise RuntimeError(f"{variant.name}.{arch}: compiled for {threads} threads")
-    return image, {
-        "symbols": symbols,
-        "align": kernel.alignments,
-        "divide": list(kernel.divide),
-        **kernel.launch,
-        "elements_per_thread": elements_per_thread(kernel),
-        "usage": [usage[symbol] for symbol in symbols],
-    }
-
-
-def elements_per_thread(kernel: Any) -> int:
-    """Of x, or of what x was made of."""
-    known = getattr(kernel, "elements_per_thread", None)
-    if known is None:  # TODO: a property of every kernel
-        threads = math.prod(kernel.launch["threads"])
-        known = getattr(kernel.tile, "blocks", 128 * 128 // 32) * 32 // threads
-    return known
+    symbols = iter(sorted(usage))  # NAME_0, NAME_1, ... in the order of their launch
+    if len(usage) != len(every) or len(every) > 10:
+        raise RuntimeError(f"{variant.name}.{arch}: expected {len(every)} entries, got {[*usage]}")
+    launches = {}
+    for name, entries in kernels.items():
+        launches[name] = {"scalars": entries[0].scalars, "entries": []}
+        for kernel in entries:
+            symbol = next(symbols)
+            threads = usage[symbol].pop("threads")
+            if threads != (kernel.threads, 1, 1):
+                raise RuntimeError(f"{variant.name}.{arch}: compiled for {threads} threads")
+            launches[name]["entries"].append(
+                {"symbol": symbol, **kernel.launch, "usage": usage[symbol]}
+            )
+    return image, {"elements_per_thread": every[0].elements_per_thread, "launches": launches}
 
 
 def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:

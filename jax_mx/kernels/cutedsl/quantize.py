@@ -9,108 +9,47 @@ One class, two ways to cut the work, and helpers that both use:
   either axis are a few shuffles away. 128 x 128 is also 128 rows x 4 scales in either direction:
   one tile of BLOCKED_128X4, staged in shared memory and written whole, its padding included.
 
-Sizes and the scale layout are run-time scalars. Entry 0 wants aligned operands, entry 1 takes any.
+Sizes are run-time scalars. A binary holds two entries per scale layout: the first wants aligned
+operands, the second takes any.
 """
 
 import dataclasses
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, Uint16, Uint32, const_expr, cute, range_constexpr
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, Format
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.layouts import BLOCKED_128X4, SCALE_LAYOUTS
+from jax_mx.kernels.cutedsl.kernel import (
+    ALL,
+    PAD,
+    Kernel,
+    Strip,
+    locate,
+    offset_in_tiles,
+    place_of,
+    select,
+    store_rows,
+    with_alignment,
+)
+from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import Variant
 
-ROW_MAJOR_CODE, BLOCKED_CODE = (
-    list(SCALE_LAYOUTS).index(n) for n in ("row_major", "blocked_128x4")
-)
-ALL = (0, 99)  # from the first dimension to the last
+
+def words_of(rX, pair: int, dtype: str) -> list:
+    """Elements 2 * pair and 2 * pair + 1 of a fragment: a word of 16 bits each, or two words."""
+    rW = cute.recast_tensor(rX, Uint32)
+    each = FLOAT_DTYPES[dtype].itemsize // 2
+    return [rW[each * pair + i] for i in range(each)]
 
 
-@cute.jit
-def quantize_values(rX: cute.Tensor, rV: cute.Tensor, inverses, format: cutlass.Constexpr):
-    """Codes of a fragment: rV[i] = rX[i] * inverses[i], two at a time."""
-    rV2 = cute.recast_tensor(rV, Uint16)
-    for i in range_constexpr(cute.size(rV) // 2):
-        low = cutlass.Float32(rX[2 * i]) * inverses[2 * i]
-        high = cutlass.Float32(rX[2 * i + 1]) * inverses[2 * i + 1]
-        rV2[i] = convert.pack_two(low, high, format)
-
-
-@cute.jit
-def offset_in_blocked_tile(row: Int32, col: Int32):
-    """Where (row, col) of a tile lies in it, from the layout's own description."""
-    layout: cutlass.Constexpr = BLOCKED_128X4
-    sizes: cutlass.Constexpr = (*layout.row_digits, *layout.col_digits)
-    digits = []
-    for number, factors in ((row, layout.row_digits), (col, layout.col_digits)):
-        below = 1
-        found = []
-        for factor in reversed(factors):
-            found.insert(0, number // below % factor)
-            below *= factor
-        digits += found
-    offset, stride = Int32(0), 1
-    for place in reversed(layout.order):
-        offset = offset + digits[place] * stride
-        stride *= sizes[place]
-    return offset
-
-
-class Kernel:
-    """What both ways share: the entries, and the host half that makes the compiler emit them."""
-
-    outputs = 1
-
-    def __init__(self, variant: Variant):
-        self.dtype, self.formats = variant.dtype, variant.formats
-        self.itemsize = FLOAT_DTYPES[variant.dtype].itemsize
-
-    @property
-    def alignments(self) -> list[list[int]]:
-        """Per entry the alignment of (x, values, scales, ...)."""
-        return [[16, *[16, 4] * self.outputs], [self.itemsize, *[1, 1] * self.outputs]]
-
-    def scalars(self, extents: list) -> list:
-        """Of the launch rule: the extents, then what a plan knows by name."""
-        names = ["scale_layout"]
-        for i in range(self.outputs):
-            names += [f"round_add_{i}", f"round_exception_{i}"]
-        return [*extents, *([4, name] for name in names)]
-
-    def arguments(self):
-        """Stand-ins of the host function's arguments, to compile it."""
-        types = [convert.INPUT[self.dtype], *[Uint8] * 2 * self.outputs]
-        pointers = tuple(
-            tuple(
-                cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
-                for dtype, align in zip(types, entry, strict=True)
-            )
-            for entry in self.alignments
-        )
-        scalars = tuple((Int64 if s[0] == 8 else Int32)(BLOCK) for s in self.launch["scalars"])
-        return (*pointers, scalars)
-
-    @cute.jit
-    def __call__(self, aligned, unaligned, scalars):
-        shape = {"grid": [1, 1, 1], "block": self.launch["threads"]}  # the real grid is the rule's
-        self.kernel(aligned, scalars, True).launch(**shape)
-        self.kernel(unaligned, scalars, False).launch(**shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Strip:
-    """What a thread block of `Flat` covers: consecutive elements."""
-
-    threads: int
-    elements: int  # of one block, per thread and step
-    unroll: int  # steps
-
-    @property
-    def blocks(self) -> int:
-        """MX blocks per thread block."""
-        return self.threads * self.elements * self.unroll // BLOCK
+def packed(floats: list, format: Format):
+    """A fragment of the codes of these floats, a multiple of four."""
+    rV = cute.make_rmem_tensor(len(floats), Uint8)
+    rW = cute.recast_tensor(rV, Uint32)
+    for i in range(len(floats) // 4):
+        rW[i] = convert.pack_four(*floats[4 * i : 4 * i + 4], format)
+    return rV
 
 
 # H200, (8, 7168, 7168), 2026-11-20, benchmarks/sweep.py, 96 candidates: bf16 285.7 us (best 285.4),
@@ -122,26 +61,21 @@ STRIP = Strip(threads=512, elements=16, unroll=1)
 class Flat(Kernel):
     """x (..., rows, cols, 32) -> values like x, scales (..., rows, cols) in the layout."""
 
-    def __init__(self, variant: Variant, tile: Strip | None = None):
-        super().__init__(variant)
+    extents = ([8, [0, *ALL]], [8, [2, *ALL]], [4, [0, -3, -2]], [4, [0, -2, -1]])
+
+    def __init__(
+        self, variant: Variant, layout: ScaleLayout, aligned: bool, tile: Strip | None = None
+    ):
+        super().__init__(variant, layout, aligned)
         self.tile = tile or STRIP
-
-    divide = ()
-
-    @property
-    def launch(self) -> dict:
-        """The launch rule, in the words of ffi/launch.cc; the grid follows the padded scales."""
-        extents = [[8, [0, *ALL]], [8, [2, *ALL]], [4, [0, -3, -2]], [4, [0, -2, -1]]]
-        return {
-            "threads": [self.tile.threads, 1, 1],
-            "grid": [[0, 2, *ALL, self.tile.blocks]],
-            "scalars": self.scalars(extents),
-        }
+        self.elements_per_thread = self.tile.elements * self.tile.unroll
+        self.threads = self.tile.threads
+        self.grid = [[2, *ALL, self.tile.blocks]]  # it follows the scales, with their padding
 
     @cute.kernel
-    def kernel(self, pointers, scalars, aligned: cutlass.Constexpr):
+    def kernel(self, pointers, scalars):
         x, values, scales = pointers
-        n, places, rows, cols, scale_layout, round_add, round_exception = scalars
+        n, places, rows, cols, round_add, round_exception = scalars
         elements: cutlass.Constexpr = self.tile.elements
         unroll: cutlass.Constexpr = self.tile.unroll
         sharers: cutlass.Constexpr = BLOCK // elements  # threads that share a block
@@ -157,8 +91,8 @@ class Flat(Kernel):
         rX.fill(convert.INPUT[self.dtype](0))
         steps, offsets, insides = [], [], []
         for u in range_constexpr(unroll):
-            place = Int64(bid) * self.tile.blocks + u * per_step + Int64(tid // sharers)
-            block, offset, inside = self.locate(place, places, rows, cols, scale_layout)
+            first = Int64(bid) * self.tile.blocks + u * per_step
+            block, offset, inside = locate(self.layout, first, tid // sharers, places, rows, cols)
             steps.append(block * sharers + tid % sharers)
             offsets.append(offset)
             insides.append(inside)
@@ -180,54 +114,71 @@ class Flat(Kernel):
                 Uint32(round_add),
                 Uint32(round_exception),
             )
-            rV = cute.make_rmem_tensor(elements, Uint8)
-            quantize_values(rX[None, u], rV, [inverse] * elements, self.formats[0])
+            inverses = convert.pair(inverse, inverse)
+            floats = []
+            for i in range_constexpr(elements // 2):
+                two = words_of(rX[None, u], i, self.dtype)
+                floats += convert.products(two, inverses, self.dtype)
+            rV = packed(floats, self.formats[0])
             if insides[u]:
                 cute.autovec_copy(rV, mV[steps[u], None])
             if (offsets[u] < places) & (tid % sharers == 0):
                 mS[offsets[u]] = Uint8(scale)  # padding: of zeros, so 0
 
-    @cute.jit
-    def locate(self, place: Int64, places: Int64, rows: Int32, cols: Int32, scale_layout: Int32):
-        """Of the scale at `place`, counted row by row with the padding: its block, its offset.
 
-        Row-major scales have no padding, so the three are one number.
-        """
-        block, offset, inside = place, place, place < places
-        if scale_layout != ROW_MAJOR_CODE:
-            tile_rows: cutlass.Constexpr = BLOCKED_128X4.pad[0]
-            tile_cols: cutlass.Constexpr = BLOCKED_128X4.pad[1]
-            tiles_r = (rows + tile_rows - 1) // tile_rows
-            tiles_c = (cols + tile_cols - 1) // tile_cols
-            # 32 bits: places beyond would be blocks of more elements than a GPU's memory holds.
-            index = Uint32(place)
-            padded = Uint32(tiles_c * tile_cols)
-            row, col = Int32(index // padded), Int32(index % padded)
-            slab = Int32(Uint32(row) // Uint32(tiles_r * tile_rows))
-            row = row - slab * (tiles_r * tile_rows)
-            tile = (Int64(slab) * tiles_r + row // tile_rows) * tiles_c + col // tile_cols
-            in_tile = offset_in_blocked_tile(row % tile_rows, col % tile_cols)
-            offset = tile * (tile_rows * tile_cols) + in_tile
-            if place >= places:
-                offset = places
-            inside = (place < places) & (row < rows) & (col < cols)
-            block = (Int64(slab) * rows + row) * cols + col
-        return block, offset, inside
+CHUNKS = 8  # of 16 bytes, that a row of shared memory's banks holds
 
 
-TILE = 128  # elements a side, of a thread block of `Tiled`
-WARPS = (4, 2)  # down, across: a warp holds 32 x 64
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What a thread block of `Tiled` covers, in warps of 32 x 64, and how thread blocks follow."""
+
+    down: int = 4
+    across: int = 2
+    band: int = 1  # how many thread blocks follow each other down before the next ones across
+
+    @property
+    def rows(self) -> int:
+        """Of x."""
+        return BLOCK * self.down
+
+    @property
+    def cols(self) -> int:
+        """Of x."""
+        return 2 * BLOCK * self.across
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+        return 32 * self.down * self.across
 
 
-# How many tiles follow each other down before the next ones across. H200, bf16, (8, 7168, 7168) and
-# (65536, 8192), 2026-11-20, of 1, 2, 4, 8, 16 and 64:
-#   second             289 us, 376 us (8: 291, 379; 64: 305, 399)
-#   second_transposed  304, 418 (1: 312, 422; 8: 311, 417)
-#   both               455, 596 (8: 469, 618; 64: 495, 650)
-#   both_transposed    483, 644 (8: 489, 645; 64: 495, 660)
-# Registers for three thread blocks a multiprocessor would make `both` spill (631 us), and gain 1 %
-# for `second` in bf16 alone.
-DOWN = {"second": 1, "second_transposed": 64, "both": 1, "both_transposed": 1}
+def tiling(form: str, itemsize: int, layout: ScaleLayout, aligned: bool) -> Tiling:
+    """The tiling of an entry. What decides is which bytes a thread block writes side by side.
+
+    Bytes reach memory in pieces of 32 and lines of 128; a piece of a few bytes costs as much as a
+    whole one. So transposed values want tall tiles, scales along rows want wide ones, and row-major
+    scales of both directions cannot have both. H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21,
+    benchmarks/sweep.py, in us; (down, across):
+      second             bf16 (4, 4) 287, 374; (4, 2) 288, 376; (2, 8) 287, 373. f32 467; (4, 2) 469
+      second_transposed  bf16 (8, 2) 301, 402; (4, 2) 312, 423; (8, 1) 302, 404
+                         f32 (4, 2, band 64) 472; (8, 2) 479, with band 64 471
+      both, row-major    bf16 (1, 16) 407, 529; (1, 8) 415, 539; (2, 8) 416, 541; (4, 4) 424, 553;
+                         (4, 2) 432, 562. f32 (1, 8) 574; (2, 4) 578; (4, 2) 585
+      both, tiles        bf16 (4, 4) 406, 528; (4, 2) 406, 529; (8, 2) 409, 532. f32 (4, 2) 574
+      both_transposed    bf16 (8, 2) 470, 622, tiles 420, 557; (4, 2) 481, 637, tiles 424, 565
+      unaligned rows     (8, 7168, 7165): second (4, 2) 390, (4, 4) 426; transposed (8, 1) 324,
+                         (8, 2) 402; f32: second (4, 2) 664, transposed (4, 2, band 64) 578
+    Two tiles one after the other per thread block are slower in all forms (both: 451 and more).
+    """
+    wide, transposed = itemsize == 2, form.endswith("_transposed")
+    if transposed:
+        if wide and not aligned and form == "second_transposed":
+            return Tiling(8, 1) if not layout.is_tiled else Tiling(4, 2)
+        return Tiling(8, 2) if wide else Tiling(4, 2, band=64 if form != "both_transposed" else 1)
+    if form == "both" and not layout.is_tiled:
+        return Tiling(1, 16) if wide else Tiling(1, 8)
+    return Tiling(4, 2) if form == "both" or not aligned else Tiling(4, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,203 +186,338 @@ class Output:
     """One of the results of `Tiled`: which way its blocks run in the tile, and how it lies."""
 
     format: Format
-    down: bool  # blocks run down a column, i.e. along the second-to-last axis
-    transpose: bool = False  # values (and scales) are written transposed; only with `down`
+    blocks: str  # "row": along the last axis; "column": the one before; "square": both
+    transpose: bool = False  # values and scales are written transposed; not with "row"
 
 
 class Tiled(Kernel):
-    """Forms with the second-to-last axis; x lies as (batch, M, K), M = 32 * `blocks_m`."""
+    """Forms with the second-to-last axis; x lies as (batch, M, K), M = 32 * `blocks_m`.
 
-    def __init__(self, variant: Variant, tile: int | None = None):
-        super().__init__(variant)
+    The arithmetic that decides: a lane holds the largest magnitudes of its patch per row and per
+    column, `exchange` leaves each lane with two whole blocks' of either kind, so that a scale is
+    computed once, and `gather` brings the lanes of a block its factor.
+    """
+
+    elements_per_thread = 2 * BLOCK
+
+    def __init__(
+        self, variant: Variant, layout: ScaleLayout, aligned: bool, tile: Tiling | None = None
+    ):
+        super().__init__(variant, layout, aligned)
         self.form = variant.form
-        self.tile = tile or DOWN[self.form]
-        transpose = self.form.endswith("transposed")
-        self.results = [Output(variant.formats[-1], True, transpose)]
+        self.tile = tile or tiling(self.form, self.itemsize, layout, aligned)
+        transpose = self.form.endswith("_transposed")
+        self.square = self.form.startswith("square")
+        blocks = "square" if self.square else "column"
+        self.results = [Output(variant.formats[-1], blocks, transpose)]
         if self.form.startswith("both"):
-            self.results.insert(0, Output(variant.formats[0], False))
+            self.results.insert(0, Output(variant.formats[0], "row"))
         self.outputs = len(self.results)
         self.vector = 16 // self.itemsize  # elements of one load
         self.lanes = 64 // self.vector  # across a warp
         self.rows = self.lanes  # of a lane: 32 / (32 / lanes)
+        self.row_sharers, self.column_sharers = BLOCK // self.vector, BLOCK // self.rows
 
-    @property
-    def launch(self) -> dict:
-        """The launch rule, in the words of ffi/launch.cc."""
-        if self.outputs == 2:  # (..., blocks_m, blocks_k, 32, 32)
-            m, k, per_tile, lead = (-4, -3), (-3, -2), TILE // BLOCK, (0, -4)
-        else:  # (..., blocks_m, K, 32)
-            m, k, per_tile, lead = (-3, -2), (-2, -1), TILE, (0, -3)
-        return {
-            "threads": [32 * WARPS[0] * WARPS[1], 1, 1],
-            "grid": [[0, 0, *k, per_tile], [0, 0, *m, TILE // BLOCK], [0, 0, *lead, 1]],
-            "scalars": self.scalars([[4, [0, *m]], [4, [0, *k]]]),
-        }
-
-    @property
-    def divide(self) -> list:
-        """The aligned entry loads whole vectors, so they must not straddle rows."""
-        return [] if self.outputs == 2 else [[0, 0, -2, -1, self.vector]]
+        self.threads = self.tile.threads
+        # Of the operand's view: (..., blocks_m, blocks_k, 32, 32) or (..., blocks_m, K, 32).
+        self.is_both = self.outputs == 2 or self.square
+        lead, m, k = (
+            ((0, -4), (-4, -3), (-3, -2)) if self.is_both else ((0, -3), (-3, -2), (-2, -1))
+        )
+        self.extents = [[4, [0, *m]], [4, [0, *k]]]
+        cols = self.tile.cols // (BLOCK if self.is_both else 1)
+        self.grid = [[0, *k, cols], [0, *m, self.tile.down], [0, *lead, 1]]
+        # The aligned entry loads whole vectors, which must not straddle rows.
+        self.divide = [] if self.is_both else [[0, -2, -1, self.vector]]
 
     @cute.kernel
-    def kernel(self, pointers, scalars, aligned: cutlass.Constexpr):
-        blocks_m, k, scale_layout = scalars[:3]
-        if const_expr(self.outputs == 2):
+    def kernel(self, pointers, scalars):
+        blocks_m, k = scalars[:2]
+        if const_expr(self.is_both):
             k = k * BLOCK
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
-        tiles_k = (k + TILE - 1) // TILE
-        tiles_m = (blocks_m * BLOCK + TILE - 1) // TILE
-        at = self.place(bid, tiles_m, tiles_k)
+        tiles_m = (blocks_m + self.tile.down - 1) // self.tile.down
+        tiles_k = (k + self.tile.cols - 1) // self.tile.cols
+        at = place_of(bid, tiles_m, tiles_k, self.tile.band)
         lane, warp = tid % 32, tid // 32
         across, down = lane % self.lanes, lane // self.lanes  # this lane's place in the warp
-        warp_m, warp_k = warp % WARPS[0], warp // WARPS[0]
-        row = warp_m * BLOCK + down * self.rows  # of this lane's patch in the tile
-        col = warp_k * 64 + across * self.vector
+        row = warp % self.tile.down * BLOCK + down * self.rows  # of its patch in the tile
+        col = warp // self.tile.down * (2 * BLOCK) + across * self.vector
 
-        rX = self.load(pointers[0], at, row, col, blocks_m, k, aligned)
-        staged = []
+        if const_expr(self.aligned):
+            rX = self.load(pointers[0], at, row, col, blocks_m, k)
+        else:
+            rX = self.load_unaligned(pointers[0], at, row, col, blocks_m, k)
+        staged = [self.shared_memory(result) for result in self.results]
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            sS = cute.make_tensor(
-                cute.arch.alloc_smem(Uint8, TILE * 4, alignment=16), cute.make_layout((4, TILE))
-            )
-            rounding = (Uint32(scalars[3 + 2 * o]), Uint32(scalars[4 + 2 * o]))
-            if const_expr(result.down):
-                inverses = self.scales_down(rX, sS, result.format, rounding, col, warp_m, down)
+            values, (sS, sV) = pointers[1 + 2 * o], staged[o]
+            rounding = (Uint32(scalars[2 + 2 * o]), Uint32(scalars[3 + 2 * o]))
+            if const_expr(result.blocks == "row"):
+                inverses = self.scale_rows(rX, sS, result, rounding, row, col, across)
+            elif const_expr(result.blocks == "column"):
+                inverses = self.scale_columns(rX, sS, result, rounding, row, col, down)
             else:
-                inverses = self.scales_across(rX, sS, result.format, rounding, row, col, across)
-            sV = None
+                inverses = self.scale_square(rX, sS, result, rounding, row, col)
             if const_expr(result.transpose):
-                sV = self.stage_transposed(rX, inverses, result.format, row, col)
+                self.stage_transposed(sV, rX, inverses, result, row, col)
+            elif const_expr(sV is None):
+                self.store(rX, inverses, result, values, at, row, col, blocks_m, k)
             else:
-                mV = pointers[1 + 2 * o]
-                self.store(rX, inverses, result, mV, at, row, col, blocks_m, k, aligned)
-            staged.append((sS, sV))
+                self.stage(sV, rX, inverses, result, row, col)
         cute.arch.sync_threads()
+        first = 0
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            sS, sV = staged[o]
+            values, scales, (sS, sV) = pointers[1 + 2 * o], pointers[2 + 2 * o], staged[o]
             if const_expr(result.transpose):
-                self.store_transposed(sV, pointers[1 + 2 * o], at, tid, blocks_m, k, aligned)
-            # The two results' scales are written by different halves of the threads.
-            thread = tid - o * TILE
-            if (thread >= 0) & (thread < TILE):
-                mS = pointers[2 + 2 * o]
-                self.store_scales(sS, mS, result, at, thread, blocks_m, k, scale_layout, aligned)
+                self.store_transposed(sV, values, at, tid, blocks_m, k)
+            elif const_expr(sV is not None):
+                self.store_unaligned(sV, values, at, blocks_m, k)
+            # The two results' scales are written by other threads, as far as they go.
+            thread = (tid + self.tile.threads - first) % self.tile.threads
+            self.store_scales(sS, scales, result, at, thread, blocks_m, k)
+            first += cute.size(sS) // 4
 
-    @cute.jit
-    def place(self, bid: Int32, tiles_m: Int32, tiles_k: Int32):
-        """(batch, m, k) of a thread block: bands of `down` tiles, each band column by column."""
-        batch, rest = bid // (tiles_m * tiles_k), bid % (tiles_m * tiles_k)
-        down: cutlass.Constexpr = self.tile
-        band = rest // (down * tiles_k)
-        height = cutlass.min(tiles_m - band * down, Int32(down))  # the last band may be lower
-        rest = rest - band * (down * tiles_k)
-        return batch, band * down + rest % height, rest // height
+    def shared_memory(self, result: Output):
+        """For scales, as they will lie (column first), and for values, or None."""
+        rows = self.tile.rows // (1 if result.blocks == "row" else BLOCK)
+        cols = self.tile.cols // (1 if result.blocks == "column" else BLOCK)
+        if self.is_turned(result):
+            rows, cols = cols, rows
+        sS = cute.make_tensor(
+            cute.arch.alloc_smem(Uint8, rows * cols, alignment=16), cute.make_layout((cols, rows))
+        )
+        if result.transpose:
+            size = self.tile.rows * self.tile.cols
+            return sS, cute.arch.alloc_smem(Uint8, size, alignment=128)
+        if self.aligned or self.is_both:  # rows are as aligned as the array is
+            return sS, None
+        size = self.tile.rows * (self.tile.cols + PAD) + PAD
+        return sS, cute.arch.alloc_smem(Uint8, size, alignment=16)
 
+    def is_turned(self, result: Output) -> bool:
+        """Whether a result's scales lie the other way round than x: tiles always do for columns."""
+        return result.transpose or (result.blocks == "column" and self.layout.is_tiled)
+
+    # ---- x ---
     @cute.jit
-    def load(self, x, at, row, col, blocks_m, k, aligned: cutlass.Constexpr):
+    def load(self, x, at, row, col, blocks_m, k):
         """This lane's patch, (vector, rows); 0 beyond the array."""
+        batch, tile_m, tile_k = at
+        rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
+        m = blocks_m * BLOCK
+        first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
+        vectors = k // self.vector
+        layout = cute.make_layout(
+            (Int64(batch + 1) * m, vectors, self.vector),
+            stride=(Int64(vectors) * self.vector, self.vector, 1),
+        )
+        mX = cute.make_tensor(x, layout)
+        top = Int64(batch) * m + first
+        if (first < m) & (left < k):
+            for i in range_constexpr(self.rows):
+                cute.autovec_copy(mX[top + i, left // self.vector, None], rX[None, i])
+        else:
+            rX.fill(convert.INPUT[self.dtype](0))
+        return rX
+
+    @cute.jit
+    def load_unaligned(self, x, at, row, col, blocks_m, k):
+        """The same of an x that lies anywhere, or whose rows do."""
         batch, tile_m, tile_k = at
         rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
         rX.fill(convert.INPUT[self.dtype](0))
         m = blocks_m * BLOCK
-        first, left = tile_m * TILE + row, tile_k * TILE + col
+        first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
         top = Int64(batch) * m + first
-        if const_expr(aligned):
-            vectors = k // self.vector
-            layout = cute.make_layout(
-                (Int64(batch + 1) * m, vectors, self.vector),
-                stride=(Int64(vectors) * self.vector, self.vector, 1),
-            )
-            mX = cute.make_tensor(x, layout)
-            if (first < m) & (left < k):
-                for i in range_constexpr(self.rows):
-                    cute.autovec_copy(mX[top + i, left // self.vector, None], rX[None, i])
-        else:
+        # Two vectors around each row's, as long as all of them belong to x.
+        n: cutlass.Constexpr = self.vector
+        before, behind = (top > 0) | (left >= n), (first + self.rows < m) | (left + 2 * n <= k)
+        if (first < m) & (left + n <= k) & (k >= n) & before & behind:
+            rW = cute.recast_tensor(rX, Uint32)
+            for i in range_constexpr(self.rows):
+                address = x.toint() + ((top + i) * k + left) * self.itemsize
+                base = cute.make_ptr(
+                    Uint32, address & ~15, cute.AddressSpace.gmem, assumed_align=16
+                )
+                mW = cute.make_tensor(base, cute.make_layout((4, 2)))
+                r8 = cute.make_rmem_tensor((4, 2), Uint32)
+                for v in range_constexpr(2):
+                    cute.autovec_copy(mW[None, v], r8[None, v])
+                words = convert.shifted([r8[w] for w in range(8)], Uint32(address))
+                for w in range_constexpr(4):
+                    rW[w, i] = words[w]
+        elif first < m:
             mX = cute.make_tensor(
                 x, cute.make_layout((Int64(batch + 1) * m, k), stride=(Int64(k), 1))
             )
-            if first < m:
-                for j in range_constexpr(self.vector):
-                    if left + j < k:
-                        for i in range_constexpr(self.rows):
-                            rX[j, i] = mX[top + i, left + j]
+            for j in range_constexpr(self.vector):
+                if left + j < k:
+                    for i in range_constexpr(self.rows):
+                        rX[j, i] = mX[top + i, left + j]
         return rX
 
-    @cute.jit
-    def scales_across(self, rX, sS, format: cutlass.Constexpr, rounding, row, col, across):
-        """Blocks along rows: neighbours across share one. Inverses [i * vector + j]."""
-        sharers: cutlass.Constexpr = BLOCK // self.vector
-        words: cutlass.Constexpr = self.vector * self.itemsize // 4
-        rW = cute.recast_tensor(rX, Uint32)
-        inverses = []
-        for i in range_constexpr(self.rows):
-            word = rW[0, i]
-            for w in range_constexpr(1, words):
-                word = convert.larger_magnitude(word, rW[w, i], self.dtype)
-            for s in range_constexpr(sharers.bit_length() - 1):
-                other = cute.arch.shuffle_sync_bfly(word, offset=1 << s)
-                word = convert.larger_magnitude(word, other, self.dtype)
-            amax = convert.largest_magnitude_bits(word, self.dtype)
-            scale, inverse = convert.scale_of(amax, format.emax, self.dtype, *rounding)
-            inverses += [inverse] * self.vector
-            if across % sharers == 0:
-                sS[col // BLOCK, row + i] = Uint8(scale)
-        return inverses
+    def pair(self, rX, w: int, i: int) -> list:
+        """The words of columns 2 * w and 2 * w + 1 in row i of a patch."""
+        return words_of(rX[None, i], w, self.dtype)
+
+    # ---- scales ---
+    def exchange(self, words: list, sharers: int, stride: int, index):
+        """The largest magnitudes of two blocks, of this lane's share, as float32 bits.
+
+        Args:
+          words: this lane's own magnitudes, two blocks a word (float32: one).
+          sharers: how many lanes hold parts of these blocks, `stride` lanes apart.
+          index: which of them this one is; it gets blocks 2 * index and 2 * index + 1.
+        """
+        while sharers > 1:
+            sharers //= 2
+            half = len(words) // 2
+            upper = (index & sharers) != 0
+            kept = []
+            for low, high in zip(words[:half], words[half:], strict=True):
+                mine, theirs = select(upper, high, low), select(upper, low, high)
+                other = cute.arch.shuffle_sync_bfly(theirs, offset=sharers * stride)
+                kept.append(convert.larger_magnitude(mine, other, self.dtype))
+            words = kept
+        if self.itemsize == 4:
+            return [convert.magnitude_bits(word, 0, self.dtype) for word in words]
+        return [convert.magnitude_bits(words[0], e, self.dtype) for e in range(2)]
+
+    def gather(self, inverses: list, sharers: int, stride: int, index) -> list:
+        """The sharers' pairs of factors, the pair of blocks 2 * i and 2 * i + 1 as the i-th."""
+        pair = convert.pair(*inverses)
+        lane = cute.arch.lane_idx() - index * stride
+        return [cute.arch.shuffle_sync(pair, offset=lane + i * stride) for i in range(sharers)]
+
+    def largest(self, words: list):
+        """The word of larger magnitudes, element by element."""
+        word = words[0]
+        for other in words[1:]:
+            word = convert.larger_magnitude(word, other, self.dtype)
+        return word
+
+    def put(self, sS, result: Output, row, col, scale) -> None:
+        """Stages a scale of x's rows and columns, or blocks of them."""
+        sS[(row, col) if self.is_turned(result) else (col, row)] = Uint8(scale)
 
     @cute.jit
-    def scales_down(self, rX, sS, format: cutlass.Constexpr, rounding, col, warp_m, down):
-        """Blocks down columns: all lanes below each other share one. Inverses [i * vector + j]."""
-        per_word: cutlass.Constexpr = 4 // self.itemsize
+    def scale_rows(self, rX, sS, result: cutlass.Constexpr, rounding, row, col, across):
+        """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
+        words = [
+            self.largest([w for j in range(self.vector // 2) for w in self.pair(rX, j, i)])
+            for i in range(self.rows)
+        ]
+        if const_expr(self.itemsize == 2):
+            words = [
+                convert.amaxes_of_two(words[i], words[i + 1], self.dtype)
+                for i in range(0, self.rows, 2)
+            ]
+        index = across % self.row_sharers
+        amaxes = self.exchange(words, self.row_sharers, 1, index)
+        inverses = []
+        for e in range_constexpr(2):
+            scale, inverse = convert.scale_of(amaxes[e], result.format.emax, self.dtype, *rounding)
+            self.put(sS, result, row + 2 * index + e, col // BLOCK, scale)
+            inverses.append(inverse)
+        return self.gather(inverses, self.row_sharers, 1, index)
+
+    @cute.jit
+    def scale_columns(self, rX, sS, result: cutlass.Constexpr, rounding, row, col, down):
+        """Blocks down columns: lanes below each other share one. Pairs of factors of columns."""
+        by_row = [
+            [w for j in range(self.vector // 2) for w in self.pair(rX, j, i)]
+            for i in range(self.rows)
+        ]
+        words = [self.largest(list(column)) for column in zip(*by_row, strict=True)]
+        amaxes = self.exchange(words, self.column_sharers, self.lanes, down)
+        inverses = []
+        for e in range_constexpr(2):
+            scale, inverse = convert.scale_of(amaxes[e], result.format.emax, self.dtype, *rounding)
+            self.put(sS, result, row // BLOCK, col + 2 * down + e, scale)
+            inverses.append(inverse)
+        return self.gather(inverses, self.column_sharers, self.lanes, down)
+
+    @cute.jit
+    def scale_square(self, rX, sS, result: cutlass.Constexpr, rounding, row, col):
+        """Square blocks: two a warp. One pair for all."""
         rW = cute.recast_tensor(rX, Uint32)
-        column = []
-        for w in range_constexpr(self.vector // per_word):
-            word = rW[w, 0]
-            for i in range_constexpr(1, self.rows):
-                word = convert.larger_magnitude(word, rW[w, i], self.dtype)
-            for s in range_constexpr((32 // self.lanes).bit_length() - 1):
-                other = cute.arch.shuffle_sync_bfly(word, offset=self.lanes << s)
-                word = convert.larger_magnitude(word, other, self.dtype)
-            for e in range_constexpr(per_word):
-                amax = convert.magnitude_bits(word, e, self.dtype)
-                scale, inverse = convert.scale_of(amax, format.emax, self.dtype, *rounding)
-                column.append(inverse)
-                if down == 0:
-                    sS[warp_m, col + w * per_word + e] = Uint8(scale)
-        return column * self.rows
+        word = self.largest([rW[i] for i in range(cute.size(rW))])
+        offsets: cutlass.Constexpr = [1 << i for i in range(self.row_sharers.bit_length() - 1)] + [
+            self.lanes << i for i in range(self.column_sharers.bit_length() - 1)
+        ]
+        for offset in offsets:
+            other = cute.arch.shuffle_sync_bfly(word, offset=offset)
+            word = convert.larger_magnitude(word, other, self.dtype)
+        amax = convert.largest_magnitude_bits(word, self.dtype)
+        scale, inverse = convert.scale_of(amax, result.format.emax, self.dtype, *rounding)
+        if (row % BLOCK == 0) & (col % BLOCK == 0):
+            self.put(sS, result, row // BLOCK, col // BLOCK, scale)
+        return [convert.pair(inverse, inverse)]
+
+    def factors(self, inverses: list, result: Output, w: int, i: int):
+        """The pair of factors of columns 2 * w and 2 * w + 1 in row i."""
+        if result.blocks == "row":
+            return convert.twice(inverses[i // 2], i % 2)
+        return inverses[w if result.blocks == "column" else 0]
+
+    # ---- values ---
+    def quantized_row(self, rX, inverses: list, result: Output, i: int):
+        """Row i's codes."""
+        floats = []
+        for w in range(self.vector // 2):
+            factors = self.factors(inverses, result, w, i)
+            floats += convert.products(self.pair(rX, w, i), factors, self.dtype)
+        return packed(floats, result.format)
 
     @cute.jit
     def store(
-        self, rX, inverses, result: cutlass.Constexpr, values, at, row, col, blocks_m, k,
-        aligned: cutlass.Constexpr,
+        self, rX, inverses, result: cutlass.Constexpr, values, at, row, col, blocks_m, k
     ):  # fmt: skip
         """Values in the order of x."""
         batch, tile_m, tile_k = at
         m = blocks_m * BLOCK
-        first, left = tile_m * TILE + row, tile_k * TILE + col
+        first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
         top = Int64(batch) * m + first
         n: cutlass.Constexpr = self.vector
         vectors = k // n
         stride = (Int64(vectors) * n, n, 1)
         by_vector = cute.make_layout((Int64(batch + 1) * m, vectors, n), stride=stride)
-        by_byte = cute.make_layout((Int64(batch + 1) * m, k), stride=(Int64(k), 1))
-        for i in range_constexpr(self.rows):
-            rV = cute.make_rmem_tensor(n, Uint8)
-            quantize_values(rX[None, i], rV, inverses[i * n : (i + 1) * n], result.format)
-            if const_expr(aligned):
-                if (first < m) & (left < k):
-                    mV = cute.make_tensor(values, by_vector)
-                    cute.autovec_copy(rV, mV[top + i, left // n, None])
-            else:
-                mV = cute.make_tensor(values, by_byte)
-                for j in range_constexpr(n):
-                    if (first < m) & (left + j < k):
-                        mV[top + i, left + j] = rV[j]
+        mV = cute.make_tensor(values, by_vector)
+        if (first < m) & (left < k):
+            for i in range_constexpr(self.rows):
+                rV = self.quantized_row(rX, inverses, result, i)
+                cute.autovec_copy(rV, mV[top + i, left // n, None])
 
     @cute.jit
-    def stage_transposed(self, rX, inverses, format: cutlass.Constexpr, row, col):
+    def stage(self, sV, rX, inverses, result: cutlass.Constexpr, row, col):
+        """The tile's values in shared memory, row by row with `PAD` bytes before each."""
+        n: cutlass.Constexpr = self.vector
+        rows = cute.make_tensor(
+            sV + PAD,
+            cute.make_layout(
+                (self.tile.rows, self.tile.cols // n, n), stride=(self.tile.cols + PAD, n, 1)
+            ),
+        )
+        for i in range_constexpr(self.rows):
+            rV = self.quantized_row(rX, inverses, result, i)
+            cute.autovec_copy(rV, rows[row + i, col // n, None])
+
+    @cute.jit
+    def store_unaligned(self, sV, values, at, blocks_m, k):
+        """From shared memory to values that lie anywhere, or whose rows do."""
+        batch, tile_m, tile_k = at
+        m, top, left = blocks_m * BLOCK, tile_m * self.tile.rows, tile_k * self.tile.cols
+        start = values.toint() + (Int64(batch) * m + top) * k + left
+        store_rows(
+            sV, start, Int64(k), m - top, cutlass.min(k - left, self.tile.cols), self.tile.rows,
+            self.tile.cols, self.threads // 32,
+        )  # fmt: skip
+
+    @cute.jit
+    def stage_transposed(self, sV, rX, inverses, result: cutlass.Constexpr, row, col):
         """The tile's values in shared memory, a column of x after the other.
 
         16-byte chunks of a column are permuted by the column's vector, or the lanes across, which
@@ -439,29 +525,44 @@ class Tiled(Kernel):
         """
         rows: cutlass.Constexpr = self.rows
         n: cutlass.Constexpr = self.vector
-        sV = cute.arch.alloc_smem(Uint8, TILE * TILE, alignment=128)
         parts: cutlass.Constexpr = 16 // rows
+        height: cutlass.Constexpr = self.tile.rows
         chunks = cute.make_tensor(
-            sV, cute.make_layout((TILE, TILE // 16, parts, rows), stride=(TILE, 16, rows, 1))
+            sV,
+            cute.make_layout(
+                (self.tile.cols, height // 16, parts, rows), stride=(height, 16, rows, 1)
+            ),
         )
-        for j in range_constexpr(n):
-            rC = cute.make_rmem_tensor(rows, convert.INPUT[self.dtype])
+        chunk = (row // 16) ^ (col // n % CHUNKS)
+        for w in range_constexpr(n // 2):
+            columns = [[], []]
             for i in range_constexpr(rows):
-                rC[i] = rX[j, i]
-            rV = cute.make_rmem_tensor(rows, Uint8)
-            quantize_values(rC, rV, [inverses[j]] * rows, format)
-            chunk = (row // 16) ^ (col // n % (TILE // 16))
-            cute.autovec_copy(rV, chunks[col + j, chunk, row % 16 // rows, None])
-        return sV
+                factors = self.factors(inverses, result, w, i)
+                two = convert.products(self.pair(rX, w, i), factors, self.dtype)
+                columns[0].append(two[0])
+                columns[1].append(two[1])
+            for c in range_constexpr(2):
+                rV = packed(columns[c], result.format)
+                cute.autovec_copy(rV, chunks[col + 2 * w + c, chunk, row % 16 // rows, None])
 
     @cute.jit
-    def store_transposed(self, sV, values, at, tid, blocks_m, k, aligned: cutlass.Constexpr):
+    def store_transposed(self, sV, values, at, tid, blocks_m, k):
         """From shared memory to values (batch, K, M), 16 bytes a thread and step."""
+        if const_expr(self.aligned):
+            self.copy_transposed(sV, values, at, tid, blocks_m, k)
+        elif values.toint() % 16 == 0:
+            self.copy_transposed(sV, with_alignment(values, Uint8, 16), at, tid, blocks_m, k)
+        else:
+            self.copy_transposed(sV, values, at, tid, blocks_m, k)
+
+    @cute.jit
+    def copy_transposed(self, sV, values, at, tid, blocks_m, k):
         batch, tile_m, tile_k = at
         m = blocks_m * BLOCK
-        per_column: cutlass.Constexpr = TILE // 16
+        height: cutlass.Constexpr = self.tile.rows
+        per_column: cutlass.Constexpr = height // 16
         chunks = cute.make_tensor(
-            sV, cute.make_layout((TILE, per_column, 16), stride=(TILE, 16, 1))
+            sV, cute.make_layout((self.tile.cols, per_column, 16), stride=(height, 16, 1))
         )
         mV = cute.make_tensor(
             values,
@@ -469,59 +570,61 @@ class Tiled(Kernel):
                 (Int64(batch + 1) * k, m // 16, 16), stride=(Int64(m // 16) * 16, 16, 1)
             ),
         )
-        threads: cutlass.Constexpr = 32 * WARPS[0] * WARPS[1]
-        for step in range_constexpr(TILE * per_column // threads):
-            index = step * threads + tid
+        for step in range_constexpr(self.tile.cols * per_column // self.tile.threads):
+            index = step * self.tile.threads + tid
             chunk, col = index % per_column, index // per_column
-            left, top = tile_k * TILE + col, tile_m * TILE + chunk * 16
+            left, top = tile_k * self.tile.cols + col, tile_m * height + chunk * 16
             if (left < k) & (top < m):
                 rV = cute.make_rmem_tensor(16, Uint8)
-                where = chunk ^ (col // self.vector % per_column)
+                where = chunk ^ (col // self.vector % CHUNKS)
                 cute.autovec_copy(chunks[col, where, None], rV)
                 cute.autovec_copy(rV, mV[Int64(batch) * k + left, top // 16, None])
 
     @cute.jit
-    def store_scales(
-        self, sS, scales, result: cutlass.Constexpr, at, thread, blocks_m, k, scale_layout,
-        aligned: cutlass.Constexpr,
-    ):  # fmt: skip
-        """A tile's scales, 128 rows x 4, rows being those of the matrix that is quantized."""
-        batch, tile_m, tile_k = at
-        if const_expr(result.down):
-            rows, cols, tile_r, tile_c = k, blocks_m, tile_k, tile_m
-        else:
-            rows, cols, tile_r, tile_c = blocks_m * BLOCK, k // BLOCK, tile_m, tile_k
-        row, col = tile_r * TILE + thread, tile_c * 4
-        if scale_layout == BLOCKED_CODE:
-            tiles_r, tiles_c = (rows + TILE - 1) // TILE, (cols + 3) // 4
-            tile = (Int64(batch) * tiles_r + tile_r) * tiles_c + tile_c
-            offset = tile * (4 * TILE) + offset_in_blocked_tile(thread, Int32(0))
-            self.store_four(sS, thread, scales, offset, 1, 4, aligned)
-        else:
-            if row < rows:
-                if const_expr(result.down and not result.transpose):  # (batch, cols, rows)
-                    offset = (Int64(batch) * cols + col) * rows + row
-                    self.store_four(sS, thread, scales, offset, rows, cols - col, False)
+    def store_scales(self, sS, scales, result: cutlass.Constexpr, at, thread, blocks_m, k):
+        """A tile's scales, a word a thread, neighbours in memory by neighbouring threads.
+
+        Bytes reach memory in pieces of 32; whoever writes less of one pays for all of it.
+        """
+        batch, tile_r, tile_c = at
+        rows = blocks_m * (BLOCK if result.blocks == "row" else 1)
+        cols = k if const_expr(result.blocks == "column") else k // BLOCK
+        if const_expr(self.is_turned(result)):
+            tile_r, tile_c, rows, cols = tile_c, tile_r, cols, rows
+        in_col, in_row = sS.shape
+        unit: cutlass.Constexpr = min(4, in_col)
+        words: cutlass.Constexpr = in_col // unit  # of a row
+        total: cutlass.Constexpr = in_row * words
+        whole = cutlass.Boolean(unit == 4)
+        if const_expr(not self.aligned):
+            whole = whole & (scales.toint() % 4 == 0)
+        if const_expr(not self.layout.is_tiled):
+            whole = whole & (cols % 4 == 0)
+        for step in range_constexpr((total + self.tile.threads - 1) // self.tile.threads):
+            index = step * self.tile.threads + thread
+            row, col = tile_r * in_row + index // words, tile_c * in_col + index % words * unit
+            if const_expr(self.layout.is_tiled):
+                offset, inside = offset_in_tiles(self.layout, batch, row, col, rows, cols)
+                count = Int32(unit)
+            else:
+                offset = (Int64(batch) * rows + row) * cols + col
+                inside = (row < rows) & (col < cols)
+                count = cols - col
+            if (index < total) & inside:
+                four = cute.make_tensor(sS.iterator + index * unit, cute.make_layout(unit))
+                mS = cute.make_tensor(scales + offset, cute.make_layout(unit))
+                if whole:
+                    word = with_alignment(mS.iterator, Uint32, 4)
+                    if const_expr(unit == 4):
+                        cute.make_tensor(word, cute.make_layout(1))[0] = cute.recast_tensor(
+                            four, Uint32
+                        )[0]
                 else:
-                    offset = (Int64(batch) * rows + row) * cols + col
-                    if cols % 4 == 0:
-                        self.store_four(sS, thread, scales, offset, 1, 4, aligned)
-                    else:
-                        self.store_four(sS, thread, scales, offset, 1, cols - col, False)
-
-    @cute.jit
-    def store_four(self, sS, row, scales, offset, stride, count, as_word: cutlass.Constexpr):
-        """Up to four scales of a row, as one word or byte by byte."""
-        if const_expr(as_word):
-            mS = cute.make_tensor(cute.recast_ptr(scales, dtype=Uint32), cute.make_layout(1 << 62))
-            mS[offset // 4] = cute.recast_tensor(sS[None, row], Uint32)[0]
-        else:
-            mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
-            for c in range_constexpr(4):
-                if c < count:
-                    mS[offset + Int64(c) * stride] = sS[c, row]
+                    for c in range_constexpr(unit):
+                        if c < count:
+                            mS[c] = four[c]
 
 
-def kernel_of(variant: Variant, **tuning):
-    """The kernel that serves a variant."""
-    return (Flat if variant.form == "last" else Tiled)(variant, **tuning)
+def kernel_of(variant: Variant, layout: ScaleLayout, aligned: bool, **tuning):
+    """The kernel of a variant's entry: for scales in this layout, and for aligned operands or any."""
+    return (Flat if variant.form == "last" else Tiled)(variant, layout, aligned, **tuning)

@@ -1,0 +1,250 @@
+"""What the kernels share: entries, where scales lie, rows that lie anywhere."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import cutlass
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+
+from jax_mx.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.kernels.cutedsl import convert
+from jax_mx.layouts import ScaleLayout
+from jax_mx.variants import Variant
+
+ALL = (0, 99)  # from the first dimension to the last
+PAD = 8  # bytes between rows in shared memory: room for words that straddle, and other banks
+
+
+class Kernel:
+    """An entry: its operands, and the host half that makes it be compiled.
+
+    Subclasses give `extents`, `threads`, `grid`, `divide` (the entry's launch rule, in the words of
+    ffi/launch.cc), `elements_per_thread` (for the build's report) and `kernel`.
+
+    Attributes:
+      aligned: whether the entry takes aligned operands only, or any.
+      float_first: whether the unquantized array comes before the quantized ones, as an operand.
+      extents: the scalars that follow from the buffers' dimensions.
+      divide: what must divide a dimension, for an aligned entry.
+    """
+
+    float_first = True
+    extents: Sequence = ()
+    divide: Sequence = ()
+
+    def __init__(self, variant: Variant, layout: ScaleLayout, aligned: bool):
+        self.dtype, self.formats = variant.dtype, variant.formats
+        self.layout, self.aligned = layout, aligned
+        self.itemsize = FLOAT_DTYPES[variant.dtype].itemsize
+
+    @property
+    def align(self) -> list[int]:
+        """Of each buffer, in bytes."""
+        quantized = ([16, 4] if self.aligned else [1, 1]) * len(self.formats)
+        whole = [16 if self.aligned else self.itemsize]
+        return whole + quantized if self.float_first else quantized + whole
+
+    @property
+    def scalars(self) -> list:
+        """Of the launch rule: the extents, then what a plan knows by name."""
+        if not self.float_first:
+            return [*self.extents]
+        names = [
+            f"{name}_{i}"
+            for i in range(len(self.formats))
+            for name in ("round_add", "round_exception")
+        ]
+        return [*self.extents, *([4, name] for name in names)]
+
+    @property
+    def launch(self) -> dict:
+        """The entry's launch rule."""
+        return {
+            "align": self.align,
+            "divide": [*self.divide] if self.aligned else [],
+            "threads": [self.threads, 1, 1],
+            "grid": [[0, *term] for term in self.grid],
+        }
+
+    def arguments(self):
+        """Stand-ins of the host function's arguments, to compile it."""
+        quantized, whole = [Uint8] * 2 * len(self.formats), [convert.INPUT[self.dtype]]
+        types = whole + quantized if self.float_first else quantized + whole
+        pointers = tuple(
+            cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
+            for dtype, align in zip(types, self.align, strict=True)
+        )
+        return pointers, tuple((Int64 if s[0] == 8 else Int32)(BLOCK) for s in self.scalars)
+
+    @cute.jit
+    def __call__(self, pointers, scalars):
+        # The real grid is the launch rule's.
+        self.kernel(pointers, scalars).launch(grid=[1, 1, 1], block=[self.threads, 1, 1])
+
+
+def select(condition, a, b):
+    """a if the condition holds, else b."""
+    return Uint32(cutlass.select_(condition, a, b))
+
+
+def with_alignment(pointer, dtype, align: int):
+    """A pointer to global memory as what it is known to be."""
+    return cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
+
+
+# ---- scales ---
+@cute.jit
+def offset_in_tile(layout: cutlass.Constexpr, row: Int32, col: Int32):
+    """Where (row, col) of a scale layout's tile lies in it, from the layout's own description."""
+    sizes: cutlass.Constexpr = (*layout.row_digits, *layout.col_digits)
+    digits = []
+    for number, factors in ((row, layout.row_digits), (col, layout.col_digits)):
+        digits += digits_of(number, factors)
+    offset, stride = Int32(0), 1
+    for place in reversed(layout.order):
+        offset = offset + digits[place] * stride
+        stride *= sizes[place]
+    return offset
+
+
+@cute.jit
+def place_in_tile(layout: cutlass.Constexpr, offset: Int32):
+    """The inverse of `offset_in_tile`: (row, col)."""
+    sizes: cutlass.Constexpr = (*layout.row_digits, *layout.col_digits)
+    in_order = digits_of(offset, tuple(sizes[place] for place in layout.order))
+    digits = [in_order[layout.order.index(place)] for place in range(len(sizes))]
+    numbers = []
+    for first, factors in ((0, layout.row_digits), (len(layout.row_digits), layout.col_digits)):
+        number = Int32(0)
+        for i, factor in enumerate(factors):
+            number = number * factor + digits[first + i]
+        numbers.append(number)
+    return numbers
+
+
+def digits_of(number, factors: tuple[int, ...]) -> list:
+    """The digits of a number, the most significant first."""
+    below, found = 1, []
+    for factor in reversed(factors):
+        found.insert(0, number // below % factor)
+        below *= factor
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """What a thread block of `Flat` covers: consecutive elements."""
+
+    threads: int
+    elements: int  # of one block, per thread and step
+    unroll: int  # steps
+
+    @property
+    def blocks(self) -> int:
+        """MX blocks per thread block."""
+        return self.threads * self.elements * self.unroll // BLOCK
+
+
+@cute.jit
+def locate(
+    layout: cutlass.Constexpr, first: Int64, place: Int32, places: Int64, rows: Int32, cols: Int32
+):
+    """The scale's byte first + place: the block it is of, its offset, whether there is one.
+
+    A thread block's scales lie in one tile, so that what divides is the same for all of it.
+    """
+    offset = first + place
+    block, inside = offset, offset < places
+    if const_expr(layout.is_tiled):
+        tile_rows: cutlass.Constexpr = layout.tile[0]
+        tile_cols: cutlass.Constexpr = layout.tile[1]
+        tiles_r = Uint32((rows + tile_rows - 1) // tile_rows)
+        tiles_c = Uint32((cols + tile_cols - 1) // tile_cols)
+        # 32 bits: a GPU's memory does not hold the elements of more tiles.
+        tile = Uint32(first // (tile_rows * tile_cols))
+        in_tile = Int32(first % (tile_rows * tile_cols)) + place
+        down, tile_c = tile // tiles_c, tile % tiles_c
+        slab, tile_r = down // tiles_r, down % tiles_r
+        row, col = place_in_tile(layout, in_tile)
+        row = row + Int32(tile_r) * tile_rows
+        col = col + Int32(tile_c) * tile_cols
+        inside = inside & (row < rows) & (col < cols)
+        block = (Int64(slab) * rows + row) * cols + col
+    return block, offset, inside
+
+
+@cute.jit
+def offset_in_tiles(layout: cutlass.Constexpr, batch, row, col, rows, cols):
+    """Where the scale of (row, col) of a slab's matrix of rows x cols lies; and if in a tile."""
+    height: cutlass.Constexpr = layout.tile[0]
+    width: cutlass.Constexpr = layout.tile[1]
+    tiles_r, tiles_c = (rows + height - 1) // height, (cols + width - 1) // width
+    tile = (Int64(batch) * tiles_r + row // height) * tiles_c + col // width
+    offset = tile * (width * height) + offset_in_tile(layout, row % height, col % width)
+    return offset, (row < tiles_r * height) & (col < tiles_c * width)
+
+
+# ---- tiles ---
+@cute.jit
+def place_of(bid: Int32, tiles_r: Int32, tiles_c: Int32, band: cutlass.Constexpr):
+    """(batch, row, column) of a thread block's tile: bands of `band` rows, column by column."""
+    tiles_r, tiles_c = Uint32(tiles_r), Uint32(tiles_c)
+    batch = Uint32(bid) // (tiles_r * tiles_c)
+    rest = Uint32(bid) - batch * (tiles_r * tiles_c)
+    number = rest // (band * tiles_c)
+    height = Uint32(1)
+    if const_expr(band > 1):  # the last band may be lower
+        height = Uint32(cutlass.min(Int32(tiles_r - number * band), Int32(band)))
+    rest = rest - number * (band * tiles_c)
+    tile_c = rest // height
+    return Int32(batch), Int32(number * band + rest - tile_c * height), Int32(tile_c)
+
+
+@cute.jit
+def store_rows(
+    sV, start: Int64, stride: Int64, rows: Int32, count: Int32, height: cutlass.Constexpr,
+    width: cutlass.Constexpr, warps: cutlass.Constexpr,
+):  # fmt: skip
+    """Rows of bytes from shared memory to anywhere: a warp a row, in whole words of memory.
+
+    The bytes of a row that share a word with another thread block's are written one by one.
+
+    Args:
+      sV: `height` rows of `width` bytes, with `PAD` bytes before each and behind the last.
+      start: address of the first row.
+      stride: bytes from row to row.
+      rows: how many there are.
+      count: how many of a row's bytes there are.
+      height, width: of the tile; 128 divides width, warps divides height.
+      warps: of the thread block.
+    """
+    tid, _, _ = cute.arch.thread_idx()
+    lane, warp = tid % 32, tid // 32
+    pitch: cutlass.Constexpr = width + PAD
+    bytes_ = cute.make_tensor(sV, cute.make_layout(height * pitch + PAD))
+    words = cute.recast_tensor(bytes_, Uint32)
+    for step in range_constexpr(height // warps):
+        row = step * warps + warp
+        if row < rows:
+            address = start + Int64(row) * stride
+            ahead = Int32(Uint32(address) & 3)  # bytes of the word that the row begins in
+            head = -ahead & 3
+            to_words = cute.make_ptr(
+                Uint32, address - ahead, cute.AddressSpace.gmem, assumed_align=4
+            )
+            mW = cute.make_tensor(to_words, cute.make_layout(width // 4))
+            for part in range_constexpr(width // 128):
+                word = 32 * part + lane
+                first = 4 * word - ahead
+                if (first >= 0) & (first + 4 <= count):
+                    index = (PAD + row * pitch + first) >> 2
+                    both = words[index], words[index + 1]
+                    mW[word] = convert.funnel(*both, Uint32(head * 8))
+            # What is before the first whole word, and behind the last: bytes, at once.
+            edge = lane
+            if lane >= 4:
+                edge = cutlass.max((count + ahead & ~3) - ahead, head) + lane - 4
+            if ((lane < head) | ((lane >= 4) & (lane < 8))) & (edge < count):
+                to_bytes = cute.make_ptr(Uint8, address, cute.AddressSpace.gmem)
+                mV = cute.make_tensor(to_bytes, cute.make_layout(width))
+                mV[edge] = bytes_[PAD + row * pitch + edge]
