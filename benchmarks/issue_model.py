@@ -5,9 +5,8 @@
 A kernel that is bound by memory needs its bytes moved at the memory's speed. In that time a chip
 issues so many instructions; how many times what the kernel needs, is the ratio below: 1.3 leaves
 room for what the model leaves out, latency and pipes that are narrower than the issue rate. The
-instructions are those of the manifest (kernels/build.py) for aligned operands: the first number is
-the least that a warp with work issues, with row-major scales; the second an upper bound, with
-blocked ones. The second one counts.
+instructions are those of the manifest (kernels/build.py) for aligned operands, the most that a warp
+can issue, with row-major scales / with blocked ones where there are such. The worse one counts.
 """
 
 from __future__ import annotations
@@ -81,19 +80,19 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What issuing allows a variant on a chip.
+    """What issuing allows a variant on a chip, per scale layout.
 
     Attributes:
-      variant: of which the entry for aligned operands counts.
+      variant: of which the entries for aligned operands count.
       chip: its name.
       registers: that a thread takes.
-      per_element: instructions, at least and at most; None: not known.
+      per_element: instructions; infinite where they are not known.
     """
 
     variant: Variant
     chip: str
-    registers: int
-    per_element: tuple[float, float] | None
+    registers: tuple[int, ...]
+    per_element: tuple[float, ...]
 
     @property
     def is_judged(self) -> bool:
@@ -101,14 +100,10 @@ class Bound:
         return self.chip == JUDGED[self.variant.implementation]
 
     @property
-    def ratios(self) -> tuple[float, float]:
-        """Over what memory needs, for the two; 0 where nothing is known."""
-        if self.per_element is None:
-            return 0.0, 0.0
-        least, most = (
-            CHIPS[self.chip].ratio(bytes_per_element(self.variant), n) for n in self.per_element
-        )
-        return least, most
+    def ratios(self) -> tuple[float, ...]:
+        """Elements that the chip can issue instructions for, over what memory can bring."""
+        moved = bytes_per_element(self.variant)
+        return tuple(CHIPS[self.chip].ratio(moved, n) for n in self.per_element)
 
     @property
     def reason(self) -> str | None:
@@ -118,7 +113,7 @@ class Bound:
     @property
     def is_met(self) -> bool:
         """Whether it is as fast as wanted, or has a reason not to be."""
-        return self.ratios[1] >= WANTED or self.reason is not None
+        return min(self.ratios) >= WANTED or self.reason is not None
 
 
 def bytes_per_element(variant: Variant) -> float:
@@ -140,11 +135,14 @@ def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[B
             found = facts.get(f"{variant.name}.{chip.arch}")
             if found is None:  # not built here
                 continue
-            usage, each = found["usage"][0], found["elements_per_thread"]
-            counts, per_element = usage["instructions"], None
-            if counts:
-                per_element = counts["shortest"] / each, counts["longest"] / each
-            yield Bound(variant, name, usage["registers"], per_element)
+            usages = [launch["entries"][0]["usage"] for launch in found["launches"].values()]
+            per_element = tuple(
+                u["instructions"]["longest"] / u["elements_per_thread"]
+                if u["instructions"]
+                else math.inf
+                for u in usages
+            )
+            yield Bound(variant, name, tuple(u["registers"] for u in usages), per_element)
 
 
 def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> float:
@@ -163,7 +161,7 @@ def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> 
 
 
 def table(found: Sequence[Bound], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    """A line for each variant: instructions on the judged chip, and the ratios on all."""
+    """A line for each variant: registers and instructions on the judged chip, ratios on all."""
     title = "Instructions an element, and how many times as many a chip issues at memory speed"
     result = Table(title=title, box=SIMPLE_HEAD)
     result.add_column("variant", no_wrap=True)
@@ -180,19 +178,21 @@ def table(found: Sequence[Bound], rows: Mapping[str, Sequence[Mapping[str, Any]]
         judged = of_chip.get(JUDGED[variant.implementation])
         cells, reason = [f"{bytes_per_element(variant):.2f}", "", ""], Text()
         if judged is not None:
-            both = judged.per_element
-            cells[1:] = str(judged.registers), "{:.1f} - {:.1f}".format(*both) if both else "?"
-            if judged.ratios[1] < WANTED:
+            cells[1:] = _pair(judged.registers, "d"), _pair(judged.per_element, ".1f")
+            if min(judged.ratios) < WANTED:
                 reason = Text(judged.reason or "no reason given", "" if judged.reason else "red")
         for chip in chips:
-            bound = of_chip.get(chip)
-            text = "{:.2f} - {:.2f}" if bound and bound.is_judged else "{1:.2f}"
-            cells.append(text.format(*bound.ratios) if bound else "")
+            cells.append(_pair(of_chip[chip].ratios, ".2f") if chip in of_chip else "")
             if chip in rows:
                 fraction = measured(variant, rows[chip], chip)
                 cells.append("" if math.isnan(fraction) else f"{fraction:.2f}")
         result.add_row(variant.name, *cells, reason)
     return result
+
+
+def _pair(numbers: Sequence[float], form: str) -> str:
+    """Those of the scale layouts."""
+    return " / ".join(format(n, form) for n in numbers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

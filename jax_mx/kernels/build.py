@@ -115,42 +115,49 @@ def check(jobs: list[tuple[Variant, str]]) -> int:
 
 def _spills(name: str, facts: dict[str, Any]) -> list[str]:
     """A complaint for each entry that needs a stack."""
-    entries = zip(facts["symbols"], facts["usage"], strict=True)
     return [
-        f"{name}: {symbol} spills {usage['stack']} bytes of registers"
-        for symbol, usage in entries
-        if usage["stack"]
+        f"{name}: {entry['symbol']} spills {entry['usage']['stack']} bytes of registers"
+        for entry in entries_of(facts)
+        if entry["usage"]["stack"]
     ]
 
 
+def entries_of(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a manifest's entry: the facts of every entry point, row-major scales and aligned first."""
+    return [entry for launch in facts["launches"].values() for entry in launch["entries"]]
+
+
 def report(jobs: list[tuple[Variant, str]]) -> None:
-    """Prints what each binary's first entry takes, the one for aligned operands."""
+    """Prints what each binary's entries for aligned operands take, per scale layout."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     path = BINARIES / "manifest.json"
     manifest = json.loads(path.read_text()) if path.exists() else {}
-    title = "The aligned entries. Instructions: that a warp issues, at least - at most"
+    title = "The entries for aligned operands. Instructions: that a warp issues, at least - at most"
     table = Table(title=title, box=SIMPLE_HEAD)
-    table.add_column("variant", no_wrap=True)
-    for column in ("arch", "registers", "spilled", "shared", "instructions", "per element"):
+    for column in ("variant", "arch", "scales"):
+        table.add_column(column, no_wrap=True)
+    for column in ("registers", "spilled", "shared", "instructions", "per element"):
         table.add_column(column, justify="right", no_wrap=True)
     last = None
     for variant, arch in jobs:
-        facts = manifest.get(_name(variant, arch))
-        if facts is None:
-            continue
-        usage, per_thread = facts["usage"][0], facts["elements_per_thread"]
-        counts, each = "not known", ""
-        if instructions := usage["instructions"]:
-            ends = instructions["shortest"], instructions["longest"]
-            counts = "{} - {}".format(*ends) + " a trip" * instructions["loops"]
-            each = "{:.2f} - {:.2f}".format(*(n / per_thread for n in ends))
-        numbers = (usage["registers"], usage["stack"], usage["shared"], counts, each)
-        table.add_row(variant.name if variant != last else "", arch, *map(str, numbers))
-        last = variant
+        names = (variant.name if variant != last else "", arch)
+        for layout, launch in manifest.get(_name(variant, arch), {}).get("launches", {}).items():
+            table.add_row(*names, layout, *_usage(launch["entries"][0]["usage"]))
+            names, last = ("", ""), variant
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _usage(usage: dict[str, Any]) -> list[str]:
+    """A row's numbers."""
+    counts, each = "not known", ""
+    if found := usage["instructions"]:
+        ends = found["shortest"], found["longest"]
+        counts = "{} - {}".format(*ends) + " a trip" * found["loops"]
+        each = "{:.2f} - {:.2f}".format(*(n / usage["elements_per_thread"] for n in ends))
+    return [*(str(usage[name]) for name in ("registers", "stack", "shared")), counts, each]
 
 
 def compile_all(jobs: list[tuple[Variant, str]]):
@@ -197,8 +204,8 @@ def _count_instructions(done: dict[tuple[Variant, str], tuple[bytes, dict]], poo
     for future, jobs in futures.items():
         for job, counts in zip(jobs, future.result(), strict=True):
             facts = done[job][1]
-            for symbol, usage in zip(facts["symbols"], facts["usage"], strict=True):
-                usage["instructions"] = counts[symbol]
+            for entry in entries_of(facts):
+                entry["usage"]["instructions"] = counts[entry["symbol"]]
 
 
 def _compile(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:

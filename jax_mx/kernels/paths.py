@@ -8,18 +8,18 @@ from graphlib import CycleError, TopologicalSorter
 Counts = dict[str, int]
 
 
-def count(follow: Sequence[set[int] | None], stored: Sequence[int]) -> Counts | None:
+def count(follow: Sequence[set[int] | None], moved: Sequence[int]) -> Counts | None:
     """The longest and the shortest path through a kernel.
 
     "longest" is the longest path from entry to exit, an upper bound for all waves whose threads do
-    not part over an if and its else. "shortest" is the shortest of the paths that store the most
+    not part over an if and its else. "shortest" is the shortest of the paths that move the most
     bytes: the least that a wave issues which has all its elements. A loop's body counts once: where
     "loops", the counts are those of one trip.
 
     Args:
       follow: by instruction, from the entry on, which ones may be next; one beyond the last stands
         for the exit, and None for no telling.
-      stored: by instruction, the bytes that it stores in global memory.
+      moved: by instruction, the bytes that it loads from global memory or stores there.
 
     Returns:
       None where there is no telling.
@@ -36,7 +36,7 @@ def count(follow: Sequence[set[int] | None], stored: Sequence[int]) -> Counts | 
             graph[at] = successors
             reached += successors
     instructions = dict.fromkeys(graph, 1) | {end: 0}
-    size = {at: stored[at] for at in graph if at != end} | {end: 0}
+    size = {at: moved[at] for at in graph if at != end} | {end: 0}
     loops = False
     while True:
         try:

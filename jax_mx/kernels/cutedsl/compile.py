@@ -35,12 +35,9 @@ def compile_variant(
     module = importlib.import_module(f"jax_mx.kernels.cutedsl.{variant.op}")
 
     # Per layout the entry for aligned operands, then the one that takes any.
-    names = layouts or layouts_of(variant)
     kernels = {
-        name: [
-            module.kernel_of(variant, SCALE_LAYOUTS[name], aligned, **tuning) for aligned in (True, False)
-        ]
-        for name in names
+        name: [module.kernel_of(variant, SCALE_LAYOUTS[name], a, **tuning) for a in (True, False)]
+        for name in layouts or layouts_of(variant)
     }
     every = [kernel for entries in kernels.values() for kernel in entries]
     for kernel in every:
@@ -75,10 +72,11 @@ def compile_variant(
             threads = usage[symbol].pop("threads")
             if threads != (kernel.threads, 1, 1):
                 raise RuntimeError(f"{variant.name}.{arch}: compiled for {threads} threads")
+            usage[symbol]["elements_per_thread"] = kernel.elements_per_thread
             launches[name]["entries"].append(
                 {"symbol": symbol, **kernel.launch, "usage": usage[symbol]}
             )
-    return image, {"elements_per_thread": every[0].elements_per_thread, "launches": launches}
+    return image, {"launches": launches}
 
 
 def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from jax_mx.kernels import paths
 INSTRUCTION = 16  # bytes
 # What leads elsewhere in a way that the code alone does not tell.
 OPAQUE = {"BRX", "BRXU", "CALL", "JMP", "JMX", "JMXU", "RET"}
-STORE_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
 def count_instructions(images: Sequence[bytes], arch: str) -> list[dict[str, paths.Counts | None]]:
@@ -48,7 +48,7 @@ def count_instructions(images: Sequence[bytes], arch: str) -> list[dict[str, pat
 def _count(instructions: Sequence[Mapping[str, Any]], base: int) -> paths.Counts | None:
     """Of a kernel whose code lies at `base`."""
     follow = [_successors(i, at, len(instructions), base) for at, i in enumerate(instructions)]
-    return paths.count(follow, [_bytes_stored(i["opcode"]) for i in instructions])
+    return paths.count(follow, [_bytes_moved(i["opcode"]) for i in instructions])
 
 
 def _disassemble(code: bytes, arch: str) -> list[dict[str, Any]]:
@@ -81,9 +81,9 @@ def _successors(instruction: Mapping[str, Any], at: int, end: int, base: int) ->
     return {at + 1}
 
 
-def _bytes_stored(opcode: str) -> int:
-    """Per thread, in global memory."""
+def _bytes_moved(opcode: str) -> int:
+    """Per thread, from or to global memory."""
     name, *modifiers = opcode.split(".")
-    if name != "STG":
+    if name not in ("LDG", "STG"):
         return 0
-    return next((STORE_BYTES[m] for m in modifiers if m in STORE_BYTES), 4)
+    return next((BYTES[m] for m in modifiers if m in BYTES), 4)
