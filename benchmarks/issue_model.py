@@ -161,7 +161,7 @@ def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> 
 
 
 def table(found: Sequence[Bound], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    """A line for each variant: registers and instructions on the judged chip, ratios on all."""
+    """A line for each variant: numbers per layout on the judged chip, the worse ratio on others."""
     title = "Instructions an element, and how many times as many a chip issues at memory speed"
     result = Table(title=title, box=SIMPLE_HEAD)
     result.add_column("variant", no_wrap=True)
@@ -182,7 +182,9 @@ def table(found: Sequence[Bound], rows: Mapping[str, Sequence[Mapping[str, Any]]
             if min(judged.ratios) < WANTED:
                 reason = Text(judged.reason or "no reason given", "" if judged.reason else "red")
         for chip in chips:
-            cells.append(_pair(of_chip[chip].ratios, ".2f") if chip in of_chip else "")
+            ratios = of_chip[chip].ratios if chip in of_chip else ()
+            judged_here = chip == JUDGED[variant.implementation]
+            cells.append(_pair(ratios if judged_here else sorted(ratios)[:1], ".2f"))
             if chip in rows:
                 fraction = measured(variant, rows[chip], chip)
                 cells.append("" if math.isnan(fraction) else f"{fraction:.2f}")
