@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = arguments(argv)
     # A log has no width of its own; rich would fold the table into 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 260, highlight=False)
     cases = list(all_cases(args))
     measured: list[Measured] = []
     failures: list[str] = []

@@ -12,38 +12,44 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
 from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3
-from jax_mx.kernels.build import entries_of
+from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.variants import VARIANTS, Variant
 
-FORMS = {form.kernel: form for form in shapes.FORMS.values() if form.op != "dequantize"}
+if TYPE_CHECKING:
+    from benchmarks.__main__ import Case
+
 # No multiple of what a thread block covers, in any direction.
 SMALL = (3, 160, 224)
 
 
 def candidates(variant: Variant) -> Iterator[Any]:
     """What the variant's kernel class takes as `tile`: those worth a try."""
-    from jax_mx.kernels.cutedsl import quantize
+    from jax_mx.kernels.cutedsl import dequantize, kernel, quantize
 
+    itemsize = FLOAT_DTYPES[variant.dtype].itemsize
     if variant.form == "last":  # Flat: as many bytes in flight per thread as registers allow
-        itemsize = FLOAT_DTYPES[variant.dtype].itemsize
         for threads, elements, unroll in itertools.product(
             (128, 256, 512), (4, 8, 16, 32), (1, 2, 4, 8)
         ):
             in_flight = elements * unroll * itemsize
-            if 32 <= in_flight <= 256 and elements * itemsize >= 16:
-                yield quantize.Strip(threads, elements, unroll)
-    else:  # Tiled: how many tiles, and in which order
+            # Of dequantize, 16 bytes of floats a step: more would leave gaps between threads.
+            fits = elements * itemsize in ((16,) if variant.op == "dequantize" else range(16, 129))
+            if 32 <= in_flight <= 256 and fits:
+                yield kernel.Strip(threads, elements, unroll)
+    elif variant.op == "quantize":  # Tiled: how many tiles, and in which order
         for (down, across), band in itertools.product(((4, 2), (8, 2), (4, 4)), (1, 16)):
             yield quantize.Tiling(down, across, band)
+    else:
+        for warps, depth, band in itertools.product((4, 8, 16), (2, 4, 8), (1, 16)):
+            yield dequantize.Tiling(warps, depth, band)
 
 
 def build(folder: Path, arch: str, variants: list[Variant]) -> None:
@@ -55,9 +61,9 @@ def build(folder: Path, arch: str, variants: list[Variant]) -> None:
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         results = pool.map(functools.partial(_compile, arch), *zip(*jobs, strict=True))
         for (variant, tile), (image, facts) in zip(jobs, results, strict=True):
-            is_strip = dataclasses.is_dataclass(tile)
-            size = "x".join(map(str, dataclasses.astuple(tile) if is_strip else [tile]))
-            spills = any(e["usage"]["stack"] for e in entries_of(facts))
+            size = "x".join(map(str, dataclasses.astuple(tile)))
+            launches = facts["launches"].values()
+            spills = any(e["usage"]["stack"] for launch in launches for e in launch["entries"])
             print(f"{variant.name} {size}{': spills, left out' if spills else ''}", flush=True)
             if spills:
                 continue
@@ -75,33 +81,41 @@ def _compile(arch: str, variant: Variant, tile: Any) -> tuple[bytes, dict[str, A
     return compile_variant(variant, arch, tile=tile)
 
 
-def run(folder: Path, shape: shapes.Shape, variants: list[Variant]) -> None:
+def run(folder: Path, shape: shapes.Shape, variants: list[Variant], layout: str) -> None:
     """Times every candidate on `shape`; compares it with the reference on a small input."""
-    from benchmarks import baselines, timing
+    import jax
+
+    from benchmarks import timing
+    from benchmarks.__main__ import Case
 
     manifest = json.loads((folder / "manifest.json").read_text())
     for variant in variants:
-        dtype = FLOAT_DTYPES[variant.dtype]
-        make = functools.partial(baselines.normal, shape=shape, dtype=dtype)
-        inputs = timing.rotate(make, math.prod(shape) * dtype.itemsize)
+        form = shapes.form_of(variant.op, variant.form)
+        if form is None:
+            continue
+        format = variant.formats[0].name
+        case = Case(form, shape, variant.dtype, format, "rceil", layout, variant.implementation)
+        like = jax.eval_shape(case.make, jax.random.key(0))
+        inputs = timing.rotate(case.make, timing.nbytes(like))
         rows = []
         for name, facts in manifest.items():
             stem, arch, size = name.split(".")
             if stem != variant.name:
                 continue
-            call, same = install(folder, f"{stem}.{arch}", facts, variant)
+            call, same = install(folder, f"{stem}.{arch}", facts, case)
             us = timing.measure(call, inputs).us
             gbps = timing.nbytes((inputs[0], call(*inputs[0]))) / us / 1e3
-            rows.append((us, size, gbps, entries_of(facts)[0]["usage"]["registers"], same))
+            usage = facts["launches"][layout]["entries"][0]["usage"]
+            rows.append((us, size, gbps, usage["registers"], same))
         for us, size, gbps, registers, same in sorted(rows):
             print(
-                f"{variant.form:17} {variant.dtype:8} {size:8} {us:8.1f} us {gbps:7.1f} GB/s "
+                f"{form:20} {variant.dtype:8} {size:8} {us:8.1f} us {gbps:7.1f} GB/s "
                 f"{registers:3} registers, equal: {same}",
                 flush=True,
             )
 
 
-def install(folder: Path, name: str, facts: dict[str, Any], variant: Variant) -> tuple[Any, bool]:
+def install(folder: Path, name: str, facts: dict[str, Any], case: Case) -> tuple[Any, bool]:
     """Makes a candidate the only binary of this process.
 
     Returns:
@@ -110,20 +124,22 @@ def install(folder: Path, name: str, facts: dict[str, Any], variant: Variant) ->
     import jax
     import numpy as np
 
-    import jax_mx
-    from benchmarks import baselines
     from jax_mx import artifacts
 
     artifacts.BINARIES = folder
     artifacts.manifest = lambda: {name: facts}
     artifacts.load.cache_clear()
     jax.clear_caches()
-    form = FORMS[variant.form]
-    op = functools.partial(getattr(jax_mx, form.op), format=variant.formats[0], **form.options)
-    call = jax.jit(functools.partial(op, implementation="cutedsl"))
-    x = baselines.normal(jax.random.key(1), SMALL, FLOAT_DTYPES[variant.dtype])
-    pairs = zip(jax.tree.leaves(call(x)), jax.tree.leaves(op(x, implementation="xla")), strict=True)
-    return call, all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+    small = dataclasses.replace(case, shape=SMALL)
+    x = small.make(jax.random.key(1))
+    got, want = (
+        jax.tree.leaves(dataclasses.replace(small, implementation=i).functions()[0](x))
+        for i in (case.implementation, "xla")
+    )
+    same = all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(got, want, strict=True)
+    )
+    return case.functions()[0], same
 
 
 def main() -> None:
@@ -133,19 +149,25 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--shape", default="8x7168x7168")
-    parser.add_argument("--form", nargs="+", choices=FORMS, default=["last"])
+    parser.add_argument("--op", choices=("quantize", "dequantize"), default="quantize")
+    forms = sorted({variant.form for variant in VARIANTS})
+    parser.add_argument("--form", nargs="+", choices=forms, default=["last"])
     parser.add_argument("--dtype", nargs="+", choices=FLOAT_DTYPES, default=[*FLOAT_DTYPES])
+    parser.add_argument("--scale-layout", choices=SCALE_LAYOUTS, default="row_major")
     args = parser.parse_args()
     variants = [
         v
         for v in VARIANTS
-        if v.form in args.form and v.dtype in args.dtype and set(v.formats) == {MXFP8_E4M3}
+        if v.op == args.op
+        and v.form in args.form
+        and v.dtype in args.dtype
+        and set(v.formats) == {MXFP8_E4M3}
     ]
     if args.action == "build":
         build(args.folder, args.arch, variants)
     else:
         (shape,) = shapes.parse(args.shape)
-        run(args.folder, shape, variants)
+        run(args.folder, shape, variants, args.scale_layout)
 
 
 if __name__ == "__main__":

@@ -57,15 +57,15 @@ def test_the_build_is_incremental_by_content(tmp_path, monkeypatch, capsys):
 def test_the_manifest_says_what_binaries_take(capsys):
     manifest = json.loads((artifacts.BINARIES / "manifest.json").read_text())
     for name, facts in manifest.items():
-        for entry in build.entries_of(facts):
-            usage = entry["usage"]
+        for usage in (entry["usage"] for entry in build.entries_of(facts)):
             assert usage["registers"] > 16 and usage["shared"] >= 0 and usage["stack"] == 0, name
             counts = usage["instructions"]
             assert 0 < counts["shortest"] <= counts["longest"] and not counts["loops"], name
-            assert counts["shortest"] > facts["elements_per_thread"], name
+            assert counts["shortest"] > usage["elements_per_thread"] > 0, name
     build.report([(variant, arch) for variant in VARIANTS for arch in ("sm_90a", "sm_42")])
     out = capsys.readouterr().out
     assert out.count("sm_90a") == len(VARIANTS) and "sm_42" not in out
+    assert out.count(" row_major ") == len(VARIANTS)
 
 
 def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):
@@ -92,7 +92,7 @@ def paths(*lines):
             operands = ",".join([*conditions, hex(base + 16 * int(target))])
         program.append({"opcode": opcode, "operands": operands})
         program[-1] |= {"predicate": predicate} if predicate else {}
-    found = sass._paths(program, base)
+    found = sass._count(program, base)
     return found and tuple(found[name] for name in ("shortest", "longest", "loops"))
 
 
@@ -100,10 +100,11 @@ def test_paths_through_a_kernel():
     assert paths("MOV", "STG.E", "EXIT", "BRA 3", "NOP") == (3, 3, 0)  # what is not reached
     # The least is not the early exit: its warps have nothing to store.
     assert paths("@P0 EXIT", "MOV", "@!P1 BRA 4", "MOV", "STG.E.128", "EXIT") == (5, 6, 0)
-    # Nor the one that stores less: 2 bytes instead of 4 single ones.
+    # Nor the one that stores less: 2 bytes instead of 4 single ones. Nor one that loads nothing.
     bytewise = ["STG.E.U8"] * 4
     assert paths("@P0 BRA 6", *bytewise, "EXIT", "STG.E.U16", "EXIT") == (6, 6, 0)
     assert paths("@P0 BRA 6", *bytewise, "EXIT", "STG.E", "EXIT") == (3, 6, 0)
+    assert paths("@P0 BRA 2", "LDG.E.64", "STG.E", "EXIT") == (4, 4, 0)
     # A branch on a uniform predicate is a branch; one for lanes that have diverged is none.
     assert paths("BRA.U UP0,2", "MOV", "EXIT") == (2, 3, 0)
     assert paths("BRA.DIV UR4,3", "MOV", "EXIT", "MOV", "MOV", "BRA 1") == (3, 3, 0)

@@ -29,6 +29,7 @@ if __package__ in (None, ""):
     sys.modules["jax_mx"] = package
 
 from jax_mx import formats, layouts, variants  # noqa: E402
+from jax_mx.kernels import paths  # noqa: E402
 from jax_mx.variants import ARCHS, VARIANTS, Variant  # noqa: E402
 
 BINARIES = PACKAGE / "binaries"
@@ -129,33 +130,36 @@ def entries_of(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def report(jobs: list[tuple[Variant, str]]) -> None:
-    """Prints what each binary's first entry takes, the one for aligned operands."""
+    """Prints what each binary's entries for aligned operands take, per scale layout."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     path = BINARIES / "manifest.json"
     manifest = json.loads(path.read_text()) if path.exists() else {}
-    title = "The aligned entries. Instructions: that a warp issues, at least - at most"
+    title = "The entries for aligned operands. Instructions: that a warp issues, at least - at most"
     table = Table(title=title, box=SIMPLE_HEAD)
-    table.add_column("variant", no_wrap=True)
-    for column in ("arch", "registers", "spilled", "shared", "instructions", "per element"):
+    for column in ("variant", "arch", "scales"):
+        table.add_column(column, no_wrap=True)
+    for column in ("registers", "spilled", "shared", "instructions", "per element"):
         table.add_column(column, justify="right", no_wrap=True)
     last = None
     for variant, arch in jobs:
-        facts = manifest.get(_name(variant, arch))
-        if facts is None:
-            continue
-        usage, per_thread = entries_of(facts)[0]["usage"], facts["elements_per_thread"]
-        counts, each = "not known", ""
-        if instructions := usage["instructions"]:
-            ends = instructions["shortest"], instructions["longest"]
-            counts = "{} - {}".format(*ends) + " a trip" * instructions["loops"]
-            each = "{:.2f} - {:.2f}".format(*(n / per_thread for n in ends))
-        numbers = (usage["registers"], usage["stack"], usage["shared"], counts, each)
-        table.add_row(variant.name if variant != last else "", arch, *map(str, numbers))
-        last = variant
+        names = (variant.name if variant != last else "", arch)
+        for layout, launch in manifest.get(_name(variant, arch), {}).get("launches", {}).items():
+            table.add_row(*names, layout, *_usage(launch["entries"][0]["usage"]))
+            names, last = ("", ""), variant
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _usage(usage: dict[str, Any]) -> list[str]:
+    """A row's numbers."""
+    counts, each = "not known", ""
+    if found := usage["instructions"]:
+        ends = found["shortest"], found["longest"]
+        counts = "{} - {}".format(*ends) + " a trip" * found["loops"]
+        each = "{:.2f} - {:.2f}".format(*(n / usage["elements_per_thread"] for n in ends))
+    return [*(str(usage[name]) for name in ("registers", "stack", "shared")), counts, each]
 
 
 def compile_all(jobs: list[tuple[Variant, str]]):
@@ -225,7 +229,7 @@ def _name(variant: Variant, arch: str) -> str:
 
 def _key(variant: Variant, arch: str) -> str:
     folder = PACKAGE / "kernels" / variant.implementation
-    tables = [Path(module.__file__) for module in (formats, layouts, variants)]
+    tables = [Path(module.__file__) for module in (formats, layouts, variants, paths)]
     others = {v.op for v in VARIANTS} - {variant.op}  # each op has a file of its own
     sources = [*tables, *sorted(f for f in folder.glob("*.py") if f.stem not in others)]
     digest = hashlib.sha256(f"{_backend(variant).COMPILER} {variant} {arch}".encode())

@@ -72,10 +72,11 @@ def compile_variant(
             threads = usage[symbol].pop("threads")
             if threads != (kernel.threads, 1, 1):
                 raise RuntimeError(f"{variant.name}.{arch}: compiled for {threads} threads")
+            usage[symbol]["elements_per_thread"] = kernel.elements_per_thread
             launches[name]["entries"].append(
                 {"symbol": symbol, **kernel.launch, "usage": usage[symbol]}
             )
-    return image, {"elements_per_thread": every[0].elements_per_thread, "launches": launches}
+    return image, {"launches": launches}
 
 
 def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,62 @@
+"""How many instructions a wave of threads issues, from where a kernel's instructions lead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
+
+Counts = dict[str, int]
+
+
+def count(follow: Sequence[set[int] | None], moved: Sequence[int]) -> Counts | None:
+    """The longest and the shortest path through a kernel.
+
+    "longest" is the longest path from entry to exit, an upper bound for all waves whose threads do
+    not part over an if and its else. "shortest" is the shortest of the paths that move the most
+    bytes: the least that a wave issues which has all its elements. A loop's body counts once: where
+    "loops", the counts are those of one trip.
+
+    Args:
+      follow: by instruction, from the entry on, which ones may be next; one beyond the last stands
+        for the exit, and None for no telling.
+      moved: by instruction, the bytes that it loads from global memory or stores there.
+
+    Returns:
+      None where there is no telling.
+    """
+    end = len(follow)
+    graph: dict[int, set[int]] = {end: set()}
+    reached = [0]
+    while reached:
+        at = reached.pop()
+        if at not in graph:
+            successors = follow[at]
+            if successors is None:
+                return None
+            graph[at] = successors
+            reached += successors
+    instructions = dict.fromkeys(graph, 1) | {end: 0}
+    size = {at: moved[at] for at in graph if at != end} | {end: 0}
+    loops = False
+    while True:
+        try:
+            order = tuple(TopologicalSorter(graph).static_order())
+            break
+        except CycleError as error:  # a loop: from here on one node, with all that a trip costs
+            loops = True
+            head, *rest = body = set(error.args[1])
+            for table in (instructions, size):
+                table[head] = sum(table[at] for at in body)
+            graph[head] = set().union(*(graph[at] for at in body)) - body
+            for at in rest:
+                del graph[at]
+            for at, successors in graph.items():
+                if successors & body:
+                    graph[at] = successors - body | {head}
+    longest: dict[int, int] = {}
+    best: dict[int, tuple[int, int]] = {}  # the most bytes, and minus the fewest instructions
+    for at in order:  # successors come first, so the entry last
+        longest[at] = instructions[at] + max((longest[i] for i in graph[at]), default=0)
+        most, fewest = max((best[i] for i in graph[at]), default=(0, 0))
+        best[at] = most + size[at], fewest - instructions[at]
+    return {"shortest": -best[order[-1]][1], "longest": longest[order[-1]], "loops": loops}
