@@ -141,8 +141,8 @@ def dequantize(
 
     Returns:
       An array of q's shape, or with the last two axes swapped. A scale of 255 gives NaN. Every NaN,
-      also an element's own, is the positive quiet one, bfloat16 0x7FC0, float16 0x7E00 or float32
-      0x7FC00000, so that every implementation gives the same bytes.
+      also an element's own, has all bits set but the sign (0x7FFF, float32 0x7FFFFFFF), so that
+      every implementation gives the same bytes.
 
     Raises:
       TypeError: q is no `MXArray`, its arrays have other dtypes than its format, or dtype is none

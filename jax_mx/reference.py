@@ -65,7 +65,7 @@ def dequantize(
 
     info = jnp.finfo(dtype)
     infinity = np.uint32((2**info.nexp - 1) << info.nmant)
-    nan = np.uint32(infinity | 1 << (info.nmant - 1))
+    nan = np.uint32(2 ** (info.bits - 1) - 1)  # what NVIDIA's instructions give
     significand, exponent = _decode(magnitude, format.exponent_bits, format.mantissa_bits)
     exponent = exponent + (scale - 127)
     bits = _encode(significand, exponent, info.nmant, 2 ** (info.nexp - 1) - 1, int(infinity))

@@ -56,6 +56,14 @@ _KERNELS = (
     ("quantize", "second_transposed", 1),
     ("quantize", "both", 2),
     ("quantize", "both_transposed", 2),
+    ("quantize", "square", 1),
+    ("quantize", "square_transposed", 1),
+    ("dequantize", "last", 1),
+    ("dequantize", "last_transposed", 1),
+    ("dequantize", "second", 1),
+    ("dequantize", "second_transposed", 1),
+    ("dequantize", "square", 1),
+    ("dequantize", "square_transposed", 1),
 )
 VARIANTS: tuple[Variant, ...] = tuple(
     Variant(op, "cutedsl", form, dtype, formats)

@@ -4,6 +4,7 @@ Parametrized over VARIANTS itself, so that none ships untested. Freed memory is 
 run, so that a byte that the kernel does not write shows.
 """
 
+import copy
 import dataclasses
 import itertools
 import os
@@ -25,6 +26,7 @@ from helpers import (
     assert_same_array,
     every_bfloat16,
     golden_input,
+    op_of,
     poison_memory,
     random_bits,
 )
@@ -32,7 +34,7 @@ from helpers import (
 import jax_mx
 from jax_mx import _ffi, artifacts
 from jax_mx.formats import FLOAT_DTYPES, Scaling
-from jax_mx.variants import ARCHS, VARIANTS
+from jax_mx.variants import ARCHS, VARIANTS, layouts_of
 
 pytestmark = pytest.mark.gpu
 HERE = [v for v in VARIANTS if arch_here() is None or arch_here() in ARCHS[v.implementation]]
@@ -41,18 +43,26 @@ each_scaling = pytest.mark.parametrize("scaling", Scaling, ids=str)
 
 
 def call(variant, implementation=None, **options):
-    """The op of the variant's form, as a function of x that returns a list of MXArrays."""
-    options["implementation"] = implementation
-    transpose = variant.form.endswith("transposed")
+    """The variant's op as a function of its operand that returns a list of arrays or MXArrays."""
+    _, op = op_of(variant, **options)
 
-    def op(x):
-        if variant.form.startswith("both"):
-            pair = (False, transpose)
-            return [*jax_mx.quantize_both(x, formats=variant.formats, transpose=pair, **options)]
-        axis = -1 if variant.form == "last" else -2
-        return [jax_mx.quantize(x, *variant.formats, axis=axis, transpose=transpose, **options)]
+    def run(operand):
+        results = op(operand, implementation=implementation)
+        return [*results] if isinstance(results, tuple) else [results]
 
-    return op
+    return run
+
+
+def operand(variant, floats, **options):
+    """What the op takes, made of floats, or of an array of that shape: any bytes for dequantize."""
+    if variant.op == "quantize":
+        return jnp.asarray(floats)
+    make, _ = op_of(variant, **options)
+    rng = np.random.default_rng(len(floats.shape))
+    return jax.tree.map(
+        lambda like: jnp.asarray(rng.integers(0, 256, like.shape, np.uint8).view(like.dtype)),
+        jax.eval_shape(make, jax.ShapeDtypeStruct(floats.shape, variant.dtype)),
+    )
 
 
 def kernel(variant, **options):
@@ -61,17 +71,23 @@ def kernel(variant, **options):
 
 
 def assert_same(got, want, what=""):
-    """Two lists of MXArrays are equal in every byte."""
+    """Two lists of arrays are equal in every byte."""
     for g, w in zip(got, want, strict=True):
-        assert_same_array(g, w, what)
+        (assert_same_array if isinstance(w, jax_mx.MXArray) else assert_bits_equal)(g, w, what)
 
 
-def check(variant, x, **options):
-    """The kernel's bytes on x are those of the reference on the same device."""
+def check(variant, floats, **options):
+    """The kernel's bytes are those of the reference on the same device."""
+    x = operand(variant, floats, **options)
     want = jax.block_until_ready(jax.jit(call(variant, "xla", **options))(x))
     poison_memory()
     got = kernel(variant, **options)(x)
-    assert_same(got, want, f"{x.shape} {x.dtype} {options}")
+    assert_same(got, want, f"{floats.shape} {variant.dtype} {options}")
+
+
+def layouts_here(variant):
+    """The scale layouts that the variant's binary has entries for."""
+    return [name for name in ("row_major", "blocked_128x4") if name in layouts_of(variant)]
 
 
 def patterns(dtype) -> np.ndarray:
@@ -120,6 +136,10 @@ SHAPES = {
         (32, 1), (32, 8), (64, 33), (96, 7), (32, 4096), (4128, 40), (2, 3, 32, 96), (160, 257),
         (3, 128, 128), (5, 64, 129), (1024, 2880), (0, 32, 64), (64, 0), (2, 0, 8), (256, 136),
     ],
+    "last_transposed": [
+        (1, 32), (3, 64), (7, 5, 96), (33, 4128), (257, 32), (1023, 7168), (0, 64), (64, 0),
+        (130, 160), (3, 129, 96), (8, 4096), (136, 256), (2, 64, 1 << 14),
+    ],
     "both": [
         (32, 32), (96, 160), (3, 128, 4128), (2, 2, 32, 128), (160, 96), (4128, 64), (0, 32, 32),
         (0, 64), (64, 0), (1024, 2880),
@@ -130,17 +150,20 @@ SHAPES = {
 @each_variant
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
 def test_shapes(variant, layout):
-    for shape in SHAPES[variant.form.removesuffix("_transposed")]:
+    if layout not in layouts_here(variant):
+        return
+    kind = variant.form if variant.form in SHAPES else variant.form.removesuffix("_transposed")
+    for shape in SHAPES["both" if kind == "square" else kind]:
         if layout != "row_major" and len(shape) < 2:
             continue
-        x = jnp.asarray(random_bits(shape, variant.dtype, seed=len(shape)))
+        x = random_bits(shape, variant.dtype, seed=len(shape))
         check(variant, x, scaling="even", scale_layout=layout)
 
 
 @each_variant
 def test_any_axis(variant):
     """An axis before the last two is the second one of a flattened array."""
-    if variant.form in ("second", "second_transposed"):
+    if variant.op == "quantize" and variant.form in ("second", "second_transposed"):
         x = jnp.asarray(random_bits((2, 64, 3, 40), variant.dtype, seed=5))
         for axis, layout in itertools.product((-3, -4), ("row_major", "blocked_128x4")):
             y = jnp.moveaxis(x, -3, axis)
@@ -154,10 +177,29 @@ def test_any_axis(variant):
             assert_same_array(got, want, f"axis {axis} {layout}")
 
 
+def any_bytes(like):
+    """A large array of bytes, made on the device."""
+    n = [jax.lax.broadcasted_iota(jnp.uint32, like.shape, i) for i in range(2)]
+    bits = (n[0] * np.uint32(2654435761)) ^ (n[1] * np.uint32(2246822519))
+    bits = (bits ^ bits >> 15) * np.uint32(3266489917)
+    return jax.lax.bitcast_convert_type((bits >> 13).astype(jnp.uint8), like.dtype)
+
+
 @each_variant
 def test_two_to_the_31(variant):
-    """More elements than an int32 counts; compared in slices of rows."""
+    """More elements than an int32 counts; quantized ones are compared in slices of rows."""
     rows, cols, step = (1 << 31) // 8192 + 160, 8192, 8192
+    if variant.op == "dequantize":
+        make, _ = op_of(variant)
+        like = jax.eval_shape(make, jax.ShapeDtypeStruct((rows, cols), variant.dtype))
+        q = jax.jit(lambda: jax.tree.map(any_bytes, like))()
+        want = jax.block_until_ready(jax.jit(call(variant, "xla"))(q))
+        poison_memory()
+        got = kernel(variant)(q)
+        words = {2: jnp.uint16, 4: jnp.uint32}[want[0].dtype.itemsize]
+        bits = partial(jax.lax.bitcast_convert_type, new_dtype=words)
+        assert int(jax.jit(lambda a, b: jnp.sum(bits(a) != bits(b)))(got[0], want[0])) == 0
+        return
     rate = jnp.dtype(variant.dtype).itemsize
 
     @jax.jit
@@ -194,42 +236,71 @@ def test_two_to_the_31(variant):
     assert not any(bad.values()), {start: count for start, count in bad.items() if count}
 
 
+def slice_of(variant, flat, start):
+    """A 64 x 64 operand that lies at `start` elements of a flat vector: bytes for dequantize."""
+    like = operand(variant, np.zeros((64, 64), variant.dtype))
+
+    def take(part, start):
+        part = jax.ShapeDtypeStruct(part.shape, part.dtype)
+        bits = flat[start : start + part.size].reshape(part.shape)
+        return bits if bits.dtype == part.dtype else jax.lax.bitcast_convert_type(bits, part.dtype)
+
+    if variant.op == "quantize":
+        return take(like, start)
+    scales = take(like.scales, start + 4096)
+    return dataclasses.replace(like, values=take(like.values, start), scales=scales)
+
+
+def flat_of(variant, seed=0):
+    """What `slice_of` takes slices of."""
+    dtype = variant.dtype if variant.op == "quantize" else np.uint8
+    if variant.op == "dequantize":
+        return jnp.asarray(np.random.default_rng(seed).integers(0, 256, 16384, dtype))
+    return jnp.asarray(random_bits((16384,), dtype, seed=seed))
+
+
 @each_variant
 @pytest.mark.parametrize("offset", [1, 2, 3, 4, 5, 8, 16, 1000])
 def test_misaligned_operands(variant, offset):
     """XLA hands over slices of a flat vector where they lie, at any element."""
-    shape = (64, 64)
-    flat = jnp.asarray(random_bits((3 * 4096 + 2048,), variant.dtype, seed=offset))
+    flat = flat_of(variant, offset)
 
     def slices(v, implementation):
-        parts = [v[offset + i * 4096 :][:4096].reshape(shape) for i in range(3)]
+        parts = [slice_of(variant, v, offset + i * 4096) for i in range(2)]
         return [q for part in parts for q in call(variant, implementation)(part)]
 
     want = jax.jit(partial(slices, implementation="xla"))(flat)
     poison_memory()
     got = jax.jit(partial(slices, implementation=variant.implementation))(flat)
     assert_same(got, want, f"offset {offset}")
-    check(variant, flat[:4096].reshape(shape))  # nothing is left broken
+    check(variant, random_bits((64, 64), variant.dtype))  # nothing is left broken
 
 
 @each_variant
 def test_misaligned_operands_take_the_other_entry(variant):
     """The case above is real: without the second entry this launch would fault."""
-    flat = jnp.asarray(random_bits((8192,), variant.dtype))
+    flat = flat_of(variant)
     op = call(variant, variant.implementation)
     before = _ffi.counters()
-    jax.block_until_ready(jax.jit(lambda v: op(v[1 : 1 + 4096].reshape(64, 64)))(flat))
+    jax.block_until_ready(jax.jit(lambda v: op(slice_of(variant, v, 1)))(flat))
     after = _ffi.counters()
     assert after["fallback_entries"] == before["fallback_entries"] + 1
-    jax.block_until_ready(kernel(variant)(flat.reshape(64, 128)))
+    x = operand(variant, np.zeros((64, 128), variant.dtype))
+    jax.block_until_ready(kernel(variant)(x))
     assert _ffi.counters()["fallback_entries"] == after["fallback_entries"]
 
 
 @each_variant
 def test_no_copy_and_no_transpose(variant):
-    """The views are bitcasts, alone and behind a producer."""
-    x = jnp.asarray(random_bits((2, 256, 512), variant.dtype))
-    for f in (kernel(variant), jax.jit(lambda x: call(variant)(jnp.tanh(x) * x))):
+    """The views are bitcasts, alone and behind a producer, or before a consumer."""
+    x = operand(variant, random_bits((2, 256, 512), variant.dtype))
+
+    def fused(x):
+        if variant.op == "quantize":
+            return call(variant)(jnp.tanh(x) * x)
+        return [jnp.tanh(y) * y for y in call(variant)(x)]
+
+    for f in (kernel(variant), jax.jit(fused)):
         text = f.lower(x).compile().as_text()
         assert text.count('custom_call_target="jax_mx_launch"') == 1
         assert not re.findall(r"= \S+ (?:copy|transpose)\(", text), text
@@ -238,13 +309,13 @@ def test_no_copy_and_no_transpose(variant):
 @each_variant
 def test_misaligned_results(variant):
     """Results that XLA places inside a larger buffer."""
-    x = jnp.asarray(random_bits((64, 64), variant.dtype, seed=9))
+    x = operand(variant, random_bits((64, 64), variant.dtype, seed=9))
 
     def place(x, offset, implementation):
         leaves = jax.tree.leaves(call(variant, implementation)(x))
         out = [jax.lax.bitcast_convert_type(a, jnp.uint8).ravel() for a in leaves]
         return [
-            jax.lax.dynamic_update_slice(jnp.zeros(3 * 4096, jnp.uint8), a, (offset,)) for a in out
+            jax.lax.dynamic_update_slice(jnp.zeros(8 * 4096, jnp.uint8), a, (offset,)) for a in out
         ]
 
     for offset in (0, 1, 2, 8, 16):
@@ -257,19 +328,21 @@ def test_misaligned_results(variant):
 @each_variant
 def test_transforms(variant):
     """vmap over any axis, scan, cond, donation, eager: one kernel, the same bytes."""
-    x = jnp.asarray(random_bits((6, 5, 32, 96), variant.dtype, seed=4))
+    x = operand(variant, random_bits((6, 5, 32, 96), variant.dtype, seed=4))
     run, ref = call(variant, variant.implementation), call(variant, "xla")
     for dim in range(2):
         assert_same(jax.jit(jax.vmap(run, in_axes=dim))(x), jax.vmap(ref, in_axes=dim)(x))
     assert_same(jax.vmap(jax.vmap(run))(x), ref(x), "vmap of vmap")
-    y = jnp.asarray(random_bits((64, 4, 96), variant.dtype, seed=6))
-    assert_same(jax.jit(jax.vmap(run, in_axes=1))(y), jax.vmap(ref, in_axes=1)(y), "inner dim")
+    if variant.op == "quantize":
+        y = jnp.asarray(random_bits((64, 4, 96), variant.dtype, seed=6))
+        assert_same(jax.jit(jax.vmap(run, in_axes=1))(y), jax.vmap(ref, in_axes=1)(y), "inner dim")
     assert_same(run(x), ref(x), "eager")
     assert_same(jax.jit(lambda x: jax.lax.map(run, x))(x), ref(x), "lax.map")
-    either = jax.jit(lambda p, x: jax.lax.cond(p, run, lambda x: run(-x), x))
+    either = jax.jit(lambda p, x: jax.lax.cond(p, run, ref, x))
     assert_same(either(True, x), ref(x), "cond")
-    donated = jax.jit(run, donate_argnums=0)(jnp.copy(x))
-    assert_same(donated, ref(x), "donated")
+    if variant.op == "quantize":
+        donated = jax.jit(run, donate_argnums=0)(jnp.copy(x))
+        assert_same(donated, ref(x), "donated")
 
 
 @each_variant
@@ -279,7 +352,7 @@ def test_eight_threads(variant):
 
     def work(i):
         for n in range(3):
-            x = jnp.asarray(random_bits((32 * (i + 1), 32 * (n + 1)), variant.dtype, seed=i))
+            x = operand(variant, random_bits((32 * (i + 1), 32 * (n + 1)), variant.dtype, seed=i))
             want = call(variant, "xla")(x)
             assert_same(shared(x), want)
             assert_same(kernel(variant, scaling="rceil")(x), want)
@@ -308,7 +381,7 @@ def tampered(monkeypatch):
 
         def changed(variant, arch):
             artifact = load(variant, arch)
-            facts = {**artifact.facts}
+            facts = copy.deepcopy(artifact.facts)
             image = change(facts, artifact.image) or artifact.image
             return dataclasses.replace(artifact, image=image, facts=facts)
 
@@ -345,15 +418,16 @@ def _other_arch(facts, image):
 
 
 def _other_symbol(facts, image):
-    facts["symbols"] = ["nope_0", "nope_1"]
+    for i, entry in enumerate(facts["launches"]["row_major"]["entries"]):
+        entry["symbol"] = f"nope_{i}"
 
 
 def _missing_scalar(facts, image):
-    facts["scalars"] = facts["scalars"][:-1]
+    facts["launches"]["row_major"]["scalars"].pop()
 
 
 def _huge_block(facts, image):
-    facts["threads"] = [1024, 1, 1]
+    facts["launches"]["row_major"]["entries"][0]["threads"] = [1024, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -379,7 +453,7 @@ def test_poison_shows_what_is_not_written(tampered):
     """The tests above can fail: a grid of half the size is noticed."""
 
     def half(facts, image):
-        facts["grid"] = [[*facts["grid"][0][:4], 2 * facts["grid"][0][4]], *facts["grid"][1:]]
+        facts["launches"]["row_major"]["entries"][0]["grid"][0][-1] *= 2
 
     variant = HERE[0]
     x = jnp.asarray(random_bits((256, 4096), variant.dtype))

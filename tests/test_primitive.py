@@ -106,14 +106,14 @@ def test_the_call_carries_the_kernel(variant):
         for arch in ARCHS[variant.implementation]:
             facts = artifacts.manifest()[f"{variant.name}.{arch}"]
             assert facts["sha256"] in text
-            assert all(symbol in text for symbol in facts["symbols"])
+            assert all(entry["symbol"] in text for entry in facts["launches"][layout]["entries"])
         count = len(ARCHS[variant.implementation])
         assert text.count('image = "\\7FELF') == count
-        numbers = [int(layout != "row_major")]
+        numbers = []
         for format in variant.formats if variant.op == "quantize" else ():
             numbers += formats.SCALINGS[scaling].rounding(format)
-        scalars = ", ".join(f"4, -1, {number}, 0" for number in numbers)
-        assert text.count(f", {scalars}]> : tensor") == count
+        scalars = "".join(f", 4, -1, {number}, 0" for number in numbers)
+        assert text.count(f"{scalars}]> : tensor") >= count
 
 
 @every_kind

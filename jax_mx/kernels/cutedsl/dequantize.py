@@ -7,7 +7,7 @@ all that knows rows, also transposed. Scales are read where they lie, a byte for
 import dataclasses
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass import Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.formats import BLOCK
 from jax_mx.kernels.cutedsl import convert
@@ -25,8 +25,14 @@ from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import Variant
 
 
+# By bytes of a float: 16 bytes a thread and store, more would leave gaps between those of a warp.
+# H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21: bf16 302 us, 395 us; with twice the steps 308,
+# 404; one step 315, 411; twice the elements 355, 464. f32 515; twice the steps 532.
+STRIPS = {2: Strip(threads=256, elements=8, unroll=2), 4: Strip(threads=256, elements=4, unroll=4)}
+
+
 class Flat(Kernel):
-    """values (..., rows, cols, 32), scales (..., rows, cols) in the layout -> floats like values."""
+    """values (..., rows, cols, 32) and scales (..., rows, cols) in the layout -> floats."""
 
     float_first = False
     extents = ([8, [0, *ALL]], [8, [1, *ALL]], [4, [0, -3, -2]], [4, [0, -2, -1]])
@@ -35,9 +41,7 @@ class Flat(Kernel):
         self, variant: Variant, layout: ScaleLayout, aligned: bool, tile: Strip | None = None
     ):
         super().__init__(variant, layout, aligned)
-        # 16 bytes a thread and store: more would leave gaps between those of a warp.
-        vector = 16 // self.itemsize
-        self.tile = tile or Strip(threads=256, elements=vector, unroll=32 // vector)
+        self.tile = tile or STRIPS[self.itemsize]
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
         self.grid = [[1, *ALL, self.tile.blocks]]
@@ -61,9 +65,7 @@ class Flat(Kernel):
         steps, insides = [], []
         for u in range_constexpr(unroll):
             first = Int64(bid) * self.tile.blocks + u * per_step
-            block, offset, inside = locate(
-                self.layout, first, tid // sharers, places, rows, cols
-            )
+            block, offset, inside = locate(self.layout, first, tid // sharers, places, rows, cols)
             steps.append(block * sharers + tid % sharers)
             insides.append(inside)
             if inside:
@@ -123,9 +125,21 @@ LIES = {
 class Tiling:
     """What a thread block of `Tiled` covers: `warps` below each other, each 128 codes wide."""
 
-    warps: int = 8
-    depth: int = 4  # rows of a lane
+    warps: int
+    depth: int  # rows of a lane
     band: int = 1  # how many thread blocks follow each other down before the next ones across
+
+
+def tiling(lie: Lie, itemsize: int) -> Tiling:
+    """The tiling of an entry. H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21, in us:
+
+    second             bf16 (4, 8) 308, 399; (8, 4) 334, 430; (8, 8) 332, 431. f32 (8, 4) 520
+    last_transposed    bf16 (8, 8) 329, 436; (4, 8) 349, 480; (8, 4) 355, 486. f32 (8, 4) 614
+    second_transposed  bf16 (4, 8) 350, 482; (8, 4) 352, 486; (8, 8) 394, 521. f32 (8, 4) 616
+    """
+    if itemsize == 4:
+        return Tiling(8, 4)
+    return Tiling(8 if lie.transpose and lie.blocks != "row" else 4, 8)
 
 
 COLS = 128
@@ -140,30 +154,34 @@ class Tiled(Kernel):
         self, variant: Variant, layout: ScaleLayout, aligned: bool, tile: Tiling | None = None
     ):
         super().__init__(variant, layout, aligned)
-        self.tile = tile or Tiling()
         self.lie = LIES[variant.form]
+        self.tile = tile or tiling(self.lie, self.itemsize)
         self.vector = 16 // self.itemsize  # codes of one load, floats of one store
         self.lanes = COLS // self.vector  # across a warp
         self.rows = self.tile.warps * self.tile.depth * 32 // self.lanes  # of a tile
         self.threads = 32 * self.tile.warps
         self.elements_per_thread = self.vector * self.tile.depth
-        both = self.lie.blocks == "square"
-        lead, *pair = ((0, -4), (-4, -3), (-3, -2)) if both else ((0, -3), (-3, -2), (-2, -1))
-        self.extents = [[4, [0, *axes]] for axes in pair]
-        tiles = [COLS, self.rows] if self.lie.swap else [self.rows, COLS]
+        square = self.lie.blocks == "square"
+        lead, *extents = ((0, -4), (-4, -3), (-3, -2)) if square else ((0, -3), (-3, -2), (-2, -1))
+        self.extents = [[4, [0, *axes]] for axes in extents]
+        # The axes of R and of C, and by what they count: blocks or elements.
+        (of_r, r_unit), (of_c, c_unit) = self.turned(
+            (axes, BLOCK if blocks else 1)
+            for axes, blocks in zip(extents, self.lie.extents, strict=True)
+        )
         self.grid = [
-            [0, *axes, size // (BLOCK if blocks else 1)]
-            for axes, blocks, size in zip(pair, self.lie.extents, tiles, strict=True)
+            [0, *of_r, self.rows // r_unit],
+            [0, *of_c, COLS // c_unit],
+            [0, *lead, 1],
         ]
-        self.grid.append([0, *lead, 1])
-        # Rows of whole vectors; transposed, floats' rows too. What counts blocks is whole.
-        cols_axes, cols_blocks = list(zip(pair, self.lie.extents, strict=True))[0 if self.lie.swap else 1]
-        self.divide = [] if cols_blocks else [[0, *cols_axes, self.vector]]
-        if self.lie.transpose:
-            row_axes, row_blocks = list(zip(pair, self.lie.extents, strict=True))[
-                1 if self.lie.swap else 0
-            ]
-            self.divide += [] if row_blocks else [[0, *row_axes, self.vector]]
+        # Rows of whole vectors; those of transposed floats too. What counts blocks is whole.
+        self.divide = [[0, *of_c, self.vector]] if c_unit == 1 else []
+        if self.lie.transpose and r_unit == 1:
+            self.divide.append([0, *of_r, self.vector])
+
+    def turned(self, pair):
+        """A pair of the view's extents in the order (R, C)."""
+        return [*pair][:: -1 if self.lie.swap else 1]
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -172,7 +190,7 @@ class Tiled(Kernel):
             size * (BLOCK if blocks else 1)
             for size, blocks in zip(scalars, self.lie.extents, strict=True)
         ]
-        rows, cols = sizes[::-1] if self.lie.swap else sizes
+        rows, cols = self.turned(sizes)
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
         tiles_r, tiles_c = (rows + self.rows - 1) // self.rows, (cols + COLS - 1) // COLS
@@ -220,7 +238,9 @@ class Tiled(Kernel):
                     rY = fragment(convert.round_all(floats[i], self.dtype), self.dtype)
                     cute.autovec_copy(rY, mY[Int64(batch) * rows + first + i, left // n, None])
         else:
-            self.store_lines(y, floats, row, col, batch, tile_r * self.rows, tile_c * COLS, rows, cols)
+            self.store_lines(
+                y, floats, row, col, batch, tile_r * self.rows, tile_c * COLS, rows, cols
+            )
 
     # ---- what is read ---
     @cute.jit
@@ -240,7 +260,10 @@ class Tiled(Kernel):
                     cute.autovec_copy(mV[top + i, left // n, None], rV[None, i])
         else:
             # Two vectors around each row's, as long as all of them belong to the array.
-            before, behind = (top > 0) | (left >= n), (first + depth < rows) | (left + 2 * n <= cols)
+            before, behind = (
+                (top > 0) | (left >= n),
+                (first + depth < rows) | (left + 2 * n <= cols),
+            )
             if (first + depth <= rows) & (left + n <= cols) & (cols >= n) & before & behind:
                 rW = cute.recast_tensor(rV, Uint32)
                 words: cutlass.Constexpr = n // 4
@@ -253,9 +276,7 @@ class Tiled(Kernel):
                     around = cute.make_rmem_tensor((words, 2), Uint32)
                     for v in range_constexpr(2):
                         cute.autovec_copy(mW[None, v], around[None, v])
-                    found = convert.shifted(
-                        [around[w] for w in range(2 * words)], Uint32(address)
-                    )
+                    found = convert.shifted([around[w] for w in range(2 * words)], Uint32(address))
                     for w in range_constexpr(words):
                         rW[w, i] = found[w]
             else:
@@ -283,8 +304,10 @@ class Tiled(Kernel):
         elif const_expr(column):
             offset = (Int64(batch) * (rows // BLOCK) + first // BLOCK) * cols + left
             if const_expr(self.aligned):
-                words = cute.make_tensor(scales + offset, cute.make_layout(self.vector))
-                cute.autovec_copy(cute.recast_tensor(words, Uint8), rS)
+                n: cutlass.Constexpr = self.vector
+                vectors = Int64(batch + 1) * (rows // BLOCK) * (cols // n)
+                by_vector = cute.make_tensor(scales, cute.make_layout((vectors, n), stride=(n, 1)))
+                cute.autovec_copy(by_vector[offset // n, None], rS)
             else:
                 for j in range_constexpr(self.vector):
                     if left + j < cols:
@@ -328,7 +351,7 @@ class Tiled(Kernel):
                 cute.recast_ptr(y, dtype=Uint8),
                 cute.make_layout(
                     (Int64(batch + 1) * cols, rows // n, 16),
-                    stride=(Int64(rows) * self.itemsize, 16, 1),
+                    stride=(Int64(rows // n) * 16, 16, 1),
                 ),
             )
             for step in range_constexpr(COLS * chunks // self.threads):
@@ -378,5 +401,5 @@ def aligned_bytes(pointer, offset, count: int):
 
 
 def kernel_of(variant: Variant, layout: ScaleLayout, aligned: bool, **tuning):
-    """The kernel of a variant's entry: for scales in this layout, and for aligned operands or any."""
+    """The kernel of a variant's entry, for scales in this layout."""
     return (Flat if variant.form == "last" else Tiled)(variant, layout, aligned, **tuning)

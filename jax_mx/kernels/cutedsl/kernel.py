@@ -215,7 +215,8 @@ def store_rows(
       stride: bytes from row to row.
       rows: how many there are.
       count: how many of a row's bytes there are.
-      height, width: of the tile; 128 divides width, warps divides height.
+      height: of the tile; `warps` divides it.
+      width: of the tile, in bytes; 128 divides it.
       warps: of the thread block.
     """
     tid, _, _ = cute.arch.thread_idx()

@@ -369,7 +369,8 @@ class Tiled(Kernel):
 
         Args:
           words: this lane's own magnitudes, two blocks a word (float32: one).
-          sharers: how many lanes hold parts of these blocks, `stride` lanes apart.
+          sharers: how many lanes hold parts of these blocks.
+          stride: how many lanes apart they are.
           index: which of them this one is; it gets blocks 2 * index and 2 * index + 1.
         """
         while sharers > 1:
@@ -626,5 +627,5 @@ class Tiled(Kernel):
 
 
 def kernel_of(variant: Variant, layout: ScaleLayout, aligned: bool, **tuning):
-    """The kernel of a variant's entry: for scales in this layout, and for aligned operands or any."""
+    """The kernel of a variant's entry, for scales in this layout."""
     return (Flat if variant.form == "last" else Tiled)(variant, layout, aligned, **tuning)
