@@ -25,8 +25,8 @@ from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import Variant
 
 # By bytes of a float: 16 bytes a thread and store, more would leave gaps between those of a warp.
-# H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21: bf16 302 us, 395 us; with twice the steps 308,
-# 404; one step 315, 411; twice the elements 355, 464. f32 515; twice the steps 532.
+# H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21: bf16 302 us, 395 us; twice the steps 308, 404;
+# one step 315, 411; twice the elements 355, 464. f32 515; twice the steps 532.
 STRIPS = {2: Strip(threads=256, elements=8, unroll=2), 4: Strip(threads=256, elements=4, unroll=4)}
 
 
@@ -130,7 +130,9 @@ class Tiling:
 
 
 def tiling(lie: Lie, itemsize: int) -> Tiling:
-    """The tiling of an entry. H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21, in us:
+    """The tiling of an entry.
+
+    H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21, in us, (warps, depth):
 
     second             bf16 (4, 8) 308, 399; (8, 4) 334, 430; (8, 8) 332, 431. f32 (8, 4) 520
     last_transposed    bf16 (8, 8) 329, 436; (4, 8) 349, 480; (8, 4) 355, 486. f32 (8, 4) 614
