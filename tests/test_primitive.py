@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import array, artifacts, formats, primitive, variants
+from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.plan import plan_quantize
 from jax_mx.variants import ARCHS, VARIANTS, Variant
 
@@ -73,7 +74,9 @@ each_layout = pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
 def all_have_kernels(monkeypatch):
     """Lowers every variant, with a binary that is another's: such a program must not run."""
     real = artifacts.load(VARIANTS[0], ARCHS["cutedsl"][0])
-    fake = dataclasses.replace(real, facts={**real.facts, "scalars": [[4, "scale_layout"]]})
+    rule = {**real.facts["launches"]["row_major"], "scalars": []}
+    launches = dict.fromkeys(SCALE_LAYOUTS, rule)
+    fake = dataclasses.replace(real, facts={**real.facts, "launches": launches})
     monkeypatch.setattr(variants, "VARIANTS", tuple(EVERY))
     monkeypatch.setattr(artifacts, "load", lambda variant, arch: fake)
     jax.clear_caches()

@@ -25,8 +25,8 @@ from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import Variant
 
 # By bytes of a float: 16 bytes a thread and store, more would leave gaps between those of a warp.
-# H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21: bf16 302 us, 395 us; twice the steps 308, 404;
-# one step 315, 411; twice the elements 355, 464. f32 515; twice the steps 532.
+# H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21: bf16 302 us, 395 us; twice the steps 308,
+# 404; one step 315, 411; twice the elements 355, 464. f32 515 us; twice the steps 532.
 STRIPS = {2: Strip(threads=256, elements=8, unroll=2), 4: Strip(threads=256, elements=4, unroll=4)}
 
 
