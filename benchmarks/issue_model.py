@@ -39,7 +39,7 @@ REASONS: Mapping[str, str] = {
     "quantize_last_*": "tiles: a scale's place costs as much as its 16 elements; row-major is met",
     "quantize_both*_float16_*": "float16 elements are multiplied in float32, in either direction",
     "quantize_both_transposed_*": "tiles: two words of scales a thread, each with its own place",
-    "dequantize_last_[bf]*": "tiles: a scale's place is found for every 8 elements; row-major is met",
+    "dequantize_last_[bf]*": "tiles: a scale's place for every 8 elements; row-major is met",
     "dequantize_*": "float8 goes through float16 and float32; few elements share a tile's place",
 }
 
@@ -72,7 +72,7 @@ class Chip:
 
 
 # Cores and clocks as the driver reports them, from XLA's xla/backends/gpu/target_config/specs; the
-# B300 is given a B200's 148 cores (that table has 158, fewer is harder), the RTX 5090 is by its data
+# B300 is given a B200's 148 cores (the table has 158; fewer is harder), the RTX 5090 is by its data
 # sheet. A B200's driver says 7.67 TB/s (pytorch/ao#4002); 8 is harder.
 CHIPS: Mapping[str, Chip] = {
     "B200": Chip("sm_100a", 148, 1.965, 8.0),

@@ -16,6 +16,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     PAD,
     Kernel,
     Strip,
+    load_anywhere,
     locate,
     offset_in_tiles,
     place_of,
@@ -94,7 +95,7 @@ def fragment(words: list, dtype: str):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lie:
+class Arrangement:
     """How the quantized array of a form lies, as a matrix of R x C codes.
 
     Attributes:
@@ -111,12 +112,12 @@ class Lie:
 
 
 # By the views of forms.py, which are those of the floats.
-LIES = {
-    "second": Lie("column", swap=False, extents=(True, False), transpose=False),
-    "second_transposed": Lie("row", swap=True, extents=(True, False), transpose=True),
-    "last_transposed": Lie("column", swap=True, extents=(False, True), transpose=True),
-    "square": Lie("square", swap=False, extents=(True, True), transpose=False),
-    "square_transposed": Lie("square", swap=True, extents=(True, True), transpose=True),
+ARRANGEMENTS = {
+    "second": Arrangement("column", swap=False, extents=(True, False), transpose=False),
+    "second_transposed": Arrangement("row", swap=True, extents=(True, False), transpose=True),
+    "last_transposed": Arrangement("column", swap=True, extents=(False, True), transpose=True),
+    "square": Arrangement("square", swap=False, extents=(True, True), transpose=False),
+    "square_transposed": Arrangement("square", swap=True, extents=(True, True), transpose=True),
 }
 
 
@@ -129,7 +130,7 @@ class Tiling:
     band: int = 1  # how many thread blocks follow each other down before the next ones across
 
 
-def tiling(lie: Lie, itemsize: int) -> Tiling:
+def tiling(how: Arrangement, itemsize: int) -> Tiling:
     """The tiling of an entry.
 
     H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21, in us, (warps, depth):
@@ -140,7 +141,7 @@ def tiling(lie: Lie, itemsize: int) -> Tiling:
     """
     if itemsize == 4:
         return Tiling(8, 4)
-    return Tiling(8 if lie.transpose and lie.blocks != "row" else 4, 8)
+    return Tiling(8 if how.transpose and how.blocks != "row" else 4, 8)
 
 
 COLS = 128
@@ -155,20 +156,20 @@ class Tiled(Kernel):
         self, variant: Variant, layout: ScaleLayout, aligned: bool, tile: Tiling | None = None
     ):
         super().__init__(variant, layout, aligned)
-        self.lie = LIES[variant.form]
-        self.tile = tile or tiling(self.lie, self.itemsize)
+        self.how = ARRANGEMENTS[variant.form]
+        self.tile = tile or tiling(self.how, self.itemsize)
         self.vector = 16 // self.itemsize  # codes of one load, floats of one store
         self.lanes = COLS // self.vector  # across a warp
         self.rows = self.tile.warps * self.tile.depth * 32 // self.lanes  # of a tile
         self.threads = 32 * self.tile.warps
         self.elements_per_thread = self.vector * self.tile.depth
-        square = self.lie.blocks == "square"
+        square = self.how.blocks == "square"
         lead, *extents = ((0, -4), (-4, -3), (-3, -2)) if square else ((0, -3), (-3, -2), (-2, -1))
         self.extents = [[4, [0, *axes]] for axes in extents]
         # The axes of R and of C, and by what they count: blocks or elements.
         (of_r, r_unit), (of_c, c_unit) = self.turned(
             (axes, BLOCK if blocks else 1)
-            for axes, blocks in zip(extents, self.lie.extents, strict=True)
+            for axes, blocks in zip(extents, self.how.extents, strict=True)
         )
         self.grid = [
             [0, *of_r, self.rows // r_unit],
@@ -177,19 +178,19 @@ class Tiled(Kernel):
         ]
         # Rows of whole vectors; those of transposed floats too. What counts blocks is whole.
         self.divide = [[0, *of_c, self.vector]] if c_unit == 1 else []
-        if self.lie.transpose and r_unit == 1:
+        if self.how.transpose and r_unit == 1:
             self.divide.append([0, *of_r, self.vector])
 
     def turned(self, pair):
         """A pair of the view's extents in the order (R, C)."""
-        return [*pair][:: -1 if self.lie.swap else 1]
+        return [*pair][:: -1 if self.how.swap else 1]
 
     @cute.kernel
     def kernel(self, pointers, scalars):
         values, scales, y = pointers
         sizes = [
             size * (BLOCK if blocks else 1)
-            for size, blocks in zip(scalars, self.lie.extents, strict=True)
+            for size, blocks in zip(scalars, self.how.extents, strict=True)
         ]
         rows, cols = self.turned(sizes)
         tid, _, _ = cute.arch.thread_idx()
@@ -212,13 +213,13 @@ class Tiled(Kernel):
         inside = (first < rows) & (left < cols)
         if inside:
             self.load(values, rV, batch, first, left, rows, cols)
-        rS = cute.make_rmem_tensor(n if self.lie.blocks == "column" else depth, Uint8)
+        rS = cute.make_rmem_tensor(n if self.how.blocks == "column" else depth, Uint8)
         rS.fill(Uint8(0))
         if inside:
             self.load_scales(scales, rS, batch, first, left, rows, cols)
         floats = []  # by row
         for i in range_constexpr(depth):
-            if const_expr(self.lie.blocks == "column"):
+            if const_expr(self.how.blocks == "column"):
                 if const_expr(i == 0):
                     factors = [convert.factor_of(Uint32(rS[j])) for j in range(n)]
             else:
@@ -226,7 +227,7 @@ class Tiled(Kernel):
             rW = cute.recast_tensor(rV[None, i], Uint32)
             codes = [v for w in range(n // 4) for v in convert.unpack_four(rW[w], self.formats[0])]
             floats.append([v * f for v, f in zip(codes, factors, strict=True)])
-        if const_expr(self.lie.transpose):
+        if const_expr(self.how.transpose):
             self.store_transposed(y, floats, at, row, col, rows, cols)
         elif const_expr(self.aligned):
             vectors = cols // n
@@ -267,19 +268,10 @@ class Tiled(Kernel):
             )
             if (first + depth <= rows) & (left + n <= cols) & (cols >= n) & before & behind:
                 rW = cute.recast_tensor(rV, Uint32)
-                words: cutlass.Constexpr = n // 4
                 for i in range_constexpr(depth):
-                    address = values.toint() + (top + i) * cols + left
-                    base = cute.make_ptr(
-                        Uint32, address & ~(n - 1), cute.AddressSpace.gmem, assumed_align=n
-                    )
-                    mW = cute.make_tensor(base, cute.make_layout((words, 2)))
-                    around = cute.make_rmem_tensor((words, 2), Uint32)
-                    for v in range_constexpr(2):
-                        cute.autovec_copy(mW[None, v], around[None, v])
-                    found = convert.shifted([around[w] for w in range(2 * words)], Uint32(address))
-                    for w in range_constexpr(words):
-                        rW[w, i] = found[w]
+                    words = load_anywhere(values.toint() + (top + i) * cols + left, n)
+                    for w in range_constexpr(n // 4):
+                        rW[w, i] = words[w]
             else:
                 layout = cute.make_layout((Int64(batch + 1) * rows, cols), stride=(Int64(cols), 1))
                 mV = cute.make_tensor(values, layout)
@@ -291,7 +283,7 @@ class Tiled(Kernel):
     @cute.jit
     def load_scales(self, scales, rS, batch, first, left, rows, cols):
         """The bytes of this lane's columns (blocks down columns) or rows."""
-        column: cutlass.Constexpr = self.lie.blocks == "column"
+        column: cutlass.Constexpr = self.how.blocks == "column"
         mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
         if const_expr(self.layout.is_tiled):
             # The scales' matrix has the blocks as columns.
@@ -315,9 +307,9 @@ class Tiled(Kernel):
                         rS[j] = mS[offset + j]
         else:
             wide = cols // BLOCK
-            per_row = rows // BLOCK if const_expr(self.lie.blocks == "square") else rows
+            per_row = rows // BLOCK if const_expr(self.how.blocks == "square") else rows
             for i in range_constexpr(self.tile.depth):
-                row = (first + i) // BLOCK if const_expr(self.lie.blocks == "square") else first + i
+                row = (first + i) // BLOCK if const_expr(self.how.blocks == "square") else first + i
                 if first + i < rows:
                     rS[i] = mS[(Int64(batch) * per_row + row) * wide + left // BLOCK]
 

@@ -186,6 +186,18 @@ def offset_in_tiles(layout: cutlass.Constexpr, batch, row, col, rows, cols):
 
 # ---- tiles ---
 @cute.jit
+def load_anywhere(address: Int64, size: cutlass.Constexpr):
+    """The words of `size` bytes at any address, from the two aligned vectors around them."""
+    words: cutlass.Constexpr = size // 4
+    base = cute.make_ptr(Uint32, address & ~(size - 1), cute.AddressSpace.gmem, assumed_align=size)
+    mW = cute.make_tensor(base, cute.make_layout((words, 2)))
+    around = cute.make_rmem_tensor((words, 2), Uint32)
+    for v in range_constexpr(2):
+        cute.autovec_copy(mW[None, v], around[None, v])
+    return convert.shifted([around[w] for w in range(2 * words)], Uint32(address))
+
+
+@cute.jit
 def place_of(bid: Int32, tiles_r: Int32, tiles_c: Int32, band: cutlass.Constexpr):
     """(batch, row, column) of a thread block's tile: bands of `band` rows, column by column."""
     tiles_r, tiles_c = Uint32(tiles_r), Uint32(tiles_c)

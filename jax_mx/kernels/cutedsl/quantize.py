@@ -1,13 +1,13 @@
 """MX quantize on NVIDIA, in CuTeDSL. Matches reference.quantize bit for bit.
 
-One class, two ways to cut the work, and helpers that both use:
+Two ways to cut the work:
 
 * `Flat`, for blocks along the last axis. Blocks are consecutive in memory, so x is a flat vector
   and every shape is the same shape. A thread holds half a block.
-* `Tiled`, for every form that needs the second-to-last axis. A thread block holds 128 x 128
-  elements, a warp 32 x 64 of them, a lane a patch of both rows and columns, so that blocks along
-  either axis are a few shuffles away. 128 x 128 is also 128 rows x 4 scales in either direction:
-  one tile of BLOCKED_128X4, staged in shared memory and written whole, its padding included.
+* `Tiled`, for every form that needs the second-to-last axis. A thread block is a few warps below
+  and beside each other (`tiling`), a warp holds 32 x 64 elements, a lane a patch of both rows and
+  columns, so that blocks along either axis are a few shuffles away. Scales are staged in shared
+  memory and written as they lie in memory, with the padding of BLOCKED_128X4.
 
 Sizes are run-time scalars. A binary holds two entries per scale layout: the first wants aligned
 operands, the second takes any.
@@ -25,6 +25,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     PAD,
     Kernel,
     Strip,
+    load_anywhere,
     locate,
     offset_in_tiles,
     place_of,
@@ -171,13 +172,13 @@ def tiling(form: str, itemsize: int, layout: ScaleLayout, aligned: bool) -> Tili
                          (8, 2) 402; f32: second (4, 2) 664, transposed (4, 2, band 64) 578
     Two tiles one after the other per thread block are slower in all forms (both: 451 and more).
     """
-    wide, transposed = itemsize == 2, form.endswith("_transposed")
+    short, transposed = itemsize == 2, form.endswith("_transposed")
     if transposed:
-        if wide and not aligned and form == "second_transposed":
+        if short and not aligned and form == "second_transposed":
             return Tiling(8, 1) if not layout.is_tiled else Tiling(4, 2)
-        return Tiling(8, 2) if wide else Tiling(4, 2, band=64 if form != "both_transposed" else 1)
+        return Tiling(8, 2) if short else Tiling(4, 2, band=64 if form != "both_transposed" else 1)
     if form == "both" and not layout.is_tiled:
-        return Tiling(1, 16) if wide else Tiling(1, 8)
+        return Tiling(1, 16) if short else Tiling(1, 8)
     return Tiling(4, 2) if form == "both" or not aligned else Tiling(4, 4)
 
 
@@ -339,14 +340,7 @@ class Tiled(Kernel):
             rW = cute.recast_tensor(rX, Uint32)
             for i in range_constexpr(self.rows):
                 address = x.toint() + ((top + i) * k + left) * self.itemsize
-                base = cute.make_ptr(
-                    Uint32, address & ~15, cute.AddressSpace.gmem, assumed_align=16
-                )
-                mW = cute.make_tensor(base, cute.make_layout((4, 2)))
-                r8 = cute.make_rmem_tensor((4, 2), Uint32)
-                for v in range_constexpr(2):
-                    cute.autovec_copy(mW[None, v], r8[None, v])
-                words = convert.shifted([r8[w] for w in range(8)], Uint32(address))
+                words = load_anywhere(address, 16)
                 for w in range_constexpr(4):
                     rW[w, i] = words[w]
         elif first < m:
