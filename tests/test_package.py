@@ -10,6 +10,7 @@ from jax_mx import artifacts
 from jax_mx.variants import ARCHS, VARIANTS
 
 HEAVY = ("cutlass", "flydsl", "torch", "rich", "sklearn", "safetensors", "triton", "elftools")
+HEAVY += ("tinygrad", "msgpack")
 
 
 def loaded_after(code: str) -> set[str]:

@@ -1,0 +1,349 @@
+"""What instructions compute, as numpy functions of whole registers.
+
+After AMD's "CDNA3 / CDNA4 Instruction Set Architecture" reference guides. A signature has a letter
+per source: u i f for 32 bits unsigned, signed, float; U for 64 bits unsigned, I signed; h for the
+low 16 bits unsigned, e for a float16 there; m for a lane mask. Scalars are arrays (waves,), vectors
+(waves, 64) or (waves, 1). The dtype of a result says where it goes: 64 bits to a pair of registers,
+bool to a lane mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import ml_dtypes
+import numpy as np
+
+Op = tuple[str, Callable]
+
+U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
+I32, I64, F32, F64 = np.int32, np.int64, np.float32, np.float64
+
+
+# ---- helpers ---
+def wide(x: np.ndarray) -> np.ndarray:
+    """In 64 bits, the sign extended."""
+    return x.astype(I64 if x.dtype.kind == "i" else U64)
+
+
+def low(x: np.ndarray) -> np.ndarray:
+    """The low 32 bits."""
+    return x.astype(U32) if x.dtype.kind == "u" else x.astype(U64).astype(U32)
+
+
+def f32(x: np.ndarray) -> np.ndarray:
+    """The float32 of these bits."""
+    return np.ascontiguousarray(x).view(F32)
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    """The bits of float32s or signed integers."""
+    return np.ascontiguousarray(x).view(U32 if x.itemsize == 4 else U64)
+
+
+def _shifted(shift: Callable, width: int) -> Callable:
+    """A shift that looks at the low bits of its count only."""
+    return lambda x, n: shift(x, (n & n.dtype.type(width - 1)).astype(x.dtype))
+
+
+_left, _right = _shifted(np.left_shift, 32), _shifted(np.right_shift, 32)
+_left64, _right64 = _shifted(np.left_shift, 64), _shifted(np.right_shift, 64)
+_compare = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lg": np.not_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+}
+
+
+def minimum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """IEEE 754-2008 minNum: a NaN loses; -0 is less than +0."""
+    zeros = (x == 0) & (y == 0)
+    return np.where(zeros, f32(bits(x) | bits(y)), np.fmin(x, y))
+
+
+def maximum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """IEEE 754-2008 maxNum."""
+    zeros = (x == 0) & (y == 0)
+    return np.where(zeros, f32(bits(x) & bits(y)), np.fmax(x, y))
+
+
+def median(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """v_med3_f32: with a NaN among them, the smallest of the others."""
+    poisoned = np.isnan(x) | np.isnan(y) | np.isnan(z)
+    middle = np.maximum(np.minimum(x, y), np.minimum(np.maximum(x, y), z))
+    return np.where(poisoned, np.fmin(np.fmin(x, y), z), middle)
+
+
+def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """x * y + z, rounded once.
+
+    The product is exact in float64. The sum is rounded there to odd, so that rounding it again, to
+    float32, is as if there had been one rounding.
+    """
+    product, addend = x.astype(F64) * y.astype(F64), z.astype(F64)
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    even = (total.view(U64) & U64(1)) == 0
+    away = np.where((error > 0) == (total > 0), 1, -1)
+    odd = (total.view(I64) + away).view(F64)
+    return np.where((error != 0) & even & np.isfinite(total), odd, total).astype(F32)
+
+
+def _to_unsigned(x: np.ndarray) -> np.ndarray:
+    """float32 to uint32: towards zero, saturated, NaN to 0."""
+    return np.clip(np.nan_to_num(x.astype(F64), nan=0.0), 0, 2.0**32 - 1).astype(U64).astype(U32)
+
+
+def _permute(x: np.ndarray, y: np.ndarray, select: np.ndarray) -> np.ndarray:
+    """v_perm_b32: each byte one of the 8 of (x, y), y's first; 12 is 0x00, above 12 0xFF."""
+    both = wide(x) << U64(32) | wide(y)
+    out = np.zeros(np.broadcast_shapes(both.shape, select.shape), U32)
+    for i in range(4):
+        which = select >> U32(8 * i) & U32(0xFF)
+        if ((which >= 8) & (which < 12)).any():
+            raise NotImplementedError("v_perm_b32 with a sign's copies")
+        byte = (both >> (wide(which & U32(7)) * U64(8)) & U64(0xFF)).astype(U32)
+        byte = np.where(which < 8, byte, np.where(which == 12, U32(0), U32(0xFF)))
+        out = out | byte << U32(8 * i)
+    return out
+
+
+def _field(x: np.ndarray, first: np.ndarray, width: np.ndarray) -> np.ndarray:
+    """v_bfe_u32."""
+    mask = (U32(1) << (width & U32(31))) - U32(1)
+    return _right(x, first) & mask
+
+
+# ---- scalar: results are (value, SCC); None: not written ---
+def _with_overflow(op: Callable) -> Callable:
+    def run(x, y, _):
+        total = op(wide(x), wide(y))
+        return bits(total.astype(I32)), total != total.astype(I32)
+
+    return run
+
+
+def _nonzero(op: Callable) -> Callable:
+    def run(*args):
+        value = op(*args[:-1])
+        return value, value != 0
+
+    return run
+
+
+def _saveexec(op: Callable) -> Callable:
+    """The old EXEC is the result, the new one the third."""
+
+    def run(x, exec_, _):
+        new = op(x, exec_)
+        return exec_, new != 0, new
+
+    return run
+
+
+SCALAR: Mapping[str, Op] = {
+    "s_mov_b32": ("u", lambda x, _: (x, None)),
+    "s_mov_b64": ("U", lambda x, _: (x, None)),
+    "s_movk_i32": ("i", lambda x, _: (bits(x), None)),
+    "s_addk_i32": ("ii", _with_overflow(np.add)),
+    "s_not_b32": ("u", _nonzero(np.invert)),
+    "s_not_b64": ("U", _nonzero(np.invert)),
+    "s_add_u32": ("uu", lambda x, y, _: (x + y, x + y < x)),
+    "s_addc_u32": (
+        "uu",
+        lambda x, y, c: (x + y + c.astype(U32), wide(x) + wide(y) + wide(c) > U64(0xFFFFFFFF)),
+    ),
+    "s_sub_u32": ("uu", lambda x, y, _: (x - y, x < y)),
+    "s_subb_u32": ("uu", lambda x, y, c: (x - y - c.astype(U32), wide(x) < wide(y) + wide(c))),
+    "s_add_i32": ("ii", _with_overflow(np.add)),
+    "s_sub_i32": ("ii", _with_overflow(np.subtract)),
+    "s_mul_i32": ("uu", lambda x, y, _: (x * y, None)),
+    "s_mul_hi_u32": ("uu", lambda x, y, _: (low(wide(x) * wide(y) >> U64(32)), None)),
+    "s_and_b32": ("uu", _nonzero(np.bitwise_and)),
+    "s_or_b32": ("uu", _nonzero(np.bitwise_or)),
+    "s_xor_b32": ("uu", _nonzero(np.bitwise_xor)),
+    "s_andn2_b32": ("uu", _nonzero(lambda x, y: x & ~y)),
+    "s_and_b64": ("UU", _nonzero(np.bitwise_and)),
+    "s_or_b64": ("UU", _nonzero(np.bitwise_or)),
+    "s_xor_b64": ("UU", _nonzero(np.bitwise_xor)),
+    "s_andn2_b64": ("UU", _nonzero(lambda x, y: x & ~y)),
+    "s_lshl_b32": ("uu", _nonzero(_left)),
+    "s_lshr_b32": ("uu", _nonzero(_right)),
+    "s_ashr_i32": ("iu", _nonzero(lambda x, n: bits(_right(x, n)))),
+    "s_lshl_b64": ("Uu", _nonzero(_left64)),
+    "s_lshr_b64": ("Uu", _nonzero(_right64)),
+    "s_ashr_i64": ("Iu", _nonzero(lambda x, n: bits(_right64(x, n)))),
+    "s_bfe_u32": ("uu", _nonzero(lambda x, y: _field(x, y & U32(31), y >> U32(16) & U32(127)))),
+    "s_min_i32": ("ii", lambda x, y, _: (bits(np.minimum(x, y)), x < y)),
+    "s_min_u32": ("uu", lambda x, y, _: (np.minimum(x, y), x < y)),
+    "s_max_i32": ("ii", lambda x, y, _: (bits(np.maximum(x, y)), x > y)),
+    "s_max_u32": ("uu", lambda x, y, _: (np.maximum(x, y), x > y)),
+    "s_cselect_b32": ("uu", lambda x, y, c: (np.where(c, x, y), None)),
+    "s_cselect_b64": ("UU", lambda x, y, c: (np.where(c, x, y), None)),
+    "s_and_saveexec_b64": ("UX", _saveexec(np.bitwise_and)),
+    "s_or_saveexec_b64": ("UX", _saveexec(np.bitwise_or)),
+    "s_andn2_saveexec_b64": ("UX", _saveexec(lambda x, e: x & ~e)),
+    **{
+        f"s_cmp_{name}_{kind}32": (kind * 2, lambda x, y, _, op=op: (None, op(x, y)))
+        for name, op in _compare.items()
+        for kind in "ui"
+        if name != "ne"
+    },
+    "s_cmp_eq_u64": ("UU", lambda x, y, _: (None, x == y)),
+    "s_cmp_lg_u64": ("UU", lambda x, y, _: (None, x != y)),
+}
+
+
+# ---- vector ---
+VECTOR: Mapping[str, Op] = {
+    "v_mov_b32": ("u", lambda x: x),
+    "v_mov_b64": ("U", lambda x: x),
+    "v_not_b32": ("u", np.invert),
+    "v_add_u32": ("uu", np.add),
+    "v_add_u32 clamp": ("uu", lambda x, y: np.where(x + y < x, U32(0xFFFFFFFF), x + y)),
+    "v_sub_u32": ("uu", np.subtract),
+    "v_sub_u32 clamp": ("uu", lambda x, y: np.where(x < y, U32(0), x - y)),
+    "v_subrev_u32": ("uu", lambda x, y: y - x),
+    "v_add_co_u32": ("uu", lambda x, y: (x + y, x + y < x)),
+    "v_addc_co_u32": (
+        "uum",
+        lambda x, y, c: (x + y + c.astype(U32), wide(x) + wide(y) + wide(c) > U64(0xFFFFFFFF)),
+    ),
+    "v_add3_u32": ("uuu", lambda x, y, z: x + y + z),
+    "v_mul_lo_u32": ("uu", np.multiply),
+    "v_mul_hi_u32": ("uu", lambda x, y: (wide(x) * wide(y) >> U64(32)).astype(U32)),
+    "v_mad_u64_u32": (
+        "uuU",
+        lambda x, y, z: (wide(x) * wide(y) + z, wide(x) * wide(y) + z < z),
+    ),
+    "v_mad_i64_i32": ("iiI", lambda x, y, z: (bits(wide(x) * wide(y) + z), None)),
+    "v_and_b32": ("uu", np.bitwise_and),
+    "v_or_b32": ("uu", np.bitwise_or),
+    "v_xor_b32": ("uu", np.bitwise_xor),
+    "v_or3_b32": ("uuu", lambda x, y, z: x | y | z),
+    "v_and_or_b32": ("uuu", lambda x, y, z: x & y | z),
+    "v_bfi_b32": ("uuu", lambda x, y, z: x & y | ~x & z),
+    "v_bfe_u32": ("uuu", _field),
+    "v_perm_b32": ("uuu", _permute),
+    "v_lshlrev_b32": ("uu", lambda n, x: _left(x, n)),
+    "v_lshrrev_b32": ("uu", lambda n, x: _right(x, n)),
+    "v_ashrrev_i32": ("ui", lambda n, x: bits(_right(x, n))),
+    "v_lshlrev_b16": ("hh", lambda n, x: x << (n & U32(15)) & U32(0xFFFF)),
+    "v_lshrrev_b16": ("hh", lambda n, x: x >> (n & U32(15))),
+    "v_lshlrev_b64": ("uU", lambda n, x: _left64(x, n)),
+    "v_lshrrev_b64": ("uU", lambda n, x: _right64(x, n)),
+    "v_ashrrev_i64": ("uI", lambda n, x: bits(_right64(x, n))),
+    "v_lshl_or_b32": ("uuu", lambda x, n, y: _left(x, n) | y),
+    "v_lshl_add_u32": ("uuu", lambda x, n, y: _left(x, n) + y),
+    "v_add_lshl_u32": ("uuu", lambda x, y, n: _left(x + y, n)),
+    "v_lshl_add_u64": ("UuU", lambda x, n, y: _left64(x, n & U32(7)) + y),
+    "v_min_u32": ("uu", np.minimum),
+    "v_max_u32": ("uu", np.maximum),
+    "v_min_i32": ("ii", lambda x, y: bits(np.minimum(x, y))),
+    "v_max_i32": ("ii", lambda x, y: bits(np.maximum(x, y))),
+    "v_max3_u32": ("uuu", lambda x, y, z: np.maximum(np.maximum(x, y), z)),
+    "v_add_u16": ("hh", lambda x, y: x + y & U32(0xFFFF)),
+    "v_max_u16": ("hh", np.maximum),
+    "v_cndmask_b32": ("uum", lambda x, y, m: np.where(m, y, x)),
+    "v_add_f32": ("ff", np.add),
+    "v_sub_f32": ("ff", np.subtract),
+    "v_mul_f32": ("ff", np.multiply),
+    "v_fma_f32": ("fff", fused),
+    "v_min_f32": ("ff", minimum),
+    "v_max_f32": ("ff", maximum),
+    "v_med3_f32": ("fff", median),
+    "v_rcp_f32": ("f", lambda x: F32(1) / x),
+    "v_cvt_f32_u32": ("u", lambda x: x.astype(F32)),
+    "v_cvt_u32_f32": ("f", _to_unsigned),
+    "v_cvt_f32_f16": ("e", lambda x: x.astype(F32)),
+    **{
+        f"v_cmp_{name}_{kind}": (letter * 2, op)
+        for name, op in _compare.items()
+        for kind, letter in (("u32", "u"), ("i32", "i"), ("u64", "U"), ("i64", "I"), ("u16", "h"))
+        if name != "lg"
+    },
+    **{
+        f"v_cmp_{name}_f32": ("ff", op) for name, op in _compare.items() if name not in ("ne", "lg")
+    },
+    "v_cmp_lg_f32": ("ff", lambda x, y: (x < y) | (x > y)),
+    "v_cmp_neq_f32": ("ff", np.not_equal),
+    "v_cmp_u_f32": ("ff", lambda x, y: np.isnan(x) | np.isnan(y)),
+    "v_cmp_o_f32": ("ff", lambda x, y: ~(np.isnan(x) | np.isnan(y))),
+}
+
+
+# Any function of three bits, given as a table; the bits that it computes. What the others become
+# is not documented, so it is garbage.
+TRUTH_TABLES: Mapping[str, np.uint32] = {
+    "v_bitop3_b32": U32(0xFFFFFFFF),
+    "v_bitop3_b16": U32(0x0000FFFF),
+}
+
+
+def truth_table(table: int, x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """Bit 4 * x + 2 * y + z of the table, for each bit of the registers."""
+    out = U32(0)
+    for i in range(8):
+        if table >> i & 1:
+            out = out | (x if i & 4 else ~x) & (y if i & 2 else ~y) & (z if i & 1 else ~z)
+    return out + np.zeros_like(x)
+
+
+# Two at once: each half of the registers (16 bits of one, or one of two) as the named op has it.
+PACKED: Mapping[str, str] = {
+    "v_pk_mul_f32": "v_mul_f32",
+    "v_pk_add_f32": "v_add_f32",
+    "v_pk_fma_f32": "v_fma_f32",
+    "v_pk_max_u16": "v_max_u16",
+}
+
+# Float32 to 8 bits, two at once. gfx942 has other formats than gfx950 (and than OCP).
+# Rounding is ml_dtypes': this is the one thing here that only silicon can confirm.
+CONVERSIONS: Mapping[tuple[str, str], np.dtype] = {
+    ("v_cvt_pk_fp8_f32", "gfx942"): np.dtype(ml_dtypes.float8_e4m3fnuz),
+    ("v_cvt_pk_bf8_f32", "gfx942"): np.dtype(ml_dtypes.float8_e5m2fnuz),
+    ("v_cvt_pk_fp8_f32", "gfx950"): np.dtype(ml_dtypes.float8_e4m3fn),
+    ("v_cvt_pk_bf8_f32", "gfx950"): np.dtype(ml_dtypes.float8_e5m2),
+}
+
+# Bytes, and which half of the register they are; "": they are the register, zero-extended.
+LOADS: Mapping[str, tuple[int, str]] = {
+    "ubyte": (1, ""),
+    "ushort": (2, ""),
+    "ubyte_d16": (1, "low"),
+    "ubyte_d16_hi": (1, "high"),
+    "short_d16": (2, "low"),
+    "short_d16_hi": (2, "high"),
+    "dword": (4, ""),
+    "dwordx2": (8, ""),
+    "dwordx4": (16, ""),
+    # LDS has other names.
+    "u8": (1, ""),
+    "u16": (2, ""),
+    "u8_d16": (1, "low"),
+    "u16_d16_hi": (2, "high"),
+    "b32": (4, ""),
+    "b64": (8, ""),
+    "b128": (16, ""),
+}
+STORES: Mapping[str, tuple[int, str]] = {
+    "byte": (1, ""),
+    "byte_d16_hi": (1, "high"),
+    "short": (2, ""),
+    "short_d16_hi": (2, "high"),
+    "dword": (4, ""),
+    "dwordx2": (8, ""),
+    "dwordx4": (16, ""),
+    # LDS has other names.
+    "b8": (1, ""),
+    "b8_d16_hi": (1, "high"),
+    "b16": (2, ""),
+    "b32": (4, ""),
+    "b64": (8, ""),
+    "b128": (16, ""),
+}
