@@ -1,0 +1,1 @@
+"""AMD kernels, in FlyDSL."""

@@ -1,0 +1,125 @@
+"""From a variant to a code object and the facts that launch it. Needs no GPU, ROCm or torch.
+
+Only tests call this: no row of `VARIANTS` names these kernels, so nothing of them ships.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+import types
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jax_mx.testing.code_object import CodeObject
+from jax_mx.variants import Variant
+
+COMPILER = f"flydsl {version('flydsl')}, ziglang {version('ziglang')}"
+
+# What must be 0 of a kernel's metadata: bytes of scratch memory, registers kept elsewhere.
+SPILLS = ("private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
+
+
+def compile_variant(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:
+    """The code object of `variant` for `arch`, and the facts that launch its entries.
+
+    All entries have one `threads` and one `grid`, and take the scale layout as a scalar, its number
+    in `layouts.SCALE_LAYOUTS`. A process that did this cannot import CuTeDSL.
+
+    Raises:
+      NotImplementedError: there is no kernel for `variant`.
+      RuntimeError: the compiler gave no code object, or its kernels are not the entries asked for.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _prepare_process(Path(folder), arch)
+        from jax_mx.kernels.flydsl.quantize import kernel_of
+
+        _forbid_unaligned_accesses()
+        kernel = kernel_of(variant, arch)
+        image = _code_object(kernel.compile())
+    found = {symbol: kernel.metadata for symbol, kernel in CodeObject(image).kernels.items()}
+    symbols = sorted(found)
+    if symbols != kernel.symbols:
+        raise RuntimeError(f"{variant.name}.{arch}: expected {kernel.symbols}, got {symbols}")
+    threads = {tuple(facts[".reqd_workgroup_size"]) for facts in found.values()}
+    if threads != {tuple(kernel.launch["threads"])}:
+        raise RuntimeError(f"{variant.name}.{arch}: compiled for {threads} threads")
+    return image, {
+        "symbols": symbols,
+        "align": kernel.alignments,
+        "divide": list(kernel.divide),
+        **kernel.launch,
+        "usage": [
+            {
+                "registers": found[symbol][".vgpr_count"],
+                "stack": sum(found[symbol][f".{what}"] for what in SPILLS),
+                "shared": found[symbol][".group_segment_fixed_size"],
+            }
+            for symbol in symbols
+        ],
+    }
+
+
+def _prepare_process(folder: Path, arch: str) -> None:
+    """What FlyDSL reads of its environment, instead of a ROCm installation and of torch.
+
+    It runs $ROCM_PATH/llvm/bin/ld.lld, and imports torch for the names of a few types.
+    """
+    linker = folder / "llvm" / "bin" / "ld.lld"
+    linker.parent.mkdir(parents=True)
+    linker.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang ld.lld "$@"\n')
+    linker.chmod(0o755)
+    os.environ |= {
+        "ARCH": arch,  # of the code
+        "FLYDSL_GPU_ARCH": arch,  # of helpers that ask for it
+        "FLYDSL_RUNTIME_ENABLE_CACHE": "0",
+        "ROCM_PATH": str(folder),
+    }
+    if "torch" in sys.modules or importlib.util.find_spec("torch") is not None:
+        return
+    torch, cuda = types.ModuleType("torch"), types.ModuleType("torch.cuda")
+    names = ("bool", "float16", "bfloat16", "float32", "float64")
+    for name in (*names, *(f"{kind}{n}" for kind in ("int", "uint") for n in (8, 16, 32, 64))):
+        setattr(torch, name, type(name, (), {})())
+    torch.Tensor, cuda.Stream = type("Tensor", (), {}), type("Stream", (), {})
+    torch.cuda, cuda.is_available = cuda, lambda: False
+    sys.modules |= {"torch": torch, "torch.cuda": cuda}
+
+
+def _forbid_unaligned_accesses() -> None:
+    """Keeps LLVM from joining byte accesses to unaligned wide ones, as it may on Linux.
+
+    Whether those work is a setting of the chip. FlyDSL has no option for LLVM's features.
+    """
+    from flydsl.compiler.backends.rocm import RocmBackend
+
+    def options(opts: dict) -> str:
+        opts = {**opts, "features": "-unaligned-access-mode"} if "features" in opts else opts
+        return " ".join(f"{name}={value}" for name, value in opts.items())
+
+    RocmBackend._format_pass_opts = staticmethod(options)
+
+
+def _code_object(compiled: Any) -> bytes:
+    """The one code object of what FlyDSL compiled; it has no public way to it."""
+    from flydsl._mlir import ir
+    from flydsl._mlir.dialects import gpu
+
+    images: list[bytes] = []
+
+    def visit(op):
+        if op.name == "gpu.binary":
+            objects = ir.ArrayAttr(op.attributes["objects"])
+            images.extend(bytes(gpu.ObjectAttr(o).object) for o in objects)
+        return ir.WalkResult.ADVANCE
+
+    context = ir.Context()
+    context.load_all_available_dialects()
+    with context:
+        ir.Module.parse(compiled._keepalive.ir).operation.walk(visit)
+    if len(images) != 1:
+        raise RuntimeError(f"expected one code object, the compiler gave {len(images)}")
+    return images[0]

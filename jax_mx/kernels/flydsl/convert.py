@@ -1,0 +1,154 @@
+"""Arithmetic on single elements and scales; the only file in which AMD archs may differ.
+
+Naming: `word` is a 32-bit register with two 16-bit elements or one float32, lower element first.
+"""
+
+import flydsl.expr as fx
+from flydsl._mlir.dialects import llvm, rocdl
+from flydsl.expr import Float32, Uint32
+
+from jax_mx.formats import SCALE_NAN, Format
+
+_INF = 0x7F800000
+_SIGNS = 0x80808080
+
+
+def intrinsic(name: str, result, *operands):
+    """The result, of DSL type `result`, of an LLVM intrinsic."""
+    values = [operand.ir_value() for operand in operands]
+    return result(llvm.call_intrinsic(result.ir_type, name, values, [], []))
+
+
+def bytes_of(high: Uint32, low: Uint32, *select: int) -> Uint32:
+    """A word of four bytes, the first lowest: 0 to 3 are those of `low`, 4 to 7 of `high`."""
+    selector = sum(byte << 8 * i for i, byte in enumerate(select))
+    return intrinsic("llvm.amdgcn.perm", Uint32, high, low, Uint32(selector))
+
+
+def from_lane(word: Uint32, control: int) -> Uint32:
+    """The word of another lane of this row of 16, which must be active (DPP)."""
+    flags = [fx.Int32(control), fx.Int32(15), fx.Int32(15), fx.Boolean(True)]
+    return intrinsic("llvm.amdgcn.update.dpp.i32", Uint32, word, word, *flags)
+
+
+# DPP controls. Exchanges with lane ^ 1 and lane ^ 2; a maximum over all lanes of 4 also takes its
+# partners from the mirror image of 8 and, from 8 on, from half a row away.
+EXCHANGE = {1: 0xB1, 2: 0x4E}
+REDUCE = (EXCHANGE[1], EXCHANGE[2], 0x141, 0x128)
+
+
+def from_row(word: Uint32, distance: int) -> Uint32:
+    """The word of the lane that is 16 or 32 away, by exclusive or (LDS hardware, but no LDS)."""
+    if distance == 16:
+        return intrinsic("llvm.amdgcn.ds.swizzle", Uint32, word, fx.Int32(16 << 10 | 31))
+    address = (Uint32(fx.Int32(fx.thread_idx.x)) ^ Uint32(distance)) << 2
+    return intrinsic("llvm.amdgcn.ds.bpermute", Uint32, address, word)
+
+
+def magnitudes(word: Uint32, dtype: str) -> Uint32:
+    """The word without its elements' signs. As integers, magnitudes compare as values do."""
+    return word & Uint32(0x7FFFFFFF if dtype == "float32" else 0x7FFF7FFF)
+
+
+def larger(a: Uint32, b: Uint32, dtype: str) -> Uint32:
+    """Per element the larger of two words of magnitudes: NaN > Inf > finite."""
+    if dtype == "float32":
+        return intrinsic("llvm.umax.i32", Uint32, a, b)
+    pair = fx.Vector.make_type(2, fx.Uint16)
+    halves = [llvm.bitcast(pair, word.ir_value()) for word in (a, b)]
+    return Uint32(llvm.bitcast(Uint32.ir_type, llvm.call_intrinsic(
+        pair, "llvm.umax.v2i16", halves, [], [])))  # fmt: skip
+
+
+def elements(word: Uint32, dtype: str) -> list[Float32]:
+    """The word's elements in float32, exactly."""
+    if dtype == "float32":
+        return [word.bitcast(Float32)]
+    if dtype == "bfloat16":
+        return [(word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)]
+    halves = [fx.Uint16(word), fx.Uint16(word >> 16)]
+    return [half.bitcast(fx.Float16).to(Float32) for half in halves]
+
+
+def largest_bits(word: Uint32, dtype: str) -> Uint32:
+    """The float32 bits of the largest element of a word of magnitudes."""
+    if dtype == "float32":
+        return word
+    half = intrinsic("llvm.umax.i32", Uint32, word & Uint32(0xFFFF), word >> 16)
+    return elements(half, dtype)[0].bitcast(Uint32)
+
+
+def scale_of(amax: Uint32, format: Format, dtype: str, rounding: tuple[Uint32, Uint32]):
+    """Of a block: the E8M0 byte, the factor of its elements, whether it is poisoned.
+
+    `amax` is in float32 bits. The rule is `formats.Scaling.rounding`, whose two numbers come in as
+    run-time scalars.
+    """
+    round_add, round_exception = rounding
+    emax = Uint32(format.emax)
+    scale = intrinsic("llvm.umax.i32", Uint32, (amax + round_add) >> 23, emax) - emax
+    if dtype == "float32":  # 16-bit inputs never reach that value
+        scale = (amax == round_exception).select(Uint32(0), scale)
+    # 2^(127 - scale): of a finite block the scale is at most 253, so this is a normal number.
+    inverse = ((Uint32(254) - scale) << 23).bitcast(Float32)
+    poisoned = amax >= Uint32(_INF)
+    return poisoned.select(Uint32(SCALE_NAN), scale), inverse, poisoned
+
+
+def poison_mask(poisoned: list) -> Uint32:
+    """For `pack_four`: 0xFF for each byte of a word whose block, of these four, is poisoned."""
+    if all(p is poisoned[0] for p in poisoned):  # one block
+        return poisoned[0].select(Uint32(0xFFFFFFFF), Uint32(0))
+    word = Uint32(0)
+    for i, p in enumerate(poisoned):
+        word = word | p.select(Uint32(0xFF << 8 * i), Uint32(0))
+    return word
+
+
+def pack_four(x: list[Float32], inverse: list, poison: Uint32, format: Format, arch: str) -> Uint32:
+    """Four codes, rounded to nearest even and saturated; NaN where `poison` has a byte."""
+    scaled = [value * factor for value, factor in zip(x, inverse, strict=True)]
+    pack = {"gfx942": _pack_as_integers, "gfx950": _pack_in_hardware}[arch]
+    return (pack(scaled, format) & ~poison) | (Uint32(format.nan_code * 0x01010101) & poison)
+
+
+def _pack_in_hardware(x: list[Float32], format: Format) -> Uint32:
+    """The conversion itself gives NaN or infinity beyond the largest value: clamp first."""
+    limits = Float32(-format.max), Float32(format.max)
+    x = [intrinsic("llvm.amdgcn.fmed3.f32", Float32, value, *limits).ir_value() for value in x]
+    convert = rocdl.cvt_pk_fp8_f32 if format.mantissa_bits == 3 else rocdl.cvt_pk_bf8_f32
+    low = convert(Uint32.ir_type, x[0], x[1], Uint32(0).ir_value(), False)
+    return Uint32(convert(Uint32.ir_type, x[2], x[3], low, True))
+
+
+def _pack_as_integers(x: list[Float32], format: Format) -> Uint32:
+    """gfx942 converts to FNUZ, other numbers than OCP's, so this rounds by a float32 addition.
+
+    Adding 2^(23 - mantissa_bits) times the element's power of two, at least that of the smallest
+    normal number, rounds to the format's step. The sum's mantissa then counts steps from that power
+    of two, which is the code once the exponent is brought in: 2^mantissa_bits steps a binade.
+    """
+    shift = 23 - format.mantissa_bits
+    least = 127 + 1 - format.bias
+    codes = []
+    for value in x:
+        magnitude = intrinsic(
+            "llvm.minnum.f32", Float32, intrinsic("llvm.fabs.f32", Float32, value),
+            Float32(format.max),
+        )  # fmt: skip
+        binade = magnitude.bitcast(Uint32) & Uint32(_INF)
+        binade = intrinsic("llvm.umax.i32", Uint32, binade, Uint32(least << 23))
+        total = intrinsic(
+            "llvm.fma.f32", Float32, binade.bitcast(Float32), Float32(2.0**shift), magnitude
+        ).bitcast(Uint32)
+        # The exponent field, shifted down to the mantissa's top, is 2^mantissa_bits times itself.
+        bias = (least + shift) << format.mantissa_bits
+        codes.append(total + (total >> shift) - Uint32(bias))
+    low, high = bytes_of(codes[1], codes[0], 0, 4, 0, 4), bytes_of(codes[3], codes[2], 0, 4, 0, 4)
+    bits = [value.bitcast(Uint32) for value in x]
+    sign = bytes_of(
+        bytes_of(bits[3], bits[2], 3, 7, 3, 7), bytes_of(bits[1], bits[0], 3, 7, 3, 7), 0, 1, 4, 5
+    )
+    return (bytes_of(high, low, 0, 1, 4, 5) & Uint32(~_SIGNS & 0xFFFFFFFF)) | (
+        sign & Uint32(_SIGNS)
+    )

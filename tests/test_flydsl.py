@@ -1,0 +1,285 @@
+"""The AMD kernels: compiled here, executed in the emulator, compared with the reference.
+
+There is no handler in between: `Binary` launches by the same facts that a handler will be given.
+"""
+
+import collections
+import functools
+import importlib.util
+import math
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import GOLDEN_SETS, golden_input, op_of, random_bits
+
+from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3, MXFP8_E5M2, Scaling
+from jax_mx.forms import FORMS
+from jax_mx.layouts import SCALE_LAYOUTS
+from jax_mx.variants import VARIANTS, Variant
+
+pytest.importorskip("tinygrad")
+pytest.importorskip("jax_mx.kernels")  # not in a wheel
+if importlib.util.find_spec("flydsl") is None:  # only found: one process cannot hold both DSLs
+    pytest.skip("flydsl is not installed", allow_module_level=True)
+
+from tinygrad.renderer.amd import decode_inst
+
+from jax_mx.kernels.flydsl.compile import compile_variant
+from jax_mx.testing.code_object import ARCHS, CodeObject
+from jax_mx.testing.emulator import ORDERS, Emulator
+from jax_mx.testing.memory import Fault, Global
+
+TESTED = [
+    Variant("quantize", "flydsl", form, dtype, (format,) * len(FORMS[form].results))
+    for form in ("last", "second_transposed", "both_transposed")
+    for dtype, format in (("bfloat16", MXFP8_E4M3), ("float32", MXFP8_E5M2))
+]
+each_variant = pytest.mark.parametrize("variant", TESTED, ids=lambda v: v.name)
+each_arch = pytest.mark.parametrize("arch", sorted(ARCHS.values()))
+
+
+class Binary:
+    """A compiled variant, and launches of it."""
+
+    def __init__(self, variant: Variant, image: bytes, facts: dict):
+        self.variant, self.image, self.facts = variant, image, facts
+        self.code = CodeObject(image)
+        self.emulator = Emulator(self.code)
+
+    def shapes(self, shape, layout: str) -> list[tuple[int, ...]]:
+        """Of the buffers for an x of this shape, as the form views them."""
+        form = FORMS[self.variant.form]
+        axis = -1 if self.variant.form == "last" else -2
+        view, _ = form.view(shape, (None,) * len(shape), axis)
+        shapes = [view]
+        for result, format in zip(form.results, self.variant.formats, strict=True):
+            shapes.append(result.values_shape(view, format))
+            shapes.append(result.scales_shape(view, SCALE_LAYOUTS[layout]))
+        return shapes
+
+    def takes(self, entry: int, shapes) -> bool:
+        """Whether an entry is for buffers of these shapes, if they are aligned."""
+        return all(
+            extent(shapes, *where) % divisor == 0
+            for its, *where, divisor in self.facts["divide"]
+            if its == entry
+        )
+
+    def launch(self, entry, shape, layout, scaling, memory, addresses, order, last_slab=False):
+        """The launch rule; `last_slab`: only those workgroups."""
+        shapes = self.shapes(shape, layout)
+        names = {"scale_layout": list(SCALE_LAYOUTS).index(layout)}
+        for i, format in enumerate(self.variant.formats):
+            pair = Scaling(scaling).rounding(format)
+            names |= zip((f"round_add_{i}", f"round_exception_{i}"), pair, strict=True)
+        scalars = [
+            (size, names[rule] if isinstance(rule, str) else extent(shapes, *rule))
+            for size, rule in self.facts["scalars"]
+        ]
+        grid = [1, 1, 1]
+        for axis, *where, divisor in self.facts["grid"]:
+            grid[axis] *= -(-extent(shapes, *where) // divisor)
+        symbol = self.facts["symbols"][entry]
+        kernel = self.code.kernels[symbol]
+        values = [(8, address) for address in addresses] + scalars
+        block = bytearray(kernel.arguments)
+        for parameter, (size, value) in zip(kernel.parameters, values, strict=True):
+            assert parameter.size == size
+            at = slice(parameter.offset, parameter.offset + size)
+            block[at] = value.to_bytes(size, "little", signed=True)
+        groups = None
+        if last_slab:
+            groups = range(grid[0] - grid[0] // shape[0], grid[0])
+        threads = self.facts["threads"]
+        if math.prod(grid):
+            self.emulator.launch(symbol, grid, threads, bytes(block), memory, order, groups)
+
+
+def extent(shapes, buffer: int, start: int, end: int) -> int:
+    """As ffi/launch.cc has it; of buffer -1 the constant `start`."""
+    return start if buffer < 0 else math.prod(shapes[buffer][start:end])
+
+
+@pytest.fixture(scope="module")
+def binaries():
+    """Each variant for each arch, compiled in other processes while tests run."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        jobs = [(variant, arch) for variant in TESTED for arch in sorted(ARCHS.values())]
+        futures = {job: pool.submit(compile_variant, *job) for job in jobs}
+
+        @functools.cache
+        def binary(variant, arch) -> Binary:
+            return Binary(variant, *futures[variant, arch].result())
+
+        yield binary
+
+
+# ---- inputs, results ---
+def floats(dtype, key) -> np.ndarray:
+    """Random bits of a shape, or the golden sets."""
+    if key != "golden":
+        return random_bits(key, dtype, seed=len(key))
+    with np.errstate(over="ignore", invalid="ignore"):
+        sets = [golden_input(name).ravel().astype(FLOAT_DTYPES[dtype]) for name in GOLDEN_SETS]
+    x = np.concatenate(sets)
+    return np.ascontiguousarray(x[: len(x) // 2048 * 2048].reshape(-1, 64))
+
+
+@functools.lru_cache(maxsize=64)
+def expected(variant, key, layout, scaling):
+    """The input's shape, its bytes, and those of the results."""
+    x = floats(variant.dtype, key)
+    _, op = op_of(variant, scale_layout=layout, scaling=scaling)
+    results = jax.jit(functools.partial(op, implementation="xla"))(jnp.asarray(x))
+    leaves = [np.asarray(leaf).view(np.uint8).ravel() for leaf in jax.tree.leaves(results)]
+    return x.shape, x.reshape(-1).view(np.uint8), leaves
+
+
+def placed(data: np.ndarray, align: int, keep: bool) -> np.ndarray:
+    """A copy, or poison of its size, at an address that is aligned to `align` and no more."""
+    room = np.full(len(data) + 128, 0xA7, np.uint8)
+    skew = -room.__array_interface__["data"][0] % 64 + align
+    window = room[skew : skew + len(data)]
+    if keep:
+        window[:] = data
+    return window
+
+
+def results_of(binary, entry, key, layout, scaling, order) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Pairs: the bytes of a launch, and the right ones."""
+    shape, x, want = expected(binary.variant, key, layout, scaling)
+    memory, arrays, addresses = Global(), [], []
+    for i, data in enumerate([x, *want]):
+        arrays.append(placed(data, binary.facts["align"][entry][i], keep=i == 0))
+        addresses.append(memory.add(arrays[-1], writable=i > 0, name=f"buffer {i}"))
+    binary.launch(entry, shape, layout, scaling, memory, addresses, order)
+    return list(zip(arrays[1:], want, strict=True))
+
+
+def check(binary, entry, key, layout, scaling="rceil", order="lockstep") -> None:
+    for i, (got, want) in enumerate(results_of(binary, entry, key, layout, scaling, order)):
+        bad = np.flatnonzero(got != want)
+        where = f"entry {entry} {key} {layout} {scaling} {order}: result {i}"
+        assert not len(bad), f"{where}: {len(bad)} of {len(got)} differ, first at {bad[:5]}"
+
+
+EDGES = {  # tails, odd lengths, slabs, one block; for entry 0, then 1, then 0
+    "last": [(2, 33, 96), (3, 129, 32), (1, 32)],
+    "second": [(2, 160, 144), (2, 96, 33), (32, 16)],
+    "both": [(2, 96, 160), (2, 32, 288), (32, 32)],
+}
+
+
+@each_variant
+@each_arch
+def test_bits(variant, arch, binaries):
+    """Every entry with every layout; scalings and orders of the waves in turn."""
+    binary, ran = binaries(variant, arch), set()
+    for i, shape in enumerate(EDGES[variant.form.removesuffix("_transposed")]):
+        for j, layout in enumerate(SCALE_LAYOUTS):
+            scaling = [*Scaling][(i + j) % len(Scaling)].value
+            entry = i % 2
+            assert entry or binary.takes(0, binary.shapes(shape, layout))
+            waits = binary.facts["usage"][entry]["shared"] > 0  # else no order is another
+            order = ORDERS[(i + j) % len(ORDERS)] if waits else "lockstep"
+            check(binary, entry, shape, layout, scaling, order)
+            ran.add((entry, layout))
+    assert len(ran) == len(binary.facts["symbols"]) * len(SCALE_LAYOUTS)
+
+
+@each_variant
+@each_arch
+def test_golden_inputs(variant, arch, binaries):
+    """Ties, subnormals, NaN, infinities, the edges of each binade; with every scaling."""
+    for scaling in Scaling:
+        check(binaries(variant, arch), 0, "golden", "row_major", scaling.value)
+
+
+@each_variant
+@each_arch
+def test_addresses_past_4_gib(variant, arch, binaries):
+    """The last slab of a tensor of 2^33 elements, of which nothing else exists."""
+    binary = binaries(variant, arch)
+    slabs = (1 << 33) // (256 * 256)
+    for entry, layout in enumerate(("row_major", "shuffled_32x8")):  # which pad nothing here
+        _, x, want = expected(variant, (1, 256, 256), layout, "rceil")
+        memory, outs, addresses = Global(), [], []
+        for i, data in enumerate([x, *want]):
+            align = binary.facts["align"][entry][i]
+            outs.append(placed(data, align, keep=i == 0))
+            base = (0x7F00 + 16 * i << 32) + align % 16
+            at = base + (slabs - 1) * len(data)
+            memory.add(outs[-1], writable=i > 0, name=f"buffer {i}", address=at)
+            addresses.append(base)
+        shape = (slabs, 256, 256)
+        binary.launch(entry, shape, layout, "rceil", memory, addresses, "lockstep", last_slab=True)
+        for i, (got, right) in enumerate(zip(outs[1:], want, strict=True)):
+            assert (got == right).all(), f"result {i}: {np.flatnonzero(got != right)[:5]}"
+
+
+def test_nothing_spills_and_nothing_ships(binaries):
+    for variant in TESTED:
+        for arch in ARCHS.values():
+            usage = binaries(variant, arch).facts["usage"]
+            assert not any(entry["stack"] for entry in usage), variant.name
+    assert {variant.implementation for variant in VARIANTS} == {"cutedsl"}
+
+
+# ---- would these tests notice? ---
+SAMPLE = 100  # changes of each kernel
+UNOBSERVABLE = ("s_nop", "s_waitcnt")  # time, which the emulator does not model
+
+
+@pytest.mark.parametrize(
+    "variant,arch,cases",
+    [
+        (TESTED[0], "gfx950", [("row_major", "rceil"), ("blocked_128x4", "even")]),
+        (TESTED[2], "gfx942", [("row_major", "rceil"), ("shuffled_32x8", "even")]),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_changed_bits_are_noticed(variant, arch, cases, binaries):
+    """Single-bit changes of the code: other bytes come out, or the emulator faults or refuses."""
+    original = binaries(variant, arch)
+    binary = Binary(variant, original.image, original.facts)
+    shape = (65, 96) if variant.form == "last" else (96, 80)
+
+    def passes() -> bool:
+        return all(
+            (got == want).all()
+            for case in cases
+            for got, want in results_of(binary, 0, shape, *case, "serial")
+        )
+
+    assert passes()
+    code, emulator = binary.code, binary.emulator
+    emulator.limit = 300
+    whole = dict(emulator._steps)
+    bits = [
+        (pc, bit) for pc, (_, size, name) in whole.items() for bit in range(8 * size)
+        if name not in UNOBSERVABLE
+    ]  # fmt: skip
+    outcomes, survivors = collections.Counter(), []
+    for i in np.random.default_rng(0).permutation(len(bits))[:SAMPLE]:
+        pc, bit = bits[i]
+        before = bytes(code.memory[pc : pc + 16])
+        code.memory[pc + bit // 8] ^= 1 << bit % 8
+        emulator._steps = {at: step for at, step in whole.items() if at != pc}
+        try:
+            outcome = "survived" if passes() else "other bytes"
+        except Fault:
+            outcome = "fault"
+        except NotImplementedError:
+            outcome = "refused"
+        outcomes[outcome] += 1
+        if outcome == "survived":
+            survivors.append(f"bit {bit} of {decode_inst(before, 'cdna')}")
+        code.memory[pc : pc + 16] = before
+    print(f"{variant.name}.{arch}: {dict(outcomes)}", *survivors, sep="\n")  # with pytest -s
+    assert outcomes["survived"] < SAMPLE / 4
