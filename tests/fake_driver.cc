@@ -44,11 +44,11 @@ int cuLibraryGetKernel(void** kernel, void*, const char* symbol) {
   return 0;
 }
 int cuKernelGetFunction(void** function, void* kernel) { *function = kernel; return 0; }
-// As quantize's kernel for the last axis: three pointers, two int64, five int32.
+// As quantize's kernel for the last axis: three pointers, two int64, four int32.
 int cuKernelGetParamInfo(void*, size_t index, size_t* offset, size_t* size) {
   *offset = 0;
   *size = index < 5 ? 8 : 4;
-  return index < 10 ? 0 : 1;
+  return index < 9 ? 0 : 1;
 }
 int cuStreamIsCapturing(void*, int* status) { *status = 0; return 0; }
 int cuLaunchKernel(void* kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
@@ -57,7 +57,7 @@ int cuLaunchKernel(void* kernel, unsigned gx, unsigned gy, unsigned gz, unsigned
   const int64_t n = *static_cast<int64_t*>(params[3]);
   const int entry = static_cast<Kernel*>(kernel)->symbol.back() - '0';
   last = {entry, {gx, gy, gz}, {bx, by, bz},
-          {n, *static_cast<int32_t*>(params[8]), *static_cast<int32_t*>(params[9])}};
+          {n, *static_cast<int32_t*>(params[7]), *static_cast<int32_t*>(params[8])}};
   ++launches;
   std::memset(*static_cast<void**>(params[1]), 0x40 + entry, static_cast<size_t>(n));
   std::memset(*static_cast<void**>(params[2]), 0x70 + entry, static_cast<size_t>(n / 32));

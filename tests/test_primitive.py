@@ -449,9 +449,11 @@ def test_the_partitioner_splits_the_custom_call():
         from test_primitive import *
         from jax.interpreters import mlir
 
-        facts = {{**artifacts.manifest()[f"{{VARIANTS[0].name}}.sm_90a"], "scalars": []}}
+        facts = artifacts.manifest()[f"{{VARIANTS[0].name}}.sm_90a"]
+        rule = {{**facts["launches"]["row_major"], "scalars": []}}
+        facts = {{**facts, "launches": {{"row_major": rule}}}}
         image = (artifacts.BINARIES / facts["file"]).read_bytes()
-        kernels = {{"sm_90": artifacts.Artifact(image, facts).attributes({{}})}}
+        kernels = {{"sm_90": artifacts.Artifact(image, facts).attributes("row_major", {{}})}}
         lowering = functools.partial(primitive._call, kernels=kernels)
         for p in (primitive.quantize_p, primitive.dequantize_p):
             mlir.register_lowering(p, lowering, platform="cpu")
