@@ -16,6 +16,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     PAD,
     Kernel,
     Strip,
+    by_vector,
     load_anywhere,
     locate,
     offset_in_tiles,
@@ -209,7 +210,6 @@ class Tiled(Kernel):
 
         rV = cute.make_rmem_tensor((n, depth), Uint8)
         rV.fill(Uint8(0))
-        factors = [Uint32(127)] * (n * depth)
         inside = (first < rows) & (left < cols)
         if inside:
             self.load(values, rV, batch, first, left, rows, cols)
@@ -230,11 +230,7 @@ class Tiled(Kernel):
         if const_expr(self.how.transpose):
             self.store_transposed(y, floats, at, row, col, rows, cols)
         elif const_expr(self.aligned):
-            vectors = cols // n
-            stride = (Int64(vectors) * n, n, 1)
-            mY = cute.make_tensor(
-                y, cute.make_layout((Int64(batch + 1) * rows, vectors, n), stride=stride)
-            )
+            mY = by_vector(y, Int64(batch + 1) * rows, cols, n)
             for i in range_constexpr(depth):
                 if (first + i < rows) & (left < cols):
                     rY = fragment(convert.round_all(floats[i], self.dtype), self.dtype)
@@ -252,11 +248,7 @@ class Tiled(Kernel):
         depth: cutlass.Constexpr = self.tile.depth
         top = Int64(batch) * rows + first
         if const_expr(self.aligned):
-            vectors = cols // n
-            stride = (Int64(vectors) * n, n, 1)
-            mV = cute.make_tensor(
-                values, cute.make_layout((Int64(batch + 1) * rows, vectors, n), stride=stride)
-            )
+            mV = by_vector(values, Int64(batch + 1) * rows, cols, n)
             for i in range_constexpr(depth):
                 if first + i < rows:
                     cute.autovec_copy(mV[top + i, left // n, None], rV[None, i])
@@ -299,8 +291,8 @@ class Tiled(Kernel):
             if const_expr(self.aligned):
                 n: cutlass.Constexpr = self.vector
                 vectors = Int64(batch + 1) * (rows // BLOCK) * (cols // n)
-                by_vector = cute.make_tensor(scales, cute.make_layout((vectors, n), stride=(n, 1)))
-                cute.autovec_copy(by_vector[offset // n, None], rS)
+                mVectors = cute.make_tensor(scales, cute.make_layout((vectors, n), stride=(n, 1)))
+                cute.autovec_copy(mVectors[offset // n, None], rS)
             else:
                 for j in range_constexpr(self.vector):
                     if left + j < cols:

@@ -92,6 +92,14 @@ def with_alignment(pointer, dtype, align: int):
     return cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
 
 
+def by_vector(pointer, rows, cols, n: int):
+    """An array (rows, cols) as (rows, cols // n, n); the stride shows that n divides it."""
+    vectors = cols // n
+    return cute.make_tensor(
+        pointer, cute.make_layout((rows, vectors, n), stride=(Int64(vectors) * n, n, 1))
+    )
+
+
 # ---- scales ---
 @cute.jit
 def offset_in_tile(layout: cutlass.Constexpr, row: Int32, col: Int32):

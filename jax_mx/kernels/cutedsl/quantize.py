@@ -25,6 +25,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     PAD,
     Kernel,
     Strip,
+    by_vector,
     load_anywhere,
     locate,
     offset_in_tiles,
@@ -310,12 +311,7 @@ class Tiled(Kernel):
         rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
         m = blocks_m * BLOCK
         first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
-        vectors = k // self.vector
-        layout = cute.make_layout(
-            (Int64(batch + 1) * m, vectors, self.vector),
-            stride=(Int64(vectors) * self.vector, self.vector, 1),
-        )
-        mX = cute.make_tensor(x, layout)
+        mX = by_vector(x, Int64(batch + 1) * m, k, self.vector)
         top = Int64(batch) * m + first
         if (first < m) & (left < k):
             for i in range_constexpr(self.rows):
@@ -477,10 +473,7 @@ class Tiled(Kernel):
         first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
         top = Int64(batch) * m + first
         n: cutlass.Constexpr = self.vector
-        vectors = k // n
-        stride = (Int64(vectors) * n, n, 1)
-        by_vector = cute.make_layout((Int64(batch + 1) * m, vectors, n), stride=stride)
-        mV = cute.make_tensor(values, by_vector)
+        mV = by_vector(values, Int64(batch + 1) * m, k, n)
         if (first < m) & (left < k):
             for i in range_constexpr(self.rows):
                 rV = self.quantized_row(rX, inverses, result, i)
@@ -559,12 +552,7 @@ class Tiled(Kernel):
         chunks = cute.make_tensor(
             sV, cute.make_layout((self.tile.cols, per_column, 16), stride=(height, 16, 1))
         )
-        mV = cute.make_tensor(
-            values,
-            cute.make_layout(
-                (Int64(batch + 1) * k, m // 16, 16), stride=(Int64(m // 16) * 16, 16, 1)
-            ),
-        )
+        mV = by_vector(values, Int64(batch + 1) * k, m, 16)
         for step in range_constexpr(self.tile.cols * per_column // self.tile.threads):
             index = step * self.tile.threads + tid
             chunk, col = index % per_column, index // per_column
