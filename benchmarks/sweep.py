@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
-from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3
+from jax_mx.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
 from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.variants import VARIANTS, Variant
 
@@ -45,11 +45,15 @@ def candidates(variant: Variant) -> Iterator[Any]:
             if 32 <= in_flight <= 256 and fits:
                 yield kernel.Strip(threads, elements, unroll)
     elif variant.op == "quantize":  # Tiled: how many tiles, and in which order
-        for (down, across), band in itertools.product(((4, 2), (8, 2), (4, 4)), (1, 16)):
+        for (down, across), band in itertools.product(((1, 8), (4, 2), (8, 2), (4, 4)), (1, 64)):
             yield quantize.Tiling(down, across, band)
     else:
-        for warps, depth, band in itertools.product((4, 8, 16), (2, 4, 8), (1, 16)):
-            yield dequantize.Tiling(warps, depth, band)
+        transposed = variant.form.endswith("_transposed")
+        depth = 8 if itemsize == 2 or transposed else 4
+        sizes = ((4, 1), (4, 2), (8, 1)) if transposed else ((2, 2), (4, 1), (8, 1), (2, 4))
+        for (down, across), band in itertools.product(sizes, (1, 64)):
+            if transposed or (down * depth * 4 // itemsize) % BLOCK == 0:  # whole blocks
+                yield dequantize.Tiling(down, across, depth, band)
 
 
 def build(folder: Path, arch: str, variants: list[Variant]) -> None:

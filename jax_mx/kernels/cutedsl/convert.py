@@ -166,6 +166,26 @@ def funnel(low: Uint32, high: Uint32, bits: Uint32, *, loc=None, ip=None) -> Uin
 
 
 @dsl_user_op
+def bytes_of(low: Uint32, high: Uint32, select: int, *, loc=None, ip=None) -> Uint32:
+    """A word of four bytes, by the digits of `select`, the lowest byte's last: 0 to 3 of `low`."""
+    return cute.arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, 0x{select:04x};",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def turned_four(words: list) -> list:
+    """Four words of four bytes, transposed."""
+    a, b = bytes_of(words[0], words[1], 0x5140), bytes_of(words[0], words[1], 0x7362)
+    c, d = bytes_of(words[2], words[3], 0x5140), bytes_of(words[2], words[3], 0x7362)
+    halves = [(a, c, 0x5410), (a, c, 0x7632), (b, d, 0x5410), (b, d, 0x7632)]
+    return [bytes_of(low, high, select) for low, high, select in halves]
+
+
+@dsl_user_op
 def _multiply_bf16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
     return cute.arch.inline_ptx(
         "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};",

@@ -1,7 +1,8 @@
 """MX dequantize on NVIDIA, in CuTeDSL. Matches reference.dequantize bit for bit.
 
 The same two ways to cut the work as quantize.py: `Flat` for blocks along the last axis, `Tiled` for
-all that knows rows, also transposed. Scales are read where they lie, a byte for many elements.
+all that knows rows; and `Turned` for what is transposed. Scales are read where they lie, a byte for
+many elements.
 """
 
 import dataclasses
@@ -27,9 +28,12 @@ from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import Variant
 
 # By bytes of a float: 16 bytes a thread and store, more would leave gaps between those of a warp.
-# H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21: bf16 302 us, 395 us; twice the steps 308,
-# 404; one step 315, 411; twice the elements 355, 464. f32 515 us; twice the steps 532.
-STRIPS = {2: Strip(threads=256, elements=8, unroll=2), 4: Strip(threads=256, elements=4, unroll=4)}
+# H200, (8, 5120, 5120), (8, 7168, 7168) and (65536, 8192), 2026-11-21, bf16 in us, (threads,
+# unroll): (128, 2) 154.9, 302.3, 394.3; (64, 2) 155.3, 302.3, 394.2; (256, 2) 155.9, 302.7, 394.8;
+# (512, 2) 156.6, 305.0, 397.9; (128, 3) 156.0, 303.8, 396.4; (128, 4) 156.0, 304.6, 397.1;
+# (128, 1) 159.1, 311.9, 406.8; 16 elements 355 at the second. Stores with .cs, .wt or .cg, or loads
+# without L1, make no difference above 0.5 %. f32 (256, 4) 515 us; (256, 8) 532.
+STRIPS = {2: Strip(threads=128, elements=8, unroll=2), 4: Strip(threads=256, elements=4, unroll=4)}
 
 
 class Flat(Kernel):
@@ -124,32 +128,47 @@ ARRANGEMENTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a thread block of `Tiled` covers: `warps` below each other, each 128 codes wide."""
+    """What a thread block covers, in warps: of `Tiled` a warp is 128 codes wide."""
 
-    warps: int
-    depth: int  # rows of a lane
+    down: int
+    across: int = 1
+    depth: int = 8  # rows of a lane
     band: int = 1  # how many thread blocks follow each other down before the next ones across
 
 
-def tiling(how: Arrangement, itemsize: int) -> Tiling:
+def tiling(how: Arrangement, itemsize: int, layout: ScaleLayout, aligned: bool) -> Tiling:
     """The tiling of an entry.
 
-    H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21, in us, (warps, depth):
+    H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21, in us, (down, across, depth, band); tiles
+    are those of scales:
 
-    second             bf16 (4, 8) 308, 399; (8, 4) 334, 430; (8, 8) 332, 431. f32 (8, 4) 520
-    last_transposed    bf16 (8, 8) 329, 436; (4, 8) 349, 480; (8, 4) 355, 486. f32 (8, 4) 614
-    second_transposed  bf16 (4, 8) 350, 482; (8, 4) 352, 486; (8, 8) 394, 521. f32 (8, 4) 616
+    second             bf16 (2, 2, 8) 305, 395; (4, 1, 8) 309, 399; (2, 4, 8) 319, 415;
+                       (1, 4, 16) 313, 405. f32 (8, 1, 4) 513; (4, 1, 8) 516
+    last_transposed    bf16 (4, 2, 8, 64) 310, 436; band 1 322, 453; (8, 1, 8, 64) 318, 445;
+                       (4, 1, 8, 64) 319, 458. f32 (4, 2, 8) 548; (4, 1, 8) 558
+    second_transposed  bf16 (4, 1, 8, 64) 322, 466; (4, 2, 8, 64) 360, 465, tiles 312, 420;
+                       (8, 1, 8, 64) 367, 488. f32 (4, 2, 8) 550; (4, 1, 8) 559
+    square_transposed  bf16 (4, 2, 8, 64) 308, 439; band 1 318, 450
+    unaligned rows     (8, 7168, 7165): second bf16 (2, 4, 8) 418; (2, 2, 8) 425; (4, 1, 8) 455
+
+    Transposed floats that pass through shared memory as floats, not as codes: 329, 469; 346, 503.
     """
-    if itemsize == 4:
-        return Tiling(8, 4)
-    return Tiling(8 if how.transpose and how.blocks != "row" else 4, 8)
+    short = itemsize == 2
+    if how.transpose and aligned:
+        narrow = short and how.blocks == "row" and not layout.is_tiled
+        return Tiling(4, 1 if narrow else 2, band=64)
+    if not short:
+        return Tiling(8, depth=4)
+    if not how.transpose:
+        return Tiling(2, 2 if aligned else 4)
+    return Tiling(8 if how.blocks != "row" else 4)
 
 
-COLS = 128
+class Matrix(Kernel):
+    """Codes that lie as (batch, R, C); what the kernels of such arrays share.
 
-
-class Tiled(Kernel):
-    """Codes that lie as (batch, R, C) -> floats that lie so, or as (batch, C, R)."""
+    Subclasses give the tile, `rows` x `cols` codes, and `vector`, which must divide rows of codes.
+    """
 
     float_first = False
 
@@ -158,12 +177,9 @@ class Tiled(Kernel):
     ):
         super().__init__(variant, layout, aligned)
         self.how = ARRANGEMENTS[variant.form]
-        self.tile = tile or tiling(self.how, self.itemsize)
-        self.vector = 16 // self.itemsize  # codes of one load, floats of one store
-        self.lanes = COLS // self.vector  # across a warp
-        self.rows = self.tile.warps * self.tile.depth * 32 // self.lanes  # of a tile
-        self.threads = 32 * self.tile.warps
-        self.elements_per_thread = self.vector * self.tile.depth
+        self.tile = tile or tiling(self.how, self.itemsize, layout, aligned)
+        self.threads = 32 * self.tile.down * self.tile.across
+        self.cut()
         square = self.how.blocks == "square"
         lead, *extents = ((0, -4), (-4, -3), (-3, -2)) if square else ((0, -3), (-3, -2), (-2, -1))
         self.extents = [[4, [0, *axes]] for axes in extents]
@@ -174,37 +190,210 @@ class Tiled(Kernel):
         )
         self.grid = [
             [0, *of_r, self.rows // r_unit],
-            [0, *of_c, COLS // c_unit],
+            [0, *of_c, self.cols // c_unit],
             [0, *lead, 1],
         ]
         # Rows of whole vectors; those of transposed floats too. What counts blocks is whole.
         self.divide = [[0, *of_c, self.vector]] if c_unit == 1 else []
         if self.how.transpose and r_unit == 1:
-            self.divide.append([0, *of_r, self.vector])
+            self.divide.append([0, *of_r, 16 // self.itemsize])
+
+    def cut(self) -> None:
+        """Sets `rows`, `cols`, `vector` and `elements_per_thread`."""
+        raise NotImplementedError
 
     def turned(self, pair):
         """A pair of the view's extents in the order (R, C)."""
         return [*pair][:: -1 if self.how.swap else 1]
 
+    def sizes(self, scalars):
+        """R and C."""
+        return self.turned(
+            size * (BLOCK if blocks else 1)
+            for size, blocks in zip(scalars, self.how.extents, strict=True)
+        )
+
+    def place(self, rows, cols):
+        """(batch, row, column) of this thread block's tile."""
+        bid, _, _ = cute.arch.block_idx()
+        tiles_r, tiles_c = (rows + self.rows - 1) // self.rows, (cols + self.cols - 1) // self.cols
+        return place_of(bid, tiles_r, tiles_c, self.tile.band)
+
+
+class Turned(Matrix):
+    """Aligned codes that lie as (batch, R, C) -> floats that lie as (batch, C, R).
+
+    Codes are turned in shared memory, a byte each, and become floats on their way out.
+    """
+
+    vector = 16
+
+    def cut(self) -> None:
+        """A warp has 32 x 128 codes, a lane `depth` rows of a vector."""
+        self.rows, self.cols = BLOCK * self.tile.down, 128 * self.tile.across
+        self.elements_per_thread = 8 * self.vector
+
     @cute.kernel
     def kernel(self, pointers, scalars):
         values, scales, y = pointers
-        sizes = [
-            size * (BLOCK if blocks else 1)
-            for size, blocks in zip(scalars, self.how.extents, strict=True)
-        ]
-        rows, cols = self.turned(sizes)
+        rows, cols = self.sizes(scalars)
         tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        tiles_r, tiles_c = (rows + self.rows - 1) // self.rows, (cols + COLS - 1) // COLS
-        at = place_of(bid, tiles_r, tiles_c, self.tile.band)
+        at = self.place(rows, cols)
+        batch, tile_r, tile_c = at
+        lane, warp = tid % 32, tid // 32
+        row = warp % self.tile.down * BLOCK + lane // 8 * 8
+        col = warp // self.tile.down * 128 + lane % 8 * self.vector
+        first, left = tile_r * self.rows + row, tile_c * self.cols + col
+        n: cutlass.Constexpr = self.vector
+
+        rV = cute.make_rmem_tensor((n, 8), Uint8)
+        rV.fill(Uint8(0))
+        mV = by_vector(values, Int64(batch + 1) * rows, cols, n)
+        if left < cols:
+            for i in range_constexpr(8):
+                if first + i < rows:
+                    cute.autovec_copy(
+                        mV[Int64(batch) * rows + first + i, left // n, None], rV[None, i]
+                    )
+        sV = cute.arch.alloc_smem(Uint8, self.rows * self.cols, alignment=128)
+        blocks: cutlass.Constexpr = (self.cols if self.how.blocks == "row" else self.rows) // BLOCK
+        others: cutlass.Constexpr = {"row": self.rows, "column": self.cols}.get(
+            self.how.blocks, self.cols // BLOCK
+        )
+        sF = cute.make_tensor(
+            cute.arch.alloc_smem(cutlass.Float32, blocks * others, alignment=16),
+            cute.make_layout((others, blocks)),
+        )
+        self.stage_factors(sF, scales, at, tid, rows, cols)
+        # A column's chunks of 16 bytes are permuted by its vector: else lanes across would all
+        # write to the same banks.
+        height: cutlass.Constexpr = self.rows
+        columns = cute.make_tensor(
+            sV, cute.make_layout((self.cols, height // 16, 2, 8), stride=(height, 16, 8, 1))
+        )
+        rW = cute.recast_tensor(rV, Uint32)
+        chunk = (row // 16) ^ (col // n % min(8, height // 16))
+        for w in range_constexpr(n // 4):
+            upper = convert.turned_four([rW[w, i] for i in range(4)])
+            lower = convert.turned_four([rW[w, i] for i in range(4, 8)])
+            for c in range_constexpr(4):
+                r8 = cute.make_rmem_tensor(2, Uint32)
+                r8[0], r8[1] = upper[c], lower[c]
+                cute.autovec_copy(
+                    cute.recast_tensor(r8, Uint8),
+                    columns[col + 4 * w + c, chunk, row % 16 // 8, None],
+                )
+        cute.arch.sync_threads()
+        self.write(sV, sF, y, at, tid, rows, cols)
+
+    @cute.jit
+    def stage_factors(self, sF, scales, at, tid, rows, cols):
+        """The tile's scales as factors, (along the other axis, block)."""
+        batch, tile_r, tile_c = at
+        mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
+        others: cutlass.Constexpr = sF.shape[0]
+        blocks: cutlass.Constexpr = sF.shape[1]
+        row_blocks: cutlass.Constexpr = self.how.blocks == "row"
+        # The scales' matrix: of tiles it has the blocks as columns, like that of blocks along rows.
+        by_block: cutlass.Constexpr = row_blocks or self.layout.is_tiled
+        first, first_block, high, wide = tile_c * others, tile_r * blocks, cols, rows // BLOCK
+        if const_expr(row_blocks):
+            first, first_block, high, wide = tile_r * others, tile_c * blocks, rows, cols // BLOCK
+        elif const_expr(self.how.blocks == "square"):
+            high = cols // BLOCK
+        steps: cutlass.Constexpr = (others * blocks + self.threads - 1) // self.threads
+        rS = cute.make_rmem_tensor(steps, Uint8)
+        rS.fill(Uint8(0))
+        places = []
+        for step in range_constexpr(steps):  # all loads before the first use
+            index = step * self.threads + tid
+            # Neighbours in memory by neighbouring threads.
+            if const_expr(by_block):
+                other, block = index // blocks, index % blocks
+            else:
+                other, block = index % others, index // others
+            places.append((index, other, block))
+            r, c = first + other, first_block + block
+            if (index < others * blocks) & (r < high) & (c < wide):
+                if const_expr(self.layout.is_tiled):
+                    offset, _ = offset_in_tiles(self.layout, batch, r, c, high, wide)
+                elif const_expr(by_block):
+                    offset = (Int64(batch) * high + r) * wide + c
+                else:
+                    offset = (Int64(batch) * wide + c) * high + r
+                rS[step] = mS[offset]
+        for step in range_constexpr(steps):
+            index, other, block = places[step]
+            if index < others * blocks:
+                sF[other, block] = convert.factor_of(Uint32(rS[step]))
+
+    @cute.jit
+    def write(self, sV, sF, y, at, tid, rows, cols):
+        """From shared memory, 16 bytes of floats a thread and step."""
+        batch, tile_r, tile_c = at
+        n: cutlass.Constexpr = 16 // self.itemsize
+        pieces: cutlass.Constexpr = self.rows // n
+        height: cutlass.Constexpr = self.rows
+        codes = cute.make_tensor(
+            sV, cute.make_layout((self.cols, height // 16, 16 // n, n), stride=(height, 16, n, 1))
+        )
+        mY = by_vector(y, Int64(batch + 1) * cols, rows, n)
+        for step in range_constexpr(self.cols * pieces // self.threads):
+            index = step * self.threads + tid
+            piece, column = index % pieces, index // pieces
+            row = piece * n
+            left, top = tile_c * self.cols + column, tile_r * self.rows + row
+            if (left < cols) & (top < rows):
+                chunk = (row // 16) ^ (column // self.vector % min(8, height // 16))
+                rV = cute.make_rmem_tensor(n, Uint8)
+                cute.autovec_copy(codes[column, chunk, row % 16 // n, None], rV)
+                if const_expr(self.how.blocks == "row"):
+                    rF = cute.make_rmem_tensor(n, cutlass.Float32)
+                    vectors = cute.make_tensor(
+                        sF.iterator,
+                        cute.make_layout(
+                            (self.rows // 4, 4, self.cols // BLOCK), stride=(4, 1, self.rows)
+                        ),
+                    )
+                    for v in range_constexpr(n // 4):
+                        part = cute.make_rmem_tensor(4, cutlass.Float32)
+                        cute.autovec_copy(vectors[row // 4 + v, None, column // BLOCK], part)
+                        for e in range_constexpr(4):
+                            rF[4 * v + e] = part[e]
+                    factors = [rF[i] for i in range(n)]
+                elif const_expr(self.how.blocks == "column"):
+                    factors = [sF[column, row // BLOCK]] * n
+                else:
+                    factors = [sF[column // BLOCK, row // BLOCK]] * n
+                rY = dequantized(rV, factors, self.formats[0], self.dtype)
+                cute.autovec_copy(rY, mY[Int64(batch) * cols + left, top // n, None])
+
+
+class Tiled(Matrix):
+    """Codes that lie as (batch, R, C) -> floats that lie so; if unaligned also as (batch, C, R)."""
+
+    def cut(self) -> None:
+        """A lane has `depth` rows of a vector, a warp is 128 codes wide."""
+        self.vector = 16 // self.itemsize  # codes of one load, floats of one store
+        self.lanes = 128 // self.vector  # across a warp
+        self.rows = self.tile.down * self.tile.depth * 32 // self.lanes  # of a tile
+        self.cols = 128 * self.tile.across
+        self.elements_per_thread = self.vector * self.tile.depth
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        values, scales, y = pointers
+        rows, cols = self.sizes(scalars)
+        tid, _, _ = cute.arch.thread_idx()
+        at = self.place(rows, cols)
         batch, tile_r, tile_c = at
         per_warp: cutlass.Constexpr = 32 // self.lanes  # patches below each other
         lane, warp = tid % 32, tid // 32
         # Lanes below each other are neighbours, so that shared memory's banks are all busy.
-        patch_r, patch_c = warp * per_warp + lane % per_warp, lane // per_warp
-        row, col = patch_r * self.tile.depth, patch_c * self.vector  # in the tile
-        first, left = tile_r * self.rows + row, tile_c * COLS + col
+        patch_r = warp % self.tile.down * per_warp + lane % per_warp
+        row = patch_r * self.tile.depth  # in the tile
+        col = warp // self.tile.down * 128 + lane // per_warp * self.vector
+        first, left = tile_r * self.rows + row, tile_c * self.cols + col
         depth: cutlass.Constexpr = self.tile.depth
         n: cutlass.Constexpr = self.vector
 
@@ -237,7 +426,7 @@ class Tiled(Kernel):
                     cute.autovec_copy(rY, mY[Int64(batch) * rows + first + i, left // n, None])
         else:
             self.store_lines(
-                y, floats, row, col, batch, tile_r * self.rows, tile_c * COLS, rows, cols
+                y, floats, row, col, batch, tile_r * self.rows, tile_c * self.cols, rows, cols
             )
 
     # ---- what is read ---
@@ -308,57 +497,25 @@ class Tiled(Kernel):
     # ---- what is written ---
     @cute.jit
     def store_transposed(self, y, floats, at, row, col, rows, cols):
-        """Through shared memory, a column of codes after the other.
-
-        16-byte chunks of a column are permuted by the column's vector, or lanes across would all
-        write to the same banks.
-        """
-        n: cutlass.Constexpr = self.vector
-        depth: cutlass.Constexpr = self.tile.depth
+        """Through shared memory, a column of codes after the other."""
         line: cutlass.Constexpr = self.rows * self.itemsize  # bytes of a column
-        chunks: cutlass.Constexpr = line // 16
-        size: cutlass.Constexpr = depth * self.itemsize  # bytes of a patch's column
         batch, tile_r, tile_c = at
-        tid, _, _ = cute.arch.thread_idx()
-        pitch: cutlass.Constexpr = line if self.aligned else line + PAD
-        ahead: cutlass.Constexpr = 0 if self.aligned else PAD
-        sY = cute.arch.alloc_smem(Uint8, COLS * pitch + ahead, alignment=128)
-        for j in range_constexpr(n):
-            words = convert.round_all([floats[i][j] for i in range(depth)], self.dtype)
-            if const_expr(self.aligned):
-                chunk = (row * self.itemsize // 16) ^ (col // n % 8 & (chunks - 1))
-                put(sY, (col + j) * pitch + chunk * 16 + row * self.itemsize % 16, words, size)
-            else:
-                put(sY, (col + j) * pitch + row * self.itemsize + ahead, words, 8)
+        sY = cute.arch.alloc_smem(Uint8, self.cols * (line + PAD) + PAD, alignment=128)
+        for j in range_constexpr(self.vector):
+            column = [floats[i][j] for i in range(self.tile.depth)]
+            offset = PAD + (col + j) * (line + PAD) + row * self.itemsize
+            put(sY, offset, convert.round_all(column, self.dtype), 8)
         cute.arch.sync_threads()
-        if const_expr(self.aligned):
-            mY = cute.make_tensor(
-                cute.recast_ptr(y, dtype=Uint8),
-                cute.make_layout(
-                    (Int64(batch + 1) * cols, rows // n, 16),
-                    stride=(Int64(rows // n) * 16, 16, 1),
-                ),
-            )
-            for step in range_constexpr(COLS * chunks // self.threads):
-                index = step * self.threads + tid
-                chunk, column = index % chunks, index // chunks
-                left, top = tile_c * COLS + column, tile_r * self.rows + chunk * n
-                if (left < cols) & (top < rows):
-                    where = chunk ^ (column // n % 8 & (chunks - 1))
-                    r16 = cute.make_rmem_tensor(16, Uint8)
-                    cute.autovec_copy(aligned_bytes(sY, column * pitch + where * 16, 16), r16)
-                    cute.autovec_copy(r16, mY[Int64(batch) * cols + left, top // n, None])
-        else:
-            top, left = tile_r * self.rows, tile_c * COLS
-            stride = Int64(rows) * self.itemsize
-            start = y.toint() + (Int64(batch) * cols + left) * stride + top * self.itemsize
-            count = cutlass.min(rows - top, self.rows) * self.itemsize
-            store_rows(sY, start, stride, cols - left, count, COLS, line, self.threads // 32)
+        top, left = tile_r * self.rows, tile_c * self.cols
+        stride = Int64(rows) * self.itemsize
+        start = y.toint() + (Int64(batch) * cols + left) * stride + top * self.itemsize
+        count = cutlass.min(rows - top, self.rows) * self.itemsize
+        store_rows(sY, start, stride, cols - left, count, self.cols, line, self.threads // 32)
 
     @cute.jit
     def store_lines(self, y, floats, row, col, batch, top, left, rows, cols):
         """In the codes' order, to where it lies anywhere, or its rows do."""
-        line: cutlass.Constexpr = COLS * self.itemsize
+        line: cutlass.Constexpr = self.cols * self.itemsize
         pitch: cutlass.Constexpr = line + PAD
         sY = cute.arch.alloc_smem(Uint8, self.rows * pitch + PAD, alignment=128)
         for i in range_constexpr(self.tile.depth):
@@ -367,7 +524,7 @@ class Tiled(Kernel):
         cute.arch.sync_threads()
         stride = Int64(cols) * self.itemsize
         start = y.toint() + (Int64(batch) * rows + top) * stride + left * self.itemsize
-        count = cutlass.min(cols - left, COLS) * self.itemsize
+        count = cutlass.min(cols - left, self.cols) * self.itemsize
         store_rows(sY, start, stride, rows - top, count, self.rows, line, self.threads // 32)
 
 
@@ -387,4 +544,8 @@ def aligned_bytes(pointer, offset, count: int):
 
 def kernel_of(variant: Variant, layout: ScaleLayout, aligned: bool, **tuning):
     """The kernel of a variant's entry, for scales in this layout."""
-    return (Flat if variant.form == "last" else Tiled)(variant, layout, aligned, **tuning)
+    if variant.form == "last":
+        kind = Flat
+    else:
+        kind = Turned if aligned and variant.form.endswith("_transposed") else Tiled
+    return kind(variant, layout, aligned, **tuning)

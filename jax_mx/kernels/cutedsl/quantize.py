@@ -163,23 +163,30 @@ def tiling(form: str, itemsize: int, layout: ScaleLayout, aligned: bool) -> Tili
     scales of both directions cannot have both. H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21,
     benchmarks/sweep.py, in us; (down, across):
       second             bf16 (4, 4) 287, 374; (4, 2) 288, 376; (2, 8) 287, 373. f32 467; (4, 2) 469
-      second_transposed  bf16 (8, 2) 301, 402; (4, 2) 312, 423; (8, 1) 302, 404
+      second_transposed  bf16 (8, 2, band 64) 298, 401; band 4 300, 400; band 1 301, 402;
+                         (4, 2) 312, 423; (8, 1) 302, 404.
                          f32 (4, 2, band 64) 472; (8, 2) 479, with band 64 471
       both, row-major    bf16 (1, 16) 407, 529; (1, 8) 415, 539; (2, 8) 416, 541; (4, 4) 424, 553;
                          (4, 2) 432, 562. f32 (1, 8) 574; (2, 4) 578; (4, 2) 585
       both, tiles        bf16 (4, 4) 406, 528; (4, 2) 406, 529; (8, 2) 409, 532. f32 (4, 2) 574
-      both_transposed    bf16 (8, 2) 470, 622, tiles 420, 557; (4, 2) 481, 637, tiles 424, 565
-      unaligned rows     (8, 7168, 7165): second (4, 2) 390, (4, 4) 426; transposed (8, 1) 324,
-                         (8, 2) 402; f32: second (4, 2) 664, transposed (4, 2, band 64) 578
+      both_transposed    bf16 (8, 2) 470, 622, tiles 420, 557; (4, 2) 481, 637, tiles 424, 565;
+                         (4, 4) 471, 624; bands of 2 and 4 are the same, of 16 and 64 slower
+      unaligned rows     (8, 7168, 7165): second (1, 8) 325, tiles 404; (2, 4) 346, tiles 408;
+                         (4, 2) 387, tiles 420; f32 (1, 8) 622, tiles 684; (2, 4) 625, tiles 671;
+                         (4, 2) 677, tiles 691. transposed (8, 1) 324; (8, 2) 402;
+                         f32 (4, 2, band 64) 578
     Two tiles one after the other per thread block are slower in all forms (both: 451 and more).
     """
     short, transposed = itemsize == 2, form.endswith("_transposed")
     if transposed:
         if short and not aligned and form == "second_transposed":
             return Tiling(8, 1) if not layout.is_tiled else Tiling(4, 2)
-        return Tiling(8, 2) if short else Tiling(4, 2, band=64 if form != "both_transposed" else 1)
+        band = 64 if form != "both_transposed" else 1
+        return Tiling(8, 2, band) if short else Tiling(4, 2, band)
     if form == "both" and not layout.is_tiled:
         return Tiling(1, 16) if short else Tiling(1, 8)
+    if form == "second" and not aligned:
+        return Tiling(1, 8)
     return Tiling(4, 2) if form == "both" or not aligned else Tiling(4, 4)
 
 
@@ -227,8 +234,13 @@ class Tiled(Kernel):
             ((0, -4), (-4, -3), (-3, -2)) if self.is_both else ((0, -3), (-3, -2), (-2, -1))
         )
         self.extents = [[4, [0, *m]], [4, [0, *k]]]
+        # Tiles of scales are padded below x, and who is there writes the padding.
+        column = any(result.blocks == "column" for result in self.results)
+        self.pad = max(self.tile.down, layout.tile[1] if column and layout.is_tiled else 1)
         cols = self.tile.cols // (BLOCK if self.is_both else 1)
-        self.grid = [[0, *k, cols], [0, *m, self.tile.down], [0, *lead, 1]]
+        self.grid = [[0, *k, cols], [0, *m, self.pad], [0, *lead, 1]]
+        if self.pad > self.tile.down:
+            self.grid.append([-1, self.pad // self.tile.down, 0, 1])
         # The aligned entry loads whole vectors, which must not straddle rows.
         self.divide = [] if self.is_both else [[0, -2, -1, self.vector]]
 
@@ -239,7 +251,7 @@ class Tiled(Kernel):
             k = k * BLOCK
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
-        tiles_m = (blocks_m + self.tile.down - 1) // self.tile.down
+        tiles_m = (blocks_m + self.pad - 1) // self.pad * (self.pad // self.tile.down)
         tiles_k = (k + self.tile.cols - 1) // self.tile.cols
         at = place_of(bid, tiles_m, tiles_k, self.tile.band)
         lane, warp = tid % 32, tid // 32

@@ -1,0 +1,77 @@
+"""compute-sanitizer finds nothing in a sample of the kernels; verified.json says in which."""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers import bytes_of, op_of, random_bits
+
+from jax_mx.variants import VARIANTS, layouts_of
+
+TOOLS = {
+    "memcheck": ("--leak-check", "no"),
+    "racecheck": (),
+    "initcheck": (),
+}
+CUTEDSL = [v for v in VARIANTS if v.implementation == "cutedsl"]
+# Every kernel class with every form; dtypes and formats in turn.
+SAMPLE = [
+    next(v for v in CUTEDSL if (v.op, v.form, v.dtype) == (op, form, dtype))
+    for i, (op, form) in enumerate(dict.fromkeys((v.op, v.form) for v in CUTEDSL))
+    for dtype in (("bfloat16", "float32"), ("bfloat16", "float16"))[i % 2]
+]
+SHAPES = {  # by how a form begins: tails of every tile; rows that 16 bytes do not divide
+    "last": ((2, 160, 288), (1, 65, 96)),
+    "second": ((2, 160, 288), (1, 96, 65)),
+    "both": ((2, 160, 288),),
+    "square": ((2, 160, 288),),
+}
+SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", TOOLS)
+def test_sanitizer_is_silent(tool, record_property):
+    if not Path(SANITIZER).exists():
+        pytest.skip("no compute-sanitizer")
+    # Every buffer its own allocation, or reads and writes between them would pass.
+    env = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+    # The handler asks the driver for one parameter too many, on purpose: an API error, no fault.
+    options = ["--tool", tool, *TOOLS[tool], "--error-exitcode", "99", "--report-api-errors", "no"]
+    done = subprocess.run(
+        [SANITIZER, *options, sys.executable, __file__],
+        env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "ran " in done.stdout
+    for variant in SAMPLE:
+        record_property("sanitized", [variant.name, tool])
+
+
+def main() -> None:
+    """What runs below the sanitizer: both entries of each layout; no kernels but ours."""
+    import jax
+    import numpy as np
+
+    cpu, kernel, ran = jax.devices("cpu")[0], "cutedsl", 0
+    for variant in SAMPLE:
+        for layout in layouts_of(variant):
+            make, op = op_of(variant, scale_layout=layout)
+            for shape in SHAPES[variant.form.removesuffix("_transposed")]:
+                x = random_bits(shape, variant.dtype)
+                with jax.default_device(cpu):
+                    operand = jax.tree.map(np.asarray, make(jax.numpy.asarray(x)))
+                    want = jax.jit(partial(op, implementation="xla"))(operand)
+                got = jax.jit(partial(op, implementation=kernel))(operand)
+                for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                    assert (bytes_of(a) == bytes_of(b)).all(), (variant.name, layout, shape)
+                ran += 1
+    print("ran", ran)
+
+
+if __name__ == "__main__":
+    main()
