@@ -25,7 +25,7 @@ PRELUDE = """
     from jax_mx import _ffi, artifacts, primitive
     from jax_mx.plan import plan_quantize
 
-    _ffi.use_host_driver(sys.argv[1])
+    _ffi.use_host_driver("cuda", sys.argv[1])
     FIELDS = ["entry", "gx", "gy", "gz", "bx", "by", "bz", "n", "add", "exception"]
     FIELDS += ["launches", "libraries"]
     def report():
