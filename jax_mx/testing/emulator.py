@@ -710,7 +710,8 @@ def _constant(register: int, literal: int | None, bits: int) -> int | None:
         return 192 - register & (1 << bits) - 1
     if register in _FLOATS and bits == 32:
         return int(np.array(_FLOATS[register], F32).view(U32))
-    if register == LITERAL and bits == 32:
+    # To 64 bits a literal is extended; how, shows in those with a sign only.
+    if register == LITERAL and literal is not None and (bits == 32 or not literal >> 31):
         return literal
     if 128 <= register < VECTORS and register != SCC:
         raise NotImplementedError(f"operand {register}")

@@ -100,17 +100,26 @@ def _to_unsigned(x: np.ndarray) -> np.ndarray:
 
 
 def _permute(x: np.ndarray, y: np.ndarray, select: np.ndarray) -> np.ndarray:
-    """v_perm_b32: each byte one of the 8 of (x, y), y's first; 12 is 0x00, above 12 0xFF."""
+    """v_perm_b32: each byte one of the 8 of (x, y), y's first.
+
+    8 to 11 are 8 copies of the sign of bytes 1, 3, 5 and 7; 12 is 0x00, above 12 0xFF.
+    """
     both = wide(x) << U64(32) | wide(y)
     out = np.zeros(np.broadcast_shapes(both.shape, select.shape), U32)
     for i in range(4):
         which = select >> U32(8 * i) & U32(0xFF)
-        if ((which >= 8) & (which < 12)).any():
-            raise NotImplementedError("v_perm_b32 with a sign's copies")
         byte = (both >> (wide(which & U32(7)) * U64(8)) & U64(0xFF)).astype(U32)
-        byte = np.where(which < 8, byte, np.where(which == 12, U32(0), U32(0xFF)))
-        out = out | byte << U32(8 * i)
+        sign = (both >> (wide(which & U32(3)) * U64(16) + U64(15)) & U64(1)).astype(U32) * U32(0xFF)
+        beyond = np.where(which < 12, sign, np.where(which == 12, U32(0), U32(0xFF)))
+        out = out | np.where(which < 8, byte, beyond) << U32(8 * i)
     return out
+
+
+def _reversed(x: np.ndarray) -> np.ndarray:
+    """The bits in the opposite order."""
+    for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF)):
+        x = (x >> U32(shift) & U32(mask)) | (x & U32(mask)) << U32(shift)
+    return x >> U32(16) | x << U32(16)
 
 
 def _field(x: np.ndarray, first: np.ndarray, width: np.ndarray) -> np.ndarray:
@@ -228,6 +237,7 @@ VECTOR: Mapping[str, Op] = {
     "v_or3_b32": ("uuu", lambda x, y, z: x | y | z),
     "v_and_or_b32": ("uuu", lambda x, y, z: x & y | z),
     "v_bfi_b32": ("uuu", lambda x, y, z: x & y | ~x & z),
+    "v_bfrev_b32": ("u", _reversed),
     "v_bfe_u32": ("uuu", _field),
     "v_perm_b32": ("uuu", _permute),
     "v_lshlrev_b32": ("uu", lambda n, x: _left(x, n)),

@@ -11,6 +11,7 @@ from jax_mx.formats import SCALE_NAN, Format
 
 _INF = 0x7F800000
 _SIGNS = 0x80808080
+_POISON = 0xFFC00000  # a NaN with a sign
 
 
 def intrinsic(name: str, result, *operands):
@@ -31,18 +32,37 @@ def from_lane(word: Uint32, control: int) -> Uint32:
     return intrinsic("llvm.amdgcn.update.dpp.i32", Uint32, word, word, *flags)
 
 
-# DPP controls. Exchanges with lane ^ 1 and lane ^ 2; a maximum over all lanes of 4 also takes its
-# partners from the mirror image of 8 and, from 8 on, from half a row away.
-EXCHANGE = {1: 0xB1, 2: 0x4E}
-REDUCE = (EXCHANGE[1], EXCHANGE[2], 0x141, 0x128)
+# DPP controls: exchanges with lane ^ 1, lane ^ 2 and, in the mirror image of 8, lane ^ 7.
+EXCHANGE = {1: 0xB1, 2: 0x4E, 4: 0x141}
+
+
+def from_group(word: Uint32, group: int, index: int) -> Uint32:
+    """The word of lane `index` of this lane's aligned group, of up to 32 (LDS hardware, no LDS)."""
+    pattern = index << 5 | (31 & -group)
+    return intrinsic("llvm.amdgcn.ds.swizzle", Uint32, word, fx.Int32(pattern))
 
 
 def from_row(word: Uint32, distance: int) -> Uint32:
-    """The word of the lane that is 16 or 32 away, by exclusive or (LDS hardware, but no LDS)."""
+    """The word of the lane that is 16 or 32 away, by exclusive or."""
     if distance == 16:
         return intrinsic("llvm.amdgcn.ds.swizzle", Uint32, word, fx.Int32(16 << 10 | 31))
-    address = (Uint32(fx.Int32(fx.thread_idx.x)) ^ Uint32(distance)) << 2
-    return intrinsic("llvm.amdgcn.ds.bpermute", Uint32, address, word)
+    return from_anywhere(word, lane_id() ^ Uint32(distance))
+
+
+def from_anywhere(word: Uint32, lane: Uint32) -> Uint32:
+    """The word of any lane (LDS hardware, no LDS)."""
+    return intrinsic("llvm.amdgcn.ds.bpermute", Uint32, lane << 2, word)
+
+
+def lane_id() -> Uint32:
+    """This lane's number in its wave."""
+    return Uint32(fx.Int32(fx.thread_idx.x)) % Uint32(64)
+
+
+def wave_id() -> Uint32:
+    """This wave's number in its workgroup; in a scalar register."""
+    wave = Uint32(fx.Int32(fx.thread_idx.x)) // Uint32(64)
+    return intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, wave)
 
 
 def magnitudes(word: Uint32, dtype: str) -> Uint32:
@@ -78,31 +98,49 @@ def largest_bits(word: Uint32, dtype: str) -> Uint32:
     return elements(half, dtype)[0].bitcast(Uint32)
 
 
+def amaxes_of_two(a: Uint32, b: Uint32, dtype: str) -> Uint32:
+    """A word with the larger of a's two 16-bit magnitudes, and that of b's."""
+    return larger(bytes_of(b, a, 0, 1, 4, 5), bytes_of(b, a, 2, 3, 6, 7), dtype)
+
+
 def scale_of(amax: Uint32, format: Format, dtype: str, rounding: tuple[Uint32, Uint32]):
-    """Of a block: the E8M0 byte, the factor of its elements, whether it is poisoned.
+    """Of a block: the E8M0 byte and the float32 bits of the factor of its elements.
 
     `amax` is in float32 bits. The rule is `formats.Scaling.rounding`, whose two numbers come in as
-    run-time scalars.
+    run-time scalars. The factor is a power of two, so its upper half is a bfloat16; that of a
+    poisoned block is negative, see `poison`.
     """
     round_add, round_exception = rounding
     emax = Uint32(format.emax)
-    scale = intrinsic("llvm.umax.i32", Uint32, (amax + round_add) >> 23, emax) - emax
+    scale = intrinsic("llvm.usub.sat.i32", Uint32, (amax + round_add) >> 23, emax)
     if dtype == "float32":  # 16-bit inputs never reach that value
         scale = (amax == round_exception).select(Uint32(0), scale)
     # 2^(127 - scale): of a finite block the scale is at most 253, so this is a normal number.
-    inverse = ((Uint32(254) - scale) << 23).bitcast(Float32)
+    inverse = (Uint32(254) - scale) << 23
     poisoned = amax >= Uint32(_INF)
-    return poisoned.select(Uint32(SCALE_NAN), scale), inverse, poisoned
+    return (
+        poisoned.select(Uint32(SCALE_NAN), scale),
+        poisoned.select(Uint32(_POISON), inverse),
+    )
 
 
-def poison_mask(poisoned: list) -> Uint32:
-    """For `pack_four`: 0xFF for each byte of a word whose block, of these four, is poisoned."""
-    if all(p is poisoned[0] for p in poisoned):  # one block
-        return poisoned[0].select(Uint32(0xFFFFFFFF), Uint32(0))
-    word = Uint32(0)
-    for i, p in enumerate(poisoned):
-        word = word | p.select(Uint32(0xFF << 8 * i), Uint32(0))
-    return word
+def pair(low: Uint32, high: Uint32) -> Uint32:
+    """The upper halves of two words in one."""
+    return bytes_of(high, low, 2, 3, 6, 7)
+
+
+def half(pair: Uint32, which: int) -> Float32:
+    """The float32 of one of them."""
+    return (pair & Uint32(0xFFFF0000) if which else pair << 16).bitcast(Float32)
+
+
+def poison(pairs: list[Uint32], which: list[int]) -> Uint32:
+    """For `pack_four`: 0xFF for each of four bytes whose factor is poisoned.
+
+    The factors are those of `pairs`, at most two, by number.
+    """
+    # Selectors 8 to 11 are copies of the signs of the four halves.
+    return bytes_of(pairs[-1], pairs[0], *(8 + i for i in which))
 
 
 def pack_four(x: list[Float32], inverse: list, poison: Uint32, format: Format, arch: str) -> Uint32:
