@@ -160,6 +160,7 @@ SCALAR: Mapping[str, Op] = {
     "s_mov_b64": ("U", lambda x, _: (x, None)),
     "s_movk_i32": ("i", lambda x, _: (bits(x), None)),
     "s_addk_i32": ("ii", _with_overflow(np.add)),
+    "s_brev_b32": ("u", lambda x, _: (_reversed(x), None)),
     "s_not_b32": ("u", _nonzero(np.invert)),
     "s_not_b64": ("U", _nonzero(np.invert)),
     "s_add_u32": ("uu", lambda x, y, _: (x + y, x + y < x)),
@@ -240,6 +241,7 @@ VECTOR: Mapping[str, Op] = {
     "v_bfrev_b32": ("u", _reversed),
     "v_bfe_u32": ("uuu", _field),
     "v_perm_b32": ("uuu", _permute),
+    "v_pack_b32_f16": ("hh", lambda x, y: x | y << U32(16)),
     "v_lshlrev_b32": ("uu", lambda n, x: _left(x, n)),
     "v_lshrrev_b32": ("uu", lambda n, x: _right(x, n)),
     "v_ashrrev_i32": ("ui", lambda n, x: bits(_right(x, n))),
@@ -271,6 +273,7 @@ VECTOR: Mapping[str, Op] = {
     "v_cvt_f32_u32": ("u", lambda x: x.astype(F32)),
     "v_cvt_u32_f32": ("f", _to_unsigned),
     "v_cvt_f32_f16": ("e", lambda x: x.astype(F32)),
+    "v_cvt_f16_f32": ("f", lambda x: x.astype(np.float16).view(np.uint16).astype(U32)),
     **{
         f"v_cmp_{name}_{kind}": (letter * 2, op)
         for name, op in _compare.items()
@@ -312,13 +315,14 @@ PACKED: Mapping[str, str] = {
     "v_pk_max_u16": "v_max_u16",
 }
 
-# Float32 to 8 bits, two at once. gfx942 has other formats than gfx950 (and than OCP).
+# Float32 to 8 or 16 bits, two at once. gfx942 has other formats than gfx950 (and than OCP).
 # Rounding is ml_dtypes': this is the one thing here that only silicon can confirm.
 CONVERSIONS: Mapping[tuple[str, str], np.dtype] = {
     ("v_cvt_pk_fp8_f32", "gfx942"): np.dtype(ml_dtypes.float8_e4m3fnuz),
     ("v_cvt_pk_bf8_f32", "gfx942"): np.dtype(ml_dtypes.float8_e5m2fnuz),
     ("v_cvt_pk_fp8_f32", "gfx950"): np.dtype(ml_dtypes.float8_e4m3fn),
     ("v_cvt_pk_bf8_f32", "gfx950"): np.dtype(ml_dtypes.float8_e5m2),
+    ("v_cvt_pk_bf16_f32", "gfx950"): np.dtype(ml_dtypes.bfloat16),
 }
 
 # Bytes, and which half of the register they are; "": they are the register, zero-extended.

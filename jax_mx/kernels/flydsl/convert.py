@@ -65,6 +65,13 @@ def wave_id() -> Uint32:
     return intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, wave)
 
 
+def where(mask: Uint32, a: Uint32, b: Uint32) -> Uint32:
+    """The bits of the constant `a` where the mask has ones, else those of `b`."""
+    # Written out, LLVM finds two instructions on gfx950.
+    values = [x.ir_value() for x in (mask, a, b)]
+    return Uint32(llvm.inline_asm(Uint32.ir_type, values, "v_bfi_b32 $0, $1, $2, $3", "=v,v,s,v"))
+
+
 def magnitudes(word: Uint32, dtype: str) -> Uint32:
     """The word without its elements' signs. As integers, magnitudes compare as values do."""
     return word & Uint32(0x7FFFFFFF if dtype == "float32" else 0x7FFF7FFF)
@@ -147,7 +154,7 @@ def pack_four(x: list[Float32], inverse: list, poison: Uint32, format: Format, a
     """Four codes, rounded to nearest even and saturated; NaN where `poison` has a byte."""
     scaled = [value * factor for value, factor in zip(x, inverse, strict=True)]
     pack = {"gfx942": _pack_as_integers, "gfx950": _pack_in_hardware}[arch]
-    return (pack(scaled, format) & ~poison) | (Uint32(format.nan_code * 0x01010101) & poison)
+    return where(poison, Uint32(format.nan_code * 0x01010101), pack(scaled, format))
 
 
 def _pack_in_hardware(x: list[Float32], format: Format) -> Uint32:
@@ -190,3 +197,70 @@ def _pack_as_integers(x: list[Float32], format: Format) -> Uint32:
     return (bytes_of(high, low, 0, 1, 4, 5) & Uint32(~_SIGNS & 0xFFFFFFFF)) | (
         sign & Uint32(_SIGNS)
     )
+
+
+# ---- dequantize ---
+_ONES = 0x01010101
+
+
+def factor_of(scale: Uint32) -> Float32:
+    """The float32 of a scale's byte: 2^(scale - 127), of which that of 0 is subnormal."""
+    bits = intrinsic("llvm.umax.i32", Uint32, scale << 23, Uint32(1 << 22))
+    return bits.bitcast(Float32)
+
+
+def poison_of(scale: Uint32) -> Uint32:
+    """For `unpack_four`: of a scale's byte, for all four codes."""
+    return (scale == Uint32(SCALE_NAN)).select(Uint32(0x7F * _ONES), Uint32(0))
+
+
+def poison_of_four(scales: Uint32) -> Uint32:
+    """For `unpack_four`: of the scales of four codes."""
+    # Adding 1 carries into the top bit of the bytes that end in seven ones.
+    found = ((scales & Uint32(~_SIGNS & 0xFFFFFFFF)) + Uint32(_ONES)) & scales & Uint32(_SIGNS)
+    return found - (found >> 7)
+
+
+def unpack_four(
+    word: Uint32, factors: list[Float32], poison: Uint32, format: Format, dtype: str, arch: str
+) -> list[Uint32]:
+    """The words of four codes times their factors, rounded to `dtype`; NaN for each poisoned code.
+
+    No chip's own conversions from 8 bits: a code's bits are those of a float16, times 2^8 for e4m3.
+    """
+    if format.exponent_bits == 5:
+        low, high = Uint32(0), word
+    else:  # one bit more of exponent
+        low = word << 7 & Uint32(_SIGNS)
+        high = word & Uint32(_SIGNS) | word >> 1 & Uint32(0x3F * _ONES)
+    halves = [bytes_of(high, low, i, 4 + i, i + 1, 5 + i) for i in (0, 2)]
+    products = [value for pair in halves for value in elements(pair, "float16")]
+    if format.exponent_bits == 4:
+        products = [value * Float32(2.0**8) for value in products]
+    products = [value * factor for value, factor in zip(products, factors, strict=True)]
+    # The top bit of each byte: whether its code, with that of a poisoned one all ones, is a NaN.
+    first_nan = format.nan_code if format.exponent_bits == 4 else 0x7D
+    nans = ((word & Uint32(~_SIGNS & 0xFFFFFFFF)) | poison) + Uint32((0x80 - first_nan) * _ONES)
+    signs = [(8, 10), (9, 11)]  # for `bytes_of`: of these bytes in pairs, in (nans, nans << 8)
+    found = []
+    for two, (low, high) in zip((products[:2], products[2:]), signs, strict=True):
+        if dtype == "float32":
+            words = [value.bitcast(Uint32) for value in two]
+            masks = [bytes_of(nans, nans << 8, *[sign] * 4) for sign in (low, high)]
+            quiet = Uint32(0x7FFFFFFF)
+        else:
+            words = [_round_two(*two, dtype, arch)]
+            masks = [bytes_of(nans, nans << 8, low, low, high, high)]
+            quiet = Uint32(0x7FFF7FFF)
+        found += [where(m, quiet, w) for w, m in zip(words, masks, strict=True)]
+    return found
+
+
+def _round_two(low: Float32, high: Float32, dtype: str, arch: str) -> Uint32:
+    """Two 16-bit floats in a word, rounded to nearest even; of a NaN anything."""
+    if dtype == "float16" or arch == "gfx950":
+        kind = fx.Float16 if dtype == "float16" else fx.BFloat16
+        return fx.Vector.from_elements([low.to(kind), high.to(kind)], kind).bitcast(Uint32)[0]
+    bits = [value.bitcast(Uint32) for value in (low, high)]
+    rounded = [b + Uint32(0x7FFF) + (b >> 16 & Uint32(1)) for b in bits]
+    return pair(*rounded)

@@ -29,14 +29,31 @@ def shared_pointer(array, offset, dtype=Uint8, align: int = 1):
 def load_words(base, offset, count: int, align: int) -> list:
     """`count` words from `offset` bytes on: at once, or in the pieces that `align` bytes allow."""
     if align >= 4 * count:
-        words = fx.generic_load(pointer(base, offset, Uint32, align), dtype=Uint32, count=count)
+        at = pointer(base, offset, Uint32, align)
+        if count == 1:
+            return [fx.generic_load(at)]
+        words = fx.generic_load(at, dtype=Uint32, count=count)
     else:
-        piece = Uint32 if align >= 4 else Uint16
+        piece = {1: Uint8, 2: Uint16}.get(align, Uint32)
         at, pieces = pointer(base, offset, piece, align), 4 * count // (piece.width // 8)
         words = fx.Vector.from_elements(
             [fx.generic_load(at + Int32(i)) for i in range(pieces)], piece
         ).bitcast(Uint32)  # which never widens: FlyDSL extends the sign of unsigned loads
     return [words[i] for i in range(count)]
+
+
+def load_byte(at) -> Uint32:
+    """The byte at a pointer."""  # FlyDSL extends the sign of unsigned loads
+    zero = Uint8(0)
+    bytes_ = fx.Vector.from_elements([fx.generic_load(at), zero, zero, zero], Uint8)
+    return bytes_.bitcast(Uint32)[0]
+
+
+def load_bytes(base, offsets: list) -> list:
+    """Words of the bytes at these offsets, four each."""
+    codes = [fx.generic_load(base + offset) for offset in offsets]
+    words = fx.Vector.from_elements(codes, Uint8).bitcast(Uint32)
+    return [words[i] for i in range(len(offsets) // 4)]
 
 
 def store_words(base, offset, words: list, align: int) -> None:
@@ -131,11 +148,13 @@ class Strip:
     def at(self, place):
         """(block, offset, whether there is such a block) of a lane's place in the strip.
 
-        Lanes go through a tile row by row, the rows as they follow in memory. Of no block: block 0.
+        Lanes go through a tile row by row, the rows as they follow in memory. Of no block: those
+        of block 0.
         """
         if not self.layout.is_tiled:
             inside = place < Uint32(self.count)
-            return as_int64(inside.select(place, Uint32(0))), place, inside
+            place = inside.select(place, Uint32(0))
+            return as_int64(place), place, inside
         layout, width = self.layout, self.layout.tile[1]
         place = self.start + place
         col, rest, row = place % Uint32(width), place // Uint32(width), Uint32(0)
