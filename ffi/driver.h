@@ -229,30 +229,33 @@ class HipDriver : public Driver {
 
   // HIP loads a module for one device, so that waits for Prepare.
   Failure Load(std::string_view image, Handle* library) const override {
+    std::map<std::string, KernelParameters, std::less<>> kernels;
+    if (!ReadKernels(image, &kernels)) return "the code object's metadata is missing or malformed";
     auto loaded = std::make_unique<Image>();
     loaded->bytes = image;
-    if (!ReadKernels(image, &loaded->kernels))
-      return "the code object's metadata is missing or malformed";
+    for (auto& [symbol, parameters] : kernels) {
+      Entry& entry = loaded->entries[symbol];
+      entry.image = loaded.get();
+      entry.symbol = symbol;
+      entry.parameters = std::move(parameters);
+    }
     *library = loaded.release();
     return {};
   }
 
   Failure Kernel(Handle library, const char* symbol, Handle* kernel) const override {
-    auto* image = static_cast<Image*>(library);
-    auto it = image->kernels.find(symbol);
-    if (it == image->kernels.end()) return "the code object's metadata names no such kernel";
-    auto entry = std::make_unique<Entry>();
-    entry->image = image;
-    entry->symbol = symbol;
-    entry->parameters = it->second;
-    if (entry->parameters.bytes > kMaxArguments)
+    auto& entries = static_cast<Image*>(library)->entries;
+    auto it = entries.find(symbol);
+    if (it == entries.end()) return "the code object's metadata names no such kernel";
+    const KernelParameters& parameters = it->second.parameters;
+    if (parameters.bytes > kMaxArguments)
       return "the kernel takes more than " + std::to_string(kMaxArguments) + " bytes";
-    for (const KernelParameter& p : entry->parameters.list)
+    for (const KernelParameter& p : parameters.list)
       if ((p.kind != "global_buffer" && p.kind != "by_value") || p.size > 8 ||
-          p.offset > entry->parameters.bytes || p.size > entry->parameters.bytes - p.offset)
+          p.offset > parameters.bytes || p.size > parameters.bytes - p.offset)
         return "the kernel has a parameter of the kind " + p.kind + " at " +
                std::to_string(p.offset) + ", which no launch passes";
-    *kernel = entry.release();
+    *kernel = &it->second;
     return {};
   }
 
@@ -309,17 +312,18 @@ class HipDriver : public Driver {
   using Result = int;  // hipError_t
   static constexpr size_t kMaxArguments = 512;
 
-  struct Image {
-    std::string_view bytes;
-    std::map<std::string, KernelParameters, std::less<>> kernels;
-    std::mutex mutex;
-    std::array<Handle, kMaxDevices> modules{};
-  };
+  struct Image;
   struct Entry {
     Image* image = nullptr;
     std::string symbol;
     KernelParameters parameters;
     std::array<std::atomic<Handle>, kMaxDevices> functions{};
+  };
+  struct Image {
+    std::string_view bytes;
+    std::map<std::string, Entry, std::less<>> entries;
+    std::mutex mutex;
+    std::array<Handle, kMaxDevices> modules{};
   };
 
   Failure Check(Result result, const char* call) const {
