@@ -64,6 +64,7 @@ SCALAR = {
     "s_mov_b64": [((BIG | 3,), 0, BIG | 3, None)],
     "s_movk_i32": [((-2,), 0, 0xFFFFFFFE, None)],
     "s_addk_i32": [((7, -9), 1, 0xFFFFFFFE, 0), ((0x7FFFFFFF, 1), 0, 0x80000000, 1)],
+    "s_brev_b32": [((0x12345678,), 0, 0x1E6A2C48, None)],
     "s_not_b32": [((0,), 0, M1, 1), ((M1,), 1, 0, 0)],
     "s_not_b64": [((0,), 0, (1 << 64) - 1, 1)],
     "s_add_u32": [((M1, 1), 0, 0, 1), ((2, 3), 1, 5, 0)],
@@ -169,12 +170,16 @@ VECTOR = {
     "v_or3_b32": [((1, 2, 8), 11)],
     "v_and_or_b32": [((6, 3, 8), 10)],
     "v_bfi_b32": [((0xFF00, 0x1234, 0xABCD), 0x12CD)],
+    "v_bfrev_b32": [((1,), 0x80000000), ((0x12345678,), 0x1E6A2C48)],
     "v_bfe_u32": [((0xABCD, 4, 8), 0xBC), ((M1, 0, 0), 0), ((M1, 36, 33), 1)],
     "v_perm_b32": [
         ((0x77665544, 0x33221100, 0x07060504), 0x77665544),
         ((0x77665544, 0x33221100, 0x00010203), 0x00112233),
         ((0x77665544, 0x33221100, 0x0C0D0500), 0x00FF5500),
+        ((0x80000000, 0x00008000, 0x0B0A0908), 0xFF0000FF),  # copies of signs
+        ((0x00008000, 0x80000000, 0x0B0A0908), 0x00FFFF00),
     ],
+    "v_pack_b32_f16": [((0x53C00, 0x4BC00), 0xBC003C00)],
     "v_lshlrev_b32": [((33, 3), 6), ((31, 3), 0x80000000)],
     "v_lshrrev_b32": [((31, 0x80000000), 1)],
     "v_ashrrev_i32": [((31, 0x80000000), M1), ((4, 0x70), 7)],
@@ -225,6 +230,10 @@ VECTOR = {
     "v_rcp_f32": [((f32(4),), f32(0.25)), ((f32(-0.5),), f32(-2)), ((0,), INF)],
     "v_cvt_f32_u32": [((M1,), f32(2**32)), ((2**24 + 1,), f32(2**24)), ((3,), f32(3))],
     "v_cvt_u32_f32": [((f32(3.99),), 3), ((f32(-1),), 0), ((f32(2**33),), M1), ((NAN,), 0)],
+    "v_cvt_f16_f32": [
+        ((f32(-1.5),), bits16(-1.5)), ((f32(2049),), bits16(2048)), ((f32(2051),), bits16(2052)),
+        ((f32(2**-25),), 0), ((f32(3 * 2**-25),), 2), ((f32(65520),), bits16(np.inf)), ((INF,), 0x7C00),
+    ],
     "v_cvt_f32_f16": [
         ((bits16(-1.5) | 0xABCD0000,), f32(-1.5)), ((1,), f32(2**-24)), ((bits16(np.inf),), INF),
     ],
@@ -334,6 +343,16 @@ def test_packed_float32():
         assert tuple(got) == want, code
 
 
+def test_packed_moves():
+    """op_sel takes either half of the first source for the first, of the second for the second."""
+    four = {0: 10, 1: 11, 2: 12, 3: 13}
+    for opsel, want in ((0, (10, 12)), (1, (11, 12)), (2, (10, 13)), (3, (11, 13))):
+        code = ins.v_pk_mov_b32(vdst=v[OUT : OUT + 1], src0=v[0:1], src1=v[2:3], opsel=opsel)
+        assert tuple(execute(code, vectors=four).vector[OUT : OUT + 2, 0, 0]) == want
+    swap = ins.v_pk_mov_b32(vdst=v[0:1], src0=v[0:1], src1=v[0:1], opsel=1)
+    assert tuple(execute(swap, vectors=four).vector[0:2, 0, 0]) == (11, 10)
+
+
 def test_packed_16_bits():
     code = ins.v_pk_max_u16(vdst=v[OUT], src0=v[0], src1=v[1])
     assert execute(code, vectors={0: 0x50001, 1: 0x40002}).vector[OUT, 0, 0] == 0x50002
@@ -373,6 +392,17 @@ def test_conversions_round_to_nearest_even():
     assert got.tolist() == [0x38, 0x3A, 0x02, 0x04, 0x00, 0x81]
 
 
+def test_conversions_to_16_bits():
+    """gfx950 has bfloat16: to nearest even, subnormals too."""
+    inputs = [f32(-1.5), 0x3F808000, 0x3F818000, 0x00018000, INF]
+    code = ins.v_cvt_pk_bf16_f32(vdst=v[OUT], src0=v[0], src1=v[1])
+    got = execute(code, vectors={0: inputs, 1: inputs[1:]}, arch="gfx950").vector[OUT, 0]
+    want = [0xBFC0, 0x3F80, 0x3F82, 0x0002, 0x7F80]
+    assert got[:4].tolist() == [a | b << 16 for a, b in zip(want, want[1:], strict=False)]
+    with pytest.raises(NotImplementedError):
+        execute(code, vectors={0: inputs, 1: inputs}, arch="gfx942")
+
+
 def test_truth_table():
     """gfx950's v_bitop3: bit 4 * a + 2 * b + c of the table."""
     a, b, c = 0b11110000, 0b11001100, 0b10101010
@@ -401,6 +431,11 @@ def test_parts_of_registers():
     code = ins.v_cndmask_b32_e32(**fields, **{**full, "src0_sel": 0, "src1_sel": 3})
     got = execute(code, vectors={0: 0x44, 1: 0xAA000000}, scalars={106: 0b10}).vector[OUT, 0]
     assert got[0] == 0x44 and got[1] == 0xAA
+    fields = {"src0": SDWA, "vsrc0": v[0], "vsrc1": v[1], "src0_sel": 2, "src1_sel": 5}
+    for to in (106, 8):
+        code = ins.v_cmp_eq_u16_e32(**fields, sd=int(to == 8), sdst=s[8:9])
+        vectors = {0: [0x220000, 0x330000], 1: [0x22FFFF] * 2}
+        assert int(execute(code, vectors=vectors, exec_=3).pair(to)[0]) == 1
     code = ins.v_cvt_f32_f16_e32(src0=SDWA, vdst=v[OUT], vsrc0=v[0], dst_sel=6, src0_sel=5)
     assert execute(code, vectors={0: bits16(1.5) << 16}).vector[OUT, 0, 0] == f32(1.5)
 
@@ -724,8 +759,11 @@ def test_every_instruction_has_expectations():
     saves = {name for name in isa.SCALAR if "saveexec" in name}
     assert set(SCALAR) | saves == set(isa.SCALAR)
     assert set(VECTOR) == set(isa.VECTOR)
-    assert set(isa.PACKED) == {"v_pk_mul_f32", "v_pk_add_f32", "v_pk_fma_f32", "v_pk_max_u16"}
-    assert {name for name, _ in isa.CONVERSIONS} == {"v_cvt_pk_fp8_f32", "v_cvt_pk_bf8_f32"}
+    packed = {"v_pk_mul_f32", "v_pk_add_f32", "v_pk_fma_f32", "v_pk_max_u16"}
+    assert set(isa.PACKED) == packed
+    assert {name for name, _ in isa.CONVERSIONS} == {
+        f"v_cvt_pk_{kind}_f32" for kind in ("fp8", "bf8", "bf16")
+    }
     assert set(isa.TRUTH_TABLES) == {"v_bitop3_b32", "v_bitop3_b16"}
     tested = {name for name, _, _ in LOADS} | {read for _, _, read in LDS}
     assert set(isa.LOADS) - tested == {"u16_d16_hi", "u8_d16"}  # test_lds_two_at_once

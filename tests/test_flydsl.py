@@ -29,16 +29,31 @@ if importlib.util.find_spec("flydsl") is None:  # only found: one process cannot
 
 from tinygrad.renderer.amd import decode_inst
 
+from jax_mx.kernels.build import entries_of
 from jax_mx.kernels.flydsl.compile import compile_variant
 from jax_mx.testing.code_object import ARCHS, CodeObject
 from jax_mx.testing.emulator import ORDERS, Emulator
 from jax_mx.testing.memory import Fault, Global
 
 TESTED = [
-    Variant("quantize", "flydsl", form, dtype, (format,) * len(FORMS[form].results))
-    for form in ("last", "second_transposed", "both_transposed")
-    for dtype, format in (("bfloat16", MXFP8_E4M3), ("float32", MXFP8_E5M2))
+    Variant(op, "flydsl", form, dtype, (format,) * len(FORMS[form].results))
+    for op, form, dtype, format in (
+        ("quantize", "last", "bfloat16", MXFP8_E4M3),
+        ("quantize", "second_transposed", "float32", MXFP8_E5M2),
+        ("quantize", "both_transposed", "bfloat16", MXFP8_E4M3),
+        ("quantize", "square", "float16", MXFP8_E5M2),
+        ("dequantize", "last", "bfloat16", MXFP8_E4M3),
+        ("dequantize", "second", "float16", MXFP8_E5M2),
+        ("dequantize", "last_transposed", "float32", MXFP8_E4M3),
+        ("dequantize", "square_transposed", "bfloat16", MXFP8_E5M2),
+    )
 ]
+
+
+def layouts_of(variant: Variant) -> list[str]:
+    return ["row_major"] if variant.form.startswith("square") else [*SCALE_LAYOUTS]
+
+
 each_variant = pytest.mark.parametrize("variant", TESTED, ids=lambda v: v.name)
 each_arch = pytest.mark.parametrize("arch", sorted(ARCHS.values()))
 
@@ -52,39 +67,45 @@ class Binary:
         self.emulator = Emulator(self.code)
 
     def shapes(self, shape, layout: str) -> list[tuple[int, ...]]:
-        """Of the buffers for an x of this shape, as the form views them."""
+        """Of the buffers for floats of this shape, as the form views them."""
         form = FORMS[self.variant.form]
-        axis = -1 if self.variant.form == "last" else -2
+        axis = -1 if self.variant.form.startswith("last") else -2
         view, _ = form.view(shape, (None,) * len(shape), axis)
-        shapes = [view]
+        shapes = []
         for result, format in zip(form.results, self.variant.formats, strict=True):
             shapes.append(result.values_shape(view, format))
             shapes.append(result.scales_shape(view, SCALE_LAYOUTS[layout]))
-        return shapes
+        return [view, *shapes] if self.variant.op == "quantize" else [*shapes, view]
 
-    def takes(self, entry: int, shapes) -> bool:
+    @property
+    def layouts(self) -> list[str]:
+        """That there are entries for."""
+        return [*self.facts["launches"]]
+
+    def entry(self, layout: str, number: int) -> dict:
+        """Of a layout the entry for aligned operands, 0, or for any, 1."""
+        return self.facts["launches"][layout]["entries"][number]
+
+    def takes(self, entry: int, shapes, layout: str) -> bool:
         """Whether an entry is for buffers of these shapes, if they are aligned."""
-        return all(
-            extent(shapes, *where) % divisor == 0
-            for its, *where, divisor in self.facts["divide"]
-            if its == entry
-        )
+        divide = self.entry(layout, entry)["divide"]
+        return all(extent(shapes, *where) % divisor == 0 for *where, divisor in divide)
 
     def launch(self, entry, shape, layout, scaling, memory, addresses, order, last_slab=False):
         """The launch rule; `last_slab`: only those workgroups."""
         shapes = self.shapes(shape, layout)
-        names = {"scale_layout": list(SCALE_LAYOUTS).index(layout)}
-        for i, format in enumerate(self.variant.formats):
+        names, facts = {}, self.entry(layout, entry)
+        for i, format in enumerate(self.variant.formats):  # dequantize asks for none
             pair = Scaling(scaling).rounding(format)
             names |= zip((f"round_add_{i}", f"round_exception_{i}"), pair, strict=True)
         scalars = [
             (size, names[rule] if isinstance(rule, str) else extent(shapes, *rule))
-            for size, rule in self.facts["scalars"]
+            for size, rule in self.facts["launches"][layout]["scalars"]
         ]
         grid = [1, 1, 1]
-        for axis, *where, divisor in self.facts["grid"]:
+        for axis, *where, divisor in facts["grid"]:
             grid[axis] *= -(-extent(shapes, *where) // divisor)
-        symbol = self.facts["symbols"][entry]
+        symbol = facts["symbol"]
         kernel = self.code.kernels[symbol]
         values = [(8, address) for address in addresses] + scalars
         block = bytearray(kernel.arguments)
@@ -95,7 +116,7 @@ class Binary:
         groups = None
         if last_slab:
             groups = range(grid[0] - grid[0] // shape[0], grid[0])
-        threads = self.facts["threads"]
+        threads = facts["threads"]
         if math.prod(grid):
             self.emulator.launch(symbol, grid, threads, bytes(block), memory, order, groups)
 
@@ -111,7 +132,7 @@ def binaries():
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         jobs = [(variant, arch) for variant in TESTED for arch in sorted(ARCHS.values())]
-        futures = {job: pool.submit(compile_variant, *job) for job in jobs}
+        futures = {job: pool.submit(compile_variant, *job, layouts_of(job[0])) for job in jobs}
 
         @functools.cache
         def binary(variant, arch) -> Binary:
@@ -133,12 +154,29 @@ def floats(dtype, key) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def expected(variant, key, layout, scaling):
-    """The input's shape, its bytes, and those of the results."""
+    """The floats' shape, the bytes of the operands, and those of the results."""
     x = floats(variant.dtype, key)
-    _, op = op_of(variant, scale_layout=layout, scaling=scaling)
-    results = jax.jit(functools.partial(op, implementation="xla"))(jnp.asarray(x))
-    leaves = [np.asarray(leaf).view(np.uint8).ravel() for leaf in jax.tree.leaves(results)]
-    return x.shape, x.reshape(-1).view(np.uint8), leaves
+    quantizes = variant.op == "quantize"
+    options = {"scale_layout": layout} | ({"scaling": scaling} if quantizes else {})
+    operand, op = op_of(variant, **options)
+    taken = operand(jnp.asarray(x))
+    if not quantizes:
+        taken = any_bits(taken, seed=len(key))
+    results = jax.jit(functools.partial(op, implementation="xla"))(taken)
+    return x.shape, leaves_of(taken), leaves_of(results)
+
+
+def leaves_of(tree) -> list[np.ndarray]:
+    """The bytes of its arrays."""
+    return [np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(tree)]
+
+
+def any_bits(array, seed: int):
+    """An MXArray of its shape with any codes and scales, whether something is quantized to them."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.integers(0, 256, leaf.shape, np.uint8).view(leaf.dtype)), array
+    )
 
 
 def placed(data: np.ndarray, align: int, keep: bool) -> np.ndarray:
@@ -153,13 +191,14 @@ def placed(data: np.ndarray, align: int, keep: bool) -> np.ndarray:
 
 def results_of(binary, entry, key, layout, scaling, order) -> list[tuple[np.ndarray, np.ndarray]]:
     """Pairs: the bytes of a launch, and the right ones."""
-    shape, x, want = expected(binary.variant, key, layout, scaling)
+    shape, given, want = expected(binary.variant, key, layout, scaling)
     memory, arrays, addresses = Global(), [], []
-    for i, data in enumerate([x, *want]):
-        arrays.append(placed(data, binary.facts["align"][entry][i], keep=i == 0))
-        addresses.append(memory.add(arrays[-1], writable=i > 0, name=f"buffer {i}"))
+    for i, data in enumerate([*given, *want]):
+        reads = i < len(given)
+        arrays.append(placed(data, binary.entry(layout, entry)["align"][i], keep=reads))
+        addresses.append(memory.add(arrays[-1], writable=not reads, name=f"buffer {i}"))
     binary.launch(entry, shape, layout, scaling, memory, addresses, order)
-    return list(zip(arrays[1:], want, strict=True))
+    return list(zip(arrays[len(given) :], want, strict=True))
 
 
 def check(binary, entry, key, layout, scaling="rceil", order="lockstep") -> None:
@@ -171,8 +210,10 @@ def check(binary, entry, key, layout, scaling="rceil", order="lockstep") -> None
 
 EDGES = {  # tails, odd lengths, slabs, one block; for entry 0, then 1, then 0
     "last": [(2, 33, 96), (3, 129, 32), (1, 32)],
+    "last_transposed": [(2, 144, 96), (3, 33, 160), (16, 32)],
     "second": [(2, 160, 144), (2, 96, 33), (32, 16)],
     "both": [(2, 96, 160), (2, 32, 288), (32, 32)],
+    "square": [(2, 96, 160), (2, 32, 288), (32, 32)],
 }
 
 
@@ -181,16 +222,17 @@ EDGES = {  # tails, odd lengths, slabs, one block; for entry 0, then 1, then 0
 def test_bits(variant, arch, binaries):
     """Every entry with every layout; scalings and orders of the waves in turn."""
     binary, ran = binaries(variant, arch), set()
-    for i, shape in enumerate(EDGES[variant.form.removesuffix("_transposed")]):
-        for j, layout in enumerate(SCALE_LAYOUTS):
+    form = variant.form
+    for i, shape in enumerate(EDGES.get(form) or EDGES[form.removesuffix("_transposed")]):
+        for j, layout in enumerate(binary.layouts):
             scaling = [*Scaling][(i + j) % len(Scaling)].value
             entry = i % 2
-            assert entry or binary.takes(0, binary.shapes(shape, layout))
-            waits = binary.facts["usage"][entry]["shared"] > 0  # else no order is another
+            assert entry or binary.takes(0, binary.shapes(shape, layout), layout)
+            waits = binary.entry(layout, entry)["usage"]["shared"] > 0  # else no order is another
             order = ORDERS[(i + j) % len(ORDERS)] if waits else "lockstep"
             check(binary, entry, shape, layout, scaling, order)
             ran.add((entry, layout))
-    assert len(ran) == len(binary.facts["symbols"]) * len(SCALE_LAYOUTS)
+    assert len(ran) == len(binary.code.kernels)
 
 
 @each_variant
@@ -207,27 +249,28 @@ def test_addresses_past_4_gib(variant, arch, binaries):
     """The last slab of a tensor of 2^33 elements, of which nothing else exists."""
     binary = binaries(variant, arch)
     slabs = (1 << 33) // (256 * 256)
-    for entry, layout in enumerate(("row_major", "shuffled_32x8")):  # which pad nothing here
-        _, x, want = expected(variant, (1, 256, 256), layout, "rceil")
+    for entry, layout in enumerate((binary.layouts[0], binary.layouts[-1])):  # padding nothing
+        _, given, want = expected(variant, (1, 256, 256), layout, "rceil")
         memory, outs, addresses = Global(), [], []
-        for i, data in enumerate([x, *want]):
-            align = binary.facts["align"][entry][i]
-            outs.append(placed(data, align, keep=i == 0))
+        for i, data in enumerate([*given, *want]):
+            reads = i < len(given)
+            align = binary.entry(layout, entry)["align"][i]
+            outs.append(placed(data, align, keep=reads))
             base = (0x7F00 + 16 * i << 32) + align % 16
             at = base + (slabs - 1) * len(data)
-            memory.add(outs[-1], writable=i > 0, name=f"buffer {i}", address=at)
+            memory.add(outs[-1], writable=not reads, name=f"buffer {i}", address=at)
             addresses.append(base)
         shape = (slabs, 256, 256)
         binary.launch(entry, shape, layout, "rceil", memory, addresses, "lockstep", last_slab=True)
-        for i, (got, right) in enumerate(zip(outs[1:], want, strict=True)):
+        for i, (got, right) in enumerate(zip(outs[len(given) :], want, strict=True)):
             assert (got == right).all(), f"result {i}: {np.flatnonzero(got != right)[:5]}"
 
 
 def test_nothing_spills_and_nothing_ships(binaries):
     for variant in TESTED:
         for arch in ARCHS.values():
-            usage = binaries(variant, arch).facts["usage"]
-            assert not any(entry["stack"] for entry in usage), variant.name
+            entries = entries_of(binaries(variant, arch).facts)
+            assert not any(entry["usage"]["stack"] for entry in entries), variant.name
     assert {variant.implementation for variant in VARIANTS} == {"cutedsl"}
 
 
@@ -240,7 +283,7 @@ UNOBSERVABLE = ("s_nop", "s_waitcnt")  # time, which the emulator does not model
     "variant,arch,cases",
     [
         (TESTED[0], "gfx950", [("row_major", "rceil"), ("blocked_128x4", "even")]),
-        (TESTED[2], "gfx942", [("row_major", "rceil"), ("shuffled_32x8", "even")]),
+        (TESTED[1], "gfx942", [("row_major", "rceil"), ("shuffled_32x8", "even")]),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

@@ -66,6 +66,11 @@ class Kernel:
         """How float32 rounds (0: to nearest even), and bits: subnormals in, subnormals out."""
         return self.rsrc1 >> 12 & 3, self.rsrc1 >> 16 & 3
 
+    @property
+    def float16_mode(self) -> tuple[int, int, int]:
+        """The same of float16 (and float64), and whether what overflows is the largest value."""
+        return self.rsrc1 >> 14 & 3, self.rsrc1 >> 18 & 3, self.rsrc1 >> 26 & 1
+
 
 class CodeObject:
     """A loaded code object.

@@ -194,6 +194,8 @@ class Emulator:
             )
         if rounding != 0 or subnormals not in (0, 3):
             raise NotImplementedError(f"{kernel.name}: float32 mode {rounding}, {subnormals}")
+        if kernel.float16_mode != (0, 3, 0):
+            raise NotImplementedError(f"{kernel.name}: float16 mode {kernel.float16_mode}")
         if tuple(block) != wanted:
             raise Fault(f"{kernel.name} was compiled for workgroups of {wanted}, not {block}")
         if len(arguments) != kernel.arguments:
@@ -448,10 +450,13 @@ class Emulator:
         return step
 
     def _convert(self, name: str, inst: Any, registers: Sequence[int]) -> Step:
-        """Two float32 to the low or high half of a register."""
+        """Two float32 to the low or high half of a register, or to all of it."""
         _only(inst, clmp=0)
         dtype = isa.CONVERSIONS[name, self.code.arch]
         sources = self._vectors("ff", registers[:2], inst, inst.neg, inst.abs)
+        if dtype.itemsize == 2:
+            _only(inst, opsel=0)
+            return self._convert_to_16_bits(dtype, sources, inst.vdst.offset)
         shift = U32(16 * (inst.opsel >> 3))
         to, keep = inst.vdst.offset, U32(0xFFFF0000 >> int(shift))
         fnuz = "fnuz" in dtype.name
@@ -470,9 +475,21 @@ class Emulator:
 
         return step
 
+    def _convert_to_16_bits(self, dtype: np.dtype, sources: list[Source], to: int) -> Step:
+        def step(w: Waves) -> None:
+            low, high = (
+                np.broadcast_to(source(w), w.active.shape).astype(dtype).view(np.uint16).astype(U32)
+                for source in sources
+            )
+            write_vector(w, to, low | high << U32(16))
+
+        return step
+
     def _vop3p(self, name: str, inst: Any, _: int) -> Step:
         """Two halves; which half of each source is a choice, and its sign."""
         _only(inst, clmp=0)
+        if name == "v_pk_mov_b32":
+            return self._move_two(inst)
         base = isa.PACKED[name]
         kinds, op = isa.VECTOR[base]
         registers = (inst.src0.offset, inst.src1.offset, inst.src2.offset)[: len(kinds)]
@@ -497,6 +514,21 @@ class Emulator:
 
         return step
 
+    def _move_two(self, inst: Any) -> Step:
+        """A half of the first source, then one of the second; op_sel_hi says nothing here."""
+        _only(inst, neg=0, neg_hi=0)
+        registers, to = (inst.src0.offset, inst.src1.offset), inst.vdst.offset
+        first, second = (
+            self._half("u", r, inst.opsel >> i & 1, 0) for i, r in enumerate(registers)
+        )
+
+        def step(w: Waves) -> None:
+            low, high = first(w), second(w).copy()  # the register itself, which `low` may go to
+            write_vector(w, to, low)
+            write_vector(w, to + 1, high)
+
+        return step
+
     def _half(self, kind: str, register: int, high: int, negate: int) -> Source:
         if kind == "h":
             if negate or (register >= LITERAL - 15 and register < VECTORS):
@@ -511,24 +543,16 @@ class Emulator:
 
     def _sdwa(self, name: str, inst: Any, _: int) -> Step:
         """Parts of registers."""
-        _only(inst, clmp=0, omod=0, src0_sext=0, src1_sext=0, src0_neg=0, src0_abs=0, src1_neg=0,
-              src1_abs=0)  # fmt: skip
+        _only(inst, clmp=0, omod=0)
         kinds, op = isa.VECTOR[name]
-        registers = [inst.vsrc0.offset - VECTORS * inst.s0]
-        if len(kinds) > 1:
-            registers.append(inst.vsrc1.offset - VECTORS * inst.s1)
-        raw = self._vectors("u" * len(registers), registers, inst)
-        selects = [_SELECT[s] for s in (inst.src0_sel, inst.src1_sel)][: len(raw)]
+        parts = self._parts(kinds, inst)
         shift, mask = _SELECT[inst.dst_sel]
         to, keeps = inst.vdst.offset, inst.dst_unused == 2
         if inst.dst_unused == 1:
             raise NotImplementedError("SDWA that extends a sign")
 
         def step(w: Waves) -> None:
-            parts = [
-                source(w) >> U32(s) & U32(m) for source, (s, m) in zip(raw, selects, strict=True)
-            ]
-            result = _raw(op(*_with_carry(w, kinds, parts))) & U32(mask)
+            result = _raw(op(*_with_carry(w, kinds, parts(w)))) & U32(mask)
             if mask != 0xFFFFFFFF:
                 old = w.vector[to - VECTORS] & U32(~(mask << shift) & 0xFFFFFFFF)
                 result = result << U32(shift) | (old if keeps else U32(0))
@@ -537,6 +561,23 @@ class Emulator:
         return step
 
     _vop1_sdwa = _vop2_sdwa = _sdwa
+
+    def _vopc_sdwa_sdst(self, name: str, inst: Any, _: int) -> Step:
+        """Compares parts of registers."""
+        kinds, op = isa.VECTOR[name]
+        parts, to = self._parts(kinds, inst), inst.sdst.offset if inst.sd else VCC
+        return lambda w: write_vector(w, to, op(*_with_carry(w, kinds, parts(w))))
+
+    def _parts(self, kinds: str, inst: Any) -> Callable[[Waves], list[np.ndarray]]:
+        """The bits of SDWA's sources."""
+        _only(inst, src0_sext=0, src1_sext=0, src0_neg=0, src0_abs=0, src1_neg=0, src1_abs=0)
+        registers = [inst.vsrc0.offset - VECTORS * inst.s0]
+        if len(kinds) > 1:
+            registers.append(inst.vsrc1.offset - VECTORS * inst.s1)
+        raw = self._vectors("u" * len(registers), registers, inst)
+        selects = [_SELECT[s] for s in (inst.src0_sel, inst.src1_sel)][: len(raw)]
+        pairs = list(zip(raw, selects, strict=True))
+        return lambda w: [source(w) >> U32(shift) & U32(mask) for source, (shift, mask) in pairs]
 
     def _dpp(self, name: str, inst: Any, _: int) -> Step:
         """The first source comes from another lane."""
@@ -710,7 +751,8 @@ def _constant(register: int, literal: int | None, bits: int) -> int | None:
         return 192 - register & (1 << bits) - 1
     if register in _FLOATS and bits == 32:
         return int(np.array(_FLOATS[register], F32).view(U32))
-    if register == LITERAL and bits == 32:
+    # To 64 bits a literal is extended; how, shows in those with a sign only.
+    if register == LITERAL and literal is not None and (bits == 32 or not literal >> 31):
         return literal
     if 128 <= register < VECTORS and register != SCC:
         raise NotImplementedError(f"operand {register}")

@@ -100,17 +100,26 @@ def _to_unsigned(x: np.ndarray) -> np.ndarray:
 
 
 def _permute(x: np.ndarray, y: np.ndarray, select: np.ndarray) -> np.ndarray:
-    """v_perm_b32: each byte one of the 8 of (x, y), y's first; 12 is 0x00, above 12 0xFF."""
+    """v_perm_b32: each byte one of the 8 of (x, y), y's first.
+
+    8 to 11 are 8 copies of the sign of bytes 1, 3, 5 and 7; 12 is 0x00, above 12 0xFF.
+    """
     both = wide(x) << U64(32) | wide(y)
     out = np.zeros(np.broadcast_shapes(both.shape, select.shape), U32)
     for i in range(4):
         which = select >> U32(8 * i) & U32(0xFF)
-        if ((which >= 8) & (which < 12)).any():
-            raise NotImplementedError("v_perm_b32 with a sign's copies")
         byte = (both >> (wide(which & U32(7)) * U64(8)) & U64(0xFF)).astype(U32)
-        byte = np.where(which < 8, byte, np.where(which == 12, U32(0), U32(0xFF)))
-        out = out | byte << U32(8 * i)
+        sign = (both >> (wide(which & U32(3)) * U64(16) + U64(15)) & U64(1)).astype(U32) * U32(0xFF)
+        beyond = np.where(which < 12, sign, np.where(which == 12, U32(0), U32(0xFF)))
+        out = out | np.where(which < 8, byte, beyond) << U32(8 * i)
     return out
+
+
+def _reversed(x: np.ndarray) -> np.ndarray:
+    """The bits in the opposite order."""
+    for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF)):
+        x = (x >> U32(shift) & U32(mask)) | (x & U32(mask)) << U32(shift)
+    return x >> U32(16) | x << U32(16)
 
 
 def _field(x: np.ndarray, first: np.ndarray, width: np.ndarray) -> np.ndarray:
@@ -151,6 +160,7 @@ SCALAR: Mapping[str, Op] = {
     "s_mov_b64": ("U", lambda x, _: (x, None)),
     "s_movk_i32": ("i", lambda x, _: (bits(x), None)),
     "s_addk_i32": ("ii", _with_overflow(np.add)),
+    "s_brev_b32": ("u", lambda x, _: (_reversed(x), None)),
     "s_not_b32": ("u", _nonzero(np.invert)),
     "s_not_b64": ("U", _nonzero(np.invert)),
     "s_add_u32": ("uu", lambda x, y, _: (x + y, x + y < x)),
@@ -228,8 +238,10 @@ VECTOR: Mapping[str, Op] = {
     "v_or3_b32": ("uuu", lambda x, y, z: x | y | z),
     "v_and_or_b32": ("uuu", lambda x, y, z: x & y | z),
     "v_bfi_b32": ("uuu", lambda x, y, z: x & y | ~x & z),
+    "v_bfrev_b32": ("u", _reversed),
     "v_bfe_u32": ("uuu", _field),
     "v_perm_b32": ("uuu", _permute),
+    "v_pack_b32_f16": ("hh", lambda x, y: x | y << U32(16)),
     "v_lshlrev_b32": ("uu", lambda n, x: _left(x, n)),
     "v_lshrrev_b32": ("uu", lambda n, x: _right(x, n)),
     "v_ashrrev_i32": ("ui", lambda n, x: bits(_right(x, n))),
@@ -261,6 +273,7 @@ VECTOR: Mapping[str, Op] = {
     "v_cvt_f32_u32": ("u", lambda x: x.astype(F32)),
     "v_cvt_u32_f32": ("f", _to_unsigned),
     "v_cvt_f32_f16": ("e", lambda x: x.astype(F32)),
+    "v_cvt_f16_f32": ("f", lambda x: x.astype(np.float16).view(np.uint16).astype(U32)),
     **{
         f"v_cmp_{name}_{kind}": (letter * 2, op)
         for name, op in _compare.items()
@@ -302,13 +315,14 @@ PACKED: Mapping[str, str] = {
     "v_pk_max_u16": "v_max_u16",
 }
 
-# Float32 to 8 bits, two at once. gfx942 has other formats than gfx950 (and than OCP).
+# Float32 to 8 or 16 bits, two at once. gfx942 has other formats than gfx950 (and than OCP).
 # Rounding is ml_dtypes': this is the one thing here that only silicon can confirm.
 CONVERSIONS: Mapping[tuple[str, str], np.dtype] = {
     ("v_cvt_pk_fp8_f32", "gfx942"): np.dtype(ml_dtypes.float8_e4m3fnuz),
     ("v_cvt_pk_bf8_f32", "gfx942"): np.dtype(ml_dtypes.float8_e5m2fnuz),
     ("v_cvt_pk_fp8_f32", "gfx950"): np.dtype(ml_dtypes.float8_e4m3fn),
     ("v_cvt_pk_bf8_f32", "gfx950"): np.dtype(ml_dtypes.float8_e5m2),
+    ("v_cvt_pk_bf16_f32", "gfx950"): np.dtype(ml_dtypes.bfloat16),
 }
 
 # Bytes, and which half of the register they are; "": they are the register, zero-extended.

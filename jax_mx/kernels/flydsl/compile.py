@@ -1,7 +1,4 @@
-"""From a variant to a code object and the facts that launch it. Needs no GPU, ROCm or torch.
-
-Only tests call this: no row of `VARIANTS` names these kernels, so nothing of them ships.
-"""
+"""From a variant to a code object and the facts that launch it. Needs no GPU, ROCm or torch."""
 
 from __future__ import annotations
 
@@ -10,12 +7,17 @@ import os
 import sys
 import tempfile
 import types
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jax_mx.kernels.flydsl.gcn import count_instructions
+from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.testing.code_object import CodeObject
-from jax_mx.variants import Variant
+from jax_mx.variants import Variant, layouts_of
+
+__all__ = ["COMPILER", "compile_variant", "count_instructions"]
 
 COMPILER = f"flydsl {version('flydsl')}, ziglang {version('ziglang')}"
 
@@ -23,43 +25,60 @@ COMPILER = f"flydsl {version('flydsl')}, ziglang {version('ziglang')}"
 SPILLS = ("private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
 
 
-def compile_variant(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:
-    """The code object of `variant` for `arch`, and the facts that launch its entries.
+def compile_variant(
+    variant: Variant, arch: str, layouts: Sequence[str] | None = None
+) -> tuple[bytes, dict[str, Any]]:
+    """The code object of `variant` for `arch`, and its manifest entry but for names and hashes.
 
-    All entries have one `threads` and one `grid`, and take the scale layout as a scalar, its number
-    in `layouts.SCALE_LAYOUTS`. A process that did this cannot import CuTeDSL.
+    `layouts` are the scale layouts to compile entries for, all that the variant has by default.
+    A process that did this cannot import CuTeDSL.
 
     Raises:
-      NotImplementedError: there is no kernel for `variant`.
       RuntimeError: the compiler gave no code object, or its kernels are not the entries asked for.
     """
     with tempfile.TemporaryDirectory() as folder:
         _prepare_process(Path(folder), arch)
-        from jax_mx.kernels.flydsl.quantize import kernel_of
+        from jax_mx.kernels.flydsl.kernel import compile_all
 
+        module = importlib.import_module(f"jax_mx.kernels.flydsl.{variant.op}")
         _forbid_unaligned_accesses()
-        kernel = kernel_of(variant, arch)
-        image = _code_object(kernel.compile())
+        # Per layout the entry for aligned operands, then the one that takes any.
+        kernels = {
+            name: [module.kernel_of(variant, arch, SCALE_LAYOUTS[name], a) for a in (True, False)]
+            for name in layouts or layouts_of(variant)
+        }
+        every = [kernel for entries in kernels.values() for kernel in entries]
+        names = [f"{variant.name}_{i}" for i in range(len(every))]
+        image = _code_object(compile_all(f"{variant.name}.{arch}", names, every))
+    usage = resource_usage(image)
+    if sorted(usage) != names:
+        raise RuntimeError(f"{variant.name}.{arch}: expected {names}, got {sorted(usage)}")
+    launches, symbols = {}, iter(names)
+    for name, entries in kernels.items():
+        launches[name] = {"scalars": entries[0].scalars, "entries": []}
+        for kernel in entries:
+            symbol = next(symbols)
+            threads = usage[symbol].pop("threads")
+            if threads != [kernel.threads, 1, 1]:
+                raise RuntimeError(f"{variant.name}.{arch}: compiled for {threads} threads")
+            usage[symbol]["elements_per_thread"] = kernel.elements_per_thread
+            launches[name]["entries"].append(
+                {"symbol": symbol, **kernel.launch, "usage": usage[symbol]}
+            )
+    return image, {"launches": launches}
+
+
+def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:
+    """Per kernel of a code object: registers, bytes of stack (spills) and of LDS, threads."""
     found = {symbol: kernel.metadata for symbol, kernel in CodeObject(image).kernels.items()}
-    symbols = sorted(found)
-    if symbols != kernel.symbols:
-        raise RuntimeError(f"{variant.name}.{arch}: expected {kernel.symbols}, got {symbols}")
-    threads = {tuple(facts[".reqd_workgroup_size"]) for facts in found.values()}
-    if threads != {tuple(kernel.launch["threads"])}:
-        raise RuntimeError(f"{variant.name}.{arch}: compiled for {threads} threads")
-    return image, {
-        "symbols": symbols,
-        "align": kernel.alignments,
-        "divide": list(kernel.divide),
-        **kernel.launch,
-        "usage": [
-            {
-                "registers": found[symbol][".vgpr_count"],
-                "stack": sum(found[symbol][f".{what}"] for what in SPILLS),
-                "shared": found[symbol][".group_segment_fixed_size"],
-            }
-            for symbol in symbols
-        ],
+    return {
+        symbol: {
+            "registers": facts[".vgpr_count"],
+            "stack": sum(facts[f".{what}"] for what in SPILLS),
+            "shared": facts[".group_segment_fixed_size"],
+            "threads": facts[".reqd_workgroup_size"],
+        }
+        for symbol, facts in found.items()
     }
 
 

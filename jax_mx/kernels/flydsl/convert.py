@@ -11,6 +11,7 @@ from jax_mx.formats import SCALE_NAN, Format
 
 _INF = 0x7F800000
 _SIGNS = 0x80808080
+_POISON = 0xFFC00000  # a NaN with a sign
 
 
 def intrinsic(name: str, result, *operands):
@@ -31,18 +32,44 @@ def from_lane(word: Uint32, control: int) -> Uint32:
     return intrinsic("llvm.amdgcn.update.dpp.i32", Uint32, word, word, *flags)
 
 
-# DPP controls. Exchanges with lane ^ 1 and lane ^ 2; a maximum over all lanes of 4 also takes its
-# partners from the mirror image of 8 and, from 8 on, from half a row away.
-EXCHANGE = {1: 0xB1, 2: 0x4E}
-REDUCE = (EXCHANGE[1], EXCHANGE[2], 0x141, 0x128)
+# DPP controls: exchanges with lane ^ 1, lane ^ 2 and, in the mirror image of 8, lane ^ 7.
+EXCHANGE = {1: 0xB1, 2: 0x4E, 4: 0x141}
+
+
+def from_group(word: Uint32, group: int, index: int) -> Uint32:
+    """The word of lane `index` of this lane's aligned group, of up to 32 (LDS hardware, no LDS)."""
+    pattern = index << 5 | (31 & -group)
+    return intrinsic("llvm.amdgcn.ds.swizzle", Uint32, word, fx.Int32(pattern))
 
 
 def from_row(word: Uint32, distance: int) -> Uint32:
-    """The word of the lane that is 16 or 32 away, by exclusive or (LDS hardware, but no LDS)."""
+    """The word of the lane that is 16 or 32 away, by exclusive or."""
     if distance == 16:
         return intrinsic("llvm.amdgcn.ds.swizzle", Uint32, word, fx.Int32(16 << 10 | 31))
-    address = (Uint32(fx.Int32(fx.thread_idx.x)) ^ Uint32(distance)) << 2
-    return intrinsic("llvm.amdgcn.ds.bpermute", Uint32, address, word)
+    return from_anywhere(word, lane_id() ^ Uint32(distance))
+
+
+def from_anywhere(word: Uint32, lane: Uint32) -> Uint32:
+    """The word of any lane (LDS hardware, no LDS)."""
+    return intrinsic("llvm.amdgcn.ds.bpermute", Uint32, lane << 2, word)
+
+
+def lane_id() -> Uint32:
+    """This lane's number in its wave."""
+    return Uint32(fx.Int32(fx.thread_idx.x)) % Uint32(64)
+
+
+def wave_id() -> Uint32:
+    """This wave's number in its workgroup; in a scalar register."""
+    wave = Uint32(fx.Int32(fx.thread_idx.x)) // Uint32(64)
+    return intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, wave)
+
+
+def where(mask: Uint32, a: Uint32, b: Uint32) -> Uint32:
+    """The bits of the constant `a` where the mask has ones, else those of `b`."""
+    # Written out, LLVM finds two instructions on gfx950.
+    values = [x.ir_value() for x in (mask, a, b)]
+    return Uint32(llvm.inline_asm(Uint32.ir_type, values, "v_bfi_b32 $0, $1, $2, $3", "=v,v,s,v"))
 
 
 def magnitudes(word: Uint32, dtype: str) -> Uint32:
@@ -78,38 +105,56 @@ def largest_bits(word: Uint32, dtype: str) -> Uint32:
     return elements(half, dtype)[0].bitcast(Uint32)
 
 
+def amaxes_of_two(a: Uint32, b: Uint32, dtype: str) -> Uint32:
+    """A word with the larger of a's two 16-bit magnitudes, and that of b's."""
+    return larger(bytes_of(b, a, 0, 1, 4, 5), bytes_of(b, a, 2, 3, 6, 7), dtype)
+
+
 def scale_of(amax: Uint32, format: Format, dtype: str, rounding: tuple[Uint32, Uint32]):
-    """Of a block: the E8M0 byte, the factor of its elements, whether it is poisoned.
+    """Of a block: the E8M0 byte and the float32 bits of the factor of its elements.
 
     `amax` is in float32 bits. The rule is `formats.Scaling.rounding`, whose two numbers come in as
-    run-time scalars.
+    run-time scalars. The factor is a power of two, so its upper half is a bfloat16; that of a
+    poisoned block is negative, see `poison`.
     """
     round_add, round_exception = rounding
     emax = Uint32(format.emax)
-    scale = intrinsic("llvm.umax.i32", Uint32, (amax + round_add) >> 23, emax) - emax
+    scale = intrinsic("llvm.usub.sat.i32", Uint32, (amax + round_add) >> 23, emax)
     if dtype == "float32":  # 16-bit inputs never reach that value
         scale = (amax == round_exception).select(Uint32(0), scale)
     # 2^(127 - scale): of a finite block the scale is at most 253, so this is a normal number.
-    inverse = ((Uint32(254) - scale) << 23).bitcast(Float32)
+    inverse = (Uint32(254) - scale) << 23
     poisoned = amax >= Uint32(_INF)
-    return poisoned.select(Uint32(SCALE_NAN), scale), inverse, poisoned
+    return (
+        poisoned.select(Uint32(SCALE_NAN), scale),
+        poisoned.select(Uint32(_POISON), inverse),
+    )
 
 
-def poison_mask(poisoned: list) -> Uint32:
-    """For `pack_four`: 0xFF for each byte of a word whose block, of these four, is poisoned."""
-    if all(p is poisoned[0] for p in poisoned):  # one block
-        return poisoned[0].select(Uint32(0xFFFFFFFF), Uint32(0))
-    word = Uint32(0)
-    for i, p in enumerate(poisoned):
-        word = word | p.select(Uint32(0xFF << 8 * i), Uint32(0))
-    return word
+def pair(low: Uint32, high: Uint32) -> Uint32:
+    """The upper halves of two words in one."""
+    return bytes_of(high, low, 2, 3, 6, 7)
+
+
+def half(pair: Uint32, which: int) -> Float32:
+    """The float32 of one of them."""
+    return (pair & Uint32(0xFFFF0000) if which else pair << 16).bitcast(Float32)
+
+
+def poison(pairs: list[Uint32], which: list[int]) -> Uint32:
+    """For `pack_four`: 0xFF for each of four bytes whose factor is poisoned.
+
+    The factors are those of `pairs`, at most two, by number.
+    """
+    # Selectors 8 to 11 are copies of the signs of the four halves.
+    return bytes_of(pairs[-1], pairs[0], *(8 + i for i in which))
 
 
 def pack_four(x: list[Float32], inverse: list, poison: Uint32, format: Format, arch: str) -> Uint32:
     """Four codes, rounded to nearest even and saturated; NaN where `poison` has a byte."""
     scaled = [value * factor for value, factor in zip(x, inverse, strict=True)]
     pack = {"gfx942": _pack_as_integers, "gfx950": _pack_in_hardware}[arch]
-    return (pack(scaled, format) & ~poison) | (Uint32(format.nan_code * 0x01010101) & poison)
+    return where(poison, Uint32(format.nan_code * 0x01010101), pack(scaled, format))
 
 
 def _pack_in_hardware(x: list[Float32], format: Format) -> Uint32:
@@ -152,3 +197,70 @@ def _pack_as_integers(x: list[Float32], format: Format) -> Uint32:
     return (bytes_of(high, low, 0, 1, 4, 5) & Uint32(~_SIGNS & 0xFFFFFFFF)) | (
         sign & Uint32(_SIGNS)
     )
+
+
+# ---- dequantize ---
+_ONES = 0x01010101
+
+
+def factor_of(scale: Uint32) -> Float32:
+    """The float32 of a scale's byte: 2^(scale - 127), of which that of 0 is subnormal."""
+    bits = intrinsic("llvm.umax.i32", Uint32, scale << 23, Uint32(1 << 22))
+    return bits.bitcast(Float32)
+
+
+def poison_of(scale: Uint32) -> Uint32:
+    """For `unpack_four`: of a scale's byte, for all four codes."""
+    return (scale == Uint32(SCALE_NAN)).select(Uint32(0x7F * _ONES), Uint32(0))
+
+
+def poison_of_four(scales: Uint32) -> Uint32:
+    """For `unpack_four`: of the scales of four codes."""
+    # Adding 1 carries into the top bit of the bytes that end in seven ones.
+    found = ((scales & Uint32(~_SIGNS & 0xFFFFFFFF)) + Uint32(_ONES)) & scales & Uint32(_SIGNS)
+    return found - (found >> 7)
+
+
+def unpack_four(
+    word: Uint32, factors: list[Float32], poison: Uint32, format: Format, dtype: str, arch: str
+) -> list[Uint32]:
+    """The words of four codes times their factors, rounded to `dtype`; NaN for each poisoned code.
+
+    No chip's own conversions from 8 bits: a code's bits are those of a float16, times 2^8 for e4m3.
+    """
+    if format.exponent_bits == 5:
+        low, high = Uint32(0), word
+    else:  # one bit more of exponent
+        low = word << 7 & Uint32(_SIGNS)
+        high = word & Uint32(_SIGNS) | word >> 1 & Uint32(0x3F * _ONES)
+    halves = [bytes_of(high, low, i, 4 + i, i + 1, 5 + i) for i in (0, 2)]
+    products = [value for pair in halves for value in elements(pair, "float16")]
+    if format.exponent_bits == 4:
+        products = [value * Float32(2.0**8) for value in products]
+    products = [value * factor for value, factor in zip(products, factors, strict=True)]
+    # The top bit of each byte: whether its code, with that of a poisoned one all ones, is a NaN.
+    first_nan = format.nan_code if format.exponent_bits == 4 else 0x7D
+    nans = ((word & Uint32(~_SIGNS & 0xFFFFFFFF)) | poison) + Uint32((0x80 - first_nan) * _ONES)
+    signs = [(8, 10), (9, 11)]  # for `bytes_of`: of these bytes in pairs, in (nans, nans << 8)
+    found = []
+    for two, (low, high) in zip((products[:2], products[2:]), signs, strict=True):
+        if dtype == "float32":
+            words = [value.bitcast(Uint32) for value in two]
+            masks = [bytes_of(nans, nans << 8, *[sign] * 4) for sign in (low, high)]
+            quiet = Uint32(0x7FFFFFFF)
+        else:
+            words = [_round_two(*two, dtype, arch)]
+            masks = [bytes_of(nans, nans << 8, low, low, high, high)]
+            quiet = Uint32(0x7FFF7FFF)
+        found += [where(m, quiet, w) for w, m in zip(words, masks, strict=True)]
+    return found
+
+
+def _round_two(low: Float32, high: Float32, dtype: str, arch: str) -> Uint32:
+    """Two 16-bit floats in a word, rounded to nearest even; of a NaN anything."""
+    if dtype == "float16" or arch == "gfx950":
+        kind = fx.Float16 if dtype == "float16" else fx.BFloat16
+        return fx.Vector.from_elements([low.to(kind), high.to(kind)], kind).bitcast(Uint32)[0]
+    bits = [value.bitcast(Uint32) for value in (low, high)]
+    rounded = [b + Uint32(0x7FFF) + (b >> 16 & Uint32(1)) for b in bits]
+    return pair(*rounded)

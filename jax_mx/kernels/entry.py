@@ -1,0 +1,71 @@
+"""What a launch must know of an entry, whichever DSL it is written in: the words of ffi/launch.cc.
+
+The kernels of cutedsl/kernel.py still say the same themselves: to use this instead changes the keys
+of all their binaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax_mx.formats import FLOAT_DTYPES
+from jax_mx.layouts import ScaleLayout
+from jax_mx.variants import Variant
+
+ALL = (0, 99)  # from the first dimension to the last
+
+
+class Entry:
+    """An entry's operands and its launch rule.
+
+    Attributes:
+      aligned: whether it takes aligned operands only, or any.
+      float_first: whether the unquantized array comes before the quantized ones, as an operand.
+      extents: the scalars that follow from the buffers' dimensions.
+      divide: what must divide a dimension, for an aligned entry.
+      threads: of a workgroup.
+      grid: terms (axis, buffer, from, to, divisor).
+      elements_per_thread: for the build's report.
+    """
+
+    float_first = True
+    extents: Sequence = ()
+    divide: Sequence = ()
+    threads: int
+    grid: Sequence
+    elements_per_thread: int
+
+    def __init__(self, variant: Variant, layout: ScaleLayout, aligned: bool):
+        self.variant, self.layout, self.aligned = variant, layout, aligned
+        self.dtype, self.formats = variant.dtype, variant.formats
+        self.itemsize = FLOAT_DTYPES[variant.dtype].itemsize
+
+    @property
+    def align(self) -> list[int]:
+        """Of each buffer, in bytes."""
+        quantized = ([16, 4] if self.aligned else [1, 1]) * len(self.formats)
+        whole = [16 if self.aligned else self.itemsize]
+        return whole + quantized if self.float_first else quantized + whole
+
+    @property
+    def scalars(self) -> list:
+        """Of the launch rule: the extents, then what a plan knows by name."""
+        if not self.float_first:
+            return [*self.extents]
+        names = [
+            f"{name}_{i}"
+            for i in range(len(self.formats))
+            for name in ("round_add", "round_exception")
+        ]
+        return [*self.extents, *([4, name] for name in names)]
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """The entry's launch rule."""
+        return {
+            "align": self.align,
+            "divide": [*self.divide] if self.aligned else [],
+            "threads": [self.threads, 1, 1],
+            "grid": [*self.grid],
+        }

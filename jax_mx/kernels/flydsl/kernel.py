@@ -1,0 +1,257 @@
+"""What the kernels share: entries, where scales lie, accesses of memory, lanes that exchange."""
+
+import math
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32
+
+from jax_mx.kernels.entry import Entry
+from jax_mx.kernels.flydsl import convert
+from jax_mx.layouts import ScaleLayout
+from jax_mx.variants import Variant
+
+WAVE = 64  # lanes
+
+
+def pointer(base, offset, dtype, align: int):
+    """Into global memory, `offset` bytes from `base`."""
+    kind = fx.Pointer[dtype, fx.AddressSpace.Global, max(align, dtype.width // 8)]
+    return fx.recast_iter(kind.ir_type, base + offset)
+
+
+def shared_pointer(array, offset, dtype=Uint8, align: int = 1):
+    """Into a shared array of bytes."""
+    kind = fx.Pointer[dtype, fx.AddressSpace.Shared, align]
+    return fx.recast_iter(kind.ir_type, array.ptr + offset)
+
+
+def load_words(base, offset, count: int, align: int) -> list:
+    """`count` words from `offset` bytes on: at once, or in the pieces that `align` bytes allow."""
+    if align >= 4 * count:
+        at = pointer(base, offset, Uint32, align)
+        if count == 1:
+            return [fx.generic_load(at)]
+        words = fx.generic_load(at, dtype=Uint32, count=count)
+    else:
+        piece = {1: Uint8, 2: Uint16}.get(align, Uint32)
+        at, pieces = pointer(base, offset, piece, align), 4 * count // (piece.width // 8)
+        words = fx.Vector.from_elements(
+            [fx.generic_load(at + Int32(i)) for i in range(pieces)], piece
+        ).bitcast(Uint32)  # which never widens: FlyDSL extends the sign of unsigned loads
+    return [words[i] for i in range(count)]
+
+
+def load_byte(at) -> Uint32:
+    """The byte at a pointer."""  # FlyDSL extends the sign of unsigned loads
+    zero = Uint8(0)
+    bytes_ = fx.Vector.from_elements([fx.generic_load(at), zero, zero, zero], Uint8)
+    return bytes_.bitcast(Uint32)[0]
+
+
+def load_bytes(base, offsets: list) -> list:
+    """Words of the bytes at these offsets, four each."""
+    codes = [fx.generic_load(base + offset) for offset in offsets]
+    words = fx.Vector.from_elements(codes, Uint8).bitcast(Uint32)
+    return [words[i] for i in range(len(offsets) // 4)]
+
+
+def store_words(base, offset, words: list, align: int) -> None:
+    """The inverse of `load_words`; at once, or by bytes."""
+    vector = fx.Vector.from_elements(words, Uint32)
+    if align >= 4 * len(words):
+        fx.generic_store(pointer(base, offset, Uint32, align), vector)
+    else:
+        at, codes = pointer(base, offset, Uint8, 1), vector.bitcast(Uint8)
+        for i in range(4 * len(words)):
+            fx.generic_store(at + Int32(i), codes[i])
+
+
+def as_int64(number) -> Int64:
+    """An unsigned 32-bit number in 64 bits."""
+    return Int64(fx.Uint64(number))
+
+
+def round_up(number, multiple: int) -> Uint32:
+    """To a multiple of a power of two."""
+    return (Uint32(number) + Uint32(multiple - 1)) & Uint32(-multiple & 0xFFFFFFFF)
+
+
+# ---- scales ---
+def digits_of(number, factors: tuple[int, ...]) -> list:
+    """The digits of a number, the most significant first."""
+    below, found = 1, []
+    for factor in reversed(factors):
+        found.insert(0, number // Uint32(below) % Uint32(factor))
+        below *= factor
+    return found
+
+
+def offset_in_tile(layout: ScaleLayout, row, col):
+    """Where (row, col) of a scale layout's tile lies in it, from the layout's own description."""
+    digits = digits_of(row, layout.row_digits) + digits_of(col, layout.col_digits)
+    sizes = (*layout.row_digits, *layout.col_digits)
+    offset, stride = Uint32(0), 1
+    for place in reversed(layout.order):
+        offset = offset + digits[place] * Uint32(stride)
+        stride *= sizes[place]
+    return offset
+
+
+def column_stride(layout: ScaleLayout) -> int:
+    """How far apart two neighbouring columns lie in a tile, but for the edge of a digit."""
+    sizes = (*layout.row_digits, *layout.col_digits)
+    faster = layout.order[layout.order.index(len(sizes) - 1) + 1 :]
+    return math.prod(sizes[place] for place in faster)
+
+
+def tiles_of(layout: ScaleLayout, rows, cols) -> tuple:
+    """How many tiles there are across either direction, with the padding."""
+    return tuple(
+        round_up(n, pad) // Uint32(tile)
+        for n, pad, tile in zip((rows, cols), layout.pad, layout.tile, strict=True)
+    )
+
+
+class Strip:
+    """The blocks of a workgroup of `Flat`, consecutive scales with the padding; all of one tile.
+
+    Attributes:
+      block: from which on the workgroup's blocks are counted.
+      offset: from which on its scales' bytes are; both the same for all lanes.
+    """
+
+    def __init__(self, layout: ScaleLayout, blocks: int, sizes: tuple):
+        """`sizes`: how many scales there are and, of tiles, rows and cols of a slab's matrix."""
+        self.layout, places = layout, sizes[0]
+        first = Int64(Int32(fx.block_idx.x)) * blocks
+        self.block, self.offset = first, first
+        if not layout.is_tiled:
+            left = places - first
+            self.count = (left < Int64(blocks)).select(Int32(left), Int32(blocks))
+            return
+        self.rows, self.cols = (Uint32(n) for n in sizes[1:])
+        (height, width), size = layout.tile, math.prod(layout.tile)
+        tiles_r, tiles_c = tiles_of(layout, self.rows, self.cols)
+        # 32 bits: a GPU's memory does not hold the elements of more tiles.
+        tile = Uint32(first // size)
+        self.start = Uint32(first % size)  # in the tile
+        down, tile_c = tile // tiles_c, tile % tiles_c
+        slab, tile_r = down // tiles_r, down % tiles_r
+        self.top, self.left = tile_r * Uint32(height), tile_c * Uint32(width)
+        block = as_int64(slab) * as_int64(self.rows) + as_int64(self.top)
+        block = block * as_int64(self.cols) + as_int64(self.left)
+        exists = (self.top < self.rows) & (self.left < self.cols)
+        self.block = exists.select(block, Int64(0))
+        self.offset = as_int64(tile) * size
+
+    def at(self, place):
+        """(block, offset, whether there is such a block) of a lane's place in the strip.
+
+        Lanes go through a tile row by row, the rows as they follow in memory. Of no block: those
+        of block 0.
+        """
+        if not self.layout.is_tiled:
+            inside = place < Uint32(self.count)
+            place = inside.select(place, Uint32(0))
+            return as_int64(place), place, inside
+        layout, width = self.layout, self.layout.tile[1]
+        place = self.start + place
+        col, rest, row = place % Uint32(width), place // Uint32(width), Uint32(0)
+        digits = range(len(layout.row_digits))
+        in_order = [i for i in layout.order if i in digits]
+        found = digits_of(rest, tuple(layout.row_digits[i] for i in in_order))
+        for i in digits:
+            row = row * Uint32(layout.row_digits[i]) + found[in_order.index(i)]
+        inside = (self.top + row < self.rows) & (self.left + col < self.cols)
+        block = as_int64(row) * as_int64(self.cols) + as_int64(col)
+        return inside.select(block, Int64(0)), offset_in_tile(layout, row, col), inside
+
+
+# ---- lanes ---
+def largest(words: list, dtype: str):
+    """The larger magnitudes of words."""
+    word = words[0]
+    for other in words[1:]:
+        word = convert.larger(word, other, dtype)
+    return word
+
+
+def exchange(parts: list[list], lane) -> list:
+    """Of lane i the i-th part of each of its len(parts) neighbours, first neighbour first."""
+    for bit in (1, 2)[: len(parts).bit_length() - 1]:
+        upper = lane // Uint32(bit) % Uint32(2) == Uint32(1)
+        control = convert.EXCHANGE[bit]
+        for low in (i for i in range(len(parts)) if not i & bit):
+            pairs = [*zip(parts[low], parts[low | bit], strict=True)]
+            parts[low] = [upper.select(convert.from_lane(b, control), a) for a, b in pairs]
+            parts[low | bit] = [upper.select(b, convert.from_lane(a, control)) for a, b in pairs]
+    return [word for part in parts for word in part]
+
+
+def halved(words: list, upper, other, dtype: str) -> list:
+    """The larger magnitudes of this lane's half of `words`, and of its partner's of the same half.
+
+    Args:
+      words: of both halves.
+      upper: whether this lane keeps the upper half; its partner keeps the other.
+      other: gives the partner's word.
+      dtype: of the magnitudes.
+    """
+    half = len(words) // 2
+    kept = []
+    for low, high in zip(words[:half], words[half:], strict=True):
+        mine, theirs = upper.select(high, low), upper.select(low, high)
+        kept.append(convert.larger(mine, other(theirs), dtype))
+    return kept
+
+
+def halved_among(words: list, group: int, dtype: str) -> list:
+    """Words of magnitudes shared out among a group of neighbours: lane i gets the i-th part."""
+    lane = convert.lane_id()
+    for bit in (4, 2, 1)[-(group.bit_length() - 1) :]:
+        upper = (lane & Uint32(bit)) != Uint32(0)
+        control = convert.EXCHANGE[bit]
+        words = halved(words, upper, lambda w, c=control: convert.from_lane(w, c), dtype)
+    return words
+
+
+class Kernel(Entry):
+    """An entry for an arch; subclasses have the `kernel`."""
+
+    def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
+        super().__init__(variant, layout, aligned)
+        self.arch = arch
+
+    @property
+    def value_align(self) -> int:
+        """What the arrays of values are aligned to, in bytes."""
+        return self.align[1 if self.float_first else 0]
+
+
+class Host:
+    """Makes the compiler emit entries; nothing calls what it compiles."""
+
+    def __init__(self, symbols: list[str], kernels: list[Kernel]):
+        self.symbols, self.kernels = symbols, kernels
+
+    @flyc.jit
+    def host(
+        self, name: fx.Constexpr, p0: fx.Pointer, p1: fx.Pointer, p2: fx.Pointer, p3: fx.Pointer,
+        p4: fx.Pointer, int32: Int32, int64: Int64,
+    ):  # fmt: skip
+        """`name` tells FlyDSL's cache that another variant is another function."""
+        for symbol, kernel in zip(self.symbols, self.kernels, strict=True):
+            pointers = (p0, p1, p2, p3, p4)[: len(kernel.align)]
+            scalars = tuple(int64 if s[0] == 8 else int32 for s in kernel.scalars)
+            entry = type(kernel).__dict__["kernel"]
+            entry._name = symbol
+            # The real grid is the launch rule's.
+            kernel.kernel(pointers, scalars).launch(grid=(1, 1, 1), block=(kernel.threads, 1, 1))
+
+
+def compile_all(name: str, symbols: list[str], kernels: list[Kernel]):
+    """Entries of these symbols, as FlyDSL compiles them."""
+    address = flyc.from_c_void_p(Uint8, None, assumed_align=1)
+    host = Host(symbols, kernels).host
+    return flyc.compile(host, name, *[address] * 5, Int32(0), Int64(0))
