@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 
 import jax
@@ -14,10 +13,18 @@ from jax_mx import primitive
 from jax_mx.array import MXArray
 from jax_mx.artifacts import TARGET
 from jax_mx.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
-from jax_mx.forms import FORMS, divided, from_view, moved_last, to_view
+from jax_mx.forms import (
+    divided,
+    from_view,
+    moved_last,
+    scales_shape,
+    scales_spec,
+    to_view,
+    unit_lengths,
+)
 from jax_mx.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
-from jax_mx.sharding import gathered, is_explicit, spec_of
+from jax_mx.sharding import gathered, is_explicit, shards_of, spec_of
 from jax_mx.variants import device_arch
 
 # For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
@@ -238,12 +245,12 @@ def _insist(plan: Plan) -> None:
 # ---- from arrays to views and back (forms.py) ---
 def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
     """Binds the primitive; x as the plan has it. One MXArray per result."""
-    form = FORMS[plan.form]
+    form = plan.views
     x = _placed(x, x.shape, plan)
     view = form.view(x.shape, spec_of(x), plan.first_axis)
     outs = primitive.quantize_p.bind(to_view(x, *view, form.operand), plan=plan)
 
-    arrays = []
+    arrays, layout = [], plan.scale_layout
     for i, (result, format) in enumerate(zip(form.results, plan.formats, strict=True)):
         values, scales = outs[2 * i : 2 * i + 2]
         shape, spec = x.shape, spec_of(x)
@@ -253,29 +260,27 @@ def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
             axes = result.last
         stored = divided(shape, axes[-1:], format.codes_per_byte)
         values = from_view(values, stored, spec, result.order)
-        if not plan.scale_layout.is_tiled:
-            scales = from_view(scales, divided(shape, axes, BLOCK), spec, result.order)
-        arrays.append(MXArray(values, scales, format, axes[-1], plan.scale_layout, plan.block))
+        stored, spec = scales_shape(shape, axes, layout), scales_spec(spec, axes, layout)
+        scales = from_view(scales, stored, spec, result.scales_order)
+        arrays.append(MXArray(values, scales, format, axes[-1], layout, plan.block))
     return arrays
 
 
 def _dequantize(q: MXArray, plan: Plan) -> jax.Array:
     """Binds the primitive; q as the plan has it."""
-    form = FORMS[plan.form]
+    form, layout = plan.views, plan.scale_layout
     (result,) = form.results
     values, scales = _placed(q.values, q.shape, plan), q.scales
     shape, spec = q.shape, spec_of(values)
     if is_explicit(jax.typeof(values).sharding.mesh):
-        rest = (None,) * (scales.ndim - len(spec))  # of tiles
-        scales = jax.sharding.reshard(scales, PartitionSpec(*spec, *rest))
+        beside = PartitionSpec(*scales_spec(spec, plan.axes, layout))
+        scales = jax.sharding.reshard(scales, beside)
     if plan.transpose:
         shape, spec = (moved_last(dims, -2) for dims in (shape, spec))
     view, view_spec = form.view(shape, spec, plan.first_axis)
     stored = result.values_shape(view, plan.format)
     values = to_view(values, stored, view_spec, result.order)
-    if not plan.scale_layout.is_tiled:
-        per_block = result.scales_shape(view, plan.scale_layout)
-        scales = to_view(scales, per_block, view_spec, result.order)
+    scales = to_view(scales, result.scales_shape(view), view_spec, result.scales_order)
     return from_view(primitive.dequantize(values, scales, plan), shape, spec, form.operand)
 
 
@@ -285,16 +290,16 @@ def _placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
     Raises:
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
-    mesh, spec = jax.typeof(x).sharding.mesh, spec_of(x)
-    if not is_explicit(mesh):
+    if not is_explicit(jax.typeof(x).sharding.mesh):
         return x
     for axis in plan.axes:
-        names = (spec[axis],) if isinstance(spec[axis], str) else tuple(spec[axis] or ())
-        shards, length = math.prod(mesh.shape[name] for name in names), shape[axis]
+        (names, shards), length = shards_of(x, axis), shape[axis]
         if length % (shards * BLOCK):
             raise primitive.ShardingTypeError(
                 f"{plan.op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
                 f"{shards} shards of {length / shards:g}, which does not keep its blocks of "
                 f"{BLOCK} whole; reshard it with jax.sharding.reshard"
             )
-    return gathered(x) if plan.scale_layout.is_tiled else x
+    if not plan.scale_layout.is_tiled:
+        return x
+    return gathered(x, shape, unit_lengths(plan.axes, plan.scale_layout))
