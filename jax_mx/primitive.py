@@ -237,8 +237,8 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
 
 def _no_derivative(*_, plan: Plan, **__):
     raise NotImplementedError(
-        f"{plan.op} has no derivative; for a straight-through estimator wrap quantize and "
-        "dequantize in jax.custom_vjp, or use jax.lax.stop_gradient on the input"
+        f"{plan.op} has no derivative, as codes have none; jax_mx.fake_quantize(x) is quantize and "
+        "dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one"
     )
 
 
