@@ -19,6 +19,9 @@
 // vmap. Buffer -1 stands for the constant `from`. The kernel's parameters are the operands'
 // pointers, the results' pointers, then the scalars. A grid axis of 0 launches nothing.
 //
+// Attribute `merge`, i64[k]: rules see the last k dimensions of a buffer as fewer, each the product
+// of those that have the same number here; a buffer of a rank below k as it is.
+//
 // Attribute `device`, on XLA's CPU platform only: the device of the stand-in driver, an i64.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
@@ -138,6 +141,7 @@ struct State {
   };
   std::map<std::string, Kernel, std::less<>> kernels;
   int32_t device = 0;  // of those that the host stands in for
+  std::vector<int64_t> merge;
   std::mutex mutex;
   std::map<const Kernel*, std::unique_ptr<Loaded>> loaded;
   std::array<std::atomic<const Loaded*>, kMaxDevices> ready{};  // per device
@@ -234,6 +238,11 @@ ffi::ErrorOr<std::unique_ptr<State<Platform>>> Instantiate(ffi::Dictionary attrs
   }
   if (auto device = attrs.get<int64_t>("device"); device.has_value())
     state->device = static_cast<int32_t>(*device);
+  if (auto merge = attrs.get<ffi::Span<const int64_t>>("merge"); merge.has_value())
+    state->merge.assign(merge->begin(), merge->end());
+  for (int64_t group : state->merge)
+    if (group < 0 || group >= static_cast<int64_t>(state->merge.size()))
+      return ffi::Unexpected(Invalid("merge numbers a dimension out of range"));
   return state;
 }
 
@@ -323,6 +332,7 @@ struct Buffers {
   std::array<void*, kMaxBuffers> data{};
   std::array<size_t, kMaxBuffers> bytes{};
   std::array<ffi::Span<const int64_t>, kMaxBuffers> dims{};
+  const std::vector<int64_t>* merge = nullptr;
 
   bool Add(const ffi::AnyBuffer& buffer) {
     if (size == kMaxBuffers) return false;
@@ -345,13 +355,21 @@ bool Evaluate(const Extent& extent, const Buffers& buffers, int64_t* value) {
   *value = extent.from;
   if (extent.buffer < 0) return true;
   const auto& dims = buffers.dims[static_cast<size_t>(extent.buffer)];
-  const int64_t rank = static_cast<int64_t>(dims.size());
+  const int64_t size = static_cast<int64_t>(dims.size());
+  const int64_t merged = static_cast<int64_t>(buffers.merge->size());
+  const int64_t alone = size < merged ? size : size - merged;  // before the merged ones
+  const auto at = [&](int64_t i) {
+    return i < alone ? i : alone + (*buffers.merge)[static_cast<size_t>(i - alone)];
+  };
+  int64_t rank = alone;
+  for (int64_t i = alone; i < size; ++i) rank = std::max(rank, at(i) + 1);
   const int64_t from = extent.from < 0 ? extent.from + rank : extent.from;
   const int64_t to = extent.to < 0 ? extent.to + rank : std::min(extent.to, rank);
   if (from < 0 || from > to) return false;  // and so from <= to <= rank
   *value = 1;
-  for (int64_t i = from; i < to; ++i)
-    if (__builtin_mul_overflow(*value, dims.begin()[i], value)) return false;
+  for (int64_t i = 0; i < size; ++i)
+    if (from <= at(i) && at(i) < to && __builtin_mul_overflow(*value, dims.begin()[i], value))
+      return false;
   return true;
 }
 
@@ -413,6 +431,7 @@ template <typename Platform>
 ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::RemainingArgs args,
                    ffi::RemainingRets rets) {
   Buffers buffers;
+  buffers.merge = &state->merge;
   bool fits = true;
   for (size_t i = 0; i < args.size(); ++i) {
     auto buffer = args.get<ffi::AnyBuffer>(i);

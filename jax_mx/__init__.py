@@ -16,8 +16,10 @@ from jax_mx.layouts import BLOCKED_128X4 as BLOCKED_128X4
 from jax_mx.layouts import ROW_MAJOR as ROW_MAJOR
 from jax_mx.layouts import SHUFFLED_32X8 as SHUFFLED_32X8
 from jax_mx.layouts import ScaleLayout as ScaleLayout
+from jax_mx.ops import CHECKPOINT_NAME as CHECKPOINT_NAME
 from jax_mx.ops import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
 from jax_mx.ops import dequantize as dequantize
+from jax_mx.ops import fake_quantize as fake_quantize
 from jax_mx.ops import is_supported as is_supported
 from jax_mx.ops import quantize as quantize
 from jax_mx.ops import quantize_both as quantize_both

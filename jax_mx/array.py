@@ -12,7 +12,15 @@ import numpy as np
 
 from jax_mx import reference
 from jax_mx.formats import BLOCK, FORMATS, Format, named
-from jax_mx.forms import FORMS, divided, from_view, to_view
+from jax_mx.forms import (
+    FORMS,
+    divided,
+    from_view,
+    scales_shape,
+    scales_spec,
+    to_view,
+    unit_lengths,
+)
 from jax_mx.layouts import ROW_MAJOR, SCALE_LAYOUTS, ScaleLayout
 from jax_mx.sharding import gathered, reshape, spec_of
 
@@ -100,7 +108,7 @@ class MXArray:
         if axis == -2 and self.format.codes_per_byte > 1:
             values = _repacked(values, self.format)
         if layout.is_tiled:
-            scales = gathered(scales)
+            scales = gathered(scales, self.shape, unit_lengths((axis,), layout))
         other = scales.ndim - 3 - axis  # the axis along which a scale stands for 32 blocks
         shape, spec = [*scales.shape], spec_of(scales)
         scales = jnp.expand_dims(scales, other + 1)
@@ -108,7 +116,12 @@ class MXArray:
         shape[other] *= BLOCK
         scales = reshape(scales, tuple(shape), spec)
         if layout.is_tiled:
-            scales = layout.pack(scales if axis == -1 else jnp.swapaxes(scales, -1, -2))
+            form = FORMS["last" if axis == -1 else "second"].laid_out(layout)
+            (result,) = form.results
+            view, view_spec = form.view(self.shape, spec, axis)
+            scales = to_view(scales, divided(view, (-1,), BLOCK), view_spec, result.order)
+            stored = scales_shape(self.shape, (axis,), layout), scales_spec(spec, (axis,), layout)
+            scales = from_view(result.pack(scales), *stored, result.scales_order)
         return MXArray(values, scales, self.format, axis, layout)
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:

@@ -5,6 +5,12 @@ numbers and one or two dimensions of length 32. In memory the tail's dimensions 
 that of the array itself, so the view costs nothing: it is a reshape and a transpose that XLA turns
 into a bitcast, and the order becomes the layout of the custom call's operand or result.
 
+Tiles of scales want to stay whole. Where scales lie in tiles, the tail's first two dimensions, of
+lengths n0 and n1, are split into units, which are what tiles and their padding cover
+(`ScaleLayout.pad`), as (t0, t1, u0, u1): t0 x t1 units of u0 by u1. So whole units are dimensions
+like the leading ones, and who splits them splits floats, codes and tiles alike. A length that is no
+multiple of its unit is one unit.
+
 The words are quantize's, from an operand to results. dequantize takes a form backwards: it reads
 what the form's result describes and writes what the operand's order describes.
 """
@@ -24,6 +30,9 @@ from jax_mx.sharding import Spec, reshape, spec_of
 Shape = tuple[int, ...]
 Order = tuple[int, ...]  # of the tail's dimensions in memory, slowest first
 
+# Where the tail's dimensions are once the first two are split into units; others move by two.
+_SPLIT = {0: (0, 2), 1: (1, 3)}
+
 
 def divided(shape: Shape, axes: Collection[int], by: int) -> Shape:
     """The shape with the lengths of `axes`, which are negative, divided."""
@@ -36,6 +45,26 @@ def moved_last(dims: tuple, axis: int) -> tuple:
     return (*dims[:axis], *dims[axis + 1 :], dims[axis])
 
 
+def scales_shape(shape: Shape, axes: Collection[int], layout: ScaleLayout) -> Shape:
+    """Of the scales of an array of the logical `shape`, with blocks along `axes`."""
+    if not layout.is_tiled:
+        return divided(shape, axes, BLOCK)
+    *lead, rows, cols = moved_last(shape, *axes)
+    return (*lead, *layout.shape(rows, cols // BLOCK))
+
+
+def scales_spec(spec: Spec, axes: Collection[int], layout: ScaleLayout) -> Spec:
+    """Of these scales, for an array of the partition spec `spec`."""
+    return (*moved_last(spec, *axes), None) if layout.is_tiled else spec
+
+
+def unit_lengths(axes: Collection[int], layout: ScaleLayout) -> tuple[int, int]:
+    """How much of the last two axes a unit of tiles covers, with blocks along `axes` of them."""
+    rows, cols = layout.pad
+    sides = [[cols * BLOCK if axis == along else rows for along in axes] for axis in (-2, -1)]
+    return math.lcm(*sides[0]), math.lcm(*sides[1])
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """One quantized array: values like the operand's view, scales with 1 for the block's 32.
@@ -45,23 +74,30 @@ class Result:
       order: how values and row-major scales lie in memory.
       rows: the dimensions of the tail that make up the rows of the scales' matrix in tiles.
       cols: those that make up its columns.
+      layout: where scales lie.
     """
 
     block: tuple[int, ...]
     order: Order
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
+    layout: ScaleLayout = ROW_MAJOR
 
     def values_shape(self, view: Shape, format: Format) -> Shape:
         """Of the values, for a view of this shape."""
         return divided(view, self.block[-1:], format.codes_per_byte)
 
-    def scales_shape(self, view: Shape, layout: ScaleLayout) -> Shape:
-        """Of the scales, for a view of this shape: of the view's rank, or tiles."""
-        if not layout.is_tiled:
+    def scales_shape(self, view: Shape) -> Shape:
+        """Of the scales, for a view of this shape: like it, or (..., t0, t1, tiles of a unit)."""
+        if not self.layout.is_tiled:
             return divided(view, self.block, BLOCK)
         lead = len(view) - len(self.order)
-        return (*view[:lead], *layout.shape(*self._extents(view[lead:])))
+        return (*view[: lead + 2], *self._turned(self.layout.shape(*self._extents(view[lead:]))))
+
+    @property
+    def scales_order(self) -> Order:
+        """How the scales lie in memory."""
+        return _split(self._turned((0, 1, 2))) if self.layout.is_tiled else self.order
 
     def view_shape(self, values: Shape) -> Shape:
         """The inverse of `values_shape`."""
@@ -74,27 +110,34 @@ class Result:
         """The last dimensions, as many as `block` has."""
         return tuple(range(-len(self.block), 0))
 
-    def pack(self, scales: jax.Array, layout: ScaleLayout) -> jax.Array:
+    def pack(self, scales: jax.Array) -> jax.Array:
         """Scales of the view's rank into tiles."""
-        lead = scales.ndim - len(self.order)
-        shape = (*scales.shape[:lead], *self._extents(scales.shape[lead:]))
-        return layout.pack(from_view(scales, shape, spec_of(scales)[:lead], self._matrix))
+        lead, spec = scales.ndim - len(self.order), spec_of(scales)
+        shape = (*scales.shape[: lead + 2], *self._extents(scales.shape[lead:]))
+        tiles = self.layout.pack(from_view(scales, shape, spec[: lead + 2], self._matrix))
+        return tiles.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
 
-    def unpack(self, tiles: jax.Array, view: Shape, layout: ScaleLayout) -> jax.Array:
+    def unpack(self, tiles: jax.Array, view: Shape) -> jax.Array:
         """The inverse of `pack`, for a view of this shape."""
         lead = len(view) - len(self.order)
-        matrix = layout.unpack(tiles, *self._extents(view[lead:]))
-        spec = (*spec_of(tiles)[:lead], *(None for _ in self.order))
-        return to_view(matrix, self.scales_shape(view, ROW_MAJOR), spec, self._matrix)
+        tiles = tiles.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
+        matrix = self.layout.unpack(tiles, *self._extents(view[lead:]))
+        spec = (*spec_of(tiles)[: lead + 2], *(None for _ in self.order))
+        return to_view(matrix, divided(view, self.block, BLOCK), spec, self._matrix)
 
     def _extents(self, tail: Shape) -> tuple[int, int]:
-        """Rows and columns of the scales' matrix, for a tail of these lengths."""
+        """Rows and columns of the scales' matrix of a unit, for a tail of these lengths."""
         return math.prod(tail[i] for i in self.rows), math.prod(tail[i] for i in self.cols)
+
+    def _turned(self, tiles: tuple) -> tuple:
+        """(..., of rows, of columns, bytes) as (..., of u0, of u1, bytes), or the other way."""
+        *lead, rows, cols, size = tiles
+        return tiles if min(self.rows) < min(self.cols) else (*lead, cols, rows, size)
 
     @property
     def _matrix(self) -> Order:
-        """The tail of row-major scales in the order of that matrix, the 1s last."""
-        return (*self.rows, *self.cols, *(i + len(self.order) for i in self.block))
+        """The tail of row-major scales as units of that matrix, the 1s last."""
+        return (0, 1, *self.rows, *self.cols, *(i + len(self.order) for i in self.block))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +148,29 @@ class Form:
       whole: how many of the view's last dimensions have the length 32.
       operand: how the operand lies in memory.
       results: what is made of it.
+      units: of the tail's first two dimensions, where scales lie in tiles.
     """
 
     whole: int
     operand: Order
     results: tuple[Result, ...]
+    units: tuple[int, int] | None = None
+
+    def laid_out(self, layout: ScaleLayout) -> Form:
+        """This form with scales that lie so."""
+        if not layout.is_tiled:
+            return self
+        sides = [(r.rows, layout.pad[0]) for r in self.results]
+        sides += [(r.cols, layout.pad[1]) for r in self.results]
+
+        def unit(i: int) -> int:  # of the tail's dimension i; a side's others have the length 32
+            return math.lcm(*(p // BLOCK ** (len(dims) - 1) for dims, p in sides if i in dims))
+
+        results = []
+        for r in self.results:
+            rows, cols = (tuple(_split((i,))[-1] for i in dims) for dims in (r.rows, r.cols))
+            results.append(Result(r.block, _split(r.order), rows, cols, layout))
+        return Form(self.whole, _split(self.operand), tuple(results), (unit(0), unit(1)))
 
     @property
     def tail(self) -> int:
@@ -125,17 +186,33 @@ class Form:
         lead, blocks, rest = shape[:split], shape[split] // BLOCK, shape[split + 1 :]
         if axis == -1:  # there is always a dimension of rows
             ones = (1,) * (1 - split)
-            return (*ones, *lead, blocks, BLOCK), (*(None for _ in ones), *spec, None)
-        if self.whole == 2:
-            return (*lead, blocks, rest[0] // BLOCK, BLOCK, BLOCK), (*spec, None, None)
-        return (*lead, blocks, math.prod(rest), BLOCK), (*spec[: split + 2], None)
+            view, spec = (*ones, *lead, blocks, BLOCK), (*(None for _ in ones), *spec, None)
+        elif self.whole == 2:
+            view = (*lead, blocks, rest[0] // BLOCK, BLOCK, BLOCK)
+            spec = (*spec, None, None)
+        else:
+            view, spec = (*lead, blocks, math.prod(rest), BLOCK), (*spec[: split + 2], None)
+        if self.units is None:
+            return view, spec
+        at = len(view) - self.whole - 2
+        pairs = zip(view[at:], self.units, strict=False)
+        (t0, u0), (t1, u1) = ((n // u, u) if n % u == 0 else (1, n) for n, u in pairs)
+        view = (*view[:at], t0, t1, u0, u1, *view[at + 2 :])
+        return view, (*spec[: at + 2], None, None, *spec[at + 2 :])
 
-    def batch(self, ndim: int, layout: ScaleLayout) -> int:
-        """How many dimensions of a view the partitioner may split.
+    def batch(self, ndim: int) -> int:
+        """How many dimensions of a view the partitioner may split: all but the 32s and units."""
+        return ndim - self.whole - (2 if self.units else 0)
 
-        All but the 32s; with tiles, which mix rows and columns, only the leading ones.
-        """
-        return ndim - (self.tail if layout.is_tiled else self.whole)
+    @property
+    def merge(self) -> Shape:
+        """Which dimensions of its tail launch rules see as one: they know n0 and n1."""
+        return (0, 1, 0, 1, *range(2, 2 + self.whole)) if self.units else ()
+
+
+def _split(order: Order) -> Order:
+    """The same order, of a tail whose first two dimensions are split into units."""
+    return tuple(j for i in order for j in _SPLIT.get(i, (i + 2,)))
 
 
 FORMS: Mapping[str, Form] = {

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jax_mx import primitive
+from jax_mx import primitive, reference
 from jax_mx.array import MXArray
 from jax_mx.artifacts import TARGET
 from jax_mx.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
-from jax_mx.forms import FORMS, divided, from_view, moved_last, to_view
+from jax_mx.forms import (
+    divided,
+    from_view,
+    moved_last,
+    scales_shape,
+    scales_spec,
+    to_view,
+    unit_lengths,
+)
 from jax_mx.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
-from jax_mx.sharding import gathered, is_explicit, spec_of
+from jax_mx.sharding import gathered, is_explicit, shards_of, spec_of
 from jax_mx.variants import device_arch
 
 # For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
 # its kernels; jax_mx must be imported where it runs.
 DISABLE_EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+
+# Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
+# like jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME) keeps them, and the backward
+# pass quantizes nothing a second time.
+CHECKPOINT_NAME = "jax_mx.quantized"
 
 
 def quantize(
@@ -164,6 +177,76 @@ def dequantize(
     return y if plan.transpose == transpose else jnp.swapaxes(y, -1, -2)
 
 
+def fake_quantize(
+    x: jax.typing.ArrayLike,
+    format: Format | str = MXFP8_E4M3,
+    *,
+    axis: int = -1,
+    scaling: Scaling | str = RCEIL,
+    block: int | tuple[int, int] = BLOCK,
+    clip: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
+    """What x is after quantizing, with a derivative: for quantization-aware training.
+
+    The derivative is straight-through: tangents and cotangents pass as if this were the identity.
+
+    Args:
+      x: see `quantize`; so are format, axis, scaling, block and implementation.
+      format: see `quantize`.
+      axis: see `quantize`.
+      scaling: see `quantize`.
+      block: see `quantize`.
+      clip: whether the derivative is 0 where x saturates: where its magnitude exceeds `format.max`
+        times its block's scale. `floor` saturates the tops of blocks, `even` some of them, `ceil`
+        and `rceil` nothing (but for one subnormal amax). A block that holds a NaN or an infinity is
+        NaN as a whole and saturates nowhere, so that its gradient shows it.
+      implementation: see `quantize`.
+
+    Returns:
+      `quantize(x, ...).dequantize(x.dtype)`: of x's shape, dtype and sharding.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError, ShardingTypeError: as for `quantize`.
+    """
+    op = "fake_quantize"
+    x = x if hasattr(x, "dtype") else jnp.asarray(x)
+    plan = plan_quantize(x, format, axis, scaling, ROW_MAJOR, implementation, False, block, op)
+    if not isinstance(clip, bool):
+        raise TypeError(f"{op}: clip must be a bool, got {clip!r}")
+    x, form = jnp.asarray(x, plan.dtype), plan.views
+    x = _placed(x, x.shape, plan)
+    shape, spec = x.shape, spec_of(x)
+    view = to_view(x, *form.view(shape, spec, plan.first_axis), form.operand)
+    plan = dataclasses.replace(plan, op="quantize")
+    _insist(plan)
+    _insist(_inverse(plan))
+    fixed = jax.lax.stop_gradient(view)
+    values, scales = _named(fixed, plan)  # not within the custom_jvp: policies do not look there
+    y = primitive.dequantize(values, scales, _inverse(plan))
+    saturated = reference.saturates(fixed, scales, plan.format) if clip else None
+    return from_view(_straight_through(view, y, saturated), shape, spec, form.operand)
+
+
+@jax.custom_jvp
+def _straight_through(x: jax.Array, y: jax.Array, saturated: jax.Array | None) -> jax.Array:
+    """y, with the derivative of x; with none where it saturates."""
+    return y
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    (_, _, saturated), (tangent, *_) = primals, tangents
+    if saturated is not None:
+        tangent = jnp.where(saturated, jnp.zeros_like(tangent), tangent)
+    return _straight_through(*primals), tangent
+
+
+def _inverse(plan: Plan) -> Plan:
+    """Of quantize, into the dtype that it comes from."""
+    return dataclasses.replace(plan, op="dequantize", scaling=None)
+
+
 def is_supported(
     op: str,
     device: jax.Device | str,
@@ -236,14 +319,27 @@ def _insist(plan: Plan) -> None:
 
 
 # ---- from arrays to views and back (forms.py) ---
+def _named(view: jax.Array, plan: Plan) -> list[jax.Array]:
+    """Binds the primitive; what it gives goes by `CHECKPOINT_NAME`.
+
+    As bytes: jax.checkpoint puts all floats that it keeps through lax.reduce_precision, which takes
+    each type for one with infinities, and so makes infinities of e4m3fn's codes from 256 on.
+    """
+    outs = []
+    for out in primitive.quantize_p.bind(view, plan=plan):
+        bits = checkpoint_name(jax.lax.bitcast_convert_type(out, jnp.uint8), CHECKPOINT_NAME)
+        outs.append(jax.lax.bitcast_convert_type(bits, out.dtype))
+    return outs
+
+
 def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
     """Binds the primitive; x as the plan has it. One MXArray per result."""
-    form = FORMS[plan.form]
+    form = plan.views
     x = _placed(x, x.shape, plan)
     view = form.view(x.shape, spec_of(x), plan.first_axis)
-    outs = primitive.quantize_p.bind(to_view(x, *view, form.operand), plan=plan)
+    outs = _named(to_view(x, *view, form.operand), plan)
 
-    arrays = []
+    arrays, layout = [], plan.scale_layout
     for i, (result, format) in enumerate(zip(form.results, plan.formats, strict=True)):
         values, scales = outs[2 * i : 2 * i + 2]
         shape, spec = x.shape, spec_of(x)
@@ -253,29 +349,27 @@ def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
             axes = result.last
         stored = divided(shape, axes[-1:], format.codes_per_byte)
         values = from_view(values, stored, spec, result.order)
-        if not plan.scale_layout.is_tiled:
-            scales = from_view(scales, divided(shape, axes, BLOCK), spec, result.order)
-        arrays.append(MXArray(values, scales, format, axes[-1], plan.scale_layout, plan.block))
+        stored, spec = scales_shape(shape, axes, layout), scales_spec(spec, axes, layout)
+        scales = from_view(scales, stored, spec, result.scales_order)
+        arrays.append(MXArray(values, scales, format, axes[-1], layout, plan.block))
     return arrays
 
 
 def _dequantize(q: MXArray, plan: Plan) -> jax.Array:
     """Binds the primitive; q as the plan has it."""
-    form = FORMS[plan.form]
+    form, layout = plan.views, plan.scale_layout
     (result,) = form.results
     values, scales = _placed(q.values, q.shape, plan), q.scales
     shape, spec = q.shape, spec_of(values)
     if is_explicit(jax.typeof(values).sharding.mesh):
-        rest = (None,) * (scales.ndim - len(spec))  # of tiles
-        scales = jax.sharding.reshard(scales, PartitionSpec(*spec, *rest))
+        beside = PartitionSpec(*scales_spec(spec, plan.axes, layout))
+        scales = jax.sharding.reshard(scales, beside)
     if plan.transpose:
         shape, spec = (moved_last(dims, -2) for dims in (shape, spec))
     view, view_spec = form.view(shape, spec, plan.first_axis)
     stored = result.values_shape(view, plan.format)
     values = to_view(values, stored, view_spec, result.order)
-    if not plan.scale_layout.is_tiled:
-        per_block = result.scales_shape(view, plan.scale_layout)
-        scales = to_view(scales, per_block, view_spec, result.order)
+    scales = to_view(scales, result.scales_shape(view), view_spec, result.scales_order)
     return from_view(primitive.dequantize(values, scales, plan), shape, spec, form.operand)
 
 
@@ -285,16 +379,16 @@ def _placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
     Raises:
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
-    mesh, spec = jax.typeof(x).sharding.mesh, spec_of(x)
-    if not is_explicit(mesh):
+    if not is_explicit(jax.typeof(x).sharding.mesh):
         return x
     for axis in plan.axes:
-        names = (spec[axis],) if isinstance(spec[axis], str) else tuple(spec[axis] or ())
-        shards, length = math.prod(mesh.shape[name] for name in names), shape[axis]
+        (names, shards), length = shards_of(x, axis), shape[axis]
         if length % (shards * BLOCK):
             raise primitive.ShardingTypeError(
                 f"{plan.op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
                 f"{shards} shards of {length / shards:g}, which does not keep its blocks of "
                 f"{BLOCK} whole; reshard it with jax.sharding.reshard"
             )
-    return gathered(x) if plan.scale_layout.is_tiled else x
+    if not plan.scale_layout.is_tiled:
+        return x
+    return gathered(x, shape, unit_lengths(plan.axes, plan.scale_layout))

@@ -13,7 +13,7 @@ import numpy as np
 from jax_mx import formats, layouts
 from jax_mx.array import MXArray
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, SCALE_DTYPE, Format, Scaling
-from jax_mx.forms import divided
+from jax_mx.forms import FORMS, Form, scales_shape
 from jax_mx.layouts import ScaleLayout
 
 # The implementations that a caller can name, and the JAX platform that each runs on.
@@ -78,6 +78,11 @@ class Plan:
         else:
             which = "last" if self.first_axis == -1 else "second"
         return f"{which}_transposed" if self.transpose else which
+
+    @property
+    def views(self) -> Form:
+        """How its arrays are viewed."""
+        return FORMS[self.form].laid_out(self.scale_layout)
 
     @property
     def params(self) -> dict[str, int]:
@@ -199,7 +204,7 @@ def plan_dequantize(q: Any, dtype: Any, transpose: Any, implementation: Any) -> 
         q.values.ndim,
     )
     shape = dataclasses.replace(q, format=format).shape
-    scales = scales_shape(shape, plan)
+    scales = scales_shape(shape, plan.axes, layout)
     if any(shape[axis] % BLOCK for axis in plan.axes) or q.scales.shape != scales:
         along = "in square blocks" if plan.is_square else f"along axis {plan.axis}"
         raise ValueError(
@@ -208,14 +213,6 @@ def plan_dequantize(q: Any, dtype: Any, transpose: Any, implementation: Any) -> 
             "use out_axes=0"
         )
     return plan
-
-
-def scales_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
-    """Of the scales of an array of the logical `shape`."""
-    if not plan.scale_layout.is_tiled:
-        return divided(shape, plan.axes, BLOCK)
-    *lead, rows = (n for i, n in enumerate(shape) if i != plan.axis + len(shape))
-    return (*lead, *plan.scale_layout.shape(rows, shape[plan.axis] // BLOCK))
 
 
 def _float_dtype(op: str, name: str, dtype: Any) -> np.dtype:

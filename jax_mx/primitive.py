@@ -33,7 +33,7 @@ from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx import artifacts, reference, variants
 from jax_mx.formats import SCALE_DTYPE, Scaling
-from jax_mx.forms import FORMS, minor_to_major
+from jax_mx.forms import minor_to_major
 from jax_mx.plan import IMPLEMENTATIONS, Plan
 
 KERNELS = {platform: name for name, platform in IMPLEMENTATIONS.items() if platform != "any"}
@@ -52,15 +52,13 @@ emulation = jax.make_user_context(default_value=None)  # an `Emulated`; part of 
 # ---- the ops ---
 def _quantize_avals(x, *, plan: Plan):
     """Values and scales of each result, for a view of the plan's form."""
-    form, out = FORMS[plan.form], []
-    for result, format in zip(form.results, plan.formats, strict=True):
+    out = []
+    for result, format in zip(plan.views.results, plan.formats, strict=True):
         values = result.values_shape(x.shape, format)
         out.append(x.update(shape=values, dtype=format.storage, weak_type=False))
-        scales = result.scales_shape(x.shape, plan.scale_layout)
-        sharding = x.sharding
-        if plan.scale_layout.is_tiled:  # tiles are another array: only leading dimensions are kept
-            lead = tuple(sharding.spec)[: x.ndim - form.tail]
-            spec = PartitionSpec(*lead, *[None] * (len(scales) - len(lead)))
+        scales, sharding = result.scales_shape(x.shape), x.sharding
+        if len(scales) < x.ndim:
+            spec = PartitionSpec(*tuple(sharding.spec)[: len(scales)])
             sharding = sharding.update(spec=spec)
         changes = {"shape": scales, "dtype": SCALE_DTYPE, "weak_type": False}
         out.append(x.update(**changes, sharding=sharding))
@@ -70,27 +68,27 @@ def _quantize_avals(x, *, plan: Plan):
 def _dequantize_avals(values, scales, *, plan: Plan):
     """The view of the plan's form, for the values and scales of its result."""
     core.standard_vma_rule("mx_dequantize", values, scales)
-    (result,) = FORMS[plan.form].results
+    (result,) = plan.views.results
     shape = result.view_shape(values.shape)
     return [values.update(shape=shape, dtype=plan.dtype, weak_type=False)]
 
 
 def _quantize_reference(x, *, plan: Plan):
     out = []
-    for result, format in zip(FORMS[plan.form].results, plan.formats, strict=True):
+    for result, format in zip(plan.views.results, plan.formats, strict=True):
         blocks, scaling = jnp.moveaxis(x, result.block, result.last), cast(Scaling, plan.scaling)
         values, scales = reference.quantize(blocks, format, scaling, result.last)
         scales = jnp.moveaxis(scales, result.last, result.block)
         if plan.scale_layout.is_tiled:
-            scales = result.pack(scales, plan.scale_layout)
+            scales = result.pack(scales)
         out += [jnp.moveaxis(values, result.last, result.block), scales]
     return out
 
 
 def _dequantize_reference(values, scales, *, plan: Plan):
-    (result,) = FORMS[plan.form].results
+    (result,) = plan.views.results
     if plan.scale_layout.is_tiled:
-        scales = result.unpack(scales, result.view_shape(values.shape), plan.scale_layout)
+        scales = result.unpack(scales, result.view_shape(values.shape))
     values, scales = (jnp.moveaxis(a, result.block, result.last) for a in (values, scales))
     y = reference.dequantize(values, scales, plan.format, plan.dtype)
     return [jnp.moveaxis(y, result.last, result.block)]
@@ -201,20 +199,22 @@ def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | No
 
 def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **attributes: Any):
     """The custom call, each array in the memory order that its form has."""
-    form = FORMS[plan.form]
+    form = plan.views
     turn = -1 if plan.op == "dequantize" else 1  # which side is the unquantized one
     (x, *_), avals = cast(Any, (ctx.avals_in, ctx.avals_out)[::turn])
     layouts = []
     for result, scales in zip(form.results, avals[1::2], strict=True):
-        order = () if plan.scale_layout.is_tiled else result.order
-        layouts += [minor_to_major(x.ndim, result.order), minor_to_major(scales.ndim, order)]
+        layouts.append(minor_to_major(x.ndim, result.order))
+        layouts.append(minor_to_major(scales.ndim, result.scales_order))
     operand_layouts, result_layouts = ([minor_to_major(x.ndim, form.operand)], layouts)[::turn]
     rule = ffi.ffi_lowering(
         artifacts.TARGET,
         operand_layouts=operand_layouts,
         result_layouts=result_layouts,
-        extra_attributes=_sharding_attributes(ctx, form.batch(x.ndim, plan.scale_layout)),
+        extra_attributes=_sharding_attributes(ctx, form.batch(x.ndim)),
     )
+    if form.merge:
+        attributes["merge"] = np.array(form.merge, dtype=np.int64)
     return rule(ctx, *operands, **attributes)
 
 
@@ -256,8 +256,8 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
 
 def _no_derivative(*_, plan: Plan, **__):
     raise NotImplementedError(
-        f"{plan.op} has no derivative; for a straight-through estimator wrap quantize and "
-        "dequantize in jax.custom_vjp, or use jax.lax.stop_gradient on the input"
+        f"{plan.op} has no derivative, as codes have none; jax_mx.fake_quantize(x) is quantize and "
+        "dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one"
     )
 
 

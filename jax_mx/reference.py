@@ -25,7 +25,7 @@ def quantize(
     block: tuple[int, ...] = (-1,),
 ) -> tuple[jax.Array, jax.Array]:  # (..., BLOCK / codes_per_byte) storage, (..., 1) e8m0
     """The codes and the scale of every block; `block` are the dimensions that one spans."""
-    bits = _float32_bits(x)
+    bits = float32_bits(x)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     # As integers NaN > Inf > every finite value, so one maximum finds amax and poison alike.
     amax = jnp.max(magnitude, axis=block, keepdims=True)
@@ -81,7 +81,19 @@ def dequantize(
     return jax.lax.bitcast_convert_type(bits, dtype)
 
 
-def _float32_bits(x: jax.Array) -> jax.Array:
+def saturates(
+    x: jax.Array,  # (..., BLOCK)
+    scales: jax.Array,  # (..., 1) e8m0
+    format: Format,
+) -> jax.Array:  # (..., BLOCK) bool
+    """Where the magnitude of x exceeds format.max * scale; nowhere where the scale is NaN."""
+    scale = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
+    # The float32 bits of that product; beyond all of x's where it overflows or is no number.
+    limit = (scale + np.uint32(format.emax)) << np.uint32(23) | np.uint32(format.max_mantissa)
+    return (float32_bits(x) & np.uint32(0x7FFFFFFF)) > limit
+
+
+def float32_bits(x: jax.Array) -> jax.Array:
     """The bits of x in float32, exactly."""
     if x.dtype == jnp.float32:
         return jax.lax.bitcast_convert_type(x, jnp.uint32)

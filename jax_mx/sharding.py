@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -19,11 +21,31 @@ def spec_of(x: jax.Array) -> Spec:
     return tuple(spec[i] if i < len(spec) else None for i in range(x.ndim))
 
 
-def gathered(x: jax.Array) -> jax.Array:
-    """x with its last two axes gathered, on a mesh with explicit axes: tiles mix them."""
+def shards_of(x: jax.Array, axis: int) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that an axis of x is split over, by its type, and in how many shards."""
+    mesh, entry = jax.typeof(x).sharding.mesh, spec_of(x)[axis]
+    names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    return names, math.prod(mesh.shape[name] for name in names)
+
+
+def gathered(x: jax.Array, shape: tuple[int, ...], units: tuple[int, ...]) -> jax.Array:
+    """x with those of its last axes gathered whose shards do not hold whole units.
+
+    On a mesh with explicit axes; on others XLA sees to it.
+
+    Args:
+      x: any array.
+      shape: what its shape stands for; differs where codes share bytes.
+      units: their lengths, of the last axes.
+    """
     if not is_explicit(jax.typeof(x).sharding.mesh):
         return x
-    return jax.sharding.reshard(x, PartitionSpec(*spec_of(x)[:-2], None, None))
+    spec = [*spec_of(x)]
+    for axis, unit in enumerate(units, -len(units)):
+        _, shards = shards_of(x, axis)
+        if shape[axis] % (shards * unit):
+            spec[axis] = None
+    return jax.sharding.reshard(x, PartitionSpec(*spec))
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:

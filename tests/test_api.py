@@ -1,6 +1,7 @@
 """The public functions: shapes, strings, pytrees and every sentence that a bad call gets."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -333,7 +334,9 @@ def test_no_derivative_says_what_to_do():
     def loss(x):
         return jax_mx.quantize(x).dequantize(jnp.float32).sum()
 
-    with pytest.raises(NotImplementedError, match=r"quantize has no derivative.*custom_vjp"):
+    with pytest.raises(
+        NotImplementedError, match=r"quantize has no derivative.*jax_mx\.fake_quantize"
+    ):
         jax.grad(loss)(jnp.ones(32))
     with pytest.raises(NotImplementedError, match="quantize has no derivative"):
         jax.jvp(loss, (jnp.ones(32),), (jnp.ones(32),))
@@ -341,14 +344,127 @@ def test_no_derivative_says_what_to_do():
     assert_bits_equal(stopped, jnp.ones(32))
 
 
-def test_straight_through_by_custom_vjp():
-    @jax.custom_vjp
-    def fake(x):
-        return jax_mx.quantize(x).dequantize(x.dtype)
+# ---- fake_quantize and jax.checkpoint ---
+WAYS = ({}, {"axis": 0}, {"axis": -2}, {"block": (32, 32)})
 
-    fake.defvjp(lambda x: (fake(x), None), lambda _, g: (g,))
-    grad = jax.jit(jax.grad(lambda x: jax.checkpoint(fake)(x).sum()))
-    assert_bits_equal(grad(jnp.ones(64)), jnp.ones(64))
+
+@pytest.mark.parametrize(
+    "format,options,dtype",
+    [
+        (format, options, [*formats.FLOAT_DTYPES][(i + j) % 3])
+        for i, format in enumerate(formats.FORMATS)
+        for j, options in enumerate(WAYS)
+    ],
+    ids=str,
+)
+def test_fake_quantize(format, options, dtype):
+    x = jnp.asarray(random_bits((64, 64, 32), dtype))
+    cotangent = jnp.asarray(random_bits(x.shape, dtype, 1))
+    for scaling in ("floor", "rceil"):
+        q = jax_mx.quantize(x, format, scaling=scaling, **options)
+        fake = partial(jax_mx.fake_quantize, format=format, scaling=scaling, **options)
+        y, back = jax.vjp(fake, x)
+        assert_bits_equal(y, q.dequantize(x.dtype))
+        assert_bits_equal(back(cotangent)[0], cotangent)
+        _, back = jax.vjp(partial(fake, clip=True), x)
+        kept = kept_by(x, q)
+        assert_bits_equal(back(cotangent)[0], jnp.where(kept, cotangent, jnp.zeros_like(x)))
+        assert kept.all() == (scaling == "rceil") or "block" in options  # poisoned, nearly all
+    assert_bits_equal(jax.jit(fake)(x), y)
+    assert_bits_equal(jax.jvp(fake, (x,), (cotangent,))[1], cotangent)
+
+
+def kept_by(x, q) -> np.ndarray:
+    """From the definition, in float64, where all of this is exact; not from the codes."""
+    with np.errstate(invalid="ignore"):
+        scales, x = (np.asarray(a).astype(np.float64) for a in (q.scales, x))
+    for axis in (-2, -1) if q.block == (32, 32) else (q.axis,):
+        scales = np.repeat(scales, 32, axis=axis)
+    return ~(np.abs(x) > q.format.max * scales)  # a scale of 255 is NaN, and no bound
+
+
+def test_fake_quantize_under_transformations():
+    x = jnp.asarray(random_bits((3, 4, 64), np.float32))
+    fake = jax_mx.fake_quantize
+    want = fake(x)
+    assert_bits_equal(jax.vmap(fake)(x), want)
+    columns = jax.vmap(jax.vmap(partial(fake, axis=0)), in_axes=1, out_axes=1)(x.swapaxes(0, 1))
+    assert_bits_equal(columns.swapaxes(0, 1), want)
+    ones = jnp.ones((32,))
+    for clip in (False, True):
+
+        def loss(x, clip=clip):
+            return (fake(x, clip=clip) ** 2).sum()
+
+        assert_bits_equal(jax.grad(loss)(ones), 2 * ones)
+        assert_bits_equal(jax.jit(jax.hessian(loss))(ones), 2 * jnp.eye(32))
+        assert_bits_equal(jax.vmap(jax.grad(loss))(jnp.ones((2, 32))), jnp.full((2, 32), 2.0))
+        assert_bits_equal(jax.lax.map(jax.grad(loss), jnp.ones((5, 32))), jnp.full((5, 32), 2.0))
+    assert fake([1.0] * 32).shape == (32,) and fake(np.ones(32, np.float16)).dtype == jnp.float16
+    for call, error, sentence in (
+        (lambda: fake(X, clip=1), TypeError, "fake_quantize: clip must be a bool, got 1"),
+        (lambda: fake(X, axis=0), ValueError, "fake_quantize: axis 0 has length 40, not a"),
+        (lambda: fake(X.astype(jnp.int8)), TypeError, "fake_quantize: x is int8, must be one of"),
+        (lambda: fake(X, "mxfp4_e2m1", implementation="cutedsl"), NotImplementedError,
+         "quantize: cutedsl has no kernel for format mxfp4_e2m1"),
+    ):  # fmt: skip
+        with pytest.raises(error) as caught:
+            call()
+        assert sentence in str(caught.value)
+
+
+def count(jaxpr, name: str) -> int:
+    """How often a primitive stands in a jaxpr and in all within it."""
+    inner = [getattr(j, "jaxpr", j) for eqn in jaxpr.eqns for j in jax.tree.leaves(
+        list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
+    ) if hasattr(getattr(j, "jaxpr", j), "eqns")]  # fmt: skip
+    return sum(eqn.primitive.name == name for eqn in jaxpr.eqns) + sum(
+        count(j, name) for j in inner
+    )
+
+
+@jax.custom_vjp
+def product(x, w):
+    return product_forward(x, w)[0]
+
+
+def product_forward(x, w):
+    """As a training step has it: each operand quantized once, for both passes."""
+    xs, ws = (jax_mx.quantize_both(a, transpose=(False, False)) for a in (x, w))
+    return xs[0].dequantize(x.dtype) @ ws[1].dequantize(w.dtype), (xs[1], ws[0])
+
+
+def product_backward(kept, g):
+    x, w = (q.dequantize(g.dtype) for q in kept)
+    g = jax_mx.quantize(g).dequantize(g.dtype)
+    return g @ w.T, x.T @ g
+
+
+product.defvjp(product_forward, product_backward)
+
+
+@pytest.mark.parametrize("layer", [product, lambda x, w: jax_mx.fake_quantize(x) @ w])
+def test_a_policy_keeps_what_is_quantized(layer):
+    """Nothing is quantized twice under remat."""
+    keys = jax.random.split(jax.random.key(0))  # codes from 256 on are among these
+    x, w = (
+        jax.random.normal(k, s, "bfloat16") for k, s in zip(keys, ((64, 96), (96, 32)), strict=True)
+    )
+    keep = jax.checkpoint_policies.save_only_these_names(jax_mx.CHECKPOINT_NAME)
+
+    def counted(policy):
+        def loss(x, w):
+            f = jax.checkpoint(lambda x, w: jnp.sin(layer(x, w)), policy=policy)
+            return f(x, w).astype(jnp.float32).sum()
+
+        step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        return count(step.trace(x, w).jaxpr.jaxpr, "mx_quantize"), step(x, w)
+
+    once = counted(jax.checkpoint_policies.everything_saveable)
+    kept, again = counted(keep), counted(None)
+    assert kept[0] == once[0] < again[0]
+    for got, want in zip(kept[1], again[1], strict=True):
+        assert_bits_equal(got, want)
 
 
 def test_is_supported():

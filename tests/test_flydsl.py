@@ -18,7 +18,7 @@ import pytest
 from helpers import GOLDEN_SETS, golden_input, op_of, random_bits
 
 from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3, MXFP8_E5M2, Scaling
-from jax_mx.forms import FORMS
+from jax_mx.forms import FORMS, scales_shape
 from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.variants import VARIANTS, Variant
 
@@ -71,10 +71,13 @@ class Binary:
         form = FORMS[self.variant.form]
         axis = -1 if self.variant.form.startswith("last") else -2
         view, _ = form.view(shape, (None,) * len(shape), axis)
+        axes = [(axis,)] if len(form.results) == 1 else [(-1,), (-2,)]
+        if self.variant.form.startswith("square"):
+            axes = [(-2, -1)]
         shapes = []
-        for result, format in zip(form.results, self.variant.formats, strict=True):
+        for result, format, along in zip(form.results, self.variant.formats, axes, strict=True):
             shapes.append(result.values_shape(view, format))
-            shapes.append(result.scales_shape(view, SCALE_LAYOUTS[layout]))
+            shapes.append(scales_shape(shape, along, SCALE_LAYOUTS[layout]))
         return [view, *shapes] if self.variant.op == "quantize" else [*shapes, view]
 
     @property

@@ -84,6 +84,47 @@ def scenario(fake_driver):
     return run
 
 
+def test_rules_see_merged_dimensions(scenario):
+    """Units of tiles are dimensions of views; rules see what they make up together."""
+    out = scenario(
+        """
+        MERGE = [0, 1, 0, 1, 2]
+
+        def lowering(ctx, *operands, plan):
+            rule = ffi.ffi_lowering(artifacts.TARGET)
+            return rule(ctx, *operands, kernels=KERNELS, merge=np.array(MERGE, np.int64))
+
+        mlir.register_lowering(primitive.quantize_p, lowering, platform="cpu")
+        seen = [4, 0, -3, -2, 4, 0, -2, -1]  # rows and columns where the driver reports rounding
+        grid = [[0, 0, 0, -3, 1], [1, 0, -3, -2, 100], [2, 0, -2, -1, 1]]
+        grid += [[axis + 3, *term] for axis, *term in grid]
+        change(scalars=lambda s: np.array([*s[:-8], *seen]), grid=np.array(grid).ravel())
+
+        def launched(shape, tiled=True):
+            options = {"scale_layout": "blocked_128x4"} if tiled else {}
+            jax.clear_caches()
+            x = jnp.ones(shape, jnp.bfloat16)
+            failed = attempt(lambda x: jax_mx.quantize(x, **options).values, x)
+            seen = report()
+            return failed or [seen[name] for name in ("gx", "gy", "gz", "add", "exception")]
+
+        rows = [launched(shape) for shape in [(3, 256, 384), (2, 3, 130, 384), (256, 32)]]
+        MERGE = [0, 1, 0, 1, 2, 2, 2, 2]  # more than the buffers have
+        rows.append(launched((7, 256, 384), tiled=False))
+        for MERGE in ([0, 5, 0, 1, 2], [0, -1, 0, 1, 2]):
+            rows.append(launched((3, 256, 384)))
+        print(json.dumps(rows))
+        """
+    )
+    assert out[:4] == [
+        [3, 3, 12, 256, 12],
+        [6, 2, 12, 130, 12],
+        [1, 3, 1, 256, 1],
+        [7, 3, 12, 256, 12],
+    ]
+    assert all("merge numbers a dimension out of range" in error for error in out[4:])
+
+
 def test_launch_follows_the_rule_and_the_buffers(scenario):
     """Grid and scalars come from the shapes of each call; nothing is launched for size 0."""
     out = scenario(

@@ -46,24 +46,50 @@ RULES = {  # by the number of operands, of dimensions of a view, and of quantize
     "([i, j, k, n, o], [i, j, k, p, q], [i, j, k, r, s], [i, j, k, t, u])",
     ("dequantize", 4, 1): "([i, j, k, l], [i, j, k, m])->([i, j, k, n])",
     ("dequantize", 5, 1): "([i, j, k, l, m], [i, j, k, n, o])->([i, j, k, p, q])",
+    ("quantize", 6, 1): "([i, j, k, l, m, n])->([i, j, k, o, p, q], [i, j, k, r, s, t])",
+    ("quantize", 7, 2): "([i, j, k, l, m, n, o])->([i, j, k, p, q, r, s], [i, j, k, t, u, v], "
+    "[i, j, k, w, x, y, z], [i, j, k, z_1, z_2, z_3])",
+    ("dequantize", 6, 1): "([i, j, k, l, m, n], [i, j, k, o, p, q])->([i, j, k, r, s, t])",
 }
-# Of floats (8, 64, 96): the view, and how floats and quantized arrays lie in it, minor to major.
+# Of floats (8, 256, 384): the view, and how floats, values and scales lie in it, minor to major.
 VIEWS = {
-    "last": ((8, 64, 3, 32), (3, 2, 1, 0), [(3, 2, 1, 0)]),
-    "last_transposed": ((8, 64, 3, 32), (3, 2, 1, 0), [(1, 3, 2, 0)]),
-    "second": ((8, 2, 96, 32), (2, 3, 1, 0), [(2, 3, 1, 0)]),
-    "second_transposed": ((8, 2, 96, 32), (2, 3, 1, 0), [(3, 1, 2, 0)]),
-    "both": ((8, 2, 3, 32, 32), (4, 2, 3, 1, 0), [(4, 2, 3, 1, 0)] * 2),
-    "both_transposed": ((8, 2, 3, 32, 32), (4, 2, 3, 1, 0), [(4, 2, 3, 1, 0), (3, 1, 4, 2, 0)]),
-    "square": ((8, 2, 3, 32, 32), (4, 2, 3, 1, 0), [(4, 2, 3, 1, 0)]),
-    "square_transposed": ((8, 2, 3, 32, 32), (4, 2, 3, 1, 0), [(3, 1, 4, 2, 0)]),
+    "last": ((8, 256, 12, 32), (3, 2, 1, 0), [(3, 2, 1, 0)] * 2),
+    "last_transposed": ((8, 256, 12, 32), (3, 2, 1, 0), [(1, 3, 2, 0)] * 2),
+    "second": ((8, 8, 384, 32), (2, 3, 1, 0), [(2, 3, 1, 0)] * 2),
+    "second_transposed": ((8, 8, 384, 32), (2, 3, 1, 0), [(3, 1, 2, 0)] * 2),
+    "both": ((8, 8, 12, 32, 32), (4, 2, 3, 1, 0), [(4, 2, 3, 1, 0)] * 4),
+    "both_transposed": (
+        (8, 8, 12, 32, 32),
+        (4, 2, 3, 1, 0),
+        [*[(4, 2, 3, 1, 0)] * 2, *[(3, 1, 4, 2, 0)] * 2],
+    ),
+    "square": ((8, 8, 12, 32, 32), (4, 2, 3, 1, 0), [(4, 2, 3, 1, 0)] * 2),
+    "square_transposed": ((8, 8, 12, 32, 32), (4, 2, 3, 1, 0), [(3, 1, 4, 2, 0)] * 2),
+}
+# With scales in tiles of 128 x 4: 2 x 3 units, which are dimensions 1 and 2.
+BY_ROWS, BY_COLUMNS = (5, 4, 2, 3, 1, 0), (5, 3, 1, 4, 2, 0)  # of tiles and of floats alike
+TILED_VIEWS = {
+    "last": ((8, 2, 3, 128, 4, 32), BY_ROWS, [BY_ROWS, BY_ROWS]),
+    "last_transposed": ((8, 2, 3, 128, 4, 32), BY_ROWS, [(3, 1, 5, 4, 2, 0), BY_ROWS]),
+    "second": ((8, 2, 3, 4, 128, 32), (4, 2, 5, 3, 1, 0), [(4, 2, 5, 3, 1, 0), BY_COLUMNS]),
+    "second_transposed": ((8, 2, 3, 4, 128, 32), (4, 2, 5, 3, 1, 0), [BY_COLUMNS, BY_COLUMNS]),
+    "both": (
+        (8, 2, 3, 4, 4, 32, 32),
+        (6, 4, 2, 5, 3, 1, 0),
+        [(6, 4, 2, 5, 3, 1, 0), BY_ROWS, (6, 4, 2, 5, 3, 1, 0), BY_COLUMNS],
+    ),
+    "both_transposed": (
+        (8, 2, 3, 4, 4, 32, 32),
+        (6, 4, 2, 5, 3, 1, 0),
+        [(6, 4, 2, 5, 3, 1, 0), BY_ROWS, (5, 3, 1, 6, 4, 2, 0), BY_COLUMNS],
+    ),
 }
 # A variant of every op and form, with a kernel or not.
 EVERY = [
-    Variant(op, "cutedsl", form, "bfloat16", (jax_mx.MXFP8_E4M3,) * len(layouts))
+    Variant(op, "cutedsl", form, "bfloat16", (jax_mx.MXFP8_E4M3,) * (len(layouts) // 2))
     for form, (_, _, layouts) in VIEWS.items()
     for op in ("quantize", "dequantize")
-    if (op, form) != ("quantize", "last_transposed") and (op, len(layouts)) != ("dequantize", 2)
+    if (op, form) != ("quantize", "last_transposed") and (op, len(layouts)) != ("dequantize", 4)
 ]
 # Not called variant: what conftest.py records as executed goes by that name.
 every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda v: v.name)
@@ -84,13 +110,13 @@ def all_have_kernels(monkeypatch):
     jax.clear_caches()
 
 
-def lies(variant, tiled: bool) -> tuple[tuple[int, ...], dict[str, list[tuple[int, ...]]]]:
+def lies(variant, layout: str) -> tuple[tuple[int, ...], dict[str, list[tuple[int, ...]]]]:
     """The floats' view, and how operands and results lie."""
-    view, floats, quantized = VIEWS[variant.form]
-    arrays = [o for order in quantized for o in (order, (3, 2, 1, 0) if tiled else order)]
+    table = VIEWS if layout == "row_major" else TILED_VIEWS
+    view, floats, quantized = table[variant.form]
     if variant.op == "quantize":
-        return view, {"operand": [floats], "result": arrays}
-    return view, {"operand": arrays, "result": [floats]}
+        return view, {"operand": [floats], "result": quantized}
+    return view, {"operand": quantized, "result": [floats]}
 
 
 def serves(variant, layout) -> bool:
@@ -126,17 +152,21 @@ def test_a_call_is_one_custom_call_on_views(kind, layout):
     if not serves(kind, layout):
         return
     operand, call = op_of(kind, scale_layout=layout)
-    text = lowered(jax.eval_shape(operand, jax.ShapeDtypeStruct((8, 64, 96), "bfloat16")), call)
+    text = lowered(jax.eval_shape(operand, jax.ShapeDtypeStruct((8, 256, 384), "bfloat16")), call)
     assert text.count("stablehlo.custom_call") == text.count(f"@{artifacts.TARGET}(") == 1
-    assert 'num_batch_dims = "3"' in text if layout == "row_major" else 'num_batch_dims = "1"'
-    view, orders = lies(kind, layout != "row_major")
+    assert 'num_batch_dims = "3"' in text
+    view, orders = lies(kind, layout)
     for side in ("operand", "result"):
         dense = (f"dense<{[*order]}> : tensor<{len(order)}xindex>" for order in orders[side])
         assert f"{side}_layouts = [{', '.join(dense)}]" in text
     assert f"tensor<{'x'.join(map(str, view))}xbf16>" in text
+    rule = RULES[kind.op, len(view), len(kind.formats)]
+    assert f"#sdy.op_sharding_rule<{rule} {{i={view[0]}, j={view[1]}, k={view[2]}, " in text
+    merge = re.search(r"merge = (?:dense<\[|array<i64: )([0-9, ]+)", text)
     if layout == "row_major":
-        rule = RULES[kind.op, len(view), len(kind.formats)]
-        assert f"#sdy.op_sharding_rule<{rule} {{i={view[0]}, j={view[1]}, k={view[2]}, " in text
+        assert not merge
+    else:
+        assert merge[1] == ", ".join(map(str, [0, 1, 0, 1, 2, 3][: len(view) - 1]))
 
 
 @every_kind
@@ -148,7 +178,7 @@ def test_views_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
         return
     own = (formats.FORMATS[format],) * len(kind.formats)
     operand, call = op_of(dataclasses.replace(kind, formats=own), scale_layout=layout)
-    operand = operand(jnp.asarray(random_bits((8, 64, 96), kind.dtype)))
+    operand = operand(jnp.asarray(random_bits((8, 256, 384), kind.dtype)))
     name, seen = f"{kind.op}_p", []
     real = getattr(primitive, name)
 
@@ -161,12 +191,10 @@ def test_views_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
 
     monkeypatch.setattr(primitive, name, Spy())
     arrays = [*jax.tree.leaves(operand), *jax.tree.leaves(call(operand))]
-    view, orders = lies(kind, tiled=False)
+    view, orders = lies(kind, layout)
     assert view in [v.shape for v in seen]
     for a, v, order in zip(arrays, seen, [*orders["operand"], *orders["result"]], strict=True):
-        if v.shape != a.shape:  # tiles are no view
-            v = v.transpose(order[::-1])
-        assert_bits_equal(v.reshape(-1), a.reshape(-1))
+        assert_bits_equal(v.transpose(order[::-1]).reshape(-1), a.reshape(-1))
 
 
 @pytest.mark.gpu
