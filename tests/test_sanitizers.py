@@ -7,7 +7,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from conftest import arch_here
 from helpers import bytes_of, op_of, random_bits
 
 from jax_mx.variants import VARIANTS, layouts_of
@@ -49,14 +52,12 @@ def test_sanitizer_is_silent(tool, record_property):
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "ran " in done.stdout
     for variant in SAMPLE:
-        record_property("sanitized", [variant.name, tool])
+        binary, device = f"{variant.name}.{arch_here()}", jax.devices()[0].device_kind
+        record_property("executed", (binary, f"{device}, {tool}"))
 
 
 def main() -> None:
     """What runs below the sanitizer: both entries of each layout; no kernels but ours."""
-    import jax
-    import numpy as np
-
     cpu, kernel, ran = jax.devices("cpu")[0], "cutedsl", 0
     for variant in SAMPLE:
         for layout in layouts_of(variant):
