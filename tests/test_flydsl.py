@@ -31,6 +31,7 @@ from tinygrad.renderer.amd import decode_inst
 
 from jax_mx.kernels.build import entries_of
 from jax_mx.kernels.flydsl.compile import compile_variant
+from jax_mx.kernels.flydsl.gcn import bytes_moved, disassemble
 from jax_mx.testing.code_object import ARCHS, CodeObject
 from jax_mx.testing.emulator import ORDERS, Emulator
 from jax_mx.testing.memory import Fault, Global
@@ -189,10 +190,12 @@ def placed(data: np.ndarray, align: int, keep: bool) -> np.ndarray:
     return window
 
 
-def results_of(binary, entry, key, layout, scaling, order) -> list[tuple[np.ndarray, np.ndarray]]:
+def results_of(
+    binary, entry, key, layout, scaling, order, memory=None
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Pairs: the bytes of a launch, and the right ones."""
     shape, given, want = expected(binary.variant, key, layout, scaling)
-    memory, arrays, addresses = Global(), [], []
+    memory, arrays, addresses = memory or Global(), [], []
     for i, data in enumerate([*given, *want]):
         reads = i < len(given)
         arrays.append(placed(data, binary.entry(layout, entry)["align"][i], keep=reads))
@@ -239,7 +242,7 @@ def test_bits(variant, arch, binaries):
 @each_arch
 def test_golden_inputs(variant, arch, binaries):
     """Ties, subnormals, NaN, infinities, the edges of each binade; with every scaling."""
-    for scaling in Scaling:
+    for scaling in Scaling if variant.op == "quantize" else (Scaling.FLOOR,):
         check(binaries(variant, arch), 0, "golden", "row_major", scaling.value)
 
 
@@ -272,6 +275,53 @@ def test_nothing_spills_and_nothing_ships(binaries):
             entries = entries_of(binaries(variant, arch).facts)
             assert not any(entry["usage"]["stack"] for entry in entries), variant.name
     assert {variant.implementation for variant in VARIANTS} == {"cutedsl"}
+
+
+@each_variant
+@each_arch
+def test_aligned_entries_move_16_bytes_a_lane(variant, arch, binaries):
+    """All of x, the values and the floats; scales, of which a block has one byte, by less."""
+    binary = binaries(variant, arch)
+    floats = FLOAT_DTYPES[variant.dtype].itemsize
+    quantizes = variant.op == "quantize"
+    for layout in binary.layouts:
+        entry = binary.entry(layout, 0)
+        elements = entry["usage"]["elements_per_thread"]
+        moved = collections.Counter()
+        for _, name, _ in disassemble(binary.code, entry["symbol"]):
+            size = bytes_moved(name)
+            moved[name.split("_")[1], size >= 16] += size
+        assert moved["load", True] == elements * (floats if quantizes else 1)
+        assert moved["store", True] == elements * (len(variant.formats) if quantizes else floats)
+        assert not moved["load" if quantizes else "store", False]
+        # Alternatives, of which a lane takes one: a word, or its bytes.
+        assert moved["store" if quantizes else "load", False] <= 8 * len(variant.formats)
+
+
+class Segments(Global):
+    """Counts the pieces of 64 bytes that accesses of 16 bytes a lane touch, and the fewest."""
+
+    touched = least = 0
+
+    def _find(self, addresses, size, what):
+        if size == 16:
+            self.touched += sum(len(np.unique(wave >> np.uint64(6)))
+                                for wave in addresses.reshape(-1, 64))  # fmt: skip
+            self.least += len(addresses) // 4
+        return super()._find(addresses, size, what)
+
+
+@each_variant
+@each_arch
+def test_aligned_entries_coalesce(variant, arch, binaries):
+    """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""
+    for layout in binaries(variant, arch).layouts:
+        memory = Segments()
+        for got, want in results_of(
+            binaries(variant, arch), 0, (256, 256), layout, "rceil", "lockstep", memory
+        ):
+            assert (got == want).all()
+        assert memory.touched == memory.least > 0
 
 
 # ---- would these tests notice? ---
