@@ -114,18 +114,17 @@ class Flat(Dequantize):
         values, scales, y = pointers
         lane = convert.lane_id()
         strip = Strip(self.layout, self.blocks, scalars)
-        first = convert.wave_id() * Uint32(self.chunks * self.per_chunk)
+        first = convert.wave_id() * (self.chunks * self.per_chunk)
         n, each, size = self.n, self.each, self.itemsize
-        words, bytes_, places = [], [], []
+        # Four lanes have neighbours of one row, two of each round.
+        row, col = strip.find(first + lane // 4 * (2 * self.chunks))
+        words = []
         for c in range_constexpr(self.chunks):
-            start = first + Uint32(c * self.per_chunk)
-            block, _, _ = strip.at(start + lane // 2)
+            block, _, _ = strip.next_to(row, col, lane % 4 // 2 + 2 * c)
             where = block * BLOCK + as_int64(lane % 2 * CODES)
             words.append(load_words(values + strip.block * BLOCK, where, 4, self.align[0]))
-            for b in range_constexpr(2):  # of four lanes
-                places.append(strip.at(start + lane // 4 * 2 + b))
-                at = strip.offset + as_int64(places[-1][1])
-                bytes_.append(load_byte(scales + at))
+        places = [strip.next_to(row, col, b) for b in range_constexpr(2 * self.chunks)]
+        bytes_ = [load_byte(scales + (strip.offset + as_int64(place[1]))) for place in places]
         for c in range_constexpr(self.chunks):
             codes = self.exchanged(words[c], lane)
             for s in range_constexpr(n):
