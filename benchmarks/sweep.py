@@ -158,7 +158,7 @@ def main() -> None:
     variants = [
         v
         for v in VARIANTS
-        if v.op == args.op
+        if (v.implementation, v.op) == ("cutedsl", args.op)
         and v.form in args.form
         and v.dtype in args.dtype
         and set(v.formats) == {MXFP8_E4M3}

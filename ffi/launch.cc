@@ -18,19 +18,26 @@
 // negative, and `to` is clamped to the rank, so one rule serves every rank, every shard and every
 // vmap. Buffer -1 stands for the constant `from`. The kernel's parameters are the operands'
 // pointers, the results' pointers, then the scalars. A grid axis of 0 launches nothing.
+//
+// Attribute `device`, on XLA's CPU platform only: the device of the stand-in driver, an i64.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cfenv>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "driver.h"
@@ -43,7 +50,7 @@ namespace {
 namespace ffi = xla::ffi;
 namespace nb = nanobind;
 
-constexpr size_t kMaxBuffers = 8, kMaxScalars = 16, kMaxDevices = 64;
+constexpr size_t kMaxBuffers = 8, kMaxScalars = 16;
 
 ffi::Error Invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("jax_mx: " + what);
@@ -93,18 +100,29 @@ struct Image {
 // ---- the platforms: who launches --------------------------------------------------------------
 struct Cuda {
   static constexpr std::string_view kStateName = "jax_mx_launch_cuda";
-  static const CudaDriver& driver() {
-    static const auto* driver = new CudaDriver("libcuda.so.1");
+  static const Driver& driver() {
+    static const auto* driver = new CudaDriver(Library::Open({"libcuda.so.1"}));
     return *driver;
   }
 };
 
-// XLA's CPU platform, for tests: a library that stands in for a GPU's driver.
+struct Rocm {
+  static constexpr std::string_view kStateName = "jax_mx_launch_rocm";
+  static const Driver& driver() {
+    static const auto* driver = new HipDriver(
+        Library::Open({"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"}));
+    return *driver;
+  }
+};
+
+// XLA's CPU platform: a stand-in for a GPU's driver, that of tests or an emulator.
 struct Host {
   static constexpr std::string_view kStateName = "jax_mx_launch_host";
-  static inline std::string library = "no stand-in driver (jax_mx._ffi.use_host_driver)";
-  static const CudaDriver& driver() {
-    static const auto* driver = new CudaDriver(library.c_str());
+  static inline std::function<const Driver*()> make = [] {
+    return new CudaDriver(Library::None("no stand-in driver (jax_mx.testing.emulate)"));
+  };
+  static const Driver& driver() {
+    static const Driver* driver = make();
     return *driver;
   }
 };
@@ -119,6 +137,7 @@ struct State {
     std::vector<Handle> handles;  // per entry
   };
   std::map<std::string, Kernel, std::less<>> kernels;
+  int32_t device = 0;  // of those that the host stands in for
   std::mutex mutex;
   std::map<const Kernel*, std::unique_ptr<Loaded>> loaded;
   std::array<std::atomic<const Loaded*>, kMaxDevices> ready{};  // per device
@@ -213,6 +232,8 @@ ffi::ErrorOr<std::unique_ptr<State<Platform>>> Instantiate(ffi::Dictionary attrs
         error.failure())
       return ffi::Unexpected(std::move(error));
   }
+  if (auto device = attrs.get<int64_t>("device"); device.has_value())
+    state->device = static_cast<int32_t>(*device);
   return state;
 }
 
@@ -261,7 +282,7 @@ ffi::Error Load(State<Platform>* state, int32_t device) {
           " (" + entry.symbol + ", image " + kernel.image->sha256.substr(0, 12) + ")";
       Handle& library = kernel.image->library;
       if (library == nullptr) {
-        if (Failure f = driver.Load(kernel.image->bytes.data(), &library); !f.empty()) {
+        if (Failure f = driver.Load(kernel.image->bytes, &library); !f.empty()) {
           library = nullptr;
           return Internal(f + where);
         }
@@ -277,7 +298,8 @@ ffi::Error Load(State<Platform>* state, int32_t device) {
     loaded = std::move(fresh);
   }
   for (Handle handle : loaded->handles)
-    if (Failure f = driver.Prepare(handle); !f.empty()) return Internal(f);
+    if (Failure f = driver.Prepare(handle, device); !f.empty())
+      return Internal(f + " (" + kernel.entries.front().symbol + ")");
   state->ready[static_cast<size_t>(device)].store(loaded.get(), std::memory_order_release);
   return ffi::Error::Success();
 }
@@ -299,15 +321,24 @@ ffi::Error Initialize(State<Platform>* state, int32_t device) {
 struct Buffers {
   size_t size = 0;
   std::array<void*, kMaxBuffers> data{};
+  std::array<size_t, kMaxBuffers> bytes{};
   std::array<ffi::Span<const int64_t>, kMaxBuffers> dims{};
 
   bool Add(const ffi::AnyBuffer& buffer) {
     if (size == kMaxBuffers) return false;
     data[size] = buffer.untyped_data();
+    bytes[size] = buffer.size_bytes();
     dims[size++] = buffer.dimensions();
     return true;
   }
 };
+
+// The call that this thread is launching, for a stand-in driver: a real one is not told sizes.
+struct Launching {
+  const Buffers* buffers = nullptr;
+  size_t operands = 0;
+};
+thread_local Launching launching;
 
 // False when the extent does not lie within the buffer's rank or the product overflows.
 bool Evaluate(const Extent& extent, const Buffers& buffers, int64_t* value) {
@@ -419,10 +450,11 @@ ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::R
   ++counters.launches;
   if (index != 0) ++counters.fallback_entries;
   if (Platform::driver().IsCapturing(stream)) ++counters.captured;
-  if (Failure f = Platform::driver().Launch(loaded->handles[index], arguments.grid, stream,
-                                            params.data());
-      !f.empty())
-    return Internal(f + " (" + kernel.entries[index].symbol + ")");
+  launching = {&buffers, args.size()};
+  Failure failure = Platform::driver().Launch(loaded->handles[index], device, arguments.grid,
+                                              stream, params.data());
+  launching = {};
+  if (!failure.empty()) return Internal(failure + " (" + kernel.entries[index].symbol + ")");
   return ffi::Error::Success();
 }
 
@@ -459,8 +491,27 @@ XLA_FFI_DEFINE_HANDLER(kCudaExecute, Execute<Cuda>,
                            .RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kRocmInitialize, Initialize<Rocm>,
+                       ffi::Ffi::BindInitialize()
+                           .Ctx<ffi::State<State<Rocm>>>()
+                           .Ctx<ffi::DeviceOrdinal>());
+XLA_FFI_DEFINE_HANDLER(kRocmExecute, Execute<Rocm>,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::State<State<Rocm>>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Ctx<ffi::PlatformStream<void*>>()
+                           .RemainingArgs()
+                           .RemainingRets(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+// XLA's CPU client flushes subnormals on its threads; a stand-in computes with the usual mode.
 ffi::Error ExecuteOnHost(State<Host>* state, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return Execute<Host>(state, /*device=*/0, /*stream=*/nullptr, args, rets);
+  std::fenv_t mode;
+  std::fegetenv(&mode);
+  std::fesetenv(FE_DFL_ENV);
+  ffi::Error error = Execute<Host>(state, state->device, /*stream=*/nullptr, args, rets);
+  std::fesetenv(&mode);
+  return error;
 }
 XLA_FFI_DEFINE_HANDLER(
     kHostExecute, ExecuteOnHost,
@@ -481,20 +532,48 @@ NB_MODULE(_ffi, m) {
   m.def(
       "registrations",
       [] {
-        nb::dict cuda, host, all;
+        nb::dict cuda, rocm, host, all;
         cuda["instantiate"] = Capsule(InstantiateStage<Cuda>);
         cuda["initialize"] = Capsule(kCudaInitialize);
         cuda["execute"] = Capsule(kCudaExecute);
+        rocm["instantiate"] = Capsule(InstantiateStage<Rocm>);
+        rocm["initialize"] = Capsule(kRocmInitialize);
+        rocm["execute"] = Capsule(kRocmExecute);
         host["instantiate"] = Capsule(InstantiateStage<Host>);
         host["execute"] = Capsule(kHostExecute);
         all["CUDA"] = cuda;
+        all["ROCM"] = rocm;
         all["cpu"] = host;
         return all;
       },
       "The handler's stages per platform, for jax.ffi.register_ffi_target.");
   m.def(
-      "use_host_driver", [](std::string path) { Host::library = std::move(path); }, nb::arg("path"),
-      "The library that calls on XLA's CPU platform launch through; before the first of them.");
+      "use_host_driver",
+      [](const std::string& vendor, std::variant<std::string, Library::Functions> library) {
+        const bool cuda = vendor == "cuda";
+        if (!cuda && vendor != "hip") throw nb::value_error("the vendor is cuda or hip");
+        Host::make = [cuda, library]() -> const Driver* {
+          const auto* path = std::get_if<std::string>(&library);
+          const Library found = path != nullptr ? Library::Open({*path})
+                                                : Library::Of(std::get<Library::Functions>(library));
+          if (cuda) return new CudaDriver(found);
+          return new HipDriver(found);
+        };
+      },
+      nb::arg("vendor"), nb::arg("library"),
+      "What calls on XLA's CPU platform launch through; before the first of them. The library is a\n"
+      "path, or the addresses of the driver's functions by name.");
+  m.def(
+      "launching",
+      [] {
+        nb::list out;
+        for (size_t i = 0; launching.buffers != nullptr && i < launching.buffers->size; ++i)
+          out.append(nb::make_tuple(reinterpret_cast<uintptr_t>(launching.buffers->data[i]),
+                                    launching.buffers->bytes[i], i >= launching.operands));
+        return out;
+      },
+      "(address, bytes, whether it is a result) of each buffer of the call that this thread is\n"
+      "launching.");
   m.def(
       "counters",
       [] {

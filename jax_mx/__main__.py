@@ -29,6 +29,7 @@ PROGRAM = "python -m jax_mx"
 VERIFIED = Path(__file__).with_name("verified.json")
 # What the extra `cli` brings: the modules, and what their distributions are called.
 EXTRA = {"rich": "rich", "safetensors": "safetensors", "sklearn": "scikit-learn"}
+EMULATOR = ("elftools", "msgpack", "tinygrad")  # modules of the extra `emulator`
 CALLS, REPEATS = 20, 7  # timing: the median of REPEATS batches of CALLS calls
 DEFAULTS = {"format": ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4_e2m1"], "scaling": ["rceil", "floor"]}
 
@@ -133,6 +134,7 @@ def binaries() -> Iterator[list[str]]:
         record = verified.get(name, {})
         chips = record.get("executed_on") if record.get("sha256") == facts["sha256"] else None
         state = f"executed on {', '.join(chips)}" if chips else "compiled only"
+        state = "executed in emulation" if chips == ["emulated"] else state
         count[name.rpartition(".")[2], state] += 1
     for (arch, state), n in sorted(count.items()):
         yield [arch, str(n), state, fits.get(variants.device_arch(arch), "no device here")]
@@ -213,6 +215,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--axis", type=axis_number, default=-1, metavar="N", help=about)
     about = f"tensors are converted to it, of {', '.join(FLOAT_DTYPES)}; default: bfloat16"
     add("--dtype", choices=FLOAT_DTYPES, default="bfloat16", metavar="NAME", help=about)
+    about = f"run AMD's kernels for it on the CPU: {', '.join(variants.ARCHS['flydsl'])}"
+    add("--emulate", choices=variants.ARCHS["flydsl"], metavar="ARCH", help=about)
     options = parser.parse_args(arguments)
     for name in ("file", *DEFAULTS):  # each once
         given = getattr(options, name) or DEFAULTS.get(name, [])
@@ -281,9 +285,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `--help` for the exit status."""
     options = parse(arguments)
     try:
-        return report(options)
+        if options.emulate is None:
+            return report(options)
+        from jax_mx.testing import emulate
+
+        with jax.default_device(jax.devices("cpu")[0]), emulate(options.emulate):
+            return report(options)
     except ModuleNotFoundError as error:
-        library = EXTRA.get((error.name or "").partition(".")[0])
+        module = (error.name or "").partition(".")[0]
+        if module in EMULATOR:
+            print(f"{PROGRAM}: {error}", file=sys.stderr)
+            return 1
+        library = EXTRA.get(module)
         if library is None:
             raise
         print(

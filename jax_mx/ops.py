@@ -58,8 +58,8 @@ def quantize(
         divides both. Square blocks share one scale each, (..., M / 32, K / 32), row-major, so that
         the transposed array is the array transposed: one result serves both directions of a weight.
         `MXArray.expand` makes either direction's ordinary blocks of it, for a GEMM.
-      implementation: "cutedsl" (NVIDIA kernels), "xla" (plain XLA, runs everywhere), or None: the
-        kernel where there is one, else "xla".
+      implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
+        everywhere), or None: the kernel where there is one, else "xla".
 
     Returns:
       An `MXArray` of x's shape; with transpose, of the shape with `axis` moved last.

@@ -11,10 +11,11 @@ import functools
 import itertools
 import string
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import ffi
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -36,6 +37,16 @@ from jax_mx.forms import FORMS, minor_to_major
 from jax_mx.plan import IMPLEMENTATIONS, Plan
 
 KERNELS = {platform: name for name, platform in IMPLEMENTATIONS.items() if platform != "any"}
+
+
+class Emulated(NamedTuple):
+    """What the CPU stands in for (jax_mx.testing.emulate)."""
+
+    chip: str
+    device: int  # of the stand-in driver
+
+
+emulation = jax.make_user_context(default_value=None)  # an `Emulated`; part of JAX's caches' keys
 
 
 # ---- the ops ---
@@ -122,6 +133,8 @@ def kernels_for(plan: Plan, platform: str, chips: Sequence[str] | None) -> dict[
 
 def chip_of(device: jax.Device) -> str:
     """The device's chip as its driver names it: "sm_90", "gfx950"; else its platform."""
+    if device.platform == "cpu" and emulation.value is not None:
+        return emulation.value.chip
     capability = getattr(device, "compute_capability", None)
     if capability is None:
         return device.platform
@@ -186,7 +199,7 @@ def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | No
     }
 
 
-def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, kernels: dict[str, dict]):
+def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **attributes: Any):
     """The custom call, each array in the memory order that its form has."""
     form = FORMS[plan.form]
     turn = -1 if plan.op == "dequantize" else 1  # which side is the unquantized one
@@ -202,7 +215,7 @@ def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, kernels: dict[st
         result_layouts=result_layouts,
         extra_attributes=_sharding_attributes(ctx, form.batch(x.ndim, plan.scale_layout)),
     )
-    return rule(ctx, *operands, kernels=kernels)
+    return rule(ctx, *operands, **attributes)
 
 
 def _lower_reference(reference_fn: Callable, ctx, *operands, plan: Plan):
@@ -212,15 +225,21 @@ def _lower_reference(reference_fn: Callable, ctx, *operands, plan: Plan):
 
 
 def _lower_kernel(reference_fn: Callable, platform: str, ctx, *operands, plan: Plan):
+    """The call of a kernel; where none serves the plan, the reference."""
+    chips, attributes, emulated = _chips(ctx, platform), {}, emulation.value
+    exports = ctx.module_context.lowering_parameters.for_export
+    if platform == "cpu" and emulated is not None and not exports:
+        platform, chips = platform_of(emulated.chip), [emulated.chip]
+        attributes["device"] = np.int64(emulated.device)
     if plan.implementation != "xla":
         try:
-            kernels = kernels_for(plan, platform, _chips(ctx, platform))
+            attributes["kernels"] = kernels_for(plan, platform, chips)
         except NotImplementedError:
             if plan.implementation is not None:
                 raise
         else:
-            return _call(ctx, *operands, plan=plan, kernels=kernels)
-    return _lower_reference(reference_fn, ctx, *operands, plan=plan)
+            return _call(ctx, *operands, plan=plan, **attributes)
+    return mlir.lower_fun(reference_fn, multiple_results=True)(ctx, *operands, plan=plan)
 
 
 # ---- registration ---
@@ -248,7 +267,7 @@ def _primitive(op: str, avals: Callable, reference_fn: Callable) -> Primitive:
     primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
     primitive.def_abstract_eval(avals)
     mlir.register_lowering(primitive, functools.partial(_lower_reference, reference_fn))
-    for platform in KERNELS:
+    for platform in (*KERNELS, "cpu"):  # where there may be a kernel; on the CPU, an emulated one
         rule = functools.partial(_lower_kernel, reference_fn, platform)
         mlir.register_lowering(primitive, rule, platform=platform)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)

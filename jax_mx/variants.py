@@ -44,10 +44,17 @@ class Variant:
 
 # An arch ending in "a" runs on exactly one compute capability: sm_90a on 9.0 (H100, H200),
 # sm_100a on 10.0 (B200, GB200), sm_103a on 10.3 (B300, GB300), sm_120a on 12.0 (RTX 50, RTX PRO).
-ARCHS: Mapping[str, tuple[str, ...]] = {"cutedsl": ("sm_90a", "sm_100a", "sm_103a", "sm_120a")}
+# gfx942 is MI300X and MI325X, gfx950 is MI350X and MI355X.
+ARCHS: Mapping[str, tuple[str, ...]] = {
+    "cutedsl": ("sm_90a", "sm_100a", "sm_103a", "sm_120a"),
+    "flydsl": ("gfx942", "gfx950"),
+}
 
 # The layouts that kernels write and read.
-SCALE_LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {"cutedsl": ("row_major", "blocked_128x4")}
+SCALE_LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
+    "cutedsl": ("row_major", "blocked_128x4"),
+    "flydsl": ("row_major", "blocked_128x4", "shuffled_32x8"),
+}
 
 # (op, form, how many quantized arrays) of every kernel.
 _KERNELS = (
@@ -66,7 +73,8 @@ _KERNELS = (
     ("dequantize", "square_transposed", 1),
 )
 VARIANTS: tuple[Variant, ...] = tuple(
-    Variant(op, "cutedsl", form, dtype, formats)
+    Variant(op, implementation, form, dtype, formats)
+    for implementation in ARCHS
     for op, form, arrays in _KERNELS
     for dtype in FLOAT_DTYPES
     for formats in itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=arrays)

@@ -37,7 +37,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--record-verified",
         metavar="PATH",
-        help="write verified.json to PATH: which binaries all gpu tests that ran passed for, where",
+        help="write verified.json to PATH: which binaries all tests passed for, and where: those "
+        "marked gpu on the chip, those with an `arch` in the emulator",
     )
 
 
@@ -69,38 +70,40 @@ def on_cpu(request):
 
 
 # ---- verified.json ---
-_outcomes: dict[str, list[bool]] = {}
+_outcomes: dict[tuple[str, str], list[bool]] = {}  # of a binary on a device
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Says in each report which variant it was about; reports also come from pytest-xdist."""
+    """Says in each report which binary ran where; reports also come from pytest-xdist."""
     report = (yield).get_result()
-    variant = getattr(item, "callspec", None) and item.callspec.params.get("variant")
-    if variant is not None and item.get_closest_marker("gpu"):
-        report.user_properties.append(("variant", variant.name))
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    variant, arch, device = params.get("variant"), params.get("arch"), "emulated"
+    if item.get_closest_marker("gpu"):
+        arch, device = arch_here(), jax.devices()[0].device_kind
+    if variant is not None and arch is not None:
+        report.user_properties.append(("executed", (f"{variant.name}.{arch}", device)))
 
 
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.failed:
         for name, value in report.user_properties:
-            if name == "variant":
-                _outcomes.setdefault(value, []).append(report.passed)
+            if name == "executed":
+                _outcomes.setdefault(tuple(value), []).append(report.passed)
 
 
 def pytest_sessionfinish(session):
-    path, arch = session.config.getoption("--record-verified"), arch_here()
-    if not path or arch is None or hasattr(session.config, "workerinput"):
+    path = session.config.getoption("--record-verified")
+    if not path or not _outcomes or hasattr(session.config, "workerinput"):
         return
-    device = jax.devices()[0].device_kind
     known = Path(jax_mx.artifacts.__file__).with_name("verified.json")
     before = json.loads(known.read_text()) if known.exists() else {}
     verified = {}
     for name, facts in jax_mx.artifacts.manifest().items():
         entry = before.get(name, {})
         chips = set(entry["executed_on"]) if entry.get("sha256") == facts["sha256"] else set()
-        outcomes = _outcomes.get(name.removesuffix(f".{arch}"), [])
-        if name.endswith(f".{arch}") and outcomes:
-            chips = chips | {device} if all(outcomes) else chips - {device}
+        for (binary, device), outcomes in _outcomes.items():
+            if binary == name:
+                chips = chips | {device} if all(outcomes) else chips - {device}
         verified[name] = {"sha256": facts["sha256"], "executed_on": sorted(chips)}
     Path(path).write_text(json.dumps(verified, indent=1) + "\n")

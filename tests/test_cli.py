@@ -339,3 +339,13 @@ def test_importing_the_library_stays_light():
     code = "import sys, jax_mx; print({'rich', 'safetensors', 'sklearn'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_emulated(arch, good, capsys):
+    """AMD's binaries on the CPU, compared with the reference."""
+    pytest.importorskip("tinygrad")
+    status, out, err = run(capsys, "--file", good, *ONE, "--emulate", arch)
+    assert (status, err) == (0, "")
+    assert rows(out, "good.npy")[0][-1] == "equal"
+    assert f"({arch})" in out and "kernel quantize_last_bfloat16_mxfp8_e4m3_0" in out

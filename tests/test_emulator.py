@@ -345,6 +345,16 @@ def test_packed_float32():
         assert tuple(got) == want, code
 
 
+def test_packed_moves():
+    """op_sel takes either half of the first source for the first, of the second for the second."""
+    four = {0: 10, 1: 11, 2: 12, 3: 13}
+    for opsel, want in ((0, (10, 12)), (1, (11, 12)), (2, (10, 13)), (3, (11, 13))):
+        code = ins.v_pk_mov_b32(vdst=v[OUT : OUT + 1], src0=v[0:1], src1=v[2:3], opsel=opsel)
+        assert tuple(execute(code, vectors=four).vector[OUT : OUT + 2, 0, 0]) == want
+    swap = ins.v_pk_mov_b32(vdst=v[0:1], src0=v[0:1], src1=v[0:1], opsel=1)
+    assert tuple(execute(swap, vectors=four).vector[0:2, 0, 0]) == (11, 10)
+
+
 def test_packed_16_bits():
     code = ins.v_pk_max_u16(vdst=v[OUT], src0=v[0], src1=v[1])
     assert execute(code, vectors={0: 0x50001, 1: 0x40002}).vector[OUT, 0, 0] == 0x50002

@@ -5,8 +5,10 @@ with real facts; nothing executes them.
 """
 
 import json
+import math
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import textwrap
@@ -25,7 +27,7 @@ PRELUDE = """
     from jax_mx import _ffi, artifacts, primitive
     from jax_mx.plan import plan_quantize
 
-    _ffi.use_host_driver(sys.argv[1])
+    _ffi.use_host_driver("cuda", sys.argv[1])
     FIELDS = ["entry", "gx", "gy", "gz", "bx", "by", "bz", "n", "add", "exception"]
     FIELDS += ["launches", "libraries"]
     def report():
@@ -285,3 +287,80 @@ def test_two_hundred_shapes_load_each_binary_once(scenario):
         """
     )
     assert out == [200, 200, 6]
+
+
+# ---- HIP ---
+HIP = textwrap.dedent(
+    """
+    _ffi.use_host_driver("hip", sys.argv[1])
+    KERNELS = primitive.kernels_for(PLAN, "rocm", None)
+    def hip():
+        out = (ctypes.c_int64 * 16)()
+        ctypes.CDLL(sys.argv[1]).fake_hip_report(out)
+        return list(out[:5]), bytes(out)[40:].hex()
+"""
+)
+
+
+@pytest.mark.parametrize("arch,mach", [("gfx942:sramecc+:xnack-", 0x4C), ("gfx950", 0x4F)])
+def test_hip_gets_the_arguments(scenario, arch, mach):
+    """Each at the next multiple of its size, as AMD's ABI has it; and the binary of its arch."""
+    code = HIP + textwrap.dedent(
+        """
+        scalars = [kernel["scalars"].reshape(-1, 4).tolist() for kernel in KERNELS.values()]
+        print(json.dumps([attempt(), *hip(), report()["launches"], list(KERNELS), scalars]))
+        """
+    )
+    error, numbers, block, launches, archs, rules = scenario(code, JAX_MX_FAKE_ARCH=arch)
+    assert error is None and launches == 1 and archs == ["gfx942", "gfx950"]
+    block, end = bytes.fromhex(block), 3 * 8
+    assert all(struct.unpack_from("<3Q", block))  # the buffers' addresses
+    dims = {0: (4, 8, 32), 1: (4, 8, 32), 2: (4, 8, 1)}
+    assert rules[0] == rules[1]
+    for size, buffer, start, stop in rules[0]:
+        at = -(-end // size) * size
+        end = at + size
+        found = int.from_bytes(block[at:end], "little", signed=True)
+        assert found == (start if buffer < 0 else math.prod(dims[buffer][start:stop]))
+    assert numbers == [mach, 0, 1, 256, end] and not any(block[end:])
+
+
+@pytest.mark.parametrize("call", ["hipModuleLoadData", "hipModuleGetFunction",
+                                  "hipModuleLaunchKernel"])  # fmt: skip
+def test_hip_errors_carry_hips_text(scenario, call):
+    out = scenario(HIP + "print(json.dumps([attempt(), attempt()]))", JAX_MX_FAKE_FAIL=call)
+    assert all(f"jax_mx: {call}: hipFakeError (as asked for) (quantize_last" in e for e in out)
+
+
+def test_hip_on_another_chip_or_without_a_driver(scenario):
+    out = scenario(HIP + "print(json.dumps(attempt()))", JAX_MX_FAKE_ARCH="gfx90a:xnack-")
+    assert "the program holds kernels for gfx942, gfx950, this device is gfx90a" in out
+    out = scenario(HIP + "print(json.dumps(attempt()))", driver="/nowhere/libamdhip64.so")
+    assert "jax_mx: no GPU driver: /nowhere/libamdhip64.so" in out
+
+
+def test_damaged_metadata_is_an_error_and_the_process_lives(scenario):
+    """Every byte of the note, one after the other, becomes 0xFF, then random ones do."""
+    out = scenario(
+        HIP
+        + textwrap.dedent("""
+    import random
+    image = KERNELS["gfx942"]["image"]
+    start = image.index(b"AMDGPU") + 8
+    end = image.index(b"gfx942", start) + 24
+    random.seed(0)
+    tries = [(at, 255) for at in range(start - 20, end, 7)]
+    tries += [(random.randrange(start - 20, end), random.randrange(256)) for _ in range(150)]
+    errors = 0
+    for at, byte in tries:
+        damaged = image[:at] + bytes([byte]) + image[at + 1 :]
+        KERNELS["gfx942"].update(image=damaged, sha256=hashlib.sha256(damaged).hexdigest())
+        jax.clear_caches()
+        error = attempt()
+        errors += error is not None
+    KERNELS["gfx942"].update(image=image, sha256=hashlib.sha256(image).hexdigest())
+    jax.clear_caches()
+    print(json.dumps([errors, len(tries), attempt()]))
+    """)
+    )
+    assert out[0] > out[1] // 4 and out[2] is None

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import array, artifacts, formats, primitive, variants
 from jax_mx.layouts import SCALE_LAYOUTS
-from jax_mx.plan import plan_quantize
+from jax_mx.plan import IMPLEMENTATIONS, plan_quantize
 from jax_mx.variants import ARCHS, VARIANTS, Variant
 
 P = PartitionSpec
@@ -34,9 +34,9 @@ def run_on_cpu(code: str) -> None:
     subprocess.run(command, check=True, timeout=120, env=env)
 
 
-def lowered_for_cuda(x, f=jax_mx.quantize, **options) -> str:
+def lowered(x, f=jax_mx.quantize, platform="cuda", **options) -> str:
     call = jax.jit(lambda x: f(x, **options))
-    return call.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    return call.trace(x).lower(lowering_platforms=(platform,)).as_text()
 
 
 RULES = {  # by the number of operands, of dimensions of a view, and of quantized arrays
@@ -105,7 +105,8 @@ def test_the_call_carries_the_kernel(variant):
             continue
         operand, call = op_of(variant, scaling=scaling, scale_layout=layout)
         x = jax.ShapeDtypeStruct((8, 64, 96), variant.dtype)
-        text = lowered_for_cuda(jax.eval_shape(operand, x), call)
+        platform = IMPLEMENTATIONS[variant.implementation]
+        text = lowered(jax.eval_shape(operand, x), call, platform)
         for arch in ARCHS[variant.implementation]:
             facts = artifacts.manifest()[f"{variant.name}.{arch}"]
             assert facts["sha256"] in text
@@ -125,9 +126,7 @@ def test_a_call_is_one_custom_call_on_views(kind, layout):
     if not serves(kind, layout):
         return
     operand, call = op_of(kind, scale_layout=layout)
-    text = lowered_for_cuda(
-        jax.eval_shape(operand, jax.ShapeDtypeStruct((8, 64, 96), "bfloat16")), call
-    )
+    text = lowered(jax.eval_shape(operand, jax.ShapeDtypeStruct((8, 64, 96), "bfloat16")), call)
     assert text.count("stablehlo.custom_call") == text.count(f"@{artifacts.TARGET}(") == 1
     assert 'num_batch_dims = "3"' in text if layout == "row_major" else 'num_batch_dims = "1"'
     view, orders = lies(kind, layout != "row_major")
@@ -207,9 +206,9 @@ def test_what_there_is_no_kernel_for(monkeypatch):
 @pytest.mark.parametrize("options", [{"format": "mxfp4_e2m1"}, {"scale_layout": "shuffled_32x8"}])
 def test_what_has_no_kernel_is_lowered_to_xla(options):
     x = jnp.ones((64, 64), jnp.bfloat16)
-    assert artifacts.TARGET not in lowered_for_cuda(x, **options)
-    assert artifacts.TARGET not in lowered_for_cuda(x, implementation="xla", **options)
-    assert artifacts.TARGET in lowered_for_cuda(x, implementation="cutedsl")
+    assert artifacts.TARGET not in lowered(x, **options)
+    assert artifacts.TARGET not in lowered(x, implementation="xla", **options)
+    assert artifacts.TARGET in lowered(x, implementation="cutedsl")
 
 
 def test_a_chip_without_binaries():

@@ -14,6 +14,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import platform
 import sys
 import types
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -27,14 +28,15 @@ if __package__ in (None, ""):
     package = types.ModuleType("jax_mx")
     package.__path__ = [str(PACKAGE)]
     sys.modules["jax_mx"] = package
+    sys.path[:] = [path for path in sys.path if path != str(PACKAGE / "kernels")]  # has a flydsl
 
-from jax_mx import formats, layouts, variants  # noqa: E402
-from jax_mx.kernels import paths  # noqa: E402
-from jax_mx.variants import ARCHS, VARIANTS, Variant  # noqa: E402
+from jax_mx import formats, layouts  # noqa: E402
+from jax_mx.variants import ARCHS, VARIANTS, Variant, layouts_of  # noqa: E402
 
 BINARIES = PACKAGE / "binaries"
 VERIFIED = PACKAGE / "verified.json"
-SUFFIX = {"cutedsl": "cubin"}
+SUFFIX = {"cutedsl": "cubin", "flydsl": "hsaco"}
+EXECUTED = ("sm_90a", *ARCHS["flydsl"])  # whose binaries must have been, or emulated
 
 
 def main() -> int:
@@ -61,6 +63,8 @@ def main() -> int:
         for arch in ARCHS[variant.implementation]
         if (not args.arch or arch in args.arch) and args.only in variant.name
     ]
+    if platform.machine() != "x86_64":  # the only one that FlyDSL, like ROCm, is made for
+        jobs = [(variant, arch) for variant, arch in jobs if variant.implementation != "flydsl"]
     if args.check:
         return check(jobs)
     failed = not args.report and build(jobs)
@@ -107,8 +111,10 @@ def check(jobs: list[tuple[Variant, str]]) -> int:
             continue
         sha256 = facts["sha256"]
         if entry.get("sha256") != sha256:
-            bad.append(f"{name}: {sha256} is not in verified.json; run the gpu tests and record it")
-        elif arch == "sm_90a" and not entry["executed_on"]:
+            bad.append(
+                f"{name}: {sha256} is not in verified.json; record the tests that execute it"
+            )
+        elif arch in EXECUTED and not entry["executed_on"]:
             bad.append(f"{name}: verified.json does not say that it was executed")
         bad += _spills(name, facts)
     print("\n".join(bad) or f"{len(jobs)} binaries are reproducible and verified")
@@ -166,42 +172,42 @@ def compile_all(jobs: list[tuple[Variant, str]]):
     """Yields (job, image, facts), with progress on the terminal."""
     if not jobs:
         return
-    for name in [name for name in os.environ if name.startswith("CUTE_DSL_")]:
+    for name in [name for name in os.environ if name.startswith(("CUTE_DSL_", "FLYDSL_"))]:
         del os.environ[name]  # they change the code, and keys do not know them
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    # Processes: the DSL is not thread-safe.
     context = multiprocessing.get_context("spawn")
-    with (
-        Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as progress,
-        ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool,
-    ):
+    with Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as progress:
         task = progress.add_task("Compiling kernels", total=len(jobs), last="")
-        futures = {pool.submit(_compile, *job): job for job in jobs}
-        done = {}
-        for future in as_completed(futures):
-            done[futures[future]] = future.result()
-            name = _name(*futures[future])
-            progress.update(task, advance=1, last=name)
-            if not console.is_terminal:
-                print(f"compiled {name}", flush=True)
-        progress.update(task, last="counting instructions")
-        _count_instructions(done, pool)
-    for job, (image, facts) in done.items():
-        yield job, image, facts
+        # Processes, as no DSL is thread-safe; others for each, as both bring an MLIR of their own.
+        for implementation in ARCHS:
+            mine = [job for job in jobs if job[0].implementation == implementation]
+            with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+                futures = {pool.submit(_compile, *job): job for job in mine}
+                done = {}
+                for future in as_completed(futures):
+                    done[futures[future]] = future.result()
+                    name = _name(*futures[future])
+                    progress.update(task, advance=1, last=name)
+                    if not console.is_terminal:
+                        print(f"compiled {name}", flush=True)
+                progress.update(task, last="counting instructions")
+                _count_instructions(done, pool)
+            for job, (image, facts) in done.items():
+                yield job, image, facts
 
 
 def _count_instructions(done: dict[tuple[Variant, str], tuple[bytes, dict]], pool) -> None:
     """Adds them to the facts; all binaries of an arch at once, which is what makes it cheap."""
-    batches: dict[tuple[str, str], list[tuple[Variant, str]]] = {}
+    batches: dict[str, list[tuple[Variant, str]]] = {}
     for variant, arch in done:
-        batches.setdefault((variant.implementation, arch), []).append((variant, arch))
+        batches.setdefault(arch, []).append((variant, arch))
     futures = {
         pool.submit(_backend(jobs[0][0]).count_instructions, [done[j][0] for j in jobs], arch): jobs
-        for (_, arch), jobs in batches.items()
+        for arch, jobs in batches.items()
     }
     for future, jobs in futures.items():
         for job, counts in zip(jobs, future.result(), strict=True):
@@ -220,6 +226,8 @@ def _compile(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:
 def _backend(variant: Variant):
     if variant.implementation == "cutedsl":
         from jax_mx.kernels.cutedsl import compile as backend
+    else:
+        from jax_mx.kernels.flydsl import compile as backend
     return backend
 
 
@@ -228,11 +236,13 @@ def _name(variant: Variant, arch: str) -> str:
 
 
 def _key(variant: Variant, arch: str) -> str:
-    folder = PACKAGE / "kernels" / variant.implementation
-    tables = [Path(module.__file__) for module in (formats, layouts, variants, paths)]
-    others = {v.op for v in VARIANTS} - {variant.op}  # each op has a file of its own
-    sources = [*tables, *sorted(f for f in folder.glob("*.py") if f.stem not in others)]
-    digest = hashlib.sha256(f"{_backend(variant).COMPILER} {variant} {arch}".encode())
+    kernels = PACKAGE / "kernels"
+    others = {"build", *(v.op for v in VARIANTS)} - {variant.op}  # each op has a file of its own
+    files = (*kernels.glob("*.py"), *(kernels / variant.implementation).glob("*.py"))
+    tables = [Path(module.__file__) for module in (formats, layouts)]
+    sources = [*tables, *sorted(f for f in files if f.stem not in others)]
+    what = (_backend(variant).COMPILER, variant, variant.name, layouts_of(variant), arch)
+    digest = hashlib.sha256(" ".join(map(str, what)).encode())
     for source in sources:
         digest.update(source.read_bytes())
     return digest.hexdigest()

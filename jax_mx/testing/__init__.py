@@ -1,1 +1,38 @@
-"""Executes AMD code objects on a CPU, for tests. Needs the extra `emulator`: jax-mx[emulator]."""
+"""Runs AMD kernels on a CPU. Needs the extra `emulator`: pip install 'jax-mx[emulator]'."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+
+def emulate(arch: str, *, order: str = "lockstep") -> AbstractContextManager[None]:
+    """Within this context, ops on the CPU run AMD's kernels, in an emulator of the chip.
+
+    They lower to the same custom call as on ROCm; the same handler loads the real code object,
+    picks the entry, packs the arguments and launches, through a stand-in for libamdhip64. Results
+    are those bytes that the binary's instructions compute. What this cannot establish: timing, wait
+    counters, cache and memory ordering, and how silicon rounds in its conversion instructions.
+
+    Programs traced within the context stay what they are; JAX traces a function again when it is
+    called in another one.
+
+    Args:
+      arch: "gfx942" (MI300X, MI325X) or "gfx950" (MI350X, MI355X).
+      order: how the waves of a workgroup take turns between barriers: "lockstep" (all take each
+        instruction together), "serial" (one after the other), "reversed" (the last one first).
+
+    Raises:
+      ValueError: an unknown arch or order.
+      ModuleNotFoundError: the extra is not installed.
+    """
+    from jax_mx import primitive, variants
+
+    if arch not in variants.ARCHS["flydsl"]:
+        known = ", ".join(variants.ARCHS["flydsl"])
+        raise ValueError(f"emulate: arch {arch!r} is unknown; use one of {known}")
+    try:
+        from jax_mx.testing import hip
+    except ModuleNotFoundError as error:
+        message = f"emulate: this needs {error.name}; pip install 'jax-mx[emulator]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
+    return primitive.emulation(primitive.Emulated(arch, hip.device(arch, order)))

@@ -488,6 +488,8 @@ class Emulator:
     def _vop3p(self, name: str, inst: Any, _: int) -> Step:
         """Two halves; which half of each source is a choice, and its sign."""
         _only(inst, clmp=0)
+        if name == "v_pk_mov_b32":
+            return self._move_two(inst)
         base = isa.PACKED[name]
         kinds, op = isa.VECTOR[base]
         registers = (inst.src0.offset, inst.src1.offset, inst.src2.offset)[: len(kinds)]
@@ -509,6 +511,21 @@ class Emulator:
             else:
                 write_vector(w, to, low)
                 write_vector(w, to + 1, high)
+
+        return step
+
+    def _move_two(self, inst: Any) -> Step:
+        """A half of the first source, then one of the second; op_sel_hi says nothing here."""
+        _only(inst, neg=0, neg_hi=0)
+        registers, to = (inst.src0.offset, inst.src1.offset), inst.vdst.offset
+        first, second = (
+            self._half("u", r, inst.opsel >> i & 1, 0) for i, r in enumerate(registers)
+        )
+
+        def step(w: Waves) -> None:
+            low, high = first(w), second(w).copy()  # the register itself, which `low` may go to
+            write_vector(w, to, low)
+            write_vector(w, to + 1, high)
 
         return step
 

@@ -1,0 +1,136 @@
+"""Launches of AMD's binaries in the emulator with no handler in between.
+
+By the same launch facts, on memory that no array of a test could have: misaligned, or far apart.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import op_of, random_bits
+
+from jax_mx import artifacts
+from jax_mx.testing.code_object import CodeObject
+from jax_mx.testing.emulator import Emulator
+from jax_mx.testing.memory import Global
+
+POISON = 0xA7
+
+
+def call(variant, implementation, **options):
+    """The variant's op as a function of its operand that returns a list of its results."""
+    _, op = op_of(variant, **options)
+
+    def run(operand):
+        results = op(operand, implementation=implementation)
+        return [*results] if isinstance(results, tuple) else [results]
+
+    return run
+
+
+def operand(variant, floats, **options):
+    """What the op takes, made of floats; dequantize gets any bytes for an array of that shape."""
+    if variant.op == "quantize":
+        return jnp.asarray(floats)
+    make, _ = op_of(variant, **options)
+    rng = np.random.default_rng(len(floats.shape))
+    return jax.tree.map(
+        lambda like: jnp.asarray(rng.integers(0, 256, like.shape, np.uint8).view(like.dtype)),
+        jax.eval_shape(make, jax.ShapeDtypeStruct(floats.shape, variant.dtype)),
+    )
+
+
+def bytes_of(tree) -> list[np.ndarray]:
+    """The bytes of each array of a tree: of buffers, as views do not move any."""
+    return [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(tree)]
+
+
+@functools.lru_cache(maxsize=64)
+def example(variant, shape, **options) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The bytes of operands of some shape, and of what must come of them."""
+    x = operand(variant, random_bits(shape, variant.dtype, seed=len(shape)), **options)
+    return bytes_of(x), bytes_of(jax.jit(call(variant, "xla", **options))(x))
+
+
+def placed(data: np.ndarray, align: int, keep: bool) -> np.ndarray:
+    """A copy, or poison of its size, at an address that is aligned to `align` and no more."""
+    room = np.full(len(data) + 128, POISON, np.uint8)
+    skew = -room.__array_interface__["data"][0] % 64 + align
+    window = room[skew : skew + len(data)]
+    if keep:
+        window[:] = data
+    return window
+
+
+class Program:
+    """A call of a variant's op, and the launch that its facts give for buffers of its shapes."""
+
+    def __init__(self, variant, arch, shape, **options):
+        make, _ = op_of(variant, **options)
+        like = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, variant.dtype))
+        jaxpr = jax.make_jaxpr(call(variant, "flydsl", **options))(like).jaxpr
+        (bound,) = (eqn for eqn in jaxpr.eqns if "plan" in eqn.params)
+        plan = bound.params["plan"]
+        self.dims = [each.aval.shape for each in (*bound.invars, *bound.outvars)]
+        self.operands = len(bound.invars)
+        artifact = artifacts.load(variant, arch)
+        self.code = CodeObject(artifact.image)
+        self.rule = artifact.attributes(plan.scale_layout.name, plan.params)
+
+    def extent(self, buffer: int, start: int, end: int) -> int:
+        """As ffi/launch.cc has it; of buffer -1 the constant `start`."""
+        return int(start) if buffer < 0 else math.prod(self.dims[buffer][start:end])
+
+    def takes(self, entry: int) -> bool:
+        """Whether an entry is for buffers of these shapes, if they are aligned."""
+        rows = self.rule["divide"].reshape(-1, 5)
+        return all(self.extent(*row[1:4]) % row[4] == 0 for row in rows if row[0] == entry)
+
+    def align(self, entry: int) -> list[int]:
+        """Of each buffer."""
+        return self.rule["align"].reshape(-1, len(self.dims))[entry].tolist()
+
+    def launch(self, entry, memory, addresses, order="lockstep", part=1, emulator=None) -> None:
+        """Runs an entry on buffers at these addresses, or the last of `part` equal parts of it."""
+        symbol = self.rule["symbols"].split(",")[entry]
+        grid = [1, 1, 1]
+        for axis, *where, divisor in self.rule["grid"].reshape(-1, 5).tolist():
+            if axis // 3 == entry:
+                grid[axis % 3] *= -(-self.extent(*where) // divisor)
+        scalars = self.rule["scalars"].reshape(-1, 4).tolist()
+        values = [(8, address) for address in addresses]
+        values += [(size, self.extent(*where)) for size, *where in scalars]
+        kernel = self.code.kernels[symbol]
+        block = bytearray(kernel.arguments)
+        for parameter, (size, value) in zip(kernel.parameters, values, strict=True):
+            assert parameter.size == size
+            at = slice(parameter.offset, parameter.offset + size)
+            block[at] = value.to_bytes(size, "little", signed=True)
+        count = math.prod(grid)
+        threads = self.rule["threads"].reshape(-1, 3)[entry].tolist()
+        groups = None if part == 1 else range(count - count // part, count)
+        if count:
+            emulator = emulator or Emulator(self.code)
+            emulator.launch(symbol, grid, threads, bytes(block), memory, order, groups)
+
+    def run(self, entry, operands, results, order="lockstep", slabs=1, emulator=None) -> bool:
+        """Whether the bytes of `operands` give those of `results`; all as misaligned as may be.
+
+        With `slabs`, these are the last slab of so many, of which no other exists.
+        """
+        memory, addresses, arrays = Global(), [], []
+        for i, (data, align) in enumerate(
+            zip([*operands, *results], self.align(entry), strict=True)
+        ):
+            arrays.append(placed(data, align, keep=i < self.operands))
+            writable, at = i >= self.operands, None
+            base = (0x7F00 + 64 * i << 32) + align % 16
+            if slabs > 1:
+                at = base + (slabs - 1) * len(data)
+            added = memory.add(arrays[-1], writable=writable, name=f"buffer {i}", address=at)
+            addresses.append(added if slabs == 1 else base)
+        self.launch(entry, memory, addresses, order, slabs, emulator)
+        pairs = zip(arrays[self.operands :], results, strict=True)
+        return all((got == want).all() for got, want in pairs)

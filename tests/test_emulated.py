@@ -1,0 +1,286 @@
+"""Every AMD variant that ships, executed: the binary, in an emulator, through the same handler.
+
+Bits equal to the reference. What runs here is recorded as "emulated" (conftest.py).
+"""
+
+import copy
+import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import GOLDEN_SETS, assert_same_array, every_bfloat16, golden_input, random_bits
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_mx
+from jax_mx import _ffi, artifacts
+from jax_mx.formats import FLOAT_DTYPES, Scaling
+from jax_mx.variants import ARCHS, VARIANTS, layouts_of
+
+pytest.importorskip("tinygrad")
+
+from emulation import Program, bytes_of, call, example, operand
+
+from jax_mx.testing import emulate
+from jax_mx.testing.emulator import ORDERS
+
+FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]
+each_arch = pytest.mark.parametrize("arch", ARCHS["flydsl"])
+# Below `each_arch`, which so varies first: the reference of both archs is still there.
+each_variant = pytest.mark.parametrize("variant", FLYDSL, ids=lambda v: v.name)
+ONE = FLYDSL[0]
+
+
+def some(variant, table, count: int = 1, turn: int = 0) -> list:
+    """`count` of the table's entries, others for the next variant: together they cover it."""
+    at = FLYDSL.index(variant) * count + turn
+    return [table[(at + i) % len(table)] for i in range(count)]
+
+
+# ---- every variant ---
+@functools.lru_cache(maxsize=8)
+def patterns(dtype) -> np.ndarray:
+    """Every pattern of 16 bits (of float32, those that begin with them) and the golden sets."""
+    every = every_bfloat16()[:1024]  # in order
+    every = every.astype(np.float32) if dtype == "float32" else every.view(dtype)
+    golden = np.concatenate([golden_input(name).ravel() for name in GOLDEN_SETS])
+    with np.errstate(over="ignore", invalid="ignore"):
+        golden = golden.astype(FLOAT_DTYPES[dtype])
+    x = np.concatenate([every.ravel(), golden, golden])
+    return x[: len(x) // 8192 * 8192].reshape(-1, 256)
+
+
+@functools.lru_cache(maxsize=64)
+def reference(variant, key, **options):
+    """An operand and the reference's results, for both archs; `key`: a shape, or the patterns."""
+    every = key == "patterns"
+    floats = patterns(variant.dtype) if every else random_bits(key, variant.dtype, seed=len(key))
+    x = operand(variant, floats, **options)
+    return x, jax.jit(call(variant, "xla", **options))(x)
+
+
+def check(arch, variant, key, layout="row_major", scaling="rceil", order="lockstep"):
+    options = {"scale_layout": layout, "scaling": scaling}
+    x, want = reference(variant, key, **options)
+    before = _ffi.counters()["launches"]
+    with emulate(arch, order=order):
+        got = jax.block_until_ready(jax.jit(call(variant, "flydsl", **options))(x))
+    assert _ffi.counters()["launches"] - before == (0 not in getattr(x, "shape", key))
+    for i, (g, w) in enumerate(zip(bytes_of(got), bytes_of(want), strict=True)):
+        bad = np.flatnonzero(g != w)
+        what = f"{key} {layout} {scaling} {order}: result {i}"
+        assert not len(bad), f"{what}: {len(bad)} of {len(g)} bytes differ, first at {bad[:5]}"
+
+
+@pytest.mark.every_binary
+@each_arch
+@each_variant
+def test_every_pattern(variant, arch):
+    layouts = some(variant, layouts_of(variant), 2)
+    scalings = some(variant, [*Scaling], 2 if variant.op == "quantize" else 1)
+    for layout, scaling, order in zip(layouts, scalings, ("lockstep", "serial"), strict=False):
+        check(arch, variant, "patterns", layout, scaling, order)
+
+
+EDGES = {  # tails, odd lengths, slabs, one block, nothing
+    "last": [(33, 96), (2, 0, 64), (3, 129, 32), (1, 32), (257, 160)],
+    "second": [(32, 1), (2, 96, 33), (64, 0), (160, 144), (3, 32, 272)],
+    "both": [(96, 160), (2, 32, 288), (0, 64), (32, 32)],
+}
+
+
+def edges(variant) -> list[tuple[int, ...]]:
+    form = variant.form.removesuffix("_transposed")
+    return EDGES["both" if form == "square" else form]
+
+
+@pytest.mark.every_binary
+@each_arch
+@each_variant
+def test_shapes(variant, arch):
+    """With every layout and its padding, in every order of the waves."""
+    shapes = some(variant, edges(variant), 3)
+    layouts = itertools.cycle(layouts_of(variant))
+    for shape, layout, order in zip(shapes, layouts, ORDERS, strict=False):
+        check(arch, variant, shape, layout, "even", order)
+
+
+@pytest.mark.every_binary
+@each_arch
+@each_variant
+def test_every_entry(variant, arch):
+    """At addresses that are aligned to no more than the entry wants; fit for others or not."""
+    for entry, layout in itertools.product(range(2), layouts_of(variant)):
+        (shape,) = some(variant, [s for s in edges(variant) if 0 not in s and s != (32, 1)], 1)
+        program = Program(variant, arch, shape, scale_layout=layout)
+        if not program.takes(entry):
+            shape = (64, 64)
+            program = Program(variant, arch, shape, scale_layout=layout)
+        assert program.takes(entry)
+        assert program.run(entry, *example(variant, shape, scale_layout=layout)), (entry, layout)
+
+
+@pytest.mark.every_binary
+@each_arch
+@each_variant
+def test_addresses_past_4_gib(variant, arch):
+    """The last slab of a tensor of 2^33 elements, of which nothing else exists."""
+    slabs, layouts = (1 << 33) // (256 * 256), layouts_of(variant)  # which pad nothing here
+    for entry, layout in enumerate(some(variant, layouts, 2)):
+        program = Program(variant, arch, (slabs, 256, 256), scale_layout=layout)
+        buffers = example(variant, (1, 256, 256), scale_layout=layout)
+        assert program.run(entry, *buffers, slabs=slabs), (entry, layout)
+
+
+# ---- the context ---
+@each_arch
+def test_one_dimension(arch):
+    x = jnp.asarray(random_bits((96,), "bfloat16"))
+    want = jax_mx.quantize(x)
+    with emulate(arch):
+        assert_same_array(jax.jit(jax_mx.quantize)(x), want)
+
+
+def test_programs_of_two_contexts_do_not_mix():
+    x = jnp.asarray(random_bits((33, 96), "bfloat16"))
+    run = jax.jit(jax_mx.quantize)
+    want = run(x)
+    counts = []
+    for context in (None, "gfx950", None, "gfx942", "gfx950", None):
+        before = _ffi.counters()["launches"]
+        if context is None:
+            got = run(x)
+        else:
+            with emulate(context):
+                got = run(x)
+                assert jax_mx.is_supported("quantize", jax.devices()[0])[0]
+        assert_same_array(got, want, str(context))
+        jax.block_until_ready(got)
+        counts.append(_ffi.counters()["launches"] - before)
+    assert counts == [0, 1, 0, 1, 1, 0]
+    with pytest.raises(NotImplementedError, match="'flydsl' runs on rocm, not on cpu"):
+        jax.jit(lambda x: jax_mx.quantize(x, implementation="flydsl"))(x)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="arch 'gfx90a' is unknown; use one of gfx942, gfx950"):
+        emulate("gfx90a")
+    with pytest.raises(ValueError, match="order 'random' is unknown"):
+        emulate("gfx950", order="random")
+
+
+@each_arch
+def test_transforms_and_eight_devices(arch):
+    """vmap, a loop, shards: the same bytes."""
+    x = jnp.asarray(random_bits((8, 64, 96), "bfloat16"))
+    with emulate(arch):
+        want = jax_mx.quantize(x, axis=-2, implementation="xla")
+        run = functools.partial(jax_mx.quantize, axis=-2, implementation="flydsl")
+        assert_same_array(jax.jit(jax.vmap(run))(x), want)
+        assert_same_array(jax.jit(lambda x: jax.lax.map(run, x))(x), want)
+        assert_same_array(run(x), want, "eager")
+        assert len(jax.devices("cpu")) == 8
+        mesh = jax.make_mesh((8,), ("a",), devices=jax.devices("cpu"))
+        shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec("a")))
+        before = _ffi.counters()["launches"]
+        compiled = jax.jit(run).lower(shards).compile()
+        assert not any(word in compiled.as_text() for word in ("all-gather", "all-to-all"))
+        assert_same_array(jax.block_until_ready(compiled(shards)), want, "sharded")
+        assert _ffi.counters()["launches"] == before + 8
+
+
+@each_arch
+def test_eight_threads(arch):
+    def work(i):
+        x = jnp.asarray(random_bits((33 + i, 96), "bfloat16"))
+        with emulate(arch):
+            for scaling in ("rceil", "floor"):
+                run = jax.jit(lambda x: jax_mx.quantize(x * 2, scaling=scaling))  # noqa: B023
+                got = jax.block_until_ready(run(x))
+                want = jax_mx.quantize(x * 2, scaling=scaling, implementation="xla")
+                assert_same_array(got, want)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+
+
+@pytest.mark.parametrize("context", [None, "gfx950"])
+def test_export_carries_both_archs(context):
+    """From a machine without a GPU; the arch is chosen where the program is loaded."""
+    run = jax.jit(lambda x: jax_mx.quantize(x, implementation="flydsl").values)
+    like = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    export = functools.partial(
+        jax.export.export(run, platforms=["rocm"], disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS),
+        like,
+    )
+    if context:
+        with emulate(context):
+            text = export().mlir_module()
+    else:
+        text = export().mlir_module()
+    assert text.count("@jax_mx_launch") == 1 and "gfx942 = {" in text and "gfx950 = {" in text
+
+
+# ---- what a chip would not survive ---
+def _more_than_there_is(facts, image):
+    launch = facts["launches"]["row_major"]
+    launch["scalars"] = [
+        [size, [-1, 1 << 20, 0]] if size == 8 else [size, what] for size, what in launch["scalars"]
+    ]
+    for entry in launch["entries"]:
+        entry["grid"] = [[0, -1, 64, 0, 1]]
+
+
+def _other_arch(facts, image):
+    other = artifacts.manifest()[f"{ONE.name}.gfx942"]
+    facts["sha256"] = other["sha256"]
+    return (artifacts.BINARIES / other["file"]).read_bytes()
+
+
+def _another_symbol(facts, image):
+    for entry in facts["launches"]["row_major"]["entries"]:
+        entry["symbol"] = "nope"
+
+
+def _other_threads(facts, image):
+    for entry in facts["launches"]["row_major"]["entries"]:
+        entry["threads"] = [128, 1, 1]
+
+
+def _missing_scalar(facts, image):
+    facts["launches"]["row_major"]["scalars"].pop()
+
+
+def _wide_scalar(facts, image):
+    facts["launches"]["row_major"]["scalars"][-1][0] = 8
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (_more_than_there_is, r"hipErrorLaunchFailure \(read of 16 bytes out of bounds"),
+        (_other_arch, r"hipErrorNoBinaryForGpu \(the code is for gfx942, the device is gfx950"),
+        (_another_symbol, "the code object's metadata names no such kernel"),
+        (_other_threads, r"compiled for workgroups of \(256, 1, 1\), not \(128, 1, 1\)"),
+        (_missing_scalar, "parameter . of .* takes 4 bytes, the call passes 0"),
+        (_wide_scalar, "parameter . of .* takes 4 bytes, the call passes 8"),
+    ],
+)
+def test_faults_are_errors(change, message, monkeypatch):
+    load = artifacts.load.__wrapped__
+
+    def changed(variant, arch):
+        artifact = load(variant, arch)
+        facts = copy.deepcopy(artifact.facts)
+        return artifacts.Artifact(change(facts, artifact.image) or artifact.image, facts)
+
+    monkeypatch.setattr(artifacts, "load", changed)
+    jax.clear_caches()
+    with emulate("gfx950"), pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.jit(call(ONE, "flydsl"))(jnp.ones((64, 96), ONE.dtype)))
+    monkeypatch.undo()
+    jax.clear_caches()
+    check("gfx950", ONE, (33, 96))  # nothing is left broken
