@@ -234,11 +234,6 @@ class Kernel(Entry):
         super().__init__(variant, layout, aligned)
         self.arch = arch
 
-    @property
-    def value_align(self) -> int:
-        """What the arrays of values are aligned to, in bytes."""
-        return self.align[1 if self.float_first else 0]
-
 
 class Host:
     """Makes the compiler emit entries; nothing calls what it compiles."""
