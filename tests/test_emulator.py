@@ -1,5 +1,6 @@
 """The emulator by itself: each instruction against AMD's ISA manuals, memory, and waves."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -233,7 +234,8 @@ VECTOR = {
     "v_cvt_u32_f32": [((f32(3.99),), 3), ((f32(-1),), 0), ((f32(2**33),), M1), ((NAN,), 0)],
     "v_cvt_f16_f32": [
         ((f32(-1.5),), bits16(-1.5)), ((f32(2049),), bits16(2048)), ((f32(2051),), bits16(2052)),
-        ((f32(2**-25),), 0), ((f32(3 * 2**-25),), 2), ((f32(65520),), bits16(np.inf)), ((INF,), 0x7C00),
+        ((f32(2**-25),), 0), ((f32(3 * 2**-25),), 2), ((f32(65520),), bits16(np.inf)),
+        ((INF,), 0x7C00),
     ],
     "v_cvt_f32_f16": [
         ((bits16(-1.5) | 0xABCD0000,), f32(-1.5)), ((1,), f32(2**-24)), ((bits16(np.inf),), INF),
@@ -409,7 +411,7 @@ def test_conversions_to_16_bits():
     ):
         code = make(vdst=v[OUT], src0=v[0], src1=v[1])
         got = execute(code, vectors={0: inputs, 1: inputs[1:]}, arch="gfx950").vector[OUT, 0]
-        pairs = [a | b << 16 for a, b in zip(want, want[1:], strict=False)]
+        pairs = [a | b << 16 for a, b in itertools.pairwise(want)]
         assert got[: len(pairs)].tolist() == pairs
         with pytest.raises(NotImplementedError):
             execute(code, vectors={0: inputs, 1: inputs}, arch="gfx942")
