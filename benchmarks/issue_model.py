@@ -6,7 +6,14 @@ A kernel that is bound by memory needs its bytes moved at the memory's speed. In
 issues so many instructions; how many times what the kernel needs, is the ratio below: 1.3 leaves
 room for what the model leaves out, latency and pipes that are narrower than the issue rate. The
 instructions are those of the manifest (kernels/build.py) for aligned operands, the most that a warp
-can issue, with row-major scales / with blocked ones where there are such. The worse one counts.
+can issue, with row-major scales / with those in tiles where there are such. The worst one counts.
+
+On NVIDIA's chips each of four schedulers issues an instruction of any kind for 32 threads a clock.
+On CDNA each of four SIMDs of a compute unit is 16 lanes wide and takes four clocks for a wave's 64,
+so a unit issues one vector instruction a clock; scalars, LDS and branches of other waves go beside
+it. Counted are vector instructions, arithmetic and global memory, two float32 at once as one
+(which is how the data sheets' vector TFLOP/s come about), 32-bit products and reciprocals as four.
+Whether a conversion takes longer than other arithmetic, AMD does not say; here it does not.
 """
 
 from __future__ import annotations
@@ -31,16 +38,17 @@ from jax_mx.artifacts import manifest
 from jax_mx.formats import BLOCK, FLOAT_DTYPES
 from jax_mx.variants import ARCHS, VARIANTS, Variant
 
-WANTED = 1.3
-JUDGED = {"cutedsl": "B200"}  # per implementation, the chip that the ratio is wanted on
-
-# By patterns of variants' names, the first that fits, why they may stay below it.
-REASONS: Mapping[str, str] = {
-    "quantize_last_*": "tiles: a scale's place costs as much as its 16 elements; row-major is met",
-    "quantize_both*_float16_*": "float16 elements are multiplied in float32, in either direction",
-    "quantize_both_transposed_*": "tiles: two words of scales a thread, each with its own place",
-    "dequantize_last_[bf]*": "tiles: a scale's place for every 8 elements; row-major is met",
-    "dequantize_*": "float8 goes through float16 and float32; few elements share a tile's place",
+# Per implementation, by patterns of variants' names, the first that fits, why they may stay below
+# what is wanted.
+REASONS: Mapping[str, Mapping[str, str]] = {
+    "cutedsl": {
+        "quantize_last_*": "tiles: a scale's place costs as its 16 elements do; row-major is met",
+        "quantize_both*_float16_*": "float16 is multiplied in float32, in either direction",
+        "quantize_both_transposed_*": "tiles: two words of scales a thread, each with a place",
+        "dequantize_last_[bf]*": "tiles: a scale's place for every 8 elements; row-major is met",
+        "dequantize_*": "float8 goes by float16 and float32; few elements share a tile's place",
+    },
+    "flydsl": {},
 }
 
 
@@ -56,6 +64,7 @@ class Chip:
       issued: instructions that a core issues in a clock; where different kinds have issue slots
         of their own, of the kind that most are (on CDNA one of vectors).
       lanes: threads that one is for.
+      wanted: the least ratio, where something is wanted.
     """
 
     arch: str
@@ -64,6 +73,7 @@ class Chip:
     tb_per_s: float
     issued: float = 4  # one for each of four schedulers, on every NVIDIA chip here
     lanes: int = 32
+    wanted: float = 0
 
     def ratio(self, bytes_per_element: float, instructions_per_element: float) -> float:
         """Elements that it can issue the instructions for, over elements that memory can bring."""
@@ -72,14 +82,17 @@ class Chip:
 
 
 # Cores and clocks as the driver reports them, from XLA's xla/backends/gpu/target_config/specs; the
-# B300 is given a B200's 148 cores (the table has 158; fewer is harder), the RTX 5090 is by its data
-# sheet. A B200's driver says 7.67 TB/s (pytorch/ao#4002); 8 is harder.
+# B300 is given a B200's 148 cores (the table has 158; fewer is harder), the RTX 5090 and AMD's are
+# by their data sheets. A B200's driver says 7.67 TB/s (pytorch/ao#4002); 8 is harder.
 CHIPS: Mapping[str, Chip] = {
-    "B200": Chip("sm_100a", 148, 1.965, 8.0),
+    "B200": Chip("sm_100a", 148, 1.965, 8.0, wanted=1.3),
     "B300": Chip("sm_103a", 148, 1.965, 8.0),
     "H200": Chip("sm_90a", 132, 1.98, 4.8),
     "RTX PRO 6000": Chip("sm_120a", 188, 2.6, 1.792),
     "RTX 5090": Chip("sm_120a", 170, 2.407, 1.792),
+    "MI355X": Chip("gfx950", 256, 2.4, 8.0, issued=1, lanes=64, wanted=1.3),
+    # Integers make the codes there, as its conversions give another format.
+    "MI300X": Chip("gfx942", 304, 2.1, 5.3, issued=1, lanes=64, wanted=1.0),
 }
 RESULTS = Path(__file__).parent / "results"
 
@@ -103,7 +116,7 @@ class Bound:
     @property
     def is_judged(self) -> bool:
         """Whether something is wanted of it."""
-        return self.chip == JUDGED[self.variant.implementation]
+        return CHIPS[self.chip].wanted > 0
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -114,12 +127,18 @@ class Bound:
     @property
     def reason(self) -> str | None:
         """Why it may be below what is wanted."""
-        return next((why for p, why in REASONS.items() if fnmatch(self.variant.name, p)), None)
+        reasons = REASONS[self.variant.implementation].items()
+        return next((why for p, why in reasons if fnmatch(self.variant.name, p)), None)
+
+    @property
+    def is_below(self) -> bool:
+        """Whether it is slower than wanted."""
+        return min(self.ratios) < CHIPS[self.chip].wanted
 
     @property
     def is_met(self) -> bool:
         """Whether it is as fast as wanted, or has a reason not to be."""
-        return min(self.ratios) >= WANTED or self.reason is not None
+        return not self.is_below or self.reason is not None
 
 
 def bytes_per_element(variant: Variant) -> float:
@@ -166,8 +185,13 @@ def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> 
     return found[0]["gbps"] / CHIPS[chip].tb_per_s / 1e3 if found else math.nan
 
 
-def table(found: Sequence[Bound], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    """A line for each variant: numbers per layout on the judged chip, the worse ratio on others."""
+def table(
+    found: Sequence[Bound], judge: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Table:
+    """A line for each variant: numbers per layout on the judging chip, on others the worst ratio.
+
+    `judge` is that chip's name.
+    """
     title = "Instructions an element, and how many times as many a chip issues at memory speed"
     result = Table(title=title, box=SIMPLE_HEAD)
     result.add_column("variant", no_wrap=True)
@@ -178,19 +202,18 @@ def table(found: Sequence[Bound], rows: Mapping[str, Sequence[Mapping[str, Any]]
         result.add_column(chip, justify="right")
         if chip in rows:
             result.add_column("measured / peak", justify="right")
-    result.add_column(f"why below {WANTED}", overflow="fold")
+    result.add_column(f"why below {CHIPS[judge].wanted}", overflow="fold")
     for variant in dict.fromkeys(bound.variant for bound in found):
         of_chip = {bound.chip: bound for bound in found if bound.variant == variant}
-        judged = of_chip.get(JUDGED[variant.implementation])
+        judged = of_chip.get(judge)
         cells, reason = [f"{bytes_per_element(variant):.2f}", "", ""], Text()
         if judged is not None:
             cells[1:] = _pair(judged.registers, "d"), _pair(judged.per_element, ".1f")
-            if min(judged.ratios) < WANTED:
+            if judged.is_below:
                 reason = Text(judged.reason or "no reason given", "" if judged.reason else "red")
         for chip in chips:
             ratios = of_chip[chip].ratios if chip in of_chip else ()
-            judged_here = chip == JUDGED[variant.implementation]
-            cells.append(_pair(ratios if judged_here else sorted(ratios)[:1], ".2f"))
+            cells.append(_pair(ratios if chip == judge else sorted(ratios)[:1], ".2f"))
             if chip in rows:
                 fraction = measured(variant, rows[chip], chip)
                 cells.append("" if math.isnan(fraction) else f"{fraction:.2f}")
@@ -212,13 +235,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = {chip: json.loads(f.read_text()) for chip, f in files.items() if f.exists()}
     console = Console(width=None if sys.stdout.isatty() else 190, highlight=False)
     every = list(bounds(manifest(), args.only))
-    for implementation, chip in JUDGED.items():
-        found = [b for b in every if b.variant.implementation == implementation]
-        if found:
-            console.print(table(found, rows))
-            judged = [bound for bound in found if bound.is_judged]
+    for name, chip in CHIPS.items():
+        judged = [bound for bound in every if bound.chip == name]
+        if chip.wanted and judged:
+            variants = {bound.variant for bound in judged}
+            beside = [b for b in every if b.variant in variants and not b.is_judged]
+            console.print(table([*judged, *beside], name, rows))
             count = sum(not bound.is_met for bound in judged)
-            console.print(f"{count} of {len(judged)} below {WANTED} on a {chip} without a reason")
+            where = f"below {chip.wanted} on a {name}"
+            console.print(f"{count} of {len(judged)} {where} without a reason")
     judged = [bound for bound in every if bound.is_judged]
     return int(not judged or not all(bound.is_met for bound in judged))
 

@@ -9,7 +9,7 @@ from test_package import loaded_after
 
 from jax_mx import artifacts
 from jax_mx.kernels import build
-from jax_mx.variants import VARIANTS
+from jax_mx.variants import ARCHS, VARIANTS
 
 
 def test_the_build_imports_no_jax():
@@ -34,12 +34,14 @@ def test_kernels_import_no_jax():
     assert "cutlass" in modules and "jax" not in modules
 
 
-def test_the_build_is_incremental_by_content(tmp_path, monkeypatch, capsys):
-    variant, arch = VARIANTS[0], "sm_90a"
+@pytest.mark.parametrize("implementation", ARCHS)
+def test_the_build_is_incremental_by_content(implementation, tmp_path, monkeypatch, capsys):
+    variant = next(v for v in VARIANTS if v.implementation == implementation)
+    arch = ARCHS[implementation][0]
     monkeypatch.setattr(build, "BINARIES", tmp_path)
     assert build.build([(variant, arch)]) == 0
     assert "0 of 1 binaries are up to date" in capsys.readouterr().out
-    file = tmp_path / f"{variant.name}.{arch}.cubin"
+    file = tmp_path / f"{variant.name}.{arch}.{build.SUFFIX[implementation]}"
     first = file.stat().st_mtime_ns, file.read_bytes()
     assert file.read_bytes() == (artifacts.BINARIES / file.name).read_bytes()  # deterministic
     build.build([(variant, arch)])
@@ -62,10 +64,11 @@ def test_the_manifest_says_what_binaries_take(capsys):
             counts = usage["instructions"]
             assert 0 < counts["shortest"] <= counts["longest"] and not counts["loops"], name
             assert counts["shortest"] > usage["elements_per_thread"] > 0, name
-    build.report([(variant, arch) for variant in VARIANTS for arch in ("sm_90a", "sm_42")])
+    build.report([(v, arch) for v in VARIANTS for arch in (ARCHS[v.implementation][0], "sm_42")])
     out = capsys.readouterr().out
-    assert out.count("sm_90a") == len(VARIANTS) and "sm_42" not in out
-    assert out.count(" row_major ") == len(VARIANTS)
+    for implementation, archs in ARCHS.items():
+        assert out.count(archs[0]) == sum(v.implementation == implementation for v in VARIANTS)
+    assert out.count(" row_major ") == len(VARIANTS) and "sm_42" not in out
 
 
 def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """The emulator by itself: each instruction against AMD's ISA manuals, memory, and waves."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -160,6 +161,7 @@ VECTOR = {
     "v_add_co_u32": [((M1, 2), 1, 1), ((2, 3), 5, 0)],
     "v_addc_co_u32": [((M1, 0, 1), 0, 1), ((2, 3, 1), 6, 0), ((2, 3, 0), 5, 0)],
     "v_add3_u32": [((M1, 2, 3), 4)],
+    "v_xad_u32": [((6, 3, 8), 13), ((M1, 1, 3), 1)],
     "v_mul_lo_u32": [((0x10001, 0x10001), 0x20001), ((M1, 3), M1 - 2)],
     "v_mul_hi_u32": [((M1, 16), 15)],
     "v_mad_u64_u32": [((M1, M1, 1), M1 * M1 + 1, 0), ((M1, M1, ALL64), M1 * M1 - 1, 1)],
@@ -232,7 +234,8 @@ VECTOR = {
     "v_cvt_u32_f32": [((f32(3.99),), 3), ((f32(-1),), 0), ((f32(2**33),), M1), ((NAN,), 0)],
     "v_cvt_f16_f32": [
         ((f32(-1.5),), bits16(-1.5)), ((f32(2049),), bits16(2048)), ((f32(2051),), bits16(2052)),
-        ((f32(2**-25),), 0), ((f32(3 * 2**-25),), 2), ((f32(65520),), bits16(np.inf)), ((INF,), 0x7C00),
+        ((f32(2**-25),), 0), ((f32(3 * 2**-25),), 2), ((f32(65520),), bits16(np.inf)),
+        ((INF,), 0x7C00),
     ],
     "v_cvt_f32_f16": [
         ((bits16(-1.5) | 0xABCD0000,), f32(-1.5)), ((1,), f32(2**-24)), ((bits16(np.inf),), INF),
@@ -393,14 +396,25 @@ def test_conversions_round_to_nearest_even():
 
 
 def test_conversions_to_16_bits():
-    """gfx950 has bfloat16: to nearest even, subnormals too."""
-    inputs = [f32(-1.5), 0x3F808000, 0x3F818000, 0x00018000, INF]
-    code = ins.v_cvt_pk_bf16_f32(vdst=v[OUT], src0=v[0], src1=v[1])
-    got = execute(code, vectors={0: inputs, 1: inputs[1:]}, arch="gfx950").vector[OUT, 0]
-    want = [0xBFC0, 0x3F80, 0x3F82, 0x0002, 0x7F80]
-    assert got[:4].tolist() == [a | b << 16 for a, b in zip(want, want[1:], strict=False)]
-    with pytest.raises(NotImplementedError):
-        execute(code, vectors={0: inputs, 1: inputs}, arch="gfx942")
+    """gfx950 has bfloat16 and pairs of float16: to nearest even, subnormals too."""
+    for make, inputs, want in (
+        (
+            ins.v_cvt_pk_bf16_f32,
+            [f32(-1.5), 0x3F808000, 0x3F818000, 0x00018000, INF],
+            [0xBFC0, 0x3F80, 0x3F82, 0x0002, 0x7F80],
+        ),
+        (
+            ins.v_cvt_pk_f16_f32,
+            [f32(-1.5), 0x3F801000, 0x3F803000, f32(2.5 * 2.0**-24), f32(65520), INF],
+            [0xBE00, 0x3C00, 0x3C02, 0x0002, 0x7C00, 0x7C00],
+        ),
+    ):
+        code = make(vdst=v[OUT], src0=v[0], src1=v[1])
+        got = execute(code, vectors={0: inputs, 1: inputs[1:]}, arch="gfx950").vector[OUT, 0]
+        pairs = [a | b << 16 for a, b in itertools.pairwise(want)]
+        assert got[: len(pairs)].tolist() == pairs
+        with pytest.raises(NotImplementedError):
+            execute(code, vectors={0: inputs, 1: inputs}, arch="gfx942")
 
 
 def test_truth_table():
@@ -762,7 +776,7 @@ def test_every_instruction_has_expectations():
     packed = {"v_pk_mul_f32", "v_pk_add_f32", "v_pk_fma_f32", "v_pk_max_u16"}
     assert set(isa.PACKED) == packed
     assert {name for name, _ in isa.CONVERSIONS} == {
-        f"v_cvt_pk_{kind}_f32" for kind in ("fp8", "bf8", "bf16")
+        f"v_cvt_pk_{kind}_f32" for kind in ("fp8", "bf8", "bf16", "f16")
     }
     assert set(isa.TRUTH_TABLES) == {"v_bitop3_b32", "v_bitop3_b16"}
     tested = {name for name, _, _ in LOADS} | {read for _, _, read in LDS}

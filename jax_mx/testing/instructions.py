@@ -225,6 +225,7 @@ VECTOR: Mapping[str, Op] = {
         lambda x, y, c: (x + y + c.astype(U32), wide(x) + wide(y) + wide(c) > U64(0xFFFFFFFF)),
     ),
     "v_add3_u32": ("uuu", lambda x, y, z: x + y + z),
+    "v_xad_u32": ("uuu", lambda x, y, z: (x ^ y) + z),
     "v_mul_lo_u32": ("uu", np.multiply),
     "v_mul_hi_u32": ("uu", lambda x, y: (wide(x) * wide(y) >> U64(32)).astype(U32)),
     "v_mad_u64_u32": (
@@ -323,6 +324,7 @@ CONVERSIONS: Mapping[tuple[str, str], np.dtype] = {
     ("v_cvt_pk_fp8_f32", "gfx950"): np.dtype(ml_dtypes.float8_e4m3fn),
     ("v_cvt_pk_bf8_f32", "gfx950"): np.dtype(ml_dtypes.float8_e5m2),
     ("v_cvt_pk_bf16_f32", "gfx950"): np.dtype(ml_dtypes.bfloat16),
+    ("v_cvt_pk_f16_f32", "gfx950"): np.dtype(np.float16),
 }
 
 # Bytes, and which half of the register they are; "": they are the register, zero-extended.

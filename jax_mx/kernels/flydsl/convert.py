@@ -150,9 +150,18 @@ def poison(pairs: list[Uint32], which: list[int]) -> Uint32:
     return bytes_of(pairs[-1], pairs[0], *(8 + i for i in which))
 
 
-def pack_four(x: list[Float32], inverse: list, poison: Uint32, format: Format, arch: str) -> Uint32:
+def products(x: list[Float32], factors: list[Float32]) -> list[Float32]:
+    """Pairs of elements, neighbours in registers, times their factors: an instruction each."""
+    found = []
+    for i in range(0, len(x), 2):
+        two, by = (fx.Vector.from_elements(v[i : i + 2], Float32) for v in (x, factors))
+        product = two * by
+        found += [product[0], product[1]]
+    return found
+
+
+def pack_four(scaled: list[Float32], poison: Uint32, format: Format, arch: str) -> Uint32:
     """Four codes, rounded to nearest even and saturated; NaN where `poison` has a byte."""
-    scaled = [value * factor for value, factor in zip(x, inverse, strict=True)]
     pack = {"gfx942": _pack_as_integers, "gfx950": _pack_in_hardware}[arch]
     return where(poison, Uint32(format.nan_code * 0x01010101), pack(scaled, format))
 
@@ -162,7 +171,8 @@ def _pack_in_hardware(x: list[Float32], format: Format) -> Uint32:
     limits = Float32(-format.max), Float32(format.max)
     x = [intrinsic("llvm.amdgcn.fmed3.f32", Float32, value, *limits).ir_value() for value in x]
     convert = rocdl.cvt_pk_fp8_f32 if format.mantissa_bits == 3 else rocdl.cvt_pk_bf8_f32
-    low = convert(Uint32.ir_type, x[0], x[1], Uint32(0).ir_value(), False)
+    nothing = llvm.mlir_undef(Uint32.ir_type)  # both halves are written
+    low = convert(Uint32.ir_type, x[0], x[1], nothing, False)
     return Uint32(convert(Uint32.ir_type, x[2], x[3], low, True))
 
 
@@ -234,16 +244,16 @@ def unpack_four(
         low = word << 7 & Uint32(_SIGNS)
         high = word & Uint32(_SIGNS) | word >> 1 & Uint32(0x3F * _ONES)
     halves = [bytes_of(high, low, i, 4 + i, i + 1, 5 + i) for i in (0, 2)]
-    products = [value for pair in halves for value in elements(pair, "float16")]
+    floats = [value for pair in halves for value in elements(pair, "float16")]
     if format.exponent_bits == 4:
-        products = [value * Float32(2.0**8) for value in products]
-    products = [value * factor for value, factor in zip(products, factors, strict=True)]
+        floats = products(floats, [Float32(2.0**8)] * 4)
+    floats = products(floats, factors)
     # The top bit of each byte: whether its code, with that of a poisoned one all ones, is a NaN.
     first_nan = format.nan_code if format.exponent_bits == 4 else 0x7D
     nans = ((word & Uint32(~_SIGNS & 0xFFFFFFFF)) | poison) + Uint32((0x80 - first_nan) * _ONES)
     signs = [(8, 10), (9, 11)]  # for `bytes_of`: of these bytes in pairs, in (nans, nans << 8)
     found = []
-    for two, (low, high) in zip((products[:2], products[2:]), signs, strict=True):
+    for two, (low, high) in zip((floats[:2], floats[2:]), signs, strict=True):
         if dtype == "float32":
             words = [value.bitcast(Uint32) for value in two]
             masks = [bytes_of(nans, nans << 8, *[sign] * 4) for sign in (low, high)]

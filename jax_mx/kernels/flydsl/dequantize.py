@@ -1,8 +1,8 @@
 """MX dequantize on AMD, in FlyDSL. Matches reference.dequantize bit for bit.
 
 The same two ways to cut the work as quantize.py: `Flat` for blocks along the last axis, `Tiled` for
-all that knows rows. Codes are loaded 16 a lane and exchanged between lanes before they grow, so that
-neighbours write side by side; transposed forms transpose codes, in LDS, and then go on as others.
+all that knows rows. Codes are loaded 16 a lane and exchanged between lanes before they grow, so
+that neighbours write side by side; transposed forms transpose codes, in LDS, and go on as others.
 """
 
 import flydsl.compiler as flyc
@@ -35,21 +35,35 @@ CODES = 16  # of a lane and load
 
 
 class Dequantize(Kernel):
-    """What both ways share. `n` lanes exchange their codes, and each writes 16 bytes `n` times."""
+    """What both ways share. A lane writes `n` times 16 bytes, `each` codes.
+
+    Four lanes exchange their codes, so that they write side by side.
+    """
 
     float_first = False
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
         self.n = self.itemsize
-        self.each = CODES // self.n  # codes of one write
+        self.each = CODES // self.n
+
+    def source(self, lane, s: int):
+        """The lane whose codes this one writes the s-th time: the (lane % n)-th part of them."""
+        first = lane // 4 * 4
+        return first + s if self.n == 4 else first + lane % 4 // 2 + 2 * s
 
     def exchanged(self, words: list, lane) -> list[list]:
-        """Of a lane's 16 codes and its neighbours', what this one writes: `n` times `each`."""
-        count = self.each // 4
-        parts = [words[i : i + count] for i in range(0, 4, count)]
-        words = exchange(parts, lane)
-        return [words[i : i + count] for i in range(0, 4, count)]
+        """The words that a lane writes, each time, from what four lanes have."""
+        if self.n == 4:
+            return [[word] for word in exchange([[word] for word in words], lane)]
+        odd, found = lane % 2 == Uint32(1), []
+        for control in (0x50, 0xFA):  # the lanes (0, 0, 1, 1), and (2, 2, 3, 3)
+            low, high = (
+                [convert.from_lane(word, control) for word in half]
+                for half in (words[:2], words[2:])
+            )
+            found.append([odd.select(b, a) for a, b in zip(low, high, strict=True)])
+        return found
 
     def floats(self, codes: list, factors: list, poisons: list) -> list:
         """The words of codes, by four their factors and their poison."""
@@ -100,27 +114,24 @@ class Flat(Dequantize):
         values, scales, y = pointers
         lane = convert.lane_id()
         strip = Strip(self.layout, self.blocks, scalars)
-        first = convert.wave_id() * Uint32(self.chunks * self.per_chunk)
+        first = convert.wave_id() * (self.chunks * self.per_chunk)
         n, each, size = self.n, self.each, self.itemsize
-        # A write is of a group's s-th lane's codes, all lanes of the group in turn.
-        written = [(lane // n * n + s) for s in range_constexpr(n)]
-        words, bytes_, places = [], [], []
+        # Four lanes have neighbours of one row, two of each round.
+        row, col = strip.find(first + lane // 4 * (2 * self.chunks))
+        words = []
         for c in range_constexpr(self.chunks):
-            start = first + Uint32(c * self.per_chunk)
-            block, _, _ = strip.at(start + lane // 2)
+            block, _, _ = strip.next_to(row, col, lane % 4 // 2 + 2 * c)
             where = block * BLOCK + as_int64(lane % 2 * CODES)
             words.append(load_words(values + strip.block * BLOCK, where, 4, self.align[0]))
-            for s in range_constexpr(0, n, 2):  # two lanes have a block
-                places.append(strip.at(start + written[s] // 2))
-                at = strip.offset + as_int64(places[-1][1])
-                bytes_.append(load_byte(scales + at))
+        places = [strip.next_to(row, col, b) for b in range_constexpr(2 * self.chunks)]
+        bytes_ = [load_byte(scales + (strip.offset + as_int64(place[1]))) for place in places]
         for c in range_constexpr(self.chunks):
             codes = self.exchanged(words[c], lane)
             for s in range_constexpr(n):
-                number = (c * n + s) // 2
+                number = 2 * c + 2 * s // n
                 block, _, inside = places[number]
                 floats = self.floats(codes[s], *self.one_scale(bytes_[number]))
-                in_block = written[s] % 2 * CODES + lane % n * each
+                in_block = self.source(lane, s) % 2 * CODES + lane % n * each
                 where = (block * BLOCK + as_int64(in_block)) * size
                 if inside:
                     self.store_floats(y + strip.block * (BLOCK * size), where, floats)
@@ -227,7 +238,7 @@ class Tiled(Dequantize):
     def load_scales(self, scales, staged, at, high, wide):
         """A tile's scales to LDS, four a thread as they lie."""
         batch, *tile = at
-        square, tiled = self.blocks == "square", self.layout.is_tiled
+        tiled: fx.Constexpr = self.layout.is_tiled
         # Which of (H, W) the rows of the scales' matrix are, as it lies: tiles have blocks across.
         swap = self.transpose
         if const_expr(tiled):
@@ -265,7 +276,6 @@ class Tiled(Dequantize):
             else:
                 to = shared_pointer(staged, Int32(line * in_col + start), Uint32, 4)
                 fx.generic_store(to, word)
-        del square
 
     def word_of_tiles(self, scales, batch, row, col, rows, cols):
         """Four neighbours of a row of the scales' matrix, in tiles."""
@@ -320,8 +330,10 @@ class Tiled(Dequantize):
         batch, tile_h, tile_w = at
         n: fx.Constexpr = self.n
         lane = convert.lane_id()
-        in_row = lane % self.lanes
-        lefts = [(in_row // n * n + s) * CODES + lane % n * self.each for s in range_constexpr(n)]
+        lefts = [
+            self.source(lane, s) % self.lanes * CODES + lane % n * self.each
+            for s in range_constexpr(n)
+        ]
         if const_expr(self.blocks == "column"):
             columns = [self.column_scales(staged, wave, left) for left in lefts]
         origin = (as_int64(batch) * as_int64(high) + as_int64(tile_h * TILE + row)) * as_int64(wide)

@@ -151,10 +151,12 @@ class Strip:
         Lanes go through a tile row by row, the rows as they follow in memory. Of no block: those
         of block 0.
         """
+        return self.next_to(*self.find(place), 0)
+
+    def find(self, place) -> tuple:
+        """Of a place the row and the column in its tile; without tiles, it is the column."""
         if not self.layout.is_tiled:
-            inside = place < Uint32(self.count)
-            place = inside.select(place, Uint32(0))
-            return as_int64(place), place, inside
+            return Uint32(0), place
         layout, width = self.layout, self.layout.tile[1]
         place = self.start + place
         col, rest, row = place % Uint32(width), place // Uint32(width), Uint32(0)
@@ -163,9 +165,18 @@ class Strip:
         found = digits_of(rest, tuple(layout.row_digits[i] for i in in_order))
         for i in digits:
             row = row * Uint32(layout.row_digits[i]) + found[in_order.index(i)]
-        inside = (self.top + row < self.rows) & (self.left + col < self.cols)
-        block = as_int64(row) * as_int64(self.cols) + as_int64(col)
-        return inside.select(block, Int64(0)), offset_in_tile(layout, row, col), inside
+        return row, col
+
+    def next_to(self, row, col, number) -> tuple:
+        """As `at`, of the block `number` columns on, of the same row."""
+        if not self.layout.is_tiled:
+            inside = col + number < Uint32(self.count)
+            place = inside.select(col + number, Uint32(0))
+            return as_int64(place), place, inside
+        inside = (self.top + row < self.rows) & (self.left + col + number < self.cols)
+        block = as_int64(row) * as_int64(self.cols) + as_int64(col) + as_int64(Uint32(number))
+        offset = offset_in_tile(self.layout, row, col + number)
+        return inside.select(block, Int64(0)), offset, inside
 
 
 # ---- lanes ---
@@ -222,11 +233,6 @@ class Kernel(Entry):
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, layout, aligned)
         self.arch = arch
-
-    @property
-    def value_align(self) -> int:
-        """What the arrays of values are aligned to, in bytes."""
-        return self.align[1 if self.float_first else 0]
 
 
 class Host:

@@ -100,9 +100,10 @@ class Flat(Kernel):
                 bits = convert.from_group(inverse, self.sharers, c)
                 factor, poison = bits.bitcast(fx.Float32), convert.poison([bits], [1] * 4)
                 elements = [e for w in words[c] for e in convert.elements(w, self.dtype)]
+                scaled = convert.products(elements, [factor] * len(elements))
                 parts.append([
-                    convert.pack_four(elements[i : i + 4], [factor] * 4, poison, format, self.arch)
-                    for i in range(0, len(elements), 4)
+                    convert.pack_four(scaled[i : i + 4], poison, format, self.arch)
+                    for i in range(0, len(scaled), 4)
                 ])  # fmt: skip
             codes = exchange(parts, lane)
             place = first + (lane % n + Uint32(g * n)) * self.per_chunk
@@ -330,22 +331,33 @@ class Tiled(Kernel):
             scale = there.select(scale, Uint32(0))
         fx.generic_store(shared_pointer(staged, Int32(place)), Uint8(scale))
 
-    def four(self, x, pairs: list, result: Output, places: list) -> Uint32:
-        """The codes of four elements of this lane's patch, at (row, column)."""
-        numbers = {
-            "row": [i for i, _ in places],
-            "column": [j for _, j in places],
-            "square": [0] * 4,
-        }[result.blocks]
+    def numbers(self, result: Output, places: list) -> list[int]:
+        """Which factors are those of the elements at these (row, column) of a lane's patch."""
+        return [{"row": i, "column": j, "square": 0}[result.blocks] for i, j in places]
+
+    def scaled(self, x, pairs: list, result: Output, i: int, w: int) -> list:
+        """Elements 2 * w and 2 * w + 1 of row i times their factors."""
+        numbers = self.numbers(result, [(i, 2 * w), (i, 2 * w + 1)])
         factors = [convert.half(pairs[n // 2], n % 2) for n in numbers]
+        return convert.products(x[i][2 * w : 2 * w + 2], factors)
+
+    def four(self, scaled: list, pairs: list, result: Output, places: list) -> Uint32:
+        """The codes of four elements at these (row, column) of a lane's patch."""
+        numbers = self.numbers(result, places)
         used = sorted({n // 2 for n in numbers})
-        poison = convert.poison(
-            [pairs[n] for n in used], [2 * used.index(n // 2) + n % 2 for n in numbers]
-        )
-        values = [x[i][j] for i, j in places]
-        return convert.pack_four(values, factors, poison, result.format, self.arch)
+        which = [2 * used.index(n // 2) + n % 2 for n in numbers]
+        poison = convert.poison([pairs[n] for n in used], which)
+        return convert.pack_four(scaled, poison, result.format, self.arch)
 
     # ---- values ---
+    def row_of(self, x, pairs, result: Output, i: int) -> list:
+        """The codes of a row of this lane's patch."""
+        floats = [f for w in range(self.vector // 2) for f in self.scaled(x, pairs, result, i, w)]
+        return [
+            self.four(floats[j : j + 4], pairs, result, [(i, j + e) for e in range(4)])
+            for j in range(0, self.vector, 4)
+        ]
+
     @flyc.jit
     def store(self, x, pairs, result: fx.Constexpr, values, at, top, left, m, k):
         """Values in the order of x, after an exchange 16 of one row to a lane."""
@@ -356,13 +368,7 @@ class Tiled(Kernel):
         first = tile_m * TILE + top + lane % n
         start = (as_int64(batch) * as_int64(m) + as_int64(first)) * as_int64(k) + as_int64(col)
         for g in range_constexpr(self.rows // n):
-            parts = [
-                [
-                    self.four(x, pairs, result, [(i, j + e) for e in range(4)])
-                    for j in range(0, self.vector, 4)
-                ]
-                for i in range(g * n, g * n + n)
-            ]
+            parts = [self.row_of(x, pairs, result, i) for i in range(g * n, g * n + n)]
             words = exchange(parts, lane)
             where = start + as_int64(k) * (g * n)
             if const_expr(self.aligned or self.is_both):  # 32 divides k: all 16 or none
@@ -377,14 +383,16 @@ class Tiled(Kernel):
     def stage_transposed(self, x, pairs, result: Output, shared, top, left):
         """The tile's values in LDS, a column of x after the other."""
         start = self.staged(left, top // 16) + top % 16
-        for j in range(self.vector):
-            words = [
-                self.four(x, pairs, result, [(i + e, j) for e in range(4)])
-                for i in range(0, self.rows, 4)
-            ]
-            vector = fx.Vector.from_elements(words, Uint32)
-            to = shared_pointer(shared, Int32(start + j * TILE), Uint32, self.rows)
-            fx.generic_store(to, vector)
+        for w in range(self.vector // 2):
+            both = [self.scaled(x, pairs, result, i, w) for i in range(self.rows)]
+            for j, column in enumerate(zip(*both, strict=True), 2 * w):
+                words = [
+                    self.four(column[i : i + 4], pairs, result, [(i + e, j) for e in range(4)])
+                    for i in range(0, self.rows, 4)
+                ]
+                vector = fx.Vector.from_elements(words, Uint32)
+                to = shared_pointer(shared, Int32(start + j * TILE), Uint32, self.rows)
+                fx.generic_store(to, vector)
 
     def staged(self, col, chunk):
         """Where 16 rows of a column lie in LDS.

@@ -1,0 +1,82 @@
+"""What AMD binaries do to memory where operands are aligned: 16 bytes a lane, side by side."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from jax_mx import artifacts
+from jax_mx.formats import FLOAT_DTYPES
+from jax_mx.variants import ARCHS, VARIANTS, layouts_of
+
+pytest.importorskip("tinygrad")
+pytest.importorskip("jax_mx.kernels")  # not in a wheel
+
+from emulation import Program, example
+
+from jax_mx.kernels.flydsl.gcn import bytes_moved, disassemble
+from jax_mx.testing.code_object import CodeObject
+from jax_mx.testing.memory import Global
+
+FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]
+each_arch = pytest.mark.parametrize("arch", ARCHS["flydsl"])
+
+
+@pytest.mark.every_binary
+@each_arch
+@pytest.mark.parametrize("variant", FLYDSL, ids=lambda v: v.name)
+def test_accesses_are_16_bytes_a_lane(variant, arch):
+    """Of x, the values and the floats; scales, of which a block has one byte, take less."""
+    artifact = artifacts.load(variant, arch)
+    code, quantizes = CodeObject(artifact.image), variant.op == "quantize"
+    itemsize, count = FLOAT_DTYPES[variant.dtype].itemsize, len(variant.formats)
+    for launch in artifact.facts["launches"].values():
+        entry = launch["entries"][0]
+        elements = entry["usage"]["elements_per_thread"]
+        moved = collections.Counter()
+        for _, name, _ in disassemble(code, entry["symbol"]):
+            size = bytes_moved(name)
+            moved[name.split("_")[1], size == 16] += size
+        assert moved["load", True] == elements * (itemsize if quantizes else 1)
+        assert moved["store", True] == elements * (count if quantizes else itemsize)
+        assert not moved["load" if quantizes else "store", False]
+        # Alternatives, of which a lane takes one: a word, or its bytes.
+        assert moved["store" if quantizes else "load", False] <= 8 * count
+
+
+class Segments(Global):
+    """Counts the pieces of 64 bytes that accesses of 16 bytes a lane touch, and the fewest."""
+
+    touched = least = 0
+
+    def _find(self, addresses, size, what):
+        if size == 16:
+            waves = addresses.reshape(-1, 64) >> np.uint64(6)
+            self.touched += sum(len(np.unique(wave)) for wave in waves)
+            self.least += len(addresses) // 4
+        return super()._find(addresses, size, what)
+
+
+# Formats do not change where anything lies.
+ONE_FORMAT = [v for v in FLYDSL if v.formats[0] == v.formats[-1] == FLYDSL[0].formats[0]]
+
+
+@each_arch
+@pytest.mark.parametrize("variant", ONE_FORMAT, ids=lambda v: v.name)
+def test_accesses_coalesce(variant, arch):
+    """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""
+    for layout in layouts_of(variant):
+        program = Program(variant, arch, (256, 256), scale_layout=layout)
+        memory = Segments()
+        operands, results = example(variant, (256, 256), scale_layout=layout)
+        addresses = []
+        for i, data in enumerate([*operands, *results]):
+            room = np.zeros(len(data) + 64, np.uint8)
+            skew = -room.__array_interface__["data"][0] % 64
+            window = room[skew : skew + len(data)]
+            if i < len(operands):
+                window[:] = data
+            base = 0x7F00 + i << 32
+            addresses.append(memory.add(window, writable=i >= len(operands), address=base))
+        program.launch(0, memory, addresses)
+        assert memory.touched == memory.least > 0, layout
