@@ -2,6 +2,7 @@
 
 python -m benchmarks --form all --shapes required,8x4096x4096 --format mxfp8_e4m3 --csv out.csv
 python -m benchmarks --form all --shapes llm --peers --json out.json   # torchao's, too
+python -m benchmarks --form all --sharded --require                    # on all GPUs at once
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import jax_mx
-from benchmarks import baselines, peers, report, shapes, timing
+from benchmarks import baselines, peers, report, shapes, sharded, timing
 from benchmarks.report import Measured, Row
 from jax_mx.formats import FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.layouts import SCALE_LAYOUTS
@@ -207,6 +208,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--csv", type=Path, metavar="FILE")
     add("--json", type=Path, metavar="FILE")
     add("--peers", action="store_true", help="torchao's quantizers too; needs torch and torchao")
+    about = "instead: the same shard on each of all devices, against one device alone"
+    add("--sharded", action="store_true", help=about)
     about = "calls that a median is taken over"
     add("--repeats", type=positive, default=30, metavar="N", help=about)
     add("--require", action="store_true", help="exit with 1 if a requirement is not met")
@@ -263,12 +266,29 @@ def all_cases(args: argparse.Namespace) -> Iterator[Case]:
             yield case
 
 
+def over_devices(cases: Sequence[Case], repeats: int, console: Console) -> list[bool]:
+    """Prints what sharding costs each case; whether it is little."""
+    met = []
+    for case in cases:
+        name = " ".join(case.names.values())
+        try:
+            ok, line = sharded.measure(name, case.functions()[0], case.make, repeats)
+        except Exception as error:  # of this case; the others are worth having
+            ok, line = False, f"failed: {name}: {brief(error)}"
+        met.append(ok)
+        console.print(line, markup=False)
+    return met
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = arguments(argv)
     # A log has no width of its own; rich would fold the table into 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 260, highlight=False)
     cases = list(all_cases(args))
+    if args.sharded:
+        met = over_devices(cases, args.repeats, console)
+        return 1 if args.require and not all(met) else 0
     measured: list[Measured] = []
     failures: list[str] = []
     commit = head()

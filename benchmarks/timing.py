@@ -99,21 +99,31 @@ def run(fn: Callable[..., Any], inputs: Inputs, calls: int) -> None:
 
 def profile(fn: Callable[..., Any], inputs: Inputs, calls: int) -> list[Event]:
     """What the device did for `calls` calls of `fn`, in a trace of their own."""
+    return [event for found in profiles(fn, inputs, calls).values() for event in found]
+
+
+def profiles(fn: Callable[..., Any], inputs: Inputs, calls: int) -> dict[str, list[Event]]:
+    """The same, of each device by itself."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it records every Python call, and slows them all down
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory, profiler_options=options):
             run(fn, inputs, calls)
         files = sorted(Path(directory).rglob("*.xplane.pb"))
-        return [e for f in files for e in events(jax.profiler.ProfileData.from_file(str(f)))]
+        data = [jax.profiler.ProfileData.from_file(str(f)) for f in files]
+        found: dict[str, list[Event]] = {}
+        for one in data:
+            for name in (plane.name for plane in one.planes if "GPU" in plane.name):
+                found.setdefault(name, []).extend(events(one, name))
+    return {name: each for name, each in found.items() if each}
 
 
-def events(data: jax.profiler.ProfileData) -> list[Event]:
+def events(data: jax.profiler.ProfileData, device: str = "") -> list[Event]:
     """All that a profile's GPUs did. Only "Stream" lines: others repeat it by module and op."""
     return [
         Event(event.start_ns, event.duration_ns, event.name)
         for plane in data.planes
-        if "GPU" in plane.name
+        if "GPU" in plane.name and device in ("", plane.name)
         for line in plane.lines
         if "Stream" in line.name
         for event in line.events

@@ -30,8 +30,8 @@ from jax_mx.sharding import Spec, reshape, spec_of
 Shape = tuple[int, ...]
 Order = tuple[int, ...]  # of the tail's dimensions in memory, slowest first
 
-# Where the tail's dimensions are once the first two are split into units; others move by two.
-_SPLIT = {0: (0, 2), 1: (1, 3)}
+# Where the tail's dimensions are once the first two are split into units.
+_SPLIT = {0: (0, 2), 1: (1, 3), 2: (4,), 3: (5,)}
 
 
 def divided(shape: Shape, axes: Collection[int], by: int) -> Shape:
@@ -97,7 +97,7 @@ class Result:
     @property
     def scales_order(self) -> Order:
         """How the scales lie in memory."""
-        return _split(self._turned((0, 1, 2))) if self.layout.is_tiled else self.order
+        return _moved(self._turned((0, 1, 2)), _SPLIT) if self.layout.is_tiled else self.order
 
     def view_shape(self, values: Shape) -> Shape:
         """The inverse of `values_shape`."""
@@ -149,12 +149,15 @@ class Form:
       operand: how the operand lies in memory.
       results: what is made of it.
       units: of the tail's first two dimensions, where scales lie in tiles.
+      merge: the dimensions of the tail as launch rules number them, which know `FORMS` alone: those
+        with one number are one. Empty: as they are.
     """
 
     whole: int
     operand: Order
     results: tuple[Result, ...]
     units: tuple[int, int] | None = None
+    merge: Shape = ()
 
     def laid_out(self, layout: ScaleLayout) -> Form:
         """This form with scales that lie so."""
@@ -168,9 +171,21 @@ class Form:
 
         results = []
         for r in self.results:
-            rows, cols = (tuple(_split((i,))[-1] for i in dims) for dims in (r.rows, r.cols))
-            results.append(Result(r.block, _split(r.order), rows, cols, layout))
-        return Form(self.whole, _split(self.operand), tuple(results), (unit(0), unit(1)))
+            rows, cols = (tuple(_SPLIT[i][-1] for i in dims) for dims in (r.rows, r.cols))
+            results.append(Result(r.block, _moved(r.order, _SPLIT), rows, cols, layout))
+        merge = (0, 1, 0, 1, *range(2, 2 + self.whole))
+        operand = _moved(self.operand, _SPLIT)
+        return Form(self.whole, operand, tuple(results), (unit(0), unit(1)), merge)
+
+    def spread(self, axis: int) -> Form:
+        """This form for blocks along `axis`, with a dimension for each axis behind it."""
+        behind = -1 - axis
+        if behind < 2:
+            return self
+        places = {0: (0,), 1: tuple(range(1, 1 + behind)), 2: (1 + behind,)}
+        results = (Result(r.block, _moved(r.order, places)) for r in self.results)
+        merge = (0, *(1 for _ in range(behind)), 2)
+        return Form(self.whole, _moved(self.operand, places), tuple(results), None, merge)
 
     @property
     def tail(self) -> int:
@@ -191,7 +206,7 @@ class Form:
             view = (*lead, blocks, rest[0] // BLOCK, BLOCK, BLOCK)
             spec = (*spec, None, None)
         else:
-            view, spec = (*lead, blocks, math.prod(rest), BLOCK), (*spec[: split + 2], None)
+            view, spec = (*lead, blocks, *rest, BLOCK), (*spec, None)
         if self.units is None:
             return view, spec
         at = len(view) - self.whole - 2
@@ -204,21 +219,16 @@ class Form:
         """How many dimensions of a view the partitioner may split: all but the 32s and units."""
         return ndim - self.whole - (2 if self.units else 0)
 
-    @property
-    def merge(self) -> Shape:
-        """Which dimensions of its tail launch rules see as one: they know n0 and n1."""
-        return (0, 1, 0, 1, *range(2, 2 + self.whole)) if self.units else ()
 
-
-def _split(order: Order) -> Order:
-    """The same order, of a tail whose first two dimensions are split into units."""
-    return tuple(j for i in order for j in _SPLIT.get(i, (i + 2,)))
+def _moved(order: Order, places: Mapping[int, Shape]) -> Order:
+    """The same order, of a tail whose dimensions are at other places, or several for one."""
+    return tuple(place for i in order for place in places[i])
 
 
 FORMS: Mapping[str, Form] = {
     # The view (rows, cols, 32) of an array (rows, K).
     "last": Form(1, (0, 1, 2), (Result((-1,), (0, 1, 2), rows=(0,), cols=(1,)),)),
-    # (blocks_m, k, 32) of an array (M, K).
+    # (blocks_m, k, 32) of an array (M, K); of (M, K, L) it is (blocks_m, k, l, 32).
     "second": Form(1, (0, 2, 1), (Result((-1,), (0, 2, 1), rows=(1,), cols=(0,)),)),
     "second_transposed": Form(1, (0, 2, 1), (Result((-1,), (1, 0, 2), rows=(1,), cols=(0,)),)),
     # (blocks_m, blocks_k, 32 of M, 32 of K) of an array (M, K): along both, from one read.

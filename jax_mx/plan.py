@@ -82,7 +82,9 @@ class Plan:
     @property
     def views(self) -> Form:
         """How its arrays are viewed."""
-        return FORMS[self.form].laid_out(self.scale_layout)
+        form = FORMS[self.form]
+        tiled = self.scale_layout.is_tiled
+        return form.laid_out(self.scale_layout) if tiled else form.spread(self.first_axis)
 
     @property
     def params(self) -> dict[str, int]:

@@ -36,6 +36,9 @@ from jax_mx.formats import SCALE_DTYPE, Scaling
 from jax_mx.forms import minor_to_major
 from jax_mx.plan import IMPLEMENTATIONS, Plan
 
+# What makes operands vary over the same manual axes; since 0.10.1 under the first name.
+_vary_alike = getattr(core, "auto_insert_reshard", None) or vars(core)["standard_insert_pvary"]
+
 KERNELS = {platform: name for name, platform in IMPLEMENTATIONS.items() if platform != "any"}
 
 
@@ -283,5 +286,5 @@ dequantize_p = _primitive("dequantize", _dequantize_avals, _dequantize_reference
 
 def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
     """Binds `dequantize_p`, both operands varying over the same manual axes."""
-    (out,) = dequantize_p.bind(*core.auto_insert_reshard(values, scales), plan=plan)
+    (out,) = dequantize_p.bind(*_vary_alike(values, scales), plan=plan)
     return out

@@ -682,3 +682,19 @@ def test_reasons_are_for_variants_that_want_one():
         below = {b.variant.name for b in found if b.variant.implementation == implementation}
         for pattern in patterns:
             assert fnmatch.filter(below, pattern), pattern
+
+
+# ---- over several devices ---
+def test_sharded_says_what_the_slowest_device_takes(capsys, monkeypatch):
+    command = ["--form", "axis -1", "--shapes", "64x128", "--sharded", "--repeats", "2"]
+    assert cli.main(command) == 0
+    assert "us on the slowest of 8 devices, " in capsys.readouterr().out
+    monkeypatch.setattr(jax, "devices", lambda *_: ["the only one"])
+    assert cli.main([*command, "--require"]) == 1
+    assert "--sharded: there is one device, the only one" in capsys.readouterr().out
+
+
+def test_events_of_one_device():
+    data = profile(("a", 0, 1), plane="/device:GPU:1")
+    assert timing.events(data, "/device:GPU:1") == timing.events(data) != []
+    assert timing.events(data, "/device:GPU:0") == []

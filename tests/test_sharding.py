@@ -1,0 +1,611 @@
+"""Sharded like a built-in: every op over meshes and modes, and docs/sharding.md, a table of it.
+
+`python tests/test_sharding.py` writes what is expected; tests hold each cell to it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bits_equal, assert_same_array, random_bits
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_mx
+from jax_mx import artifacts
+from jax_mx.layouts import SCALE_LAYOUTS
+
+P = PartitionSpec
+DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
+)
+SHAPE = {"e": 4, "m": 1024, "k": 512}  # experts, rows, columns
+SQUARE = {"block": (32, 32)}
+
+
+# ---- what is called, on which meshes, in which modes ---
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A call on an array (e, m, k), or on what `operand` makes of it, and the axes of its arrays.
+
+    Axes are written like "emk"; those of operands are of values and scales.
+    """
+
+    call: Callable
+    results: tuple[str, ...]  # with row-major scales
+    tiled: tuple[str, ...] = ()  # in tiles: the axes of rows and columns; none: no such scales
+    operand: Callable | None = None
+    operands: tuple[str, ...] = ("emk",)
+    operands_tiled: tuple[str, ...] = ()
+
+    def axes(self, layout: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of operands and of results."""
+        if layout == "row_major":
+            return self.operands, self.results
+        return self.operands_tiled or self.operands, self.tiled
+
+
+def quantize(**options):
+    return lambda x, layout: jax_mx.quantize(x, scale_layout=layout, **options)
+
+
+def both(turn: bool):
+    return lambda x, layout: jax_mx.quantize_both(x, scale_layout=layout, transpose=(False, turn))
+
+
+def dequantize(**options):
+    return lambda q, layout: q.dequantize(**options)
+
+
+def step(x, layout):
+    """fake_quantize and its derivative."""
+    y, back = jax.vjp(
+        lambda x: jax_mx.fake_quantize(x, "mxfp4_e2m1", scaling="floor", clip=True), x
+    )
+    return y, back(x)
+
+
+OPS = {
+    "quantize": Op(quantize(), ("emk",) * 2, ("emk",) * 2),
+    "quantize, axis -2": Op(quantize(axis=-2), ("emk",) * 2, ("emk", "ekm")),
+    "quantize, axis -2, transpose": Op(
+        quantize(axis=-2, transpose=True), ("ekm",) * 2, ("ekm",) * 2
+    ),
+    "quantize, axis -3": Op(
+        lambda x, layout: quantize(axis=0)(jnp.swapaxes(x, 0, 1), layout),
+        ("mek",) * 2,
+        ("mek", "ekm"),
+    ),
+    "quantize to MXFP4": Op(quantize(format="mxfp4_e2m1"), ("emk",) * 2, ("emk",) * 2),
+    "quantize_both": Op(both(False), ("emk",) * 4, ("emk", "emk", "emk", "ekm")),
+    "quantize_both, transpose": Op(
+        both(True), ("emk", "emk", "ekm", "ekm"), ("emk", "emk", "ekm", "ekm")
+    ),
+    "quantize, square": Op(lambda x, layout: jax_mx.quantize(x, **SQUARE), ("emk",) * 2),
+    "quantize, square, transpose": Op(
+        lambda x, layout: jax_mx.quantize(x, transpose=True, **SQUARE), ("ekm",) * 2
+    ),
+    "expand": Op(
+        lambda q, layout: (q.expand(-1, layout), q.expand(-2, layout)),
+        ("emk",) * 4,
+        ("emk", "emk", "emk", "ekm"),
+        lambda x, layout: jax_mx.quantize(x, **SQUARE),
+        ("emk", "emk"),
+    ),
+    "dequantize": Op(dequantize(), ("emk",), ("emk",), quantize(), ("emk",) * 2, ("emk",) * 2),
+    "dequantize, transpose": Op(
+        dequantize(transpose=True), ("ekm",), ("ekm",), quantize(), ("emk",) * 2, ("emk",) * 2
+    ),
+    "dequantize, axis -2": Op(
+        dequantize(), ("emk",), ("emk",), quantize(axis=-2), ("emk",) * 2, ("emk", "ekm")
+    ),
+    "fake_quantize and its gradient": Op(step, ("emk",) * 2),
+}
+FEW = ("quantize", "quantize, axis -2, transpose", "quantize_both, transpose", "dequantize")
+ROWS = [
+    (name, layout)
+    for layout in SCALE_LAYOUTS
+    for name, op in OPS.items()
+    if layout == "row_major" or (op.tiled if layout == "blocked_128x4" else name in FEW)
+]
+
+# What e, m and k are split over. The mesh has the axes in the order of MESH.
+MESH = ("expert", "data", "tensor")
+SPECS = {
+    "nothing": P(None, None, None),
+    "e over 2, m over 4: experts, data": P("expert", "data", None),
+    "m over 8: FSDP": P(None, "data", None),
+    "k over 8": P(None, None, "tensor"),
+    "m over 2, k over 4: data, tensor": P(None, "data", "tensor"),
+    "k over 2, m over 4: tensor, data": P(None, "tensor", "data"),
+    "m over 8, two axes": P(None, ("data", "tensor"), None),
+    "e, m, k over 2 each: experts, data, tensor": P("expert", "data", "tensor"),
+    "e over 4, k over 2": P(("expert", "data"), None, "tensor"),
+}
+MODES = ("auto", "explicit", "shard_map", "shard_map, others auto", "shard_map, others explicit")
+
+
+def mesh_shape(spec: PartitionSpec, n: int) -> dict[str, int]:
+    """Of n devices, with the axes that the spec names; at least one."""
+    names = [name for name in MESH if name in str(spec)] or ["data"]
+    sizes = {1: (n,), 2: (2, n // 2), 3: (2, 2, n // 4) if n > 2 else (2, 1, 1)}[len(names)]
+    return dict(zip(names, sizes, strict=True))
+
+
+def mesh_for(spec: PartitionSpec, devices, kind: AxisType):
+    shape = mesh_shape(spec, len(devices))
+    kinds = (kind,) * len(shape)
+    return jax.make_mesh((*shape.values(),), (*shape,), axis_types=kinds, devices=devices)
+
+
+def names_in(entry) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def arranged(spec: PartitionSpec, axes: str) -> PartitionSpec:
+    """The spec of (e, m, k) for an array of other axes."""
+    return P(*(spec["emk".index(axis)] for axis in axes))
+
+
+def only(spec: PartitionSpec, names) -> PartitionSpec:
+    kept = (tuple(n for n in names_in(entry) if n in names) for entry in spec)
+    return P(*(entry or None for entry in kept))
+
+
+def fitting(spec: PartitionSpec, shape, mesh) -> PartitionSpec:
+    """The spec without what does not divide the shape."""
+    shards = (math.prod(mesh.shape[n] for n in names_in(entry)) for entry in spec)
+    pairs = zip(spec, shape, shards, strict=False)
+    return P(*(None if length % n else entry for entry, length, n in pairs))
+
+
+def stays(layout: str, spec: PartitionSpec, shape) -> bool:
+    """Whether shards hold whole tiles, on a mesh of that shape."""
+    unit = SCALE_LAYOUTS[layout].pad[0]  # of rows; of columns, times 32, it is as much
+    assert unit == 32 * SCALE_LAYOUTS[layout].pad[1] or layout == "row_major"
+    shards = [math.prod(shape[n] for n in names_in(entry)) for entry in spec]
+    return layout == "row_major" or all(
+        SHAPE[axis] % (n * unit) == 0 for axis, n in zip("mk", shards[1:], strict=True)
+    )
+
+
+# ---- cells ---
+@functools.cache
+def floats() -> np.ndarray:
+    return random_bits(tuple(SHAPE.values()), jnp.bfloat16)
+
+
+@functools.cache
+def unsharded(name: str, layout: str):
+    """(operand, results), on one device."""
+    op = OPS[name]
+    x = jnp.asarray(floats())
+    if op.operand is not None:
+        x = jax.jit(op.operand, static_argnums=1)(x, layout)
+    return x, jax.tree.leaves(jax.jit(op.call, static_argnums=1)(x, layout))
+
+
+def program(name: str, layout: str, mode: str, spec, devices):
+    """(the mesh, the jitted call, its operand as sharded)."""
+    op, (operand, _) = OPS[name], unsharded(name, layout)
+    kind = AxisType.Explicit if "explicit" in mode else AxisType.Auto
+    mesh = mesh_for(spec, devices, kind)
+    before, after = op.axes(layout)
+
+    def call(x):
+        return jax.tree.leaves(op.call(x, layout))
+
+    if mode.startswith("shard_map"):
+        names = set(mesh.axis_names) if mode == "shard_map" else {mesh.axis_names[0]}
+        leaves, treedef = jax.tree.flatten(operand)
+        ins = [only(arranged(spec, axes), names) for axes in before]
+        assert len(ins) == len(leaves)
+        call = jax.shard_map(
+            call,
+            mesh=mesh,
+            in_specs=(jax.tree.unflatten(treedef, ins),),
+            out_specs=[only(arranged(spec, axes), names) for axes in after],
+            axis_names=names,
+        )
+    leaves, treedef = jax.tree.flatten(operand)
+    placed = []
+    for leaf, axes in zip(leaves, before, strict=True):
+        sharding = NamedSharding(mesh, fitting(arranged(spec, axes), leaf.shape, mesh))
+        placed.append(jax.device_put(np.asarray(leaf), sharding))
+    return mesh, jax.jit(call), jax.tree.unflatten(treedef, placed)
+
+
+def largest(text: str) -> int:
+    """How many elements the largest array of a compiled program has."""
+    shapes = re.findall(r"\b[a-z]+[0-9]+[a-z0-9]*\[([0-9,]+)\]", text)
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+def check(name: str, layout: str, mode: str, spec, devices) -> None:
+    """A cell: the unsharded bits; and where the table says so, nothing moved."""
+    mesh, call, operand = program(name, layout, mode, spec, devices)
+    with jax.set_mesh(mesh):
+        compiled = call.lower(operand).compile()
+        got = compiled(operand)
+    for i, (g, want) in enumerate(zip(got, unsharded(name, layout)[1], strict=True)):
+        if mode == "shard_map, others explicit" and g.dtype == jnp.bfloat16:  # see `table`
+            g, want = (jnp.where(jnp.isnan(a), jnp.nan, np.asarray(a)) for a in (g, want))
+        assert_bits_equal(g, want, f"result {i}")
+    if not stays(layout, spec, mesh.shape):
+        return
+    text = compiled.as_text()
+    collectives = [line for line in text.splitlines() if COLLECTIVE.search(line)]
+    if mode == "shard_map, others explicit":  # JAX's own, see `table`
+        assert all('op_name="jit(call)/shard_map"' in line for line in collectives), text
+        return
+    assert not collectives, text
+    shards = math.prod(mesh.shape[n] for entry in spec for n in names_in(entry))
+    assert largest(text) <= math.prod(SHAPE.values()) // shards, text
+    for g, axes in zip(got, OPS[name].axes(layout)[1], strict=True):
+        assert g.sharding.is_equivalent_to(NamedSharding(mesh, arranged(spec, axes)), g.ndim)
+    if devices[0].platform != "cpu" and artifacts.TARGET in text:
+        assert not re.findall(r"= \S+ (?:copy|transpose)\(", text), text
+
+
+@pytest.fixture(params=["reference"])
+def implementation(request):
+    """What computes: a context in which ops are lowered to it."""
+    with {"reference": contextlib.nullcontext}[request.param]():
+        yield request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def devices(request):
+    """Eight CPU devices, or all GPUs if there are several."""
+    found = jax.devices(request.param)
+    if len(found) < 2:
+        pytest.skip("one GPU")
+    return found[: 1 << (len(found).bit_length() - 1)]
+
+
+def modes_of(layout: str, spec) -> list[str]:
+    """All, but for shard_map where shards hold parts of tiles: it makes tiles of each shard."""
+    whole = stays(layout, spec, mesh_shape(spec, 8))
+    return [mode for mode in MODES if whole or "shard_map" not in mode]
+
+
+# Every op on every spec, in modes that take turns; and some ops in all modes.
+EVERYWHERE = (("quantize", "row_major"), ("quantize_both, transpose", "blocked_128x4"))
+
+
+def cells():
+    for i, (name, layout) in enumerate(ROWS):
+        for j, (title, spec) in enumerate(SPECS.items()):
+            modes = modes_of(layout, spec)
+            for mode in modes if (name, layout) in EVERYWHERE else [modes[(i + j) % len(modes)]]:
+                yield pytest.param(name, layout, mode, spec, id=f"{name}-{layout}-{mode}-{title}")
+
+
+@pytest.mark.parametrize("name,layout,mode,spec", [*cells()])
+@pytest.mark.usefixtures("implementation")
+def test_sharded_as_the_table_says(name, layout, mode, spec, devices):
+    check(name, layout, mode, spec, devices)
+
+
+# ---- what the table does not say ---
+def on_eight(code: str, *args: str, processes: int = 1, devices: int = 8) -> list[str]:
+    """Runs code in new processes at once, on simulated devices; what each prints."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    prelude = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import functools, pathlib, re
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        import jax_mx
+    """
+    code = textwrap.dedent(prelude) + textwrap.dedent(code)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(i), *args],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(processes)
+    ]
+    try:
+        outs = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, (_, errors) in zip(running, outs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [out for out, _ in outs]
+
+
+@pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
+@pytest.mark.parametrize(
+    "shape,spec",
+    [
+        ((64, 96), P(None, "a")),  # 3 blocks over 4
+        ((64, 64), P(None, "a")),  # half a block each
+        ((10, 64), P("a")),  # rows over 4, uneven
+        ((384, 128), P("a")),  # 3 tiles over 4
+        ((130, 160), P("a", None)),
+    ],
+)
+def test_shards_that_split_blocks_and_uneven_ones_are_right(shape, spec, layout):
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    x = random_bits(shape, np.float32)
+
+    def call(x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        q = jax_mx.quantize(x, scale_layout=layout)
+        return q, q.dequantize(jnp.float32)
+
+    want = jax_mx.quantize(x, scale_layout=layout)
+    q, y = jax.jit(call)(x)
+    assert_same_array(q, want)
+    assert_bits_equal(y, want.dequantize(jnp.float32))
+
+
+@pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_transformations_of_sharded_arrays(kind, layout):
+    """vmap over any axis, nested and sharded; scan, map, while, cond: bits, and no collective."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    x = jnp.asarray(random_bits((4, 2, 512, 128), jnp.bfloat16))
+
+    def one(x):
+        return jax_mx.quantize(x, scale_layout=layout)
+
+    def looped(x):
+        def body(state):
+            i, q = state
+            return i + 1, jax.lax.cond(i > 1, one, lambda x: q, x[0])
+
+        return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, one(x[0])))[1]
+
+    def scanned(x):
+        return jax.lax.scan(lambda c, x: (c, one(x)), 0, x)[1]
+
+    def same(q):
+        return q
+
+    calls = {
+        "leading": (jax.vmap(one), same),
+        "nested": (jax.vmap(jax.vmap(one)), same),
+        "second": (jax.vmap(one, in_axes=1, out_axes=1), same),
+        "the other way": (
+            jax.vmap(jax.vmap(one), in_axes=1),
+            lambda q: jax.tree.map(lambda a: a.swapaxes(0, 1), q),
+        ),
+        "scan": (scanned, same),
+        "map": (lambda x: jax.lax.map(one, x), same),
+        "while": (looped, lambda q: jax.tree.map(lambda a: a[0], q)),
+    }
+    whole = one(x)
+    for name, (call, expect) in calls.items():
+        spec = P(None, "a", "b") if name in ("scan", "map", "while") else P("a", None, "b")
+        with jax.set_mesh(mesh):
+            sharded = jax.device_put(x, NamedSharding(mesh, spec))
+            compiled = jax.jit(call).lower(sharded).compile()
+            got = compiled(sharded)
+        if kind == AxisType.Auto or jax.__version_info__ > (0, 10, 0):  # there vmap itself moves it
+            assert not COLLECTIVE.search(compiled.as_text()), name
+        assert_same_array(got, expect(whole), name)
+
+
+def test_the_partitioner_splits_calls_with_tiles():
+    """The custom call itself, compiled for CPU devices, not run: at tiles, and never within."""
+    on_eight(
+        r"""
+        from jax.interpreters import mlir
+        from test_primitive import COLLECTIVE, EVERY
+        from helpers import op_of
+        from jax_mx import artifacts, primitive
+        from jax_mx.variants import VARIANTS
+
+        found = artifacts.load(VARIANTS[0], "sm_90a")
+        rule = {**found.facts["launches"]["row_major"], "scalars": []}
+        facts = {**found.facts, "launches": {"row_major": rule}}
+        kernels = {"sm_90": artifacts.Artifact(found.image, facts).attributes("row_major", {})}
+        lowering = functools.partial(primitive._call, kernels=kernels)
+        for p in (primitive.quantize_p, primitive.dequantize_p):
+            mlir.register_lowering(p, lowering, platform="cpu")
+        mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+        def check(variant, rows, spec, whole):
+            operand, call = op_of(variant, scale_layout="blocked_128x4")
+            x = jax.ShapeDtypeStruct((2, rows, 512), variant.dtype)
+            placed = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+            f = jax.jit(lambda x: call(jax.lax.optimization_barrier(operand(x))))
+            text = f.lower(placed).compile().as_text()
+            lines = [t for t in text.splitlines() if 'target="jax_mx_launch"' in t]
+            assert len(lines) == 1 + (variant.op == "dequantize")
+            assert whole != bool(COLLECTIVE.search(text)), (variant, text)
+            for line in lines:
+                results = re.sub(r"\{[^}]*\}", "", line.partition(" custom-call(")[0])
+                shapes = re.findall(r"\[([0-9,]+)\]", results)
+                assert shapes
+                for shape in shapes:
+                    shape = tuple(map(int, shape.split(",")))
+                    if whole:  # 1024 x 512 over 4 x 2
+                        assert shape[:3] == (2, 2, 2), line
+                    assert shape[3:5] in ((128, 4), (4, 128), (4, 4), (1, 1)), line
+
+        for variant in EVERY:
+            if not variant.form.startswith("square"):
+                check(variant, 1024, P(None, "b", "a"), True)
+                check(variant, 256, P(None, "b", None), False)  # half a tile each
+        """
+    )
+
+
+EXPORTED = """
+    folder = pathlib.Path(sys.argv[2])
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    call = lambda x: jax_mx.quantize_both(x, scale_layout="blocked_128x4")
+"""
+
+
+def test_a_sharded_program_is_exported_and_runs_elsewhere(tmp_path):
+    x = random_bits((256, 512), np.float32)
+    np.save(tmp_path / "x.npy", x)
+    export = """
+    x = jax.ShapeDtypeStruct((256, 512), "float32", sharding=NamedSharding(mesh, P("a", "b")))
+    exported = jax.export.export(
+        jax.jit(call), platforms=["cpu", "cuda"], disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS
+    )(x)
+    assert "jax_mx_launch" in exported.mlir_module() and exported.nr_devices == 8
+    (folder / "program").write_bytes(exported.serialize())
+    """
+    run = """
+    program = jax.export.deserialize((folder / "program").read_bytes())
+    x = jax.device_put(np.load(folder / "x.npy"), NamedSharding(mesh, P("a", "b")))
+    compiled = jax.jit(program.call).lower(x).compile()
+    assert "all-" not in compiled.as_text()
+    for i, a in enumerate(jax.tree.leaves(compiled(x))):
+        np.save(folder / f"{i}.npy", np.asarray(a).view(np.uint8))
+    """
+    for code in (export, run):
+        on_eight(textwrap.dedent(EXPORTED) + textwrap.dedent(code), str(tmp_path))
+    wants = jax.tree.leaves(jax_mx.quantize_both(x, scale_layout="blocked_128x4"))
+    for i, want in enumerate(wants):
+        assert_bits_equal(np.load(tmp_path / f"{i}.npy"), np.asarray(want).view(np.uint8))
+
+
+@pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
+def test_export_with_symbolic_leading_dimensions(layout):
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 2*m, 256, 64"), jnp.float32)
+
+    def call(x):
+        q = jax_mx.quantize(x, scale_layout=layout)
+        return q, q.dequantize(jnp.float32)
+
+    for platforms in (["cpu"], ["cuda"]):
+        exported = jax.export.export(
+            jax.jit(call), platforms=platforms, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS
+        )(shape)
+    exported = jax.export.deserialize(
+        jax.export.export(jax.jit(call), platforms=["cpu"])(shape).serialize()
+    )
+    x = random_bits((3, 4, 256, 64), np.float32)
+    for got, want in zip(jax.tree.leaves(exported.call(x)), jax.tree.leaves(call(x)), strict=True):
+        assert_bits_equal(got, want)
+
+
+def test_the_persistent_cache_hits_in_other_processes(tmp_path):
+    """Sharded programs, the reference's and one with the custom call, which nobody runs here."""
+    code = """
+        from jax._src import monitoring
+        from jax_mx import artifacts, primitive
+        from jax_mx.plan import plan_quantize
+
+        jax.config.update("jax_compilation_cache_dir", sys.argv[2])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        events = []
+        monitoring.register_event_listener(lambda event, **_: events.append(event))
+        mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+        x = jax.ShapeDtypeStruct((256, 512), "bfloat16", sharding=NamedSharding(mesh, P("a", "b")))
+
+        def compiled(layout):
+            jax.jit(lambda x: jax_mx.quantize(x, scale_layout=layout)).lower(x).compile()
+
+        compiled("row_major")
+        def lowering(ctx, *operands, plan):
+            kernels = primitive.kernels_for(plan, "cuda", None)
+            return primitive._call(ctx, *operands, plan=plan, kernels=kernels)
+        primitive.mlir.register_lowering(primitive.quantize_p, lowering, platform="cpu")
+        compiled("blocked_128x4")
+        print(*(sum(what in event for event in events) for what in ("cache_hits", "cache_misses")))
+    """
+    counts = [on_eight(code, str(tmp_path))[0].split() for _ in range(3)]
+    assert counts == [["0", "2"], ["2", "0"], ["2", "0"]]
+
+
+def test_two_processes():
+    """jax.distributed, four devices each: every shard is right, and nothing moves."""
+    code = """
+        from helpers import assert_bits_equal, random_bits
+        from test_sharding import COLLECTIVE
+
+        me = int(sys.argv[1])
+        jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, me)
+        assert jax.device_count() == 8 and jax.local_device_count() == 4
+        mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+        whole = random_bits((2, 512, 512), np.float32)
+        for spec in (P("a", "b"), P(None, "a", "b"), P(None, "b", "a")):
+            sharding = NamedSharding(mesh, spec)
+            x = jax.make_array_from_callback(whole.shape, sharding, lambda at: whole[at])
+            for layout in ("row_major", "blocked_128x4"):
+                def call(x):
+                    q, r = jax_mx.quantize_both(x, scale_layout=layout)
+                    return q, r, q.dequantize(jnp.float32), jax_mx.fake_quantize(x)
+                compiled = jax.jit(call).lower(x).compile()
+                assert not COLLECTIVE.search(compiled.as_text())
+                here = jax.local_devices()[0]
+                with jax.default_device(here):
+                    want = jax.tree.leaves(jax.jit(call)(jnp.asarray(whole)))
+                for g, w in zip(jax.tree.leaves(compiled(x)), want, strict=True):
+                    for shard in g.addressable_shards:
+                        assert_bits_equal(shard.data, np.asarray(w)[shard.index])
+        print("right")
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    assert on_eight(code, str(port), processes=2, devices=4) == ["right\n"] * 2
+
+
+# ---- the table ---
+def table() -> str:
+    """docs/sharding.md."""
+    shape = " x ".join(map(str, SHAPE.values()))
+    lines = [
+        "# What stays sharded",
+        "",
+        f"Of an array (e, m, k), {shape}, on eight devices: which calls leave it and their results",
+        "where they lie (yes), and which gather first, as shards do not hold whole tiles of scales",
+        "(no; the bytes are right). *Yes* means, of the compiled program: no collective, no array",
+        "larger than a shard, results that keep the spec; for values and scales alike.",
+        "",
+        f"Modes of the mesh: {'; '.join(MODES)}",
+        "(with check_vma). The column is what each axis is split over; blocks run along k, or",
+        "along m (axis -2; axis -3 of m, e, k), or both. Where a shard_map leaves other axes to",
+        "explicit sharding, JAX gathers at its boundary, of x + 1 too; there *yes* means no other",
+        "collective. Written by `python tests/test_sharding.py`; every cell is a test there, in",
+        "one of the modes.",
+        "",
+        "| call | scales | " + " | ".join(SPECS) + " |",
+        "|---|---|" + "---|" * len(SPECS),
+    ]
+    for name, layout in ROWS:
+        marks = []
+        for spec in SPECS.values():
+            marks.append("yes" if stays(layout, spec, mesh_shape(spec, 8)) else "no")
+        lines.append(f"| {name} | {layout} | {' | '.join(marks)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_is_current():
+    assert DOCS.read_text() == table(), "run python tests/test_sharding.py"
+
+
+if __name__ == "__main__":
+    text = table()
+    DOCS.parent.mkdir(exist_ok=True)
+    DOCS.write_text(text)
+    sys.stdout.write(text)
