@@ -64,6 +64,17 @@ def placed(data: np.ndarray, align: int, keep: bool) -> np.ndarray:
     return window
 
 
+def merged(shape, groups) -> tuple[int, ...]:
+    """As launch rules see it: `merge` of ffi/launch.cc."""
+    if len(shape) < len(groups):
+        return shape
+    alone, rest = shape[: len(shape) - len(groups)], shape[len(shape) - len(groups) :]
+    products = [1] * (max(groups, default=-1) + 1)
+    for length, group in zip(rest, groups, strict=True):
+        products[group] *= length
+    return (*alone, *products)
+
+
 class Program:
     """A call of a variant's op, and the launch that its facts give for buffers of its shapes."""
 
@@ -73,7 +84,8 @@ class Program:
         jaxpr = jax.make_jaxpr(call(variant, "flydsl", **options))(like).jaxpr
         (bound,) = (eqn for eqn in jaxpr.eqns if "plan" in eqn.params)
         plan = bound.params["plan"]
-        self.dims = [each.aval.shape for each in (*bound.invars, *bound.outvars)]
+        merge = plan.views.merge
+        self.dims = [merged(each.aval.shape, merge) for each in (*bound.invars, *bound.outvars)]
         self.operands = len(bound.invars)
         artifact = artifacts.load(variant, arch)
         self.code = CodeObject(artifact.image)

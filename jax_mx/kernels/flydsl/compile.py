@@ -42,6 +42,7 @@ def compile_variant(
 
         module = importlib.import_module(f"jax_mx.kernels.flydsl.{variant.op}")
         _forbid_unaligned_accesses()
+        _forget_locations()
         # Per layout the entry for aligned operands, then the one that takes any.
         kernels = {
             name: [module.kernel_of(variant, arch, SCALE_LAYOUTS[name], a) for a in (True, False)]
@@ -120,6 +121,14 @@ def _forbid_unaligned_accesses() -> None:
         return " ".join(f"{name}={value}" for name, value in opts.items())
 
     RocmBackend._format_pass_opts = staticmethod(options)
+
+
+def _forget_locations() -> None:
+    """Keeps FlyDSL from looking up each operation's line of Python: two fifths of its time."""
+    from flydsl._mlir import ir
+    from flydsl.expr import meta
+
+    meta.capture_user_location = lambda: ir.Location.unknown()
 
 
 def _code_object(compiled: Any) -> bytes:
