@@ -68,6 +68,11 @@ def manifest() -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def holds(variant: Variant, arch: str) -> bool:
+    """Whether this installation has the binary."""
+    return f"{variant.name}.{arch}" in manifest()
+
+
 @functools.cache
 def load(variant: Variant, arch: str) -> Artifact:
     """The artifact of `variant` for `arch`.

@@ -104,7 +104,8 @@ def kernels_for(plan: Plan, platform: str, chips: Sequence[str] | None) -> dict[
     Args:
       plan: the call.
       platform: JAX's name of it, as lowering has it.
-      chips: as drivers name them ("sm_90"); None: every chip that there are binaries for.
+      chips: as drivers name them ("sm_90"); None: every chip that this installation has binaries
+        for.
 
     Raises:
       NotImplementedError: no kernel serves the plan there; says why.
@@ -126,9 +127,11 @@ def kernels_for(plan: Plan, platform: str, chips: Sequence[str] | None) -> dict[
                 "'xla' serves it"
             )
     variant = variants.choose(plan, implementation)
+    if chips is None:  # all but where that is none, which load says
+        chips = [chip for chip, arch in archs.items() if artifacts.holds(variant, arch)] or [*archs]
     return {
         chip: artifacts.load(variant, archs[chip]).attributes(plan.scale_layout.name, plan.params)
-        for chip in (archs if chips is None else chips)
+        for chip in chips
     }
 
 

@@ -42,16 +42,17 @@ def pytest_addoption(parser):
     )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    """Without a GPU that there are binaries for, tests marked gpu fail or, by default, are left."""
     if chip() is not None:
         return
-    reason = "no GPU that there are binaries for"
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            if os.environ.get("JAX_MX_REQUIRE_GPU") == "1":
-                item.add_marker(pytest.mark.usefixtures("gpu_is_missing"))
-            else:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if os.environ.get("JAX_MX_REQUIRE_GPU") == "1":
+        for item in gpu:
+            item.add_marker(pytest.mark.usefixtures("gpu_is_missing"))
+    elif gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from jax_mx import artifacts
+from jax_mx.variants import ARCHS, VARIANTS, device_arch
+
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 PRELUDE = """
@@ -283,10 +286,12 @@ def test_driver_errors_carry_the_drivers_text(scenario, call):
 
 def test_another_chip_is_named(scenario):
     out = scenario("print(json.dumps(attempt()))", JAX_MX_FAKE_ARCH="80")
-    assert (
-        "the program holds kernels for sm_100, sm_103, sm_120, sm_90, this device is sm_80" in out
-    )
-    assert scenario("print(json.dumps(attempt()))", JAX_MX_FAKE_ARCH="103") is None
+    held = [arch for arch in ARCHS["cutedsl"] if artifacts.holds(VARIANTS[0], arch)]
+    chips = sorted(device_arch(arch) for arch in held)
+    assert f"the program holds kernels for {', '.join(chips)}, this device is sm_80" in out
+    for chip in (chips[0], chips[-1]):
+        arch = chip.removeprefix("sm_")
+        assert scenario("print(json.dumps(attempt()))", JAX_MX_FAKE_ARCH=arch) is None
 
 
 def test_no_driver_is_an_error(scenario):

@@ -173,7 +173,7 @@ def test_axes_behind_the_blocks_are_dimensions_of_the_call():
     """Which rules see as one, but the partitioner does not."""
     x = jax.ShapeDtypeStruct((2, 64, 3, 5, 8), "bfloat16")
     for options in ({}, {"transpose": True}):
-        text = lowered_for_cuda(x, axis=1, **options)
+        text = lowered(x, axis=1, **options)
         assert 'num_batch_dims = "5"' in text and "merge = dense<[0, 1, 1, 1, 2]>" in text
         assert "tensor<2x2x3x5x8x32xbf16>" in text
         assert "operand_layouts = [dense<[4, 3, 2, 5, 1, 0]> : tensor<6xindex>]" in text

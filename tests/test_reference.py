@@ -149,7 +149,7 @@ def test_every_pattern_widens_exactly(name):
         x = random_bits((1 << 14,), dtype)
     else:
         x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
-    got = np.asarray(reference._float32_bits(jnp.asarray(x)))
+    got = np.asarray(reference.float32_bits(jnp.asarray(x)))
     with np.errstate(invalid="ignore"):
         want = x.astype(np.float32).view(np.uint32)
     nan = np.isnan(x.astype(np.float32))

@@ -54,6 +54,8 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="variants with this in the name")
     args = parser.parse_args()
+    # What `pip install` and `uv run` build, where that is not to be all; to type takes precedence.
+    args.arch = args.arch or os.environ.get("JAX_MX_ARCHS", "").replace(",", " ").split()
     known = sorted({arch for archs in ARCHS.values() for arch in archs})
     if unknown := set(args.arch or ()) - set(known):
         parser.error(f"unknown arch {', '.join(unknown)}; there are {', '.join(known)}")
