@@ -46,14 +46,17 @@ struct Library {
 
   static Library None(Failure why) { return {"", nullptr, std::move(why)}; }
 
-  // The first of these that the system has.
+  // Of several versions the one that the process has, whose streams XLA passes; else the first that
+  // the system has.
   static Library Open(std::initializer_list<std::string> names) {
     std::string why;
-    for (const std::string& name : names) {
-      if (Handle handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL))
-        return {name, [handle](const char* symbol) { return dlsym(handle, symbol); }, ""};
-      if (why.empty()) why = dlerror();
-    }
+    for (int loaded : {names.size() > 1 ? RTLD_NOLOAD : 0, 0})
+      for (const std::string& name : names) {
+        if (Handle handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | loaded))
+          return {name, [handle](const char* symbol) { return dlsym(handle, symbol); }, ""};
+        const char* error = dlerror();
+        if (loaded == 0 && why.empty() && error != nullptr) why = error;
+      }
     return None(why);
   }
 
@@ -251,7 +254,7 @@ class HipDriver : public Driver {
     if (parameters.bytes > kMaxArguments)
       return "the kernel takes more than " + std::to_string(kMaxArguments) + " bytes";
     for (const KernelParameter& p : parameters.list)
-      if ((p.kind != "global_buffer" && p.kind != "by_value") || p.size > 8 ||
+      if ((p.kind != "global_buffer" && p.kind != "by_value") || p.size == 0 || p.size > 8 ||
           p.offset > parameters.bytes || p.size > parameters.bytes - p.offset)
         return "the kernel has a parameter of the kind " + p.kind + " at " +
                std::to_string(p.offset) + ", which no launch passes";
@@ -293,6 +296,12 @@ class HipDriver : public Driver {
   // Packs the argument block itself, as the code object's metadata lays it out.
   Failure Launch(Handle kernel, int device, const Grid& grid, Handle stream,
                  void** params) const override {
+    for (size_t i = 0; i < grid.blocks.size(); ++i) {
+      const uint64_t threads = uint64_t{grid.blocks[i]} * grid.threads[i];
+      if (threads >> 32 != 0)
+        return "grid axis " + std::to_string(i) + " would need " + std::to_string(threads) +
+               " threads, HIP launches fewer than 2^32";
+    }
     auto* entry = static_cast<Entry*>(kernel);
     alignas(16) std::array<char, kMaxArguments> block{};
     size_t size = entry->parameters.bytes;

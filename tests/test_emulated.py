@@ -5,6 +5,7 @@ Bits equal to the reference. What runs here is recorded as "emulated" (conftest.
 
 import copy
 import functools
+import hashlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -83,16 +84,18 @@ def test_every_pattern(variant, arch):
     check(arch, variant, "patterns", layout, scaling)
 
 
-EDGES = {  # tails, odd lengths, slabs, one block, nothing
-    "last": [(33, 96), (2, 0, 64), (3, 129, 32), (1, 32), (257, 160)],
-    "second": [(32, 1), (2, 96, 33), (64, 0), (160, 144), (3, 32, 272)],
-    "both": [(96, 160), (2, 32, 288), (0, 64), (32, 32)],
+EDGES = {  # tails, odd lengths, slabs, one block
+    "last": [(33, 96), (3, 129, 32), (1, 32), (257, 160)],
+    "second": [(32, 1), (2, 96, 33), (160, 144), (3, 32, 272)],
+    "both": [(96, 160), (2, 32, 288), (32, 32)],
 }
+EMPTY = {"last": (2, 0, 64), "second": (64, 0), "both": (0, 64)}
 
 
-def edges(variant) -> list[tuple[int, ...]]:
+def shapes_of(variant, table):
+    """The table's entry for the variant's form."""
     form = variant.form.removesuffix("_transposed")
-    return EDGES["both" if form == "square" else form]
+    return table["both" if form == "square" else form]
 
 
 @pytest.mark.every_binary
@@ -100,8 +103,9 @@ def edges(variant) -> list[tuple[int, ...]]:
 @each_variant
 def test_shapes(variant, arch):
     """With layouts' padding, and orders of the waves, in turn."""
-    shapes, layouts = some(variant, edges(variant), 2), some(variant, layouts_of(variant), 2)
-    for shape, layout, order in zip(shapes, layouts, some(variant, ORDERS, 2), strict=True):
+    shapes = [*some(variant, shapes_of(variant, EDGES), 2), shapes_of(variant, EMPTY)]
+    layouts = some(variant, layouts_of(variant), 3)
+    for shape, layout, order in zip(shapes, layouts, some(variant, ORDERS, 3), strict=True):
         check(arch, variant, shape, layout, "even", order)
 
 
@@ -111,7 +115,7 @@ def test_shapes(variant, arch):
 def test_every_entry(variant, arch):
     """At addresses that are aligned to no more than the entry wants; fit for others or not."""
     for entry, layout in itertools.product(range(2), layouts_of(variant)):
-        (shape,) = some(variant, [s for s in edges(variant) if 0 not in s and s != (32, 1)], 1)
+        (shape,) = some(variant, [s for s in shapes_of(variant, EDGES) if s != (32, 1)])
         program = Program(variant, arch, shape, scale_layout=layout)
         if not program.takes(entry):
             shape = (64, 64)
@@ -255,6 +259,17 @@ def _wide_scalar(facts, image):
     facts["launches"]["row_major"]["scalars"][-1][0] = 8
 
 
+def _parameter_of_no_size(facts, image):
+    image = image.replace(b"\xa5.size\x04", b"\xa5.size\x00")  # in the metadata, msgpack
+    facts["sha256"] = hashlib.sha256(image).hexdigest()
+    return image
+
+
+def _too_many_threads(facts, image):
+    for entry in facts["launches"]["row_major"]["entries"]:
+        entry["grid"] = [[0, -1, 1 << 24, 0, 1]]
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
@@ -264,6 +279,8 @@ def _wide_scalar(facts, image):
         (_other_threads, r"compiled for workgroups of \(256, 1, 1\), not \(128, 1, 1\)"),
         (_missing_scalar, "parameter . of .* takes 4 bytes, the call passes 0"),
         (_wide_scalar, "parameter . of .* takes 4 bytes, the call passes 8"),
+        (_parameter_of_no_size, r"a parameter of the kind by_value at \d+, which no launch passes"),
+        (_too_many_threads, r"would need 4294967296 threads, HIP launches fewer than 2\^32"),
     ],
 )
 def test_faults_are_errors(change, message, monkeypatch):

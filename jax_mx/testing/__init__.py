@@ -13,8 +13,8 @@ def emulate(arch: str, *, order: str = "lockstep") -> AbstractContextManager[Non
     are those bytes that the binary's instructions compute. What this cannot establish: timing, wait
     counters, cache and memory ordering, and how silicon rounds in its conversion instructions.
 
-    Programs traced within the context stay what they are; JAX traces a function again when it is
-    called in another one.
+    What counts is where a program is lowered: one that was lowered within the context stays what
+    it is; JAX traces and lowers a function again when it is called in another one.
 
     Args:
       arch: "gfx942" (MI300X, MI325X) or "gfx950" (MI350X, MI355X).

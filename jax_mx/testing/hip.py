@@ -6,6 +6,7 @@ import collections
 import ctypes
 import dataclasses
 import functools
+import itertools
 import struct
 import threading
 from collections.abc import Callable
@@ -53,11 +54,13 @@ class Thread:
     strings: tuple[ctypes.Array[c_char], ...] = ()  # that C has pointers to
 
 
-devices: list[Device] = []  # by the number that HIP has for them
+devices: list[Device] = []  # by the number that HIP has for them, from FIRST on
+FIRST = 32  # beyond a machine's own: the handler keeps what is loaded by a device's number
 # By the system's number: threading.local() forgets XLA's threads between two calls.
 _threads: collections.defaultdict[int, Thread] = collections.defaultdict(Thread)
 _modules: dict[int, tuple[Device, Emulator]] = {}
 _functions: dict[int, tuple[Device, Emulator, str]] = {}
+_numbers = itertools.count(1)
 _keep: list[Any] = []  # what only C points at
 
 
@@ -73,7 +76,7 @@ def device(arch: str, order: str) -> int:
     wanted = Device(arch, order)
     if wanted not in devices:
         devices.append(wanted)
-    return devices.index(wanted)
+    return FIRST + devices.index(wanted)
 
 
 @functools.cache
@@ -103,7 +106,7 @@ def _guarded(function: Callable[..., None]) -> Callable[..., int]:
         except (Fault, NotImplementedError) as error:
             _here().error = str(error)
             return LAUNCH_FAILURE
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too: else C reads a status that nobody gave
             _here().error = f"{type(error).__name__} in the emulator: {error}"
             return LAUNCH_FAILURE
         return 0
@@ -136,9 +139,9 @@ def _init(flags: int) -> None:
 
 
 def _properties(properties: int, number: int) -> None:
-    if not 0 <= number < len(devices):
+    if not 0 <= number - FIRST < len(devices):
         raise HipError(INVALID_DEVICE, f"there is no emulated device {number}")
-    arch = f"{devices[number].arch}:sramecc+:xnack-".encode()
+    arch = f"{devices[number - FIRST].arch}:sramecc+:xnack-".encode()
     (c_char * 256).from_address(properties + 1160).value = arch  # gcnArchName
 
 
@@ -152,7 +155,7 @@ def _load(module: Any, image: int) -> None:
     (sections,) = struct.unpack_from("<Q", header, 40)
     width, count = struct.unpack_from("<HH", header, 58)
     code = CodeObject(ctypes.string_at(image, sections + width * count))
-    on = devices[_here().device]
+    on = devices[_here().device - FIRST]
     if code.arch != on.arch:
         raise HipError(NO_BINARY, f"the code is for {code.arch}, the device is {on.arch}")
     module[0] = _handle(_modules, (on, Emulator(code)))
@@ -195,8 +198,9 @@ def _launch(
 
 
 def _handle(table: dict[int, Any], value: Any) -> int:
-    table[len(table) + 1] = value
-    return len(table)
+    number = next(_numbers)  # threads may ask at once
+    table[number] = value
+    return number
 
 
 FUNCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., None]]] = {
