@@ -35,15 +35,29 @@ def disassemble(code: CodeObject, kernel: str) -> list[tuple[int, str, int]]:
     limit = entries[entries.index(pc) + 1]
     found, target = [], pc
     while pc < limit:
-        inst = decode_inst(bytes(code.memory[pc : pc + 16]), "cdna")
-        name = inst.op_name.lower()
-        to = ((inst.simm16 ^ 0x8000) - 0x8000) if name.startswith(("s_cbranch", "s_branch")) else 0
+        name, to, size = _decoded(bytes(code.memory[pc : pc + 16]))
         found.append((pc, name, to))
-        pc += inst.size()
+        pc += size
         target = max(target, pc + 4 * to)
         if name == "s_endpgm" and target <= pc:
             return found
     raise ValueError(f"{kernel} does not end")
+
+
+# What was decoded before, by its bytes; no instruction is the beginning of another.
+_known: dict[bytes, tuple[str, int, int]] = {}
+
+
+def _decoded(data: bytes) -> tuple[str, int, int]:
+    """Name, immediate of a branch, size of the instruction that these bytes begin with."""
+    for size in (4, 8):
+        if data[:size] in _known:
+            return _known[data[:size]]
+    inst = decode_inst(data, "cdna")
+    name = inst.op_name.lower()
+    to = ((inst.simm16 ^ 0x8000) - 0x8000) if name.startswith(("s_cbranch", "s_branch")) else 0
+    _known[data[: inst.size()]] = name, to, inst.size()
+    return name, to, inst.size()
 
 
 def bytes_moved(name: str) -> int:
