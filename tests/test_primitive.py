@@ -133,11 +133,13 @@ def test_the_call_carries_the_kernel(variant):
         x = jax.ShapeDtypeStruct((8, 64, 96), variant.dtype)
         platform = IMPLEMENTATIONS[variant.implementation]
         text = lowered(jax.eval_shape(operand, x), call, platform)
-        for arch in ARCHS[variant.implementation]:
+        held = [a for a in ARCHS[variant.implementation] if artifacts.holds(variant, a)]
+        for arch in held:
             facts = artifacts.manifest()[f"{variant.name}.{arch}"]
             assert facts["sha256"] in text
             assert all(entry["symbol"] in text for entry in facts["launches"][layout]["entries"])
-        count = len(ARCHS[variant.implementation])
+        count = len(held)
+        assert count
         assert text.count('image = "\\7FELF') == count
         if variant.op == "quantize":  # dequantize has no scalars that are known here
             rounding = (formats.SCALINGS[scaling].rounding(format) for format in variant.formats)
