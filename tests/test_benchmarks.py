@@ -589,7 +589,7 @@ def test_the_plot_draws_what_was_committed(tmp_path):
 
 
 def test_the_plot_shows_every_form_and_every_implementation():
-    rows = json.loads(RESULTS.read_text())
+    rows = [row for row in json.loads(RESULTS.read_text()) if row["implementation"] == "cutedsl"]
     row = next(row for row in rows if plot.WHERE.items() <= row.items())
     theirs = {**row, "implementation": "x 1.0 Triton", "scaling": "floor", "gbps": 3000.0}
     elsewhere = {**theirs, "implementation": "not here", "dtype": "float32"}
