@@ -7,9 +7,8 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from helpers import op_of, random_bits
+from helpers import call, op_of, operand, random_bits
 
 from jax_mx import artifacts
 from jax_mx.testing.code_object import CodeObject
@@ -17,29 +16,6 @@ from jax_mx.testing.emulator import Emulator
 from jax_mx.testing.memory import Global
 
 POISON = 0xA7
-
-
-def call(variant, implementation, **options):
-    """The variant's op as a function of its operand that returns a list of its results."""
-    _, op = op_of(variant, **options)
-
-    def run(operand):
-        results = op(operand, implementation=implementation)
-        return [*results] if isinstance(results, tuple) else [results]
-
-    return run
-
-
-def operand(variant, floats, **options):
-    """What the op takes, made of floats; dequantize gets any bytes for an array of that shape."""
-    if variant.op == "quantize":
-        return jnp.asarray(floats)
-    make, _ = op_of(variant, **options)
-    rng = np.random.default_rng(len(floats.shape))
-    return jax.tree.map(
-        lambda like: jnp.asarray(rng.integers(0, 256, like.shape, np.uint8).view(like.dtype)),
-        jax.eval_shape(make, jax.ShapeDtypeStruct(floats.shape, variant.dtype)),
-    )
 
 
 def bytes_of(tree) -> list[np.ndarray]:

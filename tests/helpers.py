@@ -71,6 +71,29 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     return lambda x: quantize(jnp.swapaxes(x, -1, -2) if turn else x), dequantize
 
 
+def call(variant, implementation=None, **options):
+    """The variant's op as a function of its operand that returns a list of arrays or MXArrays."""
+    _, op = op_of(variant, **options)
+
+    def run(operand):
+        results = op(operand, implementation=implementation)
+        return [*results] if isinstance(results, tuple) else [results]
+
+    return run
+
+
+def operand(variant, floats, **options):
+    """What the op takes, made of floats, or of an array of that shape: any bytes for dequantize."""
+    if variant.op == "quantize":
+        return jnp.asarray(floats)
+    make, _ = op_of(variant, **options)
+    rng = np.random.default_rng(len(floats.shape))
+    return jax.tree.map(
+        lambda like: jnp.asarray(rng.integers(0, 256, like.shape, np.uint8).view(like.dtype)),
+        jax.eval_shape(make, jax.ShapeDtypeStruct(floats.shape, variant.dtype)),
+    )
+
+
 # ---- inputs ---
 def every_bfloat16() -> np.ndarray:
     """(2048, 64): all 65,536 patterns in order; then a permutation that mixes magnitudes."""

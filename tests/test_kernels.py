@@ -24,9 +24,11 @@ from helpers import (
     GOLDEN_SETS,
     assert_bits_equal,
     assert_same_array,
+    call,
     every_bfloat16,
     golden_input,
     op_of,
+    operand,
     poison_memory,
     random_bits,
 )
@@ -40,29 +42,6 @@ pytestmark = pytest.mark.gpu
 HERE = [v for v in VARIANTS if arch_here() is None or arch_here() in ARCHS[v.implementation]]
 each_variant = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 each_scaling = pytest.mark.parametrize("scaling", Scaling, ids=str)
-
-
-def call(variant, implementation=None, **options):
-    """The variant's op as a function of its operand that returns a list of arrays or MXArrays."""
-    _, op = op_of(variant, **options)
-
-    def run(operand):
-        results = op(operand, implementation=implementation)
-        return [*results] if isinstance(results, tuple) else [results]
-
-    return run
-
-
-def operand(variant, floats, **options):
-    """What the op takes, made of floats, or of an array of that shape: any bytes for dequantize."""
-    if variant.op == "quantize":
-        return jnp.asarray(floats)
-    make, _ = op_of(variant, **options)
-    rng = np.random.default_rng(len(floats.shape))
-    return jax.tree.map(
-        lambda like: jnp.asarray(rng.integers(0, 256, like.shape, np.uint8).view(like.dtype)),
-        jax.eval_shape(make, jax.ShapeDtypeStruct(floats.shape, variant.dtype)),
-    )
 
 
 def kernel(variant, **options):
