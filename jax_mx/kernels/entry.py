@@ -1,12 +1,8 @@
-"""What a launch must know of an entry, whichever DSL it is written in: the words of ffi/launch.cc.
-
-The kernels of cutedsl/kernel.py still say the same themselves: to use this instead changes the keys
-of all their binaries.
-"""
+"""What a launch must know of an entry, in whichever DSL it is written; words of ffi/launch.cc."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_mx.formats import FLOAT_DTYPES
@@ -69,3 +65,28 @@ class Entry:
             "threads": [self.threads, 1, 1],
             "grid": [*self.grid],
         }
+
+
+def launches(
+    kernels: Mapping[str, Sequence[Entry]], usage: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Of a binary: the manifest's `launches`.
+
+    Args:
+      kernels: per scale layout its entries.
+      usage: per symbol what the compiler says, `threads` included; symbols are in the order of all
+        entries, NAME_0, NAME_1 and so on, ten at most.
+
+    Raises:
+      RuntimeError: an entry was compiled for other threads.
+    """
+    found, symbols = {}, iter(sorted(usage))
+    for name, entries in kernels.items():
+        found[name] = {"scalars": entries[0].scalars, "entries": []}
+        for entry in entries:
+            symbol = next(symbols)
+            facts = {**usage[symbol], "elements_per_thread": entry.elements_per_thread}
+            if tuple(threads := facts.pop("threads")) != (entry.threads, 1, 1):
+                raise RuntimeError(f"{symbol}: compiled for {threads} threads")
+            found[name]["entries"].append({"symbol": symbol, **entry.launch, "usage": facts})
+    return found

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 from jax_mx.kernels.cutedsl.sass import count_instructions
+from jax_mx.kernels.entry import launches
 from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.variants import Variant, layouts_of
 
@@ -61,22 +62,9 @@ def compile_variant(
     if not isinstance(image, bytes) or image[:4] != b"\x7fELF":
         raise RuntimeError(f"{variant.name}.{arch}: the compiler gave no cubin but {image!r}")
     usage = resource_usage(image)
-    symbols = iter(sorted(usage))  # NAME_0, NAME_1, ... in the order of their launch
     if len(usage) != len(every) or len(every) > 10:
         raise RuntimeError(f"{variant.name}.{arch}: expected {len(every)} entries, got {[*usage]}")
-    launches = {}
-    for name, entries in kernels.items():
-        launches[name] = {"scalars": entries[0].scalars, "entries": []}
-        for kernel in entries:
-            symbol = next(symbols)
-            threads = usage[symbol].pop("threads")
-            if threads != (kernel.threads, 1, 1):
-                raise RuntimeError(f"{variant.name}.{arch}: compiled for {threads} threads")
-            usage[symbol]["elements_per_thread"] = kernel.elements_per_thread
-            launches[name]["entries"].append(
-                {"symbol": symbol, **kernel.launch, "usage": usage[symbol]}
-            )
-    return image, {"launches": launches}
+    return image, {"launches": launches(kernels, usage)}
 
 
 def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,6 @@ from cutlass import Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 from jax_mx.formats import BLOCK
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.kernel import (
-    ALL,
     PAD,
     Kernel,
     Strip,
@@ -24,6 +23,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     place_of,
     store_rows,
 )
+from jax_mx.kernels.entry import ALL
 from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import Variant
 
@@ -49,7 +49,7 @@ class Flat(Kernel):
         self.tile = tile or STRIPS[self.itemsize]
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
-        self.grid = [[1, *ALL, self.tile.blocks]]
+        self.grid = [[0, 1, *ALL, self.tile.blocks]]
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -189,9 +189,9 @@ class Matrix(Kernel):
             for axes, blocks in zip(extents, self.how.extents, strict=True)
         )
         self.grid = [
-            [0, *of_r, self.rows // r_unit],
-            [0, *of_c, self.cols // c_unit],
-            [0, *lead, 1],
+            [0, 0, *of_r, self.rows // r_unit],
+            [0, 0, *of_c, self.cols // c_unit],
+            [0, 0, *lead, 1],
         ]
         # Rows of whole vectors; those of transposed floats too. What counts blocks is whole.
         self.divide = [[0, *of_c, self.vector]] if c_unit == 1 else []

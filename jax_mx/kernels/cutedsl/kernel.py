@@ -1,70 +1,19 @@
 """What the kernels share: entries, where scales lie, rows that lie anywhere."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
-from jax_mx.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.formats import BLOCK
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import Variant
+from jax_mx.kernels.entry import Entry
 
-ALL = (0, 99)  # from the first dimension to the last
 PAD = 8  # bytes between rows in shared memory: room for words that straddle, and other banks
 
 
-class Kernel:
-    """An entry: its operands, and the host half that makes it be compiled.
-
-    Subclasses give `extents`, `threads`, `grid`, `divide` (the entry's launch rule, in the words of
-    ffi/launch.cc), `elements_per_thread` (for the build's report) and `kernel`.
-
-    Attributes:
-      aligned: whether the entry takes aligned operands only, or any.
-      float_first: whether the unquantized array comes before the quantized ones, as an operand.
-      extents: the scalars that follow from the buffers' dimensions.
-      divide: what must divide a dimension, for an aligned entry.
-    """
-
-    float_first = True
-    extents: Sequence = ()
-    divide: Sequence = ()
-
-    def __init__(self, variant: Variant, layout: ScaleLayout, aligned: bool):
-        self.dtype, self.formats = variant.dtype, variant.formats
-        self.layout, self.aligned = layout, aligned
-        self.itemsize = FLOAT_DTYPES[variant.dtype].itemsize
-
-    @property
-    def align(self) -> list[int]:
-        """Of each buffer, in bytes."""
-        quantized = ([16, 4] if self.aligned else [1, 1]) * len(self.formats)
-        whole = [16 if self.aligned else self.itemsize]
-        return whole + quantized if self.float_first else quantized + whole
-
-    @property
-    def scalars(self) -> list:
-        """Of the launch rule: the extents, then what a plan knows by name."""
-        if not self.float_first:
-            return [*self.extents]
-        names = [
-            f"{name}_{i}"
-            for i in range(len(self.formats))
-            for name in ("round_add", "round_exception")
-        ]
-        return [*self.extents, *([4, name] for name in names)]
-
-    @property
-    def launch(self) -> dict:
-        """The entry's launch rule."""
-        return {
-            "align": self.align,
-            "divide": [*self.divide] if self.aligned else [],
-            "threads": [self.threads, 1, 1],
-            "grid": [[0, *term] for term in self.grid],
-        }
+class Kernel(Entry):
+    """An entry, and the host half that makes it be compiled; subclasses have the `kernel`."""
 
     def arguments(self):
         """Stand-ins of the host function's arguments, to compile it."""

@@ -21,7 +21,6 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constex
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, Format
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.kernel import (
-    ALL,
     PAD,
     Kernel,
     Strip,
@@ -34,6 +33,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     store_rows,
     with_alignment,
 )
+from jax_mx.kernels.entry import ALL
 from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import Variant
 
@@ -72,7 +72,7 @@ class Flat(Kernel):
         self.tile = tile or STRIP
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
-        self.grid = [[2, *ALL, self.tile.blocks]]  # it follows the scales, with their padding
+        self.grid = [[0, 2, *ALL, self.tile.blocks]]  # it follows the scales, with their padding
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -238,9 +238,9 @@ class Tiled(Kernel):
         column = any(result.blocks == "column" for result in self.results)
         self.pad = max(self.tile.down, layout.tile[1] if column and layout.is_tiled else 1)
         cols = self.tile.cols // (BLOCK if self.is_both else 1)
-        self.grid = [[0, *k, cols], [0, *m, self.pad], [0, *lead, 1]]
+        self.grid = [[0, 0, *k, cols], [0, 0, *m, self.pad], [0, 0, *lead, 1]]
         if self.pad > self.tile.down:
-            self.grid.append([-1, self.pad // self.tile.down, 0, 1])
+            self.grid.append([0, -1, self.pad // self.tile.down, 0, 1])
         # The aligned entry loads whole vectors, which must not straddle rows.
         self.divide = [] if self.is_both else [[0, -2, -1, self.vector]]
 

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jax_mx.kernels.entry import launches
 from jax_mx.kernels.flydsl.gcn import count_instructions
 from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.testing.code_object import CodeObject
@@ -54,19 +55,7 @@ def compile_variant(
     usage = resource_usage(image)
     if sorted(usage) != names:
         raise RuntimeError(f"{variant.name}.{arch}: expected {names}, got {sorted(usage)}")
-    launches, symbols = {}, iter(names)
-    for name, entries in kernels.items():
-        launches[name] = {"scalars": entries[0].scalars, "entries": []}
-        for kernel in entries:
-            symbol = next(symbols)
-            threads = usage[symbol].pop("threads")
-            if threads != [kernel.threads, 1, 1]:
-                raise RuntimeError(f"{variant.name}.{arch}: compiled for {threads} threads")
-            usage[symbol]["elements_per_thread"] = kernel.elements_per_thread
-            launches[name]["entries"].append(
-                {"symbol": symbol, **kernel.launch, "usage": usage[symbol]}
-            )
-    return image, {"launches": launches}
+    return image, {"launches": launches(kernels, usage)}
 
 
 def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:
