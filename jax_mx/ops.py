@@ -47,6 +47,7 @@ def quantize(
     scale_layout: ScaleLayout | str = ROW_MAJOR,
     transpose: bool = False,
     block: int | tuple[int, int] = BLOCK,
+    zero_scale: int = 0,
     implementation: str | None = None,
 ) -> MXArray:
     """Quantizes blocks of 32 elements to a small float format with E8M0 scales.
@@ -71,6 +72,8 @@ def quantize(
         divides both. Square blocks share one scale each, (..., M / 32, K / 32), row-major, so that
         the transposed array is the array transposed: one result serves both directions of a weight.
         `MXArray.expand` makes either direction's ordinary blocks of it, for a GEMM.
+      zero_scale: the scale's byte of a block of zeros: 0 (2^-127), or 127 (1.0) as in ROCm
+        TransformerEngine. With 127, MXFP8 is served by "xla" alone.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -86,7 +89,8 @@ def quantize(
       ShardingTypeError: on a mesh with explicit axes, a shard would split a block.
     """
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
-    plan = plan_quantize(x, format, axis, scaling, scale_layout, implementation, transpose, block)
+    call = (format, axis, scaling, scale_layout, implementation, transpose, block)
+    plan = plan_quantize(x, *call, zero_scale=zero_scale)
     x = jnp.asarray(x, plan.dtype)
     _insist(plan)
     if plan.axis < -2 and plan.scale_layout.is_tiled:  # a layout's rows are the last axis alone
@@ -106,6 +110,7 @@ def quantize_both(
     scaling: Scaling | str = RCEIL,
     scale_layout: ScaleLayout | str = ROW_MAJOR,
     transpose: tuple[bool, bool] = (False, True),
+    zero_scale: int = 0,
     implementation: str | None = None,
 ) -> tuple[MXArray, MXArray]:
     """Quantizes along the last axis and along the one before it, from one read of x.
@@ -120,6 +125,7 @@ def quantize_both(
       scaling: see `quantize`; so are scale_layout and implementation.
       scale_layout: of both.
       transpose: per result; (False, True) gives the second one as (..., K, M), see `quantize`.
+      zero_scale: see `quantize`.
       implementation: or None.
 
     Returns:
@@ -130,7 +136,7 @@ def quantize_both(
     """
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     pair = (format, format) if formats is None else formats
-    plan = plan_both(x, pair, scaling, scale_layout, implementation, transpose)
+    plan = plan_both(x, pair, scaling, scale_layout, implementation, transpose, zero_scale)
     _insist(plan)
     last, second = _quantize(jnp.asarray(x, plan.dtype), plan)
     return last, second

@@ -35,6 +35,7 @@ class Plan:
       transpose: whether the form transposes: the (last) result of quantize has its block axis
         last, that of dequantize its last two axes swapped.
       block: of the quantized side: (32,), or (32, 32) on the last two axes, with axis -1.
+      zero_scale: the scale's byte of an all-zero block; matters to quantize alone.
     """
 
     op: str
@@ -46,6 +47,7 @@ class Plan:
     implementation: str | None = None
     transpose: bool = False
     block: tuple[int, ...] = (BLOCK,)
+    zero_scale: int = 0
 
     @property
     def is_square(self) -> bool:
@@ -94,6 +96,7 @@ class Plan:
             for i, format in enumerate(self.formats):
                 add, exception = self.scaling.rounding(format)
                 params |= {f"round_add_{i}": add, f"round_exception_{i}": exception}
+                params |= {f"zero_scale_{i}": self.zero_scale}
         return params
 
 
@@ -107,6 +110,7 @@ def plan_quantize(
     transpose: Any = False,
     block: Any = BLOCK,
     op: str = "quantize",
+    zero_scale: Any = 0,
 ) -> Plan:
     """The plan of a call of `quantize` on an array like `x`.
 
@@ -126,6 +130,7 @@ def plan_quantize(
             _implementation(op, implementation),
             _flag(op, "transpose", transpose),
             _block(op, block),
+            _zero_scale(op, zero_scale),
         ),
         x.ndim,
     )
@@ -141,6 +146,7 @@ def plan_both(
     scale_layout: Any,
     implementation: Any,
     transpose: Any,
+    zero_scale: Any = 0,
 ) -> Plan:
     """The plan of a call of `quantize_both` on an array like `x`.
 
@@ -173,6 +179,7 @@ def plan_both(
         formats.named(f"{op}: scaling", formats.SCALINGS, scaling),
         _implementation(op, implementation),
         _flag(op, "transpose[1]", transpose[1]),
+        zero_scale=_zero_scale(op, zero_scale),
     )
 
 
@@ -263,6 +270,15 @@ def _block(op: str, block: Any) -> tuple[int, ...]:
     if lengths not in ((BLOCK,), (BLOCK, BLOCK)):
         raise ValueError(sentence)
     return lengths
+
+
+def _zero_scale(op: str, value: Any) -> int:
+    if isinstance(value, bool) or value not in (0, 127):
+        raise ValueError(
+            f"{op}: zero_scale, the scale of all-zero blocks, must be 0 (2^-127) or 127 (1.0), got "
+            f"{value!r}"
+        )
+    return int(value)
 
 
 def _canonical(plan: Plan, ndim: int) -> Plan:

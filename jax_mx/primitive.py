@@ -80,7 +80,7 @@ def _quantize_reference(x, *, plan: Plan):
     out = []
     for result, format in zip(plan.views.results, plan.formats, strict=True):
         blocks, scaling = jnp.moveaxis(x, result.block, result.last), cast(Scaling, plan.scaling)
-        values, scales = reference.quantize(blocks, format, scaling, result.last)
+        values, scales = reference.quantize(blocks, format, scaling, result.last, plan.zero_scale)
         scales = jnp.moveaxis(scales, result.last, result.block)
         if plan.scale_layout.is_tiled:
             scales = result.pack(scales)

@@ -23,6 +23,7 @@ def quantize(
     format: Format,
     scaling: Scaling,
     block: tuple[int, ...] = (-1,),
+    zero_scale: int = 0,
 ) -> tuple[jax.Array, jax.Array]:  # (..., BLOCK / codes_per_byte) storage, (..., 1) e8m0
     """The codes and the scale of every block; `block` are the dimensions that one spans."""
     bits = float32_bits(x)
@@ -35,6 +36,7 @@ def quantize(
     scale = jnp.maximum((amax + np.uint32(add)) >> np.uint32(23), emax) - emax
     scale = jnp.where(amax == np.uint32(exception & 0xFFFFFFFF), np.uint32(0), scale)
     scale = jnp.where(amax >= np.uint32(_INF), np.uint32(SCALE_NAN), scale)
+    scale = jnp.where(amax == 0, np.uint32(zero_scale), scale)
 
     significand, exponent = _decode(magnitude, 8, 23)
     exponent = exponent + (127 - scale.astype(jnp.int32))

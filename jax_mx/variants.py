@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3, MXFP8_E5M2, Format
+from jax_mx.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Format
 
 if TYPE_CHECKING:
     from jax_mx.plan import Plan
@@ -72,12 +72,16 @@ _KERNELS = (
     ("dequantize", "square", 1),
     ("dequantize", "square_transposed", 1),
 )
+# By how many arrays: the formats of each. Training mixes MXFP8's two, nothing mixes MXFP4.
+_FORMATS: Mapping[int, tuple[tuple[Format, ...], ...]] = {
+    n: (*itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=n), (MXFP4_E2M1,) * n) for n in (1, 2)
+}
 VARIANTS: tuple[Variant, ...] = tuple(
     Variant(op, implementation, form, dtype, formats)
     for implementation in ARCHS
     for op, form, arrays in _KERNELS
     for dtype in FLOAT_DTYPES
-    for formats in itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=arrays)
+    for formats in _FORMATS[arrays]
 )
 
 
@@ -86,6 +90,11 @@ def layouts_of(variant: Variant) -> tuple[str, ...]:
     if variant.form.startswith("square"):
         return ("row_major",)
     return SCALE_LAYOUTS_OF[variant.implementation]
+
+
+def takes_zero_scale(format: Format) -> bool:
+    """Whether kernels have the scale of all-zero blocks as a scalar; it is 0 where they do not."""
+    return format is MXFP4_E2M1
 
 
 def device_arch(arch: str) -> str:
@@ -108,6 +117,10 @@ def choose(plan: Plan, implementation: str) -> Variant:
     for name, value, have in (
         ("form", plan.form, {v.form for v in ops}),
         *(("format", format.name, served) for format in plan.formats),
+        *(
+            ("zero_scale", str(plan.zero_scale), {"0", "127"} if takes_zero_scale(f) else {"0"})
+            for f in plan.formats
+        ),
         ("dtype", plan.dtype.name, {v.dtype for v in mine}),
         ("scale_layout", plan.scale_layout.name, set(SCALE_LAYOUTS_OF[implementation])),
     ):
@@ -116,4 +129,10 @@ def choose(plan: Plan, implementation: str) -> Variant:
                 f"{plan.op}: {implementation} has no kernel for {name} {value}, only for "
                 f"{', '.join(sorted(have))}; 'xla' serves it"
             )
-    return next(v for v in mine if (v.formats, v.dtype) == (plan.formats, plan.dtype.name))
+    for v in mine:
+        if (v.formats, v.dtype) == (plan.formats, plan.dtype.name):
+            return v
+    pair = " and ".join(format.name for format in plan.formats)
+    raise NotImplementedError(
+        f"{plan.op}: {implementation} has no kernel for {pair} in one call; 'xla' serves it"
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_mx.formats import FLOAT_DTYPES
 from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import Variant
+from jax_mx.variants import Variant, takes_zero_scale
 
 ALL = (0, 99)  # from the first dimension to the last
 
@@ -51,8 +51,9 @@ class Entry:
             return [*self.extents]
         names = [
             f"{name}_{i}"
-            for i in range(len(self.formats))
-            for name in ("round_add", "round_exception")
+            for i, format in enumerate(self.formats)
+            for name in ("round_add", "round_exception", "zero_scale")
+            if name != "zero_scale" or takes_zero_scale(format)
         ]
         return [*self.extents, *([4, name] for name in names)]
 
