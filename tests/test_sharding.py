@@ -260,7 +260,8 @@ def check(name: str, layout: str, mode: str, spec, devices) -> None:
     assert largest(text) <= math.prod(SHAPE.values()) // shards, text
     for g, axes in zip(got, OPS[name].axes(layout)[1], strict=True):
         assert g.sharding.is_equivalent_to(NamedSharding(mesh, arranged(spec, axes)), g.ndim)
-    if devices[0].platform != "cpu" and artifacts.TARGET in text:
+    # Of axis -3 the call itself, and tiles of scales, turn the array (`OPS`, `ops.quantize`).
+    if devices[0].platform != "cpu" and artifacts.TARGET in text and name != "quantize, axis -3":
         assert not re.findall(r"= \S+ (?:copy|transpose)\(", text), text
 
 
