@@ -103,7 +103,8 @@ def test_kernels_take_the_candidates_of_a_sweep(variant):
     tiles = list(sweep.candidates(variant))
     assert len(tiles) > 1
     for layout, tile in itertools.product(layouts_of(variant), tiles):
-        assert kernels.kernel_of(variant, SCALE_LAYOUTS[layout], True, tile=tile).tile is tile
+        kernel = kernels.kernel_of(variant, "sm_90a", SCALE_LAYOUTS[layout], True, tile=tile)
+        assert kernel.tile is tile
 
 
 # ---- timing ---

@@ -37,7 +37,9 @@ def compile_variant(
 
     # Per layout the entry for aligned operands, then the one that takes any.
     kernels = {
-        name: [module.kernel_of(variant, SCALE_LAYOUTS[name], a, **tuning) for a in (True, False)]
+        name: [
+            module.kernel_of(variant, arch, SCALE_LAYOUTS[name], a, **tuning) for a in (True, False)
+        ]
         for name in layouts or layouts_of(variant)
     }
     every = [kernel for entries in kernels.values() for kernel in entries]

@@ -7,7 +7,7 @@ import cutlass
 from cutlass import Float32, Uint32, cute
 from cutlass.cutlass_dsl import dsl_user_op
 
-from jax_mx.formats import MXFP8_E4M3, MXFP8_E5M2, SCALE_NAN
+from jax_mx.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_NAN, Format
 
 INPUT = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
 _SUFFIX = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": "f32"}
@@ -212,6 +212,181 @@ def pack_four(
     )
 
 
+# ---- codes of pairs ---
+# What is between a float and its bytes: `scaled_pair`, then one of the ways to pack. A pair is two
+# floats; or, where e2m1 has no conversion, a word of two 16-bit ones, of the kind `_kind`.
+
+
+def _has_words(format: Format, arch: str) -> bool:
+    """Whether pairs are words: Hopper has no conversion to e2m1."""
+    return format == MXFP4_E2M1 and arch == "sm_90a"
+
+
+def _kind(dtype: str) -> str:
+    return _SUFFIX["bfloat16" if dtype == "bfloat16" else "float16"]
+
+
+def scaled_pair(words: list, inverses: Uint32, dtype: str, format: Format, arch: str):
+    """Two elements, of one word or (float32) of two, times a pair of inverses."""
+    if not _has_words(format, arch):
+        return products(words, inverses, dtype)
+    if dtype == "bfloat16":
+        return _multiply_bf16x2(words[0], inverses)
+    low, high = products(words, inverses, dtype)
+    if dtype == "float32":
+        low, high = _to_odd(low), _to_odd(high)
+    return _cut_two(low, high)
+
+
+def pack_along(pairs: list, dtype: str, format: Format, arch: str) -> list:
+    """Words of the codes of pairs, in their order; the last one may be used in part."""
+    if format.codes_per_byte == 1:
+        fours = zip(pairs[::2], pairs[1::2], strict=True)
+        return [pack_four(*low, *high, format) for low, high in fours]
+    if not _has_words(format, arch):
+        return _pack_e2m1([value for pair in pairs for value in pair])
+    kind, halves = _kind(dtype), []
+    for low, high in zip(pairs[::2], pairs[1::2], strict=True):
+        # Codes 0, 2, 1, 3 in bytes, then in order.
+        mixed = times_plus(_counted(high, kind), 256, _counted(low, kind))
+        signs = (bytes_of(low, high, 0x7351) >> Uint32(4)) & Uint32(0x08080808)
+        mixed = mixed + signs - Uint32(_COUNTS_FROM[kind] * (1 + 256) & 0xFFFFFFFF)
+        halves.append(mixed + (mixed >> Uint32(12)))
+    if len(halves) == 1:
+        return halves
+    fours = zip(halves[::2], halves[1::2], strict=True)
+    return [bytes_of(low, high, 0x5410) for low, high in fours]
+
+
+def pack_down(upper: list, lower: list, dtype: str, format: Format, arch: str) -> list:
+    """Words of bytes that hold a code of each of two rows, the upper one's lowest."""
+    if not _has_words(format, arch):
+        pairs = [pair for two in zip(upper, lower, strict=True) for pair in zip(*two, strict=True)]
+        return _pack_e2m1([value for pair in pairs for value in pair])
+    kind, found = _kind(dtype), []
+    offset = _COUNTS_FROM[kind] * (1 + 16) >> 16 & 0xFF  # in the third byte; the first has none
+    for i in range(0, len(upper), 2):
+        both = [
+            times_plus(_counted(lower[j], kind), 16, _counted(upper[j], kind)) for j in (i, i + 1)
+        ]
+        signs = _signs(*(bytes_of(*rows[i : i + 2], 0x7531) for rows in (upper, lower)))
+        found.append(bytes_of(*both, 0x6420) + signs - Uint32(offset * 0x01000100))
+    return found
+
+
+def pack_below(rows: list, dtype: str, format: Format, arch: str) -> list:
+    """Pairs below each other as `pack_column` takes them: words of half of both columns."""
+    if not _has_words(format, arch):
+        return rows
+    kind, halves = _kind(dtype), []
+    for i in range(0, len(rows), 4):
+        four = rows[i : i + 4]
+        word = _counted(four[3], kind)
+        for pair in four[2::-1]:
+            word = times_plus(word, 16, _counted(pair, kind))
+        signs = _signs(*(bytes_of(four[j], four[j + 2], 0x7351) for j in (0, 1)))
+        offset = _COUNTS_FROM[kind] * (1 + 16 + 256 + 4096) & 0xFFFFFFFF
+        halves.append(word + signs - Uint32(offset))
+    return halves
+
+
+def pack_column(below: list, which: int, format: Format, arch: str) -> list:
+    """Words of the codes of one column of two."""
+    if not _has_words(format, arch):
+        floats = [pair[which] for pair in below]
+        pairs = list(zip(floats[::2], floats[1::2], strict=True))
+        if format.codes_per_byte == 1:
+            return pack_along(pairs, "", format, arch)
+        return _pack_e2m1(floats)
+    pairs = zip(below[::2], below[1::2], strict=True)
+    return [bytes_of(low, high, (0x5410, 0x7632)[which]) for low, high in pairs]
+
+
+def _signs(low: Uint32, high: Uint32) -> Uint32:
+    """The top bits of `low`'s bytes at their bits 3, those of `high`'s at their bits 7."""
+    mask = 0x08080808
+    mixed = (low >> Uint32(4)) & Uint32(mask) | high & Uint32(~mask & 0xFFFFFFFF)
+    return mixed & Uint32(0x88888888)
+
+
+# Where 16-bit floats count by ones, twice: 128 in bfloat16, 1024 in float16. Added to a number of
+# a few units, this rounds it to an integer, and what is behind it is that integer.
+_COUNTS_FROM = {"bf16x2": 0x43004300, "f16x2": 0x64006400}
+
+
+@dsl_user_op
+def _counted(pair: Uint32, kind: str, *, loc=None, ip=None) -> Uint32:
+    """`_COUNTS_FROM` + the e2m1 codes of the magnitudes of two scaled floats; of NaN the largest.
+
+    Codes count steps: two a unit up to 2, one up to 4, a half beyond. So a code is the least of
+    2 x, x + 2, x / 2 + 4 and 7, rounded to the nearest integer, an even one from a tie.
+    """
+    two, one, half = {"bf16x2": (0x4000, 0x3F80, 0x3F00), "f16x2": (0x4000, 0x3C00, 0x3800)}[kind]
+    code = "{ .reg .b32 a, t, u, v, c, d; and.b32 a, {$r0}, 0x7fff7fff; "
+    for name, factor, added in (("t", two, 0), ("u", one, 2), ("v", half, 4)):
+        code += (
+            f"mov.b32 c, 0x{factor:04x}{factor:04x}; "
+            f"mov.b32 d, 0x{_COUNTS_FROM[kind] + added * 0x10001:08x}; "
+            f"fma.rn.{kind} {name}, a, c, d; "
+        )
+    code += (
+        f"min.{kind} t, t, u; min.{kind} t, t, v; "
+        f"mov.b32 d, 0x{_COUNTS_FROM[kind] + 7 * 0x10001:08x}; min.{kind} {{$w0}}, t, d; }}"
+    )
+    return cute.arch.inline_ptx(
+        code, write_only_types=[Uint32], read_only_args=[pair], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def times_plus(a: Uint32, factor: int, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """a * factor + b, in the pipe that has room, not by a shift."""
+    return cute.arch.inline_ptx(
+        f"mad.lo.u32 {{$w0}}, {{$r0}}, {factor}, {{$r1}};",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def _to_odd(value: Float32) -> Float32:
+    """Cut to float16's ten bits of mantissa, of which the last is 1 if anything is cut off."""
+    bits = float_to_bits(value)
+    return bits_to_float(bits | ((bits & Uint32(0x1FFF)) + Uint32(0x1FFF) & Uint32(0x2000)))
+
+
+@dsl_user_op
+def _cut_two(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
+    """Two float16 in a word, rounded towards zero: exact, but far below the smallest code."""
+    return cute.arch.inline_ptx(
+        "cvt.rz.f16x2.f32 {$w0}, {$r1}, {$r0};",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def _pack_e2m1(floats: list) -> list:
+    """Words of eight codes, rounded to nearest even and saturated; NaN gives the largest."""
+    floats = [*floats, *[Float32(0.0)] * (-len(floats) % 8)]
+    return [_pack_eight_e2m1(floats[i : i + 8]) for i in range(0, len(floats), 8)]
+
+
+@dsl_user_op
+def _pack_eight_e2m1(floats: list, *, loc=None, ip=None) -> Uint32:
+    cvt = "cvt.rn.satfinite.e2m1x2.f32 b{0}, {{$r{2}}}, {{$r{1}}}; "
+    code = "".join(cvt.format(i, 2 * i, 2 * i + 1) for i in range(4))
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b8 b0, b1, b2, b3; {code}mov.b32 {{$w0}}, {{b0, b1, b2, b3}}; }}",
+        write_only_types=[Uint32],
+        read_only_args=floats,
+        loc=loc,
+        ip=ip,
+    )
+
+
 @cute.jit
 def factor_of(scale: Uint32) -> Float32:
     """The float32 of a scale's byte: 2^(scale - 127), or NaN."""
@@ -223,9 +398,13 @@ def factor_of(scale: Uint32) -> Float32:
     return bits_to_float(bits)
 
 
+def unpack_four(word: Uint32, format: Format) -> list:
+    """The float32 of four codes, one a byte, the lowest byte's first; exact."""
+    return _unpack_four_e2m1(word) if format == MXFP4_E2M1 else _unpack_four(word, format)
+
+
 @dsl_user_op
-def unpack_four(word: Uint32, format, *, loc=None, ip=None) -> list:
-    """The float32 of four codes, the lowest byte's first; exact."""
+def _unpack_four(word: Uint32, format, *, loc=None, ip=None) -> list:
     cvt = f"cvt.rn.f16x2.{_ELEMENT[format]}x2"
     return list(
         cute.arch.inline_ptx(
@@ -233,6 +412,34 @@ def unpack_four(word: Uint32, format, *, loc=None, ip=None) -> list:
             f"{cvt} a, low; {cvt} b, high; mov.b32 {{h0, h1}}, a; mov.b32 {{h2, h3}}, b; "
             "cvt.f32.f16 {$w0}, h0; cvt.f32.f16 {$w1}, h1; "
             "cvt.f32.f16 {$w2}, h2; cvt.f32.f16 {$w3}, h3; }",
+            write_only_types=[Float32] * 4,
+            read_only_args=[word],
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+def unpack_nibbles(word: Uint32) -> list:
+    """A word's eight e2m1 codes, the even ones and the odd ones, one a byte."""
+    return [word & Uint32(0x0F0F0F0F), (word >> Uint32(4)) & Uint32(0x0F0F0F0F)]
+
+
+@dsl_user_op
+def _unpack_four_e2m1(word: Uint32, *, loc=None, ip=None) -> list:
+    """The float32 of four codes, one a byte: their bits are a float16's, times 2^14."""
+    half = (
+        "prmt.b32 p, {{$r0}}, 0, 0x{select}; shl.b32 s, p, 4; shl.b32 p, p, 1; "
+        "and.b32 s, s, 0x80008000; and.b32 p, p, 0x0e000e00; or.b32 p, p, s; "
+        "mul.rn.f16x2 p, p, t; mov.b32 {{low, high}}, p; "
+        "cvt.f32.f16 {{$w{0}}}, low; cvt.f32.f16 {{$w{1}}}, high; "
+    )
+    return list(
+        cute.arch.inline_ptx(
+            "{ .reg .b16 low, high; .reg .b32 p, s, t; mov.b32 t, 0x74007400; "
+            + half.format(0, 1, select=1404)
+            + half.format(2, 3, select=3424)
+            + "}",
             write_only_types=[Float32] * 4,
             read_only_args=[word],
             loc=loc,

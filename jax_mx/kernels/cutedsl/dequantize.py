@@ -43,9 +43,14 @@ class Flat(Kernel):
     extents = ([8, [0, *ALL]], [8, [1, *ALL]], [4, [0, -3, -2]], [4, [0, -2, -1]])
 
     def __init__(
-        self, variant: Variant, layout: ScaleLayout, aligned: bool, tile: Strip | None = None
+        self,
+        variant: Variant,
+        arch: str,
+        layout: ScaleLayout,
+        aligned: bool,
+        tile: Strip | None = None,
     ):
-        super().__init__(variant, layout, aligned)
+        super().__init__(variant, arch, layout, aligned)
         self.tile = tile or STRIPS[self.itemsize]
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
@@ -61,11 +66,13 @@ class Flat(Kernel):
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
         by_step = cute.make_layout((n // elements, elements), stride=(elements, 1))
-        mV, mY = cute.make_tensor(values, by_step), cute.make_tensor(y, by_step)
+        stored: cutlass.Constexpr = elements // self.per_byte
+        mV = cute.make_tensor(values, cute.make_layout((n // elements, stored), stride=(stored, 1)))
+        mY = cute.make_tensor(y, by_step)
         mS = cute.make_tensor(scales, cute.make_layout(places))
         per_step: cutlass.Constexpr = self.tile.threads // sharers
 
-        rV = cute.make_rmem_tensor((elements, unroll), Uint8)
+        rV = cute.make_rmem_tensor((stored, unroll), Uint8)
         rS = cute.make_rmem_tensor(unroll, Uint8)
         steps, insides = [], []
         for u in range_constexpr(unroll):
@@ -79,24 +86,49 @@ class Flat(Kernel):
         for u in range_constexpr(unroll):
             if insides[u]:
                 factor = convert.factor_of(Uint32(rS[u]))
-                rY = dequantized(rV[None, u], [factor] * elements, self.formats[0], self.dtype)
+                rC = rV[None, u]
+                if const_expr(self.per_byte > 1):
+                    rC = fragment(expanded(words_of(rC)), "bytes")
+                rY = dequantized(rC, [factor] * elements, self.formats[0], self.dtype)
                 cute.autovec_copy(rY, mY[steps[u], None])
 
 
+def words_of(rP) -> list:
+    """A fragment of bytes as words; the last one may be used in part."""
+    if cute.size(rP) % 4 == 0:
+        rW = cute.recast_tensor(rP, Uint32)
+        return [rW[i] for i in range(cute.size(rW))]
+    word = Uint32(0)
+    for i in range(cute.size(rP)):
+        word = word | Uint32(rP[i]) << Uint32(8 * i)
+    return [word]
+
+
+def expanded(words: list) -> list:
+    """Words of one code a byte, from words of two."""
+    found = []
+    for word in words:
+        low, high = convert.unpack_nibbles(word)
+        found += [convert.bytes_of(low, high, select) for select in (0x5140, 0x7362)]
+    return found
+
+
 def dequantized(rV, factors: list, format, dtype: str):
-    """A fragment of floats: codes times factors, rounded once."""
+    """A fragment of floats: codes, one a byte, times as many factors, rounded once."""
     rW = cute.recast_tensor(rV, Uint32)
-    floats = [value for i in range(cute.size(rW)) for value in convert.unpack_four(rW[i], format)]
+    floats = [
+        value for i in range(len(factors) // 4) for value in convert.unpack_four(rW[i], format)
+    ]
     products = [value * factor for value, factor in zip(floats, factors, strict=True)]
     return fragment(convert.round_all(products, dtype), dtype)
 
 
 def fragment(words: list, dtype: str):
-    """Words as a fragment of their elements."""
+    """Words as a fragment of their elements, floats or "bytes"."""
     rW = cute.make_rmem_tensor(len(words), Uint32)
     for i, word in enumerate(words):
         rW[i] = word
-    return cute.recast_tensor(rW, convert.INPUT[dtype])
+    return cute.recast_tensor(rW, Uint8 if dtype == "bytes" else convert.INPUT[dtype])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +205,14 @@ class Matrix(Kernel):
     float_first = False
 
     def __init__(
-        self, variant: Variant, layout: ScaleLayout, aligned: bool, tile: Tiling | None = None
+        self,
+        variant: Variant,
+        arch: str,
+        layout: ScaleLayout,
+        aligned: bool,
+        tile: Tiling | None = None,
     ):
-        super().__init__(variant, layout, aligned)
+        super().__init__(variant, arch, layout, aligned)
         self.how = ARRANGEMENTS[variant.form]
         self.tile = tile or tiling(self.how, self.itemsize, layout, aligned)
         self.threads = 32 * self.tile.down * self.tile.across
@@ -201,6 +238,49 @@ class Matrix(Kernel):
     def cut(self) -> None:
         """Sets `rows`, `cols`, `vector` and `elements_per_thread`."""
         raise NotImplementedError
+
+    @cute.jit
+    def load_vectors(self, values, rV, batch, first, left, rows, cols):
+        """Codes (vector, depth) of this lane, one a byte, by whole vectors, from `first`, `left`.
+
+        Rows beyond the array keep what they have.
+        """
+        n: cutlass.Constexpr = self.vector
+        depth: cutlass.Constexpr = cute.size(rV) // self.vector
+        if const_expr(self.per_byte == 1):
+            top = Int64(batch) * rows + first
+            mV = by_vector(values, Int64(batch + 1) * rows, cols, n)
+            for i in range_constexpr(depth):
+                if first + i < rows:
+                    cute.autovec_copy(mV[top + i, left // n, None], rV[None, i])
+        elif const_expr(self.how.blocks == "column"):  # a byte holds two rows, which both are there
+            top = Int64(batch) * (rows // 2) + first // 2
+            mV = by_vector(values, Int64(batch + 1) * (rows // 2), cols, n)
+            for i in range_constexpr(depth // 2):
+                if first + 2 * i < rows:
+                    rP = cute.make_rmem_tensor(n, Uint8)
+                    cute.autovec_copy(mV[top + i, left // n, None], rP)
+                    self.put_two_rows(rV, i, rP)
+        else:
+            top = Int64(batch) * rows + first
+            mV = by_vector(values, Int64(batch + 1) * rows, cols // 2, n // 2)
+            for i in range_constexpr(depth):
+                if first + i < rows:
+                    rP = cute.make_rmem_tensor(n // 2, Uint8)
+                    cute.autovec_copy(mV[top + i, left // n, None], rP)
+                    self.put_row(rV, i, rP)
+
+    def put_two_rows(self, rV, i: int, rP) -> None:
+        """Rows 2 * i and 2 * i + 1 of codes, one a byte, from bytes of both."""
+        rW = cute.recast_tensor(rV, Uint32)
+        for w, word in enumerate(words_of(rP)):
+            rW[w, 2 * i], rW[w, 2 * i + 1] = convert.unpack_nibbles(word)
+
+    def put_row(self, rV, i: int, rP) -> None:
+        """Row i of codes, one a byte, from bytes of two."""
+        rW = cute.recast_tensor(rV, Uint32)
+        for w, word in zip(range(self.vector // 4), expanded(words_of(rP)), strict=False):
+            rW[w, i] = word
 
     def turned(self, pair):
         """A pair of the view's extents in the order (R, C)."""
@@ -248,13 +328,8 @@ class Turned(Matrix):
 
         rV = cute.make_rmem_tensor((n, 8), Uint8)
         rV.fill(Uint8(0))
-        mV = by_vector(values, Int64(batch + 1) * rows, cols, n)
         if left < cols:
-            for i in range_constexpr(8):
-                if first + i < rows:
-                    cute.autovec_copy(
-                        mV[Int64(batch) * rows + first + i, left // n, None], rV[None, i]
-                    )
+            self.load_vectors(values, rV, batch, first, left, rows, cols)
         sV = cute.arch.alloc_smem(Uint8, self.rows * self.cols, alignment=128)
         blocks: cutlass.Constexpr = (self.cols if self.how.blocks == "row" else self.rows) // BLOCK
         others: cutlass.Constexpr = {"row": self.rows, "column": self.cols}.get(
@@ -435,31 +510,54 @@ class Tiled(Matrix):
         """This lane's codes, (vector, depth); rows beyond the array keep what they have."""
         n: cutlass.Constexpr = self.vector
         depth: cutlass.Constexpr = self.tile.depth
+        column: cutlass.Constexpr = self.how.blocks == "column"
         top = Int64(batch) * rows + first
         if const_expr(self.aligned):
-            mV = by_vector(values, Int64(batch + 1) * rows, cols, n)
+            self.load_vectors(values, rV, batch, first, left, rows, cols)
+        elif const_expr(self.per_byte > 1 and not column):
+            # Rows of whole blocks, so it is the array that lies anywhere, which is rare.
+            mV = cute.make_tensor(values, cute.make_layout(1 << 62))
             for i in range_constexpr(depth):
                 if first + i < rows:
-                    cute.autovec_copy(mV[top + i, left // n, None], rV[None, i])
+                    rP = cute.make_rmem_tensor(n // 2, Uint8)
+                    for j in range_constexpr(n // 2):
+                        rP[j] = mV[(top + i) * (cols // 2) + left // 2 + j]
+                    self.put_row(rV, i, rP)
         else:
-            # Two vectors around each row's, as long as all of them belong to the array.
-            before, behind = (
-                (top > 0) | (left >= n),
-                (first + depth < rows) | (left + 2 * n <= cols),
-            )
-            if (first + depth <= rows) & (left + n <= cols) & (cols >= n) & before & behind:
-                rW = cute.recast_tensor(rV, Uint32)
-                for i in range_constexpr(depth):
-                    words = load_anywhere(values.toint() + (top + i) * cols + left, n)
-                    for w in range_constexpr(n // 4):
-                        rW[w, i] = words[w]
-            else:
-                layout = cute.make_layout((Int64(batch + 1) * rows, cols), stride=(Int64(cols), 1))
-                mV = cute.make_tensor(values, layout)
-                for i in range_constexpr(depth):
-                    for j in range_constexpr(n):
-                        if (first + i < rows) & (left + j < cols):
-                            rV[j, i] = mV[top + i, left + j]
+            self.load_lines(values, rV, batch, first, left, rows, cols)
+
+    @cute.jit
+    def load_lines(self, values, rV, batch, first, left, rows, cols):
+        """The same of rows of bytes that lie anywhere."""
+        n: cutlass.Constexpr = self.vector
+        depth: cutlass.Constexpr = self.tile.depth // self.per_byte
+        rP = rV
+        if const_expr(self.per_byte > 1):  # rows of bytes, which hold two of codes
+            rP = cute.make_rmem_tensor((n, depth), Uint8)
+            rP.fill(Uint8(0))
+            rows, first = rows // 2, first // 2
+        top = Int64(batch) * rows + first
+        # Two vectors around each row's, as long as all of them belong to the array.
+        before, behind = (
+            (top > 0) | (left >= n),
+            (first + depth < rows) | (left + 2 * n <= cols),
+        )
+        if (first + depth <= rows) & (left + n <= cols) & (cols >= n) & before & behind:
+            rW = cute.recast_tensor(rP, Uint32)
+            for i in range_constexpr(depth):
+                words = load_anywhere(values.toint() + (top + i) * cols + left, n)
+                for w in range_constexpr(n // 4):
+                    rW[w, i] = words[w]
+        else:
+            layout = cute.make_layout((Int64(batch + 1) * rows, cols), stride=(Int64(cols), 1))
+            mV = cute.make_tensor(values, layout)
+            for i in range_constexpr(depth):
+                for j in range_constexpr(n):
+                    if (first + i < rows) & (left + j < cols):
+                        rP[j, i] = mV[top + i, left + j]
+        if const_expr(self.per_byte > 1):
+            for i in range_constexpr(depth):
+                self.put_two_rows(rV, i, rP[None, i])
 
     @cute.jit
     def load_scales(self, scales, rS, batch, first, left, rows, cols):
@@ -542,10 +640,10 @@ def aligned_bytes(pointer, offset, count: int):
     return cute.make_tensor(pointer, layout)[offset // count, None]
 
 
-def kernel_of(variant: Variant, layout: ScaleLayout, aligned: bool, **tuning):
+def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool, **tuning):
     """The kernel of a variant's entry, for scales in this layout."""
     if variant.form == "last":
         kind = Flat
     else:
         kind = Turned if aligned and variant.form.endswith("_transposed") else Tiled
-    return kind(variant, layout, aligned, **tuning)
+    return kind(variant, arch, layout, aligned, **tuning)

@@ -5,15 +5,22 @@ import dataclasses
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
-from jax_mx.formats import BLOCK
+from jax_mx.formats import BLOCK, Format
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.entry import Entry
+from jax_mx.layouts import ScaleLayout
+from jax_mx.variants import Variant
 
 PAD = 8  # bytes between rows in shared memory: room for words that straddle, and other banks
 
 
 class Kernel(Entry):
     """An entry, and the host half that makes it be compiled; subclasses have the `kernel`."""
+
+    def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
+        super().__init__(variant, layout, aligned)
+        self.arch = arch
+        self.per_byte = variant.formats[0].codes_per_byte  # of all formats
 
     def arguments(self):
         """Stand-ins of the host function's arguments, to compile it."""
@@ -24,6 +31,18 @@ class Kernel(Entry):
             for dtype, align in zip(types, self.align, strict=True)
         )
         return pointers, tuple((Int64 if s[0] == 8 else Int32)(BLOCK) for s in self.scalars)
+
+    def scale_of(self, amax, format: Format, rounding):
+        """`convert.scale_of`, with the scale of zeros where the entry has it as a scalar."""
+        add, exception, *zero = (Uint32(number) for number in rounding)
+        scale, inverse = convert.scale_of(amax, format.emax, self.dtype, add, exception)
+        if zero:
+            scale = select(amax == Uint32(0), zero[0], scale)
+        return scale, inverse
+
+    def scaled_pair(self, words: list, inverses: Uint32, format: Format):
+        """`convert.scaled_pair` on this entry's dtype and arch."""
+        return convert.scaled_pair(words, inverses, self.dtype, format, self.arch)
 
     @cute.jit
     def __call__(self, pointers, scalars):

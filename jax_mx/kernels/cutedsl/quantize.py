@@ -35,7 +35,7 @@ from jax_mx.kernels.cutedsl.kernel import (
 )
 from jax_mx.kernels.entry import ALL
 from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import Variant
+from jax_mx.variants import Variant, takes_zero_scale
 
 
 def words_of(rX, pair: int, dtype: str) -> list:
@@ -45,13 +45,13 @@ def words_of(rX, pair: int, dtype: str) -> list:
     return [rW[each * pair + i] for i in range(each)]
 
 
-def packed(floats: list, format: Format):
-    """A fragment of the codes of these floats, a multiple of four."""
-    rV = cute.make_rmem_tensor(len(floats), Uint8)
+def bytes_of(words: list, count: int):
+    """A fragment of the first `count` bytes of these words."""
+    rV = cute.make_rmem_tensor(4 * len(words), Uint8)
     rW = cute.recast_tensor(rV, Uint32)
-    for i in range(len(floats) // 4):
-        rW[i] = convert.pack_four(*floats[4 * i : 4 * i + 4], format)
-    return rV
+    for i, word in enumerate(words):
+        rW[i] = word
+    return rV if count == 4 * len(words) else cute.make_tensor(rV.iterator, cute.make_layout(count))
 
 
 # H200, (8, 7168, 7168), 2026-11-20, benchmarks/sweep.py, 96 candidates: bf16 285.7 us (best 285.4),
@@ -66,9 +66,14 @@ class Flat(Kernel):
     extents = ([8, [0, *ALL]], [8, [2, *ALL]], [4, [0, -3, -2]], [4, [0, -2, -1]])
 
     def __init__(
-        self, variant: Variant, layout: ScaleLayout, aligned: bool, tile: Strip | None = None
+        self,
+        variant: Variant,
+        arch: str,
+        layout: ScaleLayout,
+        aligned: bool,
+        tile: Strip | None = None,
     ):
-        super().__init__(variant, layout, aligned)
+        super().__init__(variant, arch, layout, aligned)
         self.tile = tile or STRIP
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
@@ -77,7 +82,7 @@ class Flat(Kernel):
     @cute.kernel
     def kernel(self, pointers, scalars):
         x, values, scales = pointers
-        n, places, rows, cols, round_add, round_exception = scalars
+        n, places, rows, cols, *rounding = scalars
         elements: cutlass.Constexpr = self.tile.elements
         unroll: cutlass.Constexpr = self.tile.unroll
         sharers: cutlass.Constexpr = BLOCK // elements  # threads that share a block
@@ -85,7 +90,9 @@ class Flat(Kernel):
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
         by_step = cute.make_layout((n // elements, elements), stride=(elements, 1))
-        mX, mV = cute.make_tensor(x, by_step), cute.make_tensor(values, by_step)
+        mX = cute.make_tensor(x, by_step)
+        stored: cutlass.Constexpr = elements // self.per_byte
+        mV = cute.make_tensor(values, cute.make_layout((n // elements, stored), stride=(stored, 1)))
         mS = cute.make_tensor(scales, cute.make_layout(places))
         per_step: cutlass.Constexpr = self.tile.threads // sharers
 
@@ -109,22 +116,19 @@ class Flat(Kernel):
             for k in range_constexpr(sharers.bit_length() - 1):
                 other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
                 word = convert.larger_magnitude(word, other, self.dtype)
-            scale, inverse = convert.scale_of(
-                convert.largest_magnitude_bits(word, self.dtype),
-                self.formats[0].emax,
-                self.dtype,
-                Uint32(round_add),
-                Uint32(round_exception),
-            )
+            amax = convert.largest_magnitude_bits(word, self.dtype)
+            scale, inverse = self.scale_of(amax, self.formats[0], rounding)
             inverses = convert.pair(inverse, inverse)
-            floats = []
+            pairs = []
             for i in range_constexpr(elements // 2):
                 two = words_of(rX[None, u], i, self.dtype)
-                floats += convert.products(two, inverses, self.dtype)
-            rV = packed(floats, self.formats[0])
+                pairs.append(self.scaled_pair(two, inverses, self.formats[0]))
+            rV = bytes_of(convert.pack_along(pairs, self.dtype, self.formats[0], self.arch), stored)
             if insides[u]:
                 cute.autovec_copy(rV, mV[steps[u], None])
             if (offsets[u] < places) & (tid % sharers == 0):
+                if const_expr(self.layout.is_tiled and len(rounding) > 2):
+                    scale = select(insides[u], scale, Uint32(0))
                 mS[offsets[u]] = Uint8(scale)  # padding: of zeros, so 0
 
 
@@ -155,7 +159,9 @@ class Tiling:
         return 32 * self.down * self.across
 
 
-def tiling(form: str, itemsize: int, layout: ScaleLayout, aligned: bool) -> Tiling:
+def tiling(
+    form: str, itemsize: int, layout: ScaleLayout, aligned: bool, per_byte: int = 1
+) -> Tiling:
     """The tiling of an entry. What decides is which bytes a thread block writes side by side.
 
     Bytes reach memory in pieces of 32 and lines of 128; a piece of a few bytes costs as much as a
@@ -176,8 +182,23 @@ def tiling(form: str, itemsize: int, layout: ScaleLayout, aligned: bool) -> Tili
                          (4, 2) 677, tiles 691. transposed (8, 1) 324; (8, 2) 402;
                          f32 (4, 2, band 64) 578
     Two tiles one after the other per thread block are slower in all forms (both: 451 and more).
+      MXFP4: second      bf16 (4, 4) 236, 308; (4, 2) and (2, 4) the same
+      second_transposed  bf16 (8, 2, band 64) 240, 323; (8, 1, 64) 240, 330; (4, 2, 64) 247, 329
+      square             bf16 (4, 2) 233, 304; (1, 4), (2, 2) and (1, 8) the same
+      both, row-major    bf16 (1, 4) 299, 389; (2, 4) 313, 407; (1, 8) 314, 409; (1, 16) 432, 561.
+                         f32 (1, 4) 479; (2, 4) 503; (1, 8) 507
+      both, tiles        bf16 (4, 2) 323, 421; (2, 4) 329, 428; (4, 4) spills
+      both_transposed    bf16 (4, 2, band 4) 334, 447; band 1 338, 456; band 64 337, 455;
+                         (8, 2) 367, 486; (2, 4) 412, 542; (2, 2) 431, 565.
+                         tiles (2, 2) 321, 421; (4, 2) 337, 438
     """
     short, transposed = itemsize == 2, form.endswith("_transposed")
+    if per_byte > 1 and form == "both" and not layout.is_tiled:
+        return Tiling(1, 4)
+    if per_byte > 1 and form in ("both", "square"):
+        return Tiling(4, 2)
+    if per_byte > 1 and form == "both_transposed":
+        return Tiling(2, 2) if layout.is_tiled and short else Tiling(4, 2, band=4)
     if transposed:
         if short and not aligned and form == "second_transposed":
             return Tiling(8, 1) if not layout.is_tiled else Tiling(4, 2)
@@ -185,7 +206,8 @@ def tiling(form: str, itemsize: int, layout: ScaleLayout, aligned: bool) -> Tili
         return Tiling(8, 2, band) if short else Tiling(4, 2, band)
     if form == "both" and not layout.is_tiled:
         return Tiling(1, 16) if short else Tiling(1, 8)
-    if form == "second" and not aligned:
+    spills = per_byte > 1 and layout.is_tiled  # with (1, 8) 8 bytes, to fit in 48 registers
+    if form == "second" and not aligned and not spills:
         return Tiling(1, 8)
     return Tiling(4, 2) if form == "both" or not aligned else Tiling(4, 4)
 
@@ -197,6 +219,34 @@ class Output:
     format: Format
     blocks: str  # "row": along the last axis; "column": the one before; "square": both
     transpose: bool = False  # values and scales are written transposed; not with "row"
+
+    @property
+    def per_column(self) -> int:
+        """How many codes of a column a byte holds."""
+        return self.format.codes_per_byte if self.blocks == "column" or self.transpose else 1
+
+    @property
+    def per_row(self) -> int:
+        """How many codes of a row a byte holds."""
+        return self.format.codes_per_byte // self.per_column
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Values in shared memory: `count` lines of `size` bytes, in permuted chunks of 16.
+
+    Lanes write to lines that are `group` apart, `pieces` chunks each; without the permutation, all
+    to the same banks.
+    """
+
+    count: int
+    size: int
+    group: int
+    pieces: int
+
+    def key(self, line):
+        """What a line's chunk numbers are permuted by, with an exclusive or."""
+        return line // self.group * self.pieces % min(CHUNKS, self.size // 16)
 
 
 class Tiled(Kernel):
@@ -210,11 +260,16 @@ class Tiled(Kernel):
     elements_per_thread = 2 * BLOCK
 
     def __init__(
-        self, variant: Variant, layout: ScaleLayout, aligned: bool, tile: Tiling | None = None
+        self,
+        variant: Variant,
+        arch: str,
+        layout: ScaleLayout,
+        aligned: bool,
+        tile: Tiling | None = None,
     ):
-        super().__init__(variant, layout, aligned)
+        super().__init__(variant, arch, layout, aligned)
         self.form = variant.form
-        self.tile = tile or tiling(self.form, self.itemsize, layout, aligned)
+        self.tile = tile or tiling(self.form, self.itemsize, layout, aligned, self.per_byte)
         transpose = self.form.endswith("_transposed")
         self.square = self.form.startswith("square")
         blocks = "square" if self.square else "column"
@@ -267,7 +322,8 @@ class Tiled(Kernel):
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
             values, (sS, sV) = pointers[1 + 2 * o], staged[o]
-            rounding = (Uint32(scalars[2 + 2 * o]), Uint32(scalars[3 + 2 * o]))
+            each: cutlass.Constexpr = (len(scalars) - 2) // self.outputs
+            rounding = scalars[2 + each * o : 2 + each * (o + 1)]
             if const_expr(result.blocks == "row"):
                 inverses = self.scale_rows(rX, sS, result, rounding, row, col, across)
             elif const_expr(result.blocks == "column"):
@@ -276,6 +332,8 @@ class Tiled(Kernel):
                 inverses = self.scale_square(rX, sS, result, rounding, row, col)
             if const_expr(result.transpose):
                 self.stage_transposed(sV, rX, inverses, result, row, col)
+            elif const_expr(result.per_row > 1):
+                self.stage_rows(sV, rX, inverses, result, row, col)
             elif const_expr(sV is None):
                 self.store(rX, inverses, result, values, at, row, col, blocks_m, k)
             else:
@@ -285,8 +343,8 @@ class Tiled(Kernel):
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
             values, scales, (sS, sV) = pointers[1 + 2 * o], pointers[2 + 2 * o], staged[o]
-            if const_expr(result.transpose):
-                self.store_transposed(sV, values, at, tid, blocks_m, k)
+            if const_expr(result.transpose or result.per_row > 1):
+                self.store_lines(sV, values, result, at, tid, blocks_m, k)
             elif const_expr(sV is not None):
                 self.store_unaligned(sV, values, at, blocks_m, k)
             # The two results' scales are written by other threads, as far as they go.
@@ -303,12 +361,12 @@ class Tiled(Kernel):
         sS = cute.make_tensor(
             cute.arch.alloc_smem(Uint8, rows * cols, alignment=16), cute.make_layout((cols, rows))
         )
-        if result.transpose:
-            size = self.tile.rows * self.tile.cols
+        if result.transpose or result.per_row > 1:
+            size = self.tile.rows * self.tile.cols // self.per_byte
             return sS, cute.arch.alloc_smem(Uint8, size, alignment=128)
         if self.aligned or self.is_both:  # rows are as aligned as the array is
             return sS, None
-        size = self.tile.rows * (self.tile.cols + PAD) + PAD
+        size = self.tile.rows // self.per_byte * (self.tile.cols + PAD) + PAD
         return sS, cute.arch.alloc_smem(Uint8, size, alignment=16)
 
     def is_turned(self, result: Output) -> bool:
@@ -422,7 +480,7 @@ class Tiled(Kernel):
         amaxes = self.exchange(words, self.row_sharers, 1, index)
         inverses = []
         for e in range_constexpr(2):
-            scale, inverse = convert.scale_of(amaxes[e], result.format.emax, self.dtype, *rounding)
+            scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
             self.put(sS, result, row + 2 * index + e, col // BLOCK, scale)
             inverses.append(inverse)
         return self.gather(inverses, self.row_sharers, 1, index)
@@ -438,7 +496,7 @@ class Tiled(Kernel):
         amaxes = self.exchange(words, self.column_sharers, self.lanes, down)
         inverses = []
         for e in range_constexpr(2):
-            scale, inverse = convert.scale_of(amaxes[e], result.format.emax, self.dtype, *rounding)
+            scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
             self.put(sS, result, row // BLOCK, col + 2 * down + e, scale)
             inverses.append(inverse)
         return self.gather(inverses, self.column_sharers, self.lanes, down)
@@ -455,7 +513,7 @@ class Tiled(Kernel):
             other = cute.arch.shuffle_sync_bfly(word, offset=offset)
             word = convert.larger_magnitude(word, other, self.dtype)
         amax = convert.largest_magnitude_bits(word, self.dtype)
-        scale, inverse = convert.scale_of(amax, result.format.emax, self.dtype, *rounding)
+        scale, inverse = self.scale_of(amax, result.format, rounding)
         if (row % BLOCK == 0) & (col % BLOCK == 0):
             self.put(sS, result, row // BLOCK, col // BLOCK, scale)
         return [convert.pair(inverse, inverse)]
@@ -467,13 +525,23 @@ class Tiled(Kernel):
         return inverses[w if result.blocks == "column" else 0]
 
     # ---- values ---
-    def quantized_row(self, rX, inverses: list, result: Output, i: int):
-        """Row i's codes."""
-        floats = []
+    def scaled_row(self, rX, inverses: list, result: Output, i: int) -> list:
+        """Row i's pairs, see convert.py."""
+        pairs = []
         for w in range(self.vector // 2):
             factors = self.factors(inverses, result, w, i)
-            floats += convert.products(self.pair(rX, w, i), factors, self.dtype)
-        return packed(floats, result.format)
+            pairs.append(self.scaled_pair(self.pair(rX, w, i), factors, result.format))
+        return pairs
+
+    def quantized_row(self, rX, inverses: list, result: Output, i: int):
+        """Row i of the bytes."""
+        per = result.per_column
+        rows = [self.scaled_row(rX, inverses, result, per * i + r) for r in range(per)]
+        if per == 1:
+            words = convert.pack_along(rows[0], self.dtype, result.format, self.arch)
+        else:
+            words = convert.pack_down(*rows, self.dtype, result.format, self.arch)
+        return bytes_of(words, self.vector // result.per_row)
 
     @cute.jit
     def store(
@@ -485,11 +553,12 @@ class Tiled(Kernel):
         first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
         top = Int64(batch) * m + first
         n: cutlass.Constexpr = self.vector
-        mV = by_vector(values, Int64(batch + 1) * m, k, n)
+        down: cutlass.Constexpr = result.per_column
+        mV = by_vector(values, Int64(batch + 1) * (m // down), k, n)
         if (first < m) & (left < k):
-            for i in range_constexpr(self.rows):
+            for i in range_constexpr(self.rows // down):
                 rV = self.quantized_row(rX, inverses, result, i)
-                cute.autovec_copy(rV, mV[top + i, left // n, None])
+                cute.autovec_copy(rV, mV[top // down + i, left // n, None])
 
     @cute.jit
     def stage(self, sV, rX, inverses, result: cutlass.Constexpr, row, col):
@@ -498,82 +567,112 @@ class Tiled(Kernel):
         rows = cute.make_tensor(
             sV + PAD,
             cute.make_layout(
-                (self.tile.rows, self.tile.cols // n, n), stride=(self.tile.cols + PAD, n, 1)
+                (self.tile.rows // self.per_byte, self.tile.cols // n, n),
+                stride=(self.tile.cols + PAD, n, 1),
             ),
         )
-        for i in range_constexpr(self.rows):
+        for i in range_constexpr(self.rows // self.per_byte):
             rV = self.quantized_row(rX, inverses, result, i)
-            cute.autovec_copy(rV, rows[row + i, col // n, None])
+            cute.autovec_copy(rV, rows[row // self.per_byte + i, col // n, None])
 
     @cute.jit
     def store_unaligned(self, sV, values, at, blocks_m, k):
         """From shared memory to values that lie anywhere, or whose rows do."""
         batch, tile_m, tile_k = at
-        m, top, left = blocks_m * BLOCK, tile_m * self.tile.rows, tile_k * self.tile.cols
+        height: cutlass.Constexpr = self.tile.rows // self.per_byte
+        m, top, left = blocks_m * (BLOCK // self.per_byte), tile_m * height, tile_k * self.tile.cols
         start = values.toint() + (Int64(batch) * m + top) * k + left
         store_rows(
-            sV, start, Int64(k), m - top, cutlass.min(k - left, self.tile.cols), self.tile.rows,
+            sV, start, Int64(k), m - top, cutlass.min(k - left, self.tile.cols), height,
             self.tile.cols, self.threads // 32,
         )  # fmt: skip
 
     @cute.jit
     def stage_transposed(self, sV, rX, inverses, result: cutlass.Constexpr, row, col):
-        """The tile's values in shared memory, a column of x after the other.
-
-        16-byte chunks of a column are permuted by the column's vector, or the lanes across, which
-        are `vector` columns of 128 bytes apart, would all write to the same banks.
-        """
-        rows: cutlass.Constexpr = self.rows
+        """The tile's values in shared memory, a column of x after the other."""
+        rows: cutlass.Constexpr = self.rows // self.per_byte  # of bytes
         n: cutlass.Constexpr = self.vector
         parts: cutlass.Constexpr = 16 // rows
-        height: cutlass.Constexpr = self.tile.rows
+        lines: cutlass.Constexpr = self.lines(result)
         chunks = cute.make_tensor(
             sV,
             cute.make_layout(
-                (self.tile.cols, height // 16, parts, rows), stride=(height, 16, rows, 1)
+                (lines.count, lines.size // 16, parts, rows), stride=(lines.size, 16, rows, 1)
             ),
         )
-        chunk = (row // 16) ^ (col // n % CHUNKS)
+        byte = row // self.per_byte
+        chunk = (byte // 16) ^ lines.key(col)
         for w in range_constexpr(n // 2):
-            columns = [[], []]
-            for i in range_constexpr(rows):
+            pairs = []
+            for i in range_constexpr(self.rows):
                 factors = self.factors(inverses, result, w, i)
-                two = convert.products(self.pair(rX, w, i), factors, self.dtype)
-                columns[0].append(two[0])
-                columns[1].append(two[1])
+                pairs.append(self.scaled_pair(self.pair(rX, w, i), factors, result.format))
+            below = convert.pack_below(pairs, self.dtype, result.format, self.arch)
             for c in range_constexpr(2):
-                rV = packed(columns[c], result.format)
-                cute.autovec_copy(rV, chunks[col + 2 * w + c, chunk, row % 16 // rows, None])
+                words = convert.pack_column(below, c, result.format, self.arch)
+                rV = bytes_of(words, rows)
+                cute.autovec_copy(rV, chunks[col + 2 * w + c, chunk, byte % 16 // rows, None])
 
     @cute.jit
-    def store_transposed(self, sV, values, at, tid, blocks_m, k):
-        """From shared memory to values (batch, K, M), 16 bytes a thread and step."""
-        if const_expr(self.aligned):
-            self.copy_transposed(sV, values, at, tid, blocks_m, k)
-        elif values.toint() % 16 == 0:
-            self.copy_transposed(sV, with_alignment(values, Uint8, 16), at, tid, blocks_m, k)
-        else:
-            self.copy_transposed(sV, values, at, tid, blocks_m, k)
+    def stage_rows(self, sV, rX, inverses, result: cutlass.Constexpr, row, col):
+        """The tile's values in shared memory row by row: bytes of two codes make short runs.
 
-    @cute.jit
-    def copy_transposed(self, sV, values, at, tid, blocks_m, k):
-        batch, tile_m, tile_k = at
-        m = blocks_m * BLOCK
-        height: cutlass.Constexpr = self.tile.rows
-        per_column: cutlass.Constexpr = height // 16
-        chunks = cute.make_tensor(
-            sV, cute.make_layout((self.tile.cols, per_column, 16), stride=(height, 16, 1))
+        H200, (8, 7168, 7168), 2026-11-21: square blocks in MXFP4 365 us if lanes write their 4
+        bytes a row to memory, 245 us so.
+        """
+        beside: cutlass.Constexpr = result.per_row
+        lines: cutlass.Constexpr = self.lines(result)
+        n: cutlass.Constexpr = self.vector // beside
+        rows = cute.make_tensor(
+            sV,
+            cute.make_layout(
+                (lines.count, lines.size // 16, 16 // n, n), stride=(lines.size, 16, n, 1)
+            ),
         )
-        mV = by_vector(values, Int64(batch + 1) * k, m, 16)
-        for step in range_constexpr(self.tile.cols * per_column // self.tile.threads):
+        byte = col // beside
+        for i in range_constexpr(self.rows):
+            rV = self.quantized_row(rX, inverses, result, i)
+            chunk = (byte // 16) ^ lines.key(row + i)
+            cute.autovec_copy(rV, rows[row + i, chunk, byte % 16 // n, None])
+
+    def lines(self, result: Output):
+        """How a result's values lie in shared memory."""
+        sides = self.tile.cols, self.tile.rows // self.per_byte
+        if not result.transpose:
+            sides = self.tile.rows, self.tile.cols // self.per_byte
+        return Lines(*sides, *((self.vector, 1) if result.transpose else (self.rows, 2)))
+
+    @cute.jit
+    def store_lines(self, sV, values, result: cutlass.Constexpr, at, tid, blocks_m, k):
+        """From shared memory to where each line is a row, 16 bytes a thread and step."""
+        if const_expr(self.aligned):
+            self.copy_lines(sV, values, result, at, tid, blocks_m, k)
+        elif values.toint() % 16 == 0:
+            aligned = with_alignment(values, Uint8, 16)
+            self.copy_lines(sV, aligned, result, at, tid, blocks_m, k)
+        else:
+            self.copy_lines(sV, values, result, at, tid, blocks_m, k)
+
+    @cute.jit
+    def copy_lines(self, sV, values, result: cutlass.Constexpr, at, tid, blocks_m, k):
+        batch, tile_r, tile_c = at
+        rows, cols = blocks_m * BLOCK, k // self.per_byte
+        if const_expr(result.transpose):
+            tile_r, tile_c, rows, cols = tile_c, tile_r, k, blocks_m * (BLOCK // self.per_byte)
+        lines: cutlass.Constexpr = self.lines(result)
+        each: cutlass.Constexpr = lines.size // 16  # chunks
+        chunks = cute.make_tensor(
+            sV, cute.make_layout((lines.count, each, 16), stride=(lines.size, 16, 1))
+        )
+        mV = by_vector(values, Int64(batch + 1) * rows, cols, 16)
+        for step in range_constexpr(lines.count * each // self.tile.threads):
             index = step * self.tile.threads + tid
-            chunk, col = index % per_column, index // per_column
-            left, top = tile_k * self.tile.cols + col, tile_m * height + chunk * 16
-            if (left < k) & (top < m):
+            chunk, line = index % each, index // each
+            row, col = tile_r * lines.count + line, tile_c * lines.size + chunk * 16
+            if (row < rows) & (col < cols):
                 rV = cute.make_rmem_tensor(16, Uint8)
-                where = chunk ^ (col // self.vector % CHUNKS)
-                cute.autovec_copy(chunks[col, where, None], rV)
-                cute.autovec_copy(rV, mV[Int64(batch) * k + left, top // 16, None])
+                cute.autovec_copy(chunks[line, chunk ^ lines.key(line), None], rV)
+                cute.autovec_copy(rV, mV[Int64(batch) * rows + row, col // 16, None])
 
     @cute.jit
     def store_scales(self, sS, scales, result: cutlass.Constexpr, at, thread, blocks_m, k):
@@ -607,6 +706,8 @@ class Tiled(Kernel):
                 count = cols - col
             if (index < total) & inside:
                 four = cute.make_tensor(sS.iterator + index * unit, cute.make_layout(unit))
+                if const_expr(self.layout.is_tiled and takes_zero_scale(result.format)):
+                    self.clear_padding(four, row, col, rows, cols)
                 mS = cute.make_tensor(scales + offset, cute.make_layout(unit))
                 if whole:
                     word = with_alignment(mS.iterator, Uint32, 4)
@@ -619,7 +720,15 @@ class Tiled(Kernel):
                         if c < count:
                             mS[c] = four[c]
 
+    @cute.jit
+    def clear_padding(self, four, row, col, rows, cols):
+        """Zeros for staged scales that are beyond the matrix; where blocks of zeros have others."""
+        if (row >= rows) | (col + cute.size(four) > cols):
+            for c in range_constexpr(cute.size(four)):
+                if (row >= rows) | (col + c >= cols):
+                    four[c] = Uint8(0)
 
-def kernel_of(variant: Variant, layout: ScaleLayout, aligned: bool, **tuning):
+
+def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool, **tuning):
     """The kernel of a variant's entry, for scales in this layout."""
-    return (Flat if variant.form == "last" else Tiled)(variant, layout, aligned, **tuning)
+    return (Flat if variant.form == "last" else Tiled)(variant, arch, layout, aligned, **tuning)
