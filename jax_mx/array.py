@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.formats import BLOCK, FORMATS, Format, named
+from jax_mx.formats import BLOCK, FORMATS, MXFP4_E2M1, SCALE_DTYPE, Format, named
 from jax_mx.forms import (
     FORMS,
     divided,
@@ -73,6 +73,71 @@ class MXArray:
     def nbytes(self) -> int:
         """Bytes of values and scales together."""
         return self.values.size + self.scales.size
+
+    def as_float4(self) -> jax.Array:
+        """Values of MXFP4 as elements, for `jax.lax.scaled_dot`: a bitcast of the same bytes.
+
+        Returns:
+          float4_e2m1fn of the array's shape.
+
+        Raises:
+          ValueError: another format, or codes that are not packed along the last axis.
+        """
+        if self.format != MXFP4_E2M1:
+            raise ValueError(f"as_float4: elements are {self.format!r}, only MXFP4_E2M1 is float4")
+        if self.axis != -1:
+            raise ValueError(
+                f"as_float4: codes are packed along axis {self.axis}, float4 along the last; "
+                "use quantize(x, axis=..., transpose=True)"
+            )
+        pairs = jax.lax.bitcast_convert_type(self.values, jnp.float4_e2m1fn)  # (..., K / 2, 2)
+        return reshape(pairs, self.shape, spec_of(self.values))
+
+    @classmethod
+    def from_float4(
+        cls,
+        values: jax.Array,
+        scales: jax.Array,
+        *,
+        scale_layout: ScaleLayout | str = ROW_MAJOR,
+        block: tuple[int, ...] = (BLOCK,),
+    ) -> MXArray:
+        """The inverse of `as_float4`, a bitcast too.
+
+        Args:
+          values: float4_e2m1fn (..., K); blocks run along the last axis.
+          scales: float8_e8m0fnu, as `MXArray.scales` are.
+          scale_layout: where they lie.
+          block: (32,), or (32, 32) if square.
+
+        Raises:
+          TypeError: another dtype.
+          ValueError: a last axis that 32 does not divide, or scales of another shape.
+        """
+        op = "from_float4"
+        layout = named(f"{op}: scale_layout", SCALE_LAYOUTS, scale_layout)
+        for name, array, want in (
+            ("values", values, np.dtype(jnp.float4_e2m1fn)),
+            ("scales", scales, SCALE_DTYPE),
+        ):
+            if array.dtype != want:
+                raise TypeError(f"{op}: {name} are {array.dtype}, must be {want}")
+        values, scales = jnp.asarray(values), jnp.asarray(scales)
+        axes = tuple(range(-len(block), 0))
+        if values.ndim < len(block) or any(values.shape[axis] % BLOCK for axis in axes):
+            raise ValueError(
+                f"{op}: values have the shape {values.shape}, {BLOCK} must divide the last "
+                f"{len(block)} of it"
+            )
+        want = scales_shape(values.shape, axes, layout)
+        if scales.shape != want:
+            raise ValueError(
+                f"{op}: values of the shape {values.shape} have scales of the shape {want}, got "
+                f"{scales.shape}"
+            )
+        pairs = (*divided(values.shape, (-1,), 2), 2)
+        codes = jax.lax.bitcast_convert_type(reshape(values, pairs, spec_of(values)), jnp.uint8)
+        return cls(codes, scales, MXFP4_E2M1, -1, layout, block)
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.bfloat16, **options) -> jax.Array:
         """See `jax_mx.dequantize`."""
