@@ -107,3 +107,67 @@ def test_float4_refuses_in_one_sentence():
         with pytest.raises(error) as caught:
             call()
         assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---- mx_matmul_reference ---
+@pytest.mark.parametrize(
+    "m,n,k", [(8, 2112, 7168), (16, 3072, 1536), (64, 3072, 1536), (256, 2880, 512)]
+)
+def test_products_of_amd_mxfp4_mm(m, n, k):
+    """gpu-mode's shapes and tolerance: a reads as float4 in JAX's own scaled product."""
+    keys = jax.random.split(jax.random.key(m))
+    a, b = (
+        FP4(jax.random.normal(key, (rows, k), jnp.bfloat16), scaling="even")
+        for key, rows in zip(keys, (m, n), strict=True)
+    )
+    got = jax_mx.mx_matmul_reference(a, b)
+    assert (got.shape, got.dtype) == ((m, n), jnp.float32)
+    left, right = (np.asarray(q.dequantize(jnp.float32), np.float64) for q in (a, b))
+    bound = k * 2.0**-23 * (np.abs(left) @ np.abs(right).T)
+    assert (np.abs(np.asarray(got, np.float64) - left @ right.T) <= bound).all()
+    dot = jax.jit(
+        lambda a, b: jax.lax.scaled_dot(
+            a.as_float4(),
+            b.as_float4(),
+            lhs_scale=a.scales,
+            rhs_scale=b.scales,
+            dimension_numbers=(((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+    )
+    np.testing.assert_allclose(dot(a, b), got, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("pair", [("mxfp4_e2m1", "mxfp8_e4m3"), ("mxfp6_e2m3", "mxfp8_e5m2")])
+def test_products_of_any_operands(pair, layout):
+    """Small integers, so that every sum is exact in any order."""
+    rng = np.random.default_rng(0)
+    a, b = (
+        jnp.asarray(rng.integers(-3, 4, shape), jnp.float32)
+        for shape in ((2, 3, 40, 64), (3, 64, 24))
+    )
+    want = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    one, two = (partial(jax_mx.quantize, format=f, scale_layout=layout) for f in pair)
+    lefts = (one(a), one(jnp.swapaxes(a, -1, -2), axis=-2))
+    rights = (two(b, axis=-2), two(b, axis=-2, transpose=True))
+    for left, right in zip(lefts, rights, strict=True):
+        for f in (jax_mx.mx_matmul_reference, jax.jit(jax_mx.mx_matmul_reference)):
+            assert_bits_equal(f(left, right), want.astype(np.float32))
+
+
+def test_products_poison_and_refuse():
+    x = jnp.ones((32, 64)).at[3, 40].set(jnp.inf)
+    a, b = FP4(x), FP4(jnp.ones((64, 64)))
+    nan = np.isnan(np.asarray(jax_mx.mx_matmul_reference(a, b)))
+    assert nan[3].all() and nan.sum() == 64
+    for call, error, sentence in (
+        (lambda: jax_mx.mx_matmul_reference(x, b), TypeError, "a must be an MXArray, got Arr"),
+        (lambda: jax_mx.mx_matmul_reference(a, FP4(x[0])), ValueError,
+         "b has the shape (64,) and blocks along axis -1; it must be a matrix, or a stack"),
+        (lambda: jax_mx.mx_matmul_reference(a, FP4(x, axis=-2)), ValueError,
+         "a has length 64 along axis -1 and b 32 along axis -2; the product is over both"),
+    ):  # fmt: skip
+        with pytest.raises(error) as caught:
+            call()
+        assert sentence in str(caught.value) and "\n" not in str(caught.value)
