@@ -23,7 +23,7 @@ from jax_mx.forms import (
     to_view,
     unit_lengths,
 )
-from jax_mx.layouts import ROW_MAJOR, ScaleLayout
+from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
 from jax_mx.sharding import gathered, is_explicit, shards_of, spec_of
 from jax_mx.variants import device_arch
@@ -48,6 +48,7 @@ def quantize(
     transpose: bool = False,
     block: int | tuple[int, int] = BLOCK,
     zero_scale: int = 0,
+    value_layout: ValueLayout | str = ROW_MAJOR_VALUES,
     implementation: str | None = None,
 ) -> MXArray:
     """Quantizes blocks of 32 elements to a small float format with E8M0 scales.
@@ -74,6 +75,8 @@ def quantize(
         `MXArray.expand` makes either direction's ordinary blocks of it, for a GEMM.
       zero_scale: the scale's byte of a block of zeros: 0 (2^-127), or 127 (1.0) as in ROCm
         TransformerEngine. With 127, MXFP8 is served by "xla" alone.
+      value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16 (aiter's GEMMs), which
+        wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -90,7 +93,7 @@ def quantize(
     """
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     call = (format, axis, scaling, scale_layout, implementation, transpose, block)
-    plan = plan_quantize(x, *call, zero_scale=zero_scale)
+    plan = plan_quantize(x, *call, zero_scale=zero_scale, value_layout=value_layout)
     x = jnp.asarray(x, plan.dtype)
     _insist(plan)
     if plan.axis < -2 and plan.scale_layout.is_tiled:  # a layout's rows are the last axis alone
@@ -111,6 +114,7 @@ def quantize_both(
     scale_layout: ScaleLayout | str = ROW_MAJOR,
     transpose: tuple[bool, bool] = (False, True),
     zero_scale: int = 0,
+    value_layouts: tuple[ValueLayout | str, ValueLayout | str] = ("row_major", "row_major"),
     implementation: str | None = None,
 ) -> tuple[MXArray, MXArray]:
     """Quantizes along the last axis and along the one before it, from one read of x.
@@ -126,6 +130,7 @@ def quantize_both(
       scale_layout: of both.
       transpose: per result; (False, True) gives the second one as (..., K, M), see `quantize`.
       zero_scale: see `quantize`.
+      value_layouts: of each, see `quantize`.
       implementation: or None.
 
     Returns:
@@ -136,7 +141,8 @@ def quantize_both(
     """
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     pair = (format, format) if formats is None else formats
-    plan = plan_both(x, pair, scaling, scale_layout, implementation, transpose, zero_scale)
+    call = (scaling, scale_layout, implementation, transpose, zero_scale, value_layouts)
+    plan = plan_both(x, pair, *call)
     _insist(plan)
     last, second = _quantize(jnp.asarray(x, plan.dtype), plan)
     return last, second
@@ -173,13 +179,15 @@ def dequantize(
     """
     plan = plan_dequantize(q, dtype, transpose, implementation)
     _insist(plan)
-    names = {"format": plan.format, "scale_layout": plan.scale_layout}  # or what they stand for
+    (values_in,) = plan.value_layouts
+    names = {"format": plan.format, "scale_layout": plan.scale_layout, "value_layout": values_in}
+    q = dataclasses.replace(q, **names).with_values_in(ROW_MAJOR_VALUES)  # names or what they name
     if plan.axis < -2 and plan.scale_layout.is_tiled:  # see quantize
         values = jnp.moveaxis(q.values, plan.axis, -2)
-        q = dataclasses.replace(q, values=values, axis=-2, **names)
+        q = dataclasses.replace(q, values=values, axis=-2)
         y = jnp.moveaxis(_dequantize(q, dataclasses.replace(plan, axis=-2)), -2, plan.axis)
     else:
-        y = _dequantize(dataclasses.replace(q, axis=plan.axis, **names), plan)
+        y = _dequantize(dataclasses.replace(q, axis=plan.axis), plan)
     return y if plan.transpose == transpose else jnp.swapaxes(y, -1, -2)
 
 
@@ -354,10 +362,11 @@ def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
             shape, spec = (moved_last(dims, axes[0]) for dims in (shape, spec))
             axes = result.last
         stored = divided(shape, axes[-1:], format.codes_per_byte)
-        values = from_view(values, stored, spec, result.order)
+        values_in = plan.value_layouts[i]
+        values = values_in.pack(from_view(values, stored, spec, result.order))
         stored, spec = scales_shape(shape, axes, layout), scales_spec(spec, axes, layout)
         scales = from_view(scales, stored, spec, result.scales_order)
-        arrays.append(MXArray(values, scales, format, axes[-1], layout, plan.block))
+        arrays.append(MXArray(values, scales, format, axes[-1], layout, plan.block, values_in))
     return arrays
 
 
