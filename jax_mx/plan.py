@@ -15,6 +15,7 @@ from jax_mx.array import MXArray, fits
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, SCALE_DTYPE, Format, Scaling
 from jax_mx.forms import FORMS, Form, moved_last, scales_shape
 from jax_mx.layouts import ROW_MAJOR_VALUES, VALUE_LAYOUTS, ScaleLayout, ValueLayout
+from jax_mx.treatment import UNTREATED, Treatment
 
 # The implementations that a caller can name, and the JAX platform that each runs on.
 IMPLEMENTATIONS: Mapping[str, str] = {"cutedsl": "cuda", "flydsl": "rocm", "xla": "any"}
@@ -38,6 +39,7 @@ class Plan:
       zero_scale: the scale's byte of an all-zero block; matters to quantize alone.
       value_layouts: where the values of quantize's results lie; what the primitive gives is
         row-major, and is put there afterwards.
+      treatments: of the elements of quantize's results, beside scaling.
     """
 
     op: str
@@ -51,6 +53,7 @@ class Plan:
     block: tuple[int, ...] = (BLOCK,)
     zero_scale: int = 0
     value_layouts: tuple[ValueLayout, ...] = (ROW_MAJOR_VALUES,)
+    treatments: tuple[Treatment, ...] = (UNTREATED,)
 
     @property
     def is_square(self) -> bool:
@@ -115,6 +118,7 @@ def plan_quantize(
     op: str = "quantize",
     zero_scale: Any = 0,
     value_layout: Any = ROW_MAJOR_VALUES,
+    treatment: Treatment = UNTREATED,
 ) -> Plan:
     """The plan of a call of `quantize` on an array like `x`.
 
@@ -136,11 +140,12 @@ def plan_quantize(
             _block(op, block),
             _zero_scale(op, zero_scale),
             (formats.named(f"{op}: value_layout", VALUE_LAYOUTS, value_layout),),
+            (treatment,),
         ),
         x.ndim,
     )
     for along in plan.axes if plan.is_square else (axis,):  # as the caller counts it
-        _whole_blocks(op, x.shape, along)
+        _whole_blocks(op, x.shape, along, treatment)
     _values_fit(plan, x.shape, (plan.axis,))
     return plan
 
@@ -154,6 +159,7 @@ def plan_both(
     transpose: Any,
     zero_scale: Any = 0,
     value_layouts: Any = (ROW_MAJOR_VALUES,) * 2,
+    treatments: tuple[Treatment, ...] = (UNTREATED,) * 2,
 ) -> Plan:
     """The plan of a call of `quantize_both` on an array like `x`.
 
@@ -175,8 +181,8 @@ def plan_both(
             f"{op}: transpose[0] is the result along the last axis, whose blocks are contiguous as "
             "they are; use (False, True) or (False, False)"
         )
-    for axis in (-1, -2):
-        _whole_blocks(op, x.shape, axis)
+    for axis, treatment in zip((-1, -2), treatments, strict=True):
+        _whole_blocks(op, x.shape, axis, treatment)
     first, second = (formats.named(f"{op}: format", formats.FORMATS, f) for f in formats_)
     plan = Plan(
         op,
@@ -191,6 +197,7 @@ def plan_both(
         value_layouts=tuple(
             formats.named(f"{op}: value_layout", VALUE_LAYOUTS, v) for v in value_layouts
         ),
+        treatments=treatments,
     )
     _values_fit(plan, x.shape, (-1, -2))
     return plan
@@ -275,12 +282,17 @@ def _axis(op: str, axis: Any, ndim: int) -> int:
     return axis if axis < 0 else axis - ndim
 
 
-def _whole_blocks(op: str, shape: tuple[int, ...], axis: int) -> None:
+def _whole_blocks(op: str, shape: tuple[int, ...], axis: int, treatment: Treatment) -> None:
     length = shape[axis]
     if length % BLOCK:
         raise ValueError(
             f"{op}: axis {axis} has length {length}, not a multiple of the block length {BLOCK}; "
             f"pad it to {-(-length // BLOCK) * BLOCK} or choose another axis of {tuple(shape)}"
+        )
+    if length % treatment.group:
+        raise ValueError(
+            f"{op}: axis {axis} has length {length}, not a multiple of {treatment.hadamard}, the "
+            "size of its Hadamard transform; use a smaller one or pad it"
         )
 
 
@@ -328,6 +340,11 @@ def _canonical(plan: Plan, ndim: int) -> Plan:
     if plan.is_square and plan.axis != -1:
         raise ValueError(
             f"{op}: square blocks span the last two axes; leave axis at -1, got {plan.axis}"
+        )
+    if plan.is_square and any(treatment.hadamard for treatment in plan.treatments):
+        raise ValueError(
+            f"{op}: a Hadamard transform goes along one axis, square blocks span two; use block="
+            f"{BLOCK}"
         )
     if plan.is_square and layout.is_tiled:
         raise ValueError(
