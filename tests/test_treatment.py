@@ -385,6 +385,18 @@ def test_eight_devices_give_the_bytes_of_one(kind, spec, layout):
         assert_same_array(g, w)
 
 
+@pytest.mark.gpu
+def test_the_gpu_gives_the_same_bytes():
+    x = random_bits((256, 512), np.float32)
+    x[:64] = (x[:64].view(np.uint32) & 0x80FFFFFF).view(np.float32)  # about the least normal
+    call = jax.jit(partial(jax_mx.quantize_both, format=FP4, implementation="xla", **ALL))
+    with jax.default_device(jax.devices("cpu")[0]):
+        wants, turned = call(x), jax_mx.hadamard(x, 32)
+    for got, want in zip(call(x), wants, strict=True):
+        assert_same_array(got, want)
+    same_but_nans(np.asarray(jax_mx.hadamard(x, 32)), np.asarray(turned))
+
+
 def test_shards_that_split_a_transform():
     explicit = jax.make_mesh(
         (4,), ("b",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4]
