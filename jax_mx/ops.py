@@ -450,8 +450,8 @@ def _insist_on_whole_blocks(x: jax.Array, shape: tuple[int, ...], plan: Plan) ->
     """Raises ShardingTypeError where, on a mesh with explicit axes, a shard of x splits a block."""
     if not is_explicit(jax.typeof(x).sharding.mesh):
         return
-    group = max(treatment.group for treatment in plan.treatments)
     for axis in plan.axes:
+        group = plan.treatments[-1 - axis if plan.op == "quantize_both" else 0].group
         (names, shards), length = shards_of(x, axis), shape[axis]
         if length % (shards * group):
             raise primitive.ShardingTypeError(

@@ -138,8 +138,14 @@ def test_products_of_amd_mxfp4_mm(m, n, k):
     np.testing.assert_allclose(dot(a, b), got, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
-@pytest.mark.parametrize("pair", [("mxfp4_e2m1", "mxfp8_e4m3"), ("mxfp6_e2m3", "mxfp8_e5m2")])
+@pytest.mark.parametrize(
+    "pair,layout",
+    [
+        (("mxfp4_e2m1", "mxfp8_e4m3"), "row_major"),
+        (("mxfp6_e2m3", "mxfp8_e5m2"), "blocked_128x4"),
+        (("mxfp4_e2m1", "mxfp6_e3m2"), "shuffled_32x8"),
+    ],
+)
 def test_products_of_any_operands(pair, layout):
     """Small integers, so that every sum is exact in any order."""
     rng = np.random.default_rng(0)
@@ -152,8 +158,8 @@ def test_products_of_any_operands(pair, layout):
     lefts = (one(a), one(jnp.swapaxes(a, -1, -2), axis=-2))
     rights = (two(b, axis=-2), two(b, axis=-2, transpose=True))
     for left, right in zip(lefts, rights, strict=True):
-        for f in (jax_mx.mx_matmul_reference, jax.jit(jax_mx.mx_matmul_reference)):
-            assert_bits_equal(f(left, right), want.astype(np.float32))
+        got = jax.jit(jax_mx.mx_matmul_reference)(left, right)
+        assert_bits_equal(got, want.astype(np.float32))
 
 
 def test_products_poison_and_refuse():

@@ -285,7 +285,7 @@ def test_hadamard_is_orthogonal_and_exact(size):
     out, tangent = jax.jit(lambda x, v: jax.jvp(one, (x,), (v,)))(x, v)
     assert_bits_equal(out, there)
     np.testing.assert_allclose(tangent, one(v), atol=1e-5)
-    (pulled,) = jax.vjp(one, jnp.asarray(x))[1](jnp.asarray(v))
+    (pulled,) = jax.jit(lambda x, v: jax.vjp(one, x)[1](v))(x, v)
     np.testing.assert_allclose((pulled * x).sum(), (v * np.asarray(there)).sum(), rtol=1e-4)
 
 
@@ -310,7 +310,8 @@ def test_poison_spreads_over_a_transform_and_its_blocks():
     x = jnp.ones((1, 256), jnp.bfloat16).at[0, 70].set(jnp.inf)
     for size, bad in ((16, [2]), (32, [2]), (64, [2, 3])):
         q = jitted(x, hadamard=Hadamard(size))
-        assert_bits_equal(q.values, jax_mx.quantize(jax_mx.hadamard(x, size)).values)
+        turned = jax.jit(jax_mx.hadamard, static_argnums=1)(x, size)
+        assert_bits_equal(q.values, jitted(turned).values)
         scales = bytes_of(q.scales)[0, :, 0]
         np.testing.assert_array_equal(np.flatnonzero(scales == 255), bad)
     large = jnp.full((1, 32), 3e38)  # the sums overflow
@@ -410,6 +411,12 @@ def test_shards_that_split_a_transform():
     with jax.set_mesh(explicit), pytest.raises(jax_mx.primitive.ShardingTypeError) as caught:
         call(jax.device_put(x, NamedSharding(explicit, P(None, "b"))))
     assert "in 4 shards of 32, which does not keep its blocks of 64 whole" in str(caught.value)
+    pair = jax.jit(partial(jax_mx.quantize_both, hadamard=(None, Hadamard(64))))
+    wants = pair(np.tile(x, (2, 1)))
+    with jax.set_mesh(explicit):  # the other axis may be split between blocks
+        gots = pair(jax.device_put(np.tile(x, (2, 1)), NamedSharding(explicit, P(None, "b"))))
+    for got, want in zip(gots, wants, strict=True):
+        assert_same_array(got, want)
 
 
 def test_shard_map_counts_blocks_of_its_shard():
