@@ -14,8 +14,11 @@ from jax_mx.formats import Format as Format
 from jax_mx.formats import Scaling as Scaling
 from jax_mx.layouts import BLOCKED_128X4 as BLOCKED_128X4
 from jax_mx.layouts import ROW_MAJOR as ROW_MAJOR
+from jax_mx.layouts import SHUFFLED_16X16 as SHUFFLED_16X16
 from jax_mx.layouts import SHUFFLED_32X8 as SHUFFLED_32X8
 from jax_mx.layouts import ScaleLayout as ScaleLayout
+from jax_mx.layouts import ValueLayout as ValueLayout
+from jax_mx.matmul import mx_matmul_reference as mx_matmul_reference
 from jax_mx.ops import CHECKPOINT_NAME as CHECKPOINT_NAME
 from jax_mx.ops import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
 from jax_mx.ops import dequantize as dequantize
@@ -23,3 +26,6 @@ from jax_mx.ops import fake_quantize as fake_quantize
 from jax_mx.ops import is_supported as is_supported
 from jax_mx.ops import quantize as quantize
 from jax_mx.ops import quantize_both as quantize_both
+from jax_mx.treatment import Hadamard as Hadamard
+from jax_mx.treatment import Stochastic as Stochastic
+from jax_mx.treatment import hadamard as hadamard

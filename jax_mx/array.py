@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.formats import BLOCK, FORMATS, Format, named
+from jax_mx.formats import BLOCK, FORMATS, MXFP4_E2M1, SCALE_DTYPE, Format, named
 from jax_mx.forms import (
     FORMS,
     divided,
@@ -21,14 +21,21 @@ from jax_mx.forms import (
     to_view,
     unit_lengths,
 )
-from jax_mx.layouts import ROW_MAJOR, SCALE_LAYOUTS, ScaleLayout
+from jax_mx.layouts import (
+    ROW_MAJOR,
+    ROW_MAJOR_VALUES,
+    SCALE_LAYOUTS,
+    VALUE_LAYOUTS,
+    ScaleLayout,
+    ValueLayout,
+)
 from jax_mx.sharding import gathered, reshape, spec_of
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("values", "scales"),
-    meta_fields=("format", "axis", "scale_layout", "block"),
+    meta_fields=("format", "axis", "scale_layout", "block", "value_layout"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class MXArray:
@@ -36,13 +43,15 @@ class MXArray:
 
     Attributes:
       values: the elements' codes, of `format.storage`; the logical shape, but with the block axis
-        divided by `format.codes_per_byte` (2 for MXFP4).
+        divided by `format.codes_per_byte` (2 for MXFP4). In a tiled layout: (..., row tiles,
+        column tiles, bytes of a tile), see `ValueLayout.shape`.
       scales: float8_e8m0fnu. Row-major: the logical shape with the block's axes divided by 32. In a
         tiled layout: (..., row tiles, column tiles, bytes of a tile), see `ScaleLayout.shape`.
       format: what the codes mean.
       axis: the axis that blocks run along, negative, so that it survives vmap; -1 if square.
       scale_layout: where the scale of a block lies.
       block: (32,), or (32, 32): square blocks of the last two axes.
+      value_layout: where values lie; tiled ones have the block axis last.
     """
 
     values: jax.Array
@@ -51,18 +60,21 @@ class MXArray:
     axis: int
     scale_layout: ScaleLayout
     block: tuple[int, ...] = (BLOCK,)
+    value_layout: ValueLayout = ROW_MAJOR_VALUES
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the array that was quantized."""
         shape = list(self.values.shape)
+        if self.value_layout.is_tiled:
+            shape[-3:] = self.value_layout.rows_cols(self.values.shape)
         shape[self.axis] *= self.format.codes_per_byte
         return tuple(shape)
 
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
-        return self.values.ndim
+        return len(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -74,11 +86,97 @@ class MXArray:
         """Bytes of values and scales together."""
         return self.values.size + self.scales.size
 
+    def as_float4(self) -> jax.Array:
+        """Values of MXFP4 as elements, for `jax.lax.scaled_dot`: a bitcast of the same bytes.
+
+        Returns:
+          float4_e2m1fn of the array's shape.
+
+        Raises:
+          ValueError: another format, or codes that are not packed along the last axis.
+        """
+        if self.format != MXFP4_E2M1:
+            raise ValueError(f"as_float4: elements are {self.format!r}, only MXFP4_E2M1 is float4")
+        if self.axis != -1:
+            raise ValueError(
+                f"as_float4: codes are packed along axis {self.axis}, float4 along the last; "
+                "use quantize(x, axis=..., transpose=True)"
+            )
+        if self.value_layout.is_tiled:
+            raise ValueError(
+                f"as_float4: values lie in {self.value_layout.name!r}, float4 in rows; unpack them "
+                "with MXArray.with_values_in('row_major')"
+            )
+        pairs = jax.lax.bitcast_convert_type(self.values, jnp.float4_e2m1fn)  # (..., K / 2, 2)
+        return reshape(pairs, self.shape, spec_of(self.values))
+
+    @classmethod
+    def from_float4(
+        cls,
+        values: jax.Array,
+        scales: jax.Array,
+        *,
+        scale_layout: ScaleLayout | str = ROW_MAJOR,
+        block: tuple[int, ...] = (BLOCK,),
+    ) -> MXArray:
+        """The inverse of `as_float4`, a bitcast too.
+
+        Args:
+          values: float4_e2m1fn (..., K); blocks run along the last axis.
+          scales: float8_e8m0fnu, as `MXArray.scales` are.
+          scale_layout: where they lie.
+          block: (32,), or (32, 32) if square.
+
+        Raises:
+          TypeError: another dtype.
+          ValueError: a last axis that 32 does not divide, or scales of another shape.
+        """
+        op = "from_float4"
+        layout = named(f"{op}: scale_layout", SCALE_LAYOUTS, scale_layout)
+        for name, array, want in (
+            ("values", values, np.dtype(jnp.float4_e2m1fn)),
+            ("scales", scales, SCALE_DTYPE),
+        ):
+            if array.dtype != want:
+                raise TypeError(f"{op}: {name} are {array.dtype}, must be {want}")
+        values, scales = jnp.asarray(values), jnp.asarray(scales)
+        axes = tuple(range(-len(block), 0))
+        if values.ndim < len(block) or any(values.shape[axis] % BLOCK for axis in axes):
+            raise ValueError(
+                f"{op}: values have the shape {values.shape}, {BLOCK} must divide the last "
+                f"{len(block)} of it"
+            )
+        want = scales_shape(values.shape, axes, layout)
+        if scales.shape != want:
+            raise ValueError(
+                f"{op}: values of the shape {values.shape} have scales of the shape {want}, got "
+                f"{scales.shape}"
+            )
+        pairs = (*divided(values.shape, (-1,), 2), 2)
+        codes = jax.lax.bitcast_convert_type(reshape(values, pairs, spec_of(values)), jnp.uint8)
+        return cls(codes, scales, MXFP4_E2M1, -1, layout, block)
+
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.bfloat16, **options) -> jax.Array:
         """See `jax_mx.dequantize`."""
         from jax_mx.ops import dequantize  # ops builds MXArrays
 
         return dequantize(self, dtype, **options)
+
+    def with_values_in(self, value_layout: ValueLayout | str) -> MXArray:
+        """The same array with its values in another layout.
+
+        Raises:
+          TypeError: value_layout is of the wrong type.
+          ValueError: an unknown name, or a layout that does not fit the array; see `quantize`.
+        """
+        layout = named("with_values_in: value_layout", VALUE_LAYOUTS, value_layout)
+        if layout == self.value_layout:
+            return self
+        values = self.values
+        if self.value_layout.is_tiled:
+            values = self.value_layout.unpack(values, *self.value_layout.rows_cols(values.shape))
+        fits("with_values_in", layout, self.axis, self.shape, self.format)
+        return dataclasses.replace(self, values=layout.pack(values), value_layout=layout)
 
     def expand(self, axis: int = -1, scale_layout: ScaleLayout | str = ROW_MAJOR) -> MXArray:
         """Of square blocks: the same array in blocks along one axis, as GEMMs take it.
@@ -90,7 +188,7 @@ class MXArray:
         Returns:
           An `MXArray` that dequantizes to the same floats: of values (..., M, K) the same values,
           and each scale 32 times, row-major (..., M, K / 32) or (..., M / 32, K). Codes of MXFP4
-          are packed along `axis`.
+          are packed along `axis`. Values stay in their layout along -1, and are row-major along -2.
 
         Raises:
           TypeError: scale_layout is of the wrong type.
@@ -104,7 +202,8 @@ class MXArray:
             )
         if axis not in (-1, -2):
             raise ValueError(f"expand: axis must be -1 or -2, got {axis!r}")
-        values, scales = self.values, self.scales
+        values_in = self.value_layout if axis == -1 else ROW_MAJOR_VALUES
+        values, scales = self.with_values_in(values_in).values, self.scales
         if axis == -2 and self.format.codes_per_byte > 1:
             values = _repacked(values, self.format)
         if layout.is_tiled:
@@ -122,7 +221,7 @@ class MXArray:
             scales = to_view(scales, divided(view, (-1,), BLOCK), view_spec, result.order)
             stored = scales_shape(self.shape, (axis,), layout), scales_spec(spec, (axis,), layout)
             scales = from_view(result.pack(scales), *stored, result.scales_order)
-        return MXArray(values, scales, self.format, axis, layout)
+        return MXArray(values, scales, self.format, axis, layout, value_layout=values_in)
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:
         raise TypeError("an MXArray is two arrays; take .values and .scales, or .dequantize()")
@@ -141,15 +240,44 @@ def _repacked(values: jax.Array, format: Format) -> jax.Array:
     return from_view(values, divided(shape, (-2,), format.codes_per_byte), spec, (0, 3, 1, 2))
 
 
+def fits(op: str, layout: ValueLayout, axis: int, shape: tuple[int, ...], format: Format) -> None:
+    """Checks that values with blocks along `axis` of an array of `shape` can lie so.
+
+    Raises:
+      ValueError: they cannot; says why.
+    """
+    if not layout.is_tiled:
+        return
+    if axis != -1 or len(shape) < 2:
+        raise ValueError(
+            f"{op}: value_layout {layout.name!r} tiles a matrix whose rows end with the block "
+            f"axis, the array has the shape {tuple(shape)} and axis {axis}; use transpose=True or "
+            "'row_major'"
+        )
+    rows, size = shape[-2], shape[-1] // format.codes_per_byte
+    if rows % layout.tile[0] or size % layout.tile[1]:
+        raise ValueError(
+            f"{op}: value_layout {layout.name!r} has tiles of {layout.tile[0]} rows and "
+            f"{layout.tile[1]} bytes, which do not divide {rows} rows of {size} bytes; use "
+            "'row_major' or pad the array"
+        )
+
+
 # So that exported programs may take and return MXArrays. Formats and layouts go by name.
-def _serialize(aux: tuple[Format, int, ScaleLayout, tuple[int, ...]]) -> bytes:
-    format, axis, layout, block = aux
-    return json.dumps([format.name, axis, layout.name, *block]).encode()
+Aux = tuple[Format, int, ScaleLayout, tuple[int, ...], ValueLayout]
 
 
-def _deserialize(text: bytes) -> tuple[Format, int, ScaleLayout, tuple[int, ...]]:
-    format, axis, layout, *block = json.loads(text)  # the first programs had no block
-    return FORMATS[format], axis, SCALE_LAYOUTS[layout], tuple(block) or (BLOCK,)
+def _serialize(aux: Aux) -> bytes:
+    format, axis, layout, block, values = aux
+    return json.dumps([format.name, axis, layout.name, values.name, *block]).encode()
+
+
+def _deserialize(text: bytes) -> Aux:
+    format, axis, layout, *rest = json.loads(text)
+    # The first programs had no block, the next no layout of values.
+    values = rest.pop(0) if rest and isinstance(rest[0], str) else "row_major"
+    block = tuple(rest) or (BLOCK,)
+    return FORMATS[format], axis, SCALE_LAYOUTS[layout], block, VALUE_LAYOUTS[values]
 
 
 jax.export.register_pytree_node_serialization(

@@ -110,6 +110,11 @@ class Result:
         """The last dimensions, as many as `block` has."""
         return tuple(range(-len(self.block), 0))
 
+    @property
+    def number(self) -> int:
+        """The dimension, negative, along which the next block of the same row or column lies."""
+        return (self.cols[-1] if self.cols else 0) - len(self.order)
+
     def pack(self, scales: jax.Array) -> jax.Array:
         """Scales of the view's rank into tiles."""
         lead, spec = scales.ndim - len(self.order), spec_of(scales)

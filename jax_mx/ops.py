@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,10 @@ from jax_mx.forms import (
     to_view,
     unit_lengths,
 )
-from jax_mx.layouts import ROW_MAJOR, ScaleLayout
+from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
 from jax_mx.sharding import gathered, is_explicit, shards_of, spec_of
+from jax_mx.treatment import Hadamard, Stochastic, pairs, treatment_of, words_of
 from jax_mx.variants import device_arch
 
 # For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
@@ -48,6 +50,9 @@ def quantize(
     transpose: bool = False,
     block: int | tuple[int, int] = BLOCK,
     zero_scale: int = 0,
+    value_layout: ValueLayout | str = ROW_MAJOR_VALUES,
+    rounding: Stochastic | None = None,
+    hadamard: Hadamard | None = None,
     implementation: str | None = None,
 ) -> MXArray:
     """Quantizes blocks of 32 elements to a small float format with E8M0 scales.
@@ -74,6 +79,11 @@ def quantize(
         `MXArray.expand` makes either direction's ordinary blocks of it, for a GEMM.
       zero_scale: the scale's byte of a block of zeros: 0 (2^-127), or 127 (1.0) as in ROCm
         TransformerEngine. With 127, MXFP8 is served by "xla" alone.
+      value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16 (aiter's GEMMs), which
+        wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes.
+      rounding: None, to nearest even; or a `Stochastic`. Served by "xla" alone.
+      hadamard: None, or a `Hadamard`: what is quantized is the transform along `axis`, whose length
+        the size divides; not of square blocks. Served by "xla" alone.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -90,15 +100,19 @@ def quantize(
     """
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     call = (format, axis, scaling, scale_layout, implementation, transpose, block)
-    plan = plan_quantize(x, *call, zero_scale=zero_scale)
+    treatment = treatment_of("quantize", rounding, hadamard)
+    more = {"zero_scale": zero_scale, "value_layout": value_layout, "treatment": treatment}
+    plan = plan_quantize(x, *call, **more)
     x = jnp.asarray(x, plan.dtype)
     _insist(plan)
+    words = _words(x, plan, plan.axes, rounding, hadamard)
     if plan.axis < -2 and plan.scale_layout.is_tiled:  # a layout's rows are the last axis alone
-        (q,) = _quantize(jnp.moveaxis(x, plan.axis, -2), dataclasses.replace(plan, axis=-2))
+        x, *words = (jnp.moveaxis(a, plan.axis, -2) for a in (x, *words))
+        (q,) = _quantize(x, dataclasses.replace(plan, axis=-2), words)
         if plan.transpose:
             return q
         return dataclasses.replace(q, values=jnp.moveaxis(q.values, -2, plan.axis), axis=plan.axis)
-    (q,) = _quantize(x, plan)
+    (q,) = _quantize(x, plan, words)
     return q
 
 
@@ -111,6 +125,9 @@ def quantize_both(
     scale_layout: ScaleLayout | str = ROW_MAJOR,
     transpose: tuple[bool, bool] = (False, True),
     zero_scale: int = 0,
+    value_layouts: tuple[ValueLayout | str, ValueLayout | str] = ("row_major", "row_major"),
+    rounding: Stochastic | tuple[Stochastic | None, Stochastic | None] | None = None,
+    hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
     implementation: str | None = None,
 ) -> tuple[MXArray, MXArray]:
     """Quantizes along the last axis and along the one before it, from one read of x.
@@ -126,6 +143,10 @@ def quantize_both(
       scale_layout: of both.
       transpose: per result; (False, True) gives the second one as (..., K, M), see `quantize`.
       zero_scale: see `quantize`.
+      value_layouts: of each, see `quantize`.
+      rounding: see `quantize`; a pair, for each, or one for both, whose key is split in two:
+        the results are those of `quantize` with the keys `jax.random.split(key)`.
+      hadamard: see `quantize`; a pair, for each, or one for both, each along its own axis.
       implementation: or None.
 
     Returns:
@@ -136,9 +157,14 @@ def quantize_both(
     """
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     pair = (format, format) if formats is None else formats
-    plan = plan_both(x, pair, scaling, scale_layout, implementation, transpose, zero_scale)
+    each = pairs("quantize_both", rounding, hadamard)
+    treatments = tuple(treatment_of("quantize_both", *two) for two in each)
+    call = (scaling, scale_layout, implementation, transpose, zero_scale, value_layouts)
+    plan = plan_both(x, pair, *call, treatments)
     _insist(plan)
-    last, second = _quantize(jnp.asarray(x, plan.dtype), plan)
+    x = jnp.asarray(x, plan.dtype)
+    words = [w for i, two in enumerate(each) for w in _words(x, plan, (-1 - i,), *two)]
+    last, second = _quantize(x, plan, words)
     return last, second
 
 
@@ -173,13 +199,15 @@ def dequantize(
     """
     plan = plan_dequantize(q, dtype, transpose, implementation)
     _insist(plan)
-    names = {"format": plan.format, "scale_layout": plan.scale_layout}  # or what they stand for
+    (values_in,) = plan.value_layouts
+    names = {"format": plan.format, "scale_layout": plan.scale_layout, "value_layout": values_in}
+    q = dataclasses.replace(q, **names).with_values_in(ROW_MAJOR_VALUES)  # names or what they name
     if plan.axis < -2 and plan.scale_layout.is_tiled:  # see quantize
         values = jnp.moveaxis(q.values, plan.axis, -2)
-        q = dataclasses.replace(q, values=values, axis=-2, **names)
+        q = dataclasses.replace(q, values=values, axis=-2)
         y = jnp.moveaxis(_dequantize(q, dataclasses.replace(plan, axis=-2)), -2, plan.axis)
     else:
-        y = _dequantize(dataclasses.replace(q, axis=plan.axis, **names), plan)
+        y = _dequantize(dataclasses.replace(q, axis=plan.axis), plan)
     return y if plan.transpose == transpose else jnp.swapaxes(y, -1, -2)
 
 
@@ -265,6 +293,8 @@ def is_supported(
     scale_layout: ScaleLayout | str = ROW_MAJOR,
     transpose: bool = False,
     block: int | tuple[int, int] = BLOCK,
+    rounding: Stochastic | None = None,
+    hadamard: Hadamard | None = None,
     implementation: str | None = None,
 ) -> tuple[bool, str]:
     """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
@@ -281,6 +311,8 @@ def is_supported(
       scale_layout: where scales lie.
       transpose: of quantize, of dequantize, or of quantize_both's second result.
       block: of quantize and dequantize, see `quantize`.
+      rounding: of quantize, and of both directions of quantize_both; so is hadamard.
+      hadamard: see `quantize`.
       implementation: this one only; "xla" serves every call.
 
     Returns:
@@ -291,13 +323,15 @@ def is_supported(
     """
     if not 1 <= operator.index(ndim) <= 64:
         raise ValueError(f"is_supported: ndim must be 1 to 64, got {ndim}")
-    like = jax.ShapeDtypeStruct((BLOCK,) * ndim, jnp.dtype(dtype))
+    treatment = treatment_of("is_supported", rounding, hadamard)
+    like = jax.ShapeDtypeStruct((treatment.group,) * ndim, jnp.dtype(dtype))
     if op == "quantize_both":
         pair = (False, transpose)
         plan = plan_both(like, (format, format), scaling, scale_layout, implementation, pair)
+        plan = dataclasses.replace(plan, treatments=(treatment,) * 2)
     elif op in ("quantize", "dequantize"):
         call = (format, axis, scaling, scale_layout, implementation, transpose, block, op)
-        plan = plan_quantize(like, *call)
+        plan = plan_quantize(like, *call, treatment=treatment)
     else:
         allowed = "'quantize', 'quantize_both' or 'dequantize'"
         raise ValueError(f"is_supported: op {op!r} is unknown; use {allowed}")
@@ -325,25 +359,45 @@ def _insist(plan: Plan) -> None:
 
 
 # ---- from arrays to views and back (forms.py) ---
-def _named(view: jax.Array, plan: Plan) -> list[jax.Array]:
+def _named(view: jax.Array, plan: Plan, words: Sequence[jax.Array] = ()) -> list[jax.Array]:
     """Binds the primitive; what it gives goes by `CHECKPOINT_NAME`.
 
     As bytes: jax.checkpoint puts all floats that it keeps through lax.reduce_precision, which takes
     each type for one with infinities, and so makes infinities of e4m3fn's codes from 256 on.
     """
     outs = []
-    for out in primitive.quantize_p.bind(view, plan=plan):
+    for out in primitive.quantize(view, words, plan):
         bits = checkpoint_name(jax.lax.bitcast_convert_type(out, jnp.uint8), CHECKPOINT_NAME)
         outs.append(jax.lax.bitcast_convert_type(bits, out.dtype))
     return outs
 
 
-def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
+def _words(
+    x: jax.Array,
+    plan: Plan,
+    axes: tuple[int, ...],
+    rounding: Stochastic | None,
+    hadamard: Hadamard | None,
+) -> list[jax.Array]:
+    """A word per block along `axes` of x, for each of what its treatment asks for."""
+    _insist_on_whole_blocks(x, x.shape, plan)
+    shape, mesh = divided(x.shape, axes, BLOCK), jax.typeof(x).sharding.mesh
+    return words_of(rounding, hadamard, shape, spec_of(x), axes[-1], mesh)
+
+
+def _quantize(x: jax.Array, plan: Plan, words: Sequence[jax.Array]) -> list[MXArray]:
     """Binds the primitive; x as the plan has it. One MXArray per result."""
     form = plan.views
     x = _placed(x, x.shape, plan)
-    view = form.view(x.shape, spec_of(x), plan.first_axis)
-    outs = _named(to_view(x, *view, form.operand), plan)
+    shape, spec = form.view(x.shape, spec_of(x), plan.first_axis)
+    if is_explicit(jax.typeof(x).sharding.mesh):  # where x is gathered, so are words
+        words = [jax.sharding.reshard(w, PartitionSpec(*spec_of(x))) for w in words]
+    takes = [r for r, t in zip(form.results, plan.treatments, strict=True) for _ in range(t.words)]
+    words = [
+        to_view(w, divided(shape, result.block, BLOCK), spec, form.operand)
+        for w, result in zip(words, takes, strict=True)
+    ]
+    outs = _named(to_view(x, shape, spec, form.operand), plan, words)
 
     arrays, layout = [], plan.scale_layout
     for i, (result, format) in enumerate(zip(form.results, plan.formats, strict=True)):
@@ -354,10 +408,11 @@ def _quantize(x: jax.Array, plan: Plan) -> list[MXArray]:
             shape, spec = (moved_last(dims, axes[0]) for dims in (shape, spec))
             axes = result.last
         stored = divided(shape, axes[-1:], format.codes_per_byte)
-        values = from_view(values, stored, spec, result.order)
+        values_in = plan.value_layouts[i]
+        values = values_in.pack(from_view(values, stored, spec, result.order))
         stored, spec = scales_shape(shape, axes, layout), scales_spec(spec, axes, layout)
         scales = from_view(scales, stored, spec, result.scales_order)
-        arrays.append(MXArray(values, scales, format, axes[-1], layout, plan.block))
+        arrays.append(MXArray(values, scales, format, axes[-1], layout, plan.block, values_in))
     return arrays
 
 
@@ -385,16 +440,22 @@ def _placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
     Raises:
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
-    if not is_explicit(jax.typeof(x).sharding.mesh):
-        return x
-    for axis in plan.axes:
-        (names, shards), length = shards_of(x, axis), shape[axis]
-        if length % (shards * BLOCK):
-            raise primitive.ShardingTypeError(
-                f"{plan.op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
-                f"{shards} shards of {length / shards:g}, which does not keep its blocks of "
-                f"{BLOCK} whole; reshard it with jax.sharding.reshard"
-            )
+    _insist_on_whole_blocks(x, shape, plan)
     if not plan.scale_layout.is_tiled:
         return x
     return gathered(x, shape, unit_lengths(plan.axes, plan.scale_layout))
+
+
+def _insist_on_whole_blocks(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> None:
+    """Raises ShardingTypeError where, on a mesh with explicit axes, a shard of x splits a block."""
+    if not is_explicit(jax.typeof(x).sharding.mesh):
+        return
+    for axis in plan.axes:
+        group = plan.treatments[-1 - axis if plan.op == "quantize_both" else 0].group
+        (names, shards), length = shards_of(x, axis), shape[axis]
+        if length % (shards * group):
+            raise primitive.ShardingTypeError(
+                f"{plan.op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
+                f"{shards} shards of {length / shards:g}, which does not keep its blocks of "
+                f"{group} whole; reshard it with jax.sharding.reshard"
+            )

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import formats, layouts
-from jax_mx.array import MXArray
+from jax_mx.array import MXArray, fits
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, SCALE_DTYPE, Format, Scaling
-from jax_mx.forms import FORMS, Form, scales_shape
-from jax_mx.layouts import ScaleLayout
+from jax_mx.forms import FORMS, Form, moved_last, scales_shape
+from jax_mx.layouts import ROW_MAJOR_VALUES, VALUE_LAYOUTS, ScaleLayout, ValueLayout
+from jax_mx.treatment import UNTREATED, Treatment
 
 # The implementations that a caller can name, and the JAX platform that each runs on.
 IMPLEMENTATIONS: Mapping[str, str] = {"cutedsl": "cuda", "flydsl": "rocm", "xla": "any"}
@@ -36,6 +37,9 @@ class Plan:
         last, that of dequantize its last two axes swapped.
       block: of the quantized side: (32,), or (32, 32) on the last two axes, with axis -1.
       zero_scale: the scale's byte of an all-zero block; matters to quantize alone.
+      value_layouts: where the values of quantize's results lie; what the primitive gives is
+        row-major, and is put there afterwards.
+      treatments: of the elements of quantize's results, beside scaling.
     """
 
     op: str
@@ -48,6 +52,8 @@ class Plan:
     transpose: bool = False
     block: tuple[int, ...] = (BLOCK,)
     zero_scale: int = 0
+    value_layouts: tuple[ValueLayout, ...] = (ROW_MAJOR_VALUES,)
+    treatments: tuple[Treatment, ...] = (UNTREATED,)
 
     @property
     def is_square(self) -> bool:
@@ -111,6 +117,8 @@ def plan_quantize(
     block: Any = BLOCK,
     op: str = "quantize",
     zero_scale: Any = 0,
+    value_layout: Any = ROW_MAJOR_VALUES,
+    treatment: Treatment = UNTREATED,
 ) -> Plan:
     """The plan of a call of `quantize` on an array like `x`.
 
@@ -131,11 +139,14 @@ def plan_quantize(
             _flag(op, "transpose", transpose),
             _block(op, block),
             _zero_scale(op, zero_scale),
+            (formats.named(f"{op}: value_layout", VALUE_LAYOUTS, value_layout),),
+            (treatment,),
         ),
         x.ndim,
     )
     for along in plan.axes if plan.is_square else (axis,):  # as the caller counts it
-        _whole_blocks(op, x.shape, along)
+        _whole_blocks(op, x.shape, along, treatment)
+    _values_fit(plan, x.shape, (plan.axis,))
     return plan
 
 
@@ -147,6 +158,8 @@ def plan_both(
     implementation: Any,
     transpose: Any,
     zero_scale: Any = 0,
+    value_layouts: Any = (ROW_MAJOR_VALUES,) * 2,
+    treatments: tuple[Treatment, ...] = (UNTREATED,) * 2,
 ) -> Plan:
     """The plan of a call of `quantize_both` on an array like `x`.
 
@@ -157,7 +170,8 @@ def plan_both(
     dtype = _float_dtype(op, "x", x.dtype)
     if x.ndim < 2:
         raise ValueError(f"{op}: x has rank {x.ndim}; two directions need a matrix")
-    for name, pair in (("formats", formats_), ("transpose", transpose)):
+    pairs = {"formats": formats_, "transpose": transpose, "value_layouts": value_layouts}
+    for name, pair in pairs.items():
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(
                 f"{op}: {name} must be a pair, for the last axis and the one before, got {pair!r}"
@@ -167,10 +181,10 @@ def plan_both(
             f"{op}: transpose[0] is the result along the last axis, whose blocks are contiguous as "
             "they are; use (False, True) or (False, False)"
         )
-    for axis in (-1, -2):
-        _whole_blocks(op, x.shape, axis)
+    for axis, treatment in zip((-1, -2), treatments, strict=True):
+        _whole_blocks(op, x.shape, axis, treatment)
     first, second = (formats.named(f"{op}: format", formats.FORMATS, f) for f in formats_)
-    return Plan(
+    plan = Plan(
         op,
         dtype,
         (first, second),
@@ -180,7 +194,13 @@ def plan_both(
         _implementation(op, implementation),
         _flag(op, "transpose[1]", transpose[1]),
         zero_scale=_zero_scale(op, zero_scale),
+        value_layouts=tuple(
+            formats.named(f"{op}: value_layout", VALUE_LAYOUTS, v) for v in value_layouts
+        ),
+        treatments=treatments,
     )
+    _values_fit(plan, x.shape, (-1, -2))
+    return plan
 
 
 def plan_dequantize(q: Any, dtype: Any, transpose: Any, implementation: Any) -> Plan:
@@ -194,25 +214,36 @@ def plan_dequantize(q: Any, dtype: Any, transpose: Any, implementation: Any) -> 
         raise TypeError(f"{op}: q must be an MXArray, as quantize returns, got {type(q).__name__}")
     format = formats.named(f"{op}: q.format", formats.FORMATS, q.format)
     layout = formats.named(f"{op}: q.scale_layout", layouts.SCALE_LAYOUTS, q.scale_layout)
+    values_in = formats.named(f"{op}: q.value_layout", VALUE_LAYOUTS, q.value_layout)
+    q = dataclasses.replace(q, format=format, value_layout=values_in)
     for name, want in (("values", format.storage), ("scales", SCALE_DTYPE)):
         array = getattr(q, name)
         if not hasattr(array, "dtype") or array.dtype != want:
             found = getattr(array, "dtype", type(array).__name__)
             raise TypeError(f"{op}: q.{name} is {found}, {format!r} has {want}")
+    tile = values_in.tile
+    if values_in.is_tiled and (q.values.ndim < 3 or q.values.shape[-1] != tile[0] * tile[1]):
+        raise ValueError(
+            f"{op}: values in {values_in.name!r} have the shape (..., row tiles, column tiles, "
+            f"{tile[0] * tile[1]}), got {q.values.shape}"
+        )
     plan = _canonical(
         Plan(
             op,
             _float_dtype(op, "dtype", dtype),
             (format,),
-            _axis(op, q.axis, q.values.ndim),
+            _axis(op, q.axis, q.ndim),
             layout,
             implementation=_implementation(op, implementation),
             transpose=_flag(op, "transpose", transpose),
             block=_block(op, q.block),
+            value_layouts=(values_in,),
         ),
-        q.values.ndim,
+        q.ndim,
     )
-    shape = dataclasses.replace(q, format=format).shape
+    shape = q.shape
+    if plan.axis != -1:
+        fits(op, values_in, plan.axis, shape, format)  # it does not
     scales = scales_shape(shape, plan.axes, layout)
     if any(shape[axis] % BLOCK for axis in plan.axes) or q.scales.shape != scales:
         along = "in square blocks" if plan.is_square else f"along axis {plan.axis}"
@@ -251,13 +282,28 @@ def _axis(op: str, axis: Any, ndim: int) -> int:
     return axis if axis < 0 else axis - ndim
 
 
-def _whole_blocks(op: str, shape: tuple[int, ...], axis: int) -> None:
+def _whole_blocks(op: str, shape: tuple[int, ...], axis: int, treatment: Treatment) -> None:
     length = shape[axis]
     if length % BLOCK:
         raise ValueError(
             f"{op}: axis {axis} has length {length}, not a multiple of the block length {BLOCK}; "
             f"pad it to {-(-length // BLOCK) * BLOCK} or choose another axis of {tuple(shape)}"
         )
+    if length % treatment.group:
+        raise ValueError(
+            f"{op}: axis {axis} has length {length}, not a multiple of {treatment.hadamard}, the "
+            "size of its Hadamard transform; use a smaller one or pad it"
+        )
+
+
+def _values_fit(plan: Plan, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    """Checks the layouts of the results' values, whose blocks run along these axes of x."""
+    last = len(axes) - 1
+    for i, (axis, layout) in enumerate(zip(axes, plan.value_layouts, strict=True)):
+        result, along = shape, axis
+        if plan.transpose and i == last:
+            result, along = moved_last(shape, -2 if plan.is_square else axis), -1
+        fits(plan.op, layout, along, result, plan.formats[i])
 
 
 def _block(op: str, block: Any) -> tuple[int, ...]:
@@ -294,6 +340,11 @@ def _canonical(plan: Plan, ndim: int) -> Plan:
     if plan.is_square and plan.axis != -1:
         raise ValueError(
             f"{op}: square blocks span the last two axes; leave axis at -1, got {plan.axis}"
+        )
+    if plan.is_square and any(treatment.hadamard for treatment in plan.treatments):
+        raise ValueError(
+            f"{op}: a Hadamard transform goes along one axis, square blocks span two; use block="
+            f"{BLOCK}"
         )
     if plan.is_square and layout.is_tiled:
         raise ValueError(

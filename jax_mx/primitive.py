@@ -35,6 +35,7 @@ from jax_mx import artifacts, reference, variants
 from jax_mx.formats import SCALE_DTYPE, Scaling
 from jax_mx.forms import minor_to_major
 from jax_mx.plan import IMPLEMENTATIONS, Plan
+from jax_mx.treatment import UNTREATED
 
 # What makes operands vary over the same manual axes; since 0.10.1 under the first name.
 _vary_alike = getattr(core, "auto_insert_reshard", None) or vars(core)["standard_insert_pvary"]
@@ -53,8 +54,13 @@ emulation = jax.make_user_context(default_value=None)  # an `Emulated`; part of 
 
 
 # ---- the ops ---
-def _quantize_avals(x, *, plan: Plan):
-    """Values and scales of each result, for a view of the plan's form."""
+def _quantize_avals(x, *words, plan: Plan):
+    """Values and scales of each result, for a view of the plan's form.
+
+    Words are uint32, one for each block, so of the view's shape with 1 for what a block spans: of
+    each result its treatment's, seeds first.
+    """
+    core.standard_vma_rule("mx_quantize", x, *words)
     out = []
     for result, format in zip(plan.views.results, plan.formats, strict=True):
         values = result.values_shape(x.shape, format)
@@ -76,11 +82,24 @@ def _dequantize_avals(values, scales, *, plan: Plan):
     return [values.update(shape=shape, dtype=plan.dtype, weak_type=False)]
 
 
-def _quantize_reference(x, *, plan: Plan):
-    out = []
-    for result, format in zip(plan.views.results, plan.formats, strict=True):
-        blocks, scaling = jnp.moveaxis(x, result.block, result.last), cast(Scaling, plan.scaling)
-        values, scales = reference.quantize(blocks, format, scaling, result.last, plan.zero_scale)
+def _quantize_reference(x, *words, plan: Plan):
+    out, words = [], iter(words)
+    results = zip(plan.views.results, plan.formats, plan.treatments, strict=True)
+    for result, format, treatment in results:
+        y, noise = x, None
+        if treatment.stochastic:
+            noise = reference.noise(next(words), result.block)
+            noise = jnp.moveaxis(noise, result.block, result.last)
+        if treatment.hadamard:
+            (along,) = result.block
+            if treatment.flips:
+                y = reference.flipped(y, next(words), along)
+            y = reference.hadamard(reference.widened(y), treatment.hadamard, along, result.number)
+        if treatment.prescale is not None:
+            y = reference.times(reference.widened(y), treatment.prescale)
+        blocks, scaling = jnp.moveaxis(y, result.block, result.last), cast(Scaling, plan.scaling)
+        how = (format, scaling, result.last, plan.zero_scale, noise)
+        values, scales = reference.quantize(blocks, *how)
         scales = jnp.moveaxis(scales, result.last, result.block)
         if plan.scale_layout.is_tiled:
             scales = result.pack(scales)
@@ -125,6 +144,11 @@ def kernels_for(plan: Plan, platform: str, chips: Sequence[str] | None) -> dict[
             raise NotImplementedError(
                 f"{plan.op}: no {implementation} kernel for {chip}, only for {', '.join(archs)}; "
                 "'xla' serves it"
+            )
+    for treatment in plan.treatments:
+        if treatment != UNTREATED:
+            raise NotImplementedError(
+                f"{plan.op}: {implementation} has no kernel for {treatment}; 'xla' serves it"
             )
     variant = variants.choose(plan, implementation)
     if chips is None:  # all but where that is none, which load says
@@ -291,3 +315,9 @@ def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
     """Binds `dequantize_p`, both operands varying over the same manual axes."""
     (out,) = dequantize_p.bind(*_vary_alike(values, scales), plan=plan)
     return out
+
+
+def quantize(view: jax.Array, words: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
+    """Binds `quantize_p`, all operands varying over the same manual axes."""
+    operands = _vary_alike(view, *words) if words else [view]
+    return quantize_p.bind(*operands, plan=plan)

@@ -9,11 +9,15 @@ Blocks lie along the last dimension, which has length `BLOCK`; square ones along
 
 from __future__ import annotations
 
+import functools
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.formats import SCALE_DTYPE, SCALE_NAN, Format, Scaling
+from jax_mx.formats import BLOCK, SCALE_DTYPE, SCALE_NAN, Format, Scaling
+from jax_mx.sharding import reshape, spec_of
 
 _INF = 0x7F800000  # float32
 
@@ -24,8 +28,12 @@ def quantize(
     scaling: Scaling,
     block: tuple[int, ...] = (-1,),
     zero_scale: int = 0,
+    noise: jax.Array | None = None,  # (..., BLOCK)
 ) -> tuple[jax.Array, jax.Array]:  # (..., BLOCK / codes_per_byte) storage, (..., 1) e8m0
-    """The codes and the scale of every block; `block` are the dimensions that one spans."""
+    """The codes and the scale of every block; `block` are the dimensions that one spans.
+
+    Rounded to nearest even, or with `noise` (see there) at random.
+    """
     bits = float32_bits(x)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     # As integers NaN > Inf > every finite value, so one maximum finds amax and poison alike.
@@ -40,7 +48,8 @@ def quantize(
 
     significand, exponent = _decode(magnitude, 8, 23)
     exponent = exponent + (127 - scale.astype(jnp.int32))
-    codes = _encode(significand, exponent, format.mantissa_bits, format.bias, format.max_code)
+    encoding = (format.mantissa_bits, format.bias, format.max_code)
+    codes = _encode(significand, exponent, *encoding, noise)
     sign = (bits >> np.uint32(31)) << np.uint32(format.bits - 1)
     codes = jnp.where(scale == np.uint32(SCALE_NAN), np.uint32(format.nan_code), codes | sign)
     return (
@@ -83,6 +92,105 @@ def dequantize(
     return jax.lax.bitcast_convert_type(bits, dtype)
 
 
+# ---- stochastic rounding ---
+def seeds(number: jax.Array, key: jax.Array) -> jax.Array:
+    """Of blocks with these numbers (uint32), by the two words of a key; none twice."""
+    return _mixed(number ^ key[0]) ^ key[1]
+
+
+def noise(
+    seeds: jax.Array,  # (...) uint32, of length 1 along `block`
+    block: tuple[int, ...],
+) -> jax.Array:  # (...) uint32 below 2^16, of length BLOCK along `block`
+    """16 random bits for every element of a block; `block` are the dimensions that one spans.
+
+    Elements 2 j and 2 j + 1, in the order of a row-major block, share the word
+    mixed(mixed(seed) ^ j * 0x9E3779B9), the first one its lower half.
+    """
+    element = np.arange(BLOCK ** len(block), dtype=np.uint64)
+    element = element.reshape([BLOCK if d in block else 1 for d in range(min(block), 0)])
+    step = (element // 2 * 0x9E3779B9).astype(np.uint32)
+    shift = (element % 2 * 16).astype(np.uint32)
+    return _mixed(_mixed(seeds) ^ step) >> shift & np.uint32(0xFFFF)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 in which every bit depends on all: the finalizer of MurmurHash3."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
+    return x ^ x >> np.uint32(16)
+
+
+# ---- the Hadamard transform: float32 arithmetic, in which subnormals are zeros everywhere ---
+def hadamard(
+    x: jax.Array,  # f32
+    size: int,
+    along: int = -1,
+    over: int = -2,
+) -> jax.Array:  # f32
+    """The transform of each `size` elements along a dimension, over which several are one group.
+
+    That is, where a dimension's length is less than `size`, element i of its neighbour at 2 j + 1
+    along `over` follows the last one of that at 2 j.
+    """
+    x, stride = _flushed(x), 1
+    while stride < size:
+        if stride < x.shape[along]:
+            x = _butterfly(x, along, stride)
+        else:
+            x = _butterfly(x, over, stride // x.shape[along])
+        stride *= 2
+    return times(x, size**-0.5)
+
+
+def _butterfly(x: jax.Array, axis: int, stride: int) -> jax.Array:
+    """(a + b, a - b) for all a and b that lie `stride` apart, by pairs, along an axis."""
+    axis, spec = axis % x.ndim, spec_of(x)
+    split = (*x.shape[:axis], x.shape[axis] // (2 * stride), 2, stride, *x.shape[axis + 1 :])
+    pairs = reshape(x, split, (*spec[: axis + 1], None, None, *spec[axis + 1 :]))
+    a, b = (jax.lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
+    return reshape(jnp.stack([_flushed(a + b), _flushed(a - b)], axis + 1), x.shape, spec)
+
+
+def flipped(
+    x: jax.Array,
+    words: jax.Array,  # uint32, of length 1 along `along`
+    along: int,
+) -> jax.Array:
+    """x with the signs of a block's elements i flipped where bit i of its word is set."""
+    place = np.arange(BLOCK, dtype=np.uint32).reshape(BLOCK, *[1] * (-1 - along))
+    sign = (words >> place & np.uint32(1)) << np.uint32(31)
+    return jax.lax.bitcast_convert_type(float32_bits(x) ^ sign, jnp.float32)
+
+
+def times(x: jax.Array, factor: float) -> jax.Array:
+    """x * float32(factor), at most 1; a zero where the exact product is less than 2^-126."""
+    by = np.float32(factor)
+    product = jax.lax.bitcast_convert_type(x * by, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    zero = (bits & np.uint32(0x7FFFFFFF)) < _least(by)
+    product = jnp.where(zero, bits & np.uint32(0x80000000), product)
+    return jax.lax.bitcast_convert_type(product, jnp.float32)
+
+
+@functools.cache
+def _least(factor: np.float32) -> np.uint32:
+    """The bits of the least float32 whose product with `factor` is a normal number."""
+    want = Fraction(2) ** -126 / Fraction(float(factor))
+    bits = np.float32(float(want)).view(np.uint32)
+    while Fraction(float(bits.view(np.float32))) < want:
+        bits += np.uint32(1)
+    return bits
+
+
+def _flushed(x: jax.Array) -> jax.Array:
+    """x with zeros of their sign for subnormals."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    subnormal = (bits & np.uint32(_INF)) == 0
+    bits = jnp.where(subnormal, bits & np.uint32(0x80000000), bits)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def saturates(
     x: jax.Array,  # (..., BLOCK)
     scales: jax.Array,  # (..., 1) e8m0
@@ -109,6 +217,11 @@ def float32_bits(x: jax.Array) -> jax.Array:
     return float32 | (bits >> np.uint32(15)) << np.uint32(31)
 
 
+def widened(x: jax.Array) -> jax.Array:
+    """x in float32, exactly."""
+    return jax.lax.bitcast_convert_type(float32_bits(x), jnp.float32)
+
+
 def _decode(
     magnitude: jax.Array,  # uint32 codes without their sign
     exponent_bits: int,
@@ -128,17 +241,28 @@ def _encode(
     mantissa_bits: int,
     bias: int,
     max_code: int,
+    noise: jax.Array | None = None,
 ) -> jax.Array:  # uint32
-    """The code of significand * 2^exponent, rounded to nearest even, at most `max_code`."""
+    """The code of significand * 2^exponent, rounded to nearest even, at most `max_code`.
+
+    With noise, 16 bits per element: rounded up where the discarded part, in 2^-16 of a step, and
+    the noise carry.
+    """
     shift = jax.lax.clz(significand).astype(jnp.int32) - 8
     significand = significand << shift.astype(jnp.uint32)  # bit 23 leads
     exponent = exponent - shift
     # The exponent of the result's leading digit; zero has none, and counts as a subnormal.
     lead = jnp.where(significand > 0, jnp.maximum(exponent + 23, 1 - bias), 1 - bias)
-    drop = jnp.clip(lead - mantissa_bits - exponent, 0, 30).astype(jnp.uint32)
+    width = jnp.maximum(lead - mantissa_bits - exponent, 0)
+    drop = jnp.minimum(width, 30).astype(jnp.uint32)
     kept = significand >> drop
     rest = significand - (kept << drop)
-    up = (2 * rest + (kept & 1)) > (np.uint32(1) << drop)  # a tie rounds up from an odd `kept`
+    if noise is None:
+        up = (2 * rest + (kept & 1)) > (np.uint32(1) << drop)  # a tie rounds up from an odd `kept`
+    else:
+        less, more = 16 - jnp.minimum(width, 16), jnp.clip(width - 16, 0, 31)
+        part = rest << less.astype(jnp.uint32) >> more.astype(jnp.uint32)  # below 2^16
+        up = part + noise >= np.uint32(1 << 16)
     field = jnp.minimum(lead - (1 - bias), 2 * bias + 2).astype(jnp.uint32)
     code = (field << np.uint32(mantissa_bits)) + kept + up.astype(jnp.uint32)
     return jnp.minimum(code, np.uint32(max_code))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Spec = tuple  # of a PartitionSpec
@@ -55,3 +56,9 @@ def reshape(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
         return jax.lax.reshape(x, shape)
     spec = (*spec, *[None] * (len(shape) - len(spec)))
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def iota(shape: tuple[int, ...], axis: int, spec: Spec, mesh) -> jax.Array:
+    """The index along `axis`, uint32, of the partition spec `spec` if `mesh` has explicit axes."""
+    where = NamedSharding(mesh, PartitionSpec(*spec)) if is_explicit(mesh) else None
+    return jax.lax.broadcasted_iota(jnp.uint32, shape, axis % len(shape), out_sharding=where)

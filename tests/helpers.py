@@ -41,7 +41,7 @@ def assert_bits_equal(got, want, what: str = "") -> None:
 
 def assert_same_array(got, want, what: str = "") -> None:
     """Two MXArrays are equal in every byte and every static field."""
-    for field in ("format", "axis", "scale_layout", "block"):
+    for field in ("format", "axis", "scale_layout", "block", "value_layout"):
         assert getattr(got, field) == getattr(want, field), f"{what} {field}"
     assert_bits_equal(got.scales, want.scales, f"{what} scales")
     assert_bits_equal(got.values, want.values, f"{what} values")

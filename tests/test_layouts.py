@@ -1,13 +1,25 @@
-"""Scale layouts against the offset formulas, golden bytes and their own inverse."""
+"""Layouts of scales and values against offset formulas, golden bytes and their own inverse."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import GOLDEN, assert_bits_equal
+from helpers import GOLDEN, assert_bits_equal, assert_same_array, random_bits
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from test_primitive import COLLECTIVE
 
 import jax_mx
-from jax_mx.layouts import BLOCKED_128X4, SCALE_LAYOUTS, SHUFFLED_32X8
+from jax_mx.layouts import (
+    BLOCKED_128X4,
+    ROW_MAJOR_VALUES,
+    SCALE_LAYOUTS,
+    SHUFFLED_16X16,
+    SHUFFLED_32X8,
+)
+
+P = PartitionSpec
 
 OFFSET = {
     "row_major": lambda r, c, rows, cols: r * cols + c,
@@ -22,12 +34,21 @@ OFFSET = {
         + c % 8 // 4 * 2
         + r % 32 // 16
     ),
+    "shuffled_16x16": lambda r, c, rows, cols: (
+        r // 16 * 16 * cols + c // 32 * 512 + c % 32 // 16 * 256 + r % 16 * 16 + c % 16
+    ),
 }
 SHAPES = [(1, 1), (128, 4), (256, 8), (100, 3), (129, 5), (33, 90), (300, 17), (0, 4), (4, 0)]
 
 
-@pytest.mark.parametrize("layout", SCALE_LAYOUTS.values(), ids=str)
-@pytest.mark.parametrize("rows,cols", SHAPES)
+@pytest.mark.parametrize(
+    "layout,rows,cols",
+    [
+        *((layout, *shape) for layout in SCALE_LAYOUTS.values() for shape in SHAPES),
+        *((SHUFFLED_16X16, *shape) for shape in [(16, 32), (64, 96), (0, 32), (48, 0)]),
+    ],
+    ids=str,
+)
 def test_pack_puts_every_byte_at_its_offset(layout, rows, cols):
     rng = np.random.default_rng(0)
     scales = rng.integers(1, 256, (2, rows, cols)).astype(np.uint8)
@@ -47,6 +68,7 @@ def test_pack_puts_every_byte_at_its_offset(layout, rows, cols):
         (BLOCKED_128X4, "torchao_to_blocked", "100x3"),
         (SHUFFLED_32X8, "aiter_shuffle_scale", "256x8"),
         (SHUFFLED_32X8, "aiter_shuffle_scale", "32x4"),
+        (SHUFFLED_16X16, "aiter_shuffle_weight_16x16", "32x64"),
     ],
 )
 def test_golden(layout, peer, shape):
@@ -73,5 +95,133 @@ def test_quantize_in_a_tiled_layout(layout, axis):
 
 
 def test_unpack_refuses_another_shape():
-    with pytest.raises(ValueError, match=r"unpack: 129 x 4 scales in blocked_128x4 have the shape"):
+    with pytest.raises(ValueError, match=r"unpack: 129 x 4 bytes in blocked_128x4 have the shape"):
         BLOCKED_128X4.unpack(jnp.zeros((1, 1, 512), jnp.uint8), 129, 4)
+
+
+# ---- values ---
+SHUFFLE = {"value_layout": "shuffled_16x16"}
+
+
+def shuffled(q):
+    """The array with its bytes where the formula puts them, by numpy."""
+    values = np.asarray(q.values).view(np.uint8)
+    *lead, rows, cols = values.shape
+    r, c = np.indices((rows, cols))
+    out = np.empty((*lead, rows * cols), np.uint8)
+    out[..., OFFSET["shuffled_16x16"](r, c, rows, cols).ravel()] = values.reshape(*lead, -1)
+    return out.reshape(*lead, rows // 16, cols // 32, 512)
+
+
+@pytest.mark.parametrize(
+    "format,shape,options",
+    [
+        ("mxfp4_e2m1", (48, 128), {}),
+        ("mxfp8_e4m3", (2, 3, 16, 64), {"scale_layout": "shuffled_32x8"}),
+        ("mxfp4_e2m1", (2, 64, 48), {"axis": -2, "transpose": True}),
+        (
+            "mxfp6_e2m3",
+            (64, 2, 48),
+            {"axis": 0, "transpose": True, "scale_layout": "shuffled_32x8"},
+        ),
+        ("mxfp4_e2m1", (64, 128), {"block": (32, 32)}),
+        ("mxfp8_e5m2", (64, 128), {"block": (32, 32), "transpose": True}),
+        ("mxfp4_e2m1", (0, 64), {}),
+    ],
+    ids=str,
+)
+def test_values_in_tiles(format, shape, options):
+    x = jnp.asarray(random_bits(shape, jnp.bfloat16))
+    plain = jax_mx.quantize(x, format, **options)
+    quantize = partial(jax_mx.quantize, format=format, **options, **SHUFFLE)
+    for f in (jax.jit(quantize), *([] if options else [quantize])):
+        q = f(x)
+        assert (q.shape, q.ndim, q.dtype) == (plain.shape, plain.ndim, plain.dtype)
+        assert q.value_layout == SHUFFLED_16X16 and q.nbytes == plain.nbytes
+        np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), shuffled(plain))
+        assert_bits_equal(q.scales, plain.scales)
+    for turn in (False, True):
+        assert_bits_equal(q.dequantize(transpose=turn), plain.dequantize(transpose=turn))
+    assert_same_array(q.with_values_in("row_major"), plain)
+    assert_same_array(jax.jit(lambda q: q.with_values_in(SHUFFLED_16X16))(plain), q)
+    if "block" in options:
+        assert_same_array(q.expand(-1), plain.expand(-1).with_values_in(SHUFFLED_16X16))
+        assert_same_array(q.expand(-2), plain.expand(-2))
+    elif shape[0]:  # a slab of it is an array too
+        mapped = jax.vmap(partial(quantize, axis=-1))(jnp.stack([x, x])) if not options else None
+        if mapped is not None:
+            assert_same_array(jax.tree.map(lambda a: a[1], mapped), q)
+            assert_bits_equal(jax.vmap(jax_mx.dequantize)(mapped)[1], plain.dequantize())
+
+
+def test_values_of_both_in_tiles():
+    x = jnp.asarray(random_bits((64, 128), jnp.bfloat16))
+    both = partial(jax_mx.quantize_both, format="mxfp4_e2m1")
+    plain = both(x)
+    for pair in (("shuffled_16x16",) * 2, ("row_major", SHUFFLED_16X16)):
+        for got, want, layout in zip(both(x, value_layouts=pair), plain, pair, strict=True):
+            assert_same_array(got, want.with_values_in(layout))
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, ("a", "b")), P(("a", "b"))], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_tiles_of_values_stay_sharded(kind, spec):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    x = random_bits((128, 512), jnp.bfloat16)  # 16 rows and 32 bytes to each of eight
+    quantize = jax.jit(partial(jax_mx.quantize, format="mxfp4_e2m1", **SHUFFLE))
+    want = quantize(x)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        assert not COLLECTIVE.search(quantize.lower(placed).compile().as_text())
+        q = quantize(placed)
+        for out in (q.values, q.scales):
+            assert out.sharding.is_equivalent_to(NamedSharding(mesh, spec), out.ndim)
+        back = jax.jit(jax_mx.dequantize)
+        assert not COLLECTIVE.search(back.lower(q).compile().as_text())
+        y = back(q)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+        # Shards of less than a tile are gathered.
+        small = quantize(jax.device_put(x[:64], NamedSharding(mesh, spec)))
+    assert_same_array(q, want)
+    assert_bits_equal(y, want.dequantize())
+    assert_same_array(small, quantize(x[:64]))
+
+
+def test_values_that_no_tiles_fit():
+    x = jnp.ones((40, 64))
+    q = jax_mx.quantize(jnp.ones((32, 64)), "mxfp4_e2m1", **SHUFFLE)
+    for call, error, sentence in (
+        (lambda: jax_mx.quantize(x, **SHUFFLE), ValueError,
+         "quantize: value_layout 'shuffled_16x16' has tiles of 16 rows and 32 bytes, which do not "
+         "divide 40 rows of 64 bytes; use 'row_major' or pad the array"),
+        (lambda: jax_mx.quantize(x[:32, :32], "mxfp4_e2m1", **SHUFFLE), ValueError,
+         "which do not divide 32 rows of 16 bytes"),
+        (lambda: jax_mx.quantize(x.T, axis=0, **SHUFFLE), ValueError,
+         "value_layout 'shuffled_16x16' tiles a matrix whose rows end with the block axis, the "
+         "array has the shape (64, 40) and axis -2; use transpose=True or 'row_major'"),
+        (lambda: jax_mx.quantize(x[0], **SHUFFLE), ValueError, "has the shape (64,) and axis -1"),
+        (lambda: jax_mx.quantize(x, value_layout="tiles"), ValueError,
+         "quantize: value_layout 'tiles' is unknown; use one of 'row_major', 'shuffled_16x16'"),
+        (lambda: jax_mx.quantize(x, value_layout=SHUFFLED_32X8), TypeError,
+         "quantize: value_layout must be one of 'row_major', 'shuffled_16x16', got SHUFFLED_32X8"),
+        (lambda: jax_mx.quantize_both(x[:32], value_layouts="row_major"), TypeError,
+         "quantize_both: value_layouts must be a pair"),
+        (lambda: jax_mx.quantize_both(
+            x[:32], transpose=(False, False), value_layouts=(ROW_MAJOR_VALUES, SHUFFLED_16X16)
+        ), ValueError, "the array has the shape (32, 64) and axis -2; use transpose=True"),
+        (lambda: jax_mx.quantize(x).with_values_in("shuffled_16x16"), ValueError,
+         "with_values_in: value_layout 'shuffled_16x16' has tiles of 16 rows"),
+        (q.as_float4, ValueError, "as_float4: values lie in 'shuffled_16x16', float4 in rows; "
+         "unpack them with MXArray.with_values_in('row_major')"),
+        (lambda: jax_mx.MXArray(
+            q.values[0], q.scales, q.format, -1, q.scale_layout, value_layout=SHUFFLED_16X16
+        ).dequantize(), ValueError,
+         "dequantize: values in 'shuffled_16x16' have the shape (..., row tiles, column tiles, "
+         "512), got (1, 512)"),
+        (lambda: jax_mx.MXArray(
+            q.values, q.scales, q.format, -2, q.scale_layout, value_layout=SHUFFLED_16X16
+        ).dequantize(), ValueError, "dequantize: value_layout 'shuffled_16x16' tiles a matrix"),
+    ):  # fmt: skip
+        with pytest.raises(error) as caught:
+            call()
+        assert sentence in str(caught.value) and "\n" not in str(caught.value)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import array, artifacts, formats, primitive, variants
-from jax_mx.layouts import SCALE_LAYOUTS
+from jax_mx.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
 from jax_mx.plan import IMPLEMENTATIONS, plan_quantize
 from jax_mx.variants import ARCHS, VARIANTS, Variant
 
@@ -573,6 +573,11 @@ def test_exported_square_blocks_and_programs_from_before_them():
         assert_same_array(quantize.call(x), want)
         assert_bits_equal(dequantize.call(want), back(want))
     aux = (jax_mx.MXFP8_E5M2, -2, jax_mx.BLOCKED_128X4)
-    assert array._deserialize(b'["mxfp8_e5m2", -2, "blocked_128x4"]') == (*aux, (32,))
-    for block in ((32,), (32, 32)):
-        assert array._deserialize(array._serialize((*aux, block))) == (*aux, block)
+    for values in VALUE_LAYOUTS.values():
+        for block in ((32,), (32, 32)):
+            assert array._deserialize(array._serialize((*aux, block, values))) == (
+                *aux, block, values,
+            )  # fmt: skip
+    before = b'["mxfp8_e5m2", -2, "blocked_128x4"%s]'  # layouts of values, or blocks
+    for text, block in ((b"", (32,)), (b", 32", (32,)), (b", 32, 32", (32, 32))):
+        assert array._deserialize(before % text) == (*aux, block, VALUE_LAYOUTS["row_major"])

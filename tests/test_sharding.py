@@ -35,6 +35,7 @@ COLLECTIVE = re.compile(
 )
 SHAPE = {"e": 4, "m": 1024, "k": 512}  # experts, rows, columns
 SQUARE = {"block": (32, 32)}
+SIGNS = [*np.resize([1, 1, -1, 1, -1], 64)]
 
 
 # ---- what is called, on which meshes, in which modes ---
@@ -91,6 +92,12 @@ OPS = {
         ("mek", "ekm"),
     ),
     "quantize to MXFP4": Op(quantize(format="mxfp4_e2m1"), ("emk",) * 2, ("emk",) * 2),
+    "quantize to MXFP4, Hadamard 64, shuffled values": Op(
+        lambda x, layout: jax_mx.quantize(
+            x, "mxfp4_e2m1", value_layout="shuffled_16x16", hadamard=jax_mx.Hadamard(64, SIGNS)
+        ),
+        ("emk",) * 2,
+    ),
     "quantize_both": Op(both(False), ("emk",) * 4, ("emk", "emk", "emk", "ekm")),
     "quantize_both, transpose": Op(
         both(True), ("emk", "emk", "ekm", "ekm"), ("emk", "emk", "ekm", "ekm")

@@ -1,0 +1,526 @@
+"""Stochastic rounding and Hadamard transforms, against numpy, integers and exact rationals."""
+
+import dataclasses
+from fractions import Fraction
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bits_equal, assert_same_array, bytes_of, random_bits, value_table
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from test_primitive import COLLECTIVE, lowered
+
+import jax_mx
+from jax_mx import Hadamard, Stochastic, artifacts, reference
+from jax_mx.formats import BLOCK, FORMATS
+
+P = PartitionSpec
+KEY = jax.random.key(7)
+FP4 = "mxfp4_e2m1"
+SIGNS = np.where(np.random.default_rng(0).random(64) < 0.5, -1, 1)
+
+
+def jitted(x, **options):
+    return jax.jit(partial(jax_mx.quantize, **options))(x)
+
+
+# ---- stochastic rounding ---
+def mixed(x: int) -> int:
+    x ^= x >> 16
+    x = x * 0x85EBCA6B % 2**32
+    x ^= x >> 13
+    x = x * 0xC2B2AE35 % 2**32
+    return x ^ x >> 16
+
+
+def bits_of(key, block: int, element: int) -> int:
+    """The 16 random bits of an element, in Python's integers."""
+    k = [int(w) for w in jax.random.bits(key, (2,), jnp.uint32)]
+    seed = mixed(block ^ k[0]) ^ k[1]
+    word = mixed(mixed(seed) ^ element // 2 * 0x9E3779B9 % 2**32)
+    return word >> 16 if element % 2 else word & 0xFFFF
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_rounding_is_a_carry_of_the_bits_of_each_element(format, axis):
+    """From the definition: numbers of blocks, mixing, and rationals; subnormals and poison too."""
+    shape = [6, 6]
+    shape[axis] = 64
+    x = random_bits(tuple(shape), np.float32, seed=1 + axis)
+    q = jitted(x, format=format, axis=axis, rounding=Stochastic(KEY))
+    nearest = jitted(x, format=format, axis=axis)
+    assert_bits_equal(q.scales, nearest.scales)
+    packed = np.moveaxis(bytes_of(q.values)[..., 0], axis, -1).astype(np.uint32)
+    codes = np.asarray(reference.unpack(jnp.asarray(packed), format)).reshape(6, 2, BLOCK)
+    scales = np.moveaxis(bytes_of(q.scales)[..., 0], axis, -1)
+    rows, table = np.moveaxis(x, axis, -1).reshape(6, 2, BLOCK), value_table(format)
+    differ = 0
+    for r, c in np.ndindex(6, 2):
+        if scales[r, c] == 255:
+            assert (codes[r, c] == format.nan_code).all()
+            continue
+        number = 2 * r + c if axis == -1 else 6 * c + r
+        for i, element in enumerate(rows[r, c]):
+            scaled = abs(Fraction(float(element))) / Fraction(2) ** (int(scales[r, c]) - 127)
+            below = max(k for k, v in enumerate(table) if v <= scaled)
+            if below < format.max_code:
+                part = (scaled - table[below]) / (table[below + 1] - table[below])
+                differ += part not in (0, 1)
+                below += int(part * 2**16) + bits_of(KEY, number, i) >= 2**16
+            assert codes[r, c, i] == below | np.signbit(element) << (format.bits - 1), (r, c, i)
+    assert differ > 30
+
+
+def test_unbiased_in_every_interval():
+    """10^8 draws: ups are binomial, by interval of codes, within 4 sigma."""
+    table = [float(v) for v in value_table(jax_mx.MXFP4_E2M1)]
+    parts = (1 / 2**16, 1234 / 2**16, 0.25, 0.5, 0.875)  # exact, so the chances are
+    points = [(i, p) for i in range(7) for p in parts][1:]  # 34
+    block = [table[i] + p * (table[i + 1] - table[i]) for i, p in points[:31]]
+    block = np.float32([*block, 6.0]) * np.where(np.arange(BLOCK) % 3, 1, -1)
+    block[1], points[1] = 5.75, (6, 0.875)
+    n = 10**8 // BLOCK
+
+    @jax.jit
+    def ups(key):
+        x = jnp.broadcast_to(jnp.float32(block), (n // 4, BLOCK))
+        q = jax_mx.quantize(x, FP4, rounding=Stochastic(key))
+        codes = reference.unpack(q.values.astype(jnp.uint32), jax_mx.MXFP4_E2M1) & 7
+        below = np.uint32([i for i, _ in points[:31]] + [7])
+        return jnp.sum(codes - below, axis=0, dtype=jnp.uint32), jnp.max(codes - below)
+
+    total = np.zeros(BLOCK)
+    for key in jax.random.split(KEY, 4):
+        count, most = ups(key)
+        assert most == 1  # up or down, and the largest stays
+        total += np.asarray(count, np.float64)
+    assert total[31] == 0
+    for interval in range(7):
+        mine = [j for j in range(31) if points[j][0] == interval]
+        assert mine
+        chance = np.array([points[j][1] for j in mine])
+        sigma = np.sqrt(n * (chance * (1 - chance)).sum())
+        assert abs(total[mine].sum() - n * chance.sum()) < 4 * sigma, interval
+    chance = np.array([p for _, p in points[:31]])
+    sigma = np.sqrt(n * chance * (1 - chance))
+    assert (abs(total[:31] - n * chance) < 4.5 * sigma).all()
+
+
+def test_bits_of_neighbours_and_of_other_keys_do_not_correlate():
+    n = 1 << 17
+    numbers = jnp.arange(n, dtype=jnp.uint32)[:, None]
+    k = jax.random.bits(KEY, (2,), jnp.uint32)
+
+    @jax.jit
+    def noise(numbers, k):
+        return reference.noise(reference.seeds(numbers, k), (-1,)).astype(jnp.float32)
+
+    one = np.asarray(noise(numbers, k)) / 2**16 - 0.5
+    assert abs(one.mean()) < 4 / np.sqrt(12 * one.size)
+    assert abs((one**2).mean() * 12 - 1) < 5 / np.sqrt(one.size)
+    others = {
+        "the same word": one[:, 1:],
+        "the next word": one[:, 2:],
+        "the next block": one[1:],
+        "a block far away": one[1024:],
+        "first word of the key": np.asarray(noise(numbers, k ^ jnp.uint32([1, 0]))) / 2**16 - 0.5,
+        "second word": np.asarray(noise(numbers, k ^ jnp.uint32([0, 1]))) / 2**16 - 0.5,
+    }
+    for name, other in others.items():
+        a = one[: other.shape[0], : other.shape[1]]
+        rho = 12 * (a * other).mean(axis=0)
+        assert (abs(rho) < 5.5 / np.sqrt(len(a))).all(), (name, abs(rho).max())
+
+
+def test_bits_depend_on_key_and_element_alone():
+    x = jnp.asarray(random_bits((2, 128, 192), jnp.bfloat16))
+    rounding = Stochastic(KEY)
+    for axis, shift in ((-1, 0), (-2, 0), (0, 1)):
+        y = jnp.moveaxis(x, -2, 0) if shift else x
+        plain = jitted(y, format=FP4, axis=axis, rounding=rounding)
+        tiled = {"format": FP4, "axis": axis, "rounding": rounding, "scale_layout": "shuffled_32x8"}
+        assert_bits_equal(jitted(y, **tiled).values, plain.values)
+        turned = jitted(y, **tiled, transpose=True)
+        assert_bits_equal(turned.dequantize(), jnp.moveaxis(plain.dequantize(), axis, -1))
+    square = {"format": "mxfp8_e4m3", "block": (32, 32), "rounding": rounding}
+    turned = jitted(x, transpose=True, **square)
+    assert_bits_equal(turned.values, jnp.swapaxes(jitted(x, **square).values, -1, -2))
+    assert_same_array(
+        jax_mx.quantize(x, FP4, rounding=rounding), jitted(x, format=FP4, rounding=rounding)
+    )
+    raw = jax.random.PRNGKey(7)
+    assert_same_array(
+        jitted(x, rounding=Stochastic(raw)), jitted(x, rounding=Stochastic(jax.random.key(7)))
+    )
+    other = jitted(x, rounding=Stochastic(jax.random.key(8)))
+    changed = bytes_of(other.values) != bytes_of(jitted(x, rounding=rounding).values)
+    assert 0.1 < changed.mean() < 0.6
+
+
+def test_vmap_over_keys_and_arrays():
+    x = jnp.asarray(random_bits((3, 64, 96), np.float32))
+    keys = jax.random.split(KEY, 3)
+
+    def one(x, key):
+        return jax_mx.quantize(x, FP4, rounding=Stochastic(key, 0.75))
+
+    each = [one(x[i], keys[i]) for i in range(3)]
+    same = [one(x[i], KEY) for i in range(3)]
+    alike = [one(x[0], keys[i]) for i in range(3)]
+    for axes, key, want in (((0, 0), keys, each), ((0, None), KEY, same)):
+        got = jax.jit(jax.vmap(one, in_axes=axes))(x, key)
+        assert_same_array(got, jax.tree.map(lambda *a: jnp.stack(a), *want))
+    got = jax.vmap(one, in_axes=(None, 0))(x[0], keys)
+    assert_same_array(got, jax.tree.map(lambda *a: jnp.stack(a), *alike))
+    rounding = jax.vmap(Stochastic)(keys)  # the dataclass is a pytree
+    assert_same_array(
+        jax.vmap(lambda x, r: jax_mx.quantize(x, FP4, rounding=r))(x, rounding),
+        jax.vmap(lambda x, k: jax_mx.quantize(x, FP4, rounding=Stochastic(k)))(x, keys),
+    )
+
+
+def test_prescale():
+    """0.75 of what is not subnormal, before the scale; then floor clips nothing."""
+    x = jnp.asarray(random_bits((64, 64), np.float32))
+    least = reference._least(np.float32(0.75))
+    edge = np.arange(least - 16, least + 16, dtype=np.uint32)
+    np.testing.assert_array_equal(edge[15:17], [0x00AAAAAA, 0x00AAAAAB])
+    x = x.at[0, :32].set(edge.view(np.float32)).at[0, 32:].set(-edge.view(np.float32))
+    q = jitted(x, format="mxfp8_e4m3", scaling="floor", rounding=Stochastic(KEY, 0.75))
+    with np.errstate(invalid="ignore"):
+        exact = np.asarray(x, np.float64) * 0.75  # the product of 26 bits
+        scaled = np.where(abs(exact) < 2.0**-126, np.copysign(0, exact), exact).astype(np.float32)
+    want = jitted(scaled, format="mxfp8_e4m3", scaling="floor", rounding=Stochastic(KEY))
+    assert_same_array(q, want)
+    assert (np.asarray(q.values[0, :16], np.float32) == 0).all()
+    assert not (np.asarray(q.values[0, 16:32], np.float32) == 0).any()
+    top = jnp.full((10**5, 32), 7.9, jnp.float32)
+    y = jitted(top, format=FP4, scaling="floor", rounding=Stochastic(KEY, 0.75)).dequantize(
+        "float32"
+    )
+    assert abs(float(y.mean(dtype=jnp.float32)) - 0.75 * 7.9) < 4 * 1 / np.sqrt(top.size)
+    clipped = jitted(top, format=FP4, scaling="floor", rounding=Stochastic(KEY)).dequantize()
+    assert (clipped == 6).all()
+
+
+# ---- Hadamard ---
+def flushed(x: np.ndarray) -> np.ndarray:
+    tiny = abs(x) < np.finfo(np.float32).smallest_normal
+    return np.where(tiny, np.copysign(np.float32(0), x), x)
+
+
+def butterflies(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    """Of the last axis, one float32 operation at a time; numpy flushes nothing by itself."""
+    size = len(signs)
+    x = flushed(np.where(signs < 0, -x, x))
+    with np.errstate(all="ignore"):
+        for level in range(size.bit_length() - 1):
+            y = x.copy()
+            for i in range(size):
+                j = i ^ 1 << level
+                y[..., i] = flushed(x[..., j] - x[..., i] if i > j else x[..., i] + x[..., j])
+            x = y
+        product = x.astype(np.float64) * np.float64(np.float32(size**-0.5))  # of 48 bits
+        small = abs(product) < 2.0**-126
+        return np.where(small, np.copysign(0, product), product).astype(np.float32)
+
+
+def same_but_nans(got, want) -> None:
+    """NaN's sign and payload are no one's."""
+    assert_bits_equal(np.where(np.isnan(got), 0, got), np.where(np.isnan(want), 0, want))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_hadamard_is_float32_operations(size):
+    """Eager, jitted and numpy agree in every bit; half of the rows are about the least normal."""
+    rng = np.random.default_rng(size)
+    tiny = rng.integers(0, 1 << 25, (500, 128)).astype(np.uint32)
+    tiny |= rng.integers(0, 2, tiny.shape).astype(np.uint32) << 31
+    wide = rng.standard_normal((300, 128)) * 2.0 ** rng.integers(-30, 30, (300, 128))
+    x = np.concatenate(
+        [tiny.view(np.float32), random_bits((300, 128), np.float32), wide.astype(np.float32)]
+    )
+    # What a product of the transform's last step has to be around 2^-126.
+    least = reference._least(np.float32(size**-0.5))
+    x[0] = 0
+    x[0, ::64] = (least - np.array([1, 0], np.uint32)).view(np.float32)
+    for signs in (np.ones(size), SIGNS[:size]):
+        want = butterflies(x.reshape(1100, -1, size), signs).reshape(x.shape)
+        f = partial(jax_mx.hadamard, size=size)
+        given = None if (signs > 0).all() else signs
+        for got in (f(x, signs=given), jax.jit(f)(x, signs=given)):
+            assert got.dtype == jnp.float32
+            same_but_nans(np.asarray(got), want)
+    assert np.count_nonzero(want[0]) == size and np.isnan(want).any()
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_hadamard_is_orthogonal_and_exact(size):
+    rng = np.random.default_rng(size)
+    i = np.arange(size)
+    matrix = (-1.0) ** np.array([[bin(a & b).count("1") for b in i] for a in i])
+    f = jax.jit(partial(jax_mx.hadamard, size=size, axis=-2))
+    whole = rng.integers(-99, 100, (2, 2 * size, 3)).astype(np.float32)
+    sums = np.einsum("ij,bgjk->bgik", matrix, whole.reshape(2, 2, size, 3).astype(np.float64))
+    scale = np.float32(size**-0.5)
+    assert_bits_equal(f(whole), (sums.astype(np.float32) * scale).reshape(whole.shape))
+    x = rng.standard_normal((2, 2 * size, 3)).astype(np.float32)
+    want = np.einsum("ij,bgjk->bgik", matrix, x.reshape(2, 2, size, 3).astype(np.float64))
+    want = (want / np.sqrt(size)).reshape(x.shape)
+    bound = 8 * 2.0**-24 * np.sqrt(size) * 4
+    assert abs(np.asarray(f(x), np.float64) - want).max() < bound
+    signs = SIGNS[:size] < 0
+    there = f(x, signs=signs)
+    back = f(there) * np.tile(SIGNS[:size], 2)[:, None].astype(np.float32)
+    assert abs(np.asarray(back) - x).max() < bound
+    norms = [np.linalg.norm(np.asarray(a, np.float64)) for a in (x, there)]
+    assert abs(norms[0] / norms[1] - 1) < 1e-6
+    # The derivative, both modes: the transform is linear.
+    v = rng.standard_normal(x.shape).astype(np.float32)
+    one = partial(jax_mx.hadamard, size=size, signs=signs, axis=1)
+    out, tangent = jax.jit(lambda x, v: jax.jvp(one, (x,), (v,)))(x, v)
+    assert_bits_equal(out, there)
+    np.testing.assert_allclose(tangent, one(v), atol=1e-5)
+    (pulled,) = jax.jit(lambda x, v: jax.vjp(one, x)[1](v))(x, v)
+    np.testing.assert_allclose((pulled * x).sum(), (v * np.asarray(there)).sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "size,dtype,axis,layout",
+    [
+        (16, "bfloat16", -1, "row_major"),
+        (32, "float32", 1, "shuffled_32x8"),
+        (64, "float16", 1, "row_major"),
+        (64, "bfloat16", -1, "blocked_128x4"),
+    ],
+)
+def test_quantize_transforms_along_the_blocks(size, dtype, axis, layout):
+    x = jnp.asarray(random_bits((2, 192, 3, 128), dtype))
+    turned = jax.jit(jax_mx.hadamard, static_argnums=(1, 3))(x, size, SIGNS[:size], axis)
+    options = {"format": FP4, "axis": axis, "scale_layout": layout, "transpose": axis == 1}
+    got = jitted(x, hadamard=Hadamard(size, SIGNS[:size]), **options)
+    assert_same_array(got, jitted(turned, **options))
+
+
+def test_poison_spreads_over_a_transform_and_its_blocks():
+    x = jnp.ones((1, 256), jnp.bfloat16).at[0, 70].set(jnp.inf)
+    for size, bad in ((16, [2]), (32, [2]), (64, [2, 3])):
+        q = jitted(x, hadamard=Hadamard(size))
+        turned = jax.jit(jax_mx.hadamard, static_argnums=1)(x, size)
+        assert_bits_equal(q.values, jitted(turned).values)
+        scales = bytes_of(q.scales)[0, :, 0]
+        np.testing.assert_array_equal(np.flatnonzero(scales == 255), bad)
+    large = jnp.full((1, 32), 3e38)  # the sums overflow
+    assert bytes_of(jitted(large, hadamard=Hadamard()).scales).item() == 255
+
+
+def test_random_signs_and_pytrees():
+    x = jax.random.normal(KEY, (3, 128), jnp.bfloat16)
+    keys = jax.random.split(KEY, 3)
+    how = Hadamard.random(keys[0], 64)
+    assert how.signs.shape == (64,) and how.signs.dtype == jnp.bool_ and 16 < how.signs.sum() < 48
+    as_numbers = Hadamard(64, jnp.where(how.signs, -1, 1))
+    assert_same_array(jitted(x, hadamard=how), jitted(x, hadamard=as_numbers))
+    each = jax.vmap(lambda x, key: jax_mx.quantize(x, hadamard=Hadamard.random(key, 64)))
+    got = each(x, keys)
+    for i in range(3):
+        want = jitted(x[i], hadamard=Hadamard.random(keys[i], 64))
+        assert_same_array(jax.tree.map(lambda a, i=i: a[i], got), want)
+    passed = jax.jit(lambda x, how: jax_mx.quantize(x, hadamard=how))(x, how)
+    assert_same_array(passed, jitted(x, hadamard=how))
+
+
+# ---- both at once, both directions, everywhere ---
+ALL = {"rounding": Stochastic(KEY, 0.75), "hadamard": Hadamard(64, SIGNS)}
+
+
+@pytest.mark.parametrize("layout,turn", [("row_major", True), ("blocked_128x4", False)])
+def test_both_directions_are_two_calls(layout, turn):
+    x = jnp.asarray(random_bits((2, 128, 192), jnp.bfloat16))
+    options = {"format": FP4, "scale_layout": layout, "scaling": "even"}
+    first, second = jax.random.split(KEY)
+    got = jax.jit(partial(jax_mx.quantize_both, transpose=(False, turn), **options, **ALL))(x)
+    for q, key, axis in zip(got, (first, second), (-1, -2), strict=True):
+        own = ALL | {"rounding": Stochastic(key, 0.75)}
+        assert_same_array(q, jitted(x, axis=axis, transpose=turn, **options, **own))
+    pair = {"rounding": (None, Stochastic(KEY)), "hadamard": (Hadamard(16, SIGNS[:16]), None)}
+    got = jax.jit(partial(jax_mx.quantize_both, **options, **pair))(x)
+    assert_same_array(got[0], jitted(x, hadamard=pair["hadamard"][0], **options))
+    want = jitted(x, axis=-2, transpose=True, rounding=pair["rounding"][1], **options)
+    assert_same_array(got[1], want)
+
+
+@pytest.mark.parametrize(
+    "kind,spec,layout",
+    [
+        (AxisType.Auto, P(None, "a", "b"), "row_major"),
+        (AxisType.Explicit, P("a", None, "b"), "row_major"),
+        (AxisType.Auto, P(None, ("a", "b")), "blocked_128x4"),
+        (AxisType.Explicit, P(None, "a", "b"), "blocked_128x4"),
+    ],
+    ids=str,
+)
+def test_eight_devices_give_the_bytes_of_one(kind, spec, layout):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    x = random_bits((2, 1024, 512), jnp.bfloat16)
+
+    def call(x, key, signs):
+        how = {"rounding": Stochastic(key), "hadamard": Hadamard(64, signs)}
+        how |= {"format": FP4, "scale_layout": layout}
+        return jax_mx.quantize(x, axis=-2, **how), *jax_mx.quantize_both(x, **how)
+
+    args = (KEY, jnp.asarray(SIGNS))
+    want = jax.jit(call)(x, *args)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        compiled = jax.jit(call).lower(placed, *args).compile()
+        assert not COLLECTIVE.search(compiled.as_text())
+        got = jax.jit(call)(placed, *args)
+        for q in got[:2]:
+            assert q.values.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+    for g, w in zip(got, want, strict=True):
+        assert_same_array(g, w)
+
+
+@pytest.mark.gpu
+def test_the_gpu_gives_the_same_bytes():
+    x = random_bits((256, 512), np.float32)
+    x[:64] = (x[:64].view(np.uint32) & 0x80FFFFFF).view(np.float32)  # about the least normal
+    call = jax.jit(partial(jax_mx.quantize_both, format=FP4, implementation="xla", **ALL))
+    with jax.default_device(jax.devices("cpu")[0]):
+        wants, turned = call(x), jax_mx.hadamard(x, 32)
+    for got, want in zip(call(x), wants, strict=True):
+        assert_same_array(got, want)
+    same_but_nans(np.asarray(jax_mx.hadamard(x, 32)), np.asarray(turned))
+
+
+def test_shards_that_split_a_transform():
+    explicit = jax.make_mesh(
+        (4,), ("b",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4]
+    )
+    auto = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    x = random_bits((32, 128), np.float32)
+    call = jax.jit(partial(jax_mx.quantize, **ALL))
+    want = call(x)
+    got = call(jax.device_put(x, NamedSharding(auto, P(None, "b"))))
+    assert_same_array(got, want)
+    with jax.set_mesh(explicit), pytest.raises(jax_mx.primitive.ShardingTypeError) as caught:
+        call(jax.device_put(x, NamedSharding(explicit, P(None, "b"))))
+    assert "in 4 shards of 32, which does not keep its blocks of 64 whole" in str(caught.value)
+    pair = jax.jit(partial(jax_mx.quantize_both, hadamard=(None, Hadamard(64))))
+    wants = pair(np.tile(x, (2, 1)))
+    with jax.set_mesh(explicit):  # the other axis may be split between blocks
+        gots = pair(jax.device_put(np.tile(x, (2, 1)), NamedSharding(explicit, P(None, "b"))))
+    for got, want in zip(gots, wants, strict=True):
+        assert_same_array(got, want)
+
+
+def test_shard_map_counts_blocks_of_its_shard():
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    x = jnp.tile(jnp.asarray(random_bits((1, 64), np.float32)), (8, 1))
+
+    def call(x, key, folded):
+        if folded:
+            key = jax.random.fold_in(key, jax.lax.axis_index("a"))
+        return jax_mx.quantize(x, FP4, rounding=Stochastic(key), hadamard=Hadamard(32, SIGNS[:32]))
+
+    for folded in (False, True):
+        f = jax.shard_map(
+            partial(call, folded=folded), mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a")
+        )
+        values = np.asarray(jax.jit(f)(x, KEY).values)
+        assert (values == values[:1]).all() != folded
+
+
+@pytest.mark.parametrize("op", [jax_mx.quantize, jax_mx.quantize_both])
+def test_there_is_no_kernel(op):
+    x = jnp.ones((64, 64), jnp.bfloat16)
+    for how, asked in (
+        ({"rounding": ALL["rounding"]}, "rounding 'stochastic'"),
+        ({"hadamard": Hadamard()}, "hadamard 16"),
+        (ALL, "rounding 'stochastic' and hadamard 64"),
+    ):
+        assert artifacts.TARGET not in lowered(x, op, **how)
+        reason = f"{op.__name__}: cutedsl has no kernel for {asked}; 'xla' serves it"
+        for name in ("cutedsl", "flydsl"):
+            with pytest.raises(NotImplementedError, match=reason.replace("cutedsl", name)):
+                op(x, implementation=name, **how)
+        assert jax_mx.is_supported(op.__name__, "sm_90", **how) == (False, reason)
+    assert artifacts.TARGET in lowered(x, op)
+
+
+def test_derivatives_are_refused_as_before():
+    with pytest.raises(NotImplementedError, match="quantize has no derivative"):
+        jax.grad(lambda x: jax_mx.quantize(x, **ALL).dequantize("float32").sum())(jnp.ones(64))
+
+
+def test_export_with_symbolic_rows_and_keys():
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 128"), jnp.float32)
+
+    def call(x, rounding, hadamard):
+        return jax_mx.quantize(x, FP4, axis=-1, rounding=rounding, hadamard=hadamard)
+
+    args = jax.eval_shape(lambda: (Stochastic(KEY, 0.75), Hadamard(64, SIGNS)))
+    exported = jax.export.deserialize(
+        jax.export.export(jax.jit(call), platforms=["cpu", "cuda"])(shape, *args).serialize()
+    )
+    x = random_bits((7, 128), np.float32)
+    given = (ALL["rounding"], Hadamard(64, jnp.asarray(SIGNS)))
+    assert_same_array(exported.call(x, *given), call(jnp.asarray(x), *given))
+
+
+X = jnp.ones((64, 96))
+
+
+@pytest.mark.parametrize(
+    "call,error,sentence",
+    [
+        (lambda: jax_mx.quantize(X, rounding="stochastic"), TypeError,
+         "quantize: rounding must be None or a Stochastic, got 'stochastic'"),
+        (lambda: jax_mx.quantize(X, rounding=Stochastic(3)), TypeError,
+         "quantize: rounding.key must be one key of jax.random, got 3"),
+        (lambda: jax_mx.quantize(X, rounding=Stochastic(jax.random.split(KEY))), TypeError,
+         "quantize: rounding.key must be one key of jax.random, got key<fry>[2]"),
+        (lambda: jax_mx.quantize(X, rounding=Stochastic(KEY, 0.5)), ValueError,
+         "quantize: rounding.prescale must be None or 0.75, got 0.5"),
+        (lambda: jax_mx.quantize(X, hadamard=16), TypeError,
+         "quantize: hadamard must be None or a Hadamard, got 16"),
+        (lambda: jax_mx.quantize(X, hadamard=Hadamard(8)), ValueError,
+         "quantize: the size of a Hadamard transform must be 16, 32 or 64, got 8"),
+        (lambda: jax_mx.quantize(X, hadamard=Hadamard(16, np.ones(32))), ValueError,
+         "quantize: signs must be 16 bools or numbers of either sign, got float"),
+        (lambda: jax_mx.quantize(X, hadamard=Hadamard(16, np.ones(16, np.uint8))), ValueError,
+         "quantize: signs must be 16 bools or numbers of either sign, got uint8[16]"),
+        (lambda: jax_mx.quantize(X, hadamard=Hadamard(64)), ValueError,
+         "quantize: axis -1 has length 96, not a multiple of 64, the size of its Hadamard"),
+        (lambda: jax_mx.quantize(X, block=(32, 32), hadamard=Hadamard()), ValueError,
+         "quantize: a Hadamard transform goes along one axis, square blocks span two; use "
+         "block=32"),
+        (lambda: jax_mx.quantize_both(X, hadamard=(None, Hadamard(), None)), TypeError,
+         "quantize_both: hadamard must be one for both directions or a pair"),
+        (lambda: jax_mx.quantize_both(X, rounding=(KEY, None)), TypeError,
+         "quantize_both: rounding must be None or a Stochastic, got PRNGKeyArray"),
+        (lambda: jax_mx.quantize_both(X.T, hadamard=Hadamard(64)), ValueError,
+         "quantize_both: axis -2 has length 96, not a multiple of 64"),
+        (lambda: jax_mx.hadamard(X, 64), ValueError,
+         "hadamard: axis -1 has length 96, not a multiple of the size 64"),
+        (lambda: jax_mx.hadamard(X.astype(jnp.int32)), TypeError,
+         "hadamard: x is int32, must be one of bfloat16, float16, float32"),
+        (lambda: jax_mx.hadamard(X, axis=2), ValueError, "hadamard: axis 2 is out of range for"),
+    ],
+)  # fmt: skip
+def test_bad_calls_get_one_sentence(call, error, sentence):
+    with pytest.raises(error) as caught:
+        call()
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_dataclasses_are_static_but_for_data():
+    assert jax.tree.leaves(ALL["rounding"]) == [KEY]
+    assert jax.tree.leaves(Hadamard(32)) == []
+    assert dataclasses.replace(ALL["rounding"], key=1).prescale == 0.75
