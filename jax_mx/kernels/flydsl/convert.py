@@ -12,7 +12,6 @@ from jax_mx.formats import SCALE_NAN, Format
 _INF = 0x7F800000
 _SIGNS = 0x80808080
 _POISON = 0xFFC00000  # a NaN with a sign
-_WHOLE, _WHOLE_BITS = 2.0**23, 0x4B000000  # from here on float32 are whole numbers
 
 
 def intrinsic(name: str, result, *operands):
@@ -111,15 +110,14 @@ def amaxes_of_two(a: Uint32, b: Uint32, dtype: str) -> Uint32:
     return larger(bytes_of(b, a, 0, 1, 4, 5), bytes_of(b, a, 2, 3, 6, 7), dtype)
 
 
-def scale_of(amax: Uint32, format: Format, dtype: str, rounding: tuple[Uint32, ...]):
+def scale_of(amax: Uint32, format: Format, dtype: str, rounding: tuple[Uint32, Uint32]):
     """Of a block: the E8M0 byte and the float32 bits of the factor of its elements.
 
     `amax` is in float32 bits. The rule is `formats.Scaling.rounding`, whose two numbers come in as
-    run-time scalars, with the scale of an all-zero block where the format has a choice of that. The
-    factor is a power of two, so its upper half is a bfloat16; that of a poisoned block is negative,
-    see `poison`.
+    run-time scalars. The factor is a power of two, so its upper half is a bfloat16; that of a
+    poisoned block is negative, see `poison`.
     """
-    round_add, round_exception, *zero_scale = rounding
+    round_add, round_exception = rounding
     emax = Uint32(format.emax)
     scale = intrinsic("llvm.usub.sat.i32", Uint32, (amax + round_add) >> 23, emax)
     if dtype == "float32":  # 16-bit inputs never reach that value
@@ -127,8 +125,6 @@ def scale_of(amax: Uint32, format: Format, dtype: str, rounding: tuple[Uint32, .
     # 2^(127 - scale): of a finite block the scale is at most 253, so this is a normal number.
     inverse = (Uint32(254) - scale) << 23
     poisoned = amax >= Uint32(_INF)
-    if zero_scale:
-        scale = (amax == Uint32(0)).select(*zero_scale, scale)
     return (
         poisoned.select(Uint32(SCALE_NAN), scale),
         poisoned.select(Uint32(_POISON), inverse),
@@ -146,7 +142,7 @@ def half(pair: Uint32, which: int) -> Float32:
 
 
 def poison(pairs: list[Uint32], which: list[int]) -> Uint32:
-    """For `pack_word`: 0xFF for each of four bytes whose factor is poisoned.
+    """For `pack_four`: 0xFF for each of four bytes whose factor is poisoned.
 
     The factors are those of `pairs`, at most two, by number.
     """
@@ -164,16 +160,10 @@ def products(x: list[Float32], factors: list[Float32]) -> list[Float32]:
     return found
 
 
-def pack_word(scaled: list[Float32], poison: Uint32, format: Format, arch: str) -> Uint32:
-    """A word of codes, rounded to nearest even and saturated; NaN where `poison` has a byte."""
-    pack = {
-        ("gfx942", 1): _pack_as_integers,
-        ("gfx950", 1): _pack_in_hardware,
-        ("gfx942", 2): _pack_nibbles_as_integers,
-        ("gfx950", 2): _pack_nibbles_in_hardware,
-    }[arch, format.codes_per_byte]
-    nan = sum(format.nan_code << 32 // len(scaled) * i for i in range(len(scaled)))
-    return where(poison, Uint32(nan), pack(scaled, format))
+def pack_four(scaled: list[Float32], poison: Uint32, format: Format, arch: str) -> Uint32:
+    """Four codes, rounded to nearest even and saturated; NaN where `poison` has a byte."""
+    pack = {"gfx942": _pack_as_integers, "gfx950": _pack_in_hardware}[arch]
+    return where(poison, Uint32(format.nan_code * 0x01010101), pack(scaled, format))
 
 
 def _pack_in_hardware(x: list[Float32], format: Format) -> Uint32:
@@ -217,51 +207,6 @@ def _pack_as_integers(x: list[Float32], format: Format) -> Uint32:
     return (bytes_of(high, low, 0, 1, 4, 5) & Uint32(~_SIGNS & 0xFFFFFFFF)) | (
         sign & Uint32(_SIGNS)
     )
-
-
-def _pack_nibbles_in_hardware(x: list[Float32], format: Format) -> Uint32:
-    """The conversion saturates and keeps signs; its own scale stays 1."""
-    one, word = Float32(1.0).ir_value(), llvm.mlir_undef(Uint32.ir_type)
-    for i in range(4):
-        pair = [value.ir_value() for value in x[2 * i : 2 * i + 2]]
-        word = rocdl.cvt_scalef32_pk_fp4_f32(Uint32.ir_type, word, *pair, one, i)
-    return Uint32(word)
-
-
-def _pack_nibbles_as_integers(x: list[Float32], format: Format) -> Uint32:
-    """By float32 additions: the code of a magnitude a is min(2a, a + 2, a / 2 + 4), rounded.
-
-    Each binade of e2m1 is one of these lines, on which codes are whole numbers; rounding does not
-    change which one is the least. Adding 2^23 rounds to whole numbers, the low bits of the sum.
-    """
-    codes = []
-    for i in range(0, 8, 2):
-        magnitudes = [
-            intrinsic("llvm.minnum.f32", Float32, intrinsic("llvm.fabs.f32", Float32, value),
-                      Float32(format.max))
-            for value in x[i : i + 2]
-        ]  # fmt: skip
-        a = fx.Vector.from_elements(magnitudes, Float32)
-        lines = [_line(a, slope, _WHOLE + at) for slope, at in ((2.0, 0), (1.0, 2), (0.5, 4))]
-        for j in range(2):
-            first, *others = (line[j].bitcast(Uint32) for line in lines)
-            for other in others:
-                first = intrinsic("llvm.umin.i32", Uint32, first, other)
-            codes.append(first)
-    word, signs = codes[7], x[7].bitcast(Uint32) >> 28
-    for code, value in zip(codes[6::-1], x[6::-1], strict=True):
-        word = (word << 4) + code
-        signs = intrinsic("llvm.fshl.i32", Uint32, signs, value.bitcast(Uint32), Uint32(4))
-    exponents = sum(_WHOLE_BITS << 4 * i for i in range(8)) & 0xFFFFFFFF
-    return (signs & Uint32(0x88888888)) | (word - Uint32(exponents))
-
-
-def _line(a, slope: float, offset: float):
-    """slope * a + offset, of two float32 at once."""
-    kind = fx.Vector.make_type(2, Float32)
-    constants = [fx.Vector.from_elements([Float32(c)] * 2, Float32) for c in (slope, offset)]
-    values = [vector.ir_value() for vector in (a, *constants)]
-    return fx.Vector(llvm.call_intrinsic(kind, "llvm.fma.v2f32", values, [], []), 2, Float32)
 
 
 # ---- dequantize ---
