@@ -94,7 +94,7 @@ def layouts_of(variant: Variant) -> tuple[str, ...]:
 
 def takes_zero_scale(format: Format) -> bool:
     """Whether kernels have the scale of all-zero blocks as a scalar; it is 0 where they do not."""
-    return format is MXFP4_E2M1
+    return format == MXFP4_E2M1
 
 
 def device_arch(arch: str) -> str:
