@@ -85,6 +85,10 @@ SCALAR = {
     "s_xor_b64": [((BIG | 1, 1), 0, BIG, 1), ((BIG, BIG), 1, 0, 0)],
     "s_andn2_b64": [((BIG | 1, 1), 0, BIG, 1), ((1, BIG | 1), 1, 0, 0)],
     "s_lshl_b32": [((3, 33), 0, 6, 1), ((0x80000000, 1), 1, 0, 0)],
+    "s_lshl1_add_u32": [((0x80000000, 3), 0, 3, 1)],
+    "s_lshl2_add_u32": [((3, 1), 1, 13, 0), ((0x40000000, 0), 0, 0, 1)],
+    "s_lshl3_add_u32": [((1, M1), 0, 7, 1)],
+    "s_lshl4_add_u32": [((0x0FFFFFFF, 16), 0, 0, 1), ((1, 2), 1, 18, 0)],
     "s_lshr_b32": [((0x80000000, 31), 0, 1, 1), ((1, 1), 1, 0, 0)],
     "s_ashr_i32": [((0x80000000, 31), 0, M1, 1)],
     "s_lshl_b64": [((3, 63), 0, BIG, 1), ((BIG, 1), 1, 0, 0)],
@@ -706,11 +710,14 @@ def test_lds_two_at_once():
         ins.ds_read_u16_d16_hi(addr=v[0], vdst=v[26], offset0=8),
         ins.ds_write_b8_d16_hi(addr=v[0], data0=v[8], offset0=8),
         ins.ds_read_u8_d16(addr=v[0], vdst=v[27], offset0=8),
+        ins.ds_write_b16_d16_hi(addr=v[0], data0=v[8], offset0=32),
+        ins.ds_read_u16(addr=v[0], vdst=v[28], offset0=32),
     ]
     vectors = {0: 0, 8: 0x80011, 9: 9, 10: 10, 11: 11, 26: 5, 27: 0xAAAA0000}
     state = execute(*code, vectors=vectors, exec_=1)
     assert state.vector[OUT : OUT + 2, 0, 0].tolist() == [0x80011, 11]
     assert state.vector[26, 0, 0] == 0x110005 and state.vector[27, 0, 0] == 0xAAAA0008
+    assert state.vector[28, 0, 0] == 8
 
 
 # ---- waves ---
@@ -809,4 +816,4 @@ def test_every_instruction_has_expectations():
     tested = {name for name, _, _ in LOADS} | {read for _, _, read in LDS}
     assert set(isa.LOADS) - tested == {"u16_d16_hi", "u8_d16"}  # test_lds_two_at_once
     tested = {name for name, _, _ in STORES} | {write for write, _, _ in LDS}
-    assert set(isa.STORES) - tested == {"b8_d16_hi"}
+    assert set(isa.STORES) - tested == {"b8_d16_hi", "b16_d16_hi"}

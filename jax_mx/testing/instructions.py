@@ -185,6 +185,13 @@ SCALAR: Mapping[str, Op] = {
     "s_lshl_b32": ("uu", _nonzero(_left)),
     "s_lshr_b32": ("uu", _nonzero(_right)),
     "s_ashr_i32": ("iu", _nonzero(lambda x, n: bits(_right(x, n)))),
+    **{
+        f"s_lshl{n}_add_u32": (
+            "uu",
+            lambda x, y, _, n=n: (_left(x, U32(n)) + y, (wide(x) << U64(n)) + wide(y) >> U64(32) > 0),
+        )
+        for n in range(1, 5)
+    },
     "s_lshl_b64": ("Uu", _nonzero(_left64)),
     "s_lshr_b64": ("Uu", _nonzero(_right64)),
     "s_ashr_i64": ("Iu", _nonzero(lambda x, n: bits(_right64(x, n)))),
@@ -364,6 +371,7 @@ STORES: Mapping[str, tuple[int, str]] = {
     # LDS has other names.
     "b8": (1, ""),
     "b8_d16_hi": (1, "high"),
+    "b16_d16_hi": (2, "high"),
     "b16": (2, ""),
     "b32": (4, ""),
     "b64": (8, ""),
