@@ -137,6 +137,16 @@ def _with_overflow(op: Callable) -> Callable:
     return run
 
 
+def _shifted_sum(n: int) -> Callable:
+    """With SCC where it does not fit in 32 bits."""
+
+    def run(x, y, _):
+        total = (wide(x) << U64(n)) + wide(y)
+        return low(total), total > U64(0xFFFFFFFF)
+
+    return run
+
+
 def _nonzero(op: Callable) -> Callable:
     def run(*args):
         value = op(*args[:-1])
@@ -185,13 +195,7 @@ SCALAR: Mapping[str, Op] = {
     "s_lshl_b32": ("uu", _nonzero(_left)),
     "s_lshr_b32": ("uu", _nonzero(_right)),
     "s_ashr_i32": ("iu", _nonzero(lambda x, n: bits(_right(x, n)))),
-    **{
-        f"s_lshl{n}_add_u32": (
-            "uu",
-            lambda x, y, _, n=n: (_left(x, U32(n)) + y, (wide(x) << U64(n)) + wide(y) >> U64(32) > 0),
-        )
-        for n in range(1, 5)
-    },
+    **{f"s_lshl{n}_add_u32": ("uu", _shifted_sum(n)) for n in range(1, 5)},
     "s_lshl_b64": ("Uu", _nonzero(_left64)),
     "s_lshr_b64": ("Uu", _nonzero(_right64)),
     "s_ashr_i64": ("Iu", _nonzero(lambda x, n: bits(_right64(x, n)))),

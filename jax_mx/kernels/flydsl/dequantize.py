@@ -2,7 +2,8 @@
 
 The same two ways to cut the work as quantize.py: `Flat` for blocks along the last axis, `Tiled` for
 all that knows rows. Codes are loaded 16 bytes a lane and exchanged between lanes before they grow,
-so that neighbours write side by side; transposed forms transpose bytes, in LDS, and go on as others.
+so that neighbours write side by side; transposed forms transpose bytes, in LDS, and go on as the
+others do.
 """
 
 import flydsl.compiler as flyc
@@ -87,7 +88,7 @@ class Dequantize(Kernel):
         return [[words] for words in found]
 
     def exchanged_halves(self, words: list, lane) -> list[list]:
-        """Of these lanes two words a time."""
+        """Two words of them, each time."""
         odd, found = lane % 2 == Uint32(1), []
         for control in (0x50, 0xFA):  # the lanes (0, 0, 1, 1), and (2, 2, 3, 3)
             low, high = (
@@ -134,8 +135,8 @@ class Flat(Dequantize):
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
-        self.chunks = BLOCK // self.codes
         self.sharers = BLOCK // self.codes  # lanes that share a block
+        self.chunks = self.sharers  # loads of a lane, so that it has a block's worth
         self.grid = [[0, 1, *ALL, self.blocks]]
         self.extents = [[8, [1, *ALL]]]
         if layout.is_tiled:

@@ -9,6 +9,7 @@ operands, the second takes any.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
@@ -357,7 +358,7 @@ class Tiled(Kernel):
         factors = [convert.half(pairs[n // 2], n % 2) for n in numbers]
         return convert.products(x[i][2 * w : 2 * w + 2], factors)
 
-    def word(self, scaled: list, pairs: list, result: Output, places: list) -> Uint32:
+    def word(self, scaled: Sequence, pairs: list, result: Output, places: list) -> Uint32:
         """The codes of a word's elements, at these (row, column) of a lane's patch."""
         # The codes of a byte have one factor.
         numbers = self.numbers(result, places[:: result.format.codes_per_byte])
@@ -416,15 +417,15 @@ class Tiled(Kernel):
     def stage_transposed(self, x, pairs, result: Output, shared, top, left):
         """The tile's values in LDS, a column of x after the other."""
         packed = result.format.codes_per_byte
-        line = top // packed
+        line, size = top // packed, 4 * packed
         starts = [self.staged(left + i, line // 16, packed) + line % 16 for i in range(packed)]
         for w in range(self.vector // 2):
             both = [self.scaled(x, pairs, result, i, w) for i in range(self.rows)]
             for j, column in enumerate(zip(*both, strict=True), 2 * w):
                 places = [(i, j) for i in range(self.rows)]
                 words = [
-                    self.word([*column[i : i + 4 * packed]], pairs, result, places[i : i + 4 * packed])
-                    for i in range(0, self.rows, 4 * packed)
+                    self.word(column[i : i + size], pairs, result, places[i : i + size])
+                    for i in range(0, self.rows, size)
                 ]
                 vector = fx.Vector.from_elements(words, Uint32)
                 start = Int32(starts[j % packed] + j // packed * TILE)
