@@ -2,6 +2,7 @@
 
 import collections
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,7 +13,8 @@ from jax_mx.variants import ARCHS, VARIANTS, layouts_of
 pytest.importorskip("tinygrad")
 pytest.importorskip("jax_mx.kernels")  # not in a wheel
 
-from emulation import Program, example
+from emulation import Program
+from helpers import call, operand
 
 from jax_mx.kernels.flydsl.gcn import bytes_moved, disassemble
 from jax_mx.testing.code_object import CodeObject
@@ -70,14 +72,14 @@ def test_accesses_coalesce(variant, arch):
     for layout in layouts_of(variant):
         program = Program(variant, arch, (256, 256), scale_layout=layout)
         memory = Segments()
-        operands, results = example(variant, (256, 256), scale_layout=layout)
-        addresses = []
-        for i, data in enumerate([*operands, *results]):
-            room = np.zeros(len(data) + 64, np.uint8)
+        operands = operand(variant, np.ones((256, 256), variant.dtype), scale_layout=layout)
+        results = jax.eval_shape(call(variant, "xla", scale_layout=layout), operands)
+        addresses, operands = [], jax.tree.leaves(operands)
+        for i, like in enumerate([*operands, *jax.tree.leaves(results)]):
+            size = like.size * like.dtype.itemsize
+            room = np.zeros(size + 64, np.uint8)
             skew = -room.__array_interface__["data"][0] % 64
-            window = room[skew : skew + len(data)]
-            if i < len(operands):
-                window[:] = data
+            window = room[skew : skew + size]
             base = 0x7F00 + i << 32
             addresses.append(memory.add(window, writable=i >= len(operands), address=base))
         program.launch(0, memory, addresses)
