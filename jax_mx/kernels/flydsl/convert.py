@@ -251,24 +251,21 @@ def _pack_nibbles_as_integers(x: Sequence[Float32], format: Format) -> Uint32:
     Each binade of e2m1 is one of these lines, on which codes are whole numbers; rounding does not
     change which one is the least. Adding 2^23 rounds to whole numbers, the low bits of the sum.
     """
-    codes = []
-    for i in range(0, 8, 2):
-        magnitudes = [
-            intrinsic("llvm.minnum.f32", Float32, intrinsic("llvm.fabs.f32", Float32, value),
-                      Float32(format.max))
-            for value in x[i : i + 2]
-        ]  # fmt: skip
-        a = fx.Vector.from_elements(magnitudes, Float32)
+    word = signs = Uint32(0)
+    for i in range(6, -1, -2):  # from the last on, which will be highest
+        two = x[i : i + 2]
+        magnitudes = [intrinsic("llvm.fabs.f32", Float32, value) for value in two]
+        a = fx.Vector.from_elements([
+            intrinsic("llvm.minnum.f32", Float32, value, Float32(format.max))
+            for value in magnitudes
+        ], Float32)  # fmt: skip
         lines = [_line(a, slope, _WHOLE + at) for slope, at in ((2.0, 0), (1.0, 2), (0.5, 4))]
-        for j in range(2):
-            first, *others = (line[j].bitcast(Uint32) for line in lines)
+        for j in (1, 0):
+            code, *others = (line[j].bitcast(Uint32) for line in lines)
             for other in others:
-                first = intrinsic("llvm.umin.i32", Uint32, first, other)
-            codes.append(first)
-    word, signs = codes[7], x[7].bitcast(Uint32) >> 28
-    for code, value in zip(codes[6::-1], x[6::-1], strict=True):
-        word = (word << 4) + code
-        signs = intrinsic("llvm.fshl.i32", Uint32, signs, value.bitcast(Uint32), Uint32(4))
+                code = intrinsic("llvm.umin.i32", Uint32, code, other)
+            word = (word << 4) + code
+            signs = intrinsic("llvm.fshl.i32", Uint32, signs, two[j].bitcast(Uint32), Uint32(4))
     exponents = sum(_WHOLE_BITS << 4 * i for i in range(8)) & 0xFFFFFFFF
     return (signs & Uint32(0x88888888)) | (word - Uint32(exponents))
 
