@@ -8,7 +8,7 @@ import math
 
 import jax
 import numpy as np
-from helpers import call, op_of, operand, random_bits
+from helpers import call, op_of, operand, random_bits, with_zeros
 
 from jax_mx import artifacts
 from jax_mx.testing.code_object import CodeObject
@@ -25,8 +25,14 @@ def bytes_of(tree) -> list[np.ndarray]:
 
 @functools.lru_cache(maxsize=64)
 def example(variant, shape, **options) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The bytes of operands of some shape, and of what must come of them."""
-    x = operand(variant, random_bits(shape, variant.dtype, seed=len(shape)), **options)
+    """The bytes of operands of some shape, and of what must come of them.
+
+    With a scale for blocks of zeros there are some, the first, which lanes beyond the array read.
+    """
+    floats = random_bits(shape, variant.dtype, seed=len(shape))
+    if "zero_scale" in options:
+        floats = with_zeros(floats)
+    x = operand(variant, floats, **options)
     return bytes_of(x), bytes_of(jax.jit(call(variant, "xla", **options))(x))
 
 

@@ -126,6 +126,13 @@ def random_bits(shape: tuple[int, ...], dtype, seed: int = 0) -> np.ndarray:
     return bits.astype(f"uint{width}").view(dtype).reshape(shape)
 
 
+def with_zeros(floats: np.ndarray) -> np.ndarray:
+    """The same with zeros of either sign in the first blocks, along either axis."""
+    zeros = np.copysign(floats.dtype.type(0), floats)
+    first = np.indices(floats.shape)[-2:].max(0) < BLOCK
+    return np.where(first, zeros, floats)
+
+
 def golden_input(name: str) -> np.ndarray:
     """A golden input set, float32."""
     with np.load(GOLDEN / "quantize.npz") as golden:

@@ -2,17 +2,19 @@
 
 import collections
 
+import jax
 import numpy as np
 import pytest
 
 from jax_mx import artifacts
-from jax_mx.formats import FLOAT_DTYPES
+from jax_mx.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
 from jax_mx.variants import ARCHS, VARIANTS, layouts_of
 
 pytest.importorskip("tinygrad")
 pytest.importorskip("jax_mx.kernels")  # not in a wheel
 
-from emulation import Program, example
+from emulation import Program
+from helpers import call, operand
 
 from jax_mx.kernels.flydsl.gcn import bytes_moved, disassemble
 from jax_mx.testing.code_object import CodeObject
@@ -30,6 +32,7 @@ def test_accesses_are_16_bytes_a_lane(variant, arch):
     artifact = artifacts.load(variant, arch)
     code, quantizes = CodeObject(artifact.image), variant.op == "quantize"
     itemsize, count = FLOAT_DTYPES[variant.dtype].itemsize, len(variant.formats)
+    packed = variant.formats[0].codes_per_byte
     for launch in artifact.facts["launches"].values():
         entry = launch["entries"][0]
         elements = entry["usage"]["elements_per_thread"]
@@ -37,8 +40,9 @@ def test_accesses_are_16_bytes_a_lane(variant, arch):
         for _, name, _ in disassemble(code, entry["symbol"]):
             size = bytes_moved(name)
             moved[name.split("_")[1], size == 16] += size
-        assert moved["load", True] == elements * (itemsize if quantizes else 1)
-        assert moved["store", True] == elements * (count if quantizes else itemsize)
+        floats, values = elements * itemsize, elements * count // packed
+        assert moved["load", True] == (floats if quantizes else values)
+        assert moved["store", True] == (values if quantizes else floats)
         assert not moved["load" if quantizes else "store", False]
         # Alternatives, of which a lane takes one: a word, or its bytes.
         assert moved["store" if quantizes else "load", False] <= 8 * count
@@ -57,8 +61,8 @@ class Segments(Global):
         return super()._find(addresses, size, what)
 
 
-# Formats do not change where anything lies.
-ONE_FORMAT = [v for v in FLYDSL if v.formats[0] == v.formats[-1] == FLYDSL[0].formats[0]]
+# Where anything lies, formats change by how many codes are in a byte.
+ONE_FORMAT = [v for v in FLYDSL if {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})]
 
 
 @each_arch
@@ -68,14 +72,14 @@ def test_accesses_coalesce(variant, arch):
     for layout in layouts_of(variant):
         program = Program(variant, arch, (256, 256), scale_layout=layout)
         memory = Segments()
-        operands, results = example(variant, (256, 256), scale_layout=layout)
-        addresses = []
-        for i, data in enumerate([*operands, *results]):
-            room = np.zeros(len(data) + 64, np.uint8)
+        operands = operand(variant, np.ones((256, 256), variant.dtype), scale_layout=layout)
+        results = jax.eval_shape(call(variant, "xla", scale_layout=layout), operands)
+        addresses, operands = [], jax.tree.leaves(operands)
+        for i, like in enumerate([*operands, *jax.tree.leaves(results)]):
+            size = like.size * like.dtype.itemsize
+            room = np.zeros(size + 64, np.uint8)
             skew = -room.__array_interface__["data"][0] % 64
-            window = room[skew : skew + len(data)]
-            if i < len(operands):
-                window[:] = data
+            window = room[skew : skew + size]
             base = 0x7F00 + i << 32
             addresses.append(memory.add(window, writable=i >= len(operands), address=base))
         program.launch(0, memory, addresses)

@@ -24,6 +24,7 @@ from jax_mx.testing.memory import Fault, Global, Shared
 
 ORDERS = ("lockstep", "serial", "reversed")  # how the waves of a workgroup run between barriers
 VCC, EXEC, SCC, LITERAL = 106, 126, 253, 255
+_ONE = 242  # the constant 1.0
 VECTORS = 256  # the first vector register, in operands' numbering
 LANES = 1 << 14  # at once; more do not stay in a CPU's cache
 GARBAGE = 0xA5C3_96F1  # what registers hold before they are written
@@ -450,10 +451,14 @@ class Emulator:
         return step
 
     def _convert(self, name: str, inst: Any, registers: Sequence[int]) -> Step:
-        """Two float32 to the low or high half of a register, or to all of it."""
+        """Two float32 to a byte or half of a register, or to all of it."""
         _only(inst, clmp=0)
         dtype = isa.CONVERSIONS[name, self.code.arch]
         sources = self._vectors("ff", registers[:2], inst, inst.neg, inst.abs)
+        if "scale" in name:
+            if registers[2] != _ONE or (inst.neg | inst.abs) >> 2:
+                raise NotImplementedError("a scale other than 1.0")
+            return self._convert_to_4_bits(dtype, sources, inst.vdst.offset, inst.opsel)
         if dtype.itemsize == 2:
             _only(inst, opsel=0)
             return self._convert_to_16_bits(dtype, sources, inst.vdst.offset)
@@ -472,6 +477,24 @@ class Emulator:
             first, second = (code(source(w)) for source in sources)
             old = w.vector[to - VECTORS]
             write_vector(w, to, old & keep | (first | second << U32(8)) << shift)
+
+        return step
+
+    def _convert_to_4_bits(
+        self, dtype: np.dtype, sources: list[Source], to: int, opsel: int
+    ) -> Step:
+        """To a byte, the first in the low nibble. It saturates; what a NaN becomes is garbage."""
+        if opsel & 3:
+            raise NotImplementedError(f"opsel={opsel}")
+        shift = U32(8 * (opsel >> 2))
+
+        def code(x: np.ndarray) -> np.ndarray:
+            return np.where(np.isnan(x), GARBAGE & 15, x.astype(dtype).view(np.uint8)).astype(U32)
+
+        def step(w: Waves) -> None:
+            first, second = (code(source(w)) for source in sources)
+            old = w.vector[to - VECTORS] & ~(U32(0xFF) << shift)
+            write_vector(w, to, old | (first | second << U32(4)) << shift)
 
         return step
 

@@ -137,6 +137,16 @@ def _with_overflow(op: Callable) -> Callable:
     return run
 
 
+def _shifted_sum(n: int) -> Callable:
+    """With SCC where it does not fit in 32 bits."""
+
+    def run(x, y, _):
+        total = (wide(x) << U64(n)) + wide(y)
+        return low(total), total > U64(0xFFFFFFFF)
+
+    return run
+
+
 def _nonzero(op: Callable) -> Callable:
     def run(*args):
         value = op(*args[:-1])
@@ -185,6 +195,7 @@ SCALAR: Mapping[str, Op] = {
     "s_lshl_b32": ("uu", _nonzero(_left)),
     "s_lshr_b32": ("uu", _nonzero(_right)),
     "s_ashr_i32": ("iu", _nonzero(lambda x, n: bits(_right(x, n)))),
+    **{f"s_lshl{n}_add_u32": ("uu", _shifted_sum(n)) for n in range(1, 5)},
     "s_lshl_b64": ("Uu", _nonzero(_left64)),
     "s_lshr_b64": ("Uu", _nonzero(_right64)),
     "s_ashr_i64": ("Iu", _nonzero(lambda x, n: bits(_right64(x, n)))),
@@ -242,6 +253,10 @@ VECTOR: Mapping[str, Op] = {
     "v_bfrev_b32": ("u", _reversed),
     "v_bfe_u32": ("uuu", _field),
     "v_perm_b32": ("uuu", _permute),
+    "v_alignbit_b32": (
+        "uuu",
+        lambda x, y, n: _right64(wide(x) << U64(32) | wide(y), n & U32(31)).astype(U32),
+    ),
     "v_pack_b32_f16": ("hh", lambda x, y: x | y << U32(16)),
     "v_lshlrev_b32": ("uu", lambda n, x: _left(x, n)),
     "v_lshrrev_b32": ("uu", lambda n, x: _right(x, n)),
@@ -259,6 +274,7 @@ VECTOR: Mapping[str, Op] = {
     "v_max_u32": ("uu", np.maximum),
     "v_min_i32": ("ii", lambda x, y: bits(np.minimum(x, y))),
     "v_max_i32": ("ii", lambda x, y: bits(np.maximum(x, y))),
+    "v_min3_u32": ("uuu", lambda x, y, z: np.minimum(np.minimum(x, y), z)),
     "v_max3_u32": ("uuu", lambda x, y, z: np.maximum(np.maximum(x, y), z)),
     "v_add_u16": ("hh", lambda x, y: x + y & U32(0xFFFF)),
     "v_max_u16": ("hh", np.maximum),
@@ -316,13 +332,14 @@ PACKED: Mapping[str, str] = {
     "v_pk_max_u16": "v_max_u16",
 }
 
-# Float32 to 8 or 16 bits, two at once. gfx942 has other formats than gfx950 (and than OCP).
+# Float32 to 4, 8 or 16 bits, two at once. gfx942 has other formats than gfx950 (and than OCP).
 # Rounding is ml_dtypes': this is the one thing here that only silicon can confirm.
 CONVERSIONS: Mapping[tuple[str, str], np.dtype] = {
     ("v_cvt_pk_fp8_f32", "gfx942"): np.dtype(ml_dtypes.float8_e4m3fnuz),
     ("v_cvt_pk_bf8_f32", "gfx942"): np.dtype(ml_dtypes.float8_e5m2fnuz),
     ("v_cvt_pk_fp8_f32", "gfx950"): np.dtype(ml_dtypes.float8_e4m3fn),
     ("v_cvt_pk_bf8_f32", "gfx950"): np.dtype(ml_dtypes.float8_e5m2),
+    ("v_cvt_scalef32_pk_fp4_f32", "gfx950"): np.dtype(ml_dtypes.float4_e2m1fn),
     ("v_cvt_pk_bf16_f32", "gfx950"): np.dtype(ml_dtypes.bfloat16),
     ("v_cvt_pk_f16_f32", "gfx950"): np.dtype(np.float16),
 }
@@ -358,6 +375,7 @@ STORES: Mapping[str, tuple[int, str]] = {
     # LDS has other names.
     "b8": (1, ""),
     "b8_d16_hi": (1, "high"),
+    "b16_d16_hi": (2, "high"),
     "b16": (2, ""),
     "b32": (4, ""),
     "b64": (8, ""),

@@ -3,6 +3,8 @@
 Naming: `word` is a 32-bit register with two 16-bit elements or one float32, lower element first.
 """
 
+from collections.abc import Sequence
+
 import flydsl.expr as fx
 from flydsl._mlir.dialects import llvm, rocdl
 from flydsl.expr import Float32, Uint32
@@ -12,6 +14,7 @@ from jax_mx.formats import SCALE_NAN, Format
 _INF = 0x7F800000
 _SIGNS = 0x80808080
 _POISON = 0xFFC00000  # a NaN with a sign
+_WHOLE, _WHOLE_BITS = 2.0**23, 0x4B000000  # from here on float32 are whole numbers
 
 
 def intrinsic(name: str, result, *operands):
@@ -22,8 +25,12 @@ def intrinsic(name: str, result, *operands):
 
 def bytes_of(high: Uint32, low: Uint32, *select: int) -> Uint32:
     """A word of four bytes, the first lowest: 0 to 3 are those of `low`, 4 to 7 of `high`."""
-    selector = sum(byte << 8 * i for i, byte in enumerate(select))
-    return intrinsic("llvm.amdgcn.perm", Uint32, high, low, Uint32(selector))
+    return bytes_by(Uint32(sum(byte << 8 * i for i, byte in enumerate(select))), high, low)
+
+
+def bytes_by(select: Uint32, high: Uint32, low: Uint32) -> Uint32:
+    """As `bytes_of`, by the bytes of a word."""
+    return intrinsic("llvm.amdgcn.perm", Uint32, high, low, select)
 
 
 def from_lane(word: Uint32, control: int) -> Uint32:
@@ -36,6 +43,13 @@ def from_lane(word: Uint32, control: int) -> Uint32:
 EXCHANGE = {1: 0xB1, 2: 0x4E, 4: 0x141}
 
 
+def from_neighbour(word: Uint32, distance: int) -> Uint32:
+    """The word of the lane that is 1, 2 or 4 away, by exclusive or."""
+    if distance == 4:  # for which DPP has no control
+        return from_row(word, distance)
+    return from_lane(word, EXCHANGE[distance])
+
+
 def from_group(word: Uint32, group: int, index: int) -> Uint32:
     """The word of lane `index` of this lane's aligned group, of up to 32 (LDS hardware, no LDS)."""
     pattern = index << 5 | (31 & -group)
@@ -43,9 +57,9 @@ def from_group(word: Uint32, group: int, index: int) -> Uint32:
 
 
 def from_row(word: Uint32, distance: int) -> Uint32:
-    """The word of the lane that is 16 or 32 away, by exclusive or."""
-    if distance == 16:
-        return intrinsic("llvm.amdgcn.ds.swizzle", Uint32, word, fx.Int32(16 << 10 | 31))
+    """The word of the lane that is this power of two away, by exclusive or."""
+    if distance < 32:
+        return intrinsic("llvm.amdgcn.ds.swizzle", Uint32, word, fx.Int32(distance << 10 | 31))
     return from_anywhere(word, lane_id() ^ Uint32(distance))
 
 
@@ -110,14 +124,15 @@ def amaxes_of_two(a: Uint32, b: Uint32, dtype: str) -> Uint32:
     return larger(bytes_of(b, a, 0, 1, 4, 5), bytes_of(b, a, 2, 3, 6, 7), dtype)
 
 
-def scale_of(amax: Uint32, format: Format, dtype: str, rounding: tuple[Uint32, Uint32]):
+def scale_of(amax: Uint32, format: Format, dtype: str, rounding: tuple[Uint32, ...]):
     """Of a block: the E8M0 byte and the float32 bits of the factor of its elements.
 
     `amax` is in float32 bits. The rule is `formats.Scaling.rounding`, whose two numbers come in as
-    run-time scalars. The factor is a power of two, so its upper half is a bfloat16; that of a
-    poisoned block is negative, see `poison`.
+    run-time scalars, with the scale of an all-zero block where the format has a choice of that. The
+    factor is a power of two, so its upper half is a bfloat16; that of a poisoned block is negative,
+    see `poison`.
     """
-    round_add, round_exception = rounding
+    round_add, round_exception, *zero_scale = rounding
     emax = Uint32(format.emax)
     scale = intrinsic("llvm.usub.sat.i32", Uint32, (amax + round_add) >> 23, emax)
     if dtype == "float32":  # 16-bit inputs never reach that value
@@ -125,6 +140,8 @@ def scale_of(amax: Uint32, format: Format, dtype: str, rounding: tuple[Uint32, U
     # 2^(127 - scale): of a finite block the scale is at most 253, so this is a normal number.
     inverse = (Uint32(254) - scale) << 23
     poisoned = amax >= Uint32(_INF)
+    if zero_scale:
+        scale = (amax == Uint32(0)).select(*zero_scale, scale)
     return (
         poisoned.select(Uint32(SCALE_NAN), scale),
         poisoned.select(Uint32(_POISON), inverse),
@@ -142,7 +159,7 @@ def half(pair: Uint32, which: int) -> Float32:
 
 
 def poison(pairs: list[Uint32], which: list[int]) -> Uint32:
-    """For `pack_four`: 0xFF for each of four bytes whose factor is poisoned.
+    """For `pack_word`: 0xFF for each of four bytes whose factor is poisoned.
 
     The factors are those of `pairs`, at most two, by number.
     """
@@ -160,13 +177,19 @@ def products(x: list[Float32], factors: list[Float32]) -> list[Float32]:
     return found
 
 
-def pack_four(scaled: list[Float32], poison: Uint32, format: Format, arch: str) -> Uint32:
-    """Four codes, rounded to nearest even and saturated; NaN where `poison` has a byte."""
-    pack = {"gfx942": _pack_as_integers, "gfx950": _pack_in_hardware}[arch]
-    return where(poison, Uint32(format.nan_code * 0x01010101), pack(scaled, format))
+def pack_word(scaled: Sequence[Float32], poison: Uint32, format: Format, arch: str) -> Uint32:
+    """A word of codes, rounded to nearest even and saturated; NaN where `poison` has a byte."""
+    pack = {
+        ("gfx942", 1): _pack_as_integers,
+        ("gfx950", 1): _pack_in_hardware,
+        ("gfx942", 2): _pack_nibbles_as_integers,
+        ("gfx950", 2): _pack_nibbles_in_hardware,
+    }[arch, format.codes_per_byte]
+    nan = sum(format.nan_code << 32 // len(scaled) * i for i in range(len(scaled)))
+    return where(poison, Uint32(nan), pack(scaled, format))
 
 
-def _pack_in_hardware(x: list[Float32], format: Format) -> Uint32:
+def _pack_in_hardware(x: Sequence[Float32], format: Format) -> Uint32:
     """The conversion itself gives NaN or infinity beyond the largest value: clamp first."""
     limits = Float32(-format.max), Float32(format.max)
     x = [intrinsic("llvm.amdgcn.fmed3.f32", Float32, value, *limits).ir_value() for value in x]
@@ -176,7 +199,7 @@ def _pack_in_hardware(x: list[Float32], format: Format) -> Uint32:
     return Uint32(convert(Uint32.ir_type, x[2], x[3], low, True))
 
 
-def _pack_as_integers(x: list[Float32], format: Format) -> Uint32:
+def _pack_as_integers(x: Sequence[Float32], format: Format) -> Uint32:
     """gfx942 converts to FNUZ, other numbers than OCP's, so this rounds by a float32 addition.
 
     Adding 2^(23 - mantissa_bits) times the element's power of two, at least that of the smallest
@@ -209,6 +232,52 @@ def _pack_as_integers(x: list[Float32], format: Format) -> Uint32:
     )
 
 
+def _pack_nibbles_in_hardware(x: Sequence[Float32], format: Format) -> Uint32:
+    """The conversion saturates and keeps signs; its own scale stays 1.
+
+    AMD's manual does not say how it rounds. To nearest even, also below the smallest subnormal, was
+    measured on an MI355X: ROCm/aiter#974.
+    """
+    one, word = Float32(1.0).ir_value(), llvm.mlir_undef(Uint32.ir_type)
+    for i in range(4):
+        pair = [value.ir_value() for value in x[2 * i : 2 * i + 2]]
+        word = rocdl.cvt_scalef32_pk_fp4_f32(Uint32.ir_type, word, *pair, one, i)
+    return Uint32(word)
+
+
+def _pack_nibbles_as_integers(x: Sequence[Float32], format: Format) -> Uint32:
+    """By float32 additions: the code of a magnitude a is min(2a, a + 2, a / 2 + 4), rounded.
+
+    Each binade of e2m1 is one of these lines, on which codes are whole numbers; rounding does not
+    change which one is the least. Adding 2^23 rounds to whole numbers, the low bits of the sum.
+    """
+    word = signs = Uint32(0)
+    for i in range(6, -1, -2):  # from the last on, which will be highest
+        two = x[i : i + 2]
+        magnitudes = [intrinsic("llvm.fabs.f32", Float32, value) for value in two]
+        a = fx.Vector.from_elements([
+            intrinsic("llvm.minnum.f32", Float32, value, Float32(format.max))
+            for value in magnitudes
+        ], Float32)  # fmt: skip
+        lines = [_line(a, slope, _WHOLE + at) for slope, at in ((2.0, 0), (1.0, 2), (0.5, 4))]
+        for j in (1, 0):
+            code, *others = (line[j].bitcast(Uint32) for line in lines)
+            for other in others:
+                code = intrinsic("llvm.umin.i32", Uint32, code, other)
+            word = (word << 4) + code
+            signs = intrinsic("llvm.fshl.i32", Uint32, signs, two[j].bitcast(Uint32), Uint32(4))
+    exponents = sum(_WHOLE_BITS << 4 * i for i in range(8)) & 0xFFFFFFFF
+    return (signs & Uint32(0x88888888)) | (word - Uint32(exponents))
+
+
+def _line(a, slope: float, offset: float):
+    """slope * a + offset, of two float32 at once."""
+    kind = fx.Vector.make_type(2, Float32)
+    constants = [fx.Vector.from_elements([Float32(c)] * 2, Float32) for c in (slope, offset)]
+    values = [vector.ir_value() for vector in (a, *constants)]
+    return fx.Vector(llvm.call_intrinsic(kind, "llvm.fma.v2f32", values, [], []), dtype=Float32)
+
+
 # ---- dequantize ---
 _ONES = 0x01010101
 
@@ -231,26 +300,46 @@ def poison_of_four(scales: Uint32) -> Uint32:
     return found - (found >> 7)
 
 
+def separated(word: Uint32) -> tuple[Uint32, Uint32]:
+    """Four bytes of two codes of 4 bits as four bytes of the first codes, and of the second.
+
+    In each byte the code's bits are where a float16 has them in its upper half.
+    """
+    signs, rest = Uint32(_SIGNS), Uint32(0x0E * _ONES)
+    return (word << 4 & signs) | (word << 1 & rest), (word & signs) | (word >> 3 & rest)
+
+
+def in_order(word: Uint32) -> list[Uint32]:
+    """Eight codes of 4 bits as two words, each byte as `separated` has it."""
+    first, second = separated(word)
+    return [bytes_of(second, first, i, 4 + i, i + 1, 5 + i) for i in (0, 2)]
+
+
 def unpack_four(
     word: Uint32, factors: list[Float32], poison: Uint32, format: Format, dtype: str, arch: str
 ) -> list[Uint32]:
     """The words of four codes times their factors, rounded to `dtype`; NaN for each poisoned code.
 
-    No chip's own conversions from 8 bits: a code's bits are those of a float16, times 2^8 for e4m3.
+    No chip's own conversions from 8 bits: a code's bits are those of a float16, times 2^8 for e4m3
+    and 2^14 for e2m1, which comes as `separated` has it.
     """
-    if format.exponent_bits == 5:
+    if format.exponent_bits != 4:
         low, high = Uint32(0), word
     else:  # one bit more of exponent
         low = word << 7 & Uint32(_SIGNS)
         high = word & Uint32(_SIGNS) | word >> 1 & Uint32(0x3F * _ONES)
     halves = [bytes_of(high, low, i, 4 + i, i + 1, 5 + i) for i in (0, 2)]
     floats = [value for pair in halves for value in elements(pair, "float16")]
-    if format.exponent_bits == 4:
-        floats = products(floats, [Float32(2.0**8)] * 4)
+    if format.bias != 15:
+        floats = products(floats, [Float32(2.0 ** (15 - format.bias))] * 4)
     floats = products(floats, factors)
     # The top bit of each byte: whether its code, with that of a poisoned one all ones, is a NaN.
-    first_nan = format.nan_code if format.exponent_bits == 4 else 0x7D
-    nans = ((word & Uint32(~_SIGNS & 0xFFFFFFFF)) | poison) + Uint32((0x80 - first_nan) * _ONES)
+    if format.codes_per_byte > 1:
+        nans = poison + Uint32(_ONES)
+    else:
+        first_nan = format.nan_code if format.exponent_bits == 4 else 0x7D
+        nans = (word & Uint32(~_SIGNS & 0xFFFFFFFF)) | poison
+        nans = nans + Uint32((0x80 - first_nan) * _ONES)
     signs = [(8, 10), (9, 11)]  # for `bytes_of`: of these bytes in pairs, in (nans, nans << 8)
     found = []
     for two, (low, high) in zip((floats[:2], floats[2:]), signs, strict=True):

@@ -1,8 +1,9 @@
 """MX dequantize on AMD, in FlyDSL. Matches reference.dequantize bit for bit.
 
 The same two ways to cut the work as quantize.py: `Flat` for blocks along the last axis, `Tiled` for
-all that knows rows. Codes are loaded 16 a lane and exchanged between lanes before they grow, so
-that neighbours write side by side; transposed forms transpose codes, in LDS, and go on as others.
+all that knows rows. Codes are loaded 16 bytes a lane and exchanged between lanes before they grow,
+so that neighbours write side by side; transposed forms transpose bytes, in LDS, and go on as the
+others do.
 """
 
 import flydsl.compiler as flyc
@@ -31,31 +32,63 @@ from jax_mx.kernels.flydsl.kernel import (
 from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import Variant
 
-CODES = 16  # of a lane and load
+BYTES = 16  # of a lane and load
 
 
 class Dequantize(Kernel):
     """What both ways share. A lane writes `n` times 16 bytes, `each` codes.
 
-    Four lanes exchange their codes, so that they write side by side.
+    Four lanes exchange their codes, so that they write side by side. Of a byte's codes `down` are
+    those of floats below each other, and `beside` of floats beside each other.
     """
 
     float_first = False
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
-        self.n = self.itemsize
-        self.each = CODES // self.n
+        packed = self.formats[0].codes_per_byte
+        # Along blocks; along the last axis, as it is stored, of square ones.
+        in_rows = variant.form in ("last", "last_transposed", "square")
+        self.down, self.beside = (1, packed) if in_rows else (packed, 1)
+        self.codes = BYTES * self.beside  # of a lane and load, in a row
+        self.n = self.itemsize * self.beside
+        self.each = self.codes // self.n
 
     def source(self, lane, s: int):
-        """The lane whose codes this one writes the s-th time: the (lane % n)-th part of them."""
+        """The lane of whose codes this one writes a part the s-th time."""
         first = lane // 4 * 4
-        return first + s if self.n == 4 else first + lane % 4 // 2 + 2 * s
+        if self.n == 2:
+            return first + lane % 4 // 2 + 2 * s
+        return first + s * 4 // self.n
+
+    def start(self, lane, s: int):
+        """Which of that lane's codes is the first of the part."""
+        part = lane % min(self.n, 4)
+        if self.n == 8:
+            part = part + s % 2 * 4
+        return part * self.each
 
     def exchanged(self, words: list, lane) -> list[list]:
-        """The words that a lane writes, each time, from what four lanes have."""
-        if self.n == 4:
-            return [[word] for word in exchange([[word] for word in words], lane)]
+        """What a lane writes of what four lanes have, each time: `down` rows' words of codes."""
+        if self.n == 8:  # of half a word each: those that are written together, in one
+            words = [
+                convert.bytes_of(words[2 + i // 2], words[i // 2], *half)
+                for i, half in enumerate(((0, 1, 4, 5), (2, 3, 6, 7)) * 2)
+            ]
+        if self.n > 2:
+            found = [[word] for word in exchange([[word] for word in words], lane)]
+        else:
+            found = self.exchanged_halves(words, lane)
+        if self.down > 1:
+            return [[*zip(*map(convert.separated, words), strict=True)] for words in found]
+        if self.beside > 1:
+            found = [convert.in_order(word) for (word,) in found]
+        if self.n == 8:
+            found = [[word] for words in found for word in words]
+        return [[words] for words in found]
+
+    def exchanged_halves(self, words: list, lane) -> list[list]:
+        """Two words of them, each time."""
         odd, found = lane % 2 == Uint32(1), []
         for control in (0x50, 0xFA):  # the lanes (0, 0, 1, 1), and (2, 2, 3, 3)
             low, high = (
@@ -96,14 +129,14 @@ class Flat(Dequantize):
     """values (..., rows, cols, 32) and scales (..., rows, cols) in the layout -> floats."""
 
     waves = 4
-    chunks = 2
-    per_chunk = WAVE * CODES // BLOCK  # blocks
-    elements_per_thread = chunks * CODES
+    elements_per_thread = BLOCK
     threads = waves * WAVE
-    blocks = waves * chunks * per_chunk
+    blocks = waves * WAVE
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
+        self.sharers = BLOCK // self.codes  # lanes that share a block
+        self.chunks = self.sharers  # loads of a lane, so that it has a block's worth
         self.grid = [[0, 1, *ALL, self.blocks]]
         self.extents = [[8, [1, *ALL]]]
         if layout.is_tiled:
@@ -114,24 +147,26 @@ class Flat(Dequantize):
         values, scales, y = pointers
         lane = convert.lane_id()
         strip = Strip(self.layout, self.blocks, scalars)
-        first = convert.wave_id() * (self.chunks * self.per_chunk)
-        n, each, size = self.n, self.each, self.itemsize
-        # Four lanes have neighbours of one row, two of each round.
-        row, col = strip.find(first + lane // 4 * (2 * self.chunks))
+        first = convert.wave_id() * WAVE
+        n, size, sharers = self.n, self.itemsize, self.sharers
+        four: fx.Constexpr = 4 // sharers  # blocks of four lanes and a chunk
+        bytes_: fx.Constexpr = BLOCK // self.beside  # of a block
+        # Four lanes have neighbours of one row.
+        row, col = strip.find(first + lane // 4 * 4)
         words = []
         for c in range_constexpr(self.chunks):
-            block, _, _ = strip.next_to(row, col, lane % 4 // 2 + 2 * c)
-            where = block * BLOCK + as_int64(lane % 2 * CODES)
-            words.append(load_words(values + strip.block * BLOCK, where, 4, self.align[0]))
-        places = [strip.next_to(row, col, b) for b in range_constexpr(2 * self.chunks)]
-        bytes_ = [load_byte(scales + (strip.offset + as_int64(place[1]))) for place in places]
+            block, _, _ = strip.next_to(row, col, lane % 4 // sharers + four * c)
+            where = block * bytes_ + as_int64(lane % sharers * BYTES)
+            words.append(load_words(values + strip.block * bytes_, where, 4, self.align[0]))
+        places = [strip.next_to(row, col, b) for b in range_constexpr(4)]
+        found = [load_byte(scales + (strip.offset + as_int64(place[1]))) for place in places]
         for c in range_constexpr(self.chunks):
             codes = self.exchanged(words[c], lane)
             for s in range_constexpr(n):
-                number = 2 * c + 2 * s // n
+                number = four * c + four * s // n
                 block, _, inside = places[number]
-                floats = self.floats(codes[s], *self.one_scale(bytes_[number]))
-                in_block = self.source(lane, s) % 2 * CODES + lane % n * each
+                floats = self.floats(codes[s][0], *self.one_scale(found[number]))
+                in_block = self.source(lane, s) % sharers * self.codes + self.start(lane, s)
                 where = (block * BLOCK + as_int64(in_block)) * size
                 if inside:
                     self.store_floats(y + strip.block * (BLOCK * size), where, floats)
@@ -143,19 +178,21 @@ TILE = 128  # codes a side, of a workgroup of `Tiled`; a wave has 32 rows of it
 class Tiled(Dequantize):
     """Floats that lie as (batch, H, W), of codes that lie so, or as (batch, W, H).
 
-    A lane has 16 codes of 4 rows. Scales go through LDS: as they are needed, [row][block] or, where
-    blocks run down columns, [block][column].
+    A lane has 16 bytes of `depth` rows. Scales go through LDS: as they are needed, [row][block] or,
+    where blocks run down columns, [block][column].
     """
 
-    depth = 4
-    lanes = TILE // CODES  # across a wave
-    elements_per_thread = depth * CODES
     threads = WAVE * TILE // BLOCK
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
         way, self.transpose = variant.form.split("_")[0], variant.form.endswith("transposed")
         self.blocks = {"second": "column", "last": "row", "square": "square"}[way]  # of floats
+        packed = self.down, self.beside
+        # Of a byte, as it lies.
+        self.packed = packed[::-1] if self.transpose else packed
+        self.depth = 4 // (self.down * self.beside)
+        self.elements_per_thread = self.depth * BYTES * self.down * self.beside
         square = self.blocks == "square"
         lead, *axes = ((0, -4), (-4, -3), (-3, -2)) if square else ((0, -3), (-3, -2), (-2, -1))
         self.extents = [[4, [0, *axis]] for axis in axes]
@@ -170,7 +207,7 @@ class Tiled(Dequantize):
         ]
         # Rows of whole 16 codes; what counts blocks is whole.
         self.divide = [
-            [0, *axis, CODES] for axis, unit in zip(axes, self.units, strict=True) if unit == 1
+            [0, *axis, 16] for axis, unit in zip(axes, self.units, strict=True) if unit == 1
         ]
 
     @flyc.kernel
@@ -179,8 +216,8 @@ class Tiled(Dequantize):
         high, wide = (Uint32(n) * unit for n, unit in zip(scalars, self.units, strict=True))
         lane, wave = convert.lane_id(), convert.wave_id()
         at = self.place(high, wide)
-        row = wave * BLOCK + lane // self.lanes * self.depth  # of this lane's codes in the tile
-        col = lane % self.lanes * CODES
+        row, col = self.patch(lane, wave, *self.packed)
+        line, byte = self.patch(lane, wave, self.down, self.beside)  # as floats lie
         shared = fx.SharedAllocator().allocate(self.shared()).peek()
         words = self.load(values, at, row, col, high, wide)
         self.load_scales(scales, shared.scales, at, high, wide)
@@ -188,15 +225,20 @@ class Tiled(Dequantize):
             self.stage_transposed(words, shared.values, row, col)
         gpu.barrier()
         if const_expr(self.transpose):
-            words = self.transposed(shared.values, row, col)
-        self.store(y, words, shared.scales, at, wave, row, high, wide)
+            words = self.transposed(shared.values, line, byte)
+        self.store(y, words, shared.scales, at, wave, line * self.down, high, wide)
+
+    def patch(self, lane, wave, down: int, beside: int) -> tuple:
+        """The first row and column of this lane's bytes in the tile."""
+        lanes = TILE // beside // BYTES  # across a wave
+        return wave * (BLOCK // down) + lane // lanes * self.depth, lane % lanes * BYTES
 
     def shared(self):
         """The LDS of a workgroup: scales, and values [column][row] with chunks."""
         count = TILE * TILE // BLOCK // (BLOCK if self.blocks == "square" else 1)
         arrays = {"scales": fx.Array[Uint8, count, 16]}
         if self.transpose:
-            arrays["values"] = fx.Array[Uint8, TILE * TILE, 16]
+            arrays["values"] = fx.Array[Uint8, TILE * TILE // (self.down * self.beside), 16]
         return fx.struct(type("Shared", (), {"__annotations__": arrays, "__module__": __name__}))
 
     def place(self, high, wide):
@@ -212,10 +254,12 @@ class Tiled(Dequantize):
 
     # ---- what is read ---
     def load(self, values, at, row, col, high, wide):
-        """Words [row][word] of this lane's codes; beyond the array, of what is there."""
+        """Words [row][word] of this lane's bytes; beyond the array, of what is there."""
         batch, *tile = at
         (rows, cols), (tile_r, tile_c) = self.as_codes((high, wide)), self.as_codes(tile)
-        row, col = tile_r * TILE + row, tile_c * TILE + col
+        down, beside = self.packed
+        rows, cols = rows // down, cols // beside
+        row, col = tile_r * (TILE // down) + row, tile_c * (TILE // beside) + col
         origin = as_int64(batch) * as_int64(rows) * as_int64(cols)
         found = []
         for i in range(self.depth):
@@ -228,7 +272,7 @@ class Tiled(Dequantize):
                 near = (row + i < rows).select(row + i, rows - 1)
                 start = origin + as_int64(near) * as_int64(cols)
                 codes = []
-                for j in range(CODES):
+                for j in range(BYTES):
                     near = (col + j < cols).select(col + j, cols - 1)
                     codes.append(start + as_int64(near))
                 found.append(load_bytes(values, codes))
@@ -293,32 +337,46 @@ class Tiled(Dequantize):
 
     # ---- transposed ---
     def stage_transposed(self, words: list, shared, row, col) -> None:
-        """The tile's codes in LDS, a column after the other, four rows a write."""
-        start = self.staged(col, row // CODES) + row % CODES
+        """The tile's bytes in LDS, a column after the other, `depth` rows a write."""
+        starts = self.line_starts(col, row)
         for w in range(4):
-            a, b, c, d = (line[w] for line in words)
-            low, high = (
-                [convert.bytes_of(y, x, *s) for s in ((0, 4, 1, 5), (2, 6, 3, 7))]
-                for x, y in ((a, b), (c, d))
-            )
+            pairs = [
+                [convert.bytes_of(y[w], x[w], *s) for s in ((0, 4, 1, 5), (2, 6, 3, 7))]
+                for x, y in zip(words[::2], words[1::2], strict=True)
+            ]
             for j in range(4):
-                select = (0, 1, 4, 5) if j % 2 == 0 else (2, 3, 6, 7)
-                column = convert.bytes_of(high[j // 2], low[j // 2], *select)
-                to = shared_pointer(shared, Int32(start + (4 * w + j) * TILE), Uint32, 4)
-                fx.generic_store(to, column)
+                line = 4 * w + j
+                start = Int32(starts[line % self.beside] + line // self.beside * TILE)
+                if self.depth == 2:
+                    column = Uint16(pairs[0][j // 2] >> j % 2 * 16)
+                    fx.generic_store(shared_pointer(shared, start, Uint16, 2), column)
+                else:
+                    select = (0, 1, 4, 5) if j % 2 == 0 else (2, 3, 6, 7)
+                    column = convert.bytes_of(pairs[1][j // 2], pairs[0][j // 2], *select)
+                    fx.generic_store(shared_pointer(shared, start, Uint32, 4), column)
 
-    def staged(self, line, chunk):
-        """Where a column's 16 rows lie in LDS.
+    def line_starts(self, line, byte) -> list:
+        """Where this byte of a column lies in LDS, and of its next ones: `beside` share 128 bytes.
 
         Chunks are permuted by the columns' lane, or all lanes across would write to the same banks.
         """
-        return line * TILE + (chunk ^ (line // CODES % self.lanes)) * CODES
+        chunks = TILE // BYTES
+        lanes = chunks // self.packed[1]  # across
+        found = []
+        for i in range(self.beside):
+            chunk, start = byte // BYTES, line // self.beside * TILE
+            if i:
+                chunk = chunk + i * (chunks // self.beside)
+            chunk = chunk ^ (line // BYTES * (chunks // lanes) % chunks)
+            found.append(start + chunk * BYTES + byte % BYTES)
+        return found
 
     def transposed(self, shared, row, col) -> list:
-        """The same lane's codes of the transposed tile."""
-        start, found = self.staged(row, col // CODES), []
+        """The bytes of this lane in the transposed tile."""
+        starts, found = self.line_starts(row, col), []
         for i in range(self.depth):
-            at = shared_pointer(shared, Int32(start + i * TILE), Uint32, 16)
+            start = Int32(starts[i % self.beside] + i // self.beside * TILE)
+            at = shared_pointer(shared, start, Uint32, 16)
             vector = fx.generic_load(at, dtype=Uint32, count=4)
             found.append([vector[w] for w in range(4)])
         return found
@@ -330,8 +388,9 @@ class Tiled(Dequantize):
         batch, tile_h, tile_w = at
         n: fx.Constexpr = self.n
         lane = convert.lane_id()
+        lanes: fx.Constexpr = TILE // self.codes  # across a wave
         lefts = [
-            self.source(lane, s) % self.lanes * CODES + lane % n * self.each
+            self.source(lane, s) % lanes * self.codes + self.start(lane, s)
             for s in range_constexpr(n)
         ]
         if const_expr(self.blocks == "column"):
@@ -340,23 +399,24 @@ class Tiled(Dequantize):
         for i in range_constexpr(self.depth):
             codes = self.exchanged(words[i], lane)
             for s in range_constexpr(n):
-                if const_expr(self.blocks == "column"):
-                    pair = columns[s]
-                else:
-                    pair = self.one_scale(self.scale_at(staged, row + i, lefts[s]))
-                floats = self.floats(codes[s], *pair)
-                left = tile_w * TILE + lefts[s]
-                where = origin + as_int64(wide) * i + as_int64(left)
-                if const_expr(self.aligned or self.units[1] > 1):
-                    if (tile_h * TILE + row + i < high) & (left < wide):
-                        self.store_floats(y, where * self.itemsize, floats)
-                else:
-                    kind = Uint16 if const_expr(self.itemsize == 2) else Uint32
-                    pieces = fx.Vector.from_elements(floats, Uint32).bitcast(kind)
-                    to = pointer(y, where * self.itemsize, kind, self.itemsize)
-                    for e in range_constexpr(self.each):
-                        if (tile_h * TILE + row + i < high) & (left + e < wide):
-                            fx.generic_store(to + Int32(e), pieces[e])
+                for j in range_constexpr(i * self.down, (i + 1) * self.down):
+                    if const_expr(self.blocks == "column"):
+                        pair = columns[s]
+                    else:
+                        pair = self.one_scale(self.scale_at(staged, row + j, lefts[s]))
+                    floats = self.floats(codes[s][j % self.down], *pair)
+                    left = tile_w * TILE + lefts[s]
+                    where = origin + as_int64(wide) * j + as_int64(left)
+                    if const_expr(self.aligned or self.units[1] > 1):
+                        if (tile_h * TILE + row + j < high) & (left < wide):
+                            self.store_floats(y, where * self.itemsize, floats)
+                    else:
+                        kind = Uint16 if const_expr(self.itemsize == 2) else Uint32
+                        pieces = fx.Vector.from_elements(floats, Uint32).bitcast(kind)
+                        to = pointer(y, where * self.itemsize, kind, self.itemsize)
+                        for e in range_constexpr(self.each):
+                            if (tile_h * TILE + row + j < high) & (left + e < wide):
+                                fx.generic_store(to + Int32(e), pieces[e])
 
     def scale_at(self, staged, row, col):
         """The byte of the block that this code of the tile is in."""

@@ -1,6 +1,7 @@
 """What the kernels share: entries, where scales lie, accesses of memory, lanes that exchange."""
 
 import math
+from functools import partial
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
@@ -188,15 +189,28 @@ def largest(words: list, dtype: str):
     return word
 
 
-def exchange(parts: list[list], lane) -> list:
-    """Of lane i the i-th part of each of its len(parts) neighbours, first neighbour first."""
+def exchange(parts: list[list], lane, halves: bool = False) -> list:
+    """Of lane i the i-th part of each of its neighbours, first neighbour first.
+
+    There are as many neighbours as parts, or twice as many where the `halves` of words are parts.
+    """
+    distance = 1
+    if halves:
+        odd = lane % Uint32(2) == Uint32(1)
+        # Bytes of (theirs, mine): the lower half of either, or the upper.
+        select = odd.select(Uint32(0x03020706), Uint32(0x05040100))
+        parts = [
+            [convert.bytes_by(select, convert.from_lane(word, convert.EXCHANGE[1]), word)]
+            for (word,) in parts
+        ]
+        distance = 2
     for bit in (1, 2)[: len(parts).bit_length() - 1]:
-        upper = lane // Uint32(bit) % Uint32(2) == Uint32(1)
-        control = convert.EXCHANGE[bit]
+        upper = lane // Uint32(bit * distance) % Uint32(2) == Uint32(1)
+        other = partial(convert.from_neighbour, distance=bit * distance)
         for low in (i for i in range(len(parts)) if not i & bit):
             pairs = [*zip(parts[low], parts[low | bit], strict=True)]
-            parts[low] = [upper.select(convert.from_lane(b, control), a) for a, b in pairs]
-            parts[low | bit] = [upper.select(b, convert.from_lane(a, control)) for a, b in pairs]
+            parts[low] = [upper.select(other(b), a) for a, b in pairs]
+            parts[low | bit] = [upper.select(b, other(a)) for a, b in pairs]
     return [word for part in parts for word in part]
 
 

@@ -9,6 +9,7 @@ operands, the second takes any.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
@@ -65,7 +66,7 @@ class Flat(Kernel):
     @flyc.kernel
     def kernel(self, pointers, scalars):
         x, values, scales = pointers
-        *sizes, round_add, round_exception = scalars
+        sizes, rounding = scalars[: len(self.extents)], scalars[len(self.extents) :]
         format, size = self.formats[0], self.itemsize
         lane = convert.lane_id()
         strip = Strip(self.layout, self.blocks, sizes)
@@ -82,7 +83,7 @@ class Flat(Kernel):
         ]
         amax = self.amax_of_mine(amax, lane)
         scale, inverse = convert.scale_of(
-            amax, format, self.dtype, (Uint32(round_add), Uint32(round_exception))
+            amax, format, self.dtype, tuple(Uint32(n) for n in rounding)
         )
         mine = lane % self.sharers
         _, offset, inside = strip.at(first + mine * self.per_chunk)
@@ -93,24 +94,31 @@ class Flat(Kernel):
             if inside:
                 fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(scale))
 
-        n: fx.Constexpr = self.itemsize  # lanes that 16 codes of a round come from
+        packed: fx.Constexpr = format.codes_per_byte
+        n: fx.Constexpr = self.itemsize * packed  # lanes that 16 bytes of a round come from
+        together: fx.Constexpr = max(n // 4, 1)  # rounds of which a lane has but a word of codes
         for g in range_constexpr(self.chunks // n):
             parts = []
-            for c in range_constexpr(g * n, g * n + n):
-                bits = convert.from_group(inverse, self.sharers, c)
-                factor, poison = bits.bitcast(fx.Float32), convert.poison([bits], [1] * 4)
-                elements = [e for w in words[c] for e in convert.elements(w, self.dtype)]
-                scaled = convert.products(elements, [factor] * len(elements))
+            for c in range_constexpr(g * n, g * n + n, together):
+                bits = [convert.from_group(inverse, self.sharers, c + i) for i in range(together)]
+                poison = convert.poison(bits, [1, 1, 2 * together - 1, 2 * together - 1])
+                scaled = []
+                for i in range_constexpr(together):
+                    elements = [e for w in words[c + i] for e in convert.elements(w, self.dtype)]
+                    factor = bits[i].bitcast(fx.Float32)
+                    scaled += convert.products(elements, [factor] * len(elements))
                 parts.append([
-                    convert.pack_four(scaled[i : i + 4], poison, format, self.arch)
-                    for i in range(0, len(scaled), 4)
+                    convert.pack_word(scaled[i : i + 4 * packed], poison, format, self.arch)
+                    for i in range(0, len(scaled), 4 * packed)
                 ])  # fmt: skip
-            codes = exchange(parts, lane)
+            codes = exchange(parts, lane, together > 1)
             place = first + (lane % n + Uint32(g * n)) * self.per_chunk
             block, _, inside = strip.at(place)
-            where = block * BLOCK + as_int64(lane // n % 2 * 16)
+            of_block = lane // n % (self.sharers // n) * 16
+            where = block * (BLOCK // packed) + as_int64(of_block)
             if inside:
-                store_words(values + strip.block * BLOCK, where, codes, self.align[1])
+                base = values + strip.block * (BLOCK // packed)
+                store_words(base, where, codes, self.align[1])
 
     def amax_of_mine(self, amax: list, lane):
         """Of the rounds' largest magnitudes this lane's, by number, as float32 bits."""
@@ -139,6 +147,13 @@ class Output:
     format: Format
     blocks: str  # "row": along the last axis; "column": the one before; "square": both
     transpose: bool = False  # values and scales are written transposed; not with "row"
+
+    @property
+    def packed(self) -> tuple[int, int]:
+        """How many codes of a byte lie below each other in x, and how many beside."""
+        beside = self.blocks == "row" or (self.blocks == "square" and not self.transpose)
+        count = self.format.codes_per_byte
+        return (1, count) if beside else (count, 1)
 
 
 class Tiled(Kernel):
@@ -195,7 +210,8 @@ class Tiled(Kernel):
         amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
         for o, result in enumerate(self.results):
             staged = getattr(shared, f"scales_{o}")
-            rounding = (Uint32(scalars[2 + 2 * o]), Uint32(scalars[3 + 2 * o]))
+            each: fx.Constexpr = (len(scalars) - 2) // len(self.results)
+            rounding = tuple(Uint32(n) for n in scalars[2 + each * o : 2 + each * (o + 1)])
             find = {"row": self.scale_rows, "column": self.scale_columns,
                     "square": self.scale_square}[result.blocks]  # fmt: skip
             pairs = find(amax, staged, result, rounding, at, wave, top, left, m, k)
@@ -206,7 +222,7 @@ class Tiled(Kernel):
         gpu.barrier()
         for o, result in enumerate(self.results):
             if const_expr(result.transpose):
-                self.store_transposed(shared.values, pointers[1 + 2 * o], at, tid, m, k)
+                self.store_transposed(shared.values, result, pointers[1 + 2 * o], at, tid, m, k)
             # The two results' scales are written by different halves of the threads.
             staged = getattr(shared, f"scales_{o}")
             self.store_scales(staged, pointers[2 + 2 * o], result, at, tid - o * TILE, m, k)
@@ -228,7 +244,8 @@ class Tiled(Kernel):
             rows, cols = self.staged_shape(result)
             arrays[f"scales_{o}"] = fx.Array[Uint8, rows * cols, 16]
         if self.results[-1].transpose:
-            arrays["values"] = fx.Array[Uint8, TILE * TILE, 16]
+            size = TILE * TILE // self.results[-1].format.codes_per_byte
+            arrays["values"] = fx.Array[Uint8, size, 16]
         return fx.struct(type("Shared", (), {"__annotations__": arrays, "__module__": __name__}))
 
     def place(self, m, k):
@@ -341,81 +358,107 @@ class Tiled(Kernel):
         factors = [convert.half(pairs[n // 2], n % 2) for n in numbers]
         return convert.products(x[i][2 * w : 2 * w + 2], factors)
 
-    def four(self, scaled: list, pairs: list, result: Output, places: list) -> Uint32:
-        """The codes of four elements at these (row, column) of a lane's patch."""
-        numbers = self.numbers(result, places)
+    def word(self, scaled: Sequence, pairs: list, result: Output, places: list) -> Uint32:
+        """The codes of a word's elements, at these (row, column) of a lane's patch."""
+        # The codes of a byte have one factor.
+        numbers = self.numbers(result, places[:: result.format.codes_per_byte])
         used = sorted({n // 2 for n in numbers})
         which = [2 * used.index(n // 2) + n % 2 for n in numbers]
         poison = convert.poison([pairs[n] for n in used], which)
-        return convert.pack_four(scaled, poison, result.format, self.arch)
+        return convert.pack_word(scaled, poison, result.format, self.arch)
 
     # ---- values ---
-    def row_of(self, x, pairs, result: Output, i: int) -> list:
-        """The codes of a row of this lane's patch."""
-        floats = [f for w in range(self.vector // 2) for f in self.scaled(x, pairs, result, i, w)]
-        return [
-            self.four(floats[j : j + 4], pairs, result, [(i, j + e) for e in range(4)])
-            for j in range(0, self.vector, 4)
-        ]
+    def lines(self, x, pairs, result: Output, first: int, count: int) -> list:
+        """The words of rows of bytes of this lane's patch; the rows are all in each word."""
+        down, _ = result.packed
+        rows = range(first * down, (first + count) * down)
+        floats = {
+            (i, 2 * w + e): element
+            for i in rows
+            for w in range(self.vector // 2)
+            for e, element in enumerate(self.scaled(x, pairs, result, i, w))
+        }
+        columns, size = range(self.vector), 4 * result.format.codes_per_byte
+        places = [(i, j) for i in rows for j in columns]
+        if down > 1:
+            places = [(i, j) for j in columns for i in rows]
+        words = [places[at : at + size] for at in range(0, len(places), size)]
+        return [self.word([floats[at] for at in word], pairs, result, word) for word in words]
 
     @flyc.jit
     def store(self, x, pairs, result: fx.Constexpr, values, at, top, left, m, k):
-        """Values in the order of x, after an exchange 16 of one row to a lane."""
+        """Values in the order of x, after an exchange 16 bytes of one row to a lane."""
         batch, tile_m, tile_k = at
-        n: fx.Constexpr = self.itemsize
+        packed: fx.Constexpr = result.packed
+        down, beside = packed
+        n: fx.Constexpr = self.itemsize * beside
+        together: fx.Constexpr = max(n // 4, 1)  # rows of which a lane has but a word of codes
         lane = convert.lane_id()
         col = tile_k * TILE + left // (n * self.vector) * (n * self.vector)
-        first = tile_m * TILE + top + lane % n
-        start = (as_int64(batch) * as_int64(m) + as_int64(first)) * as_int64(k) + as_int64(col)
-        for g in range_constexpr(self.rows // n):
-            parts = [self.row_of(x, pairs, result, i) for i in range(g * n, g * n + n)]
-            words = exchange(parts, lane)
-            where = start + as_int64(k) * (g * n)
+        first = (tile_m * TILE + top) // down + lane % n
+        high, wide = m // down, k // beside  # of the bytes
+        start = as_int64(batch) * as_int64(high) + as_int64(first)
+        start = start * as_int64(wide) + as_int64(col // beside)
+        for g in range_constexpr(self.rows // down // n):
+            parts = [
+                self.lines(x, pairs, result, i, together) for i in range(g * n, g * n + n, together)
+            ]
+            words = exchange(parts, lane, together > 1)
+            where = start + as_int64(wide) * (g * n)
             if const_expr(self.aligned or self.is_both):  # 32 divides k: all 16 or none
-                if (first < m) & (col < k):  # 32 rows are all there or none
+                if (first < high) & (col < k):  # 32 rows are all there or none
                     store_words(values, where, words, self.align[1])
             else:
                 codes = fx.Vector.from_elements(words, Uint32).bitcast(Uint8)
                 for j in range_constexpr(16):
-                    if (first < m) & (col + j < k):
+                    if (first < high) & (col + j < k):
                         fx.generic_store(values + (where + Int64(j)), codes[j])
 
     def stage_transposed(self, x, pairs, result: Output, shared, top, left):
         """The tile's values in LDS, a column of x after the other."""
-        start = self.staged(left, top // 16) + top % 16
+        packed = result.format.codes_per_byte
+        line, size = top // packed, 4 * packed
+        starts = [self.staged(left + i, line // 16, packed) + line % 16 for i in range(packed)]
         for w in range(self.vector // 2):
             both = [self.scaled(x, pairs, result, i, w) for i in range(self.rows)]
             for j, column in enumerate(zip(*both, strict=True), 2 * w):
+                places = [(i, j) for i in range(self.rows)]
                 words = [
-                    self.four(column[i : i + 4], pairs, result, [(i + e, j) for e in range(4)])
-                    for i in range(0, self.rows, 4)
+                    self.word(column[i : i + size], pairs, result, places[i : i + size])
+                    for i in range(0, self.rows, size)
                 ]
                 vector = fx.Vector.from_elements(words, Uint32)
-                to = shared_pointer(shared, Int32(start + j * TILE), Uint32, self.rows)
+                start = Int32(starts[j % packed] + j // packed * TILE)
+                to = shared_pointer(shared, start, Uint32, self.rows // packed)
                 fx.generic_store(to, vector)
 
-    def staged(self, col, chunk):
-        """Where 16 rows of a column lie in LDS.
+    def staged(self, col, chunk, packed: int):
+        """Where 16 bytes of a column lie in LDS; `packed` columns share a line of 128.
 
         Chunks are permuted by the column's vector, or the lanes across, which are `vector` columns
-        of 128 bytes apart, would all write to the same banks.
+        apart, would all write to the same banks.
         """
-        return col * TILE + (chunk ^ (col // self.vector % (TILE // 16))) * 16
+        chunks = TILE // 16
+        chunk = col % packed * (chunks // packed) + chunk
+        return col // packed * TILE + (chunk ^ (col // self.vector % chunks)) * 16
 
     @flyc.jit
-    def store_transposed(self, shared, values, at, tid, m, k):
+    def store_transposed(self, shared, result: fx.Constexpr, values, at, tid, m, k):
         """From LDS to values (batch, K, M), 16 bytes a thread and step."""
         batch, tile_m, tile_k = at
-        chunks = TILE // 16
+        packed: fx.Constexpr = result.format.codes_per_byte
+        chunks = TILE // 16 // packed
         for step in range_constexpr(TILE * chunks // self.threads):
             index = tid + step * self.threads
             chunk, col = index % chunks, index // chunks
-            row, column = tile_m * TILE + chunk * 16, tile_k * TILE + col
+            row, column = tile_m * TILE + chunk * (16 * packed), tile_k * TILE + col
             if (row < m) & (column < k):
-                start = shared_pointer(shared, Int32(self.staged(col, chunk)), Uint32, 16)
-                vector = fx.generic_load(start, dtype=Uint32, count=4)
+                start = self.staged(col, chunk, packed)
+                vector = fx.generic_load(
+                    shared_pointer(shared, Int32(start), Uint32, 16), dtype=Uint32, count=4
+                )
                 where = as_int64(batch) * as_int64(k) + as_int64(column)
-                where = where * as_int64(m) + as_int64(row)
+                where = where * as_int64(m // packed) + as_int64(row // packed)
                 store_words(values, where, [vector[i] for i in range(4)], self.align[1])
 
     @flyc.jit
