@@ -281,7 +281,7 @@ def lowered_to(computer: str):
     return contextlib.nullcontext() if computer in ("reference", "gpu") else emulate(computer)
 
 
-@pytest.fixture(params=COMPUTERS)
+@pytest.fixture
 def devices(request):
     """Eight CPU devices, or all GPUs if there are several; ops are lowered to what computes."""
     found = jax.devices("gpu" if request.param == "gpu" else "cpu")
@@ -302,15 +302,21 @@ EVERYWHERE = (("quantize", "row_major"), ("quantize_both, transpose", "blocked_1
 
 
 def cells():
+    """On each computer; the emulator, whose cells take as long as all others, has every third."""
     for i, (name, layout) in enumerate(ROWS):
         for j, (title, spec) in enumerate(SPECS.items()):
             modes = modes_of(layout, spec)
             for mode in modes if (name, layout) in EVERYWHERE else [modes[(i + j) % len(modes)]]:
-                yield pytest.param(name, layout, mode, spec, id=f"{name}-{layout}-{mode}-{title}")
+                what = f"{name}-{layout}-{mode}-{title}"
+                cell = (name, layout, mode, spec)
+                yield pytest.param("reference", *cell, id=f"reference-{what}")
+                yield pytest.param("gpu", *cell, id=f"gpu-{what}", marks=pytest.mark.gpu)
+                if (i + j) % 3 == 0 or (name, layout) in EVERYWHERE:
+                    yield pytest.param("gfx950", *cell, id=f"gfx950-{what}")
 
 
-@pytest.mark.parametrize("name,layout,mode,spec", [*cells()])
-def test_sharded_as_the_table_says(name, layout, mode, spec, devices):
+@pytest.mark.parametrize("devices,name,layout,mode,spec", [*cells()], indirect=["devices"])
+def test_sharded_as_the_table_says(devices, name, layout, mode, spec):
     check(name, layout, mode, spec, devices)
 
 
