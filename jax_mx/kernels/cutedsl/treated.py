@@ -88,11 +88,13 @@ def hadamard(floats: list, size: int, place: Place) -> list:
     n = place.elements
     for stride in [1 << k for k in range(size.bit_length() - 1)]:
         if stride < n:
-            sums = [_ftz("add", a, floats[i ^ stride]) for i, a in enumerate(floats) if ~i & stride]
-            less = [_ftz("sub", a, floats[i ^ stride]) for i, a in enumerate(floats) if ~i & stride]
-            sums, less = iter(sums), iter(less)
-            floats = [next(less if i & stride else sums) for i in range(n)]
-        else:  # to what the other lane holds, this one adds its own or, if it comes behind, minus it
+            floats = [
+                _ftz("sub", floats[i ^ stride], mine)
+                if i & stride
+                else _ftz("add", mine, floats[i ^ stride])
+                for i, mine in enumerate(floats)
+            ]
+        else:  # what the other lane holds, plus this one's, or minus it if that comes behind
             lanes = stride // n
             behind = (place.index & Int32(lanes)) != Int32(0)
             sign = Float32(cutlass.select_(behind, Float32(-1.0), Float32(1.0)))
