@@ -134,8 +134,8 @@ def on_numpy(monkeypatch):
 
 def inputs(dtype):
     """Blocks of any bits; of one binade and few; about the least normal number; of zeros."""
-    x = random_bits((3000, BLOCK), dtype, seed=3)
-    tiny = random_bits((1000, BLOCK), dtype, seed=4)
+    x = random_bits((1500, BLOCK), dtype, seed=3)
+    tiny = random_bits((500, BLOCK), dtype, seed=4)
     if dtype != "float16":
         kept = np.uint32(0x80FFFFFF) if dtype == "float32" else np.uint16(0x80FF)
         tiny = (tiny.view(kept.dtype) & kept).view(tiny.dtype)
@@ -145,11 +145,13 @@ def inputs(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("elements", [8, 16, 32])  # of a thread
 @pytest.mark.parametrize("prescale", [None, 0.75])
 @pytest.mark.parametrize("kind", TREATED, ids=lambda v: v.name)
-def test_threads_compute_what_the_reference_does(kind, prescale):
+def test_threads_compute_what_the_reference_does(kind, prescale, elements):
     if prescale and not kind.stochastic:
         return
+    sharers = BLOCK // elements
     x = inputs(kind.dtype)
     rng = np.random.default_rng(1)
     words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(kind.words)]
@@ -158,9 +160,9 @@ def test_threads_compute_what_the_reference_does(kind, prescale):
     views = [jnp.asarray(a)[:, None] for a in (x, *words)]
     values, scales = primitive._quantize_reference(*views, plan=plan)
 
-    elements = BLOCK // 2
-    place = treated.Place(np.arange(2, dtype=np.int32), 2, elements)
-    held = np.moveaxis(x.view(np.uint32).reshape(len(x), 2, -1), -1, 0)  # (words, blocks, threads)
+    place = treated.Place(np.arange(sharers, dtype=np.int32), sharers, elements)
+    held = x.view(np.uint32).reshape(len(x), sharers, -1)
+    held = np.moveaxis(held, -1, 0)  # (words, blocks, threads)
     rounding = [np.int32(np.float32(prescale or 0).view(np.int32))]
     found = treated.elements(kind, [*held], words, place, rounding)
     y = floats(np.moveaxis(np.stack(found), 0, -1)).reshape(x.shape)
@@ -174,7 +176,7 @@ def test_threads_compute_what_the_reference_does(kind, prescale):
         inverse = np.where(scale == SCALE_NAN, nan, (254 - scale) << np.uint32(23))
         found = [np.where(np.isnan(floats(bits)), nan, bits) for bits in found]
         codes = treated.random_codes(found, inverse, words[0], place)
-        codes = np.moveaxis(np.stack(codes), 0, -1).reshape(len(x), -1).astype("<u4")
+        codes = np.moveaxis(np.stack(codes), 0, -1).reshape(len(x), -1).astype("<u4", "C")
         assert_bits_equal(codes.view(np.uint8), np.asarray(values)[:, 0])
 
 

@@ -40,9 +40,11 @@ def load(pointers, block, inside):
 
 def elements(variant: Variant, words: list, loaded: list, place: Place, rounding: list) -> list:
     """The float32 bits of elements as they are scaled, from the words of those in memory."""
+    if variant.hadamard:
+        words = flipped(words, loaded[-1], place)
     floats = widened(words, variant.dtype)
     if variant.hadamard:
-        floats = hadamard(flipped(floats, loaded[-1], place), variant.hadamard, place)
+        floats = hadamard(floats, variant.hadamard, place)
     if variant.stochastic:
         floats = [_times_if_any(value, rounding[-1]) for value in floats]
     return [convert.float_to_bits(value) for value in floats]
@@ -73,14 +75,19 @@ def _widened_halves(word: Uint32, *, loc=None, ip=None) -> list:
 
 
 # ---- the Hadamard transform ---
-def flipped(floats: list, flips: Uint32, place: Place) -> list:
-    """With the signs flipped that bits of the block's word say."""
+def flipped(words: list, flips: Uint32, place: Place) -> list:
+    """Words of elements with the signs flipped that bits of the block's word say."""
     flips = flips >> Uint32(place.index * place.elements)
-    signs = [(flips << Uint32(31 - i)) & Uint32(1 << 31) for i in range(place.elements)]
-    return [
-        convert.bits_to_float(convert.float_to_bits(value) ^ sign)
-        for value, sign in zip(floats, signs, strict=True)
-    ]
+    if len(words) == place.elements:
+        return [w ^ (flips << Uint32(31 - i)) & Uint32(1 << 31) for i, w in enumerate(words)]
+    found = []
+    for first in range(0, len(words), 8):
+        # Bits of odd elements, 15 places up: as far from those of even ones as their signs are.
+        bits = flips >> Uint32(2 * first)
+        bits = bits & Uint32(0x5555) | (bits & Uint32(0xAAAA)) << Uint32(15)
+        for i, word in enumerate(words[first : first + 8]):
+            found.append(word ^ (bits << Uint32(15 - 2 * i)) & Uint32(0x80008000))
+    return found
 
 
 def hadamard(floats: list, size: int, place: Place) -> list:
