@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from rich.progress import Progress
 import jax_mx
 from benchmarks import baselines, peers, report, shapes, sharded, timing
 from benchmarks.report import Measured, Row
-from jax_mx.formats import FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.plan import IMPLEMENTATIONS
 
@@ -45,13 +46,14 @@ class Case:
     scaling: str
     scale_layout: str
     implementation: str | None
+    treatment: str = "none"  # in shapes.TREATMENTS
 
     @property
     def names(self) -> dict[str, str]:
         """As rows have them."""
         return {
             "op": shapes.FORMS[self.form].op,
-            "form": self.form,
+            "form": shapes.treated(self.form, self.treatment),
             "shape": shapes.spell(self.shape),
             "dtype": self.dtype,
             "format": self.format,
@@ -65,6 +67,22 @@ class Case:
         names = ("format", "scaling", "scale_layout")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """The keywords that quantizing ops have for the treatment."""
+        hadamard, stochastic = shapes.TREATMENTS[self.treatment]
+        key, found = jax.random.key(0), {}
+        if hadamard:
+            found["hadamard"] = jax_mx.Hadamard.random(key, hadamard)
+        return found | ({"rounding": jax_mx.Stochastic(key)} if stochastic else {})
+
+    @property
+    def words(self) -> int:
+        """Bytes of words that the treatment takes."""
+        hadamard, stochastic = shapes.TREATMENTS[self.treatment]
+        blocks = math.prod(self.shape) // BLOCK * len(shapes.FORMS[self.form].axes)
+        return 4 * blocks * ((hadamard > 0) + stochastic)
+
     def functions(self) -> tuple[Callable[..., Any], dict[str, Callable[..., Any]]]:
         """The op, jitted, and XLA's versions of it."""
         form = shapes.FORMS[self.form]
@@ -72,9 +90,12 @@ class Case:
         if form.op == "dequantize":
             options["dtype"], versions = self.dtype, baselines.dequantize(form, self.dtype)
         else:
-            options |= self.options
+            options |= self.options | self.how
             versions = baselines.quantize(form, **self.options)
-        return jax.jit(functools.partial(getattr(jax_mx, form.op), **options)), versions
+        op = functools.partial(getattr(jax_mx, form.op), **options)
+        if self.treatment != "none":
+            versions = {"reference": jax.jit(functools.partial(op, implementation="xla"))}
+        return jax.jit(op), versions
 
     def make(self, key: jax.Array) -> Any:
         """An argument of those."""
@@ -98,6 +119,7 @@ class Case:
             implementation=self.implementation,
             **form.made_by,
             **self.options,
+            **self.how,
         )
         return (what.partition(":")[0], "") if supported else ("xla", what)
 
@@ -107,7 +129,7 @@ def measure(case: Case, repeats: int, commit: str) -> Measured:
     """Times the op, XLA's versions of it and the copy, one after the other."""
     fn, versions = case.functions()
     like = jax.eval_shape(case.make, jax.random.key(0))
-    size = timing.nbytes((like, jax.eval_shape(fn, like)))
+    size = timing.nbytes((like, jax.eval_shape(fn, like))) + case.words
     implementation, reason = case.implementation_taken()
     notes = [reason] if reason else []
 
@@ -204,6 +226,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     several("--format", FORMATS)
     several("--scaling", SCALINGS)
     several("--scale-layout", SCALE_LAYOUTS)
+    several("--treatment", shapes.TREATMENTS)
     add("--implementation", choices=tuple(IMPLEMENTATIONS), help="default: the kernel, else xla")
     add("--csv", type=Path, metavar="FILE")
     add("--json", type=Path, metavar="FILE")
@@ -243,6 +266,7 @@ def complete(args: argparse.Namespace) -> None:
         "format": "mxfp8_e4m3",
         "scaling": "rceil",
         "scale_layout": "row_major",
+        "treatment": "none",
     }.items():
         setattr(args, name, list(dict.fromkeys(getattr(args, name) or [default])))
     if "all" in args.form:
@@ -258,8 +282,11 @@ def all_cases(args: argparse.Namespace) -> Iterator[Case]:
     """All that was asked for, but for what a form does not have."""
     each = (args.form, args.shapes, args.dtype, args.format, args.scaling, args.scale_layout)
     catalogue = set(itertools.chain.from_iterable(shapes.SHAPES.values()))
-    for case in (Case(*c, args.implementation) for c in itertools.product(*each)):
+    for treatment, *c in itertools.product(args.treatment, *each):
+        case = Case(*c, args.implementation, treatment)
         form = shapes.FORMS[case.form]
+        if treatment != "none" and (form.op == "dequantize" or form.square):
+            continue  # codes are treated no more; a transform has one axis
         if form.square and SCALE_LAYOUTS[case.scale_layout].is_tiled:
             continue  # scales of squares are row-major
         if form.fits(case.shape) or case.shape not in catalogue:  # a shape typed in may fail

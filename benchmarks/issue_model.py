@@ -42,6 +42,8 @@ from jax_mx.variants import ARCHS, VARIANTS, Variant
 # what is wanted.
 REASONS: Mapping[str, Mapping[str, str]] = {
     "cutedsl": {
+        "*_sr": "16 random bits an element are integer products and shifts",
+        "*_h[13]*": "float32 butterflies: 4 or 5 additions an element",
         "quantize_last_*": "tiles: a scale's place costs as its 16 elements do; row-major is met",
         "quantize_both*_float16_*": "float16 is multiplied in float32, in either direction",
         "quantize_both_transposed_*": "tiles: two words of scales a thread, each with a place",
@@ -142,11 +144,11 @@ class Bound:
 
 
 def bytes_per_element(variant: Variant) -> float:
-    """Unquantized, values and scales: what a call moves at least, whichever its direction."""
+    """Unquantized, words, values and scales: what a call moves at least, in either direction."""
     # One scale serves a square of 32 x 32, where it is not written 32 times.
     per_scale = BLOCK * BLOCK if variant.form.startswith("square") else BLOCK
     quantized = sum(1 / format.codes_per_byte + 1 / per_scale for format in variant.formats)
-    return FLOAT_DTYPES[variant.dtype].itemsize + quantized
+    return FLOAT_DTYPES[variant.dtype].itemsize + 4 * variant.words / BLOCK + quantized
 
 
 def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[Bound]:
@@ -172,8 +174,10 @@ def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[B
 
 def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> float:
     """The fraction of the memory's speed that was reached at the first required shape, or NaN."""
+    treatments = {how: name for name, how in shapes.TREATMENTS.items()}
+    treatment = treatments.get((variant.hadamard, variant.stochastic), "unknown")
     where = {
-        "form": shapes.form_of(variant.op, variant.form),
+        "form": shapes.treated(shapes.form_of(variant.op, variant.form) or "", treatment),
         "shape": shapes.spell(shapes.REQUIRED[0]),
         "dtype": variant.dtype,
         "format": variant.formats[0].name,

@@ -18,7 +18,7 @@ from benchmarks import shapes
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What goes into files. Bytes are those of input, values and scales, once each."""
+    """What goes into files. Bytes are those of input, words, values and scales, once each."""
 
     op: str
     form: str

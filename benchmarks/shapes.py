@@ -77,6 +77,23 @@ FORMS: Mapping[str, Form] = {
 }
 
 
+# What is done to elements before, by name: the size of a Hadamard transform with signs, or 0, and
+# whether codes are rounded at random. Each takes a word per block, which counts as moved once;
+# making the words takes a part of the time.
+TREATMENTS: Mapping[str, tuple[int, bool]] = {
+    "none": (0, False),
+    "h16": (16, False),
+    "h32": (32, False),
+    "sr": (0, True),
+    "h16_sr": (16, True),
+}
+
+
+def treated(form: str, treatment: str) -> str:
+    """A form's name in a row."""
+    return form if treatment == "none" else f"{form}, {treatment}"
+
+
 def form_of(op: str, kernel: str) -> str | None:
     """The name of the form that a variant's op and form compute, if it has one here."""
     for name, form in FORMS.items():

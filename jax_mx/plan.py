@@ -103,6 +103,8 @@ class Plan:
                 add, exception = self.scaling.rounding(format)
                 params |= {f"round_add_{i}": add, f"round_exception_{i}": exception}
                 params |= {f"zero_scale_{i}": self.zero_scale}
+                prescale = np.float32(self.treatments[i].prescale or 0)
+                params |= {f"prescale_{i}": int(prescale.view(np.uint32))}
         return params
 
 

@@ -35,7 +35,6 @@ from jax_mx import artifacts, reference, variants
 from jax_mx.formats import SCALE_DTYPE, Scaling
 from jax_mx.forms import minor_to_major
 from jax_mx.plan import IMPLEMENTATIONS, Plan
-from jax_mx.treatment import UNTREATED
 
 # What makes operands vary over the same manual axes; since 0.10.1 under the first name.
 _vary_alike = getattr(core, "auto_insert_reshard", None) or vars(core)["standard_insert_pvary"]
@@ -92,8 +91,7 @@ def _quantize_reference(x, *words, plan: Plan):
             noise = jnp.moveaxis(noise, result.block, result.last)
         if treatment.hadamard:
             (along,) = result.block
-            if treatment.flips:
-                y = reference.flipped(y, next(words), along)
+            y = reference.flipped(y, next(words), along)
             y = reference.hadamard(reference.widened(y), treatment.hadamard, along, result.number)
         if treatment.prescale is not None:
             y = reference.times(reference.widened(y), treatment.prescale)
@@ -144,11 +142,6 @@ def kernels_for(plan: Plan, platform: str, chips: Sequence[str] | None) -> dict[
             raise NotImplementedError(
                 f"{plan.op}: no {implementation} kernel for {chip}, only for {', '.join(archs)}; "
                 "'xla' serves it"
-            )
-    for treatment in plan.treatments:
-        if treatment != UNTREATED:
-            raise NotImplementedError(
-                f"{plan.op}: {implementation} has no kernel for {treatment}; 'xla' serves it"
             )
     variant = variants.choose(plan, implementation)
     if chips is None:  # all but where that is none, which load says
@@ -236,7 +229,9 @@ def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **attributes: An
     for result, scales in zip(form.results, avals[1::2], strict=True):
         layouts.append(minor_to_major(x.ndim, result.order))
         layouts.append(minor_to_major(scales.ndim, result.scales_order))
-    operand_layouts, result_layouts = ([minor_to_major(x.ndim, form.operand)], layouts)[::turn]
+    views = [minor_to_major(x.ndim, form.operand)]  # of x, and of its words
+    operand_layouts, result_layouts = (views, layouts)[::turn]
+    operand_layouts += views * (len(ctx.avals_in) - len(operand_layouts))
     rule = ffi.ffi_lowering(
         artifacts.TARGET,
         operand_layouts=operand_layouts,

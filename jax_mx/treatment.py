@@ -71,14 +71,13 @@ class Treatment:
     Attributes:
       stochastic: whether the primitive takes seeds, see `reference.noise`.
       prescale: what elements are multiplied by, or None.
-      hadamard: the size of the transform, or 0.
-      flips: whether the primitive takes words whose bit i flips the sign of a block's element i.
+      hadamard: the size of the transform, or 0. The primitive takes words whose bit i flips the
+        sign of a block's element i.
     """
 
     stochastic: bool = False
     prescale: float | None = None
     hadamard: int = 0
-    flips: bool = False
 
     @property
     def group(self) -> int:
@@ -88,7 +87,7 @@ class Treatment:
     @property
     def words(self) -> int:
         """How many operands of words the primitive takes."""
-        return self.stochastic + self.flips
+        return self.stochastic + (self.hadamard > 0)
 
     def __str__(self) -> str:
         asked = ["rounding 'stochastic'"] if self.stochastic else []
@@ -121,8 +120,7 @@ def treatment_of(op: str, rounding: Any, hadamard: Any) -> Treatment:
     if hadamard is None:
         return Treatment(rounding is not None, prescale)
     _checked(op, hadamard.size, hadamard.signs)
-    signed = hadamard.signs is not None
-    return Treatment(rounding is not None, prescale, hadamard.size, signed)
+    return Treatment(rounding is not None, prescale, hadamard.size)
 
 
 def pairs(op: str, rounding: Any, hadamard: Any) -> list[tuple[Any, Any]]:
@@ -159,8 +157,9 @@ def words_of(
             number = number * _length(shape[d]) + iota(shape, d, spec, mesh)
         key = jax.random.bits(rounding.key, (2,), jnp.uint32)
         words.append(reference.seeds(number, key))
-    if hadamard is not None and hadamard.signs is not None:
-        flips = _flips(hadamard.signs).astype(jnp.uint32)
+    if hadamard is not None:
+        signs = np.zeros(hadamard.size, bool) if hadamard.signs is None else hadamard.signs
+        flips = _flips(signs).astype(jnp.uint32)
         flips = jnp.tile(flips, 2 * BLOCK // hadamard.size).reshape(2, BLOCK)
         even, odd = (flips << np.arange(BLOCK, dtype=np.uint32)).sum(-1, dtype=jnp.uint32)
         which = iota(shape, axis, spec, mesh) & np.uint32(1)

@@ -27,6 +27,8 @@ class Variant:
       form: which axes blocks run along and how arrays lie, see `forms.FORMS`.
       dtype: of the unquantized side.
       formats: of the quantized arrays, one each.
+      hadamard: the size of the transform that goes before, or 0; see `treatment.Treatment`.
+      stochastic: whether codes are rounded at random.
     """
 
     op: str
@@ -34,12 +36,20 @@ class Variant:
     form: str
     dtype: str
     formats: tuple[Format, ...]
+    hadamard: int = 0
+    stochastic: bool = False
+
+    @property
+    def words(self) -> int:
+        """How many operands of a word per block there are: seeds, then flips of signs."""
+        return self.stochastic + (self.hadamard > 0)
 
     @property
     def name(self) -> str:
         """Also the stem of the binary's file and of its entry points."""
         formats = "_".join(format.name for format in self.formats)
-        return f"{self.op}_{self.form}_{self.dtype}_{formats}"
+        treatment = f"_h{self.hadamard}" * (self.hadamard > 0) + "_sr" * self.stochastic
+        return f"{self.op}_{self.form}_{self.dtype}_{formats}{treatment}"
 
 
 # An arch ending in "a" runs on exactly one compute capability: sm_90a on 9.0 (H100, H200),
@@ -76,12 +86,21 @@ _KERNELS = (
 _FORMATS: Mapping[int, tuple[tuple[Format, ...], ...]] = {
     n: (*itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=n), (MXFP4_E2M1,) * n) for n in (1, 2)
 }
-VARIANTS: tuple[Variant, ...] = tuple(
-    Variant(op, implementation, form, dtype, formats)
-    for implementation in ARCHS
-    for op, form, arrays in _KERNELS
-    for dtype in FLOAT_DTYPES
-    for formats in _FORMATS[arrays]
+# (size of the Hadamard transform, stochastic): recipes of training rotate and round in MXFP4.
+_TREATMENTS = ((16, False), (32, False), (0, True), (16, True))
+VARIANTS: tuple[Variant, ...] = (
+    *(
+        Variant(op, implementation, form, dtype, formats)
+        for implementation in ARCHS
+        for op, form, arrays in _KERNELS
+        for dtype in FLOAT_DTYPES
+        for formats in _FORMATS[arrays]
+    ),
+    *(
+        Variant("quantize", "cutedsl", "last", dtype, (MXFP4_E2M1,), *treatment)
+        for dtype in FLOAT_DTYPES
+        for treatment in _TREATMENTS
+    ),
 )
 
 
@@ -110,8 +129,14 @@ def choose(plan: Plan, implementation: str) -> Variant:
     """
     op = plan.op.removesuffix("_both")
     ops = [v for v in VARIANTS if (v.implementation, v.op) == (implementation, op)]
+    asked = " and ".join(dict.fromkeys(str(t) for t in plan.treatments if str(t)))
+    treated = {(t.hadamard, t.stochastic) for t in plan.treatments}
+    ops = [v for v in ops if {(v.hadamard, v.stochastic)} == treated]
     if not ops:
-        raise NotImplementedError(f"{plan.op}: {implementation} has no kernel; 'xla' serves it")
+        what = f" for {asked}" if asked else ""
+        raise NotImplementedError(
+            f"{plan.op}: {implementation} has no kernel{what}; 'xla' serves it"
+        )
     mine = [v for v in ops if v.form == plan.form]
     served = {format.name for v in mine for format in v.formats}
     for name, value, have in (
@@ -126,8 +151,9 @@ def choose(plan: Plan, implementation: str) -> Variant:
     ):
         if value not in have:
             raise NotImplementedError(
-                f"{plan.op}: {implementation} has no kernel for {name} {value}, only for "
-                f"{', '.join(sorted(have))}; 'xla' serves it"
+                f"{plan.op}: {implementation} has no kernel for {name} {value}"
+                f"{f' with {asked}' if asked else ''}, only for {', '.join(sorted(have))}; "
+                "'xla' serves it"
             )
     for v in mine:
         if (v.formats, v.dtype) == (plan.formats, plan.dtype.name):

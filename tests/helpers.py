@@ -52,8 +52,9 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     """`(operand, call)`: the op of a variant, and how floats become what it takes.
 
     The floats that the op takes or gives have the shape of operand's argument; `options` are
-    quantize's, wherever it is called.
+    quantize's, wherever it is called, and what else the variant's treatment may be.
     """
+    options = {**treatment(variant), **options}
     turn = variant.form.endswith("transposed")
     form = variant.form.removesuffix("_transposed")
     if form == "both":
@@ -69,6 +70,17 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
         return lambda x: x, partial(quantize, transpose=turn)
     dequantize = partial(jax_mx.dequantize, dtype=variant.dtype, transpose=turn)
     return lambda x: quantize(jnp.swapaxes(x, -1, -2) if turn else x), dequantize
+
+
+def treatment(variant: Variant, signs: bool = True, prescale: float | None = None) -> dict:
+    """The keywords of quantize that ask for what is compiled into the variant."""
+    how = {}
+    if variant.hadamard:
+        minus = np.random.default_rng(variant.hadamard).random(variant.hadamard) < 0.5
+        how["hadamard"] = jax_mx.Hadamard(variant.hadamard, minus if signs else None)
+    if variant.stochastic:
+        how["rounding"] = jax_mx.Stochastic(jax.random.key(7), prescale)
+    return how
 
 
 def call(variant, implementation=None, **options):

@@ -22,7 +22,7 @@ from benchmarks import __main__ as cli
 from benchmarks import baselines, issue_model, peers, plot, shapes, sweep, timing
 from benchmarks.report import Measured, Row
 from jax_mx import artifacts, plan
-from jax_mx.formats import FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.variants import ARCHS, VARIANTS, layouts_of
 
@@ -334,6 +334,23 @@ def test_which_forms_are_measured(options, want):
     assert cli.arguments(options).form == want
 
 
+def test_treatments_are_rows(tmp_path):
+    file = tmp_path / "out.json"
+    options = ["--form", "axis -1", "square", "dequantize", "--format", "mxfp4_e2m1"]
+    options += ["--treatment", *shapes.TREATMENTS]
+    assert cli.main([*options, "--shapes", "32x64", "--repeats", "1", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())
+    treated = [f"axis -1, {name}" for name in ("h16", "h32", "sr", "h16_sr")]
+    assert [row["form"] for row in rows] == ["axis -1", "square", "dequantize", *treated]
+    names = ("bfloat16", "mxfp4_e2m1", "rceil", "row_major", None)
+    for treatment, words in zip(shapes.TREATMENTS, (0, 1, 1, 1, 2), strict=True):
+        for form, arrays in (("axis -1", 1), ("both", 2)):
+            case = cli.Case(form, (32, 64), *names, treatment)
+            assert case.words == arrays * words * 4 * 64
+    sizes = {v.name: (v.hadamard, v.stochastic) for v in VARIANTS}
+    assert {*sizes.values()} == {*shapes.TREATMENTS.values()}
+
+
 def test_every_form_is_a_row(tmp_path, capsys):
     file = tmp_path / "out.json"
     options = ["--form", "all", "--scale-layout", "blocked_128x4"]
@@ -634,6 +651,7 @@ def test_bytes_are_those_that_timing_counts():
             options = {**form.made_by, "format": variant.formats[0]}
         op = jax_mx.quantize_both if form.op == "quantize_both" else jax_mx.quantize
         size = timing.nbytes((x, jax.eval_shape(functools.partial(op, **options), x)))
+        size += variant.words * 4 * x.size // BLOCK
         assert issue_model.bytes_per_element(variant) == size / x.size
 
 

@@ -144,6 +144,7 @@ def test_the_call_carries_the_kernel(variant):
         if variant.op == "quantize":  # dequantize has no scalars that are known here
             rounding = (formats.SCALINGS[scaling].rounding(format) for format in variant.formats)
             zero = [0] if variants.takes_zero_scale(variant.formats[0]) else []
+            zero += [0] * variant.stochastic  # no prescale
             numbers = [number for two in rounding for number in (*two, *zero)]
             scalars = "".join(f", 4, -1, {number}, 0" for number in numbers)
             assert text.count(f"{scalars}]> : tensor") == count

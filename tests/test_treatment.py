@@ -8,13 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_same_array, bytes_of, random_bits, value_table
+from helpers import (
+    assert_bits_equal,
+    assert_same_array,
+    bytes_of,
+    call,
+    every_bfloat16,
+    poison_memory,
+    random_bits,
+    treatment,
+    value_table,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_primitive import COLLECTIVE, lowered
 
 import jax_mx
 from jax_mx import Hadamard, Stochastic, artifacts, reference
 from jax_mx.formats import BLOCK, FORMATS
+from jax_mx.variants import VARIANTS
 
 P = PartitionSpec
 KEY = jax.random.key(7)
@@ -398,6 +409,98 @@ def test_the_gpu_gives_the_same_bytes():
     same_but_nans(np.asarray(jax_mx.hadamard(x, 32)), np.asarray(turned))
 
 
+# ---- kernels: test_kernels.py has them all, with signs and without prescale ---
+TREATED = [v for v in VARIANTS if v.words]
+each_treated = pytest.mark.parametrize("variant", TREATED, ids=lambda v: v.name)
+
+
+def served_and_reference(variant, **options):
+    """The variant's op through its kernel and through XLA, both jitted."""
+    return [jax.jit(call(variant, name, **options)) for name in (variant.implementation, "xla")]
+
+
+@pytest.mark.gpu
+@each_treated
+@pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
+@pytest.mark.parametrize("prescale,signs", [(0.75, True), (None, False), (0.75, False)])
+def test_the_kernel_gives_the_bytes_of_the_reference(variant, layout, prescale, signs):
+    """Whatever is no field of the variant; about the least normal number; rows, tails, padding."""
+    how = treatment(variant, signs, prescale) | {"scale_layout": layout}
+    floats = [every_bfloat16().astype(variant.dtype)]
+    for shape in ((1, 32), (33, 96), (130, 160), (3, 129, 4128), (0, 64), (64, 0)):
+        floats.append(random_bits(shape, variant.dtype, seed=len(shape)))
+    tiny = random_bits((256, 512), np.float32, seed=8)
+    tiny = (tiny.view(np.uint32) & 0x80FFFFFF).view(np.float32)
+    tiny[:, :32] = 0
+    floats.append(tiny.astype(variant.dtype))
+    for scaling, zero_scale in (("floor", 127), ("rceil", 0)):
+        run, ref = served_and_reference(variant, scaling=scaling, zero_scale=zero_scale, **how)
+        for x in floats:
+            want = jax.block_until_ready(ref(x))
+            poison_memory()
+            for g, w in zip(run(x), want, strict=True):
+                assert_same_array(g, w, f"{x.shape} {scaling}")
+
+
+@pytest.mark.gpu
+@each_treated
+def test_the_kernel_under_a_vmap_over_keys_and_signs(variant):
+    xs = jnp.asarray(random_bits((3, 5, 64), variant.dtype))
+
+    def one(x, key, implementation):
+        how = treatment(variant)
+        if variant.stochastic:
+            how["rounding"] = Stochastic(key, 0.75)
+        if variant.hadamard:
+            how["hadamard"] = Hadamard.random(key, variant.hadamard)
+        return jax_mx.quantize(x, FP4, implementation=implementation, **how)
+
+    keys = jax.random.split(KEY, 3)
+    run, ref = (
+        jax.jit(jax.vmap(partial(one, implementation=name)))
+        for name in (variant.implementation, "xla")
+    )
+    got = run(xs, keys)
+    assert_same_array(got, ref(xs, keys))
+    for i in range(3):
+        want = jax.jit(partial(one, implementation="xla"))(xs[i], keys[i])
+        assert_same_array(jax.tree.map(lambda a, i=i: a[i], got), want)
+
+
+@pytest.mark.gpu
+@each_treated
+@pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
+def test_two_gpus_give_the_bytes_of_one(variant, layout):
+    devices = jax.devices()[:2]
+    if len(devices) < 2:
+        pytest.skip("one GPU")
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=devices)
+    x = jnp.asarray(random_bits((256, 512), variant.dtype))
+    run, ref = served_and_reference(variant, scale_layout=layout)
+    (want,) = ref(x)
+    for spec in (P("a"), P(None, "a")):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        text = run.lower(placed).compile().as_text()
+        assert artifacts.TARGET in text and not COLLECTIVE.search(text)
+        assert_same_array(run(placed)[0], want)
+
+
+@each_treated
+def test_the_call_takes_words_behind_x(variant):
+    """As the kernel's launch rule counts buffers, of the view's shape with 1 for the block."""
+    for layout, view in (("row_major", "2x64x3"), ("blocked_128x4", "2x1x1x64x3")):
+        x = jax.ShapeDtypeStruct((2, 64, 96), variant.dtype)
+        text = lowered(x, call(variant, "cutedsl", scale_layout=layout))
+        (line,) = [t for t in text.splitlines() if f"@{artifacts.TARGET}(" in t]
+        kind = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[variant.dtype]
+        words = f", tensor<{view}x1xui32>" * variant.words
+        assert f": (tensor<{view}x32x{kind}>{words}) -> " in line
+        rank = view.count("x") + 2
+        order = "[5, 4, 2, 3, 1, 0]" if rank == 6 else "[3, 2, 1, 0]"
+        dense = ", ".join([f"dense<{order}> : tensor<{rank}xindex>"] * (1 + variant.words))
+        assert f"operand_layouts = [{dense}]" in line
+
+
 def test_shards_that_split_a_transform():
     explicit = jax.make_mesh(
         (4,), ("b",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4]
@@ -436,21 +539,41 @@ def test_shard_map_counts_blocks_of_its_shard():
         assert (values == values[:1]).all() != folded
 
 
-@pytest.mark.parametrize("op", [jax_mx.quantize, jax_mx.quantize_both])
-def test_there_is_no_kernel(op):
+SR, H16 = {"rounding": ALL["rounding"]}, {"hadamard": Hadamard()}
+
+
+@pytest.mark.parametrize(
+    "op,how,name,what",
+    [
+        ("quantize", ALL | {"format": FP4}, "cutedsl", "rounding 'stochastic' and hadamard 64"),
+        ("quantize", {"hadamard": Hadamard(64)}, "cutedsl", "hadamard 64"),
+        ("quantize", SR | {"format": FP4}, "flydsl", "rounding 'stochastic'"),
+        ("quantize", H16, "cutedsl",
+         "format mxfp8_e4m3 with hadamard 16, only for mxfp4_e2m1"),
+        ("quantize", SR | {"format": FP4, "axis": -2}, "cutedsl",
+         "form second with rounding 'stochastic', only for last"),
+        ("quantize_both", SR | H16, "cutedsl",
+         "form both with rounding 'stochastic' and hadamard 16, only for last"),
+    ],
+)  # fmt: skip
+def test_there_is_no_kernel(op, how, name, what):
+    x, f = jnp.ones((64, 64), jnp.bfloat16), getattr(jax_mx, op)
+    if op == "quantize_both":
+        f = partial(f, transpose=(False, False))
+    chip = {"cutedsl": "sm_90", "flydsl": "gfx942"}[name]
+    platform = jax_mx.primitive.platform_of(chip)
+    assert artifacts.TARGET not in lowered(x, f, platform, **how)
+    reason = f"{op}: {name} has no kernel for {what}; 'xla' serves it"
+    with pytest.raises(NotImplementedError) as caught:
+        f(x, implementation=name, **how)
+    assert str(caught.value) == reason
+    assert jax_mx.is_supported(op, chip, **how) == (False, reason)
+
+
+def test_directions_that_differ_have_no_kernel():
     x = jnp.ones((64, 64), jnp.bfloat16)
-    for how, asked in (
-        ({"rounding": ALL["rounding"]}, "rounding 'stochastic'"),
-        ({"hadamard": Hadamard()}, "hadamard 16"),
-        (ALL, "rounding 'stochastic' and hadamard 64"),
-    ):
-        assert artifacts.TARGET not in lowered(x, op, **how)
-        reason = f"{op.__name__}: cutedsl has no kernel for {asked}; 'xla' serves it"
-        for name in ("cutedsl", "flydsl"):
-            with pytest.raises(NotImplementedError, match=reason.replace("cutedsl", name)):
-                op(x, implementation=name, **how)
-        assert jax_mx.is_supported(op.__name__, "sm_90", **how) == (False, reason)
-    assert artifacts.TARGET in lowered(x, op)
+    with pytest.raises(NotImplementedError, match="cutedsl has no kernel for hadamard 16; 'xla'"):
+        jax_mx.quantize_both(x, hadamard=(Hadamard(), None), implementation="cutedsl")
 
 
 def test_derivatives_are_refused_as_before():

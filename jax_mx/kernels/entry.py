@@ -41,7 +41,7 @@ class Entry:
     def align(self) -> list[int]:
         """Of each buffer, in bytes."""
         quantized = ([16, 4] if self.aligned else [1, 1]) * len(self.formats)
-        whole = [16 if self.aligned else self.itemsize]
+        whole = [16 if self.aligned else self.itemsize, *[4] * self.variant.words]
         return whole + quantized if self.float_first else quantized + whole
 
     @property
@@ -52,8 +52,9 @@ class Entry:
         names = [
             f"{name}_{i}"
             for i, format in enumerate(self.formats)
-            for name in ("round_add", "round_exception", "zero_scale")
+            for name in ("round_add", "round_exception", "zero_scale", "prescale")
             if name != "zero_scale" or takes_zero_scale(format)
+            if name != "prescale" or self.variant.stochastic
         ]
         return [*self.extents, *([4, name] for name in names)]
 

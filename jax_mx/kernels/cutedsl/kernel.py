@@ -21,10 +21,12 @@ class Kernel(Entry):
         super().__init__(variant, layout, aligned)
         self.arch = arch
         self.per_byte = variant.formats[0].codes_per_byte  # of all formats
+        self.scaled_dtype = "float32" if variant.words else self.dtype  # of what is scaled
 
     def arguments(self):
         """Stand-ins of the host function's arguments, to compile it."""
-        quantized, whole = [Uint8] * 2 * len(self.formats), [convert.INPUT[self.dtype]]
+        quantized = [Uint8] * 2 * len(self.formats)
+        whole = [convert.INPUT[self.dtype], *[Uint32] * self.variant.words]
         types = whole + quantized if self.float_first else quantized + whole
         pointers = tuple(
             cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
@@ -35,14 +37,14 @@ class Kernel(Entry):
     def scale_of(self, amax, format: Format, rounding):
         """`convert.scale_of`, with the scale of zeros where the entry has it as a scalar."""
         add, exception, *zero = (Uint32(number) for number in rounding)
-        scale, inverse = convert.scale_of(amax, format.emax, self.dtype, add, exception)
+        scale, inverse = convert.scale_of(amax, format.emax, self.scaled_dtype, add, exception)
         if zero:
             scale = select(amax == Uint32(0), zero[0], scale)
         return scale, inverse
 
     def scaled_pair(self, words: list, inverses: Uint32, format: Format):
         """`convert.scaled_pair` on this entry's dtype and arch."""
-        return convert.scaled_pair(words, inverses, self.dtype, format, self.arch)
+        return convert.scaled_pair(words, inverses, self.scaled_dtype, format, self.arch)
 
     @cute.jit
     def __call__(self, pointers, scalars):

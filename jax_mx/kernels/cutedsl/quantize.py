@@ -19,7 +19,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, Format
-from jax_mx.kernels.cutedsl import convert
+from jax_mx.kernels.cutedsl import convert, treated
 from jax_mx.kernels.cutedsl.kernel import (
     PAD,
     Kernel,
@@ -61,9 +61,10 @@ STRIP = Strip(threads=512, elements=16, unroll=1)
 
 
 class Flat(Kernel):
-    """x (..., rows, cols, 32) -> values like x, scales (..., rows, cols) in the layout."""
+    """x (..., rows, cols, 32) -> values like x, scales (..., rows, cols) in the layout.
 
-    extents = ([8, [0, *ALL]], [8, [2, *ALL]], [4, [0, -3, -2]], [4, [0, -2, -1]])
+    Treated variants take words (..., rows, cols) behind x, see treated.py.
+    """
 
     def __init__(
         self,
@@ -77,11 +78,14 @@ class Flat(Kernel):
         self.tile = tile or STRIP
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
-        self.grid = [[0, 2, *ALL, self.tile.blocks]]  # it follows the scales, with their padding
+        scales = 2 + variant.words  # the buffer
+        self.extents = ([8, [0, *ALL]], [8, [scales, *ALL]], [4, [0, -3, -2]], [4, [0, -2, -1]])
+        # It follows the scales, with their padding.
+        self.grid = [[0, scales, *ALL, self.tile.blocks]]
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        x, values, scales = pointers
+        x, *words_in, values, scales = pointers
         n, places, rows, cols, *rounding = scalars
         elements: cutlass.Constexpr = self.tile.elements
         unroll: cutlass.Constexpr = self.tile.unroll
@@ -98,7 +102,7 @@ class Flat(Kernel):
 
         rX = cute.make_rmem_tensor((elements, unroll), convert.INPUT[self.dtype])
         rX.fill(convert.INPUT[self.dtype](0))
-        steps, offsets, insides = [], [], []
+        steps, offsets, insides, words_of_steps = [], [], [], []
         for u in range_constexpr(unroll):
             first = Int64(bid) * self.tile.blocks + u * per_step
             block, offset, inside = locate(self.layout, first, tid // sharers, places, rows, cols)
@@ -107,29 +111,43 @@ class Flat(Kernel):
             insides.append(inside)
             if inside:
                 cute.autovec_copy(mX[steps[u], None], rX[None, u])
+            words_of_steps.append(treated.load(words_in, block, inside))
 
         for u in range_constexpr(unroll):
             rW = cute.recast_tensor(rX[None, u], Uint32)
-            word = rW[0]
-            for w in range_constexpr(1, words):
-                word = convert.larger_magnitude(word, rW[w], self.dtype)
+            held = [rW[w] for w in range(words)]
+            place = treated.Place(tid % sharers, sharers, elements)
+            if const_expr(self.variant.words):
+                held = treated.elements(self.variant, held, words_of_steps[u], place, rounding)
+            word = held[0]
+            for w in range_constexpr(1, len(held)):
+                word = convert.larger_magnitude(word, held[w], self.scaled_dtype)
             for k in range_constexpr(sharers.bit_length() - 1):
                 other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
-                word = convert.larger_magnitude(word, other, self.dtype)
-            amax = convert.largest_magnitude_bits(word, self.dtype)
+                word = convert.larger_magnitude(word, other, self.scaled_dtype)
+            amax = convert.largest_magnitude_bits(word, self.scaled_dtype)
             scale, inverse = self.scale_of(amax, self.formats[0], rounding)
-            inverses = convert.pair(inverse, inverse)
-            pairs = []
-            for i in range_constexpr(elements // 2):
-                two = words_of(rX[None, u], i, self.dtype)
-                pairs.append(self.scaled_pair(two, inverses, self.formats[0]))
-            rV = bytes_of(convert.pack_along(pairs, self.dtype, self.formats[0], self.arch), stored)
+            if const_expr(self.variant.stochastic):
+                packed = treated.random_codes(held, inverse, words_of_steps[u][0], place)
+            else:
+                packed = self.codes(held, inverse)
+            rV = bytes_of(packed, stored)
             if insides[u]:
                 cute.autovec_copy(rV, mV[steps[u], None])
             if (offsets[u] < places) & (tid % sharers == 0):
                 if const_expr(self.layout.is_tiled and len(rounding) > 2):
                     scale = select(insides[u], scale, Uint32(0))
                 mS[offsets[u]] = Uint8(scale)  # padding: of zeros, so 0
+
+    def codes(self, held: list, inverse) -> list:
+        """Words of the codes of words of elements, rounded to nearest."""
+        inverses, dtype = convert.pair(inverse, inverse), self.scaled_dtype
+        each = FLOAT_DTYPES[dtype].itemsize // 2  # words of a pair
+        pairs = [
+            self.scaled_pair(held[i : i + each], inverses, self.formats[0])
+            for i in range(0, len(held), each)
+        ]
+        return convert.pack_along(pairs, dtype, self.formats[0], self.arch)
 
 
 CHUNKS = 8  # of 16 bytes, that a row of shared memory's banks holds

@@ -1,0 +1,214 @@
+"""Hadamard transforms and stochastic rounding in registers, see `reference.hadamard` and `noise`.
+
+Arithmetic is float32 throughout, of which a thread holds `elements` consecutive ones of a block;
+what they are a butterfly away from, and is not there, a neighbouring lane holds.
+"""
+
+import dataclasses
+
+import cutlass
+from cutlass import Float32, Int32, Uint32, cute, range_constexpr
+from cutlass.cutlass_dsl import dsl_user_op
+
+from jax_mx.kernels.cutedsl import convert
+from jax_mx.variants import Variant
+
+_STEP = 0x9E3779B9  # between the words of a block's noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which elements of a block a thread holds: the `index`-th `elements` of its `sharers`'."""
+
+    index: Int32
+    sharers: int
+    elements: int
+
+
+@cute.jit
+def load(pointers, block, inside):
+    """A block's words, or zeros outside."""
+    found = []
+    for i in range_constexpr(len(pointers)):
+        rW = cute.make_rmem_tensor(1, Uint32)
+        rW[0] = Uint32(0)
+        if inside:
+            rW[0] = cute.make_tensor(pointers[i] + block, cute.make_layout(1))[0]
+        found.append(rW[0])
+    return found
+
+
+def elements(variant: Variant, words: list, loaded: list, place: Place, rounding: list) -> list:
+    """The float32 bits of elements as they are scaled, from the words of those in memory."""
+    if variant.hadamard:
+        words = flipped(words, loaded[-1], place)
+    floats = widened(words, variant.dtype)
+    if variant.hadamard:
+        floats = hadamard(floats, variant.hadamard, place)
+    if variant.stochastic:
+        floats = [_times_if_any(value, rounding[-1]) for value in floats]
+    return [convert.float_to_bits(value) for value in floats]
+
+
+def widened(words: list, dtype: str) -> list:
+    """The elements of words in float32, exactly."""
+    if dtype == "float32":
+        return [convert.bits_to_float(word) for word in words]
+    if dtype == "float16":
+        return [value for word in words for value in _widened_halves(word)]
+    bits = [two for word in words for two in (word << Uint32(16), word & Uint32(0xFFFF0000))]
+    return [convert.bits_to_float(word) for word in bits]
+
+
+@dsl_user_op
+def _widened_halves(word: Uint32, *, loc=None, ip=None) -> list:
+    return list(
+        cute.arch.inline_ptx(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+            "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
+            write_only_types=[Float32] * 2,
+            read_only_args=[word],
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+# ---- the Hadamard transform ---
+def flipped(words: list, flips: Uint32, place: Place) -> list:
+    """Words of elements with the signs flipped that bits of the block's word say."""
+    flips = flips >> Uint32(place.index * place.elements)
+    if len(words) == place.elements:
+        return [w ^ (flips << Uint32(31 - i)) & Uint32(1 << 31) for i, w in enumerate(words)]
+    found = []
+    for first in range(0, len(words), 8):
+        # Bits of odd elements, 15 places up: as far from those of even ones as their signs are.
+        bits = flips >> Uint32(2 * first)
+        bits = bits & Uint32(0x5555) | (bits & Uint32(0xAAAA)) << Uint32(15)
+        for i, word in enumerate(words[first : first + 8]):
+            found.append(word ^ (bits << Uint32(15 - 2 * i)) & Uint32(0x80008000))
+    return found
+
+
+def hadamard(floats: list, size: int, place: Place) -> list:
+    """The transform of each `size` elements; a block's threads are neighbours."""
+    n = place.elements
+    for stride in [1 << k for k in range(size.bit_length() - 1)]:
+        if stride < n:
+            floats = [
+                _ftz("sub", floats[i ^ stride], mine)
+                if i & stride
+                else _ftz("add", mine, floats[i ^ stride])
+                for i, mine in enumerate(floats)
+            ]
+        else:  # what the other lane holds, plus this one's, or minus it if that comes behind
+            lanes = stride // n
+            behind = (place.index & Int32(lanes)) != Int32(0)
+            sign = Float32(cutlass.select_(behind, Float32(-1.0), Float32(1.0)))
+            floats = [_exchanged(value, sign, lanes) for value in floats]
+    return [_ftz("mul", value, Float32(size**-0.5)) for value in floats]
+
+
+def _exchanged(value: Float32, sign: Float32, lanes: int) -> Float32:
+    other = cute.arch.shuffle_sync_bfly(convert.float_to_bits(value), offset=lanes)
+    return _times_plus_ftz(value, sign, convert.bits_to_float(other))
+
+
+@dsl_user_op
+def _ftz(op: str, a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """Where an operand or the result is subnormal, it is a zero of its sign."""
+    return cute.arch.inline_ptx(
+        f"{op}.rn.ftz.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Float32],
+        read_only_args=[a, b],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def _times_plus_ftz(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    return cute.arch.inline_ptx(
+        "fma.rn.ftz.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+        loc=loc,
+        ip=ip,
+    )
+
+
+# ---- stochastic rounding ---
+@dsl_user_op
+def _times_if_any(value: Float32, prescale: Int32, *, loc=None, ip=None) -> Float32:
+    """value * prescale, given by its bits; where there is none, value with all its bits."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .f32 f; setp.ne.s32 p, {$r1}, 0; mov.b32 f, {$r1}; "
+        "mov.f32 {$w0}, {$r0}; @p mul.rn.ftz.f32 {$w0}, {$r0}, f; }",
+        write_only_types=[Float32],
+        read_only_args=[value, prescale],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def random_codes(held: list, inverse: Uint32, seed: Uint32, place: Place) -> list:
+    """Words of the e2m1 codes of float32 bits times a block's factor, rounded at random."""
+    factor, noise = convert.bits_to_float(inverse), []
+    # All but the last of `_mixed`'s steps, which the first one of the next time takes back.
+    seed = _half_mixed(seed ^ (seed >> Uint32(16)))
+    for j in range(place.elements // 2):
+        noise += _noise(seed ^ _step(j, place))
+    codes = [
+        _code(convert.bits_to_float(bits) * factor, at_random)
+        for bits, at_random in zip(held, noise, strict=True)
+    ]
+    words = []
+    for i in range(0, len(codes), 8):
+        word = Uint32(0)
+        for code in reversed(codes[i : i + 8]):
+            word = convert.funnel(code, word, Uint32(28))
+        words.append(word)
+    return words
+
+
+def _half_mixed(x: Uint32) -> Uint32:
+    """`reference._mixed` without x ^ x >> 16, which is the first step and the last."""
+    x = x * Uint32(0x85EBCA6B)
+    return (x ^ (x >> Uint32(13))) * Uint32(0xC2B2AE35)
+
+
+def _step(j: int, place: Place) -> Uint32:
+    """What a seed is combined with for the j-th word of a thread's noise, mixed by one step."""
+    found = None
+    for index in reversed(range(place.sharers)):
+        step = (index * place.elements // 2 + j) * _STEP % 2**32
+        step = Uint32(step ^ step >> 16)
+        mine = place.index == Int32(index)
+        found = step if found is None else Uint32(cutlass.select_(mine, step, found))
+    return found
+
+
+def _noise(word: Uint32) -> list:
+    """The 16 bits of two elements, each in bits 12 to 27, from the word that is mixed by a step."""
+    word, mask = _half_mixed(word), Uint32(0xFFFF << 12)
+    upper = word >> Uint32(4)  # the last step would leave the word's upper half as it is
+    return [((word << Uint32(12)) ^ upper) & mask, upper & mask]
+
+
+@dsl_user_op
+def _code(value: Float32, noise: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The e2m1 code in the upper four bits, rounded by noise in bits 12 to 27; of NaN the largest.
+
+    Above 1 the bits of a float32 count codes, by 2^22 each; below, those of 2 x + 2 do. The larger
+    of both, 64 times, plus the noise, has the code above bit 28.
+    """
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 a, s; .reg .b32 g, h, v; abs.f32 a, {$r0}; min.f32 a, a, 0f40C00000; "
+        "fma.rz.f32 s, a, 0f40000000, 0f40000000; mov.b32 g, a; mov.b32 h, s; "
+        "add.u32 g, g, 0x01000000; max.u32 g, g, h; mad.lo.u32 g, g, 64, {$r1}; "
+        "mov.b32 v, {$r0}; and.b32 v, v, 0x80000000; or.b32 {$w0}, g, v; }",
+        write_only_types=[Uint32],
+        read_only_args=[value, noise],
+        loc=loc,
+        ip=ip,
+    )

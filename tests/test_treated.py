@@ -1,0 +1,208 @@
+"""What treated kernels compute per thread, its PTX interpreted by numpy; a GPU runs the whole."""
+
+import inspect
+import re
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bits_equal, random_bits
+
+from jax_mx import primitive, reference
+from jax_mx.formats import BLOCK, MXFP4_E2M1, SCALE_NAN
+from jax_mx.plan import plan_quantize
+from jax_mx.treatment import Treatment
+from jax_mx.variants import VARIANTS
+
+TREATED = [v for v in VARIANTS if v.words]
+treated = pytest.importorskip("jax_mx.kernels.cutedsl.treated")
+convert = pytest.importorskip("jax_mx.kernels.cutedsl.convert")
+
+
+def floats(bits):
+    return np.asarray(bits, np.uint32).view(np.float32)
+
+
+def flushed(x):
+    x = np.asarray(x, np.float32)
+    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
+
+
+def toward_zero(x):  # float64, exact
+    near = x.astype(np.float32)
+    return np.where(abs(near.astype(np.float64)) > abs(x), np.nextafter(near, np.float32(0)), near)
+
+
+def ftz(f):
+    """A binary operation as PTX has it: exact in float64 but for one rounding, and flushed."""
+
+    def run(a, b):
+        a, b = (flushed(v).astype(np.float64) for v in (a, b))
+        exact = f(a, b)  # a sum or a product of float32, or a sum that rounds twice: see below
+        tiny = abs(exact) < 2.0**-126  # before rounding
+        return np.where(tiny, np.copysign(0, exact), exact.astype(np.float32)).astype(np.float32)
+
+    return run
+
+
+def added(a, b):
+    """In float32, which is one rounding; float64 would round twice."""
+    return flushed(flushed(a) + flushed(b))
+
+
+OPERATIONS = {
+    "add.rn.ftz.f32": added,
+    "sub.rn.ftz.f32": lambda a, b: added(a, -b),
+    "mul.rn.ftz.f32": ftz(np.multiply),
+    "fma.rn.ftz.f32": lambda a, b, c: added(a * b, c),  # b is 1 or -1
+    "fma.rz.f32": lambda a, b, c: toward_zero(a.astype(np.float64) * b + c),
+    "abs.f32": np.abs,
+    "min.f32": np.fmin,
+    "mov.f32": lambda a: a,
+    "cvt.f32.f16": lambda a: np.asarray(a, np.uint16).view(np.float16).astype(np.float32),
+    "mov.b32": lambda a: a,
+    "add.u32": np.add,
+    "max.u32": np.maximum,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
+    "setp.ne.s32": np.not_equal,
+    "shf.r.wrap.b32": lambda low, high, n: low >> n | high << (np.uint32(32) - n),
+}
+
+
+def interpret(code, write_only_types, read_only_args, **_):
+    """`cute.arch.inline_ptx`; registers are typed by what uses them."""
+    registers = {f"$r{i}": np.asarray(a) for i, a in enumerate(read_only_args)}
+    for line in re.sub(r"\{(\$\w+)\}", r"\1", code).strip("{} ").split(";"):
+        predicate, name, rest = re.fullmatch(r"\s*(@\w+ )?([\w.]*) ?(.*?)\s*", line).groups()
+        if name in ("", ".reg"):
+            continue
+        if "{" in rest:  # mov.b32 {low, high}, word
+            low, high, word = re.findall(r"[\w$]+", rest)
+            registers[low] = (registers[word] & np.uint32(0xFFFF)).astype(np.uint16)
+            registers[high] = (registers[word] >> np.uint32(16)).astype(np.uint16)
+            continue
+        to, *names = rest.split(", ")
+        taken = [read(registers, n, name) for n in names]
+        found = OPERATIONS[name](*taken)
+        if predicate:
+            found = np.where(registers[predicate[1:-1]], found, registers[to])
+        registers[to] = found
+    out = [typed(registers[f"$w{i}"], t) for i, t in enumerate(write_only_types)]
+    return out[0] if len(out) == 1 else out
+
+
+def read(registers, name, operation):
+    """An operand: a register in the operation's type, or a number."""
+    kind = np.float32 if re.search(r"(add|sub|mul|fma|abs|min|mov)\S*\.f32", operation) else None
+    if name.startswith("0f"):
+        return floats(int(name[2:], 16))
+    if name in registers:
+        value = registers[name]
+        if value.dtype.itemsize != 4:
+            return value
+        return value.view(kind or np.uint32)
+    return np.uint32(int(name, 0))
+
+
+def typed(value, kind):
+    return np.asarray(value).view(np.float32 if kind is np.float32 else np.uint32)
+
+
+@pytest.fixture(autouse=True)
+def on_numpy(monkeypatch):
+    """Threads are the last axis: neighbours share a block."""
+
+    def exchange(value, offset):
+        lanes = np.arange(value.shape[-1]) ^ offset
+        return value[..., lanes]
+
+    arch = SimpleNamespace(inline_ptx=interpret, shuffle_sync_bfly=exchange)
+    stand_in = SimpleNamespace(arch=arch)
+    for module in (treated, convert):
+        monkeypatch.setattr(module, "cute", stand_in)
+        monkeypatch.setattr(module, "Uint32", lambda x: np.asarray(x).astype(np.uint32))
+        monkeypatch.setattr(module, "Float32", np.float32)
+        for name, value in vars(module).copy().items():
+            if callable(value) and "loc" in inspect.signature(inspect.unwrap(value)).parameters:
+                monkeypatch.setattr(module, name, inspect.unwrap(value))
+    monkeypatch.setattr(treated, "Int32", np.int32)
+    monkeypatch.setattr(treated, "cutlass", SimpleNamespace(select_=np.where))
+
+
+def inputs(dtype):
+    """Blocks of any bits; of one binade and few; about the least normal number; of zeros."""
+    x = random_bits((1500, BLOCK), dtype, seed=3)
+    tiny = random_bits((500, BLOCK), dtype, seed=4)
+    if dtype != "float16":
+        kept = np.uint32(0x80FFFFFF) if dtype == "float32" else np.uint16(0x80FF)
+        tiny = (tiny.view(kept.dtype) & kept).view(tiny.dtype)
+    x[:40, ::2] = 0
+    x[:20] = np.where(np.arange(BLOCK) % 3, -0.0, 0.0)
+    return np.concatenate([x, tiny])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("elements", [8, 16, 32])  # of a thread
+@pytest.mark.parametrize("prescale", [None, 0.75])
+@pytest.mark.parametrize("kind", TREATED, ids=lambda v: v.name)
+def test_threads_compute_what_the_reference_does(kind, prescale, elements):
+    if prescale and not kind.stochastic:
+        return
+    sharers = BLOCK // elements
+    x = inputs(kind.dtype)
+    rng = np.random.default_rng(1)
+    words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(kind.words)]
+    treatment = Treatment(kind.stochastic, prescale, kind.hadamard)
+    plan = plan_quantize(x, MXFP4_E2M1, -1, "even", "row_major", None, treatment=treatment)
+    views = [jnp.asarray(a)[:, None] for a in (x, *words)]
+    values, scales = primitive._quantize_reference(*views, plan=plan)
+
+    place = treated.Place(np.arange(sharers, dtype=np.int32), sharers, elements)
+    held = x.view(np.uint32).reshape(len(x), sharers, -1)
+    held = np.moveaxis(held, -1, 0)  # (words, blocks, threads)
+    rounding = [np.int32(np.float32(prescale or 0).view(np.int32))]
+    found = treated.elements(kind, [*held], words, place, rounding)
+    y = floats(np.moveaxis(np.stack(found), 0, -1)).reshape(x.shape)
+    noise = reference.noise(jnp.asarray(words[0]), (-1,)) if kind.stochastic else None
+    got = reference.quantize(jnp.asarray(y), MXFP4_E2M1, plan.scaling, noise=noise)
+    assert_bits_equal(got[0], values[:, 0])
+    assert_bits_equal(got[1], scales[:, 0])
+    if kind.stochastic:
+        scale = np.asarray(scales).view(np.uint8)[:, 0].astype(np.uint32)
+        nan = np.uint32(0x7FFFFFFF)  # the hardware's only one
+        inverse = np.where(scale == SCALE_NAN, nan, (254 - scale) << np.uint32(23))
+        found = [np.where(np.isnan(floats(bits)), nan, bits) for bits in found]
+        codes = treated.random_codes(found, inverse, words[0], place)
+        codes = np.moveaxis(np.stack(codes), 0, -1).reshape(len(x), -1).astype("<u4", "C")
+        assert_bits_equal(codes.view(np.uint8), np.asarray(values)[:, 0])
+
+
+def test_codes_are_a_carry_of_the_noise():
+    """At each end of it and around the carry, for every bfloat16 and others below 8."""
+    rng = np.random.default_rng(0)
+    bits = np.arange(0, 0x4100, dtype=np.uint32) << np.uint32(16)
+    bits = np.concatenate([bits, bits | rng.integers(1, 1 << 16, bits.shape, np.uint32)])
+    x = floats(bits).astype(np.float64)
+    code = np.minimum(np.minimum(2 * x, x + 2), x / 2 + 4)
+    carry = 2**16 - np.floor(code % 1 * 2**16).astype(np.int64)
+    for noise in (0 * carry, 0 * carry + 0xFFFF, carry - 1, carry, rng.integers(0, 2**16, x.shape)):
+        noise = np.clip(noise, 0, 0xFFFF).astype(np.uint32)
+        decoded = reference._decode(jnp.asarray(bits), 8, 23)
+        want = np.asarray(reference._encode(*decoded, 1, 1, 7, jnp.asarray(noise)))
+        for sign in (0, 1):
+            signed = floats(bits | np.uint32(sign << 31))
+            got = treated._code(signed, noise << np.uint32(12)) >> np.uint32(28)
+            np.testing.assert_array_equal(got, want + 8 * sign)
+
+
+@pytest.mark.parametrize("factor", [0.75, 16**-0.5, 32**-0.5])
+def test_no_product_rounds_up_to_the_least_normal_number(factor):
+    """So it does not matter whether hardware finds a result subnormal before or after rounding."""
+    significand = np.uint64(np.float32(factor).view(np.uint32) & 0x7FFFFF | 1 << 23)
+    product = significand * np.arange(1 << 23, 1 << 24, dtype=np.uint64)
+    for bits in (47, 48):  # those just below a power of two, by half a unit in the last place
+        below = np.uint64(1 << bits) - product[product < 1 << bits]
+        assert below.min() > 1 << (bits - 25)
