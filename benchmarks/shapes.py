@@ -137,12 +137,27 @@ _WANTED = {
 }
 
 
-def _requirements() -> Iterator[Requirement]:
-    kind = {"dtype": "bfloat16", "format": "mxfp8_e4m3", "scaling": "rceil"}
+# Of a copy, by form and treatment.
+_WANTED_OF_MXFP4 = {
+    ("axis -1", "none"): 0.95,
+    ("both", "none"): 0.92,
+    ("both transposed", "none"): 0.92,
+    ("axis -1", "h16"): 0.85,
+    ("axis -1", "sr"): 0.8,
+}
 
-    def where(name: str, shape: Shape, layout: str = "row_major") -> dict[str, str]:
-        names = {"op": FORMS[name].op, "form": name, "shape": spell(shape)}
-        return {**names, **kind, "scale_layout": layout}
+
+def _requirements() -> Iterator[Requirement]:
+    def where(
+        name: str,
+        shape: Shape,
+        layout: str = "row_major",
+        format: str = "mxfp8_e4m3",
+        treatment: str = "none",
+    ) -> dict[str, str]:
+        kind = {"dtype": "bfloat16", "format": format, "scaling": "rceil", "scale_layout": layout}
+        form = treated(name, treatment)
+        return {"op": FORMS[name].op, "form": form, "shape": spell(shape), **kind}
 
     for shape in REQUIRED:
         yield Requirement(where("axis -1", shape), 0.95, 2.3)
@@ -157,6 +172,10 @@ def _requirements() -> Iterator[Requirement]:
             yield Requirement(where(name, shape), 0.8)
         for shape in filter(form.fits, SHAPES["small"]):
             yield Requirement(where(name, shape), speedup_over_xla=1.0)
+    for (name, treatment), fraction in _WANTED_OF_MXFP4.items():
+        for layout in ("row_major", "blocked_128x4"):
+            case = where(name, REQUIRED[0], layout, "mxfp4_e2m1", treatment)
+            yield Requirement(case, fraction)
 
 
 REQUIREMENTS: tuple[Requirement, ...] = tuple(_requirements())
