@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
+from jax_mx.checks import axis_of, block_of, blocks_fit
 from jax_mx.formats import BLOCK, FORMATS, MXFP4_E2M1, SCALE_DTYPE, Format, named
 from jax_mx.forms import (
     FORMS,
@@ -89,6 +91,8 @@ class MXArray:
     def as_float4(self) -> jax.Array:
         """Values of MXFP4 as elements, for `jax.lax.scaled_dot`: a bitcast of the same bytes.
 
+        Neither this nor `from_float4` exports with symbolic shapes: JAX's bitcast does not.
+
         Returns:
           float4_e2m1fn of the array's shape.
 
@@ -117,7 +121,7 @@ class MXArray:
         scales: jax.Array,
         *,
         scale_layout: ScaleLayout | str = ROW_MAJOR,
-        block: tuple[int, ...] = (BLOCK,),
+        block: int | tuple[int, ...] = BLOCK,
     ) -> MXArray:
         """The inverse of `as_float4`, a bitcast too.
 
@@ -125,11 +129,12 @@ class MXArray:
           values: float4_e2m1fn (..., K); blocks run along the last axis.
           scales: float8_e8m0fnu, as `MXArray.scales` are.
           scale_layout: where they lie.
-          block: (32,), or (32, 32) if square.
+          block: 32, or (32, 32) if square.
 
         Raises:
-          TypeError: another dtype.
-          ValueError: a last axis that 32 does not divide, or scales of another shape.
+          TypeError: another dtype, or an argument is of the wrong type.
+          ValueError: a last axis that 32 does not divide, scales of another shape, or blocks whose
+            scales cannot lie so; see `quantize`.
         """
         op = "from_float4"
         layout = named(f"{op}: scale_layout", SCALE_LAYOUTS, scale_layout)
@@ -137,24 +142,19 @@ class MXArray:
             ("values", values, np.dtype(jnp.float4_e2m1fn)),
             ("scales", scales, SCALE_DTYPE),
         ):
-            if array.dtype != want:
-                raise TypeError(f"{op}: {name} are {array.dtype}, must be {want}")
-        values, scales = jnp.asarray(values), jnp.asarray(scales)
-        axes = tuple(range(-len(block), 0))
-        if values.ndim < len(block) or any(values.shape[axis] % BLOCK for axis in axes):
+            if not hasattr(array, "dtype") or array.dtype != want:
+                found = getattr(array, "dtype", type(array).__name__)
+                raise TypeError(f"{op}: {name} are {found}, must be {want}")
+        values, scales, spans = jnp.asarray(values), jnp.asarray(scales), block_of(op, block)
+        lengths = values.shape[-len(spans) :]
+        if len(lengths) < len(spans) or any(length % BLOCK for length in lengths):
             raise ValueError(
                 f"{op}: values have the shape {values.shape}, {BLOCK} must divide the last "
-                f"{len(block)} of it"
-            )
-        want = scales_shape(values.shape, axes, layout)
-        if scales.shape != want:
-            raise ValueError(
-                f"{op}: values of the shape {values.shape} have scales of the shape {want}, got "
-                f"{scales.shape}"
+                f"{len(spans)} of it"
             )
         pairs = (*divided(values.shape, (-1,), 2), 2)
         codes = jax.lax.bitcast_convert_type(reshape(values, pairs, spec_of(values)), jnp.uint8)
-        return cls(codes, scales, MXFP4_E2M1, -1, layout, block)
+        return checked(op, "it", cls(codes, scales, MXFP4_E2M1, -1, layout, spans))
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.bfloat16, **options) -> jax.Array:
         """See `jax_mx.dequantize`."""
@@ -166,17 +166,19 @@ class MXArray:
         """The same array with its values in another layout.
 
         Raises:
-          TypeError: value_layout is of the wrong type.
+          TypeError: value_layout or a field of the array is of the wrong type.
           ValueError: an unknown name, or a layout that does not fit the array; see `quantize`.
         """
-        layout = named("with_values_in: value_layout", VALUE_LAYOUTS, value_layout)
-        if layout == self.value_layout:
-            return self
-        values = self.values
-        if self.value_layout.is_tiled:
-            values = self.value_layout.unpack(values, *self.value_layout.rows_cols(values.shape))
-        fits("with_values_in", layout, self.axis, self.shape, self.format)
-        return dataclasses.replace(self, values=layout.pack(values), value_layout=layout)
+        op = "with_values_in"
+        layout = named(f"{op}: value_layout", VALUE_LAYOUTS, value_layout)
+        q = checked(op, "the array", self)
+        if layout == q.value_layout:
+            return q
+        values = q.values
+        if q.value_layout.is_tiled:
+            values = q.value_layout.unpack(values, *q.value_layout.rows_cols(values.shape))
+        fits(op, layout, q.axis, q.shape, q.format)
+        return dataclasses.replace(q, values=layout.pack(values), value_layout=layout)
 
     def expand(self, axis: int = -1, scale_layout: ScaleLayout | str = ROW_MAJOR) -> MXArray:
         """Of square blocks: the same array in blocks along one axis, as GEMMs take it.
@@ -238,6 +240,48 @@ def _repacked(values: jax.Array, format: Format) -> jax.Array:
     codes = reference.unpack(values.astype(jnp.uint32), format)  # (..., 32 of M, 32 of K)
     values = reference.pack(jnp.swapaxes(codes, -1, -2), format)
     return from_view(values, divided(shape, (-2,), format.codes_per_byte), spec, (0, 3, 1, 2))
+
+
+def checked(op: str, name: str, q: Any) -> MXArray:
+    """What a caller calls an array, with fields as `quantize` has them: no names, axis negative.
+
+    Raises:
+      TypeError, ValueError: it is none; says why.
+    """
+    if not isinstance(q, MXArray):
+        found = type(q).__name__
+        raise TypeError(f"{op}: {name} must be an MXArray, as quantize returns, got {found}")
+    format = named(f"{op}: {name}.format", FORMATS, q.format)
+    layout = named(f"{op}: {name}.scale_layout", SCALE_LAYOUTS, q.scale_layout)
+    values_in = named(f"{op}: {name}.value_layout", VALUE_LAYOUTS, q.value_layout)
+    for field, want in (("values", format.storage), ("scales", SCALE_DTYPE)):
+        array = getattr(q, field)
+        if not hasattr(array, "dtype") or array.dtype != want:
+            found = getattr(array, "dtype", type(array).__name__)
+            raise TypeError(f"{op}: {name}.{field} is {found}, {format!r} has {want}")
+    tile = values_in.tile
+    if values_in.is_tiled and (q.values.ndim < 3 or q.values.shape[-1] != tile[0] * tile[1]):
+        raise ValueError(
+            f"{op}: values in {values_in.name!r} have the shape (..., row tiles, column tiles, "
+            f"{tile[0] * tile[1]}), got {q.values.shape}"
+        )
+    ndim = q.values.ndim - values_in.is_tiled
+    axis, block = axis_of(op, q.axis, ndim), block_of(op, q.block)
+    blocks_fit(op, block, axis, layout, ndim)
+    q = MXArray(q.values, q.scales, format, axis, layout, block, values_in)
+    shape = q.shape
+    if axis != -1:
+        fits(op, values_in, axis, shape, format)  # it does not
+    axes = (-2, -1) if len(block) == 2 else (axis,)
+    scales = scales_shape(shape, axes, layout)
+    if any(shape[axis] % BLOCK for axis in axes) or q.scales.shape != scales:
+        along = "in square blocks" if len(block) == 2 else f"along axis {axis}"
+        raise ValueError(
+            f"{op}: values of the shape {q.values.shape} in {format!r} {along} have scales of the "
+            f"shape {scales}, got {q.scales.shape}; if a vmap put its axis behind the block axis, "
+            "use out_axes=0"
+        )
+    return q
 
 
 def fits(op: str, layout: ValueLayout, axis: int, shape: tuple[int, ...], format: Format) -> None:

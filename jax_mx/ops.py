@@ -201,15 +201,13 @@ def dequantize(
     """
     plan = plan_dequantize(q, dtype, transpose, implementation)
     _insist(plan)
-    (values_in,) = plan.value_layouts
-    names = {"format": plan.format, "scale_layout": plan.scale_layout, "value_layout": values_in}
-    q = dataclasses.replace(q, **names).with_values_in(ROW_MAJOR_VALUES)  # names or what they name
+    q = q.with_values_in(ROW_MAJOR_VALUES)  # of names, what they name
     if plan.axis < -2 and plan.scale_layout.is_tiled:  # see quantize
         values = jnp.moveaxis(q.values, plan.axis, -2)
         q = dataclasses.replace(q, values=values, axis=-2)
         y = jnp.moveaxis(_dequantize(q, dataclasses.replace(plan, axis=-2)), -2, plan.axis)
     else:
-        y = _dequantize(dataclasses.replace(q, axis=plan.axis), plan)
+        y = _dequantize(q, plan)
     return y if plan.transpose == transpose else jnp.swapaxes(y, -1, -2)
 
 

@@ -1,5 +1,6 @@
 """MXFP4 as JAX's float4, and products of quantized operands: the bytes are those of MXArrays."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -57,6 +58,8 @@ def test_float4_of_transposed_square_and_mapped_arrays():
     square = FP4(x, block=(32, 32))
     same = MXArray.from_float4(square.as_float4(), square.scales, block=(32, 32))
     assert_same_array(same, square)
+    assert same.block == MXArray.from_float4(same.as_float4(), same.scales, block=[32, 32]).block
+    assert MXArray.from_float4(FP4(x).as_float4(), FP4(x).scales, block=32).block == (32,)
     q = FP4(x)
     mapped = jax.vmap(MXArray.as_float4)(q)
     assert_bits_equal(mapped.astype(jnp.float32), q.as_float4().astype(jnp.float32))
@@ -103,6 +106,16 @@ def test_float4_refuses_in_one_sentence():
         (lambda: make(f4, scales[1:]), ValueError,
          "have scales of the shape (64, 2), got (63, 2)"),
         (lambda: make(f4, scales, scale_layout="tiles"), ValueError, "scale_layout 'tiles' is un"),
+        (lambda: make(f4, scales, block=None), TypeError,
+         "from_float4: block must be 32 or (32, 32), got None"),
+        (lambda: make(f4, scales, block=(16,)), ValueError,
+         "from_float4: block must be 32 or (32, 32), got (16,)"),
+        (lambda: make(f4, scales, block=(32, 32), scale_layout="blocked_128x4"), ValueError,
+         "from_float4: square blocks have row-major scales; for 'blocked_128x4' expand them"),
+        (lambda: make(f4[0], scales[0], scale_layout="blocked_128x4"), ValueError,
+         "from_float4: scale_layout 'blocked_128x4' tiles a matrix's rows and columns, the array"),
+        (lambda: make([1.0] * 32, scales), TypeError, "from_float4: values are list, must be"),
+        (lambda: make(f4, None), TypeError, "from_float4: scales are NoneType, must be"),
     ):  # fmt: skip
         with pytest.raises(error) as caught:
             call()
@@ -162,17 +175,97 @@ def test_products_of_any_operands(pair, layout):
         assert_bits_equal(got, want.astype(np.float32))
 
 
+@pytest.mark.parametrize(
+    "one,other",
+    [(1e-40, 1e30), (1e30, 1e-40), (3e38, 1e-38), (2.0**-127, 2.0**127), (-1e-30, 1e-7)],
+)
+@pytest.mark.parametrize("format", ["mxfp8_e5m2", "mxfp4_e2m1"])
+def test_products_of_the_smallest_and_the_largest(format, one, other):
+    """Scales are multiplied with each other: operands that are subnormal floats are none here."""
+    a, b = (
+        jax_mx.quantize(np.full((32, 64), x, np.float32), format, scaling="floor")
+        for x in (one, other)
+    )
+    left, right = (
+        np.asarray(q.dequantize(jnp.float32)).view(np.uint32).view(np.float32).astype(np.float64)
+        for q in (a, b)
+    )
+    assert_bits_equal(jax_mx.mx_matmul_reference(a, b), (left @ right.T).astype(np.float32))
+
+
+def test_products_overflow_only_as_a_whole():
+    huge, tiny = (jax_mx.quantize(np.full((32, 32), x, np.float32)) for x in (3e38, 1e-40))
+    assert (np.asarray(jax_mx.mx_matmul_reference(huge, huge)) == np.inf).all()
+    assert (np.asarray(jax_mx.mx_matmul_reference(tiny, tiny)) == 0).all()
+    for m, k in ((0, 64), (5, 0)):
+        a, b = jax_mx.quantize(jnp.ones((m, k))), jax_mx.quantize(jnp.ones((7, k)))
+        assert_bits_equal(jax_mx.mx_matmul_reference(a, b), jnp.zeros((m, 7)))
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_layout": "blocked_128x4"}, {"block": (32, 32)}])
+@pytest.mark.parametrize("specs", [(P("a", "b"), P("b", "a")), (P("a"), P("a")), (P(), P("b"))])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_products_of_sharded_operands(kind, specs, options):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    rng = np.random.default_rng(1)
+    x, w = (jnp.asarray(rng.integers(-3, 4, (rows, 128)), jnp.float32) for rows in (64, 128))
+    x, w = (jax.jit(partial(jax_mx.quantize, **options))(a) for a in (x, w))
+    want = jax_mx.mx_matmul_reference(x, w)
+    with jax.set_mesh(mesh):
+        placed = []
+        for q, spec in zip((x, w), specs, strict=True):
+            tiled = q.scale_layout.is_tiled or len(q.block) == 2
+            scales = jax.device_put(q.scales, NamedSharding(mesh, P() if tiled else P(*spec[:1])))
+            values = jax.device_put(q.values, NamedSharding(mesh, spec))
+            placed.append(dataclasses.replace(q, values=values, scales=scales))
+        for f in (jax_mx.mx_matmul_reference, jax.jit(jax_mx.mx_matmul_reference)):
+            got = f(*placed)
+            assert_bits_equal(got, want)
+            if kind == AxisType.Explicit and not x.scale_layout.is_tiled:  # no whole tiles
+                (m, *_), (n, *_) = ((*spec, None) for spec in specs)
+                assert jax.typeof(got).sharding.spec == P(m, n if n != m else None)
+
+
+def test_products_of_names_of_hand_made_arrays():
+    q = jax_mx.quantize(jnp.ones((32, 64)), "mxfp4_e2m1")
+    named = MXArray(q.values, q.scales, "mxfp4_e2m1", 1, "row_major", 32, "row_major")
+    assert_bits_equal(jax_mx.mx_matmul_reference(named, q), jnp.full((32, 32), 64.0))
+    moved = named.with_values_in("shuffled_16x16")
+    assert_same_array(moved, q.with_values_in("shuffled_16x16"))
+    for fields, error, sentence in (
+        ({"format": "mxfp4"}, ValueError, "format 'mxfp4' is unknown; use one of"),
+        ({"scale_layout": None}, TypeError, "scale_layout must be one of"),
+        ({"format": "mxfp8_e4m3"}, TypeError, "values is uint8, MXFP8_E4M3 has float8_e4m3fn"),
+        ({"axis": 5}, ValueError, "axis 5 is out of range for rank 2; -2 to 1"),
+        ({"axis": None}, TypeError, "axis must be an int, got None"),
+        ({"block": (8,)}, ValueError, "block must be 32 or (32, 32), got (8,)"),
+        ({"scales": q.scales[:3]}, ValueError, "have scales of the shape (32, 2), got (3, 2)"),
+        ({"values": None}, TypeError, "values is NoneType, MXFP4_E2M1 has uint8"),
+    ):
+        broken = dataclasses.replace(q, **fields)
+        for call, op in (
+            (lambda b=broken: jax_mx.mx_matmul_reference(q, b), "mx_matmul_reference: "),
+            (lambda b=broken: b.with_values_in("shuffled_16x16"), "with_values_in: "),
+        ):
+            with pytest.raises(error) as caught:
+                call()
+            text = str(caught.value)
+            assert text.startswith(op) and sentence in text and "\n" not in text
+
+
 def test_products_poison_and_refuse():
     x = jnp.ones((32, 64)).at[3, 40].set(jnp.inf)
     a, b = FP4(x), FP4(jnp.ones((64, 64)))
     nan = np.isnan(np.asarray(jax_mx.mx_matmul_reference(a, b)))
     assert nan[3].all() and nan.sum() == 64
     for call, error, sentence in (
-        (lambda: jax_mx.mx_matmul_reference(x, b), TypeError, "a must be an MXArray, got Arr"),
+        (lambda: jax_mx.mx_matmul_reference(x, b), TypeError, "a must be an MXArray, as quantize"),
         (lambda: jax_mx.mx_matmul_reference(a, FP4(x[0])), ValueError,
          "b has the shape (64,) and blocks along axis -1; it must be a matrix, or a stack"),
         (lambda: jax_mx.mx_matmul_reference(a, FP4(x, axis=-2)), ValueError,
          "a has length 64 along axis -1 and b 32 along axis -2; the product is over both"),
+        (lambda: jax_mx.mx_matmul_reference(*(FP4(jnp.ones((n, 32, 32))) for n in (2, 3))),
+         ValueError, "the leading dimensions of a, (2,), and of b, (3,), cannot be broadcast"),
     ):  # fmt: skip
         with pytest.raises(error) as caught:
             call()

@@ -1,0 +1,112 @@
+"""What one argument may be, and the sentence that it gets if it is something else."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.layouts import ScaleLayout
+
+
+def shown(value: Any) -> str:
+    """For a message of one line."""
+    text = repr(value)
+    return text if "\n" not in text and len(text) < 80 else type(value).__name__
+
+
+def whole(value: Any) -> int:
+    """The int that a static argument is: also NumPy's and an array's, but no bool or float.
+
+    Raises:
+      TypeError: it is none.
+    """
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def float_dtype(op: str, name: str, dtype: Any) -> np.dtype:
+    """One of `FLOAT_DTYPES`, in the machine's byte order."""
+    allowed = ", ".join(FLOAT_DTYPES)
+    try:
+        found = jnp.dtype(dtype if dtype is not None else "nothing").newbyteorder("=")
+    except TypeError as error:
+        raise TypeError(f"{op}: {name} is {shown(dtype)}, must be one of {allowed}") from error
+    if found not in FLOAT_DTYPES.values():
+        raise TypeError(f"{op}: {name} is {found.name}, must be one of {allowed}")
+    return found
+
+
+def axis_of(op: str, axis: Any, ndim: int) -> int:
+    """An axis of `ndim`, negative."""
+    try:
+        axis = whole(axis)
+    except TypeError as error:
+        raise TypeError(f"{op}: axis must be an int, got {shown(axis)}") from error
+    if ndim == 0:
+        raise ValueError(f"{op}: x is a scalar; blocks need an axis of at least one dimension")
+    if not -ndim <= axis < ndim:
+        raise ValueError(
+            f"{op}: axis {axis} is out of range for rank {ndim}; {-ndim} to {ndim - 1}"
+        )
+    return axis if axis < 0 else axis - ndim
+
+
+def block_of(op: str, block: Any) -> tuple[int, ...]:
+    """(32,) or (32, 32)."""
+    sentence = f"{op}: block must be {BLOCK} or ({BLOCK}, {BLOCK}), got {shown(block)}"
+    try:
+        lengths = tuple(map(whole, block if isinstance(block, tuple | list) else (block,)))
+    except TypeError as error:
+        raise TypeError(sentence) from error
+    if lengths not in ((BLOCK,), (BLOCK, BLOCK)):
+        raise ValueError(sentence)
+    return lengths
+
+
+def zero_scale_of(op: str, value: Any) -> int:
+    """0 or 127."""
+    sentence = (
+        f"{op}: zero_scale, the scale of all-zero blocks, must be 0 (2^-127) or 127 (1.0), got "
+        f"{shown(value)}"
+    )
+    try:
+        found = whole(value)
+    except TypeError as error:
+        raise TypeError(sentence) from error
+    if found not in (0, 127):
+        raise ValueError(sentence)
+    return found
+
+
+def flag(op: str, name: str, value: Any) -> bool:
+    """A bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{op}: {name} must be a bool, got {shown(value)}")
+    return bool(value)
+
+
+def blocks_fit(op: str, block: tuple[int, ...], axis: int, layout: ScaleLayout, ndim: int) -> None:
+    """Checks that an array of rank `ndim` can have such blocks, and their scales lie so."""
+    if layout.is_tiled and ndim < 2:
+        raise ValueError(
+            f"{op}: scale_layout {layout.name!r} tiles a matrix's rows and columns, the array has "
+            f"rank {ndim}; use 'row_major' or a matrix"
+        )
+    if len(block) == 1:
+        return
+    if ndim < 2:
+        raise ValueError(f"{op}: square blocks span two axes, the array has rank {ndim}")
+    if axis != -1:
+        raise ValueError(
+            f"{op}: square blocks span the last two axes; leave axis at -1, got {axis}"
+        )
+    if layout.is_tiled:
+        raise ValueError(
+            f"{op}: square blocks have row-major scales; for {layout.name!r} expand them: "
+            f"quantize(x, block={block}).expand(axis, {layout.name!r})"
+        )
