@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jax_mx import primitive, reference
 from jax_mx.array import MXArray
 from jax_mx.artifacts import TARGET
+from jax_mx.checks import zero_scale_of
 from jax_mx.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.forms import (
     divided,
@@ -27,7 +28,7 @@ from jax_mx.forms import (
 from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
 from jax_mx.sharding import gathered, is_explicit, shards_of, spec_of
-from jax_mx.treatment import Hadamard, Stochastic, pairs, treatment_of, words_of
+from jax_mx.treatment import UNTREATED, Hadamard, Stochastic, pairs, treatment_of, words_of
 from jax_mx.variants import device_arch
 
 # For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
@@ -293,6 +294,8 @@ def is_supported(
     scale_layout: ScaleLayout | str = ROW_MAJOR,
     transpose: bool = False,
     block: int | tuple[int, int] = BLOCK,
+    zero_scale: int = 0,
+    value_layout: ValueLayout | str = ROW_MAJOR_VALUES,
     rounding: Stochastic | None = None,
     hadamard: Hadamard | None = None,
     implementation: str | None = None,
@@ -311,6 +314,8 @@ def is_supported(
       scale_layout: where scales lie.
       transpose: of quantize, of dequantize, or of quantize_both's second result.
       block: of quantize and dequantize, see `quantize`.
+      zero_scale: of quantize and quantize_both.
+      value_layout: of all results, or of dequantize's operand; no kernel depends on it.
       rounding: of quantize, and of both directions of quantize_both; so is hadamard.
       hadamard: see `quantize`.
       implementation: this one only; "xla" serves every call.
@@ -324,14 +329,21 @@ def is_supported(
     if not 1 <= operator.index(ndim) <= 64:
         raise ValueError(f"is_supported: ndim must be 1 to 64, got {ndim}")
     treatment = treatment_of("is_supported", rounding, hadamard)
-    like = jax.ShapeDtypeStruct((treatment.group,) * ndim, jnp.dtype(dtype))
+    zero_scale = zero_scale_of("is_supported", zero_scale)
+    if op == "dequantize" and (treatment != UNTREATED or zero_scale):
+        raise ValueError(
+            "is_supported: rounding, hadamard and zero_scale are quantize's, dequantize has none"
+        )
+    # A length of whole blocks, transforms and tiles of values, whatever is asked for.
+    like = jax.ShapeDtypeStruct((2 * BLOCK,) * ndim, jnp.dtype(dtype))
     if op == "quantize_both":
-        pair = (False, transpose)
-        plan = plan_both(like, (format, format), scaling, scale_layout, implementation, pair)
-        plan = dataclasses.replace(plan, treatments=(treatment,) * 2)
+        call = (scaling, scale_layout, implementation, (False, transpose), zero_scale)
+        plan = plan_both(
+            like, (format, format), *call, (value_layout,) * 2, treatments=(treatment,) * 2
+        )
     elif op in ("quantize", "dequantize"):
         call = (format, axis, scaling, scale_layout, implementation, transpose, block, op)
-        plan = plan_quantize(like, *call, treatment=treatment)
+        plan = plan_quantize(like, *call, zero_scale, value_layout, treatment)
     else:
         allowed = "'quantize', 'quantize_both' or 'dequantize'"
         raise ValueError(f"is_supported: op {op!r} is unknown; use {allowed}")

@@ -108,7 +108,7 @@ def noise(
     mixed(mixed(seed) ^ j * 0x9E3779B9), the first one its lower half.
     """
     element = np.arange(BLOCK ** len(block), dtype=np.uint64)
-    element = element.reshape([BLOCK if d in block else 1 for d in range(min(block), 0)])
+    element = element.reshape([BLOCK if d in block else 1 for d in range(-seeds.ndim, 0)])
     step = (element // 2 * 0x9E3779B9).astype(np.uint32)
     shift = (element % 2 * 16).astype(np.uint32)
     return _mixed(_mixed(seeds) ^ step) >> shift & np.uint32(0xFFFF)
@@ -158,7 +158,8 @@ def flipped(
     along: int,
 ) -> jax.Array:
     """x with the signs of a block's elements i flipped where bit i of its word is set."""
-    place = np.arange(BLOCK, dtype=np.uint32).reshape(BLOCK, *[1] * (-1 - along))
+    lead = [1] * (words.ndim + along)
+    place = np.arange(BLOCK, dtype=np.uint32).reshape(*lead, BLOCK, *[1] * (-1 - along))
     sign = (words >> place & np.uint32(1)) << np.uint32(31)
     return jax.lax.bitcast_convert_type(float32_bits(x) ^ sign, jnp.float32)
 

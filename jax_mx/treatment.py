@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import operator
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.checks import axis_of, float_dtype, shown, whole
+from jax_mx.formats import BLOCK
 from jax_mx.sharding import Spec, iota, reshape, spec_of
 
 SIZES = (16, 32, 64)  # of Hadamard transforms
@@ -28,7 +28,8 @@ class Stochastic:
     A code is rounded up with the probability of its distance from the code below, to 16 bits.
     Which elements are, follows from the key and their place in the array alone: sharding, layouts,
     transpose and the chip do not matter. A vmap over keys gives each entry its own.
-    A pytree; the key is data.
+    A pytree; the key is data. One key under a vmap over x alone gives every entry the same bits:
+    split it.
 
     Attributes:
       key: of `jax.random`.
@@ -40,6 +41,15 @@ class Stochastic:
     key: jax.Array
     prescale: float | None = None
 
+    def __post_init__(self):
+        """Raises ValueError for another prescale."""
+        found = [p for p in PRESCALES if _is(self.prescale, p)]
+        if not found:
+            raise ValueError(
+                f"Stochastic: prescale must be None or 0.75, got {shown(self.prescale)}"
+            )
+        object.__setattr__(self, "prescale", found[0])  # no NumPy scalar, as it is hashed
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=("signs",), meta_fields=("size",))
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,17 +60,23 @@ class Hadamard:
     axis that is contracted. A pytree; the signs are data.
 
     Attributes:
-      size: 16, 32 or 64; 64 spans two blocks.
-      signs: of the elements, before they are rotated: `size` numbers, flipped where negative, or
-        bools, flipped where true. None flips none.
+      size: 16, 32 or 64, which divides the axis's length (on explicit meshes a shard's); 64
+        spans two blocks.
+      signs: of the elements, before they are rotated: `size` floats or signed integers, flipped
+        where negative, or bools, flipped where true. None flips none.
     """
 
     size: int = 16
     signs: jax.typing.ArrayLike | None = None
 
+    def __post_init__(self):
+        """Raises TypeError, ValueError for another size."""
+        object.__setattr__(self, "size", _size("Hadamard", self.size))
+
     @classmethod
     def random(cls, key: jax.Array, size: int = 16) -> Hadamard:
         """With signs from a key of `jax.random`."""
+        size = _size("Hadamard", size)
         return cls(size, jax.random.bernoulli(key, shape=(size,)))
 
 
@@ -104,23 +120,18 @@ def treatment_of(op: str, rounding: Any, hadamard: Any) -> Treatment:
       TypeError, ValueError: see `jax_mx.quantize`.
     """
     if not isinstance(rounding, Stochastic | None):
-        raise TypeError(f"{op}: rounding must be None or a Stochastic, got {_named(rounding)}")
+        raise TypeError(f"{op}: rounding must be None or a Stochastic, got {shown(rounding)}")
     if not isinstance(hadamard, Hadamard | None):
-        raise TypeError(f"{op}: hadamard must be None or a Hadamard, got {_named(hadamard)}")
-    prescale = None
+        raise TypeError(f"{op}: hadamard must be None or a Hadamard, got {shown(hadamard)}")
     if rounding is not None:
-        key, prescale = rounding.key, rounding.prescale
-        dtype, ndim = getattr(key, "dtype", np.dtype(object)), getattr(key, "ndim", None)
-        typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        if (not typed and dtype != np.uint32) or ndim != (0 if typed else 1):
-            found = f"{dtype}{list(key.shape)}" if hasattr(key, "shape") else _named(key)
-            raise TypeError(f"{op}: rounding.key must be one key of jax.random, got {found}")
-        if prescale not in PRESCALES:
-            raise ValueError(f"{op}: rounding.prescale must be None or 0.75, got {prescale!r}")
-    if hadamard is None:
-        return Treatment(rounding is not None, prescale)
-    _checked(op, hadamard.size, hadamard.signs)
-    return Treatment(rounding is not None, prescale, hadamard.size)
+        _check_key(op, rounding.key)
+    if hadamard is not None:
+        _signs(op, hadamard.signs, hadamard.size)
+    return Treatment(
+        rounding is not None,
+        None if rounding is None else rounding.prescale,
+        0 if hadamard is None else hadamard.size,
+    )
 
 
 def pairs(op: str, rounding: Any, hadamard: Any) -> list[tuple[Any, Any]]:
@@ -158,10 +169,10 @@ def words_of(
         key = jax.random.bits(rounding.key, (2,), jnp.uint32)
         words.append(reference.seeds(number, key))
     if hadamard is not None:
-        signs = np.zeros(hadamard.size, bool) if hadamard.signs is None else hadamard.signs
-        flips = _flips(signs).astype(jnp.uint32)
-        flips = jnp.tile(flips, 2 * BLOCK // hadamard.size).reshape(2, BLOCK)
-        even, odd = (flips << np.arange(BLOCK, dtype=np.uint32)).sum(-1, dtype=jnp.uint32)
+        flips = _flips(_signs("quantize", hadamard.signs, hadamard.size))
+        flips = jnp.tile(flips.astype(jnp.uint32), 2 * BLOCK // hadamard.size).reshape(2, BLOCK)
+        place = np.arange(BLOCK, dtype=np.uint32)[None]
+        even, odd = (flips << place).sum(-1, dtype=jnp.uint32)
         which = iota(shape, axis, spec, mesh) & np.uint32(1)
         words.append(jnp.where(which == 0, even, odd))
     return words
@@ -179,7 +190,8 @@ def hadamard(
     hadamard=Hadamard(size, signs))` has it: signs first, then butterflies (a + b, a - b) over
     strides 1, 2, 4, ..., then one multiplication by float32(1 / sqrt(size)), each operation in
     float32, rounded to nearest even. Where an operand or a result is subnormal, it is zero. The
-    same bits everywhere. Its own inverse, but for the signs: x is hadamard(y, size) * signs.
+    same bits everywhere. But for rounding, its own inverse without signs; with them, as +-1, x is
+    hadamard(y, size) * signs.
 
     Args:
       x: bfloat16, float16 or float32.
@@ -194,13 +206,10 @@ def hadamard(
       TypeError, ValueError: as `quantize` does.
     """
     op = "hadamard"
-    x = jnp.asarray(x)
-    _checked(op, size, signs)
-    if x.dtype not in FLOAT_DTYPES.values():
-        raise TypeError(f"{op}: x is {x.dtype}, must be one of {', '.join(FLOAT_DTYPES)}")
-    axis = operator.index(axis)
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"{op}: axis {axis} is out of range for rank {x.ndim}")
+    given: Any = x if hasattr(x, "dtype") else jnp.asarray(x)
+    x = jnp.asarray(given, float_dtype(op, "x", given.dtype))
+    size, axis = _size(op, size), axis_of(op, axis, x.ndim)
+    flips = None if signs is None else _flips(_signs(op, signs, size))
     if x.shape[axis] % size:
         raise ValueError(
             f"{op}: axis {axis} has length {x.shape[axis]}, not a multiple of the size {size}"
@@ -208,8 +217,8 @@ def hadamard(
     x = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
     shape, spec = x.shape, spec_of(x)
     groups = reshape(x, (*shape[:-1], shape[-1] // size, size), spec)
-    if signs is not None:
-        groups = jnp.where(_flips(signs), -groups, groups)
+    if flips is not None:
+        groups = jnp.where(flips.reshape(*[1] * (groups.ndim - 1), size), -groups, groups)
     return jnp.moveaxis(reshape(_transform(groups, size), shape, spec), -1, axis)
 
 
@@ -228,10 +237,9 @@ def _transform_jvp(size: int, primals: tuple, tangents: tuple) -> tuple[jax.Arra
     return _transform(*primals, size), tangent
 
 
-def _flips(signs: Any) -> jax.Array:
+def _flips(signs: jax.Array | np.ndarray) -> jax.Array:
     """Whether each sign is negative."""
-    signs = jnp.asarray(signs)
-    return signs if signs.dtype == jnp.bool_ else signs < 0
+    return jnp.asarray(signs if signs.dtype == np.bool_ else signs < 0)
 
 
 def _length(n: Any) -> Any:
@@ -239,24 +247,57 @@ def _length(n: Any) -> Any:
     return np.uint32(n % 2**32) if isinstance(n, int) else jnp.asarray(n).astype(jnp.uint32)
 
 
-def _named(value: Any) -> str:
-    """For a message of one line."""
-    return repr(value) if isinstance(value, str | int | float) else type(value).__name__
+def _is(value: Any, want: float | None) -> bool:
+    """Whether a static argument is this number, of Python, NumPy or an array; or None."""
+    if value is None or want is None:
+        return value is want
+    try:
+        return float(value) == want
+    except (TypeError, ValueError):  # of a tracer, too
+        return False
 
 
-def _checked(op: str, size: Any, signs: Any) -> None:
-    if size not in SIZES:
-        raise ValueError(
-            f"{op}: the size of a Hadamard transform must be 16, 32 or 64, got {size!r}"
-        )
+def _size(op: str, size: Any) -> int:
+    sentence = f"{op}: size must be 16, 32 or 64, got {shown(size)}"
+    try:
+        found = whole(size)
+    except TypeError as error:
+        raise TypeError(sentence) from error
+    if found not in SIZES:
+        raise ValueError(sentence)
+    return found
+
+
+def _check_key(op: str, key: Any) -> None:
+    dtype, shape = getattr(key, "dtype", np.dtype(object)), getattr(key, "shape", None)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raw, want = "", ()
+    else:
+        raw = jax.eval_shape(jax.random.PRNGKey, 0).shape
+        raw, want = f", or a raw uint32{[*raw]}", raw
+    if shape != want or (raw and dtype != np.uint32):
+        found = shown(key) if shape is None else f"{dtype}{[*shape]}"
+        raise TypeError(f"{op}: rounding.key must be one key of jax.random{raw}, got {found}")
+
+
+def _signs(op: str, signs: Any, size: int) -> jax.Array | np.ndarray:
+    """The signs as an array, of NumPy unless they are one of JAX."""
     if signs is None:
-        return
-    signs = jnp.asarray(signs)
-    if signs.shape != (size,) or jnp.issubdtype(signs.dtype, jnp.unsignedinteger):
-        raise ValueError(
-            f"{op}: signs must be {size} bools or numbers of either sign, got "
-            f"{signs.dtype}{list(signs.shape)}"
-        )
+        return np.zeros(size, bool)
+    try:
+        array = signs if isinstance(signs, jax.Array) else np.asarray(signs)
+    except (TypeError, ValueError):
+        array, found = None, type(signs).__name__
+    else:
+        found = f"{array.dtype}{[*array.shape]}"
+        kinds = (np.bool_, jnp.signedinteger, jnp.floating)
+        if array.shape != (size,) or not any(jnp.issubdtype(array.dtype, k) for k in kinds):
+            array = None
+        elif isinstance(array, np.ndarray) and (array != array).any():
+            array, found = None, "a NaN among them"
+    if array is None:
+        raise ValueError(f"{op}: signs must be {size} bools or numbers of either sign, got {found}")
+    return array
 
 
 for _type in (Stochastic, Hadamard):

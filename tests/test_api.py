@@ -285,6 +285,11 @@ X = jnp.ones((40, 64), jnp.bfloat16)
         (lambda: jax_mx.quantize(X, zero_scale=1), ValueError,
          "quantize: zero_scale, the scale of all-zero blocks, must be 0 (2^-127) or 127 (1.0), got "
          "1"),
+        (lambda: jax_mx.quantize(X, zero_scale=np.array([0])), TypeError, "127 (1.0), got array("),
+        (lambda: jax_mx.quantize(X, zero_scale=jnp.zeros(3)), TypeError, "127 (1.0), got Array("),
+        (lambda: jax.jit(lambda z: jax_mx.quantize(X, zero_scale=z))(0), TypeError,
+         "quantize: zero_scale, the scale of all-zero blocks, must be 0 (2^-127) or 127 (1.0)"),
+        (lambda: jax_mx.quantize(X, axis=jnp.zeros((3, 3))), TypeError, "an int, got ArrayImpl"),
         (lambda: jax_mx.quantize(X, zero_scale=127, implementation="cutedsl"), NotImplementedError,
          "quantize: cutedsl has no kernel for zero_scale 127, only for 0; 'xla' serves it"),
         (lambda: jax_mx.quantize(X, scale_layout="shuffled_32x8", implementation="cutedsl"),
@@ -509,6 +514,23 @@ def test_is_supported():
     with pytest.raises(ValueError, match="square blocks span the last two axes"):
         supported("quantize", "sm_90", axis=-2, block=(32, 32))
     assert supported("quantize", "gfx950", scale_layout="shuffled_32x8")[0]
+    assert supported("quantize", "sm_90", format="mxfp4_e2m1", zero_scale=127)[0]
+    ok, reason = supported("quantize_both", "sm_90", transpose=True, zero_scale=127)
+    assert not ok and "no kernel for zero_scale 127, only for 0" in reason
+    shuffled = {"format": "mxfp4_e2m1", "value_layout": "shuffled_16x16"}
+    assert supported("quantize", "sm_90", **shuffled)[0]
+    assert supported("quantize_both", "sm_90", transpose=True, **shuffled)[0]
+    assert supported("dequantize", "sm_90", transpose=True, **shuffled)[0]
+    for op, turn in (("quantize", False), ("dequantize", True)):
+        with pytest.raises(ValueError, match="tiles a matrix whose rows end with the block axis"):
+            supported(op, "sm_90", axis=0, transpose=turn, **shuffled)
+    for how in (
+        {"rounding": jax_mx.Stochastic(jax.random.key(0))},
+        {"hadamard": jax_mx.Hadamard()},
+        {"zero_scale": 127},
+    ):
+        with pytest.raises(ValueError, match="are quantize's, dequantize has none"):
+            supported("dequantize", "sm_90", **how)
     assert supported("quantize", "sm_80", implementation="xla") == (True, "xla: runs everywhere")
     with pytest.raises(
         ValueError, match=r"'H200' is no chip's name; use a jax\.Device, or one like"

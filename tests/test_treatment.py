@@ -607,15 +607,34 @@ X = jnp.ones((64, 96))
         (lambda: jax_mx.quantize(X, rounding="stochastic"), TypeError,
          "quantize: rounding must be None or a Stochastic, got 'stochastic'"),
         (lambda: jax_mx.quantize(X, rounding=Stochastic(3)), TypeError,
-         "quantize: rounding.key must be one key of jax.random, got 3"),
+         "quantize: rounding.key must be one key of jax.random, or a raw uint32[2], got 3"),
         (lambda: jax_mx.quantize(X, rounding=Stochastic(jax.random.split(KEY))), TypeError,
          "quantize: rounding.key must be one key of jax.random, got key<fry>[2]"),
-        (lambda: jax_mx.quantize(X, rounding=Stochastic(KEY, 0.5)), ValueError,
-         "quantize: rounding.prescale must be None or 0.75, got 0.5"),
+        (lambda: jax_mx.quantize(X, rounding=Stochastic(jnp.zeros(3, jnp.uint32))), TypeError,
+         "quantize: rounding.key must be one key of jax.random, or a raw uint32[2], got uint32[3]"),
+        (lambda: jax_mx.quantize_both(X[:, :64], rounding=Stochastic(np.zeros(4, np.uint32))),
+         TypeError, "quantize_both: rounding.key must be one key of jax.random, or a raw uint32["),
+        (lambda: Stochastic(KEY, 0.5), ValueError,
+         "Stochastic: prescale must be None or 0.75, got 0.5"),
+        (lambda: Stochastic(KEY, jnp.ones(3)), ValueError, "prescale must be None or 0.75, got Ar"),
+        (lambda: jax.jit(lambda p: Stochastic(KEY, p))(0.75), ValueError, "must be None or 0.75"),
         (lambda: jax_mx.quantize(X, hadamard=16), TypeError,
          "quantize: hadamard must be None or a Hadamard, got 16"),
-        (lambda: jax_mx.quantize(X, hadamard=Hadamard(8)), ValueError,
-         "quantize: the size of a Hadamard transform must be 16, 32 or 64, got 8"),
+        (lambda: Hadamard(8), ValueError, "Hadamard: size must be 16, 32 or 64, got 8"),
+        (lambda: Hadamard(16.0, SIGNS[:16]), TypeError,
+         "Hadamard: size must be 16, 32 or 64, got 16.0"),
+        (lambda: Hadamard(np.array([16])), TypeError, "Hadamard: size must be 16, 32 or 64, got"),
+        (lambda: Hadamard.random(KEY, None), TypeError, "size must be 16, 32 or 64, got None"),
+        (lambda: jax_mx.hadamard(X, 16.0), TypeError, "hadamard: size must be 16, 32 or 64, got 1"),
+        (lambda: jax_mx.quantize(X, hadamard=Hadamard(16, "+" * 16)), ValueError,
+         "quantize: signs must be 16 bools or numbers of either sign, got <U16[]"),
+        (lambda: jax_mx.quantize(X, hadamard=Hadamard(16, [None] * 16)), ValueError,
+         "quantize: signs must be 16 bools or numbers of either sign, got object[16]"),
+        (lambda: jax_mx.hadamard(X, 16, np.ones(16, complex)), ValueError,
+         "hadamard: signs must be 16 bools or numbers of either sign, got complex128[16]"),
+        (lambda: jax_mx.hadamard(X, 16, [1.0] * 15 + [np.nan]), ValueError,
+         "hadamard: signs must be 16 bools or numbers of either sign, got a NaN among them"),
+        (lambda: jax_mx.hadamard(X, 16, [[1], [2, 3]]), ValueError, "either sign, got list"),
         (lambda: jax_mx.quantize(X, hadamard=Hadamard(16, np.ones(32))), ValueError,
          "quantize: signs must be 16 bools or numbers of either sign, got float"),
         (lambda: jax_mx.quantize(X, hadamard=Hadamard(16, np.ones(16, np.uint8))), ValueError,
@@ -636,6 +655,10 @@ X = jnp.ones((64, 96))
         (lambda: jax_mx.hadamard(X.astype(jnp.int32)), TypeError,
          "hadamard: x is int32, must be one of bfloat16, float16, float32"),
         (lambda: jax_mx.hadamard(X, axis=2), ValueError, "hadamard: axis 2 is out of range for"),
+        (lambda: jax_mx.hadamard(X, axis=1.0), TypeError, "hadamard: axis must be an int, got 1.0"),
+        (lambda: jax_mx.hadamard(X, axis=True), TypeError, "hadamard: axis must be an int, got Tr"),
+        (lambda: jax_mx.hadamard(X, axis=None), TypeError, "hadamard: axis must be an int, got No"),
+        (lambda: jax_mx.hadamard(np.ones(16)), TypeError, "hadamard: x is float64, must be one of"),
     ],
 )  # fmt: skip
 def test_bad_calls_get_one_sentence(call, error, sentence):
@@ -643,6 +666,44 @@ def test_bad_calls_get_one_sentence(call, error, sentence):
         call()
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_static_arguments_are_pythons_numbers():
+    """As they are hashed, compared and written into exported programs."""
+    how = [Hadamard(np.array(32), SIGNS[:32]), Hadamard(np.int64(32), SIGNS[:32])]
+    assert [(h.size, type(h.size)) for h in how] == [(32, int)] * 2
+    for prescale in (np.float32(0.75), jnp.float32(0.75), 0.75):
+        rounding = Stochastic(KEY, prescale)
+        assert type(rounding.prescale) is float
+        assert jax.jit(lambda r: r)(rounding).prescale == 0.75
+    shape = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    call = jax.jit(lambda x, r: jax_mx.quantize(x, rounding=r))
+    like = jax.eval_shape(lambda: Stochastic(KEY, np.float32(0.75)))
+    assert jax.export.export(call)(shape, like).serialize()
+
+
+def test_rank_promotion_may_be_forbidden():
+    x = jnp.asarray(random_bits((2, 64, 128), np.float32))
+    want = [*jax_mx.quantize_both(x, **ALL), jax_mx.hadamard(x, 64, SIGNS)]
+    with jax.numpy_rank_promotion("raise"):
+        got = [*jax_mx.quantize_both(x, **ALL), jax_mx.hadamard(x, 64, SIGNS)]
+        square = jax_mx.quantize(x, block=(32, 32), rounding=ALL["rounding"])
+        tiled = jax_mx.quantize(x, scale_layout="blocked_128x4", axis=-2, **ALL)
+        for q in (square, square.expand(-2), tiled, got[0]):
+            assert q.dequantize(jnp.float32).shape == x.shape
+        assert jax_mx.fake_quantize(x, clip=True).shape == x.shape
+        assert jax_mx.mx_matmul_reference(got[0], got[0]).shape == (2, 64, 64)
+    for g, w in zip(got[:2], want[:2], strict=True):
+        assert_same_array(g, w)
+    same_but_nans(np.asarray(got[2]), np.asarray(want[2]))
+
+
+def test_hadamard_of_other_bytes_and_signs():
+    x = random_bits((4, 32), np.float32, seed=3)
+    want = np.asarray(jax_mx.hadamard(x, 32, SIGNS[:32]))
+    same_but_nans(np.asarray(jax_mx.hadamard(x.astype(">f4"), 32, SIGNS[:32])), want)
+    for signs in (SIGNS[:32] * 1e-300, SIGNS[:32] < 0, SIGNS[:32].astype(np.int8)):
+        same_but_nans(np.asarray(jax_mx.hadamard(x, np.int8(32), signs)), want)
 
 
 def test_the_dataclasses_are_static_but_for_data():
