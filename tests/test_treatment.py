@@ -683,19 +683,21 @@ def test_static_arguments_are_pythons_numbers():
 
 
 def test_rank_promotion_may_be_forbidden():
-    x = jnp.asarray(random_bits((2, 64, 128), np.float32))
-    want = [*jax_mx.quantize_both(x, **ALL), jax_mx.hadamard(x, 64, SIGNS)]
-    with jax.numpy_rank_promotion("raise"):
+    """While programs are traced, which is where ranks are seen; none is compiled."""
+
+    def call(x):
         got = [*jax_mx.quantize_both(x, **ALL), jax_mx.hadamard(x, 64, SIGNS)]
         square = jax_mx.quantize(x, block=(32, 32), rounding=ALL["rounding"])
         tiled = jax_mx.quantize(x, scale_layout="blocked_128x4", axis=-2, **ALL)
         for q in (square, square.expand(-2), tiled, got[0]):
             assert q.dequantize(jnp.float32).shape == x.shape
         assert jax_mx.fake_quantize(x, clip=True).shape == x.shape
-        assert jax_mx.mx_matmul_reference(got[0], got[0]).shape == (2, 64, 64)
-    for g, w in zip(got[:2], want[:2], strict=True):
-        assert_same_array(g, w)
-    same_but_nans(np.asarray(got[2]), np.asarray(want[2]))
+        return jax_mx.mx_matmul_reference(got[0], got[0])
+
+    x = jax.ShapeDtypeStruct((2, 64, 128), np.float32)
+    with jax.numpy_rank_promotion("raise"):
+        lowered = jax.jit(call).trace(x).lower()  # the references too
+    assert lowered.out_info.shape == (2, 64, 64)
 
 
 def test_hadamard_of_other_bytes_and_signs():
