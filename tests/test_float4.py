@@ -207,8 +207,11 @@ def test_products_overflow_only_as_a_whole():
     [
         (AxisType.Auto, (P("a", "b"), P("b", "a")), {}),
         (AxisType.Explicit, (P("a", "b"), P("b", "a")), {"scale_layout": "blocked_128x4"}),
-        (AxisType.Explicit, (P("a"), P("a")), {}),
-        (AxisType.Auto, (P(), P("b")), {"scale_layout": "blocked_128x4"}),
+        pytest.param(AxisType.Explicit, (P("a"), P("a")), {}, marks=pytest.mark.thorough),
+        pytest.param(
+            *(AxisType.Auto, (P(), P("b")), {"scale_layout": "blocked_128x4"}),
+            marks=pytest.mark.thorough,
+        ),
         (AxisType.Explicit, (P(), P("b")), {"block": (32, 32)}),
     ],
     ids=str,

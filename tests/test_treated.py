@@ -148,10 +148,14 @@ def inputs(dtype):
 @pytest.mark.parametrize(
     "kind,prescale,elements",  # 16 are what a thread holds
     [
-        pytest.param(kind, prescale, elements, id=f"{kind.name}-{prescale}-{elements}")
+        pytest.param(
+            *(kind, prescale, elements),
+            id=f"{kind.name}-{prescale}-{elements}",
+            marks=[pytest.mark.thorough] if (elements, kind.dtype) != (16, "bfloat16") else [],
+        )
         for kind in TREATED
         for prescale in (None, 0.75)
-        for elements in ((8, 16, 32) if kind.dtype == "bfloat16" else (16,))
+        for elements in (8, 16, 32)
         if kind.stochastic or prescale is None
     ],
 )

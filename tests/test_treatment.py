@@ -369,8 +369,12 @@ def test_both_directions_are_two_calls(layout, turn):
     "kind,spec,layout",
     [
         (AxisType.Auto, P(None, "a", "b"), "row_major"),
-        (AxisType.Explicit, P("a", None, "b"), "row_major"),
-        (AxisType.Auto, P(None, ("a", "b")), "blocked_128x4"),
+        pytest.param(
+            *(AxisType.Explicit, P("a", None, "b"), "row_major"), marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            *(AxisType.Auto, P(None, ("a", "b")), "blocked_128x4"), marks=pytest.mark.thorough
+        ),
         (AxisType.Explicit, P(None, "a", "b"), "blocked_128x4"),
     ],
     ids=str,
