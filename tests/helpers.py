@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 import jax_mx
 from jax_mx.formats import BLOCK, Format, Scaling
@@ -104,6 +105,14 @@ def operand(variant, floats, **options):
         lambda like: jnp.asarray(rng.integers(0, 256, like.shape, np.uint8).view(like.dtype)),
         jax.eval_shape(make, jax.ShapeDtypeStruct(floats.shape, variant.dtype)),
     )
+
+
+def assert_refused(call, error, sentence):
+    """The call raises this error, in one line that says so."""
+    with pytest.raises(error) as caught:
+        call()
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # ---- inputs ---

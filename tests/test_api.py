@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_same_array, random_bits
+from helpers import assert_bits_equal, assert_refused, assert_same_array, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -334,10 +334,7 @@ X = jnp.ones((40, 64), jnp.bfloat16)
     ],
 )  # fmt: skip
 def test_bad_calls_get_one_sentence(call, error, sentence):
-    with pytest.raises(error) as caught:
-        call()
-    assert sentence in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert_refused(call, error, sentence)
 
 
 def test_a_broken_mxarray_gets_one_sentence():
@@ -434,9 +431,7 @@ def test_fake_quantize_under_transformations():
         (lambda: fake(X, "mxfp6_e3m2", implementation="cutedsl"), NotImplementedError,
          "quantize: cutedsl has no kernel for format mxfp6_e3m2"),
     ):  # fmt: skip
-        with pytest.raises(error) as caught:
-            call()
-        assert sentence in str(caught.value)
+        assert_refused(call, error, sentence)
 
 
 def count(jaxpr, name: str) -> int:
