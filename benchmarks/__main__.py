@@ -28,6 +28,7 @@ from benchmarks.report import Measured, Row
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.plan import IMPLEMENTATIONS
+from jax_mx.treatment import Treatment
 
 _quantized = jax.jit(
     jax_mx.quantize, static_argnames=("format", "axis", "scaling", "scale_layout", "block")
@@ -81,7 +82,7 @@ class Case:
         """Bytes of words that the treatment takes."""
         hadamard, stochastic = shapes.TREATMENTS[self.treatment]
         blocks = math.prod(self.shape) // BLOCK * len(shapes.FORMS[self.form].axes)
-        return 4 * blocks * ((hadamard > 0) + stochastic)
+        return 4 * blocks * Treatment(stochastic=stochastic, hadamard=hadamard).words
 
     def functions(self) -> tuple[Callable[..., Any], dict[str, Callable[..., Any]]]:
         """The op, jitted, and XLA's versions of it."""

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jax_mx.array import MXArray, checked
 from jax_mx.formats import BLOCK, SCALE_DTYPE, SCALE_NAN
-from jax_mx.sharding import is_explicit, spec_of
+from jax_mx.sharding import is_explicit, shards_of
 
 Blocks = tuple[jax.Array, jax.Array]  # (blocks, ..., rows, BLOCK) f32, (blocks, ..., rows) int32
 
@@ -80,11 +80,9 @@ def _blocks(q: MXArray, taken: tuple[str, ...]) -> tuple[Blocks, tuple[str, ...]
     q = MXArray(q.values, ones, q.format, q.axis, q.scale_layout, q.block, q.value_layout)
     elements = q.dequantize(jnp.float32, implementation="xla")
     elements = elements if along_last else jnp.swapaxes(elements, -1, -2)
-    spec, names = spec_of(elements), ()
-    if is_explicit(jax.typeof(elements).sharding.mesh):
-        names = (spec[-2],) if isinstance(spec[-2], str) else tuple(spec[-2] or ())
-        names = () if set(names) & set(taken) else names
-        elements = _by_rows(elements, names)
+    names, _ = shards_of(elements, -2)
+    names = () if set(names) & set(taken) else names
+    elements = _by_rows(elements, names)
     *lead, rows, length = elements.shape
     elements = elements.reshape(*lead, rows, length // BLOCK, BLOCK)
 
@@ -92,18 +90,17 @@ def _blocks(q: MXArray, taken: tuple[str, ...]) -> tuple[Blocks, tuple[str, ...]
         scales = q.scale_layout.unpack(scales, rows, length // BLOCK)
     elif not along_last:
         scales = jnp.swapaxes(scales, -1, -2)
-    if is_explicit(jax.typeof(scales).sharding.mesh):
-        scales = _by_rows(scales, () if len(q.block) == 2 else names)
     if len(q.block) == 2:
-        scales = jnp.repeat(scales, BLOCK, axis=-2)
-        if is_explicit(jax.typeof(scales).sharding.mesh):
-            scales = _by_rows(scales, names)
+        scales = jnp.repeat(_by_rows(scales, ()), BLOCK, axis=-2)
+    scales = _by_rows(scales, names)
     scales = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
     return (jnp.moveaxis(elements, -2, 0), jnp.moveaxis(scales, -1, 0)), names
 
 
 def _by_rows(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """x (..., rows, n), its rows split over these axes of an explicit mesh and nothing else."""
+    """x (..., rows, n); on an explicit mesh with its rows split over these axes, nothing else."""
+    if not is_explicit(jax.typeof(x).sharding.mesh):
+        return x
     return jax.sharding.reshard(x, PartitionSpec(*[None] * (x.ndim - 2), names or None, None))
 
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jax_mx import primitive, reference
-from jax_mx.array import MXArray
+from jax_mx.array import MXArray, checked
 from jax_mx.artifacts import TARGET
 from jax_mx.checks import zero_scale_of
 from jax_mx.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
@@ -200,9 +200,11 @@ def dequantize(
       NotImplementedError: as for `quantize`.
       ShardingTypeError: as for `quantize`.
     """
+    q = checked("dequantize", "q", q)
     plan = plan_dequantize(q, dtype, transpose, implementation)
     _insist(plan)
-    q = q.with_values_in(ROW_MAJOR_VALUES)  # of names, what they name
+    if q.value_layout.is_tiled:
+        q = q.with_values_in(ROW_MAJOR_VALUES)
     if plan.axis < -2 and plan.scale_layout.is_tiled:  # see quantize
         values = jnp.moveaxis(q.values, plan.axis, -2)
         q = dataclasses.replace(q, values=values, axis=-2)

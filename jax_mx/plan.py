@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jax_mx import formats, layouts
-from jax_mx.array import checked, fits
+from jax_mx.array import MXArray, fits
 from jax_mx.checks import (
     axis_of,
     block_of,
@@ -213,14 +213,13 @@ def plan_both(
     return plan
 
 
-def plan_dequantize(q: Any, dtype: Any, transpose: Any, implementation: Any) -> Plan:
-    """The plan of a call of `dequantize` on an `MXArray`.
+def plan_dequantize(q: MXArray, dtype: Any, transpose: Any, implementation: Any) -> Plan:
+    """The plan of a call of `dequantize` on what `array.checked` gives.
 
     Raises:
       TypeError, ValueError: see `jax_mx.dequantize`.
     """
     op = "dequantize"
-    q = checked(op, "q", q)
     return _canonical(
         Plan(
             op,
