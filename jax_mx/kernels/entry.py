@@ -58,6 +58,12 @@ class Entry:
         ]
         return [*self.extents, *([4, name] for name in names)]
 
+    def of_result(self, scalars: Sequence, i: int) -> Sequence:
+        """Those of the kernel's scalars that are the i-th result's, in the order of `scalars`."""
+        first = len(self.extents)
+        each = (len(scalars) - first) // len(self.formats)
+        return scalars[first + each * i : first + each * (i + 1)]
+
     @property
     def launch(self) -> dict[str, Any]:
         """The entry's launch rule."""

@@ -42,15 +42,8 @@ class Flat(Kernel):
     float_first = False
     extents = ([8, [0, *ALL]], [8, [1, *ALL]], [4, [0, -3, -2]], [4, [0, -2, -1]])
 
-    def __init__(
-        self,
-        variant: Variant,
-        arch: str,
-        layout: ScaleLayout,
-        aligned: bool,
-        tile: Strip | None = None,
-    ):
-        super().__init__(variant, arch, layout, aligned)
+    def __init__(self, *entry, tile: Strip | None = None):
+        super().__init__(*entry)
         self.tile = tile or STRIPS[self.itemsize]
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
@@ -204,17 +197,10 @@ class Matrix(Kernel):
 
     float_first = False
 
-    def __init__(
-        self,
-        variant: Variant,
-        arch: str,
-        layout: ScaleLayout,
-        aligned: bool,
-        tile: Tiling | None = None,
-    ):
-        super().__init__(variant, arch, layout, aligned)
-        self.how = ARRANGEMENTS[variant.form]
-        self.tile = tile or tiling(self.how, self.itemsize, layout, aligned)
+    def __init__(self, *entry, tile: Tiling | None = None):
+        super().__init__(*entry)
+        self.how = ARRANGEMENTS[self.variant.form]
+        self.tile = tile or tiling(self.how, self.itemsize, self.layout, self.aligned)
         self.threads = 32 * self.tile.down * self.tile.across
         self.cut()
         square = self.how.blocks == "square"

@@ -66,19 +66,12 @@ class Flat(Kernel):
     Treated variants take words (..., rows, cols) behind x, see treated.py.
     """
 
-    def __init__(
-        self,
-        variant: Variant,
-        arch: str,
-        layout: ScaleLayout,
-        aligned: bool,
-        tile: Strip | None = None,
-    ):
-        super().__init__(variant, arch, layout, aligned)
+    def __init__(self, *entry, tile: Strip | None = None):
+        super().__init__(*entry)
         self.tile = tile or STRIP
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
-        scales = 2 + variant.words  # the buffer
+        scales = 2 + self.variant.words  # the buffer
         self.extents = ([8, [0, *ALL]], [8, [scales, *ALL]], [4, [0, -3, -2]], [4, [0, -2, -1]])
         # It follows the scales, with their padding.
         self.grid = [[0, scales, *ALL, self.tile.blocks]]
@@ -277,23 +270,18 @@ class Tiled(Kernel):
 
     elements_per_thread = 2 * BLOCK
 
-    def __init__(
-        self,
-        variant: Variant,
-        arch: str,
-        layout: ScaleLayout,
-        aligned: bool,
-        tile: Tiling | None = None,
-    ):
-        super().__init__(variant, arch, layout, aligned)
-        self.form = variant.form
-        self.tile = tile or tiling(self.form, self.itemsize, layout, aligned, self.per_byte)
+    def __init__(self, *entry, tile: Tiling | None = None):
+        super().__init__(*entry)
+        self.form = self.variant.form
+        self.tile = tile or tiling(
+            self.form, self.itemsize, self.layout, self.aligned, self.per_byte
+        )
         transpose = self.form.endswith("_transposed")
         self.square = self.form.startswith("square")
         blocks = "square" if self.square else "column"
-        self.results = [Output(variant.formats[-1], blocks, transpose)]
+        self.results = [Output(self.formats[-1], blocks, transpose)]
         if self.form.startswith("both"):
-            self.results.insert(0, Output(variant.formats[0], "row"))
+            self.results.insert(0, Output(self.formats[0], "row"))
         self.outputs = len(self.results)
         self.vector = 16 // self.itemsize  # elements of one load
         self.lanes = 64 // self.vector  # across a warp
@@ -309,7 +297,9 @@ class Tiled(Kernel):
         self.extents = [[4, [0, *m]], [4, [0, *k]]]
         # Tiles of scales are padded below x, and who is there writes the padding.
         column = any(result.blocks == "column" for result in self.results)
-        self.pad = max(self.tile.down, layout.tile[1] if column and layout.is_tiled else 1)
+        self.pad = max(
+            self.tile.down, self.layout.tile[1] if column and self.layout.is_tiled else 1
+        )
         cols = self.tile.cols // (BLOCK if self.is_both else 1)
         self.grid = [[0, 0, *k, cols], [0, 0, *m, self.pad], [0, 0, *lead, 1]]
         if self.pad > self.tile.down:
@@ -340,8 +330,7 @@ class Tiled(Kernel):
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
             values, (sS, sV) = pointers[1 + 2 * o], staged[o]
-            each: cutlass.Constexpr = (len(scalars) - 2) // self.outputs
-            rounding = scalars[2 + each * o : 2 + each * (o + 1)]
+            rounding = self.of_result(scalars, o)
             if const_expr(result.blocks == "row"):
                 inverses = self.scale_rows(rX, sS, result, rounding, row, col, across)
             elif const_expr(result.blocks == "column"):

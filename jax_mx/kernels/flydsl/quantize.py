@@ -66,7 +66,7 @@ class Flat(Kernel):
     @flyc.kernel
     def kernel(self, pointers, scalars):
         x, values, scales = pointers
-        sizes, rounding = scalars[: len(self.extents)], scalars[len(self.extents) :]
+        sizes, rounding = scalars[: len(self.extents)], self.of_result(scalars, 0)
         format, size = self.formats[0], self.itemsize
         lane = convert.lane_id()
         strip = Strip(self.layout, self.blocks, sizes)
@@ -210,8 +210,7 @@ class Tiled(Kernel):
         amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
         for o, result in enumerate(self.results):
             staged = getattr(shared, f"scales_{o}")
-            each: fx.Constexpr = (len(scalars) - 2) // len(self.results)
-            rounding = tuple(Uint32(n) for n in scalars[2 + each * o : 2 + each * (o + 1)])
+            rounding = tuple(Uint32(n) for n in self.of_result(scalars, o))
             find = {"row": self.scale_rows, "column": self.scale_columns,
                     "square": self.scale_square}[result.blocks]  # fmt: skip
             pairs = find(amax, staged, result, rounding, at, wave, top, left, m, k)
