@@ -20,13 +20,18 @@ from jax_mx.kernels.flydsl.gcn import bytes_moved, disassemble
 from jax_mx.testing.code_object import CodeObject
 from jax_mx.testing.memory import Global
 
-FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]
-each_arch = pytest.mark.parametrize("arch", ARCHS["flydsl"])
+BINARIES = [
+    (variant, arch)
+    for variant in VARIANTS
+    if variant.implementation == "flydsl"
+    for arch in ARCHS["flydsl"]
+    if artifacts.holds(variant, arch)
+]
+each_binary = pytest.mark.parametrize("variant,arch", BINARIES, ids=lambda v: getattr(v, "name", v))
 
 
 @pytest.mark.every_binary
-@each_arch
-@pytest.mark.parametrize("variant", FLYDSL, ids=lambda v: v.name)
+@each_binary
 def test_accesses_are_16_bytes_a_lane(variant, arch):
     """Of x, the values and the floats; scales, of which a block has one byte, take less."""
     artifact = artifacts.load(variant, arch)
@@ -62,11 +67,15 @@ class Segments(Global):
 
 
 # Where anything lies, formats change by how many codes are in a byte.
-ONE_FORMAT = [v for v in FLYDSL if {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})]
+# Archs change how codes are made.
+ONE_FORMAT = [
+    pytest.param(variant, arch, marks=[pytest.mark.thorough] * (arch != ARCHS["flydsl"][0]))
+    for variant, arch in BINARIES
+    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
+]
 
 
-@each_arch
-@pytest.mark.parametrize("variant", ONE_FORMAT, ids=lambda v: v.name)
+@pytest.mark.parametrize("variant,arch", ONE_FORMAT, ids=lambda v: getattr(v, "name", v))
 def test_accesses_coalesce(variant, arch):
     """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""
     for layout in layouts_of(variant):

@@ -190,70 +190,74 @@ IMAGE = "image=lambda image: "
 SHA = "sha256=lambda s: hashlib.sha256(KERNELS['sm_90']['image']).hexdigest()"
 
 
-@pytest.mark.parametrize(
-    "change,message",
-    [
-        (IMAGE + "image[:len(image) // 2]", "image is not a whole 64-bit ELF file"),
-        (IMAGE + "image[:100]", "image is not a whole 64-bit ELF file"),
-        (IMAGE + "b''", "image is not a whole 64-bit ELF file"),
-        (IMAGE + "b'\\x7fELF' + b'\\xff' * 5000", "image is not a whole 64-bit ELF file"),
-        (IMAGE + "image[:-9] + bytes([image[-9] ^ 1]) + image[-8:]", "does not have the sha256"),
-        ("sha256='00'", "image does not have the sha256 00"),
-        ("symbols='only_one'", "has the wrong size"),
-        ("symbols='only_one', threads=np.array([512, 1, 1]), grid=np.array([0, 0, 0, 99, 1])",
-         "parameter 5 of only_one takes 4 bytes, the call passes 8"),
-        ("symbols='a_0,b_1,c_2,d_3'", "has the wrong size"),
-        ("align=np.array([16, 0, 1, 2, 1, 1])", "an alignment is not positive"),
-        ("align=np.array([16], np.int32)", "is missing or has the wrong type"),
-        ("align=np.array([16], np.int64)", "has the wrong size"),
-        ("threads=np.array([512, 1, 1])", "has the wrong size"),
-        ("threads=np.array([4096, 1, 1, 512, 1, 1])", "out of range"),
-        ("grid=lambda g: g * 0", "out of range"),
-        ("grid=lambda g: g[:-1]", "has the wrong size"),
-        ("grid=np.array([6, 0, 0, 99, 1])", "out of range"),
-        ("grid=np.array([0, 7, 0, 99, 1])", "out of range"),
-        ("grid=np.array([0, 0, -9, 99, 1])", "grid axis 0 of"),
-        ("grid=np.array([0, 0, 7, 99, 1])", "grid axis 0 of"),
-        ("grid=np.array([0, 0, 2, 1, 1])", "grid axis 0 of"),
-        ("grid=np.array([0, -1, 1 << 40, 0, 1, 0, -1, 1 << 40, 0, 1])", "grid axis 0 of"),
-        ("grid=np.array([1, 0, 0, 99, 1])", None),
-        ("grid=np.array([0, 0, 0, 99, 1, 1, 0, 0, 1, 2])", None),
-        ("divide=np.array([0, 0, 0, 99, 1000])", None),  # the other entry
-        ("divide=np.array([0, 0, 0, 99, 1000, 1, 0, 0, 99, 1000])", "shapes fit no entry of"),
-        ("divide=np.array([2, 0, 0, 99, 1])", "out of range"),
-        ("divide=np.array([0, 0, 0, 99, 0])", "out of range"),
-        ("grid=np.array([1, -1, 65536, 0, 1])",
-         "axis 1 of quantize_last_bfloat16_mxfp8_e4m3_0 would need 65536 thread blocks, at most 6"),
-        ("grid=np.array([0, -1, 1 << 40, 0, 1])", "thread blocks, at most"),
-        ("grid=np.array([0, -1, -5, 0, 1])", "grid axis 0 of"),
-        ("scalars=lambda s: s[:-4]",
-         "parameter 8 of quantize_last_bfloat16_mxfp8_e4m3_0 takes 4 bytes, the call passes 0"),
-        ("scalars=lambda s: np.where(np.arange(24) == 0, 4, s)",
-         "parameter 3 of quantize_last_bfloat16_mxfp8_e4m3_0 takes 8 bytes, the call passes 4"),
-        ("scalars=lambda s: np.where(np.arange(24) == 0, 2, s)", "neither 4 nor 8 bytes wide"),
-        ("scalars=lambda s: np.where(np.arange(24) == 18, 1 << 31, s)", "does not fit 4 bytes"),
-        ("scalars=lambda s: s[:-1]", "has the wrong size"),
-    ],
-)  # fmt: skip
-def test_bad_calls_are_errors_and_the_process_lives(scenario, change, message):
+BAD_CALLS = [  # a change of the call's attributes, what is said of it; None: it is launched
+    (IMAGE + "image[:len(image) // 2]", "image is not a whole 64-bit ELF file"),
+    (IMAGE + "image[:100]", "image is not a whole 64-bit ELF file"),
+    (IMAGE + "b''", "image is not a whole 64-bit ELF file"),
+    (IMAGE + "b'\\x7fELF' + b'\\xff' * 5000", "image is not a whole 64-bit ELF file"),
+    (IMAGE + "image[:-9] + bytes([image[-9] ^ 1]) + image[-8:]", "does not have the sha256"),
+    ("sha256='00'", "image does not have the sha256 00"),
+    ("symbols='only_one'", "has the wrong size"),
+    ("symbols='only_one', threads=np.array([512, 1, 1]), grid=np.array([0, 0, 0, 99, 1])",
+     "parameter 5 of only_one takes 4 bytes, the call passes 8"),
+    ("symbols='a_0,b_1,c_2,d_3'", "has the wrong size"),
+    ("align=np.array([16, 0, 1, 2, 1, 1])", "an alignment is not positive"),
+    ("align=np.array([16], np.int32)", "is missing or has the wrong type"),
+    ("align=np.array([16], np.int64)", "has the wrong size"),
+    ("threads=np.array([512, 1, 1])", "has the wrong size"),
+    ("threads=np.array([4096, 1, 1, 512, 1, 1])", "out of range"),
+    ("grid=lambda g: g * 0", "out of range"),
+    ("grid=lambda g: g[:-1]", "has the wrong size"),
+    ("grid=np.array([6, 0, 0, 99, 1])", "out of range"),
+    ("grid=np.array([0, 7, 0, 99, 1])", "out of range"),
+    ("grid=np.array([0, 0, -9, 99, 1])", "grid axis 0 of"),
+    ("grid=np.array([0, 0, 7, 99, 1])", "grid axis 0 of"),
+    ("grid=np.array([0, 0, 2, 1, 1])", "grid axis 0 of"),
+    ("grid=np.array([0, -1, 1 << 40, 0, 1, 0, -1, 1 << 40, 0, 1])", "grid axis 0 of"),
+    ("grid=np.array([1, 0, 0, 99, 1])", None),
+    ("grid=np.array([0, 0, 0, 99, 1, 1, 0, 0, 1, 2])", None),
+    ("divide=np.array([0, 0, 0, 99, 1000])", None),  # the other entry
+    ("divide=np.array([0, 0, 0, 99, 1000, 1, 0, 0, 99, 1000])", "shapes fit no entry of"),
+    ("divide=np.array([2, 0, 0, 99, 1])", "out of range"),
+    ("divide=np.array([0, 0, 0, 99, 0])", "out of range"),
+    ("grid=np.array([1, -1, 65536, 0, 1])",
+     "axis 1 of quantize_last_bfloat16_mxfp8_e4m3_0 would need 65536 thread blocks, at most 6"),
+    ("grid=np.array([0, -1, 1 << 40, 0, 1])", "thread blocks, at most"),
+    ("grid=np.array([0, -1, -5, 0, 1])", "grid axis 0 of"),
+    ("scalars=lambda s: s[:-4]",
+     "parameter 8 of quantize_last_bfloat16_mxfp8_e4m3_0 takes 4 bytes, the call passes 0"),
+    ("scalars=lambda s: np.where(np.arange(24) == 0, 4, s)",
+     "parameter 3 of quantize_last_bfloat16_mxfp8_e4m3_0 takes 8 bytes, the call passes 4"),
+    ("scalars=lambda s: np.where(np.arange(24) == 0, 2, s)", "neither 4 nor 8 bytes wide"),
+    ("scalars=lambda s: np.where(np.arange(24) == 18, 1 << 31, s)", "does not fit 4 bytes"),
+    ("scalars=lambda s: s[:-1]", "has the wrong size"),
+]  # fmt: skip
+
+
+def test_bad_calls_are_errors_and_the_process_lives(scenario):
+    """One process for all of them; after each, the call as it was."""
     out = scenario(
         f"""
         import copy
-        good = copy.deepcopy(KERNELS)
-        change({change})
-        error, launches = attempt(), report()["launches"]
-        KERNELS = good
-        jax.clear_caches()
-        print(json.dumps([error, launches, attempt(), report()["launches"]]))
+        good, rows = copy.deepcopy(KERNELS), []
+        def attempts():
+            before = report()["launches"]
+            jax.clear_caches()
+            return attempt(), report()["launches"] - before
+        for text in {[change for change, _ in BAD_CALLS]!r}:
+            eval(f"change({{text}})")
+            bad, KERNELS = attempts(), copy.deepcopy(good)
+            rows.append([*bad, *attempts()])
+        print(json.dumps(rows))
         """
     )
-    error, launches, after, launches_after = out
-    if message is None:
-        assert error is None and launches == 1
-    else:
-        assert error is not None and f"jax_mx: {''}" in error and message in error, error
-        assert launches == 0
-    assert after is None and launches_after == launches + 1
+    for (change, message), (error, launches, *after) in zip(BAD_CALLS, out, strict=True):
+        if message is None:
+            assert (error, launches) == (None, 1), change
+        else:
+            assert error is not None and "jax_mx: " in error and message in error, (change, error)
+            assert launches == 0, change
+        assert after == [None, 1], change
 
 
 def test_every_truncation_is_noticed(scenario):

@@ -18,7 +18,7 @@ from tinygrad.renderer.amd import decode_inst
 from jax_mx.testing.emulator import Emulator
 from jax_mx.testing.memory import Fault
 
-SAMPLE = 300  # changes of each kernel
+SAMPLE = 120  # changes of each kernel
 UNOBSERVABLE = ("s_nop", "s_waitcnt")  # time, which the emulator does not model
 CACHES = ("sc0", "sc1", "nt", "glc", "nv")  # nor these
 

@@ -124,7 +124,13 @@ def serves(variant, layout) -> bool:
     return layout == "row_major" or not variant.form.startswith("square")
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, id=v.name, marks=[pytest.mark.thorough] * (v.dtype == "float16"))
+        for v in VARIANTS
+    ],
+)
 def test_the_call_carries_the_kernel(variant):
     for scaling, layout in (("rceil", "row_major"), ("even", "blocked_128x4")):
         if not serves(variant, layout):

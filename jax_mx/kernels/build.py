@@ -42,7 +42,12 @@ EXECUTED = ("sm_90a", *ARCHS["flydsl"])  # whose binaries must have been, or emu
 def main() -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", action="append", help="only this arch; may be repeated")
+    parser.add_argument(
+        "--arch",
+        action="append",
+        metavar="ARCH[:TEXT]",
+        help="only this arch, of it only variants with TEXT in the name; may be repeated",
+    )
     parser.add_argument(
         "--check",
         action="store_true",
@@ -57,13 +62,14 @@ def main() -> int:
     # What `pip install` and `uv run` build, where that is not to be all; to type takes precedence.
     args.arch = args.arch or os.environ.get("JAX_MX_ARCHS", "").replace(",", " ").split()
     known = sorted({arch for archs in ARCHS.values() for arch in archs})
-    if unknown := set(args.arch or ()) - set(known):
+    texts = dict(arch.partition(":")[::2] for arch in args.arch or known)
+    if unknown := set(texts) - set(known):
         parser.error(f"unknown arch {', '.join(unknown)}; there are {', '.join(known)}")
     jobs = [
         (variant, arch)
         for variant in VARIANTS
         for arch in ARCHS[variant.implementation]
-        if (not args.arch or arch in args.arch) and args.only in variant.name
+        if arch in texts and texts[arch] in variant.name and args.only in variant.name
     ]
     if platform.machine() != "x86_64":  # the only one that FlyDSL, like ROCm, is made for
         jobs = [(variant, arch) for variant, arch in jobs if variant.implementation != "flydsl"]
