@@ -51,6 +51,15 @@ def added(a, b):
     return flushed(flushed(a) + flushed(b))
 
 
+def bytes_of(low, high, select):
+    """By the digits of `select`, the lowest first, bytes of both."""
+    both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+    digits = [select >> 4 * i & 7 for i in range(4)]
+    found = [(both >> np.uint64(8 * d) & np.uint64(255)) << np.uint64(8 * i)
+             for i, d in enumerate(digits)]  # fmt: skip
+    return sum(found[1:], found[0]).astype(np.uint32)
+
+
 OPERATIONS = {
     "add.rn.ftz.f32": added,
     "sub.rn.ftz.f32": lambda a, b: added(a, -b),
@@ -67,6 +76,10 @@ OPERATIONS = {
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
+    "prmt.b32": lambda a, b, select: bytes_of(a, b, int(select)),
+    "min.u16x2": lambda a, b: np.minimum(a.view(np.uint16), np.uint16(b & np.uint32(0xFFFF))).view(
+        np.uint32
+    ),
     "setp.ne.s32": np.not_equal,
     "shf.r.wrap.b32": lambda low, high, n: low >> n | high << (np.uint32(32) - n),
 }
@@ -174,21 +187,46 @@ def test_threads_compute_what_the_reference_does(kind, prescale, elements):
     place = treated.Place(np.arange(sharers, dtype=np.int32), sharers, elements)
     held = x.view(np.uint32).reshape(len(x), sharers, -1)
     held = np.moveaxis(held, -1, 0)  # (words, blocks, threads)
-    rounding = [np.int32(np.float32(prescale or 0).view(np.int32))]
-    found = treated.elements(kind, [*held], words, place, rounding)
-    y = floats(np.moveaxis(np.stack(found), 0, -1)).reshape(x.shape)
+    prescale = np.int32(np.float32(prescale or 0).view(np.int32))
+    found = treated.elements(kind, [*held], words, place, prescale)
+    settled = [treated.settled(kind, value, prescale) for value in found]
+    factor = treated.factor(kind, prescale)
     noise = reference.noise(jnp.asarray(words[0]), (-1,)) if kind.stochastic else None
-    got = reference.quantize(jnp.asarray(y), MXFP4_E2M1, plan.scaling, noise=noise)
-    assert_bits_equal(got[0], values[:, 0])
-    assert_bits_equal(got[1], scales[:, 0])
-    if kind.stochastic:
-        scale = np.asarray(scales).view(np.uint8)[:, 0].astype(np.uint32)
-        nan = np.uint32(0x7FFFFFFF)  # the hardware's only one
-        inverse = np.where(scale == SCALE_NAN, nan, (254 - scale) << np.uint32(23))
-        found = [np.where(np.isnan(floats(bits)), nan, bits) for bits in found]
-        codes = treated.random_codes(found, inverse, words[0], place)
-        codes = np.moveaxis(np.stack(codes), 0, -1).reshape(len(x), -1).astype("<u4", "C")
-        assert_bits_equal(codes.view(np.uint8), np.asarray(values)[:, 0])
+    # Every block, with zeros where products are zero; and without, those that are not small.
+    for values_of_threads, small in ((settled, True), (found, False)):
+        y = np.moveaxis(np.stack(values_of_threads), 0, -1).reshape(x.shape)
+        amax = np.abs(treated.finished(kind, np.abs(y).max(-1), prescale))
+        rows = np.flatnonzero(small | ~(amax < floats(treated.SMALL)))
+        assert len(rows) > 1000
+        y = y * factor
+        noisy = None if noise is None else noise[rows]
+        got = reference.quantize(jnp.asarray(y[rows]), MXFP4_E2M1, plan.scaling, noise=noisy)
+        assert_bits_equal(got[0], np.asarray(values)[rows, 0])
+        assert_bits_equal(got[1], np.asarray(scales)[rows, 0])
+        if kind.stochastic:
+            scale = np.asarray(scales).view(np.uint8)[:, 0].astype(np.uint32)
+            nan = np.uint32(0x7FFFFFFF)  # the hardware's only one
+            inverse = np.where(scale == SCALE_NAN, nan, (254 - scale) << np.uint32(23))
+            by = floats(inverse) * factor
+            codes = [np.where(np.isnan(by), floats(nan), v) for v in values_of_threads]
+            codes = treated.random_codes(codes, by, words[0], place)
+            codes = np.moveaxis(np.stack(codes), 0, -1).reshape(len(x), -1).astype("<u4", "C")
+            assert_bits_equal(codes.view(np.uint8)[rows], np.asarray(values)[rows, 0])
+
+
+def test_floats_cut_to_odd_round_as_they_are():
+    """To bfloat16 and from there to every code and tie, at each exponent that matters."""
+    rng = np.random.default_rng(0)
+    upper = np.arange(0x3000, 0x4120, dtype=np.uint32) << np.uint32(16)
+    lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, rng.integers(0, 1 << 16, upper.shape, np.uint32)]
+    bits = np.concatenate([upper | np.uint32(low) for low in lower])
+    words = convert._two_to_odd(floats(bits[::2]), floats(bits[1::2]))
+    odd = np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], -1).ravel()
+    want, got = (
+        reference._encode(*reference._decode(jnp.asarray(b), 8, 23), 1, 1, 7) for b in (bits, odd)
+    )
+    np.testing.assert_array_equal(got, want)
+    assert (odd == bits).sum() >= len(upper) / 2 and (odd != bits).any()
 
 
 def test_codes_are_a_carry_of_the_noise():

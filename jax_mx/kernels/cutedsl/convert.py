@@ -368,6 +368,30 @@ def _cut_two(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
     )
 
 
+def pack_products(floats: list, inverse: Uint32, arch: str) -> list:
+    """Words of the e2m1 codes of floats times a block's factor, given by its bits."""
+    if not _has_words(MXFP4_E2M1, arch):
+        factor = bits_to_float(inverse)
+        return _pack_e2m1([value * factor for value in floats])
+    words = [_two_to_odd(*two) for two in zip(floats[::2], floats[1::2], strict=True)]
+    inverses = pair(inverse, inverse)
+    pairs = [scaled_pair([word], inverses, "bfloat16", MXFP4_E2M1, arch) for word in words]
+    return pack_along(pairs, "bfloat16", MXFP4_E2M1, arch)
+
+
+@dsl_user_op
+def _two_to_odd(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
+    """Two floats cut to bfloat16, whose last bit is 1 if anything is cut off: as `_to_odd`."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 a, b, c, d; mov.b32 a, {$r0}; mov.b32 b, {$r1}; prmt.b32 c, a, b, 0x5410; "
+        "prmt.b32 d, a, b, 0x7632; mov.b32 a, 0x00010001; min.u16x2 c, c, a; or.b32 {$w0}, c, d; }",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+        loc=loc,
+        ip=ip,
+    )
+
+
 def _pack_e2m1(floats: list) -> list:
     """Words of eight codes, rounded to nearest even and saturated; NaN gives the largest."""
     floats = [*floats, *[Float32(0.0)] * (-len(floats) % 8)]

@@ -21,7 +21,7 @@ class Kernel(Entry):
         super().__init__(variant, layout, aligned)
         self.arch = arch
         self.per_byte = variant.formats[0].codes_per_byte  # of all formats
-        self.scaled_dtype = "float32" if variant.words else self.dtype  # of what is scaled
+        self.scaled_dtype = "float32" if variant.hadamard else self.dtype  # of what has an amax
 
     def arguments(self):
         """Stand-ins of the host function's arguments, to compile it."""
@@ -37,7 +37,8 @@ class Kernel(Entry):
     def scale_of(self, amax, format: Format, rounding):
         """`convert.scale_of`, with the scale of zeros where the entry has it as a scalar."""
         add, exception, *zero = (Uint32(number) for number in rounding)
-        scale, inverse = convert.scale_of(amax, format.emax, self.scaled_dtype, add, exception)
+        dtype = "float32" if self.variant.words else self.dtype
+        scale, inverse = convert.scale_of(amax, format.emax, dtype, add, exception)
         if zero:
             scale = select(amax == Uint32(0), zero[0], scale)
         return scale, inverse

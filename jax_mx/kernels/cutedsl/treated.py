@@ -38,16 +38,57 @@ def load(pointers, block, inside):
     return found
 
 
-def elements(variant: Variant, words: list, loaded: list, place: Place, rounding: list) -> list:
-    """The float32 bits of elements as they are scaled, from the words of those in memory."""
+def elements(variant: Variant, words: list, loaded: list, place: Place, prescale: Int32) -> list:
+    """Elements in float32, from the words of those in memory; still to be multiplied by `factor`.
+
+    Not where they are small: see `settled`.
+    """
     if variant.hadamard:
         words = flipped(words, loaded[-1], place)
     floats = widened(words, variant.dtype)
     if variant.hadamard:
         floats = hadamard(floats, variant.hadamard, place)
-    if variant.stochastic:
-        floats = [_times_if_any(value, rounding[-1]) for value in floats]
-    return [convert.float_to_bits(value) for value in floats]
+        if not is_exact(variant):
+            floats = [_ftz("mul", value, Float32(variant.hadamard**-0.5)) for value in floats]
+    if variant.stochastic and not is_exact(variant):
+        floats = [_times_if_any(value, prescale) for value in floats]
+    elif variant.stochastic and variant.hadamard:  # rounded as the fourth part of it is
+        floats = [value * _or_one(prescale) for value in floats]
+    return floats
+
+
+def is_exact(variant: Variant) -> bool:
+    """Whether elements times `factor` are exact where they are normal numbers."""
+    if variant.hadamard:
+        return variant.hadamard in (16, 64)
+    return variant.dtype != "float32"
+
+
+def factor(variant: Variant, prescale: Int32) -> Float32:
+    """What is left to multiply elements by, at the same time as by their block's factor."""
+    if not is_exact(variant):
+        return Float32(1.0)
+    return Float32(variant.hadamard**-0.5) if variant.hadamard else _or_one(prescale)
+
+
+def finished(variant: Variant, value: Float32, prescale: Int32) -> Float32:
+    """What an element is after all multiplications, each of which makes zeros of subnormals."""
+    if not is_exact(variant):
+        return value
+    if variant.hadamard:
+        return _ftz("mul", value, factor(variant, prescale))
+    return _times_if_any(value, prescale)
+
+
+def settled(variant: Variant, value: Float32, prescale: Int32) -> Float32:
+    """An element, or zero if it is one after all multiplications."""
+    done = finished(variant, value, prescale)
+    return Float32(cutlass.select_(done == Float32(0.0), done, value))
+
+
+# An element 2^-40 times as large as its block's largest is zero in every code. So only in blocks
+# without one as large as this, the bits of 2^-80, does it matter which elements are zero before.
+SMALL = (127 - 80) << 23
 
 
 def widened(words: list, dtype: str) -> list:
@@ -91,7 +132,7 @@ def flipped(words: list, flips: Uint32, place: Place) -> list:
 
 
 def hadamard(floats: list, size: int, place: Place) -> list:
-    """The transform of each `size` elements; a block's threads are neighbours."""
+    """The transform of each `size` elements, times its root; a block's threads are neighbours."""
     n = place.elements
     for stride in [1 << k for k in range(size.bit_length() - 1)]:
         if stride < n:
@@ -106,7 +147,7 @@ def hadamard(floats: list, size: int, place: Place) -> list:
             behind = (place.index & Int32(lanes)) != Int32(0)
             sign = Float32(cutlass.select_(behind, Float32(-1.0), Float32(1.0)))
             floats = [_exchanged(value, sign, lanes) for value in floats]
-    return [_ftz("mul", value, Float32(size**-0.5)) for value in floats]
+    return floats
 
 
 def _exchanged(value: Float32, sign: Float32, lanes: int) -> Float32:
@@ -138,6 +179,12 @@ def _times_plus_ftz(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) ->
 
 
 # ---- stochastic rounding ---
+def _or_one(prescale: Int32) -> Float32:
+    """The prescale, given by its bits, or 1 where there is none."""
+    bits = cutlass.select_(prescale == Int32(0), Int32(0x3F800000), prescale)
+    return convert.bits_to_float(Uint32(bits))
+
+
 @dsl_user_op
 def _times_if_any(value: Float32, prescale: Int32, *, loc=None, ip=None) -> Float32:
     """value * prescale, given by its bits; where there is none, value with all its bits."""
@@ -151,17 +198,14 @@ def _times_if_any(value: Float32, prescale: Int32, *, loc=None, ip=None) -> Floa
     )
 
 
-def random_codes(held: list, inverse: Uint32, seed: Uint32, place: Place) -> list:
-    """Words of the e2m1 codes of float32 bits times a block's factor, rounded at random."""
-    factor, noise = convert.bits_to_float(inverse), []
+def random_codes(floats: list, by: Float32, seed: Uint32, place: Place) -> list:
+    """Words of the e2m1 codes of floats times a block's factor, rounded at random."""
+    noise = []
     # All but the last of `_mixed`'s steps, which the first one of the next time takes back.
     seed = _half_mixed(seed ^ (seed >> Uint32(16)))
     for j in range(place.elements // 2):
         noise += _noise(seed ^ _step(j, place))
-    codes = [
-        _code(convert.bits_to_float(bits) * factor, at_random)
-        for bits, at_random in zip(held, noise, strict=True)
-    ]
+    codes = [_code(value * by, at_random) for value, at_random in zip(floats, noise, strict=True)]
     words = []
     for i in range(0, len(codes), 8):
         word = Uint32(0)
