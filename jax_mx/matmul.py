@@ -5,11 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jax_mx.array import MXArray, checked
 from jax_mx.formats import BLOCK, SCALE_DTYPE, SCALE_NAN
-from jax_mx.sharding import is_explicit, shards_of
+from jax_mx.sharding import is_explicit, resharded, shards_of
 
 Blocks = tuple[jax.Array, jax.Array]  # (blocks, ..., rows, BLOCK) f32, (blocks, ..., rows) int32
 
@@ -101,7 +100,8 @@ def _by_rows(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """x (..., rows, n); on an explicit mesh with its rows split over these axes, nothing else."""
     if not is_explicit(jax.typeof(x).sharding.mesh):
         return x
-    return jax.sharding.reshard(x, PartitionSpec(*[None] * (x.ndim - 2), names or None, None))
+    spec = [*[None] * (x.ndim - 2), names or None, None]
+    return resharded(x, spec, jax.typeof(x).sharding.mesh)
 
 
 def _products(left: jax.Array, right: jax.Array) -> jax.Array:

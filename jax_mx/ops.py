@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from jax_mx import primitive, reference
 from jax_mx.array import MXArray, checked
@@ -27,7 +26,7 @@ from jax_mx.forms import (
 )
 from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
-from jax_mx.sharding import gathered, is_explicit, shards_of, spec_of
+from jax_mx.sharding import gathered, is_explicit, resharded, shards_of, spec_of
 from jax_mx.treatment import UNTREATED, Hadamard, Stochastic, pairs, treatment_of, words_of
 from jax_mx.variants import device_arch
 
@@ -405,7 +404,7 @@ def _quantize(x: jax.Array, plan: Plan, words: Sequence[jax.Array]) -> list[MXAr
     x = _placed(x, x.shape, plan)
     shape, spec = form.view(x.shape, spec_of(x), plan.first_axis)
     if is_explicit(jax.typeof(x).sharding.mesh):  # where x is gathered, so are words
-        words = [jax.sharding.reshard(w, PartitionSpec(*spec_of(x))) for w in words]
+        words = [resharded(w, spec_of(x), jax.typeof(x).sharding.mesh) for w in words]
     takes = [r for r, t in zip(form.results, plan.treatments, strict=True) for _ in range(t.words)]
     words = [
         to_view(w, divided(shape, result.block, BLOCK), spec, form.operand)
@@ -437,8 +436,8 @@ def _dequantize(q: MXArray, plan: Plan) -> jax.Array:
     values, scales = _placed(q.values, q.shape, plan), q.scales
     shape, spec = q.shape, spec_of(values)
     if is_explicit(jax.typeof(values).sharding.mesh):
-        beside = PartitionSpec(*scales_spec(spec, plan.axes, layout))
-        scales = jax.sharding.reshard(scales, beside)
+        beside = scales_spec(spec, plan.axes, layout)
+        scales = resharded(scales, beside, jax.typeof(values).sharding.mesh)
     if plan.transpose:
         shape, spec = (moved_last(dims, -2) for dims in (shape, spec))
     view, view_spec = form.view(shape, spec, plan.first_axis)

@@ -7,6 +7,7 @@ quantized where it lies.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import string
@@ -32,8 +33,9 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
 from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx import artifacts, reference, variants
-from jax_mx.formats import SCALE_DTYPE, Scaling
+from jax_mx.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.forms import minor_to_major
+from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.plan import IMPLEMENTATIONS, Plan
 
 # What makes operands vary over the same manual axes; since 0.10.1 under the first name.
@@ -102,6 +104,31 @@ def _quantize_reference(x, *words, plan: Plan):
         if plan.scale_layout.is_tiled:
             scales = result.pack(scales)
         out += [jnp.moveaxis(values, result.last, result.block), scales]
+    return out
+
+
+def _row_plans(plan: Plan) -> list[Plan]:
+    """Of each result, the plan of quantizing it along a last axis, by itself."""
+    alone = {"op": "quantize", "axis": -1, "transpose": False, "scale_layout": ROW_MAJOR}
+    alone |= {"value_layouts": (ROW_MAJOR_VALUES,), "block": (BLOCK,)}
+    return [
+        dataclasses.replace(plan, formats=(format,), treatments=(treatment,), **alone)
+        for format, treatment in zip(plan.formats, plan.treatments, strict=True)
+    ]
+
+
+def _quantize_by_rows(x, *words, plan: Plan):
+    """`_quantize_reference`, with the primitive along rows: x is transposed for it."""
+    out, words, lead = [], iter(words), x.ndim - plan.views.tail
+    for result, alone in zip(plan.views.results, _row_plans(plan), strict=True):
+        (block,) = (dimension % plan.views.tail for dimension in result.block)
+        order = [*(i for i in result.order if i != block), block]  # results lie so, or nearly
+        there = [*range(lead), *(lead + i for i in order)]
+        back = sorted(range(x.ndim), key=there.__getitem__)
+        operands = [x, *itertools.islice(words, alone.treatments[0].words)]
+        outs = quantize_p.bind(*(a.transpose(there) for a in operands), plan=alone)
+        values, scales = (a.transpose(back) for a in outs)
+        out += [values, result.pack(scales) if plan.scale_layout.is_tiled else scales]
     return out
 
 
@@ -262,9 +289,21 @@ def _lower_kernel(reference_fn: Callable, platform: str, ctx, *operands, plan: P
         except NotImplementedError:
             if plan.implementation is not None:
                 raise
+            if plan.op != "dequantize" and _rows_have_kernels(plan, platform, chips):
+                reference_fn = _quantize_by_rows
         else:
             return _call(ctx, *operands, plan=plan, **attributes)
     return mlir.lower_fun(reference_fn, multiple_results=True)(ctx, *operands, plan=plan)
+
+
+def _rows_have_kernels(plan: Plan, platform: str, chips: Sequence[str] | None) -> bool:
+    """Whether kernels along rows give the results of a treated plan that has none of its own."""
+    if plan.is_square or plan.form == "last" or not any(t.words for t in plan.treatments):
+        return False
+    try:
+        return all(kernels_for(alone, platform, chips) for alone in _row_plans(plan))
+    except NotImplementedError:
+        return False
 
 
 # ---- registration ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,12 @@ def gathered(x: jax.Array, shape: tuple[int, ...], units: tuple[int, ...]) -> ja
         _, shards = shards_of(x, axis)
         if shape[axis] % (shards * unit):
             spec[axis] = None
-    return jax.sharding.reshard(x, PartitionSpec(*spec))
+    return resharded(x, spec, jax.typeof(x).sharding.mesh)
+
+
+def resharded(x: jax.Array, spec: Sequence, mesh) -> jax.Array:
+    """x in the partition spec `spec` on a mesh with explicit axes, whether it is set or not."""
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_primitive import COLLECTIVE, lowered
 
 import jax_mx
-from jax_mx import Hadamard, Stochastic, artifacts, reference
+from jax_mx import Hadamard, Stochastic, artifacts, primitive, reference
 from jax_mx.formats import BLOCK, FORMATS
 from jax_mx.variants import VARIANTS
 
@@ -508,6 +508,78 @@ def test_the_call_takes_words_behind_x(variant):
         assert f"operand_layouts = [{dense}]" in line
 
 
+# ---- other forms, by kernels along rows ---
+SR, H16 = {"rounding": ALL["rounding"]}, {"hadamard": Hadamard(16, SIGNS[:16])}
+PAIR = {"rounding": (None, ALL["rounding"]), "hadamard": (Hadamard(32, SIGNS[:32]), None)}
+BY_ROWS = {  # how it is called, on which shape, how many results
+    "second": ("quantize", SR | {"axis": -2}, (2, 96, 72), 1),
+    "second_transposed": ("quantize", H16 | {"axis": -2, "transpose": True}, (2, 96, 72), 1),
+    "second_transposed, tiles": (
+        *("quantize", SR | H16 | {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"}),
+        *((2, 160, 256), 1),
+    ),
+    "first of three": ("quantize", SR | H16 | {"axis": 0}, (64, 4, 40), 1),
+    "both": ("quantize_both", SR | H16 | {"transpose": (False, False)}, (2, 64, 128), 2),
+    "both_transposed": ("quantize_both", PAIR, (2, 64, 128), 2),
+    "both_transposed, tiles": ("quantize_both", PAIR | {"scale_layout": "blocked_128x4"},
+                               (256, 128), 2),
+}  # fmt: skip
+by_rows = pytest.mark.parametrize("op,how,shape,results", BY_ROWS.values(), ids=BY_ROWS)
+by_some_rows = pytest.mark.parametrize(
+    "op,how,shape,results",
+    [
+        pytest.param(*BY_ROWS[i], id=i, marks=[pytest.mark.thorough] * (", tiles" not in i))
+        for i in BY_ROWS
+    ],
+)
+
+
+@by_some_rows
+def test_other_forms_are_quantized_by_rows(op, how, shape, results, monkeypatch):
+    """With the reference along rows: words follow their blocks, results lie where they should."""
+    f = partial(getattr(jax_mx, op), format=FP4, **how)
+    last = P(*[None] * (len(shape) - 1), "a")
+    for kind, spec in ((None, None), (AxisType.Auto, P("a", "b")), (AxisType.Explicit, last)):
+        x = jnp.asarray(random_bits(shape, "bfloat16"))
+        if kind is not None:
+            devices = jax.devices("cpu")[:4]
+            mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2, devices=devices)
+            x = jax.device_put(x, NamedSharding(mesh, spec))
+        want = jax.jit(partial(f, implementation="xla"))(x)
+        with monkeypatch.context() as patch:
+            seen = []
+            patch.setattr(
+                *(primitive, "_rows_have_kernels"),
+                lambda plan, *_, seen=seen: seen.append(plan.form) or plan.form != "last",
+            )
+            jax.clear_caches()
+            got = jax.jit(f)(x)
+        jax.clear_caches()
+        assert seen[0] != "last" and seen.count("last") == results
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert_bits_equal(g, w)
+
+
+@by_rows
+def test_other_forms_call_the_kernel_along_rows(op, how, shape, results):
+    f = partial(getattr(jax_mx, op), format=FP4, **how)
+    text = lowered(jax.ShapeDtypeStruct(shape, jnp.bfloat16), f)
+    assert text.count(f"@{artifacts.TARGET}(") == results
+
+
+@pytest.mark.gpu
+@by_rows
+def test_kernels_along_rows_give_other_forms(op, how, shape, results):
+    f = partial(getattr(jax_mx, op), format=FP4, **how)
+    for dtype in ("bfloat16", "float32"):
+        x = jnp.asarray(random_bits(shape, dtype))
+        compiled = jax.jit(f).lower(x).compile()
+        assert compiled.as_text().count(f'custom_call_target="{artifacts.TARGET}"') == results
+        want = jax.jit(partial(f, implementation="xla"))(x)
+        for g, w in zip(jax.tree.leaves(compiled(x)), jax.tree.leaves(want), strict=True):
+            assert_bits_equal(g, w)
+
+
 def test_shards_that_split_a_transform():
     explicit = jax.make_mesh(
         (4,), ("b",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4]
@@ -546,9 +618,6 @@ def test_shard_map_counts_blocks_of_its_shard():
         assert (values == values[:1]).all() != folded
 
 
-SR, H16 = {"rounding": ALL["rounding"]}, {"hadamard": Hadamard()}
-
-
 @pytest.mark.parametrize(
     "op,how,name,what",
     [
@@ -559,7 +628,7 @@ SR, H16 = {"rounding": ALL["rounding"]}, {"hadamard": Hadamard()}
          "format mxfp8_e4m3 with hadamard 16, only for mxfp4_e2m1"),
         ("quantize", SR | {"format": FP4, "axis": -2}, "cutedsl",
          "form second with rounding 'stochastic', only for last"),
-        ("quantize_both", SR | H16, "cutedsl",
+        ("quantize_both", SR | H16 | {"format": FP4}, "cutedsl",
          "form both with rounding 'stochastic' and hadamard 16, only for last"),
     ],
 )  # fmt: skip
@@ -569,7 +638,8 @@ def test_there_is_no_kernel(op, how, name, what):
         f = partial(f, transpose=(False, False))
     chip = {"cutedsl": "sm_90", "flydsl": "gfx942"}[name]
     platform = jax_mx.primitive.platform_of(chip)
-    assert artifacts.TARGET not in lowered(x, f, platform, **how)
+    along_rows = what.startswith("form ")
+    assert (artifacts.TARGET in lowered(x, f, platform, **how)) == along_rows
     reason = f"{op}: {name} has no kernel for {what}; 'xla' serves it"
     with pytest.raises(NotImplementedError) as caught:
         f(x, implementation=name, **how)
