@@ -220,6 +220,33 @@ class Form:
         view = (*view[:at], t0, t1, u0, u1, *view[at + 2 :])
         return view, (*spec[: at + 2], None, None, *spec[at + 2 :])
 
+    def reordered(self, x: jax.Array, order: Order) -> jax.Array:
+        """A view, its tail's dimensions in this order instead.
+
+        Those that make up an axis of the array are one on the way, so that XLA transposes the array
+        itself. Of the view it makes a worse program: both_transposed with h16 at (8, 7168, 7168) on
+        an H200 took 4137 us instead of 1042.
+        """
+        lead, batch, shape, spec = x.ndim - self.tail, self.batch(x.ndim), x.shape, spec_of(x)
+        before = [*range(lead), *(lead + i for i in self.operand)]
+        runs: list[list[int]] = []  # of dimensions that stay neighbours, all but the first whole
+        for i in (*range(lead), *(lead + i for i in order)):
+            if runs and i >= batch and before.index(i) == before.index(runs[-1][-1]) + 1:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        there = sorted(range(len(runs)), key=lambda r: before.index(runs[r][0]))
+        x = x.transpose(before)
+        merged = [runs[r] for r in there]
+        x = reshape(
+            x,
+            tuple(math.prod(shape[i] for i in run) for run in merged),
+            tuple(spec[run[0]] for run in merged),
+        )
+        x = x.transpose(sorted(range(len(runs)), key=there.__getitem__))
+        every = [i for run in runs for i in run]
+        return reshape(x, tuple(shape[i] for i in every), tuple(spec[i] for i in every))
+
     def batch(self, ndim: int) -> int:
         """How many dimensions of a view the partitioner may split: all but the 32s and units."""
         return ndim - self.whole - (2 if self.units else 0)

@@ -82,10 +82,11 @@ def quantize(
       value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16 (aiter's GEMMs), which
         wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes.
       rounding: None, to nearest even; or a `Stochastic`. NVIDIA's kernels have it in MXFP4 along
-        the last axis, by itself or with a transform of 16.
+        the last axis, by itself or with a transform of 16; for other axes, and for `quantize_both`,
+        XLA transposes what they read.
       hadamard: None, or a `Hadamard`: what is quantized is the transform along `axis`, whose length
-        the size divides; not of square blocks. NVIDIA's kernels have sizes 16 and 32 in MXFP4
-        along the last axis.
+        the size divides; not of square blocks. NVIDIA's kernels have sizes 16 and 32 in MXFP4, as
+        they have rounding.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -322,7 +323,8 @@ def is_supported(
       implementation: this one only; "xla" serves every call.
 
     Returns:
-      (True, "<implementation>: <name of the kernel>") or (False, the reason).
+      (True, "<implementation>: <name of the kernel>") or (False, the reason). The name of one per
+      result, "along rows", where XLA transposes for it what the kernel has no form for.
 
     Raises:
       TypeError, ValueError: as for `quantize`; also for an unknown op or device.
@@ -358,17 +360,18 @@ def is_supported(
     if plan.implementation == "xla":
         return True, "xla: runs everywhere"
     try:
-        kernels = primitive.kernels_for(plan, platform, chips)
+        by_rows, calls = primitive.calls_for(plan, platform, chips)
     except NotImplementedError as error:
         return False, str(error)
-    symbols = next(iter(kernels.values()))["symbols"]
-    return True, f"{primitive.KERNELS[platform]}: {symbols.split(',')[0]}"
+    names = [next(iter(kernels.values()))["symbols"].split(",")[0] for kernels in calls]
+    how = " along rows" if by_rows else ""
+    return True, f"{primitive.KERNELS[platform]}: {', '.join(names)}{how}"
 
 
 def _insist(plan: Plan) -> None:
     """Raises at once where a named implementation has no kernel for the plan on any chip."""
     if plan.implementation not in (None, "xla"):
-        primitive.kernels_for(plan, primitive.IMPLEMENTATIONS[plan.implementation], ())
+        primitive.calls_for(plan, primitive.IMPLEMENTATIONS[plan.implementation], ())
 
 
 # ---- from arrays to views and back (forms.py) ---

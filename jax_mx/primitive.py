@@ -7,6 +7,7 @@ quantized where it lies.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -119,14 +120,14 @@ def _row_plans(plan: Plan) -> list[Plan]:
 
 def _quantize_by_rows(x, *words, plan: Plan):
     """`_quantize_reference`, with the primitive along rows: x is transposed for it."""
-    out, words, lead = [], iter(words), x.ndim - plan.views.tail
-    for result, alone in zip(plan.views.results, _row_plans(plan), strict=True):
-        (block,) = (dimension % plan.views.tail for dimension in result.block)
-        order = [*(i for i in result.order if i != block), block]  # results lie so, or nearly
-        there = [*range(lead), *(lead + i for i in order)]
-        back = sorted(range(x.ndim), key=there.__getitem__)
+    out, words, form = [], iter(words), plan.views
+    lead = x.ndim - form.tail
+    for result, alone in zip(form.results, _row_plans(plan), strict=True):
+        (block,) = (dimension % form.tail for dimension in result.block)
+        order = (*(i for i in result.order if i != block), block)  # results lie so, or nearly
         operands = [x, *itertools.islice(words, alone.treatments[0].words)]
-        outs = quantize_p.bind(*(a.transpose(there) for a in operands), plan=alone)
+        outs = quantize_p.bind(*(form.reordered(a, order) for a in operands), plan=alone)
+        back = [*range(lead), *(lead + order.index(i) for i in range(form.tail))]
         values, scales = (a.transpose(back) for a in outs)
         out += [values, result.pack(scales) if plan.scale_layout.is_tiled else scales]
     return out
@@ -177,6 +178,24 @@ def kernels_for(plan: Plan, platform: str, chips: Sequence[str] | None) -> dict[
         chip: artifacts.load(variant, archs[chip]).attributes(plan.scale_layout.name, plan.params)
         for chip in chips
     }
+
+
+def calls_for(
+    plan: Plan, platform: str, chips: Sequence[str] | None
+) -> tuple[bool, list[dict[str, dict]]]:
+    """Whether it takes calls along rows, one per result; and `kernels_for` of each call.
+
+    Raises:
+      NotImplementedError: as `kernels_for` does.
+    """
+    try:
+        return False, [kernels_for(plan, platform, chips)]
+    except NotImplementedError:
+        # What is treated has few kernels; all else has them, or there are none for its formats.
+        if not plan.is_square and any(t.words for t in plan.treatments):
+            with contextlib.suppress(NotImplementedError):
+                return True, [kernels_for(alone, platform, chips) for alone in _row_plans(plan)]
+        raise
 
 
 def chip_of(device: jax.Device) -> str:
@@ -272,7 +291,7 @@ def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **attributes: An
 
 def _lower_reference(reference_fn: Callable, ctx, *operands, plan: Plan):
     if plan.implementation not in (None, "xla"):
-        kernels_for(plan, (ctx.platforms or ctx.module_context.platforms)[0], None)  # raises
+        calls_for(plan, (ctx.platforms or ctx.module_context.platforms)[0], None)  # raises
     return mlir.lower_fun(reference_fn, multiple_results=True)(ctx, *operands, plan=plan)
 
 
@@ -285,25 +304,15 @@ def _lower_kernel(reference_fn: Callable, platform: str, ctx, *operands, plan: P
         attributes["device"] = np.int64(emulated.device)
     if plan.implementation != "xla":
         try:
-            attributes["kernels"] = kernels_for(plan, platform, chips)
+            by_rows, (kernels, *_) = calls_for(plan, platform, chips)
         except NotImplementedError:
             if plan.implementation is not None:
                 raise
-            if plan.op != "dequantize" and _rows_have_kernels(plan, platform, chips):
-                reference_fn = _quantize_by_rows
         else:
-            return _call(ctx, *operands, plan=plan, **attributes)
+            if not by_rows:
+                return _call(ctx, *operands, plan=plan, kernels=kernels, **attributes)
+            reference_fn = _quantize_by_rows
     return mlir.lower_fun(reference_fn, multiple_results=True)(ctx, *operands, plan=plan)
-
-
-def _rows_have_kernels(plan: Plan, platform: str, chips: Sequence[str] | None) -> bool:
-    """Whether kernels along rows give the results of a treated plan that has none of its own."""
-    if plan.is_square or plan.form == "last" or not any(t.words for t in plan.treatments):
-        return False
-    try:
-        return all(kernels_for(alone, platform, chips) for alone in _row_plans(plan))
-    except NotImplementedError:
-        return False
 
 
 # ---- registration ---

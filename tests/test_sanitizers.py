@@ -13,6 +13,7 @@ import pytest
 from conftest import arch_here
 from helpers import bytes_of, op_of, random_bits
 
+from jax_mx.formats import MXFP4_E2M1, MXFP8_E4M3
 from jax_mx.variants import VARIANTS, layouts_of
 
 TOOLS = {
@@ -21,12 +22,17 @@ TOOLS = {
     "initcheck": (),
 }
 CUTEDSL = [v for v in VARIANTS if v.implementation == "cutedsl"]
-# Every kernel class with every form; dtypes and formats in turn.
+FORMS = [*dict.fromkeys((v.op, v.form) for v in CUTEDSL)]
+# Every kernel class with every form; dtypes in turn, one with MXFP4; and every treatment.
 SAMPLE = [
-    next(v for v in CUTEDSL if (v.op, v.form, v.dtype) == (op, form, dtype))
-    for i, (op, form) in enumerate(dict.fromkeys((v.op, v.form) for v in CUTEDSL))
-    for dtype in (("bfloat16", "float32"), ("bfloat16", "float16"))[i % 2]
-]
+    next(v for v in CUTEDSL if (v.op, v.form, v.dtype, v.formats[0]) == (op, form, dtype, format))
+    for i, (op, form) in enumerate(FORMS)
+    for dtype, format in (
+        ("bfloat16", MXFP8_E4M3),
+        (("float32", "float16")[i % 2], MXFP8_E4M3),
+        (("bfloat16", "float32", "float16")[i % 3], MXFP4_E2M1),
+    )
+] + [v for v in CUTEDSL if v.words and v.dtype == "bfloat16"]
 SHAPES = {  # by how a form begins: tails of every tile; rows that 16 bytes do not divide
     "last": ((2, 160, 288), (1, 65, 96)),
     "second": ((2, 160, 288), (1, 96, 65)),

@@ -547,11 +547,13 @@ def test_other_forms_are_quantized_by_rows(op, how, shape, results, monkeypatch)
             x = jax.device_put(x, NamedSharding(mesh, spec))
         want = jax.jit(partial(f, implementation="xla"))(x)
         with monkeypatch.context() as patch:
-            seen = []
-            patch.setattr(
-                *(primitive, "_rows_have_kernels"),
-                lambda plan, *_, seen=seen: seen.append(plan.form) or plan.form != "last",
-            )
+            seen, kernels_for = [], primitive.calls_for
+
+            def calls_for(plan, *where, seen=seen, kernels_for=kernels_for):
+                seen.append(plan.form)
+                return kernels_for(plan, *where) if plan.form == "last" else (True, [{}])
+
+            patch.setattr(primitive, "calls_for", calls_for)
             jax.clear_caches()
             got = jax.jit(f)(x)
         jax.clear_caches()
@@ -563,8 +565,24 @@ def test_other_forms_are_quantized_by_rows(op, how, shape, results, monkeypatch)
 @by_rows
 def test_other_forms_call_the_kernel_along_rows(op, how, shape, results):
     f = partial(getattr(jax_mx, op), format=FP4, **how)
-    text = lowered(jax.ShapeDtypeStruct(shape, jnp.bfloat16), f)
-    assert text.count(f"@{artifacts.TARGET}(") == results
+    like = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    for implementation in (None, "cutedsl"):
+        text = lowered(like, partial(f, implementation=implementation))
+        assert text.count(f"@{artifacts.TARGET}(") == results
+
+
+def test_is_supported_says_that_kernels_go_along_rows():
+    how = {"format": FP4, "transpose": True}
+    name = "quantize_last_bfloat16_mxfp4_e2m1_h16_0"
+    for op, axis, names in (
+        ("quantize", -1, name),
+        ("quantize", -2, f"{name} along rows"),
+        ("quantize_both", -1, f"{name}, {name} along rows"),
+    ):
+        assert jax_mx.is_supported(op, "sm_90", axis=axis, **how, **H16) == (
+            True,
+            f"cutedsl: {names}",
+        )
 
 
 @pytest.mark.gpu
@@ -626,9 +644,9 @@ def test_shard_map_counts_blocks_of_its_shard():
         ("quantize", SR | {"format": FP4}, "flydsl", "rounding 'stochastic'"),
         ("quantize", H16, "cutedsl",
          "format mxfp8_e4m3 with hadamard 16, only for mxfp4_e2m1"),
-        ("quantize", SR | {"format": FP4, "axis": -2}, "cutedsl",
-         "form second with rounding 'stochastic', only for last"),
-        ("quantize_both", SR | H16 | {"format": FP4}, "cutedsl",
+        ("quantize", SR | {"format": FP4, "block": (32, 32)}, "cutedsl",
+         "form square with rounding 'stochastic', only for last"),
+        ("quantize_both", SR | H16, "cutedsl",
          "form both with rounding 'stochastic' and hadamard 16, only for last"),
     ],
 )  # fmt: skip
@@ -638,8 +656,7 @@ def test_there_is_no_kernel(op, how, name, what):
         f = partial(f, transpose=(False, False))
     chip = {"cutedsl": "sm_90", "flydsl": "gfx942"}[name]
     platform = jax_mx.primitive.platform_of(chip)
-    along_rows = what.startswith("form ")
-    assert (artifacts.TARGET in lowered(x, f, platform, **how)) == along_rows
+    assert artifacts.TARGET not in lowered(x, f, platform, **how)
     reason = f"{op}: {name} has no kernel for {what}; 'xla' serves it"
     with pytest.raises(NotImplementedError) as caught:
         f(x, implementation=name, **how)
