@@ -50,7 +50,10 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "dequantize_last_[bf]*": "tiles: a scale's place for every 8 elements; row-major is met",
         "dequantize_*": "float8 goes by float16 and float32; few elements share a tile's place",
     },
-    "flydsl": {},
+    "flydsl": {
+        "*_sr": "16 random bits an element are integer products and shifts",
+        "*_h[13]*": "tiles: a block's place, beside 4 or 5 additions an element; row-major is met",
+    },
 }
 
 

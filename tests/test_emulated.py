@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import GOLDEN_SETS, assert_same_array, every_bfloat16, golden_input, random_bits
+from helpers import (
+    GOLDEN_SETS,
+    assert_same_array,
+    every_bfloat16,
+    golden_input,
+    hard_blocks,
+    random_bits,
+)
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_mx
@@ -24,7 +31,7 @@ from jax_mx.variants import ARCHS, VARIANTS, layouts_of, takes_zero_scale
 
 pytest.importorskip("tinygrad")
 
-from emulation import Program, bytes_of, call, example, operand
+from emulation import Program, bytes_of, call, example, example_of, operand, words_behind
 
 from jax_mx.testing import emulate
 from jax_mx.testing.emulator import ORDERS
@@ -33,6 +40,14 @@ FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]
 each_arch = pytest.mark.parametrize("arch", ARCHS["flydsl"])
 # Below `each_arch`, which so varies first: the reference of both archs is still there.
 each_variant = pytest.mark.parametrize("variant", FLYDSL, ids=lambda v: v.name)
+TREATED = [v for v in FLYDSL if v.words]
+each_treated = pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, id=v.name, marks=[pytest.mark.thorough] * (v.dtype == "float16"))
+        for v in TREATED  # float16 has no subnormal float32
+    ],
+)
 ONE = FLYDSL[0]
 
 
@@ -100,14 +115,18 @@ def shapes_of(variant, table):
 
 
 def in_turn(turn: int):
-    """All variants on all archs; of MXFP8's, which do not change, CI has each on one, in turn."""
+    """All variants on all archs; of MXFP8's, which do not change, CI has each on one, in turn.
+
+    So of treated ones: what is done to elements is the same everywhere.
+    """
     return pytest.mark.parametrize(
         "variant,arch",
         [
             pytest.param(
                 *(variant, arch),
                 id=f"{variant.name}-{arch}",
-                marks=[pytest.mark.thorough] * ("mxfp8" in variant.name and (i + j + turn) % 2),
+                marks=[pytest.mark.thorough]
+                * (("mxfp8" in variant.name or variant.words > 0) and (i + j + turn) % 2),
             )
             for i, variant in enumerate(FLYDSL)
             for j, arch in enumerate(ARCHS["flydsl"])
@@ -143,6 +162,45 @@ def test_every_entry(variant, arch):
             program = Program(variant, arch, shape, **options)
         assert program.takes(entry)
         assert program.run(entry, *example(variant, shape, **options)), (entry, layout)
+
+
+@pytest.mark.every_binary
+@pytest.mark.filterwarnings("ignore:invalid value")
+@each_arch
+@each_treated
+def test_treatments(variant, arch):
+    """Keys, signs and the factor, where subnormals are flushed and where they are not."""
+    shape, dtype = (500, 5 * BLOCK), variant.dtype
+    floats = hard_blocks(dtype).reshape(shape)
+    layouts, scalings = layouts_of(variant), [*Scaling]
+    for turn, prescale in enumerate((None, 0.75)[: 1 + variant.stochastic]):
+        key = jax.random.key(turn)
+        options = {"zero_scale": 127, "scaling": some(variant, scalings, turn=turn)[0]}
+        if variant.hadamard:
+            options["hadamard"] = jax_mx.Hadamard.random(key, variant.hadamard)
+        if variant.stochastic:
+            options["rounding"] = jax_mx.Stochastic(key, prescale)
+        options["scale_layout"] = some(variant, layouts, turn=turn)[0]
+        program = Program(variant, arch, shape, **options)
+        assert program.run(turn, *example_of(variant, floats, **options)), options
+
+
+@each_arch
+def test_random_codes_carry_where_the_noise_says(arch):
+    """Elements that the noise just takes to the next code, and those a unit below."""
+    variant = next(v for v in TREATED if (v.dtype, v.hadamard) == ("float32", 0))
+    shape, rng = (256, 4 * BLOCK), np.random.default_rng(0)
+    options = {"rounding": jax_mx.Stochastic(jax.random.key(3)), "scaling": "floor"}
+    (seeds,) = words_behind(variant, shape, **options)
+    noise = np.asarray(jax_mx.reference.noise(seeds[..., None], (-1,))).reshape(shape)
+    code = rng.integers(1, 8, shape) - noise / 2**16
+    x = np.interp(code, np.arange(8), [0, 0.5, 1, 1.5, 2, 3, 4, 6]).astype(np.float32)
+    x = np.where(rng.random(shape) < 0.5, x, np.nextafter(x, np.float32(0)))
+    x[:, ::BLOCK] = 4  # every scale is 1
+    x = np.copysign(x, rng.random(shape).astype(np.float32) - np.float32(0.5))
+    operands, results = example_of(variant, x, **options)
+    assert (results[1] == 127).all()
+    assert Program(variant, arch, shape, **options).run(0, operands, results)
 
 
 @pytest.mark.every_binary
