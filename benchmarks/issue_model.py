@@ -45,12 +45,17 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "*_sr": "16 random bits an element are integer products and shifts",
         "*_h[13]*": "float32 butterflies: 4 or 5 additions an element",
         "quantize_last_*": "tiles: a scale's place costs as its 16 elements do; row-major is met",
+        "quantize_s*_float16_*": "float16 is multiplied in float32",
         "quantize_both*_float16_*": "float16 is multiplied in float32, in either direction",
+        "quantize_both_bfloat16_mxfp4_*": "a lane's codes are 4 bytes: rows go by shared memory",
         "quantize_both_transposed_*": "tiles: two words of scales a thread, each with a place",
         "dequantize_last_[bf]*": "tiles: a scale's place for every 8 elements; row-major is met",
         "dequantize_*": "float8 goes by float16 and float32; few elements share a tile's place",
     },
-    "flydsl": {},
+    "flydsl": {
+        "*_sr": "16 random bits an element are integer products and shifts",
+        "*_h[13]*": "tiles: a block's place, beside 4 or 5 additions an element; row-major is met",
+    },
 }
 
 

@@ -81,12 +81,12 @@ def quantize(
         TransformerEngine. With 127, MXFP8 is served by "xla" alone.
       value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16 (aiter's GEMMs), which
         wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes.
-      rounding: None, to nearest even; or a `Stochastic`. NVIDIA's kernels have it in MXFP4 along
-        the last axis, by itself or with a transform of 16; for other axes, and for `quantize_both`,
-        XLA transposes what they read.
+      rounding: None, to nearest even; or a `Stochastic`. Kernels have it in MXFP4 along the last
+        axis, by itself or with a transform of 16; for other axes, and for `quantize_both`, XLA
+        transposes what they read.
       hadamard: None, or a `Hadamard`: what is quantized is the transform along `axis`, whose length
-        the size divides; not of square blocks. NVIDIA's kernels have sizes 16 and 32 in MXFP4, as
-        they have rounding.
+        the size divides; not of square blocks. Kernels have sizes 16 and 32 in MXFP4, as they have
+        rounding.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 

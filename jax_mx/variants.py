@@ -97,7 +97,8 @@ VARIANTS: tuple[Variant, ...] = (
         for formats in _FORMATS[arrays]
     ),
     *(
-        Variant("quantize", "cutedsl", "last", dtype, (MXFP4_E2M1,), *treatment)
+        Variant("quantize", implementation, "last", dtype, (MXFP4_E2M1,), *treatment)
+        for implementation in ARCHS
         for dtype in FLOAT_DTYPES
         for treatment in _TREATMENTS
     ),

@@ -7,13 +7,17 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from helpers import call, op_of, operand, random_bits, with_zeros
+from helpers import call, op_of, operand, random_bits, treatment, with_zeros
 
 from jax_mx import artifacts
+from jax_mx.formats import BLOCK
+from jax_mx.sharding import spec_of
 from jax_mx.testing.code_object import CodeObject
 from jax_mx.testing.emulator import Emulator
 from jax_mx.testing.memory import Global
+from jax_mx.treatment import words_of
 
 POISON = 0xA7
 
@@ -32,8 +36,22 @@ def example(variant, shape, **options) -> tuple[list[np.ndarray], list[np.ndarra
     floats = random_bits(shape, variant.dtype, seed=len(shape))
     if "zero_scale" in options:
         floats = with_zeros(floats)
+    return example_of(variant, floats, **options)
+
+
+def example_of(variant, floats, **options) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """As `example`, of these floats."""
     x = operand(variant, floats, **options)
-    return bytes_of(x), bytes_of(jax.jit(call(variant, "xla", **options))(x))
+    operands = [x, *words_behind(variant, floats.shape, **options)]
+    return bytes_of(operands), bytes_of(jax.jit(call(variant, "xla", **options))(x))
+
+
+def words_behind(variant, shape, **options) -> list[jax.Array]:
+    """What a treated variant takes behind x, of this shape: a word per block, in x's order."""
+    how = {**treatment(variant), **options}
+    blocks = jnp.zeros((*shape[:-1], shape[-1] // BLOCK))
+    place = (blocks.shape, spec_of(blocks), blocks.ndim - 1, jax.typeof(blocks).sharding.mesh)
+    return words_of(how.get("rounding"), how.get("hadamard"), *place)
 
 
 def placed(data: np.ndarray, align: int, keep: bool) -> np.ndarray:

@@ -147,6 +147,18 @@ def random_bits(shape: tuple[int, ...], dtype, seed: int = 0) -> np.ndarray:
     return bits.astype(f"uint{width}").view(dtype).reshape(shape)
 
 
+def hard_blocks(dtype) -> np.ndarray:
+    """(2500, 32): any bits; of one binade and few; about the least normal number; zeros."""
+    x = random_bits((2500, BLOCK), dtype, seed=3)
+    if dtype != "float16":  # whose numbers are normal ones in float32
+        bits = x.view(np.uint32 if dtype == "float32" else np.uint16)
+        for some, kept in ((slice(1500, 2000), 0x80FF), (slice(2000, 2500), 0x87FF)):
+            bits[some] &= bits.dtype.type(kept << 16 | 0xFFFF if bits.itemsize == 4 else kept)
+    x[:40, ::2] = 0
+    x[:20] = np.where(np.arange(BLOCK) % 3, -0.0, 0.0)
+    return x
+
+
 def with_zeros(floats: np.ndarray) -> np.ndarray:
     """The same with zeros of either sign in the first blocks, along either axis."""
     zeros = np.copysign(floats.dtype.type(0), floats)

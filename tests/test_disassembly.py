@@ -13,7 +13,7 @@ from jax_mx.variants import ARCHS, VARIANTS, layouts_of
 pytest.importorskip("tinygrad")
 pytest.importorskip("jax_mx.kernels")  # not in a wheel
 
-from emulation import Program
+from emulation import Program, words_behind
 from helpers import call, operand
 
 from jax_mx.kernels.flydsl.gcn import bytes_moved, disassemble
@@ -48,7 +48,7 @@ def test_accesses_are_16_bytes_a_lane(variant, arch):
         floats, values = elements * itemsize, elements * count // packed
         assert moved["load", True] == (floats if quantizes else values)
         assert moved["store", True] == (values if quantizes else floats)
-        assert not moved["load" if quantizes else "store", False]
+        assert moved["load" if quantizes else "store", False] == 4 * variant.words  # of a block
         # Alternatives, of which a lane takes one: a word, or its bytes.
         assert moved["store" if quantizes else "load", False] <= 8 * count
 
@@ -81,9 +81,9 @@ def test_accesses_coalesce(variant, arch):
     for layout in layouts_of(variant):
         program = Program(variant, arch, (256, 256), scale_layout=layout)
         memory = Segments()
-        operands = operand(variant, np.ones((256, 256), variant.dtype), scale_layout=layout)
-        results = jax.eval_shape(call(variant, "xla", scale_layout=layout), operands)
-        addresses, operands = [], jax.tree.leaves(operands)
+        x = operand(variant, np.ones((256, 256), variant.dtype), scale_layout=layout)
+        results = jax.eval_shape(call(variant, "xla", scale_layout=layout), x)
+        addresses, operands = [], [*jax.tree.leaves(x), *words_behind(variant, (256, 256))]
         for i, like in enumerate([*operands, *jax.tree.leaves(results)]):
             size = like.size * like.dtype.itemsize
             room = np.zeros(size + 64, np.uint8)

@@ -14,8 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import GOLDEN_SETS, assert_same_array, every_bfloat16, golden_input, random_bits
+from helpers import (
+    GOLDEN_SETS,
+    assert_same_array,
+    every_bfloat16,
+    golden_input,
+    hard_blocks,
+    random_bits,
+)
 from jax.sharding import NamedSharding, PartitionSpec
+from test_treatment import BY_ROWS
 
 import jax_mx
 from jax_mx import _ffi, artifacts
@@ -24,13 +32,14 @@ from jax_mx.variants import ARCHS, VARIANTS, layouts_of, takes_zero_scale
 
 pytest.importorskip("tinygrad")
 
-from emulation import Program, bytes_of, call, example, operand
+from emulation import Program, bytes_of, call, example, example_of, operand, words_behind
 
 from jax_mx.testing import emulate
 from jax_mx.testing.emulator import ORDERS
 
 FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]
 each_arch = pytest.mark.parametrize("arch", ARCHS["flydsl"])
+TREATED = [v for v in FLYDSL if v.words]
 ONE = FLYDSL[0]
 
 
@@ -144,6 +153,56 @@ def test_every_entry(variant, arch):
 
 
 @pytest.mark.every_binary
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize(
+    "variant,arch",
+    [
+        pytest.param(
+            *(variant, arch),
+            id=f"{variant.name}-{arch}",
+            marks=[pytest.mark.thorough] * (variant.dtype == "float16"),  # has none subnormal
+        )
+        for variant in TREATED
+        for arch in ARCHS["flydsl"]
+        if artifacts.holds(variant, arch)
+    ],
+)
+def test_treatments(variant, arch):
+    """Keys, signs and the factor, where subnormals are flushed and where they are not."""
+    shape, dtype = (500, 5 * BLOCK), variant.dtype
+    floats = hard_blocks(dtype).reshape(shape)
+    layouts, scalings = layouts_of(variant), [*Scaling]
+    for turn, prescale in enumerate((None, 0.75)[: 1 + variant.stochastic]):
+        key = jax.random.key(turn)
+        options = {"zero_scale": 127, "scaling": some(variant, scalings, turn=turn)[0]}
+        if variant.hadamard:
+            options["hadamard"] = jax_mx.Hadamard.random(key, variant.hadamard)
+        if variant.stochastic:
+            options["rounding"] = jax_mx.Stochastic(key, prescale)
+        options["scale_layout"] = some(variant, layouts, turn=turn)[0]
+        program = Program(variant, arch, shape, **options)
+        assert program.run(turn, *example_of(variant, floats, **options)), options
+
+
+@each_arch
+def test_random_codes_carry_where_the_noise_says(arch):
+    """Elements that the noise just takes to the next code, and those a unit below."""
+    variant = next(v for v in TREATED if (v.dtype, v.hadamard) == ("float32", 0))
+    shape, rng = (256, 4 * BLOCK), np.random.default_rng(0)
+    options = {"rounding": jax_mx.Stochastic(jax.random.key(3)), "scaling": "floor"}
+    (seeds,) = words_behind(variant, shape, **options)
+    noise = np.asarray(jax_mx.reference.noise(seeds[..., None], (-1,))).reshape(shape)
+    code = rng.integers(1, 8, shape) - noise / 2**16
+    x = np.interp(code, np.arange(8), [0, 0.5, 1, 1.5, 2, 3, 4, 6]).astype(np.float32)
+    x = np.where(rng.random(shape) < 0.5, x, np.nextafter(x, np.float32(0)))
+    x[:, ::BLOCK] = 4  # every scale is 1
+    x = np.copysign(x, rng.random(shape).astype(np.float32) - np.float32(0.5))
+    operands, results = example_of(variant, x, **options)
+    assert (results[1] == 127).all()
+    assert Program(variant, arch, shape, **options).run(0, operands, results)
+
+
+@pytest.mark.every_binary
 @in_turn(3)
 def test_addresses_past_4_gib(variant, arch):
     """The last slab of a tensor of 2^33 elements, of which nothing else exists."""
@@ -161,6 +220,21 @@ def test_one_dimension(arch):
     want = jax_mx.quantize(x)
     with emulate(arch):
         assert_same_array(jax.jit(jax_mx.quantize)(x), want)
+
+
+@each_arch
+@pytest.mark.parametrize("form", ["second_transposed, tiles", "both_transposed"])
+def test_treated_forms_go_along_rows(arch, form):
+    op, how, shape, results = BY_ROWS[form]
+    run = functools.partial(getattr(jax_mx, op), format="mxfp4_e2m1", **how)
+    x = jnp.asarray(random_bits(shape, "bfloat16"))
+    want = jax.jit(functools.partial(run, implementation="xla"))(x)
+    before = _ffi.counters()["launches"]
+    with emulate(arch):
+        got = jax.block_until_ready(jax.jit(functools.partial(run, implementation="flydsl"))(x))
+    assert _ffi.counters()["launches"] - before == results
+    for g, w in zip(bytes_of(got), bytes_of(want), strict=True):
+        assert (g == w).all()
 
 
 def test_programs_of_two_contexts_do_not_mix():

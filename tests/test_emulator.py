@@ -235,6 +235,11 @@ VECTOR = {
         ((f32(-9), f32(-2), f32(2)), f32(-2)), ((NAN, f32(-2), f32(2)), f32(-2)),
         ((TINY, f32(-2), f32(2)), TINY),
     ],
+    "v_maximum3_f32": [
+        ((f32(5), f32(-2), f32(2)), f32(5)), ((f32(1), INF, f32(2)), INF),
+        ((f32(1), NAN, INF), NAN), ((NAN, f32(1), f32(2)), NAN), ((f32(1), f32(2), NAN), NAN),
+        ((f32(-9), f32(-2), TINY), TINY), ((1 << 31, 0, 1 << 31), 0),
+    ],
     "v_rcp_f32": [((f32(4),), f32(0.25)), ((f32(-0.5),), f32(-2)), ((0,), INF)],
     "v_cvt_f32_u32": [((M1,), f32(2**32)), ((2**24 + 1,), f32(2**24)), ((3,), f32(3))],
     "v_cvt_u32_f32": [((f32(3.99),), 3), ((f32(-1),), 0), ((f32(2**33),), M1), ((NAN,), 0)],
@@ -567,6 +572,27 @@ def test_subnormals_are_flushed_where_the_mode_says_so():
         assert flushed[0] in (0, f32(0.5)) and flushed[1] in (1 << 31, f32(1)), name
 
 
+def test_the_mode_of_float32():
+    """MODE's bits 4 and 5: 0 flushes operands and results of what comes after, 3 keeps them."""
+    vectors = {2: TINY, 3: 5, 4: f32(1), 5: f32(2**-126), 6: 0, 7: 1}
+    two = {"vdst": v[OUT : OUT + 1], "src0": v[2:3], "src1": v[4:5]}
+    for code, kept, flushed in (
+        (ins.v_pk_mul_f32(**two), (TINY, 0), (0, 0)),
+        (ins.v_pk_add_f32(**two), (f32(1), 1 << 23 | 5), (f32(1), 1 << 23)),
+        (ins.v_pk_fma_f32(**two, src2=v[6:7]), (TINY, 1), (0, 0)),
+        (ins.v_mov_b64_e32(vdst=v[OUT : OUT + 1], src0=v[2:3]), (TINY, 5), (TINY, 5)),
+    ):
+        for value, want in ((3, kept), (0, flushed)):
+            mode = ins.s_setreg_b32(sdst=s[8], simm16=1 << 11 | 4 << 6 | 1)
+            state = execute(mode, code, vectors=vectors, scalars={8: value}, flushes=value == 3)
+            assert tuple(state.vector[OUT : OUT + 2, 0, 0]) == want, (code, value)
+    # Below the least normal number, though it would round up to it as a subnormal.
+    vectors = {0: 0x00AAAAAA, 1: f32(0.75)}
+    code = ins.v_mul_f32_e32(vdst=v[OUT], src0=v[0], vsrc1=v[1])
+    assert execute(code, vectors=vectors).vector[OUT, 0, 0] == 1 << 23
+    assert execute(code, vectors=vectors, flushes=True).vector[OUT, 0, 0] == 0
+
+
 # ---- memory ---
 def buffers(*arrays):
     """Global memory, and a pair of scalar registers for each array's address."""
@@ -791,6 +817,8 @@ def test_what_is_unknown_raises():
         ins.v_add_f32_e64(vdst=v[1], src0=v[0], src1=v[0], omod=1),
         ins.v_add_u32_e64(vdst=v[1], src0=v[0], src1=v[0], neg=1),
         ins.v_mov_b32_e32(vdst=v[1], src0=DPP, vsrc0=v[0], dpp=0x130, row_mask=15, bank_mask=15),
+        ins.s_setreg_b32(sdst=s[8], simm16=1 << 11 | 6 << 6 | 1),  # float16's mode
+        ins.s_setreg_b32(sdst=s[8], simm16=1 << 11 | 4 << 6 | 1),  # garbage
         ins.global_atomic_add(vdst=v[1], addr=v[0], saddr=s[4:5], data=v[2]),
     ):
         with pytest.raises(NotImplementedError):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import arch_here
 from helpers import (
     assert_bits_equal,
     assert_refused,
@@ -26,7 +27,8 @@ from test_primitive import COLLECTIVE, lowered
 import jax_mx
 from jax_mx import Hadamard, Stochastic, artifacts, primitive, reference
 from jax_mx.formats import BLOCK, FORMATS
-from jax_mx.variants import VARIANTS
+from jax_mx.plan import IMPLEMENTATIONS
+from jax_mx.variants import ARCHS, VARIANTS
 
 P = PartitionSpec
 KEY = jax.random.key(7)
@@ -416,7 +418,8 @@ def test_the_gpu_gives_the_same_bytes():
 
 # ---- kernels: test_kernels.py has them all, with signs and without prescale ---
 TREATED = [v for v in VARIANTS if v.words]
-each_treated = pytest.mark.parametrize("variant", TREATED, ids=lambda v: v.name)
+HERE = [v for v in TREATED if arch_here() is None or arch_here() in ARCHS[v.implementation]]
+each_treated = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 
 
 def served_and_reference(variant, **options):
@@ -492,12 +495,13 @@ def test_two_gpus_give_the_bytes_of_one(variant, layout):
         assert_same_array(run(placed)[0], want)
 
 
-@each_treated
+@pytest.mark.parametrize("variant", TREATED, ids=lambda v: f"{v.implementation}-{v.name}")
 def test_the_call_takes_words_behind_x(variant):
     """As the kernel's launch rule counts buffers, of the view's shape with 1 for the block."""
     for layout, view in (("row_major", "2x64x3"), ("blocked_128x4", "2x1x1x64x3")):
         x = jax.ShapeDtypeStruct((2, 64, 96), variant.dtype)
-        text = lowered(x, call(variant, "cutedsl", scale_layout=layout))
+        name = variant.implementation
+        text = lowered(x, call(variant, name, scale_layout=layout), IMPLEMENTATIONS[name])
         (line,) = [t for t in text.splitlines() if f"@{artifacts.TARGET}(" in t]
         kind = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[variant.dtype]
         words = f", tensor<{view}x1xui32>" * variant.words
@@ -641,7 +645,9 @@ def test_shard_map_counts_blocks_of_its_shard():
     [
         ("quantize", ALL | {"format": FP4}, "cutedsl", "rounding 'stochastic' and hadamard 64"),
         ("quantize", {"hadamard": Hadamard(64)}, "cutedsl", "hadamard 64"),
-        ("quantize", SR | {"format": FP4}, "flydsl", "rounding 'stochastic'"),
+        ("quantize", {"hadamard": Hadamard(64), "format": FP4}, "flydsl", "hadamard 64"),
+        ("quantize", SR | H16 | {"format": FP4, "axis": -2}, "flydsl",
+         "form second with rounding 'stochastic' and hadamard 16, only for last"),
         ("quantize", H16, "cutedsl",
          "format mxfp8_e4m3 with hadamard 16, only for mxfp4_e2m1"),
         ("quantize", SR | {"format": FP4, "block": (32, 32)}, "cutedsl",

@@ -19,7 +19,7 @@ from tinygrad.renderer.amd import decode_inst
 
 from jax_mx.testing import instructions as isa
 from jax_mx.testing.code_object import CodeObject, Kernel
-from jax_mx.testing.instructions import F32, I32, I64, U32, U64
+from jax_mx.testing.instructions import F32, F64, I32, I64, U32, U64
 from jax_mx.testing.memory import Fault, Global, Shared
 
 ORDERS = ("lockstep", "serial", "reversed")  # how the waves of a workgroup run between barriers
@@ -41,7 +41,7 @@ class Space:
 
     memory: Global
     shared: Shared
-    flushes: bool  # subnormal float32
+    flushes: bool  # subnormal float32, where waves begin
 
 
 class Waves:
@@ -61,6 +61,7 @@ class Waves:
         self.scalar = scalar  # uint32 (registers, waves)
         self.vector = vector  # uint32 (registers, waves, 64)
         self.scc = np.zeros(len(workgroup), bool)
+        self.flushes = space.flushes
         self.look_at_exec()
 
     def look_at_exec(self) -> None:
@@ -77,7 +78,7 @@ class Waves:
         """Some of the waves."""
         registers = self.scalar[:, chosen], self.vector[:, chosen]
         part = Waves(self.space, self.pc, self.workgroup[chosen], *registers)
-        part.scc = self.scc[chosen]
+        part.scc, part.flushes = self.scc[chosen], self.flushes
         return part
 
     @staticmethod
@@ -93,6 +94,9 @@ class Waves:
             np.concatenate([p.vector for p in parts], axis=1),
         )
         joined.scc = np.concatenate([p.scc for p in parts])
+        joined.flushes = parts[0].flushes
+        if any(p.flushes != joined.flushes for p in parts):
+            raise NotImplementedError("waves in different modes at one instruction")
         return joined
 
 
@@ -364,6 +368,8 @@ class Emulator:
         return self._scalar_step(name, sources, inst.sdst.offset)
 
     def _sopk(self, name: str, inst: Any, _: int) -> Step:
+        if name == "s_setreg_b32":
+            return _set_mode(inst.simm16, _scalar_source("u", inst.sdst.offset, None))
         value, to = np.array([(inst.simm16 ^ 0x8000) - 0x8000], I32), inst.sdst.offset
         old = [_scalar_source("i", to, None)] * (len(isa.SCALAR[name][0]) - 1)
         return self._scalar_step(name, [*old, lambda w: value], to)
@@ -385,15 +391,12 @@ class Emulator:
         _, op = isa.VECTOR[name]
 
         def step(w: Waves) -> None:
-            values = [source(w) for source in sources]
-            if w.space.flushes:
-                values = [_flushed(x) for x in values]
-            result = op(*values)
+            result = computed(w, op, [source(w) for source in sources])
             if isinstance(result, tuple):
                 result, mask = result
                 if mask is not None:
                     write_mask(w, carry, mask)
-            write_vector(w, to, _flushed(result) if w.space.flushes else result)
+            write_vector(w, to, result)
 
         return step
 
@@ -500,6 +503,8 @@ class Emulator:
 
     def _convert_to_16_bits(self, dtype: np.dtype, sources: list[Source], to: int) -> Step:
         def step(w: Waves) -> None:
+            if w.flushes:
+                raise NotImplementedError("rounding to 16 bits where subnormals are flushed")
             low, high = (
                 np.broadcast_to(source(w), w.active.shape).astype(dtype).view(np.uint16).astype(U32)
                 for source in sources
@@ -528,7 +533,7 @@ class Emulator:
         to = inst.vdst.offset
 
         def step(w: Waves) -> None:
-            low, high = (op(*(source(w) for source in half)) for half in halves)
+            low, high = (computed(w, op, [source(w) for source in half]) for half in halves)
             if kinds[0] == "h":
                 write_vector(w, to, low | high << U32(16))
             else:
@@ -575,7 +580,7 @@ class Emulator:
             raise NotImplementedError("SDWA that extends a sign")
 
         def step(w: Waves) -> None:
-            result = _raw(op(*_with_carry(w, kinds, parts(w)))) & U32(mask)
+            result = _raw(computed(w, op, _with_carry(w, kinds, parts(w)))) & U32(mask)
             if mask != 0xFFFFFFFF:
                 old = w.vector[to - VECTORS] & U32(~(mask << shift) & 0xFFFFFFFF)
                 result = result << U32(shift) | (old if keeps else U32(0))
@@ -589,7 +594,7 @@ class Emulator:
         """Compares parts of registers."""
         kinds, op = isa.VECTOR[name]
         parts, to = self._parts(kinds, inst), inst.sdst.offset if inst.sd else VCC
-        return lambda w: write_vector(w, to, op(*_with_carry(w, kinds, parts(w))))
+        return lambda w: write_vector(w, to, computed(w, op, _with_carry(w, kinds, parts(w))))
 
     def _parts(self, kinds: str, inst: Any) -> Callable[[Waves], list[np.ndarray]]:
         """The bits of SDWA's sources."""
@@ -617,7 +622,7 @@ class Emulator:
             first, *rest = (source(w) for source in sources)
             there = w.active[:, lanes]
             moved = np.where(there, first[:, lanes], U32(0))
-            result = op(*_with_carry(w, kinds, [moved, *rest]))
+            result = computed(w, op, _with_carry(w, kinds, [moved, *rest]))
             write_vector(w, to, result, None if zero else there)
 
         return step
@@ -844,6 +849,32 @@ def _signed(source: Source, negate: bool, magnitude: bool) -> Source:
         return -x if negate else x
 
     return modified
+
+
+def computed(w: Waves, op: Callable, values: list[np.ndarray]) -> Any:
+    """What `op` makes of these, in the mode of the waves."""
+    if not w.flushes:
+        return op(*values)
+    values = [_flushed(x) for x in values]
+    result = op(*values)
+    if op is np.multiply and result.dtype == F32:  # a subnormal would round up to a normal number
+        exact = np.multiply(*(x.astype(F64) for x in values))
+        return np.where(np.abs(exact) < np.finfo(F32).tiny, np.copysign(F32(0), result), result)
+    return result if isinstance(result, tuple) else _flushed(result)
+
+
+def _set_mode(field: int, source: Source) -> Step:
+    """s_setreg_b32 of two bits of MODE: whether float32 keep subnormals."""
+    if field != 1 | 4 << 6 | (2 - 1) << 11:
+        raise NotImplementedError(f"field {field:#x} of a hardware register")
+
+    def step(w: Waves) -> None:
+        mode = np.unique(source(w))
+        if len(mode) != 1 or mode[0] not in (0, 3):
+            raise NotImplementedError(f"float32 modes {mode}")
+        w.flushes = bool(mode[0] == 0)
+
+    return step
 
 
 def _flushed(x: np.ndarray) -> np.ndarray:

@@ -71,6 +71,11 @@ def maximum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where(zeros, f32(bits(x) & bits(y)), np.fmax(x, y))
 
 
+def _maximum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """IEEE 754-2019 maximum: a NaN wins."""
+    return np.where(np.isnan(x) | np.isnan(y), F32(np.nan), maximum(x, y))
+
+
 def median(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """v_med3_f32: with a NaN among them, the smallest of the others."""
     poisoned = np.isnan(x) | np.isnan(y) | np.isnan(z)
@@ -286,6 +291,7 @@ VECTOR: Mapping[str, Op] = {
     "v_min_f32": ("ff", minimum),
     "v_max_f32": ("ff", maximum),
     "v_med3_f32": ("fff", median),
+    "v_maximum3_f32": ("fff", lambda x, y, z: _maximum(_maximum(x, y), z)),
     "v_rcp_f32": ("f", lambda x: F32(1) / x),
     "v_cvt_f32_u32": ("u", lambda x: x.astype(F32)),
     "v_cvt_u32_f32": ("f", _to_unsigned),

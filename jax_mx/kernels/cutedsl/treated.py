@@ -10,10 +10,9 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
+from jax_mx.kernels import noise
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.variants import Variant
-
-_STEP = 0x9E3779B9  # between the words of a block's noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,12 +199,12 @@ def _times_if_any(value: Float32, prescale: Int32, *, loc=None, ip=None) -> Floa
 
 def random_codes(floats: list, by: Float32, seed: Uint32, place: Place) -> list:
     """Words of the e2m1 codes of floats times a block's factor, rounded at random."""
-    noise = []
+    at_random = []
     # All but the last of `_mixed`'s steps, which the first one of the next time takes back.
     seed = _half_mixed(seed ^ (seed >> Uint32(16)))
     for j in range(place.elements // 2):
-        noise += _noise(seed ^ _step(j, place))
-    codes = [_code(value * by, at_random) for value, at_random in zip(floats, noise, strict=True)]
+        at_random += _noise(seed ^ _step(j, place))
+    codes = [_code(value * by, bits) for value, bits in zip(floats, at_random, strict=True)]
     words = []
     for i in range(0, len(codes), 8):
         word = Uint32(0)
@@ -217,16 +216,15 @@ def random_codes(floats: list, by: Float32, seed: Uint32, place: Place) -> list:
 
 def _half_mixed(x: Uint32) -> Uint32:
     """`reference._mixed` without x ^ x >> 16, which is the first step and the last."""
-    x = x * Uint32(0x85EBCA6B)
-    return (x ^ (x >> Uint32(13))) * Uint32(0xC2B2AE35)
+    x = x * Uint32(noise.FACTORS[0])
+    return (x ^ (x >> Uint32(13))) * Uint32(noise.FACTORS[1])
 
 
 def _step(j: int, place: Place) -> Uint32:
     """What a seed is combined with for the j-th word of a thread's noise, mixed by one step."""
     found = None
     for index in reversed(range(place.sharers)):
-        step = (index * place.elements // 2 + j) * _STEP % 2**32
-        step = Uint32(step ^ step >> 16)
+        step = Uint32(noise.step(index * place.elements // 2 + j))
         mine = place.index == Int32(index)
         found = step if found is None else Uint32(cutlass.select_(mine, step, found))
     return found

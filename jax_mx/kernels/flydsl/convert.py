@@ -4,6 +4,7 @@ Naming: `word` is a 32-bit register with two 16-bit elements or one float32, low
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 import flydsl.expr as fx
 from flydsl._mlir.dialects import llvm, rocdl
@@ -109,6 +110,18 @@ def elements(word: Uint32, dtype: str) -> list[Float32]:
         return [(word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)]
     halves = [fx.Uint16(word), fx.Uint16(word >> 16)]
     return [half.bitcast(fx.Float16).to(Float32) for half in halves]
+
+
+def largest_magnitude(x: Sequence[Float32], arch: str) -> Uint32:
+    """The float32 bits of the largest magnitude: NaN > Inf > finite."""
+    if arch == "gfx950":  # which has three at once, of their magnitudes
+        largest = intrinsic("llvm.fabs.f32", Float32, x[0])
+        for value in x[1:]:
+            value = intrinsic("llvm.fabs.f32", Float32, value)
+            largest = intrinsic("llvm.maximum.f32", Float32, largest, value)
+        return magnitudes(largest.bitcast(Uint32), "float32")
+    bits = [magnitudes(value.bitcast(Uint32), "float32") for value in x]
+    return reduce(lambda a, b: larger(a, b, "float32"), bits)
 
 
 def largest_bits(word: Uint32, dtype: str) -> Uint32:
@@ -259,7 +272,7 @@ def _pack_nibbles_as_integers(x: Sequence[Float32], format: Format) -> Uint32:
             intrinsic("llvm.minnum.f32", Float32, value, Float32(format.max))
             for value in magnitudes
         ], Float32)  # fmt: skip
-        lines = [_line(a, slope, _WHOLE + at) for slope, at in ((2.0, 0), (1.0, 2), (0.5, 4))]
+        lines = [line(a, slope, _WHOLE + at) for slope, at in ((2.0, 0), (1.0, 2), (0.5, 4))]
         for j in (1, 0):
             code, *others = (line[j].bitcast(Uint32) for line in lines)
             for other in others:
@@ -270,7 +283,7 @@ def _pack_nibbles_as_integers(x: Sequence[Float32], format: Format) -> Uint32:
     return (signs & Uint32(0x88888888)) | (word - Uint32(exponents))
 
 
-def _line(a, slope: float, offset: float):
+def line(a, slope: float, offset: float):
     """slope * a + offset, of two float32 at once."""
     kind = fx.Vector.make_type(2, Float32)
     constants = [fx.Vector.from_elements([Float32(c)] * 2, Float32) for c in (slope, offset)]

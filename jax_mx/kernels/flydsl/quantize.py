@@ -2,7 +2,7 @@
 
 Two ways to cut the work, as in kernels/cutedsl/quantize.py: `Flat` for blocks along the last axis,
 `Tiled` for every form that needs the second-to-last one. Lanes that share blocks share them out, so
-that a scale is computed once.
+that a scale is computed once; in `Treated`, a `Flat` with more arithmetic, a lane has whole ones.
 
 Sizes are run-time scalars. A binary holds two entries per scale layout: the first wants aligned
 operands, the second takes any.
@@ -17,7 +17,7 @@ from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu, ra
 
 from jax_mx.formats import BLOCK, Format
 from jax_mx.kernels.entry import ALL
-from jax_mx.kernels.flydsl import convert
+from jax_mx.kernels.flydsl import convert, treated
 from jax_mx.kernels.flydsl.kernel import (
     WAVE,
     Kernel,
@@ -58,8 +58,9 @@ class Flat(Kernel):
         self.per_chunk = WAVE // self.sharers  # blocks of a round
         self.threads = WAVE * self.waves
         self.blocks = self.waves * self.chunks * self.per_chunk  # of a workgroup
-        self.grid = [[0, 2, *ALL, self.blocks]]  # it follows the scales, with their padding
-        self.extents = [[8, [2, *ALL]]]
+        at = 2 + variant.words  # the buffer of scales
+        self.grid = [[0, at, *ALL, self.blocks]]  # it follows the scales, with their padding
+        self.extents = [[8, [at, *ALL]]]
         if layout.is_tiled:
             self.extents += [[4, [0, -3, -2]], [4, [0, -2, -1]]]
 
@@ -135,6 +136,81 @@ class Flat(Kernel):
         word = convert.larger(word, convert.from_lane(word, convert.EXCHANGE[1]), self.dtype)
         two = [e.bitcast(Uint32) for e in convert.elements(word, self.dtype)]
         return ((lane & Uint32(1)) != Uint32(0)).select(two[1], two[0])
+
+
+class Treated(Flat):
+    """As `Flat`, of elements that are treated, see treated.py; words (..., rows, cols) behind x.
+
+    What the lanes of a wave have read they exchange in LDS, so that each has a whole block.
+    """
+
+    @flyc.kernel
+    def kernel(self, pointers, scalars):
+        x, *words_in, values, scales = pointers
+        sizes, rounding = scalars[: len(self.extents)], self.of_result(scalars, 0)
+        *rule, prescale = [Uint32(n) for n in (*rounding[:3], rounding[-1])]
+        treated.flush_subnormals(self.variant, prescale)
+        format, lane, thread = self.formats[0], convert.lane_id(), Uint32(Int32(fx.thread_idx.x))
+        strip = Strip(self.layout, self.blocks, sizes)
+        block, offset, inside = strip.at(thread)
+        rounds = self.load(x + strip.block * (BLOCK * self.itemsize), block, lane)
+        # FlyDSL takes what it loads for signed.
+        loaded = [Uint32(load_words(w + strip.block * 4, block * 4, 1, 4)[0]) for w in words_in]
+
+        pairs = treated.elements(self.variant, self.exchange(rounds, thread), loaded, prescale)
+        amax = convert.largest_magnitude([two[i] for two in pairs for i in (0, 1)], self.arch)
+        scale, inverse = convert.scale_of(amax, format, "float32", tuple(rule))
+        if const_expr(self.layout.is_tiled):
+            byte = inside.select(scale, Uint32(0))  # padding
+            fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(byte))
+        if inside:
+            if const_expr(not self.layout.is_tiled):
+                fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(scale))
+            scaled = treated.scaled(pairs, inverse)
+            poison = convert.poison([inverse], [1, 1, 1, 1])
+            if const_expr(self.variant.stochastic):
+                codes = treated.random_words(scaled, loaded[0], poison)
+            else:
+                codes = [
+                    convert.pack_word(scaled[i : i + 8], poison, format, self.arch)
+                    for i in range(0, BLOCK, 8)
+                ]
+            store_words(values + strip.block * 16, block * 16, codes, self.align[-2])
+
+    def load(self, x, block, lane) -> list:
+        """The words of this lane's rounds, of the blocks that are the wave's lanes'."""
+        rounds = []
+        for c in range(self.chunks):
+            owner = lane // self.sharers + Uint32(c * self.per_chunk)
+            number = as_int64(convert.from_anywhere(Uint32(block), owner))
+            if self.layout.is_tiled:  # of long rows more than 32 bits
+                high = as_int64(convert.from_anywhere(Uint32(block >> Int64(32)), owner))
+                number = number | high << Int64(32)
+            where = number * (BLOCK * self.itemsize) + as_int64(lane % self.sharers * 16)
+            rounds.append(load_words(x, where, 4, self.align[0]))
+        return rounds
+
+    def exchange(self, rounds: list, thread) -> list:
+        """The words of a lane's block."""
+        array = fx.Array[Uint8, self.blocks * BLOCK * self.itemsize, 16]
+        names = {"__annotations__": {"x": array}, "__module__": __name__}
+        shared = fx.SharedAllocator().allocate(fx.struct(type("Shared", (), names))).peek().x
+        lane, words = thread % Uint32(WAVE), []
+        for c, piece in enumerate(rounds):
+            block = thread - lane + lane // self.sharers + Uint32(c * self.per_chunk)
+            to = shared_pointer(shared, self.place(block, lane % self.sharers), Uint32, 16)
+            fx.generic_store(to, fx.Vector.from_elements(piece, Uint32))
+        gpu.barrier()
+        for i in range(self.sharers):
+            at = shared_pointer(shared, self.place(thread, Uint32(i)), Uint32, 16)
+            piece = fx.generic_load(at, dtype=Uint32, count=4)
+            words += [piece[w] for w in range(4)]
+        return words
+
+    def place(self, block, piece) -> Int32:
+        """Where 16 bytes of a block lie: permuted, or lanes would all read from the same banks."""
+        key = block // Uint32(8 // self.sharers) % Uint32(self.sharers)
+        return Int32((block * Uint32(self.sharers) + (piece ^ key)) * Uint32(16))
 
 
 TILE = 128  # elements a side, of a workgroup of `Tiled`; a wave has 32 rows of it
@@ -504,4 +580,5 @@ class Tiled(Kernel):
 
 def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
     """The kernel of a variant's entry, for scales in this layout."""
-    return (Flat if variant.form == "last" else Tiled)(variant, arch, layout, aligned)
+    flat = Treated if variant.words else Flat
+    return (flat if variant.form == "last" else Tiled)(variant, arch, layout, aligned)

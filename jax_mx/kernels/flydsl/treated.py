@@ -1,0 +1,163 @@
+"""Hadamard transforms and stochastic rounding in registers, see `reference.hadamard` and `noise`.
+
+A lane holds a whole block, as 16 pairs of elements i and i + 16, which instructions take at once.
+"""
+
+import flydsl.expr as fx
+from flydsl._mlir.dialects import llvm
+from flydsl.expr import Float32, Uint32
+
+from jax_mx.formats import BLOCK, MXFP4_E2M1
+from jax_mx.kernels import noise
+from jax_mx.kernels.flydsl import convert
+from jax_mx.variants import Variant
+
+
+def flush_subnormals(variant: Variant, prescale: Uint32) -> None:
+    """From here on float32 operands and results that are subnormal are zeros of their sign.
+
+    That is in the mode of the wave, and before any of x is there to compute with. Not where
+    elements are neither rotated nor multiplied: they keep their bits. After either no element is
+    subnormal, and a product with a block's factor that is has the code of zero.
+    """
+    mode = Uint32(0)
+    if not variant.hadamard:
+        mode = (prescale == Uint32(0)).select(Uint32(3), Uint32(0))
+    mode = convert.intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, mode)
+    llvm.inline_asm(
+        None,
+        [mode.ir_value()],
+        "s_setreg_b32 hwreg(HW_REG_MODE, 4, 2), $0",
+        "s,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def elements(variant: Variant, words: list, loaded: list, prescale: Uint32) -> list:
+    """The pairs as they are scaled, from the words of a block in memory."""
+    if variant.hadamard:
+        words = _flipped(words, loaded[-1])
+    floats = [e for word in words for e in convert.elements(word, variant.dtype)]
+    pairs = [_pair(*two) for two in zip(floats[: BLOCK // 2], floats[BLOCK // 2 :], strict=True)]
+    if variant.hadamard:
+        pairs = _transformed(pairs, variant.hadamard)
+    if variant.stochastic:
+        # Without, times 1, which changes none but NaN.
+        factor = (prescale == Uint32(0)).select(Uint32(0x3F800000), prescale).bitcast(Float32)
+        pairs = [two * _pair(factor, factor) for two in pairs]
+    return pairs
+
+
+def scaled(pairs: list, inverse: Uint32) -> list[Float32]:
+    """The elements in order, times their factor."""
+    factor = inverse.bitcast(Float32)
+    products = [two * _pair(factor, factor) for two in pairs]
+    return [two[i] for i in (0, 1) for two in products]
+
+
+def _pair(low: Float32, high: Float32):
+    return fx.Vector.from_elements([low, high], Float32)
+
+
+# ---- the Hadamard transform ---
+def _flipped(words: list, flips: Uint32) -> list:
+    """Words of elements with the signs flipped that bits of the block's word say."""
+    if len(words) == BLOCK:
+        return [w ^ (flips << (31 - i) & Uint32(1 << 31)) for i, w in enumerate(words)]
+    found = []
+    for first in range(0, len(words), 8):
+        # Bits of odd elements, 15 places up: as far from those of even ones as their signs are.
+        bits = flips >> (2 * first)
+        bits = bits & Uint32(0x5555) | (bits & Uint32(0xAAAA)) << 15
+        for i, word in enumerate(words[first : first + 8]):
+            found.append(word ^ (bits << (15 - 2 * i) & Uint32(0x80008000)))
+    return found
+
+
+def _transformed(pairs: list, size: int) -> list:
+    """The transform of each `size` elements; the last step of 32 is within pairs."""
+    for stride in (1, 2, 4, 8):
+        pairs = [
+            pairs[i ^ stride] - mine if i & stride else mine + pairs[i ^ stride]
+            for i, mine in enumerate(pairs)
+        ]
+    if size == BLOCK:
+        pairs = [_sum_and_difference(two) for two in pairs]
+    factor = Float32(size**-0.5)
+    return [two * _pair(factor, factor) for two in pairs]
+
+
+def _sum_and_difference(two):
+    """Of a pair's elements; LLVM does not find this instruction."""
+    asm = "v_pk_add_f32 $0, $1, $1 op_sel:[0,1] op_sel_hi:[0,1] neg_hi:[0,1]"
+    value = two.ir_value()
+    return fx.Vector(llvm.inline_asm(value.type, [value], asm, "=v,v"), dtype=Float32)
+
+
+# ---- stochastic rounding ---
+def random_words(values: list[Float32], seed: Uint32, poison: Uint32) -> list[Uint32]:
+    """Words of the e2m1 codes of a block's scaled elements, rounded at random; NaN by `poison`.
+
+    From 1 on the bits of a float32 count codes, by 2^22 each; below, those of x / 2 + 1 / 2 do, of
+    which half a unit in the last place is subtracted, so that rounding leaves whole 2^-16 of a code
+    what they are, and others below the next one. The larger of both, plus the noise, has the code
+    with its top bit inverted.
+    """
+    seed = _half_mixed(seed ^ seed >> 16)
+    limit, codes = Float32(MXFP4_E2M1.max), []
+    for j in range(BLOCK // 2):
+        two = [
+            convert.intrinsic("llvm.minnum.f32", Float32, value, limit)
+            for value in (
+                convert.intrinsic("llvm.fabs.f32", Float32, x) for x in values[2 * j : 2 * j + 2]
+            )
+        ]
+        sums = convert.line(_pair(*two), 0.5, 0.5 - 2.0**-25)
+        at_random = _noise(seed ^ Uint32(noise.step(j)))
+        for i in (0, 1):
+            bits = sums[i].bitcast(Uint32)
+            for other in (two[i].bitcast(Uint32), Float32(0.5).bitcast(Uint32)):
+                bits = convert.intrinsic("llvm.umax.i32", Uint32, bits, other)
+            codes.append((bits << 2) + at_random[i])
+    signs = [value.bitcast(Uint32) for value in values]
+    words = [_nibbles(codes[i : i + 8], signs[i : i + 8]) for i in range(0, BLOCK, 8)]
+    nan = Uint32(MXFP4_E2M1.nan_code * 0x11111111)
+    return [convert.where(poison, nan, word) for word in words]
+
+
+def _half_mixed(x: Uint32) -> Uint32:
+    """`reference._mixed` without x ^ x >> 16, which is the first step and the last."""
+    x = x * Uint32(noise.FACTORS[0])
+    return (x ^ x >> 13) * Uint32(noise.FACTORS[1])
+
+
+def _noise(word: Uint32) -> list[Uint32]:
+    """The 16 bits of two elements, each in bits 8 to 23, from a word that is mixed by a step."""
+    word = _half_mixed(word)
+    zero = 0x0C
+    # The last step would leave the upper half as it is.
+    return [
+        convert.bytes_of(half, half, zero, at, at + 1, zero)
+        for half, at in ((word ^ word >> 16, 0), (word, 2))
+    ]
+
+
+def _nibbles(codes: list[Uint32], signs: list[Uint32]) -> Uint32:
+    """A word of 8 codes, each in bits 24 to 26, with the top bits of the others."""
+    even, odd = (_top_bytes(codes[i::2]) for i in (0, 1))
+    codes_ = _where(Uint32(0x0F0F0F0F), even, odd << 4) ^ Uint32(0x44444444)
+    even, odd = (_top_bytes(signs[i::2]) for i in (0, 1))
+    signs_ = _where(Uint32(0x0F0F0F0F), even >> 4, odd)
+    return _where(Uint32(0x88888888), signs_, codes_)
+
+
+def _top_bytes(words: list[Uint32]) -> Uint32:
+    """Those of four words."""
+    low, high = (convert.bytes_of(b, a, 3, 7, 3, 7) for a, b in (words[:2], words[2:]))
+    return convert.bytes_of(high, low, 0, 1, 4, 5)
+
+
+def _where(mask: Uint32, a: Uint32, b: Uint32) -> Uint32:
+    """As `convert.where`, where the mask is a constant."""
+    values = [x.ir_value() for x in (mask, a, b)]
+    return Uint32(llvm.inline_asm(Uint32.ir_type, values, "v_bfi_b32 $0, $1, $2, $3", "=v,s,v,v"))
