@@ -80,7 +80,9 @@ def quantize(
       zero_scale: the scale's byte of a block of zeros: 0 (2^-127), or 127 (1.0) as in ROCm
         TransformerEngine. With 127, MXFP8 is served by "xla" alone.
       value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16 (aiter's GEMMs), which
-        wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes.
+        wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes. AMD's
+        kernels write it; after NVIDIA's, XLA moves the bytes. Like a tiled scale layout, it takes
+        the last two axes as a matrix.
       rounding: None, to nearest even; or a `Stochastic`. NVIDIA's kernels have it in MXFP4 along
         the last axis, by itself or with a transform of 16.
       hadamard: None, or a `Hadamard`: what is quantized is the transform along `axis`, whose length
@@ -316,7 +318,8 @@ def is_supported(
       transpose: of quantize, of dequantize, or of quantize_both's second result.
       block: of quantize and dequantize, see `quantize`.
       zero_scale: of quantize and quantize_both.
-      value_layout: of all results, or of dequantize's operand; no kernel depends on it.
+      value_layout: of all results, or of dequantize's operand. No answer depends on it: what a
+        kernel does not write or read in tiles, XLA moves.
       rounding: of quantize, and of both directions of quantize_both; so is hadamard.
       hadamard: see `quantize`.
       implementation: this one only; "xla" serves every call.

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import GOLDEN_SETS, assert_same_array, every_bfloat16, golden_input, random_bits
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi, artifacts
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, Scaling
-from jax_mx.variants import ARCHS, VARIANTS, layouts_of, takes_zero_scale
+from jax_mx.variants import ARCHS, VALUE_LAYOUTS_OF, VARIANTS, layouts_of, takes_zero_scale
 
 pytest.importorskip("tinygrad")
 
@@ -145,6 +145,35 @@ def test_every_entry(variant, arch):
         assert program.run(entry, *example(variant, shape, **options)), (entry, layout)
 
 
+# Both directions are whole tiles of values: odd counts of them, slabs.
+TILES = [(3, 64, 192), (320, 64), (192, 192)]
+
+
+def in_tiles(variant) -> list[dict]:
+    """The options that ask for the variant's values in tiles: of either result, and of both."""
+    if variant.op != "quantize" or variant.form == "second":  # blocks do not end a row
+        return []
+    if not variant.form.startswith("both"):
+        return [{"value_layout": "shuffled_16x16"}]
+    layouts = ("row_major", "shuffled_16x16")
+    second = layouts if variant.form.endswith("transposed") else layouts[:1]
+    return [{"value_layouts": pair} for pair in itertools.product(layouts, second)][1:]
+
+
+@pytest.mark.every_binary
+@in_turn(0)
+def test_values_in_tiles(variant, arch):
+    """Each way to ask, with each layout of scales, by the entries in turn."""
+    each = [(how, layout) for how in in_tiles(variant) for layout in layouts_of(variant)]
+    for i, (how, layout) in enumerate(each):
+        options = {**how, "scale_layout": layout}
+        (shape,) = some(variant, TILES, turn=i)
+        for entry in range(2) if len(each) == 1 else ((FLYDSL.index(variant) + i) % 2,):
+            program = Program(variant, arch, shape, **options)
+            assert program.takes(entry)
+            assert program.run(entry, *example(variant, shape, **options)), (shape, options, entry)
+
+
 @pytest.mark.every_binary
 @each_arch
 @each_variant
@@ -212,6 +241,57 @@ def test_transforms_and_eight_devices(arch):
         assert not any(word in compiled.as_text() for word in ("all-gather", "all-to-all"))
         assert_same_array(jax.block_until_ready(compiled(shards)), want, "sharded")
         assert _ffi.counters()["launches"] == before + 8
+
+
+def plain_and_shuffled(**options):
+    """A call, and the one that asks for values in tiles; lists of MXArrays."""
+    options = {"format": "mxfp4_e2m1", **options}
+    if options.pop("both", False):
+        calls = jax_mx.quantize_both, {"value_layouts": ("shuffled_16x16",) * 2}
+    else:
+        calls = jax_mx.quantize, {"value_layout": "shuffled_16x16"}
+    f = functools.partial(calls[0], **options)
+    g = functools.partial(f, implementation="flydsl", **calls[1])
+    return [lambda x, f=f: q if isinstance(q := f(x), tuple) else (q,) for f in (f, g)]
+
+
+@pytest.mark.parametrize("writes", [True, False], ids=["kernel writes tiles", "XLA moves rows"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"both": True, "scale_layout": "shuffled_32x8"},  # as AITER's GEMMs read them
+        {"both": True},
+        {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"},
+        {"axis": 0, "transpose": True},
+        {"block": (32, 32), "format": "mxfp8_e4m3"},
+    ],
+    ids=str,
+)
+def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
+    """Jitted, mapped, sharded; also where the kernel writes rows, as NVIDIA's do."""
+    if not writes:
+        monkeypatch.setitem(VALUE_LAYOUTS_OF, "flydsl", ("row_major",))
+        jax.clear_caches()
+    plain, shuffled = plain_and_shuffled(**options)
+    x = jnp.asarray(
+        random_bits((64, 4, 64) if options.get("axis") == 0 else (2, 64, 256), "bfloat16")
+    )
+    want = [q.with_values_in("shuffled_16x16") for q in jax.jit(plain)(x)]
+
+    def same(got, what):
+        for g, w in zip(got, want, strict=True):
+            assert_same_array(g, w, what)
+
+    with emulate("gfx950"):
+        same(jax.jit(shuffled)(x), "jit")
+        if options.get("axis") != 0:
+            same(jax.jit(jax.vmap(shuffled))(x), "vmap")
+        for kind, spec in ((AxisType.Auto, ("a", "b")), (AxisType.Explicit, (None, "a", "b"))):
+            mesh = jax.make_mesh((2, 4), ("a", "b"), (kind,) * 2, devices=jax.devices("cpu"))
+            with jax.set_mesh(mesh):
+                shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+                same(jax.jit(shuffled)(shards), str(spec))
+    jax.clear_caches()
 
 
 @each_arch
