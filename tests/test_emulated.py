@@ -161,7 +161,19 @@ def in_tiles(variant) -> list[dict]:
 
 
 @pytest.mark.every_binary
-@in_turn(0)
+@pytest.mark.parametrize(
+    "variant,arch",
+    [
+        pytest.param(
+            *(variant, arch),
+            id=f"{variant.name}-{arch}",
+            marks=[pytest.mark.thorough] * ((i + j) % 4 > 0),
+        )
+        for i, variant in enumerate(variant for variant in FLYDSL if in_tiles(variant))
+        for j, arch in enumerate(ARCHS["flydsl"])
+        if artifacts.holds(variant, arch)
+    ],
+)
 def test_values_in_tiles(variant, arch):
     """Each way to ask, with each layout of scales, by the entries in turn."""
     each = [(how, layout) for how in in_tiles(variant) for layout in layouts_of(variant)]
