@@ -192,10 +192,12 @@ def test_values_in_tiles(variant, arch):
 def test_addresses_past_4_gib(variant, arch):
     """The last slab of a tensor of 2^33 elements, of which nothing else exists."""
     slabs, layouts = (1 << 33) // (256 * 256), layouts_of(variant)  # which pad nothing here
+    *_, tiles = {}, *in_tiles(variant)
     for entry, layout in enumerate(some(variant, layouts, 2)):
-        program = Program(variant, arch, (slabs, 256, 256), scale_layout=layout)
-        buffers = example(variant, (1, 256, 256), scale_layout=layout)
-        assert program.run(entry, *buffers, slabs=slabs), (entry, layout)
+        options = {"scale_layout": layout} | (tiles if entry else {})
+        program = Program(variant, arch, (slabs, 256, 256), **options)
+        buffers = example(variant, (1, 256, 256), **options)
+        assert program.run(entry, *buffers, slabs=slabs), (entry, options)
 
 
 # ---- the context ---
