@@ -16,12 +16,12 @@ from jax_mx.checks import axis_of, block_of, blocks_fit
 from jax_mx.formats import BLOCK, FORMATS, MXFP4_E2M1, SCALE_DTYPE, Format, named
 from jax_mx.forms import (
     FORMS,
+    covered,
     divided,
     from_view,
-    scales_shape,
-    scales_spec,
+    stored_shape,
+    stored_spec,
     to_view,
-    unit_lengths,
 )
 from jax_mx.layouts import (
     ROW_MAJOR,
@@ -208,8 +208,10 @@ class MXArray:
         values, scales = self.with_values_in(values_in).values, self.scales
         if axis == -2 and self.format.codes_per_byte > 1:
             values = _repacked(values, self.format)
+        form = FORMS["last" if axis == -1 else "second"]
+        form = form.laid_out(layout, (ROW_MAJOR_VALUES,), (covered(layout),))
         if layout.is_tiled:
-            scales = gathered(scales, self.shape, unit_lengths((axis,), layout))
+            scales = gathered(scales, self.shape, form.unit_lengths)
         other = scales.ndim - 3 - axis  # the axis along which a scale stands for 32 blocks
         shape, spec = [*scales.shape], spec_of(scales)
         scales = jnp.expand_dims(scales, other + 1)
@@ -217,12 +219,11 @@ class MXArray:
         shape[other] *= BLOCK
         scales = reshape(scales, tuple(shape), spec)
         if layout.is_tiled:
-            form = FORMS["last" if axis == -1 else "second"].laid_out(layout)
             (result,) = form.results
             view, view_spec = form.view(self.shape, spec, axis)
             scales = to_view(scales, divided(view, (-1,), BLOCK), view_spec, result.order)
-            stored = scales_shape(self.shape, (axis,), layout), scales_spec(spec, (axis,), layout)
-            scales = from_view(result.pack(scales), *stored, result.scales_order)
+            stored = stored_shape(self.shape, (axis,), layout), stored_spec(spec, (axis,), layout)
+            scales = from_view(result.pack(scales, layout), *stored, result.order_in(layout))
         return MXArray(values, scales, self.format, axis, layout, value_layout=values_in)
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:
@@ -273,7 +274,7 @@ def checked(op: str, name: str, q: Any) -> MXArray:
     if axis != -1:
         fits(op, values_in, axis, shape, format)  # it does not
     axes = (-2, -1) if len(block) == 2 else (axis,)
-    scales = scales_shape(shape, axes, layout)
+    scales = stored_shape(shape, axes, layout)
     if any(shape[axis] % BLOCK for axis in axes) or q.scales.shape != scales:
         along = "in square blocks" if len(block) == 2 else f"along axis {axis}"
         raise ValueError(

@@ -5,11 +5,11 @@ numbers and one or two dimensions of length 32. In memory the tail's dimensions 
 that of the array itself, so the view costs nothing: it is a reshape and a transpose that XLA turns
 into a bitcast, and the order becomes the layout of the custom call's operand or result.
 
-Tiles of scales want to stay whole. Where scales lie in tiles, the tail's first two dimensions, of
-lengths n0 and n1, are split into units, which are what tiles and their padding cover
-(`ScaleLayout.pad`), as (t0, t1, u0, u1): t0 x t1 units of u0 by u1. So whole units are dimensions
-like the leading ones, and who splits them splits floats, codes and tiles alike. A length that is no
-multiple of its unit is one unit.
+Tiles want to stay whole. Where scales or values lie in tiles, the tail's first two dimensions, of
+lengths n0 and n1, are split into units, which are what tiles and their padding cover (`covered`),
+as (t0, t1, u0, u1): t0 x t1 units of u0 by u1. So whole units are dimensions like the leading ones,
+and who splits them splits floats, codes and tiles alike. A length that is no multiple of its unit
+is one unit.
 
 The words are quantize's, from an operand to results. dequantize takes a form backwards: it reads
 what the form's result describes and writes what the operand's order describes.
@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 
 from jax_mx.formats import BLOCK, Format
-from jax_mx.layouts import ROW_MAJOR, ScaleLayout
+from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout, ScaleLayout, ValueLayout
 from jax_mx.sharding import Spec, reshape, spec_of
 
 Shape = tuple[int, ...]
@@ -45,24 +45,31 @@ def moved_last(dims: tuple, axis: int) -> tuple:
     return (*dims[:axis], *dims[axis + 1 :], dims[axis])
 
 
-def scales_shape(shape: Shape, axes: Collection[int], layout: ScaleLayout) -> Shape:
-    """Of the scales of an array of the logical `shape`, with blocks along `axes`."""
+def stored_shape(shape: Shape, axes: Sequence[int], layout: Layout, by: int = BLOCK) -> Shape:
+    """Of the bytes, one for `by` elements along each of `axes`, of an array of this logical shape.
+
+    Of scales, with blocks along `axes`; or of values, whose bytes hold `by` codes.
+    """
     if not layout.is_tiled:
-        return divided(shape, axes, BLOCK)
-    *lead, rows, cols = moved_last(shape, *axes)
-    return (*lead, *layout.shape(rows, cols // BLOCK))
+        return divided(shape, axes, by)
+    *lead, rows, cols = moved_last(shape, axes[-1])
+    return (*lead, *layout.shape(rows, cols // by))
 
 
-def scales_spec(spec: Spec, axes: Collection[int], layout: ScaleLayout) -> Spec:
-    """Of these scales, for an array of the partition spec `spec`."""
-    return (*moved_last(spec, *axes), None) if layout.is_tiled else spec
+def stored_spec(spec: Spec, axes: Sequence[int], layout: Layout) -> Spec:
+    """Of these bytes, for an array of the partition spec `spec`."""
+    return (*moved_last(spec, axes[-1]), None) if layout.is_tiled else spec
 
 
-def unit_lengths(axes: Collection[int], layout: ScaleLayout) -> tuple[int, int]:
-    """How much of the last two axes a unit of tiles covers, with blocks along `axes` of them."""
-    rows, cols = layout.pad
-    sides = [[cols * BLOCK if axis == along else rows for along in axes] for axis in (-2, -1)]
-    return math.lcm(*sides[0]), math.lcm(*sides[1])
+def covered(
+    scales: ScaleLayout,
+    values: ValueLayout = ROW_MAJOR_VALUES,
+    codes_per_byte: int = 1,
+    group: int = BLOCK,
+) -> tuple[int, int]:
+    """How many rows, and elements along the block axis, are whole tiles, and groups, of both."""
+    rows = math.lcm(scales.pad[0], values.pad[0])
+    return rows, math.lcm(scales.pad[1] * BLOCK, values.pad[1] * codes_per_byte, group)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +78,11 @@ class Result:
 
     Attributes:
       block: the dimensions of the tail that a block spans, negative; codes pack along the last.
-      order: how values and row-major scales lie in memory.
-      rows: the dimensions of the tail that make up the rows of the scales' matrix in tiles.
-      cols: those that make up its columns.
+      order: how values and scales lie in memory where they are row-major.
+      rows: the dimensions of the tail that make up the rows of the matrices in tiles.
+      cols: those that make up the columns, with the rest of a block.
       layout: where scales lie.
+      values_in: where values lie.
     """
 
     block: tuple[int, ...]
@@ -82,22 +90,19 @@ class Result:
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
     layout: ScaleLayout = ROW_MAJOR
+    values_in: ValueLayout = ROW_MAJOR_VALUES
 
     def values_shape(self, view: Shape, format: Format) -> Shape:
-        """Of the values, for a view of this shape."""
-        return divided(view, self.block[-1:], format.codes_per_byte)
+        """Of the values, for a view of this shape: like it, or (..., t0, t1, tiles of a unit)."""
+        return self._stored(divided(view, self.block[-1:], format.codes_per_byte), self.values_in)
 
     def scales_shape(self, view: Shape) -> Shape:
         """Of the scales, for a view of this shape: like it, or (..., t0, t1, tiles of a unit)."""
-        if not self.layout.is_tiled:
-            return divided(view, self.block, BLOCK)
-        lead = len(view) - len(self.order)
-        return (*view[: lead + 2], *self._turned(self.layout.shape(*self._extents(view[lead:]))))
+        return self._stored(divided(view, self.block, BLOCK), self.layout)
 
-    @property
-    def scales_order(self) -> Order:
-        """How the scales lie in memory."""
-        return _moved(self._turned((0, 1, 2)), _SPLIT) if self.layout.is_tiled else self.order
+    def order_in(self, layout: Layout) -> Order:
+        """How values or scales lie in memory that lie so."""
+        return _moved(self._turned((0, 1, 2)), _SPLIT) if layout.is_tiled else self.order
 
     def view_shape(self, values: Shape) -> Shape:
         """The inverse of `values_shape`."""
@@ -115,24 +120,36 @@ class Result:
         """The dimension, negative, along which the next block of the same row or column lies."""
         return (self.cols[-1] if self.cols else 0) - len(self.order)
 
-    def pack(self, scales: jax.Array) -> jax.Array:
-        """Scales of the view's rank into tiles."""
-        lead, spec = scales.ndim - len(self.order), spec_of(scales)
-        shape = (*scales.shape[: lead + 2], *self._extents(scales.shape[lead:]))
-        tiles = self.layout.pack(from_view(scales, shape, spec[: lead + 2], self._matrix))
+    def pack(self, bytes_: jax.Array, layout: Layout) -> jax.Array:
+        """Values or scales of the view's rank into this layout."""
+        if not layout.is_tiled:
+            return bytes_
+        lead, spec = bytes_.ndim - len(self.order), spec_of(bytes_)
+        shape = (*bytes_.shape[: lead + 2], *self._extents(bytes_.shape[lead:]))
+        tiles = layout.pack(from_view(bytes_, shape, spec[: lead + 2], self._matrix))
         return tiles.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
 
-    def unpack(self, tiles: jax.Array, view: Shape) -> jax.Array:
-        """The inverse of `pack`, for a view of this shape."""
-        lead = len(view) - len(self.order)
-        tiles = tiles.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
-        matrix = self.layout.unpack(tiles, *self._extents(view[lead:]))
+    def unpack(self, scales: jax.Array, view: Shape) -> jax.Array:
+        """The inverse of `pack`, of scales, for a view of this shape."""
+        if not self.layout.is_tiled:
+            return scales
+        lead, shape = len(view) - len(self.order), divided(view, self.block, BLOCK)
+        tiles = scales.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
+        matrix = self.layout.unpack(tiles, *self._extents(shape[lead:]))
         spec = (*spec_of(tiles)[: lead + 2], *(None for _ in self.order))
-        return to_view(matrix, divided(view, self.block, BLOCK), spec, self._matrix)
+        return to_view(matrix, shape, spec, self._matrix)
+
+    def _stored(self, shape: Shape, layout: Layout) -> Shape:
+        """Of bytes that are of this shape where they are row-major."""
+        if not layout.is_tiled:
+            return shape
+        lead = len(shape) - len(self.order)
+        return (*shape[: lead + 2], *self._turned(layout.shape(*self._extents(shape[lead:]))))
 
     def _extents(self, tail: Shape) -> tuple[int, int]:
-        """Rows and columns of the scales' matrix of a unit, for a tail of these lengths."""
-        return math.prod(tail[i] for i in self.rows), math.prod(tail[i] for i in self.cols)
+        """Rows and columns of a unit's matrix of bytes, for a tail of these lengths."""
+        _, _, *cols = (i for i in self._matrix if i not in self.rows)
+        return math.prod(tail[i] for i in self.rows), math.prod(tail[i] for i in cols)
 
     def _turned(self, tiles: tuple) -> tuple:
         """(..., of rows, of columns, bytes) as (..., of u0, of u1, bytes), or the other way."""
@@ -141,8 +158,9 @@ class Result:
 
     @property
     def _matrix(self) -> Order:
-        """The tail of row-major scales as units of that matrix, the 1s last."""
-        return (0, 1, *self.rows, *self.cols, *(i + len(self.order) for i in self.block))
+        """The tail of row-major bytes as units of that matrix; a block's are a row's neighbours."""
+        named = (0, 1, *self.rows, *self.cols)
+        return (*named, *(i for i in range(len(self.order)) if i not in named))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +171,7 @@ class Form:
       whole: how many of the view's last dimensions have the length 32.
       operand: how the operand lies in memory.
       results: what is made of it.
-      units: of the tail's first two dimensions, where scales lie in tiles.
+      units: of the tail's first two dimensions, where something lies in tiles.
       merge: the dimensions of the tail as launch rules number them, which know `FORMS` alone: those
         with one number are one. Empty: as they are.
     """
@@ -164,23 +182,39 @@ class Form:
     units: tuple[int, int] | None = None
     merge: Shape = ()
 
-    def laid_out(self, layout: ScaleLayout) -> Form:
-        """This form with scales that lie so."""
-        if not layout.is_tiled:
-            return self
-        sides = [(r.rows, layout.pad[0]) for r in self.results]
-        sides += [(r.cols, layout.pad[1]) for r in self.results]
+    def laid_out(
+        self,
+        layout: ScaleLayout,
+        values: Sequence[ValueLayout],
+        covers: Sequence[tuple[int, int]],
+    ) -> Form:
+        """This form with scales and values that lie so; `covers` of each result what `covered`."""
+        sides = []
+        for r, (rows, elements) in zip(self.results, covers, strict=True):
+            sides += [(r.rows, rows), (r.cols, elements // BLOCK)]
 
         def unit(i: int) -> int:  # of the tail's dimension i; a side's others have the length 32
-            return math.lcm(*(p // BLOCK ** (len(dims) - 1) for dims, p in sides if i in dims))
+            return math.lcm(*(-(-n // BLOCK ** (len(dims) - 1)) for dims, n in sides if i in dims))
 
         results = []
-        for r in self.results:
+        for r, values_in in zip(self.results, values, strict=True):
             rows, cols = (tuple(_SPLIT[i][-1] for i in dims) for dims in (r.rows, r.cols))
-            results.append(Result(r.block, _moved(r.order, _SPLIT), rows, cols, layout))
+            order = _moved(r.order, _SPLIT)
+            results.append(Result(r.block, order, rows, cols, layout, values_in))
         merge = (0, 1, 0, 1, *range(2, 2 + self.whole))
         operand = _moved(self.operand, _SPLIT)
         return Form(self.whole, operand, tuple(results), (unit(0), unit(1)), merge)
+
+    @property
+    def unit_lengths(self) -> tuple[int, ...]:
+        """Of a unit, of the last two axes of the unquantized array."""
+        blocks = {i - 2 for r in self.results for i in r.cols} if self.whole == 1 else {0, 1}
+        return tuple(u * BLOCK if i in blocks else u for i, u in enumerate(self.units or (1, 1)))
+
+    def in_rows(self) -> Form:
+        """This form with row-major values, in the same units."""
+        results = (dataclasses.replace(r, values_in=ROW_MAJOR_VALUES) for r in self.results)
+        return dataclasses.replace(self, results=tuple(results))
 
     def spread(self, axis: int) -> Form:
         """This form for blocks along `axis`, with a dimension for each axis behind it."""
@@ -276,8 +310,10 @@ FORMS: Mapping[str, Form] = {
         for name, order in (("both", (0, 2, 1, 3)), ("both_transposed", (1, 3, 0, 2)))
     },
     # The same view: blocks of 32 x 32.
-    "square": Form(2, (0, 2, 1, 3), (Result((-2, -1), (0, 2, 1, 3)),)),
-    "square_transposed": Form(2, (0, 2, 1, 3), (Result((-1, -2), (1, 3, 0, 2)),)),
+    "square": Form(2, (0, 2, 1, 3), (Result((-2, -1), (0, 2, 1, 3), rows=(0, 2), cols=(1,)),)),
+    "square_transposed": Form(
+        2, (0, 2, 1, 3), (Result((-1, -2), (1, 3, 0, 2), rows=(1, 3), cols=(0,)),)
+    ),
     # The view of "last", but the quantized array lies as (K, rows): dequantize alone.
     "last_transposed": Form(1, (0, 1, 2), (Result((-1,), (1, 2, 0), rows=(0,), cols=(1,)),)),
 }

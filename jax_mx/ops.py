@@ -19,10 +19,9 @@ from jax_mx.forms import (
     divided,
     from_view,
     moved_last,
-    scales_shape,
-    scales_spec,
+    stored_shape,
+    stored_spec,
     to_view,
-    unit_lengths,
 )
 from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
@@ -80,7 +79,9 @@ def quantize(
       zero_scale: the scale's byte of a block of zeros: 0 (2^-127), or 127 (1.0) as in ROCm
         TransformerEngine. With 127, MXFP8 is served by "xla" alone.
       value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16 (aiter's GEMMs), which
-        wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes.
+        wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes. AMD's
+        kernels write it; after NVIDIA's, XLA moves the bytes. Like a tiled scale layout, it takes
+        the last two axes as a matrix.
       rounding: None, to nearest even; or a `Stochastic`. Kernels have it in MXFP4 along the last
         axis, by itself or with a transform of 16; for other axes, and for `quantize_both`, XLA
         transposes what they read.
@@ -109,7 +110,7 @@ def quantize(
     x = jnp.asarray(x, plan.dtype)
     _insist(plan)
     words = _words(x, plan, plan.axes, rounding, hadamard)
-    if plan.axis < -2 and plan.scale_layout.is_tiled:  # a layout's rows are the last axis alone
+    if plan.axis < -2 and plan.is_tiled:  # a layout's rows are the last axis alone
         x, *words = (jnp.moveaxis(a, plan.axis, -2) for a in (x, *words))
         (q,) = _quantize(x, dataclasses.replace(plan, axis=-2), words)
         if plan.transpose:
@@ -317,7 +318,8 @@ def is_supported(
       transpose: of quantize, of dequantize, or of quantize_both's second result.
       block: of quantize and dequantize, see `quantize`.
       zero_scale: of quantize and quantize_both.
-      value_layout: of all results, or of dequantize's operand; no kernel depends on it.
+      value_layout: of all results, or of dequantize's operand. No answer depends on it: what a
+        kernel does not write or read in tiles, XLA moves.
       rounding: of quantize, and of both directions of quantize_both; so is hadamard.
       hadamard: see `quantize`.
       implementation: this one only; "xla" serves every call.
@@ -423,11 +425,11 @@ def _quantize(x: jax.Array, plan: Plan, words: Sequence[jax.Array]) -> list[MXAr
         if plan.transpose and axes != (-1,):
             shape, spec = (moved_last(dims, axes[0]) for dims in (shape, spec))
             axes = result.last
-        stored = divided(shape, axes[-1:], format.codes_per_byte)
-        values_in = plan.value_layouts[i]
-        values = values_in.pack(from_view(values, stored, spec, result.order))
-        stored, spec = scales_shape(shape, axes, layout), scales_spec(spec, axes, layout)
-        scales = from_view(scales, stored, spec, result.scales_order)
+        values_in, per_byte = plan.value_layouts[i], format.codes_per_byte
+        to = stored_shape(shape, axes[-1:], values_in, per_byte), stored_spec(spec, axes, values_in)
+        values = from_view(values, *to, result.order_in(values_in))
+        to = stored_shape(shape, axes, layout), stored_spec(spec, axes, layout)
+        scales = from_view(scales, *to, result.order_in(layout))
         arrays.append(MXArray(values, scales, format, axes[-1], layout, plan.block, values_in))
     return arrays
 
@@ -439,14 +441,14 @@ def _dequantize(q: MXArray, plan: Plan) -> jax.Array:
     values, scales = _placed(q.values, q.shape, plan), q.scales
     shape, spec = q.shape, spec_of(values)
     if is_explicit(jax.typeof(values).sharding.mesh):
-        beside = scales_spec(spec, plan.axes, layout)
+        beside = stored_spec(spec, plan.axes, layout)
         scales = resharded(scales, beside, jax.typeof(values).sharding.mesh)
     if plan.transpose:
         shape, spec = (moved_last(dims, -2) for dims in (shape, spec))
     view, view_spec = form.view(shape, spec, plan.first_axis)
     stored = result.values_shape(view, plan.format)
     values = to_view(values, stored, view_spec, result.order)
-    scales = to_view(scales, result.scales_shape(view), view_spec, result.scales_order)
+    scales = to_view(scales, result.scales_shape(view), view_spec, result.order_in(layout))
     return from_view(primitive.dequantize(values, scales, plan), shape, spec, form.operand)
 
 
@@ -457,9 +459,10 @@ def _placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
     _insist_on_whole_blocks(x, shape, plan)
-    if not plan.scale_layout.is_tiled:
+    if not plan.is_tiled:
         return x
-    return gathered(x, shape, unit_lengths(plan.axes, plan.scale_layout))
+    swapped = plan.op == "dequantize" and plan.transpose
+    return gathered(x, shape, plan.views.unit_lengths[:: -1 if swapped else 1])
 
 
 def _insist_on_whole_blocks(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> None:

@@ -20,7 +20,7 @@ from jax_mx.checks import (
     zero_scale_of,
 )
 from jax_mx.formats import BLOCK, Format, Scaling
-from jax_mx.forms import FORMS, Form, moved_last
+from jax_mx.forms import FORMS, Form, covered, moved_last
 from jax_mx.layouts import ROW_MAJOR_VALUES, VALUE_LAYOUTS, ScaleLayout, ValueLayout
 from jax_mx.treatment import UNTREATED, Treatment
 
@@ -44,8 +44,7 @@ class Plan:
         last, that of dequantize its last two axes swapped.
       block: of the quantized side: (32,), or (32, 32) on the last two axes, with axis -1.
       zero_scale: the scale's byte of an all-zero block; matters to quantize alone.
-      value_layouts: where the values of quantize's results lie; what the primitive gives is
-        row-major, and is put there afterwards.
+      value_layouts: where the values of quantize's results lie; dequantize reads row-major ones.
       treatments: of the elements of quantize's results, beside scaling.
     """
 
@@ -95,11 +94,23 @@ class Plan:
         return f"{which}_transposed" if self.transpose else which
 
     @property
+    def is_tiled(self) -> bool:
+        """Whether scales or values lie in tiles, of the last two axes."""
+        return any(layout.is_tiled for layout in (self.scale_layout, *self.value_layouts))
+
+    @property
+    def covers(self) -> list[tuple[int, int]]:
+        """Of each result, how many rows and elements are whole tiles; see `forms.covered`."""
+        each = zip(self.value_layouts, self.formats, self.treatments, strict=True)
+        return [covered(self.scale_layout, v, f.codes_per_byte, t.group) for v, f, t in each]
+
+    @property
     def views(self) -> Form:
         """How its arrays are viewed."""
         form = FORMS[self.form]
-        tiled = self.scale_layout.is_tiled
-        return form.laid_out(self.scale_layout) if tiled else form.spread(self.first_axis)
+        if self.is_tiled:
+            return form.laid_out(self.scale_layout, self.value_layouts, self.covers)
+        return form.spread(self.first_axis)
 
     @property
     def params(self) -> dict[str, int]:
@@ -112,6 +123,7 @@ class Plan:
                 params |= {f"zero_scale_{i}": self.zero_scale}
                 prescale = np.float32(self.treatments[i].prescale or 0)
                 params |= {f"prescale_{i}": int(prescale.view(np.uint32))}
+                params |= {f"value_tiles_{i}": int(self.value_layouts[i].is_tiled)}
         return params
 
 
@@ -230,7 +242,6 @@ def plan_dequantize(q: MXArray, dtype: Any, transpose: Any, implementation: Any)
             implementation=_implementation(op, implementation),
             transpose=flag(op, "transpose", transpose),
             block=q.block,
-            value_layouts=(q.value_layout,),
         ),
         q.ndim,
     )

@@ -35,7 +35,7 @@ from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx import artifacts, reference, variants
 from jax_mx.formats import BLOCK, SCALE_DTYPE, Scaling
-from jax_mx.forms import minor_to_major
+from jax_mx.forms import Form, minor_to_major
 from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.plan import IMPLEMENTATIONS, Plan
 
@@ -63,16 +63,22 @@ def _quantize_avals(x, *words, plan: Plan):
     each result its treatment's, seeds first.
     """
     core.standard_vma_rule("mx_quantize", x, *words)
+    return _quantized(x, plan.views, plan)
+
+
+def _quantized(x, form: Form, plan: Plan) -> list:
+    """The abstract values and scales of each of the form's results."""
     out = []
-    for result, format in zip(plan.views.results, plan.formats, strict=True):
-        values = result.values_shape(x.shape, format)
-        out.append(x.update(shape=values, dtype=format.storage, weak_type=False))
-        scales, sharding = result.scales_shape(x.shape), x.sharding
-        if len(scales) < x.ndim:
-            spec = PartitionSpec(*tuple(sharding.spec)[: len(scales)])
-            sharding = sharding.update(spec=spec)
-        changes = {"shape": scales, "dtype": SCALE_DTYPE, "weak_type": False}
-        out.append(x.update(**changes, sharding=sharding))
+    for result, format in zip(form.results, plan.formats, strict=True):
+        for shape, dtype in (
+            (result.values_shape(x.shape, format), format.storage),
+            (result.scales_shape(x.shape), SCALE_DTYPE),
+        ):
+            sharding = x.sharding
+            if len(shape) < x.ndim:
+                spec = PartitionSpec(*tuple(sharding.spec)[: len(shape)])
+                sharding = sharding.update(spec=spec)
+            out.append(x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding))
     return out
 
 
@@ -101,10 +107,8 @@ def _quantize_reference(x, *words, plan: Plan):
         blocks, scaling = jnp.moveaxis(y, result.block, result.last), cast(Scaling, plan.scaling)
         how = (format, scaling, result.last, plan.zero_scale, noise)
         values, scales = reference.quantize(blocks, *how)
-        scales = jnp.moveaxis(scales, result.last, result.block)
-        if plan.scale_layout.is_tiled:
-            scales = result.pack(scales)
-        out += [jnp.moveaxis(values, result.last, result.block), scales]
+        values, scales = (jnp.moveaxis(a, result.last, result.block) for a in (values, scales))
+        out += [result.pack(values, result.values_in), result.pack(scales, result.layout)]
     return out
 
 
@@ -129,14 +133,13 @@ def _quantize_by_rows(x, *words, plan: Plan):
         outs = quantize_p.bind(*(form.reordered(a, order) for a in operands), plan=alone)
         back = [*range(lead), *(lead + order.index(i) for i in range(form.tail))]
         values, scales = (a.transpose(back) for a in outs)
-        out += [values, result.pack(scales) if plan.scale_layout.is_tiled else scales]
+        out += [result.pack(values, result.values_in), result.pack(scales, result.layout)]
     return out
 
 
 def _dequantize_reference(values, scales, *, plan: Plan):
     (result,) = plan.views.results
-    if plan.scale_layout.is_tiled:
-        scales = result.unpack(scales, result.view_shape(values.shape))
+    scales = result.unpack(scales, result.view_shape(values.shape))
     values, scales = (jnp.moveaxis(a, result.block, result.last) for a in (values, scales))
     y = reference.dequantize(values, scales, plan.format, plan.dtype)
     return [jnp.moveaxis(y, result.last, result.block)]
@@ -266,15 +269,21 @@ def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | No
     }
 
 
-def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **attributes: Any):
-    """The custom call, each array in the memory order that its form has."""
-    form = plan.views
+def _call(
+    ctx: mlir.LoweringRuleContext,
+    *operands,
+    plan: Plan,
+    form: Form | None = None,
+    **attributes: Any,
+):
+    """The custom call, each array in the memory order that its form, by default the plan's, has."""
+    form = form or plan.views
     turn = -1 if plan.op == "dequantize" else 1  # which side is the unquantized one
     (x, *_), avals = cast(Any, (ctx.avals_in, ctx.avals_out)[::turn])
     layouts = []
-    for result, scales in zip(form.results, avals[1::2], strict=True):
-        layouts.append(minor_to_major(x.ndim, result.order))
-        layouts.append(minor_to_major(scales.ndim, result.scales_order))
+    for result, values, scales in zip(form.results, avals[::2], avals[1::2], strict=True):
+        layouts.append(minor_to_major(values.ndim, result.order_in(result.values_in)))
+        layouts.append(minor_to_major(scales.ndim, result.order_in(result.layout)))
     views = [minor_to_major(x.ndim, form.operand)]  # of x, and of its words
     operand_layouts, result_layouts = (views, layouts)[::turn]
     operand_layouts += views * (len(ctx.avals_in) - len(operand_layouts))
@@ -287,6 +296,19 @@ def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **attributes: An
     if form.merge:
         attributes["merge"] = np.array(form.merge, dtype=np.int64)
     return rule(ctx, *operands, **attributes)
+
+
+def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **attributes: Any):
+    """The custom call of a kernel that gives row-major values, which XLA then puts into tiles."""
+    form, tiled = plan.views.in_rows(), plan.views
+    avals = _quantized(ctx.avals_in[0], form, plan)
+    outs = _call(ctx.replace(avals_out=avals), *operands, plan=plan, form=form, **attributes)
+
+    def pack(*outs):
+        values = [r.pack(v, r.values_in) for r, v in zip(tiled.results, outs[::2], strict=True)]
+        return [a for pair in zip(values, outs[1::2], strict=True) for a in pair]
+
+    return mlir.lower_fun(pack, multiple_results=True)(ctx.replace(avals_in=avals), *outs)
 
 
 def _lower_reference(reference_fn: Callable, ctx, *operands, plan: Plan):
@@ -303,14 +325,19 @@ def _lower_kernel(reference_fn: Callable, platform: str, ctx, *operands, plan: P
         platform, chips = platform_of(emulated.chip), [emulated.chip]
         attributes["device"] = np.int64(emulated.device)
     if plan.implementation != "xla":
+        written = variants.VALUE_LAYOUTS_OF.get(KERNELS.get(platform, ""), ())
+        call, kernel = _call, plan
+        if any(layout.name not in written for layout in plan.value_layouts):
+            rows = (ROW_MAJOR_VALUES,) * len(plan.value_layouts)
+            call, kernel = _call_and_pack, dataclasses.replace(plan, value_layouts=rows)
         try:
-            by_rows, (kernels, *_) = calls_for(plan, platform, chips)
+            by_rows, (kernels, *_) = calls_for(kernel, platform, chips)
         except NotImplementedError:
             if plan.implementation is not None:
                 raise
         else:
             if not by_rows:
-                return _call(ctx, *operands, plan=plan, kernels=kernels, **attributes)
+                return call(ctx, *operands, plan=plan, kernels=kernels, **attributes)
             reference_fn = _quantize_by_rows
     return mlir.lower_fun(reference_fn, multiple_results=True)(ctx, *operands, plan=plan)
 

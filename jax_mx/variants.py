@@ -66,6 +66,12 @@ SCALE_LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
     "flydsl": ("row_major", "blocked_128x4", "shuffled_32x8"),
 }
 
+# The layouts of values that quantize's kernels write; XLA moves those of others.
+VALUE_LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
+    "cutedsl": ("row_major",),
+    "flydsl": ("row_major", "shuffled_16x16"),
+}
+
 # (op, form, how many quantized arrays) of every kernel.
 _KERNELS = (
     ("quantize", "last", 1),

@@ -22,13 +22,13 @@ from helpers import (
     hard_blocks,
     random_bits,
 )
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_treatment import BY_ROWS
 
 import jax_mx
 from jax_mx import _ffi, artifacts
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, Scaling
-from jax_mx.variants import ARCHS, VARIANTS, layouts_of, takes_zero_scale
+from jax_mx.variants import ARCHS, VALUE_LAYOUTS_OF, VARIANTS, layouts_of, takes_zero_scale
 
 pytest.importorskip("tinygrad")
 
@@ -152,6 +152,47 @@ def test_every_entry(variant, arch):
         assert program.run(entry, *example(variant, shape, **options)), (entry, layout)
 
 
+# Both directions are whole tiles of values: odd counts of them, slabs.
+TILES = [(3, 64, 192), (320, 64), (192, 192)]
+
+
+def in_tiles(variant) -> list[dict]:
+    """The options that ask for the variant's values in tiles: of either result, and of both."""
+    if variant.op != "quantize" or variant.form == "second":  # blocks do not end a row
+        return []
+    if not variant.form.startswith("both"):
+        return [{"value_layout": "shuffled_16x16"}]
+    layouts = ("row_major", "shuffled_16x16")
+    second = layouts if variant.form.endswith("transposed") else layouts[:1]
+    return [{"value_layouts": pair} for pair in itertools.product(layouts, second)][1:]
+
+
+@pytest.mark.every_binary
+@pytest.mark.parametrize(
+    "variant,arch",
+    [
+        pytest.param(
+            *(variant, arch),
+            id=f"{variant.name}-{arch}",
+            marks=[pytest.mark.thorough] * ((i + j) % 4 > 0),
+        )
+        for i, variant in enumerate(variant for variant in FLYDSL if in_tiles(variant))
+        for j, arch in enumerate(ARCHS["flydsl"])
+        if artifacts.holds(variant, arch)
+    ],
+)
+def test_values_in_tiles(variant, arch):
+    """Each way to ask, with each layout of scales, by the entries in turn."""
+    each = [(how, layout) for how in in_tiles(variant) for layout in layouts_of(variant)]
+    for i, (how, layout) in enumerate(each):
+        options = {**how, "scale_layout": layout}
+        (shape,) = some(variant, TILES, turn=i)
+        for entry in range(2) if len(each) == 1 else ((FLYDSL.index(variant) + i) % 2,):
+            program = Program(variant, arch, shape, **options)
+            assert program.takes(entry)
+            assert program.run(entry, *example(variant, shape, **options)), (shape, options, entry)
+
+
 @pytest.mark.every_binary
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize(
@@ -207,10 +248,12 @@ def test_random_codes_carry_where_the_noise_says(arch):
 def test_addresses_past_4_gib(variant, arch):
     """The last slab of a tensor of 2^33 elements, of which nothing else exists."""
     slabs, layouts = (1 << 33) // (256 * 256), layouts_of(variant)  # which pad nothing here
+    *_, tiles = {}, *in_tiles(variant)
     for entry, layout in enumerate(some(variant, layouts, 2)):
-        program = Program(variant, arch, (slabs, 256, 256), scale_layout=layout)
-        buffers = example(variant, (1, 256, 256), scale_layout=layout)
-        assert program.run(entry, *buffers, slabs=slabs), (entry, layout)
+        options = {"scale_layout": layout} | (tiles if entry else {})
+        program = Program(variant, arch, (slabs, 256, 256), **options)
+        buffers = example(variant, (1, 256, 256), **options)
+        assert program.run(entry, *buffers, slabs=slabs), (entry, options)
 
 
 # ---- the context ---
@@ -283,6 +326,57 @@ def test_transforms_and_eight_devices(arch):
         assert not any(word in compiled.as_text() for word in ("all-gather", "all-to-all"))
         assert_same_array(jax.block_until_ready(compiled(shards)), want, "sharded")
         assert _ffi.counters()["launches"] == before + 8
+
+
+def plain_and_shuffled(**options):
+    """A call, and the one that asks for values in tiles; lists of MXArrays."""
+    options = {"format": "mxfp4_e2m1", **options}
+    if options.pop("both", False):
+        calls = jax_mx.quantize_both, {"value_layouts": ("shuffled_16x16",) * 2}
+    else:
+        calls = jax_mx.quantize, {"value_layout": "shuffled_16x16"}
+    f = functools.partial(calls[0], **options)
+    g = functools.partial(f, implementation="flydsl", **calls[1])
+    return [lambda x, f=f: q if isinstance(q := f(x), tuple) else (q,) for f in (f, g)]
+
+
+@pytest.mark.parametrize("writes", [True, False], ids=["kernel writes tiles", "XLA moves rows"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"both": True, "scale_layout": "shuffled_32x8"},  # as AITER's GEMMs read them
+        {"both": True},
+        {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"},
+        {"axis": 0, "transpose": True},
+        {"block": (32, 32), "format": "mxfp8_e4m3"},
+    ],
+    ids=str,
+)
+def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
+    """Jitted, mapped, sharded; also where the kernel writes rows, as NVIDIA's do."""
+    if not writes:
+        monkeypatch.setitem(VALUE_LAYOUTS_OF, "flydsl", ("row_major",))
+        jax.clear_caches()
+    plain, shuffled = plain_and_shuffled(**options)
+    x = jnp.asarray(
+        random_bits((64, 4, 64) if options.get("axis") == 0 else (2, 64, 256), "bfloat16")
+    )
+    want = [q.with_values_in("shuffled_16x16") for q in jax.jit(plain)(x)]
+
+    def same(got, what):
+        for g, w in zip(got, want, strict=True):
+            assert_same_array(g, w, what)
+
+    with emulate("gfx950"):
+        same(jax.jit(shuffled)(x), "jit")
+        if options.get("axis") != 0:
+            same(jax.jit(jax.vmap(shuffled))(x), "vmap")
+        for kind, spec in ((AxisType.Auto, ("a", "b")), (AxisType.Explicit, (None, "a", "b"))):
+            mesh = jax.make_mesh((2, 4), ("a", "b"), (kind,) * 2, devices=jax.devices("cpu"))
+            with jax.set_mesh(mesh):
+                shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+                same(jax.jit(shuffled)(shards), str(spec))
+    jax.clear_caches()
 
 
 @each_arch

@@ -124,6 +124,8 @@ def shuffled(q):
             (64, 2, 48),
             {"axis": 0, "transpose": True, "scale_layout": "shuffled_32x8"},
         ),
+        ("mxfp4_e2m1", (64, 2, 48), {"axis": 0, "transpose": True}),
+        ("mxfp8_e4m3", (48, 128), {"hadamard": jax_mx.Hadamard(64)}),  # wider than a tile
         ("mxfp4_e2m1", (64, 128), {"block": (32, 32)}),
         ("mxfp8_e5m2", (64, 128), {"block": (32, 32), "transpose": True}),
         ("mxfp4_e2m1", (0, 64), {}),

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import array, artifacts, formats, primitive, variants
+from jax_mx.forms import minor_to_major
 from jax_mx.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
 from jax_mx.plan import IMPLEMENTATIONS, plan_quantize
 from jax_mx.variants import ARCHS, VARIANTS, Variant
@@ -151,6 +152,7 @@ def test_the_call_carries_the_kernel(variant):
             rounding = (formats.SCALINGS[scaling].rounding(format) for format in variant.formats)
             zero = [0] if variants.takes_zero_scale(variant.formats[0]) else []
             zero += [0] * variant.stochastic  # no prescale
+            zero += [0] * (variant.implementation == "flydsl")  # values in rows
             numbers = [number for two in rounding for number in (*two, *zero)]
             scalars = "".join(f", 4, -1, {number}, 0" for number in numbers)
             assert text.count(f"{scalars}]> : tensor") == count
@@ -219,16 +221,69 @@ def test_views_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
         assert_bits_equal(v.transpose(order[::-1]).reshape(-1), a.reshape(-1))
 
 
+IN_TILES = [kind for kind in EVERY if kind.op == "quantize" and kind.form != "second"]
+
+
+def with_tiles(kind, **options):
+    """`op_of` with all values in tiles whose blocks end a row."""
+    both, tiles = kind.form.startswith("both"), "shuffled_16x16"
+    if both:
+        pair = (tiles, tiles if kind.form.endswith("transposed") else "row_major")
+        return op_of(kind, value_layouts=pair, **options)
+    return op_of(kind, value_layout=tiles, **options)
+
+
+@pytest.mark.parametrize("kind", IN_TILES, ids=lambda v: v.name)
+@pytest.mark.parametrize("layout", ["row_major", "shuffled_32x8"])
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
+def test_tiles_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
+    """As the kernel's results lie, so do the arrays: of values in tiles and beside them."""
+    if not serves(kind, layout):
+        return
+    own = dataclasses.replace(kind, formats=(formats.FORMATS[format],) * len(kind.formats))
+    _, call = with_tiles(own, scale_layout=layout)
+    real, seen = primitive.quantize_p, []
+
+    class Spy:
+        def bind(self, *views, plan):
+            outs = real.bind(*views, plan=plan)
+            form = plan.views
+            pairs = zip(form.results, plan.value_layouts, strict=True)
+            orders = [r.order_in(one) for r, v in pairs for one in (v, plan.scale_layout)]
+            seen.extend(zip([*views, *outs], [form.operand, *orders], strict=True))
+            return outs
+
+    monkeypatch.setattr(primitive, "quantize_p", Spy())
+    x = jnp.asarray(random_bits((2, 192, 320), kind.dtype))
+    for a, (v, order) in zip([x, *jax.tree.leaves(call(x))], seen, strict=True):
+        lies = v.transpose(minor_to_major(v.ndim, order)[::-1])
+        assert_bits_equal(lies.reshape(-1), a.reshape(-1))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_who_puts_values_into_tiles(platform):
+    """AMD's kernels; after NVIDIA's, XLA."""
+    x = jax.ShapeDtypeStruct((48, 128), "bfloat16")
+    text = lowered(x, platform=platform, format="mxfp4_e2m1", value_layout="shuffled_16x16")
+    assert text.count(f"stablehlo.custom_call @{artifacts.TARGET}(") == 1
+    results = text.partition(f"@{artifacts.TARGET}(")[2].partition(" -> ")[2].partition("\n")[0]
+    tiles, rows = "tensor<3x2x1x1x512xui8>", "tensor<3x2x16x2x16xui8>"
+    assert results.startswith(f"({tiles if platform == 'rocm' else rows}, tensor<3x2x16x2x1xf8E8")
+    assert ("stablehlo.pad" in text) == (platform == "cuda")  # of layouts.pack
+
+
 @pytest.mark.gpu
 @every_kind
 @each_layout
+@pytest.mark.parametrize("tiles", [False, True], ids=["rows", "tiles"])
 @pytest.mark.parametrize("shape", [(64, 96), (2, 64, 96), (2, 3, 64, 96)])
 @pytest.mark.usefixtures("all_have_kernels")
-def test_views_are_bitcasts(kind, layout, shape):
+def test_views_are_bitcasts(kind, layout, shape, tiles, monkeypatch):
     """Compiled, not run: no copy and no transpose around the call, alone and inside a program."""
-    if not serves(kind, layout):
+    if not serves(kind, layout) or (tiles and kind not in IN_TILES):
         return
-    operand, call = op_of(kind, scale_layout=layout)
+    monkeypatch.setitem(variants.VALUE_LAYOUTS_OF, "cutedsl", ("row_major", "shuffled_16x16"))
+    operand, call = (with_tiles if tiles else op_of)(kind, scale_layout=layout)
     operand = jax.eval_shape(operand, jax.ShapeDtypeStruct(shape, kind.dtype))
     text = jax.jit(call).lower(operand).compile().as_text()
     assert text.count(f'custom_call_target="{artifacts.TARGET}"') == 1

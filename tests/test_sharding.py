@@ -98,6 +98,13 @@ OPS = {
         ),
         ("emk",) * 2,
     ),
+    "quantize_both to MXFP4, shuffled values": Op(
+        lambda x, layout: jax_mx.quantize_both(
+            x, "mxfp4_e2m1", scale_layout=layout, value_layouts=("shuffled_16x16",) * 2
+        ),
+        ("emk", "emk", "ekm", "ekm"),
+        ("emk", "emk", "ekm", "ekm"),
+    ),
     "quantize_both": Op(both(False), ("emk",) * 4, ("emk", "emk", "emk", "ekm")),
     "quantize_both, transpose": Op(
         both(True), ("emk", "emk", "ekm", "ekm"), ("emk", "emk", "ekm", "ekm")
@@ -122,7 +129,13 @@ OPS = {
     ),
     "fake_quantize and its gradient": Op(step, ("emk",) * 2),
 }
-FEW = ("quantize", "quantize, axis -2, transpose", "quantize_both, transpose", "dequantize")
+FEW = (
+    "quantize",
+    "quantize, axis -2, transpose",
+    "quantize_both to MXFP4, shuffled values",
+    "quantize_both, transpose",
+    "dequantize",
+)
 ROWS = [
     (name, layout)
     for layout in SCALE_LAYOUTS

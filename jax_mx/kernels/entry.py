@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_mx.formats import FLOAT_DTYPES
 from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import Variant, takes_zero_scale
+from jax_mx.variants import VALUE_LAYOUTS_OF, Variant, takes_zero_scale
 
 ALL = (0, 99)  # from the first dimension to the last
 
@@ -52,9 +52,10 @@ class Entry:
         names = [
             f"{name}_{i}"
             for i, format in enumerate(self.formats)
-            for name in ("round_add", "round_exception", "zero_scale", "prescale")
+            for name in ("round_add", "round_exception", "zero_scale", "prescale", "value_tiles")
             if name != "zero_scale" or takes_zero_scale(format)
             if name != "prescale" or self.variant.stochastic
+            if name != "value_tiles" or len(VALUE_LAYOUTS_OF[self.variant.implementation]) > 1
         ]
         return [*self.extents, *([4, name] for name in names)]
 

@@ -9,7 +9,7 @@ from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32
 
 from jax_mx.kernels.entry import Entry
 from jax_mx.kernels.flydsl import convert
-from jax_mx.layouts import ScaleLayout
+from jax_mx.layouts import SHUFFLED_16X16, ScaleLayout
 from jax_mx.variants import Variant
 
 WAVE = 64  # lanes
@@ -112,6 +112,14 @@ def tiles_of(layout: ScaleLayout, rows, cols) -> tuple:
         round_up(n, pad) // Uint32(tile)
         for n, pad, tile in zip((rows, cols), layout.pad, layout.tile, strict=True)
     )
+
+
+def offset_of_values(row, byte, width) -> Int64:
+    """Where the 16 bytes from `byte` of a row on lie in SHUFFLED_16X16; a row has `width` bytes."""
+    height, _ = SHUFFLED_16X16.tile
+    below = row % Uint32(height)
+    # In a tile 16 bytes of each row follow each other; tiles follow each other as their rows do.
+    return as_int64(row - below) * as_int64(width) + as_int64(below + byte) * 16
 
 
 class Strip:

@@ -4,8 +4,9 @@ Two ways to cut the work, as in kernels/cutedsl/quantize.py: `Flat` for blocks a
 `Tiled` for every form that needs the second-to-last one. Lanes that share blocks share them out, so
 that a scale is computed once; in `Treated`, a `Flat` with more arithmetic, a lane has whole ones.
 
-Sizes are run-time scalars. A binary holds two entries per scale layout: the first wants aligned
-operands, the second takes any.
+Sizes are run-time scalars. So is, for a result whose blocks end its rows, whether values go into
+the tiles of SHUFFLED_16X16: these move no less than 16 bytes, which is what a lane stores at once.
+A binary holds two entries per scale layout: the first wants aligned operands, the second takes any.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ from jax_mx.kernels.flydsl.kernel import (
     largest,
     load_words,
     offset_in_tile,
+    offset_of_values,
     pointer,
     round_up,
     shared_pointer,
@@ -60,14 +62,15 @@ class Flat(Kernel):
         self.blocks = self.waves * self.chunks * self.per_chunk  # of a workgroup
         at = 2 + variant.words  # the buffer of scales
         self.grid = [[0, at, *ALL, self.blocks]]  # it follows the scales, with their padding
-        self.extents = [[8, [at, *ALL]]]
+        self.extents = [[8, [at, *ALL]], [8, [0, -2, -1]]]
         if layout.is_tiled:
-            self.extents += [[4, [0, -3, -2]], [4, [0, -2, -1]]]
+            self.extents.insert(1, [4, [0, -3, -2]])
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
         x, values, scales = pointers
-        sizes, rounding = scalars[: len(self.extents)], self.of_result(scalars, 0)
+        sizes = scalars[: len(self.extents)]
+        *rounding, tiles = (Uint32(n) for n in self.of_result(scalars, 0))
         format, size = self.formats[0], self.itemsize
         lane = convert.lane_id()
         strip = Strip(self.layout, self.blocks, sizes)
@@ -83,9 +86,7 @@ class Flat(Kernel):
             for chunk in words
         ]
         amax = self.amax_of_mine(amax, lane)
-        scale, inverse = convert.scale_of(
-            amax, format, self.dtype, tuple(Uint32(n) for n in rounding)
-        )
+        scale, inverse = convert.scale_of(amax, format, self.dtype, tuple(rounding))
         mine = lane % self.sharers
         _, offset, inside = strip.at(first + mine * self.per_chunk)
         if const_expr(self.layout.is_tiled):
@@ -97,6 +98,16 @@ class Flat(Kernel):
 
         packed: fx.Constexpr = format.codes_per_byte
         n: fx.Constexpr = self.itemsize * packed  # lanes that 16 bytes of a round come from
+        of_block = lane // n % (self.sharers // n) * 16
+        found = [
+            strip.at(first + (lane % n + Uint32(g * n)) * self.per_chunk)
+            for g in range(self.chunks // n)
+        ]
+        start = strip.block * (BLOCK // packed)
+        offsets = [block * (BLOCK // packed) + as_int64(of_block) for block, _, _ in found]
+        if tiles != Uint32(0):
+            start = Int64(0)
+            offsets = self.in_tiles([strip.block + b for b, _, _ in found], of_block, sizes[-1])
         together: fx.Constexpr = max(n // 4, 1)  # rounds of which a lane has but a word of codes
         for g in range_constexpr(self.chunks // n):
             parts = []
@@ -113,13 +124,15 @@ class Flat(Kernel):
                     for i in range(0, len(scaled), 4 * packed)
                 ])  # fmt: skip
             codes = exchange(parts, lane, together > 1)
-            place = first + (lane % n + Uint32(g * n)) * self.per_chunk
-            block, _, inside = strip.at(place)
-            of_block = lane // n % (self.sharers // n) * 16
-            where = block * (BLOCK // packed) + as_int64(of_block)
-            if inside:
-                base = values + strip.block * (BLOCK // packed)
-                store_words(base, where, codes, self.align[1])
+            if found[g][2]:
+                store_words(values + start, offsets[g], codes, self.align[1])
+
+    def in_tiles(self, blocks: list, of_block, cols) -> list:
+        """Where 16 bytes of blocks' values lie in tiles; x has `cols` blocks a row."""
+        # 32 bits: a GPU's memory does not hold the elements of more blocks.
+        cols, size = Uint32(cols), BLOCK // self.formats[0].codes_per_byte
+        pairs = ((Uint32(block) // cols, Uint32(block) % cols) for block in blocks)
+        return [offset_of_values(r, c * size + of_block, cols * size) for r, c in pairs]
 
     def amax_of_mine(self, amax: list, lane):
         """Of the rounds' largest magnitudes this lane's, by number, as float32 bits."""
@@ -147,8 +160,9 @@ class Treated(Flat):
     @flyc.kernel
     def kernel(self, pointers, scalars):
         x, *words_in, values, scales = pointers
-        sizes, rounding = scalars[: len(self.extents)], self.of_result(scalars, 0)
-        *rule, prescale = [Uint32(n) for n in (*rounding[:3], rounding[-1])]
+        sizes = scalars[: len(self.extents)]
+        *rounding, tiles = (Uint32(n) for n in self.of_result(scalars, 0))
+        *rule, prescale = (*rounding[:3], rounding[-1])
         treated.flush_subnormals(self.variant, prescale)
         format, lane, thread = self.formats[0], convert.lane_id(), Uint32(Int32(fx.thread_idx.x))
         strip = Strip(self.layout, self.blocks, sizes)
@@ -175,7 +189,11 @@ class Treated(Flat):
                     convert.pack_word(scaled[i : i + 8], poison, format, self.arch)
                     for i in range(0, BLOCK, 8)
                 ]
-            store_words(values + strip.block * 16, block * 16, codes, self.align[-2])
+            start, where = strip.block * 16, block * 16
+            if tiles != Uint32(0):
+                start = Int64(0)
+                (where,) = self.in_tiles([strip.block + block], Uint32(0), sizes[-1])
+            store_words(values + start, where, codes, self.align[-2])
 
     def load(self, x, block, lane) -> list:
         """The words of this lane's rounds, of the blocks that are the wave's lanes'."""
@@ -286,18 +304,21 @@ class Tiled(Kernel):
         amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
         for o, result in enumerate(self.results):
             staged = getattr(shared, f"scales_{o}")
-            rounding = tuple(Uint32(n) for n in self.of_result(scalars, o))
+            *rounding, tiles = (Uint32(n) for n in self.of_result(scalars, o))
             find = {"row": self.scale_rows, "column": self.scale_columns,
                     "square": self.scale_square}[result.blocks]  # fmt: skip
-            pairs = find(amax, staged, result, rounding, at, wave, top, left, m, k)
+            how = (tuple(rounding), at, wave, top, left, m, k)
+            pairs = find(amax, staged, result, *how)
             if const_expr(result.transpose):
                 self.stage_transposed(x, pairs, result, shared.values, top, left)
             else:
-                self.store(x, pairs, result, pointers[1 + 2 * o], at, top, left, m, k)
+                self.store(x, pairs, result, pointers[1 + 2 * o], tiles, at, top, left, m, k)
         gpu.barrier()
         for o, result in enumerate(self.results):
             if const_expr(result.transpose):
-                self.store_transposed(shared.values, result, pointers[1 + 2 * o], at, tid, m, k)
+                *_, tiles = (Uint32(n) for n in self.of_result(scalars, o))
+                values = pointers[1 + 2 * o]
+                self.store_transposed(shared.values, result, values, tiles, at, tid, m, k)
             # The two results' scales are written by different halves of the threads.
             staged = getattr(shared, f"scales_{o}")
             self.store_scales(staged, pointers[2 + 2 * o], result, at, tid - o * TILE, m, k)
@@ -461,7 +482,7 @@ class Tiled(Kernel):
         return [self.word([floats[at] for at in word], pairs, result, word) for word in words]
 
     @flyc.jit
-    def store(self, x, pairs, result: fx.Constexpr, values, at, top, left, m, k):
+    def store(self, x, pairs, result: fx.Constexpr, values, tiles, at, top, left, m, k):
         """Values in the order of x, after an exchange 16 bytes of one row to a lane."""
         batch, tile_m, tile_k = at
         packed: fx.Constexpr = result.packed
@@ -474,12 +495,17 @@ class Tiled(Kernel):
         high, wide = m // down, k // beside  # of the bytes
         start = as_int64(batch) * as_int64(high) + as_int64(first)
         start = start * as_int64(wide) + as_int64(col // beside)
+        stride = as_int64(wide)
+        if const_expr(result.blocks != "column"):
+            if tiles != Uint32(0):  # a lane's rows are of one
+                start = offset_of_values(batch * high + first, col // beside, wide)
+                stride = Int64(16)
         for g in range_constexpr(self.rows // down // n):
             parts = [
                 self.lines(x, pairs, result, i, together) for i in range(g * n, g * n + n, together)
             ]
             words = exchange(parts, lane, together > 1)
-            where = start + as_int64(wide) * (g * n)
+            where = start + stride * (g * n)
             if const_expr(self.aligned or self.is_both):  # 32 divides k: all 16 or none
                 if (first < high) & (col < k):  # 32 rows are all there or none
                     store_words(values, where, words, self.align[1])
@@ -518,7 +544,7 @@ class Tiled(Kernel):
         return col // packed * TILE + (chunk ^ (col // self.vector % chunks)) * 16
 
     @flyc.jit
-    def store_transposed(self, shared, result: fx.Constexpr, values, at, tid, m, k):
+    def store_transposed(self, shared, result: fx.Constexpr, values, tiles, at, tid, m, k):
         """From LDS to values (batch, K, M), 16 bytes a thread and step."""
         batch, tile_m, tile_k = at
         packed: fx.Constexpr = result.format.codes_per_byte
@@ -534,6 +560,8 @@ class Tiled(Kernel):
                 )
                 where = as_int64(batch) * as_int64(k) + as_int64(column)
                 where = where * as_int64(m // packed) + as_int64(row // packed)
+                if tiles != Uint32(0):
+                    where = offset_of_values(batch * k + column, row // packed, m // packed)
                 store_words(values, where, [vector[i] for i in range(4)], self.align[1])
 
     @flyc.jit
