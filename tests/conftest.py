@@ -87,7 +87,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_logreport(report):
-    if report.when == "call" or report.failed:
+    if (report.when == "call" and not report.skipped) or report.failed:
         for name, value in report.user_properties:
             if name == "executed":
                 _outcomes.setdefault(tuple(value), []).append(report.passed)
