@@ -589,14 +589,14 @@ def test_two_processes(where):
         each = 1 if where == "gpu" else 4
         assert jax.device_count() == 2 * each and jax.local_device_count() == each
         mesh = jax.make_mesh((2, each), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-        whole = random_bits((2, 512, 512), np.float32)
+        whole = random_bits((2, 512, 512), "bfloat16")
         for spec in (P("a", "b"), P(None, "a", "b"), P(None, "b", "a")):
             sharding = NamedSharding(mesh, spec)
             x = jax.make_array_from_callback(whole.shape, sharding, lambda at: whole[at])
             for layout in ("row_major", "blocked_128x4"):
                 def call(x):
                     q, r = jax_mx.quantize_both(x, scale_layout=layout)
-                    return q, r, q.dequantize(jnp.float32), jax_mx.fake_quantize(x)
+                    return q, r, q.dequantize(), jax_mx.fake_quantize(x)
                 with lowered_to(where):
                     compiled = jax.jit(call).lower(x).compile()
                 assert ("jax_mx_launch" in compiled.as_text()) == (where != "reference")
