@@ -1,5 +1,6 @@
 """Strict settings for every test, what `gpu` means, and the record of what was executed where."""
 
+import collections
 import json
 import os
 from pathlib import Path
@@ -42,8 +43,18 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU that there are binaries for, tests marked gpu fail or, by default, are left."""
+    """What `sampled` means; and without a GPU that there are binaries for, what `gpu` does.
+
+    Tests marked gpu fail there or, by default, are left.
+    """
+    cases = collections.Counter()
+    for item in items:
+        if mark := item.get_closest_marker("sampled"):
+            if cases[item.function] % mark.args[0]:
+                item.add_marker("thorough")
+            cases[item.function] += 1
     if chip() is not None:
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]

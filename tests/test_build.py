@@ -34,6 +34,7 @@ def test_kernels_import_no_jax():
     assert "cutlass" in modules and "jax" not in modules
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", ARCHS)
 def test_the_build_is_incremental_by_content(implementation, tmp_path, monkeypatch, capsys):
     variant = next(v for v in VARIANTS if v.implementation == implementation)

@@ -75,6 +75,7 @@ ONE_FORMAT = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant,arch", ONE_FORMAT, ids=lambda v: getattr(v, "name", v))
 def test_accesses_coalesce(variant, arch):
     """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""

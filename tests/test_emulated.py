@@ -174,7 +174,7 @@ def in_tiles(variant) -> list[dict]:
         pytest.param(
             *(variant, arch),
             id=f"{variant.name}-{arch}",
-            marks=[pytest.mark.thorough] * ((i + j) % 4 > 0),
+            marks=[pytest.mark.thorough] * ((i + j) % 8 > 0),
         )
         for i, variant in enumerate(variant for variant in FLYDSL if in_tiles(variant))
         for j, arch in enumerate(ARCHS["flydsl"])

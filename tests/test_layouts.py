@@ -81,6 +81,7 @@ def test_golden(layout, peer, shape):
     assert (got[~defined.reshape(-1)] == 0).all()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", [BLOCKED_128X4, SHUFFLED_32X8], ids=str)
 @pytest.mark.parametrize("axis", [-1, -2, 0])
 def test_quantize_in_a_tiled_layout(layout, axis):
@@ -113,6 +114,7 @@ def shuffled(q):
     return out.reshape(*lead, rows // 16, cols // 32, 512)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "format,shape,options",
     [

@@ -193,6 +193,7 @@ def test_axes_behind_the_blocks_are_dimensions_of_the_call():
     assert "result_layouts = [dense<[5, 1, 4, 3, 2, 0]> : tensor<6xindex>, " in text
 
 
+@pytest.mark.sampled(3)
 @every_kind
 @each_layout
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
@@ -233,6 +234,7 @@ def with_tiles(kind, **options):
     return op_of(kind, value_layout=tiles, **options)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", IN_TILES, ids=lambda v: v.name)
 @pytest.mark.parametrize("layout", ["row_major", "shuffled_32x8"])
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
@@ -477,6 +479,7 @@ def test_explicit_shards_that_split_square_or_quantized_blocks():
     assert_bits_equal(y, jnp.ones((64, 64), jnp.bfloat16))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "kind,spec",
     [

@@ -57,6 +57,7 @@ def test_golden(format, scaling, name):
     assert (got[poisoned] == codes).all()
 
 
+@pytest.mark.sampled(3)
 @each_format
 @each_scaling
 @settings(max_examples=60, deadline=None)
@@ -87,6 +88,7 @@ def test_against_exact_rationals(format, scaling, data):
         np.testing.assert_array_equal(codes[row], exact_codes(block, scale, format) | sign)
 
 
+@pytest.mark.sampled(7)
 @each_format
 @each_scaling
 @pytest.mark.parametrize("name", FLOAT_DTYPES)

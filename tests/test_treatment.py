@@ -248,6 +248,7 @@ def same_but_nans(got, want) -> None:
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_hadamard_is_float32_operations(size):
     """Eager, jitted and numpy agree in every bit; half of the rows are about the least normal."""
@@ -272,6 +273,7 @@ def test_hadamard_is_float32_operations(size):
     assert np.count_nonzero(want[0]) == size and np.isnan(want).any()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_hadamard_is_orthogonal_and_exact(size):
     rng = np.random.default_rng(size)
