@@ -80,8 +80,8 @@ def quantize(
         TransformerEngine. With 127, MXFP8 is served by "xla" alone.
       value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16 (aiter's GEMMs), which
         wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes. AMD's
-        kernels write it; after NVIDIA's, XLA moves the bytes. Like a tiled scale layout, it takes
-        the last two axes as a matrix.
+        kernels write it; after NVIDIA's, and along rows, XLA moves the bytes. Like a tiled scale
+        layout, it takes the last two axes as a matrix.
       rounding: None, to nearest even; or a `Stochastic`. Kernels have it in MXFP4 along the last
         axis, by itself or with a transform of 16; for other axes, and for `quantize_both`, XLA
         transposes what they read.
@@ -326,7 +326,7 @@ def is_supported(
 
     Returns:
       (True, "<implementation>: <name of the kernel>") or (False, the reason). The name of one per
-      result, "along rows", where XLA transposes for it what the kernel has no form for.
+      result, "along rows", where XLA transposes what they read, or puts into tiles what they give.
 
     Raises:
       TypeError, ValueError: as for `quantize`; also for an unknown op or device.

@@ -7,7 +7,6 @@ quantized where it lies.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -34,7 +33,7 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
 from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx import artifacts, reference, variants
-from jax_mx.formats import BLOCK, SCALE_DTYPE, Scaling
+from jax_mx.formats import SCALE_DTYPE, Scaling
 from jax_mx.forms import Form, minor_to_major
 from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.plan import IMPLEMENTATIONS, Plan
@@ -113,9 +112,12 @@ def _quantize_reference(x, *words, plan: Plan):
 
 
 def _row_plans(plan: Plan) -> list[Plan]:
-    """Of each result, the plan of quantizing it along a last axis, by itself."""
+    """Of each result, the plan of quantizing it along a last axis, by itself.
+
+    Not of transforms that span two blocks: rows do not tell which blocks are neighbours.
+    """
     alone = {"op": "quantize", "axis": -1, "transpose": False, "scale_layout": ROW_MAJOR}
-    alone |= {"value_layouts": (ROW_MAJOR_VALUES,), "block": (BLOCK,)}
+    alone |= {"value_layouts": (ROW_MAJOR_VALUES,)}
     return [
         dataclasses.replace(plan, formats=(format,), treatments=(treatment,), **alone)
         for format, treatment in zip(plan.formats, plan.treatments, strict=True)
@@ -194,11 +196,14 @@ def calls_for(
     try:
         return False, [kernels_for(plan, platform, chips)]
     except NotImplementedError:
-        # What is treated has few kernels; all else has them, or there are none for its formats.
-        if not plan.is_square and any(t.words for t in plan.treatments):
-            with contextlib.suppress(NotImplementedError):
-                return True, [kernels_for(alone, platform, chips) for alone in _row_plans(plan)]
-        raise
+        # Treated plans alone, of which few have kernels of their own.
+        if plan.is_square or not any(t.words for t in plan.treatments):
+            raise
+    try:
+        return True, [kernels_for(alone, platform, chips) for alone in _row_plans(plan)]
+    except NotImplementedError as error:
+        _, _, reason = str(error).partition(":")
+        raise NotImplementedError(f"{plan.op}:{reason}") from error
 
 
 def chip_of(device: jax.Device) -> str:

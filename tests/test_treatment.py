@@ -524,6 +524,10 @@ BY_ROWS = {  # how it is called, on which shape, how many results
         *("quantize", SR | H16 | {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"}),
         *((2, 160, 256), 1),
     ),
+    "second_transposed, values": (
+        *("quantize", H16 | {"axis": -2, "transpose": True, "value_layout": "shuffled_16x16"}),
+        *((2, 128, 64), 1),
+    ),
     "first of three": ("quantize", SR | H16 | {"axis": 0}, (64, 4, 40), 1),
     "both": ("quantize_both", SR | H16 | {"transpose": (False, False)}, (2, 64, 128), 2),
     "both_transposed": ("quantize_both", PAIR, (2, 64, 128), 2),
@@ -553,11 +557,11 @@ def test_other_forms_are_quantized_by_rows(op, how, shape, results, monkeypatch)
             x = jax.device_put(x, NamedSharding(mesh, spec))
         want = jax.jit(partial(f, implementation="xla"))(x)
         with monkeypatch.context() as patch:
-            seen, kernels_for = [], primitive.calls_for
+            seen, really = [], primitive.calls_for
 
-            def calls_for(plan, *where, seen=seen, kernels_for=kernels_for):
+            def calls_for(plan, *where, seen=seen, really=really):
                 seen.append(plan.form)
-                return kernels_for(plan, *where) if plan.form == "last" else (True, [{}])
+                return really(plan, *where) if plan.form == "last" else (True, [{}])
 
             patch.setattr(primitive, "calls_for", calls_for)
             jax.clear_caches()
@@ -655,7 +659,7 @@ def test_shard_map_counts_blocks_of_its_shard():
         ("quantize", SR | {"format": FP4, "block": (32, 32)}, "cutedsl",
          "form square with rounding 'stochastic', only for last"),
         ("quantize_both", SR | H16, "cutedsl",
-         "form both with rounding 'stochastic' and hadamard 16, only for last"),
+         "format mxfp8_e4m3 with rounding 'stochastic' and hadamard 16, only for mxfp4_e2m1"),
     ],
 )  # fmt: skip
 def test_there_is_no_kernel(op, how, name, what):
@@ -672,10 +676,13 @@ def test_there_is_no_kernel(op, how, name, what):
     assert jax_mx.is_supported(op, chip, **how) == (False, reason)
 
 
-def test_directions_that_differ_have_no_kernel():
+def test_directions_that_differ_say_which_has_no_kernel():
+    """Each goes along rows by itself: in MXFP4 both have a kernel, in MXFP8 the treated one none."""
     x = jnp.ones((64, 64), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="cutedsl has no kernel for hadamard 16; 'xla'"):
-        jax_mx.quantize_both(x, hadamard=(Hadamard(), None), implementation="cutedsl")
+    call = partial(jax_mx.quantize_both, hadamard=(Hadamard(), None), implementation="cutedsl")
+    assert lowered(x, partial(call, format=FP4)).count(f"@{artifacts.TARGET}(") == 2
+    with pytest.raises(NotImplementedError, match="for format mxfp8_e4m3 with hadamard 16, only"):
+        call(x)
 
 
 def test_derivatives_are_refused_as_before():

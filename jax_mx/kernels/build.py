@@ -62,14 +62,15 @@ def main() -> int:
     # What `pip install` and `uv run` build, where that is not to be all; to type takes precedence.
     args.arch = args.arch or os.environ.get("JAX_MX_ARCHS", "").replace(",", " ").split()
     known = sorted({arch for archs in ARCHS.values() for arch in archs})
-    texts = dict(arch.partition(":")[::2] for arch in args.arch or known)
-    if unknown := set(texts) - set(known):
+    asked = [arch.partition(":")[::2] for arch in args.arch or known]
+    if unknown := {arch for arch, _ in asked} - set(known):
         parser.error(f"unknown arch {', '.join(unknown)}; there are {', '.join(known)}")
     jobs = [
         (variant, arch)
         for variant in VARIANTS
         for arch in ARCHS[variant.implementation]
-        if arch in texts and texts[arch] in variant.name and args.only in variant.name
+        if any(arch == one and text in variant.name for one, text in asked)
+        if args.only in variant.name
     ]
     if platform.machine() != "x86_64":  # the only one that FlyDSL, like ROCm, is made for
         jobs = [(variant, arch) for variant, arch in jobs if variant.implementation != "flydsl"]
