@@ -304,14 +304,14 @@ def test_one_table_two_files(tmp_path, capsys):
     files = [tmp_path / "out.csv", tmp_path / "out.json"]
     status = cli.main(
         [
-            *("quantize", "--shapes", "4x64,2x40,2x3x32", "--format", "mxfp8_e4m3", "mxfp4_e2m1"),
+            *("quantize", "--shapes", "4x640,2x40,2x3x320", "--format", "mxfp8_e4m3", "mxfp4_e2m1"),
             *("--csv", str(files[0]), "--json", str(files[1]), "--repeats", "5"),
         ]
     )
     assert status == 0
     rows = json.loads(files[1].read_text())
     assert [list(row) for row in rows] == [KEYS] * 4  # 2x40 has no blocks, and is not missed
-    assert [row["shape"] for row in rows] == ["4x64", "4x64", "2x3x32", "2x3x32"]
+    assert [row["shape"] for row in rows] == ["4x640", "4x640", "2x3x320", "2x3x320"]
     assert all(row[key] > 0 for row in rows for key in NUMBERS)
     with files[0].open(newline="") as file:
         records = list(csv.DictReader(file))
