@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import call, op_of, operand, random_bits, treatment, with_zeros
 
 from jax_mx import artifacts
@@ -18,8 +19,27 @@ from jax_mx.testing.code_object import CodeObject
 from jax_mx.testing.emulator import Emulator
 from jax_mx.testing.memory import Global
 from jax_mx.treatment import words_of
+from jax_mx.variants import ARCHS, VARIANTS
 
 POISON = 0xA7
+FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]
+
+
+def each_binary(variants, thorough=lambda variant: False):
+    """Parametrizes by those of variants' binaries that are there; marks some variants thorough."""
+    return pytest.mark.parametrize(
+        "variant,arch",
+        [
+            pytest.param(
+                *(variant, arch),
+                id=f"{variant.name}-{arch}",
+                marks=[pytest.mark.thorough] * thorough(variant),
+            )
+            for variant in variants
+            for arch in ARCHS["flydsl"]
+            if artifacts.holds(variant, arch)
+        ],
+    )
 
 
 def bytes_of(tree) -> list[np.ndarray]:

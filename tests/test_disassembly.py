@@ -8,30 +8,21 @@ import pytest
 
 from jax_mx import artifacts
 from jax_mx.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
-from jax_mx.variants import ARCHS, VARIANTS, layouts_of
+from jax_mx.variants import layouts_of
 
 pytest.importorskip("tinygrad")
 pytest.importorskip("jax_mx.kernels")  # not in a wheel
 
-from emulation import Program, words_behind
+from emulation import FLYDSL, Program, each_binary, words_behind
 from helpers import call, operand
 
 from jax_mx.kernels.flydsl.gcn import bytes_moved, disassemble
 from jax_mx.testing.code_object import CodeObject
 from jax_mx.testing.memory import Global
 
-BINARIES = [
-    (variant, arch)
-    for variant in VARIANTS
-    if variant.implementation == "flydsl"
-    for arch in ARCHS["flydsl"]
-    if artifacts.holds(variant, arch)
-]
-each_binary = pytest.mark.parametrize("variant,arch", BINARIES, ids=lambda v: getattr(v, "name", v))
-
 
 @pytest.mark.every_binary
-@each_binary
+@each_binary(FLYDSL)
 def test_accesses_are_16_bytes_a_lane(variant, arch):
     """Of x, the values and the floats; scales, of which a block has one byte, take less."""
     artifact = artifacts.load(variant, arch)
@@ -67,16 +58,11 @@ class Segments(Global):
 
 
 # Where anything lies, formats change by how many codes are in a byte.
-# Archs change how codes are made.
-ONE_FORMAT = [
-    pytest.param(variant, arch, marks=[pytest.mark.thorough] * (arch != ARCHS["flydsl"][0]))
-    for variant, arch in BINARIES
-    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
-]
+ONE_FORMAT = [v for v in FLYDSL if {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("variant,arch", ONE_FORMAT, ids=lambda v: getattr(v, "name", v))
+@pytest.mark.sampled(5)
+@each_binary(ONE_FORMAT)
 def test_accesses_coalesce(variant, arch):
     """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""
     for layout in layouts_of(variant):

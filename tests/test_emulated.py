@@ -28,16 +28,25 @@ from test_treatment import BY_ROWS
 import jax_mx
 from jax_mx import _ffi, artifacts
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, Scaling
-from jax_mx.variants import ARCHS, VALUE_LAYOUTS_OF, VARIANTS, layouts_of, takes_zero_scale
+from jax_mx.variants import ARCHS, VALUE_LAYOUTS_OF, layouts_of, takes_zero_scale
 
 pytest.importorskip("tinygrad")
 
-from emulation import Program, bytes_of, call, example, example_of, operand, words_behind
+from emulation import (
+    FLYDSL,
+    Program,
+    bytes_of,
+    call,
+    each_binary,
+    example,
+    example_of,
+    operand,
+    words_behind,
+)
 
 from jax_mx.testing import emulate
 from jax_mx.testing.emulator import ORDERS
 
-FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]
 each_arch = pytest.mark.parametrize("arch", ARCHS["flydsl"])
 TREATED = [v for v in FLYDSL if v.words]
 ONE = FLYDSL[0]
@@ -49,21 +58,8 @@ def some(variant, table, count: int = 1, turn: int = 0) -> list:
     return [table[(at + i) % len(table)] for i in range(count)]
 
 
-def in_turn(turn: int):
-    """All variants on all archs. CI has one of the four such tests, for every second binary."""
-    return pytest.mark.parametrize(
-        "variant,arch",
-        [
-            pytest.param(
-                *(variant, arch),
-                id=f"{variant.name}-{arch}",
-                marks=[pytest.mark.thorough] * ((i + j + 2 * turn) % 8 > 0),
-            )
-            for i, variant in enumerate(FLYDSL)
-            for j, arch in enumerate(ARCHS["flydsl"])
-            if artifacts.holds(variant, arch)
-        ],
-    )
+# Of the four tests that execute each binary CI has one, for every second binary.
+every_binary = each_binary(FLYDSL)
 
 
 # ---- every variant ---
@@ -102,7 +98,8 @@ def check(arch, variant, key, layout="row_major", scaling="rceil", order="lockst
 
 
 @pytest.mark.every_binary
-@in_turn(2)
+@pytest.mark.sampled(8, 5)
+@every_binary
 def test_every_pattern(variant, arch):
     (layout,), (scaling,) = some(variant, layouts_of(variant)), some(variant, [*Scaling])
     check(arch, variant, "patterns", layout, scaling)
@@ -123,7 +120,8 @@ def shapes_of(variant, table):
 
 
 @pytest.mark.every_binary
-@in_turn(0)
+@pytest.mark.sampled(8, 0)
+@every_binary
 def test_shapes(variant, arch):
     """With layouts' padding, and orders of the waves, in turn."""
     shapes = [*some(variant, shapes_of(variant, EDGES), 2), shapes_of(variant, EMPTY)]
@@ -133,7 +131,8 @@ def test_shapes(variant, arch):
 
 
 @pytest.mark.every_binary
-@in_turn(1)
+@pytest.mark.sampled(8, 3)
+@every_binary
 def test_every_entry(variant, arch):
     """At addresses that are aligned to no more than the entry wants; fit for others or not.
 
@@ -168,19 +167,8 @@ def in_tiles(variant) -> list[dict]:
 
 
 @pytest.mark.every_binary
-@pytest.mark.parametrize(
-    "variant,arch",
-    [
-        pytest.param(
-            *(variant, arch),
-            id=f"{variant.name}-{arch}",
-            marks=[pytest.mark.thorough] * ((i + j) % 8 > 0),
-        )
-        for i, variant in enumerate(variant for variant in FLYDSL if in_tiles(variant))
-        for j, arch in enumerate(ARCHS["flydsl"])
-        if artifacts.holds(variant, arch)
-    ],
-)
+@pytest.mark.sampled(9)
+@each_binary([v for v in FLYDSL if in_tiles(v)])
 def test_values_in_tiles(variant, arch):
     """Each way to ask, with each layout of scales, by the entries in turn."""
     each = [(how, layout) for how in in_tiles(variant) for layout in layouts_of(variant)]
@@ -195,19 +183,7 @@ def test_values_in_tiles(variant, arch):
 
 @pytest.mark.every_binary
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize(
-    "variant,arch",
-    [
-        pytest.param(
-            *(variant, arch),
-            id=f"{variant.name}-{arch}",
-            marks=[pytest.mark.thorough] * (variant.dtype == "float16"),  # has none subnormal
-        )
-        for variant in TREATED
-        for arch in ARCHS["flydsl"]
-        if artifacts.holds(variant, arch)
-    ],
-)
+@each_binary(TREATED, lambda variant: variant.dtype == "float16")  # which has none subnormal
 def test_treatments(variant, arch):
     """Keys, signs and the factor, where subnormals are flushed and where they are not."""
     shape, dtype = (500, 5 * BLOCK), variant.dtype
@@ -246,7 +222,8 @@ def test_random_codes_carry_where_the_noise_says(arch):
 
 
 @pytest.mark.every_binary
-@in_turn(3)
+@pytest.mark.sampled(8, 6)
+@every_binary
 def test_addresses_past_4_gib(variant, arch):
     """The last slab of a tensor of 2^33 elements, of which nothing else exists."""
     slabs, layouts = (1 << 33) // (256 * 256), layouts_of(variant)  # which pad nothing here
