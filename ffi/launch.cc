@@ -22,6 +22,9 @@
 // Attribute `merge`, i64[k]: rules see the last k dimensions of a buffer as fewer, each the product
 // of those that have the same number here; a buffer of a rank below k as it is.
 //
+// Attribute `absent`, i64[k]: the numbers, ascending, of operands that the kernel knows and the call
+// does not have. Their pointers are null.
+//
 // Attribute `device`, on XLA's CPU platform only: the device of the stand-in driver, an i64.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
@@ -53,7 +56,7 @@ namespace {
 namespace ffi = xla::ffi;
 namespace nb = nanobind;
 
-constexpr size_t kMaxBuffers = 8, kMaxScalars = 16;
+constexpr size_t kMaxBuffers = 12, kMaxScalars = 16;
 
 ffi::Error Invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("jax_mx: " + what);
@@ -141,7 +144,7 @@ struct State {
   };
   std::map<std::string, Kernel, std::less<>> kernels;
   int32_t device = 0;  // of those that the host stands in for
-  std::vector<int64_t> merge;
+  std::vector<int64_t> merge, absent;
   std::mutex mutex;
   std::map<const Kernel*, std::unique_ptr<Loaded>> loaded;
   std::array<std::atomic<const Loaded*>, kMaxDevices> ready{};  // per device
@@ -243,6 +246,8 @@ ffi::ErrorOr<std::unique_ptr<State<Platform>>> Instantiate(ffi::Dictionary attrs
   for (int64_t group : state->merge)
     if (group < 0 || group >= static_cast<int64_t>(state->merge.size()))
       return ffi::Unexpected(Invalid("merge numbers a dimension out of range"));
+  if (auto absent = attrs.get<ffi::Span<const int64_t>>("absent"); absent.has_value())
+    state->absent.assign(absent->begin(), absent->end());
   return state;
 }
 
@@ -334,6 +339,11 @@ struct Buffers {
   std::array<ffi::Span<const int64_t>, kMaxBuffers> dims{};
   const std::vector<int64_t>* merge = nullptr;
 
+  bool Add() {  // one that the call does not have
+    if (size == kMaxBuffers) return false;
+    ++size;
+    return true;
+  }
   bool Add(const ffi::AnyBuffer& buffer) {
     if (size == kMaxBuffers) return false;
     data[size] = buffer.untyped_data();
@@ -433,11 +443,19 @@ ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::R
   Buffers buffers;
   buffers.merge = &state->merge;
   bool fits = true;
+  auto absent = state->absent.begin();
+  const auto skip = [&] {
+    for (; absent != state->absent.end() && *absent == static_cast<int64_t>(buffers.size); ++absent)
+      fits &= buffers.Add();
+  };
   for (size_t i = 0; i < args.size(); ++i) {
+    skip();
     auto buffer = args.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return buffer.error();
     fits &= buffers.Add(*buffer);
   }
+  skip();
+  const size_t operands = buffers.size;
   for (size_t i = 0; i < rets.size(); ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return buffer.error();
@@ -452,7 +470,7 @@ ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::R
   const std::string& name = kernel.entries.front().symbol;
   if (!fits || buffers.size != kernel.buffers())
     return Invalid(name + " takes " + std::to_string(kernel.buffers()) +
-                   " buffers, the call passes " + std::to_string(args.size() + rets.size()));
+                   " buffers, the call passes " + std::to_string(buffers.size));
   size_t index = 0;
   while (index < kernel.entries.size() && !Serves(kernel, index, buffers)) ++index;
   if (index == kernel.entries.size())
@@ -469,7 +487,7 @@ ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::R
   ++counters.launches;
   if (index != 0) ++counters.fallback_entries;
   if (Platform::driver().IsCapturing(stream)) ++counters.captured;
-  launching = {&buffers, args.size()};
+  launching = {&buffers, operands};
   Failure failure = Platform::driver().Launch(loaded->handles[index], device, arguments.grid,
                                               stream, params.data());
   launching = {};

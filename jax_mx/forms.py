@@ -22,6 +22,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jax_mx.formats import BLOCK, Format
 from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout, ScaleLayout, ValueLayout
@@ -119,6 +121,13 @@ class Result:
     def number(self) -> int:
         """The dimension, negative, along which the next block of the same row or column lies."""
         return (self.cols[-1] if self.cols else 0) - len(self.order)
+
+    def by_parity(self, words: tuple[int, int], view: Shape) -> jax.Array:
+        """Words of even and odd blocks along an axis, for a view of this shape."""
+        n = view[self.number]
+        odd = jnp.arange(n) % 2 == 1
+        shape = [n if i == self.number + len(view) else 1 for i in range(len(view))]
+        return jnp.where(odd, np.uint32(words[1]), np.uint32(words[0])).reshape(shape)
 
     def pack(self, bytes_: jax.Array, layout: Layout) -> jax.Array:
         """Values or scales of the view's rank into this layout."""

@@ -123,6 +123,8 @@ class Plan:
                 params |= {f"zero_scale_{i}": self.zero_scale}
                 prescale = np.float32(self.treatments[i].prescale or 0)
                 params |= {f"prescale_{i}": int(prescale.view(np.uint32))}
+                flips = np.uint32((self.treatments[i].flips or (0,))[0])  # of all blocks
+                params |= {f"flips_{i}": int(flips.view(np.int32))}
                 params |= {f"value_tiles_{i}": int(self.value_layouts[i].is_tiled)}
         return params
 

@@ -99,7 +99,9 @@ def _quantize_reference(x, *words, plan: Plan):
             noise = jnp.moveaxis(noise, result.block, result.last)
         if treatment.hadamard:
             (along,) = result.block
-            y = reference.flipped(y, next(words), along)
+            flips = treatment.flips
+            flips = next(words) if flips is None else result.by_parity(flips, y.shape)
+            y = reference.flipped(y, flips, along)
             y = reference.hadamard(reference.widened(y), treatment.hadamard, along, result.number)
         if treatment.prescale is not None:
             y = reference.times(reference.widened(y), treatment.prescale)
@@ -274,6 +276,15 @@ def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | No
     }
 
 
+def _absent(plan: Plan) -> list[int]:
+    """The numbers of a kernel's operands that the call does not have, as scalars have them."""
+    present = [True]
+    for treatment in plan.treatments if plan.op != "dequantize" else ():
+        present += [True] * treatment.stochastic
+        present += [treatment.flips is None] * (treatment.hadamard > 0)
+    return [i for i, there in enumerate(present) if not there]
+
+
 def _call(
     ctx: mlir.LoweringRuleContext,
     *operands,
@@ -298,6 +309,8 @@ def _call(
         result_layouts=result_layouts,
         extra_attributes=_sharding_attributes(ctx, form.batch(x.ndim)),
     )
+    if absent := _absent(plan):
+        attributes["absent"] = np.array(absent, dtype=np.int64)
     if form.merge:
         attributes["merge"] = np.array(form.merge, dtype=np.int64)
     return rule(ctx, *operands, **attributes)

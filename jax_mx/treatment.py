@@ -63,7 +63,8 @@ class Hadamard:
       size: 16, 32 or 64, which divides the axis's length (on explicit meshes a shard's); 64
         spans two blocks.
       signs: of the elements, before they are rotated: `size` floats or signed integers, flipped
-        where negative, or bools, flipped where true. None flips none.
+        where negative, or bools, flipped where true. None flips none. What is no array of JAX is
+        compiled in: faster, but another program for other signs.
     """
 
     size: int = 16
@@ -87,13 +88,15 @@ class Treatment:
     Attributes:
       stochastic: whether the primitive takes seeds, see `reference.noise`.
       prescale: what elements are multiplied by, or None.
-      hadamard: the size of the transform, or 0. The primitive takes words whose bit i flips the
-        sign of a block's element i.
+      hadamard: the size of the transform, or 0.
+      flips: words whose bit i flips the sign of element i of even and of odd blocks; None: the
+        primitive takes a word per block.
     """
 
     stochastic: bool = False
     prescale: float | None = None
     hadamard: int = 0
+    flips: tuple[int, int] | None = None
 
     @property
     def group(self) -> int:
@@ -103,7 +106,7 @@ class Treatment:
     @property
     def words(self) -> int:
         """How many operands of words the primitive takes."""
-        return self.stochastic + (self.hadamard > 0)
+        return self.stochastic + (self.hadamard > 0 and self.flips is None)
 
     def __str__(self) -> str:
         asked = ["rounding 'stochastic'"] if self.stochastic else []
@@ -125,12 +128,17 @@ def treatment_of(op: str, rounding: Any, hadamard: Any) -> Treatment:
         raise TypeError(f"{op}: hadamard must be None or a Hadamard, got {shown(hadamard)}")
     if rounding is not None:
         _check_key(op, rounding.key)
+    flips = None
     if hadamard is not None:
-        _signs(op, hadamard.signs, hadamard.size)
+        signs = _signs(op, hadamard.signs, hadamard.size)
+        if isinstance(signs, np.ndarray):
+            even, odd = _flips_of_blocks(signs)
+            flips = int(even), int(odd)
     return Treatment(
         rounding is not None,
         None if rounding is None else rounding.prescale,
         0 if hadamard is None else hadamard.size,
+        flips,
     )
 
 
@@ -168,11 +176,8 @@ def words_of(
             number = number * _length(shape[d]) + iota(shape, d, spec, mesh)
         key = jax.random.bits(rounding.key, (2,), jnp.uint32)
         words.append(reference.seeds(number, key))
-    if hadamard is not None:
-        flips = _flips(_signs("quantize", hadamard.signs, hadamard.size))
-        flips = jnp.tile(flips.astype(jnp.uint32), 2 * BLOCK // hadamard.size).reshape(2, BLOCK)
-        place = np.arange(BLOCK, dtype=np.uint32)[None]
-        even, odd = (flips << place).sum(-1, dtype=jnp.uint32)
+    if hadamard is not None and isinstance(hadamard.signs, jax.Array):
+        even, odd = _flips_of_blocks(_signs("quantize", hadamard.signs, hadamard.size))
         which = iota(shape, axis, spec, mesh) & np.uint32(1)
         words.append(jnp.where(which == 0, even, odd))
     return words
@@ -240,6 +245,14 @@ def _transform_jvp(size: int, primals: tuple, tangents: tuple) -> tuple[jax.Arra
 def _flips(signs: jax.Array | np.ndarray) -> jax.Array:
     """Whether each sign is negative."""
     return jnp.asarray(signs if signs.dtype == np.bool_ else signs < 0)
+
+
+def _flips_of_blocks(signs: Any) -> Any:
+    """`Treatment.flips`, of NumPy's signs or of JAX's."""
+    xp = np if isinstance(signs, np.ndarray) else jnp
+    flips = signs if signs.dtype == np.bool_ else signs < 0
+    flips = xp.tile(flips.astype(np.uint32), 2 * BLOCK // len(signs)).reshape(2, BLOCK)
+    return (flips << np.arange(BLOCK, dtype=np.uint32)).sum(-1, dtype=np.uint32)
 
 
 def _length(n: Any) -> Any:

@@ -9,12 +9,34 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jax_mx.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Format
 
 if TYPE_CHECKING:
     from jax_mx.plan import Plan
+
+
+class Kind(NamedTuple):
+    """What of a `treatment.Treatment` changes a kernel's code.
+
+    Attributes:
+      hadamard: the size of the transform that goes before, or 0.
+      stochastic: whether codes are rounded at random.
+    """
+
+    hadamard: int = 0
+    stochastic: bool = False
+
+    @property
+    def words(self) -> int:
+        """How many operands of a word per block it takes: seeds, then flips of signs."""
+        return self.stochastic + (self.hadamard > 0)
+
+    @property
+    def suffix(self) -> str:
+        """Of a variant's name."""
+        return f"_h{self.hadamard}" * (self.hadamard > 0) + "_sr" * self.stochastic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +49,7 @@ class Variant:
       form: which axes blocks run along and how arrays lie, see `forms.FORMS`.
       dtype: of the unquantized side.
       formats: of the quantized arrays, one each.
-      hadamard: the size of the transform that goes before, or 0; see `treatment.Treatment`.
-      stochastic: whether codes are rounded at random.
+      kinds: how the elements of each are treated, () where none are.
     """
 
     op: str
@@ -36,20 +57,19 @@ class Variant:
     form: str
     dtype: str
     formats: tuple[Format, ...]
-    hadamard: int = 0
-    stochastic: bool = False
+    kinds: tuple[Kind, ...] = ()
 
     @property
     def words(self) -> int:
-        """How many operands of a word per block there are: seeds, then flips of signs."""
-        return self.stochastic + (self.hadamard > 0)
+        """How many operands of a word per block there are."""
+        return sum(kind.words for kind in self.kinds)
 
     @property
     def name(self) -> str:
         """Also the stem of the binary's file and of its entry points."""
         formats = "_".join(format.name for format in self.formats)
-        treatment = f"_h{self.hadamard}" * (self.hadamard > 0) + "_sr" * self.stochastic
-        return f"{self.op}_{self.form}_{self.dtype}_{formats}{treatment}"
+        kinds = "".join(kind.suffix or "_rn" for kind in self.kinds)
+        return f"{self.op}_{self.form}_{self.dtype}_{formats}{kinds}"
 
 
 # An arch ending in "a" runs on exactly one compute capability: sm_90a on 9.0 (H100, H200),
@@ -92,8 +112,12 @@ _KERNELS = (
 _FORMATS: Mapping[int, tuple[tuple[Format, ...], ...]] = {
     n: (*itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=n), (MXFP4_E2M1,) * n) for n in (1, 2)
 }
-# (size of the Hadamard transform, stochastic): recipes of training rotate and round in MXFP4.
-_TREATMENTS = ((16, False), (32, False), (0, True), (16, True))
+# Recipes of training rotate and round in MXFP4; of both directions often one alone.
+_H16, _SR, _H16_SR = Kind(16), Kind(stochastic=True), Kind(16, stochastic=True)
+_KINDS: Mapping[int, tuple[tuple[Kind, ...], ...]] = {
+    1: ((_H16,), (Kind(32),), (_SR,), (_H16_SR,)),
+    2: ((Kind(), _H16), (_SR, _H16_SR), (_H16, _H16), (_SR, _SR), (_H16_SR, _H16_SR)),
+}
 VARIANTS: tuple[Variant, ...] = (
     *(
         Variant(op, implementation, form, dtype, formats)
@@ -103,10 +127,12 @@ VARIANTS: tuple[Variant, ...] = (
         for formats in _FORMATS[arrays]
     ),
     *(
-        Variant("quantize", implementation, "last", dtype, (MXFP4_E2M1,), *treatment)
+        Variant(op, implementation, form, dtype, (MXFP4_E2M1,) * arrays, kinds)
         for implementation in ARCHS
-        for dtype in FLOAT_DTYPES
-        for treatment in _TREATMENTS
+        for op, form, arrays in _KERNELS
+        if op == "quantize" and not form.startswith("square")
+        for dtype in (FLOAT_DTYPES if form == "last" else ("bfloat16",))
+        for kinds in _KINDS[arrays]
     ),
 )
 
@@ -137,8 +163,8 @@ def choose(plan: Plan, implementation: str) -> Variant:
     op = plan.op.removesuffix("_both")
     ops = [v for v in VARIANTS if (v.implementation, v.op) == (implementation, op)]
     asked = " and ".join(dict.fromkeys(str(t) for t in plan.treatments if str(t)))
-    treated = {(t.hadamard, t.stochastic) for t in plan.treatments}
-    ops = [v for v in ops if {(v.hadamard, v.stochastic)} == treated]
+    kinds = tuple(Kind(t.hadamard, t.stochastic) for t in plan.treatments) if asked else ()
+    ops = [v for v in ops if v.kinds == kinds]
     if not ops:
         what = f" for {asked}" if asked else ""
         raise NotImplementedError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_mx.formats import FLOAT_DTYPES
 from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import VALUE_LAYOUTS_OF, Variant, takes_zero_scale
+from jax_mx.variants import VALUE_LAYOUTS_OF, Kind, Variant, takes_zero_scale
 
 ALL = (0, 99)  # from the first dimension to the last
 
@@ -25,6 +25,8 @@ class Entry:
       elements_per_thread: for the build's report.
     """
 
+    # Of a result, see `Plan.params`.
+    NAMES = ("round_add", "round_exception", "zero_scale", "prescale", "flips", "value_tiles")
     float_first = True
     extents: Sequence = ()
     divide: Sequence = ()
@@ -52,18 +54,28 @@ class Entry:
         names = [
             f"{name}_{i}"
             for i, format in enumerate(self.formats)
-            for name in ("round_add", "round_exception", "zero_scale", "prescale", "value_tiles")
+            for name in self.NAMES
             if name != "zero_scale" or takes_zero_scale(format)
-            if name != "prescale" or self.variant.stochastic
+            if name != "prescale" or self.kind(i).stochastic
+            if name != "flips" or self.kind(i).hadamard
             if name != "value_tiles" or len(VALUE_LAYOUTS_OF[self.variant.implementation]) > 1
         ]
         return [*self.extents, *([4, name] for name in names)]
 
-    def of_result(self, scalars: Sequence, i: int) -> Sequence:
-        """Those of the kernel's scalars that are the i-th result's, in the order of `scalars`."""
-        first = len(self.extents)
-        each = (len(scalars) - first) // len(self.formats)
-        return scalars[first + each * i : first + each * (i + 1)]
+    def kind(self, i: int) -> Kind:
+        """How elements are treated for the i-th result."""
+        return self.variant.kinds[i] if self.variant.kinds else Kind()
+
+    def of_result(self, scalars: Sequence, i: int) -> dict[str, Any]:
+        """Those of the kernel's scalars that are the i-th result's, by name."""
+        pairs = zip(self.scalars, scalars, strict=True)
+        named = ((what.rpartition("_"), s) for (_, what), s in pairs if isinstance(what, str))
+        return {name: scalar for (name, _, number), scalar in named if number == str(i)}
+
+    @staticmethod
+    def rule(given: Mapping[str, Any]) -> list:
+        """Of a result's scalars those that its scales follow from."""
+        return [given[name] for name in Entry.NAMES[:3] if name in given]
 
     @property
     def launch(self) -> dict[str, Any]:

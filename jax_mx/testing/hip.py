@@ -184,8 +184,10 @@ def _launch(
     size = c_size_t.from_address(extra[3]).value
     block = bytearray(ctypes.string_at(extra[1], size))
     memory = Global()
-    places: dict[int, int] = {}
+    places = {0: 0}
     for i, (address, length, is_result) in enumerate(_ffi.launching()):
+        if address == 0:  # an operand that the call does not have
+            continue
         array = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
         places[address] = memory.add(array, is_result, name=f"buffer {i}")
     for parameter in emulator.code.kernels[symbol].parameters:

@@ -17,6 +17,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     Kernel,
     Strip,
     by_vector,
+    load,
     load_anywhere,
     locate,
     offset_in_tiles,
@@ -36,6 +37,17 @@ from jax_mx.variants import Variant
 STRIPS = {2: Strip(threads=128, elements=8, unroll=2), 4: Strip(threads=256, elements=4, unroll=4)}
 
 
+def keeps(variant: Variant) -> bool:
+    """Whether codes leave the cache last, see `kernel.load`.
+
+    H200, (8, 7168, 7168) and (65536, 8192), 2026-11-22, in us: second 305 -> 299, 395 -> 389, but
+    last_transposed 312 -> 305, 422 -> 433 and square_transposed 311 -> 302, 421 -> 433. MXFP4
+    second 278 -> 326.
+    """
+    turned = variant.form in ("last_transposed", "square_transposed")
+    return variant.formats[0].codes_per_byte == 1 and not turned
+
+
 class Flat(Kernel):
     """values (..., rows, cols, 32) and scales (..., rows, cols) in the layout -> floats."""
 
@@ -45,6 +57,7 @@ class Flat(Kernel):
     def __init__(self, *entry, tile: Strip | None = None):
         super().__init__(*entry)
         self.tile = tile or STRIPS[self.itemsize]
+        self.kept = self.aligned and keeps(self.variant)
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
         self.grid = [[0, 1, *ALL, self.tile.blocks]]
@@ -74,7 +87,7 @@ class Flat(Kernel):
             steps.append(block * sharers + tid % sharers)
             insides.append(inside)
             if inside:
-                cute.autovec_copy(mV[steps[u], None], rV[None, u])
+                load(mV[steps[u], None], rV[None, u], self.kept)
                 rS[u] = mS[offset]
         for u in range_constexpr(unroll):
             if insides[u]:
@@ -161,7 +174,9 @@ class Tiling:
     band: int = 1  # how many thread blocks follow each other down before the next ones across
 
 
-def tiling(how: Arrangement, itemsize: int, layout: ScaleLayout, aligned: bool) -> Tiling:
+def tiling(
+    how: Arrangement, itemsize: int, layout: ScaleLayout, aligned: bool, kept: bool
+) -> Tiling:
     """The tiling of an entry.
 
     H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21, in us, (down, across, depth, band); tiles
@@ -172,7 +187,8 @@ def tiling(how: Arrangement, itemsize: int, layout: ScaleLayout, aligned: bool) 
     last_transposed    bf16 (4, 2, 8, 64) 310, 436; band 1 322, 453; (8, 1, 8, 64) 318, 445;
                        (4, 1, 8, 64) 319, 458. f32 (4, 2, 8) 548; (4, 1, 8) 558
     second_transposed  bf16 (4, 1, 8, 64) 322, 466; (4, 2, 8, 64) 360, 465, tiles 312, 420;
-                       (8, 1, 8, 64) 367, 488. f32 (4, 2, 8) 550; (4, 1, 8) 559
+                       (8, 1, 8, 64) 367, 488. f32 (4, 2, 8) 550; (4, 1, 8) 559.
+                       Kept (4, 2, 8, 64) 311, 442, tiles 306, 415; (4, 1, 8, 64) 316, 458
     square_transposed  bf16 (4, 2, 8, 64) 308, 439; band 1 318, 450
     unaligned rows     (8, 7168, 7165): second bf16 (2, 4, 8) 418; (2, 2, 8) 425; (4, 1, 8) 455
 
@@ -180,7 +196,7 @@ def tiling(how: Arrangement, itemsize: int, layout: ScaleLayout, aligned: bool) 
     """
     short = itemsize == 2
     if how.transpose and aligned:
-        narrow = short and how.blocks == "row" and not layout.is_tiled
+        narrow = short and how.blocks == "row" and not layout.is_tiled and not kept
         return Tiling(4, 1 if narrow else 2, band=64)
     if not short:
         return Tiling(8, depth=4)
@@ -200,7 +216,8 @@ class Matrix(Kernel):
     def __init__(self, *entry, tile: Tiling | None = None):
         super().__init__(*entry)
         self.how = ARRANGEMENTS[self.variant.form]
-        self.tile = tile or tiling(self.how, self.itemsize, self.layout, self.aligned)
+        self.kept = self.aligned and keeps(self.variant)
+        self.tile = tile or tiling(self.how, self.itemsize, self.layout, self.aligned, self.kept)
         self.threads = 32 * self.tile.down * self.tile.across
         self.cut()
         square = self.how.blocks == "square"
@@ -238,7 +255,7 @@ class Matrix(Kernel):
             mV = by_vector(values, Int64(batch + 1) * rows, cols, n)
             for i in range_constexpr(depth):
                 if first + i < rows:
-                    cute.autovec_copy(mV[top + i, left // n, None], rV[None, i])
+                    load(mV[top + i, left // n, None], rV[None, i], self.kept)
         elif const_expr(self.how.blocks == "column"):  # a byte holds two rows, which both are there
             top = Int64(batch) * (rows // 2) + first // 2
             mV = by_vector(values, Int64(batch + 1) * (rows // 2), cols, n)

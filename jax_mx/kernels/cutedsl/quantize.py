@@ -14,6 +14,7 @@ operands, the second takes any.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
@@ -25,17 +26,19 @@ from jax_mx.kernels.cutedsl.kernel import (
     Kernel,
     Strip,
     by_vector,
+    load,
     load_anywhere,
     locate,
     offset_in_tiles,
     place_of,
     select,
+    store,
     store_rows,
     with_alignment,
 )
 from jax_mx.kernels.entry import ALL
 from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import Variant, takes_zero_scale
+from jax_mx.variants import Kind, Variant, takes_zero_scale
 
 
 def words_of(rX, pair: int, dtype: str) -> list:
@@ -54,6 +57,87 @@ def bytes_of(words: list, count: int):
     return rV if count == 4 * len(words) else cute.make_tensor(rV.iterator, cute.make_layout(count))
 
 
+def keeps(formats: Sequence[Format], form: str, layout: ScaleLayout) -> bool:
+    """Whether x and scales leave the cache last, see `kernel.load`.
+
+    MXFP4 is 1 % slower so, but where scales are written in the smallest pieces: both transposed,
+    H200, (8, 7168, 7168) and (65536, 8192), 333 -> 323 us, 450 -> 434.
+    """
+    return formats[0].codes_per_byte == 1 or (form == "both_transposed" and not layout.is_tiled)
+
+
+class Blocks(Kernel):
+    """What a thread does that has a whole block, or part of one whose rest its neighbours have."""
+
+    @cute.jit
+    def quantized(
+        self, held, loaded, o: cutlass.Constexpr, rule, prescale, index, sharers: cutlass.Constexpr
+    ):  # fmt: skip
+        """(words of codes, scale) of a block for the o-th result.
+
+        Args:
+          held: words of elements, as they are in memory.
+          loaded: the block's words of the treatment.
+          o: number of the result.
+          rule: see `Entry.rule`.
+          prescale: its bits, or 0.
+          index: which of its `sharers`' elements these are.
+          sharers: threads that share the block, neighbours.
+        """
+        kind: cutlass.Constexpr = self.kind(o)
+        elements: cutlass.Constexpr = len(held) * 4 // self.itemsize
+        place = treated.Place(index, sharers, elements)
+        dtype: cutlass.Constexpr = "float32" if kind.hadamard else self.dtype  # of what is scaled
+        floats = []
+        if const_expr(kind.words):
+            floats = treated.elements(kind, self.dtype, held, loaded, place, prescale)
+            if const_expr(kind.hadamard):
+                held = [convert.float_to_bits(value) for value in floats]
+        word = held[0]
+        for w in range_constexpr(1, len(held)):
+            word = convert.larger_magnitude(word, held[w], dtype)
+        for k in range_constexpr(sharers.bit_length() - 1):
+            other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
+            word = convert.larger_magnitude(word, other, dtype)
+        amax = convert.largest_magnitude_bits(word, dtype)
+        if const_expr(not kind.words):
+            scale, inverse = self.scale_of(amax, self.formats[o], rule)
+            return self.codes(held, inverse, self.formats[o]), scale
+        how: cutlass.Constexpr = (kind, self.dtype)
+        amax = convert.float_to_bits(treated.finished(*how, convert.bits_to_float(amax), prescale))
+        scale, inverse = self.scale_of(amax, self.formats[o], rule, "float32")
+        by = convert.bits_to_float(inverse) * treated.factor(*how, prescale)
+        rP = cute.make_rmem_tensor(elements // 8, Uint32)
+        if const_expr(treated.is_exact(*how)):
+            if amax < Uint32(treated.SMALL):
+                settled = [treated.settled(*how, value, prescale) for value in floats]
+                self.treated_codes(kind, settled, by, loaded, place, rP)
+            else:
+                self.treated_codes(kind, floats, by, loaded, place, rP)
+        else:
+            self.treated_codes(kind, floats, by, loaded, place, rP)
+        return [rP[i] for i in range(elements // 8)], scale
+
+    def treated_codes(self, kind: Kind, floats: list, by, loaded: list, place, into) -> None:
+        """Puts words of the e2m1 codes of floats times a block's factor into a fragment."""
+        if kind.stochastic:
+            words = treated.random_codes(floats, by, loaded[0], place)
+        else:
+            words = convert.pack_products(floats, convert.float_to_bits(by), self.arch)
+        for i, word in enumerate(words):
+            into[i] = word
+
+    def codes(self, held: list, inverse, format: Format) -> list:
+        """Words of the codes of words of elements, rounded to nearest."""
+        inverses = convert.pair(inverse, inverse)
+        each = self.itemsize // 2  # words of a pair
+        pairs = [
+            self.scaled_pair(held[i : i + each], inverses, format)
+            for i in range(0, len(held), each)
+        ]
+        return convert.pack_along(pairs, self.dtype, format, self.arch)
+
+
 # H200, (8, 7168, 7168), 2026-11-20, benchmarks/sweep.py, 96 candidates: bf16 285.7 us (best 285.4),
 # f16 285.7 (285.2), f32 467.9 (467.6). Nothing that keeps 32 to 256 bytes a thread in flight is
 # further than 1 % behind; 32 elements a thread are: their 64-byte strides cost a fifth (340 us).
@@ -65,7 +149,7 @@ STRIP = Strip(threads=512, elements=16, unroll=1)
 TREATED_STRIPS = {2: Strip(threads=64, elements=32, unroll=1), 4: STRIP}
 
 
-class Flat(Kernel):
+class Flat(Blocks):
     """x (..., rows, cols, 32) -> values like x, scales (..., rows, cols) in the layout.
 
     Treated variants take words (..., rows, cols) behind x, see treated.py.
@@ -84,11 +168,14 @@ class Flat(Kernel):
     @cute.kernel
     def kernel(self, pointers, scalars):
         x, *words_in, values, scales = pointers
-        n, places, rows, cols, *rounding = scalars
+        n, places, rows, cols, *_ = scalars
+        given = self.of_result(scalars, 0)
+        rule, prescale = self.rule(given), given.get("prescale", Int32(0))
         elements: cutlass.Constexpr = self.tile.elements
         unroll: cutlass.Constexpr = self.tile.unroll
         sharers: cutlass.Constexpr = BLOCK // elements  # threads that share a block
         words: cutlass.Constexpr = elements * self.itemsize // 4
+        kept: cutlass.Constexpr = self.aligned and keeps(self.formats, "last", self.layout)
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
         by_step = cute.make_layout((n // elements, elements), stride=(elements, 1))
@@ -108,70 +195,22 @@ class Flat(Kernel):
             offsets.append(offset)
             insides.append(inside)
             if inside:
-                cute.autovec_copy(mX[steps[u], None], rX[None, u])
-            words_of_steps.append(treated.load(words_in, block, inside))
+                load(mX[steps[u], None], rX[None, u], kept)
+            flips = given.get("flips", Int32(0))
+            words_of_steps.append(treated.load(self.kind(0), words_in, block, inside, flips))
 
         for u in range_constexpr(unroll):
             rW = cute.recast_tensor(rX[None, u], Uint32)
             held = [rW[w] for w in range(words)]
-            place = treated.Place(tid % sharers, sharers, elements)
-            if const_expr(self.variant.words):
-                loaded, prescale = words_of_steps[u], rounding[-1]
-                floats = treated.elements(self.variant, held, loaded, place, prescale)
-                if const_expr(self.scaled_dtype == "float32"):
-                    held = [convert.float_to_bits(value) for value in floats]
-            word = held[0]
-            for w in range_constexpr(1, len(held)):
-                word = convert.larger_magnitude(word, held[w], self.scaled_dtype)
-            for k in range_constexpr(sharers.bit_length() - 1):
-                other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
-                word = convert.larger_magnitude(word, other, self.scaled_dtype)
-            amax = convert.largest_magnitude_bits(word, self.scaled_dtype)
-            if const_expr(self.variant.words):
-                amax = treated.finished(self.variant, convert.bits_to_float(amax), prescale)
-                amax = convert.float_to_bits(amax)
-            scale, inverse = self.scale_of(amax, self.formats[0], rounding)
-            packed = []
-            if const_expr(self.variant.words):
-                by = convert.bits_to_float(inverse) * treated.factor(self.variant, prescale)
-                rP = cute.make_rmem_tensor(elements // 8, Uint32)
-                if const_expr(treated.is_exact(self.variant)):
-                    if amax < Uint32(treated.SMALL):
-                        settled = [treated.settled(self.variant, f, prescale) for f in floats]
-                        self.treated_codes(settled, by, loaded, place, rP)
-                    else:
-                        self.treated_codes(floats, by, loaded, place, rP)
-                else:
-                    self.treated_codes(floats, by, loaded, place, rP)
-                packed = [rP[i] for i in range(elements // 8)]
-            else:
-                packed = self.codes(held, inverse)
-            rV = bytes_of(packed, stored)
+            packed, scale = self.quantized(
+                held, words_of_steps[u], 0, rule, prescale, tid % sharers, sharers
+            )
             if insides[u]:
-                cute.autovec_copy(rV, mV[steps[u], None])
+                cute.autovec_copy(bytes_of(packed, stored), mV[steps[u], None])
             if (offsets[u] < places) & (tid % sharers == 0):
-                if const_expr(self.layout.is_tiled and len(rounding) > 2):
+                if const_expr(self.layout.is_tiled and len(rule) > 2):
                     scale = select(insides[u], scale, Uint32(0))
                 mS[offsets[u]] = Uint8(scale)  # padding: of zeros, so 0
-
-    def treated_codes(self, floats: list, by, loaded: list, place, into):
-        """Puts words of the e2m1 codes of floats times a block's factor into a fragment."""
-        if self.variant.stochastic:
-            words = treated.random_codes(floats, by, loaded[0], place)
-        else:
-            words = convert.pack_products(floats, convert.float_to_bits(by), self.arch)
-        for i, word in enumerate(words):
-            into[i] = word
-
-    def codes(self, held: list, inverse) -> list:
-        """Words of the codes of words of elements, rounded to nearest."""
-        inverses, dtype = convert.pair(inverse, inverse), self.scaled_dtype
-        each = FLOAT_DTYPES[dtype].itemsize // 2  # words of a pair
-        pairs = [
-            self.scaled_pair(held[i : i + each], inverses, self.formats[0])
-            for i in range(0, len(held), each)
-        ]
-        return convert.pack_along(pairs, dtype, self.formats[0], self.arch)
 
 
 CHUNKS = 8  # of 16 bytes, that a row of shared memory's banks holds
@@ -215,10 +254,14 @@ def tiling(
                          (4, 2) 312, 423; (8, 1) 302, 404.
                          f32 (4, 2, band 64) 472; (8, 2) 479, with band 64 471
       both, row-major    bf16 (1, 16) 407, 529; (1, 8) 415, 539; (2, 8) 416, 541; (4, 4) 424, 553;
-                         (4, 2) 432, 562. f32 (1, 8) 574; (2, 4) 578; (4, 2) 585
+                         (4, 2) 432, 562. f32 (1, 8) 574; (2, 4) 578; (4, 2) 585.
+                         Kept (1, 8) 398, 519; (1, 16) 398, 519; (2, 8) 399, 521; (4, 4) 415
       both, tiles        bf16 (4, 4) 406, 528; (4, 2) 406, 529; (8, 2) 409, 532. f32 (4, 2) 574
       both_transposed    bf16 (8, 2) 470, 622, tiles 420, 557; (4, 2) 481, 637, tiles 424, 565;
-                         (4, 4) 471, 624; bands of 2 and 4 are the same, of 16 and 64 slower
+                         (4, 4) 471, 624; bands of 2 and 4 are the same, of 16 and 64 slower.
+                         Kept (8, 2) 428, 572, tiles 410, 543; band 4 429, 571; band 8 433, 577;
+                         (4, 4) 428, 573; (4, 2) 433. What is left is the number of requests: a
+                         row's and a column's scales are one each, 384 beside 512 of values
       unaligned rows     (8, 7168, 7165): second (1, 8) 325, tiles 404; (2, 4) 346, tiles 408;
                          (4, 2) 387, tiles 420; f32 (1, 8) 622, tiles 684; (2, 4) 625, tiles 671;
                          (4, 2) 677, tiles 691. transposed (8, 1) 324; (8, 2) 402;
@@ -232,6 +275,7 @@ def tiling(
       both, tiles        bf16 (4, 2) 323, 421; (2, 4) 329, 428; (4, 4) spills
       both_transposed    bf16 (4, 2, band 4) 334, 447; band 1 338, 456; band 64 337, 455;
                          (8, 2) 367, 486; (2, 4) 412, 542; (2, 2) 431, 565.
+                         Kept (4, 2, band 8) 321, 421; band 4 323, 434; band 1 327, 442.
                          tiles (2, 2) 321, 421; (4, 2) 337, 438
     """
     short, transposed = itemsize == 2, form.endswith("_transposed")
@@ -240,14 +284,14 @@ def tiling(
     if per_byte > 1 and form in ("both", "square"):
         return Tiling(4, 2)
     if per_byte > 1 and form == "both_transposed":
-        return Tiling(2, 2) if layout.is_tiled and short else Tiling(4, 2, band=4)
+        return Tiling(2, 2) if layout.is_tiled and short else Tiling(4, 2, band=8)
     if transposed:
         if short and not aligned and form == "second_transposed":
             return Tiling(8, 1) if not layout.is_tiled else Tiling(4, 2)
         band = 64 if form != "both_transposed" else 1
         return Tiling(8, 2, band) if short else Tiling(4, 2, band)
     if form == "both" and not layout.is_tiled:
-        return Tiling(1, 16) if short else Tiling(1, 8)
+        return Tiling(1, 8)
     spills = per_byte > 1 and layout.is_tiled  # with (1, 8) 8 bytes, to fit in 48 registers
     if form == "second" and not aligned and not spills:
         return Tiling(1, 8)
@@ -309,6 +353,7 @@ class Tiled(Kernel):
         )
         transpose = self.form.endswith("_transposed")
         self.square = self.form.startswith("square")
+        self.kept = self.aligned and keeps(self.formats, self.form, self.layout)
         blocks = "square" if self.square else "column"
         self.results = [Output(self.formats[-1], blocks, transpose)]
         if self.form.startswith("both"):
@@ -361,7 +406,7 @@ class Tiled(Kernel):
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
             values, (sS, sV) = pointers[1 + 2 * o], staged[o]
-            rounding = self.of_result(scalars, o)
+            rounding = self.rule(self.of_result(scalars, o))
             if const_expr(result.blocks == "row"):
                 inverses = self.scale_rows(rX, sS, result, rounding, row, col, across)
             elif const_expr(result.blocks == "column"):
@@ -423,7 +468,7 @@ class Tiled(Kernel):
         top = Int64(batch) * m + first
         if (first < m) & (left < k):
             for i in range_constexpr(self.rows):
-                cute.autovec_copy(mX[top + i, left // self.vector, None], rX[None, i])
+                load(mX[top + i, left // self.vector, None], rX[None, i], self.kept)
         else:
             rX.fill(convert.INPUT[self.dtype](0))
         return rX
@@ -748,11 +793,12 @@ class Tiled(Kernel):
                     self.clear_padding(four, row, col, rows, cols)
                 mS = cute.make_tensor(scales + offset, cute.make_layout(unit))
                 if whole:
-                    word = with_alignment(mS.iterator, Uint32, 4)
                     if const_expr(unit == 4):
-                        cute.make_tensor(word, cute.make_layout(1))[0] = cute.recast_tensor(
-                            four, Uint32
-                        )[0]
+                        word = with_alignment(mS.iterator, Uint32, 4)
+                        to = cute.make_tensor(word, cute.make_layout(1))
+                        rS = cute.make_rmem_tensor(1, Uint32)
+                        rS[0] = cute.recast_tensor(four, Uint32)[0]
+                        store(rS, to, self.kept)
                 else:
                     for c in range_constexpr(unit):
                         if c < count:

@@ -7,12 +7,12 @@ what they are a butterfly away from, and is not there, a neighbouring lane holds
 import dataclasses
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute, range_constexpr
+from cutlass import Float32, Int32, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.kernels import noise
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.variants import Variant
+from jax_mx.variants import Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,63 +25,68 @@ class Place:
 
 
 @cute.jit
-def load(pointers, block, inside):
-    """A block's words, or zeros outside."""
+def load(kind: cutlass.Constexpr, pointers, block, inside, flips):
+    """A block's words, or zeros outside; `flips` where the call has no operand of them."""
     found = []
-    for i in range_constexpr(len(pointers)):
+    for i in range_constexpr(kind.words):
         rW = cute.make_rmem_tensor(1, Uint32)
         rW[0] = Uint32(0)
+        if const_expr(kind.hadamard and i == kind.words - 1):
+            rW[0] = Uint32(flips)
+            inside = inside & (pointers[i].toint() != 0)
         if inside:
             rW[0] = cute.make_tensor(pointers[i] + block, cute.make_layout(1))[0]
         found.append(rW[0])
     return found
 
 
-def elements(variant: Variant, words: list, loaded: list, place: Place, prescale: Int32) -> list:
+def elements(
+    kind: Kind, dtype: str, words: list, loaded: list, place: Place, prescale: Int32
+) -> list:
     """Elements in float32, from the words of those in memory; still to be multiplied by `factor`.
 
     Not where they are small: see `settled`.
     """
-    if variant.hadamard:
+    if kind.hadamard:
         words = flipped(words, loaded[-1], place)
-    floats = widened(words, variant.dtype)
-    if variant.hadamard:
-        floats = hadamard(floats, variant.hadamard, place)
-        if not is_exact(variant):
-            floats = [_ftz("mul", value, Float32(variant.hadamard**-0.5)) for value in floats]
-    if variant.stochastic and not is_exact(variant):
+    floats = widened(words, dtype)
+    if kind.hadamard:
+        floats = hadamard(floats, kind.hadamard, place)
+        if not is_exact(kind, dtype):
+            floats = [_ftz("mul", value, Float32(kind.hadamard**-0.5)) for value in floats]
+    if kind.stochastic and not is_exact(kind, dtype):
         floats = [_times_if_any(value, prescale) for value in floats]
-    elif variant.stochastic and variant.hadamard:  # rounded as the fourth part of it is
+    elif kind.stochastic and kind.hadamard:  # rounded as the fourth part of it is
         floats = [value * _or_one(prescale) for value in floats]
     return floats
 
 
-def is_exact(variant: Variant) -> bool:
+def is_exact(kind: Kind, dtype: str) -> bool:
     """Whether elements times `factor` are exact where they are normal numbers."""
-    if variant.hadamard:
-        return variant.hadamard in (16, 64)
-    return variant.dtype != "float32"
+    if kind.hadamard:
+        return kind.hadamard in (16, 64)
+    return dtype != "float32"
 
 
-def factor(variant: Variant, prescale: Int32) -> Float32:
+def factor(kind: Kind, dtype: str, prescale: Int32) -> Float32:
     """What is left to multiply elements by, at the same time as by their block's factor."""
-    if not is_exact(variant):
+    if not is_exact(kind, dtype):
         return Float32(1.0)
-    return Float32(variant.hadamard**-0.5) if variant.hadamard else _or_one(prescale)
+    return Float32(kind.hadamard**-0.5) if kind.hadamard else _or_one(prescale)
 
 
-def finished(variant: Variant, value: Float32, prescale: Int32) -> Float32:
+def finished(kind: Kind, dtype: str, value: Float32, prescale: Int32) -> Float32:
     """What an element is after all multiplications, each of which makes zeros of subnormals."""
-    if not is_exact(variant):
+    if not is_exact(kind, dtype):
         return value
-    if variant.hadamard:
-        return _ftz("mul", value, factor(variant, prescale))
+    if kind.hadamard:
+        return _ftz("mul", value, factor(kind, dtype, prescale))
     return _times_if_any(value, prescale)
 
 
-def settled(variant: Variant, value: Float32, prescale: Int32) -> Float32:
+def settled(kind: Kind, dtype: str, value: Float32, prescale: Int32) -> Float32:
     """An element, or zero if it is one after all multiplications."""
-    done = finished(variant, value, prescale)
+    done = finished(kind, dtype, value, prescale)
     return Float32(cutlass.select_(done == Float32(0.0), done, value))
 
 

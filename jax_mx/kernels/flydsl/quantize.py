@@ -70,7 +70,8 @@ class Flat(Kernel):
     def kernel(self, pointers, scalars):
         x, values, scales = pointers
         sizes = scalars[: len(self.extents)]
-        *rounding, tiles = (Uint32(n) for n in self.of_result(scalars, 0))
+        given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
+        rounding, tiles = self.rule(given), given["value_tiles"]
         format, size = self.formats[0], self.itemsize
         lane = convert.lane_id()
         strip = Strip(self.layout, self.blocks, sizes)
@@ -161,9 +162,10 @@ class Treated(Flat):
     def kernel(self, pointers, scalars):
         x, *words_in, values, scales = pointers
         sizes = scalars[: len(self.extents)]
-        *rounding, tiles = (Uint32(n) for n in self.of_result(scalars, 0))
-        *rule, prescale = (*rounding[:3], rounding[-1])
-        treated.flush_subnormals(self.variant, prescale)
+        given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
+        rule, tiles, kind = self.rule(given), given["value_tiles"], self.kind(0)
+        prescale = given.get("prescale", Uint32(0))
+        treated.flush_subnormals(kind, prescale)
         format, lane, thread = self.formats[0], convert.lane_id(), Uint32(Int32(fx.thread_idx.x))
         strip = Strip(self.layout, self.blocks, sizes)
         block, offset, inside = strip.at(thread)
@@ -171,7 +173,7 @@ class Treated(Flat):
         # FlyDSL takes what it loads for signed.
         loaded = [Uint32(load_words(w + strip.block * 4, block * 4, 1, 4)[0]) for w in words_in]
 
-        pairs = treated.elements(self.variant, self.exchange(rounds, thread), loaded, prescale)
+        pairs = treated.elements(kind, self.dtype, self.exchange(rounds, thread), loaded, prescale)
         amax = convert.largest_magnitude([two[i] for two in pairs for i in (0, 1)], self.arch)
         scale, inverse = convert.scale_of(amax, format, "float32", tuple(rule))
         if const_expr(self.layout.is_tiled):
@@ -182,7 +184,7 @@ class Treated(Flat):
                 fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(scale))
             scaled = treated.scaled(pairs, inverse)
             poison = convert.poison([inverse], [1, 1, 1, 1])
-            if const_expr(self.variant.stochastic):
+            if const_expr(kind.stochastic):
                 codes = treated.random_words(scaled, loaded[0], poison)
             else:
                 codes = [
@@ -304,7 +306,8 @@ class Tiled(Kernel):
         amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
         for o, result in enumerate(self.results):
             staged = getattr(shared, f"scales_{o}")
-            *rounding, tiles = (Uint32(n) for n in self.of_result(scalars, o))
+            given = {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
+            rounding, tiles = self.rule(given), given["value_tiles"]
             find = {"row": self.scale_rows, "column": self.scale_columns,
                     "square": self.scale_square}[result.blocks]  # fmt: skip
             how = (tuple(rounding), at, wave, top, left, m, k)
@@ -316,7 +319,7 @@ class Tiled(Kernel):
         gpu.barrier()
         for o, result in enumerate(self.results):
             if const_expr(result.transpose):
-                *_, tiles = (Uint32(n) for n in self.of_result(scalars, o))
+                tiles = Uint32(self.of_result(scalars, o)["value_tiles"])
                 values = pointers[1 + 2 * o]
                 self.store_transposed(shared.values, result, values, tiles, at, tid, m, k)
             # The two results' scales are written by different halves of the threads.

@@ -10,10 +10,10 @@ from flydsl.expr import Float32, Uint32
 from jax_mx.formats import BLOCK, MXFP4_E2M1
 from jax_mx.kernels import noise
 from jax_mx.kernels.flydsl import convert
-from jax_mx.variants import Variant
+from jax_mx.variants import Kind
 
 
-def flush_subnormals(variant: Variant, prescale: Uint32) -> None:
+def flush_subnormals(kind: Kind, prescale: Uint32) -> None:
     """From here on float32 operands and results that are subnormal are zeros of their sign.
 
     That is in the mode of the wave, and before any of x is there to compute with. Not where
@@ -21,7 +21,7 @@ def flush_subnormals(variant: Variant, prescale: Uint32) -> None:
     subnormal, and a product with a block's factor that is has the code of zero.
     """
     mode = Uint32(0)
-    if not variant.hadamard:
+    if not kind.hadamard:
         mode = (prescale == Uint32(0)).select(Uint32(3), Uint32(0))
     mode = convert.intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, mode)
     llvm.inline_asm(
@@ -33,15 +33,15 @@ def flush_subnormals(variant: Variant, prescale: Uint32) -> None:
     )
 
 
-def elements(variant: Variant, words: list, loaded: list, prescale: Uint32) -> list:
+def elements(kind: Kind, dtype: str, words: list, loaded: list, prescale: Uint32) -> list:
     """The pairs as they are scaled, from the words of a block in memory."""
-    if variant.hadamard:
+    if kind.hadamard:
         words = _flipped(words, loaded[-1])
-    floats = [e for word in words for e in convert.elements(word, variant.dtype)]
+    floats = [e for word in words for e in convert.elements(word, dtype)]
     pairs = [_pair(*two) for two in zip(floats[: BLOCK // 2], floats[BLOCK // 2 :], strict=True)]
-    if variant.hadamard:
-        pairs = _transformed(pairs, variant.hadamard)
-    if variant.stochastic:
+    if kind.hadamard:
+        pairs = _transformed(pairs, kind.hadamard)
+    if kind.stochastic:
         # Without, times 1, which changes none but NaN.
         factor = (prescale == Uint32(0)).select(Uint32(0x3F800000), prescale).bitcast(Float32)
         pairs = [two * _pair(factor, factor) for two in pairs]
