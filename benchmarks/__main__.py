@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -28,7 +29,6 @@ from benchmarks.report import Measured, Row
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.layouts import SCALE_LAYOUTS
 from jax_mx.plan import IMPLEMENTATIONS
-from jax_mx.treatment import Treatment
 
 _quantized = jax.jit(
     jax_mx.quantize, static_argnames=("format", "axis", "scaling", "scale_layout", "block")
@@ -71,18 +71,21 @@ class Case:
     @property
     def how(self) -> dict[str, Any]:
         """The keywords that quantizing ops have for the treatment."""
-        hadamard, stochastic = shapes.TREATMENTS[self.treatment]
-        key, found = jax.random.key(0), {}
-        if hadamard:
-            found["hadamard"] = jax_mx.Hadamard.random(key, hadamard)
-        return found | ({"rounding": jax_mx.Stochastic(key)} if stochastic else {})
+        kinds, found = shapes.TREATMENTS[self.treatment], {}
+        signs, key = np.arange(32) % 3 == 0, jax.random.key(0)
+        hadamards = [jax_mx.Hadamard(h, signs[:h]) if h else None for h, _ in kinds]
+        roundings = [jax_mx.Stochastic(key) if sr else None for _, sr in kinds]
+        for name, each in (("hadamard", hadamards), ("rounding", roundings)):
+            if any(each):
+                found[name] = each[0] if len(each) == 1 else tuple(each)
+        return found
 
     @property
     def words(self) -> int:
         """Bytes of words that the treatment takes."""
-        hadamard, stochastic = shapes.TREATMENTS[self.treatment]
-        blocks = math.prod(self.shape) // BLOCK * len(shapes.FORMS[self.form].axes)
-        return 4 * blocks * Treatment(stochastic=stochastic, hadamard=hadamard).words
+        axes, kinds = shapes.FORMS[self.form].axes, shapes.TREATMENTS[self.treatment]
+        random = sum(kind.stochastic for kind in kinds) * len(axes) // max(len(kinds), 1)
+        return 4 * math.prod(self.shape) // BLOCK * random
 
     def functions(self) -> tuple[Callable[..., Any], dict[str, Callable[..., Any]]]:
         """The op, jitted, and XLA's versions of it."""
@@ -288,6 +291,8 @@ def all_cases(args: argparse.Namespace) -> Iterator[Case]:
         form = shapes.FORMS[case.form]
         if treatment != "none" and (form.op == "dequantize" or form.square):
             continue  # codes are treated no more; a transform has one axis
+        if len(shapes.TREATMENTS[treatment]) > len(form.axes):
+            continue
         if form.square and SCALE_LAYOUTS[case.scale_layout].is_tiled:
             continue  # scales of squares are row-major
         if form.fits(case.shape) or case.shape not in catalogue:  # a shape typed in may fail

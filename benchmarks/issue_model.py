@@ -153,7 +153,8 @@ def bytes_per_element(variant: Variant) -> float:
     # One scale serves a square of 32 x 32, where it is not written 32 times.
     per_scale = BLOCK * BLOCK if variant.form.startswith("square") else BLOCK
     quantized = sum(1 / format.codes_per_byte + 1 / per_scale for format in variant.formats)
-    return FLOAT_DTYPES[variant.dtype].itemsize + 4 * variant.words / BLOCK + quantized
+    seeds = 4 * sum(kind.stochastic for kind in variant.kinds) / BLOCK  # flips may be known
+    return FLOAT_DTYPES[variant.dtype].itemsize + seeds + quantized
 
 
 def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[Bound]:
@@ -179,8 +180,9 @@ def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[B
 
 def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> float:
     """The fraction of the memory's speed that was reached at the first required shape, or NaN."""
-    treatments = {how: name for name, how in shapes.TREATMENTS.items()}
-    treatment = treatments.get((variant.hadamard, variant.stochastic), "unknown")
+    treatments = {kinds: name for name, kinds in shapes.TREATMENTS.items()}
+    kinds = variant.kinds[:1] if len({*variant.kinds}) == 1 else variant.kinds
+    treatment = treatments.get(kinds, "unknown")
     where = {
         "form": shapes.treated(shapes.form_of(variant.op, variant.form) or "", treatment),
         "shape": shapes.spell(shapes.REQUIRED[0]),

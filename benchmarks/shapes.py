@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_mx.formats import BLOCK
+from jax_mx.variants import Kind
 
 Shape = tuple[int, ...]
 
@@ -77,15 +78,17 @@ FORMS: Mapping[str, Form] = {
 }
 
 
-# What is done to elements before, by name: the size of a Hadamard transform with signs, or 0, and
-# whether codes are rounded at random. Each takes a word per block, which counts as moved once;
-# making the words takes a part of the time.
-TREATMENTS: Mapping[str, tuple[int, bool]] = {
-    "none": (0, False),
-    "h16": (16, False),
-    "h32": (32, False),
-    "sr": (0, True),
-    "h16_sr": (16, True),
+# What is done to elements before, by name: of either direction, or of the last axis and of the one
+# before. Transforms have signs, known when the program is traced. Random rounding takes a word per
+# block, which counts as moved once; making the words takes a part of the time.
+TREATMENTS: Mapping[str, tuple[Kind, ...]] = {
+    "none": (),
+    "h16": (Kind(16),),
+    "h32": (Kind(32),),
+    "sr": (Kind(stochastic=True),),
+    "h16_sr": (Kind(16, stochastic=True),),
+    "rn_h16": (Kind(), Kind(16)),
+    "sr_h16_sr": (Kind(stochastic=True), Kind(16, stochastic=True)),
 }
 
 

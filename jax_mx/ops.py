@@ -299,8 +299,8 @@ def is_supported(
     block: int | tuple[int, int] = BLOCK,
     zero_scale: int = 0,
     value_layout: ValueLayout | str = ROW_MAJOR_VALUES,
-    rounding: Stochastic | None = None,
-    hadamard: Hadamard | None = None,
+    rounding: Stochastic | tuple[Stochastic | None, Stochastic | None] | None = None,
+    hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
     implementation: str | None = None,
 ) -> tuple[bool, str]:
     """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
@@ -320,7 +320,7 @@ def is_supported(
       zero_scale: of quantize and quantize_both.
       value_layout: of all results, or of dequantize's operand. No answer depends on it: what a
         kernel does not write or read in tiles, XLA moves.
-      rounding: of quantize, and of both directions of quantize_both; so is hadamard.
+      rounding: of quantize; of quantize_both for both directions or a pair; so is hadamard.
       hadamard: see `quantize`.
       implementation: this one only; "xla" serves every call.
 
@@ -333,9 +333,12 @@ def is_supported(
     """
     if not 1 <= operator.index(ndim) <= 64:
         raise ValueError(f"is_supported: ndim must be 1 to 64, got {ndim}")
-    treatment = treatment_of("is_supported", rounding, hadamard)
+    both = [(rounding, hadamard)]
+    if op == "quantize_both":
+        both = pairs("is_supported", rounding, hadamard)
+    treatments = tuple(treatment_of("is_supported", *two) for two in both)
     zero_scale = zero_scale_of("is_supported", zero_scale)
-    if op == "dequantize" and (treatment != UNTREATED or zero_scale):
+    if op == "dequantize" and (treatments != (UNTREATED,) or zero_scale):
         raise ValueError(
             "is_supported: rounding, hadamard and zero_scale are quantize's, dequantize has none"
         )
@@ -343,12 +346,10 @@ def is_supported(
     like = jax.ShapeDtypeStruct((2 * BLOCK,) * ndim, jnp.dtype(dtype))
     if op == "quantize_both":
         call = (scaling, scale_layout, implementation, (False, transpose), zero_scale)
-        plan = plan_both(
-            like, (format, format), *call, (value_layout,) * 2, treatments=(treatment,) * 2
-        )
+        plan = plan_both(like, (format, format), *call, (value_layout,) * 2, treatments)
     elif op in ("quantize", "dequantize"):
         call = (format, axis, scaling, scale_layout, implementation, transpose, block, op)
-        plan = plan_quantize(like, *call, zero_scale, value_layout, treatment)
+        plan = plan_quantize(like, *call, zero_scale, value_layout, *treatments)
     else:
         allowed = "'quantize', 'quantize_both' or 'dequantize'"
         raise ValueError(f"is_supported: op {op!r} is unknown; use {allowed}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import string
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -199,7 +198,7 @@ def calls_for(
         return False, [kernels_for(plan, platform, chips)]
     except NotImplementedError:
         # Treated plans alone, of which few have kernels of their own.
-        if plan.is_square or not any(t.words for t in plan.treatments):
+        if plan.is_square or not any(str(treatment) for treatment in plan.treatments):
             raise
     try:
         return True, [kernels_for(alone, platform, chips) for alone in _row_plans(plan)]
@@ -259,7 +258,9 @@ def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | No
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if not all(core.is_constant_shape(aval.shape) for aval in avals):
         return None  # shape-polymorphic: sharding rules need numbers
-    names = iter(string.ascii_lowercase)  # a factor for each other dimension, none of them shared
+    names = (
+        f"d{i}" for i in itertools.count()
+    )  # a factor for each other dimension, none of them shared
     terms = [["...", *itertools.islice(names, len(aval.shape) - batch)] for aval in avals]
     n = len(ctx.avals_in)
     sides = [", ".join(" ".join(term) for term in side) for side in (terms[:n], terms[n:])]

@@ -73,15 +73,25 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     return lambda x: quantize(jnp.swapaxes(x, -1, -2) if turn else x), dequantize
 
 
-def treatment(variant: Variant, signs: bool = True, prescale: float | None = None) -> dict:
-    """The keywords of quantize that ask for what is compiled into the variant."""
-    how = {}
-    if variant.hadamard:
-        minus = np.random.default_rng(variant.hadamard).random(variant.hadamard) < 0.5
-        how["hadamard"] = jax_mx.Hadamard(variant.hadamard, minus if signs else None)
-    if variant.stochastic:
-        how["rounding"] = jax_mx.Stochastic(jax.random.key(7), prescale)
-    return how
+def treatment(
+    variant: Variant, signs: bool = True, prescale: float | None = None, of: Callable = np.asarray
+) -> dict:
+    """The keywords of quantize that ask for what is compiled into the variant.
+
+    Signs are what `of` makes of NumPy's: known when a call is traced, or jnp.asarray's.
+    """
+    found = {"hadamard": [], "rounding": []}
+    for i, (size, stochastic) in enumerate(variant.kinds):
+        minus = np.random.default_rng(size).random(size) < 0.5
+        hadamard = jax_mx.Hadamard(size, of(minus) if signs else None) if size else None
+        rounding = jax_mx.Stochastic(jax.random.key(7 + i), prescale) if stochastic else None
+        found["hadamard"].append(hadamard)
+        found["rounding"].append(rounding)
+    return {
+        name: each[0] if len(each) == 1 else tuple(each)
+        for name, each in found.items()
+        if any(each)
+    }
 
 
 def call(variant, implementation=None, **options):

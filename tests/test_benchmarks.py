@@ -343,15 +343,19 @@ def test_treatments_are_rows(tmp_path):
     options += ["--treatment", *shapes.TREATMENTS]
     assert cli.main([*options, "--shapes", "32x64", "--repeats", "1", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())
-    treated = [f"axis -1, {name}" for name in ("h16", "h32", "sr", "h16_sr")]
+    names = [name for name, kinds in shapes.TREATMENTS.items() if len(kinds) == 1]
+    treated = [f"axis -1, {name}" for name in names]
     assert [row["form"] for row in rows] == ["axis -1", "square", "dequantize", *treated]
     names = ("bfloat16", "mxfp4_e2m1", "rceil", "row_major", None)
-    for treatment, words in zip(shapes.TREATMENTS, (0, 1, 1, 1, 2), strict=True):
-        for form, arrays in (("axis -1", 1), ("both", 2)):
-            case = cli.Case(form, (32, 64), *names, treatment)
-            assert case.words == arrays * words * 4 * 64
-    sizes = {v.name: (v.hadamard, v.stochastic) for v in VARIANTS}
-    assert {*sizes.values()} == {*shapes.TREATMENTS.values()}
+    words = {"sr": (1, 2), "h16_sr": (1, 2), "sr_h16_sr": (None, 2)}
+    for treatment, kinds in shapes.TREATMENTS.items():
+        for i, form in enumerate(("axis -1", "both")):
+            if len(kinds) <= i + 1:
+                case = cli.Case(form, (32, 64), *names, treatment)
+                assert case.words == words.get(treatment, (0, 0))[i] * 4 * 64
+                assert (len(kinds) == 0) == (not case.how)
+    compiled = {v.kinds[:1] if len({*v.kinds}) == 1 else v.kinds for v in VARIANTS}
+    assert compiled == {*shapes.TREATMENTS.values()}
 
 
 def test_every_form_is_a_row(tmp_path, capsys):

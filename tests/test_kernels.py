@@ -40,7 +40,8 @@ import jax_mx
 from jax_mx import _ffi, artifacts, primitive
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.plan import plan_quantize
-from jax_mx.treatment import Treatment, words_of
+from jax_mx.treatment import treatment_of as checked_treatment
+from jax_mx.treatment import words_of
 from jax_mx.variants import ARCHS, VARIANTS, layouts_of, takes_zero_scale
 
 pytestmark = pytest.mark.gpu
@@ -213,15 +214,20 @@ def differences_of_dequantize(variant, rows, cols):
     assert not any(bad.values()), {start: count for start, count in bad.items() if count}
 
 
+def is_random(variant):
+    """Whether an element's code depends on its place."""
+    return any(kind.stochastic for kind in variant.kinds)
+
+
 def some_rows_of_reference(variant, x, start, step):
     """The reference's results for rows of x; their random bits are those of their place in x."""
     part = jax.lax.dynamic_slice_in_dim(x, start, step)
-    if not variant.stochastic:
+    if not is_random(variant):
         return call(variant, "xla")(part)
-    how, treatment = treatment_of(variant), Treatment(True, None, variant.hadamard)
-    rounding, hadamard = how["rounding"], how.get("hadamard")
+    how = treatment_of(variant)
+    treatment = checked_treatment("quantize", how["rounding"], how.get("hadamard"))
     blocks, mesh = x.shape[1] // BLOCK, jax.typeof(x).sharding.mesh
-    words = words_of(rounding, hadamard, (x.shape[0], blocks), (None, None), -1, mesh)
+    words = words_of(how["rounding"], None, (x.shape[0], blocks), (None, None), -1, mesh)
     words = [jax.lax.dynamic_slice_in_dim(w, start, step)[..., None] for w in words]
     asked = (variant.formats[0], -1, "rceil", "row_major", "xla")
     plan = plan_quantize(part, *asked, treatment=treatment)
@@ -236,6 +242,8 @@ def test_two_to_the_31(variant):
     if variant.op == "dequantize":
         differences_of_dequantize(variant, rows, cols)
         return
+    if is_random(variant) and variant.form != "last":
+        return  # the reference has no part of them; those that rotate alone have the same addresses
     rate = jnp.dtype(variant.dtype).itemsize
 
     @jax.jit
@@ -368,7 +376,7 @@ def test_transforms(variant):
     x = operand(variant, random_bits((6, 5, 32, 96), variant.dtype, seed=4))
     run, ref = call(variant, variant.implementation), call(variant, "xla")
     # The random bits of an element are those of its place in what one call sees.
-    mapped = jax.vmap if variant.stochastic else lambda f: f
+    mapped = jax.vmap if is_random(variant) else lambda f: f
     for dim in range(2):
         assert_same(jax.jit(jax.vmap(run, in_axes=dim))(x), jax.vmap(ref, in_axes=dim)(x))
     assert_same(jax.vmap(jax.vmap(run))(x), mapped(mapped(ref))(x), "vmap of vmap")

@@ -18,7 +18,7 @@ from jax_mx.plan import plan_quantize
 from jax_mx.treatment import Treatment
 from jax_mx.variants import VARIANTS
 
-TREATED = [v for v in VARIANTS if v.words and v.implementation == "cutedsl"]
+TREATED = [v for v in VARIANTS if v.words and v.implementation == "cutedsl" and v.form == "last"]
 treated = pytest.importorskip("jax_mx.kernels.cutedsl.treated")
 convert = pytest.importorskip("jax_mx.kernels.cutedsl.convert")
 
@@ -150,24 +150,24 @@ def on_numpy(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize(
-    "kind,prescale,elements",  # 16 are what a thread holds
+    "variant,prescale,elements",  # 16 are what a thread holds
     [
         pytest.param(
-            *(kind, prescale, elements),
-            id=f"{kind.name}-{prescale}-{elements}",
-            marks=[pytest.mark.thorough] if (elements, kind.dtype) != (16, "bfloat16") else [],
+            *(v, prescale, elements),
+            id=f"{v.name}-{prescale}-{elements}",
+            marks=[pytest.mark.thorough] if (elements, v.dtype) != (16, "bfloat16") else [],
         )
-        for kind in TREATED
+        for v in TREATED
         for prescale in (None, 0.75)
         for elements in (8, 16, 32)
-        if kind.stochastic or prescale is None
+        if v.kinds[0].stochastic or prescale is None
     ],
 )
-def test_threads_compute_what_the_reference_does(kind, prescale, elements):
-    if prescale and not kind.stochastic:
-        return
+def test_threads_compute_what_the_reference_does(variant, prescale, elements):
+    (kind,) = variant.kinds
+    how = kind, variant.dtype
     sharers = BLOCK // elements
-    x = hard_blocks(kind.dtype)
+    x = hard_blocks(variant.dtype)
     rng = np.random.default_rng(1)
     words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(kind.words)]
     treatment = Treatment(kind.stochastic, prescale, kind.hadamard)
@@ -179,14 +179,15 @@ def test_threads_compute_what_the_reference_does(kind, prescale, elements):
     held = x.view(np.uint32).reshape(len(x), sharers, -1)
     held = np.moveaxis(held, -1, 0)  # (words, blocks, threads)
     prescale = np.int32(np.float32(prescale or 0).view(np.int32))
-    found = treated.elements(kind, [*held], words, place, prescale)
-    settled = [treated.settled(kind, value, prescale) for value in found]
-    factor = treated.factor(kind, prescale)
+    held = treated.flip([*held], words[-1], place) if kind.hadamard else [*held]
+    found = treated.elements(*how, held, place, prescale)
+    settled = [treated.settled(*how, value, prescale) for value in found]
+    factor = treated.factor(*how, prescale)
     noise = reference.noise(jnp.asarray(words[0]), (-1,)) if kind.stochastic else None
     # Every block, with zeros where products are zero; and without, those that are not small.
     for values_of_threads, small in ((settled, True), (found, False)):
         y = np.moveaxis(np.stack(values_of_threads), 0, -1).reshape(x.shape)
-        amax = np.abs(treated.finished(kind, np.abs(y).max(-1), prescale))
+        amax = np.abs(treated.finished(*how, np.abs(y).max(-1), prescale))
         rows = np.flatnonzero(small | ~(amax < floats(treated.SMALL)))
         assert len(rows) > 1000
         y = y * factor

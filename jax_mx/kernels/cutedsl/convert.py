@@ -368,13 +368,12 @@ def _cut_two(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
     )
 
 
-def pack_products(floats: list, inverse: Uint32, arch: str) -> list:
-    """Words of the e2m1 codes of floats times a block's factor, given by its bits."""
+def pack_products(floats: list, factor: Float32, arch: str) -> list:
+    """Words of the e2m1 codes of floats times a block's factor."""
     if not _has_words(MXFP4_E2M1, arch):
-        factor = bits_to_float(inverse)
         return _pack_e2m1([value * factor for value in floats])
     words = [_two_to_odd(*two) for two in zip(floats[::2], floats[1::2], strict=True)]
-    inverses = pair(inverse, inverse)
+    inverses = pair(float_to_bits(factor), float_to_bits(factor))
     pairs = [scaled_pair([word], inverses, "bfloat16", MXFP4_E2M1, arch) for word in words]
     return pack_along(pairs, "bfloat16", MXFP4_E2M1, arch)
 

@@ -58,10 +58,11 @@ def bytes_of(words: list, count: int):
 
 
 def keeps(formats: Sequence[Format], form: str, layout: ScaleLayout) -> bool:
-    """Whether x and scales leave the cache last, see `kernel.load`.
+    """Whether x leaves the cache last, and so do scales of both transposed, see `kernel.load`.
 
-    MXFP4 is 1 % slower so, but where scales are written in the smallest pieces: both transposed,
-    H200, (8, 7168, 7168) and (65536, 8192), 333 -> 323 us, 450 -> 434.
+    Scales of other forms make no difference, and of float16, second transposed, they spill. MXFP4
+    is 1 % slower so, but where scales are written in the smallest pieces: both transposed, H200,
+    (8, 7168, 7168) and (65536, 8192), 333 -> 323 us, 450 -> 434.
     """
     return formats[0].codes_per_byte == 1 or (form == "both_transposed" and not layout.is_tiled)
 
@@ -71,16 +72,16 @@ class Blocks(Kernel):
 
     @cute.jit
     def quantized(
-        self, held, loaded, o: cutlass.Constexpr, rule, prescale, index, sharers: cutlass.Constexpr
+        self, held, words, o: cutlass.Constexpr, rule, extra, index, sharers: cutlass.Constexpr
     ):  # fmt: skip
         """(words of codes, scale) of a block for the o-th result.
 
         Args:
           held: words of elements, as they are in memory.
-          loaded: the block's words of the treatment.
+          words: what `treated.load` gives.
           o: number of the result.
           rule: see `Entry.rule`.
-          prescale: its bits, or 0.
+          extra: see `extra`.
           index: which of its `sharers`' elements these are.
           sharers: threads that share the block, neighbours.
         """
@@ -88,10 +89,13 @@ class Blocks(Kernel):
         elements: cutlass.Constexpr = len(held) * 4 // self.itemsize
         place = treated.Place(index, sharers, elements)
         dtype: cutlass.Constexpr = "float32" if kind.hadamard else self.dtype  # of what is scaled
+        (loaded, known), (prescale, flips) = words, extra
         floats = []
         if const_expr(kind.words):
-            floats = treated.elements(kind, self.dtype, held, loaded, place, prescale)
             if const_expr(kind.hadamard):
+                held = treated.flipped(held, loaded[-1], known, flips, place)
+            floats = treated.elements(kind, self.dtype, held, place, prescale)
+            if const_expr(dtype == "float32"):
                 held = [convert.float_to_bits(value) for value in floats]
         word = held[0]
         for w in range_constexpr(1, len(held)):
@@ -118,12 +122,17 @@ class Blocks(Kernel):
             self.treated_codes(kind, floats, by, loaded, place, rP)
         return [rP[i] for i in range(elements // 8)], scale
 
+    @staticmethod
+    def extra(given: dict) -> list:
+        """Of a result's scalars the prescale's bits, or 0, and the flips of signs of all blocks."""
+        return [given.get(name, Int32(0)) for name in ("prescale", "flips")]
+
     def treated_codes(self, kind: Kind, floats: list, by, loaded: list, place, into) -> None:
         """Puts words of the e2m1 codes of floats times a block's factor into a fragment."""
         if kind.stochastic:
             words = treated.random_codes(floats, by, loaded[0], place)
         else:
-            words = convert.pack_products(floats, convert.float_to_bits(by), self.arch)
+            words = convert.pack_products(floats, by, self.arch)
         for i, word in enumerate(words):
             into[i] = word
 
@@ -145,7 +154,10 @@ STRIP = Strip(threads=512, elements=16, unroll=1)
 # Treated, arithmetic takes longer than memory, and a thread that has a whole block spends less on
 # where things lie. 2026-11-21, bf16, from 16 elements and 512 threads: h16 387 -> 322 us, h32
 # 415 -> 350, sr 371 -> 307, h16_sr 473 -> 392; 128 threads are up to 1 % behind, 256 up to 3 %.
-# In f32 the strides cost more than that: 455 -> 533.
+# In f32 the strides cost more than that: 455 -> 533. 2026-11-22, signs that are known: h16 297, h32
+# 321, h16_sr 380. What made h16 less than 2 % faster, or slower: the largest magnitude of pairs cut
+# to bf16 (302), or of sums before the last step (296); halves widened by fma.bf16x2 (293, second
+# transposed 397 instead of 365).
 TREATED_STRIPS = {2: Strip(threads=64, elements=32, unroll=1), 4: STRIP}
 
 
@@ -170,7 +182,7 @@ class Flat(Blocks):
         x, *words_in, values, scales = pointers
         n, places, rows, cols, *_ = scalars
         given = self.of_result(scalars, 0)
-        rule, prescale = self.rule(given), given.get("prescale", Int32(0))
+        rule, extra = self.rule(given), self.extra(given)
         elements: cutlass.Constexpr = self.tile.elements
         unroll: cutlass.Constexpr = self.tile.unroll
         sharers: cutlass.Constexpr = BLOCK // elements  # threads that share a block
@@ -196,14 +208,13 @@ class Flat(Blocks):
             insides.append(inside)
             if inside:
                 load(mX[steps[u], None], rX[None, u], kept)
-            flips = given.get("flips", Int32(0))
-            words_of_steps.append(treated.load(self.kind(0), words_in, block, inside, flips))
+            words_of_steps.append(treated.load(self.kind(0), words_in, block, inside))
 
         for u in range_constexpr(unroll):
             rW = cute.recast_tensor(rX[None, u], Uint32)
             held = [rW[w] for w in range(words)]
             packed, scale = self.quantized(
-                held, words_of_steps[u], 0, rule, prescale, tid % sharers, sharers
+                held, words_of_steps[u], 0, rule, extra, tid % sharers, sharers
             )
             if insides[u]:
                 cute.autovec_copy(bytes_of(packed, stored), mV[steps[u], None])
@@ -415,7 +426,7 @@ class Tiled(Kernel):
                 inverses = self.scale_square(rX, sS, result, rounding, row, col)
             if const_expr(result.transpose):
                 self.stage_transposed(sV, rX, inverses, result, row, col)
-            elif const_expr(result.per_row > 1):
+            elif const_expr(self.is_staged(result)):
                 self.stage_rows(sV, rX, inverses, result, row, col)
             elif const_expr(sV is None):
                 self.store(rX, inverses, result, values, at, row, col, blocks_m, k)
@@ -426,7 +437,7 @@ class Tiled(Kernel):
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
             values, scales, (sS, sV) = pointers[1 + 2 * o], pointers[2 + 2 * o], staged[o]
-            if const_expr(result.transpose or result.per_row > 1):
+            if const_expr(self.is_staged(result)):
                 self.store_lines(sV, values, result, at, tid, blocks_m, k)
             elif const_expr(sV is not None):
                 self.store_unaligned(sV, values, at, blocks_m, k)
@@ -444,13 +455,17 @@ class Tiled(Kernel):
         sS = cute.make_tensor(
             cute.arch.alloc_smem(Uint8, rows * cols, alignment=16), cute.make_layout((cols, rows))
         )
-        if result.transpose or result.per_row > 1:
+        if self.is_staged(result):
             size = self.tile.rows * self.tile.cols // self.per_byte
             return sS, cute.arch.alloc_smem(Uint8, size, alignment=128)
         if self.aligned or self.is_both:  # rows are as aligned as the array is
             return sS, None
         size = self.tile.rows // self.per_byte * (self.tile.cols + PAD) + PAD
         return sS, cute.arch.alloc_smem(Uint8, size, alignment=16)
+
+    def is_staged(self, result: Output) -> bool:
+        """Whether values pass through shared memory, to be written by lines."""
+        return result.transpose or result.per_row > 1
 
     def is_turned(self, result: Output) -> bool:
         """Whether a result's scales lie the other way round than x: tiles always do for columns."""
@@ -720,9 +735,9 @@ class Tiled(Kernel):
 
     def lines(self, result: Output):
         """How a result's values lie in shared memory."""
-        sides = self.tile.cols, self.tile.rows // self.per_byte
+        sides = self.tile.cols, self.tile.rows // result.per_column
         if not result.transpose:
-            sides = self.tile.rows, self.tile.cols // self.per_byte
+            sides = self.tile.rows // result.per_column, self.tile.cols // result.per_row
         return Lines(*sides, *((self.vector, 1) if result.transpose else (self.rows, 2)))
 
     @cute.jit
@@ -739,7 +754,7 @@ class Tiled(Kernel):
     @cute.jit
     def copy_lines(self, sV, values, result: cutlass.Constexpr, at, tid, blocks_m, k):
         batch, tile_r, tile_c = at
-        rows, cols = blocks_m * BLOCK, k // self.per_byte
+        rows, cols = blocks_m * (BLOCK // result.per_column), k // result.per_row
         if const_expr(result.transpose):
             tile_r, tile_c, rows, cols = tile_c, tile_r, k, blocks_m * (BLOCK // self.per_byte)
         lines: cutlass.Constexpr = self.lines(result)
@@ -798,7 +813,7 @@ class Tiled(Kernel):
                         to = cute.make_tensor(word, cute.make_layout(1))
                         rS = cute.make_rmem_tensor(1, Uint32)
                         rS[0] = cute.recast_tensor(four, Uint32)[0]
-                        store(rS, to, self.kept)
+                        store(rS, to, self.kept and self.form == "both_transposed")
                 else:
                     for c in range_constexpr(unit):
                         if c < count:
@@ -815,4 +830,7 @@ class Tiled(Kernel):
 
 def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool, **tuning):
     """The kernel of a variant's entry, for scales in this layout."""
-    return (Flat if variant.form == "last" else Tiled)(variant, arch, layout, aligned, **tuning)
+    from jax_mx.kernels.cutedsl.treated_tiles import TreatedTiled  # which is made of this module's
+
+    tiled = TreatedTiled if variant.words else Tiled
+    return (Flat if variant.form == "last" else tiled)(variant, arch, layout, aligned, **tuning)

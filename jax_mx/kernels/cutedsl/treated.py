@@ -25,30 +25,29 @@ class Place:
 
 
 @cute.jit
-def load(kind: cutlass.Constexpr, pointers, block, inside, flips):
-    """A block's words, or zeros outside; `flips` where the call has no operand of them."""
-    found = []
+def load(kind: cutlass.Constexpr, pointers, block, inside):
+    """A block's words, or zeros outside; and whether its flips of signs are among them.
+
+    They are not where the call has no operand of them.
+    """
+    found, known = [], cutlass.Boolean(False)
     for i in range_constexpr(kind.words):
         rW = cute.make_rmem_tensor(1, Uint32)
         rW[0] = Uint32(0)
         if const_expr(kind.hadamard and i == kind.words - 1):
-            rW[0] = Uint32(flips)
+            known = pointers[i].toint() == 0
             inside = inside & (pointers[i].toint() != 0)
         if inside:
             rW[0] = cute.make_tensor(pointers[i] + block, cute.make_layout(1))[0]
         found.append(rW[0])
-    return found
+    return found, known
 
 
-def elements(
-    kind: Kind, dtype: str, words: list, loaded: list, place: Place, prescale: Int32
-) -> list:
-    """Elements in float32, from the words of those in memory; still to be multiplied by `factor`.
+def elements(kind: Kind, dtype: str, words: list, place: Place, prescale: Int32) -> list:
+    """Elements in float32, from words in memory, `flipped`; still to be multiplied by `factor`.
 
     Not where they are small: see `settled`.
     """
-    if kind.hadamard:
-        words = flipped(words, loaded[-1], place)
     floats = widened(words, dtype)
     if kind.hadamard:
         floats = hadamard(floats, kind.hadamard, place)
@@ -120,7 +119,23 @@ def _widened_halves(word: Uint32, *, loc=None, ip=None) -> list:
 
 
 # ---- the Hadamard transform ---
-def flipped(words: list, flips: Uint32, place: Place) -> list:
+@cute.jit
+def flipped(words, loaded, known, flips, place: cutlass.Constexpr):
+    """Words of elements with signs flipped, by a word that all blocks share or one of this block.
+
+    What all share the scalar unit prepares, beside the others.
+    """
+    rW = cute.make_rmem_tensor(len(words), Uint32)
+    if known:
+        for i, word in enumerate(flip(words, Uint32(flips), place)):
+            rW[i] = word
+    else:
+        for i, word in enumerate(flip(words, loaded, place)):
+            rW[i] = word
+    return [rW[i] for i in range(len(words))]
+
+
+def flip(words: list, flips: Uint32, place: Place) -> list:
     """Words of elements with the signs flipped that bits of the block's word say."""
     flips = flips >> Uint32(place.index * place.elements)
     if len(words) == place.elements:

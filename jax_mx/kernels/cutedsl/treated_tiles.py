@@ -1,0 +1,180 @@
+"""Treated elements in forms with the second-to-last axis: quantize.py's `Tiled`, by whole blocks.
+
+A tile of x passes through shared memory, from which threads take blocks of either direction and do
+with them what `Flat` does: what a transform combines is in one thread's registers.
+"""
+
+import cutlass
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+
+from jax_mx.formats import BLOCK
+from jax_mx.kernels.cutedsl import convert, treated
+from jax_mx.kernels.cutedsl.kernel import PAD, place_of
+from jax_mx.kernels.cutedsl.quantize import CHUNKS, Blocks, Output, Tiled, Tiling, bytes_of
+
+CODES = BLOCK // 2  # bytes of a block's codes
+
+
+# H200, (8, 7168, 7168), 2026-11-22, in us, (down, across): both_transposed, h16 of columns (2, 2)
+# 465, with a band of 8 467; (4, 1) 564, with a band of 8 491; (2, 1) 651; sr of rows and h16_sr of
+# columns (2, 2) 755; (4, 1) 859. both (2, 2) 470; (1, 4) 464. second_transposed, h16 (2, 2) 366;
+# (4, 1) 374; (8, 1) 415; (4, 2) 425. second, h16 (2, 2) 339; (4, 2) 348. Along rows, behind a
+# transpose by XLA, they took 1041, 741 and 832.
+TILING = Tiling(2, 2)
+
+
+class TreatedTiled(Blocks, Tiled):
+    """Two bytes an element and two codes a byte; words of each result's treatment behind x.
+
+    A thread loads 64 elements, and of each result quantizes two blocks: of two columns that are
+    neighbours, or of two rows.
+    """
+
+    def __init__(self, *entry, tile: Tiling | None = None):
+        super().__init__(*entry, tile=tile or TILING)
+        self.pitch = 2 * self.tile.cols // 16  # chunks of x's rows in shared memory
+        if not self.is_both and not self.results[-1].transpose:
+            self.divide = [[0, -2, -1, 16]]  # it stores whole chunks
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        blocks_m, k = scalars[:2]
+        if const_expr(self.is_both):
+            k = k * BLOCK
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        tiles_m = (blocks_m + self.pad - 1) // self.pad * (self.pad // self.tile.down)
+        tiles_k = (k + self.tile.cols - 1) // self.tile.cols
+        at = place_of(bid, tiles_m, tiles_k, self.tile.band)
+        lane, warp = tid % 32, tid // 32
+        row = warp % self.tile.down * BLOCK + lane // self.lanes * self.rows
+        col = warp // self.tile.down * (2 * BLOCK) + lane % self.lanes * self.vector
+        if const_expr(self.aligned):
+            rX = self.load(pointers[0], at, row, col, blocks_m, k)
+        else:
+            rX = self.load_unaligned(pointers[0], at, row, col, blocks_m, k)
+        sX = cute.make_tensor(
+            cute.arch.alloc_smem(Uint32, self.tile.rows * self.pitch * 4, alignment=128),
+            cute.make_layout((4, self.pitch, self.tile.rows), stride=(1, 4, 4 * self.pitch)),
+        )
+        rW = cute.recast_tensor(rX, Uint32)
+        for i in range_constexpr(self.rows):
+            cute.autovec_copy(rW[None, i], sX[None, (col // 8) ^ i, row + i])
+        staged = [self.shared_memory(result) for result in self.results]
+        cute.arch.sync_threads()
+
+        words = self.variant.words
+        operands = pointers[1 : 1 + words]
+        for o in range_constexpr(self.outputs):
+            result: cutlass.Constexpr = self.results[o]
+            count: cutlass.Constexpr = self.kind(o).words
+            first: cutlass.Constexpr = sum(self.kind(i).words for i in range(o))
+            mine = operands[first : first + count]
+            given = self.of_result(scalars, o)
+            rule, sizes = self.rule(given), [blocks_m, k]
+            extra = self.extra(given)
+            if const_expr(result.blocks == "row"):
+                self.quantize_rows(sX, staged[o], o, mine, rule, extra, at, tid, sizes)
+            else:
+                self.quantize_columns(sX, staged[o], o, mine, rule, extra, at, tid, sizes)
+        cute.arch.sync_threads()
+        ahead = 0
+        for o in range_constexpr(self.outputs):
+            result: cutlass.Constexpr = self.results[o]
+            values, scales = pointers[1 + words + 2 * o], pointers[2 + words + 2 * o]
+            sS, sV = staged[o]
+            if const_expr(self.is_padded(result)):
+                self.store_unaligned(sV, values, at, blocks_m, k)
+            else:
+                self.store_lines(sV, values, result, at, tid, blocks_m, k)
+            thread = (tid + self.threads - ahead) % self.threads
+            self.store_scales(sS, scales, result, at, thread, blocks_m, k)
+            ahead += cute.size(sS) // 4
+
+    def is_padded(self, result: Output) -> bool:
+        """Whether values are staged as `store_unaligned` takes them."""
+        return not (self.aligned or self.is_both or result.transpose)
+
+    def is_staged(self, result: Output) -> bool:
+        """Whether values pass through shared memory: all do."""
+        return not self.is_padded(result)
+
+    @cute.jit
+    def quantize_rows(
+        self, sX, staged, o: cutlass.Constexpr, operands, rule, extra, at, tid, sizes
+    ):  # fmt: skip
+        """Two blocks along rows, neighbours by neighbouring threads."""
+        result: cutlass.Constexpr = self.results[o]
+        lines: cutlass.Constexpr = self.lines(result)
+        beside: cutlass.Constexpr = self.tile.cols // BLOCK
+        (sS, sV), (blocks_m, k) = staged, sizes
+        batch, tile_m, tile_k = at
+        for step in range_constexpr(2):
+            index = step * self.threads + tid
+            row, block = index // beside, index % beside
+            rW = cute.make_rmem_tensor((4, 4), Uint32)
+            for c in range_constexpr(4):
+                chunk = (4 * block + c) ^ (row % CHUNKS)
+                cute.autovec_copy(sX[None, chunk, row], rW[None, c])
+            m, number = tile_m * self.tile.rows + row, tile_k * beside + block
+            inside = (m < blocks_m * BLOCK) & (number < k // BLOCK)
+            where = (Int64(batch) * (blocks_m * BLOCK) + m) * (k // BLOCK) + number
+            words = treated.load(self.kind(o), operands, where, inside)
+            held = [rW[i] for i in range(16)]
+            packed, scale = self.quantized(held, words, o, rule, extra, Int32(0), 1)
+            self.put(sS, result, row, block, scale)
+            chunks = self.chunks(sV, lines)
+            cute.autovec_copy(bytes_of(packed, CODES), chunks[None, block ^ lines.key(row), row])
+
+    @cute.jit
+    def quantize_columns(
+        self, sX, staged, o: cutlass.Constexpr, operands, rule, extra, at, tid, sizes
+    ):  # fmt: skip
+        """The blocks of two neighbouring columns."""
+        result: cutlass.Constexpr = self.results[o]
+        pairs: cutlass.Constexpr = self.tile.cols // 2
+        (sS, sV), (blocks_m, k) = staged, sizes
+        batch, tile_m, tile_k = at
+        block, pair = tid // pairs, tid % pairs
+        words = [sX[pair % 4, (pair // 4) ^ (r % CHUNKS), block * BLOCK + r] for r in range(BLOCK)]
+        number, left = tile_m * self.tile.down + block, tile_k * self.tile.cols + 2 * pair
+        where = (Int64(batch) * blocks_m + number) * k + left
+        both = []
+        for c in range_constexpr(2):
+            inside = (number < blocks_m) & (left + c < k)
+            own = treated.load(self.kind(o), operands, where + c, inside)
+            half: cutlass.Constexpr = 0x7632 if c else 0x5410
+            held = [convert.bytes_of(*words[r : r + 2], half) for r in range(0, BLOCK, 2)]
+            packed, scale = self.quantized(held, own, o, rule, extra, Int32(0), 1)
+            self.put(sS, result, block, 2 * pair + c, scale)
+            both.append(packed)
+            if const_expr(result.transpose):
+                lines: cutlass.Constexpr = self.lines(result)
+                chunks, line = self.chunks(sV, lines), 2 * pair + c
+                place = chunks[None, block ^ lines.key(line), line]
+                cute.autovec_copy(bytes_of(packed, CODES), place)
+        if const_expr(not result.transpose):
+            self.stage_pairs(sV, both, result, block, pair)
+
+    @cute.jit
+    def stage_pairs(self, sV, both, result: cutlass.Constexpr, block, pair):
+        """The codes of two columns, beside each other in rows of bytes of two."""
+        lines: cutlass.Constexpr = self.lines(result)
+        for i in range_constexpr(CODES):
+            row = block * CODES + i
+            select: cutlass.Constexpr = (i % 4) | (4 + i % 4) << 4
+            two = convert.bytes_of(both[0][i // 4], both[1][i // 4], select)
+            if const_expr(self.is_padded(result)):
+                where = PAD + row * (self.tile.cols + PAD) + 2 * pair
+            else:
+                chunk = (pair // 8) ^ lines.key(row)
+                where = row * lines.size + chunk * 16 + pair % 8 * 2
+            rV = bytes_of([two], 2)
+            to = cute.make_ptr(Uint8, (sV + where).toint(), cute.AddressSpace.smem, assumed_align=2)
+            cute.autovec_copy(rV, cute.make_tensor(to, cute.make_layout(2)))
+
+    def chunks(self, sV, lines):
+        """Lines in shared memory, by chunks."""
+        return cute.make_tensor(
+            sV, cute.make_layout((16, lines.size // 16, lines.count), stride=(1, 16, lines.size))
+        )
