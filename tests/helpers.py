@@ -73,15 +73,22 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     return lambda x: quantize(jnp.swapaxes(x, -1, -2) if turn else x), dequantize
 
 
-def treatment(variant: Variant, signs: bool = True, prescale: float | None = None) -> dict:
-    """The keywords of quantize that ask for what is compiled into the variant."""
-    how = {}
-    if variant.hadamard:
-        minus = np.random.default_rng(variant.hadamard).random(variant.hadamard) < 0.5
-        how["hadamard"] = jax_mx.Hadamard(variant.hadamard, minus if signs else None)
-    if variant.stochastic:
-        how["rounding"] = jax_mx.Stochastic(jax.random.key(7), prescale)
-    return how
+def treatment(variant: Variant, signs=np.asarray, prescale: float | None = None) -> dict:
+    """The keywords of quantize that ask for what is compiled into the variant.
+
+    `signs` makes of NumPy's bools what a call is given: NumPy's, which are compiled in, JAX's, or
+    None.
+    """
+    each = {"rounding": [], "hadamard": []}
+    for i, kind in enumerate(variant.kinds):
+        minus = np.random.default_rng(kind.hadamard + i).random(kind.hadamard) < 0.5
+        random = jax_mx.Stochastic(jax.random.key(7 + i), prescale)
+        each["rounding"].append(random if kind.stochastic else None)
+        rotated = jax_mx.Hadamard(kind.hadamard, signs(minus)) if kind.hadamard else None
+        each["hadamard"].append(rotated)
+    alone = len(variant.kinds) == 1
+    asked = {name: values[0] if alone else tuple(values) for name, values in each.items()}
+    return {name: asked[name] for name, values in each.items() if any(values)}
 
 
 def call(variant, implementation=None, **options):

@@ -21,6 +21,7 @@ from helpers import (
     golden_input,
     hard_blocks,
     random_bits,
+    treatment,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_treatment import BY_ROWS
@@ -185,23 +186,19 @@ def test_values_in_tiles(variant, arch):
 @pytest.mark.filterwarnings("ignore:invalid value")
 @each_binary(TREATED, lambda variant: variant.dtype == "float16")  # which has none subnormal
 def test_treatments(variant, arch):
-    """Keys, signs and the factor, where subnormals are flushed and where they are not."""
+    """Signs as words and compiled in, keys, and the factor: each of them flushes subnormals."""
     shape, dtype = (500, 5 * BLOCK), variant.dtype
     floats = hard_blocks(dtype).reshape(shape)
     layouts, scalings = layouts_of(variant), [*Scaling]
-    for turn, prescale in enumerate((None, 0.75)[: 1 + variant.stochastic]):
-        key = jax.random.key(turn)
+    for turn, (signs, prescale) in enumerate(((jnp.asarray, None), (np.asarray, 0.75))):
         options = {"zero_scale": 127, "scaling": some(variant, scalings, turn=turn)[0]}
-        if variant.hadamard:
-            options["hadamard"] = jax_mx.Hadamard.random(key, variant.hadamard)
-        if variant.stochastic:
-            options["rounding"] = jax_mx.Stochastic(key, prescale)
+        options |= treatment(variant, signs, prescale)
         options["scale_layout"] = some(variant, layouts, turn=turn)[0]
         program = Program(variant, arch, shape, **options)
         assert program.run(turn, *example_of(variant, floats, **options)), options
 
 
-RANDOM = next(v for v in TREATED if (v.dtype, v.hadamard) == ("float32", 0))
+RANDOM = next(v for v in TREATED if (v.dtype, v.kinds[0].hadamard) == ("float32", 0))
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHS["flydsl"] if artifacts.holds(RANDOM, a)])
@@ -209,7 +206,7 @@ def test_random_codes_carry_where_the_noise_says(arch):
     """Elements that the noise just takes to the next code, and those a unit below."""
     shape, rng = (256, 4 * BLOCK), np.random.default_rng(0)
     options = {"rounding": jax_mx.Stochastic(jax.random.key(3)), "scaling": "floor"}
-    (seeds,) = words_behind(RANDOM, shape, **options)
+    (seeds,) = words_behind(RANDOM, np.zeros(shape, np.float32), **options)
     noise = np.asarray(jax_mx.reference.noise(seeds[..., None], (-1,))).reshape(shape)
     code = rng.integers(1, 8, shape) - noise / 2**16
     x = np.interp(code, np.arange(8), [0, 0.5, 1, 1.5, 2, 3, 4, 6]).astype(np.float32)
@@ -230,8 +227,10 @@ def test_addresses_past_4_gib(variant, arch):
     *_, tiles = {}, *in_tiles(variant)
     for entry, layout in enumerate(some(variant, layouts, 2)):
         options = {"scale_layout": layout} | (tiles if entry else {})
+        options |= treatment(variant, jnp.asarray)
         program = Program(variant, arch, (slabs, 256, 256), **options)
-        buffers = example(variant, (1, 256, 256), **options)
+        floats = random_bits((1, 256, 256), variant.dtype, seed=3)
+        buffers = example_of(variant, floats, **options)
         assert program.run(entry, *buffers, slabs=slabs), (entry, options)
 
 

@@ -170,8 +170,7 @@ class Treated(Flat):
         strip = Strip(self.layout, self.blocks, sizes)
         block, offset, inside = strip.at(thread)
         rounds = self.load(x + strip.block * (BLOCK * self.itemsize), block, lane)
-        # FlyDSL takes what it loads for signed.
-        loaded = [Uint32(load_words(w + strip.block * 4, block * 4, 1, 4)[0]) for w in words_in]
+        loaded = treated.words_of_block(kind, words_in, given.get("flips"), strip.block, block)
 
         pairs = treated.elements(kind, self.dtype, self.exchange(rounds, thread), loaded, prescale)
         amax = convert.largest_magnitude([two[i] for two in pairs for i in (0, 1)], self.arch)

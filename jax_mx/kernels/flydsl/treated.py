@@ -3,13 +3,15 @@
 A lane holds a whole block, as 16 pairs of elements i and i + 16, which instructions take at once.
 """
 
+import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl._mlir.dialects import llvm
-from flydsl.expr import Float32, Uint32
+from flydsl.expr import Float32, Uint32, Uint64
 
 from jax_mx.formats import BLOCK, MXFP4_E2M1
 from jax_mx.kernels import noise
 from jax_mx.kernels.flydsl import convert
+from jax_mx.kernels.flydsl.kernel import load_words
 from jax_mx.variants import Kind
 
 
@@ -31,6 +33,30 @@ def flush_subnormals(kind: Kind, prescale: Uint32) -> None:
         "s,~{memory}",
         has_side_effects=True,
     )
+
+
+def words_of_block(kind: Kind, words: list, flips: Uint32 | None, start, block) -> list[Uint32]:
+    """The seed and the flips of signs, where the kind has them, of block `start` + `block`.
+
+    `start` is the same for all lanes, `flips` those of all blocks if there are no others.
+    """
+    if not kind.hadamard:
+        return [_word(w, start, block) for w in words]
+    *seeds, own = words
+    return [*(_word(w, start, block) for w in seeds), _flips(own, flips, start, block)]
+
+
+@flyc.jit
+def _flips(words, flips, start, block):
+    """Where the call has no such operand, its pointer is null."""
+    if fx.ptrtoint(words) != Uint64(0):
+        flips = _word(words, start, block)
+    return flips
+
+
+def _word(words, start, block) -> Uint32:
+    # FlyDSL takes what it loads for signed.
+    return Uint32(load_words(words + start * 4, block * 4, 1, 4)[0])
 
 
 def elements(kind: Kind, dtype: str, words: list, loaded: list, prescale: Uint32) -> list:
