@@ -73,22 +73,25 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     return lambda x: quantize(jnp.swapaxes(x, -1, -2) if turn else x), dequantize
 
 
-def treatment(variant: Variant, signs=np.asarray, prescale: float | None = None) -> dict:
+def treatment(
+    variant: Variant, signs: bool = True, prescale: float | None = None, of: Callable = np.asarray
+) -> dict:
     """The keywords of quantize that ask for what is compiled into the variant.
 
-    `signs` makes of NumPy's bools what a call is given: NumPy's, which are compiled in, JAX's, or
-    None.
+    Signs are what `of` makes of NumPy's: known when a call is traced, or jnp.asarray's.
     """
-    each = {"rounding": [], "hadamard": []}
-    for i, kind in enumerate(variant.kinds):
-        minus = np.random.default_rng(kind.hadamard + i).random(kind.hadamard) < 0.5
-        random = jax_mx.Stochastic(jax.random.key(7 + i), prescale)
-        each["rounding"].append(random if kind.stochastic else None)
-        rotated = jax_mx.Hadamard(kind.hadamard, signs(minus)) if kind.hadamard else None
-        each["hadamard"].append(rotated)
-    alone = len(variant.kinds) == 1
-    asked = {name: values[0] if alone else tuple(values) for name, values in each.items()}
-    return {name: asked[name] for name, values in each.items() if any(values)}
+    found = {"hadamard": [], "rounding": []}
+    for i, (size, stochastic) in enumerate(variant.kinds):
+        minus = np.random.default_rng(size).random(size) < 0.5
+        hadamard = jax_mx.Hadamard(size, of(minus) if signs else None) if size else None
+        rounding = jax_mx.Stochastic(jax.random.key(7 + i), prescale) if stochastic else None
+        found["hadamard"].append(hadamard)
+        found["rounding"].append(rounding)
+    return {
+        name: each[0] if len(each) == 1 else tuple(each)
+        for name, each in found.items()
+        if any(each)
+    }
 
 
 def call(variant, implementation=None, **options):

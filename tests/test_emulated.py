@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -187,14 +188,21 @@ def test_values_in_tiles(variant, arch):
 @each_binary(TREATED, lambda variant: variant.dtype == "float16")  # which has none subnormal
 def test_treatments(variant, arch):
     """Signs as words and compiled in, keys, and the factor: each of them flushes subnormals."""
-    shape, dtype = (500, 5 * BLOCK), variant.dtype
-    floats = hard_blocks(dtype).reshape(shape)
+    rows = hard_blocks(variant.dtype)[:2400].reshape(480, 160)
     layouts, scalings = layouts_of(variant), [*Scaling]
-    for turn, (signs, prescale) in enumerate(((jnp.asarray, None), (np.asarray, 0.75))):
+    for turn, of in enumerate((jnp.asarray, np.asarray)):
         options = {"zero_scale": 127, "scaling": some(variant, scalings, turn=turn)[0]}
-        options |= treatment(variant, signs, prescale)
+        options |= treatment(variant, of=of)
+        if "rounding" in options:  # both directions' kinds, one factor, in turn
+            pair = options["rounding"] if len(variant.kinds) == 2 else (options["rounding"],)
+            pair = [
+                r and replace(r, prescale=0.75 * (i != turn) or None) for i, r in enumerate(pair)
+            ]
+            options["rounding"] = tuple(pair) if len(pair) == 2 else pair[0]
         options["scale_layout"] = some(variant, layouts, turn=turn)[0]
-        program = Program(variant, arch, shape, **options)
+        down = variant.form.startswith("second") or (turn and variant.form.startswith("both"))
+        floats = rows.T if down else rows
+        program = Program(variant, arch, floats.shape, **options)
         assert program.run(turn, *example_of(variant, floats, **options)), options
 
 
@@ -227,7 +235,7 @@ def test_addresses_past_4_gib(variant, arch):
     *_, tiles = {}, *in_tiles(variant)
     for entry, layout in enumerate(some(variant, layouts, 2)):
         options = {"scale_layout": layout} | (tiles if entry else {})
-        options |= treatment(variant, jnp.asarray)
+        options |= treatment(variant, of=jnp.asarray)
         program = Program(variant, arch, (slabs, 256, 256), **options)
         floats = random_bits((1, 256, 256), variant.dtype, seed=3)
         buffers = example_of(variant, floats, **options)
@@ -246,9 +254,10 @@ def test_one_dimension(arch):
 @each_arch
 @pytest.mark.parametrize("form", ["second_transposed, tiles", "both_transposed"])
 def test_treated_forms_go_along_rows(arch, form):
+    """Of other dtypes than bfloat16, and of other pairs than there are kernels for."""
     op, how, shape, results = BY_ROWS[form]
     run = functools.partial(getattr(jax_mx, op), format="mxfp4_e2m1", **how)
-    x = jnp.asarray(random_bits(shape, "bfloat16"))
+    x = jnp.asarray(random_bits(shape, "bfloat16" if results == 2 else "float32"))
     want = jax.jit(functools.partial(run, implementation="xla"))(x)
     before = _ffi.counters()["launches"]
     with emulate(arch):
@@ -256,6 +265,30 @@ def test_treated_forms_go_along_rows(arch, form):
     assert _ffi.counters()["launches"] - before == results
     for g, w in zip(bytes_of(got), bytes_of(want), strict=True):
         assert (g == w).all()
+
+
+@each_arch
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_both_directions_take_one_kernel(arch, of):
+    """With signs that a call is compiled for, and with others."""
+    x = jnp.asarray(random_bits((3, 64, 96), "bfloat16"))
+    signs = of(np.where(np.random.default_rng(5).random(16) < 0.5, -1, 1))
+
+    def run(x, implementation):
+        hadamard = (None, jax_mx.Hadamard(16, signs))
+        return jax_mx.quantize_both(
+            x, "mxfp4_e2m1", hadamard=hadamard, implementation=implementation
+        )
+
+    want = jax.jit(functools.partial(run, implementation="xla"))(x)
+    kernel = functools.partial(run, implementation="flydsl")
+    for f in (kernel, jax.vmap(kernel)):
+        before = _ffi.counters()["launches"]
+        with emulate(arch):
+            got = jax.block_until_ready(jax.jit(f)(x))
+        assert _ffi.counters()["launches"] - before == 1
+        for g, w in zip(got, want, strict=True):
+            assert_same_array(g, w)
 
 
 def test_programs_of_two_contexts_do_not_mix():

@@ -266,11 +266,12 @@ class Host:
     @flyc.jit
     def host(
         self, name: fx.Constexpr, p0: fx.Pointer, p1: fx.Pointer, p2: fx.Pointer, p3: fx.Pointer,
-        p4: fx.Pointer, int32: Int32, int64: Int64,
+        p4: fx.Pointer, p5: fx.Pointer, p6: fx.Pointer, p7: fx.Pointer, p8: fx.Pointer,
+        int32: Int32, int64: Int64,
     ):  # fmt: skip
         """`name` tells FlyDSL's cache that another variant is another function."""
         for symbol, kernel in zip(self.symbols, self.kernels, strict=True):
-            pointers = (p0, p1, p2, p3, p4)[: len(kernel.align)]
+            pointers = (p0, p1, p2, p3, p4, p5, p6, p7, p8)[: len(kernel.align)]
             scalars = tuple(int64 if s[0] == 8 else int32 for s in kernel.scalars)
             entry = type(kernel).__dict__["kernel"]
             entry._name = symbol
@@ -282,4 +283,4 @@ def compile_all(name: str, symbols: list[str], kernels: list[Kernel]):
     """Entries of these symbols, as FlyDSL compiles them."""
     address = flyc.from_c_void_p(Uint8, None, assumed_align=1)
     host = Host(symbols, kernels).host
-    return flyc.compile(host, name, *[address] * 5, Int32(0), Int64(0))
+    return flyc.compile(host, name, *[address] * 9, Int32(0), Int64(0))
