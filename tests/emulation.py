@@ -22,16 +22,12 @@ POISON = 0xA7
 FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]
 
 
-def each_binary(variants, thorough=lambda variant: False):
-    """Parametrizes by those of variants' binaries that are there; marks some variants thorough."""
+def each_binary(variants):
+    """Parametrizes by those of variants' binaries that are there."""
     return pytest.mark.parametrize(
         "variant,arch",
         [
-            pytest.param(
-                *(variant, arch),
-                id=f"{variant.name}-{arch}",
-                marks=[pytest.mark.thorough] * thorough(variant),
-            )
+            pytest.param(variant, arch, id=f"{variant.name}-{arch}")
             for variant in variants
             for arch in ARCHS["flydsl"]
             if artifacts.holds(variant, arch)

@@ -27,6 +27,11 @@ def shared_pointer(array, offset, dtype=Uint8, align: int = 1):
     return fx.recast_iter(kind.ir_type, array.ptr + offset)
 
 
+def composite(make, fields: dict):
+    """An fx.struct or fx.union of these fields, for shared memory."""
+    return make(type("Shared", (), {"__annotations__": fields, "__module__": __name__}))
+
+
 def load_words(base, offset, count: int, align: int) -> list:
     """`count` words from `offset` bytes on: at once, or in the pieces that `align` bytes allow."""
     if align >= 4 * count:
@@ -220,6 +225,14 @@ def exchange(parts: list[list], lane, halves: bool = False) -> list:
             parts[low] = [upper.select(other(b), a) for a, b in pairs]
             parts[low | bit] = [upper.select(b, other(a)) for a, b in pairs]
     return [word for part in parts for word in part]
+
+
+def share_in_wave() -> None:
+    """What lanes wrote to LDS before, others of their wave may read.
+
+    To the compiler alone: LDS serves a wave in order.
+    """
+    fx.memory_fence(syncscope="wavefront", ordering=fx.AtomicOrdering.AcqRel)
 
 
 def halved(words: list, upper, other, dtype: str) -> list:

@@ -12,7 +12,7 @@ A binary holds two entries per scale layout: the first wants aligned operands, t
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
-from flydsl.expr import Int32, Int64, Uint8, Uint32, const_expr, gpu, range_constexpr
+from flydsl.expr import Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 
 from jax_mx.formats import BLOCK
 from jax_mx.kernels.entry import ALL
@@ -22,12 +22,14 @@ from jax_mx.kernels.flydsl.kernel import (
     Kernel,
     Strip,
     as_int64,
+    composite,
     exchange,
     halved,
     halved_among,
     largest,
     load_words,
     offset_of_values,
+    share_in_wave,
     shared_pointer,
     store_words,
 )
@@ -198,14 +200,13 @@ class Treated(Flat):
     def exchange(self, rounds: list, thread) -> list:
         """The words of a lane's block."""
         array = fx.Array[Uint8, self.blocks * BLOCK * self.itemsize, 16]
-        names = {"__annotations__": {"x": array}, "__module__": __name__}
-        shared = fx.SharedAllocator().allocate(fx.struct(type("Shared", (), names))).peek().x
+        shared = fx.SharedAllocator().allocate(composite(fx.struct, {"x": array})).peek().x
         lane, words = thread % Uint32(WAVE), []
         for c, piece in enumerate(rounds):
             block = thread - lane + lane // self.sharers + Uint32(c * self.per_chunk)
             to = shared_pointer(shared, self.place(block, lane % self.sharers), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(piece, Uint32))
-        gpu.barrier()
+        share_in_wave()
         for i in range(self.sharers):
             at = shared_pointer(shared, self.place(thread, Uint32(i)), Uint32, 16)
             piece = fx.generic_load(at, dtype=Uint32, count=4)

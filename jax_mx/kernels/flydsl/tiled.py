@@ -14,6 +14,7 @@ from jax_mx.kernels.flydsl.kernel import (
     Kernel,
     as_int64,
     column_stride,
+    composite,
     exchange,
     halved,
     halved_among,
@@ -137,7 +138,7 @@ class Tiled(Kernel):
         if self.results[-1].transpose:
             size = TILE * TILE // self.results[-1].format.codes_per_byte
             arrays["values"] = fx.Array[Uint8, size, 16]
-        return fx.struct(type("Shared", (), {"__annotations__": arrays, "__module__": __name__}))
+        return composite(fx.struct, arrays)
 
     def place(self, m, k):
         """(batch, m, k) of a workgroup, in tiles; neighbours follow each other across."""

@@ -6,7 +6,13 @@ from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu
 
 from jax_mx.formats import BLOCK
 from jax_mx.kernels.flydsl import convert, treated
-from jax_mx.kernels.flydsl.kernel import as_int64, offset_of_values, shared_pointer
+from jax_mx.kernels.flydsl.kernel import (
+    as_int64,
+    composite,
+    offset_of_values,
+    share_in_wave,
+    shared_pointer,
+)
 from jax_mx.kernels.flydsl.tiled import TILE, Output, Tiled
 
 STACKED = 16  # how far apart a lane's two blocks of rows are
@@ -39,12 +45,13 @@ class TreatedTiles(Tiled):
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(row, Uint32))
-        gpu.barrier()
+        share_in_wave()
         found = []
         for o, result in enumerate(self.results):
-            found.append(self.quantized(x, result, self.kind(o), given[o], words[o], wave, lane))
+            treated.flush_subnormals(self.kind(o), given[o].get("prescale", Uint32(0)))
+            found.append(self.quantized(o, x, places[o], given[o], words[o]))
             if const_expr(result.blocks == "row"):
-                # Which also holds the arithmetic above back behind no mode of the next result.
+                # No store passes a change of the mode, so neither does what it depends on.
                 tiles = given[o]["value_tiles"]
                 for (row, col), (_, codes) in zip(places[o], found[o], strict=True):
                     line = (row, col // 2)
@@ -61,18 +68,13 @@ class TreatedTiles(Tiled):
 
     def shared(self):
         """The LDS of a workgroup: x; then what `Tiled` has there, and rows of bytes of values."""
+        staged = {f"scales_{o}": fx.Array[Uint8, TILE * TILE // BLOCK, 16] for o in range(2)}
+        staged["values"] = fx.Array[Uint8, TILE * TILE // 2, 16]
         x = fx.Array[Uint8, TILE * TILE * self.itemsize, 16]
-        values = fx.Array[Uint8, TILE * TILE // 2, 16]
-        arrays = {f"scales_{o}": fx.Array[Uint8, TILE * TILE // BLOCK, 16] for o in range(2)}
-        names = {"__module__": __name__}
-        staged = {"values": values, **arrays}
-        staged = fx.struct(type("Staged", (), {"__annotations__": staged, **names}))
-        return fx.union(
-            type("Shared", (), {"__annotations__": {"x": x, "staged": staged}, **names})
-        )
+        return composite(fx.union, {"x": x, "staged": composite(fx.struct, staged)})
 
     def place_of_x(self, row, chunk) -> Int32:
-        """Where 8 elements of a row lie, permuted, or lanes would read rows from the same banks."""
+        """Where 16 bytes of a row lie, permuted, or lanes would read rows from the same banks."""
         chunk = chunk ^ chunk // Uint32(8) ^ row % Uint32(2) * Uint32(2)
         return Int32(row * (TILE * self.itemsize) + chunk * 16)
 
@@ -105,32 +107,42 @@ class TreatedTiles(Tiled):
             found.append(both)
         return found
 
-    def quantized(self, x, result: Output, kind, given, words, wave, lane) -> list:
-        """(scale, words of codes) of a lane's two blocks."""
-        prescale, how = given.get("prescale", Uint32(0)), (kind, self.dtype)
-        treated.flush_subnormals(kind, prescale)
+    def quantized(self, o: int, x, places: list, given, words: list) -> list:
+        """(scale, words of codes) of a lane's two blocks, for the o-th result."""
+        kind, result, rule = self.kind(o), self.results[o], self.rule(given)
+        prescale, found = given.get("prescale", Uint32(0)), []
         if result.blocks == "row":
-            blocks = []
-            for (row, _), own in zip(self.places(result, wave, lane), words, strict=True):
-                block = []
-                for i in range(4):
-                    start = self.place_of_x(row, lane % Uint32(4) * Uint32(4) + i)
-                    piece = shared_pointer(x, start, Uint32, 16)
-                    piece = fx.generic_load(piece, dtype=Uint32, count=4)
-                    block += [piece[w] for w in range(4)]
-                blocks.append(treated.elements(*how, block, own, prescale))
+            rows = [self.row_of(x, *place) for place in places]
+            blocks = [
+                treated.elements(kind, self.dtype, row, own, prescale)
+                for row, own in zip(rows, words, strict=True)
+            ]
         else:
-            block = []
-            for i in range(BLOCK):
-                start = self.place_of_x(wave * BLOCK + i, lane // Uint32(4)) + Int32(lane % 4 * 4)
-                block.append(Uint32(fx.generic_load(shared_pointer(x, start, Uint32, 4))))
-            blocks = treated.elements_of_two(*how, block, words, prescale)
-        found, rule = [], self.rule(given)
+            columns = self.columns_of(x, *places[0])
+            blocks = treated.elements_of_two(kind, self.dtype, columns, words, prescale)
         for pairs, own in zip(blocks, words, strict=True):
             scale, inverse = treated.scale_of(pairs, result.format, rule, self.arch)
             codes = treated.codes(kind, pairs, inverse, own, result.format, self.arch)
             found.append((scale, codes))
         return found
+
+    def row_of(self, x, row, col) -> list:
+        """The words of 32 elements of a row."""
+        words = []
+        for i in range(BLOCK // self.vector):
+            at = shared_pointer(x, self.place_of_x(row, col // self.vector + i), Uint32, 16)
+            piece = fx.generic_load(at, dtype=Uint32, count=4)
+            words += [piece[w] for w in range(4)]
+        return words
+
+    def columns_of(self, x, row, col) -> list:
+        """Words of 32 elements of a column, which is even, and of the next one."""
+        words = []
+        for i in range(BLOCK):
+            chunk, rest = col // self.vector, col % self.vector
+            start = self.place_of_x(row + i, chunk) + Int32(rest * self.itemsize)
+            words.append(Uint32(fx.generic_load(shared_pointer(x, start, Uint32, 4))))
+        return words
 
     # ---- values ---
     def stage(self, values, columns: list, wave, lane) -> None:
