@@ -55,12 +55,14 @@ def example(variant, shape, **options) -> tuple[list[np.ndarray], list[np.ndarra
 def example_of(variant, floats, **options) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """As `example`, of these floats."""
     x = operand(variant, floats, **options)
-    words = words_behind(variant, floats, **options) if variant.words else []
-    return bytes_of([x, *words]), bytes_of(jax.jit(call(variant, "xla", **options))(x))
+    operands = [x, *words_behind(variant, floats, **options)]
+    return bytes_of(operands), bytes_of(jax.jit(call(variant, "xla", **options))(x))
 
 
 def words_behind(variant, floats, **options) -> list[np.ndarray]:
     """What a treated variant takes behind x: a word per block, as they lie in memory."""
+    if not variant.words:
+        return []
     made = jax.make_jaxpr(call(variant, "flydsl", **options))(floats)
     at, plan = plan_of(made)
     before, bound = made.eqns[:at], made.eqns[at]
