@@ -7,34 +7,27 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import call, op_of, operand, random_bits, treatment, with_zeros
+from helpers import call, op_of, operand, random_bits, with_zeros
+from jax.extend.core import jaxpr_as_fun
 
-from jax_mx import artifacts
-from jax_mx.formats import BLOCK
-from jax_mx.sharding import spec_of
+from jax_mx import artifacts, primitive
 from jax_mx.testing.code_object import CodeObject
 from jax_mx.testing.emulator import Emulator
 from jax_mx.testing.memory import Global
-from jax_mx.treatment import words_of
 from jax_mx.variants import ARCHS, VARIANTS
 
 POISON = 0xA7
 FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]
 
 
-def each_binary(variants, thorough=lambda variant: False):
-    """Parametrizes by those of variants' binaries that are there; marks some variants thorough."""
+def each_binary(variants):
+    """Parametrizes by those of variants' binaries that are there."""
     return pytest.mark.parametrize(
         "variant,arch",
         [
-            pytest.param(
-                *(variant, arch),
-                id=f"{variant.name}-{arch}",
-                marks=[pytest.mark.thorough] * thorough(variant),
-            )
+            pytest.param(variant, arch, id=f"{variant.name}-{arch}")
             for variant in variants
             for arch in ARCHS["flydsl"]
             if artifacts.holds(variant, arch)
@@ -62,16 +55,30 @@ def example(variant, shape, **options) -> tuple[list[np.ndarray], list[np.ndarra
 def example_of(variant, floats, **options) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """As `example`, of these floats."""
     x = operand(variant, floats, **options)
-    operands = [x, *words_behind(variant, floats.shape, **options)]
+    operands = [x, *words_behind(variant, floats, **options)]
     return bytes_of(operands), bytes_of(jax.jit(call(variant, "xla", **options))(x))
 
 
-def words_behind(variant, shape, **options) -> list[jax.Array]:
-    """What a treated variant takes behind x, of this shape: a word per block, in x's order."""
-    how = {**treatment(variant), **options}
-    blocks = jnp.zeros((*shape[:-1], shape[-1] // BLOCK))
-    place = (blocks.shape, spec_of(blocks), blocks.ndim - 1, jax.typeof(blocks).sharding.mesh)
-    return words_of(how.get("rounding"), how.get("hadamard"), *place)
+def words_behind(variant, floats, **options) -> list[np.ndarray]:
+    """What a treated variant takes behind x: a word per block, as they lie in memory."""
+    if not variant.words:
+        return []
+    made = jax.make_jaxpr(call(variant, "flydsl", **options))(floats)
+    at, plan = plan_of(made)
+    before, bound = made.eqns[:at], made.eqns[at]
+    words = made.jaxpr.replace(eqns=before, outvars=bound.invars[1:])
+    found = jaxpr_as_fun(made.replace(jaxpr=words))(floats)
+    form = plan.views
+    lead = bound.invars[0].aval.ndim - form.tail
+    return [np.asarray(a).transpose(*range(lead), *(lead + i for i in form.operand)) for a in found]
+
+
+def plan_of(made) -> tuple:
+    """Which equation of a call's jaxpr binds a primitive of jax_mx, and its plan."""
+    ((at, plan),) = (
+        (i, eqn.params["plan"]) for i, eqn in enumerate(made.eqns) if "plan" in eqn.params
+    )
+    return at, plan
 
 
 def placed(data: np.ndarray, align: int, keep: bool) -> np.ndarray:
@@ -101,12 +108,14 @@ class Program:
     def __init__(self, variant, arch, shape, **options):
         make, _ = op_of(variant, **options)
         like = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, variant.dtype))
-        jaxpr = jax.make_jaxpr(call(variant, "flydsl", **options))(like).jaxpr
-        (bound,) = (eqn for eqn in jaxpr.eqns if "plan" in eqn.params)
-        plan = bound.params["plan"]
-        merge = plan.views.merge
+        made = jax.make_jaxpr(call(variant, "flydsl", **options))(like)
+        at, plan = plan_of(made)
+        bound, merge = made.eqns[at], plan.views.merge
         self.dims = [merged(each.aval.shape, merge) for each in (*bound.invars, *bound.outvars)]
-        self.operands = len(bound.invars)
+        self.absent = primitive._absent(plan)
+        for i in self.absent:
+            self.dims.insert(i, ())
+        self.operands = len(bound.invars) + len(self.absent)
         artifact = artifacts.load(variant, arch)
         self.code = CodeObject(artifact.image)
         self.rule = artifact.attributes(plan.scale_layout.name, plan.params)
@@ -152,10 +161,16 @@ class Program:
 
         With `slabs`, these are the last slab of so many, of which no other exists.
         """
-        memory, addresses, arrays = Global(), [], []
+        memory, addresses, arrays, operands = Global(), [], [], [*operands]
+        for i in self.absent:
+            operands.insert(i, None)
         for i, (data, align) in enumerate(
             zip([*operands, *results], self.align(entry), strict=True)
         ):
+            if data is None:
+                arrays.append(None)
+                addresses.append(0)
+                continue
             arrays.append(placed(data, align, keep=i < self.operands))
             writable, at = i >= self.operands, None
             base = (0x7F00 + 64 * i << 32) + align % 16

@@ -3,18 +3,19 @@
 import collections
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_mx import artifacts
-from jax_mx.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
+from jax_mx.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
 from jax_mx.variants import layouts_of
 
 pytest.importorskip("tinygrad")
 pytest.importorskip("jax_mx.kernels")  # not in a wheel
 
 from emulation import FLYDSL, Program, each_binary, words_behind
-from helpers import call, operand
+from helpers import call, operand, treatment
 
 from jax_mx.kernels.flydsl.gcn import bytes_moved, disassemble
 from jax_mx.testing.code_object import CodeObject
@@ -39,7 +40,8 @@ def test_accesses_are_16_bytes_a_lane(variant, arch):
         floats, values = elements * itemsize, elements * count // packed
         assert moved["load", True] == (floats if quantizes else values)
         assert moved["store", True] == (values if quantizes else floats)
-        assert moved["load" if quantizes else "store", False] == 4 * variant.words  # of a block
+        words = 4 * variant.words * (elements // BLOCK)
+        assert moved["load" if quantizes else "store", False] == words
         # Alternatives, of which a lane takes one: a word, or its bytes.
         assert moved["store" if quantizes else "load", False] <= 8 * count
 
@@ -66,11 +68,12 @@ ONE_FORMAT = [v for v in FLYDSL if {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})]
 def test_accesses_coalesce(variant, arch):
     """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""
     for layout in layouts_of(variant):
-        program = Program(variant, arch, (256, 256), scale_layout=layout)
-        memory = Segments()
-        x = operand(variant, np.ones((256, 256), variant.dtype), scale_layout=layout)
-        results = jax.eval_shape(call(variant, "xla", scale_layout=layout), x)
-        addresses, operands = [], [*jax.tree.leaves(x), *words_behind(variant, (256, 256))]
+        options = {"scale_layout": layout, **treatment(variant, of=jnp.asarray)}
+        program = Program(variant, arch, (256, 256), **options)
+        memory, ones = Segments(), np.ones((256, 256), variant.dtype)
+        x = operand(variant, ones, **options)
+        results = jax.eval_shape(call(variant, "xla", **options), x)
+        addresses, operands = [], [*jax.tree.leaves(x), *words_behind(variant, ones, **options)]
         for i, like in enumerate([*operands, *jax.tree.leaves(results)]):
             size = like.size * like.dtype.itemsize
             room = np.zeros(size + 64, np.uint8)

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from helpers import (
     golden_input,
     hard_blocks,
     random_bits,
+    treatment,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_treatment import BY_ROWS
@@ -182,26 +184,30 @@ def test_values_in_tiles(variant, arch):
 
 
 @pytest.mark.every_binary
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:invalid value")
-@each_binary(TREATED, lambda variant: variant.dtype == "float16")  # which has none subnormal
+@each_binary(TREATED)
 def test_treatments(variant, arch):
-    """Keys, signs and the factor, where subnormals are flushed and where they are not."""
-    shape, dtype = (500, 5 * BLOCK), variant.dtype
-    floats = hard_blocks(dtype).reshape(shape)
+    """Signs as words and compiled in, keys, and the factor: each of them flushes subnormals."""
+    rows = hard_blocks(variant.dtype)[:2400].reshape(480, 160)
     layouts, scalings = layouts_of(variant), [*Scaling]
-    for turn, prescale in enumerate((None, 0.75)[: 1 + variant.stochastic]):
-        key = jax.random.key(turn)
+    for turn, of in enumerate((jnp.asarray, np.asarray)):
         options = {"zero_scale": 127, "scaling": some(variant, scalings, turn=turn)[0]}
-        if variant.hadamard:
-            options["hadamard"] = jax_mx.Hadamard.random(key, variant.hadamard)
-        if variant.stochastic:
-            options["rounding"] = jax_mx.Stochastic(key, prescale)
+        options |= treatment(variant, of=of)
+        if "rounding" in options:  # both directions' kinds, one factor, in turn
+            pair = options["rounding"] if len(variant.kinds) == 2 else (options["rounding"],)
+            pair = [
+                r and replace(r, prescale=0.75 * (i != turn) or None) for i, r in enumerate(pair)
+            ]
+            options["rounding"] = tuple(pair) if len(pair) == 2 else pair[0]
         options["scale_layout"] = some(variant, layouts, turn=turn)[0]
-        program = Program(variant, arch, shape, **options)
+        down = variant.form.startswith("second") or (turn and variant.form.startswith("both"))
+        floats = rows.T if down else rows
+        program = Program(variant, arch, floats.shape, **options)
         assert program.run(turn, *example_of(variant, floats, **options)), options
 
 
-RANDOM = next(v for v in TREATED if (v.dtype, v.hadamard) == ("float32", 0))
+RANDOM = next(v for v in TREATED if (v.dtype, v.kinds[0].hadamard) == ("float32", 0))
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHS["flydsl"] if artifacts.holds(RANDOM, a)])
@@ -209,7 +215,7 @@ def test_random_codes_carry_where_the_noise_says(arch):
     """Elements that the noise just takes to the next code, and those a unit below."""
     shape, rng = (256, 4 * BLOCK), np.random.default_rng(0)
     options = {"rounding": jax_mx.Stochastic(jax.random.key(3)), "scaling": "floor"}
-    (seeds,) = words_behind(RANDOM, shape, **options)
+    (seeds,) = words_behind(RANDOM, np.zeros(shape, np.float32), **options)
     noise = np.asarray(jax_mx.reference.noise(seeds[..., None], (-1,))).reshape(shape)
     code = rng.integers(1, 8, shape) - noise / 2**16
     x = np.interp(code, np.arange(8), [0, 0.5, 1, 1.5, 2, 3, 4, 6]).astype(np.float32)
@@ -230,8 +236,10 @@ def test_addresses_past_4_gib(variant, arch):
     *_, tiles = {}, *in_tiles(variant)
     for entry, layout in enumerate(some(variant, layouts, 2)):
         options = {"scale_layout": layout} | (tiles if entry else {})
+        options |= treatment(variant, of=jnp.asarray)
         program = Program(variant, arch, (slabs, 256, 256), **options)
-        buffers = example(variant, (1, 256, 256), **options)
+        floats = random_bits((1, 256, 256), variant.dtype, seed=3)
+        buffers = example_of(variant, floats, **options)
         assert program.run(entry, *buffers, slabs=slabs), (entry, options)
 
 
@@ -247,9 +255,10 @@ def test_one_dimension(arch):
 @each_arch
 @pytest.mark.parametrize("form", ["second_transposed, tiles", "both_transposed"])
 def test_treated_forms_go_along_rows(arch, form):
+    """Of other dtypes than bfloat16, and of other pairs than there are kernels for."""
     op, how, shape, results = BY_ROWS[form]
     run = functools.partial(getattr(jax_mx, op), format="mxfp4_e2m1", **how)
-    x = jnp.asarray(random_bits(shape, "bfloat16"))
+    x = jnp.asarray(random_bits(shape, "bfloat16" if results == 2 else "float32"))
     want = jax.jit(functools.partial(run, implementation="xla"))(x)
     before = _ffi.counters()["launches"]
     with emulate(arch):
@@ -257,6 +266,30 @@ def test_treated_forms_go_along_rows(arch, form):
     assert _ffi.counters()["launches"] - before == results
     for g, w in zip(bytes_of(got), bytes_of(want), strict=True):
         assert (g == w).all()
+
+
+@each_arch
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_both_directions_take_one_kernel(arch, of):
+    """With signs that a call is compiled for, and with others."""
+    x = jnp.asarray(random_bits((3, 64, 96), "bfloat16"))
+    signs = of(np.where(np.random.default_rng(5).random(16) < 0.5, -1, 1))
+
+    def run(x, implementation):
+        hadamard = (None, jax_mx.Hadamard(16, signs))
+        return jax_mx.quantize_both(
+            x, "mxfp4_e2m1", hadamard=hadamard, implementation=implementation
+        )
+
+    want = jax.jit(functools.partial(run, implementation="xla"))(x)
+    kernel = functools.partial(run, implementation="flydsl")
+    for f in (kernel, jax.vmap(kernel)):
+        before = _ffi.counters()["launches"]
+        with emulate(arch):
+            got = jax.block_until_ready(jax.jit(f)(x))
+        assert _ffi.counters()["launches"] - before == 1
+        for g, w in zip(got, want, strict=True):
+            assert_same_array(g, w)
 
 
 def test_programs_of_two_contexts_do_not_mix():

@@ -19,6 +19,7 @@ from jax_mx.kernels.flydsl.kernel import (
     Strip,
     as_int64,
     column_stride,
+    composite,
     exchange,
     load_byte,
     load_bytes,
@@ -239,7 +240,7 @@ class Tiled(Dequantize):
         arrays = {"scales": fx.Array[Uint8, count, 16]}
         if self.transpose:
             arrays["values"] = fx.Array[Uint8, TILE * TILE // (self.down * self.beside), 16]
-        return fx.struct(type("Shared", (), {"__annotations__": arrays, "__module__": __name__}))
+        return composite(fx.struct, arrays)
 
     def place(self, high, wide):
         """(batch, down, across) of a workgroup, in tiles; neighbours follow each other across."""

@@ -27,6 +27,11 @@ def shared_pointer(array, offset, dtype=Uint8, align: int = 1):
     return fx.recast_iter(kind.ir_type, array.ptr + offset)
 
 
+def composite(make, fields: dict):
+    """An fx.struct or fx.union of these fields, for shared memory."""
+    return make(type("Shared", (), {"__annotations__": fields, "__module__": __name__}))
+
+
 def load_words(base, offset, count: int, align: int) -> list:
     """`count` words from `offset` bytes on: at once, or in the pieces that `align` bytes allow."""
     if align >= 4 * count:
@@ -222,6 +227,14 @@ def exchange(parts: list[list], lane, halves: bool = False) -> list:
     return [word for part in parts for word in part]
 
 
+def share_in_wave() -> None:
+    """What lanes wrote to LDS before, others of their wave may read.
+
+    To the compiler alone: LDS serves a wave in order.
+    """
+    fx.memory_fence(syncscope="wavefront", ordering=fx.AtomicOrdering.AcqRel)
+
+
 def halved(words: list, upper, other, dtype: str) -> list:
     """The larger magnitudes of this lane's half of `words`, and of its partner's of the same half.
 
@@ -266,11 +279,12 @@ class Host:
     @flyc.jit
     def host(
         self, name: fx.Constexpr, p0: fx.Pointer, p1: fx.Pointer, p2: fx.Pointer, p3: fx.Pointer,
-        p4: fx.Pointer, int32: Int32, int64: Int64,
+        p4: fx.Pointer, p5: fx.Pointer, p6: fx.Pointer, p7: fx.Pointer, p8: fx.Pointer,
+        int32: Int32, int64: Int64,
     ):  # fmt: skip
         """`name` tells FlyDSL's cache that another variant is another function."""
         for symbol, kernel in zip(self.symbols, self.kernels, strict=True):
-            pointers = (p0, p1, p2, p3, p4)[: len(kernel.align)]
+            pointers = (p0, p1, p2, p3, p4, p5, p6, p7, p8)[: len(kernel.align)]
             scalars = tuple(int64 if s[0] == 8 else int32 for s in kernel.scalars)
             entry = type(kernel).__dict__["kernel"]
             entry._name = symbol
@@ -282,4 +296,4 @@ def compile_all(name: str, symbols: list[str], kernels: list[Kernel]):
     """Entries of these symbols, as FlyDSL compiles them."""
     address = flyc.from_c_void_p(Uint8, None, assumed_align=1)
     host = Host(symbols, kernels).host
-    return flyc.compile(host, name, *[address] * 5, Int32(0), Int64(0))
+    return flyc.compile(host, name, *[address] * 9, Int32(0), Int64(0))

@@ -1,22 +1,20 @@
 """MX quantize on AMD, in FlyDSL. Matches reference.quantize bit for bit.
 
 Two ways to cut the work, as in kernels/cutedsl/quantize.py: `Flat` for blocks along the last axis,
-`Tiled` for every form that needs the second-to-last one. Lanes that share blocks share them out, so
-that a scale is computed once; in `Treated`, a `Flat` with more arithmetic, a lane has whole ones.
+`Tiled` (tiled.py) for every form that needs the second-to-last one. Lanes that share blocks share
+them out, so that a scale is computed once; in `Treated` and `TreatedTiles` (treated_tiles.py), the
+same with more arithmetic, a lane has whole ones.
 
 Sizes are run-time scalars. So is, for a result whose blocks end its rows, whether values go into
 the tiles of SHUFFLED_16X16: these move no less than 16 bytes, which is what a lane stores at once.
 A binary holds two entries per scale layout: the first wants aligned operands, the second takes any.
 """
 
-import dataclasses
-from collections.abc import Sequence
-
 import flydsl.compiler as flyc
 import flydsl.expr as fx
-from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu, range_constexpr
+from flydsl.expr import Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 
-from jax_mx.formats import BLOCK, Format
+from jax_mx.formats import BLOCK
 from jax_mx.kernels.entry import ALL
 from jax_mx.kernels.flydsl import convert, treated
 from jax_mx.kernels.flydsl.kernel import (
@@ -24,20 +22,19 @@ from jax_mx.kernels.flydsl.kernel import (
     Kernel,
     Strip,
     as_int64,
-    column_stride,
+    composite,
     exchange,
     halved,
     halved_among,
     largest,
     load_words,
-    offset_in_tile,
     offset_of_values,
-    pointer,
-    round_up,
+    share_in_wave,
     shared_pointer,
     store_words,
-    tiles_of,
 )
+from jax_mx.kernels.flydsl.tiled import Tiled
+from jax_mx.kernels.flydsl.treated_tiles import TreatedTiles
 from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import Variant
 
@@ -170,27 +167,17 @@ class Treated(Flat):
         strip = Strip(self.layout, self.blocks, sizes)
         block, offset, inside = strip.at(thread)
         rounds = self.load(x + strip.block * (BLOCK * self.itemsize), block, lane)
-        # FlyDSL takes what it loads for signed.
-        loaded = [Uint32(load_words(w + strip.block * 4, block * 4, 1, 4)[0]) for w in words_in]
+        loaded = treated.words_of_block(kind, words_in, given.get("flips"), strip.block, block)
 
         pairs = treated.elements(kind, self.dtype, self.exchange(rounds, thread), loaded, prescale)
-        amax = convert.largest_magnitude([two[i] for two in pairs for i in (0, 1)], self.arch)
-        scale, inverse = convert.scale_of(amax, format, "float32", tuple(rule))
+        scale, inverse = treated.scale_of(pairs, format, rule, self.arch)
         if const_expr(self.layout.is_tiled):
             byte = inside.select(scale, Uint32(0))  # padding
             fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(byte))
         if inside:
             if const_expr(not self.layout.is_tiled):
                 fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(scale))
-            scaled = treated.scaled(pairs, inverse)
-            poison = convert.poison([inverse], [1, 1, 1, 1])
-            if const_expr(kind.stochastic):
-                codes = treated.random_words(scaled, loaded[0], poison)
-            else:
-                codes = [
-                    convert.pack_word(scaled[i : i + 8], poison, format, self.arch)
-                    for i in range(0, BLOCK, 8)
-                ]
+            codes = treated.codes(kind, pairs, inverse, loaded, format, self.arch)
             start, where = strip.block * 16, block * 16
             if tiles != Uint32(0):
                 start = Int64(0)
@@ -213,14 +200,13 @@ class Treated(Flat):
     def exchange(self, rounds: list, thread) -> list:
         """The words of a lane's block."""
         array = fx.Array[Uint8, self.blocks * BLOCK * self.itemsize, 16]
-        names = {"__annotations__": {"x": array}, "__module__": __name__}
-        shared = fx.SharedAllocator().allocate(fx.struct(type("Shared", (), names))).peek().x
+        shared = fx.SharedAllocator().allocate(composite(fx.struct, {"x": array})).peek().x
         lane, words = thread % Uint32(WAVE), []
         for c, piece in enumerate(rounds):
             block = thread - lane + lane // self.sharers + Uint32(c * self.per_chunk)
             to = shared_pointer(shared, self.place(block, lane % self.sharers), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(piece, Uint32))
-        gpu.barrier()
+        share_in_wave()
         for i in range(self.sharers):
             at = shared_pointer(shared, self.place(thread, Uint32(i)), Uint32, 16)
             piece = fx.generic_load(at, dtype=Uint32, count=4)
@@ -233,383 +219,7 @@ class Treated(Flat):
         return Int32((block * Uint32(self.sharers) + (piece ^ key)) * Uint32(16))
 
 
-TILE = 128  # elements a side, of a workgroup of `Tiled`; a wave has 32 rows of it
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """One of the results of `Tiled`: which way its blocks run in the tile, and how it lies."""
-
-    format: Format
-    blocks: str  # "row": along the last axis; "column": the one before; "square": both
-    transpose: bool = False  # values and scales are written transposed; not with "row"
-
-    @property
-    def packed(self) -> tuple[int, int]:
-        """How many codes of a byte lie below each other in x, and how many beside."""
-        beside = self.blocks == "row" or (self.blocks == "square" and not self.transpose)
-        count = self.format.codes_per_byte
-        return (1, count) if beside else (count, 1)
-
-
-class Tiled(Kernel):
-    """Forms with the second-to-last axis; x lies as (batch, M, K), M = 32 * `blocks_m`.
-
-    A lane holds a patch of `rows` x `vector` elements, 16 bytes a row. A wave's lanes lie `lanes`
-    across and 64 / `lanes` down. Each lane gets two whole blocks' largest magnitudes, in either
-    direction, and the lanes of a block get its factor from the one that has it.
-    """
-
-    threads = WAVE * TILE // BLOCK
-
-    def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
-        super().__init__(variant, arch, layout, aligned)
-        square = variant.form.startswith("square")
-        blocks = "square" if square else "column"
-        self.results = [Output(variant.formats[-1], blocks, variant.form.endswith("transposed"))]
-        if variant.form.startswith("both"):
-            self.results.insert(0, Output(variant.formats[0], "row"))
-        self.vector = 16 // self.itemsize
-        self.lanes = TILE // self.vector
-        self.rows = BLOCK * self.lanes // WAVE
-        self.row_sharers = BLOCK // self.vector
-        self.elements_per_thread = self.rows * self.vector
-        # How many tiles in either direction a layout's padding is for.
-        self.span = -(-layout.pad[0] // TILE)
-        # Of the operand's view: (..., blocks_m, blocks_k, 32, 32) or (..., blocks_m, K, 32).
-        self.is_both = square or len(self.results) == 2
-        lead, m, k = (
-            ((0, -4), (-4, -3), (-3, -2)) if self.is_both else ((0, -3), (-3, -2), (-2, -1))
-        )
-        self.extents = [[4, [0, *m]], [4, [0, *k]]]
-        cols = self.span * TILE // (BLOCK if self.is_both else 1)
-        self.grid = [[0, 0, *k, cols], [0, 0, *m, self.span * TILE // BLOCK], [0, 0, *lead, 1]]
-        if self.span > 1:
-            self.grid.append([0, -1, self.span**2, 0, 1])
-        # The aligned entry has 16 elements of a row at once; they must not straddle rows.
-        self.divide = [] if self.is_both else [[0, -2, -1, 16]]
-
-    @flyc.kernel
-    def kernel(self, pointers, scalars):
-        blocks_m, k = (Uint32(n) for n in scalars[:2])
-        m = blocks_m * BLOCK
-        if const_expr(self.is_both):
-            k = k * BLOCK
-        tid, lane, wave = Uint32(Int32(fx.thread_idx.x)), convert.lane_id(), convert.wave_id()
-        across, down = lane % self.lanes, lane // self.lanes  # this lane's place in the wave
-        at = self.place(m, k)
-        top, left = wave * BLOCK + down * self.rows, across * self.vector  # in the tile
-        shared = fx.SharedAllocator().allocate(self.shared()).peek()
-
-        words = self.load(pointers[0], at, top, left, m, k)
-        x = [[e for word in row for e in convert.elements(word, self.dtype)] for row in words]
-        amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
-        for o, result in enumerate(self.results):
-            staged = getattr(shared, f"scales_{o}")
-            given = {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
-            rounding, tiles = self.rule(given), given["value_tiles"]
-            find = {"row": self.scale_rows, "column": self.scale_columns,
-                    "square": self.scale_square}[result.blocks]  # fmt: skip
-            how = (tuple(rounding), at, wave, top, left, m, k)
-            pairs = find(amax, staged, result, *how)
-            if const_expr(result.transpose):
-                self.stage_transposed(x, pairs, result, shared.values, top, left)
-            else:
-                self.store(x, pairs, result, pointers[1 + 2 * o], tiles, at, top, left, m, k)
-        gpu.barrier()
-        for o, result in enumerate(self.results):
-            if const_expr(result.transpose):
-                tiles = Uint32(self.of_result(scalars, o)["value_tiles"])
-                values = pointers[1 + 2 * o]
-                self.store_transposed(shared.values, result, values, tiles, at, tid, m, k)
-            # The two results' scales are written by different halves of the threads.
-            staged = getattr(shared, f"scales_{o}")
-            self.store_scales(staged, pointers[2 + 2 * o], result, at, tid - o * TILE, m, k)
-
-    def staged_shape(self, result: Output) -> tuple[int, int]:
-        """Of a tile's scales, as they will lie."""
-        rows = TILE // (1 if result.blocks == "row" else BLOCK)
-        cols = TILE // (1 if result.blocks == "column" else BLOCK)
-        return (cols, rows) if self.is_turned(result) else (rows, cols)
-
-    def is_turned(self, result: Output) -> bool:
-        """Whether a result's scales lie the other way round than x: tiles always do for columns."""
-        return result.transpose or (result.blocks == "column" and self.layout.is_tiled)
-
-    def shared(self):
-        """The LDS of a workgroup: scales as they will lie, values [column][row] with chunks."""
-        arrays = {}
-        for o, result in enumerate(self.results):
-            rows, cols = self.staged_shape(result)
-            arrays[f"scales_{o}"] = fx.Array[Uint8, rows * cols, 16]
-        if self.results[-1].transpose:
-            size = TILE * TILE // self.results[-1].format.codes_per_byte
-            arrays["values"] = fx.Array[Uint8, size, 16]
-        return fx.struct(type("Shared", (), {"__annotations__": arrays, "__module__": __name__}))
-
-    def place(self, m, k):
-        """(batch, m, k) of a workgroup, in tiles; neighbours follow each other across."""
-        bid = Uint32(Int32(fx.block_idx.x))
-        tiles_m, tiles_k = (round_up(n, self.span * TILE) // TILE for n in (m, k))
-        per_slab = tiles_m * tiles_k
-        batch, rest = bid // per_slab, bid % per_slab
-        return batch, rest // tiles_k, rest % tiles_k
-
-    # ---- x ---
-    def load(self, x, at, top, left, m, k):
-        """Words [row][word] of this lane's patch; beyond the array, of what is there."""
-        batch, tile_m, tile_k = at
-        row, col = tile_m * TILE + top, tile_k * TILE + left
-        stride = as_int64(k) * self.itemsize
-        origin = (as_int64(batch) * as_int64(m)) * stride
-        inside = (row < m) & (col < k)
-        row = inside.select(row, Uint32(0))
-        if self.aligned or self.is_both:
-            col = inside.select(col, Uint32(0))
-            where = origin + as_int64(row) * stride + as_int64(col) * self.itemsize
-            return [load_words(x, where + stride * i, 4, self.align[0]) for i in range(self.rows)]
-        kind = Uint16 if self.itemsize == 2 else Uint32
-        words = [[] for _ in range(self.rows)]
-        start = origin + as_int64(row) * stride
-        for j in range(self.vector):
-            near = (col + j < k).select(col + j, k - 1)
-            for i in range(self.rows):
-                where = start + stride * i + as_int64(near) * self.itemsize
-                words[i].append(fx.generic_load(pointer(x, where, kind, self.itemsize)))
-        vectors = [fx.Vector.from_elements(pieces, kind).bitcast(Uint32) for pieces in words]
-        return [[vector[w] for w in range(4)] for vector in vectors]
-
-    # ---- scales ---
-    def two_scales(self, words: list, result: Output, rounding):
-        """The scales of two blocks, and the pair of their factors."""
-        if self.itemsize == 2:
-            words = [e.bitcast(Uint32) for e in convert.elements(words[0], self.dtype)]
-        found = [convert.scale_of(w, result.format, self.dtype, rounding) for w in words]
-        return [scale for scale, _ in found], convert.pair(*(inverse for _, inverse in found))
-
-    def scale_rows(self, amax, staged, result: Output, rounding, at, wave, top, left, m, k):
-        """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
-        words = [largest(row, self.dtype) for row in amax]
-        if self.itemsize == 2:
-            words = [
-                convert.amaxes_of_two(words[i], words[i + 1], self.dtype)
-                for i in range(0, self.rows, 2)
-            ]
-        words = halved_among(words, self.row_sharers, self.dtype)
-        index = convert.lane_id() % self.row_sharers
-        scales, pair = self.two_scales(words, result, rounding)
-        for e, scale in enumerate(scales):
-            row = top + index * 2 + e
-            self.put(staged, result, at, row, left // BLOCK, scale, row, left, m, k)
-        return [convert.from_group(pair, self.row_sharers, i) for i in range(self.row_sharers)]
-
-    def scale_columns(self, amax, staged, result: Output, rounding, at, wave, top, left, m, k):
-        """Blocks down columns: lanes below each other share one. Pairs of factors of columns."""
-        lane = convert.lane_id()
-        words = [largest([row[w] for row in amax], self.dtype) for w in range(4)]
-        for distance in (32, 16):
-            if distance >= self.lanes:
-                upper = (lane & Uint32(distance)) != Uint32(0)
-                words = halved(
-                    words, upper, lambda w, d=distance: convert.from_row(w, d), self.dtype
-                )
-        scales, pair = self.two_scales(words, result, rounding)
-        across, down = lane % self.lanes, lane // self.lanes
-        for e, scale in enumerate(scales):
-            col = left + down * 2 + e
-            self.put(staged, result, at, wave, col, scale, top, col, m, k)
-        return [
-            convert.from_anywhere(pair, across + i * self.lanes) for i in range(WAVE // self.lanes)
-        ]
-
-    def scale_square(self, amax, staged, result: Output, rounding, at, wave, top, left, m, k):
-        """Square blocks: four a wave. One pair, of the block's factor twice."""
-        word = largest([w for row in amax for w in row], self.dtype)
-        for bit in (1, 2, 4)[: self.row_sharers.bit_length() - 1]:
-            other = convert.from_lane(word, convert.EXCHANGE[bit])
-            word = convert.larger(word, other, self.dtype)
-        for distance in (16, 32):
-            if distance >= self.lanes:
-                word = convert.larger(word, convert.from_row(word, distance), self.dtype)
-        bits = convert.largest_bits(word, self.dtype)
-        scale, inverse = convert.scale_of(bits, result.format, self.dtype, rounding)
-        # All lanes of a block have the same.
-        self.put(staged, result, at, wave, left // BLOCK, scale, top, left, m, k)
-        return [convert.pair(inverse, inverse)]
-
-    def put(self, staged, result: Output, at, row, col, scale, x_row, x_col, m, k) -> None:
-        """Stages the scale of this row and column of the tile's, whose block x has at (..)."""
-        _, tile_m, tile_k = at
-        _, cols = self.staged_shape(result)
-        place = col * cols + row if self.is_turned(result) else row * cols + col
-        if self.layout.is_tiled:  # padding is 0
-            there = (tile_m * TILE + x_row < m) & (tile_k * TILE + x_col < k)
-            scale = there.select(scale, Uint32(0))
-        fx.generic_store(shared_pointer(staged, Int32(place)), Uint8(scale))
-
-    def numbers(self, result: Output, places: list) -> list[int]:
-        """Which factors are those of the elements at these (row, column) of a lane's patch."""
-        return [{"row": i, "column": j, "square": 0}[result.blocks] for i, j in places]
-
-    def scaled(self, x, pairs: list, result: Output, i: int, w: int) -> list:
-        """Elements 2 * w and 2 * w + 1 of row i times their factors."""
-        numbers = self.numbers(result, [(i, 2 * w), (i, 2 * w + 1)])
-        factors = [convert.half(pairs[n // 2], n % 2) for n in numbers]
-        return convert.products(x[i][2 * w : 2 * w + 2], factors)
-
-    def word(self, scaled: Sequence, pairs: list, result: Output, places: list) -> Uint32:
-        """The codes of a word's elements, at these (row, column) of a lane's patch."""
-        # The codes of a byte have one factor.
-        numbers = self.numbers(result, places[:: result.format.codes_per_byte])
-        used = sorted({n // 2 for n in numbers})
-        which = [2 * used.index(n // 2) + n % 2 for n in numbers]
-        poison = convert.poison([pairs[n] for n in used], which)
-        return convert.pack_word(scaled, poison, result.format, self.arch)
-
-    # ---- values ---
-    def lines(self, x, pairs, result: Output, first: int, count: int) -> list:
-        """The words of rows of bytes of this lane's patch; the rows are all in each word."""
-        down, _ = result.packed
-        rows = range(first * down, (first + count) * down)
-        floats = {
-            (i, 2 * w + e): element
-            for i in rows
-            for w in range(self.vector // 2)
-            for e, element in enumerate(self.scaled(x, pairs, result, i, w))
-        }
-        columns, size = range(self.vector), 4 * result.format.codes_per_byte
-        places = [(i, j) for i in rows for j in columns]
-        if down > 1:
-            places = [(i, j) for j in columns for i in rows]
-        words = [places[at : at + size] for at in range(0, len(places), size)]
-        return [self.word([floats[at] for at in word], pairs, result, word) for word in words]
-
-    @flyc.jit
-    def store(self, x, pairs, result: fx.Constexpr, values, tiles, at, top, left, m, k):
-        """Values in the order of x, after an exchange 16 bytes of one row to a lane."""
-        batch, tile_m, tile_k = at
-        packed: fx.Constexpr = result.packed
-        down, beside = packed
-        n: fx.Constexpr = self.itemsize * beside
-        together: fx.Constexpr = max(n // 4, 1)  # rows of which a lane has but a word of codes
-        lane = convert.lane_id()
-        col = tile_k * TILE + left // (n * self.vector) * (n * self.vector)
-        first = (tile_m * TILE + top) // down + lane % n
-        high, wide = m // down, k // beside  # of the bytes
-        start = as_int64(batch) * as_int64(high) + as_int64(first)
-        start = start * as_int64(wide) + as_int64(col // beside)
-        stride = as_int64(wide)
-        if const_expr(result.blocks != "column"):
-            if tiles != Uint32(0):  # a lane's rows are of one
-                start = offset_of_values(batch * high + first, col // beside, wide)
-                stride = Int64(16)
-        for g in range_constexpr(self.rows // down // n):
-            parts = [
-                self.lines(x, pairs, result, i, together) for i in range(g * n, g * n + n, together)
-            ]
-            words = exchange(parts, lane, together > 1)
-            where = start + stride * (g * n)
-            if const_expr(self.aligned or self.is_both):  # 32 divides k: all 16 or none
-                if (first < high) & (col < k):  # 32 rows are all there or none
-                    store_words(values, where, words, self.align[1])
-            else:
-                codes = fx.Vector.from_elements(words, Uint32).bitcast(Uint8)
-                for j in range_constexpr(16):
-                    if (first < high) & (col + j < k):
-                        fx.generic_store(values + (where + Int64(j)), codes[j])
-
-    def stage_transposed(self, x, pairs, result: Output, shared, top, left):
-        """The tile's values in LDS, a column of x after the other."""
-        packed = result.format.codes_per_byte
-        line, size = top // packed, 4 * packed
-        starts = [self.staged(left + i, line // 16, packed) + line % 16 for i in range(packed)]
-        for w in range(self.vector // 2):
-            both = [self.scaled(x, pairs, result, i, w) for i in range(self.rows)]
-            for j, column in enumerate(zip(*both, strict=True), 2 * w):
-                places = [(i, j) for i in range(self.rows)]
-                words = [
-                    self.word(column[i : i + size], pairs, result, places[i : i + size])
-                    for i in range(0, self.rows, size)
-                ]
-                vector = fx.Vector.from_elements(words, Uint32)
-                start = Int32(starts[j % packed] + j // packed * TILE)
-                to = shared_pointer(shared, start, Uint32, self.rows // packed)
-                fx.generic_store(to, vector)
-
-    def staged(self, col, chunk, packed: int):
-        """Where 16 bytes of a column lie in LDS; `packed` columns share a line of 128.
-
-        Chunks are permuted by the column's vector, or the lanes across, which are `vector` columns
-        apart, would all write to the same banks.
-        """
-        chunks = TILE // 16
-        chunk = col % packed * (chunks // packed) + chunk
-        return col // packed * TILE + (chunk ^ (col // self.vector % chunks)) * 16
-
-    @flyc.jit
-    def store_transposed(self, shared, result: fx.Constexpr, values, tiles, at, tid, m, k):
-        """From LDS to values (batch, K, M), 16 bytes a thread and step."""
-        batch, tile_m, tile_k = at
-        packed: fx.Constexpr = result.format.codes_per_byte
-        chunks = TILE // 16 // packed
-        for step in range_constexpr(TILE * chunks // self.threads):
-            index = tid + step * self.threads
-            chunk, col = index % chunks, index // chunks
-            row, column = tile_m * TILE + chunk * (16 * packed), tile_k * TILE + col
-            if (row < m) & (column < k):
-                start = self.staged(col, chunk, packed)
-                vector = fx.generic_load(
-                    shared_pointer(shared, Int32(start), Uint32, 16), dtype=Uint32, count=4
-                )
-                where = as_int64(batch) * as_int64(k) + as_int64(column)
-                where = where * as_int64(m // packed) + as_int64(row // packed)
-                if tiles != Uint32(0):
-                    where = offset_of_values(batch * k + column, row // packed, m // packed)
-                store_words(values, where, [vector[i] for i in range(4)], self.align[1])
-
-    @flyc.jit
-    def store_scales(self, staged, scales, result: fx.Constexpr, at, thread, m, k):
-        """A tile's scales, four a thread, where neighbours lie together."""
-        batch, tile_r, tile_c = at
-        rows = m if const_expr(result.blocks == "row") else m // BLOCK
-        cols = k if const_expr(result.blocks == "column") else k // BLOCK
-        if const_expr(self.is_turned(result)):
-            rows, cols, tile_r, tile_c = cols, rows, tile_c, tile_r
-        in_row, in_col = self.staged_shape(result)
-        words: fx.Constexpr = in_col // 4  # of a row
-        row, col = tile_r * in_row + thread // words, tile_c * in_col + thread % words * 4
-        if thread < Uint32(in_row * words):
-            word = fx.generic_load(shared_pointer(staged, Int32(thread * 4), Uint32, 4))
-            if const_expr(self.layout.is_tiled):  # the grid is that of the padding
-                layout: fx.Constexpr = self.layout
-                tiles_r, tiles_c = tiles_of(layout, rows, cols)
-                height, width = layout.tile
-                tile = as_int64(batch) * as_int64(tiles_r) + as_int64(row // height)
-                tile = tile * as_int64(tiles_c) + as_int64(col // width)
-                offset = tile * (height * width)
-                offset = offset + as_int64(offset_in_tile(layout, row % height, col % width))
-                stride: fx.Constexpr = column_stride(layout)
-                if const_expr(stride == 1):
-                    store_words(scales, offset, [word], self.align[2])
-                else:  # the bytes between belong to other tiles
-                    for c in range_constexpr(4):
-                        fx.generic_store(
-                            scales + (offset + Int64(stride * c)), Uint8(word >> 8 * c)
-                        )
-            else:
-                offset = (as_int64(batch) * as_int64(rows) + as_int64(row)) * as_int64(cols)
-                offset = offset + as_int64(col)
-                if row < rows:
-                    if const_expr(self.aligned):
-                        if (cols % 4 == Uint32(0)) & (col < cols):
-                            store_words(scales, offset, [word], 4)
-                    if const_expr(not self.aligned) | (cols % 4 != Uint32(0)):
-                        for c in range_constexpr(4):
-                            if col + c < cols:
-                                fx.generic_store(scales + (offset + Int64(c)), Uint8(word >> 8 * c))
-
-
 def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
     """The kernel of a variant's entry, for scales in this layout."""
-    flat = Treated if variant.words else Flat
-    return (flat if variant.form == "last" else Tiled)(variant, arch, layout, aligned)
+    flat, tiled = (Treated, TreatedTiles) if variant.words else (Flat, Tiled)
+    return (flat if variant.form == "last" else tiled)(variant, arch, layout, aligned)

@@ -3,13 +3,17 @@
 A lane holds a whole block, as 16 pairs of elements i and i + 16, which instructions take at once.
 """
 
+from collections.abc import Sequence
+
+import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl._mlir.dialects import llvm
-from flydsl.expr import Float32, Uint32
+from flydsl.expr import Float32, Uint32, Uint64
 
-from jax_mx.formats import BLOCK, MXFP4_E2M1
+from jax_mx.formats import BLOCK, MXFP4_E2M1, Format
 from jax_mx.kernels import noise
 from jax_mx.kernels.flydsl import convert
+from jax_mx.kernels.flydsl.kernel import load_words
 from jax_mx.variants import Kind
 
 
@@ -33,11 +37,47 @@ def flush_subnormals(kind: Kind, prescale: Uint32) -> None:
     )
 
 
+def words_of_block(kind: Kind, words: list, flips: Uint32 | None, start, block) -> list[Uint32]:
+    """The seed and the flips of signs, where the kind has them, of block `start` + `block`.
+
+    `start` is the same for all lanes, `flips` those of all blocks if there are no others.
+    """
+    if not kind.hadamard:
+        return [_word(w, start, block) for w in words]
+    *seeds, own = words
+    return [*(_word(w, start, block) for w in seeds), _flips(own, flips, start, block)]
+
+
+@flyc.jit
+def _flips(words, flips, start, block):
+    """Where the call has no such operand, its pointer is null."""
+    if fx.ptrtoint(words) != Uint64(0):
+        flips = _word(words, start, block)
+    return flips
+
+
+def _word(words, start, block) -> Uint32:
+    # FlyDSL takes what it loads for signed.
+    return Uint32(load_words(words + start * 4, block * 4, 1, 4)[0])
+
+
 def elements(kind: Kind, dtype: str, words: list, loaded: list, prescale: Uint32) -> list:
     """The pairs as they are scaled, from the words of a block in memory."""
     if kind.hadamard:
         words = _flipped(words, loaded[-1])
     floats = [e for word in words for e in convert.elements(word, dtype)]
+    return _treated(kind, floats, prescale)
+
+
+def elements_of_two(kind: Kind, dtype: str, words: list, loaded: list, prescale: Uint32) -> list:
+    """`elements` of two blocks side by side, of 16 bits: a word has one of each, `loaded` too."""
+    if kind.hadamard:
+        words = _flipped_beside(words, *(own[-1] for own in loaded))
+    both = zip(*(convert.elements(word, dtype) for word in words), strict=True)
+    return [_treated(kind, floats, prescale) for floats in both]
+
+
+def _treated(kind: Kind, floats: Sequence, prescale: Uint32) -> list:
     pairs = [_pair(*two) for two in zip(floats[: BLOCK // 2], floats[BLOCK // 2 :], strict=True)]
     if kind.hadamard:
         pairs = _transformed(pairs, kind.hadamard)
@@ -46,6 +86,22 @@ def elements(kind: Kind, dtype: str, words: list, loaded: list, prescale: Uint32
         factor = (prescale == Uint32(0)).select(Uint32(0x3F800000), prescale).bitcast(Float32)
         pairs = [two * _pair(factor, factor) for two in pairs]
     return pairs
+
+
+def scale_of(pairs: list, format: Format, rule: list, arch: str) -> tuple[Uint32, Uint32]:
+    """The scale of a block's elements, and the bits of their factor, see `convert.scale_of`."""
+    amax = convert.largest_magnitude([two[i] for two in pairs for i in (0, 1)], arch)
+    return convert.scale_of(amax, format, "float32", tuple(rule))
+
+
+def codes(
+    kind: Kind, pairs: list, inverse: Uint32, loaded: list, format: Format, arch: str
+) -> list[Uint32]:
+    """The words of a block's codes."""
+    values, poison = scaled(pairs, inverse), convert.poison([inverse], [1, 1, 1, 1])
+    if kind.stochastic:
+        return random_words(values, loaded[0], poison)
+    return [convert.pack_word(values[i : i + 8], poison, format, arch) for i in range(0, BLOCK, 8)]
 
 
 def scaled(pairs: list, inverse: Uint32) -> list[Float32]:
@@ -71,6 +127,16 @@ def _flipped(words: list, flips: Uint32) -> list:
         bits = bits & Uint32(0x5555) | (bits & Uint32(0xAAAA)) << 15
         for i, word in enumerate(words[first : first + 8]):
             found.append(word ^ (bits << (15 - 2 * i) & Uint32(0x80008000)))
+    return found
+
+
+def _flipped_beside(words: list, left: Uint32, right: Uint32) -> list:
+    """Of words with an element of either of two blocks, the signs flipped that their words say."""
+    found = []
+    for first, half in ((0, (0, 1, 4, 5)), (16, (2, 3, 6, 7))):
+        bits = convert.bytes_of(right, left, *half)
+        for i, word in enumerate(words[first : first + 16]):
+            found.append(word ^ (bits << (15 - i) & Uint32(0x80008000)))
     return found
 
 

@@ -1,0 +1,198 @@
+"""Quantize on AMD of treated elements, for the forms that need the second-to-last axis."""
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu
+
+from jax_mx.formats import BLOCK
+from jax_mx.kernels.flydsl import convert, treated
+from jax_mx.kernels.flydsl.kernel import (
+    as_int64,
+    composite,
+    offset_of_values,
+    share_in_wave,
+    shared_pointer,
+)
+from jax_mx.kernels.flydsl.tiled import TILE, Output, Tiled
+
+STACKED = 16  # how far apart a lane's two blocks of rows are
+
+
+class TreatedTiles(Tiled):
+    """As `Tiled`, of elements of 16 bits that are treated; words of blocks behind x.
+
+    x goes to LDS, where each wave has 32 rows. Of each result a lane takes two whole blocks: along
+    rows of two of them, along columns of neighbours, whose elements it reads a word at a time.
+    What becomes of blocks along columns waits in registers until the tile's LDS is free for it.
+    """
+
+    @flyc.kernel
+    def kernel(self, pointers, scalars):
+        (m, k), results = self.lengths(scalars), pointers[-2 * len(self.results) :]
+        tid, lane, wave = Uint32(Int32(fx.thread_idx.x)), convert.lane_id(), convert.wave_id()
+        across, at = lane % self.lanes, self.place(m, k)
+        top, left = wave * BLOCK + lane // self.lanes * self.rows, across * self.vector
+        shared = fx.SharedAllocator().allocate(self.shared())
+        x, staged = shared.x.peek(), shared.staged.peek()
+
+        rows = self.load(pointers[0], at, top, left, m, k)
+        places = [self.places(result, wave, lane) for result in self.results]
+        given = [
+            {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
+            for o in range(len(self.results))
+        ]
+        words = self.words(pointers[1:], places, given, at, m, k)
+        for i, row in enumerate(rows):
+            to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
+            fx.generic_store(to, fx.Vector.from_elements(row, Uint32))
+        share_in_wave()
+        found = []
+        for o, result in enumerate(self.results):
+            treated.flush_subnormals(self.kind(o), given[o].get("prescale", Uint32(0)))
+            found.append(self.quantized(o, x, places[o], given[o], words[o]))
+            if const_expr(result.blocks == "row"):
+                # No store passes a change of the mode, so neither does what it depends on.
+                tiles = given[o]["value_tiles"]
+                for (row, col), (_, codes) in zip(places[o], found[o], strict=True):
+                    line = (row, col // 2)
+                    self.store_bytes(results[2 * o], result, tiles, at, line, codes, m, k)
+        gpu.barrier()
+        for o, result in enumerate(self.results):
+            scales = getattr(staged, f"scales_{o}")
+            for (row, col), (scale, _) in zip(places[o], found[o], strict=True):
+                which = (row, col // BLOCK) if const_expr(result.blocks == "row") else (wave, col)
+                self.put(scales, result, at, *which, scale, row, col, m, k)
+        self.stage(staged.values, [codes for _, codes in found[-1]], wave, lane)
+        gpu.barrier()
+        self.store_staged(staged, results, scalars, at, tid, m, k)
+
+    def shared(self):
+        """The LDS of a workgroup: x; then what `Tiled` has there, and rows of bytes of values."""
+        staged = {f"scales_{o}": fx.Array[Uint8, TILE * TILE // BLOCK, 16] for o in range(2)}
+        staged["values"] = fx.Array[Uint8, TILE * TILE // 2, 16]
+        x = fx.Array[Uint8, TILE * TILE * self.itemsize, 16]
+        return composite(fx.union, {"x": x, "staged": composite(fx.struct, staged)})
+
+    def place_of_x(self, row, chunk) -> Int32:
+        """Where 16 bytes of a row lie, permuted, or lanes would read rows from the same banks."""
+        chunk = chunk ^ chunk // Uint32(8) ^ row % Uint32(2) * Uint32(2)
+        return Int32(row * (TILE * self.itemsize) + chunk * 16)
+
+    def places(self, result: Output, wave, lane) -> list:
+        """(row, column) in the tile where a lane's two blocks begin."""
+        top = wave * BLOCK
+        if result.blocks == "row":
+            return [(top + lane // 4 + i * STACKED, lane % 4 * BLOCK) for i in range(2)]
+        return [(top, lane * 2 + i) for i in range(2)]
+
+    def words(self, pointers, places: list, given: list, at, m, k) -> list:
+        """Of each result, of either of a lane's blocks the words that its kind has."""
+        batch, tile_m, tile_k = at
+        found = []
+        for o, result in enumerate(self.results):
+            kind = self.kind(o)
+            mine, pointers = pointers[: kind.words], pointers[kind.words :]
+            flips, both = given[o].get("flips"), []
+            for row, col in places[o]:
+                row, col = tile_m * TILE + row, tile_k * TILE + col
+                inside = (row < m) & (col < k)
+                if result.blocks == "row":
+                    block = (as_int64(batch) * as_int64(m) + as_int64(row)) * as_int64(k // BLOCK)
+                    block = block + as_int64(col // BLOCK)
+                else:
+                    block = as_int64(batch) * as_int64(m // BLOCK) + as_int64(row // BLOCK)
+                    block = block * as_int64(k) + as_int64(col)
+                block = inside.select(block, Int64(0))
+                both.append(treated.words_of_block(kind, mine, flips, Int64(0), block))
+            found.append(both)
+        return found
+
+    def quantized(self, o: int, x, places: list, given, words: list) -> list:
+        """(scale, words of codes) of a lane's two blocks, for the o-th result."""
+        kind, result, rule = self.kind(o), self.results[o], self.rule(given)
+        prescale, found = given.get("prescale", Uint32(0)), []
+        if result.blocks == "row":
+            rows = [self.row_of(x, *place) for place in places]
+            blocks = [
+                treated.elements(kind, self.dtype, row, own, prescale)
+                for row, own in zip(rows, words, strict=True)
+            ]
+        else:
+            columns = self.columns_of(x, *places[0])
+            blocks = treated.elements_of_two(kind, self.dtype, columns, words, prescale)
+        for pairs, own in zip(blocks, words, strict=True):
+            scale, inverse = treated.scale_of(pairs, result.format, rule, self.arch)
+            codes = treated.codes(kind, pairs, inverse, own, result.format, self.arch)
+            found.append((scale, codes))
+        return found
+
+    def row_of(self, x, row, col) -> list:
+        """The words of 32 elements of a row."""
+        words = []
+        for i in range(BLOCK // self.vector):
+            at = shared_pointer(x, self.place_of_x(row, col // self.vector + i), Uint32, 16)
+            piece = fx.generic_load(at, dtype=Uint32, count=4)
+            words += [piece[w] for w in range(4)]
+        return words
+
+    def columns_of(self, x, row, col) -> list:
+        """Words of 32 elements of a column, which is even, and of the next one."""
+        words = []
+        for i in range(BLOCK):
+            chunk, rest = col // self.vector, col % self.vector
+            start = self.place_of_x(row + i, chunk) + Int32(rest * self.itemsize)
+            words.append(Uint32(fx.generic_load(shared_pointer(x, start, Uint32, 4))))
+        return words
+
+    # ---- values ---
+    def stage(self, values, columns: list, wave, lane) -> None:
+        """Two columns' codes in LDS, of this wave's rows."""
+        if self.results[-1].transpose:
+            for i, codes in enumerate(columns):
+                to = shared_pointer(values, Int32(self.staged(lane * 2 + i, wave, 2)), Uint32, 16)
+                fx.generic_store(to, fx.Vector.from_elements(codes, Uint32))
+            return
+        for w, (left, right) in enumerate(zip(*columns, strict=True)):
+            for half in range(2):
+                word = convert.bytes_of(right, left, *(2 * half + i for i in (0, 4, 1, 5)))
+                for e in range(2):
+                    row = wave * 16 + (4 * w + 2 * half + e)
+                    to = shared_pointer(values, Int32(row * TILE + lane * 2), Uint16, 2)
+                    fx.generic_store(to, Uint16(word >> (16 * e)))
+
+    def staged(self, col, chunk, packed: int):
+        """Where 16 bytes of a column lie in LDS, even columns before odd ones.
+
+        Permuted, or lanes would read chunks of a column, and neighbours, from the same banks.
+        """
+        odd = col % Uint32(2)
+        place = chunk * TILE + odd * (TILE // 2) + (col // Uint32(2) ^ chunk ^ odd * 4)
+        return place * 16
+
+    def store_staged(self, shared, results, scalars, at, tid, m, k) -> None:
+        """With rows of bytes."""
+        super().store_staged(shared, results, scalars, at, tid, m, k)
+        result = self.results[-1]
+        if result.transpose:
+            return
+        for step in range(TILE // 2 * TILE // 16 // self.threads):
+            index = tid + step * self.threads
+            vector = shared_pointer(shared.values, Int32(index * 16), Uint32, 16)
+            vector = fx.generic_load(vector, dtype=Uint32, count=4)
+            line, words = (index // 8, index % 8 * 16), [vector[i] for i in range(4)]
+            self.store_bytes(results[-2], result, Uint32(0), at, line, words, m, k)
+
+    @flyc.jit
+    def store_bytes(self, values, result: fx.Constexpr, tiles, at, line, words, m, k):
+        """16 bytes of values in the order of x, those from (row, byte) of the tile's on."""
+        batch, tile_m, tile_k = at
+        packed: fx.Constexpr = result.packed
+        down, beside = packed
+        high, wide = m // down, k // beside
+        row, byte = tile_m * (TILE // down) + line[0], tile_k * (TILE // beside) + line[1]
+        where = as_int64(batch) * as_int64(high) + as_int64(row)
+        where = where * as_int64(wide) + as_int64(byte)
+        if const_expr(result.blocks == "row"):
+            if tiles != Uint32(0):
+                where = offset_of_values(batch * high + row, byte, wide)
+        self.store_line(values, where, words, row, high, byte, wide)
