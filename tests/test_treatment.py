@@ -525,9 +525,9 @@ def test_the_call_takes_words_behind_x(variant, known):
         run = call(variant, name, scale_layout=layout, **how)
         text = lowered(x, run, IMPLEMENTATIONS[name])
         (line,) = [t for t in text.splitlines() if f"@{artifacts.TARGET}(" in t]
-        kind = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[variant.dtype]
+        element = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[variant.dtype]
         words = f", tensor<{view}x1xui32>" * count
-        assert f": (tensor<{view}x32x{kind}>{words}) -> " in line
+        assert f": (tensor<{view}x32x{element}>{words}) -> " in line
         rank = view.count("x") + 2
         order = "[5, 4, 2, 3, 1, 0]" if rank == 6 else "[3, 2, 1, 0]"
         dense = ", ".join([f"dense<{order}> : tensor<{rank}xindex>"] * (1 + count))

@@ -14,7 +14,6 @@ operands, the second takes any.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
@@ -57,14 +56,16 @@ def bytes_of(words: list, count: int):
     return rV if count == 4 * len(words) else cute.make_tensor(rV.iterator, cute.make_layout(count))
 
 
-def keeps(formats: Sequence[Format], form: str, layout: ScaleLayout) -> bool:
+def keeps(variant: Variant, layout: ScaleLayout) -> bool:
     """Whether x leaves the cache last, and so do scales of both transposed, see `kernel.load`.
 
-    Scales of other forms make no difference, and of float16, second transposed, they spill. MXFP4
-    is 1 % slower so, but where scales are written in the smallest pieces: both transposed, H200,
-    (8, 7168, 7168) and (65536, 8192), 333 -> 323 us, 450 -> 434.
+    Scales of other forms make no difference. MXFP4 is 1 % slower so, but where scales are written
+    in the smallest pieces: both transposed, H200, (8, 7168, 7168) and (65536, 8192), 333 -> 323 us,
+    450 -> 434. Second transposed, float16 has no register left for it.
     """
-    return formats[0].codes_per_byte == 1 or (form == "both_transposed" and not layout.is_tiled)
+    if variant.formats[0].codes_per_byte > 1:
+        return variant.form == "both_transposed" and not layout.is_tiled
+    return (variant.form, variant.dtype) != ("second_transposed", "float16")
 
 
 class Blocks(Kernel):
@@ -187,7 +188,7 @@ class Flat(Blocks):
         unroll: cutlass.Constexpr = self.tile.unroll
         sharers: cutlass.Constexpr = BLOCK // elements  # threads that share a block
         words: cutlass.Constexpr = elements * self.itemsize // 4
-        kept: cutlass.Constexpr = self.aligned and keeps(self.formats, "last", self.layout)
+        kept: cutlass.Constexpr = self.aligned and keeps(self.variant, self.layout)
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
         by_step = cute.make_layout((n // elements, elements), stride=(elements, 1))
@@ -364,7 +365,7 @@ class Tiled(Kernel):
         )
         transpose = self.form.endswith("_transposed")
         self.square = self.form.startswith("square")
-        self.kept = self.aligned and keeps(self.formats, self.form, self.layout)
+        self.kept = self.aligned and keeps(self.variant, self.layout)
         blocks = "square" if self.square else "column"
         self.results = [Output(self.formats[-1], blocks, transpose)]
         if self.form.startswith("both"):
