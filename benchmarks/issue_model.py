@@ -54,7 +54,9 @@ REASONS: Mapping[str, Mapping[str, str]] = {
     },
     "flydsl": {
         "*_sr": "16 random bits an element are integer products and shifts",
+        "quantize_[bs]*_h[13]*": "float32 butterflies of what passes through LDS",
         "*_h[13]*": "tiles: a block's place, beside 4 or 5 additions an element; row-major is met",
+        "quantize_last_*": "tiles: a scale's place; row-major is met",
     },
 }
 
