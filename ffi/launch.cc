@@ -248,6 +248,10 @@ ffi::ErrorOr<std::unique_ptr<State<Platform>>> Instantiate(ffi::Dictionary attrs
       return ffi::Unexpected(Invalid("merge numbers a dimension out of range"));
   if (auto absent = attrs.get<ffi::Span<const int64_t>>("absent"); absent.has_value())
     state->absent.assign(absent->begin(), absent->end());
+  for (size_t i = 0; i < state->absent.size(); ++i)
+    if (state->absent[i] < 0 || state->absent[i] >= static_cast<int64_t>(kMaxBuffers) ||
+        (i > 0 && state->absent[i] <= state->absent[i - 1]))
+      return ffi::Unexpected(Invalid("absent is not ascending or out of range"));
   return state;
 }
 
@@ -455,6 +459,7 @@ ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::R
     fits &= buffers.Add(*buffer);
   }
   skip();
+  if (absent != state->absent.end()) return Invalid("absent numbers a buffer beyond the operands");
   const size_t operands = buffers.size;
   for (size_t i = 0; i < rets.size(); ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);

@@ -82,9 +82,9 @@ def quantize(
         wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes. AMD's
         kernels write it; after NVIDIA's, and along rows, XLA moves the bytes. Like a tiled scale
         layout, it takes the last two axes as a matrix.
-      rounding: None, to nearest even; or a `Stochastic`. Kernels have it in MXFP4 along the last
-        axis, by itself or with a transform of 16; for other axes, and for `quantize_both`, XLA
-        transposes what they read.
+      rounding: None, to nearest even; or a `Stochastic`. Kernels have it in MXFP4, by itself or
+        with a transform of 16, along the last axis, and from bfloat16 in every form but square
+        blocks; else XLA transposes what they read, as `is_supported` says.
       hadamard: None, or a `Hadamard`: what is quantized is the transform along `axis`, whose length
         the size divides; not of square blocks. Kernels have sizes 16 and 32 in MXFP4, as they have
         rounding.
@@ -335,7 +335,7 @@ def is_supported(
         raise ValueError(f"is_supported: ndim must be 1 to 64, got {ndim}")
     both = [(rounding, hadamard)]
     if op == "quantize_both":
-        both = pairs("is_supported", rounding, hadamard)
+        both = pairs("is_supported", rounding, hadamard, split=False)
     treatments = tuple(treatment_of("is_supported", *two) for two in both)
     zero_scale = zero_scale_of("is_supported", zero_scale)
     if op == "dequantize" and (treatments != (UNTREATED,) or zero_scale):

@@ -278,9 +278,9 @@ def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | No
 
 
 def _absent(plan: Plan) -> list[int]:
-    """The numbers of a kernel's operands that the call does not have, as scalars have them."""
+    """The numbers of a kernel's operands that the call does not have: what they say is a scalar."""
     present = [True]
-    for treatment in plan.treatments if plan.op != "dequantize" else ():
+    for treatment in plan.treatments:
         present += [True] * treatment.stochastic
         present += [treatment.flips is None] * (treatment.hadamard > 0)
     return [i for i, there in enumerate(present) if not there]

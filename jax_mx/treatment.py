@@ -63,8 +63,9 @@ class Hadamard:
       size: 16, 32 or 64, which divides the axis's length (on explicit meshes a shard's); 64
         spans two blocks.
       signs: of the elements, before they are rotated: `size` floats or signed integers, flipped
-        where negative, or bools, flipped where true. None flips none. What is no array of JAX is
-        compiled in: faster, but another program for other signs.
+        where negative (-0 too), or bools, flipped where true. None flips none. What is no array of
+        JAX is compiled in: faster, but another program for other signs. The arguments of a jitted
+        function are arrays of JAX.
     """
 
     size: int = 16
@@ -142,12 +143,13 @@ def treatment_of(op: str, rounding: Any, hadamard: Any) -> Treatment:
     )
 
 
-def pairs(op: str, rounding: Any, hadamard: Any) -> list[tuple[Any, Any]]:
+def pairs(op: str, rounding: Any, hadamard: Any, split: bool = True) -> list[tuple[Any, Any]]:
     """(rounding, hadamard) of each direction of `quantize_both`, each given for both or as a pair.
 
-    One `Stochastic` for both gives each direction its own of the two keys that its key splits into.
+    One `Stochastic` for both gives each direction its own of the two keys that its key splits into,
+    or, without `split`, the same.
     """
-    if isinstance(rounding, Stochastic):
+    if split and isinstance(rounding, Stochastic):
         treatment_of(op, rounding, None)
         keys = jax.random.split(rounding.key)
         rounding = tuple(dataclasses.replace(rounding, key=key) for key in keys)
@@ -242,16 +244,24 @@ def _transform_jvp(size: int, primals: tuple, tangents: tuple) -> tuple[jax.Arra
     return _transform(*primals, size), tangent
 
 
-def _flips(signs: jax.Array | np.ndarray) -> jax.Array:
-    """Whether each sign is negative."""
-    return jnp.asarray(signs if signs.dtype == np.bool_ else signs < 0)
+def _flips(signs: Any) -> Any:
+    """Whether each sign is negative, -0 included, for NumPy's as for JAX's.
+
+    By the bit: XLA's CPU takes subnormals for zeros.
+    """
+    if signs.dtype == np.bool_:
+        return signs
+    if jnp.issubdtype(signs.dtype, jnp.integer):
+        return signs < 0
+    if isinstance(signs, np.ndarray):
+        return np.signbit(signs)
+    return jnp.signbit(signs.astype(jnp.float32))
 
 
 def _flips_of_blocks(signs: Any) -> Any:
     """`Treatment.flips`, of NumPy's signs or of JAX's."""
     xp = np if isinstance(signs, np.ndarray) else jnp
-    flips = signs if signs.dtype == np.bool_ else signs < 0
-    flips = xp.tile(flips.astype(np.uint32), 2 * BLOCK // len(signs)).reshape(2, BLOCK)
+    flips = xp.tile(_flips(signs).astype(np.uint32), 2 * BLOCK // len(signs)).reshape(2, BLOCK)
     return (flips << np.arange(BLOCK, dtype=np.uint32)).sum(-1, dtype=np.uint32)
 
 

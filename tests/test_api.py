@@ -15,7 +15,7 @@ import jax_mx
 from jax_mx import formats, layouts
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("format", formats.FORMATS.values(), ids=str)
 @pytest.mark.parametrize("shape", [(32,), (3, 64), (2, 3, 96), (0, 32), (5, 0), (1, 2, 3, 32)])
 def test_shapes_and_dtypes(format, shape):
@@ -50,7 +50,7 @@ def test_any_axis_is_the_last_axis_moved(data):
     assert_bits_equal(jnp.moveaxis(q.dequantize(), axis, -1), moved.dequantize())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layout", layouts.SCALE_LAYOUTS)
 @pytest.mark.parametrize("format", formats.FORMATS)
 def test_transpose_moves_the_block_axis_last(format, layout):
@@ -66,7 +66,7 @@ def test_transpose_moves_the_block_axis_last(format, layout):
     assert_same_array(last, jax_mx.quantize(x[..., :32], format))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layout", layouts.SCALE_LAYOUTS)
 @pytest.mark.parametrize("turn", [False, True])
 @pytest.mark.parametrize("pair", [("mxfp8_e4m3", "mxfp8_e5m2"), ("mxfp4_e2m1", "mxfp6_e2m3")])
@@ -116,7 +116,7 @@ SQUARE = {"block": (32, 32)}
 SQUARES = ((32, 64), (2, 96, 32), (0, 32), (2, 64, 0))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "format,shape",
     [
@@ -374,7 +374,7 @@ def test_no_derivative_says_what_to_do():
 WAYS = ({}, {"axis": 0}, {"axis": -2}, {"block": (32, 32)})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "format,options,dtype",
     [

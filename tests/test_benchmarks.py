@@ -255,7 +255,7 @@ def assert_baselines_agree(x, form, **options):
             assert_same_array(a, b, f"{name} {i}")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("format", "scaling", "dtype"),
     [
@@ -269,7 +269,7 @@ def test_baselines_give_the_same_bytes(format, scaling, dtype):
     assert_baselines_agree(x, shapes.FORMS["axis -1"], format=format, **options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("scale_layout", ["row_major", "blocked_128x4"])
 @pytest.mark.parametrize("form", shapes.FORMS)
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])

@@ -63,7 +63,7 @@ class Segments(Global):
 ONE_FORMAT = [v for v in FLYDSL if {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @each_binary(ONE_FORMAT)
 def test_accesses_coalesce(variant, arch):
     """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""

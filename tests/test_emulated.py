@@ -60,7 +60,7 @@ def some(variant, table, count: int = 1, turn: int = 0) -> list:
     return [table[(at + i) % len(table)] for i in range(count)]
 
 
-# Of the four tests that execute each binary CI has one, for every second binary.
+# Of the four tests that execute each binary CI has one, for every third binary.
 every_binary = each_binary(FLYDSL)
 
 
@@ -100,7 +100,7 @@ def check(arch, variant, key, layout="row_major", scaling="rceil", order="lockst
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(8, 5)
+@pytest.mark.sampled(12, 5)
 @every_binary
 def test_every_pattern(variant, arch):
     (layout,), (scaling,) = some(variant, layouts_of(variant)), some(variant, [*Scaling])
@@ -122,7 +122,7 @@ def shapes_of(variant, table):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(8, 0)
+@pytest.mark.sampled(12, 0)
 @every_binary
 def test_shapes(variant, arch):
     """With layouts' padding, and orders of the waves, in turn."""
@@ -133,7 +133,7 @@ def test_shapes(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(8, 3)
+@pytest.mark.sampled(12, 8)
 @every_binary
 def test_every_entry(variant, arch):
     """At addresses that are aligned to no more than the entry wants; fit for others or not.
@@ -169,7 +169,7 @@ def in_tiles(variant) -> list[dict]:
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(14)
 @each_binary([v for v in FLYDSL if in_tiles(v)])
 def test_values_in_tiles(variant, arch):
     """Each way to ask, with each layout of scales, by the entries in turn."""

@@ -128,6 +128,31 @@ def test_rules_see_merged_dimensions(scenario):
     assert all("merge numbers a dimension out of range" in error for error in out[4:])
 
 
+def test_absent_operands_are_counted_and_bad_numbers_refused(scenario):
+    out = scenario(
+        """
+        ABSENT = []
+
+        def lowering(ctx, *operands, plan):
+            rule = ffi.ffi_lowering(artifacts.TARGET)
+            return rule(ctx, *operands, kernels=KERNELS, absent=np.array(ABSENT, np.int64))
+
+        mlir.register_lowering(primitive.quantize_p, lowering, platform="cpu")
+        rows = []
+        for ABSENT in ([], [0], [1], [2], [12], [-1], [1, 1], [1, 0], [1 << 62], [*range(12)]):
+            jax.clear_caches()
+            rows.append(attempt())
+        print(json.dumps([rows, report()["launches"]]))
+        """
+    )
+    rows, launches = out
+    assert rows[0] is None and launches == 1
+    assert all("takes 3 buffers, the call passes 4" in error for error in rows[1:3])
+    assert "absent numbers a buffer beyond the operands" in rows[3]
+    assert all("absent is not ascending or out of range" in error for error in rows[4:9])
+    assert "takes 3 buffers" in rows[9]
+
+
 def test_launch_follows_the_rule_and_the_buffers(scenario):
     """Grid and scalars come from the shapes of each call; nothing is launched for size 0."""
     out = scenario(

@@ -105,7 +105,8 @@ def store(source, target, kept: bool) -> None:
 
 
 def _vectors(words: int) -> list[tuple[int, int]]:
-    """(first, count) of words that an instruction takes."""
+    """(first, count) of words that an instruction takes: 1, 2 or 4."""
+    assert words in (1, 2) or words % 4 == 0
     return [(first, min(4, words)) for first in range(0, words, 4)]
 
 
