@@ -516,6 +516,8 @@ def test_two_gpus_give_the_bytes_of_one(variant, layout):
 @pytest.mark.parametrize("known", [True, False], ids=["known", "operand"])
 def test_the_call_takes_words_behind_x(variant, known):
     """As the kernel's launch rule counts buffers, of the view's shape with 1 for the block."""
+    if not any(artifacts.holds(variant, arch) for arch in ARCHS[variant.implementation]):
+        pytest.skip("not built here")
     (kind,) = variant.kinds
     count = kind.stochastic + (kind.hadamard > 0 and not known)
     for layout, view in (("row_major", "2x64x3"), ("blocked_128x4", "2x1x1x64x3")):
