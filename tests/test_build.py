@@ -67,9 +67,10 @@ def test_the_manifest_says_what_binaries_take(capsys):
             assert counts["shortest"] > usage["elements_per_thread"] > 0, name
     build.report([(v, arch) for v in VARIANTS for arch in (ARCHS[v.implementation][0], "sm_42")])
     out = capsys.readouterr().out
+    held = [v for v in VARIANTS if artifacts.holds(v, ARCHS[v.implementation][0])]
     for implementation, archs in ARCHS.items():
-        assert out.count(archs[0]) == sum(v.implementation == implementation for v in VARIANTS)
-    assert out.count(" row_major ") == len(VARIANTS) and "sm_42" not in out
+        assert out.count(archs[0]) == sum(v.implementation == implementation for v in held)
+    assert out.count(" row_major ") == len(held) > 0 and "sm_42" not in out
 
 
 def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):
