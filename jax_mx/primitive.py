@@ -258,9 +258,8 @@ def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | No
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if not all(core.is_constant_shape(aval.shape) for aval in avals):
         return None  # shape-polymorphic: sharding rules need numbers
-    names = (
-        f"d{i}" for i in itertools.count()
-    )  # a factor for each other dimension, none of them shared
+    # A factor for each other dimension, none of them shared.
+    names = map("d{}".format, itertools.count())
     terms = [["...", *itertools.islice(names, len(aval.shape) - batch)] for aval in avals]
     n = len(ctx.avals_in)
     sides = [", ".join(" ".join(term) for term in side) for side in (terms[:n], terms[n:])]

@@ -397,23 +397,11 @@ class Tiled(Kernel):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        blocks_m, k = scalars[:2]
-        if const_expr(self.is_both):
-            k = k * BLOCK
+        blocks_m, k = self.lengths(scalars)
         tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        tiles_m = (blocks_m + self.pad - 1) // self.pad * (self.pad // self.tile.down)
-        tiles_k = (k + self.tile.cols - 1) // self.tile.cols
-        at = place_of(bid, tiles_m, tiles_k, self.tile.band)
-        lane, warp = tid % 32, tid // 32
-        across, down = lane % self.lanes, lane // self.lanes  # this lane's place in the warp
-        row = warp % self.tile.down * BLOCK + down * self.rows  # of its patch in the tile
-        col = warp // self.tile.down * (2 * BLOCK) + across * self.vector
-
-        if const_expr(self.aligned):
-            rX = self.load(pointers[0], at, row, col, blocks_m, k)
-        else:
-            rX = self.load_unaligned(pointers[0], at, row, col, blocks_m, k)
+        at = self.place(blocks_m, k)
+        across, down, row, col = self.lane(tid)
+        rX = self.patch(pointers[0], at, row, col, blocks_m, k)
         staged = [self.shared_memory(result) for result in self.results]
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
@@ -472,7 +460,31 @@ class Tiled(Kernel):
         """Whether a result's scales lie the other way round than x: tiles always do for columns."""
         return result.transpose or (result.blocks == "column" and self.layout.is_tiled)
 
+    def lengths(self, scalars) -> tuple:
+        """How many blocks of rows x has, and how many columns."""
+        blocks_m, k = scalars[:2]
+        return blocks_m, k * BLOCK if self.is_both else k
+
+    def place(self, blocks_m, k):
+        """(batch, row, column) of this thread block's tile."""
+        bid, _, _ = cute.arch.block_idx()
+        tiles_m = (blocks_m + self.pad - 1) // self.pad * (self.pad // self.tile.down)
+        tiles_k = (k + self.tile.cols - 1) // self.tile.cols
+        return place_of(bid, tiles_m, tiles_k, self.tile.band)
+
+    def lane(self, tid) -> tuple:
+        """A lane's place in its warp, across and down; its patch's row and column in the tile."""
+        lane, warp = tid % 32, tid // 32
+        across, down = lane % self.lanes, lane // self.lanes
+        row = warp % self.tile.down * BLOCK + down * self.rows
+        col = warp // self.tile.down * (2 * BLOCK) + across * self.vector
+        return across, down, row, col
+
     # ---- x ---
+    def patch(self, *where):
+        """This lane's patch, (vector, rows); 0 beyond the array."""
+        return self.load(*where) if self.aligned else self.load_unaligned(*where)
+
     @cute.jit
     def load(self, x, at, row, col, blocks_m, k):
         """This lane's patch, (vector, rows); 0 beyond the array."""

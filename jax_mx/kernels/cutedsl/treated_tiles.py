@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constex
 
 from jax_mx.formats import BLOCK
 from jax_mx.kernels.cutedsl import convert, treated
-from jax_mx.kernels.cutedsl.kernel import PAD, place_of
+from jax_mx.kernels.cutedsl.kernel import PAD
 from jax_mx.kernels.cutedsl.quantize import CHUNKS, Blocks, Output, Tiled, Tiling, bytes_of
 
 CODES = BLOCK // 2  # bytes of a block's codes
@@ -38,21 +38,11 @@ class TreatedTiled(Blocks, Tiled):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        blocks_m, k = scalars[:2]
-        if const_expr(self.is_both):
-            k = k * BLOCK
+        blocks_m, k = self.lengths(scalars)
         tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        tiles_m = (blocks_m + self.pad - 1) // self.pad * (self.pad // self.tile.down)
-        tiles_k = (k + self.tile.cols - 1) // self.tile.cols
-        at = place_of(bid, tiles_m, tiles_k, self.tile.band)
-        lane, warp = tid % 32, tid // 32
-        row = warp % self.tile.down * BLOCK + lane // self.lanes * self.rows
-        col = warp // self.tile.down * (2 * BLOCK) + lane % self.lanes * self.vector
-        if const_expr(self.aligned):
-            rX = self.load(pointers[0], at, row, col, blocks_m, k)
-        else:
-            rX = self.load_unaligned(pointers[0], at, row, col, blocks_m, k)
+        at = self.place(blocks_m, k)
+        _, _, row, col = self.lane(tid)
+        rX = self.patch(pointers[0], at, row, col, blocks_m, k)
         sX = cute.make_tensor(
             cute.arch.alloc_smem(Uint32, self.tile.rows * self.pitch * 4, alignment=128),
             cute.make_layout((4, self.pitch, self.tile.rows), stride=(1, 4, 4 * self.pitch)),

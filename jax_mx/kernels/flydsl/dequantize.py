@@ -24,11 +24,10 @@ from jax_mx.kernels.flydsl.kernel import (
     load_byte,
     load_bytes,
     load_words,
-    offset_in_tile,
+    offset_in_tiles,
     pointer,
     shared_pointer,
     store_words,
-    tiles_of,
 )
 from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import Variant
@@ -324,14 +323,8 @@ class Tiled(Dequantize):
 
     def word_of_tiles(self, scales, batch, row, col, rows, cols):
         """Four neighbours of a row of the scales' matrix, in tiles."""
-        layout = self.layout
-        tiles_r, tiles_c = tiles_of(layout, rows, cols)
-        height, width = layout.tile
-        tile = as_int64(batch) * as_int64(tiles_r) + as_int64(row // height)
-        tile = tile * as_int64(tiles_c) + as_int64(col // width)
-        offset = tile * (height * width)
-        offset = offset + as_int64(offset_in_tile(layout, row % height, col % width))
-        stride = column_stride(layout)
+        offset = offset_in_tiles(self.layout, batch, row, col, rows, cols)
+        stride = column_stride(self.layout)
         if stride == 1:
             return load_words(scales, offset, 1, self.align[1])[0]
         return load_bytes(scales, [offset + Int64(stride * c) for c in range(4)])[0]

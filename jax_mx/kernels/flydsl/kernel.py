@@ -119,6 +119,16 @@ def tiles_of(layout: ScaleLayout, rows, cols) -> tuple:
     )
 
 
+def offset_in_tiles(layout: ScaleLayout, batch, row, col, rows, cols) -> Int64:
+    """Where the scale of (row, col) of a slab's matrix of rows x cols lies."""
+    tiles_r, tiles_c = tiles_of(layout, rows, cols)
+    height, width = layout.tile
+    tile = as_int64(batch) * as_int64(tiles_r) + as_int64(row // height)
+    tile = tile * as_int64(tiles_c) + as_int64(col // width)
+    offset = tile * (height * width)
+    return offset + as_int64(offset_in_tile(layout, row % height, col % width))
+
+
 def offset_of_values(row, byte, width) -> Int64:
     """Where the 16 bytes from `byte` of a row on lie in SHUFFLED_16X16; a row has `width` bytes."""
     height, _ = SHUFFLED_16X16.tile

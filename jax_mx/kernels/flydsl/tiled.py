@@ -20,13 +20,12 @@ from jax_mx.kernels.flydsl.kernel import (
     halved_among,
     largest,
     load_words,
-    offset_in_tile,
+    offset_in_tiles,
     offset_of_values,
     pointer,
     round_up,
     shared_pointer,
     store_words,
-    tiles_of,
 )
 from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import Variant
@@ -391,12 +390,7 @@ class Tiled(Kernel):
             word = fx.generic_load(shared_pointer(staged, Int32(thread * 4), Uint32, 4))
             if const_expr(self.layout.is_tiled):  # the grid is that of the padding
                 layout: fx.Constexpr = self.layout
-                tiles_r, tiles_c = tiles_of(layout, rows, cols)
-                height, width = layout.tile
-                tile = as_int64(batch) * as_int64(tiles_r) + as_int64(row // height)
-                tile = tile * as_int64(tiles_c) + as_int64(col // width)
-                offset = tile * (height * width)
-                offset = offset + as_int64(offset_in_tile(layout, row % height, col % width))
+                offset = offset_in_tiles(layout, batch, row, col, rows, cols)
                 stride: fx.Constexpr = column_stride(layout)
                 if const_expr(stride == 1):
                     store_words(scales, offset, [word], self.align[-1])
