@@ -72,7 +72,7 @@ class Case:
     def how(self) -> dict[str, Any]:
         """The keywords that quantizing ops have for the treatment."""
         kinds, found = shapes.TREATMENTS[self.treatment], {}
-        signs, key = np.arange(32) % 3 == 0, jax.random.key(0)
+        signs, key = np.arange(64) % 3 == 0, jax.random.key(0)
         hadamards = [jax_mx.Hadamard(h, signs[:h]) if h else None for h, _ in kinds]
         roundings = [jax_mx.Stochastic(key) if sr else None for _, sr in kinds]
         for name, each in (("hadamard", hadamards), ("rounding", roundings)):

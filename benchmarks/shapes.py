@@ -85,6 +85,7 @@ TREATMENTS: Mapping[str, tuple[Kind, ...]] = {
     "none": (),
     "h16": (Kind(16),),
     "h32": (Kind(32),),
+    "h64": (Kind(64),),
     "sr": (Kind(stochastic=True),),
     "h16_sr": (Kind(16, stochastic=True),),
     "rn_h16": (Kind(), Kind(16)),

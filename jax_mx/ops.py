@@ -110,12 +110,15 @@ def quantize(
     x = jnp.asarray(x, plan.dtype)
     _insist(plan)
     words = _words(x, plan, plan.axes, rounding, hadamard)
-    if plan.axis < -2 and plan.is_tiled:  # a layout's rows are the last axis alone
+    if plan.axis < -2 and plan.has_units:  # whose rows are the last axis alone
         x, *words = (jnp.moveaxis(a, plan.axis, -2) for a in (x, *words))
         (q,) = _quantize(x, dataclasses.replace(plan, axis=-2), words)
         if plan.transpose:
             return q
-        return dataclasses.replace(q, values=jnp.moveaxis(q.values, -2, plan.axis), axis=plan.axis)
+        back = {"values": jnp.moveaxis(q.values, -2, plan.axis), "axis": plan.axis}
+        if not plan.scale_layout.is_tiled:
+            back["scales"] = jnp.moveaxis(q.scales, -2, plan.axis)
+        return dataclasses.replace(q, **back)
     (q,) = _quantize(x, plan, words)
     return q
 
@@ -460,7 +463,7 @@ def _placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
     _insist_on_whole_blocks(x, shape, plan)
-    if not plan.is_tiled:
+    if not plan.has_units:
         return x
     swapped = plan.op == "dequantize" and plan.transpose
     return gathered(x, shape, plan.views.unit_lengths[:: -1 if swapped else 1])

@@ -94,9 +94,10 @@ class Plan:
         return f"{which}_transposed" if self.transpose else which
 
     @property
-    def is_tiled(self) -> bool:
-        """Whether scales or values lie in tiles, of the last two axes."""
-        return any(layout.is_tiled for layout in (self.scale_layout, *self.value_layouts))
+    def has_units(self) -> bool:
+        """Whether something on the last two axes is to stay whole: tiles, or groups of blocks."""
+        tiled = any(layout.is_tiled for layout in (self.scale_layout, *self.value_layouts))
+        return tiled or any(treatment.group > BLOCK for treatment in self.treatments)
 
     @property
     def covers(self) -> list[tuple[int, int]]:
@@ -108,7 +109,7 @@ class Plan:
     def views(self) -> Form:
         """How its arrays are viewed."""
         form = FORMS[self.form]
-        if self.is_tiled:
+        if self.has_units:
             return form.laid_out(self.scale_layout, self.value_layouts, self.covers)
         return form.spread(self.first_axis)
 
@@ -123,8 +124,8 @@ class Plan:
                 params |= {f"zero_scale_{i}": self.zero_scale}
                 prescale = np.float32(self.treatments[i].prescale or 0)
                 params |= {f"prescale_{i}": int(prescale.view(np.uint32))}
-                flips = np.uint32((self.treatments[i].flips or (0,))[0])  # of all blocks
-                params |= {f"flips_{i}": int(flips.view(np.int32))}
+                flips = np.array(self.treatments[i].flips or (0, 0), np.uint32).view(np.int32)
+                params |= {f"flips_{i}": int(flips[0]), f"flips_odd_{i}": int(flips[1])}
                 params |= {f"value_tiles_{i}": int(self.value_layouts[i].is_tiled)}
         return params
 

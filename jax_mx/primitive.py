@@ -32,7 +32,7 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
 from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx import artifacts, reference, variants
-from jax_mx.formats import SCALE_DTYPE, Scaling
+from jax_mx.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.forms import Form, minor_to_major
 from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.plan import IMPLEMENTATIONS, Plan
@@ -113,10 +113,7 @@ def _quantize_reference(x, *words, plan: Plan):
 
 
 def _row_plans(plan: Plan) -> list[Plan]:
-    """Of each result, the plan of quantizing it along a last axis, by itself.
-
-    Not of transforms that span two blocks: rows do not tell which blocks are neighbours.
-    """
+    """Of each result, the plan of quantizing it along a last axis, by itself."""
     alone = {"op": "quantize", "axis": -1, "transpose": False, "scale_layout": ROW_MAJOR}
     alone |= {"value_layouts": (ROW_MAJOR_VALUES,)}
     return [
@@ -197,8 +194,10 @@ def calls_for(
     try:
         return False, [kernels_for(plan, platform, chips)]
     except NotImplementedError:
-        # Treated plans alone, of which few have kernels of their own.
-        if plan.is_square or not any(str(treatment) for treatment in plan.treatments):
+        # Treated plans alone, of which few have kernels of their own; and not transforms that span
+        # two blocks: rows do not tell which blocks are neighbours.
+        treated = any(str(treatment) for treatment in plan.treatments)
+        if plan.is_square or not treated or any(t.group > BLOCK for t in plan.treatments):
             raise
     try:
         return True, [kernels_for(alone, platform, chips) for alone in _row_plans(plan)]

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from jax_mx.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Format
+from jax_mx.formats import (
+    FLOAT_DTYPES,
+    MXFP4_E2M1,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    Format,
+)
 
 if TYPE_CHECKING:
     from jax_mx.plan import Plan
@@ -108,23 +116,34 @@ _KERNELS = (
     ("dequantize", "square", 1),
     ("dequantize", "square_transposed", 1),
 )
-# By how many arrays: the formats of each. Training mixes MXFP8's two, nothing mixes MXFP4.
+# By how many arrays: the formats of each. Training mixes MXFP8's two, nothing mixes the others.
 _FORMATS: Mapping[int, tuple[tuple[Format, ...], ...]] = {
-    n: (*itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=n), (MXFP4_E2M1,) * n) for n in (1, 2)
+    n: (
+        *itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=n),
+        *((format,) * n for format in (MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)),
+    )
+    for n in (1, 2)
 }
+
+
+def _dtypes(formats: tuple[Format, ...]) -> Iterable[str]:
+    """MXFP6 is for weights and activations of inference, which are bfloat16."""
+    return ("bfloat16",) if formats[0].bits == 6 else FLOAT_DTYPES
+
+
 # Recipes of training rotate and round in MXFP4; of both directions often one alone.
 _H16, _SR, _H16_SR = Kind(16), Kind(stochastic=True), Kind(16, stochastic=True)
 _KINDS: Mapping[int, tuple[tuple[Kind, ...], ...]] = {
-    1: ((_H16,), (Kind(32),), (_SR,), (_H16_SR,)),
-    2: ((Kind(), _H16), (_SR, _H16_SR), (_H16, _H16), (_SR, _SR), (_H16_SR, _H16_SR)),
+    1: ((_H16,), (Kind(32),), (Kind(64),), (_SR,), (_H16_SR,)),
+    2: ((Kind(), _H16), (_SR, _H16_SR), *((kind,) * 2 for kind in (_H16, Kind(64), _SR, _H16_SR))),
 }
 VARIANTS: tuple[Variant, ...] = (
     *(
         Variant(op, implementation, form, dtype, formats)
         for implementation in ARCHS
         for op, form, arrays in _KERNELS
-        for dtype in FLOAT_DTYPES
         for formats in _FORMATS[arrays]
+        for dtype in _dtypes(formats)
     ),
     *(
         Variant(op, implementation, form, dtype, (MXFP4_E2M1,) * arrays, kinds)
@@ -188,10 +207,12 @@ def choose(plan: Plan, implementation: str) -> Variant:
                 f"{f' with {asked}' if asked else ''}, only for {', '.join(sorted(have))}; "
                 "'xla' serves it"
             )
-    for v in mine:
-        if (v.formats, v.dtype) == (plan.formats, plan.dtype.name):
-            return v
-    pair = " and ".join(format.name for format in plan.formats)
+    same = {v.dtype: v for v in mine if v.formats == plan.formats}
+    if plan.dtype.name in same:
+        return same[plan.dtype.name]
+    what = f"{' and '.join(format.name for format in plan.formats)} in one call"
+    if same:
+        what = f"{plan.format.name} and dtype {plan.dtype.name}, only for {', '.join(sorted(same))}"
     raise NotImplementedError(
-        f"{plan.op}: {implementation} has no kernel for {pair} in one call; 'xla' serves it"
+        f"{plan.op}: {implementation} has no kernel for {what}; 'xla' serves it"
     )

@@ -230,6 +230,7 @@ def test_weak_types_numpy_and_lists():
 
 
 X = jnp.ones((40, 64), jnp.bfloat16)
+WIDE = X.astype(jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -280,9 +281,9 @@ X = jnp.ones((40, 64), jnp.bfloat16)
          "quantize_both: transpose[0] is the result along the last axis"),
         (lambda: jax_mx.quantize_both(X, formats="mxfp8_e4m3"), TypeError,
          "quantize_both: formats must be a pair"),
-        (lambda: jax_mx.quantize(X, "mxfp6_e3m2", implementation="cutedsl"), NotImplementedError,
-         "quantize: cutedsl has no kernel for format mxfp6_e3m2, only for mxfp4_e2m1, mxfp8_e4m3, "
-         "mxfp8_e5m2"),
+        (lambda: jax_mx.quantize(WIDE, "mxfp6_e3m2", implementation="cutedsl"), NotImplementedError,
+         "quantize: cutedsl has no kernel for mxfp6_e3m2 and dtype float32, only for bfloat16; "
+         "'xla' serves it"),
         (lambda: jax_mx.quantize_both(X[:32], formats=("mxfp4_e2m1", "mxfp8_e4m3"),
                                       implementation="cutedsl"), NotImplementedError,
          "quantize_both: cutedsl has no kernel for mxfp4_e2m1 and mxfp8_e4m3 in one call; 'xla' "),
@@ -298,15 +299,14 @@ X = jnp.ones((40, 64), jnp.bfloat16)
          "quantize: cutedsl has no kernel for zero_scale 127, only for 0; 'xla' serves it"),
         (lambda: jax_mx.quantize(X, scale_layout="shuffled_32x8", implementation="cutedsl"),
          NotImplementedError, "cutedsl has no kernel for scale_layout shuffled_32x8"),
-        (lambda: jax_mx.quantize(X, "mxfp6_e3m2", implementation="flydsl"), NotImplementedError,
-         "quantize: flydsl has no kernel for format mxfp6_e3m2, only for mxfp4_e2m1, mxfp8_e4m3, "
-         "mxfp8_e5m2"),
+        (lambda: jax_mx.quantize(WIDE, "mxfp6_e3m2", implementation="flydsl"), NotImplementedError,
+         "quantize: flydsl has no kernel for mxfp6_e3m2 and dtype float32, only for bfloat16"),
         (lambda: jax_mx.dequantize(X), TypeError, "dequantize: q must be an MXArray"),
         (lambda: jax_mx.quantize(X).dequantize(jnp.int8), TypeError, "dequantize: dtype is int8,"),
         (lambda: jax_mx.quantize(X).dequantize("fp32"), TypeError,
          "dequantize: dtype is 'fp32', must be one of"),
-        (lambda: jax_mx.quantize(X, "mxfp6_e2m3").dequantize(implementation="cutedsl"),
-         NotImplementedError, "dequantize: cutedsl has no kernel"),
+        (lambda: jax_mx.quantize(X, "mxfp6_e2m3").dequantize("float16", implementation="cutedsl"),
+         NotImplementedError, "dequantize: cutedsl has no kernel for mxfp6_e2m3 and dtype float16"),
         (lambda: jax_mx.quantize(X[0]).dequantize(transpose=True), ValueError,
          "dequantize: transpose swaps the last two axes, the array has rank 1"),
         (lambda: jax_mx.quantize(X).dequantize(transpose="yes"), TypeError,
@@ -326,7 +326,7 @@ X = jnp.ones((40, 64), jnp.bfloat16)
         (lambda: jax_mx.quantize(X, block=(32, 32), scale_layout="blocked_128x4"), ValueError,
          "quantize: square blocks have row-major scales; for 'blocked_128x4' expand them: "
          "quantize(x, block=(32, 32)).expand(axis, 'blocked_128x4')"),
-        (lambda: jax_mx.quantize(X[:32], "mxfp6_e2m3", block=(32, 32), implementation="cutedsl"),
+        (lambda: jax_mx.quantize(WIDE[:32], "mxfp6_e2m3", block=(32, 32), implementation="cutedsl"),
          NotImplementedError, "quantize: cutedsl has no kernel for "),
         (lambda: jax_mx.quantize(X).expand(), ValueError,
          "expand: blocks run along axis -1 as it is; only square ones"),
@@ -433,8 +433,8 @@ def test_fake_quantize_under_transformations():
         (lambda: fake(X, clip=1), TypeError, "fake_quantize: clip must be a bool, got 1"),
         (lambda: fake(X, axis=0), ValueError, "fake_quantize: axis 0 has length 40, not a"),
         (lambda: fake(X.astype(jnp.int8)), TypeError, "fake_quantize: x is int8, must be one of"),
-        (lambda: fake(X, "mxfp6_e3m2", implementation="cutedsl"), NotImplementedError,
-         "quantize: cutedsl has no kernel for format mxfp6_e3m2"),
+        (lambda: fake(WIDE, "mxfp6_e3m2", implementation="cutedsl"), NotImplementedError,
+         "quantize: cutedsl has no kernel for mxfp6_e3m2 and dtype float32, only for bfloat16"),
     ):  # fmt: skip
         assert_refused(call, error, sentence)
 

@@ -424,6 +424,14 @@ HERE = [v for v in TREATED if arch_here() is None or arch_here() in ARCHS[v.impl
 each_treated = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 
 
+def fitting(variant, shape):
+    """The shape, of twice as many blocks for transforms that span two."""
+    if all(kind.hadamard <= BLOCK for kind in variant.kinds):
+        return shape
+    axes = {"last": (-1,), "second": (-2,), "both": (-2, -1)}[variant.form.partition("_")[0]]
+    return tuple(n * 2 if i - len(shape) in axes else n for i, n in enumerate(shape))
+
+
 def served_and_reference(variant, **options):
     """The variant's op through its kernel and through XLA, both jitted."""
     return [jax.jit(call(variant, name, **options)) for name in (variant.implementation, "xla")]
@@ -447,7 +455,7 @@ def test_the_kernel_gives_the_bytes_of_the_reference(variant, layout, prescale, 
     if variant.form.startswith("second"):
         shapes += [(32, 1), (64, 33), (2, 96, 72), (160, 257)]
     for shape in shapes:
-        floats.append(random_bits(shape, variant.dtype, seed=len(shape)))
+        floats.append(random_bits(fitting(variant, shape), variant.dtype, seed=len(shape)))
     tiny = random_bits((256, 512), np.float32, seed=8)
     tiny = (tiny.view(np.uint32) & 0x80FFFFFF).view(np.float32)
     tiny[:, :32] = 0
@@ -465,7 +473,7 @@ def test_the_kernel_gives_the_bytes_of_the_reference(variant, layout, prescale, 
 @pytest.mark.gpu
 @each_treated
 def test_the_kernel_under_a_vmap_over_keys_and_signs(variant):
-    xs = jnp.asarray(random_bits((3, 32, 64), variant.dtype))
+    xs = jnp.asarray(random_bits((3, *fitting(variant, (32, 64))), variant.dtype))
 
     def one(x, key, implementation):
         how = treatment(variant)
@@ -520,8 +528,11 @@ def test_the_call_takes_words_behind_x(variant, known):
         pytest.skip("not built here")
     (kind,) = variant.kinds
     count = kind.stochastic + (kind.hadamard > 0 and not known)
-    for layout, view in (("row_major", "2x64x3"), ("blocked_128x4", "2x1x1x64x3")):
-        x = jax.ShapeDtypeStruct((2, 64, 96), variant.dtype)
+    views = {"row_major": "2x64x3", "blocked_128x4": "2x1x1x64x3"}
+    if kind.hadamard > BLOCK:  # two blocks stay together
+        views = {"row_major": "2x64x3x1x2", "blocked_128x4": "2x1x1x64x6"}
+    for layout, view in views.items():
+        x = jax.ShapeDtypeStruct(fitting(variant, (2, 64, 96)), variant.dtype)
         name = variant.implementation
         how = treatment(variant, of=np.asarray if known else jnp.asarray)
         run = call(variant, name, scale_layout=layout, **how)
@@ -685,8 +696,10 @@ def test_shard_map_counts_blocks_of_its_shard():
     "op,how,name,what",
     [
         ("quantize", ALL | {"format": FP4}, "cutedsl", "rounding 'stochastic' and hadamard 64"),
-        ("quantize", {"hadamard": Hadamard(64)}, "cutedsl", "hadamard 64"),
-        ("quantize", {"hadamard": Hadamard(64), "format": FP4}, "flydsl", "hadamard 64"),
+        ("quantize", {"hadamard": Hadamard(64)}, "cutedsl",
+         "format mxfp8_e4m3 with hadamard 64, only for mxfp4_e2m1"),
+        ("quantize_both", {"hadamard": (None, Hadamard(64)), "format": FP4}, "flydsl",
+         "hadamard 64"),
         ("quantize", SR | {"format": FP4, "block": (32, 32), "transpose": True}, "flydsl",
          "form square_transposed with rounding 'stochastic', only for last, second, "
          "second_transposed"),

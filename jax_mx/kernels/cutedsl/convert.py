@@ -7,11 +7,27 @@ import cutlass
 from cutlass import Float32, Uint32, cute
 from cutlass.cutlass_dsl import dsl_user_op
 
-from jax_mx.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_NAN, Format
+from jax_mx.formats import (
+    MXFP4_E2M1,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    SCALE_NAN,
+    Format,
+)
 
 INPUT = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
 _SUFFIX = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": "f32"}
-_ELEMENT = {MXFP8_E4M3: "e4m3", MXFP8_E5M2: "e5m2"}
+_ELEMENT = {
+    MXFP8_E4M3: "e4m3",
+    MXFP8_E5M2: "e5m2",
+    MXFP6_E2M3: "e2m3",
+    MXFP6_E3M2: "e3m2",
+}
+# The format of 8 bits that has the same codes in its lowest binades, for smaller numbers.
+_WIDER = {MXFP6_E2M3: MXFP8_E4M3, MXFP6_E3M2: MXFP8_E5M2}
+_SIGNS_OF_6_BITS = 0x20202020
 _INF, _NAN = 0x7F800000, 0x7FC00000
 
 
@@ -196,11 +212,25 @@ def _multiply_bf16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
     )
 
 
+def pack_four(floats: list, format: Format, arch: str) -> Uint32:
+    """Four codes, rounded to nearest even and saturated, the first in the lowest byte.
+
+    NaN gives 0x7F, or the largest where the format has none. Hopper converts to 6 bits by way of 8:
+    as a block's elements are below twice the largest number, only one code can be too large, 32.
+    """
+    if format not in _WIDER or arch != "sm_90a":
+        return _pack_four(*floats, format)
+    shift = Float32(2.0 ** (format.bias - _WIDER[format].bias))
+    word = _pack_four(*(value * shift for value in floats), _WIDER[format])
+    largest = ((word >> Uint32(5)) & Uint32(0x01010101)) * Uint32(format.max_code)
+    signs = (word >> Uint32(2)) & Uint32(_SIGNS_OF_6_BITS)
+    return word & Uint32(0x1F1F1F1F) | largest | signs
+
+
 @dsl_user_op
-def pack_four(
+def _pack_four(
     a: Float32, b: Float32, c: Float32, d: Float32, format, *, loc=None, ip=None
 ) -> Uint32:
-    """Four codes, rounded to nearest even and saturated, a's in the lowest byte; NaN gives 0x7F."""
     cvt = f"cvt.rn.satfinite.{_ELEMENT[format]}x2.f32"
     return cute.arch.inline_ptx(
         f"{{ .reg .b16 low, high; {cvt} low, {{$r1}}, {{$r0}}; {cvt} high, {{$r3}}, {{$r2}}; "
@@ -242,7 +272,7 @@ def pack_along(pairs: list, dtype: str, format: Format, arch: str) -> list:
     """Words of the codes of pairs, in their order; the last one may be used in part."""
     if format.codes_per_byte == 1:
         fours = zip(pairs[::2], pairs[1::2], strict=True)
-        return [pack_four(*low, *high, format) for low, high in fours]
+        return [pack_four([*low, *high], format, arch) for low, high in fours]
     if not _has_words(format, arch):
         return _pack_e2m1([value for pair in pairs for value in pair])
     kind, halves = _kind(dtype), []
@@ -423,7 +453,13 @@ def factor_of(scale: Uint32) -> Float32:
 
 def unpack_four(word: Uint32, format: Format) -> list:
     """The float32 of four codes, one a byte, the lowest byte's first; exact."""
-    return _unpack_four_e2m1(word) if format == MXFP4_E2M1 else _unpack_four(word, format)
+    if format == MXFP4_E2M1:
+        return _unpack_four_e2m1(word)
+    if format not in _WIDER:
+        return _unpack_four(word, format)
+    word = word & Uint32(0x1F1F1F1F) | (word & Uint32(_SIGNS_OF_6_BITS)) << Uint32(2)
+    shift = Float32(2.0 ** (_WIDER[format].bias - format.bias))
+    return [value * shift for value in _unpack_four(word, _WIDER[format])]
 
 
 @dsl_user_op

@@ -73,7 +73,7 @@ class Blocks(Kernel):
 
     @cute.jit
     def quantized(
-        self, held, words, o: cutlass.Constexpr, rule, extra, index, sharers: cutlass.Constexpr
+        self, held, words, o: cutlass.Constexpr, rule, extra, place: cutlass.Constexpr
     ):  # fmt: skip
         """(words of codes, scale) of a block for the o-th result.
 
@@ -83,25 +83,22 @@ class Blocks(Kernel):
           o: number of the result.
           rule: see `Entry.rule`.
           extra: see `extra`.
-          index: which of its `sharers`' elements these are.
-          sharers: threads that share the block, neighbours.
+          place: which of its block's elements these are.
         """
         kind: cutlass.Constexpr = self.kind(o)
-        elements: cutlass.Constexpr = len(held) * 4 // self.itemsize
-        place = treated.Place(index, sharers, elements)
         dtype: cutlass.Constexpr = "float32" if kind.hadamard else self.dtype  # of what is scaled
-        (loaded, known), (prescale, flips) = words, extra
+        (loaded, known), (prescale, *flips) = words, extra
         floats = []
         if const_expr(kind.words):
             if const_expr(kind.hadamard):
-                held = treated.flipped(held, loaded[-1], known, flips, place)
+                held = treated.flipped(held, loaded[-1], known, flips, place, kind.hadamard)
             floats = treated.elements(kind, self.dtype, held, place, prescale)
             if const_expr(dtype == "float32"):
                 held = [convert.float_to_bits(value) for value in floats]
         word = held[0]
         for w in range_constexpr(1, len(held)):
             word = convert.larger_magnitude(word, held[w], dtype)
-        for k in range_constexpr(sharers.bit_length() - 1):
+        for k in range_constexpr(place.sharers.bit_length() - 1):
             other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
             word = convert.larger_magnitude(word, other, dtype)
         amax = convert.largest_magnitude_bits(word, dtype)
@@ -112,7 +109,7 @@ class Blocks(Kernel):
         amax = convert.float_to_bits(treated.finished(*how, convert.bits_to_float(amax), prescale))
         scale, inverse = self.scale_of(amax, self.formats[o], rule, "float32")
         by = convert.bits_to_float(inverse) * treated.factor(*how, prescale)
-        rP = cute.make_rmem_tensor(elements // 8, Uint32)
+        rP = cute.make_rmem_tensor(place.elements // 8, Uint32)
         if const_expr(treated.is_exact(*how)):
             if amax < Uint32(treated.SMALL):
                 settled = [treated.settled(*how, value, prescale) for value in floats]
@@ -121,12 +118,12 @@ class Blocks(Kernel):
                 self.treated_codes(kind, floats, by, loaded, place, rP)
         else:
             self.treated_codes(kind, floats, by, loaded, place, rP)
-        return [rP[i] for i in range(elements // 8)], scale
+        return [rP[i] for i in range(place.elements // 8)], scale
 
     @staticmethod
     def extra(given: dict) -> list:
-        """Of a result's scalars the prescale's bits, or 0, and the flips of signs of all blocks."""
-        return [given.get(name, Int32(0)) for name in ("prescale", "flips")]
+        """Of a result's scalars the prescale's bits, or 0, and flips, of even and of odd blocks."""
+        return [given.get(name, Int32(0)) for name in ("prescale", "flips", "flips_odd")]
 
     def treated_codes(self, kind: Kind, floats: list, by, loaded: list, place, into) -> None:
         """Puts words of the e2m1 codes of floats times a block's factor into a fragment."""
@@ -153,13 +150,17 @@ class Blocks(Kernel):
 # further than 1 % behind; 32 elements a thread are: their 64-byte strides cost a fifth (340 us).
 STRIP = Strip(threads=512, elements=16, unroll=1)
 # Treated, arithmetic takes longer than memory, and a thread that has a whole block spends less on
-# where things lie. 2026-11-21, bf16, from 16 elements and 512 threads: h16 387 -> 322 us, h32
-# 415 -> 350, sr 371 -> 307, h16_sr 473 -> 392; 128 threads are up to 1 % behind, 256 up to 3 %.
-# In f32 the strides cost more than that: 455 -> 533. 2026-11-22, signs that are known: h16 297, h32
-# 321, h16_sr 380. What made h16 less than 2 % faster, or slower: the largest magnitude of pairs cut
-# to bf16 (302), or of sums before the last step (296); halves widened by fma.bf16x2 (293, second
-# transposed 397 instead of 365).
-TREATED_STRIPS = {2: Strip(threads=64, elements=32, unroll=1), 4: STRIP}
+# where things lie, one with two waits less. 2026-11-22, bf16, (64, 32) by unroll 1, 2, 3 and 4: h16
+# 295, 264, 256 us, h32 318, 294, 291, sr 305, 279, 274, h16_sr 381, 357, 351; scales in tiles, by 2
+# and 3: h16 293, 296, h32 324, 326, sr 302, 295, h16_sr 379, 404. 4 is slower than 3, 32 and 128
+# threads are the same. From coalesced loads by way of shared memory h16 takes 313. Floats that are
+# cut to bf16 before their largest is found: h16 253, but sr 287, second_transposed 381 (365 as it
+# is). f32 would wait for strides of 128 bytes: h16 502 instead of 419; (512, 16, 1) h16 419, h32
+# 427, sr 454, h16_sr 511, h64 458, (128, 16, 2) 419, 420, 454, 455, 426.
+TREATED_STRIPS = {
+    2: Strip(threads=64, elements=32, unroll=2),
+    4: Strip(threads=128, elements=16, unroll=2),
+}
 
 
 class Flat(Blocks):
@@ -214,9 +215,9 @@ class Flat(Blocks):
         for u in range_constexpr(unroll):
             rW = cute.recast_tensor(rX[None, u], Uint32)
             held = [rW[w] for w in range(words)]
-            packed, scale = self.quantized(
-                held, words_of_steps[u], 0, rule, extra, tid % sharers, sharers
-            )
+            odd = Int32(steps[u] // sharers % 2)
+            place = treated.Place(tid % sharers, sharers, elements, odd)
+            packed, scale = self.quantized(held, words_of_steps[u], 0, rule, extra, place)
             if insides[u]:
                 cute.autovec_copy(bytes_of(packed, stored), mV[steps[u], None])
             if (offsets[u] < places) & (tid % sharers == 0):

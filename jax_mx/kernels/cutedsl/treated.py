@@ -10,6 +10,7 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
+from jax_mx.formats import BLOCK
 from jax_mx.kernels import noise
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.variants import Kind
@@ -17,11 +18,16 @@ from jax_mx.variants import Kind
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which elements of a block a thread holds: the `index`-th `elements` of its `sharers`'."""
+    """Which elements of a block a thread holds: the `index`-th `elements` of its `sharers`'.
+
+    `odd`: whether it is the second block of a transform that spans two, whose threads are
+    neighbours too.
+    """
 
     index: Int32
     sharers: int
     elements: int
+    odd: Int32
 
 
 @cute.jit
@@ -120,14 +126,17 @@ def _widened_halves(word: Uint32, *, loc=None, ip=None) -> list:
 
 # ---- the Hadamard transform ---
 @cute.jit
-def flipped(words, loaded, known, flips, place: cutlass.Constexpr):
-    """Words of elements with signs flipped, by a word that all blocks share or one of this block.
+def flipped(words, loaded, known, flips, place: cutlass.Constexpr, size: cutlass.Constexpr):
+    """Words of elements with signs flipped, by words that all blocks share or one of this block.
 
-    What all share the scalar unit prepares, beside the others.
+    What all share, of even and of odd blocks, the scalar unit prepares, beside the others.
     """
     rW = cute.make_rmem_tensor(len(words), Uint32)
     if known:
-        for i, word in enumerate(flip(words, Uint32(flips), place)):
+        mine = flips[0]
+        if const_expr(size > BLOCK):
+            mine = Int32(cutlass.select_(place.odd != Int32(0), flips[1], flips[0]))
+        for i, word in enumerate(flip(words, Uint32(mine), place)):
             rW[i] = word
     else:
         for i, word in enumerate(flip(words, loaded, place)):
@@ -152,7 +161,9 @@ def flip(words: list, flips: Uint32, place: Place) -> list:
 
 def hadamard(floats: list, size: int, place: Place) -> list:
     """The transform of each `size` elements, times its root; a block's threads are neighbours."""
-    n = place.elements
+    n, index = place.elements, place.index
+    if size > BLOCK:
+        index = index + place.odd * Int32(place.sharers)
     for stride in [1 << k for k in range(size.bit_length() - 1)]:
         if stride < n:
             floats = [
@@ -163,7 +174,7 @@ def hadamard(floats: list, size: int, place: Place) -> list:
             ]
         else:  # what the other lane holds, plus this one's, or minus it if that comes behind
             lanes = stride // n
-            behind = (place.index & Int32(lanes)) != Int32(0)
+            behind = (index & Int32(lanes)) != Int32(0)
             sign = Float32(cutlass.select_(behind, Float32(-1.0), Float32(1.0)))
             floats = [_exchanged(value, sign, lanes) for value in floats]
     return floats

@@ -111,7 +111,8 @@ class TreatedTiled(Blocks, Tiled):
             where = (Int64(batch) * (blocks_m * BLOCK) + m) * (k // BLOCK) + number
             words = treated.load(self.kind(o), operands, where, inside)
             held = [rW[i] for i in range(16)]
-            packed, scale = self.quantized(held, words, o, rule, extra, Int32(0), 1)
+            place = treated.Place(Int32(0), 1, BLOCK, block % 2)
+            packed, scale = self.quantized(held, words, o, rule, extra, place)
             self.put(sS, result, row, block, scale)
             chunks = self.chunks(sV, lines)
             cute.autovec_copy(bytes_of(packed, CODES), chunks[None, block ^ lines.key(row), row])
@@ -126,6 +127,8 @@ class TreatedTiled(Blocks, Tiled):
         (sS, sV), (blocks_m, k) = staged, sizes
         batch, tile_m, tile_k = at
         block, pair = tid // pairs, tid % pairs
+        if const_expr(self.kind(o).hadamard > BLOCK):  # neighbours have a transform's two blocks
+            block, pair = tid % self.tile.down, tid // self.tile.down
         words = [sX[pair % 4, (pair // 4) ^ (r % CHUNKS), block * BLOCK + r] for r in range(BLOCK)]
         number, left = tile_m * self.tile.down + block, tile_k * self.tile.cols + 2 * pair
         where = (Int64(batch) * blocks_m + number) * k + left
@@ -135,7 +138,8 @@ class TreatedTiled(Blocks, Tiled):
             own = treated.load(self.kind(o), operands, where + c, inside)
             half: cutlass.Constexpr = 0x7632 if c else 0x5410
             held = [convert.bytes_of(*words[r : r + 2], half) for r in range(0, BLOCK, 2)]
-            packed, scale = self.quantized(held, own, o, rule, extra, Int32(0), 1)
+            place = treated.Place(Int32(0), 1, BLOCK, block % 2)
+            packed, scale = self.quantized(held, own, o, rule, extra, place)
             self.put(sS, result, block, 2 * pair + c, scale)
             both.append(packed)
             if const_expr(result.transpose):
