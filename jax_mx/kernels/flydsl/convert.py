@@ -13,7 +13,7 @@ from flydsl.expr import Float32, Uint32
 from jax_mx.formats import SCALE_NAN, Format
 
 _INF = 0x7F800000
-_SIGNS = 0x80808080
+_ONES, _SIGNS = 0x01010101, 0x80808080
 _POISON = 0xFFC00000  # a NaN with a sign
 _WHOLE, _WHOLE_BITS = 2.0**23, 0x4B000000  # from here on float32 are whole numbers
 
@@ -203,13 +203,29 @@ def pack_word(scaled: Sequence[Float32], poison: Uint32, format: Format, arch: s
 
 
 def _pack_in_hardware(x: Sequence[Float32], format: Format) -> Uint32:
-    """The conversion itself gives NaN or infinity beyond the largest value: clamp first."""
+    """The conversion itself gives NaN or infinity beyond the largest value: clamp first.
+
+    It is to 8 bits. Those of 6 are the first codes of the format with as many bits of mantissa,
+    but for the bias.
+    """
     limits = Float32(-format.max), Float32(format.max)
-    x = [intrinsic("llvm.amdgcn.fmed3.f32", Float32, value, *limits).ir_value() for value in x]
-    convert = rocdl.cvt_pk_fp8_f32 if format.mantissa_bits == 3 else rocdl.cvt_pk_bf8_f32
+    x = [intrinsic("llvm.amdgcn.fmed3.f32", Float32, value, *limits) for value in x]
+    bias, convert = {3: (7, rocdl.cvt_pk_fp8_f32), 2: (15, rocdl.cvt_pk_bf8_f32)}[
+        format.mantissa_bits
+    ]
+    if format.bias != bias:
+        x = products(x, [Float32(2.0 ** (format.bias - bias))] * 4)
+    x = [value.ir_value() for value in x]
     nothing = llvm.mlir_undef(Uint32.ir_type)  # both halves are written
     low = convert(Uint32.ir_type, x[0], x[1], nothing, False)
-    return Uint32(convert(Uint32.ir_type, x[2], x[3], low, True))
+    word = Uint32(convert(Uint32.ir_type, x[2], x[3], low, True))
+    return word if format.bits == 8 else _with_signs(word, word >> 2, format)
+
+
+def _with_signs(codes: Uint32, signs: Uint32, format: Format) -> Uint32:
+    """Bytes of codes with their signs, where the format has it, from another word."""
+    at = 1 << (format.bits - 1)
+    return (codes & Uint32((at - 1) * _ONES)) | (signs & Uint32(at * _ONES))
 
 
 def _pack_as_integers(x: Sequence[Float32], format: Format) -> Uint32:
@@ -240,9 +256,7 @@ def _pack_as_integers(x: Sequence[Float32], format: Format) -> Uint32:
     sign = bytes_of(
         bytes_of(bits[3], bits[2], 3, 7, 3, 7), bytes_of(bits[1], bits[0], 3, 7, 3, 7), 0, 1, 4, 5
     )
-    return (bytes_of(high, low, 0, 1, 4, 5) & Uint32(~_SIGNS & 0xFFFFFFFF)) | (
-        sign & Uint32(_SIGNS)
-    )
+    return _with_signs(bytes_of(high, low, 0, 1, 4, 5), sign >> (8 - format.bits), format)
 
 
 def _pack_nibbles_in_hardware(x: Sequence[Float32], format: Format) -> Uint32:
@@ -292,7 +306,6 @@ def line(a, slope: float, offset: float):
 
 
 # ---- dequantize ---
-_ONES = 0x01010101
 
 
 def factor_of(scale: Uint32) -> Float32:
@@ -334,9 +347,12 @@ def unpack_four(
     """The words of four codes times their factors, rounded to `dtype`; NaN for each poisoned code.
 
     No chip's own conversions from 8 bits: a code's bits are those of a float16, times 2^8 for e4m3
-    and 2^14 for e2m1, which comes as `separated` has it.
+    and 2^14 for e2m1, which comes as `separated` has it. Those of 6 bits are e4m3's or e5m2's, but
+    for the bias, once their signs are in place.
     """
-    if format.exponent_bits != 4:
+    if format.bits == 6:
+        word = (word << 2 & Uint32(_SIGNS)) | (word & Uint32(0x1F * _ONES))
+    if format.mantissa_bits != 3:
         low, high = Uint32(0), word
     else:  # one bit more of exponent
         low = word << 7 & Uint32(_SIGNS)
@@ -347,7 +363,7 @@ def unpack_four(
         floats = products(floats, [Float32(2.0 ** (15 - format.bias))] * 4)
     floats = products(floats, factors)
     # The top bit of each byte: whether its code, with that of a poisoned one all ones, is a NaN.
-    if format.codes_per_byte > 1:
+    if format.bits < 8:  # which have none of their own
         nans = poison + Uint32(_ONES)
     else:
         first_nan = format.nan_code if format.exponent_bits == 4 else 0x7D
