@@ -26,6 +26,7 @@ from jax_mx.kernels.flydsl.kernel import (
     load_words,
     offset_in_tiles,
     pointer,
+    shared_by_four,
     shared_pointer,
     store_words,
 )
@@ -78,7 +79,7 @@ class Dequantize(Kernel):
         if self.n > 2:
             found = [[word] for word in exchange([[word] for word in words], lane)]
         else:
-            found = self.exchanged_halves(words, lane)
+            found = shared_by_four((words[:2], words[2:]), lane)
         if self.down > 1:
             return [[*zip(*map(convert.separated, words), strict=True)] for words in found]
         if self.beside > 1:
@@ -86,17 +87,6 @@ class Dequantize(Kernel):
         if self.n == 8:
             found = [[word] for words in found for word in words]
         return [[words] for words in found]
-
-    def exchanged_halves(self, words: list, lane) -> list[list]:
-        """Two words of them, each time."""
-        odd, found = lane % 2 == Uint32(1), []
-        for control in (0x50, 0xFA):  # the lanes (0, 0, 1, 1), and (2, 2, 3, 3)
-            low, high = (
-                [convert.from_lane(word, control) for word in half]
-                for half in (words[:2], words[2:])
-            )
-            found.append([odd.select(b, a) for a, b in zip(low, high, strict=True)])
-        return found
 
     def floats(self, codes: list, factors: list, poisons: list) -> list:
         """The words of codes, by four their factors and their poison."""

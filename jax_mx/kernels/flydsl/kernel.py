@@ -1,6 +1,7 @@
 """What the kernels share: entries, where scales lie, accesses of memory, lanes that exchange."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import flydsl.compiler as flyc
@@ -235,6 +236,15 @@ def exchange(parts: list[list], lane, halves: bool = False) -> list:
             parts[low] = [upper.select(other(b), a) for a, b in pairs]
             parts[low | bit] = [upper.select(b, other(a)) for a, b in pairs]
     return [word for part in parts for word in part]
+
+
+def shared_by_four(parts: Sequence[list], lane) -> list[list]:
+    """Of the parts of four neighbours, two each: those of this lane's number, and 4 more."""
+    odd, found = lane % 2 == Uint32(1), []
+    for control in (0x50, 0xFA):  # the lanes (0, 0, 1, 1), and (2, 2, 3, 3)
+        low, high = ([convert.from_lane(word, control) for word in part] for part in parts)
+        found.append([odd.select(b, a) for a, b in zip(low, high, strict=True)])
+    return found
 
 
 def share_in_wave() -> None:

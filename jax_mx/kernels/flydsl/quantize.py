@@ -30,6 +30,7 @@ from jax_mx.kernels.flydsl.kernel import (
     load_words,
     offset_of_values,
     share_in_wave,
+    shared_by_four,
     shared_pointer,
     store_words,
 )
@@ -47,16 +48,16 @@ class Flat(Kernel):
     16 of one block come from.
     """
 
-    waves = 4
-    elements_per_thread = BLOCK
+    blocks = 4 * WAVE  # of a workgroup
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
-        self.sharers = BLOCK * self.itemsize // 16  # lanes that share a block
+        self.group = treated.group_of(self.kind(0))  # blocks that are a lane's, neighbours
+        self.sharers = self.group * BLOCK * self.itemsize // 16  # lanes that share these
         self.chunks = self.sharers
-        self.per_chunk = WAVE // self.sharers  # blocks of a round
-        self.threads = WAVE * self.waves
-        self.blocks = self.waves * self.chunks * self.per_chunk  # of a workgroup
+        self.per_chunk = WAVE // self.sharers  # groups of a round
+        self.threads = self.blocks // self.group
+        self.elements_per_thread = self.group * BLOCK
         at = 2 + variant.words  # the buffer of scales
         self.grid = [[0, at, *ALL, self.blocks]]  # it follows the scales, with their padding
         self.extents = [[8, [at, *ALL]], [8, [0, -2, -1]]]
@@ -152,7 +153,7 @@ class Flat(Kernel):
 class Treated(Flat):
     """As `Flat`, of elements that are treated, see treated.py; words (..., rows, cols) behind x.
 
-    What the lanes of a wave have read they exchange in LDS, so that each has a whole block.
+    What the lanes of a wave have read they exchange in LDS, so that each has whole blocks.
     """
 
     @flyc.kernel
@@ -165,27 +166,51 @@ class Treated(Flat):
         treated.flush_subnormals(kind, prescale)
         format, lane, thread = self.formats[0], convert.lane_id(), Uint32(Int32(fx.thread_idx.x))
         strip = Strip(self.layout, self.blocks, sizes)
-        block, offset, inside = strip.at(thread)
-        rounds = self.load(x + strip.block * (BLOCK * self.itemsize), block, lane)
-        loaded = treated.words_of_block(kind, words_in, given.get("flips"), strip.block, block)
+        place = strip.find(thread * self.group)
+        mine = [strip.next_to(*place, i) for i in range_constexpr(self.group)]
+        blocks, (_, _, inside) = [block for block, _, _ in mine], mine[0]  # which all are or none
+        rounds = self.load(x + strip.block * (BLOCK * self.itemsize), blocks[0], lane)
+        loaded = treated.words_of_blocks(kind, words_in, given, strip.block, blocks)
 
-        pairs = treated.elements(kind, self.dtype, self.exchange(rounds, thread), loaded, prescale)
-        scale, inverse = treated.scale_of(pairs, format, rule, self.arch)
+        words = self.exchange(rounds, thread)
+        each = treated.elements(kind, self.dtype, words, loaded, prescale)
+        found = [treated.scale_of(pairs, format, rule, self.arch) for pairs in each]
         if const_expr(self.layout.is_tiled):
-            byte = inside.select(scale, Uint32(0))  # padding
-            fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(byte))
+            for (_, offset, _), (scale, _) in zip(mine, found, strict=True):
+                byte = inside.select(scale, Uint32(0))  # padding
+                fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(byte))
         if inside:
             if const_expr(not self.layout.is_tiled):
-                fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(scale))
-            codes = treated.codes(kind, pairs, inverse, loaded, format, self.arch)
-            start, where = strip.block * 16, block * 16
-            if tiles != Uint32(0):
-                start = Int64(0)
-                (where,) = self.in_tiles([strip.block + block], Uint32(0), sizes[-1])
-            store_words(values + start, where, codes, self.align[-2])
+                for (_, offset, _), (scale, _) in zip(mine, found, strict=True):
+                    fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(scale))
+            if const_expr(self.group == 1):
+                (codes,) = self.codes(each, found, loaded)
+                self.store_codes(values, codes, strip.block, blocks[0], tiles, sizes[-1])
+        if const_expr(self.group > 1):  # so that neighbours write side by side
+            parts = shared_by_four(self.codes(each, found, loaded), lane)
+            for i in range_constexpr(2):
+                block, _, there = strip.at(thread // 4 * 8 + lane % 4 + 4 * i)
+                if there:
+                    self.store_codes(values, parts[i], strip.block, block, tiles, sizes[-1])
+
+    def codes(self, each: list, found: list, loaded: list) -> list:
+        """The words of the codes of a lane's blocks."""
+        return [
+            treated.codes(self.kind(0), pairs, inverse, own, self.formats[0], self.arch)
+            for pairs, (_, inverse), own in zip(each, found, loaded, strict=True)
+        ]
+
+    @flyc.jit
+    def store_codes(self, values, codes, first, block, tiles, cols):
+        """Of block `first` + `block`."""
+        start, where = first * 16, block * 16
+        if tiles != Uint32(0):
+            start = Int64(0)
+            (where,) = self.in_tiles([first + block], Uint32(0), cols)
+        store_words(values + start, where, codes, self.align[-2])
 
     def load(self, x, block, lane) -> list:
-        """The words of this lane's rounds, of the blocks that are the wave's lanes'."""
+        """The words of this lane's rounds, of the wave's lanes' blocks, theirs from `block` on."""
         rounds = []
         for c in range(self.chunks):
             owner = lane // self.sharers + Uint32(c * self.per_chunk)
@@ -198,25 +223,26 @@ class Treated(Flat):
         return rounds
 
     def exchange(self, rounds: list, thread) -> list:
-        """The words of a lane's block."""
+        """The words of each of a lane's blocks."""
         array = fx.Array[Uint8, self.blocks * BLOCK * self.itemsize, 16]
         shared = fx.SharedAllocator().allocate(composite(fx.struct, {"x": array})).peek().x
         lane, words = thread % Uint32(WAVE), []
         for c, piece in enumerate(rounds):
-            block = thread - lane + lane // self.sharers + Uint32(c * self.per_chunk)
-            to = shared_pointer(shared, self.place(block, lane % self.sharers), Uint32, 16)
+            owner = thread - lane + lane // self.sharers + Uint32(c * self.per_chunk)
+            to = shared_pointer(shared, self.place(owner, lane % self.sharers), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(piece, Uint32))
         share_in_wave()
         for i in range(self.sharers):
             at = shared_pointer(shared, self.place(thread, Uint32(i)), Uint32, 16)
             piece = fx.generic_load(at, dtype=Uint32, count=4)
             words += [piece[w] for w in range(4)]
-        return words
+        size = len(words) // self.group
+        return [words[i : i + size] for i in range(0, len(words), size)]
 
-    def place(self, block, piece) -> Int32:
-        """Where 16 bytes of a block lie: permuted, or lanes would all read from the same banks."""
-        key = block // Uint32(8 // self.sharers) % Uint32(self.sharers)
-        return Int32((block * Uint32(self.sharers) + (piece ^ key)) * Uint32(16))
+    def place(self, owner, piece) -> Int32:
+        """Where 16 bytes of a lane's lie: permuted, or lanes would all read from the same banks."""
+        key = owner // Uint32(max(8 // self.sharers, 1)) % Uint32(self.sharers)
+        return Int32((owner * Uint32(self.sharers) + (piece ^ key)) * Uint32(16))
 
 
 def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):

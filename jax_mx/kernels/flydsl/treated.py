@@ -1,9 +1,10 @@
 """Hadamard transforms and stochastic rounding in registers, see `reference.hadamard` and `noise`.
 
-A lane holds a whole block, as 16 pairs of elements i and i + 16, which instructions take at once.
+A lane holds whole blocks, as 16 pairs of elements i and i + 16, which instructions take at once;
+both blocks that a transform of 64 spans.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
@@ -37,15 +38,28 @@ def flush_subnormals(kind: Kind, prescale: Uint32) -> None:
     )
 
 
-def words_of_block(kind: Kind, words: list, flips: Uint32 | None, start, block) -> list[Uint32]:
-    """The seed and the flips of signs, where the kind has them, of block `start` + `block`.
+def group_of(kind: Kind) -> int:
+    """How many neighbouring blocks are transformed as one."""
+    return max(kind.hadamard // BLOCK, 1)
 
-    `start` is the same for all lanes, `flips` those of all blocks if there are no others.
+
+def words_of_blocks(
+    kind: Kind, words: list, given: Mapping[str, Uint32], start, blocks: Iterable
+) -> list[list[Uint32]]:
+    """Of a lane's blocks, which are `start` + ..., the seed and the flips that the kind has.
+
+    `start` is the same for all lanes, `given` has the flips if there is no operand of them; with
+    two in a group, those of the even block and those of the odd one.
     """
     if not kind.hadamard:
-        return [_word(w, start, block) for w in words]
+        return [[_word(w, start, block) for w in words] for block in blocks]
     *seeds, own = words
-    return [*(_word(w, start, block) for w in seeds), _flips(own, flips, start, block)]
+    even = given["flips"]
+    flips = (even, given.get("flips_odd", even))
+    return [
+        [*(_word(w, start, block) for w in seeds), _flips(own, flips[i], start, block)]
+        for i, block in enumerate(blocks)
+    ]
 
 
 @flyc.jit
@@ -61,31 +75,40 @@ def _word(words, start, block) -> Uint32:
     return Uint32(load_words(words + start * 4, block * 4, 1, 4)[0])
 
 
-def elements(kind: Kind, dtype: str, words: list, loaded: list, prescale: Uint32) -> list:
-    """The pairs as they are scaled, from the words of a block in memory."""
-    if kind.hadamard:
-        words = _flipped(words, loaded[-1])
-    floats = [e for word in words for e in convert.elements(word, dtype)]
-    return _treated(kind, floats, prescale)
+def elements(kind: Kind, dtype: str, blocks: list, loaded: list, prescale: Uint32) -> list:
+    """The pairs of blocks as they are scaled, from their words in memory; of whole groups."""
+    found = []
+    for group, own in zip(_groups(kind, blocks), _groups(kind, loaded), strict=True):
+        if kind.hadamard:
+            group = [_flipped(words, some[-1]) for words, some in zip(group, own, strict=True)]
+        floats = [[e for word in words for e in convert.elements(word, dtype)] for words in group]
+        found += _treated(kind, floats, prescale)
+    return found
 
 
 def elements_of_two(kind: Kind, dtype: str, words: list, loaded: list, prescale: Uint32) -> list:
-    """`elements` of two blocks side by side, of 16 bits: a word has one of each, `loaded` too."""
+    """`elements` of two blocks of 16 bits, in words that have one of each."""
     if kind.hadamard:
         words = _flipped_beside(words, *(own[-1] for own in loaded))
-    both = zip(*(convert.elements(word, dtype) for word in words), strict=True)
-    return [_treated(kind, floats, prescale) for floats in both]
+    both = [*zip(*(convert.elements(word, dtype) for word in words), strict=True)]
+    return [pairs for group in _groups(kind, both) for pairs in _treated(kind, group, prescale)]
 
 
-def _treated(kind: Kind, floats: Sequence, prescale: Uint32) -> list:
-    pairs = [_pair(*two) for two in zip(floats[: BLOCK // 2], floats[BLOCK // 2 :], strict=True)]
+def _groups(kind: Kind, blocks: Sequence) -> list:
+    n = group_of(kind)
+    return [blocks[i : i + n] for i in range(0, len(blocks), n)]
+
+
+def _treated(kind: Kind, group: list, prescale: Uint32) -> list:
+    halves = [(floats[: BLOCK // 2], floats[BLOCK // 2 :]) for floats in group]
+    group = [[_pair(*two) for two in zip(*both, strict=True)] for both in halves]
     if kind.hadamard:
-        pairs = _transformed(pairs, kind.hadamard)
+        group = _transformed(group, kind.hadamard)
     if kind.stochastic:
         # Without, times 1, which changes none but NaN.
         factor = (prescale == Uint32(0)).select(Uint32(0x3F800000), prescale).bitcast(Float32)
-        pairs = [two * _pair(factor, factor) for two in pairs]
-    return pairs
+        group = [_times(pairs, factor) for pairs in group]
+    return group
 
 
 def scale_of(pairs: list, format: Format, rule: list, arch: str) -> tuple[Uint32, Uint32]:
@@ -106,9 +129,12 @@ def codes(
 
 def scaled(pairs: list, inverse: Uint32) -> list[Float32]:
     """The elements in order, times their factor."""
-    factor = inverse.bitcast(Float32)
-    products = [two * _pair(factor, factor) for two in pairs]
+    products = _times(pairs, inverse.bitcast(Float32))
     return [two[i] for i in (0, 1) for two in products]
+
+
+def _times(pairs: list, factor: Float32) -> list:
+    return [two * _pair(factor, factor) for two in pairs]
 
 
 def _pair(low: Float32, high: Float32):
@@ -140,17 +166,23 @@ def _flipped_beside(words: list, left: Uint32, right: Uint32) -> list:
     return found
 
 
-def _transformed(pairs: list, size: int) -> list:
-    """The transform of each `size` elements; the last step of 32 is within pairs."""
+def _transformed(group: list, size: int) -> list:
+    """The transform of each `size` elements of blocks, which may span two of them."""
+    group = [_within_block(pairs, size) for pairs in group]
+    if size > BLOCK:
+        both = [*zip(*group, strict=True)]
+        group = [[a + b for a, b in both], [a - b for a, b in both]]
+    return [_times(pairs, Float32(size**-0.5)) for pairs in group]
+
+
+def _within_block(pairs: list, size: int) -> list:
+    """The transform's steps in a block; the last one of 32 is within pairs."""
     for stride in (1, 2, 4, 8):
         pairs = [
             pairs[i ^ stride] - mine if i & stride else mine + pairs[i ^ stride]
             for i, mine in enumerate(pairs)
         ]
-    if size == BLOCK:
-        pairs = [_sum_and_difference(two) for two in pairs]
-    factor = Float32(size**-0.5)
-    return [two * _pair(factor, factor) for two in pairs]
+    return [_sum_and_difference(two) for two in pairs] if size >= BLOCK else pairs
 
 
 def _sum_and_difference(two):

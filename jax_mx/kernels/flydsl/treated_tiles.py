@@ -7,10 +7,12 @@ from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu
 from jax_mx.formats import BLOCK
 from jax_mx.kernels.flydsl import convert, treated
 from jax_mx.kernels.flydsl.kernel import (
+    WAVE,
     as_int64,
     composite,
     offset_of_values,
     share_in_wave,
+    shared_by_four,
     shared_pointer,
 )
 from jax_mx.kernels.flydsl.tiled import TILE, Output, Tiled
@@ -23,8 +25,14 @@ class TreatedTiles(Tiled):
 
     x goes to LDS, where each wave has 32 rows. Of each result a lane takes two whole blocks: along
     rows of two of them, along columns of neighbours, whose elements it reads a word at a time.
-    What becomes of blocks along columns waits in registers until the tile's LDS is free for it.
+    Where transforms span two blocks it takes those: neighbours of a row; or of a column, of which
+    two waves have the rows. What becomes of blocks along columns waits in registers until the
+    tile's LDS is free for it.
     """
+
+    def group(self, o: int) -> int:
+        """How many blocks of the o-th result are transformed as one."""
+        return treated.group_of(self.kind(o))
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
@@ -36,7 +44,7 @@ class TreatedTiles(Tiled):
         x, staged = shared.x.peek(), shared.staged.peek()
 
         rows = self.load(pointers[0], at, top, left, m, k)
-        places = [self.places(result, wave, lane) for result in self.results]
+        places = [self.places(o, wave, lane) for o in range(len(self.results))]
         given = [
             {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
             for o in range(len(self.results))
@@ -45,7 +53,10 @@ class TreatedTiles(Tiled):
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(row, Uint32))
-        share_in_wave()
+        if const_expr(self.group(-1) > 1):
+            gpu.barrier()
+        else:
+            share_in_wave()
         found = []
         for o, result in enumerate(self.results):
             treated.flush_subnormals(self.kind(o), given[o].get("prescale", Uint32(0)))
@@ -53,16 +64,25 @@ class TreatedTiles(Tiled):
             if const_expr(result.blocks == "row"):
                 # No store passes a change of the mode, so neither does what it depends on.
                 tiles = given[o]["value_tiles"]
-                for (row, col), (_, codes) in zip(places[o], found[o], strict=True):
-                    line = (row, col // 2)
-                    self.store_bytes(results[2 * o], result, tiles, at, line, codes, m, k)
+                codes = [own for _, own in found[o]]
+                lines = [(row, col // 2) for row, col in places[o]]
+                if const_expr(self.group(o) > 1):  # so that neighbours write side by side
+                    codes = shared_by_four(codes, lane)
+                    row = wave * BLOCK + lane // 4 * 2
+                    lines = [(row + i, lane % 4 * 16) for i in range(2)]
+                for line, own in zip(lines, codes, strict=True):
+                    self.store_bytes(results[2 * o], result, tiles, at, line, own, m, k)
         gpu.barrier()
         for o, result in enumerate(self.results):
             scales = getattr(staged, f"scales_{o}")
-            for (row, col), (scale, _) in zip(places[o], found[o], strict=True):
-                which = (row, col // BLOCK) if const_expr(result.blocks == "row") else (wave, col)
+            for i, ((row, col), (scale, _)) in enumerate(zip(places[o], found[o], strict=True)):
+                which = (row, col // BLOCK)
+                if const_expr(result.blocks != "row"):
+                    which = (self.down(o, wave, i), col)
                 self.put(scales, result, at, *which, scale, row, col, m, k)
-        self.stage(staged.values, [codes for _, codes in found[-1]], wave, lane)
+        columns = [codes for _, codes in found[-1]]
+        lines = [self.down(-1, wave, i) for i in range(2)]
+        self.stage(staged.values, columns, lines, [col for _, col in places[-1]])
         gpu.barrier()
         self.store_staged(staged, results, scalars, at, tid, m, k)
 
@@ -74,38 +94,51 @@ class TreatedTiles(Tiled):
         return composite(fx.union, {"x": x, "staged": composite(fx.struct, staged)})
 
     def place_of_x(self, row, chunk) -> Int32:
-        """Where 16 bytes of a row lie, permuted, or lanes would read rows from the same banks."""
-        chunk = chunk ^ chunk // Uint32(8) ^ row % Uint32(2) * Uint32(2)
+        """Where 16 bytes of a row lie, permuted, or lanes would read rows from the same banks.
+
+        Eight lanes do at once, four or two of them those of one row.
+        """
+        chunk = chunk ^ chunk // Uint32(8) ^ row % Uint32(2 * self.group(0)) * Uint32(2)
         return Int32(row * (TILE * self.itemsize) + chunk * 16)
 
-    def places(self, result: Output, wave, lane) -> list:
-        """(row, column) in the tile where a lane's two blocks begin."""
-        top = wave * BLOCK
-        if result.blocks == "row":
+    def places(self, o: int, wave, lane) -> list:
+        """(row, column) in the tile where a lane's two blocks begin, for the o-th result."""
+        top, grouped = wave * BLOCK, self.group(o) > 1
+        if self.results[o].blocks == "row":
+            if grouped:
+                return [(top + lane // 2, (lane % 2 * 2 + i) * BLOCK) for i in range(2)]
             return [(top + lane // 4 + i * STACKED, lane % 4 * BLOCK) for i in range(2)]
+        if grouped:
+            col = wave % 2 * WAVE + lane
+            return [(self.down(o, wave, i) * BLOCK, col) for i in range(2)]
         return [(top, lane * 2 + i) for i in range(2)]
+
+    def down(self, o: int, wave, i: int):
+        """Which of the tile's blocks down a column a lane's i-th one is."""
+        return wave // 2 * 2 + i if self.group(o) > 1 else wave
 
     def words(self, pointers, places: list, given: list, at, m, k) -> list:
         """Of each result, of either of a lane's blocks the words that its kind has."""
-        batch, tile_m, tile_k = at
         found = []
         for o, result in enumerate(self.results):
             kind = self.kind(o)
             mine, pointers = pointers[: kind.words], pointers[kind.words :]
-            flips, both = given[o].get("flips"), []
-            for row, col in places[o]:
-                row, col = tile_m * TILE + row, tile_k * TILE + col
-                inside = (row < m) & (col < k)
-                if result.blocks == "row":
-                    block = (as_int64(batch) * as_int64(m) + as_int64(row)) * as_int64(k // BLOCK)
-                    block = block + as_int64(col // BLOCK)
-                else:
-                    block = as_int64(batch) * as_int64(m // BLOCK) + as_int64(row // BLOCK)
-                    block = block * as_int64(k) + as_int64(col)
-                block = inside.select(block, Int64(0))
-                both.append(treated.words_of_block(kind, mine, flips, Int64(0), block))
-            found.append(both)
+            blocks = (self.number(result, place, at, m, k) for place in places[o])
+            found.append(treated.words_of_blocks(kind, mine, given[o], Int64(0), blocks))
         return found
+
+    def number(self, result: Output, place, at, m, k) -> Int64:
+        """That of the block that begins there, as words are counted; beyond the array, 0."""
+        batch, tile_m, tile_k = at
+        row, col = tile_m * TILE + place[0], tile_k * TILE + place[1]
+        inside = (row < m) & (col < k)
+        if result.blocks == "row":
+            block = (as_int64(batch) * as_int64(m) + as_int64(row)) * as_int64(k // BLOCK)
+            block = block + as_int64(col // BLOCK)
+        else:
+            block = as_int64(batch) * as_int64(m // BLOCK) + as_int64(row // BLOCK)
+            block = block * as_int64(k) + as_int64(col)
+        return inside.select(block, Int64(0))
 
     def quantized(self, o: int, x, places: list, given, words: list) -> list:
         """(scale, words of codes) of a lane's two blocks, for the o-th result."""
@@ -113,12 +146,9 @@ class TreatedTiles(Tiled):
         prescale, found = given.get("prescale", Uint32(0)), []
         if result.blocks == "row":
             rows = [self.row_of(x, *place) for place in places]
-            blocks = [
-                treated.elements(kind, self.dtype, row, own, prescale)
-                for row, own in zip(rows, words, strict=True)
-            ]
+            blocks = treated.elements(kind, self.dtype, rows, words, prescale)
         else:
-            columns = self.columns_of(x, *places[0])
+            columns = self.columns_of(x, places)
             blocks = treated.elements_of_two(kind, self.dtype, columns, words, prescale)
         for pairs, own in zip(blocks, words, strict=True):
             scale, inverse = treated.scale_of(pairs, result.format, rule, self.arch)
@@ -135,29 +165,41 @@ class TreatedTiles(Tiled):
             words += [piece[w] for w in range(4)]
         return words
 
-    def columns_of(self, x, row, col) -> list:
-        """Words of 32 elements of a column, which is even, and of the next one."""
-        words = []
+    def columns_of(self, x, places: list) -> list:
+        """Words of an element of either block, 32 of them."""
+        words, kind = [], Uint16
+        if self.group(-1) == 1:  # neighbours, the first in an even column
+            places, kind = places[:1], Uint32
         for i in range(BLOCK):
-            chunk, rest = col // self.vector, col % self.vector
-            start = self.place_of_x(row + i, chunk) + Int32(rest * self.itemsize)
-            words.append(Uint32(fx.generic_load(shared_pointer(x, start, Uint32, 4))))
+            pieces = []
+            for row, col in places:
+                chunk, rest = col // self.vector, col % self.vector
+                start = self.place_of_x(row + i, chunk) + Int32(rest * self.itemsize)
+                pieces.append(fx.generic_load(shared_pointer(x, start, kind, kind.width // 8)))
+            words.append(Uint32(fx.Vector.from_elements(pieces, kind).bitcast(Uint32)[0]))
         return words
 
     # ---- values ---
-    def stage(self, values, columns: list, wave, lane) -> None:
-        """Two columns' codes in LDS, of this wave's rows."""
+    def stage(self, values, columns: list, lines: list, cols: list) -> None:
+        """Two columns' codes in LDS, of these blocks down the tile."""
         if self.results[-1].transpose:
-            for i, codes in enumerate(columns):
-                to = shared_pointer(values, Int32(self.staged(lane * 2 + i, wave, 2)), Uint32, 16)
+            for codes, line, col in zip(columns, lines, cols, strict=True):
+                to = shared_pointer(values, Int32(self.staged(col, line, 2)), Uint32, 16)
                 fx.generic_store(to, fx.Vector.from_elements(codes, Uint32))
+            return
+        if self.group(-1) > 1:
+            for codes, line, col in zip(columns, lines, cols, strict=True):
+                bytes_ = fx.Vector.from_elements(codes, Uint32).bitcast(Uint8)
+                for i in range(16):
+                    to = shared_pointer(values, Int32((line * 16 + i) * TILE + col))
+                    fx.generic_store(to, bytes_[i])
             return
         for w, (left, right) in enumerate(zip(*columns, strict=True)):
             for half in range(2):
                 word = convert.bytes_of(right, left, *(2 * half + i for i in (0, 4, 1, 5)))
                 for e in range(2):
-                    row = wave * 16 + (4 * w + 2 * half + e)
-                    to = shared_pointer(values, Int32(row * TILE + lane * 2), Uint16, 2)
+                    row = lines[0] * 16 + (4 * w + 2 * half + e)
+                    to = shared_pointer(values, Int32(row * TILE + cols[0]), Uint16, 2)
                     fx.generic_store(to, Uint16(word >> (16 * e)))
 
     def staged(self, col, chunk, packed: int):
