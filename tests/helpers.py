@@ -126,6 +126,14 @@ def assert_refused(call, error, sentence):
 
 
 # ---- inputs ---
+def fitting(variant: Variant, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape, of twice as many blocks where the variant's transforms span two."""
+    if all(kind.hadamard <= BLOCK for kind in variant.kinds):
+        return shape
+    axes = {"last": (-1,), "second": (-2,), "both": (-2, -1)}[variant.form.partition("_")[0]]
+    return tuple(n * 2 if i - len(shape) in axes else n for i, n in enumerate(shape))
+
+
 def every_bfloat16() -> np.ndarray:
     """(2048, 64): all 65,536 patterns in order; then a permutation that mixes magnitudes."""
     codes = np.arange(1 << 16, dtype=np.uint16)

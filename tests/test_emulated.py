@@ -19,6 +19,7 @@ from helpers import (
     GOLDEN_SETS,
     assert_same_array,
     every_bfloat16,
+    fitting,
     golden_input,
     hard_blocks,
     random_bits,
@@ -116,22 +117,12 @@ EMPTY = {"last": (2, 0, 64), "second": (64, 0), "both": (0, 64)}
 
 
 def shapes_of(variant, table):
-    """The table's entry for the variant's form; with twice the blocks for transforms of two."""
+    """The table's entry for the variant's form."""
     form = variant.form.removesuffix("_transposed")
-    form = "both" if form == "square" else form
-    if not spans_two(variant):
-        return table[form]
-    axes = {"last": (-1,), "second": (-2,), "both": (-2, -1)}[form]
-
-    def doubled(shape):
-        return tuple(n * 2 if i - len(shape) in axes else n for i, n in enumerate(shape))
-
-    return jax.tree.map(doubled, table[form], is_leaf=lambda e: isinstance(e, tuple))
-
-
-def spans_two(variant) -> bool:
-    """Whether its transforms span two blocks."""
-    return any(kind.hadamard > BLOCK for kind in variant.kinds)
+    entry = table["both" if form == "square" else form]
+    return jax.tree.map(
+        functools.partial(fitting, variant), entry, is_leaf=lambda e: isinstance(e, tuple)
+    )
 
 
 @pytest.mark.every_binary
@@ -202,8 +193,7 @@ def test_values_in_tiles(variant, arch):
 @each_binary(TREATED)
 def test_treatments(variant, arch):
     """Signs as words and compiled in, keys, and the factor: each of them flushes subnormals."""
-    rows = hard_blocks(variant.dtype)
-    rows = rows[:2304].reshape(384, 192) if spans_two(variant) else rows[:2400].reshape(480, 160)
+    rows = hard_blocks(variant.dtype)[:2304].reshape(384, 192)  # of two blocks both ways
     layouts, scalings = layouts_of(variant), [*Scaling]
     for turn, of in enumerate((jnp.asarray, np.asarray)):
         options = {"zero_scale": 127, "scaling": some(variant, scalings, turn=turn)[0]}

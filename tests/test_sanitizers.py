@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 from conftest import arch_here
-from helpers import bytes_of, op_of, random_bits
+from helpers import bytes_of, fitting, op_of, random_bits
 
-from jax_mx.formats import MXFP4_E2M1, MXFP8_E4M3
+from jax_mx.formats import MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3
 from jax_mx.variants import VARIANTS, layouts_of
 
 TOOLS = {
@@ -23,7 +23,8 @@ TOOLS = {
 }
 CUTEDSL = [v for v in VARIANTS if v.implementation == "cutedsl"]
 FORMS = [*dict.fromkeys((v.op, v.form) for v in CUTEDSL)]
-# Every kernel class with every form; dtypes in turn, one with MXFP4; and every treatment.
+# Every kernel class with every form; dtypes in turn, one with MXFP4, one with MXFP6; and every
+# treatment.
 SAMPLE = [
     next(v for v in CUTEDSL if (v.op, v.form, v.dtype, v.formats[0]) == (op, form, dtype, format))
     for i, (op, form) in enumerate(FORMS)
@@ -31,6 +32,7 @@ SAMPLE = [
         ("bfloat16", MXFP8_E4M3),
         (("float32", "float16")[i % 2], MXFP8_E4M3),
         (("bfloat16", "float32", "float16")[i % 3], MXFP4_E2M1),
+        *[("bfloat16", MXFP6_E2M3)] * (i % 4 == 0),
     )
 ] + [v for v in CUTEDSL if v.words and v.dtype == "bfloat16"]
 SHAPES = {  # by how a form begins: tails of every tile; rows that 16 bytes do not divide
@@ -69,7 +71,7 @@ def main() -> None:
         for layout in layouts_of(variant):
             make, op = op_of(variant, scale_layout=layout)
             for shape in SHAPES[variant.form.removesuffix("_transposed")]:
-                x = random_bits(shape, variant.dtype)
+                x = random_bits(fitting(variant, shape), variant.dtype)
                 with jax.default_device(cpu):
                     operand = jax.tree.map(np.asarray, make(jax.numpy.asarray(x)))
                     want = jax.jit(partial(op, implementation="xla"))(operand)

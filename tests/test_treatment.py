@@ -16,6 +16,7 @@ from helpers import (
     bytes_of,
     call,
     every_bfloat16,
+    fitting,
     poison_memory,
     random_bits,
     treatment,
@@ -422,14 +423,6 @@ def test_the_gpu_gives_the_same_bytes():
 TREATED = [v for v in VARIANTS if v.words]
 HERE = [v for v in TREATED if arch_here() is None or arch_here() in ARCHS[v.implementation]]
 each_treated = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
-
-
-def fitting(variant, shape):
-    """The shape, of twice as many blocks for transforms that span two."""
-    if all(kind.hadamard <= BLOCK for kind in variant.kinds):
-        return shape
-    axes = {"last": (-1,), "second": (-2,), "both": (-2, -1)}[variant.form.partition("_")[0]]
-    return tuple(n * 2 if i - len(shape) in axes else n for i, n in enumerate(shape))
 
 
 def served_and_reference(variant, **options):
