@@ -202,9 +202,10 @@ class Flat(Blocks):
         rX = cute.make_rmem_tensor((elements, unroll), convert.INPUT[self.dtype])
         rX.fill(convert.INPUT[self.dtype](0))
         steps, offsets, insides, words_of_steps = [], [], [], []
+        first = Int64(bid) * self.tile.blocks
         for u in range_constexpr(unroll):
-            first = Int64(bid) * self.tile.blocks + u * per_step
-            block, offset, inside = locate(self.layout, first, tid // sharers, places, rows, cols)
+            mine = u * per_step + tid // sharers
+            block, offset, inside = locate(self.layout, first, mine, places, rows, cols)
             steps.append(block * sharers + tid % sharers)
             offsets.append(offset)
             insides.append(inside)
