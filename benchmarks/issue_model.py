@@ -43,7 +43,7 @@ from jax_mx.variants import ARCHS, VARIANTS, Variant
 REASONS: Mapping[str, Mapping[str, str]] = {
     "cutedsl": {
         "*_sr": "16 random bits an element are integer products and shifts",
-        "*_h[13]*": "float32 butterflies: 4 or 5 additions an element",
+        "*_h[136]*": "float32 butterflies: 4 to 6 additions an element",
         "quantize_last_*": "tiles: a scale's place costs as its 16 elements do; row-major is met",
         "quantize_s*_float16_*": "float16 is multiplied in float32",
         "quantize_both*_float16_*": "float16 is multiplied in float32, in either direction",
@@ -54,8 +54,9 @@ REASONS: Mapping[str, Mapping[str, str]] = {
     },
     "flydsl": {
         "*_sr": "16 random bits an element are integer products and shifts",
-        "quantize_[bs]*_h[13]*": "float32 butterflies of what passes through LDS",
-        "*_h[13]*": "tiles: a block's place, beside 4 or 5 additions an element; row-major is met",
+        "quantize_[bs]*_h[136]*": "float32 butterflies of what passes through LDS",
+        "*_h[136]*": "float32 butterflies: 4 to 6 additions an element; in tiles, a block's place",
+        "quantize_both_transposed_*_mxfp6_*": "a sign moves from a byte's bit 7 to 5, both ways",
         "quantize_last_*": "tiles: a scale's place; row-major is met",
     },
 }

@@ -26,6 +26,8 @@ from jax_mx.ops import fake_quantize as fake_quantize
 from jax_mx.ops import is_supported as is_supported
 from jax_mx.ops import quantize as quantize
 from jax_mx.ops import quantize_both as quantize_both
+from jax_mx.packing import pack_mxfp6 as pack_mxfp6
+from jax_mx.packing import unpack_mxfp6 as unpack_mxfp6
 from jax_mx.treatment import Hadamard as Hadamard
 from jax_mx.treatment import Stochastic as Stochastic
 from jax_mx.treatment import hadamard as hadamard

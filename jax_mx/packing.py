@@ -1,0 +1,62 @@
+"""Codes of 6 bits as matrix units read them: four in three bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.sharding import gathered, reshape, spec_of
+
+
+def pack_mxfp6(values: jax.typing.ArrayLike) -> jax.Array:
+    """Values of MXFP6, a code a byte as `MXArray.values` are, as four codes in three bytes.
+
+    Along the last axis, so of blocks that run along it. The first code is in the lowest bits, as in
+    CDNA's operands and in CUTLASS's arrays of such elements. The upper bits of a byte do not count.
+
+    Args:
+      values: uint8 (..., K).
+
+    Returns:
+      uint8 (..., 3 K / 4).
+
+    Raises:
+      TypeError: another dtype.
+      ValueError: 4 does not divide the last axis.
+    """
+    return _regrouped("pack_mxfp6", values, 4, 6, 3, 8)
+
+
+def unpack_mxfp6(packed: jax.typing.ArrayLike) -> jax.Array:
+    """The inverse of `pack_mxfp6`.
+
+    Args:
+      packed: uint8 (..., 3 K / 4).
+
+    Returns:
+      uint8 (..., K).
+
+    Raises:
+      TypeError: another dtype.
+      ValueError: 3 does not divide the last axis.
+    """
+    return _regrouped("unpack_mxfp6", packed, 3, 8, 4, 6)
+
+
+def _regrouped(op: str, given: Any, n: int, width: int, into: int, to: int) -> jax.Array:
+    """Each `n` numbers of `width` bits as `into` numbers of `to` bits, the lowest first."""
+    if getattr(given, "dtype", None) != jnp.uint8:
+        found = getattr(given, "dtype", type(given).__name__)
+        raise TypeError(f"{op}: it takes bytes, uint8, got {found}")
+    x = jnp.asarray(given)
+    if x.ndim < 1 or x.shape[-1] % n:
+        raise ValueError(f"{op}: {n} must divide the last axis, the shape is {x.shape}")
+    x = gathered(x, x.shape, (n,))
+    *lead, length = x.shape
+    spec = spec_of(x)
+    groups = reshape(x, (*lead, length // n, n), spec).astype(jnp.uint32)
+    word = sum((groups[..., i] & 2**width - 1) << width * i for i in range(n))
+    parts = jnp.stack([word >> to * i & 2**to - 1 for i in range(into)], axis=-1)
+    return reshape(parts.astype(jnp.uint8), (*lead, length // n * into), spec)
