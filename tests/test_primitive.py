@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_same_array, op_of, random_bits, treatment
+from helpers import (
+    assert_bits_equal,
+    assert_same_array,
+    fitting,
+    op_of,
+    random_bits,
+    treatment,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -138,7 +145,7 @@ def test_the_call_carries_the_kernel(variant):
         if not serves(variant, layout):
             continue
         operand, call = op_of(variant, scaling=scaling, scale_layout=layout)
-        x = jax.ShapeDtypeStruct((8, 64, 96), variant.dtype)
+        x = jax.ShapeDtypeStruct(fitting(variant, (8, 64, 96)), variant.dtype)
         platform = IMPLEMENTATIONS[variant.implementation]
         text = lowered(jax.eval_shape(operand, x), call, platform)
         held = [a for a in ARCHS[variant.implementation] if artifacts.holds(variant, a)]
