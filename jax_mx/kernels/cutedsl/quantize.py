@@ -150,12 +150,13 @@ class Blocks(Kernel):
 # further than 1 % behind; 32 elements a thread are: their 64-byte strides cost a fifth (340 us).
 STRIP = Strip(threads=512, elements=16, unroll=1)
 # Treated, arithmetic takes longer than memory; a thread that has a whole block spends less on where
-# things lie, and one that has two of them waits less. 2026-11-22, bf16, by 1, 2, 3 and 4 blocks: h16
-# 295, 264, 256 us, h32 318, 294, 291, sr 305, 279, 274, h16_sr 381, 357, 351; 4 is slower than 3. Scales in tiles, by 2 and 3: h16 288, 296, sr 298,
-# 295, h16_sr 373, 404. 32 and 128 threads are the same. From coalesced loads, by way of shared
-# memory, 313. With floats that are cut to bf16 before their largest is found: h16 253, but sr 287
-# and second_transposed h16 381 (365 as it is). f32 would wait for strides of 128 bytes, 502 us;
-# (512, 16, 1) h16 419, h32 427, h64 458, sr 454, h16_sr 511, (128, 16, 2) 419, 420, 426, 454, 455.
+# things lie, and one that has two waits less. 2026-11-22, bf16, by 1, 2, 3 and 4 blocks: h16 295,
+# 264, 256 us, h32 318, 294, 291, sr 305, 279, 274, h16_sr 381, 357, 351; 4 is slower than 3. Scales
+# in tiles, by 2 and 3: h16 288, 296, sr 298, 295, h16_sr 373, 404. 32 and 128 threads are the same.
+# From coalesced loads, by way of shared memory, 313. With floats that are cut to bf16 before their
+# largest is found: h16 253, but sr 287 and second_transposed h16 381 (365 as it is). f32 would wait
+# for strides of 128 bytes, 502 us; (512, 16, 1) h16 419, h32 427, h64 458, sr 454, h16_sr 511,
+# (128, 16, 2) 419, 420, 426, 454, 455.
 TREATED_STRIPS = {
     2: Strip(threads=64, elements=32, unroll=2),
     4: Strip(threads=128, elements=16, unroll=2),
