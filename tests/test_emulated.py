@@ -344,6 +344,28 @@ def test_transforms_and_eight_devices(arch):
         assert _ffi.counters()["launches"] == before + 8
 
 
+@pytest.mark.parametrize(
+    "shape,axis,gathers",
+    [((8, 256), -1, False), ((8, 192), -1, True), ((4, 192, 5), 1, True)],
+)
+def test_shards_that_split_a_transform(shape, axis, gathers):
+    """Of two blocks: XLA gathers them for the call; it does not where shards have both."""
+    mesh = jax.make_mesh((2,), ("a",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    x = jnp.asarray(random_bits(shape, "bfloat16"))
+    signs = jnp.arange(64) % 3 == 0
+    f = functools.partial(
+        jax_mx.quantize, format="mxfp4_e2m1", axis=axis, hadamard=jax_mx.Hadamard(64, signs)
+    )
+    want = jax.jit(functools.partial(f, implementation="xla"))(x)
+    spec = PartitionSpec(*("a" if i == axis % len(shape) else None for i in range(len(shape))))
+    with emulate("gfx950"):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        compiled = jax.jit(f).lower(placed).compile()
+        text = compiled.as_text()
+        assert artifacts.TARGET in text and ("all-gather" in text) == gathers
+        assert_same_array(compiled(placed), want)
+
+
 def plain_and_shuffled(**options):
     """A call, and the one that asks for values in tiles; lists of MXArrays."""
     options = {"format": "mxfp4_e2m1", **options}
