@@ -5,8 +5,9 @@ numbers and one or two dimensions of length 32. In memory the tail's dimensions 
 that of the array itself, so the view costs nothing: it is a reshape and a transpose that XLA turns
 into a bitcast, and the order becomes the layout of the custom call's operand or result.
 
-Tiles want to stay whole. Where scales or values lie in tiles, the tail's first two dimensions, of
-lengths n0 and n1, are split into units, which are what tiles and their padding cover (`covered`),
+Tiles want to stay whole, and so do two blocks that one transform spans. For them the tail's first
+two dimensions, of lengths n0 and n1, are split into units, which are what tiles and their padding
+cover, and transforms (`covered`),
 as (t0, t1, u0, u1): t0 x t1 units of u0 by u1. So whole units are dimensions like the leading ones,
 and who splits them splits floats, codes and tiles alike. A length that is no multiple of its unit
 is one unit.
@@ -180,7 +181,7 @@ class Form:
       whole: how many of the view's last dimensions have the length 32.
       operand: how the operand lies in memory.
       results: what is made of it.
-      units: of the tail's first two dimensions, where something lies in tiles.
+      units: of the tail's first two dimensions, where something is to stay whole.
       merge: the dimensions of the tail as launch rules number them, which know `FORMS` alone: those
         with one number are one. Empty: as they are.
     """

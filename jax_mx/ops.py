@@ -86,8 +86,9 @@ def quantize(
         with a transform of 16, along the last axis, and from bfloat16 in every form but square
         blocks; else XLA transposes what they read, as `is_supported` says.
       hadamard: None, or a `Hadamard`: what is quantized is the transform along `axis`, whose length
-        the size divides; not of square blocks. Kernels have sizes 16 and 32 in MXFP4, as they have
-        rounding.
+        the size divides; not of square blocks. Kernels have all sizes in MXFP4, in the
+        forms that they have rounding in; but XLA transposes nothing for 64, and moves an axis
+        before the last two, as it does for tiles.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -110,7 +111,7 @@ def quantize(
     x = jnp.asarray(x, plan.dtype)
     _insist(plan)
     words = _words(x, plan, plan.axes, rounding, hadamard)
-    if plan.axis < -2 and plan.has_units:  # whose rows are the last axis alone
+    if plan.axis < -2 and plan.has_units:  # units are of the last two axes
         x, *words = (jnp.moveaxis(a, plan.axis, -2) for a in (x, *words))
         (q,) = _quantize(x, dataclasses.replace(plan, axis=-2), words)
         if plan.transpose:

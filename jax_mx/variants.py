@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from jax_mx.formats import (
+    BLOCK,
     FLOAT_DTYPES,
     MXFP4_E2M1,
     MXFP6_E2M3,
@@ -40,6 +41,11 @@ class Kind(NamedTuple):
     def words(self) -> int:
         """How many operands of a word per block it takes: seeds, then flips of signs."""
         return self.stochastic + (self.hadamard > 0)
+
+    @property
+    def spans_two(self) -> bool:
+        """Whether a transform goes over two blocks."""
+        return self.hadamard > BLOCK
 
     @property
     def suffix(self) -> str:
@@ -181,7 +187,10 @@ def choose(plan: Plan, implementation: str) -> Variant:
     """
     op = plan.op.removesuffix("_both")
     ops = [v for v in VARIANTS if (v.implementation, v.op) == (implementation, op)]
-    asked = " and ".join(dict.fromkeys(str(t) for t in plan.treatments if str(t)))
+    each = [str(treatment) for treatment in plan.treatments]
+    asked = each[0]
+    if len({*each}) > 1:
+        asked = f"the pair ({', '.join(what or 'none' for what in each)})"
     kinds = tuple(Kind(t.hadamard, t.stochastic) for t in plan.treatments) if asked else ()
     ops = [v for v in ops if v.kinds == kinds]
     if not ops:

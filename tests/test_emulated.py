@@ -348,7 +348,7 @@ def test_transforms_and_eight_devices(arch):
     "shape,axis,gathers",
     [((8, 256), -1, False), ((8, 192), -1, True), ((4, 192, 5), 1, True)],
 )
-def test_shards_that_split_a_transform(shape, axis, gathers):
+def test_shards_of_transforms_of_two_blocks(shape, axis, gathers):
     """Of two blocks: XLA gathers them for the call; it does not where shards have both."""
     mesh = jax.make_mesh((2,), ("a",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
     x = jnp.asarray(random_bits(shape, "bfloat16"))

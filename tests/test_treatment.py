@@ -522,7 +522,7 @@ def test_the_call_takes_words_behind_x(variant, known):
     (kind,) = variant.kinds
     count = kind.stochastic + (kind.hadamard > 0 and not known)
     views = {"row_major": "2x64x3", "blocked_128x4": "2x1x1x64x3"}
-    if kind.hadamard > BLOCK:  # two blocks stay together
+    if kind.spans_two:  # two blocks stay together
         views = {"row_major": "2x64x3x1x2", "blocked_128x4": "2x1x1x64x6"}
     for layout, view in views.items():
         x = jax.ShapeDtypeStruct(fitting(variant, (2, 64, 96)), variant.dtype)
@@ -692,7 +692,7 @@ def test_shard_map_counts_blocks_of_its_shard():
         ("quantize", {"hadamard": Hadamard(64)}, "cutedsl",
          "format mxfp8_e4m3 with hadamard 64, only for mxfp4_e2m1"),
         ("quantize_both", {"hadamard": (None, Hadamard(64)), "format": FP4}, "flydsl",
-         "hadamard 64"),
+         "the pair (none, hadamard 64)"),
         ("quantize", SR | {"format": FP4, "block": (32, 32), "transpose": True}, "flydsl",
          "form square_transposed with rounding 'stochastic', only for last, second, "
          "second_transposed"),

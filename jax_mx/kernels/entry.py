@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_mx.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.formats import FLOAT_DTYPES
 from jax_mx.layouts import ScaleLayout
 from jax_mx.variants import VALUE_LAYOUTS_OF, Kind, Variant, takes_zero_scale
 
@@ -27,8 +27,13 @@ class Entry:
 
     # Of a result, see `Plan.params`.
     NAMES = (
-        *("round_add", "round_exception", "zero_scale"),
-        *("prescale", "flips", "flips_odd", "value_tiles"),
+        "round_add",
+        "round_exception",
+        "zero_scale",
+        "prescale",
+        "flips",
+        "flips_odd",
+        "value_tiles",
     )
     float_first = True
     extents: Sequence = ()
@@ -61,7 +66,7 @@ class Entry:
             if name != "zero_scale" or takes_zero_scale(format)
             if name != "prescale" or self.kind(i).stochastic
             if name != "flips" or self.kind(i).hadamard
-            if name != "flips_odd" or self.kind(i).hadamard > BLOCK
+            if name != "flips_odd" or self.kind(i).spans_two
             if name != "value_tiles" or len(VALUE_LAYOUTS_OF[self.variant.implementation]) > 1
         ]
         return [*self.extents, *([4, name] for name in names)]

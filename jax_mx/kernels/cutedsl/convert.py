@@ -27,7 +27,7 @@ _ELEMENT = {
 }
 # The format of 8 bits that has the same codes in its lowest binades, for smaller numbers.
 _WIDER = {MXFP6_E2M3: MXFP8_E4M3, MXFP6_E3M2: MXFP8_E5M2}
-_SIGNS_OF_6_BITS = 0x20202020
+_SIGNS_OF_6_BITS, _REST_OF_6_BITS = 0x20202020, 0x1F1F1F1F
 _INF, _NAN = 0x7F800000, 0x7FC00000
 
 
@@ -224,7 +224,7 @@ def pack_four(floats: list, format: Format, arch: str) -> Uint32:
     word = _pack_four(*(value * shift for value in floats), _WIDER[format])
     largest = ((word >> Uint32(5)) & Uint32(0x01010101)) * Uint32(format.max_code)
     signs = (word >> Uint32(2)) & Uint32(_SIGNS_OF_6_BITS)
-    return word & Uint32(0x1F1F1F1F) | largest | signs
+    return word & Uint32(_REST_OF_6_BITS) | largest | signs
 
 
 @dsl_user_op
@@ -457,7 +457,7 @@ def unpack_four(word: Uint32, format: Format) -> list:
         return _unpack_four_e2m1(word)
     if format not in _WIDER:
         return _unpack_four(word, format)
-    word = word & Uint32(0x1F1F1F1F) | (word & Uint32(_SIGNS_OF_6_BITS)) << Uint32(2)
+    word = word & Uint32(_REST_OF_6_BITS) | (word & Uint32(_SIGNS_OF_6_BITS)) << Uint32(2)
     shift = Float32(2.0 ** (_WIDER[format].bias - format.bias))
     return [value * shift for value in _unpack_four(word, _WIDER[format])]
 

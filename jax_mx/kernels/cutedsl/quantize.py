@@ -3,7 +3,7 @@
 Two ways to cut the work:
 
 * `Flat`, for blocks along the last axis. Blocks are consecutive in memory, so x is a flat vector
-  and every shape is the same shape. A thread holds half a block.
+  and every shape is the same shape. A thread holds half a block; treated, one or two.
 * `Tiled`, for every form that needs the second-to-last axis. A thread block is a few warps below
   and beside each other (`tiling`), a warp holds 32 x 64 elements, a lane a patch of both rows and
   columns, so that blocks along either axis are a few shuffles away. Scales are staged in shared
@@ -156,7 +156,7 @@ STRIP = Strip(threads=512, elements=16, unroll=1)
 # From coalesced loads, by way of shared memory, 313. With floats that are cut to bf16 before their
 # largest is found: h16 253, but sr 287 and second_transposed h16 381 (365 as it is). f32 would wait
 # for strides of 128 bytes, 502 us; (512, 16, 1) h16 419, h32 427, h64 458, sr 454, h16_sr 511,
-# (128, 16, 2) 419, 420, 426, 454, 455.
+# (128, 16, 2) 419, 420, 443, 454, 455.
 TREATED_STRIPS = {
     2: Strip(threads=64, elements=32, unroll=2),
     4: Strip(threads=128, elements=16, unroll=2),

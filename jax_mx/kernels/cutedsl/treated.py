@@ -20,8 +20,7 @@ from jax_mx.variants import Kind
 class Place:
     """Which elements of a block a thread holds: the `index`-th `elements` of its `sharers`'.
 
-    `odd`: whether it is the second block of a transform that spans two, whose threads are
-    neighbours too.
+    `odd`: 1 in the second block of a transform that spans two, whose threads are neighbours too.
     """
 
     index: Int32

@@ -1,7 +1,7 @@
 """Treated elements in forms with the second-to-last axis: quantize.py's `Tiled`, by whole blocks.
 
 A tile of x passes through shared memory, from which threads take blocks of either direction and do
-with them what `Flat` does: what a transform combines is in one thread's registers.
+with them what `Flat` does: what a transform combines is in one thread's registers, or two threads'.
 """
 
 import cutlass
@@ -19,7 +19,7 @@ CODES = BLOCK // 2  # bytes of a block's codes
 # 465, with a band of 8 467; (4, 1) 564, with a band of 8 491; (2, 1) 651; sr of rows and h16_sr of
 # columns (2, 2) 755; (4, 1) 859. both (2, 2) 470; (1, 4) 464. second_transposed, h16 (2, 2) 366;
 # (4, 1) 374; (8, 1) 415; (4, 2) 425. second, h16 (2, 2) 339; (4, 2) 348. Along rows, behind a
-# transpose by XLA, they took 1041, 741 and 832.
+# transpose by XLA, they took 1041, 741 and 832 with a slower `Flat` (321 for h16, not 264).
 TILING = Tiling(2, 2)
 
 
@@ -127,7 +127,7 @@ class TreatedTiled(Blocks, Tiled):
         (sS, sV), (blocks_m, k) = staged, sizes
         batch, tile_m, tile_k = at
         block, pair = tid // pairs, tid % pairs
-        if const_expr(self.kind(o).hadamard > BLOCK):  # neighbours have a transform's two blocks
+        if const_expr(self.kind(o).spans_two):  # neighbours have a transform's two blocks
             block, pair = tid % self.tile.down, tid // self.tile.down
         words = [sX[pair % 4, (pair // 4) ^ (r % CHUNKS), block * BLOCK + r] for r in range(BLOCK)]
         number, left = tile_m * self.tile.down + block, tile_k * self.tile.cols + 2 * pair
@@ -145,8 +145,8 @@ class TreatedTiled(Blocks, Tiled):
             if const_expr(result.transpose):
                 lines: cutlass.Constexpr = self.lines(result)
                 chunks, line = self.chunks(sV, lines), 2 * pair + c
-                place = chunks[None, block ^ lines.key(line), line]
-                cute.autovec_copy(bytes_of(packed, CODES), place)
+                to = chunks[None, block ^ lines.key(line), line]
+                cute.autovec_copy(bytes_of(packed, CODES), to)
         if const_expr(not result.transpose):
             self.stage_pairs(sV, both, result, block, pair)
 
