@@ -103,6 +103,9 @@ MXFP6_E3M2 = Format("mxfp6_e3m2", _BYTE, 3, 2, max_code=31, nan_code=31)
 MXFP6_E2M3 = Format("mxfp6_e2m3", _BYTE, 2, 3, max_code=31, nan_code=31)
 MXFP4_E2M1 = Format("mxfp4_e2m1", _BYTE, 2, 1, max_code=7, nan_code=7, codes_per_byte=2)
 
+# The format of 8 bits whose lowest codes are those of one of 6, for smaller numbers.
+WIDER: Mapping[Format, Format] = {MXFP6_E3M2: MXFP8_E5M2, MXFP6_E2M3: MXFP8_E4M3}
+
 FORMATS: Mapping[str, Format] = {
     f.name: f for f in (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)
 }

@@ -6,11 +6,10 @@ that of the array itself, so the view costs nothing: it is a reshape and a trans
 into a bitcast, and the order becomes the layout of the custom call's operand or result.
 
 Tiles want to stay whole, and so do two blocks that one transform spans. For them the tail's first
-two dimensions, of lengths n0 and n1, are split into units, which are what tiles and their padding
-cover, and transforms (`covered`),
-as (t0, t1, u0, u1): t0 x t1 units of u0 by u1. So whole units are dimensions like the leading ones,
-and who splits them splits floats, codes and tiles alike. A length that is no multiple of its unit
-is one unit.
+two dimensions, of lengths n0 and n1, are split into units, which are what tiles with their padding
+and transforms cover (`covered`), as (t0, t1, u0, u1): t0 x t1 units of u0 by u1. So whole units are
+dimensions like the leading ones, and who splits them splits floats, codes and tiles alike. A length
+that is no multiple of its unit is one unit.
 
 The words are quantize's, from an operand to results. dequantize takes a form backwards: it reads
 what the form's result describes and writes what the operand's order describes.

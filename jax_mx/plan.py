@@ -95,9 +95,8 @@ class Plan:
 
     @property
     def has_units(self) -> bool:
-        """Whether something on the last two axes is to stay whole: tiles, or groups of blocks."""
-        tiled = any(layout.is_tiled for layout in (self.scale_layout, *self.value_layouts))
-        return tiled or any(treatment.group > BLOCK for treatment in self.treatments)
+        """Whether more than a block of the last two axes is to stay whole: tiles, transforms."""
+        return any(cover != (1, BLOCK) for cover in self.covers)
 
     @property
     def covers(self) -> list[tuple[int, int]]:

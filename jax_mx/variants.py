@@ -43,9 +43,9 @@ class Kind(NamedTuple):
         return self.stochastic + (self.hadamard > 0)
 
     @property
-    def spans_two(self) -> bool:
-        """Whether a transform goes over two blocks."""
-        return self.hadamard > BLOCK
+    def blocks(self) -> int:
+        """How many of them a transform makes one: 1, or 2."""
+        return max(self.hadamard // BLOCK, 1)
 
     @property
     def suffix(self) -> str:

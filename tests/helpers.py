@@ -128,7 +128,7 @@ def assert_refused(call, error, sentence):
 # ---- inputs ---
 def fitting(variant: Variant, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape, of twice as many blocks where the variant's transforms span two."""
-    if not any(kind.spans_two for kind in variant.kinds):
+    if all(kind.blocks == 1 for kind in variant.kinds):
         return shape
     axes = {"last": (-1,), "second": (-2,), "both": (-2, -1)}[variant.form.partition("_")[0]]
     return tuple(n * 2 if i - len(shape) in axes else n for i, n in enumerate(shape))

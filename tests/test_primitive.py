@@ -168,8 +168,7 @@ def test_the_call_carries_the_kernel(variant):
                 numbers += [0] * (variant.kinds != () and variant.kinds[i].stochastic)  # prescale
                 if variant.kinds and variant.kinds[i].hadamard:
                     flips = np.array(treatment_of("quantize", None, hadamards[i]).flips, np.uint32)
-                    spans = 1 + (hadamards[i].size > formats.BLOCK)  # odd blocks have their own
-                    numbers += flips.view(np.int32)[:spans].tolist()
+                    numbers += flips.view(np.int32)[: variant.kinds[i].blocks].tolist()
                 numbers += [0] * (variant.implementation == "flydsl")  # values in rows
             scalars = "".join(f", 4, -1, {number}, 0" for number in numbers)
             assert text.count(f"{scalars}]> : tensor") == count

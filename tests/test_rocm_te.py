@@ -37,7 +37,7 @@ DIRECTIONS = [
     v
     for v in MXFP4
     if not v.form.startswith("square") and v.dtype != "float16"
-    if not any(kind.spans_two for kind in v.kinds)  # 64 does not divide these shapes
+    if all(kind.blocks == 1 for kind in v.kinds)  # 64 does not divide these shapes
 ]
 
 

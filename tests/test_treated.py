@@ -166,7 +166,7 @@ def on_numpy(monkeypatch):
 def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     (kind,) = variant.kinds
     how = kind, variant.dtype
-    sharers, span = BLOCK // elements, max(kind.hadamard // BLOCK, 1)  # of blocks of a transform
+    sharers, span = BLOCK // elements, kind.blocks
     x = hard_blocks(variant.dtype)
     x = x[: len(x) // span * span]
     rng = np.random.default_rng(1)

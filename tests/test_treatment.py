@@ -522,7 +522,7 @@ def test_the_call_takes_words_behind_x(variant, known):
     (kind,) = variant.kinds
     count = kind.stochastic + (kind.hadamard > 0 and not known)
     views = {"row_major": "2x64x3", "blocked_128x4": "2x1x1x64x3"}
-    if kind.spans_two:  # two blocks stay together
+    if kind.blocks > 1:  # two blocks stay together
         views = {"row_major": "2x64x3x1x2", "blocked_128x4": "2x1x1x64x6"}
     for layout, view in views.items():
         x = jax.ShapeDtypeStruct(fitting(variant, (2, 64, 96)), variant.dtype)

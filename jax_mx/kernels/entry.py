@@ -66,7 +66,7 @@ class Entry:
             if name != "zero_scale" or takes_zero_scale(format)
             if name != "prescale" or self.kind(i).stochastic
             if name != "flips" or self.kind(i).hadamard
-            if name != "flips_odd" or self.kind(i).spans_two
+            if name != "flips_odd" or self.kind(i).blocks > 1
             if name != "value_tiles" or len(VALUE_LAYOUTS_OF[self.variant.implementation]) > 1
         ]
         return [*self.extents, *([4, name] for name in names)]

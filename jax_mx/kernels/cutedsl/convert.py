@@ -14,6 +14,7 @@ from jax_mx.formats import (
     MXFP8_E4M3,
     MXFP8_E5M2,
     SCALE_NAN,
+    WIDER,
     Format,
 )
 
@@ -25,8 +26,6 @@ _ELEMENT = {
     MXFP6_E2M3: "e2m3",
     MXFP6_E3M2: "e3m2",
 }
-# The format of 8 bits that has the same codes in its lowest binades, for smaller numbers.
-_WIDER = {MXFP6_E2M3: MXFP8_E4M3, MXFP6_E3M2: MXFP8_E5M2}
 _SIGNS_OF_6_BITS, _REST_OF_6_BITS = 0x20202020, 0x1F1F1F1F
 _INF, _NAN = 0x7F800000, 0x7FC00000
 
@@ -218,10 +217,10 @@ def pack_four(floats: list, format: Format, arch: str) -> Uint32:
     NaN gives 0x7F, or the largest where the format has none. Hopper converts to 6 bits by way of 8:
     as a block's elements are below twice the largest number, only one code can be too large, 32.
     """
-    if format not in _WIDER or arch != "sm_90a":
+    if format not in WIDER or arch != "sm_90a":
         return _pack_four(*floats, format)
-    shift = Float32(2.0 ** (format.bias - _WIDER[format].bias))
-    word = _pack_four(*(value * shift for value in floats), _WIDER[format])
+    shift = Float32(2.0 ** (format.bias - WIDER[format].bias))
+    word = _pack_four(*(value * shift for value in floats), WIDER[format])
     largest = ((word >> Uint32(5)) & Uint32(0x01010101)) * Uint32(format.max_code)
     signs = (word >> Uint32(2)) & Uint32(_SIGNS_OF_6_BITS)
     return word & Uint32(_REST_OF_6_BITS) | largest | signs
@@ -455,11 +454,11 @@ def unpack_four(word: Uint32, format: Format) -> list:
     """The float32 of four codes, one a byte, the lowest byte's first; exact."""
     if format == MXFP4_E2M1:
         return _unpack_four_e2m1(word)
-    if format not in _WIDER:
+    if format not in WIDER:
         return _unpack_four(word, format)
     word = word & Uint32(_REST_OF_6_BITS) | (word & Uint32(_SIGNS_OF_6_BITS)) << Uint32(2)
-    shift = Float32(2.0 ** (_WIDER[format].bias - format.bias))
-    return [value * shift for value in _unpack_four(word, _WIDER[format])]
+    shift = Float32(2.0 ** (WIDER[format].bias - format.bias))
+    return [value * shift for value in _unpack_four(word, WIDER[format])]
 
 
 @dsl_user_op

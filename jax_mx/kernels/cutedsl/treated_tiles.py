@@ -127,7 +127,7 @@ class TreatedTiled(Blocks, Tiled):
         (sS, sV), (blocks_m, k) = staged, sizes
         batch, tile_m, tile_k = at
         block, pair = tid // pairs, tid % pairs
-        if const_expr(self.kind(o).spans_two):  # neighbours have a transform's two blocks
+        if const_expr(self.kind(o).blocks > 1):  # neighbours have a transform's two blocks
             block, pair = tid % self.tile.down, tid // self.tile.down
         words = [sX[pair % 4, (pair // 4) ^ (r % CHUNKS), block * BLOCK + r] for r in range(BLOCK)]
         number, left = tile_m * self.tile.down + block, tile_k * self.tile.cols + 2 * pair

@@ -10,7 +10,7 @@ import flydsl.expr as fx
 from flydsl._mlir.dialects import llvm, rocdl
 from flydsl.expr import Float32, Uint32
 
-from jax_mx.formats import SCALE_NAN, Format
+from jax_mx.formats import SCALE_NAN, WIDER, Format
 
 _INF = 0x7F800000
 _ONES, _SIGNS = 0x01010101, 0x80808080
@@ -205,17 +205,14 @@ def pack_word(scaled: Sequence[Float32], poison: Uint32, format: Format, arch: s
 def _pack_in_hardware(x: Sequence[Float32], format: Format) -> Uint32:
     """The conversion itself gives NaN or infinity beyond the largest value: clamp first.
 
-    It is to 8 bits. Those of 6 are the first codes of the format with as many bits of mantissa,
-    but for the bias.
+    It is to 8 bits; for those of 6, see `formats.WIDER`.
     """
     limits = Float32(-format.max), Float32(format.max)
     x = [intrinsic("llvm.amdgcn.fmed3.f32", Float32, value, *limits) for value in x]
-    bias, convert = {3: (7, rocdl.cvt_pk_fp8_f32), 2: (15, rocdl.cvt_pk_bf8_f32)}[
-        format.mantissa_bits
-    ]
-    if format.bias != bias:
-        x = products(x, [Float32(2.0 ** (format.bias - bias))] * 4)
+    if format in WIDER:
+        x = products(x, [Float32(2.0 ** (format.bias - WIDER[format].bias))] * 4)
     x = [value.ir_value() for value in x]
+    convert = rocdl.cvt_pk_fp8_f32 if format.mantissa_bits == 3 else rocdl.cvt_pk_bf8_f32
     nothing = llvm.mlir_undef(Uint32.ir_type)  # both halves are written
     low = convert(Uint32.ir_type, x[0], x[1], nothing, False)
     word = Uint32(convert(Uint32.ir_type, x[2], x[3], low, True))
@@ -306,8 +303,6 @@ def line(a, slope: float, offset: float):
 
 
 # ---- dequantize ---
-
-
 def factor_of(scale: Uint32) -> Float32:
     """The float32 of a scale's byte: 2^(scale - 127), of which that of 0 is subnormal."""
     bits = intrinsic("llvm.umax.i32", Uint32, scale << 23, Uint32(1 << 22))

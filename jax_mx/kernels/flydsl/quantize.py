@@ -52,7 +52,7 @@ class Flat(Kernel):
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
-        self.group = treated.group_of(self.kind(0))  # blocks that are a lane's, neighbours
+        self.group = self.kind(0).blocks  # blocks that are a lane's, neighbours
         self.sharers = self.group * BLOCK * self.itemsize // 16  # lanes that share these
         self.chunks = self.sharers
         self.per_chunk = WAVE // self.sharers  # groups of a round

@@ -38,11 +38,6 @@ def flush_subnormals(kind: Kind, prescale: Uint32) -> None:
     )
 
 
-def group_of(kind: Kind) -> int:
-    """How many neighbouring blocks are transformed as one."""
-    return max(kind.hadamard // BLOCK, 1)
-
-
 def words_of_blocks(
     kind: Kind, words: list, given: Mapping[str, Uint32], start, blocks: Iterable
 ) -> list[list[Uint32]]:
@@ -95,7 +90,7 @@ def elements_of_two(kind: Kind, dtype: str, words: list, loaded: list, prescale:
 
 
 def _groups(kind: Kind, blocks: Sequence) -> list:
-    n = group_of(kind)
+    n = kind.blocks
     return [blocks[i : i + n] for i in range(0, len(blocks), n)]
 
 

@@ -30,10 +30,6 @@ class TreatedTiles(Tiled):
     tile's LDS is free for it.
     """
 
-    def group(self, o: int) -> int:
-        """How many blocks of the o-th result are transformed as one."""
-        return treated.group_of(self.kind(o))
-
     @flyc.kernel
     def kernel(self, pointers, scalars):
         (m, k), results = self.lengths(scalars), pointers[-2 * len(self.results) :]
@@ -53,7 +49,7 @@ class TreatedTiles(Tiled):
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(row, Uint32))
-        if const_expr(self.group(-1) > 1):
+        if const_expr(self.kind(-1).blocks > 1):
             gpu.barrier()
         else:
             share_in_wave()
@@ -66,7 +62,7 @@ class TreatedTiles(Tiled):
                 tiles = given[o]["value_tiles"]
                 codes = [own for _, own in found[o]]
                 lines = [(row, col // 2) for row, col in places[o]]
-                if const_expr(self.group(o) > 1):  # so that neighbours write side by side
+                if const_expr(self.kind(o).blocks > 1):  # so that neighbours write side by side
                     codes = shared_by_four(codes, lane)
                     row = wave * BLOCK + lane // 4 * 2
                     lines = [(row + i, lane % 4 * 16) for i in range(2)]
@@ -98,12 +94,12 @@ class TreatedTiles(Tiled):
 
         Eight lanes do at once, four or two of them those of one row.
         """
-        chunk = chunk ^ chunk // Uint32(8) ^ row % Uint32(2 * self.group(0)) * Uint32(2)
+        chunk = chunk ^ chunk // Uint32(8) ^ row % Uint32(2 * self.kind(0).blocks) * Uint32(2)
         return Int32(row * (TILE * self.itemsize) + chunk * 16)
 
     def places(self, o: int, wave, lane) -> list:
         """(row, column) in the tile where a lane's two blocks begin, for the o-th result."""
-        top, grouped = wave * BLOCK, self.group(o) > 1
+        top, grouped = wave * BLOCK, self.kind(o).blocks > 1
         if self.results[o].blocks == "row":
             if grouped:
                 return [(top + lane // 2, (lane % 2 * 2 + i) * BLOCK) for i in range(2)]
@@ -115,7 +111,7 @@ class TreatedTiles(Tiled):
 
     def down(self, o: int, wave, i: int):
         """Which of the tile's blocks down a column a lane's i-th one is."""
-        return wave // 2 * 2 + i if self.group(o) > 1 else wave
+        return wave // 2 * 2 + i if self.kind(o).blocks > 1 else wave
 
     def words(self, pointers, places: list, given: list, at, m, k) -> list:
         """Of each result, of either of a lane's blocks the words that its kind has."""
@@ -168,7 +164,7 @@ class TreatedTiles(Tiled):
     def columns_of(self, x, places: list) -> list:
         """Words of an element of either block, 32 of them."""
         words, kind = [], Uint16
-        if self.group(-1) == 1:  # neighbours, the first in an even column
+        if self.kind(-1).blocks == 1:  # neighbours, the first in an even column
             places, kind = places[:1], Uint32
         for i in range(BLOCK):
             pieces = []
@@ -187,7 +183,7 @@ class TreatedTiles(Tiled):
                 to = shared_pointer(values, Int32(self.staged(col, line, 2)), Uint32, 16)
                 fx.generic_store(to, fx.Vector.from_elements(codes, Uint32))
             return
-        if self.group(-1) > 1:
+        if self.kind(-1).blocks > 1:
             for codes, line, col in zip(columns, lines, cols, strict=True):
                 bytes_ = fx.Vector.from_elements(codes, Uint32).bitcast(Uint8)
                 for i in range(16):
