@@ -88,6 +88,8 @@ def triton(case: Case) -> Call:
     with mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (10, 0)):
         from torchao.prototype.mx_formats import kernels
 
+    _tune_less(kernels.to_mxfp8_dim0_kernel, divides=False)
+    _tune_less(kernels.to_mxfp8_dim1_kernel, divides=True)
     scaling = _scaling(case)
     if case["form"] == "axis -1":
         return Call(lambda x: kernels.triton_to_mxfp8_dim0(x, BLOCK, scaling), scaling=scaling)
@@ -96,6 +98,26 @@ def triton(case: Case) -> Call:
         lambda x: (x.reshape(-1, x.shape[-1]),),  # it wants a matrix; blocks are the same
         scaling,
     )
+
+
+def _tune_less(kernel: Any, *, divides: bool) -> None:
+    """Has Triton's autotuner try what makes a difference, and anew for each number of rows.
+
+    The kernels have no loop whose stages could differ; and where `divides`, they write wrong scales
+    unless their tile divides the matrix.
+    """
+
+    def worth_trying(configs, named, **given):
+        rows, cols = ({**named, **given}[name] for name in ("n_rows", "n_cols"))
+        tiles = ((c, c.kwargs["ROW_TILE_SIZE"], c.kwargs["COL_TILE_SIZE"]) for c in configs)
+        return [
+            config
+            for config, tall, wide in tiles
+            if config.num_stages == 2 and not (divides and (rows % tall or cols % wide))
+        ]
+
+    kernel.early_config_prune = worth_trying
+    kernel.keys = list(dict.fromkeys(("n_rows", *kernel.keys)))
 
 
 def cutedsl(case: Case) -> Call:

@@ -40,6 +40,13 @@ class Layout:
         return math.prod(self.row_digits), math.prod(self.col_digits)
 
     @property
+    def column_stride(self) -> int:
+        """How far apart two neighbouring columns lie in a tile, but for the edge of a digit."""
+        sizes = (*self.row_digits, *self.col_digits)
+        faster = self.order[self.order.index(len(sizes) - 1) + 1 :] if sizes else ()
+        return math.prod(sizes[place] for place in faster)
+
+    @property
     def is_tiled(self) -> bool:
         """Whether bytes lie in tiles, i.e. not as the matrix itself would."""
         return bool(self.order)

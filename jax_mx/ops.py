@@ -68,7 +68,7 @@ def quantize(
       scaling: a `Scaling` or its name: floor, ceil, even, rceil.
       scale_layout: a `ScaleLayout` or its name: row_major, blocked_128x4, shuffled_32x8. A tiled
         layout takes the last two axes as a matrix (`axis` and the last other one, if `axis` is not
-        one of them); the leading ones number slabs.
+        one of them); the leading ones number slabs. NVIDIA's kernels have shuffled_32x8 in MXFP4.
       transpose: whether the result has the block axis last, as the GEMM of the transposed operand
         wants it: values (..., K, M) and scales (..., K, M / 32) for an x (..., M, K), axis -2.
         Of square blocks, the last two axes are swapped: scales (..., K / 32, M / 32).
@@ -80,8 +80,9 @@ def quantize(
         TransformerEngine. With 127, MXFP8 is served by "xla" alone.
       value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16 (aiter's GEMMs), which
         wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes. AMD's
-        kernels write it; after NVIDIA's, and along rows, XLA moves the bytes. Like a tiled scale
-        layout, it takes the last two axes as a matrix.
+        kernels write it, and NVIDIA's in MXFP4 beside scales in shuffled_32x8; after others, and
+        along rows, XLA moves the bytes. Like a tiled scale layout, it takes the last two axes as a
+        matrix.
       rounding: None, to nearest even; or a `Stochastic`. Kernels have it in MXFP4, by itself or
         with a transform of 16, along the last axis, and from bfloat16 in every form but square
         blocks; else XLA transposes what they read, as `is_supported` says.

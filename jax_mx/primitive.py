@@ -342,7 +342,7 @@ def _lower_kernel(reference_fn: Callable, platform: str, ctx, *operands, plan: P
         platform, chips = platform_of(emulated.chip), [emulated.chip]
         attributes["device"] = np.int64(emulated.device)
     if plan.implementation != "xla":
-        written = variants.VALUE_LAYOUTS_OF.get(KERNELS.get(platform, ""), ())
+        written = variants.value_layouts_of(KERNELS.get(platform, ""), plan.scale_layout.name)
         call, kernel = _call, plan
         if any(layout.name not in written for layout in plan.value_layouts):
             rows = (ROW_MAJOR_VALUES,) * len(plan.value_layouts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jax_mx.formats import (
@@ -94,17 +94,31 @@ ARCHS: Mapping[str, tuple[str, ...]] = {
     "flydsl": ("gfx942", "gfx950"),
 }
 
-# The layouts that kernels write and read.
-SCALE_LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
-    "cutedsl": ("row_major", "blocked_128x4"),
-    "flydsl": ("row_major", "blocked_128x4", "shuffled_32x8"),
-}
+# The layouts of scales that kernels write and read, AMD's last; and those of values that quantize's
+# write, where scales are in one of these. XLA moves values of others.
+_SCALE_LAYOUTS = ("row_major", "blocked_128x4", "shuffled_32x8")
 
-# The layouts of values that quantize's kernels write; XLA moves those of others.
-VALUE_LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
-    "cutedsl": ("row_major",),
-    "flydsl": ("row_major", "shuffled_16x16"),
-}
+
+def scale_layouts_of(implementation: str, formats: Sequence[Format]) -> tuple[str, ...]:
+    """The layouts of scales that kernels of these formats write and read.
+
+    AMD's would make NVIDIA's binaries half as large again, so there they serve MXFP4 alone: for
+    weights that are quantized ahead, on whatever is at hand.
+    """
+    all_of_them = implementation == "flydsl" or {*formats} == {MXFP4_E2M1}
+    return _SCALE_LAYOUTS if all_of_them else _SCALE_LAYOUTS[:-1]
+
+
+def value_layouts_of(implementation: str, scale_layout: str) -> tuple[str, ...]:
+    """The layouts of values that quantize's kernels write, beside scales in this one.
+
+    NVIDIA's choose at run time only in the entries for AMD's scales: that choice made others slower
+    (H200, (8, 7168, 7168), 2026-11-22, MXFP4: last, in tiles 257 -> 269 us, both 298 -> 304,
+    second_transposed with h16 365 -> 387).
+    """
+    chosen = implementation == "flydsl" or scale_layout == "shuffled_32x8"
+    return ("row_major", "shuffled_16x16") if chosen else ("row_major",)
+
 
 # (op, form, how many quantized arrays) of every kernel.
 _KERNELS = (
@@ -166,7 +180,7 @@ def layouts_of(variant: Variant) -> tuple[str, ...]:
     """The scale layouts that a variant's binary has entries for."""
     if variant.form.startswith("square"):
         return ("row_major",)
-    return SCALE_LAYOUTS_OF[variant.implementation]
+    return scale_layouts_of(variant.implementation, variant.formats)
 
 
 def takes_zero_scale(format: Format) -> bool:
@@ -208,7 +222,11 @@ def choose(plan: Plan, implementation: str) -> Variant:
             for f in plan.formats
         ),
         ("dtype", plan.dtype.name, {v.dtype for v in mine}),
-        ("scale_layout", plan.scale_layout.name, set(SCALE_LAYOUTS_OF[implementation])),
+        (
+            f"{plan.format.name} and scale_layout",
+            plan.scale_layout.name,
+            {*scale_layouts_of(implementation, plan.formats)},
+        ),
     ):
         if value not in have:
             raise NotImplementedError(

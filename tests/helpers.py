@@ -1,5 +1,6 @@
 """Inputs that break quantizers, an oracle that shares nothing with the reference, comparison."""
 
+import itertools
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -132,6 +133,21 @@ def fitting(variant: Variant, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
     axes = {"last": (-1,), "second": (-2,), "both": (-2, -1)}[variant.form.partition("_")[0]]
     return tuple(n * 2 if i - len(shape) in axes else n for i, n in enumerate(shape))
+
+
+# Both directions are whole tiles of values: odd counts of them, slabs.
+TILES = [(3, 64, 192), (320, 64), (192, 192)]
+
+
+def in_tiles(variant) -> list[dict]:
+    """The options that ask for the variant's values in tiles: of either result, and of both."""
+    if variant.op != "quantize" or variant.form == "second":  # blocks do not end a row
+        return []
+    if not variant.form.startswith("both"):
+        return [{"value_layout": "shuffled_16x16"}]
+    layouts = ("row_major", "shuffled_16x16")
+    second = layouts if variant.form.endswith("transposed") else layouts[:1]
+    return [{"value_layouts": pair} for pair in itertools.product(layouts, second)][1:]
 
 
 def every_bfloat16() -> np.ndarray:

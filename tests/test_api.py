@@ -298,7 +298,9 @@ WIDE = X.astype(jnp.float32)
         (lambda: jax_mx.quantize(X, zero_scale=127, implementation="cutedsl"), NotImplementedError,
          "quantize: cutedsl has no kernel for zero_scale 127, only for 0; 'xla' serves it"),
         (lambda: jax_mx.quantize(X, scale_layout="shuffled_32x8", implementation="cutedsl"),
-         NotImplementedError, "cutedsl has no kernel for scale_layout shuffled_32x8"),
+         NotImplementedError,
+         "quantize: cutedsl has no kernel for mxfp8_e4m3 and scale_layout shuffled_32x8, only for "
+         "blocked_128x4, row_major; 'xla' serves it"),
         (lambda: jax_mx.quantize(WIDE, "mxfp6_e3m2", implementation="flydsl"), NotImplementedError,
          "quantize: flydsl has no kernel for mxfp6_e3m2 and dtype float32, only for bfloat16"),
         (lambda: jax_mx.dequantize(X), TypeError, "dequantize: q must be an MXArray"),
@@ -507,6 +509,7 @@ def test_is_supported():
     assert supported("quantize", "sm_90", axis=0)[1].startswith("cutedsl: quantize_second_bf")
     assert "_both_transposed_" in supported("quantize_both", "sm_90", transpose=True)[1]
     assert not supported("quantize", "sm_90", scale_layout="shuffled_32x8")[0]
+    assert supported("quantize", "sm_90", format="mxfp4_e2m1", scale_layout="shuffled_32x8")[0]
     assert supported("quantize", "sm_90", axis=0, ndim=1)[0]
     assert supported("quantize", "sm_90", axis=1)[0]
     with pytest.raises(ValueError, match="transpose swaps the last two axes, the array has rank 1"):

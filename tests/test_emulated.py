@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 from helpers import (
     GOLDEN_SETS,
+    TILES,
     assert_same_array,
     every_bfloat16,
     fitting,
     golden_input,
     hard_blocks,
+    in_tiles,
     random_bits,
     treatment,
 )
@@ -29,9 +31,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_treatment import BY_ROWS
 
 import jax_mx
-from jax_mx import _ffi, artifacts
+from jax_mx import _ffi, artifacts, variants
 from jax_mx.formats import BLOCK, FLOAT_DTYPES, Scaling
-from jax_mx.variants import ARCHS, VALUE_LAYOUTS_OF, layouts_of, takes_zero_scale
+from jax_mx.variants import ARCHS, layouts_of, takes_zero_scale
 
 pytest.importorskip("tinygrad")
 
@@ -155,21 +157,6 @@ def test_every_entry(variant, arch):
             program = Program(variant, arch, shape, **options)
         assert program.takes(entry)
         assert program.run(entry, *example(variant, shape, **options)), (entry, layout)
-
-
-# Both directions are whole tiles of values: odd counts of them, slabs.
-TILES = [(3, 64, 192), (320, 64), (192, 192)]
-
-
-def in_tiles(variant) -> list[dict]:
-    """The options that ask for the variant's values in tiles: of either result, and of both."""
-    if variant.op != "quantize" or variant.form == "second":  # blocks do not end a row
-        return []
-    if not variant.form.startswith("both"):
-        return [{"value_layout": "shuffled_16x16"}]
-    layouts = ("row_major", "shuffled_16x16")
-    second = layouts if variant.form.endswith("transposed") else layouts[:1]
-    return [{"value_layouts": pair} for pair in itertools.product(layouts, second)][1:]
 
 
 @pytest.mark.every_binary
@@ -398,7 +385,7 @@ def plain_and_shuffled(**options):
 def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
     """Jitted, mapped, sharded; also where the kernel writes rows, as NVIDIA's do."""
     if not writes:
-        monkeypatch.setitem(VALUE_LAYOUTS_OF, "flydsl", ("row_major",))
+        monkeypatch.setattr(variants, "value_layouts_of", lambda *_: ("row_major",))
         jax.clear_caches()
     plain, shuffled = plain_and_shuffled(**options)
     x = jnp.asarray(

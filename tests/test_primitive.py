@@ -279,15 +279,19 @@ def test_tiles_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
-def test_who_puts_values_into_tiles(platform):
-    """AMD's kernels; after NVIDIA's, XLA."""
+@pytest.mark.parametrize("layout", ["row_major", "shuffled_32x8"])
+def test_who_puts_values_into_tiles(platform, layout):
+    """AMD's kernels, and NVIDIA's beside AMD's scales; after others of NVIDIA's, XLA."""
     x = jax.ShapeDtypeStruct((48, 128), "bfloat16")
-    text = lowered(x, platform=platform, format="mxfp4_e2m1", value_layout="shuffled_16x16")
+    options = {"value_layout": "shuffled_16x16", "scale_layout": layout}
+    text = lowered(x, platform=platform, format="mxfp4_e2m1", **options)
     assert text.count(f"stablehlo.custom_call @{artifacts.TARGET}(") == 1
     results = text.partition(f"@{artifacts.TARGET}(")[2].partition(" -> ")[2].partition("\n")[0]
-    tiles, rows = "tensor<3x2x1x1x512xui8>", "tensor<3x2x16x2x16xui8>"
-    assert results.startswith(f"({tiles if platform == 'rocm' else rows}, tensor<3x2x16x2x1xf8E8")
-    assert ("stablehlo.pad" in text) == (platform == "cuda")  # of layouts.pack
+    by_xla = (platform, layout) == ("cuda", "row_major")
+    # Of units that scales' tiles, too, are whole in.
+    tiles = "3x2x1x1x512" if layout == "row_major" else "1x1x3x2x512"
+    assert results.startswith(f"(tensor<{'3x2x16x2x16' if by_xla else tiles}xui8>, tensor<")
+    assert ("stablehlo.pad" in text) == by_xla  # of layouts.pack
 
 
 @pytest.mark.gpu
@@ -300,7 +304,7 @@ def test_views_are_bitcasts(kind, layout, shape, tiles, monkeypatch):
     """Compiled, not run: no copy and no transpose around the call, alone and inside a program."""
     if not serves(kind, layout) or (tiles and kind not in IN_TILES):
         return
-    monkeypatch.setitem(variants.VALUE_LAYOUTS_OF, "cutedsl", ("row_major", "shuffled_16x16"))
+    monkeypatch.setattr(variants, "value_layouts_of", lambda *_: ("row_major", "shuffled_16x16"))
     operand, call = (with_tiles if tiles else op_of)(kind, scale_layout=layout)
     operand = jax.eval_shape(operand, jax.ShapeDtypeStruct(shape, kind.dtype))
     text = jax.jit(call).lower(operand).compile().as_text()

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_mx.formats import FLOAT_DTYPES
 from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import VALUE_LAYOUTS_OF, Kind, Variant, takes_zero_scale
+from jax_mx.variants import Kind, Variant, takes_zero_scale, value_layouts_of
 
 ALL = (0, 99)  # from the first dimension to the last
 
@@ -67,9 +67,14 @@ class Entry:
             if name != "prescale" or self.kind(i).stochastic
             if name != "flips" or self.kind(i).hadamard
             if name != "flips_odd" or self.kind(i).blocks > 1
-            if name != "value_tiles" or len(VALUE_LAYOUTS_OF[self.variant.implementation]) > 1
+            if name != "value_tiles" or self.tiles_values
         ]
         return [*self.extents, *([4, name] for name in names)]
+
+    @property
+    def tiles_values(self) -> bool:
+        """Whether each result has a scalar that says if values go into tiles."""
+        return len(value_layouts_of(self.variant.implementation, self.layout.name)) > 1
 
     def kind(self, i: int) -> Kind:
         """How elements are treated for the i-th result."""

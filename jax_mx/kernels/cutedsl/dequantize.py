@@ -8,7 +8,7 @@ many elements.
 import dataclasses
 
 import cutlass
-from cutlass import Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.formats import BLOCK
 from jax_mx.kernels.cutedsl import convert
@@ -22,7 +22,9 @@ from jax_mx.kernels.cutedsl.kernel import (
     locate,
     offset_in_tiles,
     place_of,
+    select,
     store_rows,
+    with_alignment,
 )
 from jax_mx.kernels.entry import ALL
 from jax_mx.layouts import ScaleLayout
@@ -190,7 +192,9 @@ def tiling(
                        (8, 1, 8, 64) 367, 488. f32 (4, 2, 8) 550; (4, 1, 8) 559.
                        Kept (4, 2, 8, 64) 311, 442, tiles 306, 415; (4, 1, 8, 64) 316, 458
     square_transposed  bf16 (4, 2, 8, 64) 308, 439; band 1 318, 450
-    unaligned rows     (8, 7168, 7165): second bf16 (2, 4, 8) 418; (2, 2, 8) 425; (4, 1, 8) 455
+    unaligned rows     (8, 4128, 2881) and (8, 7168, 7165), 2026-11-22: second, of `Shifted` by
+                       its columns in warps, bf16 1 86.4, 354; 2 90.6, 394; two blocks of rows 106,
+                       421; f32 1 134, 570; 2 128, 541. By way of shared memory, and words, 106, 419
 
     Transposed floats that pass through shared memory as floats, not as codes: 329, 469; 346, 503.
     """
@@ -198,10 +202,12 @@ def tiling(
     if how.transpose and aligned:
         narrow = short and how.blocks == "row" and not layout.is_tiled and not kept
         return Tiling(4, 1 if narrow else 2, band=64)
+    if not how.transpose and how.blocks == "column" and not aligned:
+        return Tiling(1, 1 if short else 2)
     if not short:
         return Tiling(8, depth=4)
     if not how.transpose:
-        return Tiling(2, 2 if aligned else 4)
+        return Tiling(2, 2)
     return Tiling(8 if how.blocks != "row" else 4)
 
 
@@ -447,8 +453,110 @@ class Turned(Matrix):
                 cute.autovec_copy(rY, mY[Int64(batch) * cols + left, top // n, None])
 
 
+class Shifted(Matrix):
+    """Codes that lie anywhere as (batch, R, C), blocks along R -> floats that lie so, by vectors.
+
+    Of rows that a vector's length are apart, vectors of floats begin at the same columns. A warp
+    has those of a block, a lane the same vector of each, whose codes begin anywhere.
+    """
+
+    def cut(self) -> None:
+        """A block's rows; a warp has every `vector`-th of them."""
+        self.vector = 16 // self.itemsize
+        self.rows, self.wide = BLOCK, 32 * self.vector * self.tile.across
+        self.cols = self.wide - self.vector  # so that what precedes the first vector has room
+        self.threads = self.wide
+        self.elements_per_thread = BLOCK
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        values, scales, y = pointers
+        rows, cols = self.sizes(scalars)
+        tid, _, _ = cute.arch.thread_idx()
+        batch, block, tile_c = self.place(rows, cols)
+        n: cutlass.Constexpr = self.vector
+        lane, warp = tid % 32, tid // 32
+        top = Int64(batch) * rows + block * BLOCK + warp % n
+        # Where the row begins in its vector: of these numbers the last bits.
+        ahead = Int32((Uint32(y.toint() // self.itemsize) + Uint32(top) * Uint32(cols)) % Uint32(n))
+        left = tile_c * self.wide + (warp // n * 32 + lane) * n - ahead
+        # What is read may be of rows before and behind, as long as all of it belongs to the array.
+        some = (left > -n) & (left < cols) & (cols >= 2 * n)
+        before = (Int64(batch) + block > 0) | (left >= n)
+        behind = ((block + 1) * BLOCK < rows) | (left + 2 * n <= cols)
+        near = some & before & behind
+
+        first, step = top // self.per_byte * cols + left, n // self.per_byte
+        codes = [values.toint() + (first + Int64(cols) * (step * i)) for i in range(BLOCK // n)]
+        at = batch, block, left, rows // BLOCK, cols
+        if const_expr(self.layout.is_tiled):
+            scale = self.gather_scales(scales, *at)
+            words = self.load(codes, left, near, cols)
+        else:
+            where = (Int64(batch) * (rows // BLOCK) + block) * cols + left
+            words = self.load([*codes, scales.toint() + where], left, near, cols)
+            scale = [words[j // 4, BLOCK // n] >> Uint32(j % 4 * 8) for j in range(n)]
+        factors = [convert.factor_of(scale[j] & Uint32(255)) for j in range(n)]
+        found = []
+        for i in range_constexpr(BLOCK // n):
+            row = [words[w, i] for w in range(n // 4)]
+            if const_expr(self.per_byte > 1):  # a byte holds two rows, of which one is this lane's
+                both = [convert.unpack_nibbles(word) for word in row]
+                row = [select(warp % 2 != 0, upper, lower) for lower, upper in both]
+            codes_of_row = fragment(row, "bytes")
+            found.append(dequantized(codes_of_row, factors, self.formats[0], self.dtype))
+        rows_of_y = [y + (top * cols + left + Int64(cols) * (n * i)) for i in range(BLOCK // n)]
+        if (left >= 0) & (left + n <= cols):
+            for i in range_constexpr(BLOCK // n):
+                to = with_alignment(rows_of_y[i], convert.INPUT[self.dtype], 16)
+                cute.autovec_copy(found[i], cute.make_tensor(to, cute.make_layout(n)))
+        else:
+            for i in range_constexpr(BLOCK // n):
+                mY = cute.make_tensor(rows_of_y[i], cute.make_layout(n))
+                for j in range_constexpr(n):
+                    if (left + j >= 0) & (left + j < cols):
+                        mY[j] = found[i][j]
+
+    @cute.jit
+    def load(self, addresses, left, near, cols):
+        """(words, addresses): the bytes there, which are columns from `left` on, as they exist.
+
+        If `near`, by the vectors around them; all in one branch, as loads in several would wait for
+        each other.
+        """
+        n: cutlass.Constexpr = self.vector
+        words = cute.make_rmem_tensor((n // 4, len(addresses)), Uint32)
+        words.fill(Uint32(0))
+        if near:
+            for i in range_constexpr(len(addresses)):
+                found = load_anywhere(addresses[i], n)
+                for w in range_constexpr(n // 4):
+                    words[w, i] = found[w]
+        else:
+            for i in range_constexpr(len(addresses)):
+                address = cute.make_ptr(Uint8, addresses[i], cute.AddressSpace.gmem)
+                row = cute.make_tensor(address, cute.make_layout(n))
+                for j in range_constexpr(n):
+                    if (left + j >= 0) & (left + j < cols):
+                        byte = Uint32(row[j]) << Uint32(j % 4 * 8)
+                        words[j // 4, i] = words[j // 4, i] | byte
+        return words
+
+    @cute.jit
+    def gather_scales(self, scales, batch, block, left, blocks, cols):
+        """Those of a block of each column, from tiles; a word each, or loads would wait."""
+        found = cute.make_rmem_tensor(self.vector, Uint32)
+        found.fill(Uint32(0))
+        mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
+        for j in range_constexpr(self.vector):
+            if (left + j >= 0) & (left + j < cols):
+                offset, _ = offset_in_tiles(self.layout, batch, left + j, block, cols, blocks)
+                found[j] = Uint32(mS[offset])
+        return found
+
+
 class Tiled(Matrix):
-    """Codes that lie as (batch, R, C) -> floats that lie so; if unaligned also as (batch, C, R)."""
+    """Codes that lie as (batch, R, C) -> floats that lie so; if unaligned, as (batch, C, R)."""
 
     def cut(self) -> None:
         """A lane has `depth` rows of a vector, a warp is 128 codes wide."""
@@ -496,16 +604,12 @@ class Tiled(Matrix):
             floats.append([v * f for v, f in zip(codes, factors, strict=True)])
         if const_expr(self.how.transpose):
             self.store_transposed(y, floats, at, row, col, rows, cols)
-        elif const_expr(self.aligned):
+        else:
             mY = by_vector(y, Int64(batch + 1) * rows, cols, n)
             for i in range_constexpr(depth):
                 if (first + i < rows) & (left < cols):
                     rY = fragment(convert.round_all(floats[i], self.dtype), self.dtype)
                     cute.autovec_copy(rY, mY[Int64(batch) * rows + first + i, left // n, None])
-        else:
-            self.store_lines(
-                y, floats, row, col, batch, tile_r * self.rows, tile_c * self.cols, rows, cols
-            )
 
     # ---- what is read ---
     @cute.jit
@@ -613,21 +717,6 @@ class Tiled(Matrix):
         count = cutlass.min(rows - top, self.rows) * self.itemsize
         store_rows(sY, start, stride, cols - left, count, self.cols, line, self.threads // 32)
 
-    @cute.jit
-    def store_lines(self, y, floats, row, col, batch, top, left, rows, cols):
-        """In the codes' order, to where it lies anywhere, or its rows do."""
-        line: cutlass.Constexpr = self.cols * self.itemsize
-        pitch: cutlass.Constexpr = line + PAD
-        sY = cute.arch.alloc_smem(Uint8, self.rows * pitch + PAD, alignment=128)
-        for i in range_constexpr(self.tile.depth):
-            words = convert.round_all(floats[i], self.dtype)
-            put(sY, PAD + (row + i) * pitch + col * self.itemsize, words, 8)
-        cute.arch.sync_threads()
-        stride = Int64(cols) * self.itemsize
-        start = y.toint() + (Int64(batch) * rows + top) * stride + left * self.itemsize
-        count = cutlass.min(cols - left, self.cols) * self.itemsize
-        store_rows(sY, start, stride, rows - top, count, self.rows, line, self.threads // 32)
-
 
 def put(pointer, offset, words: list, align: int) -> None:
     """Words to shared memory at an offset that `align` divides, as many bytes a store."""
@@ -649,4 +738,5 @@ def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool, *
         kind = Flat
     else:
         kind = Turned if aligned and variant.form.endswith("_transposed") else Tiled
+        kind = Shifted if not aligned and variant.form == "second" else kind
     return kind(variant, arch, layout, aligned, **tuning)

@@ -9,7 +9,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from jax_mx.formats import BLOCK, Format
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.entry import Entry
-from jax_mx.layouts import ScaleLayout
+from jax_mx.layouts import SHUFFLED_16X16, ScaleLayout
 from jax_mx.variants import Variant
 
 PAD = 8  # bytes between rows in shared memory: room for words that straddle, and other banks
@@ -140,33 +140,29 @@ def _store_kept(address: Int64, words: list, *, loc=None, ip=None) -> None:
 
 
 # ---- scales ---
-@cute.jit
-def offset_in_tile(layout: cutlass.Constexpr, row: Int32, col: Int32):
+def offset_in_tile(layout: ScaleLayout, row, col):
     """Where (row, col) of a scale layout's tile lies in it, from the layout's own description."""
-    sizes: cutlass.Constexpr = (*layout.row_digits, *layout.col_digits)
-    digits = []
-    for number, factors in ((row, layout.row_digits), (col, layout.col_digits)):
-        digits += digits_of(number, factors)
-    offset, stride = Int32(0), 1
+    sizes = (*layout.row_digits, *layout.col_digits)
+    digits = digits_of(row, layout.row_digits) + digits_of(col, layout.col_digits)
+    offset, stride = 0, 1
     for place in reversed(layout.order):
         offset = offset + digits[place] * stride
         stride *= sizes[place]
     return offset
 
 
-@cute.jit
-def place_in_tile(layout: cutlass.Constexpr, offset: Int32):
+def place_in_tile(layout: ScaleLayout, offset) -> tuple:
     """The inverse of `offset_in_tile`: (row, col)."""
-    sizes: cutlass.Constexpr = (*layout.row_digits, *layout.col_digits)
+    sizes = (*layout.row_digits, *layout.col_digits)
     in_order = digits_of(offset, tuple(sizes[place] for place in layout.order))
     digits = [in_order[layout.order.index(place)] for place in range(len(sizes))]
     numbers = []
     for first, factors in ((0, layout.row_digits), (len(layout.row_digits), layout.col_digits)):
-        number = Int32(0)
+        number = 0
         for i, factor in enumerate(factors):
             number = number * factor + digits[first + i]
         numbers.append(number)
-    return numbers
+    return tuple(numbers)
 
 
 def digits_of(number, factors: tuple[int, ...]) -> list:
@@ -176,6 +172,14 @@ def digits_of(number, factors: tuple[int, ...]) -> list:
         found.insert(0, number // below % factor)
         below *= factor
     return found
+
+
+def tiles_of(layout: ScaleLayout, rows, cols) -> tuple:
+    """How many tiles there are across either direction, with the padding."""
+    return tuple(
+        (n + pad - 1) // pad * (pad // tile)
+        for n, pad, tile in zip((rows, cols), layout.pad, layout.tile, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +209,7 @@ def locate(
     if const_expr(layout.is_tiled):
         tile_rows: cutlass.Constexpr = layout.tile[0]
         tile_cols: cutlass.Constexpr = layout.tile[1]
-        tiles_r = Uint32((rows + tile_rows - 1) // tile_rows)
-        tiles_c = Uint32((cols + tile_cols - 1) // tile_cols)
+        tiles_r, tiles_c = (Uint32(n) for n in tiles_of(layout, rows, cols))
         # 32 bits: a GPU's memory does not hold the elements of more tiles.
         tile = Uint32(first // (tile_rows * tile_cols))
         in_tile = Int32(first % (tile_rows * tile_cols)) + place
@@ -225,13 +228,23 @@ def offset_in_tiles(layout: cutlass.Constexpr, batch, row, col, rows, cols):
     """Where the scale of (row, col) of a slab's matrix of rows x cols lies; and if in a tile."""
     height: cutlass.Constexpr = layout.tile[0]
     width: cutlass.Constexpr = layout.tile[1]
-    tiles_r, tiles_c = (rows + height - 1) // height, (cols + width - 1) // width
+    tiles_r, tiles_c = tiles_of(layout, rows, cols)
     tile = (Int64(batch) * tiles_r + row // height) * tiles_c + col // width
     offset = tile * (width * height) + offset_in_tile(layout, row % height, col % width)
     return offset, (row < tiles_r * height) & (col < tiles_c * width)
 
 
 # ---- tiles ---
+def in_tiles_of_values(row, chunk) -> tuple:
+    """Where in SHUFFLED_16X16 chunk `chunk` of 16 bytes of a row lies, as (row, chunk) of rows.
+
+    In a tile 16 bytes of each row follow each other; tiles follow each other as their rows do.
+    """
+    height, _ = SHUFFLED_16X16.tile
+    below = row % height
+    return row - below, chunk * height + below
+
+
 @cute.jit
 def load_anywhere(address: Int64, size: cutlass.Constexpr):
     """The words of `size` bytes at any address, from the two aligned vectors around them."""

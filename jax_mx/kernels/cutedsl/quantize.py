@@ -7,10 +7,10 @@ Two ways to cut the work:
 * `Tiled`, for every form that needs the second-to-last axis. A thread block is a few warps below
   and beside each other (`tiling`), a warp holds 32 x 64 elements, a lane a patch of both rows and
   columns, so that blocks along either axis are a few shuffles away. Scales are staged in shared
-  memory and written as they lie in memory, with the padding of BLOCKED_128X4.
+  memory and written as they lie in memory, with the padding of tiles.
 
-Sizes are run-time scalars. A binary holds two entries per scale layout: the first wants aligned
-operands, the second takes any.
+Sizes are run-time scalars; so is, in the entries for AMD's scales, whether values go into tiles. A
+binary holds two entries per scale layout: the first wants aligned operands, the second takes any.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     Kernel,
     Strip,
     by_vector,
+    in_tiles_of_values,
     load,
     load_anywhere,
     locate,
@@ -201,12 +202,17 @@ class Flat(Blocks):
 
         rX = cute.make_rmem_tensor((elements, unroll), convert.INPUT[self.dtype])
         rX.fill(convert.INPUT[self.dtype](0))
-        steps, offsets, insides, words_of_steps = [], [], [], []
+        steps, stores, offsets, insides, words_of_steps = [], [], [], [], []
         first = Int64(bid) * self.tile.blocks
         for u in range_constexpr(unroll):
-            mine = u * per_step + tid // sharers
+            mine = self.with_pairs(u * per_step + tid // sharers)
             block, offset, inside = locate(self.layout, first, mine, places, rows, cols)
             steps.append(block * sharers + tid % sharers)
+            if const_expr(self.tiles_values):
+                tiles = given["value_tiles"] != Int32(0)
+                stores.append(self.stored_as(block, cols, tiles) * sharers + tid % sharers)
+            else:
+                stores.append(steps[u])
             offsets.append(offset)
             insides.append(inside)
             if inside:
@@ -220,11 +226,29 @@ class Flat(Blocks):
             place = treated.Place(tid % sharers, sharers, elements, odd)
             packed, scale = self.quantized(held, words_of_steps[u], 0, rule, extra, place)
             if insides[u]:
-                cute.autovec_copy(bytes_of(packed, stored), mV[steps[u], None])
+                cute.autovec_copy(bytes_of(packed, stored), mV[stores[u], None])
             if (offsets[u] < places) & (tid % sharers == 0):
                 if const_expr(self.layout.is_tiled and len(rule) > 2):
                     scale = select(insides[u], scale, Uint32(0))
                 mS[offsets[u]] = Uint8(scale)  # padding: of zeros, so 0
+
+    def with_pairs(self, place):
+        """A place of the thread block's, such that neighbours have a transform's two blocks."""
+        stride = self.layout.column_stride
+        if self.kind(0).blocks == 1 or stride == 1:
+            return place
+        return place // (2 * stride) * (2 * stride) + place % 2 * stride + place // 2 % stride
+
+    @cute.jit
+    def stored_as(self, block, cols, tiles):
+        """Which block of row-major values lies where this one's do: itself, or that in tiles."""
+        number = block
+        if tiles:
+            # 32 bits: a GPU's memory does not hold the elements of more blocks.
+            row = Uint32(block) // Uint32(cols)
+            top, chunk = in_tiles_of_values(row, Uint32(block) - row * Uint32(cols))
+            number = Int64(top) * cols + Int64(chunk)
+        return number
 
 
 CHUNKS = 8  # of 16 bytes, that a row of shared memory's banks holds
@@ -321,6 +345,11 @@ class Output:
     transpose: bool = False  # values and scales are written transposed; not with "row"
 
     @property
+    def ends_rows(self) -> bool:
+        """Whether blocks lie along rows of the result."""
+        return self.blocks != "column" or self.transpose
+
+    @property
     def per_column(self) -> int:
         """How many codes of a column a byte holds."""
         return self.format.codes_per_byte if self.blocks == "column" or self.transpose else 1
@@ -385,15 +414,14 @@ class Tiled(Kernel):
             ((0, -4), (-4, -3), (-3, -2)) if self.is_both else ((0, -3), (-3, -2), (-2, -1))
         )
         self.extents = [[4, [0, *m]], [4, [0, *k]]]
-        # Tiles of scales are padded below x, and who is there writes the padding.
-        column = any(result.blocks == "column" for result in self.results)
-        self.pad = max(
-            self.tile.down, self.layout.tile[1] if column and self.layout.is_tiled else 1
-        )
-        cols = self.tile.cols // (BLOCK if self.is_both else 1)
-        self.grid = [[0, 0, *k, cols], [0, 0, *m, self.pad], [0, 0, *lead, 1]]
-        if self.pad > self.tile.down:
-            self.grid.append([0, -1, self.pad // self.tile.down, 0, 1])
+        # Tiles of scales are padded below and beside x, and who is there writes the padding.
+        down, across = self.padding()
+        self.pad = max(self.tile.down, down), max(self.tile.cols, across)
+        cols = self.pad[1] // (BLOCK if self.is_both else 1)
+        self.grid = [[0, 0, *k, cols], [0, 0, *m, self.pad[0]], [0, 0, *lead, 1]]
+        beyond = self.pad[0] // self.tile.down * (self.pad[1] // self.tile.cols)
+        if beyond > 1:
+            self.grid.append([0, -1, beyond, 0, 1])
         # The aligned entry loads whole vectors, which must not straddle rows.
         self.divide = [] if self.is_both else [[0, -2, -1, self.vector]]
 
@@ -429,13 +457,24 @@ class Tiled(Kernel):
             result: cutlass.Constexpr = self.results[o]
             values, scales, (sS, sV) = pointers[1 + 2 * o], pointers[2 + 2 * o], staged[o]
             if const_expr(self.is_staged(result)):
-                self.store_lines(sV, values, result, at, tid, blocks_m, k)
+                tiles = self.of_result(scalars, o).get("value_tiles")
+                self.store_lines(sV, values, tiles, result, at, tid, blocks_m, k)
             elif const_expr(sV is not None):
                 self.store_unaligned(sV, values, at, blocks_m, k)
             # The two results' scales are written by other threads, as far as they go.
             thread = (tid + self.tile.threads - first) % self.tile.threads
             self.store_scales(sS, scales, result, at, thread, blocks_m, k)
             first += cute.size(sS) // 4
+
+    def padding(self) -> tuple[int, int]:
+        """What x's blocks of rows, and its columns, are padded to for tiles of scales."""
+        rows, cols = self.layout.pad
+        each = [
+            (rows // BLOCK, cols * BLOCK) if result.blocks == "row" else (cols, rows)
+            for result in self.results
+            if self.layout.is_tiled
+        ]
+        return max((down for down, _ in each), default=1), max((k for _, k in each), default=1)
 
     def shared_memory(self, result: Output):
         """For scales, as they will lie (column first), and for values, or None."""
@@ -470,8 +509,9 @@ class Tiled(Kernel):
     def place(self, blocks_m, k):
         """(batch, row, column) of this thread block's tile."""
         bid, _, _ = cute.arch.block_idx()
-        tiles_m = (blocks_m + self.pad - 1) // self.pad * (self.pad // self.tile.down)
-        tiles_k = (k + self.tile.cols - 1) // self.tile.cols
+        down, across = self.pad
+        tiles_m = (blocks_m + down - 1) // down * (down // self.tile.down)
+        tiles_k = (k + across - 1) // across * (across // self.tile.cols)
         return place_of(bid, tiles_m, tiles_k, self.tile.band)
 
     def lane(self, tid) -> tuple:
@@ -756,18 +796,18 @@ class Tiled(Kernel):
         return Lines(*sides, *((self.vector, 1) if result.transpose else (self.rows, 2)))
 
     @cute.jit
-    def store_lines(self, sV, values, result: cutlass.Constexpr, at, tid, blocks_m, k):
+    def store_lines(self, sV, values, tiles, result: cutlass.Constexpr, at, tid, blocks_m, k):
         """From shared memory to where each line is a row, 16 bytes a thread and step."""
         if const_expr(self.aligned):
-            self.copy_lines(sV, values, result, at, tid, blocks_m, k)
+            self.copy_lines(sV, values, tiles, result, at, tid, blocks_m, k)
         elif values.toint() % 16 == 0:
             aligned = with_alignment(values, Uint8, 16)
-            self.copy_lines(sV, aligned, result, at, tid, blocks_m, k)
+            self.copy_lines(sV, aligned, tiles, result, at, tid, blocks_m, k)
         else:
-            self.copy_lines(sV, values, result, at, tid, blocks_m, k)
+            self.copy_lines(sV, values, tiles, result, at, tid, blocks_m, k)
 
     @cute.jit
-    def copy_lines(self, sV, values, result: cutlass.Constexpr, at, tid, blocks_m, k):
+    def copy_lines(self, sV, values, tiles, result: cutlass.Constexpr, at, tid, blocks_m, k):
         batch, tile_r, tile_c = at
         rows, cols = blocks_m * (BLOCK // result.per_column), k // result.per_row
         if const_expr(result.transpose):
@@ -785,7 +825,12 @@ class Tiled(Kernel):
             if (row < rows) & (col < cols):
                 rV = cute.make_rmem_tensor(16, Uint8)
                 cute.autovec_copy(chunks[line, chunk ^ lines.key(line), None], rV)
-                cute.autovec_copy(rV, mV[Int64(batch) * rows + row, col // 16, None])
+                top, number = row, col // 16
+                if const_expr(self.tiles_values and result.ends_rows):
+                    number = Int64(number)
+                    if tiles != Int32(0):
+                        top, number = in_tiles_of_values(top, number)
+                cute.autovec_copy(rV, mV[Int64(batch) * rows + top, number, None])
 
     @cute.jit
     def store_scales(self, sS, scales, result: cutlass.Constexpr, at, thread, blocks_m, k):
@@ -822,7 +867,12 @@ class Tiled(Kernel):
                 if const_expr(self.layout.is_tiled and takes_zero_scale(result.format)):
                     self.clear_padding(four, row, col, rows, cols)
                 mS = cute.make_tensor(scales + offset, cute.make_layout(unit))
-                if whole:
+                stride: cutlass.Constexpr = self.layout.column_stride
+                if const_expr(stride > 1):  # the bytes between are of other rows and columns
+                    spread = cute.make_tensor(mS.iterator, cute.make_layout(unit, stride=stride))
+                    for c in range_constexpr(unit):
+                        spread[c] = four[c]
+                elif whole:
                     if const_expr(unit == 4):
                         word = with_alignment(mS.iterator, Uint32, 4)
                         to = cute.make_tensor(word, cute.make_layout(1))

@@ -76,7 +76,8 @@ class TreatedTiled(Blocks, Tiled):
             if const_expr(self.is_padded(result)):
                 self.store_unaligned(sV, values, at, blocks_m, k)
             else:
-                self.store_lines(sV, values, result, at, tid, blocks_m, k)
+                tiles = self.of_result(scalars, o).get("value_tiles")
+                self.store_lines(sV, values, tiles, result, at, tid, blocks_m, k)
             thread = (tid + self.threads - ahead) % self.threads
             self.store_scales(sS, scales, result, at, thread, blocks_m, k)
             ahead += cute.size(sS) // 4

@@ -18,7 +18,6 @@ from jax_mx.kernels.flydsl.kernel import (
     Kernel,
     Strip,
     as_int64,
-    column_stride,
     composite,
     exchange,
     load_byte,
@@ -314,7 +313,7 @@ class Tiled(Dequantize):
     def word_of_tiles(self, scales, batch, row, col, rows, cols):
         """Four neighbours of a row of the scales' matrix, in tiles."""
         offset = offset_in_tiles(self.layout, batch, row, col, rows, cols)
-        stride = column_stride(self.layout)
+        stride = self.layout.column_stride
         if stride == 1:
             return load_words(scales, offset, 1, self.align[1])[0]
         return load_bytes(scales, [offset + Int64(stride * c) for c in range(4)])[0]

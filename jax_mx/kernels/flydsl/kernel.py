@@ -105,13 +105,6 @@ def offset_in_tile(layout: ScaleLayout, row, col):
     return offset
 
 
-def column_stride(layout: ScaleLayout) -> int:
-    """How far apart two neighbouring columns lie in a tile, but for the edge of a digit."""
-    sizes = (*layout.row_digits, *layout.col_digits)
-    faster = layout.order[layout.order.index(len(sizes) - 1) + 1 :]
-    return math.prod(sizes[place] for place in faster)
-
-
 def tiles_of(layout: ScaleLayout, rows, cols) -> tuple:
     """How many tiles there are across either direction, with the padding."""
     return tuple(

@@ -13,7 +13,6 @@ from jax_mx.kernels.flydsl.kernel import (
     WAVE,
     Kernel,
     as_int64,
-    column_stride,
     composite,
     exchange,
     halved,
@@ -391,7 +390,7 @@ class Tiled(Kernel):
             if const_expr(self.layout.is_tiled):  # the grid is that of the padding
                 layout: fx.Constexpr = self.layout
                 offset = offset_in_tiles(layout, batch, row, col, rows, cols)
-                stride: fx.Constexpr = column_stride(layout)
+                stride: fx.Constexpr = layout.column_stride
                 if const_expr(stride == 1):
                     store_words(scales, offset, [word], self.align[-1])
                 else:  # the bytes between belong to other tiles
