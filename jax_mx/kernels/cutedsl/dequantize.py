@@ -192,9 +192,10 @@ def tiling(
                        (8, 1, 8, 64) 367, 488. f32 (4, 2, 8) 550; (4, 1, 8) 559.
                        Kept (4, 2, 8, 64) 311, 442, tiles 306, 415; (4, 1, 8, 64) 316, 458
     square_transposed  bf16 (4, 2, 8, 64) 308, 439; band 1 318, 450
-    unaligned rows     (8, 4128, 2881) and (8, 7168, 7165), 2026-11-22: second, of `Shifted` by
-                       its columns in warps, bf16 1 86.4, 354; 2 90.6, 394; two blocks of rows 106,
-                       421; f32 1 134, 570; 2 128, 541. By way of shared memory, and words, 106, 419
+    unaligned rows     (8, 4128, 2881) and (8, 7168, 7165), 2026-11-22: second, across of `Shifted`,
+                       bf16 1 76.0, 321; 2 79.7, 331; 3 103, 423; two blocks of rows a lane, 106,
+                       421. f32 1 131, 561; 2 128, 546; 3 124, 530. With floats that go through
+                       shared memory and are written by words, bf16 106, 419; f32 139, 601
 
     Transposed floats that pass through shared memory as floats, not as codes: 329, 469; 346, 503.
     """
@@ -203,7 +204,7 @@ def tiling(
         narrow = short and how.blocks == "row" and not layout.is_tiled and not kept
         return Tiling(4, 1 if narrow else 2, band=64)
     if not how.transpose and how.blocks == "column" and not aligned:
-        return Tiling(1, 1 if short else 2)
+        return Tiling(1, 1 if short else 3)
     if not short:
         return Tiling(8, depth=4)
     if not how.transpose:
@@ -488,34 +489,35 @@ class Shifted(Matrix):
 
         first, step = top // self.per_byte * cols + left, n // self.per_byte
         codes = [values.toint() + (first + Int64(cols) * (step * i)) for i in range(BLOCK // n)]
-        at = batch, block, left, rows // BLOCK, cols
         if const_expr(self.layout.is_tiled):
-            scale = self.gather_scales(scales, *at)
+            gathered = self.gather_scales(scales, batch, block, tile_c, tid, rows // BLOCK, cols)
             words = self.load(codes, left, near, cols)
+            found = self.shared_scales(gathered, tid, left - tile_c * self.wide + n)
         else:
             where = (Int64(batch) * (rows // BLOCK) + block) * cols + left
             words = self.load([*codes, scales.toint() + where], left, near, cols)
-            scale = [words[j // 4, BLOCK // n] >> Uint32(j % 4 * 8) for j in range(n)]
+            found = [words[w, BLOCK // n] for w in range(n // 4)]
+        scale = [found[j // 4] >> Uint32(j % 4 * 8) for j in range(n)]
         factors = [convert.factor_of(scale[j] & Uint32(255)) for j in range(n)]
-        found = []
+        floats = []
         for i in range_constexpr(BLOCK // n):
             row = [words[w, i] for w in range(n // 4)]
             if const_expr(self.per_byte > 1):  # a byte holds two rows, of which one is this lane's
                 both = [convert.unpack_nibbles(word) for word in row]
                 row = [select(warp % 2 != 0, upper, lower) for lower, upper in both]
             codes_of_row = fragment(row, "bytes")
-            found.append(dequantized(codes_of_row, factors, self.formats[0], self.dtype))
+            floats.append(dequantized(codes_of_row, factors, self.formats[0], self.dtype))
         rows_of_y = [y + (top * cols + left + Int64(cols) * (n * i)) for i in range(BLOCK // n)]
         if (left >= 0) & (left + n <= cols):
             for i in range_constexpr(BLOCK // n):
                 to = with_alignment(rows_of_y[i], convert.INPUT[self.dtype], 16)
-                cute.autovec_copy(found[i], cute.make_tensor(to, cute.make_layout(n)))
+                cute.autovec_copy(floats[i], cute.make_tensor(to, cute.make_layout(n)))
         else:
             for i in range_constexpr(BLOCK // n):
                 mY = cute.make_tensor(rows_of_y[i], cute.make_layout(n))
                 for j in range_constexpr(n):
                     if (left + j >= 0) & (left + j < cols):
-                        mY[j] = found[i][j]
+                        mY[j] = floats[i][j]
 
     @cute.jit
     def load(self, addresses, left, near, cols):
@@ -543,16 +545,35 @@ class Shifted(Matrix):
         return words
 
     @cute.jit
-    def gather_scales(self, scales, batch, block, left, blocks, cols):
-        """Those of a block of each column, from tiles; a word each, or loads would wait."""
-        found = cute.make_rmem_tensor(self.vector, Uint32)
+    def gather_scales(self, scales, batch, block, tile_c, tid, blocks, cols):
+        """A thread's share of a block's scales in tiles, from a vector before the tile on."""
+        steps: cutlass.Constexpr = -(-(self.wide + self.vector) // self.threads)
+        found = cute.make_rmem_tensor(steps, Uint32)
         found.fill(Uint32(0))
         mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
-        for j in range_constexpr(self.vector):
-            if (left + j >= 0) & (left + j < cols):
-                offset, _ = offset_in_tiles(self.layout, batch, left + j, block, cols, blocks)
-                found[j] = Uint32(mS[offset])
+        for step in range_constexpr(steps):
+            index = step * self.threads + tid
+            col = tile_c * self.wide - self.vector + index
+            if (index < self.wide + self.vector) & (col >= 0) & (col < cols):
+                offset, _ = offset_in_tiles(self.layout, batch, col, block, cols, blocks)
+                found[step] = Uint32(mS[offset])
         return found
+
+    @cute.jit
+    def shared_scales(self, gathered, tid, start):
+        """The words of a vector of all threads' shares, from number `start` on."""
+        n: cutlass.Constexpr = self.vector
+        sS = cute.arch.alloc_smem(Uint8, self.wide + 2 * n, alignment=16)
+        staged = cute.make_tensor(sS, cute.make_layout(self.wide + n))
+        for step in range_constexpr(cute.size(gathered)):
+            index = step * self.threads + tid
+            if index < self.wide + n:
+                staged[index] = Uint8(gathered[step])
+        cute.arch.sync_threads()
+        around = cute.make_rmem_tensor((n, 2), Uint8)
+        for v in range_constexpr(2):
+            cute.autovec_copy(aligned_bytes(sS, start // n * n + v * n, n), around[None, v])
+        return convert.shifted(words_of(around), Uint32(start))
 
 
 class Tiled(Matrix):
