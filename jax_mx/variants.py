@@ -94,10 +94,6 @@ ARCHS: Mapping[str, tuple[str, ...]] = {
     "flydsl": ("gfx942", "gfx950"),
 }
 
-# The layouts of scales that kernels write and read, AMD's last; and those of values that quantize's
-# write, where scales are in one of these. XLA moves values of others.
-_SCALE_LAYOUTS = ("row_major", "blocked_128x4", "shuffled_32x8")
-
 
 def scale_layouts_of(implementation: str, formats: Sequence[Format]) -> tuple[str, ...]:
     """The layouts of scales that kernels of these formats write and read.
@@ -105,19 +101,22 @@ def scale_layouts_of(implementation: str, formats: Sequence[Format]) -> tuple[st
     AMD's would make NVIDIA's binaries half as large again, so there they serve MXFP4 alone: for
     weights that are quantized ahead, on whatever is at hand.
     """
-    all_of_them = implementation == "flydsl" or {*formats} == {MXFP4_E2M1}
-    return _SCALE_LAYOUTS if all_of_them else _SCALE_LAYOUTS[:-1]
+    everywhere = ("row_major", "blocked_128x4")
+    if implementation == "flydsl" or {*formats} == {MXFP4_E2M1}:
+        return (*everywhere, "shuffled_32x8")
+    return everywhere
 
 
 def value_layouts_of(implementation: str, scale_layout: str) -> tuple[str, ...]:
-    """The layouts of values that quantize's kernels write, beside scales in this one.
+    """The layouts of values that quantize's kernels write beside these scales; XLA moves others.
 
     NVIDIA's choose at run time only in the entries for AMD's scales: that choice made others slower
     (H200, (8, 7168, 7168), 2026-11-22, MXFP4: last, in tiles 257 -> 269 us, both 298 -> 304,
     second_transposed with h16 365 -> 387).
     """
-    chosen = implementation == "flydsl" or scale_layout == "shuffled_32x8"
-    return ("row_major", "shuffled_16x16") if chosen else ("row_major",)
+    if implementation == "flydsl" or (implementation, scale_layout) == ("cutedsl", "shuffled_32x8"):
+        return ("row_major", "shuffled_16x16")
+    return ("row_major",)
 
 
 # (op, form, how many quantized arrays) of every kernel.
@@ -222,11 +221,6 @@ def choose(plan: Plan, implementation: str) -> Variant:
             for f in plan.formats
         ),
         ("dtype", plan.dtype.name, {v.dtype for v in mine}),
-        (
-            f"{plan.format.name} and scale_layout",
-            plan.scale_layout.name,
-            {*scale_layouts_of(implementation, plan.formats)},
-        ),
     ):
         if value not in have:
             raise NotImplementedError(
@@ -236,7 +230,14 @@ def choose(plan: Plan, implementation: str) -> Variant:
             )
     same = {v.dtype: v for v in mine if v.formats == plan.formats}
     if plan.dtype.name in same:
-        return same[plan.dtype.name]
+        variant, layout = same[plan.dtype.name], plan.scale_layout.name
+        if layout not in layouts_of(variant):
+            raise NotImplementedError(
+                f"{plan.op}: {implementation} has no kernel for {plan.format.name} and "
+                f"scale_layout {layout}, only for {', '.join(sorted(layouts_of(variant)))}; 'xla' "
+                "serves it"
+            )
+        return variant
     what = f"{' and '.join(format.name for format in plan.formats)} in one call"
     if same:
         what = f"{plan.format.name} and dtype {plan.dtype.name}, only for {', '.join(sorted(same))}"

@@ -383,7 +383,7 @@ def plain_and_shuffled(**options):
     ids=str,
 )
 def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
-    """Jitted, mapped, sharded; also where the kernel writes rows, as NVIDIA's do."""
+    """Jitted, mapped, sharded; also where the kernel writes rows, as most of NVIDIA's do."""
     if not writes:
         monkeypatch.setattr(variants, "value_layouts_of", lambda *_: ("row_major",))
         jax.clear_caches()

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 from conftest import arch_here
-from helpers import bytes_of, fitting, op_of, random_bits
+from helpers import TILES, bytes_of, fitting, in_tiles, op_of, random_bits
 
 from jax_mx.formats import MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3
-from jax_mx.variants import VARIANTS, layouts_of
+from jax_mx.variants import VARIANTS, layouts_of, value_layouts_of
 
 TOOLS = {
     "memcheck": ("--leak-check", "no"),
@@ -37,7 +37,7 @@ SAMPLE = [
 ] + [v for v in CUTEDSL if v.words and v.dtype == "bfloat16"]
 SHAPES = {  # by how a form begins: tails of every tile; rows that 16 bytes do not divide
     "last": ((2, 160, 288), (1, 65, 96)),
-    "second": ((2, 160, 288), (1, 96, 65)),
+    "second": ((2, 160, 288), (1, 96, 65), (2, 64, 521)),
     "both": ((2, 160, 288),),
     "square": ((2, 160, 288),),
 }
@@ -69,8 +69,11 @@ def main() -> None:
     cpu, kernel, ran = jax.devices("cpu")[0], "cutedsl", 0
     for variant in SAMPLE:
         for layout in layouts_of(variant):
-            make, op = op_of(variant, scale_layout=layout)
-            for shape in SHAPES[variant.form.removesuffix("_transposed")]:
+            cases = [({}, shape) for shape in SHAPES[variant.form.removesuffix("_transposed")]]
+            if len(value_layouts_of(kernel, layout)) > 1:
+                cases += [(how, TILES[0]) for how in in_tiles(variant)[-1:]]
+            for how, shape in cases:
+                make, op = op_of(variant, scale_layout=layout, **how)
                 x = random_bits(fitting(variant, shape), variant.dtype)
                 with jax.default_device(cpu):
                     operand = jax.tree.map(np.asarray, make(jax.numpy.asarray(x)))

@@ -1,8 +1,8 @@
 """MX dequantize on NVIDIA, in CuTeDSL. Matches reference.dequantize bit for bit.
 
 The same two ways to cut the work as quantize.py: `Flat` for blocks along the last axis, `Tiled` for
-all that knows rows; and `Turned` for what is transposed. Scales are read where they lie, a byte for
-many elements.
+all that knows rows; `Turned` for what is transposed, and `Shifted` for rows that lie anywhere.
+Scales are read where they lie, a byte for many elements.
 """
 
 import dataclasses
@@ -465,7 +465,9 @@ class Shifted(Matrix):
         """A block's rows; a warp has every `vector`-th of them."""
         self.vector = 16 // self.itemsize
         self.rows, self.wide = BLOCK, 32 * self.vector * self.tile.across
-        self.cols = self.wide - self.vector  # so that what precedes the first vector has room
+        # Tiles are `wide` apart. As a row begins within a vector, it may have one more of them, and
+        # this is what the launch rule divides its length by.
+        self.cols = self.wide - self.vector
         self.threads = self.wide
         self.elements_per_thread = BLOCK
 
@@ -577,7 +579,11 @@ class Shifted(Matrix):
 
 
 class Tiled(Matrix):
-    """Codes that lie as (batch, R, C) -> floats that lie so; if unaligned, as (batch, C, R)."""
+    """Codes that lie as (batch, R, C) -> floats that lie so.
+
+    If unaligned, of square blocks (whose rows are aligned where the array is, so that this is rare,
+    and not tuned), or -> floats that lie as (batch, C, R).
+    """
 
     def cut(self) -> None:
         """A lane has `depth` rows of a vector, a warp is 128 codes wide."""

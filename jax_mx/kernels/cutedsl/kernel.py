@@ -95,11 +95,18 @@ def load(source, target, kept: bool) -> None:
 
 
 def store(source, target, kept: bool) -> None:
-    """From registers to global memory, as `load`."""
+    """From registers to global memory, as `load`; also one byte, or two."""
     if not kept:
         cute.autovec_copy(source, target)
         return
-    words, address = cute.recast_tensor(source, Uint32), target.iterator.toint()
+    address = target.iterator.toint()
+    if source.element_type is Uint8 and cute.size(source) < 4:
+        word = Uint32(source[0])
+        if cute.size(source) == 2:
+            word = word | Uint32(source[1]) << Uint32(8)
+        _store_kept(address, [word], 8 * cute.size(source))
+        return
+    words = cute.recast_tensor(source, Uint32)
     for first, count in _vectors(cute.size(words)):
         _store_kept(address + 4 * first, [words[first + i] for i in range(count)])
 
@@ -129,10 +136,10 @@ def _load_kept(address: Int64, count: int, *, loc=None, ip=None) -> list:
 
 
 @dsl_user_op
-def _store_kept(address: Int64, words: list, *, loc=None, ip=None) -> None:
+def _store_kept(address: Int64, words: list, bits: int = 32, *, loc=None, ip=None) -> None:
     vector, names = _list([f"{{$r{1 + i}}}" for i in range(len(words))])
     cute.arch.inline_ptx(
-        f"{_KEPT} st.global.L2::cache_hint{vector}.b32 [{{$r0}}], {names}, kept; }}",
+        f"{_KEPT} st.global.L2::cache_hint{vector}.b{bits} [{{$r0}}], {names}, kept; }}",
         read_only_args=[address, *words],
         loc=loc,
         ip=ip,
