@@ -86,7 +86,7 @@ def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):
 
 
 # ---- counting instructions ---
-def paths(*lines):
+def paths(*lines, trips=0):
     """(shortest, longest, loops) of a program in nvdisasm's words, but that BRA names a line."""
     sass = pytest.importorskip("jax_mx.kernels.cutedsl.sass")
     base, program = 0x120, []
@@ -97,7 +97,7 @@ def paths(*lines):
             operands = ",".join([*conditions, hex(base + 16 * int(target))])
         program.append({"opcode": opcode, "operands": operands})
         program[-1] |= {"predicate": predicate} if predicate else {}
-    found = sass._count(program, base)
+    found = sass._count(program, base, trips)
     return found and tuple(found[name] for name in ("shortest", "longest", "loops"))
 
 
@@ -114,6 +114,14 @@ def test_paths_through_a_kernel():
     assert paths("BRA.U UP0,2", "MOV", "EXIT") == (2, 3, 0)
     assert paths("BRA.DIV UR4,3", "MOV", "EXIT", "MOV", "MOV", "BRA 1") == (3, 3, 0)
     assert paths("MOV", "CALL.REL.NOINC 0x40", "EXIT") is None
+
+
+def test_a_loops_body_counts_as_often_as_it_runs():
+    assert paths("MOV", "MOV", "@P0 BRA 1", "EXIT", trips=3) == (8, 8, 0)
+    # The longer way is the one around the loop; the least stores more, in one piece.
+    program = "@P0 BRA 5", "MOV", "STG.E.U8", "@P1 BRA 1", "EXIT", "STG.E", "EXIT"
+    assert paths(*program, trips=2) == (3, 8, 0)
+    assert paths("MOV", "EXIT", trips=2) == (2, 2, 0)
 
 
 def test_a_loops_body_counts_once():

@@ -214,10 +214,11 @@ def _count_instructions(done: dict[tuple[Variant, str], tuple[bytes, dict]], poo
     batches: dict[str, list[tuple[Variant, str]]] = {}
     for variant, arch in done:
         batches.setdefault(arch, []).append((variant, arch))
-    futures = {
-        pool.submit(_backend(jobs[0][0]).count_instructions, [done[j][0] for j in jobs], arch): jobs
-        for arch, jobs in batches.items()
-    }
+    futures = {}
+    for arch, jobs in batches.items():
+        trips = [{e["symbol"]: e["usage"]["trips"] for e in entries_of(done[j][1])} for j in jobs]
+        what = _backend(jobs[0][0]).count_instructions, [done[j][0] for j in jobs], arch, trips
+        futures[pool.submit(*what)] = jobs
     for future, jobs in futures.items():
         for job, counts in zip(jobs, future.result(), strict=True):
             facts = done[job][1]

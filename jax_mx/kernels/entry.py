@@ -23,6 +23,7 @@ class Entry:
       threads: of a workgroup.
       grid: terms (axis, buffer, from, to, divisor).
       elements_per_thread: for the build's report.
+      trips: the most that a loop in it makes; 0 where there is none.
     """
 
     # Of a result, see `Plan.params`.
@@ -38,6 +39,7 @@ class Entry:
     float_first = True
     extents: Sequence = ()
     divide: Sequence = ()
+    trips = 0
     threads: int
     grid: Sequence
     elements_per_thread: int
@@ -120,7 +122,8 @@ def launches(
         found[name] = {"scalars": entries[0].scalars, "entries": []}
         for entry in entries:
             symbol = next(symbols)
-            facts = {**usage[symbol], "elements_per_thread": entry.elements_per_thread}
+            own = {"elements_per_thread": entry.elements_per_thread, "trips": entry.trips}
+            facts = {**usage[symbol], **own}
             if tuple(threads := facts.pop("threads")) != (entry.threads, 1, 1):
                 raise RuntimeError(f"{symbol}: compiled for {threads} threads")
             found[name]["entries"].append({"symbol": symbol, **entry.launch, "usage": facts})

@@ -8,18 +8,19 @@ from graphlib import CycleError, TopologicalSorter
 Counts = dict[str, int]
 
 
-def count(follow: Sequence[set[int] | None], moved: Sequence[int]) -> Counts | None:
+def count(follow: Sequence[set[int] | None], moved: Sequence[int], trips: int = 0) -> Counts | None:
     """The longest and the shortest path through a kernel.
 
     "longest" is the longest path from entry to exit, an upper bound for all waves whose threads do
     not part over an if and its else. "shortest" is the shortest of the paths that move the most
-    bytes: the least that a wave issues which has all its elements. A loop's body counts once: where
-    "loops", the counts are those of one trip.
+    bytes: the least that a wave issues which has all its elements. A loop's body counts `trips`
+    times; where these are not known, once, and "loops" says so.
 
     Args:
       follow: by instruction, from the entry on, which ones may be next; one beyond the last stands
         for the exit, and None for no telling.
       moved: by instruction, the bytes that it loads from global memory or stores there.
+      trips: the most that a loop makes; 0 if that is not known, or there is no loop.
 
     Returns:
       None where there is no telling.
@@ -43,10 +44,10 @@ def count(follow: Sequence[set[int] | None], moved: Sequence[int]) -> Counts | N
             order = tuple(TopologicalSorter(graph).static_order())
             break
         except CycleError as error:  # a loop: from here on one node, with all that a trip costs
-            loops = True
+            loops = trips == 0
             head, *rest = body = set(error.args[1])
             for table in (instructions, size):
-                table[head] = sum(table[at] for at in body)
+                table[head] = max(trips, 1) * sum(table[at] for at in body)
             graph[head] = set().union(*(graph[at] for at in body)) - body
             for at in rest:
                 del graph[at]

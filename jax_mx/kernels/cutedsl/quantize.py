@@ -14,6 +14,7 @@ binary holds two entries per scale layout: the first wants aligned operands, the
 """
 
 import dataclasses
+import math
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
@@ -476,12 +477,20 @@ class Tiled(Kernel):
         ]
         return max((down for down, _ in each), default=1), max((k for _, k in each), default=1)
 
-    def shared_memory(self, result: Output):
-        """For scales, as they will lie (column first), and for values, or None."""
+    @property
+    def trips(self) -> int:
+        """Of the loop in `store_pieces`, where a thread stores bytes."""
+        return max(-(-math.prod(self.scales_shape(r)) // self.threads) for r in self.results)
+
+    def scales_shape(self, result: Output) -> tuple[int, int]:
+        """Of a tile's scales, as they will lie."""
         rows = self.tile.rows // (1 if result.blocks == "row" else BLOCK)
         cols = self.tile.cols // (1 if result.blocks == "column" else BLOCK)
-        if self.is_turned(result):
-            rows, cols = cols, rows
+        return (cols, rows) if self.is_turned(result) else (rows, cols)
+
+    def shared_memory(self, result: Output):
+        """For scales, as they will lie (column first), and for values, or None."""
+        rows, cols = self.scales_shape(result)
         sS = cute.make_tensor(
             cute.arch.alloc_smem(Uint8, rows * cols, alignment=16), cute.make_layout((cols, rows))
         )

@@ -19,10 +19,13 @@ OPAQUE = {"BRX", "BRXU", "CALL", "JMP", "JMX", "JMXU", "RET"}
 BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
-def count_instructions(images: Sequence[bytes], arch: str) -> list[dict[str, paths.Counts | None]]:
+def count_instructions(
+    images: Sequence[bytes], arch: str, trips: Sequence[Mapping[str, int]]
+) -> list[dict[str, paths.Counts | None]]:
     """Per image and kernel of it, how many instructions a warp issues, see `paths.count`.
 
-    One run of nvdisasm serves all images: its start takes 0.3 s, a kernel 20 ms.
+    `trips` are those of each image's kernels. One run of nvdisasm serves all images: it takes 0.3 s
+    to start, and 20 ms a kernel.
     """
     from elftools.elf.elffile import ELFFile
 
@@ -38,17 +41,21 @@ def count_instructions(images: Sequence[bytes], arch: str) -> list[dict[str, pat
     instructions = _disassemble(bytes(code), arch)
     return [
         {
-            kernel: _count(instructions[start // INSTRUCTION : end // INSTRUCTION], start)
+            kernel: _count(
+                instructions[start // INSTRUCTION : end // INSTRUCTION], start, each[kernel]
+            )
             for kernel, (start, end) in place.items()
         }
-        for place in places
+        for place, each in zip(places, trips, strict=True)
     ]
 
 
-def _count(instructions: Sequence[Mapping[str, Any]], base: int) -> paths.Counts | None:
+def _count(
+    instructions: Sequence[Mapping[str, Any]], base: int, trips: int = 0
+) -> paths.Counts | None:
     """Of a kernel whose code lies at `base`."""
     follow = [_successors(i, at, len(instructions), base) for at, i in enumerate(instructions)]
-    return paths.count(follow, [_bytes_moved(i["opcode"]) for i in instructions])
+    return paths.count(follow, [_bytes_moved(i["opcode"]) for i in instructions], trips)
 
 
 def _disassemble(code: bytes, arch: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ scalars, LDS and branches. An instruction that takes four passes counts as four.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tinygrad.renderer.amd import decode_inst
 
@@ -19,9 +19,11 @@ BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "s
          "ubyte": 1, "sbyte": 1, "byte": 1}  # fmt: skip
 
 
-def count_instructions(images: Sequence[bytes], arch: str) -> list[dict[str, paths.Counts | None]]:
+def count_instructions(
+    images: Sequence[bytes], arch: str, trips: Sequence[Mapping[str, int]]
+) -> list[dict[str, paths.Counts | None]]:
     """Per image and kernel of it, how many instructions a wave issues, see `paths.count`."""
-    del arch  # a code object says it itself
+    del arch, trips  # a code object says the one itself; of the others there are none
     return [
         {name: _count(disassemble(code, name)) for name in code.kernels}
         for code in map(CodeObject, images)
