@@ -122,6 +122,8 @@ def test_a_loops_body_counts_as_often_as_it_runs():
     program = "@P0 BRA 5", "MOV", "STG.E.U8", "@P1 BRA 1", "EXIT", "STG.E", "EXIT"
     assert paths(*program, trips=2) == (3, 8, 0)
     assert paths("MOV", "EXIT", trips=2) == (2, 2, 0)
+    # A branch within: two ways around, each trip takes at most both.
+    assert paths("MOV", "@P0 BRA 3", "MOV", "@P1 BRA 0", "EXIT", trips=3) == (13, 13, 0)
 
 
 def test_a_loops_body_counts_once():

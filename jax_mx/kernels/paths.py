@@ -13,8 +13,8 @@ def count(follow: Sequence[set[int] | None], moved: Sequence[int], trips: int = 
 
     "longest" is the longest path from entry to exit, an upper bound for all waves whose threads do
     not part over an if and its else. "shortest" is the shortest of the paths that move the most
-    bytes: the least that a wave issues which has all its elements. A loop's body counts `trips`
-    times; where these are not known, once, and "loops" says so.
+    bytes: the least that a wave issues which has all its elements. A loop, with all that lies in
+    it, counts `trips` times; where these are not known, once, and "loops" says so.
 
     Args:
       follow: by instruction, from the entry on, which ones may be next; one beyond the last stands
@@ -38,26 +38,32 @@ def count(follow: Sequence[set[int] | None], moved: Sequence[int], trips: int = 
             reached += successors
     instructions = dict.fromkeys(graph, 1) | {end: 0}
     size = {at: moved[at] for at in graph if at != end} | {end: 0}
-    loops = False
+    loops: set[int] = set()
     while True:
         try:
             order = tuple(TopologicalSorter(graph).static_order())
             break
         except CycleError as error:  # a loop: from here on one node, with all that a trip costs
-            loops = trips == 0
             head, *rest = body = set(error.args[1])
+            loops = loops - body | {head}  # a branch in a loop closes it twice
             for table in (instructions, size):
-                table[head] = max(trips, 1) * sum(table[at] for at in body)
+                table[head] = sum(table[at] for at in body)
             graph[head] = set().union(*(graph[at] for at in body)) - body
             for at in rest:
                 del graph[at]
             for at, successors in graph.items():
                 if successors & body:
                     graph[at] = successors - body | {head}
+    for table in (instructions, size):
+        table |= {at: table[at] * max(trips, 1) for at in loops}
     longest: dict[int, int] = {}
     best: dict[int, tuple[int, int]] = {}  # the most bytes, and minus the fewest instructions
     for at in order:  # successors come first, so the entry last
         longest[at] = instructions[at] + max((longest[i] for i in graph[at]), default=0)
         most, fewest = max((best[i] for i in graph[at]), default=(0, 0))
         best[at] = most + size[at], fewest - instructions[at]
-    return {"shortest": -best[order[-1]][1], "longest": longest[order[-1]], "loops": loops}
+    return {
+        "shortest": -best[order[-1]][1],
+        "longest": longest[order[-1]],
+        "loops": bool(loops) and trips == 0,
+    }

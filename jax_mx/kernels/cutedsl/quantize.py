@@ -480,9 +480,9 @@ class Tiled(Kernel):
     @property
     def trips(self) -> int:
         """Of the loop in `store_pieces`, where a thread stores bytes."""
-        return max(-(-math.prod(self.scales_shape(r)) // self.threads) for r in self.results)
+        return max(-(-math.prod(self.staged_shape(r)) // self.threads) for r in self.results)
 
-    def scales_shape(self, result: Output) -> tuple[int, int]:
+    def staged_shape(self, result: Output) -> tuple[int, int]:
         """Of a tile's scales, as they will lie."""
         rows = self.tile.rows // (1 if result.blocks == "row" else BLOCK)
         cols = self.tile.cols // (1 if result.blocks == "column" else BLOCK)
@@ -490,7 +490,7 @@ class Tiled(Kernel):
 
     def shared_memory(self, result: Output):
         """For scales, as they will lie (column first), and for values, or None."""
-        rows, cols = self.scales_shape(result)
+        rows, cols = self.staged_shape(result)
         sS = cute.make_tensor(
             cute.arch.alloc_smem(Uint8, rows * cols, alignment=16), cute.make_layout((cols, rows))
         )
@@ -846,7 +846,7 @@ class Tiled(Kernel):
         """A tile's scales, by words where those lie side by side and aligned, else by bytes.
 
         H200, (8, 4128, 2880), 2026-11-22, whose rows of 90 and 129 scales 4 does not divide: both
-        transposed 98 us, MXFP4 90; 129 and 131 where a thread writes its word's bytes one by one.
+        transposed 99 us, MXFP4 87; 129 and 131 where a thread writes its word's bytes one by one.
         """
         rows = blocks_m * (BLOCK if result.blocks == "row" else 1)
         cols = k if const_expr(result.blocks == "column") else k // BLOCK
