@@ -536,3 +536,39 @@ def round_all(floats: list, dtype: str) -> list:
         return [float_to_bits(value) for value in floats]
     pairs = zip(floats[::2], floats[1::2], strict=True)
     return [round_two(low, high, dtype) for low, high in pairs]
+
+
+def dequantized(words: list, factors: list, format: Format, dtype: str) -> list:
+    """Words of the floats of codes, one a byte, times as many factors, rounded once."""
+    if (format, dtype) == (MXFP4_E2M1, "bfloat16"):  # all products are exact, or overflow
+        bits = [float_to_bits(factor) for factor in factors]
+        pairs = [pair(low, high) for low, high in zip(bits[::2], bits[1::2], strict=True)]
+        values = [two for word in words for two in _unpack_e2m1_to_bf16(word)]
+        return [_multiply_bf16x2(*both) for both in zip(values, pairs, strict=True)]
+    floats = [value for word in words for value in unpack_four(word, format)]
+    return round_all([value * by for value, by in zip(floats, factors, strict=True)], dtype)
+
+
+@dsl_user_op
+def _unpack_e2m1_to_bf16(word: Uint32, *, loc=None, ip=None) -> list:
+    """Two words of the bfloat16 of four codes, one a byte.
+
+    A code times 2^6 + 2^12 has its magnitude where a bfloat16 has its exponent's last bits, and its
+    sign where that has its own: a float times 2^-126.
+    """
+    two = (
+        "prmt.b32 p, {{$r0}}, 0, 0x{select}; mul.lo.u32 p, p, 0x1040; and.b32 p, p, 0x81c081c0; "
+        "mul.rn.bf16x2 {{$w{0}}}, p, t; "
+    )
+    return list(
+        cute.arch.inline_ptx(
+            "{ .reg .b32 p, t; mov.b32 t, 0x7e807e80; "
+            + two.format(0, select=4140)
+            + two.format(1, select=4342)
+            + "}",
+            write_only_types=[Uint32] * 2,
+            read_only_args=[word],
+            loc=loc,
+            ip=ip,
+        )
+    )

@@ -42,12 +42,11 @@ STRIPS = {2: Strip(threads=128, elements=8, unroll=2), 4: Strip(threads=256, ele
 def keeps(variant: Variant) -> bool:
     """Whether codes leave the cache last, see `kernel.load`.
 
-    H200, (8, 7168, 7168) and (65536, 8192), 2026-11-22, in us: second 305 -> 299, 395 -> 389, but
-    last_transposed 312 -> 305, 422 -> 433 and square_transposed 311 -> 302, 421 -> 433. MXFP4
-    second 278 -> 326.
+    H200, (8, 7168, 7168) and (65536, 8192), 2026-11-22, in us: second 305 -> 299, 395 -> 389,
+    last_transposed 310 -> 303, 419 -> 413, square_transposed 308 -> 300, 417 -> 408. MXFP4 second
+    278 -> 326.
     """
-    turned = variant.form in ("last_transposed", "square_transposed")
-    return variant.formats[0].codes_per_byte == 1 and not turned
+    return variant.formats[0].codes_per_byte == 1
 
 
 class Flat(Kernel):
@@ -124,11 +123,8 @@ def expanded(words: list) -> list:
 def dequantized(rV, factors: list, format, dtype: str):
     """A fragment of floats: codes, one a byte, times as many factors, rounded once."""
     rW = cute.recast_tensor(rV, Uint32)
-    floats = [
-        value for i in range(len(factors) // 4) for value in convert.unpack_four(rW[i], format)
-    ]
-    products = [value * factor for value, factor in zip(floats, factors, strict=True)]
-    return fragment(convert.round_all(products, dtype), dtype)
+    words = [rW[w] for w in range(len(factors) // 4)]
+    return fragment(convert.dequantized(words, factors, format, dtype), dtype)
 
 
 def fragment(words: list, dtype: str):
@@ -176,9 +172,7 @@ class Tiling:
     band: int = 1  # how many thread blocks follow each other down before the next ones across
 
 
-def tiling(
-    how: Arrangement, itemsize: int, layout: ScaleLayout, aligned: bool, kept: bool
-) -> Tiling:
+def tiling(how: Arrangement, itemsize: int, aligned: bool, per_byte: int) -> Tiling:
     """The tiling of an entry.
 
     H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21, in us, (down, across, depth, band); tiles
@@ -190,8 +184,15 @@ def tiling(
                        (4, 1, 8, 64) 319, 458. f32 (4, 2, 8) 548; (4, 1, 8) 558
     second_transposed  bf16 (4, 1, 8, 64) 322, 466; (4, 2, 8, 64) 360, 465, tiles 312, 420;
                        (8, 1, 8, 64) 367, 488. f32 (4, 2, 8) 550; (4, 1, 8) 559.
-                       Kept (4, 2, 8, 64) 311, 442, tiles 306, 415; (4, 1, 8, 64) 316, 458
+                       Kept (4, 2, 8, 64) 309, 425, tiles 306, 416; (4, 1, 8, 64) 315, 439;
+                       bands 128 and 256 the same, 32 315, 446; (2, 2) and (2, 4) 336, 495
     square_transposed  bf16 (4, 2, 8, 64) 308, 439; band 1 318, 450
+      MXFP4, 2026-11-22, bf16
+    second             (2, 2, 8) 258, tiles 297; (2, 4, 8) 257, 297; (4, 1, 8) 260, 298
+    last_transposed    (4, 2, 8, 64) 262, 359, tiles 271, 363; (4, 1, 8, 64) 266, 370, 266, 369
+    second_transposed  (4, 1, 8, 64) 319, 431, tiles 298, 399; (4, 2, 8, 64) 348, 463, 313, 430;
+                       (8, 1, 8, 64) 332, 451. Not ahead: 346, 466; (4, 2, 8, 64) 363, 491
+    square_transposed  (4, 1, 8, 64) 277, 394; (4, 2, 8, 64) 286, 397, not ahead 307
     unaligned rows     (8, 4128, 2881) and (8, 7168, 7165), 2026-11-22: second, across of `Shifted`,
                        bf16 1 76.0, 321; 2 79.7, 331; 3 103, 423; two blocks of rows a lane, 106,
                        421. f32 1 131, 561; 2 128, 546; 3 124, 530. With floats that go through
@@ -201,7 +202,7 @@ def tiling(
     """
     short = itemsize == 2
     if how.transpose and aligned:
-        narrow = short and how.blocks == "row" and not layout.is_tiled and not kept
+        narrow = short and how.blocks != "column" and per_byte > 1
         return Tiling(4, 1 if narrow else 2, band=64)
     if not how.transpose and how.blocks == "column" and not aligned:
         return Tiling(1, 1 if short else 3)
@@ -224,7 +225,7 @@ class Matrix(Kernel):
         super().__init__(*entry)
         self.how = ARRANGEMENTS[self.variant.form]
         self.kept = self.aligned and keeps(self.variant)
-        self.tile = tile or tiling(self.how, self.itemsize, self.layout, self.aligned, self.kept)
+        self.tile = tile or tiling(self.how, self.itemsize, self.aligned, self.per_byte)
         self.threads = 32 * self.tile.down * self.tile.across
         self.cut()
         square = self.how.blocks == "square"
@@ -277,7 +278,7 @@ class Matrix(Kernel):
             for i in range_constexpr(depth):
                 if first + i < rows:
                     rP = cute.make_rmem_tensor(n // 2, Uint8)
-                    cute.autovec_copy(mV[top + i, left // n, None], rP)
+                    load(mV[top + i, left // n, None], rP, False, ahead=self.how.transpose)
                     self.put_row(rV, i, rP)
 
     def put_two_rows(self, rV, i: int, rP) -> None:
@@ -422,36 +423,39 @@ class Turned(Matrix):
         codes = cute.make_tensor(
             sV, cute.make_layout((self.cols, height // 16, 16 // n, n), stride=(height, 16, n, 1))
         )
-        mY = by_vector(y, Int64(batch + 1) * cols, rows, n)
-        for step in range_constexpr(self.cols * pieces // self.threads):
-            index = step * self.threads + tid
-            piece, column = index % pieces, index // pieces
-            row = piece * n
-            left, top = tile_c * self.cols + column, tile_r * self.rows + row
-            if (left < cols) & (top < rows):
-                chunk = (row // 16) ^ (column // self.vector % min(8, height // 16))
-                rV = cute.make_rmem_tensor(n, Uint8)
-                cute.autovec_copy(codes[column, chunk, row % 16 // n, None], rV)
-                if const_expr(self.how.blocks == "row"):
-                    rF = cute.make_rmem_tensor(n, cutlass.Float32)
-                    vectors = cute.make_tensor(
-                        sF.iterator,
-                        cute.make_layout(
-                            (self.rows // 4, 4, self.cols // BLOCK), stride=(4, 1, self.rows)
-                        ),
-                    )
-                    for v in range_constexpr(n // 4):
-                        part = cute.make_rmem_tensor(4, cutlass.Float32)
-                        cute.autovec_copy(vectors[row // 4 + v, None, column // BLOCK], part)
-                        for e in range_constexpr(4):
-                            rF[4 * v + e] = part[e]
-                    factors = [rF[i] for i in range(n)]
-                elif const_expr(self.how.blocks == "column"):
-                    factors = [sF[column, row // BLOCK]] * n
-                else:
-                    factors = [sF[column // BLOCK, row // BLOCK]] * n
-                rY = dequantized(rV, factors, self.formats[0], self.dtype)
-                cute.autovec_copy(rY, mY[Int64(batch) * cols + left, top // n, None])
+        down: cutlass.Constexpr = self.threads // pieces  # columns of a step
+        row, line = tid % pieces * n, tid // pieces
+        left, top = tile_c * self.cols + line, tile_r * self.rows + row
+        start = (Int64(batch) * cols + left) * rows + top
+        for step in range_constexpr(self.cols // down):
+            column = line + step * down
+            # Also beyond the array: with only the store in a branch, steps overlap.
+            chunk = (row // 16) ^ (column // self.vector % min(8, height // 16))
+            rV = cute.make_rmem_tensor(n, Uint8)
+            cute.autovec_copy(codes[column, chunk, row % 16 // n, None], rV)
+            if const_expr(self.how.blocks == "row"):
+                rF = cute.make_rmem_tensor(n, cutlass.Float32)
+                vectors = cute.make_tensor(
+                    sF.iterator,
+                    cute.make_layout(
+                        (self.rows // 4, 4, self.cols // BLOCK), stride=(4, 1, self.rows)
+                    ),
+                )
+                for v in range_constexpr(n // 4):
+                    part = cute.make_rmem_tensor(4, cutlass.Float32)
+                    cute.autovec_copy(vectors[row // 4 + v, None, column // BLOCK], part)
+                    for e in range_constexpr(4):
+                        rF[4 * v + e] = part[e]
+                factors = [rF[i] for i in range(n)]
+            elif const_expr(self.how.blocks == "column"):
+                factors = [sF[column, row // BLOCK]] * n
+            else:
+                factors = [sF[column // BLOCK, row // BLOCK]] * n
+            rY = dequantized(rV, factors, self.formats[0], self.dtype)
+            if (left + step * down < cols) & (top < rows):
+                offset = start + Int64(rows) * (step * down)
+                to = with_alignment(y + offset, convert.INPUT[self.dtype], 16)
+                cute.autovec_copy(rY, cute.make_tensor(to, cute.make_layout(n)))
 
 
 class Shifted(Matrix):
@@ -619,6 +623,7 @@ class Tiled(Matrix):
         rS.fill(Uint8(0))
         if inside:
             self.load_scales(scales, rS, batch, first, left, rows, cols)
+        mY = by_vector(y, Int64(batch + 1) * rows, cols, n)
         floats = []  # by row
         for i in range_constexpr(depth):
             if const_expr(self.how.blocks == "column"):
@@ -626,17 +631,18 @@ class Tiled(Matrix):
                     factors = [convert.factor_of(Uint32(rS[j])) for j in range(n)]
             else:
                 factors = [convert.factor_of(Uint32(rS[i]))] * n
-            rW = cute.recast_tensor(rV[None, i], Uint32)
-            codes = [v for w in range(n // 4) for v in convert.unpack_four(rW[w], self.formats[0])]
-            floats.append([v * f for v, f in zip(codes, factors, strict=True)])
+            if const_expr(self.how.transpose):
+                rW = cute.recast_tensor(rV[None, i], Uint32)
+                codes = [
+                    v for w in range(n // 4) for v in convert.unpack_four(rW[w], self.formats[0])
+                ]
+                floats.append([v * f for v, f in zip(codes, factors, strict=True)])
+            else:
+                rY = dequantized(rV[None, i], factors, self.formats[0], self.dtype)
+                if (first + i < rows) & (left < cols):
+                    cute.autovec_copy(rY, mY[Int64(batch) * rows + first + i, left // n, None])
         if const_expr(self.how.transpose):
             self.store_transposed(y, floats, at, row, col, rows, cols)
-        else:
-            mY = by_vector(y, Int64(batch + 1) * rows, cols, n)
-            for i in range_constexpr(depth):
-                if (first + i < rows) & (left < cols):
-                    rY = fragment(convert.round_all(floats[i], self.dtype), self.dtype)
-                    cute.autovec_copy(rY, mY[Int64(batch) * rows + first + i, left // n, None])
 
     # ---- what is read ---
     @cute.jit

@@ -80,17 +80,18 @@ def by_vector(pointer, rows, cols, n: int):
 _KEPT = "{ .reg .b64 kept; createpolicy.fractional.L2::evict_last.b64 kept, 1.0; "
 
 
-def load(source, target, kept: bool) -> None:
+def load(source, target, kept: bool, ahead: bool = False) -> None:
     """From global memory to registers, by vectors; what is `kept` leaves the L2 cache last.
 
-    What is not is as a fragment's elements are aligned; what is, whole words that are aligned.
+    What is not is as a fragment's elements are aligned; what is, whole words that are aligned. So
+    is what is loaded `ahead`: with the 256 bytes around it, which others will want.
     """
-    if not kept:
+    if not (kept or ahead):
         cute.autovec_copy(source, target)
         return
     words, address = cute.recast_tensor(target, Uint32), source.iterator.toint()
     for first, count in _vectors(cute.size(words)):
-        for i, word in enumerate(_load_kept(address + 4 * first, count)):
+        for i, word in enumerate(_load_words(address + 4 * first, count, kept)):
             words[first + i] = word
 
 
@@ -123,10 +124,12 @@ def _list(names: list[str]) -> tuple[str, str]:
 
 
 @dsl_user_op
-def _load_kept(address: Int64, count: int, *, loc=None, ip=None) -> list:
+def _load_words(address: Int64, count: int, kept: bool, *, loc=None, ip=None) -> list:
+    """Either kept or ahead."""
     vector, names = _list([f"{{$w{i}}}" for i in range(count)])
+    begin, how, end = (_KEPT, "cache_hint", ", kept") if kept else ("{", "256B", "")
     found = cute.arch.inline_ptx(
-        f"{_KEPT} ld.global.L2::cache_hint{vector}.b32 {names}, [{{$r0}}], kept; }}",
+        f"{begin} ld.global.L2::{how}{vector}.b32 {names}, [{{$r0}}]{end}; }}",
         write_only_types=[Uint32] * count,
         read_only_args=[address],
         loc=loc,

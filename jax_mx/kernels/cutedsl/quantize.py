@@ -808,15 +808,17 @@ class Tiled(Kernel):
     def store_lines(self, sV, values, tiles, result: cutlass.Constexpr, at, tid, blocks_m, k):
         """From shared memory to where each line is a row, 16 bytes a thread and step."""
         if const_expr(self.aligned):
-            self.copy_lines(sV, values, tiles, result, at, tid, blocks_m, k)
+            self.copy_lines(sV, values, 16, tiles, result, at, tid, blocks_m, k)
         elif values.toint() % 16 == 0:
-            aligned = with_alignment(values, Uint8, 16)
-            self.copy_lines(sV, aligned, tiles, result, at, tid, blocks_m, k)
+            self.copy_lines(sV, values, 16, tiles, result, at, tid, blocks_m, k)
         else:
-            self.copy_lines(sV, values, tiles, result, at, tid, blocks_m, k)
+            self.copy_lines(sV, values, 1, tiles, result, at, tid, blocks_m, k)
 
     @cute.jit
-    def copy_lines(self, sV, values, tiles, result: cutlass.Constexpr, at, tid, blocks_m, k):
+    def copy_lines(
+        self, sV, values, align: cutlass.Constexpr, tiles, result: cutlass.Constexpr, at, tid,
+        blocks_m, k,
+    ):  # fmt: skip
         batch, tile_r, tile_c = at
         rows, cols = blocks_m * (BLOCK // result.per_column), k // result.per_row
         if const_expr(result.transpose):
@@ -826,20 +828,24 @@ class Tiled(Kernel):
         chunks = cute.make_tensor(
             sV, cute.make_layout((lines.count, each, 16), stride=(lines.size, 16, 1))
         )
-        mV = by_vector(values, Int64(batch + 1) * rows, cols, 16)
-        for step in range_constexpr(lines.count * each // self.tile.threads):
-            index = step * self.tile.threads + tid
-            chunk, line = index % each, index // each
-            row, col = tile_r * lines.count + line, tile_c * lines.size + chunk * 16
-            if (row < rows) & (col < cols):
-                rV = cute.make_rmem_tensor(16, Uint8)
-                cute.autovec_copy(chunks[line, chunk ^ lines.key(line), None], rV)
-                top, number = row, col // 16
-                if const_expr(self.tiles_values and result.ends_rows):
-                    number = Int64(number)
-                    if tiles != Int32(0):
-                        top, number = in_tiles_of_values(top, number)
-                cute.autovec_copy(rV, mV[Int64(batch) * rows + top, number, None])
+        down: cutlass.Constexpr = self.tile.threads // each  # lines of a step
+        steps: cutlass.Constexpr = lines.count // down
+        chunk, line = tid % each, tid // each
+        rV = cute.make_rmem_tensor((16, steps), Uint8)
+        for step in range_constexpr(steps):  # all of them before the first store, which is slow
+            at_step = line + step * down
+            cute.autovec_copy(chunks[at_step, chunk ^ lines.key(at_step), None], rV[None, step])
+        row, col = tile_r * lines.count + line, tile_c * lines.size + chunk * 16
+        start = (Int64(batch) * rows + row) * cols + col
+        for step in range_constexpr(steps):
+            offset = start + Int64(cols) * (step * down)
+            if const_expr(self.tiles_values and result.ends_rows):
+                if tiles != Int32(0):
+                    top, number = in_tiles_of_values(row + step * down, Int64(col // 16))
+                    offset = (Int64(batch) * rows + top) * cols + number * 16
+            if (row + step * down < rows) & (col < cols):
+                to = with_alignment(values + offset, Uint8, align)
+                cute.autovec_copy(rV[None, step], cute.make_tensor(to, cute.make_layout(16)))
 
     @cute.jit
     def store_scales(self, sS, scales, result: cutlass.Constexpr, at, thread, blocks_m, k):
