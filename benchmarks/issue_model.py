@@ -49,6 +49,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "quantize_both*_float16_*": "float16 is multiplied in float32, in either direction",
         "quantize_both_bfloat16_mxfp4_*": "a lane's codes are 4 bytes: rows go by shared memory",
         "quantize_both_transposed_*": "tiles: two words of scales a thread, each with a place",
+        "quantize_*_mxfp4_e2m1": "shuffled tiles: scales byte by byte, each with a place",
         "dequantize_last_[bf]*": "tiles: a scale's place for every 8 elements; row-major is met",
         "dequantize_*": "float8 goes by float16 and float32; few elements share a tile's place",
     },

@@ -539,8 +539,16 @@ def round_all(floats: list, dtype: str) -> list:
 
 
 def dequantized(words: list, factors: list, format: Format, dtype: str) -> list:
-    """Words of the floats of codes, one a byte, times as many factors, rounded once."""
-    if (format, dtype) == (MXFP4_E2M1, "bfloat16"):  # all products are exact, or overflow
+    """Words of the floats of codes, one a byte, times as many factors, rounded once.
+
+    Args:
+      words: of codes.
+      factors: floats of `factor_of`: powers of two, or NaN.
+      format: the codes'.
+      dtype: the floats'.
+    """
+    if (format, dtype) == (MXFP4_E2M1, "bfloat16"):
+        # All products are exact, or overflow; those with NaN are 0x7FFF (seen on an H200).
         bits = [float_to_bits(factor) for factor in factors]
         pairs = [pair(low, high) for low, high in zip(bits[::2], bits[1::2], strict=True)]
         values = [two for word in words for two in _unpack_e2m1_to_bf16(word)]
@@ -553,8 +561,8 @@ def dequantized(words: list, factors: list, format: Format, dtype: str) -> list:
 def _unpack_e2m1_to_bf16(word: Uint32, *, loc=None, ip=None) -> list:
     """Two words of the bfloat16 of four codes, one a byte.
 
-    A code times 2^6 + 2^12 has its magnitude where a bfloat16 has its exponent's last bits, and its
-    sign where that has its own: a float times 2^-126.
+    A code times 2^6 + 2^12 has its magnitude where a bfloat16 has its exponent's last bits and its
+    mantissa's first, and its sign where that has its own: a float times 2^-126, which t takes back.
     """
     two = (
         "prmt.b32 p, {{$r0}}, 0, 0x{select}; mul.lo.u32 p, p, 0x1040; and.b32 p, p, 0x81c081c0; "

@@ -43,8 +43,8 @@ def keeps(variant: Variant) -> bool:
     """Whether codes leave the cache last, see `kernel.load`.
 
     H200, (8, 7168, 7168) and (65536, 8192), 2026-11-22, in us: second 305 -> 299, 395 -> 389,
-    last_transposed 310 -> 303, 419 -> 413, square_transposed 308 -> 300, 417 -> 408. MXFP4 second
-    278 -> 326.
+    last_transposed 310 -> 303, 419 -> 413, square_transposed 308 -> 300, 417 -> 408. MXFP4, of an
+    earlier build: second 278 -> 326.
     """
     return variant.formats[0].codes_per_byte == 1
 
@@ -175,30 +175,32 @@ class Tiling:
 def tiling(how: Arrangement, itemsize: int, aligned: bool, per_byte: int) -> Tiling:
     """The tiling of an entry.
 
-    H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21, in us, (down, across, depth, band); tiles
-    are those of scales:
+    H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21 and 22, in us, (down, across, depth,
+    band), not kept if not said to be; tiles are those of scales:
 
     second             bf16 (2, 2, 8) 305, 395; (4, 1, 8) 309, 399; (2, 4, 8) 319, 415;
                        (1, 4, 16) 313, 405. f32 (8, 1, 4) 513; (4, 1, 8) 516
     last_transposed    bf16 (4, 2, 8, 64) 310, 436; band 1 322, 453; (8, 1, 8, 64) 318, 445;
-                       (4, 1, 8, 64) 319, 458. f32 (4, 2, 8) 548; (4, 1, 8) 558
+                       (4, 1, 8, 64) 319, 458. f32 (4, 2, 8) 548; (4, 1, 8) 558.
+                       Kept (4, 2, 8, 64) 303, 413, tiles 304, 413
     second_transposed  bf16 (4, 1, 8, 64) 322, 466; (4, 2, 8, 64) 360, 465, tiles 312, 420;
                        (8, 1, 8, 64) 367, 488. f32 (4, 2, 8) 550; (4, 1, 8) 559.
                        Kept (4, 2, 8, 64) 309, 425, tiles 306, 416; (4, 1, 8, 64) 315, 439;
                        bands 128 and 256 the same, 32 315, 446; (2, 2) and (2, 4) 336, 495
-    square_transposed  bf16 (4, 2, 8, 64) 308, 439; band 1 318, 450
-      MXFP4, 2026-11-22, bf16
-    second             (2, 2, 8) 258, tiles 297; (2, 4, 8) 257, 297; (4, 1, 8) 260, 298
-    last_transposed    (4, 2, 8, 64) 262, 359, tiles 271, 363; (4, 1, 8, 64) 266, 370, 266, 369
-    second_transposed  (4, 1, 8, 64) 319, 431, tiles 298, 399; (4, 2, 8, 64) 348, 463, 313, 430;
-                       (8, 1, 8, 64) 332, 451. Not ahead: 346, 466; (4, 2, 8, 64) 363, 491
-    square_transposed  (4, 1, 8, 64) 277, 394; (4, 2, 8, 64) 286, 397, not ahead 307
+    square_transposed  bf16 (4, 2, 8, 64) 308, 439; band 1 318, 450.
+                       Kept (4, 2, 8, 64) 300, 408
     unaligned rows     (8, 4128, 2881) and (8, 7168, 7165), 2026-11-22: second, across of `Shifted`,
                        bf16 1 76.0, 321; 2 79.7, 331; 3 103, 423; two blocks of rows a lane, 106,
                        421. f32 1 131, 561; 2 128, 546; 3 124, 530. With floats that go through
                        shared memory and are written by words, bf16 106, 419; f32 139, 601
 
     Transposed floats that pass through shared memory as floats, not as codes: 329, 469; 346, 503.
+      MXFP4, 2026-11-22, bf16
+    second             (2, 2, 8) 258, tiles 297; (2, 4, 8) 257, 297; (4, 1, 8) 260, 298
+    last_transposed    (4, 2, 8, 64) 262, 359, tiles 271, 363; (4, 1, 8, 64) 266, 370, 266, 369
+    second_transposed  (4, 1, 8, 64) 319, 431, tiles 298, 399; (4, 2, 8, 64) 348, 463, 313, 430;
+                       (8, 1, 8, 64) 332, 451. Not ahead: 346, 466; (4, 2, 8, 64) 363, 491
+    square_transposed  (4, 1, 8, 64) 277, 394; (4, 2, 8, 64) 286, 397, not ahead 307
     """
     short = itemsize == 2
     if how.transpose and aligned:
@@ -270,7 +272,7 @@ class Matrix(Kernel):
             for i in range_constexpr(depth // 2):
                 if first + 2 * i < rows:
                     rP = cute.make_rmem_tensor(n, Uint8)
-                    cute.autovec_copy(mV[top + i, left // n, None], rP)
+                    load(mV[top + i, left // n, None], rP, self.kept)
                     self.put_two_rows(rV, i, rP)
         else:
             top = Int64(batch) * rows + first
@@ -278,7 +280,7 @@ class Matrix(Kernel):
             for i in range_constexpr(depth):
                 if first + i < rows:
                     rP = cute.make_rmem_tensor(n // 2, Uint8)
-                    load(mV[top + i, left // n, None], rP, False, ahead=self.how.transpose)
+                    load(mV[top + i, left // n, None], rP, self.kept, ahead=self.how.transpose)
                     self.put_row(rV, i, rP)
 
     def put_two_rows(self, rV, i: int, rP) -> None:
@@ -320,7 +322,7 @@ class Turned(Matrix):
     vector = 16
 
     def cut(self) -> None:
-        """A warp has 32 x 128 codes, a lane `depth` rows of a vector."""
+        """A warp has 32 x 128 codes, a lane 8 rows of a vector."""
         self.rows, self.cols = BLOCK * self.tile.down, 128 * self.tile.across
         self.elements_per_thread = 8 * self.vector
 
@@ -423,12 +425,12 @@ class Turned(Matrix):
         codes = cute.make_tensor(
             sV, cute.make_layout((self.cols, height // 16, 16 // n, n), stride=(height, 16, n, 1))
         )
-        down: cutlass.Constexpr = self.threads // pieces  # columns of a step
+        apart: cutlass.Constexpr = self.threads // pieces  # columns of a step
         row, line = tid % pieces * n, tid // pieces
         left, top = tile_c * self.cols + line, tile_r * self.rows + row
         start = (Int64(batch) * cols + left) * rows + top
-        for step in range_constexpr(self.cols // down):
-            column = line + step * down
+        for step in range_constexpr(self.cols // apart):
+            column = line + step * apart
             # Also beyond the array: with only the store in a branch, steps overlap.
             chunk = (row // 16) ^ (column // self.vector % min(8, height // 16))
             rV = cute.make_rmem_tensor(n, Uint8)
@@ -452,8 +454,8 @@ class Turned(Matrix):
             else:
                 factors = [sF[column // BLOCK, row // BLOCK]] * n
             rY = dequantized(rV, factors, self.formats[0], self.dtype)
-            if (left + step * down < cols) & (top < rows):
-                offset = start + Int64(rows) * (step * down)
+            if (left + step * apart < cols) & (top < rows):
+                offset = start + Int64(rows) * (step * apart)
                 to = with_alignment(y + offset, convert.INPUT[self.dtype], 16)
                 cute.autovec_copy(rY, cute.make_tensor(to, cute.make_layout(n)))
 

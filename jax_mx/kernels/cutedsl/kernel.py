@@ -81,10 +81,11 @@ _KEPT = "{ .reg .b64 kept; createpolicy.fractional.L2::evict_last.b64 kept, 1.0;
 
 
 def load(source, target, kept: bool, ahead: bool = False) -> None:
-    """From global memory to registers, by vectors; what is `kept` leaves the L2 cache last.
+    """From global memory to registers, by vectors.
 
-    What is not is as a fragment's elements are aligned; what is, whole words that are aligned. So
-    is what is loaded `ahead`: with the 256 bytes around it, which others will want.
+    What is `kept` leaves the L2 cache last; what is not, but `ahead`, brings the 256 bytes around
+    it there, which others will want. Either is whole words, aligned as their vectors are; the rest
+    as a fragment's elements are.
     """
     if not (kept or ahead):
         cute.autovec_copy(source, target)

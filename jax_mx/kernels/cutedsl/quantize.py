@@ -819,6 +819,7 @@ class Tiled(Kernel):
         self, sV, values, align: cutlass.Constexpr, tiles, result: cutlass.Constexpr, at, tid,
         blocks_m, k,
     ):  # fmt: skip
+        """`align` is that of `values`, 16 or 1; every offset is a multiple of 16."""
         batch, tile_r, tile_c = at
         rows, cols = blocks_m * (BLOCK // result.per_column), k // result.per_row
         if const_expr(result.transpose):
@@ -828,22 +829,22 @@ class Tiled(Kernel):
         chunks = cute.make_tensor(
             sV, cute.make_layout((lines.count, each, 16), stride=(lines.size, 16, 1))
         )
-        down: cutlass.Constexpr = self.tile.threads // each  # lines of a step
-        steps: cutlass.Constexpr = lines.count // down
+        apart: cutlass.Constexpr = self.tile.threads // each  # lines of a step
+        steps: cutlass.Constexpr = lines.count // apart
         chunk, line = tid % each, tid // each
         rV = cute.make_rmem_tensor((16, steps), Uint8)
-        for step in range_constexpr(steps):  # all of them before the first store, which is slow
-            at_step = line + step * down
+        for step in range_constexpr(steps):  # all before the first store, or each would wait
+            at_step = line + step * apart
             cute.autovec_copy(chunks[at_step, chunk ^ lines.key(at_step), None], rV[None, step])
         row, col = tile_r * lines.count + line, tile_c * lines.size + chunk * 16
         start = (Int64(batch) * rows + row) * cols + col
         for step in range_constexpr(steps):
-            offset = start + Int64(cols) * (step * down)
+            offset = start + Int64(cols) * (step * apart)
             if const_expr(self.tiles_values and result.ends_rows):
                 if tiles != Int32(0):
-                    top, number = in_tiles_of_values(row + step * down, Int64(col // 16))
+                    top, number = in_tiles_of_values(row + step * apart, Int64(col // 16))
                     offset = (Int64(batch) * rows + top) * cols + number * 16
-            if (row + step * down < rows) & (col < cols):
+            if (row + step * apart < rows) & (col < cols):
                 to = with_alignment(values + offset, Uint8, align)
                 cute.autovec_copy(rV[None, step], cute.make_tensor(to, cute.make_layout(16)))
 
