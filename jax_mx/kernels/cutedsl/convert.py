@@ -538,6 +538,12 @@ def round_all(floats: list, dtype: str) -> list:
     return [round_two(low, high, dtype) for low, high in pairs]
 
 
+def scaled(words: list, factors: list, format: Format) -> list:
+    """The float32 of codes, one a byte, times as many factors."""
+    floats = [value for word in words for value in unpack_four(word, format)]
+    return [value * by for value, by in zip(floats, factors, strict=True)]
+
+
 def dequantized(words: list, factors: list, format: Format, dtype: str) -> list:
     """Words of the floats of codes, one a byte, times as many factors, rounded once.
 
@@ -553,8 +559,7 @@ def dequantized(words: list, factors: list, format: Format, dtype: str) -> list:
         pairs = [pair(low, high) for low, high in zip(bits[::2], bits[1::2], strict=True)]
         values = [two for word in words for two in _unpack_e2m1_to_bf16(word)]
         return [_multiply_bf16x2(*both) for both in zip(values, pairs, strict=True)]
-    floats = [value for word in words for value in unpack_four(word, format)]
-    return round_all([value * by for value, by in zip(floats, factors, strict=True)], dtype)
+    return round_all(scaled(words, factors, format), dtype)
 
 
 @dsl_user_op

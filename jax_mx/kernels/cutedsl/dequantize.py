@@ -24,7 +24,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     place_of,
     select,
     store_rows,
-    with_alignment,
+    vector_at,
 )
 from jax_mx.kernels.entry import ALL
 from jax_mx.layouts import ScaleLayout
@@ -456,8 +456,7 @@ class Turned(Matrix):
             rY = dequantized(rV, factors, self.formats[0], self.dtype)
             if (left + step * apart < cols) & (top < rows):
                 offset = start + Int64(rows) * (step * apart)
-                to = with_alignment(y + offset, convert.INPUT[self.dtype], 16)
-                cute.autovec_copy(rY, cute.make_tensor(to, cute.make_layout(n)))
+                cute.autovec_copy(rY, vector_at(y + offset, convert.INPUT[self.dtype], 16, n))
 
 
 class Shifted(Matrix):
@@ -518,8 +517,8 @@ class Shifted(Matrix):
         rows_of_y = [y + (top * cols + left + Int64(cols) * (n * i)) for i in range(BLOCK // n)]
         if (left >= 0) & (left + n <= cols):
             for i in range_constexpr(BLOCK // n):
-                to = with_alignment(rows_of_y[i], convert.INPUT[self.dtype], 16)
-                cute.autovec_copy(floats[i], cute.make_tensor(to, cute.make_layout(n)))
+                to = vector_at(rows_of_y[i], convert.INPUT[self.dtype], 16, n)
+                cute.autovec_copy(floats[i], to)
         else:
             for i in range_constexpr(BLOCK // n):
                 mY = cute.make_tensor(rows_of_y[i], cute.make_layout(n))
@@ -634,11 +633,7 @@ class Tiled(Matrix):
             else:
                 factors = [convert.factor_of(Uint32(rS[i]))] * n
             if const_expr(self.how.transpose):
-                rW = cute.recast_tensor(rV[None, i], Uint32)
-                codes = [
-                    v for w in range(n // 4) for v in convert.unpack_four(rW[w], self.formats[0])
-                ]
-                floats.append([v * f for v, f in zip(codes, factors, strict=True)])
+                floats.append(convert.scaled(words_of(rV[None, i]), factors, self.formats[0]))
             else:
                 rY = dequantized(rV[None, i], factors, self.formats[0], self.dtype)
                 if (first + i < rows) & (left < cols):

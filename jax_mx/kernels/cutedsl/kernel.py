@@ -58,9 +58,10 @@ def select(condition, a, b):
     return Uint32(cutlass.select_(condition, a, b))
 
 
-def with_alignment(pointer, dtype, align: int):
-    """A pointer to global memory as what it is known to be."""
-    return cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
+def vector_at(pointer, dtype, align: int, n: int):
+    """The n elements at a pointer to global memory, as what that is known to be."""
+    known = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(known, cute.make_layout(n))
 
 
 def by_vector(pointer, rows, cols, n: int):

@@ -35,7 +35,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     select,
     store,
     store_rows,
-    with_alignment,
+    vector_at,
 )
 from jax_mx.kernels.entry import ALL
 from jax_mx.layouts import ScaleLayout
@@ -845,8 +845,7 @@ class Tiled(Kernel):
                     top, number = in_tiles_of_values(row + step * apart, Int64(col // 16))
                     offset = (Int64(batch) * rows + top) * cols + number * 16
             if (row + step * apart < rows) & (col < cols):
-                to = with_alignment(values + offset, Uint8, align)
-                cute.autovec_copy(rV[None, step], cute.make_tensor(to, cute.make_layout(16)))
+                cute.autovec_copy(rV[None, step], vector_at(values + offset, Uint8, align, 16))
 
     @cute.jit
     def store_scales(self, sS, scales, result: cutlass.Constexpr, at, thread, blocks_m, k):
@@ -904,9 +903,8 @@ class Tiled(Kernel):
                 if whole:
                     rS = cute.make_rmem_tensor(unit, Uint8)
                     cute.autovec_copy(piece, rS)
-                    to = with_alignment(scales + offset, Uint8, unit)
                     kept: cutlass.Constexpr = self.kept and self.form == "both_transposed"
-                    store(rS, cute.make_tensor(to, cute.make_layout(unit)), kept)
+                    store(rS, vector_at(scales + offset, Uint8, unit, unit), kept)
                 else:
                     mS = cute.make_tensor(scales + offset, cute.make_layout(unit))
                     for c in range_constexpr(unit):
