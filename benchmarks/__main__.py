@@ -26,9 +26,9 @@ from rich.progress import Progress
 import jax_mx
 from benchmarks import baselines, peers, report, shapes, sharded, timing
 from benchmarks.report import Measured, Row
-from jax_mx.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
-from jax_mx.layouts import SCALE_LAYOUTS
-from jax_mx.plan import IMPLEMENTATIONS
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.lowering.plan import IMPLEMENTATIONS
 
 _quantized = jax.jit(
     jax_mx.quantize, static_argnames=("format", "axis", "scaling", "scale_layout", "block")

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import timing
-from jax_mx.formats import BLOCK
+from jax_mx.facts.formats import BLOCK
 
 Case = Mapping[str, Any]  # a row's names, but that its shape is a list of numbers
 Tensors = tuple[Any, ...]

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax_mx.formats import BLOCK
-from jax_mx.variants import Kind
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.variants import Kind
 
 Shape = tuple[int, ...]
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
-from jax_mx.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
-from jax_mx.layouts import SCALE_LAYOUTS
-from jax_mx.variants import VARIANTS, Variant
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
+from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.facts.variants import VARIANTS, Variant
 
 if TYPE_CHECKING:
     from benchmarks.__main__ import Case
@@ -128,7 +128,7 @@ def install(folder: Path, name: str, facts: dict[str, Any], case: Case) -> tuple
     import jax
     import numpy as np
 
-    from jax_mx import artifacts
+    from jax_mx.lowering import store as artifacts
 
     artifacts.BINARIES = folder
     artifacts.manifest = lambda: {name: facts}

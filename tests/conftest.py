@@ -14,8 +14,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import pytest
 
-import jax_mx.artifacts
-from jax_mx import primitive, variants
+from jax_mx.lowering import store as artifacts
+from jax_mx.lowering import primitive
+from jax_mx.facts import variants
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -109,10 +110,10 @@ def pytest_sessionfinish(session):
     path = session.config.getoption("--record-verified")
     if not path or not _outcomes or hasattr(session.config, "workerinput"):
         return
-    known = Path(jax_mx.artifacts.__file__).with_name("verified.json")
+    known = artifacts.BINARIES.with_name("verified.json")
     before = json.loads(known.read_text()) if known.exists() else {}
     verified = {}
-    for name, facts in jax_mx.artifacts.manifest().items():
+    for name, facts in artifacts.manifest().items():
         entry = before.get(name, {})
         chips = set(entry["executed_on"]) if entry.get("sha256") == facts["sha256"] else set()
         for (binary, device), outcomes in _outcomes.items():

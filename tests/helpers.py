@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jax_mx
-from jax_mx.formats import BLOCK, Format, Scaling
-from jax_mx.variants import Variant
+from jax_mx.facts.formats import BLOCK, Format, Scaling
+from jax_mx.facts.variants import Variant
 
 GOLDEN = Path(__file__).parent / "golden"
 

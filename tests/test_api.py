@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_mx
-from jax_mx import formats, layouts
+from jax_mx.facts import formats, layouts
 
 
 @pytest.mark.sampled(8)

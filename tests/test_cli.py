@@ -16,8 +16,10 @@ from safetensors.flax import save_file as save_jax
 from safetensors.numpy import save_file
 
 import jax_mx
-from jax_mx import __main__ as cli
-from jax_mx import _samples, artifacts
+from jax_mx.facts import formats
+from jax_mx.command import report as cli
+from jax_mx.command import samples as _samples
+from jax_mx.lowering import store as artifacts
 
 pytestmark = pytest.mark.any_device
 ONE = ["--format", "mxfp8_e4m3", "--scaling", "floor"]
@@ -65,10 +67,10 @@ def test_known_errors():
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("format", jax_mx.formats.FORMATS)
+@pytest.mark.parametrize("format", formats.FORMATS)
 def test_magnitudes_are_the_codes(format, axis):
     # The block's amax is twice the largest value, so FLOOR's scale is 2 and codes are known.
-    format = jax_mx.formats.FORMATS[format]
+    format = formats.FORMATS[format]
     x = np.zeros((32, 32), np.float32)
     x[3, 5], x[4, 5] = -2 * format.max, 2 * 2.0**format.emax
     q = jax_mx.quantize(x, format, axis=axis, scaling="floor")

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_mx import artifacts
-from jax_mx.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
-from jax_mx.variants import layouts_of
+from jax_mx.lowering import store as artifacts
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
+from jax_mx.facts.variants import layouts_of
 
 pytest.importorskip("tinygrad")
 pytest.importorskip("jax_mx.kernels")  # not in a wheel

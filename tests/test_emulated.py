@@ -31,9 +31,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_treatment import BY_ROWS
 
 import jax_mx
-from jax_mx import _ffi, artifacts, variants
-from jax_mx.formats import BLOCK, FLOAT_DTYPES, Scaling
-from jax_mx.variants import ARCHS, layouts_of, takes_zero_scale
+from jax_mx import _ffi
+from jax_mx.lowering import store as artifacts
+from jax_mx.facts import variants
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
+from jax_mx.facts.variants import ARCHS, layouts_of, takes_zero_scale
 
 pytest.importorskip("tinygrad")
 

@@ -14,7 +14,7 @@ from test_primitive import COLLECTIVE
 
 import jax_mx
 from jax_mx import MXArray
-from jax_mx.layouts import SCALE_LAYOUTS
+from jax_mx.facts.layouts import SCALE_LAYOUTS
 
 P = PartitionSpec
 FP4 = partial(jax_mx.quantize, format="mxfp4_e2m1")

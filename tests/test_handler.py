@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_mx import artifacts
-from jax_mx.variants import ARCHS, VARIANTS, device_arch
+from jax_mx.lowering import store as artifacts
+from jax_mx.facts.variants import ARCHS, VARIANTS, device_arch
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -27,8 +27,9 @@ PRELUDE = """
     from jax import ffi
     from jax.interpreters import mlir
     import jax_mx
-    from jax_mx import _ffi, artifacts, primitive
-    from jax_mx.plan import plan_quantize
+    from jax_mx import _ffi
+    from jax_mx.lowering import store as artifacts, primitive
+    from jax_mx.lowering.plan import plan_quantize
 
     _ffi.use_host_driver("cuda", sys.argv[1])
     FIELDS = ["entry", "gx", "gy", "gz", "bx", "by", "bz", "n", "add", "exception"]

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_primitive import COLLECTIVE
 
 import jax_mx
-from jax_mx.layouts import (
+from jax_mx.facts.layouts import (
     BLOCKED_128X4,
     ROW_MAJOR_VALUES,
     SCALE_LAYOUTS,

@@ -8,7 +8,7 @@ import collections
 import numpy as np
 import pytest
 
-from jax_mx.variants import VARIANTS
+from jax_mx.facts.variants import VARIANTS
 
 pytest.importorskip("tinygrad")
 

@@ -23,12 +23,14 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import array, artifacts, formats, primitive, variants
-from jax_mx.forms import minor_to_major
-from jax_mx.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
-from jax_mx.plan import IMPLEMENTATIONS, plan_quantize
-from jax_mx.treatment import treatment_of
-from jax_mx.variants import ARCHS, VARIANTS, Variant
+from jax_mx.arrays import mxarray as array
+from jax_mx.lowering import store as artifacts, primitive
+from jax_mx.facts import formats, variants
+from jax_mx.arrays.views import minor_to_major
+from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
+from jax_mx.lowering.plan import IMPLEMENTATIONS, plan_quantize
+from jax_mx.ops.preprocessing import treatment_of
+from jax_mx.facts.variants import ARCHS, VARIANTS, Variant
 
 P = PartitionSpec
 COLLECTIVE = re.compile(

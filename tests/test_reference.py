@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import jax_mx
 from jax_mx import reference
-from jax_mx.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS, Scaling
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS, Scaling
 
 each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 each_scaling = pytest.mark.parametrize("scaling", Scaling, ids=str)

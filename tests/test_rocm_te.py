@@ -23,7 +23,7 @@ from test_layouts import OFFSET
 
 import jax_mx
 from jax_mx import reference
-from jax_mx.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
 
 SHAPES = (
     (128, 128), (256, 256), (1024, 2048), (2048, 6144), (4096, 4096), (16384, 128), (32768, 160),

@@ -13,8 +13,8 @@ import pytest
 from conftest import arch_here
 from helpers import TILES, bytes_of, fitting, in_tiles, op_of, random_bits
 
-from jax_mx.formats import MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3
-from jax_mx.variants import VARIANTS, layouts_of, value_layouts_of
+from jax_mx.facts.formats import MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3
+from jax_mx.facts.variants import VARIANTS, layouts_of, value_layouts_of
 
 TOOLS = {
     "memcheck": ("--leak-check", "no"),

@@ -24,8 +24,8 @@ from helpers import assert_bits_equal, assert_same_array, random_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import artifacts, primitive
-from jax_mx.layouts import SCALE_LAYOUTS
+from jax_mx.lowering import store as artifacts, primitive
+from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.testing import emulate
 
 P = PartitionSpec
@@ -454,8 +454,8 @@ def test_the_partitioner_splits_calls_with_tiles():
         from jax.interpreters import mlir
         from test_primitive import COLLECTIVE, EVERY
         from helpers import op_of
-        from jax_mx import artifacts, primitive
-        from jax_mx.variants import VARIANTS
+        from jax_mx.lowering import store as artifacts, primitive
+        from jax_mx.facts.variants import VARIANTS
 
         found = artifacts.load(VARIANTS[0], "sm_90a")
         rule = {**found.facts["launches"]["row_major"], "scalars": []}
@@ -550,8 +550,8 @@ def test_the_persistent_cache_hits_in_other_processes(tmp_path):
     """Sharded programs, the reference's and one with the custom call, which nobody runs here."""
     code = """
         from jax._src import monitoring
-        from jax_mx import artifacts, primitive
-        from jax_mx.plan import plan_quantize
+        from jax_mx.lowering import store as artifacts, primitive
+        from jax_mx.lowering.plan import plan_quantize
 
         jax.config.update("jax_compilation_cache_dir", sys.argv[2])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

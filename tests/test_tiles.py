@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_mx.formats import MXFP4_E2M1
-from jax_mx.layouts import SCALE_LAYOUTS, SHUFFLED_16X16
-from jax_mx.variants import VARIANTS
+from jax_mx.facts.formats import MXFP4_E2M1
+from jax_mx.facts.layouts import SCALE_LAYOUTS, SHUFFLED_16X16
+from jax_mx.facts.variants import VARIANTS
 
 kernel = pytest.importorskip("jax_mx.kernels.cutedsl.kernel")
 quantize = pytest.importorskip("jax_mx.kernels.cutedsl.quantize")

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from helpers import assert_bits_equal, hard_blocks
 
-from jax_mx import primitive, reference
-from jax_mx.formats import BLOCK, MXFP4_E2M1, SCALE_NAN
-from jax_mx.plan import plan_quantize
-from jax_mx.treatment import Treatment
-from jax_mx.variants import VARIANTS
+from jax_mx.lowering import primitive
+from jax_mx import reference
+from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, SCALE_NAN
+from jax_mx.lowering.plan import plan_quantize
+from jax_mx.ops.preprocessing import Treatment
+from jax_mx.facts.variants import VARIANTS
 
 TREATED = [v for v in VARIANTS if v.words and v.implementation == "cutedsl" and v.form == "last"]
 treated = pytest.importorskip("jax_mx.kernels.cutedsl.treated")

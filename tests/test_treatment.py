@@ -26,10 +26,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_primitive import COLLECTIVE, lowered
 
 import jax_mx
-from jax_mx import Hadamard, Stochastic, artifacts, primitive, reference
-from jax_mx.formats import BLOCK, FORMATS
-from jax_mx.plan import IMPLEMENTATIONS
-from jax_mx.variants import ARCHS, VARIANTS
+from jax_mx import Hadamard, Stochastic
+from jax_mx.lowering import store as artifacts, primitive
+from jax_mx import reference
+from jax_mx.facts.formats import BLOCK, FORMATS
+from jax_mx.lowering.plan import IMPLEMENTATIONS
+from jax_mx.facts.variants import ARCHS, VARIANTS
 
 P = PartitionSpec
 KEY = jax.random.key(7)
@@ -657,7 +659,7 @@ def test_shards_that_split_a_transform():
     want = call(x)
     got = call(jax.device_put(x, NamedSharding(auto, P(None, "b"))))
     assert_same_array(got, want)
-    with jax.set_mesh(explicit), pytest.raises(jax_mx.primitive.ShardingTypeError) as caught:
+    with jax.set_mesh(explicit), pytest.raises(primitive.ShardingTypeError) as caught:
         call(jax.device_put(x, NamedSharding(explicit, P(None, "b"))))
     assert "in 4 shards of 32, which does not keep its blocks of 64 whole" in str(caught.value)
     pair = jax.jit(partial(jax_mx.quantize_both, hadamard=(None, Hadamard(64))))
@@ -709,7 +711,7 @@ def test_there_is_no_kernel(op, how, name, what):
     if op == "quantize_both":
         f = partial(f, transpose=(False, False))
     chip = {"cutedsl": "sm_90", "flydsl": "gfx942"}[name]
-    platform = jax_mx.primitive.platform_of(chip)
+    platform = primitive.platform_of(chip)
     assert artifacts.TARGET not in lowered(x, f, platform, **how)
     reason = f"{op}: {name} has no kernel for {what}; 'xla' serves it"
     with pytest.raises(NotImplementedError) as caught:

@@ -31,7 +31,7 @@ if __package__ in (None, ""):
     sys.path[:] = [path for path in sys.path if path != str(PACKAGE / "kernels")]  # has a flydsl
 
 from jax_mx import formats, layouts  # noqa: E402
-from jax_mx.variants import ARCHS, VARIANTS, Variant, layouts_of  # noqa: E402
+from jax_mx.facts.variants import ARCHS, VARIANTS, Variant, layouts_of  # noqa: E402
 
 BINARIES = PACKAGE / "binaries"
 VERIFIED = PACKAGE / "verified.json"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_mx.formats import FLOAT_DTYPES
-from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import Kind, Variant, takes_zero_scale, value_layouts_of
+from jax_mx.facts.formats import FLOAT_DTYPES
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Kind, Variant, takes_zero_scale, value_layouts_of
 
 ALL = (0, 99)  # from the first dimension to the last
 

@@ -25,7 +25,8 @@ def emulate(arch: str, *, order: str = "lockstep") -> AbstractContextManager[Non
       ValueError: an unknown arch or order.
       ModuleNotFoundError: the extra is not installed.
     """
-    from jax_mx import primitive, variants
+    from jax_mx.lowering import primitive
+    from jax_mx.facts import variants
 
     if arch not in variants.ARCHS["flydsl"]:
         known = ", ".join(variants.ARCHS["flydsl"])

@@ -7,7 +7,7 @@ import cutlass
 from cutlass import Float32, Uint32, cute
 from cutlass.cutlass_dsl import dsl_user_op
 
-from jax_mx.formats import (
+from jax_mx.facts.formats import (
     MXFP4_E2M1,
     MXFP6_E2M3,
     MXFP6_E3M2,

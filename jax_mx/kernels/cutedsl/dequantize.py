@@ -10,7 +10,7 @@ import dataclasses
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
-from jax_mx.formats import BLOCK
+from jax_mx.facts.formats import BLOCK
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.kernel import (
     PAD,
@@ -27,8 +27,8 @@ from jax_mx.kernels.cutedsl.kernel import (
     vector_at,
 )
 from jax_mx.kernels.entry import ALL
-from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import Variant
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
 
 # By bytes of a float: 16 bytes a thread and store, more would leave gaps between those of a warp.
 # H200, (8, 5120, 5120), (8, 7168, 7168) and (65536, 8192), 2026-11-21, bf16 in us, (threads,

@@ -6,11 +6,11 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
-from jax_mx.formats import BLOCK, Format
+from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.entry import Entry
-from jax_mx.layouts import SHUFFLED_16X16, ScaleLayout
-from jax_mx.variants import Variant
+from jax_mx.facts.layouts import SHUFFLED_16X16, ScaleLayout
+from jax_mx.facts.variants import Variant
 
 PAD = 8  # bytes between rows in shared memory: room for words that straddle, and other banks
 

@@ -19,7 +19,7 @@ import math
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
-from jax_mx.formats import BLOCK, FLOAT_DTYPES, Format
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Format
 from jax_mx.kernels.cutedsl import convert, treated
 from jax_mx.kernels.cutedsl.kernel import (
     PAD,
@@ -38,8 +38,8 @@ from jax_mx.kernels.cutedsl.kernel import (
     vector_at,
 )
 from jax_mx.kernels.entry import ALL
-from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import Kind, Variant, takes_zero_scale
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Kind, Variant, takes_zero_scale
 
 
 def words_of(rX, pair: int, dtype: str) -> list:

@@ -7,7 +7,7 @@ with them what `Flat` does: what a transform combines is in one thread's registe
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
-from jax_mx.formats import BLOCK
+from jax_mx.facts.formats import BLOCK
 from jax_mx.kernels.cutedsl import convert, treated
 from jax_mx.kernels.cutedsl.kernel import PAD
 from jax_mx.kernels.cutedsl.quantize import CHUNKS, Blocks, Output, Tiled, Tiling, bytes_of

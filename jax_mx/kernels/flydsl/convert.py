@@ -10,7 +10,7 @@ import flydsl.expr as fx
 from flydsl._mlir.dialects import llvm, rocdl
 from flydsl.expr import Float32, Uint32
 
-from jax_mx.formats import SCALE_NAN, WIDER, Format
+from jax_mx.facts.formats import SCALE_NAN, WIDER, Format
 
 _INF = 0x7F800000
 _ONES, _SIGNS = 0x01010101, 0x80808080

@@ -10,7 +10,7 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu, range_constexpr
 
-from jax_mx.formats import BLOCK
+from jax_mx.facts.formats import BLOCK
 from jax_mx.kernels.entry import ALL
 from jax_mx.kernels.flydsl import convert
 from jax_mx.kernels.flydsl.kernel import (
@@ -29,8 +29,8 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_pointer,
     store_words,
 )
-from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import Variant
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
 
 BYTES = 16  # of a lane and load
 

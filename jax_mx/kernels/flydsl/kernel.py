@@ -10,8 +10,8 @@ from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32
 
 from jax_mx.kernels.entry import Entry
 from jax_mx.kernels.flydsl import convert
-from jax_mx.layouts import SHUFFLED_16X16, ScaleLayout
-from jax_mx.variants import Variant
+from jax_mx.facts.layouts import SHUFFLED_16X16, ScaleLayout
+from jax_mx.facts.variants import Variant
 
 WAVE = 64  # lanes
 

@@ -14,7 +14,7 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 
-from jax_mx.formats import BLOCK
+from jax_mx.facts.formats import BLOCK
 from jax_mx.kernels.entry import ALL
 from jax_mx.kernels.flydsl import convert, treated
 from jax_mx.kernels.flydsl.kernel import (
@@ -36,8 +36,8 @@ from jax_mx.kernels.flydsl.kernel import (
 )
 from jax_mx.kernels.flydsl.tiled import Tiled
 from jax_mx.kernels.flydsl.treated_tiles import TreatedTiles
-from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import Variant
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
 
 
 class Flat(Kernel):

@@ -7,7 +7,7 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu, range_constexpr
 
-from jax_mx.formats import BLOCK, Format
+from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.kernels.flydsl import convert
 from jax_mx.kernels.flydsl.kernel import (
     WAVE,
@@ -26,8 +26,8 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_pointer,
     store_words,
 )
-from jax_mx.layouts import ScaleLayout
-from jax_mx.variants import Variant
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
 
 TILE = 128  # elements a side, of a workgroup of `Tiled`; a wave has 32 rows of it
 

@@ -4,7 +4,7 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu
 
-from jax_mx.formats import BLOCK
+from jax_mx.facts.formats import BLOCK
 from jax_mx.kernels.flydsl import convert, treated
 from jax_mx.kernels.flydsl.kernel import (
     WAVE,

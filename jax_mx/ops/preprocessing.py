@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.checks import axis_of, float_dtype, shown, whole
-from jax_mx.formats import BLOCK
-from jax_mx.sharding import Spec, iota, reshape, spec_of
+from jax_mx.arrays.checks import axis_of, float_dtype, shown, whole
+from jax_mx.facts.formats import BLOCK
+from jax_mx.arrays.sharding import Spec, iota, reshape, spec_of
 
 SIZES = (16, 32, 64)  # of Hadamard transforms
 PRESCALES = (None, 0.75)

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.formats import BLOCK, FLOAT_DTYPES
-from jax_mx.layouts import ScaleLayout
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.facts.layouts import ScaleLayout
 
 
 def shown(value: Any) -> str:

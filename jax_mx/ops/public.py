@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mx import primitive, reference
-from jax_mx.array import MXArray, checked
-from jax_mx.artifacts import TARGET
-from jax_mx.checks import zero_scale_of
-from jax_mx.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
-from jax_mx.forms import (
+from jax_mx.lowering import primitive
+from jax_mx import reference
+from jax_mx.arrays.mxarray import MXArray, checked
+from jax_mx.lowering.store import TARGET
+from jax_mx.arrays.checks import zero_scale_of
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
+from jax_mx.arrays.views import (
     divided,
     from_view,
     moved_last,
@@ -23,11 +24,11 @@ from jax_mx.forms import (
     stored_spec,
     to_view,
 )
-from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
-from jax_mx.plan import Plan, plan_both, plan_dequantize, plan_quantize
-from jax_mx.sharding import gathered, is_explicit, resharded, shards_of, spec_of
-from jax_mx.treatment import UNTREATED, Hadamard, Stochastic, pairs, treatment_of, words_of
-from jax_mx.variants import device_arch
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
+from jax_mx.lowering.plan import Plan, plan_both, plan_dequantize, plan_quantize
+from jax_mx.arrays.sharding import gathered, is_explicit, resharded, shards_of, spec_of
+from jax_mx.ops.preprocessing import UNTREATED, Hadamard, Stochastic, pairs, treatment_of, words_of
+from jax_mx.facts.variants import device_arch
 
 # For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
 # its kernels; jax_mx must be imported where it runs.

@@ -67,7 +67,7 @@ class Layout:
         import jax
         import jax.numpy as jnp
 
-        from jax_mx.sharding import gathered, reshape, spec_of
+        from jax_mx.arrays.sharding import gathered, reshape, spec_of
 
         if not self.is_tiled:
             return matrix
@@ -99,7 +99,7 @@ class Layout:
         import jax
         import jax.numpy as jnp
 
-        from jax_mx.sharding import gathered, reshape, spec_of
+        from jax_mx.arrays.sharding import gathered, reshape, spec_of
 
         shape = self.shape(rows, cols)
         lead = packed.shape[: max(packed.ndim - len(shape), 0)]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jax_mx import formats, layouts
-from jax_mx.array import MXArray, fits
-from jax_mx.checks import (
+from jax_mx.facts import formats, layouts
+from jax_mx.arrays.mxarray import MXArray, fits
+from jax_mx.arrays.checks import (
     axis_of,
     block_of,
     blocks_fit,
@@ -19,10 +19,10 @@ from jax_mx.checks import (
     shown,
     zero_scale_of,
 )
-from jax_mx.formats import BLOCK, Format, Scaling
-from jax_mx.forms import FORMS, Form, covered, moved_last
-from jax_mx.layouts import ROW_MAJOR_VALUES, VALUE_LAYOUTS, ScaleLayout, ValueLayout
-from jax_mx.treatment import UNTREATED, Treatment
+from jax_mx.facts.formats import BLOCK, Format, Scaling
+from jax_mx.arrays.views import FORMS, Form, covered, moved_last
+from jax_mx.facts.layouts import ROW_MAJOR_VALUES, VALUE_LAYOUTS, ScaleLayout, ValueLayout
+from jax_mx.ops.preprocessing import UNTREATED, Treatment
 
 # The implementations that a caller can name, and the JAX platform that each runs on.
 IMPLEMENTATIONS: Mapping[str, str] = {"cutedsl": "cuda", "flydsl": "rocm", "xla": "any"}

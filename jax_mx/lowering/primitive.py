@@ -31,11 +31,13 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
 
 from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
-from jax_mx import artifacts, reference, variants
-from jax_mx.formats import BLOCK, SCALE_DTYPE, Scaling
-from jax_mx.forms import Form, minor_to_major
-from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.plan import IMPLEMENTATIONS, Plan
+from jax_mx.lowering import store as artifacts
+from jax_mx import reference
+from jax_mx.facts import variants
+from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
+from jax_mx.arrays.views import Form, minor_to_major
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.lowering.plan import IMPLEMENTATIONS, Plan
 
 # What makes operands vary over the same manual axes; since 0.10.1 under the first name.
 _vary_alike = getattr(core, "auto_insert_reshard", None) or vars(core)["standard_insert_pvary"]

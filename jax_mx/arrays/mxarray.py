@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.checks import axis_of, block_of, blocks_fit
-from jax_mx.formats import BLOCK, FORMATS, MXFP4_E2M1, SCALE_DTYPE, Format, named
-from jax_mx.forms import (
+from jax_mx.arrays.checks import axis_of, block_of, blocks_fit
+from jax_mx.facts.formats import BLOCK, FORMATS, MXFP4_E2M1, SCALE_DTYPE, Format, named
+from jax_mx.arrays.views import (
     FORMS,
     covered,
     divided,
@@ -23,7 +23,7 @@ from jax_mx.forms import (
     stored_spec,
     to_view,
 )
-from jax_mx.layouts import (
+from jax_mx.facts.layouts import (
     ROW_MAJOR,
     ROW_MAJOR_VALUES,
     SCALE_LAYOUTS,
@@ -31,7 +31,7 @@ from jax_mx.layouts import (
     ScaleLayout,
     ValueLayout,
 )
-from jax_mx.sharding import gathered, reshape, spec_of
+from jax_mx.arrays.sharding import gathered, reshape, spec_of
 
 
 @partial(
@@ -158,7 +158,7 @@ class MXArray:
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.bfloat16, **options) -> jax.Array:
         """See `jax_mx.dequantize`."""
-        from jax_mx.ops import dequantize  # ops builds MXArrays
+        from jax_mx.ops.public import dequantize  # ops builds MXArrays
 
         return dequantize(self, dtype, **options)
 

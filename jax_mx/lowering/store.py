@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from jax_mx import _ffi
-from jax_mx.variants import Variant
+from jax_mx.facts.variants import Variant
 
 TARGET = "jax_mx_launch"
-BINARIES = Path(__file__).parent / "binaries"
+BINARIES = Path(__file__).parents[1] / "binaries"
 
 
 @dataclasses.dataclass(frozen=True)

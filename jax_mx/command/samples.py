@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.array import MXArray
-from jax_mx.formats import FLOAT_DTYPES, MXFP8_E4M3, RCEIL
-from jax_mx.layouts import ROW_MAJOR
-from jax_mx.plan import plan_quantize
+from jax_mx.arrays.mxarray import MXArray
+from jax_mx.facts.formats import FLOAT_DTYPES, MXFP8_E4M3, RCEIL
+from jax_mx.facts.layouts import ROW_MAJOR
+from jax_mx.lowering.plan import plan_quantize
 
 Loads = Iterator[tuple[str, Callable[[], "np.ndarray | str"]]]  # name -> how to read the tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.sharding import gathered, reshape, spec_of
+from jax_mx.arrays.sharding import gathered, reshape, spec_of
 
 
 def pack_mxfp6(values: jax.typing.ArrayLike) -> jax.Array:

@@ -11,7 +11,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from jax_mx.formats import (
+from jax_mx.facts import directions
+from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.directions import Form
+from jax_mx.facts.formats import (
     BLOCK,
     FLOAT_DTYPES,
     MXFP4_E2M1,
@@ -23,7 +26,7 @@ from jax_mx.formats import (
 )
 
 if TYPE_CHECKING:
-    from jax_mx.plan import Plan
+    from jax_mx.lowering.plan import Plan
 
 
 class Kind(NamedTuple):
@@ -60,7 +63,7 @@ class Variant:
     Attributes:
       op: "quantize" (one or both ways) or "dequantize".
       implementation: "cutedsl" or "flydsl".
-      form: which axes blocks run along and how arrays lie, see `forms.FORMS`.
+      form: which axes blocks run along and which way arrays lie.
       dtype: of the unquantized side.
       formats: of the quantized arrays, one each.
       kinds: how the elements of each are treated, () where none are.
@@ -68,7 +71,7 @@ class Variant:
 
     op: str
     implementation: str
-    form: str
+    form: Form
     dtype: str
     formats: tuple[Format, ...]
     kinds: tuple[Kind, ...] = ()
@@ -84,15 +87,6 @@ class Variant:
         formats = "_".join(format.name for format in self.formats)
         kinds = "".join(kind.suffix or "_rn" for kind in self.kinds)
         return f"{self.op}_{self.form}_{self.dtype}_{formats}{kinds}"
-
-
-# An arch ending in "a" runs on exactly one compute capability: sm_90a on 9.0 (H100, H200),
-# sm_100a on 10.0 (B200, GB200), sm_103a on 10.3 (B300, GB300), sm_120a on 12.0 (RTX 50, RTX PRO).
-# gfx942 is MI300X and MI325X, gfx950 is MI350X and MI355X.
-ARCHS: Mapping[str, tuple[str, ...]] = {
-    "cutedsl": ("sm_90a", "sm_100a", "sm_103a", "sm_120a"),
-    "flydsl": ("gfx942", "gfx950"),
-}
 
 
 def scale_layouts_of(implementation: str, formats: Sequence[Format]) -> tuple[str, ...]:
@@ -119,22 +113,26 @@ def value_layouts_of(implementation: str, scale_layout: str) -> tuple[str, ...]:
     return ("row_major",)
 
 
-# (op, form, how many quantized arrays) of every kernel.
-_KERNELS = (
-    ("quantize", "last", 1),
-    ("quantize", "second", 1),
-    ("quantize", "second_transposed", 1),
-    ("quantize", "both", 2),
-    ("quantize", "both_transposed", 2),
-    ("quantize", "square", 1),
-    ("quantize", "square_transposed", 1),
-    ("dequantize", "last", 1),
-    ("dequantize", "last_transposed", 1),
-    ("dequantize", "second", 1),
-    ("dequantize", "second_transposed", 1),
-    ("dequantize", "square", 1),
-    ("dequantize", "square_transposed", 1),
-)
+# The forms of each op that has kernels.
+KERNELS: Mapping[str, tuple[Form, ...]] = {
+    "quantize": (
+        directions.LAST,
+        directions.SECOND,
+        directions.SECOND_TRANSPOSED,
+        directions.BOTH,
+        directions.BOTH_TRANSPOSED,
+        directions.SQUARE,
+        directions.SQUARE_TRANSPOSED,
+    ),
+    "dequantize": (
+        directions.LAST,
+        directions.LAST_TRANSPOSED,
+        directions.SECOND,
+        directions.SECOND_TRANSPOSED,
+        directions.SQUARE,
+        directions.SQUARE_TRANSPOSED,
+    ),
+}
 # By how many arrays: the formats of each. Training mixes MXFP8's two, nothing mixes the others.
 _FORMATS: Mapping[int, tuple[tuple[Format, ...], ...]] = {
     n: (
@@ -160,24 +158,25 @@ VARIANTS: tuple[Variant, ...] = (
     *(
         Variant(op, implementation, form, dtype, formats)
         for implementation in ARCHS
-        for op, form, arrays in _KERNELS
-        for formats in _FORMATS[arrays]
+        for op, forms in KERNELS.items()
+        for form in forms
+        for formats in _FORMATS[len(form.directions)]
         for dtype in _dtypes(formats)
     ),
     *(
-        Variant(op, implementation, form, dtype, (MXFP4_E2M1,) * arrays, kinds)
+        Variant("quantize", implementation, form, dtype, (MXFP4_E2M1,) * len(form.directions), kinds)
         for implementation in ARCHS
-        for op, form, arrays in _KERNELS
-        if op == "quantize" and not form.startswith("square")
-        for dtype in (FLOAT_DTYPES if form == "last" else ("bfloat16",))
-        for kinds in _KINDS[arrays]
+        for form in KERNELS["quantize"]
+        if not form.is_square
+        for dtype in (FLOAT_DTYPES if form == directions.LAST else ("bfloat16",))
+        for kinds in _KINDS[len(form.directions)]
     ),
 )
 
 
 def layouts_of(variant: Variant) -> tuple[str, ...]:
     """The scale layouts that a variant's binary has entries for."""
-    if variant.form.startswith("square"):
+    if variant.form.is_square:
         return ("row_major",)
     return scale_layouts_of(variant.implementation, variant.formats)
 
@@ -185,11 +184,6 @@ def layouts_of(variant: Variant) -> tuple[str, ...]:
 def takes_zero_scale(format: Format) -> bool:
     """Whether kernels have the scale of all-zero blocks as a scalar; it is 0 where they do not."""
     return format == MXFP4_E2M1
-
-
-def device_arch(arch: str) -> str:
-    """The chip that a binary for `arch` runs on, as a driver names it: "sm_90" for "sm_90a"."""
-    return arch.rstrip("af") if arch.startswith("sm_") else arch
 
 
 def choose(plan: Plan, implementation: str) -> Variant:

@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.formats import BLOCK, Format
-from jax_mx.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout, ScaleLayout, ValueLayout
-from jax_mx.sharding import Spec, reshape, spec_of
+from jax_mx.facts.formats import BLOCK, Format
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout, ScaleLayout, ValueLayout
+from jax_mx.arrays.sharding import Spec, reshape, spec_of
 
 Shape = tuple[int, ...]
 Order = tuple[int, ...]  # of the tail's dimensions in memory, slowest first

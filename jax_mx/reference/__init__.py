@@ -1,0 +1,38 @@
+"""The oracle, in plain jnp: the definition that kernels match bit for bit, and the "xla" fallback."""
+
+from jax_mx.reference.blocks import (
+    dequantize as dequantize,
+)
+from jax_mx.reference.blocks import (
+    flipped as flipped,
+)
+from jax_mx.reference.blocks import (
+    float32_bits as float32_bits,
+)
+from jax_mx.reference.blocks import (
+    hadamard as hadamard,
+)
+from jax_mx.reference.blocks import (
+    noise as noise,
+)
+from jax_mx.reference.blocks import (
+    pack as pack,
+)
+from jax_mx.reference.blocks import (
+    quantize as quantize,
+)
+from jax_mx.reference.blocks import (
+    saturates as saturates,
+)
+from jax_mx.reference.blocks import (
+    seeds as seeds,
+)
+from jax_mx.reference.blocks import (
+    times as times,
+)
+from jax_mx.reference.blocks import (
+    unpack as unpack,
+)
+from jax_mx.reference.blocks import (
+    widened as widened,
+)
