@@ -155,7 +155,7 @@ class Bound:
 def bytes_per_element(variant: Variant) -> float:
     """Unquantized, words, values and scales: what a call moves at least, in either direction."""
     # One scale serves a square of 32 x 32, where it is not written 32 times.
-    per_scale = BLOCK * BLOCK if variant.form.startswith("square") else BLOCK
+    per_scale = BLOCK * BLOCK if variant.form.is_square else BLOCK
     quantized = sum(1 / format.codes_per_byte + 1 / per_scale for format in variant.formats)
     seeds = 4 * sum(kind.stochastic for kind in variant.kinds) / BLOCK  # flips may be known
     return FLOAT_DTYPES[variant.dtype].itemsize + seeds + quantized

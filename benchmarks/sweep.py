@@ -48,7 +48,7 @@ def candidates(variant: Variant) -> Iterator[Any]:
         for (down, across), band in itertools.product(((1, 8), (4, 2), (8, 2), (4, 4)), (1, 64)):
             yield quantize.Tiling(down, across, band)
     else:
-        transposed = variant.form.endswith("_transposed")
+        transposed = variant.form.transposed
         depth = 8 if itemsize == 2 or transposed else 4
         sizes = ((4, 1), (4, 2), (8, 1)) if transposed else ((2, 2), (4, 1), (8, 1), (2, 4))
         for (down, across), band in itertools.product(sizes, (1, 64)):

@@ -14,25 +14,22 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import pytest
 
-from jax_mx.lowering import store as artifacts
+from jax_mx.facts.chips import arch_of
 from jax_mx.lowering import primitive
-from jax_mx.facts import variants
+from jax_mx.lowering import store as artifacts
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def chip() -> str | None:
     """The GPU's chip if there are binaries for it."""
-    device = jax.devices()[0]
-    name = primitive.chip_of(device)
-    known = {variants.device_arch(a) for archs in variants.ARCHS.values() for a in archs}
-    return name if name in known else None
+    name = primitive.chip_of(jax.devices()[0])
+    return name if arch_of(name) else None
 
 
 def arch_here() -> str | None:
     """The arch of the binaries that run here."""
-    every = [a for archs in variants.ARCHS.values() for a in archs]
-    return next((a for a in every if variants.device_arch(a) == chip()), None)
+    return arch_of(chip() or "")
 
 
 def pytest_addoption(parser):

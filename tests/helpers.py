@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jax_mx
+from jax_mx.facts.directions import SECOND, Blocks
 from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.variants import Variant
 
@@ -57,13 +58,12 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     quantize's, wherever it is called, and what else the variant's treatment may be.
     """
     options = {**treatment(variant), **options}
-    turn = variant.form.endswith("transposed")
-    form = variant.form.removesuffix("_transposed")
-    if form == "both":
+    turn, form = variant.form.transposed, variant.form
+    if form.is_both:
         pair = {"formats": variant.formats, "transpose": (False, turn)}
         return lambda x: x, partial(jax_mx.quantize_both, **pair, **options)
-    axis = -2 if form == "second" else -1  # of the floats
-    if form == "square":
+    axis = -2 if form.directions[0].blocks is Blocks.SECOND else -1  # of the floats
+    if form.is_square:
         options["block"] = (BLOCK, BLOCK)
     elif turn and variant.op == "dequantize":
         axis = -3 - axis
@@ -131,7 +131,7 @@ def fitting(variant: Variant, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape, of twice as many blocks where the variant's transforms span two."""
     if all(kind.blocks == 1 for kind in variant.kinds):
         return shape
-    axes = {"last": (-1,), "second": (-2,), "both": (-2, -1)}[variant.form.partition("_")[0]]
+    axes = [axis for axis, blocked in zip((-2, -1), variant.form.spans, strict=True) if blocked]
     return tuple(n * 2 if i - len(shape) in axes else n for i, n in enumerate(shape))
 
 
@@ -141,12 +141,12 @@ TILES = [(3, 64, 192), (320, 64), (192, 192)]
 
 def in_tiles(variant) -> list[dict]:
     """The options that ask for the variant's values in tiles: of either result, and of both."""
-    if variant.op != "quantize" or variant.form == "second":  # blocks do not end a row
+    if variant.op != "quantize" or variant.form == SECOND:  # blocks do not end a row
         return []
-    if not variant.form.startswith("both"):
+    if not variant.form.is_both:
         return [{"value_layout": "shuffled_16x16"}]
     layouts = ("row_major", "shuffled_16x16")
-    second = layouts if variant.form.endswith("transposed") else layouts[:1]
+    second = layouts if variant.form.transposed else layouts[:1]
     return [{"value_layouts": pair} for pair in itertools.product(layouts, second)][1:]
 
 

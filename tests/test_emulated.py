@@ -122,7 +122,7 @@ EMPTY = {"last": (2, 0, 64), "second": (64, 0), "both": (0, 64)}
 
 def shapes_of(variant, table):
     """The table's entry for the variant's form."""
-    form = variant.form.removesuffix("_transposed")
+    form = str(variant.form).removesuffix("_transposed")
     entry = table["both" if form == "square" else form]
     return jax.tree.map(
         functools.partial(fitting, variant), entry, is_leaf=lambda e: isinstance(e, tuple)
@@ -194,7 +194,7 @@ def test_treatments(variant, arch):
             ]
             options["rounding"] = tuple(pair) if len(pair) == 2 else pair[0]
         options["scale_layout"] = some(variant, layouts, turn=turn)[0]
-        down = variant.form.startswith("second") or (turn and variant.form.startswith("both"))
+        down = str(variant.form).startswith("second") or (turn and variant.form.is_both)
         floats = rows.T if down else rows
         program = Program(variant, arch, floats.shape, **options)
         assert program.run(turn, *example_of(variant, floats, **options)), options

@@ -142,7 +142,7 @@ SHAPES = {
 def test_shapes(variant, layout):
     if layout not in layouts_of(variant):
         return
-    kind = variant.form if variant.form in SHAPES else variant.form.removesuffix("_transposed")
+    kind = variant.form if variant.form in SHAPES else str(variant.form).removesuffix("_transposed")
     shapes = SHAPES["both" if kind == "square" else kind]
     if layout == AMD:  # fewer, as XLA takes long to compile the reference
         # Then more than one unit of its padding each way, and no whole ones, in unaligned rows too.
@@ -353,7 +353,7 @@ def flat_of(variant, seed=0):
 @each_variant
 def test_misaligned_tiles(variant):
     """Scales in tiles, of what lies at any address, in rows that 16 bytes do not divide."""
-    shape = (2, 64, 99) if variant.form.startswith("second") else (2, 64, 288)
+    shape = (2, 64, 99) if str(variant.form).startswith("second") else (2, 64, 288)
     floats = random_bits(fitting(variant, shape), variant.dtype, seed=2)
     for layout in layouts_of(variant)[1:]:
         x = operand(variant, floats, scale_layout=layout)

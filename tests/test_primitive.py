@@ -132,7 +132,7 @@ def lies(variant, layout: str) -> tuple[tuple[int, ...], dict[str, list[tuple[in
 
 def serves(variant, layout) -> bool:
     """Whether scales of the variant's form have the layout."""
-    return layout == "row_major" or not variant.form.startswith("square")
+    return layout == "row_major" or not variant.form.is_square
 
 
 @pytest.mark.parametrize(
@@ -245,9 +245,9 @@ IN_TILES = [kind for kind in EVERY if kind.op == "quantize" and kind.form != "se
 
 def with_tiles(kind, **options):
     """`op_of` with all values in tiles whose blocks end a row."""
-    both, tiles = kind.form.startswith("both"), "shuffled_16x16"
+    both, tiles = kind.form.is_both, "shuffled_16x16"
     if both:
-        pair = (tiles, tiles if kind.form.endswith("transposed") else "row_major")
+        pair = (tiles, tiles if kind.form.transposed else "row_major")
         return op_of(kind, value_layouts=pair, **options)
     return op_of(kind, value_layout=tiles, **options)
 
@@ -610,7 +610,7 @@ def test_the_partitioner_splits_the_custom_call():
             assert not COLLECTIVE.search(text), (variant, text)
             (line,) = [t for t in text.splitlines() if 'target="jax_mx_launch"' in t]
             per_shard = {{"last": (4, 128, 4, 32), "second": (4, 4, 128, 32)}}
-            view = per_shard.get(variant.form.partition("_")[0], (4, 4, 4, 32, 32))
+            view = per_shard.get(str(variant.form).partition("_")[0], (4, 4, 4, 32, 32))
             assert f"[{{','.join(map(str, view))}}]" in line, (variant, line)
         """
     run_on_cpu(code)

@@ -36,7 +36,7 @@ MXFP4 = [v for v in HERE if v.op == "quantize" and v.formats[0] == jax_mx.MXFP4_
 DIRECTIONS = [
     v
     for v in MXFP4
-    if not v.form.startswith("square") and v.dtype != "float16"
+    if not v.form.is_square and v.dtype != "float16"
     if all(kind.blocks == 1 for kind in v.kinds)  # 64 does not divide these shapes
 ]
 

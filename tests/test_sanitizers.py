@@ -69,7 +69,7 @@ def main() -> None:
     cpu, kernel, ran = jax.devices("cpu")[0], "cutedsl", 0
     for variant in SAMPLE:
         for layout in layouts_of(variant):
-            cases = [({}, shape) for shape in SHAPES[variant.form.removesuffix("_transposed")]]
+            cases = [({}, shape) for shape in SHAPES[str(variant.form).removesuffix("_transposed")]]
             if len(value_layouts_of(kernel, layout)) > 1:
                 cases += [(how, TILES[0]) for how in in_tiles(variant)[-1:]]
             for how, shape in cases:

@@ -486,7 +486,7 @@ def test_the_partitioner_splits_calls_with_tiles():
                     assert shape[3:5] in ((128, 4), (4, 128), (4, 4), (1, 1)), line
 
         for variant in EVERY:
-            if not variant.form.startswith("square"):
+            if not variant.form.is_square:
                 check(variant, 1024, P(None, "b", "a"), True)
                 check(variant, 256, P(None, "b", None), False)  # half a tile each
         """

@@ -447,7 +447,7 @@ def test_the_kernel_gives_the_bytes_of_the_reference(variant, layout, prescale, 
     shapes = [(1, 32), (33, 96), (130, 160), (3, 129, 4128), (0, 64), (64, 0)]
     if variant.form != "last":
         shapes = [(32, 32), (96, 160), (3, 160, 4128), (416, 64), (0, 64), (64, 0)]
-    if variant.form.startswith("second"):
+    if str(variant.form).startswith("second"):
         shapes += [(32, 1), (64, 33), (2, 96, 72), (160, 257)]
     for shape in shapes:
         floats.append(random_bits(fitting(variant, shape), variant.dtype, seed=len(shape)))

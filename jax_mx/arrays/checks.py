@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
-from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Format
+from jax_mx.facts.layouts import ScaleLayout, ValueLayout
 
 
 def shown(value: Any) -> str:
@@ -109,4 +109,29 @@ def blocks_fit(op: str, block: tuple[int, ...], axis: int, layout: ScaleLayout, 
         raise ValueError(
             f"{op}: square blocks have row-major scales; for {layout.name!r} expand them: "
             f"quantize(x, block={block}).expand(axis, {layout.name!r})"
+        )
+
+
+def values_fit(
+    op: str, layout: ValueLayout, axis: int, shape: tuple[int, ...], format: Format
+) -> None:
+    """Checks that values with blocks along `axis` of an array of `shape` can lie so.
+
+    Raises:
+      ValueError: they cannot; says why.
+    """
+    if not layout.is_tiled:
+        return
+    if axis != -1 or len(shape) < 2:
+        raise ValueError(
+            f"{op}: value_layout {layout.name!r} tiles a matrix whose rows end with the block "
+            f"axis, the array has the shape {tuple(shape)} and axis {axis}; use transpose=True or "
+            "'row_major'"
+        )
+    rows, size = shape[-2], shape[-1] // format.codes_per_byte
+    if rows % layout.tile[0] or size % layout.tile[1]:
+        raise ValueError(
+            f"{op}: value_layout {layout.name!r} has tiles of {layout.tile[0]} rows and "
+            f"{layout.tile[1]} bytes, which do not divide {rows} rows of {size} bytes; use "
+            "'row_major' or pad the array"
         )

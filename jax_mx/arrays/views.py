@@ -1,41 +1,66 @@
-"""Forms: along which axes an op's blocks run, and how its arrays are viewed on the way to a kernel.
+"""Views: how an op's arrays look on the way to a kernel.
 
-A kernel, the partitioner and vmap all see an array as leading dimensions and a tail: some block
-numbers and one or two dimensions of length 32. In memory the tail's dimensions have another order,
-that of the array itself, so the view costs nothing: it is a reshape and a transpose that XLA turns
-into a bitcast, and the order becomes the layout of the custom call's operand or result.
+A kernel, the partitioner and vmap all see an array as leading dimensions and a tail. The tail of
+floats (M, K) counts blocks where some direction's blocks run along an axis, elements where none do,
+and ends with a dimension of length 32 for each axis that blocks run along. In memory the tail's
+dimensions have another order, that of the array itself. So a view costs nothing: it is a reshape
+and a transpose that XLA turns into a bitcast, and the order becomes the layout of the custom call's
+operand or result. All dimensions of a view but those of length 32 can be split among devices.
 
-Tiles want to stay whole, and so do two blocks that one transform spans. For them the tail's first
-two dimensions, of lengths n0 and n1, are split into units, which are what tiles with their padding
-and transforms cover (`covered`), as (t0, t1, u0, u1): t0 x t1 units of u0 by u1. So whole units are
-dimensions like the leading ones, and who splits them splits floats, codes and tiles alike. A length
-that is no multiple of its unit is one unit.
+Tiles want to stay whole (units.py): then the first two dimensions of the tail are split into units.
 
-The words are quantize's, from an operand to results. dequantize takes a form backwards: it reads
-what the form's result describes and writes what the operand's order describes.
+Words are quantize's, from an operand to results. dequantize takes a view backwards: it reads what a
+result describes and writes what the operand describes.
+
+A worked example: floats (64, 96), blocks along the last axis, scales in blocked_128x4.
+
+>>> from jax_mx.facts import directions, layouts
+>>> view = view_of(directions.LAST)
+>>> view.view((64, 96), (None, None), -1)[0]  # 64 rows, 3 blocks of 32
+(64, 3, 32)
+>>> view.operand  # in memory: rows, then blocks, then the elements of a block
+(0, 1, 2)
+>>> (result,) = view.results
+>>> result.block, result.rows, result.cols  # a block spans the last dimension; of its scales'
+((-1,), (0,), (1,))
+>>> # matrix, dimension 0 makes up the rows and dimension 1 the columns.
+>>> tiled = view.laid_out(layouts.BLOCKED_128X4, (layouts.ROW_MAJOR_VALUES,), ((128, 128),))
+>>> tiled.units  # 128 rows x 4 blocks are a tile
+(128, 4)
+>>> tiled.view((64, 96), (None, None), -1)[0]  # neither divides: one unit, all there is
+(1, 1, 64, 3, 32)
+>>> tiled.view((256, 384), (None, None), -1)[0]  # 2 x 3 units
+(2, 3, 128, 4, 32)
+>>> tiled.operand  # in memory: row units, rows, block units, blocks, elements
+(0, 2, 1, 3, 4)
+>>> (result,) = tiled.results
+>>> result.scales_shape((2, 3, 128, 4, 32))  # a tile of 512 bytes for each unit
+(2, 3, 1, 1, 512)
+>>> result.order_in(layouts.BLOCKED_128X4)  # tiles follow each other as (row tiles, column tiles)
+(0, 2, 1, 3, 4)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mx.arrays.sharding import Spec, reshape, spec_of
+from jax_mx.arrays.units import MERGED, SPLIT, Order, moved, split
+from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout, ScaleLayout, ValueLayout
-from jax_mx.arrays.sharding import Spec, reshape, spec_of
 
 Shape = tuple[int, ...]
-Order = tuple[int, ...]  # of the tail's dimensions in memory, slowest first
-
-# Where the tail's dimensions are once the first two are split into units.
-_SPLIT = {0: (0, 2), 1: (1, 3), 2: (4,), 3: (5,)}
 
 
+# ---- shapes and partition specs of stored arrays -------------------------------------------------
 def divided(shape: Shape, axes: Collection[int], by: int) -> Shape:
     """The shape with the lengths of `axes`, which are negative, divided."""
     return tuple(n // by if i - len(shape) in axes else n for i, n in enumerate(shape))
@@ -48,9 +73,13 @@ def moved_last(dims: tuple, axis: int) -> tuple:
 
 
 def stored_shape(shape: Shape, axes: Sequence[int], layout: Layout, by: int = BLOCK) -> Shape:
-    """Of the bytes, one for `by` elements along each of `axes`, of an array of this logical shape.
+    """The shape of the bytes that belong to an array of this logical shape.
 
-    Of scales, with blocks along `axes`; or of values, whose bytes hold `by` codes.
+    Args:
+      shape: the logical shape.
+      axes: those along which one byte stands for `by` elements.
+      layout: where the bytes lie.
+      by: 32 for scales, codes per byte for values.
     """
     if not layout.is_tiled:
         return divided(shape, axes, by)
@@ -59,30 +88,20 @@ def stored_shape(shape: Shape, axes: Sequence[int], layout: Layout, by: int = BL
 
 
 def stored_spec(spec: Spec, axes: Sequence[int], layout: Layout) -> Spec:
-    """Of these bytes, for an array of the partition spec `spec`."""
+    """The partition spec of these bytes, for an array of the partition spec `spec`."""
     return (*moved_last(spec, axes[-1]), None) if layout.is_tiled else spec
 
 
-def covered(
-    scales: ScaleLayout,
-    values: ValueLayout = ROW_MAJOR_VALUES,
-    codes_per_byte: int = 1,
-    group: int = BLOCK,
-) -> tuple[int, int]:
-    """How many rows, and elements along the block axis, are whole tiles, and groups, of both."""
-    rows = math.lcm(scales.pad[0], values.pad[0])
-    return rows, math.lcm(scales.pad[1] * BLOCK, values.pad[1] * codes_per_byte, group)
-
-
+# ---- views ---------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One quantized array: values like the operand's view, scales with 1 for the block's 32.
+    """How one quantized array lies: values like the operand's view, scales with 1 for a block's 32.
 
     Attributes:
       block: the dimensions of the tail that a block spans, negative; codes pack along the last.
       order: how values and scales lie in memory where they are row-major.
-      rows: the dimensions of the tail that make up the rows of the matrices in tiles.
-      cols: those that make up the columns, with the rest of a block.
+      rows: the dimensions of the tail that make up the rows of the scales' matrix.
+      cols: those that make up its columns; the values' matrix has the rest of a block there, too.
       layout: where scales lie.
       values_in: where values lie.
     """
@@ -95,26 +114,26 @@ class Result:
     values_in: ValueLayout = ROW_MAJOR_VALUES
 
     def values_shape(self, view: Shape, format: Format) -> Shape:
-        """Of the values, for a view of this shape: like it, or (..., t0, t1, tiles of a unit)."""
+        """The shape of values, for a view of this shape: like it, or (..., t0, t1, tiles)."""
         return self._stored(divided(view, self.block[-1:], format.codes_per_byte), self.values_in)
 
     def scales_shape(self, view: Shape) -> Shape:
-        """Of the scales, for a view of this shape: like it, or (..., t0, t1, tiles of a unit)."""
+        """The shape of scales, for a view of this shape: like it, or (..., t0, t1, tiles)."""
         return self._stored(divided(view, self.block, BLOCK), self.layout)
 
     def order_in(self, layout: Layout) -> Order:
-        """How values or scales lie in memory that lie so."""
-        return _moved(self._turned((0, 1, 2)), _SPLIT) if layout.is_tiled else self.order
+        """How values or scales lie in memory if their layout is this one."""
+        return moved(self._turned((0, 1, 2)), SPLIT) if layout.is_tiled else self.order
 
     def view_shape(self, values: Shape) -> Shape:
-        """The inverse of `values_shape`."""
+        """The inverse of `values_shape`, for row-major values."""
         return tuple(
             BLOCK if i - len(values) == self.block[-1] else n for i, n in enumerate(values)
         )
 
     @property
     def last(self) -> tuple[int, ...]:
-        """The last dimensions, as many as `block` has."""
+        """The last dimensions, as many as a block spans."""
         return tuple(range(-len(self.block), 0))
 
     @property
@@ -122,15 +141,18 @@ class Result:
         """The dimension, negative, along which the next block of the same row or column lies."""
         return (self.cols[-1] if self.cols else 0) - len(self.order)
 
-    def by_parity(self, words: tuple[int, int], view: Shape) -> jax.Array:
-        """Words of even and odd blocks along an axis, for a view of this shape."""
+    def by_parity(self, pair: tuple[int, int], view: Shape) -> jax.Array:
+        """uint32, for a view of this shape: pair[0] for even blocks along an axis, pair[1] for odd.
+
+        The result has the length of the view along the axis that counts blocks and 1 elsewhere.
+        """
         n = view[self.number]
         odd = jnp.arange(n) % 2 == 1
         shape = [n if i == self.number + len(view) else 1 for i in range(len(view))]
-        return jnp.where(odd, np.uint32(words[1]), np.uint32(words[0])).reshape(shape)
+        return jnp.where(odd, np.uint32(pair[1]), np.uint32(pair[0])).reshape(shape)
 
     def pack(self, bytes_: jax.Array, layout: Layout) -> jax.Array:
-        """Values or scales of the view's rank into this layout."""
+        """Values or scales of the view's rank, brought into this layout."""
         if not layout.is_tiled:
             return bytes_
         lead, spec = bytes_.ndim - len(self.order), spec_of(bytes_)
@@ -139,7 +161,7 @@ class Result:
         return tiles.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
 
     def unpack(self, scales: jax.Array, view: Shape) -> jax.Array:
-        """The inverse of `pack`, of scales, for a view of this shape."""
+        """The inverse of `pack`, for scales and a view of this shape."""
         if not self.layout.is_tiled:
             return scales
         lead, shape = len(view) - len(self.order), divided(view, self.block, BLOCK)
@@ -149,40 +171,41 @@ class Result:
         return to_view(matrix, shape, spec, self._matrix)
 
     def _stored(self, shape: Shape, layout: Layout) -> Shape:
-        """Of bytes that are of this shape where they are row-major."""
+        """The shape of bytes that would have `shape` if they were row-major."""
         if not layout.is_tiled:
             return shape
         lead = len(shape) - len(self.order)
         return (*shape[: lead + 2], *self._turned(layout.shape(*self._extents(shape[lead:]))))
 
     def _extents(self, tail: Shape) -> tuple[int, int]:
-        """Rows and columns of a unit's matrix of bytes, for a tail of these lengths."""
+        """Rows and columns of one unit's matrix of bytes, for a tail of these lengths."""
         _, _, *cols = (i for i in self._matrix if i not in self.rows)
         return math.prod(tail[i] for i in self.rows), math.prod(tail[i] for i in cols)
 
     def _turned(self, tiles: tuple) -> tuple:
-        """(..., of rows, of columns, bytes) as (..., of u0, of u1, bytes), or the other way."""
+        """(..., of rows, of columns, bytes) as (..., of u0, of u1, bytes); its own inverse."""
         *lead, rows, cols, size = tiles
         return tiles if min(self.rows) < min(self.cols) else (*lead, cols, rows, size)
 
     @property
     def _matrix(self) -> Order:
-        """The tail of row-major bytes as units of that matrix; a block's are a row's neighbours."""
+        """The order of the tail that makes a matrix of each unit: rows, then columns."""
         named = (0, 1, *self.rows, *self.cols)
         return (*named, *(i for i in range(len(self.order)) if i not in named))
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
-    """A view of the operand, and the results that come of it.
+class View:
+    """How floats are viewed, and the quantized arrays beside them.
 
     Attributes:
       whole: how many of the view's last dimensions have the length 32.
-      operand: how the operand lies in memory.
-      results: what is made of it.
-      units: of the tail's first two dimensions, where something is to stay whole.
-      merge: the dimensions of the tail as launch rules number them, which know `FORMS` alone: those
-        with one number are one. Empty: as they are.
+      operand: how floats lie in memory.
+      results: how each quantized array lies.
+      units: the lengths that the tail's first two dimensions are split by, where something is to
+        stay whole.
+      merge: the number of each dimension of the tail for launch rules, which see dimensions with
+        one number as one. Empty: they are as they are.
     """
 
     whole: int
@@ -196,44 +219,58 @@ class Form:
         layout: ScaleLayout,
         values: Sequence[ValueLayout],
         covers: Sequence[tuple[int, int]],
-    ) -> Form:
-        """This form with scales and values that lie so; `covers` of each result what `covered`."""
+    ) -> View:
+        """This view with units.
+
+        Args:
+          layout: where the scales of all results lie.
+          values: where the values of each lie.
+          covers: what `units.covered` says of each: rows and elements that stay whole.
+        """
+        # Which dimensions of the tail rows and blocks are counted by, and how many stay whole.
         sides = []
-        for r, (rows, elements) in zip(self.results, covers, strict=True):
-            sides += [(r.rows, rows), (r.cols, elements // BLOCK)]
+        for result, (rows, elements) in zip(self.results, covers, strict=True):
+            sides += [(result.rows, rows), (result.cols, elements // BLOCK)]
 
-        def unit(i: int) -> int:  # of the tail's dimension i; a side's others have the length 32
-            return math.lcm(*(-(-n // BLOCK ** (len(dims) - 1)) for dims, n in sides if i in dims))
+        def unit(i: int) -> int:
+            """The least length of dimension i; others of its side have the length 32."""
+            counts = [-(-n // BLOCK ** (len(dims) - 1)) for dims, n in sides if i in dims]
+            return math.lcm(*counts)
 
-        results = []
-        for r, values_in in zip(self.results, values, strict=True):
-            rows, cols = (tuple(_SPLIT[i][-1] for i in dims) for dims in (r.rows, r.cols))
-            order = _moved(r.order, _SPLIT)
-            results.append(Result(r.block, order, rows, cols, layout, values_in))
-        merge = (0, 1, 0, 1, *range(2, 2 + self.whole))
-        operand = _moved(self.operand, _SPLIT)
-        return Form(self.whole, operand, tuple(results), (unit(0), unit(1)), merge)
+        results = tuple(
+            Result(
+                result.block,
+                moved(result.order, SPLIT),
+                tuple(SPLIT[i][-1] for i in result.rows),
+                tuple(SPLIT[i][-1] for i in result.cols),
+                layout,
+                values_in,
+            )
+            for result, values_in in zip(self.results, values, strict=True)
+        )
+        merge = MERGED[: 4 + self.whole]
+        return View(self.whole, moved(self.operand, SPLIT), results, (unit(0), unit(1)), merge)
 
     @property
     def unit_lengths(self) -> tuple[int, ...]:
-        """Of a unit, of the last two axes of the unquantized array."""
+        """The lengths of a unit along the last two axes of the floats, in elements."""
         blocks = {i - 2 for r in self.results for i in r.cols} if self.whole == 1 else {0, 1}
         return tuple(u * BLOCK if i in blocks else u for i, u in enumerate(self.units or (1, 1)))
 
-    def in_rows(self) -> Form:
-        """This form with row-major values, in the same units."""
+    def in_rows(self) -> View:
+        """This view with row-major values, in the same units."""
         results = (dataclasses.replace(r, values_in=ROW_MAJOR_VALUES) for r in self.results)
         return dataclasses.replace(self, results=tuple(results))
 
-    def spread(self, axis: int) -> Form:
-        """This form for blocks along `axis`, with a dimension for each axis behind it."""
+    def spread(self, axis: int) -> View:
+        """This view for blocks along `axis`, with a dimension for each axis behind it."""
         behind = -1 - axis
         if behind < 2:
             return self
         places = {0: (0,), 1: tuple(range(1, 1 + behind)), 2: (1 + behind,)}
-        results = (Result(r.block, _moved(r.order, places)) for r in self.results)
+        results = (Result(r.block, moved(r.order, places)) for r in self.results)
         merge = (0, *(1 for _ in range(behind)), 2)
-        return Form(self.whole, _moved(self.operand, places), tuple(results), None, merge)
+        return View(self.whole, moved(self.operand, places), tuple(results), None, merge)
 
     @property
     def tail(self) -> int:
@@ -241,14 +278,14 @@ class Form:
         return len(self.operand)
 
     def view(self, shape: Shape, spec: Spec, axis: int) -> tuple[Shape, Spec]:
-        """The view's shape and partition spec, of an unquantized array of `shape` and `spec`.
+        """The view's shape and partition spec, for floats of `shape` and `spec`.
 
         `axis`, negative, is the first axis that blocks run along.
         """
-        split = len(shape) + axis
-        lead, blocks, rest = shape[:split], shape[split] // BLOCK, shape[split + 1 :]
+        at = len(shape) + axis
+        lead, blocks, rest = shape[:at], shape[at] // BLOCK, shape[at + 1 :]
         if axis == -1:  # there is always a dimension of rows
-            ones = (1,) * (1 - split)
+            ones = (1,) * (1 - at)
             view, spec = (*ones, *lead, blocks, BLOCK), (*(None for _ in ones), *spec, None)
         elif self.whole == 2:
             view = (*lead, blocks, rest[0] // BLOCK, BLOCK, BLOCK)
@@ -258,13 +295,12 @@ class Form:
         if self.units is None:
             return view, spec
         at = len(view) - self.whole - 2
-        pairs = zip(view[at:], self.units, strict=False)
-        (t0, u0), (t1, u1) = ((n // u, u) if n % u == 0 else (1, n) for n, u in pairs)
+        (t0, u0), (t1, u1) = map(split, view[at : at + 2], self.units)
         view = (*view[:at], t0, t1, u0, u1, *view[at + 2 :])
         return view, (*spec[: at + 2], None, None, *spec[at + 2 :])
 
     def reordered(self, x: jax.Array, order: Order) -> jax.Array:
-        """A view, its tail's dimensions in this order instead.
+        """A view whose tail's dimensions have this order instead.
 
         Those that make up an axis of the array are one on the way, so that XLA transposes the array
         itself. Of the view it makes a worse program: both_transposed with h16 at (8, 7168, 7168) on
@@ -295,39 +331,31 @@ class Form:
         return ndim - self.whole - (2 if self.units else 0)
 
 
-def _moved(order: Order, places: Mapping[int, Shape]) -> Order:
-    """The same order, of a tail whose dimensions are at other places, or several for one."""
-    return tuple(place for i in order for place in places[i])
+@functools.cache
+def view_of(form: Form) -> View:
+    """The view of a form, without units: it follows from which axes blocks run along."""
+    rows_blocked, columns_blocked = form.spans
+    # The tail: (rows or blocks of rows, columns or blocks of columns, 32 of rows, 32 of columns).
+    m = (0, 2) if rows_blocked else (0,)
+    k = (1, 2 + rows_blocked) if columns_blocked else (1,)
+    whole = rows_blocked + columns_blocked
+    results = tuple(_result(direction, m, k, 2 + whole) for direction in form.directions)
+    return View(whole, (*m, *k), results)
 
 
-FORMS: Mapping[str, Form] = {
-    # The view (rows, cols, 32) of an array (rows, K).
-    "last": Form(1, (0, 1, 2), (Result((-1,), (0, 1, 2), rows=(0,), cols=(1,)),)),
-    # (blocks_m, k, 32) of an array (M, K); of (M, K, L) it is (blocks_m, k, l, 32).
-    "second": Form(1, (0, 2, 1), (Result((-1,), (0, 2, 1), rows=(1,), cols=(0,)),)),
-    "second_transposed": Form(1, (0, 2, 1), (Result((-1,), (1, 0, 2), rows=(1,), cols=(0,)),)),
-    # (blocks_m, blocks_k, 32 of M, 32 of K) of an array (M, K): along both, from one read.
-    **{
-        name: Form(
-            2,
-            (0, 2, 1, 3),
-            (
-                Result((-1,), (0, 2, 1, 3), rows=(0, 2), cols=(1,)),
-                Result((-2,), order, rows=(1, 3), cols=(0,)),
-            ),
-        )
-        for name, order in (("both", (0, 2, 1, 3)), ("both_transposed", (1, 3, 0, 2)))
-    },
-    # The same view: blocks of 32 x 32.
-    "square": Form(2, (0, 2, 1, 3), (Result((-2, -1), (0, 2, 1, 3), rows=(0, 2), cols=(1,)),)),
-    "square_transposed": Form(
-        2, (0, 2, 1, 3), (Result((-1, -2), (1, 3, 0, 2), rows=(1, 3), cols=(0,)),)
-    ),
-    # The view of "last", but the quantized array lies as (K, rows): dequantize alone.
-    "last_transposed": Form(1, (0, 1, 2), (Result((-1,), (1, 2, 0), rows=(0,), cols=(1,)),)),
-}
+def _result(direction: Direction, m: Order, k: Order, tail: int) -> Result:
+    """How a direction's array lies; m and k are the tail's dimensions of either axis of floats."""
+    first, second = (k, m) if direction.transposed else (m, k)
+    if direction.blocks is Blocks.SQUARE:
+        block, rows, cols = (first[-1], second[-1]), first, second[:1]
+    elif direction.blocks is Blocks.LAST:
+        block, rows, cols = (k[-1],), m, k[:1]
+    else:
+        block, rows, cols = (m[-1],), k, m[:1]
+    return Result(tuple(i - tail for i in block), (*first, *second), rows, cols)
 
 
+# ---- the way to a view and back ------------------------------------------------------------------
 def to_view(x: jax.Array, shape: Shape, spec: Spec, order: Order) -> jax.Array:
     """x as leading dimensions and a tail.
 

@@ -22,7 +22,7 @@ import numpy as np
 
 import jax_mx
 from jax_mx.command import samples as _samples
-from jax_mx.lowering import store as artifacts
+from jax_mx.lowering import store as store
 from jax_mx.facts import variants
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.lowering.primitive import chip_of
@@ -132,14 +132,14 @@ def binaries() -> Iterator[list[str]]:
     verified = json.loads(VERIFIED.read_text()) if VERIFIED.exists() else {}
     fits = {chip_of(device): label for label, device in devices().items()}
     count: Counter[tuple[str, str]] = Counter()
-    for name, facts in artifacts.manifest().items():
+    for name, facts in store.manifest().items():
         record = verified.get(name, {})
         chips = record.get("executed_on") if record.get("sha256") == facts["sha256"] else None
         state = f"executed on {', '.join(chips)}" if chips else "compiled only"
         state = "executed in emulation" if chips == ["emulated"] else state
         count[name.rpartition(".")[2], state] += 1
     for (arch, state), n in sorted(count.items()):
-        yield [arch, str(n), state, fits.get(variants.device_arch(arch), "no device here")]
+        yield [arch, str(n), state, fits.get(', '.join(ARCHS[dsl_of(arch)][arch]), "no device here")]
 
 
 # ---- measuring ---

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.mxarray import MXArray
+from jax_mx.ops.mxarray import MXArray
 from jax_mx.facts.formats import FLOAT_DTYPES, MXFP8_E4M3, RCEIL
-from jax_mx.facts.layouts import ROW_MAJOR
-from jax_mx.lowering.plan import plan_quantize
+from jax_mx.ops.planning import Options, planned
 
 Loads = Iterator[tuple[str, Callable[[], "np.ndarray | str"]]]  # name -> how to read the tensor
 
@@ -207,7 +206,7 @@ def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, 
     with np.errstate(all="ignore"):  # what overflows is counted below
         tensor = tensor.astype(FLOAT_DTYPES[dtype])
     # Whether a tensor can be quantized depends on its shape alone, not on the format or scaling.
-    axis = plan_quantize(tensor, MXFP8_E4M3, axis, RCEIL, ROW_MAJOR, None).axis
+    axis = planned("quantize", tensor, Options(MXFP8_E4M3, axis, RCEIL)).axis
     if tensor.size == 0:
         raise ValueError(f"is empty, shape {tensor.shape}; there is nothing to measure")
     if poison := tensor.size - np.count_nonzero(np.isfinite(tensor)):

@@ -1,8 +1,9 @@
 """The ops as JAX primitives; the only module that touches JAX's extension points.
 
-Operands come as views (forms.py): every dimension but the last, or the last two, which are a block,
-is a batch dimension, to vmap, to the partitioner and to the kernel alike. So a sharded array is
-quantized where it lies.
+Operands come as views (arrays/views.py): every dimension but the last, or the last two, which are a
+block, is a batch dimension, to vmap, to the partitioner and to the kernel alike. So a sharded array
+is quantized where it lies. What each operand and result is, its signature says
+(facts/signatures.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -31,18 +33,21 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
 
 from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
-from jax_mx.lowering import store as artifacts
 from jax_mx import reference
-from jax_mx.facts import variants
-from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
-from jax_mx.arrays.views import Form, minor_to_major
-from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.lowering.plan import IMPLEMENTATIONS, Plan
+from jax_mx.arrays.views import View, minor_to_major
+from jax_mx.facts import chips as chip_table
+from jax_mx.facts.formats import SCALE_DTYPE, Scaling
+from jax_mx.facts.layouts import ROW_MAJOR_VALUES
+from jax_mx.facts.signatures import Array, Role, Signature
+from jax_mx.facts.variants import value_layouts_of
+from jax_mx.lowering import compiler, registry, store
+from jax_mx.lowering.plan import Plan
+from jax_mx.lowering.registry import Support
 
 # What makes operands vary over the same manual axes; since 0.10.1 under the first name.
 _vary_alike = getattr(core, "auto_insert_reshard", None) or vars(core)["standard_insert_pvary"]
 
-KERNELS = {platform: name for name, platform in IMPLEMENTATIONS.items() if platform != "any"}
+logger = logging.getLogger("jax_mx")
 
 
 class Emulated(NamedTuple):
@@ -55,21 +60,17 @@ class Emulated(NamedTuple):
 emulation = jax.make_user_context(default_value=None)  # an `Emulated`; part of JAX's caches' keys
 
 
-# ---- the ops ---
-def _quantize_avals(x, *words, plan: Plan):
-    """Values and scales of each result, for a view of the plan's form.
-
-    Words are uint32, one for each block, so of the view's shape with 1 for what a block spans: of
-    each result its treatment's, seeds first.
-    """
-    core.standard_vma_rule("mx_quantize", x, *words)
-    return _quantized(x, plan.views, plan)
+# ---- abstract values: shapes, dtypes and shardings of results -------------------------------------
+def _quantize_avals(x, *block_data, plan: Plan):
+    """Values and scales of each result, for a view of the plan's form."""
+    core.standard_vma_rule("mx_quantize", x, *block_data)
+    return _quantized(x, plan.view, plan)
 
 
-def _quantized(x, form: Form, plan: Plan) -> list:
-    """The abstract values and scales of each of the form's results."""
+def _quantized(x, view: View, plan: Plan) -> list:
+    """The abstract values and scales of each of the view's results."""
     out = []
-    for result, format in zip(form.results, plan.formats, strict=True):
+    for result, format in zip(view.results, plan.formats, strict=True):
         for shape, dtype in (
             (result.values_shape(x.shape, format), format.storage),
             (result.scales_shape(x.shape), SCALE_DTYPE),
@@ -85,27 +86,42 @@ def _quantized(x, form: Form, plan: Plan) -> list:
 def _dequantize_avals(values, scales, *, plan: Plan):
     """The view of the plan's form, for the values and scales of its result."""
     core.standard_vma_rule("mx_dequantize", values, scales)
-    (result,) = plan.views.results
+    (result,) = plan.view.results
     shape = result.view_shape(values.shape)
     return [values.update(shape=shape, dtype=plan.dtype, weak_type=False)]
 
 
-def _quantize_reference(x, *words, plan: Plan):
-    out, words = [], iter(words)
-    results = zip(plan.views.results, plan.formats, plan.treatments, strict=True)
-    for result, format, treatment in results:
+# ---- the reference on views: what "xla" computes --------------------------------------------------
+def _by_direction(plan: Plan, block_data: Sequence[jax.Array]) -> list[dict[str, jax.Array]]:
+    """For each direction its block data, by the first part of the operand's name."""
+    found: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
+    names = [array for array in plan.signature.present(plan.lacks) if array.role is Role.BLOCK_DATA]
+    for array, data in zip(names, block_data, strict=True):
+        found[array.of][array.name.rpartition("_")[0]] = data
+    return found
+
+
+def _quantize_reference(x, *block_data, plan: Plan):
+    out = []
+    each = zip(
+        plan.view.results,
+        plan.formats,
+        plan.preprocessing,
+        _by_direction(plan, block_data),
+        strict=True,
+    )
+    for result, format, own, data in each:
         y, noise = x, None
-        if treatment.stochastic:
-            noise = reference.noise(next(words), result.block)
+        if own.stochastic:
+            noise = reference.noise(data["seeds"], result.block)
             noise = jnp.moveaxis(noise, result.block, result.last)
-        if treatment.hadamard:
+        if own.hadamard:
             (along,) = result.block
-            flips = treatment.flips
-            flips = next(words) if flips is None else result.by_parity(flips, y.shape)
+            flips = data["signs"] if own.flips is None else result.by_parity(own.flips, y.shape)
             y = reference.flipped(y, flips, along)
-            y = reference.hadamard(reference.widened(y), treatment.hadamard, along, result.number)
-        if treatment.prescale is not None:
-            y = reference.times(reference.widened(y), treatment.prescale)
+            y = reference.hadamard(reference.widened(y), own.hadamard, along, result.number)
+        if own.prescale is not None:
+            y = reference.times(reference.widened(y), own.prescale)
         blocks, scaling = jnp.moveaxis(y, result.block, result.last), cast(Scaling, plan.scaling)
         how = (format, scaling, result.last, plan.zero_scale, noise)
         values, scales = reference.quantize(blocks, *how)
@@ -114,100 +130,31 @@ def _quantize_reference(x, *words, plan: Plan):
     return out
 
 
-def _row_plans(plan: Plan) -> list[Plan]:
-    """Of each result, the plan of quantizing it along a last axis, by itself."""
-    alone = {"op": "quantize", "axis": -1, "transpose": False, "scale_layout": ROW_MAJOR}
-    alone |= {"value_layouts": (ROW_MAJOR_VALUES,)}
-    return [
-        dataclasses.replace(plan, formats=(format,), treatments=(treatment,), **alone)
-        for format, treatment in zip(plan.formats, plan.treatments, strict=True)
-    ]
-
-
-def _quantize_by_rows(x, *words, plan: Plan):
+def _quantize_via_transpose(x, *block_data, plan: Plan):
     """`_quantize_reference`, with the primitive along rows: x is transposed for it."""
-    out, words, form = [], iter(words), plan.views
-    lead = x.ndim - form.tail
-    for result, alone in zip(form.results, _row_plans(plan), strict=True):
-        (block,) = (dimension % form.tail for dimension in result.block)
+    out, view = [], plan.view
+    lead = x.ndim - view.tail
+    each = zip(view.results, registry.row_plans(plan), _by_direction(plan, block_data), strict=True)
+    for result, alone, data in each:
+        (block,) = (dimension % view.tail for dimension in result.block)
         order = (*(i for i in result.order if i != block), block)  # results lie so, or nearly
-        operands = [x, *itertools.islice(words, alone.treatments[0].words)]
-        outs = quantize_p.bind(*(form.reordered(a, order) for a in operands), plan=alone)
-        back = [*range(lead), *(lead + order.index(i) for i in range(form.tail))]
+        operands = [x, *data.values()]
+        outs = quantize_p.bind(*(view.reordered(a, order) for a in operands), plan=alone)
+        back = [*range(lead), *(lead + order.index(i) for i in range(view.tail))]
         values, scales = (a.transpose(back) for a in outs)
         out += [result.pack(values, result.values_in), result.pack(scales, result.layout)]
     return out
 
 
 def _dequantize_reference(values, scales, *, plan: Plan):
-    (result,) = plan.views.results
+    (result,) = plan.view.results
     scales = result.unpack(scales, result.view_shape(values.shape))
     values, scales = (jnp.moveaxis(a, result.block, result.last) for a in (values, scales))
     y = reference.dequantize(values, scales, plan.format, plan.dtype)
     return [jnp.moveaxis(y, result.last, result.block)]
 
 
-# ---- which kernel ---
-def kernels_for(plan: Plan, platform: str, chips: Sequence[str] | None) -> dict[str, dict]:
-    """The attribute `kernels` of the call target (ffi/launch.cc).
-
-    Args:
-      plan: the call.
-      platform: JAX's name of it, as lowering has it.
-      chips: as drivers name them ("sm_90"); None: every chip that this installation has binaries
-        for.
-
-    Raises:
-      NotImplementedError: no kernel serves the plan there; says why.
-    """
-    implementation = KERNELS.get(platform)
-    if plan.implementation not in (None, implementation):
-        where = IMPLEMENTATIONS[plan.implementation]
-        raise NotImplementedError(
-            f"{plan.op}: implementation {plan.implementation!r} runs on {where}, not on "
-            f"{platform}; use implementation=None or 'xla'"
-        )
-    if implementation is None or implementation not in variants.ARCHS:
-        raise NotImplementedError(f"{plan.op}: no kernels for {platform}; 'xla' serves it")
-    archs = {variants.device_arch(arch): arch for arch in variants.ARCHS[implementation]}
-    for chip in chips or ():
-        if chip not in archs:
-            raise NotImplementedError(
-                f"{plan.op}: no {implementation} kernel for {chip}, only for {', '.join(archs)}; "
-                "'xla' serves it"
-            )
-    variant = variants.choose(plan, implementation)
-    if chips is None:  # all but where that is none, which load says
-        chips = [chip for chip, arch in archs.items() if artifacts.holds(variant, arch)] or [*archs]
-    return {
-        chip: artifacts.load(variant, archs[chip]).attributes(plan.scale_layout.name, plan.params)
-        for chip in chips
-    }
-
-
-def calls_for(
-    plan: Plan, platform: str, chips: Sequence[str] | None
-) -> tuple[bool, list[dict[str, dict]]]:
-    """Whether it takes calls along rows, one per result; and `kernels_for` of each call.
-
-    Raises:
-      NotImplementedError: as `kernels_for` does.
-    """
-    try:
-        return False, [kernels_for(plan, platform, chips)]
-    except NotImplementedError:
-        # Treated plans alone, of which few have kernels of their own; and not transforms that span
-        # two blocks: rows do not tell which blocks are neighbours.
-        treated = any(str(treatment) for treatment in plan.treatments)
-        if plan.is_square or not treated or any(t.group > BLOCK for t in plan.treatments):
-            raise
-    try:
-        return True, [kernels_for(alone, platform, chips) for alone in _row_plans(plan)]
-    except NotImplementedError as error:
-        _, _, reason = str(error).partition(":")
-        raise NotImplementedError(f"{plan.op}:{reason}") from error
-
-
+# ---- chips: what a program is lowered for ---------------------------------------------------------
 def chip_of(device: jax.Device) -> str:
     """The device's chip as its driver names it: "sm_90", "gfx950"; else its platform."""
     if device.platform == "cpu" and emulation.value is not None:
@@ -236,9 +183,7 @@ def platform_of(chip: str) -> str:
         if chip.startswith(prefix):
             return platform
     if chip not in ("cpu", "tpu"):
-        known = ", ".join(
-            variants.device_arch(a) for archs in variants.ARCHS.values() for a in archs
-        )
+        known = ", ".join(c for dsl in chip_table.ARCHS for c in chip_table.chips_of(dsl))
         raise ValueError(f"{chip!r} is no chip's name; use a jax.Device, or one like {known}, cpu")
     return chip
 
@@ -253,12 +198,75 @@ def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
     return chips_beside(module.backend.local_devices()[0])
 
 
-# ---- lowering ---
-def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | None:
+# ---- lowering -------------------------------------------------------------------------------------
+class Target(NamedTuple):
+    """What a call is lowered for.
+
+    Attributes:
+      platform: JAX's name of it.
+      chips: as drivers name them; an export's are all that a kernel can be had for here.
+      carries: whether the program carries its kernels, as it may leave this machine.
+      device: of the stand-in driver, in emulation.
+    """
+
+    platform: str
+    chips: list[str] | None
+    carries: bool
+    device: int | None = None
+
+
+def _target(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
+    chips, emulated = _chips(ctx, platform), emulation.value
+    exports = ctx.module_context.lowering_parameters.for_export
+    if platform == "cpu" and emulated is not None and not exports:
+        return Target(platform_of(emulated.chip), [emulated.chip], False, emulated.device)
+    return Target(platform, chips, carries=chips is None)
+
+
+def _support(plan: Plan, target: Target) -> tuple[Support, list[str]]:
+    """What serves a plan, and for which chips."""
+    if target.chips is not None or target.platform not in chip_table.DSLS:
+        return registry.chosen(plan, target.platform, target.chips or ()), target.chips or []
+    found = registry.chosen(plan, target.platform, ())  # an export: some chip at least
+    every = chip_table.chips_of(chip_table.DSLS[target.platform])
+    chips = [chip for chip in every if registry.chosen(plan, target.platform, [chip]).kernels]
+    if found.kernels and not chips:
+        found = registry.chosen(plan, target.platform, every[:1])  # says why not
+    if missing := [chip for chip in every if chip not in chips]:
+        reasons = registry.candidates(plan, target.platform, missing[:1])
+        _say_once(f"exporting {plan.op} without kernels for {', '.join(missing)}: {reasons[0]}")
+    return found, chips
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    logger.warning("jax_mx: %s", sentence)
+
+
+def _kernel_attributes(
+    plan: Plan, kernel: Any, chips: Sequence[str], carries: bool
+) -> dict[str, dict[str, Any]]:
+    """The attribute `kernels` of the call target: chip -> attributes (ffi/launch.cc).
+
+    Raises:
+      compiler.CompileError: a kernel is not there and cannot be compiled.
+    """
+    found = {}
+    for chip in chips:
+        artifact = store.get(kernel, cast(str, chip_table.arch_of(chip)))
+        found[chip] = artifact.attributes(plan.scale_layout.name, plan.scalars, carries)
+    return found
+
+
+def _sharding_attributes(
+    ctx: mlir.LoweringRuleContext, signature: Signature, batch: int
+) -> dict | None:
     """What lets the partitioner split the call along its first `batch` dimensions."""
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if not all(core.is_constant_shape(aval.shape) for aval in avals):
         return None  # shape-polymorphic: sharding rules need numbers
+    if signature.has_replicated:
+        return None  # see there
     # A factor for each other dimension, none of them shared.
     names = map("d{}".format, itertools.count())
     terms = [["...", *itertools.islice(names, len(aval.shape) - batch)] for aval in avals]
@@ -277,51 +285,47 @@ def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | No
     }
 
 
-def _absent(plan: Plan) -> list[int]:
-    """The numbers of a kernel's operands that the call does not have: what they say is a scalar."""
-    present = [True]
-    for treatment in plan.treatments:
-        present += [True] * treatment.stochastic
-        present += [treatment.flips is None] * (treatment.hadamard > 0)
-    return [i for i, there in enumerate(present) if not there]
+def _order(array: Array, view: View) -> tuple[int, ...]:
+    """How an array of a call lies in memory: its tail's dimensions, slowest first."""
+    if array.role is Role.REPLICATED:
+        return ()  # as it is
+    if array.role in (Role.FLOATS, Role.BLOCK_DATA):
+        return view.operand
+    result = view.results[array.of]
+    return result.order_in(result.values_in if array.role is Role.CODES else result.layout)
 
 
-def _call(
-    ctx: mlir.LoweringRuleContext,
-    *operands,
-    plan: Plan,
-    form: Form | None = None,
-    **attributes: Any,
-):
-    """The custom call, each array in the memory order that its form, by default the plan's, has."""
-    form = form or plan.views
-    turn = -1 if plan.op == "dequantize" else 1  # which side is the unquantized one
-    (x, *_), avals = cast(Any, (ctx.avals_in, ctx.avals_out)[::turn])
-    layouts = []
-    for result, values, scales in zip(form.results, avals[::2], avals[1::2], strict=True):
-        layouts.append(minor_to_major(values.ndim, result.order_in(result.values_in)))
-        layouts.append(minor_to_major(scales.ndim, result.order_in(result.layout)))
-    views = [minor_to_major(x.ndim, form.operand)]  # of x, and of its words
-    operand_layouts, result_layouts = (views, layouts)[::turn]
-    operand_layouts += views * (len(ctx.avals_in) - len(operand_layouts))
+def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, view: View, **attributes: Any):
+    """The custom call, each array in the memory order that the view says."""
+    signature = plan.signature
+    present = signature.present(plan.lacks)
+    sides = zip((present, signature.results), (ctx.avals_in, ctx.avals_out), strict=True)
+    operand_layouts, result_layouts = (
+        [minor_to_major(a.ndim, _order(array, view)) for array, a in zip(*side, strict=True)]
+        for side in sides
+    )
+    floats = next(a for array, a in zip(
+        (*present, *signature.results), (*ctx.avals_in, *ctx.avals_out), strict=True
+    ) if array.role is Role.FLOATS)
     rule = ffi.ffi_lowering(
-        artifacts.TARGET,
+        store.TARGET,
         operand_layouts=operand_layouts,
         result_layouts=result_layouts,
-        extra_attributes=_sharding_attributes(ctx, form.batch(x.ndim)),
+        extra_attributes=_sharding_attributes(ctx, signature, view.batch(floats.ndim)),
     )
-    if absent := _absent(plan):
+    absent = [signature.number(name) for name in plan.lacks]
+    if absent:
         attributes["absent"] = np.array(absent, dtype=np.int64)
-    if form.merge:
-        attributes["merge"] = np.array(form.merge, dtype=np.int64)
+    if view.merge:
+        attributes["merge"] = np.array(view.merge, dtype=np.int64)
     return rule(ctx, *operands, **attributes)
 
 
 def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **attributes: Any):
     """The custom call of a kernel that gives row-major values, which XLA then puts into tiles."""
-    form, tiled = plan.views.in_rows(), plan.views
-    avals = _quantized(ctx.avals_in[0], form, plan)
-    outs = _call(ctx.replace(avals_out=avals), *operands, plan=plan, form=form, **attributes)
+    rows, tiled = plan.view.in_rows(), plan.view
+    avals = _quantized(ctx.avals_in[0], rows, plan)
+    outs = _call(ctx.replace(avals_out=avals), *operands, plan=plan, view=rows, **attributes)
 
     def pack(*outs):
         values = [r.pack(v, r.values_in) for r, v in zip(tiled.results, outs[::2], strict=True)]
@@ -330,44 +334,108 @@ def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **attri
     return mlir.lower_fun(pack, multiple_results=True)(ctx.replace(avals_in=avals), *outs)
 
 
-def _lower_reference(reference_fn: Callable, ctx, *operands, plan: Plan):
-    if plan.implementation not in (None, "xla"):
-        calls_for(plan, (ctx.platforms or ctx.module_context.platforms)[0], None)  # raises
-    return mlir.lower_fun(reference_fn, multiple_results=True)(ctx, *operands, plan=plan)
+def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: Plan):
+    """The call of a kernel; where none serves the plan, the reference.
 
+    Args:
+      reference_fn: the op in jnp, on views.
+      platform: that the rule is registered for; None for all that have no kernels.
+      ctx: JAX's.
+      operands: MLIR values.
+      plan: the call.
 
-def _lower_kernel(reference_fn: Callable, platform: str, ctx, *operands, plan: Plan):
-    """The call of a kernel; where none serves the plan, the reference."""
-    chips, attributes, emulated = _chips(ctx, platform), {}, emulation.value
-    exports = ctx.module_context.lowering_parameters.for_export
-    if platform == "cpu" and emulated is not None and not exports:
-        platform, chips = platform_of(emulated.chip), [emulated.chip]
-        attributes["device"] = np.int64(emulated.device)
-    if plan.implementation != "xla":
-        written = variants.value_layouts_of(KERNELS.get(platform, ""), plan.scale_layout.name)
-        call, kernel = _call, plan
-        if any(layout.name not in written for layout in plan.value_layouts):
-            rows = (ROW_MAJOR_VALUES,) * len(plan.value_layouts)
-            call, kernel = _call_and_pack, dataclasses.replace(plan, value_layouts=rows)
+    Raises:
+      NotImplementedError: the implementation that the plan names does not serve it.
+      CompileError: a kernel does not compile, and the caller named its implementation, or other
+        processes of the program may have it.
+    """
+    platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
+    target = _target(ctx, platform)
+    written = value_layouts_of(
+        chip_table.DSLS.get(target.platform, ""), plan.scale_layout.name
+    )
+    in_rows = any(layout.name not in written for layout in plan.value_layouts)
+    kernel_plan = plan
+    if in_rows:
+        rows = (ROW_MAJOR_VALUES,) * len(plan.value_layouts)
+        kernel_plan = dataclasses.replace(plan, value_layouts=rows)
+    support, chips = _support(kernel_plan, target)
+    _check_processes(plan, target, support)
+    if not support:
+        raise NotImplementedError(support.reason)
+    if support.via_transpose:
+        reference_fn = _quantize_via_transpose
+    elif support.kernels:
+        (kernel,) = support.kernels
         try:
-            by_rows, (kernels, *_) = calls_for(kernel, platform, chips)
-        except NotImplementedError:
-            if plan.implementation is not None:
+            kernels = _kernel_attributes(kernel_plan, kernel, chips, target.carries)
+        except compiler.CompileError as error:
+            if plan.implementation is not None or jax.process_count() > 1:
                 raise
+            _say_once(f"{plan.op} takes XLA: {error}")
         else:
-            if not by_rows:
-                return call(ctx, *operands, plan=plan, kernels=kernels, **attributes)
-            reference_fn = _quantize_by_rows
+            attributes: dict[str, Any] = {"kernels": kernels}
+            if target.device is not None:
+                attributes["device"] = np.int64(target.device)
+            if in_rows:
+                return _call_and_pack(ctx, *operands, plan=plan, **attributes)
+            return _call(ctx, *operands, plan=plan, view=plan.view, **attributes)
     return mlir.lower_fun(reference_fn, multiple_results=True)(ctx, *operands, plan=plan)
 
 
-# ---- registration ---
+def _check_processes(plan: Plan, target: Target, support: Support) -> None:
+    """In a program of several processes, insists on the kernel that the tables promise.
+
+    Each process lowers for itself, and all must come to the same program. The tables of facts are
+    the same everywhere; what an installation holds may not be. So where the tables have a kernel
+    and this process cannot get it, the process stops instead of taking XLA.
+
+    Raises:
+      RuntimeError: so it is.
+    """
+    if support.kernels or plan.implementation is not None or target.platform not in chip_table.DSLS:
+        return
+    by_tables = registry.chosen(plan, target.platform, ())
+    known = chip_table.chips_of(chip_table.DSLS[target.platform])
+    if not by_tables.kernels or any(chip not in known for chip in target.chips or ()):
+        return
+    refused = registry.candidates(plan, target.platform, target.chips or ())[0]
+    if jax.process_count() > 1:
+        raise RuntimeError(
+            f"{refused.reason.removesuffix("; 'xla' serves it")}. Other processes of this program "
+            "may have the kernel, and all must take the same: install it everywhere, or pass "
+            "implementation='xla' everywhere"
+        )
+    _say_once(refused.reason)
+
+
+# ---- vmap and derivatives -------------------------------------------------------------------------
 def _batch(primitive: Primitive, args, dims, *, plan: Plan):
-    """Leading dimensions are batch dimensions, so a new one goes to the front."""
+    """Leading dimensions are batch dimensions, so a new one goes to the front.
+
+    Operands that are replicated stay as they are; where they differ from entry to entry, so do the
+    calls, one after the other.
+    """
+    present = plan.signature.present(plan.lacks)
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    each = list(zip(present, args, dims, strict=True))
+    if any(not array.role.is_batched and d is not None for array, _, d in each):
+        moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
+
+        def one(mapped):
+            rest: Iterator = iter(mapped)
+            own = [a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)]
+            return primitive.bind(*own, plan=plan)
+
+        outs = jax.lax.map(one, [a for a, d in zip(moved, dims, strict=True) if d is not None])
+        return outs, [0] * len(outs)
     args = [
-        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
-        for a, d in zip(args, dims, strict=True)
+        a
+        if not array.role.is_batched
+        else jnp.broadcast_to(a, (size, *a.shape))
+        if d is None
+        else jnp.moveaxis(a, d, 0)
+        for array, a, d in each
     ]
     outs = primitive.bind(*args, plan=plan)
     return outs, [0] * len(outs)
@@ -380,14 +448,22 @@ def _no_derivative(*_, plan: Plan, **__):
     )
 
 
-def _primitive(op: str, avals: Callable, reference_fn: Callable) -> Primitive:
+# ---- registration ---------------------------------------------------------------------------------
+def make_primitive(op: str, avals: Callable, reference_fn: Callable) -> Primitive:
+    """A primitive with all of JAX's rules.
+
+    Args:
+      op: its name.
+      avals: abstract values of results, from those of operands and the plan.
+      reference_fn: the op in jnp, on views, with the keyword `plan`.
+    """
     primitive = Primitive(f"mx_{op}")
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
     primitive.def_abstract_eval(avals)
-    mlir.register_lowering(primitive, functools.partial(_lower_reference, reference_fn))
-    for platform in (*KERNELS, "cpu"):  # where there may be a kernel; on the CPU, an emulated one
-        rule = functools.partial(_lower_kernel, reference_fn, platform)
+    mlir.register_lowering(primitive, functools.partial(_lower, reference_fn, None))
+    for platform in (*chip_table.DSLS, "cpu"):  # where there may be a kernel; the CPU emulates one
+        rule = functools.partial(_lower, reference_fn, platform)
         mlir.register_lowering(primitive, rule, platform=platform)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = _no_derivative
@@ -395,9 +471,9 @@ def _primitive(op: str, avals: Callable, reference_fn: Callable) -> Primitive:
     return primitive
 
 
-artifacts.register()
-quantize_p = _primitive("quantize", _quantize_avals, _quantize_reference)
-dequantize_p = _primitive("dequantize", _dequantize_avals, _dequantize_reference)
+store.register()
+quantize_p = make_primitive("quantize", _quantize_avals, _quantize_reference)
+dequantize_p = make_primitive("dequantize", _dequantize_avals, _dequantize_reference)
 
 
 def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
@@ -406,7 +482,7 @@ def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
     return out
 
 
-def quantize(view: jax.Array, words: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
+def quantize(view: jax.Array, block_data: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     """Binds `quantize_p`, all operands varying over the same manual axes."""
-    operands = _vary_alike(view, *words) if words else [view]
+    operands = _vary_alike(view, *block_data) if block_data else [view]
     return quantize_p.bind(*operands, plan=plan)

@@ -1,96 +1,229 @@
-"""From a variant to its binary and launch facts, through the manifest; the call target."""
+"""Where kernels come from: a store of binaries by their content, filled on demand.
+
+A program names a kernel by its sha256. The handler reads its bytes when the call is instantiated
+(ffi/launch.cc), from the folders that this module registers: `jax_mx/binaries`, which a wheel may
+bring, and a user's cache. Which sha256 a variant has on an arch, and how it is launched, stands in
+the package's manifest, or in the cache under the kernel's content key (facts/content.py).
+
+What neither holds is compiled, where its DSL is installed, in a process of its own (compiler.py).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
+import hashlib
 import json
+import logging
+import os
 import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_mx import _ffi
+from jax_mx.facts import launch, toolchains
+from jax_mx.facts.content import key_of
 from jax_mx.facts.variants import Variant
+from jax_mx.lowering import compiler
 
 TARGET = "jax_mx_launch"
 BINARIES = Path(__file__).parents[1] / "binaries"
+logger = logging.getLogger("jax_mx")
 
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
-    """A binary and the facts that launch it; the manifest's words, see ffi/launch.cc for them.
+    """A compiled kernel.
 
     Attributes:
-      image: the binary.
-      facts: sha256; launches: per scale layout the scalars and, one each for aligned operands and
-        for any, the entries: symbol, align, divide, threads, grid, the compiler's usage report.
+      facts: sha256; launches: per scale layout the launch rule, in the words of facts/launch.py.
+      folder: the folder that holds its binary, in a file called by its sha256.
     """
 
-    image: bytes
     facts: dict[str, Any]
+    folder: Path
 
-    def attributes(self, scale_layout: str, params: dict[str, int]) -> dict[str, Any]:
-        """As the call target takes them; `params` are the values of scalars that have a name."""
-        launch = self.facts["launches"][scale_layout]
-        entries = launch["entries"]
-        scalars = [  # (bytes, buffer, from, to); buffer -1 stands for the constant `from`
-            (size, -1, params[what], 0) if isinstance(what, str) else (size, *what)
-            for size, what in launch["scalars"]
-        ]
-        divide = [(i, *term) for i, entry in enumerate(entries) for term in entry["divide"]]
-        grid = [
-            (3 * i + axis, *term)
-            for i, entry in enumerate(entries)
-            for axis, *term in entry["grid"]
-        ]
-        numbers = {
-            "align": [entry["align"] for entry in entries],
-            "divide": divide,
-            "threads": [entry["threads"] for entry in entries],
-            "grid": grid,
-            "scalars": scalars,
-        }
-        return {
-            "image": self.image,
-            "sha256": self.facts["sha256"],
-            "symbols": ",".join(entry["symbol"] for entry in entries),
-            **{name: np.array(value, dtype=np.int64).ravel() for name, value in numbers.items()},
-        }
+    @property
+    def sha256(self) -> str:
+        """Of the binary, hexadecimal."""
+        return self.facts["sha256"]
+
+    @property
+    def image(self) -> bytes:
+        """The binary."""
+        return (self.folder / self.sha256).read_bytes()
+
+    def attributes(self, scale_layout: str, scalars: dict[str, int], carry: bool) -> dict[str, Any]:
+        """One kernel's attributes of the custom call.
+
+        Args:
+          scale_layout: whose entries the call takes.
+          scalars: the values of scalars that have a name.
+          carry: whether the call carries the binary, for a program that leaves this machine.
+        """
+        rule = launch.attributes(self.facts["launches"][scale_layout], scalars)
+        return {"sha256": self.sha256, **rule, **({"image": self.image} if carry or not hasattr(_ffi, "use_store") else {})}
+
+
+# ---- the package and the cache -------------------------------------------------------------------
+def cache() -> Path:
+    """The folder of kernels that were compiled on demand; JAX_MX_CACHE names another."""
+    if named := os.environ.get("JAX_MX_CACHE"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jax_mx"
 
 
 @functools.cache
 def manifest() -> dict[str, dict[str, Any]]:
-    """`{"<variant>.<arch>": facts}` of every binary that this installation holds."""
+    """`{"<variant>.<arch>": facts}` for every binary that the package holds."""
     path = BINARIES / "manifest.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def holds(variant: Variant, arch: str) -> bool:
-    """Whether this installation has the binary."""
-    return f"{variant.name}.{arch}" in manifest()
+def find(variant: Variant, arch: str) -> Artifact | None:
+    """The kernel, if the package or the cache holds it whole; it is not compiled."""
+    key = key_of(variant, arch)
+    facts = manifest().get(f"{variant.name}.{arch}")
+    if facts is not None and facts["key"] == key:
+        return Artifact(facts, BINARIES)
+    return _cached(key, cache())
+
+
+# By folder and key: what this process has read of it and found whole.
+_read: dict[tuple[Path, str], Artifact] = {}
+
+
+def _cached(key: str, folder: Path) -> Artifact | None:
+    if (folder, key) in _read:
+        return _read[folder, key]
+    try:
+        digest, _, text = (folder / f"{key}.json").read_text().partition("\n")
+        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            return None  # damaged: it is compiled again
+        artifact = Artifact(json.loads(text), folder / "kernels")
+        if hashlib.sha256(artifact.image).hexdigest() != artifact.sha256:
+            return None
+    except (OSError, ValueError):
+        return None
+    return _read.setdefault((folder, key), artifact)
+
+
+def _keep(key: str, image: bytes, facts: dict[str, Any], folder: Path) -> Artifact:
+    """Writes a kernel into the cache; whoever reads meanwhile finds all of it or nothing."""
+    text = json.dumps(facts)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "kernels").mkdir(parents=True, exist_ok=True)
+    _replace(folder / "kernels" / facts["sha256"], image)
+    _replace(folder / f"{key}.json", f"{digest}\n{text}".encode())
+    artifact = Artifact(facts, folder / "kernels")
+    _read[folder, key] = artifact
+    return artifact
+
+
+def _replace(path: Path, data: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _alone(key: str, folder: Path) -> Iterator[None]:
+    """While one process compiles a kernel, others that want the same one wait for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{key}.lock").open("w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: both compile the same
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    with contextlib.suppress(OSError):
+        (folder / f".{key}.lock").unlink()
+
+
+# ---- what lowering asks --------------------------------------------------------------------------
+def obstacle(variant: Variant, arch: str) -> str:
+    """Why no binary of a variant can be had here, and what to do; empty where one can."""
+    if find(variant, arch) is not None:
+        return ""
+    why = toolchains.obstacle(variant.implementation)
+    if not why:
+        return ""
+    return f"this installation holds no binary {variant.name} for {arch}; {why}"
+
+
+def get(variant: Variant, arch: str) -> Artifact:
+    """The kernel, compiled if need be.
+
+    Raises:
+      compiler.CompileError: no binary is there and none can be made; says why.
+    """
+    found = find(variant, arch)
+    if found is not None:
+        return found
+    if why := obstacle(variant, arch):
+        raise compiler.CompileError(why)
+    key, folder = key_of(variant, arch), writable_cache()
+    with _alone(key, folder):
+        found = _cached(key, folder)  # by whoever had the lock before
+        if found is not None:
+            return found
+        logger.warning(
+            "jax_mx: compiling %s for %s, once (kept in %s)", variant.name, arch, folder
+        )
+        image, facts = compiler.compile_kernel(variant, arch)
+        return _keep(key, image, facts, folder)
+
+
+def writable_cache() -> Path:
+    """`cache()`, or a folder of this process where that cannot be written."""
+    folder = cache()
+    try:
+        (folder / "kernels").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        instead = _own_folder()
+        logger.warning(
+            "jax_mx: cannot write %s (%s); kernels of this process go to %s. Set JAX_MX_CACHE to a "
+            "folder that can be written to keep them",
+            folder,
+            error.strerror,
+            instead,
+        )
+        folder = instead
+    _register_folders(folder)
+    return folder
 
 
 @functools.cache
-def load(variant: Variant, arch: str) -> Artifact:
-    """The artifact of `variant` for `arch`.
+def _own_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="jax_mx-"))
 
-    Raises:
-      NotImplementedError: this installation does not hold it.
-    """
-    facts = manifest().get(f"{variant.name}.{arch}")
-    if facts is None:
-        raise NotImplementedError(
-            f"{variant.op}: this installation holds no binary {variant.name} for {arch}; build it "
-            f"with python -m jax_mx.kernels.build --arch {arch}"
-        )
-    return Artifact((BINARIES / facts["file"]).read_bytes(), facts)
+
+# ---- registration --------------------------------------------------------------------------------
+def _register_folders(cache_folder: Path) -> None:
+    """Tells the handler where kernels lie that a call names."""
+    advice = (
+        "call the function once under jax.jit on this machine, which compiles or finds them, or set "
+        "JAX_MX_CACHE to the folder in which the machine that compiled the program keeps them"
+    )
+    if hasattr(_ffi, "use_store"):  # TEMP
+        _ffi.use_store([str(BINARIES), str(cache_folder / "kernels")], advice)
 
 
 def register() -> None:
-    """Registers the call target with JAX.
+    """Registers the call target with JAX, and the store with the handler.
 
     Raises:
       ImportError: jaxlib's FFI is older than the one that the extension was compiled against; JAX
@@ -103,6 +236,7 @@ def register() -> None:
             f"jax_mx was compiled against version {_ffi.API_VERSION} of XLA's FFI, this jaxlib has "
             f"{found}; install a newer jaxlib or a jax_mx built for this one"
         )
+    _register_folders(cache())
     for platform, stages in _ffi.registrations().items():
         jax.ffi.register_ffi_target(TARGET, stages, platform=platform)
     jax.ffi.register_ffi_target_as_batch_partitionable(TARGET)

@@ -1,4 +1,4 @@
-"""What is done to elements beside scaling: rounded at random, and rotated before."""
+"""Stochastic rounding and Hadamard transforms: what a caller passes, and its way to a plan."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import numpy as np
 
 from jax_mx import reference
 from jax_mx.arrays.checks import axis_of, float_dtype, shown, whole
-from jax_mx.facts.formats import BLOCK
 from jax_mx.arrays.sharding import Spec, iota, reshape, spec_of
-
-SIZES = (16, 32, 64)  # of Hadamard transforms
-PRESCALES = (None, 0.75)
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.preprocessing import NO_PREPROCESSING, PRESCALES, SIZES, Preprocessing
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("key",), meta_fields=("prescale",))
@@ -82,47 +80,25 @@ class Hadamard:
         return cls(size, jax.random.bernoulli(key, shape=(size,)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Treatment:
-    """The static side of both, for one quantized array; what is data goes in words, one per block.
-
-    Attributes:
-      stochastic: whether the primitive takes seeds, see `reference.noise`.
-      prescale: what elements are multiplied by, or None.
-      hadamard: the size of the transform, or 0.
-      flips: words whose bit i flips the sign of element i of even and of odd blocks; None: the
-        primitive takes a word per block.
-    """
-
-    stochastic: bool = False
-    prescale: float | None = None
-    hadamard: int = 0
-    flips: tuple[int, int] | None = None
-
-    @property
-    def group(self) -> int:
-        """How many elements along the block axis depend on each other."""
-        return max(self.hadamard, BLOCK)
-
-    @property
-    def words(self) -> int:
-        """How many operands of words the primitive takes."""
-        return self.stochastic + (self.hadamard > 0 and self.flips is None)
-
-    def __str__(self) -> str:
-        asked = ["rounding 'stochastic'"] if self.stochastic else []
-        return " and ".join(asked + [f"hadamard {self.hadamard}"] * bool(self.hadamard))
+# What of a call's preprocessing is data: a key of `jax.random`, and signs that are a JAX array.
+Data = tuple[jax.Array | None, jax.Array | None]
 
 
-UNTREATED = Treatment()
+def data_of(rounding: Stochastic | None, hadamard: Hadamard | None) -> Data:
+    """The arrays of both; signs that are NumPy's are no data but part of the plan."""
+    signs = None if hadamard is None else hadamard.signs
+    key = None if rounding is None else rounding.key
+    return key, signs if isinstance(signs, jax.Array) else None
 
 
-def treatment_of(op: str, rounding: Any, hadamard: Any) -> Treatment:
-    """Checks both.
+def preprocessing_of(op: str, rounding: Any, hadamard: Any) -> Preprocessing:
+    """Checks both, and gives what of them is static.
 
     Raises:
       TypeError, ValueError: see `jax_mx.quantize`.
     """
+    if rounding is None and hadamard is None:
+        return NO_PREPROCESSING
     if not isinstance(rounding, Stochastic | None):
         raise TypeError(f"{op}: rounding must be None or a Stochastic, got {shown(rounding)}")
     if not isinstance(hadamard, Hadamard | None):
@@ -135,7 +111,7 @@ def treatment_of(op: str, rounding: Any, hadamard: Any) -> Treatment:
         if isinstance(signs, np.ndarray):
             even, odd = _flips_of_blocks(signs)
             flips = int(even), int(odd)
-    return Treatment(
+    return Preprocessing(
         rounding is not None,
         None if rounding is None else rounding.prescale,
         0 if hadamard is None else hadamard.size,
@@ -150,7 +126,7 @@ def pairs(op: str, rounding: Any, hadamard: Any, split: bool = True) -> list[tup
     or, without `split`, the same.
     """
     if split and isinstance(rounding, Stochastic):
-        treatment_of(op, rounding, None)
+        preprocessing_of(op, rounding, None)
         keys = jax.random.split(rounding.key)
         rounding = tuple(dataclasses.replace(rounding, key=key) for key in keys)
     both = []
@@ -162,27 +138,36 @@ def pairs(op: str, rounding: Any, hadamard: Any, split: bool = True) -> list[tup
     return [*zip(*both, strict=True)]
 
 
-def words_of(
-    rounding: Stochastic | None,
-    hadamard: Hadamard | None,
+def block_data_of(
+    data: Data,
+    own: Preprocessing,
     shape: tuple[int, ...],
     spec: Spec,
     axis: int,
     mesh,
 ) -> list[jax.Array]:
-    """The words that the primitive takes, of the shape and partition spec of the blocks."""
-    words = []
-    if rounding is not None:
+    """The operands of a uint32 per block that the primitive takes: seeds, then words of signs.
+
+    Args:
+      data: see `data_of`.
+      own: the static side.
+      shape: how many blocks there are along each axis.
+      spec: the partition spec of blocks.
+      axis: the axis that blocks run along.
+      mesh: of the array.
+    """
+    found, (key, signs) = [], data
+    if key is not None:
         number = iota(shape, 0, spec, mesh)
         for d in range(1, len(shape)):
             number = number * _length(shape[d]) + iota(shape, d, spec, mesh)
-        key = jax.random.bits(rounding.key, (2,), jnp.uint32)
-        words.append(reference.seeds(number, key))
-    if hadamard is not None and isinstance(hadamard.signs, jax.Array):
-        even, odd = _flips_of_blocks(_signs("quantize", hadamard.signs, hadamard.size))
+        bits = jax.random.bits(key, (2,), jnp.uint32)
+        found.append(reference.seeds(number, bits))
+    if signs is not None:
+        even, odd = _flips_of_blocks(_signs("quantize", signs, own.hadamard))
         which = iota(shape, axis, spec, mesh) & np.uint32(1)
-        words.append(jnp.where(which == 0, even, odd))
-    return words
+        found.append(jnp.where(which == 0, even, odd))
+    return found
 
 
 def hadamard(
@@ -259,7 +244,7 @@ def _flips(signs: Any) -> Any:
 
 
 def _flips_of_blocks(signs: Any) -> Any:
-    """`Treatment.flips`, of NumPy's signs or of JAX's."""
+    """`Preprocessing.flips`, of NumPy's signs or of JAX's."""
     xp = np if isinstance(signs, np.ndarray) else jnp
     flips = xp.tile(_flips(signs).astype(np.uint32), 2 * BLOCK // len(signs)).reshape(2, BLOCK)
     return (flips << np.arange(BLOCK, dtype=np.uint32)).sum(-1, dtype=np.uint32)

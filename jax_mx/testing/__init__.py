@@ -25,11 +25,11 @@ def emulate(arch: str, *, order: str = "lockstep") -> AbstractContextManager[Non
       ValueError: an unknown arch or order.
       ModuleNotFoundError: the extra is not installed.
     """
+    from jax_mx.facts.chips import ARCHS
     from jax_mx.lowering import primitive
-    from jax_mx.facts import variants
 
-    if arch not in variants.ARCHS["flydsl"]:
-        known = ", ".join(variants.ARCHS["flydsl"])
+    if arch not in ARCHS["flydsl"]:
+        known = ", ".join(ARCHS["flydsl"])
         raise ValueError(f"emulate: arch {arch!r} is unknown; use one of {known}")
     try:
         from jax_mx.testing import hip

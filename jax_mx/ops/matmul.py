@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.mxarray import MXArray, checked
+from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, SCALE_NAN
 from jax_mx.arrays.sharding import is_explicit, resharded, shards_of
 

@@ -1,4 +1,4 @@
-"""MXArray: a quantized array."""
+"""MXArray: a quantized array, and how it becomes floats again."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import axis_of, block_of, blocks_fit
-from jax_mx.facts.formats import BLOCK, FORMATS, MXFP4_E2M1, SCALE_DTYPE, Format, named
+from jax_mx.arrays.checks import axis_of, block_of, blocks_fit, values_fit
+from jax_mx.arrays.sharding import gathered, is_explicit, reshape, resharded, spec_of
+from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import (
-    FORMS,
-    covered,
     divided,
     from_view,
+    moved_last,
     stored_shape,
     stored_spec,
     to_view,
+    view_of,
 )
+from jax_mx.facts import directions
+from jax_mx.facts.formats import BLOCK, FORMATS, MXFP4_E2M1, SCALE_DTYPE, Format, named
 from jax_mx.facts.layouts import (
     ROW_MAJOR,
     ROW_MAJOR_VALUES,
@@ -31,7 +34,10 @@ from jax_mx.facts.layouts import (
     ScaleLayout,
     ValueLayout,
 )
-from jax_mx.arrays.sharding import gathered, reshape, spec_of
+from jax_mx.lowering import primitive
+from jax_mx.lowering.plan import Plan
+from jax_mx.ops.placing import placed, require_kernel
+from jax_mx.ops.planning import plan_dequantize
 
 
 @partial(
@@ -156,11 +162,15 @@ class MXArray:
         codes = jax.lax.bitcast_convert_type(reshape(values, pairs, spec_of(values)), jnp.uint8)
         return checked(op, "it", cls(codes, scales, MXFP4_E2M1, -1, layout, spans))
 
-    def dequantize(self, dtype: jax.typing.DTypeLike = jnp.bfloat16, **options) -> jax.Array:
+    def dequantize(
+        self,
+        dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        *,
+        transpose: bool = False,
+        implementation: str | None = None,
+    ) -> jax.Array:
         """See `jax_mx.dequantize`."""
-        from jax_mx.ops.public import dequantize  # ops builds MXArrays
-
-        return dequantize(self, dtype, **options)
+        return dequantize(self, dtype, transpose=transpose, implementation=implementation)
 
     def with_values_in(self, value_layout: ValueLayout | str) -> MXArray:
         """The same array with its values in another layout.
@@ -177,7 +187,7 @@ class MXArray:
         values = q.values
         if q.value_layout.is_tiled:
             values = q.value_layout.unpack(values, *q.value_layout.rows_cols(values.shape))
-        fits(op, layout, q.axis, q.shape, q.format)
+        values_fit(op, layout, q.axis, q.shape, q.format)
         return dataclasses.replace(q, values=layout.pack(values), value_layout=layout)
 
     def expand(self, axis: int = -1, scale_layout: ScaleLayout | str = ROW_MAJOR) -> MXArray:
@@ -208,10 +218,10 @@ class MXArray:
         values, scales = self.with_values_in(values_in).values, self.scales
         if axis == -2 and self.format.codes_per_byte > 1:
             values = _repacked(values, self.format)
-        form = FORMS["last" if axis == -1 else "second"]
-        form = form.laid_out(layout, (ROW_MAJOR_VALUES,), (covered(layout),))
+        view = view_of(directions.LAST if axis == -1 else directions.SECOND)
+        view = view.laid_out(layout, (ROW_MAJOR_VALUES,), (covered(layout),))
         if layout.is_tiled:
-            scales = gathered(scales, self.shape, form.unit_lengths)
+            scales = gathered(scales, self.shape, view.unit_lengths)
         other = scales.ndim - 3 - axis  # the axis along which a scale stands for 32 blocks
         shape, spec = [*scales.shape], spec_of(scales)
         scales = jnp.expand_dims(scales, other + 1)
@@ -219,9 +229,9 @@ class MXArray:
         shape[other] *= BLOCK
         scales = reshape(scales, tuple(shape), spec)
         if layout.is_tiled:
-            (result,) = form.results
-            view, view_spec = form.view(self.shape, spec, axis)
-            scales = to_view(scales, divided(view, (-1,), BLOCK), view_spec, result.order)
+            (result,) = view.results
+            viewed, view_spec = view.view(self.shape, spec, axis)
+            scales = to_view(scales, divided(viewed, (-1,), BLOCK), view_spec, result.order)
             stored = stored_shape(self.shape, (axis,), layout), stored_spec(spec, (axis,), layout)
             scales = from_view(result.pack(scales, layout), *stored, result.order_in(layout))
         return MXArray(values, scales, self.format, axis, layout, value_layout=values_in)
@@ -232,15 +242,83 @@ class MXArray:
 
 def _repacked(values: jax.Array, format: Format) -> jax.Array:
     """Codes of square blocks, packed along the second-to-last axis instead of the last."""
-    form = FORMS["square"]
-    (square,) = form.results
+    view = view_of(directions.SQUARE)
+    (square,) = view.results
     shape = (*values.shape[:-1], values.shape[-1] * format.codes_per_byte)
     spec = spec_of(values)
-    view, view_spec = form.view(shape, spec, -2)
-    values = to_view(values, square.values_shape(view, format), view_spec, square.order)
+    viewed, view_spec = view.view(shape, spec, -2)
+    values = to_view(values, square.values_shape(viewed, format), view_spec, square.order)
     codes = reference.unpack(values.astype(jnp.uint32), format)  # (..., 32 of M, 32 of K)
     values = reference.pack(jnp.swapaxes(codes, -1, -2), format)
     return from_view(values, divided(shape, (-2,), format.codes_per_byte), spec, (0, 3, 1, 2))
+
+
+def dequantize(
+    q: MXArray,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    *,
+    transpose: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
+    """element * scale, in float32, rounded once to `dtype`.
+
+    Args:
+      q: what `quantize` returned.
+      dtype: bfloat16, float16 or float32. Beyond its largest finite value the result is infinite.
+      transpose: whether the result has the last two axes swapped: (..., K, M) for a q of the shape
+        (..., M, K).
+      implementation: as for `quantize`.
+
+    Returns:
+      An array of q's shape, or with the last two axes swapped. A scale of 255 gives NaN. Every NaN,
+      also an element's own, has all bits set but the sign (0x7FFF, float32 0x7FFFFFFF), so that
+      every implementation gives the same bytes.
+
+    Raises:
+      TypeError: q is no `MXArray`, its arrays have other dtypes than its format, or dtype is none
+        of the three.
+      ValueError: the scales' shape does not belong to the values' shape, or there are no two axes
+        to swap.
+      NotImplementedError: as for `quantize`.
+      ShardingTypeError: as for `quantize`.
+    """
+    q = checked("dequantize", "q", q)
+    plan = plan_dequantize(q, dtype, transpose, implementation)
+    require_kernel(plan)
+    return _dequantize(q, plan=plan, transpose=bool(transpose))
+
+
+@partial(jax.jit, static_argnames=("plan", "transpose"))
+def _dequantize(q: MXArray, *, plan: Plan, transpose: bool) -> jax.Array:
+    """`dequantize` of an array that the plan fits."""
+    if q.value_layout.is_tiled:
+        q = q.with_values_in(ROW_MAJOR_VALUES)
+    if plan.axis < -2 and plan.scale_layout.is_tiled:  # units are of the last two axes
+        values = jnp.moveaxis(q.values, plan.axis, -2)
+        q = dataclasses.replace(q, values=values, axis=-2)
+        y = _bound(q, dataclasses.replace(plan, axis=-2))
+        y = jnp.moveaxis(y, -2, plan.axis)
+    else:
+        y = _bound(q, plan)
+    return y if plan.transpose == transpose else jnp.swapaxes(y, -1, -2)
+
+
+def _bound(q: MXArray, plan: Plan) -> jax.Array:
+    """Binds the primitive; q as the plan has it."""
+    view, layout = plan.view, plan.scale_layout
+    (result,) = view.results
+    values, scales = placed(q.values, q.shape, plan), q.scales
+    shape, spec = q.shape, spec_of(values)
+    if is_explicit(jax.typeof(values).sharding.mesh):
+        beside = stored_spec(spec, plan.axes, layout)
+        scales = resharded(scales, beside, jax.typeof(values).sharding.mesh)
+    if plan.transpose:
+        shape, spec = (moved_last(dims, -2) for dims in (shape, spec))
+    viewed, view_spec = view.view(shape, spec, plan.first_axis)
+    stored = result.values_shape(viewed, plan.format)
+    values = to_view(values, stored, view_spec, result.order)
+    scales = to_view(scales, result.scales_shape(viewed), view_spec, result.order_in(layout))
+    return from_view(primitive.dequantize(values, scales, plan), shape, spec, view.operand)
 
 
 def checked(op: str, name: str, q: Any) -> MXArray:
@@ -272,7 +350,7 @@ def checked(op: str, name: str, q: Any) -> MXArray:
     q = MXArray(q.values, q.scales, format, axis, layout, block, values_in)
     shape = q.shape
     if axis != -1:
-        fits(op, values_in, axis, shape, format)  # it does not
+        values_fit(op, values_in, axis, shape, format)  # it does not
     axes = (-2, -1) if len(block) == 2 else (axis,)
     scales = stored_shape(shape, axes, layout)
     if any(shape[axis] % BLOCK for axis in axes) or q.scales.shape != scales:
@@ -283,29 +361,6 @@ def checked(op: str, name: str, q: Any) -> MXArray:
             "use out_axes=0"
         )
     return q
-
-
-def fits(op: str, layout: ValueLayout, axis: int, shape: tuple[int, ...], format: Format) -> None:
-    """Checks that values with blocks along `axis` of an array of `shape` can lie so.
-
-    Raises:
-      ValueError: they cannot; says why.
-    """
-    if not layout.is_tiled:
-        return
-    if axis != -1 or len(shape) < 2:
-        raise ValueError(
-            f"{op}: value_layout {layout.name!r} tiles a matrix whose rows end with the block "
-            f"axis, the array has the shape {tuple(shape)} and axis {axis}; use transpose=True or "
-            "'row_major'"
-        )
-    rows, size = shape[-2], shape[-1] // format.codes_per_byte
-    if rows % layout.tile[0] or size % layout.tile[1]:
-        raise ValueError(
-            f"{op}: value_layout {layout.name!r} has tiles of {layout.tile[0]} rows and "
-            f"{layout.tile[1]} bytes, which do not divide {rows} rows of {size} bytes; use "
-            "'row_major' or pad the array"
-        )
 
 
 # So that exported programs may take and return MXArrays. Formats and layouts go by name.

@@ -1,0 +1,132 @@
+"""What an op takes and gives, declared once: the arrays of its call in order, each with a role.
+
+All that handles a call's arrays asks here instead of counting positions: abstract evaluation, vmap,
+the memory order of each array, the sharding rule, which operands a call may lack, the argument
+types of kernels, the alignment that their entries want, and the buffers that launch rules number.
+To add an operand to an op is to add a line to its function below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax_mx.facts.variants import Kind
+
+
+class Role(enum.Enum):
+    """What an array of a call is; its shape and its memory order follow."""
+
+    FLOATS = "floats"  # the unquantized side, as the form's view has it
+    CODES = "codes"  # values of a quantized array, beside the floats
+    SCALES = "scales"  # one byte a block
+    BLOCK_DATA = "block data"  # one uint32 a block: what a preprocessing takes besides constants
+    REPLICATED = "replicated"  # the same whole array for every slab and shard: group offsets, say
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether its leading dimensions are those of the floats."""
+        return self is not Role.REPLICATED
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One operand or result.
+
+    Attributes:
+      name: unique in its signature.
+      role: what it is.
+      of: the number of the direction that it belongs to; matters to codes, scales, block data.
+      dtype: of a replicated array, by NumPy's name; that of others follows from their role.
+      optional: whether a call may lack this operand; kernels get a null pointer instead.
+    """
+
+    name: str
+    role: Role
+    of: int = 0
+    dtype: str = ""
+    optional: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The arrays of a call.
+
+    Attributes:
+      operands: in the kernel's order.
+      results: likewise; launch rules number buffers operands first.
+    """
+
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """All, as launch rules number them."""
+        return self.operands + self.results
+
+    def number(self, name: str) -> int:
+        """The number of a buffer in launch rules."""
+        return [array.name for array in self.arrays].index(name)
+
+    def present(self, lacks: Sequence[str]) -> tuple[Array, ...]:
+        """The operands of a call that lacks those of these names."""
+        return tuple(array for array in self.operands if array.name not in lacks)
+
+    @property
+    def has_replicated(self) -> bool:
+        """Whether some operand is the same for all shards.
+
+        XLA's partitioner would split it like the others. So such a call is not partitioned: on
+        meshes with automatic axes XLA gathers its operands; under shard_map it runs where they lie.
+        """
+        return any(array.role is Role.REPLICATED for array in self.arrays)
+
+
+def _quantize(kinds: Sequence[Kind]) -> Signature:
+    return Signature(
+        operands=(
+            Array("x", Role.FLOATS),
+            *(
+                array
+                for i, kind in enumerate(kinds)
+                for array, there in (
+                    (Array(f"seeds_{i}", Role.BLOCK_DATA, i), kind.stochastic),
+                    (Array(f"signs_{i}", Role.BLOCK_DATA, i, optional=True), kind.hadamard > 0),
+                )
+                if there
+            ),
+        ),
+        results=tuple(
+            array
+            for i in range(len(kinds))
+            for array in (Array(f"codes_{i}", Role.CODES, i), Array(f"scales_{i}", Role.SCALES, i))
+        ),
+    )
+
+
+def _dequantize(kinds: Sequence[Kind]) -> Signature:
+    del kinds  # dequantizing undoes no preprocessing
+    return Signature(
+        operands=(Array("codes_0", Role.CODES), Array("scales_0", Role.SCALES)),
+        results=(Array("y", Role.FLOATS),),
+    )
+
+
+SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+}
+
+
+def signature_of(op: str, kinds: Sequence[Kind]) -> Signature:
+    """The signature of a call of `op`.
+
+    Args:
+      op: "quantize" (one or both directions) or "dequantize".
+      kinds: the preprocessing of each direction, one each also where there is none.
+    """
+    return SIGNATURES[op](kinds)

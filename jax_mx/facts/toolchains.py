@@ -1,0 +1,46 @@
+"""What compiles kernels: for each DSL the distributions that its binaries' bytes follow from.
+
+Their versions are pinned, here and in pyproject.toml (a test compares both). Where others are
+installed, kernels are not compiled on demand: they would be other kernels than those verified.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+COMPILERS: Mapping[str, Mapping[str, str]] = {
+    "cutedsl": {"nvidia-cutlass-dsl": "4.8.1"},
+    "flydsl": {"flydsl": "0.4.2", "ziglang": "0.17.1"},
+}
+# The extra of this package that brings a DSL.
+EXTRAS: Mapping[str, str] = {"cutedsl": "cuda-kernels", "flydsl": "rocm-kernels"}
+# Beyond the DSL: what reads compiled binaries.
+READERS: Mapping[str, tuple[str, ...]] = {
+    "cutedsl": ("pyelftools",),
+    "flydsl": ("pyelftools", "msgpack"),
+}
+
+
+def obstacle(dsl: str) -> str:
+    """Why this machine cannot compile a DSL's kernels, and what to do; empty where it can."""
+    if dsl == "flydsl" and platform.machine() != "x86_64":
+        return f"flydsl compiles on x86_64 only, this machine is {platform.machine()}"
+    advice = f"pip install 'jax-mx[{EXTRAS[dsl]}]'"
+    for distribution, want in COMPILERS[dsl].items():
+        found = _installed(distribution)
+        if found != want:
+            have = f"here is {found}" if found else "it is not installed"
+            return f"to compile it takes {distribution} {want}, {have}; {advice}"
+    for distribution in READERS[dsl]:
+        if _installed(distribution) is None:
+            return f"to compile it takes {distribution}, it is not installed; {advice}"
+    return ""
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,68 @@
+"""Compiles kernels for another process: `python worker.py DSL FD`.
+
+Reads lines of JSON from standard input, {"variant": name, "arch": arch}, and writes one for each to
+the file descriptor FD: {"image": base64, "facts": ...} or {"error": sentence}. Ends with its input.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def without_jax() -> None:
+    """Makes `jax_mx.facts` and `jax_mx.kernels` importable without the package's __init__.
+
+    That would import JAX, which a compiler does not need and a build may not have.
+    """
+    package = types.ModuleType("jax_mx")
+    package.__path__ = [str(PACKAGE)]
+    sys.modules["jax_mx"] = package
+    here = str(PACKAGE / "kernels")  # has folders that are called as the DSLs are
+    sys.path[:] = [path for path in sys.path if path != here]
+
+
+def compiled(variant, arch: str) -> tuple[bytes, dict[str, Any]]:
+    """The binary, and its facts: name, key, sha256, launches."""
+    from jax_mx.facts.content import key_of
+
+    if variant.implementation == "cutedsl":
+        from jax_mx.kernels.cutedsl import compile as backend
+    else:
+        from jax_mx.kernels.flydsl import compile as backend
+    image, facts = backend.compile_variant(variant, arch)
+    names = {
+        "name": f"{variant.name}.{arch}",
+        "key": key_of(variant, arch),
+        "sha256": hashlib.sha256(image).hexdigest(),
+    }
+    return image, {**names, **facts}
+
+
+def main(dsl: str, descriptor: str) -> None:
+    """Answers requests until there are no more."""
+    without_jax()
+    from jax_mx.facts.variants import VARIANTS
+
+    variants = {v.name: v for v in VARIANTS if v.implementation == dsl}
+    with os.fdopen(int(descriptor), "w") as answers:
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                image, facts = compiled(variants[request["variant"]], request["arch"])
+                answer = {"image": base64.b64encode(image).decode(), "facts": facts}
+            except Exception as error:
+                answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,122 @@
+"""Compiles kernels on demand, in processes of their own: a library never imports a kernel DSL.
+
+There is one process per DSL (two DSLs cannot share one), started at the first kernel and kept, as
+importing a DSL takes longer than compiling with it. It reads requests from its standard input and
+answers on a pipe, one line of JSON each; see kernels/worker.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import IO, Any
+
+from jax_mx.facts.content import PACKAGE
+from jax_mx.facts.variants import Variant
+
+TIMEOUT = 300  # seconds for one kernel; the longest took 20 on a busy machine
+
+
+class CompileError(RuntimeError):
+    """A kernel could not be compiled."""
+
+
+class Worker:
+    """One compiling process."""
+
+    def __init__(self, dsl: str):
+        self.dsl, self.lock = dsl, threading.Lock()
+        self.process: subprocess.Popen | None = None
+        self.answers: IO[bytes] | None = None
+        self.errors: IO[bytes] | None = None
+
+    def ask(self, request: dict[str, str]) -> dict[str, Any]:
+        """Its answer to a request.
+
+        Raises:
+          CompileError: it gave none.
+        """
+        with self.lock:
+            if self.process is None or self.process.poll() is not None:
+                self._start()
+            assert self.process is not None and self.process.stdin and self.answers and self.errors
+            try:
+                self.process.stdin.write(json.dumps(request).encode() + b"\n")
+                self.process.stdin.flush()
+                ready, _, _ = select.select([self.answers], [], [], TIMEOUT)
+                line = self.answers.readline() if ready else b""
+            except OSError:  # it has died
+                line = b""
+            if not line.endswith(b"\n"):
+                self.stop()
+                raise CompileError(f"the compiler of {self.dsl} gave no answer{self._last_words()}")
+            return json.loads(line)
+
+    def _start(self) -> None:
+        self.stop()
+        answers, give = os.pipe()
+        self.errors = tempfile.TemporaryFile()
+        # What these variables say changes the code, and content keys do not know it.
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("CUTE_DSL_", "FLYDSL_", "JAX_", "XLA_", "PYTHONPATH"))
+        }
+        env |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self.process = subprocess.Popen(
+            [sys.executable, str(PACKAGE / "kernels" / "worker.py"), self.dsl, str(give)],
+            stdin=subprocess.PIPE,
+            stdout=self.errors,
+            stderr=self.errors,
+            pass_fds=[give],
+            env=env,
+        )
+        os.close(give)
+        self.answers = os.fdopen(answers, "rb")
+
+    def _last_words(self) -> str:
+        if self.errors is None:
+            return ""
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+
+    def stop(self) -> None:
+        """Ends the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            if self.process.stdin:
+                self.process.stdin.close()
+            self.process = None
+        if self.answers is not None:
+            self.answers.close()
+            self.answers = None
+
+
+_workers = {dsl: Worker(dsl) for dsl in ("cutedsl", "flydsl")}
+
+
+@atexit.register
+def _stop() -> None:
+    for worker in _workers.values():
+        worker.stop()
+
+
+def compile_kernel(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:
+    """The binary of a variant for an arch, and its facts: name, sha256, launches.
+
+    Raises:
+      CompileError: there is none; says why.
+    """
+    answer = _workers[variant.implementation].ask({"variant": variant.name, "arch": arch})
+    if "error" in answer:
+        raise CompileError(f"{variant.name} for {arch} does not compile: {answer['error']}")
+    return base64.b64decode(answer["image"]), answer["facts"]

@@ -1,0 +1,187 @@
+"""Which implementation serves a call: a table of implementations, and what each says of a plan.
+
+An implementation is a row of `IMPLEMENTATIONS`. A platform may have several, in the order in which
+they are preferred; "xla" comes last and serves everything everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from jax_mx.facts import chips as chip_table
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.facts.variants import VARIANTS, Variant, layouts_of, takes_zero_scale
+from jax_mx.lowering import store
+from jax_mx.lowering.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """What one implementation says of one plan.
+
+    Attributes:
+      implementation: its name.
+      kernels: the kernels that serve the plan: one, or one per result; none of "xla".
+      via_transpose: whether XLA transposes what these kernels read, and back what they give.
+      reason: why it does not serve the plan, and what does; empty where it serves it.
+    """
+
+    implementation: str
+    kernels: tuple[Variant, ...] = ()
+    via_transpose: bool = False
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        if self.reason:
+            return self.reason
+        names = ", ".join(kernel.name for kernel in self.kernels) or "runs everywhere"
+        return f"{self.implementation}: {names}{' along rows' if self.via_transpose else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute ops.
+
+    Attributes:
+      name: what callers know it by.
+      platform: JAX's name of the platform that it runs on, or "any".
+      support: says whether it serves a plan on chips, which are as drivers name them. No chips at
+        all: whether it could on some.
+    """
+
+    name: str
+    platform: str
+    support: Callable[[Plan, Sequence[str]], Support]
+
+
+def candidates(plan: Plan, platform: str, chips: Sequence[str]) -> list[Support]:
+    """What each implementation that could run a plan says of it, the preferred one first.
+
+    Args:
+      plan: the call. Where it names an implementation, only that one is asked.
+      platform: JAX's name of it.
+      chips: those that the program is for, as drivers name them.
+    """
+    if plan.implementation is not None:
+        named = IMPLEMENTATIONS[plan.implementation]
+        if named.platform in (platform, "any"):
+            return [named.support(plan, chips)]
+        reason = (
+            f"{plan.op}: implementation {named.name!r} runs on {named.platform}, not on {platform}; "
+            "use implementation=None or 'xla'"
+        )
+        return [Support(named.name, reason=reason)]
+    asked = [each for each in IMPLEMENTATIONS.values() if each.platform in (platform, "any")]
+    return [each.support(plan, chips) for each in asked]
+
+
+def chosen(plan: Plan, platform: str, chips: Sequence[str]) -> Support:
+    """The first candidate that serves the plan; if none does, as one was named, that one."""
+    each = candidates(plan, platform, chips)
+    return next((support for support in each if support), each[0])
+
+
+def row_plans(plan: Plan) -> list[Plan]:
+    """For each result of a plan, the plan of quantizing it along a last axis, by itself."""
+    alone = {"op": "quantize", "axis": -1, "transpose": False, "scale_layout": ROW_MAJOR}
+    alone |= {"value_layouts": (ROW_MAJOR_VALUES,)}
+    return [
+        dataclasses.replace(plan, formats=(format,), preprocessing=(own,), **alone)
+        for format, own in zip(plan.formats, plan.preprocessing, strict=True)
+    ]
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+def _kernels(dsl: str) -> Callable[[Plan, Sequence[str]], Support]:
+    """The support of a DSL's kernels."""
+
+    def support(plan: Plan, chips: Sequence[str]) -> Support:
+        direct = _one_kernel(dsl, plan, chips)
+        # Few plans with preprocessing have kernels of their own; the others go along rows. Not
+        # transforms that span two blocks: rows do not tell which blocks are neighbours.
+        preprocessed = any(str(own) for own in plan.preprocessing)
+        spans_two = any(own.group > BLOCK for own in plan.preprocessing)
+        if direct or plan.is_square or not preprocessed or spans_two:
+            return direct
+        each = [_one_kernel(dsl, alone, chips) for alone in row_plans(plan)]
+        for refused in (support for support in each if not support):
+            _, _, reason = refused.reason.partition(":")
+            return Support(dsl, reason=f"{plan.op}:{reason}")
+        kernels = tuple(kernel for support in each for kernel in support.kernels)
+        return Support(dsl, kernels, via_transpose=True)
+
+    return support
+
+
+def _one_kernel(dsl: str, plan: Plan, chips: Sequence[str]) -> Support:
+    """Whether one kernel serves the plan, and this installation has it or can compile it."""
+    known = chip_table.chips_of(dsl)
+    for chip in chips:
+        if chip not in known:
+            return Support(
+                dsl,
+                reason=f"{plan.op}: no {dsl} kernel for {chip}, only for {', '.join(known)}; "
+                "'xla' serves it",
+            )
+    variant, reason = _variant_for(plan, dsl)
+    if variant is None:
+        return Support(dsl, reason=f"{plan.op}: {dsl} has no kernel{reason}; 'xla' serves it")
+    for chip in chips:
+        arch = chip_table.arch_of(chip)
+        assert arch is not None  # `known` has it
+        if obstacle := store.obstacle(variant, arch):
+            return Support(dsl, reason=f"{plan.op}: {obstacle}; 'xla' serves it")
+    return Support(dsl, (variant,))
+
+
+def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
+    """The DSL's variant that serves a plan; or None, and for what there is none."""
+    op = plan.op.removesuffix("_both")
+    each = [str(own) for own in plan.preprocessing]
+    asked = each[0]
+    if len({*each}) > 1:
+        asked = f"the pair ({', '.join(what or 'none' for what in each)})"
+    kinds = tuple(own.kind for own in plan.preprocessing) if asked else ()
+    of_kind = [v for v in VARIANTS if (v.implementation, v.op, v.kinds) == (dsl, op, kinds)]
+    if not of_kind:
+        return None, f" for {asked}" if asked else ""
+    of_form = [v for v in of_kind if v.form == plan.form]
+    zero_scales = [{0, 127} if takes_zero_scale(format) else {0} for format in plan.formats]
+    checks = [
+        ("form", str(plan.form), {str(v.form) for v in of_kind}),
+        *(("format", f.name, {g.name for v in of_form for g in v.formats}) for f in plan.formats),
+        *(("zero_scale", str(plan.zero_scale), {*map(str, have)}) for have in zero_scales),
+        ("dtype", plan.dtype.name, {v.dtype for v in of_form}),
+    ]
+    for name, value, have in checks:
+        if value not in have:
+            beside = f" with {asked}" if asked else ""
+            return None, f" for {name} {value}{beside}, only for {', '.join(sorted(have))}"
+    by_dtype = {v.dtype: v for v in of_form if v.formats == plan.formats}
+    if plan.dtype.name not in by_dtype:
+        if not by_dtype:
+            return None, f" for {' and '.join(f.name for f in plan.formats)} in one call"
+        have = ", ".join(sorted(by_dtype))
+        return None, f" for {plan.format.name} and dtype {plan.dtype.name}, only for {have}"
+    variant, layout = by_dtype[plan.dtype.name], plan.scale_layout.name
+    if layout not in layouts_of(variant):
+        have = ", ".join(sorted(layouts_of(variant)))
+        return None, f" for {plan.format.name} and scale_layout {layout}, only for {have}"
+    return variant, ""
+
+
+def _reference(plan: Plan, chips: Sequence[str]) -> Support:
+    """Serves every plan."""
+    del plan, chips
+    return Support("xla")
+
+
+IMPLEMENTATIONS: Mapping[str, Implementation] = {
+    **{dsl: Implementation(dsl, chip_table.PLATFORMS[dsl], _kernels(dsl)) for dsl in chip_table.ARCHS},
+    "xla": Implementation("xla", "any", _reference),
+}

@@ -1,0 +1,54 @@
+"""Where an array's shards lie before an op's primitive is bound; and whether a kernel is there."""
+
+from __future__ import annotations
+
+import jax
+
+from jax_mx.arrays.sharding import gathered, is_explicit, shards_of
+from jax_mx.lowering import primitive, registry
+from jax_mx.lowering.plan import Plan
+
+
+def require_kernel(plan: Plan) -> None:
+    """Raises at once where a named implementation has no kernel for the plan on any chip.
+
+    Raises:
+      NotImplementedError: so it is; says why.
+    """
+    if plan.implementation in (None, "xla"):
+        return
+    named = registry.IMPLEMENTATIONS[plan.implementation]
+    if not (support := named.support(plan, ())):
+        raise NotImplementedError(support.reason)
+
+
+def placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
+    """x of the logical `shape`, in shards that the primitive takes.
+
+    Raises:
+      ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
+    """
+    require_whole_blocks(x, shape, plan)
+    if not plan.has_units:
+        return x
+    swapped = plan.op == "dequantize" and plan.transpose
+    return gathered(x, shape, plan.view.unit_lengths[:: -1 if swapped else 1])
+
+
+def require_whole_blocks(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> None:
+    """Refuses an x whose shards split blocks, on a mesh with explicit axes.
+
+    Raises:
+      ShardingTypeError: so it is.
+    """
+    if not is_explicit(jax.typeof(x).sharding.mesh):
+        return
+    for axis in plan.axes:
+        group = plan.preprocessing[-1 - axis if plan.op == "quantize_both" else 0].group
+        (names, shards), length = shards_of(x, axis), shape[axis]
+        if length % (shards * group):
+            raise primitive.ShardingTypeError(
+                f"{plan.op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
+                f"{shards} shards of {length / shards:g}, which does not keep its blocks of "
+                f"{group} whole; reshard it with jax.sharding.reshard"
+            )

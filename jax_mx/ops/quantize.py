@@ -1,0 +1,271 @@
+"""`quantize` and `quantize_both`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
+from jax_mx.arrays.views import (
+    divided,
+    from_view,
+    moved_last,
+    stored_shape,
+    stored_spec,
+    to_view,
+)
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
+from jax_mx.facts.signatures import Role
+from jax_mx.lowering import primitive, store
+from jax_mx.lowering.plan import Plan
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.placing import placed, require_kernel, require_whole_blocks
+from jax_mx.ops.planning import Options, PairOptions, planned
+from jax_mx.ops.preprocessing import (
+    Data,
+    Hadamard,
+    Stochastic,
+    block_data_of,
+    data_of,
+    pairs,
+    preprocessing_of,
+)
+
+# For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
+# its kernels; jax_mx must be imported where it runs.
+DISABLE_EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(store.TARGET)]
+
+# Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
+# like jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME) keeps them, and the backward
+# pass quantizes nothing a second time.
+CHECKPOINT_NAME = "jax_mx.quantized"
+
+
+def quantize(
+    x: jax.typing.ArrayLike,
+    format: Format | str = MXFP8_E4M3,
+    *,
+    axis: int = -1,
+    scaling: Scaling | str = RCEIL,
+    scale_layout: ScaleLayout | str = ROW_MAJOR,
+    transpose: bool = False,
+    block: int | tuple[int, int] = BLOCK,
+    zero_scale: int = 0,
+    value_layout: ValueLayout | str = ROW_MAJOR_VALUES,
+    rounding: Stochastic | None = None,
+    hadamard: Hadamard | None = None,
+    implementation: str | None = None,
+) -> MXArray:
+    """Quantizes blocks of 32 elements to a small float format with E8M0 scales.
+
+    A block's scale is a power of two that follows from its largest magnitude by the rule
+    `scaling`; elements are divided by it, rounded to nearest even and saturated (OCP MX v1.0). A
+    block that holds a NaN or an infinity becomes NaN as a whole. No float32 subnormal is flushed.
+    Every implementation gives the same bytes.
+
+    Args:
+      x: bfloat16, float16 or float32; any rank from 1 on, also of size 0.
+      format: a `Format` or its name: mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4_e2m1.
+      axis: the axis that blocks run along; 32 divides its length.
+      scaling: a `Scaling` or its name: floor, ceil, even, rceil.
+      scale_layout: a `ScaleLayout` or its name: row_major, blocked_128x4, shuffled_32x8. A tiled
+        layout takes the last two axes as a matrix (`axis` and the last other one, if `axis` is not
+        one of them); the leading ones number slabs. NVIDIA's kernels have shuffled_32x8 in MXFP4.
+      transpose: whether the result has the block axis last, as the GEMM of the transposed operand
+        wants it: values (..., K, M) and scales (..., K, M / 32) for an x (..., M, K), axis -2.
+        Of square blocks, the last two axes are swapped: scales (..., K / 32, M / 32).
+      block: 32, along `axis`; or (32, 32), square tiles of the last two axes of x (..., M, K), 32
+        divides both. Square blocks share one scale each, (..., M / 32, K / 32), row-major, so that
+        the transposed array is the array transposed: one result serves both directions of a weight.
+        `MXArray.expand` makes either direction's ordinary blocks of it, for a GEMM.
+      zero_scale: the scale's byte of a block of zeros: 0 (2^-127), or 127 (1.0) as in ROCm
+        TransformerEngine. With 127, MXFP8 is served by "xla" alone.
+      value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16 (aiter's GEMMs), which
+        wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes. AMD's
+        kernels write it, and NVIDIA's in MXFP4 beside scales in shuffled_32x8; after others, and
+        along rows, XLA moves the bytes. Like a tiled scale layout, it takes the last two axes as a
+        matrix.
+      rounding: None, to nearest even; or a `Stochastic`. Kernels have it in MXFP4, by itself or
+        with a transform of 16, along the last axis, and from bfloat16 in every form but square
+        blocks; else XLA transposes what they read, as `is_supported` says.
+      hadamard: None, or a `Hadamard`: what is quantized is the transform along `axis`, whose length
+        the size divides; not of square blocks. Kernels have all sizes in MXFP4, in the
+        forms that they have rounding in; but XLA transposes nothing for 64, and moves an axis
+        before the last two, as it does for tiles.
+      implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
+        everywhere), or None: the kernel where there is one, else "xla".
+
+    Returns:
+      An `MXArray` of x's shape; with transpose, of the shape with `axis` moved last.
+
+    Raises:
+      TypeError: x has another dtype, or an argument is of the wrong type.
+      ValueError: axis out of range, a length that 32 does not divide, an unknown name.
+      NotImplementedError: the named implementation has no kernel for the call; where it has one,
+        but not for the platform or chip, this is raised when the computation is lowered, because
+        only then these are known. Also under differentiation.
+      ShardingTypeError: on a mesh with explicit axes, a shard would split a block.
+    """
+    x = x if hasattr(x, "dtype") else jnp.asarray(x)
+    own = preprocessing_of("quantize", rounding, hadamard)
+    asked = Options(
+        format,
+        axis,
+        scaling,
+        scale_layout,
+        implementation,
+        transpose,
+        block,
+        zero_scale,
+        value_layout,
+        own,
+    )
+    plan = planned("quantize", x, asked)
+    require_kernel(plan)
+    (q,) = _quantize(as_planned(x, plan), (data_of(rounding, hadamard),), plan=plan)
+    return q
+
+
+def quantize_both(
+    x: jax.typing.ArrayLike,
+    format: Format | str = MXFP8_E4M3,
+    *,
+    formats: tuple[Format | str, Format | str] | None = None,
+    scaling: Scaling | str = RCEIL,
+    scale_layout: ScaleLayout | str = ROW_MAJOR,
+    transpose: tuple[bool, bool] = (False, True),
+    zero_scale: int = 0,
+    value_layouts: tuple[ValueLayout | str, ValueLayout | str] = ("row_major", "row_major"),
+    rounding: Stochastic | tuple[Stochastic | None, Stochastic | None] | None = None,
+    hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
+    implementation: str | None = None,
+) -> tuple[MXArray, MXArray]:
+    """Quantizes along the last axis and along the one before it, from one read of x.
+
+    What training wants of each operand: one direction for the forward product, the other for the
+    backward one. The results are those of two calls of `quantize`, byte for byte.
+
+    Args:
+      x: (..., M, K), 32 divides both; otherwise as for `quantize`.
+      format: of both results.
+      formats: of each, instead (say e4m3 forward, e5m2 backward).
+      scaling: see `quantize`; so are scale_layout and implementation.
+      scale_layout: of both.
+      transpose: per result; (False, True) gives the second one as (..., K, M), see `quantize`.
+      zero_scale: see `quantize`.
+      value_layouts: of each, see `quantize`.
+      rounding: see `quantize`; a pair, for each, or one for both, whose key is split in two:
+        the results are those of `quantize` with the keys `jax.random.split(key)`.
+      hadamard: see `quantize`; a pair, for each, or one for both, each along its own axis.
+      implementation: or None.
+
+    Returns:
+      `quantize(x, axis=-1)` and `quantize(x, axis=-2, transpose=transpose[1])`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as for `quantize`.
+    """
+    x = x if hasattr(x, "dtype") else jnp.asarray(x)
+    pair = (format, format) if formats is None else formats
+    each = pairs("quantize_both", rounding, hadamard)
+    own = tuple(preprocessing_of("quantize_both", *two) for two in each)
+    asked = PairOptions(
+        pair, transpose, scaling, scale_layout, implementation, zero_scale, value_layouts, own
+    )
+    plan = planned("quantize_both", x, asked)
+    require_kernel(plan)
+    last, second = _quantize(
+        as_planned(x, plan), tuple(data_of(*two) for two in each), plan=plan
+    )
+    return last, second
+
+
+# ---- from arrays to views and back (arrays/views.py) ----------------------------------------------
+def as_planned(x: Any, plan: Plan) -> Any:
+    """x in the plan's dtype, which differs in the order of its bytes alone."""
+    return x if x.dtype == plan.dtype and hasattr(x, "aval") else jnp.asarray(x, plan.dtype)
+
+
+@partial(jax.jit, static_argnames="plan")
+def _quantize(x: jax.Array, data: tuple[Data, ...], *, plan: Plan) -> list[MXArray]:
+    """One MXArray per result, for an x that the plan fits.
+
+    Under jit, so that eager calls are quick, and calls with one plan share one function of the
+    program that they are in, with all its attributes.
+    """
+    block_data = _block_data(x, data, plan)
+    if plan.axis < -2 and plan.has_units:  # units are of the last two axes
+        x, *block_data = (jnp.moveaxis(a, plan.axis, -2) for a in (x, *block_data))
+        (q,) = _bound(x, dataclasses.replace(plan, axis=-2), block_data)
+        if plan.transpose:
+            return [q]
+        back = {"values": jnp.moveaxis(q.values, -2, plan.axis), "axis": plan.axis}
+        if not plan.scale_layout.is_tiled:
+            back["scales"] = jnp.moveaxis(q.scales, -2, plan.axis)
+        return [dataclasses.replace(q, **back)]
+    return _bound(x, plan, block_data)
+
+
+def _block_data(x: jax.Array, data: tuple[Data, ...], plan: Plan) -> list[jax.Array]:
+    """All operands of a uint32 per block, as x's axes have blocks, direction by direction."""
+    require_whole_blocks(x, x.shape, plan)
+    mesh, spec, found = jax.typeof(x).sharding.mesh, spec_of(x), []
+    for i, (arrays, own) in enumerate(zip(data, plan.preprocessing, strict=True)):
+        axes = (-1 - i,) if plan.op == "quantize_both" else plan.axes
+        shape = divided(x.shape, axes, BLOCK)
+        found += block_data_of(arrays, own, shape, spec, axes[-1], mesh)
+    return found
+
+
+def named(view: jax.Array, plan: Plan, block_data: Sequence[jax.Array] = ()) -> list[jax.Array]:
+    """Binds the primitive; what it gives goes by `CHECKPOINT_NAME`.
+
+    As bytes: jax.checkpoint puts all floats that it keeps through lax.reduce_precision, which takes
+    each type for one with infinities, and so makes infinities of e4m3fn's codes from 256 on.
+    """
+    outs = []
+    for out in primitive.quantize(view, block_data, plan):
+        bits = checkpoint_name(jax.lax.bitcast_convert_type(out, jnp.uint8), CHECKPOINT_NAME)
+        outs.append(jax.lax.bitcast_convert_type(bits, out.dtype))
+    return outs
+
+
+def _bound(x: jax.Array, plan: Plan, block_data: Sequence[jax.Array]) -> list[MXArray]:
+    """Binds the primitive on views; x and its block data as the plan has them."""
+    view = plan.view
+    x = placed(x, x.shape, plan)
+    viewed, view_spec = view.view(x.shape, spec_of(x), plan.first_axis)
+    if is_explicit(jax.typeof(x).sharding.mesh):  # where x is gathered, so is what belongs to it
+        mesh = jax.typeof(x).sharding.mesh
+        block_data = [resharded(a, spec_of(x), mesh) for a in block_data]
+    present = [a for a in plan.signature.present(plan.lacks) if a.role is Role.BLOCK_DATA]
+    operands = [
+        to_view(a, divided(viewed, view.results[array.of].block, BLOCK), view_spec, view.operand)
+        for array, a in zip(present, block_data, strict=True)
+    ]
+    outs = named(to_view(x, viewed, view_spec, view.operand), plan, operands)
+    pairs_of_arrays = zip(outs[::2], outs[1::2], strict=True)
+    return [_stored(i, *pair, x, plan) for i, pair in enumerate(pairs_of_arrays)]
+
+
+def _stored(i: int, values: jax.Array, scales: jax.Array, x: jax.Array, plan: Plan) -> MXArray:
+    """The i-th result, from views of its values and scales."""
+    result, format, layout = plan.view.results[i], plan.formats[i], plan.scale_layout
+    shape, spec = x.shape, spec_of(x)
+    axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
+    if plan.transpose and axes != (-1,):
+        shape, spec = (moved_last(dims, axes[0]) for dims in (shape, spec))
+        axes = result.last
+    values_in, per_byte = plan.value_layouts[i], format.codes_per_byte
+    to = stored_shape(shape, axes[-1:], values_in, per_byte), stored_spec(spec, axes, values_in)
+    values = from_view(values, *to, result.order_in(values_in))
+    to = stored_shape(shape, axes, layout), stored_spec(spec, axes, layout)
+    scales = from_view(scales, *to, result.order_in(layout))
+    return MXArray(values, scales, format, axes[-1], layout, plan.block, values_in)

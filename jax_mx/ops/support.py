@@ -1,0 +1,141 @@
+"""`is_supported`: what serves a call, and why no kernel does."""
+
+from __future__ import annotations
+
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.arrays.checks import zero_scale_of
+from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
+from jax_mx.facts.preprocessing import NO_PREPROCESSING
+from jax_mx.lowering import primitive, registry
+from jax_mx.lowering.plan import Plan
+from jax_mx.lowering.registry import Support
+from jax_mx.ops.planning import Options, PairOptions, planned
+from jax_mx.ops.preprocessing import Hadamard, Stochastic, pairs, preprocessing_of
+
+
+def is_supported(
+    op: str,
+    device: jax.Device | str,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    format: Format | str = MXFP8_E4M3,
+    axis: int = -1,
+    ndim: int = 2,
+    scaling: Scaling | str = RCEIL,
+    scale_layout: ScaleLayout | str = ROW_MAJOR,
+    transpose: bool = False,
+    block: int | tuple[int, int] = BLOCK,
+    zero_scale: int = 0,
+    value_layout: ValueLayout | str = ROW_MAJOR_VALUES,
+    rounding: Stochastic | tuple[Stochastic | None, Stochastic | None] | None = None,
+    hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
+    implementation: str | None = None,
+) -> tuple[bool, str]:
+    """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
+
+    Args:
+      op: "quantize", "quantize_both" or "dequantize".
+      device: a JAX device (JAX lowers for all of its kind in a process at once, so all of them
+        count), or a chip's name ("sm_90", "gfx950"), or "cpu".
+      dtype: of the unquantized side.
+      format: see `quantize`; so are axis, scaling and scale_layout.
+      axis: of an array of `ndim` dimensions.
+      ndim: 1 to 64.
+      scaling: no kernel depends on it.
+      scale_layout: where scales lie.
+      transpose: of quantize, of dequantize, or of quantize_both's second result.
+      block: of quantize and dequantize, see `quantize`.
+      zero_scale: of quantize and quantize_both.
+      value_layout: of all results, or of dequantize's operand. No answer depends on it: what a
+        kernel does not write or read in tiles, XLA moves.
+      rounding: of quantize; of quantize_both for both directions or a pair; so is hadamard.
+      hadamard: see `quantize`.
+      implementation: this one only; "xla" serves every call.
+
+    Returns:
+      (True, "<implementation>: <name of the kernel>") or (False, the reason). The name of one per
+      result, "along rows", where XLA transposes what they read, or puts into tiles what they give.
+
+    Raises:
+      TypeError, ValueError: as for `quantize`; also for an unknown op or device.
+    """
+    op_name = "is_supported"
+    if not 1 <= operator.index(ndim) <= 64:
+        raise ValueError(f"{op_name}: ndim must be 1 to 64, got {ndim}")
+    both = [(rounding, hadamard)]
+    if op == "quantize_both":
+        both = pairs(op_name, rounding, hadamard, split=False)
+    own = tuple(preprocessing_of(op_name, *two) for two in both)
+    zero_scale = zero_scale_of(op_name, zero_scale)
+    if op == "dequantize" and (own != (NO_PREPROCESSING,) or zero_scale):
+        raise ValueError(
+            "is_supported: rounding, hadamard and zero_scale are quantize's, dequantize has none"
+        )
+    # A length of whole blocks, transforms and tiles of values, whatever is asked for.
+    like = jax.ShapeDtypeStruct((2 * BLOCK,) * ndim, jnp.dtype(dtype))
+    asked: Options | PairOptions
+    if op == "quantize_both":
+        formats, layouts = (format, format), (value_layout,) * 2
+        directions = (False, transpose)
+        asked = PairOptions(
+            formats, directions, scaling, scale_layout, implementation, zero_scale, layouts, own
+        )
+    elif op in ("quantize", "dequantize"):
+        asked = Options(
+            format,
+            axis,
+            scaling,
+            scale_layout,
+            implementation,
+            transpose,
+            block,
+            zero_scale,
+            value_layout,
+            *own,
+        )
+    else:
+        allowed = "'quantize', 'quantize_both' or 'dequantize'"
+        raise ValueError(f"is_supported: op {op!r} is unknown; use {allowed}")
+    found = support_of(planned(op, like, asked), device)
+    if found.implementation == "xla" and implementation is None:
+        refused = support_of(planned(op, like, asked), device, kernels_only=True)
+        return False, str(refused)
+    return bool(found), str(found)
+
+
+def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False) -> Support:
+    """What serves a plan on a device, or on a chip that is named.
+
+    Args:
+      plan: the call.
+      device: see `is_supported`.
+      kernels_only: whether to say why no kernel serves it, where "xla" would.
+
+    Raises:
+      TypeError, ValueError: the device is neither a device nor a chip's name.
+    """
+    if isinstance(device, str):
+        chips = [next(iter(_chips_of_arch(device)), device)]
+    elif isinstance(device, jax.Device):
+        chips = primitive.chips_beside(device)
+    else:
+        raise TypeError(f"is_supported: device must be a jax.Device or a chip, got {device!r}")
+    platform = primitive.platform_of(chips[0])
+    if not kernels_only:
+        return registry.chosen(plan, platform, chips)
+    first = registry.candidates(plan, platform, chips)[0]
+    if first.implementation == "xla":
+        reason = f"{plan.op}: no kernels for {platform}; 'xla' serves it"
+        return Support(platform, reason=reason)
+    return first
+
+
+def _chips_of_arch(name: str) -> list[str]:
+    """The chips that an arch serves, as its name is taken for one of theirs."""
+    return [chip for archs in ARCHS.values() for chip in archs.get(name, ())]
