@@ -23,7 +23,7 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.arrays import mxarray as array
+from jax_mx.ops import mxarray as array
 from jax_mx.lowering import store as artifacts, primitive
 from jax_mx.facts import formats, variants
 from jax_mx.arrays.views import minor_to_major

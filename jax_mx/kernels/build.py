@@ -1,42 +1,43 @@
-"""Compiles every binary that ships, on a machine without a GPU.
+"""Compiles kernels ahead of time, on a machine without a GPU, into jax_mx/binaries.
 
-    python -m jax_mx.kernels.build [--arch sm_90a] [--only last_bfloat16] [--check | --report]
+    python -m jax_mx.kernels.build --arch sm_90a --arch gfx950 [--only last_bfloat16]
+    python -m jax_mx.kernels.build --check | --report
 
-Incremental by content: a binary is compiled again when its key changes, the hash of the compiler's
-version, the sources that it comes from, the variant and the arch. Writes jax_mx/binaries, and a
-table of what each binary takes. A binary that spills registers fails the build.
+For wheels that bring their kernels; without them, kernels are compiled when they are first used.
+Which archs: those of --arch, else of the environment's JAX_MX_ARCHS, "all", "native" (the GPUs of
+this machine) or a list; by default none. Incremental by content: a binary is compiled again when
+its key changes (facts/content.py). A binary that spills registers fails the build.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
 import platform
+import subprocess
 import sys
-import types
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
-if __package__ in (None, ""):
-    # Run by CMake as a file: the package's __init__ would import JAX and the extension, which this
-    # build is about to make.
-    package = types.ModuleType("jax_mx")
-    package.__path__ = [str(PACKAGE)]
-    sys.modules["jax_mx"] = package
-    sys.path[:] = [path for path in sys.path if path != str(PACKAGE / "kernels")]  # has a flydsl
+if __package__ in (None, ""):  # run by CMake as a file, before the extension exists
+    sys.path.insert(0, str(PACKAGE / "kernels"))
+    importlib.import_module("worker").without_jax()
 
-from jax_mx import formats, layouts  # noqa: E402
-from jax_mx.facts.variants import ARCHS, VARIANTS, Variant, layouts_of  # noqa: E402
+from jax_mx.facts import verified  # noqa: E402
+from jax_mx.facts.chips import ARCHS, arch_of  # noqa: E402
+from jax_mx.facts.content import key_of  # noqa: E402
+from jax_mx.facts.variants import VARIANTS, Variant  # noqa: E402
 
 BINARIES = PACKAGE / "binaries"
-VERIFIED = PACKAGE / "verified.json"
-SUFFIX = {"cutedsl": "cubin", "flydsl": "hsaco"}
-EXECUTED = ("sm_90a", *ARCHS["flydsl"])  # whose binaries must have been, or emulated
+EXECUTED = ("sm_90a", *ARCHS["flydsl"])  # the archs whose binaries must have run, or been emulated
+Job = tuple[Variant, str]  # a variant and an arch
 
 
 def main() -> int:
@@ -46,59 +47,100 @@ def main() -> int:
         "--arch",
         action="append",
         metavar="ARCH[:TEXT]",
-        help="only this arch, of it only variants with TEXT in the name; may be repeated",
+        help="all, native, or an arch, of it only variants with TEXT in the name; may be repeated",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="compile nothing; fail unless jax_mx/binaries is what the sources give, byte for byte "
-        "what verified.json says was executed",
+        help="compile nothing; fail unless each binary that is here, in the package or in the "
+        "cache, is what jax_mx/verified says was executed",
     )
     parser.add_argument(
         "--report", action="store_true", help="compile nothing; the table of what there is"
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="variants with this in the name")
     args = parser.parse_args()
-    # What `pip install` and `uv run` build, where that is not to be all; to type takes precedence.
-    args.arch = args.arch or os.environ.get("JAX_MX_ARCHS", "").replace(",", " ").split()
-    known = sorted({arch for archs in ARCHS.values() for arch in archs})
-    asked = [arch.partition(":")[::2] for arch in args.arch or known]
-    if unknown := {arch for arch, _ in asked} - set(known):
-        parser.error(f"unknown arch {', '.join(unknown)}; there are {', '.join(known)}")
+    asked = args.arch or os.environ.get("JAX_MX_ARCHS", "").replace(",", " ").split()
+    if (args.check or args.report) and not args.arch:
+        asked = ["all"]
+    try:
+        jobs = jobs_of(asked, args.only)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.check:
+        return check(jobs)
+    failed = not args.report and build(jobs)
+    if jobs:
+        report(jobs)
+    return int(failed)
+
+
+def jobs_of(asked: Iterable[str], only: str = "") -> list[Job]:
+    """What is to be compiled.
+
+    Args:
+      asked: "all", "native", "sm_90a", "sm_90a:bfloat16".
+      only: a text that variants have in their names.
+
+    Raises:
+      ValueError: an unknown arch.
+    """
+    known = [arch for archs in ARCHS.values() for arch in archs]
+    pairs: list[tuple[str, str]] = []
+    for name, _, text in (arch.partition(":") for arch in asked):
+        archs = {"all": known, "native": native()}.get(name, [name])
+        pairs += [(arch, text) for arch in archs]
+    if unknown := {arch for arch, _ in pairs} - {*known}:
+        raise ValueError(f"unknown arch {', '.join(unknown)}; there are {', '.join(known)}")
     jobs = [
         (variant, arch)
         for variant in VARIANTS
         for arch in ARCHS[variant.implementation]
-        if any(arch == one and text in variant.name for one, text in asked)
-        if args.only in variant.name
+        if any(arch == one and text in variant.name for one, text in pairs)
+        if only in variant.name
     ]
     if platform.machine() != "x86_64":  # the only one that FlyDSL, like ROCm, is made for
         jobs = [(variant, arch) for variant, arch in jobs if variant.implementation != "flydsl"]
-    if args.check:
-        return check(jobs)
-    failed = not args.report and build(jobs)
-    report(jobs)
-    return int(failed)
+    return jobs
 
 
-def build(jobs: list[tuple[Variant, str]]) -> int:
-    """Brings jax_mx/binaries up to date for `jobs`; drops what is no variant's."""
+def native() -> list[str]:
+    """The archs of this machine's GPUs."""
+    chips = set()
+    try:
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+        chips |= {f"sm_{capability.replace('.', '')}" for capability in found}
+    except (OSError, subprocess.CalledProcessError):
+        pass  # no NVIDIA driver
+    for node in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        for name, _, value in (line.partition(" ") for line in node.read_text().splitlines()):
+            if name == "gfx_target_version" and int(value):  # 90402: gfx942
+                major, minor, step = int(value) // 10000, int(value) // 100 % 100, int(value) % 100
+                chips.add(f"gfx{major}{minor}{step:x}")
+    return sorted({arch for chip in chips if (arch := arch_of(chip))})
+
+
+# ---- building ------------------------------------------------------------------------------------
+def build(jobs: list[Job]) -> int:
+    """Brings jax_mx/binaries up to date for `jobs`; drops what is no variant's. 1 if some spill."""
     BINARIES.mkdir(exist_ok=True)
     path = BINARIES / "manifest.json"
-    manifest = json.loads(path.read_text()) if path.exists() else {}
-    stale = [job for job in jobs if not _is_current(manifest.get(_name(*job)), *job)]
-    print(f"{len(jobs) - len(stale)} of {len(jobs)} binaries are up to date", flush=True)
+    manifest = read_manifest()
+    stale = [job for job in jobs if not is_current(manifest.get(name_of(*job)), *job)]
+    if jobs:
+        print(f"{len(jobs) - len(stale)} of {len(jobs)} binaries are up to date", flush=True)
     bad = []
-    for (variant, arch), image, facts in compile_all(stale):
-        if complaints := _spills(_name(variant, arch), facts):
+    for image, facts in compile_all(stale):
+        if complaints := spills(facts):
             bad += complaints
             continue
-        (BINARIES / facts["file"]).write_bytes(image)
-        manifest[_name(variant, arch)] = facts
-    every = {_name(v, arch) for v in VARIANTS for arch in ARCHS[v.implementation]}
+        (BINARIES / facts["sha256"]).write_bytes(image)
+        manifest[facts["name"]] = facts
+    every = {name_of(v, arch) for v in VARIANTS for arch in ARCHS[v.implementation]}
     manifest = {name: facts for name, facts in sorted(manifest.items()) if name in every}
     path.write_text(json.dumps(manifest, indent=1) + "\n")
-    keep = {facts["file"] for facts in manifest.values()} | {path.name}
+    keep = {facts["sha256"] for facts in manifest.values()} | {path.name}
     for file in BINARIES.iterdir():
         if file.name not in keep:
             file.unlink()
@@ -106,79 +148,22 @@ def build(jobs: list[tuple[Variant, str]]) -> int:
     return int(bool(bad))
 
 
-def check(jobs: list[tuple[Variant, str]]) -> int:
-    """Whether binaries are what verified.json says: built somewhere else, executed, compared."""
+def read_manifest() -> dict[str, dict[str, Any]]:
+    """`{"<variant>.<arch>": facts}` of jax_mx/binaries."""
     path = BINARIES / "manifest.json"
-    manifest = json.loads(path.read_text()) if path.exists() else {}
-    verified = json.loads(VERIFIED.read_text()) if VERIFIED.exists() else {}
-    bad = []
-    for variant, arch in jobs:
-        name = _name(variant, arch)
-        facts, entry = manifest.get(name), verified.get(name, {})
-        if facts is None or not _is_current(facts, variant, arch):
-            bad.append(f"{name}: is not what its source gives; run python -m jax_mx.kernels.build")
-            continue
-        sha256 = facts["sha256"]
-        if entry.get("sha256") != sha256:
-            bad.append(
-                f"{name}: {sha256} is not in verified.json; record the tests that execute it"
-            )
-        elif arch in EXECUTED and not entry["executed_on"]:
-            bad.append(f"{name}: verified.json does not say that it was executed")
-        bad += _spills(name, facts)
-    print("\n".join(bad) or f"{len(jobs)} binaries are reproducible and verified")
-    return bool(bad)
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _spills(name: str, facts: dict[str, Any]) -> list[str]:
-    """A complaint for each entry that needs a stack."""
-    return [
-        f"{name}: {entry['symbol']} spills {entry['usage']['stack']} bytes of registers"
-        for entry in entries_of(facts)
-        if entry["usage"]["stack"]
-    ]
+def is_current(facts: dict[str, Any] | None, variant: Variant, arch: str) -> bool:
+    """Whether the binary of these facts is there, whole, and what the sources give."""
+    if facts is None or facts["key"] != key_of(variant, arch):
+        return False
+    file = BINARIES / facts["sha256"]
+    return file.exists() and hashlib.sha256(file.read_bytes()).hexdigest() == facts["sha256"]
 
 
-def entries_of(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a manifest's entry: the facts of every entry point, row-major scales and aligned first."""
-    return [entry for launch in facts["launches"].values() for entry in launch["entries"]]
-
-
-def report(jobs: list[tuple[Variant, str]]) -> None:
-    """Prints what each binary's entries for aligned operands take, per scale layout."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    path = BINARIES / "manifest.json"
-    manifest = json.loads(path.read_text()) if path.exists() else {}
-    title = "The entries for aligned operands. Instructions: that a warp issues, at least - at most"
-    table = Table(title=title, box=SIMPLE_HEAD)
-    for column in ("variant", "arch", "scales"):
-        table.add_column(column, no_wrap=True)
-    for column in ("registers", "spilled", "shared", "instructions", "per element"):
-        table.add_column(column, justify="right", no_wrap=True)
-    last = None
-    for variant, arch in jobs:
-        names = (variant.name if variant != last else "", arch)
-        for layout, launch in manifest.get(_name(variant, arch), {}).get("launches", {}).items():
-            table.add_row(*names, layout, *_usage(launch["entries"][0]["usage"]))
-            names, last = ("", ""), variant
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
-
-
-def _usage(usage: dict[str, Any]) -> list[str]:
-    """A row's numbers."""
-    counts, each = "not known", ""
-    if found := usage["instructions"]:
-        ends = found["shortest"], found["longest"]
-        counts = "{} - {}".format(*ends) + " a trip" * found["loops"]
-        each = "{:.2f} - {:.2f}".format(*(n / usage["elements_per_thread"] for n in ends))
-    return [*(str(usage[name]) for name in ("registers", "stack", "shared")), counts, each]
-
-
-def compile_all(jobs: list[tuple[Variant, str]]):
-    """Yields (job, image, facts), with progress on the terminal."""
+def compile_all(jobs: list[Job]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields (image, facts), instructions counted, with progress on the terminal."""
     if not jobs:
         return
     for name in [name for name in os.environ if name.startswith(("CUTE_DSL_", "FLYDSL_"))]:
@@ -192,77 +177,131 @@ def compile_all(jobs: list[tuple[Variant, str]]):
     with Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as progress:
         task = progress.add_task("Compiling kernels", total=len(jobs), last="")
         # Processes, as no DSL is thread-safe; others for each, as both bring an MLIR of their own.
-        for implementation in ARCHS:
-            mine = [job for job in jobs if job[0].implementation == implementation]
+        for dsl in ARCHS:
+            mine = [job for job in jobs if job[0].implementation == dsl]
             with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
                 futures = {pool.submit(_compile, *job): job for job in mine}
                 done = {}
                 for future in as_completed(futures):
                     done[futures[future]] = future.result()
-                    name = _name(*futures[future])
+                    name = name_of(*futures[future])
                     progress.update(task, advance=1, last=name)
                     if not console.is_terminal:
                         print(f"compiled {name}", flush=True)
                 progress.update(task, last="counting instructions")
                 _count_instructions(done, pool)
-            for job, (image, facts) in done.items():
-                yield job, image, facts
+            yield from done.values()
 
 
-def _count_instructions(done: dict[tuple[Variant, str], tuple[bytes, dict]], pool) -> None:
+def _compile(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:
+    """In a process of a pool."""
+    from jax_mx.kernels.worker import compiled
+
+    return compiled(variant, arch)
+
+
+def _count_instructions(done: dict[Job, tuple[bytes, dict]], pool) -> None:
     """Adds them to the facts; all binaries of an arch at once, which is what makes it cheap."""
-    batches: dict[str, list[tuple[Variant, str]]] = {}
+    batches: dict[str, list[Job]] = {}
     for variant, arch in done:
         batches.setdefault(arch, []).append((variant, arch))
     futures = {}
     for arch, jobs in batches.items():
         trips = [{e["symbol"]: e["usage"]["trips"] for e in entries_of(done[j][1])} for j in jobs]
-        what = _backend(jobs[0][0]).count_instructions, [done[j][0] for j in jobs], arch, trips
+        dsl = jobs[0][0].implementation
+        what = _count, dsl, [done[j][0] for j in jobs], arch, trips
         futures[pool.submit(*what)] = jobs
     for future, jobs in futures.items():
         for job, counts in zip(jobs, future.result(), strict=True):
-            facts = done[job][1]
-            for entry in entries_of(facts):
+            for entry in entries_of(done[job][1]):
                 entry["usage"]["instructions"] = counts[entry["symbol"]]
 
 
-def _compile(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:
-    image, facts = _backend(variant).compile_variant(variant, arch)
-    file = f"{_name(variant, arch)}.{SUFFIX[variant.implementation]}"
-    names = {"key": _key(variant, arch), "file": file, "sha256": hashlib.sha256(image).hexdigest()}
-    return image, {**names, **facts}
+def _count(dsl: str, images: list[bytes], arch: str, trips: list[dict[str, int]]) -> list[dict]:
+    """In a process of a pool: how many instructions a warp issues, per image and symbol."""
+    counter = {"cutedsl": "cutedsl.sass", "flydsl": "flydsl.gcn"}[dsl]
+    module = importlib.import_module(f"jax_mx.kernels.{counter}")
+    return module.count_instructions(images, arch, trips)
 
 
-def _backend(variant: Variant):
-    if variant.implementation == "cutedsl":
-        from jax_mx.kernels.cutedsl import compile as backend
-    else:
-        from jax_mx.kernels.flydsl import compile as backend
-    return backend
+# ---- checking and reporting ----------------------------------------------------------------------
+def check(jobs: list[Job]) -> int:
+    """Whether each binary that is here is the one that was executed and compared elsewhere."""
+    bad, seen = [], 0
+    for variant, arch in jobs:
+        facts = read_manifest().get(name_of(variant, arch)) or _cached(variant, arch)
+        if facts is None or facts["key"] != key_of(variant, arch):
+            continue
+        seen += 1
+        name, sha256 = name_of(variant, arch), facts["sha256"]
+        chips = verified.executed_on(arch, variant.name, sha256)
+        if chips is None:
+            bad.append(f"{name}: {sha256} is not in jax_mx/verified; record tests that execute it")
+        elif arch in EXECUTED and not chips:
+            bad.append(f"{name}: jax_mx/verified does not say that it was executed")
+        bad += spills(facts)
+    print("\n".join(bad) or f"{seen} binaries are what was verified")
+    return int(bool(bad))
 
 
-def _name(variant: Variant, arch: str) -> str:
+def _cached(variant: Variant, arch: str) -> dict[str, Any] | None:
+    """What the user's cache says of a binary."""
+    from jax_mx.lowering import store
+
+    artifact = store.find(variant, arch)
+    return artifact and artifact.facts
+
+
+def spills(facts: dict[str, Any]) -> list[str]:
+    """A complaint for each entry that needs a stack."""
+    return [
+        f"{facts['name']}: {entry['symbol']} spills {entry['usage']['stack']} bytes of registers"
+        for entry in entries_of(facts)
+        if entry["usage"]["stack"]
+    ]
+
+
+def entries_of(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The facts of every entry point of a binary, row-major scales and aligned first."""
+    return [entry for launch in facts["launches"].values() for entry in launch["entries"]]
+
+
+def report(jobs: list[Job]) -> None:
+    """Prints what each binary's entries for aligned operands take, per scale layout."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    manifest = read_manifest()
+    title = "The entries for aligned operands. Instructions: that a warp issues, at least - at most"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for column in ("variant", "arch", "scales"):
+        table.add_column(column, no_wrap=True)
+    for column in ("registers", "spilled", "shared", "instructions", "per element"):
+        table.add_column(column, justify="right", no_wrap=True)
+    last = None
+    for variant, arch in jobs:
+        names = (variant.name if variant != last else "", arch)
+        for layout, launch in manifest.get(name_of(variant, arch), {}).get("launches", {}).items():
+            table.add_row(*names, layout, *_usage(launch["entries"][0]["usage"]))
+            names, last = ("", ""), variant
+    if table.rows:
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _usage(usage: dict[str, Any]) -> list[str]:
+    """A row's numbers."""
+    counts, each = "not known", ""
+    if found := usage.get("instructions"):
+        ends = found["shortest"], found["longest"]
+        counts = "{} - {}".format(*ends) + " a trip" * found["loops"]
+        each = "{:.2f} - {:.2f}".format(*(n / usage["elements_per_thread"] for n in ends))
+    return [*(str(usage[name]) for name in ("registers", "stack", "shared")), counts, each]
+
+
+def name_of(variant: Variant, arch: str) -> str:
+    """As the manifest knows a binary."""
     return f"{variant.name}.{arch}"
-
-
-def _key(variant: Variant, arch: str) -> str:
-    kernels = PACKAGE / "kernels"
-    others = {"build", *(v.op for v in VARIANTS)} - {variant.op}  # each op has a file of its own
-    files = (*kernels.glob("*.py"), *(kernels / variant.implementation).glob("*.py"))
-    tables = [Path(module.__file__) for module in (formats, layouts)]
-    sources = [*tables, *sorted(f for f in files if f.stem not in others)]
-    what = (_backend(variant).COMPILER, variant, variant.name, layouts_of(variant), arch)
-    digest = hashlib.sha256(" ".join(map(str, what)).encode())
-    for source in sources:
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
-
-
-def _is_current(facts: dict[str, Any] | None, variant: Variant, arch: str) -> bool:
-    if facts is None or facts["key"] != _key(variant, arch):
-        return False
-    file = BINARIES / facts["file"]
-    return file.exists() and hashlib.sha256(file.read_bytes()).hexdigest() == facts["sha256"]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ import base64
 import hashlib
 import json
 import os
+import re
 import sys
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,8 @@ def main(dsl: str, descriptor: str) -> None:
                 image, facts = compiled(variants[request["variant"]], request["arch"])
                 answer = {"image": base64.b64encode(image).decode(), "facts": facts}
             except Exception as error:
-                answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+                text = re.sub(r"\x1b\[[0-9;]*m", "", f"{type(error).__name__}: {error}")
+                answer = {"error": textwrap.shorten(text, 300)}
             print(json.dumps(answer), file=answers, flush=True)
 
 

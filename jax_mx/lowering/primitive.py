@@ -39,7 +39,7 @@ from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.signatures import Array, Role, Signature
-from jax_mx.facts.variants import value_layouts_of
+from jax_mx.facts.variants import Variant, value_layouts_of
 from jax_mx.lowering import compiler, registry, store
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.registry import Support
@@ -228,14 +228,13 @@ def _support(plan: Plan, target: Target) -> tuple[Support, list[str]]:
     if target.chips is not None or target.platform not in chip_table.DSLS:
         return registry.chosen(plan, target.platform, target.chips or ()), target.chips or []
     found = registry.chosen(plan, target.platform, ())  # an export: some chip at least
-    every = chip_table.chips_of(chip_table.DSLS[target.platform])
-    chips = [chip for chip in every if registry.chosen(plan, target.platform, [chip]).kernels]
-    if found.kernels and not chips:
-        found = registry.chosen(plan, target.platform, every[:1])  # says why not
-    if missing := [chip for chip in every if chip not in chips]:
-        reasons = registry.candidates(plan, target.platform, missing[:1])
-        _say_once(f"exporting {plan.op} without kernels for {', '.join(missing)}: {reasons[0]}")
-    return found, chips
+    every = store.exported(chip_table.chips_of(chip_table.DSLS[target.platform]))
+    each = {chip: registry.candidates(plan, target.platform, [chip])[0] for chip in every}
+    chips = [chip for chip, support in each.items() if support.kernels]
+    if found.kernels and len(chips) < len(every):
+        missing = [chip for chip in every if chip not in chips]
+        _say_once(f"exporting {plan.op} without kernels for {', '.join(missing)}: {each[missing[0]]}")
+    return (found if chips or not found.kernels else each[every[0]]), chips
 
 
 @functools.cache
@@ -244,17 +243,25 @@ def _say_once(sentence: str) -> None:
 
 
 def _kernel_attributes(
-    plan: Plan, kernel: Any, chips: Sequence[str], carries: bool
+    plan: Plan, kernel: Variant, chips: Sequence[str], carries: bool
 ) -> dict[str, dict[str, Any]]:
     """The attribute `kernels` of the call target: chip -> attributes (ffi/launch.cc).
 
+    An export goes without chips whose kernel does not compile, as long as there are others.
+
     Raises:
-      compiler.CompileError: a kernel is not there and cannot be compiled.
+      CompileError: a kernel is not there and cannot be compiled.
     """
     found = {}
     for chip in chips:
-        artifact = store.get(kernel, cast(str, chip_table.arch_of(chip)))
-        found[chip] = artifact.attributes(plan.scale_layout.name, plan.scalars, carries)
+        try:
+            artifact = store.get(kernel, cast(str, chip_table.arch_of(chip)))
+        except compiler.CompileError as error:
+            if not carries or (chip == chips[-1] and not found):
+                raise
+            _say_once(f"exporting {plan.op} without a kernel for {chip}: {error}")
+        else:
+            found[chip] = artifact.attributes(plan.scale_layout.name, plan.scalars, carries)
     return found
 
 
@@ -393,7 +400,9 @@ def _check_processes(plan: Plan, target: Target, support: Support) -> None:
     Raises:
       RuntimeError: so it is.
     """
-    if support.kernels or plan.implementation is not None or target.platform not in chip_table.DSLS:
+    if support.kernels or plan.implementation is not None or target.chips is None:
+        return
+    if target.platform not in chip_table.DSLS:
         return
     by_tables = registry.chosen(plan, target.platform, ())
     known = chip_table.chips_of(chip_table.DSLS[target.platform])

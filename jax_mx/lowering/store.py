@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import jax
 
 from jax_mx import _ffi
 from jax_mx.facts import launch, toolchains
+from jax_mx.facts.chips import arch_of
 from jax_mx.facts.content import key_of
 from jax_mx.facts.variants import Variant
 from jax_mx.lowering import compiler
@@ -141,14 +142,18 @@ def _replace(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _alone(key: str, folder: Path) -> Iterator[None]:
-    """While one process compiles a kernel, others that want the same one wait for it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".{key}.lock").open("w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: both compile the same
+    """While one process compiles a kernel, others that want the same one wait for it.
+
+    A process that is killed gives its lock back. Where a file system has no locks, each compiles.
+    """
+    path = folder / f".{key}.lock"
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    with contextlib.suppress(OSError):
-        (folder / f".{key}.lock").unlink()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 # ---- what lowering asks --------------------------------------------------------------------------
@@ -183,6 +188,14 @@ def get(variant: Variant, arch: str) -> Artifact:
         )
         image, facts = compiler.compile_kernel(variant, arch)
         return _keep(key, image, facts, folder)
+
+
+def exported(chips: Sequence[str]) -> list[str]:
+    """Those of `chips` that exported programs carry kernels for: of JAX_MX_ARCHS, or all."""
+    asked = os.environ.get("JAX_MX_ARCHS", "").replace(",", " ").split()
+    if not asked or "all" in asked:
+        return [*chips]
+    return [chip for chip in chips if arch_of(chip) in asked or chip in asked]
 
 
 def writable_cache() -> Path:
