@@ -13,7 +13,7 @@ from helpers import call, op_of, operand, random_bits, with_zeros
 from jax.extend.core import jaxpr_as_fun
 
 from jax_mx.lowering import store as artifacts, primitive
-from jax_mx.testing.code_object import CodeObject
+from jax_mx.facts.code_object import CodeObject
 from jax_mx.testing.emulator import Emulator
 from jax_mx.testing.memory import Global
 from jax_mx.facts.variants import ARCHS, VARIANTS
@@ -61,7 +61,7 @@ def example_of(variant, floats, **options) -> tuple[list[np.ndarray], list[np.nd
 
 def words_behind(variant, floats, **options) -> list[np.ndarray]:
     """What a treated variant takes behind x: a word per block, as they lie in memory."""
-    if not variant.words:
+    if not variant.block_data:
         return []
     made = jax.make_jaxpr(call(variant, "flydsl", **options))(floats)
     at, plan = plan_of(made)

@@ -18,7 +18,7 @@ from emulation import FLYDSL, Program, each_binary, words_behind
 from helpers import call, operand, treatment
 
 from jax_mx.kernels.flydsl.gcn import bytes_moved, disassemble
-from jax_mx.testing.code_object import CodeObject
+from jax_mx.facts.code_object import CodeObject
 from jax_mx.testing.memory import Global
 
 
@@ -40,7 +40,7 @@ def test_accesses_are_16_bytes_a_lane(variant, arch):
         floats, values = elements * itemsize, elements * count // packed
         assert moved["load", True] == (floats if quantizes else values)
         assert moved["store", True] == (values if quantizes else floats)
-        words = 4 * variant.words * (elements // BLOCK)
+        words = 4 * variant.block_data * (elements // BLOCK)
         assert moved["load" if quantizes else "store", False] == words
         # Alternatives, of which a lane takes one: a word, or its bytes.
         assert moved["store" if quantizes else "load", False] <= 8 * count

@@ -55,7 +55,7 @@ from jax_mx.testing import emulate
 from jax_mx.testing.emulator import ORDERS
 
 each_arch = pytest.mark.parametrize("arch", ARCHS["flydsl"])
-TREATED = [v for v in FLYDSL if v.words]
+TREATED = [v for v in FLYDSL if v.block_data]
 ONE = FLYDSL[0]
 
 

@@ -422,7 +422,7 @@ def test_the_gpu_gives_the_same_bytes():
 
 
 # ---- kernels: test_kernels.py has them all, with signs and without prescale ---
-TREATED = [v for v in VARIANTS if v.words]
+TREATED = [v for v in VARIANTS if v.block_data]
 HERE = [v for v in TREATED if arch_here() is None or arch_here() in ARCHS[v.implementation]]
 each_treated = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 

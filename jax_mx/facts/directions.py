@@ -30,6 +30,11 @@ class Blocks(enum.Enum):
     SQUARE = "square"  # both: 32 x 32 elements
 
     @property
+    def spans(self) -> tuple[bool, bool]:
+        """Whether a block covers 32 rows, and whether it covers 32 columns."""
+        return self.span_rows, self.span_columns
+
+    @property
     def span_rows(self) -> bool:
         """Whether a block covers 32 rows: elements along the axis before the last."""
         return self is not Blocks.LAST
@@ -59,6 +64,25 @@ class Direction:
     def ends_rows(self) -> bool:
         """Whether blocks run along the last axis of the quantized array, so codes pack along it."""
         return self.blocks is Blocks.SQUARE or (self.blocks is Blocks.LAST) != self.transposed
+
+    @property
+    def stored_blocks(self) -> Blocks:
+        """Which of its own last two axes, as it lies, a block of the quantized array spans."""
+        if self.blocks is Blocks.SQUARE:
+            return Blocks.SQUARE
+        return Blocks.LAST if self.ends_rows else Blocks.SECOND
+
+    @property
+    def packs_down(self) -> bool:
+        """Whether the codes of a byte belong to floats below each other, not beside each other."""
+        if self.blocks is Blocks.SQUARE:
+            return self.transposed
+        return self.blocks is Blocks.SECOND
+
+    @property
+    def spans(self) -> tuple[bool, bool]:
+        """Whether a block covers 32 rows of the floats, and whether it covers 32 columns."""
+        return self.blocks.spans
 
     def __str__(self) -> str:
         return self.blocks.value + "_transposed" * self.transposed

@@ -41,8 +41,8 @@ class Kind(NamedTuple):
     stochastic: bool = False
 
     @property
-    def words(self) -> int:
-        """How many operands of a word per block it takes: seeds, then flips of signs."""
+    def block_data(self) -> int:
+        """How many operands of a uint32 per block it takes: seeds, then flips of signs."""
         return self.stochastic + (self.hadamard > 0)
 
     @property
@@ -77,9 +77,9 @@ class Variant:
     kinds: tuple[Kind, ...] = ()
 
     @property
-    def words(self) -> int:
-        """How many operands of a word per block there are."""
-        return sum(kind.words for kind in self.kinds)
+    def block_data(self) -> int:
+        """How many operands of a uint32 per block there are."""
+        return sum(kind.block_data for kind in self.kinds)
 
     @property
     def name(self) -> str:
@@ -164,7 +164,9 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in _dtypes(formats)
     ),
     *(
-        Variant("quantize", implementation, form, dtype, (MXFP4_E2M1,) * len(form.directions), kinds)
+        Variant(
+            "quantize", implementation, form, dtype, (MXFP4_E2M1,) * len(form.directions), kinds
+        )
         for implementation in ARCHS
         for form in KERNELS["quantize"]
         if not form.is_square

@@ -9,8 +9,6 @@ from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Kind, Variant, takes_zero_scale, value_layouts_of
 
-ALL = (0, 99)  # from the first dimension to the last
-
 
 class Entry:
     """An entry's operands and its launch rule.
@@ -53,7 +51,7 @@ class Entry:
     def align(self) -> list[int]:
         """Of each buffer, in bytes."""
         quantized = ([16, 4] if self.aligned else [1, 1]) * len(self.formats)
-        whole = [16 if self.aligned else self.itemsize, *[4] * self.variant.words]
+        whole = [16 if self.aligned else self.itemsize, *[4] * self.variant.block_data]
         return whole + quantized if self.float_first else quantized + whole
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jax_mx import _ffi
-from jax_mx.testing.code_object import CodeObject
+from jax_mx.facts.code_object import CodeObject
 from jax_mx.testing.emulator import ORDERS, Emulator
 from jax_mx.testing.memory import Fault, Global
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from jax_mx.kernels.cutedsl.sass import count_instructions
-from jax_mx.kernels.entry import launches
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import Variant, layouts_of
+from jax_mx.kernels.cutedsl.sass import count_instructions
+from jax_mx.kernels.entry import launches
 
 __all__ = ["COMPILER", "compile_variant", "count_instructions"]
 

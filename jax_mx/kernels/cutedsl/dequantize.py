@@ -10,7 +10,11 @@ import dataclasses
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
+from jax_mx.facts.directions import LAST, SECOND, Blocks
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
+from jax_mx.kernels import geometry
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.kernel import (
     PAD,
@@ -26,42 +30,25 @@ from jax_mx.kernels.cutedsl.kernel import (
     store_rows,
     vector_at,
 )
-from jax_mx.kernels.entry import ALL
-from jax_mx.facts.layouts import ScaleLayout
-from jax_mx.facts.variants import Variant
-
-# By bytes of a float: 16 bytes a thread and store, more would leave gaps between those of a warp.
-# H200, (8, 5120, 5120), (8, 7168, 7168) and (65536, 8192), 2026-11-21, bf16 in us, (threads,
-# unroll): (128, 2) 154.9, 302.3, 394.3; (64, 2) 155.3, 302.3, 394.2; (256, 2) 155.9, 302.7, 394.8;
-# (512, 2) 156.6, 305.0, 397.9; (128, 3) 156.0, 303.8, 396.4; (128, 4) 156.0, 304.6, 397.1;
-# (128, 1) 159.1, 311.9, 406.8; 16 elements 355 at the second. Stores with .cs, .wt or .cg, or loads
-# without L1, make no difference above 0.5 %. f32 (256, 4) 515 us; (256, 8) 532.
-STRIPS = {2: Strip(threads=128, elements=8, unroll=2), 4: Strip(threads=256, elements=4, unroll=4)}
-
-
-def keeps(variant: Variant) -> bool:
-    """Whether codes leave the cache last, see `kernel.load`.
-
-    H200, (8, 7168, 7168) and (65536, 8192), 2026-11-22, in us: second 305 -> 299, 395 -> 389,
-    last_transposed 310 -> 303, 419 -> 413, square_transposed 308 -> 300, 417 -> 408. MXFP4, of an
-    earlier build: second 278 -> 326.
-    """
-    return variant.formats[0].codes_per_byte == 1
+from jax_mx.kernels.geometry import Extents, Place
 
 
 class Flat(Kernel):
     """values (..., rows, cols, 32) and scales (..., rows, cols) in the layout -> floats."""
 
     float_first = False
-    extents = ([8, [0, *ALL]], [8, [1, *ALL]], [4, [0, -3, -2]], [4, [0, -2, -1]])
+    extents = (
+        *map(geometry.length_of, (0, 1)),
+        geometry.flat_rows(),
+        geometry.flat_blocks(),
+    )
 
     def __init__(self, *entry, tile: Strip | None = None):
         super().__init__(*entry)
-        self.tile = tile or STRIPS[self.itemsize]
-        self.kept = self.aligned and keeps(self.variant)
+        self.tile = tile or Strip(**self.tuned("Flat"))
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
-        self.grid = [[0, 1, *ALL, self.tile.blocks]]
+        self.grid = geometry.flat_grid(1, self.tile.blocks)
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -136,33 +123,6 @@ def fragment(words: list, dtype: str):
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrangement:
-    """How the quantized array of a form lies, as a matrix of R x C codes.
-
-    Attributes:
-      blocks: "row": along C; "column": along R; "square": both.
-      swap: whether the view's first extent is that of columns.
-      extents: whether each extent, (first, second), counts blocks.
-      transpose: whether the floats lie as (C, R).
-    """
-
-    blocks: str
-    swap: bool
-    extents: tuple[bool, bool]
-    transpose: bool
-
-
-# By the views of forms.py, which are those of the floats.
-ARRANGEMENTS = {
-    "second": Arrangement("column", swap=False, extents=(True, False), transpose=False),
-    "second_transposed": Arrangement("row", swap=True, extents=(True, False), transpose=True),
-    "last_transposed": Arrangement("column", swap=True, extents=(False, True), transpose=True),
-    "square": Arrangement("square", swap=False, extents=(True, True), transpose=False),
-    "square_transposed": Arrangement("square", swap=True, extents=(True, True), transpose=True),
-}
-
-
-@dataclasses.dataclass(frozen=True)
 class Tiling:
     """What a thread block covers, in warps: of `Tiled` a warp is 128 codes wide."""
 
@@ -170,49 +130,6 @@ class Tiling:
     across: int = 1
     depth: int = 8  # rows of a lane
     band: int = 1  # how many thread blocks follow each other down before the next ones across
-
-
-def tiling(how: Arrangement, itemsize: int, aligned: bool, per_byte: int) -> Tiling:
-    """The tiling of an entry.
-
-    H200, (8, 7168, 7168) and (65536, 8192), 2026-11-21 and 22, in us, (down, across, depth,
-    band), not kept if not said to be; tiles are those of scales:
-
-    second             bf16 (2, 2, 8) 305, 395; (4, 1, 8) 309, 399; (2, 4, 8) 319, 415;
-                       (1, 4, 16) 313, 405. f32 (8, 1, 4) 513; (4, 1, 8) 516
-    last_transposed    bf16 (4, 2, 8, 64) 310, 436; band 1 322, 453; (8, 1, 8, 64) 318, 445;
-                       (4, 1, 8, 64) 319, 458. f32 (4, 2, 8) 548; (4, 1, 8) 558.
-                       Kept (4, 2, 8, 64) 303, 413, tiles 304, 413
-    second_transposed  bf16 (4, 1, 8, 64) 322, 466; (4, 2, 8, 64) 360, 465, tiles 312, 420;
-                       (8, 1, 8, 64) 367, 488. f32 (4, 2, 8) 550; (4, 1, 8) 559.
-                       Kept (4, 2, 8, 64) 309, 425, tiles 306, 416; (4, 1, 8, 64) 315, 439;
-                       bands 128 and 256 the same, 32 315, 446; (2, 2) and (2, 4) 336, 495
-    square_transposed  bf16 (4, 2, 8, 64) 308, 439; band 1 318, 450.
-                       Kept (4, 2, 8, 64) 300, 408
-    unaligned rows     (8, 4128, 2881) and (8, 7168, 7165), 2026-11-22: second, across of `Shifted`,
-                       bf16 1 76.0, 321; 2 79.7, 331; 3 103, 423; two blocks of rows a lane, 106,
-                       421. f32 1 131, 561; 2 128, 546; 3 124, 530. With floats that go through
-                       shared memory and are written by words, bf16 106, 419; f32 139, 601
-
-    Transposed floats that pass through shared memory as floats, not as codes: 329, 469; 346, 503.
-      MXFP4, 2026-11-22, bf16
-    second             (2, 2, 8) 258, tiles 297; (2, 4, 8) 257, 297; (4, 1, 8) 260, 298
-    last_transposed    (4, 2, 8, 64) 262, 359, tiles 271, 363; (4, 1, 8, 64) 266, 370, 266, 369
-    second_transposed  (4, 1, 8, 64) 319, 431, tiles 298, 399; (4, 2, 8, 64) 348, 463, 313, 430;
-                       (8, 1, 8, 64) 332, 451. Not ahead: 346, 466; (4, 2, 8, 64) 363, 491
-    square_transposed  (4, 1, 8, 64) 277, 394; (4, 2, 8, 64) 286, 397, not ahead 307
-    """
-    short = itemsize == 2
-    if how.transpose and aligned:
-        narrow = short and how.blocks != "column" and per_byte > 1
-        return Tiling(4, 1 if narrow else 2, band=64)
-    if not how.transpose and how.blocks == "column" and not aligned:
-        return Tiling(1, 1 if short else 3)
-    if not short:
-        return Tiling(8, depth=4)
-    if not how.transpose:
-        return Tiling(2, 2)
-    return Tiling(8 if how.blocks != "row" else 4)
 
 
 class Matrix(Kernel):
@@ -225,28 +142,19 @@ class Matrix(Kernel):
 
     def __init__(self, *entry, tile: Tiling | None = None):
         super().__init__(*entry)
-        self.how = ARRANGEMENTS[self.variant.form]
-        self.kept = self.aligned and keeps(self.variant)
-        self.tile = tile or tiling(self.how, self.itemsize, self.aligned, self.per_byte)
+        form = self.variant.form
+        (self.direction,) = form.directions
+        self.transposed = self.direction.transposed
+        self.blocks = self.direction.stored_blocks  # LAST: along C; SECOND: along R
+        self.tile = tile or Tiling(**self.tuned("Tiled"))
         self.threads = 32 * self.tile.down * self.tile.across
         self.cut()
-        square = self.how.blocks == "square"
-        lead, *extents = ((0, -4), (-4, -3), (-3, -2)) if square else ((0, -3), (-3, -2), (-2, -1))
-        self.extents = [[4, [0, *axes]] for axes in extents]
-        # The axes of R and of C, and by what they count: blocks or elements.
-        (of_r, r_unit), (of_c, c_unit) = self.turned(
-            (axes, BLOCK if blocks else 1)
-            for axes, blocks in zip(extents, self.how.extents, strict=True)
-        )
-        self.grid = [
-            [0, 0, *of_r, self.rows // r_unit],
-            [0, 0, *of_c, self.cols // c_unit],
-            [0, 0, *lead, 1],
-        ]
-        # Rows of whole vectors; those of transposed floats too. What counts blocks is whole.
-        self.divide = [[0, *of_c, self.vector]] if c_unit == 1 else []
-        if self.how.transpose and r_unit == 1:
-            self.divide.append([0, *of_r, 16 // self.itemsize])
+        self.extents = geometry.extents_of(form)
+        self.grid = geometry.grid_of(form, Extents(*self.turned((self.rows, self.cols))))
+        # Rows of whole vectors; of transposed codes and floats, both have such rows.
+        along_cols = self.blocks is Blocks.SECOND
+        vector = self.vector if along_cols else 16 // self.itemsize
+        self.divide = geometry.divide_of(form, vector)
 
     def cut(self) -> None:
         """Sets `rows`, `cols`, `vector` and `elements_per_thread`."""
@@ -266,7 +174,9 @@ class Matrix(Kernel):
             for i in range_constexpr(depth):
                 if first + i < rows:
                     load(mV[top + i, left // n, None], rV[None, i], self.kept)
-        elif const_expr(self.how.blocks == "column"):  # a byte holds two rows, which both are there
+        elif const_expr(
+            self.blocks is Blocks.SECOND
+        ):  # a byte holds two rows, which both are there
             top = Int64(batch) * (rows // 2) + first // 2
             mV = by_vector(values, Int64(batch + 1) * (rows // 2), cols, n)
             for i in range_constexpr(depth // 2):
@@ -280,7 +190,7 @@ class Matrix(Kernel):
             for i in range_constexpr(depth):
                 if first + i < rows:
                     rP = cute.make_rmem_tensor(n // 2, Uint8)
-                    load(mV[top + i, left // n, None], rP, self.kept, ahead=self.how.transpose)
+                    load(mV[top + i, left // n, None], rP, self.kept, ahead=self.transposed)
                     self.put_row(rV, i, rP)
 
     def put_two_rows(self, rV, i: int, rP) -> None:
@@ -295,16 +205,15 @@ class Matrix(Kernel):
         for w, word in zip(range(self.vector // 4), expanded(words_of(rP)), strict=False):
             rW[w, i] = word
 
-    def turned(self, pair):
-        """A pair of the view's extents in the order (R, C)."""
-        return [*pair][:: -1 if self.how.swap else 1]
+    def turned(self, pair) -> tuple:
+        """A pair, of floats' rows and columns, in the order (R, C); and back."""
+        first, second = pair
+        return (second, first) if self.transposed else (first, second)
 
     def sizes(self, scalars):
         """R and C."""
-        return self.turned(
-            size * (BLOCK if blocks else 1)
-            for size, blocks in zip(scalars, self.how.extents, strict=True)
-        )
+        units = geometry.units_of(self.variant.form)
+        return self.turned(n * unit for n, unit in zip(scalars, units, strict=True))
 
     def place(self, rows, cols):
         """(batch, row, column) of this thread block's tile."""
@@ -344,10 +253,13 @@ class Turned(Matrix):
         if left < cols:
             self.load_vectors(values, rV, batch, first, left, rows, cols)
         sV = cute.arch.alloc_smem(Uint8, self.rows * self.cols, alignment=128)
-        blocks: cutlass.Constexpr = (self.cols if self.how.blocks == "row" else self.rows) // BLOCK
-        others: cutlass.Constexpr = {"row": self.rows, "column": self.cols}.get(
-            self.how.blocks, self.cols // BLOCK
-        )
+        blocks: cutlass.Constexpr = (
+            self.cols if self.blocks is Blocks.LAST else self.rows
+        ) // BLOCK
+        others: cutlass.Constexpr = {
+            Blocks.LAST: self.rows, Blocks.SECOND: self.cols, Blocks.SQUARE: self.cols // BLOCK
+        }[self.blocks]  # fmt: skip
+
         sF = cute.make_tensor(
             cute.arch.alloc_smem(cutlass.Float32, blocks * others, alignment=16),
             cute.make_layout((others, blocks)),
@@ -381,13 +293,13 @@ class Turned(Matrix):
         mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
         others: cutlass.Constexpr = sF.shape[0]
         blocks: cutlass.Constexpr = sF.shape[1]
-        row_blocks: cutlass.Constexpr = self.how.blocks == "row"
+        row_blocks: cutlass.Constexpr = self.blocks is Blocks.LAST
         # The scales' matrix: of tiles it has the blocks as columns, like that of blocks along rows.
         by_block: cutlass.Constexpr = row_blocks or self.layout.is_tiled
         first, first_block, high, wide = tile_c * others, tile_r * blocks, cols, rows // BLOCK
         if const_expr(row_blocks):
             first, first_block, high, wide = tile_r * others, tile_c * blocks, rows, cols // BLOCK
-        elif const_expr(self.how.blocks == "square"):
+        elif const_expr(self.blocks is Blocks.SQUARE):
             high = cols // BLOCK
         steps: cutlass.Constexpr = (others * blocks + self.threads - 1) // self.threads
         rS = cute.make_rmem_tensor(steps, Uint8)
@@ -404,7 +316,9 @@ class Turned(Matrix):
             r, c = first + other, first_block + block
             if (index < others * blocks) & (r < high) & (c < wide):
                 if const_expr(self.layout.is_tiled):
-                    offset, _ = offset_in_tiles(self.layout, batch, r, c, high, wide)
+                    offset, _ = offset_in_tiles(
+                        self.layout, Place(batch, r, c), Extents(high, wide)
+                    )
                 elif const_expr(by_block):
                     offset = (Int64(batch) * high + r) * wide + c
                 else:
@@ -435,7 +349,7 @@ class Turned(Matrix):
             chunk = (row // 16) ^ (column // self.vector % min(8, height // 16))
             rV = cute.make_rmem_tensor(n, Uint8)
             cute.autovec_copy(codes[column, chunk, row % 16 // n, None], rV)
-            if const_expr(self.how.blocks == "row"):
+            if const_expr(self.blocks is Blocks.LAST):
                 rF = cute.make_rmem_tensor(n, cutlass.Float32)
                 vectors = cute.make_tensor(
                     sF.iterator,
@@ -449,7 +363,7 @@ class Turned(Matrix):
                     for e in range_constexpr(4):
                         rF[4 * v + e] = part[e]
                 factors = [rF[i] for i in range(n)]
-            elif const_expr(self.how.blocks == "column"):
+            elif const_expr(self.blocks is Blocks.SECOND):
                 factors = [sF[column, row // BLOCK]] * n
             else:
                 factors = [sF[column // BLOCK, row // BLOCK]] * n
@@ -562,7 +476,9 @@ class Shifted(Matrix):
             index = step * self.threads + tid
             col = tile_c * self.wide - self.vector + index
             if (index < self.wide + self.vector) & (col >= 0) & (col < cols):
-                offset, _ = offset_in_tiles(self.layout, batch, col, block, cols, blocks)
+                offset, _ = offset_in_tiles(
+                    self.layout, Place(batch, col, block), Extents(cols, blocks)
+                )
                 found[step] = Uint32(mS[offset])
         return found
 
@@ -620,25 +536,25 @@ class Tiled(Matrix):
         inside = (first < rows) & (left < cols)
         if inside:
             self.load(values, rV, batch, first, left, rows, cols)
-        rS = cute.make_rmem_tensor(n if self.how.blocks == "column" else depth, Uint8)
+        rS = cute.make_rmem_tensor(n if self.blocks is Blocks.SECOND else depth, Uint8)
         rS.fill(Uint8(0))
         if inside:
             self.load_scales(scales, rS, batch, first, left, rows, cols)
         mY = by_vector(y, Int64(batch + 1) * rows, cols, n)
         floats = []  # by row
         for i in range_constexpr(depth):
-            if const_expr(self.how.blocks == "column"):
+            if const_expr(self.blocks is Blocks.SECOND):
                 if const_expr(i == 0):
                     factors = [convert.factor_of(Uint32(rS[j])) for j in range(n)]
             else:
                 factors = [convert.factor_of(Uint32(rS[i]))] * n
-            if const_expr(self.how.transpose):
+            if const_expr(self.transposed):
                 floats.append(convert.scaled(words_of(rV[None, i]), factors, self.formats[0]))
             else:
                 rY = dequantized(rV[None, i], factors, self.formats[0], self.dtype)
                 if (first + i < rows) & (left < cols):
                     cute.autovec_copy(rY, mY[Int64(batch) * rows + first + i, left // n, None])
-        if const_expr(self.how.transpose):
+        if const_expr(self.transposed):
             self.store_transposed(y, floats, at, row, col, rows, cols)
 
     # ---- what is read ---
@@ -647,7 +563,7 @@ class Tiled(Matrix):
         """This lane's codes, (vector, depth); rows beyond the array keep what they have."""
         n: cutlass.Constexpr = self.vector
         depth: cutlass.Constexpr = self.tile.depth
-        column: cutlass.Constexpr = self.how.blocks == "column"
+        column: cutlass.Constexpr = self.blocks is Blocks.SECOND
         top = Int64(batch) * rows + first
         if const_expr(self.aligned):
             self.load_vectors(values, rV, batch, first, left, rows, cols)
@@ -699,7 +615,7 @@ class Tiled(Matrix):
     @cute.jit
     def load_scales(self, scales, rS, batch, first, left, rows, cols):
         """The bytes of this lane's columns (blocks down columns) or rows."""
-        column: cutlass.Constexpr = self.how.blocks == "column"
+        column: cutlass.Constexpr = self.blocks is Blocks.SECOND
         mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
         if const_expr(self.layout.is_tiled):
             # The scales' matrix has the blocks as columns.
@@ -707,7 +623,9 @@ class Tiled(Matrix):
                 row, col, high, wide = first + i, left // BLOCK, rows, cols // BLOCK
                 if const_expr(column):
                     row, col, high, wide = left + i, first // BLOCK, cols, rows // BLOCK
-                offset, _ = offset_in_tiles(self.layout, batch, row, col, high, wide)
+                offset, _ = offset_in_tiles(
+                    self.layout, Place(batch, row, col), Extents(high, wide)
+                )
                 if row < high:
                     rS[i] = mS[offset]
         elif const_expr(column):
@@ -723,9 +641,11 @@ class Tiled(Matrix):
                         rS[j] = mS[offset + j]
         else:
             wide = cols // BLOCK
-            per_row = rows // BLOCK if const_expr(self.how.blocks == "square") else rows
+            per_row = rows // BLOCK if const_expr(self.blocks is Blocks.SQUARE) else rows
             for i in range_constexpr(self.tile.depth):
-                row = (first + i) // BLOCK if const_expr(self.how.blocks == "square") else first + i
+                row = (
+                    (first + i) // BLOCK if const_expr(self.blocks is Blocks.SQUARE) else first + i
+                )
                 if first + i < rows:
                     rS[i] = mS[(Int64(batch) * per_row + row) * wide + left // BLOCK]
 
@@ -764,9 +684,10 @@ def aligned_bytes(pointer, offset, count: int):
 
 def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool, **tuning):
     """The kernel of a variant's entry, for scales in this layout."""
-    if variant.form == "last":
-        kind = Flat
+    if variant.form == LAST:
+        kernel = Flat
+    elif aligned:
+        kernel = Turned if variant.form.transposed else Tiled
     else:
-        kind = Turned if aligned and variant.form.endswith("_transposed") else Tiled
-        kind = Shifted if not aligned and variant.form == "second" else kind
-    return kind(variant, arch, layout, aligned, **tuning)
+        kernel = Shifted if variant.form == SECOND else Tiled
+    return kernel(variant, arch, layout, aligned, **tuning)

@@ -6,11 +6,13 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
-from jax_mx.facts.formats import BLOCK, Format
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Format
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
+from jax_mx.kernels import geometry, tuning
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.entry import Entry
-from jax_mx.facts.layouts import SHUFFLED_16X16, ScaleLayout
-from jax_mx.facts.variants import Variant
+from jax_mx.kernels.geometry import Extents, Place
 
 PAD = 8  # bytes between rows in shared memory: room for words that straddle, and other banks
 
@@ -22,11 +24,18 @@ class Kernel(Entry):
         super().__init__(variant, layout, aligned)
         self.arch = arch
         self.per_byte = variant.formats[0].codes_per_byte  # of all formats
+        self.kept = aligned and self.tuned("keep")  # what `load` and `store` call kept
+
+    def tuned(self, what: str):
+        """What this arch's table says for the entry: of a kernel its tile, or another decision."""
+        variant = self.variant
+        where = (self.arch, variant, self.layout, self.aligned)
+        return tuning.choose(f"{variant.op}.{what}", *where)
 
     def arguments(self):
         """Stand-ins of the host function's arguments, to compile it."""
         quantized = [Uint8] * 2 * len(self.formats)
-        whole = [convert.INPUT[self.dtype], *[Uint32] * self.variant.words]
+        whole = [convert.INPUT[self.dtype], *[Uint32] * self.variant.block_data]
         types = whole + quantized if self.float_first else quantized + whole
         pointers = tuple(
             cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
@@ -64,6 +73,22 @@ def vector_at(pointer, dtype, align: int, n: int):
     return cute.make_tensor(known, cute.make_layout(n))
 
 
+def words_of(rX, pair: int, dtype: str) -> list:
+    """Elements 2 * pair and 2 * pair + 1 of a fragment: a word of 16 bits each, or two words."""
+    rW = cute.recast_tensor(rX, Uint32)
+    each = FLOAT_DTYPES[dtype].itemsize // 2
+    return [rW[each * pair + i] for i in range(each)]
+
+
+def bytes_of(words: list, count: int):
+    """A fragment of the first `count` bytes of these words."""
+    rV = cute.make_rmem_tensor(4 * len(words), Uint8)
+    rW = cute.recast_tensor(rV, Uint32)
+    for i, word in enumerate(words):
+        rW[i] = word
+    return rV if count == 4 * len(words) else cute.make_tensor(rV.iterator, cute.make_layout(count))
+
+
 def by_vector(pointer, rows, cols, n: int):
     """An array (rows, cols) as (rows, cols // n, n); the stride shows that n divides it."""
     vectors = cols // n
@@ -73,11 +98,6 @@ def by_vector(pointer, rows, cols, n: int):
 
 
 # ---- memory ---
-# H200, 2026-11-22, (8, 7168, 7168) and (65536, 8192) in us, x and scales, or codes, kept: both
-# transposed 468 -> 428, 624 -> 571; in tiles 421 -> 410, 556 -> 543; both 407 -> 398, 529 -> 519;
-# second transposed 298 -> 292, 403 -> 391; last 285 -> 282, 372 -> 368; dequantize 302 -> 298, 395
-# -> 388. DRAM moves the same bytes before and after. Not kept, evict_first or no_allocate: 10 %
-# slower.
 _KEPT = "{ .reg .b64 kept; createpolicy.fractional.L2::evict_last.b64 kept, 1.0; "
 
 
@@ -152,48 +172,6 @@ def _store_kept(address: Int64, words: list, bits: int = 32, *, loc=None, ip=Non
 
 
 # ---- scales ---
-def offset_in_tile(layout: ScaleLayout, row, col):
-    """Where (row, col) of a scale layout's tile lies in it, from the layout's own description."""
-    sizes = (*layout.row_digits, *layout.col_digits)
-    digits = digits_of(row, layout.row_digits) + digits_of(col, layout.col_digits)
-    offset, stride = 0, 1
-    for place in reversed(layout.order):
-        offset = offset + digits[place] * stride
-        stride *= sizes[place]
-    return offset
-
-
-def place_in_tile(layout: ScaleLayout, offset) -> tuple:
-    """The inverse of `offset_in_tile`: (row, col)."""
-    sizes = (*layout.row_digits, *layout.col_digits)
-    in_order = digits_of(offset, tuple(sizes[place] for place in layout.order))
-    digits = [in_order[layout.order.index(place)] for place in range(len(sizes))]
-    numbers = []
-    for first, factors in ((0, layout.row_digits), (len(layout.row_digits), layout.col_digits)):
-        number = 0
-        for i, factor in enumerate(factors):
-            number = number * factor + digits[first + i]
-        numbers.append(number)
-    return tuple(numbers)
-
-
-def digits_of(number, factors: tuple[int, ...]) -> list:
-    """The digits of a number, the most significant first."""
-    below, found = 1, []
-    for factor in reversed(factors):
-        found.insert(0, number // below % factor)
-        below *= factor
-    return found
-
-
-def tiles_of(layout: ScaleLayout, rows, cols) -> tuple:
-    """How many tiles there are across either direction, with the padding."""
-    return tuple(
-        (n + pad - 1) // pad * (pad // tile)
-        for n, pad, tile in zip((rows, cols), layout.pad, layout.tile, strict=True)
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Strip:
     """What a thread block of `Flat` covers: consecutive elements."""
@@ -221,13 +199,14 @@ def locate(
     if const_expr(layout.is_tiled):
         tile_rows: cutlass.Constexpr = layout.tile[0]
         tile_cols: cutlass.Constexpr = layout.tile[1]
-        tiles_r, tiles_c = (Uint32(n) for n in tiles_of(layout, rows, cols))
+        tiles = geometry.tiles_of(layout, geometry.Extents(rows, cols))
+        tiles_r, tiles_c = (Uint32(n) for n in tiles)
         # 32 bits: a GPU's memory does not hold the elements of more tiles.
         tile = Uint32(first // (tile_rows * tile_cols))
         in_tile = Int32(first % (tile_rows * tile_cols)) + place
         down, tile_c = tile // tiles_c, tile % tiles_c
         slab, tile_r = down // tiles_r, down % tiles_r
-        row, col = place_in_tile(layout, in_tile)
+        row, col = geometry.place_in_tile(layout, in_tile)
         row = row + Int32(tile_r) * tile_rows
         col = col + Int32(tile_c) * tile_cols
         inside = inside & (row < rows) & (col < cols)
@@ -235,28 +214,18 @@ def locate(
     return block, offset, inside
 
 
-@cute.jit
-def offset_in_tiles(layout: cutlass.Constexpr, batch, row, col, rows, cols):
-    """Where the scale of (row, col) of a slab's matrix of rows x cols lies; and if in a tile."""
-    height: cutlass.Constexpr = layout.tile[0]
-    width: cutlass.Constexpr = layout.tile[1]
-    tiles_r, tiles_c = tiles_of(layout, rows, cols)
-    tile = (Int64(batch) * tiles_r + row // height) * tiles_c + col // width
-    offset = tile * (width * height) + offset_in_tile(layout, row % height, col % width)
-    return offset, (row < tiles_r * height) & (col < tiles_c * width)
+def offset_in_tiles(layout: ScaleLayout, place: Place, size: Extents):
+    """Where the scale of a place in a batch of matrices lies, and whether it lies in a tile."""
+    height, width = layout.tile
+    down, across = tiles = geometry.tiles_of(layout, size)
+    row, col = place.row, place.col
+    tile = geometry.tile_of(layout, place, tiles, Int64)
+    offset = tile * (width * height)
+    offset = offset + geometry.offset_in_tile(layout, row % height, col % width)
+    return offset, (row < down * height) & (col < across * width)
 
 
 # ---- tiles ---
-def in_tiles_of_values(row, chunk) -> tuple:
-    """Where in SHUFFLED_16X16 chunk `chunk` of 16 bytes of a row lies, as (row, chunk) of rows.
-
-    In a tile 16 bytes of each row follow each other; tiles follow each other as their rows do.
-    """
-    height, _ = SHUFFLED_16X16.tile
-    below = row % height
-    return row - below, chunk * height + below
-
-
 @cute.jit
 def load_anywhere(address: Int64, size: cutlass.Constexpr):
     """The words of `size` bytes at any address, from the two aligned vectors around them."""

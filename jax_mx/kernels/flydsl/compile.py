@@ -12,11 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jax_mx.facts.code_object import CodeObject
+from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.facts.variants import Variant, layouts_of
 from jax_mx.kernels.entry import launches
 from jax_mx.kernels.flydsl.gcn import count_instructions
-from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.testing.code_object import CodeObject
-from jax_mx.facts.variants import Variant, layouts_of
 
 __all__ = ["COMPILER", "compile_variant", "count_instructions"]
 

@@ -10,8 +10,11 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu, range_constexpr
 
+from jax_mx.facts.directions import LAST, Blocks
 from jax_mx.facts.formats import BLOCK
-from jax_mx.kernels.entry import ALL
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
+from jax_mx.kernels import geometry
 from jax_mx.kernels.flydsl import convert
 from jax_mx.kernels.flydsl.kernel import (
     WAVE,
@@ -29,8 +32,7 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_pointer,
     store_words,
 )
-from jax_mx.facts.layouts import ScaleLayout
-from jax_mx.facts.variants import Variant
+from jax_mx.kernels.geometry import Extents, Place
 
 BYTES = 16  # of a lane and load
 
@@ -46,10 +48,8 @@ class Dequantize(Kernel):
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
-        packed = self.formats[0].codes_per_byte
-        # Along blocks; along the last axis, as it is stored, of square ones.
-        in_rows = variant.form in ("last", "last_transposed", "square")
-        self.down, self.beside = (1, packed) if in_rows else (packed, 1)
+        (self.operand,) = geometry.outputs_of(variant.form, self.formats)
+        self.down, self.beside = self.operand.packed
         self.codes = BYTES * self.beside  # of a lane and load, in a row
         self.n = self.itemsize * self.beside
         self.each = self.codes // self.n
@@ -117,19 +117,17 @@ class Dequantize(Kernel):
 class Flat(Dequantize):
     """values (..., rows, cols, 32) and scales (..., rows, cols) in the layout -> floats."""
 
-    waves = 4
     elements_per_thread = BLOCK
-    threads = waves * WAVE
-    blocks = waves * WAVE
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
+        self.threads = self.blocks = self.tuned("Flat")["waves"] * WAVE
         self.sharers = BLOCK // self.codes  # lanes that share a block
         self.chunks = self.sharers  # loads of a lane, so that it has a block's worth
-        self.grid = [[0, 1, *ALL, self.blocks]]
-        self.extents = [[8, [1, *ALL]]]
+        self.grid = geometry.flat_grid(1, self.blocks)
+        self.extents = [geometry.length_of(1)]
         if layout.is_tiled:
-            self.extents += [[4, [0, -3, -2]], [4, [0, -2, -1]]]
+            self.extents += [geometry.flat_rows(), geometry.flat_blocks()]
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
@@ -175,29 +173,17 @@ class Tiled(Dequantize):
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
-        way, self.transpose = variant.form.split("_")[0], variant.form.endswith("transposed")
-        self.blocks = {"second": "column", "last": "row", "square": "square"}[way]  # of floats
+        form, direction = variant.form, self.operand.direction
+        self.blocks, self.is_transposed = direction.blocks, direction.transposed  # of floats
         packed = self.down, self.beside
-        # Of a byte, as it lies.
-        self.packed = packed[::-1] if self.transpose else packed
+        # How many rows and columns of codes, as they lie, a byte holds.
+        self.packed = packed[::-1] if self.is_transposed else packed
         self.depth = 4 // (self.down * self.beside)
         self.elements_per_thread = self.depth * BYTES * self.down * self.beside
-        square = self.blocks == "square"
-        lead, *axes = ((0, -4), (-4, -3), (-3, -2)) if square else ((0, -3), (-3, -2), (-2, -1))
-        self.extents = [[4, [0, *axis]] for axis in axes]
-        # The view counts blocks where they run.
-        self.units = [
-            BLOCK if along in (self.blocks, "square") or square else 1
-            for along in ("column", "row")
-        ]
-        self.grid = [
-            *([0, 0, *axis, TILE // unit] for axis, unit in zip(axes, self.units, strict=True)),
-            [0, 0, *lead, 1],
-        ]
-        # Rows of whole 16 codes; what counts blocks is whole.
-        self.divide = [
-            [0, *axis, 16] for axis, unit in zip(axes, self.units, strict=True) if unit == 1
-        ]
+        self.extents = geometry.extents_of(form)
+        self.units = geometry.units_of(form)
+        self.grid = geometry.grid_of(form, Extents(TILE, TILE))
+        self.divide = geometry.divide_of(form, 16)  # rows of whole 16 codes
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
@@ -210,10 +196,10 @@ class Tiled(Dequantize):
         shared = fx.SharedAllocator().allocate(self.shared()).peek()
         words = self.load(values, at, row, col, high, wide)
         self.load_scales(scales, shared.scales, at, high, wide)
-        if const_expr(self.transpose):
+        if const_expr(self.is_transposed):
             self.stage_transposed(words, shared.values, row, col)
         gpu.barrier()
-        if const_expr(self.transpose):
+        if const_expr(self.is_transposed):
             words = self.transposed(shared.values, line, byte)
         self.store(y, words, shared.scales, at, wave, line * self.down, high, wide)
 
@@ -224,9 +210,9 @@ class Tiled(Dequantize):
 
     def shared(self):
         """The LDS of a workgroup: scales, and values [column][row] with chunks."""
-        count = TILE * TILE // BLOCK // (BLOCK if self.blocks == "square" else 1)
+        count = TILE * TILE // BLOCK // (BLOCK if self.blocks is Blocks.SQUARE else 1)
         arrays = {"scales": fx.Array[Uint8, count, 16]}
-        if self.transpose:
+        if self.is_transposed:
             arrays["values"] = fx.Array[Uint8, TILE * TILE // (self.down * self.beside), 16]
         return composite(fx.struct, arrays)
 
@@ -239,7 +225,7 @@ class Tiled(Dequantize):
 
     def as_codes(self, pair):
         """What is (of H, of W) as (of the codes' rows, of their columns)."""
-        return pair[::-1] if self.transpose else pair
+        return pair[::-1] if self.is_transposed else pair
 
     # ---- what is read ---
     def load(self, values, at, row, col, high, wide):
@@ -272,16 +258,13 @@ class Tiled(Dequantize):
         """A tile's scales to LDS, four a thread as they lie."""
         batch, *tile = at
         tiled: fx.Constexpr = self.layout.is_tiled
-        # Which of (H, W) the rows of the scales' matrix are, as it lies: tiles have blocks across.
-        swap = self.transpose
-        if const_expr(tiled):
-            swap = self.blocks == "column"
-        across = [self.blocks in ("column", "square"), self.blocks in ("row", "square")]
-        extents = [n // BLOCK if b else n for n, b in zip((high, wide), across, strict=True)]
-        counts = [TILE // BLOCK if b else TILE for b in across]
-        if const_expr(swap):
-            extents, tile, counts = extents[::-1], tile[::-1], counts[::-1]
-        (rows, cols), (tile_r, tile_c), (in_row, in_col) = extents, tile, counts
+        direction: fx.Constexpr = self.operand.direction
+        turned: fx.Constexpr = geometry.is_turned(direction, self.layout)
+        if const_expr(turned):
+            tile = tile[::-1]
+        rows, cols = geometry.scales_shape(direction, Extents(high, wide), turned)
+        in_row, in_col = geometry.scales_shape(direction, Extents(TILE, TILE), turned)
+        tile_r, tile_c = tile
         per_row: fx.Constexpr = in_col // 4
         thread = Uint32(Int32(fx.thread_idx.x))
         line, start = thread // per_row, thread % per_row * 4
@@ -302,7 +285,7 @@ class Tiled(Dequantize):
                     last = cols - 1 - col  # how many more there are
                     near = [(last < Uint32(c)).select(last, Uint32(c)) for c in range_constexpr(4)]
                     word = load_bytes(scales, [offset + as_int64(c) for c in near])[0]
-            if const_expr(swap):
+            if const_expr(turned):
                 for c in range_constexpr(4):
                     to = shared_pointer(staged, Int32((start + c) * in_row + line))
                     fx.generic_store(to, Uint8(word >> 8 * c))
@@ -312,7 +295,7 @@ class Tiled(Dequantize):
 
     def word_of_tiles(self, scales, batch, row, col, rows, cols):
         """Four neighbours of a row of the scales' matrix, in tiles."""
-        offset = offset_in_tiles(self.layout, batch, row, col, rows, cols)
+        offset = offset_in_tiles(self.layout, Place(batch, row, col), Extents(rows, cols))
         stride = self.layout.column_stride
         if stride == 1:
             return load_words(scales, offset, 1, self.align[1])[0]
@@ -376,14 +359,14 @@ class Tiled(Dequantize):
             self.source(lane, s) % lanes * self.codes + self.start(lane, s)
             for s in range_constexpr(n)
         ]
-        if const_expr(self.blocks == "column"):
+        if const_expr(self.blocks is Blocks.SECOND):
             columns = [self.column_scales(staged, wave, left) for left in lefts]
         origin = (as_int64(batch) * as_int64(high) + as_int64(tile_h * TILE + row)) * as_int64(wide)
         for i in range_constexpr(self.depth):
             codes = self.exchanged(words[i], lane)
             for s in range_constexpr(n):
                 for j in range_constexpr(i * self.down, (i + 1) * self.down):
-                    if const_expr(self.blocks == "column"):
+                    if const_expr(self.blocks is Blocks.SECOND):
                         pair = columns[s]
                     else:
                         pair = self.one_scale(self.scale_at(staged, row + j, lefts[s]))
@@ -403,7 +386,7 @@ class Tiled(Dequantize):
 
     def scale_at(self, staged, row, col):
         """The byte of the block that this code of the tile is in."""
-        line = row // BLOCK if self.blocks == "square" else row
+        line = row // BLOCK if self.blocks is Blocks.SQUARE else row
         at = shared_pointer(staged, Int32(line * (TILE // BLOCK) + col // BLOCK))
         return load_byte(at)
 
@@ -419,4 +402,4 @@ class Tiled(Dequantize):
 
 def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
     """The kernel of a variant's entry, for scales in this layout."""
-    return (Flat if variant.form == "last" else Tiled)(variant, arch, layout, aligned)
+    return (Flat if variant.form == LAST else Tiled)(variant, arch, layout, aligned)

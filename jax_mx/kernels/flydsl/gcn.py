@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from tinygrad.renderer.amd import decode_inst
 
+from jax_mx.facts.code_object import CodeObject
 from jax_mx.kernels import paths
-from jax_mx.testing.code_object import CodeObject
 
 FOUR_PASSES = ("v_mul_lo_u32", "v_mul_hi_u32", "v_mul_hi_i32", "v_mad_u64_u32", "v_mad_i64_i32",
                "v_rcp_", "v_rcp_iflag_")  # fmt: skip

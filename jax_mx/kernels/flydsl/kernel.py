@@ -8,10 +8,12 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32
 
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
+from jax_mx.kernels import geometry, tuning
 from jax_mx.kernels.entry import Entry
 from jax_mx.kernels.flydsl import convert
-from jax_mx.facts.layouts import SHUFFLED_16X16, ScaleLayout
-from jax_mx.facts.variants import Variant
+from jax_mx.kernels.geometry import Extents, Place
 
 WAVE = 64  # lanes
 
@@ -85,50 +87,27 @@ def round_up(number, multiple: int) -> Uint32:
 
 
 # ---- scales ---
-def digits_of(number, factors: tuple[int, ...]) -> list:
-    """The digits of a number, the most significant first."""
-    below, found = 1, []
-    for factor in reversed(factors):
-        found.insert(0, number // Uint32(below) % Uint32(factor))
-        below *= factor
-    return found
-
-
-def offset_in_tile(layout: ScaleLayout, row, col):
-    """Where (row, col) of a scale layout's tile lies in it, from the layout's own description."""
-    digits = digits_of(row, layout.row_digits) + digits_of(col, layout.col_digits)
-    sizes = (*layout.row_digits, *layout.col_digits)
-    offset, stride = Uint32(0), 1
-    for place in reversed(layout.order):
-        offset = offset + digits[place] * Uint32(stride)
-        stride *= sizes[place]
-    return offset
-
-
-def tiles_of(layout: ScaleLayout, rows, cols) -> tuple:
-    """How many tiles there are across either direction, with the padding."""
+def tiles_of(layout: ScaleLayout, size: Extents) -> tuple:
+    """As `geometry.tiles_of`, which gives the same numbers by two instructions more."""
     return tuple(
         round_up(n, pad) // Uint32(tile)
-        for n, pad, tile in zip((rows, cols), layout.pad, layout.tile, strict=True)
+        for n, pad, tile in zip(size, layout.pad, layout.tile, strict=True)
     )
 
 
-def offset_in_tiles(layout: ScaleLayout, batch, row, col, rows, cols) -> Int64:
-    """Where the scale of (row, col) of a slab's matrix of rows x cols lies."""
-    tiles_r, tiles_c = tiles_of(layout, rows, cols)
+def offset_in_tiles(layout: ScaleLayout, place: Place, size: Extents) -> Int64:
+    """Where the scale of a place in a batch of matrices lies."""
     height, width = layout.tile
-    tile = as_int64(batch) * as_int64(tiles_r) + as_int64(row // height)
-    tile = tile * as_int64(tiles_c) + as_int64(col // width)
+    tile = geometry.tile_of(layout, place, tiles_of(layout, size), as_int64)
     offset = tile * (height * width)
-    return offset + as_int64(offset_in_tile(layout, row % height, col % width))
+    in_tile = geometry.offset_in_tile(layout, place.row % height, place.col % width, Uint32)
+    return offset + as_int64(in_tile)
 
 
 def offset_of_values(row, byte, width) -> Int64:
     """Where the 16 bytes from `byte` of a row on lie in SHUFFLED_16X16; a row has `width` bytes."""
-    height, _ = SHUFFLED_16X16.tile
-    below = row % Uint32(height)
-    # In a tile 16 bytes of each row follow each other; tiles follow each other as their rows do.
-    return as_int64(row - below) * as_int64(width) + as_int64(below + byte) * 16
+    top, number = geometry.in_tiles_of_values(row, byte, Uint32)
+    return as_int64(top) * as_int64(width) + as_int64(number) * 16
 
 
 class Strip:
@@ -150,7 +129,7 @@ class Strip:
             return
         self.rows, self.cols = (Uint32(n) for n in sizes[1:])
         (height, width), size = layout.tile, math.prod(layout.tile)
-        tiles_r, tiles_c = tiles_of(layout, self.rows, self.cols)
+        tiles_r, tiles_c = tiles_of(layout, Extents(self.rows, self.cols))
         # 32 bits: a GPU's memory does not hold the elements of more tiles.
         tile = Uint32(first // size)
         self.start = Uint32(first % size)  # in the tile
@@ -177,13 +156,12 @@ class Strip:
             return Uint32(0), place
         layout, width = self.layout, self.layout.tile[1]
         place = self.start + place
-        col, rest, row = place % Uint32(width), place // Uint32(width), Uint32(0)
+        col, rest = place % Uint32(width), place // Uint32(width)
         digits = range(len(layout.row_digits))
         in_order = [i for i in layout.order if i in digits]
-        found = digits_of(rest, tuple(layout.row_digits[i] for i in in_order))
-        for i in digits:
-            row = row * Uint32(layout.row_digits[i]) + found[in_order.index(i)]
-        return row, col
+        found = geometry.digits_of(rest, [layout.row_digits[i] for i in in_order], Uint32)
+        in_place = [found[in_order.index(i)] for i in digits]
+        return geometry.number_of(in_place, layout.row_digits, Uint32), col
 
     def next_to(self, row, col, number) -> tuple:
         """As `at`, of the block `number` columns on, of the same row."""
@@ -193,7 +171,7 @@ class Strip:
             return as_int64(place), place, inside
         inside = (self.top + row < self.rows) & (self.left + col + number < self.cols)
         block = as_int64(row) * as_int64(self.cols) + as_int64(col) + as_int64(Uint32(number))
-        offset = offset_in_tile(self.layout, row, col + number)
+        offset = geometry.offset_in_tile(self.layout, row, col + number, Uint32)
         return inside.select(block, Int64(0)), offset, inside
 
 
@@ -281,6 +259,12 @@ class Kernel(Entry):
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, layout, aligned)
         self.arch = arch
+
+    def tuned(self, what: str) -> dict:
+        """The tile that this arch's table has for a kernel."""
+        variant = self.variant
+        where = (self.arch, variant, self.layout, self.aligned)
+        return tuning.choose(f"{variant.op}.{what}", *where)
 
 
 class Host:

@@ -1,13 +1,16 @@
 """Quantize on AMD for every form that needs the second-to-last axis."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu, range_constexpr
 
-from jax_mx.facts.formats import BLOCK, Format
+from jax_mx.facts.directions import Blocks
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
+from jax_mx.kernels import geometry
 from jax_mx.kernels.flydsl import convert
 from jax_mx.kernels.flydsl.kernel import (
     WAVE,
@@ -26,26 +29,9 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_pointer,
     store_words,
 )
-from jax_mx.facts.layouts import ScaleLayout
-from jax_mx.facts.variants import Variant
+from jax_mx.kernels.geometry import Extents, Output, Place
 
 TILE = 128  # elements a side, of a workgroup of `Tiled`; a wave has 32 rows of it
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """One of the results of `Tiled`: which way its blocks run in the tile, and how it lies."""
-
-    format: Format
-    blocks: str  # "row": along the last axis; "column": the one before; "square": both
-    transpose: bool = False  # values and scales are written transposed; not with "row"
-
-    @property
-    def packed(self) -> tuple[int, int]:
-        """How many codes of a byte lie below each other in x, and how many beside."""
-        beside = self.blocks == "row" or (self.blocks == "square" and not self.transpose)
-        count = self.format.codes_per_byte
-        return (1, count) if beside else (count, 1)
 
 
 class Tiled(Kernel):
@@ -60,30 +46,20 @@ class Tiled(Kernel):
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
-        square = variant.form.startswith("square")
-        blocks = "square" if square else "column"
-        self.results = [Output(variant.formats[-1], blocks, variant.form.endswith("transposed"))]
-        if variant.form.startswith("both"):
-            self.results.insert(0, Output(variant.formats[0], "row"))
+        form = variant.form
+        self.results = geometry.outputs_of(form, variant.formats)
         self.vector = 16 // self.itemsize
         self.lanes = TILE // self.vector
         self.rows = BLOCK * self.lanes // WAVE
         self.row_sharers = BLOCK // self.vector
         self.elements_per_thread = self.rows * self.vector
-        # How many tiles in either direction a layout's padding is for.
-        self.span = -(-layout.pad[0] // TILE)
-        # Of the operand's view: (..., blocks_m, blocks_k, 32, 32) or (..., blocks_m, K, 32).
-        self.is_both = square or len(self.results) == 2
-        lead, m, k = (
-            ((0, -4), (-4, -3), (-3, -2)) if self.is_both else ((0, -3), (-3, -2), (-2, -1))
-        )
-        self.extents = [[4, [0, *m]], [4, [0, *k]]]
-        cols = self.span * TILE // (BLOCK if self.is_both else 1)
-        self.grid = [[0, 0, *k, cols], [0, 0, *m, self.span * TILE // BLOCK], [0, 0, *lead, 1]]
-        if self.span > 1:
-            self.grid.append([0, -1, self.span**2, 0, 1])
+        self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
+        self.extents = geometry.extents_of(form)
+        tile = Extents(TILE, TILE)
+        self.region = geometry.region_of(form, layout, tile)
+        self.grid = geometry.grid_of(form, tile, self.region)
         # The aligned entry has 16 elements of a row at once; they must not straddle rows.
-        self.divide = [] if self.is_both else [[0, -2, -1, 16]]
+        self.divide = geometry.divide_of(form, 16)
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
@@ -101,11 +77,11 @@ class Tiled(Kernel):
             staged = getattr(shared, f"scales_{o}")
             given = {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
             rounding, tiles = self.rule(given), given["value_tiles"]
-            find = {"row": self.scale_rows, "column": self.scale_columns,
-                    "square": self.scale_square}[result.blocks]  # fmt: skip
+            find = {Blocks.LAST: self.scale_rows, Blocks.SECOND: self.scale_columns,
+                    Blocks.SQUARE: self.scale_square}[result.blocks]  # fmt: skip
             how = (tuple(rounding), at, wave, top, left, m, k)
             pairs = find(amax, staged, result, *how)
-            if const_expr(result.transpose):
+            if const_expr(result.transposed):
                 self.stage_transposed(x, pairs, result, shared.values, top, left)
             else:
                 self.store(x, pairs, result, results[2 * o], tiles, at, top, left, m, k)
@@ -117,15 +93,14 @@ class Tiled(Kernel):
         blocks_m, k = (Uint32(n) for n in scalars[:2])
         return blocks_m * BLOCK, k * BLOCK if self.is_both else k
 
-    def staged_shape(self, result: Output) -> tuple[int, int]:
-        """Of a tile's scales, as they will lie."""
-        rows = TILE // (1 if result.blocks == "row" else BLOCK)
-        cols = TILE // (1 if result.blocks == "column" else BLOCK)
-        return (cols, rows) if self.is_turned(result) else (rows, cols)
+    def staged_shape(self, result: Output) -> Extents:
+        """The size of the matrix of a tile's scales, as it will lie."""
+        turned = self.is_turned(result)
+        return geometry.scales_shape(result.direction, Extents(TILE, TILE), turned)
 
     def is_turned(self, result: Output) -> bool:
-        """Whether a result's scales lie the other way round than x: tiles always do for columns."""
-        return result.transpose or (result.blocks == "column" and self.layout.is_tiled)
+        """Whether a result's scales lie the other way round than x."""
+        return geometry.is_turned(result.direction, self.layout)
 
     def shared(self):
         """The LDS of a workgroup: scales as they will lie, values [column][row] with chunks."""
@@ -133,7 +108,7 @@ class Tiled(Kernel):
         for o, result in enumerate(self.results):
             rows, cols = self.staged_shape(result)
             arrays[f"scales_{o}"] = fx.Array[Uint8, rows * cols, 16]
-        if self.results[-1].transpose:
+        if self.results[-1].transposed:
             size = TILE * TILE // self.results[-1].format.codes_per_byte
             arrays["values"] = fx.Array[Uint8, size, 16]
         return composite(fx.struct, arrays)
@@ -141,7 +116,7 @@ class Tiled(Kernel):
     def place(self, m, k):
         """(batch, m, k) of a workgroup, in tiles; neighbours follow each other across."""
         bid = Uint32(Int32(fx.block_idx.x))
-        tiles_m, tiles_k = (round_up(n, self.span * TILE) // TILE for n in (m, k))
+        tiles_m, tiles_k = (round_up(n, self.region.rows) // TILE for n in (m, k))
         per_slab = tiles_m * tiles_k
         batch, rest = bid // per_slab, bid % per_slab
         return batch, rest // tiles_k, rest % tiles_k
@@ -240,7 +215,9 @@ class Tiled(Kernel):
 
     def numbers(self, result: Output, places: list) -> list[int]:
         """Which factors are those of the elements at these (row, column) of a lane's patch."""
-        return [{"row": i, "column": j, "square": 0}[result.blocks] for i, j in places]
+        return [
+            {Blocks.LAST: i, Blocks.SECOND: j, Blocks.SQUARE: 0}[result.blocks] for i, j in places
+        ]
 
     def scaled(self, x, pairs: list, result: Output, i: int, w: int) -> list:
         """Elements 2 * w and 2 * w + 1 of row i times their factors."""
@@ -290,7 +267,7 @@ class Tiled(Kernel):
         start = as_int64(batch) * as_int64(high) + as_int64(first)
         start = start * as_int64(wide) + as_int64(col // beside)
         stride = as_int64(wide)
-        if const_expr(result.blocks != "column"):
+        if const_expr(result.blocks is not Blocks.SECOND):
             if tiles != Uint32(0):  # a lane's rows are of one
                 start = offset_of_values(batch * high + first, col // beside, wide)
                 stride = Int64(16)
@@ -346,7 +323,7 @@ class Tiled(Kernel):
         """What is in LDS."""
         for o, result in enumerate(self.results):
             values, scales = results[2 * o : 2 * o + 2]
-            if result.transpose:
+            if result.transposed:
                 tiles = Uint32(self.of_result(scalars, o)["value_tiles"])
                 self.store_transposed(shared.values, result, values, tiles, at, tid, m, k)
             # The two results' scales are written by different halves of the threads.
@@ -378,10 +355,10 @@ class Tiled(Kernel):
     def store_scales(self, staged, scales, result: fx.Constexpr, at, thread, m, k):
         """A tile's scales, four a thread, where neighbours lie together."""
         batch, tile_r, tile_c = at
-        rows = m if const_expr(result.blocks == "row") else m // BLOCK
-        cols = k if const_expr(result.blocks == "column") else k // BLOCK
-        if const_expr(self.is_turned(result)):
-            rows, cols, tile_r, tile_c = cols, rows, tile_c, tile_r
+        turned: fx.Constexpr = self.is_turned(result)
+        rows, cols = geometry.scales_shape(result.direction, Extents(m, k), turned)
+        if const_expr(turned):
+            tile_r, tile_c = tile_c, tile_r
         in_row, in_col = self.staged_shape(result)
         words: fx.Constexpr = in_col // 4  # of a row
         row, col = tile_r * in_row + thread // words, tile_c * in_col + thread % words * 4
@@ -389,7 +366,7 @@ class Tiled(Kernel):
             word = fx.generic_load(shared_pointer(staged, Int32(thread * 4), Uint32, 4))
             if const_expr(self.layout.is_tiled):  # the grid is that of the padding
                 layout: fx.Constexpr = self.layout
-                offset = offset_in_tiles(layout, batch, row, col, rows, cols)
+                offset = offset_in_tiles(layout, Place(batch, row, col), Extents(rows, cols))
                 stride: fx.Constexpr = layout.column_stride
                 if const_expr(stride == 1):
                     store_words(scales, offset, [word], self.align[-1])

@@ -1,6 +1,7 @@
 """AMD code objects: ELF files with kernels, their descriptors and their metadata.
 
-As LLVM's "User Guide for AMDGPU Backend" describes them, code object version 3 and later.
+As LLVM's "User Guide for AMDGPU Backend" describes them, code object version 3 and later. To read
+one takes msgpack and pyelftools, which are imported when it is read.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgpack
-from elftools.elf.elffile import ELFFile
-from elftools.elf.sections import NoteSection, SymbolTableSection
+if TYPE_CHECKING:
+    from elftools.elf.elffile import ELFFile
 
 ARCHS = {0x4C: "gfx942", 0x4F: "gfx950"}  # EF_AMDGPU_MACH, the low byte of the ELF's flags
 
@@ -83,6 +83,9 @@ class CodeObject:
 
     def __init__(self, image: bytes):
         """Raises ValueError: the image is no code object for a chip that is known here."""
+        from elftools.elf.elffile import ELFFile
+        from elftools.elf.sections import SymbolTableSection
+
         elf = ELFFile(io.BytesIO(image))
         mach = elf["e_flags"] & 0xFF
         if elf["e_machine"] != "EM_AMDGPU" or mach not in ARCHS:
@@ -113,6 +116,9 @@ class CodeObject:
 
 def _metadata(elf: ELFFile) -> dict[str, Any]:
     """The note NT_AMDGPU_METADATA."""
+    import msgpack
+    from elftools.elf.sections import NoteSection
+
     for section in elf.iter_sections():
         if isinstance(section, NoteSection):
             for note in section.iter_notes():

@@ -4,8 +4,9 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu
 
+from jax_mx.facts.directions import Blocks
 from jax_mx.facts.formats import BLOCK
-from jax_mx.kernels.flydsl import convert, treated
+from jax_mx.kernels.flydsl import convert, preprocessed
 from jax_mx.kernels.flydsl.kernel import (
     WAVE,
     as_int64,
@@ -15,12 +16,13 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_by_four,
     shared_pointer,
 )
-from jax_mx.kernels.flydsl.tiled import TILE, Output, Tiled
+from jax_mx.kernels.flydsl.tiled import TILE, Tiled
+from jax_mx.kernels.geometry import Output
 
 STACKED = 16  # how far apart a lane's two blocks of rows are
 
 
-class TreatedTiles(Tiled):
+class PreprocessedTiled(Tiled):
     """As `Tiled`, of elements of 16 bits that are treated; words of blocks behind x.
 
     x goes to LDS, where each wave has 32 rows. Of each result a lane takes two whole blocks: along
@@ -55,9 +57,9 @@ class TreatedTiles(Tiled):
             share_in_wave()
         found = []
         for o, result in enumerate(self.results):
-            treated.flush_subnormals(self.kind(o), given[o].get("prescale", Uint32(0)))
+            preprocessed.flush_subnormals(self.kind(o), given[o].get("prescale", Uint32(0)))
             found.append(self.quantized(o, x, places[o], given[o], words[o]))
-            if const_expr(result.blocks == "row"):
+            if const_expr(result.blocks is Blocks.LAST):
                 # No store passes a change of the mode, so neither does what it depends on.
                 tiles = given[o]["value_tiles"]
                 codes = [own for _, own in found[o]]
@@ -73,7 +75,7 @@ class TreatedTiles(Tiled):
             scales = getattr(staged, f"scales_{o}")
             for i, ((row, col), (scale, _)) in enumerate(zip(places[o], found[o], strict=True)):
                 which = (row, col // BLOCK)
-                if const_expr(result.blocks != "row"):
+                if const_expr(result.blocks is not Blocks.LAST):
                     which = (self.down(o, wave, i), col)
                 self.put(scales, result, at, *which, scale, row, col, m, k)
         columns = [codes for _, codes in found[-1]]
@@ -100,7 +102,7 @@ class TreatedTiles(Tiled):
     def places(self, o: int, wave, lane) -> list:
         """(row, column) in the tile where a lane's two blocks begin, for the o-th result."""
         top, grouped = wave * BLOCK, self.kind(o).blocks > 1
-        if self.results[o].blocks == "row":
+        if self.results[o].blocks is Blocks.LAST:
             if grouped:
                 return [(top + lane // 2, (lane % 2 * 2 + i) * BLOCK) for i in range(2)]
             return [(top + lane // 4 + i * STACKED, lane % 4 * BLOCK) for i in range(2)]
@@ -118,9 +120,9 @@ class TreatedTiles(Tiled):
         found = []
         for o, result in enumerate(self.results):
             kind = self.kind(o)
-            mine, pointers = pointers[: kind.words], pointers[kind.words :]
+            mine, pointers = pointers[: kind.block_data], pointers[kind.block_data :]
             blocks = (self.number(result, place, at, m, k) for place in places[o])
-            found.append(treated.words_of_blocks(kind, mine, given[o], Int64(0), blocks))
+            found.append(preprocessed.words_of_blocks(kind, mine, given[o], Int64(0), blocks))
         return found
 
     def number(self, result: Output, place, at, m, k) -> Int64:
@@ -128,7 +130,7 @@ class TreatedTiles(Tiled):
         batch, tile_m, tile_k = at
         row, col = tile_m * TILE + place[0], tile_k * TILE + place[1]
         inside = (row < m) & (col < k)
-        if result.blocks == "row":
+        if result.blocks is Blocks.LAST:
             block = (as_int64(batch) * as_int64(m) + as_int64(row)) * as_int64(k // BLOCK)
             block = block + as_int64(col // BLOCK)
         else:
@@ -140,15 +142,15 @@ class TreatedTiles(Tiled):
         """(scale, words of codes) of a lane's two blocks, for the o-th result."""
         kind, result, rule = self.kind(o), self.results[o], self.rule(given)
         prescale, found = given.get("prescale", Uint32(0)), []
-        if result.blocks == "row":
+        if result.blocks is Blocks.LAST:
             rows = [self.row_of(x, *place) for place in places]
-            blocks = treated.elements(kind, self.dtype, rows, words, prescale)
+            blocks = preprocessed.elements(kind, self.dtype, rows, words, prescale)
         else:
             columns = self.columns_of(x, places)
-            blocks = treated.elements_of_two(kind, self.dtype, columns, words, prescale)
+            blocks = preprocessed.elements_of_two(kind, self.dtype, columns, words, prescale)
         for pairs, own in zip(blocks, words, strict=True):
-            scale, inverse = treated.scale_of(pairs, result.format, rule, self.arch)
-            codes = treated.codes(kind, pairs, inverse, own, result.format, self.arch)
+            scale, inverse = preprocessed.scale_of(pairs, result.format, rule, self.arch)
+            codes = preprocessed.codes(kind, pairs, inverse, own, result.format, self.arch)
             found.append((scale, codes))
         return found
 
@@ -178,7 +180,7 @@ class TreatedTiles(Tiled):
     # ---- values ---
     def stage(self, values, columns: list, lines: list, cols: list) -> None:
         """Two columns' codes in LDS, of these blocks down the tile."""
-        if self.results[-1].transpose:
+        if self.results[-1].transposed:
             for codes, line, col in zip(columns, lines, cols, strict=True):
                 to = shared_pointer(values, Int32(self.staged(col, line, 2)), Uint32, 16)
                 fx.generic_store(to, fx.Vector.from_elements(codes, Uint32))
@@ -211,7 +213,7 @@ class TreatedTiles(Tiled):
         """With rows of bytes."""
         super().store_staged(shared, results, scalars, at, tid, m, k)
         result = self.results[-1]
-        if result.transpose:
+        if result.transposed:
             return
         for step in range(TILE // 2 * TILE // 16 // self.threads):
             index = tid + step * self.threads
@@ -230,7 +232,7 @@ class TreatedTiles(Tiled):
         row, byte = tile_m * (TILE // down) + line[0], tile_k * (TILE // beside) + line[1]
         where = as_int64(batch) * as_int64(high) + as_int64(row)
         where = where * as_int64(wide) + as_int64(byte)
-        if const_expr(result.blocks == "row"):
+        if const_expr(result.blocks is Blocks.LAST):
             if tiles != Uint32(0):
                 where = offset_of_values(batch * high + row, byte, wide)
         self.store_line(values, where, words, row, high, byte, wide)

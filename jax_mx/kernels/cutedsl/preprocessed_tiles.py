@@ -7,23 +7,19 @@ with them what `Flat` does: what a transform combines is in one thread's registe
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
+from jax_mx.facts.directions import Blocks
 from jax_mx.facts.formats import BLOCK
-from jax_mx.kernels.cutedsl import convert, treated
-from jax_mx.kernels.cutedsl.kernel import PAD
-from jax_mx.kernels.cutedsl.quantize import CHUNKS, Blocks, Output, Tiled, Tiling, bytes_of
+from jax_mx.kernels import geometry
+from jax_mx.kernels.cutedsl import convert, preprocessed
+from jax_mx.kernels.cutedsl.flat import WholeBlocks
+from jax_mx.kernels.cutedsl.kernel import PAD, bytes_of
+from jax_mx.kernels.cutedsl.tiled import CHUNKS, Tiled, Tiling
+from jax_mx.kernels.geometry import Output
 
 CODES = BLOCK // 2  # bytes of a block's codes
 
 
-# H200, (8, 7168, 7168), 2026-11-22, in us, (down, across): both_transposed, h16 of columns (2, 2)
-# 465, with a band of 8 467; (4, 1) 564, with a band of 8 491; (2, 1) 651; sr of rows and h16_sr of
-# columns (2, 2) 755; (4, 1) 859. both (2, 2) 470; (1, 4) 464. second_transposed, h16 (2, 2) 366;
-# (4, 1) 374; (8, 1) 415; (4, 2) 425. second, h16 (2, 2) 339; (4, 2) 348. Along rows, behind a
-# transpose by XLA, they took 1041, 741 and 832 with a slower `Flat` (321 for h16, not 264).
-TILING = Tiling(2, 2)
-
-
-class TreatedTiled(Blocks, Tiled):
+class PreprocessedTiled(WholeBlocks, Tiled):
     """Two bytes an element and two codes a byte; words of each result's treatment behind x.
 
     A thread loads 64 elements, and of each result quantizes two blocks: of two columns that are
@@ -31,10 +27,10 @@ class TreatedTiled(Blocks, Tiled):
     """
 
     def __init__(self, *entry, tile: Tiling | None = None):
-        super().__init__(*entry, tile=tile or TILING)
+        super().__init__(*entry, tile=tile)
         self.pitch = 2 * self.tile.cols // 16  # chunks of x's rows in shared memory
-        if not self.is_both and not self.results[-1].transpose:
-            self.divide = [[0, -2, -1, 16]]  # it stores whole chunks
+        if not self.is_both and not self.results[-1].transposed:
+            self.divide = geometry.divide_of(self.variant.form, 16)  # it stores whole chunks
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -53,17 +49,17 @@ class TreatedTiled(Blocks, Tiled):
         staged = [self.shared_memory(result) for result in self.results]
         cute.arch.sync_threads()
 
-        words = self.variant.words
+        words = self.variant.block_data
         operands = pointers[1 : 1 + words]
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            count: cutlass.Constexpr = self.kind(o).words
-            first: cutlass.Constexpr = sum(self.kind(i).words for i in range(o))
+            count: cutlass.Constexpr = self.kind(o).block_data
+            first: cutlass.Constexpr = sum(self.kind(i).block_data for i in range(o))
             mine = operands[first : first + count]
             given = self.of_result(scalars, o)
             rule, sizes = self.rule(given), [blocks_m, k]
             extra = self.extra(given)
-            if const_expr(result.blocks == "row"):
+            if const_expr(result.blocks is Blocks.LAST):
                 self.quantize_rows(sX, staged[o], o, mine, rule, extra, at, tid, sizes)
             else:
                 self.quantize_columns(sX, staged[o], o, mine, rule, extra, at, tid, sizes)
@@ -84,7 +80,7 @@ class TreatedTiled(Blocks, Tiled):
 
     def is_padded(self, result: Output) -> bool:
         """Whether values are staged as `store_unaligned` takes them."""
-        return not (self.aligned or self.is_both or result.transpose)
+        return not (self.aligned or self.is_both or result.transposed)
 
     def is_staged(self, result: Output) -> bool:
         """Whether values pass through shared memory: all do."""
@@ -110,9 +106,9 @@ class TreatedTiled(Blocks, Tiled):
             m, number = tile_m * self.tile.rows + row, tile_k * beside + block
             inside = (m < blocks_m * BLOCK) & (number < k // BLOCK)
             where = (Int64(batch) * (blocks_m * BLOCK) + m) * (k // BLOCK) + number
-            words = treated.load(self.kind(o), operands, where, inside)
+            words = preprocessed.load(self.kind(o), operands, where, inside)
             held = [rW[i] for i in range(16)]
-            place = treated.Place(Int32(0), 1, BLOCK, block % 2)
+            place = preprocessed.Place(Int32(0), 1, BLOCK, block % 2)
             packed, scale = self.quantized(held, words, o, rule, extra, place)
             self.put(sS, result, row, block, scale)
             chunks = self.chunks(sV, lines)
@@ -136,19 +132,19 @@ class TreatedTiled(Blocks, Tiled):
         both = []
         for c in range_constexpr(2):
             inside = (number < blocks_m) & (left + c < k)
-            own = treated.load(self.kind(o), operands, where + c, inside)
+            own = preprocessed.load(self.kind(o), operands, where + c, inside)
             half: cutlass.Constexpr = 0x7632 if c else 0x5410
             held = [convert.bytes_of(*words[r : r + 2], half) for r in range(0, BLOCK, 2)]
-            place = treated.Place(Int32(0), 1, BLOCK, block % 2)
+            place = preprocessed.Place(Int32(0), 1, BLOCK, block % 2)
             packed, scale = self.quantized(held, own, o, rule, extra, place)
             self.put(sS, result, block, 2 * pair + c, scale)
             both.append(packed)
-            if const_expr(result.transpose):
+            if const_expr(result.transposed):
                 lines: cutlass.Constexpr = self.lines(result)
                 chunks, line = self.chunks(sV, lines), 2 * pair + c
                 to = chunks[None, block ^ lines.key(line), line]
                 cute.autovec_copy(bytes_of(packed, CODES), to)
-        if const_expr(not result.transpose):
+        if const_expr(not result.transposed):
             self.stage_pairs(sV, both, result, block, pair)
 
     @cute.jit

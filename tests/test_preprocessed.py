@@ -1,4 +1,4 @@
-"""What NVIDIA's treated kernels compute per thread, PTX interpreted by numpy; a GPU runs the whole.
+"""What NVIDIA's kernels with preprocessing compute per thread, PTX interpreted by numpy; a GPU runs the whole.
 
 AMD's are executed as a whole, in test_emulated.py.
 """
@@ -19,8 +19,8 @@ from jax_mx.lowering.plan import plan_quantize
 from jax_mx.ops.preprocessing import Treatment
 from jax_mx.facts.variants import VARIANTS
 
-TREATED = [v for v in VARIANTS if v.words and v.implementation == "cutedsl" and v.form == "last"]
-treated = pytest.importorskip("jax_mx.kernels.cutedsl.treated")
+TREATED = [v for v in VARIANTS if v.block_data and v.implementation == "cutedsl" and v.form == "last"]
+preprocessed = pytest.importorskip("jax_mx.kernels.cutedsl.preprocessed")
 convert = pytest.importorskip("jax_mx.kernels.cutedsl.convert")
 
 
@@ -138,15 +138,15 @@ def on_numpy(monkeypatch):
 
     arch = SimpleNamespace(inline_ptx=interpret, shuffle_sync_bfly=exchange)
     stand_in = SimpleNamespace(arch=arch)
-    for module in (treated, convert):
+    for module in (preprocessed, convert):
         monkeypatch.setattr(module, "cute", stand_in)
         monkeypatch.setattr(module, "Uint32", lambda x: np.asarray(x).astype(np.uint32))
         monkeypatch.setattr(module, "Float32", np.float32)
         for name, value in vars(module).copy().items():
             if callable(value) and "loc" in inspect.signature(inspect.unwrap(value)).parameters:
                 monkeypatch.setattr(module, name, inspect.unwrap(value))
-    monkeypatch.setattr(treated, "Int32", np.int32)
-    monkeypatch.setattr(treated, "cutlass", SimpleNamespace(select_=np.where))
+    monkeypatch.setattr(preprocessed, "Int32", np.int32)
+    monkeypatch.setattr(preprocessed, "cutlass", SimpleNamespace(select_=np.where))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
@@ -171,7 +171,7 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     x = hard_blocks(variant.dtype)
     x = x[: len(x) // span * span]
     rng = np.random.default_rng(1)
-    words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(kind.words)]
+    words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(kind.block_data)]
     treatment = Treatment(kind.stochastic, prescale, kind.hadamard)
     plan = plan_quantize(
         x.reshape(-1, BLOCK * span), MXFP4_E2M1, -1, "even", "row_major", None, treatment=treatment
@@ -181,22 +181,22 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     values, scales = (np.asarray(a).reshape(len(x), -1) for a in outs)
 
     threads = np.arange(sharers * span, dtype=np.int32)
-    place = treated.Place(threads % sharers, sharers, elements, threads // sharers)
+    place = preprocessed.Place(threads % sharers, sharers, elements, threads // sharers)
     held = x.view(np.uint32).reshape(len(x) // span, len(threads), -1)
     held = np.moveaxis(held, -1, 0)  # (words, blocks, threads)
     seeds = words[0]
     words = [np.repeat(word.reshape(-1, span), sharers, 1) for word in words]
     prescale = np.int32(np.float32(prescale or 0).view(np.int32))
-    held = treated.flip([*held], words[-1], place) if kind.hadamard else [*held]
-    found = treated.elements(*how, held, place, prescale)
-    settled = [treated.settled(*how, value, prescale) for value in found]
-    factor = treated.factor(*how, prescale)
+    held = preprocessed.flip([*held], words[-1], place) if kind.hadamard else [*held]
+    found = preprocessed.elements(*how, held, place, prescale)
+    settled = [preprocessed.settled(*how, value, prescale) for value in found]
+    factor = preprocessed.factor(*how, prescale)
     noise = reference.noise(jnp.asarray(seeds), (-1,)) if kind.stochastic else None
     # Every block, with zeros where products are zero; and without, those that are not small.
     for values_of_threads, small in ((settled, True), (found, False)):
         y = np.moveaxis(np.stack(values_of_threads), 0, -1).reshape(x.shape)
-        amax = np.abs(treated.finished(*how, np.abs(y).max(-1), prescale))
-        rows = np.flatnonzero(small | ~(amax < floats(treated.SMALL)))
+        amax = np.abs(preprocessed.finished(*how, np.abs(y).max(-1), prescale))
+        rows = np.flatnonzero(small | ~(amax < floats(preprocessed.SMALL)))
         assert len(rows) > 1000
         y = y * factor
         noisy = None if noise is None else noise[rows]
@@ -209,7 +209,7 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
             inverse = np.where(scale == SCALE_NAN, nan, (254 - scale) << np.uint32(23))
             by = floats(inverse) * factor
             codes = [np.where(np.isnan(by), floats(nan), v) for v in values_of_threads]
-            codes = treated.random_codes(codes, by, words[0], place)
+            codes = preprocessed.random_codes(codes, by, words[0], place)
             codes = np.moveaxis(np.stack(codes), 0, -1).reshape(len(x), -1).astype("<u4", "C")
             assert_bits_equal(codes.view(np.uint8)[rows], values[rows])
 
@@ -243,7 +243,7 @@ def test_codes_are_a_carry_of_the_noise():
         want = np.asarray(reference._encode(*decoded, 1, 1, 7, jnp.asarray(noise)))
         for sign in (0, 1):
             signed = floats(bits | np.uint32(sign << 31))
-            got = treated._code(signed, noise << np.uint32(12)) >> np.uint32(28)
+            got = preprocessed._code(signed, noise << np.uint32(12)) >> np.uint32(28)
             np.testing.assert_array_equal(got, want + 8 * sign)
 
 

@@ -11,9 +11,9 @@ from cutlass import Float32, Int32, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.variants import Kind
 from jax_mx.kernels import noise
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.facts.variants import Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,10 @@ def load(kind: cutlass.Constexpr, pointers, block, inside):
     They are not where the call has no operand of them.
     """
     found, known = [], cutlass.Boolean(False)
-    for i in range_constexpr(kind.words):
+    for i in range_constexpr(kind.block_data):
         rW = cute.make_rmem_tensor(1, Uint32)
         rW[0] = Uint32(0)
-        if const_expr(kind.hadamard and i == kind.words - 1):
+        if const_expr(kind.hadamard and i == kind.block_data - 1):
             known = pointers[i].toint() == 0
             inside = inside & (pointers[i].toint() != 0)
         if inside:

@@ -1,0 +1,184 @@
+"""Blocks along the last axis: `Flat`. Blocks are consecutive in memory, so floats are a vector."""
+
+import cutlass
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+
+from jax_mx.facts.formats import BLOCK, Format
+from jax_mx.facts.variants import Kind
+from jax_mx.kernels import geometry
+from jax_mx.kernels.cutedsl import convert, preprocessed
+from jax_mx.kernels.cutedsl.kernel import (
+    Kernel,
+    Strip,
+    bytes_of,
+    load,
+    locate,
+    select,
+)
+
+
+class WholeBlocks(Kernel):
+    """What a thread does that has a whole block, or part of one whose rest its neighbours have."""
+
+    @cute.jit
+    def quantized(
+        self, held, words, o: cutlass.Constexpr, rule, extra, place: cutlass.Constexpr
+    ):  # fmt: skip
+        """(words of codes, scale) of a block for the o-th result.
+
+        Args:
+          held: words of elements, as they are in memory.
+          words: what `preprocessed.load` gives.
+          o: number of the result.
+          rule: see `Entry.rule`.
+          extra: see `extra`.
+          place: which of its block's elements these are.
+        """
+        kind: cutlass.Constexpr = self.kind(o)
+        dtype: cutlass.Constexpr = "float32" if kind.hadamard else self.dtype  # of what is scaled
+        (loaded, known), (prescale, *flips) = words, extra
+        floats = []
+        if const_expr(kind.block_data):
+            if const_expr(kind.hadamard):
+                held = preprocessed.flipped(held, loaded[-1], known, flips, place, kind.hadamard)
+            floats = preprocessed.elements(kind, self.dtype, held, place, prescale)
+            if const_expr(dtype == "float32"):
+                held = [convert.float_to_bits(value) for value in floats]
+        word = held[0]
+        for w in range_constexpr(1, len(held)):
+            word = convert.larger_magnitude(word, held[w], dtype)
+        for k in range_constexpr(place.sharers.bit_length() - 1):
+            other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
+            word = convert.larger_magnitude(word, other, dtype)
+        amax = convert.largest_magnitude_bits(word, dtype)
+        if const_expr(not kind.block_data):
+            scale, inverse = self.scale_of(amax, self.formats[o], rule)
+            return self.codes(held, inverse, self.formats[o]), scale
+        how: cutlass.Constexpr = (kind, self.dtype)
+        amax = convert.float_to_bits(
+            preprocessed.finished(*how, convert.bits_to_float(amax), prescale)
+        )
+        scale, inverse = self.scale_of(amax, self.formats[o], rule, "float32")
+        by = convert.bits_to_float(inverse) * preprocessed.factor(*how, prescale)
+        rP = cute.make_rmem_tensor(place.elements // 8, Uint32)
+        if const_expr(preprocessed.is_exact(*how)):
+            if amax < Uint32(preprocessed.SMALL):
+                settled = [preprocessed.settled(*how, value, prescale) for value in floats]
+                self.preprocessed_codes(kind, settled, by, loaded, place, rP)
+            else:
+                self.preprocessed_codes(kind, floats, by, loaded, place, rP)
+        else:
+            self.preprocessed_codes(kind, floats, by, loaded, place, rP)
+        return [rP[i] for i in range(place.elements // 8)], scale
+
+    @staticmethod
+    def extra(given: dict) -> list:
+        """Of a result's scalars the prescale's bits, or 0, and flips, of even and of odd blocks."""
+        return [given.get(name, Int32(0)) for name in ("prescale", "flips", "flips_odd")]
+
+    def preprocessed_codes(self, kind: Kind, floats: list, by, loaded: list, place, into) -> None:
+        """Puts words of the e2m1 codes of floats times a block's factor into a fragment."""
+        if kind.stochastic:
+            words = preprocessed.random_codes(floats, by, loaded[0], place)
+        else:
+            words = convert.pack_products(floats, by, self.arch)
+        for i, word in enumerate(words):
+            into[i] = word
+
+    def codes(self, held: list, inverse, format: Format) -> list:
+        """Words of the codes of words of elements, rounded to nearest."""
+        inverses = convert.pair(inverse, inverse)
+        each = self.itemsize // 2  # words of a pair
+        pairs = [
+            self.scaled_pair(held[i : i + each], inverses, format)
+            for i in range(0, len(held), each)
+        ]
+        return convert.pack_along(pairs, self.dtype, format, self.arch)
+
+
+class Flat(WholeBlocks):
+    """x (..., rows, cols, 32) -> values like x, scales (..., rows, cols) in the layout.
+
+    Preprocessed variants take words (..., rows, cols) behind x, see preprocessed.py.
+    """
+
+    def __init__(self, *entry, tile: Strip | None = None):
+        super().__init__(*entry)
+        name = "Flat, preprocessed" if self.variant.block_data else "Flat"
+        self.tile = tile or Strip(**self.tuned(name))
+        self.elements_per_thread = self.tile.elements * self.tile.unroll
+        self.threads = self.tile.threads
+        scales = 2 + self.variant.block_data  # the buffer
+        lengths = geometry.length_of(0), geometry.length_of(scales)
+        self.extents = (*lengths, geometry.flat_rows(), geometry.flat_blocks())
+        self.grid = geometry.flat_grid(scales, self.tile.blocks)
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        x, *words_in, values, scales = pointers
+        n, places, rows, cols, *_ = scalars
+        given = self.of_result(scalars, 0)
+        rule, extra = self.rule(given), self.extra(given)
+        elements: cutlass.Constexpr = self.tile.elements
+        unroll: cutlass.Constexpr = self.tile.unroll
+        sharers: cutlass.Constexpr = BLOCK // elements  # threads that share a block
+        words: cutlass.Constexpr = elements * self.itemsize // 4
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        by_step = cute.make_layout((n // elements, elements), stride=(elements, 1))
+        mX = cute.make_tensor(x, by_step)
+        stored: cutlass.Constexpr = elements // self.per_byte
+        mV = cute.make_tensor(values, cute.make_layout((n // elements, stored), stride=(stored, 1)))
+        mS = cute.make_tensor(scales, cute.make_layout(places))
+        per_step: cutlass.Constexpr = self.tile.threads // sharers
+
+        rX = cute.make_rmem_tensor((elements, unroll), convert.INPUT[self.dtype])
+        rX.fill(convert.INPUT[self.dtype](0))
+        steps, stores, offsets, insides, words_of_steps = [], [], [], [], []
+        first = Int64(bid) * self.tile.blocks
+        for u in range_constexpr(unroll):
+            mine = self.with_pairs(u * per_step + tid // sharers)
+            block, offset, inside = locate(self.layout, first, mine, places, rows, cols)
+            steps.append(block * sharers + tid % sharers)
+            if const_expr(self.tiles_values):
+                tiles = given["value_tiles"] != Int32(0)
+                stores.append(self.stored_as(block, cols, tiles) * sharers + tid % sharers)
+            else:
+                stores.append(steps[u])
+            offsets.append(offset)
+            insides.append(inside)
+            if inside:
+                load(mX[steps[u], None], rX[None, u], self.kept)
+            words_of_steps.append(preprocessed.load(self.kind(0), words_in, block, inside))
+
+        for u in range_constexpr(unroll):
+            rW = cute.recast_tensor(rX[None, u], Uint32)
+            held = [rW[w] for w in range(words)]
+            odd = Int32(steps[u] // sharers % 2)
+            place = preprocessed.Place(tid % sharers, sharers, elements, odd)
+            packed, scale = self.quantized(held, words_of_steps[u], 0, rule, extra, place)
+            if insides[u]:
+                cute.autovec_copy(bytes_of(packed, stored), mV[stores[u], None])
+            if (offsets[u] < places) & (tid % sharers == 0):
+                if const_expr(self.layout.is_tiled and len(rule) > 2):
+                    scale = select(insides[u], scale, Uint32(0))
+                mS[offsets[u]] = Uint8(scale)  # padding: of zeros, so 0
+
+    def with_pairs(self, place):
+        """A place of the thread block's, such that neighbours have a transform's two blocks."""
+        stride = self.layout.column_stride
+        if self.kind(0).blocks == 1 or stride == 1:
+            return place
+        return place // (2 * stride) * (2 * stride) + place % 2 * stride + place // 2 % stride
+
+    @cute.jit
+    def stored_as(self, block, cols, tiles):
+        """Which block of row-major values lies where this one's do: itself, or that in tiles."""
+        number = block
+        if tiles:
+            # 32 bits: a GPU's memory does not hold the elements of more blocks.
+            row = Uint32(block) // Uint32(cols)
+            byte = (Uint32(block) - row * Uint32(cols)) * Uint32(16)  # of a row; a block has 16
+            top, chunk = geometry.in_tiles_of_values(row, byte)
+            number = Int64(top) * cols + Int64(chunk)
+        return number

@@ -1,0 +1,594 @@
+"""Forms with the second-to-last axis: `Tiled`.
+
+A thread block is a few warps below and beside each other (`Tiling`), a warp holds 32 x 64 elements,
+a lane a patch of both rows and columns, so that blocks along either axis are a few shuffles away.
+Scales are staged in shared memory and written as they lie in memory, with the padding of tiles.
+"""
+
+import dataclasses
+import math
+
+import cutlass
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+
+from jax_mx.facts.directions import BOTH_TRANSPOSED, Blocks
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.variants import takes_zero_scale
+from jax_mx.kernels import geometry
+from jax_mx.kernels.cutedsl import convert
+from jax_mx.kernels.cutedsl.kernel import (
+    PAD,
+    Kernel,
+    by_vector,
+    bytes_of,
+    load,
+    load_anywhere,
+    offset_in_tiles,
+    place_of,
+    select,
+    store,
+    store_rows,
+    vector_at,
+    words_of,
+)
+from jax_mx.kernels.geometry import Extents, Output, Place
+
+CHUNKS = 8  # of 16 bytes, that a row of shared memory's banks holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """What a thread block of `Tiled` covers, in warps of 32 x 64, and how thread blocks follow."""
+
+    down: int = 4
+    across: int = 2
+    band: int = 1  # how many thread blocks follow each other down before the next ones across
+
+    @property
+    def rows(self) -> int:
+        """Of x."""
+        return BLOCK * self.down
+
+    @property
+    def cols(self) -> int:
+        """Of x."""
+        return 2 * BLOCK * self.across
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+        return 32 * self.down * self.across
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Values in shared memory: `count` lines of `size` bytes, in permuted chunks of 16.
+
+    Lanes write to lines that are `group` apart, `pieces` chunks each; without the permutation, all
+    to the same banks.
+    """
+
+    count: int
+    size: int
+    group: int
+    pieces: int
+
+    def key(self, line):
+        """What a line's chunk numbers are permuted by, with an exclusive or."""
+        return line // self.group * self.pieces % min(CHUNKS, self.size // 16)
+
+
+class Tiled(Kernel):
+    """Forms with the second-to-last axis; x lies as (batch, M, K), M = 32 * `blocks_m`.
+
+    The arithmetic that decides: a lane holds the largest magnitudes of its patch per row and per
+    column, `exchange` leaves each lane with two whole blocks' of either kind, so that a scale is
+    computed once, and `gather` brings the lanes of a block its factor.
+    """
+
+    elements_per_thread = 2 * BLOCK
+
+    def __init__(self, *entry, tile: Tiling | None = None):
+        super().__init__(*entry)
+        self.tile = tile or Tiling(**self.tuned(type(self).__name__))
+        form = self.variant.form
+        self.results = geometry.outputs_of(form, self.formats)
+        self.outputs = len(self.results)
+        self.vector = 16 // self.itemsize  # elements of one load
+        self.lanes = 64 // self.vector  # across a warp
+        self.rows = self.lanes  # of a lane: 32 / (32 / lanes)
+        self.row_sharers, self.column_sharers = BLOCK // self.vector, BLOCK // self.rows
+
+        self.threads = self.tile.threads
+        self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
+        self.extents = geometry.extents_of(form)
+        # Tiles of scales are padded below and beside x, and who is there writes the padding.
+        tile = Extents(self.tile.rows, self.tile.cols)
+        self.region = geometry.region_of(form, self.layout, tile)
+        self.grid = geometry.grid_of(form, tile, self.region)
+        # The aligned entry loads whole vectors, which must not straddle rows.
+        self.divide = geometry.divide_of(form, self.vector)
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        blocks_m, k = self.lengths(scalars)
+        tid, _, _ = cute.arch.thread_idx()
+        at = self.place(blocks_m, k)
+        across, down, row, col = self.lane(tid)
+        rX = self.patch(pointers[0], at, row, col, blocks_m, k)
+        staged = [self.shared_memory(result) for result in self.results]
+        for o in range_constexpr(self.outputs):
+            result: cutlass.Constexpr = self.results[o]
+            values, (sS, sV) = pointers[1 + 2 * o], staged[o]
+            rounding = self.rule(self.of_result(scalars, o))
+            if const_expr(result.blocks is Blocks.LAST):
+                inverses = self.scale_rows(rX, sS, result, rounding, row, col, across)
+            elif const_expr(result.blocks is Blocks.SECOND):
+                inverses = self.scale_columns(rX, sS, result, rounding, row, col, down)
+            else:
+                inverses = self.scale_square(rX, sS, result, rounding, row, col)
+            if const_expr(result.transposed):
+                self.stage_transposed(sV, rX, inverses, result, row, col)
+            elif const_expr(self.is_staged(result)):
+                self.stage_rows(sV, rX, inverses, result, row, col)
+            elif const_expr(sV is None):
+                self.store(rX, inverses, result, values, at, row, col, blocks_m, k)
+            else:
+                self.stage(sV, rX, inverses, result, row, col)
+        cute.arch.sync_threads()
+        first = 0
+        for o in range_constexpr(self.outputs):
+            result: cutlass.Constexpr = self.results[o]
+            values, scales, (sS, sV) = pointers[1 + 2 * o], pointers[2 + 2 * o], staged[o]
+            if const_expr(self.is_staged(result)):
+                tiles = self.of_result(scalars, o).get("value_tiles")
+                self.store_lines(sV, values, tiles, result, at, tid, blocks_m, k)
+            elif const_expr(sV is not None):
+                self.store_unaligned(sV, values, at, blocks_m, k)
+            # The two results' scales are written by other threads, as far as they go.
+            thread = (tid + self.tile.threads - first) % self.tile.threads
+            self.store_scales(sS, scales, result, at, thread, blocks_m, k)
+            first += cute.size(sS) // 4
+
+    @property
+    def trips(self) -> int:
+        """Of the loop in `store_pieces`, where a thread stores bytes."""
+        return max(-(-math.prod(self.staged_shape(r)) // self.threads) for r in self.results)
+
+    def staged_shape(self, result: Output) -> Extents:
+        """The size of the matrix of a tile's scales, as it will lie."""
+        tile = Extents(self.tile.rows, self.tile.cols)
+        return geometry.scales_shape(result.direction, tile, self.is_turned(result))
+
+    def shared_memory(self, result: Output):
+        """For scales, as they will lie (column first), and for values, or None."""
+        rows, cols = self.staged_shape(result)
+        sS = cute.make_tensor(
+            cute.arch.alloc_smem(Uint8, rows * cols, alignment=16), cute.make_layout((cols, rows))
+        )
+        if self.is_staged(result):
+            size = self.tile.rows * self.tile.cols // self.per_byte
+            return sS, cute.arch.alloc_smem(Uint8, size, alignment=128)
+        if self.aligned or self.is_both:  # rows are as aligned as the array is
+            return sS, None
+        size = self.tile.rows // self.per_byte * (self.tile.cols + PAD) + PAD
+        return sS, cute.arch.alloc_smem(Uint8, size, alignment=16)
+
+    def is_staged(self, result: Output) -> bool:
+        """Whether values pass through shared memory, to be written by lines."""
+        return result.transposed or result.packed[1] > 1
+
+    def is_turned(self, result: Output) -> bool:
+        """Whether a result's scales lie the other way round than x."""
+        return geometry.is_turned(result.direction, self.layout)
+
+    def lengths(self, scalars) -> tuple:
+        """How many blocks of rows x has, and how many columns."""
+        blocks_m, k = scalars[:2]
+        return blocks_m, k * BLOCK if self.is_both else k
+
+    def place(self, blocks_m, k):
+        """(batch, row, column) of this thread block's tile."""
+        bid, _, _ = cute.arch.block_idx()
+        down, across = self.region.rows // BLOCK, self.region.cols
+        tiles_m = (blocks_m + down - 1) // down * (down // self.tile.down)
+        tiles_k = (k + across - 1) // across * (across // self.tile.cols)
+        return place_of(bid, tiles_m, tiles_k, self.tile.band)
+
+    def lane(self, tid) -> tuple:
+        """A lane's place in its warp, across and down; its patch's row and column in the tile."""
+        lane, warp = tid % 32, tid // 32
+        across, down = lane % self.lanes, lane // self.lanes
+        row = warp % self.tile.down * BLOCK + down * self.rows
+        col = warp // self.tile.down * (2 * BLOCK) + across * self.vector
+        return across, down, row, col
+
+    # ---- x ---
+    def patch(self, *where):
+        """This lane's patch, (vector, rows); 0 beyond the array."""
+        return self.load(*where) if self.aligned else self.load_unaligned(*where)
+
+    @cute.jit
+    def load(self, x, at, row, col, blocks_m, k):
+        """This lane's patch, (vector, rows); 0 beyond the array."""
+        batch, tile_m, tile_k = at
+        rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
+        m = blocks_m * BLOCK
+        first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
+        mX = by_vector(x, Int64(batch + 1) * m, k, self.vector)
+        top = Int64(batch) * m + first
+        if (first < m) & (left < k):
+            for i in range_constexpr(self.rows):
+                load(mX[top + i, left // self.vector, None], rX[None, i], self.kept)
+        else:
+            rX.fill(convert.INPUT[self.dtype](0))
+        return rX
+
+    @cute.jit
+    def load_unaligned(self, x, at, row, col, blocks_m, k):
+        """The same of an x that lies anywhere, or whose rows do."""
+        batch, tile_m, tile_k = at
+        rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
+        rX.fill(convert.INPUT[self.dtype](0))
+        m = blocks_m * BLOCK
+        first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
+        top = Int64(batch) * m + first
+        # Two vectors around each row's, as long as all of them belong to x.
+        n: cutlass.Constexpr = self.vector
+        before, behind = (top > 0) | (left >= n), (first + self.rows < m) | (left + 2 * n <= k)
+        if (first < m) & (left + n <= k) & (k >= n) & before & behind:
+            rW = cute.recast_tensor(rX, Uint32)
+            for i in range_constexpr(self.rows):
+                address = x.toint() + ((top + i) * k + left) * self.itemsize
+                words = load_anywhere(address, 16)
+                for w in range_constexpr(4):
+                    rW[w, i] = words[w]
+        elif first < m:
+            mX = cute.make_tensor(
+                x, cute.make_layout((Int64(batch + 1) * m, k), stride=(Int64(k), 1))
+            )
+            for j in range_constexpr(self.vector):
+                if left + j < k:
+                    for i in range_constexpr(self.rows):
+                        rX[j, i] = mX[top + i, left + j]
+        return rX
+
+    def pair(self, rX, w: int, i: int) -> list:
+        """The words of columns 2 * w and 2 * w + 1 in row i of a patch."""
+        return words_of(rX[None, i], w, self.dtype)
+
+    # ---- scales ---
+    def exchange(self, words: list, sharers: int, stride: int, index):
+        """The largest magnitudes of two blocks, of this lane's share, as float32 bits.
+
+        Args:
+          words: this lane's own magnitudes, two blocks a word (float32: one).
+          sharers: how many lanes hold parts of these blocks.
+          stride: how many lanes apart they are.
+          index: which of them this one is; it gets blocks 2 * index and 2 * index + 1.
+        """
+        while sharers > 1:
+            sharers //= 2
+            half = len(words) // 2
+            upper = (index & sharers) != 0
+            kept = []
+            for low, high in zip(words[:half], words[half:], strict=True):
+                mine, theirs = select(upper, high, low), select(upper, low, high)
+                other = cute.arch.shuffle_sync_bfly(theirs, offset=sharers * stride)
+                kept.append(convert.larger_magnitude(mine, other, self.dtype))
+            words = kept
+        if self.itemsize == 4:
+            return [convert.magnitude_bits(word, 0, self.dtype) for word in words]
+        return [convert.magnitude_bits(words[0], e, self.dtype) for e in range(2)]
+
+    def gather(self, inverses: list, sharers: int, stride: int, index) -> list:
+        """The sharers' pairs of factors, the pair of blocks 2 * i and 2 * i + 1 as the i-th."""
+        pair = convert.pair(*inverses)
+        lane = cute.arch.lane_idx() - index * stride
+        return [cute.arch.shuffle_sync(pair, offset=lane + i * stride) for i in range(sharers)]
+
+    def largest(self, words: list):
+        """The word of larger magnitudes, element by element."""
+        word = words[0]
+        for other in words[1:]:
+            word = convert.larger_magnitude(word, other, self.dtype)
+        return word
+
+    def put(self, sS, result: Output, row, col, scale) -> None:
+        """Stages a scale of x's rows and columns, or blocks of them."""
+        sS[(row, col) if self.is_turned(result) else (col, row)] = Uint8(scale)
+
+    @cute.jit
+    def scale_rows(self, rX, sS, result: cutlass.Constexpr, rounding, row, col, across):
+        """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
+        words = [
+            self.largest([w for j in range(self.vector // 2) for w in self.pair(rX, j, i)])
+            for i in range(self.rows)
+        ]
+        if const_expr(self.itemsize == 2):
+            words = [
+                convert.amaxes_of_two(words[i], words[i + 1], self.dtype)
+                for i in range(0, self.rows, 2)
+            ]
+        index = across % self.row_sharers
+        amaxes = self.exchange(words, self.row_sharers, 1, index)
+        inverses = []
+        for e in range_constexpr(2):
+            scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
+            self.put(sS, result, row + 2 * index + e, col // BLOCK, scale)
+            inverses.append(inverse)
+        return self.gather(inverses, self.row_sharers, 1, index)
+
+    @cute.jit
+    def scale_columns(self, rX, sS, result: cutlass.Constexpr, rounding, row, col, down):
+        """Blocks down columns: lanes below each other share one. Pairs of factors of columns."""
+        by_row = [
+            [w for j in range(self.vector // 2) for w in self.pair(rX, j, i)]
+            for i in range(self.rows)
+        ]
+        words = [self.largest(list(column)) for column in zip(*by_row, strict=True)]
+        amaxes = self.exchange(words, self.column_sharers, self.lanes, down)
+        inverses = []
+        for e in range_constexpr(2):
+            scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
+            self.put(sS, result, row // BLOCK, col + 2 * down + e, scale)
+            inverses.append(inverse)
+        return self.gather(inverses, self.column_sharers, self.lanes, down)
+
+    @cute.jit
+    def scale_square(self, rX, sS, result: cutlass.Constexpr, rounding, row, col):
+        """Square blocks: two a warp. One pair for all."""
+        rW = cute.recast_tensor(rX, Uint32)
+        word = self.largest([rW[i] for i in range(cute.size(rW))])
+        offsets: cutlass.Constexpr = [1 << i for i in range(self.row_sharers.bit_length() - 1)] + [
+            self.lanes << i for i in range(self.column_sharers.bit_length() - 1)
+        ]
+        for offset in offsets:
+            other = cute.arch.shuffle_sync_bfly(word, offset=offset)
+            word = convert.larger_magnitude(word, other, self.dtype)
+        amax = convert.largest_magnitude_bits(word, self.dtype)
+        scale, inverse = self.scale_of(amax, result.format, rounding)
+        if (row % BLOCK == 0) & (col % BLOCK == 0):
+            self.put(sS, result, row // BLOCK, col // BLOCK, scale)
+        return [convert.pair(inverse, inverse)]
+
+    def factors(self, inverses: list, result: Output, w: int, i: int):
+        """The pair of factors of columns 2 * w and 2 * w + 1 in row i."""
+        if result.blocks is Blocks.LAST:
+            return convert.twice(inverses[i // 2], i % 2)
+        return inverses[w if result.blocks is Blocks.SECOND else 0]
+
+    # ---- values ---
+    def scaled_row(self, rX, inverses: list, result: Output, i: int) -> list:
+        """Row i's pairs, see convert.py."""
+        pairs = []
+        for w in range(self.vector // 2):
+            factors = self.factors(inverses, result, w, i)
+            pairs.append(self.scaled_pair(self.pair(rX, w, i), factors, result.format))
+        return pairs
+
+    def quantized_row(self, rX, inverses: list, result: Output, i: int):
+        """Row i of the bytes."""
+        per = result.packed[0]
+        rows = [self.scaled_row(rX, inverses, result, per * i + r) for r in range(per)]
+        if per == 1:
+            words = convert.pack_along(rows[0], self.dtype, result.format, self.arch)
+        else:
+            words = convert.pack_down(*rows, self.dtype, result.format, self.arch)
+        return bytes_of(words, self.vector // result.packed[1])
+
+    @cute.jit
+    def store(
+        self, rX, inverses, result: cutlass.Constexpr, values, at, row, col, blocks_m, k
+    ):  # fmt: skip
+        """Values in the order of x."""
+        batch, tile_m, tile_k = at
+        m = blocks_m * BLOCK
+        first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
+        top = Int64(batch) * m + first
+        n: cutlass.Constexpr = self.vector
+        down: cutlass.Constexpr = result.packed[0]
+        mV = by_vector(values, Int64(batch + 1) * (m // down), k, n)
+        if (first < m) & (left < k):
+            for i in range_constexpr(self.rows // down):
+                rV = self.quantized_row(rX, inverses, result, i)
+                cute.autovec_copy(rV, mV[top // down + i, left // n, None])
+
+    @cute.jit
+    def stage(self, sV, rX, inverses, result: cutlass.Constexpr, row, col):
+        """The tile's values in shared memory, row by row with `PAD` bytes before each."""
+        n: cutlass.Constexpr = self.vector
+        rows = cute.make_tensor(
+            sV + PAD,
+            cute.make_layout(
+                (self.tile.rows // self.per_byte, self.tile.cols // n, n),
+                stride=(self.tile.cols + PAD, n, 1),
+            ),
+        )
+        for i in range_constexpr(self.rows // self.per_byte):
+            rV = self.quantized_row(rX, inverses, result, i)
+            cute.autovec_copy(rV, rows[row // self.per_byte + i, col // n, None])
+
+    @cute.jit
+    def store_unaligned(self, sV, values, at, blocks_m, k):
+        """From shared memory to values that lie anywhere, or whose rows do."""
+        batch, tile_m, tile_k = at
+        height: cutlass.Constexpr = self.tile.rows // self.per_byte
+        m, top, left = blocks_m * (BLOCK // self.per_byte), tile_m * height, tile_k * self.tile.cols
+        start = values.toint() + (Int64(batch) * m + top) * k + left
+        store_rows(
+            sV, start, Int64(k), m - top, cutlass.min(k - left, self.tile.cols), height,
+            self.tile.cols, self.threads // 32,
+        )  # fmt: skip
+
+    @cute.jit
+    def stage_transposed(self, sV, rX, inverses, result: cutlass.Constexpr, row, col):
+        """The tile's values in shared memory, a column of x after the other."""
+        rows: cutlass.Constexpr = self.rows // self.per_byte  # of bytes
+        n: cutlass.Constexpr = self.vector
+        parts: cutlass.Constexpr = 16 // rows
+        lines: cutlass.Constexpr = self.lines(result)
+        chunks = cute.make_tensor(
+            sV,
+            cute.make_layout(
+                (lines.count, lines.size // 16, parts, rows), stride=(lines.size, 16, rows, 1)
+            ),
+        )
+        byte = row // self.per_byte
+        chunk = (byte // 16) ^ lines.key(col)
+        for w in range_constexpr(n // 2):
+            pairs = []
+            for i in range_constexpr(self.rows):
+                factors = self.factors(inverses, result, w, i)
+                pairs.append(self.scaled_pair(self.pair(rX, w, i), factors, result.format))
+            below = convert.pack_below(pairs, self.dtype, result.format, self.arch)
+            for c in range_constexpr(2):
+                words = convert.pack_column(below, c, result.format, self.arch)
+                rV = bytes_of(words, rows)
+                cute.autovec_copy(rV, chunks[col + 2 * w + c, chunk, byte % 16 // rows, None])
+
+    @cute.jit
+    def stage_rows(self, sV, rX, inverses, result: cutlass.Constexpr, row, col):
+        """The tile's values in shared memory row by row: bytes of two codes make short runs.
+
+        H200, (8, 7168, 7168), 2026-11-21: square blocks in MXFP4 365 us if lanes write their 4
+        bytes a row to memory, 245 us so.
+        """
+        beside: cutlass.Constexpr = result.packed[1]
+        lines: cutlass.Constexpr = self.lines(result)
+        n: cutlass.Constexpr = self.vector // beside
+        rows = cute.make_tensor(
+            sV,
+            cute.make_layout(
+                (lines.count, lines.size // 16, 16 // n, n), stride=(lines.size, 16, n, 1)
+            ),
+        )
+        byte = col // beside
+        for i in range_constexpr(self.rows):
+            rV = self.quantized_row(rX, inverses, result, i)
+            chunk = (byte // 16) ^ lines.key(row + i)
+            cute.autovec_copy(rV, rows[row + i, chunk, byte % 16 // n, None])
+
+    def lines(self, result: Output):
+        """How a result's values lie in shared memory."""
+        sides = self.tile.cols, self.tile.rows // result.packed[0]
+        if not result.transposed:
+            sides = self.tile.rows // result.packed[0], self.tile.cols // result.packed[1]
+        return Lines(*sides, *((self.vector, 1) if result.transposed else (self.rows, 2)))
+
+    @cute.jit
+    def store_lines(self, sV, values, tiles, result: cutlass.Constexpr, at, tid, blocks_m, k):
+        """From shared memory to where each line is a row, 16 bytes a thread and step."""
+        if const_expr(self.aligned):
+            self.copy_lines(sV, values, 16, tiles, result, at, tid, blocks_m, k)
+        elif values.toint() % 16 == 0:
+            self.copy_lines(sV, values, 16, tiles, result, at, tid, blocks_m, k)
+        else:
+            self.copy_lines(sV, values, 1, tiles, result, at, tid, blocks_m, k)
+
+    @cute.jit
+    def copy_lines(
+        self, sV, values, align: cutlass.Constexpr, tiles, result: cutlass.Constexpr, at, tid,
+        blocks_m, k,
+    ):  # fmt: skip
+        """`align` is that of `values`, 16 or 1; every offset is a multiple of 16."""
+        batch, tile_r, tile_c = at
+        rows, cols = blocks_m * (BLOCK // result.packed[0]), k // result.packed[1]
+        if const_expr(result.transposed):
+            tile_r, tile_c, rows, cols = tile_c, tile_r, k, blocks_m * (BLOCK // self.per_byte)
+        lines: cutlass.Constexpr = self.lines(result)
+        each: cutlass.Constexpr = lines.size // 16  # chunks
+        chunks = cute.make_tensor(
+            sV, cute.make_layout((lines.count, each, 16), stride=(lines.size, 16, 1))
+        )
+        apart: cutlass.Constexpr = self.tile.threads // each  # lines of a step
+        steps: cutlass.Constexpr = lines.count // apart
+        chunk, line = tid % each, tid // each
+        rV = cute.make_rmem_tensor((16, steps), Uint8)
+        for step in range_constexpr(steps):  # all before the first store, or each would wait
+            at_step = line + step * apart
+            cute.autovec_copy(chunks[at_step, chunk ^ lines.key(at_step), None], rV[None, step])
+        row, col = tile_r * lines.count + line, tile_c * lines.size + chunk * 16
+        start = (Int64(batch) * rows + row) * cols + col
+        for step in range_constexpr(steps):
+            offset = start + Int64(cols) * (step * apart)
+            if const_expr(self.tiles_values and result.direction.ends_rows):
+                if tiles != Int32(0):
+                    byte = Int64(col // 16) * 16
+                    top, number = geometry.in_tiles_of_values(row + step * apart, byte)
+                    offset = (Int64(batch) * rows + top) * cols + number * 16
+            if (row + step * apart < rows) & (col < cols):
+                cute.autovec_copy(rV[None, step], vector_at(values + offset, Uint8, align, 16))
+
+    @cute.jit
+    def store_scales(self, sS, scales, result: cutlass.Constexpr, at, thread, blocks_m, k):
+        """A tile's scales, by words where those lie side by side and aligned, else by bytes.
+
+        H200, (8, 4128, 2880), 2026-11-22, whose rows of 90 and 129 scales 4 does not divide: both
+        transposed 99 us, MXFP4 87; 129 and 131 where a thread writes its word's bytes one by one.
+        """
+        rows = blocks_m * (BLOCK if result.blocks is Blocks.LAST else 1)
+        cols = k if const_expr(result.blocks is Blocks.SECOND) else k // BLOCK
+        if const_expr(self.is_turned(result)):
+            rows, cols = cols, rows
+        unit: cutlass.Constexpr = min(4, sS.shape[0]) if self.layout.column_stride == 1 else 1
+        whole = cutlass.Boolean(True)
+        if const_expr(not self.aligned):
+            whole = whole & (scales.toint() % unit == 0)
+        if const_expr(self.layout.is_tiled):
+            self.store_pieces(sS, scales, result, at, thread, rows, cols, unit, whole)
+        elif whole & (cols % unit == 0):
+            self.store_pieces(sS, scales, result, at, thread, rows, cols, unit, True)
+        else:
+            self.store_pieces(sS, scales, result, at, thread, rows, cols, 1, True)
+
+    @cute.jit
+    def store_pieces(
+        self, sS, scales, result: cutlass.Constexpr, at, thread, rows, cols,
+        unit: cutlass.Constexpr, whole,
+    ):  # fmt: skip
+        """Scales of a matrix of rows x cols, `unit` bytes a thread, neighbours by neighbours.
+
+        Bytes reach memory in pieces of 32; whoever writes less of one pays for all of it. If not
+        `whole`, a thread's are written one by one.
+        """
+        batch, tile_r, tile_c = at
+        if const_expr(self.is_turned(result)):
+            tile_r, tile_c = tile_c, tile_r
+        in_col, in_row = sS.shape
+        each: cutlass.Constexpr = in_col // unit  # of a row
+        total: cutlass.Constexpr = in_row * each
+        steps: cutlass.Constexpr = (total + self.tile.threads - 1) // self.tile.threads
+        # A loop, as unrolled it takes both_transposed in MXFP4 from 64 registers to 72 (318 us to
+        # 346, H200, (8, 7168, 7168)).
+        for step in cutlass.range(steps, unroll=1):
+            index = step * self.tile.threads + thread
+            row, col = tile_r * in_row + index // each, tile_c * in_col + index % each * unit
+            if const_expr(self.layout.is_tiled):
+                offset, inside = offset_in_tiles(
+                    self.layout, Place(batch, row, col), Extents(rows, cols)
+                )
+            else:
+                offset = (Int64(batch) * rows + row) * cols + col
+                inside = (row < rows) & (col < cols)
+            if (index < total) & inside:
+                piece = cute.make_tensor(sS.iterator + index * unit, cute.make_layout(unit))
+                if const_expr(self.layout.is_tiled and takes_zero_scale(result.format)):
+                    self.clear_padding(piece, row, col, rows, cols)
+                if whole:
+                    rS = cute.make_rmem_tensor(unit, Uint8)
+                    cute.autovec_copy(piece, rS)
+                    kept: cutlass.Constexpr = self.kept and self.variant.form == BOTH_TRANSPOSED
+                    store(rS, vector_at(scales + offset, Uint8, unit, unit), kept)
+                else:
+                    mS = cute.make_tensor(scales + offset, cute.make_layout(unit))
+                    for c in range_constexpr(unit):
+                        mS[c] = piece[c]
+
+    @cute.jit
+    def clear_padding(self, piece, row, col, rows, cols):
+        """Zeros for staged scales that are beyond the matrix; where blocks of zeros have others."""
+        if (row >= rows) | (col + cute.size(piece) > cols):
+            for c in range_constexpr(cute.size(piece)):
+                if (row >= rows) | (col + c >= cols):
+                    piece[c] = Uint8(0)

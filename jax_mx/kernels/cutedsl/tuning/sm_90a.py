@@ -1,0 +1,409 @@
+"""Measured on an H200 with benchmarks/sweep.py, in microseconds.
+
+The first figure is for floats of (8, 7168, 7168), the second, where there is one, for
+(65536, 8192); rows that took other shapes say so. bf16, f16 and f32 are the floats' dtypes. "Tiles"
+are those of scales. "Kept" means that loads, and stores of scales, leave the L2 cache last: see the
+rows of "keep".
+"""
+
+CHIP = "NVIDIA H200"
+
+ROWS = [
+    # ---- quantize: blocks along the last axis; (threads, elements, unroll) ---
+    {
+        "kernel": "quantize.Flat",
+        "where": {},
+        "value": {"threads": 512, "elements": 16, "unroll": 1},
+        "date": "2026-11-20",
+        "measured": [
+            "96 candidates: bf16 285.7 (best 285.4), f16 285.7 (285.2), f32 467.9 (467.6)",
+            "Nothing that keeps 32 to 256 bytes a thread in flight is further than 1 % behind.",
+            "32 elements a thread are: their 64-byte strides cost a fifth (340)",
+        ],
+    },
+    {
+        # Arithmetic takes longer than memory: a thread that has a whole block spends less on where
+        # things lie, and one that has two waits less.
+        "kernel": "quantize.Flat, preprocessed",
+        "where": {"itemsize": 2},
+        "value": {"threads": 64, "elements": 32, "unroll": 2},
+        "date": "2026-11-22",
+        "measured": [
+            "bf16, by 1, 2, 3 and 4 blocks a thread:",
+            "h16 295, 264, 256; h32 318, 294, 291; sr 305, 279, 274; h16_sr 381, 357, 351",
+            "4 blocks are slower than 3",
+            "scales in tiles, by 2 and 3: h16 288, 296; sr 298, 295; h16_sr 373, 404",
+            "32 and 128 threads are the same",
+            "from coalesced loads, by way of shared memory: 313",
+            "with floats that are cut to bf16 before their largest is found: h16 253, but sr 287",
+            "and second_transposed h16 381 (365 as it is)",
+        ],
+    },
+    {
+        # A whole block a thread would wait for strides of 128 bytes: 502.
+        "kernel": "quantize.Flat, preprocessed",
+        "where": {"itemsize": 4},
+        "value": {"threads": 128, "elements": 16, "unroll": 2},
+        "date": "2026-11-22",
+        "measured": [
+            "f32 (128, 16, 2) h16 419, h32 420, h64 443, sr 454, h16_sr 455",
+            "f32 (512, 16, 1) h16 419, h32 427, h64 458, sr 454, h16_sr 511",
+        ],
+    },
+    # ---- quantize: forms with the second-to-last axis; (down, across, band) ---
+    # What decides is which bytes a thread block writes side by side. Bytes reach memory in pieces
+    # of 32 and lines of 128; a piece of a few bytes costs as much as a whole one. So transposed
+    # values want tall tiles, scales along rows want wide ones, and row-major scales of both
+    # directions cannot have both. Two tiles one after the other per thread block are slower in all
+    # forms (both: 451 and more).
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"form": "both", "codes_per_byte": 2, "tiled_scales": False},
+        "value": {"down": 1, "across": 4},
+        "date": "2026-11-21",
+        "measured": [
+            "bf16 (1, 4) 299, 389; (2, 4) 313, 407; (1, 8) 314, 409; (1, 16) 432, 561",
+            "f32 (1, 4) 479; (2, 4) 503; (1, 8) 507",
+        ],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"form": ("both", "square"), "codes_per_byte": 2},
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-21",
+        "measured": [
+            "both, tiles: bf16 (4, 2) 323, 421; (2, 4) 329, 428; (4, 4) spills",
+            "square: bf16 (4, 2) 233, 304; (1, 4), (2, 2) and (1, 8) the same",
+        ],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {
+            "form": "both_transposed",
+            "codes_per_byte": 2,
+            "tiled_scales": True,
+            "itemsize": 2,
+        },
+        "value": {"down": 2, "across": 2},
+        "date": "2026-11-21",
+        "measured": ["tiles: bf16 (2, 2) 321, 421; (4, 2) 337, 438"],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"form": "both_transposed", "codes_per_byte": 2},
+        "value": {"down": 4, "across": 2, "band": 8},
+        "date": "2026-11-22",
+        "measured": [
+            "kept: bf16 (4, 2, band 8) 321, 421; band 4 323, 434; band 1 327, 442",
+            "not kept: bf16 (4, 2, band 4) 334, 447; band 1 338, 456; band 64 337, 455;",
+            "(8, 2) 367, 486; (2, 4) 412, 542; (2, 2) 431, 565",
+        ],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {
+            "form": "second_transposed",
+            "itemsize": 2,
+            "aligned": False,
+            "tiled_scales": False,
+        },
+        "value": {"down": 8, "across": 1},
+        "date": "2026-11-21",
+        "measured": ["unaligned rows, (8, 7168, 7165): (8, 1) 324; (8, 2) 402"],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"form": "second_transposed", "itemsize": 2, "aligned": False},
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-21",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"form": "both_transposed", "itemsize": 2},
+        "value": {"down": 8, "across": 2},
+        "date": "2026-11-22",
+        "measured": [
+            "kept: bf16 (8, 2) 428, 572, tiles 410, 543; band 4 429, 571; band 8 433, 577;",
+            "(4, 4) 428, 573; (4, 2) 433",
+            "not kept: bf16 (8, 2) 470, 622, tiles 420, 557; (4, 2) 481, 637, tiles 424, 565;",
+            "(4, 4) 471, 624; bands of 2 and 4 are the same, of 16 and 64 slower",
+            "What is left is the number of requests: a row's and a column's scales are one each,",
+            "384 beside 512 of values",
+        ],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"form": "both_transposed"},
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-21",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"form": ("second_transposed", "square_transposed"), "itemsize": 2},
+        "value": {"down": 8, "across": 2, "band": 64},
+        "date": "2026-11-21",
+        "measured": [
+            "second_transposed: bf16 (8, 2, band 64) 298, 401; band 4 300, 400; band 1 301, 402;",
+            "(4, 2) 312, 423; (8, 1) 302, 404",
+            "MXFP4: bf16 (8, 2, band 64) 240, 323; (8, 1, 64) 240, 330; (4, 2, 64) 247, 329",
+        ],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"form": ("second_transposed", "square_transposed")},
+        "value": {"down": 4, "across": 2, "band": 64},
+        "date": "2026-11-21",
+        "measured": [
+            "second_transposed: f32 (4, 2, band 64) 472; (8, 2) 479, with band 64 471",
+            "unaligned rows, (8, 7168, 7165): f32 (4, 2, band 64) 578",
+        ],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"form": "both", "tiled_scales": False},
+        "value": {"down": 1, "across": 8},
+        "date": "2026-11-22",
+        "measured": [
+            "kept: bf16 (1, 8) 398, 519; (1, 16) 398, 519; (2, 8) 399, 521; (4, 4) 415",
+            "not kept: bf16 (1, 16) 407, 529; (1, 8) 415, 539; (2, 8) 416, 541; (4, 4) 424, 553;",
+            "(4, 2) 432, 562. f32 (1, 8) 574; (2, 4) 578; (4, 2) 585",
+        ],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"form": "both"},
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-21",
+        "measured": [
+            "tiles: bf16 (4, 4) 406, 528; (4, 2) 406, 529; (8, 2) 409, 532. f32 (4, 2) 574"
+        ],
+    },
+    {
+        # (1, 8) would spill 8 bytes, to fit in 48 registers.
+        "kernel": "quantize.Tiled",
+        "where": {"form": "second", "aligned": False, "codes_per_byte": 2, "tiled_scales": True},
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-21",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"form": "second", "aligned": False},
+        "value": {"down": 1, "across": 8},
+        "date": "2026-11-21",
+        "measured": [
+            "unaligned rows, (8, 7168, 7165): bf16 (1, 8) 325, tiles 404; (2, 4) 346, tiles 408;",
+            "(4, 2) 387, tiles 420",
+            "f32 (1, 8) 622, tiles 684; (2, 4) 625, tiles 671; (4, 2) 677, tiles 691",
+        ],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"aligned": False},
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-21",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {},
+        "value": {"down": 4, "across": 4},
+        "date": "2026-11-21",
+        "measured": [
+            "second: bf16 (4, 4) 287, 374; (4, 2) 288, 376; (2, 8) 287, 373. f32 467; (4, 2) 469",
+            "second, MXFP4: bf16 (4, 4) 236, 308; (4, 2) and (2, 4) the same",
+        ],
+    },
+    # ---- quantize: the same forms, preprocessed; (down, across, band) ---
+    {
+        "kernel": "quantize.PreprocessedTiled",
+        "where": {},
+        "value": {"down": 2, "across": 2},
+        "date": "2026-11-22",
+        "measured": [
+            "both_transposed, h16 of columns: (2, 2) 465, band 8 467; (4, 1) 564, band 8 491;",
+            "(2, 1) 651",
+            "both_transposed, sr of rows and h16_sr of columns: (2, 2) 755; (4, 1) 859",
+            "both: (2, 2) 470; (1, 4) 464",
+            "second_transposed, h16: (2, 2) 366; (4, 1) 374; (8, 1) 415; (4, 2) 425",
+            "second, h16: (2, 2) 339; (4, 2) 348",
+            "Along rows, behind a transpose by XLA, they took 1041, 741 and 832 with a slower Flat",
+            "(321 for h16, not 264)",
+        ],
+    },
+    # ---- dequantize: blocks along the last axis; (threads, elements, unroll) ---
+    # 16 bytes of floats a thread and store: more would leave gaps between those of a warp.
+    {
+        "kernel": "dequantize.Flat",
+        "where": {"itemsize": 2},
+        "value": {"threads": 128, "elements": 8, "unroll": 2},
+        "date": "2026-11-21",
+        "measured": [
+            "(8, 5120, 5120), (8, 7168, 7168) and (65536, 8192), bf16 (threads, unroll):",
+            "(128, 2) 154.9, 302.3, 394.3; (64, 2) 155.3, 302.3, 394.2;",
+            "(256, 2) 155.9, 302.7, 394.8; (512, 2) 156.6, 305.0, 397.9;",
+            "(128, 3) 156.0, 303.8, 396.4; (128, 4) 156.0, 304.6, 397.1;",
+            "(128, 1) 159.1, 311.9, 406.8; 16 elements 355 at the second shape",
+            "Stores with .cs, .wt or .cg, or loads without L1, make no difference above 0.5 %.",
+        ],
+    },
+    {
+        "kernel": "dequantize.Flat",
+        "where": {"itemsize": 4},
+        "value": {"threads": 256, "elements": 4, "unroll": 4},
+        "date": "2026-11-21",
+        "measured": ["f32 (256, 4) 515; (256, 8) 532"],
+    },
+    # ---- dequantize: forms with the second-to-last axis; (down, across, depth, band) ---
+    # Transposed floats that pass through shared memory as floats, not as codes: 329, 469; 346, 503.
+    {
+        "kernel": "dequantize.Tiled",
+        "where": {
+            "form": ("second_transposed", "square_transposed"),
+            "aligned": True,
+            "codes_per_byte": 2,
+            "itemsize": 2,
+        },
+        "value": {"down": 4, "across": 1, "band": 64},
+        "date": "2026-11-22",
+        "measured": [
+            "second_transposed: bf16 (4, 1, 8, 64) 319, 431, tiles 298, 399;",
+            "(4, 2, 8, 64) 348, 463, tiles 313, 430; (8, 1, 8, 64) 332, 451;",
+            "not ahead: 346, 466; (4, 2, 8, 64) 363, 491",
+            "square_transposed: bf16 (4, 1, 8, 64) 277, 394; (4, 2, 8, 64) 286, 397;",
+            "not ahead 307",
+        ],
+    },
+    {
+        "kernel": "dequantize.Tiled",
+        "where": {
+            "form": ("last_transposed", "second_transposed", "square_transposed"),
+            "aligned": True,
+        },
+        "value": {"down": 4, "across": 2, "band": 64},
+        "date": "2026-11-22",
+        "measured": [
+            "last_transposed, kept: bf16 (4, 2, 8, 64) 303, 413, tiles 304, 413",
+            "last_transposed, not kept: bf16 (4, 2, 8, 64) 310, 436; band 1 322, 453;",
+            "(8, 1, 8, 64) 318, 445; (4, 1, 8, 64) 319, 458. f32 (4, 2, 8) 548; (4, 1, 8) 558",
+            "last_transposed, MXFP4: bf16 (4, 2, 8, 64) 262, 359, tiles 271, 363;",
+            "(4, 1, 8, 64) 266, 370, tiles 266, 369",
+            "second_transposed, kept: bf16 (4, 2, 8, 64) 309, 425, tiles 306, 416;",
+            "(4, 1, 8, 64) 315, 439; bands 128 and 256 the same, 32 315, 446;",
+            "(2, 2) and (2, 4) 336, 495",
+            "second_transposed, not kept: bf16 (4, 1, 8, 64) 322, 466;",
+            "(4, 2, 8, 64) 360, 465, tiles 312, 420; (8, 1, 8, 64) 367, 488.",
+            "f32 (4, 2, 8) 550; (4, 1, 8) 559",
+            "square_transposed, kept: bf16 (4, 2, 8, 64) 300, 408",
+            "square_transposed, not kept: bf16 (4, 2, 8, 64) 308, 439; band 1 318, 450",
+        ],
+    },
+    {
+        "kernel": "dequantize.Tiled",
+        "where": {"form": "second", "aligned": False, "itemsize": 2},
+        "value": {"down": 1, "across": 1},
+        "date": "2026-11-22",
+        "measured": [
+            "unaligned rows, (8, 4128, 2881) and (8, 7168, 7165), across of `Shifted`:",
+            "bf16 1 76.0, 321; 2 79.7, 331; 3 103, 423; two blocks of rows a lane 106, 421",
+            "with floats that go through shared memory and are written by words: bf16 106, 419",
+        ],
+    },
+    {
+        "kernel": "dequantize.Tiled",
+        "where": {"form": "second", "aligned": False},
+        "value": {"down": 1, "across": 3},
+        "date": "2026-11-22",
+        "measured": [
+            "unaligned rows, the same shapes: f32 1 131, 561; 2 128, 546; 3 124, 530",
+            "with floats that go through shared memory and are written by words: f32 139, 601",
+        ],
+    },
+    {
+        "kernel": "dequantize.Tiled",
+        "where": {"itemsize": 4},
+        "value": {"down": 8, "depth": 4},
+        "date": "2026-11-21",
+        "measured": ["second, not kept: f32 (8, 1, 4) 513; (4, 1, 8) 516"],
+    },
+    {
+        "kernel": "dequantize.Tiled",
+        "where": {"form": ("second", "square")},
+        "value": {"down": 2, "across": 2},
+        "date": "2026-11-22",
+        "measured": [
+            "second, not kept: bf16 (2, 2, 8) 305, 395; (4, 1, 8) 309, 399; (2, 4, 8) 319, 415;",
+            "(1, 4, 16) 313, 405",
+            "second, MXFP4: bf16 (2, 2, 8) 258, tiles 297; (2, 4, 8) 257, 297; (4, 1, 8) 260, 298",
+        ],
+    },
+    {
+        "kernel": "dequantize.Tiled",
+        "where": {"form": "second_transposed"},
+        "value": {"down": 4},
+        "date": "2026-11-21",
+        "measured": [],
+    },
+    {
+        "kernel": "dequantize.Tiled",
+        "where": {},
+        "value": {"down": 8},
+        "date": "2026-11-21",
+        "measured": [],
+    },
+    # ---- what leaves the cache last: of quantize x, and scales of both_transposed; codes ---
+    # Before and after, bf16: both transposed 468 -> 428, 624 -> 571, in tiles 421 -> 410,
+    # 556 -> 543; both 407 -> 398, 529 -> 519; second transposed 298 -> 292, 403 -> 391;
+    # last 285 -> 282, 372 -> 368; dequantize 302 -> 298, 395 -> 388. DRAM moves the same bytes
+    # before and after. With evict_first, or no_allocate, for what is not kept: 10 % slower.
+    # Scales of other forms than both_transposed make no difference.
+    {
+        # MXFP4 is 1 % slower so, but where scales are written in the smallest pieces.
+        "kernel": "quantize.keep",
+        "where": {"codes_per_byte": 2, "form": "both_transposed", "tiled_scales": False},
+        "value": True,
+        "date": "2026-11-22",
+        "measured": ["both_transposed, MXFP4: 333 -> 323, 450 -> 434"],
+    },
+    {
+        "kernel": "quantize.keep",
+        "where": {"codes_per_byte": 2},
+        "value": False,
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        # It has no register left for the cache's policy.
+        "kernel": "quantize.keep",
+        "where": {"form": "second_transposed", "dtype": "float16"},
+        "value": False,
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.keep",
+        "where": {},
+        "value": True,
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "dequantize.keep",
+        "where": {"codes_per_byte": 1},
+        "value": True,
+        "date": "2026-11-22",
+        "measured": [
+            "second 305 -> 299, 395 -> 389; last_transposed 310 -> 303, 419 -> 413;",
+            "square_transposed 308 -> 300, 417 -> 408",
+        ],
+    },
+    {
+        "kernel": "dequantize.keep",
+        "where": {},
+        "value": False,
+        "date": "2026-11-22",
+        "measured": ["second, MXFP4, of an earlier build: 278 -> 326"],
+    },
+]

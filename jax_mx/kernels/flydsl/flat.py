@@ -1,0 +1,233 @@
+"""Blocks along the last axis: `Flat`, and `PreprocessedFlat` with more arithmetic."""
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+from flydsl.expr import Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
+
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
+from jax_mx.kernels import geometry
+from jax_mx.kernels.flydsl import convert, preprocessed
+from jax_mx.kernels.flydsl.kernel import (
+    WAVE,
+    Kernel,
+    Strip,
+    as_int64,
+    composite,
+    exchange,
+    halved,
+    halved_among,
+    largest,
+    load_words,
+    offset_of_values,
+    share_in_wave,
+    shared_by_four,
+    shared_pointer,
+    store_words,
+)
+
+
+class Flat(Kernel):
+    """x (..., rows, cols, 32) -> values like x, scales (..., rows, cols) in the layout.
+
+    A wave takes `chunks` rounds of x, one after the other, 16 bytes a lane. As many lanes share a
+    block, so each of them gets one round's scale; and codes are exchanged between the lanes that
+    16 of one block come from.
+    """
+
+    def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
+        super().__init__(variant, arch, layout, aligned)
+        self.blocks = self.tuned("Flat")["waves"] * WAVE  # of a workgroup
+        self.group = self.kind(0).blocks  # blocks that are a lane's, neighbours
+        self.sharers = self.group * BLOCK * self.itemsize // 16  # lanes that share these
+        self.chunks = self.sharers
+        self.per_chunk = WAVE // self.sharers  # groups of a round
+        self.threads = self.blocks // self.group
+        self.elements_per_thread = self.group * BLOCK
+        scales = 2 + variant.block_data  # the number of the buffer
+        self.grid = geometry.flat_grid(scales, self.blocks)
+        rows = [geometry.flat_rows()] if layout.is_tiled else []
+        self.extents = [geometry.length_of(scales), *rows, geometry.flat_blocks(8)]
+
+    @flyc.kernel
+    def kernel(self, pointers, scalars):
+        x, values, scales = pointers
+        sizes = scalars[: len(self.extents)]
+        given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
+        rounding, tiles = self.rule(given), given["value_tiles"]
+        format, size = self.formats[0], self.itemsize
+        lane = convert.lane_id()
+        strip = Strip(self.layout, self.blocks, sizes)
+        first = convert.wave_id() * Uint32(self.chunks * self.per_chunk) + lane // self.sharers
+        words = []
+        for c in range_constexpr(self.chunks):
+            block, _, _ = strip.at(first + Uint32(c * self.per_chunk))
+            where = block * (BLOCK * size) + as_int64(lane % self.sharers * 16)
+            words.append(load_words(x + strip.block * (BLOCK * size), where, 4, self.align[0]))
+
+        amax = [
+            largest([convert.magnitudes(w, self.dtype) for w in chunk], self.dtype)
+            for chunk in words
+        ]
+        amax = self.amax_of_mine(amax, lane)
+        scale, inverse = convert.scale_of(amax, format, self.dtype, tuple(rounding))
+        mine = lane % self.sharers
+        _, offset, inside = strip.at(first + mine * self.per_chunk)
+        if const_expr(self.layout.is_tiled):
+            byte = inside.select(scale, Uint32(0))  # padding
+            fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(byte))
+        else:
+            if inside:
+                fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(scale))
+
+        packed: fx.Constexpr = format.codes_per_byte
+        n: fx.Constexpr = self.itemsize * packed  # lanes that 16 bytes of a round come from
+        of_block = lane // n % (self.sharers // n) * 16
+        found = [
+            strip.at(first + (lane % n + Uint32(g * n)) * self.per_chunk)
+            for g in range(self.chunks // n)
+        ]
+        start = strip.block * (BLOCK // packed)
+        offsets = [block * (BLOCK // packed) + as_int64(of_block) for block, _, _ in found]
+        if tiles != Uint32(0):
+            start = Int64(0)
+            offsets = self.in_tiles([strip.block + b for b, _, _ in found], of_block, sizes[-1])
+        together: fx.Constexpr = max(n // 4, 1)  # rounds of which a lane has but a word of codes
+        for g in range_constexpr(self.chunks // n):
+            parts = []
+            for c in range_constexpr(g * n, g * n + n, together):
+                bits = [convert.from_group(inverse, self.sharers, c + i) for i in range(together)]
+                poison = convert.poison(bits, [1, 1, 2 * together - 1, 2 * together - 1])
+                scaled = []
+                for i in range_constexpr(together):
+                    elements = [e for w in words[c + i] for e in convert.elements(w, self.dtype)]
+                    factor = bits[i].bitcast(fx.Float32)
+                    scaled += convert.products(elements, [factor] * len(elements))
+                parts.append([
+                    convert.pack_word(scaled[i : i + 4 * packed], poison, format, self.arch)
+                    for i in range(0, len(scaled), 4 * packed)
+                ])  # fmt: skip
+            codes = exchange(parts, lane, together > 1)
+            if found[g][2]:
+                store_words(values + start, offsets[g], codes, self.align[1])
+
+    def in_tiles(self, blocks: list, of_block, cols) -> list:
+        """Where 16 bytes of blocks' values lie in tiles; x has `cols` blocks a row."""
+        # 32 bits: a GPU's memory does not hold the elements of more blocks.
+        cols, size = Uint32(cols), BLOCK // self.formats[0].codes_per_byte
+        pairs = ((Uint32(block) // cols, Uint32(block) % cols) for block in blocks)
+        return [offset_of_values(r, c * size + of_block, cols * size) for r, c in pairs]
+
+    def amax_of_mine(self, amax: list, lane):
+        """Of the rounds' largest magnitudes this lane's, by number, as float32 bits."""
+        if self.itemsize == 4:
+            return halved_among(amax, self.sharers, self.dtype)[0]
+        pairs = [
+            convert.amaxes_of_two(amax[c], amax[c + 1], self.dtype)
+            for c in range(0, self.chunks, 2)
+        ]
+        upper = (lane & Uint32(2)) != Uint32(0)
+        (word,) = halved(
+            pairs, upper, lambda w: convert.from_lane(w, convert.EXCHANGE[2]), self.dtype
+        )
+        word = convert.larger(word, convert.from_lane(word, convert.EXCHANGE[1]), self.dtype)
+        two = [e.bitcast(Uint32) for e in convert.elements(word, self.dtype)]
+        return ((lane & Uint32(1)) != Uint32(0)).select(two[1], two[0])
+
+
+class PreprocessedFlat(Flat):
+    """As `Flat`, of elements that are preprocessed, see preprocessed.py.
+
+    Data of blocks (..., rows, cols) come behind x.
+
+    What the lanes of a wave have read they exchange in LDS, so that each has whole blocks.
+    """
+
+    @flyc.kernel
+    def kernel(self, pointers, scalars):
+        x, *words_in, values, scales = pointers
+        sizes = scalars[: len(self.extents)]
+        given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
+        rule, tiles, kind = self.rule(given), given["value_tiles"], self.kind(0)
+        prescale = given.get("prescale", Uint32(0))
+        preprocessed.flush_subnormals(kind, prescale)
+        format, lane, thread = self.formats[0], convert.lane_id(), Uint32(Int32(fx.thread_idx.x))
+        strip = Strip(self.layout, self.blocks, sizes)
+        place = strip.find(thread * self.group)
+        mine = [strip.next_to(*place, i) for i in range_constexpr(self.group)]
+        blocks, (_, _, inside) = [block for block, _, _ in mine], mine[0]  # which all are or none
+        rounds = self.load(x + strip.block * (BLOCK * self.itemsize), blocks[0], lane)
+        loaded = preprocessed.words_of_blocks(kind, words_in, given, strip.block, blocks)
+
+        words = self.exchange(rounds, thread)
+        each = preprocessed.elements(kind, self.dtype, words, loaded, prescale)
+        found = [preprocessed.scale_of(pairs, format, rule, self.arch) for pairs in each]
+        if const_expr(self.layout.is_tiled):
+            for (_, offset, _), (scale, _) in zip(mine, found, strict=True):
+                byte = inside.select(scale, Uint32(0))  # padding
+                fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(byte))
+        if inside:
+            if const_expr(not self.layout.is_tiled):
+                for (_, offset, _), (scale, _) in zip(mine, found, strict=True):
+                    fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(scale))
+            if const_expr(self.group == 1):
+                (codes,) = self.codes(each, found, loaded)
+                self.store_codes(values, codes, strip.block, blocks[0], tiles, sizes[-1])
+        if const_expr(self.group > 1):  # so that neighbours write side by side
+            parts = shared_by_four(self.codes(each, found, loaded), lane)
+            for i in range_constexpr(2):
+                block, _, there = strip.at(thread // 4 * 8 + lane % 4 + 4 * i)
+                if there:
+                    self.store_codes(values, parts[i], strip.block, block, tiles, sizes[-1])
+
+    def codes(self, each: list, found: list, loaded: list) -> list:
+        """The words of the codes of a lane's blocks."""
+        return [
+            preprocessed.codes(self.kind(0), pairs, inverse, own, self.formats[0], self.arch)
+            for pairs, (_, inverse), own in zip(each, found, loaded, strict=True)
+        ]
+
+    @flyc.jit
+    def store_codes(self, values, codes, first, block, tiles, cols):
+        """Of block `first` + `block`."""
+        start, where = first * 16, block * 16
+        if tiles != Uint32(0):
+            start = Int64(0)
+            (where,) = self.in_tiles([first + block], Uint32(0), cols)
+        store_words(values + start, where, codes, self.align[-2])
+
+    def load(self, x, block, lane) -> list:
+        """The words of this lane's rounds, of the wave's lanes' blocks, theirs from `block` on."""
+        rounds = []
+        for c in range(self.chunks):
+            owner = lane // self.sharers + Uint32(c * self.per_chunk)
+            number = as_int64(convert.from_anywhere(Uint32(block), owner))
+            if self.layout.is_tiled:  # of long rows more than 32 bits
+                high = as_int64(convert.from_anywhere(Uint32(block >> Int64(32)), owner))
+                number = number | high << Int64(32)
+            where = number * (BLOCK * self.itemsize) + as_int64(lane % self.sharers * 16)
+            rounds.append(load_words(x, where, 4, self.align[0]))
+        return rounds
+
+    def exchange(self, rounds: list, thread) -> list:
+        """The words of each of a lane's blocks."""
+        array = fx.Array[Uint8, self.blocks * BLOCK * self.itemsize, 16]
+        shared = fx.SharedAllocator().allocate(composite(fx.struct, {"x": array})).peek().x
+        lane, words = thread % Uint32(WAVE), []
+        for c, piece in enumerate(rounds):
+            owner = thread - lane + lane // self.sharers + Uint32(c * self.per_chunk)
+            to = shared_pointer(shared, self.place(owner, lane % self.sharers), Uint32, 16)
+            fx.generic_store(to, fx.Vector.from_elements(piece, Uint32))
+        share_in_wave()
+        for i in range(self.sharers):
+            at = shared_pointer(shared, self.place(thread, Uint32(i)), Uint32, 16)
+            piece = fx.generic_load(at, dtype=Uint32, count=4)
+            words += [piece[w] for w in range(4)]
+        size = len(words) // self.group
+        return [words[i : i + size] for i in range(0, len(words), size)]
+
+    def place(self, owner, piece) -> Int32:
+        """Where 16 bytes of a lane's lie: permuted, or lanes would all read from the same banks."""
+        key = owner // Uint32(max(8 // self.sharers, 1)) % Uint32(self.sharers)
+        return Int32((owner * Uint32(self.sharers) + (piece ^ key)) * Uint32(16))

@@ -1,0 +1,1 @@
+"""One table per arch, see `jax_mx/kernels/tuning.py`."""

@@ -1,0 +1,10 @@
+"""Nothing was measured on gfx942, as none was at hand: these values are reasoned, not found."""
+
+CHIP = ""
+
+ROWS = [
+    # A workgroup of four waves, one for each SIMD unit of a compute unit. The side of the tiles of
+    # the other forms is no row: it follows from a wave's 32 rows and these four waves.
+    {"kernel": "quantize.Flat", "where": {}, "value": {"waves": 4}, "date": "", "measured": []},
+    {"kernel": "dequantize.Flat", "where": {}, "value": {"waves": 4}, "date": "", "measured": []},
+]

@@ -1,0 +1,225 @@
+"""Where the bytes of a kernel lie: the arithmetic that both DSLs share.
+
+The functions use plain operators only. They take Python's integers (`tests/test_geometry.py`) and
+the numbers of both DSLs alike. Where a DSL wants typed literals, or 64 bits for what may exceed 32,
+the caller says so: `literal` makes a number of a constant, `wide` one of 64 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax_mx.facts.directions import Blocks, Direction, Form
+from jax_mx.facts.formats import BLOCK, Format
+from jax_mx.facts.layouts import SHUFFLED_16X16, Layout
+
+ALL = (0, 99)  # from a buffer's first dimension to its last
+
+Number = Any  # an int, or a number of a DSL
+
+
+# ---- digits: places in a tile ---
+def digits_of(number: Number, factors: Sequence[int], literal: Callable = int) -> list:
+    """The digits of a number, the most significant first; `factors` are their sizes."""
+    below, digits = 1, []
+    for factor in reversed(factors):
+        digits.insert(0, number // literal(below) % literal(factor))
+        below *= factor
+    return digits
+
+
+def number_of(digits: Sequence, factors: Sequence[int], literal: Callable = int) -> Number:
+    """The number that has these digits: the inverse of `digits_of`."""
+    number = literal(0)
+    for digit, factor in zip(digits, factors, strict=True):
+        number = number * literal(factor) + digit
+    return number
+
+
+def offset_in_tile(layout: Layout, row: Number, col: Number, literal: Callable = int) -> Number:
+    """Where (row, col) of a tile lies in it, from the layout's own description."""
+    sizes = (*layout.row_digits, *layout.col_digits)
+    digits = digits_of(row, layout.row_digits, literal)
+    digits += digits_of(col, layout.col_digits, literal)
+    offset, stride = literal(0), 1
+    for place in reversed(layout.order):
+        offset = offset + digits[place] * literal(stride)
+        stride *= sizes[place]
+    return offset
+
+
+def place_in_tile(layout: Layout, offset: Number) -> tuple[Number, Number]:
+    """The (row, col) of a tile that lies at this offset: the inverse of `offset_in_tile`."""
+    sizes = (*layout.row_digits, *layout.col_digits)
+    in_order = digits_of(offset, [sizes[place] for place in layout.order])
+    digits = [in_order[layout.order.index(place)] for place in range(len(sizes))]
+    split = len(layout.row_digits)
+    row = number_of(digits[:split], layout.row_digits)
+    return row, number_of(digits[split:], layout.col_digits)
+
+
+# ---- tiles of scales and of values ---
+class Place(NamedTuple):
+    """One element of a batch of matrices."""
+
+    batch: Number
+    row: Number
+    col: Number
+
+
+class Extents(NamedTuple):
+    """The size of a matrix."""
+
+    rows: Number
+    cols: Number
+
+
+def tiles_of(layout: Layout, size: Extents) -> tuple[Number, Number]:
+    """How many tiles a matrix has down and across, padding included."""
+    down, across = (
+        (n + pad - 1) // pad * (pad // tile)
+        for n, pad, tile in zip(size, layout.pad, layout.tile, strict=True)
+    )
+    return down, across
+
+
+def tile_of(layout: Layout, place: Place, tiles: tuple, wide: Callable = int) -> Number:
+    """The number of the tile that holds a place; a matrix has so many `tiles` down and across."""
+    height, width = layout.tile
+    tile = wide(place.batch) * wide(tiles[0]) + wide(place.row // height)
+    return tile * wide(tiles[1]) + wide(place.col // width)
+
+
+def in_tiles_of_values(row: Number, byte: Number, literal: Callable = int) -> tuple[Number, Number]:
+    """Where 16 bytes of values lie in SHUFFLED_16X16, those from `byte` of a row on.
+
+    A tile holds 16 bytes of each of its rows, one row after the other, and tiles follow each other
+    as their rows do. So the 16 bytes are the n-th of those that follow the tile's first row.
+
+    Returns:
+      The tile's first row, and n.
+    """
+    height, _ = SHUFFLED_16X16.tile
+    below = row % literal(height)
+    return row - below, below + byte
+
+
+# ---- quantized arrays beside their floats ---
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One quantized array of a kernel whose floats lie as a matrix."""
+
+    format: Format
+    direction: Direction
+
+    @property
+    def blocks(self) -> Blocks:
+        """Which axes of the floats a block spans."""
+        return self.direction.blocks
+
+    @property
+    def transposed(self) -> bool:
+        """Whether values and scales lie transposed."""
+        return self.direction.transposed
+
+    @property
+    def packed(self) -> tuple[int, int]:
+        """How many codes of a byte lie below each other in the floats, and how many beside."""
+        count = self.format.codes_per_byte
+        return (count, 1) if self.direction.packs_down else (1, count)
+
+
+def outputs_of(form: Form, formats: Sequence[Format]) -> list[Output]:
+    """The quantized arrays of a form, in its order."""
+    return [Output(f, d) for f, d in zip(formats, form.directions, strict=True)]
+
+
+def is_turned(direction: Direction, layout: Layout) -> bool:
+    """Whether the matrix of scales lies transposed beside the floats.
+
+    In tiles, blocks are the matrix's columns, whichever way values lie.
+    """
+    return direction.blocks is Blocks.SECOND if layout.is_tiled else direction.transposed
+
+
+def scales_shape(direction: Direction, size: Extents, turned: bool) -> Extents:
+    """The size of the matrix of scales beside floats of this size, as it lies."""
+    rows, cols = (n // BLOCK if s else n for n, s in zip(size, direction.spans, strict=True))
+    return Extents(cols, rows) if turned else Extents(rows, cols)
+
+
+def region_of(form: Form, layout: Layout, tile: Extents) -> Extents:
+    """The floats, a whole number of tiles, that whole tiles of scales cover, padding included."""
+    rows, cols = tile
+    for direction in form.directions:
+        covered = (layout.pad[0], layout.pad[1] * BLOCK)
+        if is_turned(direction, layout):
+            covered = covered[::-1]
+        if layout.is_tiled:
+            rows, cols = max(rows, covered[0]), max(cols, covered[1])
+    return Extents(rows, cols)
+
+
+# ---- the launch rule, in the words of ffi/launch.cc ---
+class Axes(NamedTuple):
+    """The dimensions of the floats' view that are leading ones, rows and columns: (from, to)."""
+
+    lead: tuple[int, int]
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+
+
+def axes_of(form: Form) -> Axes:
+    """The axes of the view (..., rows, columns, 32) or, with blocks both ways, (..., 32, 32)."""
+    n = sum(form.spans)
+    return Axes((0, -2 - n), (-2 - n, -1 - n), (-1 - n, -n))
+
+
+def units_of(form: Form) -> Extents:
+    """How many rows, and columns, the view counts as one: a block's where blocks run along them."""
+    return Extents(*(BLOCK if along else 1 for along in form.spans))
+
+
+def extents_of(form: Form) -> list:
+    """Two scalars of 4 bytes: how many rows, and columns, the view has."""
+    _, rows, cols = axes_of(form)
+    return [[4, [0, *rows]], [4, [0, *cols]]]
+
+
+def grid_of(form: Form, tile: Extents, region: Extents | None = None) -> list:
+    """The terms of a grid with one thread block for each tile of each region."""
+    (lead, *axes), region = axes_of(form), region or tile
+    terms = [
+        [0, 0, *axis, n // unit] for axis, n, unit in zip(axes, region, units_of(form), strict=True)
+    ]
+    terms.append([0, 0, *lead, 1])
+    tiles = region.rows // tile.rows * (region.cols // tile.cols)
+    return [*terms, [0, -1, tiles, 0, 1]] if tiles > 1 else terms
+
+
+def divide_of(form: Form, vector: int) -> list:
+    """What must divide lengths for whole vectors; a length that counts blocks is divided anyway."""
+    _, *axes = axes_of(form)
+    return [[0, *axis, vector] for axis, n in zip(axes, units_of(form), strict=True) if n == 1]
+
+
+def length_of(buffer: int) -> list:
+    """A scalar of 8 bytes: how many elements a buffer has."""
+    return [8, [buffer, *ALL]]
+
+
+def flat_rows(size: int = 4) -> list:
+    """A scalar of `size` bytes: how many rows floats (..., rows, blocks, 32) have."""
+    return [size, [0, -3, -2]]
+
+
+def flat_blocks(size: int = 4) -> list:
+    """A scalar of `size` bytes: how many blocks a row of floats (..., rows, blocks, 32) has."""
+    return [size, [0, -2, -1]]
+
+
+def flat_grid(scales: int, blocks: int) -> list:
+    """One thread block for each `blocks` scales of the buffer number `scales`, with the padding."""
+    return [[0, scales, *ALL, blocks]]

@@ -1,0 +1,59 @@
+"""Which tile a kernel takes on an arch: one table per arch, whose rows hold what was measured.
+
+The tables stand in `cutedsl/tuning/` and `flydsl/tuning/`. A table is `CHIP`, what it was measured
+on ("" where nothing was), and `ROWS`, a list of dictionaries of literals:
+
+    kernel    what the row is for: "quantize.Tiled", or another decision, as "quantize.keep"
+    where     which entries: facts (see `facts_of`), each with the value or values wanted
+    value     what is chosen: the fields of the kernel's tile, or True or False
+    date      when it was measured
+    measured  the figures, a line for each candidate or group of them
+
+The first row whose kernel and facts fit an entry holds. `benchmarks/sweep.py` prints rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from jax_mx.facts.formats import FLOAT_DTYPES
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
+
+
+def facts_of(variant: Variant, layout: ScaleLayout, aligned: bool) -> dict[str, Any]:
+    """What rows may ask of an entry."""
+    return {
+        "form": str(variant.form),
+        "dtype": variant.dtype,
+        "itemsize": FLOAT_DTYPES[variant.dtype].itemsize,
+        "codes_per_byte": variant.formats[0].codes_per_byte,
+        "tiled_scales": layout.is_tiled,
+        "aligned": aligned,
+    }
+
+
+def choose(
+    kernel: str, arch: str, variant: Variant, layout: ScaleLayout, aligned: bool = True
+) -> Any:
+    """The value of the first row that fits.
+
+    Raises:
+      LookupError: the arch's table has no such row.
+    """
+    table = importlib.import_module(f"jax_mx.kernels.{variant.implementation}.tuning.{arch}")
+    facts = facts_of(variant, layout, aligned)
+    for row in table.ROWS:
+        if row["kernel"] == kernel and _fits(row["where"], facts):
+            return row["value"]
+    raise LookupError(f"{table.__name__} has no row of {kernel} for {facts}")
+
+
+def _fits(where: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Whether the facts have the values that a row wants."""
+    return all(
+        facts[name] in (wanted if isinstance(wanted, tuple) else (wanted,))
+        for name, wanted in where.items()
+    )
