@@ -31,3 +31,4 @@ from jax_mx.ops.packing import unpack_mxfp6 as unpack_mxfp6
 from jax_mx.ops.preprocessing import Hadamard as Hadamard
 from jax_mx.ops.preprocessing import Stochastic as Stochastic
 from jax_mx.ops.preprocessing import hadamard as hadamard
+from jax_mx.version import __version__ as __version__
