@@ -33,7 +33,7 @@ from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx.lowering import store as artifacts
 from jax_mx import reference
-from jax_mx.facts import variants
+from jax_mx.facts import launch, variants
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.arrays.views import Form, minor_to_major
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
@@ -310,6 +310,7 @@ def _call(
         result_layouts=result_layouts,
         extra_attributes=_sharding_attributes(ctx, form.batch(x.ndim)),
     )
+    attributes["abi"] = np.int64(launch.ABI)
     if absent := _absent(plan):
         attributes["absent"] = np.array(absent, dtype=np.int64)
     if form.merge:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_mx import _ffi
+from jax_mx.facts.launch import Launch
 from jax_mx.facts.variants import Variant
 
 TARGET = "jax_mx_launch"
@@ -21,7 +21,7 @@ BINARIES = Path(__file__).parents[1] / "binaries"
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
-    """A binary and the facts that launch it; the manifest's words, see ffi/launch.cc for them.
+    """A binary and the facts that launch it; the manifest's words, see facts/launch.py for them.
 
     Attributes:
       image: the binary.
@@ -34,31 +34,8 @@ class Artifact:
 
     def attributes(self, scale_layout: str, params: dict[str, int]) -> dict[str, Any]:
         """As the call target takes them; `params` are the values of scalars that have a name."""
-        launch = self.facts["launches"][scale_layout]
-        entries = launch["entries"]
-        scalars = [  # (bytes, buffer, from, to); buffer -1 stands for the constant `from`
-            (size, -1, params[what], 0) if isinstance(what, str) else (size, *what)
-            for size, what in launch["scalars"]
-        ]
-        divide = [(i, *term) for i, entry in enumerate(entries) for term in entry["divide"]]
-        grid = [
-            (3 * i + axis, *term)
-            for i, entry in enumerate(entries)
-            for axis, *term in entry["grid"]
-        ]
-        numbers = {
-            "align": [entry["align"] for entry in entries],
-            "divide": divide,
-            "threads": [entry["threads"] for entry in entries],
-            "grid": grid,
-            "scalars": scalars,
-        }
-        return {
-            "image": self.image,
-            "sha256": self.facts["sha256"],
-            "symbols": ",".join(entry["symbol"] for entry in entries),
-            **{name: np.array(value, dtype=np.int64).ravel() for name, value in numbers.items()},
-        }
+        launch = Launch.from_json(self.facts["launches"][scale_layout])
+        return launch.attributes(self.facts["sha256"], params, self.image)
 
 
 @functools.cache
