@@ -15,6 +15,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jax
 import pytest
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -199,7 +200,8 @@ def test_launch_follows_the_rule_and_the_buffers(scenario):
             for values in ({"a": 0x1FFFFF, "b": (8 << 23) + 0x600001}, {"a": 0, "b": -1}):
                 KERNELS = kernels(values=values)
                 x = jnp.ones(shape, jnp.bfloat16)
-                results = run(x)
+                outs = outs_of(x if x.size else X)  # a call without any bytes is none to XLA
+                results = run(x, outs=outs)
                 addresses = [a.unsafe_buffer_pointer() for a in (x, *results)]
                 rows.append([shape, values, addresses, report()])
         print(json.dumps(rows))
@@ -260,7 +262,11 @@ def test_a_size_is_a_sum_of_products(scenario):
         launched((2, Factor(multiprocessors())), (2, Factor(M, MANY)))
         launched((0, Factor(constant(1 << 62))), (0, Factor(constant(1 << 62), 1, 1)))
         before = launches()
-        launched((2, Factor(multiprocessors())), (2, Factor(M, MANY)), x=jnp.ones((0, 64)))
+        empty = jnp.ones((0, 64), jnp.bfloat16)
+        rows.append(attempt(empty, outs=outs_of(X)))  # with results, or XLA drops the call
+        KERNELS = kernels(first(grid=tuple(
+            GridTerm(2, factor) for factor in (Factor(multiprocessors()), Factor(M, MANY)))))
+        rows.append(attempt(empty, outs=outs_of(X)))
         print(json.dumps([rows, launches() - before]))
         """,
         JAX_MX_FAKE_UNITS="77",
@@ -269,7 +275,8 @@ def test_a_size_is_a_sum_of_products(scenario):
     assert rows[:3] == [[2 * 4, 1, 1], [2 * 4 + 5, 1, 1], [3 * 2 + 4, 4, 1]]
     assert rows[3:5] == [[78, 1, 1], [1, 1, 77]]
     assert "grid axis 0 of stand_in_0 does not fit the buffers" in rows[5]
-    assert launches == 0  # nothing for an empty array
+    assert "grid axis 0 of stand_in_0 does not fit the buffers" in rows[6]
+    assert rows[7] is None and launches == 0  # nothing for an empty array
 
 
 def test_multiprocessors_that_the_driver_does_not_tell(scenario):
@@ -654,7 +661,7 @@ BAD_MAPS = [  # a change of a map's numbers: buffer, type, rank, swizzle, promot
     ("put(m, 21, 1 << 61)", "stride 1 of tensor map 0 of stand_in_0 is not a multiple of 16"),
     ("put(m, 21, 1 << 62)", "stride 1 of tensor map 0 of stand_in_0 is not a multiple of 16"),
     ("put(put(m, 18, -1), 19, 1 << 40)", "stride 1 of tensor map 0 of stand_in_0 is not a"),
-    ("put(put(m, 18, -1), 19, (1 << 40) - 16)", "tensor map 0 of stand_in_0 reaches beyond its"),
+    ("put(put(m, 18, -1), 19, (1 << 39) - 8)", "tensor map 0 of stand_in_0 reaches beyond its"),
     ("np.tile(m, 9)", "a kernel has more than 8 tensor maps"),
     ("np.tile(m, 8)", None),
     ("m[:-1]", "attribute maps of the call has the wrong size"),
@@ -677,28 +684,46 @@ def test_bad_tensor_maps_are_errors_and_the_process_lives(scenario):
     assert_refused(bad, scenario(code))
 
 
-def test_a_tensor_map_needs_an_aligned_buffer_that_is_there(scenario):
-    """XLA's CPU client passes NumPy's memory as it lies where 64 divides its address only."""
+def test_a_tensor_map_needs_a_buffer_that_is_there(scenario):
+    """A null one has no bytes; an empty one launches nothing if the grid is 0, else has no map."""
     out = scenario(
         textwrap.dedent(MAPS)
         + textwrap.dedent("""
-        # A buffer that the call does not have is null; the map has dimensions nevertheless.
         CALL = {"absent": np.array([1])}
         there = dataclasses.replace(MAP, buffer=1)
+        there = dataclasses.replace(there, dims=(Length(constant(64)), Length(constant(2))))
+        there = dataclasses.replace(there, strides=(Length(constant(128)),))
         four = dataclasses.replace(RULE.entries[0], align=(1, 1, 1, 1), parameters=TAKES, grid=())
         KERNELS = kernels(dataclasses.replace(mapped(there), entries=(four,)))
-        absent = attempt()
-        # An empty one launches nothing if the grid is 0, else there is no map of it.
+        rows = [attempt(), launches()]
         CALL, KERNELS = {}, kernels(mapped())
-        empty = [attempt(jnp.ones((0, 64), jnp.bfloat16)), launches()]
+        empty, outs = jnp.ones((0, 64), jnp.bfloat16), outs_of(X)  # else XLA drops the call
+        rows += [attempt(empty, outs=outs), launches()]
         KERNELS = kernels(mapped(grid=()))
-        print(json.dumps([absent, *empty, attempt(jnp.ones((0, 64), jnp.bfloat16)), launches()]))
+        print(json.dumps([*rows, attempt(empty, outs=outs), launches()]))
         """)
     )
     assert "tensor map 0 of stand_in_0 reaches beyond its buffer" in out[0]
-    assert out[1:3] == [None, 0]
-    assert "dimension 1 of tensor map 0 of stand_in_0 is not 1 to 2^32" in out[3]
-    assert out[4] == 0
+    assert out[1:4] == [0, None, 0]
+    assert "dimension 1 of tensor map 0 of stand_in_0 is not 1 to 2^32" in out[4]
+    assert out[5] == 0
+
+
+def test_a_tensor_map_needs_an_aligned_buffer(tmp_path):
+    source = Path(PACKAGE).parent / "ffi"
+    if not source.exists():
+        pytest.skip("needs the sources of the extension")
+    program = tmp_path / "follow"
+    include = ["-I", source, "-isystem", jax.ffi.include_dir()]
+    command = ["g++", "-std=c++17", "-DNDEBUG", *include, "-o", program, HERE / "follow.cc", "-ldl"]
+    subprocess.run(command, check=True)
+    lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert lines[:2] == ["0 followed", "16 followed"]
+    for line in lines[2:]:
+        assert line.endswith(
+            " jax_mx: the address of the buffer of tensor map 0 of copy is not a multiple of 16 bytes"
+        )
+    assert len(lines) == 6
 
 
 # ---- what an entry asks for ---
@@ -801,7 +826,7 @@ def test_scratch_is_cleared_before_each_launch(scenario):
             except Exception as error:
                 rows.append(str(error))
         KERNELS = kernels(scratch(*size, clear=True))
-        rows.append([attempt(jnp.ones((0, 64))), report()["events"]])
+        rows.append([attempt(jnp.ones((0, 64)), outs=outs_of(X)), report()["events"]])
         print(json.dumps([rows, _ffi.counters()["cleared"]]))
         """
     )
