@@ -36,6 +36,29 @@ struct Grid {
   std::array<unsigned, 3> threads;
 };
 
+// What an entry asks for beside a grid.
+struct Settings {
+  unsigned shared = 0;                           // bytes of dynamic shared memory per thread block
+  std::array<unsigned, 3> cluster = {1, 1, 1};  // thread blocks
+  bool early_start = false;  // may start before what precedes it in the stream has ended
+
+  unsigned blocks() const { return cluster[0] * cluster[1] * cluster[2]; }
+  bool extended() const { return blocks() > 1 || early_start; }
+};
+
+// A tensor map's contents; the numbers are those of cuTensorMapEncodeTiled. Element strides are 1,
+// and nothing is interleaved.
+struct TensorMap {
+  static constexpr size_t kBytes = 128, kMaxRank = 5;
+
+  int type = 0, swizzle = 0, promotion = 0, fill = 0;
+  unsigned rank = 0;
+  void* address = nullptr;
+  std::array<uint64_t, kMaxRank> dims{};         // elements, the fastest dimension first
+  std::array<uint64_t, kMaxRank - 1> strides{};  // bytes, from the second dimension on
+  std::array<uint32_t, kMaxRank> box{};          // elements
+};
+
 // Where a driver's functions come from.
 struct Library {
   using Functions = std::map<std::string, uintptr_t>;  // addresses by name
@@ -84,18 +107,31 @@ class Driver {
   virtual Failure Load(std::string_view image, Handle* library) const = 0;
   virtual Failure Kernel(Handle library, const char* symbol, Handle* kernel) const = 0;
 
-  // Brings the code to the device, whose context is current. The first launch would do so, which
-  // must not happen while a stream is being captured.
-  virtual Failure Prepare(Handle kernel, int device) const = 0;
+  // Brings the code to the device, whose context is current, and allows what the entry asks for.
+  // The first launch would bring the code, which must not happen while a stream is being captured.
+  virtual Failure Prepare(Handle kernel, int device, const Settings& settings) const = 0;
+
+  // How many thread blocks of the largest size run at once: the device's multiprocessors.
+  virtual Failure Multiprocessors(int device, int64_t* count) const = 0;
 
   // The size of the kernel's parameter `index`; 0: there is none, -1: the driver cannot say.
   virtual int ParamSize(Handle kernel, size_t index) const = 0;
 
   virtual bool IsCapturing(Handle stream) const = 0;
 
+  // Why `Encode` and `Clear` are not to be had; empty when they are.
+  virtual Failure CannotEncode() const = 0;
+  virtual Failure CannotClear() const = 0;
+
+  // Writes the map's 128 bytes to `out`, an address that 64 divides. Asks no device.
+  virtual Failure Encode(const TensorMap& map, void* out) const = 0;
+
+  // Zeros on the stream.
+  virtual Failure Clear(void* address, size_t bytes, Handle stream) const = 0;
+
   // `kernel` has been prepared for `device`; `params` point at its parameters' values.
-  virtual Failure Launch(Handle kernel, int device, const Grid& grid, Handle stream,
-                         void** params) const = 0;
+  virtual Failure Launch(Handle kernel, int device, const Grid& grid, const Settings& settings,
+                         Handle stream, void** params) const = 0;
 
  protected:
   // Looks a function up; one that is missing makes the driver unusable if it is required.
@@ -105,12 +141,19 @@ class Driver {
       unusable_ = library.failure;
       return;
     }
+    name_ = library.name;
     function = reinterpret_cast<Function>(library.find(symbol));
-    if (function == nullptr && required)
-      unusable_ = library.name + " has no " + symbol + "; update the GPU driver";
+    if (function == nullptr && required) unusable_ = Missing(symbol);
+  }
+
+  Failure Missing(const char* symbol) const {
+    return name_ + " has no " + symbol + "; update the GPU driver";
   }
 
   Failure unusable_;
+
+ private:
+  std::string name_;  // of the library
 };
 
 class CudaDriver : public Driver {
@@ -125,23 +168,29 @@ class CudaDriver : public Driver {
     Find(library, library_kernel_, "cuLibraryGetKernel");
     Find(library, kernel_function_, "cuKernelGetFunction");
     Find(library, kernel_param_, "cuKernelGetParamInfo", /*required=*/false);  // CUDA 12.4
+    Find(library, kernel_get_, "cuKernelGetAttribute", /*required=*/false);
+    Find(library, kernel_set_, "cuKernelSetAttribute", /*required=*/false);
+    Find(library, encode_, "cuTensorMapEncodeTiled", /*required=*/false);
+    Find(library, clear_, "cuMemsetD8Async", /*required=*/false);
     Find(library, is_capturing_, "cuStreamIsCapturing");
     Find(library, launch_, "cuLaunchKernel");
+    Find(library, launch_extended_, "cuLaunchKernelEx", /*required=*/false);
     if (unusable_.empty()) unusable_ = Check(init_(0), "cuInit");
   }
 
   Failure Arch(int ordinal, std::string* arch) const override {
-    constexpr int kMajor = 75, kMinor = 76;  // CUdevice_attribute
-    int device = 0, major = 0, minor = 0;
-    if (Failure f = Check(device_get_(&device, ordinal), "cuDeviceGet"); !f.empty()) return f;
-    if (Failure f = Check(device_attribute_(&major, kMajor, device), "cuDeviceGetAttribute");
-        !f.empty())
-      return f;
-    if (Failure f = Check(device_attribute_(&minor, kMinor, device), "cuDeviceGetAttribute");
-        !f.empty())
-      return f;
+    int major = 0, minor = 0;
+    if (Failure f = Attribute(ordinal, kMajor, &major); !f.empty()) return f;
+    if (Failure f = Attribute(ordinal, kMinor, &minor); !f.empty()) return f;
     *arch = "sm_" + std::to_string(10 * major + minor);
     return {};
+  }
+
+  Failure Multiprocessors(int ordinal, int64_t* count) const override {
+    int found = 0;
+    Failure f = Attribute(ordinal, kMultiprocessors, &found);
+    *count = found;
+    return f;
   }
 
   // The driver is not told the image's size.
@@ -154,9 +203,30 @@ class CudaDriver : public Driver {
     return Check(library_kernel_(kernel, library, symbol), "cuLibraryGetKernel");
   }
 
-  Failure Prepare(Handle kernel, int) const override {
+  Failure Prepare(Handle kernel, int ordinal, const Settings& settings) const override {
+    if (Failure f = Allow(kernel, ordinal, settings); !f.empty()) return f;
     Handle function = nullptr;
     return Check(kernel_function_(&function, kernel), "cuKernelGetFunction");
+  }
+
+  Failure CannotEncode() const override {
+    return encode_ == nullptr ? Missing("cuTensorMapEncodeTiled") : Failure();
+  }
+
+  Failure CannotClear() const override {
+    return clear_ == nullptr ? Missing("cuMemsetD8Async") : Failure();
+  }
+
+  Failure Encode(const TensorMap& map, void* out) const override {
+    constexpr std::array<uint32_t, TensorMap::kMaxRank> kOnes = {1, 1, 1, 1, 1};
+    return Check(encode_(out, map.type, map.rank, map.address, map.dims.data(),
+                         map.strides.data(), map.box.data(), kOnes.data(), /*interleave=*/0,
+                         map.swizzle, map.promotion, map.fill),
+                 "cuTensorMapEncodeTiled");
+  }
+
+  Failure Clear(void* address, size_t bytes, Handle stream) const override {
+    return Check(clear_(reinterpret_cast<uint64_t>(address), 0, bytes, stream), "cuMemsetD8Async");
   }
 
   int ParamSize(Handle kernel, size_t index) const override {
@@ -170,15 +240,94 @@ class CudaDriver : public Driver {
     return stream != nullptr && is_capturing_(stream, &status) == 0 && status != 0;
   }
 
-  Failure Launch(Handle kernel, int, const Grid& grid, Handle stream,
+  Failure Launch(Handle kernel, int, const Grid& grid, const Settings& settings, Handle stream,
                  void** params) const override {
-    return Check(launch_(kernel, grid.blocks[0], grid.blocks[1], grid.blocks[2], grid.threads[0],
-                         grid.threads[1], grid.threads[2], 0, stream, params, nullptr),
-                 "cuLaunchKernel");
+    const auto& [x, y, z] = grid.blocks;
+    const auto& [tx, ty, tz] = grid.threads;
+    if (!settings.extended())
+      return Check(launch_(kernel, x, y, z, tx, ty, tz, settings.shared, stream, params, nullptr),
+                   "cuLaunchKernel");
+    std::array<LaunchAttribute, 2> attributes{};
+    unsigned count = 0;
+    if (settings.blocks() > 1) {
+      attributes[count].id = kClusterDimension;
+      std::memcpy(attributes[count++].value, settings.cluster.data(), sizeof settings.cluster);
+    }
+    if (settings.early_start) {
+      attributes[count].id = kProgrammaticStreamSerialization;
+      attributes[count++].value[0] = 1;
+    }
+    const LaunchConfig config = {x,  y, z, tx, ty, tz, settings.shared, stream, attributes.data(),
+                                 count};
+    return Check(launch_extended_(&config, kernel, params, nullptr), "cuLaunchKernelEx");
   }
 
  private:
   using Result = int;  // CUresult
+
+  // CUdevice_attribute, CUfunction_attribute, CUlaunchAttributeID
+  static constexpr int kMultiprocessors = 16, kMajor = 75, kMinor = 76, kMostShared = 97,
+                       kLaunchesClusters = 120;
+  static constexpr int kStaticShared = 1, kDynamicShared = 8, kUnusualCluster = 14;
+  static constexpr int kClusterDimension = 4, kProgrammaticStreamSerialization = 6;
+  static constexpr unsigned kUsualCluster = 8;  // thread blocks that every device can launch
+
+  struct LaunchAttribute {
+    alignas(8) int id;
+    alignas(8) unsigned value[16];
+  };
+  struct LaunchConfig {
+    unsigned x, y, z, tx, ty, tz, shared;
+    Handle stream;
+    const LaunchAttribute* attributes;
+    unsigned count;
+  };
+  static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56);
+
+  Failure Attribute(int ordinal, int attribute, int* value) const {
+    int device = 0;
+    if (Failure f = Check(device_get_(&device, ordinal), "cuDeviceGet"); !f.empty()) return f;
+    return Check(device_attribute_(value, attribute, device), "cuDeviceGetAttribute");
+  }
+
+  // Kernels have no more than 48 KB of shared memory and clusters of 8 unless they are allowed it.
+  Failure Allow(Handle kernel, int ordinal, const Settings& settings) const {
+    if (settings.extended() && launch_extended_ == nullptr) return Missing("cuLaunchKernelEx");
+    if (settings.blocks() > 1) {
+      int able = 0;
+      if (Failure f = Attribute(ordinal, kLaunchesClusters, &able); !f.empty()) return f;
+      if (able == 0) return "the device launches no clusters of thread blocks";
+    }
+    const bool unusual = settings.blocks() > kUsualCluster;
+    if (settings.shared == 0 && !unusual) return {};
+    if (kernel_set_ == nullptr) return Missing("cuKernelSetAttribute");
+    if (kernel_get_ == nullptr) return Missing("cuKernelGetAttribute");
+    int device = 0;
+    if (Failure f = Check(device_get_(&device, ordinal), "cuDeviceGet"); !f.empty()) return f;
+    if (unusual) {
+      Failure f =
+          Check(kernel_set_(kUnusualCluster, 1, kernel, device), "cuKernelSetAttribute");
+      if (!f.empty()) return f;
+    }
+    if (settings.shared == 0) return {};
+    int most = 0, own = 0, allowed = 0;
+    if (Failure f = Attribute(ordinal, kMostShared, &most); !f.empty()) return f;
+    // One at a time: calls of the same kernel may ask for more or less, and what is allowed to one
+    // must not be taken away by another.
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto [attribute, value] : {std::pair(kStaticShared, &own),
+                                    std::pair(kDynamicShared, &allowed)}) {
+      Failure f = Check(kernel_get_(value, attribute, kernel, device), "cuKernelGetAttribute");
+      if (!f.empty()) return f;
+    }
+    if (int64_t{settings.shared} + own > most)
+      return "the kernel needs " + std::to_string(int64_t{settings.shared} + own) +
+             " bytes of shared memory, the device has " + std::to_string(most) +
+             " for a thread block";
+    const int wanted = static_cast<int>(settings.shared);
+    if (wanted <= allowed) return {};
+    return Check(kernel_set_(kDynamicShared, wanted, kernel, device), "cuKernelSetAttribute");
+  }
 
   Failure Check(Result result, const char* call) const {
     if (result == 0) return {};
@@ -198,9 +347,16 @@ class CudaDriver : public Driver {
   Result (*library_kernel_)(Handle*, Handle, const char*) = nullptr;
   Result (*kernel_function_)(Handle*, Handle) = nullptr;
   Result (*kernel_param_)(Handle, size_t, size_t*, size_t*) = nullptr;
+  Result (*kernel_get_)(int*, int, Handle, int) = nullptr;
+  Result (*kernel_set_)(int, int, Handle, int) = nullptr;
+  Result (*encode_)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const uint32_t*,
+                    const uint32_t*, int, int, int, int) = nullptr;
+  Result (*clear_)(uint64_t, unsigned char, size_t, Handle) = nullptr;
   Result (*is_capturing_)(Handle, int*) = nullptr;
   Result (*launch_)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                     Handle, void**, void**) = nullptr;
+  Result (*launch_extended_)(const LaunchConfig*, Handle, void**, void**) = nullptr;
+  mutable std::mutex mutex_;
 };
 
 class HipDriver : public Driver {
@@ -214,19 +370,26 @@ class HipDriver : public Driver {
     Find(library, set_device_, "hipSetDevice");
     Find(library, module_load_, "hipModuleLoadData");
     Find(library, module_function_, "hipModuleGetFunction");
+    Find(library, clear_, "hipMemsetAsync", /*required=*/false);
     Find(library, is_capturing_, "hipStreamIsCapturing");
     Find(library, launch_, "hipModuleLaunchKernel");
     if (unusable_.empty()) unusable_ = Check(init_(0), "hipInit");
   }
 
   Failure Arch(int device, std::string* arch) const override {
-    constexpr size_t kSize = 1472, kName = 1160, kNameSize = 256;  // gcnArchName
-    alignas(8) std::array<char, 2 * kSize> properties{};  // twice: it has grown before
-    if (Failure f = Check(properties_(properties.data(), device), "hipGetDeviceProperties");
-        !f.empty())
-      return f;
+    Properties properties{};
+    if (Failure f = Read(device, &properties); !f.empty()) return f;
+    constexpr size_t kName = 1160, kNameSize = 256;  // gcnArchName
     const std::string_view name(&properties[kName], strnlen(&properties[kName], kNameSize));
     *arch = name.substr(0, name.find(':'));  // "gfx942:sramecc+:xnack-"
+    return {};
+  }
+
+  Failure Multiprocessors(int device, int64_t* count) const override {
+    constexpr size_t kMultiprocessors = 388;  // multiProcessorCount
+    Properties properties{};
+    if (Failure f = Read(device, &properties); !f.empty()) return f;
+    *count = Number<int>(properties, kMultiprocessors);
     return {};
   }
 
@@ -262,7 +425,19 @@ class HipDriver : public Driver {
     return {};
   }
 
-  Failure Prepare(Handle kernel, int device) const override {
+  Failure Prepare(Handle kernel, int device, const Settings& settings) const override {
+    if (settings.blocks() > 1) return "HIP launches no clusters of thread blocks";
+    if (settings.early_start) return "HIP starts no kernel before the one that precedes it has ended";
+    if (settings.shared != 0) {
+      constexpr size_t kShared = 296;  // sharedMemPerBlock
+      Properties properties{};
+      if (Failure f = Read(device, &properties); !f.empty()) return f;
+      const auto most = Number<size_t>(properties, kShared);
+      if (most != 0 && settings.shared > most)
+        return "the kernel needs " + std::to_string(settings.shared) +
+               " bytes of shared memory, the device has " + std::to_string(most) +
+               " for a workgroup";
+    }
     auto* entry = static_cast<Entry*>(kernel);
     const size_t index = static_cast<size_t>(device);
     std::lock_guard<std::mutex> lock(entry->image->mutex);
@@ -293,9 +468,20 @@ class HipDriver : public Driver {
     return stream != nullptr && is_capturing_(stream, &status) == 0 && status != 0;
   }
 
+  Failure CannotEncode() const override { return "HIP has no tensor maps"; }
+  Failure Encode(const TensorMap&, void*) const override { return CannotEncode(); }
+
+  Failure CannotClear() const override {
+    return clear_ == nullptr ? Missing("hipMemsetAsync") : Failure();
+  }
+
+  Failure Clear(void* address, size_t bytes, Handle stream) const override {
+    return Check(clear_(address, 0, bytes, stream), "hipMemsetAsync");
+  }
+
   // Packs the argument block itself, as the code object's metadata lays it out.
-  Failure Launch(Handle kernel, int device, const Grid& grid, Handle stream,
-                 void** params) const override {
+  Failure Launch(Handle kernel, int device, const Grid& grid, const Settings& settings,
+                 Handle stream, void** params) const override {
     for (size_t i = 0; i < grid.blocks.size(); ++i) {
       const uint64_t threads = uint64_t{grid.blocks[i]} * grid.threads[i];
       if (threads >> 32 != 0)
@@ -313,13 +499,14 @@ class HipDriver : public Driver {
     void* extra[] = {kPointer, block.data(), kSize, &size, kEnd};
     return Check(launch_(entry->functions[static_cast<size_t>(device)].load(), grid.blocks[0],
                          grid.blocks[1], grid.blocks[2], grid.threads[0], grid.threads[1],
-                         grid.threads[2], 0, stream, nullptr, extra),
+                         grid.threads[2], settings.shared, stream, nullptr, extra),
                  "hipModuleLaunchKernel");
   }
 
  private:
   using Result = int;  // hipError_t
   static constexpr size_t kMaxArguments = 512;
+  using Properties = std::array<char, 2 * 1472>;  // twice its size: it has grown before
 
   struct Image;
   struct Entry {
@@ -335,6 +522,17 @@ class HipDriver : public Driver {
     std::array<Handle, kMaxDevices> modules{};
   };
 
+  Failure Read(int device, Properties* properties) const {
+    return Check(properties_(properties->data(), device), "hipGetDeviceProperties");
+  }
+
+  template <typename T>
+  static T Number(const Properties& properties, size_t at) {
+    T value;
+    std::memcpy(&value, &properties[at], sizeof value);
+    return value;
+  }
+
   Failure Check(Result result, const char* call) const {
     if (result == 0) return {};
     return std::string(call) + ": " + error_name_(result) + " (" + error_string_(result) + ")";
@@ -347,6 +545,7 @@ class HipDriver : public Driver {
   Result (*set_device_)(int) = nullptr;
   Result (*module_load_)(Handle*, const void*) = nullptr;
   Result (*module_function_)(Handle*, Handle, const char*) = nullptr;
+  Result (*clear_)(void*, int, size_t, Handle) = nullptr;
   Result (*is_capturing_)(Handle, int*) = nullptr;
   Result (*launch_)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                     Handle, void**, void**) = nullptr;

@@ -1,37 +1,76 @@
 // One XLA FFI target that launches any precompiled kernel on XLA's stream.
 //
-// The call carries the kernel and everything that its launch needs; this file knows pointers,
-// integers and dimensions, and nothing of what the kernel computes.
+// The call carries the kernel's name and everything that its launch needs; this file knows
+// pointers, integers and dimensions, and nothing of what the kernel computes. jax_mx/facts/launch.py
+// writes these attributes.
 //
-// Attribute `kernels`: a dictionary from a chip's name ("sm_90") to
-//   image    the binary (ELF)                       sha256   of the image, hexadecimal
-//   symbols  entry points of the image, comma-separated, the fastest first: all compute the same
+// Attributes of the call
+//
+//   abi      i64: the version of all that this comment says, 2. A call without it is of version 1,
+//            which this handler does not launch.
+//   kernels  a dictionary from a chip's name ("sm_90") to that chip's kernel, a dictionary itself.
+//   merge    i64[k], optional: rules see the last k dimensions of a buffer as fewer, each the product
+//            of those that have the same number here; a buffer of a rank below k as it is.
+//   absent   i64[k], optional: the numbers, ascending, of operands that the kernel knows and the
+//            call does not have. Their pointers are null.
+//   device   i64, on XLA's CPU platform only: the device of the stand-in driver.
+//
+// Buffers are numbered operands first, then results; absent operands count.
+//
+// An extent is three integers (buffer, from, to): the product of the buffer's dimensions
+// dims[from:to]. `from` and `to` count from the end when negative, and `to` is clamped to the rank,
+// so one rule serves every rank, every shard and every vmap. Buffer -1 stands for the constant
+// `from`, buffer -2 for the number of the device's multiprocessors.
+//
+// A size is a sum of products. It has a row for each factor, which ends with (buffer, from, to,
+// divisor, summand): factors of the same summand, 0 to 7, are multiplied, the products are added up;
+// a factor is ceil(extent / divisor). (A divisor beyond any extent makes a factor 0 for an empty
+// buffer and 1 for any other.)
+//
+// A length is five integers (buffer, from, to, times, divisor): extent * times / divisor, which must
+// leave no rest.
+//
+// Attributes of a kernel. An optional array that is not there is an empty one.
+//
+//   sha256   of the binary, hexadecimal.
+//   image    the binary (an ELF file); optional. Without it the binary is looked for by its sha256,
+//            first among those that this process has, then in the folders of `use_store`, when the
+//            executable is built and again when it is loaded. A binary that is nowhere is an error:
+//            when the executable is built, if none of the call's kernels has one; else on a device
+//            whose kernel has none.
+//   symbols  entry points of the binary, comma-separated, the fastest first: all compute the same.
 //   align    i64[symbols x buffers]: what each buffer's address must be a multiple of for that
-//            entry; the first entry that all addresses (and `divide`) satisfy is launched
-//   divide   i64[k x 5]: (entry, buffer, from, to, divisor): the entry takes only a
-//            prod(dims[from:to]) that the divisor divides
-//   threads  i64[symbols x 3] per thread block
-//   grid     i64[k x 5]: (3 * entry + axis, buffer, from, to, divisor): an entry's axis is the
-//            product of its terms ceil(prod(dims[from:to]) / divisor); 1 without any
-//   scalars  i64[k x 4]: per scalar (bytes, buffer, from, to): prod(dims[from:to]), 4 or 8 bytes
-// Buffers are numbered operands first, then results. `from` and `to` count from the end when
-// negative, and `to` is clamped to the rank, so one rule serves every rank, every shard and every
-// vmap. Buffer -1 stands for the constant `from`. The kernel's parameters are the operands'
-// pointers, the results' pointers, then the scalars. A grid axis of 0 launches nothing.
+//            entry; the first entry that all addresses (and `divide`) satisfy is launched.
+//   divide   i64[k x 5], optional: (entry, buffer, from, to, divisor): the entry takes only an
+//            extent that the divisor divides.
+//   threads  i64[symbols x 3] per thread block, 1024 at most.
+//   grid     i64[k x 6], optional: (3 * entry + axis, then a factor): an entry's axis is a size; 1
+//            without any factor. Where an axis is 0 nothing is launched.
+//   scalars  i64[k x 4], optional: (bytes, then an extent): an integer of 4 or 8 bytes.
+//   maps     i64[k], optional: CUDA's tensor maps, one after the other. Each is (buffer, element
+//            type, rank, swizzle, L2 promotion, fill), then for each dimension, the fastest first,
+//            its length in elements and its box (6 integers), then for each dimension but the first
+//            its stride, a length in bytes. Type, swizzle, promotion and fill are the numbers of
+//            cuTensorMapEncodeTiled. Element strides are 1. A map lies within its buffer.
+//   parameters  i64[k x 3], optional: (entry, kind, index): an entry's parameters in the kernel's
+//            order. Kind 0 is the pointer to buffer `index`, 1 scalar `index`, 2 tensor map `index`,
+//            by value, 3 `index` bytes of zeros (which a compiler declares and no kernel reads). An
+//            entry without any takes the operands' pointers, the results', then the scalars.
+//   settings  i64[symbols x 5], optional: (bytes of dynamic shared memory, the cluster's thread
+//            blocks along three axes, whether the entry may start before what precedes it in the
+//            stream has ended: CUDA's programmatic dependent launch). 0, 1, 1, 1, 0 without.
+//   scratch  i64[k x 2], optional: (buffer, clear): a result of the call that is the kernel's
+//            workspace. It must have the bytes that `scratch_bytes` says; if `clear` is 1 so many
+//            are set to zero on the stream before the launch.
+//   scratch_bytes  i64[k x 6]: (index of the scratch buffer, then a factor): sizes in bytes.
 //
-// Attribute `merge`, i64[k]: rules see the last k dimensions of a buffer as fewer, each the product
-// of those that have the same number here; a buffer of a rank below k as it is.
-//
-// Attribute `absent`, i64[k]: the numbers, ascending, of operands that the kernel knows and the call
-// does not have. Their pointers are null.
-//
-// Attribute `device`, on XLA's CPU platform only: the device of the stand-in driver, an i64.
+// HIP has no tensor maps, no clusters and no early start: such an entry is an error when loaded.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cfenv>
@@ -47,61 +86,23 @@
 #include <vector>
 
 #include "driver.h"
-#include "image.h"
+#include "rule.h"
+#include "store.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_mx {
 namespace {
 
-namespace ffi = xla::ffi;
 namespace nb = nanobind;
 
-constexpr size_t kMaxBuffers = 12, kMaxScalars = 16;
-
-ffi::Error Invalid(const std::string& what) {
-  return ffi::Error::InvalidArgument("jax_mx: " + what);
-}
-ffi::Error Internal(const std::string& what) { return ffi::Error::Internal("jax_mx: " + what); }
+constexpr int64_t kAbi = 2;
 
 // What tests read.
 struct Counters {
-  std::atomic<int64_t> libraries{0}, launches{0}, captured{0}, fallback_entries{0};
+  std::atomic<int64_t> libraries{0}, launches{0}, captured{0}, fallback_entries{0}, cleared{0},
+      encoded{0};
 };
 Counters counters;
-
-// ---- what a call carries ---------------------------------------------------------------------
-struct Extent {
-  int64_t buffer, from, to;
-};
-struct Ratio {
-  int64_t index;  // of an entry, or of its grid axis
-  Extent extent;
-  int64_t divisor;
-};
-struct Scalar {
-  int64_t bytes;
-  Extent extent;
-};
-struct Entry {
-  std::string symbol;
-  std::vector<int64_t> align;  // per buffer
-  std::array<unsigned, 3> threads{};
-};
-struct Image;
-struct Kernel {
-  Image* image = nullptr;
-  std::vector<Entry> entries;
-  std::vector<Ratio> divide, grid;
-  std::vector<Scalar> scalars;
-  size_t buffers() const { return entries.front().align.size(); }
-};
-
-// A binary of this process and, once loaded, its library: one for all calls and devices.
-struct Image {
-  std::string sha256, bytes;
-  std::mutex mutex;
-  Handle library = nullptr;
-};
 
 // ---- the platforms: who launches --------------------------------------------------------------
 struct Cuda {
@@ -148,85 +149,57 @@ struct State {
   std::mutex mutex;
   std::map<const Kernel*, std::unique_ptr<Loaded>> loaded;
   std::array<std::atomic<const Loaded*>, kMaxDevices> ready{};  // per device
+  std::array<int64_t, kMaxDevices> multiprocessors{};           // written before `ready`
 };
 
 // ---- instantiate: when an executable is built or deserialized; needs no device -----------------
-ffi::ErrorOr<Image*> Intern(std::string_view sha256, std::string_view bytes) {
-  static std::mutex mutex;
-  static auto* images = new std::map<std::string, std::unique_ptr<Image>, std::less<>>();
-  std::lock_guard<std::mutex> lock(mutex);
-  auto it = images->find(sha256);
-  if (it != images->end() && it->second->bytes == bytes) return it->second.get();
-  if (!IsWholeElf(bytes))
-    return ffi::Unexpected(Invalid("image is not a whole 64-bit ELF file (truncated or corrupted)"));
-  if (Sha256(bytes) != sha256)
-    return ffi::Unexpected(Invalid("image does not have the sha256 " + std::string(sha256) +
-                                   " that the call names (corrupted)"));
-  auto image = std::make_unique<Image>();
-  image->sha256 = sha256;
-  image->bytes = bytes;
-  return images->emplace(image->sha256, std::move(image)).first->second.get();
+ffi::Error CheckVersion(const ffi::Dictionary& attrs) {
+  int64_t version = 1;
+  if (attrs.contains("abi")) {
+    auto abi = attrs.get<int64_t>("abi");
+    if (!abi.has_value()) return Invalid("attribute abi of the call is not an i64");
+    version = *abi;
+  }
+  if (version == kAbi) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                    "jax_mx: the program calls kernels by version " + std::to_string(version) +
+                        " of jax_mx's launch attributes, the jax_mx installed here launches "
+                        "version " +
+                        std::to_string(kAbi) +
+                        "; export or lower the program again with this jax_mx, or install the "
+                        "jax_mx that it was exported with");
 }
 
-ffi::Error Parse(const ffi::Dictionary& attrs, Kernel* kernel) {
-  using Ints = ffi::Span<const int64_t>;
-  auto image = attrs.get<std::string_view>("image");
-  auto sha256 = attrs.get<std::string_view>("sha256");
-  auto symbols = attrs.get<std::string_view>("symbols");
-  auto align = attrs.get<Ints>("align");
-  auto divide = attrs.get<Ints>("divide");
-  auto threads = attrs.get<Ints>("threads");
-  auto grid = attrs.get<Ints>("grid");
-  auto scalars = attrs.get<Ints>("scalars");
-  if (!image.has_value() || !sha256.has_value() || !symbols.has_value() || !align.has_value() ||
-      !divide.has_value() || !threads.has_value() || !grid.has_value() || !scalars.has_value())
-    return Invalid("an attribute of the call is missing or has the wrong type");
+// Of binaries that are nowhere, what they are and where they were looked for.
+ffi::Error NotFound(const std::vector<std::pair<std::string, const Kernel*>>& missing) {
+  std::string what;
+  std::vector<std::string> hashes;
+  for (const auto& [chip, kernel] : missing) {
+    what += (what.empty() ? "" : ", ") + kernel->name() + " (sha256 " + kernel->sha256 + ") for " +
+            chip;
+    hashes.push_back(kernel->sha256);
+  }
+  return ffi::Error(ffi::ErrorCode::kNotFound, "jax_mx: no binary is found of " + what + "; " +
+                                                   Store::Get().Searched(hashes));
+}
 
-  for (size_t at = 0; at <= symbols->size();) {
-    const size_t comma = std::min(symbols->find(',', at), symbols->size());
-    kernel->entries.push_back({std::string(symbols->substr(at, comma - at)), {}, {}});
-    at = comma + 1;
+// The binary that the call carries, if it does, else the one that is found by its sha256, if one is.
+ffi::Error Resolve(const ffi::Dictionary& attrs, Kernel* kernel) {
+  if (!attrs.contains("image")) {
+    kernel->image = Store::Get().Find(kernel->sha256);
+    return ffi::Error::Success();
   }
-  const size_t entries = kernel->entries.size(), buffers = align->size() / entries;
-  if (threads->size() != 3 * entries || divide->size() % 5 != 0 || grid->size() % 5 != 0 ||
-      scalars->size() % 4 != 0 || buffers == 0 || align->size() != buffers * entries ||
-      buffers > kMaxBuffers || scalars->size() / 4 > kMaxScalars)
-    return Invalid("an attribute of the call has the wrong size");
-  for (size_t i = 0; i < align->size(); ++i) {
-    const int64_t a = align->begin()[i];
-    if (a < 1) return Invalid("an alignment is not positive");
-    kernel->entries[i / buffers].align.push_back(a);
-  }
-  auto is_buffer = [&](int64_t i) { return i >= -1 && i < static_cast<int64_t>(buffers); };
-  for (size_t i = 0; i < threads->size(); ++i) {
-    const int64_t count = threads->begin()[i];
-    if (count < 1 || count > 1024) return Invalid("a thread count is out of range");
-    kernel->entries[i / 3].threads[i % 3] = static_cast<unsigned>(count);
-  }
-  auto ratios = [&](const Ints& from, int64_t indices, std::vector<Ratio>* to) {
-    for (const int64_t* r = from.begin(); r != from.end(); r += 5) {
-      if (r[0] < 0 || r[0] >= indices || !is_buffer(r[1]) || r[4] < 1) return false;
-      to->push_back({r[0], {r[1], r[2], r[3]}, r[4]});
-    }
-    return true;
-  };
-  const auto count = static_cast<int64_t>(entries);
-  if (!ratios(*grid, 3 * count, &kernel->grid) || !ratios(*divide, count, &kernel->divide))
-    return Invalid("the launch rule names an axis, entry, buffer or divisor out of range");
-  for (size_t i = 0; i < scalars->size(); i += 4) {
-    const int64_t* s = scalars->begin() + i;
-    if ((s[0] != 4 && s[0] != 8) || !is_buffer(s[1]))
-      return Invalid("a scalar is neither 4 nor 8 bytes wide, or names no buffer");
-    kernel->scalars.push_back({s[0], {s[1], s[2], s[3]}});
-  }
-  auto interned = Intern(*sha256, *image);
-  if (!interned.has_value()) return interned.error();
-  kernel->image = *interned;
-  return ffi::Error::Success();
+  auto image = attrs.get<std::string_view>("image");
+  if (!image.has_value())
+    return Invalid("an attribute of the call is missing or has the wrong type");
+  Failure failure = Store::Get().Intern(kernel->sha256, *image, &kernel->image);
+  return failure.empty() ? ffi::Error::Success() : Invalid(failure);
 }
 
 template <typename Platform>
 ffi::ErrorOr<std::unique_ptr<State<Platform>>> Instantiate(ffi::Dictionary attrs) {
+  if (ffi::Error error = CheckVersion(attrs); error.failure())
+    return ffi::Unexpected(std::move(error));
   auto kernels = attrs.get<ffi::Dictionary>("kernels");
   if (!kernels.has_value() || kernels->size() == 0)
     return ffi::Unexpected(Invalid("the call has no attribute kernels"));
@@ -235,10 +208,16 @@ ffi::ErrorOr<std::unique_ptr<State<Platform>>> Instantiate(ffi::Dictionary attrs
     auto kernel = kernels->get<ffi::Dictionary>(*it);
     if (!kernel.has_value())
       return ffi::Unexpected(Invalid("an entry of kernels is not a dictionary"));
-    if (ffi::Error error = Parse(*kernel, &state->kernels[std::string(*it)]);
-        error.failure())
+    Kernel& own = state->kernels[std::string(*it)];
+    if (ffi::Error error = Parser(*kernel, &own).Parse(); error.failure())
+      return ffi::Unexpected(std::move(error));
+    if (ffi::Error error = Resolve(*kernel, &own); error.failure())
       return ffi::Unexpected(std::move(error));
   }
+  std::vector<std::pair<std::string, const Kernel*>> missing;
+  for (const auto& [chip, kernel] : state->kernels)
+    if (kernel.image == nullptr) missing.emplace_back(chip, &kernel);
+  if (missing.size() == state->kernels.size()) return ffi::Unexpected(NotFound(missing));
   if (auto device = attrs.get<int64_t>("device"); device.has_value())
     state->device = static_cast<int32_t>(*device);
   if (auto merge = attrs.get<ffi::Span<const int64_t>>("merge"); merge.has_value())
@@ -257,17 +236,29 @@ ffi::ErrorOr<std::unique_ptr<State<Platform>>> Instantiate(ffi::Dictionary attrs
 
 // ---- load: once per process (library), call site (kernels) and device (code) -------------------
 template <typename Platform>
-ffi::Error CheckParams(const Kernel& kernel, const Entry& entry, Handle handle) {
-  const size_t buffers = kernel.buffers(), count = buffers + kernel.scalars.size();
+ffi::Error CheckParams(const Entry& entry, Handle handle) {
+  const size_t count = entry.parameters.size();
   for (size_t i = 0; i <= count; ++i) {
     const int size = Platform::driver().ParamSize(handle, i);
     if (size < 0) break;
-    const int64_t passed = i < buffers ? 8 : i < count ? kernel.scalars[i - buffers].bytes : 0;
+    const int64_t passed = i < count ? entry.parameters[i].bytes : 0;
     if (size != passed)
       return Invalid("parameter " + std::to_string(i) + " of " + entry.symbol + " takes " +
                      std::to_string(size) + " bytes, the call passes " + std::to_string(passed));
   }
   return ffi::Error::Success();
+}
+
+// Whether the driver has what the launch takes beside a kernel.
+Failure CheckDriver(const Driver& driver, const Kernel& kernel) {
+  for (const Entry& entry : kernel.entries)
+    for (const Parameter& parameter : entry.parameters)
+      if (parameter.kind == Parameter::kMap)
+        if (Failure f = driver.CannotEncode(); !f.empty()) return f;
+  for (const Scratch& scratch : kernel.scratch)
+    if (scratch.clear)
+      if (Failure f = driver.CannotClear(); !f.empty()) return f;
+  return {};
 }
 
 template <typename Platform>
@@ -288,37 +279,48 @@ ffi::Error Load(State<Platform>* state, int32_t device) {
                       "jax_mx: the program holds kernels for " + have + ", this device is " + arch +
                           "; lower it for this device, or with implementation=\"xla\"");
   }
-  const Kernel& kernel = it->second;
   std::lock_guard<std::mutex> lock(state->mutex);
+  Kernel& kernel = it->second;
+  if (kernel.image == nullptr) kernel.image = Store::Get().Find(kernel.sha256);
+  if (kernel.image == nullptr) return NotFound({{arch, &kernel}});
+  const auto where = [&](const Entry& entry) {
+    return " (" + entry.symbol + ", image " + kernel.sha256.substr(0, 12) + ")";
+  };
   auto& loaded = state->loaded[&kernel];
   if (loaded == nullptr) {
+    if (Failure f = CheckDriver(driver, kernel); !f.empty())
+      return Internal(f + where(kernel.entries.front()));
     auto fresh = std::make_unique<typename State<Platform>::Loaded>();
     fresh->kernel = &kernel;
     std::lock_guard<std::mutex> image_lock(kernel.image->mutex);
     for (const Entry& entry : kernel.entries) {
-      const std::string where =
-          " (" + entry.symbol + ", image " + kernel.image->sha256.substr(0, 12) + ")";
       Handle& library = kernel.image->library;
       if (library == nullptr) {
         if (Failure f = driver.Load(kernel.image->bytes, &library); !f.empty()) {
           library = nullptr;
-          return Internal(f + where);
+          return Internal(f + where(entry));
         }
         ++counters.libraries;
       }
       Handle handle = nullptr;
       if (Failure f = driver.Kernel(library, entry.symbol.c_str(), &handle); !f.empty())
-        return Internal(f + where);
-      if (ffi::Error error = CheckParams<Platform>(kernel, entry, handle); error.failure())
-        return error;
+        return Internal(f + where(entry));
+      if (ffi::Error error = CheckParams<Platform>(entry, handle); error.failure()) return error;
       fresh->handles.push_back(handle);
     }
     loaded = std::move(fresh);
   }
-  for (Handle handle : loaded->handles)
-    if (Failure f = driver.Prepare(handle, device); !f.empty())
-      return Internal(f + " (" + kernel.entries.front().symbol + ")");
-  state->ready[static_cast<size_t>(device)].store(loaded.get(), std::memory_order_release);
+  for (size_t i = 0; i < kernel.entries.size(); ++i)
+    if (Failure f = driver.Prepare(loaded->handles[i], device, kernel.entries[i].settings);
+        !f.empty())
+      return Internal(f + where(kernel.entries[i]));
+  const auto index = static_cast<size_t>(device);
+  if (kernel.counts_multiprocessors) {
+    int64_t& count = state->multiprocessors[index];
+    if (Failure f = driver.Multiprocessors(device, &count); !f.empty()) return Internal(f);
+    if (count < 1) return Internal("the driver does not say how many multiprocessors there are");
+  }
+  state->ready[index].store(loaded.get(), std::memory_order_release);
   return ffi::Error::Success();
 }
 
@@ -336,110 +338,8 @@ ffi::Error Initialize(State<Platform>* state, int32_t device) {
 }
 
 // ---- execute: no allocation, synchronization or load -------------------------------------------
-struct Buffers {
-  size_t size = 0;
-  std::array<void*, kMaxBuffers> data{};
-  std::array<size_t, kMaxBuffers> bytes{};
-  std::array<ffi::Span<const int64_t>, kMaxBuffers> dims{};
-  const std::vector<int64_t>* merge = nullptr;
-
-  bool Add() {  // one that the call does not have
-    if (size == kMaxBuffers) return false;
-    ++size;
-    return true;
-  }
-  bool Add(const ffi::AnyBuffer& buffer) {
-    if (size == kMaxBuffers) return false;
-    data[size] = buffer.untyped_data();
-    bytes[size] = buffer.size_bytes();
-    dims[size++] = buffer.dimensions();
-    return true;
-  }
-};
-
 // The call that this thread is launching, for a stand-in driver: a real one is not told sizes.
-struct Launching {
-  const Buffers* buffers = nullptr;
-  size_t operands = 0;
-};
-thread_local Launching launching;
-
-// False when the extent does not lie within the buffer's rank or the product overflows.
-bool Evaluate(const Extent& extent, const Buffers& buffers, int64_t* value) {
-  *value = extent.from;
-  if (extent.buffer < 0) return true;
-  const auto& dims = buffers.dims[static_cast<size_t>(extent.buffer)];
-  const int64_t size = static_cast<int64_t>(dims.size());
-  const int64_t merged = static_cast<int64_t>(buffers.merge->size());
-  const int64_t alone = size < merged ? size : size - merged;  // before the merged ones
-  const auto at = [&](int64_t i) {
-    return i < alone ? i : alone + (*buffers.merge)[static_cast<size_t>(i - alone)];
-  };
-  int64_t rank = alone;
-  for (int64_t i = alone; i < size; ++i) rank = std::max(rank, at(i) + 1);
-  const int64_t from = extent.from < 0 ? extent.from + rank : extent.from;
-  const int64_t to = extent.to < 0 ? extent.to + rank : std::min(extent.to, rank);
-  if (from < 0 || from > to) return false;  // and so from <= to <= rank
-  *value = 1;
-  for (int64_t i = 0; i < size; ++i)
-    if (from <= at(i) && at(i) < to && __builtin_mul_overflow(*value, dims.begin()[i], value))
-      return false;
-  return true;
-}
-
-// The grid of an entry and the scalars; no thread blocks at all where an axis is 0.
-struct Arguments {
-  Grid grid;
-  bool empty = false;
-  std::array<int64_t, kMaxScalars> scalars{};
-};
-
-ffi::Error Follow(const Kernel& kernel, size_t index, const Buffers& buffers, Arguments* out) {
-  const std::string& name = kernel.entries[index].symbol;
-  std::array<int64_t, 3> blocks = {1, 1, 1};
-  for (const Ratio& term : kernel.grid) {
-    if (static_cast<size_t>(term.index) / 3 != index) continue;
-    int64_t n = 0, &axis = blocks[static_cast<size_t>(term.index) % 3];
-    if (!Evaluate(term.extent, buffers, &n) || n < 0 ||
-        __builtin_mul_overflow(axis, n / term.divisor + (n % term.divisor != 0), &axis))
-      return Invalid("grid axis " + std::to_string(term.index % 3) + " of " + name +
-                     " does not fit the buffers");
-  }
-  out->grid.threads = kernel.entries[index].threads;
-  out->empty = blocks[0] == 0 || blocks[1] == 0 || blocks[2] == 0;
-  for (size_t i = 0; i < 3; ++i) {
-    const int64_t most = i == 0 ? 0x7fffffff : 0xffff;
-    if (blocks[i] > most)
-      return Invalid("grid axis " + std::to_string(i) + " of " + name + " would need " +
-                     std::to_string(blocks[i]) + " thread blocks, at most " +
-                     std::to_string(most) + " fit");
-    out->grid.blocks[i] = static_cast<unsigned>(blocks[i]);
-  }
-  for (size_t i = 0; i < kernel.scalars.size(); ++i) {
-    const Scalar& scalar = kernel.scalars[i];
-    int64_t& value = out->scalars[i];
-    if (!Evaluate(scalar.extent, buffers, &value) ||
-        (scalar.bytes == 4 && value != static_cast<int32_t>(value)))
-      return Invalid("scalar " + std::to_string(i) + " of " + name + " does not fit " +
-                     std::to_string(scalar.bytes) + " bytes");
-  }
-  return ffi::Error::Success();
-}
-
-// Whether an entry takes these addresses and shapes.
-bool Serves(const Kernel& kernel, size_t index, const Buffers& buffers) {
-  const Entry& entry = kernel.entries[index];
-  for (size_t i = 0; i < buffers.size; ++i)
-    if (reinterpret_cast<uintptr_t>(buffers.data[i]) % static_cast<uintptr_t>(entry.align[i]))
-      return false;
-  for (const Ratio& wants : kernel.divide) {
-    int64_t n = 0;
-    if (static_cast<size_t>(wants.index) == index &&
-        (!Evaluate(wants.extent, buffers, &n) || n % wants.divisor != 0))
-      return false;
-  }
-  return true;
-}
+thread_local const Buffers* launching = nullptr;
 
 template <typename Platform>
 ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::RemainingArgs args,
@@ -460,7 +360,7 @@ ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::R
   }
   skip();
   if (absent != state->absent.end()) return Invalid("absent numbers a buffer beyond the operands");
-  const size_t operands = buffers.size;
+  buffers.operands = buffers.size;
   for (size_t i = 0; i < rets.size(); ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return buffer.error();
@@ -472,32 +372,60 @@ ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::R
     loaded = Ready(state, device);
   }
   const Kernel& kernel = *loaded->kernel;
-  const std::string& name = kernel.entries.front().symbol;
   if (!fits || buffers.size != kernel.buffers())
-    return Invalid(name + " takes " + std::to_string(kernel.buffers()) +
+    return Invalid(kernel.name() + " takes " + std::to_string(kernel.buffers()) +
                    " buffers, the call passes " + std::to_string(buffers.size));
+  buffers.multiprocessors = state->multiprocessors[static_cast<size_t>(device)];
   size_t index = 0;
   while (index < kernel.entries.size() && !Serves(kernel, index, buffers)) ++index;
   if (index == kernel.entries.size())
-    return Invalid("the buffers' addresses and shapes fit no entry of " + name);
+    return Invalid("the buffers' addresses and shapes fit no entry of " + kernel.name());
   Arguments arguments;
   if (ffi::Error error = Follow(kernel, index, buffers, &arguments); error.failure()) return error;
   if (arguments.empty) return ffi::Error::Success();
 
-  std::array<void*, kMaxBuffers + kMaxScalars> params{};
-  size_t count = 0;
-  for (size_t i = 0; i < buffers.size; ++i) params[count++] = &buffers.data[i];
-  // Little-endian: 4 bytes are a value's low half.
-  for (size_t i = 0; i < kernel.scalars.size(); ++i) params[count++] = &arguments.scalars[i];
+  const auto& driver = Platform::driver();
+  const Entry& entry = kernel.entries[index];
+  const auto internal = [&](const Failure& failure) {
+    return Internal(failure + " (" + entry.symbol + ")");
+  };
+  static constexpr std::array<char, kMaxZeros> kNothing{};
+  struct alignas(64) Encoded {
+    std::array<char, TensorMap::kBytes> bytes;
+  };
+  std::array<Encoded, kMaxMaps> encoded;
+  std::array<void*, kMaxParameters> params{};
+  for (size_t i = 0; i < entry.parameters.size(); ++i) {
+    const auto& [kind, at, bytes] = entry.parameters[i];
+    if (kind == Parameter::kPointer) {
+      params[i] = &buffers.data[at];
+    } else if (kind == Parameter::kScalar) {
+      params[i] = &arguments.scalars[at];  // little-endian: 4 bytes are a value's low half
+    } else if (kind == Parameter::kMap) {
+      params[i] = &encoded[at];
+      if (Failure f = driver.Encode(arguments.maps[at], &encoded[at]); !f.empty())
+        return internal(f);
+      ++counters.encoded;
+    } else {
+      params[i] = const_cast<char*>(kNothing.data());
+    }
+  }
+  for (size_t i = 0; i < kernel.scratch.size(); ++i) {
+    if (!kernel.scratch[i].clear || arguments.scratch[i] == 0) continue;
+    void* const address = buffers.data[kernel.scratch[i].buffer];
+    if (Failure f = driver.Clear(address, static_cast<size_t>(arguments.scratch[i]), stream);
+        !f.empty())
+      return internal(f);
+    ++counters.cleared;
+  }
   ++counters.launches;
   if (index != 0) ++counters.fallback_entries;
-  if (Platform::driver().IsCapturing(stream)) ++counters.captured;
-  launching = {&buffers, operands};
-  Failure failure = Platform::driver().Launch(loaded->handles[index], device, arguments.grid,
-                                              stream, params.data());
-  launching = {};
-  if (!failure.empty()) return Internal(failure + " (" + kernel.entries[index].symbol + ")");
-  return ffi::Error::Success();
+  if (driver.IsCapturing(stream)) ++counters.captured;
+  launching = &buffers;
+  Failure failure = driver.Launch(loaded->handles[index], device, arguments.grid, entry.settings,
+                                  stream, params.data());
+  launching = nullptr;
+  return failure.empty() ? ffi::Error::Success() : internal(failure);
 }
 
 // ---- the three stages as XLA sees them ----------------------------------------------------------
@@ -571,6 +499,7 @@ NB_MODULE(_ffi, m) {
   using namespace jax_mx;
   m.doc() = "Launches precompiled kernels from XLA custom calls (see ffi/launch.cc).";
   m.attr("API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.attr("ABI") = kAbi;
   m.def(
       "registrations",
       [] {
@@ -606,12 +535,31 @@ NB_MODULE(_ffi, m) {
       "What calls on XLA's CPU platform launch through; before the first of them. The library is a\n"
       "path, or the addresses of the driver's functions by name.");
   m.def(
+      "use_store",
+      [](std::vector<std::string> folders, std::string advice) {
+        Store::Get().Use(std::move(folders), std::move(advice));
+      },
+      nb::arg("folders"), nb::arg("advice"),
+      "Where calls that carry no binary find it, in this order: as the file <folder>/<sha256>, whose\n"
+      "contents are checked. Replaces the folders of an earlier call. The advice, a clause, ends the\n"
+      "error about a binary that is nowhere.");
+  m.def(
+      "intern",
+      [](const std::string& sha256, nb::bytes image) {
+        Image* ignored = nullptr;
+        Failure f = Store::Get().Intern(sha256, {image.c_str(), image.size()}, &ignored);
+        if (!f.empty()) throw nb::value_error(("jax_mx: " + f).c_str());
+      },
+      nb::arg("sha256"), nb::arg("image"),
+      "Takes a binary into the process, where calls that carry none find it.\n\n"
+      "Raises ValueError: it is no whole ELF file, or has another sha256.");
+  m.def(
       "launching",
       [] {
         nb::list out;
-        for (size_t i = 0; launching.buffers != nullptr && i < launching.buffers->size; ++i)
-          out.append(nb::make_tuple(reinterpret_cast<uintptr_t>(launching.buffers->data[i]),
-                                    launching.buffers->bytes[i], i >= launching.operands));
+        for (size_t i = 0; launching != nullptr && i < launching->size; ++i)
+          out.append(nb::make_tuple(reinterpret_cast<uintptr_t>(launching->data[i]),
+                                    launching->bytes[i], i >= launching->operands));
         return out;
       },
       "(address, bytes, whether it is a result) of each buffer of the call that this thread is\n"
@@ -624,8 +572,12 @@ NB_MODULE(_ffi, m) {
         out["launches"] = counters.launches.load();
         out["captured"] = counters.captured.load();
         out["fallback_entries"] = counters.fallback_entries.load();
+        out["encoded"] = counters.encoded.load();
+        out["cleared"] = counters.cleared.load();
+        out["read_from_store"] = Store::Get().read.load();
         return out;
       },
       "Of this process: libraries loaded, launches, how many of these while a stream was captured\n"
-      "into a graph, and how many took another entry than the fastest.");
+      "into a graph, and how many took another entry than the fastest; tensor maps encoded, scratch\n"
+      "buffers cleared, and binaries read from the folders of use_store.");
 }

@@ -1,7 +1,6 @@
 """Strict settings for every test, what `gpu` means, and the record of what was executed where."""
 
 import collections
-import json
 import os
 from pathlib import Path
 
@@ -10,13 +9,16 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Programs that are exported carry kernels for these; each costs seconds of compiling.
+os.environ.setdefault("JAX_MX_ARCHS", "sm_90a gfx942 gfx950")
 
 import jax
 import pytest
 
-from jax_mx.facts.chips import arch_of
-from jax_mx.lowering import primitive
-from jax_mx.lowering import store as artifacts
+from jax_mx.facts import verified
+from jax_mx.facts.chips import arch_of, dsl_of
+from jax_mx.facts.variants import VARIANTS
+from jax_mx.lowering import primitive, store
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -35,17 +37,23 @@ def arch_here() -> str | None:
 def pytest_addoption(parser):
     parser.addoption(
         "--record-verified",
-        metavar="PATH",
-        help="write verified.json to PATH: which binaries all tests passed for, and where: those "
-        "marked gpu on the chip, those with an `arch` in the emulator",
+        metavar="FOLDER",
+        help="write jax_mx/verified's files to FOLDER: which binaries all tests passed for, and "
+        "where: those marked gpu on the chip, those with an `arch` in the emulator",
+    )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="also run tests marked thorough, which hold on more of the same what others hold",
     )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config, items):
-    """What `sampled` means; and without a GPU that there are binaries for, what `gpu` does.
+    """Leaves out what is thorough if that is not asked for; sees to tests that need a GPU.
 
-    Tests marked gpu fail there or, by default, are left.
+    Without a GPU that there are kernels for, tests marked gpu are left out, or fail if
+    JAX_MX_REQUIRE_GPU=1 asks for one.
     """
     cases = collections.Counter()
     for item in items:
@@ -54,15 +62,19 @@ def pytest_collection_modifyitems(config, items):
             if cases[item.function] % n != first:
                 item.add_marker("thorough")
             cases[item.function] += 1
-    if chip() is not None:
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if os.environ.get("JAX_MX_REQUIRE_GPU") == "1":
-        for item in gpu:
+    required = os.environ.get("JAX_MX_REQUIRE_GPU") == "1"
+    left_out = []
+    for item in items:
+        needs_gpu = item.get_closest_marker("gpu") and chip() is None
+        if needs_gpu and required:
             item.add_marker(pytest.mark.usefixtures("gpu_is_missing"))
-    elif gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        skips = item.get_closest_marker("thorough") and not config.getoption("--thorough")
+        if skips or (needs_gpu and not required):
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = {*map(id, left_out)}
+        items[:] = [item for item in items if id(item) not in gone]
 
 
 @pytest.fixture
@@ -80,8 +92,8 @@ def on_cpu(request):
             yield
 
 
-# ---- verified.json ---
-_outcomes: dict[tuple[str, str], list[bool]] = {}  # of a binary on a device
+# ---- jax_mx/verified -----------------------------------------------------------------------------
+_outcomes: dict[tuple[str, str, str], list[bool]] = {}  # by variant, arch and device
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -93,7 +105,7 @@ def pytest_runtest_makereport(item, call):
     if item.get_closest_marker("gpu"):
         arch, device = arch_here(), jax.devices()[0].device_kind
     if variant is not None and arch is not None:
-        report.user_properties.append(("executed", (f"{variant.name}.{arch}", device)))
+        report.user_properties.append(("executed", (variant.name, arch, device)))
 
 
 def pytest_runtest_logreport(report):
@@ -104,17 +116,20 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    path = session.config.getoption("--record-verified")
-    if not path or not _outcomes or hasattr(session.config, "workerinput"):
+    folder = session.config.getoption("--record-verified")
+    if not folder or not _outcomes or hasattr(session.config, "workerinput"):
         return
-    known = artifacts.BINARIES.with_name("verified.json")
-    before = json.loads(known.read_text()) if known.exists() else {}
-    verified = {}
-    for name, facts in artifacts.manifest().items():
-        entry = before.get(name, {})
-        chips = set(entry["executed_on"]) if entry.get("sha256") == facts["sha256"] else set()
-        for (binary, device), outcomes in _outcomes.items():
-            if binary == name:
-                chips = chips | {device} if all(outcomes) else chips - {device}
-        verified[name] = {"sha256": facts["sha256"], "executed_on": sorted(chips)}
-    Path(path).write_text(json.dumps(verified, indent=1) + "\n")
+    variants = {(v.implementation, v.name): v for v in VARIANTS}
+    for arch in {arch for _, arch, _ in _outcomes}:
+        entries = verified.read(arch)
+        for (name, its_arch, device), outcomes in _outcomes.items():
+            if its_arch != arch:
+                continue
+            found = store.find(variants[dsl_of(arch), name], arch)
+            if found is None:
+                continue
+            entry = entries.get(name, {})
+            chips = {*entry["executed_on"]} if entry.get("sha256") == found.sha256 else set()
+            chips = chips | {device} if all(outcomes) else chips - {device}
+            entries[name] = {"sha256": found.sha256, "executed_on": sorted(chips)}
+        verified.write(arch, entries, Path(folder))

@@ -12,7 +12,7 @@ import pytest
 from helpers import call, op_of, operand, random_bits, with_zeros
 from jax.extend.core import jaxpr_as_fun
 
-from jax_mx.lowering import store as artifacts, primitive
+from jax_mx.lowering import store
 from jax_mx.facts.code_object import CodeObject
 from jax_mx.testing.emulator import Emulator
 from jax_mx.testing.memory import Global
@@ -23,14 +23,13 @@ FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]
 
 
 def each_binary(variants):
-    """Parametrizes by those of variants' binaries that are there."""
+    """Parametrizes by the binaries of variants, which are compiled as they are asked for."""
     return pytest.mark.parametrize(
         "variant,arch",
         [
             pytest.param(variant, arch, id=f"{variant.name}-{arch}")
             for variant in variants
             for arch in ARCHS["flydsl"]
-            if artifacts.holds(variant, arch)
         ],
     )
 
@@ -60,17 +59,23 @@ def example_of(variant, floats, **options) -> tuple[list[np.ndarray], list[np.nd
 
 
 def words_behind(variant, floats, **options) -> list[np.ndarray]:
-    """What a treated variant takes behind x: a word per block, as they lie in memory."""
+    """What a variant with preprocessing takes behind x, a uint32 per block, as it lies in memory."""
     if not variant.block_data:
         return []
-    made = jax.make_jaxpr(call(variant, "flydsl", **options))(floats)
+    made = traced(variant, floats, **options)
     at, plan = plan_of(made)
     before, bound = made.eqns[:at], made.eqns[at]
     words = made.jaxpr.replace(eqns=before, outvars=bound.invars[1:])
     found = jaxpr_as_fun(made.replace(jaxpr=words))(floats)
-    form = plan.views
-    lead = bound.invars[0].aval.ndim - form.tail
-    return [np.asarray(a).transpose(*range(lead), *(lead + i for i in form.operand)) for a in found]
+    view = plan.view
+    lead = bound.invars[0].aval.ndim - view.tail
+    return [np.asarray(a).transpose(*range(lead), *(lead + i for i in view.operand)) for a in found]
+
+
+def traced(variant, like, **options):
+    """A call's jaxpr, flat: without the functions that the public ops are jitted in."""
+    with jax.disable_jit():
+        return jax.make_jaxpr(call(variant, "flydsl", **options))(like)
 
 
 def plan_of(made) -> tuple:
@@ -108,17 +113,17 @@ class Program:
     def __init__(self, variant, arch, shape, **options):
         make, _ = op_of(variant, **options)
         like = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, variant.dtype))
-        made = jax.make_jaxpr(call(variant, "flydsl", **options))(like)
+        made = traced(variant, like, **options)
         at, plan = plan_of(made)
-        bound, merge = made.eqns[at], plan.views.merge
+        bound, merge = made.eqns[at], plan.view.merge
         self.dims = [merged(each.aval.shape, merge) for each in (*bound.invars, *bound.outvars)]
-        self.absent = primitive._absent(plan)
+        self.absent = [plan.signature.number(name) for name in plan.lacks]
         for i in self.absent:
             self.dims.insert(i, ())
         self.operands = len(bound.invars) + len(self.absent)
-        artifact = artifacts.load(variant, arch)
+        artifact = store.get(variant, arch)
         self.code = CodeObject(artifact.image)
-        self.rule = artifact.attributes(plan.scale_layout.name, plan.params)
+        self.rule = artifact.attributes(plan.scale_layout.name, plan.scalars, carry=False)
 
     def extent(self, buffer: int, start: int, end: int) -> int:
         """As ffi/launch.cc has it; of buffer -1 the constant `start`."""

@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 import jax_mx
+from jax_mx.facts.chips import arch_of
 from jax_mx.facts.directions import SECOND, Blocks
 from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.variants import Variant
+from jax_mx.lowering import primitive, registry, store
+from jax_mx.ops.planning import Options, planned
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -124,6 +127,24 @@ def assert_refused(call, error, sentence):
         call()
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# ---- what a call comes to ---
+def plan_for(x, op: str = "quantize", **options):
+    """The plan of a call of quantize on x; options as `jax_mx.quantize` has them."""
+    return planned(op, x, Options(**{"format": "mxfp8_e4m3", **options}))
+
+
+def kernels_for(plan, chips) -> dict[str, dict]:
+    """The attribute `kernels` of the plan's custom call, with the binaries in it."""
+    support = registry.chosen(plan, primitive.platform_of(chips[0]), chips)
+    (kernel,) = support.kernels
+    return {
+        chip: store.get(kernel, arch_of(chip)).attributes(
+            plan.scale_layout.name, plan.scalars, carry=True
+        )
+        for chip in chips
+    }
 
 
 # ---- inputs ---

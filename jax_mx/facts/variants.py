@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jax_mx.facts import directions
 from jax_mx.facts.chips import ARCHS
@@ -25,12 +25,9 @@ from jax_mx.facts.formats import (
     Format,
 )
 
-if TYPE_CHECKING:
-    from jax_mx.lowering.plan import Plan
-
 
 class Kind(NamedTuple):
-    """What of a `treatment.Treatment` changes a kernel's code.
+    """What of an array's preprocessing (facts/preprocessing.py) changes a kernel's code.
 
     Attributes:
       hadamard: the size of the transform that goes before, or 0.
@@ -186,57 +183,3 @@ def layouts_of(variant: Variant) -> tuple[str, ...]:
 def takes_zero_scale(format: Format) -> bool:
     """Whether kernels have the scale of all-zero blocks as a scalar; it is 0 where they do not."""
     return format == MXFP4_E2M1
-
-
-def choose(plan: Plan, implementation: str) -> Variant:
-    """The variant of `implementation` that serves `plan`.
-
-    Raises:
-      NotImplementedError: there is none; says why.
-    """
-    op = plan.op.removesuffix("_both")
-    ops = [v for v in VARIANTS if (v.implementation, v.op) == (implementation, op)]
-    each = [str(treatment) for treatment in plan.treatments]
-    asked = each[0]
-    if len({*each}) > 1:
-        asked = f"the pair ({', '.join(what or 'none' for what in each)})"
-    kinds = tuple(Kind(t.hadamard, t.stochastic) for t in plan.treatments) if asked else ()
-    ops = [v for v in ops if v.kinds == kinds]
-    if not ops:
-        what = f" for {asked}" if asked else ""
-        raise NotImplementedError(
-            f"{plan.op}: {implementation} has no kernel{what}; 'xla' serves it"
-        )
-    mine = [v for v in ops if v.form == plan.form]
-    served = {format.name for v in mine for format in v.formats}
-    for name, value, have in (
-        ("form", plan.form, {v.form for v in ops}),
-        *(("format", format.name, served) for format in plan.formats),
-        *(
-            ("zero_scale", str(plan.zero_scale), {"0", "127"} if takes_zero_scale(f) else {"0"})
-            for f in plan.formats
-        ),
-        ("dtype", plan.dtype.name, {v.dtype for v in mine}),
-    ):
-        if value not in have:
-            raise NotImplementedError(
-                f"{plan.op}: {implementation} has no kernel for {name} {value}"
-                f"{f' with {asked}' if asked else ''}, only for {', '.join(sorted(have))}; "
-                "'xla' serves it"
-            )
-    same = {v.dtype: v for v in mine if v.formats == plan.formats}
-    if plan.dtype.name in same:
-        variant, layout = same[plan.dtype.name], plan.scale_layout.name
-        if layout not in layouts_of(variant):
-            raise NotImplementedError(
-                f"{plan.op}: {implementation} has no kernel for {plan.format.name} and "
-                f"scale_layout {layout}, only for {', '.join(sorted(layouts_of(variant)))}; 'xla' "
-                "serves it"
-            )
-        return variant
-    what = f"{' and '.join(format.name for format in plan.formats)} in one call"
-    if same:
-        what = f"{plan.format.name} and dtype {plan.dtype.name}, only for {', '.join(sorted(same))}"
-    raise NotImplementedError(
-        f"{plan.op}: {implementation} has no kernel for {what}; 'xla' serves it"
-    )

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.variants import Kind, Variant, takes_zero_scale, value_layouts_of
 
 
 class Entry:
-    """An entry's operands and its launch rule.
+    """An entry's arrays and its launch rule.
 
     Attributes:
       aligned: whether it takes aligned operands only, or any.
-      float_first: whether the unquantized array comes before the quantized ones, as an operand.
+      signature: its arrays, in the order of its pointers.
       extents: the scalars that follow from the buffers' dimensions.
       divide: what must divide a dimension, for an aligned entry.
       threads: of a workgroup.
@@ -24,7 +27,7 @@ class Entry:
       trips: the most that a loop in it makes; 0 where there is none.
     """
 
-    # Of a result, see `Plan.params`.
+    # What a kernel may ask for each quantized result, see `Plan.scalars`.
     NAMES = (
         "round_add",
         "round_exception",
@@ -34,7 +37,6 @@ class Entry:
         "flips_odd",
         "value_tiles",
     )
-    float_first = True
     extents: Sequence = ()
     divide: Sequence = ()
     trips = 0
@@ -46,18 +48,34 @@ class Entry:
         self.variant, self.layout, self.aligned = variant, layout, aligned
         self.dtype, self.formats = variant.dtype, variant.formats
         self.itemsize = FLOAT_DTYPES[variant.dtype].itemsize
+        self.signature: Signature = signature_of(variant.op, [*map(self.kind, range(self.count))])
+
+    @property
+    def count(self) -> int:
+        """How many quantized arrays there are."""
+        return len(self.formats)
 
     @property
     def align(self) -> list[int]:
-        """Of each buffer, in bytes."""
-        quantized = ([16, 4] if self.aligned else [1, 1]) * len(self.formats)
-        whole = [16 if self.aligned else self.itemsize, *[4] * self.variant.block_data]
-        return whole + quantized if self.float_first else quantized + whole
+        """What the address of each buffer is a multiple of, in bytes."""
+        return [self.align_of(array) for array in self.signature.arrays]
+
+    def align_of(self, array: Array) -> int:
+        """What the address of one of its arrays is a multiple of, in bytes."""
+        if array.role is Role.REPLICATED:
+            return np.dtype(array.dtype).itemsize
+        least, most = {
+            Role.FLOATS: (self.itemsize, 16),
+            Role.BLOCK_DATA: (4, 4),
+            Role.CODES: (1, 16),
+            Role.SCALES: (1, 4),
+        }[array.role]
+        return most if self.aligned else least
 
     @property
     def scalars(self) -> list:
-        """Of the launch rule: the extents, then what a plan knows by name."""
-        if not self.float_first:
+        """The scalars of the launch rule: the extents, then what a plan knows by name."""
+        if self.variant.op != "quantize":
             return [*self.extents]
         names = [
             f"{name}_{i}"
@@ -77,18 +95,18 @@ class Entry:
         return len(value_layouts_of(self.variant.implementation, self.layout.name)) > 1
 
     def kind(self, i: int) -> Kind:
-        """How elements are treated for the i-th result."""
+        """The preprocessing of the i-th quantized array."""
         return self.variant.kinds[i] if self.variant.kinds else Kind()
 
     def of_result(self, scalars: Sequence, i: int) -> dict[str, Any]:
-        """Those of the kernel's scalars that are the i-th result's, by name."""
+        """The kernel's scalars that belong to the i-th result, by name."""
         pairs = zip(self.scalars, scalars, strict=True)
         named = ((what.rpartition("_"), s) for (_, what), s in pairs if isinstance(what, str))
         return {name: scalar for (name, _, number), scalar in named if number == str(i)}
 
     @staticmethod
     def rule(given: Mapping[str, Any]) -> list:
-        """Of a result's scalars those that its scales follow from."""
+        """The scalars of a result that its scales follow from."""
         return [given[name] for name in Entry.NAMES[:3] if name in given]
 
     @property
@@ -105,7 +123,7 @@ class Entry:
 def launches(
     kernels: Mapping[str, Sequence[Entry]], usage: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Of a binary: the manifest's `launches`.
+    """What the manifest says of a binary's launches.
 
     Args:
       kernels: per scale layout its entries.

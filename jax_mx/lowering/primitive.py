@@ -36,6 +36,7 @@ from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 from jax_mx import reference
 from jax_mx.arrays.views import View, minor_to_major
 from jax_mx.facts import chips as chip_table
+from jax_mx.facts import launch
 from jax_mx.facts.formats import SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.signatures import Array, Role, Signature
@@ -320,6 +321,7 @@ def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, view: View, **at
         result_layouts=result_layouts,
         extra_attributes=_sharding_attributes(ctx, signature, view.batch(floats.ndim)),
     )
+    attributes["abi"] = np.int64(launch.ABI)
     absent = [signature.number(name) for name in plan.lacks]
     if absent:
         attributes["absent"] = np.array(absent, dtype=np.int64)

@@ -27,9 +27,10 @@ from typing import Any
 import jax
 
 from jax_mx import _ffi
-from jax_mx.facts import launch, toolchains
+from jax_mx.facts import toolchains
 from jax_mx.facts.chips import arch_of
 from jax_mx.facts.content import key_of
+from jax_mx.facts.launch import Launch
 from jax_mx.facts.variants import Variant
 from jax_mx.lowering import compiler
 
@@ -68,8 +69,8 @@ class Artifact:
           scalars: the values of scalars that have a name.
           carry: whether the call carries the binary, for a program that leaves this machine.
         """
-        rule = launch.attributes(self.facts["launches"][scale_layout], scalars)
-        return {"sha256": self.sha256, **rule, **({"image": self.image} if carry or not hasattr(_ffi, "use_store") else {})}
+        rule = Launch.from_json(self.facts["launches"][scale_layout])
+        return rule.attributes(self.sha256, scalars, self.image if carry else None)
 
 
 # ---- the package and the cache -------------------------------------------------------------------
@@ -231,8 +232,7 @@ def _register_folders(cache_folder: Path) -> None:
         "call the function once under jax.jit on this machine, which compiles or finds them, or set "
         "JAX_MX_CACHE to the folder in which the machine that compiled the program keeps them"
     )
-    if hasattr(_ffi, "use_store"):  # TEMP
-        _ffi.use_store([str(BINARIES), str(cache_folder / "kernels")], advice)
+    _ffi.use_store([str(BINARIES), str(cache_folder / "kernels")], advice)
 
 
 def register() -> None:

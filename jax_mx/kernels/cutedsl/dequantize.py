@@ -36,7 +36,6 @@ from jax_mx.kernels.geometry import Extents, Place
 class Flat(Kernel):
     """values (..., rows, cols, 32) and scales (..., rows, cols) in the layout -> floats."""
 
-    float_first = False
     extents = (
         *map(geometry.length_of, (0, 1)),
         geometry.flat_rows(),
@@ -137,8 +136,6 @@ class Matrix(Kernel):
 
     Subclasses give the tile, `rows` x `cols` codes, and `vector`, which must divide rows of codes.
     """
-
-    float_first = False
 
     def __init__(self, *entry, tile: Tiling | None = None):
         super().__init__(*entry)

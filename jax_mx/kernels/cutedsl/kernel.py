@@ -11,6 +11,7 @@ from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Variant
 from jax_mx.kernels import geometry, tuning
 from jax_mx.kernels.cutedsl import convert
+from jax_mx.facts.signatures import Array, Role
 from jax_mx.kernels.entry import Entry
 from jax_mx.kernels.geometry import Extents, Place
 
@@ -34,14 +35,19 @@ class Kernel(Entry):
 
     def arguments(self):
         """Stand-ins of the host function's arguments, to compile it."""
-        quantized = [Uint8] * 2 * len(self.formats)
-        whole = [convert.INPUT[self.dtype], *[Uint32] * self.variant.block_data]
-        types = whole + quantized if self.float_first else quantized + whole
+        types = [self.element_of(array) for array in self.signature.arrays]
         pointers = tuple(
             cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
             for dtype, align in zip(types, self.align, strict=True)
         )
         return pointers, tuple((Int64 if s[0] == 8 else Int32)(BLOCK) for s in self.scalars)
+
+    def element_of(self, array: Array):
+        """The type that the kernel's pointer to an array has."""
+        if array.role is Role.REPLICATED:
+            return {"int32": Int32, "uint32": Uint32}[array.dtype]
+        types = {Role.FLOATS: convert.INPUT[self.dtype], Role.BLOCK_DATA: Uint32}
+        return types.get(array.role, Uint8)
 
     def scale_of(self, amax, format: Format, rule, dtype: str = ""):
         """`convert.scale_of`, with the scale of zeros where the entry has it as a scalar."""

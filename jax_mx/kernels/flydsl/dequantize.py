@@ -44,8 +44,6 @@ class Dequantize(Kernel):
     those of floats below each other, and `beside` of floats beside each other.
     """
 
-    float_first = False
-
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
         (self.operand,) = geometry.outputs_of(variant.form, self.formats)
