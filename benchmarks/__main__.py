@@ -28,7 +28,7 @@ from benchmarks import baselines, peers, report, shapes, sharded, timing
 from benchmarks.report import Measured, Row
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.lowering.plan import IMPLEMENTATIONS
+from jax_mx.lowering.registry import IMPLEMENTATIONS
 
 _quantized = jax.jit(
     jax_mx.quantize, static_argnames=("format", "axis", "scaling", "scale_layout", "block")

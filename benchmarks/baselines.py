@@ -18,7 +18,6 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.shapes import Form
-from jax_mx.arrays.mxarray import MXArray
 from jax_mx.facts.formats import (
     BLOCK,
     FORMATS,
@@ -30,6 +29,7 @@ from jax_mx.facts.formats import (
     Scaling,
 )
 from jax_mx.facts.layouts import SCALE_LAYOUTS, ScaleLayout
+from jax_mx.ops.mxarray import MXArray
 
 # From blocks and their amax (1 where the blocks have 32) to elements / scale and the scale's byte.
 Variant = Callable[[jax.Array, jax.Array, Format, Scaling], tuple[jax.Array, jax.Array]]

@@ -21,10 +21,11 @@ import jax_mx
 from benchmarks import __main__ as cli
 from benchmarks import baselines, issue_model, peers, plot, shapes, sweep, timing
 from benchmarks.report import Measured, Row
-from jax_mx.lowering import store as artifacts, plan
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import ARCHS, VARIANTS, layouts_of
+from jax_mx.lowering import plan
+from jax_mx.lowering import store as artifacts
 
 pytestmark = pytest.mark.any_device
 
@@ -640,7 +641,7 @@ def test_a_commit_has_a_date():
 
 # ---- the issue model ---
 def test_the_ratio_is_issued_over_needed():
-    chip = issue_model.Chip("sm_100a", cores=100, ghz=2.0, tb_per_s=8.0)
+    chip = issue_model.Chip("sm_100f", cores=100, ghz=2.0, tb_per_s=8.0)
     # 25.6e12 lanes' instructions a second; 2e12 elements of 4 bytes; 12.8 instructions each.
     assert chip.ratio(4.0, 12.8) == pytest.approx(1.0)
     assert chip.ratio(4.0, 6.4) == pytest.approx(2.0)
@@ -693,7 +694,7 @@ def test_a_slow_variant_wants_a_reason(monkeypatch, capsys, counts, reasons, wan
     )
     launches = {str(i): {"entries": [{"usage": usage}]} for i, usage in enumerate(usages)}
     facts = {"launches": launches}
-    binaries = {f"{variant.name}.{arch}": facts for arch in ("sm_90a", "sm_100a")}
+    binaries = {f"{variant.name}.{arch}": facts for arch in ("sm_90a", "sm_100f")}
     monkeypatch.setattr(issue_model, "manifest", lambda: binaries)
     monkeypatch.setattr(issue_model, "REASONS", {variant.implementation: reasons})
     assert issue_model.main(["--only", variant.name]) == want

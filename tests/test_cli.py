@@ -5,8 +5,8 @@ import json
 import math
 import os
 import re
-import struct
 import signal
+import struct
 import subprocess
 import sys
 import time

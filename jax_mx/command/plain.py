@@ -1,7 +1,7 @@
-"""What one writes in JAX without kernels: MX in plain float arithmetic, for comparison of speed.
+"""What one writes in JAX without kernels, plain float arithmetic: a speed to compare with.
 
-Right on ordinary data; NaNs, infinities and subnormals are `jax_mx.reference`'s business. Scales are
-rounded up, as RCEIL does. There are two versions, and the faster one counts.
+It is right on ordinary data; NaNs, infinities and subnormals are the business of
+`jax_mx.reference`. Scales are rounded up, as RCEIL does. Of two versions the faster one counts.
 """
 
 from __future__ import annotations
