@@ -26,8 +26,10 @@ from rich.progress import Progress
 import jax_mx
 from benchmarks import baselines, peers, report, shapes, sharded, timing
 from benchmarks.report import Measured, Row
+from jax_mx.facts.chips import arch_of, dsl_of
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.lowering.primitive import chip_of
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 
 _quantized = jax.jit(
@@ -125,7 +127,10 @@ class Case:
             **self.options,
             **self.how,
         )
-        return (what.partition(":")[0], "") if supported else ("xla", what)
+        if not supported:
+            return "xla", what
+        arch = arch_of(chip_of(jax.devices()[0]))
+        return self.implementation or dsl_of(str(arch)), ""
 
 
 # ---- measuring ----------------------------------------------------------------------------------

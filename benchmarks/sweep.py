@@ -13,12 +13,14 @@ import hashlib
 import itertools
 import json
 import multiprocessing
+import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
+from jax_mx.facts.directions import FORMS, LAST
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import VARIANTS, Variant
@@ -32,10 +34,10 @@ SMALL = (3, 160, 224)
 
 def candidates(variant: Variant) -> Iterator[Any]:
     """What the variant's kernel class takes as `tile`: those worth a try."""
-    from jax_mx.kernels.cutedsl import dequantize, kernel, quantize
+    from jax_mx.kernels.cutedsl import dequantize, kernel, tiled
 
     itemsize = FLOAT_DTYPES[variant.dtype].itemsize
-    if variant.form == "last":  # Flat: as many bytes in flight per thread as registers allow
+    if variant.form == LAST:  # Flat: as many bytes in flight per thread as registers allow
         for threads, elements, unroll in itertools.product(
             (128, 256, 512), (4, 8, 16, 32), (1, 2, 4, 8)
         ):
@@ -46,7 +48,7 @@ def candidates(variant: Variant) -> Iterator[Any]:
                 yield kernel.Strip(threads, elements, unroll)
     elif variant.op == "quantize":  # Tiled: how many tiles, and in which order
         for (down, across), band in itertools.product(((1, 8), (4, 2), (8, 2), (4, 4)), (1, 64)):
-            yield quantize.Tiling(down, across, band)
+            yield tiled.Tiling(down, across, band)
     else:
         transposed = variant.form.transposed
         depth = 8 if itemsize == 2 or transposed else 4
@@ -58,7 +60,7 @@ def candidates(variant: Variant) -> Iterator[Any]:
 
 def build(folder: Path, arch: str, variants: list[Variant]) -> None:
     """Compiles every candidate of every variant into `folder`; leaves out those that spill."""
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kernels").mkdir(parents=True, exist_ok=True)
     jobs = [(variant, tile) for variant in variants for tile in candidates(variant)]
     manifest = {}
     # Processes: the DSL is not thread-safe.
@@ -72,9 +74,9 @@ def build(folder: Path, arch: str, variants: list[Variant]) -> None:
             if spills:
                 continue
             name = f"{variant.name}.{arch}.{size}"
-            (folder / name).write_bytes(image)
             sha256 = hashlib.sha256(image).hexdigest()
-            manifest[name] = {"key": "", "file": name, "sha256": sha256, **facts}
+            (folder / "kernels" / sha256).write_bytes(image)
+            manifest[name] = {"sha256": sha256, **facts}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     print(len(manifest), "candidates")
 
@@ -103,10 +105,10 @@ def run(folder: Path, shape: shapes.Shape, variants: list[Variant], layout: str)
         inputs = timing.rotate(case.make, timing.nbytes(like))
         rows = []
         for name, facts in manifest.items():
-            stem, arch, size = name.split(".")
+            stem, _, size = name.split(".")
             if stem != variant.name:
                 continue
-            call, same = install(folder, f"{stem}.{arch}", facts, case)
+            call, same = install(folder, facts, case)
             us = timing.measure(call, inputs).us
             gbps = timing.nbytes((inputs[0], call(*inputs[0]))) / us / 1e3
             usage = facts["launches"][layout]["entries"][0]["usage"]
@@ -119,8 +121,8 @@ def run(folder: Path, shape: shapes.Shape, variants: list[Variant], layout: str)
             )
 
 
-def install(folder: Path, name: str, facts: dict[str, Any], case: Case) -> tuple[Any, bool]:
-    """Makes a candidate the only binary of this process.
+def install(folder: Path, facts: dict[str, Any], case: Case) -> tuple[Any, bool]:
+    """Makes a candidate the kernel of every call in this process.
 
     Returns:
       The jitted op that it now serves, and whether that gives the reference's bytes.
@@ -128,11 +130,12 @@ def install(folder: Path, name: str, facts: dict[str, Any], case: Case) -> tuple
     import jax
     import numpy as np
 
-    from jax_mx.lowering import store as artifacts
+    from jax_mx.lowering import store
 
-    artifacts.BINARIES = folder
-    artifacts.manifest = lambda: {name: facts}
-    artifacts.load.cache_clear()
+    artifact = store.Artifact(facts, folder / "kernels")
+    os.environ["JAX_MX_CACHE"] = str(folder)
+    store.writable_cache()  # the handler finds the binary there
+    store.find = store.get = lambda variant, arch: artifact
     jax.clear_caches()
     small = dataclasses.replace(case, shape=SMALL)
     x = small.make(jax.random.key(1))
@@ -154,8 +157,7 @@ def main() -> None:
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--shape", default="8x7168x7168")
     parser.add_argument("--op", choices=("quantize", "dequantize"), default="quantize")
-    forms = sorted({variant.form for variant in VARIANTS})
-    parser.add_argument("--form", nargs="+", choices=forms, default=["last"])
+    parser.add_argument("--form", nargs="+", choices=FORMS, default=["last"])
     parser.add_argument("--dtype", nargs="+", choices=FLOAT_DTYPES, default=[*FLOAT_DTYPES])
     parser.add_argument("--scale-layout", choices=SCALE_LAYOUTS, default="row_major")
     args = parser.parse_args()
@@ -163,7 +165,7 @@ def main() -> None:
         v
         for v in VARIANTS
         if (v.implementation, v.op) == ("cutedsl", args.op)
-        and v.form in args.form
+        and str(v.form) in args.form
         and v.dtype in args.dtype
         and set(v.formats) == {MXFP8_E4M3}
     ]
