@@ -19,7 +19,7 @@ from helpers import assert_bits_equal, assert_same_array
 
 import jax_mx
 from benchmarks import __main__ as cli
-from benchmarks import baselines, issue_model, peers, plot, shapes, sweep, timing
+from benchmarks import baselines, guard, issue_model, peers, plot, shapes, sweep, timing
 from benchmarks.report import Measured, Row
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
@@ -712,6 +712,57 @@ def test_reasons_are_for_variants_that_want_one():
         below = {b.variant.name for b in found if b.variant.implementation == implementation}
         for pattern in patterns:
             assert fnmatch.filter(below, pattern), pattern
+
+
+# ---- the guard of speed ---
+def earlier_row(**changes):
+    names = ("quantize", "axis -1", "64x128", "bfloat16", "mxfp8_e4m3", "rceil", "row_major")
+    numbers = {"us": 100.0, "gbps": 4000.0, "copy_gbps": 4000.0, "fraction_of_copy": 1.0}
+    rest = {"speedup_over_xla": 2.0, "commit": "abc", "implementation": "cutedsl"}
+    return {**dict(zip(KEYS, names, strict=False)), **numbers, **rest, **changes}
+
+
+def test_the_guard_names_what_is_slower():
+    earlier = [earlier_row(), earlier_row(form="both"), earlier_row(implementation="torchao x")]
+    ok, lines = guard.verdict([earlier_row(us=99, commit="def")], earlier, 0.01)
+    assert ok and lines == ["0 of 1 rows are slower by more than 1.0%"]
+    slow = earlier_row(form="both", us=103.0, fraction_of_copy=0.97)
+    new = earlier_row(form="square")
+    ok, lines = guard.verdict([earlier_row(), slow, new], earlier, 0.01)
+    assert not ok
+    assert lines == [
+        "slower: quantize both 64x128 bfloat16 mxfp8_e4m3 rceil row_major: 100.0 -> 103.0 us, "
+        "1.000 -> 0.970 of a copy (-3.0%)",
+        "1 of 2 rows are slower by more than 1.0%",
+        "1 rows have no earlier ones to compare with",
+    ]
+    assert guard.verdict([slow], earlier, 0.05)[0]
+    assert not guard.verdict([new], earlier, 0.01)[0]  # nothing was guarded
+
+
+def test_the_guard_compares_files(tmp_path, capsys):
+    new, old = tmp_path / "new.json", Path(guard.__file__).parent / "results" / "h200.json"
+    new.write_text(old.read_text())
+    assert guard.main([str(new), str(old)]) == 0
+    rows = json.loads(old.read_text())
+    ours = [row for row in rows if row["implementation"] == "cutedsl"]
+    ours[0]["fraction_of_copy"] *= 0.98
+    new.write_text(json.dumps(ours))
+    assert guard.main([str(new), str(old)]) == 1
+    assert "1 of " in capsys.readouterr().out
+    assert guard.main([str(new), str(old), "--share", "0.03"]) == 0
+    with pytest.raises(SystemExit):
+        guard.main([str(new), str(old), "--share", "2"])
+
+
+def test_a_run_is_guarded(tmp_path, capsys):
+    command = ["--form", "axis -1", "--shapes", "64x128", "--repeats", "2"]
+    path = tmp_path / "earlier.json"
+    for fraction, status in ((1e-6, 0), (1e6, 1)):
+        row = earlier_row(fraction_of_copy=fraction, implementation="xla")
+        path.write_text(json.dumps([row]))
+        assert cli.main([*command, "--against", str(path)]) == status
+        assert "of 1 rows are slower" in capsys.readouterr().out
 
 
 # ---- over several devices ---

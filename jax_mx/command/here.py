@@ -212,7 +212,8 @@ def _held(dsl: str, arch: str, products: str) -> Held:
         package=package,
         cache=len(there) - package,
         executed=sum(map(bool, executed)),
-        executed_on=tuple(sorted({device for each in executed for device in each})),
+        # An entry is a device, or a device and the tool under which it ran.
+        executed_on=tuple(sorted({run.split(", ")[0] for each in executed for run in each})),
         demand=toolchains.obstacle(dsl),
     )
 

@@ -25,7 +25,7 @@ def versions(op: str, format: str, dtype: np.dtype) -> Mapping[str, Callable[[An
         return {}
     if op == "dequantize":
         return {"by a product": functools.partial(_dequantize, dtype=dtype)}
-    each = {"by exponents": _by_exponents, "by a division": _by_division}
+    each = {"by exponents": _by_exponents, "by powers": _by_powers}
     both = op == "quantize_both"
     return {
         name: functools.partial(_quantize, format=found, scaled=scaled, both=both)
@@ -48,11 +48,14 @@ def _along_last(x: jax.Array, format: Format, scaled: Callable[..., Any]) -> Any
     return values.reshape(*x.shape[:-1], -1), scales[..., 0]
 
 
-def _by_division(blocks: jax.Array, amax: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
-    """The ratio of amax and the largest value, rounded up to a power of two, divides."""
-    bits = jax.lax.bitcast_convert_type(amax / np.float32(format.max), jnp.uint32)
-    scale = (bits + np.uint32(0x7FFFFF)) >> 23
-    return blocks.astype(jnp.float32) / _power(scale), scale
+def _by_powers(blocks: jax.Array, amax: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
+    """Floats all the way, with no bits in between that XLA might not fuse across."""
+    # A hair less than 1 / max keeps an amax of exactly max * 2^k from rounding up. Rounding to no
+    # mantissa makes 1 of (0.75, 1.5), so three quarters of (1, 2] give 1: half of the power above.
+    ratio = amax * np.float32((1 - 2**-21) / format.max)
+    scale = 2 * jax.lax.reduce_precision(ratio * np.float32(0.75 * (1 - 2**-21)), 8, 0)
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 23
+    return blocks * (1 / scale).astype(blocks.dtype), bits
 
 
 def _by_exponents(

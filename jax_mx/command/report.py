@@ -45,8 +45,8 @@ columns of the tables:
   us, GB/s vs copy
                  of tensors of {tensors.LARGE >> 20} MiB and more, not on a CPU
 
-Times are the medians of {ran.BATCHES} batches of {ran.CALLS} calls, on the host's clock, with calls
-waiting on the device, so that nothing but the device's time counts.
+Times are those that calls spend on the device, the median of {2 * ran.CALLS} calls, from JAX's
+profiler.
 
 A tensor or file that cannot be quantized gets a sentence on stderr, and the run goes on.
 Exit status: 0 if a tensor was quantized and no bytes differ (with --strict: and none failed), 2 for
