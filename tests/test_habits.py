@@ -1,5 +1,6 @@
-"""What stands in two places says the same in both; `python tests/test_habits.py` writes README's."""
+"""What stands in two places says the same in both. `python tests/test_habits.py` writes tables."""
 
+import json
 import re
 import tomllib
 from importlib import metadata
@@ -64,5 +65,105 @@ def kernels_table() -> list[str]:
     return lines
 
 
+TABLES = {"chips": chips_table, "kernels": kernels_table}
+
+
+def with_tables(text: str) -> str:
+    """The README with its tables written anew."""
+    for name, table in TABLES.items():
+        pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"
+        lines = "\n".join(table())
+        text, count = re.subn(pattern, rf"\g<1>{lines}\n\g<2>", text, flags=re.DOTALL)
+        assert count == 1, name
+    return text
+
+
+@in_checkout
+def test_the_readme_says_what_has_kernels():
+    text = README.read_text()
+    assert text == with_tables(text), "run python tests/test_habits.py"
+
+
+def test_both_dsls_have_the_same_kernels():
+    """So the README's table of kernels names none of them; layouts differ as it says."""
+    names = {dsl: {v.name for v in VARIANTS if v.implementation == dsl} for dsl in DSLS}
+    assert names["cutedsl"] == names["flydsl"]
+    for v in VARIANTS:
+        more = v.implementation == "flydsl" or v.formats[0].name == "mxfp4_e2m1"
+        tiled = ("blocked_128x4", "shuffled_32x8")[: 1 + more]
+        assert layouts_of(v) == (("row_major",) if v.form.is_square else ("row_major", *tiled))
+
+
+@in_checkout
+def test_the_readme_has_the_speeds_that_were_measured():
+    rows = json.loads((ROOT / "benchmarks/results/h200.json").read_text())
+    where = {"shape": "8x7168x7168", "dtype": "bfloat16", "format": "mxfp8_e4m3"}
+    where |= {"scaling": "rceil", "scale_layout": "row_major", "implementation": "cutedsl"}
+    rows = {row["form"]: row for row in rows if where.items() <= row.items()}
+    section = README.read_text().partition("## How fast")[2]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
+    assert len(lines) > 5
+    for form, us, tbs, fraction, speedup in lines[1:]:
+        row = rows[form]
+        assert (us, tbs) == (f"{row['us']:.0f}", f"{row['gbps'] / 1e3:.2f}"), form
+        assert fraction == f"{row['fraction_of_copy']:.2f}", form
+        assert speedup == f"{row['speedup_over_xla']:.2f}x", form
+
+
+# ---- versions ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dsl", DSLS)
+def test_extras_bring_the_compilers_that_the_library_wants(dsl):
+    extra = PROJECT["project"]["optional-dependencies"][toolchains.EXTRAS[dsl]]
+    names = [re.split("[=>;]", requirement)[0].strip() for requirement in extra]
+    assert {*names} == {*toolchains.COMPILERS[dsl], *toolchains.READERS[dsl]}
+    dev = PROJECT["dependency-groups"]["dev"]
+    for distribution, version in toolchains.COMPILERS[dsl].items():
+        pinned = f"{distribution}=={version}"
+        for group in (extra, dev):
+            assert pinned in {requirement.partition(";")[0].strip() for requirement in group}
+
+
+def test_dev_brings_what_every_extra_brings():
+    dev = {re.split("[=>;]", r)[0].strip() for r in PROJECT["dependency-groups"]["dev"]}
+    for name, extra in PROJECT["project"]["optional-dependencies"].items():
+        if name != "cuda13":
+            assert {re.split("[=>;]", r)[0].strip() for r in extra} <= dev, name
+
+
+def test_the_version_stands_in_one_place():
+    try:
+        assert jax_mx.__version__ == metadata.version("jax-mx") == PROJECT["project"]["version"]
+    except metadata.PackageNotFoundError:
+        assert jax_mx.__version__ == "0+unknown"
+
+
+def test_types_are_shipped():
+    assert Path(jax_mx.__file__).with_name("py.typed").exists()
+
+
+# ---- files beside the package --------------------------------------------------------------------
+@in_checkout
+def test_the_lock_file_names_the_public_index_alone():
+    urls = re.findall(r'(?:url|registry) = "([^"]*)"', (ROOT / "uv.lock").read_text())
+    assert urls
+    hosts = {url.split("/")[2] for url in urls}
+    assert hosts == {"pypi.org", "files.pythonhosted.org"}
+
+
+@in_checkout
+def test_the_readme_begins_with_the_first_command_and_the_tests():
+    """.ci/run takes them by their place."""
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks[0].endswith("uv run --extra cli python -m jax_mx\n")
+    assert blocks[1].endswith("uv run pytest -q\n")
+
+
+@in_checkout
+def test_the_license_is_there():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+
+
 if __name__ == "__main__":
-    print(*chips_table(), "", *kernels_table(), sep="\n")
+    README.write_text(with_tables(README.read_text()))
