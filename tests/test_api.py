@@ -500,7 +500,7 @@ def test_a_policy_keeps_what_is_quantized(layer):
 
 def test_is_supported():
     supported = jax_mx.is_supported
-    assert supported("quantize", "sm_90") == (True, "cutedsl: quantize_last_bfloat16_mxfp8_e4m3_0")
+    assert supported("quantize", "sm_90") == (True, "cutedsl: quantize_last_bfloat16_mxfp8_e4m3")
     ok, reason = supported("quantize", "sm_80", format="mxfp4_e2m1")
     assert not ok
     assert reason == (

@@ -1,4 +1,4 @@
-"""What NVIDIA's kernels with preprocessing compute per thread, PTX interpreted by numpy; a GPU runs the whole.
+"""What NVIDIA's kernels with preprocessing compute per thread, by numpy; a GPU runs the whole.
 
 AMD's are executed as a whole, in test_emulated.py.
 """
@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, hard_blocks
+from helpers import assert_bits_equal, hard_blocks, plan_for
 
-from jax_mx.lowering import primitive
-from jax_mx import reference
+from jax_mx.reference import blocks as reference
+from jax_mx.facts.directions import LAST
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, SCALE_NAN
-from jax_mx.lowering.plan import plan_quantize
-from jax_mx.ops.preprocessing import Treatment
+from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.variants import VARIANTS
+from jax_mx.lowering import primitive
 
-TREATED = [v for v in VARIANTS if v.block_data and v.implementation == "cutedsl" and v.form == "last"]
+FLAT = [v for v in VARIANTS if v.block_data and v.implementation == "cutedsl" and v.form == LAST]
 preprocessed = pytest.importorskip("jax_mx.kernels.cutedsl.preprocessed")
 convert = pytest.importorskip("jax_mx.kernels.cutedsl.convert")
 
@@ -158,7 +158,7 @@ def on_numpy(monkeypatch):
             id=f"{v.name}-{prescale}-{elements}",
             marks=[pytest.mark.thorough] if (elements, v.dtype) != (16, "bfloat16") else [],
         )
-        for v in TREATED
+        for v in FLAT
         for prescale in (None, 0.75)
         for elements in (8, 16, 32)
         if v.kinds[0].stochastic or prescale is None
@@ -172,10 +172,9 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     x = x[: len(x) // span * span]
     rng = np.random.default_rng(1)
     words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(kind.block_data)]
-    treatment = Treatment(kind.stochastic, prescale, kind.hadamard)
-    plan = plan_quantize(
-        x.reshape(-1, BLOCK * span), MXFP4_E2M1, -1, "even", "row_major", None, treatment=treatment
-    )
+    own = Preprocessing(kind.stochastic, prescale, kind.hadamard)
+    like = x.reshape(-1, BLOCK * span)
+    plan = plan_for(like, format=MXFP4_E2M1, scaling="even", preprocessing=own)
     views = [jnp.asarray(a).reshape(-1, span, a.shape[-1]) for a in (x, *words)]
     outs = primitive._quantize_reference(*views, plan=plan)
     values, scales = (np.asarray(a).reshape(len(x), -1) for a in outs)

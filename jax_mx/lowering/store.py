@@ -184,11 +184,19 @@ def get(variant: Variant, arch: str) -> Artifact:
         found = _cached(key, folder)  # by whoever had the lock before
         if found is not None:
             return found
-        logger.warning(
-            "jax_mx: compiling %s for %s, once (kept in %s)", variant.name, arch, folder
-        )
-        image, facts = compiler.compile_kernel(variant, arch)
+        if key in _failed:
+            raise _failed[key]
+        logger.warning("jax_mx: compiling %s for %s (kept in %s)", variant.name, arch, folder)
+        try:
+            image, facts = compiler.compile_kernel(variant, arch)
+        except compiler.CompileError as error:
+            _failed[key] = error
+            raise
         return _keep(key, image, facts, folder)
+
+
+# By key: what did not compile in this process; it would not the next time.
+_failed: dict[str, compiler.CompileError] = {}
 
 
 def exported(chips: Sequence[str]) -> list[str]:
