@@ -52,9 +52,13 @@ class Kernel(Entry):
             scale = select(amax == Uint32(0), zero[0], scale)
         return scale, inverse
 
+    def conversion(self, format: Format) -> convert.Conversion:
+        """Between this entry's floats and codes of a format."""
+        return convert.Conversion(self.dtype, format, self.arch)
+
     def scaled_pair(self, words: list, inverses: Uint32, format: Format):
-        """`convert.scaled_pair` on this entry's dtype and arch."""
-        return convert.scaled_pair(words, inverses, self.dtype, format, self.arch)
+        """`convert.scaled_pair`, for this entry's floats."""
+        return convert.scaled_pair(words, inverses, self.conversion(format))
 
     @cute.jit
     def __call__(self, pointers, scalars):

@@ -275,7 +275,7 @@ class Tiled(Kernel):
             for low, high in zip(words[:half], words[half:], strict=True):
                 mine, theirs = select(upper, high, low), select(upper, low, high)
                 other = cute.arch.shuffle_sync_bfly(theirs, offset=sharers * stride)
-                kept.append(convert.larger_magnitude(mine, other, self.dtype))
+                kept.append(convert.larger_magnitude(mine, other, self.dtype, self.arch))
             words = kept
         if self.itemsize == 4:
             return [convert.magnitude_bits(word, 0, self.dtype) for word in words]
@@ -291,7 +291,7 @@ class Tiled(Kernel):
         """The word of larger magnitudes, element by element."""
         word = words[0]
         for other in words[1:]:
-            word = convert.larger_magnitude(word, other, self.dtype)
+            word = convert.larger_magnitude(word, other, self.dtype, self.arch)
         return word
 
     def put(self, sS, result: Output, row, col, scale) -> None:
@@ -307,7 +307,7 @@ class Tiled(Kernel):
         ]
         if const_expr(self.itemsize == 2):
             words = [
-                convert.amaxes_of_two(words[i], words[i + 1], self.dtype)
+                convert.amaxes_of_two(words[i], words[i + 1], self.dtype, self.arch)
                 for i in range(0, self.rows, 2)
             ]
         index = across % self.row_sharers
@@ -345,7 +345,7 @@ class Tiled(Kernel):
         ]
         for offset in offsets:
             other = cute.arch.shuffle_sync_bfly(word, offset=offset)
-            word = convert.larger_magnitude(word, other, self.dtype)
+            word = convert.larger_magnitude(word, other, self.dtype, self.arch)
         amax = convert.largest_magnitude_bits(word, self.dtype)
         scale, inverse = self.scale_of(amax, result.format, rounding)
         if (row % BLOCK == 0) & (col % BLOCK == 0):
@@ -372,9 +372,9 @@ class Tiled(Kernel):
         per = result.packed[0]
         rows = [self.scaled_row(rX, inverses, result, per * i + r) for r in range(per)]
         if per == 1:
-            words = convert.pack_along(rows[0], self.dtype, result.format, self.arch)
+            words = convert.pack_along(rows[0], self.conversion(result.format))
         else:
-            words = convert.pack_down(*rows, self.dtype, result.format, self.arch)
+            words = convert.pack_down(*rows, self.conversion(result.format))
         return bytes_of(words, self.vector // result.packed[1])
 
     @cute.jit
@@ -441,9 +441,9 @@ class Tiled(Kernel):
             for i in range_constexpr(self.rows):
                 factors = self.factors(inverses, result, w, i)
                 pairs.append(self.scaled_pair(self.pair(rX, w, i), factors, result.format))
-            below = convert.pack_below(pairs, self.dtype, result.format, self.arch)
+            below = convert.pack_below(pairs, self.conversion(result.format))
             for c in range_constexpr(2):
-                words = convert.pack_column(below, c, result.format, self.arch)
+                words = convert.pack_column(below, c, self.conversion(result.format))
                 rV = bytes_of(words, rows)
                 cute.autovec_copy(rV, chunks[col + 2 * w + c, chunk, byte % 16 // rows, None])
 
