@@ -667,7 +667,8 @@ class Tiled(Matrix):
         stride = Int64(rows) * self.itemsize
         start = y.toint() + (Int64(batch) * cols + left) * stride + top * self.itemsize
         count = cutlass.min(rows - top, self.rows) * self.itemsize
-        store_rows(sY, start, stride, cols - left, count, self.cols, line, self.threads // 32)
+        shape: cutlass.Constexpr = (self.cols, line)
+        store_rows(sY, start, stride, cols - left, count, shape, self.threads // 32)
 
 
 def put(pointer, offset, words: list, align: int) -> None:
