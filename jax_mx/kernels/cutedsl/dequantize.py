@@ -82,7 +82,7 @@ class Flat(Kernel):
                 rC = rV[None, u]
                 if const_expr(self.per_byte > 1):
                     rC = fragment(expanded(words_of(rC)), "bytes")
-                rY = dequantized(rC, [factor] * elements, self.formats[0], self.dtype)
+                rY = dequantized(rC, [factor] * elements, self.conversion(self.formats[0]))
                 cute.autovec_copy(rY, mY[steps[u], None])
 
 
@@ -106,11 +106,11 @@ def expanded(words: list) -> list:
     return found
 
 
-def dequantized(rV, factors: list, format, dtype: str):
+def dequantized(rV, factors: list, to: convert.Conversion):
     """A fragment of floats: codes, one a byte, times as many factors, rounded once."""
     rW = cute.recast_tensor(rV, Uint32)
     words = [rW[w] for w in range(len(factors) // 4)]
-    return fragment(convert.dequantized(words, factors, format, dtype), dtype)
+    return fragment(convert.dequantized(words, factors, to), to.dtype)
 
 
 def fragment(words: list, dtype: str):
@@ -364,7 +364,7 @@ class Turned(Matrix):
                 factors = [sF[column, row // BLOCK]] * n
             else:
                 factors = [sF[column // BLOCK, row // BLOCK]] * n
-            rY = dequantized(rV, factors, self.formats[0], self.dtype)
+            rY = dequantized(rV, factors, self.conversion(self.formats[0]))
             if (left + step * apart < cols) & (top < rows):
                 offset = start + Int64(rows) * (step * apart)
                 cute.autovec_copy(rY, vector_at(y + offset, convert.INPUT[self.dtype], 16, n))
@@ -424,7 +424,7 @@ class Shifted(Matrix):
                 both = [convert.unpack_nibbles(word) for word in row]
                 row = [select(warp % 2 != 0, upper, lower) for lower, upper in both]
             codes_of_row = fragment(row, "bytes")
-            floats.append(dequantized(codes_of_row, factors, self.formats[0], self.dtype))
+            floats.append(dequantized(codes_of_row, factors, self.conversion(self.formats[0])))
         rows_of_y = [y + (top * cols + left + Int64(cols) * (n * i)) for i in range(BLOCK // n)]
         if (left >= 0) & (left + n <= cols):
             for i in range_constexpr(BLOCK // n):
@@ -546,9 +546,11 @@ class Tiled(Matrix):
             else:
                 factors = [convert.factor_of(Uint32(rS[i]))] * n
             if const_expr(self.transposed):
-                floats.append(convert.scaled(words_of(rV[None, i]), factors, self.formats[0]))
+                floats.append(
+                    convert.scaled(words_of(rV[None, i]), factors, self.conversion(self.formats[0]))
+                )
             else:
-                rY = dequantized(rV[None, i], factors, self.formats[0], self.dtype)
+                rY = dequantized(rV[None, i], factors, self.conversion(self.formats[0]))
                 if (first + i < rows) & (left < cols):
                     cute.autovec_copy(rY, mY[Int64(batch) * rows + first + i, left // n, None])
         if const_expr(self.transposed):
@@ -662,7 +664,8 @@ class Tiled(Matrix):
         stride = Int64(rows) * self.itemsize
         start = y.toint() + (Int64(batch) * cols + left) * stride + top * self.itemsize
         count = cutlass.min(rows - top, self.rows) * self.itemsize
-        store_rows(sY, start, stride, cols - left, count, self.cols, line, self.threads // 32)
+        shape: cutlass.Constexpr = (self.cols, line)
+        store_rows(sY, start, stride, cols - left, count, shape, self.threads // 32)
 
 
 def put(pointer, offset, words: list, align: int) -> None:

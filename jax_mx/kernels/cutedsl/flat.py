@@ -46,10 +46,10 @@ class WholeBlocks(Kernel):
                 held = [convert.float_to_bits(value) for value in floats]
         word = held[0]
         for w in range_constexpr(1, len(held)):
-            word = convert.larger_magnitude(word, held[w], dtype)
+            word = convert.larger_magnitude(word, held[w], dtype, self.arch)
         for k in range_constexpr(place.sharers.bit_length() - 1):
             other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
-            word = convert.larger_magnitude(word, other, dtype)
+            word = convert.larger_magnitude(word, other, dtype, self.arch)
         amax = convert.largest_magnitude_bits(word, dtype)
         if const_expr(not kind.block_data):
             scale, inverse = self.scale_of(amax, self.formats[o], rule)
@@ -93,7 +93,7 @@ class WholeBlocks(Kernel):
             self.scaled_pair(held[i : i + each], inverses, format)
             for i in range(0, len(held), each)
         ]
-        return convert.pack_along(pairs, self.dtype, format, self.arch)
+        return convert.pack_along(pairs, self.conversion(format))
 
 
 class Flat(WholeBlocks):

@@ -16,8 +16,8 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_by_four,
     shared_pointer,
 )
-from jax_mx.kernels.flydsl.tiled import TILE, Tiled
-from jax_mx.kernels.geometry import Output
+from jax_mx.kernels.flydsl.tiled import TILE, Patch, Target, Tiled
+from jax_mx.kernels.geometry import Extents, Output, Tile
 
 STACKED = 16  # how far apart a lane's two blocks of rows are
 
@@ -34,20 +34,20 @@ class PreprocessedTiled(Tiled):
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        (m, k), results = self.lengths(scalars), pointers[-2 * len(self.results) :]
+        results = pointers[-2 * len(self.results) :]
         tid, lane, wave = Uint32(Int32(fx.thread_idx.x)), convert.lane_id(), convert.wave_id()
-        across, at = lane % self.lanes, self.place(m, k)
-        top, left = wave * BLOCK + lane // self.lanes * self.rows, across * self.vector
+        across, at = lane % self.lanes, self.place(*self.lengths(scalars))
+        top = wave * BLOCK + lane // self.lanes * self.rows
         shared = fx.SharedAllocator().allocate(self.shared())
         x, staged = shared.x.peek(), shared.staged.peek()
 
-        rows = self.load(pointers[0], at, top, left, m, k)
+        rows = self.load(pointers[0], at, Patch(wave, top, across * self.vector))
         places = [self.places(o, wave, lane) for o in range(len(self.results))]
         given = [
             {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
             for o in range(len(self.results))
         ]
-        words = self.words(pointers[1:], places, given, at, m, k)
+        words = self.data(pointers[1:], places, given, at)
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(row, Uint32))
@@ -69,7 +69,7 @@ class PreprocessedTiled(Tiled):
                     row = wave * BLOCK + lane // 4 * 2
                     lines = [(row + i, lane % 4 * 16) for i in range(2)]
                 for line, own in zip(lines, codes, strict=True):
-                    self.store_bytes(results[2 * o], result, tiles, at, line, own, m, k)
+                    self.store_bytes(Target(results[2 * o], tiles), result, at, line, own)
         gpu.barrier()
         for o, result in enumerate(self.results):
             scales = getattr(staged, f"scales_{o}")
@@ -77,12 +77,12 @@ class PreprocessedTiled(Tiled):
                 which = (row, col // BLOCK)
                 if const_expr(result.blocks is not Blocks.LAST):
                     which = (self.down(o, wave, i), col)
-                self.put(scales, result, at, *which, scale, row, col, m, k)
+                self.put(scales, result, at, which, scale, (row, col))
         columns = [codes for _, codes in found[-1]]
         lines = [self.down(-1, wave, i) for i in range(2)]
         self.stage(staged.values, columns, lines, [col for _, col in places[-1]])
         gpu.barrier()
-        self.store_staged(staged, results, scalars, at, tid, m, k)
+        self.store_staged(staged, results, scalars, at, tid)
 
     def shared(self):
         """The LDS of a workgroup: x; then what `Tiled` has there, and rows of bytes of values."""
@@ -115,19 +115,19 @@ class PreprocessedTiled(Tiled):
         """Which of the tile's blocks down a column a lane's i-th one is."""
         return wave // 2 * 2 + i if self.kind(o).blocks > 1 else wave
 
-    def words(self, pointers, places: list, given: list, at, m, k) -> list:
+    def data(self, pointers, places: list, given: list, at: Tile) -> list:
         """Of each result, of either of a lane's blocks the words that its kind has."""
         found = []
         for o, result in enumerate(self.results):
             kind = self.kind(o)
             mine, pointers = pointers[: kind.block_data], pointers[kind.block_data :]
-            blocks = (self.number(result, place, at, m, k) for place in places[o])
+            blocks = (self.number(result, place, at) for place in places[o])
             found.append(preprocessed.words_of_blocks(kind, mine, given[o], Int64(0), blocks))
         return found
 
-    def number(self, result: Output, place, at, m, k) -> Int64:
+    def number(self, result: Output, place, at: Tile) -> Int64:
         """That of the block that begins there, as words are counted; beyond the array, 0."""
-        batch, tile_m, tile_k = at
+        batch, tile_m, tile_k, m, k = at
         row, col = tile_m * TILE + place[0], tile_k * TILE + place[1]
         inside = (row < m) & (col < k)
         if result.blocks is Blocks.LAST:
@@ -209,9 +209,9 @@ class PreprocessedTiled(Tiled):
         place = chunk * TILE + odd * (TILE // 2) + (col // Uint32(2) ^ chunk ^ odd * 4)
         return place * 16
 
-    def store_staged(self, shared, results, scalars, at, tid, m, k) -> None:
+    def store_staged(self, shared, results, scalars, at: Tile, tid) -> None:
         """With rows of bytes."""
-        super().store_staged(shared, results, scalars, at, tid, m, k)
+        super().store_staged(shared, results, scalars, at, tid)
         result = self.results[-1]
         if result.transposed:
             return
@@ -220,12 +220,13 @@ class PreprocessedTiled(Tiled):
             vector = shared_pointer(shared.values, Int32(index * 16), Uint32, 16)
             vector = fx.generic_load(vector, dtype=Uint32, count=4)
             line, words = (index // 8, index % 8 * 16), [vector[i] for i in range(4)]
-            self.store_bytes(results[-2], result, Uint32(0), at, line, words, m, k)
+            self.store_bytes(Target(results[-2], Uint32(0)), result, at, line, words)
 
     @flyc.jit
-    def store_bytes(self, values, result: fx.Constexpr, tiles, at, line, words, m, k):
+    def store_bytes(self, to: Target, result: fx.Constexpr, at: Tile, line, words):
         """16 bytes of values in the order of x, those from (row, byte) of the tile's on."""
-        batch, tile_m, tile_k = at
+        batch, tile_m, tile_k, m, k = at
+        values, tiles = to
         packed: fx.Constexpr = result.packed
         down, beside = packed
         high, wide = m // down, k // beside
@@ -235,4 +236,4 @@ class PreprocessedTiled(Tiled):
         if const_expr(result.blocks is Blocks.LAST):
             if tiles != Uint32(0):
                 where = offset_of_values(batch * high + row, byte, wide)
-        self.store_line(values, where, words, row, high, byte, wide)
+        self.store_line(values, where, words, (row, byte), Extents(high, wide))
