@@ -430,6 +430,69 @@ def test_bad_calls_are_errors_and_the_process_lives(scenario):
     assert_refused(BAD_CALLS, scenario(f"TEXTS = {texts!r}\n" + textwrap.dedent(BAD_TRIES)))
 
 
+MAPS = """
+    # A copy by tensor maps: x (rows, columns) in boxes of 64 x 32, y and z by their pointers.
+    ROWS, COLUMNS = Extent(0, 0, -1), Extent(0, -1, 99)
+    MAP = TensorMap(0, "bfloat16", (Length(COLUMNS), Length(ROWS)), (Length(COLUMNS, 2),), (64, 32),
+                    swizzle=128, promotion=256)
+    TAKES = (Pointer(1), MapAt(0), Padding(8), ScalarAt(2), Pointer(2), ScalarAt(0))
+    def mapped(*maps, **changes):
+        return dataclasses.replace(first(parameters=TAKES, **changes), maps=maps or (MAP,))
+    KERNELS = kernels(mapped())
+    takes(8, 128, 8, 4, 8, 8)
+    def seen(map):
+        map = bytes.fromhex(map)
+        names = ("type", "rank", "interleave", "swizzle", "promotion", "fill")
+        found = dict(zip(names, map))
+        for name, at, size, count in (
+            ("address", 8, 8, 1), ("dims", 16, 8, 5), ("strides", 56, 8, 4), ("box", 88, 2, 5)
+        ):
+            numbers = [number(map[at + i * size :][:size].hex()) for i in range(count)]
+            found[name] = numbers
+        return found
+"""
+
+
+def test_random_numbers_never_end_the_process(scenario):
+    """In a call that uses all words: numbers are changed, added and left out."""
+    out = scenario(
+        textwrap.dedent(MAPS)
+        + textwrap.dedent("""
+        rule = mapped(MAP, MAP, shared=1000, cluster=(1, 1, 1), divide=(Factor(COLUMNS, 32),))
+        scratch = (Scratch(2, (Factor(ROWS), Factor(constant(8))), True),)
+        good = kernels(dataclasses.replace(rule, scratch=scratch), chips=("sm_90",))["sm_90"]
+        good["settings"] = np.array([1000, 1, 1, 1, 0])
+        KERNELS = {"sm_90": dict(good)}
+        first_error = attempt()
+        rng, errors, unexplained = np.random.default_rng(0), 0, []
+        odd = [-(1 << 63), -1, 0, 1, 2, 3, 7, 99, 255, 1 << 16, 1 << 31, 1 << 40, (1 << 63) - 1]
+        names = [name for name, value in good.items() if isinstance(value, np.ndarray)]
+        for _ in range(250):
+            name = names[rng.integers(len(names))]
+            numbers = good[name].copy()
+            at = rng.integers(len(numbers))
+            how = rng.integers(5)
+            if how == 0:
+                numbers = np.delete(numbers, at)
+            elif how == 1:
+                numbers = np.insert(numbers, at, rng.choice(odd))
+            else:
+                for at in rng.integers(len(numbers), size=how - 1):
+                    numbers[at] = rng.choice(odd)
+            KERNELS = {"sm_90": {**good, name: numbers}}
+            error = attempt()
+            errors += error is not None
+            if error is not None and "jax_mx: " not in error:
+                unexplained.append([name, numbers.tolist(), error])
+        KERNELS = {"sm_90": good}
+        print(json.dumps([first_error, errors, unexplained, attempt()]))
+        """)
+    )
+    first, errors, unexplained, last = out
+    assert first is None and last is None
+    assert unexplained == [] and 100 < errors < 250
+
+
 def test_calls_without_kernels(scenario):
     out = scenario(
         """
@@ -538,29 +601,6 @@ def test_two_hundred_shapes_load_each_binary_once(scenario):
 
 
 # ---- tensor maps ---
-MAPS = """
-    # A copy by tensor maps: x (rows, columns) in boxes of 64 x 32, y and z by their pointers.
-    ROWS, COLUMNS = Extent(0, 0, -1), Extent(0, -1, 99)
-    MAP = TensorMap(0, "bfloat16", (Length(COLUMNS), Length(ROWS)), (Length(COLUMNS, 2),), (64, 32),
-                    swizzle=128, promotion=256)
-    TAKES = (Pointer(1), MapAt(0), Padding(8), ScalarAt(2), Pointer(2), ScalarAt(0))
-    def mapped(*maps, **changes):
-        return dataclasses.replace(first(parameters=TAKES, **changes), maps=maps or (MAP,))
-    KERNELS = kernels(mapped())
-    takes(8, 128, 8, 4, 8, 8)
-    def seen(map):
-        map = bytes.fromhex(map)
-        names = ("type", "rank", "interleave", "swizzle", "promotion", "fill")
-        found = dict(zip(names, map))
-        for name, at, size, count in (
-            ("address", 8, 8, 1), ("dims", 16, 8, 5), ("strides", 56, 8, 4), ("box", 88, 2, 5)
-        ):
-            numbers = [number(map[at + i * size :][:size].hex()) for i in range(count)]
-            found[name] = numbers
-        return found
-"""
-
-
 def test_tensor_maps_follow_the_buffers(scenario):
     out = scenario(
         textwrap.dedent(MAPS)

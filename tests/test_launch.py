@@ -141,9 +141,7 @@ def test_a_scalar_without_a_value_is_an_error():
 
 
 def test_a_map_of_several_ranks_is_an_error():
-    with pytest.raises(
-        ValueError, match="of 2 dimensions has 0 strides and a box of 2"
-    ):
+    with pytest.raises(ValueError, match="of 2 dimensions has 0 strides and a box of 2"):
         dataclasses.replace(FULL.maps[0], strides=())
 
 
