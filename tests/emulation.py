@@ -131,7 +131,7 @@ class Program:
 
     def takes(self, entry: int) -> bool:
         """Whether an entry is for buffers of these shapes, if they are aligned."""
-        rows = self.rule["divide"].reshape(-1, 5)
+        rows = self.rule.get("divide", np.empty(0, np.int64)).reshape(-1, 5)
         return all(self.extent(*row[1:4]) % row[4] == 0 for row in rows if row[0] == entry)
 
     def align(self, entry: int) -> list[int]:
@@ -142,7 +142,8 @@ class Program:
         """Runs an entry on buffers at these addresses, or the last of `part` equal parts of it."""
         symbol = self.rule["symbols"].split(",")[entry]
         grid = [1, 1, 1]
-        for axis, *where, divisor in self.rule["grid"].reshape(-1, 5).tolist():
+        for axis, *where, divisor, summand in self.rule["grid"].reshape(-1, 6).tolist():
+            assert summand == 0  # products alone
             if axis // 3 == entry:
                 grid[axis % 3] *= -(-self.extent(*where) // divisor)
         scalars = self.rule["scalars"].reshape(-1, 4).tolist()
