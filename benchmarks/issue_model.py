@@ -34,9 +34,9 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks import shapes
-from jax_mx.lowering.store import manifest
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
 from jax_mx.facts.variants import ARCHS, VARIANTS, Variant
+from jax_mx.lowering.store import manifest
 
 # Per implementation, by patterns of variants' names, the first that fits, why they may stay below
 # what is wanted.

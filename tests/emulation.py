@@ -12,11 +12,11 @@ import pytest
 from helpers import call, op_of, operand, random_bits, with_zeros
 from jax.extend.core import jaxpr_as_fun
 
-from jax_mx.lowering import store
 from jax_mx.facts.code_object import CodeObject
+from jax_mx.facts.variants import ARCHS, VARIANTS
+from jax_mx.lowering import store
 from jax_mx.testing.emulator import Emulator
 from jax_mx.testing.memory import Global
-from jax_mx.facts.variants import ARCHS, VARIANTS
 
 POISON = 0xA7
 FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]

@@ -8,13 +8,13 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import images
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-import images
 import jax_mx
 from jax_mx.facts import launch
 from jax_mx.facts.chips import arch_of

@@ -21,10 +21,11 @@ import jax_mx
 from benchmarks import __main__ as cli
 from benchmarks import baselines, issue_model, peers, plot, shapes, sweep, timing
 from benchmarks.report import Measured, Row
-from jax_mx.lowering import store as artifacts, plan
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import ARCHS, VARIANTS, layouts_of
+from jax_mx.lowering import plan
+from jax_mx.lowering import store as artifacts
 
 pytestmark = pytest.mark.any_device
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from test_package import loaded_after
 
-from jax_mx.lowering import store as artifacts
-from jax_mx.kernels import build
 from jax_mx.facts.variants import ARCHS, VARIANTS
+from jax_mx.kernels import build
+from jax_mx.lowering import store as artifacts
 
 
 def test_the_build_imports_no_jax():

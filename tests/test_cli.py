@@ -16,9 +16,9 @@ from safetensors.flax import save_file as save_jax
 from safetensors.numpy import save_file
 
 import jax_mx
-from jax_mx.facts import formats
 from jax_mx.command import report as cli
 from jax_mx.command import samples as _samples
+from jax_mx.facts import formats
 from jax_mx.lowering import store as artifacts
 
 pytestmark = pytest.mark.any_device

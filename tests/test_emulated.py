@@ -17,25 +17,25 @@ import numpy as np
 import pytest
 from helpers import (
     BY_ROWS,
-    InHand,
     GOLDEN_SETS,
     TILES,
+    InHand,
     assert_same_array,
     every_bfloat16,
     fitting,
     golden_input,
     hard_blocks,
     in_tiles,
-    random_bits,
     preprocessing,
+    random_bits,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.lowering import store
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.variants import ARCHS, layouts_of, takes_zero_scale
+from jax_mx.lowering import store
 
 pytest.importorskip("tinygrad")
 

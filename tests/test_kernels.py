@@ -41,13 +41,14 @@ from helpers import treatment as treatment_of
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.lowering import store as artifacts, primitive
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.facts.variants import ARCHS, VARIANTS, layouts_of, takes_zero_scale
+from jax_mx.lowering import primitive
+from jax_mx.lowering import store as artifacts
 from jax_mx.lowering.plan import plan_quantize
 from jax_mx.ops.preprocessing import treatment_of as checked_treatment
 from jax_mx.ops.preprocessing import words_of
-from jax_mx.facts.variants import ARCHS, VARIANTS, layouts_of, takes_zero_scale
 
 pytestmark = pytest.mark.gpu
 AMD = "shuffled_32x8"

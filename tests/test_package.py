@@ -7,8 +7,8 @@ import sys
 from importlib.metadata import requires
 
 import jax_mx
-from jax_mx.lowering import store as artifacts
 from jax_mx.facts.variants import ARCHS, VARIANTS
+from jax_mx.lowering import store as artifacts
 
 HEAVY = ("cutlass", "flydsl", "torch", "rich", "sklearn", "safetensors", "triton", "elftools")
 HEAVY += ("tinygrad", "msgpack")

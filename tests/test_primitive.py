@@ -13,18 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    COLLECTIVE,
     EVERY,
     assert_bits_equal,
     assert_same_array,
     fitting,
-    op_of,
-    random_bits,
-    COLLECTIVE,
-    call_attributes_in,
     kernels_for,
     lowered,
+    op_of,
     plan_for,
     preprocessing,
+    random_bits,
     stand_in,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -33,14 +32,16 @@ import jax_mx
 from jax_mx.arrays.views import minor_to_major
 from jax_mx.facts import formats, toolchains, variants
 from jax_mx.facts.chips import PLATFORMS
-from jax_mx.facts.directions import FORMS, SECOND
-from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
+from jax_mx.facts.directions import SECOND
+from jax_mx.facts.layouts import VALUE_LAYOUTS
 from jax_mx.facts.variants import VARIANTS, Variant
 from jax_mx.lowering import primitive, registry, store
 from jax_mx.ops import mxarray
 from jax_mx.ops.preprocessing import preprocessing_of
 
 P = PartitionSpec
+
+
 def run_on_cpu(code: str) -> None:
     """In a new process."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}

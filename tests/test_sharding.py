@@ -24,8 +24,8 @@ from helpers import COLLECTIVE, assert_bits_equal, assert_same_array, random_bit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.lowering import primitive, store
 from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.lowering import primitive, store
 from jax_mx.testing import emulate
 
 P = PartitionSpec

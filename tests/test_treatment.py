@@ -16,7 +16,6 @@ from helpers import (
     H16,
     SIGNS,
     SR,
-    lowered,
     assert_bits_equal,
     assert_refused,
     assert_same_array,
@@ -24,22 +23,23 @@ from helpers import (
     call,
     every_bfloat16,
     fitting,
+    lowered,
     poison_memory,
-    random_bits,
     preprocessing,
+    random_bits,
     value_table,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import Hadamard, Stochastic
-from jax_mx.reference import blocks as reference
 from jax_mx.facts.chips import ARCHS, PLATFORMS
 from jax_mx.facts.directions import LAST
 from jax_mx.facts.formats import BLOCK, FORMATS
 from jax_mx.facts.variants import VARIANTS
 from jax_mx.lowering import primitive, store
 from jax_mx.lowering.registry import Support
+from jax_mx.reference import blocks as reference
 
 P = PartitionSpec
 KEY = jax.random.key(7)

@@ -22,9 +22,9 @@ import numpy as np
 
 import jax_mx
 from jax_mx.command import samples as _samples
-from jax_mx.lowering import store as store
 from jax_mx.facts import variants
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.lowering import store as store
 from jax_mx.lowering.primitive import chip_of
 
 PROGRAM = "python -m jax_mx"
@@ -139,7 +139,12 @@ def binaries() -> Iterator[list[str]]:
         state = "executed in emulation" if chips == ["emulated"] else state
         count[name.rpartition(".")[2], state] += 1
     for (arch, state), n in sorted(count.items()):
-        yield [arch, str(n), state, fits.get(', '.join(ARCHS[dsl_of(arch)][arch]), "no device here")]
+        yield [
+            arch,
+            str(n),
+            state,
+            fits.get(", ".join(ARCHS[dsl_of(arch)][arch]), "no device here"),
+        ]
 
 
 # ---- measuring ---
@@ -306,4 +311,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-

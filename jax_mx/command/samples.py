@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.facts.formats import FLOAT_DTYPES, MXFP8_E4M3, RCEIL
+from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.planning import Options, planned
 
 Loads = Iterator[tuple[str, Callable[[], "np.ndarray | str"]]]  # name -> how to read the tensor

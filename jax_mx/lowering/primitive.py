@@ -233,7 +233,9 @@ def _support(plan: Plan, target: Target) -> tuple[Support, list[str]]:
     chips = [chip for chip, support in each.items() if support.kernels]
     if found.kernels and len(chips) < len(every):
         missing = [chip for chip in every if chip not in chips]
-        _say_once(f"exporting {plan.op} without kernels for {', '.join(missing)}: {each[missing[0]]}")
+        _say_once(
+            f"exporting {plan.op} without kernels for {', '.join(missing)}: {each[missing[0]]}"
+        )
     if found.kernels and not chips:
         found = registry.chosen(plan, target.platform, every[:1])  # "xla", or why not the one named
     return found, chips
@@ -374,9 +376,7 @@ def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: P
     """
     platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
     target = _target(ctx, platform)
-    written = value_layouts_of(
-        chip_table.DSLS.get(target.platform, ""), plan.scale_layout.name
-    )
+    written = value_layouts_of(chip_table.DSLS.get(target.platform, ""), plan.scale_layout.name)
     in_rows = any(layout.name not in written for layout in plan.value_layouts)
     kernel_plan = plan
     if in_rows:

@@ -182,6 +182,9 @@ def _reference(plan: Plan, chips: Sequence[str]) -> Support:
 
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
-    **{dsl: Implementation(dsl, chip_table.PLATFORMS[dsl], _kernels(dsl)) for dsl in chip_table.ARCHS},
+    **{
+        dsl: Implementation(dsl, chip_table.PLATFORMS[dsl], _kernels(dsl))
+        for dsl in chip_table.ARCHS
+    },
     "xla": Implementation("xla", "any", _reference),
 }

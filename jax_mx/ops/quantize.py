@@ -181,9 +181,7 @@ def quantize_both(
     )
     plan = planned("quantize_both", x, asked)
     require_kernel(plan)
-    last, second = _quantize(
-        as_planned(x, plan), tuple(data_of(*two) for two in each), plan=plan
-    )
+    last, second = _quantize(as_planned(x, plan), tuple(data_of(*two) for two in each), plan=plan)
     return last, second
 
 

@@ -8,10 +8,10 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Format
 from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.signatures import Array, Role
 from jax_mx.facts.variants import Variant
 from jax_mx.kernels import geometry, tuning
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.facts.signatures import Array, Role
 from jax_mx.kernels.entry import Entry
 from jax_mx.kernels.geometry import Extents, Place
 

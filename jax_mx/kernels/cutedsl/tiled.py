@@ -505,7 +505,7 @@ class Tiled(Kernel):
             self.copy_lines(sV, values, tiles, 1, result, at, tid)
 
     @cute.jit
-    def copy_lines(  # noqa: PLR0913 - `align` is compiled in, and the rest of `store_lines` too
+    def copy_lines(
         self, sV, values, tiles, align: cutlass.Constexpr, result: cutlass.Constexpr,
         at: cutlass.Constexpr, tid,
     ):  # fmt: skip
@@ -565,7 +565,7 @@ class Tiled(Kernel):
             self.store_pieces(sS, scales, result, to, thread, 1, True)
 
     @cute.jit
-    def store_pieces(  # noqa: PLR0913 - what `store_scales` has, and its two decisions
+    def store_pieces(
         self, sS, scales, result: cutlass.Constexpr, to: cutlass.Constexpr, thread,
         unit: cutlass.Constexpr, whole,
     ):  # fmt: skip
