@@ -59,7 +59,7 @@ def example_of(variant, floats, **options) -> tuple[list[np.ndarray], list[np.nd
 
 
 def words_behind(variant, floats, **options) -> list[np.ndarray]:
-    """What a variant with preprocessing takes behind x, a uint32 per block, as it lies in memory."""
+    """What a variant with preprocessing takes behind x, a uint32 per block, as it lies."""
     if not variant.block_data:
         return []
     made = traced(variant, floats, **options)

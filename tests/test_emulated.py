@@ -35,7 +35,7 @@ import jax_mx
 from jax_mx import _ffi
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.variants import ARCHS, layouts_of, takes_zero_scale
-from jax_mx.lowering import store
+from jax_mx.lowering import primitive, store
 
 pytest.importorskip("tinygrad")
 
@@ -387,7 +387,7 @@ def plain_and_shuffled(**options):
 def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
     """Jitted, mapped, sharded; also where the kernel writes rows, as most of NVIDIA's do."""
     if not writes:
-        monkeypatch.setattr(variants, "value_layouts_of", lambda *_: ("row_major",))
+        monkeypatch.setattr(primitive, "value_layouts_of", lambda *_: ("row_major",))
         jax.clear_caches()
     plain, shuffled = plain_and_shuffled(**options)
     x = jnp.asarray(

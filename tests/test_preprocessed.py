@@ -1,4 +1,4 @@
-"""What NVIDIA's kernels with preprocessing compute per thread, PTX interpreted by numpy; a GPU runs the whole.
+"""What NVIDIA's kernels with preprocessing compute per thread, by numpy; a GPU runs the whole.
 
 AMD's are executed as a whole, in test_emulated.py.
 """

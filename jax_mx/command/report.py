@@ -22,7 +22,7 @@ import numpy as np
 
 import jax_mx
 from jax_mx.command import samples as _samples
-from jax_mx.facts import variants
+from jax_mx.facts.chips import ARCHS, dsl_of
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.lowering import store as store
 from jax_mx.lowering.primitive import chip_of

@@ -60,7 +60,7 @@ class Emulated(NamedTuple):
 emulation = jax.make_user_context(default_value=None)  # an `Emulated`; part of JAX's caches' keys
 
 
-# ---- abstract values: shapes, dtypes and shardings of results -------------------------------------
+# ---- abstract values: shapes, dtypes and shardings of results ---
 def _quantize_avals(x, *block_data, plan: Plan):
     """Values and scales of each result, for a view of the plan's form."""
     core.standard_vma_rule("mx_quantize", x, *block_data)
@@ -91,7 +91,7 @@ def _dequantize_avals(values, scales, *, plan: Plan):
     return [values.update(shape=shape, dtype=plan.dtype, weak_type=False)]
 
 
-# ---- the reference on views: what "xla" computes --------------------------------------------------
+# ---- the reference on views: what "xla" computes ---
 def _by_direction(plan: Plan, block_data: Sequence[jax.Array]) -> list[dict[str, jax.Array]]:
     """For each direction its block data, by the first part of the operand's name."""
     found: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
@@ -154,7 +154,7 @@ def _dequantize_reference(values, scales, *, plan: Plan):
     return [jnp.moveaxis(y, result.last, result.block)]
 
 
-# ---- chips: what a program is lowered for ---------------------------------------------------------
+# ---- chips: what a program is lowered for ---
 def chip_of(device: jax.Device) -> str:
     """The device's chip as its driver names it: "sm_90", "gfx950"; else its platform."""
     if device.platform == "cpu" and emulation.value is not None:
@@ -198,7 +198,7 @@ def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
     return chips_beside(module.backend.local_devices()[0])
 
 
-# ---- lowering -------------------------------------------------------------------------------------
+# ---- lowering ---
 class Target(NamedTuple):
     """What a call is lowered for.
 
@@ -425,14 +425,14 @@ def _check_processes(plan: Plan, target: Target, support: Support) -> None:
     refused = registry.candidates(plan, target.platform, target.chips or ())[0]
     if jax.process_count() > 1:
         raise RuntimeError(
-            f"{refused.reason.removesuffix("; 'xla' serves it")}. Other processes of this program "
+            f"{refused.reason.partition('; ')[0]}. Other processes of this program "
             "may have the kernel, and all must take the same: install it everywhere, or pass "
             "implementation='xla' everywhere"
         )
     _say_once(refused.reason)
 
 
-# ---- vmap and derivatives -------------------------------------------------------------------------
+# ---- vmap and derivatives ---
 def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     """Leading dimensions are batch dimensions, so a new one goes to the front.
 
@@ -471,7 +471,7 @@ def _no_derivative(*_, plan: Plan, **__):
     )
 
 
-# ---- registration ---------------------------------------------------------------------------------
+# ---- registration ---
 def make_primitive(op: str, avals: Callable, reference_fn: Callable) -> Primitive:
     """A primitive with all of JAX's rules.
 

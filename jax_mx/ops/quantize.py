@@ -185,7 +185,7 @@ def quantize_both(
     return last, second
 
 
-# ---- from arrays to views and back (arrays/views.py) ----------------------------------------------
+# ---- from arrays to views and back (arrays/views.py) ---
 def as_planned(x: Any, plan: Plan) -> Any:
     """x in the plan's dtype, which differs in the order of its bytes alone."""
     return x if x.dtype == plan.dtype and hasattr(x, "aval") else jnp.asarray(x, plan.dtype)
