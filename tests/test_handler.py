@@ -796,6 +796,9 @@ def test_shared_memory_clusters_and_early_starts(scenario):
         launched(cluster=(16, 1, 1), grid=32)
         launched(cluster=(2, 1, 1), grid=7)
         launched(cluster=(2, 1, 1), grid=0)
+        CALL = {"device": np.int64(3)}
+        launched(shared=150_000)  # is allowed on each device by itself
+        CALL = {}
         takes(8, 8, 8, 8, 8, 4, 4, shared=40_000)
         launched(shared=200_000)
         print(json.dumps(rows))
@@ -811,7 +814,8 @@ def test_shared_memory_clusters_and_early_starts(scenario):
     assert out[6] == ["cuLaunchKernelEx", 0, {"4": [16, 1, 1]}, [["set", [14, 1, 0]], launch]]
     assert "grid axis 0 of stand_in_0 has 7 thread blocks, which clusters of 2 do not" in out[7]
     assert out[8][3] == []
-    assert "the kernel needs 240000 bytes of shared memory, the device has 232448" in out[9]
+    assert out[9][3] == [["set", [8, 150_000, 3]], launch]
+    assert "the kernel needs 240000 bytes of shared memory, the device has 232448" in out[10]
 
 
 def test_a_device_without_clusters(scenario):
