@@ -620,16 +620,7 @@ class Tiled(Matrix):
         column: cutlass.Constexpr = self.blocks is Blocks.SECOND
         mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
         if const_expr(self.layout.is_tiled):
-            # The scales' matrix has the blocks as columns.
-            for i in range_constexpr(cute.size(rS)):
-                row, col, high, wide = first + i, left // BLOCK, rows, cols // BLOCK
-                if const_expr(column):
-                    row, col, high, wide = left + i, first // BLOCK, cols, rows // BLOCK
-                offset, _ = offset_in_tiles(
-                    self.layout, Place(batch, row, col), Extents(high, wide)
-                )
-                if row < high:
-                    rS[i] = mS[offset]
+            self.load_tiled_scales(mS, rS, batch, first, left, (rows, cols))
         elif const_expr(column):
             offset = (Int64(batch) * (rows // BLOCK) + first // BLOCK) * cols + left
             if const_expr(self.aligned):
@@ -643,13 +634,26 @@ class Tiled(Matrix):
                         rS[j] = mS[offset + j]
         else:
             wide = cols // BLOCK
-            per_row = rows // BLOCK if const_expr(self.blocks is Blocks.SQUARE) else rows
+            square: cutlass.Constexpr = self.blocks is Blocks.SQUARE
+            per_row = rows // BLOCK if const_expr(square) else rows
             for i in range_constexpr(self.tile.depth):
-                row = (
-                    (first + i) // BLOCK if const_expr(self.blocks is Blocks.SQUARE) else first + i
-                )
+                row = (first + i) // BLOCK if const_expr(square) else first + i
                 if first + i < rows:
                     rS[i] = mS[(Int64(batch) * per_row + row) * wide + left // BLOCK]
+
+    @cute.jit
+    def load_tiled_scales(self, mS, rS, batch, first, left, size):
+        """The same from tiles, in which the scales' matrix has the blocks as columns."""
+        column: cutlass.Constexpr = self.blocks is Blocks.SECOND
+        rows, cols = size
+        for i in range_constexpr(cute.size(rS)):
+            row, col, high, wide = first + i, left // BLOCK, rows, cols // BLOCK
+            if const_expr(column):
+                row, col, high, wide = left + i, first // BLOCK, cols, rows // BLOCK
+            place, extents = Place(batch, row, col), Extents(high, wide)
+            offset, _ = offset_in_tiles(self.layout, place, extents)
+            if row < high:
+                rS[i] = mS[offset]
 
     # ---- what is written ---
     @cute.jit
