@@ -1,4 +1,4 @@
-"""What a launch must know of an entry, in whichever DSL it is written; words of ffi/launch.cc."""
+"""What a launch must know of an entry, whichever DSL it is written in; see ffi/launch.cc."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Entry:
 
     @property
     def align(self) -> list[int]:
-        """Of each buffer, in bytes."""
+        """The alignment that the entry wants of each buffer, in bytes."""
         quantized = ([16, 4] if self.aligned else [1, 1]) * len(self.formats)
         whole = [16 if self.aligned else self.itemsize, *[4] * self.variant.block_data]
         return whole + quantized if self.float_first else quantized + whole
 
     @property
     def scalars(self) -> list:
-        """Of the launch rule: the extents, then what a plan knows by name."""
+        """The scalars of the launch rule: the extents, then what a plan knows by name."""
         if not self.float_first:
             return [*self.extents]
         names = [
@@ -77,7 +77,7 @@ class Entry:
         return len(value_layouts_of(self.variant.implementation, self.layout.name)) > 1
 
     def kind(self, i: int) -> Kind:
-        """How elements are treated for the i-th result."""
+        """How elements are preprocessed for the i-th result."""
         return self.variant.kinds[i] if self.variant.kinds else Kind()
 
     def of_result(self, scalars: Sequence, i: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Entry:
 
     @staticmethod
     def rule(given: Mapping[str, Any]) -> list:
-        """Of a result's scalars those that its scales follow from."""
+        """Those of a result's scalars that its scales follow from."""
         return [given[name] for name in Entry.NAMES[:3] if name in given]
 
     @property
@@ -105,7 +105,7 @@ class Entry:
 def launches(
     kernels: Mapping[str, Sequence[Entry]], usage: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Of a binary: the manifest's `launches`.
+    """The manifest's `launches` of a binary.
 
     Args:
       kernels: per scale layout its entries.
