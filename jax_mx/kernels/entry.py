@@ -1,4 +1,4 @@
-"""What a launch must know of an entry, in whichever DSL it is written; words of ffi/launch.cc."""
+"""What a launch must know of an entry, whichever DSL it is written in; see ffi/launch.cc."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def fragment(words: list, dtype: str):
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a thread block covers, in warps: of `Tiled` a warp is 128 codes wide."""
+    """What a thread block covers, in warps; a warp of `Tiled` is 128 codes wide."""
 
     down: int
     across: int = 1
@@ -285,7 +285,7 @@ class Turned(Matrix):
 
     @cute.jit
     def stage_factors(self, sF, scales, at, tid, rows, cols):
-        """The tile's scales as factors, (along the other axis, block)."""
+        """Puts the tile's scales into shared memory as factors, (along the other axis, block)."""
         batch, tile_r, tile_c = at
         mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
         others: cutlass.Constexpr = sF.shape[0]
@@ -328,7 +328,7 @@ class Turned(Matrix):
 
     @cute.jit
     def write(self, sV, sF, y, at, tid, rows, cols):
-        """From shared memory, 16 bytes of floats a thread and step."""
+        """Stores floats of what is in shared memory, 16 bytes a thread and step."""
         batch, tile_r, tile_c = at
         n: cutlass.Constexpr = 16 // self.itemsize
         pieces: cutlass.Constexpr = self.rows // n
@@ -580,7 +580,7 @@ class Tiled(Matrix):
 
     @cute.jit
     def load_lines(self, values, rV, batch, first, left, rows, cols):
-        """The same of rows of bytes that lie anywhere."""
+        """Loads what `load` does, from rows of bytes that lie anywhere."""
         n: cutlass.Constexpr = self.vector
         depth: cutlass.Constexpr = self.tile.depth // self.per_byte
         rP = rV
@@ -613,20 +613,11 @@ class Tiled(Matrix):
 
     @cute.jit
     def load_scales(self, scales, rS, batch, first, left, rows, cols):
-        """The bytes of this lane's columns (blocks down columns) or rows."""
+        """Loads the bytes of this lane's columns, where blocks run down columns, or of its rows."""
         column: cutlass.Constexpr = self.blocks is Blocks.SECOND
         mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
         if const_expr(self.layout.is_tiled):
-            # The scales' matrix has the blocks as columns.
-            for i in range_constexpr(cute.size(rS)):
-                row, col, high, wide = first + i, left // BLOCK, rows, cols // BLOCK
-                if const_expr(column):
-                    row, col, high, wide = left + i, first // BLOCK, cols, rows // BLOCK
-                offset, _ = offset_in_tiles(
-                    self.layout, Place(batch, row, col), Extents(high, wide)
-                )
-                if row < high:
-                    rS[i] = mS[offset]
+            self.load_tiled_scales(mS, rS, batch, first, left, (rows, cols))
         elif const_expr(column):
             offset = (Int64(batch) * (rows // BLOCK) + first // BLOCK) * cols + left
             if const_expr(self.aligned):
@@ -640,18 +631,31 @@ class Tiled(Matrix):
                         rS[j] = mS[offset + j]
         else:
             wide = cols // BLOCK
-            per_row = rows // BLOCK if const_expr(self.blocks is Blocks.SQUARE) else rows
+            square: cutlass.Constexpr = self.blocks is Blocks.SQUARE
+            per_row = rows // BLOCK if const_expr(square) else rows
             for i in range_constexpr(self.tile.depth):
-                row = (
-                    (first + i) // BLOCK if const_expr(self.blocks is Blocks.SQUARE) else first + i
-                )
+                row = (first + i) // BLOCK if const_expr(square) else first + i
                 if first + i < rows:
                     rS[i] = mS[(Int64(batch) * per_row + row) * wide + left // BLOCK]
+
+    @cute.jit
+    def load_tiled_scales(self, mS, rS, batch, first, left, size):
+        """Loads what `load_scales` does, from tiles: blocks are the columns of their matrix."""
+        column: cutlass.Constexpr = self.blocks is Blocks.SECOND
+        rows, cols = size
+        for i in range_constexpr(cute.size(rS)):
+            row, col, high, wide = first + i, left // BLOCK, rows, cols // BLOCK
+            if const_expr(column):
+                row, col, high, wide = left + i, first // BLOCK, cols, rows // BLOCK
+            place, extents = Place(batch, row, col), Extents(high, wide)
+            offset, _ = offset_in_tiles(self.layout, place, extents)
+            if row < high:
+                rS[i] = mS[offset]
 
     # ---- what is written ---
     @cute.jit
     def store_transposed(self, y, floats, at, row, col, rows, cols):
-        """Through shared memory, a column of codes after the other."""
+        """Stores floats by way of shared memory, one column of codes after the other."""
         line: cutlass.Constexpr = self.rows * self.itemsize  # bytes of a column
         batch, tile_r, tile_c = at
         sY = cute.arch.alloc_smem(Uint8, self.cols * (line + PAD) + PAD, alignment=128)
@@ -669,7 +673,7 @@ class Tiled(Matrix):
 
 
 def put(pointer, offset, words: list, align: int) -> None:
-    """Words to shared memory at an offset that `align` divides, as many bytes a store."""
+    """Stores words in shared memory at an offset that `align` divides, as many bytes a store."""
     each = align // 4
     for i in range(0, len(words), each):
         rB = cute.recast_tensor(fragment(words[i : i + each], "float32"), Uint8)

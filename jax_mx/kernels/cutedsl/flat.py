@@ -22,13 +22,13 @@ class WholeBlocks(Kernel):
 
     @cute.jit
     def quantized(
-        self, held, words, o: cutlass.Constexpr, rule, extra, place: cutlass.Constexpr
+        self, held, data, o: cutlass.Constexpr, rule, extra, place: cutlass.Constexpr
     ):  # fmt: skip
         """(words of codes, scale) of a block for the o-th result.
 
         Args:
           held: words of elements, as they are in memory.
-          words: what `preprocessed.load` gives.
+          data: what `preprocessed.load` gives.
           o: number of the result.
           rule: see `Entry.rule`.
           extra: see `extra`.
@@ -36,7 +36,7 @@ class WholeBlocks(Kernel):
         """
         kind: cutlass.Constexpr = self.kind(o)
         dtype: cutlass.Constexpr = "float32" if kind.hadamard else self.dtype  # of what is scaled
-        (loaded, known), (prescale, *flips) = words, extra
+        (loaded, known), (prescale, *flips) = data, extra
         floats = []
         if const_expr(kind.block_data):
             if const_expr(kind.hadamard):
@@ -73,7 +73,10 @@ class WholeBlocks(Kernel):
 
     @staticmethod
     def extra(given: dict) -> list:
-        """Of a result's scalars the prescale's bits, or 0, and flips, of even and of odd blocks."""
+        """The scalars of preprocessing, as bits: the prescale, flips of even and of odd blocks.
+
+        Those that the result does not have are 0.
+        """
         return [given.get(name, Int32(0)) for name in ("prescale", "flips", "flips_odd")]
 
     def preprocessed_codes(self, kind: Kind, floats: list, by, loaded: list, place, into) -> None:
@@ -99,7 +102,7 @@ class WholeBlocks(Kernel):
 class Flat(WholeBlocks):
     """x (..., rows, cols, 32) -> values like x, scales (..., rows, cols) in the layout.
 
-    Preprocessed variants take words (..., rows, cols) behind x, see preprocessed.py.
+    Variants with preprocessing take block data (..., rows, cols) behind x, see preprocessed.py.
     """
 
     def __init__(self, *entry, tile: Strip | None = None):
@@ -115,7 +118,7 @@ class Flat(WholeBlocks):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        x, *words_in, values, scales = pointers
+        x, *data, values, scales = pointers
         n, places, rows, cols, *_ = scalars
         given = self.of_result(scalars, 0)
         rule, extra = self.rule(given), self.extra(given)
@@ -134,7 +137,7 @@ class Flat(WholeBlocks):
 
         rX = cute.make_rmem_tensor((elements, unroll), convert.INPUT[self.dtype])
         rX.fill(convert.INPUT[self.dtype](0))
-        steps, stores, offsets, insides, words_of_steps = [], [], [], [], []
+        steps, stores, offsets, insides, data_of_steps = [], [], [], [], []
         first = Int64(bid) * self.tile.blocks
         for u in range_constexpr(unroll):
             mine = self.with_pairs(u * per_step + tid // sharers)
@@ -149,14 +152,14 @@ class Flat(WholeBlocks):
             insides.append(inside)
             if inside:
                 load(mX[steps[u], None], rX[None, u], self.kept)
-            words_of_steps.append(preprocessed.load(self.kind(0), words_in, block, inside))
+            data_of_steps.append(preprocessed.load(self.kind(0), data, block, inside))
 
         for u in range_constexpr(unroll):
             rW = cute.recast_tensor(rX[None, u], Uint32)
             held = [rW[w] for w in range(words)]
             odd = Int32(steps[u] // sharers % 2)
             place = preprocessed.Place(tid % sharers, sharers, elements, odd)
-            packed, scale = self.quantized(held, words_of_steps[u], 0, rule, extra, place)
+            packed, scale = self.quantized(held, data_of_steps[u], 0, rule, extra, place)
             if insides[u]:
                 cute.autovec_copy(bytes_of(packed, stored), mV[stores[u], None])
             if (offsets[u] < places) & (tid % sharers == 0):

@@ -1,4 +1,4 @@
-"""Treated elements in forms with the second-to-last axis: quantize.py's `Tiled`, by whole blocks.
+"""Forms with the second-to-last axis, with elements that are preprocessed: `PreprocessedTiled`.
 
 A tile of x passes through shared memory, from which threads take blocks of either direction and do
 with them what `Flat` does: what a transform combines is in one thread's registers, or two threads'.
@@ -31,7 +31,7 @@ class Given(NamedTuple):
 
 
 class PreprocessedTiled(WholeBlocks, Tiled):
-    """Two bytes an element and two codes a byte; words of each result's treatment behind x.
+    """`Tiled` for elements of two bytes, two codes a byte; each result's block data behind x.
 
     A thread loads 64 elements, and of each result quantizes two blocks: of two columns that are
     neighbours, or of two rows.
@@ -60,13 +60,13 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         staged = [self.shared_memory(result) for result in self.results]
         cute.arch.sync_threads()
 
-        words = self.variant.block_data
-        operands = pointers[1 : 1 + words]
+        ahead: cutlass.Constexpr = 1 + self.variant.block_data  # x and the block data
+        data, arrays = pointers[1:ahead], pointers[ahead:]
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
             count: cutlass.Constexpr = self.kind(o).block_data
             first: cutlass.Constexpr = sum(self.kind(i).block_data for i in range(o))
-            mine = operands[first : first + count]
+            mine = data[first : first + count]
             named = self.of_result(scalars, o)
             given: cutlass.Constexpr = Given(mine, self.rule(named), self.extra(named))
             if const_expr(result.blocks is Blocks.LAST):
@@ -74,19 +74,19 @@ class PreprocessedTiled(WholeBlocks, Tiled):
             else:
                 self.quantize_columns(sX, staged[o], o, given, at, tid)
         cute.arch.sync_threads()
-        ahead = 0
+        busy = 0
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            values, scales = pointers[1 + words + 2 * o], pointers[2 + words + 2 * o]
+            values, scales = arrays[2 * o : 2 * o + 2]
             sS, sV = staged[o]
             if const_expr(self.is_padded(result)):
                 self.store_unaligned(sV, values, at)
             else:
                 tiles = self.of_result(scalars, o).get("value_tiles")
                 self.store_lines(sV, values, tiles, result, at, tid)
-            thread = (tid + self.threads - ahead) % self.threads
+            thread = (tid + self.threads - busy) % self.threads
             self.store_scales(sS, scales, result, at, thread)
-            ahead += cute.size(sS) // 4
+            busy += cute.size(sS) // 4
 
     def is_padded(self, result: Output) -> bool:
         """Whether values are staged as `store_unaligned` takes them."""

@@ -47,17 +47,17 @@ class Tiling:
 
     @property
     def rows(self) -> int:
-        """Of x."""
+        """How many rows of x it covers."""
         return BLOCK * self.down
 
     @property
     def cols(self) -> int:
-        """Of x."""
+        """How many columns of x it covers."""
         return 2 * BLOCK * self.across
 
     @property
     def threads(self) -> int:
-        """Of a thread block."""
+        """How many threads a thread block has."""
         return 32 * self.down * self.across
 
 
@@ -162,7 +162,7 @@ class Tiled(Kernel):
 
     @property
     def trips(self) -> int:
-        """Of the loop in `store_pieces`, where a thread stores bytes."""
+        """The most trips of the loop in `store_pieces`, where a thread stores bytes."""
         return max(-(-math.prod(self.staged_shape(r)) // self.threads) for r in self.results)
 
     def staged_shape(self, result: Output) -> Extents:
@@ -236,7 +236,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def load_unaligned(self, x, at: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """The same of an x that lies anywhere, or whose rows do."""
+        """Loads what `load` does, from an x that lies anywhere, or whose rows do."""
         batch, tile_m, tile_k, blocks_m, k = at
         rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
         rX.fill(convert.INPUT[self.dtype](0))
@@ -393,7 +393,7 @@ class Tiled(Kernel):
         self, rX, inverses, result: cutlass.Constexpr, values, at: cutlass.Constexpr,
         lane: cutlass.Constexpr,
     ):  # fmt: skip
-        """Values in the order of x."""
+        """Stores values in the order of x."""
         batch, tile_m, tile_k, blocks_m, k = at
         m = blocks_m * BLOCK
         first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
@@ -408,7 +408,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def stage(self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """The tile's values in shared memory, row by row with `PAD` bytes before each."""
+        """Puts the tile's values into shared memory row by row, `PAD` bytes before each."""
         n: cutlass.Constexpr = self.vector
         rows = cute.make_tensor(
             sV + PAD,
@@ -423,7 +423,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def store_unaligned(self, sV, values, at: cutlass.Constexpr):
-        """From shared memory to values that lie anywhere, or whose rows do."""
+        """Copies values out of shared memory, to where they, or their rows, lie anywhere."""
         batch, tile_m, tile_k, blocks_m, k = at
         height: cutlass.Constexpr = self.tile.rows // self.per_byte
         m, top, left = blocks_m * (BLOCK // self.per_byte), tile_m * height, tile_k * self.tile.cols
@@ -437,7 +437,7 @@ class Tiled(Kernel):
     def stage_transposed(
         self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr
     ):
-        """The tile's values in shared memory, a column of x after the other."""
+        """Puts the tile's values into shared memory, one column of x after the other."""
         rows: cutlass.Constexpr = self.rows // self.per_byte  # of bytes
         n: cutlass.Constexpr = self.vector
         parts: cutlass.Constexpr = 16 // rows
@@ -464,7 +464,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def stage_rows(self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """The tile's values in shared memory row by row: bytes of two codes make short runs.
+        """Puts the tile's values into shared memory row by row: bytes of two codes make short runs.
 
         H200, (8, 7168, 7168), 2026-11-21: square blocks in MXFP4 365 us if lanes write their 4
         bytes a row to memory, 245 us so.
@@ -496,7 +496,7 @@ class Tiled(Kernel):
     def store_lines(
         self, sV, values, tiles, result: cutlass.Constexpr, at: cutlass.Constexpr, tid
     ):  # fmt: skip
-        """From shared memory to where each line is a row, 16 bytes a thread and step."""
+        """Copies lines of shared memory to rows of values, 16 bytes a thread and step."""
         if const_expr(self.aligned):
             self.copy_lines(sV, values, tiles, 16, result, at, tid)
         elif values.toint() % 16 == 0:
@@ -542,7 +542,7 @@ class Tiled(Kernel):
     def store_scales(
         self, sS, scales, result: cutlass.Constexpr, at: cutlass.Constexpr, thread
     ):  # fmt: skip
-        """A tile's scales, by words where those lie side by side and aligned, else by bytes.
+        """Stores a tile's scales, by words where those lie side by side and aligned, else by bytes.
 
         H200, (8, 4128, 2880), 2026-11-22, whose rows of 90 and 129 scales 4 does not divide: both
         transposed 99 us, MXFP4 87; 129 and 131 where a thread writes its word's bytes one by one.
@@ -569,7 +569,7 @@ class Tiled(Kernel):
         self, sS, scales, result: cutlass.Constexpr, to: cutlass.Constexpr, thread,
         unit: cutlass.Constexpr, whole,
     ):  # fmt: skip
-        """The scales of a tile of their matrix, `unit` bytes a thread, neighbours by neighbours.
+        """Stores the scales of a tile of their matrix, `unit` bytes a thread, side by side.
 
         Bytes reach memory in pieces of 32; whoever writes less of one pays for all of it. If not
         `whole`, a thread's are written one by one.
@@ -607,7 +607,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def clear_padding(self, piece, row, col, rows, cols):
-        """Zeros for staged scales that are beyond the matrix; where blocks of zeros have others."""
+        """Clears staged scales beyond the matrix: blocks of zeros may have others than 0."""
         if (row >= rows) | (col + cute.size(piece) > cols):
             for c in range_constexpr(cute.size(piece)):
                 if (row >= rows) | (col + c >= cols):

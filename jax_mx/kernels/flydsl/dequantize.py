@@ -101,7 +101,7 @@ class Dequantize(Kernel):
         return [[convert.factor_of(byte)] * 4] * words, [convert.poison_of(byte)] * words
 
     def store_floats(self, y, where, words: list) -> None:
-        """16 bytes at an offset; in the pieces that the alignment allows."""
+        """Stores 16 bytes at an offset, in the pieces that the alignment allows."""
         if self.aligned:
             store_words(y, where, words, 16)
             return
@@ -222,7 +222,7 @@ class Tiled(Dequantize):
         return Tile(batch, rest // across, rest % across, high, wide)
 
     def as_codes(self, pair):
-        """What is (of H, of W) as (of the codes' rows, of their columns)."""
+        """Turns a pair for (H, W) into one for the codes' (rows, columns)."""
         return pair[::-1] if self.is_transposed else pair
 
     # ---- what is read ---
@@ -253,7 +253,7 @@ class Tiled(Dequantize):
 
     @flyc.jit
     def load_scales(self, scales, staged, at: Tile):
-        """A tile's scales to LDS, four a thread as they lie."""
+        """Brings a tile's scales to LDS, four a thread as they lie."""
         batch, *tile, high, wide = at
         tiled: fx.Constexpr = self.layout.is_tiled
         direction: fx.Constexpr = self.operand.direction
@@ -301,7 +301,7 @@ class Tiled(Dequantize):
 
     # ---- transposed ---
     def stage_transposed(self, words: list, shared, row, col) -> None:
-        """The tile's bytes in LDS, a column after the other, `depth` rows a write."""
+        """Puts the tile's bytes into LDS, one column after the other, `depth` rows a write."""
         starts = self.line_starts(col, row)
         for w in range(4):
             pairs = [
@@ -348,7 +348,7 @@ class Tiled(Dequantize):
     # ---- what is written ---
     @flyc.jit
     def store(self, y, words, staged, at: Tile, wave, row):
-        """Floats in the order of the codes."""
+        """Stores floats in the order of the codes."""
         batch, tile_h, tile_w, high, wide = at
         n: fx.Constexpr = self.n
         lane = convert.lane_id()

@@ -1,4 +1,4 @@
-"""Quantize on AMD of treated elements, for the forms that need the second-to-last axis."""
+"""Forms with the second-to-last axis, with elements that are preprocessed: `PreprocessedTiled`."""
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
@@ -23,7 +23,7 @@ STACKED = 16  # how far apart a lane's two blocks of rows are
 
 
 class PreprocessedTiled(Tiled):
-    """As `Tiled`, of elements of 16 bits that are treated; words of blocks behind x.
+    """`Tiled` for elements of 16 bits that are preprocessed; block data come behind x.
 
     x goes to LDS, where each wave has 32 rows. Of each result a lane takes two whole blocks: along
     rows of two of them, along columns of neighbours, whose elements it reads a word at a time.
@@ -47,7 +47,7 @@ class PreprocessedTiled(Tiled):
             {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
             for o in range(len(self.results))
         ]
-        words = self.data(pointers[1:], places, given, at)
+        data = self.data(pointers[1:], places, given, at)
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(row, Uint32))
@@ -58,7 +58,7 @@ class PreprocessedTiled(Tiled):
         found = []
         for o, result in enumerate(self.results):
             preprocessed.flush_subnormals(self.kind(o), given[o].get("prescale", Uint32(0)))
-            found.append(self.quantized(o, x, places[o], given[o], words[o]))
+            found.append(self.quantized(o, x, places[o], given[o], data[o]))
             if const_expr(result.blocks is Blocks.LAST):
                 # No store passes a change of the mode, so neither does what it depends on.
                 tiles = given[o]["value_tiles"]
@@ -116,17 +116,17 @@ class PreprocessedTiled(Tiled):
         return wave // 2 * 2 + i if self.kind(o).blocks > 1 else wave
 
     def data(self, pointers, places: list, given: list, at: Tile) -> list:
-        """Of each result, of either of a lane's blocks the words that its kind has."""
+        """Per result, what `data_of_blocks` gives for a lane's two blocks."""
         found = []
         for o, result in enumerate(self.results):
             kind = self.kind(o)
             mine, pointers = pointers[: kind.block_data], pointers[kind.block_data :]
             blocks = (self.number(result, place, at) for place in places[o])
-            found.append(preprocessed.words_of_blocks(kind, mine, given[o], Int64(0), blocks))
+            found.append(preprocessed.data_of_blocks(kind, mine, given[o], Int64(0), blocks))
         return found
 
     def number(self, result: Output, place, at: Tile) -> Int64:
-        """That of the block that begins there, as words are counted; beyond the array, 0."""
+        """The number of the block that begins at a place, for its data; beyond the array, 0."""
         batch, tile_m, tile_k, m, k = at
         row, col = tile_m * TILE + place[0], tile_k * TILE + place[1]
         inside = (row < m) & (col < k)
@@ -138,17 +138,17 @@ class PreprocessedTiled(Tiled):
             block = block * as_int64(k) + as_int64(col)
         return inside.select(block, Int64(0))
 
-    def quantized(self, o: int, x, places: list, given, words: list) -> list:
+    def quantized(self, o: int, x, places: list, given, data: list) -> list:
         """(scale, words of codes) of a lane's two blocks, for the o-th result."""
         kind, result, rule = self.kind(o), self.results[o], self.rule(given)
         prescale, found = given.get("prescale", Uint32(0)), []
         if result.blocks is Blocks.LAST:
             rows = [self.row_of(x, *place) for place in places]
-            blocks = preprocessed.elements(kind, self.dtype, rows, words, prescale)
+            blocks = preprocessed.elements(kind, self.dtype, rows, data, prescale)
         else:
             columns = self.columns_of(x, places)
-            blocks = preprocessed.elements_of_two(kind, self.dtype, columns, words, prescale)
-        for pairs, own in zip(blocks, words, strict=True):
+            blocks = preprocessed.elements_of_two(kind, self.dtype, columns, data, prescale)
+        for pairs, own in zip(blocks, data, strict=True):
             scale, inverse = preprocessed.scale_of(pairs, result.format, rule, self.arch)
             codes = preprocessed.codes(kind, pairs, inverse, own, result.format, self.arch)
             found.append((scale, codes))
@@ -179,7 +179,7 @@ class PreprocessedTiled(Tiled):
 
     # ---- values ---
     def stage(self, values, columns: list, lines: list, cols: list) -> None:
-        """Two columns' codes in LDS, of these blocks down the tile."""
+        """Puts the codes of two columns into LDS, for these blocks down the tile."""
         if self.results[-1].transposed:
             for codes, line, col in zip(columns, lines, cols, strict=True):
                 to = shared_pointer(values, Int32(self.staged(col, line, 2)), Uint32, 16)
@@ -210,7 +210,7 @@ class PreprocessedTiled(Tiled):
         return place * 16
 
     def store_staged(self, shared, results, scalars, at: Tile, tid) -> None:
-        """With rows of bytes."""
+        """Stores what is in LDS, rows of bytes of values included."""
         super().store_staged(shared, results, scalars, at, tid)
         result = self.results[-1]
         if result.transposed:
@@ -224,7 +224,7 @@ class PreprocessedTiled(Tiled):
 
     @flyc.jit
     def store_bytes(self, to: Target, result: fx.Constexpr, at: Tile, line, words):
-        """16 bytes of values in the order of x, those from (row, byte) of the tile's on."""
+        """Stores 16 bytes of values in the order of x, from (row, byte) of the tile on."""
         batch, tile_m, tile_k, m, k = at
         values, tiles = to
         packed: fx.Constexpr = result.packed

@@ -1,4 +1,4 @@
-"""Quantize on AMD for every form that needs the second-to-last axis."""
+"""Forms with the second-to-last axis: `Tiled`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -233,7 +233,7 @@ class Tiled(Kernel):
         fx.generic_store(shared_pointer(staged, Int32(place)), Uint8(scale))
 
     def numbers(self, result: Output, places: list) -> list[int]:
-        """Which factors are those of the elements at these (row, column) of a lane's patch."""
+        """The numbers of the factors that elements at these (row, column) of a patch have."""
         return [
             {Blocks.LAST: i, Blocks.SECOND: j, Blocks.SQUARE: 0}[result.blocks] for i, j in places
         ]
@@ -273,7 +273,7 @@ class Tiled(Kernel):
 
     @flyc.jit
     def store(self, x, pairs, result: fx.Constexpr, to: Target, at: Tile, patch: Patch):
-        """Values in the order of x, after an exchange 16 bytes of one row to a lane."""
+        """Stores values in the order of x: after an exchange a lane has 16 bytes of one row."""
         batch, tile_m, tile_k, m, k = at
         (values, tiles), (_, top, left) = to, patch
         packed: fx.Constexpr = result.packed
@@ -301,7 +301,7 @@ class Tiled(Kernel):
 
     @flyc.jit
     def store_line(self, values, where, words, place: tuple, size: Extents):
-        """16 bytes of a row, those for columns from a place on, as far as they exist."""
+        """Stores 16 bytes of a row, for the columns from a place on, as far as they exist."""
         (row, col), (rows, k) = place, size
         if const_expr(self.aligned or self.is_both):  # 32 divides k: all 16 or none
             if (row < rows) & (col < k):  # 32 rows are all there or none
@@ -313,7 +313,7 @@ class Tiled(Kernel):
                     fx.generic_store(values + (where + Int64(j)), codes[j])
 
     def stage_transposed(self, x, pairs, result: Output, shared, patch: Patch):
-        """The tile's values in LDS, a column of x after the other."""
+        """Puts the tile's values into LDS, one column of x after the other."""
         packed = result.format.codes_per_byte
         _, top, left = patch
         line, size = top // packed, 4 * packed
@@ -342,7 +342,7 @@ class Tiled(Kernel):
         return col // packed * TILE + (chunk ^ (col // self.vector % chunks)) * 16
 
     def store_staged(self, shared, results, scalars, at: Tile, tid) -> None:
-        """What is in LDS."""
+        """Stores what is in LDS: scales, and values that lie transposed."""
         for o, result in enumerate(self.results):
             values, scales = results[2 * o : 2 * o + 2]
             if result.transposed:
@@ -354,7 +354,7 @@ class Tiled(Kernel):
 
     @flyc.jit
     def store_transposed(self, shared, result: fx.Constexpr, to: Target, at: Tile, tid):
-        """From LDS to values (batch, K, M), 16 bytes a thread and step."""
+        """Copies values (batch, K, M) out of LDS, 16 bytes a thread and step."""
         batch, tile_m, tile_k, m, k = at
         values, tiles = to
         packed: fx.Constexpr = result.format.codes_per_byte
