@@ -94,6 +94,16 @@ class Entry:
         """Whether each result has a scalar that says if values go into tiles."""
         return len(value_layouts_of(self.variant.implementation, self.layout.name)) > 1
 
+    def named(self, pointers: Sequence) -> dict[str, Any]:
+        """The kernel's pointers by the names that the signature gives its arrays."""
+        names = [array.name for array in self.signature.arrays]
+        return dict(zip(names, pointers, strict=True))
+
+    def block_data(self, arrays: Mapping[str, Any], i: int) -> list:
+        """The pointers to what the i-th direction has for each block: seeds, then signs."""
+        own = [a for a in self.signature.operands if (a.role, a.of) == (Role.BLOCK_DATA, i)]
+        return [arrays[array.name] for array in own]
+
     def kind(self, i: int) -> Kind:
         """The preprocessing of the i-th quantized array."""
         return self.variant.kinds[i] if self.variant.kinds else Kind()

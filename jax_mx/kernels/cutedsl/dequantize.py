@@ -51,7 +51,8 @@ class Flat(Kernel):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         n, places, rows, cols = scalars
         elements: cutlass.Constexpr = self.tile.elements
         unroll: cutlass.Constexpr = self.tile.unroll
@@ -234,7 +235,8 @@ class Turned(Matrix):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         rows, cols = self.sizes(scalars)
         tid, _, _ = cute.arch.thread_idx()
         at = self.place(rows, cols)
@@ -389,7 +391,8 @@ class Shifted(Matrix):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         rows, cols = self.sizes(scalars)
         tid, _, _ = cute.arch.thread_idx()
         batch, block, tile_c = self.place(rows, cols)
@@ -513,7 +516,8 @@ class Tiled(Matrix):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         rows, cols = self.sizes(scalars)
         tid, _, _ = cute.arch.thread_idx()
         at = self.place(rows, cols)

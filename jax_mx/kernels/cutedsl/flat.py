@@ -111,14 +111,16 @@ class Flat(WholeBlocks):
         self.tile = tile or Strip(**self.tuned(name))
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
-        scales = 2 + self.variant.block_data  # the buffer
-        lengths = geometry.length_of(0), geometry.length_of(scales)
+        x, scales = map(self.signature.number, ("x", "scales_0"))
+        lengths = geometry.length_of(x), geometry.length_of(scales)
         self.extents = (*lengths, geometry.flat_rows(), geometry.flat_blocks())
         self.grid = geometry.flat_grid(scales, self.tile.blocks)
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        x, *data, values, scales = pointers
+        arrays = self.named(pointers)
+        x, values, scales = arrays["x"], arrays["codes_0"], arrays["scales_0"]
+        data = self.block_data(arrays, 0)
         n, places, rows, cols, *_ = scalars
         given = self.of_result(scalars, 0)
         rule, extra = self.rule(given), self.extra(given)

@@ -49,7 +49,8 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         tid, _, _ = cute.arch.thread_idx()
         at = self.place(blocks_m, k)
         lane = self.lane(tid)
-        rX = self.patch(pointers[0], at, lane)
+        arrays = self.named(pointers)
+        rX = self.patch(arrays["x"], at, lane)
         sX = cute.make_tensor(
             cute.arch.alloc_smem(Uint32, self.tile.rows * self.pitch * 4, alignment=128),
             cute.make_layout((4, self.pitch, self.tile.rows), stride=(1, 4, 4 * self.pitch)),
@@ -60,13 +61,9 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         staged = [self.shared_memory(result) for result in self.results]
         cute.arch.sync_threads()
 
-        ahead: cutlass.Constexpr = 1 + self.variant.block_data  # x and the block data
-        data, arrays = pointers[1:ahead], pointers[ahead:]
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            count: cutlass.Constexpr = self.kind(o).block_data
-            first: cutlass.Constexpr = sum(self.kind(i).block_data for i in range(o))
-            mine = data[first : first + count]
+            mine = self.block_data(arrays, o)
             named = self.of_result(scalars, o)
             given: cutlass.Constexpr = Given(mine, self.rule(named), self.extra(named))
             if const_expr(result.blocks is Blocks.LAST):
@@ -77,7 +74,7 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         busy = 0
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            values, scales = arrays[2 * o : 2 * o + 2]
+            values, scales = arrays[f"codes_{o}"], arrays[f"scales_{o}"]
             sS, sV = staged[o]
             if const_expr(self.is_padded(result)):
                 self.store_unaligned(sV, values, at)

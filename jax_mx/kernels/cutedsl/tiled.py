@@ -125,11 +125,12 @@ class Tiled(Kernel):
         tid, _, _ = cute.arch.thread_idx()
         at = self.place(blocks_m, k)
         lane = self.lane(tid)
-        rX = self.patch(pointers[0], at, lane)
+        arrays = self.named(pointers)
+        rX = self.patch(arrays["x"], at, lane)
         staged = [self.shared_memory(result) for result in self.results]
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            values, (sS, sV) = pointers[1 + 2 * o], staged[o]
+            values, (sS, sV) = arrays[f"codes_{o}"], staged[o]
             rounding = self.rule(self.of_result(scalars, o))
             if const_expr(result.blocks is Blocks.LAST):
                 inverses = self.scale_rows(rX, sS, result, rounding, lane)
@@ -149,7 +150,7 @@ class Tiled(Kernel):
         first = 0
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            values, scales, (sS, sV) = pointers[1 + 2 * o], pointers[2 + 2 * o], staged[o]
+            values, scales, (sS, sV) = arrays[f"codes_{o}"], arrays[f"scales_{o}"], staged[o]
             if const_expr(self.is_staged(result)):
                 tiles = self.of_result(scalars, o).get("value_tiles")
                 self.store_lines(sV, values, tiles, result, at, tid)

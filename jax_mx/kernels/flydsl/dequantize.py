@@ -129,7 +129,8 @@ class Flat(Dequantize):
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         lane = convert.lane_id()
         strip = Strip(self.layout, self.blocks, scalars)
         first = convert.wave_id() * WAVE
@@ -185,7 +186,8 @@ class Tiled(Dequantize):
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         high, wide = (Uint32(n) * unit for n, unit in zip(scalars, self.units, strict=True))
         lane, wave = convert.lane_id(), convert.wave_id()
         at = self.place(high, wide)

@@ -45,14 +45,15 @@ class Flat(Kernel):
         self.per_chunk = WAVE // self.sharers  # groups of a round
         self.threads = self.blocks // self.group
         self.elements_per_thread = self.group * BLOCK
-        scales = 2 + variant.block_data  # the number of the buffer
+        scales = self.signature.number("scales_0")
         self.grid = geometry.flat_grid(scales, self.blocks)
         rows = [geometry.flat_rows()] if layout.is_tiled else []
         self.extents = [geometry.length_of(scales), *rows, geometry.flat_blocks(8)]
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        x, values, scales = pointers
+        arrays = self.named(pointers)
+        x, values, scales = arrays["x"], arrays["codes_0"], arrays["scales_0"]
         sizes = scalars[: len(self.extents)]
         given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
         rounding, tiles = self.rule(given), given["value_tiles"]
@@ -146,7 +147,9 @@ class PreprocessedFlat(Flat):
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        x, *data, values, scales = pointers
+        arrays = self.named(pointers)
+        x, values, scales = arrays["x"], arrays["codes_0"], arrays["scales_0"]
+        data = self.block_data(arrays, 0)
         sizes = scalars[: len(self.extents)]
         given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
         rule, tiles, kind = self.rule(given), given["value_tiles"], self.kind(0)

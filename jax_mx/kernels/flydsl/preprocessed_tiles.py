@@ -34,20 +34,20 @@ class PreprocessedTiled(Tiled):
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        results = pointers[-2 * len(self.results) :]
+        lengths, arrays = self.lengths(scalars), self.named(pointers)
         tid, lane, wave = Uint32(Int32(fx.thread_idx.x)), convert.lane_id(), convert.wave_id()
-        across, at = lane % self.lanes, self.place(*self.lengths(scalars))
+        across, at = lane % self.lanes, self.place(*lengths)
         top = wave * BLOCK + lane // self.lanes * self.rows
         shared = fx.SharedAllocator().allocate(self.shared())
         x, staged = shared.x.peek(), shared.staged.peek()
 
-        rows = self.load(pointers[0], at, Patch(wave, top, across * self.vector))
+        rows = self.load(arrays["x"], at, Patch(wave, top, across * self.vector))
         places = [self.places(o, wave, lane) for o in range(len(self.results))]
         given = [
             {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
             for o in range(len(self.results))
         ]
-        data = self.data(pointers[1:], places, given, at)
+        data = self.data(arrays, places, given, at)
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(row, Uint32))
@@ -69,7 +69,7 @@ class PreprocessedTiled(Tiled):
                     row = wave * BLOCK + lane // 4 * 2
                     lines = [(row + i, lane % 4 * 16) for i in range(2)]
                 for line, own in zip(lines, codes, strict=True):
-                    self.store_bytes(Target(results[2 * o], tiles), result, at, line, own)
+                    self.store_bytes(Target(arrays[f"codes_{o}"], tiles), result, at, line, own)
         gpu.barrier()
         for o, result in enumerate(self.results):
             scales = getattr(staged, f"scales_{o}")
@@ -82,7 +82,7 @@ class PreprocessedTiled(Tiled):
         lines = [self.down(-1, wave, i) for i in range(2)]
         self.stage(staged.values, columns, lines, [col for _, col in places[-1]])
         gpu.barrier()
-        self.store_staged(staged, results, scalars, at, tid)
+        self.store_staged(staged, arrays, scalars, at, tid)
 
     def shared(self):
         """The LDS of a workgroup: x; then what `Tiled` has there, and rows of bytes of values."""
@@ -115,12 +115,11 @@ class PreprocessedTiled(Tiled):
         """Which of the tile's blocks down a column a lane's i-th one is."""
         return wave // 2 * 2 + i if self.kind(o).blocks > 1 else wave
 
-    def data(self, pointers, places: list, given: list, at: Tile) -> list:
+    def data(self, arrays, places: list, given: list, at: Tile) -> list:
         """Per result, what `data_of_blocks` gives for a lane's two blocks."""
         found = []
         for o, result in enumerate(self.results):
-            kind = self.kind(o)
-            mine, pointers = pointers[: kind.block_data], pointers[kind.block_data :]
+            kind, mine = self.kind(o), self.block_data(arrays, o)
             blocks = (self.number(result, place, at) for place in places[o])
             found.append(preprocessed.data_of_blocks(kind, mine, given[o], Int64(0), blocks))
         return found
@@ -209,9 +208,9 @@ class PreprocessedTiled(Tiled):
         place = chunk * TILE + odd * (TILE // 2) + (col // Uint32(2) ^ chunk ^ odd * 4)
         return place * 16
 
-    def store_staged(self, shared, results, scalars, at: Tile, tid) -> None:
+    def store_staged(self, shared, arrays, scalars, at: Tile, tid) -> None:
         """Stores what is in LDS, rows of bytes of values included."""
-        super().store_staged(shared, results, scalars, at, tid)
+        super().store_staged(shared, arrays, scalars, at, tid)
         result = self.results[-1]
         if result.transposed:
             return
@@ -220,7 +219,9 @@ class PreprocessedTiled(Tiled):
             vector = shared_pointer(shared.values, Int32(index * 16), Uint32, 16)
             vector = fx.generic_load(vector, dtype=Uint32, count=4)
             line, words = (index // 8, index % 8 * 16), [vector[i] for i in range(4)]
-            self.store_bytes(Target(results[-2], Uint32(0)), result, at, line, words)
+            self.store_bytes(
+                Target(arrays[f"codes_{len(self.results) - 1}"], Uint32(0)), result, at, line, words
+            )
 
     @flyc.jit
     def store_bytes(self, to: Target, result: fx.Constexpr, at: Tile, line, words):

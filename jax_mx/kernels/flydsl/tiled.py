@@ -80,14 +80,14 @@ class Tiled(Kernel):
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        results = pointers[-2 * len(self.results) :]
+        lengths, arrays = self.lengths(scalars), self.named(pointers)
         tid, lane, wave = Uint32(Int32(fx.thread_idx.x)), convert.lane_id(), convert.wave_id()
         across, down = lane % self.lanes, lane // self.lanes  # this lane's place in the wave
-        at = self.place(*self.lengths(scalars))
+        at = self.place(*lengths)
         patch = Patch(wave, wave * BLOCK + down * self.rows, across * self.vector)
         shared = fx.SharedAllocator().allocate(self.shared()).peek()
 
-        words = self.load(pointers[0], at, patch)
+        words = self.load(arrays["x"], at, patch)
         x = [[e for word in row for e in convert.elements(word, self.dtype)] for row in words]
         amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
         for o, result in enumerate(self.results):
@@ -100,9 +100,9 @@ class Tiled(Kernel):
             if const_expr(result.transposed):
                 self.stage_transposed(x, pairs, result, shared.values, patch)
             else:
-                self.store(x, pairs, result, Target(results[2 * o], tiles), at, patch)
+                self.store(x, pairs, result, Target(arrays[f"codes_{o}"], tiles), at, patch)
         gpu.barrier()
-        self.store_staged(shared, results, scalars, at, tid)
+        self.store_staged(shared, arrays, scalars, at, tid)
 
     def lengths(self, scalars) -> tuple:
         """M and K."""
@@ -341,10 +341,10 @@ class Tiled(Kernel):
         chunk = col % packed * (chunks // packed) + chunk
         return col // packed * TILE + (chunk ^ (col // self.vector % chunks)) * 16
 
-    def store_staged(self, shared, results, scalars, at: Tile, tid) -> None:
+    def store_staged(self, shared, arrays, scalars, at: Tile, tid) -> None:
         """Stores what is in LDS: scales, and values that lie transposed."""
         for o, result in enumerate(self.results):
-            values, scales = results[2 * o : 2 * o + 2]
+            values, scales = arrays[f"codes_{o}"], arrays[f"scales_{o}"]
             if result.transposed:
                 tiles = Uint32(self.of_result(scalars, o)["value_tiles"])
                 self.store_transposed(shared.values, result, Target(values, tiles), at, tid)
