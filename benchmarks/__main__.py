@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import subprocess
 import sys
@@ -24,11 +25,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 import jax_mx
-from benchmarks import baselines, peers, report, shapes, sharded, timing
+from benchmarks import baselines, guard, peers, report, shapes, sharded, timing
 from benchmarks.report import Measured, Row
+from jax_mx.facts.chips import arch_of, dsl_of
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.lowering.plan import IMPLEMENTATIONS
+from jax_mx.lowering.primitive import chip_of
+from jax_mx.lowering.registry import IMPLEMENTATIONS
 
 _quantized = jax.jit(
     jax_mx.quantize, static_argnames=("format", "axis", "scaling", "scale_layout", "block")
@@ -125,7 +128,10 @@ class Case:
             **self.options,
             **self.how,
         )
-        return (what.partition(":")[0], "") if supported else ("xla", what)
+        if not supported:
+            return "xla", what
+        arch = arch_of(chip_of(jax.devices()[0]))
+        return self.implementation or dsl_of(str(arch)), ""
 
 
 # ---- measuring ----------------------------------------------------------------------------------
@@ -235,6 +241,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--csv", type=Path, metavar="FILE")
     add("--json", type=Path, metavar="FILE")
     add("--peers", action="store_true", help="torchao's quantizers too; needs torch and torchao")
+    about = "exit with 1 if a row is slower than the one in this file, of the same chip"
+    add("--against", type=Path, metavar="JSON", help=about)
+    about = "the share by which a row may be slower; default: 0.01"
+    add("--share", type=guard.share, default=guard.SHARE, metavar="SHARE", help=about)
     about = "instead: the same shard on each of all devices, against one device alone"
     add("--sharded", action="store_true", help=about)
     about = "calls that a median is taken over"
@@ -278,6 +288,8 @@ def complete(args: argparse.Namespace) -> None:
     if strays := [form for form in args.form if form not in forms]:
         raise ValueError(f"form {strays[0]!r} is not one of {args.op}'s: {', '.join(forms)}")
     args.shapes = shapes.parse(args.shapes)
+    if args.against:
+        args.against = json.loads(args.against.read_text())
     for path in filter(None, (args.csv, args.json)):
         path.open("a").close()
 
@@ -350,7 +362,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for _, line in checks:
         console.print(line, markup=False)
     met = bool(checks) and all(ok for ok, _ in checks)
-    return 0 if measured and (met or not args.require) else 1
+    good = bool(measured) and (met or not args.require)
+    if args.against is not None:
+        kept, lines = guard.verdict([dataclasses.asdict(r) for r in ours], args.against, args.share)
+        console.print(*lines, sep="\n", markup=False)
+        good = good and kept
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from jax_mx.facts.formats import (
     Scaling,
 )
 from jax_mx.facts.layouts import SCALE_LAYOUTS, ScaleLayout
+from jax_mx.ops.mxarray import MXArray
 
 # From blocks and their amax (1 where the blocks have 32) to elements / scale and the scale's byte.
 Variant = Callable[[jax.Array, jax.Array, Format, Scaling], tuple[jax.Array, jax.Array]]

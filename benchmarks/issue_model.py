@@ -96,11 +96,11 @@ class Chip:
 # B300 is given a B200's 148 cores (the table has 158; fewer is harder), the RTX 5090 and AMD's are
 # by their data sheets. A B200's driver says 7.67 TB/s (pytorch/ao#4002); 8 is harder.
 CHIPS: Mapping[str, Chip] = {
-    "B200": Chip("sm_100a", 148, 1.965, 8.0, wanted=1.3),
-    "B300": Chip("sm_103a", 148, 1.965, 8.0),
+    "B200": Chip("sm_100f", 148, 1.965, 8.0, wanted=1.3),
+    "B300": Chip("sm_100f", 148, 1.965, 8.0),
     "H200": Chip("sm_90a", 132, 1.98, 4.8),
-    "RTX PRO 6000": Chip("sm_120a", 188, 2.6, 1.792),
-    "RTX 5090": Chip("sm_120a", 170, 2.407, 1.792),
+    "RTX PRO 6000": Chip("sm_120f", 188, 2.6, 1.792),
+    "RTX 5090": Chip("sm_120f", 170, 2.407, 1.792),
     "MI355X": Chip("gfx950", 256, 2.4, 8.0, issued=1, lanes=64, wanted=1.3),
     # Integers make the codes there, as its conversions give another format.
     "MI300X": Chip("gfx942", 304, 2.1, 5.3, issued=1, lanes=64, wanted=1.0),

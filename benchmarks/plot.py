@@ -16,7 +16,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks import shapes
-from jax_mx.lowering.plan import IMPLEMENTATIONS
+from jax_mx.lowering.registry import IMPLEMENTATIONS
 
 Row = Mapping[str, Any]
 

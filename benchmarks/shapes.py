@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jax_mx.facts import directions
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import Kind
 
@@ -34,14 +35,14 @@ class Form:
 
     Attributes:
       op: the function of jax_mx that computes it.
-      kernel: its name in `jax_mx.forms.FORMS`.
+      kernel: the form of its kernels.
       axes: that blocks run along, one for each quantized array.
       transpose: of the op; of the last result, where there are two.
       square: whether blocks span both of the last two axes instead.
     """
 
     op: str
-    kernel: str
+    kernel: directions.Form
     axes: tuple[int, ...] = (-1,)
     transpose: bool = False
     square: bool = False
@@ -65,16 +66,18 @@ class Form:
 
 
 FORMS: Mapping[str, Form] = {
-    "axis -1": Form("quantize", "last"),
-    "axis -2": Form("quantize", "second", (-2,)),
-    "axis -2 transposed": Form("quantize", "second_transposed", (-2,), transpose=True),
-    "square": Form("quantize", "square", square=True),
-    "square transposed": Form("quantize", "square_transposed", transpose=True, square=True),
-    "both": Form("quantize_both", "both", (-1, -2)),
-    "both transposed": Form("quantize_both", "both_transposed", (-1, -2), transpose=True),
-    "dequantize": Form("dequantize", "last"),
-    "dequantize axis -2": Form("dequantize", "second", (-2,)),
-    "dequantize transposed": Form("dequantize", "second_transposed", transpose=True),
+    "axis -1": Form("quantize", directions.LAST),
+    "axis -2": Form("quantize", directions.SECOND, (-2,)),
+    "axis -2 transposed": Form("quantize", directions.SECOND_TRANSPOSED, (-2,), transpose=True),
+    "square": Form("quantize", directions.SQUARE, square=True),
+    "square transposed": Form(
+        "quantize", directions.SQUARE_TRANSPOSED, transpose=True, square=True
+    ),
+    "both": Form("quantize_both", directions.BOTH, (-1, -2)),
+    "both transposed": Form("quantize_both", directions.BOTH_TRANSPOSED, (-1, -2), transpose=True),
+    "dequantize": Form("dequantize", directions.LAST),
+    "dequantize axis -2": Form("dequantize", directions.SECOND, (-2,)),
+    "dequantize transposed": Form("dequantize", directions.SECOND_TRANSPOSED, transpose=True),
 }
 
 
@@ -98,7 +101,7 @@ def treated(form: str, treatment: str) -> str:
     return form if treatment == "none" else f"{form}, {treatment}"
 
 
-def form_of(op: str, kernel: str) -> str | None:
+def form_of(op: str, kernel: directions.Form) -> str | None:
     """The name of the form that a variant's op and form compute, if it has one here."""
     for name, form in FORMS.items():
         if (form.op.removesuffix("_both"), form.kernel) == (op, kernel):

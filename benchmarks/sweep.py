@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import json
 import multiprocessing
+import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -68,7 +69,7 @@ def candidates(variant: Variant) -> Iterator[Any]:
 
 def build(folder: Path, arch: str, variants: list[Variant]) -> None:
     """Compiles every candidate of every variant into `folder`; leaves out those that spill."""
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kernels").mkdir(parents=True, exist_ok=True)
     jobs = [(variant, tile) for variant in variants for tile in candidates(variant)]
     manifest = {}
     # Processes: the DSL is not thread-safe.
@@ -82,9 +83,9 @@ def build(folder: Path, arch: str, variants: list[Variant]) -> None:
             if spills:
                 continue
             name = f"{variant.name}.{arch}.{size}"
-            (folder / name).write_bytes(image)
             sha256 = hashlib.sha256(image).hexdigest()
-            manifest[name] = {"key": "", "file": name, "sha256": sha256, **facts}
+            (folder / "kernels" / sha256).write_bytes(image)
+            manifest[name] = {"sha256": sha256, **facts}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     print(len(manifest), "candidates")
 
@@ -134,7 +135,7 @@ def run(
             stem, arch, tile = name.split(".")
             if stem != variant.name:
                 continue
-            call, same = install(folder, f"{stem}.{arch}", facts, case)
+            call, same = install(folder, facts, case)
             us = timing.measure(call, inputs).us
             gbps = timing.nbytes((inputs[0], call(*inputs[0]))) / us / 1e3
             usage = facts["launches"][layout]["entries"][0]["usage"]
@@ -182,8 +183,8 @@ def _name(tile: Any) -> str:
     return "x".join(map(str, dataclasses.astuple(tile)))
 
 
-def install(folder: Path, name: str, facts: dict[str, Any], case: Case) -> tuple[Any, bool]:
-    """Makes a candidate the only binary of this process.
+def install(folder: Path, facts: dict[str, Any], case: Case) -> tuple[Any, bool]:
+    """Makes a candidate the kernel of every call in this process.
 
     Returns:
       The jitted op that it now serves, and whether that gives the reference's bytes.
@@ -191,11 +192,12 @@ def install(folder: Path, name: str, facts: dict[str, Any], case: Case) -> tuple
     import jax
     import numpy as np
 
-    from jax_mx.lowering import store as artifacts
+    from jax_mx.lowering import store
 
-    artifacts.BINARIES = folder
-    artifacts.manifest = lambda: {name: facts}
-    artifacts.load.cache_clear()
+    artifact = store.Artifact(facts, folder / "kernels")
+    os.environ["JAX_MX_CACHE"] = str(folder)
+    store.writable_cache()  # the handler finds the binary there
+    store.find = store.get = lambda variant, arch: artifact
     jax.clear_caches()
     small = dataclasses.replace(case, shape=SMALL)
     x = small.make(jax.random.key(1))

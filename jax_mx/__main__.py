@@ -2,7 +2,10 @@
 
 import sys
 
-from jax_mx.command.report import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from jax_mx.command.report import main
+
+        sys.exit(main())
+    except KeyboardInterrupt:  # before or after what `main` looks after
+        sys.exit(130)

@@ -203,12 +203,19 @@ def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, 
     if tensor.dtype.name not in FLOATS:
         raise TypeError(_no_float(tensor.dtype.name))
     notes = [f"was float64 and is measured in {dtype}"] if tensor.dtype.name == "float64" else []
+    before = np.count_nonzero(tensor)
     with np.errstate(all="ignore"):  # what overflows is counted below
         tensor = tensor.astype(FLOAT_DTYPES[dtype])
     # Whether a tensor can be quantized depends on its shape alone, not on the format or scaling.
     axis = planned("quantize", tensor, Options(MXFP8_E4M3, axis, RCEIL)).axis
     if tensor.size == 0:
         raise ValueError(f"is empty, shape {tensor.shape}; there is nothing to measure")
+    if zeros := before - np.count_nonzero(tensor):
+        what = f"of {before} nonzero elements {zeros} are zero in {dtype}"
+        if zeros == before:
+            way = "multiply it" if dtype == "float32" else "try --dtype float32, or multiply it"
+            raise ValueError(f"{what}, so nothing is left to measure; {way}")
+        notes.append(what)
     if poison := tensor.size - np.count_nonzero(np.isfinite(tensor)):
         notes.append(
             f"has {poison} elements that are NaN or infinite in {dtype}; their blocks become NaN "
