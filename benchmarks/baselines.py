@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax_mx.arrays.mxarray import MXArray
 
 from benchmarks.shapes import Form
 from jax_mx.facts.formats import (

@@ -132,7 +132,7 @@ def run(
         inputs = timing.rotate(case.make, timing.nbytes(like))
         timings = []
         for name, facts in manifest.items():
-            stem, arch, tile = name.split(".")
+            stem, _, tile = name.split(".")
             if stem != variant.name:
                 continue
             call, same = install(folder, facts, case)

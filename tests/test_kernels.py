@@ -98,12 +98,14 @@ def test_reference_is_the_same_on_cpu():
             assert_bits_equal(here.dequantize(jnp.float32), there.dequantize(jnp.float32))
 
 
+@pytest.mark.sampled(96, 5)
 @each_variant
 @each_scaling
 def test_every_pattern(variant, scaling):
     check(variant, jnp.asarray(patterns(variant.dtype)), scaling=scaling)
 
 
+@pytest.mark.sampled(288, 40)
 @each_variant
 @each_scaling
 @pytest.mark.parametrize("name", GOLDEN_SETS)
@@ -139,6 +141,7 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(48, 7)
 @each_variant
 @each_layout
 def test_shapes(variant, layout):
@@ -157,6 +160,7 @@ def test_shapes(variant, layout):
         check(variant, x, scaling="even", scale_layout=layout)
 
 
+@pytest.mark.sampled(72, 30)
 @each_variant
 @each_layout
 def test_zero_blocks(variant, layout):
@@ -171,6 +175,7 @@ def test_zero_blocks(variant, layout):
             check(variant, jnp.asarray(x), scale_layout=layout, zero_scale=zero_scale)
 
 
+@pytest.mark.sampled(12, 3)
 @pytest.mark.parametrize(
     "variant",
     [v for v in HERE if in_tiles(v) and AMD in layouts_of(v)],
@@ -209,6 +214,7 @@ def misaligned(op, x):
     return jax.jit(run)(flat)
 
 
+@pytest.mark.sampled(12, 1)
 @each_variant
 def test_any_axis(variant):
     """An axis before the last two is the second one of a flattened array."""
@@ -286,6 +292,7 @@ def some_rows_of_reference(variant, x, start, step):
     return [SimpleNamespace(values=values.reshape(step, -1), scales=scales[..., 0])]
 
 
+@pytest.mark.sampled(64, 9)
 @each_variant
 def test_two_to_the_31(variant):
     """More elements than an int32 counts; quantized ones are compared in slices of rows."""
@@ -354,6 +361,7 @@ def flat_of(variant, seed=0):
     return jnp.asarray(random_bits((16384,), dtype, seed=seed))
 
 
+@pytest.mark.sampled(24, 11)
 @each_variant
 def test_misaligned_tiles(variant):
     """Scales in tiles, of what lies at any address, in rows that 16 bytes do not divide."""
@@ -366,6 +374,7 @@ def test_misaligned_tiles(variant):
         assert_same(misaligned(op, x), want, layout)
 
 
+@pytest.mark.sampled(192, 77)
 @each_variant
 @pytest.mark.parametrize("offset", [1, 2, 3, 4, 5, 8, 16, 1000])
 def test_misaligned_operands(variant, offset):
@@ -383,6 +392,7 @@ def test_misaligned_operands(variant, offset):
     check(variant, random_bits((64, 64), variant.dtype))  # nothing is left broken
 
 
+@pytest.mark.sampled(32, 13)
 @each_variant
 def test_misaligned_operands_take_the_other_entry(variant):
     """The case above is real: without the second entry this launch would fault."""
@@ -397,6 +407,7 @@ def test_misaligned_operands_take_the_other_entry(variant):
     assert _ffi.counters()["fallback_entries"] == after["fallback_entries"]
 
 
+@pytest.mark.sampled(16, 2)
 @each_variant
 def test_no_copy_and_no_transpose(variant):
     """The views are bitcasts, alone and behind a producer, or before a consumer."""
@@ -414,6 +425,7 @@ def test_no_copy_and_no_transpose(variant):
         assert not re.findall(r"= (?!u32\[[12]?\])\S+ (?:copy|transpose)\(", text), text
 
 
+@pytest.mark.sampled(48, 17)
 @each_variant
 def test_misaligned_results(variant):
     """Results that XLA places inside a larger buffer."""
@@ -436,6 +448,7 @@ def test_misaligned_results(variant):
             assert_bits_equal(g, w, f"offset {offset}, {layout}")
 
 
+@pytest.mark.sampled(48, 23)
 @each_variant
 def test_transforms(variant):
     """vmap over any axis, scan, cond, donation, eager: one kernel, the same bytes."""
@@ -460,6 +473,7 @@ def test_transforms(variant):
         assert_same(donated, ref(x), "donated")
 
 
+@pytest.mark.sampled(64, 31)
 @each_variant
 def test_eight_threads(variant):
     """Cold and warm, different shapes and one shared executable."""

@@ -438,6 +438,7 @@ def served_and_reference(variant, **options):
     return [jax.jit(call(variant, name, **options)) for name in (variant.implementation, "xla")]
 
 
+@pytest.mark.sampled(48, 5)
 @pytest.mark.gpu
 @each_preprocessed
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
@@ -471,6 +472,7 @@ def test_the_kernel_gives_the_bytes_of_the_reference(variant, layout, prescale, 
                 assert_same_array(g, w, f"{x.shape} {scaling}")
 
 
+@pytest.mark.sampled(12, 4)
 @pytest.mark.gpu
 @each_preprocessed
 def test_the_kernel_under_a_vmap_over_keys_and_signs(variant):
