@@ -1,13 +1,19 @@
-"""Measures candidate tiles; where the numbers beside the tables in jax_mx/kernels come from.
+"""Measures candidate tiles; the tables in jax_mx/kernels/*/tuning come from here.
 
 python -m benchmarks.sweep build FOLDER      # anywhere: compiles the candidates
 python -m benchmarks.sweep run FOLDER        # on the GPU: times and compares each, best first
+
+`run` ends with the rows of the chip's table, see jax_mx/kernels/tuning.py: for each variant the
+fastest candidate that gives the reference's bytes, with the figures of all. `--table FILE` writes
+them as a module, for an arch that has no table of its own yet. Whether a row holds for more entries
+than those it was measured on, a person decides, by its "where".
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import functools
 import hashlib
 import itertools
@@ -24,10 +30,13 @@ from jax_mx.facts.directions import FORMS, LAST
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import VARIANTS, Variant
+from jax_mx.kernels import tuning
 
 if TYPE_CHECKING:
     from benchmarks.__main__ import Case
 
+# What a sweep's row asks of an entry, see `tuning.facts_of`.
+WHERE = ("form", "dtype", "codes_per_byte", "tiled_scales")
 # No multiple of what a thread block covers, in any direction.
 SMALL = (3, 160, 224)
 
@@ -67,7 +76,7 @@ def build(folder: Path, arch: str, variants: list[Variant]) -> None:
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         results = pool.map(functools.partial(_compile, arch), *zip(*jobs, strict=True))
         for (variant, tile), (image, facts) in zip(jobs, results, strict=True):
-            size = "x".join(map(str, dataclasses.astuple(tile)))
+            size = _name(tile)
             launches = facts["launches"].values()
             spills = any(e["usage"]["stack"] for launch in launches for e in launch["entries"])
             print(f"{variant.name} {size}{': spills, left out' if spills else ''}", flush=True)
@@ -87,14 +96,32 @@ def _compile(arch: str, variant: Variant, tile: Any) -> tuple[bytes, dict[str, A
     return compile_variant(variant, arch, tile=tile)
 
 
-def run(folder: Path, shape: shapes.Shape, variants: list[Variant], layout: str) -> None:
-    """Times every candidate on `shape`; compares it with the reference on a small input."""
+@dataclasses.dataclass(frozen=True, order=True)
+class Timing:
+    """What was measured of a candidate."""
+
+    us: float
+    tile: str  # as in its file's name
+    gbps: float
+    registers: int
+    same: bool  # whether it gave the reference's bytes
+
+
+def run(
+    folder: Path, shape: shapes.Shape, variants: list[Variant], layout: str
+) -> list[dict[str, Any]]:
+    """Times every candidate on `shape`; compares it with the reference on a small input.
+
+    Returns:
+      A row of the chip's table for each variant.
+    """
     import jax
 
     from benchmarks import timing
     from benchmarks.__main__ import Case
 
     manifest = json.loads((folder / "manifest.json").read_text())
+    rows = []
     for variant in variants:
         form = shapes.form_of(variant.op, variant.form)
         if form is None:
@@ -103,22 +130,57 @@ def run(folder: Path, shape: shapes.Shape, variants: list[Variant], layout: str)
         case = Case(form, shape, variant.dtype, format, "rceil", layout, variant.implementation)
         like = jax.eval_shape(case.make, jax.random.key(0))
         inputs = timing.rotate(case.make, timing.nbytes(like))
-        rows = []
+        timings = []
         for name, facts in manifest.items():
-            stem, _, size = name.split(".")
+            stem, _, tile = name.split(".")
             if stem != variant.name:
                 continue
             call, same = install(folder, facts, case)
             us = timing.measure(call, inputs).us
             gbps = timing.nbytes((inputs[0], call(*inputs[0]))) / us / 1e3
             usage = facts["launches"][layout]["entries"][0]["usage"]
-            rows.append((us, size, gbps, usage["registers"], same))
-        for us, size, gbps, registers, same in sorted(rows):
+            timings.append(Timing(us, tile, gbps, usage["registers"], same))
+        for t in sorted(timings):
             print(
-                f"{form:20} {variant.dtype:8} {size:8} {us:8.1f} us {gbps:7.1f} GB/s "
-                f"{registers:3} registers, equal: {same}",
+                f"{form:20} {variant.dtype:8} {t.tile:8} {t.us:8.1f} us {t.gbps:7.1f} GB/s "
+                f"{t.registers:3} registers, equal: {t.same}",
                 flush=True,
             )
+        if any(t.same for t in timings):
+            rows.append(row_of(variant, layout, shape, timings))
+    return rows
+
+
+def row_of(
+    variant: Variant, layout: str, shape: shapes.Shape, timings: list[Timing]
+) -> dict[str, Any]:
+    """A row of a table of tuning: the fastest tile that is right, and the figures of all."""
+    right = sorted(t for t in timings if t.same)
+    tiles = {_name(tile): tile for tile in candidates(variant)}
+    facts = tuning.facts_of(variant, SCALE_LAYOUTS[layout], True)
+    kernel = "Flat" if variant.form == LAST else "Tiled"
+    figures = "; ".join(f"({t.tile.replace('x', ', ')}) {t.us:.1f}" for t in right)
+    return {
+        "kernel": f"{variant.op}.{kernel}",
+        "where": {
+            name: facts[name] for name in ("form", "dtype", "codes_per_byte", "tiled_scales")
+        },
+        "value": dataclasses.asdict(tiles[right[0].tile]),
+        "date": datetime.date.today().isoformat(),
+        "measured": [f"{'x'.join(map(str, shape))}, aligned: {figures}"],
+    }
+
+
+def table(chip: str, rows: list[dict[str, Any]]) -> str:
+    """The source of a table of tuning, but for its line breaks, which `ruff format` makes."""
+    what = f"Measured on {chip} with benchmarks/sweep.py, in microseconds."
+    lines = "".join(f"    {row!r},\n" for row in rows)
+    return f'"""{what}"""\n\nCHIP = {chip!r}\n\nROWS = [\n{lines}]\n'
+
+
+def _name(tile: Any) -> str:
+    """A tile in the name of a candidate's file."""
+    return "x".join(map(str, dataclasses.astuple(tile)))
 
 
 def install(folder: Path, facts: dict[str, Any], case: Case) -> tuple[Any, bool]:
@@ -160,6 +222,7 @@ def main() -> None:
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["last"])
     parser.add_argument("--dtype", nargs="+", choices=FLOAT_DTYPES, default=[*FLOAT_DTYPES])
     parser.add_argument("--scale-layout", choices=SCALE_LAYOUTS, default="row_major")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="where to write the rows")
     args = parser.parse_args()
     variants = [
         v
@@ -173,7 +236,13 @@ def main() -> None:
         build(args.folder, args.arch, variants)
     else:
         (shape,) = shapes.parse(args.shape)
-        run(args.folder, shape, variants, args.scale_layout)
+        rows = run(args.folder, shape, variants, args.scale_layout)
+        import jax
+
+        source = table(jax.devices()[0].device_kind, rows)
+        print(source)
+        if args.table:
+            args.table.write_text(source)
 
 
 if __name__ == "__main__":

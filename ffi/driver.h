@@ -427,7 +427,8 @@ class HipDriver : public Driver {
 
   Failure Prepare(Handle kernel, int device, const Settings& settings) const override {
     if (settings.blocks() > 1) return "HIP launches no clusters of thread blocks";
-    if (settings.early_start) return "HIP starts no kernel before the one that precedes it has ended";
+    if (settings.early_start)
+      return "HIP starts no kernel before the one that precedes it has ended";
     if (settings.shared != 0) {
       constexpr size_t kShared = 296;  // sharedMemPerBlock
       Properties properties{};

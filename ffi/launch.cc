@@ -1,16 +1,16 @@
 // One XLA FFI target that launches any precompiled kernel on XLA's stream.
 //
 // The call carries the kernel's name and everything that its launch needs; this file knows
-// pointers, integers and dimensions, and nothing of what the kernel computes. jax_mx/facts/launch.py
-// writes these attributes.
+// pointers, integers and dimensions, and nothing of what the kernel computes.
+// jax_mx/facts/launch.py writes these attributes.
 //
 // Attributes of the call
 //
 //   abi      i64: the version of all that this comment says, 2. A call without it is of version 1,
 //            which this handler does not launch.
 //   kernels  a dictionary from a chip's name ("sm_90") to that chip's kernel, a dictionary itself.
-//   merge    i64[k], optional: rules see the last k dimensions of a buffer as fewer, each the product
-//            of those that have the same number here; a buffer of a rank below k as it is.
+//   merge    i64[k], optional: rules see the last k dimensions of a buffer as fewer, each the
+//            product of those that have the same number here; a buffer of a rank below k as it is.
 //   absent   i64[k], optional: the numbers, ascending, of operands that the kernel knows and the
 //            call does not have. Their pointers are null.
 //   device   i64, on XLA's CPU platform only: the device of the stand-in driver.
@@ -23,12 +23,12 @@
 // `from`, buffer -2 for the number of the device's multiprocessors.
 //
 // A size is a sum of products. It has a row for each factor, which ends with (buffer, from, to,
-// divisor, summand): factors of the same summand, 0 to 7, are multiplied, the products are added up;
-// a factor is ceil(extent / divisor). (A divisor beyond any extent makes a factor 0 for an empty
-// buffer and 1 for any other.)
+// divisor, summand). A factor is ceil(extent / divisor); factors of the same summand, 0 to 7, are
+// multiplied, and the products are added. (A divisor beyond any extent makes a factor 0 for an
+// empty buffer and 1 for any other.)
 //
-// A length is five integers (buffer, from, to, times, divisor): extent * times / divisor, which must
-// leave no rest.
+// A length is five integers (buffer, from, to, times, divisor): extent * times / divisor, which
+// must leave no rest.
 //
 // Attributes of a kernel. An optional array that is not there is an empty one.
 //
@@ -53,16 +53,18 @@
 //            its stride, a length in bytes. Type, swizzle, promotion and fill are the numbers of
 //            cuTensorMapEncodeTiled. Element strides are 1. A map lies within its buffer.
 //   parameters  i64[k x 3], optional: (entry, kind, index): an entry's parameters in the kernel's
-//            order. Kind 0 is the pointer to buffer `index`, 1 scalar `index`, 2 tensor map `index`,
-//            by value, 3 `index` bytes of zeros (which a compiler declares and no kernel reads). An
-//            entry without any takes the operands' pointers, the results', then the scalars.
+//            order. Kind 0 is the pointer to buffer `index`, 1 is scalar `index`, 2 is tensor map
+//            `index`, by value, 3 is `index` bytes of zeros (which a compiler declares and no
+//            kernel reads). An entry without any takes the operands' pointers, the results'
+//            pointers, then the scalars.
 //   settings  i64[symbols x 5], optional: (bytes of dynamic shared memory, the cluster's thread
 //            blocks along three axes, whether the entry may start before what precedes it in the
 //            stream has ended: CUDA's programmatic dependent launch). 0, 1, 1, 1, 0 without.
 //   scratch  i64[k x 2], optional: (buffer, clear): a result of the call that is the kernel's
-//            workspace. It must have the bytes that `scratch_bytes` says; if `clear` is 1 so many
-//            are set to zero on the stream before the launch.
-//   scratch_bytes  i64[k x 6]: (index of the scratch buffer, then a factor): sizes in bytes.
+//            workspace. It must have at least the bytes that `scratch_bytes` says; if `clear` is 1
+//            these are set to zero on the stream before the launch.
+//   scratch_bytes  i64[k x 6], optional: (index of the scratch buffer, then a factor): the size of
+//            each scratch buffer in bytes.
 //
 // HIP has no tensor maps, no clusters and no early start: such an entry is an error when loaded.
 #include <nanobind/nanobind.h>
@@ -183,7 +185,7 @@ ffi::Error NotFound(const std::vector<std::pair<std::string, const Kernel*>>& mi
                                                    Store::Get().Searched(hashes));
 }
 
-// The binary that the call carries, if it does, else the one that is found by its sha256, if one is.
+// The binary that the call carries, else the one that is found by its sha256, if there is one.
 ffi::Error Resolve(const ffi::Dictionary& attrs, Kernel* kernel) {
   if (!attrs.contains("image")) {
     kernel->image = Store::Get().Find(kernel->sha256);
@@ -540,9 +542,9 @@ NB_MODULE(_ffi, m) {
         Store::Get().Use(std::move(folders), std::move(advice));
       },
       nb::arg("folders"), nb::arg("advice"),
-      "Where calls that carry no binary find it, in this order: as the file <folder>/<sha256>, whose\n"
-      "contents are checked. Replaces the folders of an earlier call. The advice, a clause, ends the\n"
-      "error about a binary that is nowhere.");
+      "Where calls that carry no binary find it, in this order: as the file <folder>/<sha256>,\n"
+      "whose contents are checked. Replaces the folders of an earlier call. The advice, a clause,\n"
+      "ends the error about a binary that is nowhere.");
   m.def(
       "intern",
       [](const std::string& sha256, nb::bytes image) {
@@ -578,6 +580,6 @@ NB_MODULE(_ffi, m) {
         return out;
       },
       "Of this process: libraries loaded, launches, how many of these while a stream was captured\n"
-      "into a graph, and how many took another entry than the fastest; tensor maps encoded, scratch\n"
-      "buffers cleared, and binaries read from the folders of use_store.");
+      "into a graph, and how many took another entry than the fastest; tensor maps encoded,\n"
+      "scratch buffers cleared, and binaries read from the folders of use_store.");
 }

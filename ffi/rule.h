@@ -147,7 +147,8 @@ class Parser {
     if (!Terms(grid, 6, 3 * count, &kernel_->grid) ||
         !Terms(divide, 5, count, &kernel_->divide) ||
         !Terms(scratch_bytes, 6, areas, &kernel_->scratch_bytes))
-      return Invalid("the launch rule names an axis, entry, buffer, divisor or summand out of range");
+      return Invalid(
+          "the launch rule names an axis, entry, buffer, divisor or summand out of range");
     for (size_t i = 0; i < scalars.size(); i += 4) {
       if ((scalars[i] != 4 && scalars[i] != 8) || !IsExtent(scalars[i + 1]))
         return Invalid("a scalar is neither 4 nor 8 bytes wide, or names no buffer");

@@ -1,6 +1,5 @@
 """Microscaling (MX) quantization for JAX at the speed of memory."""
 
-from jax_mx.ops.mxarray import MXArray as MXArray
 from jax_mx.facts.formats import CEIL as CEIL
 from jax_mx.facts.formats import EVEN as EVEN
 from jax_mx.facts.formats import FLOOR as FLOOR
@@ -18,17 +17,18 @@ from jax_mx.facts.layouts import SHUFFLED_16X16 as SHUFFLED_16X16
 from jax_mx.facts.layouts import SHUFFLED_32X8 as SHUFFLED_32X8
 from jax_mx.facts.layouts import ScaleLayout as ScaleLayout
 from jax_mx.facts.layouts import ValueLayout as ValueLayout
-from jax_mx.ops.matmul import mx_matmul_reference as mx_matmul_reference
-from jax_mx.ops.quantize import CHECKPOINT_NAME as CHECKPOINT_NAME
-from jax_mx.ops.quantize import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
-from jax_mx.ops.mxarray import dequantize as dequantize
 from jax_mx.ops.fake_quantize import fake_quantize as fake_quantize
-from jax_mx.ops.support import is_supported as is_supported
-from jax_mx.ops.quantize import quantize as quantize
-from jax_mx.ops.quantize import quantize_both as quantize_both
+from jax_mx.ops.matmul import mx_matmul_reference as mx_matmul_reference
+from jax_mx.ops.mxarray import MXArray as MXArray
+from jax_mx.ops.mxarray import dequantize as dequantize
 from jax_mx.ops.packing import pack_mxfp6 as pack_mxfp6
 from jax_mx.ops.packing import unpack_mxfp6 as unpack_mxfp6
 from jax_mx.ops.preprocessing import Hadamard as Hadamard
 from jax_mx.ops.preprocessing import Stochastic as Stochastic
 from jax_mx.ops.preprocessing import hadamard as hadamard
+from jax_mx.ops.quantize import CHECKPOINT_NAME as CHECKPOINT_NAME
+from jax_mx.ops.quantize import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
+from jax_mx.ops.quantize import quantize as quantize
+from jax_mx.ops.quantize import quantize_both as quantize_both
+from jax_mx.ops.support import is_supported as is_supported
 from jax_mx.version import __version__ as __version__

@@ -92,7 +92,7 @@ def on_cpu(request):
             yield
 
 
-# ---- jax_mx/verified -----------------------------------------------------------------------------
+# ---- jax_mx/verified ---
 _outcomes: dict[tuple[str, str, str], list[bool]] = {}  # by variant, arch and device
 
 

@@ -12,11 +12,11 @@ import pytest
 from helpers import call, op_of, operand, random_bits, with_zeros
 from jax.extend.core import jaxpr_as_fun
 
-from jax_mx.lowering import store
 from jax_mx.facts.code_object import CodeObject
+from jax_mx.facts.variants import ARCHS, VARIANTS
+from jax_mx.lowering import store
 from jax_mx.testing.emulator import Emulator
 from jax_mx.testing.memory import Global
-from jax_mx.facts.variants import ARCHS, VARIANTS
 
 POISON = 0xA7
 FLYDSL = [variant for variant in VARIANTS if variant.implementation == "flydsl"]
@@ -59,7 +59,7 @@ def example_of(variant, floats, **options) -> tuple[list[np.ndarray], list[np.nd
 
 
 def words_behind(variant, floats, **options) -> list[np.ndarray]:
-    """What a variant with preprocessing takes behind x, a uint32 per block, as it lies in memory."""
+    """What a variant with preprocessing takes behind x, a uint32 per block, as it lies."""
     if not variant.block_data:
         return []
     made = traced(variant, floats, **options)
@@ -131,7 +131,7 @@ class Program:
 
     def takes(self, entry: int) -> bool:
         """Whether an entry is for buffers of these shapes, if they are aligned."""
-        rows = self.rule["divide"].reshape(-1, 5)
+        rows = self.rule.get("divide", np.empty(0, np.int64)).reshape(-1, 5)
         return all(self.extent(*row[1:4]) % row[4] == 0 for row in rows if row[0] == entry)
 
     def align(self, entry: int) -> list[int]:
@@ -142,7 +142,8 @@ class Program:
         """Runs an entry on buffers at these addresses, or the last of `part` equal parts of it."""
         symbol = self.rule["symbols"].split(",")[entry]
         grid = [1, 1, 1]
-        for axis, *where, divisor in self.rule["grid"].reshape(-1, 5).tolist():
+        for axis, *where, divisor, summand in self.rule["grid"].reshape(-1, 6).tolist():
+            assert summand == 0  # products alone
             if axis // 3 == entry:
                 grid[axis % 3] *= -(-self.extent(*where) // divisor)
         scalars = self.rule["scalars"].reshape(-1, 4).tolist()

@@ -16,7 +16,16 @@
 #include <vector>
 
 namespace {
-struct Kernel { std::string symbol; int own = 0, allowed = 0, unusual = 0; };
+struct Kernel {
+  std::string symbol;
+  int unusual = 0;
+  std::map<int, int> allowed{};  // bytes of shared memory, per device
+  int Allowed() const {  // launches do not say on which device they are
+    int most = 0;
+    for (auto [device, bytes] : allowed) most = bytes > most ? bytes : most;
+    return most;
+  }
+};
 std::mutex mutex;
 std::vector<size_t> parameters;
 std::string last = "{}", events;  // JSON: the last launch, and what was done in which order
@@ -122,16 +131,16 @@ int cuKernelGetParamInfo(void*, size_t index, size_t* offset, size_t* size) {
   *size = parameters[index];
   return 0;
 }
-int cuKernelGetAttribute(int* value, int attribute, void* kernel, int) {
+int cuKernelGetAttribute(int* value, int attribute, void* kernel, int device) {
   if (Fails("cuKernelGetAttribute")) return 1;
-  *value = attribute == 1 ? static_shared : static_cast<Kernel*>(kernel)->allowed;
+  *value = attribute == 1 ? static_shared : static_cast<Kernel*>(kernel)->allowed[device];
   return attribute == 1 || attribute == 8 ? 0 : 1;
 }
 int cuKernelSetAttribute(int attribute, int value, void* kernel, int device) {
   if (Fails("cuKernelSetAttribute") || (attribute != 8 && attribute != 14)) return 1;
   std::lock_guard<std::mutex> lock(mutex);
   auto* it = static_cast<Kernel*>(kernel);
-  (attribute == 8 ? it->allowed : it->unusual) = value;
+  (attribute == 8 ? it->allowed[device] : it->unusual) = value;
   Event("set", {static_cast<unsigned long long>(attribute), static_cast<unsigned long long>(value),
                 static_cast<unsigned long long>(device)});
   return 0;
@@ -168,7 +177,7 @@ int cuLaunchKernel(void* kernel, unsigned gx, unsigned gy, unsigned gz, unsigned
                    unsigned bz, unsigned shared, void*, void** params, void**) {
   if (Fails("cuLaunchKernel")) return 1;
   std::lock_guard<std::mutex> lock(mutex);
-  if (static_cast<int>(shared) > static_cast<Kernel*>(kernel)->allowed) return 1;
+  if (static_cast<int>(shared) > static_cast<Kernel*>(kernel)->Allowed()) return 1;
   const unsigned numbers[] = {gx, gy, gz, bx, by, bz, shared};
   Record(kernel, "cuLaunchKernel", numbers, "", params);
   return 0;
@@ -180,7 +189,7 @@ int cuLaunchKernelEx(const Config* config, void* kernel, void** params, void**) 
   if (Fails("cuLaunchKernelEx")) return 1;
   std::lock_guard<std::mutex> lock(mutex);
   auto* it = static_cast<Kernel*>(kernel);
-  if (static_cast<int>(config->numbers[6]) > it->allowed) return 1;
+  if (static_cast<int>(config->numbers[6]) > it->Allowed()) return 1;
   std::string text;
   for (unsigned i = 0; i < config->count; ++i) {
     const auto& [id, pad, value] = config->attributes[i];

@@ -1,11 +1,14 @@
 """Inputs that break quantizers, an oracle that shares nothing with the reference, comparison."""
 
+import dataclasses
 import itertools
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import images
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -13,10 +16,13 @@ import numpy as np
 import pytest
 
 import jax_mx
+from jax_mx.facts import launch
 from jax_mx.facts.chips import arch_of
-from jax_mx.facts.directions import SECOND, Blocks
+from jax_mx.facts.directions import FORMS, LAST_TRANSPOSED, SECOND, Blocks
 from jax_mx.facts.formats import BLOCK, Format, Scaling
-from jax_mx.facts.variants import Variant
+from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.facts.signatures import signature_of
+from jax_mx.facts.variants import Kind, Variant
 from jax_mx.lowering import primitive, registry, store
 from jax_mx.ops.planning import Options, planned
 
@@ -58,9 +64,9 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     """`(operand, call)`: the op of a variant, and how floats become what it takes.
 
     The floats that the op takes or gives have the shape of operand's argument; `options` are
-    quantize's, wherever it is called, and what else the variant's treatment may be.
+    quantize's, wherever it is called, and what else the variant's preprocessing may be.
     """
-    options = {**treatment(variant), **options}
+    options = {**preprocessing(variant), **options}
     turn, form = variant.form.transposed, variant.form
     if form.is_both:
         pair = {"formats": variant.formats, "transpose": (False, turn)}
@@ -77,7 +83,7 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     return lambda x: quantize(jnp.swapaxes(x, -1, -2) if turn else x), dequantize
 
 
-def treatment(
+def preprocessing(
     variant: Variant, signs: bool = True, prescale: float | None = None, of: Callable = np.asarray
 ) -> dict:
     """The keywords of quantize that ask for what is compiled into the variant.
@@ -130,6 +136,50 @@ def assert_refused(call, error, sentence):
 
 
 # ---- what a call comes to ---
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
+)
+
+
+def lowered(x, f=jax_mx.quantize, platform="cuda", **options) -> str:
+    """The StableHLO of a call, for a platform that need not be here."""
+    call = jax.jit(lambda x: f(x, **options))
+    return call.trace(x).lower(lowering_platforms=(platform,)).as_text()
+
+
+def call_attributes_in(text: str) -> str:
+    """The line of a lowered program that has its one custom call."""
+    (line,) = [line for line in text.splitlines() if f"@{store.TARGET}(" in line]
+    return line
+
+
+@dataclasses.dataclass(frozen=True)
+class InHand(store.Artifact):
+    """A kernel that is in no folder: each call carries it."""
+
+    held: bytes = b""
+
+    @property
+    def image(self) -> bytes:
+        """The binary."""
+        return self.held
+
+    def attributes(self, scale_layout, scalars, carry):
+        """As those of an export."""
+        return super().attributes(scale_layout, scalars, carry=True)
+
+
+def stand_in(kernel: Variant, arch: str = "sm_90a") -> InHand:
+    """A kernel without code, for programs that are lowered and compiled but must not run."""
+    image = images.cuda()
+    kinds = kernel.kinds or (Kind(),) * len(kernel.formats)
+    count = len(signature_of(kernel.op, kinds).arrays)
+    entry = launch.Entry(f"{kernel.name}_0", (1,) * count, (32, 1, 1))
+    rule = launch.Launch(entries=(entry,)).to_json()
+    facts = {"sha256": images.sha256(image), "launches": dict.fromkeys(SCALE_LAYOUTS, rule)}
+    return InHand(facts, Path(), image)
+
+
 def plan_for(x, op: str = "quantize", **options):
     """The plan of a call of quantize on x; options as `jax_mx.quantize` has them."""
     return planned(op, x, Options(**{"format": "mxfp8_e4m3", **options}))
@@ -291,3 +341,36 @@ def poison_memory() -> None:
     jax.block_until_ready(junk)
     for array in junk:
         array.delete()
+
+
+# ---- calls ---
+# A variant of every op and form, with a kernel or not.
+EVERY = [
+    Variant(op, "cutedsl", form, "bfloat16", (jax_mx.MXFP8_E4M3,) * len(form.directions))
+    for form in FORMS.values()
+    for op in ("quantize", "dequantize")
+    if (op, form) != ("quantize", LAST_TRANSPOSED) and not (op == "dequantize" and form.is_both)
+]
+# Calls that kernels along rows serve.
+FP4 = "mxfp4_e2m1"
+SIGNS = np.where(np.random.default_rng(0).random(64) < 0.5, -1, 1)
+ROUNDING = jax_mx.Stochastic(jax.random.key(7), 0.75)
+SR, H16 = {"rounding": ROUNDING}, {"hadamard": jax_mx.Hadamard(16, SIGNS[:16])}
+PAIR = {"rounding": (None, ROUNDING), "hadamard": (jax_mx.Hadamard(32, SIGNS[:32]), None)}
+BY_ROWS = {  # how it is called, on which shape, how many results
+    "second": ("quantize", SR | {"axis": -2}, (2, 96, 72), 1),
+    "second_transposed": ("quantize", H16 | {"axis": -2, "transpose": True}, (2, 96, 72), 1),
+    "second_transposed, tiles": (
+        *("quantize", SR | H16 | {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"}),
+        *((2, 160, 256), 1),
+    ),
+    "second_transposed, values": (
+        *("quantize", H16 | {"axis": -2, "transpose": True, "value_layout": "shuffled_16x16"}),
+        *((2, 128, 64), 1),
+    ),
+    "first of three": ("quantize", SR | H16 | {"axis": 0}, (64, 4, 40), 1),
+    "both": ("quantize_both", SR | H16 | {"transpose": (False, False)}, (2, 64, 128), 2),
+    "both_transposed": ("quantize_both", PAIR, (2, 64, 128), 2),
+    "both_transposed, tiles": ("quantize_both", PAIR | {"scale_layout": "blocked_128x4"},
+                               (256, 128), 2),
+}  # fmt: skip

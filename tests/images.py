@@ -19,7 +19,9 @@ def elf(machine: int, flags: int, sections: Sequence[tuple[int, bytes]]) -> byte
     """A 64-bit ELF file of sections (kind, contents), whose headers end the file."""
     body, headers = b"", struct.pack("<IIQQQQIIQQ", *[0] * 10)
     for kind, contents in sections:
-        headers += struct.pack("<IIQQQQIIQQ", 0, kind, 0, 0, 64 + len(body), len(contents), 0, 0, 1, 0)
+        headers += struct.pack(
+            "<IIQQQQIIQQ", 0, kind, 0, 0, 64 + len(body), len(contents), 0, 0, 1, 0
+        )
         body += contents + b"\0" * (-len(contents) % 8)
     ident = b"\x7fELF\x02\x01\x01" + b"\0" * 9
     rest = (2, machine, 1, 0, 0, 64 + len(body), flags, 64, 56, 0, 64, len(headers) // 64, 0)

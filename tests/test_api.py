@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import jax_mx
 from jax_mx.facts import formats, layouts
+from jax_mx.facts.chips import chips_of
 
 
 @pytest.mark.sampled(8)
@@ -500,13 +501,11 @@ def test_a_policy_keeps_what_is_quantized(layer):
 
 def test_is_supported():
     supported = jax_mx.is_supported
-    assert supported("quantize", "sm_90") == (True, "cutedsl: quantize_last_bfloat16_mxfp8_e4m3_0")
-    ok, reason = supported("quantize", "sm_80", format="mxfp4_e2m1")
+    assert supported("quantize", "sm_90") == (True, "cutedsl: quantize_last_bfloat16_mxfp8_e4m3")
+    ok, reason = supported("quantize", "sm_70", format="mxfp4_e2m1")
     assert not ok
-    assert reason == (
-        "quantize: no cutedsl kernel for sm_80, only for sm_90, sm_100, sm_103, sm_120; "
-        "'xla' serves it"
-    )
+    chips = ", ".join(chips_of("cutedsl"))
+    assert reason == f"quantize: no cutedsl kernel for sm_70, only for {chips}; 'xla' serves it"
     ok, reason = supported("quantize", jax.devices("cpu")[0])
     assert not ok and reason == "quantize: no kernels for cpu; 'xla' serves it"
     assert supported("quantize", "sm_90", axis=0)[1].startswith("cutedsl: quantize_second_bf")

@@ -1,88 +1,168 @@
-"""The kernels' build, in a checkout: no JAX, incremental by content, deterministic."""
+"""The kernels' build, in a checkout: no JAX, keys by content, incremental, deterministic."""
 
-import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from test_package import loaded_after
 
-from jax_mx.lowering import store as artifacts
+from jax_mx.facts import content, verified
+from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.variants import VARIANTS
 from jax_mx.kernels import build
-from jax_mx.facts.variants import ARCHS, VARIANTS
+from jax_mx.lowering import store
+
+FIRST = {dsl: next(v for v in VARIANTS if v.implementation == dsl) for dsl in ARCHS}
 
 
 def test_the_build_imports_no_jax():
+    """Not even rich, where it has nothing to compile: a source install has neither."""
     modules = loaded_after(
-        "import runpy, sys\n"
-        "sys.argv = ['build', '--arch', 'sm_90a']\n"
+        "import os, runpy, sys\n"
+        "os.environ.pop('JAX_MX_ARCHS', None)\n"
+        "sys.argv = ['build']\n"
         f"try: runpy.run_path({build.__file__!r}, run_name='__main__')\n"
         "except SystemExit as e: assert not e.code"
     )
-    assert "jax" not in modules and "jaxlib" not in modules
+    assert modules.isdisjoint({"jax", "jaxlib", "rich", "cutlass", "flydsl"})
 
 
 def test_kernels_import_no_jax():
-    """As the wheel's build imports them: without the package's __init__, where JAX is missing."""
-    package = Path(artifacts.__file__).parent
+    """As a compiling process imports them: without the package's __init__, where JAX is missing."""
+    worker = Path(build.__file__).with_name("worker.py")
     modules = loaded_after(
-        "import sys, types\n"
-        "package = sys.modules['jax_mx'] = types.ModuleType('jax_mx')\n"
-        f"package.__path__ = [{str(package)!r}]\n"
+        f"import runpy\nrunpy.run_path({str(worker)!r})['without_jax']()\n"
         "import jax_mx.kernels.cutedsl.compile, jax_mx.kernels.cutedsl.quantize"
     )
     assert "cutlass" in modules and "jax" not in modules
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("implementation", ARCHS)
+# ---- content keys ---
+def _places(dsl: str) -> list[Path]:
+    """The files whose change must change the key of a DSL's kernels."""
+    package = Path(build.__file__).parents[1]
+    found = [*(package / "facts").glob("*.py"), *(package / "kernels" / dsl).rglob("*.py")]
+    found += [package / "kernels" / name for name in ("entry.py", "geometry.py", "tuning.py")]
+    return [path.relative_to(package) for path in found if path.stem not in ("sass", "gcn")]
+
+
+@pytest.mark.parametrize("dsl", ARCHS)
+def test_a_key_changes_with_each_table_and_source(dsl, tmp_path):
+    """A stale binary cannot pass: what an entry is made of is in files that the key hashes."""
+    package = Path(build.__file__).parents[1]
+    for folder in ("facts", "kernels"):
+        shutil.copytree(package / folder, tmp_path / folder)
+    variant, arch = FIRST[dsl], next(iter(ARCHS[dsl]))
+
+    def key() -> str:
+        content._digest.cache_clear()
+        return content.key_of(variant, arch, tmp_path)
+
+    first, seen = key(), set()
+    assert first == content.key_of(variant, arch)  # where a package lies does not matter
+    for place in _places(dsl):
+        text = (tmp_path / place).read_text()
+        (tmp_path / place).write_text(text + "\n# changed\n")
+        seen.add(key())
+        (tmp_path / place).write_text(text)
+        assert key() == first, place
+    assert first not in seen and len(seen) == len(_places(dsl)) > 10
+    other = {"cutedsl": "flydsl", "flydsl": "cutedsl"}[dsl]
+    (tmp_path / "kernels" / other / "quantize.py").write_text("")
+    assert key() == first
+    content._digest.cache_clear()
+
+
+def test_a_key_changes_with_what_a_table_says(tmp_path):
+    """With `value_layouts_of` changed, a kernel's scalars are others; its key once stayed."""
+    package = Path(build.__file__).parents[1]
+    for folder in ("facts", "kernels"):
+        shutil.copytree(package / folder, tmp_path / folder)
+    table = tmp_path / "facts" / "variants.py"
+    before = content.key_of(FIRST["cutedsl"], "sm_90a", tmp_path)
+    text = table.read_text()
+    assert 'return ("row_major",)' in text
+    table.write_text(
+        text.replace('return ("row_major",)', 'return ("row_major", "shuffled_16x16")')
+    )
+    content._digest.cache_clear()
+    assert content.key_of(FIRST["cutedsl"], "sm_90a", tmp_path) != before
+    content._digest.cache_clear()
+
+
+def test_a_key_changes_with_compilers_variant_and_arch(monkeypatch):
+    keys = {content.key_of(v, arch) for v in VARIANTS[:3] for arch in ("sm_90a", "sm_89")}
+    assert len(keys) == 6
+    monkeypatch.setitem(content.COMPILERS, "cutedsl", {"nvidia-cutlass-dsl": "0"})
+    assert content.key_of(VARIANTS[0], "sm_90a") not in keys
+
+
+# ---- building ahead ---
+@pytest.mark.parametrize(
+    "implementation", ["flydsl", pytest.param("cutedsl", marks=[pytest.mark.thorough])]
+)
 def test_the_build_is_incremental_by_content(implementation, tmp_path, monkeypatch, capsys):
-    variant = next(v for v in VARIANTS if v.implementation == implementation)
-    arch = ARCHS[implementation][0]
+    variant = FIRST[implementation]
+    arch = {"cutedsl": "sm_90a", "flydsl": "gfx950"}[implementation]
     monkeypatch.setattr(build, "BINARIES", tmp_path)
     assert build.build([(variant, arch)]) == 0
     assert "0 of 1 binaries are up to date" in capsys.readouterr().out
-    file = tmp_path / f"{variant.name}.{arch}.{build.SUFFIX[implementation]}"
+    facts = build.read_manifest()[f"{variant.name}.{arch}"]
+    file = tmp_path / facts["sha256"]
     first = file.stat().st_mtime_ns, file.read_bytes()
-    assert file.read_bytes() == (artifacts.BINARIES / file.name).read_bytes()  # deterministic
+    assert first[1] == store.get(variant, arch).image  # deterministic; on demand as ahead
+    usage = [entry["usage"] for entry in build.entries_of(facts)]
+    for each in usage:
+        assert each["registers"] > 16 and each["shared"] >= 0 and each["stack"] == 0
+        counts = each["instructions"]
+        assert 0 < counts["shortest"] <= counts["longest"] and not counts["loops"]
+        assert counts["shortest"] > each["elements_per_thread"] > 0
     build.build([(variant, arch)])
     assert "1 of 1 binaries are up to date" in capsys.readouterr().out
     assert first == (file.stat().st_mtime_ns, file.read_bytes())
-    file.write_bytes(first[1][:-1])  # damaged
-    (tmp_path / "left_over.cubin").write_bytes(b"")
-    build.build([(variant, arch)])
-    assert file.read_bytes() == first[1] and not (tmp_path / "left_over.cubin").exists()
-    monkeypatch.setattr(build, "_key", lambda *_: "another source")
-    build.build([(variant, arch)])
-    assert "0 of 1 binaries are up to date" in capsys.readouterr().out
-
-
-def test_the_manifest_says_what_binaries_take(capsys):
-    manifest = json.loads((artifacts.BINARIES / "manifest.json").read_text())
-    for name, facts in manifest.items():
-        for usage in (entry["usage"] for entry in build.entries_of(facts)):
-            assert usage["registers"] > 16 and usage["shared"] >= 0 and usage["stack"] == 0, name
-            counts = usage["instructions"]
-            assert 0 < counts["shortest"] <= counts["longest"] and not counts["loops"], name
-            assert counts["shortest"] > usage["elements_per_thread"] > 0, name
-    build.report([(v, arch) for v in VARIANTS for arch in (ARCHS[v.implementation][0], "sm_42")])
+    build.report([(variant, arch), (variant, "sm_42")])
     out = capsys.readouterr().out
-    held = [v for v in VARIANTS if artifacts.holds(v, ARCHS[v.implementation][0])]
-    for implementation, archs in ARCHS.items():
-        assert out.count(archs[0]) == sum(v.implementation == implementation for v in held)
-    assert out.count(" row_major ") == len(held) > 0 and "sm_42" not in out
+    assert out.count(arch) == out.count(" row_major ") == 1 and "sm_42" not in out
+    file.write_bytes(first[1][:-1])  # damaged
+    (tmp_path / "left_over").write_bytes(b"")
+    build.build([(variant, arch)])
+    assert file.read_bytes() == first[1] and not (tmp_path / "left_over").exists()
+    monkeypatch.setattr(build, "key_of", lambda *_: "another source")
+    assert not build.is_current(facts, variant, arch)
 
 
 def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):
-    variant, arch = VARIANTS[0], "sm_90a"
     entries = [{"symbol": f"a_{i}", "usage": {"stack": 8 * i}} for i in range(2)]
-    facts = {"file": "a", "launches": {"row_major": {"entries": entries}}}
+    facts = {"name": "a.sm_90a", "sha256": "0", "launches": {"row_major": {"entries": entries}}}
     monkeypatch.setattr(build, "BINARIES", tmp_path)
-    monkeypatch.setattr(build, "compile_all", lambda jobs: [(job, b"", facts) for job in jobs])
-    assert build.build([(variant, arch)]) == 1
-    line = f"{variant.name}.{arch}: a_1 spills 8 bytes of registers"
-    assert line in capsys.readouterr().out
+    monkeypatch.setattr(build, "compile_all", lambda jobs: [(b"", facts) for _ in jobs])
+    assert build.build([(VARIANTS[0], "sm_90a")]) == 1
+    assert "a.sm_90a: a_1 spills 8 bytes of registers" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]  # nothing to launch
+
+
+def test_which_archs_a_build_is_for(monkeypatch):
+    assert build.jobs_of([]) == []
+    monkeypatch.setattr(build, "native", lambda: ["sm_90a"])
+    one = build.jobs_of(["native"], "quantize_last_bfloat16_mxfp8_e4m3")
+    assert [arch for _, arch in one if _.op == "quantize"] == ["sm_90a"]
+    archs = {arch for _, arch in build.jobs_of(["all"])}
+    assert archs == {arch for dsl in ARCHS.values() for arch in dsl}
+    assert {v.op for v, _ in build.jobs_of(["gfx950:dequantize"])} == {"dequantize"}
+    with pytest.raises(ValueError, match="unknown arch sm_91; there are sm_80, "):
+        build.jobs_of(["sm_91"])
+
+
+def test_what_is_here_is_what_was_verified(monkeypatch, tmp_path, capsys):
+    variant = FIRST["flydsl"]
+    store.get(variant, "gfx950")
+    assert build.check([(variant, "gfx950")]) == 0
+    assert "1 binaries are what was verified" in capsys.readouterr().out
+    monkeypatch.setattr(verified, "FOLDER", tmp_path)
+    monkeypatch.setattr(verified, "read", lambda arch: {})
+    assert build.check([(variant, "gfx950")]) == 1
+    assert "is not in jax_mx/verified" in capsys.readouterr().out
 
 
 # ---- counting instructions ---

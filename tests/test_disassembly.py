@@ -15,7 +15,7 @@ pytest.importorskip("tinygrad")
 pytest.importorskip("jax_mx.kernels")  # not in a wheel
 
 from emulation import FLYDSL, Program, each_binary, words_behind
-from helpers import call, operand, treatment
+from helpers import call, operand, preprocessing
 
 from jax_mx.facts.code_object import CodeObject
 from jax_mx.kernels.flydsl.gcn import bytes_moved, disassemble
@@ -68,7 +68,7 @@ ONE_FORMAT = [v for v in FLYDSL if {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})]
 def test_accesses_coalesce(variant, arch):
     """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""
     for layout in layouts_of(variant):
-        options = {"scale_layout": layout, **treatment(variant, of=jnp.asarray)}
+        options = {"scale_layout": layout, **preprocessing(variant, of=jnp.asarray)}
         program = Program(variant, arch, (256, 256), **options)
         memory, ones = Segments(), np.ones((256, 256), variant.dtype)
         x = operand(variant, ones, **options)

@@ -16,26 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    BY_ROWS,
     GOLDEN_SETS,
     TILES,
+    InHand,
     assert_same_array,
     every_bfloat16,
     fitting,
     golden_input,
     hard_blocks,
     in_tiles,
+    preprocessing,
     random_bits,
-    treatment,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_treatment import BY_ROWS
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.lowering import store as artifacts
-from jax_mx.facts import variants
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.variants import ARCHS, layouts_of, takes_zero_scale
+from jax_mx.lowering import primitive, store
 
 pytest.importorskip("tinygrad")
 
@@ -186,7 +186,7 @@ def test_treatments(variant, arch):
     layouts, scalings = layouts_of(variant), [*Scaling]
     for turn, of in enumerate((jnp.asarray, np.asarray)):
         options = {"zero_scale": 127, "scaling": some(variant, scalings, turn=turn)[0]}
-        options |= treatment(variant, of=of)
+        options |= preprocessing(variant, of=of)
         if "rounding" in options:  # both directions' kinds, one factor, in turn
             pair = options["rounding"] if len(variant.kinds) == 2 else (options["rounding"],)
             pair = [
@@ -229,7 +229,7 @@ def test_addresses_past_4_gib(variant, arch):
     *_, tiles = {}, *in_tiles(variant)
     for entry, layout in enumerate(some(variant, layouts, 2)):
         options = {"scale_layout": layout} | (tiles if entry else {})
-        options |= treatment(variant, of=jnp.asarray)
+        options |= preprocessing(variant, of=jnp.asarray)
         program = Program(variant, arch, (slabs, 256, 256), **options)
         floats = random_bits((1, 256, 256), variant.dtype, seed=3)
         buffers = example_of(variant, floats, **options)
@@ -351,7 +351,7 @@ def test_shards_of_transforms_of_two_blocks(shape, axis, gathers):
         placed = jax.device_put(x, NamedSharding(mesh, spec))
         compiled = jax.jit(f).lower(placed).compile()
         text = compiled.as_text()
-        assert artifacts.TARGET in text and ("all-gather" in text) == gathers
+        assert store.TARGET in text and ("all-gather" in text) == gathers
         assert_same_array(compiled(placed), want)
 
 
@@ -387,7 +387,7 @@ def plain_and_shuffled(**options):
 def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
     """Jitted, mapped, sharded; also where the kernel writes rows, as most of NVIDIA's do."""
     if not writes:
-        monkeypatch.setattr(variants, "value_layouts_of", lambda *_: ("row_major",))
+        monkeypatch.setattr(primitive, "value_layouts_of", lambda *_: ("row_major",))
         jax.clear_caches()
     plain, shuffled = plain_and_shuffled(**options)
     x = jnp.asarray(
@@ -454,9 +454,9 @@ def _more_than_there_is(facts, image):
 
 
 def _other_arch(facts, image):
-    other = artifacts.manifest()[f"{ONE.name}.gfx942"]
-    facts["sha256"] = other["sha256"]
-    return (artifacts.BINARIES / other["file"]).read_bytes()
+    other = store.get(ONE, "gfx942")
+    facts["sha256"] = other.sha256
+    return other.image
 
 
 def _another_symbol(facts, image):
@@ -502,14 +502,15 @@ def _too_many_threads(facts, image):
     ],
 )
 def test_faults_are_errors(change, message, monkeypatch):
-    load = artifacts.load.__wrapped__
+    get = store.get
 
     def changed(variant, arch):
-        artifact = load(variant, arch)
+        artifact = get(variant, arch)
         facts = copy.deepcopy(artifact.facts)
-        return artifacts.Artifact(change(facts, artifact.image) or artifact.image, facts)
+        image = change(facts, artifact.image) or artifact.image
+        return InHand(facts, artifact.folder, image)
 
-    monkeypatch.setattr(artifacts, "load", changed)
+    monkeypatch.setattr(store, "get", changed)
     jax.clear_caches()
     with emulate("gfx950"), pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(jax.jit(call(ONE, "flydsl"))(jnp.ones((64, 96), ONE.dtype)))

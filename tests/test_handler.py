@@ -22,11 +22,12 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 HERE = Path(__file__).parent
 PACKAGE = importlib.util.find_spec("jax_mx").submodule_search_locations[0]
-PRELUDE = f"""
-    import ctypes, dataclasses, functools, itertools, json, math, os, sys, types
-    package = sys.modules["jax_mx"] = types.ModuleType("jax_mx")  # the handler, and no ops
-    package.__path__ = [{PACKAGE!r}]
+ALONE = f"""
+    import ctypes, dataclasses, functools, json, os, sys
     sys.path.insert(0, {str(HERE)!r})
+    import handler_alone
+"""
+PRELUDE = """
     import jax, jax.numpy as jnp, numpy as np
     from jax import ffi
     from jax.core import ShapedArray
@@ -36,7 +37,7 @@ PRELUDE = f"""
     from jax_mx import _ffi
     from jax_mx.facts.launch import *
     from jax_mx.facts.launch import call_attributes, constant, multiprocessors
-""" """
+
     for platform, stages in _ffi.registrations().items():
         ffi.register_ffi_target("jax_mx_launch", stages, platform=platform)
     _ffi.use_host_driver("cuda", sys.argv[1])
@@ -56,7 +57,8 @@ PRELUDE = f"""
 
     # The kernel x -> y, z: its entries, what it takes, and the attributes that name it.
     X = jnp.ones((4, 256), jnp.bfloat16)
-    entry = functools.partial(Entry, threads=(512, 1, 1), grid=(GridTerm(0, Factor(Extent(0), 8192)),))
+    tiles = (GridTerm(0, Factor(Extent(0), 8192)),)
+    entry = functools.partial(Entry, threads=(512, 1, 1), grid=tiles)
     RULE = Launch(
         entries=(entry("stand_in_0", (16, 16, 4)), entry("stand_in_1", (2, 1, 1))),
         scalars=(Scalar(8, Extent(0)), Scalar(8, Extent(0, 0, -1)), Scalar(4, "a"), Scalar(4, "b")),
@@ -102,6 +104,11 @@ PRELUDE = f"""
 """
 
 
+def number(text: str) -> int:
+    """A parameter's value, from its bytes."""
+    return int.from_bytes(bytes.fromhex(text), "little", signed=True)
+
+
 @pytest.fixture(scope="session")
 def fake_driver(tmp_path_factory):
     library = tmp_path_factory.mktemp("driver") / "libfake.so"
@@ -115,7 +122,7 @@ def scenario(fake_driver):
     """Runs code after PRELUDE in a new process and returns the JSON value it prints last."""
 
     def run(code: str, driver=fake_driver, **env: str):
-        script = textwrap.dedent(PRELUDE) + textwrap.dedent(code)
+        script = "".join(map(textwrap.dedent, (ALONE, PRELUDE, code)))
         result = subprocess.run(
             [sys.executable, "-c", script, str(driver)],
             env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
@@ -222,7 +229,7 @@ def test_launch_follows_the_rule_and_the_buffers(scenario):
         assert last["grid"] == [-(-n // tile), 1, 1]
         assert last["threads"] == [512, 1, 1]
         numbers = [*addresses, n, n // shape[-1], values["a"], values["b"]]
-        assert [int.from_bytes(bytes.fromhex(p), "little", signed=True) for p in last["parameters"]] == numbers
+        assert [*map(number, last["parameters"])] == numbers
 
 
 def test_alignment_picks_the_entry(scenario):
@@ -370,7 +377,8 @@ BAD_CALLS = [  # a change of the call's attributes, what is said of it; None: it
     ("parameters=np.array([0, 0, 0] * 49)", "an entry has more than 48 parameters"),
     ("parameters=np.array([0, 1, 2, 0, 0, 0])",
      "parameter 0 of stand_in_0 takes 8 bytes, the call passes 4"),
-    ("parameters=np.array([0, 0, 0])", "parameter 1 of stand_in_0 takes 8 bytes, the call passes 0"),
+    ("parameters=np.array([0, 0, 0])",
+     "parameter 1 of stand_in_0 takes 8 bytes, the call passes 0"),
     ("parameters=np.array([*[0, 0, 0] * 5, 0, 3, 4, 0, 1, 2])", None),
     ("scratch=np.array([2])", "has the wrong size"),
     ("scratch=np.array([2, 0])", "a scratch buffer has no size"),
@@ -420,6 +428,69 @@ def test_bad_calls_are_errors_and_the_process_lives(scenario):
     """One process for all of them; after each, the call as it was."""
     texts = [change for change, _ in BAD_CALLS]
     assert_refused(BAD_CALLS, scenario(f"TEXTS = {texts!r}\n" + textwrap.dedent(BAD_TRIES)))
+
+
+MAPS = """
+    # A copy by tensor maps: x (rows, columns) in boxes of 64 x 32, y and z by their pointers.
+    ROWS, COLUMNS = Extent(0, 0, -1), Extent(0, -1, 99)
+    MAP = TensorMap(0, "bfloat16", (Length(COLUMNS), Length(ROWS)), (Length(COLUMNS, 2),), (64, 32),
+                    swizzle=128, promotion=256)
+    TAKES = (Pointer(1), MapAt(0), Padding(8), ScalarAt(2), Pointer(2), ScalarAt(0))
+    def mapped(*maps, **changes):
+        return dataclasses.replace(first(parameters=TAKES, **changes), maps=maps or (MAP,))
+    KERNELS = kernels(mapped())
+    takes(8, 128, 8, 4, 8, 8)
+    def seen(map):
+        map = bytes.fromhex(map)
+        names = ("type", "rank", "interleave", "swizzle", "promotion", "fill")
+        found = dict(zip(names, map))
+        for name, at, size, count in (
+            ("address", 8, 8, 1), ("dims", 16, 8, 5), ("strides", 56, 8, 4), ("box", 88, 2, 5)
+        ):
+            numbers = [number(map[at + i * size :][:size].hex()) for i in range(count)]
+            found[name] = numbers
+        return found
+"""
+
+
+def test_random_numbers_never_end_the_process(scenario):
+    """In a call that uses all words: numbers are changed, added and left out."""
+    out = scenario(
+        textwrap.dedent(MAPS)
+        + textwrap.dedent("""
+        rule = mapped(MAP, MAP, shared=1000, cluster=(1, 1, 1), divide=(Factor(COLUMNS, 32),))
+        scratch = (Scratch(2, (Factor(ROWS), Factor(constant(8))), True),)
+        good = kernels(dataclasses.replace(rule, scratch=scratch), chips=("sm_90",))["sm_90"]
+        good["settings"] = np.array([1000, 1, 1, 1, 0])
+        KERNELS = {"sm_90": dict(good)}
+        first_error = attempt()
+        rng, errors, unexplained = np.random.default_rng(0), 0, []
+        odd = [-(1 << 63), -1, 0, 1, 2, 3, 7, 99, 255, 1 << 16, 1 << 31, 1 << 40, (1 << 63) - 1]
+        names = [name for name, value in good.items() if isinstance(value, np.ndarray)]
+        for _ in range(250):
+            name = names[rng.integers(len(names))]
+            numbers = good[name].copy()
+            at = rng.integers(len(numbers))
+            how = rng.integers(5)
+            if how == 0:
+                numbers = np.delete(numbers, at)
+            elif how == 1:
+                numbers = np.insert(numbers, at, rng.choice(odd))
+            else:
+                for at in rng.integers(len(numbers), size=how - 1):
+                    numbers[at] = rng.choice(odd)
+            KERNELS = {"sm_90": {**good, name: numbers}}
+            error = attempt()
+            errors += error is not None
+            if error is not None and "jax_mx: " not in error:
+                unexplained.append([name, numbers.tolist(), error])
+        KERNELS = {"sm_90": good}
+        print(json.dumps([first_error, errors, unexplained, attempt()]))
+        """)
+    )
+    first, errors, unexplained, last = out
+    assert first is None and last is None
+    assert unexplained == [] and 100 < errors < 250
 
 
 def test_calls_without_kernels(scenario):
@@ -530,28 +601,6 @@ def test_two_hundred_shapes_load_each_binary_once(scenario):
 
 
 # ---- tensor maps ---
-MAPS = """
-    # A copy by tensor maps: x (rows, columns) in boxes of 64 x 32, y and z by their pointers.
-    ROWS, COLUMNS = Extent(0, 0, -1), Extent(0, -1, 99)
-    MAP = TensorMap(0, "bfloat16", (Length(COLUMNS), Length(ROWS)), (Length(COLUMNS, 2),), (64, 32),
-                    swizzle=128, promotion=256)
-    TAKES = (Pointer(1), MapAt(0), Padding(8), ScalarAt(2), Pointer(2), ScalarAt(0))
-    def mapped(*maps, **changes):
-        return dataclasses.replace(first(parameters=TAKES, **changes), maps=maps or (MAP,))
-    KERNELS = kernels(mapped())
-    takes(8, 128, 8, 4, 8, 8)
-    def seen(map):
-        map = bytes.fromhex(map)
-        names = ("type", "rank", "interleave", "swizzle", "promotion", "fill")
-        found = dict(zip(names, map))
-        for name, at, size, count in (("address", 8, 8, 1), ("dims", 16, 8, 5), ("strides", 56, 8, 4),
-                                      ("box", 88, 2, 5)):
-            numbers = [number(map[at + i * size :][:size].hex()) for i in range(count)]
-            found[name] = numbers
-        return found
-"""
-
-
 def test_tensor_maps_follow_the_buffers(scenario):
     out = scenario(
         textwrap.dedent(MAPS)
@@ -717,12 +766,11 @@ def test_a_tensor_map_needs_an_aligned_buffer(tmp_path):
     include = ["-I", source, "-isystem", jax.ffi.include_dir()]
     command = ["g++", "-std=c++17", "-DNDEBUG", *include, "-o", program, HERE / "follow.cc", "-ldl"]
     subprocess.run(command, check=True)
-    lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
+    done = subprocess.run([program], check=True, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
     assert lines[:2] == ["0 followed", "16 followed"]
-    for line in lines[2:]:
-        assert line.endswith(
-            " jax_mx: the address of the buffer of tensor map 0 of copy is not a multiple of 16 bytes"
-        )
+    refused = "jax_mx: the address of the buffer of tensor map 0 of copy is not a multiple of 16"
+    assert all(refused in line for line in lines[2:])
     assert len(lines) == 6
 
 
@@ -748,6 +796,9 @@ def test_shared_memory_clusters_and_early_starts(scenario):
         launched(cluster=(16, 1, 1), grid=32)
         launched(cluster=(2, 1, 1), grid=7)
         launched(cluster=(2, 1, 1), grid=0)
+        CALL = {"device": np.int64(3)}
+        launched(shared=150_000)  # is allowed on each device by itself
+        CALL = {}
         takes(8, 8, 8, 8, 8, 4, 4, shared=40_000)
         launched(shared=200_000)
         print(json.dumps(rows))
@@ -763,7 +814,8 @@ def test_shared_memory_clusters_and_early_starts(scenario):
     assert out[6] == ["cuLaunchKernelEx", 0, {"4": [16, 1, 1]}, [["set", [14, 1, 0]], launch]]
     assert "grid axis 0 of stand_in_0 has 7 thread blocks, which clusters of 2 do not" in out[7]
     assert out[8][3] == []
-    assert "the kernel needs 240000 bytes of shared memory, the device has 232448" in out[9]
+    assert out[9][3] == [["set", [8, 150_000, 3]], launch]
+    assert "the kernel needs 240000 bytes of shared memory, the device has 232448" in out[10]
 
 
 def test_a_device_without_clusters(scenario):
@@ -781,9 +833,7 @@ def test_a_device_without_clusters(scenario):
                                   "cuMemsetD8Async"])  # fmt: skip
 def test_functions_that_fail_or_that_old_drivers_lack(scenario, call):
     """Each is an error of a call that needs it, and of no other."""
-    code = (
-        textwrap.dedent(MAPS)
-        + textwrap.dedent("""
+    code = textwrap.dedent(MAPS) + textwrap.dedent("""
         if LACKS:
             names = [line.split()[0] for line in os.popen(f"nm -D --defined-only -P {sys.argv[1]}")]
             address = lambda name: ctypes.cast(getattr(DRIVER, name), ctypes.c_void_p).value
@@ -797,7 +847,6 @@ def test_functions_that_fail_or_that_old_drivers_lack(scenario, call):
         takes(8, 8, 8, 8, 8, 4, 4)
         print(json.dumps([*errors, before, attempt(), launches()]))
         """)
-    )
     out = scenario("LACKS = ''\n" + code, JAX_MX_FAKE_FAIL=call)
     assert all(f"jax_mx: {call}: FAKE_ERROR (as asked for) (stand_in_0" in e for e in out[:2])
     assert out[2:] == [0, None, 1]
@@ -952,7 +1001,7 @@ def test_a_folder_cannot_make_the_process_wait_or_read_elsewhere(scenario, tmp_p
 
 
 def test_a_hundred_call_sites_are_small(scenario):
-    """The HLO of a kernel with all that a call can have, a hundred times: text, without binaries."""
+    """The HLO of a kernel with all that a call can have, a hundred times, without binaries."""
     out = scenario(
         textwrap.dedent(MAPS)
         + textwrap.dedent("""

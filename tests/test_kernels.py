@@ -25,6 +25,7 @@ from conftest import arch_here
 from helpers import (
     GOLDEN_SETS,
     TILES,
+    InHand,
     assert_bits_equal,
     assert_same_array,
     call,
@@ -34,20 +35,21 @@ from helpers import (
     in_tiles,
     op_of,
     operand,
+    plan_for,
     poison_memory,
+    preprocessing,
     random_bits,
 )
-from helpers import treatment as treatment_of
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.lowering import store as artifacts, primitive
+from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.directions import LAST, SECOND, SECOND_TRANSPOSED
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.lowering.plan import plan_quantize
-from jax_mx.ops.preprocessing import treatment_of as checked_treatment
-from jax_mx.ops.preprocessing import words_of
-from jax_mx.facts.variants import ARCHS, VARIANTS, layouts_of, takes_zero_scale
+from jax_mx.facts.variants import VARIANTS, layouts_of, takes_zero_scale
+from jax_mx.lowering import primitive, store
+from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
 
 pytestmark = pytest.mark.gpu
 AMD = "shuffled_32x8"
@@ -96,12 +98,14 @@ def test_reference_is_the_same_on_cpu():
             assert_bits_equal(here.dequantize(jnp.float32), there.dequantize(jnp.float32))
 
 
+@pytest.mark.sampled(96, 5)
 @each_variant
 @each_scaling
 def test_every_pattern(variant, scaling):
     check(variant, jnp.asarray(patterns(variant.dtype)), scaling=scaling)
 
 
+@pytest.mark.sampled(288, 40)
 @each_variant
 @each_scaling
 @pytest.mark.parametrize("name", GOLDEN_SETS)
@@ -137,12 +141,14 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(48, 7)
 @each_variant
 @each_layout
 def test_shapes(variant, layout):
     if layout not in layouts_of(variant):
         return
-    kind = variant.form if variant.form in SHAPES else str(variant.form).removesuffix("_transposed")
+    kind = str(variant.form)
+    kind = kind if kind in SHAPES else kind.removesuffix("_transposed")
     shapes = SHAPES["both" if kind == "square" else kind]
     if layout == AMD:  # fewer, as XLA takes long to compile the reference
         # Then more than one unit of its padding each way, and no whole ones, in unaligned rows too.
@@ -154,6 +160,7 @@ def test_shapes(variant, layout):
         check(variant, x, scaling="even", scale_layout=layout)
 
 
+@pytest.mark.sampled(72, 30)
 @each_variant
 @each_layout
 def test_zero_blocks(variant, layout):
@@ -168,6 +175,7 @@ def test_zero_blocks(variant, layout):
             check(variant, jnp.asarray(x), scale_layout=layout, zero_scale=zero_scale)
 
 
+@pytest.mark.sampled(12, 3)
 @pytest.mark.parametrize(
     "variant",
     [v for v in HERE if in_tiles(v) and AMD in layouts_of(v)],
@@ -206,14 +214,15 @@ def misaligned(op, x):
     return jax.jit(run)(flat)
 
 
+@pytest.mark.sampled(12, 1)
 @each_variant
 def test_any_axis(variant):
     """An axis before the last two is the second one of a flattened array."""
-    if variant.op == "quantize" and variant.form in ("second", "second_transposed"):
+    if variant.op == "quantize" and variant.form in (SECOND, SECOND_TRANSPOSED):
         x = jnp.asarray(random_bits((2, 64, 3, 40), variant.dtype, seed=5))
         for axis, layout in itertools.product((-3, -4), layouts_of(variant)):
             y = jnp.moveaxis(x, -3, axis)
-            options = {"axis": axis, "transpose": variant.form != "second", "scale_layout": layout}
+            options = {"axis": axis, "transpose": variant.form != SECOND, "scale_layout": layout}
             got, want = (
                 jax.jit(
                     partial(jax_mx.quantize, format=variant.formats[0], implementation=i, **options)
@@ -271,17 +280,19 @@ def some_rows_of_reference(variant, x, start, step):
     part = jax.lax.dynamic_slice_in_dim(x, start, step)
     if not is_random(variant):
         return call(variant, "xla")(part)
-    how = treatment_of(variant)
-    treatment = checked_treatment("quantize", how["rounding"], how.get("hadamard"))
+    how = preprocessing(variant)
+    own = preprocessing_of("quantize", how["rounding"], how.get("hadamard"))
     blocks, mesh = x.shape[1] // BLOCK, jax.typeof(x).sharding.mesh
-    words = words_of(how["rounding"], None, (x.shape[0], blocks), (None, None), -1, mesh)
+    data = data_of(how["rounding"], how.get("hadamard"))
+    words = block_data_of(data, own, (x.shape[0], blocks), (None, None), -1, mesh)
     words = [jax.lax.dynamic_slice_in_dim(w, start, step)[..., None] for w in words]
-    asked = (variant.formats[0], -1, "rceil", "row_major", "xla")
-    plan = plan_quantize(part, *asked, treatment=treatment)
+    options = {"format": variant.formats[0], "implementation": "xla", "preprocessing": own}
+    plan = plan_for(part, **options)
     values, scales = primitive.quantize(part.reshape(step, blocks, BLOCK), words, plan)
     return [SimpleNamespace(values=values.reshape(step, -1), scales=scales[..., 0])]
 
 
+@pytest.mark.sampled(64, 9)
 @each_variant
 def test_two_to_the_31(variant):
     """More elements than an int32 counts; quantized ones are compared in slices of rows."""
@@ -289,7 +300,7 @@ def test_two_to_the_31(variant):
     if variant.op == "dequantize":
         differences_of_dequantize(variant, rows, cols)
         return
-    if is_random(variant) and variant.form != "last":
+    if is_random(variant) and variant.form != LAST:
         return  # the reference has no part of them; those that rotate alone have the same addresses
     rate = jnp.dtype(variant.dtype).itemsize
 
@@ -350,6 +361,7 @@ def flat_of(variant, seed=0):
     return jnp.asarray(random_bits((16384,), dtype, seed=seed))
 
 
+@pytest.mark.sampled(24, 11)
 @each_variant
 def test_misaligned_tiles(variant):
     """Scales in tiles, of what lies at any address, in rows that 16 bytes do not divide."""
@@ -362,6 +374,7 @@ def test_misaligned_tiles(variant):
         assert_same(misaligned(op, x), want, layout)
 
 
+@pytest.mark.sampled(192, 77)
 @each_variant
 @pytest.mark.parametrize("offset", [1, 2, 3, 4, 5, 8, 16, 1000])
 def test_misaligned_operands(variant, offset):
@@ -379,6 +392,7 @@ def test_misaligned_operands(variant, offset):
     check(variant, random_bits((64, 64), variant.dtype))  # nothing is left broken
 
 
+@pytest.mark.sampled(32, 13)
 @each_variant
 def test_misaligned_operands_take_the_other_entry(variant):
     """The case above is real: without the second entry this launch would fault."""
@@ -393,6 +407,7 @@ def test_misaligned_operands_take_the_other_entry(variant):
     assert _ffi.counters()["fallback_entries"] == after["fallback_entries"]
 
 
+@pytest.mark.sampled(16, 2)
 @each_variant
 def test_no_copy_and_no_transpose(variant):
     """The views are bitcasts, alone and behind a producer, or before a consumer."""
@@ -410,6 +425,7 @@ def test_no_copy_and_no_transpose(variant):
         assert not re.findall(r"= (?!u32\[[12]?\])\S+ (?:copy|transpose)\(", text), text
 
 
+@pytest.mark.sampled(48, 17)
 @each_variant
 def test_misaligned_results(variant):
     """Results that XLA places inside a larger buffer."""
@@ -432,6 +448,7 @@ def test_misaligned_results(variant):
             assert_bits_equal(g, w, f"offset {offset}, {layout}")
 
 
+@pytest.mark.sampled(48, 23)
 @each_variant
 def test_transforms(variant):
     """vmap over any axis, scan, cond, donation, eager: one kernel, the same bytes."""
@@ -456,6 +473,7 @@ def test_transforms(variant):
         assert_same(donated, ref(x), "donated")
 
 
+@pytest.mark.sampled(64, 31)
 @each_variant
 def test_eight_threads(variant):
     """Cold and warm, different shapes and one shared executable."""
@@ -489,15 +507,15 @@ def tampered(monkeypatch):
     """Returns a function: run a variant's kernel with changed attributes."""
 
     def run(x, variant, change):
-        load = artifacts.load.__wrapped__
+        get = store.get
 
         def changed(variant, arch):
-            artifact = load(variant, arch)
+            artifact = get(variant, arch)
             facts = copy.deepcopy(artifact.facts)
             image = change(facts, artifact.image) or artifact.image
-            return dataclasses.replace(artifact, image=image, facts=facts)
+            return InHand(facts, artifact.folder, image)
 
-        monkeypatch.setattr(artifacts, "load", changed)
+        monkeypatch.setattr(store, "get", changed)
         jax.clear_caches()
         try:
             return jax.block_until_ready(kernel(variant)(x))
@@ -524,9 +542,9 @@ def _corrupted(facts, image):
 
 
 def _other_arch(facts, image):
-    other = artifacts.manifest()[f"{HERE[0].name}.sm_100a"]
-    facts["sha256"] = other["sha256"]
-    return (artifacts.BINARIES / other["file"]).read_bytes()
+    other = store.get(HERE[0], "sm_100f")
+    facts["sha256"] = other.sha256
+    return other.image
 
 
 def _other_symbol(facts, image):

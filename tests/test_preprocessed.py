@@ -1,4 +1,4 @@
-"""What NVIDIA's kernels with preprocessing compute per thread, PTX interpreted by numpy; a GPU runs the whole.
+"""What NVIDIA's kernels with preprocessing compute per thread, by numpy; a GPU runs the whole.
 
 AMD's are executed as a whole, in test_emulated.py.
 """
@@ -8,18 +8,27 @@ import re
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, hard_blocks
+from helpers import assert_bits_equal, hard_blocks, plan_for
 
-from jax_mx.lowering import primitive
-from jax_mx import reference
-from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, SCALE_NAN
-from jax_mx.lowering.plan import plan_quantize
-from jax_mx.ops.preprocessing import Treatment
+from jax_mx.facts.directions import LAST
+from jax_mx.facts.formats import (
+    BLOCK,
+    MXFP4_E2M1,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    SCALE_NAN,
+)
+from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.variants import VARIANTS
+from jax_mx.lowering import primitive
+from jax_mx.reference import blocks as reference
 
-TREATED = [v for v in VARIANTS if v.block_data and v.implementation == "cutedsl" and v.form == "last"]
+FLAT = [v for v in VARIANTS if v.block_data and v.implementation == "cutedsl" and v.form == LAST]
 preprocessed = pytest.importorskip("jax_mx.kernels.cutedsl.preprocessed")
 convert = pytest.importorskip("jax_mx.kernels.cutedsl.convert")
 
@@ -64,6 +73,19 @@ def bytes_of(low, high, select):
     return sum(found[1:], found[0]).astype(np.uint32)
 
 
+def halves(word):
+    """The two bfloat16 of a word."""
+    return np.ascontiguousarray(word).view(ml_dtypes.bfloat16)
+
+
+def multiplied(a, b, c=None):
+    """Two bfloat16 times two, plus two, rounded once: products of 16 bits and -0 are exact."""
+    product = halves(a).astype(np.float32) * halves(b).astype(np.float32)
+    if c is not None:
+        product = product + halves(np.broadcast_to(c, a.shape)).astype(np.float32)
+    return product.astype(ml_dtypes.bfloat16).view(np.uint32)
+
+
 OPERATIONS = {
     "add.rn.ftz.f32": added,
     "sub.rn.ftz.f32": lambda a, b: added(a, -b),
@@ -85,6 +107,17 @@ OPERATIONS = {
         np.uint32
     ),
     "setp.ne.s32": np.not_equal,
+    "setp.nan.f32": lambda a, b: np.isnan(a) | np.isnan(b),
+    "setp.gt.f32": np.greater,
+    "selp.b32": lambda a, b, condition: np.where(condition, a, b),
+    "selp.f32": lambda a, b, condition: np.where(condition, a, b),
+    "add.rn.f32": np.add,
+    "sub.u32": np.subtract,
+    "shr.u32": np.right_shift,
+    "mul.rn.f16x2": lambda a, b: (a.view(np.float16) * np.float16(2.0**8)).view(np.uint32),
+    "mul.rn.bf16x2": lambda a, b: multiplied(a, b),
+    "fma.rn.bf16x2": lambda a, b, c: multiplied(a, b, c),
+    "max.NaN.bf16x2": lambda a, b: np.maximum(halves(a), halves(b)).view(np.uint32),
     "shf.r.wrap.b32": lambda low, high, n: low >> n | high << (np.uint32(32) - n),
 }
 
@@ -113,7 +146,11 @@ def interpret(code, write_only_types, read_only_args, **_):
 
 def read(registers, name, operation):
     """An operand: a register in the operation's type, or a number."""
-    kind = np.float32 if re.search(r"(add|sub|mul|fma|abs|min|mov)\S*\.f32", operation) else None
+    kind = (
+        np.float32
+        if re.search(r"(add|sub|mul|fma|abs|min|mov|setp|selp)\S*\.f32", operation)
+        else None
+    )
     if name.startswith("0f"):
         return floats(int(name[2:], 16))
     if name in registers:
@@ -158,7 +195,7 @@ def on_numpy(monkeypatch):
             id=f"{v.name}-{prescale}-{elements}",
             marks=[pytest.mark.thorough] if (elements, v.dtype) != (16, "bfloat16") else [],
         )
-        for v in TREATED
+        for v in FLAT
         for prescale in (None, 0.75)
         for elements in (8, 16, 32)
         if v.kinds[0].stochastic or prescale is None
@@ -172,10 +209,9 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     x = x[: len(x) // span * span]
     rng = np.random.default_rng(1)
     words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(kind.block_data)]
-    treatment = Treatment(kind.stochastic, prescale, kind.hadamard)
-    plan = plan_quantize(
-        x.reshape(-1, BLOCK * span), MXFP4_E2M1, -1, "even", "row_major", None, treatment=treatment
-    )
+    own = Preprocessing(kind.stochastic, prescale, kind.hadamard)
+    like = x.reshape(-1, BLOCK * span)
+    plan = plan_for(like, format=MXFP4_E2M1, scaling="even", preprocessing=own)
     views = [jnp.asarray(a).reshape(-1, span, a.shape[-1]) for a in (x, *words)]
     outs = primitive._quantize_reference(*views, plan=plan)
     values, scales = (np.asarray(a).reshape(len(x), -1) for a in outs)
@@ -214,13 +250,14 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
             assert_bits_equal(codes.view(np.uint8)[rows], values[rows])
 
 
-def test_floats_cut_to_odd_round_as_they_are():
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_floats_cut_to_odd_round_as_they_are(arch):
     """To bfloat16 and from there to every code and tie, at each exponent that matters."""
     rng = np.random.default_rng(0)
     upper = np.arange(0x3000, 0x4120, dtype=np.uint32) << np.uint32(16)
     lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, rng.integers(0, 1 << 16, upper.shape, np.uint32)]
     bits = np.concatenate([upper | np.uint32(low) for low in lower])
-    words = convert._two_to_odd(floats(bits[::2]), floats(bits[1::2]))
+    words = convert._two_to_odd(floats(bits[::2]), floats(bits[1::2]), arch)
     odd = np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], -1).ravel()
     want, got = (
         reference._encode(*reference._decode(jnp.asarray(b), 8, 23), 1, 1, 7) for b in (bits, odd)
@@ -245,6 +282,56 @@ def test_codes_are_a_carry_of_the_noise():
             signed = floats(bits | np.uint32(sign << 31))
             got = preprocessed._code(signed, noise << np.uint32(12)) >> np.uint32(28)
             np.testing.assert_array_equal(got, want + 8 * sign)
+
+
+STORED = {
+    MXFP8_E4M3: ml_dtypes.float8_e4m3fn,
+    MXFP8_E5M2: ml_dtypes.float8_e5m2,
+    MXFP6_E2M3: ml_dtypes.float6_e2m3fn,
+    MXFP6_E3M2: ml_dtypes.float6_e3m2fn,
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("format", STORED, ids=repr)
+def test_codes_without_an_instruction_that_converts(format):
+    """Every bfloat16, and others with more bits: one of each, and ties and their neighbours."""
+    rng = np.random.default_rng(0)
+    bits = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, rng.integers(0, 1 << 16, bits.shape, np.uint32)]
+    x = floats(np.concatenate([bits | np.uint32(low) for low in lower]))
+    largest = np.float32(format.max)
+    want = np.clip(x, -largest, largest).astype(STORED[format]).view(np.uint8)
+    want = np.where(np.isnan(x), format.nan_code, want)
+    to = convert.Conversion("bfloat16", format, "sm_80")
+    got = convert.pack_four([*x.reshape(4, -1)], to)
+    got = np.stack([got >> np.uint32(8 * i) & np.uint32(255) for i in range(4)]).ravel()
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("format", STORED, ids=repr)
+def test_floats_of_codes_without_an_instruction_that_converts(format):
+    codes = np.arange(1 << format.bits, dtype=np.uint8)
+    words = codes.view(np.uint32)
+    got = convert.unpack_four(words, convert.Conversion("bfloat16", format, "sm_80"))
+    want = codes.view(STORED[format]).astype(np.float32)
+    np.testing.assert_array_equal(np.stack(got, -1).ravel(), want)  # of NaN, that it is one
+    assert (np.signbit(np.stack(got, -1).ravel()) == np.signbit(want))[~np.isnan(want)].all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_pairs_of_bfloat16_without_later_instructions():
+    """The products and the larger magnitudes of sm_80 are those of sm_90a, for every bfloat16."""
+    words = np.arange(1 << 16, dtype=np.uint32).view(np.uint32)
+    words = words | words[::-1] << np.uint32(16)
+    for factor in (0x3F80, 0x0080, 0x7E80, 0x4000, 0x7FC0):
+        by = np.full_like(words, factor * 0x10001)
+        got, want = (convert._multiply_bf16x2(words, by, arch) for arch in ("sm_80", "sm_90a"))
+        assert ((got == want) | np.isnan(halves(want)).reshape(-1, 2).all(-1)).all()
+        magnitude = np.abs(halves(words).astype(np.float32))
+        larger = np.maximum(magnitude, np.abs(halves(by).astype(np.float32)))
+        got = halves(convert.larger_magnitude(words, by, "bfloat16", "sm_80")).astype(np.float32)
+        np.testing.assert_array_equal(got, larger)
 
 
 @pytest.mark.parametrize("factor", [0.75, 16**-0.5, 32**-0.5])

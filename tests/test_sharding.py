@@ -20,19 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_same_array, random_bits
+from helpers import COLLECTIVE, assert_bits_equal, assert_same_array, random_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.lowering import store as artifacts, primitive
 from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.lowering import primitive, store
 from jax_mx.testing import emulate
 
 P = PartitionSpec
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
-COLLECTIVE = re.compile(
-    r"\b(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
-)
 SHAPE = {"e": 4, "m": 1024, "k": 512}  # experts, rows, columns
 SQUARE = {"block": (32, 32)}
 SIGNS = [*np.resize([1, 1, -1, 1, -1], 64)]
@@ -283,7 +280,7 @@ def check(name: str, layout: str, mode: str, spec, devices) -> None:
     # Of axis -3 the call itself, and tiles of scales, turn the array (`OPS`, `ops.quantize`); XLA
     # puts what NVIDIA's kernels write into tiles of values.
     moves = name == "quantize, axis -3" or "shuffled values" in name
-    if devices[0].platform != "cpu" and artifacts.TARGET in text and not moves:
+    if devices[0].platform != "cpu" and store.TARGET in text and not moves:
         assert not re.findall(r"= \S+ (?:copy|transpose)\(", text), text
 
 
@@ -452,16 +449,15 @@ def test_the_partitioner_splits_calls_with_tiles():
     on_eight(
         r"""
         from jax.interpreters import mlir
-        from test_primitive import COLLECTIVE, EVERY
-        from helpers import op_of
-        from jax_mx.lowering import store as artifacts, primitive
-        from jax_mx.facts.variants import VARIANTS
+        from helpers import COLLECTIVE, EVERY, op_of, stand_in
+        from jax_mx.lowering import primitive, registry, store
 
-        found = artifacts.load(VARIANTS[0], "sm_90a")
-        rule = {**found.facts["launches"]["row_major"], "scalars": []}
-        facts = {**found.facts, "launches": {"row_major": rule}}
-        kernels = {"sm_90": artifacts.Artifact(found.image, facts).attributes("row_major", {})}
-        lowering = functools.partial(primitive._call, kernels=kernels)
+        def lowering(ctx, *operands, plan):
+            kernel = registry.chosen(plan, "cuda", ()).kernels[0]
+            kernels = {"sm_90": stand_in(kernel).attributes("row_major", {}, True)}
+            return primitive._call(ctx, *operands, plan=plan, view=plan.view, kernels=kernels)
+
+        registry.VARIANTS = tuple(EVERY)
         for p in (primitive.quantize_p, primitive.dequantize_p):
             mlir.register_lowering(p, lowering, platform="cpu")
         mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -550,8 +546,8 @@ def test_the_persistent_cache_hits_in_other_processes(tmp_path):
     """Sharded programs, the reference's and one with the custom call, which nobody runs here."""
     code = """
         from jax._src import monitoring
-        from jax_mx.lowering import store as artifacts, primitive
-        from jax_mx.lowering.plan import plan_quantize
+        from helpers import stand_in
+        from jax_mx.lowering import primitive, registry
 
         jax.config.update("jax_compilation_cache_dir", sys.argv[2])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -566,8 +562,9 @@ def test_the_persistent_cache_hits_in_other_processes(tmp_path):
 
         compiled("row_major")
         def lowering(ctx, *operands, plan):
-            kernels = primitive.kernels_for(plan, "cuda", None)
-            return primitive._call(ctx, *operands, plan=plan, kernels=kernels)
+            kernel = registry.chosen(plan, "cuda", ()).kernels[0]
+            kernels = {"sm_90": stand_in(kernel).attributes("row_major", {}, True)}
+            return primitive._call(ctx, *operands, plan=plan, view=plan.view, kernels=kernels)
         primitive.mlir.register_lowering(primitive.quantize_p, lowering, platform="cpu")
         compiled("blocked_128x4")
         print(*(sum(what in event for event in events) for what in ("cache_hits", "cache_misses")))
@@ -581,8 +578,8 @@ def test_the_persistent_cache_hits_in_other_processes(tmp_path):
 def test_two_processes(where):
     """jax.distributed, four CPU devices or one GPU each: every shard is right, nothing moves."""
     code = """
-        from helpers import assert_bits_equal, random_bits
-        from test_sharding import COLLECTIVE, lowered_to
+        from helpers import COLLECTIVE, assert_bits_equal, random_bits
+        from test_sharding import lowered_to
 
         me, port, where = int(sys.argv[1]), *sys.argv[2:]
         mine = {"local_device_ids": [me]} if where == "gpu" else {}

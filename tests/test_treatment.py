@@ -10,6 +10,12 @@ import numpy as np
 import pytest
 from conftest import arch_here
 from helpers import (
+    BY_ROWS,
+    COLLECTIVE,
+    FP4,
+    H16,
+    SIGNS,
+    SR,
     assert_bits_equal,
     assert_refused,
     assert_same_array,
@@ -17,26 +23,26 @@ from helpers import (
     call,
     every_bfloat16,
     fitting,
+    lowered,
     poison_memory,
+    preprocessing,
     random_bits,
-    treatment,
     value_table,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_primitive import COLLECTIVE, lowered
 
 import jax_mx
 from jax_mx import Hadamard, Stochastic
-from jax_mx.lowering import store as artifacts, primitive
-from jax_mx import reference
+from jax_mx.facts.chips import ARCHS, PLATFORMS
+from jax_mx.facts.directions import LAST
 from jax_mx.facts.formats import BLOCK, FORMATS
-from jax_mx.lowering.plan import IMPLEMENTATIONS
-from jax_mx.facts.variants import ARCHS, VARIANTS
+from jax_mx.facts.variants import VARIANTS
+from jax_mx.lowering import primitive, store
+from jax_mx.lowering.registry import Support
+from jax_mx.reference import blocks as reference
 
 P = PartitionSpec
 KEY = jax.random.key(7)
-FP4 = "mxfp4_e2m1"
-SIGNS = np.where(np.random.default_rng(0).random(64) < 0.5, -1, 1)
 
 
 def jitted(x, **options):
@@ -422,9 +428,9 @@ def test_the_gpu_gives_the_same_bytes():
 
 
 # ---- kernels: test_kernels.py has them all, with signs and without prescale ---
-TREATED = [v for v in VARIANTS if v.block_data]
-HERE = [v for v in TREATED if arch_here() is None or arch_here() in ARCHS[v.implementation]]
-each_treated = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
+PREPROCESSED = [v for v in VARIANTS if v.block_data]
+HERE = [v for v in PREPROCESSED if arch_here() is None or arch_here() in ARCHS[v.implementation]]
+each_preprocessed = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 
 
 def served_and_reference(variant, **options):
@@ -432,8 +438,9 @@ def served_and_reference(variant, **options):
     return [jax.jit(call(variant, name, **options)) for name in (variant.implementation, "xla")]
 
 
+@pytest.mark.sampled(48, 5)
 @pytest.mark.gpu
-@each_treated
+@each_preprocessed
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
 @pytest.mark.parametrize("prescale,signs", [(0.75, True), (None, False), (0.75, False)])
 def test_the_kernel_gives_the_bytes_of_the_reference(variant, layout, prescale, signs):
@@ -441,11 +448,11 @@ def test_the_kernel_gives_the_bytes_of_the_reference(variant, layout, prescale, 
 
     Signs are an operand here, where there are any; in test_kernels.py they are known.
     """
-    how = treatment(variant, signs, prescale, jnp.asarray) | {"scale_layout": layout}
+    how = preprocessing(variant, signs, prescale, jnp.asarray) | {"scale_layout": layout}
     with np.errstate(all="ignore"):
         floats = [every_bfloat16().astype(variant.dtype)]
     shapes = [(1, 32), (33, 96), (130, 160), (3, 129, 4128), (0, 64), (64, 0)]
-    if variant.form != "last":
+    if variant.form != LAST:
         shapes = [(32, 32), (96, 160), (3, 160, 4128), (416, 64), (0, 64), (64, 0)]
     if str(variant.form).startswith("second"):
         shapes += [(32, 1), (64, 33), (2, 96, 72), (160, 257)]
@@ -465,13 +472,14 @@ def test_the_kernel_gives_the_bytes_of_the_reference(variant, layout, prescale, 
                 assert_same_array(g, w, f"{x.shape} {scaling}")
 
 
+@pytest.mark.sampled(12, 4)
 @pytest.mark.gpu
-@each_treated
+@each_preprocessed
 def test_the_kernel_under_a_vmap_over_keys_and_signs(variant):
     xs = jnp.asarray(random_bits((3, *fitting(variant, (32, 64))), variant.dtype))
 
     def one(x, key, implementation):
-        how = treatment(variant)
+        how = preprocessing(variant)
         leaves, tree = jax.tree.flatten(how)  # keys and signs
         keys = jax.random.split(key, len(leaves))
         for i, (leaf, key) in enumerate(zip(leaves, keys, strict=True)):
@@ -494,7 +502,7 @@ def test_the_kernel_under_a_vmap_over_keys_and_signs(variant):
 
 
 @pytest.mark.gpu
-@each_treated
+@each_preprocessed
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
 def test_two_gpus_give_the_bytes_of_one(variant, layout):
     devices = jax.devices()[:2]
@@ -506,21 +514,19 @@ def test_two_gpus_give_the_bytes_of_one(variant, layout):
     for spec in (P("a"), P(None, "a")):
         placed = jax.device_put(x, NamedSharding(mesh, spec))
         text = run.lower(placed).compile().as_text()
-        assert artifacts.TARGET in text and not COLLECTIVE.search(text)
+        assert store.TARGET in text and not COLLECTIVE.search(text)
         for g, w in zip(run(placed), ref(x), strict=True):
             assert_same_array(g, w)
 
 
 @pytest.mark.parametrize(
     "variant",
-    [v for v in TREATED if v.form == "last"],
+    [v for v in PREPROCESSED if v.form == LAST],
     ids=lambda v: f"{v.implementation}-{v.name}",
 )
 @pytest.mark.parametrize("known", [True, False], ids=["known", "operand"])
 def test_the_call_takes_words_behind_x(variant, known):
     """As the kernel's launch rule counts buffers, of the view's shape with 1 for the block."""
-    if not any(artifacts.holds(variant, arch) for arch in ARCHS[variant.implementation]):
-        pytest.skip("not built here")
     (kind,) = variant.kinds
     count = kind.stochastic + (kind.hadamard > 0 and not known)
     views = {"row_major": "2x64x3", "blocked_128x4": "2x1x1x64x3"}
@@ -529,10 +535,10 @@ def test_the_call_takes_words_behind_x(variant, known):
     for layout, view in views.items():
         x = jax.ShapeDtypeStruct(fitting(variant, (2, 64, 96)), variant.dtype)
         name = variant.implementation
-        how = treatment(variant, of=np.asarray if known else jnp.asarray)
+        how = preprocessing(variant, of=np.asarray if known else jnp.asarray)
         run = call(variant, name, scale_layout=layout, **how)
-        text = lowered(x, run, IMPLEMENTATIONS[name])
-        (line,) = [t for t in text.splitlines() if f"@{artifacts.TARGET}(" in t]
+        text = lowered(x, run, PLATFORMS[name])
+        (line,) = [t for t in text.splitlines() if f"@{store.TARGET}(" in t]
         element = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[variant.dtype]
         words = f", tensor<{view}x1xui32>" * count
         assert f": (tensor<{view}x32x{element}>{words}) -> " in line
@@ -545,25 +551,6 @@ def test_the_call_takes_words_behind_x(variant, known):
 
 
 # ---- other forms, by kernels along rows ---
-SR, H16 = {"rounding": ALL["rounding"]}, {"hadamard": Hadamard(16, SIGNS[:16])}
-PAIR = {"rounding": (None, ALL["rounding"]), "hadamard": (Hadamard(32, SIGNS[:32]), None)}
-BY_ROWS = {  # how it is called, on which shape, how many results
-    "second": ("quantize", SR | {"axis": -2}, (2, 96, 72), 1),
-    "second_transposed": ("quantize", H16 | {"axis": -2, "transpose": True}, (2, 96, 72), 1),
-    "second_transposed, tiles": (
-        *("quantize", SR | H16 | {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"}),
-        *((2, 160, 256), 1),
-    ),
-    "second_transposed, values": (
-        *("quantize", H16 | {"axis": -2, "transpose": True, "value_layout": "shuffled_16x16"}),
-        *((2, 128, 64), 1),
-    ),
-    "first of three": ("quantize", SR | H16 | {"axis": 0}, (64, 4, 40), 1),
-    "both": ("quantize_both", SR | H16 | {"transpose": (False, False)}, (2, 64, 128), 2),
-    "both_transposed": ("quantize_both", PAIR, (2, 64, 128), 2),
-    "both_transposed, tiles": ("quantize_both", PAIR | {"scale_layout": "blocked_128x4"},
-                               (256, 128), 2),
-}  # fmt: skip
 by_rows = pytest.mark.parametrize("op,how,shape,results", BY_ROWS.values(), ids=BY_ROWS)
 by_some_rows = pytest.mark.parametrize(
     "op,how,shape,results",
@@ -587,17 +574,19 @@ def test_other_forms_are_quantized_by_rows(op, how, shape, results, monkeypatch)
             x = jax.device_put(x, NamedSharding(mesh, spec))
         want = jax.jit(partial(f, implementation="xla"))(x)
         with monkeypatch.context() as patch:
-            seen, really = [], primitive.calls_for
+            seen, really = [], primitive._support
 
-            def calls_for(plan, *where, seen=seen, really=really):
+            def support(plan, target, seen=seen, really=really):
                 seen.append(plan.form)
-                return really(plan, *where) if plan.form == "last" else (True, [{}])
+                if plan.form == LAST:
+                    return really(plan, target)
+                return Support("cutedsl", (VARIANTS[0],), via_transpose=True), []
 
-            patch.setattr(primitive, "calls_for", calls_for)
+            patch.setattr(primitive, "_support", support)
             jax.clear_caches()
             got = jax.jit(f)(x)
         jax.clear_caches()
-        assert seen[0] != "last" and seen.count("last") == results
+        assert seen[0] != LAST and seen.count(LAST) == results
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert_bits_equal(g, w)
 
@@ -608,13 +597,13 @@ def test_other_forms_call_the_kernel_along_rows(op, how, shape, results):
     like = jax.ShapeDtypeStruct(shape, jnp.float16)  # of bfloat16 most have kernels of their own
     for implementation in (None, "cutedsl"):
         text = lowered(like, partial(f, implementation=implementation))
-        assert text.count(f"@{artifacts.TARGET}(") == results
+        assert text.count(f"@{store.TARGET}(") == results
 
 
 def test_is_supported_says_that_kernels_go_along_rows():
     how = {"format": FP4, "transpose": True} | H16
     name, one, pair = (
-        f"quantize_{form}_{formats}_h16{more}_0"
+        f"quantize_{form}_{formats}_h16{more}"
         for form, formats, more in (
             ("last_float16", "mxfp4_e2m1", ""),
             ("second_transposed_bfloat16", "mxfp4_e2m1", ""),
@@ -642,7 +631,7 @@ def test_kernels_along_rows_give_other_forms(op, how, shape, results):
     for dtype in ("bfloat16", "float32"):
         x = jnp.asarray(random_bits(shape, dtype))
         compiled = jax.jit(f).lower(x).compile()
-        calls = compiled.as_text().count(f'custom_call_target="{artifacts.TARGET}"')
+        calls = compiled.as_text().count(f'custom_call_target="{store.TARGET}"')
         assert calls in ((1, results) if dtype == "bfloat16" else (results,))
         want = jax.jit(partial(f, implementation="xla"))(x)
         for g, w in zip(jax.tree.leaves(compiled(x)), jax.tree.leaves(want), strict=True):
@@ -712,7 +701,7 @@ def test_there_is_no_kernel(op, how, name, what):
         f = partial(f, transpose=(False, False))
     chip = {"cutedsl": "sm_90", "flydsl": "gfx942"}[name]
     platform = primitive.platform_of(chip)
-    assert artifacts.TARGET not in lowered(x, f, platform, **how)
+    assert store.TARGET not in lowered(x, f, platform, **how)
     reason = f"{op}: {name} has no kernel for {what}; 'xla' serves it"
     with pytest.raises(NotImplementedError) as caught:
         f(x, implementation=name, **how)
@@ -724,7 +713,7 @@ def test_directions_that_differ_say_which_has_no_kernel():
     """Each goes along rows: in MXFP4 both have a kernel, in MXFP8 the treated one has none."""
     x = jnp.ones((64, 64), jnp.bfloat16)
     call = partial(jax_mx.quantize_both, hadamard=(Hadamard(), None), implementation="cutedsl")
-    assert lowered(x, partial(call, format=FP4)).count(f"@{artifacts.TARGET}(") == 2
+    assert lowered(x, partial(call, format=FP4)).count(f"@{store.TARGET}(") == 2
     with pytest.raises(NotImplementedError, match="for format mxfp8_e4m3 with hadamard 16, only"):
         call(x)
 

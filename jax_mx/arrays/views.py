@@ -60,7 +60,7 @@ from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout, ScaleLayou
 Shape = tuple[int, ...]
 
 
-# ---- shapes and partition specs of stored arrays -------------------------------------------------
+# ---- shapes and partition specs of stored arrays ---
 def divided(shape: Shape, axes: Collection[int], by: int) -> Shape:
     """The shape with the lengths of `axes`, which are negative, divided."""
     return tuple(n // by if i - len(shape) in axes else n for i, n in enumerate(shape))
@@ -92,7 +92,7 @@ def stored_spec(spec: Spec, axes: Sequence[int], layout: Layout) -> Spec:
     return (*moved_last(spec, axes[-1]), None) if layout.is_tiled else spec
 
 
-# ---- views ---------------------------------------------------------------------------------------
+# ---- views ---
 @dataclasses.dataclass(frozen=True)
 class Result:
     """How one quantized array lies: values like the operand's view, scales with 1 for a block's 32.
@@ -355,7 +355,7 @@ def _result(direction: Direction, m: Order, k: Order, tail: int) -> Result:
     return Result(tuple(i - tail for i in block), (*first, *second), rows, cols)
 
 
-# ---- the way to a view and back ------------------------------------------------------------------
+# ---- the way to a view and back ---
 def to_view(x: jax.Array, shape: Shape, spec: Spec, order: Order) -> jax.Array:
     """x as leading dimensions and a tail.
 

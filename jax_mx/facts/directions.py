@@ -110,7 +110,7 @@ class Form:
 
     @property
     def spans(self) -> tuple[bool, bool]:
-        """Of the last two axes, whether some direction's blocks run along it."""
+        """Whether some direction's blocks cover 32 rows, and whether some cover 32 columns."""
         return (
             any(d.blocks.span_rows for d in self.directions),
             any(d.blocks.span_columns for d in self.directions),

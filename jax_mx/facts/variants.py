@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Of a variant's name."""
+        """The end of a variant's name."""
         return f"_h{self.hadamard}" * (self.hadamard > 0) + "_sr" * self.stochastic
 
 
@@ -63,7 +63,7 @@ class Variant:
       form: which axes blocks run along and which way arrays lie.
       dtype: of the unquantized side.
       formats: of the quantized arrays, one each.
-      kinds: how the elements of each are treated, () where none are.
+      kinds: how the elements of each are preprocessed, () where none are.
     """
 
     op: str
@@ -80,7 +80,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Also the stem of the binary's file and of its entry points."""
+        """The name, which the binary's file and its entry points carry too."""
         formats = "_".join(format.name for format in self.formats)
         kinds = "".join(kind.suffix or "_rn" for kind in self.kinds)
         return f"{self.op}_{self.form}_{self.dtype}_{formats}{kinds}"

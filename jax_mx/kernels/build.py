@@ -121,7 +121,7 @@ def native() -> list[str]:
     return sorted({arch for chip in chips if (arch := arch_of(chip))})
 
 
-# ---- building ------------------------------------------------------------------------------------
+# ---- building ---
 def build(jobs: list[Job]) -> int:
     """Brings jax_mx/binaries up to date for `jobs`; drops what is no variant's. 1 if some spill."""
     BINARIES.mkdir(exist_ok=True)
@@ -224,7 +224,7 @@ def _count(dsl: str, images: list[bytes], arch: str, trips: list[dict[str, int]]
     return module.count_instructions(images, arch, trips)
 
 
-# ---- checking and reporting ----------------------------------------------------------------------
+# ---- checking and reporting ---
 def check(jobs: list[Job]) -> int:
     """Whether each binary that is here is the one that was executed and compared elsewhere."""
     bad, seen = [], 0

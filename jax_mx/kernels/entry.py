@@ -1,4 +1,4 @@
-"""What a launch must know of an entry, in whichever DSL it is written; words of ffi/launch.cc."""
+"""What a launch must know of an entry, whichever DSL it is written in; see ffi/launch.cc."""
 
 from __future__ import annotations
 
@@ -93,6 +93,16 @@ class Entry:
     def tiles_values(self) -> bool:
         """Whether each result has a scalar that says if values go into tiles."""
         return len(value_layouts_of(self.variant.implementation, self.layout.name)) > 1
+
+    def named(self, pointers: Sequence) -> dict[str, Any]:
+        """The kernel's pointers by the names that the signature gives its arrays."""
+        names = [array.name for array in self.signature.arrays]
+        return dict(zip(names, pointers, strict=True))
+
+    def block_data(self, arrays: Mapping[str, Any], i: int) -> list:
+        """The pointers to what the i-th direction has for each block: seeds, then signs."""
+        own = [a for a in self.signature.operands if (a.role, a.of) == (Role.BLOCK_DATA, i)]
+        return [arrays[array.name] for array in own]
 
     def kind(self, i: int) -> Kind:
         """The preprocessing of the i-th quantized array."""

@@ -76,6 +76,16 @@ class Extents(NamedTuple):
     cols: Number
 
 
+class Tile(NamedTuple):
+    """One tile of a batch of matrices: its place, counted in tiles, and the size of each matrix."""
+
+    batch: Number
+    row: Number
+    col: Number
+    rows: Number
+    cols: Number
+
+
 def tiles_of(layout: Layout, size: Extents) -> tuple[Number, Number]:
     """How many tiles a matrix has down and across, padding included."""
     down, across = (

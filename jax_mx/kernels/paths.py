@@ -38,22 +38,7 @@ def count(follow: Sequence[set[int] | None], moved: Sequence[int], trips: int = 
             reached += successors
     instructions = dict.fromkeys(graph, 1) | {end: 0}
     size = {at: moved[at] for at in graph if at != end} | {end: 0}
-    loops: set[int] = set()
-    while True:
-        try:
-            order = tuple(TopologicalSorter(graph).static_order())
-            break
-        except CycleError as error:  # a loop: from here on one node, with all that a trip costs
-            head, *rest = body = set(error.args[1])
-            loops = loops - body | {head}  # a branch in a loop closes it twice
-            for table in (instructions, size):
-                table[head] = sum(table[at] for at in body)
-            graph[head] = set().union(*(graph[at] for at in body)) - body
-            for at in rest:
-                del graph[at]
-            for at, successors in graph.items():
-                if successors & body:
-                    graph[at] = successors - body | {head}
+    order, loops = _without_loops(graph, (instructions, size))
     for table in (instructions, size):
         table |= {at: table[at] * max(trips, 1) for at in loops}
     longest: dict[int, int] = {}
@@ -67,3 +52,28 @@ def count(follow: Sequence[set[int] | None], moved: Sequence[int], trips: int = 
         "longest": longest[order[-1]],
         "loops": bool(loops) and trips == 0,
     }
+
+
+def _without_loops(
+    graph: dict[int, set[int]], tables: Sequence[dict[int, int]]
+) -> tuple[tuple[int, ...], set[int]]:
+    """Makes each loop of a graph one node, whose entry in the tables is the sum over its nodes.
+
+    Returns:
+      The nodes, each after its successors, and which of them were loops.
+    """
+    loops: set[int] = set()
+    while True:
+        try:
+            return tuple(TopologicalSorter(graph).static_order()), loops
+        except CycleError as error:
+            head, *rest = body = set(error.args[1])
+            loops = loops - body | {head}  # a branch in a loop closes it twice
+            for table in tables:
+                table[head] = sum(table[at] for at in body)
+            graph[head] = set().union(*(graph[at] for at in body)) - body
+            for at in rest:
+                del graph[at]
+            for at, successors in graph.items():
+                if successors & body:
+                    graph[at] = successors - body | {head}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import contextlib
 import json
 import os
 import select
@@ -55,8 +56,11 @@ class Worker:
             except OSError:  # it has died
                 line = b""
             if not line.endswith(b"\n"):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(1)  # so that its last words are there
+                words = self._last_words()
                 self.stop()
-                raise CompileError(f"the compiler of {self.dsl} gave no answer{self._last_words()}")
+                raise CompileError(f"the compiler of {self.dsl} gave no answer{words}")
             return json.loads(line)
 
     def _start(self) -> None:
@@ -96,9 +100,10 @@ class Worker:
             if self.process.stdin:
                 self.process.stdin.close()
             self.process = None
-        if self.answers is not None:
-            self.answers.close()
-            self.answers = None
+        for file in (self.answers, self.errors):
+            if file is not None:
+                file.close()
+        self.answers = self.errors = None
 
 
 _workers = {dsl: Worker(dsl) for dsl in ("cutedsl", "flydsl")}

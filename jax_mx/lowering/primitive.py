@@ -12,12 +12,11 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import ffi
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -61,7 +60,7 @@ class Emulated(NamedTuple):
 emulation = jax.make_user_context(default_value=None)  # an `Emulated`; part of JAX's caches' keys
 
 
-# ---- abstract values: shapes, dtypes and shardings of results -------------------------------------
+# ---- abstract values: shapes, dtypes and shardings of results ---
 def _quantize_avals(x, *block_data, plan: Plan):
     """Values and scales of each result, for a view of the plan's form."""
     core.standard_vma_rule("mx_quantize", x, *block_data)
@@ -92,7 +91,7 @@ def _dequantize_avals(values, scales, *, plan: Plan):
     return [values.update(shape=shape, dtype=plan.dtype, weak_type=False)]
 
 
-# ---- the reference on views: what "xla" computes --------------------------------------------------
+# ---- the reference on views: what "xla" computes ---
 def _by_direction(plan: Plan, block_data: Sequence[jax.Array]) -> list[dict[str, jax.Array]]:
     """For each direction its block data, by the first part of the operand's name."""
     found: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
@@ -155,7 +154,7 @@ def _dequantize_reference(values, scales, *, plan: Plan):
     return [jnp.moveaxis(y, result.last, result.block)]
 
 
-# ---- chips: what a program is lowered for ---------------------------------------------------------
+# ---- chips: what a program is lowered for ---
 def chip_of(device: jax.Device) -> str:
     """The device's chip as its driver names it: "sm_90", "gfx950"; else its platform."""
     if device.platform == "cpu" and emulation.value is not None:
@@ -199,7 +198,7 @@ def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
     return chips_beside(module.backend.local_devices()[0])
 
 
-# ---- lowering -------------------------------------------------------------------------------------
+# ---- lowering ---
 class Target(NamedTuple):
     """What a call is lowered for.
 
@@ -234,8 +233,12 @@ def _support(plan: Plan, target: Target) -> tuple[Support, list[str]]:
     chips = [chip for chip, support in each.items() if support.kernels]
     if found.kernels and len(chips) < len(every):
         missing = [chip for chip in every if chip not in chips]
-        _say_once(f"exporting {plan.op} without kernels for {', '.join(missing)}: {each[missing[0]]}")
-    return (found if chips or not found.kernels else each[every[0]]), chips
+        _say_once(
+            f"exporting {plan.op} without kernels for {', '.join(missing)}: {each[missing[0]]}"
+        )
+    if found.kernels and not chips:
+        found = registry.chosen(plan, target.platform, every[:1])  # "xla", or why not the one named
+    return found, chips
 
 
 @functools.cache
@@ -303,38 +306,51 @@ def _order(array: Array, view: View) -> tuple[int, ...]:
     return result.order_in(result.values_in if array.role is Role.CODES else result.layout)
 
 
-def _call(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, view: View, **attributes: Any):
-    """The custom call, each array in the memory order that the view says."""
+def _call(
+    ctx: mlir.LoweringRuleContext,
+    *operands,
+    plan: Plan,
+    view: View,
+    kernels: Mapping[str, Mapping[str, Any]],
+    device: int | None = None,
+):
+    """The custom call, each array in the memory order that the view says.
+
+    Args:
+      ctx: JAX's.
+      operands: MLIR values, those of the plan's signature that the call has.
+      plan: the call.
+      view: of its arrays; the plan's own, or with row-major values.
+      kernels: see `_kernel_attributes`.
+      device: see `Target`.
+    """
     signature = plan.signature
-    present = signature.present(plan.lacks)
-    sides = zip((present, signature.results), (ctx.avals_in, ctx.avals_out), strict=True)
-    operand_layouts, result_layouts = (
-        [minor_to_major(a.ndim, _order(array, view)) for array, a in zip(*side, strict=True)]
-        for side in sides
+    arrays = (*signature.present(plan.lacks), *signature.results)
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
+    layouts = [
+        minor_to_major(aval.ndim, _order(array, view))
+        for array, aval in zip(arrays, avals, strict=True)
+    ]
+    ndim = next(
+        aval.ndim for array, aval in zip(arrays, avals, strict=True) if array.role is Role.FLOATS
     )
-    floats = next(a for array, a in zip(
-        (*present, *signature.results), (*ctx.avals_in, *ctx.avals_out), strict=True
-    ) if array.role is Role.FLOATS)
+    n = len(ctx.avals_in)
     rule = ffi.ffi_lowering(
         store.TARGET,
-        operand_layouts=operand_layouts,
-        result_layouts=result_layouts,
-        extra_attributes=_sharding_attributes(ctx, signature, view.batch(floats.ndim)),
+        operand_layouts=layouts[:n],
+        result_layouts=layouts[n:],
+        extra_attributes=_sharding_attributes(ctx, signature, view.batch(ndim)),
     )
-    attributes["abi"] = np.int64(launch.ABI)
     absent = [signature.number(name) for name in plan.lacks]
-    if absent:
-        attributes["absent"] = np.array(absent, dtype=np.int64)
-    if view.merge:
-        attributes["merge"] = np.array(view.merge, dtype=np.int64)
+    attributes = launch.call_attributes(kernels, merge=view.merge, absent=absent, device=device)
     return rule(ctx, *operands, **attributes)
 
 
-def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **attributes: Any):
+def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **call: Any):
     """The custom call of a kernel that gives row-major values, which XLA then puts into tiles."""
     rows, tiled = plan.view.in_rows(), plan.view
     avals = _quantized(ctx.avals_in[0], rows, plan)
-    outs = _call(ctx.replace(avals_out=avals), *operands, plan=plan, view=rows, **attributes)
+    outs = _call(ctx.replace(avals_out=avals), *operands, plan=plan, view=rows, **call)
 
     def pack(*outs):
         values = [r.pack(v, r.values_in) for r, v in zip(tiled.results, outs[::2], strict=True)]
@@ -360,16 +376,14 @@ def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: P
     """
     platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
     target = _target(ctx, platform)
-    written = value_layouts_of(
-        chip_table.DSLS.get(target.platform, ""), plan.scale_layout.name
-    )
+    written = value_layouts_of(chip_table.DSLS.get(target.platform, ""), plan.scale_layout.name)
     in_rows = any(layout.name not in written for layout in plan.value_layouts)
     kernel_plan = plan
     if in_rows:
         rows = (ROW_MAJOR_VALUES,) * len(plan.value_layouts)
         kernel_plan = dataclasses.replace(plan, value_layouts=rows)
     support, chips = _support(kernel_plan, target)
-    _check_processes(plan, target, support)
+    _check_processes(kernel_plan, target, support)
     if not support:
         raise NotImplementedError(support.reason)
     if support.via_transpose:
@@ -383,12 +397,10 @@ def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: P
                 raise
             _say_once(f"{plan.op} takes XLA: {error}")
         else:
-            attributes: dict[str, Any] = {"kernels": kernels}
-            if target.device is not None:
-                attributes["device"] = np.int64(target.device)
+            call: dict[str, Any] = {"plan": plan, "kernels": kernels, "device": target.device}
             if in_rows:
-                return _call_and_pack(ctx, *operands, plan=plan, **attributes)
-            return _call(ctx, *operands, plan=plan, view=plan.view, **attributes)
+                return _call_and_pack(ctx, *operands, **call)
+            return _call(ctx, *operands, view=plan.view, **call)
     return mlir.lower_fun(reference_fn, multiple_results=True)(ctx, *operands, plan=plan)
 
 
@@ -413,14 +425,14 @@ def _check_processes(plan: Plan, target: Target, support: Support) -> None:
     refused = registry.candidates(plan, target.platform, target.chips or ())[0]
     if jax.process_count() > 1:
         raise RuntimeError(
-            f"{refused.reason.removesuffix("; 'xla' serves it")}. Other processes of this program "
+            f"{refused.reason.partition('; ')[0]}. Other processes of this program "
             "may have the kernel, and all must take the same: install it everywhere, or pass "
             "implementation='xla' everywhere"
         )
     _say_once(refused.reason)
 
 
-# ---- vmap and derivatives -------------------------------------------------------------------------
+# ---- vmap and derivatives ---
 def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     """Leading dimensions are batch dimensions, so a new one goes to the front.
 
@@ -459,7 +471,7 @@ def _no_derivative(*_, plan: Plan, **__):
     )
 
 
-# ---- registration ---------------------------------------------------------------------------------
+# ---- registration ---
 def make_primitive(op: str, avals: Callable, reference_fn: Callable) -> Primitive:
     """A primitive with all of JAX's rules.
 

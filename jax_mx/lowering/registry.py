@@ -72,8 +72,8 @@ def candidates(plan: Plan, platform: str, chips: Sequence[str]) -> list[Support]
         if named.platform in (platform, "any"):
             return [named.support(plan, chips)]
         reason = (
-            f"{plan.op}: implementation {named.name!r} runs on {named.platform}, not on {platform}; "
-            "use implementation=None or 'xla'"
+            f"{plan.op}: implementation {named.name!r} runs on {named.platform}, not on "
+            f"{platform}; use implementation=None or 'xla'"
         )
         return [Support(named.name, reason=reason)]
     asked = [each for each in IMPLEMENTATIONS.values() if each.platform in (platform, "any")]
@@ -96,7 +96,7 @@ def row_plans(plan: Plan) -> list[Plan]:
     ]
 
 
-# ---- kernels -------------------------------------------------------------------------------------
+# ---- kernels ---
 def _kernels(dsl: str) -> Callable[[Plan, Sequence[str]], Support]:
     """The support of a DSL's kernels."""
 
@@ -182,6 +182,9 @@ def _reference(plan: Plan, chips: Sequence[str]) -> Support:
 
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
-    **{dsl: Implementation(dsl, chip_table.PLATFORMS[dsl], _kernels(dsl)) for dsl in chip_table.ARCHS},
+    **{
+        dsl: Implementation(dsl, chip_table.PLATFORMS[dsl], _kernels(dsl))
+        for dsl in chip_table.ARCHS
+    },
     "xla": Implementation("xla", "any", _reference),
 }

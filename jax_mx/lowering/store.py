@@ -73,7 +73,7 @@ class Artifact:
         return rule.attributes(self.sha256, scalars, self.image if carry else None)
 
 
-# ---- the package and the cache -------------------------------------------------------------------
+# ---- the package and the cache ---
 def cache() -> Path:
     """The folder of kernels that were compiled on demand; JAX_MX_CACHE names another."""
     if named := os.environ.get("JAX_MX_CACHE"):
@@ -157,7 +157,7 @@ def _alone(key: str, folder: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-# ---- what lowering asks --------------------------------------------------------------------------
+# ---- what lowering asks ---
 def obstacle(variant: Variant, arch: str) -> str:
     """Why no binary of a variant can be had here, and what to do; empty where one can."""
     if find(variant, arch) is not None:
@@ -184,11 +184,19 @@ def get(variant: Variant, arch: str) -> Artifact:
         found = _cached(key, folder)  # by whoever had the lock before
         if found is not None:
             return found
-        logger.warning(
-            "jax_mx: compiling %s for %s, once (kept in %s)", variant.name, arch, folder
-        )
-        image, facts = compiler.compile_kernel(variant, arch)
+        if key in _failed:
+            raise _failed[key]
+        logger.warning("jax_mx: compiling %s for %s (kept in %s)", variant.name, arch, folder)
+        try:
+            image, facts = compiler.compile_kernel(variant, arch)
+        except compiler.CompileError as error:
+            _failed[key] = error
+            raise
         return _keep(key, image, facts, folder)
+
+
+# By key: what did not compile in this process; it would not the next time.
+_failed: dict[str, compiler.CompileError] = {}
 
 
 def exported(chips: Sequence[str]) -> list[str]:
@@ -225,12 +233,12 @@ def _own_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="jax_mx-"))
 
 
-# ---- registration --------------------------------------------------------------------------------
+# ---- registration ---
 def _register_folders(cache_folder: Path) -> None:
     """Tells the handler where kernels lie that a call names."""
     advice = (
-        "call the function once under jax.jit on this machine, which compiles or finds them, or set "
-        "JAX_MX_CACHE to the folder in which the machine that compiled the program keeps them"
+        "call the function once under jax.jit on this machine, which compiles or finds them, or "
+        "set JAX_MX_CACHE to the folder in which the machine that compiled the program keeps them"
     )
     _ffi.use_store([str(BINARIES), str(cache_folder / "kernels")], advice)
 

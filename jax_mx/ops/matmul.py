@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.ops.mxarray import MXArray, checked
-from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, SCALE_NAN
 from jax_mx.arrays.sharding import is_explicit, resharded, shards_of
+from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, SCALE_NAN
+from jax_mx.ops.mxarray import MXArray, checked
 
 Blocks = tuple[jax.Array, jax.Array]  # (blocks, ..., rows, BLOCK) f32, (blocks, ..., rows) int32
 

@@ -181,13 +181,11 @@ def quantize_both(
     )
     plan = planned("quantize_both", x, asked)
     require_kernel(plan)
-    last, second = _quantize(
-        as_planned(x, plan), tuple(data_of(*two) for two in each), plan=plan
-    )
+    last, second = _quantize(as_planned(x, plan), tuple(data_of(*two) for two in each), plan=plan)
     return last, second
 
 
-# ---- from arrays to views and back (arrays/views.py) ----------------------------------------------
+# ---- from arrays to views and back (arrays/views.py) ---
 def as_planned(x: Any, plan: Plan) -> Any:
     """x in the plan's dtype, which differs in the order of its bytes alone."""
     return x if x.dtype == plan.dtype and hasattr(x, "aval") else jnp.asarray(x, plan.dtype)

@@ -1,4 +1,4 @@
-"""The oracle, in plain jnp: the definition that kernels match bit for bit, and the "xla" fallback."""
+"""The oracle, in plain jnp: kernels match it bit for bit, and "xla" is it."""
 
 from jax_mx.reference.blocks import (
     dequantize as dequantize,

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from tinygrad.renderer.amd import decode_inst
 
-from jax_mx.testing import instructions as isa
 from jax_mx.facts.code_object import CodeObject, Kernel
+from jax_mx.testing import instructions as isa
 from jax_mx.testing.instructions import F32, F64, I32, I64, U32, U64
 from jax_mx.testing.memory import Fault, Global, Shared
 

@@ -1,7 +1,17 @@
 """Arithmetic on single elements and scales; the only file in which NVIDIA archs may differ.
 
 Naming: `word` is a 32-bit register with two 16-bit elements or one float32, lower element first.
+
+What archs lack is done by other instructions, with the same bits:
+
+    before sm_86    max.xorsign.abs: signs are cleared first
+    before sm_89    conversions of 8 bits: `_pack_in_integers`, `_unpack_four_halves`
+    before sm_90    mul.bf16x2: a fused multiply-add of -0; min.u16x2: integers
+    before sm_100   conversions of 6 bits: by way of 8, see `pack_four`; e2m1: see `_has_words`
 """
+
+import dataclasses
+import struct
 
 import cutlass
 from cutlass import Float32, Uint32, cute
@@ -30,6 +40,31 @@ _SIGNS_OF_6_BITS, _REST_OF_6_BITS = 0x20202020, 0x1F1F1F1F
 _INF, _NAN = 0x7F800000, 0x7FC00000
 
 
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What is converted to what, and for which arch: what the code of a conversion depends on.
+
+    Attributes:
+      dtype: the floats'.
+      format: the codes'.
+      arch: as the compiler calls it.
+    """
+
+    dtype: str
+    format: Format
+    arch: str
+
+    @property
+    def has_words(self) -> bool:
+        """Whether pairs are words: before sm_100 there is no conversion to e2m1."""
+        return self.format == MXFP4_E2M1 and not has(self.arch, 100)
+
+
+def has(arch: str, capability: int) -> bool:
+    """Whether an arch has what came with this compute capability, ten times."""
+    return int(arch.removeprefix("sm_").rstrip("af")) >= capability
+
+
 @dsl_user_op
 def bits_to_float(bits: Uint32, *, loc=None, ip=None) -> Float32:
     """The float32 of these bits."""
@@ -43,11 +78,14 @@ def bits_to_float(bits: Uint32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def larger_magnitude(a: Uint32, b: Uint32, dtype: str, *, loc=None, ip=None) -> Uint32:
+def larger_magnitude(a: Uint32, b: Uint32, dtype: str, arch: str, *, loc=None, ip=None) -> Uint32:
     """Per element max(|a|, |b|), NaN if either is; the sign is meaningless. One HMNMX2 or FMNMX."""
     kind = "b32" if dtype != "float32" else "f32"
     registers = ".reg .f32 a, b, d; mov.b32 a, {$r0}; mov.b32 b, {$r1}; "
     code = f"max.NaN.xorsign.abs.{_SUFFIX[dtype]} "
+    if not has(arch, 86):
+        code, mask = f"max.NaN.{_SUFFIX[dtype]} ", 0x7FFFFFFF if kind == "f32" else 0x7FFF7FFF
+        a, b = a & Uint32(mask), b & Uint32(mask)
     code = (
         f"{code}{{$w0}}, {{$r0}}, {{$r1}};"
         if kind == "b32"
@@ -91,10 +129,12 @@ def _half_to_float_bits(half: Uint32, *, loc=None, ip=None) -> Uint32:
 
 
 @cute.jit
-def amaxes_of_two(a: Uint32, b: Uint32, dtype: cutlass.Constexpr) -> Uint32:
+def amaxes_of_two(
+    a: Uint32, b: Uint32, dtype: cutlass.Constexpr, arch: cutlass.Constexpr
+) -> Uint32:
     """A word with the larger magnitude of a's two 16-bit elements, and that of b's."""
     lows = (a & Uint32(0xFFFF)) | (b << Uint32(16))
-    return larger_magnitude(lows, pair(a, b), dtype)
+    return larger_magnitude(lows, pair(a, b), dtype, arch)
 
 
 @cute.jit
@@ -137,18 +177,18 @@ def twice(pair: Uint32, which: cutlass.Constexpr) -> Uint32:
 
 
 @cute.jit
-def products(words: cutlass.Constexpr, inverses: Uint32, dtype: cutlass.Constexpr):
+def products(words: cutlass.Constexpr, inverses: Uint32, to: cutlass.Constexpr):
     """Two elements, of one word or (float32) of two, times a pair of inverses, in float32.
 
     Exact but for what is far below the smallest code. For bfloat16 the product is one bfloat16
     instruction for both: the factor is a power of two, so only a result below 2^-126 is rounded.
     """
-    if cutlass.const_expr(dtype == "bfloat16"):
-        word = _multiply_bf16x2(words[0], inverses)
+    if cutlass.const_expr(to.dtype == "bfloat16"):
+        word = _multiply_bf16x2(words[0], inverses, to.arch)
         return bits_to_float(word << Uint32(16)), bits_to_float(word & Uint32(0xFFFF0000))
     low = bits_to_float(inverses << Uint32(16))
     high = bits_to_float(inverses & Uint32(0xFFFF0000))
-    if cutlass.const_expr(dtype == "float32"):
+    if cutlass.const_expr(to.dtype == "float32"):
         return bits_to_float(words[0]) * low, bits_to_float(words[1]) * high
     a = bits_to_float(_half_to_float_bits(words[0] & Uint32(0xFFFF)))
     b = bits_to_float(_half_to_float_bits(words[0] >> Uint32(16)))
@@ -201,29 +241,63 @@ def turned_four(words: list) -> list:
 
 
 @dsl_user_op
-def _multiply_bf16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+def _multiply_bf16x2(a: Uint32, b: Uint32, arch: str, *, loc=None, ip=None) -> Uint32:
+    code = "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};"
+    if not has(arch, 90):  # plus -0, which changes no product
+        code = "{ .reg .b32 c; mov.b32 c, 0x80008000; fma.rn.bf16x2 {$w0}, {$r0}, {$r1}, c; }"
     return cute.arch.inline_ptx(
-        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Uint32],
-        read_only_args=[a, b],
-        loc=loc,
-        ip=ip,
+        code, write_only_types=[Uint32], read_only_args=[a, b], loc=loc, ip=ip
     )
 
 
-def pack_four(floats: list, format: Format, arch: str) -> Uint32:
+def pack_four(floats: list, to: Conversion) -> Uint32:
     """Four codes, rounded to nearest even and saturated, the first in the lowest byte.
 
-    NaN gives 0x7F, or the largest where the format has none. Hopper converts to 6 bits by way of 8:
-    as a block's elements are below twice the largest number, only one code can be too large, 32.
+    NaN gives 0x7F, or the largest where the format has none. Ada and Hopper convert to 6 bits by
+    way of 8: as a block's elements are below twice the largest number, only one code can be too
+    large, 32.
     """
-    if format not in WIDER or arch != "sm_90a":
+    format = to.format
+    if not has(to.arch, 89):
+        codes = [_pack_in_integers(value, format) for value in floats]
+        low, high = (bytes_of(a, b, 0x0040) for a, b in (codes[:2], codes[2:]))
+        return bytes_of(low, high, 0x5410)
+    if format not in WIDER or has(to.arch, 100):
         return _pack_four(*floats, format)
     shift = Float32(2.0 ** (format.bias - WIDER[format].bias))
     word = _pack_four(*(value * shift for value in floats), WIDER[format])
     largest = ((word >> Uint32(5)) & Uint32(0x01010101)) * Uint32(format.max_code)
     signs = (word >> Uint32(2)) & Uint32(_SIGNS_OF_6_BITS)
     return word & Uint32(_REST_OF_6_BITS) | largest | signs
+
+
+@dsl_user_op
+def _pack_in_integers(value: Float32, format: Format, *, loc=None, ip=None) -> Uint32:
+    """A float's code of 6 or 8 bits, as `pack_four` has it, without a conversion.
+
+    Added to 2^(e + 23 - mantissa_bits), where 2^e is the power of two below a number, or below the
+    smallest normal one, the number is rounded to a code's last place, and what is behind the power
+    counts these. Above the smallest exponent, codes of lower ones precede them.
+    """
+    shift = 23 - format.mantissa_bits
+    smallest = 128 - format.bias  # exponent of the smallest normal number, as float32 has it
+    largest = struct.unpack("<I", struct.pack("<f", format.max))[0]
+    sign_down = 32 - format.bits
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .f32 a, m, t; .reg .b32 e, k, n, s; "
+        f"abs.f32 a, {{$r0}}; min.f32 a, a, 0f{largest:08X}; mov.b32 n, a; "
+        f"max.u32 e, n, 0x{smallest << 23:08x}; and.b32 e, e, 0x7f800000; "
+        f"add.u32 k, e, 0x{shift << 23:08x}; mov.b32 m, k; add.rn.f32 t, a, m; mov.b32 n, t; "
+        f"sub.u32 n, n, k; shr.u32 e, e, {shift}; add.u32 n, n, e; "
+        f"sub.u32 n, n, 0x{smallest << format.mantissa_bits:08x}; "
+        f"mov.b32 s, {{$r0}}; shr.u32 s, s, {sign_down}; "
+        f"and.b32 s, s, 0x{1 << format.bits - 1:02x}; or.b32 n, n, s; "
+        f"setp.nan.f32 p, {{$r0}}, {{$r0}}; selp.b32 {{$w0}}, 0x{format.nan_code:02x}, n, p; }}",
+        write_only_types=[Uint32],
+        read_only_args=[value],
+        loc=loc,
+        ip=ip,
+    )
 
 
 @dsl_user_op
@@ -246,35 +320,30 @@ def _pack_four(
 # floats; or, where e2m1 has no conversion, a word of two 16-bit ones, of the kind `_kind`.
 
 
-def _has_words(format: Format, arch: str) -> bool:
-    """Whether pairs are words: Hopper has no conversion to e2m1."""
-    return format == MXFP4_E2M1 and arch == "sm_90a"
-
-
 def _kind(dtype: str) -> str:
     return _SUFFIX["bfloat16" if dtype == "bfloat16" else "float16"]
 
 
-def scaled_pair(words: list, inverses: Uint32, dtype: str, format: Format, arch: str):
+def scaled_pair(words: list, inverses: Uint32, to: Conversion):
     """Two elements, of one word or (float32) of two, times a pair of inverses."""
-    if not _has_words(format, arch):
-        return products(words, inverses, dtype)
-    if dtype == "bfloat16":
-        return _multiply_bf16x2(words[0], inverses)
-    low, high = products(words, inverses, dtype)
-    if dtype == "float32":
+    if not to.has_words:
+        return products(words, inverses, to)
+    if to.dtype == "bfloat16":
+        return _multiply_bf16x2(words[0], inverses, to.arch)
+    low, high = products(words, inverses, to)
+    if to.dtype == "float32":
         low, high = _to_odd(low), _to_odd(high)
     return _cut_two(low, high)
 
 
-def pack_along(pairs: list, dtype: str, format: Format, arch: str) -> list:
+def pack_along(pairs: list, to: Conversion) -> list:
     """Words of the codes of pairs, in their order; the last one may be used in part."""
-    if format.codes_per_byte == 1:
+    if to.format.codes_per_byte == 1:
         fours = zip(pairs[::2], pairs[1::2], strict=True)
-        return [pack_four([*low, *high], format, arch) for low, high in fours]
-    if not _has_words(format, arch):
+        return [pack_four([*low, *high], to) for low, high in fours]
+    if not to.has_words:
         return _pack_e2m1([value for pair in pairs for value in pair])
-    kind, halves = _kind(dtype), []
+    kind, halves = _kind(to.dtype), []
     for low, high in zip(pairs[::2], pairs[1::2], strict=True):
         # Codes 0, 2, 1, 3 in bytes, then in order.
         mixed = times_plus(_counted(high, kind), 256, _counted(low, kind))
@@ -287,12 +356,12 @@ def pack_along(pairs: list, dtype: str, format: Format, arch: str) -> list:
     return [bytes_of(low, high, 0x5410) for low, high in fours]
 
 
-def pack_down(upper: list, lower: list, dtype: str, format: Format, arch: str) -> list:
+def pack_down(upper: list, lower: list, to: Conversion) -> list:
     """Words of bytes that hold a code of each of two rows, the upper one's lowest."""
-    if not _has_words(format, arch):
+    if not to.has_words:
         pairs = [pair for two in zip(upper, lower, strict=True) for pair in zip(*two, strict=True)]
         return _pack_e2m1([value for pair in pairs for value in pair])
-    kind, found = _kind(dtype), []
+    kind, found = _kind(to.dtype), []
     offset = _COUNTS_FROM[kind] * (1 + 16) >> 16 & 0xFF  # in the third byte; the first has none
     for i in range(0, len(upper), 2):
         both = [
@@ -303,11 +372,11 @@ def pack_down(upper: list, lower: list, dtype: str, format: Format, arch: str) -
     return found
 
 
-def pack_below(rows: list, dtype: str, format: Format, arch: str) -> list:
+def pack_below(rows: list, to: Conversion) -> list:
     """Pairs below each other as `pack_column` takes them: words of half of both columns."""
-    if not _has_words(format, arch):
+    if not to.has_words:
         return rows
-    kind, halves = _kind(dtype), []
+    kind, halves = _kind(to.dtype), []
     for i in range(0, len(rows), 4):
         four = rows[i : i + 4]
         word = _counted(four[3], kind)
@@ -319,13 +388,13 @@ def pack_below(rows: list, dtype: str, format: Format, arch: str) -> list:
     return halves
 
 
-def pack_column(below: list, which: int, format: Format, arch: str) -> list:
+def pack_column(below: list, which: int, to: Conversion) -> list:
     """Words of the codes of one column of two."""
-    if not _has_words(format, arch):
+    if not to.has_words:
         floats = [pair[which] for pair in below]
         pairs = list(zip(floats[::2], floats[1::2], strict=True))
-        if format.codes_per_byte == 1:
-            return pack_along(pairs, "", format, arch)
+        if to.format.codes_per_byte == 1:
+            return pack_along(pairs, to)
         return _pack_e2m1(floats)
     pairs = zip(below[::2], below[1::2], strict=True)
     return [bytes_of(low, high, (0x5410, 0x7632)[which]) for low, high in pairs]
@@ -399,20 +468,27 @@ def _cut_two(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
 
 def pack_products(floats: list, factor: Float32, arch: str) -> list:
     """Words of the e2m1 codes of floats times a block's factor."""
-    if not _has_words(MXFP4_E2M1, arch):
+    to = Conversion("bfloat16", MXFP4_E2M1, arch)
+    if not to.has_words:
         return _pack_e2m1([value * factor for value in floats])
-    words = [_two_to_odd(*two) for two in zip(floats[::2], floats[1::2], strict=True)]
+    words = [_two_to_odd(*two, arch) for two in zip(floats[::2], floats[1::2], strict=True)]
     inverses = pair(float_to_bits(factor), float_to_bits(factor))
-    pairs = [scaled_pair([word], inverses, "bfloat16", MXFP4_E2M1, arch) for word in words]
-    return pack_along(pairs, "bfloat16", MXFP4_E2M1, arch)
+    return pack_along([scaled_pair([word], inverses, to) for word in words], to)
 
 
 @dsl_user_op
-def _two_to_odd(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
+def _two_to_odd(low: Float32, high: Float32, arch: str, *, loc=None, ip=None) -> Uint32:
     """Two floats cut to bfloat16, whose last bit is 1 if anything is cut off: as `_to_odd`."""
+    odd = (
+        "prmt.b32 c, a, b, 0x5410; prmt.b32 d, a, b, 0x7632; "
+        "mov.b32 a, 0x00010001; min.u16x2 c, c, a; or.b32 {$w0}, c, d; }"
+    )
+    if not has(arch, 90):
+        one = "and.b32 c, {0}, 0xffff; add.u32 c, c, 0xffff; and.b32 c, c, 0x10000; "
+        one += "or.b32 {0}, {0}, c; "
+        odd = one.format("a") + one.format("b") + "prmt.b32 {$w0}, a, b, 0x7632; }"
     return cute.arch.inline_ptx(
-        "{ .reg .b32 a, b, c, d; mov.b32 a, {$r0}; mov.b32 b, {$r1}; prmt.b32 c, a, b, 0x5410; "
-        "prmt.b32 d, a, b, 0x7632; mov.b32 a, 0x00010001; min.u16x2 c, c, a; or.b32 {$w0}, c, d; }",
+        "{ .reg .b32 a, b, c, d; mov.b32 a, {$r0}; mov.b32 b, {$r1}; " + odd,
         write_only_types=[Uint32],
         read_only_args=[low, high],
         loc=loc,
@@ -450,15 +526,17 @@ def factor_of(scale: Uint32) -> Float32:
     return bits_to_float(bits)
 
 
-def unpack_four(word: Uint32, format: Format) -> list:
+def unpack_four(word: Uint32, to: Conversion) -> list:
     """The float32 of four codes, one a byte, the lowest byte's first; exact."""
+    format = to.format
+    unpack = _unpack_four if has(to.arch, 89) else _unpack_four_halves
     if format == MXFP4_E2M1:
         return _unpack_four_e2m1(word)
     if format not in WIDER:
-        return _unpack_four(word, format)
+        return unpack(word, format)
     word = word & Uint32(_REST_OF_6_BITS) | (word & Uint32(_SIGNS_OF_6_BITS)) << Uint32(2)
     shift = Float32(2.0 ** (WIDER[format].bias - format.bias))
-    return [value * shift for value in _unpack_four(word, WIDER[format])]
+    return [value * shift for value in unpack(word, WIDER[format])]
 
 
 @dsl_user_op
@@ -470,6 +548,40 @@ def _unpack_four(word: Uint32, format, *, loc=None, ip=None) -> list:
             f"{cvt} a, low; {cvt} b, high; mov.b32 {{h0, h1}}, a; mov.b32 {{h2, h3}}, b; "
             "cvt.f32.f16 {$w0}, h0; cvt.f32.f16 {$w1}, h1; "
             "cvt.f32.f16 {$w2}, h2; cvt.f32.f16 {$w3}, h3; }",
+            write_only_types=[Float32] * 4,
+            read_only_args=[word],
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def _unpack_four_halves(word: Uint32, format, *, loc=None, ip=None) -> list:
+    """`_unpack_four` without a conversion: e5m2 is the upper byte of a float16.
+
+    Of e4m3 the bits, one place down, are a float16 times 2^-8; but for NaN, which is all ones.
+    """
+    e4m3 = format == MXFP8_E4M3
+    shift = (
+        "and.b32 s, h, 0x80008000; shr.u32 h, h, 1; and.b32 h, h, 0x3f803f80; or.b32 h, h, s; "
+        "mov.b32 s, 0x5c005c00; mul.rn.f16x2 h, h, s; "
+    )
+    one = "cvt.f32.f16 {{$w{0}}}, {1}; "
+    if e4m3:
+        one = (
+            "cvt.f32.f16 f, {1}; abs.f32 a, f; setp.gt.f32 p, a, 0f43E00000; "
+            "selp.f32 {{$w{0}}}, 0f7FFFFFFF, f, p; "
+        )
+    code = "".join(
+        f"prmt.b32 h, {{$r0}}, 0, 0x{select}; {shift if e4m3 else ''}mov.b32 {{low, high}}, h; "
+        + one.format(first, "low")
+        + one.format(first + 1, "high")
+        for first, select in ((0, 1404), (2, 3424))
+    )
+    return list(
+        cute.arch.inline_ptx(
+            "{ .reg .pred p; .reg .b16 low, high; .reg .b32 h, s; .reg .f32 a, f; " + code + "}",
             write_only_types=[Float32] * 4,
             read_only_args=[word],
             loc=loc,
@@ -538,32 +650,31 @@ def round_all(floats: list, dtype: str) -> list:
     return [round_two(low, high, dtype) for low, high in pairs]
 
 
-def scaled(words: list, factors: list, format: Format) -> list:
+def scaled(words: list, factors: list, to: Conversion) -> list:
     """The float32 of codes, one a byte, times as many factors."""
-    floats = [value for word in words for value in unpack_four(word, format)]
+    floats = [value for word in words for value in unpack_four(word, to)]
     return [value * by for value, by in zip(floats, factors, strict=True)]
 
 
-def dequantized(words: list, factors: list, format: Format, dtype: str) -> list:
+def dequantized(words: list, factors: list, to: Conversion) -> list:
     """Words of the floats of codes, one a byte, times as many factors, rounded once.
 
     Args:
       words: of codes.
       factors: floats of `factor_of`: powers of two, or NaN.
-      format: the codes'.
-      dtype: the floats'.
+      to: the floats' type, and the codes'.
     """
-    if (format, dtype) == (MXFP4_E2M1, "bfloat16"):
+    if (to.format, to.dtype) == (MXFP4_E2M1, "bfloat16"):
         # All products are exact, or overflow; those with NaN are 0x7FFF (seen on an H200).
         bits = [float_to_bits(factor) for factor in factors]
         pairs = [pair(low, high) for low, high in zip(bits[::2], bits[1::2], strict=True)]
-        values = [two for word in words for two in _unpack_e2m1_to_bf16(word)]
-        return [_multiply_bf16x2(*both) for both in zip(values, pairs, strict=True)]
-    return round_all(scaled(words, factors, format), dtype)
+        values = [two for word in words for two in _unpack_e2m1_to_bf16(word, to.arch)]
+        return [_multiply_bf16x2(*both, to.arch) for both in zip(values, pairs, strict=True)]
+    return round_all(scaled(words, factors, to), to.dtype)
 
 
 @dsl_user_op
-def _unpack_e2m1_to_bf16(word: Uint32, *, loc=None, ip=None) -> list:
+def _unpack_e2m1_to_bf16(word: Uint32, arch: str, *, loc=None, ip=None) -> list:
     """Two words of the bfloat16 of four codes, one a byte.
 
     A code times 2^6 + 2^12 has its magnitude where a bfloat16 has its exponent's last bits and its
@@ -571,11 +682,15 @@ def _unpack_e2m1_to_bf16(word: Uint32, *, loc=None, ip=None) -> list:
     """
     two = (
         "prmt.b32 p, {{$r0}}, 0, 0x{select}; mul.lo.u32 p, p, 0x1040; and.b32 p, p, 0x81c081c0; "
-        "mul.rn.bf16x2 {{$w{0}}}, p, t; "
+        "{product}; "
     )
+    product, zero = "mul.rn.bf16x2 {{$w{0}}}, p, t", ""
+    if not has(arch, 90):
+        product, zero = "fma.rn.bf16x2 {{$w{0}}}, p, t, z", ".reg .b32 z; mov.b32 z, 0x80008000; "
+    two = two.replace("{product}", product)
     return list(
         cute.arch.inline_ptx(
-            "{ .reg .b32 p, t; mov.b32 t, 0x7e807e80; "
+            f"{{ .reg .b32 p, t; {zero}mov.b32 t, 0x7e807e80; "
             + two.format(0, select=4140)
             + two.format(1, select=4342)
             + "}",

@@ -51,7 +51,8 @@ class Flat(Kernel):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         n, places, rows, cols = scalars
         elements: cutlass.Constexpr = self.tile.elements
         unroll: cutlass.Constexpr = self.tile.unroll
@@ -82,7 +83,7 @@ class Flat(Kernel):
                 rC = rV[None, u]
                 if const_expr(self.per_byte > 1):
                     rC = fragment(expanded(words_of(rC)), "bytes")
-                rY = dequantized(rC, [factor] * elements, self.formats[0], self.dtype)
+                rY = dequantized(rC, [factor] * elements, self.conversion(self.formats[0]))
                 cute.autovec_copy(rY, mY[steps[u], None])
 
 
@@ -106,11 +107,11 @@ def expanded(words: list) -> list:
     return found
 
 
-def dequantized(rV, factors: list, format, dtype: str):
+def dequantized(rV, factors: list, to: convert.Conversion):
     """A fragment of floats: codes, one a byte, times as many factors, rounded once."""
     rW = cute.recast_tensor(rV, Uint32)
     words = [rW[w] for w in range(len(factors) // 4)]
-    return fragment(convert.dequantized(words, factors, format, dtype), dtype)
+    return fragment(convert.dequantized(words, factors, to), to.dtype)
 
 
 def fragment(words: list, dtype: str):
@@ -123,7 +124,7 @@ def fragment(words: list, dtype: str):
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a thread block covers, in warps: of `Tiled` a warp is 128 codes wide."""
+    """What a thread block covers, in warps; a warp of `Tiled` is 128 codes wide."""
 
     down: int
     across: int = 1
@@ -234,7 +235,8 @@ class Turned(Matrix):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         rows, cols = self.sizes(scalars)
         tid, _, _ = cute.arch.thread_idx()
         at = self.place(rows, cols)
@@ -285,7 +287,7 @@ class Turned(Matrix):
 
     @cute.jit
     def stage_factors(self, sF, scales, at, tid, rows, cols):
-        """The tile's scales as factors, (along the other axis, block)."""
+        """Puts the tile's scales into shared memory as factors, (along the other axis, block)."""
         batch, tile_r, tile_c = at
         mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
         others: cutlass.Constexpr = sF.shape[0]
@@ -328,7 +330,7 @@ class Turned(Matrix):
 
     @cute.jit
     def write(self, sV, sF, y, at, tid, rows, cols):
-        """From shared memory, 16 bytes of floats a thread and step."""
+        """Stores floats of what is in shared memory, 16 bytes a thread and step."""
         batch, tile_r, tile_c = at
         n: cutlass.Constexpr = 16 // self.itemsize
         pieces: cutlass.Constexpr = self.rows // n
@@ -364,7 +366,7 @@ class Turned(Matrix):
                 factors = [sF[column, row // BLOCK]] * n
             else:
                 factors = [sF[column // BLOCK, row // BLOCK]] * n
-            rY = dequantized(rV, factors, self.formats[0], self.dtype)
+            rY = dequantized(rV, factors, self.conversion(self.formats[0]))
             if (left + step * apart < cols) & (top < rows):
                 offset = start + Int64(rows) * (step * apart)
                 cute.autovec_copy(rY, vector_at(y + offset, convert.INPUT[self.dtype], 16, n))
@@ -389,7 +391,8 @@ class Shifted(Matrix):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         rows, cols = self.sizes(scalars)
         tid, _, _ = cute.arch.thread_idx()
         batch, block, tile_c = self.place(rows, cols)
@@ -424,7 +427,7 @@ class Shifted(Matrix):
                 both = [convert.unpack_nibbles(word) for word in row]
                 row = [select(warp % 2 != 0, upper, lower) for lower, upper in both]
             codes_of_row = fragment(row, "bytes")
-            floats.append(dequantized(codes_of_row, factors, self.formats[0], self.dtype))
+            floats.append(dequantized(codes_of_row, factors, self.conversion(self.formats[0])))
         rows_of_y = [y + (top * cols + left + Int64(cols) * (n * i)) for i in range(BLOCK // n)]
         if (left >= 0) & (left + n <= cols):
             for i in range_constexpr(BLOCK // n):
@@ -513,7 +516,8 @@ class Tiled(Matrix):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         rows, cols = self.sizes(scalars)
         tid, _, _ = cute.arch.thread_idx()
         at = self.place(rows, cols)
@@ -546,9 +550,11 @@ class Tiled(Matrix):
             else:
                 factors = [convert.factor_of(Uint32(rS[i]))] * n
             if const_expr(self.transposed):
-                floats.append(convert.scaled(words_of(rV[None, i]), factors, self.formats[0]))
+                floats.append(
+                    convert.scaled(words_of(rV[None, i]), factors, self.conversion(self.formats[0]))
+                )
             else:
-                rY = dequantized(rV[None, i], factors, self.formats[0], self.dtype)
+                rY = dequantized(rV[None, i], factors, self.conversion(self.formats[0]))
                 if (first + i < rows) & (left < cols):
                     cute.autovec_copy(rY, mY[Int64(batch) * rows + first + i, left // n, None])
         if const_expr(self.transposed):
@@ -578,7 +584,7 @@ class Tiled(Matrix):
 
     @cute.jit
     def load_lines(self, values, rV, batch, first, left, rows, cols):
-        """The same of rows of bytes that lie anywhere."""
+        """Loads what `load` does, from rows of bytes that lie anywhere."""
         n: cutlass.Constexpr = self.vector
         depth: cutlass.Constexpr = self.tile.depth // self.per_byte
         rP = rV
@@ -611,20 +617,11 @@ class Tiled(Matrix):
 
     @cute.jit
     def load_scales(self, scales, rS, batch, first, left, rows, cols):
-        """The bytes of this lane's columns (blocks down columns) or rows."""
+        """Loads the bytes of this lane's columns, where blocks run down columns, or of its rows."""
         column: cutlass.Constexpr = self.blocks is Blocks.SECOND
         mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
         if const_expr(self.layout.is_tiled):
-            # The scales' matrix has the blocks as columns.
-            for i in range_constexpr(cute.size(rS)):
-                row, col, high, wide = first + i, left // BLOCK, rows, cols // BLOCK
-                if const_expr(column):
-                    row, col, high, wide = left + i, first // BLOCK, cols, rows // BLOCK
-                offset, _ = offset_in_tiles(
-                    self.layout, Place(batch, row, col), Extents(high, wide)
-                )
-                if row < high:
-                    rS[i] = mS[offset]
+            self.load_tiled_scales(mS, rS, batch, first, left, (rows, cols))
         elif const_expr(column):
             offset = (Int64(batch) * (rows // BLOCK) + first // BLOCK) * cols + left
             if const_expr(self.aligned):
@@ -638,18 +635,31 @@ class Tiled(Matrix):
                         rS[j] = mS[offset + j]
         else:
             wide = cols // BLOCK
-            per_row = rows // BLOCK if const_expr(self.blocks is Blocks.SQUARE) else rows
+            square: cutlass.Constexpr = self.blocks is Blocks.SQUARE
+            per_row = rows // BLOCK if const_expr(square) else rows
             for i in range_constexpr(self.tile.depth):
-                row = (
-                    (first + i) // BLOCK if const_expr(self.blocks is Blocks.SQUARE) else first + i
-                )
+                row = (first + i) // BLOCK if const_expr(square) else first + i
                 if first + i < rows:
                     rS[i] = mS[(Int64(batch) * per_row + row) * wide + left // BLOCK]
+
+    @cute.jit
+    def load_tiled_scales(self, mS, rS, batch, first, left, size):
+        """Loads what `load_scales` does, from tiles: blocks are the columns of their matrix."""
+        column: cutlass.Constexpr = self.blocks is Blocks.SECOND
+        rows, cols = size
+        for i in range_constexpr(cute.size(rS)):
+            row, col, high, wide = first + i, left // BLOCK, rows, cols // BLOCK
+            if const_expr(column):
+                row, col, high, wide = left + i, first // BLOCK, cols, rows // BLOCK
+            place, extents = Place(batch, row, col), Extents(high, wide)
+            offset, _ = offset_in_tiles(self.layout, place, extents)
+            if row < high:
+                rS[i] = mS[offset]
 
     # ---- what is written ---
     @cute.jit
     def store_transposed(self, y, floats, at, row, col, rows, cols):
-        """Through shared memory, a column of codes after the other."""
+        """Stores floats by way of shared memory, one column of codes after the other."""
         line: cutlass.Constexpr = self.rows * self.itemsize  # bytes of a column
         batch, tile_r, tile_c = at
         sY = cute.arch.alloc_smem(Uint8, self.cols * (line + PAD) + PAD, alignment=128)
@@ -662,11 +672,12 @@ class Tiled(Matrix):
         stride = Int64(rows) * self.itemsize
         start = y.toint() + (Int64(batch) * cols + left) * stride + top * self.itemsize
         count = cutlass.min(rows - top, self.rows) * self.itemsize
-        store_rows(sY, start, stride, cols - left, count, self.cols, line, self.threads // 32)
+        shape: cutlass.Constexpr = (self.cols, line)
+        store_rows(sY, start, stride, cols - left, count, shape, self.threads // 32)
 
 
 def put(pointer, offset, words: list, align: int) -> None:
-    """Words to shared memory at an offset that `align` divides, as many bytes a store."""
+    """Stores words in shared memory at an offset that `align` divides, as many bytes a store."""
     each = align // 4
     for i in range(0, len(words), each):
         rB = cute.recast_tensor(fragment(words[i : i + each], "float32"), Uint8)

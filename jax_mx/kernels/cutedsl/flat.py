@@ -22,13 +22,13 @@ class WholeBlocks(Kernel):
 
     @cute.jit
     def quantized(
-        self, held, words, o: cutlass.Constexpr, rule, extra, place: cutlass.Constexpr
+        self, held, data, o: cutlass.Constexpr, rule, extra, place: cutlass.Constexpr
     ):  # fmt: skip
         """(words of codes, scale) of a block for the o-th result.
 
         Args:
           held: words of elements, as they are in memory.
-          words: what `preprocessed.load` gives.
+          data: what `preprocessed.load` gives.
           o: number of the result.
           rule: see `Entry.rule`.
           extra: see `extra`.
@@ -36,7 +36,7 @@ class WholeBlocks(Kernel):
         """
         kind: cutlass.Constexpr = self.kind(o)
         dtype: cutlass.Constexpr = "float32" if kind.hadamard else self.dtype  # of what is scaled
-        (loaded, known), (prescale, *flips) = words, extra
+        (loaded, known), (prescale, *flips) = data, extra
         floats = []
         if const_expr(kind.block_data):
             if const_expr(kind.hadamard):
@@ -46,10 +46,10 @@ class WholeBlocks(Kernel):
                 held = [convert.float_to_bits(value) for value in floats]
         word = held[0]
         for w in range_constexpr(1, len(held)):
-            word = convert.larger_magnitude(word, held[w], dtype)
+            word = convert.larger_magnitude(word, held[w], dtype, self.arch)
         for k in range_constexpr(place.sharers.bit_length() - 1):
             other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
-            word = convert.larger_magnitude(word, other, dtype)
+            word = convert.larger_magnitude(word, other, dtype, self.arch)
         amax = convert.largest_magnitude_bits(word, dtype)
         if const_expr(not kind.block_data):
             scale, inverse = self.scale_of(amax, self.formats[o], rule)
@@ -73,7 +73,10 @@ class WholeBlocks(Kernel):
 
     @staticmethod
     def extra(given: dict) -> list:
-        """Of a result's scalars the prescale's bits, or 0, and flips, of even and of odd blocks."""
+        """The scalars of preprocessing, as bits: the prescale, flips of even and of odd blocks.
+
+        Those that the result does not have are 0.
+        """
         return [given.get(name, Int32(0)) for name in ("prescale", "flips", "flips_odd")]
 
     def preprocessed_codes(self, kind: Kind, floats: list, by, loaded: list, place, into) -> None:
@@ -93,13 +96,13 @@ class WholeBlocks(Kernel):
             self.scaled_pair(held[i : i + each], inverses, format)
             for i in range(0, len(held), each)
         ]
-        return convert.pack_along(pairs, self.dtype, format, self.arch)
+        return convert.pack_along(pairs, self.conversion(format))
 
 
 class Flat(WholeBlocks):
     """x (..., rows, cols, 32) -> values like x, scales (..., rows, cols) in the layout.
 
-    Preprocessed variants take words (..., rows, cols) behind x, see preprocessed.py.
+    Variants with preprocessing take block data (..., rows, cols) behind x, see preprocessed.py.
     """
 
     def __init__(self, *entry, tile: Strip | None = None):
@@ -108,14 +111,16 @@ class Flat(WholeBlocks):
         self.tile = tile or Strip(**self.tuned(name))
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
-        scales = 2 + self.variant.block_data  # the buffer
-        lengths = geometry.length_of(0), geometry.length_of(scales)
+        x, scales = map(self.signature.number, ("x", "scales_0"))
+        lengths = geometry.length_of(x), geometry.length_of(scales)
         self.extents = (*lengths, geometry.flat_rows(), geometry.flat_blocks())
         self.grid = geometry.flat_grid(scales, self.tile.blocks)
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        x, *words_in, values, scales = pointers
+        arrays = self.named(pointers)
+        x, values, scales = arrays["x"], arrays["codes_0"], arrays["scales_0"]
+        data = self.block_data(arrays, 0)
         n, places, rows, cols, *_ = scalars
         given = self.of_result(scalars, 0)
         rule, extra = self.rule(given), self.extra(given)
@@ -134,7 +139,7 @@ class Flat(WholeBlocks):
 
         rX = cute.make_rmem_tensor((elements, unroll), convert.INPUT[self.dtype])
         rX.fill(convert.INPUT[self.dtype](0))
-        steps, stores, offsets, insides, words_of_steps = [], [], [], [], []
+        steps, stores, offsets, insides, data_of_steps = [], [], [], [], []
         first = Int64(bid) * self.tile.blocks
         for u in range_constexpr(unroll):
             mine = self.with_pairs(u * per_step + tid // sharers)
@@ -149,14 +154,14 @@ class Flat(WholeBlocks):
             insides.append(inside)
             if inside:
                 load(mX[steps[u], None], rX[None, u], self.kept)
-            words_of_steps.append(preprocessed.load(self.kind(0), words_in, block, inside))
+            data_of_steps.append(preprocessed.load(self.kind(0), data, block, inside))
 
         for u in range_constexpr(unroll):
             rW = cute.recast_tensor(rX[None, u], Uint32)
             held = [rW[w] for w in range(words)]
             odd = Int32(steps[u] // sharers % 2)
             place = preprocessed.Place(tid % sharers, sharers, elements, odd)
-            packed, scale = self.quantized(held, words_of_steps[u], 0, rule, extra, place)
+            packed, scale = self.quantized(held, data_of_steps[u], 0, rule, extra, place)
             if insides[u]:
                 cute.autovec_copy(bytes_of(packed, stored), mV[stores[u], None])
             if (offsets[u] < places) & (tid % sharers == 0):

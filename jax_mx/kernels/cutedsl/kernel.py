@@ -8,10 +8,10 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Format
 from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.signatures import Array, Role
 from jax_mx.facts.variants import Variant
 from jax_mx.kernels import geometry, tuning
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.facts.signatures import Array, Role
 from jax_mx.kernels.entry import Entry
 from jax_mx.kernels.geometry import Extents, Place
 
@@ -58,9 +58,13 @@ class Kernel(Entry):
             scale = select(amax == Uint32(0), zero[0], scale)
         return scale, inverse
 
+    def conversion(self, format: Format) -> convert.Conversion:
+        """Between this entry's floats and codes of a format."""
+        return convert.Conversion(self.dtype, format, self.arch)
+
     def scaled_pair(self, words: list, inverses: Uint32, format: Format):
-        """`convert.scaled_pair` on this entry's dtype and arch."""
-        return convert.scaled_pair(words, inverses, self.dtype, format, self.arch)
+        """`convert.scaled_pair`, for this entry's floats."""
+        return convert.scaled_pair(words, inverses, self.conversion(format))
 
     @cute.jit
     def __call__(self, pointers, scalars):
@@ -261,23 +265,24 @@ def place_of(bid: Int32, tiles_r: Int32, tiles_c: Int32, band: cutlass.Constexpr
 
 @cute.jit
 def store_rows(
-    sV, start: Int64, stride: Int64, rows: Int32, count: Int32, height: cutlass.Constexpr,
-    width: cutlass.Constexpr, warps: cutlass.Constexpr,
+    sV, start: Int64, stride: Int64, rows: Int32, count: Int32, shape: cutlass.Constexpr,
+    warps: cutlass.Constexpr,
 ):  # fmt: skip
     """Rows of bytes from shared memory to anywhere: a warp a row, in whole words of memory.
 
     The bytes of a row that share a word with another thread block's are written one by one.
 
     Args:
-      sV: `height` rows of `width` bytes, with `PAD` bytes before each and behind the last.
+      sV: the tile's rows, with `PAD` bytes before each and behind the last.
       start: address of the first row.
       stride: bytes from row to row.
       rows: how many there are.
       count: how many of a row's bytes there are.
-      height: of the tile; `warps` divides it.
-      width: of the tile, in bytes; 128 divides it.
-      warps: of the thread block.
+      shape: how many rows the tile has, which `warps` divides, and bytes a row, which 128 divides.
+      warps: how many the thread block has.
     """
+    height: cutlass.Constexpr = shape[0]
+    width: cutlass.Constexpr = shape[1]
     tid, _, _ = cute.arch.thread_idx()
     lane, warp = tid % 32, tid // 32
     pitch: cutlass.Constexpr = width + PAD

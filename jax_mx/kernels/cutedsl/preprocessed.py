@@ -31,9 +31,9 @@ class Place:
 
 @cute.jit
 def load(kind: cutlass.Constexpr, pointers, block, inside):
-    """A block's words, or zeros outside; and whether its flips of signs are among them.
+    """A block's data, or zeros outside; and whether its flips of signs are known without them.
 
-    They are not where the call has no operand of them.
+    They are known where the call has no operand of flips.
     """
     found, known = [], cutlass.Boolean(False)
     for i in range_constexpr(kind.block_data):
@@ -49,9 +49,9 @@ def load(kind: cutlass.Constexpr, pointers, block, inside):
 
 
 def elements(kind: Kind, dtype: str, words: list, place: Place, prescale: Int32) -> list:
-    """Elements in float32, from words in memory, `flipped`; still to be multiplied by `factor`.
+    """Elements in float32 from words in memory, which are `flipped`, without the last `factor`.
 
-    Not where they are small: see `settled`.
+    Small elements need more than this factor: see `settled`.
     """
     floats = widened(words, dtype)
     if kind.hadamard:
@@ -186,7 +186,7 @@ def _exchanged(value: Float32, sign: Float32, lanes: int) -> Float32:
 
 @dsl_user_op
 def _ftz(op: str, a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
-    """Where an operand or the result is subnormal, it is a zero of its sign."""
+    """The operation, in which subnormal operands and results are zeros of their sign."""
     return cute.arch.inline_ptx(
         f"{op}.rn.ftz.f32 {{$w0}}, {{$r0}}, {{$r1}};",
         write_only_types=[Float32],

@@ -1,8 +1,11 @@
-"""Treated elements in forms with the second-to-last axis: quantize.py's `Tiled`, by whole blocks.
+"""Forms with the second-to-last axis, with elements that are preprocessed: `PreprocessedTiled`.
 
 A tile of x passes through shared memory, from which threads take blocks of either direction and do
 with them what `Flat` does: what a transform combines is in one thread's registers, or two threads'.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
@@ -19,8 +22,16 @@ from jax_mx.kernels.geometry import Output
 CODES = BLOCK // 2  # bytes of a block's codes
 
 
+class Given(NamedTuple):
+    """What one result's blocks are quantized by, beside their elements."""
+
+    data: Sequence  # pointers to a uint32 for each block
+    rule: list  # see `Entry.rule`
+    extra: list  # see `WholeBlocks.extra`
+
+
 class PreprocessedTiled(WholeBlocks, Tiled):
-    """Two bytes an element and two codes a byte; words of each result's treatment behind x.
+    """`Tiled` for elements of two bytes, two codes a byte; each result's block data behind x.
 
     A thread loads 64 elements, and of each result quantizes two blocks: of two columns that are
     neighbours, or of two rows.
@@ -37,46 +48,42 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         blocks_m, k = self.lengths(scalars)
         tid, _, _ = cute.arch.thread_idx()
         at = self.place(blocks_m, k)
-        _, _, row, col = self.lane(tid)
-        rX = self.patch(pointers[0], at, row, col, blocks_m, k)
+        lane = self.lane(tid)
+        arrays = self.named(pointers)
+        rX = self.patch(arrays["x"], at, lane)
         sX = cute.make_tensor(
             cute.arch.alloc_smem(Uint32, self.tile.rows * self.pitch * 4, alignment=128),
             cute.make_layout((4, self.pitch, self.tile.rows), stride=(1, 4, 4 * self.pitch)),
         )
         rW = cute.recast_tensor(rX, Uint32)
         for i in range_constexpr(self.rows):
-            cute.autovec_copy(rW[None, i], sX[None, (col // 8) ^ i, row + i])
+            cute.autovec_copy(rW[None, i], sX[None, (lane.col // 8) ^ i, lane.row + i])
         staged = [self.shared_memory(result) for result in self.results]
         cute.arch.sync_threads()
 
-        words = self.variant.block_data
-        operands = pointers[1 : 1 + words]
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            count: cutlass.Constexpr = self.kind(o).block_data
-            first: cutlass.Constexpr = sum(self.kind(i).block_data for i in range(o))
-            mine = operands[first : first + count]
-            given = self.of_result(scalars, o)
-            rule, sizes = self.rule(given), [blocks_m, k]
-            extra = self.extra(given)
+            mine = self.block_data(arrays, o)
+            named = self.of_result(scalars, o)
+            given: cutlass.Constexpr = Given(mine, self.rule(named), self.extra(named))
             if const_expr(result.blocks is Blocks.LAST):
-                self.quantize_rows(sX, staged[o], o, mine, rule, extra, at, tid, sizes)
+                self.quantize_rows(sX, staged[o], o, given, at, tid)
             else:
-                self.quantize_columns(sX, staged[o], o, mine, rule, extra, at, tid, sizes)
+                self.quantize_columns(sX, staged[o], o, given, at, tid)
         cute.arch.sync_threads()
-        ahead = 0
+        busy = 0
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            values, scales = pointers[1 + words + 2 * o], pointers[2 + words + 2 * o]
+            values, scales = arrays[f"codes_{o}"], arrays[f"scales_{o}"]
             sS, sV = staged[o]
             if const_expr(self.is_padded(result)):
-                self.store_unaligned(sV, values, at, blocks_m, k)
+                self.store_unaligned(sV, values, at)
             else:
                 tiles = self.of_result(scalars, o).get("value_tiles")
-                self.store_lines(sV, values, tiles, result, at, tid, blocks_m, k)
-            thread = (tid + self.threads - ahead) % self.threads
-            self.store_scales(sS, scales, result, at, thread, blocks_m, k)
-            ahead += cute.size(sS) // 4
+                self.store_lines(sV, values, tiles, result, at, tid)
+            thread = (tid + self.threads - busy) % self.threads
+            self.store_scales(sS, scales, result, at, thread)
+            busy += cute.size(sS) // 4
 
     def is_padded(self, result: Output) -> bool:
         """Whether values are staged as `store_unaligned` takes them."""
@@ -88,14 +95,13 @@ class PreprocessedTiled(WholeBlocks, Tiled):
 
     @cute.jit
     def quantize_rows(
-        self, sX, staged, o: cutlass.Constexpr, operands, rule, extra, at, tid, sizes
+        self, sX, staged, o: cutlass.Constexpr, given: cutlass.Constexpr, at: cutlass.Constexpr, tid
     ):  # fmt: skip
         """Two blocks along rows, neighbours by neighbouring threads."""
         result: cutlass.Constexpr = self.results[o]
         lines: cutlass.Constexpr = self.lines(result)
         beside: cutlass.Constexpr = self.tile.cols // BLOCK
-        (sS, sV), (blocks_m, k) = staged, sizes
-        batch, tile_m, tile_k = at
+        (sS, sV), (batch, tile_m, tile_k, blocks_m, k) = staged, at
         for step in range_constexpr(2):
             index = step * self.threads + tid
             row, block = index // beside, index % beside
@@ -106,23 +112,22 @@ class PreprocessedTiled(WholeBlocks, Tiled):
             m, number = tile_m * self.tile.rows + row, tile_k * beside + block
             inside = (m < blocks_m * BLOCK) & (number < k // BLOCK)
             where = (Int64(batch) * (blocks_m * BLOCK) + m) * (k // BLOCK) + number
-            words = preprocessed.load(self.kind(o), operands, where, inside)
+            words = preprocessed.load(self.kind(o), given.data, where, inside)
             held = [rW[i] for i in range(16)]
             place = preprocessed.Place(Int32(0), 1, BLOCK, block % 2)
-            packed, scale = self.quantized(held, words, o, rule, extra, place)
+            packed, scale = self.quantized(held, words, o, given.rule, given.extra, place)
             self.put(sS, result, row, block, scale)
             chunks = self.chunks(sV, lines)
             cute.autovec_copy(bytes_of(packed, CODES), chunks[None, block ^ lines.key(row), row])
 
     @cute.jit
     def quantize_columns(
-        self, sX, staged, o: cutlass.Constexpr, operands, rule, extra, at, tid, sizes
+        self, sX, staged, o: cutlass.Constexpr, given: cutlass.Constexpr, at: cutlass.Constexpr, tid
     ):  # fmt: skip
         """The blocks of two neighbouring columns."""
         result: cutlass.Constexpr = self.results[o]
         pairs: cutlass.Constexpr = self.tile.cols // 2
-        (sS, sV), (blocks_m, k) = staged, sizes
-        batch, tile_m, tile_k = at
+        (sS, sV), (batch, tile_m, tile_k, blocks_m, k) = staged, at
         block, pair = tid // pairs, tid % pairs
         if const_expr(self.kind(o).blocks > 1):  # neighbours have a transform's two blocks
             block, pair = tid % self.tile.down, tid // self.tile.down
@@ -132,11 +137,11 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         both = []
         for c in range_constexpr(2):
             inside = (number < blocks_m) & (left + c < k)
-            own = preprocessed.load(self.kind(o), operands, where + c, inside)
+            own = preprocessed.load(self.kind(o), given.data, where + c, inside)
             half: cutlass.Constexpr = 0x7632 if c else 0x5410
             held = [convert.bytes_of(*words[r : r + 2], half) for r in range(0, BLOCK, 2)]
             place = preprocessed.Place(Int32(0), 1, BLOCK, block % 2)
-            packed, scale = self.quantized(held, own, o, rule, extra, place)
+            packed, scale = self.quantized(held, own, o, given.rule, given.extra, place)
             self.put(sS, result, block, 2 * pair + c, scale)
             both.append(packed)
             if const_expr(result.transposed):

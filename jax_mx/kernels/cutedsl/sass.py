@@ -53,7 +53,7 @@ def count_instructions(
 def _count(
     instructions: Sequence[Mapping[str, Any]], base: int, trips: int = 0
 ) -> paths.Counts | None:
-    """Of a kernel whose code lies at `base`."""
+    """The counts of a kernel whose code lies at `base`."""
     follow = [_successors(i, at, len(instructions), base) for at, i in enumerate(instructions)]
     return paths.count(follow, [_bytes_moved(i["opcode"]) for i in instructions], trips)
 

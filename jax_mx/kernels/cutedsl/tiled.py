@@ -7,6 +7,7 @@ Scales are staged in shared memory and written as they lie in memory, with the p
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
@@ -31,7 +32,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     vector_at,
     words_of,
 )
-from jax_mx.kernels.geometry import Extents, Output, Place
+from jax_mx.kernels.geometry import Extents, Output, Place, Tile
 
 CHUNKS = 8  # of 16 bytes, that a row of shared memory's banks holds
 
@@ -46,17 +47,17 @@ class Tiling:
 
     @property
     def rows(self) -> int:
-        """Of x."""
+        """How many rows of x it covers."""
         return BLOCK * self.down
 
     @property
     def cols(self) -> int:
-        """Of x."""
+        """How many columns of x it covers."""
         return 2 * BLOCK * self.across
 
     @property
     def threads(self) -> int:
-        """Of a thread block."""
+        """How many threads a thread block has."""
         return 32 * self.down * self.across
 
 
@@ -76,6 +77,15 @@ class Lines:
     def key(self, line):
         """What a line's chunk numbers are permuted by, with an exclusive or."""
         return line // self.group * self.pieces % min(CHUNKS, self.size // 16)
+
+
+class Lane(NamedTuple):
+    """A lane's place in its warp, and where its patch begins in the thread block's tile."""
+
+    across: Int32
+    down: Int32
+    row: Int32
+    col: Int32
 
 
 class Tiled(Kernel):
@@ -114,45 +124,46 @@ class Tiled(Kernel):
         blocks_m, k = self.lengths(scalars)
         tid, _, _ = cute.arch.thread_idx()
         at = self.place(blocks_m, k)
-        across, down, row, col = self.lane(tid)
-        rX = self.patch(pointers[0], at, row, col, blocks_m, k)
+        lane = self.lane(tid)
+        arrays = self.named(pointers)
+        rX = self.patch(arrays["x"], at, lane)
         staged = [self.shared_memory(result) for result in self.results]
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            values, (sS, sV) = pointers[1 + 2 * o], staged[o]
+            values, (sS, sV) = arrays[f"codes_{o}"], staged[o]
             rounding = self.rule(self.of_result(scalars, o))
             if const_expr(result.blocks is Blocks.LAST):
-                inverses = self.scale_rows(rX, sS, result, rounding, row, col, across)
+                inverses = self.scale_rows(rX, sS, result, rounding, lane)
             elif const_expr(result.blocks is Blocks.SECOND):
-                inverses = self.scale_columns(rX, sS, result, rounding, row, col, down)
+                inverses = self.scale_columns(rX, sS, result, rounding, lane)
             else:
-                inverses = self.scale_square(rX, sS, result, rounding, row, col)
+                inverses = self.scale_square(rX, sS, result, rounding, lane)
             if const_expr(result.transposed):
-                self.stage_transposed(sV, rX, inverses, result, row, col)
+                self.stage_transposed(sV, rX, inverses, result, lane)
             elif const_expr(self.is_staged(result)):
-                self.stage_rows(sV, rX, inverses, result, row, col)
+                self.stage_rows(sV, rX, inverses, result, lane)
             elif const_expr(sV is None):
-                self.store(rX, inverses, result, values, at, row, col, blocks_m, k)
+                self.store(rX, inverses, result, values, at, lane)
             else:
-                self.stage(sV, rX, inverses, result, row, col)
+                self.stage(sV, rX, inverses, result, lane)
         cute.arch.sync_threads()
         first = 0
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            values, scales, (sS, sV) = pointers[1 + 2 * o], pointers[2 + 2 * o], staged[o]
+            values, scales, (sS, sV) = arrays[f"codes_{o}"], arrays[f"scales_{o}"], staged[o]
             if const_expr(self.is_staged(result)):
                 tiles = self.of_result(scalars, o).get("value_tiles")
-                self.store_lines(sV, values, tiles, result, at, tid, blocks_m, k)
+                self.store_lines(sV, values, tiles, result, at, tid)
             elif const_expr(sV is not None):
-                self.store_unaligned(sV, values, at, blocks_m, k)
+                self.store_unaligned(sV, values, at)
             # The two results' scales are written by other threads, as far as they go.
             thread = (tid + self.tile.threads - first) % self.tile.threads
-            self.store_scales(sS, scales, result, at, thread, blocks_m, k)
+            self.store_scales(sS, scales, result, at, thread)
             first += cute.size(sS) // 4
 
     @property
     def trips(self) -> int:
-        """Of the loop in `store_pieces`, where a thread stores bytes."""
+        """The most trips of the loop in `store_pieces`, where a thread stores bytes."""
         return max(-(-math.prod(self.staged_shape(r)) // self.threads) for r in self.results)
 
     def staged_shape(self, result: Output) -> Extents:
@@ -187,21 +198,21 @@ class Tiled(Kernel):
         blocks_m, k = scalars[:2]
         return blocks_m, k * BLOCK if self.is_both else k
 
-    def place(self, blocks_m, k):
-        """(batch, row, column) of this thread block's tile."""
+    def place(self, blocks_m, k) -> Tile:
+        """This thread block's tile of x, whose rows count blocks."""
         bid, _, _ = cute.arch.block_idx()
         down, across = self.region.rows // BLOCK, self.region.cols
         tiles_m = (blocks_m + down - 1) // down * (down // self.tile.down)
         tiles_k = (k + across - 1) // across * (across // self.tile.cols)
-        return place_of(bid, tiles_m, tiles_k, self.tile.band)
+        return Tile(*place_of(bid, tiles_m, tiles_k, self.tile.band), blocks_m, k)
 
-    def lane(self, tid) -> tuple:
-        """A lane's place in its warp, across and down; its patch's row and column in the tile."""
+    def lane(self, tid) -> Lane:
+        """The lane that a thread is."""
         lane, warp = tid % 32, tid // 32
         across, down = lane % self.lanes, lane // self.lanes
         row = warp % self.tile.down * BLOCK + down * self.rows
         col = warp // self.tile.down * (2 * BLOCK) + across * self.vector
-        return across, down, row, col
+        return Lane(across, down, row, col)
 
     # ---- x ---
     def patch(self, *where):
@@ -209,12 +220,12 @@ class Tiled(Kernel):
         return self.load(*where) if self.aligned else self.load_unaligned(*where)
 
     @cute.jit
-    def load(self, x, at, row, col, blocks_m, k):
+    def load(self, x, at: cutlass.Constexpr, lane: cutlass.Constexpr):
         """This lane's patch, (vector, rows); 0 beyond the array."""
-        batch, tile_m, tile_k = at
+        batch, tile_m, tile_k, blocks_m, k = at
         rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
         m = blocks_m * BLOCK
-        first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
+        first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
         mX = by_vector(x, Int64(batch + 1) * m, k, self.vector)
         top = Int64(batch) * m + first
         if (first < m) & (left < k):
@@ -225,13 +236,13 @@ class Tiled(Kernel):
         return rX
 
     @cute.jit
-    def load_unaligned(self, x, at, row, col, blocks_m, k):
-        """The same of an x that lies anywhere, or whose rows do."""
-        batch, tile_m, tile_k = at
+    def load_unaligned(self, x, at: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """Loads what `load` does, from an x that lies anywhere, or whose rows do."""
+        batch, tile_m, tile_k, blocks_m, k = at
         rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
         rX.fill(convert.INPUT[self.dtype](0))
         m = blocks_m * BLOCK
-        first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
+        first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
         top = Int64(batch) * m + first
         # Two vectors around each row's, as long as all of them belong to x.
         n: cutlass.Constexpr = self.vector
@@ -275,7 +286,7 @@ class Tiled(Kernel):
             for low, high in zip(words[:half], words[half:], strict=True):
                 mine, theirs = select(upper, high, low), select(upper, low, high)
                 other = cute.arch.shuffle_sync_bfly(theirs, offset=sharers * stride)
-                kept.append(convert.larger_magnitude(mine, other, self.dtype))
+                kept.append(convert.larger_magnitude(mine, other, self.dtype, self.arch))
             words = kept
         if self.itemsize == 4:
             return [convert.magnitude_bits(word, 0, self.dtype) for word in words]
@@ -291,7 +302,7 @@ class Tiled(Kernel):
         """The word of larger magnitudes, element by element."""
         word = words[0]
         for other in words[1:]:
-            word = convert.larger_magnitude(word, other, self.dtype)
+            word = convert.larger_magnitude(word, other, self.dtype, self.arch)
         return word
 
     def put(self, sS, result: Output, row, col, scale) -> None:
@@ -299,7 +310,7 @@ class Tiled(Kernel):
         sS[(row, col) if self.is_turned(result) else (col, row)] = Uint8(scale)
 
     @cute.jit
-    def scale_rows(self, rX, sS, result: cutlass.Constexpr, rounding, row, col, across):
+    def scale_rows(self, rX, sS, result: cutlass.Constexpr, rounding, lane: cutlass.Constexpr):
         """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
         words = [
             self.largest([w for j in range(self.vector // 2) for w in self.pair(rX, j, i)])
@@ -307,36 +318,36 @@ class Tiled(Kernel):
         ]
         if const_expr(self.itemsize == 2):
             words = [
-                convert.amaxes_of_two(words[i], words[i + 1], self.dtype)
+                convert.amaxes_of_two(words[i], words[i + 1], self.dtype, self.arch)
                 for i in range(0, self.rows, 2)
             ]
-        index = across % self.row_sharers
+        index = lane.across % self.row_sharers
         amaxes = self.exchange(words, self.row_sharers, 1, index)
         inverses = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
-            self.put(sS, result, row + 2 * index + e, col // BLOCK, scale)
+            self.put(sS, result, lane.row + 2 * index + e, lane.col // BLOCK, scale)
             inverses.append(inverse)
         return self.gather(inverses, self.row_sharers, 1, index)
 
     @cute.jit
-    def scale_columns(self, rX, sS, result: cutlass.Constexpr, rounding, row, col, down):
+    def scale_columns(self, rX, sS, result: cutlass.Constexpr, rounding, lane: cutlass.Constexpr):
         """Blocks down columns: lanes below each other share one. Pairs of factors of columns."""
         by_row = [
             [w for j in range(self.vector // 2) for w in self.pair(rX, j, i)]
             for i in range(self.rows)
         ]
         words = [self.largest(list(column)) for column in zip(*by_row, strict=True)]
-        amaxes = self.exchange(words, self.column_sharers, self.lanes, down)
+        amaxes = self.exchange(words, self.column_sharers, self.lanes, lane.down)
         inverses = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
-            self.put(sS, result, row // BLOCK, col + 2 * down + e, scale)
+            self.put(sS, result, lane.row // BLOCK, lane.col + 2 * lane.down + e, scale)
             inverses.append(inverse)
-        return self.gather(inverses, self.column_sharers, self.lanes, down)
+        return self.gather(inverses, self.column_sharers, self.lanes, lane.down)
 
     @cute.jit
-    def scale_square(self, rX, sS, result: cutlass.Constexpr, rounding, row, col):
+    def scale_square(self, rX, sS, result: cutlass.Constexpr, rounding, lane: cutlass.Constexpr):
         """Square blocks: two a warp. One pair for all."""
         rW = cute.recast_tensor(rX, Uint32)
         word = self.largest([rW[i] for i in range(cute.size(rW))])
@@ -345,9 +356,10 @@ class Tiled(Kernel):
         ]
         for offset in offsets:
             other = cute.arch.shuffle_sync_bfly(word, offset=offset)
-            word = convert.larger_magnitude(word, other, self.dtype)
+            word = convert.larger_magnitude(word, other, self.dtype, self.arch)
         amax = convert.largest_magnitude_bits(word, self.dtype)
         scale, inverse = self.scale_of(amax, result.format, rounding)
+        row, col = lane.row, lane.col
         if (row % BLOCK == 0) & (col % BLOCK == 0):
             self.put(sS, result, row // BLOCK, col // BLOCK, scale)
         return [convert.pair(inverse, inverse)]
@@ -372,19 +384,20 @@ class Tiled(Kernel):
         per = result.packed[0]
         rows = [self.scaled_row(rX, inverses, result, per * i + r) for r in range(per)]
         if per == 1:
-            words = convert.pack_along(rows[0], self.dtype, result.format, self.arch)
+            words = convert.pack_along(rows[0], self.conversion(result.format))
         else:
-            words = convert.pack_down(*rows, self.dtype, result.format, self.arch)
+            words = convert.pack_down(*rows, self.conversion(result.format))
         return bytes_of(words, self.vector // result.packed[1])
 
     @cute.jit
     def store(
-        self, rX, inverses, result: cutlass.Constexpr, values, at, row, col, blocks_m, k
+        self, rX, inverses, result: cutlass.Constexpr, values, at: cutlass.Constexpr,
+        lane: cutlass.Constexpr,
     ):  # fmt: skip
-        """Values in the order of x."""
-        batch, tile_m, tile_k = at
+        """Stores values in the order of x."""
+        batch, tile_m, tile_k, blocks_m, k = at
         m = blocks_m * BLOCK
-        first, left = tile_m * self.tile.rows + row, tile_k * self.tile.cols + col
+        first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
         top = Int64(batch) * m + first
         n: cutlass.Constexpr = self.vector
         down: cutlass.Constexpr = result.packed[0]
@@ -395,8 +408,8 @@ class Tiled(Kernel):
                 cute.autovec_copy(rV, mV[top // down + i, left // n, None])
 
     @cute.jit
-    def stage(self, sV, rX, inverses, result: cutlass.Constexpr, row, col):
-        """The tile's values in shared memory, row by row with `PAD` bytes before each."""
+    def stage(self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """Puts the tile's values into shared memory row by row, `PAD` bytes before each."""
         n: cutlass.Constexpr = self.vector
         rows = cute.make_tensor(
             sV + PAD,
@@ -407,23 +420,25 @@ class Tiled(Kernel):
         )
         for i in range_constexpr(self.rows // self.per_byte):
             rV = self.quantized_row(rX, inverses, result, i)
-            cute.autovec_copy(rV, rows[row // self.per_byte + i, col // n, None])
+            cute.autovec_copy(rV, rows[lane.row // self.per_byte + i, lane.col // n, None])
 
     @cute.jit
-    def store_unaligned(self, sV, values, at, blocks_m, k):
-        """From shared memory to values that lie anywhere, or whose rows do."""
-        batch, tile_m, tile_k = at
+    def store_unaligned(self, sV, values, at: cutlass.Constexpr):
+        """Copies values out of shared memory, to where they, or their rows, lie anywhere."""
+        batch, tile_m, tile_k, blocks_m, k = at
         height: cutlass.Constexpr = self.tile.rows // self.per_byte
         m, top, left = blocks_m * (BLOCK // self.per_byte), tile_m * height, tile_k * self.tile.cols
         start = values.toint() + (Int64(batch) * m + top) * k + left
         store_rows(
-            sV, start, Int64(k), m - top, cutlass.min(k - left, self.tile.cols), height,
-            self.tile.cols, self.threads // 32,
+            sV, start, Int64(k), m - top, cutlass.min(k - left, self.tile.cols),
+            (height, self.tile.cols), self.threads // 32,
         )  # fmt: skip
 
     @cute.jit
-    def stage_transposed(self, sV, rX, inverses, result: cutlass.Constexpr, row, col):
-        """The tile's values in shared memory, a column of x after the other."""
+    def stage_transposed(
+        self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr
+    ):
+        """Puts the tile's values into shared memory, one column of x after the other."""
         rows: cutlass.Constexpr = self.rows // self.per_byte  # of bytes
         n: cutlass.Constexpr = self.vector
         parts: cutlass.Constexpr = 16 // rows
@@ -434,6 +449,7 @@ class Tiled(Kernel):
                 (lines.count, lines.size // 16, parts, rows), stride=(lines.size, 16, rows, 1)
             ),
         )
+        row, col = lane.row, lane.col
         byte = row // self.per_byte
         chunk = (byte // 16) ^ lines.key(col)
         for w in range_constexpr(n // 2):
@@ -441,15 +457,15 @@ class Tiled(Kernel):
             for i in range_constexpr(self.rows):
                 factors = self.factors(inverses, result, w, i)
                 pairs.append(self.scaled_pair(self.pair(rX, w, i), factors, result.format))
-            below = convert.pack_below(pairs, self.dtype, result.format, self.arch)
+            below = convert.pack_below(pairs, self.conversion(result.format))
             for c in range_constexpr(2):
-                words = convert.pack_column(below, c, result.format, self.arch)
+                words = convert.pack_column(below, c, self.conversion(result.format))
                 rV = bytes_of(words, rows)
                 cute.autovec_copy(rV, chunks[col + 2 * w + c, chunk, byte % 16 // rows, None])
 
     @cute.jit
-    def stage_rows(self, sV, rX, inverses, result: cutlass.Constexpr, row, col):
-        """The tile's values in shared memory row by row: bytes of two codes make short runs.
+    def stage_rows(self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """Puts the tile's values into shared memory row by row: bytes of two codes make short runs.
 
         H200, (8, 7168, 7168), 2026-11-21: square blocks in MXFP4 365 us if lanes write their 4
         bytes a row to memory, 245 us so.
@@ -463,6 +479,7 @@ class Tiled(Kernel):
                 (lines.count, lines.size // 16, 16 // n, n), stride=(lines.size, 16, n, 1)
             ),
         )
+        row, col = lane.row, lane.col
         byte = col // beside
         for i in range_constexpr(self.rows):
             rV = self.quantized_row(rX, inverses, result, i)
@@ -477,22 +494,24 @@ class Tiled(Kernel):
         return Lines(*sides, *((self.vector, 1) if result.transposed else (self.rows, 2)))
 
     @cute.jit
-    def store_lines(self, sV, values, tiles, result: cutlass.Constexpr, at, tid, blocks_m, k):
-        """From shared memory to where each line is a row, 16 bytes a thread and step."""
+    def store_lines(
+        self, sV, values, tiles, result: cutlass.Constexpr, at: cutlass.Constexpr, tid
+    ):  # fmt: skip
+        """Copies lines of shared memory to rows of values, 16 bytes a thread and step."""
         if const_expr(self.aligned):
-            self.copy_lines(sV, values, 16, tiles, result, at, tid, blocks_m, k)
+            self.copy_lines(sV, values, tiles, 16, result, at, tid)
         elif values.toint() % 16 == 0:
-            self.copy_lines(sV, values, 16, tiles, result, at, tid, blocks_m, k)
+            self.copy_lines(sV, values, tiles, 16, result, at, tid)
         else:
-            self.copy_lines(sV, values, 1, tiles, result, at, tid, blocks_m, k)
+            self.copy_lines(sV, values, tiles, 1, result, at, tid)
 
     @cute.jit
     def copy_lines(
-        self, sV, values, align: cutlass.Constexpr, tiles, result: cutlass.Constexpr, at, tid,
-        blocks_m, k,
+        self, sV, values, tiles, align: cutlass.Constexpr, result: cutlass.Constexpr,
+        at: cutlass.Constexpr, tid,
     ):  # fmt: skip
         """`align` is that of `values`, 16 or 1; every offset is a multiple of 16."""
-        batch, tile_r, tile_c = at
+        batch, tile_r, tile_c, blocks_m, k = at
         rows, cols = blocks_m * (BLOCK // result.packed[0]), k // result.packed[1]
         if const_expr(result.transposed):
             tile_r, tile_c, rows, cols = tile_c, tile_r, k, blocks_m * (BLOCK // self.per_byte)
@@ -521,40 +540,42 @@ class Tiled(Kernel):
                 cute.autovec_copy(rV[None, step], vector_at(values + offset, Uint8, align, 16))
 
     @cute.jit
-    def store_scales(self, sS, scales, result: cutlass.Constexpr, at, thread, blocks_m, k):
-        """A tile's scales, by words where those lie side by side and aligned, else by bytes.
+    def store_scales(
+        self, sS, scales, result: cutlass.Constexpr, at: cutlass.Constexpr, thread
+    ):  # fmt: skip
+        """Stores a tile's scales, by words where those lie side by side and aligned, else by bytes.
 
         H200, (8, 4128, 2880), 2026-11-22, whose rows of 90 and 129 scales 4 does not divide: both
         transposed 99 us, MXFP4 87; 129 and 131 where a thread writes its word's bytes one by one.
         """
-        rows = blocks_m * (BLOCK if result.blocks is Blocks.LAST else 1)
-        cols = k if const_expr(result.blocks is Blocks.SECOND) else k // BLOCK
+        batch, tile_r, tile_c, blocks_m, k = at
+        rows = blocks_m * (1 if result.blocks.span_rows else BLOCK)
+        cols = k // BLOCK if const_expr(result.blocks.span_columns) else k
+        to: cutlass.Constexpr = Tile(batch, tile_r, tile_c, rows, cols)
         if const_expr(self.is_turned(result)):
-            rows, cols = cols, rows
+            to: cutlass.Constexpr = Tile(batch, tile_c, tile_r, cols, rows)
         unit: cutlass.Constexpr = min(4, sS.shape[0]) if self.layout.column_stride == 1 else 1
         whole = cutlass.Boolean(True)
         if const_expr(not self.aligned):
             whole = whole & (scales.toint() % unit == 0)
         if const_expr(self.layout.is_tiled):
-            self.store_pieces(sS, scales, result, at, thread, rows, cols, unit, whole)
-        elif whole & (cols % unit == 0):
-            self.store_pieces(sS, scales, result, at, thread, rows, cols, unit, True)
+            self.store_pieces(sS, scales, result, to, thread, unit, whole)
+        elif whole & (to.cols % unit == 0):
+            self.store_pieces(sS, scales, result, to, thread, unit, True)
         else:
-            self.store_pieces(sS, scales, result, at, thread, rows, cols, 1, True)
+            self.store_pieces(sS, scales, result, to, thread, 1, True)
 
     @cute.jit
     def store_pieces(
-        self, sS, scales, result: cutlass.Constexpr, at, thread, rows, cols,
+        self, sS, scales, result: cutlass.Constexpr, to: cutlass.Constexpr, thread,
         unit: cutlass.Constexpr, whole,
     ):  # fmt: skip
-        """Scales of a matrix of rows x cols, `unit` bytes a thread, neighbours by neighbours.
+        """Stores the scales of a tile of their matrix, `unit` bytes a thread, side by side.
 
         Bytes reach memory in pieces of 32; whoever writes less of one pays for all of it. If not
         `whole`, a thread's are written one by one.
         """
-        batch, tile_r, tile_c = at
-        if const_expr(self.is_turned(result)):
-            tile_r, tile_c = tile_c, tile_r
+        batch, tile_r, tile_c, rows, cols = to
         in_col, in_row = sS.shape
         each: cutlass.Constexpr = in_col // unit  # of a row
         total: cutlass.Constexpr = in_row * each
@@ -587,7 +608,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def clear_padding(self, piece, row, col, rows, cols):
-        """Zeros for staged scales that are beyond the matrix; where blocks of zeros have others."""
+        """Clears staged scales beyond the matrix: blocks of zeros may have others than 0."""
         if (row >= rows) | (col + cute.size(piece) > cols):
             for c in range_constexpr(cute.size(piece)):
                 if (row >= rows) | (col + c >= cols):

@@ -30,7 +30,7 @@ def bytes_of(high: Uint32, low: Uint32, *select: int) -> Uint32:
 
 
 def bytes_by(select: Uint32, high: Uint32, low: Uint32) -> Uint32:
-    """As `bytes_of`, by the bytes of a word."""
+    """Does what `bytes_of` does, with the choice in the bytes of a word."""
     return intrinsic("llvm.amdgcn.perm", Uint32, high, low, select)
 
 
@@ -138,7 +138,7 @@ def amaxes_of_two(a: Uint32, b: Uint32, dtype: str) -> Uint32:
 
 
 def scale_of(amax: Uint32, format: Format, dtype: str, rounding: tuple[Uint32, ...]):
-    """Of a block: the E8M0 byte and the float32 bits of the factor of its elements.
+    """The E8M0 byte of a block, and the float32 bits of what its elements are multiplied by.
 
     `amax` is in float32 bits. The rule is `formats.Scaling.rounding`, whose two numbers come in as
     run-time scalars, with the scale of an all-zero block where the format has a choice of that. The

@@ -32,7 +32,7 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_pointer,
     store_words,
 )
-from jax_mx.kernels.geometry import Extents, Place
+from jax_mx.kernels.geometry import Extents, Place, Tile
 
 BYTES = 16  # of a lane and load
 
@@ -101,7 +101,7 @@ class Dequantize(Kernel):
         return [[convert.factor_of(byte)] * 4] * words, [convert.poison_of(byte)] * words
 
     def store_floats(self, y, where, words: list) -> None:
-        """16 bytes at an offset; in the pieces that the alignment allows."""
+        """Stores 16 bytes at an offset, in the pieces that the alignment allows."""
         if self.aligned:
             store_words(y, where, words, 16)
             return
@@ -129,7 +129,8 @@ class Flat(Dequantize):
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         lane = convert.lane_id()
         strip = Strip(self.layout, self.blocks, scalars)
         first = convert.wave_id() * WAVE
@@ -185,21 +186,22 @@ class Tiled(Dequantize):
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        values, scales, y = pointers
+        arrays = self.named(pointers)
+        values, scales, y = arrays["codes_0"], arrays["scales_0"], arrays["y"]
         high, wide = (Uint32(n) * unit for n, unit in zip(scalars, self.units, strict=True))
         lane, wave = convert.lane_id(), convert.wave_id()
         at = self.place(high, wide)
         row, col = self.patch(lane, wave, *self.packed)
         line, byte = self.patch(lane, wave, self.down, self.beside)  # as floats lie
         shared = fx.SharedAllocator().allocate(self.shared()).peek()
-        words = self.load(values, at, row, col, high, wide)
-        self.load_scales(scales, shared.scales, at, high, wide)
+        words = self.load(values, at, row, col)
+        self.load_scales(scales, shared.scales, at)
         if const_expr(self.is_transposed):
             self.stage_transposed(words, shared.values, row, col)
         gpu.barrier()
         if const_expr(self.is_transposed):
             words = self.transposed(shared.values, line, byte)
-        self.store(y, words, shared.scales, at, wave, line * self.down, high, wide)
+        self.store(y, words, shared.scales, at, wave, line * self.down)
 
     def patch(self, lane, wave, down: int, beside: int) -> tuple:
         """The first row and column of this lane's bytes in the tile."""
@@ -214,22 +216,22 @@ class Tiled(Dequantize):
             arrays["values"] = fx.Array[Uint8, TILE * TILE // (self.down * self.beside), 16]
         return composite(fx.struct, arrays)
 
-    def place(self, high, wide):
-        """(batch, down, across) of a workgroup, in tiles; neighbours follow each other across."""
+    def place(self, high, wide) -> Tile:
+        """A workgroup's tile of floats; neighbours follow each other across."""
         bid = Uint32(Int32(fx.block_idx.x))
         down, across = ((n + (TILE - 1)) // TILE for n in (high, wide))
         batch, rest = bid // (down * across), bid % (down * across)
-        return batch, rest // across, rest % across
+        return Tile(batch, rest // across, rest % across, high, wide)
 
     def as_codes(self, pair):
-        """What is (of H, of W) as (of the codes' rows, of their columns)."""
+        """Turns a pair for (H, W) into one for the codes' (rows, columns)."""
         return pair[::-1] if self.is_transposed else pair
 
     # ---- what is read ---
-    def load(self, values, at, row, col, high, wide):
+    def load(self, values, at: Tile, row, col):
         """Words [row][word] of this lane's bytes; beyond the array, of what is there."""
         batch, *tile = at
-        (rows, cols), (tile_r, tile_c) = self.as_codes((high, wide)), self.as_codes(tile)
+        (tile_r, tile_c), (rows, cols) = self.as_codes(tile[:2]), self.as_codes(tile[2:])
         down, beside = self.packed
         rows, cols = rows // down, cols // beside
         row, col = tile_r * (TILE // down) + row, tile_c * (TILE // beside) + col
@@ -252,9 +254,9 @@ class Tiled(Dequantize):
         return found
 
     @flyc.jit
-    def load_scales(self, scales, staged, at, high, wide):
-        """A tile's scales to LDS, four a thread as they lie."""
-        batch, *tile = at
+    def load_scales(self, scales, staged, at: Tile):
+        """Brings a tile's scales to LDS, four a thread as they lie."""
+        batch, *tile, high, wide = at
         tiled: fx.Constexpr = self.layout.is_tiled
         direction: fx.Constexpr = self.operand.direction
         turned: fx.Constexpr = geometry.is_turned(direction, self.layout)
@@ -301,7 +303,7 @@ class Tiled(Dequantize):
 
     # ---- transposed ---
     def stage_transposed(self, words: list, shared, row, col) -> None:
-        """The tile's bytes in LDS, a column after the other, `depth` rows a write."""
+        """Puts the tile's bytes into LDS, one column after the other, `depth` rows a write."""
         starts = self.line_starts(col, row)
         for w in range(4):
             pairs = [
@@ -347,9 +349,9 @@ class Tiled(Dequantize):
 
     # ---- what is written ---
     @flyc.jit
-    def store(self, y, words, staged, at, wave, row, high, wide):
-        """Floats in the order of the codes."""
-        batch, tile_h, tile_w = at
+    def store(self, y, words, staged, at: Tile, wave, row):
+        """Stores floats in the order of the codes."""
+        batch, tile_h, tile_w, high, wide = at
         n: fx.Constexpr = self.n
         lane = convert.lane_id()
         lanes: fx.Constexpr = TILE // self.codes  # across a wave

@@ -45,14 +45,15 @@ class Flat(Kernel):
         self.per_chunk = WAVE // self.sharers  # groups of a round
         self.threads = self.blocks // self.group
         self.elements_per_thread = self.group * BLOCK
-        scales = 2 + variant.block_data  # the number of the buffer
+        scales = self.signature.number("scales_0")
         self.grid = geometry.flat_grid(scales, self.blocks)
         rows = [geometry.flat_rows()] if layout.is_tiled else []
         self.extents = [geometry.length_of(scales), *rows, geometry.flat_blocks(8)]
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        x, values, scales = pointers
+        arrays = self.named(pointers)
+        x, values, scales = arrays["x"], arrays["codes_0"], arrays["scales_0"]
         sizes = scalars[: len(self.extents)]
         given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
         rounding, tiles = self.rule(given), given["value_tiles"]
@@ -113,14 +114,14 @@ class Flat(Kernel):
                 store_words(values + start, offsets[g], codes, self.align[1])
 
     def in_tiles(self, blocks: list, of_block, cols) -> list:
-        """Where 16 bytes of blocks' values lie in tiles; x has `cols` blocks a row."""
+        """Where 16 bytes of the values of blocks lie in tiles; a row of x has `cols` blocks."""
         # 32 bits: a GPU's memory does not hold the elements of more blocks.
         cols, size = Uint32(cols), BLOCK // self.formats[0].codes_per_byte
         pairs = ((Uint32(block) // cols, Uint32(block) % cols) for block in blocks)
         return [offset_of_values(r, c * size + of_block, cols * size) for r, c in pairs]
 
     def amax_of_mine(self, amax: list, lane):
-        """Of the rounds' largest magnitudes this lane's, by number, as float32 bits."""
+        """The float32 bits of the largest magnitude in the round that has this lane's number."""
         if self.itemsize == 4:
             return halved_among(amax, self.sharers, self.dtype)[0]
         pairs = [
@@ -137,16 +138,18 @@ class Flat(Kernel):
 
 
 class PreprocessedFlat(Flat):
-    """As `Flat`, of elements that are preprocessed, see preprocessed.py.
+    """`Flat` for elements that are preprocessed, see preprocessed.py.
 
-    Data of blocks (..., rows, cols) come behind x.
+    Block data (..., rows, cols) come behind x.
 
     What the lanes of a wave have read they exchange in LDS, so that each has whole blocks.
     """
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        x, *words_in, values, scales = pointers
+        arrays = self.named(pointers)
+        x, values, scales = arrays["x"], arrays["codes_0"], arrays["scales_0"]
+        data = self.block_data(arrays, 0)
         sizes = scalars[: len(self.extents)]
         given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
         rule, tiles, kind = self.rule(given), given["value_tiles"], self.kind(0)
@@ -158,7 +161,7 @@ class PreprocessedFlat(Flat):
         mine = [strip.next_to(*place, i) for i in range_constexpr(self.group)]
         blocks, (_, _, inside) = [block for block, _, _ in mine], mine[0]  # which all are or none
         rounds = self.load(x + strip.block * (BLOCK * self.itemsize), blocks[0], lane)
-        loaded = preprocessed.words_of_blocks(kind, words_in, given, strip.block, blocks)
+        loaded = preprocessed.data_of_blocks(kind, data, given, strip.block, blocks)
 
         words = self.exchange(rounds, thread)
         each = preprocessed.elements(kind, self.dtype, words, loaded, prescale)
@@ -190,7 +193,7 @@ class PreprocessedFlat(Flat):
 
     @flyc.jit
     def store_codes(self, values, codes, first, block, tiles, cols):
-        """Of block `first` + `block`."""
+        """Stores the codes of the block with the number `first` + `block`."""
         start, where = first * 16, block * 16
         if tiles != Uint32(0):
             start = Int64(0)
@@ -198,7 +201,7 @@ class PreprocessedFlat(Flat):
         store_words(values + start, where, codes, self.align[-2])
 
     def load(self, x, block, lane) -> list:
-        """The words of this lane's rounds, of the wave's lanes' blocks, theirs from `block` on."""
+        """The words that this lane reads in each round; `block` is the first that is the lane's."""
         rounds = []
         for c in range(self.chunks):
             owner = lane // self.sharers + Uint32(c * self.per_chunk)
@@ -228,6 +231,6 @@ class PreprocessedFlat(Flat):
         return [words[i : i + size] for i in range(0, len(words), size)]
 
     def place(self, owner, piece) -> Int32:
-        """Where 16 bytes of a lane's lie: permuted, or lanes would all read from the same banks."""
+        """Where 16 bytes of a lane lie: permuted, or all lanes would read from the same banks."""
         key = owner // Uint32(max(8 // self.sharers, 1)) % Uint32(self.sharers)
         return Int32((owner * Uint32(self.sharers) + (piece ^ key)) * Uint32(16))

@@ -1,14 +1,12 @@
 """How many instructions a wave issues, from the disassembly of code objects.
 
-Of vectors only, arithmetic and global memory: a compute unit has issue slots of their own for
-scalars, LDS and branches. An instruction that takes four passes counts as four.
+Only vector instructions count, arithmetic and global memory: a compute unit has issue slots of
+their own for scalars, LDS and branches. An instruction that takes four passes counts as four.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-from tinygrad.renderer.amd import decode_inst
 
 from jax_mx.facts.code_object import CodeObject
 from jax_mx.kernels import paths
@@ -55,6 +53,8 @@ def _decoded(data: bytes) -> tuple[str, int, int]:
     for size in (4, 8):
         if data[:size] in _known:
             return _known[data[:size]]
+    from tinygrad.renderer.amd import decode_inst  # half a second, which compiling does not need
+
     inst = decode_inst(data, "cdna")
     name = inst.op_name.lower()
     to = ((inst.simm16 ^ 0x8000) - 0x8000) if name.startswith(("s_cbranch", "s_branch")) else 0
@@ -69,21 +69,29 @@ def bytes_moved(name: str) -> int:
     return BYTES[name.split("_")[2]]
 
 
-def _count(instructions: Sequence[tuple[int, str, int]]) -> paths.Counts | None:
-    """Of one kernel."""
+def _successors(instructions: Sequence[tuple[int, str, int]]) -> list[set[int]] | None:
+    """By instruction the numbers of those that may be next, or of the end; None: no telling."""
     place = {pc: at for at, (pc, _, _) in enumerate(instructions)}
-    end = len(instructions)
-    follow: list[set[int] | None] = []
+    follow: list[set[int]] = []
     for at, (pc, name, to) in enumerate(instructions):
         if name.startswith(("s_setpc", "s_swappc", "s_call")):
             return None
         branches = name.startswith(("s_cbranch", "s_branch"))
         successors = {place[pc + 4 + 4 * to]} if branches else set()
         if name == "s_endpgm":
-            successors = {end}
+            successors = {len(instructions)}
         elif name != "s_branch":
             successors.add(at + 1)
         follow.append(successors)
+    return follow
+
+
+def _count(instructions: Sequence[tuple[int, str, int]]) -> paths.Counts | None:
+    """The counts of one kernel."""
+    end = len(instructions)
+    follow = _successors(instructions)
+    if follow is None:
+        return None
     # Nodes as `paths` counts them: one a pass, none for what issues elsewhere.
     passes = [_passes(name) for _, name, _ in instructions]
     first = {at: 1 + sum(passes[:at]) for at in range(end) if passes[at]}

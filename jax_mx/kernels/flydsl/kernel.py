@@ -82,13 +82,13 @@ def as_int64(number) -> Int64:
 
 
 def round_up(number, multiple: int) -> Uint32:
-    """To a multiple of a power of two."""
+    """Rounds up to a multiple of a power of two."""
     return (Uint32(number) + Uint32(multiple - 1)) & Uint32(-multiple & 0xFFFFFFFF)
 
 
 # ---- scales ---
 def tiles_of(layout: ScaleLayout, size: Extents) -> tuple:
-    """As `geometry.tiles_of`, which gives the same numbers by two instructions more."""
+    """The numbers of `geometry.tiles_of`, rounded up by a mask: that is other code."""
     return tuple(
         round_up(n, pad) // Uint32(tile)
         for n, pad, tile in zip(size, layout.pad, layout.tile, strict=True)
@@ -145,13 +145,13 @@ class Strip:
     def at(self, place):
         """(block, offset, whether there is such a block) of a lane's place in the strip.
 
-        Lanes go through a tile row by row, the rows as they follow in memory. Of no block: those
-        of block 0.
+        Lanes go through a tile row by row, the rows as they follow in memory. A place without a
+        block gives those of block 0.
         """
         return self.next_to(*self.find(place), 0)
 
     def find(self, place) -> tuple:
-        """Of a place the row and the column in its tile; without tiles, it is the column."""
+        """The row and the column in its tile of a lane's place; without tiles, the column is it."""
         if not self.layout.is_tiled:
             return Uint32(0), place
         layout, width = self.layout, self.layout.tile[1]
@@ -164,7 +164,7 @@ class Strip:
         return geometry.number_of(in_place, layout.row_digits, Uint32), col
 
     def next_to(self, row, col, number) -> tuple:
-        """As `at`, of the block `number` columns on, of the same row."""
+        """Gives what `at` gives, for the block `number` columns on in the same row."""
         if not self.layout.is_tiled:
             inside = col + number < Uint32(self.count)
             place = inside.select(col + number, Uint32(0))
@@ -185,7 +185,7 @@ def largest(words: list, dtype: str):
 
 
 def exchange(parts: list[list], lane, halves: bool = False) -> list:
-    """Of lane i the i-th part of each of its neighbours, first neighbour first.
+    """Gives lane i the i-th part of each of its neighbours, the first neighbour's first.
 
     There are as many neighbours as parts, or twice as many where the `halves` of words are parts.
     """
@@ -210,7 +210,7 @@ def exchange(parts: list[list], lane, halves: bool = False) -> list:
 
 
 def shared_by_four(parts: Sequence[list], lane) -> list[list]:
-    """Of the parts of four neighbours, two each: those of this lane's number, and 4 more."""
+    """Gives each of four neighbours two of their parts: its number's, and the one 4 further on."""
     odd, found = lane % 2 == Uint32(1), []
     for control in (0x50, 0xFA):  # the lanes (0, 0, 1, 1), and (2, 2, 3, 3)
         low, high = ([convert.from_lane(word, control) for word in part] for part in parts)
@@ -219,9 +219,9 @@ def shared_by_four(parts: Sequence[list], lane) -> list[list]:
 
 
 def share_in_wave() -> None:
-    """What lanes wrote to LDS before, others of their wave may read.
+    """Lets lanes read what other lanes of their wave wrote to LDS before.
 
-    To the compiler alone: LDS serves a wave in order.
+    This tells the compiler alone: LDS serves a wave in order.
     """
     fx.memory_fence(syncscope="wavefront", ordering=fx.AtomicOrdering.AcqRel)
 

@@ -19,7 +19,7 @@ from jax_mx.kernels.flydsl.kernel import load_words
 
 
 def flush_subnormals(kind: Kind, prescale: Uint32) -> None:
-    """From here on float32 operands and results that are subnormal are zeros of their sign.
+    """Makes subnormal float32 operands and results zeros of their sign, from here on.
 
     That is in the mode of the wave, and before any of x is there to compute with. Not where
     elements are neither rotated nor multiplied: they keep their bits. After either no element is
@@ -38,13 +38,14 @@ def flush_subnormals(kind: Kind, prescale: Uint32) -> None:
     )
 
 
-def words_of_blocks(
+def data_of_blocks(
     kind: Kind, words: list, given: Mapping[str, Uint32], start, blocks: Iterable
 ) -> list[list[Uint32]]:
-    """Of a lane's blocks, which are `start` + ..., the seed and the flips that the kind has.
+    """The seed and the flips, as far as the kind has them, of each of a lane's blocks.
 
-    `start` is the same for all lanes, `given` has the flips if there is no operand of them; with
-    two in a group, those of the even block and those of the odd one.
+    The blocks' numbers are `start`, which all lanes share, plus those in `blocks`. Where the call
+    has no operand of flips, `given` has them: with two blocks in a group, those of even blocks and
+    those of odd ones.
     """
     if not kind.hadamard:
         return [[_word(w, start, block) for w in words] for block in blocks]
@@ -77,7 +78,7 @@ def elements(kind: Kind, dtype: str, blocks: list, loaded: list, prescale: Uint3
         if kind.hadamard:
             group = [_flipped(words, some[-1]) for words, some in zip(group, own, strict=True)]
         floats = [[e for word in words for e in convert.elements(word, dtype)] for words in group]
-        found += _treated(kind, floats, prescale)
+        found += _preprocessed(kind, floats, prescale)
     return found
 
 
@@ -86,7 +87,9 @@ def elements_of_two(kind: Kind, dtype: str, words: list, loaded: list, prescale:
     if kind.hadamard:
         words = _flipped_beside(words, *(own[-1] for own in loaded))
     both = [*zip(*(convert.elements(word, dtype) for word in words), strict=True)]
-    return [pairs for group in _groups(kind, both) for pairs in _treated(kind, group, prescale)]
+    return [
+        pairs for group in _groups(kind, both) for pairs in _preprocessed(kind, group, prescale)
+    ]
 
 
 def _groups(kind: Kind, blocks: Sequence) -> list:
@@ -94,7 +97,7 @@ def _groups(kind: Kind, blocks: Sequence) -> list:
     return [blocks[i : i + n] for i in range(0, len(blocks), n)]
 
 
-def _treated(kind: Kind, group: list, prescale: Uint32) -> list:
+def _preprocessed(kind: Kind, group: list, prescale: Uint32) -> list:
     halves = [(floats[: BLOCK // 2], floats[BLOCK // 2 :]) for floats in group]
     group = [[_pair(*two) for two in zip(*both, strict=True)] for both in halves]
     if kind.hadamard:
@@ -138,7 +141,7 @@ def _pair(low: Float32, high: Float32):
 
 # ---- the Hadamard transform ---
 def _flipped(words: list, flips: Uint32) -> list:
-    """Words of elements with the signs flipped that bits of the block's word say."""
+    """Words of elements, with the signs flipped that the bits of the block's flips say."""
     if len(words) == BLOCK:
         return [w ^ (flips << (31 - i) & Uint32(1 << 31)) for i, w in enumerate(words)]
     found = []
@@ -152,7 +155,7 @@ def _flipped(words: list, flips: Uint32) -> list:
 
 
 def _flipped_beside(words: list, left: Uint32, right: Uint32) -> list:
-    """Of words with an element of either of two blocks, the signs flipped that their words say."""
+    """Words that hold an element of each of two blocks, with the signs flipped as bits say."""
     found = []
     for first, half in ((0, (0, 1, 4, 5)), (16, (2, 3, 6, 7))):
         bits = convert.bytes_of(right, left, *half)
@@ -181,7 +184,7 @@ def _within_block(pairs: list, size: int) -> list:
 
 
 def _sum_and_difference(two):
-    """Of a pair's elements; LLVM does not find this instruction."""
+    """The sum and the difference of a pair; LLVM does not find this instruction."""
     asm = "v_pk_add_f32 $0, $1, $1 op_sel:[0,1] op_sel_hi:[0,1] neg_hi:[0,1]"
     value = two.ir_value()
     return fx.Vector(llvm.inline_asm(value.type, [value], asm, "=v,v"), dtype=Float32)
@@ -245,12 +248,12 @@ def _nibbles(codes: list[Uint32], signs: list[Uint32]) -> Uint32:
 
 
 def _top_bytes(words: list[Uint32]) -> Uint32:
-    """Those of four words."""
+    """A word of the top bytes of four words."""
     low, high = (convert.bytes_of(b, a, 3, 7, 3, 7) for a, b in (words[:2], words[2:]))
     return convert.bytes_of(high, low, 0, 1, 4, 5)
 
 
 def _where(mask: Uint32, a: Uint32, b: Uint32) -> Uint32:
-    """As `convert.where`, where the mask is a constant."""
+    """Does what `convert.where` does, with a mask that is a constant."""
     values = [x.ir_value() for x in (mask, a, b)]
     return Uint32(llvm.inline_asm(Uint32.ir_type, values, "v_bfi_b32 $0, $1, $2, $3", "=v,s,v,v"))

@@ -1,4 +1,4 @@
-"""Quantize on AMD of treated elements, for the forms that need the second-to-last axis."""
+"""Forms with the second-to-last axis, with elements that are preprocessed: `PreprocessedTiled`."""
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
@@ -16,14 +16,14 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_by_four,
     shared_pointer,
 )
-from jax_mx.kernels.flydsl.tiled import TILE, Tiled
-from jax_mx.kernels.geometry import Output
+from jax_mx.kernels.flydsl.tiled import TILE, Patch, Target, Tiled
+from jax_mx.kernels.geometry import Extents, Output, Tile
 
 STACKED = 16  # how far apart a lane's two blocks of rows are
 
 
 class PreprocessedTiled(Tiled):
-    """As `Tiled`, of elements of 16 bits that are treated; words of blocks behind x.
+    """`Tiled` for elements of 16 bits that are preprocessed; block data come behind x.
 
     x goes to LDS, where each wave has 32 rows. Of each result a lane takes two whole blocks: along
     rows of two of them, along columns of neighbours, whose elements it reads a word at a time.
@@ -34,20 +34,20 @@ class PreprocessedTiled(Tiled):
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        (m, k), results = self.lengths(scalars), pointers[-2 * len(self.results) :]
+        lengths, arrays = self.lengths(scalars), self.named(pointers)
         tid, lane, wave = Uint32(Int32(fx.thread_idx.x)), convert.lane_id(), convert.wave_id()
-        across, at = lane % self.lanes, self.place(m, k)
-        top, left = wave * BLOCK + lane // self.lanes * self.rows, across * self.vector
+        across, at = lane % self.lanes, self.place(*lengths)
+        top = wave * BLOCK + lane // self.lanes * self.rows
         shared = fx.SharedAllocator().allocate(self.shared())
         x, staged = shared.x.peek(), shared.staged.peek()
 
-        rows = self.load(pointers[0], at, top, left, m, k)
+        rows = self.load(arrays["x"], at, Patch(wave, top, across * self.vector))
         places = [self.places(o, wave, lane) for o in range(len(self.results))]
         given = [
             {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
             for o in range(len(self.results))
         ]
-        words = self.words(pointers[1:], places, given, at, m, k)
+        data = self.data(arrays, places, given, at)
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(row, Uint32))
@@ -58,7 +58,7 @@ class PreprocessedTiled(Tiled):
         found = []
         for o, result in enumerate(self.results):
             preprocessed.flush_subnormals(self.kind(o), given[o].get("prescale", Uint32(0)))
-            found.append(self.quantized(o, x, places[o], given[o], words[o]))
+            found.append(self.quantized(o, x, places[o], given[o], data[o]))
             if const_expr(result.blocks is Blocks.LAST):
                 # No store passes a change of the mode, so neither does what it depends on.
                 tiles = given[o]["value_tiles"]
@@ -69,7 +69,7 @@ class PreprocessedTiled(Tiled):
                     row = wave * BLOCK + lane // 4 * 2
                     lines = [(row + i, lane % 4 * 16) for i in range(2)]
                 for line, own in zip(lines, codes, strict=True):
-                    self.store_bytes(results[2 * o], result, tiles, at, line, own, m, k)
+                    self.store_bytes(Target(arrays[f"codes_{o}"], tiles), result, at, line, own)
         gpu.barrier()
         for o, result in enumerate(self.results):
             scales = getattr(staged, f"scales_{o}")
@@ -77,12 +77,12 @@ class PreprocessedTiled(Tiled):
                 which = (row, col // BLOCK)
                 if const_expr(result.blocks is not Blocks.LAST):
                     which = (self.down(o, wave, i), col)
-                self.put(scales, result, at, *which, scale, row, col, m, k)
+                self.put(scales, result, at, which, scale, (row, col))
         columns = [codes for _, codes in found[-1]]
         lines = [self.down(-1, wave, i) for i in range(2)]
         self.stage(staged.values, columns, lines, [col for _, col in places[-1]])
         gpu.barrier()
-        self.store_staged(staged, results, scalars, at, tid, m, k)
+        self.store_staged(staged, arrays, scalars, at, tid)
 
     def shared(self):
         """The LDS of a workgroup: x; then what `Tiled` has there, and rows of bytes of values."""
@@ -115,19 +115,18 @@ class PreprocessedTiled(Tiled):
         """Which of the tile's blocks down a column a lane's i-th one is."""
         return wave // 2 * 2 + i if self.kind(o).blocks > 1 else wave
 
-    def words(self, pointers, places: list, given: list, at, m, k) -> list:
-        """Of each result, of either of a lane's blocks the words that its kind has."""
+    def data(self, arrays, places: list, given: list, at: Tile) -> list:
+        """Per result, what `data_of_blocks` gives for a lane's two blocks."""
         found = []
         for o, result in enumerate(self.results):
-            kind = self.kind(o)
-            mine, pointers = pointers[: kind.block_data], pointers[kind.block_data :]
-            blocks = (self.number(result, place, at, m, k) for place in places[o])
-            found.append(preprocessed.words_of_blocks(kind, mine, given[o], Int64(0), blocks))
+            kind, mine = self.kind(o), self.block_data(arrays, o)
+            blocks = (self.number(result, place, at) for place in places[o])
+            found.append(preprocessed.data_of_blocks(kind, mine, given[o], Int64(0), blocks))
         return found
 
-    def number(self, result: Output, place, at, m, k) -> Int64:
-        """That of the block that begins there, as words are counted; beyond the array, 0."""
-        batch, tile_m, tile_k = at
+    def number(self, result: Output, place, at: Tile) -> Int64:
+        """The number of the block that begins at a place, for its data; beyond the array, 0."""
+        batch, tile_m, tile_k, m, k = at
         row, col = tile_m * TILE + place[0], tile_k * TILE + place[1]
         inside = (row < m) & (col < k)
         if result.blocks is Blocks.LAST:
@@ -138,17 +137,17 @@ class PreprocessedTiled(Tiled):
             block = block * as_int64(k) + as_int64(col)
         return inside.select(block, Int64(0))
 
-    def quantized(self, o: int, x, places: list, given, words: list) -> list:
+    def quantized(self, o: int, x, places: list, given, data: list) -> list:
         """(scale, words of codes) of a lane's two blocks, for the o-th result."""
         kind, result, rule = self.kind(o), self.results[o], self.rule(given)
         prescale, found = given.get("prescale", Uint32(0)), []
         if result.blocks is Blocks.LAST:
             rows = [self.row_of(x, *place) for place in places]
-            blocks = preprocessed.elements(kind, self.dtype, rows, words, prescale)
+            blocks = preprocessed.elements(kind, self.dtype, rows, data, prescale)
         else:
             columns = self.columns_of(x, places)
-            blocks = preprocessed.elements_of_two(kind, self.dtype, columns, words, prescale)
-        for pairs, own in zip(blocks, words, strict=True):
+            blocks = preprocessed.elements_of_two(kind, self.dtype, columns, data, prescale)
+        for pairs, own in zip(blocks, data, strict=True):
             scale, inverse = preprocessed.scale_of(pairs, result.format, rule, self.arch)
             codes = preprocessed.codes(kind, pairs, inverse, own, result.format, self.arch)
             found.append((scale, codes))
@@ -179,7 +178,7 @@ class PreprocessedTiled(Tiled):
 
     # ---- values ---
     def stage(self, values, columns: list, lines: list, cols: list) -> None:
-        """Two columns' codes in LDS, of these blocks down the tile."""
+        """Puts the codes of two columns into LDS, for these blocks down the tile."""
         if self.results[-1].transposed:
             for codes, line, col in zip(columns, lines, cols, strict=True):
                 to = shared_pointer(values, Int32(self.staged(col, line, 2)), Uint32, 16)
@@ -209,9 +208,9 @@ class PreprocessedTiled(Tiled):
         place = chunk * TILE + odd * (TILE // 2) + (col // Uint32(2) ^ chunk ^ odd * 4)
         return place * 16
 
-    def store_staged(self, shared, results, scalars, at, tid, m, k) -> None:
-        """With rows of bytes."""
-        super().store_staged(shared, results, scalars, at, tid, m, k)
+    def store_staged(self, shared, arrays, scalars, at: Tile, tid) -> None:
+        """Stores what is in LDS, rows of bytes of values included."""
+        super().store_staged(shared, arrays, scalars, at, tid)
         result = self.results[-1]
         if result.transposed:
             return
@@ -220,12 +219,15 @@ class PreprocessedTiled(Tiled):
             vector = shared_pointer(shared.values, Int32(index * 16), Uint32, 16)
             vector = fx.generic_load(vector, dtype=Uint32, count=4)
             line, words = (index // 8, index % 8 * 16), [vector[i] for i in range(4)]
-            self.store_bytes(results[-2], result, Uint32(0), at, line, words, m, k)
+            self.store_bytes(
+                Target(arrays[f"codes_{len(self.results) - 1}"], Uint32(0)), result, at, line, words
+            )
 
     @flyc.jit
-    def store_bytes(self, values, result: fx.Constexpr, tiles, at, line, words, m, k):
-        """16 bytes of values in the order of x, those from (row, byte) of the tile's on."""
-        batch, tile_m, tile_k = at
+    def store_bytes(self, to: Target, result: fx.Constexpr, at: Tile, line, words):
+        """Stores 16 bytes of values in the order of x, from (row, byte) of the tile on."""
+        batch, tile_m, tile_k, m, k = at
+        values, tiles = to
         packed: fx.Constexpr = result.packed
         down, beside = packed
         high, wide = m // down, k // beside
@@ -235,4 +237,4 @@ class PreprocessedTiled(Tiled):
         if const_expr(result.blocks is Blocks.LAST):
             if tiles != Uint32(0):
                 where = offset_of_values(batch * high + row, byte, wide)
-        self.store_line(values, where, words, row, high, byte, wide)
+        self.store_line(values, where, words, (row, byte), Extents(high, wide))

@@ -1,6 +1,7 @@
-"""Quantize on AMD for every form that needs the second-to-last axis."""
+"""Forms with the second-to-last axis: `Tiled`."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
@@ -29,7 +30,23 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_pointer,
     store_words,
 )
-from jax_mx.kernels.geometry import Extents, Output, Place
+from jax_mx.kernels.geometry import Extents, Output, Place, Tile
+
+
+class Patch(NamedTuple):
+    """Where a lane's patch of x begins in the workgroup's tile, and its wave's number."""
+
+    wave: Uint32
+    top: Uint32
+    left: Uint32
+
+
+class Target(NamedTuple):
+    """Where values go: the pointer, and whether they go into tiles."""
+
+    values: fx.Pointer
+    tiles: Uint32
+
 
 TILE = 128  # elements a side, of a workgroup of `Tiled`; a wave has 32 rows of it
 
@@ -63,14 +80,14 @@ class Tiled(Kernel):
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
-        (m, k), results = self.lengths(scalars), pointers[-2 * len(self.results) :]
+        lengths, arrays = self.lengths(scalars), self.named(pointers)
         tid, lane, wave = Uint32(Int32(fx.thread_idx.x)), convert.lane_id(), convert.wave_id()
         across, down = lane % self.lanes, lane // self.lanes  # this lane's place in the wave
-        at = self.place(m, k)
-        top, left = wave * BLOCK + down * self.rows, across * self.vector  # in the tile
+        at = self.place(*lengths)
+        patch = Patch(wave, wave * BLOCK + down * self.rows, across * self.vector)
         shared = fx.SharedAllocator().allocate(self.shared()).peek()
 
-        words = self.load(pointers[0], at, top, left, m, k)
+        words = self.load(arrays["x"], at, patch)
         x = [[e for word in row for e in convert.elements(word, self.dtype)] for row in words]
         amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
         for o, result in enumerate(self.results):
@@ -79,14 +96,13 @@ class Tiled(Kernel):
             rounding, tiles = self.rule(given), given["value_tiles"]
             find = {Blocks.LAST: self.scale_rows, Blocks.SECOND: self.scale_columns,
                     Blocks.SQUARE: self.scale_square}[result.blocks]  # fmt: skip
-            how = (tuple(rounding), at, wave, top, left, m, k)
-            pairs = find(amax, staged, result, *how)
+            pairs = find(amax, staged, result, tuple(rounding), at, patch)
             if const_expr(result.transposed):
-                self.stage_transposed(x, pairs, result, shared.values, top, left)
+                self.stage_transposed(x, pairs, result, shared.values, patch)
             else:
-                self.store(x, pairs, result, results[2 * o], tiles, at, top, left, m, k)
+                self.store(x, pairs, result, Target(arrays[f"codes_{o}"], tiles), at, patch)
         gpu.barrier()
-        self.store_staged(shared, results, scalars, at, tid, m, k)
+        self.store_staged(shared, arrays, scalars, at, tid)
 
     def lengths(self, scalars) -> tuple:
         """M and K."""
@@ -113,19 +129,19 @@ class Tiled(Kernel):
             arrays["values"] = fx.Array[Uint8, size, 16]
         return composite(fx.struct, arrays)
 
-    def place(self, m, k):
-        """(batch, m, k) of a workgroup, in tiles; neighbours follow each other across."""
+    def place(self, m, k) -> Tile:
+        """A workgroup's tile; neighbours follow each other across."""
         bid = Uint32(Int32(fx.block_idx.x))
         tiles_m, tiles_k = (round_up(n, self.region.rows) // TILE for n in (m, k))
         per_slab = tiles_m * tiles_k
         batch, rest = bid // per_slab, bid % per_slab
-        return batch, rest // tiles_k, rest % tiles_k
+        return Tile(batch, rest // tiles_k, rest % tiles_k, m, k)
 
     # ---- x ---
-    def load(self, x, at, top, left, m, k):
+    def load(self, x, at: Tile, patch: Patch):
         """Words [row][word] of this lane's patch; beyond the array, of what is there."""
-        batch, tile_m, tile_k = at
-        row, col = tile_m * TILE + top, tile_k * TILE + left
+        batch, tile_m, tile_k, m, k = at
+        row, col = tile_m * TILE + patch.top, tile_k * TILE + patch.left
         stride = as_int64(k) * self.itemsize
         origin = (as_int64(batch) * as_int64(m)) * stride
         inside = (row < m) & (col < k)
@@ -153,7 +169,7 @@ class Tiled(Kernel):
         found = [convert.scale_of(w, result.format, self.dtype, rounding) for w in words]
         return [scale for scale, _ in found], convert.pair(*(inverse for _, inverse in found))
 
-    def scale_rows(self, amax, staged, result: Output, rounding, at, wave, top, left, m, k):
+    def scale_rows(self, amax, staged, result: Output, rounding, at: Tile, patch: Patch):
         """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
         words = [largest(row, self.dtype) for row in amax]
         if self.itemsize == 2:
@@ -165,11 +181,12 @@ class Tiled(Kernel):
         index = convert.lane_id() % self.row_sharers
         scales, pair = self.two_scales(words, result, rounding)
         for e, scale in enumerate(scales):
-            row = top + index * 2 + e
-            self.put(staged, result, at, row, left // BLOCK, scale, row, left, m, k)
+            row = patch.top + index * 2 + e
+            where = (row, patch.left // BLOCK)
+            self.put(staged, result, at, where, scale, (row, patch.left))
         return [convert.from_group(pair, self.row_sharers, i) for i in range(self.row_sharers)]
 
-    def scale_columns(self, amax, staged, result: Output, rounding, at, wave, top, left, m, k):
+    def scale_columns(self, amax, staged, result: Output, rounding, at: Tile, patch: Patch):
         """Blocks down columns: lanes below each other share one. Pairs of factors of columns."""
         lane = convert.lane_id()
         words = [largest([row[w] for row in amax], self.dtype) for w in range(4)]
@@ -182,13 +199,13 @@ class Tiled(Kernel):
         scales, pair = self.two_scales(words, result, rounding)
         across, down = lane % self.lanes, lane // self.lanes
         for e, scale in enumerate(scales):
-            col = left + down * 2 + e
-            self.put(staged, result, at, wave, col, scale, top, col, m, k)
+            col = patch.left + down * 2 + e
+            self.put(staged, result, at, (patch.wave, col), scale, (patch.top, col))
         return [
             convert.from_anywhere(pair, across + i * self.lanes) for i in range(WAVE // self.lanes)
         ]
 
-    def scale_square(self, amax, staged, result: Output, rounding, at, wave, top, left, m, k):
+    def scale_square(self, amax, staged, result: Output, rounding, at: Tile, patch: Patch):
         """Square blocks: four a wave. One pair, of the block's factor twice."""
         word = largest([w for row in amax for w in row], self.dtype)
         for bit in (1, 2, 4)[: self.row_sharers.bit_length() - 1]:
@@ -200,21 +217,23 @@ class Tiled(Kernel):
         bits = convert.largest_bits(word, self.dtype)
         scale, inverse = convert.scale_of(bits, result.format, self.dtype, rounding)
         # All lanes of a block have the same.
-        self.put(staged, result, at, wave, left // BLOCK, scale, top, left, m, k)
+        where = (patch.wave, patch.left // BLOCK)
+        self.put(staged, result, at, where, scale, (patch.top, patch.left))
         return [convert.pair(inverse, inverse)]
 
-    def put(self, staged, result: Output, at, row, col, scale, x_row, x_col, m, k) -> None:
-        """Stages the scale of this row and column of the tile's, whose block x has at (..)."""
-        _, tile_m, tile_k = at
+    def put(self, staged, result: Output, at: Tile, where: tuple, scale, x: tuple) -> None:
+        """Stages the scale at this (row, column) of the tile's, whose block x has at (row, col)."""
+        _, tile_m, tile_k, m, k = at
+        row, col = where
         _, cols = self.staged_shape(result)
         place = col * cols + row if self.is_turned(result) else row * cols + col
         if self.layout.is_tiled:  # padding is 0
-            there = (tile_m * TILE + x_row < m) & (tile_k * TILE + x_col < k)
+            there = (tile_m * TILE + x[0] < m) & (tile_k * TILE + x[1] < k)
             scale = there.select(scale, Uint32(0))
         fx.generic_store(shared_pointer(staged, Int32(place)), Uint8(scale))
 
     def numbers(self, result: Output, places: list) -> list[int]:
-        """Which factors are those of the elements at these (row, column) of a lane's patch."""
+        """The numbers of the factors that elements at these (row, column) of a patch have."""
         return [
             {Blocks.LAST: i, Blocks.SECOND: j, Blocks.SQUARE: 0}[result.blocks] for i, j in places
         ]
@@ -253,9 +272,10 @@ class Tiled(Kernel):
         return [self.word([floats[at] for at in word], pairs, result, word) for word in words]
 
     @flyc.jit
-    def store(self, x, pairs, result: fx.Constexpr, values, tiles, at, top, left, m, k):
-        """Values in the order of x, after an exchange 16 bytes of one row to a lane."""
-        batch, tile_m, tile_k = at
+    def store(self, x, pairs, result: fx.Constexpr, to: Target, at: Tile, patch: Patch):
+        """Stores values in the order of x: after an exchange a lane has 16 bytes of one row."""
+        batch, tile_m, tile_k, m, k = at
+        (values, tiles), (_, top, left) = to, patch
         packed: fx.Constexpr = result.packed
         down, beside = packed
         n: fx.Constexpr = self.itemsize * beside
@@ -277,11 +297,12 @@ class Tiled(Kernel):
             ]
             words = exchange(parts, lane, together > 1)
             where = start + stride * (g * n)
-            self.store_line(values, where, words, first, high, col, k)
+            self.store_line(values, where, words, (first, col), Extents(high, k))
 
     @flyc.jit
-    def store_line(self, values, where, words, row, rows, col, k):
-        """16 bytes of a row, those for columns from `col` on, as far as they exist."""
+    def store_line(self, values, where, words, place: tuple, size: Extents):
+        """Stores 16 bytes of a row, for the columns from a place on, as far as they exist."""
+        (row, col), (rows, k) = place, size
         if const_expr(self.aligned or self.is_both):  # 32 divides k: all 16 or none
             if (row < rows) & (col < k):  # 32 rows are all there or none
                 store_words(values, where, words, self.align[-2])
@@ -291,9 +312,10 @@ class Tiled(Kernel):
                 if (row < rows) & (col + j < k):
                     fx.generic_store(values + (where + Int64(j)), codes[j])
 
-    def stage_transposed(self, x, pairs, result: Output, shared, top, left):
-        """The tile's values in LDS, a column of x after the other."""
+    def stage_transposed(self, x, pairs, result: Output, shared, patch: Patch):
+        """Puts the tile's values into LDS, one column of x after the other."""
         packed = result.format.codes_per_byte
+        _, top, left = patch
         line, size = top // packed, 4 * packed
         starts = [self.staged(left + i, line // 16, packed) + line % 16 for i in range(packed)]
         for w in range(self.vector // 2):
@@ -319,21 +341,22 @@ class Tiled(Kernel):
         chunk = col % packed * (chunks // packed) + chunk
         return col // packed * TILE + (chunk ^ (col // self.vector % chunks)) * 16
 
-    def store_staged(self, shared, results, scalars, at, tid, m, k) -> None:
-        """What is in LDS."""
+    def store_staged(self, shared, arrays, scalars, at: Tile, tid) -> None:
+        """Stores what is in LDS: scales, and values that lie transposed."""
         for o, result in enumerate(self.results):
-            values, scales = results[2 * o : 2 * o + 2]
+            values, scales = arrays[f"codes_{o}"], arrays[f"scales_{o}"]
             if result.transposed:
                 tiles = Uint32(self.of_result(scalars, o)["value_tiles"])
-                self.store_transposed(shared.values, result, values, tiles, at, tid, m, k)
+                self.store_transposed(shared.values, result, Target(values, tiles), at, tid)
             # The two results' scales are written by different halves of the threads.
             staged = getattr(shared, f"scales_{o}")
-            self.store_scales(staged, scales, result, at, tid - o * TILE, m, k)
+            self.store_scales(staged, scales, result, at, tid - o * TILE)
 
     @flyc.jit
-    def store_transposed(self, shared, result: fx.Constexpr, values, tiles, at, tid, m, k):
-        """From LDS to values (batch, K, M), 16 bytes a thread and step."""
-        batch, tile_m, tile_k = at
+    def store_transposed(self, shared, result: fx.Constexpr, to: Target, at: Tile, tid):
+        """Copies values (batch, K, M) out of LDS, 16 bytes a thread and step."""
+        batch, tile_m, tile_k, m, k = at
+        values, tiles = to
         packed: fx.Constexpr = result.format.codes_per_byte
         chunks = TILE // 16 // packed
         for step in range_constexpr(TILE * chunks // self.threads):
@@ -352,9 +375,10 @@ class Tiled(Kernel):
                 store_words(values, where, [vector[i] for i in range(4)], self.align[-2])
 
     @flyc.jit
-    def store_scales(self, staged, scales, result: fx.Constexpr, at, thread, m, k):
+    def store_scales(self, staged, scales, result: fx.Constexpr, at: Tile, thread):
         """A tile's scales, four a thread, where neighbours lie together."""
-        batch, tile_r, tile_c = at
+        # In one piece, as FlyDSL wants dynamic branches where their values are.
+        batch, tile_r, tile_c, m, k = at
         turned: fx.Constexpr = self.is_turned(result)
         rows, cols = geometry.scales_shape(result.direction, Extents(m, k), turned)
         if const_expr(turned):

@@ -1,0 +1,125 @@
+"""Declared operands: what follows from a signature; an op whose operand is the same everywhere."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import COLLECTIVE, assert_bits_equal, call_attributes_in, plan_for, stand_in
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_mx.facts import signatures
+from jax_mx.facts.signatures import Array, Role, Signature, signature_of
+from jax_mx.facts.variants import VARIANTS, Kind, layouts_of
+from jax_mx.lowering import primitive, registry, store
+
+P = PartitionSpec
+
+
+def test_quantizers_and_dequantizers():
+    plain = signature_of("quantize", [Kind()])
+    assert [a.name for a in plain.arrays] == ["x", "codes_0", "scales_0"]
+    both = signature_of("quantize", [Kind(16), Kind(16, stochastic=True)])
+    assert [a.name for a in both.operands] == ["x", "signs_0", "seeds_1", "signs_1"]
+    assert [a.name for a in both.results] == ["codes_0", "scales_0", "codes_1", "scales_1"]
+    assert both.number("scales_1") == 7
+    assert [a.name for a in both.present(["signs_0"])] == ["x", "seeds_1", "signs_1"]
+    back = signature_of("dequantize", [Kind()])
+    assert [a.role for a in back.arrays] == [Role.CODES, Role.SCALES, Role.FLOATS]
+
+
+def test_launch_rules_number_the_arrays_of_the_signature():
+    """Of every variant that a cheap look at its source's facts can tell: one alignment a buffer."""
+    for variant in VARIANTS:
+        if variant.implementation != "flydsl" or variant.dtype != "bfloat16":
+            continue
+        found = store.find(variant, "gfx950")
+        if found is None:
+            continue
+        count = len(
+            signature_of(variant.op, variant.kinds or (Kind(),) * len(variant.formats)).arrays
+        )
+        for layout in layouts_of(variant):
+            for entry in found.facts["launches"][layout]["entries"]:
+                assert len(entry["align"]) == count
+                assert all(0 <= term[1] < count for term in entry["grid"] if term[1] >= 0)
+
+
+# ---- an op with a replicated operand: one line in SIGNATURES ---
+def _shifted(kinds) -> Signature:
+    return Signature(
+        operands=(Array("x", Role.FLOATS), Array("table", Role.REPLICATED, dtype="int32")),
+        results=(Array("y", Role.FLOATS),),
+    )
+
+
+def _avals(x, table, *, plan):
+    return [x.update(weak_type=False)]
+
+
+def _reference(x, table, *, plan):
+    return [x + jnp.sum(table).astype(x.dtype)]
+
+
+@pytest.fixture
+def shifted(monkeypatch):
+    """The primitive x -> x + sum(table), on views of quantize along the last axis."""
+    monkeypatch.setitem(signatures.SIGNATURES, "shifted", _shifted)
+    made = primitive.make_primitive("shifted", _avals, _reference)
+    plan = dataclasses.replace(plan_for(jnp.ones((64, 64), jnp.float32)), op="shifted")
+
+    def run(x, table):
+        (y,) = made.bind(*primitive._vary_alike(x, table), plan=plan)
+        return y
+
+    return run
+
+
+VIEW = np.arange(8 * 2 * 32, dtype=np.float32).reshape(8, 2, 32)
+TABLE = np.array([1, 2, 4, 8, 16], np.int32)
+
+
+def test_vmap_leaves_it_as_it_is(shifted):
+    xs = jnp.stack([VIEW, VIEW * 2])
+    assert_bits_equal(jax.vmap(shifted, (0, None))(xs, TABLE), xs + 31)
+    made = jax.make_jaxpr(jax.vmap(shifted, (0, None)))(xs, jnp.asarray(TABLE))
+    (eqn,) = [eqn for eqn in made.eqns if eqn.primitive.name == "mx_shifted"]
+    assert [v.aval.shape for v in eqn.invars] == [(2, 8, 2, 32), (5,)]
+
+
+def test_vmap_over_it_takes_one_call_after_the_other(shifted):
+    tables = jnp.stack([TABLE, TABLE * 3])
+    want = jnp.stack([VIEW + 31, VIEW + 93])
+    assert_bits_equal(jax.vmap(shifted, (None, 0))(jnp.asarray(VIEW), tables), want)
+    xs = jnp.stack([VIEW, VIEW], axis=1)
+    assert_bits_equal(jax.jit(jax.vmap(shifted, (1, 0)))(xs, tables), want)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shards(shifted, kind):
+    """Right on every mesh; under shard_map nothing moves."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(kind,), devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(VIEW, NamedSharding(mesh, P("a")))
+        table = jax.device_put(TABLE, NamedSharding(mesh, P()))
+        assert_bits_equal(jax.jit(shifted)(x, table), jnp.asarray(VIEW + 31))
+    auto = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    mapped = jax.jit(jax.shard_map(shifted, mesh=auto, in_specs=(P("a"), P()), out_specs=P("a")))
+    assert_bits_equal(mapped(VIEW, TABLE), jnp.asarray(VIEW + 31))
+    assert not COLLECTIVE.search(mapped.lower(VIEW, TABLE).compile().as_text())
+
+
+def test_the_call_passes_it_whole(shifted, monkeypatch):
+    """To the kernel as it lies; and no rule by which the partitioner would split it."""
+    kernel = dataclasses.replace(VARIANTS[0], op="shifted")
+    support = registry.Support("cutedsl", (kernel,))
+    monkeypatch.setattr(primitive, "_support", lambda plan, target: (support, ["sm_90"]))
+    monkeypatch.setattr(store, "get", functools.partial(stand_in))
+    text = jax.jit(shifted).trace(VIEW, TABLE).lower(lowering_platforms=("cuda",)).as_text()
+    line = call_attributes_in(text)
+    assert ": (tensor<8x2x32xf32>, tensor<5xi32>) -> " in line
+    layouts = "dense<[2, 1, 0]> : tensor<3xindex>, dense<0> : tensor<1xindex>"
+    assert f"operand_layouts = [{layouts}]" in line
+    assert "num_batch_dims" not in line and "sharding_rule" not in line

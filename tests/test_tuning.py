@@ -1,0 +1,66 @@
+"""The tables of tiles per arch; that sweeps write what they hold."""
+
+import importlib
+import itertools
+
+import pytest
+
+from benchmarks import sweep
+from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.kernels import tuning
+
+EACH_ARCH = [(dsl, arch) for dsl, archs in ARCHS.items() for arch in archs]
+
+
+@pytest.mark.parametrize("dsl,arch", EACH_ARCH)
+def test_rows_have_all_fields_and_known_facts(dsl, arch):
+    table = importlib.import_module(f"jax_mx.kernels.{dsl}.tuning.{arch}")
+    assert isinstance(table.CHIP, str)
+    known = tuning.facts_of(VARIANTS[0], SCALE_LAYOUTS["row_major"], True)
+    for row in table.ROWS:
+        assert row.keys() == {"kernel", "where", "value", "date", "measured"}
+        assert row["where"].keys() <= known.keys()
+        assert all(isinstance(line, str) for line in row["measured"])
+
+
+def test_every_row_of_hopper_is_some_entrys():
+    """None stands behind one that takes its entries."""
+    from jax_mx.kernels.cutedsl.tuning.sm_90a import ROWS
+
+    used = []
+    for variant in VARIANTS:
+        if variant.implementation == "cutedsl":
+            for layout, aligned in itertools.product(layouts_of(variant), (True, False)):
+                facts = tuning.facts_of(variant, SCALE_LAYOUTS[layout], aligned)
+                for kernel in {row["kernel"] for row in ROWS}:
+                    if kernel.startswith(variant.op):
+                        fits = [r for r in ROWS if r["kernel"] == kernel]
+                        used += [r for r in fits if tuning._fits(r["where"], facts)][:1]
+    assert [row for row in ROWS if row not in used] == []
+
+
+def test_an_arch_without_a_fitting_row_says_so(monkeypatch):
+    from jax_mx.kernels.cutedsl.tuning import sm_90a
+
+    monkeypatch.setattr(sm_90a, "ROWS", [])
+    (variant, *_) = (v for v in VARIANTS if v.implementation == "cutedsl")
+    with pytest.raises(LookupError, match=r"no row of quantize\.Flat for .*last"):
+        tuning.choose("quantize.Flat", "sm_90a", variant, SCALE_LAYOUTS["row_major"])
+
+
+def test_a_sweep_writes_rows_that_a_table_holds():
+    pytest.importorskip("cutlass")
+    (variant, *_) = (v for v in VARIANTS if v.implementation == "cutedsl")
+    names = [sweep._name(tile) for tile in sweep.candidates(variant)]
+    timings = [sweep.Timing(3.0 - i, name, 1e3, 32, i != 2) for i, name in enumerate(names[:3])]
+    row = sweep.row_of(variant, "row_major", (8, 64, 64), timings)
+    namespace = {}
+    exec(sweep.table("a chip", [row]), namespace)
+    assert namespace["CHIP"] == "a chip" and namespace["ROWS"] == [row]
+    facts = tuning.facts_of(variant, SCALE_LAYOUTS["row_major"], True)
+    assert tuning._fits(row["where"], facts)
+    assert sweep._name(next(t for t in sweep.candidates(variant))) == names[0]
+    assert "x".join(map(str, row["value"].values())) == names[1]  # names[2] was wrong
+    assert row["measured"][0].startswith("8x64x64, aligned: (")
