@@ -280,6 +280,7 @@ def test_who_puts_values_into_tiles(platform, layout):
     assert ("stablehlo.pad" in text) == by_xla  # of layouts.pack
 
 
+@pytest.mark.sampled(9, 4)
 @pytest.mark.gpu
 @every_kind
 @each_layout

@@ -97,6 +97,7 @@ def test_rows_columns_and_both(shape, dtype):
 floats = functools.lru_cache(maxsize=2)(random_bits)  # variants turn faster than shapes
 
 
+@pytest.mark.sampled(30, 7)
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", DIRECTIONS, ids=lambda v: v.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
