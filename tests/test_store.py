@@ -54,7 +54,11 @@ def test_a_kernel_is_compiled_once_and_says_so(cache, caplog):
     assert store.get(AMD, ARCH) == first and not caplog.messages
     store._read.clear()  # as another process finds it
     assert store.get(AMD, ARCH) == first and not caplog.messages
-    assert {path.name for path in cache.iterdir()} == {"kernels", f"{key_of(AMD, ARCH)}.json"}
+    assert {path.name for path in cache.iterdir()} == {
+        "kernels",
+        "pycache",
+        f"{key_of(AMD, ARCH)}.json",
+    }
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ def test_a_compiler_that_dies_or_refuses(cache, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "PACKAGE", tmp_path)
         with pytest.raises(compiler.CompileError, match="gave no answer: no memory"):
-            compiler.Worker("flydsl").ask({"variant": AMD.name, "arch": ARCH})
+            compiler.Worker("flydsl").ask({"variant": AMD.name, "arch": ARCH}, tmp_path / "pycache")
     monkeypatch.setattr(
         compiler,
         "compile_kernel",

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from pathlib import Path
 from typing import IO, Any
 
 from jax_mx.facts.content import PACKAGE
@@ -38,15 +39,15 @@ class Worker:
         self.answers: IO[bytes] | None = None
         self.errors: IO[bytes] | None = None
 
-    def ask(self, request: dict[str, str]) -> dict[str, Any]:
-        """Its answer to a request.
+    def ask(self, request: dict[str, str], bytecode: Path) -> dict[str, Any]:
+        """Its answer to a request; a process that is started keeps byte code in that folder.
 
         Raises:
           CompileError: it gave none.
         """
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                self._start()
+                self._start(bytecode)
             assert self.process is not None and self.process.stdin and self.answers and self.errors
             try:
                 self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -63,7 +64,7 @@ class Worker:
                 raise CompileError(f"the compiler of {self.dsl} gave no answer{words}")
             return json.loads(line)
 
-    def _start(self) -> None:
+    def _start(self, bytecode: Path) -> None:
         self.stop()
         answers, give = os.pipe()
         self.errors = tempfile.TemporaryFile()
@@ -71,9 +72,13 @@ class Worker:
         env = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("CUTE_DSL_", "FLYDSL_", "JAX_", "XLA_", "PYTHONPATH"))
+            if not name.startswith(("CUTE_DSL_", "FLYDSL_", "JAX_", "XLA_", "PYTHON"))
         }
-        env |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        # Byte code of the DSL that nobody may have kept: without it a start takes 4 s, not 1.
+        env |= {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONPYCACHEPREFIX": str(bytecode),
+        }
         self.process = subprocess.Popen(
             [sys.executable, str(PACKAGE / "kernels" / "worker.py"), self.dsl, str(give)],
             stdin=subprocess.PIPE,
@@ -115,13 +120,18 @@ def _stop() -> None:
         worker.stop()
 
 
-def compile_kernel(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:
-    """The binary of a variant for an arch, and its facts: name, sha256, launches.
+def compile_kernel(variant: Variant, arch: str, bytecode: Path) -> tuple[bytes, dict[str, Any]]:
+    """The binary of a variant for an arch, and its facts: name, key, sha256, launches.
+
+    Args:
+      variant: what is compiled.
+      arch: for what.
+      bytecode: a folder for the byte code of the DSL's Python sources.
 
     Raises:
       CompileError: there is none; says why.
     """
-    answer = _workers[variant.implementation].ask({"variant": variant.name, "arch": arch})
+    answer = _workers[variant.implementation].ask({"variant": variant.name, "arch": arch}, bytecode)
     if "error" in answer:
         raise CompileError(f"{variant.name} for {arch} does not compile: {answer['error']}")
     return base64.b64decode(answer["image"]), answer["facts"]

@@ -188,7 +188,7 @@ def get(variant: Variant, arch: str) -> Artifact:
             raise _failed[key]
         logger.warning("jax_mx: compiling %s for %s (kept in %s)", variant.name, arch, folder)
         try:
-            image, facts = compiler.compile_kernel(variant, arch)
+            image, facts = compiler.compile_kernel(variant, arch, folder / "pycache")
         except compiler.CompileError as error:
             _failed[key] = error
             raise
