@@ -298,8 +298,9 @@ def all_cases(args: argparse.Namespace) -> Iterator[Case]:
     """All that was asked for, but for what a form does not have."""
     each = (args.form, args.shapes, args.dtype, args.format, args.scaling, args.scale_layout)
     catalogue = set(itertools.chain.from_iterable(shapes.SHAPES.values()))
-    for treatment, *c in itertools.product(args.treatment, *each):
-        case = Case(*c, args.implementation, treatment)
+    for treatment, *names in itertools.product(args.treatment, *each):
+        form, shape, dtype, format, scaling, layout = names
+        case = Case(form, shape, dtype, format, scaling, layout, args.implementation, treatment)
         form = shapes.FORMS[case.form]
         if treatment != "none" and (form.op == "dequantize" or form.square):
             continue  # codes are treated no more; a transform has one axis

@@ -98,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("earlier", type=Path)
     parser.add_argument("--share", type=share, default=SHARE, help="that is no change; 0.01")
     args = parser.parse_args(argv)
-    ok, lines = verdict(*(json.loads(p.read_text()) for p in (args.new, args.earlier)), args.share)
+    new, earlier = (json.loads(path.read_text()) for path in (args.new, args.earlier))
+    ok, lines = verdict(new, earlier, args.share)
     print(*lines, sep="\n")
     return int(not ok)
 

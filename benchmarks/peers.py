@@ -5,6 +5,7 @@ installed. Each peer has a process of its own, because torch's memory is not JAX
 that breaks its CUDA context costs only its own rows.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import contextlib

@@ -9,7 +9,7 @@ import pytest
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
 from jax_mx.facts.variants import layouts_of
-from jax_mx.lowering import store as artifacts
+from jax_mx.lowering import store
 
 pytest.importorskip("tinygrad")
 pytest.importorskip("jax_mx.kernels")  # not in a wheel
@@ -26,7 +26,7 @@ from jax_mx.testing.memory import Global
 @each_binary(FLYDSL)
 def test_accesses_are_16_bytes_a_lane(variant, arch):
     """Of x, the values and the floats; scales, of which a block has one byte, take less."""
-    artifact = artifacts.load(variant, arch)
+    artifact = store.get(variant, arch)
     code, quantizes = CodeObject(artifact.image), variant.op == "quantize"
     itemsize, count = FLOAT_DTYPES[variant.dtype].itemsize, len(variant.formats)
     packed = variant.formats[0].codes_per_byte

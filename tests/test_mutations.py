@@ -4,6 +4,7 @@ A change is caught when results differ, or when the emulator faults or refuses w
 """
 
 import collections
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,13 +32,13 @@ def program_of(form, arch, shape, layout="row_major", scaling="rceil", treated=F
     return Program(variant, arch, shape, **options), example(variant, shape, **options)
 
 
-def fields(data: bytes) -> dict[str, object]:
+def fields(data: bytes) -> dict[str, Any]:
     """Of the instruction that these bytes begin with."""
     inst = decode_inst(data, "cdna")
     return {name: getattr(inst, name) for name, _ in inst._fields} | {"op": inst.op_name.lower()}
 
 
-def survivor_class(old: dict[str, object], field: str) -> str:
+def survivor_class(old: dict[str, Any], field: str) -> str:
     """Why a change may do nothing: the field of the instruction that it is in."""
     if field in CACHES:
         return "caches"

@@ -28,6 +28,7 @@ from jax_mx.lowering import store
 logger = logging.getLogger("jax_mx")
 CALLS, BATCHES = 10, 7  # timing on the host's clock: the median of BATCHES batches of CALLS calls
 ARCH = "gfx950"  # what is emulated on a machine without a GPU
+TAKES_Q = "dequantize"  # the op whose argument is quantized
 SMALL = (256, 256)
 LAYER = (8, 7168, 7168)  # the weights of eight experts
 
@@ -175,14 +176,9 @@ def speeds(formats: Sequence[str], dtype: str, steps: Steps) -> Iterator[Speed]:
         make = jax.jit(jax.random.normal, static_argnums=(1, 2))
         x = jax.block_until_ready(make(jax.random.key(0), shape, FLOAT_DTYPES[dtype]))
     for format in formats:
-        quantize = functools.partial(jax_mx.quantize, format=format)
-        q = None
         for op, call in _calls(format, dtype).items():
-            if op == "dequantize":
-                q = jax.jit(quantize)(x)
-            argument = x if q is None else q
+            argument = jax.jit(jax_mx.quantize, static_argnums=1)(x, format) if op == TAKES_Q else x
             yield _speed(op, format, call, argument, steps, x)
-        del q, argument
 
 
 def _calls(format: str, dtype: str) -> Mapping[str, Callable[..., Any]]:
@@ -222,7 +218,7 @@ def _speed(
     equal = None
     if taken.kernels:
         with steps.step(f"comparing {what} with the reference"):
-            part = jax.tree.map(lambda a: a[:1], argument) if op == "dequantize" else x[:1]
+            part = jax.tree.map(lambda a: a[:1], argument) if op == TAKES_Q else x[:1]
             equal = same(jitted(part), jax.jit(functools.partial(call, implementation="xla"))(part))
     return Speed(op, format, x.shape, taken.implementation, own, nbytes, copy, plain_us, equal)
 
