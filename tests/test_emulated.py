@@ -51,6 +51,7 @@ from emulation import (
     words_behind,
 )
 
+from jax_mx.reference import noise as noise_of
 from jax_mx.testing import emulate
 from jax_mx.testing.emulator import ORDERS
 
@@ -209,7 +210,7 @@ def test_random_codes_carry_where_the_noise_says(arch):
     shape, rng = (256, 4 * BLOCK), np.random.default_rng(0)
     options = {"rounding": jax_mx.Stochastic(jax.random.key(3)), "scaling": "floor"}
     (seeds,) = words_behind(RANDOM, np.zeros(shape, np.float32), **options)
-    noise = np.asarray(jax_mx.reference.noise(seeds[..., None], (-1,))).reshape(shape)
+    noise = np.asarray(noise_of(seeds[..., None], (-1,))).reshape(shape)
     code = rng.integers(1, 8, shape) - noise / 2**16
     x = np.interp(code, np.arange(8), [0, 0.5, 1, 1.5, 2, 3, 4, 6]).astype(np.float32)
     x = np.where(rng.random(shape) < 0.5, x, np.nextafter(x, np.float32(0)))

@@ -349,6 +349,7 @@ def slice_of(variant, flat, start):
 
     if variant.op == "quantize":
         return take(like, start)
+    assert isinstance(like, jax_mx.MXArray)
     scales = take(like.scales, start + 4096)
     return dataclasses.replace(like, values=take(like.values, start), scales=scales)
 

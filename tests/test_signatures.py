@@ -86,7 +86,7 @@ def test_vmap_leaves_it_as_it_is(shifted):
     assert_bits_equal(jax.vmap(shifted, (0, None))(xs, TABLE), xs + 31)
     made = jax.make_jaxpr(jax.vmap(shifted, (0, None)))(xs, jnp.asarray(TABLE))
     (eqn,) = [eqn for eqn in made.eqns if eqn.primitive.name == "mx_shifted"]
-    assert [v.aval.shape for v in eqn.invars] == [(2, 8, 2, 32), (5,)]
+    assert [getattr(v.aval, "shape", None) for v in eqn.invars] == [(2, 8, 2, 32), (5,)]
 
 
 def test_vmap_over_it_takes_one_call_after_the_other(shifted):

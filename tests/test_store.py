@@ -225,7 +225,8 @@ def test_a_program_whose_kernel_is_nowhere_says_what_to_do(tmp_path):
                 path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
             else:
                 try:
-                    loaded = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+                    parts = pickle.loads(path.read_bytes())
+                    loaded = serialize_executable.deserialize_and_load(*parts)
                     q = loaded(x)
                     print((np.asarray(q.values) == np.asarray(jax_mx.quantize(x).values)).all())
                 except Exception as error:

@@ -42,7 +42,7 @@ Job = tuple[Variant, str]  # a variant and an arch
 
 def main() -> int:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--arch",
         action="append",

@@ -73,8 +73,10 @@ def planned(op: str, x: Any, options: Options | PairOptions) -> Plan:
         key = found = None
     if found is not None:
         return found
-    make = _plan_both if isinstance(options, PairOptions) else _plan_one
-    plan = make(op, x, options)
+    if isinstance(options, PairOptions):
+        plan = _plan_both(op, x, options)
+    else:
+        plan = _plan_one(op, x, options)
     if key is not None and all(type(n) is int for n in x.shape):
         if len(_plans) >= _MOST:
             _plans.clear()

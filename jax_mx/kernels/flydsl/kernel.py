@@ -274,7 +274,7 @@ class Host:
         self.symbols, self.kernels = symbols, kernels
 
     @flyc.jit
-    def host(
+    def host(  # noqa: PLR0913  FlyDSL wants each argument by itself
         self, name: fx.Constexpr, p0: fx.Pointer, p1: fx.Pointer, p2: fx.Pointer, p3: fx.Pointer,
         p4: fx.Pointer, p5: fx.Pointer, p6: fx.Pointer, p7: fx.Pointer, p8: fx.Pointer,
         int32: Int32, int64: Int64,

@@ -375,7 +375,7 @@ class Tiled(Kernel):
                 store_words(values, where, [vector[i] for i in range(4)], self.align[-2])
 
     @flyc.jit
-    def store_scales(self, staged, scales, result: fx.Constexpr, at: Tile, thread):
+    def store_scales(self, staged, scales, result: fx.Constexpr, at: Tile, thread):  # noqa: C901
         """A tile's scales, four a thread, where neighbours lie together."""
         # In one piece, as FlyDSL wants dynamic branches where their values are.
         batch, tile_r, tile_c, m, k = at
