@@ -58,6 +58,7 @@ from jax_mx.testing.emulator import ORDERS
 each_arch = pytest.mark.parametrize("arch", ARCHS["flydsl"])
 PREPROCESSED = [v for v in FLYDSL if v.block_data]
 ONE = FLYDSL[0]
+GET = store.get  # as it is where tests replace it
 
 
 def some(variant, table, count: int = 1, turn: int = 0) -> list:
@@ -455,7 +456,7 @@ def _more_than_there_is(facts, image):
 
 
 def _other_arch(facts, image):
-    other = store.get(ONE, "gfx942")
+    other = GET(ONE, "gfx942")
     facts["sha256"] = other.sha256
     return other.image
 

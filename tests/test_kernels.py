@@ -53,6 +53,7 @@ from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
 
 pytestmark = pytest.mark.gpu
 AMD = "shuffled_32x8"
+GET = store.get  # as it is where tests replace it
 HERE = [v for v in VARIANTS if arch_here() is None or arch_here() in ARCHS[v.implementation]]
 each_variant = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 each_layout = pytest.mark.parametrize("layout", SCALE_LAYOUTS)
@@ -98,14 +99,14 @@ def test_reference_is_the_same_on_cpu():
             assert_bits_equal(here.dequantize(jnp.float32), there.dequantize(jnp.float32))
 
 
-@pytest.mark.sampled(96, 5)
+@pytest.mark.sampled(128, 5)
 @each_variant
 @each_scaling
 def test_every_pattern(variant, scaling):
     check(variant, jnp.asarray(patterns(variant.dtype)), scaling=scaling)
 
 
-@pytest.mark.sampled(288, 40)
+@pytest.mark.sampled(384, 40)
 @each_variant
 @each_scaling
 @pytest.mark.parametrize("name", GOLDEN_SETS)
@@ -141,7 +142,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(48, 7)
+@pytest.mark.sampled(64, 7)
 @each_variant
 @each_layout
 def test_shapes(variant, layout):
@@ -160,7 +161,7 @@ def test_shapes(variant, layout):
         check(variant, x, scaling="even", scale_layout=layout)
 
 
-@pytest.mark.sampled(72, 30)
+@pytest.mark.sampled(96, 30)
 @each_variant
 @each_layout
 def test_zero_blocks(variant, layout):
@@ -214,7 +215,7 @@ def misaligned(op, x):
     return jax.jit(run)(flat)
 
 
-@pytest.mark.sampled(12, 1)
+@pytest.mark.sampled(24, 1)
 @each_variant
 def test_any_axis(variant):
     """An axis before the last two is the second one of a flattened array."""
@@ -362,7 +363,7 @@ def flat_of(variant, seed=0):
     return jnp.asarray(random_bits((16384,), dtype, seed=seed))
 
 
-@pytest.mark.sampled(24, 11)
+@pytest.mark.sampled(32, 11)
 @each_variant
 def test_misaligned_tiles(variant):
     """Scales in tiles, of what lies at any address, in rows that 16 bytes do not divide."""
@@ -375,7 +376,7 @@ def test_misaligned_tiles(variant):
         assert_same(misaligned(op, x), want, layout)
 
 
-@pytest.mark.sampled(192, 77)
+@pytest.mark.sampled(256, 77)
 @each_variant
 @pytest.mark.parametrize("offset", [1, 2, 3, 4, 5, 8, 16, 1000])
 def test_misaligned_operands(variant, offset):
@@ -408,7 +409,7 @@ def test_misaligned_operands_take_the_other_entry(variant):
     assert _ffi.counters()["fallback_entries"] == after["fallback_entries"]
 
 
-@pytest.mark.sampled(16, 2)
+@pytest.mark.sampled(24, 2)
 @each_variant
 def test_no_copy_and_no_transpose(variant):
     """The views are bitcasts, alone and behind a producer, or before a consumer."""
@@ -543,7 +544,7 @@ def _corrupted(facts, image):
 
 
 def _other_arch(facts, image):
-    other = store.get(HERE[0], "sm_100f")
+    other = GET(HERE[0], "sm_100f")
     facts["sha256"] = other.sha256
     return other.image
 

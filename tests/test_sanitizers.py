@@ -44,6 +44,7 @@ SHAPES = {  # by how a form begins: tails of every tile; rows that 16 bytes do n
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 
 
+@pytest.mark.thorough
 @pytest.mark.gpu
 @pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizer_is_silent(tool, record_property):
@@ -60,8 +61,8 @@ def test_sanitizer_is_silent(tool, record_property):
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "ran " in done.stdout
     for variant in SAMPLE:
-        binary, device = f"{variant.name}.{arch_here()}", jax.devices()[0].device_kind
-        record_property("executed", (binary, f"{device}, {tool}"))
+        device = jax.devices()[0].device_kind
+        record_property("executed", (variant.name, arch_here(), f"{device}, {tool}"))
 
 
 def main() -> None:
