@@ -50,14 +50,14 @@ class Case:
     scaling: str
     scale_layout: str
     implementation: str | None
-    treatment: str = "none"  # in shapes.TREATMENTS
+    preprocessing: str = "none"  # in shapes.PREPROCESSING
 
     @property
     def names(self) -> dict[str, str]:
         """As rows have them."""
         return {
             "op": shapes.FORMS[self.form].op,
-            "form": shapes.treated(self.form, self.treatment),
+            "form": shapes.named(self.form, self.preprocessing),
             "shape": shapes.spell(self.shape),
             "dtype": self.dtype,
             "format": self.format,
@@ -73,8 +73,8 @@ class Case:
 
     @property
     def how(self) -> dict[str, Any]:
-        """The keywords that quantizing ops have for the treatment."""
-        kinds, found = shapes.TREATMENTS[self.treatment], {}
+        """The keywords that quantizing ops have for the preprocessing."""
+        kinds, found = shapes.PREPROCESSING[self.preprocessing], {}
         signs, key = np.arange(64) % 3 == 0, jax.random.key(0)
         hadamards = [jax_mx.Hadamard(h, signs[:h]) if h else None for h, _ in kinds]
         roundings = [jax_mx.Stochastic(key) if sr else None for _, sr in kinds]
@@ -85,8 +85,8 @@ class Case:
 
     @property
     def words(self) -> int:
-        """Bytes of words that the treatment takes."""
-        axes, kinds = shapes.FORMS[self.form].axes, shapes.TREATMENTS[self.treatment]
+        """Bytes of words that the preprocessing takes."""
+        axes, kinds = shapes.FORMS[self.form].axes, shapes.PREPROCESSING[self.preprocessing]
         random = sum(kind.stochastic for kind in kinds) * len(axes) // max(len(kinds), 1)
         return 4 * math.prod(self.shape) // BLOCK * random
 
@@ -100,7 +100,7 @@ class Case:
             options |= self.options | self.how
             versions = baselines.quantize(form, **self.options)
         op = functools.partial(getattr(jax_mx, form.op), **options)
-        if self.treatment != "none":
+        if self.preprocessing != "none":
             versions = {"reference": jax.jit(functools.partial(op, implementation="xla"))}
         return jax.jit(op), versions
 
@@ -236,7 +236,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     several("--format", FORMATS)
     several("--scaling", SCALINGS)
     several("--scale-layout", SCALE_LAYOUTS)
-    several("--treatment", shapes.TREATMENTS)
+    several("--preprocessing", shapes.PREPROCESSING)
     add("--implementation", choices=tuple(IMPLEMENTATIONS), help="default: the kernel, else xla")
     add("--csv", type=Path, metavar="FILE")
     add("--json", type=Path, metavar="FILE")
@@ -280,7 +280,7 @@ def complete(args: argparse.Namespace) -> None:
         "format": "mxfp8_e4m3",
         "scaling": "rceil",
         "scale_layout": "row_major",
-        "treatment": "none",
+        "preprocessing": "none",
     }.items():
         setattr(args, name, list(dict.fromkeys(getattr(args, name) or [default])))
     if "all" in args.form:
@@ -298,13 +298,13 @@ def all_cases(args: argparse.Namespace) -> Iterator[Case]:
     """All that was asked for, but for what a form does not have."""
     each = (args.form, args.shapes, args.dtype, args.format, args.scaling, args.scale_layout)
     catalogue = set(itertools.chain.from_iterable(shapes.SHAPES.values()))
-    for treatment, *names in itertools.product(args.treatment, *each):
+    for preprocessing, *names in itertools.product(args.preprocessing, *each):
         form, shape, dtype, format, scaling, layout = names
-        case = Case(form, shape, dtype, format, scaling, layout, args.implementation, treatment)
+        case = Case(form, shape, dtype, format, scaling, layout, args.implementation, preprocessing)
         form = shapes.FORMS[case.form]
-        if treatment != "none" and (form.op == "dequantize" or form.square):
-            continue  # codes are treated no more; a transform has one axis
-        if len(shapes.TREATMENTS[treatment]) > len(form.axes):
+        if preprocessing != "none" and (form.op == "dequantize" or form.square):
+            continue  # codes are preprocessed no more; a transform has one axis
+        if len(shapes.PREPROCESSING[preprocessing]) > len(form.axes):
             continue
         if form.square and SCALE_LAYOUTS[case.scale_layout].is_tiled:
             continue  # scales of squares are row-major

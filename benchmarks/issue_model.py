@@ -184,11 +184,11 @@ def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[B
 
 def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> float:
     """The fraction of the memory's speed that was reached at the first required shape, or NaN."""
-    treatments = {kinds: name for name, kinds in shapes.TREATMENTS.items()}
+    preprocessing = {kinds: name for name, kinds in shapes.PREPROCESSING.items()}
     kinds = variant.kinds[:1] if len({*variant.kinds}) == 1 else variant.kinds
-    treatment = treatments.get(kinds, "unknown")
+    preprocessing = preprocessing.get(kinds, "unknown")
     where = {
-        "form": shapes.treated(shapes.form_of(variant.op, variant.form) or "", treatment),
+        "form": shapes.named(shapes.form_of(variant.op, variant.form) or "", preprocessing),
         "shape": shapes.spell(shapes.REQUIRED[0]),
         "dtype": variant.dtype,
         "format": variant.formats[0].name,

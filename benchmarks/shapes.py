@@ -84,7 +84,7 @@ FORMS: Mapping[str, Form] = {
 # What is done to elements before, by name: of either direction, or of the last axis and of the one
 # before. Transforms have signs, known when the program is traced. Random rounding takes a word per
 # block, which counts as moved once; making the words takes a part of the time.
-TREATMENTS: Mapping[str, tuple[Kind, ...]] = {
+PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
     "none": (),
     "h16": (Kind(16),),
     "h32": (Kind(32),),
@@ -96,9 +96,9 @@ TREATMENTS: Mapping[str, tuple[Kind, ...]] = {
 }
 
 
-def treated(form: str, treatment: str) -> str:
+def named(form: str, preprocessing: str) -> str:
     """A form's name in a row."""
-    return form if treatment == "none" else f"{form}, {treatment}"
+    return form if preprocessing == "none" else f"{form}, {preprocessing}"
 
 
 def form_of(op: str, kernel: directions.Form) -> str | None:
@@ -144,7 +144,7 @@ _WANTED = {
 }
 
 
-# Of a copy, by form and treatment.
+# Of a copy, by form and preprocessing.
 _WANTED_OF_MXFP4 = {
     ("axis -1", "none"): 0.95,
     ("both", "none"): 0.92,
@@ -160,10 +160,10 @@ def _requirements() -> Iterator[Requirement]:
         shape: Shape,
         layout: str = "row_major",
         format: str = "mxfp8_e4m3",
-        treatment: str = "none",
+        preprocessing: str = "none",
     ) -> dict[str, str]:
         kind = {"dtype": "bfloat16", "format": format, "scaling": "rceil", "scale_layout": layout}
-        form = treated(name, treatment)
+        form = named(name, preprocessing)
         return {"op": FORMS[name].op, "form": form, "shape": spell(shape), **kind}
 
     for shape in REQUIRED:
@@ -179,9 +179,9 @@ def _requirements() -> Iterator[Requirement]:
             yield Requirement(where(name, shape), 0.8)
         for shape in filter(form.fits, SHAPES["small"]):
             yield Requirement(where(name, shape), speedup_over_xla=1.0)
-    for (name, treatment), fraction in _WANTED_OF_MXFP4.items():
+    for (name, preprocessing), fraction in _WANTED_OF_MXFP4.items():
         for layout in ("row_major", "blocked_128x4"):
-            case = where(name, REQUIRED[0], layout, "mxfp4_e2m1", treatment)
+            case = where(name, REQUIRED[0], layout, "mxfp4_e2m1", preprocessing)
             yield Requirement(case, fraction)
 
 

@@ -335,25 +335,25 @@ def test_which_forms_are_measured(options, want):
     assert cli.arguments(options).form == want
 
 
-def test_treatments_are_rows(tmp_path):
+def test_preprocessing_is_rows(tmp_path):
     file = tmp_path / "out.json"
     options = ["--form", "axis -1", "square", "dequantize", "--format", "mxfp4_e2m1"]
-    options += ["--treatment", *shapes.TREATMENTS]
+    options += ["--preprocessing", *shapes.PREPROCESSING]
     assert cli.main([*options, "--shapes", "32x64", "--repeats", "1", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())
-    names = [name for name, kinds in shapes.TREATMENTS.items() if len(kinds) == 1]
-    treated = [f"axis -1, {name}" for name in names]
-    assert [row["form"] for row in rows] == ["axis -1", "square", "dequantize", *treated]
+    names = [name for name, kinds in shapes.PREPROCESSING.items() if len(kinds) == 1]
+    rotated = [f"axis -1, {name}" for name in names]
+    assert [row["form"] for row in rows] == ["axis -1", "square", "dequantize", *rotated]
     names = ("bfloat16", "mxfp4_e2m1", "rceil", "row_major", None)
     words = {"sr": (1, 2), "h16_sr": (1, 2), "sr_h16_sr": (None, 2)}
-    for treatment, kinds in shapes.TREATMENTS.items():
+    for preprocessing, kinds in shapes.PREPROCESSING.items():
         for i, form in enumerate(("axis -1", "both")):
             if len(kinds) <= i + 1:
-                case = cli.Case(form, (32, 64), *names, treatment)
-                assert case.words == words.get(treatment, (0, 0))[i] * 4 * 64
+                case = cli.Case(form, (32, 64), *names, preprocessing)
+                assert case.words == words.get(preprocessing, (0, 0))[i] * 4 * 64
                 assert (len(kinds) == 0) == (not case.how)
     compiled = {v.kinds[:1] if len({*v.kinds}) == 1 else v.kinds for v in VARIANTS}
-    assert compiled == {*shapes.TREATMENTS.values()}
+    assert compiled == {*shapes.PREPROCESSING.values()}
 
 
 def test_every_form_is_a_row(tmp_path, capsys):

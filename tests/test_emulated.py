@@ -182,7 +182,7 @@ def test_values_in_tiles(variant, arch):
 @pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore:invalid value")
 @each_binary(PREPROCESSED)
-def test_treatments(variant, arch):
+def test_preprocessing(variant, arch):
     """Signs as words and compiled in, keys, and the factor: each of them flushes subnormals."""
     rows = hard_blocks(variant.dtype)[:2304].reshape(384, 192)  # of two blocks both ways
     layouts, scalings = layouts_of(variant), [*Scaling]
@@ -249,7 +249,7 @@ def test_one_dimension(arch):
 
 @pytest.mark.parametrize("arch", ARCHS["flydsl"])
 @pytest.mark.parametrize("form", ["second_transposed, tiles", "both_transposed"])
-def test_treated_forms_go_along_rows(arch, form):
+def test_forms_without_a_kernel_go_along_rows(arch, form):
     """Of other dtypes than bfloat16, and of other pairs than there are kernels for."""
     op, how, shape, results = BY_ROWS[form]
     run = functools.partial(getattr(jax_mx, op), format="mxfp4_e2m1", **how)

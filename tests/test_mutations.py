@@ -24,10 +24,10 @@ UNOBSERVABLE = ("s_nop", "s_waitcnt")  # time, which the emulator does not model
 CACHES = ("sc0", "sc1", "nt", "glc", "nv")  # nor these
 
 
-def program_of(form, arch, shape, layout="row_major", scaling="rceil", treated=False):
+def program_of(form, arch, shape, layout="row_major", scaling="rceil", preprocessed=False):
     """A bfloat16 variant's program, and the bytes of its operands and results."""
     of_form = (v for v in VARIANTS if (v.implementation, v.form) == ("flydsl", form))
-    variant = next(v for v in of_form if bool(v.block_data) == treated)
+    variant = next(v for v in of_form if bool(v.block_data) == preprocessed)
     options = {"scale_layout": layout, "scaling": scaling}
     return Program(variant, arch, shape, **options), example(variant, shape, **options)
 
@@ -103,11 +103,13 @@ def test_changed_bits_are_noticed(form, architecture, cases, capsys):
 
 
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("form,treated", [("second_transposed", False), ("both_transposed", True)])
-def test_a_missing_barrier_is_noticed(form, treated, architecture):
+@pytest.mark.parametrize(
+    "form,preprocessed", [("second_transposed", False), ("both_transposed", True)]
+)
+def test_a_missing_barrier_is_noticed(form, preprocessed, architecture):
     """Each s_barrier of a kernel in turn becomes an s_nop; lock step alone would hide it."""
     how = (form, architecture, (96, 96))
-    program, (operands, results) = program_of(*how, treated=treated)
+    program, (operands, results) = program_of(*how, preprocessed=preprocessed)
     code, emulator = program.code, Emulator(program.code)
     assert program.run(0, operands, results, "serial", emulator=emulator)
     barriers = [pc for pc, (_, _, name) in emulator._steps.items() if name == "s_barrier"]

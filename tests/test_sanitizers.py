@@ -1,4 +1,4 @@
-"""compute-sanitizer finds nothing in a sample of the kernels; verified.json says in which."""
+"""compute-sanitizer finds nothing in a sample of the kernels; jax_mx/verified says in which."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ TOOLS = {
 CUTEDSL = [v for v in VARIANTS if v.implementation == "cutedsl"]
 FORMS = [*dict.fromkeys((v.op, v.form) for v in CUTEDSL)]
 # Every kernel class with every form; dtypes in turn, one with MXFP4, one with MXFP6; and every
-# treatment.
+# preprocessing.
 SAMPLE = [
     next(v for v in CUTEDSL if (v.op, v.form, v.dtype, v.formats[0]) == (op, form, dtype, format))
     for i, (op, form) in enumerate(FORMS)
