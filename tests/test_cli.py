@@ -537,7 +537,10 @@ def test_end_to_end():
 
 
 def test_an_interrupted_process_ends_in_one_line():
-    command = [sys.executable, "-m", "jax_mx"]
+    # A shell's background jobs ignore the signal, and so do their children.
+    heed = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"import signal, sys; {heed}; from jax_mx.command.report import main; sys.exit(main([]))"
+    command = [sys.executable, "-c", code]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -711,7 +711,7 @@ def test_there_is_no_kernel(op, how, name, what):
 
 
 def test_directions_that_differ_say_which_has_no_kernel():
-    """Each goes along rows: in MXFP4 both have a kernel, in MXFP8 the one that is rotated has none."""
+    """Each goes along rows: in MXFP4 both have a kernel, in MXFP8 the rotated one has none."""
     x = jnp.ones((64, 64), jnp.bfloat16)
     call = partial(jax_mx.quantize_both, hadamard=(Hadamard(), None), implementation="cutedsl")
     assert lowered(x, partial(call, format=FP4)).count(f"@{store.TARGET}(") == 2

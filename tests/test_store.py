@@ -54,11 +54,8 @@ def test_a_kernel_is_compiled_once_and_says_so(cache, caplog):
     assert store.get(AMD, ARCH) == first and not caplog.messages
     store._read.clear()  # as another process finds it
     assert store.get(AMD, ARCH) == first and not caplog.messages
-    assert {path.name for path in cache.iterdir()} == {
-        "kernels",
-        "pycache",
-        f"{key_of(AMD, ARCH)}.json",
-    }
+    names = {path.name for path in cache.iterdir()} - {"pycache"}
+    assert names == {"kernels", f"{key_of(AMD, ARCH)}.json"}
 
 
 @pytest.mark.parametrize(
