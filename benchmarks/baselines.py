@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.shapes import Form
+from jax_mx.arrays.tiles import pack, unpack
 from jax_mx.facts.formats import (
     BLOCK,
     FORMATS,
@@ -123,7 +124,7 @@ def _blocks(
     scales = jax.lax.bitcast_convert_type(scale.astype(jnp.uint8), SCALE_DTYPE)
     scales = jnp.squeeze(scales, inner)
     if layout.is_tiled:
-        scales = layout.pack(jnp.moveaxis(scales, axis, -1))
+        scales = pack(layout, jnp.moveaxis(scales, axis, -1))
     return MXArray(values, scales, format, axis, layout, (BLOCK, BLOCK) if square else (BLOCK,))
 
 
@@ -240,7 +241,7 @@ def _dequantize(
     scales = q.scales
     if q.scale_layout.is_tiled:
         rows, cols = q.shape[-3 - q.axis], q.shape[q.axis] // BLOCK
-        scales = jnp.moveaxis(q.scale_layout.unpack(scales, rows, cols), -1, q.axis)
+        scales = jnp.moveaxis(unpack(q.scale_layout, scales, rows, cols), -1, q.axis)
     values, axis = q.values, q.axis
     if turn_first:
         values, scales, axis = values.swapaxes(-1, -2), scales.swapaxes(-1, -2), -3 - axis

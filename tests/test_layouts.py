@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_primitive import COLLECTIVE
 
 import jax_mx
+from jax_mx.arrays.tiles import pack, unpack
 from jax_mx.facts.layouts import (
     BLOCKED_128X4,
     ROW_MAJOR_VALUES,
@@ -52,13 +53,13 @@ SHAPES = [(1, 1), (128, 4), (256, 8), (100, 3), (129, 5), (33, 90), (300, 17), (
 def test_pack_puts_every_byte_at_its_offset(layout, rows, cols):
     rng = np.random.default_rng(0)
     scales = rng.integers(1, 256, (2, rows, cols)).astype(np.uint8)
-    packed = layout.pack(jnp.asarray(scales))
+    packed = pack(layout, jnp.asarray(scales))
     assert packed.shape == (2, *layout.shape(rows, cols))
     r, c = np.indices((rows, cols))
     want = np.zeros((2, packed[0].size), np.uint8)
     want[:, OFFSET[layout.name](r, c, rows, cols).ravel()] = scales.reshape(2, -1)
     np.testing.assert_array_equal(np.asarray(packed).reshape(2, -1), want)
-    assert_bits_equal(layout.unpack(packed, rows, cols), jnp.asarray(scales))
+    assert_bits_equal(unpack(layout, packed, rows, cols), jnp.asarray(scales))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_golden(layout, peer, shape):
         before, after = golden[f"{peer}/{shape}/in"], golden[f"{peer}/{shape}/out"]
         name = f"{peer}/{shape}/defined"
         defined = golden[name] if name in golden.files else np.ones(after.shape, bool)
-    got = np.asarray(layout.pack(jnp.asarray(before))).reshape(-1)
+    got = np.asarray(pack(layout, jnp.asarray(before))).reshape(-1)
     np.testing.assert_array_equal(got[defined.reshape(-1)], after.reshape(-1)[defined.reshape(-1)])
     assert (got[~defined.reshape(-1)] == 0).all()
 
@@ -91,13 +92,13 @@ def test_quantize_in_a_tiled_layout(layout, axis):
     tiled = jax.jit(lambda x: jax_mx.quantize(x, axis=axis, scale_layout=layout))(x)
     assert_bits_equal(tiled.values, plain.values)
     last = jnp.moveaxis(plain.scales, axis, -1)
-    assert_bits_equal(tiled.scales, layout.pack(last))
+    assert_bits_equal(tiled.scales, pack(layout, last))
     assert_bits_equal(tiled.dequantize(), plain.dequantize())
 
 
 def test_unpack_refuses_another_shape():
     with pytest.raises(ValueError, match=r"unpack: 129 x 4 bytes in blocked_128x4 have the shape"):
-        BLOCKED_128X4.unpack(jnp.zeros((1, 1, 512), jnp.uint8), 129, 4)
+        unpack(BLOCKED_128X4, jnp.zeros((1, 1, 512), jnp.uint8), 129, 4)
 
 
 # ---- values ---

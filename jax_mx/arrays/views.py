@@ -51,6 +51,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mx.arrays import tiles
 from jax_mx.arrays.sharding import Spec, reshape, spec_of
 from jax_mx.arrays.units import MERGED, SPLIT, Order, moved, split
 from jax_mx.facts.directions import Blocks, Direction, Form
@@ -157,17 +158,17 @@ class Result:
             return bytes_
         lead, spec = bytes_.ndim - len(self.order), spec_of(bytes_)
         shape = (*bytes_.shape[: lead + 2], *self._extents(bytes_.shape[lead:]))
-        tiles = layout.pack(from_view(bytes_, shape, spec[: lead + 2], self._matrix))
-        return tiles.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
+        packed = tiles.pack(layout, from_view(bytes_, shape, spec[: lead + 2], self._matrix))
+        return packed.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
 
     def unpack(self, scales: jax.Array, view: Shape) -> jax.Array:
         """The inverse of `pack`, for scales and a view of this shape."""
         if not self.layout.is_tiled:
             return scales
         lead, shape = len(view) - len(self.order), divided(view, self.block, BLOCK)
-        tiles = scales.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
-        matrix = self.layout.unpack(tiles, *self._extents(shape[lead:]))
-        spec = (*spec_of(tiles)[: lead + 2], *(None for _ in self.order))
+        packed = scales.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
+        matrix = tiles.unpack(self.layout, packed, *self._extents(shape[lead:]))
+        spec = (*spec_of(packed)[: lead + 2], *(None for _ in self.order))
         return to_view(matrix, shape, spec, self._matrix)
 
     def _stored(self, shape: Shape, layout: Layout) -> Shape:

@@ -1,10 +1,9 @@
-"""Where the bytes of scales and of values lie: layouts, and the way there and back in jnp.
+"""Where the bytes of scales and of values lie; jax_mx/arrays/tiles.py goes there and back in jnp.
 
 A matrix that is quantized along its last axis has `rows` x `cols` scales, cols = K / 32. GEMMs want
 them in tiles, and some want the values' bytes so too. A tiled layout is a permutation of the bits
 of the row and column number inside a tile, after padding with zeros, so a layout is a row of the
-tables below and no code. The kernels' build reads the tables too, and has no JAX: only the
-functions that need JAX import it.
+tables below and no code. The kernels' build reads the tables too.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,87 +53,6 @@ class Layout:
         padded = [-(-n // p) * p for n, p in zip((rows, cols), self.pad, strict=True)]
         tiles = [n // t for n, t in zip(padded, self.tile, strict=True)]
         return tiles[0], tiles[1], math.prod(self.tile)
-
-    def pack(
-        self,
-        matrix: jax.Array,  # (..., rows, cols) of one byte each
-    ) -> jax.Array:  # (..., *shape(rows, cols))
-        """Row-major bytes into this layout; the padding is 0x00."""
-        import jax
-        import jax.numpy as jnp
-
-        from jax_mx.arrays.sharding import gathered, reshape, spec_of
-
-        if not self.is_tiled:
-            return matrix
-        matrix = gathered(matrix, matrix.shape, self.pad)
-        *lead, rows, cols = matrix.shape
-        tiles_r, tiles_c, size = self.shape(rows, cols)
-        grow = (tiles_r * self.tile[0] - rows, tiles_c * self.tile[1] - cols)
-        bits = jax.lax.bitcast_convert_type(matrix, jnp.uint8)
-        bits = jnp.pad(bits, [(0, 0)] * len(lead) + [(0, g) for g in grow])
-        split = (tiles_r, *self.row_digits, tiles_c, *self.col_digits)
-        spec = spec_of(matrix)
-        bits = reshape(bits, (*lead, *split), self._split(spec)).transpose(
-            self._permutation(len(lead))
-        )
-        bits = reshape(bits, (*lead, tiles_r, tiles_c, size), spec)
-        return jax.lax.bitcast_convert_type(bits, matrix.dtype)
-
-    def unpack(
-        self,
-        packed: jax.Array,  # (..., *shape(rows, cols))
-        rows: int,
-        cols: int,
-    ) -> jax.Array:  # (..., rows, cols)
-        """The inverse of `pack`.
-
-        Raises:
-          ValueError: `packed` does not have the shape that `rows` x `cols` bytes take.
-        """
-        import jax
-        import jax.numpy as jnp
-
-        from jax_mx.arrays.sharding import gathered, reshape, spec_of
-
-        shape = self.shape(rows, cols)
-        lead = packed.shape[: max(packed.ndim - len(shape), 0)]
-        if packed.shape != (*lead, *shape):
-            raise ValueError(
-                f"unpack: {rows} x {cols} bytes in {self.name} have the shape (..., "
-                f"{', '.join(map(str, shape))}), got {packed.shape}"
-            )
-        if not self.is_tiled:
-            return packed
-        tiles_r, tiles_c, size = shape
-        pads = [p // t for p, t in zip(self.pad, self.tile, strict=True)]
-        packed = gathered(
-            packed, (*lead, rows // self.tile[0], cols // self.tile[1], size), (*pads, size)
-        )
-        split = (tiles_r, *self.row_digits, tiles_c, *self.col_digits)
-        permutation = self._permutation(len(lead))
-        bits = jax.lax.bitcast_convert_type(packed, jnp.uint8)
-        spec = spec_of(packed)[:-1]
-        memory = ((*lead, *split)[p] for p in permutation[len(lead) :])
-        bits = reshape(bits, (*lead, *memory), spec)
-        inverse = sorted(range(len(permutation)), key=permutation.__getitem__)
-        bits = bits.transpose(inverse)
-        bits = reshape(bits, (*lead, tiles_r * self.tile[0], tiles_c * self.tile[1]), spec)
-        bits = jax.lax.bitcast_convert_type(bits, packed.dtype)
-        return bits[..., :rows, :cols]
-
-    def _split(self, spec: tuple) -> tuple:
-        """The matrix's partition spec with rows and columns split into tiles and digits."""
-        *lead, rows, cols = spec
-        return (*lead, rows, *(None for _ in self.row_digits), cols)
-
-    def _permutation(self, lead: int) -> tuple[int, ...]:
-        """From (lead, row tiles, row digits, column tiles, column digits) to memory order."""
-        digits_r = len(self.row_digits)
-        row_tiles, col_tiles = lead, lead + 1 + digits_r
-        place = [row_tiles + 1 + i for i in range(digits_r)]
-        place += [col_tiles + 1 + i for i in range(len(self.col_digits))]
-        return (*range(lead), row_tiles, col_tiles, *(place[i] for i in self.order))
 
     def __repr__(self) -> str:
         return self.name.upper()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.sharding import is_explicit, resharded, shards_of
+from jax_mx.arrays.tiles import unpack
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, SCALE_NAN
 from jax_mx.ops.mxarray import MXArray, checked
 
@@ -86,7 +87,7 @@ def _blocks(q: MXArray, taken: tuple[str, ...]) -> tuple[Blocks, tuple[str, ...]
     elements = elements.reshape(*lead, rows, length // BLOCK, BLOCK)
 
     if q.scale_layout.is_tiled:  # of rows whose blocks follow one another, along either axis
-        scales = q.scale_layout.unpack(scales, rows, length // BLOCK)
+        scales = unpack(q.scale_layout, scales, rows, length // BLOCK)
     elif not along_last:
         scales = jnp.swapaxes(scales, -1, -2)
     if len(q.block) == 2:

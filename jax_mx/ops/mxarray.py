@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
+from jax_mx.arrays import tiles
 from jax_mx.arrays.checks import axis_of, block_of, blocks_fit, values_fit
 from jax_mx.arrays.sharding import gathered, is_explicit, reshape, resharded, spec_of
 from jax_mx.arrays.units import covered
@@ -186,9 +187,9 @@ class MXArray:
             return q
         values = q.values
         if q.value_layout.is_tiled:
-            values = q.value_layout.unpack(values, *q.value_layout.rows_cols(values.shape))
+            values = tiles.unpack(q.value_layout, values, *q.value_layout.rows_cols(values.shape))
         values_fit(op, layout, q.axis, q.shape, q.format)
-        return dataclasses.replace(q, values=layout.pack(values), value_layout=layout)
+        return dataclasses.replace(q, values=tiles.pack(layout, values), value_layout=layout)
 
     def expand(self, axis: int = -1, scale_layout: ScaleLayout | str = ROW_MAJOR) -> MXArray:
         """Of square blocks: the same array in blocks along one axis, as GEMMs take it.
