@@ -157,13 +157,6 @@ def call_attributes_in(text: str) -> str:
 class InHand(store.Artifact):
     """A kernel that is in no folder: each call carries it."""
 
-    held: bytes = b""
-
-    @property
-    def image(self) -> bytes:
-        """The binary."""
-        return self.held
-
     def attributes(self, scale_layout, scalars, carry):
         """As those of an export."""
         return super().attributes(scale_layout, scalars, carry=True)

@@ -427,9 +427,9 @@ def test_devices_are_a_list(monkeypatch):
 def test_kernels_that_are_held(tmp_path, monkeypatch):
     first, second, third = [v for v in VARIANTS if v.implementation == "cutedsl"][:3]
     found = {
-        first: store.Artifact({"sha256": "1"}, store.BINARIES),
-        second: store.Artifact({"sha256": "2"}, tmp_path),
-        third: store.Artifact({"sha256": "3"}, tmp_path),
+        first: store.Artifact({"sha256": "1"}, store.BINARIES, b""),
+        second: store.Artifact({"sha256": "2"}, tmp_path, b""),
+        third: store.Artifact({"sha256": "3"}, tmp_path, b""),
     }
     recorded = {
         first.name: {"sha256": "1", "executed_on": ["NVIDIA H200"]},

@@ -1,11 +1,12 @@
 """Where kernels of either DSL say that bytes lie, in Python's integers; a GPU runs the whole."""
 
+import doctest
 import math
 
 import numpy as np
 import pytest
 
-from jax_mx.arrays import tiles
+from jax_mx.arrays import tiles, views
 from jax_mx.facts import directions
 from jax_mx.facts.directions import FORMS
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3
@@ -146,3 +147,8 @@ def test_grids_have_a_thread_block_for_each_tile(op):
         for _, *axis, vector in divided:
             assert vector == 8
             assert view[slice(*geometry_slice(*axis, view))] in ((rows,), (cols,))
+
+
+def test_the_worked_examples_of_views():
+    found = doctest.testmod(views)
+    assert found.attempted > 15 and not found.failed

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from jax_mx import _ffi
 from jax_mx.facts import toolchains, verified
 from jax_mx.facts.content import key_of
 from jax_mx.facts.variants import VARIANTS
-from jax_mx.lowering import compiler, store
+from jax_mx.lowering import compiler, primitive, store
 from jax_mx.testing import emulate
 
 pytest.importorskip("flydsl")
@@ -37,6 +38,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_MX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "BINARIES", tmp_path / "none")
     monkeypatch.setattr(store, "manifest", dict)
+    monkeypatch.setattr(store, "_own", [])
     return tmp_path / "cache"
 
 
@@ -132,6 +134,7 @@ def test_eight_threads_compile_one_kernel(cache, caplog):
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAX_MX_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(store, "_own", [])
     monkeypatch.setattr(store, "manifest", dict)
     assert store.get(AMD, ARCH).sha256 == sha256_of_verified()
     assert any("cannot write" in line and "Set JAX_MX_CACHE" in line for line in caplog.messages)
@@ -261,6 +264,76 @@ def test_the_manifest_of_a_wheel_comes_before_the_cache(cache, tmp_path, monkeyp
     stale = {**made.facts, "key": "of another source"}
     (folder / "manifest.json").write_text(json.dumps({f"{AMD.name}.{ARCH}": stale}))
     assert store.find(AMD, ARCH).folder == cache / "kernels"
+
+
+def test_a_damaged_binary_of_the_package_counts_as_missing(cache, tmp_path, monkeypatch):
+    made = store.get(AMD, ARCH)
+    folder = tmp_path / "binaries"
+    folder.mkdir()
+    (folder / made.sha256).write_bytes(made.image[:7])
+    monkeypatch.setattr(store, "BINARIES", folder)
+    monkeypatch.setattr(store, "manifest", lambda: {f"{AMD.name}.{ARCH}": made.facts})
+    assert store.find(AMD, ARCH).folder == cache / "kernels"
+
+
+@pytest.fixture
+def fresh():
+    """Programs are lowered anew, before and after."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_files_may_go_and_folders_change(cache, tmp_path, monkeypatch):
+    """What a process lowered once it keeps: to run, to lower again, to export."""
+    x = jnp.ones((64, 96), AMD.dtype)
+    want = jax_mx.quantize(x, AMD.formats[0])
+    with emulate(ARCH):
+        assert jax_mx.is_supported("quantize", ARCH, dtype=AMD.dtype)[0]
+        store.get(AMD, ARCH)
+        shutil.rmtree(cache)
+        assert_same_array(jax_mx.quantize(x, AMD.formats[0]), want)
+        monkeypatch.setenv("JAX_MX_ARCHS", ARCH)
+        exported = jax.export.export(
+            jax.jit(lambda x: jax_mx.quantize(x, AMD.formats[0]).values),
+            platforms=["rocm"],
+            disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS,
+        )(x)
+        assert sha256_of_verified() in exported.mlir_module()
+        monkeypatch.setenv("JAX_MX_CACHE", str(tmp_path / "another"))
+        assert_same_array(
+            jax_mx.quantize(x[:32], AMD.formats[0]), jax.tree.map(lambda a: a[:32], want)
+        )
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("archs", ["sm_90a", "nonsense"])
+def test_exports_for_a_platform_that_jax_mx_archs_leaves_out(archs, monkeypatch, caplog):
+    monkeypatch.setenv("JAX_MX_ARCHS", archs)
+
+    def export(implementation):
+        run = jax.jit(lambda x: jax_mx.quantize(x, implementation=implementation).values)
+        checks = jax_mx.DISABLE_EXPORT_CHECKS
+        x = jnp.ones((32, 64), jnp.bfloat16)
+        return jax.export.export(run, platforms=["rocm"], disabled_checks=checks)(x)
+
+    if archs == "nonsense":
+        with pytest.raises(ValueError, match="JAX_MX_ARCHS names nonsense; it may name gfx942"):
+            export(None)
+        return
+    primitive._say_once.cache_clear()
+    assert store.TARGET not in export(None).mlir_module()
+    assert any("JAX_MX_ARCHS names no chip of rocm" in line for line in caplog.messages)
+    with pytest.raises(NotImplementedError, match="JAX_MX_ARCHS names no chip of rocm"):
+        export("flydsl")
+
+
+def test_no_process_can_be_started(cache, tmp_path, monkeypatch):
+    for executable in ("/nonexistent/python", None):
+        monkeypatch.setattr(sys, "executable", executable)
+        with pytest.raises(compiler.CompileError, match="no process can be started"):
+            compiler.Worker("flydsl").ask({}, tmp_path)
 
 
 def test_eager_calls_are_quick():

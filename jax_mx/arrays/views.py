@@ -7,7 +7,8 @@ dimensions have another order, that of the array itself. So a view costs nothing
 and a transpose that XLA turns into a bitcast, and the order becomes the layout of the custom call's
 operand or result. All dimensions of a view but those of length 32 can be split among devices.
 
-Tiles want to stay whole (units.py): then the first two dimensions of the tail are split into units.
+Tiles want to stay whole (units.py): then the first two dimensions of the tail are split into units,
+and what is inside of a unit is not split among devices either.
 
 Words are quantize's, from an operand to results. dequantize takes a view backwards: it reads what a
 result describes and writes what the operand describes.
@@ -38,6 +39,23 @@ A worked example: floats (64, 96), blocks along the last axis, scales in blocked
 (2, 3, 1, 1, 512)
 >>> result.order_in(layouts.BLOCKED_128X4)  # tiles follow each other as (row tiles, column tiles)
 (0, 2, 1, 3, 4)
+
+Another: blocks along the axis before the last, transposed: values (96, 64), scales (96, 2).
+
+>>> view = view_of(directions.SECOND_TRANSPOSED)
+>>> view.view((64, 96), (None, None), -2)[0]  # 2 blocks of rows, 96 columns, 32 rows of a block
+(2, 96, 32)
+>>> view.operand  # the floats in memory: blocks of rows, their 32 rows, then columns
+(0, 2, 1)
+>>> (result,) = view.results
+>>> result.order  # the values: columns, then the blocks and elements of each
+(1, 0, 2)
+>>> tiled = view.laid_out(layouts.BLOCKED_128X4, (layouts.ROW_MAJOR_VALUES,), ((128, 128),))
+>>> tiled.view((64, 96), (None, None), -2)[0]  # of units of 4 blocks and 128 columns there is one
+(1, 1, 2, 96, 32)
+>>> (result,) = tiled.results
+>>> result.order, result.scales_shape((1, 1, 2, 96, 32))  # a tile holds 128 x 4 scales, padded
+((1, 3, 0, 2, 4), (1, 1, 1, 1, 512))
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is compiled: `Variant`, the table of all that ships, and which one serves a plan.
+"""What can be compiled: `Variant`, and the table of all; lowering/registry.py chooses from it.
 
 Only what changes the code of a kernel is a field; scaling mode and sizes are run-time scalars.
 Imports nothing of JAX: the kernels' build reads this table too.

@@ -235,7 +235,7 @@ def check(jobs: list[Job]) -> int:
         seen += 1
         name, sha256 = name_of(variant, arch), facts["sha256"]
         chips = verified.executed_on(arch, variant.name, sha256)
-        if chips is None:
+        if chips is None and arch in EXECUTED:
             bad.append(f"{name}: {sha256} is not in jax_mx/verified; record tests that execute it")
         elif arch in EXECUTED and not chips:
             bad.append(f"{name}: jax_mx/verified does not say that it was executed")

@@ -23,7 +23,7 @@ from typing import IO, Any
 from jax_mx.facts.content import PACKAGE
 from jax_mx.facts.variants import Variant
 
-TIMEOUT = 300  # seconds for one kernel; the longest took 20 on a busy machine
+TIMEOUT = 300  # seconds for one kernel, far more than any took on a busy machine
 
 
 class CompileError(RuntimeError):
@@ -47,7 +47,11 @@ class Worker:
         """
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                self._start(bytecode)
+                try:
+                    self._start(bytecode)
+                except (OSError, TypeError) as error:  # no interpreter, no right to start one
+                    self.stop()
+                    raise CompileError(f"no process can be started: {error}") from error
             assert self.process is not None and self.process.stdin and self.answers and self.errors
             try:
                 self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -79,16 +83,18 @@ class Worker:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONPYCACHEPREFIX": str(bytecode),
         }
-        self.process = subprocess.Popen(
-            [sys.executable, str(PACKAGE / "kernels" / "worker.py"), self.dsl, str(give)],
-            stdin=subprocess.PIPE,
-            stdout=self.errors,
-            stderr=self.errors,
-            pass_fds=[give],
-            env=env,
-        )
-        os.close(give)
         self.answers = os.fdopen(answers, "rb")
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, str(PACKAGE / "kernels" / "worker.py"), self.dsl, str(give)],
+                stdin=subprocess.PIPE,
+                stdout=self.errors,
+                stderr=self.errors,
+                pass_fds=[give],
+                env=env,
+            )
+        finally:
+            os.close(give)
 
     def _last_words(self) -> str:
         if self.errors is None:

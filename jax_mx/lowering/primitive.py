@@ -1,4 +1,4 @@
-"""The ops as JAX primitives; the only module that touches JAX's extension points.
+"""The ops as JAX primitives; the only module that uses names private to JAX.
 
 Operands come as views (arrays/views.py): every dimension but the last, or the last two, which are a
 block, is a batch dimension, to vmap, to the partitioner and to the kernel alike. So a sharded array
@@ -204,7 +204,7 @@ class Target(NamedTuple):
 
     Attributes:
       platform: JAX's name of it.
-      chips: as drivers name them; an export's are all that a kernel can be had for here.
+      chips: as drivers name them; None for an export, which `_support` finds chips for.
       carries: whether the program carries its kernels, as it may leave this machine.
       device: of the stand-in driver, in emulation.
     """
@@ -229,6 +229,11 @@ def _support(plan: Plan, target: Target) -> tuple[Support, list[str]]:
         return registry.chosen(plan, target.platform, target.chips or ()), target.chips or []
     found = registry.chosen(plan, target.platform, ())  # an export: some chip at least
     every = store.exported(chip_table.chips_of(chip_table.DSLS[target.platform]))
+    if found.kernels and not every:
+        reason = f"{plan.op}: JAX_MX_ARCHS names no chip of {target.platform}; 'xla' serves it"
+        _say_once(f"exporting without kernels: {reason}")
+        named = plan.implementation
+        return Support(named, reason=reason) if named else Support("xla"), []
     each = {chip: registry.candidates(plan, target.platform, [chip])[0] for chip in every}
     chips = [chip for chip, support in each.items() if support.kernels]
     if found.kernels and len(chips) < len(every):

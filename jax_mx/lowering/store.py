@@ -10,6 +10,7 @@ What neither holds is compiled, where its DSL is installed, in a process of its 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import fcntl
@@ -19,6 +20,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +30,7 @@ import jax
 
 from jax_mx import _ffi
 from jax_mx.facts import toolchains
-from jax_mx.facts.chips import arch_of
+from jax_mx.facts.chips import ARCHS, arch_of
 from jax_mx.facts.content import key_of
 from jax_mx.facts.launch import Launch
 from jax_mx.facts.variants import Variant
@@ -45,21 +47,18 @@ class Artifact:
 
     Attributes:
       facts: sha256; launches: per scale layout the launch rule, in the words of facts/launch.py.
-      folder: the folder that holds its binary, in a file called by its sha256.
+      folder: where its binary lies, in a file called by its sha256.
+      image: the binary.
     """
 
     facts: dict[str, Any]
     folder: Path
+    image: bytes = dataclasses.field(repr=False)
 
     @property
     def sha256(self) -> str:
         """Of the binary, hexadecimal."""
         return self.facts["sha256"]
-
-    @property
-    def image(self) -> bytes:
-        """The binary."""
-        return (self.folder / self.sha256).read_bytes()
 
     def attributes(self, scale_layout: str, scalars: dict[str, int], carry: bool) -> dict[str, Any]:
         """One kernel's attributes of the custom call.
@@ -77,9 +76,14 @@ class Artifact:
 def cache() -> Path:
     """The folder of kernels that were compiled on demand; JAX_MX_CACHE names another."""
     if named := os.environ.get("JAX_MX_CACHE"):
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "jax_mx"
+        return _absolute(named)
+    return _absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jax_mx"
+
+
+@functools.cache
+def _absolute(path: str) -> Path:
+    """A path as it is meant when it is first asked for, wherever the process goes later."""
+    return Path(path).expanduser().absolute()
 
 
 @functools.cache
@@ -94,27 +98,40 @@ def find(variant: Variant, arch: str) -> Artifact | None:
     key = key_of(variant, arch)
     facts = manifest().get(f"{variant.name}.{arch}")
     if facts is not None and facts["key"] == key:
-        return Artifact(facts, BINARIES)
-    return _cached(key, cache())
+        found = _whole(key, facts, BINARIES)
+        if found is not None:
+            return found
+    return _cached(key, cache()) or (_cached(key, _own[0]) if _own else None)
 
 
-# By folder and key: what this process has read of it and found whole.
+# By folder and key: what this process has read and found whole. The bytes stay: files may go.
 _read: dict[tuple[Path, str], Artifact] = {}
 
 
+def _whole(key: str, facts: dict[str, Any], folder: Path) -> Artifact | None:
+    """The kernel of these facts, unless its file is missing or damaged."""
+    if (folder, key) not in _read:
+        try:
+            image = (folder / facts["sha256"]).read_bytes()
+        except OSError:
+            return None
+        if hashlib.sha256(image).hexdigest() != facts["sha256"]:
+            return None
+        _read[folder, key] = Artifact(facts, folder, image)
+    return _read[folder, key]
+
+
 def _cached(key: str, folder: Path) -> Artifact | None:
-    if (folder, key) in _read:
-        return _read[folder, key]
+    """The kernel that a cache has under this key, unless it is missing or damaged."""
+    if (folder / "kernels", key) in _read:
+        return _read[folder / "kernels", key]
     try:
         digest, _, text = (folder / f"{key}.json").read_text().partition("\n")
         if hashlib.sha256(text.encode()).hexdigest() != digest:
             return None  # damaged: it is compiled again
-        artifact = Artifact(json.loads(text), folder / "kernels")
-        if hashlib.sha256(artifact.image).hexdigest() != artifact.sha256:
-            return None
+        return _whole(key, json.loads(text), folder / "kernels")
     except (OSError, ValueError):
         return None
-    return _read.setdefault((folder, key), artifact)
 
 
 def _keep(key: str, image: bytes, facts: dict[str, Any], folder: Path) -> Artifact:
@@ -124,9 +141,7 @@ def _keep(key: str, image: bytes, facts: dict[str, Any], folder: Path) -> Artifa
     (folder / "kernels").mkdir(parents=True, exist_ok=True)
     _replace(folder / "kernels" / facts["sha256"], image)
     _replace(folder / f"{key}.json", f"{digest}\n{text}".encode())
-    artifact = Artifact(facts, folder / "kernels")
-    _read[folder, key] = artifact
-    return artifact
+    return _read.setdefault((folder / "kernels", key), Artifact(facts, folder / "kernels", image))
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -174,9 +189,18 @@ def get(variant: Variant, arch: str) -> Artifact:
     Raises:
       compiler.CompileError: no binary is there and none can be made; says why.
     """
-    found = find(variant, arch)
-    if found is not None:
-        return found
+    found = find(variant, arch) or _compiled(variant, arch)
+    if found.sha256 not in _interned:  # the handler has it from now on, whatever becomes of files
+        _ffi.intern(found.sha256, found.image)
+        _interned.add(found.sha256)
+    return found
+
+
+_interned: set[str] = set()
+
+
+def _compiled(variant: Variant, arch: str) -> Artifact:
+    """The kernel, compiled now; or by another process while this one waited."""
     if why := obstacle(variant, arch):
         raise compiler.CompileError(why)
     key, folder = key_of(variant, arch), writable_cache()
@@ -200,11 +224,21 @@ _failed: dict[str, compiler.CompileError] = {}
 
 
 def exported(chips: Sequence[str]) -> list[str]:
-    """Those of `chips` that exported programs carry kernels for: of JAX_MX_ARCHS, or all."""
+    """Those of `chips` that exported programs carry kernels for: of JAX_MX_ARCHS, or all.
+
+    Raises:
+      ValueError: JAX_MX_ARCHS has a name that is neither an arch's nor a chip's.
+    """
     asked = os.environ.get("JAX_MX_ARCHS", "").replace(",", " ").split()
-    if not asked or "all" in asked:
+    names = {name.partition(":")[0] for name in asked}
+    known = {arch for archs in ARCHS.values() for arch in archs}
+    known |= {chip for archs in ARCHS.values() for chips in archs.values() for chip in chips}
+    if unknown := names - known - {"all", "native"}:
+        allowed = ", ".join(sorted(known))
+        raise ValueError(f"JAX_MX_ARCHS names {', '.join(sorted(unknown))}; it may name {allowed}")
+    if not names or names & {"all", "native"}:  # native: of the machine that builds, not of this
         return [*chips]
-    return [chip for chip in chips if arch_of(chip) in asked or chip in asked]
+    return [chip for chip in chips if names & {chip, arch_of(chip)}]
 
 
 def writable_cache() -> Path:
@@ -215,32 +249,32 @@ def writable_cache() -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        instead = _own_folder()
-        logger.warning(
-            "jax_mx: cannot write %s (%s); kernels of this process go to %s. Set JAX_MX_CACHE to a "
-            "folder that can be written to keep them",
-            folder,
-            error.strerror,
-            instead,
-        )
-        folder = instead
-    _register_folders(folder)
+        if not _own:
+            _own.append(Path(tempfile.mkdtemp(prefix="jax_mx-")))
+            atexit.register(shutil.rmtree, _own[0], ignore_errors=True)
+            logger.warning(
+                "jax_mx: cannot write %s (%s); kernels of this process go to %s. Set JAX_MX_CACHE "
+                "to a folder that can be written to keep them",
+                folder,
+                error.strerror,
+                _own[0],
+            )
+        folder = _own[0]
+        (folder / "kernels").mkdir(exist_ok=True)
     return folder
 
 
-@functools.cache
-def _own_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="jax_mx-"))
+_own: list[Path] = []  # this process's folder, once it needs one
 
 
 # ---- registration ---
-def _register_folders(cache_folder: Path) -> None:
-    """Tells the handler where kernels lie that a call names."""
+def _register_folders() -> None:
+    """Tells the handler where kernels lie that a call names and this process did not lower."""
     advice = (
         "call the function once under jax.jit on this machine, which compiles or finds them, or "
         "set JAX_MX_CACHE to the folder in which the machine that compiled the program keeps them"
     )
-    _ffi.use_store([str(BINARIES), str(cache_folder / "kernels")], advice)
+    _ffi.use_store([str(BINARIES), str(cache() / "kernels")], advice)
 
 
 def register() -> None:
@@ -257,7 +291,7 @@ def register() -> None:
             f"jax_mx was compiled against version {_ffi.API_VERSION} of XLA's FFI, this jaxlib has "
             f"{found}; install a newer jaxlib or a jax_mx built for this one"
         )
-    _register_folders(cache())
+    _register_folders()
     for platform, stages in _ffi.registrations().items():
         jax.ffi.register_ffi_target(TARGET, stages, platform=platform)
     jax.ffi.register_ffi_target_as_batch_partitionable(TARGET)

@@ -17,7 +17,7 @@ from jax_mx.lowering import primitive
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.placing import placed, require_kernel
 from jax_mx.ops.planning import Options, planned
-from jax_mx.ops.quantize import as_planned, named
+from jax_mx.ops.quantize import as_planned, checkpointed
 
 
 def fake_quantize(
@@ -70,7 +70,9 @@ def _fake_quantize(x: jax.Array, *, plan: Plan, clip: bool) -> jax.Array:
     shape, spec = x.shape, spec_of(x)
     viewed = to_view(x, *view.view(shape, spec, plan.first_axis), view.operand)
     fixed = jax.lax.stop_gradient(viewed)
-    values, scales = named(fixed, plan)  # not within the custom_jvp: policies do not look there
+    values, scales = checkpointed(
+        fixed, plan
+    )  # not within the custom_jvp: policies do not look there
     y = primitive.dequantize(values, scales, _inverse(plan))
     saturated = reference.saturates(fixed, scales, plan.format) if clip else None
     return from_view(_straight_through(viewed, y, saturated), shape, spec, view.operand)

@@ -213,7 +213,7 @@ class MXArray:
                 f"expand: blocks run along axis {self.axis} as it is; only square ones, of "
                 f"quantize(x, block=({BLOCK}, {BLOCK})), expand"
             )
-        if axis not in (-1, -2):
+        if not isinstance(axis, int) or axis not in (-1, -2):
             raise ValueError(f"expand: axis must be -1 or -2, got {axis!r}")
         values_in = self.value_layout if axis == -1 else ROW_MAJOR_VALUES
         values, scales = self.with_values_in(values_in).values, self.scales

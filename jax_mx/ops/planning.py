@@ -61,7 +61,8 @@ _MOST = 4096
 def planned(op: str, x: Any, options: Options | PairOptions) -> Plan:
     """The plan of a call of `op` on an array like `x`, which has a shape and a dtype.
 
-    With another op than the quantizers', the plan of the call that gives or takes such an array.
+    `op` is "quantize" or "quantize_both". `is_supported` also passes "dequantize", with an array
+    like the floats that come out, and `fake_quantize` its own name, for messages.
 
     Raises:
       TypeError, ValueError: see `jax_mx.quantize`, `jax_mx.quantize_both`.
@@ -86,8 +87,8 @@ def planned(op: str, x: Any, options: Options | PairOptions) -> Plan:
 
 def _key(value: Any) -> Any:
     """A value with its type, as True equals 1 and 32.0 equals 32."""
-    if type(value) is tuple:
-        return tuple(map(_key, value))
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_key, value))
     return type(value), value
 
 
@@ -212,7 +213,7 @@ def _values_fit(plan: Plan, shape: tuple[int, ...], axes: tuple[int, ...]) -> No
 
 
 def _canonical(plan: Plan, ndim: int) -> Plan:
-    """The plan with `transpose` as forms have it; checks what its fields say together."""
+    """The plan without a `transpose` that changes nothing; checks what fields say together."""
     op = plan.op
     blocks_fit(op, plan.block, plan.axis, plan.scale_layout, ndim)
     if plan.is_square and any(own.hadamard for own in plan.preprocessing):

@@ -260,7 +260,7 @@ def _is(value: Any, want: float | None) -> bool:
     if value is None or want is None:
         return value is want
     try:
-        return float(value) == want
+        return not isinstance(value, str | bytes) and float(value) == want
     except (TypeError, ValueError):  # of a tracer, too
         return False
 

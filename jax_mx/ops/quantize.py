@@ -222,7 +222,9 @@ def _block_data(x: jax.Array, data: tuple[Data, ...], plan: Plan) -> list[jax.Ar
     return found
 
 
-def named(view: jax.Array, plan: Plan, block_data: Sequence[jax.Array] = ()) -> list[jax.Array]:
+def checkpointed(
+    view: jax.Array, plan: Plan, block_data: Sequence[jax.Array] = ()
+) -> list[jax.Array]:
     """Binds the primitive; what it gives goes by `CHECKPOINT_NAME`.
 
     As bytes: jax.checkpoint puts all floats that it keeps through lax.reduce_precision, which takes
@@ -248,7 +250,7 @@ def _bound(x: jax.Array, plan: Plan, block_data: Sequence[jax.Array]) -> list[MX
         to_view(a, divided(viewed, view.results[array.of].block, BLOCK), view_spec, view.operand)
         for array, a in zip(present, block_data, strict=True)
     ]
-    outs = named(to_view(x, viewed, view_spec, view.operand), plan, operands)
+    outs = checkpointed(to_view(x, viewed, view_spec, view.operand), plan, operands)
     pairs_of_arrays = zip(outs[::2], outs[1::2], strict=True)
     return [_stored(i, *pair, x, plan) for i, pair in enumerate(pairs_of_arrays)]
 
