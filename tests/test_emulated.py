@@ -107,7 +107,7 @@ def check(arch, variant, key, layout="row_major", scaling="rceil", order="lockst
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(12, 5)
+@pytest.mark.sampled(20, 5)
 @every_binary
 def test_every_pattern(variant, arch):
     (layout,), (scaling,) = some(variant, layouts_of(variant)), some(variant, [*Scaling])
@@ -132,7 +132,7 @@ def shapes_of(variant, table):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(12, 0)
+@pytest.mark.sampled(20, 0)
 @every_binary
 def test_shapes(variant, arch):
     """With layouts' padding, and orders of the waves, in turn."""
@@ -143,7 +143,7 @@ def test_shapes(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(12, 8)
+@pytest.mark.sampled(20, 8)
 @every_binary
 def test_every_entry(variant, arch):
     """At addresses that are aligned to no more than the entry wants; fit for others or not.
@@ -179,7 +179,7 @@ def test_values_in_tiles(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 @pytest.mark.filterwarnings("ignore:invalid value")
 @each_binary(PREPROCESSED)
 def test_preprocessing(variant, arch):
@@ -223,7 +223,7 @@ def test_random_codes_carry_where_the_noise_says(arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(12, 6)
+@pytest.mark.sampled(20, 6)
 @every_binary
 def test_addresses_past_4_gib(variant, arch):
     """The last slab of a tensor of 2^33 elements, of which nothing else exists."""
