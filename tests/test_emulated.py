@@ -67,7 +67,7 @@ def some(variant, table, count: int = 1, turn: int = 0) -> list:
     return [table[(at + i) % len(table)] for i in range(count)]
 
 
-# Of the four tests that execute each binary CI has one, for every third binary.
+# Of the cases of each of four tests, one in twenty runs by default, another binary in each test.
 every_binary = each_binary(FLYDSL)
 
 
