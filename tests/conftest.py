@@ -48,6 +48,14 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_xdist_auto_num_workers(config):
+    """As many processes as cores, up to four; one where tests share a GPU."""
+    del config
+    if any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd")):
+        return 0
+    return min(os.cpu_count() or 1, 4)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config, items):
     """Leaves out what is thorough if that is not asked for; sees to tests that need a GPU.
