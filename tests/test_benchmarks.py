@@ -335,6 +335,7 @@ def test_which_forms_are_measured(options, want):
     assert cli.arguments(options).form == want
 
 
+@pytest.mark.thorough
 def test_preprocessing_is_rows(tmp_path):
     file = tmp_path / "out.json"
     options = ["--form", "axis -1", "square", "dequantize", "--format", "mxfp4_e2m1"]
@@ -550,6 +551,7 @@ for i, case in enumerate(cases):
 """
 
 
+@pytest.mark.thorough
 def test_peers_are_further_rows(tmp_path, monkeypatch, capsys):
     stand_in(tmp_path, monkeypatch, PEER)
     file = tmp_path / "out.json"

@@ -203,6 +203,7 @@ def test_products_overflow_only_as_a_whole():
         assert_bits_equal(jax_mx.mx_matmul_reference(a, b), jnp.zeros((m, 7)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind,specs,options",
     [

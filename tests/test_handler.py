@@ -585,6 +585,7 @@ def test_eight_threads_load_one_library(scenario):
     assert out == [[], 1, 64]
 
 
+@pytest.mark.thorough
 def test_two_hundred_shapes_load_each_binary_once(scenario):
     """Six binaries, 200 programs."""
     out = scenario(

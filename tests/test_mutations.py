@@ -53,6 +53,7 @@ def survivor_class(old: dict[str, Any], field: str) -> str:
     return f"a field without use ({field})"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.every_binary
 @pytest.mark.parametrize(
     "form,architecture,cases",
