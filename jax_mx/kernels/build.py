@@ -227,9 +227,9 @@ def _count(dsl: str, images: list[bytes], arch: str, trips: list[dict[str, int]]
 # ---- checking and reporting ---
 def check(jobs: list[Job]) -> int:
     """Whether each binary that is here is the one that was executed and compared elsewhere."""
-    bad, seen = [], 0
+    bad, seen, manifest = [], 0, read_manifest()
     for variant, arch in jobs:
-        facts = read_manifest().get(name_of(variant, arch)) or _cached(variant, arch)
+        facts = manifest.get(name_of(variant, arch)) or _cached(variant, arch)
         if facts is None or facts["key"] != key_of(variant, arch):
             continue
         seen += 1

@@ -20,6 +20,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
+from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.content import PACKAGE
 from jax_mx.facts.variants import Variant
 
@@ -117,7 +118,7 @@ class Worker:
         self.answers = self.errors = None
 
 
-_workers = {dsl: Worker(dsl) for dsl in ("cutedsl", "flydsl")}
+_workers = {dsl: Worker(dsl) for dsl in ARCHS}
 
 
 @atexit.register

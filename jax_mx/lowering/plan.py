@@ -13,7 +13,7 @@ from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
-from jax_mx.facts.signatures import Signature, signature_of
+from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,11 @@ class Plan:
             for array in self.signature.operands
             if array.optional and self.preprocessing[array.of].flips is not None
         )
+
+    @property
+    def block_data(self) -> list[Array]:
+        """The operands of a uint32 per block that the call has, direction by direction."""
+        return [a for a in self.signature.present(self.lacks) if a.role is Role.BLOCK_DATA]
 
     @property
     def has_units(self) -> bool:

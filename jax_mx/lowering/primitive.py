@@ -95,8 +95,7 @@ def _dequantize_avals(values, scales, *, plan: Plan):
 def _by_direction(plan: Plan, block_data: Sequence[jax.Array]) -> list[dict[str, jax.Array]]:
     """For each direction its block data, by the first part of the operand's name."""
     found: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
-    names = [array for array in plan.signature.present(plan.lacks) if array.role is Role.BLOCK_DATA]
-    for array, data in zip(names, block_data, strict=True):
+    for array, data in zip(plan.block_data, block_data, strict=True):
         found[array.of][array.name.rpartition("_")[0]] = data
     return found
 
@@ -205,22 +204,25 @@ class Target(NamedTuple):
     Attributes:
       platform: JAX's name of it.
       chips: as drivers name them; None for an export, which `_support` finds chips for.
-      carries: whether the program carries its kernels, as it may leave this machine.
       device: of the stand-in driver, in emulation.
     """
 
     platform: str
     chips: list[str] | None
-    carries: bool
     device: int | None = None
+
+    @property
+    def carries(self) -> bool:
+        """Whether the program carries its kernels, as it may leave this machine."""
+        return self.chips is None
 
 
 def _target(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
     chips, emulated = _chips(ctx, platform), emulation.value
     exports = ctx.module_context.lowering_parameters.for_export
     if platform == "cpu" and emulated is not None and not exports:
-        return Target(platform_of(emulated.chip), [emulated.chip], False, emulated.device)
-    return Target(platform, chips, carries=chips is None)
+        return Target(platform_of(emulated.chip), [emulated.chip], emulated.device)
+    return Target(platform, chips)
 
 
 def _support(plan: Plan, target: Target) -> tuple[Support, list[str]]:

@@ -138,7 +138,6 @@ def _keep(key: str, image: bytes, facts: dict[str, Any], folder: Path) -> Artifa
     """Writes a kernel into the cache; whoever reads meanwhile finds all of it or nothing."""
     text = json.dumps(facts)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    (folder / "kernels").mkdir(parents=True, exist_ok=True)
     _replace(folder / "kernels" / facts["sha256"], image)
     _replace(folder / f"{key}.json", f"{digest}\n{text}".encode())
     return _read.setdefault((folder / "kernels", key), Artifact(facts, folder / "kernels", image))

@@ -22,7 +22,6 @@ from jax_mx.arrays.views import (
 )
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
-from jax_mx.facts.signatures import Role
 from jax_mx.lowering import primitive, store
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.mxarray import MXArray
@@ -245,10 +244,9 @@ def _bound(x: jax.Array, plan: Plan, block_data: Sequence[jax.Array]) -> list[MX
     if is_explicit(jax.typeof(x).sharding.mesh):  # where x is gathered, so is what belongs to it
         mesh = jax.typeof(x).sharding.mesh
         block_data = [resharded(a, spec_of(x), mesh) for a in block_data]
-    present = [a for a in plan.signature.present(plan.lacks) if a.role is Role.BLOCK_DATA]
     operands = [
         to_view(a, divided(viewed, view.results[array.of].block, BLOCK), view_spec, view.operand)
-        for array, a in zip(present, block_data, strict=True)
+        for array, a in zip(plan.block_data, block_data, strict=True)
     ]
     outs = checkpointed(to_view(x, viewed, view_spec, view.operand), plan, operands)
     pairs_of_arrays = zip(outs[::2], outs[1::2], strict=True)
