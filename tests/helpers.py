@@ -175,7 +175,9 @@ def stand_in(kernel: Variant, arch: str = "sm_90a") -> InHand:
 
 def plan_for(x, op: str = "quantize", **options):
     """The plan of a call of quantize on x; options as `jax_mx.quantize` has them."""
-    return planned(op, x, Options(**{"format": "mxfp8_e4m3", **options}))
+    for name, default in (("format", "mxfp8_e4m3"), ("value_layout", "row_major")):
+        options[f"{name}s"] = (options.pop(name, default),)
+    return planned(op, x, Options(**options))
 
 
 def kernels_for(plan, chips) -> dict[str, dict]:

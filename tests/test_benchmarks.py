@@ -24,7 +24,7 @@ from benchmarks.report import Measured, Row
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import ARCHS, VARIANTS, layouts_of
-from jax_mx.ops.planning import Options, PairOptions, planned
+from jax_mx.ops.planning import Options, planned
 
 pytestmark = pytest.mark.any_device
 
@@ -85,9 +85,9 @@ def test_forms_are_those_of_kernels(name):
     form = shapes.FORMS[name]
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     if form.op == "quantize_both":
-        options = PairOptions(("mxfp8_e4m3",) * 2, (False, form.transpose))
+        options = Options.both(("mxfp8_e4m3",) * 2, (False, form.transpose))
     else:
-        options = Options("mxfp8_e4m3", transpose=form.transpose, **form.made_by)
+        options = Options(("mxfp8_e4m3",), transpose=form.transpose, **form.made_by)
     assert planned(form.op, x, options).form == form.kernel
 
 

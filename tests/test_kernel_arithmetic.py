@@ -211,7 +211,7 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(kind.block_data)]
     own = Preprocessing(kind.stochastic, prescale, kind.hadamard)
     like = x.reshape(-1, BLOCK * span)
-    plan = plan_for(like, format=MXFP4_E2M1, scaling="even", preprocessing=own)
+    plan = plan_for(like, format=MXFP4_E2M1, scaling="even", preprocessing=(own,))
     views = [jnp.asarray(a).reshape(-1, span, a.shape[-1]) for a in (x, *words)]
     outs = primitive._quantize_reference(*views, plan=plan)
     values, scales = (np.asarray(a).reshape(len(x), -1) for a in outs)

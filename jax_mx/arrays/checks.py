@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -112,16 +114,83 @@ def blocks_fit(op: str, block: tuple[int, ...], axis: int, layout: ScaleLayout, 
         )
 
 
+def swaps_fit(op: str, ndim: int) -> None:
+    """Checks that an array of rank `ndim` has two axes to swap."""
+    if ndim < 2:
+        raise ValueError(f"{op}: transpose swaps the last two axes, the array has rank {ndim}")
+
+
+def pairs_fit(op: str, ndim: int, **pairs: Any) -> None:
+    """Checks what a caller asks for each of two directions, by the arguments' names.
+
+    Raises:
+      TypeError, ValueError: see `jax_mx.quantize_both`.
+    """
+    if ndim < 2:
+        raise ValueError(f"{op}: x has rank {ndim}; two directions need a matrix")
+    for name, pair in pairs.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(
+                f"{op}: {name} must be a pair, for the last axis and the one before, got "
+                f"{shown(pair)}"
+            )
+    if flag(op, "transpose[0]", pairs["transpose"][0]):
+        raise ValueError(
+            f"{op}: transpose[0] is the result along the last axis, whose blocks are contiguous as "
+            "they are; use (False, True) or (False, False)"
+        )
+
+
+def whole_blocks(
+    op: str, shape: tuple[int, ...], axes: Sequence[int], transforms: Sequence[int]
+) -> None:
+    """Checks that blocks, and transforms of these sizes (0: none), divide the axes they run along.
+
+    Raises:
+      ValueError: they do not; says what to do.
+    """
+    for axis, size in itertools.zip_longest(axes, transforms, fillvalue=0):
+        length = shape[axis]
+        if length % BLOCK:
+            raise ValueError(
+                f"{op}: axis {axis} has length {length}, not a multiple of the block length "
+                f"{BLOCK}; pad it to {-(-length // BLOCK) * BLOCK} or choose another axis of "
+                f"{tuple(shape)}"
+            )
+        if size and length % size:
+            raise ValueError(
+                f"{op}: axis {axis} has length {length}, not a multiple of {size}, the size of its "
+                "Hadamard transform; use a smaller one or pad it"
+            )
+
+
 def values_fit(
-    op: str, layout: ValueLayout, axis: int, shape: tuple[int, ...], format: Format
+    op: str,
+    layout: ValueLayout,
+    axis: int,
+    shape: tuple[int, ...],
+    format: Format,
+    moved: bool = False,
 ) -> None:
     """Checks that values with blocks along `axis` of an array of `shape` can lie so.
+
+    Args:
+      op: for the message.
+      layout: of the values.
+      axis: that blocks run along.
+      shape: of the array.
+      format: of the values.
+      moved: whether the values lie with this axis last.
 
     Raises:
       ValueError: they cannot; says why.
     """
     if not layout.is_tiled:
         return
+    if moved:
+        rest = [*shape]
+        length = rest.pop(axis)
+        shape, axis = (*rest, length), -1
     if axis != -1 or len(shape) < 2:
         raise ValueError(
             f"{op}: value_layout {layout.name!r} tiles a matrix whose rows end with the block "

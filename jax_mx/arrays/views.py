@@ -391,7 +391,8 @@ def to_view(x: jax.Array, shape: Shape, spec: Spec, order: Order) -> jax.Array:
 
 def from_view(x: jax.Array, shape: Shape, spec: Spec, order: Order) -> jax.Array:
     """The inverse of `to_view`: the array of `shape` and `spec` whose view x is."""
-    return reshape(x.transpose(_places(x.ndim, order)), shape, spec)
+    x = x.transpose(_places(x.ndim, order))
+    return reshape(x, shape, spec)
 
 
 def minor_to_major(ndim: int, order: Order) -> tuple[int, ...]:

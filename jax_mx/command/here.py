@@ -18,7 +18,7 @@ from jax_mx.facts.variants import VARIANTS, Variant
 from jax_mx.lowering import store
 from jax_mx.lowering.primitive import chip_of, chips_beside
 from jax_mx.lowering.registry import Support
-from jax_mx.ops.planning import Options, PairOptions, planned
+from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.support import support_of
 
 OPS = ("quantize", "quantize_both", "dequantize")
@@ -133,7 +133,7 @@ def support(op: str, device: jax.Device, like: Any, format: str, axis: int = -1)
 
 def _planned(op: str, like: Any, format: str, axis: int) -> Any:
     both = op == "quantize_both"
-    return planned(op, like, PairOptions((format, format)) if both else Options(format, axis))
+    return planned(op, like, Options.both((format,) * 2) if both else Options((format,), axis))
 
 
 def servings(formats: Sequence[str], axis: int, dtype: str) -> list[Serving]:

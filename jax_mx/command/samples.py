@@ -207,7 +207,7 @@ def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, 
     with np.errstate(all="ignore"):  # what overflows is counted below
         tensor = tensor.astype(FLOAT_DTYPES[dtype])
     # Whether a tensor can be quantized depends on its shape alone, not on the format or scaling.
-    axis = planned("quantize", tensor, Options(MXFP8_E4M3, axis, RCEIL)).axis
+    axis = planned("quantize", tensor, Options((MXFP8_E4M3,), axis, RCEIL)).axis
     if tensor.size == 0:
         raise ValueError(f"is empty, shape {tensor.shape}; there is nothing to measure")
     if zeros := before - np.count_nonzero(tensor):

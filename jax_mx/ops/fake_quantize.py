@@ -54,7 +54,7 @@ def fake_quantize(
     """
     op = "fake_quantize"
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
-    asked = Options(format, axis, scaling, implementation=implementation, block=block)
+    asked = Options((format,), axis, scaling, implementation=implementation, block=block)
     plan = planned(op, x, asked)
     clip = flag(op, "clip", clip)
     plan = dataclasses.replace(plan, op="quantize")

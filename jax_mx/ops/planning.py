@@ -11,11 +11,12 @@ from jax_mx.arrays.checks import (
     blocks_fit,
     flag,
     float_dtype,
-    shown,
+    pairs_fit,
+    swaps_fit,
     values_fit,
+    whole_blocks,
     zero_scale_of,
 )
-from jax_mx.arrays.views import moved_last
 from jax_mx.facts.formats import BLOCK, FORMATS, SCALINGS, named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, SCALE_LAYOUTS, VALUE_LAYOUTS
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
@@ -25,9 +26,14 @@ from jax_mx.lowering.registry import IMPLEMENTATIONS
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a caller asks of one quantized array, as given; see `jax_mx.quantize`."""
+    """What a caller asks, as given; see `jax_mx.quantize` and `jax_mx.quantize_both`.
 
-    format: Any
+    Attributes:
+      formats: of each result; so are value_layouts and preprocessing.
+      transpose: a bool; of quantize_both a pair, for the last axis and the one before.
+    """
+
+    formats: Any
     axis: Any = -1
     scaling: Any = "rceil"
     scale_layout: Any = ROW_MAJOR
@@ -35,22 +41,14 @@ class Options:
     transpose: Any = False
     block: Any = BLOCK
     zero_scale: Any = 0
-    value_layout: Any = ROW_MAJOR_VALUES
-    preprocessing: Preprocessing = NO_PREPROCESSING
+    value_layouts: Any = (ROW_MAJOR_VALUES,)
+    preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
 
-
-@dataclasses.dataclass(frozen=True)
-class PairOptions:
-    """What a caller asks of both directions, as given; see `jax_mx.quantize_both`."""
-
-    formats: Any
-    transpose: Any = (False, True)
-    scaling: Any = "rceil"
-    scale_layout: Any = ROW_MAJOR
-    implementation: Any = None
-    zero_scale: Any = 0
-    value_layouts: Any = (ROW_MAJOR_VALUES,) * 2
-    preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,) * 2
+    @classmethod
+    def both(cls, formats: Any, transpose: Any = (False, True)) -> Options:
+        """What quantize_both is asked where all else is the default."""
+        pairs = (ROW_MAJOR_VALUES,) * 2, (NO_PREPROCESSING,) * 2
+        return cls(formats, transpose=transpose, value_layouts=pairs[0], preprocessing=pairs[1])
 
 
 # What the public functions made of their arguments before: eager calls come again and again.
@@ -58,7 +56,7 @@ _plans: dict[Any, Plan] = {}
 _MOST = 4096
 
 
-def planned(op: str, x: Any, options: Options | PairOptions) -> Plan:
+def planned(op: str, x: Any, options: Options) -> Plan:
     """The plan of a call of `op` on an array like `x`, which has a shape and a dtype.
 
     `op` is "quantize" or "quantize_both". `is_supported` also passes "dequantize", with an array
@@ -74,10 +72,7 @@ def planned(op: str, x: Any, options: Options | PairOptions) -> Plan:
         key = found = None
     if found is not None:
         return found
-    if isinstance(options, PairOptions):
-        plan = _plan_both(op, x, options)
-    else:
-        plan = _plan_one(op, x, options)
+    plan = _plan(op, x.dtype, x.shape, options)
     if key is not None and all(type(n) is int for n in x.shape):
         if len(_plans) >= _MOST:
             _plans.clear()
@@ -92,65 +87,43 @@ def _key(value: Any) -> Any:
     return type(value), value
 
 
-def _plan_one(op: str, x: Any, asked: Options) -> Plan:
-    plan = _canonical(
-        Plan(
-            op,
-            float_dtype(op, "x", x.dtype),
-            (named(f"{op}: format", FORMATS, asked.format),),
-            axis_of(op, asked.axis, x.ndim),
-            named(f"{op}: scale_layout", SCALE_LAYOUTS, asked.scale_layout),
-            named(f"{op}: scaling", SCALINGS, asked.scaling),
-            implementation_of(op, asked.implementation),
-            flag(op, "transpose", asked.transpose),
-            block_of(op, asked.block),
-            zero_scale_of(op, asked.zero_scale),
-            (named(f"{op}: value_layout", VALUE_LAYOUTS, asked.value_layout),),
-            (asked.preprocessing,),
-        ),
-        x.ndim,
+def _plan(op: str, dtype: Any, shape: tuple[int, ...], asked: Options) -> Plan:
+    """The plan of a call on floats of this dtype and shape."""
+    dtype, transpose = float_dtype(op, "x", dtype), asked.transpose
+    both = op == "quantize_both"
+    if both:
+        pairs = {n: getattr(asked, n) for n in ("formats", "transpose", "value_layouts")}
+        pairs_fit(op, len(shape), **pairs)
+        transpose = transpose[1]
+    formats = tuple(named(f"{op}: format", FORMATS, each) for each in asked.formats)
+    scale_layout = named(f"{op}: scale_layout", SCALE_LAYOUTS, asked.scale_layout)
+    value_layouts = tuple(
+        named(f"{op}: value_layout", VALUE_LAYOUTS, each) for each in asked.value_layouts
     )
-    for along in plan.axes if plan.is_square else (asked.axis,):  # as the caller counts it
-        _whole_blocks(op, x.shape, along, asked.preprocessing)
-    _values_fit(plan, x.shape, (plan.axis,))
-    return plan
-
-
-def _plan_both(op: str, x: Any, asked: PairOptions) -> Plan:
-    dtype = float_dtype(op, "x", x.dtype)
-    if x.ndim < 2:
-        raise ValueError(f"{op}: x has rank {x.ndim}; two directions need a matrix")
-    for name in ("formats", "transpose", "value_layouts"):
-        pair = getattr(asked, name)
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(
-                f"{op}: {name} must be a pair, for the last axis and the one before, got "
-                f"{shown(pair)}"
-            )
-    if flag(op, "transpose[0]", asked.transpose[0]):
-        raise ValueError(
-            f"{op}: transpose[0] is the result along the last axis, whose blocks are contiguous as "
-            "they are; use (False, True) or (False, False)"
-        )
-    for axis, preprocessing in zip((-1, -2), asked.preprocessing, strict=True):
-        _whole_blocks(op, x.shape, axis, preprocessing)
-    first, second = (named(f"{op}: format", FORMATS, f) for f in asked.formats)
     plan = Plan(
         op,
         dtype,
-        (first, second),
-        -1,
-        named(f"{op}: scale_layout", SCALE_LAYOUTS, asked.scale_layout),
+        formats,
+        axis_of(op, asked.axis, len(shape)),
+        scale_layout,
         named(f"{op}: scaling", SCALINGS, asked.scaling),
         implementation_of(op, asked.implementation),
-        flag(op, "transpose[1]", asked.transpose[1]),
-        zero_scale=zero_scale_of(op, asked.zero_scale),
-        value_layouts=tuple(
-            named(f"{op}: value_layout", VALUE_LAYOUTS, v) for v in asked.value_layouts
-        ),
-        preprocessing=asked.preprocessing,
+        flag(op, "transpose", transpose),
+        block_of(op, asked.block),
+        zero_scale_of(op, asked.zero_scale),
+        value_layouts,
+        asked.preprocessing,
     )
-    _values_fit(plan, x.shape, (-1, -2))
+    blocks_fit(op, plan.block, plan.axis, scale_layout, len(shape))
+    if transpose and op == "dequantize":
+        swaps_fit(op, len(shape))
+    plan = _canonical(plan)
+    axes = (-1, -2) if both or plan.is_square else (asked.axis,)  # as the caller counts it
+    whole_blocks(op, shape, axes, [own.hadamard for own in plan.preprocessing])
+    axes = (-1, -2) if both else (plan.axis,)
+    for axis, layout, format in zip(axes, value_layouts, formats, strict=True):
+        moved = plan.transpose and axis == axes[-1] and op != "dequantize"
+        values_fit(op, layout, -2 if moved and plan.is_square else axis, shape, format, moved)
     return plan
 
 
@@ -161,19 +134,19 @@ def plan_dequantize(q: Any, dtype: Any, transpose: Any, implementation: Any) -> 
       TypeError, ValueError: see `jax_mx.dequantize`.
     """
     op = "dequantize"
-    return _canonical(
-        Plan(
-            op,
-            float_dtype(op, "dtype", dtype),
-            (q.format,),
-            q.axis,
-            q.scale_layout,
-            implementation=implementation_of(op, implementation),
-            transpose=flag(op, "transpose", transpose),
-            block=q.block,
-        ),
-        q.ndim,
+    plan = Plan(
+        op,
+        float_dtype(op, "dtype", dtype),
+        (q.format,),
+        q.axis,
+        q.scale_layout,
+        implementation=implementation_of(op, implementation),
+        transpose=flag(op, "transpose", transpose),
+        block=q.block,
     )
+    if plan.transpose:
+        swaps_fit(op, q.ndim)
+    return _canonical(plan)
 
 
 def implementation_of(op: str, implementation: Any) -> str | None:
@@ -188,44 +161,16 @@ def implementation_of(op: str, implementation: Any) -> str | None:
     return named(f"{op}: implementation", table, implementation)
 
 
-def _whole_blocks(op: str, shape: tuple[int, ...], axis: int, own: Preprocessing) -> None:
-    length = shape[axis]
-    if length % BLOCK:
-        raise ValueError(
-            f"{op}: axis {axis} has length {length}, not a multiple of the block length {BLOCK}; "
-            f"pad it to {-(-length // BLOCK) * BLOCK} or choose another axis of {tuple(shape)}"
-        )
-    if length % own.group:
-        raise ValueError(
-            f"{op}: axis {axis} has length {length}, not a multiple of {own.hadamard}, the "
-            "size of its Hadamard transform; use a smaller one or pad it"
-        )
-
-
-def _values_fit(plan: Plan, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
-    """Checks the layouts of the results' values, whose blocks run along these axes of x."""
-    last = len(axes) - 1
-    for i, (axis, layout) in enumerate(zip(axes, plan.value_layouts, strict=True)):
-        result, along = shape, axis
-        if plan.transpose and i == last and plan.op != "dequantize":
-            result, along = moved_last(shape, -2 if plan.is_square else axis), -1
-        values_fit(plan.op, layout, along, result, plan.formats[i])
-
-
-def _canonical(plan: Plan, ndim: int) -> Plan:
+def _canonical(plan: Plan) -> Plan:
     """The plan without a `transpose` that changes nothing; checks what fields say together."""
-    op = plan.op
-    blocks_fit(op, plan.block, plan.axis, plan.scale_layout, ndim)
     if plan.is_square and any(own.hadamard for own in plan.preprocessing):
         raise ValueError(
-            f"{op}: a Hadamard transform goes along one axis, square blocks span two; use block="
-            f"{BLOCK}"
+            f"{plan.op}: a Hadamard transform goes along one axis, square blocks span two; use "
+            f"block={BLOCK}"
         )
     transpose = plan.transpose
-    if op == "quantize":  # blocks along the last axis are last as they are
+    if plan.op == "quantize":  # blocks along the last axis are last as they are
         transpose = transpose and (plan.is_square or plan.axis != -1)
-    elif transpose and ndim < 2:
-        raise ValueError(f"{op}: transpose swaps the last two axes, the array has rank {ndim}")
     else:  # others have no form: dequantizing swaps what comes out
         transpose = transpose and plan.axis >= -2
     return dataclasses.replace(plan, transpose=transpose)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 
 from jax_mx import reference
 from jax_mx.arrays.checks import axis_of, float_dtype, shown, whole
-from jax_mx.arrays.sharding import Spec, iota, reshape, spec_of
+from jax_mx.arrays.sharding import iota, reshape, spec_of
+from jax_mx.arrays.views import divided
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, PRESCALES, SIZES, Preprocessing
 
@@ -141,21 +143,18 @@ def pairs(op: str, rounding: Any, hadamard: Any, split: bool = True) -> list[tup
 def block_data_of(
     data: Data,
     own: Preprocessing,
-    shape: tuple[int, ...],
-    spec: Spec,
-    axis: int,
-    mesh,
+    x: jax.Array,
+    axes: Sequence[int],
 ) -> list[jax.Array]:
     """The operands of a uint32 per block that the primitive takes: seeds, then words of signs.
 
     Args:
       data: see `data_of`.
       own: the static side.
-      shape: how many blocks there are along each axis.
-      spec: the partition spec of blocks.
-      axis: the axis that blocks run along.
-      mesh: of the array.
+      x: what is quantized; the operands are sharded as it is.
+      axes: those that blocks run along, negative; signs go along the last of them.
     """
+    shape, spec, mesh = divided(x.shape, axes, BLOCK), spec_of(x), jax.typeof(x).sharding.mesh
     found, (key, signs) = [], data
     if key is not None:
         number = iota(shape, 0, spec, mesh)
@@ -165,7 +164,7 @@ def block_data_of(
         found.append(reference.seeds(number, bits))
     if signs is not None:
         even, odd = _flips_of_blocks(_signs("quantize", signs, own.hadamard))
-        which = iota(shape, axis, spec, mesh) & np.uint32(1)
+        which = iota(shape, axes[-1], spec, mesh) & np.uint32(1)
         found.append(jnp.where(which == 0, even, odd))
     return found
 

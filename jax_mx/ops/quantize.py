@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
+from jax_mx.arrays.sharding import gathered, spec_of
 from jax_mx.arrays.views import (
     divided,
     from_view,
@@ -25,8 +25,8 @@ from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, Value
 from jax_mx.lowering import primitive, store
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.placing import placed, require_kernel, require_whole_blocks
-from jax_mx.ops.planning import Options, PairOptions, planned
+from jax_mx.ops.placing import require_kernel, require_whole_blocks
+from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import (
     Data,
     Hadamard,
@@ -115,7 +115,7 @@ def quantize(
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     own = preprocessing_of("quantize", rounding, hadamard)
     asked = Options(
-        format,
+        (format,),
         axis,
         scaling,
         scale_layout,
@@ -123,8 +123,8 @@ def quantize(
         transpose,
         block,
         zero_scale,
-        value_layout,
-        own,
+        (value_layout,),
+        (own,),
     )
     plan = planned("quantize", x, asked)
     require_kernel(plan)
@@ -172,11 +172,16 @@ def quantize_both(
       TypeError, ValueError, NotImplementedError: as for `quantize`.
     """
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
-    pair = (format, format) if formats is None else formats
     each = pairs("quantize_both", rounding, hadamard)
-    own = tuple(preprocessing_of("quantize_both", *two) for two in each)
-    asked = PairOptions(
-        pair, transpose, scaling, scale_layout, implementation, zero_scale, value_layouts, own
+    asked = Options(
+        formats=(format, format) if formats is None else formats,
+        scaling=scaling,
+        scale_layout=scale_layout,
+        implementation=implementation,
+        transpose=transpose,
+        zero_scale=zero_scale,
+        value_layouts=value_layouts,
+        preprocessing=tuple(preprocessing_of("quantize_both", *two) for two in each),
     )
     plan = planned("quantize_both", x, asked)
     require_kernel(plan)
@@ -197,27 +202,29 @@ def _quantize(x: jax.Array, data: tuple[Data, ...], *, plan: Plan) -> list[MXArr
     Under jit, so that eager calls are quick, and calls with one plan share one function of the
     program that they are in, with all its attributes.
     """
-    block_data = _block_data(x, data, plan)
-    if plan.axis < -2 and plan.has_units:  # units are of the last two axes
-        x, *block_data = (jnp.moveaxis(a, plan.axis, -2) for a in (x, *block_data))
-        (q,) = _bound(x, dataclasses.replace(plan, axis=-2), block_data)
-        if plan.transpose:
-            return [q]
-        back = {"values": jnp.moveaxis(q.values, -2, plan.axis), "axis": plan.axis}
-        if not plan.scale_layout.is_tiled:
-            back["scales"] = jnp.moveaxis(q.scales, -2, plan.axis)
-        return [dataclasses.replace(q, **back)]
-    return _bound(x, plan, block_data)
+    moved = plan.axis < -2 and plan.has_units  # units are of the last two axes
+    own = dataclasses.replace(plan, axis=-2) if moved else plan
+    require_whole_blocks(x, x.shape, plan)
+    x = jnp.moveaxis(x, plan.axis, -2) if moved else x
+    x = gathered(x, x.shape, own.view.unit_lengths) if plan.has_units else x
+    block_data = _block_data(jnp.moveaxis(x, -2, plan.axis) if moved else x, data, plan)
+    if not moved:
+        return _bound(x, plan, block_data)
+    (q,) = _bound(x, own, [jnp.moveaxis(a, plan.axis, -2) for a in block_data])
+    if plan.transpose:
+        return [q]
+    back = {"values": jnp.moveaxis(q.values, -2, plan.axis), "axis": plan.axis}
+    if not plan.scale_layout.is_tiled:
+        back["scales"] = jnp.moveaxis(q.scales, -2, plan.axis)
+    return [dataclasses.replace(q, **back)]
 
 
 def _block_data(x: jax.Array, data: tuple[Data, ...], plan: Plan) -> list[jax.Array]:
     """All operands of a uint32 per block, as x's axes have blocks, direction by direction."""
-    require_whole_blocks(x, x.shape, plan)
-    mesh, spec, found = jax.typeof(x).sharding.mesh, spec_of(x), []
+    found: list[jax.Array] = []
     for i, (arrays, own) in enumerate(zip(data, plan.preprocessing, strict=True)):
         axes = (-1 - i,) if plan.op == "quantize_both" else plan.axes
-        shape = divided(x.shape, axes, BLOCK)
-        found += block_data_of(arrays, own, shape, spec, axes[-1], mesh)
+        found += block_data_of(arrays, own, x, axes)
     return found
 
 
@@ -237,18 +244,15 @@ def checkpointed(
 
 
 def _bound(x: jax.Array, plan: Plan, block_data: Sequence[jax.Array]) -> list[MXArray]:
-    """Binds the primitive on views; x and its block data as the plan has them."""
+    """Binds the primitive on views; x, which is placed, and its block data as the plan has them."""
     view = plan.view
-    x = placed(x, x.shape, plan)
     viewed, view_spec = view.view(x.shape, spec_of(x), plan.first_axis)
-    if is_explicit(jax.typeof(x).sharding.mesh):  # where x is gathered, so is what belongs to it
-        mesh = jax.typeof(x).sharding.mesh
-        block_data = [resharded(a, spec_of(x), mesh) for a in block_data]
+    floats = to_view(x, viewed, view_spec, view.operand)
     operands = [
         to_view(a, divided(viewed, view.results[array.of].block, BLOCK), view_spec, view.operand)
         for array, a in zip(plan.block_data, block_data, strict=True)
     ]
-    outs = checkpointed(to_view(x, viewed, view_spec, view.operand), plan, operands)
+    outs = checkpointed(floats, plan, operands)
     pairs_of_arrays = zip(outs[::2], outs[1::2], strict=True)
     return [_stored(i, *pair, x, plan) for i, pair in enumerate(pairs_of_arrays)]
 

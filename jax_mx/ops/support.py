@@ -15,7 +15,7 @@ from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.registry import Support
-from jax_mx.ops.planning import Options, PairOptions, planned
+from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, pairs, preprocessing_of
 
 
@@ -79,32 +79,26 @@ def is_supported(
         )
     # A length of whole blocks, transforms and tiles of values, whatever is asked for.
     like = jax.ShapeDtypeStruct((2 * BLOCK,) * ndim, jnp.dtype(dtype))
-    asked: Options | PairOptions
-    if op == "quantize_both":
-        formats, layouts = (format, format), (value_layout,) * 2
-        directions = (False, transpose)
-        asked = PairOptions(
-            formats, directions, scaling, scale_layout, implementation, zero_scale, layouts, own
-        )
-    elif op in ("quantize", "dequantize"):
-        asked = Options(
-            format,
-            axis,
-            scaling,
-            scale_layout,
-            implementation,
-            transpose,
-            block,
-            zero_scale,
-            value_layout,
-            *own,
-        )
-    else:
+    if op not in ("quantize", "quantize_both", "dequantize"):
         allowed = "'quantize', 'quantize_both' or 'dequantize'"
         raise ValueError(f"is_supported: op {op!r} is unknown; use {allowed}")
-    found = support_of(planned(op, like, asked), device)
+    n = 2 if op == "quantize_both" else 1
+    asked = Options(
+        (format,) * n,
+        axis if n == 1 else -1,
+        scaling,
+        scale_layout,
+        implementation,
+        transpose if n == 1 else (False, transpose),
+        block if n == 1 else BLOCK,
+        zero_scale,
+        (value_layout,) * n,
+        own,
+    )
+    plan = planned(op, like, asked)
+    found = support_of(plan, device)
     if found.implementation == "xla" and implementation is None:
-        refused = support_of(planned(op, like, asked), device, kernels_only=True)
+        refused = support_of(plan, device, kernels_only=True)
         return False, str(refused)
     return bool(found), str(found)
 
