@@ -31,4 +31,13 @@ from jax_mx.ops.quantize import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
 from jax_mx.ops.quantize import quantize as quantize
 from jax_mx.ops.quantize import quantize_both as quantize_both
 from jax_mx.ops.support import is_supported as is_supported
+from jax_mx.products.contractions import einsum as einsum
+from jax_mx.products.contractions import matmul as matmul
+from jax_mx.products.dot_general import dot_general as dot_general
+from jax_mx.products.forms import QuantizedWeight as QuantizedWeight
+from jax_mx.products.recipes import MXFP4 as MXFP4
+from jax_mx.products.recipes import MXFP8 as MXFP8
+from jax_mx.products.recipes import MXFP8_HYBRID as MXFP8_HYBRID
+from jax_mx.products.recipes import Product as Product
+from jax_mx.products.recipes import Recipe as Recipe
 from jax_mx.version import __version__ as __version__

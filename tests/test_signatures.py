@@ -71,7 +71,7 @@ def shifted(monkeypatch):
     plan = dataclasses.replace(plan_for(jnp.ones((64, 64), jnp.float32)), op="shifted")
 
     def run(x, table):
-        (y,) = made.bind(*primitive._vary_alike(x, table), plan=plan)
+        (y,) = made.bind(*primitive.vary_alike(x, table), plan=plan)
         return y
 
     return run

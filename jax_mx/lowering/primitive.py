@@ -45,7 +45,7 @@ from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.registry import Support
 
 # What makes operands vary over the same manual axes; since 0.10.1 under the first name.
-_vary_alike = getattr(core, "auto_insert_reshard", None) or vars(core)["standard_insert_pvary"]
+vary_alike = getattr(core, "auto_insert_reshard", None) or vars(core)["standard_insert_pvary"]
 
 logger = logging.getLogger("jax_mx")
 
@@ -217,7 +217,7 @@ class Target(NamedTuple):
         return self.chips is None
 
 
-def _target(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
+def target_of(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
     chips, emulated = _chips(ctx, platform), emulation.value
     exports = ctx.module_context.lowering_parameters.for_export
     if platform == "cpu" and emulated is not None and not exports:
@@ -382,7 +382,7 @@ def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: P
         processes of the program may have it.
     """
     platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
-    target = _target(ctx, platform)
+    target = target_of(ctx, platform)
     written = value_layouts_of(chip_table.DSLS.get(target.platform, ""), plan.scale_layout.name)
     in_rows = any(layout.name not in written for layout in plan.value_layouts)
     kernel_plan = plan
@@ -479,25 +479,46 @@ def _no_derivative(*_, plan: Plan, **__):
 
 
 # ---- registration ---
+def define(
+    name: str, avals: Callable, lower: Callable, batch: Callable, no_derivative: Callable
+) -> Primitive:
+    """A primitive of several results, with all of JAX's rules.
+
+    Args:
+      name: of the primitive.
+      avals: abstract values of results, from those of operands and the parameters.
+      lower: the lowering rule, with the platform that it is registered for before its arguments;
+        None for all that have no kernels.
+      batch: the rule of vmap.
+      no_derivative: raises.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+    primitive.def_abstract_eval(avals)
+    mlir.register_lowering(primitive, functools.partial(lower, None))
+    for platform in (*chip_table.DSLS, "cpu"):  # where there may be a kernel; the CPU emulates one
+        mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = no_derivative
+    ad.primitive_transposes[primitive] = no_derivative
+    return primitive
+
+
 def make_primitive(op: str, avals: Callable, reference_fn: Callable) -> Primitive:
-    """A primitive with all of JAX's rules.
+    """The primitive of an op on views that is declared in facts/signatures.py.
 
     Args:
       op: its name.
       avals: abstract values of results, from those of operands and the plan.
       reference_fn: the op in jnp, on views, with the keyword `plan`.
     """
-    primitive = Primitive(f"mx_{op}")
-    primitive.multiple_results = True
-    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
-    primitive.def_abstract_eval(avals)
-    mlir.register_lowering(primitive, functools.partial(_lower, reference_fn, None))
-    for platform in (*chip_table.DSLS, "cpu"):  # where there may be a kernel; the CPU emulates one
-        rule = functools.partial(_lower, reference_fn, platform)
-        mlir.register_lowering(primitive, rule, platform=platform)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
-    ad.primitive_jvps[primitive] = _no_derivative
-    ad.primitive_transposes[primitive] = _no_derivative
+
+    def batch(args, dims, *, plan: Plan):
+        return _batch(primitive, args, dims, plan=plan)
+
+    lower = functools.partial(_lower, reference_fn)
+    primitive = define(f"mx_{op}", avals, lower, batch, _no_derivative)
     return primitive
 
 
@@ -508,11 +529,11 @@ dequantize_p = make_primitive("dequantize", _dequantize_avals, _dequantize_refer
 
 def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
     """Binds `dequantize_p`, both operands varying over the same manual axes."""
-    (out,) = dequantize_p.bind(*_vary_alike(values, scales), plan=plan)
+    (out,) = dequantize_p.bind(*vary_alike(values, scales), plan=plan)
     return out
 
 
 def quantize(view: jax.Array, block_data: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     """Binds `quantize_p`, all operands varying over the same manual axes."""
-    operands = _vary_alike(view, *block_data) if block_data else [view]
+    operands = vary_alike(view, *block_data) if block_data else [view]
     return quantize_p.bind(*operands, plan=plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK
@@ -56,19 +57,27 @@ class Implementation:
 
     name: str
     platform: str
-    support: Callable[[Plan, Sequence[str]], Support]
+    support: Callable[[Any, Sequence[str]], Support]
 
 
-def candidates(plan: Plan, platform: str, chips: Sequence[str]) -> list[Support]:
+def candidates(
+    plan: Any,
+    platform: str,
+    chips: Sequence[str],
+    table: Mapping[str, Implementation] | None = None,
+) -> list[Support]:
     """What each implementation that could run a plan says of it, the preferred one first.
 
     Args:
-      plan: the call. Where it names an implementation, only that one is asked.
+      plan: the call, a `Plan` or what else the table is for. Where it names an implementation, only
+        that one is asked.
       platform: JAX's name of it.
       chips: those that the program is for, as drivers name them.
+      table: of implementations; None for those of the ops on views.
     """
+    table = IMPLEMENTATIONS if table is None else table
     if plan.implementation is not None:
-        named = IMPLEMENTATIONS[plan.implementation]
+        named = table[plan.implementation]
         if named.platform in (platform, "any"):
             return [named.support(plan, chips)]
         reason = (
@@ -76,7 +85,7 @@ def candidates(plan: Plan, platform: str, chips: Sequence[str]) -> list[Support]
             f"{platform}; use implementation=None or 'xla'"
         )
         return [Support(named.name, reason=reason)]
-    asked = [each for each in IMPLEMENTATIONS.values() if each.platform in (platform, "any")]
+    asked = [each for each in table.values() if each.platform in (platform, "any")]
     return [each.support(plan, chips) for each in asked]
 
 

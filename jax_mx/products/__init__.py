@@ -1,0 +1,1 @@
+"""Products of MX arrays: recipes, `dot_general` with its derivative, implementations, choices."""

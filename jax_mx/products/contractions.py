@@ -1,0 +1,199 @@
+"""`matmul` and `einsum`, by way of `dot_general`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.dot_general import dot_general
+from jax_mx.products.forms import QuantizedWeight
+from jax_mx.products.recipes import MXFP8, Recipe
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    recipe: Recipe | str = MXFP8,
+    out_sharding: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """jnp.matmul with its operands in MX; see `dot_general`, also for what is not listed here.
+
+    Args:
+      a: (..., M, K), or (K,).
+      b: (..., K, N), or (K,). Leading dimensions of both are broadcast; those of what is quantized
+        already must agree as they are.
+      precision: see `dot_general`; so are the others.
+      preferred_element_type: of the result.
+      recipe: how floats are quantized.
+      out_sharding: of the result.
+      implementation: or None.
+
+    Returns:
+      (..., M, N), without M or N where an operand has one dimension.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `dot_general` does.
+    """
+    op = "matmul"
+    a, b = _array(a), _array(b)
+    if not a.ndim or not b.ndim:
+        raise ValueError(f"{op}: a and b must have dimensions, got scalars; use a * b")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    lead = letters[: max(a.ndim - 2, b.ndim - 2, 0)]
+    left = lead[len(lead) - max(a.ndim - 2, 0) :] + ("MK" if a.ndim > 1 else "K")
+    right = lead[len(lead) - max(b.ndim - 2, 0) :] + ("KN" if b.ndim > 1 else "K")
+    if a.ndim > 2 and b.ndim > 2:
+        try:
+            shape = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        except ValueError as error:
+            raise ValueError(
+                f"{op}: the leading dimensions {tuple(a.shape[:-2])} of a and "
+                f"{tuple(b.shape[:-2])} of b cannot be broadcast"
+            ) from error
+        a, b = _broadcast(op, a, shape), _broadcast(op, b, shape)
+        left, right = lead + "MK", lead + "KN"
+    out = lead + "M" * (a.ndim > 1) + "N" * (b.ndim > 1)
+    return einsum(
+        f"{left},{right}->{out}",
+        a,
+        b,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        recipe=recipe,
+        out_sharding=out_sharding,
+        implementation=implementation,
+    )
+
+
+def _array(x: Any) -> Any:
+    return x if hasattr(x, "ndim") else jnp.asarray(x)
+
+
+def _broadcast(op: str, x: Any, lead: tuple[int, ...]) -> Any:
+    """x with the leading dimensions `lead`."""
+    shape = (*lead, *x.shape[-2:])
+    if tuple(x.shape) == shape:
+        return x
+    if isinstance(x, MXArray | QuantizedWeight):
+        raise ValueError(
+            f"{op}: an operand that is quantized has the leading dimensions {tuple(x.shape[:-2])}, "
+            f"the product {lead}; quantize it with these, or use einsum"
+        )
+    return jnp.broadcast_to(x, shape)
+
+
+def einsum(
+    subscripts: str,
+    a: Any,
+    b: Any,
+    *,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    recipe: Recipe | str = MXFP8,
+    out_sharding: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """jnp.einsum of two operands, with these in MX; see `dot_general`.
+
+    Args:
+      subscripts: "bsd,df->bsf". Each letter once an operand; an ellipsis for leading dimensions of
+        one rank in both, or in one alone. A letter of one operand that the result lacks is summed
+        over first, of floats.
+      a: an array, or an `MXArray`.
+      b: likewise, or what `Recipe.quantize_weight` returns.
+      precision: see `dot_general`; so are the others.
+      preferred_element_type: of the result.
+      recipe: how floats are quantized.
+      out_sharding: of the result.
+      implementation: or None.
+
+    Returns:
+      What the subscripts say.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `dot_general` does; ValueError for subscripts
+        that are something else than a product of two operands.
+    """
+    op = "einsum"
+    a, b = _array(a), _array(b)
+    left, right, out = _letters(op, subscripts, a.ndim, b.ndim)
+    a, left = _summed(op, "a", a, left, {*right, *out})
+    b, right = _summed(op, "b", b, right, {*left, *out})
+    batch = [c for c in left if c in right and c in out]
+    contracted = [c for c in left if c in right and c not in out]
+    numbers = tuple(
+        tuple(tuple(side.index(c) for c in group) for side in (left, right))
+        for group in (contracted, batch)
+    )
+    made = [*batch, *(c for c in left + right if (c in left) != (c in right))]
+    order = tuple(made.index(c) for c in out)
+    moved = order != tuple(range(len(order)))
+    y = dot_general(
+        a,
+        b,
+        numbers,
+        precision,
+        preferred_element_type,
+        recipe=recipe,
+        out_sharding=None if moved else out_sharding,
+        implementation=implementation,
+    )
+    if not moved:
+        return y
+    y = y.transpose(order)
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+
+def _letters(op: str, subscripts: str, *ndims: int) -> tuple[str, str, str]:
+    """The dimensions of both operands and of the result, a letter each, without ellipses."""
+    text = subscripts.replace(" ", "")
+    sides, arrow, out = text.partition("->")
+    operands = sides.split(",")
+    if len(operands) != 2:
+        raise ValueError(
+            f"{op}: subscripts {subscripts!r} name {len(operands)} operands, this takes two"
+        )
+    spare = [c for c in map(chr, range(ord("A"), ord("z") + 1)) if c.isalpha() and c not in text]
+    for i, (own, ndim) in enumerate(zip(operands, ndims, strict=True)):
+        named = own.replace("...", "", 1)
+        hidden = ndim - len(named)
+        if hidden < 0 or (hidden and "..." not in own) or not named.isalpha():
+            raise ValueError(
+                f"{op}: the subscripts {own!r} do not fit an operand of {ndim} dimensions"
+            )
+        operands[i] = own.replace("...", "".join(spare[-hidden:]) if hidden else "")
+        if repeated := [c for c, n in Counter(operands[i]).items() if n > 1]:
+            raise ValueError(
+                f"{op}: {repeated[0]!r} stands twice in {own!r}; take the diagonal before"
+            )
+    every = Counter("".join(operands))
+    hidden_out = "".join(c for c in spare if c in every)
+    if not arrow:  # as jnp.einsum: what stands once, in alphabetical order
+        out = hidden_out + "".join(sorted(c for c, n in every.items() if n == 1 and c in text))
+    out = out.replace("...", hidden_out)
+    if not {*out} <= {*every} or len({*out}) != len(out):
+        raise ValueError(
+            f"{op}: the result {out!r} of {subscripts!r} must name operands' letters once"
+        )
+    return operands[0], operands[1], out
+
+
+def _summed(op: str, name: str, x: Any, letters: str, kept: set[str]) -> tuple[Any, str]:
+    """x without the dimensions that neither the other operand nor the result has."""
+    gone = [i for i, c in enumerate(letters) if c not in kept]
+    if not gone:
+        return x, letters
+    if isinstance(x, MXArray | QuantizedWeight):
+        raise ValueError(
+            f"{op}: {letters[gone[0]]!r} of {name} is to be summed over, which a quantized array "
+            "cannot be; sum the product instead"
+        )
+    return x.sum(gone), "".join(c for c in letters if c in kept)

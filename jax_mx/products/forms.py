@@ -1,0 +1,158 @@
+"""What products read: the operands of a layer's three products, quantized or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.preprocessing import Hadamard, Stochastic
+from jax_mx.ops.quantize import quantize, quantize_both
+from jax_mx.products.operands import Arrangement
+
+
+class Use(NamedTuple):
+    """How a product takes an operand.
+
+    Attributes:
+      format: of the codes; None for bfloat16.
+      hadamard: the transform along the contracted axis.
+      rounding: of the codes.
+    """
+
+    format: Format | None
+    hadamard: Hadamard | None = None
+    rounding: Stochastic | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Form:
+    """An operand of one product.
+
+    Attributes:
+      array: an `MXArray` or floats.
+      axis: the contracted axis, -1 or -2.
+    """
+
+    array: MXArray | jax.Array
+    axis: int = dataclasses.field(default=-1, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight that many products take and that is quantized once; see `Recipe.quantize_weight`.
+
+    Attributes:
+      floats: the weight; gradients reach it, products do not read it.
+      contracted_form: what the forward product reads.
+      free_form: what the product for the gradient of the activations reads.
+      recipe: the `Recipe` that made them.
+      arrangement: how they are arranged.
+      contracting: the contracted dimensions.
+      batch: the batch dimensions.
+    """
+
+    floats: jax.Array
+    contracted_form: Form
+    free_form: Form
+    recipe: Any
+    arrangement: Arrangement = dataclasses.field(metadata={"static": True})
+    contracting: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    batch: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.floats.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the weight."""
+        return self.floats.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """Of the weight's floats."""
+        return self.floats.dtype
+
+
+_MIXED = {MXFP8_E4M3, MXFP8_E5M2}  # formats that one call may mix
+Forms = tuple[Form | None, Form | None]  # along the contracted axis, along the free one
+
+
+def forms_of(
+    x: jax.Array, axis: int, uses: tuple[Use | None, Use | None], scaling: Scaling, square: bool
+) -> Forms:
+    """The forms of an arranged operand, from one read of it where a kernel makes both.
+
+    Args:
+      x: (..., rows, columns), arranged.
+      axis: the contracted one, -1 or -2; the other one is the free axis.
+      uses: how each product takes it, along the contracted and along the free axis; None: the
+        product does not take it.
+      scaling: see `quantize`.
+      square: whether blocks are (32, 32); then one array serves both products of one format.
+    """
+    axes = (axis, -3 - axis)
+    if square:
+        made = {
+            use.format: quantize(x, use.format, block=(BLOCK, BLOCK), scaling=scaling)
+            for use in uses
+            if use is not None and use.format is not None
+        }
+        each = [_floats(x) if u is None or u.format is None else made[u.format] for u in uses]
+        first, second = (
+            None if use is None else Form(array, at)
+            for use, array, at in zip(uses, each, axes, strict=True)
+        )
+        return first, second
+    joint: Any = _joint_formats(uses)
+    if joint:
+        order = slice(None, None, 1 if axis == -1 else -1)
+        last, second = cast(tuple[Use, Use], uses[order])
+        both = quantize_both(
+            x,
+            formats=joint[order],
+            scaling=scaling,
+            hadamard=(last.hadamard, second.hadamard),
+            rounding=(last.rounding, second.rounding),
+        )
+        first, second = (Form(q) for q in both[order])
+        return first, second
+    first, second = (_one(x, use, at, scaling) for use, at in zip(uses, axes, strict=True))
+    return first, second
+
+
+def _joint_formats(uses: tuple[Use | None, Use | None]) -> tuple[Format, Format] | None:
+    """The formats of both uses, if `quantize_both` has a kernel for these."""
+    first, second = (None if use is None else use.format for use in uses)
+    if first is None or second is None:
+        return None
+    return (first, second) if first == second or {first, second} <= _MIXED else None
+
+
+def _one(x: jax.Array, use: Use | None, axis: int, scaling: Scaling) -> Form | None:
+    if use is None:
+        return None
+    if use.format is None:
+        return Form(_floats(x), axis)
+    q = quantize(
+        x,
+        use.format,
+        axis=axis,
+        transpose=True,
+        scaling=scaling,
+        hadamard=use.hadamard,
+        rounding=use.rounding,
+    )
+    return Form(q)
+
+
+def _floats(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16)

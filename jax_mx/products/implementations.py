@@ -1,0 +1,256 @@
+"""The ways to compute a product that reads MX operands: a table, as lowering/registry.py has one.
+
+Every implementation accumulates in float32 and gives NaN where a block is NaN. Which one serves a
+call: the one that is named; the one that was measured to be the fastest (choices.py); the first of
+the table that serves the call and is preferred on the chip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.facts import chips as chip_table
+from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
+from jax_mx.lowering import primitive, registry, store
+from jax_mx.lowering.registry import Support
+from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.products.dot import Call, Dot, Operand, scale_floats
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation(registry.Implementation):
+    """One way to compute products; see `registry.Implementation`.
+
+    Attributes:
+      run: computes the product of two operands.
+      preferred: whether it is the choice on a platform and chips where nothing was measured.
+    """
+
+    run: Callable[[Operand, Operand, Dot], jax.Array]
+    preferred: Callable[[Call, str, Sequence[str]], bool]
+
+
+# ---- what operands are ---
+def _blocks_along(x: Any, dims: Sequence[int]) -> bool:
+    """Whether an operand is MX with its blocks along the one contracted dimension."""
+    if not isinstance(x, MXArray) or len(dims) != 1:
+        return False
+    axes = (-2, -1) if len(x.block) == 2 else (x.axis,)
+    return dims[0] - x.ndim in axes
+
+
+def _both_along(call: Call) -> bool:
+    sides = zip((call.lhs, call.rhs), call.dot.contracting, strict=True)
+    return all(_blocks_along(x, dims) for x, dims in sides)
+
+
+def _refused(name: str, call: Call, why: str) -> Support:
+    return Support(
+        name, reason=f"{call.op}: {name!r} {why}; use implementation=None or 'dequantize'"
+    )
+
+
+# ---- dequantize, then a product of floats ---
+def _any_call(name: str) -> Callable[[Call, Sequence[str]], Support]:
+    def support(call: Call, chips: Sequence[str]) -> Support:
+        del call, chips
+        return Support(name)
+
+    return support
+
+
+def _dequantize(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
+    """Kernels make bfloat16 of MX operands, cuBLAS or its like multiplies them.
+
+    bfloat16 holds every element of every format exactly, but for those below 2^-133.
+    """
+    a, b = (dequantize(x) if isinstance(x, MXArray) else x for x in (lhs, rhs))
+    if a.dtype != b.dtype:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    # From bfloat16, cuBLAS gives bfloat16 or float32 out of float32 sums.
+    given = jnp.float32 if dot.dtype == jnp.float16 else dot.dtype
+    y = jax.lax.dot_general(
+        a,
+        b,
+        dot.numbers,
+        precision=jax.lax.Precision.HIGHEST if dot.exact else None,
+        preferred_element_type=given,
+        out_sharding=dot.out_sharding,
+    )
+    return y.astype(dot.dtype)
+
+
+def _plain(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
+    """The definition: float32 throughout, by plain XLA."""
+    a, b = (
+        dequantize(x, jnp.float32, implementation="xla")
+        if isinstance(x, MXArray)
+        else x.astype(jnp.float32)
+        for x in (lhs, rhs)
+    )
+    y = jax.lax.dot_general(
+        a,
+        b,
+        dot.numbers,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+        out_sharding=dot.out_sharding,
+    )
+    return y.astype(dot.dtype)
+
+
+# ---- the chip's own scaled product ---
+def _scaled_dot_support(call: Call, chips: Sequence[str]) -> Support:
+    name = "scaled_dot"
+    if not _both_along(call):
+        return _refused(name, call, "wants both operands in blocks along one contracted dimension")
+    for x in (call.lhs, call.rhs):
+        if x.format not in (MXFP8_E4M3, MXFP8_E5M2, MXFP4_E2M1):
+            return _refused(name, call, f"takes no {x.format.name}")
+        if x.format == MXFP4_E2M1 and (x.axis != -1 or len(x.block) == 2):
+            return _refused(name, call, "takes mxfp4_e2m1 in blocks along the last axis")
+    del chips
+    return Support(name)
+
+
+def _scaled_dot(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
+    """jax.lax.scaled_dot: of sm_100 and later, and of gfx950, the tensor cores' own."""
+    sides = []
+    for x, dims in zip((lhs, rhs), dot.contracting, strict=True):
+        assert isinstance(x, MXArray)  # _scaled_dot_support
+        if len(x.block) == 2:
+            x = x.expand(dims[0] - x.ndim)
+        sides.append((x.as_float4() if x.format == MXFP4_E2M1 else x.values, x.scales))
+    (a, a_scale), (b, b_scale) = sides
+    y = jax.lax.scaled_dot(
+        a,
+        b,
+        lhs_scale=a_scale,
+        rhs_scale=b_scale,
+        dimension_numbers=dot.numbers,
+        preferred_element_type=jnp.float32,
+    )
+    return y.astype(dot.dtype)
+
+
+def _has_scaled_dot(call: Call, platform: str, chips: Sequence[str]) -> bool:
+    del call, platform
+    return bool(chips) and all(chip in chip_table.SCALED_DOT for chip in chips)
+
+
+# ---- FP8 tensor cores on the codes ---
+def _fp8_support(call: Call, chips: Sequence[str]) -> Support:
+    name = "fp8"
+    if call.dot.exact:
+        return _refused(name, call, "sums with reduced precision, which Precision.HIGHEST forbids")
+    if not _both_along(call):
+        return _refused(name, call, "wants both operands in blocks along one contracted dimension")
+    formats = {call.lhs.format, call.rhs.format}
+    if not formats <= {MXFP8_E4M3, MXFP8_E5M2} or formats == {MXFP8_E5M2}:
+        return _refused(name, call, "takes mxfp8_e4m3, or one operand of it and one of mxfp8_e5m2")
+    for x, dims in zip((call.lhs, call.rhs), call.dot.contracting, strict=True):
+        if len(x.block) == 2 or not (
+            x.shape[dims[0]] <= BLOCK or getattr(x, "window", BLOCK) == "row"
+        ):
+            return _refused(name, call, "wants one scale for each row: quantize(..., window='row')")
+    for chip in chips:
+        if chip not in (*chip_table.FP8, "cpu"):
+            return _refused(name, call, f"wants FP8 tensor cores, {chip} has none")
+    return Support(name)
+
+
+def _fp8(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
+    """The product of the codes, times a row and a column of scales, in float32.
+
+    Precision.HIGHEST makes XLA promote partial sums to float32 instead of leaving them to the
+    tensor cores.
+    """
+    assert isinstance(lhs, MXArray)
+    assert isinstance(rhs, MXArray)
+    y = jax.lax.dot_general(
+        lhs.values,
+        rhs.values,
+        dot.numbers,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+        out_sharding=dot.out_sharding,
+    )
+    ones = []  # each side's scales, as the result has its dimensions
+    for i, x in enumerate((lhs, rhs)):
+        (c,), b = dot.contracting[i], dot.batch[i]
+        free = [d for d in range(x.ndim) if d != c and d not in b]
+        row = jax.lax.index_in_dim(x.scales, 0, c, keepdims=False)
+        kept = [d - (d > c) for d in (*b, *free)]
+        row = scale_floats(row.transpose(kept))
+        behind = y.ndim - len(b) - len(free) if i == 0 else 0
+        ahead = 0 if i == 0 else y.ndim - len(b) - len(free)
+        at = [*range(len(b), len(b) + ahead), *range(y.ndim - behind, y.ndim)]
+        ones.append(jnp.expand_dims(row, at))
+    return (y * ones[0] * ones[1]).astype(dot.dtype)
+
+
+def _has_fp8(call: Call, platform: str, chips: Sequence[str]) -> bool:
+    del call, platform
+    return bool(chips) and all(chip in chip_table.FP8 for chip in chips)
+
+
+def _on_gpus(call: Call, platform: str, chips: Sequence[str]) -> bool:
+    del call, chips
+    return platform in chip_table.DSLS
+
+
+def _always(call: Call, platform: str, chips: Sequence[str]) -> bool:
+    del call, platform, chips
+    return True
+
+
+IMPLEMENTATIONS: Mapping[str, Implementation] = {
+    row.name: row
+    for row in (
+        Implementation("fp8", "any", _fp8_support, _fp8, _has_fp8),
+        Implementation("scaled_dot", "any", _scaled_dot_support, _scaled_dot, _has_scaled_dot),
+        Implementation("dequantize", "any", _any_call("dequantize"), _dequantize, _on_gpus),
+        Implementation("xla", "any", _any_call("xla"), _plain, _always),
+    )
+}
+
+
+def candidates(call: Call, platform: str, chips: Sequence[str]) -> list[Support]:
+    """What each implementation says of a call; of the one alone that the caller names."""
+    return registry.candidates(call, platform, chips, IMPLEMENTATIONS)
+
+
+def by_rule(call: Call, platform: str, chips: Sequence[str]) -> Support:
+    """What serves a call where nothing was measured.
+
+    Raises:
+      NotImplementedError: the implementation that the caller names does not serve it.
+    """
+    each = candidates(call, platform, chips)
+    if call.implementation is not None:
+        if not each[0]:
+            raise NotImplementedError(each[0].reason)
+        return each[0]
+    return next(
+        support
+        for support in each
+        if support and IMPLEMENTATIONS[support.implementation].preferred(call, platform, chips)
+    )
+
+
+def serving(call: Call, target: primitive.Target) -> Implementation:
+    """The implementation that a call is lowered to.
+
+    Raises:
+      NotImplementedError: the one that the caller names does not serve it.
+    """
+    chips = target.chips
+    if chips is None:  # an export: it may run on any chip that it carries kernels for
+        dsl = chip_table.DSLS.get(target.platform)
+        chips = store.exported(chip_table.chips_of(dsl)) if dsl else []
+    return IMPLEMENTATIONS[by_rule(call, target.platform, chips).implementation]

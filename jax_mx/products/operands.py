@@ -1,0 +1,242 @@
+"""How an operand of `dot_general` is brought to quantize, and its result back.
+
+A product sees lhs as (B..., M..., K), rhs as (B..., N, K) and the gradient of the result as
+(B..., M..., N). B are batch dimensions. K are all contracted ones as one; so are N, and M unless
+blocks fit its last dimension as it is. An operand is not transposed for this where its contracted
+dimensions come last, or right behind the batch dimensions: `quantize_both` reads either order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.arrays.sharding import Spec, is_explicit, reshape, resharded, spec_of
+from jax_mx.facts.formats import BLOCK
+
+Dims = tuple[int, ...]
+
+
+class Arrangement(NamedTuple):
+    """How an operand becomes (B..., F..., K), or (B..., K, F) where `swapped`.
+
+    Attributes:
+      order: the operand's dimensions in the order of the above.
+      batch: how many of them are batch dimensions.
+      free: their lengths, all that are neither.
+      contracted: their lengths.
+      swapped: whether the contracted ones come before the free ones.
+      merged: whether the free ones become one.
+      padded: whether zero rows make the last free dimension a multiple of 32.
+    """
+
+    order: Dims
+    batch: int
+    free: Dims
+    contracted: Dims
+    swapped: bool
+    merged: bool
+    padded: bool = True
+
+    @property
+    def axis(self) -> int:
+        """The contracted axis of the arranged operand."""
+        return -2 if self.swapped else -1
+
+    @property
+    def free_out(self) -> Dims:
+        """The lengths of the free dimensions as the product has them, before padding."""
+        return (math.prod(self.free),) if self.merged else self.free
+
+    @property
+    def rows(self) -> int:
+        """How many zero rows it is padded with."""
+        if not self.padded:
+            return 0
+        return -(self.free_out[-1] if self.free_out else 1) % BLOCK
+
+    def arranged(self, x: jax.Array) -> jax.Array:
+        """The operand, or the scales beside it, transposed, merged and padded."""
+        x = x if self.order == tuple(range(x.ndim)) else x.transpose(self.order)
+        b, f, k = self.batch, len(self.free), len(self.contracted)
+        runs = [f] if self.merged else [1] * f
+        x = _merged(x, [*[1] * b, *([k, *runs] if self.swapped else [*runs, k])])
+        if not self.rows:
+            return x
+        pads = [(0, 0)] * x.ndim
+        pads[-3 - self.axis] = (0, self.rows)
+        return jnp.pad(x, pads)
+
+    def restored(self, x: jax.Array, spec: Spec) -> jax.Array:
+        """The inverse, for an array that is arranged.
+
+        Args:
+          x: the array.
+          spec: the operand's partition spec, which the result gets too.
+        """
+        x = _cut(x, -3 - self.axis, self.rows)
+        free, contracted = (self.free, self.merged), (self.contracted, True)
+        parts = (contracted, free) if self.swapped else (free, contracted)
+        x = _unmerged(x, self.batch, parts)
+        if self.order != tuple(range(x.ndim)):
+            x = x.transpose(sorted(range(x.ndim), key=self.order.__getitem__))
+        if is_explicit(jax.typeof(x).sharding.mesh) and spec_of(x) != spec:
+            x = resharded(x, spec, jax.typeof(x).sharding.mesh)
+        return x
+
+
+def arrangement_of(
+    shape: Dims, contracting: Dims, batch: Dims, keep_rows: bool = False
+) -> Arrangement:
+    """The arrangement of an operand.
+
+    Args:
+      shape: of the operand.
+      contracting: its contracted dimensions, in the order in which they become one.
+      batch: its batch dimensions.
+      keep_rows: whether free dimensions stay apart where blocks fit the last of them.
+    """
+    rest = tuple(i for i in range(len(shape)) if i not in batch)
+    free = tuple(i for i in rest if i not in contracting)
+    swapped = len(free) > 0 and rest == (*contracting, *free)
+    lengths = tuple(shape[i] for i in free)
+    apart = keep_rows and not swapped and len(free) > 1 and lengths[-1] % BLOCK == 0
+    middle = (*contracting, *free) if swapped else (*free, *contracting)
+    return Arrangement(
+        (*batch, *middle),
+        len(batch),
+        lengths,
+        tuple(shape[i] for i in contracting),
+        swapped,
+        not apart,
+    )
+
+
+def _merged(x: jax.Array, runs: list[int]) -> jax.Array:
+    """x with each run of so many dimensions as one; of a run of none, a dimension of length 1."""
+    if runs == [1] * x.ndim:
+        return x
+    shape, spec, at = [], [], 0
+    own = list(spec_of(x))
+    for n in runs:
+        shape.append(math.prod(x.shape[at : at + n]))
+        spec.append(own[at] if n else None)
+        own[at + 1 : at + n] = [None] * max(n - 1, 0)  # only the first may stay split
+        at += n
+    if is_explicit(jax.typeof(x).sharding.mesh) and tuple(own) != spec_of(x):
+        x = resharded(x, own, jax.typeof(x).sharding.mesh)
+    return reshape(x, tuple(shape), tuple(spec))
+
+
+def _unmerged(x: jax.Array, at: int, parts: Sequence[tuple[Dims, bool]]) -> jax.Array:
+    """The inverse of `_merged`: from dimension `at` on, x has the lengths of each part.
+
+    A part says whether its lengths are one dimension of x so far, whose split its first one gets.
+    """
+    shape, spec = list(x.shape[:at]), list(spec_of(x)[:at])
+    for lengths, is_one in parts:
+        own = spec_of(x)[at : at + (1 if is_one else len(lengths))]
+        at += len(own)
+        shape += lengths
+        spec += [*own, *[None] * (len(lengths) - 1)][: len(lengths)] if is_one else own
+    return x if tuple(shape) == x.shape else reshape(x, tuple(shape), tuple(spec))
+
+
+def _cut(x: jax.Array, axis: int, rows: int) -> jax.Array:
+    """x without the last `rows` of an axis."""
+    return jax.lax.slice_in_dim(x, 0, x.shape[axis] - rows, axis=axis % x.ndim) if rows else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How both operands and the result of one `dot_general` are arranged."""
+
+    lhs: Arrangement
+    rhs: Arrangement
+
+    def unpadded(self) -> Layout:
+        """The same without zero rows, for products that are not followed by gradients."""
+        return Layout(self.lhs._replace(padded=False), self.rhs._replace(padded=False))
+
+    def result(self, y: jax.Array) -> jax.Array:
+        """What lax.dot_general gives, for (B..., M..., N)."""
+        y = _cut(_cut(y, -1, self.rhs.rows), -2, self.lhs.rows)
+        lhs = self.lhs.free, self.lhs.merged
+        return _unmerged(y, self.lhs.batch, (lhs, (self.rhs.free, True)))
+
+    def result_spec(self, spec: Spec) -> Spec:
+        """The partition spec of (B..., M..., N) for one of what lax.dot_general gives."""
+        b, m = self.lhs.batch, len(self.lhs.free)
+        rows, columns = spec[b : b + m], spec[b + m :]
+        rows = (rows[:1] or (None,)) if self.lhs.merged else rows
+        return (*spec[:b], *rows, *(columns[:1] or (None,)))
+
+    def gradient(self, dy: jax.Array) -> jax.Array:
+        """The inverse: (B..., M..., N) for the gradient of a result."""
+        b, m, n = self.lhs.batch, len(self.lhs.free), len(self.rhs.free)
+        dy = _merged(dy, [*[1] * b, *([m] if self.lhs.merged else [1] * m), n])
+        pads = [(0, 0)] * (dy.ndim - 2) + [(0, self.lhs.rows), (0, self.rhs.rows)]
+        return jnp.pad(dy, pads) if self.lhs.rows or self.rhs.rows else dy
+
+
+def layout_of(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Layout:
+    """The layout of a product of arrays of these shapes.
+
+    Raises:
+      TypeError, ValueError: the dimension numbers do not fit the shapes, or 32 does not divide the
+        contracted length.
+    """
+    (lc, rc), (lb, rb) = dimensions_of(op, lhs.shape, rhs.shape, dimension_numbers)
+    # Pairs in the order in which the weights have them, so that these are not transposed.
+    pairs = sorted(zip(rc, lc, strict=True))
+    rc, lc = tuple(r for r, _ in pairs), tuple(c for _, c in pairs)
+    length = math.prod(lhs.shape[i] for i in lc)
+    if length % BLOCK or not lc:
+        raise ValueError(
+            f"{op}: the contracted length is {length}, not a multiple of the block length {BLOCK}; "
+            f"pad both operands with zeros to {max(-(-length // BLOCK), 1) * BLOCK}"
+        )
+    left = arrangement_of(lhs.shape, lc, lb, keep_rows=True)
+    return Layout(left, arrangement_of(rhs.shape, rc, rb))
+
+
+def dimensions_of(op: str, lhs: Dims, rhs: Dims, numbers: Any) -> tuple[tuple[Dims, Dims], ...]:
+    """lax.dot_general's dimension numbers, as tuples of dimensions that count from 0.
+
+    Raises:
+      TypeError, ValueError: they are none, or do not fit the shapes.
+    """
+    try:
+        (lc, rc), (lb, rb) = numbers
+        sides = [[tuple(map(int, dims)) for dims in pair] for pair in ((lc, lb), (rc, rb))]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{op}: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs "
+            f"batch)), four sequences of ints, got {numbers!r}"
+        ) from error
+    for name, shape, dims in zip(("lhs", "rhs"), (lhs, rhs), sides, strict=True):
+        flat = [*dims[0], *dims[1]]
+        if any(not -len(shape) <= d < len(shape) for d in flat) or len(
+            {d % len(shape) for d in flat}
+        ) != len(flat):
+            raise ValueError(
+                f"{op}: dimension_numbers name the dimensions {flat} of {name}, which has the "
+                f"shape {tuple(shape)}; each must be there, once"
+            )
+    counted = [
+        [tuple(d % len(shape) for d in group) for group in dims]
+        for shape, dims in zip((lhs, rhs), sides, strict=True)
+    ]
+    (lc, lb), (rc, rb) = counted
+    for kind, left, right in (("contracted", lc, rc), ("batch", lb, rb)):
+        a, b = [lhs[d] for d in left], [rhs[d] for d in right]
+        if a != b:
+            raise ValueError(
+                f"{op}: {kind} dimensions are {a} of lhs and {b} of rhs; they must agree"
+            )
+    return (lc, rc), (lb, rb)

@@ -1,0 +1,245 @@
+"""Recipes: how each of a product's operands is quantized, forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.arrays.checks import block_of, float_dtype, shown
+from jax_mx.facts.formats import (
+    BLOCK,
+    FORMATS,
+    MXFP4_E2M1,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    RCEIL,
+    SCALINGS,
+    Format,
+    Scaling,
+    named,
+)
+from jax_mx.ops.preprocessing import Hadamard, Stochastic
+from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
+from jax_mx.products.operands import arrangement_of
+
+BF16 = "bf16"  # of a product that is not quantized
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Product:
+    """What one of the three products of a layer does unlike the rest of its recipe.
+
+    A pytree: keys and signs in it are data.
+
+    Attributes:
+      format: of both operands instead of the recipe's, a `Format` or its name; or "bf16": the
+        operands are rounded to bfloat16 instead of being quantized. None: as the recipe says.
+      hadamard: a transform of both operands along the contracted axis, which the product does not
+        feel but for rounding; its size divides the contracted length. None: none.
+      rounding: of the gradient, in dgrad and wgrad. None: to nearest even.
+    """
+
+    format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
+    hadamard: Hadamard | None = None
+    rounding: Stochastic | None = None
+
+    def __post_init__(self):
+        """Raises TypeError, ValueError for another format."""
+        if self.format is not None and self.format != BF16:
+            allowed = {**FORMATS, BF16: BF16}
+            format = named("Product: format", allowed, self.format)
+            object.__setattr__(self, "format", format)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recipe:
+    """How a product's operands are quantized, in its forward pass and in both gradients.
+
+    The products of y = lhs . rhs are: *forward*, lhs and rhs along the contracted axis; *dgrad*,
+    the gradient of lhs, from y's gradient and rhs, along rhs' free axis; *wgrad*, the gradient of
+    rhs, from lhs and y's gradient, along the rows of lhs. Every operand is quantized from its
+    floats, never from another quantized array. A frozen value and a pytree: keys and signs in it
+    are data, all else is static.
+
+    Attributes:
+      lhs: format of the activations.
+      rhs: of the weights.
+      gradient: of y's gradient.
+      scaling: how scales follow from amaxes.
+      block: of rhs: 32, or (32, 32), where one quantized copy serves forward and dgrad.
+      forward: what the forward product does unlike the rest; None for nothing, "bf16" or a format
+        for `Product(format=...)`.
+      dgrad: likewise.
+      wgrad: likewise.
+    """
+
+    lhs: Format | str = dataclasses.field(default=MXFP8_E4M3, metadata={"static": True})
+    rhs: Format | str = dataclasses.field(default=MXFP8_E4M3, metadata={"static": True})
+    gradient: Format | str = dataclasses.field(default=MXFP8_E4M3, metadata={"static": True})
+    scaling: Scaling | str = dataclasses.field(default=RCEIL, metadata={"static": True})
+    block: int | tuple[int, int] = dataclasses.field(default=BLOCK, metadata={"static": True})
+    forward: Product | Format | str | None = None
+    dgrad: Product | Format | str | None = None
+    wgrad: Product | Format | str | None = None
+
+    def __post_init__(self):
+        """Names become what they name.
+
+        Raises:
+          TypeError, ValueError: a field is of the wrong type, or an unknown name.
+        """
+        for name in ("lhs", "rhs", "gradient"):
+            found = named(f"Recipe: {name}", FORMATS, getattr(self, name))
+            object.__setattr__(self, name, found)
+        object.__setattr__(self, "scaling", named("Recipe: scaling", SCALINGS, self.scaling))
+        spans = block_of("Recipe", self.block)
+        object.__setattr__(self, "block", spans if len(spans) > 1 else BLOCK)
+        for name in PRODUCTS:
+            value = getattr(self, name)
+            if value is None or isinstance(value, Format | str):
+                value = Product(value)
+                object.__setattr__(self, name, value)
+        if isinstance(self.forward, Product) and self.forward.rounding is not None:
+            raise ValueError(
+                "Recipe: forward has no gradient to round; give rounding to dgrad or wgrad"
+            )
+        if len(spans) > 1:
+            for name in ("forward", "dgrad"):
+                product = getattr(self, name)
+                if isinstance(product, Product) and product.hadamard is not None:
+                    raise ValueError(
+                        f"Recipe: {name}.hadamard goes along one axis, square blocks of rhs span "
+                        f"two; use block={BLOCK}"
+                    )
+
+    def uses(self, operand: str) -> tuple[Use, Use]:
+        """How the two products that take an operand take it.
+
+        Args:
+          operand: "lhs" (forward and wgrad), "rhs" (forward and dgrad), "gradient" (dgrad, wgrad).
+        """
+        first, second = _USES[operand]
+        return self._use(operand, first), self._use(operand, second)
+
+    def _use(self, operand: str, name: str) -> Use:
+        product = getattr(self, name)
+        if product.format == BF16:
+            return Use(None)
+        rounding = product.rounding if operand == "gradient" else None
+        return Use(product.format or getattr(self, operand), product.hadamard, rounding)
+
+    def quantize_weight(
+        self,
+        w: jax.Array,
+        contracting: int | Sequence[int] = -2,
+        batch: int | Sequence[int] = (),
+    ) -> QuantizedWeight:
+        """Quantizes a weight once for many products with this recipe, in w's place.
+
+        For weights that several microbatches use in a step. Gradients reach w as if the products
+        had quantized it themselves, and add up.
+
+        Args:
+          w: the weight's floats, of any rank from 2 on.
+          contracting: the dimensions that products contract; 32 divides the product of their
+            lengths. -2 is that of a kernel (in, out).
+          batch: its batch dimensions.
+
+        Returns:
+          What `dot_general`, `matmul` and `einsum` take as their right-hand side.
+
+        Raises:
+          TypeError, ValueError: as `dot_general` does.
+        """
+        op = "quantize_weight"
+        dtype = float_dtype(op, "w", getattr(w, "dtype", None))
+        w = jnp.asarray(w, dtype)
+        dims = [(d,) if isinstance(d, int) else tuple(d) for d in (contracting, batch)]
+        for d in itertools.chain(*dims):
+            if not -w.ndim <= d < w.ndim:
+                raise ValueError(f"{op}: dimension {d} is out of range for rank {w.ndim}")
+        contracted, batched = (tuple(sorted(d % w.ndim for d in group)) for group in dims)
+        side = arrangement_of(w.shape, contracted, batched)
+        square = not isinstance(self.block, int)
+        fixed = side.arranged(jax.lax.stop_gradient(w))
+        forms = forms_of(fixed, side.axis, self.uses("rhs"), cast(Scaling, self.scaling), square)
+        first, second = cast(tuple[Form, Form], forms)
+        return QuantizedWeight(w, first, second, self, side, contracted, batched)
+
+    def fold_in(self, data: Any) -> Recipe:
+        """The recipe with keys that `data` is folded into: one for each step and layer.
+
+        Args:
+          data: an integer, see `jax.random.fold_in`.
+        """
+
+        def folded(node: Any) -> Any:
+            if not isinstance(node, Stochastic):
+                return node
+            return dataclasses.replace(node, key=jax.random.fold_in(node.key, data))
+
+        return jax.tree.map(folded, self, is_leaf=lambda node: isinstance(node, Stochastic))
+
+
+PRODUCTS = ("forward", "dgrad", "wgrad")
+# The products that take each operand, first along its contracted, then along its free axis.
+_USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": ("dgrad", "wgrad")}
+
+# E4M3 everywhere, scales rounded up, to nearest: arXiv 2506.08027 v2, TransformerEngine's
+# MXFP8BlockScaling. E5M2 gradients were seen to diverge at 8B parameters.
+MXFP8 = Recipe()
+# E5M2 for gradients: TransformerEngine's Format.HYBRID.
+MXFP8_HYBRID = Recipe(gradient=MXFP8_E5M2)
+# MXFP4 in all three products; the gradient of the weights is what breaks training, and a
+# deterministic Hadamard transform of its operands holds it, which stochastic rounding and random
+# signs do not: arXiv 2605.09825.
+MXFP4 = Recipe(MXFP4_E2M1, MXFP4_E2M1, MXFP4_E2M1, wgrad=Product(hadamard=Hadamard(16)))
+RECIPES = {"mxfp8": MXFP8, "mxfp8_hybrid": MXFP8_HYBRID, "mxfp4": MXFP4}
+
+
+def recipe_of(op: str, recipe: Any) -> Recipe:
+    """A recipe, or one of `RECIPES` by its name.
+
+    Raises:
+      TypeError, ValueError: it is neither.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    allowed = ", ".join(map(repr, RECIPES))
+    if isinstance(recipe, str):
+        if recipe not in RECIPES:
+            raise ValueError(
+                f"{op}: recipe {recipe!r} is unknown; use a Recipe or one of {allowed}"
+            )
+        return RECIPES[recipe]
+    raise TypeError(f"{op}: recipe must be a Recipe or one of {allowed}, got {shown(recipe)}")
+
+
+_NAMES = {**FORMATS, **SCALINGS}
+
+
+def _to_json(aux: Any) -> bytes:
+    """The static side of either type; formats and scalings go by name."""
+    return json.dumps([getattr(part, "name", part) for part in aux]).encode()
+
+
+def _from_json(text: bytes) -> Any:
+    parts = [tuple(part) if isinstance(part, list) else part for part in json.loads(text)]
+    return tuple(_NAMES.get(part, part) if isinstance(part, str) else part for part in parts)
+
+
+for _type in (Product, Recipe):
+    jax.export.register_pytree_node_serialization(
+        _type,
+        serialized_name=f"jax_mx.{_type.__name__}",
+        serialize_auxdata=_to_json,
+        deserialize_auxdata=_from_json,
+    )
