@@ -31,4 +31,5 @@ from jax_mx.ops.quantize import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
 from jax_mx.ops.quantize import quantize as quantize
 from jax_mx.ops.quantize import quantize_both as quantize_both
 from jax_mx.ops.support import is_supported as is_supported
+from jax_mx.ops.windows import align as align
 from jax_mx.version import __version__ as __version__

@@ -9,6 +9,7 @@ from jax_mx.arrays.checks import (
     axis_of,
     block_of,
     blocks_fit,
+    blocks_in,
     flag,
     float_dtype,
     shown,
@@ -103,7 +104,7 @@ def _plan_one(op: str, x: Any, asked: Options) -> Plan:
             named(f"{op}: scaling", SCALINGS, asked.scaling),
             implementation_of(op, asked.implementation),
             flag(op, "transpose", asked.transpose),
-            block_of(op, asked.block),
+            blocks_in(op, asked.preprocessing.window, block_of(op, asked.block)),
             zero_scale_of(op, asked.zero_scale),
             (named(f"{op}: value_layout", VALUE_LAYOUTS, asked.value_layout),),
             (asked.preprocessing,),
@@ -134,6 +135,7 @@ def _plan_both(op: str, x: Any, asked: PairOptions) -> Plan:
         )
     for axis, preprocessing in zip((-1, -2), asked.preprocessing, strict=True):
         _whole_blocks(op, x.shape, axis, preprocessing)
+    blocks_in(op, asked.preprocessing[0].window, (BLOCK,))
     first, second = (named(f"{op}: format", FORMATS, f) for f in asked.formats)
     plan = Plan(
         op,
@@ -195,7 +197,7 @@ def _whole_blocks(op: str, shape: tuple[int, ...], axis: int, own: Preprocessing
             f"{op}: axis {axis} has length {length}, not a multiple of the block length {BLOCK}; "
             f"pad it to {-(-length // BLOCK) * BLOCK} or choose another axis of {tuple(shape)}"
         )
-    if length % own.group:
+    if own.hadamard and length % own.hadamard:
         raise ValueError(
             f"{op}: axis {axis} has length {length}, not a multiple of {own.hadamard}, the "
             "size of its Hadamard transform; use a smaller one or pad it"
