@@ -76,8 +76,8 @@ class Case:
         """The keywords that quantizing ops have for the preprocessing."""
         kinds, found = shapes.PREPROCESSING[self.preprocessing], {}
         signs, key = np.arange(64) % 3 == 0, jax.random.key(0)
-        hadamards = [jax_mx.Hadamard(h, signs[:h]) if h else None for h, _ in kinds]
-        roundings = [jax_mx.Stochastic(key) if sr else None for _, sr in kinds]
+        hadamards = [jax_mx.Hadamard(h, signs[:h]) if h else None for h, *_ in kinds]
+        roundings = [jax_mx.Stochastic(key) if sr else None for _, sr, _ in kinds]
         for name, each in (("hadamard", hadamards), ("rounding", roundings)):
             if any(each):
                 found[name] = each[0] if len(each) == 1 else tuple(each)

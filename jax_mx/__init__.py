@@ -31,6 +31,7 @@ from jax_mx.ops.quantize import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
 from jax_mx.ops.quantize import quantize as quantize
 from jax_mx.ops.quantize import quantize_both as quantize_both
 from jax_mx.ops.support import is_supported as is_supported
+from jax_mx.ops.windows import align as align
 from jax_mx.products.contractions import einsum as einsum
 from jax_mx.products.contractions import matmul as matmul
 from jax_mx.products.dot_general import dot_general as dot_general

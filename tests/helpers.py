@@ -53,7 +53,7 @@ def assert_bits_equal(got, want, what: str = "") -> None:
 
 def assert_same_array(got, want, what: str = "") -> None:
     """Two MXArrays are equal in every byte and every static field."""
-    for field in ("format", "axis", "scale_layout", "block", "value_layout"):
+    for field in ("format", "axis", "scale_layout", "block", "value_layout", "window"):
         assert getattr(got, field) == getattr(want, field), f"{what} {field}"
     assert_bits_equal(got.scales, want.scales, f"{what} scales")
     assert_bits_equal(got.values, want.values, f"{what} values")
@@ -91,7 +91,9 @@ def preprocessing(
     Signs are what `of` makes of NumPy's: known when a call is traced, or jnp.asarray's.
     """
     found = {"hadamard": [], "rounding": []}
-    for i, (size, stochastic) in enumerate(variant.kinds):
+    if variant.window != BLOCK:
+        return {"window": variant.window}
+    for i, (size, stochastic, _) in enumerate(variant.kinds):
         minus = np.random.default_rng(size).random(size) < 0.5
         hadamard = jax_mx.Hadamard(size, of(minus) if signs else None) if size else None
         rounding = jax_mx.Stochastic(jax.random.key(7 + i), prescale) if stochastic else None

@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Format
 from jax_mx.facts.layouts import ScaleLayout, ValueLayout
+from jax_mx.facts.windows import ROW, TILE, WINDOWS, Window
 
 
 def shown(value: Any) -> str:
@@ -68,6 +69,43 @@ def block_of(op: str, block: Any) -> tuple[int, ...]:
     if lengths not in ((BLOCK,), (BLOCK, BLOCK)):
         raise ValueError(sentence)
     return lengths
+
+
+def window_of(op: str, window: Any) -> Window:
+    """One of `WINDOWS`."""
+    allowed = ", ".join(repr(each) for each in WINDOWS[:-1])
+    sentence = f"{op}: window must be {allowed} or {WINDOWS[-1]}, got {shown(window)}"
+    try:
+        if isinstance(window, tuple | list):
+            window = tuple(map(whole, window))
+        elif not isinstance(window, str):
+            window = whole(window)
+    except TypeError as error:
+        raise TypeError(sentence) from error
+    if window not in WINDOWS:
+        raise ValueError(sentence)
+    return window
+
+
+def blocks_in(op: str, window: Window, block: tuple[int, ...]) -> tuple[int, ...]:
+    """The blocks of an array with this window, for those that were asked for.
+
+    Raises:
+      ValueError: they do not go together.
+    """
+    if window == TILE:
+        if op == "quantize_both":
+            raise ValueError(
+                f"{op}: in windows of {TILE} one array serves both directions; use quantize(x, "
+                f"window={TILE})"
+            )
+        return BLOCK, BLOCK
+    if len(block) == 2 and window != BLOCK:
+        raise ValueError(
+            f"{op}: square blocks have a window of {BLOCK}, each its own, or {TILE}, got "
+            f"{window!r}; windows of 128, 256 and {ROW!r} run along one axis, use block={BLOCK}"
+        )
+    return block
 
 
 def zero_scale_of(op: str, value: Any) -> int:

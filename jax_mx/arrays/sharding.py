@@ -64,6 +64,13 @@ def reshape(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
 
+def spread(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
+    """x repeated along its dimensions of length 1, of the partition spec `spec`."""
+    mesh = jax.typeof(x).sharding.mesh
+    x = jnp.broadcast_to(x, shape)
+    return resharded(x, spec, mesh) if is_explicit(mesh) else x
+
+
 def iota(shape: tuple[int, ...], axis: int, spec: Spec, mesh) -> jax.Array:
     """The index along `axis`, uint32, of the partition spec `spec` if `mesh` has explicit axes."""
     where = NamedSharding(mesh, PartitionSpec(*spec)) if is_explicit(mesh) else None

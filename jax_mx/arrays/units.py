@@ -1,9 +1,9 @@
 """Units: what has to stay whole beyond a block, when an array is split among devices.
 
-Tiles of scales, tiles of values and transforms that span two blocks all want more than one block
-together. A unit is the least rectangle of the last two axes that holds whole ones of each. A view
-(views.py) of an array with units has two dimensions that count units, which may be split like any
-leading dimension, and the dimensions inside of a unit, which may not.
+Tiles of scales, tiles of values, windows, and transforms that span two blocks all want more than
+one block together. A unit is the least rectangle of the last two axes that holds whole ones of
+each. A view (views.py) of an array with units has two dimensions that count units, which may be
+split like any leading dimension, and the dimensions inside of a unit, which may not.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def covered(
     values: ValueLayout = ROW_MAJOR_VALUES,
     codes_per_byte: int = 1,
     group: int = BLOCK,
+    window_rows: int = 1,
 ) -> tuple[int, int]:
     """How many rows, and elements along the block axis, hold whole tiles and whole groups.
 
@@ -36,11 +37,12 @@ def covered(
       values: where its codes lie.
       codes_per_byte: of its format.
       group: how many elements along the block axis depend on each other: 32, or 64 where a
-        transform spans two blocks.
+        transform spans two blocks, or a window's.
+      window_rows: how many rows share a window.
 
     Example: scales in blocked_128x4 alone: 128 rows, and 4 blocks of 32 = 128 elements.
     """
-    rows = math.lcm(scales.pad[0], values.pad[0])
+    rows = math.lcm(scales.pad[0], values.pad[0], window_rows)
     return rows, math.lcm(scales.pad[1] * BLOCK, values.pad[1] * codes_per_byte, group)
 
 

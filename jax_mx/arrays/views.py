@@ -75,6 +75,7 @@ from jax_mx.arrays.units import MERGED, SPLIT, Order, moved, split
 from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout, ScaleLayout, ValueLayout
+from jax_mx.facts.windows import Window, lengths_of
 
 Shape = tuple[int, ...]
 
@@ -159,6 +160,17 @@ class Result:
     def number(self) -> int:
         """The dimension, negative, along which the next block of the same row or column lies."""
         return (self.cols[-1] if self.cols else 0) - len(self.order)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The dimensions, negative, that count blocks: one for each axis that a block spans."""
+        down = (self.rows[0] - len(self.order),) if len(self.block) == 2 else ()
+        return (*down, self.number)
+
+    def blocks_in(self, window: Window) -> dict[int, int]:
+        """How many blocks a window, but "row", spans along each of `numbers`."""
+        counts = [length // BLOCK for length in lengths_of(window)][-len(self.block) :]
+        return dict(zip(self.numbers, counts, strict=True))
 
     def by_parity(self, pair: tuple[int, int], view: Shape) -> jax.Array:
         """uint32, for a view of this shape: pair[0] for even blocks along an axis, pair[1] for odd.
@@ -344,6 +356,11 @@ class View:
         x = x.transpose(sorted(range(len(runs)), key=there.__getitem__))
         every = [i for run in runs for i in run]
         return reshape(x, tuple(shape[i] for i in every), tuple(spec[i] for i in every))
+
+    def along(self, result: Result) -> Shape:
+        """The dimensions, negative, that make up the axis which a result's blocks run along."""
+        units = () if self.units is None else (result.number - 2,)
+        return (*units, result.number, *result.block)
 
     def batch(self, ndim: int) -> int:
         """How many dimensions of a view the partitioner may split: all but the 32s and units."""

@@ -1,5 +1,7 @@
 """What is done to elements before they are scaled: a Hadamard transform, stochastic rounding.
 
+Also which of them share an amax, their window.
+
 `Preprocessing` is what a call says of it, for one quantized array: what is static there. What is
 data (keys, signs that are JAX arrays) reaches the kernel as block data, one uint32 for each block.
 """
@@ -7,9 +9,11 @@ data (keys, signs that are JAX arrays) reaches the kernel as block data, one uin
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import Kind
+from jax_mx.facts.windows import Window, lengths_of
 
 SIZES = (16, 32, 64)  # of Hadamard transforms
 PRESCALES = (None, 0.75)
@@ -25,26 +29,34 @@ class Preprocessing:
       hadamard: the size of the transform, or 0.
       flips: signs that are known when the call is traced: words whose bit i flips the sign of
         element i of even and of odd blocks. None: the call takes a word per block.
+      window: which elements share an amax, see facts/windows.py.
     """
 
     stochastic: bool = False
     prescale: float | None = None
     hadamard: int = 0
     flips: tuple[int, int] | None = None
+    window: Window = BLOCK
 
     @property
     def kind(self) -> Kind:
         """What of it changes a kernel's code."""
-        return Kind(self.hadamard, self.stochastic)
+        return Kind(self.hadamard, self.stochastic, self.window)
 
     @property
     def group(self) -> int:
-        """How many elements along the block axis depend on each other."""
-        return max(self.hadamard, BLOCK)
+        """How many elements along the block axis depend on each other; of a row nothing is kept."""
+        return math.lcm(max(self.hadamard, BLOCK), lengths_of(self.window)[1])
+
+    @property
+    def rows(self) -> int:
+        """How many rows beside the block axis depend on each other, of a tile."""
+        return lengths_of(self.window)[0]
 
     def __str__(self) -> str:
         asked = ["rounding 'stochastic'"] if self.stochastic else []
-        return " and ".join(asked + [f"hadamard {self.hadamard}"] * bool(self.hadamard))
+        asked += [f"hadamard {self.hadamard}"] * bool(self.hadamard)
+        return " and ".join(asked + [f"window {self.window}"] * (self.window != BLOCK))
 
 
 NO_PREPROCESSING = Preprocessing()

@@ -13,6 +13,8 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from jax_mx.facts.windows import ROW
+
 if TYPE_CHECKING:
     from jax_mx.facts.variants import Kind
 
@@ -42,6 +44,8 @@ class Array:
       of: the number of the direction that it belongs to; matters to codes, scales, block data.
       dtype: of a replicated array, by NumPy's name; that of others follows from their role.
       optional: whether a call may lack this operand; kernels get a null pointer instead.
+      derived: whether it follows from the other operands, so that no caller of the primitive's
+        function passes it.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Array:
     of: int = 0
     dtype: str = ""
     optional: bool = False
+    derived: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +101,7 @@ def _quantize(kinds: Sequence[Kind]) -> Signature:
                 for array, there in (
                     (Array(f"seeds_{i}", Role.BLOCK_DATA, i), kind.stochastic),
                     (Array(f"signs_{i}", Role.BLOCK_DATA, i, optional=True), kind.hadamard > 0),
+                    (Array(f"amaxes_{i}", Role.BLOCK_DATA, i, derived=True), kind.window == ROW),
                 )
                 if there
             ),

@@ -24,6 +24,7 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     Format,
 )
+from jax_mx.facts.windows import ROW, Window, suffix_of
 
 
 class Kind(NamedTuple):
@@ -32,15 +33,22 @@ class Kind(NamedTuple):
     Attributes:
       hadamard: the size of the transform that goes before, or 0.
       stochastic: whether codes are rounded at random.
+      window: which elements share an amax, see facts/windows.py.
     """
 
     hadamard: int = 0
     stochastic: bool = False
+    window: Window = BLOCK
+
+    @property
+    def changes_elements(self) -> bool:
+        """Whether elements are transformed, or rounded at random."""
+        return self.stochastic or self.hadamard > 0
 
     @property
     def block_data(self) -> int:
-        """How many operands of a uint32 per block it takes: seeds, then flips of signs."""
-        return self.stochastic + (self.hadamard > 0)
+        """How many operands of a uint32 per block it takes: seeds, flips of signs, amaxes."""
+        return self.stochastic + (self.hadamard > 0) + (self.window == ROW)
 
     @property
     def blocks(self) -> int:
@@ -50,7 +58,8 @@ class Kind(NamedTuple):
     @property
     def suffix(self) -> str:
         """The end of a variant's name."""
-        return f"_h{self.hadamard}" * (self.hadamard > 0) + "_sr" * self.stochastic
+        before = f"_h{self.hadamard}" * (self.hadamard > 0) + "_sr" * self.stochastic
+        return before + suffix_of(self.window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +86,16 @@ class Variant:
     def block_data(self) -> int:
         """How many operands of a uint32 per block there are."""
         return sum(kind.block_data for kind in self.kinds)
+
+    @property
+    def changes_elements(self) -> bool:
+        """Whether some of its arrays' elements are transformed, or rounded at random."""
+        return any(kind.changes_elements for kind in self.kinds)
+
+    @property
+    def window(self) -> Window:
+        """Which elements share an amax; the same for all of its arrays."""
+        return self.kinds[0].window if self.kinds else BLOCK
 
     @property
     def name(self) -> str:

@@ -33,7 +33,8 @@ class Plan:
       block: of the quantized side: (32,), or (32, 32) on the last two axes, with axis -1.
       zero_scale: the scale's byte of an all-zero block; matters to quantize alone.
       value_layouts: where the values of quantize's results lie; dequantize reads row-major ones.
-      preprocessing: of the elements of each of quantize's results, beside scaling.
+      preprocessing: of the elements of each of quantize's results, beside scaling; with their
+        window.
     """
 
     op: str
@@ -107,14 +108,16 @@ class Plan:
 
     @property
     def has_units(self) -> bool:
-        """Whether more than a block of the last two axes is to stay whole: tiles, transforms."""
+        """Whether more than a block of the last two axes is to stay whole: tiles, windows."""
         return any(cover != (1, BLOCK) for cover in self.covers)
 
     @property
     def covers(self) -> list[tuple[int, int]]:
         """How many rows and elements of each result stay whole; see `units.covered`."""
         each = zip(self.value_layouts, self.formats, self.preprocessing, strict=True)
-        return [covered(self.scale_layout, v, f.codes_per_byte, p.group) for v, f, p in each]
+        return [
+            covered(self.scale_layout, v, f.codes_per_byte, p.group, p.rows) for v, f, p in each
+        ]
 
     @functools.cached_property
     def view(self) -> View:

@@ -33,13 +33,16 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
 from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx import reference
-from jax_mx.arrays.views import View, minor_to_major
+from jax_mx.arrays.sharding import spec_of, spread
+from jax_mx.arrays.views import Result, View, minor_to_major
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
-from jax_mx.facts.formats import SCALE_DTYPE, Scaling
+from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
+from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Array, Role, Signature
 from jax_mx.facts.variants import Variant, value_layouts_of
+from jax_mx.facts.windows import ROW
 from jax_mx.lowering import compiler, registry, store
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.registry import Support
@@ -100,6 +103,49 @@ def _by_direction(plan: Plan, block_data: Sequence[jax.Array]) -> list[dict[str,
     return found
 
 
+def _scaled_elements(x, result: Result, own: Preprocessing, data: Mapping[str, jax.Array]):
+    """What of x is scaled: x itself, or transformed and multiplied by a prescale."""
+    if own.hadamard:
+        (along,) = result.block
+        flips = data["signs"] if own.flips is None else result.by_parity(own.flips, x.shape)
+        x = reference.flipped(x, flips, along)
+        x = reference.hadamard(reference.widened(x), own.hadamard, along, result.number)
+    if own.prescale is not None:
+        x = reference.times(reference.widened(x), own.prescale)
+    return x
+
+
+def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array]):
+    """For each block of what is scaled its window's largest magnitude; None: its own."""
+    if own.window == BLOCK:
+        return None
+    if own.window == ROW:
+        return data["amaxes"]
+    return reference.over_windows(reference.amax_of(y, result.block), result.blocks_in(own.window))
+
+
+def _with_derived(view, given: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
+    """The block data that a call takes, for what callers pass of it: with the amaxes of rows."""
+    found, rest = [], iter(given)
+    known: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
+    for array in plan.block_data:  # of each direction, what is derived comes last
+        name, i = array.name.rpartition("_")[0], array.of
+        if array.derived:
+            result = plan.view.results[i]
+            y = _scaled_elements(view, result, plan.preprocessing[i], known[i])
+            known[i][name] = _row_amaxes(y, result, plan)
+        else:
+            known[i][name] = next(rest)
+        found.append(known[i][name])
+    return found
+
+
+def _row_amaxes(y, result: Result, plan: Plan):
+    """For each block of what is scaled the largest magnitude along the whole axis."""
+    shape = tuple(1 if i - y.ndim in result.block else n for i, n in enumerate(y.shape))
+    return spread(reference.amax_of(y, plan.view.along(result)), shape, spec_of(y))
+
+
 def _quantize_reference(x, *block_data, plan: Plan):
     out = []
     each = zip(
@@ -110,19 +156,14 @@ def _quantize_reference(x, *block_data, plan: Plan):
         strict=True,
     )
     for result, format, own, data in each:
-        y, noise = x, None
+        noise, last = None, (result.block, result.last)
         if own.stochastic:
-            noise = reference.noise(data["seeds"], result.block)
-            noise = jnp.moveaxis(noise, result.block, result.last)
-        if own.hadamard:
-            (along,) = result.block
-            flips = data["signs"] if own.flips is None else result.by_parity(own.flips, y.shape)
-            y = reference.flipped(y, flips, along)
-            y = reference.hadamard(reference.widened(y), own.hadamard, along, result.number)
-        if own.prescale is not None:
-            y = reference.times(reference.widened(y), own.prescale)
-        blocks, scaling = jnp.moveaxis(y, result.block, result.last), cast(Scaling, plan.scaling)
-        how = (format, scaling, result.last, plan.zero_scale, noise)
+            noise = jnp.moveaxis(reference.noise(data["seeds"], result.block), *last)
+        y = _scaled_elements(x, result, own, data)
+        amax = _amaxes(y, result, own, data)
+        amax = amax if amax is None else jnp.moveaxis(amax, *last)
+        blocks, scaling = jnp.moveaxis(y, *last), cast(Scaling, plan.scaling)
+        how = (format, scaling, result.last, plan.zero_scale, noise, amax)
         values, scales = reference.quantize(blocks, *how)
         values, scales = (jnp.moveaxis(a, result.last, result.block) for a in (values, scales))
         out += [result.pack(values, result.values_in), result.pack(scales, result.layout)]
@@ -534,6 +575,13 @@ def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
 
 
 def quantize(view: jax.Array, block_data: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
-    """Binds `quantize_p`, all operands varying over the same manual axes."""
+    """Binds `quantize_p`, all operands varying over the same manual axes.
+
+    Args:
+      view: of the floats.
+      block_data: what the plan has of it, but for what is derived.
+      plan: the call.
+    """
     operands = vary_alike(view, *block_data) if block_data else [view]
-    return quantize_p.bind(*operands, plan=plan)
+    view, *given = operands
+    return quantize_p.bind(view, *_with_derived(view, given, plan), plan=plan)

@@ -113,7 +113,7 @@ def _kernels(dsl: str) -> Callable[[Plan, Sequence[str]], Support]:
         direct = _one_kernel(dsl, plan, chips)
         # Few plans with preprocessing have kernels of their own; the others go along rows. Not
         # transforms that span two blocks: rows do not tell which blocks are neighbours.
-        preprocessed = any(str(own) for own in plan.preprocessing)
+        preprocessed = plan.scaling and any(str(own) for own in plan.preprocessing)
         spans_two = any(own.group > BLOCK for own in plan.preprocessing)
         if direct or plan.is_square or not preprocessed or spans_two:
             return direct
@@ -151,7 +151,7 @@ def _one_kernel(dsl: str, plan: Plan, chips: Sequence[str]) -> Support:
 def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
     """The DSL's variant that serves a plan; or None, and for what there is none."""
     op = plan.op.removesuffix("_both")
-    each = [str(own) for own in plan.preprocessing]
+    each = [str(own) if plan.scaling else "" for own in plan.preprocessing]  # dequantize: none
     asked = each[0]
     if len({*each}) > 1:
         asked = f"the pair ({', '.join(what or 'none' for what in each)})"

@@ -13,10 +13,12 @@ from jax_mx.arrays.checks import flag
 from jax_mx.arrays.sharding import spec_of
 from jax_mx.arrays.views import from_view, to_view
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
+from jax_mx.facts.windows import Window
 from jax_mx.lowering import primitive
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.placing import placed, require_kernel
 from jax_mx.ops.planning import Options, planned
+from jax_mx.ops.preprocessing import preprocessing_of
 from jax_mx.ops.quantize import as_planned, checkpointed
 
 
@@ -28,6 +30,7 @@ def fake_quantize(
     scaling: Scaling | str = RCEIL,
     block: int | tuple[int, int] = BLOCK,
     clip: bool = False,
+    window: Window = BLOCK,
     implementation: str | None = None,
 ) -> jax.Array:
     """What x is after quantizing, with a derivative: for quantization-aware training.
@@ -44,6 +47,7 @@ def fake_quantize(
         times its block's scale. `floor` saturates the tops of blocks, `even` some of them, `ceil`
         and `rceil` nothing (but for one subnormal amax). A block that holds a NaN or an infinity is
         NaN as a whole and saturates nowhere, so that its gradient shows it.
+      window: see `quantize`.
       implementation: see `quantize`.
 
     Returns:
@@ -54,7 +58,10 @@ def fake_quantize(
     """
     op = "fake_quantize"
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
-    asked = Options((format,), axis, scaling, implementation=implementation, block=block)
+    own = preprocessing_of(op, None, None, window)
+    asked = Options(
+        (format,), axis, scaling, implementation=implementation, block=block, preprocessing=(own,)
+    )
     plan = planned(op, x, asked)
     clip = flag(op, "clip", clip)
     plan = dataclasses.replace(plan, op="quantize")
@@ -66,6 +73,11 @@ def fake_quantize(
 @partial(jax.jit, static_argnames=("plan", "clip"))
 def _fake_quantize(x: jax.Array, *, plan: Plan, clip: bool) -> jax.Array:
     """`fake_quantize` of an x that the plan fits."""
+    if plan.axis < -2 and plan.has_units:  # units are of the last two axes
+        y = _fake_quantize(
+            jnp.moveaxis(x, plan.axis, -2), plan=dataclasses.replace(plan, axis=-2), clip=clip
+        )
+        return jnp.moveaxis(y, -2, plan.axis)
     x, view = placed(x, x.shape, dataclasses.replace(plan, op="fake_quantize")), plan.view
     shape, spec = x.shape, spec_of(x)
     viewed = to_view(x, *view.view(shape, spec, plan.first_axis), view.operand)

@@ -13,7 +13,14 @@ import numpy as np
 
 from jax_mx import reference
 from jax_mx.arrays import tiles
-from jax_mx.arrays.checks import axis_of, block_of, blocks_fit, values_fit
+from jax_mx.arrays.checks import (
+    axis_of,
+    block_of,
+    blocks_fit,
+    blocks_in,
+    values_fit,
+    window_of,
+)
 from jax_mx.arrays.sharding import gathered, is_explicit, reshape, resharded, spec_of
 from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import (
@@ -35,6 +42,7 @@ from jax_mx.facts.layouts import (
     ScaleLayout,
     ValueLayout,
 )
+from jax_mx.facts.windows import TILE, Window
 from jax_mx.lowering import primitive
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.placing import placed, require_kernel
@@ -44,7 +52,7 @@ from jax_mx.ops.planning import plan_dequantize
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("values", "scales"),
-    meta_fields=("format", "axis", "scale_layout", "block", "value_layout"),
+    meta_fields=("format", "axis", "scale_layout", "block", "value_layout", "window"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class MXArray:
@@ -61,6 +69,8 @@ class MXArray:
       scale_layout: where the scale of a block lies.
       block: (32,), or (32, 32): square blocks of the last two axes.
       value_layout: where values lie; tiled ones have the block axis last.
+      window: which elements share one amax, and so have equal scales: 32, 128, 256 along the block
+        axis, "row" or (128, 128), see `quantize`. Static; `dequantize` does not depend on it.
     """
 
     values: jax.Array
@@ -70,6 +80,7 @@ class MXArray:
     scale_layout: ScaleLayout
     block: tuple[int, ...] = (BLOCK,)
     value_layout: ValueLayout = ROW_MAJOR_VALUES
+    window: Window = BLOCK
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -235,7 +246,8 @@ class MXArray:
             scales = to_view(scales, divided(viewed, (-1,), BLOCK), view_spec, result.order)
             stored = stored_shape(self.shape, (axis,), layout), stored_spec(spec, (axis,), layout)
             scales = from_view(result.pack(scales, layout), *stored, result.order_in(layout))
-        return MXArray(values, scales, self.format, axis, layout, value_layout=values_in)
+        blocks = {"scale_layout": layout, "value_layout": values_in, "block": (BLOCK,)}
+        return dataclasses.replace(self, values=values, scales=scales, axis=axis, **blocks)
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:
         raise TypeError("an MXArray is two arrays; take .values and .scales, or .dequantize()")
@@ -348,7 +360,10 @@ def checked(op: str, name: str, q: Any) -> MXArray:
     ndim = q.values.ndim - values_in.is_tiled
     axis, block = axis_of(op, q.axis, ndim), block_of(op, q.block)
     blocks_fit(op, block, axis, layout, ndim)
-    q = MXArray(q.values, q.scales, format, axis, layout, block, values_in)
+    window = window_of(op, q.window)
+    if window != TILE:  # which expanded arrays have, too
+        blocks_in(op, window, block)
+    q = MXArray(q.values, q.scales, format, axis, layout, block, values_in, window)
     shape = q.shape
     if axis != -1:
         values_fit(op, values_in, axis, shape, format)  # it does not
@@ -365,20 +380,23 @@ def checked(op: str, name: str, q: Any) -> MXArray:
 
 
 # So that exported programs may take and return MXArrays. Formats and layouts go by name.
-Aux = tuple[Format, int, ScaleLayout, tuple[int, ...], ValueLayout]
+Aux = tuple[Format, int, ScaleLayout, tuple[int, ...], ValueLayout, Window]
 
 
 def _serialize(aux: Aux) -> bytes:
-    format, axis, layout, block, values = aux
-    return json.dumps([format.name, axis, layout.name, values.name, *block]).encode()
+    format, axis, layout, block, values, window = aux
+    fields = [format.name, axis, layout.name, values.name, *block]
+    return json.dumps(fields if window == BLOCK else [*fields, {"window": window}]).encode()
 
 
 def _deserialize(text: bytes) -> Aux:
     format, axis, layout, *rest = json.loads(text)
-    # The first programs had no block, the next no layout of values.
+    # The first programs had no block, the next no layout of values, then no window.
+    window = rest.pop()["window"] if rest and isinstance(rest[-1], dict) else BLOCK
     values = rest.pop(0) if rest and isinstance(rest[0], str) else "row_major"
     block = tuple(rest) or (BLOCK,)
-    return FORMATS[format], axis, SCALE_LAYOUTS[layout], block, VALUE_LAYOUTS[values]
+    window = tuple(window) if isinstance(window, list) else window
+    return FORMATS[format], axis, SCALE_LAYOUTS[layout], block, VALUE_LAYOUTS[values], window
 
 
 jax.export.register_pytree_node_serialization(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from jax_mx.arrays.sharding import gathered, is_explicit, shards_of
+from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import Plan
 
@@ -44,11 +45,13 @@ def require_whole_blocks(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> No
     if not is_explicit(jax.typeof(x).sharding.mesh):
         return
     for axis in plan.axes:
-        group = plan.preprocessing[-1 - axis if plan.op == "quantize_both" else 0].group
+        own = plan.preprocessing[-1 - axis if plan.op == "quantize_both" else 0]
+        group = own.group
         (names, shards), length = shards_of(x, axis), shape[axis]
-        if length % (shards * group):
+        if shards > 1 and length % (shards * group):
+            what = "blocks" if own.window == BLOCK else "windows"
             raise primitive.ShardingTypeError(
                 f"{plan.op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
-                f"{shards} shards of {length / shards:g}, which does not keep its blocks of "
-                f"{group} whole; reshard it with jax.sharding.reshard"
+                f"{shards} shards of {length / shards:g}, which does not keep its {what} "
+                f"of {group} whole; reshard it with jax.sharding.reshard"
             )

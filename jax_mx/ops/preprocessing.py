@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import axis_of, float_dtype, shown, whole
+from jax_mx.arrays.checks import axis_of, float_dtype, shown, whole, window_of
 from jax_mx.arrays.sharding import iota, reshape, spec_of
 from jax_mx.arrays.views import divided
 from jax_mx.facts.formats import BLOCK
@@ -93,14 +93,15 @@ def data_of(rounding: Stochastic | None, hadamard: Hadamard | None) -> Data:
     return key, signs if isinstance(signs, jax.Array) else None
 
 
-def preprocessing_of(op: str, rounding: Any, hadamard: Any) -> Preprocessing:
-    """Checks both, and gives what of them is static.
+def preprocessing_of(op: str, rounding: Any, hadamard: Any, window: Any = BLOCK) -> Preprocessing:
+    """Checks all, and gives what of them is static.
 
     Raises:
       TypeError, ValueError: see `jax_mx.quantize`.
     """
+    window = window_of(op, window)
     if rounding is None and hadamard is None:
-        return NO_PREPROCESSING
+        return NO_PREPROCESSING if window == BLOCK else Preprocessing(window=window)
     if not isinstance(rounding, Stochastic | None):
         raise TypeError(f"{op}: rounding must be None or a Stochastic, got {shown(rounding)}")
     if not isinstance(hadamard, Hadamard | None):
@@ -118,6 +119,7 @@ def preprocessing_of(op: str, rounding: Any, hadamard: Any) -> Preprocessing:
         None if rounding is None else rounding.prescale,
         0 if hadamard is None else hadamard.size,
         flips,
+        window,
     )
 
 

@@ -22,6 +22,7 @@ from jax_mx.arrays.views import (
 )
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
+from jax_mx.facts.windows import Window
 from jax_mx.lowering import primitive, store
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.mxarray import MXArray
@@ -60,6 +61,7 @@ def quantize(
     value_layout: ValueLayout | str = ROW_MAJOR_VALUES,
     rounding: Stochastic | None = None,
     hadamard: Hadamard | None = None,
+    window: Window = BLOCK,
     implementation: str | None = None,
 ) -> MXArray:
     """Quantizes blocks of 32 elements to a small float format with E8M0 scales.
@@ -98,6 +100,13 @@ def quantize(
         the size divides; not of square blocks. Kernels have all sizes in MXFP4, in the
         forms that they have rounding in; but XLA transposes nothing for 64, and moves an axis
         before the last two, as it does for tiles.
+      window: how many consecutive elements along `axis` share one amax, and so have equal scales,
+        one for each 32 of them as ever: 32; 128 or 256, of which the last of the axis may be
+        shorter; or "row": all of the axis. Inside `shard_map`, of a shard's. A NaN or an infinity
+        makes all of its window NaN. Or (128, 128), for weights: tiles of the last two axes share
+        one, and blocks are square (see `block`), so that one result serves both directions. FP8
+        tensor cores multiply the codes of a window before its scale is applied. Kernels have
+        windows without rounding or hadamard.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -113,7 +122,7 @@ def quantize(
       ShardingTypeError: on a mesh with explicit axes, a shard would split a block.
     """
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
-    own = preprocessing_of("quantize", rounding, hadamard)
+    own = preprocessing_of("quantize", rounding, hadamard, window)
     asked = Options(
         (format,),
         axis,
@@ -144,6 +153,7 @@ def quantize_both(
     value_layouts: tuple[ValueLayout | str, ValueLayout | str] = ("row_major", "row_major"),
     rounding: Stochastic | tuple[Stochastic | None, Stochastic | None] | None = None,
     hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
+    window: Window = BLOCK,
     implementation: str | None = None,
 ) -> tuple[MXArray, MXArray]:
     """Quantizes along the last axis and along the one before it, from one read of x.
@@ -163,6 +173,7 @@ def quantize_both(
       rounding: see `quantize`; a pair, for each, or one for both, whose key is split in two:
         the results are those of `quantize` with the keys `jax.random.split(key)`.
       hadamard: see `quantize`; a pair, for each, or one for both, each along its own axis.
+      window: of both, each along its own axis: 32, 128, 256 or "row", see `quantize`.
       implementation: or None.
 
     Returns:
@@ -181,7 +192,7 @@ def quantize_both(
         transpose=transpose,
         zero_scale=zero_scale,
         value_layouts=value_layouts,
-        preprocessing=tuple(preprocessing_of("quantize_both", *two) for two in each),
+        preprocessing=tuple(preprocessing_of("quantize_both", *two, window) for two in each),
     )
     plan = planned("quantize_both", x, asked)
     require_kernel(plan)
@@ -248,9 +259,10 @@ def _bound(x: jax.Array, plan: Plan, block_data: Sequence[jax.Array]) -> list[MX
     view = plan.view
     viewed, view_spec = view.view(x.shape, spec_of(x), plan.first_axis)
     floats = to_view(x, viewed, view_spec, view.operand)
+    given = [array for array in plan.block_data if not array.derived]
     operands = [
         to_view(a, divided(viewed, view.results[array.of].block, BLOCK), view_spec, view.operand)
-        for array, a in zip(plan.block_data, block_data, strict=True)
+        for array, a in zip(given, block_data, strict=True)
     ]
     outs = checkpointed(floats, plan, operands)
     pairs_of_arrays = zip(outs[::2], outs[1::2], strict=True)
@@ -270,4 +282,5 @@ def _stored(i: int, values: jax.Array, scales: jax.Array, x: jax.Array, plan: Pl
     values = from_view(values, *to, result.order_in(values_in))
     to = stored_shape(shape, axes, layout), stored_spec(spec, axes, layout)
     scales = from_view(scales, *to, result.order_in(layout))
-    return MXArray(values, scales, format, axes[-1], layout, plan.block, values_in)
+    window = plan.preprocessing[i].window
+    return MXArray(values, scales, format, axes[-1], layout, plan.block, values_in, window)

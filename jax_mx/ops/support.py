@@ -7,11 +7,12 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import zero_scale_of
+from jax_mx.arrays.checks import window_of, zero_scale_of
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
+from jax_mx.facts.windows import Window
 from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.registry import Support
@@ -35,6 +36,7 @@ def is_supported(
     value_layout: ValueLayout | str = ROW_MAJOR_VALUES,
     rounding: Stochastic | tuple[Stochastic | None, Stochastic | None] | None = None,
     hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
+    window: Window = BLOCK,
     implementation: str | None = None,
 ) -> tuple[bool, str]:
     """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
@@ -56,6 +58,7 @@ def is_supported(
         kernel does not write or read in tiles, XLA moves.
       rounding: of quantize; of quantize_both for both directions or a pair; so is hadamard.
       hadamard: see `quantize`.
+      window: of quantize and quantize_both; dequantize does not depend on it.
       implementation: this one only; "xla" serves every call.
 
     Returns:
@@ -71,7 +74,9 @@ def is_supported(
     both = [(rounding, hadamard)]
     if op == "quantize_both":
         both = pairs(op_name, rounding, hadamard, split=False)
-    own = tuple(preprocessing_of(op_name, *two) for two in both)
+    window = window_of(op_name, window)
+    of_results = BLOCK if op == "dequantize" else window
+    own = tuple(preprocessing_of(op_name, *two, of_results) for two in both)
     zero_scale = zero_scale_of(op_name, zero_scale)
     if op == "dequantize" and (own != (NO_PREPROCESSING,) or zero_scale):
         raise ValueError(

@@ -77,7 +77,7 @@ def _array(x: Any) -> Any:
     return x if hasattr(x, "ndim") else jnp.asarray(x)
 
 
-def _broadcast(op: str, x: Any, lead: tuple[int, ...]) -> Any:
+def _broadcast(op: str, x: Any, lead: tuple[Any, ...]) -> Any:
     """x with the leading dimensions `lead`."""
     shape = (*lead, *x.shape[-2:])
     if tuple(x.shape) == shape:

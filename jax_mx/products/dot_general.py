@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jax_mx.arrays.checks import float_dtype, shown
 from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
 from jax_mx.arrays.tiles import unpack
-from jax_mx.facts.formats import BLOCK, Scaling, named
+from jax_mx.facts.formats import BLOCK, named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
@@ -75,7 +75,7 @@ def dot_general(
     op = "dot_general"
     recipe = recipe_of(op, recipe)
     lhs, rhs = _operand(op, "lhs", lhs), _operand(op, "rhs", rhs)
-    layout = layout_of(op, lhs, rhs, dimension_numbers)
+    layout = layout_of(op, lhs, rhs, dimension_numbers, keep_rows=recipe.window == BLOCK)
     floats = [_dtype(op, n, x) for n, x in (("lhs", lhs), ("rhs", rhs)) if _is_float(x)]
     if len({*floats}) > 1:
         raise TypeError(
@@ -91,7 +91,7 @@ def dot_general(
         _check_quantized(op, name, x, side, recipe)
     static = _Static(layout, dtype, _is_exact(precision), implementation, out_sharding)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
-        static = static._replace(layout=layout.unpadded())
+        static = static._replace(layout=layout.unpadded(_is_square(rhs, recipe)))
     return _dot(static, *_parts(lhs), *_parts(rhs), recipe)
 
 
@@ -135,6 +135,11 @@ def _is_exact(precision: Any) -> bool:
         precision = jax.config.jax_default_matmul_precision
     each = precision if isinstance(precision, tuple | list) else (precision,)
     return any(str(p).lower().rpartition(".")[2] in ("highest", "float32") for p in each)
+
+
+def _is_square(rhs: Any, recipe: Recipe) -> bool:
+    """Whether rhs are floats that square blocks are made of."""
+    return rhs is not None and not isinstance(rhs, MXArray) and recipe.blocks("rhs").square
 
 
 def _check_quantized(op: str, name: str, x: Any, side: Arrangement, recipe: Recipe) -> None:
@@ -213,7 +218,7 @@ def _dot(static: _Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, recipe: Re
 def _dot_vjp(static: _Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, recipe: Recipe) -> Any:
     layout = static.layout
     if rhs_q is None:  # nothing is quantized along rows, unless the weight was
-        layout = layout.unpadded()
+        layout = layout.unpadded(_is_square(rhs, recipe))
         static = static._replace(layout=layout)
     a, _ = _forms(layout.lhs, lhs, lhs_q, recipe, "lhs", (True, False))
     b, _ = _forms(layout.rhs, rhs, rhs_q, recipe, "rhs", (True, False))
@@ -231,10 +236,7 @@ def _forms(
         return quantized
     each = zip(recipe.uses(name), wanted, strict=True)
     first, second = (use if want else None for use, want in each)
-    square = name == "rhs" and not isinstance(recipe.block, int)
-    return forms_of(
-        side.arranged(x), side.axis, (first, second), cast(Scaling, recipe.scaling), square
-    )
+    return forms_of(side.arranged(x), side.axis, (first, second), recipe.blocks(name))
 
 
 def _arranged_mx(side: Arrangement, q: MXArray) -> MXArray:
@@ -306,10 +308,13 @@ def _dot_fwd(static: _Static, *args: Any) -> tuple[jax.Array, Residual]:
     a, a_rows = _forms(layout.lhs, lhs, lhs_q, recipe, "lhs", (True, wgrad))
     b, b_rows = _forms(layout.rhs, rhs, rhs_q, recipe, "rhs", (True, dgrad))
     y = _forward(static, a, b)
-    kept = (
-        a_rows if wgrad else _absent(layout.lhs, lhs, lhs_q, recipe, "lhs"),
-        b_rows if dgrad else _absent(layout.rhs, rhs, rhs_q, recipe, "rhs"),
-    )
+    # A frozen operand gets no gradient, whoever asks for what.
+    a_kept = b_kept = None
+    if rhs is not None:
+        a_kept = a_rows if wgrad else _absent(layout.lhs, lhs, lhs_q, recipe, "lhs")
+    if lhs is not None:
+        b_kept = b_rows if dgrad else _absent(layout.rhs, rhs, rhs_q, recipe, "rhs")
+    kept = (a_kept, b_kept)
     return y, (*kept, recipe, _side(layout.lhs, lhs), _side(layout.rhs, rhs))
 
 
@@ -328,7 +333,9 @@ def _absent(side: Arrangement, x: Any, quantized: Any, recipe: Recipe, name: str
 
 def _wanted(form: Any) -> Any:
     """The form; None where it is absent."""
-    return None if all(leaf.dtype == bool for leaf in jax.tree.leaves(form)) else form
+    return (
+        None if form is None or all(leaf.dtype == bool for leaf in jax.tree.leaves(form)) else form
+    )
 
 
 def _dot_bwd(static: _Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
@@ -346,9 +353,8 @@ def _dot_bwd(static: _Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
         for form, cold, use in zip((b, a), frozen, uses, strict=True)
     )
     arranged = layout.gradient(dy)
-    along_n, along_m = cast(
-        tuple[Form, Form], forms_of(arranged, -1, wanted, recipe.scaling, square=False)
-    )
+    made: Any = forms_of(arranged, -1, wanted, recipe.blocks("gradient"))
+    along_n, along_m = made
     dlhs = drhs = None
     if b is not None:
         dx = _product(static, along_n, b, 0, _out_spec(lhs, layout.lhs), lhs.dtype)

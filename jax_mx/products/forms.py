@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
+from jax_mx.facts.windows import Window
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.ops.quantize import quantize, quantize_both
@@ -27,6 +28,25 @@ class Use(NamedTuple):
     format: Format | None
     hadamard: Hadamard | None = None
     rounding: Stochastic | None = None
+
+
+class Blocks(NamedTuple):
+    """Which elements of an operand share scales, and by which rule; see `quantize`.
+
+    Attributes:
+      scaling: the rule.
+      window: which elements share an amax.
+      square: whether blocks are (32, 32); then one array serves both products of one format.
+    """
+
+    scaling: Scaling
+    window: Window = BLOCK
+    square: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `quantize` that say so."""
+        return {"scaling": self.scaling, "window": self.window}
 
 
 @jax.tree_util.register_dataclass
@@ -86,9 +106,7 @@ _MIXED = {MXFP8_E4M3, MXFP8_E5M2}  # formats that one call may mix
 Forms = tuple[Form | None, Form | None]  # along the contracted axis, along the free one
 
 
-def forms_of(
-    x: jax.Array, axis: int, uses: tuple[Use | None, Use | None], scaling: Scaling, square: bool
-) -> Forms:
+def forms_of(x: jax.Array, axis: int, uses: tuple[Use | None, Use | None], blocks: Blocks) -> Forms:
     """The forms of an arranged operand, from one read of it where a kernel makes both.
 
     Args:
@@ -96,13 +114,12 @@ def forms_of(
       axis: the contracted one, -1 or -2; the other one is the free axis.
       uses: how each product takes it, along the contracted and along the free axis; None: the
         product does not take it.
-      scaling: see `quantize`.
-      square: whether blocks are (32, 32); then one array serves both products of one format.
+      blocks: which elements share scales.
     """
     axes = (axis, -3 - axis)
-    if square:
+    if blocks.square:
         made = {
-            use.format: quantize(x, use.format, block=(BLOCK, BLOCK), scaling=scaling)
+            use.format: quantize(x, use.format, block=(BLOCK, BLOCK), **blocks.options)
             for use in uses
             if use is not None and use.format is not None
         }
@@ -119,13 +136,13 @@ def forms_of(
         both = quantize_both(
             x,
             formats=joint[order],
-            scaling=scaling,
+            **blocks.options,
             hadamard=(last.hadamard, second.hadamard),
             rounding=(last.rounding, second.rounding),
         )
         first, second = (Form(q) for q in both[order])
         return first, second
-    first, second = (_one(x, use, at, scaling) for use, at in zip(uses, axes, strict=True))
+    first, second = (_one(x, use, at, blocks) for use, at in zip(uses, axes, strict=True))
     return first, second
 
 
@@ -137,7 +154,7 @@ def _joint_formats(uses: tuple[Use | None, Use | None]) -> tuple[Format, Format]
     return (first, second) if first == second or {first, second} <= _MIXED else None
 
 
-def _one(x: jax.Array, use: Use | None, axis: int, scaling: Scaling) -> Form | None:
+def _one(x: jax.Array, use: Use | None, axis: int, blocks: Blocks) -> Form | None:
     if use is None:
         return None
     if use.format is None:
@@ -147,7 +164,7 @@ def _one(x: jax.Array, use: Use | None, axis: int, scaling: Scaling) -> Form | N
         use.format,
         axis=axis,
         transpose=True,
-        scaling=scaling,
+        **blocks.options,
         hadamard=use.hadamard,
         rounding=use.rounding,
     )

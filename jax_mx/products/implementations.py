@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
+from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, registry, store
 from jax_mx.lowering.registry import Support
 from jax_mx.ops.mxarray import MXArray, dequantize
@@ -154,9 +155,7 @@ def _fp8_support(call: Call, chips: Sequence[str]) -> Support:
     if not formats <= {MXFP8_E4M3, MXFP8_E5M2} or formats == {MXFP8_E5M2}:
         return _refused(name, call, "takes mxfp8_e4m3, or one operand of it and one of mxfp8_e5m2")
     for x, dims in zip((call.lhs, call.rhs), call.dot.contracting, strict=True):
-        if len(x.block) == 2 or not (
-            x.shape[dims[0]] <= BLOCK or getattr(x, "window", BLOCK) == "row"
-        ):
+        if len(x.block) == 2 or not (x.shape[dims[0]] <= BLOCK or x.window == ROW):
             return _refused(name, call, "wants one scale for each row: quantize(..., window='row')")
     for chip in chips:
         if chip not in (*chip_table.FP8, "cpu"):

@@ -159,9 +159,13 @@ class Layout:
     lhs: Arrangement
     rhs: Arrangement
 
-    def unpadded(self) -> Layout:
-        """The same without zero rows, for products that are not followed by gradients."""
-        return Layout(self.lhs._replace(padded=False), self.rhs._replace(padded=False))
+    def unpadded(self, square: bool) -> Layout:
+        """The same without zero rows, for products that are not followed by gradients.
+
+        Args:
+          square: whether rhs is quantized in square blocks, which need them.
+        """
+        return Layout(self.lhs._replace(padded=False), self.rhs._replace(padded=square))
 
     def result(self, y: jax.Array) -> jax.Array:
         """What lax.dot_general gives, for (B..., M..., N)."""
@@ -184,8 +188,17 @@ class Layout:
         return jnp.pad(dy, pads) if self.lhs.rows or self.rhs.rows else dy
 
 
-def layout_of(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Layout:
+def layout_of(
+    op: str, lhs: Any, rhs: Any, dimension_numbers: Any, keep_rows: bool = True
+) -> Layout:
     """The layout of a product of arrays of these shapes.
+
+    Args:
+      op: for messages.
+      lhs: an array, or what has its shape.
+      rhs: likewise.
+      dimension_numbers: as for jax.lax.dot_general.
+      keep_rows: see `arrangement_of`, of lhs.
 
     Raises:
       TypeError, ValueError: the dimension numbers do not fit the shapes, or 32 does not divide the
@@ -201,7 +214,7 @@ def layout_of(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Layout:
             f"{op}: the contracted length is {length}, not a multiple of the block length {BLOCK}; "
             f"pad both operands with zeros to {max(-(-length // BLOCK), 1) * BLOCK}"
         )
-    left = arrangement_of(lhs.shape, lc, lb, keep_rows=True)
+    left = arrangement_of(lhs.shape, lc, lb, keep_rows)
     return Layout(left, arrangement_of(rhs.shape, rc, rb))
 
 

@@ -81,7 +81,8 @@ def _lower(given: str | None, ctx: Any, *leaves: Any, dot: Dot) -> Any:
     run = serving(call_of(dot, ctx.avals_in), primitive.target_of(ctx, platform)).run
 
     def product(*leaves: Any) -> list[jax.Array]:
-        return [run(*dot.tree.unflatten(leaves), dot)]
+        lhs, rhs = dot.tree.unflatten(leaves)
+        return [run(lhs, rhs, dot)]
 
     rule: Any = mlir.lower_fun(product, multiple_results=True)
     return rule(ctx, *leaves)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import block_of, float_dtype, shown
+from jax_mx.arrays.checks import block_of, blocks_in, float_dtype, shown, window_of
 from jax_mx.facts.formats import (
     BLOCK,
     FORMATS,
@@ -24,8 +24,9 @@ from jax_mx.facts.formats import (
     Scaling,
     named,
 )
+from jax_mx.facts.windows import ROW, TILE, Window
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
-from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
+from jax_mx.products.forms import Blocks, Form, QuantizedWeight, Use, forms_of
 from jax_mx.products.operands import arrangement_of
 
 BF16 = "bf16"  # of a product that is not quantized
@@ -75,6 +76,9 @@ class Recipe:
       gradient: of y's gradient.
       scaling: how scales follow from amaxes.
       block: of rhs: 32, or (32, 32), where one quantized copy serves forward and dgrad.
+      window: how many elements along the contracted axis share an amax: 32, 128, 256 or "row", see
+        `quantize`. FP8 tensor cores multiply arrays of windows wider than 32.
+      weight_window: of rhs instead, also (128, 128), which makes square blocks; None: `window`.
       forward: what the forward product does unlike the rest; None for nothing, "bf16" or a format
         for `Product(format=...)`.
       dgrad: likewise.
@@ -86,6 +90,8 @@ class Recipe:
     gradient: Format | str = dataclasses.field(default=MXFP8_E4M3, metadata={"static": True})
     scaling: Scaling | str = dataclasses.field(default=RCEIL, metadata={"static": True})
     block: int | tuple[int, int] = dataclasses.field(default=BLOCK, metadata={"static": True})
+    window: Window = dataclasses.field(default=BLOCK, metadata={"static": True})
+    weight_window: Window | None = dataclasses.field(default=None, metadata={"static": True})
     forward: Product | Format | str | None = None
     dgrad: Product | Format | str | None = None
     wgrad: Product | Format | str | None = None
@@ -100,7 +106,16 @@ class Recipe:
             found = named(f"Recipe: {name}", FORMATS, getattr(self, name))
             object.__setattr__(self, name, found)
         object.__setattr__(self, "scaling", named("Recipe: scaling", SCALINGS, self.scaling))
-        spans = block_of("Recipe", self.block)
+        window = window_of("Recipe", self.window)
+        if window == TILE:
+            raise ValueError(
+                f"Recipe: window is along one axis: {BLOCK}, 128, 256 or {ROW!r}; tiles of {TILE} "
+                "are for weights: weight_window"
+            )
+        object.__setattr__(self, "window", window)
+        weights = window if self.weight_window is None else window_of("Recipe", self.weight_window)
+        object.__setattr__(self, "weight_window", weights)
+        spans = blocks_in("Recipe", weights, block_of("Recipe", self.block))
         object.__setattr__(self, "block", spans if len(spans) > 1 else BLOCK)
         for name in PRODUCTS:
             value = getattr(self, name)
@@ -128,6 +143,13 @@ class Recipe:
         """
         first, second = _USES[operand]
         return self._use(operand, first), self._use(operand, second)
+
+    def blocks(self, operand: str) -> Blocks:
+        """Which elements of an operand share scales, and by which rule."""
+        of_weights = operand == "rhs"
+        window = self.weight_window if of_weights else self.window
+        square = of_weights and not isinstance(self.block, int)
+        return Blocks(cast(Scaling, self.scaling), window or BLOCK, square)
 
     def _use(self, operand: str, name: str) -> Use:
         product = getattr(self, name)
@@ -168,9 +190,8 @@ class Recipe:
                 raise ValueError(f"{op}: dimension {d} is out of range for rank {w.ndim}")
         contracted, batched = (tuple(sorted(d % w.ndim for d in group)) for group in dims)
         side = arrangement_of(w.shape, contracted, batched)
-        square = not isinstance(self.block, int)
         fixed = side.arranged(jax.lax.stop_gradient(w))
-        forms = forms_of(fixed, side.axis, self.uses("rhs"), cast(Scaling, self.scaling), square)
+        forms = forms_of(fixed, side.axis, self.uses("rhs"), self.blocks("rhs"))
         first, second = cast(tuple[Form, Form], forms)
         return QuantizedWeight(w, first, second, self, side, contracted, batched)
 

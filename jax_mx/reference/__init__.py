@@ -1,6 +1,9 @@
 """The oracle, in plain jnp: kernels match it bit for bit, and "xla" is it."""
 
 from jax_mx.reference.blocks import (
+    amax_of as amax_of,
+)
+from jax_mx.reference.blocks import (
     dequantize as dequantize,
 )
 from jax_mx.reference.blocks import (
@@ -16,10 +19,16 @@ from jax_mx.reference.blocks import (
     noise as noise,
 )
 from jax_mx.reference.blocks import (
+    over_windows as over_windows,
+)
+from jax_mx.reference.blocks import (
     pack as pack,
 )
 from jax_mx.reference.blocks import (
     quantize as quantize,
+)
+from jax_mx.reference.blocks import (
+    rescaled as rescaled,
 )
 from jax_mx.reference.blocks import (
     saturates as saturates,

@@ -10,6 +10,7 @@ Blocks lie along the last dimension, which has length `BLOCK`; square ones along
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from fractions import Fraction
 
 import jax
@@ -29,15 +30,18 @@ def quantize(
     block: tuple[int, ...] = (-1,),
     zero_scale: int = 0,
     noise: jax.Array | None = None,  # (..., BLOCK)
+    amax: jax.Array | None = None,  # (..., 1) uint32
 ) -> tuple[jax.Array, jax.Array]:  # (..., BLOCK / codes_per_byte) storage, (..., 1) e8m0
     """The codes and the scale of every block; `block` are the dimensions that one spans.
 
-    Rounded to nearest even, or with `noise` (see there) at random.
+    Rounded to nearest even, or with `noise` (see there) at random. The scale follows from the
+    block's largest magnitude, or from `amax`, its window's (see `over_windows`).
     """
     bits = float32_bits(x)
     magnitude = bits & np.uint32(0x7FFFFFFF)
-    # As integers NaN > Inf > every finite value, so one maximum finds amax and poison alike.
-    amax = jnp.max(magnitude, axis=block, keepdims=True)
+    if amax is None:
+        # As integers NaN > Inf > every finite value, so one maximum finds amax and poison alike.
+        amax = jnp.max(magnitude, axis=block, keepdims=True)
 
     add, exception = scaling.rounding(format)
     emax = np.uint32(format.emax)
@@ -90,6 +94,56 @@ def dequantize(
     bits = jnp.where(poisoned, nan, bits | sign << np.uint32(info.bits - 1))
     bits = bits.astype({16: jnp.uint16, 32: jnp.uint32}[info.bits])
     return jax.lax.bitcast_convert_type(bits, dtype)
+
+
+# ---- windows ---
+def amax_of(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:  # uint32
+    """The float32 bits of the largest magnitude over `axes`, which keep the length 1."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32 if x.dtype == jnp.float32 else jnp.uint16)
+    magnitude = bits & bits.dtype.type(2 ** (8 * bits.dtype.itemsize - 1) - 1)
+    largest = jnp.max(magnitude, axis=axes, keepdims=True, initial=0)
+    return float32_bits(jax.lax.bitcast_convert_type(largest, x.dtype))
+
+
+def over_windows(amax: jax.Array, counts: Mapping[int, int]) -> jax.Array:
+    """For every block the largest value of its window's blocks; of amaxes, or of scales.
+
+    Args:
+      amax: unsigned, one for each block.
+      counts: by dimension, negative, how many blocks a window spans; the last window along a
+        dimension may be shorter. No such dimension is sharded.
+    """
+    for axis, count in counts.items():
+        at, spec, length = axis % amax.ndim, spec_of(amax), amax.shape[axis]
+        more = -length % count
+        widths = [(0, more if d == at else 0, 0) for d in range(amax.ndim)]
+        padded = jax.lax.pad(amax, amax.dtype.type(0), widths)
+        split = (*amax.shape[:at], (length + more) // count, count, *amax.shape[at + 1 :])
+        windows = reshape(padded, split, (*spec[: at + 1], None, *spec[at + 1 :]))
+        largest = jnp.max(windows, axis=at + 1, keepdims=True, initial=0)
+        same = reshape(jnp.broadcast_to(largest, split), padded.shape, spec)
+        amax = jax.lax.slice_in_dim(same, 0, length, axis=at)
+    return amax
+
+
+def rescaled(
+    codes: jax.Array,  # (...) uint32, with signs
+    scale: jax.Array,  # (...) uint32
+    to: jax.Array,  # (...) uint32, at least `scale`
+    format: Format,
+) -> jax.Array:  # (...) uint32
+    """Codes of one scale as codes of a larger one, rounded to nearest even.
+
+    A finite value changes only where it becomes subnormal. Infinities and NaNs of the format stay;
+    where `to` is 255, all are the NaN that `quantize` gives.
+    """
+    magnitude = codes & np.uint32(2 ** (format.bits - 1) - 1)
+    significand, exponent = _decode(magnitude, format.exponent_bits, format.mantissa_bits)
+    exponent = exponent + scale.astype(jnp.int32) - to.astype(jnp.int32)
+    found = _encode(significand, exponent, format.mantissa_bits, format.bias, format.max_code)
+    found = jnp.where(magnitude > np.uint32(format.max_code), magnitude, found)
+    found = found | (codes - magnitude)
+    return jnp.where(to == np.uint32(SCALE_NAN), np.uint32(format.nan_code), found)
 
 
 # ---- stochastic rounding ---

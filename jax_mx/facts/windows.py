@@ -1,0 +1,35 @@
+"""Windows: which elements share one amax when scales are computed.
+
+A window is a number of consecutive elements along the axis that blocks run along, counted from its
+start: 32, a block by itself, or 128 or 256, of which the last of an axis may be shorter; or "row",
+the whole axis; or (128, 128), a tile of the last two axes, whose blocks are square. Each block has
+its own byte of a scale; those of a window are equal.
+"""
+
+from __future__ import annotations
+
+from jax_mx.facts.formats import BLOCK
+
+Window = int | str | tuple[int, int]
+
+ROW = "row"
+TILE = (128, 128)
+WINDOWS: tuple[Window, ...] = (BLOCK, 128, 256, ROW, TILE)
+
+
+def lengths_of(window: Window) -> tuple[int, int]:
+    """What shards keep whole of it: rows beside the block axis, and elements along it.
+
+    Nothing of "row": its amax crosses shards.
+    """
+    if isinstance(window, tuple):
+        return window
+    return 1, window if isinstance(window, int) else BLOCK
+
+
+def suffix_of(window: Window) -> str:
+    """The end of a variant's name."""
+    if window == BLOCK:
+        return ""
+    lengths = window if isinstance(window, tuple) else (window,)
+    return "_w" + "x".join(map(str, lengths))

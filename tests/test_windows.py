@@ -1,0 +1,470 @@
+"""Windows: blocks that share an amax, by a loop in numpy that shares nothing with the reference."""
+
+import dataclasses
+import itertools
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    assert_bits_equal,
+    assert_refused,
+    assert_same_array,
+    bytes_of,
+    exact_scale,
+    random_bits,
+    value_table,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_mx
+from jax_mx import reference
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, Scaling
+from jax_mx.facts.windows import ROW, TILE, WINDOWS
+from jax_mx.lowering import primitive
+from jax_mx.ops.mxarray import _deserialize, _serialize
+
+P = PartitionSpec
+ALONG = [w for w in WINDOWS if w != TILE]
+each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+each_window = pytest.mark.parametrize("window", ALONG[1:], ids=str)
+
+
+# ---- the oracle ---
+def spans(length: int, window) -> list[slice]:
+    """The windows of an axis."""
+    step = length if window == ROW else window
+    return [slice(i, min(i + step, length)) for i in range(0, length, step)] if length else []
+
+
+def codes_of(x: np.ndarray, scale: int, format) -> np.ndarray:
+    """x divided by 2^(scale - 127), rounded to the nearest value, ties to the even code."""
+    table = np.array([float(v) for v in value_table(format)])
+    magnitude = np.abs(x.astype(np.float64)) * 2.0 ** (127 - scale)
+    middle = (table[1:] + table[:-1]) / 2
+    code = np.searchsorted(middle, magnitude, side="left")
+    tie = (code < len(middle)) & (middle[np.minimum(code, len(middle) - 1)] == magnitude)
+    code = code + (tie & (code % 2 == 1))
+    return (code | np.signbit(x).astype(int) << (format.bits - 1)).astype(np.uint8)
+
+
+def window_of(x: np.ndarray, format, scaling) -> tuple[np.ndarray, int]:
+    """The codes and the scale of the elements of one window."""
+    if not np.isfinite(x).all():
+        return np.full(x.shape, format.nan_code, np.uint8), 255
+    amax = max((Fraction(float(v)) for v in np.abs(x).ravel()), default=Fraction(0))
+    scale = exact_scale(amax, format, scaling)
+    return codes_of(x, scale, format), scale
+
+
+def oracle(x: np.ndarray, format, window, scaling=Scaling.RCEIL) -> tuple[np.ndarray, np.ndarray]:
+    """Codes (rows, K), one a byte, and scales (rows, K / 32), or (rows / 32, K / 32) of tiles."""
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        x = x.astype(np.float32)
+    rows, cols = x.shape
+    codes = np.zeros(x.shape, np.uint8)
+    scales = np.zeros(x.shape, np.uint8)
+    down = spans(rows, TILE[0] if window == TILE else 1)
+    for at in itertools.product(down, spans(cols, TILE[1] if window == TILE else window)):
+        codes[at], scales[at] = window_of(x[at], format, scaling)
+    return codes, scales[:: BLOCK if window == TILE else 1, ::BLOCK]
+
+
+def unpacked(q) -> np.ndarray:
+    """A code a byte, of an array whose codes are packed along the last axis."""
+    bits = jax.lax.bitcast_convert_type(q.values, jnp.uint8).astype(jnp.uint32)
+    return np.asarray(reference.unpack(bits, q.format)).astype(np.uint8)
+
+
+def assert_is(q, want, what="") -> None:
+    """An MXArray has these codes and scales; of NaNs any."""
+    codes, scales = want
+    assert_bits_equal(bytes_of(q.scales)[..., 0], scales, f"{what} scales")
+    got = unpacked(q)
+    if q.format.bits == 8:  # which readers take with either sign
+        got, codes = (np.where(a & 0x7F == q.format.nan_code, 0x7F, a) for a in (got, codes))
+    assert_bits_equal(got, codes, f"{what} codes")
+
+
+def floats(shape, dtype="float32", seed=0) -> np.ndarray:
+    """Blocks of random bits, most of them finite, and of other exponents than their neighbours'."""
+    rng = np.random.default_rng(seed)
+    x = random_bits(shape, FLOAT_DTYPES[dtype], seed)
+    rare = rng.random(shape) < 0.002
+    with np.errstate(invalid="ignore"):
+        special = ~np.isfinite(x.astype(np.float32))
+    tame = (rng.standard_normal(shape) * np.exp2(rng.integers(-9, 9, shape))).astype(x.dtype)
+    x = np.where(special & ~rare, tame, x)
+    x[..., :BLOCK] = np.where(rng.random((*shape[:-1], BLOCK)) < 0.5, 0.0, -0.0).astype(x.dtype)
+    return x
+
+
+# ---- quantize ---
+@pytest.mark.sampled(3)
+@each_format
+@pytest.mark.parametrize("scaling", Scaling, ids=str)
+@each_window
+def test_is_what_a_loop_gives(format, window, scaling):
+    for seed, (dtype, length) in enumerate([("float32", 352), ("bfloat16", 544), ("float16", 96)]):
+        x = floats((7, length), dtype, seed)
+        q = jax_mx.quantize(x, format, window=window, scaling=scaling)
+        assert q.window == window and q.block == (BLOCK,)
+        assert_is(q, oracle(x, format, window, scaling), f"{dtype} {length}")
+
+
+@each_format
+@pytest.mark.parametrize("shape", [(256, 384), (160, 96), (32, 288), (128, 32)], ids=str)
+def test_a_tile_is_what_a_loop_gives_and_transposes_to_itself(format, shape):
+    x = floats(shape, "bfloat16", 5)
+    q = jax_mx.quantize(x, format, window=TILE)
+    assert q.window == TILE and q.block == (BLOCK, BLOCK)
+    assert q.scales.shape == (shape[0] // BLOCK, shape[1] // BLOCK)
+    assert_is(q, oracle(x, format, TILE))
+    assert_same_array(q, jax_mx.quantize(x, format, window=TILE, block=(BLOCK, BLOCK)))
+    turned = jax_mx.quantize(x.T, format, window=TILE)
+    assert_same_array(turned, jax_mx.quantize(x, format, window=TILE, transpose=True))
+    assert_bits_equal(unpacked(turned), unpacked(q).T)
+    assert_bits_equal(turned.scales, q.scales.T)
+    # Expanded, it is an ordinary array of the same numbers, which still tells of its window.
+    for axis in (-1, -2):
+        one = q.expand(axis)
+        assert (one.window, one.block) == (TILE, (BLOCK,))
+        assert_bits_equal(one.dequantize(), q.dequantize())
+
+
+def test_the_default_is_a_block():
+    x = floats((64, 128), "bfloat16")
+    assert_same_array(jax_mx.quantize(x, window=32), jax_mx.quantize(x))
+    assert jax_mx.quantize(x).window == BLOCK
+    for got, want in zip(jax_mx.quantize_both(x, window=32), jax_mx.quantize_both(x), strict=True):
+        assert_same_array(got, want)
+
+
+@each_window
+@pytest.mark.parametrize("layout", ["row_major", "blocked_128x4", "shuffled_32x8"])
+def test_any_axis_and_layout(window, layout):
+    options = {"window": window, "scale_layout": layout}
+    for shape in [(2, 352, 96), (1, 32, 512)]:
+        x = floats(shape, "bfloat16", 1)
+        last = jax_mx.quantize(x, **options)
+        for r in range(shape[0]):
+            rows = jax_mx.quantize(x[r], window=window)
+            assert_is(rows, oracle(x[r], rows.format, window))
+            assert_bits_equal(last.values[r], rows.values)
+        assert_bits_equal(last.dequantize(), jax_mx.quantize(x, window=window).dequantize())
+        turned = jax_mx.quantize(jnp.swapaxes(x, -1, -2), **options)
+        second = jax_mx.quantize(x, axis=-2, **options)
+        assert_bits_equal(second.values, jnp.swapaxes(turned.values, -1, -2))
+        assert_bits_equal(second.dequantize(), jnp.swapaxes(turned.dequantize(), -1, -2))
+        assert_same_array(jax_mx.quantize(x, axis=-2, transpose=True, **options), turned)
+        first = jax_mx.quantize(jnp.moveaxis(jnp.asarray(x), -1, 0), axis=0, **options)
+        assert_bits_equal(first.values, jnp.moveaxis(last.values, -1, 0))
+        assert_bits_equal(first.dequantize(), jnp.moveaxis(last.dequantize(), -1, 0))
+        for turn in (False, True):
+            a, b = jax_mx.quantize_both(x, transpose=(False, turn), **options)
+            assert_same_array(a, last)
+            assert_same_array(b, turned if turn else second)
+
+
+@each_window
+def test_packed_and_tiled_values(window):
+    x = floats((64, 320), "bfloat16", 2)
+    q = jax_mx.quantize(x, "mxfp4_e2m1", window=window)
+    tiled = jax_mx.quantize(x, "mxfp4_e2m1", window=window, value_layout="shuffled_16x16")
+    assert_same_array(tiled.with_values_in("row_major"), q)
+    assert tiled.with_values_in("row_major").window == window
+    zeros = jax_mx.quantize(np.zeros_like(x), "mxfp4_e2m1", window=window, zero_scale=127)
+    assert (bytes_of(zeros.scales) == 127).all()
+
+
+def test_nan_and_infinity_are_the_windows():
+    x = np.ones((4, 384), np.float32)
+    x[0, 130], x[1, 5], x[2, 383] = np.nan, np.inf, -np.inf
+    for window, want in {
+        128: [(4, 8), (0, 4), (8, 12)],
+        256: [(0, 8), (0, 8), (8, 12)],
+        ROW: [(0, 12)] * 3,
+    }.items():
+        q = jax_mx.quantize(x, window=window)
+        found = np.isnan(np.asarray(q.dequantize(jnp.float32)))[:, ::BLOCK]
+        for r, (a, b) in enumerate([*want, (0, 0)]):
+            assert (found[r] == ((np.arange(12) >= a) & (np.arange(12) < b))).all(), (window, r)
+
+
+@each_window
+def test_preprocessing_comes_first(window):
+    x = floats((8, 320), "bfloat16", 3)
+    for size in (16, 32, 64):
+        signs = np.random.default_rng(size).random(size) < 0.5
+        for of in (np.asarray, jnp.asarray):
+            rotation = jax_mx.Hadamard(size, of(signs))
+            q = jax_mx.quantize(x, "mxfp4_e2m1", hadamard=rotation, window=window)
+            y = jax_mx.hadamard(x, size, signs)
+            assert_same_array(q, jax_mx.quantize(y, "mxfp4_e2m1", window=window))
+    # Where each block holds its window's amax, bits are those of blocks by themselves.
+    x = np.random.default_rng(0).standard_normal((8, 320)).astype(np.float32)
+    x[:, ::BLOCK] = 5
+    for prescale in (None, 0.75):
+        rounding = jax_mx.Stochastic(jax.random.key(3), prescale)
+        got = jax_mx.quantize(x, "mxfp4_e2m1", rounding=rounding, window=window)
+        want = jax_mx.quantize(x, "mxfp4_e2m1", rounding=rounding)
+        assert_same_array(dataclasses.replace(got, window=BLOCK), want)
+    got = jax_mx.quantize_both(x[:, :96].repeat(4, 0), window=window, rounding=rounding)
+    assert [q.window for q in got] == [window] * 2
+
+
+@each_window
+def test_no_elements(window):
+    for shape in [(0, 128), (4, 0), (0, 0), (2, 0, 256)]:
+        q = jax_mx.quantize(np.zeros(shape, np.float32), window=window)
+        assert q.shape == shape
+        jax_mx.align(jax_mx.quantize(np.zeros(shape, np.float32)), window)
+    assert jax_mx.quantize(np.zeros(64, np.float32), window=window).scales.shape == (2,)
+
+
+@each_window
+def test_maps_and_compiles(window):
+    x = floats((3, 64, 320), "bfloat16", 4)
+    q = jax_mx.quantize(x, axis=-2, window=window)
+    assert_same_array(jax.jit(lambda x: jax_mx.quantize(x, axis=-2, window=window))(x), q)
+    assert_same_array(jax.vmap(lambda x: jax_mx.quantize(x, axis=-2, window=window))(x), q)
+    mapped = jax.vmap(lambda x: jax_mx.quantize(x, window=window), in_axes=1, out_axes=0)(x)
+    assert_same_array(mapped, jax_mx.quantize(jnp.swapaxes(x, 0, 1), window=window))
+    aligned = jax.vmap(lambda q: jax_mx.align(q, window))(jax_mx.quantize(x, axis=-2))
+    assert_same_array(aligned, jax_mx.align(jax_mx.quantize(x, axis=-2), window))
+
+
+# ---- fake_quantize ---
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_fake_quantize(window):
+    x = np.random.default_rng(0).standard_normal((2, 160, 288)).astype(np.float32)
+    x *= np.exp2(np.random.default_rng(1).integers(-3, 3, x.shape))
+    for axis in (-1,) if window == TILE else (-1, -2, 0):
+        y = np.moveaxis(x, 1, 0) if axis == 0 else x
+        options = {"window": window, "axis": axis, "scaling": "floor"}
+        q = jax_mx.quantize(y, **options)
+        assert_bits_equal(jax_mx.fake_quantize(y, **options), q.dequantize(jnp.float32))
+        back = jax.grad(lambda y, o=options: jax_mx.fake_quantize(y, clip=True, **o).sum())(y)
+        one = dataclasses.replace(q, values=jnp.full_like(q.values, 448)).dequantize(jnp.float32)
+        assert_bits_equal(back, (np.abs(y) <= np.asarray(one)).astype(np.float32))
+        assert 0 < (np.asarray(back) == 0).mean() < 0.2
+
+
+# ---- align ---
+def aligned(codes, scales, format, window) -> tuple[np.ndarray, np.ndarray]:
+    """The definition, for codes a byte each and a scale for each of them."""
+    table = np.array([float(v) for v in value_table(format)])
+    codes, scales = codes.copy(), scales.copy()
+    down = spans(len(codes), TILE[0] if window == TILE else 1)
+    for at in itertools.product(down, spans(codes.shape[1], TILE[1] if window == TILE else window)):
+        own, most = scales[at].astype(int), int(scales[at].max())
+        magnitude = codes[at] & (2 ** (format.bits - 1) - 1)
+        value = table[np.minimum(magnitude, format.max_code)] * np.exp2(
+            np.maximum(own - most, -99.0)
+        )
+        sign = codes[at] & (1 << (format.bits - 1))
+        value = np.where(sign > 0, -value, value)
+        found = np.where(magnitude > format.max_code, codes[at], codes_of(value, 127, format))
+        codes[at] = format.nan_code if most == 255 else found
+        scales[at] = most
+    return codes, scales
+
+
+def any_array(shape, format, seed=0):
+    """An MXArray of any codes, and scales that are near each other or anything."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 2**format.bits, shape).astype(np.uint32)
+    near = rng.integers(100, 112, (shape[0], shape[1] // BLOCK))
+    scales = np.where(rng.random(near.shape) < 0.02, rng.integers(0, 256, near.shape), near)
+    packed = jax.lax.bitcast_convert_type(
+        reference.pack(jnp.asarray(codes), format), format.storage
+    )
+    e8m0 = jnp.asarray(scales.astype(np.uint8)).view(jnp.float8_e8m0fnu)
+    like = jax_mx.quantize(np.zeros(shape, np.float32), format)
+    return dataclasses.replace(like, values=packed, scales=e8m0)
+
+
+@each_format
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_align_is_its_definition(format, window):
+    q = any_array((160, 352), format)
+    codes, scales = unpacked(q), bytes_of(q.scales)[..., 0].repeat(BLOCK, 1)
+    got, (codes, scales) = jax_mx.align(q, window), aligned(codes, scales, format, window)
+    assert got.window == window
+    if window == TILE:
+        assert got.block == (BLOCK, BLOCK)
+        scales = scales[::BLOCK]
+    assert_bits_equal(bytes_of(got.scales)[..., 0], scales[:, ::BLOCK])
+    assert_bits_equal(unpacked(got), codes)
+    assert_same_array(jax_mx.align(got, window), got)
+    # Of blocks along the other axis: the same of the transposed array.
+    turned = dataclasses.replace(
+        q,
+        values=jax_mx.quantize(np.zeros((352, 160), np.float32), format, axis=-2).values * 0,
+        scales=q.scales.T,
+        axis=-2,
+    )
+    bits = jax.lax.bitcast_convert_type(
+        jnp.swapaxes(reference.pack(jnp.asarray(unpacked(q)).astype(jnp.uint32), format), 0, 1),
+        format.storage,
+    )
+    second = jax_mx.align(dataclasses.replace(turned, values=bits), window)
+    if window == TILE:
+        assert_bits_equal(unpacked(second), codes.T)
+        assert_bits_equal(second.scales, got.scales.T)
+    else:
+        assert_bits_equal(second.values, got.values.T)
+        assert_bits_equal(second.scales, got.scales.T)
+
+
+def test_align_moves_little():
+    """An element of E4M3 changes only to a subnormal, by at most 2^-10 of the new scale."""
+    x = np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
+    x *= np.exp2(np.random.default_rng(1).integers(-12, 12, (64, 16))).repeat(BLOCK, 1)
+    q = jax_mx.quantize(x)
+    for window in (128, 256, ROW):
+        y = jax_mx.align(q, window)
+        scale = np.exp2(bytes_of(y.scales)[..., 0].astype(float) - 127).repeat(BLOCK, 1)
+        a, b = (np.asarray(z.dequantize(jnp.float32)).astype(float) for z in (q, y))
+        assert (np.abs(a - b) <= 2.0**-10 * scale).all() and (a != b).any()
+        assert (np.abs(b)[a != b] < (2.0**-6 * scale)[a != b] * (1 + 2.0**-4)).all()
+
+
+@pytest.mark.parametrize("layout", ["blocked_128x4", "shuffled_32x8"])
+@pytest.mark.parametrize("axis", [-1, -2, -3])
+def test_align_in_tiles(layout, axis):
+    x = floats((96, 160, 192), "bfloat16", 9)
+    q = jax_mx.quantize(x, "mxfp4_e2m1", axis=axis, scale_layout=layout)
+    rows = jax_mx.quantize(x, "mxfp4_e2m1", axis=axis)
+    for window in (128, ROW):
+        got, want = jax_mx.align(q, window), jax_mx.align(rows, window)
+        assert got.scale_layout.name == layout
+        assert_bits_equal(got.values, want.values)
+        assert_bits_equal(got.dequantize(), want.dequantize())
+    if axis == -1:
+        tiled = jax_mx.align(q.with_values_in("shuffled_16x16"), 128)
+        assert_same_array(tiled.with_values_in("row_major"), jax_mx.align(q, 128))
+
+
+# ---- bad calls ---
+def test_messages():
+    x = np.zeros((64, 128), np.float32)
+    for window in (64, 0, "rows", (128,), (128, 64), (32, 32)):
+        assert_refused(
+            lambda w=window: jax_mx.quantize(x, window=w),
+            ValueError,
+            "quantize: window must be 32, 128, 256, 'row' or (128, 128), got ",
+        )
+    for window in (None, 128.0, True, (128, 128.0)):
+        assert_refused(lambda w=window: jax_mx.quantize(x, window=w), TypeError, "window must be")
+    for f in (jax_mx.quantize, jax_mx.fake_quantize):
+        assert_refused(
+            lambda f=f: f(x, block=(32, 32), window=128), ValueError, "square blocks have a window"
+        )
+    assert_refused(
+        lambda: jax_mx.quantize_both(x, window=TILE),
+        ValueError,
+        "one array serves both directions; use quantize(x, window=(128, 128))",
+    )
+    assert_refused(
+        lambda: jax_mx.quantize(x, window=TILE, scale_layout="blocked_128x4"),
+        ValueError,
+        "square blocks have row-major scales",
+    )
+    assert_refused(lambda: jax_mx.quantize(x, axis=0, window=TILE), ValueError, "leave axis at -1")
+    assert_refused(
+        lambda: jax_mx.quantize(np.zeros((48, 64), np.float32), window=TILE),
+        ValueError,
+        "axis -2 has length 48",
+    )
+    q = jax_mx.quantize(x)
+    assert_refused(lambda: jax_mx.align(x, 128), TypeError, "align: q must be an MXArray")
+    assert_refused(lambda: jax_mx.align(q, 64), ValueError, "align: window must be")
+    assert_refused(
+        lambda: jax_mx.align(jax_mx.quantize(x, block=(32, 32)), 128),
+        ValueError,
+        "square blocks have a window",
+    )
+    assert_refused(
+        lambda: jax_mx.align(jax_mx.quantize(x[:40]), TILE), ValueError, "square blocks of 32"
+    )
+    assert_refused(
+        lambda: jax_mx.align(jax_mx.quantize(x, scale_layout="blocked_128x4"), TILE),
+        ValueError,
+        "square blocks have row-major scales",
+    )
+    bad = dataclasses.replace(q, window=7)
+    assert_refused(lambda: bad.dequantize(), ValueError, "window must be")
+    assert_refused(
+        lambda: jax_mx.is_supported("quantize", "cpu", window=5), ValueError, "window must be"
+    )
+
+
+# ---- static metadata ---
+def test_window_is_static():
+    x = floats((64, 256), "bfloat16")
+    for window in WINDOWS:
+        q = jax_mx.quantize(x, window=window)
+        leaves, tree = jax.tree.flatten(q)
+        assert len(leaves) == 2 and jax.tree.unflatten(tree, leaves).window == window
+        assert repr(window) in repr(q)
+        assert tree != jax.tree.structure(dataclasses.replace(q, window=96))
+        aux = (q.format, q.axis, q.scale_layout, q.block, q.value_layout, q.window)
+        assert _deserialize(_serialize(aux)) == aux
+
+
+def test_older_texts_load():
+    """What exported programs of earlier versions say of their arrays."""
+    for text in (
+        b'["mxfp8_e4m3", -2, "row_major"]',
+        b'["mxfp8_e4m3", -2, "row_major", 32]',
+        b'["mxfp8_e4m3", -2, "row_major", "row_major", 32]',
+    ):
+        *_, block, values, window = _deserialize(text)
+        assert (block, values.name, window) == ((32,), "row_major", BLOCK)
+    q = jax_mx.quantize(np.zeros((32, 32), np.float32))
+    aux = (q.format, q.axis, q.scale_layout, q.block, q.value_layout, q.window)
+    assert _serialize(aux) == b'["mxfp8_e4m3", -1, "row_major", "row_major", 32]'
+
+
+def test_programs_of_other_windows_differ():
+    x = np.zeros((64, 256), np.float32)
+    programs = [
+        jax.jit(lambda x, w=window: jax_mx.quantize(x, window=w)).lower(x).as_text()
+        for window in WINDOWS
+    ]
+    assert len({*programs}) == len(WINDOWS)
+
+
+# ---- sharded: cells of docs/sharding.md hold the rest ---
+def test_a_row_crosses_shards_by_its_amax_alone():
+    mesh = jax.make_mesh((8,), ("k",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(floats((64, 1024), "bfloat16", 6), NamedSharding(mesh, P(None, "k")))
+    f = jax.jit(lambda x: jax_mx.quantize(x, window=ROW))
+    text = f.lower(x).compile().as_text()
+    reduces = [line for line in text.splitlines() if " all-reduce(" in line]
+    assert len(reduces) == 1 and "[64" in reduces[0] and "all-gather" not in text
+    assert_same_array(f(x), jax_mx.quantize(np.asarray(x), window=ROW))
+
+
+def test_explicit_meshes_keep_windows():
+    mesh = jax.make_mesh((8,), ("k",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = floats((64, 512), "bfloat16", 6)
+        y = jax.device_put(x, NamedSharding(mesh, P(None, "k")))
+        for call in (
+            lambda: jax_mx.quantize(y, window=128),
+            lambda: jax_mx.fake_quantize(y, window=128),
+            lambda: jax_mx.align(jax_mx.quantize(y), 128),
+        ):
+            assert_refused(
+                call,
+                primitive.ShardingTypeError,
+                "keep its windows of 128 whole",
+            )
+        for q in (jax_mx.quantize(y, window=ROW), jax_mx.align(jax_mx.quantize(y), ROW)):
+            assert jax.typeof(q.values).sharding.spec == P(None, "k")
+            assert jax.typeof(q.scales).sharding.spec == P(None, "k")
+        assert_same_array(jax_mx.quantize(y, window=ROW), jax_mx.quantize(x, window=ROW))
