@@ -169,7 +169,10 @@ def main() -> None:
     console, rows = Console(), []
     table = Table("shape", "way", "us", "TF/s", "us/bf16", "first call, s")
     for name in options.shapes:
-        shape = tuple(max(n // 2048, 1) * 32 for n in SHAPES[name]) if options.tiny else SHAPES[name]
+        m, k, n = SHAPES[name]
+        if options.tiny:
+            m, k, n = (max(each // 2048, 1) * 32 for each in (m, k, n))
+        shape = (m, k, n)
         base: dict[str, float] = {}
         for way in options.ways:
             kind = "bf16, 4 microbatches" if "microbatches" in way else "bf16"
