@@ -17,7 +17,13 @@ from jax_mx.facts.layouts import SHUFFLED_16X16 as SHUFFLED_16X16
 from jax_mx.facts.layouts import SHUFFLED_32X8 as SHUFFLED_32X8
 from jax_mx.facts.layouts import ScaleLayout as ScaleLayout
 from jax_mx.facts.layouts import ValueLayout as ValueLayout
+from jax_mx.ops.checkpoints import from_checkpoint as from_checkpoint
+from jax_mx.ops.checkpoints import load_safetensors as load_safetensors
+from jax_mx.ops.checkpoints import save_safetensors as save_safetensors
 from jax_mx.ops.fake_quantize import fake_quantize as fake_quantize
+from jax_mx.ops.joining import concatenate as concatenate
+from jax_mx.ops.joining import stack as stack
+from jax_mx.ops.joining import swapaxes as swapaxes
 from jax_mx.ops.matmul import mx_matmul_reference as mx_matmul_reference
 from jax_mx.ops.mxarray import MXArray as MXArray
 from jax_mx.ops.mxarray import dequantize as dequantize

@@ -359,7 +359,7 @@ def test_a_broken_mxarray_gets_one_sentence():
         make(q.values, q.scales, q.format, -1, layouts.BLOCKED_128X4).dequantize()
     with pytest.raises(ValueError, match=r"square blocks have scales of the shape \(1, 2\), got"):
         make(q.values, q.scales, q.format, -1, q.scale_layout, (32, 32)).dequantize()
-    with pytest.raises(ValueError, match=r"dequantize: block must be 32 or \(32, 32\), got \(8,\)"):
+    with pytest.raises(ValueError, match=r"MXArray: block must be 32 or \(32, 32\), got \(8,\)"):
         make(q.values, q.scales, q.format, -1, q.scale_layout, (8,)).dequantize()
 
 
