@@ -13,6 +13,7 @@ from jax_mx.facts.formats import Format as Format
 from jax_mx.facts.formats import Scaling as Scaling
 from jax_mx.facts.layouts import BLOCKED_128X4 as BLOCKED_128X4
 from jax_mx.facts.layouts import ROW_MAJOR as ROW_MAJOR
+from jax_mx.facts.layouts import ROW_MAJOR_VALUES as ROW_MAJOR_VALUES
 from jax_mx.facts.layouts import SHUFFLED_16X16 as SHUFFLED_16X16
 from jax_mx.facts.layouts import SHUFFLED_32X8 as SHUFFLED_32X8
 from jax_mx.facts.layouts import ScaleLayout as ScaleLayout

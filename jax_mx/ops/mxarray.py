@@ -440,11 +440,11 @@ def dequantize(
     q = checked("dequantize", "q", q)
     plan = plan_dequantize(q, dtype, transpose, implementation)
     require_kernel(plan)
-    return _dequantize(q, plan=plan, transpose=bool(transpose))
+    return dequantized(q, plan=plan, transpose=bool(transpose))
 
 
 @partial(jax.jit, static_argnames=("plan", "transpose"))
-def _dequantize(q: MXArray, *, plan: Plan, transpose: bool) -> jax.Array:
+def dequantized(q: MXArray, *, plan: Plan, transpose: bool) -> jax.Array:
     """`dequantize` of an array that the plan fits."""
     if q.value_layout.is_tiled:
         q = q.with_values_in(ROW_MAJOR_VALUES)

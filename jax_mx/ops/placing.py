@@ -41,14 +41,25 @@ def require_whole_blocks(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> No
     Raises:
       ShardingTypeError: so it is.
     """
-    if not is_explicit(jax.typeof(x).sharding.mesh):
-        return
     for axis in plan.axes:
         group = plan.preprocessing[-1 - axis if plan.op == "quantize_both" else 0].group
-        (names, shards), length = shards_of(x, axis), shape[axis]
-        if length % (shards * group):
-            raise primitive.ShardingTypeError(
-                f"{plan.op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
-                f"{shards} shards of {length / shards:g}, which does not keep its blocks of "
-                f"{group} whole; reshard it with jax.sharding.reshard"
-            )
+        require_whole_groups(plan.name, x, shape, axis, group)
+
+
+def require_whole_groups(
+    op: str, x: jax.Array, shape: tuple[int, ...], axis: int, group: int
+) -> None:
+    """Refuses an x whose shards split groups of elements along `axis`, on an explicit mesh.
+
+    Raises:
+      ShardingTypeError: so it is.
+    """
+    if not is_explicit(jax.typeof(x).sharding.mesh):
+        return
+    (names, shards), length = shards_of(x, axis), shape[axis]
+    if length % (shards * group):
+        raise primitive.ShardingTypeError(
+            f"{op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
+            f"{shards} shards of {length / shards:g}, which does not keep its blocks of "
+            f"{group} whole; reshard it with jax.sharding.reshard"
+        )

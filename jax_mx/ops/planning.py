@@ -11,6 +11,7 @@ from jax_mx.arrays.checks import (
     blocks_fit,
     flag,
     float_dtype,
+    padded,
     shown,
     values_fit,
     zero_scale_of,
@@ -193,12 +194,12 @@ def _whole_blocks(op: str, shape: tuple[int, ...], axis: int, own: Preprocessing
     if length % BLOCK:
         raise ValueError(
             f"{op}: axis {axis} has length {length}, not a multiple of the block length {BLOCK}; "
-            f"pad it to {-(-length // BLOCK) * BLOCK} or choose another axis of {tuple(shape)}"
+            f"{padded(length, BLOCK)} or choose another axis of {tuple(shape)}"
         )
     if length % own.group:
         raise ValueError(
             f"{op}: axis {axis} has length {length}, not a multiple of {own.hadamard}, the "
-            "size of its Hadamard transform; use a smaller one or pad it"
+            f"size of its Hadamard transform; {padded(length, own.group)} or use a smaller one"
         )
 
 
