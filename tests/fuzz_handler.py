@@ -22,6 +22,7 @@ import sys
 
 import handler_alone  # noqa: F401
 import images
+
 from jax_mx.facts.launch import ABI
 
 WIDTHS = {6: 1, 16: 2, 11: 4, 9: 8}  # bytes of an element, by XLA's number of its type
@@ -358,7 +359,9 @@ class Case:
             own = rng.randint(1, 2)
             first = self.count - self.results
             kernel["scratch"] = [
-                n for _ in range(own) for n in (rng.randrange(first, self.count), rng.choice((0, 1)))
+                n
+                for _ in range(own)
+                for n in (rng.randrange(first, self.count), rng.choice((0, 1)))
             ]
             kernel["scratch_bytes"] = [
                 n for i in range(own) for _ in range(rng.randint(1, 2)) for n in self.term(i)
@@ -428,7 +431,7 @@ class Case:
         if isinstance(kernels, dict) and kernels and rng.random() < 0.8:
             inner = kernels[rng.choice([*sorted(kernels)])]
             where = inner if isinstance(inner, dict) else where
-        name = rng.choice([*sorted(where)] + ["merge", "absent", "device", "settings", "image"])
+        name = rng.choice([*sorted(where), "merge", "absent", "device", "settings", "image"])
         value, how = where.get(name), rng.random()
         if how < 0.12:
             where.pop(name, None)
@@ -622,7 +625,9 @@ def check(case: Case, handler: Handler, known: set[bytes], launches: int) -> tup
         assert error is None, f"{error}; expected {want}"
         assert done == (want is not None), f"{done} launches"
         if want is not None:
-            last = report["last"] | {"cleared": [n for what, n in report["events"] if what == "clear"]}
+            last = report["last"] | {
+                "cleared": [n for what, n in report["events"] if what == "clear"]
+            }
             last.pop("entry")
             last["parameters"] = [bytes.fromhex(text) for text in last["parameters"]]
             assert last == want, f"launched {last}, expected {want}"

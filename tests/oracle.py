@@ -133,9 +133,7 @@ def scale_of(b: np.ndarray, format: Format, scaling: str, zero_scale: int = 0) -
 def quantize_blocks(x, format, scaling, zero_scale=0, noise=None, over=(-1,)):
     """`(codes, scales)` of float32 blocks, which lie along the dimensions `over`."""
     bits = x.view(np.uint32).astype(np.int64)
-    scale = scale_of(
-        (bits & 0x7FFFFFFF).max(over, keepdims=True), format, scaling, zero_scale
-    )
+    scale = scale_of((bits & 0x7FFFFFFF).max(over, keepdims=True), format, scaling, zero_scale)
     scaled = np.ldexp(np.abs(x.astype(np.float64)), 127 - scale)
     scaled = np.where(scale == 255, 0, scaled)
     table = format.table
@@ -188,7 +186,9 @@ def unpack(values: np.ndarray, per_byte: int) -> np.ndarray:
     """The inverse of `pack`."""
     if per_byte == 1:
         return values
-    return np.stack([values & 15, values >> 4], -1).reshape(*values.shape[:-1], 2 * values.shape[-1])
+    return np.stack([values & 15, values >> 4], -1).reshape(
+        *values.shape[:-1], 2 * values.shape[-1]
+    )
 
 
 def _ceil(n: int, by: int) -> int:
@@ -242,7 +242,7 @@ def untiled(tiles: np.ndarray, rows: int, cols: int, layout: str) -> np.ndarray:
 class Call:
     """What a call of quantize asks for, as `jax_mx.quantize` names it.
 
-    `negative` are the signs that a transform of `hadamard` elements flips first; `axis` is negative.
+    `axis` is negative; `negative` says which signs a transform of `hadamard` elements flips first.
     """
 
     format: str = "mxfp8_e4m3"
@@ -259,7 +259,12 @@ class Call:
 
 
 def quantize(x, call: Call, seeds=None) -> tuple[np.ndarray, np.ndarray]:
-    """`(values, scales)` as an MXArray has them, in bytes; `seeds`: of blocks, row-major."""
+    """`(values, scales)` as an MXArray has them, in bytes; `seeds`: of `seeds_of`."""
+    return placed(*quantized(x, call, seeds), call)
+
+
+def quantized(x, call: Call, seeds=None) -> tuple[np.ndarray, np.ndarray]:
+    """`(codes, scales)`, a code a byte, with the block axis last."""
     format = FORMATS[call.format]
     x = np.moveaxis(float32_of(x), call.axis, -1)
     if call.hadamard:
@@ -278,7 +283,7 @@ def quantize(x, call: Call, seeds=None) -> tuple[np.ndarray, np.ndarray]:
     codes, scales = quantize_blocks(
         x.reshape(lanes), format, call.scaling, call.zero_scale, noise, over
     )
-    return placed(codes.reshape(x.shape), scales, call)
+    return codes.reshape(x.shape), scales
 
 
 def placed(codes: np.ndarray, scales: np.ndarray, call: Call) -> tuple[np.ndarray, np.ndarray]:

@@ -267,9 +267,7 @@ def specs(draw, shape) -> tuple[str | None, ...]:
 
 def shard(case: Case) -> tuple[int, ...]:
     """Its shape."""
-    return tuple(
-        n // MESH.get(name, 1) for n, name in zip(case.shape, case.spec, strict=True)
-    )
+    return tuple(n // MESH.get(name, 1) for n, name in zip(case.shape, case.spec, strict=True))
 
 
 def splits_blocks(case: Case) -> bool:
@@ -337,7 +335,7 @@ def stacked(results):
 
 
 def in_shards(case: Case, x):
-    """In shard_map an op sees a shard and nothing else: the bytes are those of each shard's call."""
+    """An op sees a shard and nothing else: the bytes are those of each shard by itself."""
     own = dataclasses.replace(case, shape=shard(case))
     spec, key = PartitionSpec(*case.spec), key_of(case)
     devices = mesh(AxisType.Auto)
@@ -347,9 +345,9 @@ def in_shards(case: Case, x):
         return tuple(leaf[None, None] for leaf in (q.values, q.scales))
 
     gathered = PartitionSpec(*MESH)
-    got = jax.jit(
-        jax.shard_map(run, mesh=devices, in_specs=spec, out_specs=(gathered, gathered))
-    )(jnp.asarray(x))
+    got = jax.jit(jax.shard_map(run, mesh=devices, in_specs=spec, out_specs=(gathered, gathered)))(
+        jnp.asarray(x)
+    )
     got = tuple(np.asarray(leaf).view(np.uint8) for leaf in got)
     want = []
     for place in itertools.product(*map(range, MESH.values())):
@@ -368,7 +366,13 @@ def in_shards(case: Case, x):
 @given(cases())
 @example(  # XLA brings halves of a split transform together by a sum: -0 became 0
     Case(
-        oracle.Call(scaling="floor", hadamard=16), (17, 32), "bfloat16", 0, None, "auto", (None, "b")
+        oracle.Call(scaling="floor", hadamard=16),
+        (17, 32),
+        "bfloat16",
+        0,
+        None,
+        "auto",
+        (None, "b"),
     )
 )
 def test_quantize(case):
