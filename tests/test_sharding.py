@@ -636,6 +636,9 @@ def table() -> str:
         "collective. Written by `python tests/test_sharding.py`; every cell is a test there, in",
         "one of the modes.",
         "",
+        "Call a shard_map under jit: eagerly, JAX compiles a program for each op and each array",
+        "that goes in or comes out, at every call; for an op of jax_mx no more than for its own.",
+        "",
         "| call | scales | " + " | ".join(SPECS) + " |",
         "|---|---|" + "---|" * len(SPECS),
     ]

@@ -153,15 +153,15 @@ def _whole_blocks(op: str, q: MXArray, axis: int, entry: Any) -> slice:
     length = q.shape[axis]
     try:
         start, stop, step = entry.indices(length)
-        whole = start % BLOCK == 0 and (stop % BLOCK == 0 or stop <= start) and step == 1
     except (AttributeError, TypeError):  # no slice, or one of an array
-        whole = False
-    if not whole:
+        start, stop, step = 1, 1, 1
+    stop = max(start, stop)
+    if start % BLOCK or stop % BLOCK or step != 1:
         raise ValueError(
             f"{op}: blocks of {BLOCK} run along axis {axis} of length {length}, and stay whole: "
             f"index it with a slice from and to multiples of {BLOCK}, got {shown(entry)}"
         )
-    return slice(start, max(start, stop))
+    return slice(start, stop)
 
 
 def _places_after(ndim: int, entries: list, places: list[int]) -> list[int]:
