@@ -254,7 +254,11 @@ def flips_of(own: Preprocessing, signs: jax.Array | None) -> Any:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _transform(x: jax.Array, size: int) -> jax.Array:  # (..., size)
-    return reference.hadamard(x, size)
+    return _transform_at_once(x, size)
+
+
+# One program where a call is eager, not one for each operation: 7 seconds the first time.
+_transform_at_once = jax.jit(reference.hadamard, static_argnums=1)
 
 
 @_transform.defjvp
