@@ -360,15 +360,15 @@ def test_shards_that_cut_tiles_are_refused(rows, right):
 def test_what_shapes_may_become():
     """Leading dimensions come and go; leaves may be anything."""
     q = made("128x4")
-    y = q.dequantize()
-    assert_bits_equal(jax.vmap(jax_mx.dequantize)(q), y)
-    _, ys = jax.lax.scan(lambda c, q: (c, q.dequantize()), 0, q)
+    y = q.dequantize(jnp.float32)  # XLA's CPU may move bfloat16 as float32, and NaNs lose bits
+    assert_bits_equal(jax.vmap(lambda q: q.dequantize(jnp.float32))(q), y)
+    _, ys = jax.lax.scan(lambda c, q: (c, q.dequantize(jnp.float32)), 0, q)
     assert_bits_equal(ys, y)
-    assert_bits_equal(jax.lax.map(jax_mx.dequantize, q), y)
+    assert_bits_equal(jax.lax.map(lambda q: q.dequantize(jnp.float32), q), y)
     for i in range(3):
-        assert_bits_equal(cut(q, i).dequantize(), y[i])
+        assert_bits_equal(cut(q, i).dequantize(jnp.float32), y[i])
     twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), q)
-    assert_bits_equal(twice.dequantize(), jnp.concatenate([y, y]))
+    assert_bits_equal(twice.dequantize(jnp.float32), jnp.concatenate([y, y]))
     like = jax.eval_shape(lambda: q)
     padding = getattr(like, "padding", None)
     assert padding == q.padding and padding.sides == (56, 2)
@@ -376,9 +376,9 @@ def test_what_shapes_may_become():
     for leaf in (None, object(), P(), 0, jax.ShapeDtypeStruct((), jnp.uint8)):
         odd = jax.tree.unflatten(treedef, [leaf, leaf])
         assert jax.tree.structure(odd, is_leaf=lambda a: a is None) == treedef
-        assert odd.padding.sides == (56, 2)
+        assert vars(odd)["padding"].sides == (56, 2)
     specs = jax_mx.MXArray(0, None, "mxfp8_e4m3", -1, "blocked_128x4")
-    same = jax.vmap(lambda q: q.dequantize(), in_axes=(specs,))
+    same = jax.vmap(lambda q: q.dequantize(jnp.float32), in_axes=(specs,))
     assert_bits_equal(same(jax_mx.MXArray(q.values, q.scales[0], q.format, -1, q.scale_layout))[0],
                       y[0])  # fmt: skip
 
@@ -390,7 +390,7 @@ def test_static_fields_survive_serialization():
     again = jax.export.deserialize(program.serialize())
     back, _ = again.call(q)
     assert_same_array(back, q)
-    assert back.padding.sides == q.padding.sides
+    assert vars(back)["padding"].sides == q.padding.sides
     from jax_mx.ops import mxarray
 
     aux = jax.tree.structure(q).node_data()[1]
