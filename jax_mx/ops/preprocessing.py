@@ -36,8 +36,9 @@ class Stochastic:
     Attributes:
       key: of `jax.random`.
       prescale: 0.75, or None: what elements are multiplied by, in float32, before their block's
-        scale is found. Then `floor` does not clip, where a bias would come from; who asks for it
-        multiplies products by 4/3 per operand. A product below 2^-126 is zero.
+        scale is found; who asks for it multiplies products by 4/3 per operand. It does not keep
+        `floor` from clipping: that rule looks at the multiplied elements. `rceil` and `ceil` do not
+        clip. A product below 2^-126 is zero.
     """
 
     key: jax.Array
