@@ -56,6 +56,35 @@ ROWS = [
     # values want tall tiles, scales along rows want wide ones, and row-major scales of both
     # directions cannot have both. Two tiles one after the other per thread block are slower in all
     # forms (both: 451 and more).
+    # Of windows a tile has whole ones.
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"window": "256", "form": ("both", "both_transposed")},
+        "value": {"down": 8, "across": 4},
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"window": "256"},
+        "value": {"down": 8, "across": 2, "band": 64},
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"window": "128", "form": "both", "aligned": True},
+        "value": {"down": 4, "across": 4},
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"window": "128", "form": ("both", "second"), "aligned": False},
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-22",
+        "measured": [],
+    },
     {
         "kernel": "quantize.Tiled",
         "where": {"form": "both", "codes_per_byte": 2, "tiled_scales": False},
