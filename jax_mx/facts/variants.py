@@ -172,7 +172,18 @@ _KINDS: Mapping[int, tuple[tuple[Kind, ...], ...]] = {
     2: ((Kind(), _H16), (_SR, _H16_SR), *((kind,) * 2 for kind in (_H16, Kind(64), _SR, _H16_SR))),
 }
 # Products by FP8 tensor cores want windows, of what training has in MXFP8.
-_WINDOWED: Mapping[str, tuple[str, ...]] = {"cutedsl": ("bfloat16",), "flydsl": ()}  # by DSL: of dtypes
+_WINDOWED_DTYPES = ("bfloat16",)
+
+
+def _windows(implementation: str, form: Form) -> tuple[Window, ...]:
+    """Those that a form has kernels for. AMD's LDS does not hold tiles of 256 both ways."""
+    if form.is_square:
+        return (TILE,)
+    if implementation == "flydsl" and form.is_both:
+        return 128, ROW
+    return 128, 256, ROW
+
+
 VARIANTS: tuple[Variant, ...] = (
     *(
         Variant(op, implementation, form, dtype, formats)
@@ -194,13 +205,13 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(
         Variant("quantize", implementation, form, dtype, formats, (Kind(window=window),) * n)
-        for implementation, dtypes in _WINDOWED.items()
+        for implementation in ARCHS
         for form in KERNELS["quantize"]
         for n in (len(form.directions),)
-        for window in ((TILE,) if form.is_square else (128, 256, ROW))
+        for window in _windows(implementation, form)
         for formats in _FORMATS[n]
         if formats[0].bits == 8
-        for dtype in dtypes
+        for dtype in _WINDOWED_DTYPES
     ),
 )
 

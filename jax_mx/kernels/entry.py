@@ -25,7 +25,7 @@ class Entry:
       grid: terms (axis, buffer, from, to, divisor).
       elements_per_thread: for the build's report.
       trips: the most that a loop in it makes; 0 where there is none.
-      shared: bytes of dynamic shared memory.
+      dynamic_shared: bytes of shared memory that a launch gives beside the kernel's own.
     """
 
     # What a kernel may ask for each quantized result, see `Plan.scalars`.
@@ -41,7 +41,7 @@ class Entry:
     extents: Sequence = ()
     divide: Sequence = ()
     trips = 0
-    shared = 0
+    dynamic_shared = 0
     threads: int
     grid: Sequence
     elements_per_thread: int
@@ -129,7 +129,7 @@ class Entry:
             "divide": [*self.divide] if self.aligned else [],
             "threads": [self.threads, 1, 1],
             "grid": [*self.grid],
-            **({"shared": self.shared} if self.shared else {}),
+            **({"shared": self.dynamic_shared} if self.dynamic_shared else {}),
         }
 
 

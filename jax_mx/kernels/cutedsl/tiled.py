@@ -131,7 +131,7 @@ class Tiled(Kernel):
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
         staged = self.tile.rows * self.tile.cols // self.per_byte
         staged *= sum(self.is_staged(each) for each in self.results)
-        self.shared = staged if staged > STATIC else 0
+        self.dynamic_shared = staged if staged > STATIC else 0
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
         tile = Extents(self.tile.rows, self.tile.cols)
         self.region = geometry.region_of(form, self.layout, tile)
@@ -199,7 +199,7 @@ class Tiled(Kernel):
             cute.arch.alloc_smem(Uint8, rows * cols, alignment=16), cute.make_layout((cols, rows))
         )
         if self.is_staged(result):
-            if self.shared:
+            if self.dynamic_shared:
                 return sS, cute.arch.get_dyn_smem(Uint8, alignment=128) + self.before(result)
             size = self.tile.rows * self.tile.cols // self.per_byte
             return sS, cute.arch.alloc_smem(Uint8, size, alignment=128)
