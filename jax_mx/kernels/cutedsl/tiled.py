@@ -363,9 +363,7 @@ class Tiled(Kernel):
           result: of which they are.
         """
         count: cutlass.Constexpr = blocks_of(self.variant.window)
-        line: cutlass.Constexpr = (
-            self.tile.rows if result.blocks is Blocks.LAST else self.tile.cols
-        )
+        line: cutlass.Constexpr = self.tile.rows if result.blocks is Blocks.LAST else self.tile.cols
         side: cutlass.Constexpr = self.tile.cols if result.blocks is Blocks.LAST else self.tile.rows
         assert side % (count * BLOCK) == 0  # the tile has whole windows
         sA = cute.make_tensor(
@@ -412,7 +410,9 @@ class Tiled(Kernel):
         return largest
 
     @cute.jit
-    def given(self, row, col, apart: cutlass.Constexpr, beyond: cutlass.Constexpr, size: cutlass.Constexpr):
+    def given(
+        self, row, col, apart: cutlass.Constexpr, beyond: cutlass.Constexpr, size: cutlass.Constexpr
+    ):
         """The amaxes that two blocks' rows or columns have in memory; 0 beyond them.
 
         Args:
@@ -752,7 +752,7 @@ class Tiled(Kernel):
                 inside = (row < rows) & (col < cols)
             if (index < total) & inside:
                 piece = cute.make_tensor(sS.iterator + index * unit, cute.make_layout(unit))
-                if const_expr(self.layout.is_tiled and takes_zero_scale(result.format)):
+                if const_expr(self.layout.is_tiled and self.pads_with_scales(result)):
                     self.clear_padding(piece, row, col, rows, cols)
                 if whole:
                     rS = cute.make_rmem_tensor(unit, Uint8)
@@ -764,9 +764,13 @@ class Tiled(Kernel):
                     for c in range_constexpr(unit):
                         mS[c] = piece[c]
 
+    def pads_with_scales(self, result: Output) -> bool:
+        """Whether blocks beyond the array have scales: those of zeros, or of a window's rest."""
+        return takes_zero_scale(result.format) or blocks_of(self.variant.window) > 1
+
     @cute.jit
     def clear_padding(self, piece, row, col, rows, cols):
-        """Clears staged scales beyond the matrix: blocks of zeros may have others than 0."""
+        """Clears staged scales beyond the matrix, see `pads_with_scales`."""
         if (row >= rows) | (col + cute.size(piece) > cols):
             for c in range_constexpr(cute.size(piece)):
                 if (row >= rows) | (col + c >= cols):

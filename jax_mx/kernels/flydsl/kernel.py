@@ -216,8 +216,7 @@ class Patches:
         """Whether there is a scale, or padding, in memory for a place."""
         row, col = place // Uint32(self.COLS), place % Uint32(self.COLS)
         rows, cols = (
-            round_up(n, pad)
-            for n, pad in zip((self.rows, self.cols), self.layout.pad, strict=True)
+            round_up(n, pad) for n, pad in zip((self.rows, self.cols), self.layout.pad, strict=True)
         )
         return (self.top + row < rows) & (self.left + col < cols)
 

@@ -461,7 +461,13 @@ class Tiled(Kernel):
         in_row, in_col = self.staged_shape(result)
         words: fx.Constexpr = in_col // 4  # of a row
         row, col = tile_r * in_row + thread // words, tile_c * in_col + thread % words * 4
-        if thread < Uint32(in_row * words):
+        mine = thread < Uint32(in_row * words)
+        if const_expr(self.layout.is_tiled and self.high > TILE):  # may go beyond the padding
+            high, wide = (
+                round_up(n, pad) for n, pad in zip((rows, cols), self.layout.pad, strict=True)
+            )
+            mine = mine & (row < high) & (col < wide)
+        if mine:
             word = fx.generic_load(shared_pointer(staged, Int32(thread * 4), Uint32, 4))
             if const_expr(self.layout.is_tiled):  # the grid is that of the padding
                 layout: fx.Constexpr = self.layout
