@@ -253,9 +253,17 @@ def shipped(chip: str) -> Choice:
     path = TABLES / f"{chip}.json"
     if not path.exists():
         return Choice()
+    return of_this_version(_parsed(f"jax_mx: {path}", path.read_bytes()))
+
+
+def of_this_version(choice: Choice) -> Choice:
+    """The choice, as if this version of jax_mx had measured it."""
     return Choice.of(
-        dataclasses.replace(entry, key=dataclasses.replace(entry.key, version=__version__))
-        for entry in _parsed(f"jax_mx: {path}", path.read_bytes()).entries
+        (
+            dataclasses.replace(entry, key=dataclasses.replace(entry.key, version=__version__))
+            for entry in choice.entries
+        ),
+        choice.notes,
     )
 
 

@@ -127,12 +127,13 @@ def _scaled_dot_support(call: Call, chips: Sequence[str]) -> Support:
 
 def _scaled_dot(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
     """jax.lax.scaled_dot: of sm_100 and later, and of gfx950, the tensor cores' own."""
-    sides = []
+    sides, rank = [], max(lhs.ndim, rhs.ndim)  # it wants both of one rank
     for x, dims in zip((lhs, rhs), dot.contracting, strict=True):
         assert isinstance(x, MXArray)  # _scaled_dot_support
         if len(x.block) == 2:
             x = x.expand(dims[0] - x.ndim)
-        sides.append((x.as_float4() if x.format == MXFP4_E2M1 else x.values, x.scales))
+        pair = (x.as_float4() if x.format == MXFP4_E2M1 else x.values, x.scales)
+        sides.append([jnp.expand_dims(a, [*range(a.ndim, rank)]) for a in pair])
     (a, a_scale), (b, b_scale) = sides
     y = jax.lax.scaled_dot(
         a,
@@ -142,6 +143,11 @@ def _scaled_dot(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
         dimension_numbers=dot.numbers,
         preferred_element_type=jnp.float32,
     )
+    if lhs.ndim < rank:  # its dimensions of length 1 lie between the others
+        end = y.ndim - (rhs.ndim - len(dot.contracting[1]) - len(dot.batch[1]))
+        y = jnp.squeeze(y, [*range(end - (rank - lhs.ndim), end)])
+    elif rhs.ndim < rank:
+        y = jnp.squeeze(y, [*range(y.ndim - (rank - rhs.ndim), y.ndim)])
     return y.astype(dot.dtype)
 
 

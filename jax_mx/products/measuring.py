@@ -261,7 +261,8 @@ def _timed(candidates: Sequence[Candidate], launches: int) -> dict[str, float]:
             if once[c.name] <= HOPELESS * best:
                 runs = min(max(round(BATCH_SECONDS / max(once[c.name], 1e-9)), 1), MOST_RUNS)
                 found[c.name] = [*(found[c.name] if i else ()), seconds(c, runs) / runs]
-    return {name: statistics.median(each) / launches * 1e6 for name, each in found.items()}
+    us = {name: statistics.median(each) / launches * 1e6 for name, each in found.items()}
+    return {name: round(each, 3) for name, each in us.items()}
 
 
 def failed(error: Exception) -> str:
