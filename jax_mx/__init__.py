@@ -39,6 +39,7 @@ from jax_mx.ops.quantize import quantize as quantize
 from jax_mx.ops.quantize import quantize_both as quantize_both
 from jax_mx.ops.support import is_supported as is_supported
 from jax_mx.ops.windows import align as align
+from jax_mx.products.choices import Choice as Choice
 from jax_mx.products.contractions import einsum as einsum
 from jax_mx.products.contractions import matmul as matmul
 from jax_mx.products.dot_general import dot_general as dot_general
@@ -48,4 +49,7 @@ from jax_mx.products.recipes import MXFP8 as MXFP8
 from jax_mx.products.recipes import MXFP8_HYBRID as MXFP8_HYBRID
 from jax_mx.products.recipes import Product as Product
 from jax_mx.products.recipes import Recipe as Recipe
+from jax_mx.products.tuning import Explanation as Explanation
+from jax_mx.products.tuning import autotune as autotune
+from jax_mx.products.tuning import explain as explain
 from jax_mx.version import __version__ as __version__

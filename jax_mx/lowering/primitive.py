@@ -194,6 +194,11 @@ def _dequantize_reference(values, scales, *, plan: Plan):
     return [jnp.moveaxis(y, result.last, result.block)]
 
 
+def is_tracing() -> bool:
+    """Whether some function is being traced: by jit, grad, vmap, scan ..."""
+    return not core.trace_state_clean()
+
+
 # ---- chips: what a program is lowered for ---
 def chip_of(device: jax.Device) -> str:
     """The device's chip as its driver names it: "sm_90", "gfx950"; else its platform."""
