@@ -406,4 +406,40 @@ ROWS = [
         "date": "2026-11-22",
         "measured": ["second, MXFP4, of an earlier build: 278 -> 326"],
     },
+    # ---- products; (stages) ---
+    {
+        "kernel": "matmul.Warps",
+        "where": {"codes_per_byte": 2, "rows": 256},
+        "value": {"stages": 3},
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"rows": 256},
+        "value": {"stages": 5},
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"codes_per_byte": 2, "rows": 128},
+        "value": {"stages": 5},
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {},
+        "value": {"stages": 8},
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul_fp8.Windows",
+        "where": {},
+        "value": {"stages": 4},
+        "date": "2026-11-22",
+        "measured": [],
+    },
 ]
