@@ -136,8 +136,10 @@ def _one_kernel(dsl: str, plan: AnyPlan, chips: Sequence[str]) -> Support:
                 reason=f"{plan.op}: no {dsl} kernel for {chip}, only for {', '.join(known)}; "
                 "'xla' serves it",
             )
-    find = _product_for if isinstance(plan, ProductPlan) else _variant_for
-    variant, reason = find(plan, dsl)
+    if isinstance(plan, ProductPlan):
+        variant, reason = _product_for(plan, dsl)
+    else:
+        variant, reason = _variant_for(plan, dsl)
     if variant is None:
         return Support(dsl, reason=f"{plan.op}: {dsl} has no kernel{reason}; 'xla' serves it")
     for chip in chips:

@@ -1,4 +1,4 @@
-"""y = dequantize(x) @ dequantize(W)^T on Hopper's FP8 tensor cores, for scales that come in windows.
+"""y = dequantize(x) @ dequantize(W)^T on Hopper's FP8 tensor cores, for scales in windows.
 
 `Windows`: a stage of shared memory is 128 codes of 128 rows of x and of 256 rows of W, which both
 are wgmma's operands as they lie, and their scales as floats. Two warpgroups have 128 of W's rows
@@ -26,7 +26,14 @@ from jax_mx.facts.launch import Extent, Factor
 from jax_mx.facts.products import RESULTS, Product
 from jax_mx.facts.signatures import Array
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.kernels.cutedsl.products import FLOAT32, HEAD, Plain, ProductEntry, element, vector
+from jax_mx.kernels.cutedsl.products import (
+    FLOAT32,
+    HEAD,
+    Plain,
+    ProductEntry,
+    store_if,
+    vector,
+)
 
 LINE = 128  # codes of a row in a stage
 PER_LINE = LINE // BLOCK  # bytes of scales of a row in a stage
@@ -47,12 +54,12 @@ def product_of_scales(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def four_of_shared(address: Uint32, *, loc=None, ip=None) -> list:
-    """Four floats of shared memory, read where it says: sooner there are no registers for them."""
+def four_kept(address: Uint32, *, loc=None, ip=None) -> list:
+    """Four integers of shared memory, read where it says and not before."""
     return list(
         cute.arch.inline_ptx(
-            "ld.volatile.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Float32] * 4,
+            "ld.volatile.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
             read_only_args=[Uint32(address)],
             loc=loc,
             ip=ip,
@@ -118,9 +125,7 @@ class Windows(ProductEntry):
         stride = cute.assume(Int64(line), 32)
         slab = cute.assume(Int64(line) * width, 32)
         mX = cute.make_tensor(x, cute.make_layout((t, wide), stride=(stride, 1)))
-        mW = cute.make_tensor(
-            w, cute.make_layout((width, line, groups), stride=(stride, 1, slab))
-        )
+        mW = cute.make_tensor(w, cute.make_layout((width, line, groups), stride=(stride, 1, slab)))
         tile_x, tile_w = (
             cute.make_composed_layout(
                 cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, LINE), stride=(LINE, 1))
@@ -130,9 +135,9 @@ class Windows(ProductEntry):
         copy = cpasync.CopyBulkTensorTileG2SOp()
         ax, mX = cpasync.make_tiled_tma_atom(copy, mX, tile_x, (self.rows, LINE))
         aw, mW = cpasync.make_tiled_tma_atom(copy, mW, tile_w, (self.columns, LINE))
-        self.kernel(ax, mX, aw, mW, sx, sw, sizes, y, t, wide, groups, width, blocks, result).launch(
-            grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.shared, min_blocks_per_mp=1
-        )
+        self.kernel(
+            ax, mX, aw, mW, sx, sw, sizes, y, t, wide, groups, width, blocks, result
+        ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.shared, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
@@ -229,14 +234,18 @@ class Windows(ProductEntry):
             flat = cute.make_tensor(part.iterator, cute.make_layout(64))
             sums = cute.make_rmem_tensor((64, self.halves), Float32)
             left = cute.make_rmem_tensor(2, Float32)
-            right = cute.make_rmem_tensor((4, 4), Float32)
+            right = cute.make_rmem_tensor(4, Float32)
             scales = base.toint() + self.scales_at
             my_row = warp % 4 * 16 + g
             at_x = scales + my_row * 4
             at_w = scales + self.rows * 4 + (mine * 4 + q) * (PITCH * 4)
-            while at[0] < groups:
+            # Where the walk is lies in shared memory meanwhile, a warp's own: registers are few.
+            kept = base.toint() + HEAD // 2 + warp * 16
+            self.keep(kept, at)
+            exists = at[0] < groups
+            while exists:
                 sums.fill(0.0)
-                for i in cutlass.range(windows, unroll=1):
+                for _ in cutlass.range(windows, unroll=1):
                     shift = slot * (self.floats * 4)
                     slots = [slot + u for u in range(self.span)]  # span divides stages
                     for h in range_constexpr(self.halves):
@@ -261,21 +270,25 @@ class Windows(ProductEntry):
                         warpgroup.wait_group(0)
                         if const_expr(h == self.halves - 1 and self.tiles):
                             self.give_back(empty, slots)
-                        for quarters in range_constexpr(2):
-                            if const_expr(quarters == 1):
-                                self.load_columns(at_w + shift, right, 4)
-                            self.promote(sums, flat, left, right, h, quarters)
+                        for eighth in range_constexpr(8):
+                            if const_expr(eighth > 0):
+                                self.load_columns(at_w + shift, right, eighth)
+                            self.promote(sums, flat, left, right, h, eighth)
                         if const_expr(h == self.halves - 1 and not self.tiles):
                             self.give_back(empty, slots)
                     slot += self.span
                     if slot == stages:
                         slot = Int32(0)
                         phase = phase ^ 1
-                row, end, n0 = self.place(index, at, down)  # here: registers are few above
+                here = self.recalled(kept)
+                row, end, n0 = self.place(index, here, down)
                 self.results(y, sums, row + my_row, end, n0 + mine * 128, q, width, result)
                 index += grid
-                at = self.seek(index, at, sizes, t, groups, down)
-            self.clear(y, at[2], t, width, result, bid, grid, tid, 256)
+                here = self.seek(index, here, sizes, t, groups, down)
+                self.keep(kept, here)
+                exists = here[0] < groups
+            _, _, row, _ = self.recalled(kept)
+            self.clear(y, row, t, width, result, bid, grid, tid, 256)
 
     def operand(self, base, at: int, dtype, rows: int):
         """The stages of an operand, swizzled as TMA writes and wgmma reads them."""
@@ -283,15 +296,29 @@ class Windows(ProductEntry):
         layout = cute.tile_to_shape(kind, (rows, LINE, self.stages), order=(0, 1, 2))
         smem = cute.AddressSpace.smem
         pointer = cute.make_ptr(dtype, (base + at).toint(), smem, assumed_align=1024)
-        return cute.make_tensor(
-            cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer
-        )
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
 
     def shared_vector(self, address, count: int):
         """Floats of shared memory at a multiple of their size."""
         smem = cute.AddressSpace.smem
         pointer = cute.make_ptr(Float32, address, smem, assumed_align=4 * count)
         return cute.make_tensor(pointer, cute.make_layout(count))
+
+    @cute.jit
+    def keep(self, address: Int32, at):
+        """The walk's four numbers into a warp's own place; all lanes have the same."""
+        cute.arch.sync_warp()
+        smem = cute.AddressSpace.smem
+        to = cute.make_tensor(
+            cute.make_ptr(Int32, address, smem, assumed_align=16), cute.make_layout(4)
+        )
+        for i in range_constexpr(4):
+            to[i] = at[i]
+        cute.arch.sync_warp()
+
+    def recalled(self, address: Int32) -> tuple:
+        """What was kept."""
+        return tuple(four_kept(address))
 
     @cute.jit
     def next(self, slot: Int32, phase: Int32):
@@ -373,33 +400,31 @@ class Windows(ProductEntry):
                 cute.arch.mbarrier_arrive(empty + slots[u])
 
     @cute.jit
-    def load_columns(self, at: Int32, right, start: cutlass.Constexpr):
-        """A thread's scales of W, of half of its columns; of a tile the one that there is."""
+    def load_columns(self, at: Int32, right, eighth: cutlass.Constexpr):
+        """A thread's scales of W, of an eighth of its columns; of a tile the one that there is."""
         if const_expr(self.tiles):
-            if const_expr(start == 0):
-                right[0, 0] = self.shared_vector(at, 1)[0]
+            if const_expr(eighth == 0):
+                right[0] = self.shared_vector(at, 1)[0]
         else:
-            for c in range_constexpr(4):
-                for i, value in enumerate(four_of_shared(at + 16 * (start + c))):
-                    right[i, c] = value
+            cute.autovec_copy(self.shared_vector(at + 16 * eighth, 4), right)
 
     @cute.jit
     def promote(
-        self, sums, flat, left, right, h: cutlass.Constexpr, quarters: cutlass.Constexpr
+        self, sums, flat, left, right, h: cutlass.Constexpr, eighth: cutlass.Constexpr
     ):  # fmt: skip
-        """Adds half of a window's products, scaled, to the sums."""
-        for r in range_constexpr(2):
-            scale = Float32(0)
-            if const_expr(self.tiles):
-                scale = product_of_scales(left[r], right[0, 0])
-            for c in range_constexpr(8 * quarters, 8 * quarters + 8):
+        """Adds an eighth of a window's products, scaled, to the sums."""
+        scales = [Float32(0), Float32(0)]
+        if const_expr(self.tiles):
+            scales = [product_of_scales(left[r], right[0]) for r in range(2)]
+        for c in range_constexpr(2 * eighth, 2 * eighth + 2):
+            for r in range_constexpr(2):
                 for e in range_constexpr(2):
                     i: cutlass.Constexpr = 4 * c + 2 * r + e
                     if const_expr(self.tiles):
-                        sums[i, h] = sums[i, h] + flat[i] * scale
+                        sums[i, h] = sums[i, h] + flat[i] * scales[r]
                     else:
                         own = flat[i] * left[r]
-                        sums[i, h] = sums[i, h] + own * right[c % 2 * 2 + e, c // 2 % 4]
+                        sums[i, h] = sums[i, h] + own * right[c % 2 * 2 + e]
 
     @cute.jit
     def results(
@@ -408,45 +433,41 @@ class Windows(ProductEntry):
     ):  # fmt: skip
         """Writes a thread's part of y: rows `row`, + 8, + 64, ..., pairs of 128 columns."""
         size = self.size_in_bytes(result)
-        for h in range_constexpr(self.halves):
-            for r in range_constexpr(2):
-                m = row + 64 * h + 8 * r
-                start = y.toint() + (Int64(m) * width + column) * size
-                whole = (width % 8 == 0) & (column + 128 <= width)
-                for kind in range_constexpr(len(RESULTS)):
-                    if (result == kind) & whole:
+        line = Int64(width) * size
+        start = y.toint() + Int64(row) * line + Int64(column) * size
+        count = end - row
+        whole = (width % 8 == 0) & (column + 128 <= width)
+        for kind in range_constexpr(len(RESULTS)):
+            if (result == kind) & whole:
+                to = start + (8 * q if kind == FLOAT32 else 16 * q)
+                for h in range_constexpr(self.halves):
+                    for r in range_constexpr(2):
+                        words = [
+                            self.pair(sums[4 * c + 2 * r, h], sums[4 * c + 2 * r + 1, h], kind)
+                            for c in range(16)
+                        ]
+                        here = to + line * (64 * h + 8 * r)
                         if const_expr(kind == FLOAT32):
-                            if m < end:
-                                for c in range_constexpr(16):
-                                    i: cutlass.Constexpr = 4 * c + 2 * r
-                                    to = start + (8 * c + 2 * q) * 4
-                                    self.store_pair(to, sums[i, h], sums[i + 1, h], kind)
+                            for c in range_constexpr(16):
+                                store_if(here + 32 * c, words[c], 64 * h + 8 * r, count)
                         else:
                             # Four lanes turn four words of as many eights of columns: 16 bytes a
                             # lane.
-                            for c4 in range_constexpr(4):
-                                words = [
-                                    convert.round_two(
-                                        sums[4 * (4 * c4 + c) + 2 * r, h],
-                                        sums[4 * (4 * c4 + c) + 2 * r + 1, h],
-                                        RESULTS[kind],
-                                    )
-                                    for c in range(4)
-                                ]
-                                words = self.turned(words, q)
-                                to = vector(start + 8 * (4 * c4 + q) * 2, Uint32, 4)
-                                out = cute.make_rmem_tensor(4, Uint32)
-                                for c in range_constexpr(4):
-                                    out[c] = words[c]
-                                if m < end:
-                                    cute.autovec_copy(out, to)
-                if (m < end) & ((width % 8 != 0) | (column + 128 > width)):
+                            for c in range_constexpr(4):
+                                four = [word for (word,) in words[4 * c : 4 * c + 4]]
+                                four = self.turned(four, q)
+                                store_if(here + 64 * c, four, 64 * h + 8 * r, count)
+        if not whole:
+            for h in range_constexpr(self.halves):
+                for r in range_constexpr(2):
+                    to = start + line * (64 * h + 8 * r) + 2 * q * size
                     for c in range_constexpr(16):
                         for e in range_constexpr(2):
-                            n: cutlass.Constexpr = 8 * c + e
-                            if column + n + 2 * q < width:
-                                to = start + (n + 2 * q) * size
-                                self.store(to, sums[4 * c + 2 * r + e, h], result)
+                            left = column + 8 * c + e + 2 * q < width
+                            rows = cutlass.select_(left, count, Int32(0))
+                            value = sums[4 * c + 2 * r + e, h]
+                            at = to + (8 * c + e) * size
+                            self.store(at, value, result, 64 * h + 8 * r, rows)
 
     @cute.jit
     def turned(self, words: cutlass.Constexpr, q: Int32):

@@ -48,6 +48,22 @@ def load_shared(address: Uint32, bits: int, *, loc=None, ip=None) -> Uint32:
     )
 
 
+@dsl_user_op
+def store_if(address: Int64, values: list, index: int, count: Int32, *, loc=None, ip=None) -> None:
+    """Words, two or four, or a Uint16, to global memory if index < count: without a branch."""
+    first = values[0]
+    kind = {Float32: "f32", Uint32: "b32", cutlass.Uint16: "b16"}[type(first)]
+    vector = {1: "", 2: ".v2", 4: ".v4"}[len(values)]
+    names = ", ".join(f"{{$r{i + 2}}}" for i in range(len(values)))
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.lt.s32 p, {index}, {{$r1}}; "
+        f"@p st.global{vector}.{kind} [{{$r0}}], {'{' + names + '}' if vector else names}; }}",
+        read_only_args=[Int64(address), Int32(count), *values],
+        loc=loc,
+        ip=ip,
+    )
+
+
 BFLOAT16, FLOAT16, FLOAT32 = range(len(RESULTS))  # y's dtypes, as kernels know them
 
 
@@ -72,6 +88,7 @@ class ProductEntry:
       grid: terms (axis, buffer, from, to, divisor).
       shared: bytes of dynamic shared memory.
       cluster: thread blocks of a cluster, along the first axis.
+      resident: thread blocks of a multiprocessor.
       maps: its tensor maps.
       elements_per_thread: of y, for the build's report.
       trips: the most that a loop in it makes, for the build's report; 0: unknown.
@@ -83,6 +100,7 @@ class ProductEntry:
     maps = ()
     shared = 0
     cluster = 1
+    resident = 1
     trips = 0
     rows = 1
     columns = 1
@@ -106,10 +124,10 @@ class ProductEntry:
 
     @property
     def grid(self) -> list:
-        """As many thread blocks as the chip has multiprocessors, in whole clusters."""
+        """As many thread blocks as the chip has at a time, in whole clusters."""
         factors = [GridTerm(0, Factor(multiprocessors(), self.cluster))]
-        if self.cluster > 1:
-            factors.append(GridTerm(0, Factor(constant(self.cluster))))
+        if self.cluster * self.resident > 1:
+            factors.append(GridTerm(0, Factor(constant(self.cluster * self.resident))))
         return [term.to_json() for term in factors]
 
     @property
@@ -185,7 +203,7 @@ class ProductEntry:
                 self.element_of(array),
                 0,
                 cute.AddressSpace.gmem,
-                assumed_align=self.align_of(array, 2),
+                assumed_align=min(self.align_of(array, 2), 16),
             )
             for array in self.signature.arrays
         )
@@ -237,26 +255,24 @@ class ProductEntry:
         return row + local // down * self.rows, row + size, local % down * self.columns
 
     # ---- y ---
-    @cute.jit
-    def store_pair(self, y: Int64, low: Float32, high: Float32, result: cutlass.Constexpr):
-        """Two neighbours to an address, which is a multiple of both's size."""
-        if const_expr(result == FLOAT32):
-            to = vector(y, Float32, 2)
-            to[0] = low
-            to[1] = high
-        else:
-            vector(y, Uint32)[0] = convert.round_two(low, high, RESULTS[result])
-
-    @cute.jit
-    def store(self, y: Int64, value: Float32, result: Int32):
-        """One element to an address."""
+    def pair(self, low: Float32, high: Float32, result: int) -> list:
+        """Two neighbours as words of y's dtype."""
         if result == FLOAT32:
-            vector(y, Float32)[0] = value
-        else:
-            word = convert.round_two(value, value, "bfloat16")
-            if result == FLOAT16:
-                word = convert.round_two(value, value, "float16")
-            vector(y, cutlass.Uint16)[0] = cutlass.Uint16(word & Uint32(0xFFFF))
+            return [low, high]
+        return [convert.round_two(low, high, RESULTS[result])]
+
+    def store(
+        self, y: Int64, value: Float32, result: Int32, index: int = 0, count: Int32 | int = 1
+    ) -> None:  # fmt: skip
+        """One element of a dtype that is known at run time to an address, if index < count."""
+        zero, wide = Int32(0), result == FLOAT32
+        low = convert.round_two(value, value, "bfloat16")
+        half = convert.round_two(value, value, "float16")
+        low = Uint32(cutlass.select_(result == FLOAT16, half, low))
+        narrow = cutlass.Uint16(low & Uint32(0xFFFF))
+        count = Int32(count)
+        store_if(y, [narrow], index, Int32(cutlass.select_(wide, zero, count)))
+        store_if(y, [value], index, Int32(cutlass.select_(wide, count, zero)))
 
     @cute.jit
     def size_in_bytes(self, result: Int32):

@@ -430,8 +430,22 @@ ROWS = [
     },
     {
         "kernel": "matmul.Warps",
+        "where": {"rows": 16},
+        "value": {"stages": 8, "resident": 2, "split": 4},
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"rows": 64},
+        "value": {"stages": 8, "split": 4},
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul.Warps",
         "where": {},
-        "value": {"stages": 8},
+        "value": {"stages": 7},
         "date": "2026-11-22",
         "measured": [],
     },
