@@ -452,7 +452,8 @@ ROWS = [
         "value": {"stages": 8, "split": 2},
         "date": "2026-11-22",
         "measured": [
-            "M 64, N 4096 and 16384: split 2 27.0, 55.1; split 4 30.9, 99.6; not split 49.3 at 16384",
+            "M 64, N 4096 and 16384: split 2 27.0, 55.1; split 4 30.9, 99.6;",
+            "not split 49.3 at 16384",
         ],
     },
     {
