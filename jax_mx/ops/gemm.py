@@ -93,7 +93,8 @@ def gemm_fp8(
 
     The caller vouches for the windows: where scales differ within one, the result is another
     product's. FP8 tensor cores add up the products of a window with fewer bits than float32 has:
-    measured on an H200, y is off by 1.3e-4 of its norm for windows of 128 and 3.3e-4 for 256.
+    measured on an H200 for K from 128 to 65,536, y is off by 1.3e-4 of its norm for windows of 128
+    and 2.1e-4 for 256; of normal numbers no element was off by more than 4e-4 * sum |x||w|.
 
     Args:
       x: MXFP8 (..., M, K), blocks along the last axis, row-major scales; as `gemm` has it.

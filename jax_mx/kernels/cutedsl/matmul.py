@@ -72,7 +72,7 @@ class Stages:
 
     Attributes:
       stages: of shared memory.
-      resident: thread blocks of a multiprocessor, where there are groups.
+      resident: thread blocks of a multiprocessor.
       split: thread blocks that share K, where there are none.
     """
 
@@ -98,7 +98,7 @@ class Warps(ProductEntry):
         self.rows = product.rows
         tile = tile or Stages(**self.tuned("Warps"))
         self.stages = tile.stages
-        self.resident = tile.resident if kind == "groups" else 1
+        self.resident = tile.resident if vectors else 1
         self.cluster = tile.split if kind == "one" else 1
         # Registers go from one warpgroup to others; of several blocks none has too many.
         self.threads = 384 if self.resident == 1 else 288
@@ -434,17 +434,19 @@ class Warps(ProductEntry):
         """Adds up all thread blocks' sums for this one's share of the rows; always in one order."""
         size = self.size_in_bytes(result)
         share: cutlass.Constexpr = self.rows // self.cluster
-        for i in range_constexpr(share * self.columns // 512):
+        items: cutlass.Constexpr = share * self.columns // 2  # pairs
+        for i in range_constexpr((items + 255) // 256):
             item = i * 256 + tid
             m = rank * share + item // (self.columns // 2)
             n = item % (self.columns // 2) * 2
             low, high = Float32(0), Float32(0)
-            for other in range_constexpr(self.cluster):
-                a, b = of_block(part + (m * self.pitch + n) * 4, other)
-                low += a
-                high += b
+            if item < items:
+                for other in range_constexpr(self.cluster):
+                    a, b = of_block(part + (m * self.pitch + n) * 4, other)
+                    low += a
+                    high += b
             to = y.toint() + (Int64(row + m) * width + n0 + n) * size
-            rows = cutlass.select_(row + m < end, Int32(1), Int32(0))
+            rows = cutlass.select_((row + m < end) & (item < items), Int32(1), Int32(0))
             first = cutlass.select_(n0 + n < width, rows, Int32(0))
             second = cutlass.select_(n0 + n + 1 < width, rows, Int32(0))
             self.store(to, low, result, 0, first)
