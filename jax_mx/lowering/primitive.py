@@ -252,11 +252,13 @@ class Target(NamedTuple):
       platform: JAX's name of it.
       chips: as drivers name them; None for an export, which `_support` finds chips for.
       device: of the stand-in driver, in emulation.
+      partitioned: whether XLA splits the program among several devices, at least along some axes.
     """
 
     platform: str
     chips: list[str] | None
     device: int | None = None
+    partitioned: bool = False
 
     @property
     def carries(self) -> bool:
@@ -269,7 +271,15 @@ def target_of(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
     exports = ctx.module_context.lowering_parameters.for_export
     if platform == "cpu" and emulated is not None and not exports:
         return Target(platform_of(emulated.chip), [emulated.chip], emulated.device)
-    return Target(platform, chips)
+    return Target(platform, chips, partitioned=_is_partitioned(ctx.module_context.axis_context))
+
+
+def _is_partitioned(context: Any) -> bool:
+    """Whether XLA's partitioner looks at what is lowered in this context of JAX's."""
+    manual = getattr(context, "manual_axes", None)
+    if manual is None:
+        return getattr(context, "num_devices", 1) > 1
+    return any(n > 1 for name, n in context.mesh.shape.items() if name not in manual)
 
 
 def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:

@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mx.arrays.checks import float_dtype
 from jax_mx.facts.formats import BLOCK, Format
@@ -22,7 +23,7 @@ from jax_mx.ops.planning import implementation_of
 WINDOWS = (128, 256)  # of the FP8 product
 # Up to so many rows of x in a group, kernels whose tiles have so many.
 _ROWS = (16, 64, 128, 256)
-_PARTS = {jnp.dtype(jnp.bfloat16): 1, jnp.dtype(jnp.float16): 2}
+FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))  # of x
 
 
 def gemm(
@@ -55,7 +56,7 @@ def gemm(
       NotImplementedError: the named implementation does not serve the call.
     """
     op = "gemm"
-    if not hasattr(x, "dtype") or jnp.dtype(x.dtype) not in _PARTS:
+    if not hasattr(x, "dtype") or jnp.dtype(x.dtype) not in FLOATS:
         found = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"{op}: x is {found}, must be bfloat16 or float16")
     w = _matrices(op, "w", w)
@@ -64,8 +65,12 @@ def gemm(
     result = float_dtype(op, "preferred_element_type", preferred_element_type or x.dtype)
     rows = _rows(x.shape, w, group_sizes)
     implementation = implementation_of(op, implementation)
-    plan = ProductPlan(
-        "matmul", (w.format,), result, group_sizes is not None, rows, implementation=implementation
+    plan = plan_of(
+        (w.format,),
+        result,
+        rows,
+        grouped=group_sizes is not None,
+        implementation=implementation,
     )
     lead = x.shape[:-1]
     if 0 in x.shape or 0 in w.shape:
@@ -120,14 +125,13 @@ def gemm_fp8(
         raise ValueError(f"{op}: window must be one of {WINDOWS}, got {window!r}")
     _fits(op, x.shape, w, group_sizes)
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
-    plan = ProductPlan(
-        "matmul_fp8",
+    plan = plan_of(
         (x.format, w.format),
         result,
-        group_sizes is not None,
         TILE,
         window,
         bool(tiles),
+        group_sizes is not None,
         implementation_of(op, implementation),
     )
     lead = x.shape[:-1]
@@ -140,6 +144,21 @@ def gemm_fp8(
 def _gemm_fp8(x: MXArray, w: MXArray, sizes: jax.Array | None, plan: ProductPlan) -> jax.Array:
     flat = [a.reshape(-1, a.shape[-1]) for a in (x.values, x.scales)]
     return primitive.product([*flat, *_arrays(w), *_sizes(sizes)], plan)
+
+
+def plan_of(
+    formats: tuple[Format, ...],
+    dtype: np.dtype,
+    rows: float,
+    window: int = BLOCK,
+    tiles: bool = False,
+    grouped: bool = False,
+    implementation: str | None = None,
+) -> ProductPlan:
+    """The plan of `gemm`, of one format, or `gemm_fp8`, of two; arguments as `supported` has them."""
+    op = "matmul" if len(formats) == 1 else "matmul_fp8"
+    tile = _tile_for(rows) if op == "matmul" else TILE
+    return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation)
 
 
 def supported(
@@ -161,13 +180,11 @@ def supported(
       tiles: of w.
       dtype: of the result.
     """
-    op = "matmul" if len(formats) == 1 else "matmul_fp8"
-    tile = _tile_for(rows) if op == "matmul" else TILE
-    plan = ProductPlan(op, formats, jnp.dtype(dtype), False, tile, window, tiles)
+    plan = plan_of(formats, jnp.dtype(dtype), rows, window, tiles)
     chips = [device] if isinstance(device, str) else primitive.chips_beside(device)
     support = registry.candidates(plan, primitive.platform_of(chips[0]), chips)[0]
     if support.implementation == "xla":
-        return f"{op}: no kernels on {chips[0]}; 'xla' serves it"
+        return f"{plan.op}: no kernels on {chips[0]}; 'xla' serves it"
     return support.reason
 
 
@@ -216,11 +233,12 @@ def _tile_for(rows: float) -> int:
     return next((n for n in _ROWS if rows <= n), _ROWS[-1])
 
 
-def _rows(shape: tuple[int, ...], w: MXArray, group_sizes) -> int:
+def _rows(shape: tuple[int, ...], w: MXArray, group_sizes) -> float:
+    """How many rows of x a group has, about."""
     total = 1
     for n in shape[:-1]:
         total *= n
-    return _tile_for(total / max(w.shape[0], 1) if w.ndim == 3 else total)
+    return total / max(w.shape[0], 1) if w.ndim == 3 else total
 
 
 def _in_parts(x: jax.Array) -> jax.Array:
