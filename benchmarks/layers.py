@@ -111,10 +111,13 @@ def _mx(recipe: Recipe, implementation: str | None = None) -> Layer:
 
 
 ROWS = Recipe(window="row")
+TILES = Recipe(window=256, weight_window=(128, 128))
 WAYS: dict[str, Callable[..., Any]] = {
     "bf16": both_ways(jnp.matmul),
     "mxfp8": both_ways(_mx(MXFP8)),
     "mxfp8, rows, fp8": both_ways(_mx(ROWS, "fp8")),
+    "mxfp8, windows of 256": both_ways(_mx(Recipe(window=256), "cutedsl")),
+    "mxfp8, 256, weights in tiles": both_ways(_mx(TILES, "cutedsl")),
     "mxfp4": both_ways(_mx(MXFP4)),
     "mxfp8, square weights": both_ways(_mx(Recipe(block=(32, 32)))),
     "XLA's quantizer, scaled_dot": both_ways(xla_layer),

@@ -155,7 +155,7 @@ def plan_of(
     grouped: bool = False,
     implementation: str | None = None,
 ) -> ProductPlan:
-    """The plan of `gemm`, of one format, or `gemm_fp8`, of two; arguments as `supported` has them."""
+    """The plan of `gemm`, of one format, or `gemm_fp8`, of two; see `supported`."""
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
     tile = _tile_for(rows) if op == "matmul" else TILE
     return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation)
