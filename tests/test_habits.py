@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from helpers import with_table
 
 import jax_mx
 from jax_mx.facts import toolchains, verified
@@ -71,10 +72,7 @@ TABLES = {"chips": chips_table, "kernels": kernels_table}
 def with_tables(text: str) -> str:
     """The README with its tables written anew."""
     for name, table in TABLES.items():
-        pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"
-        lines = "\n".join(table())
-        text, count = re.subn(pattern, rf"\g<1>{lines}\n\g<2>", text, flags=re.DOTALL)
-        assert count == 1, name
+        text = with_table(text, name, table())
     return text
 
 
