@@ -160,6 +160,24 @@ def call_attributes_in(text: str) -> str:
     return line
 
 
+def quantizings(f, *args, within=None):
+    """How many arrays a program quantizes, each direction counted; or loops of a name do."""
+    count = 0
+
+    def visit(jaxpr, inside=within is None):
+        nonlocal count
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            count += len(eqn.outvars) // 2 if name == "mx_quantize" and inside else 0
+            for sub in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "jaxpr")):
+                inner = getattr(sub, "jaxpr", None)
+                if inner is not None:
+                    visit(getattr(inner, "jaxpr", inner), inside or name == within)
+
+    visit(jax.make_jaxpr(f)(*args).jaxpr)
+    return count
+
+
 @dataclasses.dataclass(frozen=True)
 class InHand(store.Artifact):
     """A kernel that is in no folder: each call carries it."""
