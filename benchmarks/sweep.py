@@ -231,6 +231,7 @@ def main() -> None:
         and str(v.form) in args.form
         and v.dtype in args.dtype
         and set(v.formats) == {MXFP8_E4M3}
+        and not v.kinds
     ]
     if args.action == "build":
         build(args.folder, args.arch, variants)

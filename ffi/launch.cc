@@ -198,6 +198,20 @@ ffi::Error Resolve(const ffi::Dictionary& attrs, Kernel* kernel) {
   return failure.empty() ? ffi::Error::Success() : Invalid(failure);
 }
 
+// Reads an attribute that may be missing; false when it has another type.
+template <typename T>
+bool Optional(const ffi::Dictionary& attrs, const char* name, T* to) {
+  if (!attrs.contains(name)) return true;
+  auto value = attrs.get<T>(name);
+  if (value.has_value()) *to = *value;
+  return value.has_value();
+}
+
+ffi::Error NoDevice(int64_t device) {
+  return Invalid("device ordinal " + std::to_string(device) + " is not 0 to " +
+                 std::to_string(kMaxDevices - 1));
+}
+
 template <typename Platform>
 ffi::ErrorOr<std::unique_ptr<State<Platform>>> Instantiate(ffi::Dictionary attrs) {
   if (ffi::Error error = CheckVersion(attrs); error.failure())
@@ -220,15 +234,19 @@ ffi::ErrorOr<std::unique_ptr<State<Platform>>> Instantiate(ffi::Dictionary attrs
   for (const auto& [chip, kernel] : state->kernels)
     if (kernel.image == nullptr) missing.emplace_back(chip, &kernel);
   if (missing.size() == state->kernels.size()) return ffi::Unexpected(NotFound(missing));
-  if (auto device = attrs.get<int64_t>("device"); device.has_value())
-    state->device = static_cast<int32_t>(*device);
-  if (auto merge = attrs.get<ffi::Span<const int64_t>>("merge"); merge.has_value())
-    state->merge.assign(merge->begin(), merge->end());
+  int64_t device = 0;
+  ffi::Span<const int64_t> merge, absent;
+  if (!Optional(attrs, "device", &device) || !Optional(attrs, "merge", &merge) ||
+      !Optional(attrs, "absent", &absent))
+    return ffi::Unexpected(Invalid("attribute device, merge or absent has the wrong type"));
+  if (device < 0 || device >= static_cast<int64_t>(kMaxDevices))
+    return ffi::Unexpected(NoDevice(device));
+  state->device = static_cast<int32_t>(device);
+  state->merge.assign(merge.begin(), merge.end());
+  state->absent.assign(absent.begin(), absent.end());
   for (int64_t group : state->merge)
     if (group < 0 || group >= static_cast<int64_t>(state->merge.size()))
       return ffi::Unexpected(Invalid("merge numbers a dimension out of range"));
-  if (auto absent = attrs.get<ffi::Span<const int64_t>>("absent"); absent.has_value())
-    state->absent.assign(absent->begin(), absent->end());
   for (size_t i = 0; i < state->absent.size(); ++i)
     if (state->absent[i] < 0 || state->absent[i] >= static_cast<int64_t>(kMaxBuffers) ||
         (i > 0 && state->absent[i] <= state->absent[i - 1]))
@@ -268,9 +286,7 @@ ffi::Error Load(State<Platform>* state, int32_t device) {
   const auto& driver = Platform::driver();
   if (const Failure& why = driver.unusable(); !why.empty())
     return ffi::Error(ffi::ErrorCode::kUnavailable, "jax_mx: no GPU driver: " + why);
-  if (device < 0 || static_cast<size_t>(device) >= kMaxDevices)
-    return Invalid("device ordinal " + std::to_string(device) + " is not below " +
-                   std::to_string(kMaxDevices));
+  if (device < 0 || static_cast<size_t>(device) >= kMaxDevices) return NoDevice(device);
   std::string arch;
   if (Failure f = driver.Arch(device, &arch); !f.empty()) return Internal(f);
   auto it = state->kernels.find(arch);

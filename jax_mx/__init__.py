@@ -13,11 +13,18 @@ from jax_mx.facts.formats import Format as Format
 from jax_mx.facts.formats import Scaling as Scaling
 from jax_mx.facts.layouts import BLOCKED_128X4 as BLOCKED_128X4
 from jax_mx.facts.layouts import ROW_MAJOR as ROW_MAJOR
+from jax_mx.facts.layouts import ROW_MAJOR_VALUES as ROW_MAJOR_VALUES
 from jax_mx.facts.layouts import SHUFFLED_16X16 as SHUFFLED_16X16
 from jax_mx.facts.layouts import SHUFFLED_32X8 as SHUFFLED_32X8
 from jax_mx.facts.layouts import ScaleLayout as ScaleLayout
 from jax_mx.facts.layouts import ValueLayout as ValueLayout
+from jax_mx.ops.checkpoints import from_checkpoint as from_checkpoint
+from jax_mx.ops.checkpoints import load_safetensors as load_safetensors
+from jax_mx.ops.checkpoints import save_safetensors as save_safetensors
 from jax_mx.ops.fake_quantize import fake_quantize as fake_quantize
+from jax_mx.ops.joining import concatenate as concatenate
+from jax_mx.ops.joining import stack as stack
+from jax_mx.ops.joining import swapaxes as swapaxes
 from jax_mx.ops.matmul import mx_matmul_reference as mx_matmul_reference
 from jax_mx.ops.mxarray import MXArray as MXArray
 from jax_mx.ops.mxarray import dequantize as dequantize
@@ -32,6 +39,7 @@ from jax_mx.ops.quantize import quantize as quantize
 from jax_mx.ops.quantize import quantize_both as quantize_both
 from jax_mx.ops.support import is_supported as is_supported
 from jax_mx.ops.windows import align as align
+from jax_mx.products.choices import Choice as Choice
 from jax_mx.products.contractions import einsum as einsum
 from jax_mx.products.contractions import matmul as matmul
 from jax_mx.products.dot_general import dot_general as dot_general
@@ -41,4 +49,7 @@ from jax_mx.products.recipes import MXFP8 as MXFP8
 from jax_mx.products.recipes import MXFP8_HYBRID as MXFP8_HYBRID
 from jax_mx.products.recipes import Product as Product
 from jax_mx.products.recipes import Recipe as Recipe
+from jax_mx.products.tuning import Explanation as Explanation
+from jax_mx.products.tuning import autotune as autotune
+from jax_mx.products.tuning import explain as explain
 from jax_mx.version import __version__ as __version__

@@ -12,6 +12,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Programs that are exported carry kernels for these; each costs seconds of compiling.
 os.environ.setdefault("JAX_MX_ARCHS", "sm_90a gfx942 gfx950")
 
+import hypothesis
 import jax
 import pytest
 
@@ -46,6 +47,16 @@ def pytest_addoption(parser):
         action="store_true",
         help="also run tests marked thorough, which hold on more of the same what others hold",
     )
+
+
+def pytest_configure(config):
+    """How many cases tests of hypothesis draw: a few, the same each time; or many, new ones."""
+    common = {"deadline": None, "database": None, "print_blob": True}
+    hypothesis.settings.register_profile("short", max_examples=32, derandomize=True, **common)
+    hypothesis.settings.register_profile("thorough", max_examples=2000, **common)
+    if not config.getoption("--hypothesis-profile", None):
+        profile = "thorough" if config.getoption("--thorough") else "short"
+        hypothesis.settings.load_profile(profile)
 
 
 def pytest_xdist_auto_num_workers(config):

@@ -2,7 +2,7 @@
 // executes no kernel.
 //
 // JAX_MX_FAKE_ARCH      the compute capability it reports, e.g. 90, or the arch, e.g. gfx942
-// JAX_MX_FAKE_FAIL      a call that fails, e.g. cuLaunchKernel
+// JAX_MX_FAKE_FAIL      a call that fails, e.g. cuLaunchKernel; "bounds": cuInit reads beyond the end
 // JAX_MX_FAKE_UNITS     the number of multiprocessors it reports, 132 by default
 //
 // A CUDA kernel's parameters are what fake_parameters says; the driver knows no others.
@@ -88,7 +88,10 @@ const char* fake_report() {
 }
 
 // ---- CUDA ---
-int cuInit(unsigned) { return Fails("cuInit") ? 100 : 0; }
+int cuInit(unsigned) {
+  if (Fails("bounds")) return *(new std::vector<int>(3))->end();
+  return Fails("cuInit") ? 100 : 0;
+}
 int cuGetErrorName(int, const char** text) { *text = "FAKE_ERROR"; return 0; }
 int cuGetErrorString(int, const char** text) { *text = "as asked for"; return 0; }
 int cuDeviceGet(int* device, int ordinal) { *device = ordinal; return 0; }

@@ -89,7 +89,8 @@ def test_the_readme_says_what_has_kernels():
 def test_both_dsls_have_the_same_kernels():
     """So the README's table of kernels names none of them; layouts differ as it says."""
     names = {dsl: {v.name for v in VARIANTS if v.implementation == dsl} for dsl in DSLS}
-    assert names["cutedsl"] == names["flydsl"]
+    both = {v.name for v in VARIANTS if v.window == 256 and v.form.is_both}  # beyond AMD's LDS
+    assert names["cutedsl"] - both == names["flydsl"]
     for v in VARIANTS:
         more = v.implementation == "flydsl" or v.formats[0].name == "mxfp4_e2m1"
         tiled = ("blocked_128x4", "shuffled_32x8")[: 1 + more]
@@ -113,18 +114,19 @@ def test_the_readme_has_the_speeds_that_were_measured():
 
 
 # ---- what documents run --------------------------------------------------------------------------
-SMALL = {"(8, 7168, 7168), jnp": "(2, 256, 256), jnp"}  # of the README's first array
+SMALL = {"7168, 7168": "256, 256"}  # of the README's arrays
 
 
 @in_checkout
 @pytest.mark.parametrize(
     "path", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name
 )
-def test_python_in_documents_runs(path):
+def test_python_in_documents_runs(path, tmp_path, monkeypatch):
     """Every block, in order, with the names of those before it."""
+    monkeypatch.chdir(tmp_path)
     text, names = path.read_text(), {}
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert blocks or path.name in ("performance.md", "sharding.md")
+    assert blocks or path.name not in ("README.md", "products.md")
     for block in blocks:
         for large, small in SMALL.items():
             block = block.replace(large, small)

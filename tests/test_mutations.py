@@ -27,7 +27,7 @@ CACHES = ("sc0", "sc1", "nt", "glc", "nv")  # nor these
 def program_of(form, arch, shape, layout="row_major", scaling="rceil", preprocessed=False):
     """A bfloat16 variant's program, and the bytes of its operands and results."""
     of_form = (v for v in VARIANTS if (v.implementation, str(v.form)) == ("flydsl", form))
-    variant = next(v for v in of_form if bool(v.block_data) == preprocessed)
+    variant = next(v for v in of_form if v.changes_elements == preprocessed and v.window == 32)
     options = {"scale_layout": layout, "scaling": scaling}
     return Program(variant, arch, shape, **options), example(variant, shape, **options)
 

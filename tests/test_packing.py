@@ -40,6 +40,22 @@ def test_packed_codes_stay_sharded(kind):
     assert_bits_equal(back(split), values[:, :72])
 
 
+def test_mxarrays_are_packed_by_their_format():
+    x = jnp.asarray(random_bits((4, 64), np.float32))
+    for format in ("mxfp6_e2m3", "mxfp6_e3m2"):
+        q = jax_mx.quantize(x, format)
+        assert_bits_equal(jax_mx.pack_mxfp6(q), jax_mx.pack_mxfp6(q.values))
+    columns = jax_mx.quantize(x.T, "mxfp6_e2m3", axis=0)
+    tiled = jax_mx.quantize(jnp.ones((16, 64)), "mxfp6_e2m3", value_layout="shuffled_16x16")
+    for q, found in (
+        (jax_mx.quantize(x, "mxfp4_e2m1"), "MXFP4_E2M1 with axis -1 and 'row_major'"),
+        (jax_mx.quantize(x), "MXFP8_E4M3"),
+        (columns, "MXFP6_E2M3 with axis -2"),
+        (tiled, "and 'shuffled_16x16'"),
+    ):
+        assert_refused(lambda q=q: jax_mx.pack_mxfp6(q), ValueError, found)
+
+
 @pytest.mark.parametrize("f,size", [(jax_mx.pack_mxfp6, 4), (jax_mx.unpack_mxfp6, 3)])
 def test_refusals(f, size):
     name = f.__name__

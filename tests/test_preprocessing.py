@@ -429,7 +429,7 @@ def test_the_gpu_gives_the_same_bytes():
 
 
 # ---- kernels: test_kernels.py has them all, with signs and without prescale ---
-PREPROCESSED = [v for v in VARIANTS if v.block_data]
+PREPROCESSED = [v for v in VARIANTS if v.changes_elements]
 HERE = [v for v in PREPROCESSED if arch_here() is None or arch_here() in ARCHS[v.implementation]]
 each_preprocessed = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 

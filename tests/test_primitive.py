@@ -665,9 +665,9 @@ def test_exported_square_blocks_and_programs_from_before_them():
     aux = (jax_mx.MXFP8_E5M2, -2, jax_mx.BLOCKED_128X4)
     for values in VALUE_LAYOUTS.values():
         for block in ((32,), (32, 32)):
-            assert mxarray._deserialize(mxarray._serialize((*aux, block, values))) == (
-                *aux, block, values,
+            assert mxarray._deserialize(mxarray._serialize((*aux, block, values, 32))) == (
+                *aux, block, values, 32,
             )  # fmt: skip
     before = b'["mxfp8_e5m2", -2, "blocked_128x4"%s]'  # layouts of values, or blocks
     for text, block in ((b"", (32,)), (b", 32", (32,)), (b", 32, 32", (32, 32))):
-        assert mxarray._deserialize(before % text) == (*aux, block, VALUE_LAYOUTS["row_major"])
+        assert mxarray._deserialize(before % text) == (*aux, block, VALUE_LAYOUTS["row_major"], 32)

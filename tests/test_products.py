@@ -204,6 +204,17 @@ def test_small_integers_are_exact(dtype, implementation):
     assert_bits_equal(dw, jnp.asarray(exact[0].T @ np.asarray(dy), dtype))
 
 
+@pytest.mark.parametrize("lead", [((2, 32), ()), ((), (3,)), ((2, 3, 32), (5,))])
+def test_scaled_dot_of_operands_of_different_ranks(lead):
+    """lax.scaled_dot wants both of one rank."""
+    rng = np.random.default_rng(0)
+    (left, right), k = lead, 64
+    x, w = (jnp.asarray(rng.integers(-8, 9, s), jnp.float32) for s in ((*left, k), (k, *right)))
+    numbers = (((x.ndim - 1,), (0,)), ((), ()))
+    got = dot_general(x, w, numbers, implementation="scaled_dot")
+    assert_bits_equal(got, np.tensordot(np.asarray(x), np.asarray(w), 1).astype(np.float32))
+
+
 def test_fp8_products_of_rows():
     """The codes' product times both scales: the same floats as any other implementation's."""
     recipe = Recipe(window="row", gradient="mxfp8_e5m2")

@@ -34,7 +34,7 @@ SAMPLE = [
         (("bfloat16", "float32", "float16")[i % 3], MXFP4_E2M1),
         *[("bfloat16", MXFP6_E2M3)] * (i % 4 == 0),
     )
-] + [v for v in CUTEDSL if v.block_data and v.dtype == "bfloat16"]
+] + [v for v in CUTEDSL if v.changes_elements and v.dtype == "bfloat16"]
 SHAPES = {  # by how a form begins: tails of every tile; rows that 16 bytes do not divide
     "last": ((2, 160, 288), (1, 65, 96)),
     "second": ((2, 160, 288), (1, 96, 65), (2, 64, 521)),

@@ -581,6 +581,9 @@ def table() -> list[str]:
         "explicit sharding, JAX gathers at its boundary, of x + 1 too; there *yes* means no other",
         "collective. Every cell is a test, in one of the modes.",
         "",
+        "Call a shard_map under jit: eagerly, JAX compiles a program for each op and each array",
+        "that goes in or comes out, at every call; for an op of jax_mx no more than for its own.",
+        "",
         "| call | scales | " + " | ".join(SPECS) + " |",
         "|---|---|" + "---|" * len(SPECS),
     ]

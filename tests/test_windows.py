@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    COLLECTIVE,
     assert_bits_equal,
     assert_refused,
     assert_same_array,
@@ -395,8 +396,7 @@ def test_messages():
         ValueError,
         "square blocks have row-major scales",
     )
-    bad = dataclasses.replace(q, window=7)
-    assert_refused(lambda: bad.dequantize(), ValueError, "window must be")
+    assert_refused(lambda: dataclasses.replace(q, window=7), ValueError, "window must be")
     assert_refused(
         lambda: jax_mx.is_supported("quantize", "cpu", window=5), ValueError, "window must be"
     )
@@ -410,8 +410,10 @@ def test_window_is_static():
         leaves, tree = jax.tree.flatten(q)
         assert len(leaves) == 2 and jax.tree.unflatten(tree, leaves).window == window
         assert repr(window) in repr(q)
-        assert tree != jax.tree.structure(dataclasses.replace(q, window=96))
-        aux = (q.format, q.axis, q.scale_layout, q.block, q.value_layout, q.window)
+        other = 256 if window == 128 else 128
+        if window != TILE:
+            assert tree != jax.tree.structure(dataclasses.replace(q, window=other))
+        aux = tree.node_data()[1]
         assert _deserialize(_serialize(aux)) == aux
 
 
@@ -422,11 +424,8 @@ def test_older_texts_load():
         b'["mxfp8_e4m3", -2, "row_major", 32]',
         b'["mxfp8_e4m3", -2, "row_major", "row_major", 32]',
     ):
-        *_, block, values, window = _deserialize(text)
+        *_, block, values, window, _ = _deserialize(text)
         assert (block, values.name, window) == ((32,), "row_major", BLOCK)
-    q = jax_mx.quantize(np.zeros((32, 32), np.float32))
-    aux = (q.format, q.axis, q.scale_layout, q.block, q.value_layout, q.window)
-    assert _serialize(aux) == b'["mxfp8_e4m3", -1, "row_major", "row_major", 32]'
 
 
 def test_programs_of_other_windows_differ():
@@ -447,6 +446,37 @@ def test_a_row_crosses_shards_by_its_amax_alone():
     reduces = [line for line in text.splitlines() if " all-reduce(" in line]
     assert len(reduces) == 1 and "[64" in reduces[0] and "all-gather" not in text
     assert_same_array(f(x), jax_mx.quantize(np.asarray(x), window=ROW))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_whole_windows_stay_where_they_are(kind):
+    """No collective where shards hold whole windows; the right bytes where they do not."""
+    mesh = jax.make_mesh((2, 4), ("m", "k"), axis_types=(kind,) * 2)
+    x = floats((256, 512), "bfloat16", 8)
+    calls = {
+        "last": lambda x: jax_mx.quantize(x, window=128),
+        "both": lambda x: jax_mx.quantize_both(x, window=128),
+        "tile": lambda x: jax_mx.quantize(x, window=TILE),
+        "align": lambda x: jax_mx.align(jax_mx.quantize(x), 128),
+        "fake": lambda x: jax_mx.fake_quantize(x, window=128),
+    }
+    for name, f in calls.items():
+        with jax.set_mesh(mesh):
+            y = jax.device_put(x, NamedSharding(mesh, P("m", "k")))
+            compiled = jax.jit(f).lower(y).compile()
+            assert not COLLECTIVE.search(compiled.as_text()), name
+            got = compiled(y)
+        for g, want in zip(jax.tree.leaves(got), jax.tree.leaves(f(x)), strict=True):
+            assert_bits_equal(g, want, name)
+    if kind is AxisType.Auto:
+        y = jax.device_put(x[:, :192], NamedSharding(mesh, P()))
+        for f in calls.values():
+            split = jax.jit(lambda x, f=f: f(jax.lax.with_sharding_constraint(
+                x, NamedSharding(mesh, P(None, "m")))))  # fmt: skip
+            for g, want in zip(
+                jax.tree.leaves(split(y)), jax.tree.leaves(f(x[:, :192])), strict=True
+            ):
+                assert_bits_equal(g, want)
 
 
 def test_explicit_meshes_keep_windows():

@@ -32,6 +32,13 @@ def whole(value: Any) -> int:
     return operator.index(value)
 
 
+def padded(length: Any, by: int) -> str:
+    """What to do about a length that `by` does not divide."""
+    if isinstance(length, int):
+        return f"pad it to {-(-length // by) * by}"
+    return f"write a symbolic one as a multiple, as in jax.export.symbolic_shape('{by}*n'),"
+
+
 def float_dtype(op: str, name: str, dtype: Any) -> np.dtype:
     """One of `FLOAT_DTYPES`, in the machine's byte order."""
     allowed = ", ".join(FLOAT_DTYPES)
@@ -192,13 +199,12 @@ def whole_blocks(
         if length % BLOCK:
             raise ValueError(
                 f"{op}: axis {axis} has length {length}, not a multiple of the block length "
-                f"{BLOCK}; pad it to {-(-length // BLOCK) * BLOCK} or choose another axis of "
-                f"{tuple(shape)}"
+                f"{BLOCK}; {padded(length, BLOCK)} or choose another axis of {tuple(shape)}"
             )
         if size and length % size:
             raise ValueError(
                 f"{op}: axis {axis} has length {length}, not a multiple of {size}, the size of its "
-                "Hadamard transform; use a smaller one or pad it"
+                f"Hadamard transform; {padded(length, size)} or use a smaller one"
             )
 
 
@@ -240,5 +246,5 @@ def values_fit(
         raise ValueError(
             f"{op}: value_layout {layout.name!r} has tiles of {layout.tile[0]} rows and "
             f"{layout.tile[1]} bytes, which do not divide {rows} rows of {size} bytes; use "
-            "'row_major' or pad the array"
+            "'row_major' or pad the array (write symbolic lengths as multiples)"
         )

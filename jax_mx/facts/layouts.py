@@ -65,6 +65,9 @@ class ScaleLayout(Layout):
 class ValueLayout(Layout):
     """Where byte col of a row of values lies; blocks run along the row. Nothing is padded."""
 
+    def __repr__(self) -> str:
+        return super().__repr__() + "_VALUES" * (not self.is_tiled)
+
     def rows_cols(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """The inverse of `shape`: of the matrix whose bytes have it, as their last dimensions."""
         if not self.is_tiled:

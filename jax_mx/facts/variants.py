@@ -24,7 +24,7 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     Format,
 )
-from jax_mx.facts.windows import ROW, Window, suffix_of
+from jax_mx.facts.windows import ROW, TILE, Window, suffix_of
 
 
 class Kind(NamedTuple):
@@ -72,7 +72,8 @@ class Variant:
       form: which axes blocks run along and which way arrays lie.
       dtype: of the unquantized side.
       formats: of the quantized arrays, one each.
-      kinds: how the elements of each are preprocessed, () where none are.
+      kinds: how the elements of each are preprocessed, and their windows; () where there is
+        nothing of that.
     """
 
     op: str
@@ -170,6 +171,19 @@ _KINDS: Mapping[int, tuple[tuple[Kind, ...], ...]] = {
     1: ((_H16,), (Kind(32),), (Kind(64),), (_SR,), (_H16_SR,)),
     2: ((Kind(), _H16), (_SR, _H16_SR), *((kind,) * 2 for kind in (_H16, Kind(64), _SR, _H16_SR))),
 }
+# Products by FP8 tensor cores want windows, of what training has in MXFP8.
+_WINDOWED_DTYPES = ("bfloat16",)
+
+
+def _windows(implementation: str, form: Form) -> tuple[Window, ...]:
+    """Those that a form has kernels for. AMD's LDS does not hold tiles of 256 both ways."""
+    if form.is_square:
+        return (TILE,)
+    if implementation == "flydsl" and form.is_both:
+        return 128, ROW
+    return 128, 256, ROW
+
+
 VARIANTS: tuple[Variant, ...] = (
     *(
         Variant(op, implementation, form, dtype, formats)
@@ -188,6 +202,16 @@ VARIANTS: tuple[Variant, ...] = (
         if not form.is_square
         for dtype in (FLOAT_DTYPES if form == directions.LAST else ("bfloat16",))
         for kinds in _KINDS[len(form.directions)]
+    ),
+    *(
+        Variant("quantize", implementation, form, dtype, formats, (Kind(window=window),) * n)
+        for implementation in ARCHS
+        for form in KERNELS["quantize"]
+        for n in (len(form.directions),)
+        for window in _windows(implementation, form)
+        for formats in _FORMATS[n]
+        if formats[0].bits == 8
+        for dtype in _WINDOWED_DTYPES
     ),
 )
 

@@ -27,6 +27,11 @@ def lengths_of(window: Window) -> tuple[int, int]:
     return 1, window if isinstance(window, int) else BLOCK
 
 
+def blocks_of(window: Window) -> int:
+    """How many blocks a window spans along each of its axes; 1 of "row", whose amax is data."""
+    return lengths_of(window)[1] // BLOCK
+
+
 def suffix_of(window: Window) -> str:
     """The end of a variant's name."""
     if window == BLOCK:

@@ -25,6 +25,7 @@ class Entry:
       grid: terms (axis, buffer, from, to, divisor).
       elements_per_thread: for the build's report.
       trips: the most that a loop in it makes; 0 where there is none.
+      dynamic_shared: bytes of shared memory that a launch gives beside the kernel's own.
     """
 
     # What a kernel may ask for each quantized result, see `Plan.scalars`.
@@ -40,6 +41,7 @@ class Entry:
     extents: Sequence = ()
     divide: Sequence = ()
     trips = 0
+    dynamic_shared = 0
     threads: int
     grid: Sequence
     elements_per_thread: int
@@ -127,6 +129,7 @@ class Entry:
             "divide": [*self.divide] if self.aligned else [],
             "threads": [self.threads, 1, 1],
             "grid": [*self.grid],
+            **({"shared": self.dynamic_shared} if self.dynamic_shared else {}),
         }
 
 

@@ -32,6 +32,7 @@ def facts_of(variant: Variant, layout: ScaleLayout, aligned: bool) -> dict[str, 
         "codes_per_byte": variant.formats[0].codes_per_byte,
         "tiled_scales": layout.is_tiled,
         "aligned": aligned,
+        "window": str(variant.window),
     }
 
 

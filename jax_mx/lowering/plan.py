@@ -35,6 +35,7 @@ class Plan:
       value_layouts: where the values of quantize's results lie; dequantize reads row-major ones.
       preprocessing: of the elements of each of quantize's results, beside scaling; with their
         window.
+      caller: the public function whose part the call is, for messages; empty: the op itself.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Plan:
     zero_scale: int = 0
     value_layouts: tuple[ValueLayout, ...] = (ROW_MAJOR_VALUES,)
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
+    caller: str = ""
 
     def __hash__(self) -> int:
         return self._hash  # computed once: jit looks a plan up at every eager call
@@ -56,6 +58,11 @@ class Plan:
     @functools.cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.caller or self.op
 
     @property
     def is_square(self) -> bool:

@@ -194,6 +194,11 @@ def _dequantize_reference(values, scales, *, plan: Plan):
     return [jnp.moveaxis(y, result.last, result.block)]
 
 
+def is_tracing() -> bool:
+    """Whether some function is being traced: by jit, grad, vmap, scan ..."""
+    return not core.trace_state_clean()
+
+
 # ---- chips: what a program is lowered for ---
 def chip_of(device: jax.Device) -> str:
     """The device's chip as its driver names it: "sm_90", "gfx950"; else its platform."""
@@ -273,7 +278,7 @@ def _support(plan: Plan, target: Target) -> tuple[Support, list[str]]:
     found = registry.chosen(plan, target.platform, ())  # an export: some chip at least
     every = store.exported(chip_table.chips_of(chip_table.DSLS[target.platform]))
     if found.kernels and not every:
-        reason = f"{plan.op}: JAX_MX_ARCHS names no chip of {target.platform}; 'xla' serves it"
+        reason = f"{plan.name}: JAX_MX_ARCHS names no chip of {target.platform}; 'xla' serves it"
         _say_once(f"exporting without kernels: {reason}")
         named = plan.implementation
         return Support(named, reason=reason) if named else Support("xla"), []
@@ -282,8 +287,11 @@ def _support(plan: Plan, target: Target) -> tuple[Support, list[str]]:
     if found.kernels and len(chips) < len(every):
         missing = [chip for chip in every if chip not in chips]
         _say_once(
-            f"exporting {plan.op} without kernels for {', '.join(missing)}: {each[missing[0]]}"
+            f"exporting {plan.name} without kernels for {', '.join(missing)}: {each[missing[0]]}"
         )
+    if every and not found.kernels and store.names_chips():
+        refused = registry.candidates(plan, target.platform, every[:1])[0]
+        _say_once(f"exporting {plan.name} without kernels for {', '.join(every)}: {refused}")
     if found.kernels and not chips:
         found = registry.chosen(plan, target.platform, every[:1])  # "xla", or why not the one named
     return found, chips
@@ -311,7 +319,7 @@ def _kernel_attributes(
         except compiler.CompileError as error:
             if not carries or (chip == chips[-1] and not found):
                 raise
-            _say_once(f"exporting {plan.op} without a kernel for {chip}: {error}")
+            _say_once(f"exporting {plan.name} without a kernel for {chip}: {error}")
         else:
             found[chip] = artifact.attributes(plan.scale_layout.name, plan.scalars, carries)
     return found
@@ -443,7 +451,7 @@ def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: P
         except compiler.CompileError as error:
             if plan.implementation is not None or jax.process_count() > 1:
                 raise
-            _say_once(f"{plan.op} takes XLA: {error}")
+            _say_once(f"{plan.name} takes XLA: {error}")
         else:
             call: dict[str, Any] = {"plan": plan, "kernels": kernels, "device": target.device}
             if in_rows:
@@ -514,8 +522,8 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
 
 def _no_derivative(*_, plan: Plan, **__):
     raise NotImplementedError(
-        f"{plan.op} has no derivative, as codes have none; jax_mx.fake_quantize(x) is quantize and "
-        "dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one"
+        f"{plan.name} has no derivative, as codes have none; jax_mx.fake_quantize(x) is quantize "
+        "and dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one"
     )
 
 

@@ -81,7 +81,7 @@ def candidates(
         if named.platform in (platform, "any"):
             return [named.support(plan, chips)]
         reason = (
-            f"{plan.op}: implementation {named.name!r} runs on {named.platform}, not on "
+            f"{plan.name}: implementation {named.name!r} runs on {named.platform}, not on "
             f"{platform}; use implementation=None or 'xla'"
         )
         return [Support(named.name, reason=reason)]
@@ -120,7 +120,7 @@ def _kernels(dsl: str) -> Callable[[Plan, Sequence[str]], Support]:
         each = [_one_kernel(dsl, alone, chips) for alone in row_plans(plan)]
         for refused in (support for support in each if not support):
             _, _, reason = refused.reason.partition(":")
-            return Support(dsl, reason=f"{plan.op}:{reason}")
+            return Support(dsl, reason=f"{plan.name}:{reason}")
         kernels = tuple(kernel for support in each for kernel in support.kernels)
         return Support(dsl, kernels, via_transpose=True)
 
@@ -134,17 +134,17 @@ def _one_kernel(dsl: str, plan: Plan, chips: Sequence[str]) -> Support:
         if chip not in known:
             return Support(
                 dsl,
-                reason=f"{plan.op}: no {dsl} kernel for {chip}, only for {', '.join(known)}; "
+                reason=f"{plan.name}: no {dsl} kernel for {chip}, only for {', '.join(known)}; "
                 "'xla' serves it",
             )
     variant, reason = _variant_for(plan, dsl)
     if variant is None:
-        return Support(dsl, reason=f"{plan.op}: {dsl} has no kernel{reason}; 'xla' serves it")
+        return Support(dsl, reason=f"{plan.name}: {dsl} has no kernel{reason}; 'xla' serves it")
     for chip in chips:
         arch = chip_table.arch_of(chip)
         assert arch is not None  # `known` has it
         if obstacle := store.obstacle(variant, arch):
-            return Support(dsl, reason=f"{plan.op}: {obstacle}; 'xla' serves it")
+            return Support(dsl, reason=f"{plan.name}: {obstacle}; 'xla' serves it")
     return Support(dsl, (variant,))
 
 

@@ -240,6 +240,11 @@ def exported(chips: Sequence[str]) -> list[str]:
     return [chip for chip in chips if names & {chip, arch_of(chip)}]
 
 
+def names_chips() -> bool:
+    """Whether the user said for which chips programs are exported."""
+    return bool(os.environ.get("JAX_MX_ARCHS", "").strip())
+
+
 def writable_cache() -> Path:
     """`cache()`, or a folder of this process where that cannot be written."""
     folder = cache()

@@ -7,19 +7,30 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mx import reference
 from jax_mx.arrays.checks import flag
 from jax_mx.arrays.sharding import spec_of
-from jax_mx.arrays.views import from_view, to_view
+from jax_mx.arrays.views import divided, from_view, to_view
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
+from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.facts.windows import Window
-from jax_mx.lowering import primitive
 from jax_mx.lowering.plan import Plan
-from jax_mx.ops.placing import placed, require_kernel
+from jax_mx.ops.inputs import floats
+from jax_mx.ops.mxarray import dequantized
+from jax_mx.ops.placing import require_kernel
 from jax_mx.ops.planning import Options, planned
-from jax_mx.ops.preprocessing import preprocessing_of
-from jax_mx.ops.quantize import as_planned, checkpointed
+from jax_mx.ops.preprocessing import (
+    Data,
+    Hadamard,
+    Stochastic,
+    data_of,
+    flips_of,
+    preprocessing_of,
+    rotated,
+)
+from jax_mx.ops.quantize import as_planned, quantized
 
 
 def fake_quantize(
@@ -29,6 +40,9 @@ def fake_quantize(
     axis: int = -1,
     scaling: Scaling | str = RCEIL,
     block: int | tuple[int, int] = BLOCK,
+    zero_scale: int = 0,
+    rounding: Stochastic | None = None,
+    hadamard: Hadamard | None = None,
     clip: bool = False,
     window: Window = BLOCK,
     implementation: str | None = None,
@@ -38,56 +52,97 @@ def fake_quantize(
     The derivative is straight-through: tangents and cotangents pass as if this were the identity.
 
     Args:
-      x: see `quantize`; so are format, axis, scaling, block and implementation.
+      x: see `quantize`; so are format, axis, scaling, block, zero_scale and implementation.
       format: see `quantize`.
       axis: see `quantize`.
       scaling: see `quantize`.
       block: see `quantize`.
+      zero_scale: see `quantize`; nothing of the result depends on it.
+      rounding: see `quantize`. A prescale is divided out of the result.
+      hadamard: see `quantize`. The result is rotated back.
       clip: whether the derivative is 0 where x saturates: where its magnitude exceeds `format.max`
         times its block's scale. `floor` saturates the tops of blocks, `even` some of them, `ceil`
         and `rceil` nothing (but for one subnormal amax). A block that holds a NaN or an infinity is
-        NaN as a whole and saturates nowhere, so that its gradient shows it.
+        NaN as a whole and saturates nowhere, so that its gradient shows it. With a transform, what
+        saturates is a rotated element: a tangent is rotated, made 0 there, and rotated back.
       window: see `quantize`.
       implementation: see `quantize`.
 
     Returns:
-      `quantize(x, ...).dequantize(x.dtype)`: of x's shape, dtype and sharding.
+      `quantize(x, ...).dequantize(x.dtype)`: of x's shape, dtype and sharding. With preprocessing
+      it is undone in float32, and rounded to x's dtype at the end: y = q.dequantize(jnp.float32),
+      divided by the prescale, then `jax_mx.hadamard(y, size)` times the signs, as +-1. A NaN has
+      all bits set but the sign.
 
     Raises:
       TypeError, ValueError, NotImplementedError, ShardingTypeError: as for `quantize`.
     """
     op = "fake_quantize"
-    x = x if hasattr(x, "dtype") else jnp.asarray(x)
-    own = preprocessing_of(op, None, None, window)
+    x = floats(op, x)
+    own = preprocessing_of(op, rounding, hadamard, window)
     asked = Options(
-        (format,), axis, scaling, implementation=implementation, block=block, preprocessing=(own,)
+        (format,),
+        axis,
+        scaling,
+        implementation=implementation,
+        block=block,
+        zero_scale=zero_scale,
+        preprocessing=(own,),
     )
     plan = planned(op, x, asked)
     clip = flag(op, "clip", clip)
-    plan = dataclasses.replace(plan, op="quantize")
+    plan = dataclasses.replace(plan, op="quantize", caller=op)
     require_kernel(plan)
     require_kernel(_inverse(plan))
-    return _fake_quantize(as_planned(x, plan), plan=plan, clip=clip)
+    data = data_of(rounding, hadamard)
+    return _fake_quantize(as_planned(x, plan), data, plan=plan, clip=clip)
 
 
 @partial(jax.jit, static_argnames=("plan", "clip"))
-def _fake_quantize(x: jax.Array, *, plan: Plan, clip: bool) -> jax.Array:
+def _fake_quantize(x: jax.Array, data: Data, *, plan: Plan, clip: bool) -> jax.Array:
     """`fake_quantize` of an x that the plan fits."""
-    if plan.axis < -2 and plan.has_units:  # units are of the last two axes
-        y = _fake_quantize(
-            jnp.moveaxis(x, plan.axis, -2), plan=dataclasses.replace(plan, axis=-2), clip=clip
-        )
-        return jnp.moveaxis(y, -2, plan.axis)
-    x, view = placed(x, x.shape, dataclasses.replace(plan, op="fake_quantize")), plan.view
+    own, fixed = plan.preprocessing[0], jax.lax.stop_gradient(x)
+    # Not within the custom_jvp: policies of jax.checkpoint do not look there.
+    (q,) = quantized(fixed, (data,), plan=plan)
+    y = dequantized(q, plan=_inverse(plan), transpose=False)
+    if dataclasses.replace(own, window=BLOCK) == NO_PREPROCESSING:
+        return _straight_through(x, y, _saturated(fixed, q.scales, plan) if clip else None)
+    if own.prescale is not None:
+        y = y / np.float32(own.prescale)
+    turned, back = x, partial(_nans_alike, dtype=x.dtype)
+    if own.hadamard:
+        where = (own.hadamard, flips_of(own, data[1]), plan.axis)
+        turned = rotated(x.astype(jnp.float32), *where) if clip else x
+
+        def back(y: jax.Array) -> jax.Array:
+            return _nans_alike(rotated(y, *where, inverse=True), x.dtype)
+
+    if not clip:
+        return _straight_through(x, back(y), None)
+    elements = jax.lax.stop_gradient(turned)
+    if own.prescale is not None:
+        elements = reference.times(elements.astype(jnp.float32), own.prescale)
+    saturated = _saturated(elements, q.scales, plan)
+    return back(_straight_through(turned.astype(jnp.float32), y, saturated))
+
+
+def _nans_alike(y: jax.Array, dtype: np.dtype) -> jax.Array:
+    """y in a dtype, each NaN with the bits that `dequantize` gives it."""
+    y = y.astype(dtype)
+    bits = np.dtype(f"uint{8 * dtype.itemsize}")
+    nan = np.array(np.iinfo(bits).max >> 1, bits).view(dtype)
+    return jnp.where(jnp.isnan(y), nan, y)
+
+
+def _saturated(x: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
+    """Where elements saturate, by the row-major scales of their blocks."""
+    view = dataclasses.replace(plan, preprocessing=(NO_PREPROCESSING,)).view
+    (result,) = view.results
     shape, spec = x.shape, spec_of(x)
-    viewed = to_view(x, *view.view(shape, spec, plan.first_axis), view.operand)
-    fixed = jax.lax.stop_gradient(viewed)
-    values, scales = checkpointed(
-        fixed, plan
-    )  # not within the custom_jvp: policies do not look there
-    y = primitive.dequantize(values, scales, _inverse(plan))
-    saturated = reference.saturates(fixed, scales, plan.format) if clip else None
-    return from_view(_straight_through(viewed, y, saturated), shape, spec, view.operand)
+    viewed, view_spec = view.view(shape, spec, plan.first_axis)
+    of_blocks = to_view(scales, divided(viewed, result.block, BLOCK), view_spec, result.order)
+    found = reference.saturates(to_view(x, viewed, view_spec, view.operand), of_blocks, plan.format)
+    return from_view(found, shape, spec, view.operand)
 
 
 @jax.custom_jvp
@@ -105,5 +160,8 @@ def _straight_through_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, j
 
 
 def _inverse(plan: Plan) -> Plan:
-    """The plan that dequantizes what this one quantizes, into the dtype that it comes from."""
-    return dataclasses.replace(plan, op="dequantize", scaling=None)
+    """The plan that dequantizes what this one quantizes, into what is left to be done to it."""
+    (own,) = plan.preprocessing
+    dtype = plan.dtype if own == NO_PREPROCESSING else np.dtype(np.float32)
+    plain = {"preprocessing": (NO_PREPROCESSING,), "zero_scale": 0}
+    return dataclasses.replace(plan, op="dequantize", scaling=None, dtype=dtype, **plain)

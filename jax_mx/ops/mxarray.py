@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,15 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays import tiles
-from jax_mx.arrays.checks import (
-    axis_of,
-    block_of,
-    blocks_fit,
-    blocks_in,
-    values_fit,
-    window_of,
-)
+from jax_mx.arrays.checks import axis_of, block_of, blocks_fit, blocks_in, values_fit
 from jax_mx.arrays.sharding import gathered, is_explicit, reshape, resharded, spec_of
 from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import (
@@ -33,7 +27,7 @@ from jax_mx.arrays.views import (
     view_of,
 )
 from jax_mx.facts import directions
-from jax_mx.facts.formats import BLOCK, FORMATS, MXFP4_E2M1, SCALE_DTYPE, Format, named
+from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, SCALE_DTYPE, Format, named
 from jax_mx.facts.layouts import (
     ROW_MAJOR,
     ROW_MAJOR_VALUES,
@@ -45,18 +39,28 @@ from jax_mx.facts.layouts import (
 from jax_mx.facts.windows import TILE, Window
 from jax_mx.lowering import primitive
 from jax_mx.lowering.plan import Plan
+from jax_mx.ops import indexing, metadata
+from jax_mx.ops.metadata import Padding
 from jax_mx.ops.placing import placed, require_kernel
 from jax_mx.ops.planning import plan_dequantize
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("values", "scales"),
-    meta_fields=("format", "axis", "scale_layout", "block", "value_layout", "window"),
-)
 @dataclasses.dataclass(frozen=True, eq=False)
 class MXArray:
     """Blocks of small floats that share a scale each. A pytree with the leaves values and scales.
+
+    It is indexed, reshaped and joined like an array of JAX, blocks and tiles stay whole:
+    `q[rows]`, `q.reshape`, `q.mT`, `jax_mx.swapaxes`, `jax_mx.concatenate`, `jax_mx.stack`.
+
+    jax.tree.map treats values and scales alike, which is right for leading dimensions, for rows of
+    row-major scales, and for shards of whole blocks and tiles. What it cuts otherwise is refused
+    where it is used next, by the shapes: values and scales that do not fit each other; of tiled
+    scales also a cut inside of a tile, as `padding` shows. Shapes do not show a permutation (a
+    reversal of rows of tiles), nor a cut that leaves the shapes of a shard (every 32nd row of
+    (1024, K) with blocks along rows).
+
+    The constructor takes leaves as they are, as JAX builds such arrays of anything;
+    `MXArray.from_parts` checks them. Formats and layouts may be given by their names.
 
     Attributes:
       values: the elements' codes, of `format.storage`; the logical shape, but with the block axis
@@ -71,6 +75,12 @@ class MXArray:
       value_layout: where values lie; tiled ones have the block axis last.
       window: which elements share one amax, and so have equal scales: 32, 128, 256 along the block
         axis, "row" or (128, 128), see `quantize`. Static; `dequantize` does not depend on it.
+      padding: how much of the last tiles of scales is padding, as the shape had it that the array
+        was made with; by this a cut inside of a tile is noticed.
+
+    Raises:
+      TypeError: a static field is of the wrong type.
+      ValueError: an unknown name, another block, or an axis that is not one of the values'.
     """
 
     values: jax.Array
@@ -81,6 +91,21 @@ class MXArray:
     block: tuple[int, ...] = (BLOCK,)
     value_layout: ValueLayout = ROW_MAJOR_VALUES
     window: Window = BLOCK
+    padding: Padding = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self):
+        """Brings names and axes to what `quantize` gives."""
+        for name, field in metadata.FIELDS.items():
+            object.__setattr__(self, name, field.read(f"MXArray: {name}", getattr(self, name)))
+        if self.axis >= 0:
+            ndim = getattr(self.values, "ndim", None)
+            if ndim is None:
+                raise ValueError(
+                    f"MXArray: axis counts from the end, as values have no rank; got {self.axis}"
+                )
+            axis = axis_of("MXArray", self.axis, ndim - self.value_layout.is_tiled)
+            object.__setattr__(self, "axis", axis)
+        object.__setattr__(self, "padding", metadata.padding_of(self))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,7 +119,12 @@ class MXArray:
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
-        return len(self.shape)
+        return self.values.ndim - self.value_layout.is_tiled
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the array that was quantized."""
+        return math.prod(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -105,6 +135,110 @@ class MXArray:
     def nbytes(self) -> int:
         """Bytes of values and scales together."""
         return self.values.size + self.scales.size
+
+    @property
+    def mT(self) -> MXArray:
+        """The array with the last two axes swapped, as `jax_mx.swapaxes` does it."""
+        return self.swapaxes(-1, -2)
+
+    def __len__(self) -> int:
+        """Length of the first axis."""
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[MXArray]:
+        """The arrays along the first axis, which blocks must not run along."""
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: Any) -> MXArray:
+        """A part, as `jax.numpy` has it of the array that was quantized.
+
+        Args:
+          index: ints, slices, arrays of ints, masks, None and ...; along axes that blocks run
+            along, slices from and to multiples of 32 alone.
+
+        Returns:
+          The part in the layouts of the whole. Leading axes of tiled layouts are indexed as they
+          are. What cuts tiles takes scales (a 33rd of the bytes) out of their tiles and puts them
+          into new ones, and so values that lie in tiles.
+
+        Raises:
+          TypeError: an index is of another kind.
+          IndexError: it is out of range.
+          ValueError: it cuts blocks, or the part cannot lie in such tiles, as it has rank 1.
+        """
+        return indexing.indexed("MXArray[...]", checked("MXArray[...]", "the array", self), index)
+
+    def reshape(self, *shape: Any) -> MXArray:
+        """The same elements in another shape.
+
+        Args:
+          shape: ints, or one tuple of them; one may be -1. The axis that blocks run along and those
+            behind it keep their lengths, of tiled layouts and square blocks the last two axes. Rows
+            of tiles may be split where the parts are whole tiles.
+
+        Raises:
+          TypeError: another number of elements, as jnp has it.
+          ValueError: it would cut blocks or tiles.
+        """
+        op = "MXArray.reshape"
+        new = shape[0] if len(shape) == 1 else shape
+        return indexing.reshaped(op, checked(op, "the array", self), new)
+
+    def swapaxes(self, axis1: int, axis2: int) -> MXArray:
+        """See `jax_mx.swapaxes`."""
+        op = "swapaxes"
+        return indexing.swapped(op, checked(op, "the array", self), axis1, axis2, _repacked)
+
+    @classmethod
+    def from_parts(
+        cls,
+        values: jax.typing.ArrayLike,
+        scales: jax.typing.ArrayLike,
+        format: Format | str,
+        *,
+        axis: int = -1,
+        scale_layout: ScaleLayout | str = ROW_MAJOR,
+        block: int | tuple[int, ...] = BLOCK,
+        value_layout: ValueLayout | str = ROW_MAJOR_VALUES,
+    ) -> MXArray:
+        """An array of codes and scales that others made.
+
+        Args:
+          values: of `format.storage`, or uint8 with the same bits; shaped as `MXArray.values`.
+          scales: float8_e8m0fnu, or uint8 with the same bits; shaped as `MXArray.scales`. In a
+            tiled layout the bytes of all tiles may also lie flat, in one dimension, as cuBLAS and
+            torchao keep them.
+          format: what the codes mean; see `MXArray` for all of these.
+          axis: the axis that blocks run along.
+          scale_layout: where scales lie.
+          block: 32, or (32, 32) if square.
+          value_layout: where values lie.
+
+        Raises:
+          TypeError: an array has another dtype, or an argument is of the wrong type.
+          ValueError: the shape of scales does not belong to that of values, or an argument has a
+            value that `quantize` refuses.
+        """
+        op = "from_parts"
+        given = (format, axis, scale_layout, block, value_layout)
+        fields = metadata.read(op, dict(zip(metadata.FIELDS, given, strict=True)))
+        storage = fields["format"].storage
+        values = _of_bytes(op, "values", values, storage)
+        q = cls(values, _of_bytes(op, "scales", scales, SCALE_DTYPE), **fields)
+        axis_of(op, axis, q.ndim)
+        layout = q.scale_layout
+        if layout.is_tiled and q.ndim >= 2 and q.scales.ndim != q.ndim + 1:
+            want = stored_shape(q.shape, (q.axis,), layout)
+            if q.scales.shape != (math.prod(want),):
+                raise ValueError(
+                    f"{op}: scales in {layout.name!r} of an array {q.shape} with blocks along axis "
+                    f"{q.axis} have the shape {want}, or lie flat in ({math.prod(want)},), got "
+                    f"{q.scales.shape}; if their bytes are in this order already, pass "
+                    "scales.reshape(-1), if they lie in rows, scale_layout='row_major' and then "
+                    f".with_scales_in({layout.name!r})"
+                )
+            q = dataclasses.replace(q, scales=q.scales.reshape(want))
+        return checked(op, "it", q)
 
     def as_float4(self) -> jax.Array:
         """Values of MXFP4 as elements, for `jax.lax.scaled_dot`: a bitcast of the same bytes.
@@ -193,14 +327,18 @@ class MXArray:
         """
         op = "with_values_in"
         layout = named(f"{op}: value_layout", VALUE_LAYOUTS, value_layout)
-        q = checked(op, "the array", self)
-        if layout == q.value_layout:
-            return q
-        values = q.values
-        if q.value_layout.is_tiled:
-            values = tiles.unpack(q.value_layout, values, *q.value_layout.rows_cols(values.shape))
-        values_fit(op, layout, q.axis, q.shape, q.format)
-        return dataclasses.replace(q, values=tiles.pack(layout, values), value_layout=layout)
+        return indexing.with_values(op, checked(op, "the array", self), layout)
+
+    def with_scales_in(self, scale_layout: ScaleLayout | str) -> MXArray:
+        """The same array with its scales in another layout; of square blocks see `expand`.
+
+        Raises:
+          TypeError: scale_layout or a field of the array is of the wrong type.
+          ValueError: an unknown name, or a layout that does not fit the array; see `quantize`.
+        """
+        op = "with_scales_in"
+        layout = named(f"{op}: scale_layout", SCALE_LAYOUTS, scale_layout)
+        return indexing.with_scales(op, checked(op, "the array", self), layout)
 
     def expand(self, axis: int = -1, scale_layout: ScaleLayout | str = ROW_MAJOR) -> MXArray:
         """Of square blocks: the same array in blocks along one axis, as GEMMs take it.
@@ -253,6 +391,15 @@ class MXArray:
         raise TypeError("an MXArray is two arrays; take .values and .scales, or .dequantize()")
 
 
+def _of_bytes(op: str, name: str, array: Any, dtype: np.dtype) -> jax.Array:
+    """An array of this dtype, of one that has it or the same bits as bytes."""
+    found = getattr(array, "dtype", None)
+    if found not in (dtype, np.uint8):
+        found = type(array).__name__ if found is None else found
+        raise TypeError(f"{op}: {name} are {found}, must be {dtype} or its bits as uint8")
+    return jax.lax.bitcast_convert_type(jnp.asarray(array), dtype)
+
+
 def _repacked(values: jax.Array, format: Format) -> jax.Array:
     """Codes of square blocks, packed along the second-to-last axis instead of the last."""
     view = view_of(directions.SQUARE)
@@ -298,11 +445,11 @@ def dequantize(
     q = checked("dequantize", "q", q)
     plan = plan_dequantize(q, dtype, transpose, implementation)
     require_kernel(plan)
-    return _dequantize(q, plan=plan, transpose=bool(transpose))
+    return dequantized(q, plan=plan, transpose=bool(transpose))
 
 
 @partial(jax.jit, static_argnames=("plan", "transpose"))
-def _dequantize(q: MXArray, *, plan: Plan, transpose: bool) -> jax.Array:
+def dequantized(q: MXArray, *, plan: Plan, transpose: bool) -> jax.Array:
     """`dequantize` of an array that the plan fits."""
     if q.value_layout.is_tiled:
         q = q.with_values_in(ROW_MAJOR_VALUES)
@@ -343,9 +490,7 @@ def checked(op: str, name: str, q: Any) -> MXArray:
     if not isinstance(q, MXArray):
         found = type(q).__name__
         raise TypeError(f"{op}: {name} must be an MXArray, as quantize returns, got {found}")
-    format = named(f"{op}: {name}.format", FORMATS, q.format)
-    layout = named(f"{op}: {name}.scale_layout", SCALE_LAYOUTS, q.scale_layout)
-    values_in = named(f"{op}: {name}.value_layout", VALUE_LAYOUTS, q.value_layout)
+    format, layout, values_in, block = q.format, q.scale_layout, q.value_layout, q.block
     for field, want in (("values", format.storage), ("scales", SCALE_DTYPE)):
         array = getattr(q, field)
         if not hasattr(array, "dtype") or array.dtype != want:
@@ -357,13 +502,10 @@ def checked(op: str, name: str, q: Any) -> MXArray:
             f"{op}: values in {values_in.name!r} have the shape (..., row tiles, column tiles, "
             f"{tile[0] * tile[1]}), got {q.values.shape}"
         )
-    ndim = q.values.ndim - values_in.is_tiled
-    axis, block = axis_of(op, q.axis, ndim), block_of(op, q.block)
-    blocks_fit(op, block, axis, layout, ndim)
-    window = window_of(op, q.window)
-    if window != TILE:  # which expanded arrays have, too
-        blocks_in(op, window, block)
-    q = MXArray(q.values, q.scales, format, axis, layout, block, values_in, window)
+    axis = axis_of(op, q.axis, q.ndim)
+    blocks_fit(op, block, axis, layout, q.ndim)
+    if q.window != TILE:  # which expanded arrays have, too
+        blocks_in(op, q.window, block)
     shape = q.shape
     if axis != -1:
         values_fit(op, values_in, axis, shape, format)  # it does not
@@ -376,27 +518,63 @@ def checked(op: str, name: str, q: Any) -> MXArray:
             f"shape {scales}, got {q.scales.shape}; if a vmap put its axis behind the block axis, "
             "use out_axes=0"
         )
+    now = metadata.padding_of(q)
+    if now != q.padding:
+        raise ValueError(
+            f"{op}: {name} has been cut inside of a tile: of its last tiles of scales in "
+            f"{layout.name!r} {q.padding.sides} rows and columns were padding when it was made, "
+            f"now {now.sides}; index the MXArray, not its leaves, or cut at whole tiles"
+        )
     return q
 
 
+# ---- as a pytree ---
+Aux = tuple  # the static fields in the order of metadata.FIELDS, then padding
+_STATIC = (*metadata.FIELDS, "padding")
+
+
+def _flatten(q: MXArray) -> tuple[tuple[Any, Any], Aux]:
+    return (q.values, q.scales), tuple(map(vars(q).__getitem__, _STATIC))
+
+
+def _flatten_with_keys(q: MXArray) -> tuple[Any, Aux]:
+    key, children = jax.tree_util.GetAttrKey, (q.values, q.scales)
+    keys = key("values"), key(metadata.scales_name(metadata.fields_of(q)))
+    return tuple(zip(keys, children, strict=True)), _flatten(q)[1]
+
+
+def _unflatten(aux: Aux, children: Any) -> MXArray:
+    """Of any children: JAX puts tracers, specs and mere objects there."""
+    q = object.__new__(MXArray)
+    values, scales = children
+    vars(q).update(zip(_STATIC, aux, strict=True), values=values, scales=scales)
+    if q.scale_layout.is_tiled:
+        here = metadata.padding_of(q, q.padding)
+        if q.padding.sides is None or here.sides is None:
+            vars(q)["padding"] = here
+    return q
+
+
+jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten, _flatten)
+
+
 # So that exported programs may take and return MXArrays. Formats and layouts go by name.
-Aux = tuple[Format, int, ScaleLayout, tuple[int, ...], ValueLayout, Window]
-
-
 def _serialize(aux: Aux) -> bytes:
-    format, axis, layout, block, values, window = aux
-    fields = [format.name, axis, layout.name, values.name, *block]
-    return json.dumps(fields if window == BLOCK else [*fields, {"window": window}]).encode()
+    *fields, padding = aux
+    return json.dumps(metadata.described(tuple(fields)) | {"padding": padding.sides}).encode()
 
 
 def _deserialize(text: bytes) -> Aux:
-    format, axis, layout, *rest = json.loads(text)
-    # The first programs had no block, the next no layout of values, then no window.
-    window = rest.pop()["window"] if rest and isinstance(rest[-1], dict) else BLOCK
-    values = rest.pop(0) if rest and isinstance(rest[0], str) else "row_major"
-    block = tuple(rest) or (BLOCK,)
-    window = tuple(window) if isinstance(window, list) else window
-    return FORMATS[format], axis, SCALE_LAYOUTS[layout], block, VALUE_LAYOUTS[values], window
+    found = json.loads(text)
+    if isinstance(found, list):  # of the first programs
+        format, axis, layout, *rest = found
+        # The very first had no block, the next no layout of values.
+        values = rest.pop(0) if rest and isinstance(rest[0], str) else "row_major"
+        found = {"format": format, "axis": axis, "scale_layout": layout, "value_layout": values}
+        found |= {"block": rest} if rest else {}
+    sides = found.pop("padding", None)
+    fields = metadata.read("jax.export.deserialize", found)
+    return *fields.values(), Padding(None if sides is None else tuple(sides))
 
 
 jax.export.register_pytree_node_serialization(

@@ -8,24 +8,35 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.arrays.sharding import gathered, reshape, spec_of
+from jax_mx.ops.mxarray import MXArray, checked
 
 
-def pack_mxfp6(values: jax.typing.ArrayLike) -> jax.Array:
-    """Values of MXFP6, a code a byte as `MXArray.values` are, as four codes in three bytes.
+def pack_mxfp6(values: MXArray | jax.typing.ArrayLike) -> jax.Array:
+    """Codes of MXFP6, a code a byte as `MXArray.values` are, as four codes in three bytes.
 
     Along the last axis, so of blocks that run along it. The first code is in the lowest bits, as in
     CDNA's operands and in CUTLASS's arrays of such elements. The upper bits of a byte do not count.
 
     Args:
-      values: uint8 (..., K).
+      values: an MXArray in MXFP6 (..., K) with blocks along the last axis; or its values, uint8
+        (..., K). Of bare bytes nobody can tell whether they are MXFP6's.
 
     Returns:
       uint8 (..., 3 K / 4).
 
     Raises:
       TypeError: another dtype.
-      ValueError: 4 does not divide the last axis.
+      ValueError: 4 does not divide the last axis; or an MXArray is in another format, its blocks
+        run along another axis, or its values lie in tiles.
     """
+    if isinstance(values, MXArray):
+        q = checked("pack_mxfp6", "values", values)
+        if q.format.bits != 6 or q.axis != -1 or q.value_layout.is_tiled:
+            raise ValueError(
+                "pack_mxfp6: it packs MXFP6 with blocks along the last axis and values in "
+                f"'row_major', got {q.format!r} with axis {q.axis} and {q.value_layout.name!r}"
+            )
+        values = q.values
     return _regrouped("pack_mxfp6", values, 4, 6, 3, 8)
 
 

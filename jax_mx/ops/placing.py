@@ -42,16 +42,26 @@ def require_whole_blocks(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> No
     Raises:
       ShardingTypeError: so it is.
     """
-    if not is_explicit(jax.typeof(x).sharding.mesh):
-        return
     for axis in plan.axes:
         own = plan.preprocessing[-1 - axis if plan.op == "quantize_both" else 0]
-        group = own.group
-        (names, shards), length = shards_of(x, axis), shape[axis]
-        if shards > 1 and length % (shards * group):
-            what = "blocks" if own.window == BLOCK else "windows"
-            raise primitive.ShardingTypeError(
-                f"{plan.op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
-                f"{shards} shards of {length / shards:g}, which does not keep its {what} "
-                f"of {group} whole; reshard it with jax.sharding.reshard"
-            )
+        what = "blocks" if own.window == BLOCK else "windows"
+        require_whole_groups(plan.name, x, shape, axis, own.group, what)
+
+
+def require_whole_groups(
+    op: str, x: jax.Array, shape: tuple[int, ...], axis: int, group: int, what: str = "blocks"
+) -> None:
+    """Refuses an x whose shards split groups of elements along `axis`, on an explicit mesh.
+
+    Raises:
+      ShardingTypeError: so it is.
+    """
+    if not is_explicit(jax.typeof(x).sharding.mesh):
+        return
+    (names, shards), length = shards_of(x, axis), shape[axis]
+    if shards > 1 and length % (shards * group):
+        raise primitive.ShardingTypeError(
+            f"{op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
+            f"{shards} shards of {length / shards:g}, which does not keep its {what} of "
+            f"{group} whole; reshard it with jax.sharding.reshard"
+        )

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import axis_of, float_dtype, shown, whole, window_of
+from jax_mx.arrays.checks import axis_of, float_dtype, padded, shown, whole, window_of
 from jax_mx.arrays.sharding import iota, reshape, spec_of
 from jax_mx.arrays.views import divided
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, PRESCALES, SIZES, Preprocessing
+from jax_mx.ops.inputs import floats
+from jax_mx.ops.placing import require_whole_groups
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("key",), meta_fields=("prescale",))
@@ -34,8 +36,9 @@ class Stochastic:
     Attributes:
       key: of `jax.random`.
       prescale: 0.75, or None: what elements are multiplied by, in float32, before their block's
-        scale is found. Then `floor` does not clip, where a bias would come from; who asks for it
-        multiplies products by 4/3 per operand. A product below 2^-126 is zero.
+        scale is found; who asks for it multiplies products by 4/3 per operand. It does not keep
+        `floor` from clipping: that rule looks at the multiplied elements. `rceil` and `ceil` do not
+        clip. A product below 2^-126 is zero.
     """
 
     key: jax.Array
@@ -77,9 +80,10 @@ class Hadamard:
 
     @classmethod
     def random(cls, key: jax.Array, size: int = 16) -> Hadamard:
-        """With signs from a key of `jax.random`."""
+        """With signs from a key of `jax.random`: the same whatever jax_enable_x64 says."""
         size = _size("Hadamard", size)
-        return cls(size, jax.random.bernoulli(key, shape=(size,)))
+        _check_key("Hadamard.random", "key", key)
+        return cls(size, jax.random.bits(key, (size,), jnp.uint32) < np.uint32(1 << 31))
 
 
 # What of a call's preprocessing is data: a key of `jax.random`, and signs that are a JAX array.
@@ -107,7 +111,7 @@ def preprocessing_of(op: str, rounding: Any, hadamard: Any, window: Any = BLOCK)
     if not isinstance(hadamard, Hadamard | None):
         raise TypeError(f"{op}: hadamard must be None or a Hadamard, got {shown(hadamard)}")
     if rounding is not None:
-        _check_key(op, rounding.key)
+        _check_key(op, "rounding.key", rounding.key)
     flips = None
     if hadamard is not None:
         signs = _signs(op, hadamard.signs, hadamard.size)
@@ -197,27 +201,65 @@ def hadamard(
 
     Raises:
       TypeError, ValueError: as `quantize` does.
+      ShardingTypeError: on a mesh with explicit axes, a shard would split a group.
     """
     op = "hadamard"
-    given: Any = x if hasattr(x, "dtype") else jnp.asarray(x)
+    given = floats(op, x)
     x = jnp.asarray(given, float_dtype(op, "x", given.dtype))
     size, axis = _size(op, size), axis_of(op, axis, x.ndim)
     flips = None if signs is None else _flips(_signs(op, signs, size))
     if x.shape[axis] % size:
         raise ValueError(
-            f"{op}: axis {axis} has length {x.shape[axis]}, not a multiple of the size {size}"
+            f"{op}: axis {axis} has length {x.shape[axis]}, not a multiple of the size {size}; "
+            f"{padded(x.shape[axis], size)} or use a smaller one"
         )
-    x = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
+    require_whole_groups(op, x, x.shape, axis, size)
+    return rotated(x.astype(jnp.float32), size, flips, axis)
+
+
+def rotated(x: jax.Array, size: int, flips: Any, axis: int, inverse: bool = False) -> jax.Array:
+    """The transform of float32 values that fit it, or its inverse.
+
+    Args:
+      x: float32.
+      size: of the transform.
+      flips: whether each of `size` elements is negated, before, or of the inverse after; or None.
+      axis: negative.
+      inverse: whether it is.
+    """
+    x = jnp.moveaxis(x, axis, -1)
     shape, spec = x.shape, spec_of(x)
     groups = reshape(x, (*shape[:-1], shape[-1] // size, size), spec)
-    if flips is not None:
-        groups = jnp.where(flips.reshape(*[1] * (groups.ndim - 1), size), -groups, groups)
-    return jnp.moveaxis(reshape(_transform(groups, size), shape, spec), -1, axis)
+
+    def signed(groups: jax.Array) -> jax.Array:
+        if flips is None:
+            return groups
+        return jnp.where(flips.reshape(*[1] * (groups.ndim - 1), size), -groups, groups)
+
+    groups = signed(_transform(groups, size)) if inverse else _transform(signed(groups), size)
+    return jnp.moveaxis(reshape(groups, shape, spec), -1, axis)
+
+
+def flips_of(own: Preprocessing, signs: jax.Array | None) -> Any:
+    """Which of its elements a transform negates, as `rotated` takes it.
+
+    Args:
+      own: the static side, with a transform.
+      signs: those that are an array of JAX; see `data_of`.
+    """
+    if signs is not None:
+        return _flips(_signs("hadamard", signs, own.hadamard))
+    even, odd = own.flips or (0, 0)
+    return np.array([(even | odd << BLOCK) >> i & 1 == 1 for i in range(own.hadamard)])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _transform(x: jax.Array, size: int) -> jax.Array:  # (..., size)
-    return reference.hadamard(x, size)
+    return _transform_at_once(x, size)
+
+
+# One program where a call is eager, not one for each operation: 7 seconds the first time.
+_transform_at_once = jax.jit(reference.hadamard, static_argnums=1)
 
 
 @_transform.defjvp
@@ -248,7 +290,7 @@ def _flips_of_blocks(signs: Any) -> Any:
     """`Preprocessing.flips`, of NumPy's signs or of JAX's."""
     xp = np if isinstance(signs, np.ndarray) else jnp
     flips = xp.tile(_flips(signs).astype(np.uint32), 2 * BLOCK // len(signs)).reshape(2, BLOCK)
-    return (flips << np.arange(BLOCK, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return (flips << np.arange(BLOCK, dtype=np.uint32)[None]).sum(-1, dtype=np.uint32)
 
 
 def _length(n: Any) -> Any:
@@ -277,7 +319,7 @@ def _size(op: str, size: Any) -> int:
     return found
 
 
-def _check_key(op: str, key: Any) -> None:
+def _check_key(op: str, name: str, key: Any) -> None:
     dtype, shape = getattr(key, "dtype", np.dtype(object)), getattr(key, "shape", None)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raw, want = "", ()
@@ -286,7 +328,7 @@ def _check_key(op: str, key: Any) -> None:
         raw, want = f", or a raw uint32{[*raw]}", raw
     if shape != want or (raw and dtype != np.uint32):
         found = shown(key) if shape is None else f"{dtype}{[*shape]}"
-        raise TypeError(f"{op}: rounding.key must be one key of jax.random{raw}, got {found}")
+        raise TypeError(f"{op}: {name} must be one key of jax.random{raw}, got {found}")
 
 
 def _signs(op: str, signs: Any, size: int) -> jax.Array | np.ndarray:

@@ -25,6 +25,7 @@ from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, Value
 from jax_mx.facts.windows import Window
 from jax_mx.lowering import primitive, store
 from jax_mx.lowering.plan import Plan
+from jax_mx.ops.inputs import floats
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.placing import require_kernel, require_whole_blocks
 from jax_mx.ops.planning import Options, planned
@@ -121,7 +122,7 @@ def quantize(
         only then these are known. Also under differentiation.
       ShardingTypeError: on a mesh with explicit axes, a shard would split a block.
     """
-    x = x if hasattr(x, "dtype") else jnp.asarray(x)
+    x = floats("quantize", x)
     own = preprocessing_of("quantize", rounding, hadamard, window)
     asked = Options(
         (format,),
@@ -137,7 +138,7 @@ def quantize(
     )
     plan = planned("quantize", x, asked)
     require_kernel(plan)
-    (q,) = _quantize(as_planned(x, plan), (data_of(rounding, hadamard),), plan=plan)
+    (q,) = quantized(as_planned(x, plan), (data_of(rounding, hadamard),), plan=plan)
     return q
 
 
@@ -182,7 +183,7 @@ def quantize_both(
     Raises:
       TypeError, ValueError, NotImplementedError: as for `quantize`.
     """
-    x = x if hasattr(x, "dtype") else jnp.asarray(x)
+    x = floats("quantize_both", x)
     each = pairs("quantize_both", rounding, hadamard)
     asked = Options(
         formats=(format, format) if formats is None else formats,
@@ -196,7 +197,7 @@ def quantize_both(
     )
     plan = planned("quantize_both", x, asked)
     require_kernel(plan)
-    last, second = _quantize(as_planned(x, plan), tuple(data_of(*two) for two in each), plan=plan)
+    last, second = quantized(as_planned(x, plan), tuple(data_of(*two) for two in each), plan=plan)
     return last, second
 
 
@@ -207,7 +208,7 @@ def as_planned(x: Any, plan: Plan) -> Any:
 
 
 @partial(jax.jit, static_argnames="plan")
-def _quantize(x: jax.Array, data: tuple[Data, ...], *, plan: Plan) -> list[MXArray]:
+def quantized(x: jax.Array, data: tuple[Data, ...], *, plan: Plan) -> list[MXArray]:
     """One MXArray per result, for an x that the plan fits.
 
     Under jit, so that eager calls are quick, and calls with one plan share one function of the
@@ -239,7 +240,7 @@ def _block_data(x: jax.Array, data: tuple[Data, ...], plan: Plan) -> list[jax.Ar
     return found
 
 
-def checkpointed(
+def _checkpointed(
     view: jax.Array, plan: Plan, block_data: Sequence[jax.Array] = ()
 ) -> list[jax.Array]:
     """Binds the primitive; what it gives goes by `CHECKPOINT_NAME`.
@@ -264,7 +265,7 @@ def _bound(x: jax.Array, plan: Plan, block_data: Sequence[jax.Array]) -> list[MX
         to_view(a, divided(viewed, view.results[array.of].block, BLOCK), view_spec, view.operand)
         for array, a in zip(given, block_data, strict=True)
     ]
-    outs = checkpointed(floats, plan, operands)
+    outs = _checkpointed(floats, plan, operands)
     pairs_of_arrays = zip(outs[::2], outs[1::2], strict=True)
     return [_stored(i, *pair, x, plan) for i, pair in enumerate(pairs_of_arrays)]
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import window_of, zero_scale_of
+from jax_mx.arrays.checks import float_dtype, shown, whole, window_of, zero_scale_of
+from jax_mx.facts import chips as chip_table
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
@@ -69,7 +68,11 @@ def is_supported(
       TypeError, ValueError: as for `quantize`; also for an unknown op or device.
     """
     op_name = "is_supported"
-    if not 1 <= operator.index(ndim) <= 64:
+    try:
+        ndim = whole(ndim)
+    except TypeError as error:
+        raise TypeError(f"{op_name}: ndim must be an int, got {shown(ndim)}") from error
+    if not 1 <= ndim <= 64:
         raise ValueError(f"{op_name}: ndim must be 1 to 64, got {ndim}")
     both = [(rounding, hadamard)]
     if op == "quantize_both":
@@ -83,7 +86,7 @@ def is_supported(
             "is_supported: rounding, hadamard and zero_scale are quantize's, dequantize has none"
         )
     # A length of whole blocks, transforms and tiles of values, whatever is asked for.
-    like = jax.ShapeDtypeStruct((2 * BLOCK,) * ndim, jnp.dtype(dtype))
+    like = jax.ShapeDtypeStruct((2 * BLOCK,) * ndim, float_dtype(op_name, "dtype", dtype))
     if op not in ("quantize", "quantize_both", "dequantize"):
         allowed = "'quantize', 'quantize_both' or 'dequantize'"
         raise ValueError(f"is_supported: op {op!r} is unknown; use {allowed}")
@@ -125,14 +128,33 @@ def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False)
         chips = primitive.chips_beside(device)
     else:
         raise TypeError(f"is_supported: device must be a jax.Device or a chip, got {device!r}")
-    platform = primitive.platform_of(chips[0])
+    platform = _platform_of(chips[0])
     if not kernels_only:
         return registry.chosen(plan, platform, chips)
     first = registry.candidates(plan, platform, chips)[0]
     if first.implementation == "xla":
-        reason = f"{plan.op}: no kernels for {platform}; 'xla' serves it"
+        reason = f"{plan.name}: no kernels for {platform}; 'xla' serves it"
         return Support(platform, reason=reason)
     return first
+
+
+def _platform_of(chip: str) -> str:
+    """JAX's platform that a chip belongs to.
+
+    Raises:
+      ValueError: it is no chip's name; a platform's has several chips.
+    """
+    try:
+        return primitive.platform_of(chip)
+    except ValueError as error:
+        dsl = chip_table.DSLS.get("cuda" if chip == "gpu" else chip)
+        if dsl is None:
+            raise ValueError(f"is_supported: {error}") from error
+        known = ", ".join(chip_table.chips_of(dsl))
+        raise ValueError(
+            f"is_supported: {chip!r} is a platform, whose chips have different kernels; name one of"
+            f" {known}, or give a jax.Device"
+        ) from error
 
 
 def _chips_of_arch(name: str) -> list[str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.facts.formats import SCALE_DTYPE
+from jax_mx.facts.formats import BLOCK, SCALE_DTYPE
 from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.choices import Key
 
 Operand = MXArray | jax.Array
 Dims = tuple[int, ...]
@@ -64,6 +66,64 @@ class Call:
     def implementation(self) -> str | None:
         """The one that the caller insists on."""
         return self.dot.implementation
+
+    @property
+    def length(self) -> int:
+        """How many products are summed."""
+        return math.prod(self.lhs.shape[d] for d in self.dot.contracting[0])
+
+    @property
+    def work(self) -> int:
+        """How many products there are."""
+        batch = math.prod(self.lhs.shape[d] for d in self.dot.batch[0])
+        sizes = [math.prod(side.shape) for side in (self.lhs, self.rhs)]
+        return math.prod(sizes) // max(self.length * batch, 1)
+
+    @property
+    def in_a_shard(self) -> Call:
+        """The call as each device has it: of shapes that the axes of explicit meshes divide.
+
+        Those of automatic meshes do not: a trace does not know what they will split.
+        """
+        dot = dataclasses.replace(self.dot, out_sharding=None)
+        lhs, rhs = (jax.tree.map(_shard, side) for side in (self.lhs, self.rhs))
+        return Call(dot, lhs, rhs, self.op)
+
+
+def _shard(aval: Any) -> Any:
+    if aval.sharding is None:  # a shard already
+        return aval
+    mesh, spec = aval.sharding.mesh, tuple(aval.sharding.spec)
+    shape = []
+    for n, axes in zip(aval.shape, (*spec, *[None] * (aval.ndim - len(spec))), strict=True):
+        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        shape.append(n // math.prod(mesh.shape[name] for name in names))
+    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
+
+
+def key_of(call: Call, chip: str) -> Key:
+    """What the speed of a call on a chip depends on."""
+    local, dot = call.in_a_shard, call.dot
+    pairs = [
+        " ".join(f"{i}:{j}" for i, j in zip(*dims, strict=True))
+        for dims in (dot.contracting, dot.batch)
+    ]
+    how = [f"contracts {pairs[0]}", f"batch {pairs[1]}" if pairs[1] else "", f"to {dot.dtype.name}"]
+    how += ["highest precision"] if dot.exact else []
+    words = tuple(map(_words, (local.lhs, local.rhs)))
+    return Key(call.op, chip, words, ", ".join(filter(None, how)))
+
+
+def _words(x: Any) -> str:
+    """All of an operand that its speed depends on."""
+    shape = "x".join(map(str, x.shape))
+    if not isinstance(x, MXArray):
+        return f"{np.dtype(x.dtype).name} {shape}"
+    block = f"in {x.block[0]}x{x.block[1]}" if len(x.block) == 2 else f"along {x.axis}"
+    window = "x".join(map(str, x.window)) if isinstance(x.window, tuple) else str(x.window)
+    found = [f"{x.format.name} {shape} {block}", f"window {window}" if x.window != BLOCK else ""]
+    found += [each.name for each in (x.scale_layout, x.value_layout) if each.is_tiled]
+    return " ".join(filter(None, found))
 
 
 def call_of(dot: Dot, leaves: Any) -> Call:

@@ -12,7 +12,6 @@ import numpy as np
 
 from jax_mx.arrays.checks import float_dtype, shown
 from jax_mx.arrays.sharding import is_explicit, resharded, shards_of, spec_of
-from jax_mx.arrays.tiles import unpack
 from jax_mx.facts.formats import BLOCK, named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import lengths_of
@@ -108,8 +107,7 @@ def _is_float(x: Any) -> bool:
 
 def _operand(op: str, name: str, x: Any) -> Any:
     if isinstance(x, MXArray):
-        q = checked(op, name, x).with_values_in(ROW_MAJOR_VALUES)
-        return _with_row_major_scales(q)
+        return checked(op, name, x).with_values_in(ROW_MAJOR_VALUES).with_scales_in(ROW_MAJOR)
     if isinstance(x, QuantizedWeight):
         if name == "lhs":
             raise TypeError(f"{op}: lhs is a QuantizedWeight; weights go on the right-hand side")
@@ -120,15 +118,6 @@ def _operand(op: str, name: str, x: Any) -> Any:
         except TypeError as error:
             raise TypeError(f"{op}: {name} must be an array, got {shown(x)}") from error
     return x
-
-
-def _with_row_major_scales(q: MXArray) -> MXArray:
-    """The same array with its scales in rows, as products read them."""
-    if not q.scale_layout.is_tiled:
-        return q
-    rows = [n for i, n in enumerate(q.shape) if i != q.ndim + q.axis][-1]
-    scales = unpack(q.scale_layout, q.scales, rows, q.shape[q.axis] // BLOCK)
-    return dataclasses.replace(q, scales=jnp.moveaxis(scales, -1, q.axis), scale_layout=ROW_MAJOR)
 
 
 def _dtype(op: str, name: str, x: Any) -> np.dtype:

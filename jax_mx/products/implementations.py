@@ -1,14 +1,14 @@
 """The ways to compute a product that reads MX operands: a table, as lowering/registry.py has one.
 
 Every implementation accumulates in float32 and gives NaN where a block is NaN. Which one serves a
-call: the one that is named; the one that was measured to be the fastest (choices.py); the first of
-the table that serves the call and is preferred on the chip.
+call, `decided` says: the one that is named; the one that was measured to be the fastest
+(choices.py); the first of the table that serves the call and is preferred on the chip.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,11 @@ from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, registry, store
 from jax_mx.lowering.registry import Support
 from jax_mx.ops.mxarray import MXArray, dequantize
-from jax_mx.products.dot import Call, Dot, Operand, scale_floats
+from jax_mx.products import choices
+from jax_mx.products.dot import Call, Dot, Operand, key_of, scale_floats
+
+# sm_90's FP8 tensor cores add products aligned to the largest of them, with 13 bits behind it.
+FP8_ERROR = 2.0**-12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +34,12 @@ class Implementation(registry.Implementation):
     Attributes:
       run: computes the product of two operands.
       preferred: whether it is the choice on a platform and chips where nothing was measured.
+      error: what its results may differ by of sum |a||b|, where that is more than eps32 * k.
     """
 
     run: Callable[[Operand, Operand, Dot], jax.Array]
     preferred: Callable[[Call, str, Sequence[str]], bool]
+    error: float = 0.0
 
 
 # ---- what operands are ---
@@ -121,12 +127,13 @@ def _scaled_dot_support(call: Call, chips: Sequence[str]) -> Support:
 
 def _scaled_dot(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
     """jax.lax.scaled_dot: of sm_100 and later, and of gfx950, the tensor cores' own."""
-    sides = []
+    sides, rank = [], max(lhs.ndim, rhs.ndim)  # it wants both of one rank
     for x, dims in zip((lhs, rhs), dot.contracting, strict=True):
         assert isinstance(x, MXArray)  # _scaled_dot_support
         if len(x.block) == 2:
             x = x.expand(dims[0] - x.ndim)
-        sides.append((x.as_float4() if x.format == MXFP4_E2M1 else x.values, x.scales))
+        pair = (x.as_float4() if x.format == MXFP4_E2M1 else x.values, x.scales)
+        sides.append([jnp.expand_dims(a, [*range(a.ndim, rank)]) for a in pair])
     (a, a_scale), (b, b_scale) = sides
     y = jax.lax.scaled_dot(
         a,
@@ -136,6 +143,11 @@ def _scaled_dot(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
         dimension_numbers=dot.numbers,
         preferred_element_type=jnp.float32,
     )
+    if lhs.ndim < rank:  # its dimensions of length 1 lie between the others
+        end = y.ndim - (rhs.ndim - len(dot.contracting[1]) - len(dot.batch[1]))
+        y = jnp.squeeze(y, [*range(end - (rank - lhs.ndim), end)])
+    elif rhs.ndim < rank:
+        y = jnp.squeeze(y, [*range(y.ndim - (rank - rhs.ndim), y.ndim)])
     return y.astype(dot.dtype)
 
 
@@ -167,7 +179,10 @@ def _fp8(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
     """The product of the codes, times a row and a column of scales, in float32.
 
     Precision.HIGHEST makes XLA promote partial sums to float32 instead of leaving them to the
-    tensor cores.
+    tensor cores. Scales are powers of two, so the sum is rounded to the result's type before they
+    are applied, and not again: half the bytes to write and to read (an H200, 16384 x 7168 x 4096,
+    2026-11-22: 174 us for the scales behind a float32 product). Not to float16, which a sum of
+    codes may exceed.
     """
     assert isinstance(lhs, MXArray)
     assert isinstance(rhs, MXArray)
@@ -176,9 +191,9 @@ def _fp8(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
         rhs.values,
         dot.numbers,
         precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.float32 if dot.dtype == jnp.float16 else dot.dtype,
         out_sharding=dot.out_sharding,
-    )
+    ).astype(jnp.float32)
     ones = []  # each side's scales, as the result has its dimensions
     for i, x in enumerate((lhs, rhs)):
         (c,), b = dot.contracting[i], dot.batch[i]
@@ -211,7 +226,7 @@ def _always(call: Call, platform: str, chips: Sequence[str]) -> bool:
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
     row.name: row
     for row in (
-        Implementation("fp8", "any", _fp8_support, _fp8, _has_fp8),
+        Implementation("fp8", "any", _fp8_support, _fp8, _has_fp8, error=FP8_ERROR),
         Implementation("scaled_dot", "any", _scaled_dot_support, _scaled_dot, _has_scaled_dot),
         Implementation("dequantize", "any", _any_call("dequantize"), _dequantize, _on_gpus),
         Implementation("xla", "any", _any_call("xla"), _plain, _always),
@@ -224,32 +239,70 @@ def candidates(call: Call, platform: str, chips: Sequence[str]) -> list[Support]
     return registry.candidates(call, platform, chips, IMPLEMENTATIONS)
 
 
-def by_rule(call: Call, platform: str, chips: Sequence[str]) -> Support:
-    """What serves a call where nothing was measured.
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Which implementation serves a call.
+
+    Attributes:
+      name: of the implementation.
+      by: who says so: "argument", "context", "JAX_MX_TUNING (<file>)", "table for <chip>", "rule".
+      passed_over: what was measured to be the fastest and does not serve the call, a sentence each.
+    """
+
+    name: str
+    by: str
+    passed_over: tuple[str, ...] = ()
+
+
+def decided(call: Call, platform: str, chips: Sequence[str]) -> Decision:
+    """What serves a call.
+
+    The order: the one that the caller names; what a `Choice` has for it, of the context, of the
+    file that JAX_MX_TUNING names, of the package's own table for the chip; the first of the table
+    of implementations that serves the call and is preferred on the chip.
 
     Raises:
       NotImplementedError: the implementation that the caller names does not serve it.
+      ValueError: the file that JAX_MX_TUNING names cannot be read.
     """
     each = candidates(call, platform, chips)
     if call.implementation is not None:
         if not each[0]:
             raise NotImplementedError(each[0].reason)
-        return each[0]
-    return next(
-        support
+        return Decision(each[0].implementation, "argument")
+    serving = {support.implementation: support for support in each}
+    passed = []
+    for by, name in _measured(call, chips):
+        if serving.get(name):
+            return Decision(name, by, tuple(passed))
+        why = serving[name].reason if name in serving else f"{name!r} is no implementation here"
+        passed.append(f"{by} names {name!r} for {key_of(call, chips[0])}, but {why}")
+    name = next(
+        support.implementation
         for support in each
         if support and IMPLEMENTATIONS[support.implementation].preferred(call, platform, chips)
     )
+    return Decision(name, "rule", tuple(passed))
+
+
+def _measured(call: Call, chips: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Who has measured a call, and which implementation was the fastest on all of the chips."""
+    keys = [key_of(call, chip) for chip in chips]
+    for sources in zip(*map(choices.known, chips), strict=True):
+        entries = [choice.by_key.get(key) for (_, choice), key in zip(sources, keys, strict=True)]
+        names = {entry.chosen if entry else None for entry in entries}
+        if len(names) == 1 and (name := names.pop()) is not None:
+            yield sources[0][0], name
 
 
 def serving(call: Call, target: primitive.Target) -> Implementation:
     """The implementation that a call is lowered to.
 
     Raises:
-      NotImplementedError: the one that the caller names does not serve it.
+      NotImplementedError, ValueError: as `decided` does.
     """
     chips = target.chips
     if chips is None:  # an export: it may run on any chip that it carries kernels for
         dsl = chip_table.DSLS.get(target.platform)
         chips = store.exported(chip_table.chips_of(dsl)) if dsl else []
-    return IMPLEMENTATIONS[by_rule(call, target.platform, chips).implementation]
+    return IMPLEMENTATIONS[decided(call, target.platform, chips).name]

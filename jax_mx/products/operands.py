@@ -222,14 +222,23 @@ def layout_of(
     # Pairs in the order in which the weights have them, so that these are not transposed.
     pairs = sorted(zip(rc, lc, strict=True))
     rc, lc = tuple(r for r, _ in pairs), tuple(c for _, c in pairs)
-    length = math.prod(lhs.shape[i] for i in lc)
-    if length % BLOCK or not lc:
+    check_contracted(op, lhs.shape, lc)
+    left = arrangement_of(lhs.shape, lc, lb, keep_rows)
+    return Layout(left, arrangement_of(rhs.shape, rc, rb))
+
+
+def check_contracted(op: str, shape: Dims, contracting: Dims) -> None:
+    """Refuses contracted dimensions whose elements blocks do not divide.
+
+    Raises:
+      ValueError: so it is.
+    """
+    length = math.prod(shape[i] for i in contracting)
+    if length % BLOCK or not contracting:
         raise ValueError(
             f"{op}: the contracted length is {length}, not a multiple of the block length {BLOCK}; "
             f"pad both operands with zeros to {max(-(-length // BLOCK), 1) * BLOCK}"
         )
-    left = arrangement_of(lhs.shape, lc, lb, keep_rows)
-    return Layout(left, arrangement_of(rhs.shape, rc, rb))
 
 
 def dimensions_of(op: str, lhs: Dims, rhs: Dims, numbers: Any) -> tuple[tuple[Dims, Dims], ...]:

@@ -78,11 +78,12 @@ def _batch(args: Any, dims: Any, *, dot: Dot) -> tuple[list, list]:
 
 def _lower(given: str | None, ctx: Any, *leaves: Any, dot: Dot) -> Any:
     platform = given or (ctx.platforms or ctx.module_context.platforms)[0]
-    run = serving(call_of(dot, ctx.avals_in), primitive.target_of(ctx, platform)).run
+    served = serving(call_of(dot, ctx.avals_in), primitive.target_of(ctx, platform))
 
     def product(*leaves: Any) -> list[jax.Array]:
         lhs, rhs = dot.tree.unflatten(leaves)
-        return [run(lhs, rhs, dot)]
+        with jax.named_scope(f"by_{served.name}"):  # so that profiles and dumps say it
+            return [served.run(lhs, rhs, dot)]
 
     rule: Any = mlir.lower_fun(product, multiple_results=True)
     return rule(ctx, *leaves)

@@ -198,11 +198,17 @@ def hadamard(
 
 
 def _butterfly(x: jax.Array, axis: int, stride: int) -> jax.Array:
-    """(a + b, a - b) for all a and b that lie `stride` apart, by pairs, along an axis."""
+    """(a + b, a - b) for all a and b that lie `stride` apart, by pairs, along an axis.
+
+    Halves are taken as integers: where shards split pairs, XLA adds zeros to what each shard has,
+    and -0 + 0 is 0.
+    """
     axis, spec = axis % x.ndim, spec_of(x)
     split = (*x.shape[:axis], x.shape[axis] // (2 * stride), 2, stride, *x.shape[axis + 1 :])
     pairs = reshape(x, split, (*spec[: axis + 1], None, None, *spec[axis + 1 :]))
-    a, b = (jax.lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
+    bits = jax.lax.bitcast_convert_type(pairs, jnp.uint32)
+    halves = (jax.lax.index_in_dim(bits, i, axis + 1, keepdims=False) for i in (0, 1))
+    a, b = (jax.lax.bitcast_convert_type(half, jnp.float32) for half in halves)
     return reshape(jnp.stack([_flushed(a + b), _flushed(a - b)], axis + 1), x.shape, spec)
 
 

@@ -5,6 +5,7 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constex
 
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.variants import Kind
+from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.cutedsl import convert, preprocessed
 from jax_mx.kernels.cutedsl.kernel import (
@@ -13,8 +14,11 @@ from jax_mx.kernels.cutedsl.kernel import (
     bytes_of,
     load,
     locate,
+    offset_in_tiles,
+    place_of,
     select,
 )
+from jax_mx.kernels.geometry import Extents
 
 
 class WholeBlocks(Kernel):
@@ -38,20 +42,24 @@ class WholeBlocks(Kernel):
         dtype: cutlass.Constexpr = "float32" if kind.hadamard else self.dtype  # of what is scaled
         (loaded, known), (prescale, *flips) = data, extra
         floats = []
-        if const_expr(kind.block_data):
+        if const_expr(kind.changes_elements):
             if const_expr(kind.hadamard):
                 held = preprocessed.flipped(held, loaded[-1], known, flips, place, kind.hadamard)
             floats = preprocessed.elements(kind, self.dtype, held, place, prescale)
             if const_expr(dtype == "float32"):
                 held = [convert.float_to_bits(value) for value in floats]
-        word = held[0]
-        for w in range_constexpr(1, len(held)):
-            word = convert.larger_magnitude(word, held[w], dtype, self.arch)
-        for k in range_constexpr(place.sharers.bit_length() - 1):
-            other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
-            word = convert.larger_magnitude(word, other, dtype, self.arch)
-        amax = convert.largest_magnitude_bits(word, dtype)
-        if const_expr(not kind.block_data):
+        if const_expr(kind.window == ROW):
+            amax = loaded[-1]
+        else:
+            word = held[0]
+            for w in range_constexpr(1, len(held)):
+                word = convert.larger_magnitude(word, held[w], dtype, self.arch)
+            lanes: cutlass.Constexpr = place.sharers * blocks_of(kind.window)
+            for k in range_constexpr(lanes.bit_length() - 1):
+                other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
+                word = convert.larger_magnitude(word, other, dtype, self.arch)
+            amax = convert.largest_magnitude_bits(word, dtype)
+        if const_expr(not kind.changes_elements):
             scale, inverse = self.scale_of(amax, self.formats[o], rule)
             return self.codes(held, inverse, self.formats[o]), scale
         how: cutlass.Constexpr = (kind, self.dtype)
@@ -103,11 +111,16 @@ class Flat(WholeBlocks):
     """x (..., rows, cols, 32) -> values like x, scales (..., rows, cols) in the layout.
 
     Variants with preprocessing take block data (..., rows, cols) behind x, see preprocessed.py.
+
+    The blocks of a thread block follow each other in memory, or as tiles of scales have them. Where
+    that could cut windows, they are `PATCH`, whole windows of some rows.
     """
+
+    PATCH = 8  # blocks across; a tile's scales that a warp writes are side by side then
 
     def __init__(self, *entry, tile: Strip | None = None):
         super().__init__(*entry)
-        name = "Flat, preprocessed" if self.variant.block_data else "Flat"
+        name = "Flat, preprocessed" if self.variant.changes_elements else "Flat"
         self.tile = tile or Strip(**self.tuned(name))
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
@@ -115,6 +128,15 @@ class Flat(WholeBlocks):
         lengths = geometry.length_of(x), geometry.length_of(scales)
         self.extents = (*lengths, geometry.flat_rows(), geometry.flat_blocks())
         self.grid = geometry.flat_grid(scales, self.tile.blocks)
+        count = blocks_of(self.variant.window)
+        self.in_patches = count > 1 and (self.layout.is_tiled or not self.aligned)
+        if self.in_patches:
+            self.patch = Extents(self.tile.blocks // self.PATCH, self.PATCH)
+            tile = Extents(self.patch.rows, self.patch.cols * BLOCK)
+            self.region = geometry.region_of(self.variant.form, self.layout, tile)
+            self.grid = geometry.grid_of(self.variant.form, tile, self.region)
+        elif count > 1:
+            self.divide = [[0, -2, -1, count]]  # whole windows, so that rows do not matter
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -143,7 +165,10 @@ class Flat(WholeBlocks):
         first = Int64(bid) * self.tile.blocks
         for u in range_constexpr(unroll):
             mine = self.with_pairs(u * per_step + tid // sharers)
-            block, offset, inside = locate(self.layout, first, mine, places, rows, cols)
+            if const_expr(self.in_patches):
+                block, offset, inside = self.locate_in_patch(bid, mine, places, rows, cols)
+            else:
+                block, offset, inside = locate(self.layout, first, mine, places, rows, cols)
             steps.append(block * sharers + tid % sharers)
             if const_expr(self.tiles_values):
                 tiles = given["value_tiles"] != Int32(0)
@@ -165,9 +190,29 @@ class Flat(WholeBlocks):
             if insides[u]:
                 cute.autovec_copy(bytes_of(packed, stored), mV[stores[u], None])
             if (offsets[u] < places) & (tid % sharers == 0):
-                if const_expr(self.layout.is_tiled and len(rule) > 2):
+                if const_expr(self.layout.is_tiled and (len(rule) > 2 or self.in_patches)):
                     scale = select(insides[u], scale, Uint32(0))
                 mS[offsets[u]] = Uint8(scale)  # padding: of zeros, so 0
+
+    @cute.jit
+    def locate_in_patch(self, bid, mine, places: Int64, rows: Int32, cols: Int32):
+        """Gives what `locate` does, for a block of a patch of whole windows."""
+        down: cutlass.Constexpr = self.region.rows // self.patch.rows
+        across: cutlass.Constexpr = self.region.cols // (self.patch.cols * BLOCK)
+        in_region: cutlass.Constexpr = self.region.cols // BLOCK
+        patches_r = (rows + self.region.rows - 1) // self.region.rows * down
+        patches_c = (cols + in_region - 1) // in_region * across
+        batch, patch_r, patch_c = place_of(bid, patches_r, patches_c, 1)
+        row = patch_r * self.patch.rows + mine // self.patch.cols
+        col = patch_c * self.patch.cols + mine % self.patch.cols
+        inside = (row < rows) & (col < cols)
+        block = (Int64(batch) * rows + row) * cols + col
+        offset = block
+        exists = inside
+        if const_expr(self.layout.is_tiled):
+            place: cutlass.Constexpr = geometry.Place(batch, row, col)
+            offset, exists = offset_in_tiles(self.layout, place, Extents(rows, cols))
+        return block, Int64(cutlass.select_(exists, offset, places)), inside
 
     def with_pairs(self, place):
         """A place of the thread block's, such that neighbours have a transform's two blocks."""

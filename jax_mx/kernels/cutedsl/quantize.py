@@ -18,5 +18,5 @@ from jax_mx.kernels.cutedsl.tiled import Tiled
 
 def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool, **tuning):
     """The kernel of a variant's entry, for scales in this layout."""
-    tiled = PreprocessedTiled if variant.block_data else Tiled
+    tiled = PreprocessedTiled if variant.changes_elements else Tiled
     return (Flat if variant.form == LAST else tiled)(variant, arch, layout, aligned, **tuning)

@@ -15,6 +15,7 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constex
 from jax_mx.facts.directions import BOTH_TRANSPOSED, Blocks
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import takes_zero_scale
+from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.kernel import (
@@ -34,6 +35,7 @@ from jax_mx.kernels.cutedsl.kernel import (
 )
 from jax_mx.kernels.geometry import Extents, Output, Place, Tile
 
+STATIC = 40 << 10  # bytes of values, beside which there is room for scales
 CHUNKS = 8  # of 16 bytes, that a row of shared memory's banks holds
 
 
@@ -88,6 +90,20 @@ class Lane(NamedTuple):
     col: Int32
 
 
+class Beyond(NamedTuple):
+    """What a block's amax follows from beside its elements, where its window is more than it.
+
+    Attributes:
+      amaxes: the pointer to one for each block, of "row"; or None.
+      at: the thread block's tile.
+      shared: words of shared memory, one for each block of the tile, of other windows; or None.
+    """
+
+    amaxes: object
+    at: Tile
+    shared: object
+
+
 class Tiled(Kernel):
     """Forms with the second-to-last axis; x lies as (batch, M, K), M = 32 * `blocks_m`.
 
@@ -112,6 +128,10 @@ class Tiled(Kernel):
         self.threads = self.tile.threads
         self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = geometry.extents_of(form)
+        # What one kernel has of its own is at most 48 KiB; the launch gives it more.
+        staged = self.tile.rows * self.tile.cols // self.per_byte
+        staged *= sum(self.is_staged(each) for each in self.results)
+        self.dynamic_shared = staged if staged > STATIC else 0
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
         tile = Extents(self.tile.rows, self.tile.cols)
         self.region = geometry.region_of(form, self.layout, tile)
@@ -132,12 +152,13 @@ class Tiled(Kernel):
             result: cutlass.Constexpr = self.results[o]
             values, (sS, sV) = arrays[f"codes_{o}"], staged[o]
             rounding = self.rule(self.of_result(scalars, o))
+            beyond: cutlass.Constexpr = self.beyond(arrays, o, at)
             if const_expr(result.blocks is Blocks.LAST):
-                inverses = self.scale_rows(rX, sS, result, rounding, lane)
+                inverses = self.scale_rows(rX, sS, result, rounding, lane, beyond)
             elif const_expr(result.blocks is Blocks.SECOND):
-                inverses = self.scale_columns(rX, sS, result, rounding, lane)
+                inverses = self.scale_columns(rX, sS, result, rounding, lane, beyond)
             else:
-                inverses = self.scale_square(rX, sS, result, rounding, lane)
+                inverses = self.scale_square(rX, sS, result, rounding, lane, beyond)
             if const_expr(result.transposed):
                 self.stage_transposed(sV, rX, inverses, result, lane)
             elif const_expr(self.is_staged(result)):
@@ -178,12 +199,20 @@ class Tiled(Kernel):
             cute.arch.alloc_smem(Uint8, rows * cols, alignment=16), cute.make_layout((cols, rows))
         )
         if self.is_staged(result):
+            if self.dynamic_shared:
+                return sS, cute.arch.get_dyn_smem(Uint8, alignment=128) + self.before(result)
             size = self.tile.rows * self.tile.cols // self.per_byte
             return sS, cute.arch.alloc_smem(Uint8, size, alignment=128)
         if self.aligned or self.is_both:  # rows are as aligned as the array is
             return sS, None
         size = self.tile.rows // self.per_byte * (self.tile.cols + PAD) + PAD
         return sS, cute.arch.alloc_smem(Uint8, size, alignment=16)
+
+    def before(self, result: Output) -> int:
+        """How many bytes of dynamic shared memory the values of earlier results take."""
+        earlier = self.results[: self.results.index(result)]
+        size = self.tile.rows * self.tile.cols // self.per_byte
+        return size * sum(self.is_staged(each) for each in earlier)
 
     def is_staged(self, result: Output) -> bool:
         """Whether values pass through shared memory, to be written by lines."""
@@ -305,24 +334,136 @@ class Tiled(Kernel):
             word = convert.larger_magnitude(word, other, self.dtype, self.arch)
         return word
 
+    # ---- windows ---
+    def beyond(self, arrays, o: int, at: Tile) -> Beyond:
+        """What the o-th result's amaxes follow from beside its blocks."""
+        result, amaxes, shared = self.results[o], None, None
+        if self.variant.window == ROW:
+            (amaxes,) = self.block_data(arrays, o)
+        elif blocks_of(self.variant.window) > 1:
+            rows, cols = self.tile.rows, self.tile.cols
+            if result.blocks is not Blocks.SECOND:
+                cols //= BLOCK
+            if result.blocks is not Blocks.LAST:
+                rows //= BLOCK
+            shared = cute.arch.alloc_smem(Uint32, rows * cols, alignment=16)
+        return Beyond(amaxes, at, shared)
+
+    @cute.jit
+    def windowed(
+        self, amaxes, number, place, beyond: cutlass.Constexpr, result: cutlass.Constexpr
+    ):  # fmt: skip
+        """The amaxes of two blocks' windows, by way of shared memory.
+
+        Args:
+          amaxes: of the blocks, which lie side by side: in two rows, or in two columns.
+          number: which blocks they are of their rows or columns, in the thread block's tile.
+          place: in which row or column the first one is; even.
+          beyond: what they follow from.
+          result: of which they are.
+        """
+        count: cutlass.Constexpr = blocks_of(self.variant.window)
+        line: cutlass.Constexpr = self.tile.rows if result.blocks is Blocks.LAST else self.tile.cols
+        side: cutlass.Constexpr = self.tile.cols if result.blocks is Blocks.LAST else self.tile.rows
+        assert side % (count * BLOCK) == 0  # the tile has whole windows
+        sA = cute.make_tensor(
+            beyond.shared,
+            cute.make_layout((2, line // 2, side // BLOCK), stride=(1, 2, line)),
+        )
+        rA = cute.make_rmem_tensor((2, count), Uint32)
+        for e in range_constexpr(2):
+            rA[e, 0] = amaxes[e]
+        cute.autovec_copy(rA[None, 0], sA[None, place // 2, number])
+        cute.arch.sync_threads()
+        first = number // count * count
+        for i in range_constexpr(count):
+            cute.autovec_copy(sA[None, place // 2, first + i], rA[None, i])
+        largest = [rA[0, 0], rA[1, 0]]
+        for i in range_constexpr(1, count):
+            for e in range_constexpr(2):
+                largest[e] = cutlass.max(largest[e], rA[e, i])
+        return largest
+
+    @cute.jit
+    def windowed_square(self, amax, row, col, beyond: cutlass.Constexpr):
+        """The amax of a square block's tile of blocks, by way of shared memory.
+
+        `row` and `col` are a lane's of the thread block's tile; all lanes of a block have its amax.
+        """
+        count: cutlass.Constexpr = blocks_of(self.variant.window)
+        length: cutlass.Constexpr = count * BLOCK
+        assert self.tile.rows % length == self.tile.cols % length == 0
+        across: cutlass.Constexpr = self.tile.cols // length
+        windows: cutlass.Constexpr = self.tile.rows // length * across
+        sA = cute.make_tensor(
+            beyond.shared, cute.make_layout((count * count, windows), stride=(1, count * count))
+        )
+        window = row // length * across + col // length
+        if (row % BLOCK == 0) & (col % BLOCK == 0):
+            sA[row % length // BLOCK * count + col % length // BLOCK, window] = amax
+        cute.arch.sync_threads()
+        rA = cute.make_rmem_tensor(count * count, Uint32)
+        cute.autovec_copy(sA[None, window], rA)
+        largest = rA[0]
+        for i in range_constexpr(1, count * count):
+            largest = cutlass.max(largest, rA[i])
+        return largest
+
+    @cute.jit
+    def given(
+        self, row, col, apart: cutlass.Constexpr, beyond: cutlass.Constexpr, size: cutlass.Constexpr
+    ):
+        """The amaxes that two blocks' rows or columns have in memory; 0 beyond them.
+
+        Args:
+          row: of the first one in the array's blocks, counted in rows or blocks of rows.
+          col: likewise.
+          apart: how much further on the second one is: (rows, columns).
+          beyond: what amaxes follow from.
+          size: how many of them a slab has, as rows and columns.
+        """
+        found = []
+        for e in range_constexpr(2):
+            r, c = row + e * apart[0], col + e * apart[1]
+            rA = cute.make_rmem_tensor(1, Uint32)
+            rA[0] = Uint32(0)
+            if (r < size.rows) & (c < size.cols):
+                where = (Int64(beyond.at.batch) * size.rows + r) * size.cols + c
+                rA[0] = cute.make_tensor(beyond.amaxes + where, cute.make_layout(1))[0]
+            found.append(rA[0])
+        return found
+
     def put(self, sS, result: Output, row, col, scale) -> None:
         """Stages a scale of x's rows and columns, or blocks of them."""
         sS[(row, col) if self.is_turned(result) else (col, row)] = Uint8(scale)
 
     @cute.jit
-    def scale_rows(self, rX, sS, result: cutlass.Constexpr, rounding, lane: cutlass.Constexpr):
+    def scale_rows(
+        self, rX, sS, result: cutlass.Constexpr, rounding, lane: cutlass.Constexpr,
+        beyond: cutlass.Constexpr,
+    ):  # fmt: skip
         """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
-        words = [
-            self.largest([w for j in range(self.vector // 2) for w in self.pair(rX, j, i)])
-            for i in range(self.rows)
-        ]
-        if const_expr(self.itemsize == 2):
-            words = [
-                convert.amaxes_of_two(words[i], words[i + 1], self.dtype, self.arch)
-                for i in range(0, self.rows, 2)
-            ]
         index = lane.across % self.row_sharers
-        amaxes = self.exchange(words, self.row_sharers, 1, index)
+        if const_expr(self.variant.window == ROW):
+            at: cutlass.Constexpr = beyond.at
+            row = at.row * self.tile.rows + lane.row + 2 * index
+            col = (at.col * self.tile.cols + lane.col) // BLOCK
+            size: cutlass.Constexpr = Extents(at.rows * BLOCK, at.cols // BLOCK)
+            amaxes = self.given(row, col, (1, 0), beyond, size)
+        else:
+            words = [
+                self.largest([w for j in range(self.vector // 2) for w in self.pair(rX, j, i)])
+                for i in range(self.rows)
+            ]
+            if const_expr(self.itemsize == 2):
+                words = [
+                    convert.amaxes_of_two(words[i], words[i + 1], self.dtype, self.arch)
+                    for i in range(0, self.rows, 2)
+                ]
+            amaxes = self.exchange(words, self.row_sharers, 1, index)
+        if const_expr(beyond.shared is not None):
+            place = lane.row + 2 * index
+            amaxes = self.windowed(amaxes, lane.col // BLOCK, place, beyond, result)
         inverses = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
@@ -331,14 +472,26 @@ class Tiled(Kernel):
         return self.gather(inverses, self.row_sharers, 1, index)
 
     @cute.jit
-    def scale_columns(self, rX, sS, result: cutlass.Constexpr, rounding, lane: cutlass.Constexpr):
+    def scale_columns(
+        self, rX, sS, result: cutlass.Constexpr, rounding, lane: cutlass.Constexpr,
+        beyond: cutlass.Constexpr,
+    ):  # fmt: skip
         """Blocks down columns: lanes below each other share one. Pairs of factors of columns."""
-        by_row = [
-            [w for j in range(self.vector // 2) for w in self.pair(rX, j, i)]
-            for i in range(self.rows)
-        ]
-        words = [self.largest(list(column)) for column in zip(*by_row, strict=True)]
-        amaxes = self.exchange(words, self.column_sharers, self.lanes, lane.down)
+        if const_expr(self.variant.window == ROW):
+            at: cutlass.Constexpr = beyond.at
+            row = at.row * self.tile.down + lane.row // BLOCK
+            col = at.col * self.tile.cols + lane.col + 2 * lane.down
+            amaxes = self.given(row, col, (0, 1), beyond, Extents(at.rows, at.cols))
+        else:
+            by_row = [
+                [w for j in range(self.vector // 2) for w in self.pair(rX, j, i)]
+                for i in range(self.rows)
+            ]
+            words = [self.largest(list(column)) for column in zip(*by_row, strict=True)]
+            amaxes = self.exchange(words, self.column_sharers, self.lanes, lane.down)
+        if const_expr(beyond.shared is not None):
+            place = lane.col + 2 * lane.down
+            amaxes = self.windowed(amaxes, lane.row // BLOCK, place, beyond, result)
         inverses = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
@@ -347,7 +500,10 @@ class Tiled(Kernel):
         return self.gather(inverses, self.column_sharers, self.lanes, lane.down)
 
     @cute.jit
-    def scale_square(self, rX, sS, result: cutlass.Constexpr, rounding, lane: cutlass.Constexpr):
+    def scale_square(
+        self, rX, sS, result: cutlass.Constexpr, rounding, lane: cutlass.Constexpr,
+        beyond: cutlass.Constexpr,
+    ):  # fmt: skip
         """Square blocks: two a warp. One pair for all."""
         rW = cute.recast_tensor(rX, Uint32)
         word = self.largest([rW[i] for i in range(cute.size(rW))])
@@ -358,6 +514,8 @@ class Tiled(Kernel):
             other = cute.arch.shuffle_sync_bfly(word, offset=offset)
             word = convert.larger_magnitude(word, other, self.dtype, self.arch)
         amax = convert.largest_magnitude_bits(word, self.dtype)
+        if const_expr(beyond.shared is not None):
+            amax = self.windowed_square(amax, lane.row, lane.col, beyond)
         scale, inverse = self.scale_of(amax, result.format, rounding)
         row, col = lane.row, lane.col
         if (row % BLOCK == 0) & (col % BLOCK == 0):
@@ -594,7 +752,7 @@ class Tiled(Kernel):
                 inside = (row < rows) & (col < cols)
             if (index < total) & inside:
                 piece = cute.make_tensor(sS.iterator + index * unit, cute.make_layout(unit))
-                if const_expr(self.layout.is_tiled and takes_zero_scale(result.format)):
+                if const_expr(self.layout.is_tiled and self.pads_with_scales(result)):
                     self.clear_padding(piece, row, col, rows, cols)
                 if whole:
                     rS = cute.make_rmem_tensor(unit, Uint8)
@@ -606,9 +764,13 @@ class Tiled(Kernel):
                     for c in range_constexpr(unit):
                         mS[c] = piece[c]
 
+    def pads_with_scales(self, result: Output) -> bool:
+        """Whether blocks beyond the array have scales: those of zeros, or of a window's rest."""
+        return takes_zero_scale(result.format) or blocks_of(self.variant.window) > 1
+
     @cute.jit
     def clear_padding(self, piece, row, col, rows, cols):
-        """Clears staged scales beyond the matrix: blocks of zeros may have others than 0."""
+        """Clears staged scales beyond the matrix, see `pads_with_scales`."""
         if (row >= rows) | (col + cute.size(piece) > cols):
             for c in range_constexpr(cute.size(piece)):
                 if (row >= rows) | (col + c >= cols):

@@ -7,11 +7,13 @@ from flydsl.expr import Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Variant
+from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.flydsl import convert, preprocessed
 from jax_mx.kernels.flydsl.kernel import (
     WAVE,
     Kernel,
+    Patches,
     Strip,
     as_int64,
     composite,
@@ -26,6 +28,7 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_pointer,
     store_words,
 )
+from jax_mx.kernels.geometry import Extents
 
 
 class Flat(Kernel):
@@ -47,11 +50,19 @@ class Flat(Kernel):
         self.elements_per_thread = self.group * BLOCK
         scales = self.signature.number("scales_0")
         self.grid = geometry.flat_grid(scales, self.blocks)
-        rows = [geometry.flat_rows()] if layout.is_tiled else []
+        count = blocks_of(variant.window)
+        rows = [geometry.flat_rows()] if layout.is_tiled or count > 1 else []
         self.extents = [geometry.length_of(scales), *rows, geometry.flat_blocks(8)]
+        self.in_patches = count > 1 and (layout.is_tiled or not aligned)
+        if self.in_patches:
+            patch = Extents(self.blocks // Patches.COLS, Patches.COLS * BLOCK)
+            self.region = geometry.region_of(variant.form, layout, patch)
+            self.grid = geometry.grid_of(variant.form, patch, self.region)
+        elif count > 1:
+            self.divide = [[0, -2, -1, count]]  # whole windows, so that rows do not matter
 
     @flyc.kernel
-    def kernel(self, pointers, scalars):
+    def kernel(self, pointers, scalars):  # noqa: C901  FlyDSL wants dynamic branches here
         arrays = self.named(pointers)
         x, values, scales = arrays["x"], arrays["codes_0"], arrays["scales_0"]
         sizes = scalars[: len(self.extents)]
@@ -59,7 +70,7 @@ class Flat(Kernel):
         rounding, tiles = self.rule(given), given["value_tiles"]
         format, size = self.formats[0], self.itemsize
         lane = convert.lane_id()
-        strip = Strip(self.layout, self.blocks, sizes)
+        strip = self.strip(sizes)
         first = convert.wave_id() * Uint32(self.chunks * self.per_chunk) + lane // self.sharers
         words = []
         for c in range_constexpr(self.chunks):
@@ -72,10 +83,17 @@ class Flat(Kernel):
             for chunk in words
         ]
         amax = self.amax_of_mine(amax, lane)
+        if const_expr(self.variant.window != BLOCK):
+            amax = self.windowed(amax, arrays, strip, first, lane)
         scale, inverse = convert.scale_of(amax, format, self.dtype, tuple(rounding))
         mine = lane % self.sharers
         _, offset, inside = strip.at(first + mine * self.per_chunk)
-        if const_expr(self.layout.is_tiled):
+        if const_expr(self.in_patches):
+            exists = strip.exists(first + mine * self.per_chunk)
+            byte = inside.select(scale, Uint32(0))  # padding
+            if exists:
+                fx.generic_store(scales + offset, Uint8(byte))
+        elif const_expr(self.layout.is_tiled):
             byte = inside.select(scale, Uint32(0))  # padding
             fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(byte))
         else:
@@ -112,6 +130,24 @@ class Flat(Kernel):
             codes = exchange(parts, lane, together > 1)
             if found[g][2]:
                 store_words(values + start, offsets[g], codes, self.align[1])
+
+    def strip(self, sizes):
+        """The workgroup's blocks."""
+        if self.in_patches:
+            return Patches(self.layout, self.blocks, sizes[1:], self.region)
+        return Strip(self.layout, self.blocks, sizes)
+
+    def windowed(self, amax, arrays, strip, first, lane):
+        """The amax of the window of this lane's own block."""
+        block, _, inside = strip.at(first + lane % self.sharers * self.per_chunk)
+        if self.variant.window == ROW:
+            (amaxes,) = self.block_data(arrays, 0)
+            return load_words(amaxes + strip.block * 4, block * 4, 1, 4)[0]
+        amax, distance = inside.select(amax, Uint32(0)), self.sharers
+        while distance < self.sharers * blocks_of(self.variant.window):
+            amax = convert.larger(amax, convert.from_row(amax, distance), "float32")
+            distance *= 2
+        return amax
 
     def in_tiles(self, blocks: list, of_block, cols) -> list:
         """Where 16 bytes of the values of blocks lie in tiles; a row of x has `cols` blocks."""

@@ -8,6 +8,7 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32
 
+from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Variant
 from jax_mx.kernels import geometry, tuning
@@ -173,6 +174,51 @@ class Strip:
         block = as_int64(row) * as_int64(self.cols) + as_int64(col) + as_int64(Uint32(number))
         offset = geometry.offset_in_tile(self.layout, row, col + number, Uint32)
         return inside.select(block, Int64(0)), offset, inside
+
+
+class Patches:
+    """The blocks of a workgroup of `Flat`: `COLS` of each of some rows, so that windows are whole.
+
+    Attributes:
+      block: from which on the workgroup's blocks are counted; the same for all lanes.
+    """
+
+    COLS = 8
+
+    def __init__(self, layout: ScaleLayout, blocks: int, sizes: tuple, region: Extents):
+        """`sizes`: how many rows there are, and blocks in each; `region`: see `region_of`."""
+        self.layout, high = layout, blocks // self.COLS
+        self.rows, self.cols = (Uint32(n) for n in sizes)
+        bid, wide = Uint32(Int32(fx.block_idx.x)), region.cols // BLOCK
+        down = round_up(self.rows, region.rows) // Uint32(high)
+        across = round_up(self.cols, wide) // Uint32(self.COLS)
+        per_slab = down * across
+        self.batch, rest = bid // per_slab, bid % per_slab
+        self.top, self.left = rest // across * Uint32(high), rest % across * Uint32(self.COLS)
+        block = as_int64(self.batch) * as_int64(self.rows) + as_int64(self.top)
+        block = block * as_int64(self.cols) + as_int64(self.left)
+        self.block = ((self.top < self.rows) & (self.left < self.cols)).select(block, Int64(0))
+
+    def at(self, place):
+        """As `Strip.at`; but the offset is the scale's own."""
+        row, col = place // Uint32(self.COLS), place % Uint32(self.COLS)
+        here = self.top + row, self.left + col
+        inside = (here[0] < self.rows) & (here[1] < self.cols)
+        block = as_int64(row) * as_int64(self.cols) + as_int64(col)
+        block = inside.select(block, Int64(0))
+        offset = self.block + block
+        if self.layout.is_tiled:
+            size = Extents(self.rows, self.cols)
+            offset = offset_in_tiles(self.layout, Place(self.batch, *here), size)
+        return block, offset, inside
+
+    def exists(self, place):
+        """Whether there is a scale, or padding, in memory for a place."""
+        row, col = place // Uint32(self.COLS), place % Uint32(self.COLS)
+        rows, cols = (
+            round_up(n, pad) for n, pad in zip((self.rows, self.cols), self.layout.pad, strict=True)
+        )
+        return (self.top + row < rows) & (self.left + col < cols)
 
 
 # ---- lanes ---

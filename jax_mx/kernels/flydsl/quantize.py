@@ -21,6 +21,6 @@ from jax_mx.kernels.flydsl.tiled import Tiled
 def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
     """The kernel of a variant's entry, for scales in this layout."""
     flat, tiled = Flat, Tiled
-    if variant.block_data:
+    if variant.changes_elements:
         flat, tiled = PreprocessedFlat, PreprocessedTiled
     return (flat if variant.form == LAST else tiled)(variant, arch, layout, aligned)

@@ -11,6 +11,7 @@ from jax_mx.facts.directions import Blocks
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Variant
+from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.flydsl import convert
 from jax_mx.kernels.flydsl.kernel import (
@@ -48,7 +49,7 @@ class Target(NamedTuple):
     tiles: Uint32
 
 
-TILE = 128  # elements a side, of a workgroup of `Tiled`; a wave has 32 rows of it
+TILE = 128  # elements across a workgroup of `Tiled`, and down most; a wave has 32 rows of it
 
 
 class Tiled(Kernel):
@@ -59,11 +60,12 @@ class Tiled(Kernel):
     direction, and the lanes of a block get its factor from the one that has it.
     """
 
-    threads = WAVE * TILE // BLOCK
-
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
         form = variant.form
+        self.in_window = blocks_of(variant.window)  # blocks, along each of its axes
+        self.high = max(TILE, BLOCK * self.in_window)  # rows of a workgroup
+        self.threads = WAVE * self.high // BLOCK
         self.results = geometry.outputs_of(form, variant.formats)
         self.vector = 16 // self.itemsize
         self.lanes = TILE // self.vector
@@ -72,7 +74,7 @@ class Tiled(Kernel):
         self.elements_per_thread = self.rows * self.vector
         self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = geometry.extents_of(form)
-        tile = Extents(TILE, TILE)
+        tile = Extents(self.high, TILE)
         self.region = geometry.region_of(form, layout, tile)
         self.grid = geometry.grid_of(form, tile, self.region)
         # The aligned entry has 16 elements of a row at once; they must not straddle rows.
@@ -96,7 +98,8 @@ class Tiled(Kernel):
             rounding, tiles = self.rule(given), given["value_tiles"]
             find = {Blocks.LAST: self.scale_rows, Blocks.SECOND: self.scale_columns,
                     Blocks.SQUARE: self.scale_square}[result.blocks]  # fmt: skip
-            pairs = find(amax, staged, result, tuple(rounding), at, patch)
+            beyond = self.beyond(shared, arrays, o)
+            pairs = find(amax, staged, result, tuple(rounding), at, patch, beyond)
             if const_expr(result.transposed):
                 self.stage_transposed(x, pairs, result, shared.values, patch)
             else:
@@ -112,7 +115,7 @@ class Tiled(Kernel):
     def staged_shape(self, result: Output) -> Extents:
         """The size of the matrix of a tile's scales, as it will lie."""
         turned = self.is_turned(result)
-        return geometry.scales_shape(result.direction, Extents(TILE, TILE), turned)
+        return geometry.scales_shape(result.direction, Extents(self.high, TILE), turned)
 
     def is_turned(self, result: Output) -> bool:
         """Whether a result's scales lie the other way round than x."""
@@ -125,14 +128,20 @@ class Tiled(Kernel):
             rows, cols = self.staged_shape(result)
             arrays[f"scales_{o}"] = fx.Array[Uint8, rows * cols, 16]
         if self.results[-1].transposed:
-            size = TILE * TILE // self.results[-1].format.codes_per_byte
+            size = self.high * TILE // self.results[-1].format.codes_per_byte
             arrays["values"] = fx.Array[Uint8, size, 16]
+        if self.in_window > 1 and self.results[-1].blocks is not Blocks.LAST:
+            arrays["amaxes"] = fx.Array[Uint8, 4 * TILE * self.high // BLOCK, 16]
         return composite(fx.struct, arrays)
 
     def place(self, m, k) -> Tile:
         """A workgroup's tile; neighbours follow each other across."""
         bid = Uint32(Int32(fx.block_idx.x))
-        tiles_m, tiles_k = (round_up(n, self.region.rows) // TILE for n in (m, k))
+        if self.high == TILE:
+            tiles_m, tiles_k = (round_up(n, self.region.rows) // TILE for n in (m, k))
+        else:
+            tiles_m = round_up(m, self.region.rows) // self.high
+            tiles_k = round_up(k, self.region.cols) // TILE
         per_slab = tiles_m * tiles_k
         batch, rest = bid // per_slab, bid % per_slab
         return Tile(batch, rest // tiles_k, rest % tiles_k, m, k)
@@ -141,7 +150,7 @@ class Tiled(Kernel):
     def load(self, x, at: Tile, patch: Patch):
         """Words [row][word] of this lane's patch; beyond the array, of what is there."""
         batch, tile_m, tile_k, m, k = at
-        row, col = tile_m * TILE + patch.top, tile_k * TILE + patch.left
+        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
         stride = as_int64(k) * self.itemsize
         origin = (as_int64(batch) * as_int64(m)) * stride
         inside = (row < m) & (col < k)
@@ -164,12 +173,12 @@ class Tiled(Kernel):
     # ---- scales ---
     def two_scales(self, words: list, result: Output, rounding):
         """The scales of two blocks, and the pair of their factors."""
-        if self.itemsize == 2:
+        if len(words) == 1:
             words = [e.bitcast(Uint32) for e in convert.elements(words[0], self.dtype)]
         found = [convert.scale_of(w, result.format, self.dtype, rounding) for w in words]
         return [scale for scale, _ in found], convert.pair(*(inverse for _, inverse in found))
 
-    def scale_rows(self, amax, staged, result: Output, rounding, at: Tile, patch: Patch):
+    def scale_rows(self, amax, staged, result: Output, rounding, at: Tile, patch: Patch, beyond):
         """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
         words = [largest(row, self.dtype) for row in amax]
         if self.itemsize == 2:
@@ -179,6 +188,16 @@ class Tiled(Kernel):
             ]
         words = halved_among(words, self.row_sharers, self.dtype)
         index = convert.lane_id() % self.row_sharers
+        if self.variant.window == ROW:
+            first = (at.row * self.high + patch.top + index * 2, at.col * TILE // BLOCK)
+            where = [(first[0] + e, first[1] + patch.left // BLOCK) for e in range(2)]
+            words = self.given(beyond, at, where, Extents(at.rows, at.cols // BLOCK))
+        if self.in_window > 1:
+            words = self.of_existing(words, at, patch)
+            for distance in (self.row_sharers, 2 * self.row_sharers):
+                words = [
+                    convert.larger(w, convert.from_row(w, distance), self.dtype) for w in words
+                ]
         scales, pair = self.two_scales(words, result, rounding)
         for e, scale in enumerate(scales):
             row = patch.top + index * 2 + e
@@ -186,7 +205,9 @@ class Tiled(Kernel):
             self.put(staged, result, at, where, scale, (row, patch.left))
         return [convert.from_group(pair, self.row_sharers, i) for i in range(self.row_sharers)]
 
-    def scale_columns(self, amax, staged, result: Output, rounding, at: Tile, patch: Patch):
+    def scale_columns(
+        self, amax, staged, result: Output, rounding, at: Tile, patch: Patch, beyond
+    ):  # fmt: skip
         """Blocks down columns: lanes below each other share one. Pairs of factors of columns."""
         lane = convert.lane_id()
         words = [largest([row[w] for row in amax], self.dtype) for w in range(4)]
@@ -196,6 +217,13 @@ class Tiled(Kernel):
                 words = halved(
                     words, upper, lambda w, d=distance: convert.from_row(w, d), self.dtype
                 )
+        if self.variant.window == ROW:
+            first = at.col * TILE + patch.left + lane // self.lanes * 2
+            where = [(at.row * (self.high // BLOCK) + patch.wave, first + e) for e in range(2)]
+            words = self.given(beyond, at, where, Extents(at.rows // BLOCK, at.cols))
+        if self.in_window > 1:
+            words = self.of_existing(words, at, patch)
+            words = self.among_waves(words, beyond, lane, patch)
         scales, pair = self.two_scales(words, result, rounding)
         across, down = lane % self.lanes, lane // self.lanes
         for e, scale in enumerate(scales):
@@ -205,7 +233,7 @@ class Tiled(Kernel):
             convert.from_anywhere(pair, across + i * self.lanes) for i in range(WAVE // self.lanes)
         ]
 
-    def scale_square(self, amax, staged, result: Output, rounding, at: Tile, patch: Patch):
+    def scale_square(self, amax, staged, result: Output, rounding, at: Tile, patch: Patch, beyond):
         """Square blocks: four a wave. One pair, of the block's factor twice."""
         word = largest([w for row in amax for w in row], self.dtype)
         for bit in (1, 2, 4)[: self.row_sharers.bit_length() - 1]:
@@ -214,12 +242,59 @@ class Tiled(Kernel):
         for distance in (16, 32):
             if distance >= self.lanes:
                 word = convert.larger(word, convert.from_row(word, distance), self.dtype)
+        if self.in_window > 1:
+            (word,) = self.of_existing([word], at, patch)
+            for distance in (self.row_sharers, 2 * self.row_sharers):
+                word = convert.larger(word, convert.from_row(word, distance), self.dtype)
+            (word,) = self.among_waves([word], beyond, convert.lane_id(), patch)
         bits = convert.largest_bits(word, self.dtype)
         scale, inverse = convert.scale_of(bits, result.format, self.dtype, rounding)
         # All lanes of a block have the same.
         where = (patch.wave, patch.left // BLOCK)
         self.put(staged, result, at, where, scale, (patch.top, patch.left))
         return [convert.pair(inverse, inverse)]
+
+    # ---- windows ---
+    def beyond(self, shared, arrays, o: int):
+        """What amaxes follow from beside blocks: LDS, or the pointer to those of rows; or None."""
+        if self.variant.window == ROW:
+            (amaxes,) = self.block_data(arrays, o)
+            return amaxes
+        staged = self.in_window > 1 and self.results[o].blocks is not Blocks.LAST
+        return shared.amaxes if staged else None
+
+    def of_existing(self, words: list, at: Tile, patch: Patch) -> list:
+        """Words of magnitudes, zeros beyond the array, where `load` found others."""
+        row, col = at.row * self.high + patch.top, at.col * TILE + patch.left
+        there = (row < at.rows) & (col < at.cols)
+        return [there.select(word, Uint32(0)) for word in words]
+
+    def among_waves(self, words: list, shared, lane, patch: Patch) -> list:
+        """The larger magnitudes of words, of the waves below each other that share a window."""
+        size = 4 * len(words)
+        line = WAVE * size  # bytes of a wave
+        to = shared_pointer(shared, Int32(patch.wave * line + lane * size), Uint32, size)
+        fx.generic_store(to, fx.Vector.from_elements(words, Uint32))
+        gpu.barrier()
+        first = patch.wave // self.in_window * self.in_window
+        found = []
+        for i in range(self.in_window):
+            start = Int32((first + i) * line + lane * size)
+            found.append([
+                fx.generic_load(shared_pointer(shared, start + Int32(4 * w), Uint32, 4))
+                for w in range(len(words))
+            ])  # fmt: skip
+        return [largest(list(each), self.dtype) for each in zip(*found, strict=True)]
+
+    def given(self, amaxes, at: Tile, where: list, size: Extents) -> list:
+        """The amaxes in memory of two blocks, at these (row, column) of so many; beyond, any."""
+        found = []
+        for row, col in where:
+            there = (row < size.rows) & (col < size.cols)
+            place = as_int64(at.batch) * as_int64(size.rows) + as_int64(row)
+            place = there.select(place * as_int64(size.cols) + as_int64(col), Int64(0))
+            found += load_words(amaxes, place * 4, 1, 4)
+        return found
 
     def put(self, staged, result: Output, at: Tile, where: tuple, scale, x: tuple) -> None:
         """Stages the scale at this (row, column) of the tile's, whose block x has at (row, col)."""
@@ -228,7 +303,7 @@ class Tiled(Kernel):
         _, cols = self.staged_shape(result)
         place = col * cols + row if self.is_turned(result) else row * cols + col
         if self.layout.is_tiled:  # padding is 0
-            there = (tile_m * TILE + x[0] < m) & (tile_k * TILE + x[1] < k)
+            there = (tile_m * self.high + x[0] < m) & (tile_k * TILE + x[1] < k)
             scale = there.select(scale, Uint32(0))
         fx.generic_store(shared_pointer(staged, Int32(place)), Uint8(scale))
 
@@ -282,7 +357,7 @@ class Tiled(Kernel):
         together: fx.Constexpr = max(n // 4, 1)  # rows of which a lane has but a word of codes
         lane = convert.lane_id()
         col = tile_k * TILE + left // (n * self.vector) * (n * self.vector)
-        first = (tile_m * TILE + top) // down + lane % n
+        first = (tile_m * self.high + top) // down + lane % n
         high, wide = m // down, k // beside  # of the bytes
         start = as_int64(batch) * as_int64(high) + as_int64(first)
         start = start * as_int64(wide) + as_int64(col // beside)
@@ -327,19 +402,19 @@ class Tiled(Kernel):
                     for i in range(0, self.rows, size)
                 ]
                 vector = fx.Vector.from_elements(words, Uint32)
-                start = Int32(starts[j % packed] + j // packed * TILE)
+                start = Int32(starts[j % packed] + j // packed * self.high)
                 to = shared_pointer(shared, start, Uint32, self.rows // packed)
                 fx.generic_store(to, vector)
 
     def staged(self, col, chunk, packed: int):
-        """Where 16 bytes of a column lie in LDS; `packed` columns share a line of 128.
+        """Where 16 bytes of a column lie in LDS; `packed` columns share a line.
 
         Chunks are permuted by the column's vector, or the lanes across, which are `vector` columns
         apart, would all write to the same banks.
         """
-        chunks = TILE // 16
+        chunks = self.high // 16
         chunk = col % packed * (chunks // packed) + chunk
-        return col // packed * TILE + (chunk ^ (col // self.vector % chunks)) * 16
+        return col // packed * self.high + (chunk ^ (col // self.vector % chunks)) * 16
 
     def store_staged(self, shared, arrays, scalars, at: Tile, tid) -> None:
         """Stores what is in LDS: scales, and values that lie transposed."""
@@ -350,7 +425,7 @@ class Tiled(Kernel):
                 self.store_transposed(shared.values, result, Target(values, tiles), at, tid)
             # The two results' scales are written by different halves of the threads.
             staged = getattr(shared, f"scales_{o}")
-            self.store_scales(staged, scales, result, at, tid - o * TILE)
+            self.store_scales(staged, scales, result, at, tid - o * (self.threads // 2))
 
     @flyc.jit
     def store_transposed(self, shared, result: fx.Constexpr, to: Target, at: Tile, tid):
@@ -358,11 +433,11 @@ class Tiled(Kernel):
         batch, tile_m, tile_k, m, k = at
         values, tiles = to
         packed: fx.Constexpr = result.format.codes_per_byte
-        chunks = TILE // 16 // packed
+        chunks = self.high // 16 // packed
         for step in range_constexpr(TILE * chunks // self.threads):
             index = tid + step * self.threads
             chunk, col = index % chunks, index // chunks
-            row, column = tile_m * TILE + chunk * (16 * packed), tile_k * TILE + col
+            row, column = tile_m * self.high + chunk * (16 * packed), tile_k * TILE + col
             if (row < m) & (column < k):
                 start = self.staged(col, chunk, packed)
                 vector = fx.generic_load(
@@ -386,7 +461,13 @@ class Tiled(Kernel):
         in_row, in_col = self.staged_shape(result)
         words: fx.Constexpr = in_col // 4  # of a row
         row, col = tile_r * in_row + thread // words, tile_c * in_col + thread % words * 4
-        if thread < Uint32(in_row * words):
+        mine = thread < Uint32(in_row * words)
+        if const_expr(self.layout.is_tiled and self.high > TILE):  # may go beyond the padding
+            high, wide = (
+                round_up(n, pad) for n, pad in zip((rows, cols), self.layout.pad, strict=True)
+            )
+            mine = mine & (row < high) & (col < wide)
+        if mine:
             word = fx.generic_load(shared_pointer(staged, Int32(thread * 4), Uint32, 4))
             if const_expr(self.layout.is_tiled):  # the grid is that of the padding
                 layout: fx.Constexpr = self.layout

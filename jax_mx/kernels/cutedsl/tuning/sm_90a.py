@@ -56,6 +56,45 @@ ROWS = [
     # values want tall tiles, scales along rows want wide ones, and row-major scales of both
     # directions cannot have both. Two tiles one after the other per thread block are slower in all
     # forms (both: 451 and more).
+    # A tile has whole windows. Where that leaves the tile of blocks by themselves, windows take no
+    # longer: bf16 to MXFP8, window 128 and 32, in the same run: both_transposed (8, 2) 428 and 428,
+    # second_transposed (8, 2, band 64) 295 and 294, second (4, 4) 283 and 285, square 280 and 282;
+    # last by shuffles 282 and 282, of 256 too.
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"window": "256", "form": ("both", "both_transposed")},
+        "value": {"down": 8, "across": 4},
+        "date": "2026-11-22",
+        "measured": [
+            "bf16 (8, 4) both_transposed 482, band 8 492 (428 of window 32); both 437 (404);",
+            "32 warps are all that a multiprocessor has registers for, so that none load while",
+            "others store",
+        ],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"window": "256"},
+        "value": {"down": 8, "across": 2, "band": 64},
+        "date": "2026-11-22",
+        "measured": [
+            "second_transposed: bf16 (8, 2, band 64) 295, (8, 1) 300; (294 of window 32)",
+            "second: bf16 (8, 2, band 1) 285, (8, 1) 285; (285 of window 32)",
+        ],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"window": "128", "form": "both", "aligned": True},
+        "value": {"down": 4, "across": 4},
+        "date": "2026-11-22",
+        "measured": ["bf16 (4, 4) 405; (4, 2) 413; (8, 2) 414; (4, 8) 421; (404 of window 32)"],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"window": "128", "form": ("both", "second"), "aligned": False},
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-22",
+        "measured": [],
+    },
     {
         "kernel": "quantize.Tiled",
         "where": {"form": "both", "codes_per_byte": 2, "tiled_scales": False},

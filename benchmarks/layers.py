@@ -1,0 +1,210 @@
+"""A linear layer, forward and backward, in MX beside bfloat16 and beside plain XLA.
+
+    python -m benchmarks.layers --json layers.json
+
+Each row is one shape (rows, in, out) and one way to compute y = x . w and both gradients from
+floats, quantizing included: device time of a call, median of calls, operands rotating through more
+than L2 holds. "us/bf16" is the ratio to bfloat16's time for that shape in the same run. First call:
+seconds for tracing and compiling, with kernels at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import jax_mx
+from benchmarks import timing
+from jax_mx import MXFP4, MXFP8, Recipe
+
+# (rows, in, out): the issue of products; Llama-3 70B: attention, MLP in, MLP out; DeepSeek-V3's
+# dense MLP in and out, and one of its experts.
+SHAPES = {
+    "7168x4096": (16384, 7168, 4096),
+    "llama attention": (8192, 8192, 8192),
+    "llama mlp in": (8192, 8192, 28672),
+    "llama mlp out": (8192, 28672, 8192),
+    "deepseek mlp in": (8192, 7168, 18432),
+    "deepseek mlp out": (8192, 18432, 7168),
+    "deepseek expert": (8192, 7168, 2048),
+}
+Layer = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+# ---- the same recipe by plain XLA ---
+def _xla_quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """E4M3 codes and E8M0 scales of the last axis' blocks, scales rounded up, as XLA fuses it."""
+    blocks = x.reshape(*x.shape[:-1], -1, 32).astype(jnp.float32)
+    amax = jnp.max(jnp.abs(blocks), -1, keepdims=True)
+    exponent = jnp.ceil(jnp.log2(jnp.maximum(amax, 2.0**-100) / 448))
+    scale = jnp.exp2(exponent)
+    codes = (blocks / scale).astype(jnp.float8_e4m3fn)
+    return codes.reshape(x.shape), scale[..., 0].astype(jnp.float8_e8m0fnu)
+
+
+def _scaled_dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a (M, K) times b (N, K), both quantized by XLA."""
+    (a, a_scale), (b, b_scale) = _xla_quantized(a), _xla_quantized(b)
+    return jax.lax.scaled_dot(
+        a,
+        b,
+        lhs_scale=a_scale,
+        rhs_scale=b_scale,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.bfloat16,
+    )
+
+
+@jax.custom_vjp
+def xla_layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    """The products of MXFP8 by XLA's own quantizer and jax.lax.scaled_dot."""
+    return _scaled_dot(x, w.T)
+
+
+def _xla_bwd(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = kept
+    return _scaled_dot(dy, w), _scaled_dot(x.T, dy.T)
+
+
+xla_layer.defvjp(lambda x, w: (xla_layer(x, w), (x, w)), _xla_bwd)
+
+
+# ---- ways ---
+def both_ways(layer: Layer) -> Callable[..., Any]:
+    """The layer's result and both gradients."""
+
+    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        y, pull = jax.vjp(layer, x, w)
+        return y, pull(dy)
+
+    return run
+
+
+def microbatches(layer: Layer, prepare: Callable[[jax.Array], Any], n: int) -> Callable[..., Any]:
+    """The layer on `n` parts of x one after the other, the weight prepared once."""
+
+    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        def whole(x: jax.Array, w: jax.Array) -> jax.Array:
+            own = prepare(w)
+            parts = x.reshape(n, -1, x.shape[-1])
+            return jax.lax.map(lambda part: layer(part, own), parts).reshape(x.shape[0], -1)
+
+        y, pull = jax.vjp(whole, x, w)
+        return y, pull(dy)
+
+    return run
+
+
+def _mx(recipe: Recipe, implementation: str | None = None) -> Layer:
+    return functools.partial(jax_mx.matmul, recipe=recipe, implementation=implementation)
+
+
+ROWS = Recipe(window="row")
+WAYS: dict[str, Callable[..., Any]] = {
+    "bf16": both_ways(jnp.matmul),
+    "mxfp8": both_ways(_mx(MXFP8)),
+    "mxfp8, rows, fp8": both_ways(_mx(ROWS, "fp8")),
+    "mxfp4": both_ways(_mx(MXFP4)),
+    "mxfp8, square weights": both_ways(_mx(Recipe(block=(32, 32)))),
+    "XLA's quantizer, scaled_dot": both_ways(xla_layer),
+    "bf16, 4 microbatches": microbatches(jnp.matmul, lambda w: w, 4),
+    "mxfp8, 4 microbatches": microbatches(_mx(MXFP8), MXFP8.quantize_weight, 4),
+    "mxfp8, rows, fp8, 4 microbatches": microbatches(_mx(ROWS, "fp8"), ROWS.quantize_weight, 4),
+}
+
+
+def residual_bytes(layer: Layer, x: Any, w: Any) -> int:
+    """What a layer keeps for its backward pass."""
+    kept = jax.eval_shape(lambda x, w: jax.vjp(layer, x, w)[1], x, w)
+    return timing.nbytes(kept)
+
+
+def measured(way: str, shape: tuple[int, int, int], calls: int) -> dict[str, Any]:
+    """One row: microseconds, seconds of the first call."""
+    m, k, n = shape
+
+    def make(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        a, b, c = jax.random.split(key, 3)
+        x = jax.random.normal(a, (m, k), jnp.bfloat16)
+        w = jax.random.normal(b, (k, n), jnp.bfloat16) * k**-0.5
+        return x, w, jax.random.normal(c, (m, n), jnp.bfloat16)
+
+    inputs = [jax.jit(make)(key) for key in jax.random.split(jax.random.key(0), 2)]
+    jax.block_until_ready(inputs)
+    f = jax.jit(WAYS[way])
+    start = time.perf_counter()
+    compiled = f.lower(*inputs[0]).compile()
+    first = time.perf_counter() - start
+    found = timing.measure(compiled, inputs, calls)
+    return {
+        "way": way,
+        "shape": list(shape),
+        "us": round(found.us, 1),
+        "clock": found.clock,
+        "first_s": round(first, 2),
+        "tflops": round(6 * m * k * n / found.us / 1e6, 1),
+    }
+
+
+def main() -> None:
+    """Runs what the arguments name, prints a table, keeps records."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.layers", description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--tiny", action="store_true", help="1/64 of each length, to try it out")
+    parser.add_argument("--json", type=Path, help="where records go; what it holds is replaced")
+    options = parser.parse_args()
+    console, rows = Console(), []
+    table = Table("shape", "way", "us", "TF/s", "us/bf16", "first call, s")
+    for name in options.shapes:
+        m, k, n = SHAPES[name]
+        if options.tiny:
+            m, k, n = (max(each // 2048, 1) * 32 for each in (m, k, n))
+        shape = (m, k, n)
+        base: dict[str, float] = {}
+        for way in options.ways:
+            kind = "bf16, 4 microbatches" if "microbatches" in way else "bf16"
+            try:
+                with console.status(f"{name}: {way}"):
+                    row = measured(way, shape, options.calls)
+            except Exception as error:  # one way that fails leaves the others
+                console.print(f"{name}: {way} failed: {str(error).splitlines()[0][:160]}")
+                continue
+            base.setdefault(way, row["us"])
+            row["ratio"] = round(row["us"] / base.get(kind, np.nan), 3)
+            rows.append({"name": name, **row})
+            cells = (row["us"], row["tflops"], row["ratio"], row["first_s"])
+            table.add_row(name, way, *map(str, cells))
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16384, 7168), (7168, 4096)))
+    kept = {
+        way: residual_bytes(f, x, w) for way, f in (("bf16", jnp.matmul), ("mxfp8", _mx(MXFP8)))
+    }
+    console.print(table)
+    console.print(f"kept for the backward pass: {kept}, {kept['mxfp8'] / kept['bf16']:.3f} of bf16")
+    if options.json:
+        device = jax.devices()[0]
+        record = {
+            "device": device.device_kind,
+            "date": time.strftime("%Y-%m-%d"),
+            "jax": jax.__version__,
+            "command": "python -m benchmarks.layers",
+            "kept": kept,
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

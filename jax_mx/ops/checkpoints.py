@@ -1,0 +1,268 @@
+"""Checkpoints of MXArrays: what comes back is what went in, or an error says what differs.
+
+Checkpoints keep arrays by name. Key paths call the scales of an MXArray by all that is static of it
+(metadata.py), so Orbax refuses to restore one into a target of another format, axis or layout.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jax_mx.ops import metadata
+from jax_mx.ops.mxarray import MXArray
+
+Tree = Any
+_ARRAYS = {"values", "scales"}
+
+
+def from_checkpoint(tree: Tree) -> Tree:
+    """Makes MXArrays of what a checkpoint gives that is restored without a target.
+
+    Without a target Orbax, and flax's `msgpack_restore`, give a dictionary for each MXArray. Its
+    keys hold the format, the axis and the layouts.
+
+    Args:
+      tree: dictionaries, lists and tuples of arrays, nested.
+
+    Returns:
+      The same tree, with an `MXArray` for each such dictionary.
+
+    Raises:
+      TypeError, ValueError: as for `MXArray.from_parts`, of a dictionary that describes an array of
+        other shapes or dtypes, or in words that this version does not know.
+    """
+    if isinstance(tree, Mapping):
+        found = _parts_of(tree)
+        if found is not None:
+            return MXArray.from_parts(**found)
+        return {key: from_checkpoint(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(from_checkpoint, tree))
+    return tree
+
+
+def _parts_of(tree: Mapping) -> dict[str, Any] | None:
+    """The arguments of `MXArray.from_parts` that a dictionary holds; None if it holds others."""
+    op = "from_checkpoint"
+    if tree.keys() >= {*_ARRAYS, "format", "axis"}:
+        static = {name: value for name, value in tree.items() if name not in _ARRAYS}
+        return {**metadata.read(op, static), **{name: tree[name] for name in _ARRAYS}}
+    names = [name for name in tree if name != "values"]
+    if len(tree) != 2 or "values" not in tree or not isinstance(names[0], str):
+        return None
+    described = metadata.description_in(names[0])
+    if described is None:
+        return None
+    return metadata.read(op, described) | {"values": tree["values"], "scales": tree[names[0]]}
+
+
+# ---- safetensors ---
+# The dtypes of a file that are not a letter and a number of bits.
+_DTYPES = {
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "BOOL": np.bool_,
+}
+_KEY = "jax_mx"  # of a file's metadata: JSON, the static fields of each MXArray by its name
+
+
+def save_safetensors(
+    tensors: Mapping[str, MXArray | jax.typing.ArrayLike],
+    path: str | os.PathLike,
+    notes: Mapping[str, str] | None = None,
+) -> None:
+    """Writes arrays into a .safetensors file.
+
+    An MXArray called "w" becomes the tensors "w.values" and "w.scales", as it holds them. Scales
+    have the format's own dtype, F8_E8M0, MXFP8's values F8_E4M3 or F8_E5M2, others U8. The file's
+    metadata say under "jax_mx", in JSON, what the format, the axis and the layouts of each are.
+
+    Args:
+      tensors: by name; MXArrays and other arrays.
+      path: of the file; one that exists is replaced.
+      notes: further metadata, strings.
+
+    Raises:
+      ModuleNotFoundError: safetensors is not installed.
+      TypeError: no dictionary of arrays by name.
+      ValueError: two tensors would have one name.
+    """
+    op, library = "save_safetensors", _safetensors("save_safetensors")
+    if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
+        raise TypeError(f"{op}: tensors must be a dictionary of arrays by name")
+    found: dict[str, np.ndarray] = {}
+    described = {}
+    for name, tensor in tensors.items():
+        parts = {name: tensor}
+        if isinstance(tensor, MXArray):
+            described[name] = metadata.described(metadata.fields_of(tensor))
+            parts = {f"{name}.{part}": getattr(tensor, part) for part in ("values", "scales")}
+        if twice := parts.keys() & (found.keys() | (tensors.keys() - {name})):
+            raise ValueError(f"{op}: there are two tensors {min(twice)!r}; rename one")
+        for part, array in parts.items():
+            found[part] = np.ascontiguousarray(jax.device_get(array)).reshape(np.shape(array))
+    texts = {**(notes or {}), _KEY: json.dumps(described)}
+    library.numpy.save_file(found, os.fspath(path), metadata=texts)
+
+
+def load_safetensors(
+    path: str | os.PathLike, like: Mapping[str, Any] | None = None
+) -> dict[str, MXArray | jax.Array]:
+    """Reads what `save_safetensors` wrote.
+
+    Args:
+      path: of the file. Of one that others wrote, every tensor is an array.
+      like: what is expected, by name: arrays, MXArrays, or what jax.eval_shape gives of them. None:
+        whatever the file holds.
+
+    Returns:
+      Arrays of JAX and MXArrays, by name.
+
+    Raises:
+      ModuleNotFoundError: safetensors is not installed.
+      ValueError: the file's metadata describe an array that is not in it; a tensor has a dtype that
+        JAX does not have; or what is there is not what is expected: names, shapes, dtypes, the
+        format, axis or layouts of an MXArray.
+    """
+    op, library = "load_safetensors", _safetensors("load_safetensors")
+    with library.safe_open(os.fspath(path), framework="np") as file:  # it checks the header
+        texts = file.metadata() or {}
+    with Path(path).open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        start, arrays = file.tell(), {}
+        for name, entry in header.items():
+            file.seek(start + entry["data_offsets"][0])
+            kind = _dtype(op, name, entry["dtype"])
+            flat = np.fromfile(file, kind, math.prod(entry["shape"]))
+            arrays[name] = jnp.asarray(flat.reshape(entry["shape"]))
+    found: dict[str, Any] = {}
+    for name, description in json.loads(texts.get(_KEY, "{}")).items():
+        parts = {part: arrays.pop(f"{name}.{part}", None) for part in ("values", "scales")}
+        if missing := [part for part, array in parts.items() if array is None]:
+            raise ValueError(f"{op}: the file describes {name!r} and has no '{name}.{missing[0]}'")
+        found[name] = MXArray.from_parts(**parts, **metadata.read(op, description))
+    found |= arrays
+    if like is not None:
+        _require_alike(op, found, like)
+    return found
+
+
+def _dtype(op: str, name: str, dtype: str) -> np.dtype:
+    """The dtype that a file calls so."""
+    kind = _DTYPES.get(dtype)
+    if kind is None:
+        try:
+            kind = np.dtype(dtype[0].lower() + str(int(dtype[1:]) // 8))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{op}: {name!r} has the dtype {dtype}, which JAX lacks") from error
+    kind = np.dtype(kind)
+    if (kept := jax.dtypes.canonicalize_dtype(kind)) != kind:
+        raise ValueError(
+            f"{op}: {name!r} is {kind}, which JAX would take for {kept}; set jax_enable_x64"
+        )
+    return kind
+
+
+def _require_alike(op: str, found: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+    """Raises ValueError where what was found is not what was expected."""
+    if missing := sorted(like.keys() - found.keys()):
+        raise ValueError(f"{op}: the file has no {missing[0]!r}")
+    if more := sorted(found.keys() - like.keys()):
+        raise ValueError(f"{op}: the file has {more[0]!r}, which is not expected")
+    for name, want in like.items():
+        got = found[name]
+        if isinstance(got, MXArray) != isinstance(want, MXArray):
+            kinds = ["an MXArray" if isinstance(a, MXArray) else "an array" for a in (got, want)]
+            raise ValueError(f"{op}: {name!r} is {kinds[0]}, expected is {kinds[1]}")
+        if isinstance(got, MXArray):
+            pair = metadata.fields_of(got), metadata.fields_of(want)
+            metadata.require_same(op, repr(name), *pair)
+        elif got.dtype != want.dtype:
+            raise ValueError(f"{op}: {name!r} is {got.dtype}, expected is {want.dtype}")
+        if got.shape != want.shape:
+            raise ValueError(f"{op}: {name!r} has the shape {got.shape}, expected {want.shape}")
+
+
+def _safetensors(op: str) -> Any:
+    try:
+        import safetensors.numpy
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{op}: this needs safetensors; install it with pip install 'jax-mx[checkpoints]'",
+            name="safetensors",
+        ) from error
+    return safetensors
+
+
+# ---- flax ---
+_FLAX = "flax.serialization"
+
+
+def _to_state_dict(q: MXArray) -> dict[str, Any]:
+    """What flax writes of an MXArray: bytes, as not every msgpack of flax knows small floats."""
+    arrays = {name: np.asarray(getattr(q, name)).view(np.uint8) for name in ("values", "scales")}
+    return arrays | metadata.described(metadata.fields_of(q))
+
+
+def _from_state_dict(target: MXArray, state: Mapping[str, Any]) -> MXArray:
+    """The inverse of `_to_state_dict`, for a target of the same format, axis and layouts.
+
+    Raises:
+      ValueError: it has others, or another shape.
+    """
+    op = "from_state_dict"
+    static = {name: value for name, value in state.items() if name not in _ARRAYS}
+    fields = metadata.read(op, static)
+    metadata.require_same(op, "the checkpoint", tuple(fields.values()), metadata.fields_of(target))
+    q = MXArray.from_parts(state["values"], state["scales"], **fields)
+    if q.shape != target.shape:
+        raise ValueError(f"{op}: the checkpoint has the shape {q.shape}, must have {target.shape}")
+    return q
+
+
+def _register_with_flax(module: ModuleType) -> None:
+    module.register_serialization_state(MXArray, _to_state_dict, _from_state_dict)
+
+
+class _AfterFlax(importlib.abc.MetaPathFinder):
+    """Registers MXArray with flax.serialization when a program imports that, and not before."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """The module's own spec, whose loader registers when it has run."""
+        if fullname != _FLAX:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_register(module: ModuleType) -> None:
+            run(module)
+            _register_with_flax(module)
+
+        spec.loader.exec_module = run_and_register
+        return spec
+
+
+if _FLAX in sys.modules:
+    _register_with_flax(sys.modules[_FLAX])
+else:
+    sys.meta_path.insert(0, _AfterFlax())

@@ -1,0 +1,102 @@
+"""`concatenate`, `stack` and `swapaxes` of MXArrays, as `jax.numpy` has them of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax_mx.arrays.checks import axis_of
+from jax_mx.ops import indexing, metadata
+from jax_mx.ops.mxarray import MXArray, checked
+
+
+def concatenate(arrays: Sequence[MXArray], axis: int = 0) -> MXArray:
+    """Arrays one behind the other.
+
+    Args:
+      arrays: of one format, block axis (counted from the end) and layouts, and of one shape but for
+        the length of `axis`.
+      axis: any; blocks stay whole along each.
+
+    Returns:
+      An `MXArray` in the layouts of the arrays. Whole tiles are joined as they are; where an array
+      but the last ends inside of a tile, scales are taken out of their tiles and put into new ones.
+
+    Raises:
+      TypeError: one is no `MXArray`.
+      ValueError: there are none, or they differ in what they must not.
+    """
+    return _joined("concatenate", arrays, axis)
+
+
+def stack(arrays: Sequence[MXArray], axis: int = 0) -> MXArray:
+    """Arrays of one shape, beside each other along a new axis.
+
+    Args:
+      arrays: of one shape, format, block axis and layouts.
+      axis: where the new axis lies in the result.
+
+    Returns:
+      An `MXArray` of one dimension more.
+
+    Raises:
+      TypeError: one is no `MXArray`.
+      ValueError: there are none, they differ, or square blocks would not span the last two axes.
+    """
+    op = "stack"
+    each = _alike(op, arrays)
+    for i, q in enumerate(each):
+        if q.shape != each[0].shape:
+            raise ValueError(
+                f"{op}: array {i} has the shape {q.shape}, array 0 {each[0].shape}; they must agree"
+            )
+    at = axis_of(op, axis, each[0].ndim + 1) + each[0].ndim + 1
+    index = (*(slice(None),) * at, None)
+    return _joined(op, [indexing.indexed(op, q, index) for q in each], at)
+
+
+def swapaxes(q: MXArray, axis1: int, axis2: int) -> MXArray:
+    """The array with two axes swapped; blocks run along the same elements.
+
+    Args:
+      q: what `quantize` returned.
+      axis1: an axis; of square blocks both or none are of the last two.
+      axis2: another.
+
+    Returns:
+      An `MXArray` in the layouts of q, whose `axis` follows its blocks: `q.mT` of one with axis -1
+      has axis -2. It dequantizes to what q dequantizes to, with the axes swapped.
+
+    Raises:
+      TypeError: q is no `MXArray`, or an axis no int.
+      ValueError: an axis out of range, or a result that cannot lie in q's layouts.
+    """
+    op = "swapaxes"
+    return checked(op, "q", q).swapaxes(axis1, axis2)
+
+
+def _alike(op: str, arrays: Sequence[MXArray]) -> list[MXArray]:
+    """The arrays, which agree in all static fields and in rank."""
+    if isinstance(arrays, MXArray):
+        raise TypeError(f"{op}: it takes a list of MXArrays, got one MXArray")
+    each = [checked(op, f"array {i}", q) for i, q in enumerate(arrays)]
+    if not each:
+        raise ValueError(f"{op}: it takes one array at least, got none")
+    for i, q in enumerate(each):
+        first = metadata.fields_of(each[0])
+        metadata.require_same(op, f"array {i}", metadata.fields_of(q), first)
+        if q.ndim != each[0].ndim:
+            raise ValueError(f"{op}: array {i} has rank {q.ndim}, array 0 {each[0].ndim}")
+    return each
+
+
+def _joined(op: str, arrays: Sequence[MXArray], axis: int) -> MXArray:
+    each = _alike(op, arrays)
+    along = axis_of(op, axis, each[0].ndim)
+    for i, q in enumerate(each):
+        pairs = zip(q.shape, each[0].shape, strict=True)
+        if any(a != b for d, (a, b) in enumerate(pairs, -q.ndim) if d != along):
+            raise ValueError(
+                f"{op}: array {i} has the shape {q.shape}, array 0 {each[0].shape}; they may "
+                f"differ along axis {axis} alone"
+            )
+    return indexing.joined(op, each, along)

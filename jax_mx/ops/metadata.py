@@ -1,0 +1,180 @@
+"""What of an MXArray is static: read from arguments, and written into files and programs.
+
+A static field is a row of `FIELDS`. Exported programs, safetensors files, flax's state dicts and
+the names that checkpoints give to scales all take it from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax_mx.arrays.checks import block_of, shown, whole, window_of
+from jax_mx.arrays.views import moved_last
+from jax_mx.facts.formats import BLOCK, FORMATS, named
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, SCALE_LAYOUTS, VALUE_LAYOUTS
+from jax_mx.facts.windows import Window
+
+
+def _axis(name: str, axis: Any) -> int:
+    try:
+        return whole(axis)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an int, got {shown(axis)}") from error
+
+
+def _window(name: str, window: Any) -> Window:
+    return window_of(name.partition(":")[0], tuple(window) if isinstance(window, list) else window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One static field of an MXArray.
+
+    Attributes:
+      read: the field, from its name in a message and what a caller or a file gives.
+      text: what a file holds for it: a string, or an int or a list of ints.
+      default: what an array has that says nothing of it; None: each says it.
+    """
+
+    read: Callable[[str, Any], Any]
+    text: Callable[[Any], Any]
+    default: Any = None
+
+
+def _name(value: Any) -> str:
+    return value.name
+
+
+FIELDS: Mapping[str, Field] = {
+    "format": Field(lambda name, v: named(name, FORMATS, v), _name),
+    "axis": Field(_axis, int),
+    "scale_layout": Field(lambda name, v: named(name, SCALE_LAYOUTS, v), _name, ROW_MAJOR),
+    "block": Field(lambda name, v: block_of(name.partition(":")[0], v), list, (BLOCK,)),
+    "value_layout": Field(lambda name, v: named(name, VALUE_LAYOUTS, v), _name, ROW_MAJOR_VALUES),
+    "window": Field(_window, lambda v: list(v) if isinstance(v, tuple) else v, BLOCK),
+}
+
+
+def fields_of(q: Any) -> tuple[Any, ...]:
+    """The static fields of an array, in the order of `FIELDS`."""
+    return tuple(getattr(q, name) for name in FIELDS)
+
+
+def described(fields: tuple[Any, ...]) -> dict[str, Any]:
+    """Static fields as JSON has them."""
+    pairs = zip(FIELDS.items(), fields, strict=True)
+    return {name: field.text(value) for (name, field), value in pairs}
+
+
+def read(op: str, description: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `described`: static fields by name; those that are not said have defaults.
+
+    Raises:
+      TypeError, ValueError: a field is missing, unknown, or no value of this version's.
+    """
+    if unknown := set(description) - set(FIELDS):
+        raise ValueError(
+            f"{op}: an MXArray is described with {', '.join(sorted(unknown))}, which this version "
+            "of jax_mx does not know; install a newer one"
+        )
+    if missing := [n for n, f in FIELDS.items() if f.default is None and n not in description]:
+        raise ValueError(f"{op}: an MXArray is described without {', '.join(missing)}")
+    return {
+        name: field.read(f"{op}: {name}", description[name]) if name in description
+        else field.default
+        for name, field in FIELDS.items()
+    }  # fmt: skip
+
+
+def require_same(op: str, name: str, fields: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    """Refuses arrays that differ in a static field.
+
+    Raises:
+      ValueError: they do; says in which.
+    """
+    for field, one, two in zip(FIELDS, fields, other, strict=True):
+        if one != two:
+            raise ValueError(f"{op}: {name} has the {field} {one!r}, must have {two!r}")
+
+
+# ---- names of leaves ---
+# A checkpoint keeps arrays under the names that key paths give to them. So the name of scales says
+# what they belong to: nothing is restored into an array that means something else by these bytes.
+_SCALES = "scales:"
+
+
+@functools.lru_cache
+def scales_name(fields: tuple[Any, ...]) -> str:
+    """What key paths call the scales of an array with these static fields.
+
+    Example: "scales:format=mxfp8_e4m3,axis=-1"; fields with their default are left out.
+    """
+    said = described(fields)
+    kept = [n for n, v in zip(FIELDS, fields, strict=True) if v != FIELDS[n].default]
+    texts = ("x".join(map(str, v)) if isinstance(v, list) else v for v in map(said.get, kept))
+    return _SCALES + ",".join(f"{name}={text}" for name, text in zip(kept, texts, strict=True))
+
+
+def description_in(name: str) -> dict[str, Any] | None:
+    """What `scales_name` wrote, as `read` takes it; None for another name."""
+    if not name.startswith(_SCALES):
+        return None
+    found: dict[str, Any] = dict(
+        pair.split("=", 1) for pair in name.removeprefix(_SCALES).split(",") if "=" in pair
+    )
+    if "axis" in found:
+        found["axis"] = int(found["axis"])
+    for field in ("block", "window"):
+        if field in found and found[field][0].isdigit():
+            lengths = [int(n) for n in found[field].split("x")]
+            found[field] = lengths if field == "block" or len(lengths) > 1 else lengths[0]
+    return found
+
+
+# ---- padding of tiles ---
+@dataclasses.dataclass(frozen=True, eq=False)
+class Padding:
+    """How many rows and columns of the last tiles of scales are padding.
+
+    Whatever may be done to values and scales alike keeps these numbers: new leading dimensions,
+    indices of leading dimensions, shards and slices of whole tiles. A cut inside of a tile changes
+    them, and so shows, though the shapes of values and scales fit each other.
+
+    Attributes:
+      sides: (rows, columns), or None where nothing is known: scales without tiles, leaves without
+        shapes, symbolic shapes. Such a one equals every other.
+    """
+
+    sides: tuple[int, int] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Padding):
+            return NotImplemented
+        return self.sides == other.sides or self.sides is None or other.sides is None
+
+    def __hash__(self) -> int:
+        return 0
+
+
+UNKNOWN = Padding()
+
+
+def padding_of(q: Any, known: Padding = UNKNOWN) -> Padding:
+    """The padding that belongs to the shape of an array's values.
+
+    Args:
+      q: an MXArray, also one whose leaves are no arrays, as JAX makes them.
+      known: what is taken of such a one.
+    """
+    layout, shape = q.scale_layout, getattr(q.values, "shape", None)
+    if not layout.is_tiled:
+        return UNKNOWN
+    if not isinstance(shape, tuple) or len(shape) - q.value_layout.is_tiled < max(2, -q.axis):
+        return known
+    if not all(isinstance(n, int) for n in shape):
+        return UNKNOWN
+    *_, rows, length = moved_last(q.shape, q.axis)
+    return Padding((-rows % layout.pad[0], -(length // BLOCK) % layout.pad[1]))

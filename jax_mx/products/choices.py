@@ -1,0 +1,314 @@
+"""Choices: which implementation serves which call, as it was measured; files and tables of them.
+
+A `Choice` maps keys to implementations. A key is all that the speed of a call depends on, in words:
+so a file of choices can be read, and edited, by a person.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_mx.arrays.checks import shown
+from jax_mx.version import __version__
+
+logger = logging.getLogger("jax_mx")
+
+VERSION = 1  # of files
+ENVIRONMENT = "JAX_MX_TUNING"
+TABLES = Path(__file__).with_name("tables")
+Cost = float | str  # microseconds; or why a candidate was left out
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Key:
+    """What was measured, in words.
+
+    Attributes:
+      op: its name.
+      chip: as its driver names it: "sm_90", "gfx950", "cpu".
+      operands: of each the format or dtype, its shape in a shard, the blocks' axis, layouts and
+        window.
+      how: what else the call is: dimension numbers, the result's dtype.
+      version: of jax_mx.
+    """
+
+    op: str
+    chip: str
+    operands: tuple[str, ...]
+    how: str
+    version: str = __version__
+
+    def __str__(self) -> str:
+        return f"{' . '.join(self.operands)}; {self.how}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What is known of one key.
+
+    Attributes:
+      key: of the call.
+      chosen: the implementation; None where none was measured to be the fastest.
+      costs: of each candidate by its name: microseconds a call, or why it was left out.
+      on: where it was measured: the device and JAX's version.
+    """
+
+    key: Key
+    chosen: str | None
+    # Two choices that say the same are one to jit, whatever was measured.
+    costs: tuple[tuple[str, Cost], ...] = dataclasses.field(default=(), compare=False)
+    on: str = dataclasses.field(default="", compare=False)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Choice:
+    """The implementations that were measured to be the fastest; see `jax_mx.autotune`.
+
+    A frozen value. `print(choice)` shows a table. As a context manager it decides, within the
+    context, which implementation serves the calls it has entries for; of nested ones the inner one
+    comes first. It is part of the key of jit's cache: a function is traced and lowered again within
+    another choice.
+
+    Attributes:
+      entries: for each key what was measured, sorted.
+      notes: what to know of how they were measured, a sentence each.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry], notes: Sequence[str] = ()) -> Choice:
+        """A choice of these entries; of two of one key the last one counts."""
+        by_key = {entry.key: entry for entry in entries}
+        return cls(tuple(by_key[key] for key in sorted(by_key)), tuple(dict.fromkeys(notes)))
+
+    @functools.cached_property
+    def by_key(self) -> Mapping[Key, Entry]:
+        """The entries."""
+        return {entry.key: entry for entry in self.entries}
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self.entries)
+
+    def __hash__(self) -> int:
+        return self._hash  # computed once: jit hashes it at every call
+
+    def __or__(self, other: Choice) -> Choice:
+        """Both: of two entries of one key the other one's."""
+        if not isinstance(other, Choice):
+            return NotImplemented
+        return Choice.of((*self.entries, *other.entries), (*self.notes, *other.notes))
+
+    def __repr__(self) -> str:
+        return f"Choice({len(self.entries)} calls)"
+
+    def __str__(self) -> str:
+        rows = [(entry.key, entry.chosen or "by rule", entry.costs) for entry in self.entries]
+        return "\n".join([*table(("chosen",), rows), *self.notes])
+
+    def __enter__(self) -> Choice:
+        outer = context.value
+        entered = context(self if outer is None else outer | self)
+        entered.__enter__()
+        _entered().append(entered)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _entered().pop().__exit__(*error)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a JSON file, which `load` and the environment's JAX_MX_TUNING take.
+
+        Args:
+          path: of the file; it is replaced.
+        """
+        path = Path(path)
+        beside = path.with_name(f"{path.name}.{os.getpid()}")  # nothing half written is ever read
+        beside.write_text(to_text(self))
+        beside.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Choice:
+        """Reads what `save` wrote.
+
+        Args:
+          path: of the file.
+
+        Raises:
+          OSError: it cannot be read.
+          ValueError: it is no such file, or one of another version.
+        """
+        return _parsed(f"Choice.load: {path}", Path(path).read_bytes())
+
+
+context = jax.make_user_context(default_value=None)  # a `Choice`; part of jit's cache's key
+_local = threading.local()
+
+
+def _entered() -> list[Any]:
+    """The contexts that this thread is in, the innermost last."""
+    if not hasattr(_local, "entered"):
+        _local.entered = []
+    return _local.entered
+
+
+# ---- files ---
+def _to_json(entry: Entry) -> dict[str, Any]:
+    key = dataclasses.asdict(entry.key)
+    return {**key, "chosen": entry.chosen, "costs": dict(entry.costs), "on": entry.on}
+
+
+def _from_json(found: Mapping[str, Any]) -> Entry:
+    costs = {str(name): cost for name, cost in found["costs"].items()}
+    texts = [found[name] for name in ("op", "chip", "how", "version", "on")]
+    if not all(isinstance(text, str) for text in (*texts, *found["operands"])) or not all(
+        isinstance(cost, str | int | float) for cost in costs.values()
+    ):
+        raise TypeError
+    op, chip, how, version, on = texts
+    chosen = found["chosen"]
+    if chosen is not None and not isinstance(costs.get(chosen), int | float):
+        raise ValueError  # what is chosen was measured
+    return Entry(
+        Key(op, chip, tuple(found["operands"]), how, version), chosen, (*costs.items(),), on
+    )
+
+
+def to_text(choice: Choice) -> str:
+    """A choice as files have it."""
+    entries = [_to_json(entry) for entry in choice.entries]
+    found = {"jax_mx_tuning": VERSION, "notes": choice.notes, "entries": entries}
+    return json.dumps(found, indent=1) + "\n"
+
+
+def from_text(text: str) -> Choice:
+    """The inverse of `to_text`."""
+    return _parsed("autotune: what process 0 sent", text.encode())
+
+
+def _parsed(what: str, text: bytes) -> Choice:
+    damaged = f"{what} is damaged, or no file that Choice.save wrote; autotune and save again"
+    try:
+        found = json.loads(text)
+        version = found["jax_mx_tuning"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(damaged) from error
+    if version != VERSION:
+        raise ValueError(
+            f"{what} has version {shown(version)}, this jax_mx reads version {VERSION}; autotune "
+            "and save again"
+        )
+    try:
+        return Choice.of(map(_from_json, found["entries"]), [*map(str, found["notes"])])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(damaged) from error
+
+
+@functools.cache
+def of_environment(path: str) -> Choice:
+    """The choice of the file that JAX_MX_TUNING names; read once a process.
+
+    What another version of jax_mx measured does not count, which a warning says.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    what = f"{ENVIRONMENT}: {path}"
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"{what} cannot be read ({error.strerror}); unset it, or name a file of Choice.save"
+        ) from error
+    choice = _parsed(what, text)
+    versions = {entry.key.version for entry in choice.entries} - {__version__}
+    if versions:
+        logger.warning(
+            "jax_mx: %s has entries of version %s, this is %s; they do not count, autotune again",
+            what,
+            ", ".join(sorted(versions)),
+            __version__,
+        )
+    return choice
+
+
+@functools.cache
+def shipped(chip: str) -> Choice:
+    """The choice that the package has for a chip; an empty one where it has none.
+
+    It is this version's, whichever one measured it.
+    """
+    path = TABLES / f"{chip}.json"
+    if not path.exists():
+        return Choice()
+    return of_this_version(_parsed(f"jax_mx: {path}", path.read_bytes()))
+
+
+def of_this_version(choice: Choice) -> Choice:
+    """The choice, as if this version of jax_mx had measured it."""
+    return Choice.of(
+        (
+            dataclasses.replace(entry, key=dataclasses.replace(entry.key, version=__version__))
+            for entry in choice.entries
+        ),
+        choice.notes,
+    )
+
+
+def known(chip: str) -> list[tuple[str, Choice]]:
+    """What has been measured for a chip: by whom, and the choice; what counts first, first."""
+    found = []
+    if context.value is not None:
+        found.append(("context", context.value))
+    if path := os.environ.get(ENVIRONMENT):
+        found.append((f"{ENVIRONMENT} ({path})", of_environment(path)))
+    found.append((f"table for {chip}", shipped(chip)))
+    return found
+
+
+# ---- tables ---
+def table(heads: Sequence[str], rows: Sequence[tuple]) -> list[str]:
+    """The lines of a table of calls and what each candidate costs.
+
+    Args:
+      heads: of the columns between the call and the costs.
+      rows: key, a cell for each head, costs.
+    """
+    if not rows:
+        return ["no calls"]
+    names = dict.fromkeys(name for *_, costs in rows for name, _ in costs)
+    reasons: dict[str, int] = {}
+    lines = [("call", *heads, *(f"{name}, us" for name in names))]
+    for key, *cells, costs in rows:
+        found = dict(costs)
+        each = []
+        for name in names:
+            cost = found.get(name, "")
+            if isinstance(cost, str):
+                cost = f"[{reasons.setdefault(cost, len(reasons) + 1)}]" if cost else ""
+            else:
+                cost = f"{cost:.1f}"
+            each.append(cost)
+        lines.append((str(key), *cells, *each))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(
+            cell.ljust(width) if i <= len(heads) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    text.insert(1, "-" * max(map(len, text)))
+    return [*text, *(f"[{number}] {reason}" for reason, number in reasons.items())]

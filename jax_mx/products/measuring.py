@@ -1,0 +1,271 @@
+"""What an implementation of a product costs on this device, and whether it computes the product.
+
+Time is taken of a program that holds the product many times, each on operands of its own, so that
+neither the host nor the L2 cache counts: launches are one program's, a CUDA graph where XLA makes
+one, and operands are read from memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.ops.quantize import quantize
+from jax_mx.products.choices import Cost
+from jax_mx.products.dot import Call, Operand
+from jax_mx.products.implementations import IMPLEMENTATIONS
+from jax_mx.products.product import contracted
+
+COLD_BYTES = 240 * 2**20  # four times the largest L2 at hand, an H200's
+FEWEST, MOST = 2, 32  # products of a program; a CPU needs no more, it has no launches
+BATCH_SECONDS = 0.02  # a clock runs at least so long, as far as MOST_RUNS go
+MOST_RUNS = 64
+ROUNDS = 5
+HOPELESS = 3.0  # a candidate that takes so many times as long as another is timed once
+TERMS = 8  # nonzero products of a sum, of the sparse operands that are compared
+
+OVER = "not measured: the time was over"
+
+Pair = tuple[Operand, Operand]
+
+
+# ---- operands ---
+def operands(call: Call, count: int) -> list[Pair]:
+    """Random operands of a call, quantized from normal numbers.
+
+    Args:
+      call: of one shard.
+      count: how many pairs.
+    """
+
+    @jax.jit
+    def pair(key: jax.Array) -> Pair:
+        left, right = jax.random.split(key)
+        return _operand(call.lhs, left), _operand(call.rhs, right)
+
+    return [pair(jax.random.key(seed)) for seed in range(count)]
+
+
+def _operand(like: Any, key: jax.Array) -> Operand:
+    if not isinstance(like, MXArray):
+        return jax.random.normal(key, like.shape, like.dtype)
+    return quantize(
+        jax.random.normal(key, like.shape, jnp.bfloat16),
+        like.format,
+        axis=like.axis,
+        block=like.block if len(like.block) == 2 else like.block[0],
+        window=like.window,
+        scale_layout=like.scale_layout,
+        value_layout=like.value_layout,
+    )
+
+
+def _sparse(x: Operand, length: int) -> Operand:
+    """x with some `TERMS` elements, or bytes of codes, in a row of `length` that are not zero.
+
+    Sums of few terms tell a wrong factor or place, which the bound of long sums may hide.
+    """
+
+    def thinned(array: jax.Array) -> jax.Array:
+        kept = jax.random.bernoulli(jax.random.key(7), min(1.0, TERMS / length), array.shape)
+        return jnp.where(kept, array, jnp.zeros((), array.dtype))
+
+    if isinstance(x, MXArray):
+        return dataclasses.replace(x, values=jax.jit(thinned)(x.values))
+    return jax.jit(thinned)(x)
+
+
+# ---- what a product may differ by ---
+class Reference:
+    """The product of two operands by "xla", and what others may differ by from it."""
+
+    def __init__(self, call: Call, pair: Pair):
+        """Computes both on the device.
+
+        Args:
+          call: of one shard.
+          pair: its operands.
+        """
+        self.call, self.value, self.size = call, *_reference(call, *pair)
+
+    def obstacle(self, y: jax.Array, error: float) -> str:
+        """Why y is not the product; empty where it is.
+
+        Args:
+          y: what an implementation computed.
+          error: what it may differ by of sum |a||b|, besides eps32 * k.
+        """
+        error = max(error, float(np.finfo(np.float32).eps) * self.call.length)
+        far = float(_distance(y, self.value, self.size, error))
+        if far <= 1:
+            return ""
+        return f"differs from 'xla' by {'NaN' if math.isnan(far) else f'{far:.3g} times'} the bound"
+
+
+def _reference(call: Call, lhs: Operand, rhs: Operand) -> tuple[jax.Array, jax.Array]:
+    numbers = call.dot.numbers
+
+    @jax.jit
+    def both(lhs: Operand, rhs: Operand) -> tuple[jax.Array, jax.Array]:
+        a, b = (
+            dequantize(x, jnp.float32, implementation="xla")
+            if isinstance(x, MXArray)
+            else x.astype(jnp.float32)
+            for x in (lhs, rhs)
+        )
+        dot = partial(
+            jax.lax.dot_general,
+            dimension_numbers=numbers,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        return dot(a, b), dot(jnp.abs(a), jnp.abs(b))
+
+    return both(lhs, rhs)
+
+
+@jax.jit
+def _distance(y: jax.Array, value: jax.Array, size: jax.Array, error: float) -> jax.Array:
+    """How far y is from the value at most, in units of what is allowed; NaN counts as far."""
+    allowed = error * size + float(jnp.finfo(y.dtype).eps) * jnp.abs(value)
+    allowed += float(np.finfo(np.float32).tiny)
+    rounded = value.astype(y.dtype)  # equal where both overflow
+    far = jnp.where(y == rounded, 0.0, jnp.abs(y.astype(jnp.float32) - value) / allowed)
+    return jnp.max(far)
+
+
+# ---- time ---
+class Candidate:
+    """One implementation of a call, compiled."""
+
+    def __init__(self, name: str, call: Call, sets: Sequence[Pair]):
+        """Compiles a program of as many products as there are operands.
+
+        Args:
+          name: of the implementation.
+          call: of one shard.
+          sets: what lies in memory for its products.
+
+        Raises:
+          Exception: it does not compile.
+        """
+        self.name, self.sets = name, sets
+        self.program = jax.jit(partial(_products, name, _Static(call))).lower(sets).compile()
+
+    def first(self, sets: Sequence[Pair]) -> jax.Array:
+        """The first product of these operands."""
+        return jax.block_until_ready(self.program(sets))[0]
+
+    def run(self) -> Any:
+        """Starts the program."""
+        return self.program(self.sets)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Static:
+    call: Call
+
+
+def _products(name: str, static: _Static, sets: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
+    """The first of the products, and a number that depends on all of them, one after the other."""
+    dot, made = static.call.dot, []
+    for pair in sets:
+        if made:  # not before the last one is done, nor together with it
+            pair, made[-1] = jax.lax.optimization_barrier((pair, made[-1]))
+        made.append(
+            contracted(
+                *pair, dot.contracting, dot.batch, dot.dtype, exact=dot.exact, implementation=name
+            )
+        )
+    made = jax.lax.optimization_barrier(made)
+    return made[0], sum(y[(0,) * y.ndim].astype(jnp.float32) for y in made)
+
+
+def seconds(candidate: Candidate, runs: int) -> float:
+    """The time on the host's clock that a candidate's program takes, that often in a row."""
+    jax.block_until_ready(candidate.run())
+    start = time.perf_counter()
+    for _ in range(runs):
+        last = candidate.run()
+    jax.block_until_ready(last)
+    return time.perf_counter() - start
+
+
+def _launches(call: Call) -> int:
+    """How many products a program has."""
+    leaves = jax.tree.leaves((call.lhs, call.rhs))
+    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    (device,) = jnp.zeros(()).devices()
+    on_cpu = device.platform == "cpu"
+    return min(max(math.ceil(COLD_BYTES / nbytes), FEWEST), FEWEST if on_cpu else MOST)
+
+
+def measured(
+    call: Call, names: Sequence[str], is_over: Callable[[], bool]
+) -> tuple[str | None, dict[str, Cost]]:
+    """The fastest of some implementations that compute a call's product.
+
+    Args:
+      call: of one shard.
+      names: of implementations that serve it. None is chosen unless the first one was tried.
+      is_over: whether the time for measuring is.
+
+    Returns:
+      The name of the fastest, or None; of each name microseconds, or why it was left out.
+    """
+    count = _launches(call)
+    sets = operands(call, count)
+    thin = [(_sparse(sets[0][0], call.length), sets[0][1]), *sets[1:]]
+    references = [(each, Reference(call, each[0])) for each in (sets, thin)]
+    costs: dict[str, Cost] = {}
+    running = []
+    for name in names:
+        if is_over():
+            costs[name] = OVER
+            continue
+        try:
+            candidate = Candidate(name, call, sets)
+            error = IMPLEMENTATIONS[name].error
+            each = (known.obstacle(candidate.first(own), error) for own, known in references)
+            why = next(filter(None, each), "")
+        except Exception as failure:  # of XLA, of the device: the others go on
+            why = failed(failure)
+        if why:
+            costs[name] = f"left out: it {why}"
+        else:
+            running.append(candidate)
+    del references, thin
+    costs |= _timed(running, count)
+    times = {name: cost for name, cost in costs.items() if isinstance(cost, float)}
+    chosen = min(times, key=times.__getitem__) if times and costs[names[0]] != OVER else None
+    return chosen, {name: costs[name] for name in names}
+
+
+def _timed(candidates: Sequence[Candidate], launches: int) -> dict[str, float]:
+    """Microseconds of one product: the median over rounds in which candidates take turns."""
+    once = {c.name: seconds(c, 1) for c in candidates}
+    best = min(once.values(), default=0.0)
+    found = {name: [first] for name, first in once.items()}
+    for i in range(ROUNDS):
+        for c in candidates:
+            if once[c.name] <= HOPELESS * best:
+                runs = min(max(round(BATCH_SECONDS / max(once[c.name], 1e-9)), 1), MOST_RUNS)
+                found[c.name] = [*(found[c.name] if i else ()), seconds(c, runs) / runs]
+    us = {name: statistics.median(each) / launches * 1e6 for name, each in found.items()}
+    return {name: round(each, 3) for name, each in us.items()}
+
+
+def failed(error: Exception) -> str:
+    """An error in a line."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"failed: {type(error).__name__}: {text[:160]}"

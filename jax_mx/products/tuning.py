@@ -1,0 +1,374 @@
+"""`autotune` measures the calls of a function, `explain` says what serves them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType, Mesh
+
+from jax_mx.arrays.checks import shown, whole
+from jax_mx.lowering import primitive
+from jax_mx.lowering.registry import Support
+from jax_mx.products import choices, measuring
+from jax_mx.products.choices import Choice, Cost, Entry, Key
+from jax_mx.products.dot import Call, call_of, key_of
+from jax_mx.products.implementations import Decision, candidates, decided
+
+
+@dataclasses.dataclass(frozen=True)
+class Tunable:
+    """An op that several implementations serve, by how it is looked at here.
+
+    Attributes:
+      call_of: the call of an equation, from its parameters and abstract values.
+      key_of: what its speed on a chip depends on.
+      candidates: what each implementation says of it on a platform and chips.
+      decided: which one is taken.
+      measured: see `measuring.measured`.
+    """
+
+    call_of: Callable[[Any, Sequence[Any]], Call]
+    key_of: Callable[[Call, str], Key]
+    candidates: Callable[[Call, str, Sequence[str]], list[Support]]
+    decided: Callable[[Call, str, Sequence[str]], Decision]
+    measured: Callable[
+        [Call, Sequence[str], Callable[[], bool]], tuple[str | None, dict[str, Cost]]
+    ]
+
+
+# By the names of primitives. Quantizers are none: their kernel is faster than "xla" in every form
+# (docs/performance.md), and its tiles are chosen where it is built (kernels/*/tuning).
+TUNABLE = {
+    "mx_dot_general": Tunable(
+        lambda params, avals: call_of(params["dot"], avals),
+        key_of,
+        candidates,
+        decided,
+        # Looked up when it is called: tests put costs in its place.
+        lambda *args: measuring.measured(*args),
+    )
+}
+GLOBAL_SHAPES = (
+    "Some calls stand on a mesh with automatic axes: a trace knows their global shapes alone, so "
+    "these were looked up, and measured on one device; explicit axes or shard_map have a shard's."
+)
+
+
+# ---- the calls of a function ---
+@dataclasses.dataclass
+class _Found:
+    """A call in a trace, and how often it is there."""
+
+    op: Tunable
+    call: Call
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where calls run.
+
+    Attributes:
+      device: that measures; None where a chip is only named.
+      platform: JAX's name of it.
+      chips: that a program is lowered for.
+    """
+
+    device: jax.Device | None
+    platform: str
+    chips: list[str]
+
+
+def _place(args: Any, device: Any = None) -> _Place:
+    """Where a function of these arguments runs: on their device, else on the default one."""
+    if isinstance(device, str):
+        return _Place(None, primitive.platform_of(device), [device])
+    if device is None:
+        arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+        local = [
+            d for x in arrays for d in x.sharding.device_set
+            if x.committed and d.process_index == jax.process_index()
+        ]  # fmt: skip
+        default = jax.config.jax_default_device  # type: ignore[attr-defined]
+        if isinstance(default, str):
+            default = jax.local_devices(backend=default)[0]
+        device = (*sorted(local, key=lambda d: d.id), default or jax.local_devices()[0])[0]
+    if not isinstance(device, jax.Device):
+        raise TypeError(f"explain: device must be a jax.Device or a chip, got {shown(device)}")
+    chips = primitive.chips_beside(device)
+    return _Place(device, primitive.platform_of(chips[0]), chips)
+
+
+def _calls(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
+    """The calls in the trace of a function, the same ones together, and notes on them.
+
+    Raises:
+      TypeError: f is no function.
+    """
+    if not callable(f):
+        raise TypeError(f"{op}: f must be a function, got {shown(f)}")
+    found: dict[Any, _Found] = {}
+    notes = []
+    for eqn in _equations(jax.make_jaxpr(f)(*args).jaxpr):
+        tunable = TUNABLE.get(eqn.primitive.name)
+        if tunable is None:
+            continue
+        avals = [v.aval for v in eqn.invars]
+        call = tunable.call_of(eqn.params, avals)
+        known = found.setdefault(
+            (tunable.key_of(call, ""), call.implementation), _Found(tunable, call, 0)
+        )
+        known.count += 1
+        notes += [GLOBAL_SHAPES] if any(map(_is_automatic, avals)) else []
+    return [*found.values()], [*dict.fromkeys(notes)]
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All of a jaxpr, those within loops, branches and calls too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _equations(inner)
+
+
+def _is_automatic(aval: Any) -> bool:
+    """Whether an array stands on a mesh whose axes may split it and do not say so."""
+    mesh = aval.sharding.mesh
+    axes = () if mesh.empty else zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(kind == AxisType.Auto and mesh.shape[name] > 1 for name, kind in axes)
+
+
+# ---- measuring ---
+def autotune(
+    f: Callable[..., Any],
+    *args: Any,
+    seconds: float = 60.0,
+    candidates: int = 8,
+    progress: bool = True,
+) -> Choice:
+    """Measures which implementation of each product in f is the fastest on this device.
+
+    Products are those of the trace of f, in its loops, branches and gradients too (pass
+    `jax.grad(loss)` for these), at their own shapes: of a shard under shard_map and on meshes with
+    explicit axes, global ones on meshes with automatic axes. Each candidate is compiled by itself,
+    compared with the implementation "xla" and timed on random operands, many launches in one
+    program, with a cold L2 cache. One that does not serve the product, fails, or differs by more
+    than products may is left out. In a program of several processes all of them call this
+    together; process 0 measures, and all get its choice.
+
+    Args:
+      f: the function.
+      *args: its arguments, arrays or jax.ShapeDtypeStruct; their values do not matter.
+      seconds: after which no further candidate is begun. Large products come first; those that
+        were not measured are left to the rule.
+      candidates: of each product, how many at most; the one by rule is among them.
+      progress: whether to say on stderr what is being measured.
+
+    Returns:
+      What was measured: `print` shows a table, `save` writes it, `with` uses it.
+
+    Raises:
+      TypeError, ValueError: an argument is of the wrong type, or out of range.
+      RuntimeError: within a trace, where nothing can be measured; or process 0 failed.
+    """
+    op = "autotune"
+    if primitive.is_tracing():
+        raise RuntimeError(
+            f"{op}: this is a trace, in which nothing can be measured; call it outside of jit, "
+            "grad, vmap and the like, and use what it returns around them"
+        )
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise ValueError(f"{op}: seconds must be a number above 0, got {shown(seconds)}")
+    try:
+        limit = whole(candidates)
+    except TypeError as error:
+        raise TypeError(f"{op}: candidates must be an int, got {shown(candidates)}") from error
+    if limit < 1:
+        raise ValueError(f"{op}: candidates must be 1 or more, got {limit}")
+    found, notes = _calls(op, f, args)
+    place = _place(args)
+
+    def measure() -> str:
+        entries = _measured(found, place, time.monotonic() + seconds, limit, progress)
+        return choices.to_text(Choice.of(entries, notes))
+
+    return choices.from_text(from_process_0(measure))
+
+
+def _measured(
+    found: Sequence[_Found], place: _Place, end: float, limit: int, progress: bool
+) -> list[Entry]:
+    """What is known of calls, the largest first, as far as time goes.
+
+    Args:
+      found: calls; those that name an implementation have nothing to choose.
+      place: where they run.
+      end: of the time, on the monotonic clock.
+      limit: of candidates.
+      progress: whether to say what is measured.
+    """
+    free = [each for each in found if each.call.implementation is None and each.call.work]
+    free.sort(key=lambda each: -each.count * each.call.work)
+    entries = []
+    nothing = Mesh(np.empty((), object), ())  # whatever mesh is set, one device measures
+    with _progress(len(free), progress) as say, jax.set_mesh(nothing):
+        with jax.default_device(place.device):
+            for i, each in enumerate(free):
+                key = each.op.key_of(each.call, primitive.chip_of(place.device))
+                say(i, str(key))
+                entries.append(_entry(each, key, place, end, limit))
+    return entries
+
+
+def _entry(each: _Found, key: Key, place: _Place, end: float, limit: int) -> Entry:
+    call = each.call.in_a_shard
+    asked = each.op.candidates(call, place.platform, place.chips)
+    costs: dict[str, Cost] = {s.implementation: f"left out: {s}" for s in asked if not s}
+    rule = each.op.decided(call, place.platform, place.chips).name
+    names = sorted((s.implementation for s in asked if s), key=lambda name: name != rule)
+    for name in names[limit:]:
+        costs[name] = f"not measured: {limit} candidates were asked for"
+    chosen = None
+    if time.monotonic() >= end:
+        costs |= dict.fromkeys(names[:limit], measuring.OVER)
+    else:
+        try:
+            chosen, own = each.op.measured(call, names[:limit], lambda: time.monotonic() >= end)
+            costs |= own
+        except Exception as error:  # the operands themselves do not fit, say
+            costs |= dict.fromkeys(names[:limit], f"left out: it {measuring.failed(error)}")
+    order = [s.implementation for s in asked]
+    on = f"{place.device.device_kind}, jax {jax.__version__}" if place.device else ""
+    return Entry(key, chosen, tuple((name, costs[name]) for name in order), on)
+
+
+def from_process_0(make: Callable[[], str]) -> str:
+    """What `make` gives in process 0, in all processes, which call this together.
+
+    Raises:
+      RuntimeError: it raised there; there, what it raised.
+    """
+    if jax.process_count() == 1:
+        return make()
+    text, failure = "", None
+    if jax.process_index() == 0:
+        try:
+            text = make()
+        except BaseException as error:  # the others wait
+            failure = error
+    sent = json.dumps([text, str(failure or "")]).encode()
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
+    data = np.zeros(length, np.uint8)
+    if jax.process_index() == 0:
+        data[:] = np.frombuffer(sent, np.uint8)
+    text, why = json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(data))))
+    if failure is not None:
+        raise failure
+    if why:
+        raise RuntimeError(f"autotune: process 0 could not measure: {why}")
+    return text
+
+
+@contextlib.contextmanager
+def _progress(total: int, wanted: bool) -> Iterator[Callable[[int, str], None]]:
+    """What says which call is being measured: a bar on a terminal, else lines on stderr."""
+    if not wanted or not total:
+        yield lambda i, text: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ModuleNotFoundError:
+        Console = Progress = None
+    if Progress is None or Console is None or not sys.stderr.isatty():
+        yield lambda i, text: print(f"autotune {i + 1}/{total}: {text}", file=sys.stderr)
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda i, text: bar.update(task, completed=i, description=text)
+
+
+# ---- saying what serves what ---
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """One call of a function.
+
+    Attributes:
+      key: what it is.
+      count: how often it is in the trace.
+      chosen: the implementation.
+      by: who chose it: "argument", "context", "JAX_MX_TUNING (<file>)", "table for <chip>", "rule".
+      costs: what was measured of the candidates: microseconds, or why one was left out; of the
+        first of the context, the file and the table that has the call.
+    """
+
+    key: Key
+    count: int
+    chosen: str
+    by: str
+    costs: tuple[tuple[str, Cost], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """What serves the calls of a function; `print` shows a table.
+
+    Attributes:
+      calls: in the order of the trace, the same ones together.
+      notes: what to know beside it, a sentence each.
+    """
+
+    calls: tuple[Explained, ...]
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Explanation({len(self.calls)} calls)"
+
+    def __str__(self) -> str:
+        rows = [(c.key, str(c.count), c.chosen, c.by, c.costs) for c in self.calls]
+        return "\n".join([*choices.table(("times", "chosen", "by"), rows), *self.notes])
+
+
+def explain(
+    f: Callable[..., Any], *args: Any, device: jax.Device | str | None = None
+) -> Explanation:
+    """Says which implementation serves each product in f, who chose it, what the others cost.
+
+    Nothing is measured and nothing runs: the costs are those that the context's `Choice`, the file
+    of JAX_MX_TUNING or the package's table has.
+
+    Args:
+      f: a function; `jax.grad(loss)` has the gradients' products too.
+      *args: its arguments, arrays or jax.ShapeDtypeStruct.
+      device: that it runs on, or a chip's name ("sm_90"); None: that of the arguments, or the
+        default one.
+
+    Returns:
+      A row for each product, see `Explained`.
+
+    Raises:
+      TypeError, ValueError: f is no function, the device no device, or JAX_MX_TUNING's file cannot
+        be read.
+      NotImplementedError: an implementation that f names does not serve its product.
+    """
+    found, notes = _calls("explain", f, args)
+    place = _place(args, device)
+    rows = []
+    for each in found:
+        decision = each.op.decided(each.call, place.platform, place.chips)
+        key = each.op.key_of(each.call, place.chips[0])
+        entries = [choice.by_key.get(key) for _, choice in choices.known(place.chips[0])]
+        entry = next(filter(None, entries), Entry(key, None))
+        rows.append(Explained(key, each.count, decision.name, decision.by, entry.costs))
+        notes += decision.passed_over
+    return Explanation(tuple(rows), tuple(dict.fromkeys(notes)))

@@ -1,0 +1,247 @@
+"""What is saved comes back as it was, or an error says in what the target differs."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import assert_bits_equal, assert_refused, assert_same_array, random_bits
+
+import jax_mx
+from jax_mx.ops import metadata
+
+WAYS = {
+    "rows": {},
+    "columns": {"axis": -2},
+    "square": {"block": (32, 32)},
+    "tiles": {"scale_layout": "blocked_128x4", "value_layout": "shuffled_16x16"},
+    "tiles, transposed": {"axis": -2, "transpose": True, "scale_layout": "shuffled_32x8"},
+}
+FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1")
+
+
+def made(way="rows", format="mxfp6_e2m3", seed=0):
+    x = jnp.asarray(random_bits((2, 64, 128), np.float32, seed))
+    return jax_mx.quantize(x, format, **WAYS[way])
+
+
+# What a target may differ in from made(), and how it does.
+OTHERS = {
+    "format": made(format="mxfp6_e3m2"),
+    "axis": made("columns"),
+    "scale_layout": made().with_scales_in("blocked_128x4"),
+    "block": made("square"),
+    "value_layout": made().with_values_in("shuffled_16x16"),
+}
+
+
+def importing(module: str):
+    """The module; libraries warn of what they use of JAX."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        pytest.skip(f"{module} is not installed")
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(module)
+
+
+# ---- names of leaves ---
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_names_say_what_is_static(way, format):
+    q = made(way, format)
+    ((path, _), (other, _)) = jax.tree_util.tree_leaves_with_path({"w": q})
+    assert [path[-1].name, path[0].key, other[0].key] == ["values", "w", "w"]
+    name = other[-1].name
+    fields = metadata.read("test", metadata.description_in(name))
+    assert tuple(fields.values()) == metadata.fields_of(q)
+    assert "/" not in name and "." not in name and name.isprintable()
+    assert metadata.description_in("values") is None
+    if way == "rows":
+        assert name == f"scales:format={format},axis=-1"
+
+
+def test_descriptions_that_are_not_known():
+    for description, sentence in (
+        ({"format": "mxfp8_e4m3"}, "test: an MXArray is described without axis"),
+        ({"format": "mxfp8_e4m3", "axis": -1, "window": 2, "zeal": 1}, "which this version"),
+        ({"format": "mxfp9", "axis": -1}, "test: format 'mxfp9' is unknown"),
+    ):
+        assert_refused(lambda d=description: metadata.read("test", d), ValueError, sentence)
+
+
+# ---- orbax ---
+@pytest.fixture
+def orbax(tmp_path):
+    ocp = importing("orbax.checkpoint")
+    with ocp.StandardCheckpointer() as checkpointer:
+        yield checkpointer, tmp_path / "checkpoint"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS)
+def test_orbax(way, orbax):
+    checkpointer, path = orbax
+    tree = {"layers": [{"w": made(way, f, i)} for i, f in enumerate(FORMATS)], "b": jnp.ones(3)}
+    checkpointer.save(path, tree)
+    checkpointer.wait_until_finished()
+    target = jax.tree.map(jnp.zeros_like, tree)
+    targets = (target, jax.eval_shape(lambda: target), None)
+    for restored in (checkpointer.restore(path, like) for like in targets):
+        restored = jax_mx.from_checkpoint(restored)
+        for got, want in zip(restored["layers"], tree["layers"], strict=True):
+            assert_same_array(got["w"], want["w"])
+            got["w"].dequantize()
+        assert_bits_equal(restored["b"], tree["b"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_orbax_refuses_another_target(orbax):
+    checkpointer, path = orbax
+    checkpointer.save(path, {"w": made()})
+    checkpointer.wait_until_finished()
+    for name, other in OTHERS.items():
+        with pytest.raises(ValueError) as caught:
+            checkpointer.restore(path, {"w": other})
+        assert name in str(caught.value)
+
+
+# ---- flax ---
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS)
+def test_flax(way):
+    serialization = importing("flax.serialization")
+    tree = {"layers": [{"w": made(way, f, i)} for i, f in enumerate(FORMATS)], "b": jnp.ones(3)}
+    data = serialization.to_bytes(tree)
+    back = serialization.from_bytes(jax.tree.map(jnp.zeros_like, tree), data)
+    free = jax_mx.from_checkpoint(serialization.msgpack_restore(data))
+    free["layers"] = [free["layers"][str(i)] for i in range(len(FORMATS))]
+    for restored in (back, free):
+        for got, want in zip(restored["layers"], tree["layers"], strict=True):
+            assert_same_array(got["w"], want["w"])
+            got["w"].dequantize()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("field", OTHERS)
+def test_flax_refuses_another_target(field):
+    serialization = importing("flax.serialization")
+    data = serialization.to_bytes({"w": made()})
+    with pytest.raises(ValueError, match=f"the checkpoint has the {field} "):
+        serialization.from_bytes({"w": OTHERS[field]}, data)
+    with pytest.raises(ValueError, match="the checkpoint has the shape"):
+        serialization.from_bytes({"w": made()[:1]}, data)
+
+
+@pytest.mark.parametrize("first", ["jax_mx", "flax.serialization"])
+def test_flax_knows_the_array_whichever_is_imported_first(first):
+    importing("flax.serialization")
+    second = {"jax_mx": "flax.serialization", "flax.serialization": "jax_mx"}[first]
+    code = f"""
+import sys, importlib, jax.numpy as jnp
+importlib.import_module({first!r})
+if {first!r} == "jax_mx":
+    import jax_mx
+    q = jax_mx.quantize(jnp.ones(32))
+    assert not any(name.partition(".")[0] == "flax" for name in sys.modules)
+importlib.import_module({second!r})
+import jax_mx, flax.serialization
+q = jax_mx.quantize(jnp.ones(32)) if {first!r} != "jax_mx" else q
+assert flax.serialization.from_bytes(q, flax.serialization.to_bytes(q)).shape == (32,)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+# ---- safetensors ---
+@pytest.mark.parametrize("way", WAYS)
+def test_safetensors(way, tmp_path):
+    path = tmp_path / "model.safetensors"
+    tensors = {f"layers.{i}.w": made(way, f, i) for i, f in enumerate(FORMATS)}
+    plain = {
+        "b": jnp.ones((2, 3), jnp.bfloat16),
+        "steps": np.int32(7),
+        "empty": jnp.zeros((0, 4)),
+        "turned": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        "mask": np.array([True, False]),
+        "small": np.ones(3, ml_dtypes.float8_e5m2),
+    }
+    jax_mx.save_safetensors(tensors | plain, path, {"made by": "a test"})
+    back = jax_mx.load_safetensors(path, jax.eval_shape(lambda: tensors | plain))
+    assert back.keys() == tensors.keys() | plain.keys()
+    for name, want in tensors.items():
+        assert_same_array(back[name], want)
+    for name, want in plain.items():
+        assert_bits_equal(back[name], np.asarray(want), name)
+
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    assert header["layers.0.w.scales"]["dtype"] == "F8_E8M0"
+    stored = [header[f"layers.{i}.w.values"]["dtype"] for i in range(len(FORMATS))]
+    assert stored == ["F8_E4M3", "F8_E5M2", "U8", "U8", "U8"]
+    assert header["__metadata__"]["made by"] == "a test"
+    described = json.loads(header["__metadata__"]["jax_mx"])["layers.4.w"]
+    assert described["format"] == "mxfp4_e2m1"
+    assert described["scale_layout"] == tensors["layers.4.w"].scale_layout.name
+
+
+def test_safetensors_of_others(tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"x": np.ones((2, 3), np.float32)}, tmp_path / "x.safetensors")
+    assert_bits_equal(jax_mx.load_safetensors(tmp_path / "x.safetensors")["x"], jnp.ones((2, 3)))
+    save_file({"x": np.ones(2)}, tmp_path / "x.safetensors")
+    sentence = "'x' is float64, which JAX would take for float32; set jax_enable_x64"
+    load = jax_mx.load_safetensors
+    assert_refused(lambda: load(tmp_path / "x.safetensors"), ValueError, sentence)
+
+
+def test_safetensors_that_are_refused(tmp_path):
+    path, save, load = tmp_path / "w", jax_mx.save_safetensors, jax_mx.load_safetensors
+    save({"w": made(), "b": jnp.ones(3)}, path)
+    ones = {"b": jnp.ones(3)}
+    for like, sentence in (
+        *(
+            ({"w": other, **ones}, f"load_safetensors: 'w' has the {field} ")
+            for field, other in OTHERS.items()
+        ),
+        ({"w": made()[:1], **ones}, "'w' has the shape (2, 64, 128), expected (1, 64, 128)"),
+        ({"w": ones["b"], **ones}, "'w' is an MXArray, expected is an array"),
+        ({"w": made(), "b": jnp.ones(3, jnp.bfloat16)}, "'b' is float32, expected is bfloat16"),
+        ({"w": made(), "b": jnp.ones(4)}, "'b' has the shape (3,), expected (4,)"),
+        ({"w": made(), **ones, "c": 0}, "the file has no 'c'"),
+        (ones, "the file has 'w', which is not expected"),
+    ):
+        assert_refused(lambda like=like: load(path, like), ValueError, sentence)
+    for tensors, error, sentence in (
+        ({"w": made(), "w.values": jnp.ones(3)}, ValueError, "there are two tensors 'w.values'"),
+        ([made()], TypeError, "save_safetensors: tensors must be a dictionary of arrays by name"),
+        ({3: made()}, TypeError, "save_safetensors: tensors must be a dictionary"),
+    ):
+        assert_refused(lambda t=tensors: save(t, path), error, sentence)
+    from safetensors.numpy import save_file
+
+    save_file({"w.values": np.ones(3, np.uint8)}, path,
+              {"jax_mx": json.dumps({"w": {"format": "mxfp4_e2m1", "axis": -1}})})  # fmt: skip
+    assert_refused(lambda: load(path), ValueError, "describes 'w' and has no 'w.scales'")
+
+
+def test_without_safetensors_one_sentence_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    for call in (
+        lambda: jax_mx.save_safetensors({}, tmp_path / "w"),
+        lambda: jax_mx.load_safetensors(tmp_path / "w"),
+    ):
+        assert_refused(call, ModuleNotFoundError, "pip install 'jax-mx[checkpoints]'")
+
+
+def test_other_trees_stay_as_they_are():
+    tree = {"values": 1, "other": [2, (3, None)], "scales": {"values": 4, "x": 5}}
+    assert jax_mx.from_checkpoint(tree) == tree
+    assert jax_mx.from_checkpoint({"values": 1, 5: 6}) == {"values": 1, 5: 6}

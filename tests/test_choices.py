@@ -1,0 +1,573 @@
+"""`autotune`, `explain`, `Choice`: what is measured, what wins, what is lowered, what is kept."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bits_equal, assert_refused
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_mx
+from jax_mx import Choice, autotune, explain, matmul
+from jax_mx.facts.chips import ARCHS, chips_of
+from jax_mx.lowering.registry import Support
+from jax_mx.products import choices, measuring
+from jax_mx.products.choices import Entry, Key
+from jax_mx.products.implementations import IMPLEMENTATIONS, Implementation
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"
+XLA = IMPLEMENTATIONS["xla"].run
+quiet = partial(autotune, progress=False)
+
+
+def ones(*shape):
+    return jnp.ones(shape, jnp.bfloat16)
+
+
+def add(monkeypatch, name, run):
+    """A row of the table of implementations that serves every call."""
+    row = Implementation(name, "any", lambda *_: Support(name), run, lambda *_: False)
+    monkeypatch.setitem(IMPLEMENTATIONS, name, row)
+
+
+def costing(monkeypatch, costs, asked=None):
+    """Makes candidates cost so many microseconds; one without a cost must never be timed."""
+
+    def seconds(candidate, runs):
+        if asked is not None:
+            asked.append(candidate.name)
+        return costs[candidate.name] * 1e-6 * len(candidate.sets) * runs
+
+    monkeypatch.setattr(measuring, "seconds", seconds)
+
+
+def deciding(name, f, *args, us=1.0, **options):
+    """A choice of one implementation for all that f calls."""
+    keys = [call.key for call in explain(f, *args, **options).calls]
+    return Choice.of(Entry(key, name, ((name, us),)) for key in keys)
+
+
+def lowered(f, *args):
+    return jax.jit(f).lower(*args).as_text()
+
+
+# ---- what wins ---
+@pytest.mark.parametrize("order", [(1.03, 1.0, 1.5), (7.0, 2.0, 1.9), (1.0, 900.0, 1.04)])
+def test_the_fastest_wins(monkeypatch, order):
+    """Costs that are 3 % apart, with a noise of 1 % around them."""
+    names = ("xla", "dequantize", "scaled_dot")
+    rng = np.random.default_rng(0)
+    costs = dict(zip(names, (100 * n for n in order), strict=True))
+
+    def seconds(candidate, runs):
+        noise = rng.uniform(0.99, 1.01)
+        return costs[candidate.name] * 1e-6 * len(candidate.sets) * runs * noise
+
+    monkeypatch.setattr(measuring, "seconds", seconds)
+    choice = quiet(matmul, ones(8, 64), ones(64, 32))
+    (entry,) = choice.entries
+    assert entry.chosen == min(costs, key=costs.__getitem__)
+    for name, us in entry.costs:
+        if name in costs:
+            assert us == pytest.approx(costs[name], rel=0.011)
+        else:
+            assert "wants one scale for each row" in us
+    assert entry.on == f"{jax.devices('cpu')[0].device_kind}, jax {jax.__version__}"
+
+
+def test_time_is_taken_of_what_runs(monkeypatch):
+    """By the clock: one product against forty of them, one after the other."""
+
+    def often(lhs, rhs, dot):
+        y = XLA(lhs, rhs, dot)
+        for _ in range(40):
+            lhs, y = jax.lax.optimization_barrier((lhs, y))
+            y = jnp.maximum(y, XLA(lhs, rhs, dot))
+        return y
+
+    add(monkeypatch, "often", often)
+    (entry,) = quiet(matmul, ones(128, 512), ones(512, 256)).entries
+    costs = dict(entry.costs)
+    assert costs["often"] > 4 * costs["xla"] > 0
+    assert entry.chosen != "often"
+
+
+def _raises(*_):
+    raise ValueError("no such instruction\nand more")
+
+
+POISONS = {
+    "scaled": (lambda *call: XLA(*call) * 1.02, "differs from 'xla' by"),
+    "rolled": (lambda *call: jnp.roll(XLA(*call), 1, 0), "differs from 'xla' by"),
+    "zero": (lambda *call: XLA(*call) * 0, "differs from 'xla' by"),
+    "one wrong": (lambda *call: XLA(*call).at[3, 5].add(1), "differs from 'xla' by"),
+    "nan": (lambda *call: XLA(*call).at[3, 5].set(jnp.nan), "differs from 'xla' by NaN"),
+    "raises": (_raises, "left out: it failed: ValueError: no such instruction"),
+}
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_a_poisoned_candidate_never_wins(monkeypatch, poison):
+    run, reason = POISONS[poison]
+    add(monkeypatch, poison, run)
+    asked = []
+    costing(monkeypatch, {"xla": 9.0, "dequantize": 8.0, "scaled_dot": 7.0, poison: 1.0}, asked)
+    choice = quiet(matmul, ones(8, 64), ones(64, 32))
+    (entry,) = choice.entries
+    assert entry.chosen == "scaled_dot"
+    assert poison not in asked
+    assert dict(entry.costs)[poison].startswith("left out: it ")
+    assert reason in dict(entry.costs)[poison]
+    assert reason in str(choice)
+
+
+def test_long_sums_hide_nothing(monkeypatch):
+    """Of 2^18 terms the bound lets even zero pass, but not of the few that sparse operands have."""
+    add(monkeypatch, "zero", lambda *call: XLA(*call) * 0)
+    costing(monkeypatch, {"xla": 9.0, "dequantize": 8.0, "scaled_dot": 7.0})
+    (entry,) = quiet(matmul, ones(4, 2**18), ones(2**18, 4)).entries
+    assert "differs from 'xla' by" in dict(entry.costs)["zero"]
+    assert entry.chosen == "scaled_dot"
+
+
+KINDS = {
+    "mxfp4": jax_mx.MXFP4,
+    "rows": jax_mx.Recipe(window="row"),
+    "square, bf16": jax_mx.Recipe(block=(32, 32), wgrad="bf16"),
+    "windows": jax_mx.Recipe(window=128, weight_window=(128, 128)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(2)
+def test_every_kind_of_operand_is_made(monkeypatch, kind):
+    """All that serve each of the three products agree on random operands of its kind."""
+    costing(monkeypatch, dict.fromkeys(IMPLEMENTATIONS, 1.0))
+
+    def loss(x, w):
+        return matmul(x, w, recipe=KINDS[kind]).astype(jnp.float32).sum()
+
+    choice = quiet(jax.grad(loss, (0, 1)), ones(2, 64, 64), ones(64, 160))
+    assert len(choice.entries) == 3
+    served = [name for entry in choice.entries for name, us in entry.costs if us == 1.0]
+    assert not re.search("failed|differs", str(choice))
+    assert served.count("dequantize") == served.count("xla") == 3
+    assert served.count("fp8") == (3 if kind == "rows" else 0)
+
+
+# ---- limits ---
+def test_limits_of_candidates_and_seconds(monkeypatch):
+    costing(monkeypatch, {"xla": 9.0, "dequantize": 8.0, "scaled_dot": 7.0})
+    args = matmul, ones(8, 64), ones(64, 32)
+    (entry,) = quiet(*args, candidates=2).entries
+    costs = dict(entry.costs)
+    assert (costs["xla"], costs["scaled_dot"]) == (9.0, 7.0)  # the one by rule comes first
+    assert costs["dequantize"] == "not measured: 2 candidates were asked for"
+    choice = quiet(*args, seconds=1e-9)
+    (entry,) = choice.entries
+    assert entry.chosen is None
+    assert dict(entry.costs)["xla"] == "not measured: the time was over"
+    assert "by rule" in str(choice)
+    with choice:
+        assert explain(*args).calls[0].by == "rule"
+
+
+def test_nothing_is_chosen_before_the_rule_was_tried(monkeypatch):
+    """Only what was measured beside what would be taken anyway is known to be faster."""
+    costing(monkeypatch, {"xla": 9.0, "dequantize": 8.0})
+    calls = []
+    monkeypatch.setattr(measuring, "measured", lambda call, *_: (calls.append(call), (None, {}))[1])
+    with pytest.raises(KeyError):
+        quiet(matmul, ones(8, 64), ones(64, 32))
+    monkeypatch.undo()
+    costing(monkeypatch, {"xla": 9.0, "dequantize": 8.0})
+    for over, chosen, tried in (
+        ([False, False], "dequantize", 2),
+        ([False, True], "xla", 1),
+        ([True, False], None, 1),
+    ):
+        answers = iter(over)
+        name, costs = measuring.measured(calls[0], ["xla", "dequantize"], lambda: next(answers))  # noqa: B023
+        assert name == chosen
+        assert sum(isinstance(us, float) for us in costs.values()) == tried
+
+
+def test_progress_is_shown(monkeypatch, capsys):
+    costing(monkeypatch, dict.fromkeys(IMPLEMENTATIONS, 1.0))
+    autotune(matmul, ones(8, 64), ones(64, 32))
+    assert "autotune 1/1: mxfp8_e4m3 8x64 along -1 . " in capsys.readouterr().err
+    quiet(matmul, ones(8, 64), ones(64, 32))
+    assert not capsys.readouterr().err
+
+
+# ---- which calls there are ---
+def found(f, *args):
+    return {(*call.key.operands, call.key.how): call.count for call in explain(f, *args).calls}
+
+
+def test_calls_within_everything():
+    w, b = ones(64, 64), ones(64, 32)
+    one = {
+        ("mxfp8_e4m3 8x64 along -1", "mxfp8_e4m3 64x64 along -1", "contracts 1:1, to bfloat16"): 1
+    }
+
+    def f(x):
+        return matmul(x, w)
+
+    def scanned(x):
+        return jax.lax.scan(lambda c, _: (f(c), None), x, length=3)[0]
+
+    def switched(x):
+        return jax.lax.cond(x.sum() > 0, f, lambda x: x, x)
+
+    def looped(x):
+        return jax.lax.while_loop(lambda x: x.sum() < 0, f, x)
+
+    custom = jax.custom_vjp(f)
+    custom.defvjp(lambda x: (f(x), None), lambda _, g: (g,))
+    for each in (f, jax.jit(f), scanned, switched, looped, custom, jax.checkpoint(f)):
+        assert found(each, ones(8, 64)) == one, each
+    assert found(lambda x: f(jax.jit(f)(f(x))), ones(8, 64)) == {key: 3 for key in one}
+    like = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
+    assert found(f, like) == one
+    assert explain(lambda x: x + 1, like).calls == ()
+    assert str(explain(lambda x: x + 1, like)) == str(quiet(lambda x: x + 1, like)) == "no calls"
+    (call,) = explain(lambda x: matmul(x, w, precision="highest"), like).calls
+    assert call.key.how == "contracts 1:1, to bfloat16, highest precision"
+    assert len(found(jax.grad(lambda x, b: matmul(x, b).sum(), (0, 1)), like, b)) == 3
+    (call,) = explain(jax.vmap(matmul), ones(5, 8, 64), ones(5, 64, 32)).calls
+    assert call.key.how == "contracts 2:2, batch 0:0, to bfloat16"
+
+
+def test_shapes_of_shards():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    x, w = ones(64, 256), ones(256, 96)
+
+    def shapes(f, *args):
+        (call,) = explain(f, *args).calls
+        return [operand.split()[1] for operand in call.key.operands]
+
+    manual = jax.shard_map(matmul, in_specs=(P(("a", "b")), P(None, None)), out_specs=P(("a", "b")))
+    with jax.set_mesh(mesh):
+        own = jax.device_put(x, P("b", None)), jax.device_put(w, P(None, "a"))
+        assert shapes(matmul, *own) == ["16x256", "48x256"]
+        together = jax.shard_map(matmul, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"})
+        rest = jax.device_put(x, P("a")), jax.device_put(w, P())
+        assert shapes(together, *rest)[0] == "32x256"
+        # What is looked up when it is lowered is what explain looks up.
+        choice = deciding("dequantize", matmul, *own)
+        before = lowered(matmul, *own)
+        with choice:
+            assert lowered(matmul, *own) != before
+        assert shapes(manual, jax.device_put(x, P(("a", "b"))), rest[1])[0] == "8x256"
+    auto = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    split = jax.device_put(x, NamedSharding(auto, P("a")))
+    said = explain(matmul, split, w)
+    assert said.calls[0].key.operands[0].split()[1] == "64x256"
+    assert "a trace knows their global shapes alone" in str(said)
+    assert "global shapes" not in str(explain(matmul, x, w))
+
+
+def test_measuring_within_a_mesh(monkeypatch):
+    costing(monkeypatch, dict.fromkeys(IMPLEMENTATIONS, 1.0))
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(ones(64, 64), P("a", None))
+        choice = quiet(matmul, x, jax.device_put(ones(64, 32), P()))
+        (entry,) = choice.entries
+        assert entry.key.operands[0] == "mxfp8_e4m3 8x64 along -1"
+        assert not re.search("failed|differs", str(choice))
+
+
+# ---- what a choice does ---
+def test_the_context_is_in_the_lowered_program_and_in_jits_key():
+    x, w = ones(8, 64), ones(64, 32)
+    traced = []
+
+    @jax.jit
+    def f(x, w):
+        traced.append(1)
+        return matmul(x, w)
+
+    want = f(x, w)
+    assert len(traced) == 1
+    choice = deciding("dequantize", f, x, w)
+    with choice:
+        assert "by_dequantize" in f.lower(x, w).as_text(debug_info=True)
+        assert_bits_equal(f(x, w), want)
+        assert len(traced) == 2
+    same = deciding("dequantize", f, x, w, us=5.0)  # of other times: the same to jit
+    assert (same, hash(same)) == (choice, hash(choice))
+    other = deciding("scaled_dot", f, x, w)
+    assert other != choice
+    for context, count in ((choice, 2), (same, 2), (other, 3), (choice, 3)):
+        with context:
+            f(x, w)
+        f(x, w)
+        assert len(traced) == count
+    assert "by_xla" in f.lower(x, w).as_text(debug_info=True)
+
+
+def test_contexts_nest():
+    small, large = (ones(8, 64), ones(64, 32)), (ones(8, 96), ones(96, 32))
+    a = deciding("dequantize", matmul, *small) | deciding("dequantize", matmul, *large)
+    b = deciding("scaled_dot", matmul, *small)
+
+    def names():
+        return [explain(matmul, *args).calls[0].chosen for args in (small, large)]
+
+    with a:
+        with b:
+            assert names() == ["scaled_dot", "dequantize"]
+            with b, a:
+                assert names() == ["dequantize", "dequantize"]
+            assert names() == ["scaled_dot", "dequantize"]
+        assert names() == ["dequantize", "dequantize"]
+        with pytest.raises(RuntimeError), b:
+            raise RuntimeError
+        assert names() == ["dequantize", "dequantize"]
+    assert names() == ["xla", "xla"]
+    with pytest.raises(TypeError):
+        a | {}
+
+
+def test_the_order_of_who_decides(monkeypatch, tmp_path):
+    """Argument, context, file, table, rule; each of them alone, and each before the next."""
+    x, w = ones(8, 64), ones(64, 32)
+    add(monkeypatch, "a", XLA)
+    add(monkeypatch, "b", XLA)
+
+    def told(f=matmul):
+        (call,) = explain(f, x, w).calls
+        lowers = jax.jit(lambda *args: f(*args)).lower(x, w).as_text(debug_info=True)
+        assert f"by_{call.chosen}" in lowers
+        return call.chosen, call.by
+
+    assert told() == ("xla", "rule")
+    # Of another version: the package's own table counts all the same.
+    (key,) = (call.key for call in explain(matmul, x, w).calls)
+    old = Key(key.op, key.chip, key.operands, key.how, "0.0.1")
+    monkeypatch.setattr(choices, "TABLES", tmp_path)
+    Choice.of([Entry(old, "a", (("a", 2.0), ("xla", 9.0)))]).save(tmp_path / "cpu.json")
+    choices.shipped.cache_clear()
+    try:
+        assert told() == ("a", "table for cpu")
+        assert explain(matmul, x, w).calls[0].costs == (("a", 2.0), ("xla", 9.0))
+        file = tmp_path / "mine.json"
+        deciding("b", matmul, x, w, us=3.0).save(file)
+        monkeypatch.setenv("JAX_MX_TUNING", str(file))
+        assert told() == ("b", f"JAX_MX_TUNING ({file})")
+        with deciding("scaled_dot", matmul, x, w):
+            assert told() == ("scaled_dot", "context")
+            named = partial(matmul, implementation="dequantize")
+            assert told(named) == ("dequantize", "argument")
+            with deciding("fp8", matmul, x, w):  # which does not serve it
+                assert told() == ("b", f"JAX_MX_TUNING ({file})")
+                (note,) = explain(matmul, x, w).notes
+                assert note.startswith("context names 'fp8' for mxfp8_e4m3 8x64 along -1 . ")
+                assert "'fp8' wants one scale for each row" in note
+    finally:
+        choices.shipped.cache_clear()
+
+
+def test_what_names_its_implementation_is_not_measured():
+    f = partial(matmul, implementation="dequantize")
+    assert quiet(f, ones(8, 64), ones(64, 32)) == Choice()
+    assert quiet(matmul, ones(0, 64), ones(64, 32)) == Choice()
+
+
+def test_another_chip():
+    (call,) = explain(matmul, ones(8, 64), ones(64, 32), device="sm_90").calls
+    assert (call.key.chip, call.chosen) == ("sm_90", "dequantize")
+    (call,) = explain(matmul, ones(8, 64), ones(64, 32), device="sm_100").calls
+    assert call.chosen == "scaled_dot"
+
+
+# ---- files ---
+def test_round_trip(tmp_path, monkeypatch):
+    costing(monkeypatch, {"xla": 9.0, "dequantize": 8.25, "scaled_dot": 7.0})
+    choice = quiet(matmul, ones(8, 64), ones(64, 32))
+    choice.save(tmp_path / "a.json")
+    again = Choice.load(tmp_path / "a.json")
+    assert (again, again.entries[0].costs, again.notes) == (
+        choice, choice.entries[0].costs, choice.notes
+    )  # fmt: skip
+    assert str(again) == str(choice)
+    again.save(tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", "b.json"}
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["jax_mx_tuning"] == 1
+    (entry,) = found["entries"]
+    assert entry["operands"] == ["mxfp8_e4m3 8x64 along -1", "mxfp8_e4m3 32x64 along -1"]
+    assert (entry["chosen"], entry["costs"]["dequantize"]) == ("scaled_dot", 8.25)
+    # Later files win.
+    assert (choice | deciding("xla", matmul, ones(8, 64), ones(64, 32))).entries[0].chosen == "xla"
+
+
+DAMAGED = {
+    "": "is damaged, or no file that Choice.save wrote",
+    "{": "is damaged",
+    "[]": "is damaged",
+    "\x80": "is damaged",
+    '{"entries": []}': "is damaged",
+    '{"jax_mx_tuning": 2, "entries": []}': "has version 2, this jax_mx reads version 1",
+    '{"jax_mx_tuning": 1, "notes": [], "entries": [{}]}': "is damaged",
+    '{"jax_mx_tuning": 1, "notes": [], "entries": [{"op": 1, "chip": "", "operands": [], '
+    '"how": "", "version": "", "on": "", "costs": {}, "chosen": null}]}': "is damaged",
+    '{"jax_mx_tuning": 1, "notes": [], "entries": [{"op": "", "chip": "", "operands": [], '
+    '"how": "", "version": "", "on": "", "costs": {}, "chosen": "fp8"}]}': "is damaged",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_damaged_files(tmp_path, monkeypatch, text):
+    path = tmp_path / "a.json"
+    path.write_bytes(text.encode("latin1"))
+    assert_refused(lambda: Choice.load(path), ValueError, f"Choice.load: {path} {DAMAGED[text]}")
+    monkeypatch.setenv("JAX_MX_TUNING", str(path))
+    sentence = f"JAX_MX_TUNING: {path} {DAMAGED[text]}"
+    f = jax.jit(lambda x, w: matmul(x, w))
+    assert_refused(lambda: f(ones(8, 64), ones(64, 32)), ValueError, sentence)
+
+
+def test_files_of_another_version_and_missing_ones(tmp_path, monkeypatch, caplog):
+    x, w = ones(8, 64), ones(64, 32)
+    (key,) = (call.key for call in explain(matmul, x, w).calls)
+    path = tmp_path / "old.json"
+    old = Key(key.op, key.chip, key.operands, key.how, "0.0.1")
+    Choice.of([Entry(old, "dequantize", (("dequantize", 1.0),))]).save(path)
+    monkeypatch.setenv("JAX_MX_TUNING", str(path))
+    assert explain(matmul, x, w).calls[0].by == "rule"
+    assert "entries of version 0.0.1" in caplog.text
+    monkeypatch.setenv("JAX_MX_TUNING", str(tmp_path / "none.json"))
+    assert_refused(
+        lambda: explain(matmul, x, w),
+        ValueError,
+        f"JAX_MX_TUNING: {tmp_path / 'none.json'} cannot be read (No such file or directory)",
+    )
+
+
+def test_shipped_tables():
+    """Each is of a chip, and names implementations that there are."""
+    paths = sorted(choices.TABLES.glob("*.json"))
+    assert choices.TABLES / "sm_90.json" in paths
+    chips = {chip for dsl in ARCHS for chip in chips_of(dsl)}
+    for path in paths:
+        table = choices.shipped(path.stem)
+        assert path.stem in chips
+        assert {entry.key.chip for entry in table.entries} <= {path.stem}
+        assert {entry.chosen for entry in table.entries} <= {*IMPLEMENTATIONS, None}
+        assert {entry.key.version for entry in table.entries} <= {jax_mx.__version__}
+
+
+# ---- several processes ---
+PROGRAM = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+who = int(sys.argv[1])
+jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, who)
+import jax.numpy as jnp
+import jax_mx
+from jax_mx.products import measuring, tuning
+
+costs = [{"xla": 3, "dequantize": 1, "scaled_dot": 2}, {"xla": 1, "dequantize": 2, "scaled_dot": 3}]
+asked = []
+def seconds(candidate, runs):
+    asked.append(candidate.name)
+    return costs[who][candidate.name] * 1e-6
+measuring.seconds = seconds
+x, w = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
+choice = jax_mx.autotune(jax_mx.matmul, x, w, progress=False)
+with choice:
+    text = jax.jit(jax_mx.matmul).lower(x, w).as_text()
+    (call,) = jax_mx.explain(jax_mx.matmul, x, w).calls
+import hashlib
+print("RESULT", call.chosen, call.by, bool(asked), hashlib.sha256(text.encode()).hexdigest())
+
+def broken(*_):
+    raise ValueError("out of order")
+tuning.choices.to_text = broken
+try:
+    jax_mx.autotune(jax_mx.matmul, x, w, progress=False)
+except Exception as error:
+    print("ERROR", type(error).__name__, error)
+"""
+
+
+def test_processes_with_different_timings_lower_the_same(tmp_path):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
+    command = [sys.executable, str(path)]
+    both = [
+        subprocess.Popen([*command, str(i), str(port)], env=env, text=True, stdout=-1, stderr=-2)
+        for i in range(2)
+    ]
+    outs = [process.communicate(timeout=300)[0] for process in both]
+    told = ("RESULT", "ERROR ")
+    lines = [[line.split() for line in out.splitlines() if line[:6] in told] for out in outs]
+    assert all(len(each) == 2 for each in lines), outs
+    (first, failed), (second, told) = lines
+    assert first[1:4] == ["dequantize", "context", "True"]
+    assert second == ["RESULT", "dequantize", "context", "False", first[-1]]
+    assert " ".join(failed) == "ERROR ValueError out of order"
+    assert (
+        " ".join(told) == "ERROR RuntimeError autotune: process 0 could not measure: out of order"
+    )
+
+
+# ---- messages ---
+def test_bad_calls_get_one_sentence():
+    x, w = ones(8, 64), ones(64, 32)
+    within = "autotune: this is a trace, in which nothing can be measured; call it outside of jit"
+
+    def tuned(x, w):
+        quiet(matmul, x, w)
+        return matmul(x, w)
+
+    for call, error, sentence in (
+        (lambda: jax.jit(tuned)(x, w), RuntimeError, within),
+        (lambda: jax.vmap(tuned, (0, None))(x[None], w), RuntimeError, within),
+        (lambda: jax.grad(lambda x: tuned(x, w).sum())(x), RuntimeError, within),
+        (lambda: autotune(3), TypeError, "autotune: f must be a function, got 3"),
+        (lambda: explain(x), TypeError, "explain: f must be a function, got"),
+        (lambda: autotune(matmul, x, w, seconds=0), ValueError, "seconds must be a number above 0"),
+        (lambda: autotune(matmul, x, w, seconds="1"), ValueError, "seconds must be a number above"),
+        (lambda: autotune(matmul, x, w, candidates=0), ValueError, "candidates must be 1 or more"),
+        (lambda: autotune(matmul, x, w, candidates=1.5), TypeError, "candidates must be an int"),
+        (lambda: explain(matmul, x, w, device="h200"), ValueError, "'h200' is no chip's name"),
+        (lambda: explain(matmul, x, w, device=3), TypeError, "explain: device must be a jax.Dev"),
+        (lambda: explain(partial(matmul, implementation="fp8"), x, w), NotImplementedError,
+         "dot_general: 'fp8' wants one scale for each row"),
+    ):  # fmt: skip
+        assert_refused(call, error, sentence)
+
+
+# ---- the documentation ---
+@pytest.mark.skipif(not DOCS.exists(), reason="beside a wheel there is no documentation")
+def test_the_examples_of_the_documentation(tmp_path, monkeypatch, capsys):
+    """In one go, each block after the others; what a comment says a line prints, it prints."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) > 2
+    names = {}
+    for block in blocks:
+        exec(compile(textwrap.dedent(block), DOCS.name, "exec"), names)
+    assert "chosen" in capsys.readouterr().out

@@ -1,0 +1,250 @@
+"""The whole public API under JAX's settings that make code strict: same bytes, no complaint.
+
+A public function is a row of `CALLS`, or excused in `NO_CALLS`.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bits_equal
+
+import jax_mx
+
+KEY = np.array([0, 7], np.uint32)  # a raw key; an import must not start a backend
+SIGNS = np.resize([1, 1, -1, 1, -1], 64)
+FORMATS = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4_e2m1")
+LAYOUTS = ("row_major", "blocked_128x4", "shuffled_32x8")
+
+
+def x(dtype=jnp.bfloat16, shape=(2, 64, 128)):
+    """Finite, so that jax_debug_nans has nothing to find."""
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+
+
+def q(format="mxfp8_e4m3", **options):
+    return jax_mx.quantize(x(), format, **options)
+
+
+def quantize():
+    for format in FORMATS:
+        for layout in LAYOUTS:
+            yield q(format, scale_layout=layout)
+            yield q(format, scale_layout=layout, axis=1, transpose=True, scaling="even")
+        yield q(format, block=(32, 32), zero_scale=127)
+        yield q(format, axis=-2)
+        yield q(format, value_layout="shuffled_16x16")
+        yield jax_mx.quantize(x(jnp.float16), format)
+    stochastic = jax_mx.Stochastic(jnp.asarray(KEY), 0.75)
+    for size in (16, 32, 64):
+        for signs in (None, SIGNS[:size], jnp.asarray(SIGNS[:size])):
+            hadamard = jax_mx.Hadamard(size, signs)
+            yield q("mxfp4_e2m1", hadamard=hadamard, rounding=stochastic)
+            yield q("mxfp4_e2m1", hadamard=hadamard, axis=-2)
+
+
+def quantize_both():
+    how = {"rounding": jax_mx.Stochastic(jnp.asarray(KEY)), "hadamard": jax_mx.Hadamard.random(KEY)}
+    for layout in LAYOUTS:
+        yield jax_mx.quantize_both(x(), scale_layout=layout)
+        yield jax_mx.quantize_both(x(), "mxfp4_e2m1", scale_layout=layout, **how)
+
+
+def dequantize():
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        for layout in LAYOUTS:
+            array = q(scale_layout=layout, axis=-2)
+            yield jax_mx.dequantize(array, dtype)
+            yield array.dequantize(dtype, transpose=True)
+    yield q("mxfp4_e2m1", block=(32, 32)).dequantize()
+
+
+def fake_quantize():
+    for clip in (False, True):
+        for options in (
+            {"zero_scale": 127},
+            {"axis": 0, "rounding": jax_mx.Stochastic(jnp.asarray(KEY), 0.75)},
+            {"hadamard": jax_mx.Hadamard(64, SIGNS)},
+            {"hadamard": jax_mx.Hadamard(16, jnp.asarray(SIGNS[:16])), "axis": 0},
+        ):
+
+            def f(x, clip=clip, options=options):
+                return jax_mx.fake_quantize(x, "mxfp4_e2m1", scaling="floor", clip=clip, **options)
+
+            y, back = jax.vjp(f, x(shape=(64, 64)))
+            yield y
+            yield back(y)
+
+
+def arrays():
+    for options in ({}, {"scale_layout": "blocked_128x4"}, {"axis": -2}):
+        array = q("mxfp4_e2m1", **options)
+        yield array[1], array[:, 32:], array[jnp.array([1, 0])], array[None]
+        yield array[np.array([True, False])], [*array], array.mT, array.reshape(2, 1, 64, 128)
+        yield array.with_scales_in("shuffled_32x8")
+        yield jax_mx.MXArray.from_parts(
+            array.values, array.scales.view(jnp.uint8), "mxfp4_e2m1", **(
+                {"axis": array.axis, "scale_layout": array.scale_layout}
+            )
+        )  # fmt: skip
+    yield q("mxfp4_e2m1").as_float4()
+    floats4 = q("mxfp4_e2m1").as_float4()
+    yield jax_mx.MXArray.from_float4(floats4, q("mxfp4_e2m1").scales)
+    yield q().with_values_in("shuffled_16x16").with_values_in("row_major")
+    for axis in (-1, -2):
+        yield q("mxfp4_e2m1", block=(32, 32)).expand(axis, "blocked_128x4")
+
+
+def hadamard():
+    for size in (16, 32, 64):
+        for signs in (None, SIGNS[:size], jnp.asarray(SIGNS[:size])):
+            f = lambda x, size=size, signs=signs: jax_mx.hadamard(x, size, signs, axis=-2)  # noqa: E731
+            y, back = jax.vjp(f, x())
+            yield y
+            yield back(y)
+
+
+def random_signs():
+    for size in (16, 32, 64):
+        yield jax_mx.Hadamard.random(jnp.asarray(KEY), size).signs
+
+
+def checkpoints(folder):
+    tree = {"w": q("mxfp4_e2m1", scale_layout="blocked_128x4"), "b": x()}
+    jax_mx.save_safetensors(tree, folder / "w.safetensors")
+    yield jax_mx.load_safetensors(folder / "w.safetensors", tree)
+
+
+def of_bytes():
+    packed = jax_mx.pack_mxfp6(q("mxfp6_e2m3"))
+    yield packed, jax_mx.unpack_mxfp6(packed)
+
+
+# A row for each public function: what is called, and all that it gives.
+CALLS = {
+    "MXArray": arrays,
+    "Hadamard": random_signs,
+    "Stochastic": quantize_both,
+    "concatenate": lambda: [jax_mx.concatenate([q(**w), q(**w)], a) for w in (
+        {}, {"scale_layout": "blocked_128x4"}) for a in (0, 1, 2)],
+    "stack": lambda: [jax_mx.stack([q(), q()], axis) for axis in range(3)],
+    "swapaxes": lambda: [jax_mx.swapaxes(q(scale_layout="blocked_128x4"), 0, 1)],
+    "dequantize": dequantize,
+    "fake_quantize": fake_quantize,
+    "from_checkpoint": lambda: [jax_mx.from_checkpoint(
+        {"values": q().values, "scales:format=mxfp8_e4m3,axis=-1": q().scales})],
+    "hadamard": hadamard,
+    "is_supported": lambda: [np.array(jax_mx.is_supported(op, "cpu")[0]) for op in (
+        "quantize", "quantize_both", "dequantize")],
+    "load_safetensors": checkpoints,
+    "save_safetensors": checkpoints,
+    "mx_matmul_reference": lambda: [jax_mx.mx_matmul_reference(q(axis=a), q(axis=a)) for a in (
+        -1, -2)],
+    "pack_mxfp6": of_bytes,
+    "unpack_mxfp6": of_bytes,
+    "quantize": quantize,
+    "quantize_both": quantize_both,
+}  # fmt: skip
+# Public names without an array: tables, their members, constants, modules.
+NO_CALLS = {
+    *("Format", "Scaling", "ScaleLayout", "ValueLayout", "CHECKPOINT_NAME", "__version__"),
+    *("DISABLE_EXPORT_CHECKS", "CEIL", "EVEN", "FLOOR", "RCEIL", "ROW_MAJOR", "ROW_MAJOR_VALUES"),
+    *("BLOCKED_128X4", "SHUFFLED_16X16", "SHUFFLED_32X8"),
+    *(name.upper() for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3")),
+    *("MXFP4_E2M1",),
+}
+SETTINGS = {
+    "rank promotion": ("jax_numpy_rank_promotion", "raise"),
+    "dtype promotion": ("jax_numpy_dtype_promotion", "strict"),
+    "nans": ("jax_debug_nans", True),
+    "infs": ("jax_debug_infs", True),
+    "checks": ("jax_enable_checks", True),
+    "leaks": ("jax_check_tracer_leaks", True),
+    "x64": ("jax_enable_x64", True),
+    "no x64": ("jax_enable_x64", False),
+}
+
+
+def outcome(name, folder):
+    call = CALLS[name]
+    found = call(folder) if call is checkpoints else call()
+    return [np.asarray(leaf) for leaf in jax.tree.leaves([*found])]
+
+
+@contextlib.contextmanager
+def set_to(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """By name what each call gives under no setting, computed once."""
+    found = {}
+
+    def of(name):
+        if name not in found:
+            found[name] = outcome(name, tmp_path_factory.mktemp("plain"))
+        return found[name]
+
+    return of
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_setting_gives_the_same_bytes(name, setting, plain, tmp_path):
+    if CALLS[name] in [CALLS[other] for other in list(CALLS)[: list(CALLS).index(name)]]:
+        return  # the same call stands for several names
+    want = plain(name)
+    with set_to(*SETTINGS[setting]):
+        got = outcome(name, tmp_path)
+    assert len(got) == len(want) > 0
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bits_equal(a, b, f"{name}, result {i}")
+
+
+def test_every_public_name_is_called_or_excused():
+    import types
+
+    public = {
+        name
+        for name, value in vars(jax_mx).items()
+        if (not name.startswith("_") or name == "__version__")
+        and not isinstance(value, types.ModuleType)
+    }
+    # A package's functions hide modules of the same name.
+    assert public - {*CALLS} - NO_CALLS == set()
+    assert {*CALLS} | NO_CALLS <= public
+    assert not {*CALLS} & NO_CALLS
+
+
+def test_settings_from_the_environment():
+    """As a user has them: set before JAX is imported."""
+    code = (
+        "import jax, jax_mx, jax.numpy as jnp; x = jnp.ones((64, 64), jnp.bfloat16);"
+        "h = jax_mx.Hadamard.random(jax.random.key(3), 32);"
+        "q = jax_mx.quantize(x, 'mxfp4_e2m1', hadamard=h, rounding="
+        "jax_mx.Stochastic(jax.random.key(5)));"
+        "print(h.signs.astype(int).tolist(), int(q.values.astype(int).sum()))"
+    )
+    outputs = set()
+    for x64 in ("0", "1"):
+        env = os.environ | {"JAX_ENABLE_X64": x64, "JAX_NUMPY_RANK_PROMOTION": "raise"}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
+    signs = eval(outputs.pop().rpartition("]")[0] + "]")
+    # The top bit of each of 32 words of jax.random.bits, which no setting of JAX changes.
+    words = np.asarray(jax.random.bits(jax.random.key(3), (32,), jnp.uint32))
+    assert signs == (words < 2**31).astype(int).tolist()
