@@ -73,7 +73,7 @@ def tuned(
 
     Args:
       known: what has been measured already.
-      cases: layer, rows, recipe, of `LAYERS`, `ROWS` and `RECIPES`.
+      cases: the layers.
       seconds: for all of them.
       candidates: of each product, at most.
       file: to write; one that ends in .md beside it.

@@ -18,7 +18,7 @@ import pytest
 
 from jax_mx.facts import verified
 from jax_mx.facts.chips import arch_of, dsl_of
-from jax_mx.facts.variants import VARIANTS
+from jax_mx.facts.products import BINARIES
 from jax_mx.lowering import primitive, store
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -138,7 +138,7 @@ def pytest_sessionfinish(session):
     folder = session.config.getoption("--record-verified")
     if not folder or not _outcomes or hasattr(session.config, "workerinput"):
         return
-    variants = {(v.implementation, v.name): v for v in VARIANTS}
+    variants = {(v.implementation, v.name): v for v in BINARIES}
     for arch in {arch for _, arch, _ in _outcomes}:
         entries = verified.read(arch)
         for (name, its_arch, device), outcomes in _outcomes.items():

@@ -26,6 +26,7 @@ from jax_mx.facts.chips import arch_of
 from jax_mx.facts.directions import FORMS, LAST_TRANSPOSED, SECOND, Blocks
 from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.facts.products import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Kind, Variant
 from jax_mx.lowering import primitive, registry, store
@@ -182,19 +183,22 @@ def quantizings(f, *args, within=None):
 class InHand(store.Artifact):
     """A kernel that is in no folder: each call carries it."""
 
-    def attributes(self, scale_layout, scalars, carry):
+    def attributes(self, launch, scalars, carry):
         """As those of an export."""
-        return super().attributes(scale_layout, scalars, carry=True)
+        return super().attributes(launch, scalars, carry=True)
 
 
-def stand_in(kernel: Variant, arch: str = "sm_90a") -> InHand:
+def stand_in(kernel: Binary, arch: str = "sm_90a") -> InHand:
     """A kernel without code, for programs that are lowered and compiled but must not run."""
     image = images.cuda()
-    kinds = kernel.kinds or (Kind(),) * len(kernel.formats)
+    kinds = getattr(kernel, "kinds", ()) or (Kind(),) * len(kernel.formats)
     count = len(signature_of(kernel.op, kinds).arrays)
     entry = launch.Entry(f"{kernel.name}_0", (1,) * count, (32, 1, 1))
     rule = launch.Launch(entries=(entry,)).to_json()
-    facts = {"sha256": images.sha256(image), "launches": dict.fromkeys(SCALE_LAYOUTS, rule)}
+    facts = {
+        "sha256": images.sha256(image),
+        "launches": dict.fromkeys((*SCALE_LAYOUTS, *RESULTS), rule),
+    }
     return InHand(facts, Path(), image)
 
 

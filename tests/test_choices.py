@@ -86,20 +86,34 @@ def test_the_fastest_wins(monkeypatch, order):
 
 
 def test_time_is_taken_of_what_runs(monkeypatch):
-    """By the clock: one product against forty of them, one after the other."""
+    """By the clock: one product against the same behind forty larger ones."""
+    square = jnp.full((512, 512), 2.0**-9)
 
     def often(lhs, rhs, dot):
-        y = XLA(lhs, rhs, dot)
-        for _ in range(40):
-            lhs, y = jax.lax.optimization_barrier((lhs, y))
-            y = jnp.maximum(y, XLA(lhs, rhs, dot))
-        return y
+        x = jax.lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ square), square)
+        return jnp.where(jnp.isfinite(x).all(), XLA(lhs, rhs, dot), jnp.nan)
 
     add(monkeypatch, "often", often)
     (entry,) = quiet(matmul, ones(128, 512), ones(512, 256)).entries
     costs = dict(entry.costs)
     assert costs["often"] > 4 * costs["xla"] > 0
     assert entry.chosen != "often"
+
+
+def test_no_product_of_a_program_is_merged_or_left_out(monkeypatch):
+    """Of two operands as of one: each launch computes a product of its own."""
+    programs = []
+
+    def seconds(candidate, runs):
+        programs.append((candidate.program.as_text(), len(candidate.sets)))
+        assert len({leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(candidate.sets)}) == 8
+        return float(runs)
+
+    monkeypatch.setattr(measuring, "seconds", seconds)
+    quiet(matmul, ones(256, 512), ones(512, 256), candidates=1)
+    text, launches = programs[0]
+    assert launches == 2
+    assert len(re.findall(r" dot\(|custom-call.*dot|__onednn|matmul\(", text)) == launches, text
 
 
 def _raises(*_):
@@ -126,8 +140,9 @@ def test_a_poisoned_candidate_never_wins(monkeypatch, poison):
     (entry,) = choice.entries
     assert entry.chosen == "scaled_dot"
     assert poison not in asked
-    assert dict(entry.costs)[poison].startswith("left out: it ")
-    assert reason in dict(entry.costs)[poison]
+    why = str(dict(entry.costs)[poison])
+    assert why.startswith("left out: it ")
+    assert reason in why
     assert reason in str(choice)
 
 
@@ -338,7 +353,7 @@ def test_contexts_nest():
         assert names() == ["dequantize", "dequantize"]
     assert names() == ["xla", "xla"]
     with pytest.raises(TypeError):
-        a | {}
+        print(a | {})
 
 
 def test_the_order_of_who_decides(monkeypatch, tmp_path):
@@ -531,6 +546,26 @@ def test_processes_with_different_timings_lower_the_same(tmp_path):
     assert (
         " ".join(told) == "ERROR RuntimeError autotune: process 0 could not measure: out of order"
     )
+
+
+# ---- a chip's table ---
+def test_the_script_that_fills_a_table(monkeypatch, tmp_path, capsys):
+    from benchmarks import tune
+
+    monkeypatch.setattr(tune, "LAYERS", {"a": (64, 96), "b": (128, 32)})
+    costing(monkeypatch, dict.fromkeys(IMPLEMENTATIONS, 2.0) | {"dequantize": 1.5})
+    file = tmp_path / "cpu.json"
+    cases = [("a", 128, "mxfp8"), ("b", 1, "mxfp8"), ("b", 1, "mxfp8 in rows")]
+    known = tune.tuned(Choice(), cases, 600, 2, file)
+    assert len(known.entries) == 3 + 1 + 1
+    assert Choice.load(file) == known
+    lines = file.with_suffix(".md").read_text().splitlines()
+    assert lines[0] == f"Microseconds, cpu, jax {jax.__version__}."
+    assert len(lines) == 4 + len(known.entries)
+    capsys.readouterr()
+    monkeypatch.setattr(measuring, "measured", None)  # what is known is not measured again
+    assert tune.tuned(known, cases, 600, 2, file) == known
+    assert "3/3 b, 1 rows, mxfp8 in rows" in capsys.readouterr().out
 
 
 # ---- messages ---

@@ -6,8 +6,7 @@ import sys
 from importlib.metadata import requires
 
 import jax_mx
-from jax_mx.facts.chips import ARCHS
-from jax_mx.facts.variants import VARIANTS
+from jax_mx.facts.products import BINARIES, archs_of
 from jax_mx.kernels import build
 from jax_mx.lowering import store
 
@@ -43,7 +42,7 @@ def test_the_library_needs_only_jax_and_numpy():
 
 def test_what_the_package_holds_is_whole():
     """Whatever was built ahead: a wheel's kernels, or none."""
-    every = {f"{v.name}.{arch}" for v in VARIANTS for arch in ARCHS[v.implementation]}
+    every = {f"{v.name}.{arch}" for v in BINARIES for arch in archs_of(v)}
     assert set(store.manifest()) <= every
     for name, facts in store.manifest().items():
         image = (store.BINARIES / facts["sha256"]).read_bytes()

@@ -26,6 +26,10 @@ def test_quantizers_and_dequantizers():
     assert [a.name for a in both.results] == ["codes_0", "scales_0", "codes_1", "scales_1"]
     assert both.number("scales_1") == 7
     assert [a.name for a in both.present(["signs_0"])] == ["x", "seeds_1", "signs_1"]
+    product = signature_of("matmul_fp8")
+    assert [a.name for a in product.present(["group_sizes"])][-1] == "scales"
+    assert product.has_replicated and product.number("y") == 5
+    assert signature_of("matmul").operands[-1] == product.operands[-1]
     back = signature_of("dequantize", [Kind()])
     assert [a.role for a in back.arrays] == [Role.CODES, Role.SCALES, Role.FLOATS]
 

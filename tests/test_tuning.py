@@ -8,6 +8,7 @@ import pytest
 from benchmarks import sweep
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.kernels import tuning
 
@@ -18,7 +19,7 @@ EACH_ARCH = [(dsl, arch) for dsl, archs in ARCHS.items() for arch in archs]
 def test_rows_have_all_fields_and_known_facts(dsl, arch):
     table = importlib.import_module(f"jax_mx.kernels.{dsl}.tuning.{arch}")
     assert isinstance(table.CHIP, str)
-    known = tuning.facts_of(VARIANTS[0], SCALE_LAYOUTS["row_major"], True)
+    known = tuning.facts_of(VARIANTS[0]) | tuning.facts_of(PRODUCTS[0])
     for row in table.ROWS:
         assert row.keys() == {"kernel", "where", "value", "date", "measured"}
         assert row["where"].keys() <= known.keys()
@@ -38,6 +39,12 @@ def test_every_row_of_hopper_is_some_entrys():
                     if kernel.startswith(variant.op):
                         fits = [r for r in ROWS if r["kernel"] == kernel]
                         used += [r for r in fits if tuning._fits(r["where"], facts)][:1]
+    for product in PRODUCTS:
+        facts = tuning.facts_of(product)
+        for kernel in {row["kernel"] for row in ROWS}:
+            if kernel.partition(".")[0] == product.op:
+                fits = [r for r in ROWS if r["kernel"] == kernel]
+                used += [r for r in fits if tuning._fits(r["where"], facts)][:1]
     assert [row for row in ROWS if row not in used] == []
 
 

@@ -14,7 +14,8 @@ from jax_mx.command.output import Column
 from jax_mx.facts import toolchains, verified
 from jax_mx.facts.chips import ARCHS, arch_of
 from jax_mx.facts.formats import FLOAT_DTYPES
-from jax_mx.facts.variants import VARIANTS, Variant
+from jax_mx.facts.products import Binary
+from jax_mx.facts.variants import VARIANTS
 from jax_mx.lowering import store
 from jax_mx.lowering.primitive import chip_of, chips_beside
 from jax_mx.lowering.registry import Support
@@ -161,7 +162,7 @@ def _serving(kind: str, device: jax.Device, op: str, plan: Any, format: str) -> 
     )
 
 
-def source_of(kernel: Variant, arch: str) -> str:
+def source_of(kernel: Binary, arch: str) -> str:
     """Where a kernel comes from."""
     found = store.find(kernel, arch)
     if found is None:

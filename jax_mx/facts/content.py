@@ -11,8 +11,8 @@ import functools
 import hashlib
 from pathlib import Path
 
+from jax_mx.facts.products import Binary
 from jax_mx.facts.toolchains import COMPILERS
-from jax_mx.facts.variants import Variant
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Modules of kernels/ that decide when and where kernels are compiled, not what they are.
@@ -37,7 +37,7 @@ def _digest(dsl: str, package: Path) -> str:
     return total.hexdigest()
 
 
-def key_of(variant: Variant, arch: str, package: Path = PACKAGE) -> str:
+def key_of(variant: Binary, arch: str, package: Path = PACKAGE) -> str:
     """The key of a variant's binary for an arch, hexadecimal; `package` holds the sources."""
     dsl = variant.implementation
     what = (_digest(dsl, package), *sorted(COMPILERS[dsl].items()), variant.name, arch)

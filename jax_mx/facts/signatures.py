@@ -122,17 +122,50 @@ def _dequantize(kinds: Sequence[Kind]) -> Signature:
     )
 
 
+_GROUP_SIZES = Array("group_sizes", Role.REPLICATED, dtype="int32", optional=True)
+
+
+def _matmul(kinds: Sequence[Kind]) -> Signature:
+    del kinds
+    return Signature(
+        operands=(
+            Array("x", Role.FLOATS),
+            Array("codes", Role.CODES),
+            Array("scales", Role.SCALES),
+            _GROUP_SIZES,
+        ),
+        results=(Array("y", Role.FLOATS),),
+    )
+
+
+def _matmul_fp8(kinds: Sequence[Kind]) -> Signature:
+    del kinds
+    return Signature(
+        operands=(
+            Array("x_codes", Role.CODES),
+            Array("x_scales", Role.SCALES),
+            Array("codes", Role.CODES, 1),
+            Array("scales", Role.SCALES, 1),
+            _GROUP_SIZES,
+        ),
+        results=(Array("y", Role.FLOATS),),
+    )
+
+
 SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
+    "matmul": _matmul,
+    "matmul_fp8": _matmul_fp8,
 }
 
 
-def signature_of(op: str, kinds: Sequence[Kind]) -> Signature:
+def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
     """The signature of a call of `op`.
 
     Args:
-      op: "quantize" (one or both directions) or "dequantize".
-      kinds: the preprocessing of each direction, one each also where there is none.
+      op: "quantize" (one or both directions), "dequantize", "matmul" or "matmul_fp8".
+      kinds: the preprocessing of each direction, one each also where there is none; of products
+        none.
     """
     return SIGNATURES[op](kinds)

@@ -33,11 +33,12 @@ if __package__ in (None, ""):  # run by CMake as a file, before the extension ex
 from jax_mx.facts import verified  # noqa: E402
 from jax_mx.facts.chips import ARCHS, arch_of  # noqa: E402
 from jax_mx.facts.content import key_of  # noqa: E402
-from jax_mx.facts.variants import VARIANTS, Variant  # noqa: E402
+from jax_mx.facts.products import BINARIES as EVERY  # noqa: E402
+from jax_mx.facts.products import Binary, archs_of  # noqa: E402
 
 BINARIES = PACKAGE / "binaries"
 EXECUTED = ("sm_90a", *ARCHS["flydsl"])  # the archs whose binaries must have run, or been emulated
-Job = tuple[Variant, str]  # a variant and an arch
+Job = tuple[Binary, str]  # a variant and an arch
 
 
 def main() -> int:
@@ -94,8 +95,8 @@ def jobs_of(asked: Iterable[str], only: str = "") -> list[Job]:
         raise ValueError(f"unknown arch {', '.join(unknown)}; there are {', '.join(known)}")
     jobs = [
         (variant, arch)
-        for variant in VARIANTS
-        for arch in ARCHS[variant.implementation]
+        for variant in EVERY
+        for arch in archs_of(variant)
         if any(arch == one and text in variant.name for one, text in pairs)
         if only in variant.name
     ]
@@ -137,7 +138,7 @@ def build(jobs: list[Job]) -> int:
             continue
         (BINARIES / facts["sha256"]).write_bytes(image)
         manifest[facts["name"]] = facts
-    every = {name_of(v, arch) for v in VARIANTS for arch in ARCHS[v.implementation]}
+    every = {name_of(v, arch) for v in EVERY for arch in archs_of(v)}
     manifest = {name: facts for name, facts in sorted(manifest.items()) if name in every}
     path.write_text(json.dumps(manifest, indent=1) + "\n")
     keep = {facts["sha256"] for facts in manifest.values()} | {path.name}
@@ -154,7 +155,7 @@ def read_manifest() -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def is_current(facts: dict[str, Any] | None, variant: Variant, arch: str) -> bool:
+def is_current(facts: dict[str, Any] | None, variant: Binary, arch: str) -> bool:
     """Whether the binary of these facts is there, whole, and what the sources give."""
     if facts is None or facts["key"] != key_of(variant, arch):
         return False
@@ -193,7 +194,7 @@ def compile_all(jobs: list[Job]) -> Iterator[tuple[bytes, dict[str, Any]]]:
             yield from done.values()
 
 
-def _compile(variant: Variant, arch: str) -> tuple[bytes, dict[str, Any]]:
+def _compile(variant: Binary, arch: str) -> tuple[bytes, dict[str, Any]]:
     """In a process of a pool."""
     from jax_mx.kernels.worker import compiled
 
@@ -244,7 +245,7 @@ def check(jobs: list[Job]) -> int:
     return int(bool(bad))
 
 
-def _cached(variant: Variant, arch: str) -> dict[str, Any] | None:
+def _cached(variant: Binary, arch: str) -> dict[str, Any] | None:
     """What the user's cache says of a binary."""
     from jax_mx.lowering import store
 
@@ -299,7 +300,7 @@ def _usage(usage: dict[str, Any]) -> list[str]:
     return [*(str(usage[name]) for name in ("registers", "stack", "shared")), counts, each]
 
 
-def name_of(variant: Variant, arch: str) -> str:
+def name_of(variant: Binary, arch: str) -> str:
     """As the manifest knows a binary."""
     return f"{variant.name}.{arch}"
 

@@ -19,12 +19,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_mx.facts.formats import FLOAT_DTYPES
-from jax_mx.facts.layouts import ScaleLayout
-from jax_mx.facts.variants import Variant
+from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
+from jax_mx.facts.products import Binary, Product
 
 
-def facts_of(variant: Variant, layout: ScaleLayout, aligned: bool) -> dict[str, Any]:
-    """What rows may ask of an entry."""
+def facts_of(
+    variant: Binary, layout: ScaleLayout = ROW_MAJOR, aligned: bool = True
+) -> dict[str, Any]:
+    """What rows may ask of an entry; of a product's, by its product alone."""
+    if isinstance(variant, Product):
+        return {
+            "codes_per_byte": variant.formats[-1].codes_per_byte,
+            "rows": variant.rows,
+            "window": variant.window,
+            "tiles": variant.tiles,
+        }
     return {
         "form": str(variant.form),
         "dtype": variant.dtype,
@@ -37,7 +46,7 @@ def facts_of(variant: Variant, layout: ScaleLayout, aligned: bool) -> dict[str, 
 
 
 def choose(
-    kernel: str, arch: str, variant: Variant, layout: ScaleLayout, aligned: bool = True
+    kernel: str, arch: str, variant: Binary, layout: ScaleLayout = ROW_MAJOR, aligned: bool = True
 ) -> Any:
     """The value of the first row that fits.
 

@@ -52,9 +52,9 @@ def compiled(variant, arch: str) -> tuple[bytes, dict[str, Any]]:
 def main(dsl: str, descriptor: str) -> None:
     """Answers requests until there are no more."""
     without_jax()
-    from jax_mx.facts.variants import VARIANTS
+    from jax_mx.facts.products import BINARIES
 
-    variants = {v.name: v for v in VARIANTS if v.implementation == dsl}
+    variants = {v.name: v for v in BINARIES if v.implementation == dsl}
     with os.fdopen(int(descriptor), "w") as answers:
         for line in sys.stdin:
             request = json.loads(line)

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.content import PACKAGE
-from jax_mx.facts.variants import Variant
+from jax_mx.facts.products import Binary
 
 TIMEOUT = 300  # seconds for one kernel, far more than any took on a busy machine
 
@@ -127,7 +127,7 @@ def _stop() -> None:
         worker.stop()
 
 
-def compile_kernel(variant: Variant, arch: str, bytecode: Path) -> tuple[bytes, dict[str, Any]]:
+def compile_kernel(variant: Binary, arch: str, bytecode: Path) -> tuple[bytes, dict[str, Any]]:
     """The binary of a variant for an arch, and its facts: name, key, sha256, launches.
 
     Args:

@@ -1,9 +1,14 @@
-"""Plan: one call, validated and canonical. `jax_mx.ops.planning` makes plans, and refuses calls."""
+"""Plans: one call, validated and canonical.
+
+`jax_mx.ops.planning` makes those of quantizers and refuses calls, `jax_mx.ops.gemm` of products.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,6 +18,7 @@ from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
+from jax_mx.facts.products import Product
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 
 
@@ -114,6 +120,11 @@ class Plan:
         return [a for a in self.signature.present(self.lacks) if a.role is Role.BLOCK_DATA]
 
     @property
+    def launch(self) -> str:
+        """Which of a binary's launches serves it: that of its scales' layout."""
+        return self.scale_layout.name
+
+    @property
     def has_units(self) -> bool:
         """Whether more than a block of the last two axes is to stay whole: tiles, windows."""
         return any(cover != (1, BLOCK) for cover in self.covers)
@@ -154,3 +165,60 @@ class Plan:
                 f"value_tiles_{i}": int(self.value_layouts[i].is_tiled),
             }
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductPlan:
+    """One call of a product: y = x @ dequantize(W)^T, per group of x's rows.
+
+    Attributes:
+      op: "matmul", x in floats, or "matmul_fp8", x in MX too.
+      formats: of the quantized operands, x's before W's.
+      dtype: of y.
+      grouped: whether the call has sizes of groups; without, all groups have as many rows.
+      rows: how many rows of x a tile should have; among kernels with others it does not choose.
+      window: see `facts.products.Product`; so is `tiles`.
+      tiles: of W.
+      implementation: the one the caller insists on, or None.
+    """
+
+    op: str
+    formats: tuple[Format, ...]
+    dtype: np.dtype
+    grouped: bool
+    rows: int
+    window: int = BLOCK
+    tiles: bool = False
+    implementation: str | None = None
+    # What the lowering asks of any plan:
+    scalars: ClassVar[Mapping[str, int]] = {}
+    value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
+    scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
+    view: ClassVar[None] = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.op
+
+    @property
+    def signature(self) -> Signature:
+        """The arrays of the call, with those that it lacks."""
+        return signature_of(self.op)
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """The operands of the signature that the call does not have."""
+        return () if self.grouped else ("group_sizes",)
+
+    @property
+    def launch(self) -> str:
+        """Which of a binary's launches serves it: that of y's dtype."""
+        return self.dtype.name
+
+    def product(self, dsl: str) -> Product:
+        """The kernel that it asks for, which may be none of those that there are."""
+        return Product(self.op, dsl, self.formats, self.rows, self.window, self.tiles)
+
+
+AnyPlan = Plan | ProductPlan

@@ -40,11 +40,12 @@ from jax_mx.facts import launch
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.preprocessing import Preprocessing
+from jax_mx.facts.products import Binary
 from jax_mx.facts.signatures import Array, Role, Signature
-from jax_mx.facts.variants import Variant, value_layouts_of
+from jax_mx.facts.variants import value_layouts_of
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import compiler, registry, store
-from jax_mx.lowering.plan import Plan
+from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
 from jax_mx.lowering.registry import Support
 
 # What makes operands vary over the same manual axes; since 0.10.1 under the first name.
@@ -251,11 +252,13 @@ class Target(NamedTuple):
       platform: JAX's name of it.
       chips: as drivers name them; None for an export, which `_support` finds chips for.
       device: of the stand-in driver, in emulation.
+      partitioned: whether XLA splits the program among several devices, at least along some axes.
     """
 
     platform: str
     chips: list[str] | None
     device: int | None = None
+    partitioned: bool = False
 
     @property
     def carries(self) -> bool:
@@ -268,10 +271,18 @@ def target_of(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
     exports = ctx.module_context.lowering_parameters.for_export
     if platform == "cpu" and emulated is not None and not exports:
         return Target(platform_of(emulated.chip), [emulated.chip], emulated.device)
-    return Target(platform, chips)
+    return Target(platform, chips, partitioned=_is_partitioned(ctx.module_context.axis_context))
 
 
-def _support(plan: Plan, target: Target) -> tuple[Support, list[str]]:
+def _is_partitioned(context: Any) -> bool:
+    """Whether XLA's partitioner looks at what is lowered in this context of JAX's."""
+    manual = getattr(context, "manual_axes", None)
+    if manual is None:
+        return getattr(context, "num_devices", 1) > 1
+    return any(n > 1 for name, n in context.mesh.shape.items() if name not in manual)
+
+
+def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
     """What serves a plan, and for which chips."""
     if target.chips is not None or target.platform not in chip_table.DSLS:
         return registry.chosen(plan, target.platform, target.chips or ()), target.chips or []
@@ -303,7 +314,7 @@ def _say_once(sentence: str) -> None:
 
 
 def _kernel_attributes(
-    plan: Plan, kernel: Variant, chips: Sequence[str], carries: bool
+    plan: AnyPlan, kernel: Binary, chips: Sequence[str], carries: bool
 ) -> dict[str, dict[str, Any]]:
     """The attribute `kernels` of the call target: chip -> attributes (ffi/launch.cc).
 
@@ -321,7 +332,7 @@ def _kernel_attributes(
                 raise
             _say_once(f"exporting {plan.name} without a kernel for {chip}: {error}")
         else:
-            found[chip] = artifact.attributes(plan.scale_layout.name, plan.scalars, carries)
+            found[chip] = artifact.attributes(plan.launch, plan.scalars, carries)
     return found
 
 
@@ -352,9 +363,9 @@ def _sharding_attributes(
     }
 
 
-def _order(array: Array, view: View) -> tuple[int, ...]:
+def _order(array: Array, view: View | None) -> tuple[int, ...]:
     """How an array of a call lies in memory: its tail's dimensions, slowest first."""
-    if array.role is Role.REPLICATED:
+    if view is None or array.role is Role.REPLICATED:
         return ()  # as it is
     if array.role in (Role.FLOATS, Role.BLOCK_DATA):
         return view.operand
@@ -365,8 +376,8 @@ def _order(array: Array, view: View) -> tuple[int, ...]:
 def _call(
     ctx: mlir.LoweringRuleContext,
     *operands,
-    plan: Plan,
-    view: View,
+    plan: AnyPlan,
+    view: View | None,
     kernels: Mapping[str, Mapping[str, Any]],
     device: int | None = None,
 ):
@@ -376,7 +387,7 @@ def _call(
       ctx: JAX's.
       operands: MLIR values, those of the plan's signature that the call has.
       plan: the call.
-      view: of its arrays; the plan's own, or with row-major values.
+      view: of its arrays; the plan's own, or with row-major values; None: they lie as they are.
       kernels: see `_kernel_attributes`.
       device: see `Target`.
     """
@@ -387,18 +398,20 @@ def _call(
         minor_to_major(aval.ndim, _order(array, view))
         for array, aval in zip(arrays, avals, strict=True)
     ]
-    ndim = next(
-        aval.ndim for array, aval in zip(arrays, avals, strict=True) if array.role is Role.FLOATS
-    )
+    batch, merge = 0, ()
+    if view is not None:
+        pairs = zip(arrays, avals, strict=True)
+        ndim = next(aval.ndim for array, aval in pairs if array.role is Role.FLOATS)
+        batch, merge = view.batch(ndim), view.merge
     n = len(ctx.avals_in)
     rule = ffi.ffi_lowering(
         store.TARGET,
         operand_layouts=layouts[:n],
         result_layouts=layouts[n:],
-        extra_attributes=_sharding_attributes(ctx, signature, view.batch(ndim)),
+        extra_attributes=_sharding_attributes(ctx, signature, batch),
     )
     absent = [signature.number(name) for name in plan.lacks]
-    attributes = launch.call_attributes(kernels, merge=view.merge, absent=absent, device=device)
+    attributes = launch.call_attributes(kernels, merge=merge, absent=absent, device=device)
     return rule(ctx, *operands, **attributes)
 
 
@@ -415,7 +428,7 @@ def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **call:
     return mlir.lower_fun(pack, multiple_results=True)(ctx.replace(avals_in=avals), *outs)
 
 
-def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: Plan):
+def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: AnyPlan):
     """The call of a kernel; where none serves the plan, the reference.
 
     Args:
@@ -436,6 +449,7 @@ def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: P
     in_rows = any(layout.name not in written for layout in plan.value_layouts)
     kernel_plan = plan
     if in_rows:
+        assert isinstance(plan, Plan)
         rows = (ROW_MAJOR_VALUES,) * len(plan.value_layouts)
         kernel_plan = dataclasses.replace(plan, value_layouts=rows)
     support, chips = _support(kernel_plan, target)
@@ -460,7 +474,7 @@ def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: P
     return mlir.lower_fun(reference_fn, multiple_results=True)(ctx, *operands, plan=plan)
 
 
-def _check_processes(plan: Plan, target: Target, support: Support) -> None:
+def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
     """In a program of several processes, insists on the kernel that the tables promise.
 
     Each process lowers for itself, and all must come to the same program. The tables of facts are
@@ -520,7 +534,12 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     return outs, [0] * len(outs)
 
 
-def _no_derivative(*_, plan: Plan, **__):
+def _no_derivative(*_, plan: AnyPlan, **__):
+    if isinstance(plan, ProductPlan):
+        raise NotImplementedError(
+            f"{plan.op} has no derivative of its own, as codes have none; use the product that has "
+            "one, jax_mx.dot_general, or jax.lax.stop_gradient(x)"
+        )
     raise NotImplementedError(
         f"{plan.name} has no derivative, as codes have none; jax_mx.fake_quantize(x) is quantize "
         "and dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one"
@@ -554,26 +573,82 @@ def define(
     return primitive
 
 
-def make_primitive(op: str, avals: Callable, reference_fn: Callable) -> Primitive:
+def make_primitive(
+    op: str, avals: Callable, reference_fn: Callable, batch: Callable = _batch
+) -> Primitive:
     """The primitive of an op on views that is declared in facts/signatures.py.
 
     Args:
       op: its name.
       avals: abstract values of results, from those of operands and the plan.
       reference_fn: the op in jnp, on views, with the keyword `plan`.
+      batch: its rule for vmap, which takes the primitive before JAX's arguments.
     """
 
-    def batch(args, dims, *, plan: Plan):
-        return _batch(primitive, args, dims, plan=plan)
+    def rule(args, dims, *, plan: AnyPlan):
+        return batch(primitive, args, dims, plan=plan)
 
     lower = functools.partial(_lower, reference_fn)
-    primitive = define(f"mx_{op}", avals, lower, batch, _no_derivative)
+    primitive = define(f"mx_{op}", avals, lower, rule, _no_derivative)
     return primitive
+
+
+# ---- products: x (T, K), W (G, N, K), one after the other ---
+def _product_avals(*operands, plan: ProductPlan):
+    """Of y (T, N); on a mesh with explicit axes it is not split."""
+    core.standard_vma_rule(f"mx_{plan.op}", *operands)
+    x, codes = operands[0], operands[plan.signature.number("codes")]
+    sharding = x.sharding.update(spec=PartitionSpec(None, None))
+    shape = (x.shape[0], codes.shape[1])
+    return [x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)]
+
+
+def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
+    """Entries of the batch become groups; or more rows of x, where all have the same one matrix.
+
+    With sizes of groups, one call after the other.
+    """
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    if plan.grouped:
+        moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
+
+        def one(mapped):
+            rest: Iterator = iter(mapped)
+            own = [a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)]
+            return primitive.bind(*own, plan=plan)
+
+        outs = jax.lax.map(one, [a for a, d in zip(moved, dims, strict=True) if d is not None])
+        return outs, [0]
+    matrix = plan.signature.number("codes")  # from there on, W's arrays
+    shared = args[matrix].ndim == 3 and dims[matrix] is None and dims[matrix + 1] is None
+    args = [
+        a
+        if shared and args[matrix].shape[0] == 1 and i >= matrix
+        else jnp.broadcast_to(a, (size, *a.shape))
+        if d is None
+        else jnp.moveaxis(a, d, 0)
+        for i, (a, d) in enumerate(zip(args, dims, strict=True))
+    ]
+    rows = args[0].shape[1]
+    ranks = [3 if array.name in ("codes", "scales") else 2 for array in plan.signature.operands]
+    flat = [
+        a.reshape(-1, *a.shape[2:]) if a.ndim > rank else a
+        for a, rank in zip(args, ranks, strict=False)
+    ]
+    (y,) = primitive.bind(*flat, plan=plan)
+    return [y.reshape(size, rows, y.shape[-1])], [0]
 
 
 store.register()
 quantize_p = make_primitive("quantize", _quantize_avals, _quantize_reference)
 dequantize_p = make_primitive("dequantize", _dequantize_avals, _dequantize_reference)
+products_p = {
+    op: make_primitive(op, _product_avals, reference_fn, _batch_product)
+    for op, reference_fn in (
+        ("matmul", reference.matmul),
+        ("matmul_fp8", reference.matmul_fp8),
+    )
+}
 
 
 def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
@@ -593,3 +668,9 @@ def quantize(view: jax.Array, block_data: Sequence[jax.Array], plan: Plan) -> li
     operands = vary_alike(view, *block_data) if block_data else [view]
     view, *given = operands
     return quantize_p.bind(view, *_with_derived(view, given, plan), plan=plan)
+
+
+def product(operands: Sequence[jax.Array], plan: ProductPlan) -> jax.Array:
+    """Binds a product's primitive, all operands varying over the same manual axes."""
+    (y,) = products_p[plan.op].bind(*vary_alike(*operands), plan=plan)
+    return y

@@ -13,9 +13,10 @@ from typing import Any
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.facts.products import PRODUCT_ARCHS, PRODUCTS, Binary, Product
 from jax_mx.facts.variants import VARIANTS, Variant, layouts_of, takes_zero_scale
 from jax_mx.lowering import store
-from jax_mx.lowering.plan import Plan
+from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Support:
     """
 
     implementation: str
-    kernels: tuple[Variant, ...] = ()
+    kernels: tuple[Binary, ...] = ()
     via_transpose: bool = False
     reason: str = ""
 
@@ -89,7 +90,7 @@ def candidates(
     return [each.support(plan, chips) for each in asked]
 
 
-def chosen(plan: Plan, platform: str, chips: Sequence[str]) -> Support:
+def chosen(plan: AnyPlan, platform: str, chips: Sequence[str]) -> Support:
     """The first candidate that serves the plan; if none does, as one was named, that one."""
     each = candidates(plan, platform, chips)
     return next((support for support in each if support), each[0])
@@ -106,11 +107,13 @@ def row_plans(plan: Plan) -> list[Plan]:
 
 
 # ---- kernels ---
-def _kernels(dsl: str) -> Callable[[Plan, Sequence[str]], Support]:
+def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
     """The support of a DSL's kernels."""
 
-    def support(plan: Plan, chips: Sequence[str]) -> Support:
+    def support(plan: AnyPlan, chips: Sequence[str]) -> Support:
         direct = _one_kernel(dsl, plan, chips)
+        if isinstance(plan, ProductPlan):
+            return direct
         # Few plans with preprocessing have kernels of their own; the others go along rows. Not
         # transforms that span two blocks: rows do not tell which blocks are neighbours.
         preprocessed = plan.scaling and any(str(own) for own in plan.preprocessing)
@@ -127,9 +130,14 @@ def _kernels(dsl: str) -> Callable[[Plan, Sequence[str]], Support]:
     return support
 
 
-def _one_kernel(dsl: str, plan: Plan, chips: Sequence[str]) -> Support:
+def _one_kernel(dsl: str, plan: AnyPlan, chips: Sequence[str]) -> Support:
     """Whether one kernel serves the plan, and this installation has it or can compile it."""
     known = chip_table.chips_of(dsl)
+    if isinstance(plan, ProductPlan):
+        archs = PRODUCT_ARCHS.get(dsl, ())
+        known = [chip for arch in archs for chip in chip_table.ARCHS[dsl][arch]]
+        if not known:
+            return Support(dsl, reason=f"{plan.op}: {dsl} has no kernel; 'xla' serves it")
     for chip in chips:
         if chip not in known:
             return Support(
@@ -137,7 +145,10 @@ def _one_kernel(dsl: str, plan: Plan, chips: Sequence[str]) -> Support:
                 reason=f"{plan.name}: no {dsl} kernel for {chip}, only for {', '.join(known)}; "
                 "'xla' serves it",
             )
-    variant, reason = _variant_for(plan, dsl)
+    if isinstance(plan, ProductPlan):
+        variant, reason = _product_for(plan, dsl)
+    else:
+        variant, reason = _variant_for(plan, dsl)
     if variant is None:
         return Support(dsl, reason=f"{plan.name}: {dsl} has no kernel{reason}; 'xla' serves it")
     for chip in chips:
@@ -146,6 +157,16 @@ def _one_kernel(dsl: str, plan: Plan, chips: Sequence[str]) -> Support:
         if obstacle := store.obstacle(variant, arch):
             return Support(dsl, reason=f"{plan.name}: {obstacle}; 'xla' serves it")
     return Support(dsl, (variant,))
+
+
+def _product_for(plan: ProductPlan, dsl: str) -> tuple[Product | None, str]:
+    """The DSL's product that a plan asks for; or None, and for what there is none."""
+    wanted = plan.product(dsl)
+    if wanted in PRODUCTS:
+        return wanted, ""
+    names = " and ".join(format.name for format in plan.formats)
+    window = f" in windows of {plan.window}" * (plan.window > BLOCK)
+    return None, f" for {names}{window}"
 
 
 def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
@@ -184,7 +205,7 @@ def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
     return variant, ""
 
 
-def _reference(plan: Plan, chips: Sequence[str]) -> Support:
+def _reference(plan: AnyPlan, chips: Sequence[str]) -> Support:
     """Serves every plan."""
     del plan, chips
     return Support("xla")

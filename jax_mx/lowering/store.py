@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from jax_mx.facts import toolchains
 from jax_mx.facts.chips import ARCHS, arch_of
 from jax_mx.facts.content import key_of
 from jax_mx.facts.launch import Launch
-from jax_mx.facts.variants import Variant
+from jax_mx.facts.products import Binary
 from jax_mx.lowering import compiler
 
 TARGET = "jax_mx_launch"
@@ -46,7 +46,8 @@ class Artifact:
     """A compiled kernel.
 
     Attributes:
-      facts: sha256; launches: per scale layout the launch rule, in the words of facts/launch.py.
+      facts: sha256; launches: per scale layout, or per dtype of a product's result, the launch
+        rule, in the words of facts/launch.py.
       folder: where its binary lies, in a file called by its sha256.
       image: the binary.
     """
@@ -60,15 +61,15 @@ class Artifact:
         """Of the binary, hexadecimal."""
         return self.facts["sha256"]
 
-    def attributes(self, scale_layout: str, scalars: dict[str, int], carry: bool) -> dict[str, Any]:
+    def attributes(self, launch: str, scalars: Mapping[str, int], carry: bool) -> dict[str, Any]:
         """One kernel's attributes of the custom call.
 
         Args:
-          scale_layout: whose entries the call takes.
+          launch: whose entries the call takes.
           scalars: the values of scalars that have a name.
           carry: whether the call carries the binary, for a program that leaves this machine.
         """
-        rule = Launch.from_json(self.facts["launches"][scale_layout])
+        rule = Launch.from_json(self.facts["launches"][launch])
         return rule.attributes(self.sha256, scalars, self.image if carry else None)
 
 
@@ -93,7 +94,7 @@ def manifest() -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def find(variant: Variant, arch: str) -> Artifact | None:
+def find(variant: Binary, arch: str) -> Artifact | None:
     """The kernel, if the package or the cache holds it whole; it is not compiled."""
     key = key_of(variant, arch)
     facts = manifest().get(f"{variant.name}.{arch}")
@@ -172,7 +173,7 @@ def _alone(key: str, folder: Path) -> Iterator[None]:
 
 
 # ---- what lowering asks ---
-def obstacle(variant: Variant, arch: str) -> str:
+def obstacle(variant: Binary, arch: str) -> str:
     """Why no binary of a variant can be had here, and what to do; empty where one can."""
     if find(variant, arch) is not None:
         return ""
@@ -182,7 +183,7 @@ def obstacle(variant: Variant, arch: str) -> str:
     return f"this installation holds no binary {variant.name} for {arch}; {why}"
 
 
-def get(variant: Variant, arch: str) -> Artifact:
+def get(variant: Binary, arch: str) -> Artifact:
     """The kernel, compiled if need be.
 
     Raises:
@@ -198,7 +199,7 @@ def get(variant: Variant, arch: str) -> Artifact:
 _interned: set[str] = set()
 
 
-def _compiled(variant: Variant, arch: str) -> Artifact:
+def _compiled(variant: Binary, arch: str) -> Artifact:
     """The kernel, compiled now; or by another process while this one waited."""
     if why := obstacle(variant, arch):
         raise compiler.CompileError(why)

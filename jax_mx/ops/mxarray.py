@@ -200,6 +200,7 @@ class MXArray:
         scale_layout: ScaleLayout | str = ROW_MAJOR,
         block: int | tuple[int, ...] = BLOCK,
         value_layout: ValueLayout | str = ROW_MAJOR_VALUES,
+        window: Window = BLOCK,
     ) -> MXArray:
         """An array of codes and scales that others made.
 
@@ -213,6 +214,7 @@ class MXArray:
           scale_layout: where scales lie.
           block: 32, or (32, 32) if square.
           value_layout: where values lie.
+          window: which blocks have equal scales; this is taken at its word.
 
         Raises:
           TypeError: an array has another dtype, or an argument is of the wrong type.
@@ -220,7 +222,7 @@ class MXArray:
             value that `quantize` refuses.
         """
         op = "from_parts"
-        given = (format, axis, scale_layout, block, value_layout)
+        given = (format, axis, scale_layout, block, value_layout, window)
         fields = metadata.read(op, dict(zip(metadata.FIELDS, given, strict=True)))
         storage = fields["format"].storage
         values = _of_bytes(op, "values", values, storage)

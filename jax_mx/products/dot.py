@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE
+from jax_mx.lowering.registry import Support
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.choices import Key
 
@@ -55,12 +57,14 @@ class Call:
       lhs: an `MXArray` of abstract values, or one of floats.
       rhs: likewise.
       op: its name in messages.
+      partitioned: whether XLA splits the program among devices, outside of shard_map.
     """
 
     dot: Dot
     lhs: Any
     rhs: Any
     op: str = "dot_general"
+    partitioned: bool = False
 
     @property
     def implementation(self) -> str | None:
@@ -129,6 +133,27 @@ def _words(x: Any) -> str:
 def call_of(dot: Dot, leaves: Any) -> Call:
     """The call of a product with these arrays, or abstract values."""
     return Call(dot, *dot.tree.unflatten(leaves))
+
+
+def blocks_along(x: Any, dims: Sequence[int]) -> bool:
+    """Whether an operand is MX with its blocks along the one contracted dimension."""
+    if not isinstance(x, MXArray) or len(dims) != 1:
+        return False
+    axes = (-2, -1) if len(x.block) == 2 else (x.axis,)
+    return dims[0] - x.ndim in axes
+
+
+def both_along(call: Call) -> bool:
+    """Whether both operands are."""
+    sides = zip((call.lhs, call.rhs), call.dot.contracting, strict=True)
+    return all(blocks_along(x, dims) for x, dims in sides)
+
+
+def refused(name: str, call: Call, why: str) -> Support:
+    """That an implementation does not serve a call, and what does."""
+    return Support(
+        name, reason=f"{call.op}: {name!r} {why}; use implementation=None or 'dequantize'"
+    )
 
 
 def scale_floats(scales: jax.Array) -> jax.Array:

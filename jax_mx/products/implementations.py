@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,8 @@ from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, registry, store
 from jax_mx.lowering.registry import Support
 from jax_mx.ops.mxarray import MXArray, dequantize
-from jax_mx.products import choices
-from jax_mx.products.dot import Call, Dot, Operand, key_of, scale_floats
+from jax_mx.products import choices, kernels
+from jax_mx.products.dot import Call, Dot, Operand, both_along, key_of, refused, scale_floats
 
 # sm_90's FP8 tensor cores add products aligned to the largest of them, with 13 bits behind it.
 FP8_ERROR = 2.0**-12
@@ -40,26 +39,6 @@ class Implementation(registry.Implementation):
     run: Callable[[Operand, Operand, Dot], jax.Array]
     preferred: Callable[[Call, str, Sequence[str]], bool]
     error: float = 0.0
-
-
-# ---- what operands are ---
-def _blocks_along(x: Any, dims: Sequence[int]) -> bool:
-    """Whether an operand is MX with its blocks along the one contracted dimension."""
-    if not isinstance(x, MXArray) or len(dims) != 1:
-        return False
-    axes = (-2, -1) if len(x.block) == 2 else (x.axis,)
-    return dims[0] - x.ndim in axes
-
-
-def _both_along(call: Call) -> bool:
-    sides = zip((call.lhs, call.rhs), call.dot.contracting, strict=True)
-    return all(_blocks_along(x, dims) for x, dims in sides)
-
-
-def _refused(name: str, call: Call, why: str) -> Support:
-    return Support(
-        name, reason=f"{call.op}: {name!r} {why}; use implementation=None or 'dequantize'"
-    )
 
 
 # ---- dequantize, then a product of floats ---
@@ -114,13 +93,13 @@ def _plain(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
 # ---- the chip's own scaled product ---
 def _scaled_dot_support(call: Call, chips: Sequence[str]) -> Support:
     name = "scaled_dot"
-    if not _both_along(call):
-        return _refused(name, call, "wants both operands in blocks along one contracted dimension")
+    if not both_along(call):
+        return refused(name, call, "wants both operands in blocks along one contracted dimension")
     for x in (call.lhs, call.rhs):
         if x.format not in (MXFP8_E4M3, MXFP8_E5M2, MXFP4_E2M1):
-            return _refused(name, call, f"takes no {x.format.name}")
+            return refused(name, call, f"takes no {x.format.name}")
         if x.format == MXFP4_E2M1 and (x.axis != -1 or len(x.block) == 2):
-            return _refused(name, call, "takes mxfp4_e2m1 in blocks along the last axis")
+            return refused(name, call, "takes mxfp4_e2m1 in blocks along the last axis")
     del chips
     return Support(name)
 
@@ -160,18 +139,18 @@ def _has_scaled_dot(call: Call, platform: str, chips: Sequence[str]) -> bool:
 def _fp8_support(call: Call, chips: Sequence[str]) -> Support:
     name = "fp8"
     if call.dot.exact:
-        return _refused(name, call, "sums with reduced precision, which Precision.HIGHEST forbids")
-    if not _both_along(call):
-        return _refused(name, call, "wants both operands in blocks along one contracted dimension")
+        return refused(name, call, "sums with reduced precision, which Precision.HIGHEST forbids")
+    if not both_along(call):
+        return refused(name, call, "wants both operands in blocks along one contracted dimension")
     formats = {call.lhs.format, call.rhs.format}
     if not formats <= {MXFP8_E4M3, MXFP8_E5M2} or formats == {MXFP8_E5M2}:
-        return _refused(name, call, "takes mxfp8_e4m3, or one operand of it and one of mxfp8_e5m2")
+        return refused(name, call, "takes mxfp8_e4m3, or one operand of it and one of mxfp8_e5m2")
     for x, dims in zip((call.lhs, call.rhs), call.dot.contracting, strict=True):
         if len(x.block) == 2 or not (x.shape[dims[0]] <= BLOCK or x.window == ROW):
-            return _refused(name, call, "wants one scale for each row: quantize(..., window='row')")
+            return refused(name, call, "wants one scale for each row: quantize(..., window='row')")
     for chip in chips:
         if chip not in (*chip_table.FP8, "cpu"):
-            return _refused(name, call, f"wants FP8 tensor cores, {chip} has none")
+            return refused(name, call, f"wants FP8 tensor cores, {chip} has none")
     return Support(name)
 
 
@@ -227,6 +206,9 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     row.name: row
     for row in (
         Implementation("fp8", "any", _fp8_support, _fp8, _has_fp8, error=FP8_ERROR),
+        Implementation(
+            "cutedsl", "cuda", kernels.support, kernels.run, kernels.preferred, error=FP8_ERROR
+        ),
         Implementation("scaled_dot", "any", _scaled_dot_support, _scaled_dot, _has_scaled_dot),
         Implementation("dequantize", "any", _any_call("dequantize"), _dequantize, _on_gpus),
         Implementation("xla", "any", _any_call("xla"), _plain, _always),

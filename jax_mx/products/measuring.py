@@ -89,14 +89,15 @@ def _sparse(x: Operand, length: int) -> Operand:
 class Reference:
     """The product of two operands by "xla", and what others may differ by from it."""
 
-    def __init__(self, call: Call, pair: Pair):
-        """Computes both on the device.
+    def __init__(self, call: Call, value: jax.Array, size: jax.Array):
+        """Takes what `_reference` computes.
 
         Args:
           call: of one shard.
-          pair: its operands.
+          value: the product, float32.
+          size: that of magnitudes.
         """
-        self.call, self.value, self.size = call, *_reference(call, *pair)
+        self.call, self.value, self.size = call, value, size
 
     def obstacle(self, y: jax.Array, error: float) -> str:
         """Why y is not the product; empty where it is.
@@ -112,7 +113,8 @@ class Reference:
         return f"differs from 'xla' by {'NaN' if math.isnan(far) else f'{far:.3g} times'} the bound"
 
 
-def _reference(call: Call, lhs: Operand, rhs: Operand) -> tuple[jax.Array, jax.Array]:
+def _reference(call: Call) -> Callable[[Operand, Operand], tuple[jax.Array, jax.Array]]:
+    """What computes the product of two operands in float32, and sum |a||b| of each element."""
     numbers = call.dot.numbers
 
     @jax.jit
@@ -131,7 +133,7 @@ def _reference(call: Call, lhs: Operand, rhs: Operand) -> tuple[jax.Array, jax.A
         )
         return dot(a, b), dot(jnp.abs(a), jnp.abs(b))
 
-    return both(lhs, rhs)
+    return both
 
 
 @jax.jit
@@ -179,21 +181,18 @@ class _Static:
 def _products(name: str, static: _Static, sets: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
     """The first of the products, and a number that depends on all of them, one after the other."""
     dot, made = static.call.dot, []
-    for pair in sets:
+    for lhs, rhs in sets:
         if made:  # not before the last one is done, nor together with it
-            pair, made[-1] = jax.lax.optimization_barrier((pair, made[-1]))
-        made.append(
-            contracted(
-                *pair, dot.contracting, dot.batch, dot.dtype, exact=dot.exact, implementation=name
-            )
-        )
+            (lhs, rhs), made[-1] = jax.lax.optimization_barrier(((lhs, rhs), made[-1]))
+        numbers, options = dot.numbers, {"exact": dot.exact, "implementation": name}
+        made.append(contracted(lhs, rhs, *numbers, dot.dtype, **options))
     made = jax.lax.optimization_barrier(made)
-    return made[0], sum(y[(0,) * y.ndim].astype(jnp.float32) for y in made)
+    return made[0], jnp.stack([y[(0,) * y.ndim].astype(jnp.float32) for y in made]).sum()
 
 
 def seconds(candidate: Candidate, runs: int) -> float:
     """The time on the host's clock that a candidate's program takes, that often in a row."""
-    jax.block_until_ready(candidate.run())
+    last = jax.block_until_ready(candidate.run())
     start = time.perf_counter()
     for _ in range(runs):
         last = candidate.run()
@@ -226,7 +225,8 @@ def measured(
     count = _launches(call)
     sets = operands(call, count)
     thin = [(_sparse(sets[0][0], call.length), sets[0][1]), *sets[1:]]
-    references = [(each, Reference(call, each[0])) for each in (sets, thin)]
+    reference = _reference(call)
+    references = [(each, Reference(call, *reference(*each[0]))) for each in (sets, thin)]
     costs: dict[str, Cost] = {}
     running = []
     for name in names:
@@ -237,13 +237,12 @@ def measured(
             candidate = Candidate(name, call, sets)
             error = IMPLEMENTATIONS[name].error
             each = (known.obstacle(candidate.first(own), error) for own, known in references)
-            why = next(filter(None, each), "")
+            if why := next(filter(None, each), ""):
+                costs[name] = f"left out: it {why}"
+            else:
+                running.append(candidate)
         except Exception as failure:  # of XLA, of the device: the others go on
-            why = failed(failure)
-        if why:
-            costs[name] = f"left out: it {why}"
-        else:
-            running.append(candidate)
+            costs[name] = f"left out: it {failed(failure)}"
     del references, thin
     costs |= _timed(running, count)
     times = {name: cost for name, cost in costs.items() if isinstance(cost, float)}

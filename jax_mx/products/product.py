@@ -78,7 +78,9 @@ def _batch(args: Any, dims: Any, *, dot: Dot) -> tuple[list, list]:
 
 def _lower(given: str | None, ctx: Any, *leaves: Any, dot: Dot) -> Any:
     platform = given or (ctx.platforms or ctx.module_context.platforms)[0]
-    served = serving(call_of(dot, ctx.avals_in), primitive.target_of(ctx, platform))
+    target = primitive.target_of(ctx, platform)
+    call = call_of(dot, ctx.avals_in)
+    served = serving(dataclasses.replace(call, partitioned=target.partitioned), target)
 
     def product(*leaves: Any) -> list[jax.Array]:
         lhs, rhs = dot.tree.unflatten(leaves)

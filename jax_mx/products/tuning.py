@@ -266,7 +266,8 @@ def from_process_0(make: Callable[[], str]) -> str:
             text = make()
         except BaseException as error:  # the others wait
             failure = error
-    sent = json.dumps([text, str(failure or "")]).encode()
+    why = "" if failure is None else str(failure) or type(failure).__name__
+    sent = json.dumps([text, why]).encode()
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
     data = np.zeros(length, np.uint8)
     if jax.process_index() == 0:

@@ -45,3 +45,9 @@ from jax_mx.reference.blocks import (
 from jax_mx.reference.blocks import (
     widened as widened,
 )
+from jax_mx.reference.products import (
+    matmul as matmul,
+)
+from jax_mx.reference.products import (
+    matmul_fp8 as matmul_fp8,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import struct
@@ -11,9 +12,11 @@ from importlib.metadata import version
 from typing import Any
 
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.variants import Variant, layouts_of
+from jax_mx.facts.products import Binary, Product
+from jax_mx.facts.variants import layouts_of
+from jax_mx.kernels import entry
+from jax_mx.kernels.cutedsl import products
 from jax_mx.kernels.cutedsl.sass import count_instructions
-from jax_mx.kernels.entry import launches
 
 __all__ = ["COMPILER", "compile_variant", "count_instructions"]
 
@@ -21,7 +24,7 @@ COMPILER = f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}"
 
 
 def compile_variant(
-    variant: Variant, arch: str, layouts: Sequence[str] | None = None, **tuning: Any
+    variant: Binary, arch: str, layouts: Sequence[str] | None = None, **tuning: Any
 ) -> tuple[bytes, dict[str, Any]]:
     """The cubin of `variant` for `arch`, and its manifest entry but for names and hashes.
 
@@ -35,14 +38,19 @@ def compile_variant(
 
     module = importlib.import_module(f"jax_mx.kernels.cutedsl.{variant.op}")
 
-    # Per layout the entry for aligned operands, then the one that takes any.
-    kernels = {
-        name: [
-            module.kernel_of(variant, arch, SCALE_LAYOUTS[name], a, **tuning) for a in (True, False)
-        ]
-        for name in layouts or layouts_of(variant)
-    }
-    every = [kernel for entries in kernels.values() for kernel in entries]
+    if isinstance(variant, Product):
+        every = module.entries(variant, arch, **tuning)
+        launches = functools.partial(products.launches, every)
+    else:  # per layout the entry for aligned operands, then the one that takes any
+        kernels = {
+            name: [
+                module.kernel_of(variant, arch, SCALE_LAYOUTS[name], a, **tuning)
+                for a in (True, False)
+            ]
+            for name in layouts or layouts_of(variant)
+        }
+        every = [kernel for entries in kernels.values() for kernel in entries]
+        launches = functools.partial(entry.launches, kernels)
     for kernel in every:
         type(kernel).kernel.set_name_prefix(
             variant.name, remove_cutlass_symbol=True, keep_mangled_name=False
@@ -66,7 +74,7 @@ def compile_variant(
     usage = resource_usage(image)
     if len(usage) != len(every) or len(every) > 10:
         raise RuntimeError(f"{variant.name}.{arch}: expected {len(every)} entries, got {[*usage]}")
-    return image, {"launches": launches(kernels, usage)}
+    return image, {"launches": launches(usage)}
 
 
 def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:

@@ -700,3 +700,22 @@ def _unpack_e2m1_to_bf16(word: Uint32, arch: str, *, loc=None, ip=None) -> list:
             ip=ip,
         )
     )
+
+
+@dsl_user_op
+def _byte_of_e2m1(byte: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The bfloat16 of a byte's two codes: bits go where one times 2^-126 has them."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 s, m, t; mul.lo.u32 s, {$r0}, 0x01001000; and.b32 s, s, 0x80008000; "
+        "mul.lo.u32 m, {$r0}, 0x00040040; and.b32 m, m, 0x01c001c0; or.b32 m, m, s; "
+        "mov.b32 t, 0x7e807e80; mul.rn.bf16x2 {$w0}, m, t; }",
+        write_only_types=[Uint32],
+        read_only_args=[byte],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def byte_of_e2m1(byte: Uint32, factors: Uint32, arch: str) -> Uint32:
+    """A byte's two codes as bfloat16, times a word of two bfloat16 factors; exact, or NaN."""
+    return _multiply_bf16x2(_byte_of_e2m1(byte), factors, arch)

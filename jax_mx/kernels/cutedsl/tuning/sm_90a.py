@@ -445,4 +445,71 @@ ROWS = [
         "date": "2026-11-22",
         "measured": ["second, MXFP4, of an earlier build: 278 -> 326"],
     },
+    # ---- products; benchmarks/products.py ---
+    # "Dense" is (16384, 7168) x (7168, 4096), "grouped" 8 groups of the same rows, N 2048. Where
+    # tiles have 256 rows, registers and shared memory leave no other choice of stages.
+    {
+        "kernel": "matmul.Warps",
+        "where": {"codes_per_byte": 2, "rows": 256},
+        "value": {"stages": 3},
+        "date": "2026-11-22",
+        "measured": [
+            "MXFP4: dense 1248, grouped 703",
+        ],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"rows": 256},
+        "value": {"stages": 5},
+        "date": "2026-11-22",
+        "measured": [
+            "MXFP8: dense 1245 to 1295, grouped 696 to 719",
+        ],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"codes_per_byte": 2, "rows": 128},
+        "value": {"stages": 5},
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"rows": 16},
+        "value": {"stages": 8, "resident": 2, "split": 8},
+        "date": "2026-11-22",
+        "measured": [
+            "M 1, N 4096 and 16384: split 8, two blocks 21.4, 64.4; split 4, one block 26.1,",
+            "82.1;",
+            "not split, two blocks 68.9 at N 16384",
+            "128 experts, 512 rows, (7168, 2048): two blocks 554, one block 696",
+        ],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"rows": 64},
+        "value": {"stages": 8, "split": 2},
+        "date": "2026-11-22",
+        "measured": [
+            "M 64, N 4096 and 16384: split 2 27.0, 55.1; split 4 30.9, 99.6;",
+            "not split 49.3 at 16384",
+        ],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {},
+        "value": {"stages": 7},
+        "date": "2026-11-22",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul_fp8.Windows",
+        "where": {},
+        "value": {"stages": 4},
+        "date": "2026-11-22",
+        "measured": [
+            "dense, x 1x128 and W 128x128 811 to 848; 1x256 and 128x128 713 to 743;",
+            "1x128 both 937 to 967; 1x256 both 784 to 812",
+        ],
+    },
 ]

@@ -1,0 +1,206 @@
+"""Products that read MX operands beside those of bfloat16, on one GPU, in one run.
+
+    python -m benchmarks.products [--case grouped] [--json out.json]
+
+Weights rotate, so that L2 holds none; times are medians of what a call spends on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_mx
+from benchmarks import timing
+from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, SCALE_DTYPE, Format
+from jax_mx.facts.layouts import ROW_MAJOR
+from jax_mx.ops.gemm import gemm, gemm_fp8
+
+REST = 0.5  # seconds before each measurement: a hot chip is slower
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is multiplied: x (rows, k) and matrices (n, k), of groups or one.
+
+    Attributes:
+      name: for the table.
+      rows: of x.
+      k: the contracted length.
+      n: columns of y.
+      groups: how many matrices there are; 0: one, and no groups.
+      skew: how sizes of groups differ: 0: about equal, none a multiple of a tile; 1: as 1 / rank.
+      active: how many groups have rows; all by default.
+    """
+
+    name: str
+    rows: int
+    k: int
+    n: int
+    groups: int = 0
+    skew: float = 0
+    active: int = 0
+
+    @property
+    def sizes(self) -> np.ndarray | None:
+        """The rows of each group."""
+        if not self.groups:
+            return None
+        count = self.active or self.groups
+        share = 1 / np.arange(1, count + 1) ** self.skew
+        ends = np.round(np.cumsum(share) / share.sum() * self.rows).astype(int)
+        if not self.skew:
+            ends[:-1] += (97 * (np.arange(count - 1) % 3 - 1)) * (self.rows > 64 * count)
+        sizes = np.zeros(self.groups, np.int32)
+        order = np.random.default_rng(0).permutation(self.groups)[:count]
+        sizes[np.sort(order)] = np.diff(ends, prepend=0)
+        return sizes
+
+    @property
+    def matrices(self) -> int:
+        """That are read."""
+        sizes = self.sizes
+        return 1 if sizes is None else int((sizes > 0).sum())
+
+    @property
+    def tflop(self) -> float:
+        """Operations, in 10^12."""
+        return 2 * self.rows * self.k * self.n / 1e12
+
+
+CASES = (
+    Case("dense", 16384, 7168, 4096),
+    Case("grouped up", 16384, 7168, 4096, 8),
+    Case("grouped 2048", 16384, 7168, 2048, 8),
+    Case("grouped down", 16384, 2048, 7168, 8),
+    Case("grouped skewed", 16384, 7168, 4096, 64, 1.0),
+    Case("decode grouped 2880", 512, 2880, 2880, 128),
+    Case("decode grouped 7168", 512, 7168, 2048, 128),
+    *(Case(f"decode {m}x{n}", m, 7168, n) for n in (4096, 16384) for m in (1, 8, 16, 64)),
+)
+
+
+# ---- operands ---
+def codes(key: jax.Array, shape: Sequence[int], format: Format) -> jax_mx.MXArray:
+    """Normal numbers, all scales alike."""
+    *lead, k = shape
+    if format == MXFP4_E2M1:
+        values = jax.random.bits(key, (*lead, k // 2), jnp.uint8)
+    else:
+        values = (100 * jax.random.normal(key, shape, jnp.bfloat16)).astype(format.storage)
+    scales = jnp.full((*lead, k // BLOCK), 119, jnp.uint8)
+    return jax_mx.MXArray(
+        values, jax.lax.bitcast_convert_type(scales, SCALE_DTYPE), format, -1, ROW_MAJOR
+    )
+
+
+def candidates(case: Case) -> Iterator[tuple[str, Callable, Callable]]:
+    """(name, how a key makes the weights, the product of x, weights and sizes)."""
+    shape = (case.groups, case.n, case.k) if case.groups else (case.n, case.k)
+    kernel = functools.partial(gemm, implementation="cutedsl")
+    fast = functools.partial(gemm_fp8, implementation="cutedsl")
+    for format in (MXFP8_E4M3, MXFP4_E2M1):
+        yield format.name, functools.partial(codes, shape=shape, format=format), kernel
+    eights = functools.partial(codes, shape=shape, format=MXFP8_E4M3)
+    if case.rows > 64 * max(case.groups, 1):
+        for window, tiles in ((128, True), (256, True), (128, False), (256, False)):
+            name = f"fp8 1x{window}, W {'128x128' if tiles else f'1x{window}'}"
+            yield name, eights, functools.partial(fast, window=window, tiles=tiles)
+    floats = functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
+    if not case.groups:
+        yield "bf16 dot", floats, lambda x, w: jnp.dot(x, w.T)
+        yield "mxfp8 scaled_dot", eights, scaled_dot
+        return
+    yield "bf16 Pallas", floats, pallas
+    if case.rows > 64 * case.groups:
+        yield "bf16 ragged_dot", floats, lambda x, w, s: jax.lax.ragged_dot(x, w.mT, s)
+
+
+def scaled_dot(x, w: jax_mx.MXArray) -> jax.Array:
+    """What JAX has: x is dequantized beside w."""
+    ones = jnp.full((x.shape[0], x.shape[1] // BLOCK), 127, jnp.uint8)
+    ones = jax.lax.bitcast_convert_type(ones, SCALE_DTYPE)
+    return jax.lax.scaled_dot(
+        x, w.values, lhs_scale=ones, rhs_scale=w.scales,
+        dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16,
+    )  # fmt: skip
+
+
+def pallas(x, w, sizes) -> jax.Array:
+    """JAX's Pallas kernel, with the tiles that were the fastest of those tried."""
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+
+    return ragged_dot_mgpu.ragged_dot(
+        x, w, group_sizes=sizes, block_m=128, block_n=128, block_k=64,
+        max_concurrent_steps=4, grid_block_n=8, transpose_rhs=True,
+    )  # fmt: skip
+
+
+# ---- measuring ---
+def measure(case: Case, only: str = "") -> Iterator[dict]:
+    """A row for each candidate."""
+    floats = jax.random.normal(jax.random.key(1), (case.rows, case.k), jnp.bfloat16)
+    eights = codes(jax.random.key(1), (case.rows, case.k), MXFP8_E4M3)
+    sizes = [] if case.sizes is None else [jnp.asarray(case.sizes)]
+    for name, make, product in candidates(case):
+        if only not in name:
+            continue
+        row = {"case": case.name, "rows": case.rows, "k": case.k, "n": case.n}
+        row |= {"groups": case.groups, "implementation": name}
+        try:
+            weights = jax.jit(make)
+            size = timing.nbytes(jax.eval_shape(make, jax.random.key(0)))
+            count = min(timing.rotation(size), max(2, int(40e9 // size)))
+            keys = jax.random.split(jax.random.key(0), count)
+            x = eights if name.startswith("fp8") else floats
+            inputs = [(x, jax.block_until_ready(weights(key)), *sizes) for key in keys]
+            time.sleep(REST)
+            us = timing.measure(jax.jit(product), inputs, 20).us
+        except Exception as error:
+            yield row | {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+            continue
+        read = size * case.matrices / max(case.groups, 1)
+        yield row | {
+            "us": round(us, 2),
+            "tflops": round(case.tflop / us * 1e6, 1),
+            "weights_tbs": round(read / us / 1e6, 3),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--case", default="", help="cases with this in their name")
+    parser.add_argument("--only", default="", help="candidates with this in their name")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    rows = []
+    for case in CASES:
+        if args.case in case.name:
+            for row in measure(case, args.only):
+                rows.append(row)
+                print(
+                    f"{row['case']:20} {row['implementation']:26} "
+                    + (
+                        f"{row['us']:9.1f} us {row['tflops']:7.0f} TF/s "
+                        f"W {row['weights_tbs']:6.2f} TB/s"
+                        if "us" in row
+                        else row["error"]
+                    ),
+                    flush=True,
+                )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Products that read MX operands, and what of them is compiled: `Product`, and the table of all.
+
+y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
+group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.formats import (
+    BLOCK,
+    MXFP4_E2M1,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    Format,
+)
+from jax_mx.facts.variants import VARIANTS, Variant
+
+RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
+TILE = 128  # rows and elements of W that share a scale where its windows are tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One kernel's source-level choices.
+
+    Attributes:
+      op: "matmul", of floats x and codes W, or "matmul_fp8", of codes and codes.
+      implementation: "cutedsl".
+      formats: of the quantized operands, x's before W's.
+      rows: how many of x's a thread block has at a time.
+      window: how many elements along K share a scale, of both operands; matters to matmul_fp8.
+      tiles: whether `TILE` rows of W share their scales.
+    """
+
+    op: str
+    implementation: str
+    formats: tuple[Format, ...]
+    rows: int
+    window: int = BLOCK
+    tiles: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name, which the binary's file and its entry points carry too."""
+        formats = "_".join(format.name for format in self.formats)
+        window = f"_w{self.window}" * (self.window > BLOCK) + f"x{TILE}" * self.tiles
+        return f"{self.op}_{formats}_r{self.rows}{window}"
+
+
+# The archs that have kernels of products: those with wgmma.
+PRODUCT_ARCHS = {"cutedsl": ("sm_90a",)}
+_FORMATS = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)
+PRODUCTS: tuple[Product, ...] = (
+    *(
+        Product("matmul", "cutedsl", (format,), rows)
+        for rows in (256, 128, 64, 16)
+        for format in _FORMATS
+    ),
+    *(
+        Product("matmul_fp8", "cutedsl", formats, 128, window, tiles)
+        for window in (128, 256)
+        for tiles in (False, True)
+        for formats in itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=2)
+    ),
+)
+
+Binary = Variant | Product
+BINARIES: tuple[Binary, ...] = (*VARIANTS, *PRODUCTS)  # all that is compiled
+
+
+def archs_of(binary: Binary) -> tuple[str, ...]:
+    """The archs that a variant or a product is compiled for."""
+    if isinstance(binary, Product):
+        return PRODUCT_ARCHS[binary.implementation]
+    return tuple(ARCHS[binary.implementation])

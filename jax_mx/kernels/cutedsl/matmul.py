@@ -1,0 +1,494 @@
+"""y = x @ dequantize(W)^T on Hopper: W's codes become bfloat16 on the way to the tensor cores.
+
+`Warps` computes y^T = W x^T: W is wgmma's first operand, from registers, and x its second, from
+shared memory, where TMA puts both. Two warpgroups have 64 rows of W each; a warp of a third asks
+for the copies. What is beyond an array TMA fills with zeros, so any size of x, W and K will do.
+
+x may have several times K columns: x = [a | b] gives (a + b) @ W^T, for an x of more bits than
+bfloat16 has, cut into such parts.
+
+The order of events, for a stage of shared memory (barriers full and empty, a phase bit each):
+the producer waits for `empty` (consumers gave the stage back; at first it is free by the inverted
+phase), arms `full` with the bytes of its copies, and asks for them. Both consumers wait for `full`,
+which TMA completes. Each consumer warp arrives at `empty` when its products of that stage are done:
+as soon as the next stage is converted, or after the last one. All three walk the same tiles and
+stages, so each wait has its arrival: no role waits for what it gives itself, and the producer is
+never further ahead than there are stages.
+"""
+
+import dataclasses
+
+import cutlass
+from cutlass import (
+    BFloat16,
+    Float32,
+    Int32,
+    Int64,
+    Uint8,
+    Uint32,
+    const_expr,
+    cute,
+    range_constexpr,
+)
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
+
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.launch import Extent, Factor
+from jax_mx.facts.products import RESULTS, Product
+from jax_mx.facts.signatures import Array
+from jax_mx.kernels.cutedsl import convert
+from jax_mx.kernels.cutedsl.products import (
+    HEAD,
+    Plain,
+    ProductEntry,
+    element,
+    load_shared,
+    store_if,
+)
+
+NO_ADDRESS = 1 << 62  # a multiple of it is the pointer to an array that is not there, no other
+LINE = 64  # bytes of a row of W in a stage
+
+
+@dsl_user_op
+def of_block(address: Int32, rank: int, *, loc=None, ip=None) -> list:
+    """Two floats of the shared memory of another thread block of the cluster."""
+    return list(
+        cute.arch.inline_ptx(
+            f"{{ .reg .b32 a; mapa.shared::cluster.u32 a, {{$r0}}, {rank}; "
+            "ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [a]; }",
+            write_only_types=[Float32] * 2,
+            read_only_args=[Int32(address)],
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """How a thread block, or several, go about a tile.
+
+    Attributes:
+      stages: of shared memory.
+      resident: thread blocks of a multiprocessor.
+      split: thread blocks that share K, where there are none.
+    """
+
+    stages: int
+    resident: int = 1
+    split: int = 1
+
+
+class Warps(ProductEntry):
+    """See above.
+
+    Of three kinds: "one" for products without groups, whose K several thread blocks share,
+    "groups" for all whose scales of a stage can be read as a word, "any" reads them byte by byte.
+    """
+
+    columns = 128
+
+    def __init__(self, product: Product, arch: str, kind: str, tile=None):
+        super().__init__(product, arch)
+        vectors = kind != "any"
+        (self.format,) = product.formats
+        self.vectors = vectors
+        self.rows = product.rows
+        tile = tile or Stages(**self.tuned("Warps"))
+        self.stages = tile.stages
+        self.resident = tile.resident if vectors else 1
+        self.cluster = tile.split if kind == "one" else 1
+        # Registers go from one warpgroup to others; of several blocks none has too many.
+        self.threads = 384 if self.resident == 1 else 288
+        self.per = self.format.codes_per_byte
+        self.codes = LINE * self.per  # of a row of W in a stage
+        self.blocks = self.codes // BLOCK
+        self.w_bytes = LINE * self.columns
+        self.x_bytes = self.rows * 128  # of a box of 64 columns
+        self.stage_bytes = self.w_bytes + self.per * self.x_bytes
+        self.x_at = HEAD + self.stages * self.w_bytes
+        self.shared = self.x_at + self.stages * self.per * self.x_bytes
+        self.sums_at, self.pitch = self.shared, self.columns + 4
+        if self.cluster > 1:
+            self.shared += self.rows * self.pitch * 4
+        self.elements_per_thread = self.rows // 2
+        self.words = 1 if vectors else self.blocks  # that a row's scales of a stage are read as
+        self.maps = (
+            self.matrix_map("codes", "uint8", 1, (LINE, self.columns, 1), 64),
+            self.matrix_map("x", "bfloat16", 2, (64, self.rows), 128),
+        )
+        if vectors:
+            self.divide = (Factor(Extent(self.signature.number("scales"), 2), self.blocks),)
+
+    def align_of(self, array: Array, itemsize: int) -> int:
+        """TMA wants 16 bytes; y is written in pairs."""
+        wanted = {"x": 16, "codes": 16, "y": 2 * itemsize}
+        if self.vectors:
+            wanted["scales"] = self.blocks
+        if self.cluster > 1:
+            wanted["group_sizes"] = NO_ADDRESS
+        return wanted.get(array.name) or super().align_of(array, itemsize)
+
+    @cute.jit
+    def __call__(self, pointers, scalars):
+        x, w, s, sizes, y = pointers
+        t, wide, groups, width, blocks, result = scalars
+        line = blocks * (BLOCK // self.per)
+        stride = cute.assume(Int64(line), 16)
+        slab = cute.assume(Int64(line) * width, 16)
+        mW = cute.make_tensor(w, cute.make_layout((width, line, groups), stride=(stride, 1, slab)))
+        mX = cute.make_tensor(
+            x, cute.make_layout((t, wide), stride=(cute.assume(Int64(wide), 32), 1))
+        )
+        tile_w = cute.make_composed_layout(
+            cute.make_swizzle(2, 4, 3), 0, cute.make_layout((self.columns, LINE), stride=(LINE, 1))
+        )
+        tile_x = cute.make_composed_layout(
+            cute.make_swizzle(3, 4, 3), 0, cute.make_layout((self.rows, 64), stride=(64, 1))
+        )
+        copy = cpasync.CopyBulkTensorTileG2SOp()
+        aw, mW = cpasync.make_tiled_tma_atom(copy, mW, tile_w, (self.columns, LINE))
+        ax, mX = cpasync.make_tiled_tma_atom(copy, mX, tile_x, (self.rows, 64))
+        self.kernel(aw, mW, ax, mX, s, sizes, y, t, wide, groups, width, blocks, result).launch(
+            grid=[1, 1, 1],
+            block=[self.threads, 1, 1],
+            smem=self.shared,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=100,  # else the compiler asks a driver
+            cluster=[self.cluster, 1, 1],
+        )
+
+    @cute.kernel
+    def kernel(
+        self, aw: cute.CopyAtom, mW: cute.Tensor, ax: cute.CopyAtom, mX: cute.Tensor,
+        s: cute.Pointer, sizes: cute.Pointer, y: cute.Pointer,
+        t: Int32, wide: Int32, groups: Int32, width: Int32, blocks: Int32, result: Int32,
+    ):  # fmt: skip
+        n: cutlass.Constexpr = self.rows
+        stages: cutlass.Constexpr = self.stages
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        lane = tid % 32
+        base = cute.arch.get_dyn_smem(Uint8, alignment=1024)
+        full = cute.recast_ptr(base, dtype=Int64)
+        empty = full + stages
+        smem = cute.AddressSpace.smem
+        pw = cute.make_ptr(Uint8, (base + HEAD).toint(), smem, assumed_align=1024)
+        px = cute.make_ptr(BFloat16, (base + self.x_at).toint(), smem, assumed_align=1024)
+        sW = cute.make_tensor(
+            cute.recast_ptr(pw, cute.make_swizzle(2, 4, 3), dtype=Uint8),
+            cute.make_layout((self.columns, LINE, stages), stride=(LINE, 1, self.w_bytes)),
+        )
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        layout = cute.tile_to_shape(atom, (n, 64, stages * self.per), order=(0, 1, 2))
+        sX = cute.make_tensor(cute.recast_ptr(px, layout.inner, dtype=BFloat16), layout.outer)
+        if tid == 0:
+            for i in range_constexpr(stages):
+                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(empty + i, 8)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        rank = bid % self.cluster
+        down = (width + self.columns - 1) // self.columns
+        steps = (blocks * BLOCK + self.codes - 1) // self.codes  # stages along K
+        total = wide // (blocks * BLOCK) * steps
+        start = rank * total // self.cluster
+        count = (rank + 1) * total // self.cluster - start
+        index = bid // self.cluster
+        grid = grid // self.cluster
+        at = self.start(sizes, t, groups)
+        at = self.seek(index, at, sizes, t, groups, down)
+        slot = Int32(0)
+        phase = Int32(0)
+        if warp >= 8:
+            if const_expr(self.resident == 1):
+                cute.arch.setmaxregister_decrease(40)
+            if warp == 8:
+                one = cute.make_layout(1)
+                while at[0] < groups:
+                    row, end, n0 = self.place(index, at, down)
+                    gW = cute.local_tile(
+                        cute.domain_offset((n0, 0), mW[None, None, at[0]]),
+                        (self.columns, LINE), (0, None),
+                    )  # fmt: skip
+                    tsW, tgW = cpasync.tma_partition(
+                        aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
+                    )
+                    column = start % steps  # stage along K
+                    left = start // steps * (blocks * BLOCK)  # first column of x of this pass
+                    for _ in cutlass.range(count, unroll=1):
+                        gX = cute.local_tile(
+                            cute.domain_offset((row, left + column * self.codes), mX),
+                            (n, 64), (0, None),
+                        )  # fmt: skip
+                        tsX, tgX = cpasync.tma_partition(
+                            ax, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+                        )
+                        cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.stage_bytes)
+                        cute.copy(aw, tgW[None, column], tsW[None, slot], tma_bar_ptr=full + slot)
+                        for b in range_constexpr(self.per):
+                            to = tsX[None, slot * self.per + b]
+                            cute.copy(ax, tgX[None, b], to, tma_bar_ptr=full + slot)
+                        column += 1
+                        if column == steps:
+                            column = Int32(0)
+                            left += blocks * BLOCK
+                        slot, phase = self.next(slot, phase)
+                    index += grid
+                    at = self.seek(index, at, sizes, t, groups, down)
+                    self.meet()
+                    self.meet()
+        else:
+            if const_expr(self.resident == 1):
+                cute.arch.setmaxregister_increase(232)
+            g, q = lane // 4, lane % 4
+            # Rows g and g + 8 of a warp's product are rows 2g and 2g + 1 of W, the other way round
+            # for g >= 4: so no two lanes read the same bank, and a lane has neighbours of y.
+            flip = g // 4
+            first = warp * 16 + 2 * g + flip
+            apart = 1 - 2 * flip  # from the one row to the other
+            swizzled = first // 2 % 4
+            here = (base + HEAD).toint() + first * LINE + q * (2 // self.per)
+            places = [Uint32(here + ((swizzled ^ c) << 4)) for c in range(4)]
+            mma = cute.make_tiled_mma(
+                cute.make_mma_atom(
+                    warpgroup.MmaF16BF16Op(
+                        BFloat16,
+                        Float32,
+                        (64, n, 16),
+                        warpgroup.OperandSource.RMEM,
+                        OperandMajorMode.K,
+                        OperandMajorMode.K,
+                    )
+                )
+            )
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+            tB = mma.make_fragment_B(mma.get_slice(tid % 128).partition_B(sX))
+            # Two banks: one is written while the products of the other are under way.
+            fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4, 2)), BFloat16)
+            words = cute.recast_tensor(fragment, Uint32)
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((64, n)), Float32)
+            flat = cute.make_tensor(acc.iterator, cute.make_layout(n // 2))
+            while at[0] < groups:
+                row, end, n0 = self.place(index, at, down)
+                acc.fill(0.0)
+                mine = [cutlass.min(n0 + first + r * apart, width - 1) for r in range(2)]
+                rows = [(Int64(at[0]) * width + mine[r]) * blocks for r in range(2)]
+                scales = cute.make_rmem_tensor((self.words, 2), Uint32)
+                ahead = cute.make_rmem_tensor((self.words, 2), Uint32)
+                column = start % steps
+                self.scales(s, rows, column, blocks, ahead)
+                before = slot  # the stage whose products may be under way
+                for i in cutlass.range(count // 2, unroll=1):
+                    for bank in range_constexpr(2):
+                        column += 1
+                        if column == steps:
+                            column = Int32(0)
+                        cute.autovec_copy(ahead, scales)
+                        self.scales(s, rows, column, blocks, ahead)
+                        self.stage(
+                            mma, acc, fragment, words, tB, places, apart, scales, full, empty,
+                            slot, phase, before, bank, (i > 0) | (bank > 0),
+                        )  # fmt: skip
+                        before = slot
+                        slot, phase = self.next(slot, phase)
+                if count % 2 == 1:
+                    self.stage(
+                        mma, acc, fragment, words, tB, places, apart, ahead, full, empty,
+                        slot, phase, before, 0, count > 1,
+                    )  # fmt: skip
+                    before = slot
+                    slot, phase = self.next(slot, phase)
+                warpgroup.wait_group(0)
+                if count > 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(empty + before)
+                if const_expr(self.cluster == 1):
+                    column = n0 + first - flip
+                    self.results(y, flat, row + 2 * q, end, column, flip, width, result)
+                else:
+                    part = base.toint() + self.sums_at
+                    self.lay_down(part, flat, 2 * q, first, apart)
+                    self.meet()
+                    self.gather(part, y, rank, tid, row, end, n0, width, result)
+                    self.meet()  # before the next tile's sums are written over these
+                index += grid
+                at = self.seek(index, at, sizes, t, groups, down)
+            self.clear(y, at[2], t, width, result, bid, grid, tid, 256)
+
+    @cute.jit
+    def next(self, slot: Int32, phase: Int32):
+        """The stage behind a stage."""
+        slot += 1
+        if slot == self.stages:
+            slot = Int32(0)
+            phase = phase ^ 1
+        return slot, phase
+
+    @cute.jit
+    def scales(self, s, rows, column: Int32, blocks: Int32, out):
+        """The bytes of a stage's blocks, of both rows, as they come: who looks at them waits.
+
+        Of blocks beyond K, those of the last one.
+        """
+        for r in range_constexpr(2):
+            if const_expr(self.vectors):
+                kind: cutlass.Constexpr = {2: cutlass.Uint16, 4: Uint32}[self.blocks]
+                word = rows[r] // self.blocks + column
+                out[0, r] = Uint32(element(s, word, kind))
+            else:
+                for b in range_constexpr(self.blocks):
+                    block = cutlass.min(column * self.blocks + b, blocks - 1)
+                    out[b, r] = Uint32(element(s, rows[r] + block, Uint8))
+
+    def scale(self, scales, block: int, row: int) -> Uint32:
+        """One of them."""
+        if self.vectors:
+            return (scales[0, row] >> Uint32(8 * block)) & Uint32(255)
+        return scales[block, row]
+
+    @cute.jit
+    def stage(
+        self, mma, acc, fragment, words, tB, places, apart: Int32, scales, full, empty,
+        slot: Int32, phase: Int32, before: Int32, bank: cutlass.Constexpr, behind,
+    ):  # fmt: skip
+        """Converts a stage while the products of the one before are under way; asks for its own.
+
+        By 64 columns: more would need registers that there are not.
+        """
+        cute.arch.mbarrier_wait(full + slot, phase)
+        bits: cutlass.Constexpr = 16 // self.per
+        shift = Uint32(slot * self.w_bytes)
+        for box in range_constexpr(self.per):
+            into: cutlass.Constexpr = (bank + box) % 2
+            held = cute.make_rmem_tensor((2, 2, 4), Uint32)
+            for k in range_constexpr(4):
+                for r in range_constexpr(2):
+                    for h in range_constexpr(2):
+                        byte: cutlass.Constexpr = (64 * box + 16 * k + 8 * h) // self.per
+                        at = places[byte // 16] + shift + Uint32(r * apart * LINE)
+                        held[h, r, k] = load_shared(at + Uint32(byte % 16), bits)
+            for k in range_constexpr(4):
+                for r in range_constexpr(2):
+                    scale = self.scale(scales, (64 * box + 16 * k) // BLOCK, r)
+                    factor = convert.factor_of(scale)
+                    both = self.dequantized(held[0, r, k], held[1, r, k], factor)
+                    for h in range_constexpr(2):
+                        words[(0, r, h), 0, k, into] = both[h]
+            warpgroup.wait_group(0)
+            if const_expr(box == 0):
+                if behind:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(empty + before)
+            warpgroup.fence()
+            for k in range_constexpr(4):
+                right = tB[None, None, k, slot * self.per + box]
+                cute.gemm(mma, acc, fragment[None, None, k, into], right, acc)
+            warpgroup.commit_group()
+
+    def dequantized(self, low: Uint32, high: Uint32, factor: Float32) -> list:
+        """Two pairs of codes as two words of bfloat16."""
+        to = convert.Conversion("bfloat16", self.format, self.arch)
+        if self.per == 1:
+            return convert.dequantized([low | (high << Uint32(16))], [factor] * 4, to)
+        bits = convert.float_to_bits(factor)
+        factors = convert.pair(bits, bits)
+        return [convert.byte_of_e2m1(byte, factors, self.arch) for byte in (low, high)]
+
+    @cute.jit
+    def meet(self):
+        """All threads of a cluster that have not ended; each role comes here twice a tile.
+
+        None waits for another on the way: the copies of a tile are asked for before, and its
+        stages given back.
+        """
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def lay_down(self, part: Int32, flat, row: Int32, column: Int32, apart: Int32):
+        """A thread's sums of its share of K into shared memory, by rows of y."""
+        smem = cute.AddressSpace.smem
+        to = cute.make_tensor(
+            cute.make_ptr(Float32, part, smem, assumed_align=16),
+            cute.make_layout((self.rows, self.pitch), stride=(self.pitch, 1)),
+        )
+        for c in range_constexpr(self.rows // 8):
+            for h in range_constexpr(2):
+                to[row + 8 * c + h, column] = flat[4 * c + h]
+                to[row + 8 * c + h, column + apart] = flat[4 * c + h + 2]
+
+    @cute.jit
+    def gather(
+        self, part: Int32, y, rank: Int32, tid: Int32, row: Int32, end: Int32, n0: Int32,
+        width: Int32, result: Int32,
+    ):  # fmt: skip
+        """Adds up all thread blocks' sums for this one's share of the rows; always in one order."""
+        size = self.size_in_bytes(result)
+        share: cutlass.Constexpr = self.rows // self.cluster
+        items: cutlass.Constexpr = share * self.columns // 2  # pairs
+        for i in range_constexpr((items + 255) // 256):
+            item = i * 256 + tid
+            m = rank * share + item // (self.columns // 2)
+            n = item % (self.columns // 2) * 2
+            low, high = Float32(0), Float32(0)
+            if item < items:
+                for other in range_constexpr(self.cluster):
+                    a, b = of_block(part + (m * self.pitch + n) * 4, other)
+                    low += a
+                    high += b
+            to = y.toint() + (Int64(row + m) * width + n0 + n) * size
+            rows = cutlass.select_((row + m < end) & (item < items), Int32(1), Int32(0))
+            first = cutlass.select_(n0 + n < width, rows, Int32(0))
+            second = cutlass.select_(n0 + n + 1 < width, rows, Int32(0))
+            self.store(to, low, result, 0, first)
+            self.store(to + size, high, result, 0, second)
+
+    @cute.jit
+    def results(
+        self, y, flat, row: Int32, end: Int32, column: Int32, flip: Int32, width: Int32,
+        result: Int32,
+    ):  # fmt: skip
+        """Writes a thread's part of y: rows `row` + 8 c + 0 and 1, two columns of each."""
+        size = self.size_in_bytes(result)
+        line = Int64(width) * size
+        start = y.toint() + Int64(row) * line + Int64(column) * size
+        count = end - row  # of rows that are this group's
+        for kind in range_constexpr(len(RESULTS)):
+            if (result == kind) & (width % 2 == 0) & (column < width):
+                to = start
+                for c in range_constexpr(self.rows // 8):
+                    for h in range_constexpr(2):
+                        one, other = flat[4 * c + h], flat[4 * c + h + 2]
+                        low = Float32(cutlass.select_(flip == 1, other, one))
+                        high = Float32(cutlass.select_(flip == 1, one, other))
+                        words = self.pair(low, high, kind)
+                        store_if(to + line * h, words, 8 * c + h, count)
+                    to += 8 * line
+        if width % 2 == 1:
+            to = start
+            first = cutlass.select_(column < width, count, Int32(0))
+            second = cutlass.select_(column + 1 < width, count, Int32(0))
+            for c in range_constexpr(self.rows // 8):
+                for h in range_constexpr(2):
+                    one, other = flat[4 * c + h], flat[4 * c + h + 2]
+                    low = Float32(cutlass.select_(flip == 1, other, one))
+                    high = Float32(cutlass.select_(flip == 1, one, other))
+                    self.store(to + line * h, low, result, 8 * c + h, first)
+                    self.store(to + line * h + size, high, result, 8 * c + h, second)
+                to += 8 * line
+
+
+def entries(product: Product, arch: str, tile: Stages | None = None) -> list[ProductEntry]:
+    """The entries of a product's binary, the fastest first."""
+    stages = tile or Stages(**Warps(product, arch, "any").tuned("Warps"))
+    kinds = ["one"] * (stages.split > 1) + ["groups", "any"]
+    return [*(Warps(product, arch, kind, stages) for kind in kinds), Plain(product, arch)]

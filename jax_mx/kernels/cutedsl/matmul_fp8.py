@@ -1,0 +1,499 @@
+"""y = dequantize(x) @ dequantize(W)^T on Hopper's FP8 tensor cores, for scales in windows.
+
+`Windows`: a stage of shared memory is 128 codes of 128 rows of x and of 256 rows of W, which both
+are wgmma's operands as they lie, and their scales as floats. Two warpgroups have 128 of W's rows
+each; for each 64 rows of x they add up a window's products in `part` on the tensor cores, and then
+part * scale of x * scale of W to `total`. Of a third warpgroup a warp asks for the copies, the
+three others bring the scales, which they read from the MX layout: the first byte of a window.
+
+The order of events, for a stage (barriers full and empty, a phase bit each): the copying warp and
+the three that bring scales each wait for `empty` (at first it is free by the inverted phase); then
+`full` completes by one arrival of each and the copies' bytes. Both consumers wait for `full`; each
+of their warps arrives at `empty` when its products of the stage are done and its scales read. All
+five roles walk the same tiles and stages, so each wait has its arrivals, and none waits for what it
+gives itself.
+"""
+
+import dataclasses
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
+
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
+from jax_mx.facts.launch import Extent, Factor
+from jax_mx.facts.products import RESULTS, Product
+from jax_mx.facts.signatures import Array
+from jax_mx.kernels.cutedsl import convert
+from jax_mx.kernels.cutedsl.products import (
+    FLOAT32,
+    HEAD,
+    Plain,
+    ProductEntry,
+    store_if,
+    vector,
+)
+
+LINE = 128  # codes of a row in a stage
+PER_LINE = LINE // BLOCK  # bytes of scales of a row in a stage
+PITCH = 36  # floats of a quarter of 128 columns' scales, off the other quarters' banks
+
+
+@dsl_user_op
+def product_of_scales(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """a * b, at most the largest finite float: so that a window of zeros is 0, not NaN."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 p, m; mul.rn.f32 p, {$r0}, {$r1}; mov.b32 m, 0x7f7fffff; "
+        "min.NaN.f32 {$w0}, p, m; }",
+        write_only_types=[Float32],
+        read_only_args=[a, b],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def four_kept(address: Uint32, *, loc=None, ip=None) -> list:
+    """Four integers of shared memory, read where it says and not before."""
+    return list(
+        cute.arch.inline_ptx(
+            "ld.volatile.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[Uint32(address)],
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """How many stages of shared memory there are."""
+
+    stages: int
+
+
+class Windows(ProductEntry):
+    """See above; `vectors`: whether scales of four windows are read at once."""
+
+    columns = 256
+    threads = 384
+    elements_per_thread = 128
+
+    def __init__(self, product: Product, arch: str, vectors: bool, tile: Stages | None = None):
+        super().__init__(product, arch)
+        self.vectors, self.tiles, self.rows = vectors, product.tiles, product.rows
+        self.stages = (tile or Stages(**self.tuned("Windows"))).stages
+        self.span = product.window // LINE  # stages of a window
+        self.types = [
+            cutlass.Float8E4M3FN if format == MXFP8_E4M3 else cutlass.Float8E5M2
+            for format in product.formats
+        ]
+        self.halves = self.rows // 64
+        self.x_bytes, self.w_bytes = self.rows * LINE, self.columns * LINE
+        self.stage_bytes = self.x_bytes + self.w_bytes
+        self.w_at = HEAD + self.stages * self.x_bytes
+        self.scales_at = self.w_at + self.stages * self.w_bytes
+        self.floats = self.rows + self.columns // 128 * 4 * PITCH  # of a stage's scales
+        self.shared = self.scales_at + self.stages * self.floats * 4
+        self.maps = (
+            self.matrix_map("x_codes", "uint8", 1, (LINE, self.rows), 128),
+            self.matrix_map("codes", "uint8", 1, (LINE, self.columns, 1), 128),
+        )
+        if vectors:
+            self.divide = (Factor(Extent(self.signature.number("scales"), 2), 4 * PER_LINE),)
+
+    def align_of(self, array: Array, itemsize: int) -> int:
+        """TMA wants 16 bytes; y is written in pieces of 16, or of 8 in float32."""
+        wanted = {"x_codes": 16, "codes": 16, "y": min(16, 8 * itemsize)}
+        if self.vectors:
+            wanted |= {"x_scales": 16, "scales": 16}
+        return wanted.get(array.name) or super().align_of(array, itemsize)
+
+    def element_of(self, array: Array):
+        """Codes are elements of a float8 type."""
+        if array.name in ("x_codes", "codes"):
+            return self.types[array.name == "codes"]
+        return super().element_of(array)
+
+    @cute.jit
+    def __call__(self, pointers, scalars):
+        x, sx, w, sw, sizes, y = pointers
+        t, wide, groups, width, blocks, result = scalars
+        line = blocks * BLOCK
+        stride = cute.assume(Int64(line), 32)
+        slab = cute.assume(Int64(line) * width, 32)
+        mX = cute.make_tensor(x, cute.make_layout((t, wide), stride=(stride, 1)))
+        mW = cute.make_tensor(w, cute.make_layout((width, line, groups), stride=(stride, 1, slab)))
+        tile_x, tile_w = (
+            cute.make_composed_layout(
+                cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, LINE), stride=(LINE, 1))
+            )
+            for rows in (self.rows, self.columns)
+        )
+        copy = cpasync.CopyBulkTensorTileG2SOp()
+        ax, mX = cpasync.make_tiled_tma_atom(copy, mX, tile_x, (self.rows, LINE))
+        aw, mW = cpasync.make_tiled_tma_atom(copy, mW, tile_w, (self.columns, LINE))
+        self.kernel(
+            ax, mX, aw, mW, sx, sw, sizes, y, t, wide, groups, width, blocks, result
+        ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.shared, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self, ax: cute.CopyAtom, mX: cute.Tensor, aw: cute.CopyAtom, mW: cute.Tensor,
+        sx: cute.Pointer, sw: cute.Pointer, sizes: cute.Pointer, y: cute.Pointer,
+        t: Int32, wide: Int32, groups: Int32, width: Int32, blocks: Int32, result: Int32,
+    ):  # fmt: skip
+        stages: cutlass.Constexpr = self.stages
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        lane = tid % 32
+        base = cute.arch.get_dyn_smem(Uint8, alignment=1024)
+        full = cute.recast_ptr(base, dtype=Int64)
+        empty = full + stages
+        sX = self.operand(base, HEAD, self.types[0], self.rows)
+        sW = self.operand(base, self.w_at, self.types[1], self.columns)
+        if tid == 0:
+            for i in range_constexpr(stages):
+                cute.arch.mbarrier_init(full + i, 4)
+                cute.arch.mbarrier_init(empty + i, 8)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        down = (width + self.columns - 1) // self.columns
+        windows = (blocks * BLOCK + LINE * self.span - 1) // (LINE * self.span)
+        total = windows * self.span  # stages
+        index = bid
+        at = self.start(sizes, t, groups)
+        at = self.seek(index, at, sizes, t, groups, down)
+        slot = Int32(0)
+        phase = Int32(0)
+        if warp >= 8:
+            cute.arch.setmaxregister_decrease(40)
+            if warp == 8:
+                one = cute.make_layout(1)
+                while at[0] < groups:
+                    row, end, n0 = self.place(index, at, down)
+                    gX = cute.local_tile(
+                        cute.domain_offset((row, 0), mX), (self.rows, LINE), (0, None)
+                    )
+                    gW = cute.local_tile(
+                        cute.domain_offset((n0, 0), mW[None, None, at[0]]),
+                        (self.columns, LINE), (0, None),
+                    )  # fmt: skip
+                    tsX, tgX = cpasync.tma_partition(
+                        ax, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+                    )
+                    tsW, tgW = cpasync.tma_partition(
+                        aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
+                    )
+                    for i in cutlass.range(total, unroll=1):
+                        cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.stage_bytes)
+                        cute.copy(ax, tgX[None, i], tsX[None, slot], tma_bar_ptr=full + slot)
+                        cute.copy(aw, tgW[None, i], tsW[None, slot], tma_bar_ptr=full + slot)
+                        slot, phase = self.next(slot, phase)
+                    index += grid
+                    at = self.seek(index, at, sizes, t, groups, down)
+            else:
+                while at[0] < groups:
+                    row, end, n0 = self.place(index, at, down)
+                    slot, phase = self.bring(
+                        sx, sw, base, full, empty, slot, phase, warp - 9, lane, row, n0, at[0],
+                        t, width, blocks, total,
+                    )  # fmt: skip
+                    index += grid
+                    at = self.seek(index, at, sizes, t, groups, down)
+        else:
+            cute.arch.setmaxregister_increase(232)
+            mine = warp // 4  # which 128 columns
+            g, q = lane // 4, lane % 4
+            op = warpgroup.MmaF8Op(
+                *self.types, Float32, (64, 128, 32), warpgroup.OperandSource.SMEM,
+                OperandMajorMode.K, OperandMajorMode.K,
+            )  # fmt: skip
+            first = cute.make_tiled_mma(cute.make_mma_atom(op))
+            more = cute.make_tiled_mma(cute.make_mma_atom(op))
+            first.set(warpgroup.Field.ACCUMULATE, False)
+            more.set(warpgroup.Field.ACCUMULATE, True)
+            thread = more.get_slice(tid % 128)
+            tA = [
+                more.make_fragment_A(
+                    thread.partition_A(cute.local_tile(sX, (64, LINE, stages), (h, 0, 0)))
+                )
+                for h in range(self.halves)
+            ]
+            tB = more.make_fragment_B(
+                thread.partition_B(cute.local_tile(sW, (128, LINE, stages), (mine, 0, 0)))
+            )
+            part = cute.make_rmem_tensor(more.partition_shape_C((64, 128)), Float32)
+            flat = cute.make_tensor(part.iterator, cute.make_layout(64))
+            sums = cute.make_rmem_tensor((64, self.halves), Float32)
+            left = cute.make_rmem_tensor(2, Float32)
+            right = cute.make_rmem_tensor(4, Float32)
+            scales = base.toint() + self.scales_at
+            my_row = warp % 4 * 16 + g
+            at_x = scales + my_row * 4
+            at_w = scales + self.rows * 4 + (mine * 4 + q) * (PITCH * 4)
+            # Where the walk is lies in shared memory meanwhile, a warp's own: registers are few.
+            kept = base.toint() + HEAD // 2 + warp * 16
+            self.keep(kept, at)
+            exists = at[0] < groups
+            while exists:
+                sums.fill(0.0)
+                for _ in cutlass.range(windows, unroll=1):
+                    shift = slot * (self.floats * 4)
+                    slots = [slot + u for u in range(self.span)]  # span divides stages
+                    for h in range_constexpr(self.halves):
+                        for u in range_constexpr(self.span):
+                            if const_expr(h == 0):
+                                cute.arch.mbarrier_wait(full + slots[u], phase)
+                            if const_expr(u == 0):
+                                warpgroup.fence()
+                            for k in range_constexpr(LINE // 32):
+                                cute.gemm(
+                                    first if u == 0 and k == 0 else more,
+                                    part,
+                                    tA[h][None, None, k, slots[u]],
+                                    tB[None, None, k, slots[u]],
+                                    part,
+                                )
+                        warpgroup.commit_group()
+                        for r in range_constexpr(2):
+                            to = at_x + shift + (64 * h + 8 * r) * 4
+                            left[r] = self.shared_vector(to, 1)[0]
+                        self.load_columns(at_w + shift, right, 0)
+                        warpgroup.wait_group(0)
+                        if const_expr(h == self.halves - 1 and self.tiles):
+                            self.give_back(empty, slots)
+                        for eighth in range_constexpr(8):
+                            if const_expr(eighth > 0):
+                                self.load_columns(at_w + shift, right, eighth)
+                            self.promote(sums, flat, left, right, h, eighth)
+                        if const_expr(h == self.halves - 1 and not self.tiles):
+                            self.give_back(empty, slots)
+                    slot += self.span
+                    if slot == stages:
+                        slot = Int32(0)
+                        phase = phase ^ 1
+                here = self.recalled(kept)
+                row, end, n0 = self.place(index, here, down)
+                self.results(y, sums, row + my_row, end, n0 + mine * 128, q, width, result)
+                index += grid
+                here = self.seek(index, here, sizes, t, groups, down)
+                self.keep(kept, here)
+                exists = here[0] < groups
+            _, _, row, _ = self.recalled(kept)
+            self.clear(y, row, t, width, result, bid, grid, tid, 256)
+
+    def operand(self, base, at: int, dtype, rows: int):
+        """The stages of an operand, swizzled as TMA writes and wgmma reads them."""
+        kind = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+        layout = cute.tile_to_shape(kind, (rows, LINE, self.stages), order=(0, 1, 2))
+        smem = cute.AddressSpace.smem
+        pointer = cute.make_ptr(dtype, (base + at).toint(), smem, assumed_align=1024)
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
+
+    def shared_vector(self, address, count: int):
+        """Floats of shared memory at a multiple of their size."""
+        smem = cute.AddressSpace.smem
+        pointer = cute.make_ptr(Float32, address, smem, assumed_align=4 * count)
+        return cute.make_tensor(pointer, cute.make_layout(count))
+
+    @cute.jit
+    def keep(self, address: Int32, at):
+        """The walk's four numbers into a warp's own place; all lanes have the same."""
+        cute.arch.sync_warp()
+        smem = cute.AddressSpace.smem
+        to = cute.make_tensor(
+            cute.make_ptr(Int32, address, smem, assumed_align=16), cute.make_layout(4)
+        )
+        for i in range_constexpr(4):
+            to[i] = at[i]
+        cute.arch.sync_warp()
+
+    def recalled(self, address: Int32) -> tuple:
+        """What was kept."""
+        return tuple(four_kept(address))
+
+    @cute.jit
+    def next(self, slot: Int32, phase: Int32):
+        """The stage behind a stage."""
+        slot += 1
+        if slot == self.stages:
+            slot = Int32(0)
+            phase = phase ^ 1
+        return slot, phase
+
+    @cute.jit
+    def bring(
+        self, sx, sw, base, full, empty, slot: Int32, phase: Int32, part: Int32, lane: Int32,
+        row: Int32, n0: Int32, e: Int32, t: Int32, width: Int32, blocks: Int32, total: Int32,
+    ):  # fmt: skip
+        """A tile's scales of 128 rows of x (part 0) or of W (1 and 2), four rows a lane."""
+        from_ = cute.make_rmem_tensor(4, Int64)
+        to = cute.make_rmem_tensor(4, Int32)
+        for j in range_constexpr(4):
+            r = lane + 32 * j
+            if part == 0:
+                from_[j] = sx.toint() + Int64(cutlass.min(row + r, t - 1)) * blocks
+                to[j] = r
+            else:
+                n = cutlass.min(n0 + (part - 1) * 128 + r, width - 1)
+                from_[j] = sw.toint() + (Int64(e) * width + n) * blocks
+                # Column 8 c + 2 q + i of 128 goes to q * PITCH + 2 c + i.
+                there = r // 2 % 4 * PITCH + r // 8 * 2 + r % 2
+                to[j] = self.rows + (part - 1) * (4 * PITCH) + there
+        start = base.toint() + self.scales_at
+        if const_expr(self.vectors):
+            held = cute.make_rmem_tensor((4, 4), Uint32)
+            for i in cutlass.range((total + 3) // 4, unroll=1):
+                for j in range_constexpr(4):
+                    cute.autovec_copy(vector(from_[j] + Int64(i) * 16, Uint32, 4), held[None, j])
+                for k in range_constexpr(4):
+                    if 4 * i + k < total:
+                        cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                        for j in range_constexpr(4):
+                            self.put(start, slot, to[j], held[k, j] & Uint32(255))
+                        self.arrive(full + slot)
+                        slot, phase = self.next(slot, phase)
+        else:
+            ahead = cute.make_rmem_tensor(4, Uint32)
+            for j in range_constexpr(4):
+                ahead[j] = Uint32(vector(from_[j], Uint8)[0])
+            for i in cutlass.range(total, unroll=1):
+                held = [ahead[j] for j in range(4)]
+                for j in range_constexpr(4):
+                    # Of a window beyond K, the last block's: its codes are zeros.
+                    byte = cutlass.min((i + 1) * PER_LINE, blocks - 1)
+                    ahead[j] = Uint32(vector(from_[j] + Int64(byte), Uint8)[0])
+                cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                for j in range_constexpr(4):
+                    self.put(start, slot, to[j], held[j])
+                self.arrive(full + slot)
+                slot, phase = self.next(slot, phase)
+        return slot, phase
+
+    @cute.jit
+    def put(self, start: Int32, slot: Int32, to: Int32, scale: Uint32):
+        """A scale, as a float, into a stage."""
+        address = start + slot * (self.floats * 4) + to * 4
+        self.shared_vector(address, 1)[0] = convert.factor_of(scale)
+
+    @cute.jit
+    def arrive(self, barrier):
+        """Once for the warp, when all its lanes have written."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def give_back(self, empty, slots: cutlass.Constexpr):
+        """Stages whose products are done and whose scales all lanes have read."""
+        cute.arch.sync_warp()
+        for u in range_constexpr(len(slots)):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + slots[u])
+
+    @cute.jit
+    def load_columns(self, at: Int32, right, eighth: cutlass.Constexpr):
+        """A thread's scales of W, of an eighth of its columns; of a tile the one that there is."""
+        if const_expr(self.tiles):
+            if const_expr(eighth == 0):
+                right[0] = self.shared_vector(at, 1)[0]
+        else:
+            cute.autovec_copy(self.shared_vector(at + 16 * eighth, 4), right)
+
+    @cute.jit
+    def promote(
+        self, sums, flat, left, right, h: cutlass.Constexpr, eighth: cutlass.Constexpr
+    ):  # fmt: skip
+        """Adds an eighth of a window's products, scaled, to the sums."""
+        scales = [Float32(0), Float32(0)]
+        if const_expr(self.tiles):
+            scales = [product_of_scales(left[r], right[0]) for r in range(2)]
+        for c in range_constexpr(2 * eighth, 2 * eighth + 2):
+            for r in range_constexpr(2):
+                for e in range_constexpr(2):
+                    i: cutlass.Constexpr = 4 * c + 2 * r + e
+                    if const_expr(self.tiles):
+                        sums[i, h] = sums[i, h] + flat[i] * scales[r]
+                    else:
+                        own = flat[i] * left[r]
+                        sums[i, h] = sums[i, h] + own * right[c % 2 * 2 + e]
+
+    @cute.jit
+    def results(
+        self, y, sums, row: Int32, end: Int32, column: Int32, q: Int32, width: Int32,
+        result: Int32,
+    ):  # fmt: skip
+        """Writes a thread's part of y: rows `row`, + 8, + 64, ..., pairs of 128 columns."""
+        size = self.size_in_bytes(result)
+        line = Int64(width) * size
+        start = y.toint() + Int64(row) * line + Int64(column) * size
+        count = end - row
+        whole = (width % 8 == 0) & (column + 128 <= width)
+        for kind in range_constexpr(len(RESULTS)):
+            if (result == kind) & whole:
+                to = start + (8 * q if kind == FLOAT32 else 16 * q)
+                for h in range_constexpr(self.halves):
+                    for r in range_constexpr(2):
+                        words = [
+                            self.pair(sums[4 * c + 2 * r, h], sums[4 * c + 2 * r + 1, h], kind)
+                            for c in range(16)
+                        ]
+                        here = to + line * (64 * h + 8 * r)
+                        if const_expr(kind == FLOAT32):
+                            for c in range_constexpr(16):
+                                store_if(here + 32 * c, words[c], 64 * h + 8 * r, count)
+                        else:
+                            # Four lanes turn four words of as many eights of columns: 16 bytes a
+                            # lane.
+                            for c in range_constexpr(4):
+                                four = [word for (word,) in words[4 * c : 4 * c + 4]]
+                                four = self.turned(four, q)
+                                store_if(here + 64 * c, four, 64 * h + 8 * r, count)
+        if not whole:
+            for h in range_constexpr(self.halves):
+                for r in range_constexpr(2):
+                    to = start + line * (64 * h + 8 * r) + 2 * q * size
+                    for c in range_constexpr(16):
+                        for e in range_constexpr(2):
+                            left = column + 8 * c + e + 2 * q < width
+                            rows = cutlass.select_(left, count, Int32(0))
+                            value = sums[4 * c + 2 * r + e, h]
+                            at = to + (8 * c + e) * size
+                            self.store(at, value, result, 64 * h + 8 * r, rows)
+
+    @cute.jit
+    def turned(self, words: cutlass.Constexpr, q: Int32):
+        """Of four lanes' four words, the q-th of each to lane q."""
+        a, b, c, d = words
+        a, b = self.swapped(a, b, q, 1)
+        c, d = self.swapped(c, d, q, 1)
+        a, c = self.swapped(a, c, q, 2)
+        b, d = self.swapped(b, d, q, 2)
+        return [a, b, c, d]
+
+    @cute.jit
+    def swapped(self, low, high, q: Int32, bit: cutlass.Constexpr):
+        """Lanes with this bit give `low` for the `high` of their neighbours without it."""
+        other = (q & bit) != 0
+        give = cutlass.select_(other, low, high)
+        got = cute.arch.shuffle_sync_bfly(give, offset=bit)
+        return (
+            Uint32(cutlass.select_(other, got, low)),
+            Uint32(cutlass.select_(other, high, got)),
+        )
+
+
+def entries(product: Product, arch: str, tile: Stages | None = None) -> list[ProductEntry]:
+    """The entries of a product's binary, the fastest first."""
+    return [
+        *(Windows(product, arch, vectors, tile) for vectors in (True, False)),
+        Plain(product, arch),
+    ]

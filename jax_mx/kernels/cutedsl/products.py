@@ -1,0 +1,407 @@
+"""What the kernels of products share: entries, the walk over groups, how y is stored.
+
+y (T, N) = x (T, K) @ W (G, N, K)^T. Each group has rows of x, one after the other, and its own
+matrix. A tile is `rows` rows of x of one group times `columns` rows of its matrix. The grid is as
+large as the chip; each thread block takes every so many tiles, those of one piece of x one after
+the other, so that x is read from L2.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from cutlass.cutlass_dsl import dsl_user_op
+
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.facts.launch import (
+    Extent,
+    Factor,
+    GridTerm,
+    Length,
+    MapAt,
+    Padding,
+    Pointer,
+    Scalar,
+    ScalarAt,
+    TensorMap,
+    constant,
+    multiprocessors,
+)
+from jax_mx.facts.products import RESULTS, Product
+from jax_mx.facts.signatures import Array, Role, signature_of
+from jax_mx.kernels import tuning
+from jax_mx.kernels.cutedsl import convert
+
+HEAD = 1024  # bytes of shared memory before the tiles: barriers
+
+
+@dsl_user_op
+def load_shared(address: Uint32, bits: int, *, loc=None, ip=None) -> Uint32:
+    """A byte or two of shared memory, widened. Not volatile: barriers are what orders it."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .u16 t; ld.shared.u{bits} t, [{{$r0}}]; cvt.u32.u16 {{$w0}}, t; }}",
+        write_only_types=[Uint32],
+        read_only_args=[Uint32(address)],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_if(address: Int64, values: list, index: int, count: Int32, *, loc=None, ip=None) -> None:
+    """Words, two or four, or a Uint16, to global memory if index < count: without a branch."""
+    first = values[0]
+    kind = {Float32: "f32", Uint32: "b32", cutlass.Uint16: "b16"}[type(first)]
+    vector = {1: "", 2: ".v2", 4: ".v4"}[len(values)]
+    names = ", ".join(f"{{$r{i + 2}}}" for i in range(len(values)))
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.lt.s32 p, {index}, {{$r1}}; "
+        f"@p st.global{vector}.{kind} [{{$r0}}], {'{' + names + '}' if vector else names}; }}",
+        read_only_args=[Int64(address), Int32(count), *values],
+        loc=loc,
+        ip=ip,
+    )
+
+
+BFLOAT16, FLOAT16, FLOAT32 = range(len(RESULTS))  # y's dtypes, as kernels know them
+
+
+def vector(address: Int64, dtype, count: int = 1):
+    """The `count` elements at an address of global memory, a multiple of their size."""
+    align = dtype.width // 8 * count
+    at = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(at, cute.make_layout(count))
+
+
+def element(pointer, offset, dtype):
+    """The element at an offset, in elements, from a pointer."""
+    return vector(pointer.toint() + Int64(offset) * (dtype.width // 8), dtype)[0]
+
+
+class ProductEntry:
+    """An entry of a product's binary: its arrays, its launch rule, and what tiles it takes.
+
+    Attributes:
+      signature: its arrays, in the order of its pointers.
+      threads: of a thread block.
+      grid: terms (axis, buffer, from, to, divisor).
+      shared: bytes of dynamic shared memory.
+      cluster: thread blocks of a cluster, along the first axis.
+      resident: thread blocks of a multiprocessor.
+      maps: its tensor maps.
+      elements_per_thread: of y, for the build's report.
+      trips: the most that a loop in it makes, for the build's report; 0: unknown.
+      rows: of x, in a tile.
+      columns: of y, in a tile.
+    """
+
+    divide = ()
+    maps = ()
+    shared = 0
+    cluster = 1
+    resident = 1
+    trips = 0
+    rows = 1
+    columns = 1
+    threads: int
+    elements_per_thread: int
+
+    def __init__(self, product: Product, arch: str):
+        self.product, self.arch = product, arch
+        self.signature = signature_of(product.op)
+
+    def tuned(self, what: str) -> dict:
+        """What this arch's table says for the entry."""
+        return tuning.choose(f"{self.product.op}.{what}", self.arch, self.product)
+
+    # ---- the launch rule ---
+    def align_of(self, array: Array, itemsize: int) -> int:
+        """What the address of an array is a multiple of, in bytes; `itemsize` is y's."""
+        if array.name == "y":
+            return itemsize
+        return {Role.FLOATS: 2, Role.REPLICATED: 4}.get(array.role, 1)
+
+    @property
+    def grid(self) -> list:
+        """As many thread blocks as the chip has at a time, in whole clusters."""
+        factors = [GridTerm(0, Factor(multiprocessors(), self.cluster))]
+        if self.cluster * self.resident > 1:
+            factors.append(GridTerm(0, Factor(constant(self.cluster * self.resident))))
+        return [term.to_json() for term in factors]
+
+    @property
+    def extents(self) -> list[Extent]:
+        """Rows and columns of x, matrices, their rows and their columns as stored."""
+        x, codes = self.signature.operands[0].name, "codes"
+        x, codes = self.signature.number(x), self.signature.number(codes)
+        return [
+            Extent(x, 0, 1),
+            Extent(x, 1),
+            Extent(codes, 0, 1),
+            Extent(codes, 1, 2),
+            Extent(self.signature.number("scales"), 2),
+        ]
+
+    @property
+    def scalars(self) -> list:
+        """The scalars of the launch rule: see `extents`; then the number of y's dtype."""
+        return [*(Scalar(4, extent) for extent in self.extents), Scalar(4, constant(0))]
+
+    def matrix_map(self, name: str, kind: str, itemsize: int, box: tuple, swizzle: int) -> dict:
+        """The tensor map of a buffer (rows, columns) or (slabs, rows, columns)."""
+        buffer, rank = self.signature.number(name), 2 if len(box) == 2 else 3
+        dims = tuple(Length(Extent(buffer, -1 - i, -i or 99)) for i in range(rank))
+        strides = tuple(Length(Extent(buffer, -1 - i), itemsize) for i in range(rank - 1))
+        return TensorMap(buffer, kind, dims, strides, box, swizzle, promotion=256).to_json()
+
+    def launch(self, result: str) -> dict:
+        """The entry's launch rule, for a y of this dtype."""
+        itemsize = FLOAT_DTYPES[result].itemsize
+        rule = {
+            "align": [self.align_of(array, itemsize) for array in self.signature.arrays],
+            "divide": [factor.to_json() for factor in self.divide],
+            "threads": [self.threads, 1, 1],
+            "grid": self.grid,
+        }
+        if self.shared:
+            rule["shared"] = self.shared
+        if self.cluster > 1:
+            rule["cluster"] = [self.cluster, 1, 1]
+        if parameters := self.parameters:
+            kinds = {MapAt: "map", Padding: "zeros", Pointer: "pointer", ScalarAt: "scalar"}
+            rule["parameters"] = [
+                [kinds[type(p)], p.bytes if isinstance(p, Padding) else self._number(p)]
+                for p in parameters
+            ]
+        return rule
+
+    @staticmethod
+    def _number(parameter) -> int:
+        return parameter.buffer if isinstance(parameter, Pointer) else parameter.index
+
+    @property
+    def parameters(self) -> tuple:
+        """The kernel's: the maps with the sizes that CuTeDSL puts behind each, pointers, scalars.
+
+        A buffer that has a map has no pointer. No map at all: as the rule has it by default.
+        """
+        if not self.maps:
+            return ()
+        mapped = [item["buffer"] for item in self.maps]
+        found = []
+        for i, item in enumerate(self.maps):
+            found += [MapAt(i), Padding(4 * len(item["dims"]))]
+        found += [Pointer(i) for i in range(len(self.signature.arrays)) if i not in mapped]
+        return (*found, *(ScalarAt(i) for i in range(len(self.scalars))))
+
+    # ---- the compiler's side ---
+    def arguments(self):
+        """Stand-ins of the host function's arguments, to compile it."""
+        pointers = tuple(
+            cute.runtime.make_ptr(
+                self.element_of(array),
+                0,
+                cute.AddressSpace.gmem,
+                assumed_align=min(self.align_of(array, 2), 16),
+            )
+            for array in self.signature.arrays
+        )
+        return pointers, tuple(Int32(BLOCK) for _ in self.scalars)
+
+    def element_of(self, array: Array):
+        """The type that the kernel's pointer to an array has."""
+        types = {"x": cutlass.BFloat16, "group_sizes": Int32, "y": cutlass.Uint16}
+        return types.get(array.name, cutlass.Uint8)
+
+    # ---- the walk over tiles ---
+    @cute.jit
+    def size_of(self, sizes, e: Int32, row: Int32, t: Int32, groups: Int32):
+        """How many rows group e has, which begins at `row`; without sizes all have as many."""
+        size = t // groups
+        if sizes.toint() != Int64(0):
+            size = element(sizes, cutlass.min(e, groups - 1), Int32)
+        size = cutlass.max(cutlass.min(size, t - row), Int32(0))
+        if e >= groups:
+            size = Int32(0)
+        return size
+
+    @cute.jit
+    def start(self, sizes, t: Int32, groups: Int32):
+        """Where the walk begins: (group, its first tile, its first row, its rows)."""
+        return Int32(0), Int32(0), Int32(0), self.size_of(sizes, Int32(0), Int32(0), t, groups)
+
+    @cute.jit
+    def seek(self, index: Int32, at, sizes, t: Int32, groups: Int32, down: Int32):
+        """On to the group that has tile `index`; behind the last tile, e is `groups`.
+
+        Each turn goes on by a group, of which there are `groups`: it ends.
+        """
+        e, tile, row, size = at
+        tiles = (size + self.rows - 1) // self.rows * down
+        while (e < groups) & (index >= tile + tiles):
+            tile += tiles
+            row += size
+            e += 1
+            size = self.size_of(sizes, e, row, t, groups)
+            tiles = (size + self.rows - 1) // self.rows * down
+        return e, tile, row, size
+
+    @cute.jit
+    def place(self, index: Int32, at, down: Int32):
+        """Of tile `index` of the group that `seek` found: (first row of x, end, first column)."""
+        _, tile, row, size = at
+        local = index - tile
+        return row + local // down * self.rows, row + size, local % down * self.columns
+
+    # ---- y ---
+    def pair(self, low: Float32, high: Float32, result: int) -> list:
+        """Two neighbours as words of y's dtype."""
+        if result == FLOAT32:
+            return [low, high]
+        return [convert.round_two(low, high, RESULTS[result])]
+
+    def store(
+        self, y: Int64, value: Float32, result: Int32, index: int = 0, count: Int32 | int = 1
+    ) -> None:  # fmt: skip
+        """One element of a dtype that is known at run time to an address, if index < count."""
+        zero, wide = Int32(0), result == FLOAT32
+        low = convert.round_two(value, value, "bfloat16")
+        half = convert.round_two(value, value, "float16")
+        low = Uint32(cutlass.select_(result == FLOAT16, half, low))
+        narrow = cutlass.Uint16(low & Uint32(0xFFFF))
+        count = Int32(count)
+        store_if(y, [narrow], index, Int32(cutlass.select_(wide, zero, count)))
+        store_if(y, [value], index, Int32(cutlass.select_(wide, count, zero)))
+
+    @cute.jit
+    def size_in_bytes(self, result: Int32):
+        """Of an element of y."""
+        size = Int32(2)
+        if result == FLOAT32:
+            size = Int32(4)
+        return size
+
+    @cute.jit
+    def clear(
+        self, y, row: Int32, t: Int32, width: Int32, result: Int32, block: Int32, blocks: Int32,
+        thread: Int32, threads: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Zeros into the rows from `row` on, which no group has."""
+        size = self.size_in_bytes(result)
+        for m in cutlass.range(row + block, t, blocks, unroll=1):
+            for n in cutlass.range(thread, width, threads, unroll=1):
+                self.store(y.toint() + (Int64(m) * width + n) * size, Float32(0), result)
+
+
+class Plain(ProductEntry):
+    """Any addresses and sizes: a thread an element of y, one after the other. Slow.
+
+    For arrays that begin where the copy engine cannot read: slices of larger ones.
+    """
+
+    threads = 256
+    elements_per_thread = 1
+
+    def __init__(self, product: Product, arch: str):
+        super().__init__(product, arch)
+        self.formats = dict(zip(("x", "w")[-len(product.formats) :], product.formats, strict=True))
+
+    @cute.jit
+    def __call__(self, pointers, scalars):
+        self.kernel(pointers, scalars).launch(grid=[1, 1, 1], block=[self.threads, 1, 1])
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        names: cutlass.Constexpr = [array.name for array in self.signature.arrays]
+        arrays = dict(zip(names, pointers, strict=True))
+        y, sizes = arrays["y"], arrays["group_sizes"]
+        t, wide, groups, width, blocks, result = scalars
+        size = self.size_in_bytes(result)
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        at = self.start(sizes, t, groups)
+        for m in cutlass.range(t, unroll=1):
+            at = self.seek(m, at, sizes, t, groups, Int32(1))
+            e = at[0]
+            for n in cutlass.range(bid * self.threads + tid, width, grid * self.threads, unroll=1):
+                total = Float32(0)
+                if e < groups:
+                    total = self.dot(arrays, m, Int64(e) * width + n, wide, blocks)
+                self.store(y.toint() + (Int64(m) * width + n) * size, total, result)
+
+    @cute.jit
+    def dot(self, arrays: cutlass.Constexpr, m: Int32, w: Int64, wide: Int32, blocks: Int32):
+        """The product of row m of x and row w of all matrices' rows."""
+        total = Float32(0)
+        passes = Int32(1)
+        if const_expr("x" in arrays):
+            passes = wide // (blocks * BLOCK)
+        for b in cutlass.range(blocks * passes, unroll=1):
+            c = b % blocks
+            part = Float32(0)
+            right = self.block(arrays["codes"], w * blocks + c, self.formats["w"])
+            factor = self.factor(arrays["scales"], w * blocks + c)
+            if const_expr("x" in arrays):
+                for i in range_constexpr(BLOCK):
+                    left = element(arrays["x"], (Int64(m) * passes * blocks + b) * BLOCK + i,
+                                   cutlass.BFloat16)  # fmt: skip
+                    total += Float32(left) * (right[i] * factor)
+            else:
+                own = Int64(m) * blocks + b
+                left = self.block(arrays["x_codes"], own, self.formats["x"])
+                for i in range_constexpr(BLOCK):
+                    part += left[i] * right[i]
+                total += part * self.factor(arrays["x_scales"], own) * factor
+        return total
+
+    @cute.jit
+    def factor(self, scales, at: Int64):
+        """The scale of a block, as a float."""
+        return convert.factor_of(Uint32(element(scales, at, cutlass.Uint8)))
+
+    @cute.jit
+    def block(self, codes, at: Int64, format: cutlass.Constexpr):
+        """The 32 elements of a block, without their scale."""
+        per: cutlass.Constexpr = format.codes_per_byte
+        out = cute.make_rmem_tensor(BLOCK, Float32)
+        to = convert.Conversion("float32", format, self.arch)
+        for i in range_constexpr(BLOCK // 4):
+            word = Uint32(0)
+            for j in range_constexpr(4 // per):
+                byte = element(codes, at * (BLOCK // per) + (4 // per) * i + j, cutlass.Uint8)
+                word = word | (Uint32(byte) << Uint32(8 * j))
+            if const_expr(per == 2):  # a nibble a byte
+                word = (word | (word << Uint32(8))) & Uint32(0x00FF00FF)
+                word = (word | (word << Uint32(4))) & Uint32(0x0F0F0F0F)
+            for j, value in enumerate(convert.unpack_four(word, to)):
+                out[4 * i + j] = value
+        return out
+
+
+def launches(
+    entries: Sequence[ProductEntry], usage: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What the manifest says of a binary's launches: per dtype of y, the same entries.
+
+    Args:
+      entries: the fastest first.
+      usage: per symbol what the compiler says, see `kernels.entry.launches`.
+
+    Raises:
+      RuntimeError: an entry was compiled for other threads.
+    """
+    found = {}
+    for number, result in enumerate(RESULTS):
+        scalars = [scalar.to_json() for scalar in entries[0].scalars]
+        scalars[-1][1] = constant(number).to_json()
+        found[result] = {"scalars": scalars, "maps": [*entries[0].maps], "entries": []}
+        for entry, symbol in zip(entries, sorted(usage), strict=True):
+            own = {"elements_per_thread": entry.elements_per_thread, "trips": entry.trips}
+            facts = {**usage[symbol], **own}
+            if tuple(threads := facts.pop("threads")) != (entry.threads, 1, 1):
+                raise RuntimeError(f"{symbol}: compiled for {threads} threads")
+            rule = {"symbol": symbol, **entry.launch(result), "usage": facts}
+            found[result]["entries"].append(rule)
+    return found

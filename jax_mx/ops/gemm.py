@@ -1,0 +1,260 @@
+"""Products that read MX operands as they lie, with kernels on Hopper: `gemm` and `gemm_fp8`.
+
+They have no derivative; what has one is made of them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.arrays.checks import float_dtype
+from jax_mx.facts.formats import BLOCK, Format
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.facts.products import TILE
+from jax_mx.lowering import primitive, registry
+from jax_mx.lowering.plan import ProductPlan
+from jax_mx.ops.mxarray import MXArray, checked
+from jax_mx.ops.planning import implementation_of
+
+WINDOWS = (128, 256)  # of the FP8 product
+# Up to so many rows of x in a group, kernels whose tiles have so many.
+_ROWS = (16, 64, 128, 256)
+FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))  # of x
+
+
+def gemm(
+    x: jax.Array,
+    w: MXArray,
+    group_sizes: jax.Array | None = None,
+    *,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """x @ dequantize(w)^T, added up in float32, w read as it lies.
+
+    Args:
+      x: bfloat16 or float16 (..., M, K); with group_sizes (T, K), rows sorted by group.
+      w: blocks along the last axis, row-major scales, any format: (N, K) for all of x, or (G, N, K)
+        where x is (G, M, K) or has group_sizes.
+      group_sizes: int32 (G,), how many rows each group has. Rows behind the last group's give 0; of
+        more rows than x has, those that are beyond do not count, and negative sizes are 0.
+      preferred_element_type: of the result, x's dtype by default: bfloat16, float16 or float32.
+      implementation: None: the kernel where there is one, else "xla"; a named one that cannot serve
+        raises and says why.
+
+    Returns:
+      (..., M, N). A NaN in a row of w, or a scale of 255, makes that column NaN for all its rows
+      of x.
+
+    Raises:
+      TypeError: an operand or dtype is none of these.
+      ValueError: shapes that do not fit each other, blocks along another axis, other layouts.
+      NotImplementedError: the named implementation does not serve the call.
+    """
+    op = "gemm"
+    if not hasattr(x, "dtype") or jnp.dtype(x.dtype) not in FLOATS:
+        found = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"{op}: x is {found}, must be bfloat16 or float16")
+    w = _matrices(op, "w", w)
+    x = jnp.asarray(x)
+    _fits(op, x.shape, w, group_sizes)
+    result = float_dtype(op, "preferred_element_type", preferred_element_type or x.dtype)
+    rows = _rows(x.shape, w, group_sizes)
+    implementation = implementation_of(op, implementation)
+    plan = plan_of(
+        (w.format,),
+        result,
+        rows,
+        grouped=group_sizes is not None,
+        implementation=implementation,
+    )
+    lead = x.shape[:-1]
+    if 0 in x.shape or 0 in w.shape:
+        return jnp.zeros((*lead, w.shape[-2]), result)
+    return _gemm(x.reshape(-1, x.shape[-1]), w, group_sizes, plan).reshape(*lead, w.shape[-2])
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _gemm(x: jax.Array, w: MXArray, sizes: jax.Array | None, plan: ProductPlan) -> jax.Array:
+    operands = [_in_parts(x), *_arrays(w)]
+    return primitive.product([*operands, *_sizes(sizes)], plan)
+
+
+def gemm_fp8(
+    x: MXArray,
+    w: MXArray,
+    group_sizes: jax.Array | None = None,
+    *,
+    window: int = 128,
+    tiles: bool = False,
+    preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
+    implementation: str | None = None,
+) -> jax.Array:
+    """dequantize(x) @ dequantize(w)^T on FP8 tensor cores, for arrays whose scales come in windows.
+
+    The caller vouches for the windows: where scales differ within one, the result is another
+    product's. FP8 tensor cores add up the products of a window with fewer bits than float32 has:
+    measured on an H200 for K from 128 to 65,536, y is off by 1.3e-4 of its norm for windows of 128
+    and 2.1e-4 for 256; of normal numbers no element was off by more than 4e-4 * sum |x||w|.
+
+    Args:
+      x: MXFP8 (..., M, K), blocks along the last axis, row-major scales; as `gemm` has it.
+      w: MXFP8 (N, K) or (G, N, K), likewise.
+      group_sizes: see `gemm`.
+      window: 128 or 256 consecutive elements along K have one scale, in both operands.
+      tiles: whether 128 rows of w share them, too, row 0 being the first of a tile.
+      preferred_element_type: of the result: bfloat16, float16 or float32.
+      implementation: see `gemm`; "xla" multiplies in float32.
+
+    Returns:
+      (..., M, N); see `gemm`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `gemm`.
+    """
+    op = "gemm_fp8"
+    x, w = _matrices(op, "x", x), _matrices(op, "w", w)
+    for name, q in (("x", x), ("w", w)):
+        if q.format.bits != 8:
+            raise TypeError(f"{op}: {name} is {q.format!r}; FP8 tensor cores take MXFP8")
+    if window not in WINDOWS:
+        raise ValueError(f"{op}: window must be one of {WINDOWS}, got {window!r}")
+    _fits(op, x.shape, w, group_sizes)
+    result = float_dtype(op, "preferred_element_type", preferred_element_type)
+    plan = plan_of(
+        (x.format, w.format),
+        result,
+        TILE,
+        window,
+        bool(tiles),
+        group_sizes is not None,
+        implementation_of(op, implementation),
+    )
+    lead = x.shape[:-1]
+    if 0 in x.shape or 0 in w.shape:
+        return jnp.zeros((*lead, w.shape[-2]), result)
+    return _gemm_fp8(x, w, group_sizes, plan).reshape(*lead, w.shape[-2])
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _gemm_fp8(x: MXArray, w: MXArray, sizes: jax.Array | None, plan: ProductPlan) -> jax.Array:
+    flat = [a.reshape(-1, a.shape[-1]) for a in (x.values, x.scales)]
+    return primitive.product([*flat, *_arrays(w), *_sizes(sizes)], plan)
+
+
+def plan_of(
+    formats: tuple[Format, ...],
+    dtype: np.dtype,
+    rows: float,
+    window: int = BLOCK,
+    tiles: bool = False,
+    grouped: bool = False,
+    implementation: str | None = None,
+) -> ProductPlan:
+    """The plan of `gemm`, of one format, or `gemm_fp8`, of two; arguments as `supported` has them."""
+    op = "matmul" if len(formats) == 1 else "matmul_fp8"
+    tile = _tile_for(rows) if op == "matmul" else TILE
+    return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation)
+
+
+def supported(
+    device: jax.Device | str,
+    formats: tuple[Format, ...],
+    *,
+    rows: int = _ROWS[-1],
+    window: int = BLOCK,
+    tiles: bool = False,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> str:
+    """Why no kernel serves a product on a device; empty where one does.
+
+    Args:
+      device: a JAX device, or a chip's name.
+      formats: (w's,) of `gemm`, (x's, w's) of `gemm_fp8`.
+      rows: of x in a group, about; see `gemm`.
+      window: see `gemm_fp8`; so are `tiles` and dtype.
+      tiles: of w.
+      dtype: of the result.
+    """
+    plan = plan_of(formats, jnp.dtype(dtype), rows, window, tiles)
+    chips = [device] if isinstance(device, str) else primitive.chips_beside(device)
+    support = registry.candidates(plan, primitive.platform_of(chips[0]), chips)[0]
+    if support.implementation == "xla":
+        return f"{plan.op}: no kernels on {chips[0]}; 'xla' serves it"
+    return support.reason
+
+
+# ---- operands ---
+def _matrices(op: str, name: str, q: MXArray) -> MXArray:
+    """An operand whose rows kernels read: blocks along the last axis, nothing in tiles."""
+    q = checked(op, name, q)
+    if q.axis != -1 or q.block != (BLOCK,):
+        raise ValueError(
+            f"{op}: {name} has blocks of {q.block} along axis {q.axis}; the product is over blocks "
+            f"of {BLOCK} along the last axis: quantize along the contracted axis with "
+            "transpose=True, or expand square blocks"
+        )
+    if q.scale_layout != ROW_MAJOR or q.value_layout != ROW_MAJOR_VALUES:
+        raise ValueError(
+            f"{op}: {name} has scales in {q.scale_layout.name!r} and values in "
+            f"{q.value_layout.name!r}; the product reads both in 'row_major'"
+        )
+    return q
+
+
+def _fits(op: str, shape: tuple[int, ...], w: MXArray, group_sizes) -> None:
+    """Refuses shapes that do not fit each other."""
+    if len(shape) < 2 or w.ndim not in (2, 3) or shape[-1] != w.shape[-1]:
+        raise ValueError(
+            f"{op}: x of the shape {shape} and w of the shape {w.shape}; they must be (..., M, K) "
+            "and (N, K) or (G, N, K)"
+        )
+    if group_sizes is None:
+        if w.ndim == 3 and (len(shape) != 3 or shape[0] != w.shape[0]):
+            raise ValueError(
+                f"{op}: x of the shape {shape} has not a matrix for each of the {w.shape[0]} of w, "
+                f"{w.shape}; pass group_sizes, or an x of the shape ({w.shape[0]}, M, K)"
+            )
+        return
+    found = getattr(group_sizes, "shape", None), getattr(group_sizes, "dtype", None)
+    if w.ndim != 3 or len(shape) != 2 or found != ((w.shape[0],), jnp.int32):
+        raise ValueError(
+            f"{op}: with group_sizes x is (T, K), w (G, N, K) and the sizes int32 (G,); got "
+            f"{shape}, {w.shape} and {found[1]} {found[0]}"
+        )
+
+
+def _tile_for(rows: float) -> int:
+    """How many rows a tile should have where groups have so many."""
+    return next((n for n in _ROWS if rows <= n), _ROWS[-1])
+
+
+def _rows(shape: tuple[int, ...], w: MXArray, group_sizes) -> float:
+    """How many rows of x a group has, about."""
+    total = 1
+    for n in shape[:-1]:
+        total *= n
+    return total / max(w.shape[0], 1) if w.ndim == 3 else total
+
+
+def _in_parts(x: jax.Array) -> jax.Array:
+    """x in bfloat16: of float16 (T, 2 K), two parts beside each other whose sum is x."""
+    if x.dtype == jnp.bfloat16:
+        return x
+    # Not by a cast and back, which XLA may leave out.
+    high = jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+    low = jnp.where(jnp.isfinite(high), x.astype(jnp.float32) - high, 0)
+    return jnp.concatenate([high, low], axis=-1).astype(jnp.bfloat16)
+
+
+def _arrays(w: MXArray) -> list[jax.Array]:
+    """Its codes and scales, (G, N, ...)."""
+    return [a[None] if w.ndim == 2 else a for a in (w.values, w.scales)]
+
+
+def _sizes(sizes: jax.Array | None) -> list[jax.Array]:
+    return [] if sizes is None else [sizes]

@@ -1,0 +1,130 @@
+"""The implementation "cutedsl": products that our kernels compute from operands as they lie.
+
+Two kernels (ops/gemm.py): floats times an MX array, which spares few rows the floats of a weight;
+and MX times MX on FP8 tensor cores, where blocks of 32 come in windows of equal scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_mx.facts import chips as chip_table
+from jax_mx.facts.windows import ROW, TILE
+from jax_mx.lowering import registry
+from jax_mx.lowering.registry import Support
+from jax_mx.ops import gemm
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.dot import Call, Dot, Operand, blocks_along, refused
+
+NAME = "cutedsl"
+# Of floats times MX: up to so many rows reading a weight's codes beats making floats of them for
+# cuBLAS, and beyond it does not. (An H200, K 7168, 2026-11-22: 21 us where dequantizing alone takes
+# 20 at 16 rows and N 4096; 1295 us where cuBLAS and dequantizing take 1210 at 16384.)
+FEW_ROWS = 256
+# How many elements along K kernels add up on FP8 tensor cores before they apply scales.
+_SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}
+
+
+def support(call: Call, chips: Sequence[str]) -> Support:
+    """Whether kernels serve a call on chips."""
+    dot, x, w = call.dot, call.lhs, call.rhs
+    if call.partitioned:
+        return refused(NAME, call, "is not split among devices by XLA; use jax.shard_map")
+    if not blocks_along(w, dot.contracting[1]):
+        return refused(NAME, call, "wants an MXArray on the right, in blocks along one dimension")
+    if len(dot.batch[0]) > 1 or 0 in (*x.shape, *w.shape):
+        return refused(NAME, call, "takes one batch dimension at most, and arrays with elements")
+    if isinstance(x, MXArray):
+        if why := _no_fp8(call):
+            return refused(NAME, call, why)
+        tiles = w.window == TILE
+        plan = gemm.plan_of((x.format, w.format), dot.dtype, _rows(call), _window(x, w), tiles)
+    elif x.dtype in gemm.FLOATS:
+        plan = gemm.plan_of((w.format,), dot.dtype, _rows(call))
+    else:
+        return refused(NAME, call, f"takes bfloat16 and float16, no {x.dtype}")
+    found = registry.IMPLEMENTATIONS[NAME].support(plan, chips)
+    if not found:
+        _, _, why = found.reason.partition(": ")
+        why = why.replace("'xla'", "'dequantize'")
+        return Support(NAME, reason=f"{call.op}: {why}")
+    return Support(NAME, found.kernels)
+
+
+def _no_fp8(call: Call) -> str:
+    """Why FP8 tensor cores do not multiply two MX arrays; empty where they do."""
+    x, w = call.lhs, call.rhs
+    if call.dot.exact:
+        return "sums with reduced precision, which Precision.HIGHEST forbids"
+    if not blocks_along(x, call.dot.contracting[0]) or len(x.block) == 2:
+        return "wants the left operand in blocks along one dimension"
+    if {x.format.bits, w.format.bits} != {8}:
+        return "multiplies MXFP8 with MXFP8, or floats with any format"
+    if x.window not in _SUMS or w.window not in _SUMS or x.window == TILE:
+        return "wants windows: quantize(..., window=256) of both operands"
+    return ""
+
+
+def preferred(call: Call, platform: str, chips: Sequence[str]) -> bool:
+    """Whether kernels are known to be the fastest: of windows always, else of few rows."""
+    del platform
+    if not chips or any(chip_table.arch_of(chip) != "sm_90a" for chip in chips):
+        return False
+    return isinstance(call.lhs, MXArray) or _rows(call) <= FEW_ROWS
+
+
+def run(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
+    """The product; both operands are brought to (batch, rows, K)."""
+    assert isinstance(rhs, MXArray)
+    x, free = _matrix(lhs, dot.contracting[0][0], dot.batch[0])
+    w, columns = _matrix(rhs, dot.contracting[1][0], dot.batch[1])
+    assert isinstance(w, MXArray)
+    if isinstance(x, MXArray):
+        y = gemm.gemm_fp8(
+            x,
+            w,
+            window=_window(lhs, rhs),
+            tiles=rhs.window == TILE,
+            preferred_element_type=dot.dtype,
+            implementation=NAME,
+        )
+    else:
+        y = gemm.gemm(x, w, preferred_element_type=dot.dtype, implementation=NAME)
+    batch = [lhs.shape[d] for d in dot.batch[0]]
+    return y.reshape(*batch, *free, *columns)
+
+
+def _matrix(x: Any, contracted: int, batch: Sequence[int]) -> tuple[Any, list[int]]:
+    """An operand as (batch, rows, K) or (rows, K), and the lengths that make up its rows."""
+    if isinstance(x, MXArray) and len(x.block) == 2:
+        x = (x if contracted == x.ndim - 1 else x.mT).expand(-1)
+        contracted = x.ndim - 1
+    free = [d for d in range(x.ndim) if d != contracted and d not in batch]
+    lengths = [x.shape[d] for d in free]
+    order = (*batch, *free, contracted)
+    shape = (*(x.shape[d] for d in batch), math.prod(lengths), -1)
+
+    def arranged(a: jax.Array) -> jax.Array:
+        return a.transpose(order).reshape(shape)
+
+    if not isinstance(x, MXArray):
+        return arranged(x), lengths
+    made = MXArray(
+        arranged(x.values), arranged(x.scales), x.format, -1, x.scale_layout, window=x.window
+    )
+    return made, lengths
+
+
+def _window(x: Any, w: Any) -> int:
+    return min(_SUMS[x.window], _SUMS[w.window])
+
+
+def _rows(call: Call) -> int:
+    """How many rows of lhs a matrix of rhs is multiplied with."""
+    taken = (*call.dot.contracting[0], *call.dot.batch[0])
+    return int(np.prod([n for d, n in enumerate(call.lhs.shape) if d not in taken], dtype=int))

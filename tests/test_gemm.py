@@ -1,0 +1,510 @@
+"""Products that read MX operands: the reference against float64, kernels against both, messages."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import InHand, assert_refused, call_attributes_in, poison_memory, stand_in
+
+import jax_mx
+from jax_mx import _ffi
+from jax_mx.facts.formats import (
+    BLOCK,
+    FORMATS,
+    MXFP4_E2M1,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    SCALE_DTYPE,
+)
+from jax_mx.facts.launch import Launch
+from jax_mx.facts.layouts import ROW_MAJOR
+from jax_mx.facts.products import PRODUCTS
+from jax_mx.facts.signatures import signature_of
+from jax_mx.lowering import primitive, store
+from jax_mx.ops import gemm as ops
+from jax_mx.ops.gemm import gemm, gemm_fp8, supported
+
+EPS = 2.0**-24  # of float32
+
+
+# ---- operands ---
+def integers(rng, shape, format, most=2, window=BLOCK, tile=1, exponents=2) -> jax_mx.MXArray:
+    """Small integers times 2^-exponents to 2^exponents, a power for each window of a row or tile.
+
+    Sums of their products with other small integers are exact in float32.
+    """
+    *lead, n, k = shape
+    values = rng.integers(-most, most + 1, shape).astype(np.float32)
+    if format.codes_per_byte == 2:
+        codes = np.abs(values).astype(np.uint8) * 2 * (values != 0)  # 1 and 2 are codes 2 and 4
+        codes = codes + np.where(values < 0, 8, 0).astype(np.uint8)
+        stored = codes[..., ::2] | codes[..., 1::2] << 4
+    elif format.bits == 6:
+        one = format.bias << format.mantissa_bits
+        codes = np.select([np.abs(values) == 1, np.abs(values) == 2], [one, 2 * one], 0)
+        if np.any(np.abs(values) == 2):
+            codes = np.where(np.abs(values) == 2, one + (1 << format.mantissa_bits), codes)
+        stored = (codes + np.where(values < 0, 32, 0)).astype(np.uint8)
+    else:
+        stored = values.astype(format.storage)
+    windows = -(-k // window), -(-n // tile)
+    scales = rng.integers(127 - exponents, 128 + exponents, (*lead, *windows[::-1])).astype(
+        np.uint8
+    )
+    scales = np.repeat(scales, tile, -2)[..., :n, :]
+    scales = np.repeat(scales, window // BLOCK, -1)[..., : k // BLOCK]
+    return jax_mx.MXArray(
+        jnp.asarray(stored), jnp.asarray(scales).view(SCALE_DTYPE), format, -1, ROW_MAJOR
+    )
+
+
+def changed(q: jax_mx.MXArray, codes=(), scales=()) -> jax_mx.MXArray:
+    """The array with some bytes of codes and of scales replaced: (index, byte) pairs."""
+    values, bytes_ = np.array(q.values.view(jnp.uint8)), np.array(q.scales.view(jnp.uint8))
+    for index, byte in codes:
+        values[index] = byte
+    for index, byte in scales:
+        bytes_[index] = byte
+    values = jnp.asarray(values).view(q.values.dtype)
+    return jax_mx.MXArray(
+        values, jnp.asarray(bytes_).view(SCALE_DTYPE), q.format, q.axis, q.scale_layout
+    )
+
+
+def float64(q) -> np.ndarray:
+    if isinstance(q, jax_mx.MXArray):
+        with jax.default_device(jax.devices("cpu")[0]):
+            moved = jax.device_put(q, jax.devices("cpu")[0])
+            q = jax_mx.dequantize(moved, jnp.float32, implementation="xla")
+    return np.asarray(q).astype(np.float64)
+
+
+def wanted(x, w, sizes=None) -> np.ndarray:
+    """The product in float64."""
+    x, w = float64(x), float64(w)
+    with np.errstate(invalid="ignore"):
+        if sizes is None:
+            return x @ np.swapaxes(w, -1, -2)
+        y = np.zeros((x.shape[0], w.shape[1]))
+        row = 0
+        for matrix, size in zip(w, np.maximum(sizes, 0), strict=True):
+            end = min(row + size, len(x))
+            y[row:end] = x[row:end] @ matrix.T
+            row = end
+    return y
+
+
+def assert_equal(got, want, what=""):
+    """Equal as floats of got's dtype, NaN where NaN is wanted; names the first bad element."""
+    want = want.astype(got.dtype)
+    got = np.asarray(got)
+    bad = np.argwhere(~((got == want) | (np.isnan(got) & np.isnan(want))))
+    assert got.shape == want.shape, (got.shape, want.shape, what)
+    assert not len(bad), (
+        f"{what}: {len(bad)} of {got.size} differ, first {bad[0]}, last {bad[-1]}: "
+        f"{got[tuple(bad[0])]} for {want[tuple(bad[0])]}"
+    )
+
+
+def floats(rng, shape, dtype=jnp.bfloat16, most=3):
+    return jnp.asarray(rng.integers(-most, most + 1, shape), dtype)
+
+
+@functools.cache
+def compiled(dtype, implementation, **options):
+    del options
+    return jax.jit(
+        functools.partial(gemm, preferred_element_type=dtype, implementation=implementation)
+    )
+
+
+def check(x, w, sizes=None, dtype=jnp.float32, implementation="xla"):
+    """The product is exact."""
+    poison_memory()
+    args = () if sizes is None else (jnp.asarray(sizes, jnp.int32),)
+    y = compiled(jnp.dtype(dtype), implementation)(x, w, *args)
+    what = f"{x.shape} {w.shape} {w.format!r} {sizes}"
+    assert_equal(y, wanted(x, w, sizes), what)
+
+
+def check_fp8(x, w, sizes=None, window=128, tiles=False, implementation="xla", dtype=jnp.float32):
+    poison_memory()
+    args = () if sizes is None else (jnp.asarray(sizes, jnp.int32),)
+    options = {"window": window, "tiles": tiles, "implementation": implementation}
+    y = jax.jit(functools.partial(gemm_fp8, preferred_element_type=dtype, **options))(x, w, *args)
+    assert_equal(y, wanted(x, w, sizes), f"{x.shape} {w.shape} {sizes} {options}")
+
+
+GROUPS = [
+    [5, 0, 3],
+    [0, 0, 0],
+    [0, 11, 0],
+    [4, 4, 4],
+    [1, 1, 1],
+    [100, 1, 1],
+    [-3, 5, 2],
+]
+
+
+# ---- the reference, anywhere ---
+@pytest.mark.parametrize("format", FORMATS.values(), ids=repr)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_reference_is_exact_where_sums_are(format, dtype):
+    rng = np.random.default_rng(0)
+    w = integers(rng, (7, 96), format)
+    for shape in [(5, 96), (2, 3, 96)]:
+        for result in ("float32", "bfloat16", "float16"):
+            check(floats(rng, shape, dtype), w, dtype=result)
+    check(floats(rng, (3, 5, 96), dtype), integers(rng, (3, 7, 96), format))
+
+
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+def test_the_reference_of_groups(sizes):
+    rng = np.random.default_rng(1)
+    w = integers(rng, (3, 6, 64), MXFP8_E4M3)
+    check(floats(rng, (11, 64)), w, sizes)
+    check_fp8(integers(rng, (11, 64), MXFP8_E5M2), w, sizes)
+
+
+def test_float16_is_not_cut_to_bfloat16():
+    """All 11 bits of x count, also where XLA may leave out a cast and its way back."""
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.integers(-2000, 2000, (4, 64)), jnp.float16)
+    check(x, integers(rng, (5, 64), MXFP4_E2M1))
+    parts = jax.jit(ops._in_parts)(x)
+    assert parts.shape == (4, 128) and parts.dtype == jnp.bfloat16
+    both = np.asarray(parts, np.float64)
+    assert_equal(x, both[:, :64] + both[:, 64:])
+    assert np.any(both[:, 64:])
+    infinite = ops._in_parts(jnp.full((1, 32), jnp.inf, jnp.float16))
+    assert np.isinf(infinite[0, :32]).all() and not infinite[0, 32:].any()
+
+
+NAN_CODES = [(MXFP8_E4M3, 0x7F), (MXFP8_E4M3, 0xFF), (MXFP8_E5M2, 0x7D), (MXFP8_E5M2, 0x7C)]
+
+
+def poisoned(rng, format, code):
+    """An array of two matrices: a code of one row, and the scale of a block of another."""
+    w = integers(rng, (2, 9, 96), format)
+    return changed(w, [((0, 4, 33), code)], [((1, 7, 2), 255)])
+
+
+@pytest.mark.parametrize("format,code", NAN_CODES)
+def test_nan_stays_in_its_column_and_group(format, code):
+    rng = np.random.default_rng(3)
+    w = poisoned(rng, format, code)
+    x = jnp.abs(floats(rng, (10, 96))) + 1
+    want = wanted(x, w, [4, 5])
+    special = ~np.isfinite(want)
+    assert special.sum() == 4 + 5 and special[:4, 4].all() and special[4:9, 7].all()
+    check(x, w, [4, 5])
+
+
+def test_batches():
+    rng = np.random.default_rng(4)
+    w = integers(rng, (3, 5, 64), MXFP8_E4M3)
+    x = floats(rng, (3, 4, 64))
+    whole = wanted(x, w)
+    one = w_of(w, 1)
+    plain = functools.partial(gemm, preferred_element_type=jnp.float32)
+    assert_equal(jax.vmap(plain)(x, w), whole)
+    assert_equal(jax.vmap(plain, (0, None))(x, one), wanted(x, one))
+    assert_equal(jax.vmap(plain, (None, 0))(x[0], w), wanted(x[:1], w))
+    assert_equal(jax.vmap(plain, (1, None), 1)(x, one), wanted(x, one))
+    pair = jnp.stack([x, 2 * x])
+    assert_equal(jax.vmap(plain, (0, None))(pair, w), wanted(pair, w))
+    sizes = jnp.asarray([[2, 1, 4], [0, 3, 1]], jnp.int32)
+    flat = floats(rng, (8, 64))
+    got = jax.vmap(plain, (None, None, 0))(flat, w, sizes)
+    assert_equal(got, np.stack([wanted(flat, w, s) for s in np.asarray(sizes)]))
+    both = integers(rng, (2, 8, 64), MXFP8_E4M3)
+    fp8 = functools.partial(gemm_fp8, preferred_element_type=jnp.float32)
+    assert_equal(jax.vmap(fp8, (0, None))(both, one), wanted(both, one))
+    made = jax.make_jaxpr(jax.vmap(plain, (0, None)))(x, one)
+    assert "12,64" in str(made) and "while" not in str(made)  # more rows, one call
+
+
+def w_of(w, i):
+    return jax.tree.map(lambda a: a[i], w)
+
+
+def test_nothing_to_multiply_is_zeros():
+    rng = np.random.default_rng(5)
+    w = integers(rng, (4, 64), MXFP8_E4M3)
+    assert gemm(jnp.zeros((0, 64), jnp.bfloat16), w).shape == (0, 4)
+    none = jax.tree.map(lambda a: a[:, :0], w)
+    assert_equal(gemm(jnp.zeros((3, 0), jnp.bfloat16), none), np.zeros((3, 4)))
+    assert gemm(jnp.zeros((3, 64), jnp.bfloat16), jax.tree.map(lambda a: a[:0], w)).shape == (3, 0)
+
+
+def test_what_is_refused():
+    rng = np.random.default_rng(6)
+    x, w = floats(rng, (3, 64)), integers(rng, (4, 64), MXFP8_E4M3)
+    w3, sizes = integers(rng, (2, 4, 64), MXFP8_E4M3), jnp.zeros(2, jnp.int32)
+    square = jax_mx.quantize(jnp.ones((64, 64), jnp.float32), block=(32, 32))
+    tiled = jax_mx.quantize(jnp.ones((64, 64), jnp.float32), scale_layout="blocked_128x4")
+    e2m1 = integers(rng, (4, 64), MXFP4_E2M1)
+    for call, error, sentence in [
+        (lambda: gemm(x.astype(jnp.float32), w), TypeError, "x is float32, must be bfloat16 or"),
+        (lambda: gemm([1], w), TypeError, "gemm: x is list"),
+        (lambda: gemm(x, x), TypeError, "w must be an MXArray"),
+        (lambda: gemm(x, square), ValueError, "blocks of (32, 32) along axis -1"),
+        (lambda: gemm(x, tiled), ValueError, "scales in 'blocked_128x4'"),
+        (lambda: gemm(x[:, :32], w), ValueError, "x of the shape (3, 32) and w of the shape"),
+        (lambda: gemm(x, w3), ValueError, "pass group_sizes, or an x of the shape (2, M, K)"),
+        (lambda: gemm(x, w3, sizes[:1]), ValueError, "the sizes int32 (G,)"),
+        (lambda: gemm(x, w3, sizes.astype(jnp.float32)), ValueError, "the sizes int32 (G,)"),
+        (lambda: gemm(x, w, sizes), ValueError, "with group_sizes x is (T, K)"),
+        (lambda: gemm(x, w, preferred_element_type=int), TypeError, "must be one of bfloat16"),
+        (lambda: gemm(x, w, implementation="cutedsl"), NotImplementedError, "runs on cuda"),
+        (lambda: gemm_fp8(w, e2m1), TypeError, "w is MXFP4_E2M1; FP8 tensor cores take MXFP8"),
+        (lambda: gemm_fp8(w, w, window=64), ValueError, "window must be one of (128, 256), got 64"),
+        (lambda: jax.grad(lambda x: gemm(x, w).sum())(x), NotImplementedError, "no derivative"),
+    ]:
+        if jax.devices()[0].platform == "cpu" or "cutedsl" not in sentence:
+            assert_refused(call, error, sentence)
+
+
+def test_where_there_are_kernels():
+    assert supported("sm_90", (MXFP8_E4M3,)) == ""
+    assert supported("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=256, tiles=True) == ""
+    assert "no cutedsl kernel for sm_80, only for sm_90" in supported("sm_80", (MXFP4_E2M1,))
+    assert "flydsl has no kernel" in supported("gfx950", (MXFP4_E2M1,))
+    assert "no kernels on cpu" in supported("cpu", (MXFP4_E2M1,))
+    assert "windows of 64" in supported("sm_90", (MXFP8_E4M3,) * 2, window=64)
+    assert len({product.name for product in PRODUCTS}) == len(PRODUCTS)
+
+
+def test_the_call_of_a_kernel(monkeypatch):
+    """What is passed, what is absent, and which of the binary's launches a result's dtype takes."""
+    found = []
+
+    def attributes(self, launch, scalars, carry):
+        found.append(launch)
+        return store.Artifact.attributes(self, launch, scalars, carry)
+
+    monkeypatch.setattr(store, "obstacle", lambda *_: "")
+    monkeypatch.setattr(store, "get", stand_in)
+    monkeypatch.setattr(InHand, "attributes", attributes)
+    rng = np.random.default_rng(15)
+    w, x = integers(rng, (2, 7, 64), MXFP4_E2M1), floats(rng, (9, 64))
+    sizes = jnp.asarray([4, 5], jnp.int32)
+
+    def line(f, *args):
+        traced = jax.jit(f).trace(*args)
+        return call_attributes_in(traced.lower(lowering_platforms=("cuda",)).as_text())
+
+    text = line(functools.partial(gemm, preferred_element_type=jnp.float32), x, w, sizes)
+    assert "(tensor<9x64xbf16>, tensor<2x7x32xui8>, tensor<2x7x2xf8E8M0FNU>, tensor<2xi32>)" in text
+    assert "-> tensor<9x7xf32>" in text and "absent" not in text and {*found} == {"float32"}
+    text = line(gemm, x.astype(jnp.float16), w_of(w, 0))
+    assert "(tensor<9x128xbf16>, tensor<1x7x32xui8>" in text and "absent = dense<3>" in text
+    assert found[-1] == "float16" and "sharding_rule" not in text
+    q = integers(rng, (9, 64), MXFP8_E5M2)
+    text = line(gemm_fp8, q, integers(rng, (7, 64), MXFP8_E4M3))
+    assert "absent = dense<4>" in text and found[-1] == "bfloat16"
+
+
+def test_every_product_has_its_launch_rule():
+    """Of each dtype of y: entries as the handler takes them, one for any addresses at the end."""
+    pytest.importorskip("cutlass")
+    from jax_mx.kernels.cutedsl import matmul, matmul_fp8, products
+
+    modules = {"matmul": matmul, "matmul_fp8": matmul_fp8}
+    for product in PRODUCTS:
+        entries = modules[product.op].entries(product, "sm_90a")
+        usage = {
+            f"{product.name}_{i}": {"threads": (e.threads, 1, 1)} for i, e in enumerate(entries)
+        }
+        for result, json in products.launches(entries, usage).items():
+            rule = Launch.from_json(json)
+            attributes = rule.attributes("0" * 64)
+            assert len(attributes["threads"]) == 3 * len(entries)
+            count = len(signature_of(product.op).arrays)
+            last = rule.entries[-1]
+            size = jnp.dtype(result).itemsize
+            assert len(last.align) == count and max(last.align) <= 4 and last.align[-1] == size
+            assert not last.divide and not last.parameters and not last.shared
+            for entry in rule.entries[:-1]:
+                assert 1024 < entry.shared <= 227 * 1024, (product.name, entry.shared)
+                names = [type(p).__name__ for p in entry.parameters]
+                assert names.count("MapAt") == names.count("Padding") == 2
+                assert names.count("Pointer") == count - 2
+                assert names[-len(rule.scalars) :] == ["ScalarAt"] * len(rule.scalars)
+
+
+# ---- on a GPU with kernels ---
+def here() -> bool:
+    return primitive.chip_of(jax.devices()[0]) == "sm_90"
+
+
+def kernels(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not here(), reason="no kernels for this chip")(test))
+
+
+def of(op):
+    """Parametrizes by the products of an op."""
+    mine = [p for p in PRODUCTS if p.op == op]
+    return pytest.mark.parametrize("variant", mine, ids=lambda p: p.name)
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Makes calls take the kernel with tiles of so many rows."""
+
+    def take(n):
+        monkeypatch.setattr(ops, "_tile_for", lambda rows: n)
+        compiled.cache_clear()
+
+    yield take
+    compiled.cache_clear()
+
+
+SHAPES = [  # M, N, K
+    (1, 1, 32),
+    (3, 7, 96),
+    (17, 130, 160),
+    (64, 128, 2880),
+    (129, 129, 64),
+    (300, 264, 288),
+    (257, 1000, 512),
+    (1000, 384, 1056),
+]
+
+
+@kernels
+@of("matmul")
+def test_kernels_are_exact(variant, rows):
+    rows(variant.rows)
+    rng = np.random.default_rng(7)
+    (format,) = variant.formats
+    for m, n, k in SHAPES:
+        check(floats(rng, (m, k)), integers(rng, (n, k), format), implementation="cutedsl")
+    x, w = floats(rng, (65, 96), jnp.float16, 1500), integers(rng, (70, 96), format)
+    for result in ("float32", "float16", "bfloat16"):
+        check(x / 64, w, dtype=result, implementation="cutedsl")
+    for sizes in GROUPS:
+        w = integers(rng, (3, 132, 128), format)
+        check(floats(rng, (11, 128)), w, sizes, implementation="cutedsl")
+    sizes = [0, 300, 1, 0, 63, 700, 5]
+    w = integers(rng, (7, 200, 320), format)
+    check(floats(rng, (1100, 320)), w, sizes, implementation="cutedsl")
+    check(floats(rng, (7, 33, 320)), w, implementation="cutedsl")
+
+
+@kernels
+@of("matmul_fp8")
+def test_kernels_of_windows_are_exact(variant):
+    rng = np.random.default_rng(8)
+    how = {"window": variant.window, "tiles": variant.tiles, "implementation": "cutedsl"}
+    tile = 128 if variant.tiles else 1
+
+    def operands(*shapes):
+        both = zip(shapes, variant.formats, (1, tile), strict=True)
+        return [integers(rng, s, f, window=variant.window, tile=t) for s, f, t in both]
+
+    for m, n, k in SHAPES:
+        check_fp8(*operands((m, k), (n, k)), **how)
+    for result in ("float16", "bfloat16"):
+        check_fp8(*operands((65, 96), (256, 96)), dtype=result, **how)
+    for sizes in GROUPS:
+        check_fp8(*operands((11, 512), (3, 132, 512)), sizes, **how)
+    check_fp8(*operands((1100, 320), (7, 200, 320)), [0, 300, 1, 0, 63, 700, 5], **how)
+
+
+@kernels
+@pytest.mark.parametrize("format,code", NAN_CODES)
+def test_kernels_keep_nan_in_its_column(format, code):
+    rng = np.random.default_rng(9)
+    x = jnp.abs(floats(rng, (10, 96))) + 1
+    w = poisoned(rng, format, code)
+    check(x, w, [4, 5], implementation="cutedsl")
+    q = integers(rng, (10, 96), MXFP8_E4M3, window=128)
+    q = changed(q, codes=[((slice(None), 33), 0x38)])  # 1: an infinity times 0 is NaN
+    check_fp8(q, changed_windows(w), [4, 5], implementation="cutedsl")
+
+
+def changed_windows(w):
+    """The array with a whole row's scales 255 where one is, others 127."""
+    scales = np.asarray(w.scales.view(jnp.uint8))
+    scales = np.where((scales == 255).any(-1, keepdims=True), 255, 127)
+    scales = jnp.asarray(np.broadcast_to(scales, w.scales.shape).astype(np.uint8))
+    return jax_mx.MXArray(w.values, scales.view(SCALE_DTYPE), w.format, -1, ROW_MAJOR)
+
+
+@kernels
+def test_the_smallest_and_largest_scales():
+    """Scales 2^-127 and 2^127, codes that are subnormal: exact."""
+    rng = np.random.default_rng(10)
+    for format in FORMATS.values():
+        w = integers(rng, (140, 64), format, most=1)
+        for byte, power in ((0, 2.0**100), (254, 2.0**-100)):
+            extreme = changed(w, scales=[((slice(None), slice(None)), byte)])
+            x = floats(rng, (20, 64)).astype(jnp.float32) * power
+            check(x.astype(jnp.bfloat16), extreme, implementation="cutedsl")
+    w = changed(integers(rng, (8, 32), MXFP8_E4M3), [((slice(None), slice(None)), 1)])
+    check(floats(rng, (3, 32)), w, implementation="cutedsl")  # 2^-9
+
+
+@kernels
+def test_not_a_number_in_x_stays_in_its_row():
+    rng = np.random.default_rng(11)
+    w = integers(rng, (3, 132, 128), MXFP8_E4M3)
+    x = np.array(floats(rng, (300, 128)).astype(jnp.float32))
+    x[[7, 120], [3, 127]] = np.nan, np.inf
+    x[299] = np.nan  # of no group
+    x = jnp.asarray(x, jnp.bfloat16)
+    check(x, w, [100, 0, 190], implementation="cutedsl")
+
+
+@kernels
+def test_operands_that_begin_anywhere():
+    """A slice of a larger array may lie where the copy engine cannot read; another entry does."""
+    rng = np.random.default_rng(12)
+    w = integers(rng, (40, 64), MXFP8_E4M3)
+    flat = floats(rng, (1 + 20 * 64,))
+
+    def cut(flat, w):
+        return gemm(flat[1:].reshape(20, 64), w, preferred_element_type=jnp.float32)
+
+    before = _ffi.counters()["fallback_entries"]
+    assert_equal(jax.jit(cut)(flat, w), wanted(flat[1:].reshape(20, 64), w))
+    print("fallback entries", _ffi.counters()["fallback_entries"] - before)
+
+
+@kernels
+def test_graphs_are_replayed_with_other_sizes():
+    """One program, many group sizes in the same buffer; each product is that of its sizes."""
+    rng = np.random.default_rng(13)
+    w = integers(rng, (5, 136, 160), MXFP4_E2M1)
+    x = floats(rng, (600, 160))
+
+    @jax.jit
+    def twice(x, w, sizes):
+        y = gemm(x, w, sizes, preferred_element_type=jnp.float32, implementation="cutedsl")
+        more = gemm(x + 1, w, sizes[::-1], preferred_element_type=jnp.float32)
+        return y, more
+
+    for _ in range(40):
+        cuts = np.sort(rng.integers(0, 650, 5))
+        sizes = np.diff(cuts, prepend=0).astype(np.int32)
+        y, more = twice(x, w, jnp.asarray(sizes))
+        assert_equal(y, wanted(x, w, sizes), sizes)
+        assert_equal(more, wanted(x + 1, w, sizes[::-1]), sizes)
+
+
+@kernels
+@pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4_E2M1, MXFP6_E3M2], ids=repr)
+def test_random_floats_are_within_the_bound(format):
+    """Of float64: rounding y, and eps32 * k * sum |a||b|."""
+    rng = np.random.default_rng(14)
+    m, n, k = 500, 300, 4096
+    x = jnp.asarray(rng.normal(size=(m, k)), jnp.bfloat16)
+    w = jax_mx.quantize(jnp.asarray(rng.normal(size=(n, k)), jnp.float32), format)
+    y = gemm(x, w, preferred_element_type=jnp.float32, implementation="cutedsl")
+    a, b = float64(x), float64(w)
+    bound = EPS * k * (np.abs(a) @ np.abs(b).T)
+    assert (np.abs(np.asarray(y, np.float64) - a @ b.T) <= bound).all()
