@@ -2,8 +2,12 @@
 
 import dataclasses
 import itertools
+import os
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -14,6 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import jax_mx
 from jax_mx.facts import launch
@@ -154,6 +159,24 @@ def call_attributes_in(text: str) -> str:
     """The line of a lowered program that has its one custom call."""
     (line,) = [line for line in text.splitlines() if f"@{store.TARGET}(" in line]
     return line
+
+
+def quantizings(f, *args, within=None):
+    """How many arrays a program quantizes, each direction counted; or loops of a name do."""
+    count = 0
+
+    def visit(jaxpr, inside=within is None):
+        nonlocal count
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            count += len(eqn.outvars) // 2 if name == "mx_quantize" and inside else 0
+            for sub in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "jaxpr")):
+                inner = getattr(sub, "jaxpr", None)
+                if inner is not None:
+                    visit(getattr(inner, "jaxpr", inner), inside or name == within)
+
+    visit(jax.make_jaxpr(f)(*args).jaxpr)
+    return count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,3 +399,76 @@ BY_ROWS = {  # how it is called, on which shape, how many results
     "both_transposed, tiles": ("quantize_both", PAIR | {"scale_layout": "blocked_128x4"},
                                (256, 128), 2),
 }  # fmt: skip
+
+
+# ---- eight devices ---
+MESH = ("expert", "data", "tensor")  # in this order a mesh has its axes
+
+
+def mesh_shape(spec: object, n: int) -> dict[str, int]:
+    """Of n devices, with the axes that the spec, or several, name; at least one."""
+    names = [name for name in MESH if name in str(spec)] or ["data"]
+    sizes = {1: (n,), 2: (2, n // 2), 3: (2, 2, n // 4) if n > 2 else (2, 1, 1)}[len(names)]
+    return dict(zip(names, sizes, strict=True))
+
+
+def mesh_for(spec: object, devices, kind: AxisType):
+    shape = mesh_shape(spec, len(devices))
+    kinds = (kind,) * len(shape)
+    return jax.make_mesh((*shape.values(),), (*shape,), axis_types=kinds, devices=devices)
+
+
+def names_in(entry) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def only(spec: PartitionSpec, names) -> PartitionSpec:
+    kept = (tuple(n for n in names_in(entry) if n in names) for entry in spec)
+    return PartitionSpec(*(entry or None for entry in kept))
+
+
+def on_eight(
+    code: str, *args: str, processes: int = 1, devices: int = 8, platform: str = "cpu"
+) -> list[str]:
+    """Runs code in new processes at once, on simulated devices or on GPUs; what each prints."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    env = {**os.environ, "XLA_FLAGS": flags}
+    if platform == "cpu":
+        env["JAX_PLATFORMS"] = "cpu"
+    prelude = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import functools, pathlib, re
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        import jax_mx
+    """
+    code = textwrap.dedent(prelude) + textwrap.dedent(code)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(i), *args],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(processes)
+    ]
+    try:
+        outs = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, (_, errors) in zip(running, outs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [out for out, _ in outs]
+
+
+# ---- tables that tests write ---
+def with_table(text: str, name: str, lines: Iterable[str]) -> str:
+    """The text with the table of that name written anew."""
+    pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"
+    table = "\n".join(lines)
+    text, count = re.subn(pattern, lambda m: f"{m[1]}{table}\n{m[2]}", text, flags=re.DOTALL)
+    assert count == 1, name
+    return text

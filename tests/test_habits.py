@@ -1,12 +1,17 @@
 """What stands in two places says the same in both. `python tests/test_habits.py` writes tables."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import jax
 import pytest
+from helpers import with_table
 
 import jax_mx
 from jax_mx.facts import toolchains, verified
@@ -71,10 +76,7 @@ TABLES = {"chips": chips_table, "kernels": kernels_table}
 def with_tables(text: str) -> str:
     """The README with its tables written anew."""
     for name, table in TABLES.items():
-        pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"
-        lines = "\n".join(table())
-        text, count = re.subn(pattern, rf"\g<1>{lines}\n\g<2>", text, flags=re.DOTALL)
-        assert count == 1, name
+        text = with_table(text, name, table())
     return text
 
 
@@ -109,6 +111,41 @@ def test_the_readme_has_the_speeds_that_were_measured():
         assert (us, tbs) == (f"{row['us']:.0f}", f"{row['gbps'] / 1e3:.2f}"), form
         assert fraction == f"{row['fraction_of_copy']:.2f}", form
         assert speedup == f"{row['speedup_over_xla']:.2f}x", form
+
+
+# ---- what documents run --------------------------------------------------------------------------
+SMALL = {"7168, 7168": "256, 256"}  # of the README's arrays
+
+
+@in_checkout
+@pytest.mark.parametrize(
+    "path", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name
+)
+def test_python_in_documents_runs(path, tmp_path, monkeypatch):
+    """Every block, in order, with the names of those before it."""
+    monkeypatch.chdir(tmp_path)
+    text, names = path.read_text(), {}
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert blocks or path.name not in ("README.md", "products.md")
+    for block in blocks:
+        for large, small in SMALL.items():
+            block = block.replace(large, small)
+        with jax.numpy_dtype_promotion("standard"):  # as users have it
+            exec(compile(block, path.name, "exec"), names)
+
+
+@in_checkout
+def test_the_example_trains():
+    """As its first lines say, on eight devices; shorter."""
+    example = ROOT / "examples" / "train_mlp.py"
+    assert len(example.read_text().splitlines()) < 120
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(example), "--steps", "30"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, last, against = re.findall(r"mxfp8 +│ (\S+) +│ (\S+) +│ (\S+)%", done.stdout)[0]
+    assert float(last) < float(first)
+    assert abs(float(against)) < 1
 
 
 # ---- versions ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused
+from helpers import assert_bits_equal, assert_refused, quantizings
 
 import jax_mx
 from jax_mx import (
@@ -386,24 +386,6 @@ def test_vmap_is_a_loop():
             want = jax.tree.map(lambda *each: jnp.stack(each), *rows)
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
-
-
-def quantizings(f, *args, within=None):
-    """How many arrays a program quantizes, each direction counted; or loops of a name do."""
-    count = 0
-
-    def visit(jaxpr, inside=within is None):
-        nonlocal count
-        for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
-            count += len(eqn.outvars) // 2 if name == "mx_quantize" and inside else 0
-            for sub in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "jaxpr")):
-                inner = getattr(sub, "jaxpr", None)
-                if inner is not None:
-                    visit(getattr(inner, "jaxpr", inner), inside or name == within)
-
-    visit(jax.make_jaxpr(f)(*args).jaxpr)
-    return count
 
 
 def layer(w, x):

@@ -1,4 +1,4 @@
-"""Sharded like a built-in: every op over meshes and modes, and docs/sharding.md, a table of it.
+"""Sharded like a built-in: every op over meshes and modes, and a table of it, docs/sharding.md.
 
 `python tests/test_sharding.py` writes what is expected; tests hold each cell to it.
 """
@@ -7,11 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import re
 import socket
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import COLLECTIVE, assert_bits_equal, assert_same_array, random_bits
+from helpers import (
+    COLLECTIVE,
+    assert_bits_equal,
+    assert_same_array,
+    mesh_for,
+    mesh_shape,
+    names_in,
+    on_eight,
+    only,
+    random_bits,
+    with_table,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -140,8 +148,7 @@ ROWS = [
     if layout == "row_major" or (op.tiled if layout == "blocked_128x4" else name in FEW)
 ]
 
-# What e, m and k are split over. The mesh has the axes in the order of MESH.
-MESH = ("expert", "data", "tensor")
+# What e, m and k are split over.
 SPECS = {
     "nothing": P(None, None, None),
     "e over 2, m over 4: experts, data": P("expert", "data", None),
@@ -156,31 +163,9 @@ SPECS = {
 MODES = ("auto", "explicit", "shard_map", "shard_map, others auto", "shard_map, others explicit")
 
 
-def mesh_shape(spec: PartitionSpec, n: int) -> dict[str, int]:
-    """Of n devices, with the axes that the spec names; at least one."""
-    names = [name for name in MESH if name in str(spec)] or ["data"]
-    sizes = {1: (n,), 2: (2, n // 2), 3: (2, 2, n // 4) if n > 2 else (2, 1, 1)}[len(names)]
-    return dict(zip(names, sizes, strict=True))
-
-
-def mesh_for(spec: PartitionSpec, devices, kind: AxisType):
-    shape = mesh_shape(spec, len(devices))
-    kinds = (kind,) * len(shape)
-    return jax.make_mesh((*shape.values(),), (*shape,), axis_types=kinds, devices=devices)
-
-
-def names_in(entry) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
 def arranged(spec: PartitionSpec, axes: str) -> PartitionSpec:
     """The spec of (e, m, k) for an array of other axes."""
     return P(*(spec["emk".index(axis)] for axis in axes))
-
-
-def only(spec: PartitionSpec, names) -> PartitionSpec:
-    kept = (tuple(n for n in names_in(entry) if n in names) for entry in spec)
-    return P(*(entry or None for entry in kept))
 
 
 def fitting(spec: PartitionSpec, shape, mesh) -> PartitionSpec:
@@ -334,43 +319,6 @@ def test_sharded_as_the_table_says(devices, name, layout, mode, spec):
 
 
 # ---- what the table does not say ---
-def on_eight(
-    code: str, *args: str, processes: int = 1, devices: int = 8, platform: str = "cpu"
-) -> list[str]:
-    """Runs code in new processes at once, on simulated devices or on GPUs; what each prints."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    env = {**os.environ, "XLA_FLAGS": flags}
-    if platform == "cpu":
-        env["JAX_PLATFORMS"] = "cpu"
-    prelude = f"""
-        import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        import functools, pathlib, re
-        import jax, jax.numpy as jnp, numpy as np
-        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        import jax_mx
-    """
-    code = textwrap.dedent(prelude) + textwrap.dedent(code)
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(i), *args],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(processes)
-    ]
-    try:
-        outs = [process.communicate(timeout=300) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, (_, errors) in zip(running, outs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return [out for out, _ in outs]
-
-
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
 @pytest.mark.parametrize(
     "shape,spec",
@@ -618,12 +566,10 @@ def test_two_processes(where):
 
 
 # ---- the table ---
-def table() -> str:
-    """docs/sharding.md."""
+def table() -> list[str]:
+    """The part of docs/sharding.md on what quantizes and what dequantizes."""
     shape = " x ".join(map(str, SHAPE.values()))
     lines = [
-        "# What stays sharded",
-        "",
         f"Of an array (e, m, k), {shape}, on eight devices: which calls leave it and their results",
         "where they lie (yes), and which gather first, as shards do not hold whole tiles of scales",
         "(no; the bytes are right). *Yes* means, of the compiled program: no collective, no array",
@@ -633,8 +579,7 @@ def table() -> str:
         "(with check_vma). The column is what each axis is split over; blocks run along k, or",
         "along m (axis -2; axis -3 of m, e, k), or both. Where a shard_map leaves other axes to",
         "explicit sharding, JAX gathers at its boundary, of x + 1 too; there *yes* means no other",
-        "collective. Written by `python tests/test_sharding.py`; every cell is a test there, in",
-        "one of the modes.",
+        "collective. Every cell is a test, in one of the modes.",
         "",
         "Call a shard_map under jit: eagerly, JAX compiles a program for each op and each array",
         "that goes in or comes out, at every call; for an op of jax_mx no more than for its own.",
@@ -647,15 +592,13 @@ def table() -> str:
         for spec in SPECS.values():
             marks.append("yes" if stays(layout, spec, mesh_shape(spec, 8)) else "no")
         lines.append(f"| {name} | {layout} | {' | '.join(marks)} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def test_the_table_is_current():
-    assert DOCS.read_text() == table(), "run python tests/test_sharding.py"
+    text = DOCS.read_text()
+    assert text == with_table(text, "ops", table()), "run python tests/test_sharding.py"
 
 
 if __name__ == "__main__":
-    text = table()
-    DOCS.parent.mkdir(exist_ok=True)
-    DOCS.write_text(text)
-    sys.stdout.write(text)
+    DOCS.write_text(with_table(DOCS.read_text(), "ops", table()))

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.checks import float_dtype, shown
-from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
+from jax_mx.arrays.sharding import is_explicit, resharded, shards_of, spec_of
 from jax_mx.facts.formats import BLOCK, named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.facts.windows import lengths_of
+from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
 from jax_mx.products.implementations import IMPLEMENTATIONS
-from jax_mx.products.operands import Arrangement, Layout, layout_of
+from jax_mx.products.operands import Arrangement, Layout, layout_of, padded
 from jax_mx.products.product import contracted
 from jax_mx.products.recipes import MXFP8, Recipe, recipe_of
 
@@ -91,7 +93,11 @@ def dot_general(
     static = _Static(layout, dtype, _is_exact(precision), implementation, out_sharding)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         static = static._replace(layout=layout.unpadded(_is_square(rhs, recipe)))
-    return _dot(static, *_parts(lhs), *_parts(rhs), recipe)
+    if isinstance(rhs, jax.Array):
+        rhs = _gathered_for(lhs, rhs, layout, out_sharding is not None)
+    # In shard_map, what one operand alone varies over: the other one's gradient is summed over it.
+    leaves, tree = jax.tree.flatten((*_parts(lhs), *_parts(rhs)))
+    return _dot(static, *tree.unflatten(primitive.vary_alike(*leaves)), recipe)
 
 
 # ---- what callers pass ---
@@ -168,6 +174,31 @@ def _parts(x: Any) -> tuple[Any, Any]:
     return x, None
 
 
+def _gathered_for(lhs: Any, rhs: jax.Array, layout: Layout, placed: bool) -> jax.Array:
+    """The weights without splits over mesh axes that split the rows of lhs: FSDP.
+
+    The product gathers them anyway. Here it is one gather of floats, else one for each direction.
+
+    Args:
+      lhs: the activations.
+      rhs: the weights.
+      layout: of the product.
+      placed: whether the caller says how the result is split; if not, jax.lax.dot_general refuses
+        such splits of columns, and so does this.
+    """
+    mesh = jax.typeof(rhs).sharding.mesh
+    if not is_explicit(mesh):
+        return rhs
+    lhs = lhs.values if isinstance(lhs, MXArray) else lhs
+    rows = {name for axis in layout.lhs.free_dims for name in shards_of(lhs, axis)[0]}
+    spec = [*spec_of(rhs)]
+    for axis in range(rhs.ndim):
+        names, _ = shards_of(rhs, axis)
+        if rows.intersection(names) and (placed or axis not in layout.rhs.free_dims):
+            spec[axis] = tuple(name for name in names if name not in rows) or None
+    return rhs if tuple(spec) == spec_of(rhs) else resharded(rhs, spec, mesh)
+
+
 # ---- the product and its derivative ---
 class _Static(NamedTuple):
     """What of a product is neither array nor key."""
@@ -225,7 +256,39 @@ def _forms(
         return quantized
     each = zip(recipe.uses(name), wanted, strict=True)
     first, second = (use if want else None for use, want in each)
-    return forms_of(side.arranged(x), side.axis, (first, second), recipe.blocks(name))
+    return _forms_of(name, side.arranged(x), side.axis, (first, second), recipe, side.pads)
+
+
+# What the two axes of an operand hold, the one that comes first in `Recipe.uses` first.
+_AXES = {
+    "lhs": ("contracted elements", "rows"),
+    "rhs": ("contracted elements", "columns"),
+    "gradient": ("columns", "rows"),
+}
+
+
+def _forms_of(
+    name: str, x: jax.Array, axis: int, uses: Any, recipe: Recipe, pads: tuple[int, int]
+) -> Any:
+    """`forms_of`, with zeros behind the last two axes of x.
+
+    Raises:
+      ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
+    """
+    blocks = recipe.blocks(name)
+    quantized = [use is not None and use.format is not None for use in uses]
+    unit = max(lengths_of(blocks.window))
+    for at, what, here in zip((axis, -3 - axis), _AXES[name], quantized, strict=True):
+        names, shards = shards_of(x, at)
+        lies = here or pads[at] or (blocks.square and any(quantized))
+        if lies and shards > 1 and x.shape[at] % (shards * unit):
+            raise primitive.ShardingTypeError(
+                f"dot_general: the {x.shape[at]} {what} of {name} are split over "
+                f"{' x '.join(names)} in {shards} shards of {x.shape[at] / shards:g}, which {unit} "
+                "does not divide, so that blocks would not stay whole; gather them with "
+                "jax.sharding.reshard"
+            )
+    return forms_of(padded(x, pads), axis, uses, blocks)
 
 
 def _arranged_mx(side: Arrangement, q: MXArray) -> MXArray:
@@ -285,8 +348,7 @@ def _forward(static: _Static, a: Form, b: Form) -> jax.Array:
 def _side(side: Arrangement, x: Any) -> _Side | None:
     if x is None:
         return None
-    arranged = jax.eval_shape(side.arranged, x)
-    return _Side(x.dtype, spec_of(x), spec_of(arranged))
+    return _Side(x.dtype, spec_of(x), spec_of(side.arranged(x)))
 
 
 def _dot_fwd(static: _Static, *args: Any) -> tuple[jax.Array, Residual]:
@@ -341,9 +403,9 @@ def _dot_bwd(static: _Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
         None if form is None else Use(None) if cold else use
         for form, cold, use in zip((b, a), frozen, uses, strict=True)
     )
-    arranged = layout.gradient(dy)
-    made: Any = forms_of(arranged, -1, wanted, recipe.blocks("gradient"))
-    along_n, along_m = made
+    along_n, along_m = _forms_of(
+        "gradient", layout.gradient(dy), -1, wanted, recipe, layout.gradient_pads
+    )
     dlhs = drhs = None
     if b is not None:
         dx = _product(static, along_n, b, 0, _out_spec(lhs, layout.lhs), lhs.dtype)

@@ -32,7 +32,7 @@ class Arrangement(NamedTuple):
       contracted: their lengths.
       swapped: whether the contracted ones come before the free ones.
       merged: whether the free ones become one.
-      padded: whether zero rows make the last free dimension a multiple of 32.
+      padded: whether zero rows then make the last free dimension a multiple of 32.
     """
 
     order: Dims
@@ -49,6 +49,12 @@ class Arrangement(NamedTuple):
         return -2 if self.swapped else -1
 
     @property
+    def free_dims(self) -> Dims:
+        """Which of the operand's dimensions are neither batch nor contracted."""
+        rest, k = self.order[self.batch :], len(self.contracted)
+        return rest[k:] if self.swapped else rest[: len(rest) - k]
+
+    @property
     def free_out(self) -> Dims:
         """The lengths of the free dimensions as the product has them, before padding."""
         return (math.prod(self.free),) if self.merged else self.free
@@ -61,16 +67,16 @@ class Arrangement(NamedTuple):
         return -(self.free_out[-1] if self.free_out else 1) % BLOCK
 
     def arranged(self, x: jax.Array) -> jax.Array:
-        """The operand, or the scales beside it, transposed, merged and padded."""
+        """The operand, or the scales beside it, transposed and merged."""
         x = x if self.order == tuple(range(x.ndim)) else x.transpose(self.order)
         b, f, k = self.batch, len(self.free), len(self.contracted)
         runs = [f] if self.merged else [1] * f
-        x = _merged(x, [*[1] * b, *([k, *runs] if self.swapped else [*runs, k])])
-        if not self.rows:
-            return x
-        pads = [(0, 0)] * x.ndim
-        pads[-3 - self.axis] = (0, self.rows)
-        return jnp.pad(x, pads)
+        return _merged(x, [*[1] * b, *([k, *runs] if self.swapped else [*runs, k])])
+
+    @property
+    def pads(self) -> tuple[int, int]:
+        """How many zeros the last two axes of the arranged operand end with."""
+        return (0, self.rows) if self.swapped else (self.rows, 0)
 
     def restored(self, x: jax.Array, spec: Spec) -> jax.Array:
         """The inverse, for an array that is arranged.
@@ -147,6 +153,11 @@ def _unmerged(x: jax.Array, at: int, parts: Sequence[tuple[Dims, bool]]) -> jax.
     return x if tuple(shape) == x.shape else reshape(x, tuple(shape), tuple(spec))
 
 
+def padded(x: jax.Array, pads: tuple[int, int]) -> jax.Array:
+    """x with so many zeros behind its last two axes."""
+    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *((0, n) for n in pads)]) if any(pads) else x
+
+
 def _cut(x: jax.Array, axis: int, rows: int) -> jax.Array:
     """x without the last `rows` of an axis."""
     return jax.lax.slice_in_dim(x, 0, x.shape[axis] - rows, axis=axis % x.ndim) if rows else x
@@ -181,11 +192,14 @@ class Layout:
         return (*spec[:b], *rows, *(columns[:1] or (None,)))
 
     def gradient(self, dy: jax.Array) -> jax.Array:
-        """The inverse: (B..., M..., N) for the gradient of a result."""
+        """The inverse, without zero rows: (B..., M..., N) for the gradient of a result."""
         b, m, n = self.lhs.batch, len(self.lhs.free), len(self.rhs.free)
-        dy = _merged(dy, [*[1] * b, *([m] if self.lhs.merged else [1] * m), n])
-        pads = [(0, 0)] * (dy.ndim - 2) + [(0, self.lhs.rows), (0, self.rhs.rows)]
-        return jnp.pad(dy, pads) if self.lhs.rows or self.rhs.rows else dy
+        return _merged(dy, [*[1] * b, *([m] if self.lhs.merged else [1] * m), n])
+
+    @property
+    def gradient_pads(self) -> tuple[int, int]:
+        """As `Arrangement.pads`."""
+        return self.lhs.rows, self.rhs.rows
 
 
 def layout_of(

@@ -27,7 +27,7 @@ from jax_mx.facts.formats import (
 from jax_mx.facts.windows import ROW, TILE, Window
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.products.forms import Blocks, Form, QuantizedWeight, Use, forms_of
-from jax_mx.products.operands import arrangement_of, check_contracted
+from jax_mx.products.operands import arrangement_of, check_contracted, padded
 
 BF16 = "bf16"  # of a product that is not quantized
 
@@ -191,7 +191,7 @@ class Recipe:
         contracted, batched = (tuple(sorted(d % w.ndim for d in group)) for group in dims)
         check_contracted(op, w.shape, contracted)
         side = arrangement_of(w.shape, contracted, batched)
-        fixed = side.arranged(jax.lax.stop_gradient(w))
+        fixed = padded(side.arranged(jax.lax.stop_gradient(w)), side.pads)
         forms = forms_of(fixed, side.axis, self.uses("rhs"), self.blocks("rhs"))
         first, second = cast(tuple[Form, Form], forms)
         return QuantizedWeight(w, first, second, self, side, contracted, batched)
