@@ -1,5 +1,6 @@
 """`dot_general`, `matmul`, `einsum`: values and gradients against float64, shapes, messages."""
 
+import dataclasses
 import functools
 import math
 
@@ -24,6 +25,8 @@ from jax_mx import (
     einsum,
     matmul,
 )
+from jax_mx.products import implementations, kernels
+from jax_mx.products.dot import Dot, call_of
 
 KEY = jax.random.key(5)
 RECIPES = {
@@ -495,3 +498,84 @@ def test_second_derivatives_are_refused():
         jax.jvp(lambda x: matmul(x, w), (x,), (x,))
     with pytest.raises(NotImplementedError, match=r"no derivative|derivatives of derivatives"):
         jax.hessian(lambda x: matmul(x, w).sum())(x)
+
+
+# ---- our own kernels as an implementation ---
+def _call(shapes, numbers, recipe, dtype=jnp.bfloat16, **options):
+    """A forward product's call, of a recipe's operands or, of `recipe` None, floats times MXFP8."""
+    x, w = (jnp.zeros(shape, dtype) for shape in shapes)
+    dims = [pair[0] - x.ndim for pair, x in zip(numbers[0], (x, w), strict=True)]
+    sides = [x, w]
+    if recipe is not None:
+        sides[0] = jax_mx.quantize(x, recipe.lhs, axis=dims[0], window=recipe.window)
+    window = recipe.weight_window if recipe is not None else 32
+    axis = -1 if window == (128, 128) else dims[1]
+    sides[1] = jax_mx.quantize(w, "mxfp8_e4m3", axis=axis, window=window)
+    leaves, tree = jax.tree.flatten(tuple(sides))
+    dot = Dot(tree, *numbers, np.dtype(jnp.bfloat16))
+    return dataclasses.replace(call_of(dot, leaves), **options), leaves
+
+
+PLAIN = (((1,), (1,)), ((), ()))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "options", "name"),
+    [
+        (Recipe(window=256), 512, {}, "cutedsl"),
+        (Recipe(window=128, weight_window=(128, 128)), 512, {}, "cutedsl"),
+        (Recipe(window=256), 512, {"partitioned": True}, "dequantize"),
+        (Recipe(window="row"), 512, {}, "fp8"),
+        (MXFP8, 512, {}, "dequantize"),
+        (None, 16, {}, "cutedsl"),
+        (None, 512, {}, "dequantize"),
+    ],
+)
+def test_the_rule_on_hopper(recipe, rows, options, name):
+    made, leaves = _call(((rows, 512), (384, 512)), PLAIN, recipe)
+    call = dataclasses.replace(call_of(made.dot, [jax.typeof(a) for a in leaves]), **options)
+    assert implementations.decided(call, "cuda", ["sm_90"]).name == name
+    assert implementations.decided(call, "cuda", ["sm_80"]).name == "dequantize"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "numbers", "recipe"),
+    [
+        (((40, 512), (48, 512)), PLAIN, Recipe(window=256)),
+        (((40, 512), (256, 512)), PLAIN, Recipe(window=128, weight_window=(128, 128))),
+        (((40, 512), (512, 256)), (((1,), (0,)), ((), ())),
+         Recipe(window=128, weight_window=(128, 128))),
+        (((3, 5, 256), (3, 40, 256)), (((2,), (2,)), ((0,), (0,))), Recipe(window=256)),
+        (((2, 5, 256), (40, 256)), (((2,), (1,)), ((), ())), Recipe(window=128)),
+        (((2, 5, 256), (40, 256)), (((2,), (1,)), ((), ())), None),
+    ],
+)  # fmt: skip
+def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):
+    """What comes before and after the kernel, with the reference in its place."""
+    call, _ = _call(shapes, numbers, recipe)
+    assert kernels.support(call, ["sm_90"])
+    rng = np.random.default_rng(0)
+
+    def numbered(leaf):
+        if leaf.dtype == jnp.float8_e8m0fnu:
+            return leaf  # equal ones, as windows want them
+        return jnp.asarray(rng.integers(-4, 5, leaf.shape), leaf.dtype)
+
+    lhs, rhs = jax.tree.map(numbered, (call.lhs, call.rhs))
+    monkeypatch.setattr(kernels, "NAME", "xla")
+    dot = dataclasses.replace(call.dot, dtype=np.dtype(np.float32))
+    got = kernels.run(lhs, rhs, dot)
+    assert_bits_equal(got, implementations.IMPLEMENTATIONS["xla"].run(lhs, rhs, dot))
+
+
+def test_what_kernels_do_not_take_gets_one_sentence():
+    for call, sentence in (
+        (_call(((40, 512), (48, 512)), PLAIN, MXFP8)[0], "wants windows: quantize("),
+        (_call(((40, 512), (48, 512)), PLAIN, None, jnp.float32)[0], "no float32"),
+        (_call(((40, 512), (48, 512)), PLAIN, Recipe(window=256), partitioned=True)[0],
+         "use jax.shard_map"),
+    ):  # fmt: skip
+        found = kernels.support(call, ["sm_90"])
+        assert not found
+        assert sentence in found.reason
+        assert "\n" not in found.reason
