@@ -15,6 +15,9 @@ from helpers import assert_bits_equal, assert_refused, assert_same_array, random
 import jax_mx
 from jax_mx.ops import metadata
 
+# --thorough runs all cases of a test, CI one of 2.
+pytestmark = pytest.mark.sampled(2)
+
 WAYS = {
     "rows": {},
     "columns": {"axis": -2},

@@ -37,6 +37,7 @@ from jax_mx.facts.layouts import VALUE_LAYOUTS
 from jax_mx.facts.variants import VARIANTS, Variant
 from jax_mx.lowering import primitive, registry, store
 from jax_mx.ops import mxarray
+from jax_mx.ops.metadata import Padding
 from jax_mx.ops.preprocessing import preprocessing_of
 
 P = PartitionSpec
@@ -665,9 +666,10 @@ def test_exported_square_blocks_and_programs_from_before_them():
     aux = (jax_mx.MXFP8_E5M2, -2, jax_mx.BLOCKED_128X4)
     for values in VALUE_LAYOUTS.values():
         for block in ((32,), (32, 32)):
-            assert mxarray._deserialize(mxarray._serialize((*aux, block, values, 32))) == (
-                *aux, block, values, 32,
-            )  # fmt: skip
+            fields = (*aux, block, values, 32, Padding())
+            assert mxarray._deserialize(mxarray._serialize(fields)) == fields
     before = b'["mxfp8_e5m2", -2, "blocked_128x4"%s]'  # layouts of values, or blocks
     for text, block in ((b"", (32,)), (b", 32", (32,)), (b", 32, 32", (32, 32))):
-        assert mxarray._deserialize(before % text) == (*aux, block, VALUE_LAYOUTS["row_major"], 32)
+        assert mxarray._deserialize(before % text) == (
+            *aux, block, VALUE_LAYOUTS["row_major"], 32, Padding(),
+        )  # fmt: skip

@@ -164,7 +164,7 @@ def random_numbers(seed):
     ],
     ids=str,
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 def test_equals_the_formula(name, case):
     """Forward and both gradients, on the operands that `quantize` gives."""
     (left, right, numbers), recipe = case, RECIPES[name]

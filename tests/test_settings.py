@@ -125,6 +125,17 @@ def of_bytes():
     yield packed, jax_mx.unpack_mxfp6(packed)
 
 
+def products():
+    """Forward and both gradients; a weight quantized once; one that is frozen."""
+    a, w = x(shape=(2, 5, 64)), x(shape=(64, 40))
+    recipes = (jax_mx.MXFP8, jax_mx.MXFP4, jax_mx.Recipe(window="row", wgrad="bf16"))
+    for recipe in recipes:
+        y, back = jax.vjp(lambda a, w, r=recipe: jax_mx.matmul(a, w, recipe=r), a, w)
+        yield y, back(y)
+        yield jax_mx.einsum("bsd,df->bsf", a, recipe.quantize_weight(w), recipe=recipe)
+    yield jax_mx.dot_general(a, jax_mx.quantize(w, axis=0), (((2,), (0,)), ((), ())))
+
+
 # A row for each public function: what is called, and all that it gives.
 CALLS = {
     "MXArray": arrays,
@@ -149,6 +160,12 @@ CALLS = {
     "unpack_mxfp6": of_bytes,
     "quantize": quantize,
     "quantize_both": quantize_both,
+    "align": lambda: [jax_mx.align(q(), window) for window in (128, "row", (128, 128))],
+    "dot_general": products,
+    "einsum": products,
+    "matmul": products,
+    "Recipe": products,
+    "QuantizedWeight": products,
 }  # fmt: skip
 # Public names without an array: tables, their members, constants, modules.
 NO_CALLS = {
@@ -156,7 +173,8 @@ NO_CALLS = {
     *("DISABLE_EXPORT_CHECKS", "CEIL", "EVEN", "FLOOR", "RCEIL", "ROW_MAJOR", "ROW_MAJOR_VALUES"),
     *("BLOCKED_128X4", "SHUFFLED_16X16", "SHUFFLED_32X8"),
     *(name.upper() for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3")),
-    *("MXFP4_E2M1",),
+    *("MXFP4_E2M1", "MXFP4", "MXFP8", "MXFP8_HYBRID", "Product"),
+    *("autotune", "explain", "Choice", "Explanation"),  # of traces, no arrays
 }
 SETTINGS = {
     "rank promotion": ("jax_numpy_rank_promotion", "raise"),
@@ -199,7 +217,7 @@ def plain(tmp_path_factory):
     return of
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_setting_gives_the_same_bytes(name, setting, plain, tmp_path):

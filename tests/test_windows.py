@@ -27,6 +27,9 @@ from jax_mx.facts.windows import ROW, TILE, WINDOWS
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import _deserialize, _serialize
 
+# --thorough runs all cases of a test, CI one of 4.
+pytestmark = pytest.mark.sampled(4)
+
 P = PartitionSpec
 ALONG = [w for w in WINDOWS if w != TILE]
 each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
@@ -103,7 +106,7 @@ def floats(shape, dtype="float32", seed=0) -> np.ndarray:
 
 
 # ---- quantize ---
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @each_format
 @pytest.mark.parametrize("scaling", Scaling, ids=str)
 @each_window
