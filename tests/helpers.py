@@ -171,9 +171,9 @@ def quantizings(f, *args, within=None):
             name = eqn.primitive.name
             count += len(eqn.outvars) // 2 if name == "mx_quantize" and inside else 0
             for sub in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "jaxpr")):
-                inner = getattr(sub, "jaxpr", None)
-                if inner is not None:
-                    visit(getattr(inner, "jaxpr", inner), inside or name == within)
+                inner = getattr(sub, "jaxpr", sub)  # closed, or as remat has it before JAX 0.11
+                if hasattr(inner, "eqns"):
+                    visit(inner, inside or name == within)
 
     visit(jax.make_jaxpr(f)(*args).jaxpr)
     return count
