@@ -109,13 +109,12 @@ def _fake_quantize(x: jax.Array, data: Data, *, plan: Plan, clip: bool) -> jax.A
         return _straight_through(x, y, _saturated(fixed, q.scales, plan) if clip else None)
     if own.prescale is not None:
         y = y / np.float32(own.prescale)
-    turned, back = x, partial(_nans_alike, dtype=x.dtype)
-    if own.hadamard:
-        where = (own.hadamard, flips_of(own, data[1]), plan.axis)
-        turned = rotated(x.astype(jnp.float32), *where) if clip else x
+    turns = own.hadamard > 0
+    where = (own.hadamard, flips_of(own, data[1]) if turns else None, plan.axis)
+    turned = rotated(x.astype(jnp.float32), *where) if turns and clip else x
 
-        def back(y: jax.Array) -> jax.Array:
-            return _nans_alike(rotated(y, *where, inverse=True), x.dtype)
+    def back(y: jax.Array) -> jax.Array:
+        return _nans_alike(rotated(y, *where, inverse=True) if turns else y, x.dtype)
 
     if not clip:
         return _straight_through(x, back(y), None)
@@ -126,12 +125,22 @@ def _fake_quantize(x: jax.Array, data: Data, *, plan: Plan, clip: bool) -> jax.A
     return back(_straight_through(turned.astype(jnp.float32), y, saturated))
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _nans_alike(y: jax.Array, dtype: np.dtype) -> jax.Array:
-    """y in a dtype, each NaN with the bits that `dequantize` gives it."""
+    """y in a dtype, each NaN with the bits that `dequantize` gives it.
+
+    As integers: XLA's CPU gives NaNs of bfloat16 its own bits wherever it chooses among floats.
+    """
     y = y.astype(dtype)
     bits = np.dtype(f"uint{8 * dtype.itemsize}")
-    nan = np.array(np.iinfo(bits).max >> 1, bits).view(dtype)
-    return jnp.where(jnp.isnan(y), nan, y)
+    nan = np.array(np.iinfo(bits).max >> 1, bits)
+    found = jnp.where(jnp.isnan(y), nan, jax.lax.bitcast_convert_type(y, bits))
+    return jax.lax.bitcast_convert_type(found, dtype)
+
+
+@_nans_alike.defjvp
+def _nans_alike_jvp(dtype: np.dtype, primals: tuple, tangents: tuple) -> tuple:
+    return _nans_alike(primals[0], dtype), tangents[0].astype(dtype)
 
 
 def _saturated(x: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
