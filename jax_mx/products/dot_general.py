@@ -129,7 +129,8 @@ def _dtype(op: str, name: str, x: Any) -> np.dtype:
 def _is_exact(precision: Any) -> bool:
     """Whether a precision is, or for some operand is, HIGHEST."""
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision
+        config: Any = jax.config
+        precision = config.jax_default_matmul_precision
     each = precision if isinstance(precision, tuple | list) else (precision,)
     return any(str(p).lower().rpartition(".")[2] in ("highest", "float32") for p in each)
 
