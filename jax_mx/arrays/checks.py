@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,6 +30,21 @@ def whole(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError
     return operator.index(value)
+
+
+def one_of(sentence: str, value: Any, allowed: Collection[int]) -> int:
+    """The int that a static argument is, one of a few.
+
+    Raises:
+      TypeError, ValueError: it is none, with this sentence.
+    """
+    try:
+        found = whole(value)
+    except TypeError as error:
+        raise TypeError(sentence) from error
+    if found not in allowed:
+        raise ValueError(sentence)
+    return found
 
 
 def padded(length: Any, by: int) -> str:
@@ -121,13 +136,7 @@ def zero_scale_of(op: str, value: Any) -> int:
         f"{op}: zero_scale, the scale of all-zero blocks, must be 0 (2^-127) or 127 (1.0), got "
         f"{shown(value)}"
     )
-    try:
-        found = whole(value)
-    except TypeError as error:
-        raise TypeError(sentence) from error
-    if found not in (0, 127):
-        raise ValueError(sentence)
-    return found
+    return one_of(sentence, value, (0, 127))
 
 
 def flag(op: str, name: str, value: Any) -> bool:

@@ -513,15 +513,7 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     each = list(zip(present, args, dims, strict=True))
     if any(not array.role.is_batched and d is not None for array, _, d in each):
-        moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
-
-        def one(mapped):
-            rest: Iterator = iter(mapped)
-            own = [a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)]
-            return primitive.bind(*own, plan=plan)
-
-        outs = jax.lax.map(one, [a for a, d in zip(moved, dims, strict=True) if d is not None])
-        return outs, [0] * len(outs)
+        return _one_by_one(primitive, args, dims, plan)
     args = [
         a
         if not array.role.is_batched
@@ -531,6 +523,19 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
         for array, a, d in each
     ]
     outs = primitive.bind(*args, plan=plan)
+    return outs, [0] * len(outs)
+
+
+def _one_by_one(primitive: Primitive, args, dims, plan: AnyPlan):
+    """A call for each entry of the batch, one after the other."""
+    moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
+
+    def one(mapped):
+        rest: Iterator = iter(mapped)
+        own = [a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)]
+        return primitive.bind(*own, plan=plan)
+
+    outs = jax.lax.map(one, [a for a, d in zip(moved, dims, strict=True) if d is not None])
     return outs, [0] * len(outs)
 
 
@@ -610,15 +615,7 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
     """
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if plan.grouped:
-        moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
-
-        def one(mapped):
-            rest: Iterator = iter(mapped)
-            own = [a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)]
-            return primitive.bind(*own, plan=plan)
-
-        outs = jax.lax.map(one, [a for a, d in zip(moved, dims, strict=True) if d is not None])
-        return outs, [0]
+        return _one_by_one(primitive, args, dims, plan)
     matrix = plan.signature.number("codes")  # from there on, W's arrays
     shared = args[matrix].ndim == 3 and dims[matrix] is None and dims[matrix + 1] is None
     args = [

@@ -6,6 +6,7 @@ They have no derivative; what has one is made of them.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -63,14 +64,12 @@ def gemm(
     x = jnp.asarray(x)
     _fits(op, x.shape, w, group_sizes)
     result = float_dtype(op, "preferred_element_type", preferred_element_type or x.dtype)
-    rows = _rows(x.shape, w, group_sizes)
-    implementation = implementation_of(op, implementation)
     plan = plan_of(
         (w.format,),
         result,
-        rows,
+        _rows(x.shape, w),
         grouped=group_sizes is not None,
-        implementation=implementation,
+        implementation=implementation_of(op, implementation),
     )
     lead = x.shape[:-1]
     if 0 in x.shape or 0 in w.shape:
@@ -128,7 +127,7 @@ def gemm_fp8(
     plan = plan_of(
         (x.format, w.format),
         result,
-        TILE,
+        _rows(x.shape, w),
         window,
         bool(tiles),
         group_sizes is not None,
@@ -233,11 +232,9 @@ def _tile_for(rows: float) -> int:
     return next((n for n in _ROWS if rows <= n), _ROWS[-1])
 
 
-def _rows(shape: tuple[int, ...], w: MXArray, group_sizes) -> float:
+def _rows(shape: tuple[int, ...], w: MXArray) -> float:
     """How many rows of x a group has, about."""
-    total = 1
-    for n in shape[:-1]:
-        total *= n
+    total = math.prod(shape[:-1])
     return total / max(w.shape[0], 1) if w.ndim == 3 else total
 
 

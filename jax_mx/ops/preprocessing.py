@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import axis_of, float_dtype, padded, shown, whole, window_of
+from jax_mx.arrays.checks import axis_of, float_dtype, one_of, padded, shown, window_of
 from jax_mx.arrays.sharding import iota, reshape, spec_of
 from jax_mx.arrays.views import divided
 from jax_mx.facts.formats import BLOCK
@@ -309,14 +309,7 @@ def _is(value: Any, want: float | None) -> bool:
 
 
 def _size(op: str, size: Any) -> int:
-    sentence = f"{op}: size must be 16, 32 or 64, got {shown(size)}"
-    try:
-        found = whole(size)
-    except TypeError as error:
-        raise TypeError(sentence) from error
-    if found not in SIZES:
-        raise ValueError(sentence)
-    return found
+    return one_of(f"{op}: size must be 16, 32 or 64, got {shown(size)}", size, SIZES)
 
 
 def _check_key(op: str, name: str, key: Any) -> None:

@@ -79,7 +79,8 @@ def dot_general(
     recipe = recipe_of(op, recipe)
     lhs, rhs = _operand(op, "lhs", lhs), _operand(op, "rhs", rhs)
     layout = layout_of(op, lhs, rhs, dimension_numbers, keep_rows=recipe.window == BLOCK)
-    floats = [_dtype(op, n, x) for n, x in (("lhs", lhs), ("rhs", rhs)) if _is_float(x)]
+    sides: Any = (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs))
+    floats = [float_dtype(op, name, x.dtype) for name, x, _ in sides if not isinstance(x, MXArray)]
     if len({*floats}) > 1:
         raise TypeError(
             f"{op}: lhs is {floats[0]}, rhs is {floats[1]}; convert one to the other's type"
@@ -90,7 +91,7 @@ def dot_general(
     if implementation is not None:
         names = {name: name for name in IMPLEMENTATIONS}
         implementation = named(f"{op}: implementation", names, implementation)
-    for name, x, side in (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs)):
+    for name, x, side in sides:
         _check_quantized(op, name, x, side, recipe)
     static = _Static(layout, dtype, _is_exact(precision), implementation, out_sharding)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
@@ -103,10 +104,6 @@ def dot_general(
 
 
 # ---- what callers pass ---
-def _is_float(x: Any) -> bool:
-    return not isinstance(x, MXArray)
-
-
 def _operand(op: str, name: str, x: Any) -> Any:
     if isinstance(x, MXArray):
         return checked(op, name, x).with_values_in(ROW_MAJOR_VALUES).with_scales_in(ROW_MAJOR)
@@ -120,10 +117,6 @@ def _operand(op: str, name: str, x: Any) -> Any:
         except TypeError as error:
             raise TypeError(f"{op}: {name} must be an array, got {shown(x)}") from error
     return x
-
-
-def _dtype(op: str, name: str, x: Any) -> np.dtype:
-    return float_dtype(op, name, x.dtype)
 
 
 def _is_exact(precision: Any) -> bool:
@@ -147,19 +140,17 @@ def _check_quantized(op: str, name: str, x: Any, side: Arrangement, recipe: Reci
       ValueError: so it is.
     """
     if isinstance(x, QuantizedWeight):
-        if x.arrangement != side:
+        if (own := x.arrangement) != side:
             raise ValueError(
-                f"{op}: {name} was quantized for contracted dimensions "
-                f"{[*x.contracting]} and batch dimensions {[*x.batch]}; pass those of this product "
-                "to Recipe.quantize_weight"
+                f"{op}: {name} was quantized for contracted dimensions {[*own.contracted_dims]} "
+                f"and batch dimensions {[*own.order[: own.batch]]}; pass those of this product to "
+                "Recipe.quantize_weight"
             )
         if jax.tree.structure(x.recipe) != jax.tree.structure(recipe):
             raise ValueError(f"{op}: {name} was quantized by another recipe than this product's")
     if not isinstance(x, MXArray):
         return
-    at = side.order[side.batch :]
-    contracted = at[: len(side.contracted)] if side.swapped else at[-len(side.contracted) :]
-    last = contracted[-1]
+    last = side.contracted_dims[-1]
     spans = (x.ndim - 2, x.ndim - 1) if len(x.block) == 2 else (x.axis + x.ndim,)
     if last not in spans or (len(x.block) == 2 and len(side.order) - side.batch > 2):
         raise ValueError(
@@ -368,8 +359,7 @@ def _dot_fwd(static: _Static, *args: Any) -> tuple[jax.Array, Residual]:
         a_kept = a_rows if wgrad else _absent(layout.lhs, lhs, lhs_q, recipe, "lhs")
     if lhs is not None:
         b_kept = b_rows if dgrad else _absent(layout.rhs, rhs, rhs_q, recipe, "rhs")
-    kept = (a_kept, b_kept)
-    return y, (*kept, recipe, _side(layout.lhs, lhs), _side(layout.rhs, rhs))
+    return y, (a_kept, b_kept, recipe, _side(layout.lhs, lhs), _side(layout.rhs, rhs))
 
 
 def _absent(side: Arrangement, x: Any, quantized: Any, recipe: Recipe, name: str) -> Any:
@@ -395,9 +385,8 @@ def _wanted(form: Any) -> Any:
 def _dot_bwd(static: _Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
     a, b, recipe, lhs, rhs = residual
     a, b = _wanted(a), _wanted(b)
-    none = (None, None, None, None, None)
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
-        return none
+        return (None,) * 5
     layout = static.layout
     uses = recipe.uses("gradient")
     # A frozen operand's floats are multiplied by the gradient's, in bfloat16.

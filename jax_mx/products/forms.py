@@ -74,8 +74,6 @@ class QuantizedWeight:
       free_form: what the product for the gradient of the activations reads.
       recipe: the `Recipe` that made them.
       arrangement: how they are arranged.
-      contracting: the contracted dimensions.
-      batch: the batch dimensions.
     """
 
     floats: jax.Array
@@ -83,8 +81,6 @@ class QuantizedWeight:
     free_form: Form
     recipe: Any
     arrangement: Arrangement = dataclasses.field(metadata={"static": True})
-    contracting: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    batch: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

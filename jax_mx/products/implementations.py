@@ -71,14 +71,16 @@ def _dequantize(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
     return y.astype(dot.dtype)
 
 
+def exact_floats(x: Operand) -> jax.Array:
+    """An operand in float32, by plain XLA."""
+    if isinstance(x, MXArray):
+        return dequantize(x, jnp.float32, implementation="xla")
+    return x.astype(jnp.float32)
+
+
 def _plain(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
     """The definition: float32 throughout, by plain XLA."""
-    a, b = (
-        dequantize(x, jnp.float32, implementation="xla")
-        if isinstance(x, MXArray)
-        else x.astype(jnp.float32)
-        for x in (lhs, rhs)
-    )
+    a, b = exact_floats(lhs), exact_floats(rhs)
     y = jax.lax.dot_general(
         a,
         b,
@@ -172,18 +174,14 @@ def _fp8(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
         preferred_element_type=jnp.float32,
         out_sharding=dot.out_sharding,
     )
-    ones = []  # each side's scales, as the result has its dimensions
-    for i, x in enumerate((lhs, rhs)):
-        (c,), b = dot.contracting[i], dot.batch[i]
-        free = [d for d in range(x.ndim) if d != c and d not in b]
+    for x, (c,), batch in zip((lhs, rhs), dot.contracting, dot.batch, strict=True):
         row = jax.lax.index_in_dim(x.scales, 0, c, keepdims=False)
-        kept = [d - (d > c) for d in (*b, *free)]
-        row = scale_floats(row.transpose(kept))
-        behind = y.ndim - len(b) - len(free) if i == 0 else 0
-        ahead = 0 if i == 0 else y.ndim - len(b) - len(free)
-        at = [*range(len(b), len(b) + ahead), *range(y.ndim - behind, y.ndim)]
-        ones.append(jnp.expand_dims(row, at))
-    return (y * ones[0] * ones[1]).astype(dot.dtype)
+        free = [d for d in range(x.ndim) if d != c and d not in batch]
+        row = scale_floats(row.transpose([d - (d > c) for d in (*batch, *free)]))
+        others = y.ndim - row.ndim  # the other operand's dimensions: behind lhs', before rhs'
+        first = row.ndim if x is lhs else len(batch)
+        y = y * jnp.expand_dims(row, [*range(first, first + others)])
+    return y.astype(dot.dtype)
 
 
 def _has_fp8(call: Call, platform: str, chips: Sequence[str]) -> bool:

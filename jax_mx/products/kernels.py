@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.windows import ROW, TILE
@@ -128,4 +127,4 @@ def _window(x: Any, w: Any) -> int:
 def _rows(call: Call) -> int:
     """How many rows of lhs a matrix of rhs is multiplied with."""
     taken = (*call.dot.contracting[0], *call.dot.batch[0])
-    return int(np.prod([n for d, n in enumerate(call.lhs.shape) if d not in taken], dtype=int))
+    return math.prod(n for d, n in enumerate(call.lhs.shape) if d not in taken)

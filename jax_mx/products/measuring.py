@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.products.choices import Cost
 from jax_mx.products.dot import Call, Operand
-from jax_mx.products.implementations import IMPLEMENTATIONS
+from jax_mx.products.implementations import IMPLEMENTATIONS, exact_floats
 from jax_mx.products.product import contracted
 
 COLD_BYTES = 240 * 2**20  # four times the largest L2 at hand, an H200's
@@ -119,12 +119,7 @@ def _reference(call: Call) -> Callable[[Operand, Operand], tuple[jax.Array, jax.
 
     @jax.jit
     def both(lhs: Operand, rhs: Operand) -> tuple[jax.Array, jax.Array]:
-        a, b = (
-            dequantize(x, jnp.float32, implementation="xla")
-            if isinstance(x, MXArray)
-            else x.astype(jnp.float32)
-            for x in (lhs, rhs)
-        )
+        a, b = exact_floats(lhs), exact_floats(rhs)
         dot = partial(
             jax.lax.dot_general,
             dimension_numbers=numbers,

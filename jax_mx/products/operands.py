@@ -51,8 +51,13 @@ class Arrangement(NamedTuple):
     @property
     def free_dims(self) -> Dims:
         """Which of the operand's dimensions are neither batch nor contracted."""
+        return tuple(i for i in self.order[self.batch :] if i not in self.contracted_dims)
+
+    @property
+    def contracted_dims(self) -> Dims:
+        """Which of the operand's dimensions are contracted, in the order in which they are one."""
         rest, k = self.order[self.batch :], len(self.contracted)
-        return rest[k:] if self.swapped else rest[: len(rest) - k]
+        return rest[:k] if self.swapped else rest[len(rest) - k :]
 
     @property
     def free_out(self) -> Dims:

@@ -194,7 +194,7 @@ class Recipe:
         fixed = padded(side.arranged(jax.lax.stop_gradient(w)), side.pads)
         forms = forms_of(fixed, side.axis, self.uses("rhs"), self.blocks("rhs"))
         first, second = cast(tuple[Form, Form], forms)
-        return QuantizedWeight(w, first, second, self, side, contracted, batched)
+        return QuantizedWeight(w, first, second, self, side)
 
     def fold_in(self, data: Any) -> Recipe:
         """The recipe with keys that `data` is folded into: one for each step and layer.
