@@ -49,6 +49,7 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 
 # ---- docstrings ---
 default_role = "code"
+smartquotes = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures have them
 autodoc_preserve_defaults = True
