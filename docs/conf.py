@@ -12,6 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["PYTHONPATH"] = str(HERE.parent)  # for notebooks, whose processes begin elsewhere
 # Kernels that examples of pages would compile are the business of the tests.
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="jax")
 

@@ -32,8 +32,24 @@ def trains(out: str) -> None:
     assert abs(float(against)) < 1
 
 
+def quantizes(out: str) -> None:
+    """Each tensor has a row; MXFP8 takes half the bytes, and what is kept is kept."""
+    assert re.search(r"1\.mlp\.down +│ 512 x 2048 +│ 2,097,152 +│ 1,081,344 +│ 3\d\.\d", out)
+    assert re.search(r"0\.norm .* kept by name", out)
+    assert "holds 8 MXArrays" in out
+
+
+def exports(out: str) -> None:
+    """With kernels inside, and to the same bytes."""
+    size = int(re.findall(r"exported for cpu, cuda: ([\d,]+) bytes", out)[0].replace(",", ""))
+    assert size > 30_000
+    assert "quantized to the same bytes" in out
+
+
 # By name: arguments that make it short, and what its output must show.
 EXAMPLES: dict[str, tuple[list[str], Callable[[str], None]]] = {
+    "export_and_run": ([], exports),
+    "quantize_safetensors": ([], quantizes),
     "train_mlp": (["--steps", "30"], trains),
 }
 
