@@ -203,6 +203,28 @@ def test_the_readme_begins_with_the_first_command_and_the_tests():
 
 
 @in_checkout
+def test_the_changelog_is_kept():
+    """Its headings are those of Keep a Changelog; releases have their day, none after pyproject's version."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert heads[0] == "[Unreleased]"
+    dated = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d", head) for head in heads[1:]]
+    assert all(dated)
+    versions = [found[1] for found in dated if found] + [PROJECT["project"]["version"]]
+    assert max(versions, key=lambda v: [*map(int, v.split("."))]) == versions[-1]
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert {*re.findall(r"^### (.*)$", text, re.MULTILINE)} <= kinds
+
+
+@in_checkout
+def test_workflows_take_actions_by_their_hash():
+    """A tag can be moved; and every build comes from what the kernels' job compiled."""
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    used = re.findall(r"uses: (\S+)", text)
+    assert used and all(re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", name) for name in used)
+
+
+@in_checkout
 def test_the_license_is_there():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
