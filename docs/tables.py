@@ -11,6 +11,7 @@ import functools
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,47 @@ def caption(about: Mapping[str, Any], command: str) -> str:
     return f"{', '.join(where)}; `{about.get('command', command)}`."
 
 
+def rebuilt(rows: Rows) -> str:
+    """Says how many rows measured kernels whose binaries are others now; nothing if none did.
+
+    The rows' commit says what the binaries were, as far as this clone has the commit.
+    """
+    then, now = verified_at(rows[0]["commit"]), verified.read("sm_90a")
+    names = [_kernel_of(row) for row in rows if row["implementation"] == "cutedsl"]
+    other = [n for n in names if n in now and then.get(n) != now[n]["sha256"]]
+    if not then or not other:
+        return ""
+    return f" The kernels of {len(other)} of these {len(names)} rows have been built anew since."
+
+
+@functools.cache
+def verified_at(commit: str) -> Mapping[str, str]:
+    """The sha256 of each variant's binary for an H200 at a commit; empty where git lacks it."""
+    for path, end in (("jax_mx/verified/sm_90a.json", ""), ("jax_mx/verified.json", ".sm_90a")):
+        command = ["git", "show", f"{commit}:{path}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            held = json.loads(done.stdout)
+            return {n.removesuffix(end): e["sha256"] for n, e in held.items() if n.endswith(end)}
+    return {}
+
+
+def _kernel_of(row: Mapping[str, Any]) -> str:
+    """The name of the variant that a row measured; empty of what goes between transposes."""
+    name, _, preprocessing = row["form"].partition(", ")
+    form = shapes.FORMS[name]
+    kinds = shapes.PREPROCESSING[preprocessing or "none"]
+    if form.kernel.is_both and len(kinds) == 1:
+        kinds *= 2
+    for v in VARIANTS:
+        if (v.implementation, v.form, v.dtype) != ("cutedsl", form.kernel, row["dtype"]):
+            continue
+        if v.op == form.op.removesuffix("_both") and (v.kinds, v.window) == (kinds, formats.BLOCK):
+            if {f.name for f in v.formats} == {row["format"]}:
+                return v.name
+    return ""
+
+
 def _of(rows: Rows, **where: Any) -> list[Mapping[str, Any]]:
     return [row for row in rows if where.items() <= row.items()]
 
@@ -250,7 +292,7 @@ def _quantizers(command: str, **where: Any) -> list[str]:
             for row in rows
         ],
     )
-    return [*lines, "", caption({"commit": commit}, command)]
+    return [*lines, "", caption({"commit": commit}, command) + rebuilt(rows)]
 
 
 LARGE = "8x7168x7168"
@@ -308,7 +350,7 @@ def speed_peers() -> list[str]:
         [(form, *(us.get((name, form), "") for name in ("cutedsl", *names))) for form in forms],
     )
     command = "python -m benchmarks --form all --shapes 8x7168x7168 --peers"
-    return [*lines, "", caption({"commit": commit}, command)]
+    return [*lines, "", caption({"commit": commit}, command) + rebuilt(ours)]
 
 
 def speed_preprocessing() -> list[str]:
@@ -329,7 +371,8 @@ def speed_preprocessing() -> list[str]:
         names = " ".join(json.dumps(form) for form in forms)
         command = f"python -m benchmarks --format mxfp4_e2m1 --form {names} --preprocessing "
         command += f"{' '.join(kinds)} --shapes 8x7168x7168"
-        lines += ["", f"us; {caption({'commit': commit}, command)}", ""]
+        said = caption({"commit": commit}, command) + rebuilt([*own.values()])
+        lines += ["", f"us; {said}", ""]
     return lines
 
 
