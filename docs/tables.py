@@ -421,6 +421,21 @@ def speed_layers() -> list[str]:
     return [*lines, "", f"Kept for the backward pass of `7168x4096`: {said}."] if said else lines
 
 
+def layers() -> list[str]:
+    """Of speed_layers the first layer: bfloat16, plain XLA, the recipes by name, the fastest."""
+    about, rows = results("h200_layers")
+    first = [row for row in _of(rows, name=rows[0]["name"]) if "microbatches" not in row["way"]]
+    fastest = min(first, key=lambda row: row["us"])["way"]
+    shown = {"bf16", "XLA's quantizer, scaled_dot", "mxfp8", "mxfp4", fastest}
+    first = [row for row in first if row["way"] in shown]
+    m, k, n = first[0]["shape"]
+    device = about["device"].removeprefix("NVIDIA ")
+    return table(
+        (f"({m}, {k}) x ({k}, {n}), forward and backward, {device}", "us", "of bf16's time"),
+        [(row["way"], f"{row['us']:.0f}", f"{row['ratio']:.2f}") for row in first],
+    )
+
+
 # ---- where they stand ----------------------------------------------------------------------------
 TABLES: Mapping[str, Callable[[], list[str]]] = {
     "chips": chips,
@@ -439,6 +454,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_preprocessing": speed_preprocessing,
     "speed_products": speed_products,
     "speed_layers": speed_layers,
+    "layers": layers,
 }
 
 
