@@ -28,7 +28,6 @@ from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
 from jax_mx.facts.variants import VARIANTS
 from jax_mx.lowering.registry import IMPLEMENTATIONS
-from jax_mx.products.implementations import IMPLEMENTATIONS as PRODUCTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -100,13 +99,6 @@ def kernels() -> list[str]:
         for (op, *cells), before in grouped.items()
     ]
     return table(("op", "forms", "formats", "floats", "before"), rows)
-
-
-def implementations() -> list[str]:
-    """A row for each name that `implementation=` takes."""
-    rows = [("quantizers", f'`"{name}"`', each.platform) for name, each in IMPLEMENTATIONS.items()]
-    rows += [("products", f'`"{name}"`', each.platform) for name, each in PRODUCTS.items()]
-    return table(("of", "name", "runs on"), rows)
 
 
 def sharding_no() -> list[str]:
@@ -441,7 +433,6 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "chips": chips,
     "kernels": kernels,
     "examples": examples,
-    "implementations": implementations,
     "sharding_no": sharding_no,
     "formats": formats_table,
     "layouts": layouts_table,

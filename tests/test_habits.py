@@ -17,6 +17,7 @@ import jax_mx
 from jax_mx.facts import toolchains
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.products import implementations
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -124,6 +125,12 @@ def test_pages_that_show_calls_have_python():
 
 
 @in_checkout
+def test_choosing_explains_every_implementation_of_products():
+    text = (ROOT / "docs/choosing.md").read_text()
+    assert re.findall(r'^\| `"(\w+)"` \|', text, re.MULTILINE) == [*implementations.IMPLEMENTATIONS]
+
+
+@in_checkout
 def test_the_reference_has_every_public_name():
     text = (ROOT / "docs/api.md").read_text()
     known = {*re.findall(r"auto(?:function|class):: (\w+)", text), *re.findall(r"`(\w+)`", text)}
@@ -204,7 +211,7 @@ def test_the_readme_begins_with_the_first_command_and_the_tests():
 
 @in_checkout
 def test_the_changelog_is_kept():
-    """Its headings are those of Keep a Changelog; releases have their day, none after pyproject's version."""
+    """Headings are those of Keep a Changelog; releases have their day, and no later version."""
     text = (ROOT / "CHANGELOG.md").read_text()
     heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert heads[0] == "[Unreleased]"
