@@ -220,8 +220,8 @@ def unsplit(op: str, *operands: Any) -> None:
         if is_explicit(aval.sharding.mesh) and any(spec_of(x)):
             raise primitive.ShardingTypeError(
                 f"{op}: an operand is split as {aval.sharding.spec}; which rows a group has is "
-                "known on the device alone, so that no rule splits this product: use jax.shard_map, "
-                "or jax_mx.moe"
+                "known on the device alone, so that no rule splits this product: use "
+                "jax.shard_map, or jax_mx.moe"
             )
 
 
