@@ -88,14 +88,15 @@ def _cutedsl(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> ja
     if _on_fp8(call):
         assert isinstance(lhs, MXArray)
         return gemm.gemm_fp8(lhs, rhs, sizes, **options)
-    x = dequantize(lhs) if isinstance(lhs, MXArray) else lhs
-    x = x if ragged.axes[0] == -1 else x.mT
-    return gemm.gemm(x, rhs, sizes, **options)
+    return gemm.gemm(_floats(lhs, ragged.axes[0] == -2), rhs, sizes, **options)
 
 
 # ---- JAX's own, of bfloat16 ---
-def _floats(x: Operand) -> jax.Array:
-    return dequantize(x) if isinstance(x, MXArray) else x
+def _floats(x: Operand, swapped: bool = False) -> jax.Array:
+    """An operand in floats, with its last two axes swapped in the same pass."""
+    if isinstance(x, MXArray):
+        return dequantize(x, transpose=swapped)
+    return x.mT if swapped else x
 
 
 _PALLAS = "jax.experimental.pallas.ops.gpu"
@@ -139,14 +140,14 @@ def _pallas(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax
     """Pallas' kernels for Hopper, with the tiles that were the fastest of those tried."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 
-    a, b = _floats(lhs), _floats(rhs)
+    left, right = ragged.axes
     tiles: dict[str, Any] = {"block_m": _TILE, "block_n": _TILE, "block_k": _DEPTH}
     tiles |= {"grid_block_n": 8, "max_concurrent_steps": 4, "group_sizes": sizes}
     if ragged.sums:
-        a, b = (x if axis == -2 else x.mT for x, axis in zip((a, b), ragged.axes, strict=True))
+        a, b = _floats(lhs, left == -1), _floats(rhs, right == -1)
         return transposed_ragged_dot_mgpu.transposed_ragged_dot(a, b, **tiles)
-    a = a if ragged.axes[0] == -1 else a.mT
-    y = ragged_dot_mgpu.ragged_dot(a, b, transpose_rhs=ragged.axes[1] == -1, **tiles)
+    a, b = _floats(lhs, left == -2), _floats(rhs)
+    y = ragged_dot_mgpu.ragged_dot(a, b, transpose_rhs=right == -1, **tiles)
     row = jnp.arange(y.shape[0], dtype=jnp.int32)[:, None]
     return jnp.where(row < sizes.sum(), y, 0)  # the kernel does not write the rows behind groups
 
