@@ -60,6 +60,8 @@ def moe(
     recipe: Recipe | str = MXFP8,
     residuals: str | None = None,
     expert_axis: str | None = None,
+    tensor_axis: str | None = None,
+    token_axes: str | tuple[str, ...] | None = None,
     wire: str = "mx",
     implementation: str | None = None,
 ) -> jax.Array:
@@ -74,10 +76,12 @@ def moe(
     (see `dot_general`): tokens and the result's gradient as they are gathered into slots, sorted by
     expert. Kept for the backward pass, in MX: the tokens along slots, and gate and up.
 
-    Inside `jax.shard_map` with `expert_axis`, each shard has its own tokens and its own experts:
-    tokens move to all shards of the axis as codes and scales, each shard's experts take theirs, and
-    a reduce-scatter of floats adds up what they give. There the gradient of w_gate_up reads tokens
-    that were quantized along their rows first, and that of w_down such a gradient.
+    With `expert_axis`, tokens and experts are split over it: tokens move to all shards of the axis
+    as codes and scales, each shard's experts take theirs, and a reduce-scatter of floats adds up
+    what they give. There the gradient of w_gate_up reads tokens that were quantized along their
+    rows first, and that of w_down such a gradient. Inside `jax.shard_map` over that axis, arguments
+    are a shard's; elsewhere they are whole arrays, on the mesh that `jax.set_mesh` has set, with
+    automatic or explicit axes, and this maps the layer over their shards.
 
     Args:
       x: (T, D): bfloat16, float16 or float32. 32 divides D.
@@ -94,7 +98,12 @@ def moe(
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized tokens. None:
         "mx" where the recipe quantizes the forward product, else "floats".
-      expert_axis: the mesh axis that tokens and experts are split over, inside of `jax.shard_map`.
+      expert_axis: the mesh axis that tokens and experts are split over.
+      tensor_axis: the mesh axis that I is split over: the columns of w_gate_up (of gates and of
+        ups alike), the rows of w_down; floats only. One more all-reduce adds up results.
+      token_axes: the mesh axes that tokens are split over where this maps the layer; by default
+        those of x's type, on a mesh with explicit axes, or all of the mesh besides `tensor_axis`.
+        `expert_axis` is added.
       wire: how tokens and gradients move along it: "mx", or "floats", which are quantized there.
       implementation: of all grouped products, see `ragged_dot`; or None.
 
@@ -109,6 +118,15 @@ def moe(
     op = "moe"
     recipe = grouped_recipe(op, recipe)
     dtype = floats_of(op, "x", x, 2)
+    axes = wires.axes_of(op, expert_axis, tensor_axis)
+    if axes.to_map:
+        options = {"activation": activation, "interleaved": interleaved, "residuals": residuals}
+        options |= {"wire": wire, "implementation": implementation}
+        return _mapped(
+            wires.Mapping.of(op, x, axes, token_axes),
+            options,
+            (x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, recipe),
+        )
     first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
     if first.columns % 64:
         raise ValueError(
@@ -132,7 +150,8 @@ def moe(
         named(f"{op}: activation", {name: name for name in ACTIVATIONS}, activation),
         flag(op, "interleaved", interleaved),
         named(f"{op}: residuals", {name: name for name in RESIDUALS}, residuals),
-        wires.axis_of(op, expert_axis),
+        axes.experts,
+        axes.tensor,
         named(f"{op}: wire", {name: name for name in wires.KINDS}, wire),
         implementation_of(op, implementation),
     )
@@ -140,6 +159,31 @@ def moe(
     given = (x, weights, first.floats, second.floats, *biases)
     leaves, tree = jax.tree.flatten((given, first.quantized, second.quantized, experts, recipe))
     return _moe(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+
+
+def _mapped(mapping: wires.Mapping, options: dict[str, Any], args: tuple) -> jax.Array:
+    """`moe` over the shards of whole arrays.
+
+    Args:
+      mapping: how they are split.
+      options: of `moe`.
+      args: its operands, then the recipe.
+    """
+    x, experts, weights, w1, w2, b1, b2, recipe = args
+    apart = mapping.axes.tensor is not None and not options["interleaved"]
+    if apart:  # gates and ups each by themselves, so that a shard has those of the same columns
+        w1, b1 = (w if w is None else wires.halved(w) for w in (w1, b1))
+
+    def shard(x, experts, weights, w1, w2, b1, b2, recipe):
+        if apart:
+            w1, b1 = (w if w is None else w.reshape(*w.shape[:-2], -1) for w in (w1, b1))
+        own = {"expert_axis": mapping.axes.experts, "tensor_axis": mapping.axes.tensor}
+        return moe(
+            x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **own, **options
+        )
+
+    operands = (x, experts, weights, w1, w2, b1, b2, recipe)
+    return mapping(shard, operands)
 
 
 # ---- what callers pass ---
@@ -182,6 +226,7 @@ class _Static(NamedTuple):
     interleaved: bool
     residuals: str
     axis: str | None
+    tensor: str | None
     wire: str
     implementation: str | None
 
@@ -205,9 +250,9 @@ class _Kept(NamedTuple):
       expert: int32 (R,), the expert of each slot.
       w_first: forms of w_gate_up: along D where gate and up are computed again, and along 2 I.
       w_second: form of w_down along D.
-      biases: as they were given.
+      biases: b_gate_up as it was given, b_down float32 of all experts.
       shares: float32 (T, E), how much of each expert a token takes; None without b_down.
-      experts: (T, k), of this shard.
+      experts: (T, k), as they were given.
       recipe: the recipe.
       types: the dtypes of what was given.
     """
@@ -248,6 +293,7 @@ def _forward(
     use, blocks = recipe.uses("lhs"), recipe.blocks("lhs")
     x_all = wires.gathered(static, x, use[0], blocks)
     number = _matrices(w1, quantized[0])
+    given_experts = experts
     weights, experts = wires.alike(static.axis, weights), wires.own(static.axis, experts, number)
     align = align_of(recipe) if keep or static.implementation == "xla" else 1
     groups = Groups.from_experts(experts, number, align=align)
@@ -265,12 +311,16 @@ def _forward(
     act = ACTIVATIONS[static.activation](*halves(gate_up, static.interleaved))
     act = (act * scale[:, None]).astype(static.dtype)
     along, _ = forms_of(act, -1, (use[0], None), blocks)
-    y = groups.combined(_product(static, along, second, groups, static.dtype))
+    y = wires.scattered(
+        static.axis, groups.combined(_product(static, along, second, groups, static.dtype))
+    )
     shares = None
-    if biases[1] is not None:
-        shares = _shares(experts, weights, number)
-        y = y + (shares @ biases[1].astype(jnp.float32)).astype(y.dtype)
-    y = wires.scattered(static.axis, y)
+    if biases[1] is not None:  # of this shard's tokens and all experts
+        biases[1] = wires.alike(static.axis, biases[1]).astype(jnp.float32)
+        shares = _shares(given_experts, given[1], biases[1].shape[0])
+        shares = wires.once(static.tensor, shares)
+        y = y + (shares @ biases[1]).astype(y.dtype)
+    y = wires.summed(static.tensor, y)
     if not keep:
         return y, None
     kept = {"mx": lambda: quantize(gate_up, MXFP8_E4M3), "floats": lambda: gate_up}
@@ -285,7 +335,7 @@ def _forward(
         second_free,
         (biases[0], biases[1]),
         shares,
-        experts,
+        given_experts,
         recipe,
         types,
     )
@@ -376,16 +426,15 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
         dw1 = _product(static, kept.tokens, across, groups, w1_type, sums=True)
     dx = groups.combined(_product(static, along, kept.w_first[1], groups, static.dtype))
     dx = wires.scattered(static.axis, dx).astype(x_type)
-    dweights = groups.of_choices(dscale)
+    dweights = wires.scattered(static.axis, groups.of_choices(dscale))
     if b1_type is not None:
         db1 = _by_expert(dgate_up, kept.expert, groups.num_experts).astype(b1_type)
     if b2_type is not None:
-        floats = dy_all.dequantize() if isinstance(dy_all, MXArray) else dy_all
-        floats = floats.astype(jnp.float32)
-        db2 = (kept.shares.T @ floats).astype(b2_type)
-        each = floats @ kept.biases[1].astype(jnp.float32).T
-        dweights += _chosen(each, kept.experts)
-    dweights = wires.scattered(static.axis, dweights).astype(kept.types.of[1])
+        floats = dy.astype(jnp.float32)
+        db2 = wires.scattered(static.axis, kept.shares.T @ floats).astype(b2_type)
+        each = _chosen(floats @ kept.biases[1].T, kept.experts)
+        dweights += wires.once(static.tensor, each)
+    dweights = dweights.astype(kept.types.of[1])
     return (dx, dweights, dw1, dw2, db1, db2), None, None, None, None
 
 

@@ -64,6 +64,11 @@ class Emulated(NamedTuple):
 emulation = jax.make_user_context(default_value=None)  # an `Emulated`; part of JAX's caches' keys
 
 
+def varies(x: Any) -> bool:
+    """Whether an array is known to differ among the shards of a shard_map around it."""
+    return "{V:" in jax.typeof(x).str_short()
+
+
 # ---- abstract values: shapes, dtypes and shardings of results ---
 def _quantize_avals(x, *block_data, plan: Plan):
     """Values and scales of each result, for a view of the plan's form."""
