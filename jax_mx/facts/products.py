@@ -2,6 +2,8 @@
 
 y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
 group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
+Of "wgrad_fp8" groups have parts of K instead: y (G, T, N) is for each x (T, K) @ W (N, K)^T over
+its part of K.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ class Product:
     """One kernel's source-level choices.
 
     Attributes:
-      op: "matmul", of floats x and codes W, or "matmul_fp8", of codes and codes.
+      op: "matmul", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and codes.
       implementation: "cutedsl".
       formats: of the quantized operands, x's before W's.
       rows: how many of x's a thread block has at a time.
-      window: how many elements along K share a scale, of both operands; matters to matmul_fp8.
+      window: how many elements along K share a scale, of both operands, where both are codes.
       tiles: whether `TILE` rows of W share their scales.
     """
 
@@ -56,6 +58,7 @@ class Product:
 # The archs that have kernels of products: those with wgmma.
 PRODUCT_ARCHS = {"cutedsl": ("sm_90a",)}
 _FORMATS = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)
+_EIGHTS = tuple(itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=2))
 PRODUCTS: tuple[Product, ...] = (
     *(
         Product("matmul", "cutedsl", (format,), rows)
@@ -66,7 +69,12 @@ PRODUCTS: tuple[Product, ...] = (
         Product("matmul_fp8", "cutedsl", formats, 128, window, tiles)
         for window in (128, 256)
         for tiles in (False, True)
-        for formats in itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=2)
+        for formats in _EIGHTS
+    ),
+    *(
+        Product("wgrad_fp8", "cutedsl", formats, 128, window)
+        for window in (128, 256)
+        for formats in _EIGHTS
     ),
 )
 

@@ -1,10 +1,14 @@
-"""Products that read MX operands as they lie, with kernels on Hopper: `gemm` and `gemm_fp8`.
+"""Products that read MX operands as they lie, with kernels on Hopper.
+
+`gemm` takes an MX array and floats, `gemm_fp8` two MX arrays; `gemm_wgrad` is the gradient of the
+weights of groups.
 
 They have no derivative; what has one is made of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -116,12 +120,7 @@ def gemm_fp8(
       TypeError, ValueError, NotImplementedError: see `gemm`.
     """
     op = "gemm_fp8"
-    x, w = _matrices(op, "x", x), _matrices(op, "w", w)
-    for name, q in (("x", x), ("w", w)):
-        if q.format.bits != 8:
-            raise TypeError(f"{op}: {name} is {q.format!r}; FP8 tensor cores take MXFP8")
-    if window not in WINDOWS:
-        raise ValueError(f"{op}: window must be one of {WINDOWS}, got {window!r}")
+    x, w = _eights(op, window, x=x, w=w)
     _fits(op, x.shape, w, group_sizes)
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
     plan = plan_of(
@@ -145,6 +144,62 @@ def _gemm_fp8(x: MXArray, w: MXArray, sizes: jax.Array | None, plan: ProductPlan
     return primitive.product([*flat, *_arrays(w), *_sizes(sizes)], plan)
 
 
+def gemm_wgrad(
+    a: MXArray,
+    b: MXArray,
+    group_sizes: jax.Array,
+    *,
+    window: int = 128,
+    preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
+    implementation: str | None = None,
+) -> jax.Array:
+    """For each group dequantize(a) @ dequantize(b)^T over its part of R, on FP8 tensor cores.
+
+    It is what jax.lax.ragged_dot_general computes where its ragged dimension is contracted: of a
+    layer of experts the weights' gradient, R being the tokens, which both operands have last
+    (`quantize_both`'s second result, transposed). Each group begins at a multiple of the window and
+    has a multiple of it: rows of zeros fill it up. The caller vouches for that, as for the windows;
+    sizes that are no multiples give other sums.
+
+    Args:
+      a: MXFP8 (M, R), blocks along the last axis, row-major scales.
+      b: MXFP8 (N, R), likewise.
+      group_sizes: int32 (G,), how many elements of R each group has. What is behind the last
+        group's is not read; of more than R has, those that are beyond do not count, and negative
+        sizes are 0.
+      window: 128 or 256 consecutive elements along R have one scale, in both operands.
+      preferred_element_type: see `gemm_fp8`.
+      implementation: see `gemm_fp8`.
+
+    Returns:
+      (G, M, N). An empty group's are zeros; a NaN of a group is in its own results alone.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `gemm`.
+    """
+    op = "gemm_wgrad"
+    a, b = _eights(op, window, a=a, b=b)
+    found = getattr(group_sizes, "shape", None), getattr(group_sizes, "dtype", None)
+    if not (a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]) or (
+        found[0] is None or len(found[0]) != 1 or found[1] != jnp.int32
+    ):
+        raise ValueError(
+            f"{op}: a is (M, R), b (N, R) and the sizes int32 (G,); got {a.shape}, {b.shape} and "
+            f"{found[1]} {found[0]}"
+        )
+    result = float_dtype(op, "preferred_element_type", preferred_element_type)
+    plan = _wgrad_plan((a.format, b.format), result, window, implementation_of(op, implementation))
+    shape = (*found[0], a.shape[0], b.shape[0])
+    if 0 in (*shape, a.shape[1]):
+        return jnp.zeros(shape, result)
+    return _gemm_wgrad(a, b, group_sizes, plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _gemm_wgrad(a: MXArray, b: MXArray, sizes: jax.Array, plan: ProductPlan) -> jax.Array:
+    return primitive.product([a.values, a.scales, b.values, b.scales, sizes], plan)
+
+
 def plan_of(
     formats: tuple[Format, ...],
     dtype: np.dtype,
@@ -160,6 +215,14 @@ def plan_of(
     return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation)
 
 
+def _wgrad_plan(
+    formats: tuple[Format, ...], dtype: np.dtype, window: int, implementation: str | None = None
+) -> ProductPlan:
+    """The plan of `gemm_wgrad`."""
+    plan = plan_of(formats, dtype, TILE, window, grouped=True, implementation=implementation)
+    return dataclasses.replace(plan, op="wgrad_fp8")
+
+
 def supported(
     device: jax.Device | str,
     formats: tuple[Format, ...],
@@ -168,6 +231,7 @@ def supported(
     window: int = BLOCK,
     tiles: bool = False,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    wgrad: bool = False,
 ) -> str:
     """Why no kernel serves a product on a device; empty where one does.
 
@@ -178,8 +242,12 @@ def supported(
       window: see `gemm_fp8`; so are `tiles` and dtype.
       tiles: of w.
       dtype: of the result.
+      wgrad: whether it is `gemm_wgrad`, whose formats are (a's, b's).
     """
-    plan = plan_of(formats, jnp.dtype(dtype), rows, window, tiles)
+    result = jnp.dtype(dtype)
+    plan = plan_of(formats, result, rows, window, tiles)
+    if wgrad:
+        plan = _wgrad_plan(formats, result, window)
     chips = [device] if isinstance(device, str) else primitive.chips_beside(device)
     support = registry.candidates(plan, primitive.platform_of(chips[0]), chips)[0]
     if support.implementation == "xla":
@@ -203,6 +271,17 @@ def _matrices(op: str, name: str, q: MXArray) -> MXArray:
             f"{q.value_layout.name!r}; the product reads both in 'row_major'"
         )
     return q
+
+
+def _eights(op: str, window: int, **operands: MXArray) -> list[MXArray]:
+    """Two operands, by their names, that FP8 tensor cores take in windows."""
+    found = [_matrices(op, name, q) for name, q in operands.items()]
+    for name, q in zip(operands, found, strict=True):
+        if q.format.bits != 8:
+            raise TypeError(f"{op}: {name} is {q.format!r}; FP8 tensor cores take MXFP8")
+    if window not in WINDOWS:
+        raise ValueError(f"{op}: window must be one of {WINDOWS}, got {window!r}")
+    return found
 
 
 def _fits(op: str, shape: tuple[int, ...], w: MXArray, group_sizes) -> None:

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
-from jax_mx.facts.launch import Extent, Factor
+from jax_mx.facts.launch import Factor
 from jax_mx.facts.products import RESULTS, Product
 from jax_mx.facts.signatures import Array
 from jax_mx.kernels.cutedsl import convert
@@ -80,6 +80,7 @@ class Windows(ProductEntry):
     columns = 256
     threads = 384
     elements_per_thread = 128
+    rank = 3  # of W
 
     def __init__(self, product: Product, arch: str, vectors: bool, tile: Stages | None = None):
         super().__init__(product, arch)
@@ -99,10 +100,10 @@ class Windows(ProductEntry):
         self.shared = self.scales_at + self.stages * self.floats * 4
         self.maps = (
             self.matrix_map("x_codes", "uint8", 1, (LINE, self.rows), 128),
-            self.matrix_map("codes", "uint8", 1, (LINE, self.columns, 1), 128),
+            self.matrix_map("codes", "uint8", 1, (LINE, self.columns, 1)[: self.rank], 128),
         )
         if vectors:
-            self.divide = (Factor(Extent(self.signature.number("scales"), 2), 4 * PER_LINE),)
+            self.divide = (Factor(self.extents[-1], 4 * PER_LINE),)
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """TMA wants 16 bytes; y is written in pieces of 16, or of 8 in float32."""
@@ -125,7 +126,10 @@ class Windows(ProductEntry):
         stride = cute.assume(Int64(line), 32)
         slab = cute.assume(Int64(line) * width, 32)
         mX = cute.make_tensor(x, cute.make_layout((t, wide), stride=(stride, 1)))
-        mW = cute.make_tensor(w, cute.make_layout((width, line, groups), stride=(stride, 1, slab)))
+        matrices = groups if const_expr(self.rank == 3) else 1
+        mW = cute.make_tensor(
+            w, cute.make_layout((width, line, matrices), stride=(stride, 1, slab))
+        )
         tile_x, tile_w = (
             cute.make_composed_layout(
                 cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, LINE), stride=(LINE, 1))
@@ -167,8 +171,9 @@ class Windows(ProductEntry):
         windows = (blocks * BLOCK + LINE * self.span - 1) // (LINE * self.span)
         total = windows * self.span  # stages
         index = bid
-        at = self.start(sizes, t, groups)
-        at = self.seek(index, at, sizes, t, groups, down)
+        down, length = self.walk(down, t, wide)
+        at = self.start(sizes, length, groups)
+        at = self.seek(index, at, sizes, length, groups, down)
         slot = Int32(0)
         phase = Int32(0)
         if warp >= 8:
@@ -176,12 +181,13 @@ class Windows(ProductEntry):
             if warp == 8:
                 one = cute.make_layout(1)
                 while at[0] < groups:
-                    row, end, n0 = self.place(index, at, down)
+                    row, end, n0 = self.place(index, at, down, t, width)
+                    begin, count = self.stretch(at, total)
                     gX = cute.local_tile(
                         cute.domain_offset((row, 0), mX), (self.rows, LINE), (0, None)
                     )
                     gW = cute.local_tile(
-                        cute.domain_offset((n0, 0), mW[None, None, at[0]]),
+                        cute.domain_offset((n0, 0), mW[None, None, self.matrix(at)]),
                         (self.columns, LINE), (0, None),
                     )  # fmt: skip
                     tsX, tgX = cpasync.tma_partition(
@@ -190,7 +196,8 @@ class Windows(ProductEntry):
                     tsW, tgW = cpasync.tma_partition(
                         aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
                     )
-                    for i in cutlass.range(total, unroll=1):
+                    for step in cutlass.range(count, unroll=1):
+                        i = begin + step
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.stage_bytes)
@@ -198,16 +205,17 @@ class Windows(ProductEntry):
                         cute.copy(aw, tgW[None, i], tsW[None, slot], tma_bar_ptr=full + slot)
                         slot, phase = self.next(slot, phase)
                     index += grid
-                    at = self.seek(index, at, sizes, t, groups, down)
+                    at = self.seek(index, at, sizes, length, groups, down)
             else:
                 while at[0] < groups:
-                    row, end, n0 = self.place(index, at, down)
+                    row, end, n0 = self.place(index, at, down, t, width)
+                    begin, count = self.stretch(at, total)
                     slot, phase = self.bring(
-                        sx, sw, base, full, empty, slot, phase, warp - 9, lane, row, n0, at[0],
-                        t, width, blocks, total,
+                        sx, sw, base, full, empty, slot, phase, warp - 9, lane, row, n0,
+                        self.matrix(at), t, width, blocks, begin, count,
                     )  # fmt: skip
                     index += grid
-                    at = self.seek(index, at, sizes, t, groups, down)
+                    at = self.seek(index, at, sizes, length, groups, down)
         else:
             cute.arch.setmaxregister_increase(232)
             mine = warp // 4  # which 128 columns
@@ -245,7 +253,7 @@ class Windows(ProductEntry):
             exists = at[0] < groups
             while exists:
                 sums.fill(0.0)
-                for _ in cutlass.range(windows, unroll=1):
+                for _ in cutlass.range(self.windows_of(kept, windows), unroll=1):
                     shift = slot * (self.floats * 4)
                     slots = [slot + u for u in range(self.span)]  # span divides stages
                     for h in range_constexpr(self.halves):
@@ -281,14 +289,63 @@ class Windows(ProductEntry):
                         slot = Int32(0)
                         phase = phase ^ 1
                 here = self.recalled(kept)
-                row, end, n0 = self.place(index, here, down)
-                self.results(y, sums, row + my_row, end, n0 + mine * 128, q, width, result)
+                row, end, n0 = self.place(index, here, down, t, width)
+                to = self.matrix_of_y(y, here, t, width, result)
+                self.results(to, sums, row + my_row, end, n0 + mine * 128, q, width, result)
                 index += grid
-                here = self.seek(index, here, sizes, t, groups, down)
+                here = self.seek(index, here, sizes, length, groups, down)
                 self.keep(kept, here)
                 exists = here[0] < groups
-            _, _, row, _ = self.recalled(kept)
-            self.clear(y, row, t, width, result, bid, grid, tid, 256)
+            self.finish(y, kept, t, width, result, bid, grid, tid)
+
+    # ---- what there is to do; wgrad_fp8 has other answers ---
+    def walk(self, down: Int32, t: Int32, wide: Int32):
+        """How many tiles a piece of a group has, and the length that groups share out."""
+        del wide
+        return down, t
+
+    def place(self, index: Int32, at, down: Int32, t: Int32, width: Int32):
+        """See `ProductEntry.place`."""
+        del t, width
+        return super().place(index, at, down)
+
+    def stretch(self, at, total: Int32):
+        """The first of a tile's stages along K, and how many it has: whole windows."""
+        del at
+        return 0, total
+
+    def windows_of(self, kept: Int32, windows: Int32):
+        """How many windows a tile has."""
+        del kept
+        return windows
+
+    def within(self, stage: Int32, begin: Int32, end: Int32):
+        """Whether a stage is one of a tile's; of those that are read with its first, too."""
+        del begin
+        return stage < end
+
+    def first_byte(self, begin: Int32, blocks: Int32):
+        """Of a row's scales the tile's first."""
+        del begin, blocks
+        return Int64(0)
+
+    def matrix(self, at):
+        """Which matrix W's rows are of."""
+        return at[0]
+
+    def matrix_of_y(self, y, at, t: Int32, width: Int32, result: Int32):
+        """Where the matrix begins that a tile is of."""
+        del at, t, width, result
+        return y.toint()
+
+    @cute.jit
+    def finish(
+        self, y, kept: Int32, t: Int32, width: Int32, result: Int32, bid: Int32, grid: Int32,
+        tid: Int32,
+    ):  # fmt: skip
+        """What is left of y: the rows that no group has."""
+        _, _, row, _ = self.recalled(kept)
+        self.clear(y, row, t, width, result, bid, grid, tid, 256)
 
     def operand(self, base, at: int, dtype, rows: int):
         """The stages of an operand, swizzled as TMA writes and wgmma reads them."""
@@ -332,7 +389,8 @@ class Windows(ProductEntry):
     @cute.jit
     def bring(
         self, sx, sw, base, full, empty, slot: Int32, phase: Int32, part: Int32, lane: Int32,
-        row: Int32, n0: Int32, e: Int32, t: Int32, width: Int32, blocks: Int32, total: Int32,
+        row: Int32, n0: Int32, e: Int32, t: Int32, width: Int32, blocks: Int32, begin: Int32,
+        count: Int32,
     ):  # fmt: skip
         """A tile's scales of 128 rows of x (part 0) or of W (1 and 2), four rows a lane."""
         from_ = cute.make_rmem_tensor(4, Int64)
@@ -351,11 +409,12 @@ class Windows(ProductEntry):
         start = base.toint() + self.scales_at
         if const_expr(self.vectors):
             held = cute.make_rmem_tensor((4, 4), Uint32)
-            for i in cutlass.range((total + 3) // 4, unroll=1):
+            end = begin + count
+            for i in cutlass.range(begin // 4, (end + 3) // 4, unroll=1):
                 for j in range_constexpr(4):
                     cute.autovec_copy(vector(from_[j] + Int64(i) * 16, Uint32, 4), held[None, j])
                 for k in range_constexpr(4):
-                    if 4 * i + k < total:
+                    if self.within(4 * i + k, begin, end):
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         for j in range_constexpr(4):
                             self.put(start, slot, to[j], held[k, j] & Uint32(255))
@@ -364,8 +423,9 @@ class Windows(ProductEntry):
         else:
             ahead = cute.make_rmem_tensor(4, Uint32)
             for j in range_constexpr(4):
-                ahead[j] = Uint32(vector(from_[j], Uint8)[0])
-            for i in cutlass.range(total, unroll=1):
+                ahead[j] = Uint32(vector(from_[j] + self.first_byte(begin, blocks), Uint8)[0])
+            for step in cutlass.range(count, unroll=1):
+                i = begin + step
                 held = [ahead[j] for j in range(4)]
                 for j in range_constexpr(4):
                     # Of a window beyond K, the last block's: its codes are zeros.
@@ -428,13 +488,13 @@ class Windows(ProductEntry):
 
     @cute.jit
     def results(
-        self, y, sums, row: Int32, end: Int32, column: Int32, q: Int32, width: Int32,
+        self, y: Int64, sums, row: Int32, end: Int32, column: Int32, q: Int32, width: Int32,
         result: Int32,
     ):  # fmt: skip
         """Writes a thread's part of y: rows `row`, + 8, + 64, ..., pairs of 128 columns."""
         size = self.size_in_bytes(result)
         line = Int64(width) * size
-        start = y.toint() + Int64(row) * line + Int64(column) * size
+        start = y + Int64(row) * line + Int64(column) * size
         count = end - row
         whole = (width % 8 == 0) & (column + 128 <= width)
         for kind in range_constexpr(len(RESULTS)):
