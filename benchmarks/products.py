@@ -23,6 +23,7 @@ import jax_mx
 from benchmarks import timing
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, SCALE_DTYPE, Format
 from jax_mx.facts.layouts import ROW_MAJOR
+from jax_mx.facts.windows import ROW
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
 
 REST = 0.5  # seconds before each measurement: a hot chip is slower
@@ -126,6 +127,7 @@ def candidates(case: Case) -> Iterator[tuple[str, Callable, Callable]]:
         for window, tiles in ((128, True), (256, True), (128, False), (256, False)):
             name = f"fp8 1x{window}, W {'128x128' if tiles else f'1x{window}'}"
             yield name, eights, functools.partial(fast, window=window, tiles=tiles)
+        yield "fp8 rows", eights, functools.partial(fast, window=ROW)
     floats = functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
     if not case.groups:
         yield "bf16 dot", floats, lambda x, w: jnp.dot(x, w.T)

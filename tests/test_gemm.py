@@ -23,6 +23,7 @@ from jax_mx.facts.launch import Launch
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.signatures import signature_of
+from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, store
 from jax_mx.ops import gemm as ops
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad, supported
@@ -37,9 +38,12 @@ EPS = 2.0**-24  # of float32
 def integers(rng, shape, format, most=2, window=BLOCK, tile=1, exponents=2) -> jax_mx.MXArray:
     """Small integers times 2^-exponents to 2^exponents, a power for each window of a row or tile.
 
+    A window may be "row".
+
     Sums of their products with other small integers are exact in float32.
     """
     *lead, n, k = shape
+    window = -(-k // BLOCK) * BLOCK if window == ROW else window
     values = rng.integers(-most, most + 1, shape).astype(np.float32)
     if format.codes_per_byte == 2:
         codes = np.abs(values).astype(np.uint8) * 2 * (values != 0)  # 1 and 2 are codes 2 and 4
@@ -327,7 +331,8 @@ def test_what_is_refused():
         (lambda: gemm(x, w, preferred_element_type=int), TypeError, "must be one of bfloat16"),
         (lambda: gemm(x, w, implementation="cutedsl"), NotImplementedError, "runs on cuda"),
         (lambda: gemm_fp8(w, e2m1), TypeError, "w is MXFP4_E2M1; FP8 tensor cores take MXFP8"),
-        (lambda: gemm_fp8(w, w, window=64), ValueError, "window must be one of (128, 256), got 64"),
+        (lambda: gemm_fp8(w, w, window=64), ValueError, "one of (128, 256, 'row'), got 64"),
+        (lambda: gemm_fp8(w, w, window="row", tiles=True), ValueError, "a row has no tiles"),
         (lambda: jax.grad(lambda x: gemm(x, w).sum())(x), NotImplementedError, "no derivative"),
         (lambda: gemm_wgrad(w, e2m1, sizes), TypeError, "gemm_wgrad: b is MXFP4_E2M1"),
         (lambda: gemm_wgrad(w, w, sizes, window=32), ValueError, "must be one of (128, 256)"),
@@ -342,6 +347,7 @@ def test_what_is_refused():
 def test_where_there_are_kernels():
     assert supported("sm_90", (MXFP8_E4M3,)) == ""
     assert supported("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=256, tiles=True) == ""
+    assert supported("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=ROW) == ""
     assert "no cutedsl kernel for sm_80, only for sm_90" in supported("sm_80", (MXFP4_E2M1,))
     assert "flydsl has no kernel" in supported("gfx950", (MXFP4_E2M1,))
     assert "no kernels on cpu" in supported("cpu", (MXFP4_E2M1,))
@@ -489,6 +495,8 @@ def test_kernels_of_windows_are_exact(variant):
     for sizes in GROUPS:
         check_fp8(*operands((11, 512), (3, 132, 512)), sizes, **how)
     check_fp8(*operands((1100, 320), (7, 200, 320)), [0, 300, 1, 0, 63, 700, 5], **how)
+    check_fp8(*operands((3, 600, 320), (3, 1000, 320)), **how)  # tiles enough for many turns
+    check_fp8(*operands((4000, 256), (3000, 256)), dtype=jnp.bfloat16, **how)
 
 
 @kernels
@@ -624,3 +632,132 @@ def test_random_floats_are_within_the_bound(format):
     a, b = float64(x), float64(w)
     bound = EPS * k * (np.abs(a) @ np.abs(b).T)
     assert (np.abs(np.asarray(y, np.float64) - a @ b.T) <= bound).all()
+
+
+# ---- many launches, large arrays ---
+def constant(shape, byte=0x38, format=MXFP8_E4M3, scale=127) -> jax_mx.MXArray:
+    """All codes alike (of e4m3 ones), all scales alike; made on the device."""
+    values = jax.lax.bitcast_convert_type(jnp.full(shape, byte, jnp.uint8), format.storage)
+    scales = jnp.full((*shape[:-1], shape[-1] // BLOCK), scale, jnp.uint8)
+    scales = jax.lax.bitcast_convert_type(scales, SCALE_DTYPE)
+    return jax_mx.MXArray(values, scales, format, -1, ROW_MAJOR)
+
+
+def power(exponents) -> jax.Array:
+    """2^exponents, exactly."""
+    return jax.lax.bitcast_convert_type((127 + exponents.astype(jnp.int32)) << 23, jnp.float32)
+
+
+def scaled(q: jax_mx.MXArray, exponents) -> jax_mx.MXArray:
+    """An array of constants, times 2^exponents of each block."""
+    scales = jnp.broadcast_to(127 + jnp.asarray(exponents), q.scales.shape).astype(jnp.uint8)
+    scales = jax.lax.bitcast_convert_type(scales, SCALE_DTYPE)
+    return jax_mx.MXArray(q.values, scales, q.format, -1, ROW_MAJOR)
+
+
+def random_sizes(key, groups, total, step=1):
+    """Sizes of groups that add up to about `total`, less or more; many are empty."""
+    cuts, empty = jax.random.split(key)
+    ends = jnp.sort(jax.random.randint(cuts, (groups,), 0, total // step * 9 // 8))
+    ends = jnp.where(jax.random.bernoulli(empty, 0.3, (groups,)), 0, ends)
+    ends = jax.lax.cummax(ends) * step
+    return jnp.diff(ends, prepend=0).astype(jnp.int32)
+
+
+def of_rows(product, rows):
+    """A product of ones and matrices of 2^group, and what it is for sizes of groups."""
+    groups, n, k = 9, 136, 256
+    w = scaled(constant((groups, n, k)), jnp.arange(groups)[:, None, None])
+
+    def both(sizes):
+        ends = jnp.cumsum(sizes)
+        group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
+        want = jnp.where(group < groups, k * power(group), 0)
+        return product(w, sizes), jnp.broadcast_to(want[:, None], (rows, n))
+
+    return both, functools.partial(random_sizes, groups=groups, total=rows)
+
+
+def of_slots(window):
+    """A wgrad of ones and 2^(number of the window, modulo 5), and what it is."""
+    m, n, r = 140, 264, 20 * window
+    blocks = jnp.arange(r // BLOCK) * BLOCK // window % 5
+    a, b = constant((m, r)), scaled(constant((n, r)), blocks)
+    f = functools.partial(gemm_wgrad, window=window, implementation="cutedsl")
+
+    def both(sizes):
+        before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(power(jnp.arange(r) // window % 5))])
+        ends = jnp.minimum(jnp.cumsum(sizes), r)
+        want = before[ends] - before[jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])]
+        y = f(a, b, sizes, preferred_element_type=jnp.float32)
+        return y, jnp.broadcast_to(want[:, None, None], y.shape)
+
+    return both, functools.partial(random_sizes, groups=11, total=r, step=window)
+
+
+def launches(name):
+    if name == "wgrad":
+        return of_slots(128)
+    rows = {"few rows": 40, "rows": 700, "fp8": 700, "fp8 rows": 700}[name]
+    options = {"preferred_element_type": jnp.float32, "implementation": "cutedsl"}
+    if name.startswith("fp8"):
+        x = constant((rows, 256))
+        options["window"] = ROW if "rows" in name else 256
+        return of_rows(lambda w, sizes: gemm_fp8(x, w, sizes, **options), rows)
+    x = jnp.ones((rows, 256), jnp.bfloat16)
+    return of_rows(lambda w, sizes: gemm(x, w, sizes, **options), rows)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["few rows", "rows", "fp8", "fp8 rows", "wgrad"])
+def test_many_launches_of_random_sizes(name, request):
+    """10^5 of them, or 10^3: none hangs, every element of every result is right."""
+    both, sizes_of = launches(name)
+    count = 20_000 if request.config.getoption("--thorough") else 200
+
+    def once(i, bad):
+        got, want = both(sizes_of(jax.random.fold_in(jax.random.key(len(name)), i)))
+        return bad + jnp.any(got != want)
+
+    run = jax.jit(lambda: jax.lax.fori_loop(0, count, once, jnp.int32(0)))
+    assert run() == 0
+
+
+@kernels
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["y", "x", "w", "gradient"])
+def test_two_to_the_31(name):
+    """Arrays of more than 2^31 elements: their last ones are where they belong."""
+    one = functools.partial(gemm_fp8, preferred_element_type=jnp.float32, implementation="cutedsl")
+    if name == "gradient":
+        groups, m, n = 40, 8192, 8192
+        a, b = constant((m, groups * 128)), constant((n, groups * 128))
+        b = scaled(b, jnp.arange(groups).repeat(4))
+        sizes = jnp.full((groups,), 128, jnp.int32)
+        y = jax.jit(functools.partial(gemm_wgrad, implementation="cutedsl"))(a, b, sizes)
+        assert y.size > 2**31
+        assert (y == 128 * power(jnp.arange(groups))[:, None, None]).all()
+        return
+    shapes = {"y": (70_000, 32_768, 128), "x": (550_000, 64, 4096), "w": (600, 2048, 4096)}
+    rows, n, k = shapes[name]
+    if name == "w":
+        groups = 300
+        w = scaled(constant((groups, n, k)), (jnp.arange(groups) % 100)[:, None, None])
+        sizes = jnp.zeros(groups, jnp.int32).at[jnp.array([0, 250, 299])].set(200)
+        for x in (constant((rows, k)), jnp.ones((rows, k), jnp.bfloat16)):
+            options = {"preferred_element_type": jnp.float32, "implementation": "cutedsl"}
+            y = jax.jit(functools.partial(gemm if x.dtype == jnp.bfloat16 else one, **options))(
+                x, w, sizes
+            )
+            assert (y == k * power(jnp.repeat(jnp.array([0, 50, 99]), 200))[:, None]).all()
+        return
+    w = scaled(constant((n, k)), (jnp.arange(n) % 3)[:, None])
+    exponents = jnp.arange(rows) % 7
+    want = k * power(exponents[:, None] + jnp.arange(n) % 3)
+    for x, product in (
+        (scaled(constant((rows, k)), exponents[:, None]), gemm_fp8),
+        (jnp.broadcast_to(power(exponents)[:, None], (rows, k)).astype(jnp.bfloat16), gemm),
+    ):
+        y = jax.jit(functools.partial(product, implementation="cutedsl"))(x, w)
+        assert max(y.size, rows * k) > 2**31
+        assert (y == want).all()

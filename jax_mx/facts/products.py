@@ -22,6 +22,7 @@ from jax_mx.facts.formats import (
     Format,
 )
 from jax_mx.facts.variants import VARIANTS, Variant
+from jax_mx.facts.windows import ROW, suffix_of
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
@@ -36,7 +37,8 @@ class Product:
       implementation: "cutedsl".
       formats: of the quantized operands, x's before W's.
       rows: how many of x's a thread block has at a time.
-      window: how many elements along K share a scale, of both operands, where both are codes.
+      window: how many elements along K share a scale, of both operands, where both are codes;
+        "row": all of them.
       tiles: whether `TILE` rows of W share their scales.
     """
 
@@ -44,14 +46,14 @@ class Product:
     implementation: str
     formats: tuple[Format, ...]
     rows: int
-    window: int = BLOCK
+    window: int | str = BLOCK
     tiles: bool = False
 
     @property
     def name(self) -> str:
         """The name, which the binary's file and its entry points carry too."""
         formats = "_".join(format.name for format in self.formats)
-        window = f"_w{self.window}" * (self.window > BLOCK) + f"x{TILE}" * self.tiles
+        window = suffix_of(self.window) + f"x{TILE}" * self.tiles
         return f"{self.op}_{formats}_r{self.rows}{window}"
 
 
@@ -71,6 +73,7 @@ PRODUCTS: tuple[Product, ...] = (
         for tiles in (False, True)
         for formats in _EIGHTS
     ),
+    *(Product("matmul_fp8", "cutedsl", formats, 128, ROW) for formats in _EIGHTS),
     *(
         Product("wgrad_fp8", "cutedsl", formats, 128, window)
         for window in (128, 256)

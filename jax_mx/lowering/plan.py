@@ -187,7 +187,7 @@ class ProductPlan:
     dtype: np.dtype
     grouped: bool
     rows: int
-    window: int = BLOCK
+    window: int | str = BLOCK
     tiles: bool = False
     implementation: str | None = None
     # What the lowering asks of any plan:

@@ -20,12 +20,13 @@ from jax_mx.arrays.checks import float_dtype
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.products import TILE
+from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.ops.planning import implementation_of
 
-WINDOWS = (128, 256)  # of the FP8 product
+WINDOWS = (128, 256, ROW)  # of the FP8 product
 # Up to so many rows of x in a group, kernels whose tiles have so many.
 _ROWS = (16, 64, 128, 256)
 FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))  # of x
@@ -92,7 +93,7 @@ def gemm_fp8(
     w: MXArray,
     group_sizes: jax.Array | None = None,
     *,
-    window: int = 128,
+    window: int | str = 128,
     tiles: bool = False,
     preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
@@ -108,8 +109,9 @@ def gemm_fp8(
       x: MXFP8 (..., M, K), blocks along the last axis, row-major scales; as `gemm` has it.
       w: MXFP8 (N, K) or (G, N, K), likewise.
       group_sizes: see `gemm`.
-      window: 128 or 256 consecutive elements along K have one scale, in both operands.
-      tiles: whether 128 rows of w share them, too, row 0 being the first of a tile.
+      window: 128 or 256 consecutive elements along K have one scale, in both operands; "row": all
+        have, and sums are as exact as those of 256.
+      tiles: whether 128 rows of w share them, too, row 0 being the first of a tile; not of "row".
       preferred_element_type: of the result: bfloat16, float16 or float32.
       implementation: see `gemm`; "xla" multiplies in float32.
 
@@ -120,7 +122,9 @@ def gemm_fp8(
       TypeError, ValueError, NotImplementedError: see `gemm`.
     """
     op = "gemm_fp8"
-    x, w = _eights(op, window, x=x, w=w)
+    x, w = _eights(op, window, WINDOWS, x=x, w=w)
+    if window == ROW and tiles:
+        raise ValueError(f"{op}: a window that is a row has no tiles; use window=128 or 256")
     _fits(op, x.shape, w, group_sizes)
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
     plan = plan_of(
@@ -178,7 +182,7 @@ def gemm_wgrad(
       TypeError, ValueError, NotImplementedError: see `gemm`.
     """
     op = "gemm_wgrad"
-    a, b = _eights(op, window, a=a, b=b)
+    a, b = _eights(op, window, WINDOWS[:2], a=a, b=b)
     found = getattr(group_sizes, "shape", None), getattr(group_sizes, "dtype", None)
     if not (a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]) or (
         found[0] is None or len(found[0]) != 1 or found[1] != jnp.int32
@@ -204,7 +208,7 @@ def plan_of(
     formats: tuple[Format, ...],
     dtype: np.dtype,
     rows: float,
-    window: int = BLOCK,
+    window: int | str = BLOCK,
     tiles: bool = False,
     grouped: bool = False,
     implementation: str | None = None,
@@ -216,7 +220,10 @@ def plan_of(
 
 
 def _wgrad_plan(
-    formats: tuple[Format, ...], dtype: np.dtype, window: int, implementation: str | None = None
+    formats: tuple[Format, ...],
+    dtype: np.dtype,
+    window: int | str,
+    implementation: str | None = None,
 ) -> ProductPlan:
     """The plan of `gemm_wgrad`."""
     plan = plan_of(formats, dtype, TILE, window, grouped=True, implementation=implementation)
@@ -228,7 +235,7 @@ def supported(
     formats: tuple[Format, ...],
     *,
     rows: int = _ROWS[-1],
-    window: int = BLOCK,
+    window: int | str = BLOCK,
     tiles: bool = False,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     wgrad: bool = False,
@@ -273,14 +280,16 @@ def _matrices(op: str, name: str, q: MXArray) -> MXArray:
     return q
 
 
-def _eights(op: str, window: int, **operands: MXArray) -> list[MXArray]:
-    """Two operands, by their names, that FP8 tensor cores take in windows."""
+def _eights(
+    op: str, window: int | str, windows: tuple[int | str, ...], **operands: MXArray
+) -> list[MXArray]:
+    """Two operands, by their names, that FP8 tensor cores take in one of the windows."""
     found = [_matrices(op, name, q) for name, q in operands.items()]
     for name, q in zip(operands, found, strict=True):
         if q.format.bits != 8:
             raise TypeError(f"{op}: {name} is {q.format!r}; FP8 tensor cores take MXFP8")
-    if window not in WINDOWS:
-        raise ValueError(f"{op}: window must be one of {WINDOWS}, got {window!r}")
+    if window not in windows:
+        raise ValueError(f"{op}: window must be one of {windows}, got {window!r}")
     return found
 
 

@@ -26,8 +26,7 @@ NAME = "cutedsl"
 # 21 us at 8 rows and 1295 at 16384; cuBLAS alone 17 and 1204. Estimated: dequantizing before it, as
 # many bytes at the speed of a copy, 21 us more.
 FEW_ROWS = 256
-# How many elements along K kernels add up on FP8 tensor cores before they apply scales.
-_SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}
+_SUMMED = (128, 256, ROW, TILE)  # windows that FP8 tensor cores add up before scales are applied
 
 
 def support(call: Call, chips: Sequence[str]) -> Support:
@@ -65,7 +64,7 @@ def _no_fp8(call: Call) -> str:
         return "wants the left operand in blocks along one dimension"
     if {x.format.bits, w.format.bits} != {8}:
         return "multiplies MXFP8 with MXFP8, or floats with any format"
-    if x.window not in _SUMS or w.window not in _SUMS or x.window == TILE:
+    if x.window not in _SUMMED or w.window not in _SUMMED or x.window == TILE:
         return "wants windows: quantize(..., window=256) of both operands"
     return ""
 
@@ -120,8 +119,12 @@ def _matrix(x: Any, contracted: int, batch: Sequence[int]) -> tuple[Any, list[in
     return made, lengths
 
 
-def _window(x: Any, w: Any) -> int:
-    return min(_SUMS[x.window], _SUMS[w.window])
+def _window(x: Any, w: Any) -> int | str:
+    """The elements along K that have one scale in both."""
+    if x.window == w.window == ROW:
+        return ROW
+    lengths = {128: 128, TILE: 128, 256: 256, ROW: 256}
+    return min(lengths[q.window] for q in (x, w))
 
 
 def _rows(call: Call) -> int:

@@ -25,6 +25,7 @@ from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
 from jax_mx.facts.launch import Factor
 from jax_mx.facts.products import RESULTS, Product
 from jax_mx.facts.signatures import Array
+from jax_mx.facts.windows import ROW
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.products import (
     FLOAT32,
@@ -81,12 +82,14 @@ class Windows(ProductEntry):
     threads = 384
     elements_per_thread = 128
     rank = 3  # of W
+    arrivals = 4  # that fill a stage: the copies, and three warps' scales
+    by_row = False
 
     def __init__(self, product: Product, arch: str, vectors: bool, tile: Stages | None = None):
         super().__init__(product, arch)
         self.vectors, self.tiles, self.rows = vectors, product.tiles, product.rows
         self.stages = (tile or Stages(**self.tuned("Windows"))).stages
-        self.span = product.window // LINE  # stages of a window
+        self.span = self.promoted // LINE  # stages of a window
         self.types = [
             cutlass.Float8E4M3FN if format == MXFP8_E4M3 else cutlass.Float8E5M2
             for format in product.formats
@@ -97,13 +100,23 @@ class Windows(ProductEntry):
         self.w_at = HEAD + self.stages * self.x_bytes
         self.scales_at = self.w_at + self.stages * self.w_bytes
         self.floats = self.rows + self.columns // 128 * 4 * PITCH  # of a stage's scales
-        self.shared = self.scales_at + self.stages * self.floats * 4
+        self.shared = self.scales_at + self.copies * self.floats * 4
         self.maps = (
             self.matrix_map("x_codes", "uint8", 1, (LINE, self.rows), 128),
             self.matrix_map("codes", "uint8", 1, (LINE, self.columns, 1)[: self.rank], 128),
         )
         if vectors:
             self.divide = (Factor(self.extents[-1], 4 * PER_LINE),)
+
+    @property
+    def promoted(self) -> int:
+        """How many elements along K are added up on the tensor cores."""
+        return self.product.window
+
+    @property
+    def copies(self) -> int:
+        """How often shared memory has room for scales."""
+        return self.stages
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """TMA wants 16 bytes; y is written in pieces of 16, or of 8 in float32."""
@@ -162,8 +175,9 @@ class Windows(ProductEntry):
         sW = self.operand(base, self.w_at, self.types[1], self.columns)
         if tid == 0:
             for i in range_constexpr(stages):
-                cute.arch.mbarrier_init(full + i, 4)
+                cute.arch.mbarrier_init(full + i, self.arrivals)
                 cute.arch.mbarrier_init(empty + i, 8)
+            self.prepare(base, empty + stages)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -271,23 +285,27 @@ class Windows(ProductEntry):
                                     part,
                                 )
                         warpgroup.commit_group()
-                        for r in range_constexpr(2):
-                            to = at_x + shift + (64 * h + 8 * r) * 4
-                            left[r] = self.shared_vector(to, 1)[0]
-                        self.load_columns(at_w + shift, right, 0)
+                        if const_expr(self.by_row):
+                            left[0] = self.shared_vector(base.toint() + self.one_at, 1)[0]
+                        else:
+                            self.load_rows(at_x + shift, left, h)
+                            self.load_columns(at_w + shift, right, 0)
                         warpgroup.wait_group(0)
-                        if const_expr(h == self.halves - 1 and self.tiles):
+                        if const_expr(h == self.halves - 1 and self.early):
                             self.give_back(empty, slots)
                         for eighth in range_constexpr(8):
-                            if const_expr(eighth > 0):
+                            if const_expr(eighth > 0 and not self.by_row):
                                 self.load_columns(at_w + shift, right, eighth)
                             self.promote(sums, flat, left, right, h, eighth)
-                        if const_expr(h == self.halves - 1 and not self.tiles):
+                        if const_expr(h == self.halves - 1 and not self.early):
                             self.give_back(empty, slots)
                     slot += self.span
                     if slot == stages:
                         slot = Int32(0)
                         phase = phase ^ 1
+                if const_expr(self.by_row):
+                    number = (index - bid) // grid
+                    self.scale(sums, left, right, at_x, at_w, empty + stages, number)
                 here = self.recalled(kept)
                 row, end, n0 = self.place(index, here, down, t, width)
                 to = self.matrix_of_y(y, here, t, width, result)
@@ -297,6 +315,14 @@ class Windows(ProductEntry):
                 self.keep(kept, here)
                 exists = here[0] < groups
             self.finish(y, kept, t, width, result, bid, grid, tid)
+
+    @property
+    def early(self) -> bool:
+        """Whether a stage is given back before its products are promoted."""
+        return self.tiles
+
+    def prepare(self, base, barriers) -> None:
+        """Initializes what else is in shared memory: barriers behind those of stages."""
 
     # ---- what there is to do; wgrad_fp8 has other answers ---
     def walk(self, down: Int32, t: Int32, wide: Int32):
@@ -393,19 +419,7 @@ class Windows(ProductEntry):
         count: Int32,
     ):  # fmt: skip
         """A tile's scales of 128 rows of x (part 0) or of W (1 and 2), four rows a lane."""
-        from_ = cute.make_rmem_tensor(4, Int64)
-        to = cute.make_rmem_tensor(4, Int32)
-        for j in range_constexpr(4):
-            r = lane + 32 * j
-            if part == 0:
-                from_[j] = sx.toint() + Int64(cutlass.min(row + r, t - 1)) * blocks
-                to[j] = r
-            else:
-                n = cutlass.min(n0 + (part - 1) * 128 + r, width - 1)
-                from_[j] = sw.toint() + (Int64(e) * width + n) * blocks
-                # Column 8 c + 2 q + i of 128 goes to q * PITCH + 2 c + i.
-                there = r // 2 % 4 * PITCH + r // 8 * 2 + r % 2
-                to[j] = self.rows + (part - 1) * (4 * PITCH) + there
+        from_, to = self.from_to(sx, sw, part, lane, row, n0, e, t, width, blocks)
         start = base.toint() + self.scales_at
         if const_expr(self.vectors):
             held = cute.make_rmem_tensor((4, 4), Uint32)
@@ -439,6 +453,27 @@ class Windows(ProductEntry):
         return slot, phase
 
     @cute.jit
+    def from_to(
+        self, sx, sw, part: Int32, lane: Int32, row: Int32, n0: Int32, e: Int32, t: Int32,
+        width: Int32, blocks: Int32,
+    ):  # fmt: skip
+        """Of a lane's four rows: where its scales are, which float of a stage each becomes."""
+        from_ = cute.make_rmem_tensor(4, Int64)
+        to = cute.make_rmem_tensor(4, Int32)
+        for j in range_constexpr(4):
+            r = lane + 32 * j
+            if part == 0:
+                from_[j] = sx.toint() + Int64(cutlass.min(row + r, t - 1)) * blocks
+                to[j] = r
+            else:
+                n = cutlass.min(n0 + (part - 1) * 128 + r, width - 1)
+                from_[j] = sw.toint() + (Int64(e) * width + n) * blocks
+                # Column 8 c + 2 q + i of 128 goes to q * PITCH + 2 c + i.
+                there = r // 2 % 4 * PITCH + r // 8 * 2 + r % 2
+                to[j] = self.rows + (part - 1) * (4 * PITCH) + there
+        return from_, to
+
+    @cute.jit
     def put(self, start: Int32, slot: Int32, to: Int32, scale: Uint32):
         """A scale, as a float, into a stage."""
         address = start + slot * (self.floats * 4) + to * 4
@@ -458,6 +493,13 @@ class Windows(ProductEntry):
         for u in range_constexpr(len(slots)):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(empty + slots[u])
+
+    @cute.jit
+    def load_rows(self, at: Int32, left, h: cutlass.Constexpr):
+        """A thread's scales of x, of 64 rows."""
+        for r in range_constexpr(2):
+            to = at + (64 * h + 8 * r) * 4
+            left[r] = self.shared_vector(to, 1)[0]
 
     @cute.jit
     def load_columns(self, at: Int32, right, eighth: cutlass.Constexpr):
@@ -480,7 +522,9 @@ class Windows(ProductEntry):
             for r in range_constexpr(2):
                 for e in range_constexpr(2):
                     i: cutlass.Constexpr = 4 * c + 2 * r + e
-                    if const_expr(self.tiles):
+                    if const_expr(self.by_row):
+                        sums[i, h] = sums[i, h] + flat[i] * left[0]
+                    elif const_expr(self.tiles):
                         sums[i, h] = sums[i, h] + flat[i] * scales[r]
                     else:
                         own = flat[i] * left[r]
@@ -551,8 +595,74 @@ class Windows(ProductEntry):
         )
 
 
+class Rows(Windows):
+    """Of rows that have one scale: sums are promoted as they are, and scaled when all are there.
+
+    Three warps bring a tile's scales, into one of two places in turn (two more barriers each, full
+    and empty): they wait for `empty`, which both consumers' warps arrive at when they have read the
+    place's scales, and at first is free; consumers wait for `full`, which each of the three arrives
+    at. All take the same tiles, and these warps wait for no stage: each wait has its arrivals.
+    """
+
+    arrivals = 1
+    by_row = True
+    early = True
+    promoted = 256
+    copies = 2
+    # A 1 that the compiler does not know: it would add where the tensor cores still write.
+    one_at = HEAD * 3 // 4
+
+    def __init__(self, product: Product, arch: str, tile: Stages | None = None):
+        super().__init__(product, arch, False, tile)
+
+    def prepare(self, base, barriers) -> None:
+        for i in range(self.copies):
+            cute.arch.mbarrier_init(barriers + i, 3)
+            cute.arch.mbarrier_init(barriers + self.copies + i, 8)
+        self.shared_vector(base.toint() + self.one_at, 1)[0] = Float32(1)
+
+    @cute.jit
+    def bring(
+        self, sx, sw, base, full, empty, slot: Int32, phase: Int32, part: Int32, lane: Int32,
+        row: Int32, n0: Int32, e: Int32, t: Int32, width: Int32, blocks: Int32, begin: Int32,
+        count: Int32,
+    ):  # fmt: skip
+        """Into place `slot` of two."""
+        first = empty + self.stages
+        cute.arch.mbarrier_wait(first + self.copies + slot, phase ^ 1)
+        start = base.toint() + self.scales_at
+        from_, to = self.from_to(sx, sw, part, lane, row, n0, e, t, width, blocks)
+        for j in range_constexpr(4):
+            self.put(start, slot, to[j], Uint32(vector(from_[j], Uint8)[0]))
+        self.arrive(first + slot)
+        slot += 1
+        if slot == self.copies:
+            slot = Int32(0)
+            phase = phase ^ 1
+        return slot, phase
+
+    @cute.jit
+    def scale(self, sums, left, right, at_x: Int32, at_w: Int32, first, number: Int32):
+        """The sums of tile `number` of this thread block, by its scales."""
+        slot = number % self.copies
+        shift = slot * (self.floats * 4)
+        cute.arch.mbarrier_wait(first + slot, number // self.copies % 2)
+        for h in range_constexpr(self.halves):
+            self.load_rows(at_x + shift, left, h)
+            for eighth in range_constexpr(8):
+                self.load_columns(at_w + shift, right, eighth)
+                for c in range_constexpr(2 * eighth, 2 * eighth + 2):
+                    for r in range_constexpr(2):
+                        for e in range_constexpr(2):
+                            i: cutlass.Constexpr = 4 * c + 2 * r + e
+                            sums[i, h] = sums[i, h] * left[r] * right[c % 2 * 2 + e]
+        self.arrive(first + self.copies + slot)
+
+
 def entries(product: Product, arch: str, tile: Stages | None = None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
+    if product.window == ROW:
+        return [Rows(product, arch, tile), Plain(product, arch)]
     return [
         *(Windows(product, arch, vectors, tile) for vectors in (True, False)),
         Plain(product, arch),
