@@ -178,11 +178,28 @@ def as_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
     return jax.lax.bitcast_convert_type(moved, x.dtype)
 
 
-def gather(
-    bits: jax.Array, axis_name: AxisName, groups: Groups = None, *, axis: int
-) -> jax.Array:
+def gather(bits: jax.Array, axis_name: AxisName, groups: Groups = None, *, axis: int) -> jax.Array:
     """All shards' arrays, joined along an axis."""
-    return jax.lax.all_gather(bits, axis_name, axis_index_groups=groups, axis=axis, tiled=True)
+    options = {"axis_name": axis_name, "axis_index_groups": groups}
+    if math.prod(bits.shape[:axis]) == 1 or is_explicit(jax.typeof(bits).sharding.mesh):
+        return jax.lax.all_gather(bits, axis=axis, tiled=True, **options)
+    return joined(jax.lax.all_gather(bits, axis=0, **options), axis)
+
+
+def joined(parts: jax.Array, axis: int) -> jax.Array:
+    """Arrays that lie behind each other, (n, ...), joined along an axis of theirs.
+
+    In words: XLA's copy of (2, 8, 3584, 4096) bytes takes 110 us in uint32 on an H200, 278 in uint8.
+    """
+    n, *shape = parts.shape
+    shape[axis] *= n
+    word = next(size for size in (4, 2, 1) if parts.shape[-1] % size == 0)
+    if parts.dtype.itemsize > 1 or word == 1:
+        return jnp.moveaxis(parts, 0, axis).reshape(shape)
+    words = parts.reshape(*parts.shape[:-1], -1, word)
+    words = jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{8 * word}"))
+    words = jnp.moveaxis(words, 0, axis).reshape(*shape[:-1], -1)
+    return jax.lax.bitcast_convert_type(words, parts.dtype).reshape(shape)
 
 
 # ---- where an axis lies in values and scales ---

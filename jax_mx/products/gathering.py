@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mx.arrays.checks import float_dtype
-from jax_mx.arrays.sharding import is_explicit, resharded, spec_of, spread
+from jax_mx.arrays.sharding import is_explicit, reshape, resharded, spec_of, spread
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import ROW, lengths_of
 from jax_mx.lowering import primitive
@@ -23,9 +23,9 @@ from jax_mx.ops.collectives import (
     as_bits,
     gather,
     is_manual,
+    joined,
     moved_to,
     names_in,
-    placed,
     placement,
 )
 from jax_mx.ops.mxarray import MXArray
@@ -161,21 +161,45 @@ def _gathered_vjp(static: _Static, w: jax.Array, recipe: Recipe) -> Any:
     side = static.arrangement(w.shape)
     arranged = _arranged(static.kept, side)
     if not explicit:  # what else splits w, XLA knows
-        gone = _arranged(static.gathered, side)
         free = PartitionSpec.UNCONSTRAINED
-        arranged = tuple(None if names else free for names in gone)
+        arranged = tuple(None if names else free for names in _arranged(static.gathered, side))
+
+    gone = _arranged(static.gathered, side)
 
     def gathered(array: Any, axes: tuple[int, ...]) -> Any:
-        spec = [()] * len(axes)
-        for entry, at in zip(arranged, axes, strict=True):
-            spec[at] = entry or None
-        where = NamedSharding(static.mesh, PartitionSpec(*spec))
-        if isinstance(array, MXArray):
-            return placed(array, where, where)
-        return as_bits(array, partial(moved_to, where))
+        spec, names = [None] * len(axes), [()] * len(axes)
+        for at, entry, own in zip(axes, arranged, gone, strict=True):
+            spec[at], names[at] = entry or None, own
+        move = partial(_whole, static.mesh, tuple(spec), tuple(names))
+        if not isinstance(array, MXArray):
+            return as_bits(array, move)
+        arrays = {name: as_bits(getattr(array, name), move) for name in ("values", "scales")}
+        return dataclasses.replace(array, **arrays)
 
     floats = spread(jnp.zeros((1,) * w.ndim, w.dtype), w.shape, _spec(static.kept))
     return floats, _each(_forms(side, w, recipe), side, gathered)
+
+
+def _whole(mesh: Any, spec: tuple, gone: tuple[Names, ...], bits: jax.Array) -> jax.Array:
+    """An array gathered under jit.
+
+    Args:
+      mesh: of the axes.
+      spec: the result's.
+      gone: for each of its axes the mesh axes that it is gathered from.
+      bits: the array.
+    """
+    axes = [axis for axis, names in enumerate(gone) if names]
+    if len(axes) == 1 and spec[axes[0]] is None and math.prod(bits.shape[: axes[0]]) > 1:
+        (axis,) = axes  # parts arrive behind each other, and are joined as we do it, not XLA
+        n = math.prod(mesh.shape[name] for name in gone[axis])
+        shape, split = list(bits.shape), [*spec]
+        shape[axis : axis + 1] = n, shape[axis] // n
+        split[axis : axis + 1] = gone[axis], None
+        parts = jnp.moveaxis(reshape(bits, tuple(shape), tuple(split)), axis, 0)
+        where = NamedSharding(mesh, PartitionSpec(None, *spec))
+        return joined(moved_to(where, parts), axis)
+    return moved_to(NamedSharding(mesh, PartitionSpec(*spec)), bits)
 
 
 def _fwd(static: _Static, w: jax.Array, recipe: Recipe) -> Any:
