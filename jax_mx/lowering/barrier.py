@@ -1,8 +1,8 @@
 """An identity that keeps two programs apart: what makes an array, and what moves it.
 
-XLA's partitioner looks at a whole program. Asked to move codes, it may move the floats that they are
-made of, or split what makes them as their reader wants it. Behind this identity an array is split as
-what makes it is, and XLA moves no conversion of types past it.
+XLA's partitioner looks at a whole program. Asked to move codes, it may move the floats that they
+are made of, or split what makes them as their reader wants it. Behind this identity an array is
+split as what makes it is, and XLA moves no conversion of types past it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`gather_weight`: weights that are split among devices, quantized where they lie, then gathered."""
+"""`gather_weight`: weights that are split among devices, quantized there and then gathered."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def gather_weight(
     each direction that the program reads, where bfloat16 moves 2. In square blocks (`Recipe.block`,
     or a `weight_window` of (128, 128)) both directions are one array.
 
-    The gradient that reaches w is float, summed over the devices, and split as w is: in shard_map by
-    one reduce-scatter; else XLA makes one of it, where the platform has it.
+    The gradient that reaches w is float, summed over the devices, and split as w is: in shard_map
+    by one reduce-scatter; else by an all-reduce, of which XLA makes one on GPUs.
 
     Args:
       w: the weight's floats, of any rank from 2 on; in shard_map the device's part.
@@ -167,10 +167,9 @@ def _gathered_vjp(static: _Static, w: jax.Array, recipe: Recipe) -> Any:
     gone = _arranged(static.gathered, side)
 
     def gathered(array: Any, axes: tuple[int, ...]) -> Any:
-        spec, names = [None] * len(axes), [()] * len(axes)
-        for at, entry, own in zip(axes, arranged, gone, strict=True):
-            spec[at], names[at] = entry or None, own
-        move = partial(_whole, static.mesh, tuple(spec), tuple(names))
+        places = sorted(range(len(axes)), key=axes.__getitem__)
+        spec = tuple(arranged[i] or None for i in places)
+        move = partial(_whole, static.mesh, spec, tuple(gone[i] for i in places))
         if not isinstance(array, MXArray):
             return as_bits(array, move)
         arrays = {name: as_bits(getattr(array, name), move) for name in ("values", "scales")}
@@ -235,7 +234,9 @@ def _part(static: _Static, shape: tuple[int, ...]) -> tuple[int, ...]:
     counts = [math.prod(static.mesh.shape[name] for name in names) for names in static.split]
     for dim, (n, count) in enumerate(zip(shape, counts, strict=True)):
         if n % count:
-            raise ValueError(f"{OP}: {count} parts of dimension {dim}, of length {n}, are not equal")
+            raise ValueError(
+                f"{OP}: {count} parts of dimension {dim}, of length {n}, are not equal"
+            )
     return tuple(n // count for n, count in zip(shape, counts, strict=True))
 
 
@@ -303,8 +304,7 @@ def _require_whole(static: _Static, shape: tuple[int, ...], recipe: Recipe) -> N
       ValueError: so it is.
     """
     side, blocks, uses = static.arrangement(shape), recipe.blocks("rhs"), recipe.uses("rhs")
-    runs = {side.axis: side.contracted_dims, -3 - side.axis: side.free_dims}
-    for (axis, run), use in zip(runs.items(), uses, strict=True):
+    for run, use in zip((side.contracted_dims, side.free_dims), uses, strict=True):
         split = [d for d in run if static.split[d] or static.gathered[d]]
         if not split:
             continue
