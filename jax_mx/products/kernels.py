@@ -42,8 +42,8 @@ def support(call: Call, chips: Sequence[str]) -> Support:
     if isinstance(x, MXArray):
         if why := _no_fp8(call):
             return refused(NAME, call, why)
-        tiles = w.window == TILE
-        plan = gemm.plan_of((x.format, w.format), dot.dtype, _rows(call), _window(x, w), tiles)
+        windows = windows_of(x, w)
+        plan = gemm.plan_of((x.format, w.format), dot.dtype, _rows(call), **windows)
     elif x.dtype in gemm.FLOATS:
         plan = gemm.plan_of((w.format,), dot.dtype, _rows(call))
     else:
@@ -65,7 +65,7 @@ def _no_fp8(call: Call) -> str:
         return "wants the left operand in blocks along one dimension"
     if {x.format.bits, w.format.bits} != {8}:
         return "multiplies MXFP8 with MXFP8, or floats with any format"
-    if x.window not in _SUMS or w.window not in _SUMS or x.window == TILE:
+    if not have_windows(x, w):
         return "wants windows: quantize(..., window=256) of both operands"
     return ""
 
@@ -88,8 +88,7 @@ def run(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
         y = gemm.gemm_fp8(
             x,
             w,
-            window=_window(lhs, rhs),
-            tiles=rhs.window == TILE,
+            **windows_of(lhs, rhs),
             preferred_element_type=dot.dtype,
             implementation=NAME,
         )
@@ -120,8 +119,14 @@ def _matrix(x: Any, contracted: int, batch: Sequence[int]) -> tuple[Any, list[in
     return made, lengths
 
 
-def _window(x: Any, w: Any) -> int:
-    return min(_SUMS[x.window], _SUMS[w.window])
+def have_windows(x: MXArray, w: MXArray) -> bool:
+    """Whether FP8 tensor cores may add up products before scales are applied."""
+    return x.window in _SUMS and w.window in _SUMS and x.window != TILE
+
+
+def windows_of(x: Any, w: Any) -> dict[str, Any]:
+    """What `gemm_fp8` has to know of two operands that `have_windows`."""
+    return {"window": min(_SUMS[x.window], _SUMS[w.window]), "tiles": w.window == TILE}
 
 
 def _rows(call: Call) -> int:
