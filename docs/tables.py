@@ -413,6 +413,19 @@ def speed_layers() -> list[str]:
     return [*lines, "", f"Kept for the backward pass of `7168x4096`: {said}."] if said else lines
 
 
+def speed_collectives() -> list[str]:
+    """What moves between two GPUs, in MX and in bfloat16."""
+    about, rows = results("h200x2_collectives")
+    lines = table(
+        ("case", "way", "shape", "us", "of bf16's time"),
+        [
+            (row["case"], row["way"], row["shape"], f"{row['us']:.0f}", f"{row['ratio']:.2f}")
+            for row in rows
+        ],
+    )
+    return [*lines, "", caption(about, "python -m benchmarks.collectives")]
+
+
 def layers() -> list[str]:
     """Of speed_layers the first layer: bfloat16, plain XLA, the recipes by name, the fastest."""
     about, rows = results("h200_layers")
@@ -445,6 +458,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_preprocessing": speed_preprocessing,
     "speed_products": speed_products,
     "speed_layers": speed_layers,
+    "speed_collectives": speed_collectives,
     "layers": layers,
 }
 

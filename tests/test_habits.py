@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+import resource
 import subprocess
 import sys
 import tomllib
@@ -17,7 +18,7 @@ import jax_mx
 from jax_mx.facts import toolchains
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.variants import VARIANTS, layouts_of
-from jax_mx.products import implementations
+from jax_mx.products import implementations, ragged_implementations
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -47,9 +48,20 @@ def exports(out: str) -> None:
     assert "quantized to the same bytes" in out
 
 
+def gathers(out: str) -> None:
+    """Codes where floats moved, to the same loss."""
+    floats, codes = re.findall(r"(?:floats|codes) gathered +│ (\S+) +│", out)
+    assert float(floats) == pytest.approx(float(codes), rel=1e-3)
+    sizes = re.findall(r"all-gather (\w+): ([\d,]+)", out)
+    assert [dtype for dtype, _ in sizes] == ["f32", "u8"]
+    before, after = (int(size.replace(",", "")) for _, size in sizes)
+    assert after == pytest.approx(before / 4, rel=0.01)
+
+
 # By name: arguments that make it short, and what its output must show.
 EXAMPLES: dict[str, tuple[list[str], Callable[[str], None]]] = {
     "export_and_run": ([], exports),
+    "fsdp": (["--steps", "5"], gathers),
     "quantize_safetensors": ([], quantizes),
     "train_mlp": (["--steps", "30"], trains),
 }
@@ -128,6 +140,8 @@ def test_pages_that_show_calls_have_python():
 def test_choosing_explains_every_implementation_of_products():
     text = (ROOT / "docs/choosing.md").read_text()
     assert re.findall(r'^\| `"(\w+)"` \|', text, re.MULTILINE) == [*implementations.IMPLEMENTATIONS]
+    grouped = text.partition("Grouped products")[2].partition("\n\n")[0]
+    assert re.findall(r'`"(\w+)"`', grouped) == [*ragged_implementations.IMPLEMENTATIONS]
 
 
 @in_checkout
@@ -148,10 +162,13 @@ def test_examples_run(name, tmp_path):
     assert len(example.read_text().splitlines()) < 120
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(example), *EXAMPLES[name][0]]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 60  # of one core, whoever else runs
     EXAMPLES[name][1](done.stdout)
 
 
