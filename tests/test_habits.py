@@ -155,6 +155,7 @@ def test_the_reference_has_every_public_name():
 
 # ---- examples ---
 @in_checkout
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name, tmp_path):
     """As their first lines say, on eight devices; shorter."""
