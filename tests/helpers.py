@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
@@ -147,6 +149,21 @@ def assert_refused(call, error, sentence):
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
 )
+
+
+_MOVED = re.compile(
+    r"= (\(?[^=]*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)"
+    r"(?:-start)?\("
+)
+
+
+def collectives(text: str) -> Counter:
+    """What a compiled program moves: how often each kind, of what type, of how many elements."""
+    found = Counter()
+    for types, kind in _MOVED.findall(text):
+        for dtype, shape in re.findall(r"([a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]", types):
+            found[kind, dtype, math.prod(int(n) for n in shape.split(",") if n)] += 1
+    return found
 
 
 def lowered(x, f=jax_mx.quantize, platform="cuda", **options) -> str:

@@ -136,6 +136,27 @@ def products():
     yield jax_mx.dot_general(a, jax_mx.quantize(w, axis=0), (((2,), (0,)), ((), ())))
 
 
+def collectives():
+    """On two devices: in shard_map, and under a mesh that is set."""
+    kinds, spec = (jax.sharding.AxisType.Auto,), jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((2,), ("a",), axis_types=kinds, devices=jax.devices("cpu")[:2])
+
+    def moved(x):
+        part = jax_mx.quantize(x)
+        yield jax_mx.all_gather(part, "a", axis=1, tiled=True)
+        yield jax_mx.all_to_all(part, "a", 1, 0, tiled=True)
+        yield jax_mx.ppermute(part, "a", [(0, 1), (1, 0)])
+        yield jax_mx.gather_weight(x, spec(None, "a"), batch=0)
+
+    def local(x):
+        return [*moved(x)]
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=spec(None, "a"), out_specs=spec("a"))
+    yield jax.jit(sharded)(x())
+    with jax.set_mesh(mesh):
+        yield jax.jit(lambda x: jax_mx.reshard(jax_mx.quantize(x), spec("a")))(x())
+
+
 # A row for each public function: what is called, and all that it gives.
 CALLS = {
     "MXArray": arrays,
@@ -166,6 +187,8 @@ CALLS = {
     "matmul": products,
     "Recipe": products,
     "QuantizedWeight": products,
+    **dict.fromkeys(
+        ("all_gather", "all_to_all", "ppermute", "reshard", "gather_weight"), collectives),
 }  # fmt: skip
 # Public names without an array: tables, their members, constants, modules.
 NO_CALLS = {

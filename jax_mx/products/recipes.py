@@ -184,11 +184,7 @@ class Recipe:
         op = "quantize_weight"
         dtype = float_dtype(op, "w", getattr(w, "dtype", None))
         w = jnp.asarray(w, dtype)
-        dims = [(d,) if isinstance(d, int) else tuple(d) for d in (contracting, batch)]
-        for d in itertools.chain(*dims):
-            if not -w.ndim <= d < w.ndim:
-                raise ValueError(f"{op}: dimension {d} is out of range for rank {w.ndim}")
-        contracted, batched = (tuple(sorted(d % w.ndim for d in group)) for group in dims)
+        contracted, batched = dimensions(op, w.ndim, contracting, batch)
         check_contracted(op, w.shape, contracted)
         side = arrangement_of(w.shape, contracted, batched)
         fixed = padded(side.arranged(jax.lax.stop_gradient(w)), side.pads)
@@ -209,6 +205,22 @@ class Recipe:
             return dataclasses.replace(node, key=jax.random.fold_in(node.key, data))
 
         return jax.tree.map(folded, self, is_leaf=lambda node: isinstance(node, Stochastic))
+
+
+def dimensions(
+    op: str, ndim: int, contracting: int | Sequence[int], batch: int | Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A weight's contracted and batch dimensions, from 0 and in order.
+
+    Raises:
+      ValueError: one is out of range.
+    """
+    dims = [(d,) if isinstance(d, int) else tuple(d) for d in (contracting, batch)]
+    for d in itertools.chain(*dims):
+        if not -ndim <= d < ndim:
+            raise ValueError(f"{op}: dimension {d} is out of range for rank {ndim}")
+    contracted, batched = (tuple(sorted(d % ndim for d in group)) for group in dims)
+    return contracted, batched
 
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
