@@ -413,6 +413,30 @@ def speed_layers() -> list[str]:
     return [*lines, "", f"Kept for the backward pass of `7168x4096`: {said}."] if said else lines
 
 
+def speed_moe() -> list[str]:
+    """An MoE layer, with its heading; nothing before it was measured."""
+    if not (RESULTS / "h200_moe.json").exists():
+        return []
+    about, rows = results("h200_moe")
+    lines = table(
+        ("case", "tokens, choices, experts, width, inner", "way", "us", "TF/s", "of best bf16"),
+        [
+            (
+                row["case"],
+                ", ".join(str(row[n]) for n in ("tokens", "k", "experts", "width", "inner")),
+                row["way"],
+                f"{row['us']:.0f}",
+                f"{row['tflops']:.0f}",
+                f"{row['of_best_bf16']:.2f}" if "of_best_bf16" in row else "",
+            )
+            for row in rows
+            if "us" in row
+        ],
+    )
+    head = ["## MoE layers", "", "Routing, gathering, quantizing, products, activation, combine:"]
+    return [*head, "", *lines, "", caption(about, "python -m benchmarks.moe")]
+
+
 def speed_collectives() -> list[str]:
     """What moves between two GPUs, in MX and in bfloat16."""
     about, rows = results("h200x2_collectives")
@@ -458,6 +482,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_preprocessing": speed_preprocessing,
     "speed_products": speed_products,
     "speed_layers": speed_layers,
+    "speed_moe": speed_moe,
     "speed_collectives": speed_collectives,
     "layers": layers,
 }
