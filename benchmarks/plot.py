@@ -107,7 +107,7 @@ def draw(rows: Sequence[Row], chip: str, date: str) -> Figure:
 MAIN_FORMS = {
     "axis -1": "along rows",
     "axis -2 transposed": "along columns,\ntransposed",
-    "both transposed": "both, from\none read",
+    "both transposed": "both",
     "dequantize": "back to\nbfloat16",
 }
 MAIN_CASES = {"grouped up": "up, 7168 to 4096", "grouped down": "down, 2048 to 7168"}
@@ -130,13 +130,21 @@ def run_of(rows: Sequence[Row]) -> list[Row]:
 
 def overview_bars() -> tuple[Bars, Bars]:
     """TB/s of quantizers and TF/s of an MoE layer's products, of benchmarks/results."""
-    found = series(run_of(json.loads((RESULTS / "h200.json").read_text())))
+    rows = run_of(json.loads((RESULTS / "h200.json").read_text()))
+    found = series(rows)
     theirs = [name for name in found if name not in ("jax_mx", "copy", "XLA")]
     fastest = {
         form: max(speeds)
         for form in MAIN_FORMS
         if (speeds := [found[name][form] for name in theirs if form in found[name]])
     }
+    # Who wants both directions of a peer calls its two kernels, one after the other.
+    one, other, both = "axis -1", "axis -2 transposed", "both transposed"
+    times = {row["form"]: row["us"] for row in rows if row["implementation"] in IMPLEMENTATIONS}
+    if {one, other} <= fastest.keys():
+        ours = found["jax_mx"]
+        two_calls = sum(times[form] * ours[form] / fastest[form] for form in (one, other))
+        fastest[both] = max(fastest.get(both, 0.0), ours[both] * times[both] / two_calls)
     own = {"jax_mx": found["jax_mx"], "plain JAX, by XLA": found["XLA"]}
     own["torchao, its fastest"] = fastest
     left = {

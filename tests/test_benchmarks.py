@@ -648,6 +648,9 @@ def test_the_readmes_picture(tmp_path, monkeypatch):
     left, right = plot.overview_bars()
     assert {*left} == {"jax_mx", "plain JAX, by XLA", "torchao, its fastest"}
     assert {*right} == {*plot.PRODUCTS.values()}
+    peer = left["torchao, its fastest"]
+    two = 1 / peer["along rows"] + 1 / peer["along columns,\ntransposed"]  # two reads, two writes
+    assert peer["both"] == pytest.approx(1 / two * 2 * 4 / (2 * 3), rel=0.02)  # of one read's bytes
     for path in plot.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
