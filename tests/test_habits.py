@@ -109,7 +109,6 @@ def test_both_dsls_have_the_same_kernels():
 # ---- what documents run --------------------------------------------------------------------------
 PAGES = sorted(path for path in ROOT.glob("docs/*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
-SMALL = {"7168, 7168": "256, 256", "7168, 4096": "256, 128"}  # of the README's arrays
 # Blocks that are not Python: commands, and what they print.
 FENCES = {"python", "", "sh", "{include}", "{image}", "{figure}", "{toctree}", "{glossary}"}
 
@@ -123,8 +122,6 @@ def test_python_in_documents_runs(path, tmp_path, monkeypatch):
     opened = re.findall(r"^ *(?:```|:::)([^\s`]*).*$", text, re.MULTILINE)[::2]
     assert {*opened} <= FENCES | {"{eval-rst}"}, "Python stands in blocks called python"
     for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        for large, small in SMALL.items():
-            block = block.replace(large, small)
         with jax.numpy_dtype_promotion("standard"):  # as users have it
             exec(compile(block, path.name, "exec"), names)
 
