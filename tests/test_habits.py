@@ -127,6 +127,19 @@ def test_python_in_documents_runs(path, tmp_path, monkeypatch):
 
 
 @in_checkout
+def test_links_of_documents_lead_somewhere():
+    """Those that the site's build does not follow: from the files beside it."""
+    for path in ROOT.glob("*.md"):
+        for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+            name, _, anchor = link.partition("#")
+            if "://" in link or not name:
+                continue
+            assert (ROOT / name).exists(), f"{path.name}: {link}"
+            heads = re.findall(r"^#+ (.*)$", (ROOT / name).read_text(), re.M) if anchor else []
+            assert not anchor or anchor in {h.lower().replace(" ", "-") for h in heads}, link
+
+
+@in_checkout
 def test_pages_that_show_calls_have_python():
     """A page without a block is not run; these have some."""
     calls = {"quickstart", "training", "serving", "sharding", "formats", "choosing", "migrating"}
