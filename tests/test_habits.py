@@ -204,7 +204,7 @@ def test_the_readme_begins_with_the_first_command_and_the_tests():
 
 @in_checkout
 def test_the_changelog_is_kept():
-    """Its headings are those of Keep a Changelog; releases have their day, none after pyproject's version."""
+    """Headings are those of Keep a Changelog; releases have their day."""
     text = (ROOT / "CHANGELOG.md").read_text()
     heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert heads[0] == "[Unreleased]"
