@@ -106,20 +106,23 @@ def sharding_no() -> list[str]:
     found: dict[tuple[str, ...], list[str]] = {}
     head: list[str] = []
     for line in (ROOT / "docs" / "sharding.md").read_text().splitlines():
-        if line.startswith(("| call |", "| dot_general |")):
-            head = _cells(line)
         cells = _cells(line)
-        if "yes" not in cells:
+        if line.startswith(("| call | scales |", "| dot_general |")):
+            head = cells
+        if not head or len(cells) != len(head) or "yes" not in cells:
             continue
-        words = 2 if head[0] == "call" else 1  # that name the call
-        name = cells[0] + f", {cells[1]}" * (words == 2)
+        words = 2 if head[0] == "call" else 1  # that name the call; the second one its layout
+        name = f"all calls with scales in `{cells[1]}`" if words == 2 else cells[0]
         marks = [
             f"{split}" + f" ({mark})" * (mark != "no")
             for split, mark in zip(head[words:], cells[words:], strict=True)
             if mark != "yes"
         ]
-        if marks:
-            found.setdefault(tuple(marks), []).append(name)
+        if name not in (names := found.setdefault(tuple(marks), [])):
+            names.append(name)
+    everywhere = found.pop((), [])
+    own = [name for names in found.values() for name in names]
+    assert len(own) == len({*own} - {*everywhere}), "a layout's calls differ: name them"
     rows = [("; ".join(names), "; ".join(marks)) for marks, names in found.items()]
     return table(("calls", "splits that gather"), rows)
 
