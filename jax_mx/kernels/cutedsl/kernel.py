@@ -46,7 +46,8 @@ class Kernel(Entry):
         """The type that the kernel's pointer to an array has."""
         if array.role is Role.REPLICATED:
             return {"int32": Int32, "uint32": Uint32}[array.dtype]
-        types = {Role.FLOATS: convert.INPUT[self.dtype], Role.BLOCK_DATA: Uint32}
+        floats = convert.INPUT[self.dtype]
+        types = {Role.FLOATS: floats, Role.SOURCE: floats, Role.BLOCK_DATA: Uint32}
         return types.get(array.role, Uint8)
 
     def scale_of(self, amax, format: Format, rule, dtype: str = ""):
@@ -70,6 +71,19 @@ class Kernel(Entry):
     def __call__(self, pointers, scalars):
         # The real grid is the launch rule's.
         self.kernel(pointers, scalars).launch(grid=[1, 1, 1], block=[self.threads, 1, 1])
+
+
+@cute.jit
+def numbers_of(rows, first, inside, n: cutlass.Constexpr, align: cutlass.Constexpr):
+    """The numbers of n rows, from the one numbered `first` on; -1 where they are not `inside`.
+
+    Their address is a multiple of `align` bytes.
+    """
+    rI = cute.make_rmem_tensor(n, Int32)
+    rI.fill(Int32(-1))
+    if inside:
+        cute.autovec_copy(vector_at(rows + first, Int32, align, n), rI)
+    return rI
 
 
 def select(condition, a, b):
