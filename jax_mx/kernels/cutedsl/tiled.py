@@ -305,36 +305,37 @@ class Tiled(Kernel):
         rX.fill(convert.INPUT[self.dtype](0))
         first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
         inside = (first < blocks_m * BLOCK) & (left < k)
-        align: cutlass.Constexpr = 16 if self.aligned else 4
-        numbers = numbers_of(rows, first, inside, self.rows, align)
-        for i in range_constexpr(self.rows):
-            row = numbers[i]
-            if Uint32(row) < Uint32(count):
-                if const_expr(self.aligned):
-                    mX = by_vector(x, Int64(count), k, self.vector)
-                    load(mX[row, left // self.vector, None], rX[None, i], self.kept)
-                else:
-                    self.load_row(x, Extents(count, k), Place(0, row, left), rX[None, i])
+        if const_expr(self.aligned):
+            numbers = numbers_of(rows, first, inside, self.rows, 16)
+            mX = by_vector(x, Int64(count), k, self.vector)
+            for i in range_constexpr(self.rows):
+                if Uint32(numbers[i]) < Uint32(count):
+                    load(mX[numbers[i], left // self.vector, None], rX[None, i], self.kept)
+        else:
+            self.pick_unaligned(rX, x, rows + first, inside, Extents(count, k), left)
         return rX
 
     @cute.jit
-    def load_row(self, x, size: cutlass.Constexpr, place: cutlass.Constexpr, rX):
-        """A lane's elements of one row of an x that lies anywhere, as far as the row goes."""
+    def pick_unaligned(self, rX, x, rows, inside, size: cutlass.Constexpr, left):
+        """Loads a patch from the rows that `rows` begins with of an x that lies anywhere."""
         n: cutlass.Constexpr = self.vector
-        row, left, k = place.row, place.col, size.cols
-        start = Int64(row) * k + left
-        # Two vectors around the row's, as long as all of them belong to x.
-        before, behind = (row > 0) | (left >= n), (row + 1 < size.rows) | (left + 2 * n <= k)
-        if (left + n <= k) & (k >= n) & before & behind:
+        if (left >= n) & (left + 2 * n <= size.cols):  # two vectors around a row's belong to it
             rW = cute.recast_tensor(rX, Uint32)
-            words = load_anywhere(x.toint() + start * self.itemsize, 16)
-            for w in range_constexpr(4):
-                rW[w] = words[w]
+            for i in range_constexpr(self.rows):
+                number = numbers_of(rows, i, inside, 1, 4)[0]
+                if Uint32(number) < Uint32(size.rows):
+                    start = (Int64(number) * size.cols + left) * self.itemsize
+                    words = load_anywhere(x.toint() + start, 16)
+                    for w in range_constexpr(4):
+                        rW[w, i] = words[w]
         else:
-            mX = cute.make_tensor(x + start, cute.make_layout(n))
-            for j in range_constexpr(n):
-                if left + j < k:
-                    rX[j] = mX[j]
+            mX = cute.make_tensor(x, cute.make_layout(tuple(size), stride=(Int64(size.cols), 1)))
+            for i in range_constexpr(self.rows):
+                number = numbers_of(rows, i, inside, 1, 4)[0]
+                if Uint32(number) < Uint32(size.rows):
+                    for j in range_constexpr(n):
+                        if left + j < size.cols:
+                            rX[j, i] = mX[number, left + j]
 
     def pair(self, rX, w: int, i: int) -> list:
         """The words of columns 2 * w and 2 * w + 1 in row i of a patch."""

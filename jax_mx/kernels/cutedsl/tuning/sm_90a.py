@@ -61,6 +61,14 @@ ROWS = [
     # second_transposed (8, 2, band 64) 295 and 294, second (4, 4) 283 and 285, square 280 and 282;
     # last by shuffles 282 and 282, of 256 too.
     {
+        # The smaller tiles of others spill registers here.
+        "kernel": "quantize.Tiled",
+        "where": {"picks_rows": True, "form": "second_transposed", "aligned": False},
+        "value": {"down": 8, "across": 2, "band": 64},
+        "date": "2026-11-23",
+        "measured": [],
+    },
+    {
         "kernel": "quantize.Tiled",
         "where": {"window": "256", "form": ("both", "both_transposed")},
         "value": {"down": 8, "across": 4},
