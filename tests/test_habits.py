@@ -53,6 +53,7 @@ def kernels_table() -> list[str]:
         if v.implementation != "cutedsl":
             continue
         before = "".join(kind.suffix or "_rn" for kind in v.kinds)[1:].replace("_", " ")
+        before = f"{before} rows".lstrip() if v.rows else before
         key = (v.op, "both" if v.form.is_both else "one", before, v.dtype)
         row = found.setdefault(key, {"forms": {}, "formats": {}})
         row["forms"][str(v.form)] = None
@@ -65,6 +66,7 @@ def kernels_table() -> list[str]:
         grouped.setdefault((op, forms, formats, tuple(dtypes)), []).append(before)
     lines = ["| op | forms | formats | floats | before |", "|---|---|---|---|---|"]
     for (op, forms, formats, dtypes), before in grouped.items():
+        before = [each or "nothing" for each in before] if len(before) > 1 else before
         cells = (forms, formats, dtypes, before)
         lines.append(f"| {op} | {' | '.join(', '.join(cell) for cell in cells)} |")
     return lines
