@@ -61,6 +61,20 @@ ROWS = [
     # second_transposed (8, 2, band 64) 295 and 294, second (4, 4) 283 and 285, square 280 and 282;
     # last by shuffles 282 and 282, of 256 too.
     {
+        "kernel": "quantize.Tiled",
+        "where": {
+            "picks_rows": True,
+            "form": "both_transposed",
+            "codes_per_byte": 2,
+            "tiled_scales": True,
+        },
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-23",
+        "measured": [
+            "(2, 2), which is faster without rows, spills registers in the unaligned entry"
+        ],
+    },
+    {
         # The smaller tiles of others spill registers here.
         "kernel": "quantize.Tiled",
         "where": {"picks_rows": True, "form": "second_transposed", "aligned": False},
