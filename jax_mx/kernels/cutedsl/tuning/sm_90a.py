@@ -11,6 +11,18 @@ CHIP = "NVIDIA H200"
 ROWS = [
     # ---- quantize: blocks along the last axis; (threads, elements, unroll) ---
     {
+        # Rows that are picked; with two steps a thread waits once for the numbers of both.
+        "kernel": "quantize.Flat",
+        "where": {"picks_rows": True},
+        "value": {"threads": 256, "elements": 16, "unroll": 2},
+        "date": "2026-11-23",
+        "measured": [
+            "(16384, 7168), 15 of 16 rows there, bf16 to MXFP8, of 32 blocks across: (256, 16, 2)",
+            "82.0, (128, 16, 1) 83.2, (256, 16, 1) 84.5, (512, 16, 1) 86.9;",
+            "of 64: (256, 32, 1) 81.8, (256, 16, 2) 81.9, (512, 16, 1) 90.9; (512, 16, 1) of 8 88.0",
+        ],
+    },
+    {
         "kernel": "quantize.Flat",
         "where": {},
         "value": {"threads": 512, "elements": 16, "unroll": 1},
@@ -72,6 +84,23 @@ ROWS = [
         "date": "2026-11-23",
         "measured": [
             "(2, 2), which is faster without rows, spills registers in the unaligned entry"
+        ],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {
+            "picks_rows": True,
+            "form": ("both_transposed", "second_transposed"),
+            "window": ("32", "128"),
+            "aligned": True,
+        },
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-23",
+        "measured": [
+            "(16384, 7168), 15 of 16 rows there, bf16 to MXFP8: both_transposed (4, 2) 127.6,",
+            "(4, 4) 128.4, (8, 2) 129.6, band 4 129.0, (2, 4) 129.5, (8, 4) 130.7, not kept 135.8;",
+            "MXFP4 (4, 2) 109.3, band 8 110.8, (2, 4) 110.6, (8, 2) 123.1;",
+            "second_transposed (4, 2) 90.8, (8, 2, band 64) 93.8, (8, 2) 94.6, (4, 4) 99.3",
         ],
     },
     {
