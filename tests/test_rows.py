@@ -4,6 +4,8 @@ What it is compared with is NumPy's gather and the same call without rows. Kerne
 variants of their own: executed on the GPU at hand, and in the emulator.
 """
 
+import copy
+import dataclasses
 import functools
 
 import jax
@@ -265,16 +267,12 @@ def test_under_transformations():
 
 
 # ---- kernels ---
-def check(variant, x, rows, misaligned=False, **how):
+def check(variant, x, rows, **how):
     """The variant's kernel gives the reference's bytes."""
     op, reference = call(variant, variant.implementation, **how), call(variant, "xla", **how)
     want = jax.block_until_ready(jax.jit(reference)(gathered(x, rows)))
-    run, args = (lambda x, r: op(x, rows=r)), (x, rows)
-    if misaligned:  # XLA hands over what lies behind the first element of flat arrays
-        args = [jnp.asarray(np.concatenate([a.ravel()[:1], a.ravel()])) for a in args]
-        run = lambda *flat: op(flat[0][1:].reshape(x.shape), rows=flat[1][1:])  # noqa: E731
     poison_memory()
-    same(jax.jit(run)(*args), want, f"{x.shape} {rows.shape} {how}")
+    same(jax.jit(lambda x, r: op(x, rows=r))(x, rows), want, f"{x.shape} {rows.shape} {how}")
 
 
 SHAPES = {  # T, R, K: of either axis's blocks whole ones
@@ -296,18 +294,43 @@ each_here = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 @pytest.mark.gpu
 @pytest.mark.sampled(24, 3)
 @each_here
-def test_every_kernel(variant):
-    """Each layout, scaling, entry; R off every tile; x and numbers at any address."""
+def test_every_kernel(variant, monkeypatch):
+    """Each layout, scaling and entry; R off every tile."""
     scalings, layouts = [*Scaling], layouts_of(variant)
-    before = _ffi.counters()["fallback_entries"]
     for i, (count, picked, length) in enumerate(shapes_of(variant)):
         x = floats(variant, count, length, i)
         how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
-        check(variant, x, numbers(picked, count, i), i == 3, **how)
-    assert _ffi.counters()["fallback_entries"] > before
+        check(variant, x, numbers(picked, count, i), **how)
     x = random_bits((512, 512), variant.dtype)
     for layout in layouts:  # aligned, whole tiles
         check(variant, x, numbers(512, 512), scale_layout=layout)
+    get = store.get
+
+    def for_any_address(variant, arch):
+        artifact = get(variant, arch)
+        facts = copy.deepcopy(artifact.facts)
+        for launch in facts["launches"].values():
+            del launch["entries"][0]
+        return dataclasses.replace(artifact, facts=facts)
+
+    monkeypatch.setattr(store, "get", for_any_address)
+    jax.clear_caches()
+    for layout in layouts:
+        check(variant, x[:99], numbers(288, 99), scale_layout=layout)
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [jax_mx.quantize, jax_mx.quantize_both])
+def test_what_lies_at_any_element(op):
+    """XLA hands over a slice of a flat vector where it lies, and the other entry takes it."""
+    flat = jnp.asarray(random_bits((16384,), "bfloat16"))
+    rows = numbers(96, 64)
+    want = op(gathered(flat[1:4097].reshape(64, 64), rows))
+    before = _ffi.counters()["fallback_entries"]
+    same(jax.jit(lambda v: op(v[1:4097].reshape(64, 64), rows=rows))(flat), want)
+    assert _ffi.counters()["fallback_entries"] == before + 1
 
 
 @pytest.mark.gpu

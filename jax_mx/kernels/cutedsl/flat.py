@@ -13,6 +13,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     Strip,
     bytes_of,
     load,
+    load_row,
     locate,
     numbers_of,
     offset_in_tiles,
@@ -184,13 +185,12 @@ class Flat(WholeBlocks):
                 stores.append(steps[u])
             offsets.append(offset)
             insides.append(inside)
-            step, there = steps[u], inside
             if const_expr(self.variant.rows):
                 number = numbers_of(arrays["rows"], row, inside, 1, 4)[0]
-                step = step + (Int64(number) - row) * cols * sharers
-                there = Uint32(number) < Uint32(scalars[4])
-            if there:
-                load(mX[step, None], rX[None, u], self.kept)
+                step = steps[u] + (Int64(number) - row) * cols * sharers
+                self.pick(mX[step, None], rX[None, u], number, scalars[4])
+            elif inside:
+                load(mX[steps[u], None], rX[None, u], self.kept)
             data_of_steps.append(preprocessed.load(self.kind(0), data, block, inside))
 
         for u in range_constexpr(unroll):
@@ -205,6 +205,14 @@ class Flat(WholeBlocks):
                 if const_expr(self.layout.is_tiled and (len(rule) > 2 or self.in_patches)):
                     scale = select(insides[u], scale, Uint32(0))
                 mS[offsets[u]] = Uint8(scale)  # padding: of zeros, so 0
+
+    @cute.jit
+    def pick(self, source, target, row: Int32, rows: Int32):
+        """Loads elements of a row of x, which has so many `rows`; of another none."""
+        if const_expr(self.aligned):
+            load_row(source, target, row, rows, self.kept)
+        elif Uint32(row) < Uint32(rows):
+            load(source, target, self.kept)
 
     @cute.jit
     def locate_in_patch(self, bid, mine, places: Int64, rows: Int32, cols: Int32):

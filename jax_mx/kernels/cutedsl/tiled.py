@@ -25,6 +25,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     bytes_of,
     load,
     load_anywhere,
+    load_row,
     numbers_of,
     offset_in_tiles,
     place_of,
@@ -302,16 +303,16 @@ class Tiled(Kernel):
         """Loads what `load` does of the rows of x, of `count`, that `rows` numbers."""
         _, tile_m, tile_k, blocks_m, k = at
         rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
-        rX.fill(convert.INPUT[self.dtype](0))
         first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
         inside = (first < blocks_m * BLOCK) & (left < k)
         if const_expr(self.aligned):
             numbers = numbers_of(rows, first, inside, self.rows, 16)
             mX = by_vector(x, Int64(count), k, self.vector)
             for i in range_constexpr(self.rows):
-                if Uint32(numbers[i]) < Uint32(count):
-                    load(mX[numbers[i], left // self.vector, None], rX[None, i], self.kept)
+                source = mX[numbers[i], left // self.vector, None]
+                load_row(source, rX[None, i], numbers[i], count, self.kept)
         else:
+            rX.fill(convert.INPUT[self.dtype](0))
             self.pick_unaligned(rX, x, rows + first, inside, Extents(count, k), left)
         return rX
 
