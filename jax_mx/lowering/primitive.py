@@ -65,6 +65,11 @@ class Emulated(NamedTuple):
 emulation = jax.make_user_context(default_value=None)  # an `Emulated`; part of JAX's caches' keys
 
 
+def varies(x: Any) -> bool:
+    """Whether an array is known to differ among the shards of a shard_map around it."""
+    return "{V:" in jax.typeof(x).str_short()
+
+
 # ---- abstract values: shapes, dtypes and shardings of results ---
 def _quantize_avals(*operands, plan: Plan):
     """Values and scales of each result, for operands as `quantize` has them."""
@@ -542,7 +547,7 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     each = list(zip(present, args, dims, strict=True))
     if any(not array.role.is_batched and d is not None for array, _, d in each):
-        return _one_by_one(primitive, args, dims, plan)
+        return one_by_one(functools.partial(primitive.bind, plan=plan), args, dims)
     args = [
         a
         if not array.role.is_batched
@@ -555,14 +560,14 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     return outs, [0] * len(outs)
 
 
-def _one_by_one(primitive: Primitive, args, dims, plan: AnyPlan):
+def one_by_one(bind: Callable[..., list], args, dims) -> tuple[list, list]:
     """A call for each entry of the batch, one after the other."""
     moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
 
     def one(mapped):
         rest: Iterator = iter(mapped)
         own = [a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)]
-        return primitive.bind(*own, plan=plan)
+        return bind(*own)
 
     outs = jax.lax.map(one, [a for a, d in zip(moved, dims, strict=True) if d is not None])
     return outs, [0] * len(outs)
@@ -628,12 +633,34 @@ def make_primitive(
 
 
 # ---- products: x (T, K), W (G, N, K), one after the other ---
+def unsplit(op: str, operands: Sequence[Any], shape: tuple[int, ...], dtype: Any):
+    """The abstract value of a result that, on a mesh with explicit axes, is not split.
+
+    Args:
+      op: for messages.
+      operands: abstract values, which vary over the same manual axes; the result does.
+      shape: of the result.
+      dtype: likewise.
+    """
+    core.standard_vma_rule(op, *operands)
+    like = operands[0]
+    sharding = like.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
 def _product_avals(*operands, plan: ProductPlan):
-    """Of y (T, N); on a mesh with explicit axes it is not split."""
+    """Of y (T, N)."""
+    shape = (operands[0].shape[0], operands[plan.signature.number("codes")].shape[1])
+    return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
+
+
+def _wgrad_avals(*operands, plan: ProductPlan):
+    """Of y (G, M, N), likewise."""
     core.standard_vma_rule(f"mx_{plan.op}", *operands)
-    x, codes = operands[0], operands[plan.signature.number("codes")]
-    sharding = x.sharding.update(spec=PartitionSpec(None, None))
-    shape = (x.shape[0], codes.shape[1])
+    names = ("x_codes", "codes", "group_sizes")
+    x, codes, sizes = (operands[plan.signature.number(name)] for name in names)
+    sharding = x.sharding.update(spec=PartitionSpec(None, None, None))
+    shape = (sizes.shape[0], x.shape[0], codes.shape[0])
     return [x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)]
 
 
@@ -644,7 +671,7 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
     """
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if plan.grouped:
-        return _one_by_one(primitive, args, dims, plan)
+        return one_by_one(functools.partial(primitive.bind, plan=plan), args, dims)
     matrix = plan.signature.number("codes")  # from there on, W's arrays
     shared = args[matrix].ndim == 3 and dims[matrix] is None and dims[matrix + 1] is None
     args = [
@@ -669,10 +696,11 @@ store.register()
 quantize_p = make_primitive("quantize", _quantize_avals, _quantize_reference)
 dequantize_p = make_primitive("dequantize", _dequantize_avals, _dequantize_reference)
 products_p = {
-    op: make_primitive(op, _product_avals, reference_fn, _batch_product)
-    for op, reference_fn in (
-        ("matmul", reference.matmul),
-        ("matmul_fp8", reference.matmul_fp8),
+    op: make_primitive(op, avals, reference_fn, _batch_product)
+    for op, avals, reference_fn in (
+        ("matmul", _product_avals, reference.matmul),
+        ("matmul_fp8", _product_avals, reference.matmul_fp8),
+        ("wgrad_fp8", _wgrad_avals, reference.wgrad_fp8),
     )
 }
 

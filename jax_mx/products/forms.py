@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.windows import Window
+from jax_mx.ops.groups import take_rows
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.ops.quantize import quantize, quantize_both
@@ -102,7 +103,13 @@ _MIXED = {MXFP8_E4M3, MXFP8_E5M2}  # formats that one call may mix
 Forms = tuple[Form | None, Form | None]  # along the contracted axis, along the free one
 
 
-def forms_of(x: jax.Array, axis: int, uses: tuple[Use | None, Use | None], blocks: Blocks) -> Forms:
+def forms_of(
+    x: jax.Array,
+    axis: int,
+    uses: tuple[Use | None, Use | None],
+    blocks: Blocks,
+    rows: jax.Array | None = None,
+) -> Forms:
     """The forms of an arranged operand, from one read of it where a kernel makes both.
 
     Args:
@@ -111,7 +118,11 @@ def forms_of(x: jax.Array, axis: int, uses: tuple[Use | None, Use | None], block
       uses: how each product takes it, along the contracted and along the free axis; None: the
         product does not take it.
       blocks: which elements share scales.
+      rows: int32 (R,), of x (T, columns): the operand is x[rows], with zeros for numbers that x has
+        no row of.
     """
+    if rows is not None:
+        x = take_rows(x, rows)
     axes = (axis, -3 - axis)
     if blocks.square:
         made = {
