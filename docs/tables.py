@@ -84,6 +84,7 @@ def kernels() -> list[str]:
         if v.implementation != "cutedsl":
             continue
         before = "".join(kind.suffix or "_rn" for kind in v.kinds)[1:].replace("_", " ")
+        before = f"{before} rows".lstrip() if v.rows else before
         key = (v.op, "both" if v.form.is_both else "one", before, v.dtype)
         row = found.setdefault(key, {"forms": {}, "formats": {}})
         row["forms"][str(v.form)] = None
@@ -95,7 +96,7 @@ def kernels() -> list[str]:
     for (op, before, *own), dtypes in merged.items():
         grouped.setdefault((op, *own, tuple(dtypes)), []).append(before)
     rows = [
-        (op, *(", ".join(cell) for cell in (*cells, before)))
+        (op, *(", ".join(cell) for cell in (*cells, [each or "nothing" for each in before])))
         for (op, *cells), before in grouped.items()
     ]
     return table(("op", "forms", "formats", "floats", "before"), rows)

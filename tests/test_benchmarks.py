@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import assert_bits_equal, assert_same_array
 
@@ -35,6 +36,7 @@ from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import ARCHS, VARIANTS, layouts_of
 from jax_mx.ops.planning import Options, planned
+from jax_mx.reference import rows_of
 
 pytestmark = pytest.mark.any_device
 
@@ -343,6 +345,26 @@ def test_one_table_two_files(tmp_path, capsys):
 )
 def test_which_forms_are_measured(options, want):
     assert cli.arguments(options).form == want
+
+
+def test_picked_rows_are_rows(tmp_path):
+    """What moves is counted once: the rows of x that the numbers name, and what comes of all."""
+    file = tmp_path / "out.json"
+    options = ["--rows", "--form", "axis -1", "both transposed", "dequantize", "--repeats", "1"]
+    assert cli.main([*options, "--shapes", "64x64,2x64x64", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())
+    assert [r["form"] for r in rows] == ["axis -1, rows", "both transposed, rows"]
+    assert all(r["speedup_over_xla"] for r in rows)
+    case = cli.Case("axis -1", (64, 64), *("bfloat16", "mxfp8_e4m3", "rceil", "row_major", None),
+                    rows=True)  # fmt: skip
+    x, picked = case.make(jax.random.key(0))
+    assert x.shape == (60, 64) and sorted(np.asarray(picked)) == [-1] * 4 + [*range(60)]
+    op, versions = case.functions()
+    want = op((x, picked))
+    assert_same_array(jax_mx.quantize(rows_of(x, picked)), want)
+    for version in versions.values():
+        shapes_of = functools.partial(jax.tree.map, lambda leaf: (leaf.shape, leaf.dtype))
+        assert shapes_of(jax.eval_shape(version, (x, picked))) == shapes_of(want)
 
 
 @pytest.mark.thorough
