@@ -96,6 +96,7 @@ class Case:
         """The op, jitted, and XLA's versions of it."""
         form = shapes.FORMS[self.form]
         options = {**form.options, "implementation": self.implementation}
+        versions: dict[str, Callable[..., Any]]
         if form.op == "dequantize":
             options["dtype"], versions = self.dtype, baselines.dequantize(form, self.dtype)
         else:

@@ -250,7 +250,7 @@ def _kernel_of(row: Mapping[str, Any]) -> str:
     if form.kernel.is_both and len(kinds) == 1:
         kinds *= 2
     for v in VARIANTS:
-        if (v.implementation, v.form, v.dtype) != ("cutedsl", form.kernel, row["dtype"]):
+        if (v.implementation, v.form, v.dtype) != ("cutedsl", form.kernel, row["dtype"]) or v.rows:
             continue
         if v.op == form.op.removesuffix("_both") and (v.kinds, v.window) == (kinds, formats.BLOCK):
             if {f.name for f in v.formats} == {row["format"]}:
