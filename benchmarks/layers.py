@@ -115,6 +115,7 @@ TILES = Recipe(window=256, weight_window=(128, 128))
 WAYS: dict[str, Callable[..., Any]] = {
     "bf16": both_ways(jnp.matmul),
     "mxfp8": both_ways(_mx(MXFP8)),
+    "mxfp8, rows": both_ways(_mx(ROWS)),
     "mxfp8, rows, fp8": both_ways(_mx(ROWS, "fp8")),
     "mxfp8, windows of 256": both_ways(_mx(Recipe(window=256), "cutedsl")),
     "mxfp8, 256, weights in tiles": both_ways(_mx(TILES, "cutedsl")),
@@ -123,7 +124,7 @@ WAYS: dict[str, Callable[..., Any]] = {
     "XLA's quantizer, scaled_dot": both_ways(xla_layer),
     "bf16, 4 microbatches": microbatches(jnp.matmul, lambda w: w, 4),
     "mxfp8, 4 microbatches": microbatches(_mx(MXFP8), MXFP8.quantize_weight, 4),
-    "mxfp8, rows, fp8, 4 microbatches": microbatches(_mx(ROWS, "fp8"), ROWS.quantize_weight, 4),
+    "mxfp8, rows, 4 microbatches": microbatches(_mx(ROWS), ROWS.quantize_weight, 4),
 }
 
 

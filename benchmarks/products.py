@@ -23,7 +23,8 @@ import jax_mx
 from benchmarks import timing
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, SCALE_DTYPE, Format
 from jax_mx.facts.layouts import ROW_MAJOR
-from jax_mx.ops.gemm import gemm, gemm_fp8
+from jax_mx.facts.windows import ROW
+from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
 
 REST = 0.5  # seconds before each measurement: a hot chip is slower
 
@@ -40,6 +41,8 @@ class Case:
       groups: how many matrices there are; 0: one, and no groups.
       skew: how sizes of groups differ: 0: about equal, none a multiple of a tile; 1: as 1 / rank.
       active: how many groups have rows; all by default.
+      wgrad: whether rows are what is contracted: x (k, rows) and W (n, rows), for each group a
+        result of its part of them, which is a multiple of 256.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Case:
     groups: int = 0
     skew: float = 0
     active: int = 0
+    wgrad: bool = False
 
     @property
     def sizes(self) -> np.ndarray | None:
@@ -60,6 +64,8 @@ class Case:
         ends = np.round(np.cumsum(share) / share.sum() * self.rows).astype(int)
         if not self.skew:
             ends[:-1] += (97 * (np.arange(count - 1) % 3 - 1)) * (self.rows > 64 * count)
+        if self.wgrad:
+            ends = ends // 256 * 256
         sizes = np.zeros(self.groups, np.int32)
         order = np.random.default_rng(0).permutation(self.groups)[:count]
         sizes[np.sort(order)] = np.diff(ends, prepend=0)
@@ -83,6 +89,9 @@ CASES = (
     Case("grouped 2048", 16384, 7168, 2048, 8),
     Case("grouped down", 16384, 2048, 7168, 8),
     Case("grouped skewed", 16384, 7168, 4096, 64, 1.0),
+    Case("wgrad up", 16384, 7168, 4096, 8, wgrad=True),
+    Case("wgrad down", 16384, 2048, 7168, 8, wgrad=True),
+    Case("wgrad skewed", 16384, 7168, 2048, 32, 1.0, wgrad=True),
     Case("decode grouped 2880", 512, 2880, 2880, 128),
     Case("decode grouped 7168", 512, 7168, 2048, 128),
     *(Case(f"decode {m}x{n}", m, 7168, n) for n in (4096, 16384) for m in (1, 8, 16, 64)),
@@ -105,6 +114,9 @@ def codes(key: jax.Array, shape: Sequence[int], format: Format) -> jax_mx.MXArra
 
 def candidates(case: Case) -> Iterator[tuple[str, Callable, Callable]]:
     """(name, how a key makes the weights, the product of x, weights and sizes)."""
+    if case.wgrad:
+        yield from gradients(case)
+        return
     shape = (case.groups, case.n, case.k) if case.groups else (case.n, case.k)
     kernel = functools.partial(gemm, implementation="cutedsl")
     fast = functools.partial(gemm_fp8, implementation="cutedsl")
@@ -115,6 +127,7 @@ def candidates(case: Case) -> Iterator[tuple[str, Callable, Callable]]:
         for window, tiles in ((128, True), (256, True), (128, False), (256, False)):
             name = f"fp8 1x{window}, W {'128x128' if tiles else f'1x{window}'}"
             yield name, eights, functools.partial(fast, window=window, tiles=tiles)
+        yield "fp8 rows", eights, functools.partial(fast, window=ROW)
     floats = functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
     if not case.groups:
         yield "bf16 dot", floats, lambda x, w: jnp.dot(x, w.T)
@@ -123,6 +136,33 @@ def candidates(case: Case) -> Iterator[tuple[str, Callable, Callable]]:
     yield "bf16 Pallas", floats, pallas
     if case.rows > 64 * case.groups:
         yield "bf16 ragged_dot", floats, lambda x, w, s: jax.lax.ragged_dot(x, w.mT, s)
+
+
+def gradients(case: Case) -> Iterator[tuple[str, Callable, Callable]]:
+    """The same of a gradient of weights."""
+    eights = functools.partial(codes, shape=(case.n, case.rows), format=MXFP8_E4M3)
+    for window in (128, 256):
+        product = functools.partial(gemm_wgrad, window=window, implementation="cutedsl")
+        yield f"fp8 1x{window}", eights, product
+    floats = functools.partial(jax.random.normal, shape=(case.rows, case.n), dtype=jnp.bfloat16)
+    contracted = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    yield "bf16 Pallas", floats, transposed_pallas
+    yield (
+        "bf16 ragged_dot",
+        floats,
+        functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=contracted),
+    )
+    yield "bf16 dot of all rows", floats, lambda x, w, s: jnp.dot(x.T, w)
+
+
+def transposed_pallas(x, w, sizes) -> jax.Array:
+    """JAX's Pallas kernel, with the tiles of its own test."""
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
+
+    return transposed_ragged_dot_mgpu.transposed_ragged_dot(
+        x, w, group_sizes=sizes, block_m=128, block_n=128, block_k=64,
+        max_concurrent_steps=4, grid_block_n=8,
+    )  # fmt: skip
 
 
 def scaled_dot(x, w: jax_mx.MXArray) -> jax.Array:
@@ -149,7 +189,8 @@ def pallas(x, w, sizes) -> jax.Array:
 def measure(case: Case, only: str = "") -> Iterator[dict]:
     """A row for each candidate."""
     floats = jax.random.normal(jax.random.key(1), (case.rows, case.k), jnp.bfloat16)
-    eights = codes(jax.random.key(1), (case.rows, case.k), MXFP8_E4M3)
+    shape = (case.k, case.rows) if case.wgrad else (case.rows, case.k)
+    eights = codes(jax.random.key(1), shape, MXFP8_E4M3)
     sizes = [] if case.sizes is None else [jnp.asarray(case.sizes)]
     for name, make, product in candidates(case):
         if only not in name:
@@ -168,7 +209,7 @@ def measure(case: Case, only: str = "") -> Iterator[dict]:
         except Exception as error:
             yield row | {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
             continue
-        read = size * case.matrices / max(case.groups, 1)
+        read = size * (1 if case.wgrad else case.matrices / max(case.groups, 1))
         yield row | {
             "us": round(us, 2),
             "tflops": round(case.tflop / us * 1e6, 1),

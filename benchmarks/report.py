@@ -59,6 +59,14 @@ def write(rows: Sequence[Row], csv_path: Path | None, json_path: Path | None) ->
             writer.writerows(records)
 
 
+def one_run(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of rows of several runs those of the largest one; of equally large ones, of the last."""
+    runs: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault(row["commit"], []).append(row)
+    return max(reversed(runs.values()), key=len, default=[])
+
+
 def table(measured: Sequence[Measured]) -> Table:
     """The rows' fields, and beside them the clock and who ran."""
     result = Table(title=f"{jax.devices()[0].device_kind}, jax {jax.__version__}")

@@ -23,9 +23,10 @@ from jax_mx.facts.launch import Launch
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.signatures import signature_of
+from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, store
 from jax_mx.ops import gemm as ops
-from jax_mx.ops.gemm import gemm, gemm_fp8, supported
+from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad, supported
 
 # --thorough runs all cases of a test, CI one of 2.
 pytestmark = pytest.mark.sampled(2)
@@ -37,9 +38,12 @@ EPS = 2.0**-24  # of float32
 def integers(rng, shape, format, most=2, window=BLOCK, tile=1, exponents=2) -> jax_mx.MXArray:
     """Small integers times 2^-exponents to 2^exponents, a power for each window of a row or tile.
 
+    A window may be "row".
+
     Sums of their products with other small integers are exact in float32.
     """
     *lead, n, k = shape
+    window = -(-k // BLOCK) * BLOCK if window == ROW else window
     values = rng.integers(-most, most + 1, shape).astype(np.float32)
     if format.codes_per_byte == 2:
         codes = np.abs(values).astype(np.uint8) * 2 * (values != 0)  # 1 and 2 are codes 2 and 4
@@ -141,6 +145,29 @@ def check_fp8(x, w, sizes=None, window=128, tiles=False, implementation="xla", d
     assert_equal(y, wanted(x, w, sizes), f"{x.shape} {w.shape} {sizes} {options}")
 
 
+def wanted_wgrad(a, b, sizes) -> np.ndarray:
+    """In float64, for each group."""
+    a, b = float64(a), float64(b)
+    ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), a.shape[1])
+    starts = [0, *ends[:-1]]
+    with np.errstate(invalid="ignore"):
+        return np.stack([a[:, i:j] @ b[:, i:j].T for i, j in zip(starts, ends, strict=True)])
+
+
+def check_wgrad(a, b, sizes, window=128, implementation="xla", dtype=jnp.float32):
+    """The product is exact, for each group."""
+    poison_memory()
+    options = {"window": window, "preferred_element_type": dtype, "implementation": implementation}
+    f = jax.jit(functools.partial(gemm_wgrad, **options))
+    y = f(a, b, jnp.asarray(sizes, jnp.int32))
+    assert_equal(y, wanted_wgrad(a, b, sizes), f"{a.shape} {b.shape} {sizes} {options}")
+
+
+def parts(window, *multiples) -> list[int]:
+    """Sizes of groups of wgrad: multiples of a window."""
+    return [window * n for n in multiples]
+
+
 GROUPS = [
     [5, 0, 3],
     [0, 0, 0],
@@ -170,6 +197,46 @@ def test_the_reference_of_groups(sizes):
     w = integers(rng, (3, 6, 64), MXFP8_E4M3)
     check(floats(rng, (11, 64)), w, sizes)
     check_fp8(integers(rng, (11, 64), MXFP8_E5M2), w, sizes)
+
+
+PARTS = [(2, 0, 1), (0, 0, 0), (0, 4, 0), (1, 1, 1), (-1, 2, 1), (1, 9, 1), (0, 0, 3)]
+
+
+@pytest.mark.parametrize("multiples", PARTS, ids=str)
+def test_the_reference_of_groups_that_are_contracted(multiples):
+    rng = np.random.default_rng(16)
+    a, b = integers(rng, (5, 512), MXFP8_E4M3), integers(rng, (6, 512), MXFP8_E5M2)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        check_wgrad(a, b, parts(128, *multiples), dtype=dtype)
+
+
+def poisoned_slots(rng, window, rows=5):
+    """Two operands (rows, 4 windows), the second window of a and what no group has not numbers."""
+    a, b = (integers(rng, (rows, 4 * window), MXFP8_E4M3, window=window) for _ in range(2))
+    every = slice(None)
+    bad = [((every, slice(3 * window, None)), 0x7F)]
+    return changed(a, [((1, window), 0x7F), *bad]), changed(b, bad)
+
+
+def test_nan_stays_in_the_group_that_is_contracted():
+    a, b = poisoned_slots(np.random.default_rng(17), 128)
+    want = wanted_wgrad(a, b, parts(128, 1, 1, 1))
+    assert np.isnan(want).sum() == 5 and np.isnan(want[1, 1]).all()
+    check_wgrad(a, b, parts(128, 1, 1, 1))
+
+
+def test_batches_of_groups_that_are_contracted():
+    rng = np.random.default_rng(18)
+    a, b = integers(rng, (2, 5, 256), MXFP8_E4M3), integers(rng, (6, 256), MXFP8_E4M3)
+    sizes = jnp.asarray([[128, 128], [0, 256]], jnp.int32)
+    f = functools.partial(gemm_wgrad, preferred_element_type=jnp.float32)
+    got = jax.vmap(f, (0, None, 0))(a, b, sizes)
+    want = [wanted_wgrad(w_of(a, i), b, np.asarray(sizes[i])) for i in range(2)]
+    assert_equal(got, np.stack(want))
+    assert f(w_of(a, 0), b, sizes[0, :0]).shape == (0, 5, 6)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    over = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    assert_equal(over(w_of(a, 0), b, sizes[0]), want[0])
 
 
 def test_float16_is_not_cut_to_bfloat16():
@@ -264,8 +331,14 @@ def test_what_is_refused():
         (lambda: gemm(x, w, preferred_element_type=int), TypeError, "must be one of bfloat16"),
         (lambda: gemm(x, w, implementation="cutedsl"), NotImplementedError, "runs on cuda"),
         (lambda: gemm_fp8(w, e2m1), TypeError, "w is MXFP4_E2M1; FP8 tensor cores take MXFP8"),
-        (lambda: gemm_fp8(w, w, window=64), ValueError, "window must be one of (128, 256), got 64"),
+        (lambda: gemm_fp8(w, w, window=64), ValueError, "one of (128, 256, 'row'), got 64"),
+        (lambda: gemm_fp8(w, w, window="row", tiles=True), ValueError, "a row has no tiles"),
         (lambda: jax.grad(lambda x: gemm(x, w).sum())(x), NotImplementedError, "no derivative"),
+        (lambda: gemm_wgrad(w, e2m1, sizes), TypeError, "gemm_wgrad: b is MXFP4_E2M1"),
+        (lambda: gemm_wgrad(w, w, sizes, window=32), ValueError, "must be one of (128, 256)"),
+        (lambda: gemm_wgrad(w, w3, sizes), ValueError, "a is (M, R), b (N, R) and the sizes int32"),
+        (lambda: gemm_wgrad(w, w, None), ValueError, "got (4, 64), (4, 64) and None None"),
+        (lambda: gemm_wgrad(w, w, sizes, implementation="cutedsl"), NotImplementedError, "on cuda"),
     ]:
         if jax.devices()[0].platform == "cpu" or "cutedsl" not in sentence:
             assert_refused(call, error, sentence)
@@ -274,10 +347,14 @@ def test_what_is_refused():
 def test_where_there_are_kernels():
     assert supported("sm_90", (MXFP8_E4M3,)) == ""
     assert supported("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=256, tiles=True) == ""
+    assert supported("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=ROW) == ""
     assert "no cutedsl kernel for sm_80, only for sm_90" in supported("sm_80", (MXFP4_E2M1,))
     assert "flydsl has no kernel" in supported("gfx950", (MXFP4_E2M1,))
     assert "no kernels on cpu" in supported("cpu", (MXFP4_E2M1,))
     assert "windows of 64" in supported("sm_90", (MXFP8_E4M3,) * 2, window=64)
+    eights = (MXFP8_E5M2, MXFP8_E4M3)
+    assert supported("sm_90", eights, window=256, wgrad=True) == ""
+    assert "wgrad_fp8: no cutedsl kernel" in supported("sm_100", eights, window=128, wgrad=True)
     assert len({product.name for product in PRODUCTS}) == len(PRODUCTS)
 
 
@@ -309,14 +386,16 @@ def test_the_call_of_a_kernel(monkeypatch):
     q = integers(rng, (9, 64), MXFP8_E5M2)
     text = line(gemm_fp8, q, integers(rng, (7, 64), MXFP8_E4M3))
     assert "absent = dense<4>" in text and found[-1] == "bfloat16"
+    text = line(gemm_wgrad, q, integers(rng, (7, 64), MXFP8_E4M3), sizes)
+    assert "-> tensor<2x9x7xbf16>" in text and "absent" not in text
 
 
 def test_every_product_has_its_launch_rule():
     """Of each dtype of y: entries as the handler takes them, one for any addresses at the end."""
     pytest.importorskip("cutlass")
-    from jax_mx.kernels.cutedsl import matmul, matmul_fp8, products
+    from jax_mx.kernels.cutedsl import matmul, matmul_fp8, products, wgrad_fp8
 
-    modules = {"matmul": matmul, "matmul_fp8": matmul_fp8}
+    modules = {"matmul": matmul, "matmul_fp8": matmul_fp8, "wgrad_fp8": wgrad_fp8}
     for product in PRODUCTS:
         entries = modules[product.op].entries(product, "sm_90a")
         usage = {
@@ -416,6 +495,48 @@ def test_kernels_of_windows_are_exact(variant):
     for sizes in GROUPS:
         check_fp8(*operands((11, 512), (3, 132, 512)), sizes, **how)
     check_fp8(*operands((1100, 320), (7, 200, 320)), [0, 300, 1, 0, 63, 700, 5], **how)
+    check_fp8(*operands((3, 600, 320), (3, 1000, 320)), **how)  # tiles enough for many turns
+    check_fp8(*operands((4000, 256), (3000, 256)), dtype=jnp.bfloat16, **how)
+
+
+@kernels
+@of("wgrad_fp8")
+def test_kernels_of_groups_that_are_contracted_are_exact(variant):
+    rng = np.random.default_rng(19)
+    window = variant.window
+    how = {"window": window, "implementation": "cutedsl"}
+
+    def operands(m, n, r):
+        pair = zip((m, n), variant.formats, strict=True)
+        return [integers(rng, (rows, r), f, window=window) for rows, f in pair]
+
+    for multiples in PARTS:
+        check_wgrad(*operands(11, 132, 4 * window), parts(window, *multiples), **how)
+    # R that 512 divides and not, rows and columns off every tile and on them.
+    for m, n, r in [(1, 1, 2), (129, 256, 15), (256, 264, 16), (300, 520, 9), (64, 1000, 24)]:
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+            sizes = parts(window, 0, 3, 1, 0, 0, 4, 5, 1)
+            check_wgrad(*operands(m, n, r * window), sizes, dtype=dtype, **how)
+    check_wgrad(*operands(130, 257, 96), [96], **how)
+    check_wgrad(*operands(130, 257, 2 * window + 32), parts(window, 1, 2, 1), **how)
+    cuts = np.sort(rng.integers(0, 40, 70))
+    sizes = parts(window, *np.diff(cuts, prepend=0))
+    check_wgrad(*operands(140, 300, 40 * window), sizes, **how)
+    check_wgrad(*poisoned_slots(rng, window, 300), parts(window, 1, 1, 1), **how)
+
+
+@kernels
+def test_sizes_of_contracted_groups_that_no_window_divides_do_no_harm():
+    """They give other sums; every element is written, and nothing else."""
+    rng = np.random.default_rng(20)
+    a, b = (integers(rng, (140, 1024 + 96), MXFP8_E4M3, window=256) for _ in range(2))
+    for window in (128, 256):
+        for r in (1024, 1024 + 96):
+            f = functools.partial(gemm_wgrad, window=window, implementation="cutedsl")
+            for sizes in ([1, 700, 0, 2000], [100, 100, 100, 724], [2**31 - 1, 5, -7, 2**31 - 1]):
+                poison_memory()
+                y = jax.jit(f)(a[:, :r], b[:, :r], jnp.asarray(sizes, jnp.int32))
+                assert np.isfinite(np.asarray(y, np.float32)).all(), (window, r, sizes)
 
 
 @kernels
@@ -511,3 +632,132 @@ def test_random_floats_are_within_the_bound(format):
     a, b = float64(x), float64(w)
     bound = EPS * k * (np.abs(a) @ np.abs(b).T)
     assert (np.abs(np.asarray(y, np.float64) - a @ b.T) <= bound).all()
+
+
+# ---- many launches, large arrays ---
+def constant(shape, byte=0x38, format=MXFP8_E4M3, scale=127) -> jax_mx.MXArray:
+    """All codes alike (of e4m3 ones), all scales alike; made on the device."""
+    values = jax.lax.bitcast_convert_type(jnp.full(shape, byte, jnp.uint8), format.storage)
+    scales = jnp.full((*shape[:-1], shape[-1] // BLOCK), scale, jnp.uint8)
+    scales = jax.lax.bitcast_convert_type(scales, SCALE_DTYPE)
+    return jax_mx.MXArray(values, scales, format, -1, ROW_MAJOR)
+
+
+def power(exponents) -> jax.Array:
+    """2^exponents, exactly."""
+    return jax.lax.bitcast_convert_type((127 + exponents.astype(jnp.int32)) << 23, jnp.float32)
+
+
+def scaled(q: jax_mx.MXArray, exponents) -> jax_mx.MXArray:
+    """An array of constants, times 2^exponents of each block."""
+    scales = jnp.broadcast_to(127 + jnp.asarray(exponents), q.scales.shape).astype(jnp.uint8)
+    scales = jax.lax.bitcast_convert_type(scales, SCALE_DTYPE)
+    return jax_mx.MXArray(q.values, scales, q.format, -1, ROW_MAJOR)
+
+
+def random_sizes(key, groups, total, step=1):
+    """Sizes of groups that add up to about `total`, less or more; many are empty."""
+    cuts, empty = jax.random.split(key)
+    ends = jnp.sort(jax.random.randint(cuts, (groups,), 0, total // step * 9 // 8))
+    ends = jnp.where(jax.random.bernoulli(empty, 0.3, (groups,)), 0, ends)
+    ends = jax.lax.cummax(ends) * step
+    return jnp.diff(ends, prepend=0).astype(jnp.int32)
+
+
+def of_rows(product, rows):
+    """A product of ones and matrices of 2^group, and what it is for sizes of groups."""
+    groups, n, k = 9, 136, 256
+    w = scaled(constant((groups, n, k)), jnp.arange(groups)[:, None, None])
+
+    def both(sizes):
+        ends = jnp.cumsum(sizes)
+        group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
+        want = jnp.where(group < groups, k * power(group), 0)
+        return product(w, sizes), jnp.broadcast_to(want[:, None], (rows, n))
+
+    return both, functools.partial(random_sizes, groups=groups, total=rows)
+
+
+def of_slots(window):
+    """A wgrad of ones and 2^(number of the window, modulo 5), and what it is."""
+    m, n, r = 140, 264, 20 * window
+    blocks = jnp.arange(r // BLOCK) * BLOCK // window % 5
+    a, b = constant((m, r)), scaled(constant((n, r)), blocks)
+    f = functools.partial(gemm_wgrad, window=window, implementation="cutedsl")
+
+    def both(sizes):
+        before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(power(jnp.arange(r) // window % 5))])
+        ends = jnp.minimum(jnp.cumsum(sizes), r)
+        want = before[ends] - before[jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])]
+        y = f(a, b, sizes, preferred_element_type=jnp.float32)
+        return y, jnp.broadcast_to(want[:, None, None], y.shape)
+
+    return both, functools.partial(random_sizes, groups=11, total=r, step=window)
+
+
+def launches(name):
+    if name == "wgrad":
+        return of_slots(128)
+    rows = {"few rows": 40, "rows": 700, "fp8": 700, "fp8 rows": 700}[name]
+    options = {"preferred_element_type": jnp.float32, "implementation": "cutedsl"}
+    if name.startswith("fp8"):
+        x = constant((rows, 256))
+        options["window"] = ROW if "rows" in name else 256
+        return of_rows(lambda w, sizes: gemm_fp8(x, w, sizes, **options), rows)
+    x = jnp.ones((rows, 256), jnp.bfloat16)
+    return of_rows(lambda w, sizes: gemm(x, w, sizes, **options), rows)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["few rows", "rows", "fp8", "fp8 rows", "wgrad"])
+def test_many_launches_of_random_sizes(name, request):
+    """10^5 of them, or 10^3: none hangs, every element of every result is right."""
+    both, sizes_of = launches(name)
+    count = 20_000 if request.config.getoption("--thorough") else 200
+
+    def once(i, bad):
+        got, want = both(sizes_of(jax.random.fold_in(jax.random.key(len(name)), i)))
+        return bad + jnp.any(got != want)
+
+    run = jax.jit(lambda: jax.lax.fori_loop(0, count, once, jnp.int32(0)))
+    assert run() == 0
+
+
+@kernels
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["y", "x", "w", "gradient"])
+def test_two_to_the_31(name):
+    """Arrays of more than 2^31 elements: their last ones are where they belong."""
+    one = functools.partial(gemm_fp8, preferred_element_type=jnp.float32, implementation="cutedsl")
+    if name == "gradient":
+        groups, m, n = 40, 8192, 8192
+        a, b = constant((m, groups * 128)), constant((n, groups * 128))
+        b = scaled(b, jnp.arange(groups).repeat(4))
+        sizes = jnp.full((groups,), 128, jnp.int32)
+        y = jax.jit(functools.partial(gemm_wgrad, implementation="cutedsl"))(a, b, sizes)
+        assert y.size > 2**31
+        assert (y == 128 * power(jnp.arange(groups))[:, None, None]).all()
+        return
+    shapes = {"y": (70_000, 32_768, 128), "x": (550_000, 64, 4096), "w": (600, 2048, 4096)}
+    rows, n, k = shapes[name]
+    if name == "w":
+        groups = 300
+        w = scaled(constant((groups, n, k)), (jnp.arange(groups) % 100)[:, None, None])
+        sizes = jnp.zeros(groups, jnp.int32).at[jnp.array([0, 250, 299])].set(200)
+        for x in (constant((rows, k)), jnp.ones((rows, k), jnp.bfloat16)):
+            options = {"preferred_element_type": jnp.float32, "implementation": "cutedsl"}
+            y = jax.jit(functools.partial(gemm if x.dtype == jnp.bfloat16 else one, **options))(
+                x, w, sizes
+            )
+            assert (y == k * power(jnp.repeat(jnp.array([0, 50, 99]), 200))[:, None]).all()
+        return
+    w = scaled(constant((n, k)), (jnp.arange(n) % 3)[:, None])
+    exponents = jnp.arange(rows) % 7
+    want = k * power(exponents[:, None] + jnp.arange(n) % 3)
+    for x, product in (
+        (scaled(constant((rows, k)), exponents[:, None]), gemm_fp8),
+        (jnp.broadcast_to(power(exponents)[:, None], (rows, k)).astype(jnp.bfloat16), gemm),
+    ):
+        y = jax.jit(functools.partial(product, implementation="cutedsl"))(x, w)
+        assert max(y.size, rows * k) > 2**31
+        assert (y == want).all()

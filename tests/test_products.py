@@ -526,7 +526,8 @@ PLAIN = (((1,), (1,)), ((), ()))
         (Recipe(window=256), 512, {}, "cutedsl"),
         (Recipe(window=128, weight_window=(128, 128)), 512, {}, "cutedsl"),
         (Recipe(window=256), 512, {"partitioned": True}, "dequantize"),
-        (Recipe(window="row"), 512, {}, "fp8"),
+        (Recipe(window="row"), 512, {}, "cutedsl"),
+        (Recipe(window="row"), 512, {"partitioned": True}, "fp8"),
         (MXFP8, 512, {}, "dequantize"),
         (None, 16, {}, "cutedsl"),
         (None, 512, {}, "dequantize"),
@@ -548,6 +549,7 @@ def test_the_rule_on_hopper(recipe, rows, options, name):
          Recipe(window=128, weight_window=(128, 128))),
         (((3, 5, 256), (3, 40, 256)), (((2,), (2,)), ((0,), (0,))), Recipe(window=256)),
         (((2, 5, 256), (40, 256)), (((2,), (1,)), ((), ())), Recipe(window=128)),
+        (((2, 5, 256), (40, 256)), (((2,), (1,)), ((), ())), Recipe(window="row")),
         (((2, 5, 256), (40, 256)), (((2,), (1,)), ((), ())), None),
     ],
 )  # fmt: skip

@@ -8,13 +8,19 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import arch_here
 from helpers import TILES, bytes_of, fitting, in_tiles, op_of, random_bits
 
-from jax_mx.facts.formats import MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3
+import jax_mx
+from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3, SCALE_DTYPE
+from jax_mx.facts.layouts import ROW_MAJOR
+from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.variants import VARIANTS, layouts_of, value_layouts_of
+from jax_mx.facts.windows import ROW
+from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
 
 TOOLS = {
     "memcheck": ("--leak-check", "no"),
@@ -35,6 +41,8 @@ SAMPLE = [
         *[("bfloat16", MXFP6_E2M3)] * (i % 4 == 0),
     )
 ] + [v for v in CUTEDSL if v.changes_elements and v.dtype == "bfloat16"]
+# Every kernel of products, with E4M3 and with MXFP4.
+PRODUCTS_SAMPLE = [p for p in PRODUCTS if {*p.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})]
 SHAPES = {  # by how a form begins: tails of every tile; rows that 16 bytes do not divide
     "last": ((2, 160, 288), (1, 65, 96)),
     "second": ((2, 160, 288), (1, 96, 65), (2, 64, 521)),
@@ -60,7 +68,7 @@ def test_sanitizer_is_silent(tool, record_property):
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "ran " in done.stdout
-    for variant in SAMPLE:
+    for variant in (*SAMPLE, *PRODUCTS_SAMPLE):
         device = jax.devices()[0].device_kind
         record_property("executed", (variant.name, arch_here(), f"{device}, {tool}"))
 
@@ -83,7 +91,41 @@ def main() -> None:
                 for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                     assert (bytes_of(a) == bytes_of(b)).all(), (variant.name, layout, shape)
                 ran += 1
+    for product in PRODUCTS_SAMPLE:
+        run_product(product)
     print("ran", ran)
+
+
+def run_product(product) -> None:
+    """Several tiles, groups that are empty or end within a tile, all tails."""
+    groups, n, k = 3, 264, 1120
+    windows = BLOCK if product.window == ROW else product.window
+    rng = np.random.default_rng(0)
+
+    def codes(*shape):
+        scales = np.full((*shape[:-1], shape[-1] // BLOCK), 127, np.uint8)
+        (format,) = {*product.formats}
+        values = rng.integers(-2, 3, shape).astype(format.storage)
+        if format == MXFP4_E2M1:
+            values = rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)
+        return jax_mx.MXArray(values, scales.view(SCALE_DTYPE), format, -1, ROW_MAJOR)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        if product.op == "wgrad_fp8":
+            sizes = np.array([2 * windows, 0, windows], np.int32)
+            args, op = (codes(140, k), codes(n, k), sizes), gemm_wgrad
+        elif product.op == "matmul_fp8":
+            args = codes(300, k), codes(groups, n, k), np.array([140, 0, 150], np.int32)
+            op = partial(gemm_fp8, tiles=product.tiles)
+        else:
+            x = rng.integers(-2, 3, (product.rows * 2, k)).astype(jnp.bfloat16)
+            sizes = np.array([product.rows + 3, 0, 9], np.int32)
+            args, op = (x, codes(groups, n, k), sizes), gemm
+        if product.op != "matmul":
+            op = partial(op, window=product.window)
+        want = np.asarray(jax.jit(partial(op, implementation="xla"))(*args))
+    got = np.asarray(jax.jit(partial(op, implementation="cutedsl"))(*args))
+    assert (got == want).all(), product.name
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
 group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
+Of "wgrad_fp8" groups have parts of K instead: y (G, T, N) is for each x (T, K) @ W (N, K)^T over
+its part of K.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from jax_mx.facts.formats import (
     Format,
 )
 from jax_mx.facts.variants import VARIANTS, Variant
+from jax_mx.facts.windows import ROW, suffix_of
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
@@ -30,11 +33,12 @@ class Product:
     """One kernel's source-level choices.
 
     Attributes:
-      op: "matmul", of floats x and codes W, or "matmul_fp8", of codes and codes.
+      op: "matmul", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and codes.
       implementation: "cutedsl".
       formats: of the quantized operands, x's before W's.
       rows: how many of x's a thread block has at a time.
-      window: how many elements along K share a scale, of both operands; matters to matmul_fp8.
+      window: how many elements along K share a scale, of both operands, where both are codes;
+        "row": all of them.
       tiles: whether `TILE` rows of W share their scales.
     """
 
@@ -42,20 +46,21 @@ class Product:
     implementation: str
     formats: tuple[Format, ...]
     rows: int
-    window: int = BLOCK
+    window: int | str = BLOCK
     tiles: bool = False
 
     @property
     def name(self) -> str:
         """The name, which the binary's file and its entry points carry too."""
         formats = "_".join(format.name for format in self.formats)
-        window = f"_w{self.window}" * (self.window > BLOCK) + f"x{TILE}" * self.tiles
+        window = suffix_of(self.window) + f"x{TILE}" * self.tiles
         return f"{self.op}_{formats}_r{self.rows}{window}"
 
 
 # The archs that have kernels of products: those with wgmma.
 PRODUCT_ARCHS = {"cutedsl": ("sm_90a",)}
 _FORMATS = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)
+_EIGHTS = tuple(itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=2))
 PRODUCTS: tuple[Product, ...] = (
     *(
         Product("matmul", "cutedsl", (format,), rows)
@@ -66,7 +71,13 @@ PRODUCTS: tuple[Product, ...] = (
         Product("matmul_fp8", "cutedsl", formats, 128, window, tiles)
         for window in (128, 256)
         for tiles in (False, True)
-        for formats in itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=2)
+        for formats in _EIGHTS
+    ),
+    *(Product("matmul_fp8", "cutedsl", formats, 128, ROW) for formats in _EIGHTS),
+    *(
+        Product("wgrad_fp8", "cutedsl", formats, 128, window)
+        for window in (128, 256)
+        for formats in _EIGHTS
     ),
 )
 

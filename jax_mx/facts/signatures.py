@@ -122,7 +122,8 @@ def _dequantize(kinds: Sequence[Kind]) -> Signature:
     )
 
 
-_GROUP_SIZES = Array("group_sizes", Role.REPLICATED, dtype="int32", optional=True)
+def _group_sizes(optional: bool) -> Array:
+    return Array("group_sizes", Role.REPLICATED, dtype="int32", optional=optional)
 
 
 def _matmul(kinds: Sequence[Kind]) -> Signature:
@@ -132,13 +133,13 @@ def _matmul(kinds: Sequence[Kind]) -> Signature:
             Array("x", Role.FLOATS),
             Array("codes", Role.CODES),
             Array("scales", Role.SCALES),
-            _GROUP_SIZES,
+            _group_sizes(optional=True),
         ),
         results=(Array("y", Role.FLOATS),),
     )
 
 
-def _matmul_fp8(kinds: Sequence[Kind]) -> Signature:
+def _matmul_fp8(kinds: Sequence[Kind], optional: bool = True) -> Signature:
     del kinds
     return Signature(
         operands=(
@@ -146,10 +147,14 @@ def _matmul_fp8(kinds: Sequence[Kind]) -> Signature:
             Array("x_scales", Role.SCALES),
             Array("codes", Role.CODES, 1),
             Array("scales", Role.SCALES, 1),
-            _GROUP_SIZES,
+            _group_sizes(optional),
         ),
         results=(Array("y", Role.FLOATS),),
     )
+
+
+def _wgrad_fp8(kinds: Sequence[Kind]) -> Signature:
+    return _matmul_fp8(kinds, optional=False)
 
 
 SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
@@ -157,6 +162,7 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "dequantize": _dequantize,
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
+    "wgrad_fp8": _wgrad_fp8,
 }
 
 
@@ -164,7 +170,7 @@ def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
     """The signature of a call of `op`.
 
     Args:
-      op: "quantize" (one or both directions), "dequantize", "matmul" or "matmul_fp8".
+      op: "quantize" (one or both directions), "dequantize", "matmul", "matmul_fp8" or "wgrad_fp8".
       kinds: the preprocessing of each direction, one each also where there is none; of products
         none.
     """

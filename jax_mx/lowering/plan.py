@@ -169,10 +169,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class ProductPlan:
-    """One call of a product: y = x @ dequantize(W)^T, per group of x's rows.
+    """One call of a product: y = x @ dequantize(W)^T, per group of x's rows, or of K.
 
     Attributes:
-      op: "matmul", x in floats, or "matmul_fp8", x in MX too.
+      op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K.
       formats: of the quantized operands, x's before W's.
       dtype: of y.
       grouped: whether the call has sizes of groups; without, all groups have as many rows.
@@ -187,7 +187,7 @@ class ProductPlan:
     dtype: np.dtype
     grouped: bool
     rows: int
-    window: int = BLOCK
+    window: int | str = BLOCK
     tiles: bool = False
     implementation: str | None = None
     # What the lowering asks of any plan:

@@ -625,6 +625,16 @@ def _product_avals(*operands, plan: ProductPlan):
     return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
 
 
+def _wgrad_avals(*operands, plan: ProductPlan):
+    """Of y (G, M, N), likewise."""
+    core.standard_vma_rule(f"mx_{plan.op}", *operands)
+    names = ("x_codes", "codes", "group_sizes")
+    x, codes, sizes = (operands[plan.signature.number(name)] for name in names)
+    sharding = x.sharding.update(spec=PartitionSpec(None, None, None))
+    shape = (sizes.shape[0], x.shape[0], codes.shape[0])
+    return [x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)]
+
+
 def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
     """Entries of the batch become groups; or more rows of x, where all have the same one matrix.
 
@@ -657,10 +667,11 @@ store.register()
 quantize_p = make_primitive("quantize", _quantize_avals, _quantize_reference)
 dequantize_p = make_primitive("dequantize", _dequantize_avals, _dequantize_reference)
 products_p = {
-    op: make_primitive(op, _product_avals, reference_fn, _batch_product)
-    for op, reference_fn in (
-        ("matmul", reference.matmul),
-        ("matmul_fp8", reference.matmul_fp8),
+    op: make_primitive(op, avals, reference_fn, _batch_product)
+    for op, avals, reference_fn in (
+        ("matmul", _product_avals, reference.matmul),
+        ("matmul_fp8", _product_avals, reference.matmul_fp8),
+        ("wgrad_fp8", _wgrad_avals, reference.wgrad_fp8),
     )
 }
 

@@ -165,7 +165,7 @@ def _product_for(plan: ProductPlan, dsl: str) -> tuple[Product | None, str]:
     if wanted in PRODUCTS:
         return wanted, ""
     names = " and ".join(format.name for format in plan.formats)
-    window = f" in windows of {plan.window}" * (plan.window > BLOCK)
+    window = f" in windows of {plan.window}" * (plan.window != BLOCK)
     return None, f" for {names}{window}"
 
 

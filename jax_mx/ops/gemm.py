@@ -1,10 +1,14 @@
-"""Products that read MX operands as they lie, with kernels on Hopper: `gemm` and `gemm_fp8`.
+"""Products that read MX operands as they lie, with kernels on Hopper.
+
+`gemm` takes an MX array and floats, `gemm_fp8` two MX arrays; `gemm_wgrad` is the gradient of the
+weights of groups.
 
 They have no derivative; what has one is made of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -16,12 +20,13 @@ from jax_mx.arrays.checks import float_dtype
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.products import TILE
+from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.ops.planning import implementation_of
 
-WINDOWS = (128, 256)  # of the FP8 product
+WINDOWS = (128, 256, ROW)  # of the FP8 product
 # Up to so many rows of x in a group, kernels whose tiles have so many.
 _ROWS = (16, 64, 128, 256)
 FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))  # of x
@@ -88,7 +93,7 @@ def gemm_fp8(
     w: MXArray,
     group_sizes: jax.Array | None = None,
     *,
-    window: int = 128,
+    window: int | str = 128,
     tiles: bool = False,
     preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
@@ -104,8 +109,9 @@ def gemm_fp8(
       x: MXFP8 (..., M, K), blocks along the last axis, row-major scales; as `gemm` has it.
       w: MXFP8 (N, K) or (G, N, K), likewise.
       group_sizes: see `gemm`.
-      window: 128 or 256 consecutive elements along K have one scale, in both operands.
-      tiles: whether 128 rows of w share them, too, row 0 being the first of a tile.
+      window: 128 or 256 consecutive elements along K have one scale, in both operands; "row": all
+        have, and sums are as exact as those of 256.
+      tiles: whether 128 rows of w share them, too, row 0 being the first of a tile; not of "row".
       preferred_element_type: of the result: bfloat16, float16 or float32.
       implementation: see `gemm`; "xla" multiplies in float32.
 
@@ -116,12 +122,9 @@ def gemm_fp8(
       TypeError, ValueError, NotImplementedError: see `gemm`.
     """
     op = "gemm_fp8"
-    x, w = _matrices(op, "x", x), _matrices(op, "w", w)
-    for name, q in (("x", x), ("w", w)):
-        if q.format.bits != 8:
-            raise TypeError(f"{op}: {name} is {q.format!r}; FP8 tensor cores take MXFP8")
-    if window not in WINDOWS:
-        raise ValueError(f"{op}: window must be one of {WINDOWS}, got {window!r}")
+    x, w = _eights(op, window, WINDOWS, x=x, w=w)
+    if window == ROW and tiles:
+        raise ValueError(f"{op}: a window that is a row has no tiles; use window=128 or 256")
     _fits(op, x.shape, w, group_sizes)
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
     plan = plan_of(
@@ -145,11 +148,69 @@ def _gemm_fp8(x: MXArray, w: MXArray, sizes: jax.Array | None, plan: ProductPlan
     return primitive.product([*flat, *_arrays(w), *_sizes(sizes)], plan)
 
 
+def gemm_wgrad(
+    a: MXArray,
+    b: MXArray,
+    group_sizes: jax.Array,
+    *,
+    window: int = 128,
+    preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
+    implementation: str | None = None,
+) -> jax.Array:
+    """For each group dequantize(a) @ dequantize(b)^T over its part of R, on FP8 tensor cores.
+
+    It is what jax.lax.ragged_dot_general computes where its ragged dimension is contracted: of a
+    layer of experts the weights' gradient, R being the tokens, which both operands have last
+    (`quantize_both`'s second result, transposed). Each group begins at a multiple of the window and
+    has a multiple of it: rows of zeros fill it up. The caller vouches for that, as for the windows;
+    sizes that are no multiples give other sums.
+
+    Args:
+      a: MXFP8 (M, R), blocks along the last axis, row-major scales.
+      b: MXFP8 (N, R), likewise.
+      group_sizes: int32 (G,), how many elements of R each group has. What is behind the last
+        group's is not read; of more than R has, those that are beyond do not count, and negative
+        sizes are 0.
+      window: 128 or 256 consecutive elements along R have one scale, in both operands.
+      preferred_element_type: see `gemm_fp8`.
+      implementation: see `gemm_fp8`.
+
+    Returns:
+      (G, M, N). An empty group's are zeros; a NaN of a group is in its own results alone.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `gemm`.
+    """
+    op = "gemm_wgrad"
+    a, b = _eights(op, window, WINDOWS[:2], a=a, b=b)
+    found = getattr(group_sizes, "shape", None), getattr(group_sizes, "dtype", None)
+    if not (a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]) or (
+        found[0] is None or len(found[0]) != 1 or found[1] != jnp.int32
+    ):
+        raise ValueError(
+            f"{op}: a is (M, R), b (N, R) and the sizes int32 (G,); got {a.shape}, {b.shape} and "
+            f"{found[1]} {found[0]}"
+        )
+    result = float_dtype(op, "preferred_element_type", preferred_element_type)
+    plan = wgrad_plan_of(
+        (a.format, b.format), result, window, implementation_of(op, implementation)
+    )
+    shape = (*found[0], a.shape[0], b.shape[0])
+    if 0 in (*shape, a.shape[1]):
+        return jnp.zeros(shape, result)
+    return _gemm_wgrad(a, b, group_sizes, plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _gemm_wgrad(a: MXArray, b: MXArray, sizes: jax.Array, plan: ProductPlan) -> jax.Array:
+    return primitive.product([a.values, a.scales, b.values, b.scales, sizes], plan)
+
+
 def plan_of(
     formats: tuple[Format, ...],
     dtype: np.dtype,
     rows: float,
-    window: int = BLOCK,
+    window: int | str = BLOCK,
     tiles: bool = False,
     grouped: bool = False,
     implementation: str | None = None,
@@ -160,14 +221,26 @@ def plan_of(
     return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation)
 
 
+def wgrad_plan_of(
+    formats: tuple[Format, ...],
+    dtype: np.dtype,
+    window: int | str,
+    implementation: str | None = None,
+) -> ProductPlan:
+    """The plan of `gemm_wgrad`."""
+    plan = plan_of(formats, dtype, TILE, window, grouped=True, implementation=implementation)
+    return dataclasses.replace(plan, op="wgrad_fp8")
+
+
 def supported(
     device: jax.Device | str,
     formats: tuple[Format, ...],
     *,
     rows: int = _ROWS[-1],
-    window: int = BLOCK,
+    window: int | str = BLOCK,
     tiles: bool = False,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    wgrad: bool = False,
 ) -> str:
     """Why no kernel serves a product on a device; empty where one does.
 
@@ -178,8 +251,12 @@ def supported(
       window: see `gemm_fp8`; so are `tiles` and dtype.
       tiles: of w.
       dtype: of the result.
+      wgrad: whether it is `gemm_wgrad`, whose formats are (a's, b's).
     """
-    plan = plan_of(formats, jnp.dtype(dtype), rows, window, tiles)
+    result = jnp.dtype(dtype)
+    plan = plan_of(formats, result, rows, window, tiles)
+    if wgrad:
+        plan = wgrad_plan_of(formats, result, window)
     chips = [device] if isinstance(device, str) else primitive.chips_beside(device)
     support = registry.candidates(plan, primitive.platform_of(chips[0]), chips)[0]
     if support.implementation == "xla":
@@ -203,6 +280,19 @@ def _matrices(op: str, name: str, q: MXArray) -> MXArray:
             f"{q.value_layout.name!r}; the product reads both in 'row_major'"
         )
     return q
+
+
+def _eights(
+    op: str, window: int | str, windows: tuple[int | str, ...], **operands: MXArray
+) -> list[MXArray]:
+    """Two operands, by their names, that FP8 tensor cores take in one of the windows."""
+    found = [_matrices(op, name, q) for name, q in operands.items()]
+    for name, q in zip(operands, found, strict=True):
+        if q.format.bits != 8:
+            raise TypeError(f"{op}: {name} is {q.format!r}; FP8 tensor cores take MXFP8")
+    if window not in windows:
+        raise ValueError(f"{op}: window must be one of {windows}, got {window!r}")
+    return found
 
 
 def _fits(op: str, shape: tuple[int, ...], w: MXArray, group_sizes) -> None:

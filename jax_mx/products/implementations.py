@@ -207,10 +207,10 @@ def always(call: Any, platform: str, chips: Sequence[str]) -> bool:
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
     row.name: row
     for row in (
-        Implementation("fp8", "any", _fp8_support, _fp8, _has_fp8, error=FP8_ERROR),
         Implementation(
             "cutedsl", "cuda", kernels.support, kernels.run, kernels.preferred, error=FP8_ERROR
         ),
+        Implementation("fp8", "any", _fp8_support, _fp8, _has_fp8, error=FP8_ERROR),
         Implementation("scaled_dot", "any", _scaled_dot_support, _scaled_dot, _has_scaled_dot),
         Implementation("dequantize", "any", any_call("dequantize"), _dequantize, on_gpus),
         Implementation("xla", "any", any_call("xla"), _plain, always),

@@ -15,6 +15,7 @@ import jax
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.windows import ROW, TILE
 from jax_mx.lowering import registry
+from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.registry import Support
 from jax_mx.ops import gemm
 from jax_mx.ops.mxarray import MXArray
@@ -26,7 +27,7 @@ NAME = "cutedsl"
 # 21 us at 8 rows and 1295 at 16384; cuBLAS alone 17 and 1204. Estimated: dequantizing before it, as
 # many bytes at the speed of a copy, 21 us more.
 FEW_ROWS = 256
-# How many elements along K kernels add up on FP8 tensor cores before they apply scales.
+# How many elements along K FP8 tensor cores add up before scales are applied, by the window.
 _SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}
 
 
@@ -48,11 +49,16 @@ def support(call: Call, chips: Sequence[str]) -> Support:
         plan = gemm.plan_of((w.format,), dot.dtype, _rows(call))
     else:
         return refused(NAME, call, f"takes bfloat16 and float16, no {x.dtype}")
+    return support_of(call.op, plan, chips)
+
+
+def support_of(op: str, plan: ProductPlan, chips: Sequence[str]) -> Support:
+    """Whether there is a kernel for a plan, in the words of an op that has other ways."""
     found = registry.IMPLEMENTATIONS[NAME].support(plan, chips)
     if not found:
         _, _, why = found.reason.partition(": ")
         why = why.replace("'xla'", "'dequantize'")
-        return Support(NAME, reason=f"{call.op}: {why}")
+        return Support(NAME, reason=f"{op}: {why}")
     return Support(NAME, found.kernels)
 
 
@@ -126,6 +132,8 @@ def have_windows(x: MXArray, w: MXArray) -> bool:
 
 def windows_of(x: Any, w: Any) -> dict[str, Any]:
     """What `gemm_fp8` has to know of two operands that `have_windows`."""
+    if x.window == w.window == ROW:
+        return {"window": ROW}
     return {"window": min(_SUMS[x.window], _SUMS[w.window]), "tiles": w.window == TILE}
 
 

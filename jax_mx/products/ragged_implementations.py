@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering import registry
+from jax_mx.facts.windows import ROW
 from jax_mx.lowering.registry import Support
 from jax_mx.ops import gemm
 from jax_mx.ops.groups import Groups, take_rows
@@ -42,12 +42,16 @@ def _cutedsl_support(call: RaggedCall, chips: Sequence[str]) -> Support:
     name, ragged, w = kernels.NAME, call.ragged, call.rhs
     if call.partitioned:
         return refused(name, call, "is not split among devices by XLA; use jax.shard_map")
-    if ragged.sums:
-        return refused(name, call, "does not sum over groups")
-    if not _along(w, ragged.axes[1]) or (len(w.block) == 1 and ragged.axes[1] == -2):
-        return refused(name, call, "wants an MXArray on the right, in blocks along the last axis")
     if 0 in (*call.lhs.shape, *w.shape):
         return refused(name, call, "takes arrays with elements")
+    if ragged.sums:
+        if why := _no_sums(call):
+            return refused(name, call, why)
+        formats = call.lhs.format, w.format
+        window = kernels.windows_of(call.lhs, w)["window"]
+        return kernels.support_of(call.op, gemm.wgrad_plan_of(formats, ragged.dtype, window), chips)
+    if not _along(w, ragged.axes[1]) or (len(w.block) == 1 and ragged.axes[1] == -2):
+        return refused(name, call, "wants an MXArray on the right, in blocks along the last axis")
     if not isinstance(call.lhs, MXArray) and call.lhs.dtype not in gemm.FLOATS:
         return refused(name, call, f"takes bfloat16 and float16, no {call.lhs.dtype}")
     plan = gemm.plan_of(
@@ -57,12 +61,17 @@ def _cutedsl_support(call: RaggedCall, chips: Sequence[str]) -> Support:
         **(kernels.windows_of(call.lhs, w) if _on_fp8(call) else {}),
         grouped=True,
     )
-    found = registry.IMPLEMENTATIONS[name].support(plan, chips)
-    if not found:
-        _, _, why = found.reason.partition(": ")
-        why = why.replace("'xla'", "'dequantize'")
-        return Support(name, reason=f"{call.op}: {why}")
-    return Support(name, found.kernels)
+    return kernels.support_of(call.op, plan, chips)
+
+
+def _no_sums(call: RaggedCall) -> str:
+    """Why no kernel sums over groups; empty where one does."""
+    if not _on_fp8(call) or len(call.rhs.block) == 2 or call.ragged.axes != (-1, -1):
+        return "sums over groups of MXFP8 in windows along the last axis: window=128 or 256"
+    window = kernels.windows_of(call.lhs, call.rhs)["window"]
+    if window == ROW or call.ragged.align % window:
+        return f"wants groups that begin at multiples of the window of {window}"
+    return ""
 
 
 def _on_fp8(call: Any) -> bool:
@@ -70,6 +79,7 @@ def _on_fp8(call: Any) -> bool:
     x, w = call.lhs, call.rhs
     return (
         _along(x, call.ragged.axes[0])
+        and _along(w, call.ragged.axes[1])
         and len(x.block) == 1
         and {x.format.bits, w.format.bits} == {8}
         and kernels.have_windows(x, w)
@@ -81,13 +91,15 @@ def _cutedsl(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> ja
     options: dict[str, Any] = {"preferred_element_type": ragged.dtype}
     options["implementation"] = kernels.NAME
     call = RaggedCall(ragged, lhs, rhs, sizes.shape[0])
-    if _on_fp8(call):
-        options |= kernels.windows_of(lhs, rhs)
+    windows = kernels.windows_of(lhs, rhs) if _on_fp8(call) else {}
+    if ragged.sums:
+        assert isinstance(lhs, MXArray)
+        return gemm.gemm_wgrad(lhs, rhs, sizes, window=windows["window"], **options)
     if len(rhs.block) == 2:
         rhs = (rhs if ragged.axes[1] == -1 else rhs.mT).expand(-1)
-    if _on_fp8(call):
+    if windows:
         assert isinstance(lhs, MXArray)
-        return gemm.gemm_fp8(lhs, rhs, sizes, **options)
+        return gemm.gemm_fp8(lhs, rhs, sizes, **windows, **options)
     return gemm.gemm(_floats(lhs, ragged.axes[0] == -2), rhs, sizes, **options)
 
 

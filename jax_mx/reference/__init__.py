@@ -51,3 +51,6 @@ from jax_mx.reference.products import (
 from jax_mx.reference.products import (
     matmul_fp8 as matmul_fp8,
 )
+from jax_mx.reference.products import (
+    wgrad_fp8 as wgrad_fp8,
+)

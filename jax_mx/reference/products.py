@@ -24,6 +24,22 @@ def matmul_fp8(x_codes, x_scales, codes, scales, *sizes, plan: Any) -> list:
     return [_product(x, _floats(codes, scales, plan.formats[-1]), *sizes).astype(plan.dtype)]
 
 
+def wgrad_fp8(x_codes, x_scales, codes, scales, sizes, *, plan: Any) -> list:
+    """y (G, M, N): for each group x (M, K) @ W (N, K)^T over its part of K."""
+    x = _floats(x_codes, x_scales, plan.formats[0])
+    w = _floats(codes, scales, plan.formats[-1])
+    counts = jnp.maximum(sizes, 0)
+    slot = jnp.arange(x.shape[1])
+
+    def one(group):
+        # Zeros in place of other groups' elements: no sum may meet their NaN.
+        end, count = group
+        own = (slot < end) & (slot >= end - count)
+        return _dot("mk,nk->mn", jnp.where(own, x, 0), jnp.where(own, w, 0))
+
+    return [jax.lax.map(one, (jnp.cumsum(counts), counts)).astype(plan.dtype)]
+
+
 def _floats(codes: jax.Array, scales: jax.Array, format) -> jax.Array:
     """What row-major codes and scales stand for, float32."""
     blocks = codes.reshape(*scales.shape, BLOCK // format.codes_per_byte)

@@ -22,9 +22,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
-from jax_mx.facts.launch import Extent, Factor
+from jax_mx.facts.launch import Factor
 from jax_mx.facts.products import RESULTS, Product
 from jax_mx.facts.signatures import Array
+from jax_mx.facts.windows import ROW
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.products import (
     FLOAT32,
@@ -80,12 +81,15 @@ class Windows(ProductEntry):
     columns = 256
     threads = 384
     elements_per_thread = 128
+    rank = 3  # of W
+    arrivals = 4  # that fill a stage: the copies, and three warps' scales
+    by_row = False
 
     def __init__(self, product: Product, arch: str, vectors: bool, tile: Stages | None = None):
         super().__init__(product, arch)
         self.vectors, self.tiles, self.rows = vectors, product.tiles, product.rows
         self.stages = (tile or Stages(**self.tuned("Windows"))).stages
-        self.span = product.window // LINE  # stages of a window
+        self.span = self.promoted // LINE  # stages of a window
         self.types = [
             cutlass.Float8E4M3FN if format == MXFP8_E4M3 else cutlass.Float8E5M2
             for format in product.formats
@@ -96,13 +100,23 @@ class Windows(ProductEntry):
         self.w_at = HEAD + self.stages * self.x_bytes
         self.scales_at = self.w_at + self.stages * self.w_bytes
         self.floats = self.rows + self.columns // 128 * 4 * PITCH  # of a stage's scales
-        self.shared = self.scales_at + self.stages * self.floats * 4
+        self.shared = self.scales_at + self.copies * self.floats * 4
         self.maps = (
             self.matrix_map("x_codes", "uint8", 1, (LINE, self.rows), 128),
-            self.matrix_map("codes", "uint8", 1, (LINE, self.columns, 1), 128),
+            self.matrix_map("codes", "uint8", 1, (LINE, self.columns, 1)[: self.rank], 128),
         )
         if vectors:
-            self.divide = (Factor(Extent(self.signature.number("scales"), 2), 4 * PER_LINE),)
+            self.divide = (Factor(self.extents[-1], 4 * PER_LINE),)
+
+    @property
+    def promoted(self) -> int:
+        """How many elements along K are added up on the tensor cores."""
+        return self.product.window
+
+    @property
+    def copies(self) -> int:
+        """How often shared memory has room for scales."""
+        return self.stages
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """TMA wants 16 bytes; y is written in pieces of 16, or of 8 in float32."""
@@ -125,7 +139,10 @@ class Windows(ProductEntry):
         stride = cute.assume(Int64(line), 32)
         slab = cute.assume(Int64(line) * width, 32)
         mX = cute.make_tensor(x, cute.make_layout((t, wide), stride=(stride, 1)))
-        mW = cute.make_tensor(w, cute.make_layout((width, line, groups), stride=(stride, 1, slab)))
+        matrices = groups if const_expr(self.rank == 3) else 1
+        mW = cute.make_tensor(
+            w, cute.make_layout((width, line, matrices), stride=(stride, 1, slab))
+        )
         tile_x, tile_w = (
             cute.make_composed_layout(
                 cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, LINE), stride=(LINE, 1))
@@ -158,8 +175,9 @@ class Windows(ProductEntry):
         sW = self.operand(base, self.w_at, self.types[1], self.columns)
         if tid == 0:
             for i in range_constexpr(stages):
-                cute.arch.mbarrier_init(full + i, 4)
+                cute.arch.mbarrier_init(full + i, self.arrivals)
                 cute.arch.mbarrier_init(empty + i, 8)
+            self.prepare(base, empty + stages)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -167,8 +185,9 @@ class Windows(ProductEntry):
         windows = (blocks * BLOCK + LINE * self.span - 1) // (LINE * self.span)
         total = windows * self.span  # stages
         index = bid
-        at = self.start(sizes, t, groups)
-        at = self.seek(index, at, sizes, t, groups, down)
+        down, length = self.walk(down, t, wide)
+        at = self.start(sizes, length, groups)
+        at = self.seek(index, at, sizes, length, groups, down)
         slot = Int32(0)
         phase = Int32(0)
         if warp >= 8:
@@ -176,12 +195,13 @@ class Windows(ProductEntry):
             if warp == 8:
                 one = cute.make_layout(1)
                 while at[0] < groups:
-                    row, end, n0 = self.place(index, at, down)
+                    row, end, n0 = self.place(index, at, down, t, width)
+                    begin, count = self.stretch(at, total)
                     gX = cute.local_tile(
                         cute.domain_offset((row, 0), mX), (self.rows, LINE), (0, None)
                     )
                     gW = cute.local_tile(
-                        cute.domain_offset((n0, 0), mW[None, None, at[0]]),
+                        cute.domain_offset((n0, 0), mW[None, None, self.matrix(at)]),
                         (self.columns, LINE), (0, None),
                     )  # fmt: skip
                     tsX, tgX = cpasync.tma_partition(
@@ -190,7 +210,8 @@ class Windows(ProductEntry):
                     tsW, tgW = cpasync.tma_partition(
                         aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
                     )
-                    for i in cutlass.range(total, unroll=1):
+                    for step in cutlass.range(count, unroll=1):
+                        i = begin + step
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.stage_bytes)
@@ -198,16 +219,17 @@ class Windows(ProductEntry):
                         cute.copy(aw, tgW[None, i], tsW[None, slot], tma_bar_ptr=full + slot)
                         slot, phase = self.next(slot, phase)
                     index += grid
-                    at = self.seek(index, at, sizes, t, groups, down)
+                    at = self.seek(index, at, sizes, length, groups, down)
             else:
                 while at[0] < groups:
-                    row, end, n0 = self.place(index, at, down)
+                    row, end, n0 = self.place(index, at, down, t, width)
+                    begin, count = self.stretch(at, total)
                     slot, phase = self.bring(
-                        sx, sw, base, full, empty, slot, phase, warp - 9, lane, row, n0, at[0],
-                        t, width, blocks, total,
+                        sx, sw, base, full, empty, slot, phase, warp - 9, lane, row, n0,
+                        self.matrix(at), t, width, blocks, begin, count,
                     )  # fmt: skip
                     index += grid
-                    at = self.seek(index, at, sizes, t, groups, down)
+                    at = self.seek(index, at, sizes, length, groups, down)
         else:
             cute.arch.setmaxregister_increase(232)
             mine = warp // 4  # which 128 columns
@@ -245,7 +267,7 @@ class Windows(ProductEntry):
             exists = at[0] < groups
             while exists:
                 sums.fill(0.0)
-                for _ in cutlass.range(windows, unroll=1):
+                for _ in cutlass.range(self.windows_of(kept, windows), unroll=1):
                     shift = slot * (self.floats * 4)
                     slots = [slot + u for u in range(self.span)]  # span divides stages
                     for h in range_constexpr(self.halves):
@@ -263,32 +285,93 @@ class Windows(ProductEntry):
                                     part,
                                 )
                         warpgroup.commit_group()
-                        for r in range_constexpr(2):
-                            to = at_x + shift + (64 * h + 8 * r) * 4
-                            left[r] = self.shared_vector(to, 1)[0]
-                        self.load_columns(at_w + shift, right, 0)
+                        if const_expr(self.by_row):
+                            left[0] = self.shared_vector(base.toint() + self.one_at, 1)[0]
+                        else:
+                            self.load_rows(at_x + shift, left, h)
+                            self.load_columns(at_w + shift, right, 0)
                         warpgroup.wait_group(0)
-                        if const_expr(h == self.halves - 1 and self.tiles):
+                        if const_expr(h == self.halves - 1 and self.early):
                             self.give_back(empty, slots)
                         for eighth in range_constexpr(8):
-                            if const_expr(eighth > 0):
+                            if const_expr(eighth > 0 and not self.by_row):
                                 self.load_columns(at_w + shift, right, eighth)
                             self.promote(sums, flat, left, right, h, eighth)
-                        if const_expr(h == self.halves - 1 and not self.tiles):
+                        if const_expr(h == self.halves - 1 and not self.early):
                             self.give_back(empty, slots)
                     slot += self.span
                     if slot == stages:
                         slot = Int32(0)
                         phase = phase ^ 1
+                if const_expr(self.by_row):
+                    number = (index - bid) // grid
+                    self.scale(sums, left, right, at_x, at_w, empty + stages, number)
                 here = self.recalled(kept)
-                row, end, n0 = self.place(index, here, down)
-                self.results(y, sums, row + my_row, end, n0 + mine * 128, q, width, result)
+                row, end, n0 = self.place(index, here, down, t, width)
+                to = self.matrix_of_y(y, here, t, width, result)
+                self.results(to, sums, row + my_row, end, n0 + mine * 128, q, width, result)
                 index += grid
-                here = self.seek(index, here, sizes, t, groups, down)
+                here = self.seek(index, here, sizes, length, groups, down)
                 self.keep(kept, here)
                 exists = here[0] < groups
-            _, _, row, _ = self.recalled(kept)
-            self.clear(y, row, t, width, result, bid, grid, tid, 256)
+            self.finish(y, kept, t, width, result, bid, grid, tid)
+
+    @property
+    def early(self) -> bool:
+        """Whether a stage is given back before its products are promoted."""
+        return self.tiles
+
+    def prepare(self, base, barriers) -> None:
+        """Initializes what else is in shared memory: barriers behind those of stages."""
+
+    # ---- what there is to do; wgrad_fp8 has other answers ---
+    def walk(self, down: Int32, t: Int32, wide: Int32):
+        """How many tiles a piece of a group has, and the length that groups share out."""
+        del wide
+        return down, t
+
+    def place(self, index: Int32, at, down: Int32, t: Int32, width: Int32):
+        """See `ProductEntry.place`."""
+        del t, width
+        return super().place(index, at, down)
+
+    def stretch(self, at, total: Int32):
+        """The first of a tile's stages along K, and how many it has: whole windows."""
+        del at
+        return 0, total
+
+    def windows_of(self, kept: Int32, windows: Int32):
+        """How many windows a tile has."""
+        del kept
+        return windows
+
+    def within(self, stage: Int32, begin: Int32, end: Int32):
+        """Whether a stage is one of a tile's; of those that are read with its first, too."""
+        del begin
+        return stage < end
+
+    def first_byte(self, begin: Int32, blocks: Int32):
+        """Of a row's scales the tile's first."""
+        del begin, blocks
+        return Int64(0)
+
+    def matrix(self, at):
+        """Which matrix W's rows are of."""
+        return at[0]
+
+    def matrix_of_y(self, y, at, t: Int32, width: Int32, result: Int32):
+        """Where the matrix begins that a tile is of."""
+        del at, t, width, result
+        return y.toint()
+
+    @cute.jit
+    def finish(
+        self, y, kept: Int32, t: Int32, width: Int32, result: Int32, bid: Int32, grid: Int32,
+        tid: Int32,
+    ):  # fmt: skip
+        """What is left of y: the rows that no group has."""
+        _, _, row, _ = self.recalled(kept)
+        self.clear(y, row, t, width, result, bid, grid, tid, 256)
 
     def operand(self, base, at: int, dtype, rows: int):
         """The stages of an operand, swizzled as TMA writes and wgmma reads them."""
@@ -332,9 +415,49 @@ class Windows(ProductEntry):
     @cute.jit
     def bring(
         self, sx, sw, base, full, empty, slot: Int32, phase: Int32, part: Int32, lane: Int32,
-        row: Int32, n0: Int32, e: Int32, t: Int32, width: Int32, blocks: Int32, total: Int32,
+        row: Int32, n0: Int32, e: Int32, t: Int32, width: Int32, blocks: Int32, begin: Int32,
+        count: Int32,
     ):  # fmt: skip
         """A tile's scales of 128 rows of x (part 0) or of W (1 and 2), four rows a lane."""
+        from_, to = self.from_to(sx, sw, part, lane, row, n0, e, t, width, blocks)
+        start = base.toint() + self.scales_at
+        if const_expr(self.vectors):
+            held = cute.make_rmem_tensor((4, 4), Uint32)
+            end = begin + count
+            for i in cutlass.range(begin // 4, (end + 3) // 4, unroll=1):
+                for j in range_constexpr(4):
+                    cute.autovec_copy(vector(from_[j] + Int64(i) * 16, Uint32, 4), held[None, j])
+                for k in range_constexpr(4):
+                    if self.within(4 * i + k, begin, end):
+                        cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                        for j in range_constexpr(4):
+                            self.put(start, slot, to[j], held[k, j] & Uint32(255))
+                        self.arrive(full + slot)
+                        slot, phase = self.next(slot, phase)
+        else:
+            ahead = cute.make_rmem_tensor(4, Uint32)
+            for j in range_constexpr(4):
+                ahead[j] = Uint32(vector(from_[j] + self.first_byte(begin, blocks), Uint8)[0])
+            for step in cutlass.range(count, unroll=1):
+                i = begin + step
+                held = [ahead[j] for j in range(4)]
+                for j in range_constexpr(4):
+                    # Of a window beyond K, the last block's: its codes are zeros.
+                    byte = cutlass.min((i + 1) * PER_LINE, blocks - 1)
+                    ahead[j] = Uint32(vector(from_[j] + Int64(byte), Uint8)[0])
+                cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                for j in range_constexpr(4):
+                    self.put(start, slot, to[j], held[j])
+                self.arrive(full + slot)
+                slot, phase = self.next(slot, phase)
+        return slot, phase
+
+    @cute.jit
+    def from_to(
+        self, sx, sw, part: Int32, lane: Int32, row: Int32, n0: Int32, e: Int32, t: Int32,
+        width: Int32, blocks: Int32,
+    ):  # fmt: skip
+        """Of a lane's four rows: where its scales are, which float of a stage each becomes."""
         from_ = cute.make_rmem_tensor(4, Int64)
         to = cute.make_rmem_tensor(4, Int32)
         for j in range_constexpr(4):
@@ -348,35 +471,7 @@ class Windows(ProductEntry):
                 # Column 8 c + 2 q + i of 128 goes to q * PITCH + 2 c + i.
                 there = r // 2 % 4 * PITCH + r // 8 * 2 + r % 2
                 to[j] = self.rows + (part - 1) * (4 * PITCH) + there
-        start = base.toint() + self.scales_at
-        if const_expr(self.vectors):
-            held = cute.make_rmem_tensor((4, 4), Uint32)
-            for i in cutlass.range((total + 3) // 4, unroll=1):
-                for j in range_constexpr(4):
-                    cute.autovec_copy(vector(from_[j] + Int64(i) * 16, Uint32, 4), held[None, j])
-                for k in range_constexpr(4):
-                    if 4 * i + k < total:
-                        cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
-                        for j in range_constexpr(4):
-                            self.put(start, slot, to[j], held[k, j] & Uint32(255))
-                        self.arrive(full + slot)
-                        slot, phase = self.next(slot, phase)
-        else:
-            ahead = cute.make_rmem_tensor(4, Uint32)
-            for j in range_constexpr(4):
-                ahead[j] = Uint32(vector(from_[j], Uint8)[0])
-            for i in cutlass.range(total, unroll=1):
-                held = [ahead[j] for j in range(4)]
-                for j in range_constexpr(4):
-                    # Of a window beyond K, the last block's: its codes are zeros.
-                    byte = cutlass.min((i + 1) * PER_LINE, blocks - 1)
-                    ahead[j] = Uint32(vector(from_[j] + Int64(byte), Uint8)[0])
-                cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
-                for j in range_constexpr(4):
-                    self.put(start, slot, to[j], held[j])
-                self.arrive(full + slot)
-                slot, phase = self.next(slot, phase)
-        return slot, phase
+        return from_, to
 
     @cute.jit
     def put(self, start: Int32, slot: Int32, to: Int32, scale: Uint32):
@@ -400,6 +495,13 @@ class Windows(ProductEntry):
                 cute.arch.mbarrier_arrive(empty + slots[u])
 
     @cute.jit
+    def load_rows(self, at: Int32, left, h: cutlass.Constexpr):
+        """A thread's scales of x, of 64 rows."""
+        for r in range_constexpr(2):
+            to = at + (64 * h + 8 * r) * 4
+            left[r] = self.shared_vector(to, 1)[0]
+
+    @cute.jit
     def load_columns(self, at: Int32, right, eighth: cutlass.Constexpr):
         """A thread's scales of W, of an eighth of its columns; of a tile the one that there is."""
         if const_expr(self.tiles):
@@ -420,7 +522,9 @@ class Windows(ProductEntry):
             for r in range_constexpr(2):
                 for e in range_constexpr(2):
                     i: cutlass.Constexpr = 4 * c + 2 * r + e
-                    if const_expr(self.tiles):
+                    if const_expr(self.by_row):
+                        sums[i, h] = sums[i, h] + flat[i] * left[0]
+                    elif const_expr(self.tiles):
                         sums[i, h] = sums[i, h] + flat[i] * scales[r]
                     else:
                         own = flat[i] * left[r]
@@ -428,13 +532,13 @@ class Windows(ProductEntry):
 
     @cute.jit
     def results(
-        self, y, sums, row: Int32, end: Int32, column: Int32, q: Int32, width: Int32,
+        self, y: Int64, sums, row: Int32, end: Int32, column: Int32, q: Int32, width: Int32,
         result: Int32,
     ):  # fmt: skip
         """Writes a thread's part of y: rows `row`, + 8, + 64, ..., pairs of 128 columns."""
         size = self.size_in_bytes(result)
         line = Int64(width) * size
-        start = y.toint() + Int64(row) * line + Int64(column) * size
+        start = y + Int64(row) * line + Int64(column) * size
         count = end - row
         whole = (width % 8 == 0) & (column + 128 <= width)
         for kind in range_constexpr(len(RESULTS)):
@@ -491,8 +595,74 @@ class Windows(ProductEntry):
         )
 
 
+class Rows(Windows):
+    """Of rows that have one scale: sums are promoted as they are, and scaled when all are there.
+
+    Three warps bring a tile's scales, into one of two places in turn (two more barriers each, full
+    and empty): they wait for `empty`, which both consumers' warps arrive at when they have read the
+    place's scales, and at first is free; consumers wait for `full`, which each of the three arrives
+    at. All take the same tiles, and these warps wait for no stage: each wait has its arrivals.
+    """
+
+    arrivals = 1
+    by_row = True
+    early = True
+    promoted = 256
+    copies = 2
+    # A 1 that the compiler does not know: it would add where the tensor cores still write.
+    one_at = HEAD * 3 // 4
+
+    def __init__(self, product: Product, arch: str, tile: Stages | None = None):
+        super().__init__(product, arch, False, tile)
+
+    def prepare(self, base, barriers) -> None:
+        for i in range(self.copies):
+            cute.arch.mbarrier_init(barriers + i, 3)
+            cute.arch.mbarrier_init(barriers + self.copies + i, 8)
+        self.shared_vector(base.toint() + self.one_at, 1)[0] = Float32(1)
+
+    @cute.jit
+    def bring(
+        self, sx, sw, base, full, empty, slot: Int32, phase: Int32, part: Int32, lane: Int32,
+        row: Int32, n0: Int32, e: Int32, t: Int32, width: Int32, blocks: Int32, begin: Int32,
+        count: Int32,
+    ):  # fmt: skip
+        """Into place `slot` of two."""
+        first = empty + self.stages
+        cute.arch.mbarrier_wait(first + self.copies + slot, phase ^ 1)
+        start = base.toint() + self.scales_at
+        from_, to = self.from_to(sx, sw, part, lane, row, n0, e, t, width, blocks)
+        for j in range_constexpr(4):
+            self.put(start, slot, to[j], Uint32(vector(from_[j], Uint8)[0]))
+        self.arrive(first + slot)
+        slot += 1
+        if slot == self.copies:
+            slot = Int32(0)
+            phase = phase ^ 1
+        return slot, phase
+
+    @cute.jit
+    def scale(self, sums, left, right, at_x: Int32, at_w: Int32, first, number: Int32):
+        """The sums of tile `number` of this thread block, by its scales."""
+        slot = number % self.copies
+        shift = slot * (self.floats * 4)
+        cute.arch.mbarrier_wait(first + slot, number // self.copies % 2)
+        for h in range_constexpr(self.halves):
+            self.load_rows(at_x + shift, left, h)
+            for eighth in range_constexpr(8):
+                self.load_columns(at_w + shift, right, eighth)
+                for c in range_constexpr(2 * eighth, 2 * eighth + 2):
+                    for r in range_constexpr(2):
+                        for e in range_constexpr(2):
+                            i: cutlass.Constexpr = 4 * c + 2 * r + e
+                            sums[i, h] = sums[i, h] * left[r] * right[c % 2 * 2 + e]
+        self.arrive(first + self.copies + slot)
+
+
 def entries(product: Product, arch: str, tile: Stages | None = None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
+    if product.window == ROW:
+        return [Rows(product, arch, tile), Plain(product, arch)]
     return [
         *(Windows(product, arch, vectors, tile) for vectors in (True, False)),
         Plain(product, arch),

@@ -238,14 +238,18 @@ class ProductEntry:
         Each turn goes on by a group, of which there are `groups`: it ends.
         """
         e, tile, row, size = at
-        tiles = (size + self.rows - 1) // self.rows * down
+        tiles = self.pieces(size) * down
         while (e < groups) & (index >= tile + tiles):
             tile += tiles
             row += size
             e += 1
             size = self.size_of(sizes, e, row, t, groups)
-            tiles = (size + self.rows - 1) // self.rows * down
+            tiles = self.pieces(size) * down
         return e, tile, row, size
+
+    def pieces(self, size: Int32):
+        """Of a group's rows of x: tiles of one have the same rows."""
+        return (size + self.rows - 1) // self.rows
 
     @cute.jit
     def place(self, index: Int32, at, down: Int32):
@@ -340,21 +344,27 @@ class Plain(ProductEntry):
             passes = wide // (blocks * BLOCK)
         for b in cutlass.range(blocks * passes, unroll=1):
             c = b % blocks
-            part = Float32(0)
-            right = self.block(arrays["codes"], w * blocks + c, self.formats["w"])
-            factor = self.factor(arrays["scales"], w * blocks + c)
             if const_expr("x" in arrays):
+                right = self.block(arrays["codes"], w * blocks + c, self.formats["w"])
+                factor = self.factor(arrays["scales"], w * blocks + c)
                 for i in range_constexpr(BLOCK):
                     left = element(arrays["x"], (Int64(m) * passes * blocks + b) * BLOCK + i,
                                    cutlass.BFloat16)  # fmt: skip
                     total += Float32(left) * (right[i] * factor)
             else:
-                own = Int64(m) * blocks + b
-                left = self.block(arrays["x_codes"], own, self.formats["x"])
-                for i in range_constexpr(BLOCK):
-                    part += left[i] * right[i]
-                total += part * self.factor(arrays["x_scales"], own) * factor
+                total += self.of_blocks(arrays, w * blocks + c, Int64(m) * blocks + b)
         return total
+
+    @cute.jit
+    def of_blocks(self, arrays: cutlass.Constexpr, at: Int64, own: Int64):
+        """The product of a block of W and a block of x."""
+        part = Float32(0)
+        right = self.block(arrays["codes"], at, self.formats["w"])
+        factor = self.factor(arrays["scales"], at)
+        left = self.block(arrays["x_codes"], own, self.formats["x"])
+        for i in range_constexpr(BLOCK):
+            part += left[i] * right[i]
+        return part * self.factor(arrays["x_scales"], own) * factor
 
     @cute.jit
     def factor(self, scales, at: Int64):

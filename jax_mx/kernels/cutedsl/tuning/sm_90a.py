@@ -512,4 +512,11 @@ ROWS = [
             "1x128 both 937 to 967; 1x256 both 784 to 812",
         ],
     },
+    {
+        "kernel": "wgrad_fp8.Windows",
+        "where": {},
+        "value": {"stages": 4},
+        "date": "2026-11-22",
+        "measured": [],
+    },
 ]
