@@ -5,13 +5,13 @@ from jax_mx.experts.layer import moe as moe
 from jax_mx.facts.formats import CEIL as CEIL
 from jax_mx.facts.formats import EVEN as EVEN
 from jax_mx.facts.formats import FLOOR as FLOOR
-from jax_mx.facts.formats import Format as Format
 from jax_mx.facts.formats import MXFP4_E2M1 as MXFP4_E2M1
 from jax_mx.facts.formats import MXFP6_E2M3 as MXFP6_E2M3
 from jax_mx.facts.formats import MXFP6_E3M2 as MXFP6_E3M2
 from jax_mx.facts.formats import MXFP8_E4M3 as MXFP8_E4M3
 from jax_mx.facts.formats import MXFP8_E5M2 as MXFP8_E5M2
 from jax_mx.facts.formats import RCEIL as RCEIL
+from jax_mx.facts.formats import Format as Format
 from jax_mx.facts.formats import Scaling as Scaling
 from jax_mx.facts.layouts import BLOCKED_128X4 as BLOCKED_128X4
 from jax_mx.facts.layouts import ROW_MAJOR as ROW_MAJOR
