@@ -48,6 +48,13 @@ def exports(out: str) -> None:
     assert "quantized to the same bytes" in out
 
 
+def serves(out: str) -> None:
+    """A quarter of bfloat16's bytes and the scales; near float64."""
+    held, floats = (int(n.replace(",", "")) for n in re.findall(r"│ ([\d,]+) bytes", out))
+    assert held / floats == 4.25 / 16
+    assert float(re.findall(r"│ (\S+) of the largest", out)[0]) < 0.015
+
+
 def gathers(out: str) -> None:
     """Codes where floats moved, to the same loss."""
     floats, codes = re.findall(r"(?:floats|codes) gathered +│ (\S+) +│", out)
@@ -62,6 +69,7 @@ def gathers(out: str) -> None:
 EXAMPLES: dict[str, tuple[list[str], Callable[[str], None]]] = {
     "export_and_run": ([], exports),
     "fsdp": (["--steps", "5"], gathers),
+    "gpt_oss": ([], serves),
     "quantize_safetensors": ([], quantizes),
     "train_mlp": (["--steps", "30"], trains),
 }
