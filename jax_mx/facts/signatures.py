@@ -157,12 +157,23 @@ def _wgrad_fp8(kinds: Sequence[Kind]) -> Signature:
     return _matmul_fp8(kinds, optional=False)
 
 
+def _amaxes(kinds: Sequence[Kind]) -> Signature:
+    del kinds
+    return Signature(
+        operands=(Array("x", Role.FLOATS),),
+        results=tuple(
+            Array(name, Role.BLOCK_DATA, i) for i, name in enumerate(("of_rows", "of_columns"))
+        ),
+    )
+
+
 SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
     "wgrad_fp8": _wgrad_fp8,
+    "amaxes": _amaxes,
 }
 
 
@@ -170,7 +181,8 @@ def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
     """The signature of a call of `op`.
 
     Args:
-      op: "quantize" (one or both directions), "dequantize", "matmul", "matmul_fp8" or "wgrad_fp8".
+      op: "quantize" (one or both directions), "dequantize", "matmul", "matmul_fp8", "wgrad_fp8" or
+        "amaxes".
       kinds: the preprocessing of each direction, one each also where there is none; of products
         none.
     """

@@ -94,7 +94,12 @@ class ProductEntry:
       trips: the most that a loop in it makes, for the build's report; 0: unknown.
       rows: of x, in a tile.
       columns: of y, in a tile.
+      dtypes: of y, that there are entries for.
+      scratch: results that are cleared before.
     """
+
+    dtypes: tuple[str, ...] = RESULTS
+    scratch = ()
 
     divide = ()
     maps = ()
@@ -157,7 +162,7 @@ class ProductEntry:
 
     def launch(self, result: str) -> dict:
         """The entry's launch rule, for a y of this dtype."""
-        itemsize = FLOAT_DTYPES[result].itemsize
+        itemsize = FLOAT_DTYPES[result].itemsize if result in FLOAT_DTYPES else 4
         rule = {
             "align": [self.align_of(array, itemsize) for array in self.signature.arrays],
             "divide": [factor.to_json() for factor in self.divide],
@@ -403,10 +408,12 @@ def launches(
       RuntimeError: an entry was compiled for other threads.
     """
     found = {}
-    for number, result in enumerate(RESULTS):
+    for number, result in enumerate(entries[0].dtypes):
         scalars = [scalar.to_json() for scalar in entries[0].scalars]
         scalars[-1][1] = constant(number).to_json()
         found[result] = {"scalars": scalars, "maps": [*entries[0].maps], "entries": []}
+        if entries[0].scratch:
+            found[result]["scratch"] = entries[0].scratch
         for entry, symbol in zip(entries, sorted(usage), strict=True):
             own = {"elements_per_thread": entry.elements_per_thread, "trips": entry.trips}
             facts = {**usage[symbol], **own}
