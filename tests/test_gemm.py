@@ -414,6 +414,9 @@ def test_every_product_has_its_launch_rule():
             for entry in rule.entries[:-1]:
                 assert 1024 < entry.shared <= 227 * 1024, (product.name, entry.shared)
                 names = [type(p).__name__ for p in entry.parameters]
+                if not rule.maps:
+                    assert not names
+                    continue
                 assert names.count("MapAt") == names.count("Padding") == 2
                 assert names.count("Pointer") == count - 2
                 assert names[-len(rule.scalars) :] == ["ScalarAt"] * len(rule.scalars)
@@ -599,7 +602,9 @@ def test_amaxes_are_read_once(monkeypatch):
 
 
 @kernels
-def test_the_kernel_of_amaxes():
+@of("amaxes")
+def test_the_kernel_of_amaxes(variant):
+    assert variant.rows == 128
     rng = np.random.default_rng(22)
     for shape in [(1, 32, 32), (3, 32, 64), (2, 160, 544), (1, 4096, 1024), (5, 96, 1568)]:
         check_amaxes(any_bits(rng, shape), "cutedsl")
@@ -636,8 +641,9 @@ def test_the_smallest_and_largest_scales():
         w = integers(rng, (140, 64), format, most=1)
         for byte, power in ((0, 2.0**100), (254, 2.0**-100)):
             extreme = changed(w, scales=[((slice(None), slice(None)), byte)])
-            x = floats(rng, (20, 64)).astype(jnp.float32) * power
-            check(x.astype(jnp.bfloat16), extreme, implementation="cutedsl")
+            for rows in (7, 20):
+                x = floats(rng, (rows, 64)).astype(jnp.float32) * power
+                check(x.astype(jnp.bfloat16), extreme, implementation="cutedsl")
     w = changed(integers(rng, (8, 32), MXFP8_E4M3), [((slice(None), slice(None)), 1)])
     check(floats(rng, (3, 32)), w, implementation="cutedsl")  # 2^-9
 
@@ -651,6 +657,8 @@ def test_not_a_number_in_x_stays_in_its_row():
     x[299] = np.nan  # of no group
     x = jnp.asarray(x, jnp.bfloat16)
     check(x, w, [100, 0, 190], implementation="cutedsl")
+    check(x[1:10], w, [6, 0, 2], implementation="cutedsl")
+    check(x[1:10, :96], w_of(w, 1)[:, :96], implementation="cutedsl")
 
 
 @kernels
@@ -695,12 +703,13 @@ def test_random_floats_are_within_the_bound(format):
     """Of float64: rounding y, and eps32 * k * sum |a||b|."""
     rng = np.random.default_rng(14)
     m, n, k = 500, 300, 4096
-    x = jnp.asarray(rng.normal(size=(m, k)), jnp.bfloat16)
+    every = jnp.asarray(rng.normal(size=(m, k)), jnp.bfloat16)
     w = jax_mx.quantize(jnp.asarray(rng.normal(size=(n, k)), jnp.float32), format)
-    y = gemm(x, w, preferred_element_type=jnp.float32, implementation="cutedsl")
-    a, b = float64(x), float64(w)
-    bound = EPS * k * (np.abs(a) @ np.abs(b).T)
-    assert (np.abs(np.asarray(y, np.float64) - a @ b.T) <= bound).all()
+    for x in (every, every[:8]):
+        y = gemm(x, w, preferred_element_type=jnp.float32, implementation="cutedsl")
+        a, b = float64(x), float64(w)
+        bound = EPS * k * (np.abs(a) @ np.abs(b).T)
+        assert (np.abs(np.asarray(y, np.float64) - a @ b.T) <= bound).all()
 
 
 # ---- many launches, large arrays ---
@@ -786,7 +795,7 @@ def test_many_launches_of_random_sizes(name, request):
 
     def once(i, bad):
         got, want = both(sizes_of(jax.random.fold_in(jax.random.key(len(name)), i)))
-        return bad + jnp.any(got != want)
+        return bad + jnp.any(got != want).astype(jnp.int32)
 
     run = jax.jit(lambda: jax.lax.fori_loop(0, count, once, jnp.int32(0)))
     assert run() == 0
@@ -805,7 +814,7 @@ def test_two_to_the_31(name):
         sizes = jnp.full((groups,), 128, jnp.int32)
         y = jax.jit(functools.partial(gemm_wgrad, implementation="cutedsl"))(a, b, sizes)
         assert y.size > 2**31
-        assert (y == 128 * power(jnp.arange(groups))[:, None, None]).all()
+        assert (y.astype(jnp.float32) == 128 * power(jnp.arange(groups))[:, None, None]).all()
         return
     shapes = {"y": (70_000, 32_768, 128), "x": (550_000, 64, 4096), "w": (600, 2048, 4096)}
     rows, n, k = shapes[name]
@@ -829,4 +838,4 @@ def test_two_to_the_31(name):
     ):
         y = jax.jit(functools.partial(product, implementation="cutedsl"))(x, w)
         assert max(y.size, rows * k) > 2**31
-        assert (y == want).all()
+        assert (y.astype(jnp.float32) == want).all()

@@ -66,7 +66,7 @@ _EIGHTS = tuple(itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=2))
 PRODUCTS: tuple[Product, ...] = (
     *(
         Product("matmul", "cutedsl", (format,), rows)
-        for rows in (256, 128, 64, 16)
+        for rows in (256, 128, 64, 16, 8)
         for format in _FORMATS
     ),
     *(

@@ -34,6 +34,7 @@ from jax_mx.kernels import tuning
 from jax_mx.kernels.cutedsl import convert
 
 HEAD = 1024  # bytes of shared memory before the tiles: barriers
+NO_ADDRESS = 1 << 62  # a multiple of it is the pointer to an array that is not there, no other
 
 
 @dsl_user_op
@@ -45,6 +46,21 @@ def load_shared(address: Uint32, bits: int, *, loc=None, ip=None) -> Uint32:
         read_only_args=[Uint32(address)],
         loc=loc,
         ip=ip,
+    )
+
+
+@dsl_user_op
+def of_block(address: Int32, rank: int, *, loc=None, ip=None) -> list:
+    """Two floats of the shared memory of another thread block of the cluster."""
+    return list(
+        cute.arch.inline_ptx(
+            f"{{ .reg .b32 a; mapa.shared::cluster.u32 a, {{$r0}}, {rank}; "
+            "ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [a]; }",
+            write_only_types=[Float32] * 2,
+            read_only_args=[Int32(address)],
+            loc=loc,
+            ip=ip,
+        )
     )
 
 
