@@ -173,6 +173,16 @@ def _wgrad_fp8(kinds: Sequence[Kind]) -> Signature:
     return _matmul_fp8(kinds, optional=False)
 
 
+def _amaxes(kinds: Sequence[Kind]) -> Signature:
+    del kinds
+    return Signature(
+        operands=(Array("x", Role.FLOATS),),
+        results=tuple(
+            Array(name, Role.BLOCK_DATA, i) for i, name in enumerate(("of_rows", "of_columns"))
+        ),
+    )
+
+
 SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "quantize": _quantize,
     "quantize_rows": _quantize_rows,
@@ -180,6 +190,7 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
     "wgrad_fp8": _wgrad_fp8,
+    "amaxes": _amaxes,
 }
 
 
@@ -188,7 +199,7 @@ def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
 
     Args:
       op: "quantize" (one or both directions), "quantize_rows" (the same of some rows of x),
-        "dequantize", "matmul", "matmul_fp8" or "wgrad_fp8".
+        "dequantize", "matmul", "matmul_fp8", "wgrad_fp8" or "amaxes".
       kinds: the preprocessing of each direction, one each also where there is none; of products
         none.
     """

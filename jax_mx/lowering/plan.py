@@ -174,7 +174,8 @@ class ProductPlan:
     """One call of a product: y = x @ dequantize(W)^T, per group of x's rows, or of K.
 
     Attributes:
-      op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K.
+      op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K; or
+        "amaxes", of x alone.
       formats: of the quantized operands, x's before W's.
       dtype: of y.
       grouped: whether the call has sizes of groups; without, all groups have as many rows.
@@ -211,7 +212,7 @@ class ProductPlan:
     @property
     def lacks(self) -> tuple[str, ...]:
         """The operands of the signature that the call does not have."""
-        return () if self.grouped else ("group_sizes",)
+        return tuple(a.name for a in self.signature.operands if a.optional and not self.grouped)
 
     @property
     def launch(self) -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import ffi
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -146,22 +147,26 @@ def _with_derived(view, given: Sequence[jax.Array], plan: Plan) -> list[jax.Arra
     """The block data that a call takes, for what callers pass of it: with the amaxes of rows."""
     found, rest = [], iter(given)
     known: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
+    # Both ways from one read, where nothing changes elements before.
+    plain = all(own == plan.preprocessing[0] and not own.hadamard for own in plan.preprocessing)
+    both = plain and len(plan.formats) == 2 and plan.preprocessing[0].prescale is None
+    pair = (
+        amaxes_of_both_p.bind(view, plan=plan)
+        if both and any(array.derived for array in plan.block_data)
+        else None
+    )
     for array in plan.block_data:  # of each direction, what is derived comes last
         name, i = array.name.rpartition("_")[0], array.of
         if array.derived:
             result = plan.view.results[i]
             y = _scaled_elements(view, result, plan.preprocessing[i], known[i])
-            known[i][name] = _row_amaxes(y, result, plan)
+            amax = pair[i] if pair else reference.amax_of(y, plan.view.along(result))
+            shape = tuple(1 if d - y.ndim in result.block else n for d, n in enumerate(y.shape))
+            known[i][name] = spread(amax, shape, spec_of(y))
         else:
             known[i][name] = next(rest)
         found.append(known[i][name])
     return found
-
-
-def _row_amaxes(y, result: Result, plan: Plan):
-    """For each block of what is scaled the largest magnitude along the whole axis."""
-    shape = tuple(1 if i - y.ndim in result.block else n for i, n in enumerate(y.shape))
-    return spread(reference.amax_of(y, plan.view.along(result)), shape, spec_of(y))
 
 
 def _quantize_reference(x, *block_data, plan: Plan):
@@ -692,6 +697,68 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
     return [y.reshape(size, rows, y.shape[-1])], [0]
 
 
+# ---- amaxes of rows and of columns ---
+def _amaxes_avals(x, *, plan: ProductPlan):
+    """Of x (batch, T, K), which is not split."""
+    core.standard_vma_rule("mx_amaxes", x)
+    sharding = x.sharding.update(spec=PartitionSpec(None, None))
+    return [
+        x.update(shape=(x.shape[0], n), dtype=plan.dtype, weak_type=False, sharding=sharding)
+        for n in x.shape[1:]
+    ]
+
+
+def _of_both_avals(view, *, plan: Plan):
+    """For each direction as `reference.amax_of` keeps dimensions."""
+    core.standard_vma_rule("mx_amaxes_of_both", view)
+    found = []
+    for result in plan.view.results:
+        along = [d % view.ndim for d in plan.view.along(result)]
+        shape = tuple(1 if i in along else n for i, n in enumerate(view.shape))
+        spec = [None if i in along else axes for i, axes in enumerate(view.sharding.spec)]
+        sharding = view.sharding.update(spec=PartitionSpec(*spec))
+        found.append(view.update(shape=shape, dtype=AMAX, weak_type=False, sharding=sharding))
+    return found
+
+
+def _of_both_reference(view, *, plan: Plan):
+    return [reference.amax_of(view, plan.view.along(result)) for result in plan.view.results]
+
+
+def _of_both_from_matrices(view, *, plan: Plan):
+    """The same of x as it lies: a kernel reads it once."""
+    lead = view.ndim - plan.view.tail
+    rows, columns = (view.shape[lead + i] * BLOCK for i in range(2))
+    order = (*range(lead), *(lead + i for i in plan.view.operand))
+    x = view.transpose(order).reshape(-1, rows, columns)
+    alone = ProductPlan("amaxes", (), AMAX, False, 128)
+    found = products_p["amaxes"].bind(x, plan=alone)
+    avals = _of_both_avals(jax.typeof(view), plan=plan)
+    return [a.reshape(aval.shape) for a, aval in zip(found, avals, strict=True)]
+
+
+def _lower_of_both(platform: str | None, ctx, view, *, plan: Plan):
+    """By the kernel where XLA splits nothing, else by its two reductions."""
+    target = target_of(ctx, platform or (ctx.platforms or ctx.module_context.platforms)[0])
+    one_read = plan.implementation != "xla" and not target.partitioned and plan.view.units is None
+    fn = _of_both_from_matrices if one_read and target.platform == "cuda" else _of_both_reference
+    return mlir.lower_fun(fn, multiple_results=True)(ctx, view, plan=plan)
+
+
+def _batch_of_both(args, dims, *, plan: Plan):
+    """Leading dimensions are batch dimensions."""
+    found = amaxes_of_both_p.bind(jnp.moveaxis(args[0], dims[0], 0), plan=plan)
+    return found, [0] * len(found)
+
+
+def _batch_amaxes(primitive: Primitive, args, dims, *, plan: ProductPlan):
+    """More matrices."""
+    x = jnp.moveaxis(args[0], dims[0], 0)
+    found = primitive.bind(x.reshape(-1, *x.shape[2:]), plan=plan)
+    return [a.reshape(*x.shape[:2], -1) for a in found], [0] * len(found)
+
+
+AMAX = np.dtype(np.uint32)  # the bits of a float32
 store.register()
 quantize_p = make_primitive("quantize", _quantize_avals, _quantize_reference)
 dequantize_p = make_primitive("dequantize", _dequantize_avals, _dequantize_reference)
@@ -703,6 +770,12 @@ products_p = {
         ("wgrad_fp8", _wgrad_avals, reference.wgrad_fp8),
     )
 }
+
+
+products_p["amaxes"] = make_primitive("amaxes", _amaxes_avals, reference.amaxes, _batch_amaxes)
+amaxes_of_both_p = define(
+    "mx_amaxes_of_both", _of_both_avals, _lower_of_both, _batch_of_both, _no_derivative
+)
 
 
 def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:

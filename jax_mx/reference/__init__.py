@@ -49,6 +49,9 @@ from jax_mx.reference.blocks import (
     widened as widened,
 )
 from jax_mx.reference.products import (
+    amaxes as amaxes,
+)
+from jax_mx.reference.products import (
     matmul as matmul,
 )
 from jax_mx.reference.products import (

@@ -523,16 +523,23 @@ ROWS = [
         "measured": [],
     },
     {
-        "kernel": "matmul.Warps",
-        "where": {"rows": 16},
-        "value": {"stages": 8, "resident": 2, "split": 8},
-        "date": "2026-11-22",
+        "kernel": "matmul.Few",
+        "where": {"rows": 8},
+        "value": {"stages": 3, "resident": 2, "split": 2},
+        "date": "2026-11-23",
         "measured": [
-            "M 1, N 4096 and 16384: split 8, two blocks 21.4, 64.4; split 4, one block 26.1,",
-            "82.1;",
-            "not split, two blocks 68.9 at N 16384",
-            "128 experts, 512 rows, (7168, 2048): two blocks 554, one block 696",
+            "an earlier loop, M 8, N 4096 and 16384, MXFP8: split 2 14.5, 41.5; 4 20.0, 67.6;",
+            "not split 21.3, 39.9; MXFP4: split 2 13.8, 38.5; 4 18.9, 59.0; not split 20.6, 37.5",
+            "this loop, split 2: MXFP8 12.8, 36.4; MXFP4 11.6, 31.3",
+            "128 experts, 512 rows, (7168, 2048): MXFP8 485, MXFP4 381",
         ],
+    },
+    {
+        "kernel": "matmul.Few",
+        "where": {"rows": 16},
+        "value": {"stages": 6, "resident": 1, "split": 2},
+        "date": "2026-11-23",
+        "measured": ["M 16, N 4096 and 16384: MXFP8 15.6, 49.3; MXFP4 13.6, 45.5"],
     },
     {
         "kernel": "matmul.Warps",
@@ -558,14 +565,16 @@ ROWS = [
         "date": "2026-11-22",
         "measured": [
             "dense, x 1x128 and W 128x128 811 to 848; 1x256 and 128x128 713 to 743;",
-            "1x128 both 937 to 967; 1x256 both 784 to 812",
+            "1x128 both 937 to 967; 1x256 both 784 to 812; rows 683",
         ],
     },
     {
         "kernel": "wgrad_fp8.Windows",
         "where": {},
         "value": {"stages": 4},
-        "date": "2026-11-22",
-        "measured": [],
+        "date": "2026-11-23",
+        "measured": [
+            "16384 rows in 8 groups, (7168, 4096) and (2048, 7168): 1x128 992, 513; 1x256 850, 437",
+        ],
     },
 ]
