@@ -85,7 +85,7 @@ def kernels() -> list[str]:
         if v.implementation != "cutedsl":
             continue
         before = "".join(kind.suffix or "_rn" for kind in v.kinds)[1:].replace("_", " ")
-        before = f"{before} rows".lstrip() if v.rows else before
+        before = f"{before} {v.source}".strip()
         key = (v.op, "both" if v.form.is_both else "one", before, v.dtype)
         row = found.setdefault(key, {"forms": {}, "formats": {}})
         row["forms"][str(v.form)] = None

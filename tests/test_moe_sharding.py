@@ -161,9 +161,7 @@ def test_weights_that_fsdp_splits():
 def test_in_shard_map():
     x, experts, weights, w1, w2, *_ = operands()
     want = jax_mx.moe(x, experts, weights, w1, w2)
-    mesh = jax.make_mesh(
-        (4,), ("expert",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,)
-    )
+    mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
     for check in (True, False):
         layer = jax.jit(
             jax.shard_map(

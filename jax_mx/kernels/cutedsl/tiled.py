@@ -10,14 +10,14 @@ import math
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.facts.directions import BOTH_TRANSPOSED, Blocks
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import takes_zero_scale
 from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
-from jax_mx.kernels.cutedsl import convert
+from jax_mx.kernels.cutedsl import activations, convert
 from jax_mx.kernels.cutedsl.kernel import (
     PAD,
     Kernel,
@@ -129,8 +129,7 @@ class Tiled(Kernel):
 
         self.threads = self.tile.threads
         self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
-        picks = self.variant.rows
-        self.extents = geometry.extents_of(form, picks)
+        self.extents = geometry.extents_of(form, self.of)
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
         staged = self.tile.rows * self.tile.cols // self.per_byte
         staged *= sum(self.is_staged(each) for each in self.results)
@@ -138,9 +137,9 @@ class Tiled(Kernel):
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
         tile = Extents(self.tile.rows, self.tile.cols)
         self.region = geometry.region_of(form, self.layout, tile)
-        self.grid = geometry.grid_of(form, tile, self.region, picks)
+        self.grid = geometry.grid_of(form, tile, self.region, self.of)
         # The aligned entry loads whole vectors, which must not straddle rows.
-        self.divide = geometry.divide_of(form, self.vector, picks)
+        self.divide = geometry.divide_of(form, self.vector, self.of)
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -251,6 +250,8 @@ class Tiled(Kernel):
         """This lane's patch, (vector, rows); 0 beyond the array."""
         if self.variant.rows:
             return self.picked(arrays["x"], arrays["rows"], scalars[2], *where)
+        if self.variant.source:
+            return self.gated(arrays["x"], arrays["weights"], *where)
         return (self.load if self.aligned else self.load_unaligned)(arrays["x"], *where)
 
     @cute.jit
@@ -314,6 +315,41 @@ class Tiled(Kernel):
         else:
             rX.fill(convert.INPUT[self.dtype](0))
             self.pick_unaligned(rX, x, rows + first, inside, Extents(count, k), left)
+        return rX
+
+    @cute.jit
+    def gated(self, x, weights, at: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """An activation's results, of gates and ups that lie side by side in a row of x."""
+        _, tile_m, tile_k, blocks_m, k = at
+        n: cutlass.Constexpr = self.vector
+        rX, rU = (
+            cute.make_rmem_tensor((n, self.rows), convert.INPUT[self.dtype]) for _ in range(2)
+        )
+        rM = cute.make_rmem_tensor(self.rows, Float32)
+        m, first = blocks_m * BLOCK, tile_m * self.tile.rows + lane.row
+        left = tile_k * self.tile.cols + lane.col
+        for zeros in (rX, rU):
+            zeros.fill(convert.INPUT[self.dtype](0))
+        rM.fill(Float32(0.0))
+        if (first < m) & (left < k):
+            if const_expr(self.aligned):
+                mX = by_vector(x, Int64(m), 2 * k, n)
+                for i in range_constexpr(self.rows):
+                    load(mX[first + i, left // n, None], rX[None, i], self.kept)
+                    load(mX[first + i, (k + left) // n, None], rU[None, i], self.kept)
+            else:
+                mX = cute.make_tensor(x, cute.make_layout((m, 2 * k), stride=(Int64(2 * k), 1)))
+                for i in range_constexpr(self.rows):
+                    for j in range_constexpr(n):
+                        if left + j < k:
+                            rX[j, i] = mX[first + i, left + j]
+                            rU[j, i] = mX[first + i, k + left + j]
+            align: cutlass.Constexpr = 16 if self.aligned else 4
+            cute.autovec_copy(vector_at(weights + first, Float32, align, self.rows), rM)
+        gates, ups = cute.recast_tensor(rX, Uint32), cute.recast_tensor(rU, Uint32)
+        for i in range_constexpr(self.rows):
+            for w in range_constexpr(n // 2):
+                gates[w, i] = activations.gated(self.variant.source, gates[w, i], ups[w, i], rM[i])
         return rX
 
     @cute.jit

@@ -13,7 +13,7 @@ ROWS = [
     {
         # Rows that are picked; with two steps a thread waits once for the numbers of both.
         "kernel": "quantize.Flat",
-        "where": {"picks_rows": True},
+        "where": {"source": "rows"},
         "value": {"threads": 256, "elements": 16, "unroll": 2},
         "date": "2026-11-23",
         "measured": [
@@ -21,6 +21,13 @@ ROWS = [
             "82.0, (128, 16, 1) 83.2, (256, 16, 1) 84.5, (512, 16, 1) 86.9;",
             "of 64: (256, 32, 1) 81.8, (256, 16, 2) 81.9, (512, 16, 1) 90.9; of 8: (512, 16, 1) 88",
         ],
+    },
+    {
+        "kernel": "quantize.Flat",
+        "where": {"source": "swiglu"},
+        "value": {"threads": 256, "elements": 16, "unroll": 1},
+        "date": "2026-11-23",
+        "measured": [],
     },
     {
         "kernel": "quantize.Flat",
@@ -75,7 +82,7 @@ ROWS = [
     {
         "kernel": "quantize.Tiled",
         "where": {
-            "picks_rows": True,
+            "source": "rows",
             "form": "both_transposed",
             "codes_per_byte": 2,
             "tiled_scales": True,
@@ -87,7 +94,7 @@ ROWS = [
     {
         "kernel": "quantize.Tiled",
         "where": {
-            "picks_rows": True,
+            "source": "rows",
             "form": ("both_transposed", "second_transposed"),
             "window": ("32", "128"),
             "aligned": True,
@@ -104,8 +111,15 @@ ROWS = [
     {
         # The smaller tiles of others spill registers here.
         "kernel": "quantize.Tiled",
-        "where": {"picks_rows": True, "form": "second_transposed", "aligned": False},
+        "where": {"source": "rows", "form": "second_transposed", "aligned": False},
         "value": {"down": 8, "across": 2, "band": 64},
+        "date": "2026-11-23",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"source": "swiglu", "window": ("32", "128")},
+        "value": {"down": 4, "across": 2},
         "date": "2026-11-23",
         "measured": [],
     },
