@@ -244,6 +244,7 @@ VARIANTS += tuple(
     for variant in VARIANTS
     if variant.rows and variant.implementation == "cutedsl" and variant.formats[0].bits != 6
     if variant.form in (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
+    if variant.window != 256 or not variant.form.is_both  # registers do not hold its tiles
 )
 
 

@@ -319,38 +319,54 @@ class Tiled(Kernel):
 
     @cute.jit
     def gated(self, x, weights, at: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """An activation's results, of gates and ups that lie side by side in a row of x."""
+        """An activation's results, of gates and ups that lie side by side in a row of x.
+
+        Some rows at a time: with all of them in registers, half as many threads would run.
+        """
         _, tile_m, tile_k, blocks_m, k = at
-        n: cutlass.Constexpr = self.vector
-        rX, rU = (
-            cute.make_rmem_tensor((n, self.rows), convert.INPUT[self.dtype]) for _ in range(2)
-        )
-        rM = cute.make_rmem_tensor(self.rows, Float32)
-        m, first = blocks_m * BLOCK, tile_m * self.tile.rows + lane.row
+        together: cutlass.Constexpr = self.rows // 2
+        rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
+        rX.fill(convert.INPUT[self.dtype](0))
+        first = tile_m * self.tile.rows + lane.row
         left = tile_k * self.tile.cols + lane.col
-        for zeros in (rX, rU):
-            zeros.fill(convert.INPUT[self.dtype](0))
-        rM.fill(Float32(0.0))
-        if (first < m) & (left < k):
-            if const_expr(self.aligned):
-                mX = by_vector(x, Int64(m), 2 * k, n)
-                for i in range_constexpr(self.rows):
-                    load(mX[first + i, left // n, None], rX[None, i], self.kept)
-                    load(mX[first + i, (k + left) // n, None], rU[None, i], self.kept)
-            else:
-                mX = cute.make_tensor(x, cute.make_layout((m, 2 * k), stride=(Int64(2 * k), 1)))
-                for i in range_constexpr(self.rows):
-                    for j in range_constexpr(n):
-                        if left + j < k:
-                            rX[j, i] = mX[first + i, left + j]
-                            rU[j, i] = mX[first + i, k + left + j]
-            align: cutlass.Constexpr = 16 if self.aligned else 4
-            cute.autovec_copy(vector_at(weights + first, Float32, align, self.rows), rM)
-        gates, ups = cute.recast_tensor(rX, Uint32), cute.recast_tensor(rU, Uint32)
-        for i in range_constexpr(self.rows):
-            for w in range_constexpr(n // 2):
-                gates[w, i] = activations.gated(self.variant.source, gates[w, i], ups[w, i], rM[i])
+        if (first < blocks_m * BLOCK) & (left < k):
+            for top in range_constexpr(0, self.rows, together):
+                both = [
+                    cute.make_rmem_tensor((self.vector, together), convert.INPUT[self.dtype])
+                    for _ in range(2)
+                ]
+                for half in range_constexpr(2):
+                    place: cutlass.Constexpr = Place(0, first + top, left)
+                    self.load_half(both[half], x, half, Extents(blocks_m * BLOCK, k), place)
+                rM = cute.make_rmem_tensor(together, Float32)
+                align: cutlass.Constexpr = min(16, 4 * together) if self.aligned else 4
+                cute.autovec_copy(vector_at(weights + (first + top), Float32, align, together), rM)
+                gates, ups, made = (cute.recast_tensor(r, Uint32) for r in (*both, rX))
+                for i in range_constexpr(together):
+                    for w in range_constexpr(self.vector // 2):
+                        made[w, top + i] = activations.gated(
+                            self.variant.source, gates[w, i], ups[w, i], rM[i]
+                        )
         return rX
+
+    @cute.jit
+    def load_half(
+        self, target, x, half: cutlass.Constexpr, size: cutlass.Constexpr, place: cutlass.Constexpr
+    ):  # fmt: skip
+        """Loads gates, or ups, of some rows; zeros beyond the last column."""
+        n, count = target.shape
+        left, (rows, k) = half * size.cols + place.col, size
+        if const_expr(self.aligned):
+            mX = by_vector(x, Int64(rows), 2 * k, n)
+            for i in range_constexpr(count):
+                load(mX[place.row + i, left // n, None], target[None, i], self.kept)
+        else:
+            target.fill(convert.INPUT[self.dtype](0))
+            mX = cute.make_tensor(x, cute.make_layout((rows, 2 * k), stride=(Int64(2 * k), 1)))
+            for i in range_constexpr(count):
+                for j in range_constexpr(n):
+                    if place.col + j < k:
+                        target[j, i] = mX[place.row + i, left + j]
 
     @cute.jit
     def pick_unaligned(self, rX, x, rows, inside, size: cutlass.Constexpr, left):
