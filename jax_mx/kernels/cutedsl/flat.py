@@ -208,14 +208,14 @@ class Flat(WholeBlocks):
     def make(self, arrays, scalars, mX, target, where) -> None:
         """Makes the floats of a thread's step of x: its number, its row, whether it exists."""
         step, row, inside = where
-        size = scalars[3] * (BLOCK // self.tile.elements)  # steps in a row
+        cols, each = scalars[3], BLOCK // self.tile.elements  # blocks of a row, steps of a block
         if self.variant.rows:
             number = numbers_of(arrays["rows"], row, inside, 1, 4)[0]
-            step = step + (Int64(number) - row) * size
+            step = step + (Int64(number) - row) * cols * each
             self.pick(mX[step, None], target, number, scalars[4])
         else:
-            gate = step + Int64(row) * size
-            pair = mX[gate, None], mX[gate + size, None]
+            gate = step + Int64(row) * (cols * each)
+            pair = mX[gate, None], mX[gate + cols * each, None]
             self.gate(pair, target, arrays["weights"] + row, inside)
 
     @cute.jit
