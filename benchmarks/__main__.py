@@ -13,7 +13,6 @@ import functools
 import itertools
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -105,6 +104,7 @@ class Case:
         """The op, jitted, and XLA's versions of it."""
         form = shapes.FORMS[self.form]
         options = {**form.options, "implementation": self.implementation}
+        versions: dict[str, Callable[..., Any]]
         if form.op == "dequantize":
             options["dtype"], versions = self.dtype, baselines.dequantize(form, self.dtype)
         else:
@@ -240,17 +240,6 @@ def brief(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
-def head() -> str:
-    """The checkout's commit, or nothing where there is none."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    where = Path(__file__).parent
-    try:
-        done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
-    except OSError:  # no git here
-        return ""
-    return done.stdout.strip()
-
-
 # ---- command line -------------------------------------------------------------------------------
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
@@ -376,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if args.require and not all(met) else 0
     measured: list[Measured] = []
     failures: list[str] = []
-    commit = head()
+    commit = report.head()
     with Progress(console=console) as progress:
         task = progress.add_task("", total=len(cases))
         for case in cases:

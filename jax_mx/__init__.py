@@ -1,5 +1,6 @@
 """Microscaling (MX) quantization for JAX at the speed of memory."""
 
+from jax_mx.experts import gpt_oss as gpt_oss
 from jax_mx.experts.layer import moe as moe
 from jax_mx.facts.formats import CEIL as CEIL
 from jax_mx.facts.formats import EVEN as EVEN

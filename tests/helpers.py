@@ -152,7 +152,7 @@ COLLECTIVE = re.compile(
 
 
 _MOVED = re.compile(
-    r"= (\(?[^=]*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)"
+    r"= ([^\n]*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)"
     r"(?:-start)?\("
 )
 

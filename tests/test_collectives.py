@@ -79,6 +79,12 @@ OPTIONS = {
 }
 
 
+def unit_of(options: dict) -> int:
+    """What parts of an array hold whole."""
+    units = {"blocked_128x4": 128, "shuffled_32x8": 256}
+    return 128 if "window" in options else units.get(options.get("scale_layout"), 32)
+
+
 def check_bytes(move: str, n: int, format: str, options: dict) -> None:
     """A move of what is quantized gives what is quantized after the same move."""
     mx, floats, arguments = MOVES[move]
@@ -86,7 +92,8 @@ def check_bytes(move: str, n: int, format: str, options: dict) -> None:
         arguments = {"perm": [(i, (i + 1) % n) for i in range(n)]}
     turned = options.get("transpose", False)  # q has the axes of x.swapaxes(-1, -2)
     own = {k: v for k, v in options.items() if k != "transpose"} | ({"axis": -1} if turned else {})
-    x = jnp.asarray(random_bits((n, 256 * n, 256 * n), jnp.bfloat16))
+    side = n * unit_of(options)
+    x = jnp.asarray(random_bits((n, side, side), jnp.bfloat16))
 
     def first(x):
         return mx(jax_mx.quantize(x, format, **options), "a", **arguments)

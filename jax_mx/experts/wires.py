@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jax_mx import reference
 from jax_mx.arrays.checks import shown
 from jax_mx.arrays.sharding import is_explicit, resharded, shards_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.collectives import all_gather
-from jax_mx.ops.groups import take_rows
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.forms import Blocks, QuantizedWeight, Use, forms_of
 
@@ -199,6 +199,6 @@ def taken(q: MXArray, rows: jax.Array) -> MXArray:
     parts = {}
     for name in ("values", "scales"):
         a = getattr(q, name)
-        bits = take_rows(jax.lax.bitcast_convert_type(a, jnp.uint8), rows)
+        bits = reference.rows_of(jax.lax.bitcast_convert_type(a, jnp.uint8), rows)
         parts[name] = jax.lax.bitcast_convert_type(bits, a.dtype)
     return dataclasses.replace(q, **parts)

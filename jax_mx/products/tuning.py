@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,6 +18,7 @@ from jax.sharding import AxisType, Mesh
 from jax_mx.arrays.checks import shown, whole
 from jax_mx.lowering import primitive
 from jax_mx.lowering.registry import Support
+from jax_mx.ops.progress import progress as progress_of
 from jax_mx.products import choices, measuring, ragged
 from jax_mx.products.choices import Choice, Cost, Entry, Key
 from jax_mx.products.dot import call_of, key_of
@@ -228,7 +227,7 @@ def _measured(
     free.sort(key=lambda each: -each.count * each.call.work)
     entries = []
     nothing = Mesh(np.empty((), object), ())  # whatever mesh is set, one device measures
-    with _progress(len(free), progress) as say, jax.set_mesh(nothing):
+    with progress_of("autotune", len(free), progress) as say, jax.set_mesh(nothing):
         with jax.default_device(place.device):
             for i, each in enumerate(free):
                 key = each.op.key_of(each.call, primitive.chip_of(place.device))
@@ -285,25 +284,6 @@ def from_process_0(make: Callable[[], str]) -> str:
     if why:
         raise RuntimeError(f"autotune: process 0 could not measure: {why}")
     return text
-
-
-@contextlib.contextmanager
-def _progress(total: int, wanted: bool) -> Iterator[Callable[[int, str], None]]:
-    """What says which call is being measured: a bar on a terminal, else lines on stderr."""
-    if not wanted or not total:
-        yield lambda i, text: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ModuleNotFoundError:
-        Console = Progress = None
-    if Progress is None or Console is None or not sys.stderr.isatty():
-        yield lambda i, text: print(f"autotune {i + 1}/{total}: {text}", file=sys.stderr)
-        return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda i, text: bar.update(task, completed=i, description=text)
 
 
 # ---- saying what serves what ---
