@@ -45,7 +45,7 @@ def _made_of(source: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     if source == "rows":
         return lambda a: rows_of(*a), lambda a: {"rows": a[1]}
     own = jax_mx.Gated(source)
-    return lambda a: jax_mx.gated(*a, source), lambda a: {"activation": own}
+    return lambda a: jax_mx.gated(a[0], source), lambda a: {"activation": own}
 
 
 @dataclasses.dataclass(frozen=True)
