@@ -67,12 +67,18 @@ def gathers(out: str) -> None:
 
 
 # By name: arguments that make it short, and what its output must show.
+def trains_experts(out: str) -> None:
+    first, last = re.findall(r"mxfp8: loss ([\d.]+), in the end ([\d.]+)", out)[0]
+    assert float(last) < float(first)
+
+
 EXAMPLES: dict[str, tuple[list[str], Callable[[str], None]]] = {
     "export_and_run": ([], exports),
     "fsdp": (["--steps", "5"], gathers),
     "gpt_oss": ([], serves),
     "quantize_safetensors": ([], quantizes),
     "train_mlp": (["--steps", "30"], trains),
+    "train_moe": (["--steps", "4", "--recipes", "mxfp8"], trains_experts),
 }
 
 in_checkout = pytest.mark.skipif(not README.exists(), reason="beside a wheel there is no README")
