@@ -81,9 +81,10 @@ def _quantize_avals(*operands, plan: Plan):
 def _floats(operands: Sequence[Any], plan: Plan):
     """The abstract value of the floats, in the view of the plan's form."""
     x = operands[0]
-    if not plan.rows:
+    if not plan.source:
         return x
-    matrix = (math.prod(operands[1].shape), math.prod(x.shape[1:]))
+    halves = 1 if plan.source == "rows" else 2
+    matrix = (math.prod(operands[1].shape), math.prod(x.shape[halves:]))
     shape, _ = plan.view.view(matrix, (None, None), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     return x.update(shape=shape, weak_type=False, sharding=sharding)
@@ -170,8 +171,8 @@ def _with_derived(view, given: Sequence[jax.Array], plan: Plan) -> list[jax.Arra
 
 
 def _quantize_reference(x, *block_data, plan: Plan):
-    if plan.rows:
-        return _quantize_via_gather(x, *block_data, plan=plan)
+    if plan.source:
+        return _quantize_via_floats(x, *block_data, plan=plan)
     out = []
     each = zip(
         plan.view.results,
@@ -195,13 +196,15 @@ def _quantize_reference(x, *block_data, plan: Plan):
     return out
 
 
-def _quantize_via_gather(x, rows, *block_data, plan: Plan):
-    """The primitive on rows that XLA gathers, by a kernel or not."""
-    found = reference.rows_of(x.reshape(x.shape[0], -1), rows.reshape(-1))
+def _quantize_via_floats(x, other, *block_data, plan: Plan):
+    """The primitive on floats that XLA makes, by a kernel or not."""
+    x, other = x.reshape(x.shape[0], -1), other.reshape(-1)
+    rows = plan.source == "rows"
+    found = reference.rows_of(x, other) if rows else reference.gated(x, other, plan.source)
     view = plan.view
     shape, spec = view.view(found.shape, spec_of(found), plan.first_axis)
     floats = to_view(found, shape, spec, view.operand)
-    return quantize_p.bind(floats, *block_data, plan=dataclasses.replace(plan, rows=False))
+    return quantize_p.bind(floats, *block_data, plan=dataclasses.replace(plan, source=""))
 
 
 def _quantize_via_transpose(x, *block_data, plan: Plan):
@@ -490,8 +493,8 @@ def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: A
     _check_processes(kernel_plan, target, support)
     if not support:
         raise NotImplementedError(support.reason)
-    if support.via_gather or (plan.signature.has_source and target.partitioned):
-        reference_fn = _quantize_via_gather  # XLA splits both the gather and the call behind it
+    if support.via_floats or (plan.signature.has_source and target.partitioned):
+        reference_fn = _quantize_via_floats  # XLA splits them, and the call behind
     elif support.via_transpose:
         reference_fn = _quantize_via_transpose
     elif support.kernels:
@@ -520,7 +523,7 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
     Raises:
       RuntimeError: so it is.
     """
-    served = support.kernels and not support.via_gather
+    served = support.kernels and not support.via_floats
     if served or plan.implementation is not None or target.chips is None:
         return
     if target.platform not in chip_table.DSLS:
@@ -529,7 +532,7 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
     known = chip_table.chips_of(chip_table.DSLS[target.platform])
     if not by_tables.kernels or any(chip not in known for chip in target.chips or ()):
         return
-    if support.kernels and by_tables.via_gather:
+    if support.kernels and by_tables.via_floats:
         return
     refused = registry.candidates(plan, target.platform, target.chips or ())[0]
     if jax.process_count() > 1:
@@ -790,22 +793,22 @@ def quantize(view: jax.Array, block_data: Sequence[jax.Array], plan: Plan) -> li
     Args:
       view: of the floats.
       block_data: what the plan has of it, but for what is derived.
-      plan: the call, of no rows.
+      plan: the call, without a source.
     """
     operands = vary_alike(view, *block_data) if block_data else [view]
     view, *given = operands
     return quantize_p.bind(view, *_with_derived(view, given, plan), plan=plan)
 
 
-def quantize_rows(x: jax.Array, rows: jax.Array, plan: Plan) -> list[jax.Array]:
+def quantize_of(x: jax.Array, other: jax.Array, plan: Plan) -> list[jax.Array]:
     """Binds `quantize_p`, both operands varying over the same manual axes.
 
     Args:
-      x: (T, K), of which an axis that blocks run along counts blocks: (T, K / 32, 32).
-      rows: (R, 1), or (R / 32, 32) where blocks run down columns.
-      plan: the call, of rows and no block data.
+      x: (T, K), of an activation (T, 2, K); if blocks run along K, it is K / 32, 32.
+      other: numbers of rows, or weights: (R, 1), or (R / 32, 32) where blocks run down columns.
+      plan: the call, with a source and no block data.
     """
-    return quantize_p.bind(*vary_alike(x, rows), plan=plan)
+    return quantize_p.bind(*vary_alike(x, other), plan=plan)
 
 
 def product(operands: Sequence[jax.Array], plan: ProductPlan) -> jax.Array:

@@ -1,5 +1,11 @@
 """The oracle, in plain jnp: kernels match it bit for bit, and "xla" is it."""
 
+from jax_mx.reference.activations import (
+    PARTS as PARTS,
+)
+from jax_mx.reference.activations import (
+    gated as gated,
+)
 from jax_mx.reference.blocks import (
     amax_of as amax_of,
 )
