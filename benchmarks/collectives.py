@@ -10,7 +10,6 @@ microseconds on the wall a call, the best of several batches of calls that follo
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jax_mx
+from benchmarks import report
 from jax_mx import MXFP8, Recipe
 
 P = PartitionSpec
@@ -155,15 +155,7 @@ def main() -> None:
         if "error" in row:
             console.print(f"{row['case']}: {row['way']} failed: {row['error']}")
     if options.json:
-        device = jax.devices()[0]
-        record = {
-            "device": f"{jax.device_count()} x {device.device_kind}",
-            "date": time.strftime("%Y-%m-%d"),
-            "jax": jax.__version__,
-            "command": "python -m benchmarks.collectives",
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        report.write_record(options.json, "python -m benchmarks.collectives", rows)
 
 
 if __name__ == "__main__":

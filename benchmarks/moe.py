@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_mx
-from benchmarks import timing
+from benchmarks import report, timing
 from jax_mx import BF16, MXFP8, Recipe
 
 REST = 0.5  # seconds before each measurement: a hot chip is slower
@@ -187,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             print(f"{row['case']:22} {row['way']:40} {told}", flush=True)
             if args.json:
-                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+                report.write_record(args.json, "python -m benchmarks.moe", rows)
 
 
 if __name__ == "__main__":

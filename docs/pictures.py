@@ -289,6 +289,38 @@ def path() -> Figure:
     return figure
 
 
+def layer() -> Figure:
+    """The three products of y = x . w, with the operands that `explain` finds in their trace."""
+    floats = {"x": (64, 96), "w": (96, 128), "dy": (64, 128)}
+    x, w = (jax.ShapeDtypeStruct(floats[name], jnp.bfloat16) for name in ("x", "w"))
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax_mx.matmul(x, w).astype(jnp.float32).sum()
+
+    calls = jax_mx.explain(jax.grad(loss, (0, 1)), x, w).calls
+    names = ("forward, y", "dgrad, the gradient of x", "wgrad, the gradient of w")
+    colors = {"x": BLUE, "w": GREEN, "dy": ORANGE}
+    figure = Figure(figsize=(8, 5.2), layout="constrained")
+    for axes, name, call in zip(figure.subplots(3, 1), names, calls, strict=True):
+        axes.set_title(name, loc="left", size=9)
+        _bare(axes)
+        axes.set_xlim(-4, 460)
+        axes.set_ylim(150, -4)
+        left = 0
+        for operand in call.key.operands:
+            format, size, _, axis = operand.split()
+            shape = rows, cols = tuple(map(int, size.split("x")))
+            of = next(n for n, dims in floats.items() if shape in (dims, dims[::-1]))
+            turned = " transposed" * (shape != floats[of])
+            text = f"{of}{turned} {shape}\n{format}, blocks along axis {axis}"
+            _outlined(axes, (left, 0), shape, text, colors[of])
+            axes.add_patch(Rectangle((left, 0), BLOCK, 4, fc=colors[of], ec="none", zorder=3))
+            for at in range(BLOCK, cols, BLOCK):
+                axes.plot([left + at] * 2, [0, rows], color=colors[of], lw=1)
+            left += 230
+    return figure
+
+
 # ---- speed ---
 def speed() -> Figure:
     """Of every form, beside a copy, XLA and the peers, of one run."""
@@ -304,6 +336,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
     "losses": losses,
     "forms": forms,
     "path": path,
+    "layer": layer,
     "speed": speed,
     **{
         f"layout_{each.name}": functools.partial(layout, each)

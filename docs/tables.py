@@ -28,7 +28,6 @@ from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
 from jax_mx.facts.variants import VARIANTS
 from jax_mx.lowering.registry import IMPLEMENTATIONS
-from jax_mx.products.implementations import IMPLEMENTATIONS as PRODUCTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -85,6 +84,7 @@ def kernels() -> list[str]:
         if v.implementation != "cutedsl":
             continue
         before = "".join(kind.suffix or "_rn" for kind in v.kinds)[1:].replace("_", " ")
+        before = f"{before} rows".lstrip() if v.rows else before
         key = (v.op, "both" if v.form.is_both else "one", before, v.dtype)
         row = found.setdefault(key, {"forms": {}, "formats": {}})
         row["forms"][str(v.form)] = None
@@ -96,17 +96,10 @@ def kernels() -> list[str]:
     for (op, before, *own), dtypes in merged.items():
         grouped.setdefault((op, *own, tuple(dtypes)), []).append(before)
     rows = [
-        (op, *(", ".join(cell) for cell in (*cells, before)))
+        (op, *(", ".join(cell) for cell in (*cells, [each or "nothing" for each in before])))
         for (op, *cells), before in grouped.items()
     ]
     return table(("op", "forms", "formats", "floats", "before"), rows)
-
-
-def implementations() -> list[str]:
-    """A row for each name that `implementation=` takes."""
-    rows = [("quantizers", f'`"{name}"`', each.platform) for name, each in IMPLEMENTATIONS.items()]
-    rows += [("products", f'`"{name}"`', each.platform) for name, each in PRODUCTS.items()]
-    return table(("of", "name", "runs on"), rows)
 
 
 def sharding_no() -> list[str]:
@@ -114,20 +107,23 @@ def sharding_no() -> list[str]:
     found: dict[tuple[str, ...], list[str]] = {}
     head: list[str] = []
     for line in (ROOT / "docs" / "sharding.md").read_text().splitlines():
-        if line.startswith(("| call |", "| dot_general |")):
-            head = _cells(line)
         cells = _cells(line)
-        if "yes" not in cells:
+        if line.startswith(("| call | scales |", "| dot_general |")):
+            head = cells
+        if not head or len(cells) != len(head) or "yes" not in cells:
             continue
-        words = 2 if head[0] == "call" else 1  # that name the call
-        name = cells[0] + f", {cells[1]}" * (words == 2)
+        words = 2 if head[0] == "call" else 1  # that name the call; the second one its layout
+        name = f"all calls with scales in `{cells[1]}`" if words == 2 else cells[0]
         marks = [
             f"{split}" + f" ({mark})" * (mark != "no")
             for split, mark in zip(head[words:], cells[words:], strict=True)
             if mark != "yes"
         ]
-        if marks:
-            found.setdefault(tuple(marks), []).append(name)
+        if name not in (names := found.setdefault(tuple(marks), [])):
+            names.append(name)
+    everywhere = found.pop((), [])
+    own = [name for names in found.values() for name in names]
+    assert len(own) == len({*own} - {*everywhere}), "a layout's calls differ: name them"
     rows = [("; ".join(names), "; ".join(marks)) for marks, names in found.items()]
     return table(("calls", "splits that gather"), rows)
 
@@ -254,7 +250,7 @@ def _kernel_of(row: Mapping[str, Any]) -> str:
     if form.kernel.is_both and len(kinds) == 1:
         kinds *= 2
     for v in VARIANTS:
-        if (v.implementation, v.form, v.dtype) != ("cutedsl", form.kernel, row["dtype"]):
+        if (v.implementation, v.form, v.dtype) != ("cutedsl", form.kernel, row["dtype"]) or v.rows:
             continue
         if v.op == form.op.removesuffix("_both") and (v.kinds, v.window) == (kinds, formats.BLOCK):
             if {f.name for f in v.formats} == {row["format"]}:
@@ -421,6 +417,43 @@ def speed_layers() -> list[str]:
     return [*lines, "", f"Kept for the backward pass of `7168x4096`: {said}."] if said else lines
 
 
+def speed_moe() -> list[str]:
+    """An MoE layer, with its heading; nothing before it was measured."""
+    if not (RESULTS / "h200_moe.json").exists():
+        return []
+    about, rows = results("h200_moe")
+    lines = table(
+        ("case", "tokens, choices, experts, width, inner", "way", "us", "TF/s", "of best bf16"),
+        [
+            (
+                row["case"],
+                ", ".join(str(row[n]) for n in ("tokens", "k", "experts", "width", "inner")),
+                row["way"],
+                f"{row['us']:.0f}",
+                f"{row['tflops']:.0f}",
+                f"{row['of_best_bf16']:.2f}" if "of_best_bf16" in row else "",
+            )
+            for row in rows
+            if "us" in row
+        ],
+    )
+    head = ["## MoE layers", "", "Routing, gathering, quantizing, products, activation, combine:"]
+    return [*head, "", *lines, "", caption(about, "python -m benchmarks.moe")]
+
+
+def speed_collectives() -> list[str]:
+    """What moves between two GPUs, in MX and in bfloat16."""
+    about, rows = results("h200x2_collectives")
+    lines = table(
+        ("case", "way", "shape", "us", "of bf16's time"),
+        [
+            (row["case"], row["way"], row["shape"], f"{row['us']:.0f}", f"{row['ratio']:.2f}")
+            for row in rows
+        ],
+    )
+    return [*lines, "", caption(about, "python -m benchmarks.collectives")]
+
+
 def layers() -> list[str]:
     """Of speed_layers the first layer: bfloat16, plain XLA, the recipes by name, the fastest."""
     about, rows = results("h200_layers")
@@ -441,7 +474,6 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "chips": chips,
     "kernels": kernels,
     "examples": examples,
-    "implementations": implementations,
     "sharding_no": sharding_no,
     "formats": formats_table,
     "layouts": layouts_table,
@@ -454,6 +486,8 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_preprocessing": speed_preprocessing,
     "speed_products": speed_products,
     "speed_layers": speed_layers,
+    "speed_moe": speed_moe,
+    "speed_collectives": speed_collectives,
     "layers": layers,
 }
 

@@ -117,8 +117,8 @@ def call(variant, implementation=None, **options):
     """The variant's op as a function of its operand that returns a list of arrays or MXArrays."""
     _, op = op_of(variant, **options)
 
-    def run(operand):
-        results = op(operand, implementation=implementation)
+    def run(operand, **more):
+        results = op(operand, implementation=implementation, **more)
         return [*results] if isinstance(results, tuple) else [results]
 
     return run
@@ -208,7 +208,7 @@ def stand_in(kernel: Binary, arch: str = "sm_90a") -> InHand:
     """A kernel without code, for programs that are lowered and compiled but must not run."""
     image = images.cuda()
     kinds = getattr(kernel, "kinds", ()) or (Kind(),) * len(kernel.formats)
-    count = len(signature_of(kernel.op, kinds).arrays)
+    count = len(signature_of(getattr(kernel, "signature", kernel.op), kinds).arrays)
     entry = launch.Entry(f"{kernel.name}_0", (1,) * count, (32, 1, 1))
     rule = launch.Launch(entries=(entry,)).to_json()
     facts = {

@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_refused
 
 import jax_mx
-from jax_mx.ops.groups import take_rows
+from jax_mx.reference import rows_of
 
 FIELDS = ("rows", "sizes", "starts", "counts", "slots", "dropped")
 
@@ -97,7 +97,7 @@ def test_choices_to_slots_and_back():
     )
     x = jnp.arange(6, dtype=jnp.float32).reshape(3, 2)
     chosen = np.array([1, 2, 1])[:, None]  # of each token
-    summed = groups.combined(take_rows(x, groups.rows))
+    summed = groups.combined(rows_of(x, groups.rows))
     np.testing.assert_array_equal(summed, chosen * np.asarray(x))
 
 

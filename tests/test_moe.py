@@ -221,7 +221,7 @@ def test_residuals_are_mx():
         ({"activation": "tanh"}, ValueError, "activation"),
         ({"residuals": "all"}, ValueError, "residuals"),
         ({"recipe": Recipe(window="row")}, ValueError, "would span several groups' tokens"),
-        ({"expert_axis": "expert"}, ValueError, "is no axis of a jax.shard_map around this call"),
+        ({"expert_axis": "expert"}, ValueError, "set one around the call"),
         ({"implementation": "fp8"}, ValueError, "implementation"),
     ],
 )

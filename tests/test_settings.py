@@ -40,6 +40,8 @@ def quantize():
         yield q(format, axis=-2)
         yield q(format, value_layout="shuffled_16x16")
         yield jax_mx.quantize(x(jnp.float16), format)
+        for rows in (np.array([3, -1, 8], np.int32), jnp.full(64, 5, jnp.int32)):
+            yield jax_mx.quantize(x(shape=(9, 64)), format, rows=rows)
     stochastic = jax_mx.Stochastic(jnp.asarray(KEY), 0.75)
     for size in (16, 32, 64):
         for signs in (None, SIGNS[:size], jnp.asarray(SIGNS[:size])):
@@ -53,6 +55,8 @@ def quantize_both():
     for layout in LAYOUTS:
         yield jax_mx.quantize_both(x(), scale_layout=layout)
         yield jax_mx.quantize_both(x(), "mxfp4_e2m1", scale_layout=layout, **how)
+        rows = np.arange(32, dtype=np.int32)
+        yield jax_mx.quantize_both(x(shape=(9, 64)), scale_layout=layout, rows=rows)
 
 
 def dequantize():

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jax_mx import reference
 from jax_mx.arrays.checks import shown
 from jax_mx.arrays.sharding import is_explicit, resharded, shards_of
 from jax_mx.lowering import primitive
-from jax_mx.ops.groups import take_rows
+from jax_mx.ops.collectives import all_gather
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.forms import Blocks, QuantizedWeight, Use, forms_of
 
@@ -153,16 +154,8 @@ def gathered(static: Any, x: jax.Array, use: Use, blocks: Blocks) -> Any:
         return jax.lax.all_gather(x, static.axis, tiled=True)
     form, _ = forms_of(x, -1, (use, None), blocks)
     assert form is not None
-    q = form.array
-    assert isinstance(q, MXArray)
-    moved = {name: _moved(getattr(q, name), static.axis) for name in ("values", "scales")}
-    return dataclasses.replace(q, **moved)
-
-
-def _moved(a: jax.Array, axis: str) -> jax.Array:
-    """All shards' rows, as bytes: on a CPU, collectives of float8 move wider floats."""
-    bits = jax.lax.bitcast_convert_type(a, jnp.uint8)
-    return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, axis, tiled=True), a.dtype)
+    assert isinstance(form.array, MXArray)
+    return all_gather(form.array, static.axis, tiled=True)
 
 
 def alike(axis: str | None, choices: jax.Array) -> jax.Array:
@@ -206,6 +199,6 @@ def taken(q: MXArray, rows: jax.Array) -> MXArray:
     parts = {}
     for name in ("values", "scales"):
         a = getattr(q, name)
-        bits = take_rows(jax.lax.bitcast_convert_type(a, jnp.uint8), rows)
+        bits = reference.rows_of(jax.lax.bitcast_convert_type(a, jnp.uint8), rows)
         parts[name] = jax.lax.bitcast_convert_type(bits, a.dtype)
     return dataclasses.replace(q, **parts)

@@ -133,11 +133,6 @@ class Groups:
         return self.of_choices(slots).astype(jnp.float32).sum(1).astype(slots.dtype)
 
 
-def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """x[rows], with a row of zeros for each number that x has no row of: -1, say."""
-    return x.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-
 def _positive(op: str, name: str, value: Any) -> int:
     try:
         found = whole(value)

@@ -16,7 +16,7 @@ from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering.registry import Support
 from jax_mx.ops import gemm
-from jax_mx.ops.groups import Groups, take_rows
+from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.products import kernels
 from jax_mx.products.dot import Operand, refused
@@ -30,6 +30,7 @@ from jax_mx.products.implementations import (
 )
 from jax_mx.products.ragged import Ragged, RaggedCall
 from jax_mx.reference import ragged as reference
+from jax_mx.reference import rows_of
 
 
 # ---- our kernels ---
@@ -196,9 +197,9 @@ def _plain(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax.
     tile = math.gcd(ragged.align, 128)
     if tile < BLOCK:
         groups = Groups.from_sizes(sizes, a.shape[0])
-        a = take_rows(a, groups.rows)
+        a = rows_of(a, groups.rows)
         if ragged.sums:
-            y = reference.sums(a, take_rows(b, groups.rows), groups.sizes, BLOCK)
+            y = reference.sums(a, rows_of(b, groups.rows), groups.sizes, BLOCK)
         else:
             y = groups.combined(reference.rows(a, b, groups.sizes, BLOCK))
         return y.astype(ragged.dtype)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,10 +19,11 @@ from jax_mx.arrays.checks import shown, whole
 from jax_mx.lowering import primitive
 from jax_mx.lowering.registry import Support
 from jax_mx.ops.progress import progress as progress_of
-from jax_mx.products import choices, measuring
+from jax_mx.products import choices, measuring, ragged
 from jax_mx.products.choices import Choice, Cost, Entry, Key
-from jax_mx.products.dot import Call, call_of, key_of
+from jax_mx.products.dot import call_of, key_of
 from jax_mx.products.implementations import Decision, candidates, decided
+from jax_mx.products.ragged_implementations import IMPLEMENTATIONS as RAGGED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +38,11 @@ class Tunable:
       measured: see `measuring.measured`.
     """
 
-    call_of: Callable[[Any, Sequence[Any]], Call]
-    key_of: Callable[[Call, str], Key]
-    candidates: Callable[[Call, str, Sequence[str]], list[Support]]
-    decided: Callable[[Call, str, Sequence[str]], Decision]
-    measured: Callable[
-        [Call, Sequence[str], Callable[[], bool]], tuple[str | None, dict[str, Cost]]
-    ]
+    call_of: Callable[[Any, Sequence[Any]], Any]
+    key_of: Callable[[Any, str], Key]
+    candidates: Callable[[Any, str, Sequence[str]], list[Support]]
+    decided: Callable[[Any, str, Sequence[str]], Decision]
+    measured: Callable[[Any, Sequence[str], Callable[[], bool]], tuple[str | None, dict[str, Cost]]]
 
 
 # By the names of primitives. Quantizers are none: their kernel is faster than "xla" in every form
@@ -55,7 +55,14 @@ TUNABLE = {
         decided,
         # Looked up when it is called: tests put costs in its place.
         lambda *args: measuring.measured(*args),
-    )
+    ),
+    "mx_ragged_dot": Tunable(
+        lambda params, avals: ragged.call_of(params["ragged"], avals),
+        key_of,
+        partial(candidates, table=RAGGED),
+        partial(decided, table=RAGGED),
+        lambda *args: measuring.measured(*args),
+    ),
 }
 GLOBAL_SHAPES = (
     "Some calls stand on a mesh with automatic axes: a trace knows their global shapes alone, so "
@@ -69,7 +76,7 @@ class _Found:
     """A call in a trace, and how often it is there."""
 
     op: Tunable
-    call: Call
+    call: Any
     count: int = 1
 
 
