@@ -5,8 +5,6 @@ import itertools
 import math
 import os
 import re
-import subprocess
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,6 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from forks import Running
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_mx
@@ -461,24 +460,15 @@ def on_eight(
         import jax_mx
     """
     code = textwrap.dedent(prelude) + textwrap.dedent(code)
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(i), *args],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(processes)
-    ]
+    running = [Running(code, str(i), *args, env=env) for i in range(processes)]
     try:
-        outs = [process.communicate(timeout=300) for process in running]
+        ended = [process.wait(300) for process in running]
     finally:
         for process in running:
             process.kill()
-    for process, (_, errors) in zip(running, outs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return [out for out, _ in outs]
+    for status, _, errors in ended:
+        assert status == 0, errors[-3000:]
+    return [out for _, out, _ in ended]
 
 
 # ---- tables that tests write ---

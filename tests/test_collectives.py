@@ -116,7 +116,7 @@ def byte_cases():
     for i, options in enumerate(OPTIONS):
         for j, move in enumerate(MOVES):
             for n in (1, 2, 8) if (i + j) % 3 == 0 else (1, 2):
-                few = (i + j) % 7 == 0 and n == 2
+                few = (i + j) % 8 == 0 and n == 2
                 marks = [] if few else [pytest.mark.thorough]
                 format = "mxfp8_e4m3" if "window" in options or options == "tiles" else None
                 format = format or FORMATS[(i + j) % len(FORMATS)]
@@ -412,7 +412,7 @@ def is_spec(x) -> bool:
 def cells():
     for i, (name, (*_, expected)) in enumerate(CELLS.items()):
         for j, mode in enumerate(expected):
-            marks = [pytest.mark.thorough] if (i + j) % 3 else []
+            marks = [pytest.mark.thorough] if (i + j) % 4 else []
             yield pytest.param(name, mode, id=f"{name}-{mode}", marks=marks)
 
 

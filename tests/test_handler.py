@@ -11,12 +11,12 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import jax
 import pytest
+from forks import Running
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -123,15 +123,12 @@ def scenario(fake_driver):
 
     def run(code: str, driver=fake_driver, **env: str):
         script = "".join(map(textwrap.dedent, (ALONE, PRELUDE, code)))
-        result = subprocess.run(
-            [sys.executable, "-c", script, str(driver)],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert result.returncode == 0, result.stderr[-3000:]
-        return json.loads(result.stdout.strip().splitlines()[-1])
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", **env}
+        process = Running(script, str(driver), env=env)
+        status, out, errors = process.wait(120)
+        process.kill()
+        assert status == 0, errors[-3000:]
+        return json.loads(out.strip().splitlines()[-1])
 
     return run
 

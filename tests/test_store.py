@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forks import Running
 from helpers import assert_same_array, random_bits
 
 import jax_mx
@@ -235,12 +236,11 @@ def test_a_program_whose_kernel_is_nowhere_says_what_to_do(tmp_path):
 
     def run(how: str, cache: Path) -> str:
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_MX_CACHE": str(cache), "XLA_FLAGS": ""}
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code), how],
-            env=env, capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.strip()
+        process = Running(textwrap.dedent(code), how, env=env)
+        status, out, errors = process.wait(200)
+        process.kill()
+        assert status == 0, errors[-3000:]
+        return out.strip()
 
     run("write", tmp_path / "cache")
     assert run("read", tmp_path / "cache") == "True"
