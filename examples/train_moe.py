@@ -7,7 +7,6 @@ model is kept in train_moe/; --resume goes on from there, as if it had not been 
 """
 
 import argparse
-import math
 import os
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,9 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import P
+from orbax.checkpoint import CheckpointManager, args
 from rich.progress import Progress
 
 import jax_mx
@@ -82,29 +80,27 @@ def step(model: Model, optimizer: nnx.Optimizer, text: jax.Array) -> jax.Array:
 def train(recipe: str, steps: int, resume: bool, progress: Progress) -> list[float]:
     """The losses of all steps, those before a resume too."""
     text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
-    text, split = np.frombuffer(text, np.uint8), math.gcd(jax.device_count(), EXPERTS)
-    shape, axes = (jax.device_count() // split, split), ("data", "expert")
-    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 2)
-    place = partial(NamedSharding, mesh)
-    with jax.set_mesh(mesh), ocp.CheckpointManager(Path(f"train_moe/{recipe}").resolve()) as files:
+    text, split = np.frombuffer(text, np.uint8), int(np.gcd(jax.device_count(), EXPERTS))
+    shape, automatic = (jax.device_count() // split, split), (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh(shape, ("data", "expert"), axis_types=automatic)
+    with jax.set_mesh(mesh), CheckpointManager(Path(f"train_moe/{recipe}").resolve()) as files:
         model = Model(recipe, "expert" if mesh.size > 1 else None, nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-        state, losses = [nnx.state(module) for module in (model, optimizer)], np.zeros(0)
-        where = jax.tree.map(lambda a: place(P("expert") if a.ndim == 3 else P()), state)
+        state, losses = [nnx.state(model), nnx.state(optimizer)], np.zeros(0)
+        where = jax.tree.map(lambda a: P("expert") if a.ndim == 3 else P(), state)
         state = jax.device_put(state, where)  # stacks of experts split, all else everywhere
-        if resume and (done := files.latest_step()):
-            kept = ocp.args.StandardRestore([*state, np.zeros(done)])
-            *state, losses = files.restore(done, args=kept)
+        if resume and (at := files.latest_step()):
+            *state, losses = files.restore(at, args=args.StandardRestore([*state, np.zeros(at)]))
         for module, own in zip((model, optimizer), state, strict=True):
             nnx.update(module, own)
-        losses, bar = [*losses], progress.add_task(recipe, total=steps, completed=len(losses))
+        losses, bar = losses.tolist(), progress.add_task(recipe, total=steps, completed=len(losses))
         for i in range(len(losses), steps):
             starts = np.random.default_rng(i).integers(0, len(text) - LENGTH, (ROWS, 1))
-            rows = jax.device_put(text[starts + np.arange(LENGTH + 1)], place(P(axes)))
+            rows = jax.device_put(text[starts + np.arange(LENGTH + 1)], P(mesh.axis_names))
             losses.append(float(step(model, optimizer, rows.astype(jnp.int32))))
             progress.update(bar, advance=1, description=f"{recipe:>6} loss {losses[-1]:.3f}")
-        state = [nnx.state(module) for module in (model, optimizer)]
-        files.save(steps, args=ocp.args.StandardSave([*state, np.array(losses)]), force=True)
+        state = args.StandardSave([nnx.state(model), nnx.state(optimizer), np.array(losses)])
+        files.save(steps, args=state, force=True)
     return losses
 
 

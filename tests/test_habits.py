@@ -34,6 +34,12 @@ def trains(out: str) -> None:
     assert abs(float(against)) < 1
 
 
+def learns(out: str) -> None:
+    """Of Python's sources, from about 5.5, the logarithm of 256."""
+    first, last = re.findall(r"mxfp8: loss (\S+), in the end (\S+)", out)[0]
+    assert float(last) < float(first) - 1
+
+
 def quantizes(out: str) -> None:
     """Each tensor has a row; MXFP8 takes half the bytes, and what is kept is kept."""
     assert re.search(r"1\.mlp\.down +│ 512 x 2048 +│ 2,097,152 +│ 1,081,344 +│ 3\d\.\d", out)
@@ -72,6 +78,7 @@ EXAMPLES: dict[str, tuple[list[str], Callable[[str], None]]] = {
     "gpt_oss": ([], serves),
     "quantize_safetensors": ([], quantizes),
     "train_mlp": (["--steps", "30"], trains),
+    "train_moe": (["--steps", "6", "--recipes", "mxfp8"], learns),
 }
 
 in_checkout = pytest.mark.skipif(not README.exists(), reason="beside a wheel there is no README")
