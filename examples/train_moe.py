@@ -92,7 +92,7 @@ def train(recipe: str, steps: int, resume: bool, progress: Progress) -> list[flo
         if resume and (n := files.latest_step()):
             state, losses = files.restore(n, args=ocp.args.StandardRestore([state, np.zeros(n)]))
         nnx.update(both, state)
-        losses, bar = [*losses], progress.add_task(recipe, total=steps, completed=len(losses))
+        losses, bar = losses.tolist(), progress.add_task(recipe, total=steps, completed=len(losses))
         for i in range(len(losses), steps):
             starts = np.random.default_rng(i).integers(0, len(text) - LENGTH, (ROWS, 1))
             rows = jax.device_put(text[starts + np.arange(LENGTH + 1)], place(axes))
