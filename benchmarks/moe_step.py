@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from benchmarks import report
 from examples import train_moe
 from jax_mx import Recipe
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         took = time.perf_counter() - start
         print(f"{name:24} {ms:8.2f} ms  loss {row['loss']:.4f}  ({took:.0f} s)", flush=True)
         if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+            report.write_record(args.json, "python -m benchmarks.moe_step", rows)
 
 
 if __name__ == "__main__":

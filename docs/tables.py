@@ -464,7 +464,8 @@ def speed_moe() -> list[str]:
         ],
     )
     head = ["## MoE layers", "", "Routing, gathering, quantizing, products, activation, combine:"]
-    return [*head, "", *lines, "", caption(about, "python -m benchmarks.moe")]
+    said = f"{caption(about, 'python -m benchmarks.moe')} {about.get('note', '')}".strip()
+    return [*head, "", *lines, "", said]
 
 
 def speed_collectives() -> list[str]:
