@@ -40,6 +40,14 @@ _quantized = jax.jit(
 OPS = tuple(dict.fromkeys(form.op for form in shapes.FORMS.values()))
 
 
+def _made_of(source: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How XLA makes floats, and the keywords of the op that makes them itself, of its operands."""
+    if source == "rows":
+        return lambda a: rows_of(*a), lambda a: {"rows": a[1]}
+    own = jax_mx.Gated(source)
+    return lambda a: jax_mx.gated(a[0], source), lambda a: {"activation": own}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What to measure: one call, by names."""
@@ -52,14 +60,14 @@ class Case:
     scale_layout: str
     implementation: str | None
     preprocessing: str = "none"  # in shapes.PREPROCESSING
-    rows: bool = False  # whether the op picks rows of x; the shape is that of what it quantizes
+    source: str = ""  # in shapes.SOURCES, or none; the shape is that of what is quantized
 
     @property
     def names(self) -> dict[str, str]:
         """As rows have them."""
         return {
             "op": shapes.FORMS[self.form].op,
-            "form": shapes.named(self.form, self.preprocessing, self.rows),
+            "form": shapes.named(self.form, self.preprocessing, self.source),
             "shape": shapes.spell(self.shape),
             "dtype": self.dtype,
             "format": self.format,
@@ -105,21 +113,25 @@ class Case:
         op = functools.partial(getattr(jax_mx, form.op), **options)
         if self.preprocessing != "none":
             versions = {"reference": jax.jit(functools.partial(op, implementation="xla"))}
-        if not self.rows:
+        if not self.source:
             return jax.jit(op), versions
+        before, how = _made_of(self.source)
         versions |= {"our kernel": op}
-        gathered = {
-            f"a gather, then {name}": jax.jit(lambda a, f=f: f(rows_of(*a)))
+        made = {
+            f"{self.source}, then {name}": jax.jit(lambda a, f=f: f(before(a)))
             for name, f in versions.items()
         }
-        return jax.jit(lambda a: op(a[0], rows=a[1])), gathered
+        return jax.jit(lambda a: op(a[0], **how(a))), made
 
     def make(self, key: jax.Array) -> Any:
         """An argument of those."""
-        form = shapes.FORMS[self.form]
-        if self.rows:
+        form, dtype = shapes.FORMS[self.form], FLOAT_DTYPES[self.dtype]
+        if self.source == "rows":
             return self.tokens(key)
-        x = baselines.normal(key, shape=self.shape, dtype=FLOAT_DTYPES[self.dtype])
+        if self.source:
+            shape = (*self.shape[:-1], 2 * self.shape[-1])
+            return (baselines.normal(key, shape=shape, dtype=dtype),)
+        x = baselines.normal(key, shape=self.shape, dtype=dtype)
         if form.op != "dequantize":
             return x
         return _quantized(x, **form.made_by, **self.options)
@@ -143,7 +155,8 @@ class Case:
             dtype=self.dtype,
             ndim=len(self.shape),
             transpose=form.transpose,
-            rows=self.rows,
+            rows=self.source == "rows",
+            activation=None if self.source in ("", "rows") else self.source,
             implementation=self.implementation,
             **form.made_by,
             **self.options,
@@ -247,7 +260,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     several("--scaling", SCALINGS)
     several("--scale-layout", SCALE_LAYOUTS)
     several("--preprocessing", shapes.PREPROCESSING)
-    add("--rows", action="store_true", help="of calls that pick rows, as of tokens")
+    what = "of calls that make their floats of this: rows, picked by numbers, or an activation"
+    add("--source", choices=shapes.SOURCES, default="", help=what)
     add("--implementation", choices=tuple(IMPLEMENTATIONS), help="default: the kernel, else xla")
     add("--csv", type=Path, metavar="FILE")
     add("--json", type=Path, metavar="FILE")
@@ -311,11 +325,11 @@ def all_cases(args: argparse.Namespace) -> Iterator[Case]:
     catalogue = set(itertools.chain.from_iterable(shapes.SHAPES.values()))
     for preprocessing, *names in itertools.product(args.preprocessing, *each):
         form, shape, dtype, format, scaling, layout = names
-        how = (args.implementation, preprocessing, args.rows)
+        how = (args.implementation, preprocessing, args.source)
         case = Case(form, shape, dtype, format, scaling, layout, *how)
         form = shapes.FORMS[case.form]
-        if args.rows and (form.op == "dequantize" or len(shape) != 2):
-            continue  # rows are those of a matrix to quantize
+        if args.source and (form.op == "dequantize" or len(shape) != 2):
+            continue  # they are those of a matrix to quantize
         if preprocessing != "none" and (form.op == "dequantize" or form.square):
             continue  # codes are preprocessed no more; a transform has one axis
         if len(shapes.PREPROCESSING[preprocessing]) > len(form.axes):

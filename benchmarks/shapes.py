@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_mx.facts import directions
+from jax_mx.facts.activations import ACTIVATIONS
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import Kind
 
@@ -96,9 +97,12 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 }
 
 
-def named(form: str, preprocessing: str, rows: bool = False) -> str:
-    """A form's name in a row; of calls that pick rows another one."""
-    return form + f", {preprocessing}" * (preprocessing != "none") + ", rows" * rows
+SOURCES = ("rows", *ACTIVATIONS)  # what floats are made of, see facts/variants.py
+
+
+def named(form: str, preprocessing: str, source: str = "") -> str:
+    """A form's name in a row; of calls that make their floats another one."""
+    return form + f", {preprocessing}" * (preprocessing != "none") + f", {source}" * (source != "")
 
 
 def form_of(op: str, kernel: directions.Form) -> str | None:
@@ -144,9 +148,17 @@ _WANTED = {
 }
 
 
-# Of tokens whose rows are picked on the way to experts: of a copy of what moves, by form.
+# Of tokens on the way to experts, and of what an MLP has between its products: of a copy of what
+# moves, and of XLA's floats and our kernel, by form.
 TOKENS = (16384, 7168)
-_WANTED_OF_ROWS = {"axis -1": 0.9, "both transposed": 0.9}
+_WANTED_OF_SOURCES = {
+    ("axis -1", "rows", TOKENS): (0.9, 1.5),
+    ("both transposed", "rows", TOKENS): (0.9, 1.5),
+    ("axis -1", "swiglu", (16384, 4096)): (0.93, 1.7),
+    ("both transposed", "swiglu", (16384, 4096)): (0.88, 1.7),
+    ("axis -1", "swiglu", (16384, 14336)): (0.93, 1.7),
+    ("both transposed", "swiglu", (16384, 14336)): (0.88, 1.7),
+}
 
 # Of a copy, by form and preprocessing.
 _WANTED_OF_MXFP4 = {
@@ -165,10 +177,10 @@ def _requirements() -> Iterator[Requirement]:
         layout: str = "row_major",
         format: str = "mxfp8_e4m3",
         preprocessing: str = "none",
-        rows: bool = False,
+        source: str = "",
     ) -> dict[str, str]:
         kind = {"dtype": "bfloat16", "format": format, "scaling": "rceil", "scale_layout": layout}
-        form = named(name, preprocessing, rows)
+        form = named(name, preprocessing, source)
         return {"op": FORMS[name].op, "form": form, "shape": spell(shape), **kind}
 
     for shape in REQUIRED:
@@ -184,8 +196,10 @@ def _requirements() -> Iterator[Requirement]:
             yield Requirement(where(name, shape), 0.8)
         for shape in filter(form.fits, SHAPES["small"]):
             yield Requirement(where(name, shape), speedup_over_xla=1.0)
-    of_rows = _WANTED_OF_ROWS.items()
-    yield from (Requirement(where(n, TOKENS, rows=True), least, 1.5) for n, least in of_rows)
+    yield from (
+        Requirement(where(name, shape, source=source), *least)
+        for (name, source, shape), least in _WANTED_OF_SOURCES.items()
+    )
     for (name, preprocessing), fraction in _WANTED_OF_MXFP4.items():
         for layout in ("row_major", "blocked_128x4"):
             case = where(name, REQUIRED[0], layout, "mxfp4_e2m1", preprocessing)

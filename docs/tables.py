@@ -84,7 +84,7 @@ def kernels() -> list[str]:
         if v.implementation != "cutedsl":
             continue
         before = "".join(kind.suffix or "_rn" for kind in v.kinds)[1:].replace("_", " ")
-        before = f"{before} rows".lstrip() if v.rows else before
+        before = f"{before} {v.source}".strip()
         key = (v.op, "both" if v.form.is_both else "one", before, v.dtype)
         row = found.setdefault(key, {"forms": {}, "formats": {}})
         row["forms"][str(v.form)] = None
@@ -250,7 +250,11 @@ def _kernel_of(row: Mapping[str, Any]) -> str:
     if form.kernel.is_both and len(kinds) == 1:
         kinds *= 2
     for v in VARIANTS:
-        if (v.implementation, v.form, v.dtype) != ("cutedsl", form.kernel, row["dtype"]) or v.rows:
+        if (v.implementation, v.form, v.dtype) != (
+            "cutedsl",
+            form.kernel,
+            row["dtype"],
+        ) or v.source:
             continue
         if v.op == form.op.removesuffix("_both") and (v.kinds, v.window) == (kinds, formats.BLOCK):
             if {f.name for f in v.formats} == {row["format"]}:
@@ -320,6 +324,28 @@ def speed_mxfp4() -> list[str]:
     """Quantizers to MXFP4."""
     command = "python -m benchmarks --form all --shapes llm --format mxfp4_e2m1"
     return _quantizers(command, format="mxfp4_e2m1", scale_layout="row_major", op="quantize")
+
+
+def speed_sources() -> list[str]:
+    """Quantizers that make their floats: of picked rows, or by an activation."""
+    about, rows = results("h200_sources")
+    lines = table(
+        ("form", "format", "shape", "us", "TB/s", "of the copy", "against XLA and our kernel"),
+        [
+            (
+                row["form"],
+                row["format"],
+                f"({row['shape'].replace('x', ', ')})",
+                f"{row['us']:.0f}",
+                f"{row['gbps'] / 1e3:.2f}",
+                f"{row['fraction_of_copy']:.2f}",
+                f"{row['speedup_over_xla']:.2f}x",
+            )
+            for row in rows
+        ],
+    )
+    said = caption(about, "").replace("one run", "two runs")
+    return [*lines, "", said]
 
 
 def speed_dequantize() -> list[str]:
@@ -438,7 +464,8 @@ def speed_moe() -> list[str]:
         ],
     )
     head = ["## MoE layers", "", "Routing, gathering, quantizing, products, activation, combine:"]
-    return [*head, "", *lines, "", caption(about, "python -m benchmarks.moe")]
+    said = f"{caption(about, 'python -m benchmarks.moe')} {about.get('note', '')}".strip()
+    return [*head, "", *lines, "", said]
 
 
 def speed_collectives() -> list[str]:
@@ -482,6 +509,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_mxfp6": speed_mxfp6,
     "speed_mxfp4": speed_mxfp4,
     "speed_dequantize": speed_dequantize,
+    "speed_sources": speed_sources,
     "speed_peers": speed_peers,
     "speed_preprocessing": speed_preprocessing,
     "speed_products": speed_products,

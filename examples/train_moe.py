@@ -1,14 +1,11 @@
-"""A small transformer with experts learns Python's own sources, in bfloat16, MXFP8 and MXFP4.
+"""A small transformer with experts learns Python's documentation, in bfloat16, MXFP8 and MXFP4.
 
     python examples/train_moe.py [--steps 1000] [--recipes bf16 mxfp8] [--resume]
 
-Data and experts are split over all devices that there are. Curves are drawn to train_moe.png. Each
-model is kept in train_moe/; --resume goes on from there, as if it had not been stopped.
+Curves are drawn to train_moe.png; models are kept in train_moe/, where --resume goes on.
 """
 
 import argparse
-import math
-import os
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +16,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.progress import Progress
 
 import jax_mx
@@ -29,18 +25,18 @@ WIDTH, INNER, HEADS, EXPERTS, CHOSEN, LAYERS, LENGTH, ROWS = 128, 128, 4, 8, 2, 
 
 
 class Block(nnx.Module):
-    """Attention, then a mixture of experts; `axis`: the mesh axis that experts are split over."""
+    """Attention, then a mixture of experts, which are split over the mesh axis `axis`."""
 
     def __init__(self, recipe: str, axis: str | None, rngs: nnx.Rngs):
         dot = partial(jax_mx.dot_general, recipe=recipe)
         linear = partial(nnx.Linear, use_bias=False, dot_general=dot, rngs=rngs)
         self.attend, self.back = (linear(WIDTH, n * WIDTH, dtype=jnp.bfloat16) for n in (3, 1))
         self.router = nnx.Linear(WIDTH, EXPERTS, use_bias=False, rngs=rngs)
-        self.norms = nnx.List([nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2)])
+        self.norms = nnx.List([nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs) for _ in range(2)])
         init = nnx.initializers.lecun_normal(batch_axis=0)
-        self.gate_up = nnx.Param(init(rngs.params(), (EXPERTS, WIDTH, 2 * INNER)))
-        self.down = nnx.Param(init(rngs.params(), (EXPERTS, INNER, WIDTH)))
-        self.options = {"recipe": recipe, "expert_axis": axis}
+        shapes = (WIDTH, 2 * INNER), (INNER, WIDTH)
+        self.stacks = nnx.List([nnx.Param(init(rngs.params(), (EXPERTS, *s))) for s in shapes])
+        self.moe = partial(jax_mx.moe, recipe=recipe, expert_axis=axis)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: (rows, LENGTH, WIDTH)."""
@@ -49,9 +45,8 @@ class Block(nnx.Module):
         x = x + self.back(own.reshape(x.shape))
         tokens = self.norms[1](x).reshape(-1, WIDTH)
         weights, experts = jax.lax.top_k(jax.nn.softmax(self.router(tokens)), CHOSEN)
-        stacks = [w[...].astype(jnp.bfloat16) for w in (self.gate_up, self.down)]
-        y = jax_mx.moe(tokens.astype(jnp.bfloat16), experts, weights, *stacks, **self.options)
-        return x + y.reshape(x.shape)
+        stacks = [w[...].astype(jnp.bfloat16) for w in self.stacks]
+        return x + self.moe(tokens, experts, weights, *stacks).reshape(x.shape)
 
 
 class Model(nnx.Module):
@@ -74,37 +69,38 @@ class Model(nnx.Module):
 @nnx.jit(donate_argnums=(0, 1))
 def step(model: Model, optimizer: nnx.Optimizer, text: jax.Array) -> jax.Array:
     """One step of Adam; returns the loss before it."""
-    value, gradients = nnx.value_and_grad(lambda model: model.loss(text))(model)
+    value, gradients = nnx.value_and_grad(Model.loss)(model, text)
     optimizer.update(model, gradients)
     return value
 
 
 def train(recipe: str, steps: int, resume: bool, progress: Progress) -> list[float]:
     """The losses of all steps, those before a resume too."""
-    text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
-    text, split = np.frombuffer(text, np.uint8), math.gcd(jax.device_count(), EXPERTS)
-    shape, axes = (jax.device_count() // split, split), ("data", "expert")
-    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 2)
-    place = partial(NamedSharding, mesh)
+    text = b"".join(
+        path.read_bytes() for path in sorted(Path(argparse.__file__).parent.glob("*.py"))
+    )
+    text, n, axes = np.frombuffer(text, np.uint8), jax.device_count(), ("data", "expert")
+    experts = int(np.gcd(n, EXPERTS))
+    mesh = jax.make_mesh((n // experts, experts), axes, axis_types=(AxisType.Auto,) * 2)
+    place = lambda *names: NamedSharding(mesh, PartitionSpec(*names))  # noqa: E731
     with jax.set_mesh(mesh), ocp.CheckpointManager(Path(f"train_moe/{recipe}").resolve()) as files:
         model = Model(recipe, "expert" if mesh.size > 1 else None, nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-        state, losses = [nnx.state(module) for module in (model, optimizer)], np.zeros(0)
-        where = jax.tree.map(lambda a: place(P("expert") if a.ndim == 3 else P()), state)
-        state = jax.device_put(state, where)  # stacks of experts split, all else everywhere
-        if resume and (done := files.latest_step()):
-            kept = ocp.args.StandardRestore([*state, np.zeros(done)])
-            *state, losses = files.restore(done, args=kept)
-        for module, own in zip((model, optimizer), state, strict=True):
-            nnx.update(module, own)
-        losses, bar = [*losses], progress.add_task(recipe, total=steps, completed=len(losses))
+        both, losses = (model, optimizer), np.zeros(0)
+        split = lambda a: jax.device_put(a, place(*("expert",) * (a.ndim == 3)))  # noqa: E731
+        state = jax.tree.map(split, nnx.state(both))  # stacks of experts; all else everywhere
+        if resume and (n := files.latest_step()):
+            state, losses = files.restore(n, args=ocp.args.StandardRestore([state, np.zeros(n)]))
+        nnx.update(both, state)
+        losses, bar = losses.tolist(), progress.add_task(recipe, total=steps, completed=len(losses))
         for i in range(len(losses), steps):
             starts = np.random.default_rng(i).integers(0, len(text) - LENGTH, (ROWS, 1))
-            rows = jax.device_put(text[starts + np.arange(LENGTH + 1)], place(P(axes)))
+            rows = jax.device_put(text[starts + np.arange(LENGTH + 1)], place(axes))
             losses.append(float(step(model, optimizer, rows.astype(jnp.int32))))
             progress.update(bar, advance=1, description=f"{recipe:>6} loss {losses[-1]:.3f}")
-        state = [nnx.state(module) for module in (model, optimizer)]
-        files.save(steps, args=ocp.args.StandardSave([*state, np.array(losses)]), force=True)
+        files.save(
+            steps, args=ocp.args.StandardSave([nnx.state(both), np.array(losses)]), force=True
+        )
     return losses
 
 
@@ -119,5 +115,5 @@ if __name__ == "__main__":
             curve = train(name, options.steps, options.resume, bars)
             bars.print(f"{name}: loss {curve[0]:.4f}, in the end {np.mean(curve[-20:]):.4f}")
             plt.plot(curve, label=name)
-    plt.legend()
+    plt.figlegend()
     plt.savefig("train_moe.png")

@@ -20,6 +20,8 @@ from jax_mx.facts.layouts import SHUFFLED_16X16 as SHUFFLED_16X16
 from jax_mx.facts.layouts import SHUFFLED_32X8 as SHUFFLED_32X8
 from jax_mx.facts.layouts import ScaleLayout as ScaleLayout
 from jax_mx.facts.layouts import ValueLayout as ValueLayout
+from jax_mx.ops.activations import Gated as Gated
+from jax_mx.ops.activations import gated as gated
 from jax_mx.ops.checkpoints import from_checkpoint as from_checkpoint
 from jax_mx.ops.checkpoints import load_safetensors as load_safetensors
 from jax_mx.ops.checkpoints import save_safetensors as save_safetensors

@@ -20,7 +20,7 @@ from jax_mx.testing.memory import Global
 
 POISON = 0xA7
 # Those of rows have tests of their own, tests/test_rows.py.
-FLYDSL = [v for v in VARIANTS if v.implementation == "flydsl" and not v.rows]
+FLYDSL = [v for v in VARIANTS if v.implementation == "flydsl" and not v.source]
 
 
 def each_binary(variants):

@@ -213,7 +213,7 @@ def stand_in(kernel: Binary, arch: str = "sm_90a") -> InHand:
     rule = launch.Launch(entries=(entry,)).to_json()
     facts = {
         "sha256": images.sha256(image),
-        "launches": dict.fromkeys((*SCALE_LAYOUTS, *RESULTS), rule),
+        "launches": dict.fromkeys((*SCALE_LAYOUTS, *RESULTS, "uint32"), rule),
     }
     return InHand(facts, Path(), image)
 

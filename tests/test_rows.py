@@ -138,7 +138,7 @@ def test_what_is_refused():
     )
     refused(
         lambda: jax_mx.is_supported("quantize", "sm_90", rows=True, ndim=3),
-        sentence="is_supported: rows are those of a matrix to quantize; use ndim=2",
+        sentence="is_supported: rows and activations are those of a matrix to quantize; use ndim=2",
     )
 
 
@@ -149,13 +149,16 @@ def test_what_serves_it():
     name = "quantize_last_bfloat16_mxfp8_e4m3"
     for chip, dsl in (("sm_90", "cutedsl"), ("gfx950", "flydsl")):
         assert supported(chip) == (True, f"{dsl}: {name}_rows")
-        assert supported(chip, window="row") == (True, f"{dsl}: {name}_wrow of gathered rows")
+        assert supported(chip, window="row") == (
+            True,
+            f"{dsl}: {name}_wrow of floats that XLA makes",
+        )
         assert supported(chip, dtype="float32") == (
             True,
-            f"{dsl}: quantize_last_float32_mxfp8_e4m3 of gathered rows",
+            f"{dsl}: quantize_last_float32_mxfp8_e4m3 of floats that XLA makes",
         )
         found, what = supported(chip, format=FP4, axis=-2, dtype="float32", rounding=KEY)
-        assert found and what.endswith(" along rows of gathered rows")
+        assert found and what.endswith(" along rows of floats that XLA makes")
         assert not supported(chip, zero_scale=127)[0]
 
 

@@ -59,6 +59,16 @@ def quantize_both():
         yield jax_mx.quantize_both(x(shape=(9, 64)), scale_layout=layout, rows=rows)
 
 
+def activations():
+    gate_up, weights = x(shape=(32, 128)), jnp.ones(32, jnp.float32)
+    y, back = jax.vjp(lambda a, w: jax_mx.gated(a, "swiglu", weights=w), gate_up, weights)
+    yield y, back(y)
+    yield jax_mx.gated(x(jnp.float16))
+    for own in (jax_mx.Gated(), jax_mx.Gated("swiglu", weights)):
+        yield jax_mx.quantize(gate_up, activation=own)
+        yield jax_mx.quantize_both(gate_up, activation=own)
+
+
 def dequantize():
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         for layout in LAYOUTS:
@@ -185,6 +195,8 @@ CALLS = {
     "unpack_mxfp6": of_bytes,
     "quantize": quantize,
     "quantize_both": quantize_both,
+    "gated": activations,
+    "Gated": activations,
     "align": lambda: [jax_mx.align(q(), window) for window in (128, "row", (128, 128))],
     "dot_general": products,
     "einsum": products,

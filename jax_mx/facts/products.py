@@ -3,7 +3,8 @@
 y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
 group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
 Of "wgrad_fp8" groups have parts of K instead: y (G, T, N) is for each x (T, K) @ W (N, K)^T over
-its part of K.
+its part of K. "amaxes" is no product: the largest magnitudes of the rows and the columns of x
+(batch, T, K), which quantizing both ways wants first where products take rows with one scale each.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Product:
     """One kernel's source-level choices.
 
     Attributes:
-      op: "matmul", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and codes.
+      op: "matmul", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and codes;
+        "amaxes", of floats.
       implementation: "cutedsl".
       formats: of the quantized operands, x's before W's.
       rows: how many of x's a thread block has at a time.
@@ -52,9 +54,9 @@ class Product:
     @property
     def name(self) -> str:
         """The name, which the binary's file and its entry points carry too."""
-        formats = "_".join(format.name for format in self.formats)
         window = suffix_of(self.window) + f"x{TILE}" * self.tiles
-        return f"{self.op}_{formats}_r{self.rows}{window}"
+        formats = (format.name for format in self.formats)
+        return "_".join((self.op, *formats, f"r{self.rows}{window}"))
 
 
 # The archs that have kernels of products: those with wgmma.
@@ -64,7 +66,7 @@ _EIGHTS = tuple(itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=2))
 PRODUCTS: tuple[Product, ...] = (
     *(
         Product("matmul", "cutedsl", (format,), rows)
-        for rows in (256, 128, 64, 16)
+        for rows in (256, 128, 64, 16, 8)
         for format in _FORMATS
     ),
     *(
@@ -79,6 +81,7 @@ PRODUCTS: tuple[Product, ...] = (
         for window in (128, 256)
         for formats in _EIGHTS
     ),
+    Product("amaxes", "cutedsl", (), 128),
 )
 
 Binary = Variant | Product

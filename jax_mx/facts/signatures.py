@@ -27,7 +27,7 @@ class Role(enum.Enum):
     SCALES = "scales"  # one byte a block
     BLOCK_DATA = "block data"  # one uint32 a block: what a preprocessing takes besides constants
     REPLICATED = "replicated"  # the same whole array for every slab and shard: group offsets, say
-    SOURCE = "source"  # a whole matrix of floats, some of whose rows make up the floats
+    SOURCE = "source"  # a whole matrix that the floats are made of
 
     @property
     def is_batched(self) -> bool:
@@ -98,6 +98,7 @@ class Signature:
 
 
 _X, _ROWS = Array("x", Role.SOURCE), Array("rows", Role.REPLICATED, dtype="int32")
+_WEIGHTS = Array("weights", Role.REPLICATED, dtype="float32")
 
 
 def _quantize(kinds: Sequence[Kind]) -> Signature:
@@ -107,6 +108,11 @@ def _quantize(kinds: Sequence[Kind]) -> Signature:
 def _quantize_rows(kinds: Sequence[Kind]) -> Signature:
     """Of the floats that the rows of a matrix are which `rows` numbers, zeros for other numbers."""
     return Signature((_X, _ROWS, *_block_data(kinds)), _quantized(kinds))
+
+
+def _quantize_gated(kinds: Sequence[Kind]) -> Signature:
+    """Of an activation's results; x (T, 2, K), gates and ups, weights by row."""
+    return Signature((_X, _WEIGHTS, *_block_data(kinds)), _quantized(kinds))
 
 
 def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
@@ -173,14 +179,31 @@ def _wgrad_fp8(kinds: Sequence[Kind]) -> Signature:
     return _matmul_fp8(kinds, optional=False)
 
 
+def _amaxes(kinds: Sequence[Kind]) -> Signature:
+    del kinds
+    return Signature(
+        operands=(Array("x", Role.FLOATS),),
+        results=tuple(
+            Array(name, Role.BLOCK_DATA, i) for i, name in enumerate(("of_rows", "of_columns"))
+        ),
+    )
+
+
 SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "quantize": _quantize,
     "quantize_rows": _quantize_rows,
+    "quantize_gated": _quantize_gated,
     "dequantize": _dequantize,
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
     "wgrad_fp8": _wgrad_fp8,
+    "amaxes": _amaxes,
 }
+
+
+def signature_name(op: str, source: str) -> str:
+    """The name of an op's signature; `source`: what its floats are made of, see `Variant`."""
+    return op + ({"": "", "rows": "_rows"}.get(source, "_gated"))
 
 
 def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
@@ -188,7 +211,8 @@ def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
 
     Args:
       op: "quantize" (one or both directions), "quantize_rows" (the same of some rows of x),
-        "dequantize", "matmul", "matmul_fp8" or "wgrad_fp8".
+        "quantize_gated" (of an activation's results), "dequantize", "matmul", "matmul_fp8",
+        "wgrad_fp8" or "amaxes".
       kinds: the preprocessing of each direction, one each also where there is none; of products
         none.
     """

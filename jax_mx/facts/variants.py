@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax_mx.facts import directions
+from jax_mx.facts.activations import ACTIVATIONS
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.directions import Form
 from jax_mx.facts.formats import (
@@ -24,6 +25,7 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     Format,
 )
+from jax_mx.facts.signatures import signature_name
 from jax_mx.facts.windows import ROW, TILE, Window, suffix_of
 
 
@@ -74,7 +76,8 @@ class Variant:
       formats: of the quantized arrays, one each.
       kinds: how the elements of each are preprocessed, and their windows; () where there is
         nothing of that.
-      rows: whether it quantizes the rows of x that an operand numbers, instead of x.
+      source: what the floats are made of: "", they are x; "rows": the rows of x that an operand
+        numbers; an activation's name: both halves of x.
     """
 
     op: str
@@ -83,12 +86,17 @@ class Variant:
     dtype: str
     formats: tuple[Format, ...]
     kinds: tuple[Kind, ...] = ()
-    rows: bool = False
+    source: str = ""
+
+    @property
+    def rows(self) -> bool:
+        """Whether it picks rows."""
+        return self.source == "rows"
 
     @property
     def signature(self) -> str:
         """The name of its signature, see facts/signatures.py."""
-        return self.op + "_rows" * self.rows
+        return signature_name(self.op, self.source)
 
     @property
     def block_data(self) -> int:
@@ -110,7 +118,8 @@ class Variant:
         """The name, which the binary's file and its entry points carry too."""
         formats = "_".join(format.name for format in self.formats)
         kinds = "".join(kind.suffix or "_rn" for kind in self.kinds)
-        return f"{self.op}_{self.form}_{self.dtype}_{formats}{kinds}{'_rows' * self.rows}"
+        source = f"_{self.source}" * (self.source != "")
+        return f"{self.op}_{self.form}_{self.dtype}_{formats}{kinds}{source}"
 
 
 def scale_layouts_of(implementation: str, formats: Sequence[Format]) -> tuple[str, ...]:
@@ -223,10 +232,19 @@ VARIANTS: tuple[Variant, ...] = (
 )
 # Tokens that are routed to experts are bfloat16. Amaxes of whole rows of x are no kernel's.
 VARIANTS += tuple(
-    dataclasses.replace(variant, rows=True)
+    dataclasses.replace(variant, source="rows")
     for variant in VARIANTS
     if variant.op == "quantize" and variant.dtype == "bfloat16"
     if not variant.changes_elements and variant.window != ROW
+)
+# What a product's operand wants: along its rows, down them, and both; not MXFP6. AMD's have none.
+VARIANTS += tuple(
+    dataclasses.replace(variant, source=activation)
+    for activation in ACTIVATIONS
+    for variant in VARIANTS
+    if variant.rows and variant.implementation == "cutedsl" and variant.formats[0].bits != 6
+    if variant.form in (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
+    if variant.window != 256 or not variant.form.is_both  # registers do not hold its tiles
 )
 
 

@@ -53,6 +53,11 @@ class Entry:
         )
 
     @property
+    def of(self) -> int:
+        """The dimension of x that is its columns where the floats are made of x, else 0."""
+        return {"": 0, "rows": 1}.get(self.variant.source, 2)
+
+    @property
     def count(self) -> int:
         """How many quantized arrays there are."""
         return len(self.formats)

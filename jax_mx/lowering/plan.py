@@ -19,7 +19,7 @@ from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
 from jax_mx.facts.products import Product
-from jax_mx.facts.signatures import Array, Role, Signature, signature_of
+from jax_mx.facts.signatures import Array, Role, Signature, signature_name, signature_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Plan:
       preprocessing: of the elements of each of quantize's results, beside scaling; with their
         window.
       caller: the public function whose part the call is, for messages; empty: the op itself.
-      rows: whether the floats are the rows of a matrix that an operand numbers.
+      source: what the floats are made of, see `facts.variants.Variant`.
     """
 
     op: str
@@ -58,7 +58,7 @@ class Plan:
     value_layouts: tuple[ValueLayout, ...] = (ROW_MAJOR_VALUES,)
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
     caller: str = ""
-    rows: bool = False
+    source: str = ""
 
     def __hash__(self) -> int:
         return self._hash  # computed once: jit looks a plan up at every eager call
@@ -104,7 +104,7 @@ class Plan:
     @property
     def signature(self) -> Signature:
         """The arrays of the call, with those that it lacks."""
-        kernel = self.op.removesuffix("_both") + "_rows" * self.rows
+        kernel = signature_name(self.op.removesuffix("_both"), self.source)
         return signature_of(kernel, [each.kind for each in self.preprocessing])
 
     @property
@@ -174,7 +174,8 @@ class ProductPlan:
     """One call of a product: y = x @ dequantize(W)^T, per group of x's rows, or of K.
 
     Attributes:
-      op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K.
+      op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K; or
+        "amaxes", of x alone.
       formats: of the quantized operands, x's before W's.
       dtype: of y.
       grouped: whether the call has sizes of groups; without, all groups have as many rows.
@@ -211,7 +212,7 @@ class ProductPlan:
     @property
     def lacks(self) -> tuple[str, ...]:
         """The operands of the signature that the call does not have."""
-        return () if self.grouped else ("group_sizes",)
+        return tuple(a.name for a in self.signature.operands if a.optional and not self.grouped)
 
     @property
     def launch(self) -> str:

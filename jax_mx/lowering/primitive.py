@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import ffi
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -80,9 +81,10 @@ def _quantize_avals(*operands, plan: Plan):
 def _floats(operands: Sequence[Any], plan: Plan):
     """The abstract value of the floats, in the view of the plan's form."""
     x = operands[0]
-    if not plan.rows:
+    if not plan.source:
         return x
-    matrix = (math.prod(operands[1].shape), math.prod(x.shape[1:]))
+    halves = 1 if plan.source == "rows" else 2
+    matrix = (math.prod(operands[1].shape), math.prod(x.shape[halves:]))
     shape, _ = plan.view.view(matrix, (None, None), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     return x.update(shape=shape, weak_type=False, sharding=sharding)
@@ -146,27 +148,31 @@ def _with_derived(view, given: Sequence[jax.Array], plan: Plan) -> list[jax.Arra
     """The block data that a call takes, for what callers pass of it: with the amaxes of rows."""
     found, rest = [], iter(given)
     known: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
+    # Both ways from one read, where nothing changes elements before.
+    plain = all(own == plan.preprocessing[0] and not own.hadamard for own in plan.preprocessing)
+    both = plain and len(plan.formats) == 2 and plan.preprocessing[0].prescale is None
+    pair = (
+        amaxes_of_both_p.bind(view, plan=plan)
+        if both and any(array.derived for array in plan.block_data)
+        else None
+    )
     for array in plan.block_data:  # of each direction, what is derived comes last
         name, i = array.name.rpartition("_")[0], array.of
         if array.derived:
             result = plan.view.results[i]
             y = _scaled_elements(view, result, plan.preprocessing[i], known[i])
-            known[i][name] = _row_amaxes(y, result, plan)
+            amax = pair[i] if pair else reference.amax_of(y, plan.view.along(result))
+            shape = tuple(1 if d - y.ndim in result.block else n for d, n in enumerate(y.shape))
+            known[i][name] = spread(amax, shape, spec_of(y))
         else:
             known[i][name] = next(rest)
         found.append(known[i][name])
     return found
 
 
-def _row_amaxes(y, result: Result, plan: Plan):
-    """For each block of what is scaled the largest magnitude along the whole axis."""
-    shape = tuple(1 if i - y.ndim in result.block else n for i, n in enumerate(y.shape))
-    return spread(reference.amax_of(y, plan.view.along(result)), shape, spec_of(y))
-
-
 def _quantize_reference(x, *block_data, plan: Plan):
-    if plan.rows:
-        return _quantize_via_gather(x, *block_data, plan=plan)
+    if plan.source:
+        return _quantize_via_floats(x, *block_data, plan=plan)
     out = []
     each = zip(
         plan.view.results,
@@ -190,13 +196,15 @@ def _quantize_reference(x, *block_data, plan: Plan):
     return out
 
 
-def _quantize_via_gather(x, rows, *block_data, plan: Plan):
-    """The primitive on rows that XLA gathers, by a kernel or not."""
-    found = reference.rows_of(x.reshape(x.shape[0], -1), rows.reshape(-1))
+def _quantize_via_floats(x, other, *block_data, plan: Plan):
+    """The primitive on floats that XLA makes, by a kernel or not."""
+    x, other = x.reshape(x.shape[0], -1), other.reshape(-1)
+    rows = plan.source == "rows"
+    found = reference.rows_of(x, other) if rows else reference.gated(x, other, plan.source)
     view = plan.view
     shape, spec = view.view(found.shape, spec_of(found), plan.first_axis)
     floats = to_view(found, shape, spec, view.operand)
-    return quantize_p.bind(floats, *block_data, plan=dataclasses.replace(plan, rows=False))
+    return quantize_p.bind(floats, *block_data, plan=dataclasses.replace(plan, source=""))
 
 
 def _quantize_via_transpose(x, *block_data, plan: Plan):
@@ -485,8 +493,8 @@ def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: A
     _check_processes(kernel_plan, target, support)
     if not support:
         raise NotImplementedError(support.reason)
-    if support.via_gather or (plan.signature.has_source and target.partitioned):
-        reference_fn = _quantize_via_gather  # XLA splits both the gather and the call behind it
+    if support.via_floats or (plan.signature.has_source and target.partitioned):
+        reference_fn = _quantize_via_floats  # XLA splits them, and the call behind
     elif support.via_transpose:
         reference_fn = _quantize_via_transpose
     elif support.kernels:
@@ -515,7 +523,7 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
     Raises:
       RuntimeError: so it is.
     """
-    served = support.kernels and not support.via_gather
+    served = support.kernels and not support.via_floats
     if served or plan.implementation is not None or target.chips is None:
         return
     if target.platform not in chip_table.DSLS:
@@ -524,7 +532,7 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
     known = chip_table.chips_of(chip_table.DSLS[target.platform])
     if not by_tables.kernels or any(chip not in known for chip in target.chips or ()):
         return
-    if support.kernels and by_tables.via_gather:
+    if support.kernels and by_tables.via_floats:
         return
     refused = registry.candidates(plan, target.platform, target.chips or ())[0]
     if jax.process_count() > 1:
@@ -692,6 +700,68 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
     return [y.reshape(size, rows, y.shape[-1])], [0]
 
 
+# ---- amaxes of rows and of columns ---
+def _amaxes_avals(x, *, plan: ProductPlan):
+    """Of x (batch, T, K), which is not split."""
+    core.standard_vma_rule("mx_amaxes", x)
+    sharding = x.sharding.update(spec=PartitionSpec(None, None))
+    return [
+        x.update(shape=(x.shape[0], n), dtype=plan.dtype, weak_type=False, sharding=sharding)
+        for n in x.shape[1:]
+    ]
+
+
+def _of_both_avals(view, *, plan: Plan):
+    """For each direction as `reference.amax_of` keeps dimensions."""
+    core.standard_vma_rule("mx_amaxes_of_both", view)
+    found = []
+    for result in plan.view.results:
+        along = [d % view.ndim for d in plan.view.along(result)]
+        shape = tuple(1 if i in along else n for i, n in enumerate(view.shape))
+        spec = [None if i in along else axes for i, axes in enumerate(view.sharding.spec)]
+        sharding = view.sharding.update(spec=PartitionSpec(*spec))
+        found.append(view.update(shape=shape, dtype=AMAX, weak_type=False, sharding=sharding))
+    return found
+
+
+def _of_both_reference(view, *, plan: Plan):
+    return [reference.amax_of(view, plan.view.along(result)) for result in plan.view.results]
+
+
+def _of_both_from_matrices(view, *, plan: Plan):
+    """The same of x as it lies: a kernel reads it once."""
+    lead = view.ndim - plan.view.tail
+    rows, columns = (view.shape[lead + i] * BLOCK for i in range(2))
+    order = (*range(lead), *(lead + i for i in plan.view.operand))
+    x = view.transpose(order).reshape(-1, rows, columns)
+    alone = ProductPlan("amaxes", (), AMAX, False, 128)
+    found = products_p["amaxes"].bind(x, plan=alone)
+    avals = _of_both_avals(jax.typeof(view), plan=plan)
+    return [a.reshape(aval.shape) for a, aval in zip(found, avals, strict=True)]
+
+
+def _lower_of_both(platform: str | None, ctx, view, *, plan: Plan):
+    """By the kernel where XLA splits nothing, else by its two reductions."""
+    target = target_of(ctx, platform or (ctx.platforms or ctx.module_context.platforms)[0])
+    one_read = plan.implementation != "xla" and not target.partitioned and plan.view.units is None
+    fn = _of_both_from_matrices if one_read and target.platform == "cuda" else _of_both_reference
+    return mlir.lower_fun(fn, multiple_results=True)(ctx, view, plan=plan)
+
+
+def _batch_of_both(args, dims, *, plan: Plan):
+    """Leading dimensions are batch dimensions."""
+    found = amaxes_of_both_p.bind(jnp.moveaxis(args[0], dims[0], 0), plan=plan)
+    return found, [0] * len(found)
+
+
+def _batch_amaxes(primitive: Primitive, args, dims, *, plan: ProductPlan):
+    """More matrices."""
+    x = jnp.moveaxis(args[0], dims[0], 0)
+    found = primitive.bind(x.reshape(-1, *x.shape[2:]), plan=plan)
+    return [a.reshape(*x.shape[:2], -1) for a in found], [0] * len(found)
+
+
+AMAX = np.dtype(np.uint32)  # the bits of a float32
 store.register()
 quantize_p = make_primitive("quantize", _quantize_avals, _quantize_reference)
 dequantize_p = make_primitive("dequantize", _dequantize_avals, _dequantize_reference)
@@ -703,6 +773,12 @@ products_p = {
         ("wgrad_fp8", _wgrad_avals, reference.wgrad_fp8),
     )
 }
+
+
+products_p["amaxes"] = make_primitive("amaxes", _amaxes_avals, reference.amaxes, _batch_amaxes)
+amaxes_of_both_p = define(
+    "mx_amaxes_of_both", _of_both_avals, _lower_of_both, _batch_of_both, _no_derivative
+)
 
 
 def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
@@ -717,22 +793,22 @@ def quantize(view: jax.Array, block_data: Sequence[jax.Array], plan: Plan) -> li
     Args:
       view: of the floats.
       block_data: what the plan has of it, but for what is derived.
-      plan: the call, of no rows.
+      plan: the call, without a source.
     """
     operands = vary_alike(view, *block_data) if block_data else [view]
     view, *given = operands
     return quantize_p.bind(view, *_with_derived(view, given, plan), plan=plan)
 
 
-def quantize_rows(x: jax.Array, rows: jax.Array, plan: Plan) -> list[jax.Array]:
+def quantize_of(x: jax.Array, other: jax.Array, plan: Plan) -> list[jax.Array]:
     """Binds `quantize_p`, both operands varying over the same manual axes.
 
     Args:
-      x: (T, K), of which an axis that blocks run along counts blocks: (T, K / 32, 32).
-      rows: (R, 1), or (R / 32, 32) where blocks run down columns.
-      plan: the call, of rows and no block data.
+      x: (T, K), of an activation (T, 2, K); if blocks run along K, it is K / 32, 32.
+      other: numbers of rows, or weights: (R, 1), or (R / 32, 32) where blocks run down columns.
+      plan: the call, with a source and no block data.
     """
-    return quantize_p.bind(*vary_alike(x, rows), plan=plan)
+    return quantize_p.bind(*vary_alike(x, other), plan=plan)
 
 
 def product(operands: Sequence[jax.Array], plan: ProductPlan) -> jax.Array:

@@ -27,14 +27,14 @@ class Support:
       implementation: its name.
       kernels: the kernels that serve the plan: one, or one per result; none of "xla".
       via_transpose: whether XLA transposes what these kernels read, and back what they give.
-      via_gather: whether XLA gathers the rows that these kernels read.
+      via_floats: whether XLA makes the floats that these kernels read, of rows or by an activation.
       reason: why it does not serve the plan, and what does; empty where it serves it.
     """
 
     implementation: str
     kernels: tuple[Binary, ...] = ()
     via_transpose: bool = False
-    via_gather: bool = False
+    via_floats: bool = False
     reason: str = ""
 
     def __bool__(self) -> bool:
@@ -44,7 +44,7 @@ class Support:
         if self.reason:
             return self.reason
         names = ", ".join(kernel.name for kernel in self.kernels) or "runs everywhere"
-        how = " along rows" * self.via_transpose + " of gathered rows" * self.via_gather
+        how = " along rows" * self.via_transpose + " of floats that XLA makes" * self.via_floats
         return f"{self.implementation}: {names}{how}"
 
 
@@ -115,10 +115,10 @@ def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
 
     def support(plan: AnyPlan, chips: Sequence[str]) -> Support:
         found = of_floats(plan, chips)
-        if found or isinstance(plan, ProductPlan) or not plan.rows:
+        if found or isinstance(plan, ProductPlan) or not plan.source:
             return found
-        gathered = of_floats(dataclasses.replace(plan, rows=False), chips)
-        return dataclasses.replace(gathered, via_gather=bool(gathered))
+        made = of_floats(dataclasses.replace(plan, source=""), chips)
+        return dataclasses.replace(made, via_floats=bool(made))
 
     def of_floats(plan: AnyPlan, chips: Sequence[str]) -> Support:
         direct = _one_kernel(dsl, plan, chips)
@@ -127,7 +127,7 @@ def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
         # Few plans with preprocessing have kernels of their own; the others go along rows. Not
         # transforms that span two blocks: rows do not tell which blocks are neighbours.
         preprocessed = plan.scaling and any(str(own) for own in plan.preprocessing)
-        preprocessed = preprocessed and not plan.rows
+        preprocessed = preprocessed and not plan.source
         spans_two = any(own.group > BLOCK for own in plan.preprocessing)
         if direct or plan.is_square or not preprocessed or spans_two:
             return direct
@@ -188,8 +188,8 @@ def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
     if len({*each}) > 1:
         asked = f"the pair ({', '.join(what or 'none' for what in each)})"
     kinds = tuple(own.kind for own in plan.preprocessing) if asked else ()
-    wanted = (dsl, op, kinds, plan.rows)
-    of_kind = [v for v in VARIANTS if (v.implementation, v.op, v.kinds, v.rows) == wanted]
+    wanted = (dsl, op, kinds, plan.source)
+    of_kind = [v for v in VARIANTS if (v.implementation, v.op, v.kinds, v.source) == wanted]
     if not of_kind:
         return None, f" for {asked}" if asked else ""
     of_form = [v for v in of_kind if v.form == plan.form]

@@ -28,7 +28,7 @@ from jax_mx.ops.planning import implementation_of
 
 WINDOWS = (128, 256, ROW)  # of the FP8 product
 # Up to so many rows of x in a group, kernels whose tiles have so many.
-_ROWS = (16, 64, 128, 256)
+_ROWS = (8, 16, 64, 128, 256)
 FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))  # of x
 
 

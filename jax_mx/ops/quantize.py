@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mx import reference
+from jax_mx.arrays.checks import shown
 from jax_mx.arrays.sharding import gathered, is_explicit, spec_of
 from jax_mx.arrays.views import (
     divided,
@@ -27,6 +28,7 @@ from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, Value
 from jax_mx.facts.windows import Window
 from jax_mx.lowering import primitive, store
 from jax_mx.lowering.plan import Plan
+from jax_mx.ops.activations import Gated, weights_of
 from jax_mx.ops.inputs import floats, rows_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.placing import require_kernel, require_whole_blocks
@@ -66,6 +68,7 @@ def quantize(
     hadamard: Hadamard | None = None,
     window: Window = BLOCK,
     rows: jax.typing.ArrayLike | None = None,
+    activation: Gated | None = None,
     implementation: str | None = None,
 ) -> MXArray:
     """Quantizes blocks of 32 elements to a small float format with E8M0 scales.
@@ -115,6 +118,9 @@ def quantize(
         rows with these numbers, zeros for each number that is not one of 0 to T - 1, say -1. From
         bfloat16, kernels read those rows of x themselves, with windows too; else, and where XLA
         splits the program among devices outside of `shard_map`, XLA gathers them before.
+      activation: a `Gated`, for an x (..., 2 K) of gates and ups: what is quantized is `gated` of
+        it, (..., K). From bfloat16 (T, 2 K), NVIDIA's kernels compute it in MXFP8 and MXFP4, along
+        the last axis, transposed along the one before, and both; else XLA computes it before.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -131,7 +137,7 @@ def quantize(
     """
     x = floats("quantize", x)
     own = preprocessing_of("quantize", rounding, hadamard, window)
-    like, rows = picked("quantize", x, rows)
+    like, source, other = made_of("quantize", x, rows, activation)
     asked = Options(
         (format,),
         axis,
@@ -143,11 +149,11 @@ def quantize(
         zero_scale,
         (value_layout,),
         (own,),
-        rows is not None,
+        source,
     )
     plan = planned("quantize", like, asked)
     require_kernel(plan)
-    (q,) = quantized(as_planned(x, plan), (data_of(rounding, hadamard),), rows, plan=plan)
+    (q,) = quantized(as_planned(x, plan), (data_of(rounding, hadamard),), other, plan=plan)
     return q
 
 
@@ -165,6 +171,7 @@ def quantize_both(
     hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
     window: Window = BLOCK,
     rows: jax.typing.ArrayLike | None = None,
+    activation: Gated | None = None,
     implementation: str | None = None,
 ) -> tuple[MXArray, MXArray]:
     """Quantizes along the last axis and along the one before it, from one read of x.
@@ -186,6 +193,7 @@ def quantize_both(
       hadamard: see `quantize`; a pair, for each, or one for both, each along its own axis.
       window: of both, each along its own axis: 32, 128, 256 or "row", see `quantize`.
       rows: see `quantize`; 32 divides how many there are.
+      activation: see `quantize`.
       implementation: or None.
 
     Returns:
@@ -196,7 +204,7 @@ def quantize_both(
     """
     x = floats("quantize_both", x)
     each = pairs("quantize_both", rounding, hadamard)
-    like, rows = picked("quantize_both", x, rows)
+    like, source, other = made_of("quantize_both", x, rows, activation)
     asked = Options(
         formats=(format, format) if formats is None else formats,
         scaling=scaling,
@@ -206,12 +214,12 @@ def quantize_both(
         zero_scale=zero_scale,
         value_layouts=value_layouts,
         preprocessing=tuple(preprocessing_of("quantize_both", *two, window) for two in each),
-        rows=rows is not None,
+        source=source,
     )
     plan = planned("quantize_both", like, asked)
     require_kernel(plan)
     data = tuple(data_of(*two) for two in each)
-    last, second = quantized(as_planned(x, plan), data, rows, plan=plan)
+    last, second = quantized(as_planned(x, plan), data, other, plan=plan)
     return last, second
 
 
@@ -221,31 +229,43 @@ def as_planned(x: Any, plan: Plan) -> Any:
     return x if x.dtype == plan.dtype and hasattr(x, "aval") else jnp.asarray(x, plan.dtype)
 
 
-def picked(op: str, x: Any, rows: Any) -> tuple[Any, Any]:
-    """What has the shape and the dtype of the array to quantize; and rows, checked.
+def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, str, Any]:
+    """What has the shape and the dtype of the array to quantize; what of, with which operand.
 
     Raises:
       TypeError, ValueError: see `quantize`.
     """
-    if rows is None:
-        return x, None
-    rows = rows_of(op, x, rows)
-    return jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), rows
+    if rows is None and activation is None:
+        return x, "", None
+    if activation is None:
+        rows = rows_of(op, x, rows)
+        return jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
+    if rows is not None:
+        raise ValueError(f"{op}: rows are picked before an activation, not with it; drop one")
+    if not isinstance(activation, Gated):
+        raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
+    weights = weights_of(op, x, activation.weights)
+    return (
+        jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] // 2), x.dtype),
+        activation.name,
+        weights,
+    )
 
 
 @partial(jax.jit, static_argnames="plan")
 def quantized(
-    x: jax.Array, data: tuple[Data, ...], rows: jax.Array | None = None, *, plan: Plan
+    x: jax.Array, data: tuple[Data, ...], other: jax.Array | None = None, *, plan: Plan
 ) -> list[MXArray]:
     """One MXArray per result, for an x that the plan fits.
 
     Under jit, so that eager calls are quick, and calls with one plan share one function of the
     program that they are in, with all its attributes.
     """
-    if rows is not None:
-        if _in_one_call(x, rows, plan):
-            return _bound_rows(x, rows, plan)
-        x, plan = _gathered(x, rows), dataclasses.replace(plan, rows=False)
+    if other is not None:
+        if _in_one_call(x, other, plan):
+            return _bound_of(x, other, plan)
+        make = _gathered if plan.source == "rows" else partial(reference.gated, name=plan.source)
+        x, plan = make(x, other), dataclasses.replace(plan, source="")
     moved = plan.axis < -2 and plan.has_units  # units are of the last two axes
     own = dataclasses.replace(plan, axis=-2) if moved else plan
     require_whole_blocks(x, x.shape, plan)
@@ -263,10 +283,11 @@ def quantized(
     return [dataclasses.replace(q, **back)]
 
 
-def _in_one_call(x: jax.Array, rows: jax.Array, plan: Plan) -> bool:
-    """Whether a call can pick rows: it reads some, has no data but them, and is not split."""
-    meshes = (jax.typeof(a).sharding.mesh for a in (x, rows))
-    return not (plan.block_data or any(map(is_explicit, meshes)) or _is_zero(x.shape[0]))
+def _in_one_call(x: jax.Array, other: jax.Array, plan: Plan) -> bool:
+    """Whether a call can make the floats: of a matrix, without other data, and not split."""
+    meshes = (jax.typeof(a).sharding.mesh for a in (x, other))
+    known = x.ndim == 2 and not _is_zero(x.shape[0])
+    return known and not plan.block_data and not any(map(is_explicit, meshes))
 
 
 def _is_zero(length: Any) -> bool:
@@ -318,13 +339,14 @@ def _bound(x: jax.Array, plan: Plan, block_data: Sequence[jax.Array]) -> list[MX
     return _all_stored(outs, (x.shape, spec_of(x)), plan)
 
 
-def _bound_rows(x: jax.Array, rows: jax.Array, plan: Plan) -> list[MXArray]:
-    """Binds the primitive on x and the numbers of its rows, as its kernels count both."""
-    (count,), (_, length) = rows.shape, x.shape
+def _bound_of(x: jax.Array, other: jax.Array, plan: Plan) -> list[MXArray]:
+    """Binds the primitive on what the floats are made of, as its kernels count both."""
+    (count,), halves = other.shape, 1 if plan.source == "rows" else 2
+    length = x.shape[1] // halves
     down, across = plan.form.spans
-    rows = rows.reshape((count // BLOCK, BLOCK) if down else (count, 1))
-    x = x.reshape(-1, length // BLOCK, BLOCK) if across else x
-    outs = _checkpointed(primitive.quantize_rows(x, rows, plan))
+    other = other.reshape((count // BLOCK, BLOCK) if down else (count, 1))
+    x = x.reshape(-1, *[2] * (halves - 1), *((length // BLOCK, BLOCK) if across else (length,)))
+    outs = _checkpointed(primitive.quantize_of(x, other, plan))
     return _all_stored(outs, ((count, length), (None, None)), plan)
 
 

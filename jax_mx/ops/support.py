@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -15,6 +17,7 @@ from jax_mx.facts.windows import Window
 from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.registry import Support
+from jax_mx.ops.activations import Gated
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, pairs, preprocessing_of
 
@@ -37,6 +40,7 @@ def is_supported(
     hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
     window: Window = BLOCK,
     rows: bool = False,
+    activation: str | None = None,
     implementation: str | None = None,
 ) -> tuple[bool, str]:
     """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
@@ -60,12 +64,13 @@ def is_supported(
       hadamard: see `quantize`.
       window: of quantize and quantize_both; dequantize does not depend on it.
       rows: whether the call picks rows, of quantize and quantize_both.
+      activation: the name of a `Gated`, of quantize and quantize_both.
       implementation: this one only; "xla" serves every call.
 
     Returns:
       (True, "<implementation>: <name of the kernel>") or (False, the reason). The name of one per
       result, "along rows", where XLA transposes what they read, or puts into tiles what they give;
-      "of gathered rows", where XLA gathers what they read.
+      "of floats that XLA makes", where it gathers rows or computes an activation before.
 
     Raises:
       TypeError, ValueError: as for `quantize`; also for an unknown op or device.
@@ -105,16 +110,31 @@ def is_supported(
         zero_scale,
         (value_layout,) * n,
         own,
-        flag(op_name, "rows", rows),
+        source_of(op_name, rows, activation),
     )
-    if asked.rows and (op == "dequantize" or ndim != 2):
-        raise ValueError(f"{op_name}: rows are those of a matrix to quantize; use ndim=2")
+    if asked.source and (op == "dequantize" or ndim != 2):
+        raise ValueError(
+            f"{op_name}: rows and activations are those of a matrix to quantize; use ndim=2"
+        )
     plan = planned(op, like, asked)
     found = support_of(plan, device)
     if found.implementation == "xla" and implementation is None:
         refused = support_of(plan, device, kernels_only=True)
         return False, str(refused)
     return bool(found), str(found)
+
+
+def source_of(op: str, rows: Any, activation: Any) -> str:
+    """What the floats are made of, see `facts.variants.Variant`.
+
+    Raises:
+      TypeError, ValueError: neither a bool nor an activation's name, or both.
+    """
+    if activation is not None:
+        Gated(activation)
+    if flag(op, "rows", rows) and activation is not None:
+        raise ValueError(f"{op}: rows are picked before an activation, not with it; drop one")
+    return "rows" if rows else activation or ""
 
 
 def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False) -> Support:

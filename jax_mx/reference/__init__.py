@@ -1,5 +1,11 @@
 """The oracle, in plain jnp: kernels match it bit for bit, and "xla" is it."""
 
+from jax_mx.reference.activations import (
+    PARTS as PARTS,
+)
+from jax_mx.reference.activations import (
+    gated as gated,
+)
 from jax_mx.reference.blocks import (
     amax_of as amax_of,
 )
@@ -47,6 +53,9 @@ from jax_mx.reference.blocks import (
 )
 from jax_mx.reference.blocks import (
     widened as widened,
+)
+from jax_mx.reference.products import (
+    amaxes as amaxes,
 )
 from jax_mx.reference.products import (
     matmul as matmul,

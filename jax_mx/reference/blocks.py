@@ -188,7 +188,7 @@ def hadamard(
     That is, where a dimension's length is less than `size`, element i of its neighbour at 2 j + 1
     along `over` follows the last one of that at 2 j.
     """
-    x, stride = _flushed(x), 1
+    x, stride = flushed(x), 1
     while stride < size:
         if stride < x.shape[along]:
             x = _butterfly(x, along, stride)
@@ -210,7 +210,7 @@ def _butterfly(x: jax.Array, axis: int, stride: int) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(pairs, jnp.uint32)
     halves = (jax.lax.index_in_dim(bits, i, axis + 1, keepdims=False) for i in (0, 1))
     a, b = (jax.lax.bitcast_convert_type(half, jnp.float32) for half in halves)
-    return reshape(jnp.stack([_flushed(a + b), _flushed(a - b)], axis + 1), x.shape, spec)
+    return reshape(jnp.stack([flushed(a + b), flushed(a - b)], axis + 1), x.shape, spec)
 
 
 def flipped(
@@ -245,7 +245,7 @@ def _least(factor: np.float32) -> np.uint32:
     return bits
 
 
-def _flushed(x: jax.Array) -> jax.Array:
+def flushed(x: jax.Array) -> jax.Array:
     """x with zeros of their sign for subnormals."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     subnormal = (bits & np.uint32(_INF)) == 0

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.reference.blocks import dequantize
+from jax_mx.reference.blocks import amax_of, dequantize
 
 
 def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *sizes, plan: Any) -> list:
@@ -38,6 +38,12 @@ def wgrad_fp8(x_codes, x_scales, codes, scales, sizes, *, plan: Any) -> list:
         return _dot("mk,nk->mn", jnp.where(own, x, 0), jnp.where(own, w, 0))
 
     return [jax.lax.map(one, (jnp.cumsum(counts), counts)).astype(plan.dtype)]
+
+
+def amaxes(x: jax.Array, *, plan: Any) -> list:
+    """For x (batch, T, K): (batch, T) and (batch, K), float32 bits of the largest magnitudes."""
+    del plan
+    return [amax_of(x, (axis,)).squeeze(axis) for axis in (-1, -2)]
 
 
 def _floats(codes: jax.Array, scales: jax.Array, format) -> jax.Array:

@@ -1,13 +1,13 @@
 """Blocks along the last axis: `Flat`. Blocks are consecutive in memory, so floats are a vector."""
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.variants import Kind
 from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
-from jax_mx.kernels.cutedsl import convert, preprocessed
+from jax_mx.kernels.cutedsl import activations, convert, preprocessed
 from jax_mx.kernels.cutedsl.kernel import (
     Kernel,
     Strip,
@@ -133,16 +133,16 @@ class Flat(WholeBlocks):
         self.extents = (*lengths, geometry.flat_rows(), geometry.flat_blocks())
         self.grid = geometry.flat_grid(scales, self.tile.blocks)
         count = blocks_of(self.variant.window)
-        picks = self.variant.rows
-        self.in_patches = picks or (count > 1 and (self.layout.is_tiled or not self.aligned))
+        of = self.of
+        self.in_patches = of > 0 or (count > 1 and (self.layout.is_tiled or not self.aligned))
         if self.in_patches:
-            across = self.PATCH if self.layout.is_tiled or not picks else self.LONG
+            across = self.PATCH if self.layout.is_tiled or not of else self.LONG
             self.patch = Extents(self.tile.blocks // across, across)
             tile = Extents(self.patch.rows, self.patch.cols * BLOCK)
             self.region = geometry.region_of(self.variant.form, self.layout, tile)
-            self.grid = geometry.grid_of(self.variant.form, tile, self.region, picks)
-            if picks:
-                self.extents = (*lengths, *geometry.extents_of(self.variant.form, picks))
+            self.grid = geometry.grid_of(self.variant.form, tile, self.region, of)
+            if of:
+                self.extents = (*lengths, *geometry.extents_of(self.variant.form, of))
         elif count > 1:
             self.divide = [[0, -2, -1, count]]  # whole windows, so that rows do not matter
 
@@ -185,10 +185,9 @@ class Flat(WholeBlocks):
                 stores.append(steps[u])
             offsets.append(offset)
             insides.append(inside)
-            if const_expr(self.variant.rows):
-                number = numbers_of(arrays["rows"], row, inside, 1, 4)[0]
-                step = steps[u] + (Int64(number) - row) * cols * sharers
-                self.pick(mX[step, None], rX[None, u], number, scalars[4])
+            if const_expr(self.of):
+                where: cutlass.Constexpr = (steps[u], row, inside)
+                self.make(arrays, scalars, mX, rX[None, u], where)
             elif inside:
                 load(mX[steps[u], None], rX[None, u], self.kept)
             data_of_steps.append(preprocessed.load(self.kind(0), data, block, inside))
@@ -206,6 +205,19 @@ class Flat(WholeBlocks):
                     scale = select(insides[u], scale, Uint32(0))
                 mS[offsets[u]] = Uint8(scale)  # padding: of zeros, so 0
 
+    def make(self, arrays, scalars, mX, target, where) -> None:
+        """Makes the floats of a thread's step of x: its number, its row, whether it exists."""
+        step, row, inside = where
+        cols, each = scalars[3], BLOCK // self.tile.elements  # blocks of a row, steps of a block
+        if self.variant.rows:
+            number = numbers_of(arrays["rows"], row, inside, 1, 4)[0]
+            step = step + (Int64(number) - row) * cols * each
+            self.pick(mX[step, None], target, number, scalars[4])
+        else:
+            gate = step + Int64(row) * (cols * each)
+            pair = mX[gate, None], mX[gate + cols * each, None]
+            self.gate(pair, target, arrays["weights"] + row, inside)
+
     @cute.jit
     def pick(self, source, target, row: Int32, rows: Int32):
         """Loads elements of a row of x, which has so many `rows`; of another none."""
@@ -213,6 +225,22 @@ class Flat(WholeBlocks):
             load_row(source, target, row, rows, self.kept)
         elif Uint32(row) < Uint32(rows):
             load(source, target, self.kept)
+
+    @cute.jit
+    def gate(self, pair: cutlass.Constexpr, target, weight, inside):
+        """An activation's results, of gates and ups and their row's weight; zeros outside."""
+        both = [cute.make_rmem_tensor_like(target) for _ in range(2)]
+        rM = cute.make_rmem_tensor(1, Float32)
+        rM[0] = Float32(0.0)
+        for half in both:
+            half.fill(convert.INPUT[self.dtype](0))
+        if inside:
+            for source, half in zip(pair, both, strict=True):
+                load(source, half, self.kept)
+            rM[0] = cute.make_tensor(weight, cute.make_layout(1))[0]
+        gates, ups, words = (cute.recast_tensor(t, Uint32) for t in (*both, target))
+        for w in range_constexpr(cute.size(words)):
+            words[w] = activations.gated(self.variant.source, gates[w], ups[w], rM[0])
 
     @cute.jit
     def locate_in_patch(self, bid, mine, places: Int64, rows: Int32, cols: Int32):

@@ -3,7 +3,7 @@
 import dataclasses
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Format
@@ -45,7 +45,7 @@ class Kernel(Entry):
     def element_of(self, array: Array):
         """The type that the kernel's pointer to an array has."""
         if array.role is Role.REPLICATED:
-            return {"int32": Int32, "uint32": Uint32}[array.dtype]
+            return {"int32": Int32, "uint32": Uint32, "float32": Float32}[array.dtype]
         floats = convert.INPUT[self.dtype]
         types = {Role.FLOATS: floats, Role.SOURCE: floats, Role.BLOCK_DATA: Uint32}
         return types.get(array.role, Uint8)

@@ -31,39 +31,26 @@ from cutlass import (
     range_constexpr,
 )
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.launch import Extent, Factor
 from jax_mx.facts.products import RESULTS, Product
 from jax_mx.facts.signatures import Array
 from jax_mx.kernels.cutedsl import convert
+from jax_mx.kernels.cutedsl.matmul_few import Few, Rings
 from jax_mx.kernels.cutedsl.products import (
     HEAD,
+    NO_ADDRESS,
     Plain,
     ProductEntry,
     element,
     load_shared,
+    of_block,
     store_if,
 )
 
-NO_ADDRESS = 1 << 62  # a multiple of it is the pointer to an array that is not there, no other
 LINE = 64  # bytes of a row of W in a stage
-
-
-@dsl_user_op
-def of_block(address: Int32, rank: int, *, loc=None, ip=None) -> list:
-    """Two floats of the shared memory of another thread block of the cluster."""
-    return list(
-        cute.arch.inline_ptx(
-            f"{{ .reg .b32 a; mapa.shared::cluster.u32 a, {{$r0}}, {rank}; "
-            "ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [a]; }",
-            write_only_types=[Float32] * 2,
-            read_only_args=[Int32(address)],
-            loc=loc,
-            ip=ip,
-        )
-    )
+FEW = 16  # rows of x, up to which `Few` is faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -487,8 +474,10 @@ class Warps(ProductEntry):
                 to += 8 * line
 
 
-def entries(product: Product, arch: str, tile: Stages | None = None) -> list[ProductEntry]:
+def entries(product: Product, arch: str, tile=None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
-    stages = tile or Stages(**Warps(product, arch, "any").tuned("Warps"))
-    kinds = ["one"] * (stages.split > 1) + ["groups", "any"]
-    return [*(Warps(product, arch, kind, stages) for kind in kinds), Plain(product, arch)]
+    kind, fields = (Few, Rings) if product.rows <= FEW else (Warps, Stages)
+    plain = Plain(product, arch)
+    tile = tile or fields(**plain.tuned(kind.__name__))
+    kinds = ["one"] * (tile.split > 1) + ["groups", "any"]
+    return [*(kind(product, arch, which, tile) for which in kinds), plain]

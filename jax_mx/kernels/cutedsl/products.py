@@ -34,6 +34,7 @@ from jax_mx.kernels import tuning
 from jax_mx.kernels.cutedsl import convert
 
 HEAD = 1024  # bytes of shared memory before the tiles: barriers
+NO_ADDRESS = 1 << 62  # a multiple of it is the pointer to an array that is not there, no other
 
 
 @dsl_user_op
@@ -45,6 +46,21 @@ def load_shared(address: Uint32, bits: int, *, loc=None, ip=None) -> Uint32:
         read_only_args=[Uint32(address)],
         loc=loc,
         ip=ip,
+    )
+
+
+@dsl_user_op
+def of_block(address: Int32, rank: int, *, loc=None, ip=None) -> list:
+    """Two floats of the shared memory of another thread block of the cluster."""
+    return list(
+        cute.arch.inline_ptx(
+            f"{{ .reg .b32 a; mapa.shared::cluster.u32 a, {{$r0}}, {rank}; "
+            "ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [a]; }",
+            write_only_types=[Float32] * 2,
+            read_only_args=[Int32(address)],
+            loc=loc,
+            ip=ip,
+        )
     )
 
 
@@ -94,7 +110,12 @@ class ProductEntry:
       trips: the most that a loop in it makes, for the build's report; 0: unknown.
       rows: of x, in a tile.
       columns: of y, in a tile.
+      dtypes: of y, that there are entries for.
+      scratch: results that are cleared before.
     """
+
+    dtypes: tuple[str, ...] = RESULTS
+    scratch = ()
 
     divide = ()
     maps = ()
@@ -157,7 +178,7 @@ class ProductEntry:
 
     def launch(self, result: str) -> dict:
         """The entry's launch rule, for a y of this dtype."""
-        itemsize = FLOAT_DTYPES[result].itemsize
+        itemsize = FLOAT_DTYPES[result].itemsize if result in FLOAT_DTYPES else 4
         rule = {
             "align": [self.align_of(array, itemsize) for array in self.signature.arrays],
             "divide": [factor.to_json() for factor in self.divide],
@@ -403,10 +424,12 @@ def launches(
       RuntimeError: an entry was compiled for other threads.
     """
     found = {}
-    for number, result in enumerate(RESULTS):
+    for number, result in enumerate(entries[0].dtypes):
         scalars = [scalar.to_json() for scalar in entries[0].scalars]
         scalars[-1][1] = constant(number).to_json()
         found[result] = {"scalars": scalars, "maps": [*entries[0].maps], "entries": []}
+        if entries[0].scratch:
+            found[result]["scratch"] = entries[0].scratch
         for entry, symbol in zip(entries, sorted(usage), strict=True):
             own = {"elements_per_thread": entry.elements_per_thread, "trips": entry.trips}
             facts = {**usage[symbol], **own}

@@ -10,14 +10,14 @@ import math
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.facts.directions import BOTH_TRANSPOSED, Blocks
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import takes_zero_scale
 from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
-from jax_mx.kernels.cutedsl import convert
+from jax_mx.kernels.cutedsl import activations, convert
 from jax_mx.kernels.cutedsl.kernel import (
     PAD,
     Kernel,
@@ -129,8 +129,7 @@ class Tiled(Kernel):
 
         self.threads = self.tile.threads
         self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
-        picks = self.variant.rows
-        self.extents = geometry.extents_of(form, picks)
+        self.extents = geometry.extents_of(form, self.of)
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
         staged = self.tile.rows * self.tile.cols // self.per_byte
         staged *= sum(self.is_staged(each) for each in self.results)
@@ -138,9 +137,9 @@ class Tiled(Kernel):
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
         tile = Extents(self.tile.rows, self.tile.cols)
         self.region = geometry.region_of(form, self.layout, tile)
-        self.grid = geometry.grid_of(form, tile, self.region, picks)
+        self.grid = geometry.grid_of(form, tile, self.region, self.of)
         # The aligned entry loads whole vectors, which must not straddle rows.
-        self.divide = geometry.divide_of(form, self.vector, picks)
+        self.divide = geometry.divide_of(form, self.vector, self.of)
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -251,6 +250,8 @@ class Tiled(Kernel):
         """This lane's patch, (vector, rows); 0 beyond the array."""
         if self.variant.rows:
             return self.picked(arrays["x"], arrays["rows"], scalars[2], *where)
+        if self.variant.source:
+            return self.gated(arrays["x"], arrays["weights"], *where)
         return (self.load if self.aligned else self.load_unaligned)(arrays["x"], *where)
 
     @cute.jit
@@ -315,6 +316,57 @@ class Tiled(Kernel):
             rX.fill(convert.INPUT[self.dtype](0))
             self.pick_unaligned(rX, x, rows + first, inside, Extents(count, k), left)
         return rX
+
+    @cute.jit
+    def gated(self, x, weights, at: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """An activation's results, of gates and ups that lie side by side in a row of x.
+
+        Some rows at a time: with all of them in registers, half as many threads would run.
+        """
+        _, tile_m, tile_k, blocks_m, k = at
+        together: cutlass.Constexpr = self.rows // 2
+        rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
+        rX.fill(convert.INPUT[self.dtype](0))
+        first = tile_m * self.tile.rows + lane.row
+        left = tile_k * self.tile.cols + lane.col
+        if (first < blocks_m * BLOCK) & (left < k):
+            for top in range_constexpr(0, self.rows, together):
+                both = [
+                    cute.make_rmem_tensor((self.vector, together), convert.INPUT[self.dtype])
+                    for _ in range(2)
+                ]
+                for half in range_constexpr(2):
+                    place: cutlass.Constexpr = Place(0, first + top, left)
+                    self.load_half(both[half], x, half, Extents(blocks_m * BLOCK, k), place)
+                rM = cute.make_rmem_tensor(together, Float32)
+                align: cutlass.Constexpr = min(16, 4 * together) if self.aligned else 4
+                cute.autovec_copy(vector_at(weights + (first + top), Float32, align, together), rM)
+                gates, ups, made = (cute.recast_tensor(r, Uint32) for r in (*both, rX))
+                for i in range_constexpr(together):
+                    for w in range_constexpr(self.vector // 2):
+                        made[w, top + i] = activations.gated(
+                            self.variant.source, gates[w, i], ups[w, i], rM[i]
+                        )
+        return rX
+
+    @cute.jit
+    def load_half(
+        self, target, x, half: cutlass.Constexpr, size: cutlass.Constexpr, place: cutlass.Constexpr
+    ):  # fmt: skip
+        """Loads gates, or ups, of some rows; zeros beyond the last column."""
+        n, count = target.shape
+        left, (rows, k) = half * size.cols + place.col, size
+        if const_expr(self.aligned):
+            mX = by_vector(x, Int64(rows), 2 * k, n)
+            for i in range_constexpr(count):
+                load(mX[place.row + i, left // n, None], target[None, i], self.kept)
+        else:
+            target.fill(convert.INPUT[self.dtype](0))
+            mX = cute.make_tensor(x, cute.make_layout((rows, 2 * k), stride=(Int64(2 * k), 1)))
+            for i in range_constexpr(count):
+                for j in range_constexpr(n):
+                    if place.col + j < k:
+                        target[j, i] = mX[place.row + i, left + j]
 
     @cute.jit
     def pick_unaligned(self, rX, x, rows, inside, size: cutlass.Constexpr, left):

@@ -58,9 +58,9 @@ class Flat(Kernel):
         if self.in_patches:
             patch = Extents(self.blocks // Patches.COLS, Patches.COLS * BLOCK)
             self.region = geometry.region_of(variant.form, layout, patch)
-            self.grid = geometry.grid_of(variant.form, patch, self.region, variant.rows)
+            self.grid = geometry.grid_of(variant.form, patch, self.region, self.of)
             if variant.rows:
-                of_x = geometry.extents_of(variant.form, variant.rows)
+                of_x = geometry.extents_of(variant.form, self.of)
                 self.extents = [self.extents[0], *of_x]
         elif count > 1:
             self.divide = [[0, -2, -1, count]]  # whole windows, so that rows do not matter

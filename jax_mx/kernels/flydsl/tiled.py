@@ -75,12 +75,12 @@ class Tiled(Kernel):
         self.row_sharers = BLOCK // self.vector
         self.elements_per_thread = self.rows * self.vector
         self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
-        self.extents = geometry.extents_of(form, variant.rows)
+        self.extents = geometry.extents_of(form, self.of)
         tile = Extents(self.high, TILE)
         self.region = geometry.region_of(form, layout, tile)
-        self.grid = geometry.grid_of(form, tile, self.region, variant.rows)
+        self.grid = geometry.grid_of(form, tile, self.region, self.of)
         # The aligned entry has 16 elements of a row at once; they must not straddle rows.
-        self.divide = geometry.divide_of(form, 16, variant.rows)
+        self.divide = geometry.divide_of(form, 16, self.of)
 
     @flyc.kernel
     def kernel(self, pointers, scalars):

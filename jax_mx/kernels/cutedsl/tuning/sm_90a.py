@@ -13,13 +13,25 @@ ROWS = [
     {
         # Rows that are picked; with two steps a thread waits once for the numbers of both.
         "kernel": "quantize.Flat",
-        "where": {"picks_rows": True},
+        "where": {"source": "rows"},
         "value": {"threads": 256, "elements": 16, "unroll": 2},
         "date": "2026-11-23",
         "measured": [
             "(16384, 7168), 15 of 16 rows there, bf16 to MXFP8, of 32 blocks across: (256, 16, 2)",
             "82.0, (128, 16, 1) 83.2, (256, 16, 1) 84.5, (512, 16, 1) 86.9;",
             "of 64: (256, 32, 1) 81.8, (256, 16, 2) 81.9, (512, 16, 1) 90.9; of 8: (512, 16, 1) 88",
+        ],
+    },
+    {
+        "kernel": "quantize.Flat",
+        "where": {"source": "swiglu"},
+        "value": {"threads": 256, "elements": 16, "unroll": 1},
+        "date": "2026-11-23",
+        "measured": [
+            "(16384, 4096), bf16 to MXFP8: (256, 16, 1) 79.9, (128, 16, 1) 80.2, (256, 32,",
+            "1) 80.8,",
+            "(128, 16, 2) 80.9, (512, 16, 1) 81.0, (256, 16, 2) 81.7, not kept 91.5, (256,",
+            "8, 2) 93.6",
         ],
     },
     {
@@ -75,7 +87,7 @@ ROWS = [
     {
         "kernel": "quantize.Tiled",
         "where": {
-            "picks_rows": True,
+            "source": "rows",
             "form": "both_transposed",
             "codes_per_byte": 2,
             "tiled_scales": True,
@@ -87,7 +99,7 @@ ROWS = [
     {
         "kernel": "quantize.Tiled",
         "where": {
-            "picks_rows": True,
+            "source": "rows",
             "form": ("both_transposed", "second_transposed"),
             "window": ("32", "128"),
             "aligned": True,
@@ -97,17 +109,32 @@ ROWS = [
         "measured": [
             "(16384, 7168), 15 of 16 rows there, bf16 to MXFP8: both_transposed (4, 2) 127.6,",
             "(4, 4) 128.4, (8, 2) 129.6, band 4 129.0, (2, 4) 129.5, (8, 4) 130.7, not kept 135.8;",
-            "MXFP4 (4, 2) 109.3, band 8 110.8, (2, 4) 110.6, (8, 2) 123.1;",
+            "MXFP4 (4, 2) 109.3, band 8 110.8, (2, 4) 110.6, (8, 2) 123.1; without branches",
+            "in loads",
+            "(8, 2) 125.1, (4, 4) 125.6, (4, 2) 126.3, not kept 130.9, MXFP4 (4, 2) 101.0;",
             "second_transposed (4, 2) 90.8, (8, 2, band 64) 93.8, (8, 2) 94.6, (4, 4) 99.3",
         ],
     },
     {
         # The smaller tiles of others spill registers here.
         "kernel": "quantize.Tiled",
-        "where": {"picks_rows": True, "form": "second_transposed", "aligned": False},
+        "where": {"source": "rows", "form": "second_transposed", "aligned": False},
         "value": {"down": 8, "across": 2, "band": 64},
         "date": "2026-11-23",
         "measured": [],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        # (4, 1) is faster, but has no whole windows of 128, and not all tests executed it yet.
+        "where": {"source": "swiglu", "window": ("32", "128")},
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-23",
+        "measured": [
+            "(16384, 4096), bf16 to MXFP8: both_transposed (4, 1) 108.4, (2, 4) 110.0, (4,",
+            "2) 111.7,",
+            "band 4 111.9, not kept 113.6, (8, 2) 114.1, (4, 4) 114.9; MXFP4 (4, 2) 104.8;",
+            "second_transposed (4, 1, band 64) 92.7, (4, 2) 94.1, (8, 2, band 64) 99.2",
+        ],
     },
     {
         "kernel": "quantize.Tiled",
@@ -523,16 +550,23 @@ ROWS = [
         "measured": [],
     },
     {
-        "kernel": "matmul.Warps",
-        "where": {"rows": 16},
-        "value": {"stages": 8, "resident": 2, "split": 8},
-        "date": "2026-11-22",
+        "kernel": "matmul.Few",
+        "where": {"rows": 8},
+        "value": {"stages": 3, "resident": 2, "split": 2},
+        "date": "2026-11-23",
         "measured": [
-            "M 1, N 4096 and 16384: split 8, two blocks 21.4, 64.4; split 4, one block 26.1,",
-            "82.1;",
-            "not split, two blocks 68.9 at N 16384",
-            "128 experts, 512 rows, (7168, 2048): two blocks 554, one block 696",
+            "an earlier loop, M 8, N 4096 and 16384, MXFP8: split 2 14.5, 41.5; 4 20.0, 67.6;",
+            "not split 21.3, 39.9; MXFP4: split 2 13.8, 38.5; 4 18.9, 59.0; not split 20.6, 37.5",
+            "this loop, split 2: MXFP8 12.8, 36.4; MXFP4 11.6, 31.3",
+            "128 experts, 512 rows, (7168, 2048): MXFP8 485, MXFP4 381",
         ],
+    },
+    {
+        "kernel": "matmul.Few",
+        "where": {"rows": 16},
+        "value": {"stages": 6, "resident": 1, "split": 2},
+        "date": "2026-11-23",
+        "measured": ["M 16, N 4096 and 16384: MXFP8 15.6, 49.3; MXFP4 13.6, 45.5"],
     },
     {
         "kernel": "matmul.Warps",
@@ -558,14 +592,16 @@ ROWS = [
         "date": "2026-11-22",
         "measured": [
             "dense, x 1x128 and W 128x128 811 to 848; 1x256 and 128x128 713 to 743;",
-            "1x128 both 937 to 967; 1x256 both 784 to 812",
+            "1x128 both 937 to 967; 1x256 both 784 to 812; rows 683",
         ],
     },
     {
         "kernel": "wgrad_fp8.Windows",
         "where": {},
         "value": {"stages": 4},
-        "date": "2026-11-22",
-        "measured": [],
+        "date": "2026-11-23",
+        "measured": [
+            "16384 rows in 8 groups, (7168, 4096) and (2048, 7168): 1x128 992, 513; 1x256 850, 437",
+        ],
     },
 ]

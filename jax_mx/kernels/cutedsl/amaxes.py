@@ -1,0 +1,174 @@
+"""The largest magnitudes of a matrix's rows and of its columns, from one read of it.
+
+Quantizing both ways in windows of whole rows wants them first. A thread block takes 128 rows and
+512 columns, a warp 16 of these rows, a lane 8 columns twice. Magnitudes are compared as integers,
+two in a word; thread blocks meet in results that begin as zeros, by atomics, whose order does not
+matter to a maximum.
+"""
+
+import cutlass
+from cutlass import Int64, Uint16, Uint32, const_expr, cute, range_constexpr
+from cutlass.cutlass_dsl import dsl_user_op
+
+from jax_mx.facts.launch import Extent, Factor, GridTerm, Scratch, constant
+from jax_mx.facts.products import Product
+from jax_mx.facts.signatures import Array
+from jax_mx.kernels.cutedsl.products import ProductEntry, vector
+
+MAGNITUDES = 0x7FFF7FFF
+
+
+@dsl_user_op
+def larger(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Of two words the larger halves."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; max.u16x2 {$w0}, a, b; }",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def largest(a: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Of all lanes' words the largest."""
+    return cute.arch.inline_ptx(
+        "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;",
+        write_only_types=[Uint32],
+        read_only_args=[a],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def raise_to(address: Int64, value: Uint32, *, loc=None, ip=None) -> None:
+    """Makes a word of global memory the larger of itself and a value."""
+    cute.arch.inline_ptx(
+        "red.relaxed.gpu.global.max.u32 [{$r0}], {$r1};",
+        read_only_args=[address, value],
+        loc=loc,
+        ip=ip,
+    )
+
+
+class Amaxes(ProductEntry):
+    """See above; `vectors`: whether x can be read by 16 bytes."""
+
+    dtypes = ("uint32",)
+    columns = 512
+    threads = 256
+    elements_per_thread = 256
+    deep = 8  # rows that a lane has under way
+
+    def __init__(self, product: Product, arch: str, vectors: bool):
+        super().__init__(product, arch)
+        self.vectors, self.rows = vectors, product.rows
+
+    @property
+    def extents(self) -> list[Extent]:
+        """Matrices, rows, columns."""
+        return [Extent(0, i, i + 1) for i in range(3)]
+
+    @property
+    def grid(self) -> list:
+        """A thread block for each tile of each matrix."""
+        sizes = zip(self.extents, (1, self.rows, self.columns), strict=True)
+        return [GridTerm(0, Factor(extent, size)).to_json() for extent, size in sizes]
+
+    @property
+    def scratch(self) -> list:
+        """Results begin as zeros."""
+        matrices, *lengths = self.extents
+        four = Factor(constant(4))
+        return [
+            Scratch(1 + i, (Factor(matrices), Factor(length), four), clear=True).to_json()
+            for i, length in enumerate(lengths)
+        ]
+
+    def align_of(self, array: Array, itemsize: int) -> int:
+        """Of x by 16 bytes, or an element."""
+        return (16 if self.vectors else 2) if array.name == "x" else itemsize
+
+    def element_of(self, array: Array):
+        return cutlass.BFloat16 if array.name == "x" else Uint32
+
+    @cute.jit
+    def __call__(self, pointers, scalars):
+        self.kernel(pointers, scalars).launch(grid=[1, 1, 1], block=[self.threads, 1, 1])
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        x, rows, columns = pointers
+        _, r, c, _ = scalars
+        warps: cutlass.Constexpr = self.threads // 32
+        each: cutlass.Constexpr = self.rows // warps  # rows of a warp
+        deep: cutlass.Constexpr = self.deep
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        warp, lane = tid // 32, tid % 32
+        down, across = (r + self.rows - 1) // self.rows, (c + self.columns - 1) // self.columns
+        matrix = bid // across // down
+        row = bid // across % down * self.rows + warp * each
+        column = bid % across * self.columns
+        # 32 divides both lengths: a warp's rows are there, or none is; so are a lane's 8 columns.
+        start = x.toint() + ((Int64(matrix) * r + row) * c + column + 8 * lane) * 2
+        line = Int64(c) * 2
+        below = cute.make_rmem_tensor((4, 2), Uint32)
+        below.fill(0)
+        own = Uint32(0)
+        for part in range_constexpr(each // deep):
+            held = cute.make_rmem_tensor((4, 2, deep), Uint32)
+            held.fill(0)
+            for j in range_constexpr(2):
+                if (row < r) & (column + 8 * lane + 256 * j < c):
+                    for i in range_constexpr(deep):
+                        self.load(start + line * (part * deep + i) + 512 * j, held[None, j, i])
+            for i in range_constexpr(deep):
+                beside = Uint32(0)
+                for j in range_constexpr(2):
+                    for w in range_constexpr(4):
+                        word = held[w, j, i] & Uint32(MAGNITUDES)
+                        below[w, j] = larger(below[w, j], word)
+                        beside = larger(beside, word)
+                beside = largest(cutlass.max(beside >> Uint32(16), beside & Uint32(0xFFFF)))
+                own = Uint32(cutlass.select_(lane == part * deep + i, beside, own))
+        if (lane < each) & (row < r):
+            raise_to(rows.toint() + (Int64(matrix) * r + row + lane) * 4, own << Uint32(16))
+        self.raise_columns(columns.toint() + (Int64(matrix) * c + column) * 4, below, c - column)
+
+    @cute.jit
+    def load(self, address: Int64, to):
+        """Eight elements."""
+        if const_expr(self.vectors):
+            cute.autovec_copy(vector(address, Uint32, 4), to)
+        else:
+            for w in range_constexpr(4):
+                low, high = (vector(address + 4 * w + 2 * h, Uint16)[0] for h in range(2))
+                to[w] = Uint32(low) | (Uint32(high) << Uint32(16))
+
+    @cute.jit
+    def raise_columns(self, to: Int64, below, count):
+        """What all warps found of the thread block's columns; `count` are there."""
+        warps: cutlass.Constexpr = self.threads // 32
+        tid, _, _ = cute.arch.thread_idx()
+        shared = cute.make_tensor(
+            cute.arch.alloc_smem(Uint32, warps * self.columns // 2, alignment=16),
+            cute.make_layout((4, 32, 2, warps)),
+        )
+        for j in range_constexpr(2):
+            cute.autovec_copy(below[None, j], shared[None, tid % 32, j, tid // 32])
+        cute.arch.sync_threads()
+        pairs = cute.make_tensor(shared.iterator, cute.make_layout((self.threads, warps)))
+        most = pairs[tid, 0]
+        for w in range_constexpr(1, warps):
+            most = larger(most, pairs[tid, w])
+        if 2 * tid < count:
+            raise_to(to + Int64(8 * tid), most << Uint32(16))
+            raise_to(to + Int64(8 * tid + 4), most & Uint32(0xFFFF0000))
+
+
+def entries(product: Product, arch: str) -> list[ProductEntry]:
+    """The entries of the binary, the fastest first."""
+    return [Amaxes(product, arch, vectors) for vectors in (True, False)]
