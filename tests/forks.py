@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 PRELOADED = ("jax", "jax.numpy", "jax.ffi", "jax.interpreters.mlir", "jax.extend.core")
@@ -17,7 +18,7 @@ _OWN = ("JAX_PLATFORMS",)  # what JAX reads when it is imported, and may be told
 
 
 @functools.cache
-def _context() -> multiprocessing.context.ForkServerContext:
+def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])
     return context
@@ -57,9 +58,9 @@ class Running:
     def wait(self, timeout: float) -> tuple[int | None, str, str]:
         """Its exit status, None if it had not ended; what it wrote to stdout and to stderr."""
         self._process.join(timeout)
-        folder = Path(self._folder.name)
-        texts = [p.read_text() if (p := folder / n).exists() else "" for n in ("stdout", "stderr")]
-        return self._process.exitcode, *texts
+        files = (Path(self._folder.name) / name for name in ("stdout", "stderr"))
+        out, errors = (file.read_text() if file.exists() else "" for file in files)
+        return self._process.exitcode, out, errors
 
     def kill(self) -> None:
         """Ends it, if it has not ended."""

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import textwrap
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forks import Running
 from helpers import assert_bits_equal, assert_refused
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -521,21 +520,18 @@ except Exception as error:
 """
 
 
-def test_processes_with_different_timings_lower_the_same(tmp_path):
+def test_processes_with_different_timings_lower_the_same():
     import socket
 
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
-    command = [sys.executable, str(path)]
     both = [
-        subprocess.Popen([*command, str(i), str(port)], env=env, text=True, stdout=-1, stderr=-2)
-        for i in range(2)
+        Running(PROGRAM, str(i), str(port), env={**os.environ, "XLA_FLAGS": ""}) for i in range(2)
     ]
-    outs = [process.communicate(timeout=300)[0] for process in both]
+    outs = [process.wait(300)[1] for process in both]
+    for process in both:
+        process.kill()
     told = ("RESULT", "ERROR ")
     lines = [[line.split() for line in out.splitlines() if line[:6] in told] for out in outs]
     assert all(len(each) == 2 for each in lines), outs

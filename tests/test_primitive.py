@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forks import Running
 from helpers import (
     COLLECTIVE,
     EVERY,
@@ -45,9 +44,10 @@ P = PartitionSpec
 
 def run_on_cpu(code: str) -> None:
     """In a new process."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    subprocess.run(command, check=True, timeout=120, env=env)
+    process = Running(textwrap.dedent(code), env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    status, _, errors = process.wait(120)
+    process.kill()
+    assert status == 0, errors[-3000:]
 
 
 RULES = {  # by the number of operands, of dimensions of a view, and of quantized arrays
