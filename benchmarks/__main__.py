@@ -13,13 +13,13 @@ import functools
 import itertools
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
@@ -32,6 +32,7 @@ from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.lowering.primitive import chip_of
 from jax_mx.lowering.registry import IMPLEMENTATIONS
+from jax_mx.reference import rows_of
 
 _quantized = jax.jit(
     jax_mx.quantize, static_argnames=("format", "axis", "scaling", "scale_layout", "block")
@@ -51,13 +52,14 @@ class Case:
     scale_layout: str
     implementation: str | None
     preprocessing: str = "none"  # in shapes.PREPROCESSING
+    rows: bool = False  # whether the op picks rows of x; the shape is that of what it quantizes
 
     @property
     def names(self) -> dict[str, str]:
         """As rows have them."""
         return {
             "op": shapes.FORMS[self.form].op,
-            "form": shapes.named(self.form, self.preprocessing),
+            "form": shapes.named(self.form, self.preprocessing, self.rows),
             "shape": shapes.spell(self.shape),
             "dtype": self.dtype,
             "format": self.format,
@@ -94,6 +96,7 @@ class Case:
         """The op, jitted, and XLA's versions of it."""
         form = shapes.FORMS[self.form]
         options = {**form.options, "implementation": self.implementation}
+        versions: dict[str, Callable[..., Any]]
         if form.op == "dequantize":
             options["dtype"], versions = self.dtype, baselines.dequantize(form, self.dtype)
         else:
@@ -102,15 +105,32 @@ class Case:
         op = functools.partial(getattr(jax_mx, form.op), **options)
         if self.preprocessing != "none":
             versions = {"reference": jax.jit(functools.partial(op, implementation="xla"))}
-        return jax.jit(op), versions
+        if not self.rows:
+            return jax.jit(op), versions
+        versions |= {"our kernel": op}
+        gathered = {
+            f"a gather, then {name}": jax.jit(lambda a, f=f: f(rows_of(*a)))
+            for name, f in versions.items()
+        }
+        return jax.jit(lambda a: op(a[0], rows=a[1])), gathered
 
     def make(self, key: jax.Array) -> Any:
         """An argument of those."""
         form = shapes.FORMS[self.form]
+        if self.rows:
+            return self.tokens(key)
         x = baselines.normal(key, shape=self.shape, dtype=FLOAT_DTYPES[self.dtype])
         if form.op != "dequantize":
             return x
         return _quantized(x, **form.made_by, **self.options)
+
+    def tokens(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x, and numbers of its rows: each one once, and one in 16 of none."""
+        count, length = self.shape
+        held = count - count // 16
+        x = baselines.normal(key, shape=(held, length), dtype=FLOAT_DTYPES[self.dtype])
+        rows = jax.random.permutation(key, np.arange(count, dtype=np.int32))
+        return x, jnp.where(rows < held, rows, -1)
 
     def implementation_taken(self) -> tuple[str, str]:
         """What serves the op; if it is "xla", why."""
@@ -123,6 +143,7 @@ class Case:
             dtype=self.dtype,
             ndim=len(self.shape),
             transpose=form.transpose,
+            rows=self.rows,
             implementation=self.implementation,
             **form.made_by,
             **self.options,
@@ -206,17 +227,6 @@ def brief(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
-def head() -> str:
-    """The checkout's commit, or nothing where there is none."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    where = Path(__file__).parent
-    try:
-        done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
-    except OSError:  # no git here
-        return ""
-    return done.stdout.strip()
-
-
 # ---- command line -------------------------------------------------------------------------------
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
@@ -237,6 +247,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     several("--scaling", SCALINGS)
     several("--scale-layout", SCALE_LAYOUTS)
     several("--preprocessing", shapes.PREPROCESSING)
+    add("--rows", action="store_true", help="of calls that pick rows, as of tokens")
     add("--implementation", choices=tuple(IMPLEMENTATIONS), help="default: the kernel, else xla")
     add("--csv", type=Path, metavar="FILE")
     add("--json", type=Path, metavar="FILE")
@@ -300,8 +311,11 @@ def all_cases(args: argparse.Namespace) -> Iterator[Case]:
     catalogue = set(itertools.chain.from_iterable(shapes.SHAPES.values()))
     for preprocessing, *names in itertools.product(args.preprocessing, *each):
         form, shape, dtype, format, scaling, layout = names
-        case = Case(form, shape, dtype, format, scaling, layout, args.implementation, preprocessing)
+        how = (args.implementation, preprocessing, args.rows)
+        case = Case(form, shape, dtype, format, scaling, layout, *how)
         form = shapes.FORMS[case.form]
+        if args.rows and (form.op == "dequantize" or len(shape) != 2):
+            continue  # rows are those of a matrix to quantize
         if preprocessing != "none" and (form.op == "dequantize" or form.square):
             continue  # codes are preprocessed no more; a transform has one axis
         if len(shapes.PREPROCESSING[preprocessing]) > len(form.axes):
@@ -337,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if args.require and not all(met) else 0
     measured: list[Measured] = []
     failures: list[str] = []
-    commit = head()
+    commit = report.head()
     with Progress(console=console) as progress:
         task = progress.add_task("", total=len(cases))
         for case in cases:

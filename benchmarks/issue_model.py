@@ -187,9 +187,10 @@ def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> 
     preprocessing = {kinds: name for name, kinds in shapes.PREPROCESSING.items()}
     kinds = variant.kinds[:1] if len({*variant.kinds}) == 1 else variant.kinds
     preprocessing = preprocessing.get(kinds, "unknown")
+    form = shapes.form_of(variant.op, variant.form) or ""
     where = {
-        "form": shapes.named(shapes.form_of(variant.op, variant.form) or "", preprocessing),
-        "shape": shapes.spell(shapes.REQUIRED[0]),
+        "form": shapes.named(form, preprocessing, variant.rows),
+        "shape": shapes.spell(shapes.TOKENS if variant.rows else shapes.REQUIRED[0]),
         "dtype": variant.dtype,
         "format": variant.formats[0].name,
         "scaling": "rceil",

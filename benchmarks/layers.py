@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jax_mx
-from benchmarks import timing
+from benchmarks import report, timing
 from jax_mx import MXFP4, MXFP8, Recipe
 
 # (rows, in, out): the issue of products; Llama-3 70B: attention, MLP in, MLP out; DeepSeek-V3's
@@ -198,16 +197,7 @@ def main() -> None:
     console.print(table)
     console.print(f"kept for the backward pass: {kept}, {kept['mxfp8'] / kept['bf16']:.3f} of bf16")
     if options.json:
-        device = jax.devices()[0]
-        record = {
-            "device": device.device_kind,
-            "date": time.strftime("%Y-%m-%d"),
-            "jax": jax.__version__,
-            "command": "python -m benchmarks.layers",
-            "kept": kept,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        report.write_record(options.json, "python -m benchmarks.layers", rows, kept=kept)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""A picture of a run's rows: TB/s per form, beside the copy, XLA and the peers.
+"""Pictures of measured rows.
 
-python -m benchmarks.plot benchmarks/results/h200.json benchmarks/results/h200.png
+    python -m benchmarks.plot                          # the README's, of benchmarks/results
+    python -m benchmarks.plot rows.json picture.png    # TB/s per form of any run's rows
+
+The README's picture carries a hash of what it draws, so that a test notices when rows have changed
+since.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -16,9 +21,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks import shapes
+from benchmarks.report import one_run
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 
 Row = Mapping[str, Any]
+RESULTS = Path(__file__).parent / "results"
+OVERVIEW = RESULTS / "speed.png"
 
 WHERE = {
     "shape": shapes.spell(shapes.REQUIRED[0]),
@@ -94,6 +102,136 @@ def draw(rows: Sequence[Row], chip: str, date: str) -> Figure:
     return figure
 
 
+# ---- the README's ---
+# Of the left half: forms; of the right one: cases of benchmarks.products, and whose products.
+MAIN_FORMS = {
+    "axis -1": "along rows",
+    "axis -2 transposed": "along columns,\ntransposed",
+    "both transposed": "both",
+    "dequantize": "back to\nbfloat16",
+}
+MAIN_CASES = {"grouped up": "up, 7168 to 4096", "grouped down": "down, 2048 to 7168"}
+PRODUCTS = {
+    "fp8 1x256, W 128x128": "jax_mx, MXFP8 x MXFP8",
+    "mxfp4_e2m1": "jax_mx, bf16 x MXFP4",
+    "bf16 Pallas": "JAX's Pallas kernel, bf16",
+    "bf16 ragged_dot": "jax.lax.ragged_dot, bf16",
+}
+# Of benchmarks.moe, once its rows are there: cases, and what else is drawn of them.
+LAYERS = ("forward", "forward and backward")
+LAYERS_IN_FLOATS = ("bf16 Pallas", "bf16 lax.ragged_dot")
+Bars = Mapping[str, Mapping[str, float]]  # name -> label of a group -> length
+
+
+def run_of(rows: Sequence[Row]) -> list[Row]:
+    """Of rows as `draw` takes them, those of the largest run."""
+    return one_run([row for row in rows if WHERE.items() <= row.items()])
+
+
+def overview_bars() -> tuple[Bars, Bars]:
+    """TB/s of quantizers and TF/s of an MoE layer's products, of benchmarks/results."""
+    rows = run_of(json.loads((RESULTS / "h200.json").read_text()))
+    found = series(rows)
+    theirs = [name for name in found if name not in ("jax_mx", "copy", "XLA")]
+    fastest = {
+        form: max(speeds)
+        for form in MAIN_FORMS
+        if (speeds := [found[name][form] for name in theirs if form in found[name]])
+    }
+    # Who wants both directions of a peer calls its two kernels, one after the other.
+    one, other, both = "axis -1", "axis -2 transposed", "both transposed"
+    times = {row["form"]: row["us"] for row in rows if row["implementation"] in IMPLEMENTATIONS}
+    if {one, other} <= fastest.keys():
+        ours = found["jax_mx"]
+        two_calls = sum(times[form] * ours[form] / fastest[form] for form in (one, other))
+        fastest[both] = max(fastest.get(both, 0.0), ours[both] * times[both] / two_calls)
+    own = {"jax_mx": found["jax_mx"], "plain JAX, by XLA": found["XLA"]}
+    own["torchao, its fastest"] = fastest
+    left = {
+        name: {label: speeds[form] for form, label in MAIN_FORMS.items() if form in speeds}
+        for name, speeds in own.items()
+    }
+    return left, _rows_of_moe() or _rows_of_products()
+
+
+def _rows(name: str) -> list[Row]:
+    """Of a file of benchmarks/results; none where it is not there."""
+    path = RESULTS / f"{name}.json"
+    held = json.loads(path.read_text()) if path.exists() else []
+    return [row for row in (held if isinstance(held, list) else held["rows"]) if "us" in row]
+
+
+def _rows_of_products() -> Bars:
+    tflops = {(row["case"], row["implementation"]): row["tflops"] for row in _rows("h200_products")}
+    return {
+        name: {label: tflops[case, key] for case, label in MAIN_CASES.items()}
+        for key, name in PRODUCTS.items()
+    }
+
+
+def _rows_of_moe() -> Bars:
+    """The layer in MX by its fastest recipe, and both ways in bfloat16."""
+    rows = _rows("h200_moe")
+    by_way: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["case"] in LAYERS:
+            by_way.setdefault(row["way"], {})[row["case"]] = row["tflops"]
+    ours = [way for way in by_way if way.startswith("mxfp8")]
+    if not ours:
+        return {}
+    best = max(ours, key=lambda way: max(by_way[way].values()))
+    shown = {best: f"jax_mx.moe, {best}"} | {way: way for way in LAYERS_IN_FLOATS}
+    return {name: by_way[way] for way, name in shown.items() if way in by_way}
+
+
+def overview(left: Bars, right: Bars) -> Figure:
+    """Two halves of bars, ours first."""
+    figure = Figure(figsize=(10, 3.9), layout="constrained")
+    layer = LAYERS[0] in next(iter(right.values()))
+    what = "operands quantized before" if not layer else "quantizing included"
+    halves = zip(
+        figure.subplots(1, 2),
+        (left, right),
+        (
+            "Quantizers, TB/s of input and output",
+            "An MoE layer, TF/s" if layer else "Products of an MoE layer, TF/s",
+        ),
+        (
+            "one H200, (8, 7168, 7168) bfloat16 and MXFP8 E4M3",
+            f"one H200, 16384 rows, 8 experts, {what}",
+        ),
+        strict=True,
+    )
+    colors = (OURS[1], "#56B4E9", "#CC79A7", "#999999")
+    for axes, bars, title, below in halves:
+        labels = list(dict.fromkeys(label for group in bars.values() for label in group))
+        height = 0.84 / len(bars)
+        # With three series: ours, XLA's, a peer's; with four the second is ours, too.
+        own = colors if len(bars) == 4 else (colors[0], colors[3], colors[2])
+        for i, ((name, group), color) in enumerate(zip(bars.items(), own, strict=True)):
+            at = [-labels.index(label) - (i - (len(bars) - 1) / 2) * height for label in group]
+            axes.barh(at, [*group.values()], height * 0.9, color=color, label=name)
+            for y, length in zip(at, group.values(), strict=True):
+                text = f" {length:.2f}" if length < 20 else f" {length:.0f}"
+                axes.text(length, y, text, va="center", size=8, color="#333333")
+        axes.set_yticks([-i for i in range(len(labels))], labels)
+        axes.tick_params(length=0)
+        axes.set_xticks([])
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.set_title(f"{title}\n", loc="left", size=11, weight="bold")
+        axes.text(0, 1.02, below, transform=axes.transAxes, size=8.5, color="#555555")
+        axes.margins(x=0.12)
+        axes.legend(
+            loc="upper center", bbox_to_anchor=(0.45, 0), ncols=2, frameon=False, fontsize=8
+        )
+    return figure
+
+
+def digest(*bars: Bars) -> str:
+    """What a picture carries to say which rows it draws."""
+    return hashlib.sha256(json.dumps(bars, sort_keys=True).encode()).hexdigest()
+
+
 def date_of(commit: str) -> str:
     """The day of a commit of this checkout; where there is none, today."""
     command = ["git", "show", "--no-patch", "--format=%cs", commit]
@@ -108,11 +246,20 @@ def date_of(commit: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser("python -m benchmarks.plot")
-    parser.add_argument("rows", type=Path, help="what python -m benchmarks --json wrote")
-    parser.add_argument("picture", type=Path)
+    parser.add_argument(
+        "rows",
+        type=Path,
+        nargs="?",
+        help="what python -m benchmarks --json wrote; default: the README's picture",
+    )
+    parser.add_argument("picture", type=Path, nargs="?", default=OVERVIEW)
     parser.add_argument("--chip", help="default: the rows' file name")
     parser.add_argument("--date", help="of the run; default: that of its commit")
     args = parser.parse_args(argv)
+    if args.rows is None:
+        bars = overview_bars()
+        overview(*bars).savefig(args.picture, dpi=110, metadata={"Rows": digest(*bars)})
+        return
     rows = json.loads(args.rows.read_text())
     date = args.date or date_of(rows[0]["commit"])
     figure = draw(rows, args.chip or args.rows.stem.upper(), date)

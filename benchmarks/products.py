@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_mx
-from benchmarks import timing
+from benchmarks import report, timing
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, SCALE_DTYPE, Format
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.windows import ROW
@@ -240,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     flush=True,
                 )
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        report.write_record(args.json, "python -m benchmarks.products", rows)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,41 @@ def write(rows: Sequence[Row], csv_path: Path | None, json_path: Path | None) ->
             writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
             writer.writeheader()
             writer.writerows(records)
+
+
+def head() -> str:
+    """The checkout's commit, or nothing where there is none."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    where = Path(__file__).parent
+    try:
+        done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
+    except OSError:  # no git here
+        return ""
+    return done.stdout.strip()
+
+
+def write_record(path: Path, command: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
+    """Rows of one run, and where, when and how they were measured; documents show it beside them.
+
+    Args:
+      path: of the file; what it holds is replaced.
+      command: that writes such rows.
+      rows: as each script has them.
+      **more: what else there is to say of the run.
+    """
+    devices = jax.devices()
+    count = f"{len(devices)} x " * (len(devices) > 1)
+    about = {"device": count + devices[0].device_kind, "date": time.strftime("%Y-%m-%d")}
+    about |= {"jax": jax.__version__, "commit": head(), "command": command, **more}
+    path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+def one_run(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of rows of several runs those of the largest one; of equally large ones, of the last."""
+    runs: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault(row["commit"], []).append(row)
+    return max(reversed(runs.values()), key=len, default=[])
 
 
 def table(measured: Sequence[Measured]) -> Table:

@@ -96,9 +96,9 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 }
 
 
-def named(form: str, preprocessing: str) -> str:
-    """A form's name in a row."""
-    return form if preprocessing == "none" else f"{form}, {preprocessing}"
+def named(form: str, preprocessing: str, rows: bool = False) -> str:
+    """A form's name in a row; of calls that pick rows another one."""
+    return form + f", {preprocessing}" * (preprocessing != "none") + ", rows" * rows
 
 
 def form_of(op: str, kernel: directions.Form) -> str | None:
@@ -144,6 +144,10 @@ _WANTED = {
 }
 
 
+# Of tokens whose rows are picked on the way to experts: of a copy of what moves, by form.
+TOKENS = (16384, 7168)
+_WANTED_OF_ROWS = {"axis -1": 0.9, "both transposed": 0.9}
+
 # Of a copy, by form and preprocessing.
 _WANTED_OF_MXFP4 = {
     ("axis -1", "none"): 0.95,
@@ -161,9 +165,10 @@ def _requirements() -> Iterator[Requirement]:
         layout: str = "row_major",
         format: str = "mxfp8_e4m3",
         preprocessing: str = "none",
+        rows: bool = False,
     ) -> dict[str, str]:
         kind = {"dtype": "bfloat16", "format": format, "scaling": "rceil", "scale_layout": layout}
-        form = named(name, preprocessing)
+        form = named(name, preprocessing, rows)
         return {"op": FORMS[name].op, "form": form, "shape": spell(shape), **kind}
 
     for shape in REQUIRED:
@@ -179,6 +184,8 @@ def _requirements() -> Iterator[Requirement]:
             yield Requirement(where(name, shape), 0.8)
         for shape in filter(form.fits, SHAPES["small"]):
             yield Requirement(where(name, shape), speedup_over_xla=1.0)
+    of_rows = _WANTED_OF_ROWS.items()
+    yield from (Requirement(where(n, TOKENS, rows=True), least, 1.5) for n, least in of_rows)
     for (name, preprocessing), fraction in _WANTED_OF_MXFP4.items():
         for layout in ("row_major", "blocked_128x4"):
             case = where(name, REQUIRED[0], layout, "mxfp4_e2m1", preprocessing)

@@ -1,5 +1,7 @@
 """Microscaling (MX) quantization for JAX at the speed of memory."""
 
+from jax_mx.experts import gpt_oss as gpt_oss
+from jax_mx.experts.layer import moe as moe
 from jax_mx.facts.formats import CEIL as CEIL
 from jax_mx.facts.formats import EVEN as EVEN
 from jax_mx.facts.formats import FLOOR as FLOOR
@@ -21,7 +23,12 @@ from jax_mx.facts.layouts import ValueLayout as ValueLayout
 from jax_mx.ops.checkpoints import from_checkpoint as from_checkpoint
 from jax_mx.ops.checkpoints import load_safetensors as load_safetensors
 from jax_mx.ops.checkpoints import save_safetensors as save_safetensors
+from jax_mx.ops.collectives import all_gather as all_gather
+from jax_mx.ops.collectives import all_to_all as all_to_all
+from jax_mx.ops.collectives import ppermute as ppermute
+from jax_mx.ops.collectives import reshard as reshard
 from jax_mx.ops.fake_quantize import fake_quantize as fake_quantize
+from jax_mx.ops.groups import Groups as Groups
 from jax_mx.ops.joining import concatenate as concatenate
 from jax_mx.ops.joining import stack as stack
 from jax_mx.ops.joining import swapaxes as swapaxes
@@ -44,6 +51,9 @@ from jax_mx.products.contractions import einsum as einsum
 from jax_mx.products.contractions import matmul as matmul
 from jax_mx.products.dot_general import dot_general as dot_general
 from jax_mx.products.forms import QuantizedWeight as QuantizedWeight
+from jax_mx.products.gathering import gather_weight as gather_weight
+from jax_mx.products.ragged_dot import ragged_dot as ragged_dot
+from jax_mx.products.recipes import BF16 as BF16
 from jax_mx.products.recipes import MXFP4 as MXFP4
 from jax_mx.products.recipes import MXFP8 as MXFP8
 from jax_mx.products.recipes import MXFP8_HYBRID as MXFP8_HYBRID

@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
@@ -116,8 +118,8 @@ def call(variant, implementation=None, **options):
     """The variant's op as a function of its operand that returns a list of arrays or MXArrays."""
     _, op = op_of(variant, **options)
 
-    def run(operand):
-        results = op(operand, implementation=implementation)
+    def run(operand, **more):
+        results = op(operand, implementation=implementation, **more)
         return [*results] if isinstance(results, tuple) else [results]
 
     return run
@@ -147,6 +149,21 @@ def assert_refused(call, error, sentence):
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
 )
+
+
+_MOVED = re.compile(
+    r"= ([^\n]*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)"
+    r"(?:-start)?\("
+)
+
+
+def collectives(text: str) -> Counter:
+    """What a compiled program moves: how often each kind, of what type, of how many elements."""
+    found = Counter()
+    for types, kind in _MOVED.findall(text):
+        for dtype, shape in re.findall(r"([a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]", types):
+            found[kind, dtype, math.prod(int(n) for n in shape.split(",") if n)] += 1
+    return found
 
 
 def lowered(x, f=jax_mx.quantize, platform="cuda", **options) -> str:
@@ -192,7 +209,7 @@ def stand_in(kernel: Binary, arch: str = "sm_90a") -> InHand:
     """A kernel without code, for programs that are lowered and compiled but must not run."""
     image = images.cuda()
     kinds = getattr(kernel, "kinds", ()) or (Kind(),) * len(kernel.formats)
-    count = len(signature_of(kernel.op, kinds).arrays)
+    count = len(signature_of(getattr(kernel, "signature", kernel.op), kinds).arrays)
     entry = launch.Entry(f"{kernel.name}_0", (1,) * count, (32, 1, 1))
     rule = launch.Launch(entries=(entry,)).to_json()
     facts = {

@@ -14,17 +14,29 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import assert_bits_equal, assert_same_array
 
 import jax_mx
 from benchmarks import __main__ as cli
-from benchmarks import baselines, guard, issue_model, peers, plot, shapes, sweep, timing
+from benchmarks import (
+    baselines,
+    guard,
+    issue_model,
+    peers,
+    plot,
+    report,
+    shapes,
+    sweep,
+    timing,
+)
 from benchmarks.report import Measured, Row
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import ARCHS, VARIANTS, layouts_of
 from jax_mx.ops.planning import Options, planned
+from jax_mx.reference import rows_of
 
 pytestmark = pytest.mark.any_device
 
@@ -335,6 +347,26 @@ def test_which_forms_are_measured(options, want):
     assert cli.arguments(options).form == want
 
 
+def test_picked_rows_are_rows(tmp_path):
+    """What moves is counted once: the rows of x that the numbers name, and what comes of all."""
+    file = tmp_path / "out.json"
+    options = ["--rows", "--form", "axis -1", "both transposed", "dequantize", "--repeats", "1"]
+    assert cli.main([*options, "--shapes", "64x64,2x64x64", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())
+    assert [r["form"] for r in rows] == ["axis -1, rows", "both transposed, rows"]
+    assert all(r["speedup_over_xla"] for r in rows)
+    case = cli.Case("axis -1", (64, 64), *("bfloat16", "mxfp8_e4m3", "rceil", "row_major", None),
+                    rows=True)  # fmt: skip
+    x, picked = case.make(jax.random.key(0))
+    assert x.shape == (60, 64) and sorted(np.asarray(picked)) == [-1] * 4 + [*range(60)]
+    op, versions = case.functions()
+    want = op((x, picked))
+    assert_same_array(jax_mx.quantize(rows_of(x, picked)), want)
+    for version in versions.values():
+        shapes_of = functools.partial(jax.tree.map, lambda leaf: (leaf.shape, leaf.dtype))
+        assert shapes_of(jax.eval_shape(version, (x, picked))) == shapes_of(want)
+
+
 @pytest.mark.thorough
 def test_preprocessing_is_rows(tmp_path):
     file = tmp_path / "out.json"
@@ -631,6 +663,34 @@ def test_the_plot_shows_every_form_and_every_implementation():
     assert texts == {"jax_mx", "copy, same bytes", "XLA", "x 1.0 Triton (floor)"}
     with pytest.raises(ValueError, match="no row has"):
         plot.draw([elsewhere], "H200", "a day")
+
+
+def test_the_readmes_picture(tmp_path, monkeypatch):
+    """Products of an MoE layer, and the layer itself once it was measured: its fastest recipe."""
+    left, right = plot.overview_bars()
+    assert {*left} == {"jax_mx", "plain JAX, by XLA", "torchao, its fastest"}
+    assert {*right} == {*plot.PRODUCTS.values()}
+    peer = left["torchao, its fastest"]
+    two = 1 / peer["along rows"] + 1 / peer["along columns,\ntransposed"]  # two reads, two writes
+    assert peer["both"] == pytest.approx(1 / two * 2 * 4 / (2 * 3), rel=0.02)  # of one read's bytes
+    for path in plot.RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(plot, "RESULTS", tmp_path)
+    ways = {"bf16 lax.ragged_dot": 90, "bf16 Pallas": 600, "mxfp8": 550, "mxfp8, tiles": 900}
+    made = [{"case": case, "way": way, "tflops": n, "us": 1.0}
+            for case in ("forward", "decode") for way, n in ways.items()]  # fmt: skip
+    report.write_record(tmp_path / "h200_moe.json", "python -m benchmarks.moe", made)
+    held = json.loads((tmp_path / "h200_moe.json").read_text())
+    assert held["command"] == "python -m benchmarks.moe" and held["device"] and held["date"]
+    _, layer = plot.overview_bars()
+    assert layer == {
+        "jax_mx.moe, mxfp8, tiles": {"forward": 900},
+        "bf16 Pallas": {"forward": 600},
+        "bf16 lax.ragged_dot": {"forward": 90},
+    }
+    titles = [axes.get_title("left").strip() for axes in plot.overview(left, layer).axes]
+    assert titles[1] == "An MoE layer, TF/s"
+    assert plot.digest(left, right) != plot.digest(left, layer)
 
 
 def test_a_commit_has_a_date():

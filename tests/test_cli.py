@@ -20,7 +20,7 @@ from safetensors.flax import save_file as save_jax
 from safetensors.numpy import save_file
 
 import jax_mx
-from jax_mx.command import here, output, plain, ran, samples, tensors
+from jax_mx.command import here, output, pictures, plain, ran, samples, tensors
 from jax_mx.command import report as cli
 from jax_mx.facts import formats, verified
 from jax_mx.facts.variants import VARIANTS
@@ -340,6 +340,78 @@ def test_long_steps_say_what_they_do(monkeypatch):
     assert all(re.fullmatch(r"\.\.\. waiting, \d s", line) for line in lines)
 
 
+# ---- pictures ---
+def test_missing_matplotlib(good, capsys, monkeypatch):
+    """Said before anything is measured."""
+    for name in [m for m in sys.modules if m.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, out, err = run(capsys, "--file", good, "--plot", "report.html")
+    assert (status, out) == (1, "")
+    wanted = "--plot needs matplotlib; install it with pip install 'jax-mx[plot]'"
+    assert err == f"python -m jax_mx: {wanted}\n"
+
+
+def test_histograms_count(tmp_path):
+    """Of elements, scales and errors that are known."""
+    x = np.zeros((2, 32), np.float32)
+    x[0] = [1.0] * 16 + [3.0] * 15 + [0.0]
+    x[1, :2] = np.nan, 1.0
+    found = pictures.histograms("x", x, -1, ["mxfp8_e4m3", "mxfp4_e2m1"], "floor")
+    assert found.exponents == {0: 17, 1: 15}
+    assert found.zeros == 31 / 64
+    assert found.scales == {"mxfp8_e4m3": {-7: 1}, "mxfp4_e2m1": {-1: 1}}  # the other block is NaN
+    assert found.exact == {"mxfp8_e4m3": 1, "mxfp4_e2m1": 1}
+    assert found.errors == {"mxfp8_e4m3": {}, "mxfp4_e2m1": {}}
+    x[0, 0] = 1.25  # of a scale of 1/2, 2.5 is a tie of 2 and 3, which becomes 2
+    found = pictures.histograms("x", x, -1, ["mxfp4_e2m1"], "floor")
+    assert found.errors == {"mxfp4_e2m1": {-3: 1}}  # 0.25 / 1.25 is 0.2
+    assert found.exact == {"mxfp4_e2m1": 30 / 31}
+
+
+def test_a_page_and_a_picture(tmp_path, capsys):
+    """Names from files do nothing to the page; the numbers are the table's."""
+    name = "<script>$x_1^2</script>"
+    np.savez(tmp_path / "a.npz", **{name: normal(4, 64), "zero": np.zeros((1, 32), np.float32)})
+    pages = [tmp_path / name for name in ("report.html", "report.png")]
+    for path in pages:
+        asked = ["--file", tmp_path / "a.npz", "--plot", path, *ONE]
+        status, out, err = run(capsys, *asked)
+        assert (status, err) == (0, "")
+        assert f"{path}: 2 tensors." in out
+    text = pages[0].read_text()
+    assert text.count("<svg") == 2 and "<script>" not in text
+    assert "&lt;script&gt;$x_1^2" in text
+    for cell in rows(out, f"a.npz:{name}")[0][1:6]:
+        assert f"<td>{cell}</td>" in text
+    assert pages[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_speeds_are_drawn(tmp_path):
+    one = {"shape": (32, 32), "implementation": "cutedsl", "equal": True, "nbytes": 4_000_000}
+    speeds = [
+        ran.Speed("quantize", "mxfp8_e4m3", us=1.0, copy_us=2.0, plain_us=4.0, **one),
+        ran.Speed("quantize", "mxfp6_e2m3", us=1.0, copy_us=2.0, plain_us=None, **one),
+    ]
+    (axes,) = pictures.picture([], speeds).axes
+    assert [bar.get_height() for bar in axes.patches] == [4, 4, 1, 2, 2]
+    assert "<h2>Speed</h2>" in pictures.page([], speeds, [], ["here"])
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("report.gif", "report.gif must end in one of .html, .png, .svg, .pdf"),
+        ("nowhere/report.png", "there is no folder"),
+    ],
+)
+def test_pictures_that_cannot_be_written(path, sentence, good, capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["--file", str(good), "--plot", path])
+    assert raised.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
 # ---- the command ---
 @pytest.mark.parametrize("library", ["safetensors", "sklearn"])
 def test_missing_library(library, tmp_path, capsys, monkeypatch):
@@ -455,7 +527,7 @@ def test_a_gpu_that_jax_does_not_see_is_said(exists, tmp_path, monkeypatch):
 @pytest.mark.parametrize("flip", [0, 1])
 def test_bytes_are_compared_and_calls_timed(flip, good, capsys, monkeypatch):
     """The branches of a device with kernels, walked through wherever the test runs."""
-    quantize = tensors._quantize
+    quantize = tensors.quantize
 
     def kernel(x, implementation=None, **call):
         q = quantize(x, implementation="xla", **call)
@@ -463,7 +535,7 @@ def test_bytes_are_compared_and_calls_timed(flip, good, capsys, monkeypatch):
         scales = jax.numpy.asarray(scales.view(q.scales.dtype))
         return jax_mx.MXArray(q.values, scales, q.format, q.axis, q.scale_layout)
 
-    monkeypatch.setattr(tensors, "_quantize", kernel)
+    monkeypatch.setattr(tensors, "quantize", kernel)
     monkeypatch.setattr(tensors, "LARGE", 0)
     monkeypatch.setattr(here, "support", lambda *_: Support("cutedsl", VARIANTS[:1]))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -107,7 +107,8 @@ def test_the_oracle_agrees_with_arithmetic():
 class Case:
     """A call, an array, and the way in which the call is made.
 
-    `way` is one of WAYS; `spec` says by which mesh axes the array is split, for those of meshes.
+    `way` is one of WAYS; `spec` says by which mesh axes the array is split, for those of meshes;
+    `picks`: whether the array is that of some rows of another.
     """
 
     call: oracle.Call
@@ -117,6 +118,7 @@ class Case:
     key: int | None = None
     way: str = "eager"
     spec: tuple[str | None, ...] = ()
+    picks: bool = False
 
     def floats(self) -> np.ndarray:
         axis = -1 if self.call.square else self.call.axis
@@ -249,6 +251,7 @@ def cases(draw) -> Case:
         draw(st.integers(0, 2**31 - 1)) if stochastic else None,
         way,
         spec,
+        len(shape) == 2 and draw(st.booleans()),
     )
 
 
@@ -296,16 +299,29 @@ def called(case: Case, x):
 
 def at_once(case: Case, x):
     """The whole array at once, wherever it lies."""
-    key, want = key_of(case), case.wanted(x, key_of(case))
+    key, more = key_of(case), {}
+    if case.picks:
+        x, source, more["rows"] = picked(case, x)
+    want = case.wanted(x, key)
     run = case.run if case.way == "eager" else jax.jit(case.run)
+    x = source if case.picks else x
     if case.way in ("auto", "explicit"):
         kind = AxisType.Auto if case.way == "auto" else AxisType.Explicit
         x = jax.device_put(x, NamedSharding(mesh(kind), PartitionSpec(*case.spec)))
-        return run(x, key), want
+        return run(x, key, **more), want
     if case.way in EMULATED:
         with emulate(case.way):
-            return run(jnp.asarray(x), key), want
-    return run(jnp.asarray(x), key), want
+            return run(jnp.asarray(x), key, **more), want
+    return run(jnp.asarray(x), key, **more), want
+
+
+def picked(case: Case, x):
+    """x with some rows of zeros; a matrix with its rows in another order; and their numbers."""
+    rng, count = np.random.default_rng(case.seed), len(x)
+    none, order = rng.random(count) < 0.1, rng.permutation(count)
+    source, rows = x[order], np.argsort(order).astype(np.int32)
+    rows[none] = rng.choice([-1, count, -count - 1, 2**31 - 1], none.sum())
+    return np.where(none[:, None], x.dtype.type(0), x), source, rows
 
 
 def mapped(case: Case, x):

@@ -1,93 +1,116 @@
-"""What stands in two places says the same in both. `python tests/test_habits.py` writes tables."""
+"""What stands in two places says the same in both; documents and examples do what they say."""
 
-import json
+import inspect
 import os
 import re
+import resource
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import jax
 import pytest
-from helpers import with_table
 
 import jax_mx
-from jax_mx.facts import toolchains, verified
+from jax_mx.facts import toolchains
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.products import implementations, ragged_implementations
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-NAMES = {"cutedsl": "CuTeDSL", "flydsl": "FlyDSL"}
-DSLS = [*NAMES]
+DSLS = ["cutedsl", "flydsl"]
+
+
+# ---- what examples print ---
+def trains(out: str) -> None:
+    """MXFP8 learns, and ends where bfloat16 does."""
+    first, last, against = re.findall(r"mxfp8 +│ (\S+) +│ (\S+) +│ (\S+)%", out)[0]
+    assert float(last) < float(first)
+    assert abs(float(against)) < 1
+
+
+def quantizes(out: str) -> None:
+    """Each tensor has a row; MXFP8 takes half the bytes, and what is kept is kept."""
+    assert re.search(r"1\.mlp\.down +│ 512 x 2048 +│ 2,097,152 +│ 1,081,344 +│ 3\d\.\d", out)
+    assert re.search(r"0\.norm .* kept by name", out)
+    assert "holds 8 MXArrays" in out
+
+
+def exports(out: str) -> None:
+    """With kernels inside, and to the same bytes."""
+    size = int(re.findall(r"exported for cpu, cuda: ([\d,]+) bytes", out)[0].replace(",", ""))
+    assert size > 30_000
+    assert "quantized to the same bytes" in out
+
+
+def serves(out: str) -> None:
+    """A quarter of bfloat16's bytes and the scales; near float64."""
+    held, floats = (int(n.replace(",", "")) for n in re.findall(r"│ ([\d,]+) bytes", out))
+    assert held / floats == 4.25 / 16
+    assert float(re.findall(r"│ (\S+) of the largest", out)[0]) < 0.015
+
+
+def gathers(out: str) -> None:
+    """Codes where floats moved, to the same loss."""
+    floats, codes = re.findall(r"(?:floats|codes) gathered +│ (\S+) +│", out)
+    assert float(floats) == pytest.approx(float(codes), rel=1e-3)
+    sizes = re.findall(r"all-gather (\w+): ([\d,]+)", out)
+    assert [dtype for dtype, _ in sizes] == ["f32", "u8"]
+    before, after = (int(size.replace(",", "")) for _, size in sizes)
+    assert after == pytest.approx(before / 4, rel=0.01)
+
+
+# By name: arguments that make it short, and what its output must show.
+def trains_experts(out: str) -> None:
+    first, last = re.findall(r"mxfp8: loss ([\d.]+), in the end ([\d.]+)", out)[0]
+    assert float(last) < float(first)
+
+
+EXAMPLES: dict[str, tuple[list[str], Callable[[str], None]]] = {
+    "export_and_run": ([], exports),
+    "fsdp": (["--steps", "5"], gathers),
+    "gpt_oss": ([], serves),
+    "quantize_safetensors": ([], quantizes),
+    "train_mlp": (["--steps", "30"], trains),
+    "train_moe": (["--steps", "4", "--recipes", "mxfp8"], trains_experts),
+}
 
 in_checkout = pytest.mark.skipif(not README.exists(), reason="beside a wheel there is no README")
 
 
-# ---- the README's tables of what has kernels -----------------------------------------------------
-def chips_table() -> list[str]:
-    """A row for each arch."""
-    lines = ["| compiled for | runs on | from | its kernels were |", "|---|---|---|---|"]
-    for dsl, archs in ARCHS.items():
-        for arch, chips in archs.items():
-            lines.append(f"| {arch} | {', '.join(chips.values())} | {NAMES[dsl]} | {state(arch)} |")
-    return lines
+# ---- the README ----------------------------------------------------------------------------------
+@in_checkout
+def test_the_readme_says_what_runs_where():
+    from docs import tables
 
-
-def state(arch: str) -> str:
-    """What verified/<arch>.json says of an arch's kernels."""
-    runs = {run for entry in verified.read(arch).values() for run in entry["executed_on"]}
-    devices = sorted({run.split(", ")[0] for run in runs} - {"emulated"})
-    if devices:
-        return f"compared bit for bit on {', '.join(devices)}"
-    return "compared bit for bit in emulation" if runs else "compiled, not yet executed"
-
-
-def kernels_table() -> list[str]:
-    """A row for each op with the same forms and formats, and what is done before it rounds."""
-    found: dict[tuple, dict[str, dict[str, None]]] = {}
-    for v in VARIANTS:
-        if v.implementation != "cutedsl":
-            continue
-        before = "".join(kind.suffix or "_rn" for kind in v.kinds)[1:].replace("_", " ")
-        key = (v.op, "both" if v.form.is_both else "one", before, v.dtype)
-        row = found.setdefault(key, {"forms": {}, "formats": {}})
-        row["forms"][str(v.form)] = None
-        row["formats"] |= {format.name: None for format in v.formats}
-    merged: dict[tuple, list[str]] = {}
-    for (op, _, before, dtype), row in found.items():
-        merged.setdefault((op, before, *map(tuple, row.values())), []).append(dtype)
-    grouped: dict[tuple, list[str]] = {}
-    for (op, before, forms, formats), dtypes in merged.items():
-        grouped.setdefault((op, forms, formats, tuple(dtypes)), []).append(before)
-    lines = ["| op | forms | formats | floats | before |", "|---|---|---|---|---|"]
-    for (op, forms, formats, dtypes), before in grouped.items():
-        cells = (forms, formats, dtypes, before)
-        lines.append(f"| {op} | {' | '.join(', '.join(cell) for cell in cells)} |")
-    return lines
-
-
-TABLES = {"chips": chips_table, "kernels": kernels_table}
-
-
-def with_tables(text: str) -> str:
-    """The README with its tables written anew."""
-    for name, table in TABLES.items():
-        text = with_table(text, name, table())
-    return text
+    text = README.read_text()
+    assert text == tables.written(text), "run python -m docs.tables"
+    assert all(f"| {arch} |" in text for archs in ARCHS.values() for arch in archs)
 
 
 @in_checkout
-def test_the_readme_says_what_has_kernels():
-    text = README.read_text()
-    assert text == with_tables(text), "run python tests/test_habits.py"
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 120
+
+
+@in_checkout
+def test_the_readmes_picture_draws_the_rows_that_are_here():
+    from PIL import Image
+
+    from benchmarks import plot
+
+    with Image.open(plot.OVERVIEW) as picture:
+        drawn = picture.info["Rows"]
+    assert drawn == plot.digest(*plot.overview_bars()), "run python -m benchmarks.plot"
 
 
 def test_both_dsls_have_the_same_kernels():
-    """So the README's table of kernels names none of them; layouts differ as it says."""
+    """So the documents' table of kernels names none of them; layouts differ as they say."""
     names = {dsl: {v.name for v in VARIANTS if v.implementation == dsl} for dsl in DSLS}
     both = {v.name for v in VARIANTS if v.window == 256 and v.form.is_both}  # beyond AMD's LDS
     assert names["cutedsl"] - both == names["flydsl"]
@@ -97,55 +120,87 @@ def test_both_dsls_have_the_same_kernels():
         assert layouts_of(v) == (("row_major",) if v.form.is_square else ("row_major", *tiled))
 
 
-@in_checkout
-def test_the_readme_has_the_speeds_that_were_measured():
-    rows = json.loads((ROOT / "benchmarks/results/h200.json").read_text())
-    where = {"shape": "8x7168x7168", "dtype": "bfloat16", "format": "mxfp8_e4m3"}
-    where |= {"scaling": "rceil", "scale_layout": "row_major", "implementation": "cutedsl"}
-    rows = {row["form"]: row for row in rows if where.items() <= row.items()}
-    section = README.read_text().partition("## How fast")[2]
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
-    assert len(lines) > 5
-    for form, us, tbs, fraction, speedup in lines[1:]:
-        row = rows[form]
-        assert (us, tbs) == (f"{row['us']:.0f}", f"{row['gbps'] / 1e3:.2f}"), form
-        assert fraction == f"{row['fraction_of_copy']:.2f}", form
-        assert speedup == f"{row['speedup_over_xla']:.2f}x", form
-
-
 # ---- what documents run --------------------------------------------------------------------------
-SMALL = {"7168, 7168": "256, 256"}  # of the README's arrays
+PAGES = sorted(path for path in ROOT.glob("docs/*.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
+# Blocks that are not Python: commands, and what they print.
+FENCES = {"python", "", "sh", "{include}", "{image}", "{figure}", "{toctree}", "{glossary}"}
 
 
 @in_checkout
-@pytest.mark.parametrize(
-    "path", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_python_in_documents_runs(path, tmp_path, monkeypatch):
     """Every block, in order, with the names of those before it."""
     monkeypatch.chdir(tmp_path)
     text, names = path.read_text(), {}
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert blocks or path.name not in ("README.md", "products.md")
-    for block in blocks:
-        for large, small in SMALL.items():
-            block = block.replace(large, small)
+    opened = re.findall(r"^ *(?:```|:::)([^\s`]*).*$", text, re.MULTILINE)[::2]
+    assert {*opened} <= FENCES | {"{eval-rst}"}, "Python stands in blocks called python"
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         with jax.numpy_dtype_promotion("standard"):  # as users have it
             exec(compile(block, path.name, "exec"), names)
 
 
 @in_checkout
-def test_the_example_trains():
-    """As its first lines say, on eight devices; shorter."""
-    example = ROOT / "examples" / "train_mlp.py"
+def test_links_of_documents_lead_somewhere():
+    """Those that the site's build does not follow: from the files beside it."""
+    for path in ROOT.glob("*.md"):
+        for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+            name, _, anchor = link.partition("#")
+            if "://" in link or not name:
+                continue
+            assert (ROOT / name).exists(), f"{path.name}: {link}"
+            heads = re.findall(r"^#+ (.*)$", (ROOT / name).read_text(), re.M) if anchor else []
+            assert not anchor or anchor in {h.lower().replace(" ", "-") for h in heads}, link
+
+
+@in_checkout
+def test_pages_that_show_calls_have_python():
+    """A page without a block is not run; these have some."""
+    calls = {"quickstart", "training", "serving", "sharding", "formats", "choosing", "migrating"}
+    assert all("```python" in (ROOT / f"docs/{name}.md").read_text() for name in calls | {"amd"})
+
+
+@in_checkout
+def test_choosing_explains_every_implementation_of_products():
+    text = (ROOT / "docs/choosing.md").read_text()
+    assert re.findall(r'^\| `"(\w+)"` \|', text, re.MULTILINE) == [*implementations.IMPLEMENTATIONS]
+    grouped = text.partition("Grouped products")[2].partition("\n\n")[0]
+    assert re.findall(r'`"(\w+)"`', grouped) == [*ragged_implementations.IMPLEMENTATIONS]
+
+
+@in_checkout
+def test_the_reference_has_every_public_name():
+    text = (ROOT / "docs/api.md").read_text()
+    known = {*re.findall(r"auto(?:function|class):: (\w+)", text), *re.findall(r"`(\w+)`", text)}
+    known |= {*re.findall(r"`jax_mx\.(\w+)`", text)}
+    public = {name for name, value in vars(jax_mx).items() if not inspect.ismodule(value)}
+    assert {name for name in public if name[0] != "_"} - known == set()
+
+
+# ---- examples ---
+@in_checkout
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name, tmp_path):
+    """As their first lines say, on eight devices; shorter."""
+    example = ROOT / "examples" / f"{name}.py"
     assert len(example.read_text().splitlines()) < 120
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(example), "--steps", "30"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, str(example), *EXAMPLES[name][0]]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    first, last, against = re.findall(r"mxfp8 +│ (\S+) +│ (\S+) +│ (\S+)%", done.stdout)[0]
-    assert float(last) < float(first)
-    assert abs(float(against)) < 1
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 60  # of one core, whoever else runs
+    EXAMPLES[name][1](done.stdout)
+
+
+@in_checkout
+def test_every_example_is_run():
+    """Notebooks when the site is built."""
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*EXAMPLES}
 
 
 # ---- versions ------------------------------------------------------------------------------------
@@ -197,11 +252,29 @@ def test_the_readme_begins_with_the_first_command_and_the_tests():
 
 
 @in_checkout
+def test_the_changelog_is_kept():
+    """Headings are those of Keep a Changelog; releases have their day, and no later version."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert heads[0] == "[Unreleased]"
+    dated = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d", head) for head in heads[1:]]
+    assert all(dated)
+    versions = [found[1] for found in dated if found] + [PROJECT["project"]["version"]]
+    assert max(versions, key=lambda v: [*map(int, v.split("."))]) == versions[-1]
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert {*re.findall(r"^### (.*)$", text, re.MULTILINE)} <= kinds
+
+
+@in_checkout
+def test_workflows_take_actions_by_their_hash():
+    """A tag can be moved."""
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        used = re.findall(r"uses: (\S+)", path.read_text())
+        assert used and all(re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", name) for name in used)
+
+
+@in_checkout
 def test_the_license_is_there():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
     assert PROJECT["project"]["license"] == "Apache-2.0"
-
-
-if __name__ == "__main__":
-    README.write_text(with_tables(README.read_text()))

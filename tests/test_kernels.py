@@ -54,7 +54,9 @@ from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
 pytestmark = pytest.mark.gpu
 AMD = "shuffled_32x8"
 GET = store.get  # as it is where tests replace it
-HERE = [v for v in VARIANTS if arch_here() is None or arch_here() in ARCHS[v.implementation]]
+# Those of rows have tests of their own, tests/test_rows.py.
+EACH = [v for v in VARIANTS if not v.rows]
+HERE = [v for v in EACH if arch_here() is None or arch_here() in ARCHS[v.implementation]]
 each_variant = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 each_layout = pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 each_scaling = pytest.mark.parametrize("scaling", Scaling, ids=str)

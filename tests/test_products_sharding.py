@@ -5,8 +5,6 @@
 
 import dataclasses
 import functools
-import math
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, mesh_for, names_in, only, with_table
+from helpers import (
+    assert_bits_equal,
+    assert_refused,
+    collectives,
+    mesh_for,
+    names_in,
+    only,
+    with_table,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -204,21 +210,6 @@ def program(name: str, split: Split, mode: str, size: int = BLOCK):
         for shape, where in zip(split.shapes(size), shardings, strict=True)
     ]
     return mesh, jax.jit(call, out_shardings=outs), operands
-
-
-COLLECTIVE = re.compile(
-    r"= (\(?[^=]*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)"
-    r"(?:-start)?\("
-)
-
-
-def collectives(text: str) -> Counter:
-    """What a compiled program moves: how often each kind, of what type, of how many elements."""
-    found = Counter()
-    for types, kind in COLLECTIVE.findall(text):
-        for dtype, shape in re.findall(r"([a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]", types):
-            found[kind, dtype, math.prod(int(n) for n in shape.split(",") if n)] += 1
-    return found
 
 
 @functools.cache

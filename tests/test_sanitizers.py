@@ -1,5 +1,6 @@
 """compute-sanitizer finds nothing in a sample of the kernels; jax_mx/verified says in which."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -46,6 +47,12 @@ SAMPLE = [
         *[("bfloat16", MXFP6_E2M3)] * (i % 4 == 0),
     )
 ] + [v for v in CUTEDSL if v.changes_elements and v.dtype == "bfloat16"]
+SAMPLE += [
+    next(v for v in CUTEDSL if v.rows and (v.form, v.formats[0]) == (form, format))
+    for op, form in FORMS
+    if op == "quantize"
+    for format in (MXFP8_E4M3, MXFP4_E2M1)
+]
 # Every kernel of products, with E4M3 and with MXFP4.
 PRODUCTS_SAMPLE = [
     p for p in PRODUCTS if p.formats and {*p.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
@@ -95,6 +102,9 @@ def main(tool: str) -> None:
             if len(value_layouts_of(kernel, layout)) > 1:
                 cases += [(how, TILES[0]) for how in in_tiles(variant)[-1:]]
             for how, shape in cases:
+                if variant.rows:
+                    shape = math.prod(shape[:-1]), shape[-1]
+                    how = {**how, "rows": np.arange(shape[0], dtype=np.int32)[::-1] * 3 - 96}
                 make, op = op_of(variant, scale_layout=layout, **how)
                 x = random_bits(fitting(variant, shape), variant.dtype)
                 with jax.default_device(cpu):

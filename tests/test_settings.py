@@ -40,6 +40,8 @@ def quantize():
         yield q(format, axis=-2)
         yield q(format, value_layout="shuffled_16x16")
         yield jax_mx.quantize(x(jnp.float16), format)
+        for rows in (np.array([3, -1, 8], np.int32), jnp.full(64, 5, jnp.int32)):
+            yield jax_mx.quantize(x(shape=(9, 64)), format, rows=rows)
     stochastic = jax_mx.Stochastic(jnp.asarray(KEY), 0.75)
     for size in (16, 32, 64):
         for signs in (None, SIGNS[:size], jnp.asarray(SIGNS[:size])):
@@ -53,6 +55,8 @@ def quantize_both():
     for layout in LAYOUTS:
         yield jax_mx.quantize_both(x(), scale_layout=layout)
         yield jax_mx.quantize_both(x(), "mxfp4_e2m1", scale_layout=layout, **how)
+        rows = np.arange(32, dtype=np.int32)
+        yield jax_mx.quantize_both(x(shape=(9, 64)), scale_layout=layout, rows=rows)
 
 
 def dequantize():
@@ -136,6 +140,27 @@ def products():
     yield jax_mx.dot_general(a, jax_mx.quantize(w, axis=0), (((2,), (0,)), ((), ())))
 
 
+def collectives():
+    """On two devices: in shard_map, and under a mesh that is set."""
+    kinds, spec = (jax.sharding.AxisType.Auto,), jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((2,), ("a",), axis_types=kinds, devices=jax.devices("cpu")[:2])
+
+    def moved(x):
+        part = jax_mx.quantize(x)
+        yield jax_mx.all_gather(part, "a", axis=1, tiled=True)
+        yield jax_mx.all_to_all(part, "a", 1, 0, tiled=True)
+        yield jax_mx.ppermute(part, "a", [(0, 1), (1, 0)])
+        yield jax_mx.gather_weight(x, spec(None, "a"), batch=0)
+
+    def local(x):
+        return [*moved(x)]
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=spec(None, "a"), out_specs=spec("a"))
+    yield jax.jit(sharded)(x())
+    with jax.set_mesh(mesh):
+        yield jax.jit(lambda x: jax_mx.reshard(jax_mx.quantize(x), spec("a")))(x())
+
+
 # A row for each public function: what is called, and all that it gives.
 CALLS = {
     "MXArray": arrays,
@@ -166,6 +191,8 @@ CALLS = {
     "matmul": products,
     "Recipe": products,
     "QuantizedWeight": products,
+    **dict.fromkeys(
+        ("all_gather", "all_to_all", "ppermute", "reshard", "gather_weight"), collectives),
 }  # fmt: skip
 # Public names without an array: tables, their members, constants, modules.
 NO_CALLS = {

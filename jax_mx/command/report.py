@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 
 import jax_mx
-from jax_mx.command import here, output, ran, samples, tensors
+from jax_mx.command import here, output, pictures, ran, samples, tensors
 from jax_mx.command.output import Column, Steps
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
@@ -24,6 +25,7 @@ from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 PROGRAM = "python -m jax_mx"
 # What the extra `cli` brings: the modules, and what their distributions are called.
 EXTRA = {"rich": "rich", "safetensors": "safetensors", "sklearn": "scikit-learn"}
+PLOT = "matplotlib"  # what the extra `plot` brings
 EMULATOR = ("elftools", "msgpack", "tinygrad")  # modules of the extra `emulator`
 DEFAULTS = {"format": ["mxfp8_e4m3", "mxfp4_e2m1"], "scaling": ["rceil", "floor"]}
 
@@ -55,6 +57,7 @@ bad options, 130 when interrupted, else 1.
 examples:
   {PROGRAM} --file model.safetensors --format mxfp4_e2m1 --scaling even
   {PROGRAM} --file gradients.npz --axis 0 --dtype float32 --json
+  {PROGRAM} --file model.safetensors --plot report.html
 """
 
 
@@ -81,6 +84,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--emulate", choices=ARCHS["flydsl"], metavar="ARCH", help=about)
     add("--strict", action="store_true", help="exit with 1 if any tensor or file failed")
     add("--json", action="store_true", help="one JSON object instead of tables")
+    about = "draw histograms of the tensors, and speeds: a page (.html) or a picture (.png, .svg)"
+    add("--plot", type=picture_path, metavar="PATH", help=about)
     options = parser.parse_args(arguments)
     for name in ("file", *DEFAULTS):  # each once
         given = getattr(options, name) or DEFAULTS.get(name, [])
@@ -96,6 +101,14 @@ def axis_number(text: str) -> int:
     return number
 
 
+def picture_path(text: str) -> Path:
+    """Where a picture can be written."""
+    path = Path(text)
+    if reason := pictures.obstacle(path):
+        raise argparse.ArgumentTypeError(reason)
+    return path
+
+
 # ---- the report ----------------------------------------------------------------------------------
 class Report:
     """What the command prints: tables as they come, or one JSON object at the end.
@@ -105,6 +118,7 @@ class Report:
       steps: says what goes on; on stderr where stdout has to be JSON.
       facts: all that was found out, as JSON has it.
       differ: whether the bytes of some kernel are not the reference's.
+      histograms: what pictures show of tensors, where they are asked for.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -112,6 +126,7 @@ class Report:
         self.steps = Steps(sys.stderr if options.json else sys.stdout)
         self.facts: dict[str, Any] = {"failures": []}
         self.differ = False
+        self.histograms: list[pictures.Histograms] = []
         # A pipe has no width.
         self._width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
 
@@ -166,6 +181,7 @@ def report(options: argparse.Namespace) -> int:
         measure_tensors(out)
         if not options.file and options.emulate is None:
             run_kernels(out)
+        draw(out)
     seconds = time.monotonic() - start
     if options.json:
         out.facts["seconds"] = round(seconds, 1)
@@ -243,6 +259,9 @@ def measure_tensors(out: Report) -> None:
         with out.steps.step(f"quantizing {shown}"):
             found = tensors.measure(shown, tensor, axis, options.format, options.scaling)
             rows += list(found)
+            if options.plot:
+                own = pictures.histograms(shown, tensor, axis, options.format, options.scaling[0])
+                out.histograms.append(own)
         for remark in remarks:
             out.remark(name, remark)
     out.facts["tensors"] = rows
@@ -251,6 +270,19 @@ def measure_tensors(out: Report) -> None:
     timed = any(row.seconds is not None for row in rows)
     columns = tensors.COLUMNS + tensors.TIMES * timed
     out.show(title, columns, [row.cells()[: len(columns)] for row in rows])
+
+
+def draw(out: Report) -> None:
+    """Writes the picture or page that is asked for."""
+    path = out.options.plot
+    if path is None:
+        return
+    about = [f"jax_mx {jax_mx.__version__}, JAX {jax.__version__}, on:", *map(str, here.devices())]
+    with out.steps.step(f"drawing {path}"):
+        speeds, rows = out.facts.get("speed", []), out.facts["tensors"]
+        said = pictures.write(path, out.histograms, speeds, rows, about)
+    out.facts["plot"] = str(path)
+    out.say(said)
 
 
 def _tensors(out: Report) -> Iterator[tuple[str, Any]]:
@@ -269,6 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `--help` for the exit status."""
     options = parse(arguments)
     try:
+        if options.plot:  # not after all else was measured
+            importlib.import_module(f"{PLOT}.figure")
         if options.emulate is None:
             return report(options)
         from jax_mx.testing import emulate
@@ -291,6 +325,8 @@ def _missing(error: ModuleNotFoundError) -> int:
     module = (error.name or "").partition(".")[0]
     if module in EMULATOR:
         return _end(str(error), 1)
+    if module == PLOT:
+        return _end(f"--plot needs {PLOT}; install it with pip install 'jax-mx[plot]'", 1)
     library = EXTRA.get(module)
     if library is None:
         raise error

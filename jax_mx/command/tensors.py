@@ -32,8 +32,8 @@ COLUMNS = (
 TIMES = (Column("us", number=True, optional=6), Column("GB/s vs copy", number=True, optional=5))
 
 _CHOICES = ("format", "axis", "scaling", "implementation")
-_quantize = jax.jit(jax_mx.quantize, static_argnames=_CHOICES)
-_dequantize = jax.jit(jax_mx.dequantize, static_argnames=("dtype", "implementation"))
+quantize = jax.jit(jax_mx.quantize, static_argnames=_CHOICES)
+dequantize = jax.jit(jax_mx.dequantize, static_argnames=("dtype", "implementation"))
 _copy = jax.jit(jnp.copy)
 
 
@@ -94,8 +94,8 @@ def measure(
     for format in formats:
         for scaling in scalings:
             call = {"format": format, "axis": axis, "scaling": scaling}
-            q = _quantize(x, **call)
-            us = ran.microseconds(functools.partial(_quantize, **call), x) if timed else None
+            q = quantize(x, **call)
+            us = ran.microseconds(functools.partial(quantize, **call), x) if timed else None
             yield Row(
                 name,
                 tensor.shape,
@@ -111,7 +111,7 @@ def measure(
 
 def _losses(tensor: np.ndarray, q: jax_mx.MXArray) -> dict[str, Any]:
     """What q has lost of a tensor, by the names that a row has for it."""
-    dequantized = np.asarray(_dequantize(q, dtype=jnp.float32, implementation="xla"), np.float64)
+    dequantized = np.asarray(dequantize(q, dtype=jnp.float32, implementation="xla"), np.float64)
     finite = ~np.isnan(dequantized)
     kept, x = dequantized[finite], tensor[finite].astype(np.float64)
     snr, relative_error = samples.errors(x, kept)
@@ -139,4 +139,4 @@ def _equals_reference(q: jax_mx.MXArray, x: jax.Array, call: dict[str, Any]) -> 
     device = next(iter(x.devices()))
     if not here.support("quantize", device, x, call["format"], call["axis"]).kernels:
         return None
-    return ran.same(q, _quantize(x, implementation="xla", **call))
+    return ran.same(q, quantize(x, implementation="xla", **call))

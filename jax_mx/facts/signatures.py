@@ -27,11 +27,12 @@ class Role(enum.Enum):
     SCALES = "scales"  # one byte a block
     BLOCK_DATA = "block data"  # one uint32 a block: what a preprocessing takes besides constants
     REPLICATED = "replicated"  # the same whole array for every slab and shard: group offsets, say
+    SOURCE = "source"  # a whole matrix of floats, some of whose rows make up the floats
 
     @property
     def is_batched(self) -> bool:
         """Whether its leading dimensions are those of the floats."""
-        return self is not Role.REPLICATED
+        return self not in (Role.REPLICATED, Role.SOURCE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,11 @@ class Signature:
         return tuple(array for array in self.operands if array.name not in lacks)
 
     @property
+    def has_source(self) -> bool:
+        """Whether the call picks its floats out of others."""
+        return any(array.role is Role.SOURCE for array in self.operands)
+
+    @property
     def has_replicated(self) -> bool:
         """Whether some operand is the same for all shards.
 
@@ -91,26 +97,36 @@ class Signature:
         return any(array.role is Role.REPLICATED for array in self.arrays)
 
 
+_X, _ROWS = Array("x", Role.SOURCE), Array("rows", Role.REPLICATED, dtype="int32")
+
+
 def _quantize(kinds: Sequence[Kind]) -> Signature:
-    return Signature(
-        operands=(
-            Array("x", Role.FLOATS),
-            *(
-                array
-                for i, kind in enumerate(kinds)
-                for array, there in (
-                    (Array(f"seeds_{i}", Role.BLOCK_DATA, i), kind.stochastic),
-                    (Array(f"signs_{i}", Role.BLOCK_DATA, i, optional=True), kind.hadamard > 0),
-                    (Array(f"amaxes_{i}", Role.BLOCK_DATA, i, derived=True), kind.window == ROW),
-                )
-                if there
-            ),
-        ),
-        results=tuple(
-            array
-            for i in range(len(kinds))
-            for array in (Array(f"codes_{i}", Role.CODES, i), Array(f"scales_{i}", Role.SCALES, i))
-        ),
+    return Signature((Array("x", Role.FLOATS), *_block_data(kinds)), _quantized(kinds))
+
+
+def _quantize_rows(kinds: Sequence[Kind]) -> Signature:
+    """Of the floats that the rows of a matrix are which `rows` numbers, zeros for other numbers."""
+    return Signature((_X, _ROWS, *_block_data(kinds)), _quantized(kinds))
+
+
+def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
+    return tuple(
+        array
+        for i, kind in enumerate(kinds)
+        for array, there in (
+            (Array(f"seeds_{i}", Role.BLOCK_DATA, i), kind.stochastic),
+            (Array(f"signs_{i}", Role.BLOCK_DATA, i, optional=True), kind.hadamard > 0),
+            (Array(f"amaxes_{i}", Role.BLOCK_DATA, i, derived=True), kind.window == ROW),
+        )
+        if there
+    )
+
+
+def _quantized(kinds: Sequence[Kind]) -> tuple[Array, ...]:
+    return tuple(
+        array
+        for i in range(len(kinds))
+        for array in (Array(f"codes_{i}", Role.CODES, i), Array(f"scales_{i}", Role.SCALES, i))
     )
 
 
@@ -169,6 +185,7 @@ def _amaxes(kinds: Sequence[Kind]) -> Signature:
 
 SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "quantize": _quantize,
+    "quantize_rows": _quantize_rows,
     "dequantize": _dequantize,
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
@@ -181,8 +198,8 @@ def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
     """The signature of a call of `op`.
 
     Args:
-      op: "quantize" (one or both directions), "dequantize", "matmul", "matmul_fp8", "wgrad_fp8" or
-        "amaxes".
+      op: "quantize" (one or both directions), "quantize_rows" (the same of some rows of x),
+        "dequantize", "matmul", "matmul_fp8", "wgrad_fp8" or "amaxes".
       kinds: the preprocessing of each direction, one each also where there is none; of products
         none.
     """

@@ -74,6 +74,7 @@ class Variant:
       formats: of the quantized arrays, one each.
       kinds: how the elements of each are preprocessed, and their windows; () where there is
         nothing of that.
+      rows: whether it quantizes the rows of x that an operand numbers, instead of x.
     """
 
     op: str
@@ -82,6 +83,12 @@ class Variant:
     dtype: str
     formats: tuple[Format, ...]
     kinds: tuple[Kind, ...] = ()
+    rows: bool = False
+
+    @property
+    def signature(self) -> str:
+        """The name of its signature, see facts/signatures.py."""
+        return self.op + "_rows" * self.rows
 
     @property
     def block_data(self) -> int:
@@ -103,7 +110,7 @@ class Variant:
         """The name, which the binary's file and its entry points carry too."""
         formats = "_".join(format.name for format in self.formats)
         kinds = "".join(kind.suffix or "_rn" for kind in self.kinds)
-        return f"{self.op}_{self.form}_{self.dtype}_{formats}{kinds}"
+        return f"{self.op}_{self.form}_{self.dtype}_{formats}{kinds}{'_rows' * self.rows}"
 
 
 def scale_layouts_of(implementation: str, formats: Sequence[Format]) -> tuple[str, ...]:
@@ -213,6 +220,13 @@ VARIANTS: tuple[Variant, ...] = (
         if formats[0].bits == 8
         for dtype in _WINDOWED_DTYPES
     ),
+)
+# Tokens that are routed to experts are bfloat16. Amaxes of whole rows of x are no kernel's.
+VARIANTS += tuple(
+    dataclasses.replace(variant, rows=True)
+    for variant in VARIANTS
+    if variant.op == "quantize" and variant.dtype == "bfloat16"
+    if not variant.changes_elements and variant.window != ROW
 )
 
 

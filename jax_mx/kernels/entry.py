@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
@@ -50,7 +48,9 @@ class Entry:
         self.variant, self.layout, self.aligned = variant, layout, aligned
         self.dtype, self.formats = variant.dtype, variant.formats
         self.itemsize = FLOAT_DTYPES[variant.dtype].itemsize
-        self.signature: Signature = signature_of(variant.op, [*map(self.kind, range(self.count))])
+        self.signature: Signature = signature_of(
+            variant.signature, [*map(self.kind, range(self.count))]
+        )
 
     @property
     def count(self) -> int:
@@ -64,10 +64,10 @@ class Entry:
 
     def align_of(self, array: Array) -> int:
         """What the address of one of its arrays is a multiple of, in bytes."""
-        if array.role is Role.REPLICATED:
-            return np.dtype(array.dtype).itemsize
         least, most = {
             Role.FLOATS: (self.itemsize, 16),
+            Role.SOURCE: (self.itemsize, 16),
+            Role.REPLICATED: (4, 16),
             Role.BLOCK_DATA: (4, 4),
             Role.CODES: (1, 16),
             Role.SCALES: (1, 4),

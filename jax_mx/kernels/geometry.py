@@ -192,25 +192,37 @@ def units_of(form: Form) -> Extents:
     return Extents(*(BLOCK if along else 1 for along in form.spans))
 
 
-def extents_of(form: Form) -> list:
-    """Two scalars of 4 bytes: how many rows, and columns, the view has."""
+SOURCE, ROWS = 0, 1  # the buffers of a call that picks rows: x (T, columns), rows (rows, ..)
+
+
+def extents_of(form: Form, picks: bool = False) -> list:
+    """Scalars of 4 bytes: how many rows, and columns, the view has.
+
+    Where the call picks rows, a third one: how many x has.
+    """
+    if picks:
+        return [[4, [ROWS, 0, 1]], [4, [SOURCE, 1, 2]], [4, [SOURCE, 0, 1]]]
     _, rows, cols = axes_of(form)
     return [[4, [0, *rows]], [4, [0, *cols]]]
 
 
-def grid_of(form: Form, tile: Extents, region: Extents | None = None) -> list:
+def grid_of(form: Form, tile: Extents, region: Extents | None = None, picks: bool = False) -> list:
     """The terms of a grid with one thread block for each tile of each region."""
     (lead, *axes), region = axes_of(form), region or tile
+    where = [[ROWS, 0, 1], [SOURCE, 1, 2]] if picks else [[0, *axis] for axis in axes]
     terms = [
-        [0, 0, *axis, n // unit] for axis, n, unit in zip(axes, region, units_of(form), strict=True)
+        [0, *extent, n // unit]
+        for extent, n, unit in zip(where, region, units_of(form), strict=True)
     ]
-    terms.append([0, 0, *lead, 1])
+    terms += [] if picks else [[0, 0, *lead, 1]]
     tiles = region.rows // tile.rows * (region.cols // tile.cols)
     return [*terms, [0, -1, tiles, 0, 1]] if tiles > 1 else terms
 
 
-def divide_of(form: Form, vector: int) -> list:
+def divide_of(form: Form, vector: int, picks: bool = False) -> list:
     """What must divide lengths for whole vectors; a length that counts blocks is divided anyway."""
+    if picks:
+        return [] if form.spans[1] else [[SOURCE, 1, 2, vector]]
     _, *axes = axes_of(form)
     return [[0, *axis, vector] for axis, n in zip(axes, units_of(form), strict=True) if n == 1]
 

@@ -42,6 +42,7 @@ def facts_of(
         "tiled_scales": layout.is_tiled,
         "aligned": aligned,
         "window": str(variant.window),
+        "picks_rows": variant.rows,
     }
 
 

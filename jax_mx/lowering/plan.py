@@ -42,6 +42,7 @@ class Plan:
       preprocessing: of the elements of each of quantize's results, beside scaling; with their
         window.
       caller: the public function whose part the call is, for messages; empty: the op itself.
+      rows: whether the floats are the rows of a matrix that an operand numbers.
     """
 
     op: str
@@ -57,6 +58,7 @@ class Plan:
     value_layouts: tuple[ValueLayout, ...] = (ROW_MAJOR_VALUES,)
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
     caller: str = ""
+    rows: bool = False
 
     def __hash__(self) -> int:
         return self._hash  # computed once: jit looks a plan up at every eager call
@@ -102,7 +104,7 @@ class Plan:
     @property
     def signature(self) -> Signature:
         """The arrays of the call, with those that it lacks."""
-        kernel = self.op.removesuffix("_both")
+        kernel = self.op.removesuffix("_both") + "_rows" * self.rows
         return signature_of(kernel, [each.kind for each in self.preprocessing])
 
     @property

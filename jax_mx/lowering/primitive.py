@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -35,7 +36,7 @@ from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx import reference
 from jax_mx.arrays.sharding import spec_of, spread
-from jax_mx.arrays.views import Result, View, minor_to_major
+from jax_mx.arrays.views import Result, View, minor_to_major, to_view
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
@@ -65,11 +66,27 @@ class Emulated(NamedTuple):
 emulation = jax.make_user_context(default_value=None)  # an `Emulated`; part of JAX's caches' keys
 
 
+def varies(x: Any) -> bool:
+    """Whether an array is known to differ among the shards of a shard_map around it."""
+    return "{V:" in jax.typeof(x).str_short()
+
+
 # ---- abstract values: shapes, dtypes and shardings of results ---
-def _quantize_avals(x, *block_data, plan: Plan):
-    """Values and scales of each result, for a view of the plan's form."""
-    core.standard_vma_rule("mx_quantize", x, *block_data)
-    return _quantized(x, plan.view, plan)
+def _quantize_avals(*operands, plan: Plan):
+    """Values and scales of each result, for operands as `quantize` has them."""
+    core.standard_vma_rule("mx_quantize", *operands)
+    return _quantized(_floats(operands, plan), plan.view, plan)
+
+
+def _floats(operands: Sequence[Any], plan: Plan):
+    """The abstract value of the floats, in the view of the plan's form."""
+    x = operands[0]
+    if not plan.rows:
+        return x
+    matrix = (math.prod(operands[1].shape), math.prod(x.shape[1:]))
+    shape, _ = plan.view.view(matrix, (None, None), plan.first_axis)
+    sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return x.update(shape=shape, weak_type=False, sharding=sharding)
 
 
 def _quantized(x, view: View, plan: Plan) -> list:
@@ -153,6 +170,8 @@ def _with_derived(view, given: Sequence[jax.Array], plan: Plan) -> list[jax.Arra
 
 
 def _quantize_reference(x, *block_data, plan: Plan):
+    if plan.rows:
+        return _quantize_via_gather(x, *block_data, plan=plan)
     out = []
     each = zip(
         plan.view.results,
@@ -174,6 +193,15 @@ def _quantize_reference(x, *block_data, plan: Plan):
         values, scales = (jnp.moveaxis(a, result.last, result.block) for a in (values, scales))
         out += [result.pack(values, result.values_in), result.pack(scales, result.layout)]
     return out
+
+
+def _quantize_via_gather(x, rows, *block_data, plan: Plan):
+    """The primitive on rows that XLA gathers, by a kernel or not."""
+    found = reference.rows_of(x.reshape(x.shape[0], -1), rows.reshape(-1))
+    view = plan.view
+    shape, spec = view.view(found.shape, spec_of(found), plan.first_axis)
+    floats = to_view(found, shape, spec, view.operand)
+    return quantize_p.bind(floats, *block_data, plan=dataclasses.replace(plan, rows=False))
 
 
 def _quantize_via_transpose(x, *block_data, plan: Plan):
@@ -370,7 +398,7 @@ def _sharding_attributes(
 
 def _order(array: Array, view: View | None) -> tuple[int, ...]:
     """How an array of a call lies in memory: its tail's dimensions, slowest first."""
-    if view is None or array.role is Role.REPLICATED:
+    if view is None or not array.role.is_batched:
         return ()  # as it is
     if array.role in (Role.FLOATS, Role.BLOCK_DATA):
         return view.operand
@@ -406,8 +434,9 @@ def _call(
     batch, merge = 0, ()
     if view is not None:
         pairs = zip(arrays, avals, strict=True)
-        ndim = next(aval.ndim for array, aval in pairs if array.role is Role.FLOATS)
-        batch, merge = view.batch(ndim), view.merge
+        floats = [aval for array, aval in pairs if array.role is Role.FLOATS]
+        batch = view.batch(floats[0].ndim) if floats else 0
+        merge = view.merge
     n = len(ctx.avals_in)
     rule = ffi.ffi_lowering(
         store.TARGET,
@@ -423,7 +452,7 @@ def _call(
 def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **call: Any):
     """The custom call of a kernel that gives row-major values, which XLA then puts into tiles."""
     rows, tiled = plan.view.in_rows(), plan.view
-    avals = _quantized(ctx.avals_in[0], rows, plan)
+    avals = _quantized(_floats(ctx.avals_in, plan), rows, plan)
     outs = _call(ctx.replace(avals_out=avals), *operands, plan=plan, view=rows, **call)
 
     def pack(*outs):
@@ -461,7 +490,9 @@ def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: A
     _check_processes(kernel_plan, target, support)
     if not support:
         raise NotImplementedError(support.reason)
-    if support.via_transpose:
+    if support.via_gather or (plan.signature.has_source and target.partitioned):
+        reference_fn = _quantize_via_gather  # XLA splits both the gather and the call behind it
+    elif support.via_transpose:
         reference_fn = _quantize_via_transpose
     elif support.kernels:
         (kernel,) = support.kernels
@@ -489,13 +520,16 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
     Raises:
       RuntimeError: so it is.
     """
-    if support.kernels or plan.implementation is not None or target.chips is None:
+    served = support.kernels and not support.via_gather
+    if served or plan.implementation is not None or target.chips is None:
         return
     if target.platform not in chip_table.DSLS:
         return
     by_tables = registry.chosen(plan, target.platform, ())
     known = chip_table.chips_of(chip_table.DSLS[target.platform])
     if not by_tables.kernels or any(chip not in known for chip in target.chips or ()):
+        return
+    if support.kernels and by_tables.via_gather:
         return
     refused = registry.candidates(plan, target.platform, target.chips or ())[0]
     if jax.process_count() > 1:
@@ -518,7 +552,7 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     each = list(zip(present, args, dims, strict=True))
     if any(not array.role.is_batched and d is not None for array, _, d in each):
-        return _one_by_one(primitive, args, dims, plan)
+        return one_by_one(functools.partial(primitive.bind, plan=plan), args, dims)
     args = [
         a
         if not array.role.is_batched
@@ -531,14 +565,14 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     return outs, [0] * len(outs)
 
 
-def _one_by_one(primitive: Primitive, args, dims, plan: AnyPlan):
+def one_by_one(bind: Callable[..., list], args, dims) -> tuple[list, list]:
     """A call for each entry of the batch, one after the other."""
     moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
 
     def one(mapped):
         rest: Iterator = iter(mapped)
         own = [a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)]
-        return primitive.bind(*own, plan=plan)
+        return bind(*own)
 
     outs = jax.lax.map(one, [a for a, d in zip(moved, dims, strict=True) if d is not None])
     return outs, [0] * len(outs)
@@ -604,13 +638,25 @@ def make_primitive(
 
 
 # ---- products: x (T, K), W (G, N, K), one after the other ---
+def unsplit(op: str, operands: Sequence[Any], shape: tuple[int, ...], dtype: Any):
+    """The abstract value of a result that, on a mesh with explicit axes, is not split.
+
+    Args:
+      op: for messages.
+      operands: abstract values, which vary over the same manual axes; the result does.
+      shape: of the result.
+      dtype: likewise.
+    """
+    core.standard_vma_rule(op, *operands)
+    like = operands[0]
+    sharding = like.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
 def _product_avals(*operands, plan: ProductPlan):
-    """Of y (T, N); on a mesh with explicit axes it is not split."""
-    core.standard_vma_rule(f"mx_{plan.op}", *operands)
-    x, codes = operands[0], operands[plan.signature.number("codes")]
-    sharding = x.sharding.update(spec=PartitionSpec(None, None))
-    shape = (x.shape[0], codes.shape[1])
-    return [x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)]
+    """Of y (T, N)."""
+    shape = (operands[0].shape[0], operands[plan.signature.number("codes")].shape[1])
+    return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
 
 
 def _wgrad_avals(*operands, plan: ProductPlan):
@@ -630,7 +676,7 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
     """
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if plan.grouped:
-        return _one_by_one(primitive, args, dims, plan)
+        return one_by_one(functools.partial(primitive.bind, plan=plan), args, dims)
     matrix = plan.signature.number("codes")  # from there on, W's arrays
     shared = args[matrix].ndim == 3 and dims[matrix] is None and dims[matrix + 1] is None
     args = [
@@ -744,11 +790,22 @@ def quantize(view: jax.Array, block_data: Sequence[jax.Array], plan: Plan) -> li
     Args:
       view: of the floats.
       block_data: what the plan has of it, but for what is derived.
-      plan: the call.
+      plan: the call, of no rows.
     """
     operands = vary_alike(view, *block_data) if block_data else [view]
     view, *given = operands
     return quantize_p.bind(view, *_with_derived(view, given, plan), plan=plan)
+
+
+def quantize_rows(x: jax.Array, rows: jax.Array, plan: Plan) -> list[jax.Array]:
+    """Binds `quantize_p`, both operands varying over the same manual axes.
+
+    Args:
+      x: (T, K), of which an axis that blocks run along counts blocks: (T, K / 32, 32).
+      rows: (R, 1), or (R / 32, 32) where blocks run down columns.
+      plan: the call, of rows and no block data.
+    """
+    return quantize_p.bind(*vary_alike(x, rows), plan=plan)
 
 
 def product(operands: Sequence[jax.Array], plan: ProductPlan) -> jax.Array:

@@ -27,12 +27,14 @@ class Support:
       implementation: its name.
       kernels: the kernels that serve the plan: one, or one per result; none of "xla".
       via_transpose: whether XLA transposes what these kernels read, and back what they give.
+      via_gather: whether XLA gathers the rows that these kernels read.
       reason: why it does not serve the plan, and what does; empty where it serves it.
     """
 
     implementation: str
     kernels: tuple[Binary, ...] = ()
     via_transpose: bool = False
+    via_gather: bool = False
     reason: str = ""
 
     def __bool__(self) -> bool:
@@ -42,7 +44,8 @@ class Support:
         if self.reason:
             return self.reason
         names = ", ".join(kernel.name for kernel in self.kernels) or "runs everywhere"
-        return f"{self.implementation}: {names}{' along rows' if self.via_transpose else ''}"
+        how = " along rows" * self.via_transpose + " of gathered rows" * self.via_gather
+        return f"{self.implementation}: {names}{how}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +114,20 @@ def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
     """The support of a DSL's kernels."""
 
     def support(plan: AnyPlan, chips: Sequence[str]) -> Support:
+        found = of_floats(plan, chips)
+        if found or isinstance(plan, ProductPlan) or not plan.rows:
+            return found
+        gathered = of_floats(dataclasses.replace(plan, rows=False), chips)
+        return dataclasses.replace(gathered, via_gather=bool(gathered))
+
+    def of_floats(plan: AnyPlan, chips: Sequence[str]) -> Support:
         direct = _one_kernel(dsl, plan, chips)
         if isinstance(plan, ProductPlan):
             return direct
         # Few plans with preprocessing have kernels of their own; the others go along rows. Not
         # transforms that span two blocks: rows do not tell which blocks are neighbours.
         preprocessed = plan.scaling and any(str(own) for own in plan.preprocessing)
+        preprocessed = preprocessed and not plan.rows
         spans_two = any(own.group > BLOCK for own in plan.preprocessing)
         if direct or plan.is_square or not preprocessed or spans_two:
             return direct
@@ -177,7 +188,8 @@ def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
     if len({*each}) > 1:
         asked = f"the pair ({', '.join(what or 'none' for what in each)})"
     kinds = tuple(own.kind for own in plan.preprocessing) if asked else ()
-    of_kind = [v for v in VARIANTS if (v.implementation, v.op, v.kinds) == (dsl, op, kinds)]
+    wanted = (dsl, op, kinds, plan.rows)
+    of_kind = [v for v in VARIANTS if (v.implementation, v.op, v.kinds, v.rows) == wanted]
     if not of_kind:
         return None, f" for {asked}" if asked else ""
     of_form = [v for v in of_kind if v.form == plan.form]

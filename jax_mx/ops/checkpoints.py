@@ -140,16 +140,13 @@ def load_safetensors(
         JAX does not have; or what is there is not what is expected: names, shapes, dtypes, the
         format, axis or layouts of an MXArray.
     """
-    op, library = "load_safetensors", _safetensors("load_safetensors")
-    with library.safe_open(os.fspath(path), framework="np") as file:  # it checks the header
-        texts = file.metadata() or {}
+    op = "load_safetensors"
+    texts, header, start = header_of(op, path)
+    arrays = {}
     with Path(path).open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
-        start, arrays = file.tell(), {}
         for name, entry in header.items():
             file.seek(start + entry["data_offsets"][0])
-            kind = _dtype(op, name, entry["dtype"])
+            kind = dtype_of(op, name, entry["dtype"])
             flat = np.fromfile(file, kind, math.prod(entry["shape"]))
             arrays[name] = jnp.asarray(flat.reshape(entry["shape"]))
     found: dict[str, Any] = {}
@@ -164,7 +161,26 @@ def load_safetensors(
     return found
 
 
-def _dtype(op: str, name: str, dtype: str) -> np.dtype:
+def header_of(
+    op: str, path: str | os.PathLike
+) -> tuple[dict[str, str], dict[str, dict[str, Any]], int]:
+    """What a .safetensors file says of itself: metadata, tensors by name, where their bytes begin.
+
+    A tensor has a "dtype", in safetensors' words, a "shape", and "data_offsets": from where to
+    where its bytes lie behind that place.
+
+    Raises:
+      ModuleNotFoundError: safetensors, which checks the header, is not installed.
+    """
+    with _safetensors(op).safe_open(os.fspath(path), framework="np") as file:
+        texts = file.metadata() or {}
+    with Path(path).open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        return texts, header, file.tell()
+
+
+def dtype_of(op: str, name: str, dtype: str) -> np.dtype:
     """The dtype that a file calls so."""
     kind = _DTYPES.get(dtype)
     if kind is None:

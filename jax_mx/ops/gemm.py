@@ -192,7 +192,9 @@ def gemm_wgrad(
             f"{found[1]} {found[0]}"
         )
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
-    plan = _wgrad_plan((a.format, b.format), result, window, implementation_of(op, implementation))
+    plan = wgrad_plan_of(
+        (a.format, b.format), result, window, implementation_of(op, implementation)
+    )
     shape = (*found[0], a.shape[0], b.shape[0])
     if 0 in (*shape, a.shape[1]):
         return jnp.zeros(shape, result)
@@ -219,7 +221,7 @@ def plan_of(
     return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation)
 
 
-def _wgrad_plan(
+def wgrad_plan_of(
     formats: tuple[Format, ...],
     dtype: np.dtype,
     window: int | str,
@@ -254,7 +256,7 @@ def supported(
     result = jnp.dtype(dtype)
     plan = plan_of(formats, result, rows, window, tiles)
     if wgrad:
-        plan = _wgrad_plan(formats, result, window)
+        plan = wgrad_plan_of(formats, result, window)
     chips = [device] if isinstance(device, str) else primitive.chips_beside(device)
     support = registry.candidates(plan, primitive.platform_of(chips[0]), chips)[0]
     if support.implementation == "xla":

@@ -32,6 +32,7 @@ class Options:
     Attributes:
       formats: of each result; so are value_layouts and preprocessing.
       transpose: a bool; of quantize_both a pair, for the last axis and the one before.
+      rows: whether the call picks rows.
     """
 
     formats: Any
@@ -44,6 +45,7 @@ class Options:
     zero_scale: Any = 0
     value_layouts: Any = (ROW_MAJOR_VALUES,)
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
+    rows: bool = False
 
     @classmethod
     def both(cls, formats: Any, transpose: Any = (False, True)) -> Options:
@@ -114,6 +116,7 @@ def _plan(op: str, dtype: Any, shape: tuple[int, ...], asked: Options) -> Plan:
         zero_scale_of(op, asked.zero_scale),
         value_layouts,
         asked.preprocessing,
+        rows=asked.rows,
     )
     blocks_fit(op, plan.block, plan.axis, scale_layout, len(shape))
     if transpose and op == "dequantize":

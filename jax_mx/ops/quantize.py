@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_mx.arrays.sharding import gathered, spec_of
+from jax_mx import reference
+from jax_mx.arrays.sharding import gathered, is_explicit, spec_of
 from jax_mx.arrays.views import (
     divided,
     from_view,
@@ -25,7 +27,7 @@ from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, Value
 from jax_mx.facts.windows import Window
 from jax_mx.lowering import primitive, store
 from jax_mx.lowering.plan import Plan
-from jax_mx.ops.inputs import floats
+from jax_mx.ops.inputs import floats, rows_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.placing import require_kernel, require_whole_blocks
 from jax_mx.ops.planning import Options, planned
@@ -63,6 +65,7 @@ def quantize(
     rounding: Stochastic | None = None,
     hadamard: Hadamard | None = None,
     window: Window = BLOCK,
+    rows: jax.typing.ArrayLike | None = None,
     implementation: str | None = None,
 ) -> MXArray:
     """Quantizes blocks of 32 elements to a small float format with E8M0 scales.
@@ -108,6 +111,10 @@ def quantize(
         one, and blocks are square (see `block`), so that one result serves both directions. FP8
         tensor cores multiply the codes of a window before its scale is applied. Kernels have
         windows without rounding or hadamard.
+      rows: (R,) int32, for an x (T, K): what is quantized is not x but the array (R, K) of its
+        rows with these numbers, zeros for each number that is not one of 0 to T - 1, say -1. From
+        bfloat16, kernels read those rows of x themselves, with windows too; else, and where XLA
+        splits the program among devices outside of `shard_map`, XLA gathers them before.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -124,6 +131,7 @@ def quantize(
     """
     x = floats("quantize", x)
     own = preprocessing_of("quantize", rounding, hadamard, window)
+    like, rows = picked("quantize", x, rows)
     asked = Options(
         (format,),
         axis,
@@ -135,10 +143,11 @@ def quantize(
         zero_scale,
         (value_layout,),
         (own,),
+        rows is not None,
     )
-    plan = planned("quantize", x, asked)
+    plan = planned("quantize", like, asked)
     require_kernel(plan)
-    (q,) = quantized(as_planned(x, plan), (data_of(rounding, hadamard),), plan=plan)
+    (q,) = quantized(as_planned(x, plan), (data_of(rounding, hadamard),), rows, plan=plan)
     return q
 
 
@@ -155,6 +164,7 @@ def quantize_both(
     rounding: Stochastic | tuple[Stochastic | None, Stochastic | None] | None = None,
     hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
     window: Window = BLOCK,
+    rows: jax.typing.ArrayLike | None = None,
     implementation: str | None = None,
 ) -> tuple[MXArray, MXArray]:
     """Quantizes along the last axis and along the one before it, from one read of x.
@@ -175,6 +185,7 @@ def quantize_both(
         the results are those of `quantize` with the keys `jax.random.split(key)`.
       hadamard: see `quantize`; a pair, for each, or one for both, each along its own axis.
       window: of both, each along its own axis: 32, 128, 256 or "row", see `quantize`.
+      rows: see `quantize`; 32 divides how many there are.
       implementation: or None.
 
     Returns:
@@ -185,6 +196,7 @@ def quantize_both(
     """
     x = floats("quantize_both", x)
     each = pairs("quantize_both", rounding, hadamard)
+    like, rows = picked("quantize_both", x, rows)
     asked = Options(
         formats=(format, format) if formats is None else formats,
         scaling=scaling,
@@ -194,10 +206,12 @@ def quantize_both(
         zero_scale=zero_scale,
         value_layouts=value_layouts,
         preprocessing=tuple(preprocessing_of("quantize_both", *two, window) for two in each),
+        rows=rows is not None,
     )
-    plan = planned("quantize_both", x, asked)
+    plan = planned("quantize_both", like, asked)
     require_kernel(plan)
-    last, second = quantized(as_planned(x, plan), tuple(data_of(*two) for two in each), plan=plan)
+    data = tuple(data_of(*two) for two in each)
+    last, second = quantized(as_planned(x, plan), data, rows, plan=plan)
     return last, second
 
 
@@ -207,13 +221,31 @@ def as_planned(x: Any, plan: Plan) -> Any:
     return x if x.dtype == plan.dtype and hasattr(x, "aval") else jnp.asarray(x, plan.dtype)
 
 
+def picked(op: str, x: Any, rows: Any) -> tuple[Any, Any]:
+    """What has the shape and the dtype of the array to quantize; and rows, checked.
+
+    Raises:
+      TypeError, ValueError: see `quantize`.
+    """
+    if rows is None:
+        return x, None
+    rows = rows_of(op, x, rows)
+    return jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), rows
+
+
 @partial(jax.jit, static_argnames="plan")
-def quantized(x: jax.Array, data: tuple[Data, ...], *, plan: Plan) -> list[MXArray]:
+def quantized(
+    x: jax.Array, data: tuple[Data, ...], rows: jax.Array | None = None, *, plan: Plan
+) -> list[MXArray]:
     """One MXArray per result, for an x that the plan fits.
 
     Under jit, so that eager calls are quick, and calls with one plan share one function of the
     program that they are in, with all its attributes.
     """
+    if rows is not None:
+        if _in_one_call(x, rows, plan):
+            return _bound_rows(x, rows, plan)
+        x, plan = _gathered(x, rows), dataclasses.replace(plan, rows=False)
     moved = plan.axis < -2 and plan.has_units  # units are of the last two axes
     own = dataclasses.replace(plan, axis=-2) if moved else plan
     require_whole_blocks(x, x.shape, plan)
@@ -231,6 +263,25 @@ def quantized(x: jax.Array, data: tuple[Data, ...], *, plan: Plan) -> list[MXArr
     return [dataclasses.replace(q, **back)]
 
 
+def _in_one_call(x: jax.Array, rows: jax.Array, plan: Plan) -> bool:
+    """Whether a call can pick rows: it reads some, has no data but them, and is not split."""
+    meshes = (jax.typeof(a).sharding.mesh for a in (x, rows))
+    return not (plan.block_data or any(map(is_explicit, meshes)) or _is_zero(x.shape[0]))
+
+
+def _is_zero(length: Any) -> bool:
+    return isinstance(length, int) and length == 0
+
+
+def _gathered(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """The rows of x with these numbers; on a mesh with explicit axes, split as both are."""
+    meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, rows)) if is_explicit(m)]
+    if not meshes:
+        return reference.rows_of(x, rows)
+    spec = PartitionSpec(spec_of(rows)[0], spec_of(x)[1])
+    return reference.rows_of(x, rows, NamedSharding(meshes[0], spec))
+
+
 def _block_data(x: jax.Array, data: tuple[Data, ...], plan: Plan) -> list[jax.Array]:
     """All operands of a uint32 per block, as x's axes have blocks, direction by direction."""
     found: list[jax.Array] = []
@@ -240,16 +291,14 @@ def _block_data(x: jax.Array, data: tuple[Data, ...], plan: Plan) -> list[jax.Ar
     return found
 
 
-def _checkpointed(
-    view: jax.Array, plan: Plan, block_data: Sequence[jax.Array] = ()
-) -> list[jax.Array]:
-    """Binds the primitive; what it gives goes by `CHECKPOINT_NAME`.
+def _checkpointed(given: Sequence[jax.Array]) -> list[jax.Array]:
+    """What the primitive gives, by the name `CHECKPOINT_NAME`.
 
     As bytes: jax.checkpoint puts all floats that it keeps through lax.reduce_precision, which takes
     each type for one with infinities, and so makes infinities of e4m3fn's codes from 256 on.
     """
     outs = []
-    for out in primitive.quantize(view, block_data, plan):
+    for out in given:
         bits = checkpoint_name(jax.lax.bitcast_convert_type(out, jnp.uint8), CHECKPOINT_NAME)
         outs.append(jax.lax.bitcast_convert_type(bits, out.dtype))
     return outs
@@ -265,15 +314,31 @@ def _bound(x: jax.Array, plan: Plan, block_data: Sequence[jax.Array]) -> list[MX
         to_view(a, divided(viewed, view.results[array.of].block, BLOCK), view_spec, view.operand)
         for array, a in zip(given, block_data, strict=True)
     ]
-    outs = _checkpointed(floats, plan, operands)
+    outs = _checkpointed(primitive.quantize(floats, operands, plan))
+    return _all_stored(outs, (x.shape, spec_of(x)), plan)
+
+
+def _bound_rows(x: jax.Array, rows: jax.Array, plan: Plan) -> list[MXArray]:
+    """Binds the primitive on x and the numbers of its rows, as its kernels count both."""
+    (count,), (_, length) = rows.shape, x.shape
+    down, across = plan.form.spans
+    rows = rows.reshape((count // BLOCK, BLOCK) if down else (count, 1))
+    x = x.reshape(-1, length // BLOCK, BLOCK) if across else x
+    outs = _checkpointed(primitive.quantize_rows(x, rows, plan))
+    return _all_stored(outs, ((count, length), (None, None)), plan)
+
+
+def _all_stored(outs: Sequence[jax.Array], of: tuple[tuple, tuple], plan: Plan) -> list[MXArray]:
+    """The results, from views of them; `of`: the floats' shape and partition spec."""
     pairs_of_arrays = zip(outs[::2], outs[1::2], strict=True)
-    return [_stored(i, *pair, x, plan) for i, pair in enumerate(pairs_of_arrays)]
+    return [_stored(i, *pair, *of, plan) for i, pair in enumerate(pairs_of_arrays)]
 
 
-def _stored(i: int, values: jax.Array, scales: jax.Array, x: jax.Array, plan: Plan) -> MXArray:
+def _stored(
+    i: int, values: jax.Array, scales: jax.Array, shape: tuple, spec: tuple, plan: Plan
+) -> MXArray:
     """The i-th result, from views of its values and scales."""
     result, format, layout = plan.view.results[i], plan.formats[i], plan.scale_layout
-    shape, spec = x.shape, spec_of(x)
     axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
     if plan.transpose and axes != (-1,):
         shape, spec = (moved_last(dims, axes[0]) for dims in (shape, spec))

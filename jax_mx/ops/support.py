@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import float_dtype, shown, whole, window_of, zero_scale_of
+from jax_mx.arrays.checks import flag, float_dtype, shown, whole, window_of, zero_scale_of
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
@@ -36,6 +36,7 @@ def is_supported(
     rounding: Stochastic | tuple[Stochastic | None, Stochastic | None] | None = None,
     hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
     window: Window = BLOCK,
+    rows: bool = False,
     implementation: str | None = None,
 ) -> tuple[bool, str]:
     """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
@@ -58,11 +59,13 @@ def is_supported(
       rounding: of quantize; of quantize_both for both directions or a pair; so is hadamard.
       hadamard: see `quantize`.
       window: of quantize and quantize_both; dequantize does not depend on it.
+      rows: whether the call picks rows, of quantize and quantize_both.
       implementation: this one only; "xla" serves every call.
 
     Returns:
       (True, "<implementation>: <name of the kernel>") or (False, the reason). The name of one per
-      result, "along rows", where XLA transposes what they read, or puts into tiles what they give.
+      result, "along rows", where XLA transposes what they read, or puts into tiles what they give;
+      "of gathered rows", where XLA gathers what they read.
 
     Raises:
       TypeError, ValueError: as for `quantize`; also for an unknown op or device.
@@ -102,7 +105,10 @@ def is_supported(
         zero_scale,
         (value_layout,) * n,
         own,
+        flag(op_name, "rows", rows),
     )
+    if asked.rows and (op == "dequantize" or ndim != 2):
+        raise ValueError(f"{op_name}: rows are those of a matrix to quantize; use ndim=2")
     plan = planned(op, like, asked)
     found = support_of(plan, device)
     if found.implementation == "xla" and implementation is None:

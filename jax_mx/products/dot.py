@@ -84,17 +84,30 @@ class Call:
         return math.prod(sizes) // max(self.length * batch, 1)
 
     @property
+    def how(self) -> str:
+        """What its speed depends on besides its operands, in words."""
+        dot = self.dot
+        pairs = [
+            " ".join(f"{i}:{j}" for i, j in zip(*dims, strict=True))
+            for dims in (dot.contracting, dot.batch)
+        ]
+        how = [f"contracts {pairs[0]}", f"batch {pairs[1]}" if pairs[1] else ""]
+        how += [f"to {dot.dtype.name}", "highest precision" if dot.exact else ""]
+        return ", ".join(filter(None, how))
+
+    @property
     def in_a_shard(self) -> Call:
         """The call as each device has it: of shapes that the axes of explicit meshes divide.
 
         Those of automatic meshes do not: a trace does not know what they will split.
         """
         dot = dataclasses.replace(self.dot, out_sharding=None)
-        lhs, rhs = (jax.tree.map(_shard, side) for side in (self.lhs, self.rhs))
+        lhs, rhs = (jax.tree.map(shard_of, side) for side in (self.lhs, self.rhs))
         return Call(dot, lhs, rhs, self.op)
 
 
-def _shard(aval: Any) -> Any:
+def shard_of(aval: Any) -> Any:
+    """The abstract value of an array as each device has it."""
     if aval.sharding is None:  # a shard already
         return aval
     mesh, spec = aval.sharding.mesh, tuple(aval.sharding.spec)
@@ -105,17 +118,15 @@ def _shard(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
 
 
-def key_of(call: Call, chip: str) -> Key:
-    """What the speed of a call on a chip depends on."""
-    local, dot = call.in_a_shard, call.dot
-    pairs = [
-        " ".join(f"{i}:{j}" for i, j in zip(*dims, strict=True))
-        for dims in (dot.contracting, dot.batch)
-    ]
-    how = [f"contracts {pairs[0]}", f"batch {pairs[1]}" if pairs[1] else "", f"to {dot.dtype.name}"]
-    how += ["highest precision"] if dot.exact else []
-    words = tuple(map(_words, (local.lhs, local.rhs)))
-    return Key(call.op, chip, words, ", ".join(filter(None, how)))
+def key_of(call: Any, chip: str) -> Key:
+    """What the speed of a call on a chip depends on.
+
+    Args:
+      call: a `Call`, or another op's.
+      chip: as its driver names it.
+    """
+    local = call.in_a_shard
+    return Key(call.op, chip, tuple(map(_words, (local.lhs, local.rhs))), local.how)
 
 
 def _words(x: Any) -> str:
@@ -149,7 +160,7 @@ def both_along(call: Call) -> bool:
     return all(blocks_along(x, dims) for x, dims in sides)
 
 
-def refused(name: str, call: Call, why: str) -> Support:
+def refused(name: str, call: Any, why: str) -> Support:
     """That an implementation does not serve a call, and what does."""
     return Support(
         name, reason=f"{call.op}: {name!r} {why}; use implementation=None or 'dequantize'"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
+from jax_mx import reference
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.windows import Window
 from jax_mx.ops.mxarray import MXArray
@@ -102,7 +103,13 @@ _MIXED = {MXFP8_E4M3, MXFP8_E5M2}  # formats that one call may mix
 Forms = tuple[Form | None, Form | None]  # along the contracted axis, along the free one
 
 
-def forms_of(x: jax.Array, axis: int, uses: tuple[Use | None, Use | None], blocks: Blocks) -> Forms:
+def forms_of(
+    x: jax.Array,
+    axis: int,
+    uses: tuple[Use | None, Use | None],
+    blocks: Blocks,
+    rows: jax.Array | None = None,
+) -> Forms:
     """The forms of an arranged operand, from one read of it where a kernel makes both.
 
     Args:
@@ -111,15 +118,17 @@ def forms_of(x: jax.Array, axis: int, uses: tuple[Use | None, Use | None], block
       uses: how each product takes it, along the contracted and along the free axis; None: the
         product does not take it.
       blocks: which elements share scales.
+      rows: int32 (R,), of x (T, columns): the operand is x[rows], with zeros for numbers that x has
+        no row of.
     """
     axes = (axis, -3 - axis)
     if blocks.square:
         made = {
-            use.format: quantize(x, use.format, block=(BLOCK, BLOCK), **blocks.options)
+            use.format: quantize(x, use.format, block=(BLOCK, BLOCK), rows=rows, **blocks.options)
             for use in uses
             if use is not None and use.format is not None
         }
-        each = [_floats(x) if u is None or u.format is None else made[u.format] for u in uses]
+        each = [_floats(x, rows) if u is None or u.format is None else made[u.format] for u in uses]
         first, second = (
             None if use is None else Form(array, at)
             for use, array, at in zip(uses, each, axes, strict=True)
@@ -135,10 +144,11 @@ def forms_of(x: jax.Array, axis: int, uses: tuple[Use | None, Use | None], block
             **blocks.options,
             hadamard=(last.hadamard, second.hadamard),
             rounding=(last.rounding, second.rounding),
+            rows=rows,
         )
         first, second = (Form(q) for q in both[order])
         return first, second
-    first, second = (_one(x, use, at, blocks) for use, at in zip(uses, axes, strict=True))
+    first, second = (_one(x, use, at, blocks, rows) for use, at in zip(uses, axes, strict=True))
     return first, second
 
 
@@ -150,11 +160,13 @@ def _joint_formats(uses: tuple[Use | None, Use | None]) -> tuple[Format, Format]
     return (first, second) if first == second or {first, second} <= _MIXED else None
 
 
-def _one(x: jax.Array, use: Use | None, axis: int, blocks: Blocks) -> Form | None:
+def _one(
+    x: jax.Array, use: Use | None, axis: int, blocks: Blocks, rows: jax.Array | None
+) -> Form | None:
     if use is None:
         return None
     if use.format is None:
-        return Form(_floats(x), axis)
+        return Form(_floats(x, rows), axis)
     q = quantize(
         x,
         use.format,
@@ -163,9 +175,11 @@ def _one(x: jax.Array, use: Use | None, axis: int, blocks: Blocks) -> Form | Non
         **blocks.options,
         hadamard=use.hadamard,
         rounding=use.rounding,
+        rows=rows,
     )
     return Form(q)
 
 
-def _floats(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16)
+def _floats(x: jax.Array, rows: jax.Array | None) -> jax.Array:
+    x = x.astype(jnp.bfloat16)
+    return x if rows is None else reference.rows_of(x, rows)

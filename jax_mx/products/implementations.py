@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +32,21 @@ class Implementation(registry.Implementation):
     """One way to compute products; see `registry.Implementation`.
 
     Attributes:
-      run: computes the product of two operands.
+      run: computes the product of two operands, and of what else its op takes.
       preferred: whether it is the choice on a platform and chips where nothing was measured.
       error: what its results may differ by of sum |a||b|, where that is more than eps32 * k.
     """
 
-    run: Callable[[Operand, Operand, Dot], jax.Array]
-    preferred: Callable[[Call, str, Sequence[str]], bool]
+    run: Callable[..., jax.Array]
+    preferred: Callable[[Any, str, Sequence[str]], bool]
     error: float = 0.0
 
 
 # ---- dequantize, then a product of floats ---
-def _any_call(name: str) -> Callable[[Call, Sequence[str]], Support]:
-    def support(call: Call, chips: Sequence[str]) -> Support:
+def any_call(name: str) -> Callable[[Any, Sequence[str]], Support]:
+    """The `support` of an implementation that serves every call."""
+
+    def support(call: Any, chips: Sequence[str]) -> Support:
         del call, chips
         return Support(name)
 
@@ -189,12 +192,14 @@ def _has_fp8(call: Call, platform: str, chips: Sequence[str]) -> bool:
     return bool(chips) and all(chip in chip_table.FP8 for chip in chips)
 
 
-def _on_gpus(call: Call, platform: str, chips: Sequence[str]) -> bool:
+def on_gpus(call: Any, platform: str, chips: Sequence[str]) -> bool:
+    """The `preferred` of what is chosen on GPUs."""
     del call, chips
     return platform in chip_table.DSLS
 
 
-def _always(call: Call, platform: str, chips: Sequence[str]) -> bool:
+def always(call: Any, platform: str, chips: Sequence[str]) -> bool:
+    """The `preferred` of what is chosen everywhere."""
     del call, platform, chips
     return True
 
@@ -207,15 +212,20 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
         ),
         Implementation("fp8", "any", _fp8_support, _fp8, _has_fp8, error=FP8_ERROR),
         Implementation("scaled_dot", "any", _scaled_dot_support, _scaled_dot, _has_scaled_dot),
-        Implementation("dequantize", "any", _any_call("dequantize"), _dequantize, _on_gpus),
-        Implementation("xla", "any", _any_call("xla"), _plain, _always),
+        Implementation("dequantize", "any", any_call("dequantize"), _dequantize, on_gpus),
+        Implementation("xla", "any", any_call("xla"), _plain, always),
     )
 }
 
 
-def candidates(call: Call, platform: str, chips: Sequence[str]) -> list[Support]:
+Table = Mapping[str, Implementation]
+
+
+def candidates(
+    call: Any, platform: str, chips: Sequence[str], table: Table = IMPLEMENTATIONS
+) -> list[Support]:
     """What each implementation says of a call; of the one alone that the caller names."""
-    return registry.candidates(call, platform, chips, IMPLEMENTATIONS)
+    return registry.candidates(call, platform, chips, table)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +243,9 @@ class Decision:
     passed_over: tuple[str, ...] = ()
 
 
-def decided(call: Call, platform: str, chips: Sequence[str]) -> Decision:
+def decided(
+    call: Any, platform: str, chips: Sequence[str], table: Table = IMPLEMENTATIONS
+) -> Decision:
     """What serves a call.
 
     The order: the one that the caller names; what a `Choice` has for it, of the context, of the
@@ -244,7 +256,7 @@ def decided(call: Call, platform: str, chips: Sequence[str]) -> Decision:
       NotImplementedError: the implementation that the caller names does not serve it.
       ValueError: the file that JAX_MX_TUNING names cannot be read.
     """
-    each = candidates(call, platform, chips)
+    each = candidates(call, platform, chips, table)
     if call.implementation is not None:
         if not each[0]:
             raise NotImplementedError(each[0].reason)
@@ -259,12 +271,12 @@ def decided(call: Call, platform: str, chips: Sequence[str]) -> Decision:
     name = next(
         support.implementation
         for support in each
-        if support and IMPLEMENTATIONS[support.implementation].preferred(call, platform, chips)
+        if support and table[support.implementation].preferred(call, platform, chips)
     )
     return Decision(name, "rule", tuple(passed))
 
 
-def _measured(call: Call, chips: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _measured(call: Any, chips: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Who has measured a call, and which implementation was the fastest on all of the chips."""
     keys = [key_of(call, chip) for chip in chips]
     for sources in zip(*map(choices.known, chips), strict=True):
@@ -274,7 +286,7 @@ def _measured(call: Call, chips: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield sources[0][0], name
 
 
-def serving(call: Call, target: primitive.Target) -> Implementation:
+def serving(call: Any, target: primitive.Target, table: Table = IMPLEMENTATIONS) -> Implementation:
     """The implementation that a call is lowered to.
 
     Raises:
@@ -284,4 +296,4 @@ def serving(call: Call, target: primitive.Target) -> Implementation:
     if chips is None:  # an export: it may run on any chip that it carries kernels for
         dsl = chip_table.DSLS.get(target.platform)
         chips = store.exported(chip_table.chips_of(dsl)) if dsl else []
-    return IMPLEMENTATIONS[decided(call, target.platform, chips).name]
+    return table[decided(call, target.platform, chips, table).name]

@@ -15,6 +15,7 @@ import jax
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.windows import ROW, TILE
 from jax_mx.lowering import registry
+from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.registry import Support
 from jax_mx.ops import gemm
 from jax_mx.ops.mxarray import MXArray
@@ -26,7 +27,8 @@ NAME = "cutedsl"
 # 13 us at 8 rows and 1295 at 16384; cuBLAS alone 17 and 1204. Estimated: dequantizing before it, as
 # many bytes at the speed of a copy, 21 us more.
 FEW_ROWS = 256
-_SUMMED = (128, 256, ROW, TILE)  # windows that FP8 tensor cores add up before scales are applied
+# How many elements along K FP8 tensor cores add up before scales are applied, by the window.
+_SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}
 
 
 def support(call: Call, chips: Sequence[str]) -> Support:
@@ -41,17 +43,22 @@ def support(call: Call, chips: Sequence[str]) -> Support:
     if isinstance(x, MXArray):
         if why := _no_fp8(call):
             return refused(NAME, call, why)
-        tiles = w.window == TILE
-        plan = gemm.plan_of((x.format, w.format), dot.dtype, _rows(call), _window(x, w), tiles)
+        windows = windows_of(x, w)
+        plan = gemm.plan_of((x.format, w.format), dot.dtype, _rows(call), **windows)
     elif x.dtype in gemm.FLOATS:
         plan = gemm.plan_of((w.format,), dot.dtype, _rows(call))
     else:
         return refused(NAME, call, f"takes bfloat16 and float16, no {x.dtype}")
+    return support_of(call.op, plan, chips)
+
+
+def support_of(op: str, plan: ProductPlan, chips: Sequence[str]) -> Support:
+    """Whether there is a kernel for a plan, in the words of an op that has other ways."""
     found = registry.IMPLEMENTATIONS[NAME].support(plan, chips)
     if not found:
         _, _, why = found.reason.partition(": ")
         why = why.replace("'xla'", "'dequantize'")
-        return Support(NAME, reason=f"{call.op}: {why}")
+        return Support(NAME, reason=f"{op}: {why}")
     return Support(NAME, found.kernels)
 
 
@@ -64,7 +71,7 @@ def _no_fp8(call: Call) -> str:
         return "wants the left operand in blocks along one dimension"
     if {x.format.bits, w.format.bits} != {8}:
         return "multiplies MXFP8 with MXFP8, or floats with any format"
-    if x.window not in _SUMMED or w.window not in _SUMMED or x.window == TILE:
+    if not have_windows(x, w):
         return "wants windows: quantize(..., window=256) of both operands"
     return ""
 
@@ -87,8 +94,7 @@ def run(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
         y = gemm.gemm_fp8(
             x,
             w,
-            window=_window(lhs, rhs),
-            tiles=rhs.window == TILE,
+            **windows_of(lhs, rhs),
             preferred_element_type=dot.dtype,
             implementation=NAME,
         )
@@ -119,12 +125,16 @@ def _matrix(x: Any, contracted: int, batch: Sequence[int]) -> tuple[Any, list[in
     return made, lengths
 
 
-def _window(x: Any, w: Any) -> int | str:
-    """The elements along K that have one scale in both."""
+def have_windows(x: MXArray, w: MXArray) -> bool:
+    """Whether FP8 tensor cores may add up products before scales are applied."""
+    return x.window in _SUMS and w.window in _SUMS and x.window != TILE
+
+
+def windows_of(x: Any, w: Any) -> dict[str, Any]:
+    """What `gemm_fp8` has to know of two operands that `have_windows`."""
     if x.window == w.window == ROW:
-        return ROW
-    lengths = {128: 128, TILE: 128, 256: 256, ROW: 256}
-    return min(lengths[q.window] for q in (x, w))
+        return {"window": ROW}
+    return {"window": min(_SUMS[x.window], _SUMS[w.window]), "tiles": w.window == TILE}
 
 
 def _rows(call: Call) -> int:

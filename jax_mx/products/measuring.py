@@ -21,10 +21,12 @@ import numpy as np
 
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
+from jax_mx.products import ragged_implementations
 from jax_mx.products.choices import Cost
 from jax_mx.products.dot import Call, Operand
 from jax_mx.products.implementations import IMPLEMENTATIONS, exact_floats
 from jax_mx.products.product import contracted
+from jax_mx.products.ragged import RaggedCall, grouped
 
 COLD_BYTES = 240 * 2**20  # four times the largest L2 at hand, an H200's
 FEWEST, MOST = 2, 32  # products of a program; a CPU needs no more, it has no launches
@@ -37,10 +39,11 @@ TERMS = 8  # nonzero products of a sum, of the sparse operands that are compared
 OVER = "not measured: the time was over"
 
 Pair = tuple[Operand, Operand]
+AnyCall = Call | RaggedCall
 
 
 # ---- operands ---
-def operands(call: Call, count: int) -> list[Pair]:
+def operands(call: AnyCall, count: int) -> list[Pair]:
     """Random operands of a call, quantized from normal numbers.
 
     Args:
@@ -85,11 +88,38 @@ def _sparse(x: Operand, length: int) -> Operand:
     return jax.jit(thinned)(x)
 
 
+# ---- the product of a call ---
+TABLES = {"dot_general": IMPLEMENTATIONS, "ragged_dot": ragged_implementations.IMPLEMENTATIONS}
+
+
+def product(
+    call: AnyCall, name: str, lhs: Operand, rhs: Operand, dtype: np.dtype | None = None
+) -> jax.Array:
+    """The product of a call by one implementation; groups are of equal sizes, as far as that goes.
+
+    Args:
+      call: of one shard.
+      name: of the implementation.
+      lhs: its operand, or floats in its place.
+      rhs: likewise.
+      dtype: of the result, the call's by default.
+    """
+    if isinstance(call, Call):
+        dot = call.dot
+        options = {"exact": dot.exact, "implementation": name}
+        return contracted(lhs, rhs, *dot.numbers, dtype or dot.dtype, **options)
+    ragged = call.ragged
+    each = call.rows // max(call.groups, 1) // ragged.align * ragged.align
+    how = {"axes": ragged.axes, "sums": ragged.sums, "align": ragged.align}
+    sizes = jnp.full(call.groups, each, jnp.int32)
+    return grouped(lhs, rhs, sizes, dtype or ragged.dtype, implementation=name, **how)
+
+
 # ---- what a product may differ by ---
 class Reference:
     """The product of two operands by "xla", and what others may differ by from it."""
 
-    def __init__(self, call: Call, value: jax.Array, size: jax.Array):
+    def __init__(self, call: AnyCall, value: jax.Array, size: jax.Array):
         """Takes what `_reference` computes.
 
         Args:
@@ -113,20 +143,14 @@ class Reference:
         return f"differs from 'xla' by {'NaN' if math.isnan(far) else f'{far:.3g} times'} the bound"
 
 
-def _reference(call: Call) -> Callable[[Operand, Operand], tuple[jax.Array, jax.Array]]:
+def _reference(call: AnyCall) -> Callable[[Operand, Operand], tuple[jax.Array, jax.Array]]:
     """What computes the product of two operands in float32, and sum |a||b| of each element."""
-    numbers = call.dot.numbers
 
     @jax.jit
     def both(lhs: Operand, rhs: Operand) -> tuple[jax.Array, jax.Array]:
         a, b = exact_floats(lhs), exact_floats(rhs)
-        dot = partial(
-            jax.lax.dot_general,
-            dimension_numbers=numbers,
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        return dot(a, b), dot(jnp.abs(a), jnp.abs(b))
+        plain = partial(product, call, "xla", dtype=np.dtype(np.float32))
+        return plain(a, b), plain(jnp.abs(a), jnp.abs(b))
 
     return both
 
@@ -145,7 +169,7 @@ def _distance(y: jax.Array, value: jax.Array, size: jax.Array, error: float) -> 
 class Candidate:
     """One implementation of a call, compiled."""
 
-    def __init__(self, name: str, call: Call, sets: Sequence[Pair]):
+    def __init__(self, name: str, call: AnyCall, sets: Sequence[Pair]):
         """Compiles a program of as many products as there are operands.
 
         Args:
@@ -170,17 +194,16 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Static:
-    call: Call
+    call: AnyCall
 
 
 def _products(name: str, static: _Static, sets: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
     """The first of the products, and a number that depends on all of them, one after the other."""
-    dot, made = static.call.dot, []
+    made: list[jax.Array] = []
     for lhs, rhs in sets:
         if made:  # not before the last one is done, nor together with it
             (lhs, rhs), made[-1] = jax.lax.optimization_barrier(((lhs, rhs), made[-1]))
-        numbers, options = dot.numbers, {"exact": dot.exact, "implementation": name}
-        made.append(contracted(lhs, rhs, *numbers, dot.dtype, **options))
+        made.append(product(static.call, name, lhs, rhs))
     made = jax.lax.optimization_barrier(made)
     return made[0], jnp.stack([y[(0,) * y.ndim].astype(jnp.float32) for y in made]).sum()
 
@@ -195,7 +218,7 @@ def seconds(candidate: Candidate, runs: int) -> float:
     return time.perf_counter() - start
 
 
-def _launches(call: Call) -> int:
+def _launches(call: AnyCall) -> int:
     """How many products a program has."""
     leaves = jax.tree.leaves((call.lhs, call.rhs))
     nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
@@ -205,7 +228,7 @@ def _launches(call: Call) -> int:
 
 
 def measured(
-    call: Call, names: Sequence[str], is_over: Callable[[], bool]
+    call: AnyCall, names: Sequence[str], is_over: Callable[[], bool]
 ) -> tuple[str | None, dict[str, Cost]]:
     """The fastest of some implementations that compute a call's product.
 
@@ -230,7 +253,7 @@ def measured(
             continue
         try:
             candidate = Candidate(name, call, sets)
-            error = IMPLEMENTATIONS[name].error
+            error = TABLES[call.op][name].error
             each = (known.obstacle(candidate.first(own), error) for own, known in references)
             if why := next(filter(None, each), ""):
                 costs[name] = f"left out: it {why}"

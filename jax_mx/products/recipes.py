@@ -29,7 +29,7 @@ from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.products.forms import Blocks, Form, QuantizedWeight, Use, forms_of
 from jax_mx.products.operands import arrangement_of, check_contracted, padded
 
-BF16 = "bf16"  # of a product that is not quantized
+_BF16 = "bf16"  # of a product that is not quantized
 
 
 @jax.tree_util.register_dataclass
@@ -53,8 +53,8 @@ class Product:
 
     def __post_init__(self):
         """Raises TypeError, ValueError for another format."""
-        if self.format is not None and self.format != BF16:
-            allowed = {**FORMATS, BF16: BF16}
+        if self.format is not None and self.format != _BF16:
+            allowed = {**FORMATS, _BF16: _BF16}
             format = named("Product: format", allowed, self.format)
             object.__setattr__(self, "format", format)
 
@@ -153,7 +153,7 @@ class Recipe:
 
     def _use(self, operand: str, name: str) -> Use:
         product = getattr(self, name)
-        if product.format == BF16:
+        if product.format == _BF16:
             return Use(None)
         rounding = product.rounding if operand == "gradient" else None
         return Use(product.format or getattr(self, operand), product.hadamard, rounding)
@@ -184,11 +184,7 @@ class Recipe:
         op = "quantize_weight"
         dtype = float_dtype(op, "w", getattr(w, "dtype", None))
         w = jnp.asarray(w, dtype)
-        dims = [(d,) if isinstance(d, int) else tuple(d) for d in (contracting, batch)]
-        for d in itertools.chain(*dims):
-            if not -w.ndim <= d < w.ndim:
-                raise ValueError(f"{op}: dimension {d} is out of range for rank {w.ndim}")
-        contracted, batched = (tuple(sorted(d % w.ndim for d in group)) for group in dims)
+        contracted, batched = dimensions(op, w.ndim, contracting, batch)
         check_contracted(op, w.shape, contracted)
         side = arrangement_of(w.shape, contracted, batched)
         fixed = padded(side.arranged(jax.lax.stop_gradient(w)), side.pads)
@@ -211,6 +207,22 @@ class Recipe:
         return jax.tree.map(folded, self, is_leaf=lambda node: isinstance(node, Stochastic))
 
 
+def dimensions(
+    op: str, ndim: int, contracting: int | Sequence[int], batch: int | Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A weight's contracted and batch dimensions, from 0 and in order.
+
+    Raises:
+      ValueError: one is out of range.
+    """
+    dims = [(d,) if isinstance(d, int) else tuple(d) for d in (contracting, batch)]
+    for d in itertools.chain(*dims):
+        if not -ndim <= d < ndim:
+            raise ValueError(f"{op}: dimension {d} is out of range for rank {ndim}")
+    contracted, batched = (tuple(sorted(d % ndim for d in group)) for group in dims)
+    return contracted, batched
+
+
 PRODUCTS = ("forward", "dgrad", "wgrad")
 # The products that take each operand, first along its contracted, then along its free axis.
 _USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": ("dgrad", "wgrad")}
@@ -224,7 +236,10 @@ MXFP8_HYBRID = Recipe(gradient=MXFP8_E5M2)
 # deterministic Hadamard transform of its operands holds it, which stochastic rounding and random
 # signs do not: arXiv 2605.09825.
 MXFP4 = Recipe(MXFP4_E2M1, MXFP4_E2M1, MXFP4_E2M1, wgrad=Product(hadamard=Hadamard(16)))
-RECIPES = {"mxfp8": MXFP8, "mxfp8_hybrid": MXFP8_HYBRID, "mxfp4": MXFP4}
+# Nothing is quantized: what the others are compared with. Of weights that are MX already, what is
+# multiplied with them stays floats.
+BF16 = Recipe(forward=_BF16, dgrad=_BF16, wgrad=_BF16)
+RECIPES = {"mxfp8": MXFP8, "mxfp8_hybrid": MXFP8_HYBRID, "mxfp4": MXFP4, "bf16": BF16}
 
 
 def recipe_of(op: str, recipe: Any) -> Recipe:

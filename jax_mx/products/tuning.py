@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,10 +18,12 @@ from jax.sharding import AxisType, Mesh
 from jax_mx.arrays.checks import shown, whole
 from jax_mx.lowering import primitive
 from jax_mx.lowering.registry import Support
-from jax_mx.products import choices, measuring
+from jax_mx.ops.progress import progress as progress_of
+from jax_mx.products import choices, measuring, ragged
 from jax_mx.products.choices import Choice, Cost, Entry, Key
-from jax_mx.products.dot import Call, call_of, key_of
+from jax_mx.products.dot import call_of, key_of
 from jax_mx.products.implementations import Decision, candidates, decided
+from jax_mx.products.ragged_implementations import IMPLEMENTATIONS as RAGGED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +38,11 @@ class Tunable:
       measured: see `measuring.measured`.
     """
 
-    call_of: Callable[[Any, Sequence[Any]], Call]
-    key_of: Callable[[Call, str], Key]
-    candidates: Callable[[Call, str, Sequence[str]], list[Support]]
-    decided: Callable[[Call, str, Sequence[str]], Decision]
-    measured: Callable[
-        [Call, Sequence[str], Callable[[], bool]], tuple[str | None, dict[str, Cost]]
-    ]
+    call_of: Callable[[Any, Sequence[Any]], Any]
+    key_of: Callable[[Any, str], Key]
+    candidates: Callable[[Any, str, Sequence[str]], list[Support]]
+    decided: Callable[[Any, str, Sequence[str]], Decision]
+    measured: Callable[[Any, Sequence[str], Callable[[], bool]], tuple[str | None, dict[str, Cost]]]
 
 
 # By the names of primitives. Quantizers are none: their kernel is faster than "xla" in every form
@@ -56,7 +55,14 @@ TUNABLE = {
         decided,
         # Looked up when it is called: tests put costs in its place.
         lambda *args: measuring.measured(*args),
-    )
+    ),
+    "mx_ragged_dot": Tunable(
+        lambda params, avals: ragged.call_of(params["ragged"], avals),
+        key_of,
+        partial(candidates, table=RAGGED),
+        partial(decided, table=RAGGED),
+        lambda *args: measuring.measured(*args),
+    ),
 }
 GLOBAL_SHAPES = (
     "Some calls stand on a mesh with automatic axes: a trace knows their global shapes alone, so "
@@ -70,7 +76,7 @@ class _Found:
     """A call in a trace, and how often it is there."""
 
     op: Tunable
-    call: Call
+    call: Any
     count: int = 1
 
 
@@ -221,7 +227,7 @@ def _measured(
     free.sort(key=lambda each: -each.count * each.call.work)
     entries = []
     nothing = Mesh(np.empty((), object), ())  # whatever mesh is set, one device measures
-    with _progress(len(free), progress) as say, jax.set_mesh(nothing):
+    with progress_of("autotune", len(free), progress) as say, jax.set_mesh(nothing):
         with jax.default_device(place.device):
             for i, each in enumerate(free):
                 key = each.op.key_of(each.call, primitive.chip_of(place.device))
@@ -278,25 +284,6 @@ def from_process_0(make: Callable[[], str]) -> str:
     if why:
         raise RuntimeError(f"autotune: process 0 could not measure: {why}")
     return text
-
-
-@contextlib.contextmanager
-def _progress(total: int, wanted: bool) -> Iterator[Callable[[int, str], None]]:
-    """What says which call is being measured: a bar on a terminal, else lines on stderr."""
-    if not wanted or not total:
-        yield lambda i, text: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ModuleNotFoundError:
-        Console = Progress = None
-    if Progress is None or Console is None or not sys.stderr.isatty():
-        yield lambda i, text: print(f"autotune {i + 1}/{total}: {text}", file=sys.stderr)
-        return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda i, text: bar.update(task, completed=i, description=text)
 
 
 # ---- saying what serves what ---

@@ -31,6 +31,9 @@ from jax_mx.reference.blocks import (
     rescaled as rescaled,
 )
 from jax_mx.reference.blocks import (
+    rows_of as rows_of,
+)
+from jax_mx.reference.blocks import (
     saturates as saturates,
 )
 from jax_mx.reference.blocks import (

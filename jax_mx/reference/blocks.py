@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -343,3 +344,21 @@ def unpack(packed: jax.Array, format: Format) -> jax.Array:
     if per == 1:
         return packed
     return jnp.stack(parts, axis=-1).reshape(*packed.shape[:-1], packed.shape[-1] * per)
+
+
+# ---- rows by their numbers ---
+def rows_of(x: jax.Array, rows: jax.Array, sharding: Any = None) -> jax.Array:
+    """The rows (R, K) of x (T, K) with these numbers, zeros where x has no such row.
+
+    Args:
+      x: floats.
+      rows: (R,) int32.
+      sharding: of the result, on a mesh with explicit axes.
+    """
+    how = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
+    if isinstance(x.shape[0], int) and x.shape[0] == 0:  # JAX takes no row of nothing
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    # As bits: where x is split along its rows, XLA adds up what its parts have, and -0 + 0 is 0.
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    found = bits.at[rows].get(**how, out_sharding=sharding)
+    return jax.lax.bitcast_convert_type(found, x.dtype)

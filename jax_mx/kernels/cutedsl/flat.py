@@ -13,7 +13,9 @@ from jax_mx.kernels.cutedsl.kernel import (
     Strip,
     bytes_of,
     load,
+    load_row,
     locate,
+    numbers_of,
     offset_in_tiles,
     place_of,
     select,
@@ -113,10 +115,12 @@ class Flat(WholeBlocks):
     Variants with preprocessing take block data (..., rows, cols) behind x, see preprocessed.py.
 
     The blocks of a thread block follow each other in memory, or as tiles of scales have them. Where
-    that could cut windows, they are `PATCH`, whole windows of some rows.
+    that could cut windows, they are `PATCH`, whole windows of some rows; and so they are where rows
+    are picked.
     """
 
     PATCH = 8  # blocks across; a tile's scales that a warp writes are side by side then
+    LONG = 32  # of row-major scales beside rows that are picked: they are written 32 bytes a row
 
     def __init__(self, *entry, tile: Strip | None = None):
         super().__init__(*entry)
@@ -129,12 +133,16 @@ class Flat(WholeBlocks):
         self.extents = (*lengths, geometry.flat_rows(), geometry.flat_blocks())
         self.grid = geometry.flat_grid(scales, self.tile.blocks)
         count = blocks_of(self.variant.window)
-        self.in_patches = count > 1 and (self.layout.is_tiled or not self.aligned)
+        picks = self.variant.rows
+        self.in_patches = picks or (count > 1 and (self.layout.is_tiled or not self.aligned))
         if self.in_patches:
-            self.patch = Extents(self.tile.blocks // self.PATCH, self.PATCH)
+            across = self.PATCH if self.layout.is_tiled or not picks else self.LONG
+            self.patch = Extents(self.tile.blocks // across, across)
             tile = Extents(self.patch.rows, self.patch.cols * BLOCK)
             self.region = geometry.region_of(self.variant.form, self.layout, tile)
-            self.grid = geometry.grid_of(self.variant.form, tile, self.region)
+            self.grid = geometry.grid_of(self.variant.form, tile, self.region, picks)
+            if picks:
+                self.extents = (*lengths, *geometry.extents_of(self.variant.form, picks))
         elif count > 1:
             self.divide = [[0, -2, -1, count]]  # whole windows, so that rows do not matter
 
@@ -166,7 +174,7 @@ class Flat(WholeBlocks):
         for u in range_constexpr(unroll):
             mine = self.with_pairs(u * per_step + tid // sharers)
             if const_expr(self.in_patches):
-                block, offset, inside = self.locate_in_patch(bid, mine, places, rows, cols)
+                block, row, offset, inside = self.locate_in_patch(bid, mine, places, rows, cols)
             else:
                 block, offset, inside = locate(self.layout, first, mine, places, rows, cols)
             steps.append(block * sharers + tid % sharers)
@@ -177,7 +185,11 @@ class Flat(WholeBlocks):
                 stores.append(steps[u])
             offsets.append(offset)
             insides.append(inside)
-            if inside:
+            if const_expr(self.variant.rows):
+                number = numbers_of(arrays["rows"], row, inside, 1, 4)[0]
+                step = steps[u] + (Int64(number) - row) * cols * sharers
+                self.pick(mX[step, None], rX[None, u], number, scalars[4])
+            elif inside:
                 load(mX[steps[u], None], rX[None, u], self.kept)
             data_of_steps.append(preprocessed.load(self.kind(0), data, block, inside))
 
@@ -195,8 +207,16 @@ class Flat(WholeBlocks):
                 mS[offsets[u]] = Uint8(scale)  # padding: of zeros, so 0
 
     @cute.jit
+    def pick(self, source, target, row: Int32, rows: Int32):
+        """Loads elements of a row of x, which has so many `rows`; of another none."""
+        if const_expr(self.aligned):
+            load_row(source, target, row, rows, self.kept)
+        elif Uint32(row) < Uint32(rows):
+            load(source, target, self.kept)
+
+    @cute.jit
     def locate_in_patch(self, bid, mine, places: Int64, rows: Int32, cols: Int32):
-        """Gives what `locate` does, for a block of a patch of whole windows."""
+        """Gives what `locate` does, for a block of a patch of whole windows; its row, too."""
         down: cutlass.Constexpr = self.region.rows // self.patch.rows
         across: cutlass.Constexpr = self.region.cols // (self.patch.cols * BLOCK)
         in_region: cutlass.Constexpr = self.region.cols // BLOCK
@@ -212,7 +232,7 @@ class Flat(WholeBlocks):
         if const_expr(self.layout.is_tiled):
             place: cutlass.Constexpr = geometry.Place(batch, row, col)
             offset, exists = offset_in_tiles(self.layout, place, Extents(rows, cols))
-        return block, Int64(cutlass.select_(exists, offset, places)), inside
+        return block, row, Int64(cutlass.select_(exists, offset, places)), inside
 
     def with_pairs(self, place):
         """A place of the thread block's, such that neighbours have a transform's two blocks."""

@@ -46,7 +46,8 @@ class Kernel(Entry):
         """The type that the kernel's pointer to an array has."""
         if array.role is Role.REPLICATED:
             return {"int32": Int32, "uint32": Uint32}[array.dtype]
-        types = {Role.FLOATS: convert.INPUT[self.dtype], Role.BLOCK_DATA: Uint32}
+        floats = convert.INPUT[self.dtype]
+        types = {Role.FLOATS: floats, Role.SOURCE: floats, Role.BLOCK_DATA: Uint32}
         return types.get(array.role, Uint8)
 
     def scale_of(self, amax, format: Format, rule, dtype: str = ""):
@@ -70,6 +71,19 @@ class Kernel(Entry):
     def __call__(self, pointers, scalars):
         # The real grid is the launch rule's.
         self.kernel(pointers, scalars).launch(grid=[1, 1, 1], block=[self.threads, 1, 1])
+
+
+@cute.jit
+def numbers_of(rows, first, inside, n: cutlass.Constexpr, align: cutlass.Constexpr):
+    """The numbers of n rows, from the one numbered `first` on; -1 where they are not `inside`.
+
+    Their address is a multiple of `align` bytes.
+    """
+    rI = cute.make_rmem_tensor(n, Int32)
+    rI.fill(Int32(-1))
+    if inside:
+        cute.autovec_copy(vector_at(rows + first, Int32, align, n), rI)
+    return rI
 
 
 def select(condition, a, b):
@@ -127,6 +141,18 @@ def load(source, target, kept: bool, ahead: bool = False) -> None:
             words[first + i] = word
 
 
+def load_row(source, target, row, rows, kept: bool) -> None:
+    """As `load`, where x has this row of its `rows`, else zeros; without a branch.
+
+    H200, (16384, 7168), 2026-11-23: both_transposed of rows takes 8 branches a thread otherwise.
+    """
+    words, address = cute.recast_tensor(target, Uint32), source.iterator.toint()
+    for first, count in _vectors(cute.size(words)):
+        found = _load_words_of_row(address + 4 * first, row, rows, count, kept)
+        for i, word in enumerate(found):
+            words[first + i] = word
+
+
 def store(source, target, kept: bool) -> None:
     """From registers to global memory, as `load`; also one byte, or two."""
     if not kept:
@@ -164,6 +190,25 @@ def _load_words(address: Int64, count: int, kept: bool, *, loc=None, ip=None) ->
         f"{begin} ld.global.L2::{how}{vector}.b32 {names}, [{{$r0}}]{end}; }}",
         write_only_types=[Uint32] * count,
         read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+    return [*found] if count > 1 else [found]
+
+
+@dsl_user_op
+def _load_words_of_row(
+    address: Int64, row: Int32, rows: Int32, count: int, kept: bool, *, loc=None, ip=None
+) -> list:
+    each = [f"{{$w{i}}}" for i in range(count)]
+    vector, names = _list(each)
+    begin, how, end = (_KEPT, ".L2::cache_hint", ", kept") if kept else ("{ ", "", "")
+    zeros = " ".join(f"mov.b32 {name}, 0;" for name in each)
+    found = cute.arch.inline_ptx(
+        f"{begin} .reg .pred there; setp.lt.u32 there, {{$r1}}, {{$r2}}; {zeros} "
+        f"@there ld.global{how}{vector}.b32 {names}, [{{$r0}}]{end}; }}",
+        write_only_types=[Uint32] * count,
+        read_only_args=[address, row, rows],
         loc=loc,
         ip=ip,
     )

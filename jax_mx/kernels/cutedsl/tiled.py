@@ -25,6 +25,8 @@ from jax_mx.kernels.cutedsl.kernel import (
     bytes_of,
     load,
     load_anywhere,
+    load_row,
+    numbers_of,
     offset_in_tiles,
     place_of,
     select,
@@ -127,7 +129,8 @@ class Tiled(Kernel):
 
         self.threads = self.tile.threads
         self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
-        self.extents = geometry.extents_of(form)
+        picks = self.variant.rows
+        self.extents = geometry.extents_of(form, picks)
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
         staged = self.tile.rows * self.tile.cols // self.per_byte
         staged *= sum(self.is_staged(each) for each in self.results)
@@ -135,9 +138,9 @@ class Tiled(Kernel):
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
         tile = Extents(self.tile.rows, self.tile.cols)
         self.region = geometry.region_of(form, self.layout, tile)
-        self.grid = geometry.grid_of(form, tile, self.region)
+        self.grid = geometry.grid_of(form, tile, self.region, picks)
         # The aligned entry loads whole vectors, which must not straddle rows.
-        self.divide = geometry.divide_of(form, self.vector)
+        self.divide = geometry.divide_of(form, self.vector, picks)
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -146,7 +149,7 @@ class Tiled(Kernel):
         at = self.place(blocks_m, k)
         lane = self.lane(tid)
         arrays = self.named(pointers)
-        rX = self.patch(arrays["x"], at, lane)
+        rX = self.patch(arrays, scalars, at, lane)
         staged = [self.shared_memory(result) for result in self.results]
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
@@ -244,9 +247,11 @@ class Tiled(Kernel):
         return Lane(across, down, row, col)
 
     # ---- x ---
-    def patch(self, *where):
+    def patch(self, arrays, scalars, *where):
         """This lane's patch, (vector, rows); 0 beyond the array."""
-        return self.load(*where) if self.aligned else self.load_unaligned(*where)
+        if self.variant.rows:
+            return self.picked(arrays["x"], arrays["rows"], scalars[2], *where)
+        return (self.load if self.aligned else self.load_unaligned)(arrays["x"], *where)
 
     @cute.jit
     def load(self, x, at: cutlass.Constexpr, lane: cutlass.Constexpr):
@@ -292,6 +297,46 @@ class Tiled(Kernel):
                     for i in range_constexpr(self.rows):
                         rX[j, i] = mX[top + i, left + j]
         return rX
+
+    @cute.jit
+    def picked(self, x, rows, count, at: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """Loads what `load` does of the rows of x, of `count`, that `rows` numbers."""
+        _, tile_m, tile_k, blocks_m, k = at
+        rX = cute.make_rmem_tensor((self.vector, self.rows), convert.INPUT[self.dtype])
+        first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
+        inside = (first < blocks_m * BLOCK) & (left < k)
+        if const_expr(self.aligned):
+            numbers = numbers_of(rows, first, inside, self.rows, 16)
+            mX = by_vector(x, Int64(count), k, self.vector)
+            for i in range_constexpr(self.rows):
+                source = mX[numbers[i], left // self.vector, None]
+                load_row(source, rX[None, i], numbers[i], count, self.kept)
+        else:
+            rX.fill(convert.INPUT[self.dtype](0))
+            self.pick_unaligned(rX, x, rows + first, inside, Extents(count, k), left)
+        return rX
+
+    @cute.jit
+    def pick_unaligned(self, rX, x, rows, inside, size: cutlass.Constexpr, left):
+        """Loads a patch from the rows that `rows` begins with of an x that lies anywhere."""
+        n: cutlass.Constexpr = self.vector
+        if (left >= n) & (left + 2 * n <= size.cols):  # two vectors around a row's belong to it
+            rW = cute.recast_tensor(rX, Uint32)
+            for i in range_constexpr(self.rows):
+                number = numbers_of(rows, i, inside, 1, 4)[0]
+                if Uint32(number) < Uint32(size.rows):
+                    start = (Int64(number) * size.cols + left) * self.itemsize
+                    words = load_anywhere(x.toint() + start, 16)
+                    for w in range_constexpr(4):
+                        rW[w, i] = words[w]
+        else:
+            mX = cute.make_tensor(x, cute.make_layout(tuple(size), stride=(Int64(size.cols), 1)))
+            for i in range_constexpr(self.rows):
+                number = numbers_of(rows, i, inside, 1, 4)[0]
+                if Uint32(number) < Uint32(size.rows):
+                    for j in range_constexpr(n):
+                        if left + j < size.cols:
+                            rX[j, i] = mX[number, left + j]
 
     def pair(self, rX, w: int, i: int) -> list:
         """The words of columns 2 * w and 2 * w + 1 in row i of a patch."""

@@ -27,6 +27,7 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_by_four,
     shared_pointer,
     store_words,
+    zeros_unless,
 )
 from jax_mx.kernels.geometry import Extents
 
@@ -53,11 +54,14 @@ class Flat(Kernel):
         count = blocks_of(variant.window)
         rows = [geometry.flat_rows()] if layout.is_tiled or count > 1 else []
         self.extents = [geometry.length_of(scales), *rows, geometry.flat_blocks(8)]
-        self.in_patches = count > 1 and (layout.is_tiled or not aligned)
+        self.in_patches = variant.rows or (count > 1 and (layout.is_tiled or not aligned))
         if self.in_patches:
             patch = Extents(self.blocks // Patches.COLS, Patches.COLS * BLOCK)
             self.region = geometry.region_of(variant.form, layout, patch)
-            self.grid = geometry.grid_of(variant.form, patch, self.region)
+            self.grid = geometry.grid_of(variant.form, patch, self.region, variant.rows)
+            if variant.rows:
+                of_x = geometry.extents_of(variant.form, variant.rows)
+                self.extents = [self.extents[0], *of_x]
         elif count > 1:
             self.divide = [[0, -2, -1, count]]  # whole windows, so that rows do not matter
 
@@ -74,9 +78,15 @@ class Flat(Kernel):
         first = convert.wave_id() * Uint32(self.chunks * self.per_chunk) + lane // self.sharers
         words = []
         for c in range_constexpr(self.chunks):
-            block, _, _ = strip.at(first + Uint32(c * self.per_chunk))
+            place, start = first + Uint32(c * self.per_chunk), strip.block
+            if const_expr(self.variant.rows):
+                start = Int64(0)
+                block, there = strip.picked(place, arrays["rows"], sizes[3])
+            else:
+                block, _, _ = strip.at(place)
             where = block * (BLOCK * size) + as_int64(lane % self.sharers * 16)
-            words.append(load_words(x + strip.block * (BLOCK * size), where, 4, self.align[0]))
+            found = load_words(x + start * (BLOCK * size), where, 4, self.align[0])
+            words.append(zeros_unless(there, found) if const_expr(self.variant.rows) else found)
 
         amax = [
             largest([convert.magnitudes(w, self.dtype) for w in chunk], self.dtype)
@@ -111,7 +121,8 @@ class Flat(Kernel):
         offsets = [block * (BLOCK // packed) + as_int64(of_block) for block, _, _ in found]
         if tiles != Uint32(0):
             start = Int64(0)
-            offsets = self.in_tiles([strip.block + b for b, _, _ in found], of_block, sizes[-1])
+            cols = sizes[2] if const_expr(self.variant.rows) else sizes[-1]
+            offsets = self.in_tiles([strip.block + b for b, _, _ in found], of_block, cols)
         together: fx.Constexpr = max(n // 4, 1)  # rounds of which a lane has but a word of codes
         for g in range_constexpr(self.chunks // n):
             parts = []
@@ -129,12 +140,12 @@ class Flat(Kernel):
                 ])  # fmt: skip
             codes = exchange(parts, lane, together > 1)
             if found[g][2]:
-                store_words(values + start, offsets[g], codes, self.align[1])
+                store_words(values + start, offsets[g], codes, self.align[-2])
 
     def strip(self, sizes):
         """The workgroup's blocks."""
         if self.in_patches:
-            return Patches(self.layout, self.blocks, sizes[1:], self.region)
+            return Patches(self.layout, self.blocks, sizes[1:3], self.region)
         return Strip(self.layout, self.blocks, sizes)
 
     def windowed(self, amax, arrays, strip, first, lane):

@@ -66,6 +66,18 @@ def load_bytes(base, offsets: list) -> list:
     return [words[i] for i in range(len(offsets) // 4)]
 
 
+def picked(rows, number, count) -> tuple:
+    """The row of x that the row `number` is, or 0; and whether x, of `count` rows, has it."""
+    (row,) = load_words(rows, as_int64(number) * 4, 1, 4)
+    there = row < Uint32(count)
+    return there.select(row, Uint32(0)), there
+
+
+def zeros_unless(there, words: list) -> list:
+    """The words, or zeros."""
+    return [there.select(word, Uint32(0)) for word in words]
+
+
 def store_words(base, offset, words: list, align: int) -> None:
     """The inverse of `load_words`; at once, or by bytes."""
     vector = fx.Vector.from_elements(words, Uint32)
@@ -198,6 +210,14 @@ class Patches:
         block = as_int64(self.batch) * as_int64(self.rows) + as_int64(self.top)
         block = block * as_int64(self.cols) + as_int64(self.left)
         self.block = ((self.top < self.rows) & (self.left < self.cols)).select(block, Int64(0))
+
+    def picked(self, place, rows, count) -> tuple:
+        """Which block of x a place's is where rows are picked, see `picked`; of padding any."""
+        row, col = self.top + place // Uint32(self.COLS), self.left + place % Uint32(self.COLS)
+        inside = (row < self.rows) & (col < self.cols)
+        number, there = picked(rows, inside.select(row, Uint32(0)), count)
+        block = as_int64(number) * as_int64(self.cols) + as_int64(col)
+        return inside.select(block, Int64(0)), there
 
     def at(self, place):
         """As `Strip.at`; but the offset is the scale's own."""

@@ -26,10 +26,12 @@ from jax_mx.kernels.flydsl.kernel import (
     load_words,
     offset_in_tiles,
     offset_of_values,
+    picked,
     pointer,
     round_up,
     shared_pointer,
     store_words,
+    zeros_unless,
 )
 from jax_mx.kernels.geometry import Extents, Output, Place, Tile
 
@@ -73,12 +75,12 @@ class Tiled(Kernel):
         self.row_sharers = BLOCK // self.vector
         self.elements_per_thread = self.rows * self.vector
         self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
-        self.extents = geometry.extents_of(form)
+        self.extents = geometry.extents_of(form, variant.rows)
         tile = Extents(self.high, TILE)
         self.region = geometry.region_of(form, layout, tile)
-        self.grid = geometry.grid_of(form, tile, self.region)
+        self.grid = geometry.grid_of(form, tile, self.region, variant.rows)
         # The aligned entry has 16 elements of a row at once; they must not straddle rows.
-        self.divide = geometry.divide_of(form, 16)
+        self.divide = geometry.divide_of(form, 16, variant.rows)
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
@@ -89,7 +91,10 @@ class Tiled(Kernel):
         patch = Patch(wave, wave * BLOCK + down * self.rows, across * self.vector)
         shared = fx.SharedAllocator().allocate(self.shared()).peek()
 
-        words = self.load(arrays["x"], at, patch)
+        if const_expr(self.variant.rows):
+            words = self.picked(arrays["x"], arrays["rows"], scalars[2], at, patch)
+        else:
+            words = self.load(arrays["x"], at, patch)
         x = [[e for word in row for e in convert.elements(word, self.dtype)] for row in words]
         amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
         for o, result in enumerate(self.results):
@@ -169,6 +174,30 @@ class Tiled(Kernel):
                 words[i].append(fx.generic_load(pointer(x, where, kind, self.itemsize)))
         vectors = [fx.Vector.from_elements(pieces, kind).bitcast(Uint32) for pieces in words]
         return [[vector[w] for w in range(4)] for vector in vectors]
+
+    def picked(self, x, rows, count, at: Tile, patch: Patch):
+        """Gives what `load` does of the rows of x, of `count`, that `rows` numbers."""
+        _, tile_m, tile_k, m, k = at
+        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
+        inside = (row < m) & (col < k)
+        row, stride = inside.select(row, Uint32(0)), as_int64(k) * self.itemsize
+        words = []
+        for i in range(self.rows):
+            number, there = picked(rows, row + Uint32(i), count)
+            start = as_int64(number) * stride
+            found = self.load_row(x + start, inside.select(col, Uint32(0)), k)
+            words.append(zeros_unless(there, found))
+        return words
+
+    def load_row(self, row, col, k) -> list:
+        """Words of a lane's elements of a row; beyond it, of its last one."""
+        if self.aligned or self.is_both:
+            return load_words(row, as_int64(col) * self.itemsize, 4, self.align[0])
+        kind = Uint16 if self.itemsize == 2 else Uint32
+        near = [(col + Uint32(j) < k).select(col + Uint32(j), k - 1) for j in range(self.vector)]
+        found = [pointer(row, as_int64(j) * self.itemsize, kind, self.itemsize) for j in near]
+        vector = fx.Vector.from_elements([fx.generic_load(at) for at in found], kind)
+        return [vector.bitcast(Uint32)[w] for w in range(4)]
 
     # ---- scales ---
     def two_scales(self, words: list, result: Output, rounding):

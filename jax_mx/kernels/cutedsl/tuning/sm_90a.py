@@ -11,6 +11,18 @@ CHIP = "NVIDIA H200"
 ROWS = [
     # ---- quantize: blocks along the last axis; (threads, elements, unroll) ---
     {
+        # Rows that are picked; with two steps a thread waits once for the numbers of both.
+        "kernel": "quantize.Flat",
+        "where": {"picks_rows": True},
+        "value": {"threads": 256, "elements": 16, "unroll": 2},
+        "date": "2026-11-23",
+        "measured": [
+            "(16384, 7168), 15 of 16 rows there, bf16 to MXFP8, of 32 blocks across: (256, 16, 2)",
+            "82.0, (128, 16, 1) 83.2, (256, 16, 1) 84.5, (512, 16, 1) 86.9;",
+            "of 64: (256, 32, 1) 81.8, (256, 16, 2) 81.9, (512, 16, 1) 90.9; of 8: (512, 16, 1) 88",
+        ],
+    },
+    {
         "kernel": "quantize.Flat",
         "where": {},
         "value": {"threads": 512, "elements": 16, "unroll": 1},
@@ -60,6 +72,43 @@ ROWS = [
     # longer: bf16 to MXFP8, window 128 and 32, in the same run: both_transposed (8, 2) 428 and 428,
     # second_transposed (8, 2, band 64) 295 and 294, second (4, 4) 283 and 285, square 280 and 282;
     # last by shuffles 282 and 282, of 256 too.
+    {
+        "kernel": "quantize.Tiled",
+        "where": {
+            "picks_rows": True,
+            "form": "both_transposed",
+            "codes_per_byte": 2,
+            "tiled_scales": True,
+        },
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-23",
+        "measured": ["(2, 2), faster without rows, spills registers in the unaligned entry"],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {
+            "picks_rows": True,
+            "form": ("both_transposed", "second_transposed"),
+            "window": ("32", "128"),
+            "aligned": True,
+        },
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-23",
+        "measured": [
+            "(16384, 7168), 15 of 16 rows there, bf16 to MXFP8: both_transposed (4, 2) 127.6,",
+            "(4, 4) 128.4, (8, 2) 129.6, band 4 129.0, (2, 4) 129.5, (8, 4) 130.7, not kept 135.8;",
+            "MXFP4 (4, 2) 109.3, band 8 110.8, (2, 4) 110.6, (8, 2) 123.1;",
+            "second_transposed (4, 2) 90.8, (8, 2, band 64) 93.8, (8, 2) 94.6, (4, 4) 99.3",
+        ],
+    },
+    {
+        # The smaller tiles of others spill registers here.
+        "kernel": "quantize.Tiled",
+        "where": {"picks_rows": True, "form": "second_transposed", "aligned": False},
+        "value": {"down": 8, "across": 2, "band": 64},
+        "date": "2026-11-23",
+        "measured": [],
+    },
     {
         "kernel": "quantize.Tiled",
         "where": {"window": "256", "form": ("both", "both_transposed")},

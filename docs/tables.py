@@ -1,0 +1,513 @@
+"""Tables of the documents, from the code, from jax_mx/verified and from benchmarks/results.
+
+The site has all of them (docs/conf.py writes them when it is built). README.md keeps its own
+between comments: `python -m docs.tables` writes it anew, and a test fails where it is not so.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_mx
+from benchmarks import shapes
+from benchmarks.report import one_run
+from jax_mx.facts import formats, verified, windows
+from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.formats import FORMATS
+from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
+from jax_mx.facts.variants import VARIANTS
+from jax_mx.lowering.registry import IMPLEMENTATIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+EXAMPLES = ROOT / "examples"
+NAMES = {"cutedsl": "CuTeDSL", "flydsl": "FlyDSL"}
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+
+
+# ---- what runs where -----------------------------------------------------------------------------
+def chips() -> list[str]:
+    """A row for each arch: its chips, who makes its kernels, what serves products, where it ran."""
+    rows = [
+        (arch, ", ".join(own.values()), NAMES[dsl], products_on(next(iter(own))), state(arch))
+        for dsl, archs in ARCHS.items()
+        for arch, own in archs.items()
+    ]
+    rows.append(("", "all other devices, CPUs too", "XLA", '`"xla"`', "the reference itself"))
+    head = ("arch", "chips", "quantizers from", "products by", "our kernels' bytes were")
+    return table(head, rows)
+
+
+def products_on(chip: str) -> str:
+    """What serves a product in MXFP8 on a chip: in windows of 32, of 256 and of rows."""
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 512), (1024, 512)))
+    found: list[str] = []
+    for window in (formats.BLOCK, 256, windows.ROW):
+        product = functools.partial(jax_mx.matmul, recipe=jax_mx.Recipe(window=window))
+        (call,) = jax_mx.explain(product, x, w, device=chip).calls
+        if call.chosen not in found:
+            found.append(call.chosen)
+    return ", ".join(f'`"{name}"`' for name in found)
+
+
+def state(arch: str) -> str:
+    """What verified/<arch>.json says of an arch's kernels."""
+    runs = {run for entry in verified.read(arch).values() for run in entry["executed_on"]}
+    devices = sorted({run.split(", ")[0] for run in runs} - {"emulated"})
+    if devices:
+        return f"compared bit for bit on {', '.join(devices)}"
+    return "compared bit for bit in emulation" if runs else "compiled, not yet executed"
+
+
+def kernels() -> list[str]:
+    """A row for each op with the same forms and formats, and what is done before it rounds."""
+    found: dict[tuple, dict[str, dict[str, None]]] = {}
+    for v in VARIANTS:
+        if v.implementation != "cutedsl":
+            continue
+        before = "".join(kind.suffix or "_rn" for kind in v.kinds)[1:].replace("_", " ")
+        before = f"{before} rows".lstrip() if v.rows else before
+        key = (v.op, "both" if v.form.is_both else "one", before, v.dtype)
+        row = found.setdefault(key, {"forms": {}, "formats": {}})
+        row["forms"][str(v.form)] = None
+        row["formats"] |= {format.name: None for format in v.formats}
+    merged: dict[tuple, list[str]] = {}
+    for (op, _, before, dtype), row in found.items():
+        merged.setdefault((op, before, *map(tuple, row.values())), []).append(dtype)
+    grouped: dict[tuple, list[str]] = {}
+    for (op, before, *own), dtypes in merged.items():
+        grouped.setdefault((op, *own, tuple(dtypes)), []).append(before)
+    rows = [
+        (op, *(", ".join(cell) for cell in (*cells, [each or "nothing" for each in before])))
+        for (op, *cells), before in grouped.items()
+    ]
+    return table(("op", "forms", "formats", "floats", "before"), rows)
+
+
+def sharding_no() -> list[str]:
+    """The cells of docs/sharding.md that are not "yes", calls with the same ones together."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    head: list[str] = []
+    for line in (ROOT / "docs" / "sharding.md").read_text().splitlines():
+        cells = _cells(line)
+        if line.startswith(("| call | scales |", "| dot_general |")):
+            head = cells
+        if not head or len(cells) != len(head) or "yes" not in cells:
+            continue
+        words = 2 if head[0] == "call" else 1  # that name the call; the second one its layout
+        name = f"all calls with scales in `{cells[1]}`" if words == 2 else cells[0]
+        marks = [
+            f"{split}" + f" ({mark})" * (mark != "no")
+            for split, mark in zip(head[words:], cells[words:], strict=True)
+            if mark != "yes"
+        ]
+        if name not in (names := found.setdefault(tuple(marks), [])):
+            names.append(name)
+    everywhere = found.pop((), [])
+    own = [name for names in found.values() for name in names]
+    assert len(own) == len({*own} - {*everywhere}), "a layout's calls differ: name them"
+    rows = [("; ".join(names), "; ".join(marks)) for marks, names in found.items()]
+    return table(("calls", "splits that gather"), rows)
+
+
+def _cells(line: str) -> list[str]:
+    return line.strip("| ").split(" | ")
+
+
+# ---- facts ---
+def formats_table() -> list[str]:
+    """A row for each format."""
+    rows = [
+        (
+            f"`{f.name}`",
+            f"{f.exponent_bits}, {f.mantissa_bits}",
+            f"{f.max:g}",
+            f"{2.0 ** (1 - f.bias - f.mantissa_bits):g}",
+            f"{f.storage.name}" + f", {f.codes_per_byte} codes a byte" * (f.codes_per_byte > 1),
+            f"{f.bits + 8 / formats.BLOCK:g}",
+        )
+        for f in FORMATS.values()
+    ]
+    head = ("format", "exponent, mantissa bits", "largest", "smallest above 0", "stored as")
+    return table((*head, "bits an element, scales included"), rows)
+
+
+def layouts_table() -> list[str]:
+    """A row for each layout of scales and of values."""
+    found = [("scales", each) for each in SCALE_LAYOUTS.values()]
+    found += [("values", each) for each in VALUE_LAYOUTS.values()]
+    rows = [
+        (
+            of,
+            f"`{each.name}`",
+            " x ".join(map(str, each.tile)) if each.is_tiled else "none",
+            " x ".join(map(str, each.pad)) if each.is_tiled else "nothing",
+        )
+        for of, each in found
+    ]
+    return table(("of", "layout", "tile, rows x bytes", "padded to"), rows)
+
+
+def examples() -> list[str]:
+    """A row for each program of examples/: its page and its first sentence."""
+    rows = [
+        (f"[{path.name}](generated/examples/{path.stem}.md)", _about(path))
+        for path in sorted(EXAMPLES.glob("*.py"))
+    ]
+    rows += [
+        (f"[{path.name}](generated/examples/{path.name})", _about(path))
+        for path in sorted(EXAMPLES.glob("*.ipynb"))
+    ]
+    return table(("example", "what it does"), rows)
+
+
+def _about(path: Path) -> str:
+    """The first sentence of a program's docstring, or of the second line of a notebook."""
+    if path.suffix == ".ipynb":
+        first = json.loads(path.read_text())["cells"][0]["source"]
+        return "".join(first).split("\n\n")[1].replace("\n", " ")
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return text.split("\n\n")[0].replace("\n", " ")
+
+
+def write_examples(folder: Path) -> None:
+    """A page for each program, and each notebook, which is executed when the site is built."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in EXAMPLES.glob("*.py"):
+        source = f"```{{literalinclude}} /../examples/{path.name}\n:language: python\n```"
+        text = f"# {path.name}\n\n{_about(path)}\n\n{source}\n"
+        (folder / f"{path.stem}.md").write_text(text)
+    for path in EXAMPLES.glob("*.ipynb"):
+        shutil.copyfile(path, folder / path.name)
+
+
+# ---- what was measured ---------------------------------------------------------------------------
+def results(name: str) -> tuple[dict[str, Any], Rows]:
+    """What a file of benchmarks/results says of its run, and its rows; of a list, only rows."""
+    held = json.loads((RESULTS / f"{name}.json").read_text())
+    if isinstance(held, list):
+        return {}, held
+    return {key: value for key, value in held.items() if key != "rows"}, held["rows"]
+
+
+def caption(about: Mapping[str, Any], command: str) -> str:
+    """The sentence under a table: device, commit or date, command."""
+    where = [about.get("device", "NVIDIA H200"), about.get("runs", "one run")]
+    where += [f"commit {about['commit']}"] if about.get("commit") else []
+    where += [about["date"]] if about.get("date") else []
+    where += [f"jax {about['jax']}"] if about.get("jax") else []
+    return f"{', '.join(where)}; `{about.get('command', command)}`."
+
+
+def rebuilt(rows: Rows) -> str:
+    """Says how many rows measured kernels whose binaries are others now; nothing if none did.
+
+    The rows' commit says what the binaries were, as far as this clone has the commit.
+    """
+    then, now = verified_at(rows[0]["commit"]), verified.read("sm_90a")
+    names = [_kernel_of(row) for row in rows if row["implementation"] == "cutedsl"]
+    other = [n for n in names if n in now and then.get(n) != now[n]["sha256"]]
+    if not then or not other:
+        return ""
+    return f" The kernels of {len(other)} of these {len(names)} rows have been built anew since."
+
+
+@functools.cache
+def verified_at(commit: str) -> Mapping[str, str]:
+    """The sha256 of each variant's binary for an H200 at a commit; empty where git lacks it."""
+    for path, end in (("jax_mx/verified/sm_90a.json", ""), ("jax_mx/verified.json", ".sm_90a")):
+        command = ["git", "show", f"{commit}:{path}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            held = json.loads(done.stdout)
+            return {n.removesuffix(end): e["sha256"] for n, e in held.items() if n.endswith(end)}
+    return {}
+
+
+def _kernel_of(row: Mapping[str, Any]) -> str:
+    """The name of the variant that a row measured; empty of what goes between transposes."""
+    name, _, preprocessing = row["form"].partition(", ")
+    form = shapes.FORMS[name]
+    kinds = shapes.PREPROCESSING[preprocessing or "none"]
+    if form.kernel.is_both and len(kinds) == 1:
+        kinds *= 2
+    for v in VARIANTS:
+        if (v.implementation, v.form, v.dtype) != ("cutedsl", form.kernel, row["dtype"]) or v.rows:
+            continue
+        if v.op == form.op.removesuffix("_both") and (v.kinds, v.window) == (kinds, formats.BLOCK):
+            if {f.name for f in v.formats} == {row["format"]}:
+                return v.name
+    return ""
+
+
+def _of(rows: Rows, **where: Any) -> list[Mapping[str, Any]]:
+    return [row for row in rows if where.items() <= row.items()]
+
+
+def _quantizers(command: str, **where: Any) -> list[str]:
+    """A table of our rows of h200.json that have these fields, of one run."""
+    own = [
+        row
+        for row in _of(results("h200")[1], implementation="cutedsl", scaling="rceil", **where)
+        if row["form"] in shapes.FORMS
+    ]
+    rows = one_run(own)
+    commit = rows[0]["commit"]
+    order = list(shapes.FORMS)
+    rows = sorted(rows, key=lambda row: (order.index(row["form"]), row["shape"]))
+    lines = table(
+        ("form", "shape", "scales", "us", "TB/s", "of the copy", "against XLA"),
+        [
+            (
+                row["form"],
+                f"({row['shape'].replace('x', ', ')})",
+                row["scale_layout"],
+                f"{row['us']:.0f}" if row["us"] >= 20 else f"{row['us']:.1f}",
+                f"{row['gbps'] / 1e3:.2f}",
+                f"{row['fraction_of_copy']:.2f}",
+                f"{row['speedup_over_xla']:.2f}x" if row["speedup_over_xla"] else "",
+            )
+            for row in rows
+        ],
+    )
+    return [*lines, "", caption({"commit": commit}, command) + rebuilt(rows)]
+
+
+LARGE = "8x7168x7168"
+
+
+def speed_mxfp8() -> list[str]:
+    """Quantizers to MXFP8 at one shape, the run that has the peers too."""
+    command = "python -m benchmarks --form all --shapes 8x7168x7168 --peers"
+    where = {"format": "mxfp8_e4m3", "dtype": "bfloat16", "shape": LARGE}
+    return _quantizers(command, scale_layout="row_major", **where)
+
+
+def speed_shapes() -> list[str]:
+    """Quantizers to MXFP8 at other shapes."""
+    command = "python -m benchmarks --form all --shapes llm"
+    rows = [r for r in results("h200")[1] if r["shape"] != LARGE and r["dtype"] == "bfloat16"]
+    rows = _of(rows, implementation="cutedsl", format="mxfp8_e4m3", scale_layout="row_major")
+    commit = one_run(rows)[0]["commit"]
+    return _quantizers(command, format="mxfp8_e4m3", scale_layout="row_major", commit=commit)
+
+
+def speed_mxfp6() -> list[str]:
+    """Quantizers to MXFP6."""
+    command = "python -m benchmarks --form all --shapes 8x7168x7168 --format mxfp6_e2m3"
+    return _quantizers(command, format="mxfp6_e2m3")
+
+
+def speed_mxfp4() -> list[str]:
+    """Quantizers to MXFP4."""
+    command = "python -m benchmarks --form all --shapes llm --format mxfp4_e2m1"
+    return _quantizers(command, format="mxfp4_e2m1", scale_layout="row_major", op="quantize")
+
+
+def speed_dequantize() -> list[str]:
+    """Dequantizing, MXFP8 and MXFP4."""
+    command = "python -m benchmarks --form dequantize --shapes llm --format {}"
+    lines = []
+    for name in ("mxfp8_e4m3", "mxfp4_e2m1"):
+        lines += [f"From `{name}`:", ""]
+        lines += [*_quantizers(command.format(name), format=name, op="dequantize"), ""]
+    return lines
+
+
+def speed_peers() -> list[str]:
+    """torchao's quantizers beside ours, in one run."""
+    rows = _of(results("h200")[1], shape=LARGE, dtype="bfloat16", format="mxfp8_e4m3")
+    peers = [row for row in rows if row["implementation"] not in IMPLEMENTATIONS]
+    commit = peers[-1]["commit"]
+    ours = _of(rows, commit=commit, implementation="cutedsl", scale_layout="row_major")
+    names = list(dict.fromkeys(row["implementation"] for row in peers))
+    us = {(row["implementation"], row["form"]): f"{row['us']:.0f}" for row in (*peers, *ours)}
+    forms = [form for form in shapes.FORMS if any((name, form) in us for name in names)]
+    lines = table(
+        ("form", "jax_mx, us", *(f"{name}, us" for name in names)),
+        [(form, *(us.get((name, form), "") for name in ("cutedsl", *names))) for form in forms],
+    )
+    command = "python -m benchmarks --form all --shapes 8x7168x7168 --peers"
+    return [*lines, "", caption({"commit": commit}, command) + rebuilt(ours)]
+
+
+def speed_preprocessing() -> list[str]:
+    """MXFP4 with transforms and stochastic rounding, one table for each run."""
+    rows = [row for row in results("h200")[1] if ", " in row["form"] and row["dtype"] == "bfloat16"]
+    rows = _of(rows, format="mxfp4_e2m1", scale_layout="row_major", shape=LARGE)
+    lines = []
+    for commit in dict.fromkeys(row["commit"] for row in rows):
+        own = {tuple(row["form"].split(", ")): row for row in _of(rows, commit=commit)}
+        forms, kinds = (list(dict.fromkeys(key[i] for key in own)) for i in (0, 1))
+        lines += table(
+            ("form", *kinds),
+            [
+                (f, *(f"{own[f, k]['us']:.0f}" if (f, k) in own else "" for k in kinds))
+                for f in forms
+            ],
+        )
+        names = " ".join(json.dumps(form) for form in forms)
+        command = f"python -m benchmarks --format mxfp4_e2m1 --form {names} --preprocessing "
+        command += f"{' '.join(kinds)} --shapes 8x7168x7168"
+        said = caption({"commit": commit}, command) + rebuilt([*own.values()])
+        lines += ["", f"us; {said}", ""]
+    return lines
+
+
+def speed_products() -> list[str]:
+    """Products that read MX operands, and those of bfloat16 beside them."""
+    about, rows = results("h200_products")
+    rows = [row for row in rows if "us" in row]
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own = {row["implementation"]: row for row in _of(rows, case=case)}
+        floats = [row["us"] for name, row in own.items() if name.startswith("bf16")]
+        for name in filter(own.__contains__, names):
+            row = own[name]
+            shape = f"({row['rows']}, {row['k']}) x ({row['k']}, {row['n']})"
+            groups = f", {row['groups']} groups" * bool(row["groups"])
+            faster = f"{min(floats) / row['us']:.2f}x" if floats else ""
+            speed = f"{row['tflops']:.0f} | {row['weights_tbs']:.2f}"
+            lines.append((case, shape + groups, name, f"{row['us']:.0f}", speed, faster))
+    head = ("case", "shape", "operands and implementation", "us", "TF/s", "W, TB/s")
+    lines = table((*head, "against bf16"), lines)
+    return [*lines, "", caption(about, "python -m benchmarks.products")]
+
+
+def speed_layers() -> list[str]:
+    """A linear layer, forward and backward."""
+    about, rows = results("h200_layers")
+    lines = table(
+        ("layer", "rows, in, out", "way", "us", "TF/s", "of bf16's time", "first call, s"),
+        [
+            (
+                row["name"],
+                ", ".join(map(str, row["shape"])),
+                row["way"],
+                f"{row['us']:.0f}",
+                f"{row['tflops']:.0f}",
+                f"{row['ratio']:.2f}",
+                row["first_s"],
+            )
+            for row in rows
+        ],
+    )
+    kept = {name: f"{size / 1e6:.0f} MB" for name, size in about.get("kept", {}).items()}
+    said = ", ".join(f"{name} {size}" for name, size in kept.items())
+    lines += ["", caption(about, "python -m benchmarks.layers")]
+    return [*lines, "", f"Kept for the backward pass of `7168x4096`: {said}."] if said else lines
+
+
+def speed_moe() -> list[str]:
+    """An MoE layer, with its heading; nothing before it was measured."""
+    if not (RESULTS / "h200_moe.json").exists():
+        return []
+    about, rows = results("h200_moe")
+    lines = table(
+        ("case", "tokens, choices, experts, width, inner", "way", "us", "TF/s", "of best bf16"),
+        [
+            (
+                row["case"],
+                ", ".join(str(row[n]) for n in ("tokens", "k", "experts", "width", "inner")),
+                row["way"],
+                f"{row['us']:.0f}",
+                f"{row['tflops']:.0f}",
+                f"{row['of_best_bf16']:.2f}" if "of_best_bf16" in row else "",
+            )
+            for row in rows
+            if "us" in row
+        ],
+    )
+    head = ["## MoE layers", "", "Routing, gathering, quantizing, products, activation, combine:"]
+    return [*head, "", *lines, "", caption(about, "python -m benchmarks.moe")]
+
+
+def speed_collectives() -> list[str]:
+    """What moves between two GPUs, in MX and in bfloat16."""
+    about, rows = results("h200x2_collectives")
+    lines = table(
+        ("case", "way", "shape", "us", "of bf16's time"),
+        [
+            (row["case"], row["way"], row["shape"], f"{row['us']:.0f}", f"{row['ratio']:.2f}")
+            for row in rows
+        ],
+    )
+    return [*lines, "", caption(about, "python -m benchmarks.collectives")]
+
+
+def layers() -> list[str]:
+    """Of speed_layers the first layer: bfloat16, plain XLA, the recipes by name, the fastest."""
+    about, rows = results("h200_layers")
+    first = [row for row in _of(rows, name=rows[0]["name"]) if "microbatches" not in row["way"]]
+    fastest = min(first, key=lambda row: row["us"])["way"]
+    shown = {"bf16", "XLA's quantizer, scaled_dot", "mxfp8", "mxfp4", fastest}
+    first = [row for row in first if row["way"] in shown]
+    m, k, n = first[0]["shape"]
+    device = about["device"].removeprefix("NVIDIA ")
+    return table(
+        (f"({m}, {k}) x ({k}, {n}), forward and backward, {device}", "us", "of bf16's time"),
+        [(row["way"], f"{row['us']:.0f}", f"{row['ratio']:.2f}") for row in first],
+    )
+
+
+# ---- where they stand ----------------------------------------------------------------------------
+TABLES: Mapping[str, Callable[[], list[str]]] = {
+    "chips": chips,
+    "kernels": kernels,
+    "examples": examples,
+    "sharding_no": sharding_no,
+    "formats": formats_table,
+    "layouts": layouts_table,
+    "speed_mxfp8": speed_mxfp8,
+    "speed_shapes": speed_shapes,
+    "speed_mxfp6": speed_mxfp6,
+    "speed_mxfp4": speed_mxfp4,
+    "speed_dequantize": speed_dequantize,
+    "speed_peers": speed_peers,
+    "speed_preprocessing": speed_preprocessing,
+    "speed_products": speed_products,
+    "speed_layers": speed_layers,
+    "speed_moe": speed_moe,
+    "speed_collectives": speed_collectives,
+    "layers": layers,
+}
+
+
+def write(folder: Path) -> None:
+    """All tables, each in a file of its own, for pages to include."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, make in TABLES.items():
+        (folder / f"{name}.md").write_text("\n".join(make()) + "\n")
+    write_examples(folder / "examples")
+
+
+def written(text: str) -> str:
+    """A document with the tables that it keeps between comments written anew."""
+    pattern = r"(<!-- (\w+): written by python -m docs.tables -->\n).*?(<!-- /\2 -->)"
+    return re.sub(
+        pattern, lambda m: m[1] + "\n".join(TABLES[m[2]]()) + f"\n{m[3]}", text, flags=re.DOTALL
+    )
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(written(readme.read_text()))

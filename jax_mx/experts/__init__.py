@@ -1,0 +1,1 @@
+"""Mixture of experts in MX: token groups and a layer."""

@@ -1,0 +1,472 @@
+"""`moe`: the feed-forward part of a mixture of experts, in MX.
+
+One custom_vjp with floats at both ends. Between them, forward:
+
+    tokens --gather, quantize--> slots --product--> gate, up --activation, quantize--> --product-->
+    slots --sum of each token's choices--> tokens
+
+A router's weight scales what the activation gives instead of what the second product gives: the
+sum is the same, and the gradient of the result then reaches the products without being scaled, so
+that it is gathered and quantized in one read like the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.arrays.checks import flag, float_dtype
+from jax_mx.experts import wires
+from jax_mx.experts.activations import ACTIVATIONS, halves
+from jax_mx.facts.formats import MXFP8_E4M3, named
+from jax_mx.lowering import primitive
+from jax_mx.ops.groups import Groups
+from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.ops.quantize import quantize
+from jax_mx.products.forms import Blocks, Form, Use, forms_of
+from jax_mx.products.ragged import grouped
+from jax_mx.products.ragged_dot import (
+    Weight,
+    align_of,
+    floats_of,
+    frozen_or,
+    grouped_recipe,
+    implementation_of,
+    unsplit,
+    weight_forms,
+    weight_of,
+)
+from jax_mx.products.recipes import MXFP8, Recipe
+
+RESIDUALS = ("mx", "floats", "inputs")
+
+
+def moe(
+    x: Any,
+    experts: Any,
+    weights: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    *,
+    b_gate_up: Any = None,
+    b_down: Any = None,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    recipe: Recipe | str = MXFP8,
+    residuals: str | None = None,
+    expert_axis: str | None = None,
+    tensor_axis: str | None = None,
+    token_axes: str | tuple[str, ...] | None = None,
+    wire: str = "mx",
+    implementation: str | None = None,
+) -> jax.Array:
+    """The experts of a mixture: every token through those that a router chose for it.
+
+    y[t] = sum over j of weights[t, j] (act(x[t] @ w_gate_up[e] + b_gate_up[e]) @ w_down[e]
+    + b_down[e]), e = experts[t, j]. No token is dropped, whatever the routing; shapes do not depend
+    on it, and nothing of it is read by the host. Differentiable in reverse mode with respect to x,
+    weights, both matrices and both biases.
+
+    Operands of both grouped products, and of their four gradients, are quantized as the recipe says
+    (see `dot_general`): tokens and the result's gradient as they are gathered into slots, sorted by
+    expert. Kept for the backward pass, in MX: the tokens along slots, and gate and up.
+
+    With `expert_axis`, tokens and experts are split over it: tokens move to all shards of the axis
+    as codes and scales, each shard's experts take theirs, and a reduce-scatter of floats adds up
+    what they give. There the gradient of w_gate_up reads tokens that were quantized along their
+    rows first, and that of w_down such a gradient. Inside `jax.shard_map` over that axis, arguments
+    are a shard's; elsewhere they are whole arrays, on the mesh that `jax.set_mesh` has set, with
+    automatic or explicit axes, and this maps the layer over their shards.
+
+    Args:
+      x: (T, D): bfloat16, float16 or float32. 32 divides D.
+      experts: integers (T, k): the experts of each token. One out of range is none.
+      weights: floats (T, k): what the router gives each of them.
+      w_gate_up: (E, D, 2 I), see `ragged_dot`: floats, what `recipe.quantize_weight` makes of them,
+        or a frozen `MXArray` (E, D, 2 I) or (E, 2 I, D) with its blocks along D. 32 divides I.
+      w_down: (E, I, D), likewise.
+      b_gate_up: floats (E, 2 I), or None.
+      b_down: floats (E, D), or None.
+      activation: "swiglu", "geglu", "geglu_erf", "relu2" or "gpt_oss" (clamped SwiGLU).
+      interleaved: whether gate and up come by turns along 2 I, not all gates first.
+      recipe: how floats are quantized; its window is no "row".
+      residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
+        are; "inputs", nothing: the first product is computed again from the quantized tokens. None:
+        "mx" where the recipe quantizes the forward product, else "floats".
+      expert_axis: the mesh axis that tokens and experts are split over.
+      tensor_axis: the mesh axis that I is split over: the columns of w_gate_up (of gates and of
+        ups alike), the rows of w_down; floats only. One more all-reduce adds up results.
+      token_axes: the mesh axes that tokens are split over where this maps the layer; by default
+        those of x's type, on a mesh with explicit axes, or all of the mesh besides `tensor_axis`.
+        `expert_axis` is added.
+      wire: how tokens and gradients move along it: "mx", or "floats", which are quantized there.
+      implementation: of all grouped products, see `ragged_dot`; or None.
+
+    Returns:
+      (T, D), of x's dtype.
+
+    Raises:
+      TypeError: an operand or argument is of the wrong type.
+      ValueError: shapes that do not fit, lengths that 32 does not divide, an unknown name.
+      NotImplementedError: the named implementation does not serve a product.
+    """
+    op = "moe"
+    recipe = grouped_recipe(op, recipe)
+    dtype = floats_of(op, "x", x, 2)
+    axes = wires.axes_of(op, expert_axis, tensor_axis)
+    if axes.to_map:
+        options = {"activation": activation, "interleaved": interleaved, "residuals": residuals}
+        options |= {"wire": wire, "implementation": implementation}
+        return _mapped(
+            wires.Mapping.of(op, x, axes, token_axes),
+            options,
+            (x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, recipe),
+        )
+    first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
+    if first.columns % 64:
+        raise ValueError(
+            f"{op}: w_gate_up has {first.columns} columns, must be a multiple of 64: 2 I, blocks "
+            "of 32 along I; pad gate and up with zero columns, and w_down with zero rows"
+        )
+    second = weight_of(op, "w_down", w_down, first.columns // 2, recipe)
+    _check_second(op, first, second, x.shape[1])
+    experts, weights = _routing(op, x, experts, weights)
+    biases = [
+        _bias(op, name, bias, (first.groups, columns))
+        for name, bias, columns in (
+            ("b_gate_up", b_gate_up, first.columns),
+            ("b_down", b_down, x.shape[1]),
+        )
+    ]
+    if residuals is None:
+        residuals = "floats" if recipe.uses("lhs")[0].format is None else "mx"
+    static = _Static(
+        dtype,
+        named(f"{op}: activation", {name: name for name in ACTIVATIONS}, activation),
+        flag(op, "interleaved", interleaved),
+        named(f"{op}: residuals", {name: name for name in RESIDUALS}, residuals),
+        axes.experts,
+        axes.tensor,
+        named(f"{op}: wire", {name: name for name in wires.KINDS}, wire),
+        implementation_of(op, implementation),
+    )
+    unsplit(op, x, w_gate_up, w_down)
+    given = (x, weights, first.floats, second.floats, *biases)
+    leaves, tree = jax.tree.flatten((given, first.quantized, second.quantized, experts, recipe))
+    return _moe(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+
+
+def _mapped(mapping: wires.Mapping, options: dict[str, Any], args: tuple) -> jax.Array:
+    """`moe` over the shards of whole arrays.
+
+    Args:
+      mapping: how they are split.
+      options: of `moe`.
+      args: its operands, then the recipe.
+    """
+    x, experts, weights, w1, w2, b1, b2, recipe = args
+    apart = mapping.axes.tensor is not None and not options["interleaved"]
+    if apart:  # gates and ups each by themselves, so that a shard has those of the same columns
+        w1, b1 = (w if w is None else wires.halved(w) for w in (w1, b1))
+
+    def shard(x, experts, weights, w1, w2, b1, b2, recipe):
+        if apart:
+            w1, b1 = (w if w is None else w.reshape(*w.shape[:-2], -1) for w in (w1, b1))
+        own = {"expert_axis": mapping.axes.experts, "tensor_axis": mapping.axes.tensor}
+        return moe(
+            x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **own, **options
+        )
+
+    operands = (x, experts, weights, w1, w2, b1, b2, recipe)
+    return mapping(shard, operands)
+
+
+# ---- what callers pass ---
+def _check_second(op: str, first: Weight, second: Weight, columns: int) -> None:
+    if (second.groups, second.columns) != (first.groups, columns):
+        raise ValueError(
+            f"{op}: w_down has {second.groups} matrices of {second.columns} columns; w_gate_up has "
+            f"{first.groups} and x has {columns} columns"
+        )
+
+
+def _routing(op: str, x: Any, experts: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
+    experts, weights = jnp.asarray(experts), jnp.asarray(weights)
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise TypeError(f"{op}: experts are {experts.dtype}, must be integers")
+    float_dtype(op, "weights", weights.dtype)
+    if experts.ndim != 2 or experts.shape[0] != x.shape[0] or weights.shape != experts.shape:
+        raise ValueError(
+            f"{op}: experts have the shape {experts.shape} and weights {weights.shape}; both must "
+            f"be (T, k), T = {x.shape[0]} as x has it"
+        )
+    return experts, weights
+
+
+def _bias(op: str, name: str, bias: Any, shape: tuple[int, int]) -> Any:
+    if bias is None:
+        return None
+    float_dtype(op, name, getattr(bias, "dtype", None))
+    if bias.shape != shape:
+        raise ValueError(f"{op}: {name} has the shape {bias.shape}, must be {shape}, or None")
+    return jnp.asarray(bias)
+
+
+# ---- the layer and its derivative ---
+class _Static(NamedTuple):
+    """What of a layer is neither array nor key."""
+
+    dtype: np.dtype
+    activation: str
+    interleaved: bool
+    residuals: str
+    axis: str | None
+    tensor: str | None
+    wire: str
+    implementation: str | None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Types:
+    """The dtypes of what gradients reach, None where it is not there."""
+
+    of: tuple[np.dtype | None, ...]
+
+
+class _Kept(NamedTuple):
+    """What the backward pass reads.
+
+    Attributes:
+      groups: the slots.
+      tokens: form of the gathered tokens, along slots.
+      gate_up: (R, 2 I), an `MXArray` or floats; or the form along D that it is computed from.
+      scale: float32 (R,), the router's weight of each slot.
+      expert: int32 (R,), the expert of each slot.
+      w_first: forms of w_gate_up: along D where gate and up are computed again, and along 2 I.
+      w_second: form of w_down along D.
+      biases: b_gate_up as it was given, b_down float32 of all experts.
+      shares: float32 (T, E), how much of each expert a token takes; None without b_down.
+      experts: (T, k), as they were given.
+      recipe: the recipe.
+      types: the dtypes of what was given.
+    """
+
+    groups: Groups
+    tokens: Any
+    gate_up: Any
+    scale: jax.Array
+    expert: jax.Array
+    w_first: Any
+    w_second: Any
+    biases: tuple[Any, Any]
+    shares: Any
+    experts: jax.Array
+    recipe: Recipe
+    types: _Types
+
+
+@partial(jax.jit, static_argnums=0)
+def _moe(static: _Static, *args: Any) -> jax.Array:
+    return _moe_vjp(static, *args)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moe_vjp(static: _Static, given, first, second, experts, recipe):
+    return _forward(static, given, (first, second), experts, recipe, keep=False)[0]
+
+
+def _moe_fwd(static: _Static, given, first, second, experts, recipe):
+    return _forward(static, given, (first, second), experts, recipe, keep=True)
+
+
+def _forward(
+    static: _Static, given: tuple, quantized: tuple, experts: jax.Array, recipe: Recipe, keep: bool
+) -> tuple[jax.Array, Any]:
+    """The result; and what the backward pass reads, if it is to be kept."""
+    x, weights, w1, w2, *biases = given
+    use, blocks = recipe.uses("lhs"), recipe.blocks("lhs")
+    x_all = wires.gathered(static, x, use[0], blocks)
+    number = _matrices(w1, quantized[0])
+    given_experts = experts
+    weights, experts = wires.alike(static.axis, weights), wires.own(static.axis, experts, number)
+    align = align_of(recipe) if keep or static.implementation == "xla" else 1
+    groups = Groups.from_experts(experts, number, align=align)
+    expert = jnp.searchsorted(
+        jnp.cumsum(groups.sizes),
+        jnp.arange(groups.rows.shape[0]),
+        side="right",
+        method="compare_all",
+    )
+    scale = groups.of_slots(weights.astype(jnp.float32))
+    first, first_free = weight_forms(w1, quantized[0], recipe, keep)
+    second, second_free = weight_forms(w2, quantized[1], recipe, keep)
+    tokens, tokens_kept = _slots(x_all, groups.rows, use, blocks, keep and w1 is not None)
+    gate_up = _gate_up(static, tokens, first, groups, expert, biases[0])
+    act = ACTIVATIONS[static.activation](*halves(gate_up, static.interleaved))
+    act = (act * scale[:, None]).astype(static.dtype)
+    along, _ = forms_of(act, -1, (use[0], None), blocks)
+    y = wires.scattered(
+        static.axis, groups.combined(_product(static, along, second, groups, static.dtype))
+    )
+    shares = None
+    if biases[1] is not None:  # of this shard's tokens and all experts
+        biases[1] = wires.alike(static.axis, biases[1]).astype(jnp.float32)
+        shares = _shares(given_experts, given[1], biases[1].shape[0])
+        shares = wires.once(static.tensor, shares)
+        y = y + (shares @ biases[1]).astype(y.dtype)
+    y = wires.summed(static.tensor, y)
+    if not keep:
+        return y, None
+    kept = {"mx": lambda: quantize(gate_up, MXFP8_E4M3), "floats": lambda: gate_up}
+    types = _Types(tuple(None if each is None else each.dtype for each in given))
+    return y, _Kept(
+        groups,
+        tokens_kept,
+        kept[static.residuals]() if static.residuals in kept else tokens,
+        scale,
+        expert,
+        (None if static.residuals in kept else first, first_free),
+        second_free,
+        (biases[0], biases[1]),
+        shares,
+        given_experts,
+        recipe,
+        types,
+    )
+
+
+def _matrices(floats: Any, quantized: Any) -> int:
+    """How many experts there are, of a shard."""
+    return (jax.tree.leaves(quantized)[0] if floats is None else floats).shape[0]
+
+
+def _slots(
+    x: Any, rows: jax.Array, uses: tuple[Use, Use], blocks: Blocks, both: bool
+) -> tuple[Form, Any]:
+    """The forms of gathered rows along their elements, and along slots if both are wanted.
+
+    Args:
+      x: (T, D), floats, or MX along D; then what runs along slots is quantized from that.
+      rows: the row in each slot.
+      uses: how the two products take them.
+      blocks: which elements share scales.
+      both: whether the second one is wanted.
+    """
+    along, across = uses
+    if not isinstance(x, MXArray):
+        made: Any = forms_of(x, -1, (along, across if both else None), blocks, rows)
+        return made
+    floats = dequantize(x)
+    first, second = Form(wires.taken(x, rows)), None
+    if both:
+        _, second = forms_of(floats, -1, (None, across), blocks, rows)
+    return first, second
+
+
+def _product(
+    static: _Static, a: Any, w: Any, groups: Groups, dtype: Any, sums: bool = False
+) -> jax.Array:
+    return grouped(
+        a.array,
+        w.array,
+        groups.sizes,
+        dtype,
+        axes=(a.axis, w.axis),
+        sums=sums,
+        align=groups.align,
+        implementation=static.implementation,
+    )
+
+
+def _gate_up(
+    static: _Static, tokens: Form, first: Form, groups: Groups, expert: jax.Array, bias: Any
+) -> jax.Array:
+    gate_up = _product(static, tokens, first, groups, static.dtype)
+    if bias is None:
+        return gate_up
+    own = bias.at[expert].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return (gate_up.astype(jnp.float32) + own).astype(static.dtype)
+
+
+def _shares(experts: jax.Array, weights: jax.Array, number: int) -> jax.Array:
+    """Float32 (T, E): the sum of the weights that each token gives each expert."""
+    is_it = experts[:, :, None] == jnp.arange(number, dtype=experts.dtype)
+    return jnp.where(is_it, weights.astype(jnp.float32)[:, :, None], 0).sum(1)
+
+
+def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
+    groups, recipe, scale = kept.groups, kept.recipe, kept.scale[:, None]
+    x_type, _, w1_type, w2_type, b1_type, b2_type = kept.types.of
+    use, blocks = recipe.uses("gradient"), recipe.blocks("gradient")
+    # The gradient of the result, in slots: by w_down^T, and along slots for that of w_down.
+    own = (frozen_or(use[0], w2_type is None), use[1])
+    dy_all = wires.gathered(static, dy, own[0], blocks)
+    by_row, by_slot = _slots(dy_all, groups.rows, own, blocks, w2_type is not None)
+    dact = _product(static, by_row, kept.w_second, groups, static.dtype).astype(jnp.float32)
+    # Through the activation, whose argument was kept.
+    gate_up = _again(static, kept)
+    act, pull = jax.vjp(ACTIVATIONS[static.activation], *halves(gate_up, static.interleaved))
+    dscale = (dact * act).sum(-1)
+    dgate_up = _joined(pull(dact * scale), static.interleaved).astype(static.dtype)
+    dw2 = dw1 = db1 = db2 = None
+    lhs, lhs_blocks = recipe.uses("lhs")[1], recipe.blocks("lhs")
+    if w2_type is not None:
+        act = (act * scale).astype(static.dtype)
+        _, act_by_slot = forms_of(act, -1, (None, lhs), lhs_blocks)
+        dw2 = _product(static, act_by_slot, by_slot, groups, w2_type, sums=True)
+    own = (frozen_or(use[0], w1_type is None), use[1] if w1_type is not None else None)
+    along, across = forms_of(dgate_up, -1, own, blocks)
+    if w1_type is not None:
+        dw1 = _product(static, kept.tokens, across, groups, w1_type, sums=True)
+    dx = groups.combined(_product(static, along, kept.w_first[1], groups, static.dtype))
+    dx = wires.scattered(static.axis, dx).astype(x_type)
+    dweights = wires.scattered(static.axis, groups.of_choices(dscale))
+    if b1_type is not None:
+        db1 = _by_expert(dgate_up, kept.expert, groups.num_experts).astype(b1_type)
+    if b2_type is not None:
+        floats = dy.astype(jnp.float32)
+        db2 = wires.scattered(static.axis, kept.shares.T @ floats).astype(b2_type)
+        each = _chosen(floats @ kept.biases[1].T, kept.experts)
+        dweights += wires.once(static.tensor, each)
+    dweights = dweights.astype(kept.types.of[1])
+    return (dx, dweights, dw1, dw2, db1, db2), None, None, None, None
+
+
+def _again(static: _Static, kept: _Kept) -> jax.Array:
+    """Gate and up, (R, 2 I): as they were kept, or computed again."""
+    if static.residuals == "inputs":
+        first, _ = kept.w_first
+        bias, _ = kept.biases
+        return _gate_up(static, kept.gate_up, first, kept.groups, kept.expert, bias)
+    if isinstance(kept.gate_up, MXArray):
+        return dequantize(kept.gate_up, static.dtype)
+    return kept.gate_up
+
+
+def _joined(pair: tuple[jax.Array, jax.Array], interleaved: bool) -> jax.Array:
+    """The inverse of `halves`."""
+    if interleaved:
+        return jnp.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], -1)
+    return jnp.concatenate(pair, axis=-1)
+
+
+def _by_expert(slots: jax.Array, expert: jax.Array, number: int) -> jax.Array:
+    """Float32 (E, columns): the sum of each expert's slots."""
+    is_it = (expert[:, None] == jnp.arange(number)).astype(jnp.float32)
+    return jnp.einsum("re,rn->en", is_it, slots.astype(jnp.float32), precision="highest")
+
+
+def _chosen(each: jax.Array, experts: jax.Array) -> jax.Array:
+    """(T, k) of (T, E): what each choice's expert has; 0 where it is none."""
+    is_one = (experts >= 0) & (experts < each.shape[1])
+    found = jnp.take_along_axis(each, jnp.where(is_one, experts, 0), axis=1)
+    return jnp.where(is_one, found, 0)
+
+
+_moe_vjp.defvjp(_moe_fwd, _moe_bwd)

@@ -1,0 +1,204 @@
+"""How tokens reach the shard that has their experts, and how what these give comes back.
+
+All gather, then each shard takes its own: shapes do not depend on the routing, and a token that
+several experts of a shard want moves once. The shards' results are added up by a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jax_mx import reference
+from jax_mx.arrays.checks import shown
+from jax_mx.arrays.sharding import is_explicit, resharded, shards_of
+from jax_mx.lowering import primitive
+from jax_mx.ops.collectives import all_gather
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.forms import Blocks, QuantizedWeight, Use, forms_of
+
+KINDS = ("mx", "floats")
+
+
+class Axes(NamedTuple):
+    """The mesh axes of a layer; None: there is none.
+
+    Attributes:
+      experts: that tokens and experts are split over.
+      tensor: that the inner length is split over.
+      to_map: whether the layer is still to be mapped over them: they are no axes of a
+        jax.shard_map around it.
+    """
+
+    experts: str | None
+    tensor: str | None
+    to_map: bool = False
+
+
+def axes_of(op: str, experts: Any, tensor: Any) -> Axes:
+    """The axes that a caller names.
+
+    Raises:
+      TypeError, ValueError: a name is none, or of no axis here.
+    """
+    given = {"expert_axis": experts, "tensor_axis": tensor}
+    named = {name: axis for name, axis in given.items() if axis is not None}
+    mesh = jax.sharding.get_abstract_mesh()
+    is_manual = set()
+    for name, axis in named.items():
+        if not isinstance(axis, str):
+            raise TypeError(f"{op}: {name} must be the name of a mesh axis, got {shown(axis)}")
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{op}: {name} {axis!r} is no axis of a mesh here, whose axes are "
+                f"{mesh.axis_names}; set one around the call, with jax.set_mesh or jax.shard_map"
+            )
+        is_manual.add(axis in mesh.manual_axes)
+    if len(is_manual) > 1:
+        raise ValueError(f"{op}: of {given} one is an axis of a jax.shard_map here; map over both")
+    if tensor is not None and experts is None:
+        raise ValueError(f"{op}: tensor_axis without expert_axis; name an axis of length 1 as that")
+    if True in is_manual and tensor and not primitive.varies(jax.lax.axis_index(tensor)):
+        raise ValueError(f"{op}: tensor_axis wants jax.shard_map(..., check_vma=True)")
+    return Axes(experts, tensor, False in is_manual)
+
+
+class Mapping(NamedTuple):
+    """How whole arrays are split among the shards of a mesh.
+
+    Attributes:
+      axes: of the layer.
+      tokens: the axes that tokens are split over.
+      mesh: abstract.
+    """
+
+    axes: Axes
+    tokens: tuple[str, ...]
+    mesh: Any
+
+    @classmethod
+    def of(cls, op: str, x: Any, axes: Axes, tokens: Any) -> Mapping:
+        """The mapping of a layer.
+
+        Raises:
+          ValueError: tokens cannot be split so, or name an axis that the mesh lacks.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        free = [name for name in mesh.axis_names if name not in (axes.tensor, *mesh.manual_axes)]
+        if tokens is None:
+            own = shards_of(x, 0)[0] if is_explicit(mesh) else free
+        else:
+            own = (tokens,) if isinstance(tokens, str) else tokens
+        names = tuple(name for name in free if name in own or name == axes.experts)
+        if unknown := set(own) - set(names):
+            raise ValueError(f"{op}: token_axes {sorted(unknown)} are not among {free}")
+        shards = math.prod(mesh.shape[name] for name in names)
+        if x.shape[0] % shards:
+            raise ValueError(
+                f"{op}: {x.shape[0]} tokens are not a multiple of the {shards} shards of "
+                f"{' x '.join(names)}; pad x with zero rows whose experts are -1"
+            )
+        return cls(axes, names, mesh)
+
+    def __call__(self, shard: Callable[..., jax.Array], operands: tuple) -> jax.Array:
+        """What `shard` gives for each shard of these operands, see `moe`, as one array."""
+        *_, w1, w2, b1, b2, recipe = operands
+        rows, tensor = P(self.tokens), self.axes.tensor
+        first = _specs(w1, P(self.axes.experts, *[None] * (w1.ndim - 2), tensor))
+        second = _specs(w2, P(self.axes.experts, tensor, None))
+        biases = [
+            None if b is None else P(self.axes.experts, *([None] * (b.ndim - 2)), name)
+            for b, name in ((b1, tensor), (b2, None))
+        ]
+        specs = (rows, rows, rows, first, second, *biases, jax.tree.map(lambda _: P(), recipe))
+        if is_explicit(self.mesh):
+            operands = jax.tree.map(lambda a, spec: resharded(a, spec, self.mesh), operands, specs)
+        return jax.shard_map(shard, in_specs=specs, out_specs=rows)(*operands)
+
+
+def _specs(w: Any, spec: P) -> Any:
+    """The specs of a weight's arrays."""
+    if isinstance(w, jax.Array):
+        return spec
+    if len(spec) > 1 and any(spec[1:]):
+        raise ValueError("moe: tensor_axis splits floats; map over shards of MX weights yourself")
+    own = jax.tree.map(lambda _: P(spec[0]), w)
+    if isinstance(w, QuantizedWeight):
+        own = dataclasses.replace(own, recipe=jax.tree.map(lambda _: P(), w.recipe))
+    return own
+
+
+def halved(w: jax.Array) -> jax.Array:
+    """(..., 2, I) of (..., 2 I)."""
+    return w.reshape(*w.shape[:-1], 2, -1)
+
+
+def gathered(static: Any, x: jax.Array, use: Use, blocks: Blocks) -> Any:
+    """The rows of all shards of the expert axis: floats, or MX along their elements.
+
+    Args:
+      static: has the axis and how its wires carry rows.
+      x: floats (T, D) of this shard.
+      use: how the next product takes them.
+      blocks: which elements share scales.
+    """
+    if static.axis is None:
+        return x
+    if static.wire == "floats" or use.format is None or use.hadamard is not None:
+        return jax.lax.all_gather(x, static.axis, tiled=True)
+    form, _ = forms_of(x, -1, (use, None), blocks)
+    assert form is not None
+    assert isinstance(form.array, MXArray)
+    return all_gather(form.array, static.axis, tiled=True)
+
+
+def alike(axis: str | None, choices: jax.Array) -> jax.Array:
+    """(T, k) of all shards."""
+    return choices if axis is None else jax.lax.all_gather(choices, axis, tiled=True)
+
+
+def own(axis: str | None, experts: jax.Array, number: int) -> jax.Array:
+    """The experts of all shards' tokens as this shard counts its own; those of others are -1.
+
+    Args:
+      axis: the expert axis, or None.
+      experts: (T, k) of this shard.
+      number: how many experts a shard has.
+    """
+    if axis is None:
+        return experts
+    here = alike(axis, experts) - jax.lax.axis_index(axis) * number
+    return jnp.where((here >= 0) & (here < number), here, -1)
+
+
+def scattered(axis: str | None, rows: jax.Array) -> jax.Array:
+    """The rows of this shard, added up over shards."""
+    if axis is None:
+        return rows
+    return jax.lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True)
+
+
+def summed(axis: str | None, rows: jax.Array) -> jax.Array:
+    """Added up over the shards of the inner length."""
+    return rows if axis is None else jax.lax.psum(rows, axis)
+
+
+def once(axis: str | None, rows: jax.Array) -> jax.Array:
+    """What of all shards of the inner length one has: the others have zeros, and the sum is it."""
+    return rows if axis is None else jnp.where(jax.lax.axis_index(axis) == 0, rows, 0)
+
+
+def taken(q: MXArray, rows: jax.Array) -> MXArray:
+    """q[rows] of an array with blocks along the last axis, with zeros for rows that it lacks."""
+    parts = {}
+    for name in ("values", "scales"):
+        a = getattr(q, name)
+        bits = reference.rows_of(jax.lax.bitcast_convert_type(a, jnp.uint8), rows)
+        parts[name] = jax.lax.bitcast_convert_type(bits, a.dtype)
+    return dataclasses.replace(q, **parts)

@@ -1,0 +1,38 @@
+"""An identity that keeps two programs apart: what makes an array, and what moves it.
+
+XLA's partitioner looks at a whole program. Asked to move codes, it may move the floats that they
+are made of, or split what makes them as their reader wants it. Behind this identity an array is
+split as what makes it is, and XLA moves no conversion of types past it.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
+
+FORWARD = 1  # sdy's PropagationDirection
+
+_as_made_p = Primitive("mx_as_made")
+_as_made_p.def_impl(lambda x: x)
+_as_made_p.def_abstract_eval(lambda x: x)
+
+
+def _lowered(_: mlir.LoweringRuleContext, x: ir.Value) -> list[ir.Value]:
+    direction = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), FORWARD)
+    return [sdy.propagation_barrier(x, direction)]
+
+
+def _batched(args: list, dims: list) -> tuple:
+    return _as_made_p.bind(*args), dims[0]
+
+
+mlir.register_lowering(_as_made_p, _lowered)
+batching.primitive_batchers[_as_made_p] = _batched
+
+
+def as_made(x: jax.Array) -> jax.Array:
+    """x, however its reader wants it split."""
+    return jax.lax.optimization_barrier(_as_made_p.bind(x))

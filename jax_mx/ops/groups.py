@@ -1,0 +1,194 @@
+"""`Groups`: which slot of a grouped array holds which token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.arrays.checks import shown, whole
+from jax_mx.facts.formats import BLOCK
+
+# Choices are counted in chunks of so many: within a chunk each is compared with each, which costs
+# a fused reduction; between chunks there are histograms. 131,072 choices: 512 chunks.
+_CHUNK = 256
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Groups:
+    """Tokens sorted by expert, on the device, in arrays whose shapes do not depend on the routing.
+
+    A grouped array has R slots. The slots of expert g are `starts[g]` to `starts[g] + sizes[g]`;
+    the first `counts[g]` of them hold its tokens, in the order of the tokens, the others nothing.
+    Every size, and so every start, is a multiple of `align`. The slots behind the last group's hold
+    nothing. A pytree; `align` is static.
+
+    Attributes:
+      rows: int32 (R,), the token in each slot; -1: none.
+      sizes: int32 (G,), how many slots each group has: what grouped products take.
+      starts: int32 (G,), the first of them.
+      counts: int32 (G,), how many tokens each group has.
+      slots: int32 (T, k), the slot of each token's choices; -1: the choice named no expert.
+      dropped: int32 (), how many choices named no expert.
+      align: what every size is a multiple of.
+    """
+
+    rows: jax.Array
+    sizes: jax.Array
+    starts: jax.Array
+    counts: jax.Array
+    slots: jax.Array
+    dropped: jax.Array
+    align: int = dataclasses.field(default=BLOCK, metadata={"static": True})
+
+    @classmethod
+    def from_experts(
+        cls, experts: jax.typing.ArrayLike, num_experts: int, *, align: int = BLOCK
+    ) -> Groups:
+        """Groups of tokens by the experts that a router chose.
+
+        Nothing is sorted: each choice's slot is its group's start, plus how many earlier choices
+        name the same expert.
+
+        Args:
+          experts: integers (T, k) or (T,): the experts of each token; one that is below 0 or not
+            below `num_experts` is none: the choice gets no slot and is counted.
+          num_experts: G.
+          align: every group begins at a multiple of it: 32 for blocks along tokens, 128 or 256 for
+            windows and tiled scales, 1 where nothing is quantized along tokens.
+
+        Returns:
+          Groups of R = T k + min(G, T k) (align - 1) slots, rounded up to a multiple of align, the
+          most that any routing needs.
+
+        Raises:
+          TypeError: experts are no integers, or an argument is no int.
+          ValueError: another rank, or an argument out of range.
+        """
+        op = "Groups.from_experts"
+        number = _positive(op, "num_experts", num_experts)
+        align = _positive(op, "align", align)
+        experts = jnp.asarray(experts)
+        if not jnp.issubdtype(experts.dtype, jnp.integer):
+            raise TypeError(f"{op}: experts are {experts.dtype}, must be integers")
+        if experts.ndim not in (1, 2):
+            raise ValueError(
+                f"{op}: experts have the shape {experts.shape}, must be (T, k) or (T,); reshape "
+                "the batch dimensions into one"
+            )
+        return _grouped(experts if experts.ndim == 2 else experts[:, None], number, align)
+
+    @classmethod
+    def from_sizes(cls, sizes: jax.Array, rows: int, *, align: int = BLOCK) -> Groups:
+        """Groups of rows that are sorted by group already, and begin anywhere.
+
+        Args:
+          sizes: int32 (G,), how many rows each group has; a negative one counts as 0.
+          rows: how many there are; those that no group has get no slot.
+          align: see `from_experts`.
+
+        Returns:
+          Groups of the row numbers, one choice a row.
+        """
+        ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0)), rows)
+        row = jnp.arange(rows, dtype=jnp.int32)
+        experts = jnp.searchsorted(ends, row, side="right", method="compare_all")
+        return _grouped(experts[:, None], sizes.shape[0], align)
+
+    @property
+    def num_experts(self) -> int:
+        """G."""
+        return self.sizes.shape[-1]
+
+    def of_slots(self, choices: jax.Array) -> jax.Array:
+        """What each slot's choice has: (R,) of (T, k), zero where a slot holds nothing.
+
+        Args:
+          choices: (T, k), one number a choice: a router's weights, say.
+        """
+        slots = jnp.where(self.slots < 0, self.rows.shape[0], self.slots)  # -1 would be the last
+        none = jnp.zeros(self.rows.shape, choices.dtype)
+        return none.at[slots].set(choices, mode="drop", unique_indices=True)
+
+    def of_choices(self, slots: jax.Array) -> jax.Array:
+        """What each choice's slot has: (T, k, ...) of (R, ...), zero where a choice has no slot.
+
+        Args:
+          slots: (R, ...), a row for each slot.
+        """
+        return slots.at[self.slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    def combined(self, slots: jax.Array) -> jax.Array:
+        """The sum of each token's choices, added up in float32: (T, ...) of (R, ...).
+
+        Args:
+          slots: (R, ...), a row for each slot.
+        """
+        return self.of_choices(slots).astype(jnp.float32).sum(1).astype(slots.dtype)
+
+
+def _positive(op: str, name: str, value: Any) -> int:
+    try:
+        found = whole(value)
+    except TypeError as error:
+        raise TypeError(f"{op}: {name} must be an int, got {shown(value)}") from error
+    if found < 1:
+        raise ValueError(f"{op}: {name} must be 1 or more, got {found}")
+    return found
+
+
+def slots_for(choices: int, num_experts: int, align: int) -> int:
+    """R: how many slots so many choices need at most."""
+    most = choices + min(num_experts, choices) * (align - 1)
+    return -(-most // align) * align
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _grouped(experts: jax.Array, number: int, align: int) -> Groups:
+    tokens, k = experts.shape
+    total = slots_for(tokens * k, number, align)
+    is_one = (experts >= 0) & (experts < number)
+    flat = jnp.where(is_one, experts, number).astype(jnp.int32).reshape(-1)
+    own, before, counts = _ranks(flat, number)
+    sizes = -(-counts // align) * align
+    starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    first = jnp.concatenate([starts, jnp.zeros(1, jnp.int32)])
+    # A choice that names no expert is written nowhere.
+    slots = jnp.where(flat < number, first[flat] + before + own, total)
+    token = jnp.arange(tokens * k, dtype=jnp.int32) // max(k, 1)
+    rows = jnp.full(total, -1, jnp.int32)
+    rows = rows.at[slots].set(token, mode="drop", unique_indices=True)
+    slots = jnp.where(slots < total, slots, -1).reshape(tokens, k)
+    dropped = (~is_one).sum(dtype=jnp.int32)
+    return Groups(rows, sizes, starts, counts, slots, dropped, align)
+
+
+def _ranks(flat: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """How many earlier choices name the same expert, in the same chunk and in earlier ones.
+
+    Args:
+      flat: int32 (n,), experts; `number`: none.
+      number: of experts.
+
+    Returns:
+      int32 (n,), (n,), and (number,): how many choices name each expert.
+    """
+    n = flat.shape[0]
+    chunks = math.ceil(n / _CHUNK)
+    each = jnp.pad(flat, (0, chunks * _CHUNK - n), constant_values=number).reshape(chunks, _CHUNK)
+    earlier = np.tri(_CHUNK, k=-1, dtype=bool)
+    same = (each[:, :, None] == each[:, None, :]) & earlier
+    own = same.sum(-1, dtype=jnp.int32)
+    experts = jnp.arange(number, dtype=jnp.int32)
+    histograms = (each[:, None, :] == experts[:, None]).sum(-1, dtype=jnp.int32)
+    ends = jnp.cumsum(histograms, 0, dtype=jnp.int32)
+    before = jnp.pad(ends - histograms, ((0, 0), (0, 1)))
+    before = jnp.take_along_axis(before, each, 1)
+    counts = histograms.sum(0, dtype=jnp.int32)
+    return own.reshape(-1)[:n], before.reshape(-1)[:n], counts

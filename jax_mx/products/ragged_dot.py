@@ -1,0 +1,327 @@
+"""`ragged_dot`: lax.ragged_dot with its operands in MX, and what an MoE layer shares with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.arrays.checks import float_dtype, padded
+from jax_mx.arrays.sharding import is_explicit, spec_of
+from jax_mx.facts.formats import BLOCK, named
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.facts.windows import ROW
+from jax_mx.lowering import primitive
+from jax_mx.ops.groups import Groups
+from jax_mx.ops.mxarray import MXArray, checked
+from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
+from jax_mx.products.ragged import grouped
+from jax_mx.products.ragged_implementations import IMPLEMENTATIONS
+from jax_mx.products.recipes import MXFP8, Recipe, recipe_of
+
+
+def ragged_dot(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: jax.Array,
+    *,
+    recipe: Recipe | str = MXFP8,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """jax.lax.ragged_dot with its operands in MX.
+
+    The rows of lhs are sorted by group, and each group's rows meet a matrix of their own. Groups
+    may begin anywhere and be empty; their sizes stay on the device. Differentiable in reverse mode;
+    see `dot_general` for what is quantized, kept and multiplied. The gradient of rhs is summed over
+    rows that are spread to groups at multiples of a window, with zeros between.
+
+    Args:
+      lhs: floats (M, K): bfloat16, float16 or float32. 32 divides K.
+      rhs: floats (G, K, N); or what `Recipe.quantize_weight(w, contracting=1, batch=0)` makes of
+        them; or a frozen `MXArray` whose blocks run along the contracted axis, (G, K, N) or
+        (G, N, K): its axis says which.
+      group_sizes: int32 (G,), how many rows each group has. Rows behind the last group's give 0.
+      recipe: how floats are quantized, see `dot_general`; its window is no "row".
+      preferred_element_type: of the result: bfloat16, float16 or float32; that of lhs by default.
+      implementation: "cutedsl" (our kernels on Hopper), "pallas" (JAX's Pallas kernels on Hopper,
+        after dequantizing), "dequantize" (jax.lax.ragged_dot, likewise), "xla" (plain, runs
+        everywhere); or None: what is known to be the fastest.
+
+    Returns:
+      (M, N).
+
+    Raises:
+      TypeError: an operand or argument is of the wrong type.
+      ValueError: shapes that do not fit, lengths that 32 does not divide, an unknown name.
+      NotImplementedError: the named implementation does not serve the call.
+    """
+    op = "ragged_dot"
+    recipe = grouped_recipe(op, recipe)
+    dtype = floats_of(op, "lhs", lhs, 2)
+    weight = weight_of(op, "rhs", rhs, lhs.shape[1], recipe)
+    sizes_fit(op, group_sizes, weight.groups)
+    if preferred_element_type is not None:
+        dtype = float_dtype(op, "preferred_element_type", preferred_element_type)
+    static = _Static(dtype, implementation_of(op, implementation))
+    unsplit(op, lhs, rhs)
+    columns = weight.columns
+    leaves, tree = jax.tree.flatten((lhs, weight.floats, weight.quantized, group_sizes))
+    lhs, floats, quantized, group_sizes = tree.unflatten(primitive.vary_alike(*leaves))
+    return _ragged(static, lhs, floats, quantized, group_sizes, recipe)[:, :columns]
+
+
+# ---- what callers pass ---
+class Weight(NamedTuple):
+    """One matrix a group.
+
+    Attributes:
+      floats: (G, K, N), which gradients reach, with zero columns up to a multiple of 32; or None.
+      quantized: a frozen `MXArray`, (G, K, N) or (G, N, K); or both forms; or None.
+      groups: G.
+      columns: N.
+    """
+
+    floats: jax.Array | None
+    quantized: Any
+    groups: int
+    columns: int
+
+
+def grouped_recipe(op: str, recipe: Any) -> Recipe:
+    """A recipe that grouped products may follow.
+
+    Raises:
+      TypeError, ValueError: it is none.
+    """
+    recipe = recipe_of(op, recipe)
+    if recipe.window == ROW:
+        raise ValueError(
+            f"{op}: the recipe's window is {ROW!r}, which would span several groups' tokens; use "
+            "window=128 or 256"
+        )
+    return recipe
+
+
+def floats_of(op: str, name: str, x: Any, ndim: int) -> np.dtype:
+    """The dtype of an operand that has to be floats, blocks fitting its last axis.
+
+    Raises:
+      TypeError, ValueError: it is not.
+    """
+    if isinstance(x, MXArray) or not hasattr(x, "dtype"):
+        raise TypeError(f"{op}: {name} must be an array of floats, got {type(x).__name__}")
+    dtype = float_dtype(op, name, x.dtype)
+    if x.ndim != ndim:
+        raise ValueError(f"{op}: {name} has the shape {x.shape}, must have {ndim} dimensions")
+    if x.shape[-1] % BLOCK:
+        raise ValueError(
+            f"{op}: the last axis of {name} has {x.shape[-1]} elements, not a multiple of the "
+            f"block length {BLOCK}; {padded(x.shape[-1], BLOCK)}"
+        )
+    return dtype
+
+
+def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight:
+    """One matrix a group, of `length` contracted elements.
+
+    Raises:
+      TypeError, ValueError: it is none, or was quantized for another product.
+    """
+    shape: Any = getattr(w, "shape", None)
+    if shape is None or len(shape) != 3:
+        raise ValueError(
+            f"{op}: {name} must have three dimensions, one matrix a group: (groups, contracted, "
+            f"columns), got {shape if shape is not None else type(w).__name__}"
+        )
+    at = 1
+    if isinstance(w, MXArray):
+        w = checked(op, name, w).with_values_in(ROW_MAJOR_VALUES).with_scales_in(ROW_MAJOR)
+        at = w.axis % 3 if len(w.block) == 1 else 1
+        if at == 0:
+            raise ValueError(
+                f"{op}: {name} has blocks along the axis of groups; quantize it along the "
+                "contracted one"
+            )
+    elif isinstance(w, QuantizedWeight):
+        _check_quantized(op, name, w, recipe)
+    else:
+        float_dtype(op, name, getattr(w, "dtype", None))
+    if shape[at] != length:
+        raise ValueError(
+            f"{op}: {name} has the shape {tuple(shape)}, whose contracted axis {at} should have "
+            f"{length} elements"
+        )
+    columns = shape[3 - at]
+    if isinstance(w, MXArray):
+        return Weight(None, w, shape[0], columns)
+    if isinstance(w, QuantizedWeight):
+        fixed = _columns_padded(w.floats)
+        return Weight(fixed, (w.contracted_form, w.free_form), shape[0], columns)
+    return Weight(_columns_padded(jnp.asarray(w)), None, shape[0], columns)
+
+
+def _check_quantized(op: str, name: str, w: QuantizedWeight, recipe: Recipe) -> None:
+    own = w.arrangement
+    if (own.contracted_dims, own.order[: own.batch]) != ((1,), (0,)):
+        raise ValueError(
+            f"{op}: {name} was quantized for another product; use "
+            "recipe.quantize_weight(w, contracting=1, batch=0)"
+        )
+    if jax.tree.structure(w.recipe) != jax.tree.structure(recipe):
+        raise ValueError(f"{op}: {name} was quantized by another recipe than this product's")
+
+
+def _columns_padded(w: jax.Array) -> jax.Array:
+    extra = -w.shape[-1] % BLOCK
+    return jnp.pad(w, ((0, 0), (0, 0), (0, extra))) if extra else w
+
+
+def sizes_fit(op: str, sizes: Any, groups: int) -> None:
+    """Refuses what is not the sizes of so many groups.
+
+    Raises:
+      TypeError, ValueError: so it is.
+    """
+    found = getattr(sizes, "dtype", None)
+    if found != jnp.int32:
+        raise TypeError(f"{op}: group_sizes are {found or type(sizes).__name__}, must be int32")
+    if sizes.shape != (groups,):
+        raise ValueError(
+            f"{op}: group_sizes have the shape {sizes.shape}, rhs has {groups} matrices; they "
+            f"must be ({groups},)"
+        )
+
+
+def implementation_of(op: str, name: Any) -> str | None:
+    """A name of the table of implementations, or None.
+
+    Raises:
+      TypeError, ValueError: it is neither.
+    """
+    if name is None:
+        return None
+    return named(f"{op}: implementation", {each: each for each in IMPLEMENTATIONS}, name)
+
+
+def unsplit(op: str, *operands: Any) -> None:
+    """Refuses operands that a mesh with explicit axes splits.
+
+    Raises:
+      ShardingTypeError: so it is.
+    """
+    for x in jax.tree.leaves(operands):
+        aval: Any = jax.typeof(x)
+        if is_explicit(aval.sharding.mesh) and any(spec_of(x)):
+            raise primitive.ShardingTypeError(
+                f"{op}: an operand is split as {aval.sharding.spec}; which rows a group has is "
+                "known on the device alone, so that no rule splits this product: use "
+                "jax.shard_map, or jax_mx.moe"
+            )
+
+
+# ---- forms ---
+def weight_forms(floats: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> tuple[Form, Any]:
+    """What the forward product and that for the gradient of the activations read of a weight.
+
+    Args:
+      floats: (G, K, N), or None.
+      quantized: see `Weight`.
+      recipe: of floats.
+      dgrad: whether the second one is wanted.
+    """
+    if isinstance(quantized, MXArray):
+        at = quantized.axis if len(quantized.block) == 1 else -2
+        return Form(quantized, at), Form(quantized, -3 - at)
+    if quantized is not None:
+        return quantized
+    uses = recipe.uses("rhs")
+    made = forms_of(floats, -2, (uses[0], uses[1] if dgrad else None), recipe.blocks("rhs"))
+    return cast(tuple[Form, Any], made)
+
+
+def align_of(recipe: Recipe) -> int:
+    """What the sizes of groups have to be multiples of, so that blocks along rows stay in one."""
+    return math.lcm(BLOCK, cast(int, recipe.window))
+
+
+def frozen_or(use: Use, is_frozen: bool) -> Use:
+    """How a gradient is taken: beside a frozen weight, in bfloat16."""
+    return Use(None) if is_frozen else use
+
+
+# ---- the product and its derivative ---
+class _Static(NamedTuple):
+    dtype: np.dtype
+    implementation: str | None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Types:
+    """What the backward pass has to know of operands: their types say it."""
+
+    lhs: np.dtype
+    rhs: np.dtype | None
+
+
+@partial(jax.jit, static_argnums=0)
+def _ragged(static: _Static, *args: Any) -> jax.Array:
+    return _ragged_vjp(static, *args)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged_vjp(static: _Static, lhs, floats, quantized, sizes, recipe):
+    a, _ = forms_of(lhs, -1, (recipe.uses("lhs")[0], None), recipe.blocks("lhs"))
+    w, _ = weight_forms(floats, quantized, recipe, dgrad=False)
+    return _product(static, a, w, sizes, static.dtype)
+
+
+def _product(static: _Static, a: Any, w: Any, sizes: jax.Array, dtype: Any) -> jax.Array:
+    axes, name = (a.axis, w.axis), static.implementation
+    return grouped(a.array, w.array, sizes, dtype, axes=axes, implementation=name)
+
+
+def _ragged_fwd(static: _Static, lhs, floats, quantized, sizes, recipe):
+    forward, wgrad = recipe.uses("lhs")
+    blocks = recipe.blocks("lhs")
+    a, _ = forms_of(lhs, -1, (forward, None), blocks)
+    w, w_free = weight_forms(floats, quantized, recipe, dgrad=True)
+    y = _product(static, a, w, sizes, static.dtype)
+    groups = a_rows = None
+    if floats is not None:
+        groups = Groups.from_sizes(sizes, lhs.shape[0], align=align_of(recipe))
+        _, a_rows = forms_of(lhs, -1, (None, wgrad), blocks, groups.rows)
+    types = _Types(lhs.dtype, None if floats is None else floats.dtype)
+    return y, (a_rows, w_free, sizes, groups, recipe, types)
+
+
+def _ragged_bwd(static: _Static, residual: tuple, dy: jax.Array):
+    a_rows, w_free, sizes, groups, recipe, types = residual
+    dgrad, wgrad = recipe.uses("gradient")
+    blocks = recipe.blocks("gradient")
+    along_n, _ = forms_of(dy, -1, (frozen_or(dgrad, types.rhs is None), None), blocks)
+    dlhs = _product(static, along_n, w_free, sizes, types.lhs)
+    drhs = None
+    if types.rhs is not None:
+        made: Any = forms_of(dy, -1, (None, wgrad), blocks, groups.rows)
+        along_m = made[1]
+        drhs = grouped(
+            a_rows.array,
+            along_m.array,
+            groups.sizes,
+            types.rhs,
+            axes=(a_rows.axis, along_m.axis),
+            sums=True,
+            align=groups.align,
+            implementation=static.implementation,
+        )
+    return dlhs, drhs, None, None, None
+
+
+_ragged_vjp.defvjp(_ragged_fwd, _ragged_bwd)

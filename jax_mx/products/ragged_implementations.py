@@ -1,0 +1,222 @@
+"""The ways to compute grouped products: a table, as implementations.py has for dense ones."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.facts import chips as chip_table
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.windows import ROW
+from jax_mx.lowering.registry import Support
+from jax_mx.ops import gemm
+from jax_mx.ops.groups import Groups
+from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.products import kernels
+from jax_mx.products.dot import Operand, refused
+from jax_mx.products.implementations import (
+    FP8_ERROR,
+    Implementation,
+    always,
+    any_call,
+    exact_floats,
+    on_gpus,
+)
+from jax_mx.products.ragged import Ragged, RaggedCall
+from jax_mx.reference import ragged as reference
+from jax_mx.reference import rows_of
+
+
+# ---- our kernels ---
+def _along(x: Any, axis: int) -> bool:
+    """Whether an operand is MX with its blocks along the contracted axis."""
+    return isinstance(x, MXArray) and (len(x.block) == 2 or x.axis == axis)
+
+
+def _cutedsl_support(call: RaggedCall, chips: Sequence[str]) -> Support:
+    name, ragged, w = kernels.NAME, call.ragged, call.rhs
+    if call.partitioned:
+        return refused(name, call, "is not split among devices by XLA; use jax.shard_map")
+    if 0 in (*call.lhs.shape, *w.shape):
+        return refused(name, call, "takes arrays with elements")
+    if ragged.sums:
+        if why := _no_sums(call):
+            return refused(name, call, why)
+        formats = call.lhs.format, w.format
+        window = kernels.windows_of(call.lhs, w)["window"]
+        return kernels.support_of(call.op, gemm.wgrad_plan_of(formats, ragged.dtype, window), chips)
+    if not _along(w, ragged.axes[1]) or (len(w.block) == 1 and ragged.axes[1] == -2):
+        return refused(name, call, "wants an MXArray on the right, in blocks along the last axis")
+    if not isinstance(call.lhs, MXArray) and call.lhs.dtype not in gemm.FLOATS:
+        return refused(name, call, f"takes bfloat16 and float16, no {call.lhs.dtype}")
+    plan = gemm.plan_of(
+        (call.lhs.format, w.format) if _on_fp8(call) else (w.format,),
+        ragged.dtype,
+        call.rows / call.groups,
+        **(kernels.windows_of(call.lhs, w) if _on_fp8(call) else {}),
+        grouped=True,
+    )
+    return kernels.support_of(call.op, plan, chips)
+
+
+def _no_sums(call: RaggedCall) -> str:
+    """Why no kernel sums over groups; empty where one does."""
+    if not _on_fp8(call) or len(call.rhs.block) == 2 or call.ragged.axes != (-1, -1):
+        return "sums over groups of MXFP8 in windows along the last axis: window=128 or 256"
+    window = kernels.windows_of(call.lhs, call.rhs)["window"]
+    if window == ROW or call.ragged.align % window:
+        return f"wants groups that begin at multiples of the window of {window}"
+    return ""
+
+
+def _on_fp8(call: Any) -> bool:
+    """Whether FP8 tensor cores may multiply the codes: both have windows of more than a block."""
+    x, w = call.lhs, call.rhs
+    return (
+        _along(x, call.ragged.axes[0])
+        and _along(w, call.ragged.axes[1])
+        and len(x.block) == 1
+        and {x.format.bits, w.format.bits} == {8}
+        and kernels.have_windows(x, w)
+    )
+
+
+def _cutedsl(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax.Array:
+    assert isinstance(rhs, MXArray)
+    options: dict[str, Any] = {"preferred_element_type": ragged.dtype}
+    options["implementation"] = kernels.NAME
+    call = RaggedCall(ragged, lhs, rhs, sizes.shape[0])
+    windows = kernels.windows_of(lhs, rhs) if _on_fp8(call) else {}
+    if ragged.sums:
+        assert isinstance(lhs, MXArray)
+        return gemm.gemm_wgrad(lhs, rhs, sizes, window=windows["window"], **options)
+    if len(rhs.block) == 2:
+        rhs = (rhs if ragged.axes[1] == -1 else rhs.mT).expand(-1)
+    if windows:
+        assert isinstance(lhs, MXArray)
+        return gemm.gemm_fp8(lhs, rhs, sizes, **windows, **options)
+    return gemm.gemm(_floats(lhs, ragged.axes[0] == -2), rhs, sizes, **options)
+
+
+# ---- JAX's own, of bfloat16 ---
+def _floats(x: Operand, swapped: bool = False) -> jax.Array:
+    """An operand in floats, with its last two axes swapped in the same pass."""
+    if isinstance(x, MXArray):
+        return dequantize(x, transpose=swapped)
+    return x.mT if swapped else x
+
+
+_PALLAS = "jax.experimental.pallas.ops.gpu"
+_MODULES = ("ragged_dot_mgpu", "transposed_ragged_dot_mgpu")
+_TILE = 128  # rows and columns
+_DEPTH = 64  # products that are summed at once
+_MANY = 64  # groups, which the kernel's search for a tile's group is unrolled over
+
+
+@functools.cache
+def _pallas_missing() -> str:
+    """Which of the modules that Pallas' kernels are in this JAX lacks; empty where none."""
+    for name in _MODULES:
+        if importlib.util.find_spec(f"{_PALLAS}.{name}") is None:
+            return name
+    return ""
+
+
+def _pallas_support(call: RaggedCall, chips: Sequence[str]) -> Support:
+    name, ragged = "pallas", call.ragged
+    if missing := _pallas_missing():
+        return refused(name, call, f"wants {_PALLAS}.{missing}, which this JAX lacks")
+    if call.partitioned:
+        return refused(name, call, "is not split among devices by XLA; use jax.shard_map")
+    for chip in chips:
+        if chip != "sm_90":
+            return refused(name, call, f"has kernels for sm_90, none for {chip}")
+    kinds = {x.dtype for x in (call.lhs, call.rhs) if not isinstance(x, MXArray)}
+    if ragged.dtype != jnp.bfloat16 or kinds - {jnp.dtype(jnp.bfloat16)}:
+        return refused(name, call, "takes and gives bfloat16")
+    if call.groups > _MANY or not call.work:
+        return refused(name, call, f"takes arrays with elements, of {_MANY} groups at most")
+    first, second = call.columns
+    tiles = (_TILE, _TILE) if ragged.sums else (_DEPTH, _TILE)
+    if first % tiles[0] or second % tiles[1]:
+        return refused(name, call, f"wants lengths that {tiles[0]} and {tiles[1]} divide")
+    return Support(name)
+
+
+def _pallas(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax.Array:
+    """Pallas' kernels for Hopper, with the tiles that were the fastest of those tried."""
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
+
+    left, right = ragged.axes
+    tiles: dict[str, Any] = {"block_m": _TILE, "block_n": _TILE, "block_k": _DEPTH}
+    tiles |= {"grid_block_n": 8, "max_concurrent_steps": 4, "group_sizes": sizes}
+    if ragged.sums:
+        a, b = _floats(lhs, left == -1), _floats(rhs, right == -1)
+        return transposed_ragged_dot_mgpu.transposed_ragged_dot(a, b, **tiles)
+    a, b = _floats(lhs, left == -2), _floats(rhs)
+    y = ragged_dot_mgpu.ragged_dot(a, b, transpose_rhs=right == -1, **tiles)
+    row = jnp.arange(y.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.where(row < sizes.sum(), y, 0)  # the kernel does not write the rows behind groups
+
+
+def _on_hopper(call: RaggedCall, platform: str, chips: Sequence[str]) -> bool:
+    del call, platform
+    return bool(chips) and all(chip_table.arch_of(chip) == "sm_90a" for chip in chips)
+
+
+def _dequantize(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax.Array:
+    """Kernels make bfloat16 of MX operands, lax.ragged_dot multiplies them."""
+    a, b = _floats(lhs), _floats(rhs)
+    if a.dtype != b.dtype:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    (left, right), sums = ragged.axes, ragged.sums
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((left % 2,), (right % 2 if sums else right % 3,)), ((), ())),
+        lhs_ragged_dimensions=[left % 2 if sums else (-3 - left) % 2],
+        rhs_group_dimensions=[] if sums else [0],
+    )
+    given = jnp.float32 if ragged.dtype == jnp.float16 else ragged.dtype
+    y = jax.lax.ragged_dot_general(a, b, sizes, numbers, preferred_element_type=given)
+    return y.astype(ragged.dtype)
+
+
+# ---- plain ---
+def _plain(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax.Array:
+    """The definition: float32 throughout, by plain XLA."""
+    a, b = exact_floats(lhs), exact_floats(rhs)
+    left, right = ragged.axes
+    rows_at = left if ragged.sums else -3 - left
+    a = jnp.moveaxis(a, rows_at, 0)
+    b = jnp.moveaxis(b, right, 0 if ragged.sums else 1)
+    tile = math.gcd(ragged.align, 128)
+    if tile < BLOCK:
+        groups = Groups.from_sizes(sizes, a.shape[0])
+        a = rows_of(a, groups.rows)
+        if ragged.sums:
+            y = reference.sums(a, rows_of(b, groups.rows), groups.sizes, BLOCK)
+        else:
+            y = groups.combined(reference.rows(a, b, groups.sizes, BLOCK))
+        return y.astype(ragged.dtype)
+    pad = -a.shape[0] % tile
+    a = jnp.pad(a, ((0, pad), (0, 0)))
+    if ragged.sums:
+        b = jnp.pad(b, ((0, pad), (0, 0)))
+        return reference.sums(a, b, sizes, tile).astype(ragged.dtype)
+    return reference.rows(a, b, sizes, tile)[: a.shape[0] - pad].astype(ragged.dtype)
+
+
+IMPLEMENTATIONS: Mapping[str, Implementation] = {
+    row.name: row
+    for row in (
+        Implementation("cutedsl", "cuda", _cutedsl_support, _cutedsl, _on_hopper, error=FP8_ERROR),
+        Implementation("pallas", "cuda", _pallas_support, _pallas, _on_hopper),
+        Implementation("dequantize", "any", any_call("dequantize"), _dequantize, on_gpus),
+        Implementation("xla", "any", any_call("xla"), _plain, always),
+    )
+}

@@ -1,0 +1,65 @@
+"""Grouped products of floats, in plain jnp, added up in float32: a tile of rows after the other.
+
+Groups begin at multiples of a tile here, so that each tile belongs to one. No sum meets another
+group's NaN, and only what a group has is multiplied: lax.ragged_dot multiplies all rows with every
+matrix where XLA has no kernel for it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def rows(x: jax.Array, w: jax.Array, sizes: jax.Array, tile: int) -> jax.Array:
+    """Float32 (R, N): the rows of each group, times its matrix; rows that no group has are 0.
+
+    Args:
+      x: (R, K); tile divides R.
+      w: (G, K, N).
+      sizes: int32 (G,), multiples of tile.
+      tile: rows.
+    """
+    owner, is_some = _owners(sizes, x.shape[0] // tile, tile)
+
+    def one(each):
+        own, group, some = each
+        return jnp.where(some, _dot("mk,kn->mn", own, w[group]), 0)
+
+    y = jax.lax.map(one, (x.reshape(-1, tile, x.shape[1]), owner, is_some))
+    return y.reshape(x.shape[0], w.shape[2])
+
+
+def sums(a: jax.Array, b: jax.Array, sizes: jax.Array, tile: int) -> jax.Array:
+    """Float32 (G, M, N): over the rows of each group; of an empty one 0.
+
+    Args:
+      a: (R, M); tile divides R.
+      b: (R, N).
+      sizes: int32 (G,), multiples of tile.
+      tile: rows.
+    """
+    owner, is_some = _owners(sizes, a.shape[0] // tile, tile)
+
+    def add(total, each):
+        own_a, own_b, group, some = each
+        more = jnp.where(some, _dot("rm,rn->mn", own_a, own_b), 0)
+        return total.at[group].add(more), None
+
+    tiles = (x.reshape(-1, tile, x.shape[1]) for x in (a, b))
+    start = jnp.zeros_like(a, shape=(sizes.shape[0], a.shape[1], b.shape[1]), dtype=jnp.float32)
+    return jax.lax.scan(add, start, (*tiles, owner, is_some))[0]
+
+
+def _owners(sizes: jax.Array, tiles: int, tile: int) -> tuple[jax.Array, jax.Array]:
+    """The group of each tile, and whether it has one."""
+    ends = jnp.cumsum(sizes)
+    first = jnp.arange(tiles, dtype=jnp.int32) * tile
+    owner = jnp.searchsorted(ends, first, side="right", method="compare_all")
+    return jnp.minimum(owner, max(sizes.shape[0] - 1, 0)), owner < sizes.shape[0]
+
+
+def _dot(what: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(
+        what, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,108 @@
+"""Grouped products and an MoE layer by loops over experts, in numpy, on float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_mx
+from jax_mx.experts.activations import ACTIVATIONS, halves
+
+LAST, FIRST = -1, -2  # which axis of a matrix a product contracts
+
+
+def taken(x, axis, use, blocks, dtype):
+    """What a product takes of a matrix that it contracts along an axis, float64.
+
+    Zeros make up whole blocks along it; a Hadamard transform leaves something there.
+    """
+    floats = jnp.asarray(np.asarray(x, np.float64), dtype)
+    if use.format is None:
+        found = np.asarray(floats.astype(jnp.bfloat16), np.float64)
+        return np.pad(found, [(0, -x.shape[0] % 32), (0, 0)]) if axis == FIRST else found
+    pads = [(0, -n % 32) for n in x.shape]
+    block = (32, 32) if blocks.square else 32
+    q = jax_mx.quantize(
+        jnp.pad(floats, pads), use.format, block=block, hadamard=use.hadamard, **blocks.options,
+        **({} if blocks.square else {"axis": axis, "transpose": axis == FIRST}),
+        implementation="xla",
+    )  # fmt: skip
+    found = np.asarray(q.dequantize(jnp.float32), np.float64)
+    found = found.T if axis == FIRST and not blocks.square else found
+    return found[:, : x.shape[1]] if axis == FIRST else found[: x.shape[0]]
+
+
+def rounded(x, dtype):
+    return np.asarray(jnp.asarray(x, dtype), np.float64)
+
+
+@dataclasses.dataclass
+class Products:
+    """The three products of a recipe."""
+
+    recipe: jax_mx.Recipe
+    dtype: object
+
+    def forward(self, x, w):
+        (use, _), (w_use, _) = self.recipe.uses("lhs"), self.recipe.uses("rhs")
+        a = taken(x, LAST, use, self.recipe.blocks("lhs"), self.dtype)
+        return a @ taken(w, FIRST, w_use, self.recipe.blocks("rhs"), self.dtype)
+
+    def dgrad(self, dy, w):
+        (use, _), (_, w_use) = self.recipe.uses("gradient"), self.recipe.uses("rhs")
+        a = taken(dy, LAST, use, self.recipe.blocks("gradient"), self.dtype)
+        return a @ taken(w, LAST, w_use, self.recipe.blocks("rhs"), self.dtype).T
+
+    def wgrad(self, x, dy):
+        (_, x_use), (_, use) = self.recipe.uses("lhs"), self.recipe.uses("gradient")
+        a = taken(x, FIRST, x_use, self.recipe.blocks("lhs"), self.dtype)
+        return a.T @ taken(dy, FIRST, use, self.recipe.blocks("gradient"), self.dtype)
+
+
+@dataclasses.dataclass
+class Layer:
+    """`moe` with everything in one place: values, and every gradient for the result's."""
+
+    recipe: jax_mx.Recipe
+    dtype: object = jnp.float32
+    activation: str = "swiglu"
+    interleaved: bool = False
+    residuals: str = "mx"
+
+    def _pointwise(self, gate_up, scale):
+        floats = jnp.asarray(gate_up, jnp.float32)
+        act = ACTIVATIONS[self.activation](*halves(floats, self.interleaved))
+        return act * jnp.asarray(scale, jnp.float32)[:, None]
+
+    def __call__(self, x, experts, weights, w1, w2, b1, b2, dy):
+        """(y, the gradients of x, weights, w1, w2, b1, b2), float64."""
+        products, dtype = Products(self.recipe, self.dtype), self.dtype
+        y, dx = np.zeros((x.shape[0], w2.shape[2])), np.zeros(x.shape)
+        found = [np.zeros(a.shape) for a in (weights, w1, w2, b1, b2)]
+        dweights, dw1, dw2, db1, db2 = found
+        for e in range(w1.shape[0]):
+            t, j = np.nonzero(experts == e)
+            if not len(t):
+                continue
+            scale, rows = weights[t, j], x[t]
+            gate_up = rounded(products.forward(rows, w1[e]), dtype)
+            gate_up = rounded(gate_up + b1[e], dtype)
+            act = rounded(self._pointwise(gate_up, scale), dtype)
+            np.add.at(y, t, rounded(products.forward(act, w2[e]), dtype))
+            np.add.at(y, t, scale[:, None] * b2[e])
+            kept = gate_up
+            if self.residuals == "mx":
+                q = jax_mx.quantize(jnp.asarray(gate_up, dtype), implementation="xla")
+                kept = np.asarray(q.dequantize(dtype), np.float64)
+            dact = rounded(products.dgrad(dy[t], w2[e]), dtype)
+            again, pull = jax.vjp(self._pointwise, jnp.asarray(kept, jnp.float32), scale)
+            dgate_up, dscale = pull(jnp.asarray(dact, jnp.float32))
+            dgate_up = rounded(dgate_up, dtype)
+            dweights[t, j] = np.asarray(dscale) + dy[t] @ b2[e]
+            dw2[e] = products.wgrad(rounded(again, dtype), dy[t])
+            db2[e] = scale @ dy[t]
+            np.add.at(dx, t, rounded(products.dgrad(dgate_up, w1[e]), dtype))
+            dw1[e] = products.wgrad(rows, dgate_up)
+            db1[e] = dgate_up.sum(0)
+        return y, (dx, *found)

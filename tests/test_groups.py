@@ -1,0 +1,124 @@
+"""`Groups`: against a loop, for every routing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_refused
+
+import jax_mx
+from jax_mx.reference import rows_of
+
+FIELDS = ("rows", "sizes", "starts", "counts", "slots", "dropped")
+
+
+def by_loop(experts, num_experts, align):
+    """The fields of `Groups`, one choice after the other."""
+    tokens, k = experts.shape
+    chosen = [[] for _ in range(num_experts)]
+    slots = np.full((tokens, k), -1)
+    for t in range(tokens):
+        for j in range(k):
+            if 0 <= experts[t, j] < num_experts:
+                chosen[experts[t, j]].append((t, j))
+    counts = np.array([len(each) for each in chosen])
+    sizes = -(-counts // align) * align
+    starts = np.cumsum([0, *sizes])[:-1]
+    most = tokens * k + min(num_experts, tokens * k) * (align - 1)
+    rows = np.full(-(-most // align) * align, -1)
+    for each, start in zip(chosen, starts, strict=True):
+        for i, (t, j) in enumerate(each):
+            rows[start + i], slots[t, j] = t, start + i
+    return rows, sizes, starts, counts, slots, tokens * k - counts.sum()
+
+
+def assert_equal(groups, want):
+    for name, expected in zip(FIELDS, want, strict=True):
+        found = getattr(groups, name)
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found, expected, err_msg=name)
+
+
+def routing(rng, tokens, k, num_experts):
+    """Experts of some skew, of which some are none."""
+    if rng.random() < 0.2:
+        return np.full((tokens, k), rng.integers(num_experts), np.int32)
+    low, high = (-1, num_experts + 1) if rng.random() < 0.5 else (0, num_experts)
+    return np.minimum(
+        rng.integers(low, high, (tokens, k)), rng.integers(low, high, (tokens, k))
+    ).astype(np.int32)
+
+
+@pytest.mark.parametrize("align", [1, 32, 128])
+@pytest.mark.parametrize("shape", [(0, 2, 4), (1, 1, 1), (7, 2, 300), (300, 4, 8), (129, 2, 3)])
+def test_from_experts(shape, align):
+    *size, num_experts = shape
+    for seed in range(3):
+        experts = routing(np.random.default_rng(seed), *size, num_experts)
+        groups = jax_mx.Groups.from_experts(experts, num_experts, align=align)
+        assert_equal(groups, by_loop(experts, num_experts, align))
+        assert groups.align == align
+        assert groups.num_experts == num_experts
+
+
+@pytest.mark.thorough
+def test_ten_thousand_routings():
+    rng, n = np.random.default_rng(1), 10_000
+    experts = rng.integers(-1, 6, (n, 9, 2)).astype(np.int32)
+    found = jax.vmap(lambda e: jax_mx.Groups.from_experts(e, 5, align=4))(experts)
+    fields = {name: np.asarray(getattr(found, name)) for name in FIELDS}
+    for i in range(n):
+        want = by_loop(experts[i], 5, 4)
+        for name, expected in zip(FIELDS, want, strict=True):
+            np.testing.assert_array_equal(fields[name][i], expected, err_msg=f"{i} {name}")
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int32])
+def test_types_of_integers(dtype):
+    experts = np.array([[2, 0], [1, 100], [2, 2]]).astype(dtype)
+    groups = jax_mx.Groups.from_experts(experts, 3, align=2)
+    assert_equal(groups, by_loop(experts.astype(int), 3, 2))
+
+
+def test_of_one_dimension():
+    groups = jax_mx.Groups.from_experts(np.array([1, 0, 1]), 2)
+    assert groups.slots.shape == (3, 1)
+
+
+def test_choices_to_slots_and_back():
+    experts = np.array([[1, 3], [0, 1], [-1, 1]], np.int32)
+    groups = jax_mx.Groups.from_experts(experts, 3, align=4)
+    weights = jnp.arange(1, 7, dtype=jnp.float32).reshape(3, 2)
+    slots = groups.of_slots(weights)
+    assert sorted(np.asarray(slots)[np.asarray(groups.rows) >= 0]) == [1, 3, 4, 6]
+    assert not np.asarray(slots)[np.asarray(groups.rows) < 0].any()
+    np.testing.assert_array_equal(
+        groups.of_choices(slots), np.where((experts < 0) | (experts > 2), 0, weights)
+    )
+    x = jnp.arange(6, dtype=jnp.float32).reshape(3, 2)
+    chosen = np.array([1, 2, 1])[:, None]  # of each token
+    summed = groups.combined(rows_of(x, groups.rows))
+    np.testing.assert_array_equal(summed, chosen * np.asarray(x))
+
+
+def test_from_sizes():
+    sizes = np.array([3, 0, -5, 4, 9], np.int32)  # of ten rows: three of the last group's
+    experts = np.repeat([0, 3, 4], [3, 4, 3])[:, None]
+    groups = jax_mx.Groups.from_sizes(jnp.asarray(sizes), 10, align=8)
+    assert_equal(groups, by_loop(experts, 5, 8))
+    fewer = jax_mx.Groups.from_sizes(jnp.asarray([2, 3], jnp.int32), 10, align=1)
+    np.testing.assert_array_equal(fewer.rows, [0, 1, 2, 3, 4, -1, -1, -1, -1, -1])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda g: g(np.zeros((2, 2)), 3), TypeError, "must be integers"),
+        (lambda g: g(np.zeros((2, 2, 2), int), 3), ValueError, "must be (T, k) or (T,)"),
+        (lambda g: g(np.zeros((2, 2), int), 0), ValueError, "num_experts must be 1 or more, got 0"),
+        (lambda g: g(np.zeros((2, 2), int), 2.0), TypeError, "num_experts must be an int"),
+        (lambda g: g(np.zeros((2, 2), int), 2, align=0), ValueError, "align must be 1 or more"),
+    ],
+)
+def test_messages(call, error, sentence):
+    assert_refused(lambda: call(jax_mx.Groups.from_experts), error, sentence)

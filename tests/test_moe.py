@@ -1,0 +1,231 @@
+"""`moe`: values and every gradient against loops over experts in float64, hard routings."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bits_equal, assert_refused
+from moe_oracle import Layer
+
+import jax_mx
+from jax_mx import BF16, MXFP4, MXFP8, Recipe
+
+TOKENS, K, D, I, E = 40, 2, 64, 96, 4  # noqa: E741
+RECIPES = {
+    "mxfp8": MXFP8,
+    "hybrid": jax_mx.MXFP8_HYBRID,
+    "mxfp4": MXFP4,
+    "windows": Recipe(window=128, weight_window=(128, 128)),
+    "bf16": BF16,
+    "wgrad in bf16": Recipe(wgrad="bf16"),
+}
+ROUTINGS = {
+    "random": lambda rng: rng.integers(0, E, (TOKENS, K)),
+    "some are none": lambda rng: rng.integers(-1, E + 1, (TOKENS, K)),
+    "all to one": lambda rng: np.full((TOKENS, K), 2),
+    "none": lambda rng: np.full((TOKENS, K), -1),
+}
+
+
+def operands(dtype=np.float32, routing="random", tokens=TOKENS, seed=0):
+    """x, experts, weights, both matrices and biases, and a gradient of the result."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        x = rng.normal(size=shape) * 2.0 ** rng.integers(-2, 3, shape)
+        return np.asarray(jnp.asarray(x, dtype).astype(jnp.float32))
+
+    experts = ROUTINGS[routing](rng)[:tokens].astype(np.int32)
+    weights = rng.random((tokens, K)).astype(np.float32)
+    w1, w2 = normal(E, D, 2 * I) / 8, normal(E, I, D) / 8
+    return (
+        normal(tokens, D),
+        experts,
+        weights,
+        w1,
+        w2,
+        normal(E, 2 * I),
+        normal(E, D),
+        normal(tokens, D),
+    )
+
+
+def layer(x, experts, weights, w1, w2, b1=None, b2=None, **options):
+    return jax_mx.moe(x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, **options)
+
+
+def with_gradients(args, dtype=jnp.float32, **options):
+    """y and the gradients of all floats, for the last of args as y's."""
+    x, experts, weights, w1, w2, b1, b2, dy = (jnp.asarray(a) for a in args)
+    x, w1, w2, b1, b2, dy = (a.astype(dtype) for a in (x, w1, w2, b1, b2, dy))
+
+    @jax.jit
+    def both(x, weights, w1, w2, b1, b2):
+        f = lambda x, weights, *rest: layer(x, experts, weights, *rest, **options)  # noqa: E731
+        y, pull = jax.vjp(f, x, weights, w1, w2, b1, b2)
+        return y, pull(dy)
+
+    return both(x, weights, w1, w2, b1, b2)
+
+
+def exact(args):
+    return [a if a.dtype == np.int32 else np.asarray(a, np.float64) for a in args]
+
+
+def assert_close(got, want, bound, what=""):
+    """By the norm of all; a rounding in between may fall the other way."""
+    got, want = (np.asarray(a, np.float64) for a in (got, want))
+    far, size = np.linalg.norm(got - want), np.linalg.norm(want)
+    assert far <= bound * size, f"{what}: off by {far / size:.3g} of its norm"
+
+
+NAMES = ("x", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("mxfp8", {}),
+        ("mxfp4", {"activation": "gpt_oss", "interleaved": True, "residuals": "inputs"}),
+        pytest.param("hybrid", {"residuals": "floats"}, marks=pytest.mark.thorough),
+        pytest.param("windows", {"activation": "geglu"}, marks=pytest.mark.thorough),
+        pytest.param("bf16", {"residuals": "floats"}, marks=pytest.mark.thorough),
+        pytest.param("wgrad in bf16", {"activation": "relu2"}, marks=pytest.mark.thorough),
+    ],
+)
+def test_values_and_gradients(recipe, options):
+    args = operands(routing="some are none")
+    y, gradients = with_gradients(args, recipe=RECIPES[recipe], **options)
+    own = {"residuals": "mx", **options}
+    want, wanted = Layer(RECIPES[recipe], **own)(*exact(args))
+    assert_close(y, want, 2e-3, "y")
+    for name, got, expected in zip(NAMES, gradients, wanted, strict=True):
+        assert_close(got, expected, 4e-3, name)
+
+
+@pytest.mark.parametrize(
+    ("routing", "tokens"),
+    [
+        ("all to one", 7),
+        pytest.param("none", 7, marks=pytest.mark.thorough),
+        pytest.param("all to one", 1, marks=pytest.mark.thorough),
+        pytest.param("none", 1, marks=pytest.mark.thorough),
+    ],
+)
+def test_hard_routings(routing, tokens):
+    args = operands(routing=routing, tokens=tokens)
+    y, gradients = with_gradients(args)
+    want, wanted = Layer(MXFP8)(*exact(args))
+    assert_close(y, want, 2e-3, "y")
+    for name, got, expected in zip(NAMES, gradients, wanted, strict=True):
+        assert_close(got, expected, 4e-3, name)
+        if not expected.any():
+            assert not np.asarray(got).any(), name
+
+
+def test_no_tokens():
+    args = operands()
+    args = [a[:0] if i in (0, 1, 2, 7) else a for i, a in enumerate(args)]
+    y, gradients = with_gradients(args)
+    assert y.shape == (0, D)
+    assert all(not np.asarray(g).any() for g in gradients)
+    assert [g.shape for g in gradients] == [a.shape for i, a in enumerate(args[:7]) if i != 1]
+
+
+@pytest.mark.thorough
+def test_without_derivative_the_same_bytes():
+    args = operands(routing="some are none")[:-1]
+    y = layer(*map(jnp.asarray, args))
+    both, _ = with_gradients((*args, np.zeros((TOKENS, D), np.float32)))
+    assert_bits_equal(y, both)
+
+
+def test_nan_stays_in_its_tokens():
+    x, *rest, _ = operands()
+    y = np.asarray(layer(*map(jnp.asarray, (x, *rest))))
+    x = np.where(np.arange(x.size).reshape(x.shape) == 5 * D + 3, np.float32(np.nan), x)
+    found = np.asarray(layer(*map(jnp.asarray, (x, *rest))))
+    assert np.isnan(found[5]).all()
+    assert_bits_equal(np.delete(found, 5, 0), np.delete(y, 5, 0))
+
+
+@pytest.mark.thorough
+def test_frozen_weights_take_either_order():
+    x, experts, weights, w1, w2, *_, dy = (jnp.asarray(a) for a in operands())
+    want = layer(x, experts, weights, w1, w2)
+    for transpose in (False, True):
+        q1, q2 = (jax_mx.quantize(w, axis=-2, transpose=transpose) for w in (w1, w2))
+        assert_bits_equal(layer(x, experts, weights, q1, q2), want)
+    gradient = jax.grad(lambda x: (dy * layer(x, experts, weights, q1, q2)).sum())(x)
+    floats = [q.dequantize(jnp.float32) for q in (q1.mT, q2.mT)]
+    plain = jax.grad(lambda x: (dy * layer(x, experts, weights, *floats)).sum())(x)
+    assert_close(gradient, plain, 0.08, "x")
+
+
+def test_weights_quantized_once():
+    args = operands()
+    x, experts, weights, w1, w2, *_, dy = (jnp.asarray(a) for a in args)
+
+    def loss(w1, w2, once):
+        ws = [MXFP8.quantize_weight(w, 1, 0) for w in (w1, w2)] if once else (w1, w2)
+        return (dy * layer(x, experts, weights, *ws)).sum()
+
+    got, want = (jax.grad(functools.partial(loss, once=once), (0, 1))(w1, w2) for once in (1, 0))
+    for a, b in zip(got, want, strict=True):
+        assert_bits_equal(a, b)
+
+
+@pytest.mark.thorough
+def test_vmap_and_scan():
+    x, experts, weights, w1, w2, *_ = (jnp.asarray(a) for a in operands(tokens=8))
+    xs, ids = jnp.stack([x, -x]), jnp.stack([experts, experts[::-1]])
+    f = lambda x, e: layer(x, e, weights, w1, w2)  # noqa: E731
+    want = [f(*each) for each in zip(xs, ids, strict=True)]
+    for y in (jax.vmap(f)(xs, ids), jax.lax.map(lambda each: f(*each), (xs, ids))):
+        for got, expected in zip(y, want, strict=True):
+            assert_bits_equal(got, expected)
+
+
+def test_residuals_are_mx():
+    x, experts, weights, w1, w2, *_ = (jnp.asarray(a) for a in operands())
+    bf16 = [a.astype(jnp.bfloat16) for a in (x, w1, w2)]
+    f = lambda x, w1, w2: layer(x, experts, weights, w1, w2)  # noqa: E731
+    _, pull = jax.vjp(f, *bf16)
+    for leaf in jax.tree.leaves(pull):
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
+        assert not is_float or leaf.ndim == 1, leaf.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        (
+            {"x": np.zeros((40, 60), np.float32)},
+            ValueError,
+            "not a multiple of the block length 32",
+        ),
+        ({"x": np.zeros((40, 64), int)}, TypeError, "x"),
+        ({"w1": np.zeros((4, 64), np.float32)}, ValueError, "must have three dimensions"),
+        (
+            {"w1": np.zeros((4, 32, 192), np.float32)},
+            ValueError,
+            "contracted axis 1 should have 64",
+        ),
+        ({"w1": np.zeros((4, 64, 96), np.float32)}, ValueError, "must be a multiple of 64"),
+        ({"w2": np.zeros((3, 96, 64), np.float32)}, ValueError, "w_down has 3 matrices"),
+        ({"experts": np.zeros((40, 2), np.float32)}, TypeError, "must be integers"),
+        ({"weights": np.zeros((40, 3), np.float32)}, ValueError, "both must be (T, k), T = 40"),
+        ({"b1": np.zeros((4, 96), np.float32)}, ValueError, "b_gate_up has the shape (4, 96)"),
+        ({"activation": "tanh"}, ValueError, "activation"),
+        ({"residuals": "all"}, ValueError, "residuals"),
+        ({"recipe": Recipe(window="row")}, ValueError, "would span several groups' tokens"),
+        ({"expert_axis": "expert"}, ValueError, "set one around the call"),
+        ({"implementation": "fp8"}, ValueError, "implementation"),
+    ],
+)
+def test_messages(change, error, sentence):
+    names = ("x", "experts", "weights", "w1", "w2", "b1", "b2")
+    args = dict(zip(names, operands()[:-1], strict=True)) | change
+    assert_refused(lambda: layer(**args), error, sentence)

@@ -1,0 +1,182 @@
+"""Grouped products: `ragged_dot` and what serves it, against loops over groups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bits_equal, assert_refused
+from moe_oracle import Products
+
+import jax_mx
+from jax_mx import BF16, MXFP4, MXFP8, Recipe
+from jax_mx.products import implementations, ragged_implementations
+from jax_mx.products.ragged import Ragged, call_of, grouped
+
+SIZES = {
+    "anywhere": [5, 0, 33, 1, 20],
+    "none": [0, 0, 0, 0, 0],
+    "all in one": [0, 70, 0, 0, 0],
+    "more than there are": [30, 30, 30, 5, 5],
+}
+
+
+def integers(shape, seed=0):
+    """Small ones, whose products and sums are exact in every format."""
+    return np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32)
+
+
+def by_group(sizes, rows):
+    """(group, its rows), as far as there are rows."""
+    start = 0
+    for group, size in enumerate(sizes):
+        yield group, slice(start, min(start + size, rows))
+        start = min(start + size, rows)
+
+
+# ---- the primitive, in every order of axes ---
+@pytest.mark.parametrize("align", [1, 32, 128])
+@pytest.mark.parametrize("implementation", ["xla", "dequantize"])
+@pytest.mark.parametrize("axes", [(-1, -2), (-1, -1), (-2, -1)])
+def test_grouped_products_are_exact(align, implementation, axes):
+    sizes = np.array([3, 0, 2, 1, 0]) * align
+    rows, k, n = int(sizes.sum()) + 2 * align, 32, 48
+    x, w, z = integers((rows, k)), integers((5, k, n), 1), integers((rows, n), 2)
+    y, sums = np.zeros((rows, n)), np.zeros((5, k, n))
+    for group, own in by_group(sizes, rows):
+        y[own] = x[own] @ w[group]
+        sums[group] = x[own].T @ z[own]
+    x[sizes.sum() :] = np.nan  # belong to no group
+    given = jnp.asarray(sizes, jnp.int32), jnp.float32
+    how = {"axes": axes, "align": align, "implementation": implementation}
+    a = x if axes[0] == -1 else x.T
+    b = w if axes[1] == -2 else w.swapaxes(1, 2)
+    if implementation == "xla":  # lax.ragged_dot multiplies NaNs with zeros
+        assert_bits_equal(grouped(a, b, *given, **how), y.astype(np.float32))
+    a = x if axes[0] == -2 else x.T
+    b = z if axes[1] == -2 else z.T
+    a = np.nan_to_num(a) if implementation == "dequantize" else a
+    assert_bits_equal(grouped(a, b, *given, sums=True, **how), sums.astype(np.float32))
+
+
+def test_a_group_keeps_its_nan():
+    x, w = integers((64, 32)), integers((2, 32, 32), 1)
+    w[1, 3, 5] = np.nan
+    y = np.asarray(grouped(x, w, jnp.asarray([32, 32], jnp.int32), jnp.float32, axes=(-1, -2)))
+    assert np.isnan(y[32:, 5]).all()
+    assert np.isnan(y).sum() == 32
+
+
+def test_without_rows():
+    y = grouped(
+        np.zeros((0, 32), np.float32), integers((2, 32, 8)), jnp.zeros(2, jnp.int32), jnp.float32,
+        axes=(-1, -2),
+    )  # fmt: skip
+    assert y.shape == (0, 8)
+
+
+# ---- what serves a call on which chip ---
+def served(lhs, rhs, chip, sums=False, align=128, axes=(-1, -1), dtype=jnp.bfloat16):
+    leaves, tree = jax.tree.flatten((lhs, rhs))
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    call = call_of(Ragged(tree, sums, axes, jnp.dtype(dtype), align), [*leaves, sizes])
+    platform = "cuda" if chip.startswith("sm") else "rocm"
+    table = ragged_implementations.IMPLEMENTATIONS
+    return implementations.decided(call, platform, [chip], table).name
+
+
+def test_what_serves_what():
+    floats = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    stack = jax.ShapeDtypeStruct((4, 128, 256), jnp.bfloat16)
+
+    def mx(x, **options):
+        return jax.eval_shape(lambda x: jax_mx.quantize(x, **options), x)
+
+    wide = mx(floats, window=128)
+    assert served(floats, stack, "sm_90") == "pallas"
+    assert served(floats, mx(stack), "sm_90") == "cutedsl"
+    assert served(wide, mx(stack, window=(128, 128)), "sm_90") == "cutedsl"
+    across = (
+        jax.ShapeDtypeStruct((256, 512), jnp.bfloat16),
+        jax.ShapeDtypeStruct((128, 512), jnp.bfloat16),
+    )
+    assert served(*across, "sm_90", sums=True) == "pallas"
+    assert served(*(mx(x) for x in across), "sm_90", sums=True) == "pallas"
+    assert served(*(mx(x, window=128) for x in across), "sm_90", sums=True) == "cutedsl"
+    # Groups that begin inside of a window; float32, which Pallas' kernels do not give.
+    assert served(*(mx(x, window=256) for x in across), "sm_90", sums=True) == "pallas"
+    assert served(*(mx(x) for x in across), "sm_90", True, dtype=jnp.float32) == "dequantize"
+    for chip in ("sm_100", "gfx950"):
+        assert served(wide, mx(stack, window=128), chip) == "dequantize"
+
+
+def test_explain_and_autotune_know_them():
+    x, w = integers((64, 64)), integers((2, 64, 32), 1)
+    sizes = jnp.asarray([40, 24], jnp.int32)
+    f = lambda x, w: jax_mx.ragged_dot(x, w, sizes, recipe=MXFP8)  # noqa: E731
+    text = str(jax_mx.explain(f, x, w, device="sm_90"))
+    assert "a matrix a group, 2 groups" in text
+    assert "cutedsl" in text
+    choice = jax_mx.autotune(f, x, w, progress=False)
+    assert {name for entry in choice.entries for name, _ in entry.costs} >= {"dequantize", "xla"}
+    with choice:
+        assert "context" in str(jax_mx.explain(f, x, w))
+
+
+# ---- values and gradients ---
+@pytest.mark.parametrize("sizes", [*SIZES])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(MXFP8, id="mxfp8"),
+        pytest.param(MXFP4, id="mxfp4", marks=pytest.mark.thorough),
+        pytest.param(Recipe(window=128, weight_window=(128, 128)), id="windows"),
+        pytest.param(BF16, id="bf16", marks=pytest.mark.thorough),
+    ],
+)
+def test_values_and_gradients(recipe, sizes):
+    rng = np.random.default_rng(1)
+    x, w, dy = (rng.normal(size=s).astype(np.float32) for s in ((70, 64), (5, 64, 40), (70, 40)))
+    given = jnp.asarray(SIZES[sizes], jnp.int32)
+
+    @jax.jit
+    def both(x, w):
+        y, pull = jax.vjp(lambda x, w: jax_mx.ragged_dot(x, w, given, recipe=recipe), x, w)
+        return y, *pull(dy)
+
+    products = Products(recipe, jnp.float32)
+    y, dx, dw = np.zeros((70, 40)), np.zeros((70, 64)), np.zeros((5, 64, 40))
+    for group, own in by_group(SIZES[sizes], 70):
+        if own.start < own.stop:
+            y[own] = products.forward(x[own], w[group])
+            wide = np.pad(dy[own], [(0, 0), (0, 24)]), np.pad(w[group], [(0, 0), (0, 24)])
+            dx[own] = products.dgrad(*wide)
+            dw[group] = products.wgrad(x[own], dy[own])
+    for got, want in zip(both(x, w), (y, dx, dw), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5 * max(np.abs(want).max(), 1e-30), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"group_sizes": jnp.zeros(4, jnp.int32)}, ValueError, "they must be (5,)"),
+        ({"group_sizes": np.zeros(5)}, TypeError, "must be int32"),
+        ({"rhs": np.zeros((5, 32, 8), np.float32)}, ValueError, "should have 64 elements"),
+        ({"lhs": np.zeros((70, 65), np.float32)}, ValueError, "not a multiple of the block length"),
+        ({"lhs": np.zeros(64, np.float32)}, ValueError, "must have 2 dimensions"),
+        ({"implementation": "fp8"}, ValueError, "unknown"),
+        ({"recipe": Recipe(window="row")}, ValueError, "would span several groups"),
+    ],
+)
+def test_messages(change, error, sentence):
+    args = {"lhs": integers((70, 64)), "rhs": integers((5, 64, 40))}
+    args |= {"group_sizes": jnp.zeros(5, jnp.int32)} | change
+    assert_refused(lambda: jax_mx.ragged_dot(**args), error, sentence)
+
+
+def test_forward_mode_is_refused():
+    f = lambda x: jax_mx.ragged_dot(  # noqa: E731
+        x, integers((2, 32, 8)), jnp.zeros(2, jnp.int32)
+    )
+    x = integers((4, 32))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(f, (x,), (x,))

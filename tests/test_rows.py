@@ -1,0 +1,424 @@
+"""`quantize(x, rows=...)`: the bytes of quantizing x[rows], zeros for numbers that x has not.
+
+What it is compared with is NumPy's gather and the same call without rows. Kernels with rows are
+variants of their own: executed on the GPU at hand, and in the emulator.
+"""
+
+import copy
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import arch_here
+from helpers import (
+    assert_refused,
+    assert_same_array,
+    call,
+    call_attributes_in,
+    poison_memory,
+    random_bits,
+    stand_in,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_mx
+from jax_mx import _ffi
+from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.formats import Scaling
+from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.lowering import store
+
+P = PartitionSpec
+PICKING = [v for v in VARIANTS if v.rows]
+FP4 = "mxfp4_e2m1"
+
+
+def numbers(count: int, of: int, seed: int = 0) -> np.ndarray:
+    """Numbers of rows: some twice, some never, some of no row; the ends of int32 among them."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(-of // 8 - 2, of + of // 8 + 2, count).astype(np.int32)
+    rows[: min(count, 4)] = [-1, of, np.iinfo(np.int32).min, np.iinfo(np.int32).max][:count]
+    rows[4:6] = [0, of - 1][: max(count - 4, 0)]
+    return rows
+
+
+def floats(variant, count: int, length: int, seed: int = 0) -> np.ndarray:
+    """Any bits, as `random_bits` has them."""
+    size = -(-count * length // 32) * 32
+    found = random_bits((size,), variant.dtype, seed=seed)
+    return found[: count * length].reshape(count, length)
+
+
+def gathered(x, rows) -> np.ndarray:
+    """What is quantized, by NumPy."""
+    x = np.asarray(x)
+    there = (rows >= 0) & (rows < len(x))
+    found = np.zeros((len(rows), x.shape[1]), x.dtype)
+    found[there] = x[rows[there]]
+    return found
+
+
+def same(got, want, what="") -> None:
+    got, want = ([*r] if isinstance(r, tuple | list) else [r] for r in (got, want))
+    for g, w in zip(got, want, strict=True):
+        assert_same_array(g, w, what)
+
+
+# ---- what it gives ---
+KEY = jax_mx.Stochastic(np.array([0, 7], np.uint32), 0.75)
+SIGNS = np.arange(64) % 3 == 0
+CALLS = {
+    "last": (jax_mx.quantize, {}),
+    "last, tiles": (jax_mx.quantize, {"scale_layout": "blocked_128x4"}),
+    "second": (jax_mx.quantize, {"axis": -2, "format": "mxfp8_e5m2"}),
+    "second transposed": (jax_mx.quantize, {"axis": 0, "transpose": True, "scaling": "even"}),
+    "square": (jax_mx.quantize, {"block": (32, 32), "format": "mxfp6_e2m3"}),
+    "windows": (jax_mx.quantize, {"window": 128}),
+    "windows of rows": (jax_mx.quantize, {"window": "row", "axis": -2}),
+    "tiles of windows": (jax_mx.quantize, {"window": (128, 128)}),
+    "values in tiles": (jax_mx.quantize, {"value_layout": "shuffled_16x16"}),
+    "random": (jax_mx.quantize, {"format": FP4, "rounding": KEY}),
+    "rotated": (jax_mx.quantize, {"format": FP4, "hadamard": jax_mx.Hadamard(64, SIGNS)}),
+    "rotated by data": (
+        jax_mx.quantize,
+        {"format": FP4, "axis": -2, "hadamard": jax_mx.Hadamard(32, jnp.asarray(SIGNS[:32]))},
+    ),
+    "both": (jax_mx.quantize_both, {"transpose": (False, False), "format": FP4, "zero_scale": 127}),
+    "both transposed": (jax_mx.quantize_both, {"formats": ("mxfp8_e4m3", "mxfp8_e5m2")}),
+    "both, windows": (jax_mx.quantize_both, {"window": 256, "scale_layout": "blocked_128x4"}),
+    "both, rounded": (jax_mx.quantize_both, {"format": FP4, "rounding": KEY}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_it_is_quantizing_what_numpy_gathers(name, dtype):
+    op, how = CALLS[name]
+    x, rows = random_bits((45, 320), dtype), numbers(192, 45)
+    same(op(x, rows=rows, **how), op(gathered(x, rows), **how), name)
+
+
+def test_nothing_of_a_row_reaches_others():
+    """A NaN stays in the rows that have its number, wherever these are."""
+    x = np.ones((8, 64), np.float32)
+    x[3, 5] = np.nan
+    rows = np.array([3, 0, 3, -1, 7, 1], np.int32)
+    y = np.asarray(jax_mx.quantize(x, rows=rows).dequantize())
+    assert np.isnan(y[[0, 2], :32]).all() and np.isfinite(y[1:, 32:]).all()
+    assert (y[3] == 0).all() and (y[[1, 4, 5]] == 1).all()
+
+
+@pytest.mark.parametrize("op", [jax_mx.quantize, jax_mx.quantize_both])
+def test_no_rows(op):
+    """Of an x without rows all are zeros; of no numbers nothing comes."""
+    x, rows = random_bits((9, 64), "bfloat16"), numbers(64, 9)
+    same(op(x[:0], rows=rows), op(np.zeros((64, 64), x.dtype)))
+    same(op(x, rows=rows[:0]), op(x[:0]))
+
+
+def test_what_is_refused():
+    x, rows = jnp.ones((8, 64)), np.arange(32, dtype=np.int32)
+    refused = functools.partial(assert_refused, error=TypeError)
+    for bad, found in ((rows.astype(np.int64), "int64[32]"), ([1, 2], "[1, 2]"), (3, "3")):
+        sentence = "quantize: rows must be an int32 array of rank 1, the number of a row of x for"
+        refused(lambda r=bad: jax_mx.quantize(x, rows=r), sentence=sentence)
+        refused(lambda r=bad: jax_mx.quantize_both(x, rows=r), sentence=f"got {found}; jnp.asarray")
+    refused = functools.partial(assert_refused, error=ValueError)
+    refused(lambda: jax_mx.quantize(x, rows=rows[None]), sentence="got int32[1, 32]")
+    refused(
+        lambda: jax_mx.quantize(x[None], rows=rows),
+        sentence="rows picks rows of a matrix, x has the shape (1, 8, 64); reshape it to two",
+    )
+    refused(
+        lambda: jax_mx.quantize_both(x, rows=rows[:31]),
+        sentence="axis -2 has length 31, not a multiple of the block length 32; pad it to 32",
+    )
+    refused(
+        lambda: jax_mx.is_supported("quantize", "sm_90", rows=True, ndim=3),
+        sentence="is_supported: rows are those of a matrix to quantize; use ndim=2",
+    )
+
+
+# ---- which kernel, and where it runs ---
+def test_what_serves_it():
+    """A kernel of its own, or one behind XLA's gather; never XLA where quantizing has a kernel."""
+    supported = functools.partial(jax_mx.is_supported, "quantize", rows=True)
+    name = "quantize_last_bfloat16_mxfp8_e4m3"
+    for chip, dsl in (("sm_90", "cutedsl"), ("gfx950", "flydsl")):
+        assert supported(chip) == (True, f"{dsl}: {name}_rows")
+        assert supported(chip, window="row") == (True, f"{dsl}: {name}_wrow of gathered rows")
+        assert supported(chip, dtype="float32") == (
+            True,
+            f"{dsl}: quantize_last_float32_mxfp8_e4m3 of gathered rows",
+        )
+        found, what = supported(chip, format=FP4, axis=-2, dtype="float32", rounding=KEY)
+        assert found and what.endswith(" along rows of gathered rows")
+        assert not supported(chip, zero_scale=127)[0]
+
+
+@pytest.fixture
+def without_code(monkeypatch):
+    """Kernels are stand-ins: programs are lowered, and must not run."""
+    monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
+    monkeypatch.setattr(store, "get", stand_in)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def program(f, *args, platform="cuda") -> str:
+    return jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.usefixtures("without_code")
+def test_one_call_and_no_gather():
+    """On x and the numbers as they lie; results as those of the same floats."""
+    x, rows = jnp.ones((50, 256), jnp.bfloat16), np.zeros(384, np.int32)
+    for op, how, operands in (
+        (jax_mx.quantize, {}, "tensor<50x8x32xbf16>, tensor<384x1xi32>"),
+        (jax_mx.quantize, {"axis": 0}, "tensor<50x256xbf16>, tensor<12x32xi32>"),
+        (jax_mx.quantize_both, {}, "tensor<50x8x32xbf16>, tensor<12x32xi32>"),
+        (
+            jax_mx.quantize_both,
+            {"window": 256, "scale_layout": "blocked_128x4"},
+            "tensor<50x8x32xbf16>, tensor<12x32xi32>",
+        ),
+    ):
+        text = program(lambda x, r, op=op, how=how: op(x, rows=r, **how), x, rows)
+        line = call_attributes_in(text)
+        assert f": ({operands}) -> " in line
+        results = program(lambda x, op=op, how=how: op(x, **how), jnp.ones((384, 256), x.dtype))
+        assert line.rpartition("->")[2] == call_attributes_in(results).rpartition("->")[2]
+        assert "gather" not in text and "num_batch_dims" not in line
+
+
+@pytest.mark.usefixtures("without_code")
+def test_where_there_is_no_kernel_xla_gathers_and_a_kernel_quantizes():
+    x, rows = jnp.ones((64, 256), jnp.bfloat16), np.zeros(384, np.int32)
+    for how in ({"window": "row"}, {"format": FP4, "rounding": KEY}, {"x": x.astype(jnp.float32)}):
+        how = {"x": x, "window": 32, **how}
+        text = program(lambda x, r, how=how: jax_mx.quantize(**{**how, "x": x}, rows=r),
+                       how["x"], rows)  # fmt: skip
+        assert "stablehlo.gather" in text and "_rows" not in text
+        assert call_attributes_in(text)
+    # vmap over numbers: one call after the other.
+    text = program(jax.vmap(lambda r: jax_mx.quantize(x, rows=r)), rows.reshape(2, 192))
+    assert "stablehlo.while" in text and "gather" not in text.replace("dynamic_gather", "")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shards(kind):
+    """Right on every mesh, the results split as numbers and columns are."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    x, rows = random_bits((64, 128), "bfloat16"), numbers(512, 64)
+    want = jax_mx.quantize_both(gathered(x, rows))
+    for spec, of_rows in ((P("a", None), P()), (P(), P("a")), (P(None, "b"), P("a"))):
+        with jax.set_mesh(mesh):
+            args = (
+                jax.device_put(x, NamedSharding(mesh, spec)),
+                jax.device_put(rows, NamedSharding(mesh, of_rows)),
+            )
+            got = jax.jit(lambda x, r: jax_mx.quantize_both(x, rows=r))(*args)
+        same(got, want, f"{spec} {of_rows}")
+        if kind is AxisType.Explicit:
+            split = (*of_rows, None)[0], (*spec, None, None)[1]
+            assert jax.typeof(got[0].values).sharding.spec == P(*split)
+
+
+@pytest.mark.usefixtures("without_code")
+def test_a_program_that_xla_splits_splits_the_quantizing_too():
+    """So a call of rows is none there; under shard_map it is, and nothing moves."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    where = NamedSharding(mesh, P("a"))
+    args = [
+        jax.ShapeDtypeStruct((64, 128), jnp.bfloat16, sharding=where),
+        jax.ShapeDtypeStruct((512,), jnp.int32, sharding=where),
+    ]
+
+    def run(x, rows):
+        return jax_mx.quantize(x, rows=rows)
+
+    text = program(run, *args)
+    assert "stablehlo.gather" in text and "num_batch_dims" in call_attributes_in(text)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(P("a"), P("a")), out_specs=P("a"))
+    text = program(mapped, *args)
+    assert "gather" not in text
+    assert ": (tensor<8x4x32xbf16>, tensor<64x1xi32>) -> " in call_attributes_in(text)
+
+
+def test_under_transformations():
+    x, rows = random_bits((40, 96), "bfloat16"), numbers(128, 40).reshape(2, 64)
+    want = jax_mx.quantize(gathered(x, rows.ravel()).reshape(2, 64, 96))
+    run = lambda x, r: jax_mx.quantize(x, rows=r)  # noqa: E731
+    same(jax.vmap(run, (None, 0))(x, rows), want)
+    same(jax.vmap(run, (0, 0))(jnp.stack([x, x]), rows), want)
+    same(jax.jit(lambda x, r: jax.lax.map(lambda r: run(x, r), r))(x, rows), want)
+    t, length, r = jax.export.symbolic_shape("t, 96, r")
+    like = jax.ShapeDtypeStruct((t, length), x.dtype), jax.ShapeDtypeStruct((r,), np.int32)
+    checks = jax_mx.DISABLE_EXPORT_CHECKS
+    blob = jax.export.export(jax.jit(run), disabled_checks=checks)(*like).serialize()
+    got = jax.export.deserialize(blob).call(x, rows[0])
+    same(got, run(x, rows[0]))
+    with pytest.raises(NotImplementedError, match="quantize has no derivative"):
+        jax.jvp(lambda x: run(x, rows[0]).scales, (jnp.asarray(x),), (jnp.asarray(x),))
+
+
+# ---- kernels ---
+def check(variant, x, rows, **how):
+    """The variant's kernel gives the reference's bytes."""
+    op, reference = call(variant, variant.implementation, **how), call(variant, "xla", **how)
+    want = jax.block_until_ready(jax.jit(reference)(gathered(x, rows)))
+    poison_memory()
+    same(jax.jit(lambda x, r: op(x, rows=r))(x, rows), want, f"{x.shape} {rows.shape} {how}")
+
+
+SHAPES = {  # T, R, K: of either axis's blocks whole ones
+    "last": [(40, 7, 96), (1, 1, 32), (300, 513, 4128), (65, 129, 160), (33, 100, 2880)],
+    "second": [(40, 32, 1), (33, 160, 257), (100, 96, 7), (9, 544, 72), (128, 64, 1145)],
+    "both": [(40, 32, 32), (33, 96, 160), (100, 288, 544), (300, 544, 4128), (1, 64, 2880)],
+}
+
+
+def shapes_of(variant) -> list:
+    form = str(variant.form).removesuffix("_transposed")
+    return SHAPES["both" if form == "square" else form]
+
+
+HERE = [v for v in PICKING if arch_here() is None or arch_here() in ARCHS[v.implementation]]
+each_here = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
+
+
+@pytest.mark.gpu
+@pytest.mark.sampled(24, 3)
+@each_here
+def test_every_kernel(variant, monkeypatch):
+    """Each layout, scaling and entry; R off every tile."""
+    scalings, layouts = [*Scaling], layouts_of(variant)
+    for i, (count, picked, length) in enumerate(shapes_of(variant)):
+        x = floats(variant, count, length, i)
+        how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
+        check(variant, x, numbers(picked, count, i), **how)
+    x = random_bits((512, 512), variant.dtype)
+    for layout in layouts:  # aligned, whole tiles
+        check(variant, x, numbers(512, 512), scale_layout=layout)
+    get = store.get
+
+    def for_any_address(variant, arch):
+        artifact = get(variant, arch)
+        facts = copy.deepcopy(artifact.facts)
+        for launch in facts["launches"].values():
+            del launch["entries"][0]
+        return dataclasses.replace(artifact, facts=facts)
+
+    monkeypatch.setattr(store, "get", for_any_address)
+    jax.clear_caches()
+    for layout in layouts:
+        check(variant, x[:99], numbers(288, 99), scale_layout=layout)
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [jax_mx.quantize, jax_mx.quantize_both])
+def test_what_lies_at_any_element(op):
+    """XLA hands over a slice of a flat vector where it lies, and the other entry takes it."""
+    flat = jnp.asarray(random_bits((16384,), "bfloat16"))
+    rows = numbers(96, 64)
+    want = op(gathered(flat[1:4097].reshape(64, 64), rows))
+    before = _ffi.counters()["fallback_entries"]
+    same(jax.jit(lambda v: op(v[1:4097].reshape(64, 64), rows=rows))(flat), want)
+    assert _ffi.counters()["fallback_entries"] == before + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.sampled(32, 5)
+@each_here
+def test_past_two_to_the_31(variant):
+    """x and what is quantized have more elements than an int32 counts; in slices of rows."""
+    rows, cols, step = (1 << 31) // 8192 + 192, 8192, 8192
+    turn = 40503  # odd, so that rows are a permutation of 2^18, and some
+
+    @jax.jit
+    def make():
+        row = jax.lax.broadcasted_iota(jnp.uint32, (rows, cols), 0)
+        col = jax.lax.broadcasted_iota(jnp.uint32, (rows, cols), 1)
+        bits = (row * np.uint32(2654435761)) ^ (col * np.uint32(2246822519))
+        bits = (bits ^ bits >> 15) * np.uint32(3266489917)
+        return jax.lax.bitcast_convert_type((bits >> 13).astype(jnp.uint16), jnp.bfloat16)
+
+    picked = ((np.arange(rows, dtype=np.int64) * turn) % (rows + 64)).astype(np.int32)
+    x = make()
+    poison_memory()
+    arrays = jax.jit(lambda x, r: call(variant, variant.implementation)(x, rows=r))(x, picked)
+
+    @jax.jit
+    def differences(x, picked, arrays, start):
+        take = jax.lax.dynamic_slice_in_dim
+        part = jnp.take(x, take(picked, start, step), axis=0, mode="fill", fill_value=0)
+        count = jnp.int32(0)
+        for got, want in zip(arrays, call(variant, "xla")(part), strict=True):
+            axis = 1 if got.shape != x.shape else 0
+            for part, w in ((got.values, want.values), (got.scales, want.scales)):
+                unit = rows // part.shape[axis]
+                g = take(part, start // unit, step // unit, axis)
+                byte = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint8)
+                count += jnp.sum(byte(g) != byte(w), dtype=jnp.int32)
+        return count
+
+    starts = [*range(0, rows - step, step), rows - step]
+    bad = {s: int(differences(x, picked, arrays, s)) for s in starts}
+    assert not any(bad.values()), {start: count for start, count in bad.items() if count}
+
+
+# ---- emulated ---
+emulation = pytest.importorskip("emulation")  # of AMD's chips, by tinygrad
+from jax_mx.testing import emulate  # noqa: E402
+from jax_mx.testing.emulator import ORDERS  # noqa: E402
+
+AMD = [v for v in PICKING if v.implementation == "flydsl"]
+
+
+@pytest.mark.every_binary
+@pytest.mark.sampled(30, 4)
+@emulation.each_binary(AMD)
+def test_emulated(variant, arch):
+    """Layouts of scales and of values, scalings, orders of the waves and entries in turn."""
+    turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
+    shapes = shapes_of(variant)
+    for i in range(3):
+        count, picked, length = shapes[(turn + i) % len(shapes)]
+        count, length = min(count, 65), length if length < 600 else 288
+        if i == 2:  # whole tiles
+            count, picked, length = 70, 128, 256
+        x, rows = floats(variant, count, length, i), numbers(picked, count, i)
+        how = {
+            "scaling": scalings[(turn + i) % len(scalings)],
+            "scale_layout": layouts[(turn + i) % len(layouts)],
+        }
+        want = jax.jit(call(variant, "xla", **how))(gathered(x, rows))
+        before = _ffi.counters()["launches"]
+        with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
+            op = call(variant, "flydsl", **how)
+            got = jax.block_until_ready(jax.jit(lambda x, r, op=op: op(x, rows=r))(x, rows))
+        assert _ffi.counters()["launches"] == before + 1
+        same(got, want, f"{count} {picked} {length} {how}")
+
+
+@pytest.mark.every_binary
+@pytest.mark.sampled(30, 11)
+@emulation.each_binary(AMD)
+def test_emulated_at_any_address(variant, arch):
+    """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""
+    turn, layouts = AMD.index(variant), layouts_of(variant)
+    for entry in range(2):
+        how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
+        count, picked, length = 37, 96, (256, 96 if variant.form.spans[1] else 33)[entry]
+        x, rows = floats(variant, count, length, 1), numbers(picked, count)
+        program = emulation.Program(variant, arch, (count, length), rows=rows, **how)
+        assert program.takes(entry)
+        want = jax.jit(call(variant, "xla", **how))(gathered(x, rows))
+        operands = emulation.bytes_of([x, rows])
+        assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
