@@ -210,7 +210,7 @@ def results(name: str) -> tuple[dict[str, Any], Rows]:
 
 def caption(about: Mapping[str, Any], command: str) -> str:
     """The sentence under a table: device, commit or date, command."""
-    where = [about.get("device", "NVIDIA H200"), "one run"]
+    where = [about.get("device", "NVIDIA H200"), about.get("runs", "one run")]
     where += [f"commit {about['commit']}"] if about.get("commit") else []
     where += [about["date"]] if about.get("date") else []
     where += [f"jax {about['jax']}"] if about.get("jax") else []

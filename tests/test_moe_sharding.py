@@ -24,6 +24,7 @@ MESHES = {
         ("data", "expert", "tensor"),
         {"expert_axis": "expert", "tensor_axis": "tensor"},
     ),
+    "tokens": ((8,), ("data",), {"token_axes": "data"}),
     "one": ((1,), ("expert",), {"expert_axis": "expert"}),
 }
 # Where data is split, blocks along tokens are others, and sums have another order; the smallest
@@ -67,7 +68,8 @@ def with_gradients(**options):
 
 def placed(args, mesh, names):
     rows = P(tuple(name for name in ("data", "expert") if name in names))
-    specs = (rows, rows, rows, *[P("expert")] * 4, rows)
+    stacks = P("expert") if "expert" in names else P()
+    specs = (rows, rows, rows, *[stacks] * 4, rows)
     return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
 
 
@@ -190,4 +192,5 @@ def test_messages():
         assert_refused(call(expert_axis=3), TypeError, "must be the name of a mesh axis, got 3")
         assert_refused(call(tensor_axis="data"), ValueError, "tensor_axis without expert_axis")
         assert_refused(call(token_axes="rows", **own), ValueError, "['rows'] are not among")
+    assert_refused(call(token_axes="data"), ValueError, "token_axes want a mesh")
     assert_refused(call(expert_axis="expert"), ValueError, "set one around the call")

@@ -103,7 +103,7 @@ def moe(
         ups alike), the rows of w_down; floats only. One more all-reduce adds up results.
       token_axes: the mesh axes that tokens are split over where this maps the layer; by default
         those of x's type, on a mesh with explicit axes, or all of the mesh besides `tensor_axis`.
-        `expert_axis` is added.
+        `expert_axis` is added. By itself: every device has all experts, for its tokens.
       wire: how tokens and gradients move along it: "mx", or "floats", which are quantized there.
       implementation: of all grouped products, see `ragged_dot`; or None.
 
@@ -119,7 +119,7 @@ def moe(
     recipe = grouped_recipe(op, recipe)
     dtype = floats_of(op, "x", x, 2)
     axes = wires.axes_of(op, expert_axis, tensor_axis)
-    if axes.to_map:
+    if axes.to_map or token_axes is not None:
         options = {"activation": activation, "interleaved": interleaved, "residuals": residuals}
         options |= {"wire": wire, "implementation": implementation}
         return _mapped(
@@ -295,7 +295,7 @@ def _forward(
     number = _matrices(w1, quantized[0])
     given_experts = experts
     weights, experts = wires.alike(static.axis, weights), wires.own(static.axis, experts, number)
-    align = align_of(recipe) if keep or static.implementation == "xla" else 1
+    align = align_of(recipe) if keep else 1  # nothing is quantized along slots
     groups = Groups.from_experts(experts, number, align=align)
     expert = jnp.searchsorted(
         jnp.cumsum(groups.sizes),

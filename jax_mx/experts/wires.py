@@ -90,6 +90,8 @@ class Mapping(NamedTuple):
           ValueError: tokens cannot be split so, or name an axis that the mesh lacks.
         """
         mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise ValueError(f"{op}: token_axes want a mesh; set one with jax.set_mesh")
         free = [name for name in mesh.axis_names if name not in (axes.tensor, *mesh.manual_axes)]
         if tokens is None:
             own = shards_of(x, 0)[0] if is_explicit(mesh) else free

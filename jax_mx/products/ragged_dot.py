@@ -221,7 +221,7 @@ def unsplit(op: str, *operands: Any) -> None:
             raise primitive.ShardingTypeError(
                 f"{op}: an operand is split as {aval.sharding.spec}; which rows a group has is "
                 "known on the device alone, so that no rule splits this product: use "
-                "jax.shard_map, or jax_mx.moe"
+                "jax.shard_map, or jax_mx.moe with token_axes or expert_axis"
             )
 
 
