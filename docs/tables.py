@@ -468,6 +468,16 @@ def speed_moe() -> list[str]:
     return [*head, "", *lines, "", said]
 
 
+def speed_moe_step() -> list[str]:
+    """A training step of a transformer with experts."""
+    about, rows = results("h200_moe_step")
+    lines = table(
+        ("way", "ms a step", "steps", "loss in the end"),
+        [(row["way"], f"{row['ms']:.1f}", str(row["steps"]), f"{row['loss']:.3f}") for row in rows],
+    )
+    return [*lines, "", caption(about, "python -m benchmarks.moe_step")]
+
+
 def speed_collectives() -> list[str]:
     """What moves between two GPUs, in MX and in bfloat16."""
     about, rows = results("h200x2_collectives")
@@ -515,6 +525,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_products": speed_products,
     "speed_layers": speed_layers,
     "speed_moe": speed_moe,
+    "speed_moe_step": speed_moe_step,
     "speed_collectives": speed_collectives,
     "layers": layers,
 }
