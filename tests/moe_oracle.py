@@ -21,7 +21,8 @@ def taken(x, axis, use, blocks, dtype):
     if use.format is None:
         found = np.asarray(floats.astype(jnp.bfloat16), np.float64)
         return np.pad(found, [(0, -x.shape[0] % 32), (0, 0)]) if axis == FIRST else found
-    pads = [(0, -n % 32) for n in x.shape]
+    unit = max(32, use.hadamard.size if use.hadamard else 0)
+    pads = [(0, -n % unit) for n in x.shape]
     block = (32, 32) if blocks.square else 32
     q = jax_mx.quantize(
         jnp.pad(floats, pads), use.format, block=block, hadamard=use.hadamard, **blocks.options,

@@ -80,6 +80,13 @@ def test_types_of_integers(dtype):
     assert_equal(groups, by_loop(experts.astype(int), 3, 2))
 
 
+@pytest.mark.parametrize(("dtype", "num_experts"), [(np.uint8, 256), (np.int8, 128)])
+def test_as_many_experts_as_the_type_has_numbers(dtype, num_experts):
+    experts = np.arange(num_experts - 16, num_experts).reshape(8, 2)
+    groups = jax_mx.Groups.from_experts(experts.astype(dtype), num_experts, align=1)
+    assert_equal(groups, by_loop(experts, num_experts, 1))
+
+
 def test_of_one_dimension():
     groups = jax_mx.Groups.from_experts(np.array([1, 0, 1]), 2)
     assert groups.slots.shape == (3, 1)

@@ -8,7 +8,7 @@ from helpers import assert_bits_equal, assert_refused
 from moe_oracle import Products
 
 import jax_mx
-from jax_mx import BF16, MXFP4, MXFP8, Recipe
+from jax_mx import BF16, MXFP4, MXFP8, Hadamard, Product, Recipe
 from jax_mx.products import implementations, ragged_implementations
 from jax_mx.products.ragged import Ragged, call_of, grouped
 
@@ -17,6 +17,7 @@ SIZES = {
     "none": [0, 0, 0, 0, 0],
     "all in one": [0, 70, 0, 0, 0],
     "more than there are": [30, 30, 30, 5, 5],
+    "less than none": [4, -3, 30, -1, 20],
 }
 
 
@@ -28,7 +29,7 @@ def integers(shape, seed=0):
 def by_group(sizes, rows):
     """(group, its rows), as far as there are rows."""
     start = 0
-    for group, size in enumerate(sizes):
+    for group, size in enumerate(np.maximum(sizes, 0)):
         yield group, slice(start, min(start + size, rows))
         start = min(start + size, rows)
 
@@ -131,6 +132,9 @@ def test_explain_and_autotune_know_them():
         pytest.param(MXFP4, id="mxfp4", marks=pytest.mark.thorough),
         pytest.param(Recipe(window=128, weight_window=(128, 128)), id="windows"),
         pytest.param(BF16, id="bf16", marks=pytest.mark.thorough),
+        pytest.param(
+            Recipe(wgrad=Product(hadamard=Hadamard(64))), id="turned", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_values_and_gradients(recipe, sizes):
@@ -165,6 +169,15 @@ def test_values_and_gradients(recipe, sizes):
         ({"lhs": np.zeros(64, np.float32)}, ValueError, "must have 2 dimensions"),
         ({"implementation": "fp8"}, ValueError, "unknown"),
         ({"recipe": Recipe(window="row")}, ValueError, "would span several groups"),
+        ({"rhs": np.zeros((0, 64, 8), np.float32)}, ValueError, "must have a matrix at least"),
+        (
+            {
+                "rhs": jax_mx.quantize(np.zeros((5, 64, 8), np.float32), axis=1),
+                "recipe": Recipe(forward=Product(hadamard=Hadamard(16))),
+            },
+            ValueError,
+            "take a recipe whose forward has no hadamard",
+        ),
     ],
 )
 def test_messages(change, error, sentence):

@@ -25,7 +25,7 @@ from jax_mx.experts import wires
 from jax_mx.experts.activations import ACTIVATIONS, halves
 from jax_mx.facts.formats import MXFP8_E4M3, named
 from jax_mx.lowering import primitive
-from jax_mx.ops.groups import Groups
+from jax_mx.ops.groups import Groups, wide
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.quantize import quantize
 from jax_mx.products.forms import Blocks, Form, Use, forms_of
@@ -78,33 +78,39 @@ def moe(
 
     With `expert_axis`, tokens and experts are split over it: tokens move to all shards of the axis
     as codes and scales, each shard's experts take theirs, and a reduce-scatter of floats adds up
-    what they give. There the gradient of w_gate_up reads tokens that were quantized along their
-    rows first, and that of w_down such a gradient. Inside `jax.shard_map` over that axis, arguments
-    are a shard's; elsewhere they are whole arrays, on the mesh that `jax.set_mesh` has set, with
-    automatic or explicit axes, and this maps the layer over their shards.
+    what they give. With wire="mx" the gradients of both matrices read what was quantized twice, to
+    be moved and then along slots, so that they differ a little from one device's. Inside
+    `jax.shard_map` over that axis, arguments are a shard's; elsewhere they are whole arrays, on the
+    mesh that `jax.set_mesh` has set, with automatic or explicit axes, and this maps the layer over
+    their shards.
 
     Args:
       x: (T, D): bfloat16, float16 or float32. 32 divides D.
-      experts: integers (T, k): the experts of each token. One out of range is none.
+      experts: integers (T, k): the experts of each token. One out of range adds nothing, and its
+        weight's gradient is 0.
       weights: floats (T, k): what the router gives each of them.
       w_gate_up: (E, D, 2 I), see `ragged_dot`: floats, what `recipe.quantize_weight` makes of them,
         or a frozen `MXArray` (E, D, 2 I) or (E, 2 I, D) with its blocks along D. 32 divides I.
       w_down: (E, I, D), likewise.
       b_gate_up: floats (E, 2 I), or None.
       b_down: floats (E, D), or None.
-      activation: "swiglu", "geglu", "geglu_erf", "relu2" or "gpt_oss" (clamped SwiGLU).
+      activation: "swiglu" (silu(gate) up), "geglu" (gelu(gate) up, by tanh), "geglu_erf" (exact),
+        "relu2" (relu(gate)^2 up) or "gpt_oss" (clamped SwiGLU).
       interleaved: whether gate and up come by turns along 2 I, not all gates first.
-      recipe: how floats are quantized; its window is no "row".
+      recipe: how floats are quantized; window="row" is refused. The router's weight multiplies
+        what w_down's product reads before that is quantized.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized tokens. None:
         "mx" where the recipe quantizes the forward product, else "floats".
       expert_axis: the mesh axis that tokens and experts are split over.
       tensor_axis: the mesh axis that I is split over: the columns of w_gate_up (of gates and of
-        ups alike), the rows of w_down; floats only. One more all-reduce adds up results.
+        ups alike), the rows of w_down; floats only, together with `expert_axis`. One more
+        all-reduce adds up results.
       token_axes: the mesh axes that tokens are split over where this maps the layer; by default
         those of x's type, on a mesh with explicit axes, or all of the mesh besides `tensor_axis`.
-        `expert_axis` is added. By itself: every device has all experts, for its tokens.
-      wire: how tokens and gradients move along it: "mx", or "floats", which are quantized there.
+        `expert_axis` is added. Given without one: every device has all experts, for its tokens.
+      wire: how tokens and gradients move along it: "mx", or "floats", which are quantized after
+        they arrived; so are those of products in bfloat16, or with a Hadamard transform.
       implementation: of all grouped products, see `ragged_dot`; or None.
 
     Returns:
@@ -119,14 +125,6 @@ def moe(
     recipe = grouped_recipe(op, recipe)
     dtype = floats_of(op, "x", x, 2)
     axes = wires.axes_of(op, expert_axis, tensor_axis)
-    if axes.to_map or token_axes is not None:
-        options = {"activation": activation, "interleaved": interleaved, "residuals": residuals}
-        options |= {"wire": wire, "implementation": implementation}
-        return _mapped(
-            wires.Mapping.of(op, x, axes, token_axes),
-            options,
-            (x, experts, weights, w_gate_up, w_down, b_gate_up, b_down, recipe),
-        )
     first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
     if first.columns % 64:
         raise ValueError(
@@ -143,6 +141,14 @@ def moe(
             ("b_down", b_down, x.shape[1]),
         )
     ]
+    if axes.to_map or token_axes is not None:
+        options = {"activation": activation, "interleaved": interleaved, "residuals": residuals}
+        options |= {"wire": wire, "implementation": implementation}
+        return _mapped(
+            wires.Mapping.of(op, x, axes, token_axes, first.groups),
+            options,
+            (x, experts, weights, w_gate_up, w_down, *biases, recipe),
+        )
     if residuals is None:
         residuals = "floats" if recipe.uses("lhs")[0].format is None else "mx"
     static = _Static(
@@ -155,7 +161,7 @@ def moe(
         named(f"{op}: wire", {name: name for name in wires.KINDS}, wire),
         implementation_of(op, implementation),
     )
-    unsplit(op, x, w_gate_up, w_down)
+    unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
     given = (x, weights, first.floats, second.floats, *biases)
     leaves, tree = jax.tree.flatten((given, first.quantized, second.quantized, experts, recipe))
     return _moe(static, *tree.unflatten(primitive.vary_alike(*leaves)))
@@ -205,7 +211,7 @@ def _routing(op: str, x: Any, experts: Any, weights: Any) -> tuple[jax.Array, ja
             f"{op}: experts have the shape {experts.shape} and weights {weights.shape}; both must "
             f"be (T, k), T = {x.shape[0]} as x has it"
         )
-    return experts, weights
+    return wide(experts), weights
 
 
 def _bias(op: str, name: str, bias: Any, shape: tuple[int, int]) -> Any:
@@ -319,7 +325,8 @@ def _forward(
         biases[1] = wires.alike(static.axis, biases[1]).astype(jnp.float32)
         shares = _shares(given_experts, given[1], biases[1].shape[0])
         shares = wires.once(static.tensor, shares)
-        y = y + (shares @ biases[1]).astype(y.dtype)
+        own = _of_experts(biases[1], given_experts) * given[1].astype(jnp.float32)[:, :, None]
+        y = y + wires.once(static.tensor, own.sum(1)).astype(y.dtype)
     y = wires.summed(static.tensor, y)
     if not keep:
         return y, None
@@ -431,8 +438,9 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
         db1 = _by_expert(dgate_up, kept.expert, groups.num_experts).astype(b1_type)
     if b2_type is not None:
         floats = dy.astype(jnp.float32)
-        db2 = wires.scattered(static.axis, kept.shares.T @ floats).astype(b2_type)
-        each = _chosen(floats @ kept.biases[1].T, kept.experts)
+        db2 = jnp.einsum("te,td->ed", kept.shares, floats, precision="highest")
+        db2 = wires.scattered(static.axis, db2).astype(b2_type)
+        each = (_of_experts(kept.biases[1], kept.experts) * floats[:, None]).sum(-1)
         dweights += wires.once(static.tensor, each)
     dweights = dweights.astype(kept.types.of[1])
     return (dx, dweights, dw1, dw2, db1, db2), None, None, None, None
@@ -445,7 +453,10 @@ def _again(static: _Static, kept: _Kept) -> jax.Array:
         bias, _ = kept.biases
         return _gate_up(static, kept.gate_up, first, kept.groups, kept.expert, bias)
     if isinstance(kept.gate_up, MXArray):
-        return dequantize(kept.gate_up, static.dtype)
+        # float16 may be too small for what was rounded up.
+        return dequantize(
+            kept.gate_up, jnp.float32 if static.dtype == jnp.float16 else static.dtype
+        )
     return kept.gate_up
 
 
@@ -462,11 +473,9 @@ def _by_expert(slots: jax.Array, expert: jax.Array, number: int) -> jax.Array:
     return jnp.einsum("re,rn->en", is_it, slots.astype(jnp.float32), precision="highest")
 
 
-def _chosen(each: jax.Array, experts: jax.Array) -> jax.Array:
-    """(T, k) of (T, E): what each choice's expert has; 0 where it is none."""
-    is_one = (experts >= 0) & (experts < each.shape[1])
-    found = jnp.take_along_axis(each, jnp.where(is_one, experts, 0), axis=1)
-    return jnp.where(is_one, found, 0)
+def _of_experts(bias: jax.Array, experts: jax.Array) -> jax.Array:
+    """(T, k, D) of (E, D): what each choice's expert has; 0 where it is none."""
+    return bias.at[experts].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 _moe_vjp.defvjp(_moe_fwd, _moe_bwd)

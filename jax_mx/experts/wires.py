@@ -83,8 +83,8 @@ class Mapping(NamedTuple):
     mesh: Any
 
     @classmethod
-    def of(cls, op: str, x: Any, axes: Axes, tokens: Any) -> Mapping:
-        """The mapping of a layer.
+    def of(cls, op: str, x: Any, axes: Axes, tokens: Any, experts: int) -> Mapping:
+        """The mapping of a layer of so many experts.
 
         Raises:
           ValueError: tokens cannot be split so, or name an axis that the mesh lacks.
@@ -106,6 +106,11 @@ class Mapping(NamedTuple):
                 f"{op}: {x.shape[0]} tokens are not a multiple of the {shards} shards of "
                 f"{' x '.join(names)}; pad x with zero rows whose experts are -1"
             )
+        if axes.experts and experts % mesh.shape[axes.experts]:
+            raise ValueError(
+                f"{op}: {experts} experts are not a multiple of the {mesh.shape[axes.experts]} "
+                f"shards of {axes.experts}"
+            )
         return cls(axes, names, mesh)
 
     def __call__(self, shard: Callable[..., jax.Array], operands: tuple) -> jax.Array:
@@ -126,7 +131,7 @@ class Mapping(NamedTuple):
 
 def _specs(w: Any, spec: P) -> Any:
     """The specs of a weight's arrays."""
-    if isinstance(w, jax.Array):
+    if not isinstance(w, MXArray | QuantizedWeight):
         return spec
     if len(spec) > 1 and any(spec[1:]):
         raise ValueError("moe: tensor_axis splits floats; map over shards of MX weights yourself")

@@ -25,9 +25,9 @@ class Groups:
     """Tokens sorted by expert, on the device, in arrays whose shapes do not depend on the routing.
 
     A grouped array has R slots. The slots of expert g are `starts[g]` to `starts[g] + sizes[g]`;
-    the first `counts[g]` of them hold its tokens, in the order of the tokens, the others nothing.
-    Every size, and so every start, is a multiple of `align`. The slots behind the last group's hold
-    nothing. A pytree; `align` is static.
+    the first `counts[g]` of them hold its tokens, in the order of the tokens; the others are
+    padding, and so are the slots behind the last group's.
+    Every size, and so every start, is a multiple of `align`. A pytree; `align` is static.
 
     Attributes:
       rows: int32 (R,), the token in each slot; -1: none.
@@ -61,7 +61,8 @@ class Groups:
             below `num_experts` is none: the choice gets no slot and is counted.
           num_experts: G.
           align: every group begins at a multiple of it: 32 for blocks along tokens, 128 or 256 for
-            windows and tiled scales, 1 where nothing is quantized along tokens.
+            windows and tiled scales, 1 where nothing is quantized along tokens, or for
+            `ragged_dot`, which takes groups that begin anywhere.
 
         Returns:
           Groups of R = T k + min(G, T k) (align - 1) slots, rounded up to a multiple of align, the
@@ -82,7 +83,7 @@ class Groups:
                 f"{op}: experts have the shape {experts.shape}, must be (T, k) or (T,); reshape "
                 "the batch dimensions into one"
             )
-        return _grouped(experts if experts.ndim == 2 else experts[:, None], number, align)
+        return _grouped(wide(experts if experts.ndim == 2 else experts[:, None]), number, align)
 
     @classmethod
     def from_sizes(cls, sizes: jax.Array, rows: int, *, align: int = BLOCK) -> Groups:
@@ -96,7 +97,7 @@ class Groups:
         Returns:
           Groups of the row numbers, one choice a row.
         """
-        ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0)), rows)
+        ends = jnp.cumsum(clamped(sizes, rows))
         row = jnp.arange(rows, dtype=jnp.int32)
         experts = jnp.searchsorted(ends, row, side="right", method="compare_all")
         return _grouped(experts[:, None], sizes.shape[0], align)
@@ -131,6 +132,17 @@ class Groups:
           slots: (R, ...), a row for each slot.
         """
         return self.of_choices(slots).astype(jnp.float32).sum(1).astype(slots.dtype)
+
+
+def wide(experts: jax.Array) -> jax.Array:
+    """Integers of a type that holds the number of experts, too."""
+    return experts.astype(jnp.int32) if experts.dtype.itemsize < 4 else experts
+
+
+def clamped(sizes: jax.Array, rows: int) -> jax.Array:
+    """Sizes of groups as far as there are rows; negative ones are 0."""
+    ends = jnp.minimum(jnp.cumsum(jnp.clip(sizes, 0, rows)), rows)
+    return jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
 
 
 def _positive(op: str, name: str, value: Any) -> int:

@@ -17,7 +17,7 @@ from jax_mx.facts.formats import BLOCK, named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive
-from jax_mx.ops.groups import Groups
+from jax_mx.ops.groups import Groups, clamped
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
 from jax_mx.products.ragged import grouped
@@ -38,16 +38,17 @@ def ragged_dot(
 
     The rows of lhs are sorted by group, and each group's rows meet a matrix of their own. Groups
     may begin anywhere and be empty; their sizes stay on the device. Differentiable in reverse mode;
-    see `dot_general` for what is quantized, kept and multiplied. The gradient of rhs is summed over
-    rows that are spread to groups at multiples of a window, with zeros between.
+    see `dot_general` for what is quantized, kept and multiplied. For the gradient of rhs, each
+    group is padded with zero rows to a multiple of 32, or of the recipe's window.
 
     Args:
       lhs: floats (M, K): bfloat16, float16 or float32. 32 divides K.
       rhs: floats (G, K, N); or what `Recipe.quantize_weight(w, contracting=1, batch=0)` makes of
         them; or a frozen `MXArray` whose blocks run along the contracted axis, (G, K, N) or
-        (G, N, K): its axis says which.
-      group_sizes: int32 (G,), how many rows each group has. Rows behind the last group's give 0.
-      recipe: how floats are quantized, see `dot_general`; its window is no "row".
+        (G, N, K): its axis says which; in square blocks (G, K, N).
+      group_sizes: int32 (G,), how many rows each group has. Rows behind the last group's give 0;
+        of more rows than lhs has, those beyond do not count, and negative sizes are 0.
+      recipe: how floats are quantized, see `dot_general`; window="row" is refused.
       preferred_element_type: of the result: bfloat16, float16 or float32; that of lhs by default.
       implementation: "cutedsl" (our kernels on Hopper), "pallas" (JAX's Pallas kernels on Hopper,
         after dequantizing), "dequantize" (jax.lax.ragged_dot, likewise), "xla" (plain, runs
@@ -71,6 +72,7 @@ def ragged_dot(
     static = _Static(dtype, implementation_of(op, implementation))
     unsplit(op, lhs, rhs)
     columns = weight.columns
+    group_sizes = clamped(group_sizes, lhs.shape[0])
     leaves, tree = jax.tree.flatten((lhs, weight.floats, weight.quantized, group_sizes))
     lhs, floats, quantized, group_sizes = tree.unflatten(primitive.vary_alike(*leaves))
     return _ragged(static, lhs, floats, quantized, group_sizes, recipe)[:, :columns]
@@ -140,7 +142,14 @@ def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight
             f"columns), got {shape if shape is not None else type(w).__name__}"
         )
     at = 1
+    if not shape[0]:
+        raise ValueError(f"{op}: {name} has the shape {tuple(shape)}, must have a matrix at least")
     if isinstance(w, MXArray):
+        if recipe.uses("rhs")[0].hadamard is not None:
+            raise ValueError(
+                f"{op}: {name} is quantized already, and the recipe rotates what it is multiplied "
+                "with; take a recipe whose forward has no hadamard"
+            )
         w = checked(op, name, w).with_values_in(ROW_MAJOR_VALUES).with_scales_in(ROW_MAJOR)
         at = w.axis % 3 if len(w.block) == 1 else 1
         if at == 0:
@@ -246,8 +255,9 @@ def weight_forms(floats: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> tu
 
 
 def align_of(recipe: Recipe) -> int:
-    """What the sizes of groups have to be multiples of, so that blocks along rows stay in one."""
-    return math.lcm(BLOCK, cast(int, recipe.window))
+    """What sizes of groups are multiples of: blocks and transforms along rows stay whole."""
+    turns = [use.hadamard.size for use in (recipe.uses("lhs")[1],) if use.hadamard is not None]
+    return math.lcm(BLOCK, cast(int, recipe.window), *turns)
 
 
 def frozen_or(use: Use, is_frozen: bool) -> Use:
