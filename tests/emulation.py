@@ -80,9 +80,14 @@ def traced(variant, like, **options):
 
 
 def plan_of(made) -> tuple:
-    """Which equation of a call's jaxpr binds a primitive of jax_mx, and its plan."""
+    """Which equation of a call's jaxpr binds a primitive of jax_mx, and its plan.
+
+    Not the one that finds amaxes of rows for it.
+    """
     ((at, plan),) = (
-        (i, eqn.params["plan"]) for i, eqn in enumerate(made.eqns) if "plan" in eqn.params
+        (i, eqn.params["plan"])
+        for i, eqn in enumerate(made.eqns)
+        if "plan" in eqn.params and eqn.params["plan"].op != "amaxes"
     )
     return at, plan
 

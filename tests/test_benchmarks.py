@@ -680,15 +680,16 @@ def test_the_plot_shows_every_form_and_every_implementation():
 
 def test_the_readmes_picture(tmp_path, monkeypatch):
     """Products of an MoE layer, and the layer itself once it was measured: its fastest recipe."""
+    for path in plot.RESULTS.glob("*.json"):
+        if path.name != "h200_moe.json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(plot, "RESULTS", tmp_path)
     left, right = plot.overview_bars()
     assert {*left} == {"jax_mx", "plain JAX, by XLA", "torchao, its fastest"}
     assert {*right} == {*plot.PRODUCTS.values()}
     peer = left["torchao, its fastest"]
     two = 1 / peer["along rows"] + 1 / peer["along columns,\ntransposed"]  # two reads, two writes
     assert peer["both"] == pytest.approx(1 / two * 2 * 4 / (2 * 3), rel=0.02)  # of one read's bytes
-    for path in plot.RESULTS.glob("*.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(plot, "RESULTS", tmp_path)
     ways = {"bf16 lax.ragged_dot": 90, "bf16 Pallas": 600, "mxfp8": 550, "mxfp8, tiles": 900}
     made = [{"case": case, "way": way, "tflops": n, "us": 1.0}
             for case in ("forward", "decode") for way, n in ways.items()]  # fmt: skip

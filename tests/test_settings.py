@@ -172,6 +172,21 @@ def collectives():
 
 
 # A row for each public function: what is called, and all that it gives.
+def mixtures():
+    rows, stack = x(shape=(64, 64)), x(shape=(2, 64, 64))
+    experts = jnp.asarray(np.arange(64) % 3, jnp.int32)[:, None]  # the third one is none
+    groups = jax_mx.Groups.from_experts(experts, 2)
+    yield groups.rows, groups.slots
+    yield jax_mx.ragged_dot(rows, stack, groups.counts)
+
+    def layer(rows, stack):
+        weights = jnp.ones((64, 1), jnp.float32)
+        return jax_mx.moe(rows, experts, weights, stack, stack[:, :32])
+
+    y, back = jax.vjp(layer, rows, stack)
+    yield y, back(y)
+
+
 CALLS = {
     "MXArray": arrays,
     "Hadamard": random_signs,
@@ -203,6 +218,7 @@ CALLS = {
     "matmul": products,
     "Recipe": products,
     "QuantizedWeight": products,
+    **dict.fromkeys(("Groups", "moe", "ragged_dot"), mixtures),
     **dict.fromkeys(
         ("all_gather", "all_to_all", "ppermute", "reshard", "gather_weight"), collectives),
 }  # fmt: skip
@@ -212,7 +228,7 @@ NO_CALLS = {
     *("DISABLE_EXPORT_CHECKS", "CEIL", "EVEN", "FLOOR", "RCEIL", "ROW_MAJOR", "ROW_MAJOR_VALUES"),
     *("BLOCKED_128X4", "SHUFFLED_16X16", "SHUFFLED_32X8"),
     *(name.upper() for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3")),
-    *("MXFP4_E2M1", "MXFP4", "MXFP8", "MXFP8_HYBRID", "Product"),
+    *("MXFP4_E2M1", "MXFP4", "MXFP8", "MXFP8_HYBRID", "BF16", "Product"),
     *("autotune", "explain", "Choice", "Explanation"),  # of traces, no arrays
 }
 SETTINGS = {

@@ -42,9 +42,8 @@ def test_launch_rules_number_the_arrays_of_the_signature():
         found = store.find(variant, "gfx950")
         if found is None:
             continue
-        count = len(
-            signature_of(variant.op, variant.kinds or (Kind(),) * len(variant.formats)).arrays
-        )
+        kinds = variant.kinds or (Kind(),) * len(variant.formats)
+        count = len(signature_of(variant.signature, kinds).arrays)
         for layout in layouts_of(variant):
             for entry in found.facts["launches"][layout]["entries"]:
                 assert len(entry["align"]) == count
