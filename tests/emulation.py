@@ -87,7 +87,7 @@ def plan_of(made) -> tuple:
     ((at, plan),) = (
         (i, eqn.params["plan"])
         for i, eqn in enumerate(made.eqns)
-        if "plan" in eqn.params and eqn.params["plan"].op != "amaxes"
+        if "plan" in eqn.params and "amaxes" not in eqn.primitive.name
     )
     return at, plan
 
