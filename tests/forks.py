@@ -4,6 +4,7 @@ Importing JAX takes two seconds, and dozens of tests want a process. A fork has 
 devices and nothing of jax_mx; what it is given in the environment counts as in a new process.
 """
 
+import atexit
 import functools
 import multiprocessing
 import os
@@ -41,6 +42,9 @@ def _child(code: str, args: tuple[str, ...], env: dict[str, str], out: str) -> N
     try:
         exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
     finally:
+        # Before Python 3.13 no process of multiprocessing does this at its end, and a coordinator
+        # of jax.distributed that does not wait for the others at its end ends them too.
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
 
