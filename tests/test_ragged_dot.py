@@ -10,7 +10,8 @@ from moe_oracle import Products
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Hadamard, Product, Recipe
 from jax_mx.products import implementations, ragged_implementations
-from jax_mx.products.ragged import Ragged, call_of, grouped
+from jax_mx.products.ragged import Ragged, call_of
+from jax_mx.products.ragged_product import grouped
 
 SIZES = {
     "anywhere": [5, 0, 33, 1, 20],

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mx import reference
 from jax_mx.arrays.checks import flag, float_dtype
 from jax_mx.experts import wires
 from jax_mx.experts.activations import ACTIVATIONS, halves
@@ -29,7 +30,6 @@ from jax_mx.ops.groups import Groups, wide
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.quantize import quantize
 from jax_mx.products.forms import Blocks, Form, Use, forms_of
-from jax_mx.products.ragged import grouped
 from jax_mx.products.ragged_dot import (
     Weight,
     align_of,
@@ -41,6 +41,7 @@ from jax_mx.products.ragged_dot import (
     weight_forms,
     weight_of,
 )
+from jax_mx.products.ragged_product import grouped
 from jax_mx.products.recipes import MXFP8, Recipe
 
 RESIDUALS = ("mx", "floats", "inputs")
@@ -253,12 +254,10 @@ class _Kept(NamedTuple):
       tokens: form of the gathered tokens, along slots.
       gate_up: (R, 2 I), an `MXArray` or floats; or the form along D that it is computed from.
       scale: float32 (R,), the router's weight of each slot.
-      expert: int32 (R,), the expert of each slot.
       w_first: forms of w_gate_up: along D where gate and up are computed again, and along 2 I.
       w_second: form of w_down along D.
       biases: b_gate_up as it was given, b_down float32 of all experts.
-      shares: float32 (T, E), how much of each expert a token takes; None without b_down.
-      experts: (T, k), as they were given.
+      routing: experts and weights (T, k), as they were given; None without b_down.
       recipe: the recipe.
       types: the dtypes of what was given.
     """
@@ -267,12 +266,10 @@ class _Kept(NamedTuple):
     tokens: Any
     gate_up: Any
     scale: jax.Array
-    expert: jax.Array
     w_first: Any
     w_second: Any
     biases: tuple[Any, Any]
-    shares: Any
-    experts: jax.Array
+    routing: tuple[jax.Array, jax.Array] | None
     recipe: Recipe
     types: _Types
 
@@ -303,29 +300,21 @@ def _forward(
     weights, experts = wires.alike(static.axis, weights), wires.own(static.axis, experts, number)
     align = align_of(recipe) if keep else 1  # nothing is quantized along slots
     groups = Groups.from_experts(experts, number, align=align)
-    expert = jnp.searchsorted(
-        jnp.cumsum(groups.sizes),
-        jnp.arange(groups.rows.shape[0]),
-        side="right",
-        method="compare_all",
-    )
     scale = groups.of_slots(weights.astype(jnp.float32))
     first, first_free = weight_forms(w1, quantized[0], recipe, keep)
     second, second_free = weight_forms(w2, quantized[1], recipe, keep)
     tokens, tokens_kept = _slots(x_all, groups.rows, use, blocks, keep and w1 is not None)
-    gate_up = _gate_up(static, tokens, first, groups, expert, biases[0])
+    gate_up = _gate_up(static, tokens, first, groups, biases[0])
     act = ACTIVATIONS[static.activation](*halves(gate_up, static.interleaved))
     act = (act * scale[:, None]).astype(static.dtype)
     along, _ = forms_of(act, -1, (use[0], None), blocks)
     y = wires.scattered(
         static.axis, groups.combined(_product(static, along, second, groups, static.dtype))
     )
-    shares = None
     if biases[1] is not None:  # of this shard's tokens and all experts
         biases[1] = wires.alike(static.axis, biases[1]).astype(jnp.float32)
-        shares = _shares(given_experts, given[1], biases[1].shape[0])
-        shares = wires.once(static.tensor, shares)
-        own = _of_experts(biases[1], given_experts) * given[1].astype(jnp.float32)[:, :, None]
+        each = reference.rows_of(biases[1], given_experts)
+        own = each * given[1].astype(jnp.float32)[:, :, None]
         y = y + wires.once(static.tensor, own.sum(1)).astype(y.dtype)
     y = wires.summed(static.tensor, y)
     if not keep:
@@ -337,12 +326,10 @@ def _forward(
         tokens_kept,
         kept[static.residuals]() if static.residuals in kept else tokens,
         scale,
-        expert,
         (None if static.residuals in kept else first, first_free),
         second_free,
         (biases[0], biases[1]),
-        shares,
-        given_experts,
+        None if biases[1] is None else (given_experts, given[1]),
         recipe,
         types,
     )
@@ -369,10 +356,9 @@ def _slots(
     if not isinstance(x, MXArray):
         made: Any = forms_of(x, -1, (along, across if both else None), blocks, rows)
         return made
-    floats = dequantize(x)
     first, second = Form(wires.taken(x, rows)), None
     if both:
-        _, second = forms_of(floats, -1, (None, across), blocks, rows)
+        _, second = forms_of(dequantize(x), -1, (None, across), blocks, rows)
     return first, second
 
 
@@ -391,13 +377,11 @@ def _product(
     )
 
 
-def _gate_up(
-    static: _Static, tokens: Form, first: Form, groups: Groups, expert: jax.Array, bias: Any
-) -> jax.Array:
+def _gate_up(static: _Static, tokens: Form, first: Form, groups: Groups, bias: Any) -> jax.Array:
     gate_up = _product(static, tokens, first, groups, static.dtype)
     if bias is None:
         return gate_up
-    own = bias.at[expert].get(mode="fill", fill_value=0).astype(jnp.float32)
+    own = reference.rows_of(bias, groups.experts).astype(jnp.float32)
     return (gate_up.astype(jnp.float32) + own).astype(static.dtype)
 
 
@@ -435,12 +419,13 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
     dx = wires.scattered(static.axis, dx).astype(x_type)
     dweights = wires.scattered(static.axis, groups.of_choices(dscale))
     if b1_type is not None:
-        db1 = _by_expert(dgate_up, kept.expert, groups.num_experts).astype(b1_type)
-    if b2_type is not None:
-        floats = dy.astype(jnp.float32)
-        db2 = jnp.einsum("te,td->ed", kept.shares, floats, precision="highest")
+        db1 = _by_expert(dgate_up, groups).astype(b1_type)
+    if kept.routing is not None:
+        bias, floats = kept.biases[1], dy.astype(jnp.float32)
+        shares = wires.once(static.tensor, _shares(*kept.routing, bias.shape[0]))
+        db2 = jnp.einsum("te,td->ed", shares, floats, precision="highest")
         db2 = wires.scattered(static.axis, db2).astype(b2_type)
-        each = (_of_experts(kept.biases[1], kept.experts) * floats[:, None]).sum(-1)
+        each = (reference.rows_of(bias, kept.routing[0]) * floats[:, None]).sum(-1)
         dweights += wires.once(static.tensor, each)
     dweights = dweights.astype(kept.types.of[1])
     return (dx, dweights, dw1, dw2, db1, db2), None, None, None, None
@@ -451,7 +436,7 @@ def _again(static: _Static, kept: _Kept) -> jax.Array:
     if static.residuals == "inputs":
         first, _ = kept.w_first
         bias, _ = kept.biases
-        return _gate_up(static, kept.gate_up, first, kept.groups, kept.expert, bias)
+        return _gate_up(static, kept.gate_up, first, kept.groups, bias)
     if isinstance(kept.gate_up, MXArray):
         # float16 may be too small for what was rounded up.
         return dequantize(
@@ -467,15 +452,10 @@ def _joined(pair: tuple[jax.Array, jax.Array], interleaved: bool) -> jax.Array:
     return jnp.concatenate(pair, axis=-1)
 
 
-def _by_expert(slots: jax.Array, expert: jax.Array, number: int) -> jax.Array:
+def _by_expert(slots: jax.Array, groups: Groups) -> jax.Array:
     """Float32 (E, columns): the sum of each expert's slots."""
-    is_it = (expert[:, None] == jnp.arange(number)).astype(jnp.float32)
+    is_it = (groups.experts[:, None] == jnp.arange(groups.num_experts)).astype(jnp.float32)
     return jnp.einsum("re,rn->en", is_it, slots.astype(jnp.float32), precision="highest")
-
-
-def _of_experts(bias: jax.Array, experts: jax.Array) -> jax.Array:
-    """(T, k, D) of (E, D): what each choice's expert has; 0 where it is none."""
-    return bias.at[experts].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 _moe_vjp.defvjp(_moe_fwd, _moe_bwd)

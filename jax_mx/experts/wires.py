@@ -203,9 +203,5 @@ def once(axis: str | None, rows: jax.Array) -> jax.Array:
 
 def taken(q: MXArray, rows: jax.Array) -> MXArray:
     """q[rows] of an array with blocks along the last axis, with zeros for rows that it lacks."""
-    parts = {}
-    for name in ("values", "scales"):
-        a = getattr(q, name)
-        bits = reference.rows_of(jax.lax.bitcast_convert_type(a, jnp.uint8), rows)
-        parts[name] = jax.lax.bitcast_convert_type(bits, a.dtype)
-    return dataclasses.replace(q, **parts)
+    values, scales = (reference.rows_of(a, rows) for a in (q.values, q.scales))
+    return dataclasses.replace(q, values=values, scales=scales)

@@ -664,12 +664,10 @@ def _product_avals(*operands, plan: ProductPlan):
 
 def _wgrad_avals(*operands, plan: ProductPlan):
     """Of y (G, M, N), likewise."""
-    core.standard_vma_rule(f"mx_{plan.op}", *operands)
     names = ("x_codes", "codes", "group_sizes")
     x, codes, sizes = (operands[plan.signature.number(name)] for name in names)
-    sharding = x.sharding.update(spec=PartitionSpec(None, None, None))
     shape = (sizes.shape[0], x.shape[0], codes.shape[0])
-    return [x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)]
+    return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
 
 
 def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
@@ -703,12 +701,7 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
 # ---- amaxes of rows and of columns ---
 def _amaxes_avals(x, *, plan: ProductPlan):
     """Of x (batch, T, K), which is not split."""
-    core.standard_vma_rule("mx_amaxes", x)
-    sharding = x.sharding.update(spec=PartitionSpec(None, None))
-    return [
-        x.update(shape=(x.shape[0], n), dtype=plan.dtype, weak_type=False, sharding=sharding)
-        for n in x.shape[1:]
-    ]
+    return [unsplit("mx_amaxes", [x], (x.shape[0], n), plan.dtype) for n in x.shape[1:]]
 
 
 def _of_both_avals(view, *, plan: Plan):

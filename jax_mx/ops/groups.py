@@ -107,6 +107,13 @@ class Groups:
         """G."""
         return self.sizes.shape[-1]
 
+    @property
+    def experts(self) -> jax.Array:
+        """int32 (R,), the expert of each slot; G behind the last group's."""
+        ends = jnp.cumsum(self.sizes, dtype=jnp.int32)
+        slot = jnp.arange(self.rows.shape[0], dtype=jnp.int32)
+        return jnp.searchsorted(ends, slot, side="right", method="compare_all")
+
     def of_slots(self, choices: jax.Array) -> jax.Array:
         """What each slot's choice has: (R,) of (T, k), zero where a slot holds nothing.
 

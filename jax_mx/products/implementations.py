@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import mlir
 
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
@@ -297,3 +298,32 @@ def serving(call: Any, target: primitive.Target, table: Table = IMPLEMENTATIONS)
         dsl = chip_table.DSLS.get(target.platform)
         chips = store.exported(chip_table.chips_of(dsl)) if dsl else []
     return table[decided(call, target.platform, chips, table).name]
+
+
+def lowered(
+    given: str | None,
+    ctx: Any,
+    leaves: Sequence[Any],
+    call: Any,
+    run: Callable[..., jax.Array],
+    table: Table = IMPLEMENTATIONS,
+) -> Any:
+    """What the primitive of a product is lowered to: the implementation that serves its call.
+
+    Args:
+      given: the platform that the rule is registered for; None: the program's.
+      ctx: of the rule.
+      leaves: its operands.
+      call: of their abstract values.
+      run: computes the product by an implementation, from that and the operands.
+      table: of implementations.
+    """
+    target = primitive.target_of(ctx, given or (ctx.platforms or ctx.module_context.platforms)[0])
+    served = serving(dataclasses.replace(call, partitioned=target.partitioned), target, table)
+
+    def product(*leaves: Any) -> list[jax.Array]:
+        with jax.named_scope(f"by_{served.name}"):  # so that profiles and dumps say it
+            return [run(served, *leaves)]
+
+    rule: Any = mlir.lower_fun(product, multiple_results=True)
+    return rule(ctx, *leaves)

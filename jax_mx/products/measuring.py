@@ -26,7 +26,8 @@ from jax_mx.products.choices import Cost
 from jax_mx.products.dot import Call, Operand
 from jax_mx.products.implementations import IMPLEMENTATIONS, exact_floats
 from jax_mx.products.product import contracted
-from jax_mx.products.ragged import RaggedCall, grouped
+from jax_mx.products.ragged import RaggedCall
+from jax_mx.products.ragged_product import grouped
 
 COLD_BYTES = 240 * 2**20  # four times the largest L2 at hand, an H200's
 FEWEST, MOST = 2, 32  # products of a program; a CPU needs no more, it has no launches

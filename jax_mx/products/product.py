@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import mlir
 
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.dot import Dims, Dot, Operand, call_of
-from jax_mx.products.implementations import serving
+from jax_mx.products.implementations import Implementation, lowered
 
 
 def _floats_like(x: Any) -> Any:
@@ -77,18 +76,10 @@ def _batch(args: Any, dims: Any, *, dot: Dot) -> tuple[list, list]:
 
 
 def _lower(given: str | None, ctx: Any, *leaves: Any, dot: Dot) -> Any:
-    platform = given or (ctx.platforms or ctx.module_context.platforms)[0]
-    target = primitive.target_of(ctx, platform)
-    call = call_of(dot, ctx.avals_in)
-    served = serving(dataclasses.replace(call, partitioned=target.partitioned), target)
+    def run(served: Implementation, *leaves: Any) -> jax.Array:
+        return served.run(*dot.tree.unflatten(leaves), dot)
 
-    def product(*leaves: Any) -> list[jax.Array]:
-        lhs, rhs = dot.tree.unflatten(leaves)
-        with jax.named_scope(f"by_{served.name}"):  # so that profiles and dumps say it
-            return [served.run(lhs, rhs, dot)]
-
-    rule: Any = mlir.lower_fun(product, multiple_results=True)
-    return rule(ctx, *leaves)
+    return lowered(given, ctx, leaves, call_of(dot, ctx.avals_in), run)
 
 
 def _no_derivative(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Grouped products of MX arrays as a JAX primitive, as product.py has dense ones.
+"""One grouped product of arrays of which some are MX, without saying how it is computed.
 
 A product over groups has rows sorted by group, and their number in each group on the device. Either
 each group's rows meet a matrix of their own (lax.ragged_dot), or each group's rows are summed over
@@ -8,18 +8,13 @@ each group's rows meet a matrix of their own (lax.ragged_dot), or each group's r
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import mlir
 
-from jax_mx.lowering import primitive
-from jax_mx.products.dot import Operand, shard_of
-from jax_mx.products.implementations import serving
+from jax_mx.products.dot import shard_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,82 +107,3 @@ def call_of(ragged: Ragged, leaves: Any) -> RaggedCall:
     *operands, sizes = leaves
     lhs, rhs = ragged.tree.unflatten(operands)
     return RaggedCall(ragged, lhs, rhs, sizes.shape[0])
-
-
-def _avals(*leaves: Any, ragged: Ragged) -> list:
-    call = call_of(ragged, leaves)
-    n, (a, b) = call.columns[1], ragged.axes
-    first = call.lhs.shape[-3 - a]
-    if not ragged.sums and call.lhs.shape[a] != call.rhs.shape[b]:
-        raise ValueError(
-            f"ragged_dot: lhs of {call.lhs.shape} does not fit rhs of {call.rhs.shape}"
-        )
-    shape = (call.groups, first, n) if ragged.sums else (first, n)
-    return [primitive.unsplit("mx_ragged_dot", leaves, shape, ragged.dtype)]
-
-
-def _batch(args: Any, dims: Any, *, ragged: Ragged) -> tuple[list, list]:
-    """A product for each entry of the batch, one after the other."""
-    bind: Any = functools.partial(ragged_p.bind, ragged=ragged)
-    return primitive.one_by_one(bind, args, dims)
-
-
-def _lower(given: str | None, ctx: Any, *leaves: Any, ragged: Ragged) -> Any:
-    # Here, because implementations are made of calls.
-    from jax_mx.products.ragged_implementations import IMPLEMENTATIONS
-
-    platform = given or (ctx.platforms or ctx.module_context.platforms)[0]
-    target = primitive.target_of(ctx, platform)
-    call = dataclasses.replace(call_of(ragged, ctx.avals_in), partitioned=target.partitioned)
-    served = serving(call, target, IMPLEMENTATIONS)
-
-    def product(*leaves: Any) -> list[jax.Array]:
-        *operands, sizes = leaves
-        lhs, rhs = ragged.tree.unflatten(operands)
-        with jax.named_scope(f"by_{served.name}"):
-            return [served.run(lhs, rhs, sizes, ragged)]
-
-    rule: Any = mlir.lower_fun(product, multiple_results=True)
-    return rule(ctx, *leaves)
-
-
-def _no_derivative(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "ragged_dot: derivatives of derivatives, and forward-mode ones, are not there; "
-        "jax_mx.ragged_dot and jax_mx.moe have reverse-mode derivatives (jax.grad, jax.vjp)"
-    )
-
-
-ragged_p = primitive.define("mx_ragged_dot", _avals, _lower, _batch, _no_derivative)
-
-
-def grouped(
-    lhs: Operand,
-    rhs: Operand,
-    sizes: jax.Array,
-    dtype: Any,
-    *,
-    axes: tuple[int, int] = (-1, -1),
-    sums: bool = False,
-    align: int = 1,
-    implementation: str | None = None,
-) -> jax.Array:
-    """The product over groups of two operands.
-
-    Args:
-      lhs: (R, K) by `axes`, an `MXArray` or floats; rows sorted by group.
-      rhs: (G, K, N) by `axes`; with sums, (R, N).
-      sizes: int32 (G,), how many rows each group has; what lies behind them belongs to none.
-      dtype: of the result.
-      axes: see `Ragged`; so is `align`.
-      sums: whether to sum over each group's rows.
-      align: of the sizes.
-      implementation: or None.
-
-    Returns:
-      (R, N), 0 in rows without a group; with sums, (G, M, N).
-    """
-    leaves, tree = jax.tree.flatten((lhs, rhs))
-    ragged = Ragged(tree, sums, axes, np.dtype(dtype), align, implementation)
-    (out,) = ragged_p.bind(*primitive.vary_alike(*leaves, jnp.asarray(sizes)), ragged=ragged)
-    return out

@@ -20,8 +20,8 @@ from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups, clamped
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
-from jax_mx.products.ragged import grouped
 from jax_mx.products.ragged_implementations import IMPLEMENTATIONS
+from jax_mx.products.ragged_product import grouped
 from jax_mx.products.recipes import MXFP8, Recipe, recipe_of
 
 

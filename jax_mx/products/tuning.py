@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,52 +16,18 @@ from jax.sharding import AxisType, Mesh
 
 from jax_mx.arrays.checks import shown, whole
 from jax_mx.lowering import primitive
-from jax_mx.lowering.registry import Support
 from jax_mx.ops.progress import progress as progress_of
 from jax_mx.products import choices, measuring, ragged
 from jax_mx.products.choices import Choice, Cost, Entry, Key
 from jax_mx.products.dot import call_of, key_of
-from jax_mx.products.implementations import Decision, candidates, decided
-from jax_mx.products.ragged_implementations import IMPLEMENTATIONS as RAGGED
+from jax_mx.products.implementations import candidates, decided
 
-
-@dataclasses.dataclass(frozen=True)
-class Tunable:
-    """An op that several implementations serve, by how it is looked at here.
-
-    Attributes:
-      call_of: the call of an equation, from its parameters and abstract values.
-      key_of: what its speed on a chip depends on.
-      candidates: what each implementation says of it on a platform and chips.
-      decided: which one is taken.
-      measured: see `measuring.measured`.
-    """
-
-    call_of: Callable[[Any, Sequence[Any]], Any]
-    key_of: Callable[[Any, str], Key]
-    candidates: Callable[[Any, str, Sequence[str]], list[Support]]
-    decided: Callable[[Any, str, Sequence[str]], Decision]
-    measured: Callable[[Any, Sequence[str], Callable[[], bool]], tuple[str | None, dict[str, Cost]]]
-
-
-# By the names of primitives. Quantizers are none: their kernel is faster than "xla" in every form
+# How the call of an equation follows from its parameters and abstract values, by the names of
+# primitives. Quantizers are none: their kernel is faster than "xla" in every form
 # (docs/performance.md), and its tiles are chosen where it is built (kernels/*/tuning).
-TUNABLE = {
-    "mx_dot_general": Tunable(
-        lambda params, avals: call_of(params["dot"], avals),
-        key_of,
-        candidates,
-        decided,
-        # Looked up when it is called: tests put costs in its place.
-        lambda *args: measuring.measured(*args),
-    ),
-    "mx_ragged_dot": Tunable(
-        lambda params, avals: ragged.call_of(params["ragged"], avals),
-        key_of,
-        partial(candidates, table=RAGGED),
-        partial(decided, table=RAGGED),
-        lambda *args: measuring.measured(*args),
-    ),
+TUNABLE: Mapping[str, Callable[[Any, Sequence[Any]], Any]] = {
+    "mx_dot_general": lambda params, avals: call_of(params["dot"], avals),
+    "mx_ragged_dot": lambda params, avals: ragged.call_of(params["ragged"], avals),
 }
 GLOBAL_SHAPES = (
     "Some calls stand on a mesh with automatic axes: a trace knows their global shapes alone, so "
@@ -75,7 +40,6 @@ GLOBAL_SHAPES = (
 class _Found:
     """A call in a trace, and how often it is there."""
 
-    op: Tunable
     call: Any
     count: int = 1
 
@@ -126,14 +90,12 @@ def _calls(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
     found: dict[Any, _Found] = {}
     notes = []
     for eqn in _equations(jax.make_jaxpr(f)(*args).jaxpr):
-        tunable = TUNABLE.get(eqn.primitive.name)
-        if tunable is None:
+        call_in = TUNABLE.get(eqn.primitive.name)
+        if call_in is None:
             continue
         avals = [v.aval for v in eqn.invars]
-        call = tunable.call_of(eqn.params, avals)
-        known = found.setdefault(
-            (tunable.key_of(call, ""), call.implementation), _Found(tunable, call, 0)
-        )
+        call = call_in(eqn.params, avals)
+        known = found.setdefault((key_of(call, ""), call.implementation), _Found(call, 0))
         known.count += 1
         notes += [GLOBAL_SHAPES] if any(map(_is_automatic, avals)) else []
     return [*found.values()], [*dict.fromkeys(notes)]
@@ -230,7 +192,7 @@ def _measured(
     with progress_of("autotune", len(free), progress) as say, jax.set_mesh(nothing):
         with jax.default_device(place.device):
             for i, each in enumerate(free):
-                key = each.op.key_of(each.call, primitive.chip_of(place.device))
+                key = key_of(each.call, primitive.chip_of(place.device))
                 say(i, str(key))
                 entries.append(_entry(each, key, place, end, limit))
     return entries
@@ -238,9 +200,9 @@ def _measured(
 
 def _entry(each: _Found, key: Key, place: _Place, end: float, limit: int) -> Entry:
     call = each.call.in_a_shard
-    asked = each.op.candidates(call, place.platform, place.chips)
+    asked = candidates(call, place.platform, place.chips, measuring.TABLES[call.op])
     costs: dict[str, Cost] = {s.implementation: f"left out: {s}" for s in asked if not s}
-    rule = each.op.decided(call, place.platform, place.chips).name
+    rule = decided(call, place.platform, place.chips, measuring.TABLES[call.op]).name
     names = sorted((s.implementation for s in asked if s), key=lambda name: name != rule)
     for name in names[limit:]:
         costs[name] = f"not measured: {limit} candidates were asked for"
@@ -249,7 +211,7 @@ def _entry(each: _Found, key: Key, place: _Place, end: float, limit: int) -> Ent
         costs |= dict.fromkeys(names[:limit], measuring.OVER)
     else:
         try:
-            chosen, own = each.op.measured(call, names[:limit], lambda: time.monotonic() >= end)
+            chosen, own = measuring.measured(call, names[:limit], lambda: time.monotonic() >= end)
             costs |= own
         except Exception as error:  # the operands themselves do not fit, say
             costs |= dict.fromkeys(names[:limit], f"left out: it {measuring.failed(error)}")
@@ -353,8 +315,9 @@ def explain(
     place = _place(args, device)
     rows = []
     for each in found:
-        decision = each.op.decided(each.call, place.platform, place.chips)
-        key = each.op.key_of(each.call, place.chips[0])
+        table = measuring.TABLES[each.call.op]
+        decision = decided(each.call, place.platform, place.chips, table)
+        key = key_of(each.call, place.chips[0])
         entries = [choice.by_key.get(key) for _, choice in choices.known(place.chips[0])]
         entry = next(filter(None, entries), Entry(key, None))
         rows.append(Explained(key, each.count, decision.name, decision.by, entry.costs))

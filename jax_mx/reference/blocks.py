@@ -351,8 +351,8 @@ def rows_of(x: jax.Array, rows: jax.Array, sharding: Any = None) -> jax.Array:
     """The rows (R, K) of x (T, K) with these numbers, zeros where x has no such row.
 
     Args:
-      x: floats.
-      rows: (R,) int32.
+      x: floats, or codes.
+      rows: (R,) int32, or of any shape, which takes R's place.
       sharding: of the result, on a mesh with explicit axes.
     """
     how = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
