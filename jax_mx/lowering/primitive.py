@@ -199,8 +199,10 @@ def _quantize_reference(x, *block_data, plan: Plan):
 def _quantize_via_floats(x, other, *block_data, plan: Plan):
     """The primitive on floats that XLA makes, by a kernel or not."""
     x, other = x.reshape(x.shape[0], -1), other.reshape(-1)
-    rows = plan.source == "rows"
-    found = reference.rows_of(x, other) if rows else reference.gated(x, other, plan.source)
+    if plan.source == "rows":
+        found = reference.rows_of(x, other)
+    else:
+        found = reference.gated(reference.halves(x, plan.source), other, plan.source)
     view = plan.view
     shape, spec = view.view(found.shape, spec_of(found), plan.first_axis)
     floats = to_view(found, shape, spec, view.operand)

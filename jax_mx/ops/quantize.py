@@ -28,7 +28,7 @@ from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, Value
 from jax_mx.facts.windows import Window
 from jax_mx.lowering import primitive, store
 from jax_mx.lowering.plan import Plan
-from jax_mx.ops.activations import Gated, weights_of
+from jax_mx.ops.activations import Gated, made, weights_of
 from jax_mx.ops.inputs import floats, rows_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.placing import require_kernel, require_whole_blocks
@@ -116,11 +116,13 @@ def quantize(
         windows without rounding or hadamard.
       rows: (R,) int32, for an x (T, K): what is quantized is not x but the array (R, K) of its
         rows with these numbers, zeros for each number that is not one of 0 to T - 1, say -1. From
-        bfloat16, kernels read those rows of x themselves, with windows too; else, and where XLA
-        splits the program among devices outside of `shard_map`, XLA gathers them before.
+        bfloat16, kernels read those rows of x themselves, with windows too; else, beside an
+        activation, and where XLA splits the program among devices outside of `shard_map`, XLA
+        gathers them before.
       activation: a `Gated`, for an x (..., 2 K) of gates and ups: what is quantized is `gated` of
-        it, (..., K). From bfloat16 (T, 2 K), NVIDIA's kernels compute it in MXFP8 and MXFP4, along
-        the last axis, transposed along the one before, and both; else XLA computes it before.
+        it, (..., K); of its rows, and those of `up`, where there are `rows`. From bfloat16
+        (T, 2 K), all gates, then all ups, NVIDIA's kernels compute "swiglu" in MXFP8 and MXFP4,
+        along the last axis, transposed along the one before, and both; else XLA computes it before.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -137,7 +139,7 @@ def quantize(
     """
     x = floats("quantize", x)
     own = preprocessing_of("quantize", rounding, hadamard, window)
-    like, source, other = made_of("quantize", x, rows, activation)
+    x, like, source, other = made_of("quantize", x, rows, activation)
     asked = Options(
         (format,),
         axis,
@@ -204,7 +206,7 @@ def quantize_both(
     """
     x = floats("quantize_both", x)
     each = pairs("quantize_both", rounding, hadamard)
-    like, source, other = made_of("quantize_both", x, rows, activation)
+    x, like, source, other = made_of("quantize_both", x, rows, activation)
     asked = Options(
         formats=(format, format) if formats is None else formats,
         scaling=scaling,
@@ -229,27 +231,31 @@ def as_planned(x: Any, plan: Plan) -> Any:
     return x if x.dtype == plan.dtype and hasattr(x, "aval") else jnp.asarray(x, plan.dtype)
 
 
-def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, str, Any]:
-    """What has the shape and the dtype of the array to quantize; what of, with which operand.
+def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str, Any]:
+    """What a call reads: x, what has the shape and dtype of the floats, their source, an operand.
+
+    x is what was given where a kernel may make the floats of it, else the floats.
 
     Raises:
       TypeError, ValueError: see `quantize`.
     """
-    if rows is None and activation is None:
-        return x, "", None
-    if activation is None:
-        rows = rows_of(op, x, rows)
-        return jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
-    if rows is not None:
-        raise ValueError(f"{op}: rows are picked before an activation, not with it; drop one")
-    if not isinstance(activation, Gated):
+    if activation is not None and not isinstance(activation, Gated):
         raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
-    weights = weights_of(op, x, activation.weights)
-    return (
-        jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] // 2), x.dtype),
-        activation.name,
-        weights,
-    )
+    if activation is None:
+        if rows is None:
+            return x, x, "", None
+        rows = rows_of(op, x, rows)
+        return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
+    if rows is not None:
+        rows = rows_of(op, x, rows)
+        x, up = (None if a is None else _gathered(jnp.asarray(a), rows) for a in (x, activation.up))
+        activation = dataclasses.replace(activation, up=up)
+    if rows is not None or not activation.is_split:
+        x = made(op, x, activation)
+        return x, x, "", None
+    gates = jax.eval_shape(lambda x: activation.halves(op, x)[0], x)
+    weights = weights_of(op, gates, activation.weights)
+    return x, gates, activation.name, weights
 
 
 @partial(jax.jit, static_argnames="plan")
@@ -264,7 +270,7 @@ def quantized(
     if other is not None:
         if _in_one_call(x, other, plan):
             return _bound_of(x, other, plan)
-        make = _gathered if plan.source == "rows" else partial(reference.gated, name=plan.source)
+        make = _gathered if plan.source == "rows" else partial(_active, name=plan.source)
         x, plan = make(x, other), dataclasses.replace(plan, source="")
     moved = plan.axis < -2 and plan.has_units  # units are of the last two axes
     own = dataclasses.replace(plan, axis=-2) if moved else plan
@@ -301,6 +307,11 @@ def _gathered(x: jax.Array, rows: jax.Array) -> jax.Array:
         return reference.rows_of(x, rows)
     spec = PartitionSpec(spec_of(rows)[0], spec_of(x)[1])
     return reference.rows_of(x, rows, NamedSharding(meshes[0], spec))
+
+
+def _active(x: jax.Array, weights: jax.Array, name: str) -> jax.Array:
+    """An activation of gates and ups that are halves of rows."""
+    return reference.gated(reference.halves(x, name), weights, name)
 
 
 def _block_data(x: jax.Array, data: tuple[Data, ...], plan: Plan) -> list[jax.Array]:
