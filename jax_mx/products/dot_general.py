@@ -21,7 +21,7 @@ from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Arrangement, Layout, layout_of, padded
 from jax_mx.products.product import contracted
-from jax_mx.products.recipes import MXFP8, Recipe, recipe_of
+from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_of
 
 DimensionNumbers = Any  # as jax.lax.dot_general takes them
 
@@ -72,7 +72,8 @@ def dot_general(
     Raises:
       TypeError: an operand or argument is of the wrong type.
       ValueError: dimension numbers that do not fit, a contracted length that 32 does not divide, an
-        unknown name, or an `MXArray` whose blocks run along another dimension.
+        unknown name, an `MXArray` whose blocks run along another dimension, or one `MXArray` and a
+        recipe whose forward has a Hadamard transform.
       NotImplementedError: the named implementation does not serve the call.
     """
     op = "dot_general"
@@ -93,6 +94,9 @@ def dot_general(
         implementation = named(f"{op}: implementation", names, implementation)
     for name, x, side in sides:
         _check_quantized(op, name, x, side, recipe)
+    frozen = [name for name, x, _ in sides if isinstance(x, MXArray)]
+    if len(frozen) == 1:
+        check_frozen(op, frozen[0], recipe)
     static = _Static(layout, dtype, _is_exact(precision), implementation, out_sharding)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         static = static._replace(layout=layout.unpadded(_is_square(rhs, recipe)))
