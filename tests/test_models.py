@@ -44,7 +44,7 @@ def mesh_of_eight(kind=AxisType.Auto):
 
 
 def placed(mesh):
-    """The spec of a parameter: a matrix's columns over tensor, and heads, whichever side has them."""
+    """The spec of a parameter: columns of a matrix over tensor, and heads, on either side."""
 
     def put(a):
         spec = P(None, "tensor") if a.ndim == 2 and a.shape[1] % 64 == 0 else P()
