@@ -422,7 +422,8 @@ def _gathered_once(layout: Layout, dy: Any, lhs: _Side | None, rhs: _Side | None
     names = {
         name
         for side, arrangement in ((lhs, layout.lhs), (rhs, layout.rhs))
-        for axis in (() if side is None else arrangement.contracted_dims)
+        if side is not None
+        for axis in arrangement.contracted_dims
         for name in names_in(side.spec[axis])
     }
     return unsplit(dy, names, range(dy.ndim))

@@ -116,9 +116,10 @@ def _scaled_dot(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
 
     It takes no out_sharding: on a mesh with explicit axes XLA splits it, as the product's type is.
     """
-    product = functools.partial(_scaled, dot=dot)
-    out = dot.out_sharding
-    return (product if out is None else jax.sharding.auto_axes(product, out_sharding=out))(lhs, rhs)
+    product: Any = functools.partial(_scaled, dot=dot)
+    if dot.out_sharding is not None:
+        product = jax.sharding.auto_axes(product, out_sharding=dot.out_sharding)
+    return product(lhs, rhs)
 
 
 def _scaled(lhs: Operand, rhs: Operand, *, dot: Dot) -> jax.Array:
