@@ -18,7 +18,6 @@ from helpers import (
     call_attributes_in,
     poison_memory,
     random_bits,
-    stand_in,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -106,6 +105,7 @@ def every_gate(length: int = 128) -> np.ndarray:
 
 
 # ---- the float ---
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", NAMES)
 def test_no_gate_is_near_a_tie(name):
     """Of what is rounded: further than the error of a chip's exponential and of its reciprocal.
@@ -126,6 +126,7 @@ def test_no_gate_is_near_a_tie(name):
     assert abs(ACTIVATIONS[name].up / CELL - 0.5) < 0.02
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", NAMES)
 def test_the_float_is_defined(name):
     """For every gate, by XLA in both of its ways; and so is the product."""
@@ -137,6 +138,7 @@ def test_the_float_is_defined(name):
         same_floats(run(x, name, weights=weights), wanted(x, name, weights), "weights")
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", NAMES)
 def test_the_float_is_near_the_exact_number(name):
     """Within 1.02 units in the last place of bfloat16, where that is a normal number."""
@@ -228,6 +230,7 @@ CALLS = {
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CALLS)
 def test_it_is_quantizing_what_gated_gives(name, dtype):
@@ -251,16 +254,6 @@ def test_what_serves_it():
     assert supported("gfx950") == (True, f"flydsl: {name} of floats that XLA makes")
     found, what = supported("sm_90", axis=-2)
     assert found and what.endswith(" of floats that XLA makes")
-
-
-@pytest.fixture
-def without_code(monkeypatch):
-    """Kernels are stand-ins: programs are lowered, and must not run."""
-    monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
-    monkeypatch.setattr(store, "get", stand_in)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.usefixtures("without_code")
