@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.checks import float_dtype, shown
-from jax_mx.arrays.sharding import is_explicit, resharded, shards_of, spec_of
+from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
 from jax_mx.facts.formats import BLOCK, named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import lengths_of
@@ -21,7 +21,7 @@ from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Arrangement, Layout, layout_of, padded
 from jax_mx.products.product import contracted
-from jax_mx.products.recipes import MXFP8, Recipe, recipe_of
+from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_of
 
 DimensionNumbers = Any  # as jax.lax.dot_general takes them
 
@@ -72,7 +72,8 @@ def dot_general(
     Raises:
       TypeError: an operand or argument is of the wrong type.
       ValueError: dimension numbers that do not fit, a contracted length that 32 does not divide, an
-        unknown name, or an `MXArray` whose blocks run along another dimension.
+        unknown name, an `MXArray` whose blocks run along another dimension, or one `MXArray` and a
+        recipe whose forward has a Hadamard transform.
       NotImplementedError: the named implementation does not serve the call.
     """
     op = "dot_general"
@@ -93,6 +94,9 @@ def dot_general(
         implementation = named(f"{op}: implementation", names, implementation)
     for name, x, side in sides:
         _check_quantized(op, name, x, side, recipe)
+    frozen = [name for name, x, _ in sides if isinstance(x, MXArray)]
+    if len(frozen) == 1:
+        check_frozen(op, frozen[0], recipe)
     static = _Static(layout, dtype, _is_exact(precision), implementation, out_sharding)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         static = static._replace(layout=layout.unpadded(_is_square(rhs, recipe)))
@@ -185,12 +189,8 @@ def _gathered_for(lhs: Any, rhs: jax.Array, layout: Layout, placed: bool) -> jax
         return rhs
     lhs = lhs.values if isinstance(lhs, MXArray) else lhs
     rows = {name for axis in layout.lhs.free_dims for name in shards_of(lhs, axis)[0]}
-    spec = [*spec_of(rhs)]
-    for axis in range(rhs.ndim):
-        names, _ = shards_of(rhs, axis)
-        if rows.intersection(names) and (placed or axis not in layout.rhs.free_dims):
-            spec[axis] = tuple(name for name in names if name not in rows) or None
-    return rhs if tuple(spec) == spec_of(rhs) else resharded(rhs, spec, mesh)
+    free = () if placed else layout.rhs.free_dims
+    return unsplit(rhs, rows, [axis for axis in range(rhs.ndim) if axis not in free])
 
 
 # ---- the product and its derivative ---
@@ -388,6 +388,7 @@ def _dot_bwd(static: _Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 5
     layout = static.layout
+    dy = _gathered_once(layout, dy, lhs, rhs)
     uses = recipe.uses("gradient")
     # A frozen operand's floats are multiplied by the gradient's, in bfloat16.
     frozen = [form is not None and x is None for form, x in ((b, rhs), (a, lhs))]
@@ -409,6 +410,23 @@ def _dot_bwd(static: _Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
         dw = _product(static, *order, rows, rhs.arranged, rhs.dtype)
         drhs = layout.rhs.restored(dw, rhs.spec)
     return dlhs, None, drhs, None, None
+
+
+def _gathered_once(layout: Layout, dy: Any, lhs: _Side | None, rhs: _Side | None) -> jax.Array:
+    """The result's gradient without splits over mesh axes that split what is contracted.
+
+    Such a result was scattered. Here it is one gather of floats, else one for each direction.
+    """
+    if not is_explicit(jax.typeof(dy).sharding.mesh):
+        return dy
+    names = {
+        name
+        for side, arrangement in ((lhs, layout.lhs), (rhs, layout.rhs))
+        if side is not None
+        for axis in arrangement.contracted_dims
+        for name in names_in(side.spec[axis])
+    }
+    return unsplit(dy, names, range(dy.ndim))
 
 
 def _out_spec(side: _Side, arrangement: Arrangement) -> tuple:
