@@ -12,10 +12,10 @@ import numpy as np
 
 from jax_mx import reference
 from jax_mx.arrays.checks import flag, float_dtype, shown
+from jax_mx.arrays.checks import floats as floats_in
 from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
 from jax_mx.facts.formats import Format
 from jax_mx.lowering import primitive
-from jax_mx.ops.inputs import floats as floats_in
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize, quantize_both
 
