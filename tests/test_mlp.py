@@ -148,6 +148,25 @@ def test_is_the_three_functions(recipe, rows, dtype, residuals):
 
 
 @thorough
+@pytest.mark.parametrize(
+    "activation",
+    [{"activation": "relu2"}, {"activation": "gpt_oss", "interleaved": True}],
+    ids=lambda own: own["activation"],
+)
+def test_activations(activation):
+    """Without a gate, and by turns: the three functions too."""
+    x, w1, w2, *_, dy = operands((40,), jnp.bfloat16)
+
+    def three(x, w1, w2):
+        return jax_mx.matmul(jax_mx.gated(jax_mx.matmul(x, w1), **activation), w2)
+
+    w2 = w2 if "interleaved" in activation else jnp.concatenate([w2, w2])
+    own = functools.partial(mlp, residuals="inputs", **activation)
+    for got, want in zip(*(with_gradients(f, x, w1, w2, dy) for f in (own, three)), strict=True):
+        assert_bits_equal(got, want)
+
+
+@thorough
 def test_a_weight_quantized_once_gives_the_same():
     x, w1, w2, *_, dy = operands((32,), jnp.bfloat16, n=64)
 
@@ -262,13 +281,13 @@ def test_bad_calls_get_one_sentence():
     refused = assert_refused
     refused(lambda: mlp(jax_mx.quantize(x), w1, w2), TypeError, "mlp: x must be an array of floats")
     refused(lambda: mlp(x, w1[:32], w2), ValueError, "contracted axis 0 should have 64 elements")
-    refused(lambda: mlp(x, w1[:, :96], w2), ValueError, "must be a multiple of 64: 2 I")
+    refused(lambda: mlp(x, w1[:, :96], w2), ValueError, "must be a multiple of 64, as swiglu")
     refused(lambda: mlp(x, w1, w2[:64]), ValueError, "w_down has the shape (64, 64)")
     refused(lambda: mlp(x[:, :40], w1[:40], w2), ValueError, "not a multiple of the block length")
     refused(lambda: mlp(x, w1[None], w2), ValueError, "w_gate_up (1, 64, 192); must be")
     refused(lambda: mlp(x, w1.astype(jnp.bfloat16), w2), TypeError, "w_gate_up is bfloat16")
     refused(lambda: mlp(x, w1, w2, b_down=b1), ValueError, "b_down has the shape (192,)")
-    refused(lambda: mlp(x, w1, w2, activation="tanh"), ValueError, "activation must be 'swiglu'")
+    refused(lambda: mlp(x, w1, w2, activation="tanh"), ValueError, "mlp: activation must be")
     refused(lambda: mlp(x, w1, w2, residuals="all"), ValueError, "residuals")
     wrong = MXFP4.quantize_weight(w1)
     refused(lambda: mlp(x, wrong, w2), ValueError, "w_gate_up was quantized by another recipe")

@@ -16,7 +16,7 @@ from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.forms import QuantizedWeight, Use
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Arrangement, layout_of
-from jax_mx.products.recipes import MXFP8, Recipe, recipe_of
+from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_of
 from jax_mx.products.steps import (
     Static,
     blocks_along,
@@ -24,6 +24,7 @@ from jax_mx.products.steps import (
     forms_for,
     forward,
     gathered_for,
+    gathered_once,
     is_exact,
     is_square,
     lhs_gradient,
@@ -82,7 +83,8 @@ def dot_general(
     Raises:
       TypeError: an operand or argument is of the wrong type.
       ValueError: dimension numbers that do not fit, a contracted length that 32 does not divide, an
-        unknown name, or an `MXArray` whose blocks run along another dimension.
+        unknown name, an `MXArray` whose blocks run along another dimension, or one `MXArray` and a
+        recipe whose forward has a Hadamard transform.
       NotImplementedError: the named implementation does not serve the call.
     """
     op = "dot_general"
@@ -103,6 +105,9 @@ def dot_general(
         implementation = named(f"{op}: implementation", names, implementation)
     for name, x, side in sides:
         check_quantized(op, name, x, side, recipe)
+    frozen = [name for name, x, _ in sides if isinstance(x, MXArray)]
+    if len(frozen) == 1:
+        check_frozen(op, frozen[0], recipe)
     static = Static(layout, dtype, is_exact(precision), implementation, out_sharding)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         static = static._replace(layout=layout.unpadded(is_square(rhs, recipe)))
@@ -176,6 +181,7 @@ def _dot_bwd(static: Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 5
     layout = static.layout
+    dy = gathered_once(layout, dy, lhs, rhs)
     uses = recipe.uses("gradient")
     # A frozen operand's floats are multiplied by the gradient's, in bfloat16.
     frozen = [form is not None and x is None for form, x in ((b, rhs), (a, lhs))]

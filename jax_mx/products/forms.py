@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_mx import reference
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.windows import Window
-from jax_mx.ops.activations import Gated, gated
+from jax_mx.ops.activations import Gated, made
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.ops.quantize import quantize, quantize_both
@@ -127,13 +127,14 @@ def forms_of(
     axes = (axis, -3 - axis)
     made_of = {"rows": rows, "activation": activation}
     if blocks.square:
-        made = {
+        codes = {
             use.format: quantize(x, use.format, block=(BLOCK, BLOCK), **made_of, **blocks.options)
             for use in uses
             if use is not None and use.format is not None
         }
         each = [
-            _floats(x, **made_of) if u is None or u.format is None else made[u.format] for u in uses
+            _floats(x, **made_of) if u is None or u.format is None else codes[u.format]
+            for u in uses
         ]
         first, second = (
             None if use is None else Form(array, at)
@@ -188,6 +189,6 @@ def _one(
 
 def _floats(x: jax.Array, rows: jax.Array | None, activation: Gated | None) -> jax.Array:
     if activation is not None:
-        x = gated(x, activation.name, weights=activation.weights)
+        x = made("forms_of", x, activation)
     x = x.astype(jnp.bfloat16)
     return x if rows is None else reference.rows_of(x, rows)

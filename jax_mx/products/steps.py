@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.checks import shown
-from jax_mx.arrays.sharding import is_explicit, resharded, shards_of, spec_of
+from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
@@ -113,12 +113,8 @@ def gathered_for(lhs: Any, rhs: jax.Array, layout: Layout, placed: bool) -> jax.
         return rhs
     lhs = lhs.values if isinstance(lhs, MXArray) else lhs
     rows = {name for axis in layout.lhs.free_dims for name in shards_of(lhs, axis)[0]}
-    spec = [*spec_of(rhs)]
-    for axis in range(rhs.ndim):
-        names, _ = shards_of(rhs, axis)
-        if rows.intersection(names) and (placed or axis not in layout.rhs.free_dims):
-            spec[axis] = tuple(name for name in names if name not in rows) or None
-    return rhs if tuple(spec) == spec_of(rhs) else resharded(rhs, spec, mesh)
+    free = () if placed else layout.rhs.free_dims
+    return unsplit(rhs, rows, [axis for axis in range(rhs.ndim) if axis not in free])
 
 
 # ---- the steps ---
@@ -279,3 +275,20 @@ def rhs_gradient(static: Static, a: Form, along_m: Form, rhs: Side) -> jax.Array
     order = (a, along_m) if layout.rhs.swapped else (along_m, a)
     dw = multiplied(static, *order, len(layout.lhs.free_out) - 1, rhs.arranged, rhs.dtype)
     return layout.rhs.restored(dw, rhs.spec)
+
+
+def gathered_once(layout: Layout, dy: Any, lhs: Side | None, rhs: Side | None) -> jax.Array:
+    """The result's gradient without splits over mesh axes that split what is contracted.
+
+    Such a result was scattered. Here it is one gather of floats, else one for each direction.
+    """
+    if not is_explicit(jax.typeof(dy).sharding.mesh):
+        return dy
+    names = {
+        name
+        for side, arrangement in ((lhs, layout.lhs), (rhs, layout.rhs))
+        if side is not None
+        for axis in arrangement.contracted_dims
+        for name in names_in(side.spec[axis])
+    }
+    return unsplit(dy, names, range(dy.ndim))
