@@ -18,6 +18,7 @@ from moe_oracle import Products, rounded
 
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Recipe, mlp
+from jax_mx.facts.activations import GATED
 from jax_mx.products.mlp import RESIDUALS
 
 P = PartitionSpec
@@ -65,7 +66,7 @@ def own(recipe, **options):
     )
 
 
-def three_functions(recipe):
+def three_functions(recipe, activation="swiglu", **how):
     def plus(y, bias):
         return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
 
@@ -73,7 +74,8 @@ def three_functions(recipe):
         return jax_mx.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), recipe=recipe)
 
     def call(x, w1, w2, b1, b2):
-        return plus(product(jax_mx.gated(plus(product(x, w1), b1)), w2), b2)
+        gate_up = plus(product(x, w1), b1)
+        return plus(product(jax_mx.gated(gate_up, activation, **how), w2), b2)
 
     return call
 
@@ -147,23 +149,20 @@ def test_is_the_three_functions(recipe, rows, dtype, residuals):
             assert_bits_equal(a, b, name)
 
 
-@thorough
 @pytest.mark.parametrize(
-    "activation",
-    [{"activation": "relu2"}, {"activation": "gpt_oss", "interleaved": True}],
-    ids=lambda own: own["activation"],
+    ("activation", "interleaved"),
+    [("gpt_oss", True), *(pytest.param(n, False, marks=thorough) for n in ("relu2", "geglu_erf"))],
 )
-def test_activations(activation):
-    """Without a gate, and by turns: the three functions too."""
-    x, w1, w2, *_, dy = operands((40,), jnp.bfloat16)
-
-    def three(x, w1, w2):
-        return jax_mx.matmul(jax_mx.gated(jax_mx.matmul(x, w1), **activation), w2)
-
-    w2 = w2 if "interleaved" in activation else jnp.concatenate([w2, w2])
-    own = functools.partial(mlp, residuals="inputs", **activation)
-    for got, want in zip(*(with_gradients(f, x, w1, w2, dy) for f in (own, three)), strict=True):
-        assert_bits_equal(got, want)
+def test_other_activations(activation, interleaved):
+    """With a gate and without, by turns and by halves: the three functions, bit for bit."""
+    own_gate = 1 + (activation in GATED)
+    x, w1, w2, b1, b2, dy = operands((7,), jnp.bfloat16, n=40)
+    args = x, w1[:, : 96 * own_gate], w2, b1[: 96 * own_gate], b2, dy
+    how = {"activation": activation, "interleaved": interleaved, "residuals": "floats"}
+    want = with_gradients(three_functions(MXFP8, activation, interleaved=interleaved), *args)
+    for name, a, b in zip(ARRAYS, with_gradients(own(MXFP8, **how), *args), want, strict=True):
+        if name != "b_gate_up":
+            assert_bits_equal(a, b, name)
 
 
 @thorough
@@ -281,13 +280,17 @@ def test_bad_calls_get_one_sentence():
     refused = assert_refused
     refused(lambda: mlp(jax_mx.quantize(x), w1, w2), TypeError, "mlp: x must be an array of floats")
     refused(lambda: mlp(x, w1[:32], w2), ValueError, "contracted axis 0 should have 64 elements")
-    refused(lambda: mlp(x, w1[:, :96], w2), ValueError, "must be a multiple of 64, as swiglu")
+    refused(lambda: mlp(x, w1[:, :96], w2), ValueError, "must be a multiple of 64")
+    refused(lambda: mlp(x, w1, w2, activation="relu", interleaved=True), ValueError, "no gate")
+    rotated = Recipe(forward=jax_mx.Product(hadamard=jax_mx.Hadamard(16)))
+    frozen = jax_mx.quantize(w1, axis=0)
+    refused(lambda: mlp(x, frozen, w2, recipe=rotated), ValueError, "the recipe rotates")
     refused(lambda: mlp(x, w1, w2[:64]), ValueError, "w_down has the shape (64, 64)")
     refused(lambda: mlp(x[:, :40], w1[:40], w2), ValueError, "not a multiple of the block length")
     refused(lambda: mlp(x, w1[None], w2), ValueError, "w_gate_up (1, 64, 192); must be")
     refused(lambda: mlp(x, w1.astype(jnp.bfloat16), w2), TypeError, "w_gate_up is bfloat16")
     refused(lambda: mlp(x, w1, w2, b_down=b1), ValueError, "b_down has the shape (192,)")
-    refused(lambda: mlp(x, w1, w2, activation="tanh"), ValueError, "mlp: activation must be")
+    refused(lambda: mlp(x, w1, w2, activation="tanh"), ValueError, "activation must be 'swiglu'")
     refused(lambda: mlp(x, w1, w2, residuals="all"), ValueError, "residuals")
     wrong = MXFP4.quantize_weight(w1)
     refused(lambda: mlp(x, wrong, w2), ValueError, "w_gate_up was quantized by another recipe")
