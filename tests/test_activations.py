@@ -18,7 +18,6 @@ from helpers import (
     call_attributes_in,
     poison_memory,
     random_bits,
-    stand_in,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -191,6 +190,7 @@ def off(got, want, bits: int, least: float):
     return (np.abs(got - want) / np.ldexp(1.0, exponent - bits)).max()
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.parametrize("what", ["part", "slope"])
 def test_no_gate_is_near_a_tie(what, name):
@@ -218,6 +218,7 @@ def test_no_gate_is_near_a_tie(what, name):
     assert abs(rounding.up / rounding.cell - 0.5) < 0.08
 
 
+@pytest.mark.optimized
 @each_name
 def test_the_float_is_defined(name):
     """For every gate, by XLA in both of its ways; and so is the product."""
@@ -230,6 +231,7 @@ def test_the_float_is_defined(name):
         same_floats(run(x, name, weights=weights), wanted(x, name, weights), "weights")
 
 
+@pytest.mark.optimized
 @each_name
 def test_the_float_is_near_the_exact_number(name):
     """Of every bfloat16 gate: within a unit in the last place of the dtype that has it."""
@@ -359,6 +361,7 @@ CALLS = {
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CALLS)
 def test_it_is_quantizing_what_gated_gives(name, dtype):
@@ -385,16 +388,6 @@ def test_what_serves_it():
         assert found and what == f"cutedsl: {name} of floats that XLA makes"
     found, what = supported("sm_90", axis=-2)
     assert found and what.endswith(" of floats that XLA makes")
-
-
-@pytest.fixture
-def without_code(monkeypatch):
-    """Kernels are stand-ins: programs are lowered, and must not run."""
-    monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
-    monkeypatch.setattr(store, "get", stand_in)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.usefixtures("without_code")

@@ -314,7 +314,9 @@ def _forward(
         biases[1] = wires.alike(static.axis, biases[1]).astype(jnp.float32)
         each = reference.rows_of(biases[1], given_experts)
         own = each * given[1].astype(jnp.float32)[:, :, None]
-        y = y + wires.once(static.tensor, own.sum(1)).astype(y.dtype)
+        is_one = _is_one(given_experts, biases[1].shape[0])[:, :, None]
+        own = jnp.where(is_one, own, 0).sum(1)
+        y = y + wires.once(static.tensor, own).astype(y.dtype)
     y = wires.summed(static.tensor, y)
     if not keep:
         return y, None
@@ -384,10 +386,38 @@ def _gate_up(static: _Static, tokens: Form, first: Form, groups: Groups, bias: A
     return (gate_up.astype(jnp.float32) + own).astype(static.dtype)
 
 
-def _shares(experts: jax.Array, weights: jax.Array, number: int) -> jax.Array:
-    """Float32 (T, E): the sum of the weights that each token gives each expert."""
+def _is_one(experts: jax.Array, number: int) -> jax.Array:
+    """Which choices name an expert, of so many."""
+    return (experts >= 0) & (experts < number)
+
+
+def _shares(experts: jax.Array, weights: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    """(T, E): the sum of the weights that each token gives each expert, float32; if it has any."""
     is_it = experts[:, :, None] == jnp.arange(number, dtype=experts.dtype)
-    return jnp.where(is_it, weights.astype(jnp.float32)[:, :, None], 0).sum(1)
+    shares = jnp.where(is_it, weights.astype(jnp.float32)[:, :, None], 0).sum(1)
+    return shares, is_it.any(1)
+
+
+def _sums(shares: jax.Array, takes: jax.Array, rows: jax.Array) -> jax.Array:
+    """Float32 (E, columns): each expert's sum of rows, each row by its share.
+
+    What is not finite makes NaN in the sums of the experts that take its row, and in no others,
+    where a product of matrices would have 0 * NaN.
+
+    Args:
+      shares: float32 (R, E).
+      takes: bool (R, E), whose sums a row is in.
+      rows: float32 (R, columns).
+    """
+    good_shares, good_rows = jnp.isfinite(shares), jnp.isfinite(rows)
+    sums = jnp.einsum(
+        "re,rn->en",
+        jnp.where(good_shares, shares, 0),
+        jnp.where(good_rows, rows, 0),
+        precision="highest",
+    )
+    bad = jnp.einsum("re,rn->en", takes.astype(jnp.bfloat16), (~good_rows).astype(jnp.bfloat16))
+    return jnp.where((bad > 0) | ~good_shares.all(0)[:, None], jnp.nan, sums)
 
 
 def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
@@ -423,12 +453,12 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
     if b1_type is not None:
         db1 = _by_expert(dgate_up, groups).astype(b1_type)
     if kept.routing is not None:
-        bias, floats = kept.biases[1], dy.astype(jnp.float32)
-        shares = wires.once(static.tensor, _shares(*kept.routing, bias.shape[0]))
-        db2 = jnp.einsum("te,td->ed", shares, floats, precision="highest")
-        db2 = wires.scattered(static.axis, db2).astype(b2_type)
-        each = (reference.rows_of(bias, kept.routing[0]) * floats[:, None]).sum(-1)
-        dweights += wires.once(static.tensor, each)
+        (experts, weights), bias = kept.routing, kept.biases[1]
+        floats, is_one = dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
+        db2 = _sums(*_shares(experts, weights, bias.shape[0]), floats)
+        db2 = wires.scattered(static.axis, wires.once(static.tensor, db2)).astype(b2_type)
+        each = (reference.rows_of(bias, experts) * floats[:, None]).sum(-1)
+        dweights += wires.once(static.tensor, jnp.where(is_one, each, 0))
     dweights = dweights.astype(kept.types.of[1])
     return (dx, dweights, dw1, dw2, db1, db2), None, None, None, None
 
@@ -453,9 +483,11 @@ def _gated(static: _Static, scale: jax.Array) -> Gated:
 
 
 def _by_expert(slots: jax.Array, groups: Groups) -> jax.Array:
-    """Float32 (E, columns): the sum of each expert's slots."""
-    is_it = (groups.experts[:, None] == jnp.arange(groups.num_experts)).astype(jnp.float32)
-    return jnp.einsum("re,rn->en", is_it, slots.astype(jnp.float32), precision="highest")
+    """Float32 (E, columns): the sum of each expert's slots, those of `align` slots first."""
+    runs = slots.astype(jnp.float32).reshape(-1, groups.align, slots.shape[-1]).sum(1)
+    experts = groups.experts[:: groups.align]
+    is_it = experts[:, None] == jnp.arange(groups.num_experts, dtype=experts.dtype)
+    return _sums(is_it.astype(jnp.float32), is_it, runs)
 
 
 _moe_vjp.defvjp(_moe_fwd, _moe_bwd)

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx import reference
-from jax_mx.arrays.checks import flag, float_dtype, shown
+from jax_mx.arrays.checks import flag, float_dtype, floats, shown
 from jax_mx.facts.activations import ACTIVATIONS, Activation
-from jax_mx.ops.inputs import floats
 
 
 @partial(
