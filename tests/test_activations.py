@@ -22,6 +22,7 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
+from jax_mx import _ffi
 from jax_mx.facts.activations import ACTIVATIONS, GATED
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
@@ -381,7 +382,7 @@ def test_what_serves_it():
     supported = functools.partial(jax_mx.is_supported, "quantize", activation="swiglu")
     name = "quantize_last_bfloat16_mxfp8_e4m3"
     assert supported("sm_90") == (True, f"cutedsl: {name}_swiglu")
-    assert supported("gfx950") == (True, f"flydsl: {name} of floats that XLA makes")
+    assert supported("gfx950") == (True, f"flydsl: {name}_swiglu")
     for how in ({"activation": "geglu"}, {"rows": True}):
         found, what = jax_mx.is_supported("quantize", "sm_90", **{"activation": "swiglu", **how})
         assert found and what == f"cutedsl: {name} of floats that XLA makes"
@@ -526,3 +527,67 @@ def test_past_two_to_the_31():
     assert_bits_equal(last.scales[-4096:], want[0].scales)
     assert_bits_equal(second.values[:, -4096:], want[1].values)
     assert_bits_equal(second.scales[:, -128:], want[1].scales)
+
+
+# ---- emulated ---
+emulation = pytest.importorskip("emulation")  # of AMD's chips, by tinygrad
+AMD = [v for v in ACTIVE if v.implementation == "flydsl"]
+
+
+def some_floats(rows: int, length: int, seed: int):
+    """(rows, 2 length) of gates that no infinite one is beside, of any size; and weights."""
+    size = -(-rows * 2 * length // 32) * 32
+    x = random_bits((size,), "bfloat16", seed=seed)[: rows * 2 * length]
+    if seed:
+        x = np.where(np.isfinite(doubles(x)), x, 1).astype(x.dtype)
+    weights = np.random.default_rng(seed).normal(size=rows).astype(np.float32)
+    return x.reshape(rows, 2 * length), weights
+
+
+@pytest.mark.every_binary
+@pytest.mark.sampled(30, 4)
+@emulation.each_binary(AMD)
+def test_emulated(variant, arch):
+    """Layouts of scales, scalings, orders of the waves and entries in turn; then every gate."""
+    from jax_mx.testing import emulate
+    from jax_mx.testing.emulator import ORDERS
+
+    turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
+    shapes = SHAPES[str(variant.form).removesuffix("_transposed")]
+    shapes = [(min(rows, 160), min(length, 288)) for rows, length in shapes]
+    every = every_gate()
+    every[:, 128:] = np.where(np.abs(doubles(every[:, 128:])) < 2, every[:, 128:], 1)
+    every = np.where(np.isfinite(doubles(every)), every, 1).astype(every.dtype)
+    for i in range(3):
+        x, weights = some_floats(*shapes[(turn + i) % len(shapes)], seed=i)
+        x, weights = (every, np.ones(512, np.float32)) if i == 2 else (x, weights)
+        how = {
+            "scaling": scalings[(turn + i) % len(scalings)],
+            "scale_layout": layouts[(turn + i) % len(layouts)],
+        }
+        want = jax.jit(call(variant, "xla", **how))(wanted(x, variant.source, weights))
+        own = jax_mx.Gated(variant.source, weights)
+        before = _ffi.counters()["launches"]
+        with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
+            op = call(variant, "flydsl", **how)
+            got = jax.jit(lambda x, own, op=op: op(x, activation=own))(x, own)
+            got = jax.block_until_ready(got)
+        assert _ffi.counters()["launches"] == before + 1
+        same(got, want, f"{x.shape} {how}")
+
+
+@pytest.mark.every_binary
+@pytest.mark.sampled(30, 11)
+@emulation.each_binary(AMD)
+def test_emulated_at_any_address(variant, arch):
+    """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""
+    turn, layouts = AMD.index(variant), layouts_of(variant)
+    for entry in range(2):
+        how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
+        x, weights = some_floats(96, (256, 96 if variant.form.spans[1] else 33)[entry], seed=1)
+        own = jax_mx.Gated(variant.source, weights)
+        program = emulation.Program(variant, arch, x.shape, activation=own, **how)
+        assert program.takes(entry)
+        want = jax.jit(call(variant, "xla", **how))(wanted(x, variant.source, weights))
+        operands = emulation.bytes_of([x, weights])
+        assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)

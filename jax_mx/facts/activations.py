@@ -15,6 +15,7 @@ slope 8, up and the result's gradient have 8 each: their products are exact in f
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 
@@ -65,6 +66,13 @@ UNARY: Mapping[str, Unary] = {
     "identity": Unary(),
 }
 SHARPNESS = 1.702  # of sharp_silu
+TANH, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu is x sigmoid(TANH (x + CUBE x^3))
+# Of gelu_erf in float32: Phi(-x) = exp(-x^2 / 2) t P(t), t = 1 / (1 + NEAR x), x >= 0, within 2^-24
+# of it up to 14. P's coefficients, the highest first; at x = 0 float32 makes them exactly 1 / 2.
+NEAR = 0.35
+TAIL = (-0.029544999822974205, 0.14585642516613007, -0.25947487354278564, 0.16329829394817352,
+        -0.025816861540079117, 0.10659195482730865, 0.11957551538944244, 0.13989484310150146,
+        0.13961972296237946)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

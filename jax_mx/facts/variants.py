@@ -237,7 +237,7 @@ VARIANTS += tuple(
     if not variant.changes_elements and variant.window != ROW
 )
 # The activations that each DSL's kernels have.
-ACTIVE: Mapping[str, tuple[str, ...]] = {"cutedsl": ("swiglu",), "flydsl": ()}
+ACTIVE: Mapping[str, tuple[str, ...]] = {"cutedsl": ("swiglu",), "flydsl": ("swiglu",)}
 # What a product's operand wants: along its rows, down them, and both; not MXFP6.
 VARIANTS += tuple(
     dataclasses.replace(variant, source=activation)

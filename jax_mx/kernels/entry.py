@@ -58,6 +58,11 @@ class Entry:
         return {"": 0, "rows": 1}.get(self.variant.source, 2)
 
     @property
+    def gates(self) -> bool:
+        """Whether an activation makes the floats."""
+        return self.variant.source not in ("", "rows")
+
+    @property
     def count(self) -> int:
         """How many quantized arrays there are."""
         return len(self.formats)

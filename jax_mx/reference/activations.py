@@ -10,18 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.facts.activations import ACTIVATIONS, SHARPNESS, Activation, Rounding
+from jax_mx.facts.activations import (
+    ACTIVATIONS,
+    CUBE,
+    NEAR,
+    SHARPNESS,
+    TAIL,
+    TANH,
+    Activation,
+    Rounding,
+)
 from jax_mx.reference.blocks import flushed
 
 # Beyond, a slope is 0 or 1 in float32; and no product of such numbers overflows.
 _FAR = 128.0
-_TANH, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu is x sigmoid(_TANH (x + _CUBE x^3))
-# Phi(-x) = exp(-x^2 / 2) t P(t), t = 1 / (1 + _NEAR x), x >= 0: P's coefficients, the highest
-# first; within 2^-24 of it up to 14.
-_NEAR = 0.35
-_TAIL = (-0.029544999822974205, 0.14585642516613007, -0.25947487354278564, 0.16329829394817352,
-         -0.025816861540079117, 0.10659195482730865, 0.11957551538944244, 0.13989484310150146,
-         0.13961972296237946)  # fmt: skip
 
 
 class Formula(NamedTuple):
@@ -64,9 +66,9 @@ def _tail(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Phi(-|x|) = by * by * rest: by and rest."""
     size = jnp.minimum(jnp.abs(x), _FAR)
     by = jnp.exp(size * size * -0.25)
-    t = 1.0 / (size * _NEAR + 1.0)
-    rest = jnp.full_like(t, _TAIL[0])
-    for coefficient in _TAIL[1:]:
+    t = 1.0 / (size * NEAR + 1.0)
+    rest = jnp.full_like(t, TAIL[0])
+    for coefficient in TAIL[1:]:
         rest = rest * t + coefficient
     return by, rest * t
 
@@ -96,8 +98,8 @@ FORMULAS: Mapping[str, Formula] = {
         lambda x: x * SHARPNESS, lambda x: jnp.full_like(x, SHARPNESS)
     ),
     "gelu": _sigmoidal(
-        lambda x: x * _TANH * (x * x * _CUBE + 1.0),
-        lambda x: (x * x * (3 * _CUBE) + 1.0) * _TANH,
+        lambda x: x * TANH * (x * x * CUBE + 1.0),
+        lambda x: (x * x * (3 * CUBE) + 1.0) * TANH,
     ),
     "gelu_erf": Formula(_gelu_erf, _gelu_erf_slope),
     "relu": Formula(_relu, lambda x: jnp.where(x <= 0, jnp.zeros_like(x), jnp.where(

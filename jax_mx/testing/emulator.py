@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from tinygrad.renderer.amd import decode_inst
 
@@ -503,12 +504,10 @@ class Emulator:
 
     def _convert_to_16_bits(self, dtype: np.dtype, sources: list[Source], to: int) -> Step:
         def step(w: Waves) -> None:
-            if w.flushes:
-                raise NotImplementedError("rounding to 16 bits where subnormals are flushed")
-            low, high = (
-                np.broadcast_to(source(w), w.active.shape).astype(dtype).view(np.uint16).astype(U32)
-                for source in sources
-            )
+            low, high = (np.broadcast_to(source(w), w.active.shape) for source in sources)
+            if w.flushes and any(_is_small(x, dtype)[w.active].any() for x in (low, high)):
+                raise NotImplementedError("subnormals of 16 bits where subnormals are flushed")
+            low, high = (x.astype(dtype).view(np.uint16).astype(U32) for x in (low, high))
             write_vector(w, to, low | high << U32(16))
 
         return step
@@ -875,6 +874,11 @@ def _set_mode(field: int, source: Source) -> Step:
         w.flushes = bool(mode[0] == 0)
 
     return step
+
+
+def _is_small(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Where the number, which is not 0, is smaller than the dtype's normal ones."""
+    return (x != 0) & (np.abs(x) < np.float64(ml_dtypes.finfo(dtype).smallest_normal))
 
 
 def _flushed(x: np.ndarray) -> np.ndarray:

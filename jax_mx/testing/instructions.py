@@ -59,6 +59,19 @@ _compare = {
 }
 
 
+def _exp2(x: np.ndarray) -> np.ndarray:
+    """AMD says: within a unit in the last place, subnormals are flushed. So it is not the nearest.
+
+    It is the number above that or below, by the last bit of the operand; whole powers are exact.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        exact = np.exp2(x.astype(F64))
+        nearest = exact.astype(F32)
+    away = np.where(bits(x) & U32(1), F32(0), F32(np.inf))
+    found = np.where(nearest == exact, nearest, np.nextafter(nearest, away, dtype=F32))
+    return np.where(found < np.finfo(F32).tiny, F32(0), found)
+
+
 def minimum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """IEEE 754-2008 minNum: a NaN loses; -0 is less than +0."""
     zeros = (x == 0) & (y == 0)
@@ -293,6 +306,7 @@ VECTOR: Mapping[str, Op] = {
     "v_med3_f32": ("fff", median),
     "v_maximum3_f32": ("fff", lambda x, y, z: _maximum(_maximum(x, y), z)),
     "v_rcp_f32": ("f", lambda x: F32(1) / x),
+    "v_exp_f32": ("f", _exp2),
     "v_cvt_f32_u32": ("u", lambda x: x.astype(F32)),
     "v_cvt_u32_f32": ("f", _to_unsigned),
     "v_cvt_f32_f16": ("e", lambda x: x.astype(F32)),
@@ -308,6 +322,10 @@ VECTOR: Mapping[str, Op] = {
     },
     "v_cmp_lg_f32": ("ff", lambda x, y: (x < y) | (x > y)),
     "v_cmp_neq_f32": ("ff", np.not_equal),
+    **{  # true of NaNs
+        f"v_cmp_n{name}_f32": ("ff", lambda x, y, op=_compare[name]: ~op(x, y))
+        for name in ("lt", "le", "gt", "ge")
+    },
     "v_cmp_u_f32": ("ff", lambda x, y: np.isnan(x) | np.isnan(y)),
     "v_cmp_o_f32": ("ff", lambda x, y: ~(np.isnan(x) | np.isnan(y))),
 }

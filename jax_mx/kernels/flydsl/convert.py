@@ -92,6 +92,21 @@ def magnitudes(word: Uint32, dtype: str) -> Uint32:
     return word & Uint32(0x7FFFFFFF if dtype == "float32" else 0x7FFF7FFF)
 
 
+def flush_subnormals(mode: Uint32) -> None:
+    """Makes subnormal float32 operands and results zeros of their sign, from here on, of mode 0.
+
+    That is in the mode of the wave; 3 leaves them.
+    """
+    mode = intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, mode)
+    llvm.inline_asm(
+        None,
+        [mode.ir_value()],
+        "s_setreg_b32 hwreg(HW_REG_MODE, 4, 2), $0",
+        "s,~{memory}",
+        has_side_effects=True,
+    )
+
+
 def larger(a: Uint32, b: Uint32, dtype: str) -> Uint32:
     """Per element the larger of two words of magnitudes: NaN > Inf > finite."""
     if dtype == "float32":
@@ -377,6 +392,16 @@ def unpack_four(
             quiet = Uint32(0x7FFF7FFF)
         found += [where(m, quiet, w) for w, m in zip(words, masks, strict=True)]
     return found
+
+
+def round_two(low: Float32, high: Float32, arch: str) -> Uint32:
+    """Two bfloat16 in a word, rounded to nearest even; of a NaN one."""
+    if arch != "gfx950":
+        quiet = Uint32(0x7FC00000)
+        low, high = (
+            (x == x).select(x.bitcast(Uint32), quiet).bitcast(Float32) for x in (low, high)
+        )
+    return _round_two(low, high, "bfloat16", arch)
 
 
 def _round_two(low: Float32, high: Float32, dtype: str, arch: str) -> Uint32:

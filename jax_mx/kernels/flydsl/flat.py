@@ -9,7 +9,7 @@ from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Variant
 from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
-from jax_mx.kernels.flydsl import convert, preprocessed
+from jax_mx.kernels.flydsl import activations, convert, preprocessed
 from jax_mx.kernels.flydsl.kernel import (
     WAVE,
     Kernel,
@@ -54,12 +54,12 @@ class Flat(Kernel):
         count = blocks_of(variant.window)
         rows = [geometry.flat_rows()] if layout.is_tiled or count > 1 else []
         self.extents = [geometry.length_of(scales), *rows, geometry.flat_blocks(8)]
-        self.in_patches = variant.rows or (count > 1 and (layout.is_tiled or not aligned))
+        self.in_patches = self.of > 0 or (count > 1 and (layout.is_tiled or not aligned))
         if self.in_patches:
             patch = Extents(self.blocks // Patches.COLS, Patches.COLS * BLOCK)
             self.region = geometry.region_of(variant.form, layout, patch)
             self.grid = geometry.grid_of(variant.form, patch, self.region, self.of)
-            if variant.rows:
+            if self.of:
                 of_x = geometry.extents_of(variant.form, self.of)
                 self.extents = [self.extents[0], *of_x]
         elif count > 1:
@@ -77,16 +77,21 @@ class Flat(Kernel):
         strip = self.strip(sizes)
         first = convert.wave_id() * Uint32(self.chunks * self.per_chunk) + lane // self.sharers
         words = []
+        if const_expr(self.gates):
+            convert.flush_subnormals(Uint32(0))
         for c in range_constexpr(self.chunks):
             place, start = first + Uint32(c * self.per_chunk), strip.block
-            if const_expr(self.variant.rows):
-                start = Int64(0)
-                block, there = strip.picked(place, arrays["rows"], sizes[3])
+            if const_expr(self.gates):
+                words.append(self.gated(arrays, strip, place, lane))
             else:
-                block, _, _ = strip.at(place)
-            where = block * (BLOCK * size) + as_int64(lane % self.sharers * 16)
-            found = load_words(x + start * (BLOCK * size), where, 4, self.align[0])
-            words.append(zeros_unless(there, found) if const_expr(self.variant.rows) else found)
+                if const_expr(self.variant.rows):
+                    start = Int64(0)
+                    block, there = strip.picked(place, arrays["rows"], sizes[3])
+                else:
+                    block, _, _ = strip.at(place)
+                where = block * (BLOCK * size) + as_int64(lane % self.sharers * 16)
+                found = load_words(x + start * (BLOCK * size), where, 4, self.align[0])
+                words.append(zeros_unless(there, found) if const_expr(self.variant.rows) else found)
 
         amax = [
             largest([convert.magnitudes(w, self.dtype) for w in chunk], self.dtype)
@@ -121,7 +126,7 @@ class Flat(Kernel):
         offsets = [block * (BLOCK // packed) + as_int64(of_block) for block, _, _ in found]
         if tiles != Uint32(0):
             start = Int64(0)
-            cols = sizes[2] if const_expr(self.variant.rows) else sizes[-1]
+            cols = sizes[2] if const_expr(self.of > 0) else sizes[-1]
             offsets = self.in_tiles([strip.block + b for b, _, _ in found], of_block, cols)
         together: fx.Constexpr = max(n // 4, 1)  # rounds of which a lane has but a word of codes
         for g in range_constexpr(self.chunks // n):
@@ -141,6 +146,19 @@ class Flat(Kernel):
             codes = exchange(parts, lane, together > 1)
             if found[g][2]:
                 store_words(values + start, offsets[g], codes, self.align[-2])
+
+    def gated(self, arrays, strip, place, lane) -> list:
+        """A lane's words of an activation's results for a place."""
+        row, both = strip.gated(place)
+        inside = as_int64(lane % self.sharers * 16)
+        gates, ups = (
+            load_words(arrays["x"], block * (BLOCK * self.itemsize) + inside, 4, self.align[0])
+            for block in both
+        )
+        (weight,) = load_words(arrays["weights"], as_int64(row) * 4, 1, 4)
+        weight, name = weight.bitcast(fx.Float32), self.variant.source
+        pairs = zip(gates, ups, strict=True)
+        return [activations.gated(name, *pair, weight, self.arch) for pair in pairs]
 
     def strip(self, sizes):
         """The workgroup's blocks."""

@@ -219,6 +219,14 @@ class Patches:
         block = as_int64(number) * as_int64(self.cols) + as_int64(col)
         return inside.select(block, Int64(0)), there
 
+    def gated(self, place) -> tuple:
+        """The row of a place, and which block of x its gates and its ups are; of padding any."""
+        row, col = self.top + place // Uint32(self.COLS), self.left + place % Uint32(self.COLS)
+        inside = (row < self.rows) & (col < self.cols)
+        row, col = (inside.select(n, Uint32(0)) for n in (row, col))
+        gates = as_int64(row) * as_int64(self.cols * Uint32(2)) + as_int64(col)
+        return row, (gates, gates + as_int64(self.cols))
+
     def at(self, place):
         """As `Strip.at`; but the offset is the scale's own."""
         row, col = place // Uint32(self.COLS), place % Uint32(self.COLS)

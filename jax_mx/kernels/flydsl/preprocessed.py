@@ -21,21 +21,14 @@ from jax_mx.kernels.flydsl.kernel import load_words
 def flush_subnormals(kind: Kind, prescale: Uint32) -> None:
     """Makes subnormal float32 operands and results zeros of their sign, from here on.
 
-    That is in the mode of the wave, and before any of x is there to compute with. Not where
-    elements are neither rotated nor multiplied: they keep their bits. After either no element is
-    subnormal, and a product with a block's factor that is has the code of zero.
+    That is before any of x is there to compute with. Not where elements are neither rotated nor
+    multiplied: they keep their bits. After either no element is subnormal, and a product with a
+    block's factor that is has the code of zero.
     """
     mode = Uint32(0)
     if not kind.hadamard:
         mode = (prescale == Uint32(0)).select(Uint32(3), Uint32(0))
-    mode = convert.intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, mode)
-    llvm.inline_asm(
-        None,
-        [mode.ir_value()],
-        "s_setreg_b32 hwreg(HW_REG_MODE, 4, 2), $0",
-        "s,~{memory}",
-        has_side_effects=True,
-    )
+    convert.flush_subnormals(mode)
 
 
 def data_of_blocks(

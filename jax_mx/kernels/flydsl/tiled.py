@@ -13,7 +13,7 @@ from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Variant
 from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
-from jax_mx.kernels.flydsl import convert
+from jax_mx.kernels.flydsl import activations, convert
 from jax_mx.kernels.flydsl.kernel import (
     WAVE,
     Kernel,
@@ -91,7 +91,10 @@ class Tiled(Kernel):
         patch = Patch(wave, wave * BLOCK + down * self.rows, across * self.vector)
         shared = fx.SharedAllocator().allocate(self.shared()).peek()
 
-        if const_expr(self.variant.rows):
+        if const_expr(self.gates):
+            convert.flush_subnormals(Uint32(0))
+            words = self.gated(arrays["x"], arrays["weights"], at, patch)
+        elif const_expr(self.variant.rows):
             words = self.picked(arrays["x"], arrays["rows"], scalars[2], at, patch)
         else:
             words = self.load(arrays["x"], at, patch)
@@ -187,6 +190,24 @@ class Tiled(Kernel):
             start = as_int64(number) * stride
             found = self.load_row(x + start, inside.select(col, Uint32(0)), k)
             words.append(zeros_unless(there, found))
+        return words
+
+    def gated(self, x, weights, at: Tile, patch: Patch):
+        """An activation's results, of gates and ups that lie side by side in a row of x."""
+        _, tile_m, tile_k, m, k = at
+        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
+        inside = (row < m) & (col < k)
+        row, col = (inside.select(n, Uint32(0)) for n in (row, col))
+        half, words = as_int64(k) * self.itemsize, []
+        for i in range(self.rows):
+            number = as_int64(row + Uint32(i))
+            (weight,) = load_words(weights, number * 4, 1, 4)
+            start = x + number * (half * 2)
+            both = [self.load_row(start + half * part, col, k) for part in range(2)]
+            words.append([
+                activations.gated(self.variant.source, *pair, weight.bitcast(fx.Float32), self.arch)
+                for pair in zip(*both, strict=True)
+            ])  # fmt: skip
         return words
 
     def load_row(self, row, col, k) -> list:

@@ -1,0 +1,115 @@
+"""Gated activations in registers, of two bfloat16 at a time; see facts/activations.py.
+
+The wave's mode has to make zeros of subnormals, see `convert.flush_subnormals`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+from flydsl.expr import Float32, Uint32
+
+from jax_mx.facts.activations import ACTIVATIONS, CUBE, NEAR, SHARPNESS, TAIL, TANH, Rounding
+from jax_mx.kernels.flydsl import convert
+
+_LOG2E = math.log2(math.e)
+
+
+def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, arch: str) -> Uint32:
+    """A word of act(gate) * up * weight, bfloat16, of words of gates and of ups."""
+    both = zip(*(convert.elements(word, "bfloat16") for word in (gates, ups)), strict=True)
+    return convert.round_two(*(_gated(name, *pair) * weight for pair in both), arch)
+
+
+def _gated(name: str, gate: Float32, up: Float32) -> Float32:
+    """act(gate) * up; float32 has it exactly where there is no shift."""
+    row = ACTIVATIONS[name]
+    if row.limit is not None:
+        limit = Float32(row.limit)
+        gate, up = (_where(x > limit, limit, x) for x in (gate, up))  # a NaN stays
+        up = _where(up < Float32(-row.limit), Float32(-row.limit), up)
+    if row.shift:
+        up = up + Float32(row.shift)
+    return _rounded(_PARTS[row.unary](gate), row.rounding.part) * up
+
+
+def _where(condition, a: Float32, b: Float32) -> Float32:
+    return condition.select(a.bitcast(Uint32), b.bitcast(Uint32)).bitcast(Float32)
+
+
+def _rounded(x: Float32, rounding: Rounding | None) -> Float32:
+    """x with few bits; what is not finite stays."""
+    if rounding is None:
+        return x
+    bits = x.bitcast(Uint32)
+    cut = (bits + Uint32(rounding.up)) & Uint32(rounding.mask)
+    finite = convert.magnitudes(bits, "float32") < Uint32(0x7F800000)
+    return finite.select(cut, bits).bitcast(Float32)
+
+
+# ---- the part of the gate ---
+def _exp2(x: Float32) -> Float32:
+    return convert.intrinsic("llvm.amdgcn.exp2.f32", Float32, x)
+
+
+def _reciprocal(x: Float32) -> Float32:
+    return convert.intrinsic("llvm.amdgcn.rcp.f32", Float32, x)
+
+
+def _size(x: Float32) -> Float32:
+    return convert.intrinsic("llvm.fabs.f32", Float32, x)
+
+
+def _fma(x: Float32, y: Float32, z: Float32) -> Float32:
+    return convert.intrinsic("llvm.fma.f32", Float32, x, y, z)
+
+
+def _times_sigmoid(x: Float32, half: Float32) -> Float32:
+    """x sigmoid(z), with half = exp(-|z| / 2) and a z of x's sign.
+
+    The square of that is multiplied in two steps, so that no factor is subnormal.
+    """
+    one = Float32(1.0)
+    by = _where(x < Float32(0.0), half, one)
+    return (x * by) * (by * _reciprocal(_fma(half, half, one)))
+
+
+def _silu(sharpness: float) -> Callable[[Float32], Float32]:
+    scale = -sharpness * _LOG2E / 2
+    return lambda x: _times_sigmoid(x, _exp2(_size(x) * Float32(scale)))
+
+
+def _gelu(x: Float32) -> Float32:
+    scale = -TANH * _LOG2E / 2
+    slope = _fma(x * x, Float32(scale * CUBE), Float32(scale))
+    return _times_sigmoid(x, _exp2(_size(x) * slope))
+
+
+def _gelu_erf(x: Float32) -> Float32:
+    one = Float32(1.0)
+    by = _exp2((x * x) * Float32(-_LOG2E / 4))
+    t = _reciprocal(_fma(_size(x), Float32(NEAR), one))
+    rest = Float32(TAIL[0])
+    for coefficient in TAIL[1:]:
+        rest = _fma(rest, t, Float32(coefficient))
+    rest = (rest * t) * by
+    above = x * _fma(Float32(0.0) - rest, by, one)
+    return _where(x < Float32(0.0), (x * by) * rest, above)
+
+
+def _relu(x: Float32) -> Float32:
+    return _where(x <= Float32(0.0), Float32(0.0), x)
+
+
+def _relu2(x: Float32) -> Float32:
+    return _relu(x) * _relu(x)
+
+
+_PARTS: Mapping[str, Callable[[Float32], Float32]] = {
+    "silu": _silu(1.0),
+    "sharp_silu": _silu(SHARPNESS),
+    "gelu": _gelu,
+    "gelu_erf": _gelu_erf,
+    "relu": _relu,
+    "relu2": _relu2,
+    "identity": lambda x: x,
+}
