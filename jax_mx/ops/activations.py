@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx import reference
-from jax_mx.arrays.checks import float_dtype, shown
+from jax_mx.arrays.checks import float_dtype, floats, shown
 from jax_mx.facts.activations import ACTIVATIONS
-from jax_mx.ops.inputs import floats
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("weights",), meta_fields=("name",))
