@@ -2,6 +2,7 @@
 
 import math
 import re
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, only, with_table
+from helpers import assert_bits_equal, assert_refused, on_eight, only, with_table
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -325,7 +326,7 @@ def test_keys_are_each_shards_own():
 
     def keys(*axes):
         def shard():
-            own = wires.numbered(recipe, (*axes, None)).wgrad.rounding.key
+            (own,) = jax.tree.leaves(wires.numbered(recipe, (*axes, None)))
             return jax.random.key_data(own)[None, None]
 
         spec = P("data", "expert")
@@ -383,6 +384,64 @@ def test_types_of_ids(dtype):
     with jax.set_mesh(mesh):
         layer = jax.jit(lambda *args: jax_mx.moe(*args, expert_axis="expert"))
         assert_bits_equal(layer(x, ids, weights, w1, w2), want)
+
+
+# ---- programs that leave ---
+@pytest.mark.thorough
+@pytest.mark.parametrize("axis", [None, "expert"])
+def test_export_with_its_derivative(axis):
+    args = operands()
+    mesh = of_eight((2,))
+    layer = with_gradients(**{"expert_axis": axis} if axis else {})
+    with jax.set_mesh(mesh):
+        own = placed(args, mesh, ("expert",)) if axis else args
+        call = jax.jit(lambda *args: layer(*args)[:4])  # y, and the gradients of x, weights, w1
+        exported = jax.export.export(call, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS)(*own)
+        loss = jax.jit(lambda x, *rest: (jax_mx.moe(x, *rest, expert_axis=axis) ** 2).sum())
+        whole = jax.export.export(loss, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS)(*own[:5])
+        again, pulled = (
+            jax.export.deserialize(program.serialize(vjp_order=order))
+            for program, order in ((exported, 0), (whole, 1))
+        )
+        for got, want in zip(again.call(*own), call(*own), strict=True):
+            assert_bits_equal(got, want)
+        each = [jax.jit(jax.grad(f, (0, 3)))(*own[:5]) for f in (pulled.call, loss)]
+    for got, want in zip(*each, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_two_processes():
+    """jax.distributed, experts split between them: results and gradients of one device."""
+    code = """
+        from helpers import assert_bits_equal
+        from test_moe_sharding import operands, with_gradients
+
+        me, port = int(sys.argv[1]), sys.argv[2]
+        jax.distributed.initialize(f"localhost:{port}", 2, me)
+        args = operands()
+        with jax.default_device(jax.local_devices()[0]):
+            want = with_gradients()(*args)
+        mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+        where = NamedSharding(mesh, P("expert"))
+        args = [np.asarray(a) for a in args]
+        own = [jax.make_array_from_callback(a.shape, where, lambda at: a[at]) for a in args]
+        with jax.set_mesh(mesh):
+            got = with_gradients(expert_axis="expert", wire="floats")(*own)
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            for shard in g.addressable_shards:
+                a, b = np.asarray(shard.data), np.asarray(w)[shard.index]
+                if i in (2, 6):
+                    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+                else:
+                    assert_bits_equal(a, b, f"result {i}")
+        print("right")
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    out = on_eight(code, str(port), processes=2, devices=1)
+    assert [each.splitlines()[-1] for each in out] == ["right"] * 2
 
 
 def test_messages():
