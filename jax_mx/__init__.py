@@ -54,6 +54,7 @@ from jax_mx.products.contractions import matmul as matmul
 from jax_mx.products.dot_general import dot_general as dot_general
 from jax_mx.products.forms import QuantizedWeight as QuantizedWeight
 from jax_mx.products.gathering import gather_weight as gather_weight
+from jax_mx.products.mlp import mlp as mlp
 from jax_mx.products.ragged_dot import ragged_dot as ragged_dot
 from jax_mx.products.recipes import BF16 as BF16
 from jax_mx.products.recipes import MXFP4 as MXFP4

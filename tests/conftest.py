@@ -1,6 +1,7 @@
 """Strict settings for every test, what `gpu` means, and the record of what was executed where."""
 
 import collections
+import functools
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ os.environ.setdefault("JAX_MX_ARCHS", "sm_90a gfx942 gfx950")
 import hypothesis
 import jax
 import pytest
+from helpers import stand_in
+from jax._src import compiler
 
 from jax_mx.facts import verified
 from jax_mx.facts.chips import arch_of, dsl_of
@@ -22,6 +25,45 @@ from jax_mx.facts.products import BINARIES
 from jax_mx.lowering import primitive, store
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+# Most of what tests take is XLA compiling for the CPU, which these options make three times faster.
+# How XLA partitions and rewrites a program stays the same, the code that it makes of it does not:
+# tests marked `optimized`, which hold the reference's bits, compile as users do, and so do tests on
+# a GPU. Processes that tests start have no such options.
+QUICK = [("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", True)]
+if jax.__version_info__ < (0, 11):
+    QUICK += [("xla_cpu_use_fusion_emitters", False)]  # later versions of XLA have no other ones
+_quick = False
+
+
+def _with_quick_options(get_compile_options):
+    @functools.wraps(get_compile_options)
+    def get(*args, **kwargs):
+        options = get_compile_options(*args, **kwargs)
+        if _quick and kwargs["backend"].platform == "cpu":
+            options.env_option_overrides = [*QUICK, *options.env_option_overrides]
+        return options
+
+    return get
+
+
+compiler.get_compile_options = _with_quick_options(compiler.get_compile_options)
+
+
+def as_users_do(item) -> bool:
+    """Whether a test's programs are compiled with the options that users have."""
+    return any(item.get_closest_marker(name) for name in ("optimized", "gpu"))
+
+
+@pytest.fixture(autouse=True)
+def compiled_quickly(request):
+    """Programs are compiled quickly, unless the test is marked `optimized` or `gpu`."""
+    global _quick
+    quick = not as_users_do(request.node)
+    if quick != _quick:
+        jax.clear_caches()
+        _quick = quick
 
 
 def chip() -> str | None:
@@ -71,6 +113,7 @@ def pytest_xdist_auto_num_workers(config):
 def pytest_collection_modifyitems(config, items):
     """Leaves out what is thorough if that is not asked for; sees to tests that need a GPU.
 
+    Those that compile as users do come first, so that few programs are compiled in both ways.
     Without a GPU that there are kernels for, tests marked gpu are left out, or fail if
     JAX_MX_REQUIRE_GPU=1 asks for one.
     """
@@ -94,6 +137,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         gone = {*map(id, left_out)}
         items[:] = [item for item in items if id(item) not in gone]
+    items.sort(key=as_users_do, reverse=True)
 
 
 @pytest.fixture
@@ -109,6 +153,16 @@ def on_cpu(request):
     else:
         with jax.default_device(jax.devices("cpu")[0]):
             yield
+
+
+@pytest.fixture
+def without_code(monkeypatch):
+    """Kernels are stand-ins: programs are lowered, and must not run."""
+    monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
+    monkeypatch.setattr(store, "get", stand_in)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 # ---- jax_mx/verified ---

@@ -440,6 +440,7 @@ def test_the_table_is_current():
 
 
 # ---- gathered weights ---
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("shape", "spec", "recipe", "dims"),
     [

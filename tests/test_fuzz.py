@@ -27,6 +27,8 @@ from jax_mx.facts.formats import FORMATS, SCALE_DTYPE
 from jax_mx.lowering import primitive
 from jax_mx.testing import emulate
 
+pytestmark = pytest.mark.optimized
+
 THOROUGH = settings.default.max_examples > 100  # see conftest
 FLOATS = ("bfloat16", "float16", "float32")
 SCALE_LAYOUTS = ("row_major", "blocked_128x4", "shuffled_32x8")

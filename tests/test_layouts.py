@@ -20,6 +20,8 @@ from jax_mx.facts.layouts import (
     SHUFFLED_32X8,
 )
 
+pytestmark = pytest.mark.optimized
+
 P = PartitionSpec
 
 OFFSET = {

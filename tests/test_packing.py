@@ -10,6 +10,8 @@ from test_primitive import COLLECTIVE
 
 import jax_mx
 
+pytestmark = pytest.mark.optimized
+
 P = PartitionSpec
 
 

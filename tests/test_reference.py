@@ -26,6 +26,8 @@ import jax_mx
 from jax_mx import reference
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS, Scaling
 
+pytestmark = pytest.mark.optimized
+
 each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 each_scaling = pytest.mark.parametrize("scaling", Scaling, ids=str)
 

@@ -20,7 +20,6 @@ from helpers import (
     call_attributes_in,
     poison_memory,
     random_bits,
-    stand_in,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -160,16 +159,6 @@ def test_what_serves_it():
         found, what = supported(chip, format=FP4, axis=-2, dtype="float32", rounding=KEY)
         assert found and what.endswith(" along rows of floats that XLA makes")
         assert not supported(chip, zero_scale=127)[0]
-
-
-@pytest.fixture
-def without_code(monkeypatch):
-    """Kernels are stand-ins: programs are lowered, and must not run."""
-    monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
-    monkeypatch.setattr(store, "get", stand_in)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 def program(f, *args, platform="cuda") -> str:

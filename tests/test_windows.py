@@ -106,6 +106,7 @@ def floats(shape, dtype="float32", seed=0) -> np.ndarray:
 
 
 # ---- quantize ---
+@pytest.mark.optimized
 @pytest.mark.sampled(6)
 @each_format
 @pytest.mark.parametrize("scaling", Scaling, ids=str)
@@ -118,6 +119,7 @@ def test_is_what_a_loop_gives(format, window, scaling):
         assert_is(q, oracle(x, format, window, scaling), f"{dtype} {length}")
 
 
+@pytest.mark.optimized
 @each_format
 @pytest.mark.parametrize("shape", [(256, 384), (160, 96), (32, 288), (128, 32)], ids=str)
 def test_a_tile_is_what_a_loop_gives_and_transposes_to_itself(format, shape):
@@ -146,6 +148,7 @@ def test_the_default_is_a_block():
         assert_same_array(got, want)
 
 
+@pytest.mark.optimized
 @each_window
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4", "shuffled_32x8"])
 def test_any_axis_and_layout(window, layout):
@@ -172,6 +175,7 @@ def test_any_axis_and_layout(window, layout):
             assert_same_array(b, turned if turn else second)
 
 
+@pytest.mark.optimized
 @each_window
 def test_packed_and_tiled_values(window):
     x = floats((64, 320), "bfloat16", 2)
@@ -183,6 +187,7 @@ def test_packed_and_tiled_values(window):
     assert (bytes_of(zeros.scales) == 127).all()
 
 
+@pytest.mark.optimized
 def test_nan_and_infinity_are_the_windows():
     x = np.ones((4, 384), np.float32)
     x[0, 130], x[1, 5], x[2, 383] = np.nan, np.inf, -np.inf
@@ -197,6 +202,7 @@ def test_nan_and_infinity_are_the_windows():
             assert (found[r] == ((np.arange(12) >= a) & (np.arange(12) < b))).all(), (window, r)
 
 
+@pytest.mark.optimized
 @each_window
 def test_preprocessing_comes_first(window):
     x = floats((8, 320), "bfloat16", 3)
@@ -241,6 +247,7 @@ def test_maps_and_compiles(window):
 
 
 # ---- fake_quantize ---
+@pytest.mark.optimized
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_fake_quantize(window):
     x = np.random.default_rng(0).standard_normal((2, 160, 288)).astype(np.float32)
@@ -290,6 +297,7 @@ def any_array(shape, format, seed=0):
     return dataclasses.replace(like, values=packed, scales=e8m0)
 
 
+@pytest.mark.optimized
 @each_format
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_align_is_its_definition(format, window):

@@ -23,9 +23,10 @@ import numpy as np
 from jax_mx import reference
 from jax_mx.arrays.checks import flag, float_dtype
 from jax_mx.experts import wires
-from jax_mx.experts.activations import ACTIVATIONS, halves
+from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import MXFP8_E4M3, named
 from jax_mx.lowering import primitive
+from jax_mx.ops.activations import Gated
 from jax_mx.ops.groups import Groups, wide
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.quantize import quantize
@@ -95,8 +96,8 @@ def moe(
       w_down: (E, I, D), likewise.
       b_gate_up: floats (E, 2 I), or None.
       b_down: floats (E, D), or None.
-      activation: "swiglu" (silu(gate) up), "geglu" (gelu(gate) up, by tanh), "geglu_erf" (exact),
-        "relu2" (relu(gate)^2 up) or "gpt_oss" (clamped SwiGLU).
+      activation: one with a gate, see `gated`: "swiglu", "geglu", "geglu_erf", "reglu", "reglu2",
+        "bilinear" or "gpt_oss".
       interleaved: whether gate and up come by turns along 2 I, not all gates first.
       recipe: how floats are quantized; window="row" is refused. The router's weight multiplies
         what w_down's product reads before that is quantized. Where the layer is split, a
@@ -157,7 +158,7 @@ def moe(
         residuals = "floats" if recipe.uses("lhs")[0].format is None else "mx"
     static = _Static(
         dtype,
-        named(f"{op}: activation", {name: name for name in ACTIVATIONS}, activation),
+        named(f"{op}: activation", {name: name for name in GATED}, activation),
         flag(op, "interleaved", interleaved),
         named(f"{op}: residuals", {name: name for name in RESIDUALS}, residuals),
         axes.experts,
@@ -310,9 +311,7 @@ def _forward(
     second, second_free = weight_forms(w2, quantized[1], recipe, keep)
     tokens, tokens_kept = _slots(x_all, groups.rows, use, blocks, keep and w1 is not None)
     gate_up = _gate_up(static, tokens, first, groups, biases[0])
-    act = ACTIVATIONS[static.activation](*halves(gate_up, static.interleaved))
-    act = (act * scale[:, None]).astype(static.dtype)
-    along, _ = forms_of(act, -1, (use[0], None), blocks)
+    along, _ = forms_of(gate_up, -1, (use[0], None), blocks, activation=_gated(static, scale))
     y = wires.scattered(
         static.axis, groups.combined(_product(static, along, second, groups, static.dtype))
     )
@@ -437,14 +436,17 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
     dact = _product(static, by_row, kept.w_second, groups, static.dtype).astype(jnp.float32)
     # Through the activation, whose argument was kept.
     gate_up = _again(static, kept)
-    act, pull = jax.vjp(ACTIVATIONS[static.activation], *halves(gate_up, static.interleaved))
+    each = reference.halves(gate_up, static.activation, static.interleaved)
+    each = [x.astype(jnp.float32) for x in each]
+    act, pull = jax.vjp(lambda x: reference.gated_exactly(x, None, static.activation), each)
     dscale = (dact * act).sum(-1)
-    dgate_up = _joined(pull(dact * scale), static.interleaved).astype(static.dtype)
+    (pair,) = pull(dact * scale)
+    dgate_up = reference.joined(pair, static.interleaved).astype(static.dtype)
     dw2 = dw1 = db1 = db2 = None
     lhs, lhs_blocks = recipe.uses("lhs")[1], recipe.blocks("lhs")
     if w2_type is not None:
-        act = (act * scale).astype(static.dtype)
-        _, act_by_slot = forms_of(act, -1, (None, lhs), lhs_blocks)
+        own = _gated(static, kept.scale)
+        _, act_by_slot = forms_of(gate_up, -1, (None, lhs), lhs_blocks, activation=own)
         dw2 = _product(static, act_by_slot, by_slot, groups, w2_type, sums=True)
     own = (frozen_or(use[0], w1_type is None), use[1] if w1_type is not None else None)
     along, across = forms_of(dgate_up, -1, own, blocks)
@@ -480,11 +482,9 @@ def _again(static: _Static, kept: _Kept) -> jax.Array:
     return kept.gate_up
 
 
-def _joined(pair: tuple[jax.Array, jax.Array], interleaved: bool) -> jax.Array:
-    """The inverse of `halves`."""
-    if interleaved:
-        return jnp.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], -1)
-    return jnp.concatenate(pair, axis=-1)
+def _gated(static: _Static, scale: jax.Array) -> Gated:
+    """What lies between the products, by the router's weight of each slot."""
+    return Gated(static.activation, scale, interleaved=static.interleaved)
 
 
 def _by_expert(slots: jax.Array, groups: Groups) -> jax.Array:

@@ -205,8 +205,10 @@ def _quantize_reference(x, *block_data, plan: Plan):
 def _quantize_via_floats(x, other, *block_data, plan: Plan):
     """The primitive on floats that XLA makes, by a kernel or not."""
     x, other = x.reshape(x.shape[0], -1), other.reshape(-1)
-    rows = plan.source == "rows"
-    found = reference.rows_of(x, other) if rows else reference.gated(x, other, plan.source)
+    if plan.source == "rows":
+        found = reference.rows_of(x, other)
+    else:
+        found = reference.gated(reference.halves(x, plan.source), other, plan.source)
     viewed = Viewed.of(plan.view, found.shape, spec_of(found), plan.first_axis)
     floats = viewed.to_floats(found)
     return quantize_p.bind(floats, *block_data, plan=dataclasses.replace(plan, source=""))
@@ -594,7 +596,8 @@ def _no_derivative(*_, plan: AnyPlan, **__):
         )
     raise NotImplementedError(
         f"{plan.name} has no derivative, as codes have none; jax_mx.fake_quantize(x) is quantize "
-        "and dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one"
+        "and dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one; "
+        "jax_mx.dot_general, ragged_dot, mlp and moe have first derivatives, no second ones"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -16,35 +17,42 @@ from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering.plan import Plan
-from jax_mx.ops.activations import Gated, weights_of
+from jax_mx.ops.activations import Gated, made, weights_of
 from jax_mx.ops.placing import placed
 from jax_mx.ops.preprocessing import Data, block_data_of
 
 
-def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, str, Any]:
-    """What has the shape and the dtype of the array to quantize; what of, with which operand.
+def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str, Any]:
+    """What a call reads: x, what has the shape and dtype of the floats, their source, an operand.
 
     Args:
       op: for messages.
-      x: what `checks.floats` has seen.
+      x: what `checks.floats` has seen. It comes back where a kernel may make the floats of it, else
+        the floats do.
       rows: see `quantize`; so is activation.
       activation: see `quantize`.
 
     Raises:
       TypeError, ValueError: see `quantize`.
     """
-    if rows is None and activation is None:
-        return x, "", None
-    if activation is None:
-        rows = _rows(op, x, rows)
-        return jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
-    if rows is not None:
-        raise ValueError(f"{op}: rows are picked before an activation, not with it; drop one")
-    if not isinstance(activation, Gated):
+    if activation is not None and not isinstance(activation, Gated):
         raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
-    weights = weights_of(op, x, activation.weights)
-    like = jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] // 2), x.dtype)
-    return like, activation.name, weights
+    if rows is not None:
+        rows = _rows(op, x, rows)
+    if activation is None:
+        if rows is None:
+            return x, x, "", None
+        return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
+    if rows is not None:
+        both = (x, activation.up)
+        x, up = (None if a is None else _floats_of(jnp.asarray(a), rows, "rows") for a in both)
+        activation = dataclasses.replace(activation, up=up)
+    if rows is not None or not activation.is_split:
+        x = made(op, x, activation)
+        return x, x, "", None
+    gates = jax.eval_shape(lambda x: activation.halves(op, x)[0], x)
+    weights = weights_of(op, gates, activation.weights)
+    return x, gates, activation.name, weights
 
 
 def _rows(op: str, x: Any, rows: Any) -> Any:
@@ -108,7 +116,7 @@ def _in_one_call(x: jax.Array, other: jax.Array, plan: Plan) -> bool:
 def _floats_of(x: jax.Array, other: jax.Array, source: str) -> jax.Array:
     """The floats that XLA makes; on a mesh with explicit axes, split as both are."""
     if source != "rows":
-        return reference.gated(x, other, source)
+        return reference.gated(reference.halves(x, source), other, source)
     meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, other)) if is_explicit(m)]
     if not meshes:
         return reference.rows_of(x, other)

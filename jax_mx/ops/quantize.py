@@ -96,11 +96,13 @@ def quantize(
         windows without rounding or hadamard.
       rows: (R,) int32, for an x (T, K): what is quantized is not x but the array (R, K) of its
         rows with these numbers, zeros for each number that is not one of 0 to T - 1, say -1. From
-        bfloat16, kernels read those rows of x themselves, with windows too; else, and where XLA
-        splits the program among devices outside of `shard_map`, XLA gathers them before.
+        bfloat16, kernels read those rows of x themselves, with windows too; else, beside an
+        activation, and where XLA splits the program among devices outside of `shard_map`, XLA
+        gathers them before.
       activation: a `Gated`, for an x (..., 2 K) of gates and ups: what is quantized is `gated` of
-        it, (..., K). From bfloat16 (T, 2 K), NVIDIA's kernels compute it in MXFP8 and MXFP4, along
-        the last axis, transposed along the one before, and both; else XLA computes it before.
+        it, (..., K); of its rows, and those of `up`, where there are `rows`. From bfloat16
+        (T, 2 K), all gates, then all ups, NVIDIA's kernels compute "swiglu" in MXFP8 and MXFP4,
+        along the last axis, transposed along the one before, and both; else XLA computes it before.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -117,7 +119,7 @@ def quantize(
     """
     x = floats("quantize", x)
     own = preprocessing_of("quantize", rounding, hadamard, window)
-    like, source, other = made_of("quantize", x, rows, activation)
+    x, like, source, other = made_of("quantize", x, rows, activation)
     asked = Options(
         (format,),
         axis,
@@ -184,7 +186,7 @@ def quantize_both(
     """
     x = floats("quantize_both", x)
     each = pairs("quantize_both", rounding, hadamard)
-    like, source, other = made_of("quantize_both", x, rows, activation)
+    x, like, source, other = made_of("quantize_both", x, rows, activation)
     asked = Options(
         formats=(format, format) if formats is None else formats,
         scaling=scaling,
