@@ -25,7 +25,7 @@ from flax import nnx
 
 from benchmarks import report
 from examples import train_moe
-from jax_mx import Recipe
+from jax_mx import MXFP4_E2M1, Hadamard, Product, Recipe
 
 # Recipe, and what computes grouped products.
 WAYS: dict[str, tuple[Any, str | None]] = {
@@ -35,6 +35,12 @@ WAYS: dict[str, tuple[Any, str | None]] = {
     "mxfp8": ("mxfp8", None),
     "mxfp8, windows of 256": (Recipe(window=256), None),
     "mxfp4": ("mxfp4", None),
+}
+# Which of a layer's three products MXFP4 costs learning in; as the recipe MXFP4 has each.
+PARTS: dict[str, tuple[Any, str | None]] = {
+    "mxfp8, forward in mxfp4": (Recipe(forward=MXFP4_E2M1), None),
+    "mxfp8, dgrad in mxfp4": (Recipe(dgrad=MXFP4_E2M1), None),
+    "mxfp8, wgrad in mxfp4": (Recipe(wgrad=Product(MXFP4_E2M1, Hadamard(16))), None),
 }
 TIMED = 30  # steps, after as many that warm up
 SLOW = 100  # steps of a way that is there for its time alone
@@ -67,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="sizes are those of the example")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=3e-4, help="Adam's")
-    parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=[*WAYS], metavar="WAY")
+    parser.add_argument(
+        "--ways", nargs="+", default=[*WAYS], choices=[*WAYS, *PARTS], metavar="WAY"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     own = {name: getattr(train_moe, name.upper()) for name in WIDER} if args.small else WIDER
@@ -76,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         setattr(train_moe, name.upper(), size)
     rows = []
     for name in args.ways:
-        recipe, implementation = WAYS[name]
+        recipe, implementation = {**WAYS, **PARTS}[name]
         steps = min(args.steps, SLOW) if "lax" in name else args.steps
         start = time.perf_counter()
         ms, losses = run(recipe, implementation, steps, args.rate)

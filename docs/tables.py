@@ -478,6 +478,26 @@ def speed_moe_step() -> list[str]:
     return [*lines, "", caption(about, "python -m benchmarks.moe_step")]
 
 
+def loss_moe() -> list[str]:
+    """What a small transformer with experts learns, and which product costs MXFP4 what it loses."""
+    about, rows = results("cpu_moe_step")
+    losses = {row["way"]: row["losses"] for row in rows}  # of every tenth step
+
+    def against(way: str, first: int, last: int) -> str:
+        own, whole = (losses[name][first // 10 : last // 10] for name in (way, "bf16"))
+        return f"{sum(own) / sum(whole) - 1:+.1%}" if len(own) == len(whole) else ""
+
+    lines = table(
+        ("way", "steps", "loss in the end", "to bf16, steps 300 to 400", "800 to 1,000"),
+        [
+            (way, f"{row['steps']:,}", f"{row['loss']:.3f}", against(way, 300, 400),
+             against(way, 800, 1000))
+            for way, row in ((row["way"], row) for row in rows)
+        ],
+    )  # fmt: skip
+    return [*lines, "", caption(about, "python -m benchmarks.moe_step --small")]
+
+
 def speed_collectives() -> list[str]:
     """What moves between two GPUs, in MX and in bfloat16."""
     about, rows = results("h200x2_collectives")
@@ -526,6 +546,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_layers": speed_layers,
     "speed_moe": speed_moe,
     "speed_moe_step": speed_moe_step,
+    "loss_moe": loss_moe,
     "speed_collectives": speed_collectives,
     "layers": layers,
 }

@@ -321,6 +321,8 @@ def test_what_is_refused():
     for call, error, sentence in [
         (lambda: gemm(x.astype(jnp.float32), w), TypeError, "x is float32, must be bfloat16 or"),
         (lambda: gemm([1], w), TypeError, "gemm: x is list"),
+        (lambda: gemm(w, w), TypeError, "gemm: x is MXArray, must be bfloat16 or float16"),
+        (lambda: gemm_fp8(w, w, tiles="no"), TypeError, "tiles must be a bool, got 'no'"),
         (lambda: gemm(x, x), TypeError, "w must be an MXArray"),
         (lambda: gemm(x, square), ValueError, "blocks of (32, 32) along axis -1"),
         (lambda: gemm(x, tiled), ValueError, "scales in 'blocked_128x4'"),

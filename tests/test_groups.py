@@ -80,6 +80,12 @@ def test_types_of_integers(dtype):
     assert_equal(groups, by_loop(experts.astype(int), 3, 2))
 
 
+def test_numbers_beyond_int32_are_no_experts():
+    experts = np.array([[2**31, 1], [2**32 - 1, 2**31 - 1], [0, 2**31 + 1]], np.uint32)
+    groups = jax_mx.Groups.from_experts(experts, 2, align=2)
+    assert_equal(groups, by_loop(experts.astype(np.int64), 2, 2))
+
+
 @pytest.mark.parametrize(("dtype", "num_experts"), [(np.uint8, 256), (np.int8, 128)])
 def test_as_many_experts_as_the_type_has_numbers(dtype, num_experts):
     experts = np.arange(num_experts - 16, num_experts).reshape(8, 2)

@@ -1,18 +1,24 @@
 """`moe` over meshes: the results of one device, what moves, under each kind of mesh."""
 
+import math
 import re
+import socket
+from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused
+from helpers import assert_bits_equal, assert_refused, on_eight, only, with_table
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mx
 from jax_mx import MXFP8
+from jax_mx.experts import wires
 
+DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
 TOKENS, K, D, I, E = 64, 2, 64, 128, 8  # noqa: E741
 ROWS = P(("data", "expert"))
 MESHES = {
@@ -30,6 +36,12 @@ MESHES = {
 # Where data is split, blocks along tokens are others, and sums have another order; the smallest
 # elements of a block that was quantized along rows may be rounded once more along tokens.
 BOUND = 1e-6
+
+
+def of_eight(shape=(8,), names=("expert",), kind=AxisType.Auto):
+    return jax.make_mesh(
+        shape, names, axis_types=(kind,) * len(shape), devices=jax.devices()[: np.prod(shape)]
+    )
 
 
 def operands(seed=0):
@@ -110,6 +122,105 @@ def test_results_are_those_of_one_device(name, kind):
             assert far < BOUND, i
 
 
+# ---- what moves, of which type and size ---
+SIZES = {"T": 1024, "k": 2, "D": 256, "I": 128, "E": 8}
+_BEGINS = re.compile(r'"stablehlo\.(all_gather|all_reduce|reduce_scatter|all_to_all)"')
+_ENDS = re.compile(r"-> tensor<([0-9x]*?)x?([a-z]+[0-9]+)>")
+
+
+def moved(name: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the lowered layer, forward, then backward: collectives, and elements that arrive.
+
+    Lowered, as XLA's CPU compiler moves bfloat16 as float32.
+    """
+    shape, names, options = MESHES[name]
+    mesh = of_eight(shape, names)
+    tokens, k, d, i, e = SIZES.values()
+    rows, stacks = (NamedSharding(mesh, only(spec, names)) for spec in (ROWS, P("expert")))
+
+    def aval(where, *shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    args = [aval(rows, tokens, d), aval(rows, tokens, k, dtype=jnp.int32)]
+    args += [aval(rows, tokens, k, dtype=jnp.float32)]
+    args += [aval(stacks, e, d, 2 * i), aval(stacks, e, i, d)]
+
+    def forward(x, experts, weights, w1, w2):
+        return jax_mx.moe(x, experts, weights, w1, w2, **options)
+
+    def both(x, experts, weights, w1, w2, dy):
+        y, pull = jax.vjp(lambda x, *rest: forward(x, experts, *rest), x, weights, w1, w2)
+        return y, pull(dy)
+
+    each = []
+    with jax.set_mesh(mesh):
+        for f, given in ((forward, args), (both, [*args, args[0]])):
+            found, kind = Counter(), ""
+            for line in jax.jit(f).lower(*given).as_text().splitlines():
+                if begins := _BEGINS.search(line):
+                    kind = begins[1].replace("_", "-")
+                closes = line.strip().startswith("})") or "({" not in line  # behind a reducer
+                if kind and closes and (ends := _ENDS.search(line)):
+                    dtype = ends[2].replace("ui", "u") if "u" in ends[2] else ends[2]
+                    size = math.prod(int(n) for n in ends[1].split("x") if n)
+                    found[f"{kind} {dtype.replace('i32', 's32')}"] += size
+                    kind = ""
+            each.append(found)
+    return dict(each[0]), dict(each[1] - each[0])
+
+
+CELLS = {  # by row of `MESHES`: forward, backward
+    "experts": (
+        {"all-gather u8": 270336, "all-gather f32": 2048, "all-gather s32": 2048,
+         "reduce-scatter bf16": 131072},
+        {"all-gather u8": 270336, "reduce-scatter bf16": 131072, "reduce-scatter f32": 1024},
+    ),
+    "data and experts": (
+        {"all-gather u8": 135168, "all-gather f32": 1024, "all-gather s32": 1024,
+         "reduce-scatter bf16": 32768},
+        {"all-gather u8": 135168, "reduce-scatter bf16": 32768, "reduce-scatter f32": 256,
+         "all-reduce bf16": 196608},
+    ),
+    "floats": (
+        {"all-gather bf16": 131072, "all-gather f32": 1024, "all-gather s32": 1024,
+         "reduce-scatter bf16": 32768},
+        {"all-gather bf16": 131072, "reduce-scatter bf16": 32768, "reduce-scatter f32": 256,
+         "all-reduce bf16": 196608},
+    ),
+    "tensor": (
+        {"all-gather u8": 135168, "all-gather f32": 1024, "all-gather s32": 1024,
+         "reduce-scatter bf16": 65536, "all-reduce bf16": 65536},
+        {"all-gather u8": 135168, "reduce-scatter bf16": 65536, "reduce-scatter f32": 512,
+         "all-reduce bf16": 262144, "all-reduce f32": 512},
+    ),
+    "tokens": ({}, {"all-reduce bf16": 786432}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "floats" else pytest.mark.thorough) for n in CELLS]
+)
+def test_what_is_lowered_moves(name):
+    assert moved(name) == CELLS[name]
+
+
+def table() -> list[str]:
+    """The part of docs/sharding.md on the layer."""
+    lines = ["| mesh | arguments | forward | backward |", "|---|---|---|---|"]
+    for name, each in CELLS.items():
+        shape, names, options = MESHES[name]
+        mesh = " x ".join(f"{axis} {n}" for axis, n in zip(names, shape, strict=True))
+        given = ", ".join(f'`{key}="{value}"`' for key, value in options.items())
+        cells = [", ".join(f"{what}: {n:,}" for what, n in found.items()) for found in each]
+        lines.append(f"| {mesh} | {given} | {' | '.join(cells)} |")
+    return lines
+
+
+def test_the_table_is_current():
+    text = DOCS.read_text()
+    assert text == with_table(text, "moe", table()), "run python tests/test_moe_sharding.py"
+
+
 def test_what_moves():
     """Tokens and the result's gradient as bytes; what comes back, as floats."""
     shape, names, options = MESHES["data and experts"]
@@ -177,6 +288,162 @@ def test_in_shard_map():
         assert_bits_equal(layer(x, experts, weights, w1, w2), want)
 
 
+# ---- routings, keys, ids ---
+@pytest.mark.thorough
+def test_no_routing_loses_a_token():
+    """Not of those that send all tokens to one shard; the same bytes on 1, 2 and 8 devices.
+
+    With wire="floats" each operand is quantized once, and of two choices a sum has one order.
+    """
+    args, options = operands(), {"wire": "floats", "expert_axis": "expert"}
+    rng = np.random.default_rng(7)
+    routings = {
+        "to one expert": np.full((TOKENS, K), 3),
+        "to one shard of eight": np.stack([np.full(TOKENS, 5), np.full(TOKENS, -1)], 1),
+        "to one shard of two": rng.integers(4, 8, (TOKENS, K)),
+        "to any": np.asarray(args[1]),
+    }
+    plain = with_gradients()
+    for n in (2, 8):
+        mesh = of_eight((n,))
+        split = with_gradients(**options)
+        for name, experts in routings.items():
+            given = (args[0], jnp.asarray(experts, jnp.int32), *args[2:])
+            want = plain(*given)
+            with jax.set_mesh(mesh):
+                got = split(*placed(given, mesh, ("expert",)))
+            for i, (a, b) in enumerate(zip(got, want, strict=True)):
+                if i in (2, 6):  # of weights: sums of rows; of b_down: of tokens, which are split
+                    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+                else:
+                    assert_bits_equal(a, b, f"{name}, {n} devices, result {i}")
+
+
+def test_keys_are_each_shards_own():
+    """Along axes of more than one shard."""
+    mesh = of_eight((2, 1, 4), ("data", "one", "expert"))
+    recipe = jax_mx.Recipe(wgrad=jax_mx.Product(rounding=jax_mx.Stochastic(jax.random.key(3))))
+
+    def keys(*axes):
+        def shard():
+            (own,) = jax.tree.leaves(wires.numbered(recipe, (*axes, None)))
+            return jax.random.key_data(own)[None, None]
+
+        spec = P("data", "expert")
+        call = jax.shard_map(shard, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False)
+        return np.asarray(jax.jit(call)()).reshape(8, 2)
+
+    for axes, number in ((("data", "one", "expert"), 8), (("expert",), 4), (("one",), 1)):
+        assert len({tuple(key) for key in keys(*axes)}) == number
+    assert_bits_equal(keys("one")[0], np.asarray(jax.random.key_data(jax.random.key(3))))
+
+
+@pytest.mark.thorough
+def test_each_shard_rounds_by_numbers_of_its_own():
+    """The same tokens and experts on all shards, and one key: no two round alike."""
+    rng = np.random.default_rng(0)
+    x, dy = (jnp.asarray(np.tile(rng.normal(size=(8, D)), (8, 1)), jnp.float32) for _ in range(2))
+    stacks = [
+        jnp.asarray(np.tile(rng.normal(size=s) / 8, (E, 1, 1)), jnp.float32)
+        for s in ((1, D, 2 * I), (1, I, D))
+    ]
+    shard = np.arange(64) // 8  # of eight tokens each; experts of its own, two of each four
+    experts = jnp.asarray((shard % 4 * 2)[:, None] + np.array([0, 1]), jnp.int32)
+    weights = jnp.ones((64, 2), jnp.float32)
+    rounding = jax_mx.Product(rounding=jax_mx.Stochastic(jax.random.key(3)))
+    recipe = jax_mx.Recipe(*["mxfp4_e2m1"] * 3, dgrad=rounding)
+
+    def gradient(x, experts, weights, w1, w2, dy):
+        f = lambda x: jax_mx.moe(  # noqa: E731
+            x, experts, weights, w1, w2, recipe=recipe, expert_axis="expert"
+        )
+        return jax.vjp(f, x)[1](dy)[0]
+
+    mesh = of_eight((2, 4), ("data", "expert"))
+    with jax.set_mesh(mesh):
+        call = jax.jit(gradient)
+        own = [jax.device_put(a, NamedSharding(mesh, ROWS)) for a in (x, experts, weights)]
+        own += [jax.device_put(w, NamedSharding(mesh, P("expert"))) for w in stacks]
+        own.append(jax.device_put(dy, NamedSharding(mesh, ROWS)))
+        first, again = (np.asarray(call(*own)) for _ in range(2))
+    assert_bits_equal(first, again)
+    each = first.reshape(8, 8, D)
+    assert len({shard.tobytes() for shard in each}) == 8
+    errors = (each - each.mean(0)).reshape(8, -1)
+    assert (np.corrcoef(errors) - np.eye(8)).max() < 0.5
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
+def test_types_of_ids(dtype):
+    """Without a derivative; 255 names no expert."""
+    x, experts, weights, w1, w2, *_ = operands()
+    ids = jnp.asarray(np.where(np.asarray(experts) < 0, 255, np.asarray(experts)).astype(dtype))
+    want = jax_mx.moe(x, experts, weights, w1, w2)
+    mesh = of_eight((2,))
+    with jax.set_mesh(mesh):
+        layer = jax.jit(lambda *args: jax_mx.moe(*args, expert_axis="expert"))
+        assert_bits_equal(layer(x, ids, weights, w1, w2), want)
+
+
+# ---- programs that leave ---
+@pytest.mark.thorough
+@pytest.mark.parametrize("axis", [None, "expert"])
+def test_export_with_its_derivative(axis):
+    args = operands()
+    mesh = of_eight((2,))
+    layer = with_gradients(**{"expert_axis": axis} if axis else {})
+    with jax.set_mesh(mesh):
+        own = placed(args, mesh, ("expert",)) if axis else args
+        call = jax.jit(lambda *args: layer(*args)[:4])  # y, and the gradients of x, weights, w1
+        exported = jax.export.export(call, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS)(*own)
+        loss = jax.jit(lambda x, *rest: (jax_mx.moe(x, *rest, expert_axis=axis) ** 2).sum())
+        whole = jax.export.export(loss, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS)(*own[:5])
+        again, pulled = (
+            jax.export.deserialize(program.serialize(vjp_order=order))
+            for program, order in ((exported, 0), (whole, 1))
+        )
+        for got, want in zip(again.call(*own), call(*own), strict=True):
+            assert_bits_equal(got, want)
+        each = [jax.jit(jax.grad(f, (0, 3)))(*own[:5]) for f in (pulled.call, loss)]
+    for got, want in zip(*each, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_two_processes():
+    """jax.distributed, experts split between them: results and gradients of one device."""
+    code = """
+        from helpers import assert_bits_equal
+        from test_moe_sharding import operands, with_gradients
+
+        me, port = int(sys.argv[1]), sys.argv[2]
+        jax.distributed.initialize(f"localhost:{port}", 2, me)
+        args = operands()
+        with jax.default_device(jax.local_devices()[0]):
+            want = with_gradients()(*args)
+        mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+        where = NamedSharding(mesh, P("expert"))
+        args = [np.asarray(a) for a in args]
+        own = [jax.make_array_from_callback(a.shape, where, lambda at: a[at]) for a in args]
+        with jax.set_mesh(mesh):
+            got = with_gradients(expert_axis="expert", wire="floats")(*own)
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            for shard in g.addressable_shards:
+                a, b = np.asarray(shard.data), np.asarray(w)[shard.index]
+                if i in (2, 6):
+                    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+                else:
+                    assert_bits_equal(a, b, f"result {i}")
+        print("right")
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    out = on_eight(code, str(port), processes=2, devices=1)
+    assert [each.splitlines()[-1] for each in out] == ["right"] * 2
+
+
 def test_messages():
     x, experts, weights, w1, w2, *_ = operands()
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
@@ -194,3 +461,7 @@ def test_messages():
         assert_refused(call(token_axes="rows", **own), ValueError, "['rows'] are not among")
     assert_refused(call(token_axes="data"), ValueError, "token_axes want a mesh")
     assert_refused(call(expert_axis="expert"), ValueError, "set one around the call")
+
+
+if __name__ == "__main__":
+    DOCS.write_text(with_table(DOCS.read_text(), "moe", table()))

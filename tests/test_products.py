@@ -27,6 +27,7 @@ from jax_mx import (
 )
 from jax_mx.products import implementations, kernels
 from jax_mx.products.dot import Dot, call_of
+from jax_mx.products.recipes import RECIPES as NAMED
 
 KEY = jax.random.key(5)
 RECIPES = {
@@ -112,8 +113,12 @@ def oracle(lhs, rhs, numbers, recipe, dy=None):
 
 
 def assert_within(got, want, what):
+    """And NaN or infinite where, and only where, the float64 formula is."""
     value, bound = want
     got = np.asarray(got, np.float64).reshape(value.shape)
+    odd = ~np.isfinite(value)
+    np.testing.assert_array_equal(np.where(np.isfinite(got), 0, got), np.where(odd, value, 0), what)
+    got, value, bound = (np.where(odd, 0, each) for each in (got, value, bound))
     error = np.abs(got - value)
     assert (error <= bound + 1e-30).all(), f"{what}: {(error - bound).max()} above the bound"
 
@@ -138,14 +143,14 @@ NUMBERS = (
 )
 
 
-def random_numbers(seed):
+def random_numbers(seed, sizes=(1, 3, 7, 32, 33)):
     """Shapes and dimension numbers of a random product with 32 | K."""
     rng = np.random.default_rng(seed)
     batch = [int(n) for n in rng.integers(1, 4, rng.integers(0, 3))]
     contracted = [(32,), (64,), (4, 8), (2, 32), (16, 3, 2)][rng.integers(5)]
     sides = []
     for _ in range(2):
-        free = [int(n) for n in rng.choice([1, 3, 7, 32, 33], rng.integers(0, 3))]
+        free = [int(n) for n in rng.choice(sizes, rng.integers(0, 3))]
         lengths = [*batch, *contracted, *free]
         order = rng.permutation(len(lengths))
         shape = tuple(lengths[i] for i in order)
@@ -168,7 +173,27 @@ def random_numbers(seed):
 def test_equals_the_formula(name, case):
     """Forward and both gradients, on the operands that `quantize` gives."""
     (left, right, numbers), recipe = case, RECIPES[name]
-    lhs, rhs = floats(left, 1), floats(right, 2)
+    check(floats(left, 1), floats(right, 2), numbers, recipe)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(48))
+def test_equals_the_formula_with_nan(seed):
+    """Every named recipe; odd and zero sizes, NaN and Inf in some elements."""
+    name = [*NAMED][seed % len(NAMED)]
+    left, right, numbers = random_numbers(100 + seed, (0, 1, 5, 31, 64) if seed % 3 else (1, 33))
+    rng, operands = np.random.default_rng(seed), []
+    for i, shape in enumerate((left, right)):
+        x = np.array(floats(shape, seed + i))
+        for bad in (np.nan, np.inf)[: int(rng.integers(0, 3))]:
+            if x.size:
+                x.flat[rng.integers(x.size)] = bad
+        operands.append(jnp.asarray(x))
+    check(*operands, numbers, NAMED[name])
+
+
+def check(lhs, rhs, numbers, recipe):
+    """The product and both gradients, against the oracle."""
     y, pull = jax.vjp(
         functools.partial(dot_general, dimension_numbers=numbers, recipe=recipe), lhs, rhs
     )
@@ -363,7 +388,7 @@ def test_quantized_weights_are_of_one_product():
     ("a", "b"),
     [((3, 64), (64, 5)), ((64,), (64, 5)), ((3, 64), (64,)), ((64,), (64,)), ((2, 3, 64), (64, 5)),
      ((3, 64), (2, 64, 5)), ((2, 3, 64), (2, 64, 5)), ((4, 1, 3, 64), (2, 64, 5)),
-     ((2, 3, 64), (64,)), ((64,), (2, 64, 5))],
+     ((2, 3, 64), (64,)), ((64,), (2, 64, 5)), ((*[1] * 27, 3, 64), (64, 5))],
 )  # fmt: skip
 def test_matmul_has_numpys_shapes(a, b):
     rng = np.random.default_rng(0)
@@ -504,6 +529,9 @@ def test_bad_calls_get_one_sentence():
         (lambda: einsum("ij,jk,kl", x, w), ValueError, "name 3 operands, this takes two"),
         (lambda: einsum("ij,jk->iz", x, w), ValueError, "must name operands' letters once"),
         (lambda: einsum("ijk,jk->i", x, w), ValueError, "do not fit an operand of 2 dimensions"),
+        (lambda: einsum(3, x, w), TypeError, "einsum: subscripts must be a string, got 3"),
+        (lambda: matmul(None, w), TypeError, "matmul: a must be an array, got None"),
+        (lambda: einsum("ij,jk->ik", x, "w"), TypeError, "einsum: b must be an array, got 'w'"),
         (lambda: matmul(jnp.float32(1), w), ValueError, "must have dimensions, got scalars"),
         (lambda: Recipe("fp8"), ValueError, "Recipe: lhs 'fp8' is unknown"),
         (lambda: Recipe(wgrad="fp8"), ValueError, "Product: format 'fp8' is unknown"),

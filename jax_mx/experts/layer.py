@@ -100,7 +100,10 @@ def moe(
         "bilinear" or "gpt_oss".
       interleaved: whether gate and up come by turns along 2 I, not all gates first.
       recipe: how floats are quantized; window="row" is refused. The router's weight multiplies
-        what w_down's product reads before that is quantized.
+        what w_down's product reads before that is quantized. Where the layer is split, a
+        `Stochastic` key of the recipe has the shard's position on each axis that splits it folded
+        in, so that no two shards round by the same numbers; in a `jax.shard_map` over axes that
+        the layer is not told of, fold those in yourself: `recipe.fold_in(jax.lax.axis_index(...))`.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized tokens. None:
         "mx" where the recipe quantizes the forward product, else "floats".
@@ -165,6 +168,7 @@ def moe(
     )
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
     given = (x, weights, first.floats, second.floats, *biases)
+    recipe = wires.numbered(recipe, (axes.experts, axes.tensor))
     leaves, tree = jax.tree.flatten((given, first.quantized, second.quantized, experts, recipe))
     return _moe(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
@@ -186,6 +190,7 @@ def _mapped(mapping: wires.Mapping, options: dict[str, Any], args: tuple) -> jax
         if apart:
             w1, b1 = (w if w is None else w.reshape(*w.shape[:-2], -1) for w in (w1, b1))
         own = {"expert_axis": mapping.axes.experts, "tensor_axis": mapping.axes.tensor}
+        recipe = wires.numbered(recipe, [n for n in mapping.tokens if n != mapping.axes.experts])
         return moe(
             x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **own, **options
         )

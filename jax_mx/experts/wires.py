@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from jax_mx.lowering import primitive
 from jax_mx.ops.collectives import all_gather
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.forms import Blocks, QuantizedWeight, Use, forms_of
+from jax_mx.products.recipes import Recipe
 
 KINDS = ("mx", "floats")
 
@@ -199,6 +200,17 @@ def summed(axis: str | None, rows: jax.Array) -> jax.Array:
 def once(axis: str | None, rows: jax.Array) -> jax.Array:
     """What of all shards of the inner length one has: the others have zeros, and the sum is it."""
     return rows if axis is None else jnp.where(jax.lax.axis_index(axis) == 0, rows, 0)
+
+
+def numbered(recipe: Recipe, axes: Iterable[str | None]) -> Recipe:
+    """A recipe whose keys are this shard's own, of those along mesh axes.
+
+    An axis of one shard leaves them as they are.
+    """
+    for axis in axes:
+        if axis is not None and jax.lax.axis_size(axis) > 1:
+            recipe = recipe.fold_in(jax.lax.axis_index(axis))
+    return recipe
 
 
 def taken(q: MXArray, rows: jax.Array) -> MXArray:

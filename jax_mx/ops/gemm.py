@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import float_dtype
+from jax_mx.arrays.checks import flag, float_dtype
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.products import TILE
@@ -62,8 +62,9 @@ def gemm(
       NotImplementedError: the named implementation does not serve the call.
     """
     op = "gemm"
-    if not hasattr(x, "dtype") or jnp.dtype(x.dtype) not in FLOATS:
-        found = getattr(x, "dtype", type(x).__name__)
+    if isinstance(x, MXArray) or not hasattr(x, "dtype") or jnp.dtype(x.dtype) not in FLOATS:
+        found = type(x).__name__
+        found = found if isinstance(x, MXArray) else getattr(x, "dtype", found)
         raise TypeError(f"{op}: x is {found}, must be bfloat16 or float16")
     w = _matrices(op, "w", w)
     x = jnp.asarray(x)
@@ -123,6 +124,7 @@ def gemm_fp8(
     """
     op = "gemm_fp8"
     x, w = _eights(op, window, WINDOWS, x=x, w=w)
+    tiles = flag(op, "tiles", tiles)
     if window == ROW and tiles:
         raise ValueError(f"{op}: a window that is a row has no tiles; use window=128 or 256")
     _fits(op, x.shape, w, group_sizes)
@@ -132,7 +134,7 @@ def gemm_fp8(
         result,
         _rows(x.shape, w),
         window,
-        bool(tiles),
+        tiles,
         group_sizes is not None,
         implementation_of(op, implementation),
     )

@@ -142,8 +142,11 @@ class Groups:
 
 
 def wide(experts: jax.Array) -> jax.Array:
-    """Integers of a type that holds the number of experts, too."""
-    return experts.astype(jnp.int32) if experts.dtype.itemsize < 4 else experts
+    """Integers of any type as int32; what that does not hold is the number of no expert."""
+    if experts.dtype != jnp.int32 and experts.dtype.itemsize >= 4:
+        least = max(jnp.iinfo(experts.dtype).min, -1)
+        experts = jnp.clip(experts, least, jnp.iinfo(jnp.int32).max)
+    return experts.astype(jnp.int32)
 
 
 def clamped(sizes: jax.Array, rows: int) -> jax.Array:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import string
 from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_mx.arrays.checks import shown
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.dot_general import dot_general
 from jax_mx.products.forms import QuantizedWeight
@@ -43,10 +45,10 @@ def matmul(
       TypeError, ValueError, NotImplementedError: as `dot_general` does.
     """
     op = "matmul"
-    a, b = _array(a), _array(b)
+    a, b = _array(op, "a", a), _array(op, "b", b)
     if not a.ndim or not b.ndim:
         raise ValueError(f"{op}: a and b must have dimensions, got scalars; use a * b")
-    letters = "abcdefghijklmnopqrstuvwxyz"
+    letters = "".join(c for c in string.ascii_letters if c not in "MKN")
     lead = letters[: max(a.ndim - 2, b.ndim - 2, 0)]
     left = lead[len(lead) - max(a.ndim - 2, 0) :] + ("MK" if a.ndim > 1 else "K")
     right = lead[len(lead) - max(b.ndim - 2, 0) :] + ("KN" if b.ndim > 1 else "K")
@@ -73,8 +75,13 @@ def matmul(
     )
 
 
-def _array(x: Any) -> Any:
-    return x if hasattr(x, "ndim") else jnp.asarray(x)
+def _array(op: str, name: str, x: Any) -> Any:
+    if hasattr(x, "ndim"):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{op}: {name} must be an array, got {shown(x)}") from error
 
 
 def _broadcast(op: str, x: Any, lead: tuple[Any, ...]) -> Any:
@@ -123,7 +130,9 @@ def einsum(
         that are something else than a product of two operands.
     """
     op = "einsum"
-    a, b = _array(a), _array(b)
+    if not isinstance(subscripts, str):
+        raise TypeError(f"{op}: subscripts must be a string, got {shown(subscripts)}")
+    a, b = _array(op, "a", a), _array(op, "b", b)
     left, right, out = _letters(op, subscripts, a.ndim, b.ndim)
     a, left = _summed(op, "a", a, left, {*right, *out})
     b, right = _summed(op, "b", b, right, {*left, *out})
