@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import gc
 import os
 from pathlib import Path
 
@@ -99,6 +100,16 @@ def pytest_configure(config):
     if not config.getoption("--hypothesis-profile", None):
         profile = "thorough" if config.getoption("--thorough") else "short"
         hypothesis.settings.load_profile(profile)
+
+
+def pytest_collection():
+    """Thousands of tests are there to stay: nothing of them is garbage, now or later."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_auto_num_workers(config):

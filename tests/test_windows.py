@@ -148,7 +148,6 @@ def test_the_default_is_a_block():
         assert_same_array(got, want)
 
 
-@pytest.mark.optimized
 @each_window
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4", "shuffled_32x8"])
 def test_any_axis_and_layout(window, layout):
@@ -175,7 +174,6 @@ def test_any_axis_and_layout(window, layout):
             assert_same_array(b, turned if turn else second)
 
 
-@pytest.mark.optimized
 @each_window
 def test_packed_and_tiled_values(window):
     x = floats((64, 320), "bfloat16", 2)
