@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jax_mx
 from jax_mx import MXFP8
 
+pytestmark = pytest.mark.optimized
+
 TOKENS, K, D, I, E = 64, 2, 64, 128, 8  # noqa: E741
 ROWS = P(("data", "expert"))
 MESHES = {

@@ -36,6 +36,8 @@ from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.lowering import primitive, store
 from jax_mx.testing import emulate
 
+pytestmark = pytest.mark.optimized
+
 P = PartitionSpec
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
 SHAPE = {"e": 4, "m": 1024, "k": 512}  # experts, rows, columns
