@@ -2,9 +2,9 @@
 
     python -m benchmarks.moe_step [--steps 1000] [--json out.json]
 
-The model is that of examples/train_moe.py, wider. Each row is one way to compute it: milliseconds
-of a step (the median on the host's clock, each step waited for), and the mean loss of the last
-twentieth of all steps.
+The model is that of examples/train_moe.py, wider; with --small as it is, which a CPU trains, too.
+Each row is one way to compute it: milliseconds of a step (the median on the host's clock, each step
+waited for), and the mean loss of the last twentieth of all steps.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from jax_mx import Recipe
 
 # Recipe, and what computes grouped products.
 WAYS: dict[str, tuple[Any, str | None]] = {
+    "bf16": ("bf16", None),
     "bf16, lax.ragged_dot": ("bf16", "dequantize"),
     "bf16, Pallas": ("bf16", "pallas"),
     "mxfp8": ("mxfp8", None),
@@ -37,6 +38,7 @@ WAYS: dict[str, tuple[Any, str | None]] = {
 }
 TIMED = 30  # steps, after as many that warm up
 SLOW = 100  # steps of a way that is there for its time alone
+WIDER = {"width": 1024, "inner": 512, "layers": 2, "length": 512, "rows": 16, "heads": 8}
 
 
 def run(recipe: Any, implementation: str | None, steps: int, rate: float) -> tuple[float, list]:
@@ -60,24 +62,25 @@ def run(recipe: Any, implementation: str | None, steps: int, rate: float) -> tup
 def main(argv: Sequence[str] | None = None) -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    sizes = {"width": 1024, "inner": 512, "layers": 2, "length": 512, "rows": 16, "heads": 8}
-    for name, size in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
+    for name, size in WIDER.items():
+        parser.add_argument(f"--{name}", type=int, help=f"by default {size}")
+    parser.add_argument("--small", action="store_true", help="sizes are those of the example")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=3e-4, help="Adam's")
-    parser.add_argument("--only", default="", help="ways with this in their name")
+    parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=[*WAYS], metavar="WAY")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-    for name in sizes:
-        setattr(train_moe, name.upper(), getattr(args, name))
+    own = {name: getattr(train_moe, name.upper()) for name in WIDER} if args.small else WIDER
+    sizes = {name: getattr(args, name) or size for name, size in own.items()}
+    for name, size in sizes.items():
+        setattr(train_moe, name.upper(), size)
     rows = []
-    for name, (recipe, implementation) in WAYS.items():
-        if args.only not in name:
-            continue
+    for name in args.ways:
+        recipe, implementation = WAYS[name]
         steps = min(args.steps, SLOW) if "lax" in name else args.steps
         start = time.perf_counter()
         ms, losses = run(recipe, implementation, steps, args.rate)
-        row = {"way": name, **{size: getattr(args, size) for size in sizes}, "steps": steps}
+        row = {"way": name, **sizes, "steps": steps}
         row |= {
             "ms": round(ms, 3),
             "loss": round(float(np.mean(losses[-max(steps // 20, 1) :])), 4),

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_mx.facts import directions
-from jax_mx.facts.activations import ACTIVATIONS
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.variants import Kind
+from jax_mx.facts.variants import ACTIVE, Kind
 
 Shape = tuple[int, ...]
 
@@ -97,7 +96,7 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 }
 
 
-SOURCES = ("rows", *ACTIVATIONS)  # what floats are made of, see facts/variants.py
+SOURCES = ("rows", *ACTIVE["cutedsl"])  # what floats are made of, see facts/variants.py
 
 
 def named(form: str, preprocessing: str, source: str = "") -> str:

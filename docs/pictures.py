@@ -263,6 +263,8 @@ def path() -> Figure:
         ("ops.quantize", f"quantize(x, {call})", f"x {shape} bfloat16"),
         ("ops.planning", "one call, canonical: a Plan; a bad call raises here",
          f"form {plan.form}, {plan.format.name}, {plan.scale_layout.name}"),
+        ("ops.inputs", "the operands: x in whole blocks, with what each block needs beside it",
+         f"blocks of {plan.block}, tiles of {plan.scale_layout.tile}"),
         ("arrays.views", "x as the kernel sees it; a bitcast to XLA",
          f"view {viewed}, in memory order {view.operand}"),
         ("lowering.registry", f"which implementation serves the plan on {chip}", name),
@@ -278,7 +280,7 @@ def path() -> Figure:
     axes.set_xlim(0, 100)
     axes.set_ylim(-len(stations), 0.4)
     for i, (where, what, facts) in enumerate(stations):
-        color = SKY if i < 3 else (GREEN if i < 6 else YELLOW)
+        color = SKY if i < 4 else (GREEN if i < 7 else YELLOW)
         axes.add_patch(Rectangle((0, -i - 0.35), 22, 0.6, fc=color, alpha=0.4, ec=INK, lw=0.8))
         axes.text(11, -i - 0.05, where, ha="center", va="center", size=9, family="monospace")
         axes.text(24, -i + 0.07, what, va="center", size=8.5)

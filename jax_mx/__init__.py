@@ -20,6 +20,7 @@ from jax_mx.facts.layouts import SHUFFLED_16X16 as SHUFFLED_16X16
 from jax_mx.facts.layouts import SHUFFLED_32X8 as SHUFFLED_32X8
 from jax_mx.facts.layouts import ScaleLayout as ScaleLayout
 from jax_mx.facts.layouts import ValueLayout as ValueLayout
+from jax_mx.lowering.primitive import CHECKPOINT_NAME as CHECKPOINT_NAME
 from jax_mx.ops.activations import Gated as Gated
 from jax_mx.ops.activations import gated as gated
 from jax_mx.ops.checkpoints import from_checkpoint as from_checkpoint
@@ -42,7 +43,6 @@ from jax_mx.ops.packing import unpack_mxfp6 as unpack_mxfp6
 from jax_mx.ops.preprocessing import Hadamard as Hadamard
 from jax_mx.ops.preprocessing import Stochastic as Stochastic
 from jax_mx.ops.preprocessing import hadamard as hadamard
-from jax_mx.ops.quantize import CHECKPOINT_NAME as CHECKPOINT_NAME
 from jax_mx.ops.quantize import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
 from jax_mx.ops.quantize import quantize as quantize
 from jax_mx.ops.quantize import quantize_both as quantize_both
@@ -54,6 +54,7 @@ from jax_mx.products.contractions import matmul as matmul
 from jax_mx.products.dot_general import dot_general as dot_general
 from jax_mx.products.forms import QuantizedWeight as QuantizedWeight
 from jax_mx.products.gathering import gather_weight as gather_weight
+from jax_mx.products.mlp import mlp as mlp
 from jax_mx.products.ragged_dot import ragged_dot as ragged_dot
 from jax_mx.products.recipes import BF16 as BF16
 from jax_mx.products.recipes import MXFP4 as MXFP4

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_mx
-from jax_mx.experts.activations import ACTIVATIONS, halves
+from jax_mx import reference
 
 LAST, FIRST = -1, -2  # which axis of a matrix a product contracts
 
@@ -73,7 +73,8 @@ class Layer:
 
     def _pointwise(self, gate_up, scale):
         floats = jnp.asarray(gate_up, jnp.float32)
-        act = ACTIVATIONS[self.activation](*halves(floats, self.interleaved))
+        halves = reference.halves(floats, self.activation, self.interleaved)
+        act = reference.gated_exactly(halves, None, self.activation)
         return act * jnp.asarray(scale, jnp.float32)[:, None]
 
     def __call__(self, x, experts, weights, w1, w2, b1, b2, dy):

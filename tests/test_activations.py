@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools
-import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.facts.activations import ACTIVATIONS, CELL
+from jax_mx.facts.activations import ACTIVATIONS, GATED
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
@@ -30,47 +30,113 @@ from jax_mx.lowering import store
 
 P = PartitionSpec
 NAMES = [*ACTIVATIONS]
+FIRST_NAMES = ("swiglu", "gpt_oss", "relu2")
+each_name = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name not in FIRST_NAMES))
+        for name in NAMES
+    ],
+)
+GATELESS = [name for name in NAMES if name not in GATED]
+DTYPES = ["bfloat16", "float16", "float32"]
 ACTIVE = [v for v in VARIANTS if v.source in ACTIVATIONS]
 EVERY = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)  # every bfloat16
+LEAST = 2.0**-126  # the smallest normal number
 
 
 def doubles(x: np.ndarray) -> np.ndarray:
     """In float64; NumPy warns of NaNs."""
     with np.errstate(invalid="ignore"):
-        return x.astype(np.float64)
+        return np.asarray(x).astype(np.float64)
 
 
-def exact(gate: np.ndarray, name: str) -> np.ndarray:
-    """The part of a gate, in more than float64 where the machine has it."""
-    assert name == "swiglu"
-    gate = gate.astype(np.longdouble)
-    small = np.exp(-np.abs(gate))
-    return gate * np.where(gate < 0, small, 1) / (1 + small)
+# ---- what activations are, in float64 ---
+TANH = 2 * math.sqrt(2 / math.pi)
+erfc = np.vectorize(math.erfc, otypes=[np.float64])
+EXPONENTS = {  # x sigmoid(z): z and its derivative
+    "silu": (lambda x: x, np.ones_like),
+    "sharp_silu": (lambda x: 1.702 * x, lambda x: np.full_like(x, 1.702)),
+    "gelu": (
+        lambda x: TANH * x * (1 + 0.044715 * x * x),
+        lambda x: TANH * (1 + 3 * 0.044715 * x * x),
+    ),
+}
+
+
+def cut(gate, name):
+    """Gates as they count."""
+    return np.where(gate > 7, 7.0, gate) if name == "gpt_oss" else gate
+
+
+def exact(gate, name):
+    """The part of an activation that depends on finite gates."""
+    x, unary = cut(doubles(gate), name), ACTIVATIONS[name].unary
+    with np.errstate(all="ignore"):
+        if unary in EXPONENTS:
+            z = EXPONENTS[unary][0](x)
+            small = np.exp(-np.abs(z))
+            return x * np.where(z < 0, small, 1) / (1 + small)
+        positive = np.where(x <= 0, 0.0, x)
+        return {"gelu_erf": lambda: x * erfc(-x / math.sqrt(2)) / 2, "relu": lambda: positive,
+                "relu2": lambda: positive**2, "identity": lambda: x}[unary]()  # fmt: skip
+
+
+def exact_slope(gate, name):
+    """Its derivative; and the size of the terms that it is the sum of."""
+    gate, unary = doubles(gate), ACTIVATIONS[name].unary
+    x = np.clip(cut(gate, name), -1e3, 1e3)
+    with np.errstate(all="ignore"):
+        if unary in EXPONENTS:
+            z, dz = (f(x) for f in EXPONENTS[unary])
+            small = np.exp(-np.abs(z))
+            terms = np.where(z < 0, small, 1) / (1 + small), x * dz * small / (1 + small) ** 2
+        elif unary == "gelu_erf":
+            density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+            terms = erfc(-x / math.sqrt(2)) / 2, x * density
+        else:
+            one = {"relu": x > 0, "relu2": np.where(x > 0, 2 * x, 0), "identity": np.ones_like(x)}
+            terms = one[unary].astype(np.float64), np.zeros_like(x)
+        slope, size = sum(terms), sum(map(np.abs, terms))
+        return np.where((gate > 7) & (name == "gpt_oss"), 0, slope), size
+
+
+def factor(up, name):
+    """What multiplies the part."""
+    return np.clip(up, -7, 7) + 1 if name == "gpt_oss" else up
 
 
 @functools.cache
-def parts(name: str) -> np.ndarray:
-    """For every bfloat16 gate the part as it is defined: rounded, without subnormals."""
-    gate = doubles(EVERY)
-    with np.errstate(all="ignore"):
-        found = np.where(np.isfinite(gate), exact(np.where(np.isfinite(gate), gate, 0), name), gate)
-        found = np.where(gate == -np.inf, np.nan, found)
-    size, finite = np.abs(found).astype(np.float64), np.isfinite(found)
-    fraction, exponent = np.frexp(np.where(finite, size, 1))
-    units = (2 * fraction - 1) * 2**23
-    kept = np.floor((units + ACTIVATIONS[name].up) / CELL) * CELL
-    rounded = np.ldexp(1 + kept / 2**23, exponent - 1)
-    rounded = np.where(size < 2.0**-126, 0, rounded)
-    signed = np.copysign(np.where(finite, rounded, size), doubles(EVERY))
-    return np.where(np.isnan(found), np.nan, signed).astype(np.float32)
+def table(name: str, slope: bool = False) -> np.ndarray:
+    """For every bfloat16 gate the part, or the slope, as defined: rounded, without subnormals."""
+    gate, row = doubles(EVERY), ACTIVATIONS[name]
+    rounding = row.rounding.slope if slope else row.rounding.part
+    some = np.where(np.isfinite(gate), gate, 0)
+    found = exact_slope(some, name)[0] if slope else exact(some, name)
+    if rounding is not None:
+        fraction, exponent = np.frexp(np.where(found == 0, 1, np.abs(found)))
+        units = (2 * fraction - 1) * 2**23
+        kept = np.floor((units + rounding.up) / rounding.cell) * rounding.cell
+        rounded = np.copysign(np.ldexp(1 + kept / 2**23, exponent - 1), found)
+        found = np.where(np.abs(found) < LEAST, found, rounded)
+    with np.errstate(over="ignore"):
+        found = settled(found)
+    # Of infinite gates what the formula has: inf * 0 is a NaN.
+    high = np.float32(cut(np.inf, name)) if np.isfinite(cut(np.inf, name)) else np.float32(np.inf)
+    if np.isfinite(high):
+        high = found[np.flatnonzero(gate == high)[0]]
+    low = np.float32({"relu": 0, "relu2": 0, "identity": -np.inf}.get(row.unary, np.nan))
+    found = np.where(gate == np.inf, high, np.where(gate == -np.inf, low, found))
+    return np.where(np.isnan(gate), np.nan, found).astype(np.float32)
 
 
 def wanted(gate_up, name="swiglu", weights=None) -> np.ndarray:
     """`gated` of bfloat16, by table and in float64, where products are exact or nearly."""
-    gate, up = np.split(np.asarray(gate_up), 2, axis=-1)
+    gate, *up = np.split(np.asarray(gate_up), 2, -1) if name in GATED else [np.asarray(gate_up)]
     with np.errstate(all="ignore"):
-        y = parts(name)[gate.view(np.uint16)] * settled(up.astype(np.float32))
-        y = settled(y)
+        y = table(name)[gate.view(np.uint16)]
+        if up:
+            y = settled(y * settled(factor(settled(up[0].astype(np.float32)), name)))
         if weights is not None:
             y = settled(y * settled(np.asarray(weights))[..., None])
         return y.astype(jnp.bfloat16)
@@ -104,34 +170,60 @@ def every_gate(length: int = 128) -> np.ndarray:
     return np.concatenate([g.reshape(512, length) for g in (gates, ups)], -1)
 
 
+def one_up(gate, name):
+    """Gates beside ups that multiply by 1; of an activation without a gate the gates alone."""
+    gate = np.asarray(gate)
+    up = np.full_like(gate, 0 if name == "gpt_oss" else 1)
+    return np.stack([gate, up], -1) if name in GATED else gate[..., None]
+
+
 # ---- the float ---
+ROUNDED = [name for name in NAMES if ACTIVATIONS[name].rounding.part is not None]
+
+
+def off(got, want, bits: int, least: float):
+    """By how many units in the last place of so many bits, where these are normal numbers."""
+    some = (np.abs(want) >= least) & (np.abs(want) < (2.0**15 if least > 1e-6 else 2.0**127))
+    got, want = doubles(got)[some], want[some]
+    _, exponent = np.frexp(want)
+    return (np.abs(got - want) / np.ldexp(1.0, exponent - bits)).max()
+
+
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", NAMES)
-def test_no_gate_is_near_a_tie(name):
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("what", ["part", "slope"])
+def test_no_gate_is_near_a_tie(what, name):
     """Of what is rounded: further than the error of a chip's exponential and of its reciprocal.
 
-    That is 2^-20.5 of the number, and where exp(-|g|) counts, 2^-22.5 |g| more.
+    That is 2^-20.5 of the number, and where exp(-z) counts, 2^-22.5 z more, or 2^-21.5 z where z
+    is a polynomial of the gate; of terms that cancel each other, of the terms.
     """
     gate = doubles(EVERY)
     gate = gate[np.isfinite(gate)]
-    part = np.abs(exact(gate, name))
-    some = part >= 2.0**-126
-    gate, part = gate[some], part[some].astype(np.float64)
-    fraction, _ = np.frexp(part)
+    value, size = (exact(gate, name),) * 2 if what == "part" else exact_slope(gate, name)
+    value, size = np.abs(value), np.abs(size)
+    unary, x = ACTIVATIONS[name].unary, np.minimum(cut(gate, name), 0)
+    with np.errstate(over="ignore"):
+        z = np.abs(x * x / 2 if unary == "gelu_erf" else EXPONENTS[unary][0](x))
+    some = value >= LEAST
+    value, size, z = value[some], size[some], z[some]
+    rounding = getattr(ACTIVATIONS[name].rounding, what)
+    fraction, _ = np.frexp(value)
     units = (2 * fraction - 1) * 2**23
-    away = np.abs((units + ACTIVATIONS[name].up) % CELL)
-    away = np.minimum(away, CELL - away)  # in units of 2^-23 of the leading bit
-    error = 2.0**-20.5 + 2.0**-22.5 * np.where(gate < 0, np.abs(gate), 0)
-    assert (away > error * 2 * fraction * 2**23).all()
-    assert abs(ACTIVATIONS[name].up / CELL - 0.5) < 0.02
+    away = np.abs((units + rounding.up) % rounding.cell)
+    away = np.minimum(away, rounding.cell - away)  # in units of 2^-23 of the leading bit
+    error = 2.0**-20.5 + 2.0 ** (-21.5 if unary.startswith("gelu") else -22.5) * z
+    assert (away > error * size / value * 2 * fraction * 2**23).all()
+    assert abs(rounding.up / rounding.cell - 0.5) < 0.08
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", NAMES)
+@each_name
 def test_the_float_is_defined(name):
     """For every gate, by XLA in both of its ways; and so is the product."""
-    one = np.stack([EVERY, np.ones_like(EVERY)], -1)
+    one = one_up(EVERY, name)
     x, weights = every_gate(), np.random.default_rng(0).normal(size=512).astype(np.float32)
+    x = x if name in GATED else x[:, :128]
     for run in (jax_mx.gated, jax.jit(jax_mx.gated, static_argnums=1)):
         same_floats(run(one, name)[:, 0], wanted(one, name)[:, 0])
         same_floats(run(x, name), wanted(x, name))
@@ -139,68 +231,105 @@ def test_the_float_is_defined(name):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", NAMES)
+@each_name
 def test_the_float_is_near_the_exact_number(name):
-    """Within 1.02 units in the last place of bfloat16, where that is a normal number."""
+    """Of every bfloat16 gate: within a unit in the last place of the dtype that has it."""
+    gate = EVERY[np.isfinite(EVERY.astype(np.float32))].astype(np.float32)
+    least_half = 2.0**-14
+    for dtype, bits, least, bound in (
+        ("bfloat16", 8, LEAST, 0.79),
+        ("float16", 11, least_half, 0.501),
+        ("float32", 24, LEAST, 0.51),
+    ):
+        with np.errstate(over="ignore"):
+            own = gate.astype(dtype)
+        own = own[np.isfinite(own.astype(np.float32))]
+        got = np.asarray(jax_mx.gated(one_up(own, name), name))[:, 0]
+        assert off(got, exact(own, name), bits, least) < bound, dtype
+
+
+@each_name
+def test_products_are_near_the_exact_number(name):
+    """Within 1.07 units in the last place of bfloat16, where all of it is normal."""
     gate, up = doubles(EVERY), doubles(random_bits((1 << 16,), "bfloat16"))
-    some = np.isfinite(gate) & np.isfinite(up)
+    some = np.isfinite(gate) & np.isfinite(up) & (np.abs(up) >= LEAST)
+    some[some] &= (size := np.abs(exact(gate[some], name))) >= LEAST
+    some[some] &= size[size >= LEAST] < 2.0**127
     gate, up = gate[some], up[some]
+    x = np.stack([gate, up], -1).astype(jnp.bfloat16)[:, : 1 + (name in GATED)]
     with np.errstate(all="ignore"):
-        want = (exact(gate, name) * up).astype(np.float64)
-    x = np.stack([gate, up], -1).astype(jnp.bfloat16)
-    got = doubles(np.asarray(jax_mx.gated(x, name))[:, 0])
-    some = (np.abs(want) >= 2.0**-125) & (np.abs(want) < 2.0**127) & (np.abs(exact(gate, name)) >= (
-        2.0**-126)) & (np.abs(up) >= 2.0**-126)  # fmt: skip
-    assert some.sum() > 20000
-    _, exponent = np.frexp(want[some])
-    error = np.abs(got - want)[some] / np.ldexp(1.0, exponent - 8)
-    assert error.max() < 1.02
+        want = exact(gate, name) * (factor(up, name) if name in GATED else 1)
+    assert off(jax_mx.gated(x, name)[:, 0], want, 8, 2 * LEAST) < 1.07
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_name
 def test_derivatives(name, dtype):
-    """Of gates, ups and weights, against differences in float64."""
+    """Of gates, ups and weights, against float64."""
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(5, 3, 64)).astype(dtype)
+    x = (rng.normal(size=(5, 3, 64)) * 4).astype(dtype)
     w, dy = (rng.normal(size=shape).astype(np.float32) for shape in ((5, 3), (5, 3, 32)))
-
-    def plain(x, w):
-        gate, up = np.split(x, 2, -1)
-        return (exact(gate, name) * up * w[..., None]).astype(np.float64)
-
+    x = x if name in GATED else x[..., :32]
     y, back = jax.vjp(lambda x, w: jax_mx.gated(x, name, weights=w), x, w)
     dx, dw = back(dy.astype(dtype))
-    at, weights = x.astype(np.float64), w.astype(np.float64)
-    tolerance = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
-    np.testing.assert_allclose(np.asarray(y).astype(np.float64), plain(at, weights),
-                               rtol=tolerance, atol=tolerance)  # fmt: skip
-    step, given = 1e-6, dy.astype(dtype).astype(np.float64)
-    for place in itertools.product((0, 4), (1,), (0, 13, 31, 32, 45, 63)):
-        up, down = at.copy(), at.copy()
-        up[place] += step
-        down[place] -= step
-        want = ((plain(up, weights) - plain(down, weights)) / (2 * step) * given).sum()
-        np.testing.assert_allclose(float(dx[place]), want, rtol=tolerance, atol=tolerance)
-    want = (plain(at, np.ones_like(weights)) * given).sum(-1)
-    np.testing.assert_allclose(np.asarray(dw), want, rtol=1e-2, atol=1e-2)
+    at, weights, dy = doubles(x), doubles(w)[..., None], doubles(dy.astype(dtype))
+    gate, up = np.split(at, 2, -1) if name in GATED else (at, np.ones_like(at))
+    part, (slope, _) = exact(gate, name), exact_slope(gate, name)
+    by = factor(up, name) if name in GATED else up
+    inside = (np.abs(up) <= 7) | (name != "gpt_oss")
+    want = [slope * by * weights * dy, part * inside * weights * dy][: 1 + (name in GATED)]
+    bound = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.2e-2}[dtype]
+    how = {"rtol": bound, "atol": bound}
+    np.testing.assert_allclose(doubles(y), part * by * weights, **how)
+    np.testing.assert_allclose(doubles(dx), np.concatenate(want, -1), **how)
+    np.testing.assert_allclose(dw, (part * by * dy).sum(-1), rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("swiglu", marks=pytest.mark.thorough)])
+def test_layouts_of_gate_and_up(name):
+    """By halves, by turns, and as two arrays: the same floats, codes and derivatives."""
+    gate, up = (random_bits((64, 96), "bfloat16", seed=i) for i in (1, 2))
+    gate, up = (
+        np.where(np.isfinite(a.astype(np.float32)), a, 1).astype(a.dtype) for a in (gate, up)
+    )
+    weights = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    split, turns = np.concatenate([gate, up], -1), np.stack([gate, up], -1).reshape(64, 192)
+    cases = [(split, {}), (turns, {"interleaved": True}), (gate, {"up": up})]
+    want = wanted(split, name, weights)
+    for x, how in cases:
+        same_floats(jax_mx.gated(x, name, weights=weights, **how), want)
+        own = jax_mx.Gated(name, weights, **how)
+        got = jax.jit(lambda x, own: jax_mx.quantize_both(x, activation=own))(x, own)
+        same(got, jax_mx.quantize_both(want), str(how))
+        picked = np.array([3, -1, 63, *range(29)], np.int32)
+        rows = jax_mx.Gated(name, weights[:32], **how)
+        there = np.where((picked >= 0)[:, None], split[picked], np.zeros_like(split[0]))
+        same(
+            jax_mx.quantize(x, activation=rows, rows=picked),
+            jax_mx.quantize(wanted(there, name, weights[:32])),
+            "rows",
+        )
+    pull = lambda x, **how: jax.vjp(lambda x: jax_mx.gated(x, name, **how), x)[1](want)[0]  # noqa: E731
+    d = np.asarray(pull(split))
+    by_turns = np.stack(np.split(d, 2, -1), -1).reshape(64, 192)
+    np.testing.assert_array_equal(pull(turns, interleaved=True), by_turns)  # but for signs of zeros
+    d_up = jax.vjp(lambda up: jax_mx.gated(gate, name, up=up), up)[1](want)[0]
+    np.testing.assert_array_equal(d_up, d[:, 96:])
 
 
 def test_what_is_refused():
     x = jnp.ones((8, 128), jnp.bfloat16)
     refused = functools.partial(assert_refused, error=ValueError)
-    refused(lambda: jax_mx.gated(x, "relu"), sentence="activation must be 'swiglu', got 'relu'")
-    refused(lambda: jax_mx.Gated("relu"), sentence="Gated: activation must be 'swiglu'")
+    refused(lambda: jax_mx.gated(x, "tanh"), sentence="activation must be 'swiglu', 'geglu'")
+    refused(lambda: jax_mx.Gated("tanh"), sentence="'identity', got 'tanh'")
+    refused(lambda: jax_mx.Gated("relu", up=x), sentence="'relu' has no gate, so there is no up")
+    refused(lambda: jax_mx.Gated(up=x, interleaved=True), sentence="order of one array; drop it")
+    refused(lambda: jax_mx.gated(x, up=x[:4]), sentence="gates are bfloat16[8, 128] and ups bfloat")
     refused(lambda: jax_mx.gated(x[:, :65]), sentence="halves of the last axis, got the shape (8")
     weights = np.ones(7, np.float32)
     refused(
         lambda: jax_mx.quantize(x, activation=jax_mx.Gated(weights=weights)),
         sentence="quantize: weights must be float32[8], one for each row, got float32[7]",
-    )
-    rows = np.zeros(8, np.int32)
-    refused(
-        lambda: jax_mx.quantize(x, rows=rows, activation=jax_mx.Gated()),
-        sentence="quantize: rows are picked before an activation, not with it",
     )
     refused(
         lambda: jax_mx.quantize(x[:, :96], activation=jax_mx.Gated()),
@@ -210,6 +339,7 @@ def test_what_is_refused():
     refused(
         lambda: jax_mx.quantize(x, activation="swiglu"), sentence="must be None or a Gated, got"
     )
+    refused(lambda: jax_mx.gated(x, up=x.astype(np.float32)), sentence="must have one dtype and")
     refused(lambda: jax_mx.gated(x.astype(jnp.int32)), sentence="gated: gate_up is int32")
     weights = np.ones(8, np.int32)
     refused(lambda: jax_mx.gated(x, weights=weights), sentence="must be float32[8], one for each")
@@ -252,6 +382,9 @@ def test_what_serves_it():
     name = "quantize_last_bfloat16_mxfp8_e4m3"
     assert supported("sm_90") == (True, f"cutedsl: {name}_swiglu")
     assert supported("gfx950") == (True, f"flydsl: {name} of floats that XLA makes")
+    for how in ({"activation": "geglu"}, {"rows": True}):
+        found, what = jax_mx.is_supported("quantize", "sm_90", **{"activation": "swiglu", **how})
+        assert found and what == f"cutedsl: {name} of floats that XLA makes"
     found, what = supported("sm_90", axis=-2)
     assert found and what.endswith(" of floats that XLA makes")
 
@@ -268,6 +401,17 @@ def test_one_call():
     like = jax.ShapeDtypeStruct((256, 512), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = jax.jit(run).trace(like).lower(lowering_platforms=("cuda",)).as_text()
     assert "exponential" in text and "num_batch_dims" in call_attributes_in(text)
+
+
+@pytest.mark.usefixtures("without_code")
+def test_an_moe_layer_takes_the_call():
+    """Its activation is quantized as it is made, by the router's weights."""
+    x, w1, w2 = (jnp.ones(s, jnp.bfloat16) for s in ((64, 128), (2, 128, 512), (2, 256, 128)))
+    experts, weights = jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1), jnp.float32)
+    text = jax.jit(jax_mx.moe).trace(x, experts, weights, w1, w2)
+    text = text.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if f"@{store.TARGET}(" in line]
+    assert any("x2x8x32xbf16>, tensor<" in call for call in calls) and "exponential" not in text
 
 
 @pytest.mark.parametrize("kind", AxisType, ids=str)

@@ -44,10 +44,12 @@ def mesh_of_eight(kind=AxisType.Auto):
 
 
 def placed(mesh):
-    """The spec of a parameter: columns over tensor, of what is as long as a matrix is."""
+    """The spec of a parameter: columns of a matrix over tensor, and heads, on either side."""
 
     def put(a):
         spec = P(None, "tensor") if a.ndim == 2 and a.shape[1] % 64 == 0 else P()
+        if a.ndim == 3:
+            spec = P(*("tensor" if n == 4 else None for n in a.shape))
         return jax.device_put(a, NamedSharding(mesh, spec))
 
     return lambda tree: jax.tree.map(put, tree)

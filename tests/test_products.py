@@ -275,6 +275,29 @@ def test_a_frozen_operand_gets_no_gradient_and_the_other_is_right():
     assert dot_general(q, jax_mx.quantize(w, axis=0), numbers).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("frozen", ["lhs", "rhs"])
+def test_what_a_recipe_rotates_does_not_meet_what_is_frozen(frozen):
+    """An MXArray was not rotated; transforms of gradients' products do not reach it."""
+    x, w = floats((40, 96)), floats((96, 33), 1)
+    q, numbers = (jax_mx.quantize(x), jax_mx.quantize(w, axis=0)), (((1,), (0,)), ((), ()))
+    sides = (q[0], w) if frozen == "lhs" else (x, q[1])
+    rotated, plain = Recipe(forward=Product(hadamard=Hadamard(16))), Recipe()
+    sentence = f"dot_general: {frozen} is quantized already, and the recipe rotates what"
+    assert_refused(lambda: matmul(*sides, recipe=rotated), ValueError, sentence)
+    once = rotated.quantize_weight(w, 0)
+    if frozen == "lhs":
+        assert_refused(lambda: matmul(q[0], once, recipe=rotated), ValueError, sentence)
+    assert_bits_equal(matmul(*q, recipe=rotated), matmul(*q))
+    backward = Recipe(dgrad=rotated.forward, wgrad=rotated.forward)
+
+    def gradient(recipe):
+        at = 1 if frozen == "lhs" else 0
+        loss = lambda a: dot_general(*sides[:at], a, *sides[at + 1 :], numbers, recipe=recipe).sum()  # noqa: E731
+        return jax.grad(loss)(sides[at])
+
+    assert_bits_equal(gradient(backward), gradient(plain))
+
+
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_frozen_weights_in_every_layout(layout, axis):

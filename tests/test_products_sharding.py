@@ -78,6 +78,11 @@ class Split:
         return P(*(names or None for names in kept))
 
     @property
+    def scattered(self) -> bool:
+        """Whether the sums over shards are scattered: y is split as what is contracted was."""
+        return any(name in self.summed for entry in self.y for name in names_in(entry))
+
+    @property
     def summed(self) -> tuple[str, ...]:
         """The axes that split what is contracted."""
         return names_in(self.x[-1])
@@ -114,18 +119,21 @@ MODES = ("auto", "explicit", "shard_map", "shard_map, others auto")
 
 
 def twice(split: Split, mode: str) -> bool:
-    """Whether XLA gathers w for each direction, as it splits what quantizes and multiplies alone.
+    """Whether XLA gathers w, or y's gradient, for each direction that it is quantized in.
 
-    On explicit meshes `dot_general` knows, in shard_map the caller does.
+    It splits what quantizes and multiplies alone. On explicit meshes `dot_general` knows, in
+    shard_map the caller does.
     """
-    return bool(split.gathered) and not split.whole and "shard_map" not in mode
+    if "shard_map" in mode or split.whole:
+        return False
+    return bool(split.gathered) or split.scattered
 
 
 def mark(name: str, split: Split) -> str:
     """What the table says of a cell."""
     if not twice(split, "auto"):
         return "yes"
-    return "twice" if "quantized before" in name else "auto: twice"
+    return "twice" if "quantized before" in name and split.gathered else "auto: twice"
 
 
 def unit(name: str) -> int:
@@ -278,7 +286,7 @@ def check(name: str, split: Split, mode: str) -> None:
         collectives(compiled.as_text()),
         Counter(lax_collectives(split, mode, unit(name))),
     )
-    if twice(split, mode) and (mode == "auto" or "quantized before" in name):
+    if twice(split, mode) and (mode == "auto" or "twice" == mark(name, split)):
         allowed += Counter({key: n for key, n in allowed.items() if key[0] == "all-gather"})
     assert own <= allowed, f"{own - allowed} are not among {allowed}"
     assert not split.summed or any(kind in ("all-reduce", "reduce-scatter") for kind, *_ in own)
@@ -298,6 +306,29 @@ def cells():
 @pytest.mark.parametrize("name,split,mode", [*cells()])
 def test_sharded_as_lax_dot_general(name, split, mode):
     check(name, split, mode)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "out"),
+    [
+        (P("data", "tensor"), P("tensor", None), P("data", None)),
+        (P("data", None), P(None, "tensor"), None),
+    ],
+    ids=str,
+)
+def test_scaled_dot_on_explicit_meshes(mesh, left, right, out):
+    """jax.lax.scaled_dot knows no out_sharding; types and bits are those of lax.dot_general."""
+    x, w, _ = inputs(((256, 128), (128, 128), (256, 128)), True)
+    x, w = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, left), (w, right)))
+    numbers = (((1,), (0,)), ((), ()))
+    each = [
+        jax.jit(step(functools.partial(f, dimension_numbers=numbers, out_sharding=out, **own)))
+        for f, own in ((dot_general, {"implementation": "scaled_dot"}), (jax.lax.dot_general, {}))
+    ]
+    dy = jax.lax.dot_general(x, w, numbers, out_sharding=out)
+    for got, want in zip(*(f(x, w, dy // 8) for f in each), strict=True):
+        assert jax.typeof(got) == jax.typeof(want)
+        assert_bits_equal(got, want)
 
 
 @pytest.mark.sampled(3)

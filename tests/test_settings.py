@@ -150,6 +150,17 @@ def products():
     yield jax_mx.dot_general(a, jax_mx.quantize(w, axis=0), (((2,), (0,)), ((), ())))
 
 
+def perceptrons():
+    a, w1, w2 = x(shape=(2, 5, 64)), x(shape=(64, 128)), x(shape=(64, 40))
+    for residuals in ("mx", "inputs"):
+
+        def call(a, w1, w2, b1, residuals=residuals):
+            return jax_mx.mlp(a, w1, w2, b_gate_up=b1, b_down=w2[0], residuals=residuals)
+
+        y, back = jax.vjp(call, a, w1, w2, w1[0])
+        yield y, back(y)
+
+
 def collectives():
     """On two devices: in shard_map, and under a mesh that is set."""
     kinds, spec = (jax.sharding.AxisType.Auto,), jax.sharding.PartitionSpec
@@ -216,6 +227,7 @@ CALLS = {
     "dot_general": products,
     "einsum": products,
     "matmul": products,
+    "mlp": perceptrons,
     "Recipe": products,
     "QuantizedWeight": products,
     **dict.fromkeys(("Groups", "moe", "ragged_dot"), mixtures),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,16 @@ def spec_of(x: jax.Array) -> Spec:
     return tuple(spec[i] if i < len(spec) else None for i in range(x.ndim))
 
 
+def names_in(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in an entry of a partition spec."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def shards_of(x: jax.Array, axis: int) -> tuple[tuple[str, ...], int]:
     """The mesh axes that an axis of x is split over, by its type, and in how many shards."""
-    mesh, entry = jax.typeof(x).sharding.mesh, spec_of(x)[axis]
-    names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    mesh, names = jax.typeof(x).sharding.mesh, names_in(spec_of(x)[axis])
     return names, math.prod(mesh.shape[name] for name in names)
 
 
@@ -48,6 +55,18 @@ def gathered(x: jax.Array, shape: tuple[int, ...], units: tuple[int, ...]) -> ja
         if shape[axis] % (shards * unit):
             spec[axis] = None
     return resharded(x, spec, jax.typeof(x).sharding.mesh)
+
+
+def unsplit(x: jax.Array, names: Collection[str], axes: Iterable[int]) -> jax.Array:
+    """x, some of whose axes some mesh axes no longer split, on a mesh with explicit axes."""
+    spec = [*spec_of(x)]
+    for axis in axes:
+        own, _ = shards_of(x, axis)
+        if kept := [name for name in own if name not in names]:
+            spec[axis] = spec[axis] if len(kept) == len(own) else tuple(kept)
+        else:
+            spec[axis] = None
+    return x if tuple(spec) == spec_of(x) else resharded(x, spec, jax.typeof(x).sharding.mesh)
 
 
 def resharded(x: jax.Array, spec: Sequence, mesh) -> jax.Array:

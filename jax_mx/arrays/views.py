@@ -92,6 +92,13 @@ def moved_last(dims: tuple, axis: int) -> tuple:
     return (*dims[:axis], *dims[axis + 1 :], dims[axis])
 
 
+def _moved_to(dims: tuple, axis: int, to: int) -> tuple:
+    """A shape or a partition spec with the entry of `axis` at `to`; both are negative."""
+    rest = [*dims]
+    rest.insert(len(dims) + to, rest.pop(axis))
+    return tuple(rest)
+
+
 def stored_shape(shape: Shape, axes: Sequence[int], layout: Layout, by: int = BLOCK) -> Shape:
     """The shape of the bytes that belong to an array of this logical shape.
 
@@ -392,6 +399,106 @@ def _result(direction: Direction, m: Order, k: Order, tail: int) -> Result:
 
 
 # ---- the way to a view and back ---
+@dataclasses.dataclass(frozen=True)
+class Viewed:
+    """How the arrays of one call look in a view, and the way there and back.
+
+    Tiles and windows are of the last two axes: with units, an axis before them that blocks run
+    along is moved to the one before the last.
+
+    Attributes:
+      view: which one.
+      axis: the first axis that blocks run along in the floats, negative.
+      floats: shape and partition spec of the floats, with `axis` moved if it is.
+      shape: of the view of the floats.
+      spec: its partition spec; matters with explicit axes only.
+    """
+
+    view: View
+    axis: int
+    floats: tuple[Shape, Spec]
+    shape: Shape
+    spec: Spec
+
+    @classmethod
+    def of(cls, view: View, shape: Shape, spec: Spec, axis: int) -> Viewed:
+        """Of floats of this shape and partition spec."""
+        if view.units is not None and axis < -2:
+            shape, spec = (_moved_to(dims, axis, -2) for dims in (shape, spec))
+            return cls(view, axis, (shape, spec), *view.view(shape, spec, -2))
+        return cls(view, axis, (shape, spec), *view.view(shape, spec, axis))
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether `axis` is moved."""
+        return self.view.units is not None and self.axis < -2
+
+    def to_floats(self, x: jax.Array) -> jax.Array:
+        """The view of the floats."""
+        return self.to(x, self.shape, self.view.operand)
+
+    def to_blocks(self, a: jax.Array, result: Result) -> jax.Array:
+        """The view of what has one entry for each block of a result."""
+        return self.to(a, divided(self.shape, result.block, BLOCK), self.view.operand)
+
+    def to_values(self, values: jax.Array, result: Result, format: Format) -> jax.Array:
+        """The view of a result's row-major values, whose axes are the floats'."""
+        return self.to(values, result.values_shape(self.shape, format), result.order)
+
+    def to_scales(self, scales: jax.Array, result: Result) -> jax.Array:
+        """The view of a result's scales, likewise."""
+        layout = result.layout
+        return self.to(scales, result.scales_shape(self.shape), result.order_in(layout), layout)
+
+    def to(self, a: jax.Array, shape: Shape, order: Order, layout: Layout = ROW_MAJOR) -> jax.Array:
+        """The view of any array that is as the floats are.
+
+        Args:
+          a: the array.
+          shape: of the view.
+          order: of the tail's dimensions in memory.
+          layout: where its bytes lie; tiles are moved already.
+        """
+        moves = self.is_moved and not layout.is_tiled
+        return to_view(jnp.moveaxis(a, self.axis, -2) if moves else a, shape, self.spec, order)
+
+    def from_floats(self, x: jax.Array) -> jax.Array:
+        """The inverse of `to_floats`."""
+        x = from_view(x, *self.floats, self.view.operand)
+        return jnp.moveaxis(x, -2, self.axis) if self.is_moved else x
+
+    def from_arrays(
+        self,
+        views: Sequence[jax.Array],
+        result: Result,
+        axes: Sequence[int],
+        format: Format,
+        transpose: bool,
+    ) -> tuple[list[jax.Array], int]:
+        """Values and scales whose views these are; and the last axis that their blocks run along.
+
+        Args:
+          views: of a result's values and scales.
+          result: which one.
+          axes: those of the floats that its blocks run along.
+          format: of the values.
+          transpose: whether the first of them is last, if it is not the only and the last one.
+        """
+        (shape, spec), moves = self.floats, self.is_moved
+        axes = (-2,) if moves else tuple(axes)
+        if transpose and axes != (-1,):
+            shape, spec = (moved_last(dims, axes[0]) for dims in (shape, spec))
+            axes, moves = result.last, False
+        found = []
+        sides = (axes[-1:], format.codes_per_byte, result.values_in), (axes, BLOCK, result.layout)
+        for array, (along, by, layout) in zip(views, sides, strict=True):
+            stored = stored_shape(shape, along, layout, by), stored_spec(spec, axes, layout)
+            array = from_view(array, *stored, result.order_in(layout))
+            moved = moves and not layout.is_tiled
+            found.append(jnp.moveaxis(array, -2, self.axis) if moved else array)
+        return found, self.axis if moves else axes[-1]
+
+
 def to_view(x: jax.Array, shape: Shape, spec: Spec, order: Order) -> jax.Array:
     """x as leading dimensions and a tail.
 

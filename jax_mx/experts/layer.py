@@ -23,9 +23,10 @@ import numpy as np
 from jax_mx import reference
 from jax_mx.arrays.checks import flag, float_dtype
 from jax_mx.experts import wires
-from jax_mx.experts.activations import ACTIVATIONS, halves
+from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import MXFP8_E4M3, named
 from jax_mx.lowering import primitive
+from jax_mx.ops.activations import Gated
 from jax_mx.ops.groups import Groups, wide
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.quantize import quantize
@@ -95,8 +96,8 @@ def moe(
       w_down: (E, I, D), likewise.
       b_gate_up: floats (E, 2 I), or None.
       b_down: floats (E, D), or None.
-      activation: "swiglu" (silu(gate) up), "geglu" (gelu(gate) up, by tanh), "geglu_erf" (exact),
-        "relu2" (relu(gate)^2 up) or "gpt_oss" (clamped SwiGLU).
+      activation: one with a gate, see `gated`: "swiglu", "geglu", "geglu_erf", "reglu", "reglu2",
+        "bilinear" or "gpt_oss".
       interleaved: whether gate and up come by turns along 2 I, not all gates first.
       recipe: how floats are quantized; window="row" is refused. The router's weight multiplies
         what w_down's product reads before that is quantized.
@@ -154,7 +155,7 @@ def moe(
         residuals = "floats" if recipe.uses("lhs")[0].format is None else "mx"
     static = _Static(
         dtype,
-        named(f"{op}: activation", {name: name for name in ACTIVATIONS}, activation),
+        named(f"{op}: activation", {name: name for name in GATED}, activation),
         flag(op, "interleaved", interleaved),
         named(f"{op}: residuals", {name: name for name in RESIDUALS}, residuals),
         axes.experts,
@@ -305,9 +306,7 @@ def _forward(
     second, second_free = weight_forms(w2, quantized[1], recipe, keep)
     tokens, tokens_kept = _slots(x_all, groups.rows, use, blocks, keep and w1 is not None)
     gate_up = _gate_up(static, tokens, first, groups, biases[0])
-    act = ACTIVATIONS[static.activation](*halves(gate_up, static.interleaved))
-    act = (act * scale[:, None]).astype(static.dtype)
-    along, _ = forms_of(act, -1, (use[0], None), blocks)
+    along, _ = forms_of(gate_up, -1, (use[0], None), blocks, activation=_gated(static, scale))
     y = wires.scattered(
         static.axis, groups.combined(_product(static, along, second, groups, static.dtype))
     )
@@ -315,7 +314,9 @@ def _forward(
         biases[1] = wires.alike(static.axis, biases[1]).astype(jnp.float32)
         each = reference.rows_of(biases[1], given_experts)
         own = each * given[1].astype(jnp.float32)[:, :, None]
-        y = y + wires.once(static.tensor, own.sum(1)).astype(y.dtype)
+        is_one = _is_one(given_experts, biases[1].shape[0])[:, :, None]
+        own = jnp.where(is_one, own, 0).sum(1)
+        y = y + wires.once(static.tensor, own).astype(y.dtype)
     y = wires.summed(static.tensor, y)
     if not keep:
         return y, None
@@ -385,10 +386,38 @@ def _gate_up(static: _Static, tokens: Form, first: Form, groups: Groups, bias: A
     return (gate_up.astype(jnp.float32) + own).astype(static.dtype)
 
 
-def _shares(experts: jax.Array, weights: jax.Array, number: int) -> jax.Array:
-    """Float32 (T, E): the sum of the weights that each token gives each expert."""
+def _is_one(experts: jax.Array, number: int) -> jax.Array:
+    """Which choices name an expert, of so many."""
+    return (experts >= 0) & (experts < number)
+
+
+def _shares(experts: jax.Array, weights: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    """(T, E): the sum of the weights that each token gives each expert, float32; if it has any."""
     is_it = experts[:, :, None] == jnp.arange(number, dtype=experts.dtype)
-    return jnp.where(is_it, weights.astype(jnp.float32)[:, :, None], 0).sum(1)
+    shares = jnp.where(is_it, weights.astype(jnp.float32)[:, :, None], 0).sum(1)
+    return shares, is_it.any(1)
+
+
+def _sums(shares: jax.Array, takes: jax.Array, rows: jax.Array) -> jax.Array:
+    """Float32 (E, columns): each expert's sum of rows, each row by its share.
+
+    What is not finite makes NaN in the sums of the experts that take its row, and in no others,
+    where a product of matrices would have 0 * NaN.
+
+    Args:
+      shares: float32 (R, E).
+      takes: bool (R, E), whose sums a row is in.
+      rows: float32 (R, columns).
+    """
+    good_shares, good_rows = jnp.isfinite(shares), jnp.isfinite(rows)
+    sums = jnp.einsum(
+        "re,rn->en",
+        jnp.where(good_shares, shares, 0),
+        jnp.where(good_rows, rows, 0),
+        precision="highest",
+    )
+    bad = jnp.einsum("re,rn->en", takes.astype(jnp.bfloat16), (~good_rows).astype(jnp.bfloat16))
+    return jnp.where((bad > 0) | ~good_shares.all(0)[:, None], jnp.nan, sums)
 
 
 def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
@@ -402,14 +431,17 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
     dact = _product(static, by_row, kept.w_second, groups, static.dtype).astype(jnp.float32)
     # Through the activation, whose argument was kept.
     gate_up = _again(static, kept)
-    act, pull = jax.vjp(ACTIVATIONS[static.activation], *halves(gate_up, static.interleaved))
+    each = reference.halves(gate_up, static.activation, static.interleaved)
+    each = [x.astype(jnp.float32) for x in each]
+    act, pull = jax.vjp(lambda x: reference.gated_exactly(x, None, static.activation), each)
     dscale = (dact * act).sum(-1)
-    dgate_up = _joined(pull(dact * scale), static.interleaved).astype(static.dtype)
+    (pair,) = pull(dact * scale)
+    dgate_up = reference.joined(pair, static.interleaved).astype(static.dtype)
     dw2 = dw1 = db1 = db2 = None
     lhs, lhs_blocks = recipe.uses("lhs")[1], recipe.blocks("lhs")
     if w2_type is not None:
-        act = (act * scale).astype(static.dtype)
-        _, act_by_slot = forms_of(act, -1, (None, lhs), lhs_blocks)
+        own = _gated(static, kept.scale)
+        _, act_by_slot = forms_of(gate_up, -1, (None, lhs), lhs_blocks, activation=own)
         dw2 = _product(static, act_by_slot, by_slot, groups, w2_type, sums=True)
     own = (frozen_or(use[0], w1_type is None), use[1] if w1_type is not None else None)
     along, across = forms_of(dgate_up, -1, own, blocks)
@@ -421,12 +453,12 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
     if b1_type is not None:
         db1 = _by_expert(dgate_up, groups).astype(b1_type)
     if kept.routing is not None:
-        bias, floats = kept.biases[1], dy.astype(jnp.float32)
-        shares = wires.once(static.tensor, _shares(*kept.routing, bias.shape[0]))
-        db2 = jnp.einsum("te,td->ed", shares, floats, precision="highest")
-        db2 = wires.scattered(static.axis, db2).astype(b2_type)
-        each = (reference.rows_of(bias, kept.routing[0]) * floats[:, None]).sum(-1)
-        dweights += wires.once(static.tensor, each)
+        (experts, weights), bias = kept.routing, kept.biases[1]
+        floats, is_one = dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
+        db2 = _sums(*_shares(experts, weights, bias.shape[0]), floats)
+        db2 = wires.scattered(static.axis, wires.once(static.tensor, db2)).astype(b2_type)
+        each = (reference.rows_of(bias, experts) * floats[:, None]).sum(-1)
+        dweights += wires.once(static.tensor, jnp.where(is_one, each, 0))
     dweights = dweights.astype(kept.types.of[1])
     return (dx, dweights, dw1, dw2, db1, db2), None, None, None, None
 
@@ -445,17 +477,17 @@ def _again(static: _Static, kept: _Kept) -> jax.Array:
     return kept.gate_up
 
 
-def _joined(pair: tuple[jax.Array, jax.Array], interleaved: bool) -> jax.Array:
-    """The inverse of `halves`."""
-    if interleaved:
-        return jnp.stack(pair, axis=-1).reshape(*pair[0].shape[:-1], -1)
-    return jnp.concatenate(pair, axis=-1)
+def _gated(static: _Static, scale: jax.Array) -> Gated:
+    """What lies between the products, by the router's weight of each slot."""
+    return Gated(static.activation, scale, interleaved=static.interleaved)
 
 
 def _by_expert(slots: jax.Array, groups: Groups) -> jax.Array:
-    """Float32 (E, columns): the sum of each expert's slots."""
-    is_it = (groups.experts[:, None] == jnp.arange(groups.num_experts)).astype(jnp.float32)
-    return jnp.einsum("re,rn->en", is_it, slots.astype(jnp.float32), precision="highest")
+    """Float32 (E, columns): the sum of each expert's slots, those of `align` slots first."""
+    runs = slots.astype(jnp.float32).reshape(-1, groups.align, slots.shape[-1]).sum(1)
+    experts = groups.experts[:: groups.align]
+    is_it = experts[:, None] == jnp.arange(groups.num_experts, dtype=experts.dtype)
+    return _sums(is_it.astype(jnp.float32), is_it, runs)
 
 
 _moe_vjp.defvjp(_moe_fwd, _moe_bwd)

@@ -1,12 +1,15 @@
-"""Gated activations that kernels compute on the way to codes: act(gate) * up * weight.
+"""Activations: what lies between the two products of an MLP. The one table of them.
 
-What is quantized is a bfloat16, so all implementations have to agree on it, whatever exponential
-function a chip has. So the part that depends on the gate alone is rounded to `KEPT` bits behind the
-leading one, where no bfloat16 gate has a value so close to a tie that an error of a few float32
-units in the last place decides: the place of the ties was searched for, and
-tests/test_activations.py measures the distance. The part has 9 bits then, up has 8, and their
-product is exact in float32; it is at most 1.02 units in the last place of bfloat16 from
-the exact number.
+The result is act(gate) * up * weight, or act(x) * weight of an activation without a gate. What act
+is, its formula and its slope, says its row of `UNARY`; reference/activations.py has the formulas,
+kernels/*/activations.py has them for kernels.
+
+What is quantized has gate_up's dtype. From bfloat16 all implementations have to agree on every
+bit, whatever exponential function a chip has. So act(gate) is rounded to few bits before it is
+multiplied, and so is its slope: to numbers behind whose ties no bfloat16 gate has a value so close
+that an error of a few float32 units in the last place decides. Where the ties have to lie for that
+was searched for; tests/test_activations.py measures the distances. Then act(gate) has 9 bits, its
+slope 8, up and the result's gradient have 8 each: their products are exact in float32.
 """
 
 from __future__ import annotations
@@ -14,8 +17,54 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-KEPT = 8  # bits
-CELL = 1 << (23 - KEPT)  # of a float32's mantissa
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """To few bits of a float32's mantissa.
+
+    Attributes:
+      kept: how many bits stay behind the leading one.
+      up: what is added to a number's bits before the others are cut off; half a `cell` would round
+        to nearest.
+    """
+
+    kept: int
+    up: int
+
+    @property
+    def cell(self) -> int:
+        """The distance of what stays, as float32 bits are counted."""
+        return 1 << (23 - self.kept)
+
+    @property
+    def mask(self) -> int:
+        """The bits that stay."""
+        return 0xFFFFFFFF & -self.cell
+
+
+@dataclasses.dataclass(frozen=True)
+class Unary:
+    """What an activation does to a gate.
+
+    Attributes:
+      part: how act(gate) is rounded from bfloat16; None where float32 has it exactly.
+      slope: likewise its derivative.
+    """
+
+    part: Rounding | None = None
+    slope: Rounding | None = None
+
+
+UNARY: Mapping[str, Unary] = {
+    "silu": Unary(Rounding(8, 16913), Rounding(7, 32485)),  # x sigmoid(x); arXiv 1702.03118
+    "sharp_silu": Unary(Rounding(8, 17772), Rounding(7, 37969)),  # x sigmoid(1.702 x); 1606.08415
+    "gelu": Unary(Rounding(8, 17729), Rounding(7, 28117)),  # by tanh; likewise
+    "gelu_erf": Unary(Rounding(8, 14279), Rounding(7, 28864)),  # x Phi(x); likewise
+    "relu": Unary(),
+    "relu2": Unary(),  # relu(x)^2; arXiv 2109.08668
+    "identity": Unary(),
+}
+SHARPNESS = 1.702  # of sharp_silu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,17 +72,32 @@ class Activation:
     """One row.
 
     Attributes:
-      up: what is added to a number's bits before those beyond `KEPT` are cut off; CELL // 2 would
-        round to nearest.
+      unary: what happens to the gate, a name of `UNARY`.
+      has_gate: whether a second half, up, multiplies that.
+      limit: where the gate is cut off from above, and up from both sides; None: nowhere.
+      shift: what is added to up, behind the limit.
     """
 
-    up: int
+    unary: str
+    has_gate: bool = True
+    limit: float | None = None
+    shift: float = 0.0
 
     @property
-    def mask(self) -> int:
-        """The bits that stay."""
-        return 0xFFFFFFFF & -CELL
+    def rounding(self) -> Unary:
+        """How what follows from the gate alone is rounded."""
+        return UNARY[self.unary]
 
 
-# silu(gate) up; arXiv 2002.05202
-ACTIVATIONS: Mapping[str, Activation] = {"swiglu": Activation(16913)}
+ACTIVATIONS: Mapping[str, Activation] = {
+    "swiglu": Activation("silu"),  # arXiv 2002.05202, like the next four
+    "geglu": Activation("gelu"),
+    "geglu_erf": Activation("gelu_erf"),
+    "reglu": Activation("relu"),
+    "bilinear": Activation("identity"),
+    "reglu2": Activation("relu2"),
+    # openai/gpt-oss, gpt_oss/torch/model.py
+    "gpt_oss": Activation("sharp_silu", limit=7.0, shift=1.0),
+    **{name: Activation(name, has_gate=False) for name in UNARY if name != "sharp_silu"},
+}
+GATED: tuple[str, ...] = tuple(name for name, row in ACTIVATIONS.items() if row.has_gate)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax_mx.facts import directions
-from jax_mx.facts.activations import ACTIVATIONS
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.directions import Form
 from jax_mx.facts.formats import (
@@ -237,12 +236,14 @@ VARIANTS += tuple(
     if variant.op == "quantize" and variant.dtype == "bfloat16"
     if not variant.changes_elements and variant.window != ROW
 )
-# What a product's operand wants: along its rows, down them, and both; not MXFP6. AMD's have none.
+# The activations that each DSL's kernels have.
+ACTIVE: Mapping[str, tuple[str, ...]] = {"cutedsl": ("swiglu",), "flydsl": ()}
+# What a product's operand wants: along its rows, down them, and both; not MXFP6.
 VARIANTS += tuple(
     dataclasses.replace(variant, source=activation)
-    for activation in ACTIVATIONS
     for variant in VARIANTS
-    if variant.rows and variant.implementation == "cutedsl" and variant.formats[0].bits != 6
+    if variant.rows and variant.formats[0].bits != 6
+    for activation in ACTIVE[variant.implementation]
     if variant.form in (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
     if variant.window != 256 or not variant.form.is_both  # registers do not hold its tiles
 )

@@ -122,6 +122,17 @@ class Plan:
         return [a for a in self.signature.present(self.lacks) if a.role is Role.BLOCK_DATA]
 
     @property
+    def given_data(self) -> list[Array]:
+        """Those of them that callers give; the others are derived from the floats."""
+        return [array for array in self.block_data if not array.derived]
+
+    @property
+    def of_view(self) -> Plan:
+        """The call on its view, where blocks run along one of the last two axes if it has units."""
+        moved = self.axis < -2 and self.has_units
+        return dataclasses.replace(self, axis=-2) if moved else self
+
+    @property
     def launch(self) -> str:
         """Which of a binary's launches serves it: that of its scales' layout."""
         return self.scale_layout.name

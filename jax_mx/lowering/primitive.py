@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import ffi
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -36,7 +37,7 @@ from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx import reference
 from jax_mx.arrays.sharding import spec_of, spread
-from jax_mx.arrays.views import Result, View, minor_to_major, to_view
+from jax_mx.arrays.views import Result, View, Viewed, minor_to_major
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
@@ -52,6 +53,11 @@ from jax_mx.lowering.registry import Support
 
 # What makes operands vary over the same manual axes; since 0.10.1 under the first name.
 vary_alike = getattr(core, "auto_insert_reshard", None) or vars(core)["standard_insert_pvary"]
+
+# Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
+# like jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME) keeps them, and the backward
+# pass quantizes nothing a second time.
+CHECKPOINT_NAME = "jax_mx.quantized"
 
 logger = logging.getLogger("jax_mx")
 
@@ -199,11 +205,12 @@ def _quantize_reference(x, *block_data, plan: Plan):
 def _quantize_via_floats(x, other, *block_data, plan: Plan):
     """The primitive on floats that XLA makes, by a kernel or not."""
     x, other = x.reshape(x.shape[0], -1), other.reshape(-1)
-    rows = plan.source == "rows"
-    found = reference.rows_of(x, other) if rows else reference.gated(x, other, plan.source)
-    view = plan.view
-    shape, spec = view.view(found.shape, spec_of(found), plan.first_axis)
-    floats = to_view(found, shape, spec, view.operand)
+    if plan.source == "rows":
+        found = reference.rows_of(x, other)
+    else:
+        found = reference.gated(reference.halves(x, plan.source), other, plan.source)
+    viewed = Viewed.of(plan.view, found.shape, spec_of(found), plan.first_axis)
+    floats = viewed.to_floats(found)
     return quantize_p.bind(floats, *block_data, plan=dataclasses.replace(plan, source=""))
 
 
@@ -780,28 +787,34 @@ def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
     return out
 
 
-def quantize(view: jax.Array, block_data: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
+def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     """Binds `quantize_p`, all operands varying over the same manual axes.
 
     Args:
-      view: of the floats.
-      block_data: what the plan has of it, but for what is derived.
-      plan: the call, without a source.
+      operands: the view of the floats and those of the plan's `given_data`; or what the plan's
+        source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), and
+        weights (R, 1). Where blocks run along an axis, it is its length / 32, 32.
+      plan: the call.
+
+    Returns:
+      Views of each result's values and scales, by the name `CHECKPOINT_NAME`.
     """
-    operands = vary_alike(view, *block_data) if block_data else [view]
-    view, *given = operands
-    return quantize_p.bind(view, *_with_derived(view, given, plan), plan=plan)
+    view, *given = vary_alike(*operands) if len(operands) > 1 else operands
+    data = given if plan.source else _with_derived(view, given, plan)
+    return _checkpointed(quantize_p.bind(view, *data, plan=plan))
 
 
-def quantize_of(x: jax.Array, other: jax.Array, plan: Plan) -> list[jax.Array]:
-    """Binds `quantize_p`, both operands varying over the same manual axes.
+def _checkpointed(given: Sequence[jax.Array]) -> list[jax.Array]:
+    """What the primitive gives, by the name `CHECKPOINT_NAME`.
 
-    Args:
-      x: (T, K), of an activation (T, 2, K); if blocks run along K, it is K / 32, 32.
-      other: numbers of rows, or weights: (R, 1), or (R / 32, 32) where blocks run down columns.
-      plan: the call, with a source and no block data.
+    As bytes: jax.checkpoint puts all floats that it keeps through lax.reduce_precision, which takes
+    each type for one with infinities, and so makes infinities of e4m3fn's codes from 256 on.
     """
-    return quantize_p.bind(*vary_alike(x, other), plan=plan)
+    outs = []
+    for out in given:
+        bits = checkpoint_name(jax.lax.bitcast_convert_type(out, jnp.uint8), CHECKPOINT_NAME)
+        outs.append(jax.lax.bitcast_convert_type(bits, out.dtype))
+    return outs
 
 
 def product(operands: Sequence[jax.Array], plan: ProductPlan) -> jax.Array:

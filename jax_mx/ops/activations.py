@@ -1,4 +1,4 @@
-"""Gated activations: `gated`, floats with a derivative, and `Gated`, for quantizers."""
+"""Activations: `gated`, floats with a derivative, and `Gated`, for quantizers."""
 
 from __future__ import annotations
 
@@ -11,29 +11,70 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx import reference
-from jax_mx.arrays.checks import float_dtype, shown
-from jax_mx.facts.activations import ACTIVATIONS
-from jax_mx.ops.inputs import floats
+from jax_mx.arrays.checks import flag, float_dtype, floats, shown
+from jax_mx.facts.activations import ACTIVATIONS, Activation
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("weights",), meta_fields=("name",))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weights", "up"),
+    meta_fields=("name", "interleaved"),
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gated:
-    """What is quantized is `gated(x, name, weights=weights)`, without the array in between.
+    """What is quantized is `gated(x, name, ...)`, without the array in between.
 
-    A pytree; the weights are data.
+    A pytree; weights and up are data.
 
     Attributes:
-      name: "swiglu".
-      weights: see `gated`.
+      name: see `gated`; so are the others.
+      weights: float32, by which rows are multiplied, or None.
+      up: an array of its own, or None.
+      interleaved: whether gates and ups lie by turns.
     """
 
     name: str = "swiglu"
     weights: jax.typing.ArrayLike | None = None
+    up: jax.typing.ArrayLike | None = None
+    interleaved: bool = False
 
     def __post_init__(self):
-        """Raises ValueError for another name."""
-        _row("Gated", self.name)
+        """Raises TypeError or ValueError for what is no activation."""
+        row = row_of("Gated", self.name)
+        flag("Gated", "interleaved", self.interleaved)
+        if not row.has_gate and (self.up is not None or self.interleaved):
+            raise ValueError(
+                f"Gated: {self.name!r} has no gate, so there is no up, nor an order of both"
+            )
+        if self.up is not None and self.interleaved:
+            raise ValueError("Gated: interleaved is the order of one array; drop it, or up")
+
+    @property
+    def is_split(self) -> bool:
+        """Whether an x has all gates, then all ups, as kernels read it."""
+        return ACTIVATIONS[self.name].has_gate and self.up is None and not self.interleaved
+
+    def halves(self, op: str, x: Any) -> list[Any]:
+        """Gates and ups of an x, or x alone.
+
+        Raises:
+          TypeError, ValueError: x and up do not fit.
+        """
+        if self.up is None:
+            if x.ndim == 0 or (ACTIVATIONS[self.name].has_gate and x.shape[-1] % 2):
+                raise ValueError(
+                    f"{op}: an activation wants gates and ups, halves of the last axis, got the "
+                    f"shape {tuple(x.shape)}"
+                )
+            return reference.halves(x, self.name, self.interleaved)
+        up = floats(op, self.up)
+        if up.dtype != x.dtype or tuple(up.shape) != tuple(x.shape) or x.ndim == 0:
+            error = ValueError if up.dtype == x.dtype else TypeError
+            raise error(
+                f"{op}: gates are {x.dtype}{[*x.shape]} and ups {up.dtype}{[*up.shape]}; both must "
+                "have one dtype and one shape"
+            )
+        return [x, up]
 
 
 def gated(
@@ -41,46 +82,62 @@ def gated(
     activation: str = "swiglu",
     *,
     weights: jax.typing.ArrayLike | None = None,
+    up: jax.typing.ArrayLike | None = None,
+    interleaved: bool = False,
 ) -> jax.Array:
-    """silu(gate) * up * weight, what an MLP has between its products.
+    """act(gate) * up * weight, what an MLP has between its products.
 
     Computed in float32 and rounded to gate_up's dtype at the end. From bfloat16 every
-    implementation gives the same bits, within 1.02 units in the last place of the exact number:
-    silu(gate) is rounded to 9 bits before it is multiplied, and a zero of its sign stands for each
-    subnormal. Differentiable to gate_up and weights; the derivatives are those of the exact
-    function, in float32.
+    implementation gives the same bits: act(gate) is rounded to 9 bits before it is multiplied, and
+    a zero of its sign stands for each subnormal; so act(gate) itself is within 0.79 units in the
+    last place of bfloat16, and a product within 1.07. From float32 act(gate) is within 0.51 units
+    of float32, computed in float64; gate_up.astype(jnp.float32) has that of any array.
+    Differentiable to gate_up, up and weights; the derivatives are those of the exact function, in
+    float32.
 
     Args:
-      gate_up: bfloat16, float16 or float32 (..., 2 K): all gates, then all ups.
-      activation: "swiglu".
+      gate_up: bfloat16, float16 or float32 (..., 2 K): all gates, then all ups; of an activation
+        without a gate, and beside `up`, (..., K).
+      activation: with a gate "swiglu" (silu(gate) up), "geglu" (gelu(gate) up, by tanh),
+        "geglu_erf" (exact), "reglu" (relu(gate) up), "reglu2" (relu(gate)^2 up), "bilinear"
+        (gate up), or "gpt_oss" (gate cut off above 7, up beyond -7 and 7; gate sigmoid(1.702 gate)
+        (up + 1)); without "silu", "gelu", "gelu_erf", "relu", "relu2" or "identity".
       weights: float32 (...,), by which rows are multiplied, as a router has them; or None.
+      up: the ups, where gate_up has the gates alone; of its dtype and shape.
+      interleaved: whether gates and ups lie by turns along the last axis.
 
     Returns:
       (..., K), of gate_up's dtype.
 
     Raises:
-      TypeError, ValueError: another dtype, an odd length, an unknown name, weights of another
-        shape.
+      TypeError, ValueError: another dtype, an odd length, an unknown name, arrays that do not fit.
     """
     op = "gated"
+    row_of(op, activation)
     given = floats(op, gate_up)
     x = jnp.asarray(given, float_dtype(op, "gate_up", given.dtype))
-    _row(op, activation)
-    return _gated(x, weights_of(op, x, weights), activation)
+    return made(op, x, Gated(activation, weights, up, interleaved))
 
 
-def weights_of(op: str, x: Any, weights: Any) -> jax.Array:
-    """The weights of x's rows, checked; ones where there are none.
+def made(op: str, x: jax.Array, own: Gated) -> jax.Array:
+    """`gated` of an x of floats.
 
     Raises:
-      TypeError, ValueError: x or the weights are no activation's.
+      TypeError, ValueError: x and what belongs to it do not fit.
     """
-    shape = tuple(x.shape[:-1])
-    if x.ndim == 0 or x.shape[-1] % 2:
-        raise ValueError(
-            f"{op}: an activation wants gates and ups, halves of the last axis, got the shape "
-            f"{tuple(x.shape)}"
-        )
+    float_dtype(op, "x", x.dtype)
+    each = own.halves(op, x)
+    weights = None if own.weights is None else weights_of(op, each[0], own.weights)
+    return _made(tuple(map(jnp.asarray, each)), weights, own.name)
+
+
+def weights_of(op: str, gates: Any, weights: Any) -> jax.Array:
+    """The weights of rows, checked; ones where there are none.
+
+    Raises:
+      TypeError, ValueError: they are not those of these gates.
+    """
+    shape = tuple(gates.shape[:-1])
     if weights is None:
         return jnp.ones(shape, jnp.float32)
     dtype = getattr(weights, "dtype", None)
@@ -91,25 +148,32 @@ def weights_of(op: str, x: Any, weights: Any) -> jax.Array:
     return jnp.asarray(weights)
 
 
-def _row(op: str, name: Any) -> None:
+def row_of(op: str, name: Any) -> Activation:
+    """The activation of this name.
+
+    Raises:
+      ValueError: there is none.
+    """
     if not isinstance(name, str) or name not in ACTIVATIONS:
         allowed = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{op}: activation must be {allowed}, got {shown(name)}")
+    return ACTIVATIONS[name]
+
+
+@partial(jax.jit, static_argnums=2)
+def _made(each: tuple[jax.Array, ...], weights: jax.Array | None, name: str) -> jax.Array:
+    return _gated(each, weights, name)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _gated(gate_up: jax.Array, weights: jax.Array, name: str) -> jax.Array:
-    return reference.gated(gate_up, weights, name)
+def _gated(each: tuple[jax.Array, ...], weights: jax.Array | None, name: str) -> jax.Array:
+    return reference.gated(each, weights, name)
 
 
 @_gated.defjvp
 def _gated_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    def exact(gate_up, weights):
-        gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-        return reference.PARTS[name](gate) * up * weights[..., None]
-
-    _, tangent = jax.jvp(exact, primals, tangents)
-    return _gated(*primals, name), tangent.astype(primals[0].dtype)
+    _, tangent = jax.jvp(partial(reference.gated_exactly, name=name), primals, tangents)
+    return _gated(*primals, name), tangent.astype(primals[0][0].dtype)
 
 
 jax.export.register_pytree_node_serialization(

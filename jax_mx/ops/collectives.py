@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_mx.arrays.checks import axis_of, shown
-from jax_mx.arrays.sharding import is_explicit
+from jax_mx.arrays.sharding import is_explicit, names_in
 from jax_mx.arrays.views import moved_last, stored_spec
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import ROW, Window, lengths_of
@@ -380,13 +380,6 @@ def placement(op: str, spec: Any, ndim: int) -> tuple[Any, tuple]:
             f"{op}: {spec} names {', '.join(unknown)}; the mesh has {', '.join(mesh.shape)}"
         )
     return mesh, (*spec, *[None] * (ndim - len(spec)))
-
-
-def names_in(entry: Any) -> tuple[str, ...]:
-    """The mesh axes in an entry of a partition spec."""
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def is_manual(mesh: Any, name: str) -> bool:

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import flag
+from jax_mx.arrays.checks import flag, floats
 from jax_mx.arrays.sharding import spec_of
-from jax_mx.arrays.views import divided, from_view, to_view
+from jax_mx.arrays.views import Viewed
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.facts.windows import Window
 from jax_mx.lowering.plan import Plan
-from jax_mx.ops.inputs import floats
 from jax_mx.ops.mxarray import dequantized
 from jax_mx.ops.placing import require_kernel
 from jax_mx.ops.planning import Options, planned
@@ -147,11 +146,9 @@ def _saturated(x: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
     """Where elements saturate, by the row-major scales of their blocks."""
     view = dataclasses.replace(plan, preprocessing=(NO_PREPROCESSING,)).view
     (result,) = view.results
-    shape, spec = x.shape, spec_of(x)
-    viewed, view_spec = view.view(shape, spec, plan.first_axis)
-    of_blocks = to_view(scales, divided(viewed, result.block, BLOCK), view_spec, result.order)
-    found = reference.saturates(to_view(x, viewed, view_spec, view.operand), of_blocks, plan.format)
-    return from_view(found, shape, spec, view.operand)
+    viewed = Viewed.of(view, x.shape, spec_of(x), plan.first_axis)
+    of_blocks = viewed.to_scales(scales, result)
+    return viewed.from_floats(reference.saturates(viewed.to_floats(x), of_blocks, plan.format))
 
 
 @jax.custom_jvp

@@ -1,23 +1,61 @@
-"""What may be quantized, and the sentence that everything else gets."""
+"""From a caller's arrays to the operands of a quantizer's primitive."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_mx import reference
 from jax_mx.arrays.checks import shown
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.arrays.sharding import is_explicit, spec_of
+from jax_mx.arrays.views import Viewed
+from jax_mx.facts.formats import BLOCK
+from jax_mx.lowering.plan import Plan
+from jax_mx.ops.activations import Gated, made, weights_of
+from jax_mx.ops.placing import placed
+from jax_mx.ops.preprocessing import Data, block_data_of
 
 
-def rows_of(op: str, x: Any, rows: Any) -> Any:
-    """rows, checked, for an x that `floats` has seen.
+def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str, Any]:
+    """What a call reads: x, what has the shape and dtype of the floats, their source, an operand.
+
+    Args:
+      op: for messages.
+      x: what `checks.floats` has seen. It comes back where a kernel may make the floats of it, else
+        the floats do.
+      rows: see `quantize`; so is activation.
+      activation: see `quantize`.
 
     Raises:
-      TypeError, ValueError: they number no rows of x.
+      TypeError, ValueError: see `quantize`.
     """
+    if activation is not None and not isinstance(activation, Gated):
+        raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
+    if rows is not None:
+        rows = _rows(op, x, rows)
+    if activation is None:
+        if rows is None:
+            return x, x, "", None
+        return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
+    if rows is not None:
+        both = (x, activation.up)
+        x, up = (None if a is None else _floats_of(jnp.asarray(a), rows, "rows") for a in both)
+        activation = dataclasses.replace(activation, up=up)
+    if rows is not None or not activation.is_split:
+        x = made(op, x, activation)
+        return x, x, "", None
+    gates = jax.eval_shape(lambda x: activation.halves(op, x)[0], x)
+    weights = weights_of(op, gates, activation.weights)
+    return x, gates, activation.name, weights
+
+
+def _rows(op: str, x: Any, rows: Any) -> Any:
     dtype, shape = getattr(rows, "dtype", None), getattr(rows, "shape", None)
     if dtype is None or shape is None or dtype != np.int32 or len(shape) != 1:
         found = shown(rows) if dtype is None else f"{dtype}{[*(shape or ())]}"
@@ -34,25 +72,53 @@ def rows_of(op: str, x: Any, rows: Any) -> Any:
     return rows
 
 
-def floats(op: str, x: Any) -> Any:
-    """x, an array of JAX or NumPy, or what has a shape and a dtype of NumPy; lists become arrays.
+def operands_of(
+    x: jax.Array, data: Sequence[Data], other: jax.Array | None, plan: Plan
+) -> tuple[list[jax.Array], Viewed, Plan]:
+    """The operands of `primitive.quantize`, how its arrays are viewed, and its plan.
+
+    Args:
+      x: what the plan fits.
+      data: of each direction, see `preprocessing.data_of`.
+      other: what `made_of` gave beside x.
+      plan: of the call.
 
     Raises:
-      TypeError: it is none, and nothing that JAX takes for one.
+      ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
-    if isinstance(x, MXArray):
-        raise TypeError(
-            f"{op}: x is an MXArray in {x.format.name} already; give floats, as x.dequantize() does"
-        )
-    dtype = getattr(x, "dtype", None)
-    if isinstance(x, jax.Array) or isinstance(dtype, np.dtype):
-        return x
-    try:
-        if dtype is None:
-            return jnp.asarray(x)
-    except (TypeError, ValueError):
-        pass
-    kind = type(x)
-    name = shown(x) if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
-    way = "; jax.dlpack.from_dlpack(x) makes one of it" if hasattr(x, "__dlpack__") else ""
-    raise TypeError(f"{op}: x is {name}, must be an array of floats of JAX or NumPy{way}")
+    if other is not None and _in_one_call(x, other, plan):
+        halves = 1 if plan.source == "rows" else 2
+        shape = other.shape[0], x.shape[1] // halves
+        viewed = Viewed.of(plan.view, shape, (None, None), plan.first_axis)
+        # As the kernels count them: rows, or blocks of rows and the 32 of a block; columns alike.
+        (down, across), (count, length) = plan.form.spans, shape
+        tail = (length // BLOCK, BLOCK) if across else (length,)
+        other = other.reshape((count // BLOCK, BLOCK) if down else (count, 1))
+        return [x.reshape(-1, *[2] * (halves - 1), *tail), other], viewed, plan
+    if other is not None:
+        x, plan = _floats_of(x, other, plan.source), dataclasses.replace(plan, source="")
+    x = placed(x, x.shape, plan)
+    viewed = Viewed.of(plan.view, x.shape, spec_of(x), plan.first_axis)
+    operands = [viewed.to_floats(x)]
+    for array, a in zip(plan.given_data, block_data_of(x, data, plan), strict=True):
+        operands.append(viewed.to_blocks(a, plan.view.results[array.of]))
+    return operands, viewed, plan.of_view
+
+
+def _in_one_call(x: jax.Array, other: jax.Array, plan: Plan) -> bool:
+    """Whether a call can make the floats: of a matrix, without other data, and not split."""
+    meshes = (jax.typeof(a).sharding.mesh for a in (x, other))
+    is_empty = isinstance(x.shape[0], int) and x.shape[0] == 0
+    plain = x.ndim == 2 and not is_empty and not plan.block_data
+    return plain and not any(map(is_explicit, meshes))
+
+
+def _floats_of(x: jax.Array, other: jax.Array, source: str) -> jax.Array:
+    """The floats that XLA makes; on a mesh with explicit axes, split as both are."""
+    if source != "rows":
+        return reference.gated(reference.halves(x, source), other, source)
+    meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, other)) if is_explicit(m)]
+    if not meshes:
+        return reference.rows_of(x, other)
+    spec = PartitionSpec(spec_of(other)[0], spec_of(x)[1])
+    return reference.rows_of(x, other, NamedSharding(meshes[0], spec))

@@ -18,12 +18,12 @@ from jax_mx.arrays.checks import axis_of, block_of, blocks_fit, blocks_in, value
 from jax_mx.arrays.sharding import gathered, is_explicit, reshape, resharded, spec_of
 from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import (
+    Viewed,
     divided,
     from_view,
     moved_last,
     stored_shape,
     stored_spec,
-    to_view,
     view_of,
 )
 from jax_mx.facts import directions
@@ -382,8 +382,8 @@ class MXArray:
         scales = reshape(scales, tuple(shape), spec)
         if layout.is_tiled:
             (result,) = view.results
-            viewed, view_spec = view.view(self.shape, spec, axis)
-            scales = to_view(scales, divided(viewed, (-1,), BLOCK), view_spec, result.order)
+            viewed = Viewed.of(view, self.shape, spec, axis)
+            scales = viewed.to(scales, divided(viewed.shape, (-1,), BLOCK), result.order)
             stored = stored_shape(self.shape, (axis,), layout), stored_spec(spec, (axis,), layout)
             scales = from_view(result.pack(scales, layout), *stored, result.order_in(layout))
         blocks = {"scale_layout": layout, "value_layout": values_in, "block": (BLOCK,)}
@@ -408,8 +408,7 @@ def _repacked(values: jax.Array, format: Format) -> jax.Array:
     (square,) = view.results
     shape = (*values.shape[:-1], values.shape[-1] * format.codes_per_byte)
     spec = spec_of(values)
-    viewed, view_spec = view.view(shape, spec, -2)
-    values = to_view(values, square.values_shape(viewed, format), view_spec, square.order)
+    values = Viewed.of(view, shape, spec, -2).to_values(values, square, format)
     codes = reference.unpack(values.astype(jnp.uint32), format)  # (..., 32 of M, 32 of K)
     values = reference.pack(jnp.swapaxes(codes, -1, -2), format)
     return from_view(values, divided(shape, (-2,), format.codes_per_byte), spec, (0, 3, 1, 2))
@@ -455,32 +454,18 @@ def dequantized(q: MXArray, *, plan: Plan, transpose: bool) -> jax.Array:
     """`dequantize` of an array that the plan fits."""
     if q.value_layout.is_tiled:
         q = q.with_values_in(ROW_MAJOR_VALUES)
-    if plan.axis < -2 and plan.scale_layout.is_tiled:  # units are of the last two axes
-        values = jnp.moveaxis(q.values, plan.axis, -2)
-        q = dataclasses.replace(q, values=values, axis=-2)
-        y = _bound(q, dataclasses.replace(plan, axis=-2))
-        y = jnp.moveaxis(y, -2, plan.axis)
-    else:
-        y = _bound(q, plan)
-    return y if plan.transpose == transpose else jnp.swapaxes(y, -1, -2)
-
-
-def _bound(q: MXArray, plan: Plan) -> jax.Array:
-    """Binds the primitive; q as the plan has it."""
-    view, layout = plan.view, plan.scale_layout
-    (result,) = view.results
     values, scales = placed(q.values, q.shape, plan), q.scales
     shape, spec = q.shape, spec_of(values)
     if is_explicit(jax.typeof(values).sharding.mesh):
-        beside = stored_spec(spec, plan.axes, layout)
+        beside = stored_spec(spec, plan.axes, plan.scale_layout)
         scales = resharded(scales, beside, jax.typeof(values).sharding.mesh)
     if plan.transpose:
         shape, spec = (moved_last(dims, -2) for dims in (shape, spec))
-    viewed, view_spec = view.view(shape, spec, plan.first_axis)
-    stored = result.values_shape(viewed, plan.format)
-    values = to_view(values, stored, view_spec, result.order)
-    scales = to_view(scales, result.scales_shape(viewed), view_spec, result.order_in(layout))
-    return from_view(primitive.dequantize(values, scales, plan), shape, spec, view.operand)
+    viewed = Viewed.of(plan.view, shape, spec, plan.first_axis)
+    (result,) = plan.view.results
+    views = viewed.to_values(values, result, plan.format), viewed.to_scales(scales, result)
+    y = viewed.from_floats(primitive.dequantize(*views, plan.of_view))
+    return y if plan.transpose == transpose else jnp.swapaxes(y, -1, -2)
 
 
 def checked(op: str, name: str, q: Any) -> MXArray:

@@ -29,23 +29,16 @@ def placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
     Raises:
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
-    require_whole_blocks(x, shape, plan)
-    if not plan.has_units:
-        return x
-    swapped = plan.op == "dequantize" and plan.transpose
-    return gathered(x, shape, plan.view.unit_lengths[:: -1 if swapped else 1])
-
-
-def require_whole_blocks(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> None:
-    """Refuses an x whose shards split blocks, on a mesh with explicit axes.
-
-    Raises:
-      ShardingTypeError: so it is.
-    """
     for axis in plan.axes:
         own = plan.preprocessing[-1 - axis if plan.op == "quantize_both" else 0]
         what = "blocks" if own.window == BLOCK else "windows"
         require_whole_groups(plan.name, x, shape, axis, own.group, what)
+    if not plan.has_units:
+        return x
+    swapped = plan.op == "dequantize" and plan.transpose
+    first, last = plan.view.unit_lengths[:: -1 if swapped else 1]
+    between = (1,) * (-2 - plan.axis)  # units are of the block axis and the last one
+    return gathered(x, shape, (first, *between, last))
 
 
 def require_whole_groups(

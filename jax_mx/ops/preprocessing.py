@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import axis_of, float_dtype, one_of, padded, shown, window_of
+from jax_mx.arrays.checks import axis_of, float_dtype, floats, one_of, padded, shown, window_of
 from jax_mx.arrays.sharding import iota, reshape, spec_of
 from jax_mx.arrays.views import divided
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, PRESCALES, SIZES, Preprocessing
-from jax_mx.ops.inputs import floats
+from jax_mx.lowering.plan import Plan
 from jax_mx.ops.placing import require_whole_groups
 
 
@@ -146,20 +146,25 @@ def pairs(op: str, rounding: Any, hadamard: Any, split: bool = True) -> list[tup
     return [*zip(*both, strict=True)]
 
 
-def block_data_of(
-    data: Data,
-    own: Preprocessing,
-    x: jax.Array,
-    axes: Sequence[int],
-) -> list[jax.Array]:
-    """The operands of a uint32 per block that the primitive takes: seeds, then words of signs.
+def block_data_of(x: jax.Array, data: Sequence[Data], plan: Plan) -> list[jax.Array]:
+    """The operands of a uint32 per block that the primitive takes, direction by direction.
 
     Args:
-      data: see `data_of`.
-      own: the static side.
       x: what is quantized; the operands are sharded as it is.
-      axes: those that blocks run along, negative; signs go along the last of them.
+      data: of each direction, see `data_of`.
+      plan: the call.
     """
+    found: list[jax.Array] = []
+    for i, (own, static) in enumerate(zip(data, plan.preprocessing, strict=True)):
+        axes = (-1 - i,) if plan.op == "quantize_both" else plan.axes
+        found += _block_data(own, static, x, axes)
+    return found
+
+
+def _block_data(
+    data: Data, own: Preprocessing, x: jax.Array, axes: Sequence[int]
+) -> list[jax.Array]:
+    """Seeds, then words of signs, which go along the last of the axes that blocks run along."""
     shape, spec, mesh = divided(x.shape, axes, BLOCK), spec_of(x), jax.typeof(x).sharding.mesh
     found, (key, signs) = [], data
     if key is not None:

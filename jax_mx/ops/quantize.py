@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_mx import reference
-from jax_mx.arrays.checks import shown
-from jax_mx.arrays.sharding import gathered, is_explicit, spec_of
-from jax_mx.arrays.views import (
-    divided,
-    from_view,
-    moved_last,
-    stored_shape,
-    stored_spec,
-    to_view,
-)
+from jax_mx.arrays.checks import floats
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.windows import Window
 from jax_mx.lowering import primitive, store
 from jax_mx.lowering.plan import Plan
-from jax_mx.ops.activations import Gated, weights_of
-from jax_mx.ops.inputs import floats, rows_of
+from jax_mx.ops.activations import Gated
+from jax_mx.ops.inputs import made_of, operands_of
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.placing import require_kernel, require_whole_blocks
+from jax_mx.ops.placing import require_kernel
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import (
     Data,
     Hadamard,
     Stochastic,
-    block_data_of,
     data_of,
     pairs,
     preprocessing_of,
@@ -46,11 +31,6 @@ from jax_mx.ops.preprocessing import (
 # For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
 # its kernels; jax_mx must be imported where it runs.
 DISABLE_EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(store.TARGET)]
-
-# Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
-# like jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME) keeps them, and the backward
-# pass quantizes nothing a second time.
-CHECKPOINT_NAME = "jax_mx.quantized"
 
 
 def quantize(
@@ -116,11 +96,13 @@ def quantize(
         windows without rounding or hadamard.
       rows: (R,) int32, for an x (T, K): what is quantized is not x but the array (R, K) of its
         rows with these numbers, zeros for each number that is not one of 0 to T - 1, say -1. From
-        bfloat16, kernels read those rows of x themselves, with windows too; else, and where XLA
-        splits the program among devices outside of `shard_map`, XLA gathers them before.
+        bfloat16, kernels read those rows of x themselves, with windows too; else, beside an
+        activation, and where XLA splits the program among devices outside of `shard_map`, XLA
+        gathers them before.
       activation: a `Gated`, for an x (..., 2 K) of gates and ups: what is quantized is `gated` of
-        it, (..., K). From bfloat16 (T, 2 K), NVIDIA's kernels compute it in MXFP8 and MXFP4, along
-        the last axis, transposed along the one before, and both; else XLA computes it before.
+        it, (..., K); of its rows, and those of `up`, where there are `rows`. From bfloat16
+        (T, 2 K), all gates, then all ups, NVIDIA's kernels compute "swiglu" in MXFP8 and MXFP4,
+        along the last axis, transposed along the one before, and both; else XLA computes it before.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -137,7 +119,7 @@ def quantize(
     """
     x = floats("quantize", x)
     own = preprocessing_of("quantize", rounding, hadamard, window)
-    like, source, other = made_of("quantize", x, rows, activation)
+    x, like, source, other = made_of("quantize", x, rows, activation)
     asked = Options(
         (format,),
         axis,
@@ -204,7 +186,7 @@ def quantize_both(
     """
     x = floats("quantize_both", x)
     each = pairs("quantize_both", rounding, hadamard)
-    like, source, other = made_of("quantize_both", x, rows, activation)
+    x, like, source, other = made_of("quantize_both", x, rows, activation)
     asked = Options(
         formats=(format, format) if formats is None else formats,
         scaling=scaling,
@@ -223,33 +205,9 @@ def quantize_both(
     return last, second
 
 
-# ---- from arrays to views and back (arrays/views.py) ---
 def as_planned(x: Any, plan: Plan) -> Any:
     """x in the plan's dtype, which differs in the order of its bytes alone."""
     return x if x.dtype == plan.dtype and hasattr(x, "aval") else jnp.asarray(x, plan.dtype)
-
-
-def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, str, Any]:
-    """What has the shape and the dtype of the array to quantize; what of, with which operand.
-
-    Raises:
-      TypeError, ValueError: see `quantize`.
-    """
-    if rows is None and activation is None:
-        return x, "", None
-    if activation is None:
-        rows = rows_of(op, x, rows)
-        return jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
-    if rows is not None:
-        raise ValueError(f"{op}: rows are picked before an activation, not with it; drop one")
-    if not isinstance(activation, Gated):
-        raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
-    weights = weights_of(op, x, activation.weights)
-    return (
-        jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] // 2), x.dtype),
-        activation.name,
-        weights,
-    )
 
 
 @partial(jax.jit, static_argnames="plan")
@@ -261,114 +219,13 @@ def quantized(
     Under jit, so that eager calls are quick, and calls with one plan share one function of the
     program that they are in, with all its attributes.
     """
-    if other is not None:
-        if _in_one_call(x, other, plan):
-            return _bound_of(x, other, plan)
-        make = _gathered if plan.source == "rows" else partial(reference.gated, name=plan.source)
-        x, plan = make(x, other), dataclasses.replace(plan, source="")
-    moved = plan.axis < -2 and plan.has_units  # units are of the last two axes
-    own = dataclasses.replace(plan, axis=-2) if moved else plan
-    require_whole_blocks(x, x.shape, plan)
-    x = jnp.moveaxis(x, plan.axis, -2) if moved else x
-    x = gathered(x, x.shape, own.view.unit_lengths) if plan.has_units else x
-    block_data = _block_data(jnp.moveaxis(x, -2, plan.axis) if moved else x, data, plan)
-    if not moved:
-        return _bound(x, plan, block_data)
-    (q,) = _bound(x, own, [jnp.moveaxis(a, plan.axis, -2) for a in block_data])
-    if plan.transpose:
-        return [q]
-    back = {"values": jnp.moveaxis(q.values, -2, plan.axis), "axis": plan.axis}
-    if not plan.scale_layout.is_tiled:
-        back["scales"] = jnp.moveaxis(q.scales, -2, plan.axis)
-    return [dataclasses.replace(q, **back)]
-
-
-def _in_one_call(x: jax.Array, other: jax.Array, plan: Plan) -> bool:
-    """Whether a call can make the floats: of a matrix, without other data, and not split."""
-    meshes = (jax.typeof(a).sharding.mesh for a in (x, other))
-    known = x.ndim == 2 and not _is_zero(x.shape[0])
-    return known and not plan.block_data and not any(map(is_explicit, meshes))
-
-
-def _is_zero(length: Any) -> bool:
-    return isinstance(length, int) and length == 0
-
-
-def _gathered(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows of x with these numbers; on a mesh with explicit axes, split as both are."""
-    meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, rows)) if is_explicit(m)]
-    if not meshes:
-        return reference.rows_of(x, rows)
-    spec = PartitionSpec(spec_of(rows)[0], spec_of(x)[1])
-    return reference.rows_of(x, rows, NamedSharding(meshes[0], spec))
-
-
-def _block_data(x: jax.Array, data: tuple[Data, ...], plan: Plan) -> list[jax.Array]:
-    """All operands of a uint32 per block, as x's axes have blocks, direction by direction."""
-    found: list[jax.Array] = []
-    for i, (arrays, own) in enumerate(zip(data, plan.preprocessing, strict=True)):
-        axes = (-1 - i,) if plan.op == "quantize_both" else plan.axes
-        found += block_data_of(arrays, own, x, axes)
+    operands, viewed, on_views = operands_of(x, data, other, plan)
+    outs = primitive.quantize(operands, on_views)
+    found = []
+    for i, (result, format) in enumerate(zip(plan.view.results, plan.formats, strict=True)):
+        axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
+        pair = outs[2 * i : 2 * i + 2]
+        (values, scales), axis = viewed.from_arrays(pair, result, axes, format, plan.transpose)
+        fields = (format, axis, plan.scale_layout, plan.block, plan.value_layouts[i])
+        found.append(MXArray(values, scales, *fields, plan.preprocessing[i].window))
     return found
-
-
-def _checkpointed(given: Sequence[jax.Array]) -> list[jax.Array]:
-    """What the primitive gives, by the name `CHECKPOINT_NAME`.
-
-    As bytes: jax.checkpoint puts all floats that it keeps through lax.reduce_precision, which takes
-    each type for one with infinities, and so makes infinities of e4m3fn's codes from 256 on.
-    """
-    outs = []
-    for out in given:
-        bits = checkpoint_name(jax.lax.bitcast_convert_type(out, jnp.uint8), CHECKPOINT_NAME)
-        outs.append(jax.lax.bitcast_convert_type(bits, out.dtype))
-    return outs
-
-
-def _bound(x: jax.Array, plan: Plan, block_data: Sequence[jax.Array]) -> list[MXArray]:
-    """Binds the primitive on views; x, which is placed, and its block data as the plan has them."""
-    view = plan.view
-    viewed, view_spec = view.view(x.shape, spec_of(x), plan.first_axis)
-    floats = to_view(x, viewed, view_spec, view.operand)
-    given = [array for array in plan.block_data if not array.derived]
-    operands = [
-        to_view(a, divided(viewed, view.results[array.of].block, BLOCK), view_spec, view.operand)
-        for array, a in zip(given, block_data, strict=True)
-    ]
-    outs = _checkpointed(primitive.quantize(floats, operands, plan))
-    return _all_stored(outs, (x.shape, spec_of(x)), plan)
-
-
-def _bound_of(x: jax.Array, other: jax.Array, plan: Plan) -> list[MXArray]:
-    """Binds the primitive on what the floats are made of, as its kernels count both."""
-    (count,), halves = other.shape, 1 if plan.source == "rows" else 2
-    length = x.shape[1] // halves
-    down, across = plan.form.spans
-    other = other.reshape((count // BLOCK, BLOCK) if down else (count, 1))
-    x = x.reshape(-1, *[2] * (halves - 1), *((length // BLOCK, BLOCK) if across else (length,)))
-    outs = _checkpointed(primitive.quantize_of(x, other, plan))
-    return _all_stored(outs, ((count, length), (None, None)), plan)
-
-
-def _all_stored(outs: Sequence[jax.Array], of: tuple[tuple, tuple], plan: Plan) -> list[MXArray]:
-    """The results, from views of them; `of`: the floats' shape and partition spec."""
-    pairs_of_arrays = zip(outs[::2], outs[1::2], strict=True)
-    return [_stored(i, *pair, *of, plan) for i, pair in enumerate(pairs_of_arrays)]
-
-
-def _stored(
-    i: int, values: jax.Array, scales: jax.Array, shape: tuple, spec: tuple, plan: Plan
-) -> MXArray:
-    """The i-th result, from views of its values and scales."""
-    result, format, layout = plan.view.results[i], plan.formats[i], plan.scale_layout
-    axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
-    if plan.transpose and axes != (-1,):
-        shape, spec = (moved_last(dims, axes[0]) for dims in (shape, spec))
-        axes = result.last
-    values_in, per_byte = plan.value_layouts[i], format.codes_per_byte
-    to = stored_shape(shape, axes[-1:], values_in, per_byte), stored_spec(spec, axes, values_in)
-    values = from_view(values, *to, result.order_in(values_in))
-    to = stored_shape(shape, axes, layout), stored_spec(spec, axes, layout)
-    scales = from_view(scales, *to, result.order_in(layout))
-    window = plan.preprocessing[i].window
-    return MXArray(values, scales, format, axes[-1], layout, plan.block, values_in, window)

@@ -17,7 +17,7 @@ from jax_mx.facts.windows import Window
 from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.registry import Support
-from jax_mx.ops.activations import Gated
+from jax_mx.ops.activations import row_of
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, pairs, preprocessing_of
 
@@ -64,7 +64,7 @@ def is_supported(
       hadamard: see `quantize`.
       window: of quantize and quantize_both; dequantize does not depend on it.
       rows: whether the call picks rows, of quantize and quantize_both.
-      activation: the name of a `Gated`, of quantize and quantize_both.
+      activation: the name of a `Gated`, of quantize and quantize_both; all gates, then all ups.
       implementation: this one only; "xla" serves every call.
 
     Returns:
@@ -125,16 +125,15 @@ def is_supported(
 
 
 def source_of(op: str, rows: Any, activation: Any) -> str:
-    """What the floats are made of, see `facts.variants.Variant`.
+    """What the floats are made of, see `facts.variants.Variant`; what no kernel makes, too.
 
     Raises:
-      TypeError, ValueError: neither a bool nor an activation's name, or both.
+      TypeError, ValueError: neither a bool nor an activation's name.
     """
+    picks = flag(op, "rows", rows)
     if activation is not None:
-        Gated(activation)
-    if flag(op, "rows", rows) and activation is not None:
-        raise ValueError(f"{op}: rows are picked before an activation, not with it; drop one")
-    return "rows" if rows else activation or ""
+        row_of(op, activation)
+    return "_".join(["rows"] * picks + [str(activation)] * (activation is not None))
 
 
 def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False) -> Support:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from jax_mx import reference
 from jax_mx.arrays.checks import blocks_fit, blocks_in, window_of
 from jax_mx.arrays.sharding import is_explicit, resharded, spec_of, spread
-from jax_mx.arrays.views import divided, from_view, stored_shape, stored_spec, to_view
+from jax_mx.arrays.views import Viewed, divided, stored_spec
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.preprocessing import Preprocessing
@@ -70,42 +69,31 @@ def _align(q: MXArray, *, window: Window, block: tuple[int, ...]) -> MXArray:
         "align", np.dtype(np.float32), (q.format,), axis, q.scale_layout, block=block,
         preprocessing=own,
     )  # fmt: skip
-    if axis < -2 and plan.has_units:  # units are of the last two axes
-        scales = q.scales if q.scale_layout.is_tiled else jnp.moveaxis(q.scales, axis, -2)
-        moved = {"values": jnp.moveaxis(q.values, axis, -2), "scales": scales, "axis": -2}
-        found = _align(dataclasses.replace(q, **moved), window=window, block=block)
-        scales = found.scales
-        if not q.scale_layout.is_tiled:
-            scales = jnp.moveaxis(scales, -2, axis)
-        back = {"values": jnp.moveaxis(found.values, -2, axis), "scales": scales, "axis": axis}
-        return dataclasses.replace(found, **back)
-
-    view, layout, format = plan.view, q.scale_layout, q.format
-    (result,) = view.results
+    layout, format = q.scale_layout, q.format
+    (result,) = plan.view.results
     values, scales = placed(q.values, q.shape, plan), q.scales
-    shape, spec = q.shape, spec_of(values)
+    spec = spec_of(values)
     of_q = (q.axis,) if len(q.block) == 1 else (-2, -1)
     if is_explicit(jax.typeof(values).sharding.mesh):
         beside = stored_spec(spec, of_q, layout)
         scales = resharded(scales, beside, jax.typeof(values).sharding.mesh)
-    viewed, view_spec = view.view(shape, spec, plan.first_axis)
+    viewed = Viewed.of(plan.view, q.shape, spec, plan.first_axis)
     # The dimensions that a block of q spans: the result's, or the one of them that q's run along.
     spans = result.block if len(block) == len(q.block) else (result.block[q.axis],)
-    scales_in = divided(viewed, spans, BLOCK)
+    scales_in = divided(viewed.shape, spans, BLOCK)
     if layout.is_tiled:
-        scales_in = result.scales_shape(viewed)
-    scales = to_view(scales, scales_in, view_spec, result.order_in(layout))
-    scales = _bits(result.unpack(scales, viewed)).astype(jnp.uint32)
-    values = to_view(
-        values, divided(viewed, spans[-1:], format.codes_per_byte), view_spec, result.order
-    )
+        scales_in = result.scales_shape(viewed.shape)
+    scales = viewed.to(scales, scales_in, result.order_in(layout), layout)
+    scales = _bits(result.unpack(scales, viewed.shape)).astype(jnp.uint32)
+    values_in = divided(viewed.shape, spans[-1:], format.codes_per_byte)
+    values = viewed.to(values, values_in, result.order)
     codes = jnp.moveaxis(_bits(values).astype(jnp.uint32), spans[-1], -1)
     codes = jnp.moveaxis(reference.unpack(codes, format), -1, spans[-1])
 
-    over = view.along(result) if window == ROW else result.block
+    over = plan.view.along(result) if window == ROW else result.block
     to = jnp.max(scales, axis=over, keepdims=True, initial=0)
     if window == ROW:
-        to = spread(to, divided(viewed, result.block, BLOCK), spec_of(scales))
+        to = spread(to, divided(viewed.shape, result.block, BLOCK), spec_of(scales))
     else:
         to = reference.over_windows(to, result.blocks_in(window))
     codes = jnp.moveaxis(reference.rescaled(codes, scales, to, format), result.block[-1], -1)
@@ -113,11 +101,8 @@ def _align(q: MXArray, *, window: Window, block: tuple[int, ...]) -> MXArray:
     values = jax.lax.bitcast_convert_type(values, format.storage)
     scales = jax.lax.bitcast_convert_type(to.astype(jnp.uint8), SCALE_DTYPE)
 
-    axes = plan.axes
-    stored = stored_shape(shape, axes[-1:], ROW_MAJOR_VALUES, format.codes_per_byte), spec
-    values = from_view(values, *stored, result.order)
-    stored = stored_shape(shape, axes, layout), stored_spec(spec, axes, layout)
-    scales = from_view(result.pack(scales, layout), *stored, result.order_in(layout))
+    views = values, result.pack(scales, layout)
+    (values, scales), axis = viewed.from_arrays(views, result, plan.axes, format, transpose=False)
     return MXArray(values, scales, format, axis, layout, block, window=window)
 
 

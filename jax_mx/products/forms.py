@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_mx import reference
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.windows import Window
+from jax_mx.ops.activations import Gated, made
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.ops.quantize import quantize, quantize_both
@@ -109,6 +110,7 @@ def forms_of(
     uses: tuple[Use | None, Use | None],
     blocks: Blocks,
     rows: jax.Array | None = None,
+    activation: Gated | None = None,
 ) -> Forms:
     """The forms of an arranged operand, from one read of it where a kernel makes both.
 
@@ -120,15 +122,20 @@ def forms_of(
       blocks: which elements share scales.
       rows: int32 (R,), of x (T, columns): the operand is x[rows], with zeros for numbers that x has
         no row of.
+      activation: the operand is what this makes of x (..., rows, 2 columns).
     """
     axes = (axis, -3 - axis)
+    made_of = {"rows": rows, "activation": activation}
     if blocks.square:
-        made = {
-            use.format: quantize(x, use.format, block=(BLOCK, BLOCK), rows=rows, **blocks.options)
+        codes = {
+            use.format: quantize(x, use.format, block=(BLOCK, BLOCK), **made_of, **blocks.options)
             for use in uses
             if use is not None and use.format is not None
         }
-        each = [_floats(x, rows) if u is None or u.format is None else made[u.format] for u in uses]
+        each = [
+            _floats(x, **made_of) if u is None or u.format is None else codes[u.format]
+            for u in uses
+        ]
         first, second = (
             None if use is None else Form(array, at)
             for use, array, at in zip(uses, each, axes, strict=True)
@@ -144,11 +151,11 @@ def forms_of(
             **blocks.options,
             hadamard=(last.hadamard, second.hadamard),
             rounding=(last.rounding, second.rounding),
-            rows=rows,
+            **made_of,
         )
         first, second = (Form(q) for q in both[order])
         return first, second
-    first, second = (_one(x, use, at, blocks, rows) for use, at in zip(uses, axes, strict=True))
+    first, second = (_one(x, use, at, blocks, made_of) for use, at in zip(uses, axes, strict=True))
     return first, second
 
 
@@ -161,12 +168,12 @@ def _joint_formats(uses: tuple[Use | None, Use | None]) -> tuple[Format, Format]
 
 
 def _one(
-    x: jax.Array, use: Use | None, axis: int, blocks: Blocks, rows: jax.Array | None
+    x: jax.Array, use: Use | None, axis: int, blocks: Blocks, made_of: dict[str, Any]
 ) -> Form | None:
     if use is None:
         return None
     if use.format is None:
-        return Form(_floats(x, rows), axis)
+        return Form(_floats(x, **made_of), axis)
     q = quantize(
         x,
         use.format,
@@ -175,11 +182,13 @@ def _one(
         **blocks.options,
         hadamard=use.hadamard,
         rounding=use.rounding,
-        rows=rows,
+        **made_of,
     )
     return Form(q)
 
 
-def _floats(x: jax.Array, rows: jax.Array | None) -> jax.Array:
+def _floats(x: jax.Array, rows: jax.Array | None, activation: Gated | None) -> jax.Array:
+    if activation is not None:
+        x = made("forms_of", x, activation)
     x = x.astype(jnp.bfloat16)
     return x if rows is None else reference.rows_of(x, rows)

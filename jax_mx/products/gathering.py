@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mx.arrays.checks import float_dtype
-from jax_mx.arrays.sharding import is_explicit, reshape, resharded, spec_of, spread
+from jax_mx.arrays.sharding import is_explicit, names_in, reshape, resharded, spec_of, spread
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import ROW, lengths_of
 from jax_mx.lowering import primitive
@@ -25,7 +25,6 @@ from jax_mx.ops.collectives import (
     is_manual,
     joined,
     moved_to,
-    names_in,
     placement,
 )
 from jax_mx.ops.mxarray import MXArray

@@ -8,6 +8,7 @@ call, `decided` says: the one that is named; the one that was measured to be the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,7 +112,17 @@ def _scaled_dot_support(call: Call, chips: Sequence[str]) -> Support:
 
 
 def _scaled_dot(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
-    """jax.lax.scaled_dot: of sm_100 and later, and of gfx950, the tensor cores' own."""
+    """jax.lax.scaled_dot: of sm_100 and later, and of gfx950, the tensor cores' own.
+
+    It takes no out_sharding: on a mesh with explicit axes XLA splits it, as the product's type is.
+    """
+    product: Any = functools.partial(_scaled, dot=dot)
+    if dot.out_sharding is not None:
+        product = jax.sharding.auto_axes(product, out_sharding=dot.out_sharding)
+    return product(lhs, rhs)
+
+
+def _scaled(lhs: Operand, rhs: Operand, *, dot: Dot) -> jax.Array:
     sides, rank = [], max(lhs.ndim, rhs.ndim)  # it wants both of one rank
     for x, dims in zip((lhs, rhs), dot.contracting, strict=True):
         assert isinstance(x, MXArray)  # _scaled_dot_support

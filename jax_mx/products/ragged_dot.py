@@ -22,7 +22,7 @@ from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
 from jax_mx.products.ragged_implementations import IMPLEMENTATIONS
 from jax_mx.products.ragged_product import grouped
-from jax_mx.products.recipes import MXFP8, Recipe, recipe_of
+from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_of
 
 
 def ragged_dot(
@@ -145,11 +145,7 @@ def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight
     if not shape[0]:
         raise ValueError(f"{op}: {name} has the shape {tuple(shape)}, must have a matrix at least")
     if isinstance(w, MXArray):
-        if recipe.uses("rhs")[0].hadamard is not None:
-            raise ValueError(
-                f"{op}: {name} is quantized already, and the recipe rotates what it is multiplied "
-                "with; take a recipe whose forward has no hadamard"
-            )
+        check_frozen(op, name, recipe)
         w = checked(op, name, w).with_values_in(ROW_MAJOR_VALUES).with_scales_in(ROW_MAJOR)
         at = w.axis % 3 if len(w.block) == 1 else 1
         if at == 0:

@@ -260,6 +260,21 @@ def recipe_of(op: str, recipe: Any) -> Recipe:
     raise TypeError(f"{op}: recipe must be a Recipe or one of {allowed}, got {shown(recipe)}")
 
 
+def check_frozen(op: str, name: str, recipe: Recipe) -> None:
+    """Refuses an `MXArray` beside an operand that the forward product's recipe rotates.
+
+    An `MXArray` does not say whether its floats were rotated before they were quantized.
+
+    Raises:
+      ValueError: the recipe rotates.
+    """
+    if recipe.uses("rhs")[0].hadamard is not None:
+        raise ValueError(
+            f"{op}: {name} is quantized already, and the recipe rotates what it is multiplied "
+            "with; take a recipe whose forward has no hadamard"
+        )
+
+
 _NAMES = {**FORMATS, **SCALINGS}
 
 

@@ -1,10 +1,16 @@
 """The oracle, in plain jnp: kernels match it bit for bit, and "xla" is it."""
 
 from jax_mx.reference.activations import (
-    PARTS as PARTS,
+    gated as gated,
 )
 from jax_mx.reference.activations import (
-    gated as gated,
+    gated_exactly as gated_exactly,
+)
+from jax_mx.reference.activations import (
+    halves as halves,
+)
+from jax_mx.reference.activations import (
+    joined as joined,
 )
 from jax_mx.reference.blocks import (
     amax_of as amax_of,

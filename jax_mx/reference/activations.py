@@ -1,51 +1,237 @@
-"""Gated activations; see facts/activations.py."""
+"""Activations and their derivatives in jnp; see facts/activations.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.facts.activations import ACTIVATIONS
+from jax_mx.facts.activations import ACTIVATIONS, SHARPNESS, Activation, Rounding
 from jax_mx.reference.blocks import flushed
 
+# Beyond, a slope is 0 or 1 in float32; and no product of such numbers overflows.
+_FAR = 128.0
+_TANH, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu is x sigmoid(_TANH (x + _CUBE x^3))
+# Phi(-x) = exp(-x^2 / 2) t P(t), t = 1 / (1 + _NEAR x), x >= 0: P's coefficients, the highest
+# first; within 2^-24 of it up to 14.
+_NEAR = 0.35
+_TAIL = (-0.029544999822974205, 0.14585642516613007, -0.25947487354278564, 0.16329829394817352,
+         -0.025816861540079117, 0.10659195482730865, 0.11957551538944244, 0.13989484310150146,
+         0.13961972296237946)  # fmt: skip
 
-def _silu(gate: jax.Array) -> jax.Array:
-    half = jnp.exp(-jnp.abs(gate) * np.float32(0.5))  # its square in two steps, none subnormal
-    by = jnp.where(gate < 0, half, np.float32(1))
-    return (gate * by) * (by / (half * half + np.float32(1)))
+
+class Formula(NamedTuple):
+    """A function of one number and its derivative.
+
+    What they compute with has the argument's dtype, float32 or float64. Factors that would be
+    subnormal are multiplied in two steps.
+    """
+
+    part: Callable[[jax.Array], jax.Array]
+    slope: Callable[[jax.Array], jax.Array]
 
 
-# Of a float32 gate, what is multiplied by up.
-PARTS: Mapping[str, Callable[[jax.Array], jax.Array]] = {"swiglu": _silu}
+def _halves(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """sigmoid(z) = by * by / d, and exp(-|z|)."""
+    half = jnp.exp(-jnp.abs(z) * 0.5)
+    by = jnp.where(z < 0, half, jnp.ones_like(half))
+    return by, half * half + 1.0, half * half
 
 
-def gated(gate_up: jax.Array, weights: jax.Array | None = None, name: str = "swiglu") -> jax.Array:
-    """act(gate) * up * weight, (..., K) in gate_up's dtype.
+def _sigmoidal(
+    z: Callable[[jax.Array], jax.Array], dz: Callable[[jax.Array], jax.Array]
+) -> Formula:
+    """x sigmoid(z(x)), for an odd z with the derivative dz."""
 
-    Products are float32; of bfloat16 a zero of its sign stands for each subnormal operand or
-    result, and the part of the gate is rounded. The result is rounded to the dtype at the end.
+    def part(x):
+        by, d, _ = _halves(z(x))
+        return (x * by) * (by / d)
+
+    def slope(x):
+        near = jnp.clip(x, -_FAR, _FAR)
+        by, d, small = _halves(z(near))
+        rest = jnp.where(near < 0, jnp.ones_like(small), small) / d  # 1 - sigmoid
+        return ((near * dz(near) * rest + 1.0) * by) * (by / d)
+
+    return Formula(part, slope)
+
+
+def _tail(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Phi(-|x|) = by * by * rest: by and rest."""
+    size = jnp.minimum(jnp.abs(x), _FAR)
+    by = jnp.exp(size * size * -0.25)
+    t = 1.0 / (size * _NEAR + 1.0)
+    rest = jnp.full_like(t, _TAIL[0])
+    for coefficient in _TAIL[1:]:
+        rest = rest * t + coefficient
+    return by, rest * t
+
+
+def _gelu_erf(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.float64:
+        return x * (jax.lax.erfc(x * -math.sqrt(0.5)) * 0.5)
+    by, rest = _tail(x)
+    return jnp.where(x < 0, (x * by) * (rest * by), x * (1.0 - (by * rest) * by))
+
+
+def _gelu_erf_slope(x: jax.Array) -> jax.Array:
+    near = jnp.clip(x, -_FAR, _FAR)
+    by, rest = _tail(near)
+    density = near * math.sqrt(0.5 / math.pi)  # times by * by: x Phi'(x)
+    below = (by * (rest + density)) * by
+    return jnp.where(near < 0, below, 1.0 - (by * (rest - density)) * by)
+
+
+def _relu(x: jax.Array) -> jax.Array:
+    return jnp.where(x <= 0, jnp.zeros_like(x), x)  # a NaN stays one
+
+
+FORMULAS: Mapping[str, Formula] = {
+    "silu": _sigmoidal(lambda x: x, jnp.ones_like),
+    "sharp_silu": _sigmoidal(
+        lambda x: x * SHARPNESS, lambda x: jnp.full_like(x, SHARPNESS)
+    ),
+    "gelu": _sigmoidal(
+        lambda x: x * _TANH * (x * x * _CUBE + 1.0),
+        lambda x: (x * x * (3 * _CUBE) + 1.0) * _TANH,
+    ),
+    "gelu_erf": Formula(_gelu_erf, _gelu_erf_slope),
+    "relu": Formula(_relu, lambda x: jnp.where(x <= 0, jnp.zeros_like(x), jnp.where(
+        x > 0, jnp.ones_like(x), x))),
+    "relu2": Formula(lambda x: _relu(x) * _relu(x), lambda x: _relu(x) * 2.0),
+    "identity": Formula(lambda x: x, jnp.ones_like),
+}  # fmt: skip
+
+
+def part(x: jax.Array, name: str) -> jax.Array:
+    """What an activation makes of float32 gates: float32, in few more roundings than that."""
+    return FORMULAS[ACTIVATIONS[name].unary].part(_cut(x, ACTIVATIONS[name]))
+
+
+def slope(x: jax.Array, name: str) -> jax.Array:
+    """The derivative of `part`; at the limit that of below."""
+    row = ACTIVATIONS[name]
+    found = FORMULAS[row.unary].slope(_cut(x, row))
+    return found if row.limit is None else jnp.where(x > row.limit, jnp.zeros_like(x), found)
+
+
+def other(up: jax.Array, name: str) -> jax.Array:
+    """What multiplies that: up, within the limit and shifted."""
+    row = ACTIVATIONS[name]
+    if row.limit is not None:
+        up = _cut(up, row)
+        up = jnp.where(up < -row.limit, jnp.full_like(up, -row.limit), up)
+    return up + row.shift if row.shift else up
+
+
+def other_slope(up: jax.Array, name: str) -> jax.Array:
+    """Its derivative."""
+    limit = ACTIVATIONS[name].limit
+    one = jnp.ones_like(up)
+    return one if limit is None else jnp.where(jnp.abs(up) > limit, jnp.zeros_like(up), one)
+
+
+def _cut(x: jax.Array, row: Activation) -> jax.Array:
+    return x if row.limit is None else jnp.where(x > row.limit, jnp.full_like(x, row.limit), x)
+
+
+def halves(x: jax.Array, name: str, interleaved: bool = False) -> list[jax.Array]:
+    """Gate and up, (..., K) each; or x alone, where the activation has no gate.
 
     Args:
-      gate_up: floats (..., 2 K), all gates, then all ups.
+      x: (..., 2 K): all gates, then all ups; or one of each by turns.
+      name: of the activation.
+      interleaved: whether by turns, as gpt-oss has it.
+    """
+    if not ACTIVATIONS[name].has_gate:
+        return [x]
+    if interleaved:
+        pairs = x.reshape(*x.shape[:-1], -1, 2)
+        return [pairs[..., 0], pairs[..., 1]]
+    return jnp.split(x, 2, axis=-1)
+
+
+def joined(each: Sequence[jax.Array], interleaved: bool = False) -> jax.Array:
+    """The inverse of `halves`."""
+    if len(each) == 1:
+        return each[0]
+    if interleaved:
+        return jnp.stack(each, axis=-1).reshape(*each[0].shape[:-1], -1)
+    return jnp.concatenate(each, axis=-1)
+
+
+def gated(
+    each: Sequence[jax.Array], weights: jax.Array | None = None, name: str = "swiglu"
+) -> jax.Array:
+    """act(gate) * up * weight, (..., K) in the gates' dtype.
+
+    Products are float32, from left to right, and the result is rounded to the dtype at the end.
+    act(gate) is float32's nearest number or the one beside it; from float16 a few float32 units
+    off; from bfloat16 it is rounded to few bits, and a zero of its sign stands for each subnormal
+    operand or result.
+
+    Args:
+      each: floats (..., K): gates and ups, or gates alone; see `halves`.
       weights: float32 (...,), or None.
       name: of the activation.
     """
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    exact = gate_up.dtype == jnp.bfloat16
-    settled = flushed if exact else lambda x: x
-    gate, up = settled(gate), settled(up)
-    part = PARTS[name](gate)
-    y = settled((_rounded(settled(part), name) if exact else part) * up)
+    dtype = each[0].dtype
+    settled = _settled(dtype)
+    gate, *up = (settled(x.astype(jnp.float32)) for x in each)
+    y = _parts(gate, name, dtype)
+    if up:
+        y = settled(y * settled(other(up[0], name)))
     if weights is not None:
         y = settled(y * settled(weights.astype(jnp.float32))[..., None])
-    return y.astype(gate_up.dtype)
+    return y.astype(dtype)
 
 
-def _rounded(x: jax.Array, name: str) -> jax.Array:
-    """x with few bits, as the activation's row says; what is not finite stays."""
-    row, bits = ACTIVATIONS[name], jax.lax.bitcast_convert_type(x, jnp.uint32)
-    bits = jnp.where(jnp.isfinite(x), (bits + np.uint32(row.up)) & np.uint32(row.mask), bits)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+def gated_exactly(each: Sequence[jax.Array], weights: jax.Array | None, name: str) -> jax.Array:
+    """The same in float32, without rounding to few bits; its derivatives are `slope`'s."""
+    gate, *up = (x.astype(jnp.float32) for x in each)
+    y = _with_slope(part, slope, name)(gate)
+    for x in up:
+        y = y * _with_slope(other, other_slope, name)(x)
+    return y if weights is None else y * weights.astype(jnp.float32)[..., None]
+
+
+def _with_slope(
+    function: Callable[..., jax.Array], derivative: Callable[..., jax.Array], name: str
+) -> Callable[[jax.Array], jax.Array]:
+    """An activation's function of one array that has this derivative."""
+    found = jax.custom_jvp(lambda x: function(x, name))
+
+    def rule(primals, tangents):
+        ((x,), (dx,)) = primals, tangents
+        return function(x, name), derivative(x, name) * dx
+
+    found.defjvp(rule)
+    return found
+
+
+def _settled(dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
+    """What is done to every operand and result: of bfloat16 subnormals are zeros."""
+    return flushed if dtype == jnp.bfloat16 else lambda x: x
+
+
+def _parts(gate: jax.Array, name: str, dtype: np.dtype) -> jax.Array:
+    """What `gated` multiplies: float32, of float32 gates that were of this dtype."""
+    if dtype == jnp.bfloat16:
+        return _rounded(flushed(part(gate, name)), ACTIVATIONS[name].rounding.part)
+    if dtype == jnp.float32:
+        with jax.enable_x64(True):
+            return part(gate.astype(jnp.float64), name).astype(jnp.float32)
+    return part(gate, name)
+
+
+def _rounded(x: jax.Array, rounding: Rounding | None) -> jax.Array:
+    """x with few bits; what is not finite stays."""
+    if rounding is None:
+        return x
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    cut = (bits + np.uint32(rounding.up)) & np.uint32(rounding.mask)
+    return jax.lax.bitcast_convert_type(jnp.where(jnp.isfinite(x), cut, bits), jnp.float32)

@@ -8,7 +8,7 @@ from jax_mx.facts.activations import ACTIVATIONS
 # Of a float32 `g`, the part of an activation that depends on it, `t`; scratch: a, h, d, p. h is
 # exp(-|g| / 2), whose square is multiplied in two steps, so that no factor is subnormal.
 _PARTS = {
-    "swiglu": "abs.f32 a, g; mul.rn.ftz.f32 h, a, 0fBF38AA3B; ex2.approx.ftz.f32 h, h; "
+    "silu": "abs.f32 a, g; mul.rn.ftz.f32 h, a, 0fBF38AA3B; ex2.approx.ftz.f32 h, h; "
     "fma.rn.ftz.f32 d, h, h, 0f3F800000; rcp.approx.ftz.f32 d, d; setp.lt.f32 p, g, 0f00000000; "
     "selp.f32 h, h, 0f3F800000, p; mul.rn.ftz.f32 t, g, h; mul.rn.ftz.f32 d, h, d; "
     "mul.rn.ftz.f32 t, t, d; "
@@ -19,13 +19,15 @@ _PARTS = {
 def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, *, loc=None, ip=None) -> Uint32:
     """A word of act(gate) * up * weight, bfloat16, of words of gates and of ups."""
     row = ACTIVATIONS[name]
+    rounding = row.rounding.part
+    assert rounding is not None
     # Rounded where it is finite: others must stay what they are.
     round_ = (
         "abs.f32 a, t; setp.lt.f32 p, a, 0f7F800000; mov.b32 w, t; "
-        f"@p add.u32 w, w, {row.up}; @p and.b32 w, w, {row.mask}; mov.b32 t, w; "
+        f"@p add.u32 w, w, {rounding.up}; @p and.b32 w, w, {rounding.mask}; mov.b32 t, w; "
     )
     each = [
-        f"{take[0]} mov.b32 g, w; {take[1]} mov.b32 u, w; {_PARTS[name]}{round_}"
+        f"{take[0]} mov.b32 g, w; {take[1]} mov.b32 u, w; {_PARTS[row.unary]}{round_}"
         f"mul.rn.ftz.f32 t, t, u; mul.rn.ftz.f32 y{i}, t, {{$r2}}; "
         for i, take in enumerate(
             [("shl.b32 w, {$r0}, 16;", "shl.b32 w, {$r1}, 16;"),

@@ -1,0 +1,377 @@
+"""`mlp`: a perceptron in MX, two products with an activation in between, gated or not.
+
+One custom_vjp with floats at both ends, forward:
+
+    x --quantize--> --product--> gate, up --activation, quantize--> --product--> y
+
+What the activation gives is never an array of floats where a kernel quantizes it (`Gated`), and
+what is kept of everything is MX. The steps are those of `dot_general` (steps.py).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+from jax_mx.arrays.checks import float_dtype
+from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
+from jax_mx.facts.activations import ACTIVATIONS
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, named
+from jax_mx.lowering import primitive
+from jax_mx.ops.activations import Gated, gated
+from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.ops.quantize import quantize
+from jax_mx.products.forms import Form, QuantizedWeight, Use
+from jax_mx.products.implementations import IMPLEMENTATIONS
+from jax_mx.products.operands import Layout, layout_of
+from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_of
+from jax_mx.products.steps import (
+    Side,
+    Static,
+    blocks_along,
+    check_quantized,
+    forms_for,
+    forward,
+    gathered_for,
+    gathered_once,
+    is_exact,
+    is_square,
+    lhs_gradient,
+    multiplied,
+    operand_of,
+    parts_of,
+    rhs_gradient,
+    side_of,
+)
+
+RESIDUALS = ("mx", "floats", "inputs")
+
+
+def mlp(
+    x: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    *,
+    b_gate_up: Any = None,
+    b_down: Any = None,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    recipe: Recipe | str = MXFP8,
+    residuals: str | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    out_sharding: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """A perceptron: act(x @ w_gate_up + b_gate_up) @ w_down + b_down, see `gated`.
+
+    Operands of both products, and of their four gradients, are quantized as the recipe says (see
+    `dot_general`). It gives what `dot_general`, `gated` and `dot_general` give, bit for bit, in one
+    function with one derivative: what the activation gives is quantized both ways as it is made,
+    and gate and up are kept in MX. Differentiable in reverse mode with respect to all arrays.
+
+    Args:
+      x: bfloat16, float16 or float32 (..., D). 32 divides D; there may be any number of rows.
+      w_gate_up: (D, 2 I), all gates, then all ups: floats of x's dtype, what
+        `recipe.quantize_weight` makes of them, or a frozen `MXArray` (D, 2 I) or (2 I, D) with its
+        blocks along D. 32 divides I. For an activation without a gate it is (D, I), and so is all
+        that follows from it.
+      w_down: (I, N), likewise.
+      b_gate_up: floats (2 I,), or None; it is added in float32.
+      b_down: floats (N,), or None; likewise.
+      activation: a name, see `gated`; so is interleaved.
+      interleaved: whether gates and ups come by turns.
+      recipe: how floats are quantized: a `Recipe`, or a name.
+      residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
+        are; "inputs", nothing: the first product is computed again from the quantized x. With the
+        last two, gradients too are those of the three functions. None: "mx" where the recipe
+        quantizes the forward product, else "floats".
+      precision: HIGHEST keeps FP8 tensor cores out, which sum with reduced precision.
+      out_sharding: of the result, see `jax.lax.dot_general`. None: on a mesh with explicit axes,
+        rows are split as x's and columns as w_down's, but for axes that split both.
+      implementation: of all products, see `dot_general`; or None.
+
+    Returns:
+      (..., N), of x's dtype.
+
+    Raises:
+      TypeError: an operand or argument is of the wrong type.
+      ValueError: shapes that do not fit, lengths that 32 does not divide, an unknown name.
+      NotImplementedError: the named implementation does not serve a product.
+    """
+    op = "mlp"
+    recipe = recipe_of(op, recipe)
+    each = (("x", x), ("w_gate_up", w_gate_up), ("w_down", w_down))
+    x, w1, w2 = (operand_of(op, *named_array) for named_array in each)
+    if isinstance(x, MXArray | QuantizedWeight):
+        raise TypeError(f"{op}: x must be an array of floats, got {type(x).__name__}")
+    dtype = float_dtype(op, "x", x.dtype)
+    keep_rows = recipe.window == BLOCK and _may_be_split()
+    first = _layout(op, "w_gate_up", x.shape, w1, dtype, recipe, keep_rows)
+    own = Gated(activation, interleaved=interleaved)
+    columns, halves = first.rhs.free[0], 1 + ACTIVATIONS[own.name].has_gate
+    if columns % (halves * BLOCK):
+        raise ValueError(
+            f"{op}: w_gate_up has {columns} columns, must be a multiple of {halves * BLOCK}, as "
+            f"blocks of {BLOCK} run along what {own.name!r} gives; pad it with zero columns"
+            f"{', gate and up alike,' * (halves - 1)} and w_down with zero rows"
+        )
+    hidden = (*x.shape[:-1], columns // halves)
+    second = _layout(op, "w_down", hidden, w2, dtype, recipe, keep_rows)
+    b1, b2 = (
+        _bias(op, *each)
+        for each in (("b_gate_up", b_gate_up, columns), ("b_down", b_down, second.rhs.free[0]))
+    )
+    if residuals is None:
+        residuals = "floats" if recipe.uses("lhs")[0].format is None else "mx"
+    residuals = named(f"{op}: residuals", {name: name for name in RESIDUALS}, residuals)
+    if implementation is not None:
+        names = {name: name for name in IMPLEMENTATIONS}
+        implementation = named(f"{op}: implementation", names, implementation)
+    w1, w2 = (
+        gathered_for(x, w, layout, True) if isinstance(w, jax.Array) else w
+        for w, layout in ((w1, first), (w2, second))
+    )
+    if out_sharding is None and is_explicit(jax.typeof(x).sharding.mesh):
+        leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
+        spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
+        out_sharding = jax.sharding.PartitionSpec(*spec)
+    shared = (is_exact(precision), implementation)
+    static = _Static(
+        Static(first, dtype, *shared, None),
+        Static(second, dtype, *shared, out_sharding),
+        (own.name, own.interleaved),
+        residuals,
+    )
+    (f1, q1), (f2, q2) = parts_of(w1), parts_of(w2)
+    leaves, tree = jax.tree.flatten(((x, f1, f2, b1, b2), (q1, q2), recipe))
+    return _mlp(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+
+
+# ---- what callers pass ---
+def _may_be_split() -> bool:
+    """Whether XLA may split rows; where not, they become one dimension, as kernels want them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(kind != AxisType.Manual and mesh.shape[name] > 1 for name, kind in kinds)
+
+
+def _layout(
+    op: str, name: str, lhs: tuple, w: Any, dtype: Any, recipe: Recipe, keep_rows: bool
+) -> Layout:
+    """How a product with a weight is arranged.
+
+    Raises:
+      TypeError, ValueError: the weight is none for this product.
+    """
+    if not lhs or getattr(w, "ndim", 0) != 2:
+        raise ValueError(f"{op}: x has the shape {lhs}, {name} {w.shape}; must be (..., K), (K, N)")
+    at = 0
+    if isinstance(w, MXArray):
+        at = w.axis % 2 if len(w.block) == 1 else 0
+    elif (found := float_dtype(op, name, w.dtype)) != dtype:
+        raise TypeError(f"{op}: x is {dtype}, {name} is {found}; convert one to the other's type")
+    if w.shape[at] != lhs[-1]:
+        raise ValueError(
+            f"{op}: {name} has the shape {tuple(w.shape)}, whose contracted axis {at} should have "
+            f"{lhs[-1]} elements"
+        )
+    numbers = (((len(lhs) - 1,), (at,)), ((), ()))
+    layout = layout_of(op, jax.ShapeDtypeStruct(lhs, dtype), w, numbers, keep_rows)
+    check_quantized(op, name, w, layout.rhs, recipe)
+    if isinstance(w, MXArray):
+        check_frozen(op, name, recipe)
+        layout = Layout(layout.lhs, layout.rhs._replace(padded=False))
+    return layout
+
+
+def _bias(op: str, name: str, bias: Any, length: int) -> Any:
+    if bias is None:
+        return None
+    float_dtype(op, name, getattr(bias, "dtype", None))
+    if bias.shape != (length,):
+        raise ValueError(f"{op}: {name} has the shape {bias.shape}, must be ({length},), or None")
+    return jnp.asarray(bias)
+
+
+def _spec_between(rows: tuple, columns: Any) -> tuple:
+    """The partition spec of a product: rows, and columns but for axes that split rows."""
+    taken = {name for each in rows for name in (each if isinstance(each, tuple) else (each,))}
+    names = columns if isinstance(columns, tuple) else (columns,)
+    return (*rows, tuple(n for n in names if n is not None and n not in taken) or None)
+
+
+# ---- the perceptron and its derivative ---
+class _Static(NamedTuple):
+    """What is neither array nor key: of both products, and of what is between them."""
+
+    first: Static
+    second: Static
+    activation: tuple[str, bool]  # the name, and whether gates and ups come by turns
+    residuals: str
+
+
+class _Kept(NamedTuple):
+    """What the backward pass reads; None is what it does not.
+
+    Attributes:
+      x: form along rows.
+      act: likewise, of what the activation gave.
+      gate_up: an `MXArray` or floats, arranged; or the form along D that they are computed from.
+      w_first: forms of w_gate_up: along D where gate and up are computed again, and along 2 I.
+      w_second: form of w_down along N.
+      bias: b_gate_up, where gate and up are computed again.
+      recipe: the recipe.
+      sides: of x, w_gate_up, w_down; then of both biases.
+    """
+
+    x: Any
+    act: Any
+    gate_up: Any
+    w_first: tuple[Any, Any]
+    w_second: Any
+    bias: Any
+    recipe: Recipe
+    sides: tuple[Any, ...]
+
+
+@partial(jax.jit, static_argnums=0)
+def _mlp(static: _Static, *args: Any) -> jax.Array:
+    return _mlp_vjp(static, *args)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp_vjp(static: _Static, given: tuple, quantized: tuple, recipe: Recipe) -> jax.Array:
+    first, second = (  # nothing is quantized along rows
+        part._replace(layout=_unpadded(part.layout, w, q, recipe))
+        for part, w, q in zip((static.first, static.second), given[1:3], quantized, strict=True)
+    )
+    static = static._replace(first=first, second=second)
+    return _forward(static, given, quantized, recipe, (False, False))[0]
+
+
+def _unpadded(layout: Layout, w: Any, quantized: Any, recipe: Recipe) -> Layout:
+    own = layout.unpadded(is_square(w, recipe))
+    return own if quantized is None else Layout(own.lhs, layout.rhs)
+
+
+def _mlp_fwd(static: _Static, given: tuple, quantized: tuple, recipe: Recipe) -> tuple:
+    trained = (given[1] is not None, given[2] is not None)
+    return _forward(static, given, quantized, recipe, trained, keep=True)
+
+
+def _forward(
+    static: _Static,
+    given: tuple,
+    quantized: tuple,
+    recipe: Recipe,
+    trained: tuple[bool, bool],
+    keep: bool = False,
+) -> tuple[jax.Array, Any]:
+    """The result, and what the backward pass reads; `trained`: which weights get gradients."""
+    x, w1, w2, b1, b2 = given
+    first, second = static.first.layout, static.second.layout
+    a, a_rows = forms_for(first.lhs, x, None, recipe, "lhs", (True, trained[0]))
+    w, w_free = forms_for(first.rhs, w1, quantized[0], recipe, "rhs", (True, keep))
+    gate_up = _gate_up(static, a, w, b1)
+    along, across = recipe.uses("lhs")
+    uses = (along, across if trained[1] else None)
+    act, act_rows = blocks_along("lhs", gate_up, -1, uses, recipe, activation=_gated(static))
+    v, v_free = forms_for(second.rhs, w2, quantized[1], recipe, "rhs", (True, keep))
+    y = _plus(forward(static.second, act, v), b2)
+    if not keep:
+        return y, None
+    again = static.residuals == "inputs"
+    kept = quantize(gate_up, MXFP8_E4M3) if static.residuals == "mx" else a if again else gate_up
+    sides = (first.lhs, x), (first.rhs, w1), (second.rhs, w2)
+    types = (*(side_of(*each) for each in sides), *map(_type_of, (b1, b2)))
+    bias = b1 if again else None
+    forms = (w if again else None, w_free)
+    return y, _Kept(a_rows, act_rows, kept, forms, v_free, bias, recipe, types)
+
+
+def _gated(static: _Static) -> Gated:
+    name, turns = static.activation
+    return Gated(name, interleaved=turns)
+
+
+def _type_of(bias: Any) -> Side | None:
+    return None if bias is None else Side(bias.dtype, spec_of(bias), ())
+
+
+def _gate_up(static: _Static, a: Form, w: Form, bias: Any) -> jax.Array:
+    """Gate and up, arranged like x, (M..., 2 I)."""
+    x, weight = (
+        form.array.values if isinstance(form.array, MXArray) else form.array for form in (a, w)
+    )
+    spec = _spec_between(spec_of(x)[:-1], spec_of(weight)[-3 - w.axis])
+    gate_up = multiplied(static.first, a, w, 0, spec, static.first.dtype)
+    return _plus(gate_up, bias, static.first.layout.lhs.rows)
+
+
+def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:
+    """y and a bias, but for so many rows behind, which stay zeros."""
+    if bias is None:
+        return y
+    mesh, wide = jax.typeof(y).sharding.mesh, bias.astype(jnp.float32)
+    if is_explicit(mesh):
+        wide = resharded(wide, spec_of(y)[-1:], mesh)
+    wide = wide.reshape(*[1] * (y.ndim - 1), -1)
+    if zeros:
+        number = jnp.arange(y.shape[-2], dtype=jnp.int32).reshape(*[1] * (y.ndim - 2), -1, 1)
+        wide = jnp.where(number < y.shape[-2] - zeros, wide, np.float32(0))
+    return (y.astype(jnp.float32) + wide).astype(y.dtype)
+
+
+def _mlp_bwd(static: _Static, kept: _Kept, dy: jax.Array) -> tuple:
+    recipe, (x, w1, w2, b1, b2) = kept.recipe, kept.sides
+    layout, dtype = static.second.layout, static.second.dtype
+    dy = gathered_once(layout, dy, None, w2)
+    along, across = _uses(recipe, w2)
+    by_row, by_column = blocks_along(
+        "gradient", layout.gradient(dy), -1, (along, across), recipe, layout.gradient_pads
+    )
+    gate_up = _again(static, kept)
+    name, turns = static.activation
+    act, pull = jax.vjp(lambda gate_up: gated(gate_up, name, interleaved=turns), gate_up)
+    spec = spec_of(act)
+    dact = multiplied(static.second, by_row, kept.w_second, 0, spec, dtype)
+    (dgate_up,) = pull(dact.astype(act.dtype))
+    dgate_up = dgate_up.astype(dtype)
+    dw2 = None if w2 is None else rhs_gradient(static.second, kept.act, by_column, w2)
+    by_row, by_column = blocks_along("gradient", dgate_up, -1, _uses(recipe, w1), recipe)
+    dw1 = None if w1 is None else rhs_gradient(static.first, kept.x, by_column, w1)
+    dx = lhs_gradient(static.first, by_row, kept.w_first[1], x)
+    db1, db2 = (_summed(d, b) for d, b in ((dgate_up, b1), (dy, b2)))
+    return (dx, dw1, dw2, db1, db2), None, None
+
+
+def _uses(recipe: Recipe, w: Side | None) -> tuple[Use, Use | None]:
+    """How both products take a gradient: beside a frozen weight, one, in bfloat16."""
+    return recipe.uses("gradient") if w is not None else (Use(None), None)
+
+
+def _again(static: _Static, kept: _Kept) -> jax.Array:
+    """Gate and up, arranged: as they were kept, or computed again."""
+    if static.residuals == "inputs":
+        return _gate_up(static, kept.gate_up, kept.w_first[0], kept.bias)
+    if isinstance(kept.gate_up, MXArray):
+        dtype = static.first.dtype  # float16 may be too small for what was rounded up
+        return dequantize(kept.gate_up, jnp.float32 if dtype == jnp.float16 else dtype)
+    return kept.gate_up
+
+
+def _summed(rows: jax.Array, bias: Side | None) -> jax.Array | None:
+    """The gradient of a bias: the sum of all rows, in float32."""
+    if bias is None:
+        return None
+    total = rows.astype(jnp.float32).sum(range(rows.ndim - 1)).astype(bias.dtype)
+    mesh = jax.typeof(total).sharding.mesh
+    return resharded(total, bias.spec, mesh) if is_explicit(mesh) else total
+
+
+_mlp_vjp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -1,0 +1,293 @@
+"""What the products of a layer share, each with its derivative: `dot_general` and `mlp`.
+
+What callers pass becomes floats that gradients reach and forms (forms.py), arranged as operands.py
+says; a form meets another in one product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.arrays.checks import shown
+from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.facts.windows import lengths_of
+from jax_mx.lowering import primitive
+from jax_mx.ops.activations import Gated
+from jax_mx.ops.mxarray import MXArray, checked
+from jax_mx.products.forms import Form, QuantizedWeight, forms_of
+from jax_mx.products.operands import Arrangement, Layout, padded
+from jax_mx.products.product import contracted
+from jax_mx.products.recipes import Recipe
+
+
+# ---- what callers pass ---
+def operand_of(op: str, name: str, x: Any) -> Any:
+    """An operand as products take it: an array, an `MXArray` in rows, or a `QuantizedWeight`.
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    if isinstance(x, MXArray):
+        return checked(op, name, x).with_values_in(ROW_MAJOR_VALUES).with_scales_in(ROW_MAJOR)
+    if isinstance(x, QuantizedWeight):
+        if name == "lhs":
+            raise TypeError(f"{op}: lhs is a QuantizedWeight; weights go on the right-hand side")
+        return x
+    if not hasattr(x, "dtype"):
+        try:
+            return jnp.asarray(x)
+        except TypeError as error:
+            raise TypeError(f"{op}: {name} must be an array, got {shown(x)}") from error
+    return x
+
+
+def is_exact(precision: Any) -> bool:
+    """Whether a precision is, or for some operand is, HIGHEST."""
+    if precision is None:
+        config: Any = jax.config
+        precision = config.jax_default_matmul_precision
+    each = precision if isinstance(precision, tuple | list) else (precision,)
+    return any(str(p).lower().rpartition(".")[2] in ("highest", "float32") for p in each)
+
+
+def is_square(rhs: Any, recipe: Recipe) -> bool:
+    """Whether rhs are floats that square blocks are made of."""
+    return rhs is not None and not isinstance(rhs, MXArray) and recipe.blocks("rhs").square
+
+
+def check_quantized(op: str, name: str, x: Any, side: Arrangement, recipe: Recipe) -> None:
+    """Refuses an operand that was quantized for another product.
+
+    Raises:
+      ValueError: so it is.
+    """
+    if isinstance(x, QuantizedWeight):
+        if (own := x.arrangement) != side:
+            raise ValueError(
+                f"{op}: {name} was quantized for contracted dimensions {[*own.contracted_dims]} "
+                f"and batch dimensions {[*own.order[: own.batch]]}; pass those of this product to "
+                "Recipe.quantize_weight"
+            )
+        if jax.tree.structure(x.recipe) != jax.tree.structure(recipe):
+            raise ValueError(f"{op}: {name} was quantized by another recipe than this product's")
+    if not isinstance(x, MXArray):
+        return
+    last = side.contracted_dims[-1]
+    spans = (x.ndim - 2, x.ndim - 1) if len(x.block) == 2 else (x.axis + x.ndim,)
+    if last not in spans or (len(x.block) == 2 and len(side.order) - side.batch > 2):
+        raise ValueError(
+            f"{op}: {name} has blocks along dimension {', '.join(map(str, spans))}, the product "
+            f"contracts dimension {last}; quantize it along that one"
+        )
+
+
+def parts_of(x: Any) -> tuple[Any, Any]:
+    """The floats that gradients reach, and what is quantized already."""
+    if isinstance(x, MXArray):
+        return None, x
+    if isinstance(x, QuantizedWeight):
+        return x.floats, (x.contracted_form, x.free_form)
+    return x, None
+
+
+def gathered_for(lhs: Any, rhs: jax.Array, layout: Layout, placed: bool) -> jax.Array:
+    """The weights without splits over mesh axes that split the rows of lhs: FSDP.
+
+    The product gathers them anyway. Here it is one gather of floats, else one for each direction.
+
+    Args:
+      lhs: the activations.
+      rhs: the weights.
+      layout: of the product.
+      placed: whether the caller says how the result is split; if not, jax.lax.dot_general refuses
+        such splits of columns, and so does this.
+    """
+    if not is_explicit(jax.typeof(rhs).sharding.mesh):
+        return rhs
+    lhs = lhs.values if isinstance(lhs, MXArray) else lhs
+    rows = {name for axis in layout.lhs.free_dims for name in shards_of(lhs, axis)[0]}
+    free = () if placed else layout.rhs.free_dims
+    return unsplit(rhs, rows, [axis for axis in range(rhs.ndim) if axis not in free])
+
+
+# ---- the steps ---
+class Static(NamedTuple):
+    """What of a product is neither array nor key."""
+
+    layout: Layout
+    dtype: np.dtype
+    exact: bool
+    implementation: str | None
+    out_sharding: Any
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """What of an operand's floats the backward pass has to know: their type says it.
+
+    Attributes:
+      dtype: of the floats.
+      spec: their partition spec, on a mesh with explicit axes.
+      arranged: that of the arranged operand.
+    """
+
+    dtype: np.dtype
+    spec: tuple
+    arranged: tuple
+
+
+def forms_for(
+    side: Arrangement, x: Any, quantized: Any, recipe: Recipe, name: str, wanted: tuple[bool, bool]
+) -> Any:
+    """An operand's forms along the contracted and the free axis, those that are wanted."""
+    if isinstance(quantized, MXArray):
+        form = Form(_arranged_mx(side, quantized), side.axis)
+        return form, dataclasses.replace(form, axis=-3 - side.axis)
+    if quantized is not None:
+        return quantized
+    each = zip(recipe.uses(name), wanted, strict=True)
+    first, second = (use if want else None for use, want in each)
+    return blocks_along(name, side.arranged(x), side.axis, (first, second), recipe, side.pads)
+
+
+# What the two axes of an operand hold, the one that comes first in `Recipe.uses` first.
+_AXES = {
+    "lhs": ("contracted elements", "rows"),
+    "rhs": ("contracted elements", "columns"),
+    "gradient": ("columns", "rows"),
+}
+
+
+def blocks_along(
+    name: str,
+    x: jax.Array,
+    axis: int,
+    uses: Any,
+    recipe: Recipe,
+    pads: tuple[int, int] = (0, 0),
+    activation: Gated | None = None,
+) -> Any:
+    """`forms_of`, with zeros behind the last two axes of x.
+
+    Raises:
+      ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
+    """
+    blocks = recipe.blocks(name)
+    quantized = [use is not None and use.format is not None for use in uses]
+    unit = max(lengths_of(blocks.window))
+    for at, what, here in zip((axis, -3 - axis), _AXES[name], quantized, strict=True):
+        names, shards = shards_of(x, at)
+        lies = here or pads[at] or (blocks.square and any(quantized))
+        if lies and shards > 1 and x.shape[at] % (shards * unit):
+            raise primitive.ShardingTypeError(
+                f"dot_general: the {x.shape[at]} {what} of {name} are split over "
+                f"{' x '.join(names)} in {shards} shards of {x.shape[at] / shards:g}, which {unit} "
+                "does not divide, so that blocks would not stay whole; gather them with "
+                "jax.sharding.reshard"
+            )
+    return forms_of(padded(x, pads), axis, uses, blocks, activation=activation)
+
+
+def _arranged_mx(side: Arrangement, q: MXArray) -> MXArray:
+    """An MXArray arranged like floats: its values and its scales, by themselves."""
+    values, scales = side.arranged(q.values), side.arranged(q.scales)
+    return dataclasses.replace(
+        q, values=values, scales=scales, axis=-1 if len(q.block) == 2 else side.axis
+    )
+
+
+def multiplied(static: Static, a: Form, b: Form, rows: int, spec: Any, dtype: Any) -> jax.Array:
+    """(B..., free of a..., free of b...).
+
+    Args:
+      static: of the whole.
+      a: (B..., rows..., .., ..).
+      b: likewise.
+      rows: how many dimensions behind B are contracted besides the forms' own.
+      spec: the partition spec of the result on a mesh with explicit axes; None: not known.
+      dtype: of the result.
+    """
+    n = static.layout.lhs.batch
+    batch, more = tuple(range(n)), tuple(range(n, n + rows))
+    values = a.array.values if isinstance(a.array, MXArray) else a.array
+    mesh = jax.typeof(values).sharding.mesh
+    sharding = None
+    if spec is not None and is_explicit(mesh):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    return contracted(
+        a.array,
+        b.array,
+        ((*more, a.axis), (*more, b.axis)),
+        (batch, batch),
+        dtype,
+        exact=static.exact,
+        out_sharding=sharding,
+        implementation=static.implementation,
+    )
+
+
+def forward(static: Static, a: Form, b: Form) -> jax.Array:
+    """The result as its caller wants it, without zero rows; of two arranged forms."""
+    layout, out = static.layout, static.out_sharding
+    spec, given = None, ()
+    if out is not None:
+        given = out.spec if isinstance(out, jax.sharding.NamedSharding) else out
+        ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
+        given = (*given, *[None] * (ndim - len(given)))
+        spec = layout.result_spec(given)
+    y = layout.result(multiplied(static, a, b, 0, spec, static.dtype))
+    if out is None:
+        return y
+    if is_explicit(jax.typeof(y).sharding.mesh):
+        return resharded(y, given, jax.typeof(y).sharding.mesh)
+    return jax.lax.with_sharding_constraint(y, out)
+
+
+def side_of(side: Arrangement, x: Any) -> Side | None:
+    """What the backward pass has to know of an operand's floats; None where there are none."""
+    if x is None:
+        return None
+    return Side(x.dtype, spec_of(x), spec_of(side.arranged(x)))
+
+
+def gathered_once(layout: Layout, dy: Any, lhs: Side | None, rhs: Side | None) -> jax.Array:
+    """The result's gradient without splits over mesh axes that split what is contracted.
+
+    Such a result was scattered. Here it is one gather of floats, else one for each direction.
+    """
+    if not is_explicit(jax.typeof(dy).sharding.mesh):
+        return dy
+    names = {
+        name
+        for side, arrangement in ((lhs, layout.lhs), (rhs, layout.rhs))
+        if side is not None
+        for axis in arrangement.contracted_dims
+        for name in names_in(side.spec[axis])
+    }
+    return unsplit(dy, names, range(dy.ndim))
+
+
+def lhs_gradient(static: Static, along_n: Form, b: Form, lhs: Side) -> jax.Array:
+    """The gradient of lhs as its caller has it, from the result's along columns and rhs."""
+    layout = static.layout.lhs
+    spec = lhs.arranged
+    if layout.swapped:  # of (B..., M..., K)
+        *lead, k, m = spec
+        spec = (*lead, m, k)
+    dx = multiplied(static, along_n, b, 0, spec, lhs.dtype)
+    return layout.restored(jnp.swapaxes(dx, -1, -2) if layout.swapped else dx, lhs.spec)
+
+
+def rhs_gradient(static: Static, a: Form, along_m: Form, rhs: Side) -> jax.Array:
+    """The gradient of rhs as its caller has it, from lhs and the result's, both along rows."""
+    layout = static.layout
+    order = (a, along_m) if layout.rhs.swapped else (along_m, a)
+    dw = multiplied(static, *order, len(layout.lhs.free_out) - 1, rhs.arranged, rhs.dtype)
+    return layout.rhs.restored(dw, rhs.spec)
