@@ -225,6 +225,7 @@ def test_safetensors_that_are_refused(tmp_path):
         ({"w": made(), "w.values": jnp.ones(3)}, ValueError, "there are two tensors 'w.values'"),
         ([made()], TypeError, "save_safetensors: tensors must be a dictionary of arrays by name"),
         ({3: made()}, TypeError, "save_safetensors: tensors must be a dictionary"),
+        ({"a": {"b": made()}}, TypeError, "'a' must be an array or an MXArray"),
     ):
         assert_refused(lambda t=tensors: save(t, path), error, sentence)
     from safetensors.numpy import save_file
@@ -248,3 +249,11 @@ def test_other_trees_stay_as_they_are():
     tree = {"values": 1, "other": [2, (3, None)], "scales": {"values": 4, "x": 5}}
     assert jax_mx.from_checkpoint(tree) == tree
     assert jax_mx.from_checkpoint({"values": 1, 5: 6}) == {"values": 1, 5: 6}
+
+
+def test_what_is_no_file_of_safetensors(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"junk")
+    assert_refused(
+        lambda: jax_mx.load_safetensors(path), ValueError, f"{path} is no whole .safetensors file"
+    )

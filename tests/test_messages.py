@@ -280,3 +280,20 @@ def test_fake_quantize_of_nans_is_a_block_of_nans():
         found = np.asarray(y).view(bits)
         assert (found[0, :32] == np.iinfo(bits).max >> 1).all()
         assert np.isfinite(np.asarray(y[0, 32:], np.float32)).all()
+
+
+@pytest.mark.parametrize("name", ["cutedsl", "pallas"])
+@pytest.mark.parametrize("op", ["dot_general", "ragged_dot"])
+def test_products_of_other_platforms(op, name):
+    """A named implementation that this platform has not."""
+    sizes = jnp.array([64], jnp.int32)
+    calls = {
+        "dot_general": lambda: jax_mx.matmul(X, X, implementation=name),
+        "ragged_dot": lambda: jax_mx.ragged_dot(X, X[None], sizes, implementation=name),
+    }
+    if (op, name) == ("dot_general", "pallas"):
+        assert_refused(calls[op], ValueError, "implementation 'pallas' is unknown")
+    else:
+        assert_refused(
+            calls[op], NotImplementedError, f"{op}: implementation {name!r} runs on cuda"
+        )

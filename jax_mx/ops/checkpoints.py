@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jax_mx.arrays.checks import shown
 from jax_mx.ops import metadata
 from jax_mx.ops.mxarray import MXArray
 
@@ -116,7 +117,13 @@ def save_safetensors(
         if twice := parts.keys() & (found.keys() | (tensors.keys() - {name})):
             raise ValueError(f"{op}: there are two tensors {min(twice)!r}; rename one")
         for part, array in parts.items():
-            found[part] = np.ascontiguousarray(jax.device_get(array)).reshape(np.shape(array))
+            held = np.ascontiguousarray(jax.device_get(array)).reshape(np.shape(array))
+            if held.dtype == object:
+                raise TypeError(
+                    f"{op}: {part!r} must be an array or an MXArray, got {shown(array)}; of nested "
+                    "dictionaries, give each array a name of its own, as in {'a.b': array}"
+                )
+            found[part] = held
     texts = {**(notes or {}), _KEY: json.dumps(described)}
     library.numpy.save_file(found, os.fspath(path), metadata=texts)
 
@@ -171,9 +178,17 @@ def header_of(
 
     Raises:
       ModuleNotFoundError: safetensors, which checks the header, is not installed.
+      ValueError: the file is none of safetensors'.
     """
-    with _safetensors(op).safe_open(os.fspath(path), framework="np") as file:
-        texts = file.metadata() or {}
+    library = _safetensors(op)
+    try:
+        with library.safe_open(os.fspath(path), framework="np") as file:
+            texts = file.metadata() or {}
+    except library.SafetensorError as error:
+        raise ValueError(
+            f"{op}: {os.fspath(path)} is no whole .safetensors file ({error}); write or fetch it "
+            "again"
+        ) from error
     with Path(path).open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         header.pop("__metadata__", None)

@@ -67,6 +67,11 @@ class Call:
     partitioned: bool = False
 
     @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.op
+
+    @property
     def implementation(self) -> str | None:
         """The one that the caller insists on."""
         return self.dot.implementation

@@ -60,6 +60,11 @@ class RaggedCall:
     partitioned: bool = False
 
     @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.op
+
+    @property
     def implementation(self) -> str | None:
         """The one that the caller insists on."""
         return self.ragged.implementation
