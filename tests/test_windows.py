@@ -58,8 +58,7 @@ def window_of(x: np.ndarray, format, scaling) -> tuple[np.ndarray, int]:
     """The codes and the scale of the elements of one window."""
     if not np.isfinite(x).all():
         return np.full(x.shape, format.nan_code, np.uint8), 255
-    amax = max((Fraction(float(v)) for v in np.abs(x).ravel()), default=Fraction(0))
-    scale = exact_scale(amax, format, scaling)
+    scale = exact_scale(Fraction(float(np.abs(x).max(initial=0))), format, scaling)
     return codes_of(x, scale, format), scale
 
 
