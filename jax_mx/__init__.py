@@ -38,6 +38,8 @@ from jax_mx.ops.joining import swapaxes as swapaxes
 from jax_mx.ops.matmul import mx_matmul_reference as mx_matmul_reference
 from jax_mx.ops.mxarray import MXArray as MXArray
 from jax_mx.ops.mxarray import dequantize as dequantize
+from jax_mx.ops.norms import Normed as Normed
+from jax_mx.ops.norms import rms_norm as rms_norm
 from jax_mx.ops.packing import pack_mxfp6 as pack_mxfp6
 from jax_mx.ops.packing import unpack_mxfp6 as unpack_mxfp6
 from jax_mx.ops.preprocessing import Hadamard as Hadamard

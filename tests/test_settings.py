@@ -161,6 +161,18 @@ def perceptrons():
         yield y, back(y)
 
 
+def norms():
+    a, weight = x(), x(shape=(128,))
+
+    def call(a, residual, weight):
+        found = jax_mx.rms_norm(a, weight, residual=residual, factors=True)
+        return found.floats, found.sum, found.factors
+
+    y, back = jax.vjp(call, a, a + a, weight)
+    yield y, back(y)
+    yield jax_mx.rms_norm(a.astype(jnp.float32), format="mxfp8_e4m3", both=True, floats=True)
+
+
 def collectives():
     """On two devices: in shard_map, and under a mesh that is set."""
     kinds, spec = (jax.sharding.AxisType.Auto,), jax.sharding.PartitionSpec
@@ -223,6 +235,8 @@ CALLS = {
     "quantize_both": quantize_both,
     "gated": activations,
     "Gated": activations,
+    "Normed": norms,
+    "rms_norm": norms,
     "align": lambda: [jax_mx.align(q(), window) for window in (128, "row", (128, 128))],
     "dot_general": products,
     "einsum": products,

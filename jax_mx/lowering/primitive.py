@@ -596,8 +596,8 @@ def _no_derivative(*_, plan: AnyPlan, **__):
         )
     raise NotImplementedError(
         f"{plan.name} has no derivative, as codes have none; jax_mx.fake_quantize(x) is quantize "
-        "and dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one; "
-        "jax_mx.dot_general, ragged_dot, mlp and moe have first derivatives, no second ones"
+        "and dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one "
+        "(jax_mx.dot_general, ragged_dot, mlp and moe have first derivatives, no second ones)"
     )
 
 

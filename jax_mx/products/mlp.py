@@ -19,11 +19,10 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jax_mx.arrays.checks import float_dtype
-from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
-from jax_mx.facts.activations import ACTIVATIONS
+from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, named
 from jax_mx.lowering import primitive
-from jax_mx.ops.activations import Gated, gated
+from jax_mx.ops.activations import Gated, made, row_of
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.quantize import quantize
 from jax_mx.products.forms import Form, QuantizedWeight, Use
@@ -76,15 +75,14 @@ def mlp(
 
     Args:
       x: bfloat16, float16 or float32 (..., D). 32 divides D; there may be any number of rows.
-      w_gate_up: (D, 2 I), all gates, then all ups: floats of x's dtype, what
-        `recipe.quantize_weight` makes of them, or a frozen `MXArray` (D, 2 I) or (2 I, D) with its
-        blocks along D. 32 divides I. For an activation without a gate it is (D, I), and so is all
-        that follows from it.
+      w_gate_up: (D, 2 I), all gates, then all ups, of an activation without a gate (D, I): floats
+        of x's dtype, what `recipe.quantize_weight` makes of them, or a frozen `MXArray`, also
+        (2 I, D), with its blocks along D. 32 divides I.
       w_down: (I, N), likewise.
       b_gate_up: floats (2 I,), or None; it is added in float32.
       b_down: floats (N,), or None; likewise.
-      activation: a name, see `gated`; so is interleaved.
-      interleaved: whether gates and ups come by turns.
+      activation: see `gated`.
+      interleaved: whether gates and ups come by turns along 2 I, not all gates first.
       recipe: how floats are quantized: a `Recipe`, or a name.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized x. With the
@@ -112,13 +110,13 @@ def mlp(
     dtype = float_dtype(op, "x", x.dtype)
     keep_rows = recipe.window == BLOCK and _may_be_split()
     first = _layout(op, "w_gate_up", x.shape, w1, dtype, recipe, keep_rows)
-    own = Gated(activation, interleaved=interleaved)
-    columns, halves = first.rhs.free[0], 1 + ACTIVATIONS[own.name].has_gate
+    halves = 1 + row_of(op, activation).has_gate
+    columns, own = first.rhs.free[0], Gated(activation, interleaved=interleaved)
     if columns % (halves * BLOCK):
         raise ValueError(
             f"{op}: w_gate_up has {columns} columns, must be a multiple of {halves * BLOCK}, as "
-            f"blocks of {BLOCK} run along what {own.name!r} gives; pad it with zero columns"
-            f"{', gate and up alike,' * (halves - 1)} and w_down with zero rows"
+            f"{own.name} makes I of {halves} I, in blocks of 32; pad gates and ups with zero "
+            "columns, and w_down with zero rows"
         )
     hidden = (*x.shape[:-1], columns // halves)
     second = _layout(op, "w_down", hidden, w2, dtype, recipe, keep_rows)
@@ -144,7 +142,8 @@ def mlp(
     static = _Static(
         Static(first, dtype, *shared, None),
         Static(second, dtype, *shared, out_sharding),
-        (own.name, own.interleaved),
+        own.name,
+        own.interleaved,
         residuals,
     )
     (f1, q1), (f2, q2) = parts_of(w1), parts_of(w2)
@@ -172,6 +171,7 @@ def _layout(
         raise ValueError(f"{op}: x has the shape {lhs}, {name} {w.shape}; must be (..., K), (K, N)")
     at = 0
     if isinstance(w, MXArray):
+        check_frozen(op, name, recipe)
         at = w.axis % 2 if len(w.block) == 1 else 0
     elif (found := float_dtype(op, name, w.dtype)) != dtype:
         raise TypeError(f"{op}: x is {dtype}, {name} is {found}; convert one to the other's type")
@@ -184,7 +184,6 @@ def _layout(
     layout = layout_of(op, jax.ShapeDtypeStruct(lhs, dtype), w, numbers, keep_rows)
     check_quantized(op, name, w, layout.rhs, recipe)
     if isinstance(w, MXArray):
-        check_frozen(op, name, recipe)
         layout = Layout(layout.lhs, layout.rhs._replace(padded=False))
     return layout
 
@@ -200,9 +199,8 @@ def _bias(op: str, name: str, bias: Any, length: int) -> Any:
 
 def _spec_between(rows: tuple, columns: Any) -> tuple:
     """The partition spec of a product: rows, and columns but for axes that split rows."""
-    taken = {name for each in rows for name in (each if isinstance(each, tuple) else (each,))}
-    names = columns if isinstance(columns, tuple) else (columns,)
-    return (*rows, tuple(n for n in names if n is not None and n not in taken) or None)
+    taken = {name for each in rows for name in names_in(each)}
+    return (*rows, tuple(n for n in names_in(columns) if n not in taken) or None)
 
 
 # ---- the perceptron and its derivative ---
@@ -211,8 +209,14 @@ class _Static(NamedTuple):
 
     first: Static
     second: Static
-    activation: tuple[str, bool]  # the name, and whether gates and ups come by turns
+    activation: str
+    interleaved: bool
     residuals: str
+
+    @property
+    def gated(self) -> Gated:
+        """What is between them."""
+        return Gated(self.activation, interleaved=self.interleaved)
 
 
 class _Kept(NamedTuple):
@@ -280,7 +284,7 @@ def _forward(
     gate_up = _gate_up(static, a, w, b1)
     along, across = recipe.uses("lhs")
     uses = (along, across if trained[1] else None)
-    act, act_rows = blocks_along("lhs", gate_up, -1, uses, recipe, activation=_gated(static))
+    act, act_rows = blocks_along("lhs", gate_up, -1, uses, recipe, activation=static.gated)
     v, v_free = forms_for(second.rhs, w2, quantized[1], recipe, "rhs", (True, keep))
     y = _plus(forward(static.second, act, v), b2)
     if not keep:
@@ -292,11 +296,6 @@ def _forward(
     bias = b1 if again else None
     forms = (w if again else None, w_free)
     return y, _Kept(a_rows, act_rows, kept, forms, v_free, bias, recipe, types)
-
-
-def _gated(static: _Static) -> Gated:
-    name, turns = static.activation
-    return Gated(name, interleaved=turns)
 
 
 def _type_of(bias: Any) -> Side | None:
@@ -330,14 +329,13 @@ def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:
 def _mlp_bwd(static: _Static, kept: _Kept, dy: jax.Array) -> tuple:
     recipe, (x, w1, w2, b1, b2) = kept.recipe, kept.sides
     layout, dtype = static.second.layout, static.second.dtype
-    dy = gathered_once(layout, dy, None, w2)
     along, across = _uses(recipe, w2)
+    dy = gathered_once(layout, dy, None, w2)
     by_row, by_column = blocks_along(
         "gradient", layout.gradient(dy), -1, (along, across), recipe, layout.gradient_pads
     )
     gate_up = _again(static, kept)
-    name, turns = static.activation
-    act, pull = jax.vjp(lambda gate_up: gated(gate_up, name, interleaved=turns), gate_up)
+    act, pull = jax.vjp(lambda gate_up: made("mlp", gate_up, static.gated), gate_up)
     spec = spec_of(act)
     dact = multiplied(static.second, by_row, kept.w_second, 0, spec, dtype)
     (dgate_up,) = pull(dact.astype(act.dtype))

@@ -108,7 +108,8 @@ def gathered_for(lhs: Any, rhs: jax.Array, layout: Layout, placed: bool) -> jax.
       placed: whether the caller says how the result is split; if not, jax.lax.dot_general refuses
         such splits of columns, and so does this.
     """
-    if not is_explicit(jax.typeof(rhs).sharding.mesh):
+    mesh = jax.typeof(rhs).sharding.mesh
+    if not is_explicit(mesh):
         return rhs
     lhs = lhs.values if isinstance(lhs, MXArray) else lhs
     rows = {name for axis in layout.lhs.free_dims for name in shards_of(lhs, axis)[0]}
@@ -257,23 +258,6 @@ def side_of(side: Arrangement, x: Any) -> Side | None:
     return Side(x.dtype, spec_of(x), spec_of(side.arranged(x)))
 
 
-def gathered_once(layout: Layout, dy: Any, lhs: Side | None, rhs: Side | None) -> jax.Array:
-    """The result's gradient without splits over mesh axes that split what is contracted.
-
-    Such a result was scattered. Here it is one gather of floats, else one for each direction.
-    """
-    if not is_explicit(jax.typeof(dy).sharding.mesh):
-        return dy
-    names = {
-        name
-        for side, arrangement in ((lhs, layout.lhs), (rhs, layout.rhs))
-        if side is not None
-        for axis in arrangement.contracted_dims
-        for name in names_in(side.spec[axis])
-    }
-    return unsplit(dy, names, range(dy.ndim))
-
-
 def lhs_gradient(static: Static, along_n: Form, b: Form, lhs: Side) -> jax.Array:
     """The gradient of lhs as its caller has it, from the result's along columns and rhs."""
     layout = static.layout.lhs
@@ -291,3 +275,20 @@ def rhs_gradient(static: Static, a: Form, along_m: Form, rhs: Side) -> jax.Array
     order = (a, along_m) if layout.rhs.swapped else (along_m, a)
     dw = multiplied(static, *order, len(layout.lhs.free_out) - 1, rhs.arranged, rhs.dtype)
     return layout.rhs.restored(dw, rhs.spec)
+
+
+def gathered_once(layout: Layout, dy: Any, lhs: Side | None, rhs: Side | None) -> jax.Array:
+    """The result's gradient without splits over mesh axes that split what is contracted.
+
+    Such a result was scattered. Here it is one gather of floats, else one for each direction.
+    """
+    if not is_explicit(jax.typeof(dy).sharding.mesh):
+        return dy
+    names = {
+        name
+        for side, arrangement in ((lhs, layout.lhs), (rhs, layout.rhs))
+        if side is not None
+        for axis in arrangement.contracted_dims
+        for name in names_in(side.spec[axis])
+    }
+    return unsplit(dy, names, range(dy.ndim))

@@ -1,0 +1,184 @@
+"""`rms_norm`: root mean square norms, as floats with a derivative and quantized."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx import reference
+from jax_mx.arrays.checks import flag, float_dtype, shown
+from jax_mx.arrays.checks import floats as floats_in
+from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
+from jax_mx.facts.formats import Format
+from jax_mx.lowering import primitive
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.quantize import quantize, quantize_both
+
+
+class Normed(NamedTuple):
+    """What `rms_norm` gives; None for what was not asked for.
+
+    Attributes:
+      floats: (..., K), of x's dtype.
+      quantized: an `MXArray`; or a pair, as `quantize_both` gives it.
+      sum: x + residual, of x's dtype.
+      factors: float32 (...,), by which rows were multiplied: 1 / sqrt(mean(x^2) + eps).
+    """
+
+    floats: jax.Array | None = None
+    quantized: MXArray | tuple[MXArray, MXArray] | None = None
+    sum: jax.Array | None = None
+    factors: jax.Array | None = None
+
+
+def rms_norm(
+    x: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: jax.typing.ArrayLike | None = None,
+    format: Format | str | None = None,
+    both: bool = False,
+    floats: bool | None = None,
+    factors: bool = False,
+    **options: Any,
+) -> Normed:
+    """x / sqrt(mean(x^2) + eps) * weight along the last axis, as floats, quantized, or both.
+
+    Every implementation gives the same bits, which are within one unit in the last place of x's
+    dtype of the exact number, but that a zero of its sign stands for each operand and result that
+    is subnormal in float32:
+
+        total = the sum of x^2, in this order: sums[j] of the squares of elements j, j + 2048,
+            j + 4096 ..., one after the other; then neighbours among the 2048 are added, 0 and 1,
+            2 and 3 ..., until one is left. In float32, where magnitudes less than 2^-63 count as
+            0; of a float32 x in float64.
+        factor = sqrt(K / (total + K eps)), in float64, eps as a float32
+        y = (x * factor) * weight, in float32, for which the factor is rounded before; of a float32
+            x in float64
+
+    and y is rounded to x's dtype, and that is quantized. A NaN in x makes its row NaN; of a row
+    with an infinity, or squares beyond float32, elements are 0, and NaN where x is infinite.
+
+    Differentiable in reverse mode to x, residual and weight, for floats, sum and factors; in
+    float32, from sum and factors, which is all that is kept. Codes have no derivative.
+
+    Args:
+      x: bfloat16, float16 or float32 (..., K), K at least 1.
+      weight: floats (K,), or None for ones.
+      eps: a finite number, at least 0.
+      residual: of x's shape and dtype, or None: it is added to x first, in float32, and rounded to
+        x's dtype; that sum is normed, and given too.
+      format: what the result is quantized to, see `quantize`; None: not.
+      both: whether it is quantized along the last axis and along the one before, by
+        `quantize_both`; else along the last one.
+      floats: whether floats are given; None: where there is no format.
+      factors: whether the factors of rows are given.
+      options: of `quantize` or `quantize_both`, beside the format.
+
+    Returns:
+      A `Normed`.
+
+    Raises:
+      TypeError: a dtype that is none of those, or an argument of the wrong type.
+      ValueError: shapes that do not fit, an eps that is negative or no number.
+    """
+    op = "rms_norm"
+    given = floats_in(op, x)
+    x = jnp.asarray(given, float_dtype(op, "x", given.dtype))
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{op}: x has the shape {x.shape}; there must be elements in a row")
+    if weight is not None:
+        weight = _beside(op, "weight", weight, (x.shape[-1],))
+    if residual is not None:
+        residual = _beside(op, "residual", residual, x.shape)
+        if residual.dtype != x.dtype:
+            raise TypeError(f"{op}: x is {x.dtype}, residual is {residual.dtype}; convert one")
+    if isinstance(eps, bool) or not isinstance(eps, int | float | np.number):
+        raise TypeError(f"{op}: eps must be a number, got {shown(eps)}")
+    if not math.isfinite(np.float32(eps)) or eps < 0:
+        raise ValueError(f"{op}: eps must be finite and at least 0, got {eps}")
+    if format is None and (flag(op, "both", both) or options):
+        raise ValueError(f"{op}: format says what is quantized to; give it, or drop the rest")
+    wanted = format is None if floats is None else flag(op, "floats", floats)
+    x, residual, weight = _whole(x, residual, weight)
+    leaves, tree = jax.tree.flatten((x, residual, weight))
+    operands = tree.unflatten(primitive.vary_alike(*leaves) if len(leaves) > 1 else leaves)
+    y, total, factor = _normed(float(np.float32(eps)), *operands)
+    quantized = None
+    if format is not None:
+        quantized = (quantize_both if flag(op, "both", both) else quantize)(y, format, **options)
+    return Normed(
+        y if wanted else None,
+        quantized,
+        None if residual is None else total,
+        factor if flag(op, "factors", factors) else None,
+    )
+
+
+def _beside(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+    """An array of floats of this shape.
+
+    Raises:
+      TypeError, ValueError: it is none.
+    """
+    float_dtype(op, name, getattr(x, "dtype", None))
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{op}: {name} has the shape {tuple(x.shape)}, must be {tuple(shape)}")
+    return jnp.asarray(x)
+
+
+def _whole(x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
+    """The operands with whole rows, on a mesh with explicit axes."""
+    mesh = jax.typeof(x).sharding.mesh
+    if not is_explicit(mesh):
+        return x, residual, weight
+    spec = (*spec_of(x)[:-1], None)
+    each = ((x, spec), (residual, spec), (weight, (None,)))
+    x, residual, weight = (a if a is None else resharded(a, to, mesh) for a, to in each)
+    return x, residual, weight
+
+
+@partial(jax.jit, static_argnums=0)
+def _normed(eps: float, x: jax.Array, residual: Any, weight: Any) -> tuple:
+    return _normed_vjp(eps, x, residual, weight)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normed_vjp(eps: float, x: jax.Array, residual: Any, weight: Any) -> tuple:
+    """(y, the sum with the residual, the factors of rows)."""
+    total = x if residual is None else reference.added(x, residual)
+    y, factor = reference.rms_norm(total, weight, eps)
+    return y, total, factor[..., 0]
+
+
+def _normed_fwd(eps: float, x: jax.Array, residual: Any, weight: Any) -> tuple:
+    out = _normed_vjp(eps, x, residual, weight)
+    return out, (*out[1:], weight, None if residual is None else ())
+
+
+def _normed_bwd(eps: float, kept: tuple, cotangents: tuple) -> tuple:
+    del eps
+    total, factor, weight, added = kept
+    dy, dtotal, dfactor = (a.astype(jnp.float32) for a in cotangents)
+    factor = factor[..., None]
+    normal = total.astype(jnp.float32) * factor
+    dnormal = dy
+    if weight is not None:
+        dnormal = dy * weight.astype(jnp.float32).reshape(*[1] * (dy.ndim - 1), -1)
+    along = (dnormal * normal).mean(-1, keepdims=True)
+    along = along + dfactor[..., None] * factor / total.shape[-1]
+    dx = (dtotal + (dnormal - normal * along) * factor).astype(total.dtype)
+    dweight = None
+    if weight is not None:
+        rows = range(dy.ndim - 1)
+        dweight = (dy * normal).sum(rows).astype(weight.dtype)
+    return dx, None if added is None else dx, dweight
+
+
+_normed_vjp.defvjp(_normed_fwd, _normed_bwd)

@@ -1,0 +1,223 @@
+"""`rms_norm`: bits against its definition in numpy, gradients in float64, quantized, sharded."""
+
+import functools
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import assert_bits_equal, assert_refused, assert_same_array, collectives
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_mx
+from jax_mx import rms_norm
+
+P = PartitionSpec
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+EPS = 1e-5
+thorough = pytest.mark.thorough
+
+
+def rows(shape, dtype, seed=0, spread=3):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * 2.0 ** rng.integers(-spread, spread + 1, shape)
+    return x.astype(DTYPES[dtype])
+
+
+# ---- the definition, in numpy, one row at a time ---
+def settled(x):
+    """A float32 with a zero of its sign for a subnormal number."""
+    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
+
+
+def factor_of(row):
+    """(of the row, as float64)."""
+    wide = np.float64 if row.dtype == np.float32 else np.float32
+    each = settled(row.astype(np.float32)).astype(wide)
+    if wide is np.float32:
+        each = np.where(np.abs(each) < np.float32(2.0**-63), np.float32(0), each)
+    sums = np.zeros(2048, wide)
+    for start in range(0, len(row), 2048):
+        part = each[start : start + 2048]
+        sums[: len(part)] += part * part
+    while len(sums) > 1:
+        sums = sums[0::2] + sums[1::2]
+    k = len(row)
+    return np.sqrt(k / (np.float64(sums[0]) + k * np.float64(np.float32(EPS))))
+
+
+def defined(x, weight):
+    """(y, factors), for a matrix."""
+    factors = np.array([factor_of(row) for row in x])[:, None]
+    wide, by = (settled(a.astype(np.float32)) for a in (x, weight))
+    if x.dtype == np.float32:
+        y = settled((wide.astype(np.float64) * factors * by.astype(np.float64)).astype(np.float32))
+    else:
+        y = settled(settled(wide * factors.astype(np.float32)) * by)
+    return y.astype(x.dtype), factors.astype(np.float32)[:, 0]
+
+
+def units_off(got, x, weight):
+    """How far from the exact number, in units in the last place of got's dtype."""
+    wide = x.astype(np.float64)
+    with np.errstate(all="ignore"):
+        exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + np.float64(np.float32(EPS)))
+        exact = exact * weight.astype(np.float64)
+        info = ml_dtypes.finfo(got.dtype)
+        exponent = np.maximum(np.floor(np.log2(np.abs(exact))), info.minexp)
+        return np.abs(got.astype(np.float64) - exact) / 2.0 ** (exponent - info.nmant)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length"),
+    [
+        *((dtype, 2080) for dtype in DTYPES),
+        *(
+            pytest.param(dtype, length, marks=thorough)
+            for dtype in DTYPES
+            for length in (1, 2, 7, 32, 1023, 2047, 2048, 2049, 4096, 7168, 16384)
+        ),
+    ],
+)
+def test_bits_of_the_definition(dtype, length):
+    """And within 0.51 units in the last place of the exact number."""
+    x, weight = rows((9, length), dtype), rows((length,), dtype, 1, spread=1)
+    x[0], x[1] = 0, x[1] * x.dtype.type(2.0**-14)
+    got = rms_norm(x, weight, eps=EPS, floats=True, factors=True)
+    want, factors = defined(x, weight)
+    assert_bits_equal(got.floats, want)
+    assert_bits_equal(got.factors, factors)
+    assert np.nanmax(units_off(want, x, weight)[1:]) < 0.51
+    assert_bits_equal(rms_norm(x, eps=EPS).floats, defined(x, np.ones(length, x.dtype))[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_none_or_extreme(dtype):
+    x = rows((8, 64), dtype)
+    largest = ml_dtypes.finfo(x.dtype).max
+    x[0, 3], x[1, 5], x[2, :] = np.nan, np.inf, largest
+    x[3, :], x[4, :] = ml_dtypes.finfo(x.dtype).smallest_subnormal, -0.0
+    x[5, ::2] = 2.0**-13
+    ones = np.ones(64, x.dtype)
+    got = np.asarray(rms_norm(x, ones, eps=EPS).floats)
+    with np.errstate(all="ignore"):
+        want, _ = defined(x, ones)
+    flat = got.astype(np.float32)
+    assert np.isnan(flat[0]).all()
+    assert np.isnan(flat[1, 5]) and not flat[1, np.arange(64) != 5].any()
+    assert_bits_equal(got[2:], want[2:])
+
+
+def test_a_residual_is_added_first():
+    """In float32, and what is normed is its sum after it was rounded."""
+    x, residual = rows((5, 96), "bfloat16"), rows((5, 96), "bfloat16", 1)
+    weight = rows((96,), "bfloat16", 2)
+    total = (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
+    got = jax.jit(functools.partial(rms_norm, eps=EPS))(x, weight, residual=residual)
+    assert_bits_equal(got.sum, total)
+    assert_bits_equal(got.floats, defined(total, weight)[0])
+    assert got.quantized is got.factors is rms_norm(x).sum is None
+
+
+def test_quantized():
+    x, weight = rows((2, 64, 96), "bfloat16"), rows((96,), "float32", 1)
+    plain = rms_norm(x, weight).floats
+    one = rms_norm(x, weight, format="mxfp4_e2m1", scaling="even")
+    assert one.floats is None
+    assert_same_array(one.quantized, jax_mx.quantize(plain, "mxfp4_e2m1", scaling="even"))
+    two = rms_norm(x, weight, format="mxfp8_e5m2", both=True, floats=True, window=128)
+    assert_bits_equal(two.floats, plain)
+    want = jax_mx.quantize_both(plain, "mxfp8_e5m2", window=128)
+    for got, each in zip(two.quantized, want, strict=True):
+        assert_same_array(got, each)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
+def test_gradients(dtype):
+    """Of floats, sum and factors, by the formula in float64; codes have none."""
+    x, residual = rows((2, 5, 96), dtype, spread=1), rows((2, 5, 96), dtype, 1, spread=1)
+    weight = rows((96,), dtype, 2, spread=1)
+    dy, dsum = rows(x.shape, dtype, 3), rows(x.shape, dtype, 4)
+    dfactors = rows(x.shape[:-1], "float32", 5)
+
+    def call(x, residual, weight):
+        found = rms_norm(x, weight, eps=EPS, residual=residual, floats=True, factors=True)
+        return found.floats, found.sum, found.factors
+
+    _, pull = jax.vjp(call, x, residual, weight)
+    got = pull((dy, dsum, dfactors))
+    s, w, g, ds, df = (
+        np.asarray(a, np.float64)
+        for a in (call(x, residual, weight)[1], weight, dy, dsum, dfactors[..., None])
+    )
+    factor = 1 / np.sqrt((s**2).mean(-1, keepdims=True) + np.float64(np.float32(EPS)))
+    dx = ds + factor * (g * w) - factor**3 * s * ((g * w * s).mean(-1, keepdims=True))
+    dx = dx - df * factor**3 * s / 96
+    dweight = (g * s * factor).sum((0, 1))
+    near = 1e-5 if dtype == "float32" else 1e-2
+    for a, b in zip(got, (dx, dx, dweight), strict=True):
+        assert a.dtype == x.dtype
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=near, atol=near)
+    with pytest.raises(NotImplementedError, match="quantize has no derivative"):
+        jax.vjp(lambda x: rms_norm(x, format="mxfp8_e4m3").quantized, x)
+
+
+def test_vmap_and_what_is_kept():
+    x, weight = rows((3, 4, 64), "bfloat16"), rows((64,), "bfloat16", 1)
+    f = lambda x: rms_norm(x, weight).floats  # noqa: E731
+    assert_bits_equal(jax.vmap(f, 1, 1)(x), f(x))
+    _, pull = jax.vjp(lambda x, w: rms_norm(x, w).floats, x, weight)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if hasattr(leaf, "nbytes"))
+    assert kept == x.nbytes + weight.nbytes + 4 * 12
+
+
+def test_bad_calls_get_one_sentence():
+    x = np.ones((4, 64), np.float32)
+    refused = assert_refused
+    refused(lambda: rms_norm(x.astype(np.int32)), TypeError, "rms_norm: x")
+    refused(lambda: rms_norm(x[:, :0]), ValueError, "there must be elements in a row")
+    refused(lambda: rms_norm(x, x), ValueError, "weight has the shape (4, 64), must be (64,)")
+    refused(lambda: rms_norm(x, residual=x[0]), ValueError, "residual has the shape (64,)")
+    half = x.astype(np.float16)
+    refused(lambda: rms_norm(x, residual=half), TypeError, "residual is float16; convert one")
+    refused(lambda: rms_norm(x, eps=-1), ValueError, "eps must be finite and at least 0, got -1")
+    refused(lambda: rms_norm(x, eps="small"), TypeError, "eps must be a number")
+    refused(lambda: rms_norm(x, both=True), ValueError, "format says what is quantized to")
+    refused(lambda: rms_norm(x[:, :40], format="mxfp8_e4m3"), ValueError, "block length 32")
+
+
+# ---- sharding ---
+SPLITS = {
+    "rows over 8": P("a", None),
+    "both": P("a", "b"),
+    "elements of a row over 8": P(None, "b"),
+}
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit", "shard_map"])
+@pytest.mark.parametrize("title", SPLITS)
+def test_sharded(title, mode):
+    """The bits of one device; nothing moves but rows that are split, and the weight's gradient."""
+    spec, names = SPLITS[title], [n for n in SPLITS[title] if n]
+    if mode == "shard_map" and "b" in names:
+        return  # a shard would norm its part
+    kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    lengths = (8,) if len(names) == 1 else (4, 2)
+    mesh = jax.make_mesh(
+        lengths, names, axis_types=(kind,) * len(lengths), devices=jax.devices("cpu")
+    )
+    x, weight = rows((256, 512), "bfloat16"), rows((512,), "bfloat16", 1)
+    call = lambda x, w: rms_norm(x, w, format="mxfp8_e4m3", both=True, floats=True)[:2]  # noqa: E731
+    f = call
+    if mode == "shard_map":
+        f = jax.shard_map(
+            f, mesh=mesh, in_specs=(spec, P()), out_specs=(spec, (spec, P(None, "a")))
+        )
+    given = jax.device_put(x, NamedSharding(mesh, spec))
+    w = jax.device_put(weight, NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(f).lower(given, w).compile()
+    for got, want in zip(*map(jax.tree.leaves, (compiled(given, w), call(x, weight))), strict=True):
+        assert_bits_equal(np.asarray(got), np.asarray(want))
+    moved = collectives(compiled.as_text())
+    assert bool(moved) == ("b" in names), moved
