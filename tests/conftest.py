@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import gc
 import os
 from pathlib import Path
 
@@ -28,9 +29,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 # Most of what tests take is XLA compiling for the CPU, which these options make three times faster.
-# How XLA partitions and rewrites a program stays the same, the code that it makes of it does not:
-# tests marked `optimized`, which hold the reference's bits, compile as users do, and so do tests on
-# a GPU. Processes that tests start have no such options.
+# What code XLA makes differs, also in the bits of NaNs that floats are converted to: tests marked
+# `optimized`, which hold bits, compile as users do. So do all tests with --thorough, tests on a
+# GPU, processes that tests start, and programs of several devices: with this code these waited for
+# each other forever, once in a thousand steps of training.
 QUICK = [("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", True)]
 if jax.__version_info__ < (0, 11):
     QUICK += [("xla_cpu_use_fusion_emitters", False)]  # later versions of XLA have no other ones
@@ -41,7 +43,8 @@ def _with_quick_options(get_compile_options):
     @functools.wraps(get_compile_options)
     def get(*args, **kwargs):
         options = get_compile_options(*args, **kwargs)
-        if _quick and kwargs["backend"].platform == "cpu":
+        alone = kwargs["num_replicas"] * kwargs["num_partitions"] == 1
+        if _quick and alone and kwargs["backend"].platform == "cpu":
             options.env_option_overrides = [*QUICK, *options.env_option_overrides]
         return options
 
@@ -53,12 +56,14 @@ compiler.get_compile_options = _with_quick_options(compiler.get_compile_options)
 
 def as_users_do(item) -> bool:
     """Whether a test's programs are compiled with the options that users have."""
-    return any(item.get_closest_marker(name) for name in ("optimized", "gpu"))
+    return item.config.getoption("--thorough") or any(
+        item.get_closest_marker(name) for name in ("optimized", "gpu")
+    )
 
 
 @pytest.fixture(autouse=True)
 def compiled_quickly(request):
-    """Programs are compiled quickly, unless the test is marked `optimized` or `gpu`."""
+    """Programs of one device are compiled quickly, unless a test wants users' options."""
     global _quick
     quick = not as_users_do(request.node)
     if quick != _quick:
@@ -99,6 +104,16 @@ def pytest_configure(config):
     if not config.getoption("--hypothesis-profile", None):
         profile = "thorough" if config.getoption("--thorough") else "short"
         hypothesis.settings.load_profile(profile)
+
+
+def pytest_collection():
+    """Thousands of tests are there to stay: nothing of them is garbage, now or later."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_auto_num_workers(config):

@@ -6,10 +6,11 @@ import math
 import os
 import re
 import textwrap
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import images
@@ -321,14 +322,15 @@ GOLDEN_SETS = ("special_blocks_f32", "ties_f32", "subnormal_f32")
 
 
 # ---- the second oracle: exact rationals, and the text of semantics instead of its bit tricks ---
-def value_table(format: Format) -> list[Fraction]:
+@cache
+def value_table(format: Format) -> tuple[Fraction, ...]:
     """The value of every non-negative finite code."""
     values = []
     for code in range(format.max_code + 1):
         field, mantissa = divmod(code, 2**format.mantissa_bits)
         fraction = Fraction(mantissa, 2**format.mantissa_bits) + (field > 0)
         values.append(fraction * Fraction(2) ** (max(field, 1) - format.bias))
-    return values
+    return tuple(values)
 
 
 def exact_scale(amax: Fraction, format: Format, scaling: Scaling) -> int:
@@ -353,7 +355,9 @@ def exact_scale(amax: Fraction, format: Format, scaling: Scaling) -> int:
         e = exponent((amax / step + Fraction(1, 2)).__floor__() * step)
     elif scaling is Scaling.RCEIL:
         largest = Fraction(format.max)
-        e = next(k for k in range(-160, 160) if amax <= largest * Fraction(2) ** k) + format.emax
+        each = range(-160, 160)  # the first that is enough
+        enough = bisect_left(each, True, key=lambda k: amax <= largest * Fraction(2) ** k)
+        e = each[enough] + format.emax
     return max(e - format.emax + 127, 0)
 
 

@@ -157,6 +157,7 @@ def test_square_shapes_and_directions(format, shape):
     assert_same_array(jax_mx.quantize(x, format, block=32), jax_mx.quantize(x, format))
 
 
+@pytest.mark.optimized
 def test_square_arrays_under_transformations():
     x = jnp.asarray(random_bits((3, 64, 2, 96), np.float32))
     want = jax_mx.quantize(jnp.moveaxis(x, 2, 1), **SQUARE)

@@ -25,6 +25,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import MXFP4, MXFP8, Recipe
 
+pytestmark = pytest.mark.optimized
+
 P = PartitionSpec
 ROWS = P("a")
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
@@ -440,7 +442,6 @@ def test_the_table_is_current():
 
 
 # ---- gathered weights ---
-@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("shape", "spec", "recipe", "dims"),
     [

@@ -23,7 +23,7 @@ from jax_mx.testing.memory import Global
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(32, 3)
+@pytest.mark.sampled(40, 5)  # what test_emulated.py compiles
 @each_binary(FLYDSL)
 def test_accesses_are_16_bytes_a_lane(variant, arch):
     """Of x, the values and the floats; scales, of which a block has one byte, take less."""

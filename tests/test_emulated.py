@@ -67,8 +67,8 @@ def some(variant, table, count: int = 1, turn: int = 0) -> list:
     return [table[(at + i) % len(table)] for i in range(count)]
 
 
-# Of the cases of each of four tests, one in forty runs by default: two tests take each binary that
-# is compiled for them, as that takes longer than a test.
+# Of the cases of each of four tests, one in forty runs by default, and of two more others: several
+# take each binary that is compiled for them, as that takes longer than a test.
 every_binary = each_binary(FLYDSL)
 
 
@@ -165,7 +165,7 @@ def test_every_entry(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(49)
 @each_binary([v for v in FLYDSL if in_tiles(v)])
 def test_values_in_tiles(variant, arch):
     """Each way to ask, with each layout of scales, by the entries in turn."""
@@ -183,7 +183,7 @@ def test_values_in_tiles(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(20, 10)
 @pytest.mark.filterwarnings("ignore:invalid value")
 @each_binary(PREPROCESSED)
 def test_preprocessing(variant, arch):

@@ -131,6 +131,7 @@ def test_indices_may_be_traced(way):
     assert_bits_equal(grown.dequantize(jnp.float32), y[1][None])
 
 
+@pytest.mark.optimized
 def test_length_and_iteration():
     q = made("128x4")
     assert (len(q), q.size) == (3, 3 * 200 * 320)

@@ -19,6 +19,7 @@ from jax_mx import MXFP8
 from jax_mx.experts import wires
 
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
+pytestmark = pytest.mark.optimized
 TOKENS, K, D, I, E = 64, 2, 64, 128, 8  # noqa: E741
 ROWS = P(("data", "expert"))
 MESHES = {

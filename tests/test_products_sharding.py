@@ -29,6 +29,8 @@ from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering.primitive import ShardingTypeError
 from jax_mx.testing import emulate
 
+pytestmark = pytest.mark.optimized
+
 P = PartitionSpec
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
 LENGTHS = {"e": 8, "m": 256, "k": 256, "n": 256}  # batch, rows, contracted, columns
