@@ -52,7 +52,7 @@ def chips() -> list[str]:
         for arch, own in archs.items()
     ]
     rows.append(("", "all other devices, CPUs too", "XLA", '`"xla"`', "the reference itself"))
-    head = ("arch", "chips", "quantizers from", "products by", "our kernels' bytes were")
+    head = ("arch", "chips", "quantizers from", "products by", "our kernels were")
     return table(head, rows)
 
 

@@ -585,3 +585,14 @@ def test_odd_inputs():
     assert jax_mx.is_supported("quantize", "sm_90a")[0]
     with pytest.raises(ValueError, match="ndim must be 1 to 64"):
         jax_mx.is_supported("quantize", "sm_90", ndim=10**8)
+
+
+def test_what_an_array_prints():
+    """Types, and the names that arguments take; not the numbers."""
+    q = jax_mx.quantize(jnp.ones((64, 96)), "mxfp4_e2m1", scale_layout="blocked_128x4")
+    want = (
+        "MXArray(values=uint8[64, 48], scales=float8_e8m0fnu[1, 1, 512], format='mxfp4_e2m1', "
+        "axis=-1, scale_layout='blocked_128x4', block=[32], value_layout='row_major', window=32)"
+    )
+    assert repr(q) == want
+    assert repr(jax.tree.map(lambda _: None, q)).startswith("MXArray(values=None, scales=None, ")

@@ -45,7 +45,7 @@ from jax_mx.ops.placing import placed, require_kernel
 from jax_mx.ops.planning import plan_dequantize
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MXArray:
     """Blocks of small floats that share a scale each. A pytree with the leaves values and scales.
 
@@ -389,8 +389,22 @@ class MXArray:
         blocks = {"scale_layout": layout, "value_layout": values_in, "block": (BLOCK,)}
         return dataclasses.replace(self, values=values, scales=scales, axis=axis, **blocks)
 
+    def __repr__(self) -> str:
+        """Types and names as arguments take them, not the numbers."""
+        leaves = (("values", self.values), ("scales", self.scales))
+        each = {name: _type_of(leaf) for name, leaf in leaves}
+        own = metadata.described(metadata.fields_of(self))
+        each |= {name: repr(value) for name, value in own.items()}
+        return f"MXArray({', '.join(f'{name}={text}' for name, text in each.items())})"
+
     def __array__(self, *_: object, **__: object) -> np.ndarray:
         raise TypeError("an MXArray is two arrays; take .values and .scales, or .dequantize()")
+
+
+def _type_of(leaf: Any) -> str:
+    """An array as its dtype and shape; JAX puts other things there, too."""
+    dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
+    return repr(leaf) if dtype is None or shape is None else f"{dtype}{[*shape]}"
 
 
 def _of_bytes(op: str, name: str, array: Any, dtype: np.dtype) -> jax.Array:

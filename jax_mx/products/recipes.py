@@ -228,7 +228,8 @@ PRODUCTS = ("forward", "dgrad", "wgrad")
 _USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": ("dgrad", "wgrad")}
 
 # E4M3 everywhere, scales rounded up, to nearest: arXiv 2506.08027 v2, TransformerEngine's
-# MXFP8BlockScaling. E5M2 gradients were seen to diverge at 8B parameters.
+# MXFP8BlockScaling. E5M2 gradients diverged at 8B parameters:
+# NVIDIA-NeMo/Megatron-Bridge#638.
 MXFP8 = Recipe()
 # E5M2 for gradients: TransformerEngine's Format.HYBRID.
 MXFP8_HYBRID = Recipe(gradient=MXFP8_E5M2)
