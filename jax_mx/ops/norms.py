@@ -52,7 +52,7 @@ def rms_norm(
 
     Every implementation gives the same bits, which are within one unit in the last place of x's
     dtype of the exact number, but that a zero of its sign stands for each operand and result that
-    is subnormal in float32:
+    is subnormal in float32::
 
         total = the sum of x^2, in this order: sums[j] of the squares of elements j, j + 2048,
             j + 4096 ..., one after the other; then neighbours among the 2048 are added, 0 and 1,
@@ -158,11 +158,11 @@ def _normed_vjp(eps: float, x: jax.Array, residual: Any, weight: Any) -> tuple:
 
 
 def _normed_fwd(eps: float, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    out = _normed_vjp(eps, x, residual, weight)
+    out: Any = _normed_vjp(eps, x, residual, weight)
     return out, (*out[1:], weight, None if residual is None else ())
 
 
-def _normed_bwd(eps: float, kept: tuple, cotangents: tuple) -> tuple:
+def _normed_bwd(eps: float, kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple:
     del eps
     total, factor, weight, added = kept
     dy, dtotal, dfactor = (a.astype(jnp.float32) for a in cotangents)
