@@ -591,3 +591,24 @@ def test_emulated_at_any_address(variant, arch):
         want = jax.jit(call(variant, "xla", **how))(wanted(x, variant.source, weights))
         operands = emulation.bytes_of([x, weights])
         assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
+
+
+def test_inputs_of_other_kinds():
+    """Ups of other rows, dtypes and byte orders, and nothing at all, beside an activation."""
+    x, up = np.ones((96, 64), np.float32), np.ones((40, 64), np.float32)
+    rows = jnp.arange(32, dtype=jnp.int32)
+    call = functools.partial(jax_mx.quantize, rows=rows)
+    assert_refused(
+        lambda: call(x, activation=jax_mx.Gated(up=up)),
+        ValueError,
+        "must have one dtype and one shape",
+    )
+    assert_refused(lambda: call(x, activation=jax_mx.Gated(up="up")), TypeError, "must be an array")
+    for how in ({}, {"rows": rows}):
+        wide = x.astype(np.float64)
+        quantize = functools.partial(jax_mx.quantize, activation=jax_mx.Gated(), **how)
+        assert_refused(lambda: quantize(wide), TypeError, "x is float64")  # noqa: B023
+        assert_same_array(quantize(x.astype(">f4")), quantize(x))
+    assert jax_mx.quantize(jnp.ones((64, 0)), activation=jax_mx.Gated()).shape == (64, 0)
+    for axis in (-1, -2):
+        assert jax_mx.quantize(jnp.ones((64, 0)), rows=rows, axis=axis).shape == (32, 0)

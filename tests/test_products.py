@@ -633,3 +633,22 @@ def test_what_kernels_do_not_take_gets_one_sentence():
         assert not found
         assert sentence in found.reason
         assert "\n" not in found.reason
+
+
+def test_keys_of_shards():
+    """Inside shard_map the recipe's keys may vary where no operand does."""
+    recipe = Recipe(dgrad=Product(rounding=Stochastic(KEY)), gradient="mxfp4_e2m1")
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices("cpu")[:2])
+    x, w, sizes = jnp.ones((32, 64)), jnp.ones((64, 32)), jnp.array([32], jnp.int32)
+
+    def step(x, w):
+        own = recipe.fold_in(jax.lax.axis_index("d"))
+        dense = jax_mx.matmul(x, w, recipe=own).sum()
+        return dense + jax_mx.ragged_dot(x, w[None], sizes, recipe=own).sum()
+
+    one = jax.jit(jax.grad(step, (0, 1)))
+    spec = jax.sharding.PartitionSpec()
+    run = jax.shard_map(lambda x, w: jax.tree.map(lambda g: jax.lax.pmean(g, "d"), one(x, w)),
+                        mesh=mesh, in_specs=(spec, spec), out_specs=spec)  # fmt: skip
+    dx, dw = run(x, w)
+    assert dx.shape == x.shape and dw.shape == w.shape

@@ -451,7 +451,7 @@ class Viewed:
         return self.to(scales, result.scales_shape(self.shape), result.order_in(layout), layout)
 
     def to(self, a: jax.Array, shape: Shape, order: Order, layout: Layout = ROW_MAJOR) -> jax.Array:
-        """The view of any array that is as the floats are.
+        """The view of an array whose axes are those of the floats.
 
         Args:
           a: the array.
@@ -482,7 +482,7 @@ class Viewed:
           result: which one.
           axes: those of the floats that its blocks run along.
           format: of the values.
-          transpose: whether the first of them is last, if it is not the only and the last one.
+          transpose: whether the result has the first of them last; means nothing of (-1,).
         """
         (shape, spec), moves = self.floats, self.is_moved
         axes = (-2,) if moves else tuple(axes)

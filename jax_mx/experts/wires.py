@@ -198,12 +198,12 @@ def summed(axis: str | None, rows: jax.Array) -> jax.Array:
 
 
 def once(axis: str | None, rows: jax.Array) -> jax.Array:
-    """What of all shards of the inner length one has: the others have zeros, and the sum is it."""
+    """Rows on the first shard, zeros on the others: a sum over the axis counts them once."""
     return rows if axis is None else jnp.where(jax.lax.axis_index(axis) == 0, rows, 0)
 
 
 def numbered(recipe: Recipe, axes: Iterable[str | None]) -> Recipe:
-    """A recipe whose keys are this shard's own, of those along mesh axes.
+    """The recipe with this shard's place on each mesh axis folded into its keys.
 
     An axis of one shard leaves them as they are.
     """

@@ -6,10 +6,11 @@ kernels/*/activations.py has them for kernels.
 
 What is quantized has gate_up's dtype. From bfloat16 all implementations have to agree on every
 bit, whatever exponential function a chip has. So act(gate) is rounded to few bits before it is
-multiplied, and so is its slope: to numbers behind whose ties no bfloat16 gate has a value so close
-that an error of a few float32 units in the last place decides. Where the ties have to lie for that
-was searched for; tests/test_activations.py measures the distances. Then act(gate) has 9 bits, its
-slope 8, up and the result's gradient have 8 each: their products are exact in float32.
+multiplied: no bfloat16 gate is so close to a tie of that rounding that an error of a few float32
+units in the last place decides. Where the ties have to lie for that was searched for;
+tests/test_activations.py measures the distances. Then act(gate) has 9 bits and up has 8, whose
+product is exact in float32. Slopes have such a rounding too, of 8 bits, for kernels of the
+derivative, which are not there yet: `gated`'s derivative is the exact one.
 """
 
 from __future__ import annotations

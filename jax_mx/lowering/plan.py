@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def of_view(self) -> Plan:
-        """The call on its view, where blocks run along one of the last two axes if it has units."""
+        """The plan with axis -2, if `Viewed` moves its axis there; else the plan."""
         moved = self.axis < -2 and self.has_units
         return dataclasses.replace(self, axis=-2) if moved else self
 

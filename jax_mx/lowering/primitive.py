@@ -1,8 +1,8 @@
 """The ops as JAX primitives; the only module that uses names private to JAX.
 
-Operands come as views (arrays/views.py): every dimension but the last, or the last two, which are a
-block, is a batch dimension, to vmap, to the partitioner and to the kernel alike. So a sharded array
-is quantized where it lies. What each operand and result is, its signature says
+Operands come as views (arrays/views.py). The partitioner may split every dimension of a view but
+those inside of a block or a unit, so a sharded array is quantized where it lies; those of a source,
+rows or gates and ups, come as they lie. What each operand and result is, its signature says
 (facts/signatures.py).
 """
 
@@ -204,7 +204,7 @@ def _quantize_reference(x, *block_data, plan: Plan):
 
 def _quantize_via_floats(x, other, *block_data, plan: Plan):
     """The primitive on floats that XLA makes, by a kernel or not."""
-    x, other = x.reshape(x.shape[0], -1), other.reshape(-1)
+    x, other = x.reshape(x.shape[0], math.prod(x.shape[1:])), other.reshape(-1)
     if plan.source == "rows":
         found = reference.rows_of(x, other)
     else:
@@ -794,7 +794,7 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     Args:
       operands: the view of the floats and those of the plan's `given_data`; or what the plan's
         source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), and
-        weights (R, 1). Where blocks run along an axis, it is its length / 32, 32.
+        weights (R, 1). An axis of length n that blocks run along is two: n / 32 and 32.
       plan: the call.
 
     Returns:

@@ -28,7 +28,8 @@ class Gated:
 
     Attributes:
       name: see `gated`; so are the others.
-      weights: float32, by which rows are multiplied, or None.
+      weights: float32, by which rows are multiplied, or None; beside `rows` of `quantize`, one for
+        each row of the result.
       up: an array of its own, or None.
       interleaved: whether gates and ups lie by turns.
     """

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mx import reference
-from jax_mx.arrays.checks import shown
+from jax_mx.arrays.checks import float_dtype, floats, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.formats import BLOCK
@@ -23,7 +23,7 @@ from jax_mx.ops.preprocessing import Data, block_data_of
 
 
 def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str, Any]:
-    """What a call reads: x, what has the shape and dtype of the floats, their source, an operand.
+    """Returns x, an array like the floats, the name of their source, its second operand or None.
 
     Args:
       op: for messages.
@@ -43,16 +43,23 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
         if rows is None:
             return x, x, "", None
         return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
+    x, up = _of_jax(op, "x", x), activation.up
+    up = None if up is None else _of_jax(op, "up", floats(op, up))
+    activation = dataclasses.replace(activation, up=up)
+    gates = jax.eval_shape(lambda x: activation.halves(op, x)[0], x)  # refuses what does not fit
     if rows is not None:
-        both = (x, activation.up)
-        x, up = (None if a is None else _floats_of(jnp.asarray(a), rows, "rows") for a in both)
-        activation = dataclasses.replace(activation, up=up)
+        up = None if up is None else _floats_of(up, rows, "rows")
+        x, activation = _floats_of(x, rows, "rows"), dataclasses.replace(activation, up=up)
     if rows is not None or not activation.is_split:
         x = made(op, x, activation)
         return x, x, "", None
-    gates = jax.eval_shape(lambda x: activation.halves(op, x)[0], x)
     weights = weights_of(op, gates, activation.weights)
     return x, gates, activation.name, weights
+
+
+def _of_jax(op: str, name: str, x: Any) -> jax.Array:
+    """Floats as an array of JAX, whatever the order of their bytes."""
+    return jnp.asarray(x, float_dtype(op, name, x.dtype))
 
 
 def _rows(op: str, x: Any, rows: Any) -> Any:
@@ -80,7 +87,7 @@ def operands_of(
     Args:
       x: what the plan fits.
       data: of each direction, see `preprocessing.data_of`.
-      other: what `made_of` gave beside x.
+      other: the numbers of rows or the weights that `made_of` returned, or None.
       plan: of the call.
 
     Raises:
@@ -90,11 +97,11 @@ def operands_of(
         halves = 1 if plan.source == "rows" else 2
         shape = other.shape[0], x.shape[1] // halves
         viewed = Viewed.of(plan.view, shape, (None, None), plan.first_axis)
-        # As the kernels count them: rows, or blocks of rows and the 32 of a block; columns alike.
+        # Kernels count an axis in blocks of 32 where blocks run along it, else in elements.
         (down, across), (count, length) = plan.form.spans, shape
         tail = (length // BLOCK, BLOCK) if across else (length,)
         other = other.reshape((count // BLOCK, BLOCK) if down else (count, 1))
-        return [x.reshape(-1, *[2] * (halves - 1), *tail), other], viewed, plan
+        return [x.reshape(x.shape[0], *[2] * (halves - 1), *tail), other], viewed, plan
     if other is not None:
         x, plan = _floats_of(x, other, plan.source), dataclasses.replace(plan, source="")
     x = placed(x, x.shape, plan)
@@ -106,7 +113,10 @@ def operands_of(
 
 
 def _in_one_call(x: jax.Array, other: jax.Array, plan: Plan) -> bool:
-    """Whether a call can make the floats: of a matrix, without other data, and not split."""
+    """Whether the primitive can make the floats itself.
+
+    It needs a matrix that has rows, no block data and no mesh with explicit axes.
+    """
     meshes = (jax.typeof(a).sharding.mesh for a in (x, other))
     is_empty = isinstance(x.shape[0], int) and x.shape[0] == 0
     plain = x.ndim == 2 and not is_empty and not plan.block_data

@@ -50,9 +50,8 @@ def rms_norm(
 ) -> Normed:
     """x / sqrt(mean(x^2) + eps) * weight along the last axis, as floats, quantized, or both.
 
-    Every implementation gives the same bits, which are within one unit in the last place of x's
-    dtype of the exact number, but that a zero of its sign stands for each operand and result that
-    is subnormal in float32::
+    The bits of the result are defined, and within one unit in the last place of x's dtype of the
+    exact number. An operand or a result that is subnormal in float32 is a zero of its sign::
 
         total = the sum of x^2, in this order: sums[j] of the squares of elements j, j + 2048,
             j + 4096 ..., one after the other; then neighbours among the 2048 are added, 0 and 1,
@@ -127,7 +126,8 @@ def _beside(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
     Raises:
       TypeError, ValueError: it is none.
     """
-    float_dtype(op, name, getattr(x, "dtype", None))
+    x = floats_in(op, x)
+    float_dtype(op, name, x.dtype)
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{op}: {name} has the shape {tuple(x.shape)}, must be {tuple(shape)}")
     return jnp.asarray(x)

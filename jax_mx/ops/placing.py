@@ -37,7 +37,8 @@ def placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
         return x
     swapped = plan.op == "dequantize" and plan.transpose
     first, last = plan.view.unit_lengths[:: -1 if swapped else 1]
-    between = (1,) * (-2 - plan.axis)  # units are of the block axis and the last one
+    # A unit spans the block axis and the last one; axes between them may be split anywhere.
+    between = (1,) * (-2 - plan.axis)
     return gathered(x, shape, (first, *between, last))
 
 

@@ -206,7 +206,7 @@ def quantize_both(
 
 
 def as_planned(x: Any, plan: Plan) -> Any:
-    """x in the plan's dtype, which differs in the order of its bytes alone."""
+    """x as an array of JAX in the plan's dtype, which is x's but for the order of bytes."""
     return x if x.dtype == plan.dtype and hasattr(x, "aval") else jnp.asarray(x, plan.dtype)
 
 

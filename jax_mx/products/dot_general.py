@@ -114,9 +114,10 @@ def dot_general(
         static = static._replace(layout=layout.unpadded(is_square(rhs, recipe)))
     if isinstance(rhs, jax.Array):
         rhs = gathered_for(lhs, rhs, layout, out_sharding is not None)
-    # In shard_map, what one operand alone varies over: the other one's gradient is summed over it.
-    leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs)))
-    return _dot(static, *tree.unflatten(primitive.vary_alike(*leaves)), recipe)
+    # In shard_map an operand, or a key, may vary over an axis that the others do not. Where all of
+    # them vary, JAX sums the gradients of those others over it.
+    leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs), recipe))
+    return _dot(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
 
 # ---- the product and its derivative ---

@@ -188,7 +188,6 @@ def _one(
 
 
 def _floats(x: jax.Array, rows: jax.Array | None, activation: Gated | None) -> jax.Array:
-    if activation is not None:
-        x = made("forms_of", x, activation)
-    x = x.astype(jnp.bfloat16)
-    return x if rows is None else reference.rows_of(x, rows)
+    """In bfloat16 what `quantize` would quantize."""
+    x = x if rows is None else reference.rows_of(x, rows)
+    return (x if activation is None else made("quantize", x, activation)).astype(jnp.bfloat16)

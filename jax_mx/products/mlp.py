@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jax_mx.arrays.checks import float_dtype
+from jax_mx.arrays.checks import float_dtype, floats
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, named
 from jax_mx.lowering import primitive
@@ -79,7 +79,8 @@ def mlp(
         of x's dtype, what `recipe.quantize_weight` makes of them, or a frozen `MXArray`, also
         (2 I, D), with its blocks along D. 32 divides I.
       w_down: (I, N), likewise.
-      b_gate_up: floats (2 I,), or None; it is added in float32.
+      b_gate_up: floats (2 I,), or None. The product is rounded to x's dtype, the bias is added in
+        float32, and the sum is rounded again.
       b_down: floats (N,), or None; likewise.
       activation: see `gated`.
       interleaved: whether gates and ups come by turns along 2 I, not all gates first.
@@ -153,7 +154,10 @@ def mlp(
 
 # ---- what callers pass ---
 def _may_be_split() -> bool:
-    """Whether XLA may split rows; where not, they become one dimension, as kernels want them."""
+    """Whether XLA may split rows, as far as the mesh that is set says it.
+
+    Where it may not, they become one dimension, as kernels want them.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return any(kind != AxisType.Manual and mesh.shape[name] > 1 for name, kind in kinds)
@@ -168,7 +172,10 @@ def _layout(
       TypeError, ValueError: the weight is none for this product.
     """
     if not lhs or getattr(w, "ndim", 0) != 2:
-        raise ValueError(f"{op}: x has the shape {lhs}, {name} {w.shape}; must be (..., K), (K, N)")
+        raise ValueError(
+            f"{op}: {name} has the shape {w.shape}, what it is multiplied with {lhs}; must be "
+            "(K, N) and (..., K)"
+        )
     at = 0
     if isinstance(w, MXArray):
         check_frozen(op, name, recipe)
@@ -191,8 +198,8 @@ def _layout(
 def _bias(op: str, name: str, bias: Any, length: int) -> Any:
     if bias is None:
         return None
-    float_dtype(op, name, getattr(bias, "dtype", None))
-    if bias.shape != (length,):
+    float_dtype(op, name, floats(op, bias).dtype)
+    if jnp.shape(bias) != (length,):
         raise ValueError(f"{op}: {name} has the shape {bias.shape}, must be ({length},), or None")
     return jnp.asarray(bias)
 

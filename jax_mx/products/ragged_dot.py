@@ -73,9 +73,8 @@ def ragged_dot(
     unsplit(op, lhs, rhs)
     columns = weight.columns
     group_sizes = clamped(group_sizes, lhs.shape[0])
-    leaves, tree = jax.tree.flatten((lhs, weight.floats, weight.quantized, group_sizes))
-    lhs, floats, quantized, group_sizes = tree.unflatten(primitive.vary_alike(*leaves))
-    return _ragged(static, lhs, floats, quantized, group_sizes, recipe)[:, :columns]
+    leaves, tree = jax.tree.flatten((lhs, weight.floats, weight.quantized, group_sizes, recipe))
+    return _ragged(static, *tree.unflatten(primitive.vary_alike(*leaves)))[:, :columns]
 
 
 # ---- what callers pass ---

@@ -188,7 +188,7 @@ def blocks_along(
         lies = here or pads[at] or (blocks.square and any(quantized))
         if lies and shards > 1 and x.shape[at] % (shards * unit):
             raise primitive.ShardingTypeError(
-                f"dot_general: the {x.shape[at]} {what} of {name} are split over "
+                f"products: the {x.shape[at]} {what} of {name} are split over "
                 f"{' x '.join(names)} in {shards} shards of {x.shape[at] / shards:g}, which {unit} "
                 "does not divide, so that blocks would not stay whole; gather them with "
                 "jax.sharding.reshard"
@@ -211,7 +211,7 @@ def multiplied(static: Static, a: Form, b: Form, rows: int, spec: Any, dtype: An
       static: of the whole.
       a: (B..., rows..., .., ..).
       b: likewise.
-      rows: how many dimensions behind B are contracted besides the forms' own.
+      rows: how many dimensions right behind B the product also sums over.
       spec: the partition spec of the result on a mesh with explicit axes; None: not known.
       dtype: of the result.
     """

@@ -110,19 +110,19 @@ FORMULAS: Mapping[str, Formula] = {
 
 
 def part(x: jax.Array, name: str) -> jax.Array:
-    """What an activation makes of float32 gates: float32, in few more roundings than that."""
+    """What an activation makes of gates, in their dtype, float32 or float64."""
     return FORMULAS[ACTIVATIONS[name].unary].part(_cut(x, ACTIVATIONS[name]))
 
 
 def slope(x: jax.Array, name: str) -> jax.Array:
-    """The derivative of `part`; at the limit that of below."""
+    """The derivative of `part`; at the limit itself the one from below."""
     row = ACTIVATIONS[name]
     found = FORMULAS[row.unary].slope(_cut(x, row))
     return found if row.limit is None else jnp.where(x > row.limit, jnp.zeros_like(x), found)
 
 
 def other(up: jax.Array, name: str) -> jax.Array:
-    """What multiplies that: up, within the limit and shifted."""
+    """The factor of act(gate): up, within the limit and shifted."""
     row = ACTIVATIONS[name]
     if row.limit is not None:
         up = _cut(up, row)
