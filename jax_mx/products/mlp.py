@@ -74,7 +74,9 @@ def mlp(
     and gate and up are kept in MX. Differentiable in reverse mode with respect to all arrays.
 
     Args:
-      x: bfloat16, float16 or float32 (..., D). 32 divides D; there may be any number of rows.
+      x: bfloat16, float16 or float32 (..., D). 32 divides D; there may be any number of rows. On
+        automatic meshes set the mesh (jax.set_mesh): without it, an x that is split along another
+        axis than the first is gathered.
       w_gate_up: (D, 2 I), all gates, then all ups, of an activation without a gate (D, I): floats
         of x's dtype, what `recipe.quantize_weight` makes of them, or a frozen `MXArray`, also
         (2 I, D), with its blocks along D. 32 divides I.
