@@ -461,3 +461,17 @@ def test_the_table_is_current():
 
 if __name__ == "__main__":
     DOCS.write_text(with_table(DOCS.read_text(), "mlp", table()))
+
+
+def test_operands_of_other_kinds():
+    """Lists, byte orders and names that are none."""
+    x, w1, w2, b1, *_ = operands((7,), n=64)
+    want = mlp(x, w1, w2, b_gate_up=b1)
+    other = [np.asarray(a).astype(">f4") for a in (x, w1, w2, b1)]
+    assert_bits_equal(mlp(*other[:3], b_gate_up=other[3]), want)
+    assert_refused(lambda: mlp(x, w1, w2, precision="hihgest"), ValueError, "precision 'hihgest'")
+    assert_refused(
+        lambda: mlp(x, w1, w2, b_down=[0.0] * 3), ValueError, "b_down has the shape (3,)"
+    )
+    assert_refused(lambda: mlp(x, None, w2), TypeError, "w_gate_up must be an array")
+    assert_refused(lambda: mlp(x, w1, w2, b_down=jax_mx.quantize(w2)), TypeError, "b_down is an MX")

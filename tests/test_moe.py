@@ -264,3 +264,12 @@ def test_messages(change, error, sentence):
     names = ("x", "experts", "weights", "w1", "w2", "b1", "b2")
     args = dict(zip(names, operands()[:-1], strict=True)) | change
     assert_refused(lambda: layer(**args), error, sentence)
+
+
+def test_numbers_of_experts_that_32_bits_do_not_hold():
+    """They are no expert's, as others out of range."""
+    x, w1, w2 = jnp.ones((32, 64)), jnp.ones((1, 64, 128)), jnp.ones((1, 64, 64))
+    for dtype in (np.int64, np.uint64):
+        experts = np.full((32, 1), 2**32, dtype)
+        y = jax_mx.moe(x, experts, jnp.ones((32, 1)), w1, w2)
+        np.testing.assert_array_equal(y, np.zeros((32, 64)))

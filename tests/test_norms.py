@@ -221,3 +221,25 @@ def test_sharded(title, mode):
         assert_bits_equal(np.asarray(got), np.asarray(want))
     moved = collectives(compiled.as_text())
     assert bool(moved) == ("b" in names), moved
+
+
+def test_operands_of_other_kinds():
+    """Byte orders, numbers that are none, and what leaves in an exported program."""
+    x, weight = np.ones((4, 64), np.float32), np.ones(64, np.float32)
+    want = jax_mx.rms_norm(x, weight, residual=x)
+    got = jax_mx.rms_norm(*(a.astype(">f4") for a in (x, weight)), residual=x.astype(">f4"))
+    np.testing.assert_array_equal(got.floats, want.floats)
+    for eps, error in ((np.complex64(1), TypeError), (10**400, ValueError), (1e300, ValueError)):
+        assert_refused(lambda: jax_mx.rms_norm(x, eps=eps), error, "eps must be")  # noqa: B023
+    weight = jax_mx.MXFP8.quantize_weight(jnp.ones((64, 64)))
+    assert_refused(lambda: jax_mx.rms_norm(weight), TypeError, "must be an array of floats")
+    shape = jax.export.symbolic_shape("4, 32*n")
+    spec = jax.ShapeDtypeStruct(shape, jnp.float32)
+    assert_refused(
+        lambda: jax.eval_shape(jax_mx.rms_norm, spec), ValueError, "the length of rows must be"
+    )
+    how = {"disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    call = jax.jit(lambda x: jax_mx.rms_norm(x, format="mxfp8_e4m3", floats=True))
+    exported = jax.export.export(call, platforms=["cpu"], **how)(x).serialize()
+    again = jax.export.deserialize(exported).call(x)
+    np.testing.assert_array_equal(again.floats, call(x).floats)

@@ -55,7 +55,17 @@ def padded(length: Any, by: int) -> str:
     return f"write a symbolic one as a multiple, as in jax.export.symbolic_shape('{by}*n'),"
 
 
-def floats(op: str, x: Any) -> Any:
+def array_of(op: str, name: str, x: Any) -> jax.Array:
+    """Floats as an array of JAX, whatever the order of their bytes.
+
+    Raises:
+      TypeError: they are none of `FLOAT_DTYPES`.
+    """
+    x = floats(op, x, name)
+    return jnp.asarray(x, float_dtype(op, name, x.dtype))
+
+
+def floats(op: str, x: Any, name: str = "x") -> Any:
     """x, an array of JAX or NumPy, or what has a shape and a dtype of NumPy; lists become arrays.
 
     Raises:
@@ -63,10 +73,13 @@ def floats(op: str, x: Any) -> Any:
     """
     if hasattr(x, "dequantize"):  # an MXArray
         raise TypeError(
-            f"{op}: x is an MXArray in {x.format.name} already; give floats, as x.dequantize() does"
+            f"{op}: {name} is an MXArray in {x.format.name} already; give floats, as "
+            f"{name}.dequantize() does"
         )
     dtype = getattr(x, "dtype", None)
-    if isinstance(x, jax.Array) or isinstance(dtype, np.dtype):
+    if isinstance(x, jax.Array):
+        return x
+    if isinstance(dtype, np.dtype) and jax.tree_util.all_leaves([x]):  # no QuantizedWeight
         return x
     try:
         if dtype is None:
@@ -74,9 +87,9 @@ def floats(op: str, x: Any) -> Any:
     except (TypeError, ValueError):
         pass
     kind = type(x)
-    name = shown(x) if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
-    way = "; jax.dlpack.from_dlpack(x) makes one of it" if hasattr(x, "__dlpack__") else ""
-    raise TypeError(f"{op}: x is {name}, must be an array of floats of JAX or NumPy{way}")
+    what = shown(x) if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+    way = f"; jax.dlpack.from_dlpack({name}) makes one of it" if hasattr(x, "__dlpack__") else ""
+    raise TypeError(f"{op}: {name} is {what}, must be an array of floats of JAX or NumPy{way}")
 
 
 def float_dtype(op: str, name: str, dtype: Any) -> np.dtype:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import flag, float_dtype
+from jax_mx.arrays.checks import array_of, flag, float_dtype
 from jax_mx.experts import wires
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import MXFP8_E4M3, named
@@ -209,9 +209,14 @@ def _check_second(op: str, first: Weight, second: Weight, columns: int) -> None:
 
 
 def _routing(op: str, x: Any, experts: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
-    experts, weights = jnp.asarray(experts), jnp.asarray(weights)
+    if not isinstance(experts, jax.Array):
+        experts = np.asarray(experts)
+        if experts.dtype in (np.int64, np.uint64):  # which JAX would cut off: 2^32 is no expert 0
+            experts = np.clip(experts, -1, np.iinfo(np.int32).max).astype(np.int32)
     if not jnp.issubdtype(experts.dtype, jnp.integer):
         raise TypeError(f"{op}: experts are {experts.dtype}, must be integers")
+    experts = jnp.asarray(experts, experts.dtype.newbyteorder("="))
+    weights = jnp.asarray(weights)
     float_dtype(op, "weights", weights.dtype)
     if experts.ndim != 2 or experts.shape[0] != x.shape[0] or weights.shape != experts.shape:
         raise ValueError(
@@ -224,10 +229,10 @@ def _routing(op: str, x: Any, experts: Any, weights: Any) -> tuple[jax.Array, ja
 def _bias(op: str, name: str, bias: Any, shape: tuple[int, int]) -> Any:
     if bias is None:
         return None
-    float_dtype(op, name, getattr(bias, "dtype", None))
+    bias = array_of(op, name, bias)
     if bias.shape != shape:
         raise ValueError(f"{op}: {name} has the shape {bias.shape}, must be {shape}, or None")
-    return jnp.asarray(bias)
+    return bias
 
 
 # ---- the layer and its derivative ---

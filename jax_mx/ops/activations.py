@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx import reference
-from jax_mx.arrays.checks import flag, float_dtype, floats, shown
+from jax_mx.arrays.checks import array_of, flag, float_dtype, floats, shown
 from jax_mx.facts.activations import ACTIVATIONS, Activation
 
 
@@ -68,7 +68,7 @@ class Gated:
                     f"shape {tuple(x.shape)}"
                 )
             return reference.halves(x, self.name, self.interleaved)
-        up = floats(op, self.up)
+        up = floats(op, self.up, "up")
         if up.dtype != x.dtype or tuple(up.shape) != tuple(x.shape) or x.ndim == 0:
             error = ValueError if up.dtype == x.dtype else TypeError
             raise error(
@@ -115,9 +115,8 @@ def gated(
     """
     op = "gated"
     row_of(op, activation)
-    given = floats(op, gate_up)
-    x = jnp.asarray(given, float_dtype(op, "gate_up", given.dtype))
-    return made(op, x, Gated(activation, weights, up, interleaved))
+    up = None if up is None else array_of(op, "up", up)
+    return made(op, array_of(op, "gate_up", gate_up), Gated(activation, weights, up, interleaved))
 
 
 def made(op: str, x: jax.Array, own: Gated) -> jax.Array:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mx import reference
-from jax_mx.arrays.checks import float_dtype, floats, shown
+from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.formats import BLOCK
@@ -43,8 +42,8 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
         if rows is None:
             return x, x, "", None
         return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
-    x, up = _of_jax(op, "x", x), activation.up
-    up = None if up is None else _of_jax(op, "up", floats(op, up))
+    x, up = array_of(op, "x", x), activation.up
+    up = None if up is None else array_of(op, "up", up)
     activation = dataclasses.replace(activation, up=up)
     gates = jax.eval_shape(lambda x: activation.halves(op, x)[0], x)  # refuses what does not fit
     if rows is not None:
@@ -55,11 +54,6 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
         return x, x, "", None
     weights = weights_of(op, gates, activation.weights)
     return x, gates, activation.name, weights
-
-
-def _of_jax(op: str, name: str, x: Any) -> jax.Array:
-    """Floats as an array of JAX, whatever the order of their bytes."""
-    return jnp.asarray(x, float_dtype(op, name, x.dtype))
 
 
 def _rows(op: str, x: Any, rows: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import flag, float_dtype, shown
-from jax_mx.arrays.checks import floats as floats_in
+from jax_mx.arrays.checks import array_of, flag, shown
 from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
 from jax_mx.facts.formats import Format
 from jax_mx.lowering import primitive
@@ -34,6 +32,9 @@ class Normed(NamedTuple):
     quantized: MXArray | tuple[MXArray, MXArray] | None = None
     sum: jax.Array | None = None
     factors: jax.Array | None = None
+
+
+jax.export.register_namedtuple_serialization(Normed, serialized_name="jax_mx.Normed")
 
 
 def rms_norm(
@@ -88,19 +89,23 @@ def rms_norm(
       ValueError: shapes that do not fit, an eps that is negative or no number.
     """
     op = "rms_norm"
-    given = floats_in(op, x)
-    x = jnp.asarray(given, float_dtype(op, "x", given.dtype))
+    x = array_of(op, "x", x)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has the shape {x.shape}; there must be elements in a row")
+    if not isinstance(x.shape[-1], int):
+        raise ValueError(
+            f"{op}: x has the shape {x.shape}; the length of rows must be a number, as sums are in "
+            "an order that it decides; make the others symbolic"
+        )
     if weight is not None:
         weight = _beside(op, "weight", weight, (x.shape[-1],))
     if residual is not None:
         residual = _beside(op, "residual", residual, x.shape)
         if residual.dtype != x.dtype:
             raise TypeError(f"{op}: x is {x.dtype}, residual is {residual.dtype}; convert one")
-    if isinstance(eps, bool) or not isinstance(eps, int | float | np.number):
+    if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating):
         raise TypeError(f"{op}: eps must be a number, got {shown(eps)}")
-    if not math.isfinite(np.float32(eps)) or eps < 0:
+    if not 0 <= eps <= float(np.finfo(np.float32).max):  # Python compares with any int
         raise ValueError(f"{op}: eps must be finite and at least 0, got {eps}")
     if format is None and (flag(op, "both", both) or options):
         raise ValueError(f"{op}: format says what is quantized to; give it, or drop the rest")
@@ -126,18 +131,19 @@ def _beside(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
     Raises:
       TypeError, ValueError: it is none.
     """
-    x = floats_in(op, x)
-    float_dtype(op, name, x.dtype)
+    x = array_of(op, name, x)
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{op}: {name} has the shape {tuple(x.shape)}, must be {tuple(shape)}")
-    return jnp.asarray(x)
+    return x
 
 
 def _whole(x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
     """The operands with whole rows, on a mesh with explicit axes."""
-    mesh = jax.typeof(x).sharding.mesh
-    if not is_explicit(mesh):
+    given = [a for a in (x, residual, weight) if a is not None]
+    meshes = [m for m in (jax.typeof(a).sharding.mesh for a in given) if is_explicit(m)]
+    if not meshes:
         return x, residual, weight
+    mesh = meshes[0]
     spec = (*spec_of(x)[:-1], None)
     each = ((x, spec), (residual, spec), (weight, (None,)))
     x, residual, weight = (a if a is None else resharded(a, to, mesh) for a, to in each)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jax_mx.arrays.checks import float_dtype, floats
+from jax_mx.arrays.checks import array_of, float_dtype
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, named
 from jax_mx.lowering import primitive
@@ -200,10 +200,10 @@ def _layout(
 def _bias(op: str, name: str, bias: Any, length: int) -> Any:
     if bias is None:
         return None
-    float_dtype(op, name, floats(op, bias).dtype)
-    if jnp.shape(bias) != (length,):
+    bias = array_of(op, name, bias)
+    if bias.shape != (length,):
         raise ValueError(f"{op}: {name} has the shape {bias.shape}, must be ({length},), or None")
-    return jnp.asarray(bias)
+    return bias
 
 
 def _spec_between(rows: tuple, columns: Any) -> tuple:

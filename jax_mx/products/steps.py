@@ -25,6 +25,12 @@ from jax_mx.products.operands import Arrangement, Layout, padded
 from jax_mx.products.product import contracted
 from jax_mx.products.recipes import Recipe
 
+# What jax.lax.dot_general takes as a precision by name.
+PRECISIONS = (
+    *("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorfloat32"),
+    *("highest", "float32", *(preset.name for preset in jax.lax.DotAlgorithmPreset)),
+)
+
 
 # ---- what callers pass ---
 def operand_of(op: str, name: str, x: Any) -> Any:
@@ -42,17 +48,25 @@ def operand_of(op: str, name: str, x: Any) -> Any:
     if not hasattr(x, "dtype"):
         try:
             return jnp.asarray(x)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise TypeError(f"{op}: {name} must be an array, got {shown(x)}") from error
-    return x
+    return x.astype(x.dtype.newbyteorder("=")) if isinstance(x, np.ndarray) else x
 
 
 def is_exact(precision: Any) -> bool:
-    """Whether a precision is, or for some operand is, HIGHEST."""
+    """Whether a precision is, or for some operand is, HIGHEST.
+
+    Raises:
+      ValueError: a string that is no precision of JAX.
+    """
     if precision is None:
         config: Any = jax.config
         precision = config.jax_default_matmul_precision
     each = precision if isinstance(precision, tuple | list) else (precision,)
+    for name in each:
+        if isinstance(name, str) and name not in PRECISIONS:
+            allowed = ", ".join(PRECISIONS)
+            raise ValueError(f"precision {name!r} is unknown; use one of {allowed}, or None")
     return any(str(p).lower().rpartition(".")[2] in ("highest", "float32") for p in each)
 
 
