@@ -592,7 +592,7 @@ def test_what_an_array_prints():
     q = jax_mx.quantize(jnp.ones((64, 96)), "mxfp4_e2m1", scale_layout="blocked_128x4")
     want = (
         "MXArray(values=uint8[64, 48], scales=float8_e8m0fnu[1, 1, 512], format='mxfp4_e2m1', "
-        "axis=-1, scale_layout='blocked_128x4', block=[32], value_layout='row_major', window=32)"
+        "axis=-1, scale_layout='blocked_128x4', block=(32,), value_layout='row_major', window=32)"
     )
     assert repr(q) == want
     assert repr(jax.tree.map(lambda _: None, q)).startswith("MXArray(values=None, scales=None, ")

@@ -394,7 +394,8 @@ class MXArray:
         leaves = (("values", self.values), ("scales", self.scales))
         each = {name: _type_of(leaf) for name, leaf in leaves}
         own = metadata.described(metadata.fields_of(self))
-        each |= {name: repr(value) for name, value in own.items()}
+        for name, value in own.items():
+            each[name] = repr(tuple(value) if isinstance(value, list) else value)
         return f"MXArray({', '.join(f'{name}={text}' for name, text in each.items())})"
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:
