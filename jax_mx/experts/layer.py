@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import array_of, flag, float_dtype
+from jax_mx.arrays.checks import flag, float_dtype
 from jax_mx.experts import wires
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import MXFP8_E4M3, named
@@ -44,8 +44,7 @@ from jax_mx.products.ragged_dot import (
 )
 from jax_mx.products.ragged_product import grouped
 from jax_mx.products.recipes import MXFP8, Recipe
-
-RESIDUALS = ("mx", "floats", "inputs")
+from jax_mx.products.steps import bias_of, floats_kept, residuals_of
 
 
 def moe(
@@ -140,7 +139,7 @@ def moe(
     _check_second(op, first, second, x.shape[1])
     experts, weights = _routing(op, x, experts, weights)
     biases = [
-        _bias(op, name, bias, (first.groups, columns))
+        bias_of(op, name, bias, (first.groups, columns))
         for name, bias, columns in (
             ("b_gate_up", b_gate_up, first.columns),
             ("b_down", b_down, x.shape[1]),
@@ -154,13 +153,11 @@ def moe(
             options,
             (x, experts, weights, w_gate_up, w_down, *biases, recipe),
         )
-    if residuals is None:
-        residuals = "floats" if recipe.uses("lhs")[0].format is None else "mx"
     static = _Static(
         dtype,
         named(f"{op}: activation", {name: name for name in GATED}, activation),
         flag(op, "interleaved", interleaved),
-        named(f"{op}: residuals", {name: name for name in RESIDUALS}, residuals),
+        residuals_of(op, residuals, recipe),
         axes.experts,
         axes.tensor,
         named(f"{op}: wire", {name: name for name in wires.KINDS}, wire),
@@ -224,15 +221,6 @@ def _routing(op: str, x: Any, experts: Any, weights: Any) -> tuple[jax.Array, ja
             f"be (T, k), T = {x.shape[0]} as x has it"
         )
     return wide(experts), weights
-
-
-def _bias(op: str, name: str, bias: Any, shape: tuple[int, int]) -> Any:
-    if bias is None:
-        return None
-    bias = array_of(op, name, bias)
-    if bias.shape != shape:
-        raise ValueError(f"{op}: {name} has the shape {bias.shape}, must be {shape}, or None")
-    return bias
 
 
 # ---- the layer and its derivative ---
@@ -479,12 +467,7 @@ def _again(static: _Static, kept: _Kept) -> jax.Array:
         first, _ = kept.w_first
         bias, _ = kept.biases
         return _gate_up(static, kept.gate_up, first, kept.groups, bias)
-    if isinstance(kept.gate_up, MXArray):
-        # float16 may be too small for what was rounded up.
-        return dequantize(
-            kept.gate_up, jnp.float32 if static.dtype == jnp.float16 else static.dtype
-        )
-    return kept.gate_up
+    return floats_kept(kept.gate_up, static.dtype)
 
 
 def _gated(static: _Static, scale: jax.Array) -> Gated:

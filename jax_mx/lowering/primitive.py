@@ -309,7 +309,9 @@ class Target(NamedTuple):
         return self.chips is None
 
 
-def target_of(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
+def target_of(ctx: mlir.LoweringRuleContext, platform: str | None) -> Target:
+    """What is lowered for, by a rule of this platform; None: of all that have no own rule."""
+    platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
     chips, emulated = _chips(ctx, platform), emulation.value
     exports = ctx.module_context.lowering_parameters.for_export
     if platform == "cpu" and emulated is not None and not exports:
@@ -487,7 +489,6 @@ def _lower(reference_fn: Callable, platform: str | None, ctx, *operands, plan: A
       CompileError: a kernel does not compile, and the caller named its implementation, or other
         processes of the program may have it.
     """
-    platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
     target = target_of(ctx, platform)
     written = value_layouts_of(chip_table.DSLS.get(target.platform, ""), plan.scale_layout.name)
     in_rows = any(layout.name not in written for layout in plan.value_layouts)
@@ -743,7 +744,7 @@ def _of_both_from_matrices(view, *, plan: Plan):
 
 def _lower_of_both(platform: str | None, ctx, view, *, plan: Plan):
     """By the kernel where XLA splits nothing, else by its two reductions."""
-    target = target_of(ctx, platform or (ctx.platforms or ctx.module_context.platforms)[0])
+    target = target_of(ctx, platform)
     one_read = plan.implementation != "xla" and not target.partitioned and plan.view.units is None
     fn = _of_both_from_matrices if one_read and target.platform == "cuda" else _of_both_reference
     return mlir.lower_fun(fn, multiple_results=True)(ctx, view, plan=plan)

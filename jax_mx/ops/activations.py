@@ -55,19 +55,20 @@ class Gated:
         """Whether an x has all gates, then all ups, as kernels read it."""
         return ACTIVATIONS[self.name].has_gate and self.up is None and not self.interleaved
 
-    def halves(self, op: str, x: Any) -> list[Any]:
-        """Gates and ups of an x, or x alone.
+    def gates_of(self, op: str, x: Any) -> jax.ShapeDtypeStruct:
+        """What has the shape and the dtype of an x's gates, which are those of the result.
 
         Raises:
           TypeError, ValueError: x and up do not fit.
         """
         if self.up is None:
-            if x.ndim == 0 or (ACTIVATIONS[self.name].has_gate and x.shape[-1] % 2):
+            halves = 1 + ACTIVATIONS[self.name].has_gate
+            if x.ndim == 0 or x.shape[-1] % halves:
                 raise ValueError(
                     f"{op}: an activation wants gates and ups, halves of the last axis, got the "
                     f"shape {tuple(x.shape)}"
                 )
-            return reference.halves(x, self.name, self.interleaved)
+            return jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] // halves), x.dtype)
         up = floats(op, self.up, "up")
         if up.dtype != x.dtype or tuple(up.shape) != tuple(x.shape) or x.ndim == 0:
             error = ValueError if up.dtype == x.dtype else TypeError
@@ -75,7 +76,7 @@ class Gated:
                 f"{op}: gates are {x.dtype}{[*x.shape]} and ups {up.dtype}{[*up.shape]}; both must "
                 "have one dtype and one shape"
             )
-        return [x, up]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def gated(
@@ -126,8 +127,12 @@ def made(op: str, x: jax.Array, own: Gated) -> jax.Array:
       TypeError, ValueError: x and what belongs to it do not fit.
     """
     float_dtype(op, "x", x.dtype)
-    each = own.halves(op, x)
-    weights = None if own.weights is None else weights_of(op, each[0], own.weights)
+    gates = own.gates_of(op, x)
+    weights = None if own.weights is None else weights_of(op, gates, own.weights)
+    if own.up is None:
+        each = reference.halves(x, own.name, own.interleaved)
+    else:
+        each = [x, own.up]
     return _made(tuple(map(jnp.asarray, each)), weights, own.name)
 
 

@@ -45,7 +45,7 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
     x, up = array_of(op, "x", x), activation.up
     up = None if up is None else array_of(op, "up", up)
     activation = dataclasses.replace(activation, up=up)
-    gates = jax.eval_shape(lambda x: activation.halves(op, x)[0], x)  # refuses what does not fit
+    gates = activation.gates_of(op, x)
     if rows is not None:
         up = None if up is None else _floats_of(up, rows, "rows")
         x, activation = _floats_of(x, rows, "rows"), dataclasses.replace(activation, up=up)

@@ -329,7 +329,7 @@ def lowered(
       run: computes the product by an implementation, from that and the operands.
       table: of implementations.
     """
-    target = primitive.target_of(ctx, given or (ctx.platforms or ctx.module_context.platforms)[0])
+    target = primitive.target_of(ctx, given)
     served = serving(dataclasses.replace(call, partitioned=target.partitioned), target, table)
 
     def product(*leaves: Any) -> list[jax.Array]:

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jax_mx.arrays.checks import array_of, float_dtype
+from jax_mx.arrays.checks import float_dtype
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, named
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated, made, row_of
-from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.products.forms import Form, QuantizedWeight, Use
 from jax_mx.products.implementations import IMPLEMENTATIONS
@@ -32,8 +32,10 @@ from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_of
 from jax_mx.products.steps import (
     Side,
     Static,
+    bias_of,
     blocks_along,
     check_quantized,
+    floats_kept,
     forms_for,
     forward,
     gathered_for,
@@ -44,11 +46,10 @@ from jax_mx.products.steps import (
     multiplied,
     operand_of,
     parts_of,
+    residuals_of,
     rhs_gradient,
     side_of,
 )
-
-RESIDUALS = ("mx", "floats", "inputs")
 
 
 def mlp(
@@ -124,12 +125,13 @@ def mlp(
     hidden = (*x.shape[:-1], columns // halves)
     second = _layout(op, "w_down", hidden, w2, dtype, recipe, keep_rows)
     b1, b2 = (
-        _bias(op, *each)
-        for each in (("b_gate_up", b_gate_up, columns), ("b_down", b_down, second.rhs.free[0]))
+        bias_of(op, name, bias, (length,))
+        for name, bias, length in (
+            ("b_gate_up", b_gate_up, columns),
+            ("b_down", b_down, second.rhs.free[0]),
+        )
     )
-    if residuals is None:
-        residuals = "floats" if recipe.uses("lhs")[0].format is None else "mx"
-    residuals = named(f"{op}: residuals", {name: name for name in RESIDUALS}, residuals)
+    residuals = residuals_of(op, residuals, recipe)
     if implementation is not None:
         names = {name: name for name in IMPLEMENTATIONS}
         implementation = named(f"{op}: implementation", names, implementation)
@@ -195,15 +197,6 @@ def _layout(
     if isinstance(w, MXArray):
         layout = Layout(layout.lhs, layout.rhs._replace(padded=False))
     return layout
-
-
-def _bias(op: str, name: str, bias: Any, length: int) -> Any:
-    if bias is None:
-        return None
-    bias = array_of(op, name, bias)
-    if bias.shape != (length,):
-        raise ValueError(f"{op}: {name} has the shape {bias.shape}, must be ({length},), or None")
-    return bias
 
 
 def _spec_between(rows: tuple, columns: Any) -> tuple:
@@ -366,10 +359,7 @@ def _again(static: _Static, kept: _Kept) -> jax.Array:
     """Gate and up, arranged: as they were kept, or computed again."""
     if static.residuals == "inputs":
         return _gate_up(static, kept.gate_up, kept.w_first[0], kept.bias)
-    if isinstance(kept.gate_up, MXArray):
-        dtype = static.first.dtype  # float16 may be too small for what was rounded up
-        return dequantize(kept.gate_up, jnp.float32 if dtype == jnp.float16 else dtype)
-    return kept.gate_up
+    return floats_kept(kept.gate_up, static.first.dtype)
 
 
 def _summed(rows: jax.Array, bias: Side | None) -> jax.Array | None:

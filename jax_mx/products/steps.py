@@ -1,4 +1,4 @@
-"""What the products of a layer share, each with its derivative: `dot_general` and `mlp`.
+"""What `dot_general`, `mlp` and `moe` share, each with its derivative.
 
 What callers pass becomes floats that gradients reach and forms (forms.py), arranged as operands.py
 says; a form meets another in one product.
@@ -13,17 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import shown
+from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
+from jax_mx.facts.formats import named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated
-from jax_mx.ops.mxarray import MXArray, checked
+from jax_mx.ops.mxarray import MXArray, checked, dequantize
 from jax_mx.products.forms import Form, QuantizedWeight, forms_of
 from jax_mx.products.operands import Arrangement, Layout, padded
 from jax_mx.products.product import contracted
 from jax_mx.products.recipes import Recipe
+
+RESIDUALS = ("mx", "floats", "inputs")  # what `mlp` and `moe` keep of gate and up
 
 # What jax.lax.dot_general takes as a precision by name.
 PRECISIONS = (
@@ -99,6 +102,39 @@ def check_quantized(op: str, name: str, x: Any, side: Arrangement, recipe: Recip
             f"{op}: {name} has blocks along dimension {', '.join(map(str, spans))}, the product "
             f"contracts dimension {last}; quantize it along that one"
         )
+
+
+def bias_of(op: str, name: str, bias: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    """A bias as an array of JAX, or None.
+
+    Raises:
+      TypeError, ValueError: it is none of this shape.
+    """
+    if bias is None:
+        return None
+    bias = array_of(op, name, bias)
+    if bias.shape != shape:
+        raise ValueError(f"{op}: {name} has the shape {bias.shape}, must be {shape}, or None")
+    return bias
+
+
+def residuals_of(op: str, residuals: Any, recipe: Recipe) -> str:
+    """What is kept of gate and up, one of `RESIDUALS`; of None what the recipe's forward reads.
+
+    Raises:
+      TypeError, ValueError: it is none.
+    """
+    if residuals is None:
+        residuals = "floats" if recipe.uses("lhs")[0].format is None else "mx"
+    return named(f"{op}: residuals", {name: name for name in RESIDUALS}, residuals)
+
+
+def floats_kept(gate_up: Any, dtype: np.dtype) -> jax.Array:
+    """Gate and up as floats, of what was kept of them."""
+    if not isinstance(gate_up, MXArray):
+        return gate_up
+    # float16 may be too small for what was rounded up.
+    return dequantize(gate_up, jnp.float32 if dtype == jnp.float16 else dtype)
 
 
 def parts_of(x: Any) -> tuple[Any, Any]:
