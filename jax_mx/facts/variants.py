@@ -24,7 +24,7 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     Format,
 )
-from jax_mx.facts.signatures import signature_name
+from jax_mx.facts.signatures import RMS_NORM, signature_name
 from jax_mx.facts.windows import ROW, TILE, Window, suffix_of
 
 
@@ -76,7 +76,7 @@ class Variant:
       kinds: how the elements of each are preprocessed, and their windows; () where there is
         nothing of that.
       source: what the floats are made of: "", they are x; "rows": the rows of x that an operand
-        numbers; an activation's name: both halves of x.
+        numbers; an activation's name: both halves of x; "rms_norm": x, whose rows are normed.
     """
 
     op: str
@@ -91,6 +91,11 @@ class Variant:
     def rows(self) -> bool:
         """Whether it picks rows."""
         return self.source == "rows"
+
+    @property
+    def normed(self) -> bool:
+        """Whether it norms rows."""
+        return self.source == RMS_NORM
 
     @property
     def signature(self) -> str:
@@ -246,6 +251,18 @@ VARIANTS += tuple(
     for activation in ACTIVE[variant.implementation]
     if variant.form in (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
     if variant.window != 256 or not variant.form.is_both  # registers do not hold its tiles
+)
+# The forms of what each DSL's kernels norm.
+NORMED: Mapping[str, tuple[Form, ...]] = {
+    "cutedsl": (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED),
+    "flydsl": (),
+}
+VARIANTS += tuple(
+    dataclasses.replace(variant, source=RMS_NORM)
+    for variant in VARIANTS
+    if variant.rows and variant.formats[0].bits != 6
+    if variant.form in NORMED[variant.implementation]
+    if variant.window != 256 or not variant.form.is_both  # as of activations
 )
 
 

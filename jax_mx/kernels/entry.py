@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ScaleLayout
-from jax_mx.facts.signatures import Array, Role, Signature, signature_of
+from jax_mx.facts.signatures import RMS_NORM, Array, Role, Signature, signature_of
 from jax_mx.facts.variants import Kind, Variant, takes_zero_scale, value_layouts_of
 
 
@@ -24,6 +24,7 @@ class Entry:
       elements_per_thread: for the build's report.
       trips: the most that a loop in it makes; 0 where there is none.
       dynamic_shared: bytes of shared memory that a launch gives beside the kernel's own.
+      scratch: results that are cleared before, as the launch rule has them.
     """
 
     # What a kernel may ask for each quantized result, see `Plan.scalars`.
@@ -40,6 +41,7 @@ class Entry:
     divide: Sequence = ()
     trips = 0
     dynamic_shared = 0
+    scratch: Sequence = ()
     threads: int
     grid: Sequence
     elements_per_thread: int
@@ -55,12 +57,14 @@ class Entry:
     @property
     def of(self) -> int:
         """The dimension of x that is its columns where the floats are made of x, else 0."""
+        if self.variant.normed:
+            return 1 + self.variant.form.spans[0]
         return {"": 0, "rows": 1}.get(self.variant.source, 2)
 
     @property
     def gates(self) -> bool:
         """Whether an activation makes the floats."""
-        return self.variant.source not in ("", "rows")
+        return self.variant.source not in ("", "rows", RMS_NORM)
 
     @property
     def count(self) -> int:
@@ -99,6 +103,7 @@ class Entry:
             if name != "flips_odd" or self.kind(i).blocks > 1
             if name != "value_tiles" or self.tiles_values
         ]
+        names += ["eps"] * self.variant.normed
         return [*self.extents, *([4, name] for name in names)]
 
     @property
@@ -159,6 +164,8 @@ def launches(
     found, symbols = {}, iter(sorted(usage))
     for name, entries in kernels.items():
         found[name] = {"scalars": entries[0].scalars, "entries": []}
+        if entries[0].scratch:
+            found[name]["scratch"] = [*entries[0].scratch]
         for entry in entries:
             symbol = next(symbols)
             own = {"elements_per_thread": entry.elements_per_thread, "trips": entry.trips}

@@ -43,6 +43,7 @@ class Plan:
         window.
       caller: the public function whose part the call is, for messages; empty: the op itself.
       source: what the floats are made of, see `facts.variants.Variant`.
+      eps: of a norm, a float32.
     """
 
     op: str
@@ -59,6 +60,7 @@ class Plan:
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
     caller: str = ""
     source: str = ""
+    eps: float = 0.0
 
     def __hash__(self) -> int:
         return self._hash  # computed once: jit looks a plan up at every eager call
@@ -163,7 +165,7 @@ class Plan:
         """The numbers that a kernel may ask for by name."""
         if self.scaling is None:
             return {}
-        found = {}
+        found = {"eps": int(np.float32(self.eps).view(np.int32))}
         for i, (format, own) in enumerate(zip(self.formats, self.preprocessing, strict=True)):
             add, exception = self.scaling.rounding(format)
             prescale = np.float32(own.prescale or 0)

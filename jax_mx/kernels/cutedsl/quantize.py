@@ -12,11 +12,16 @@ from jax_mx.facts.directions import LAST
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Variant
 from jax_mx.kernels.cutedsl.flat import Flat
+from jax_mx.kernels.cutedsl.norms import NormedTiled, Rows
 from jax_mx.kernels.cutedsl.preprocessed_tiles import PreprocessedTiled
 from jax_mx.kernels.cutedsl.tiled import Tiled
 
 
 def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool, **tuning):
     """The kernel of a variant's entry, for scales in this layout."""
+    if variant.normed:
+        return (Rows if variant.form == LAST else NormedTiled)(
+            variant, arch, layout, aligned, **tuning
+        )
     tiled = PreprocessedTiled if variant.changes_elements else Tiled
     return (Flat if variant.form == LAST else tiled)(variant, arch, layout, aligned, **tuning)

@@ -143,6 +143,11 @@ class Tiled(Kernel):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
+        self.quantize_tile(pointers, scalars)
+
+    @cute.jit
+    def quantize_tile(self, pointers, scalars):
+        """What a thread block does."""
         blocks_m, k = self.lengths(scalars)
         tid, _, _ = cute.arch.thread_idx()
         at = self.place(blocks_m, k)

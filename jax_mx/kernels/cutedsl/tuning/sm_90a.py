@@ -9,6 +9,21 @@ rows of "keep".
 CHIP = "NVIDIA H200"
 
 ROWS = [
+    # ---- quantize: rows that are normed; (threads, kept, rows), and (down, across, each, lag) ---
+    {
+        "kernel": "quantize.Rows",
+        "where": {},
+        "value": {"threads": 256, "kept": 4, "rows": 2},
+        "date": "",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.NormedTiled",
+        "where": {},
+        "value": {"down": 4, "across": 2, "each": 2, "lag": 4},
+        "date": "",
+        "measured": [],
+    },
     # ---- quantize: blocks along the last axis; (threads, elements, unroll) ---
     {
         # Rows that are picked; with two steps a thread waits once for the numbers of both.

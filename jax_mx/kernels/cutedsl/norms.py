@@ -1,0 +1,518 @@
+"""Rows that are normed as they are quantized: `Rows` along them, `NormedTiled` for other forms.
+
+The sum of a row's squares has the order that `jax_mx.rms_norm` says: 2048 sums side by side, then
+by neighbours. A lane has 8 or 16 neighbouring ones of these, so that the last steps are shuffles
+within a warp and a few words of shared memory.
+"""
+
+import dataclasses
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from cutlass.cutlass_dsl import dsl_user_op
+
+from jax_mx.facts.formats import BLOCK
+from jax_mx.kernels import geometry
+from jax_mx.kernels.cutedsl import convert, preprocessed
+from jax_mx.kernels.cutedsl.flat import WholeBlocks
+from jax_mx.kernels.cutedsl.kernel import bytes_of, load, offset_in_tiles, select, vector_at
+from jax_mx.kernels.cutedsl.tiled import Tiled, Tiling
+from jax_mx.kernels.geometry import Extents, Place, Tile
+
+SUMS = 2048  # that are taken side by side
+NOT_READY = 0  # a factor's bits before it is there; a factor of 0 has a sign until it is read
+
+
+# ---- arithmetic: of words of two bfloat16 ---
+_WIDEN = "shl.b32 w, {$r0}, 16; mov.b32 a, w; and.b32 w, {$r0}, 0xFFFF0000; mov.b32 b, w; "
+
+
+@dsl_user_op
+def plus_squares(word: Uint32, a: Float32, b: Float32, *, loc=None, ip=None) -> list:
+    """Two sums and the squares of a word's elements; those below 2^-126 are zeros."""
+    return list(
+        cute.arch.inline_ptx(
+            f"{{ .reg .b32 w; .reg .f32 a, b; {_WIDEN}"
+            "mul.rn.ftz.f32 a, a, a; mul.rn.ftz.f32 b, b, b; "
+            "add.rn.ftz.f32 {$w0}, {$r1}, a; add.rn.ftz.f32 {$w1}, {$r2}, b; }",
+            write_only_types=[Float32] * 2,
+            read_only_args=[word, a, b],
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def normed(word: Uint32, factor: Float32, a: Float32, b: Float32, *, loc=None, ip=None) -> Uint32:
+    """A word's elements times their row's factor, times their columns' weights."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 w; .reg .f32 a, b; {_WIDEN}"
+        "mul.rn.ftz.f32 a, a, {$r1}; mul.rn.ftz.f32 b, b, {$r1}; "
+        "mul.rn.ftz.f32 a, a, {$r2}; mul.rn.ftz.f32 b, b, {$r3}; "
+        "cvt.rn.bf16x2.f32 {$w0}, b, a; }",
+        write_only_types=[Uint32],
+        read_only_args=[word, factor, a, b],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def factor_of(total: Float32, length: Int32, eps: Int32, *, loc=None, ip=None) -> Float32:
+    """sqrt(length / (total + length * eps)) in float64; `eps` are the bits of a float32.
+
+    Without branches and calls, as nothing is subnormal. The quotient is rounded as IEEE 754 says:
+    its last step has the exact remainder (P. Markstein, IBM J. Res. Dev. 34, 1990). The root's last
+    step is within 2^-80 of the exact one before it is rounded, which decides nothing: a float64
+    next to a tie of two float32, which has 25 bits, is no closer to a root than 2^-76.
+    """
+    quotient = (
+        "rcp.approx.ftz.f64 y, d; neg.f64 m, d; fma.rn.f64 r, m, y, 0d3FF0000000000000; "
+        "fma.rn.f64 r, r, r, r; fma.rn.f64 y, y, r, y; fma.rn.f64 r, m, y, 0d3FF0000000000000; "
+        "fma.rn.f64 y, y, r, y; mul.rn.f64 q, n, y; fma.rn.f64 r, m, q, n; fma.rn.f64 q, r, y, q; "
+    )
+    step = "neg.f64 m, g; fma.rn.f64 r, m, h, 0d3FE0000000000000; fma.rn.f64 g, g, r, g; "
+    step += "fma.rn.f64 h, h, r, h; "
+    root = (
+        "rsqrt.approx.ftz.f64 y, q; mul.rn.f64 g, q, y; mul.rn.f64 h, y, 0d3FE0000000000000; "
+        f"{step * 2}neg.f64 m, g; fma.rn.f64 r, m, g, q; fma.rn.f64 g, r, h, g; "
+    )
+    return cute.arch.inline_ptx(
+        "{ .reg .f64 d, n, e, y, m, r, q, g, h; .reg .f32 f; .reg .pred p; mov.b32 f, {$r2}; "
+        "cvt.f64.f32 e, f; cvt.f64.f32 d, {$r0}; cvt.rn.f64.s32 n, {$r1}; mul.rn.f64 e, n, e; "
+        f"add.rn.f64 d, d, e; {quotient}{root}cvt.rn.f32.f64 f, g; "
+        "setp.eq.f64 p, d, 0d0000000000000000; selp.f32 f, 0f7F800000, f, p; "
+        "setp.eq.f64 p, d, 0d7FF0000000000000; selp.f32 {$w0}, 0f00000000, f, p; }",
+        write_only_types=[Float32],
+        read_only_args=[total, Int32(length), Int32(eps)],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def tree(sums: list):
+    """The sum of neighbours, of neighbours of these, and so on."""
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+def over_warp(value: Float32) -> Float32:
+    """The sum of all lanes' values, likewise."""
+    for i in range(5):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset=1 << i)
+    return value
+
+
+@cute.jit
+def add_vector(sums, rX):
+    """Adds the squares of a lane's elements to its sums."""
+    words = cute.recast_tensor(rX, Uint32)
+    for w in range_constexpr(cute.size(words)):
+        both = plus_squares(words[w], sums[2 * w], sums[2 * w + 1])
+        sums[2 * w], sums[2 * w + 1] = both[0], both[1]
+
+
+# ---- along rows ---
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """What a thread block of `Rows` covers: whole rows."""
+
+    threads: int  # that have the 2048 sums
+    kept: int  # times 2048 elements of a row that stay in registers; more are read again
+    rows: int = 1
+
+
+class Rows(WholeBlocks):
+    """x (rows, cols, 32) -> values like x, scales (rows, cols) in the layout, factors (rows,).
+
+    Thread blocks beyond the last row write the padding of tiles of scales.
+    """
+
+    def __init__(self, *entry, tile: Whole | None = None):
+        super().__init__(*entry)
+        self.tile = tile or Whole(**self.tuned("Rows"))
+        self.threads = self.tile.threads
+        self.elements = SUMS // self.threads  # side by side, of a thread
+        self.elements_per_thread = self.elements * self.tile.kept * self.tile.rows
+        self.extents = geometry.extents_of_rows(self.of)
+        padded = self.layout.pad[0] if self.layout.is_tiled else 1
+        self.grid = geometry.grid_of_rows(self.tile.rows, max(padded, self.tile.rows))
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        arrays = self.named(pointers)
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        first = bid * self.tile.rows
+        shape: cutlass.Constexpr = (self.elements, self.tile.kept, self.tile.rows)
+        rX = cute.make_rmem_tensor(shape, convert.INPUT[self.dtype])
+        rX.fill(convert.INPUT[self.dtype](0))
+        for r in range_constexpr(self.tile.rows):
+            for s in range_constexpr(self.tile.kept):
+                self.take(rX[None, s, r], arrays["x"], scalars, first + r, s * self.threads + tid)
+        factors = self.factors(rX, arrays, scalars, first)
+        for s in range_constexpr(self.tile.kept):
+            place = s * self.threads + tid
+            weights = self.weights(arrays["weights"], scalars, place)
+            for r in range_constexpr(self.tile.rows):
+                self.put(
+                    rX[None, s, r], weights, factors[r], arrays, scalars, first + r, place
+                )
+        # Of longer rows the rest is read a second time.
+        for s in cutlass.range(self.tile.kept, self.sweeps(scalars), unroll=1):
+            place = s * self.threads + tid
+            weights = self.weights(arrays["weights"], scalars, place)
+            for r in range_constexpr(self.tile.rows):
+                rY = cute.make_rmem_tensor(self.elements, convert.INPUT[self.dtype])
+                rY.fill(convert.INPUT[self.dtype](0))
+                self.take(rY, arrays["x"], scalars, first + r, place)
+                self.put(rY, weights, factors[r], arrays, scalars, first + r, place)
+
+    @property
+    def sharers(self) -> int:
+        """How many threads share a block."""
+        return BLOCK // self.elements
+
+    def sweeps(self, scalars):
+        """How many times 2048 elements a row has, or begins to have."""
+        return (scalars[1] * self.sharers + self.threads - 1) // self.threads
+
+    @cute.jit
+    def take(self, target, x, scalars, row, place):
+        """Loads a vector of a row, if x has it."""
+        n: cutlass.Constexpr = self.elements
+        of_row = scalars[1] * self.sharers
+        if (row < scalars[0]) & (place < of_row):
+            at = Int64(row) * of_row + place
+            mX = cute.make_tensor(x, cute.make_layout((at + 1, n), stride=(n, 1)))
+            load(mX[at, None], target, False)
+
+    @cute.jit
+    def factors(self, rX, arrays, scalars, first):
+        """The factors of the thread block's rows."""
+        warps: cutlass.Constexpr = self.threads // 32
+        rows: cutlass.Constexpr = self.tile.rows
+        n: cutlass.Constexpr = self.elements
+        tid, _, _ = cute.arch.thread_idx()
+        sums = cute.make_tensor(
+            cute.arch.alloc_smem(Float32, warps * rows, alignment=16),
+            cute.make_layout((warps, rows)),
+        )
+        found = cute.make_tensor(
+            cute.arch.alloc_smem(Float32, rows, alignment=16), cute.make_layout(rows)
+        )
+        for r in range_constexpr(rows):
+            own = cute.make_rmem_tensor(n, Float32)
+            own.fill(Float32(0.0))
+            for s in range_constexpr(self.tile.kept):
+                add_vector(own, rX[None, s, r])
+            for s in cutlass.range(self.tile.kept, self.sweeps(scalars), unroll=1):
+                rY = cute.make_rmem_tensor(n, convert.INPUT[self.dtype])
+                rY.fill(convert.INPUT[self.dtype](0))
+                self.take(rY, arrays["x"], scalars, first + r, s * self.threads + tid)
+                add_vector(own, rY)
+            total = over_warp(tree([own[i] for i in range(n)]))
+            if tid % 32 == 0:
+                sums[tid // 32, r] = total
+        cute.arch.sync_threads()
+        if tid < rows:
+            total = tree([sums[w, tid] for w in range(warps)])
+            factor = factor_of(total, scalars[1] * BLOCK, scalars[len(scalars) - 1])
+            found[tid] = factor
+            if first + tid < scalars[0]:
+                vector_at(arrays["factors"] + first + tid, Float32, 4, 1)[0] = factor
+        cute.arch.sync_threads()
+        return [found[r] for r in range(rows)]
+
+    @cute.jit
+    def weights(self, weights, scalars, place):
+        """Those of a vector's columns."""
+        n: cutlass.Constexpr = self.elements
+        rM = cute.make_rmem_tensor(n, Float32)
+        rM.fill(Float32(0.0))
+        if place < scalars[1] * self.sharers:
+            align: cutlass.Constexpr = 16 if self.aligned else 4
+            cute.autovec_copy(vector_at(weights + place * n, Float32, align, n), rM)
+        return rM
+
+    @cute.jit
+    def put(self, rX, weights, factor, arrays, scalars, row, place):
+        """Norms a vector of a row, quantizes it and stores codes and scale."""
+        rows, cols = scalars[:2]
+        n: cutlass.Constexpr = self.elements
+        sharers: cutlass.Constexpr = self.sharers
+        given = self.of_result(scalars, 0)
+        rule = self.rule(given)
+        block, part = place // sharers, place % sharers
+        words = cute.recast_tensor(rX, Uint32)
+        held = [
+            normed(words[w], factor, weights[2 * w], weights[2 * w + 1]) for w in range(n // 2)
+        ]
+        inside = (row < rows) & (block < cols)
+        # What is not there is a zero, whatever the factor of other rows.
+        held = [select(inside, word, Uint32(0)) for word in held]
+        where: cutlass.Constexpr = preprocessed.Place(part, sharers, n, Int32(0))
+        data = ([], cutlass.Boolean(False))
+        packed, scale = self.quantized(held, data, 0, rule, self.extra(given), where)
+        number = Int64(row) * cols + block
+        stored: cutlass.Constexpr = n // self.per_byte
+        if inside:
+            to = number
+            if const_expr(self.tiles_values):
+                to = self.stored_as(number, cols, given["value_tiles"] != Int32(0))
+            at = to * sharers + part
+            mV = cute.make_tensor(
+                arrays["codes_0"], cute.make_layout((at + 1, stored), stride=(stored, 1))
+            )
+            cute.autovec_copy(bytes_of(packed, stored), mV[at, None])
+        offset, exists = number, inside
+        if const_expr(self.layout.is_tiled):
+            size: cutlass.Constexpr = Extents(rows, cols)
+            offset, exists = offset_in_tiles(self.layout, Place(Int32(0), row, block), size)
+            scale = select(inside, scale, Uint32(0))
+        if exists & (part == 0):
+            vector_at(arrays["scales_0"] + offset, cutlass.Uint8, 1, 1)[0] = cutlass.Uint8(scale)
+
+
+# ---- other forms ---
+@dataclasses.dataclass(frozen=True)
+class Bands(Tiling):
+    """What a thread block of `NormedTiled` covers, and which ones find factors for others."""
+
+    each: int = 2  # rows whose factors a thread block finds
+    lag: int = 4  # how many bands of tiles later these are quantized
+
+    @property
+    def finders(self) -> int:
+        """How many thread blocks find a band's factors."""
+        return self.rows // self.each
+
+
+class NormedTiled(Tiled):
+    """`Tiled` of what is normed: x is read twice, the second time from the L2 cache.
+
+    Of each band of tiles, some thread blocks find the rows' factors. Those that quantize the band
+    come a few bands later; they wait until the factors are there, and find them themselves where
+    that takes long: the order in which thread blocks run is not promised. Factors begin as zeros,
+    and one that is there is none, so they say themselves that they are.
+    """
+
+    CHUNK = 256  # of the 2048 sums, a warp's
+    POLLS = 1 << 12  # about a millisecond
+
+    def __init__(self, *entry, tile: Bands | None = None):
+        given = tile
+        super().__init__(*entry, tile=given or Tiling())
+        self.tile = given or Bands(**self.tuned("NormedTiled"))
+        super().__init__(*entry, tile=self.tile)
+        form, size = self.variant.form, Extents(self.tile.rows, self.tile.cols)
+        ahead = (self.tile.finders, self.tile.lag)
+        self.extents = geometry.extents_of_rows(self.of)
+        self.grid = geometry.grid_in_bands(form, size, self.region, self.of, ahead)
+        factors = self.signature.number("factors")
+        count = [[factors, 0, 1, 1], [-1, 4, 0, 1]]
+        self.scratch = [{"buffer": factors, "bytes": count, "clear": True}]
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        step, number = self.step(scalars)
+        tiles_m, _ = self.tiles(scalars)
+        if number < self.tile.finders:
+            if step < tiles_m:
+                self.find(pointers, scalars, step * self.tile.rows + number * self.tile.each)
+        elif step >= self.tile.lag:
+            self.quantize_tile(pointers, scalars)
+
+    def tiles(self, scalars) -> tuple:
+        """How many tiles there are down and across, padding included."""
+        blocks_m, k = self.lengths(scalars)
+        down, across = self.region.rows // BLOCK, self.region.cols
+        tiles_m = (blocks_m + down - 1) // down * (down // self.tile.down)
+        return tiles_m, (k + across - 1) // across * (across // self.tile.cols)
+
+    def step(self, scalars) -> tuple:
+        """Which band's turn it is, and the thread block's number among those of the turn."""
+        bid, _, _ = cute.arch.block_idx()
+        _, tiles_k = self.tiles(scalars)
+        each = Uint32(tiles_k + self.tile.finders)
+        step = Uint32(bid) // each
+        return Int32(step), Int32(Uint32(bid) - step * each)
+
+    def place(self, blocks_m, k, step=None) -> Tile:
+        """This thread block's tile of x."""
+        step, number = self.step((blocks_m, k // BLOCK if self.is_both else k))
+        return Tile(Int32(0), step - self.tile.lag, number - self.tile.finders, blocks_m, k)
+
+    # ---- factors ---
+    @cute.jit
+    def sums(self, x, scalars, first, count: cutlass.Constexpr, chunk):
+        """A warp's sums of the squares of `count` rows, over the columns of a chunk of sums."""
+        blocks_m, k = self.lengths(scalars)
+        n: cutlass.Constexpr = self.vector
+        deep: cutlass.Constexpr = 4
+        left = chunk * self.CHUNK + cute.arch.lane_idx() * n
+        own = cute.make_rmem_tensor((n, count), Float32)
+        own.fill(Float32(0.0))
+        turns = (k + deep * SUMS - 1) // (deep * SUMS)
+        for turn in cutlass.range(turns, unroll=1):
+            rX = cute.make_rmem_tensor((n, deep, count), convert.INPUT[self.dtype])
+            rX.fill(convert.INPUT[self.dtype](0))
+            for r in range_constexpr(count):
+                for s in range_constexpr(deep):
+                    col = (turn * deep + s) * SUMS + left
+                    self.load_piece(rX[None, s, r], x, first + r, col, k)
+            for r in range_constexpr(count):
+                for s in range_constexpr(deep):
+                    add_vector(own[None, r], rX[None, s, r])
+        return [over_warp(tree([own[i, r] for i in range(n)])) for r in range(count)]
+
+    @cute.jit
+    def load_piece(self, target, x, row, col, k):
+        """Elements of a row from a column on; nothing where that is beyond it."""
+        n: cutlass.Constexpr = self.vector
+        start = Int64(row) * k + col
+        if const_expr(self.aligned):
+            if col < k:
+                load(vector_at(x + start, convert.INPUT[self.dtype], 16, n), target, self.kept)
+        else:
+            mX = cute.make_tensor(x + start, cute.make_layout(n))
+            for i in range_constexpr(n):
+                if col + i < k:
+                    target[i] = mX[i]
+
+    def finished(self, total, scalars) -> Uint32:
+        """The bits of a factor, for the sum of a row's squares; never `NOT_READY`."""
+        _, k = self.lengths(scalars)
+        bits = convert.float_to_bits(factor_of(total, k, scalars[len(scalars) - 1]))
+        return select(bits == Uint32(NOT_READY), Uint32(0x80000000), bits)
+
+    @cute.jit
+    def find(self, pointers, scalars, first):
+        """Finds the factors of some rows; all of them are there, or none is."""
+        each: cutlass.Constexpr = self.tile.each
+        chunks: cutlass.Constexpr = SUMS // self.CHUNK
+        groups: cutlass.Constexpr = self.threads // 32 // chunks  # of warps, that take rows by turns
+        assert groups > 0 and each % groups == 0 and BLOCK % each == 0
+        count: cutlass.Constexpr = each // groups
+        arrays = self.named(pointers)
+        blocks_m, _ = self.lengths(scalars)
+        tid, _, _ = cute.arch.thread_idx()
+        warp = tid // 32
+        shared = cute.make_tensor(
+            cute.arch.alloc_smem(Float32, each * chunks, alignment=16),
+            cute.make_layout((chunks, each)),
+        )
+        if first < blocks_m * BLOCK:
+            row = warp // chunks * count
+            found = self.sums(arrays["x"], scalars, first + row, count, warp % chunks)
+            for r in range_constexpr(count):
+                if tid % 32 == 0:
+                    shared[warp % chunks, row + r] = found[r]
+            cute.arch.sync_threads()
+            if tid < each:
+                total = tree([shared[c, tid] for c in range(chunks)])
+                publish(arrays["factors"].toint() + Int64(first + tid) * 4, self.finished(total, scalars))
+
+    @cute.jit
+    def await_factors(self, arrays, scalars, at: cutlass.Constexpr):
+        """The factors of the tile's rows, in shared memory."""
+        warps: cutlass.Constexpr = self.threads // 32
+        each: cutlass.Constexpr = self.tile.rows // warps  # rows of a warp
+        assert each <= 32
+        tid, _, _ = cute.arch.thread_idx()
+        lane, warp = tid % 32, tid // 32
+        shared = cute.make_tensor(
+            cute.arch.alloc_smem(Uint32, self.tile.rows, alignment=16),
+            cute.make_layout(self.tile.rows),
+        )
+        first = at.row * self.tile.rows + warp * each
+        there = (lane < each) & (first + lane < at.rows * BLOCK)
+        bits = Uint32(1)
+        if there:
+            bits = awaited(arrays["factors"].toint() + Int64(first + lane) * 4, self.POLLS)
+        missing = Uint32(cute.arch.vote_ballot_sync(bits == Uint32(NOT_READY)))
+        if missing != Uint32(0):
+            for r in cutlass.range(each, unroll=1):
+                if (missing >> Uint32(r)) & Uint32(1) != Uint32(0):
+                    found = self.find_alone(arrays["x"], scalars, first + r)
+                    bits = select(lane == r, found, bits)
+        if lane < each:
+            shared[warp * each + lane] = bits & Uint32(0x7FFFFFFF)
+        cute.arch.sync_threads()
+        return shared
+
+    @cute.jit
+    def find_alone(self, x, scalars, row):
+        """A row's factor, by one warp."""
+        chunks: cutlass.Constexpr = SUMS // self.CHUNK
+        lane = cute.arch.lane_idx()
+        own = Float32(0.0)
+        for chunk in cutlass.range(chunks, unroll=1):
+            (found,) = self.sums(x, scalars, row, 1, chunk)
+            own = Float32(cutlass.select_(lane % chunks == chunk, found, own))
+        for i in range_constexpr(chunks.bit_length() - 1):
+            own = own + cute.arch.shuffle_sync_bfly(own, offset=1 << i)
+        return self.finished(own, scalars)
+
+    # ---- x ---
+    def patch(self, arrays, scalars, at, lane):
+        """This lane's patch of what is normed; 0 beyond the array."""
+        rX = (self.load if self.aligned else self.load_unaligned)(arrays["x"], at, lane)
+        factors = self.await_factors(arrays, scalars, at)
+        self.norm(rX, factors, arrays["weights"], at, lane)
+        return rX
+
+    @cute.jit
+    def norm(self, rX, factors, weights, at: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """Norms a patch where it is."""
+        _, tile_m, tile_k, blocks_m, k = at
+        n: cutlass.Constexpr = self.vector
+        first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
+        if (first < blocks_m * BLOCK) & (left < k):
+            rM = cute.make_rmem_tensor(n, Float32)
+            if const_expr(self.aligned):
+                cute.autovec_copy(vector_at(weights + left, Float32, 16, n), rM)
+            else:
+                rM.fill(Float32(0.0))
+                mW = cute.make_tensor(weights + left, cute.make_layout(n))
+                for j in range_constexpr(n):
+                    if left + j < k:
+                        rM[j] = mW[j]
+            rF = cute.make_rmem_tensor(self.rows, Uint32)
+            cute.autovec_copy(cute.make_tensor(factors.iterator + lane.row, cute.make_layout(self.rows)), rF)
+            words = cute.recast_tensor(rX, Uint32)
+            for i in range_constexpr(self.rows):
+                factor = convert.bits_to_float(rF[i])
+                for w in range_constexpr(n // 2):
+                    words[w, i] = normed(words[w, i], factor, rM[2 * w], rM[2 * w + 1])
+
+
+@dsl_user_op
+def publish(address: Int64, bits: Uint32, *, loc=None, ip=None) -> None:
+    """Stores a word that other thread blocks wait for."""
+    cute.arch.inline_ptx(
+        "st.relaxed.gpu.global.b32 [{$r0}], {$r1};",
+        read_only_args=[address, bits],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def awaited(address: Int64, polls: int, *, loc=None, ip=None) -> Uint32:
+    """The word that another thread block stores, or `NOT_READY` after so many looks at it.
+
+    The loop ends because it counts.
+    """
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .b32 n, v; mov.b32 n, 0; LOOK: "
+        f"ld.relaxed.gpu.global.b32 v, [{{$r0}}]; setp.ne.b32 p, v, {NOT_READY}; @p bra SEEN; "
+        f"nanosleep.u32 100; add.u32 n, n, 1; setp.lt.u32 p, n, {polls}; @p bra LOOK; SEEN: "
+        "mov.b32 {$w0}, v; }",
+        write_only_types=[Uint32],
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
