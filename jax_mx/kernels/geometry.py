@@ -221,14 +221,13 @@ def grid_of(form: Form, tile: Extents, region: Extents | None = None, of: int = 
     return [*terms, [0, -1, tiles, 0, 1]] if tiles > 1 else terms
 
 
-def extents_of_rows(of: int) -> list:
-    """Scalars of 4 bytes: how many rows, and columns, an x has whose rows are normed."""
-    return [[4, [SOURCE, 0, 1]], [4, [SOURCE, of, of + 1]]]
+# The dimensions of an x (..., rows, blocks, 32) whose rows are normed: (from, to).
+ROWS, COLUMNS = (0, -2), (-2, -1)
 
 
 def grid_of_rows(rows: int, whole: int) -> list:
     """One thread block for each `rows` rows of x, whose number is rounded up to `whole`."""
-    return [[0, SOURCE, 0, 1, whole], [0, -1, whole // rows, 0, 1]]
+    return [[0, SOURCE, *ROWS, whole], [0, -1, whole // rows, 0, 1]]
 
 
 def grid_in_bands(form: Form, tile: Extents, region: Extents, of: int, ahead: tuple) -> list:
@@ -248,9 +247,7 @@ def grid_in_bands(form: Form, tile: Extents, region: Extents, of: int, ahead: tu
     bands, tiles = region.rows // tile.rows, region.cols // tile.cols
     sums = [([down], bands * more), ([down, across], bands * tiles), ([], lag * more)]
     sums.append(([across], lag * tiles))
-    return [
-        [*term, i] for i, (terms, n) in enumerate(sums) for term in (*terms, [0, -1, n, 0, 1])
-    ]
+    return [[*term, i] for i, (terms, n) in enumerate(sums) for term in (*terms, [0, -1, n, 0, 1])]
 
 
 def divide_of(form: Form, vector: int, of: int = 0) -> list:

@@ -145,6 +145,13 @@ class Plan:
         return any(cover != (1, BLOCK) for cover in self.covers)
 
     @property
+    def takes_slabs(self) -> bool:
+        """Whether what is normed may have more than two dimensions: where rows are all alike."""
+        return self.form.directions[0].blocks is Blocks.LAST and not (
+            self.form.is_both or self.has_units
+        )
+
+    @property
     def covers(self) -> list[tuple[int, int]]:
         """How many rows and elements of each result stay whole; see `units.covered`."""
         each = zip(self.value_layouts, self.formats, self.preprocessing, strict=True)

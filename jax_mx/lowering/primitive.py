@@ -44,7 +44,7 @@ from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.products import Binary
-from jax_mx.facts.signatures import Array, Role, Signature
+from jax_mx.facts.signatures import RMS_NORM, Array, Role, Signature
 from jax_mx.facts.variants import value_layouts_of
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import compiler, registry, store
@@ -81,7 +81,18 @@ def varies(x: Any) -> bool:
 def _quantize_avals(*operands, plan: Plan):
     """Values and scales of each result, for operands as `quantize` has them."""
     core.standard_vma_rule("mx_quantize", *operands)
-    return _quantized(_floats(operands, plan), plan.view, plan)
+    x = _floats(operands, plan)
+    return [*_quantized(x, plan.view, plan), *_factors(operands, plan)]
+
+
+def _factors(operands: Sequence[Any], plan: Plan) -> list:
+    """The abstract value of the factors of rows, where these are normed."""
+    if plan.source != RMS_NORM:
+        return []
+    x = operands[0]
+    shape = _normed_shape(x.shape, plan)[:-1]
+    sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return [x.update(shape=shape, dtype=FACTOR, weak_type=False, sharding=sharding)]
 
 
 def _floats(operands: Sequence[Any], plan: Plan):
@@ -90,10 +101,20 @@ def _floats(operands: Sequence[Any], plan: Plan):
     if not plan.source:
         return x
     halves = 1 if plan.source == "rows" else 2
-    matrix = (math.prod(operands[1].shape), math.prod(x.shape[halves:]))
-    shape, _ = plan.view.view(matrix, (None, None), plan.first_axis)
+    shape = (math.prod(operands[1].shape), math.prod(x.shape[halves:]))
+    if plan.source == RMS_NORM:
+        shape = _normed_shape(x.shape, plan)
+    shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     return x.update(shape=shape, weak_type=False, sharding=sharding)
+
+
+def _normed_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """The shape of an array whose rows are normed, for its operand's, which has blocks."""
+    down, across = plan.form.spans
+    at = len(shape) - 1 - across
+    rows = (math.prod(shape[:at]),) if down else shape[:at]
+    return *rows, math.prod(shape[at:])
 
 
 def _quantized(x, view: View, plan: Plan) -> list:
@@ -204,14 +225,20 @@ def _quantize_reference(x, *block_data, plan: Plan):
 
 def _quantize_via_floats(x, other, *block_data, plan: Plan):
     """The primitive on floats that XLA makes, by a kernel or not."""
-    x, other = x.reshape(x.shape[0], math.prod(x.shape[1:])), other.reshape(-1)
+    shape = x.shape[0], math.prod(x.shape[1:])
+    if plan.source == RMS_NORM:
+        shape = _normed_shape(x.shape, plan)
+    x, other, beside = x.reshape(shape), other.reshape(-1), []
     if plan.source == "rows":
         found = reference.rows_of(x, other)
+    elif plan.source == RMS_NORM:
+        found, factors = reference.rms_norm(x, other, plan.eps)
+        beside = [factors[..., 0]]
     else:
         found = reference.gated(reference.halves(x, plan.source), other, plan.source)
     viewed = Viewed.of(plan.view, found.shape, spec_of(found), plan.first_axis)
-    floats = viewed.to_floats(found)
-    return quantize_p.bind(floats, *block_data, plan=dataclasses.replace(plan, source=""))
+    floats, plan = viewed.to_floats(found), dataclasses.replace(plan, source="", eps=0.0)
+    return [*quantize_p.bind(floats, *block_data, plan=plan), *beside]
 
 
 def _quantize_via_transpose(x, *block_data, plan: Plan):
@@ -465,11 +492,14 @@ def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, plan: Plan, **call:
     """The custom call of a kernel that gives row-major values, which XLA then puts into tiles."""
     rows, tiled = plan.view.in_rows(), plan.view
     avals = _quantized(_floats(ctx.avals_in, plan), rows, plan)
+    beside = ctx.avals_out[len(avals) :]
+    avals = [*avals, *beside]
     outs = _call(ctx.replace(avals_out=avals), *operands, plan=plan, view=rows, **call)
 
     def pack(*outs):
+        outs, rest = outs[: len(outs) - len(beside)], outs[len(outs) - len(beside) :]
         values = [r.pack(v, r.values_in) for r, v in zip(tiled.results, outs[::2], strict=True)]
-        return [a for pair in zip(values, outs[1::2], strict=True) for a in pair]
+        return [*(a for pair in zip(values, outs[1::2], strict=True) for a in pair), *rest]
 
     return mlir.lower_fun(pack, multiple_results=True)(ctx.replace(avals_in=avals), *outs)
 
@@ -560,6 +590,13 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     calls, one after the other.
     """
     present = plan.signature.present(plan.lacks)
+    if plan.source == RMS_NORM:
+        if plan.takes_slabs and dims[1] is None:
+            outs = primitive.bind(jnp.moveaxis(args[0], dims[0], 0), *args[1:], plan=plan)
+            return outs, [0] * len(outs)
+        call = jax.vmap(functools.partial(_quantize_via_floats, plan=plan), dims)
+        outs = call(*args)
+        return outs, [0] * len(outs)
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     each = list(zip(present, args, dims, strict=True))
     if any(not array.role.is_batched and d is not None for array, _, d in each):
@@ -764,6 +801,7 @@ def _batch_amaxes(primitive: Primitive, args, dims, *, plan: ProductPlan):
 
 
 AMAX = np.dtype(np.uint32)  # the bits of a float32
+FACTOR = np.dtype(np.float32)
 store.register()
 quantize_p = make_primitive("quantize", _quantize_avals, _quantize_reference)
 dequantize_p = make_primitive("dequantize", _dequantize_avals, _dequantize_reference)
@@ -795,15 +833,19 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     Args:
       operands: the view of the floats and those of the plan's `given_data`; or what the plan's
         source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), and
-        weights (R, 1). An axis of length n that blocks run along is two: n / 32 and 32.
+        weights (R, 1); of a norm x (..., T, K), and float32 weights (K,). An axis of length n that
+        blocks run along is two: n / 32 and 32.
       plan: the call.
 
     Returns:
-      Views of each result's values and scales, by the name `CHECKPOINT_NAME`.
+      Views of each result's values and scales, by the name `CHECKPOINT_NAME`; of a norm, then the
+      factors of rows, float32 (..., T).
     """
     view, *given = vary_alike(*operands) if len(operands) > 1 else operands
     data = given if plan.source else _with_derived(view, given, plan)
-    return _checkpointed(quantize_p.bind(view, *data, plan=plan))
+    outs = quantize_p.bind(view, *data, plan=plan)
+    quantized = 2 * len(plan.formats)
+    return [*_checkpointed(outs[:quantized]), *outs[quantized:]]
 
 
 def _checkpointed(given: Sequence[jax.Array]) -> list[jax.Array]:

@@ -15,10 +15,26 @@ from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.signatures import RMS_NORM
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, made, weights_of
 from jax_mx.ops.placing import placed
 from jax_mx.ops.preprocessing import Data, block_data_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """What is quantized is what `rms_norm` gives.
+
+    A quantizer that gets one as its activation also returns the factors of rows, in a tuple.
+
+    Attributes:
+      weight: float32 (K,).
+      eps: a float32.
+    """
+
+    weight: jax.Array
+    eps: float
 
 
 def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str, Any]:
@@ -34,7 +50,7 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
     Raises:
       TypeError, ValueError: see `quantize`.
     """
-    if activation is not None and not isinstance(activation, Gated):
+    if activation is not None and not isinstance(activation, Gated | Norm):
         raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
     if rows is not None:
         rows = _rows(op, x, rows)
@@ -42,6 +58,10 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
         if rows is None:
             return x, x, "", None
         return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
+    if isinstance(activation, Norm):
+        if rows is not None:
+            x = _floats_of(array_of(op, "x", x), rows, "rows")
+        return x, x, RMS_NORM, activation.weight
     x, up = array_of(op, "x", x), activation.up
     up = None if up is None else array_of(op, "up", up)
     activation = dataclasses.replace(activation, up=up)
@@ -75,8 +95,10 @@ def _rows(op: str, x: Any, rows: Any) -> Any:
 
 def operands_of(
     x: jax.Array, data: Sequence[Data], other: jax.Array | None, plan: Plan
-) -> tuple[list[jax.Array], Viewed, Plan]:
-    """The operands of `primitive.quantize`, how its arrays are viewed, and its plan.
+) -> tuple[list[jax.Array], Viewed, Plan, list[jax.Array]]:
+    """The operands of `primitive.quantize`, how its arrays are viewed, its plan, and factors.
+
+    These are of the rows that were normed before, in a list; empty where the primitive norms.
 
     Args:
       x: what the plan fits.
@@ -87,7 +109,13 @@ def operands_of(
     Raises:
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
+    beside = []
     if other is not None and _in_one_call(x, other, plan):
+        if plan.source == RMS_NORM:
+            viewed = Viewed.of(plan.view, x.shape, (None,) * x.ndim, plan.first_axis)
+            spans = zip(plan.form.spans, x.shape[-2:], strict=True)
+            tail = [m for along, n in spans for m in ((n // BLOCK, BLOCK) if along else (n,))]
+            return [x.reshape(*x.shape[:-2], *tail), other], viewed, plan, beside
         halves = 1 if plan.source == "rows" else 2
         shape = other.shape[0], x.shape[1] // halves
         viewed = Viewed.of(plan.view, shape, (None, None), plan.first_axis)
@@ -95,25 +123,33 @@ def operands_of(
         (down, across), (count, length) = plan.form.spans, shape
         tail = (length // BLOCK, BLOCK) if across else (length,)
         other = other.reshape((count // BLOCK, BLOCK) if down else (count, 1))
-        return [x.reshape(x.shape[0], *[2] * (halves - 1), *tail), other], viewed, plan
+        return [x.reshape(x.shape[0], *[2] * (halves - 1), *tail), other], viewed, plan, beside
     if other is not None:
-        x, plan = _floats_of(x, other, plan.source), dataclasses.replace(plan, source="")
+        if plan.source == RMS_NORM:
+            x, factors = reference.rms_norm(x, other, plan.eps)
+            beside = [factors[..., 0]]
+        else:
+            x = _floats_of(x, other, plan.source)
+        plan = dataclasses.replace(plan, source="", eps=0.0)
     x = placed(x, x.shape, plan)
     viewed = Viewed.of(plan.view, x.shape, spec_of(x), plan.first_axis)
     operands = [viewed.to_floats(x)]
     for array, a in zip(plan.given_data, block_data_of(x, data, plan), strict=True):
         operands.append(viewed.to_blocks(a, plan.view.results[array.of]))
-    return operands, viewed, plan.of_view
+    return operands, viewed, plan.of_view, beside
 
 
 def _in_one_call(x: jax.Array, other: jax.Array, plan: Plan) -> bool:
     """Whether the primitive can make the floats itself.
 
-    It needs a matrix that has rows, no block data and no mesh with explicit axes.
+    It needs a matrix that has rows, no block data and no mesh with explicit axes; of what is normed
+    along rows, any array.
     """
     meshes = (jax.typeof(a).sharding.mesh for a in (x, other))
-    is_empty = isinstance(x.shape[0], int) and x.shape[0] == 0
-    plain = x.ndim == 2 and not is_empty and not plan.block_data
+    rows = x.shape[:-1]
+    is_empty = 0 in [n for n in rows if isinstance(n, int)]
+    is_matrix = x.ndim == 2 or (x.ndim > 2 and plan.source == RMS_NORM and plan.takes_slabs)
+    plain = is_matrix and not is_empty and not plan.block_data
     return plain and not any(map(is_explicit, meshes))
 
 

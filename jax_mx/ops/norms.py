@@ -14,8 +14,10 @@ from jax_mx.arrays.checks import array_of, flag, shown
 from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
 from jax_mx.facts.formats import Format
 from jax_mx.lowering import primitive
+from jax_mx.ops.inputs import Norm
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize, quantize_both
+from jax_mx.reference.norms import settled
 
 
 class Normed(NamedTuple):
@@ -113,15 +115,21 @@ def rms_norm(
     x, residual, weight = _whole(x, residual, weight)
     leaves, tree = jax.tree.flatten((x, residual, weight))
     operands = tree.unflatten(primitive.vary_alike(*leaves) if len(leaves) > 1 else leaves)
-    y, total, factor = _normed(float(np.float32(eps)), *operands)
-    quantized = None
-    if format is not None:
-        quantized = (quantize_both if flag(op, "both", both) else quantize)(y, format, **options)
+    eps = float(np.float32(eps))
+    quantizer = quantize_both if flag(op, "both", both) else quantize
+    y = quantized = None
+    if wanted:
+        y, total, factor = _normed(eps, *operands)
+        quantized = None if format is None else quantizer(y, format, **options)
+    else:
+        total, w = _summed(*operands)
+        *found, factor = quantizer(total, format, activation=Norm(w, eps), **options)
+        quantized = tuple(found) if both else found[0]
     return Normed(
-        y if wanted else None,
+        y,
         quantized,
         None if residual is None else total,
-        factor if flag(op, "factors", factors) else None,
+        jnp.abs(factor) if flag(op, "factors", factors) else None,
     )
 
 
@@ -148,6 +156,15 @@ def _whole(x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
     each = ((x, spec), (residual, spec), (weight, (None,)))
     x, residual, weight = (a if a is None else resharded(a, to, mesh) for a, to in each)
     return x, residual, weight
+
+
+@jax.jit
+def _summed(x: jax.Array, residual: Any, weight: Any) -> tuple[jax.Array, jax.Array]:
+    """x plus residual, and weights in float32."""
+    total = x if residual is None else reference.added(x, residual)
+    if weight is None:
+        return total, jnp.ones(x.shape[-1:], jnp.float32)
+    return total, settled(weight)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -33,6 +33,7 @@ class Options:
       formats: of each result; so are value_layouts and preprocessing.
       transpose: a bool; of quantize_both a pair, for the last axis and the one before.
       source: what the floats are made of, see `facts.variants.Variant`.
+      eps: of a norm, a float32.
     """
 
     formats: Any
@@ -46,6 +47,7 @@ class Options:
     value_layouts: Any = (ROW_MAJOR_VALUES,)
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
     source: str = ""
+    eps: float = 0.0
 
     @classmethod
     def both(cls, formats: Any, transpose: Any = (False, True)) -> Options:
@@ -117,6 +119,7 @@ def _plan(op: str, dtype: Any, shape: tuple[int, ...], asked: Options) -> Plan:
         value_layouts,
         asked.preprocessing,
         source=asked.source,
+        eps=asked.eps,
     )
     blocks_fit(op, plan.block, plan.axis, scale_layout, len(shape))
     if transpose and op == "dequantize":

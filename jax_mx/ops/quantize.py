@@ -132,11 +132,13 @@ def quantize(
         (value_layout,),
         (own,),
         source,
+        getattr(activation, "eps", 0.0),
     )
     plan = planned("quantize", like, asked)
     require_kernel(plan)
-    (q,) = quantized(as_planned(x, plan), (data_of(rounding, hadamard),), other, plan=plan)
-    return q
+    data = (data_of(rounding, hadamard),)
+    q, *factors = quantized(as_planned(x, plan), data, other, plan=plan)
+    return (q, *factors) if factors else q
 
 
 def quantize_both(
@@ -197,12 +199,12 @@ def quantize_both(
         value_layouts=value_layouts,
         preprocessing=tuple(preprocessing_of("quantize_both", *two, window) for two in each),
         source=source,
+        eps=getattr(activation, "eps", 0.0),
     )
     plan = planned("quantize_both", like, asked)
     require_kernel(plan)
     data = tuple(data_of(*two) for two in each)
-    last, second = quantized(as_planned(x, plan), data, other, plan=plan)
-    return last, second
+    return tuple(quantized(as_planned(x, plan), data, other, plan=plan))
 
 
 def as_planned(x: Any, plan: Plan) -> Any:
@@ -213,13 +215,13 @@ def as_planned(x: Any, plan: Plan) -> Any:
 @partial(jax.jit, static_argnames="plan")
 def quantized(
     x: jax.Array, data: tuple[Data, ...], other: jax.Array | None = None, *, plan: Plan
-) -> list[MXArray]:
-    """One MXArray per result, for an x that the plan fits.
+) -> list[Any]:
+    """One MXArray per result, for an x that the plan fits; of a norm, then the factors of rows.
 
     Under jit, so that eager calls are quick, and calls with one plan share one function of the
     program that they are in, with all its attributes.
     """
-    operands, viewed, on_views = operands_of(x, data, other, plan)
+    operands, viewed, on_views, beside = operands_of(x, data, other, plan)
     outs = primitive.quantize(operands, on_views)
     found = []
     for i, (result, format) in enumerate(zip(plan.view.results, plan.formats, strict=True)):
@@ -228,4 +230,4 @@ def quantized(
         (values, scales), axis = viewed.from_arrays(pair, result, axes, format, plan.transpose)
         fields = (format, axis, plan.scale_layout, plan.block, plan.value_layouts[i])
         found.append(MXArray(values, scales, *fields, plan.preprocessing[i].window))
-    return found
+    return [*found, *beside, *outs[2 * len(found) :]]

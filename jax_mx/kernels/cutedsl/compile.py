@@ -101,6 +101,8 @@ def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:
                 elif attribute == 0x10 and kernel:  # EIATTR_REQNTID
                     threads = struct.unpack("<III", payload[:12])
                     usage.setdefault(kernel, {})["threads"] = threads
+    # Functions of the compiler's own, which kernels call on some archs.
+    usage = {name: found for name, found in usage.items() if not name.startswith("$")}
     for kernel, found in usage.items():
         section = elf.get_section_by_name(f".nv.shared.{kernel}")
         found["shared"] = section["sh_size"] if section else 0

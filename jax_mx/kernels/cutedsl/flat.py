@@ -108,6 +108,18 @@ class WholeBlocks(Kernel):
         ]
         return convert.pack_along(pairs, self.conversion(format))
 
+    @cute.jit
+    def stored_as(self, block, cols, tiles):
+        """Which block of row-major values lies where this one's do: itself, or that in tiles."""
+        number = block
+        if tiles:
+            # 32 bits: a GPU's memory does not hold the elements of more blocks.
+            row = Uint32(block) // Uint32(cols)
+            byte = (Uint32(block) - row * Uint32(cols)) * Uint32(16)  # of a row; a block has 16
+            top, chunk = geometry.in_tiles_of_values(row, byte)
+            number = Int64(top) * cols + Int64(chunk)
+        return number
+
 
 class Flat(WholeBlocks):
     """x (..., rows, cols, 32) -> values like x, scales (..., rows, cols) in the layout.
@@ -268,15 +280,3 @@ class Flat(WholeBlocks):
         if self.kind(0).blocks == 1 or stride == 1:
             return place
         return place // (2 * stride) * (2 * stride) + place % 2 * stride + place // 2 % stride
-
-    @cute.jit
-    def stored_as(self, block, cols, tiles):
-        """Which block of row-major values lies where this one's do: itself, or that in tiles."""
-        number = block
-        if tiles:
-            # 32 bits: a GPU's memory does not hold the elements of more blocks.
-            row = Uint32(block) // Uint32(cols)
-            byte = (Uint32(block) - row * Uint32(cols)) * Uint32(16)  # of a row; a block has 16
-            top, chunk = geometry.in_tiles_of_values(row, byte)
-            number = Int64(top) * cols + Int64(chunk)
-        return number

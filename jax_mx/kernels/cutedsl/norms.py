@@ -125,7 +125,7 @@ class Whole:
 
 
 class Rows(WholeBlocks):
-    """x (rows, cols, 32) -> values like x, scales (rows, cols) in the layout, factors (rows,).
+    """x (..., cols, 32) -> values like x, scales (..., cols) in the layout, factors (...).
 
     Thread blocks beyond the last row write the padding of tiles of scales.
     """
@@ -136,7 +136,7 @@ class Rows(WholeBlocks):
         self.threads = self.tile.threads
         self.elements = SUMS // self.threads  # side by side, of a thread
         self.elements_per_thread = self.elements * self.tile.kept * self.tile.rows
-        self.extents = geometry.extents_of_rows(self.of)
+        self.extents = [[4, [geometry.SOURCE, *each]] for each in (geometry.ROWS, geometry.COLUMNS)]
         padded = self.layout.pad[0] if self.layout.is_tiled else 1
         self.grid = geometry.grid_of_rows(self.tile.rows, max(padded, self.tile.rows))
 
@@ -157,9 +157,7 @@ class Rows(WholeBlocks):
             place = s * self.threads + tid
             weights = self.weights(arrays["weights"], scalars, place)
             for r in range_constexpr(self.tile.rows):
-                self.put(
-                    rX[None, s, r], weights, factors[r], arrays, scalars, first + r, place
-                )
+                self.put(rX[None, s, r], weights, factors[r], arrays, scalars, first + r, place)
         # Of longer rows the rest is read a second time.
         for s in cutlass.range(self.tile.kept, self.sweeps(scalars), unroll=1):
             place = s * self.threads + tid
@@ -247,9 +245,7 @@ class Rows(WholeBlocks):
         rule = self.rule(given)
         block, part = place // sharers, place % sharers
         words = cute.recast_tensor(rX, Uint32)
-        held = [
-            normed(words[w], factor, weights[2 * w], weights[2 * w + 1]) for w in range(n // 2)
-        ]
+        held = [normed(words[w], factor, weights[2 * w], weights[2 * w + 1]) for w in range(n // 2)]
         inside = (row < rows) & (block < cols)
         # What is not there is a zero, whatever the factor of other rows.
         held = [select(inside, word, Uint32(0)) for word in held]
@@ -307,9 +303,11 @@ class NormedTiled(Tiled):
         super().__init__(*entry, tile=given or Tiling())
         self.tile = given or Bands(**self.tuned("NormedTiled"))
         super().__init__(*entry, tile=self.tile)
+        self.deep = 4 if self.aligned else 1  # loads of a row that a lane has under way
         form, size = self.variant.form, Extents(self.tile.rows, self.tile.cols)
         ahead = (self.tile.finders, self.tile.lag)
-        self.extents = geometry.extents_of_rows(self.of)
+        down, across = (0, 1), (self.of, self.of + 1)
+        self.extents = [[4, [geometry.SOURCE, *each]] for each in (down, across)]
         self.grid = geometry.grid_in_bands(form, size, self.region, self.of, ahead)
         factors = self.signature.number("factors")
         count = [[factors, 0, 1, 1], [-1, 4, 0, 1]]
@@ -347,11 +345,13 @@ class NormedTiled(Tiled):
 
     # ---- factors ---
     @cute.jit
-    def sums(self, x, scalars, first, count: cutlass.Constexpr, chunk):
-        """A warp's sums of the squares of `count` rows, over the columns of a chunk of sums."""
-        blocks_m, k = self.lengths(scalars)
+    def sums(self, x, scalars, first, count: cutlass.Constexpr, chunk, deep: cutlass.Constexpr):
+        """A warp's sums of the squares of `count` rows, over the columns of a chunk of sums.
+
+        `deep` vectors of each are loaded at once.
+        """
+        _, k = self.lengths(scalars)
         n: cutlass.Constexpr = self.vector
-        deep: cutlass.Constexpr = 4
         left = chunk * self.CHUNK + cute.arch.lane_idx() * n
         own = cute.make_rmem_tensor((n, count), Float32)
         own.fill(Float32(0.0))
@@ -393,7 +393,7 @@ class NormedTiled(Tiled):
         """Finds the factors of some rows; all of them are there, or none is."""
         each: cutlass.Constexpr = self.tile.each
         chunks: cutlass.Constexpr = SUMS // self.CHUNK
-        groups: cutlass.Constexpr = self.threads // 32 // chunks  # of warps, that take rows by turns
+        groups: cutlass.Constexpr = self.threads // 32 // chunks  # of warps, each with own rows
         assert groups > 0 and each % groups == 0 and BLOCK % each == 0
         count: cutlass.Constexpr = each // groups
         arrays = self.named(pointers)
@@ -406,14 +406,15 @@ class NormedTiled(Tiled):
         )
         if first < blocks_m * BLOCK:
             row = warp // chunks * count
-            found = self.sums(arrays["x"], scalars, first + row, count, warp % chunks)
+            found = self.sums(arrays["x"], scalars, first + row, count, warp % chunks, self.deep)
             for r in range_constexpr(count):
                 if tid % 32 == 0:
                     shared[warp % chunks, row + r] = found[r]
             cute.arch.sync_threads()
             if tid < each:
                 total = tree([shared[c, tid] for c in range(chunks)])
-                publish(arrays["factors"].toint() + Int64(first + tid) * 4, self.finished(total, scalars))
+                address = arrays["factors"].toint() + Int64(first + tid) * 4
+                publish(address, self.finished(total, scalars))
 
     @cute.jit
     def await_factors(self, arrays, scalars, at: cutlass.Constexpr):
@@ -450,7 +451,7 @@ class NormedTiled(Tiled):
         lane = cute.arch.lane_idx()
         own = Float32(0.0)
         for chunk in cutlass.range(chunks, unroll=1):
-            (found,) = self.sums(x, scalars, row, 1, chunk)
+            (found,) = self.sums(x, scalars, row, 1, chunk, 1)
             own = Float32(cutlass.select_(lane % chunks == chunk, found, own))
         for i in range_constexpr(chunks.bit_length() - 1):
             own = own + cute.arch.shuffle_sync_bfly(own, offset=1 << i)
@@ -480,11 +481,9 @@ class NormedTiled(Tiled):
                 for j in range_constexpr(n):
                     if left + j < k:
                         rM[j] = mW[j]
-            rF = cute.make_rmem_tensor(self.rows, Uint32)
-            cute.autovec_copy(cute.make_tensor(factors.iterator + lane.row, cute.make_layout(self.rows)), rF)
             words = cute.recast_tensor(rX, Uint32)
             for i in range_constexpr(self.rows):
-                factor = convert.bits_to_float(rF[i])
+                factor = convert.bits_to_float(factors[lane.row + i])
                 for w in range_constexpr(n // 2):
                     words[w, i] = normed(words[w, i], factor, rM[2 * w], rM[2 * w + 1])
 

@@ -19,6 +19,13 @@ ROWS = [
     },
     {
         "kernel": "quantize.NormedTiled",
+        "where": {"window": "256"},
+        "value": {"down": 8, "across": 2, "each": 2, "lag": 2},
+        "date": "",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.NormedTiled",
         "where": {},
         "value": {"down": 4, "across": 2, "each": 2, "lag": 4},
         "date": "",
