@@ -8,7 +8,7 @@ within a warp and a few words of shared memory.
 import dataclasses
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK
@@ -145,54 +145,82 @@ class Rows(WholeBlocks):
         arrays = self.named(pointers)
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
-        first = bid * self.tile.rows
-        shape: cutlass.Constexpr = (self.elements, self.tile.kept, self.tile.rows)
-        rX = cute.make_rmem_tensor(shape, convert.INPUT[self.dtype])
+        rows: cutlass.Constexpr = self.tile.rows
+        first, vectors = bid * rows, scalars[1] * self.sharers
+        # The first vector of each row that is this thread's, and how many a row has from there on.
+        starts = tuple(Int64(first + r) * vectors + tid for r in range(rows))
+        counts = tuple(
+            cutlass.select_(first + r < scalars[0], vectors - tid, 0) for r in range(rows)
+        )
+        rX = cute.make_rmem_tensor((self.elements, self.tile.kept, rows), convert.INPUT[self.dtype])
         rX.fill(convert.INPUT[self.dtype](0))
-        for r in range_constexpr(self.tile.rows):
+        for r in range_constexpr(rows):
             for s in range_constexpr(self.tile.kept):
-                self.take(rX[None, s, r], arrays["x"], scalars, first + r, s * self.threads + tid)
-        factors = self.factors(rX, arrays, scalars, first)
+                self.take(rX[None, s, r], arrays["x"], starts[r], counts[r], s)
+        where: cutlass.Constexpr = (first, starts, counts)
+        # Of rows that are longer than what is kept, the rest is read twice.
+        sweeps = (vectors + self.threads - 1) // self.threads
+        sums = self.sums(rX, arrays["x"], scalars, where, sweeps)
+        factors = self.factors(sums, arrays["factors"], scalars, first)
         for s in range_constexpr(self.tile.kept):
-            place = s * self.threads + tid
-            weights = self.weights(arrays["weights"], scalars, place)
+            if self.is_busy(s, scalars):
+                self.put(rX[None, s, None], factors, arrays, scalars, where, s)
+        for s in cutlass.range(self.tile.kept, sweeps, unroll=1):
+            self.put(self.again(arrays["x"], where, s), factors, arrays, scalars, where, s)
+
+    @cute.jit
+    def sums(self, rX, x, scalars, where: cutlass.Constexpr, sweeps):
+        """A thread's sums of squares, of each row."""
+        sums = cute.make_rmem_tensor((self.elements, self.tile.rows), Float32)
+        sums.fill(Float32(0.0))
+        for s in range_constexpr(self.tile.kept):
+            if self.is_busy(s, scalars):
+                for r in range_constexpr(self.tile.rows):
+                    add_vector(sums[None, r], rX[None, s, r])
+        for s in cutlass.range(self.tile.kept, sweeps, unroll=1):
+            rY = self.again(x, where, s)
             for r in range_constexpr(self.tile.rows):
-                self.put(rX[None, s, r], weights, factors[r], arrays, scalars, first + r, place)
-        # Of longer rows the rest is read a second time.
-        for s in cutlass.range(self.tile.kept, self.sweeps(scalars), unroll=1):
-            place = s * self.threads + tid
-            weights = self.weights(arrays["weights"], scalars, place)
-            for r in range_constexpr(self.tile.rows):
-                rY = cute.make_rmem_tensor(self.elements, convert.INPUT[self.dtype])
-                rY.fill(convert.INPUT[self.dtype](0))
-                self.take(rY, arrays["x"], scalars, first + r, place)
-                self.put(rY, weights, factors[r], arrays, scalars, first + r, place)
+                add_vector(sums[None, r], rY[None, r])
+        return sums
+
+    @cute.jit
+    def again(self, x, where: cutlass.Constexpr, s):
+        """A vector of each row."""
+        rX = cute.make_rmem_tensor((self.elements, self.tile.rows), convert.INPUT[self.dtype])
+        rX.fill(convert.INPUT[self.dtype](0))
+        _, starts, counts = where
+        for r in range_constexpr(self.tile.rows):
+            self.take(rX[None, r], x, starts[r], counts[r], s)
+        return rX
 
     @property
     def sharers(self) -> int:
         """How many threads share a block."""
         return BLOCK // self.elements
 
-    def sweeps(self, scalars):
-        """How many times 2048 elements a row has, or begins to have."""
-        return (scalars[1] * self.sharers + self.threads - 1) // self.threads
+    def is_busy(self, s, scalars):
+        """Whether this warp has a vector of a sweep over rows, or of the padding of its scales."""
+        tid, _, _ = cute.arch.thread_idx()
+        blocks = scalars[1]
+        if self.layout.is_tiled:
+            across = self.layout.pad[1]
+            blocks = (blocks + across - 1) // across * across
+        return tid // 32 * 32 < blocks * self.sharers - s * self.threads
 
     @cute.jit
-    def take(self, target, x, scalars, row, place):
+    def take(self, target, x, start, count, s):
         """Loads a vector of a row, if x has it."""
         n: cutlass.Constexpr = self.elements
-        of_row = scalars[1] * self.sharers
-        if (row < scalars[0]) & (place < of_row):
-            at = Int64(row) * of_row + place
-            mX = cute.make_tensor(x, cute.make_layout((at + 1, n), stride=(n, 1)))
-            load(mX[at, None], target, False)
+        if s * self.threads < count:
+            at = x + start * n + s * (self.threads * n)
+            align: cutlass.Constexpr = 16 if self.aligned else self.itemsize
+            load(vector_at(at, convert.INPUT[self.dtype], align, n), target, False)
 
     @cute.jit
-    def factors(self, rX, arrays, scalars, first):
-        """The factors of the thread block's rows."""
+    def factors(self, own, to, scalars, first):
+        """The factors of the thread block's rows, for each thread's sums of squares."""
         warps: cutlass.Constexpr = self.threads // 32
         rows: cutlass.Constexpr = self.tile.rows
-        n: cutlass.Constexpr = self.elements
         tid, _, _ = cute.arch.thread_idx()
         sums = cute.make_tensor(
             cute.arch.alloc_smem(Float32, warps * rows, alignment=16),
@@ -202,16 +230,7 @@ class Rows(WholeBlocks):
             cute.arch.alloc_smem(Float32, rows, alignment=16), cute.make_layout(rows)
         )
         for r in range_constexpr(rows):
-            own = cute.make_rmem_tensor(n, Float32)
-            own.fill(Float32(0.0))
-            for s in range_constexpr(self.tile.kept):
-                add_vector(own, rX[None, s, r])
-            for s in cutlass.range(self.tile.kept, self.sweeps(scalars), unroll=1):
-                rY = cute.make_rmem_tensor(n, convert.INPUT[self.dtype])
-                rY.fill(convert.INPUT[self.dtype](0))
-                self.take(rY, arrays["x"], scalars, first + r, s * self.threads + tid)
-                add_vector(own, rY)
-            total = over_warp(tree([own[i] for i in range(n)]))
+            total = over_warp(tree([own[i, r] for i in range(self.elements)]))
             if tid % 32 == 0:
                 sums[tid // 32, r] = total
         cute.arch.sync_threads()
@@ -220,56 +239,72 @@ class Rows(WholeBlocks):
             factor = factor_of(total, scalars[1] * BLOCK, scalars[len(scalars) - 1])
             found[tid] = factor
             if first + tid < scalars[0]:
-                vector_at(arrays["factors"] + first + tid, Float32, 4, 1)[0] = factor
+                vector_at(to + first + tid, Float32, 4, 1)[0] = factor
         cute.arch.sync_threads()
-        return [found[r] for r in range(rows)]
+        return tuple(found[r] for r in range(rows))
 
     @cute.jit
-    def weights(self, weights, scalars, place):
-        """Those of a vector's columns."""
+    def weights(self, weights, tid, vectors, s):
+        """Those of a vector's columns; zeros beyond the row."""
         n: cutlass.Constexpr = self.elements
         rM = cute.make_rmem_tensor(n, Float32)
         rM.fill(Float32(0.0))
-        if place < scalars[1] * self.sharers:
+        if s * self.threads < vectors - tid:
+            at = weights + tid * n + s * (self.threads * n)
             align: cutlass.Constexpr = 16 if self.aligned else 4
-            cute.autovec_copy(vector_at(weights + place * n, Float32, align, n), rM)
+            cute.autovec_copy(vector_at(at, Float32, align, n), rM)
         return rM
 
     @cute.jit
-    def put(self, rX, weights, factor, arrays, scalars, row, place):
+    def put(self, rX, factors, arrays, scalars, where: cutlass.Constexpr, s):
+        """Norms a vector of each row, quantizes it and stores codes and scales.
+
+        What is beyond a row of finite numbers is 0 still, as its weights are.
+        """
+        first, starts, counts = where
+        tid, _, _ = cute.arch.thread_idx()
+        weights = self.weights(arrays["weights"], tid, scalars[1] * self.sharers, s)
+        for r in range_constexpr(self.tile.rows):
+            of_row: cutlass.Constexpr = (first + r, starts[r], counts[r], s)
+            self.put_vector(rX[None, r], weights, factors[r], arrays, scalars, of_row)
+
+    @cute.jit
+    def put_vector(self, rX, weights, factor, arrays, scalars, where: cutlass.Constexpr):
         """Norms a vector of a row, quantizes it and stores codes and scale."""
+        row, start, count, s = where
         rows, cols = scalars[:2]
         n: cutlass.Constexpr = self.elements
         sharers: cutlass.Constexpr = self.sharers
         given = self.of_result(scalars, 0)
-        rule = self.rule(given)
-        block, part = place // sharers, place % sharers
+        rule, extra = self.rule(given), self.extra(given)
+        tid, _, _ = cute.arch.thread_idx()
+        part = tid % sharers
         words = cute.recast_tensor(rX, Uint32)
         held = [normed(words[w], factor, weights[2 * w], weights[2 * w + 1]) for w in range(n // 2)]
-        inside = (row < rows) & (block < cols)
-        # What is not there is a zero, whatever the factor of other rows.
-        held = [select(inside, word, Uint32(0)) for word in held]
-        where: cutlass.Constexpr = preprocessed.Place(part, sharers, n, Int32(0))
+        of_block: cutlass.Constexpr = preprocessed.Place(part, sharers, n, Int32(0))
         data = ([], cutlass.Boolean(False))
-        packed, scale = self.quantized(held, data, 0, rule, self.extra(given), where)
-        number = Int64(row) * cols + block
+        packed, scale = self.quantized(held, data, 0, rule, extra, of_block)
+        inside = s * self.threads < count
         stored: cutlass.Constexpr = n // self.per_byte
+        number = Int64(row) * cols + tid // sharers + s * (self.threads // sharers)  # of the block
+        place = start * stored + s * (self.threads * stored)
+        if const_expr(self.tiles_values):
+            to = self.stored_as(number, cols, given["value_tiles"] != Int32(0))
+            place = (to * sharers + part) * stored
+        align: cutlass.Constexpr = stored if self.aligned else 1
         if inside:
-            to = number
-            if const_expr(self.tiles_values):
-                to = self.stored_as(number, cols, given["value_tiles"] != Int32(0))
-            at = to * sharers + part
-            mV = cute.make_tensor(
-                arrays["codes_0"], cute.make_layout((at + 1, stored), stride=(stored, 1))
-            )
-            cute.autovec_copy(bytes_of(packed, stored), mV[at, None])
+            to_values = vector_at(arrays["codes_0"] + place, Uint8, align, stored)
+            cute.autovec_copy(bytes_of(packed, stored), to_values)
         offset, exists = number, inside
         if const_expr(self.layout.is_tiled):
+            block = tid // sharers + s * (self.threads // sharers)
             size: cutlass.Constexpr = Extents(rows, cols)
             offset, exists = offset_in_tiles(self.layout, Place(Int32(0), row, block), size)
             scale = select(inside, scale, Uint32(0))
+        to_scale = vector_at(arrays["scales_0"] + offset, Uint8, 1, 1)
+        byte = Uint8(scale)
         if exists & (part == 0):
-            vector_at(arrays["scales_0"] + offset, cutlass.Uint8, 1, 1)[0] = cutlass.Uint8(scale)
+            to_scale[0] = byte
 
 
 # ---- other forms ---
