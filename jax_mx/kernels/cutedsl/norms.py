@@ -495,8 +495,12 @@ class NormedTiled(Tiled):
     # ---- x ---
     def patch(self, arrays, scalars, at, lane):
         """This lane's patch of what is normed; 0 beyond the array."""
-        rX = (self.load if self.aligned else self.load_unaligned)(arrays["x"], at, lane)
-        factors = self.await_factors(arrays, scalars, at)
+        if self.aligned or convert.has(self.arch, 90):
+            rX = (self.load if self.aligned else self.load_unaligned)(arrays["x"], at, lane)
+            factors = self.await_factors(arrays, scalars, at)
+        else:  # before, there are no registers left for x while it waits
+            factors = self.await_factors(arrays, scalars, at)
+            rX = self.load_unaligned(arrays["x"], at, lane)
         self.norm(rX, factors, arrays["weights"], at, lane)
         return rX
 
