@@ -42,7 +42,7 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
 
     Args:
       op: for messages.
-      x: what `checks.floats` has seen. It comes back where a kernel may make the floats of it, else
+      x: of a caller. It comes back, an array of JAX, where a kernel may make the floats of it, else
         the floats do.
       rows: see `quantize`; so is activation.
       activation: see `quantize`.
@@ -50,6 +50,7 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
     Raises:
       TypeError, ValueError: see `quantize`.
     """
+    x = array_of(op, "x", x)
     if activation is not None and not isinstance(activation, Gated | Norm):
         raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
     if rows is not None:
@@ -59,11 +60,9 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
             return x, x, "", None
         return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
     if isinstance(activation, Norm):
-        if rows is not None:
-            x = _floats_of(array_of(op, "x", x), rows, "rows")
+        x = x if rows is None else _floats_of(x, rows, "rows")
         return x, x, RMS_NORM, activation.weight
-    x, up = array_of(op, "x", x), activation.up
-    up = None if up is None else array_of(op, "up", up)
+    up = None if activation.up is None else array_of(op, "up", activation.up)
     activation = dataclasses.replace(activation, up=up)
     gates = activation.gates_of(op, x)
     if rows is not None:
