@@ -1,17 +1,32 @@
 """`rms_norm`: bits against its definition in numpy, gradients in float64, quantized, sharded."""
 
+import copy
+import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, assert_same_array, collectives
+from conftest import arch_here
+from helpers import (
+    assert_bits_equal,
+    assert_refused,
+    assert_same_array,
+    call_attributes_in,
+    collectives,
+    poison_memory,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import rms_norm
+from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.formats import Scaling
+from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.lowering import store
 
 P = PartitionSpec
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -163,10 +178,151 @@ def test_gradients(dtype):
         jax.vjp(lambda x: rms_norm(x, format="mxfp8_e4m3").quantized, x)
 
 
+# ---- by kernels ---
+NORMED = [v for v in VARIANTS if v.normed]
+HERE = [v for v in NORMED if arch_here() is None or arch_here() in ARCHS[v.implementation]]
+SHAPES = {
+    "last": [(7, 96), (513, 4128), (129, 160), (40, 16416), (1, 32)],
+    "second": [(32, 1), (160, 257), (96, 7), (544, 72), (64, 8200)],
+    "both": [(32, 32), (96, 160), (288, 544), (544, 4128), (64, 16416)],
+}
+
+
+def nasty(shape, seed=0):
+    """Rows of any size, some of them with what is no number, zeros and subnormals."""
+    x, length = rows(shape, "bfloat16", seed), shape[-1]
+    if len(x) > 12:
+        x[0], x[1], x[6] = 0, -0.0, ml_dtypes.finfo(x.dtype).smallest_subnormal
+        x[2, 0], x[3, length - 1], x[4, length // 2] = np.nan, np.inf, -np.inf
+        x[5], x[7, ::2], x[8] = ml_dtypes.finfo(x.dtype).max, 2.0**-63, 1e-38
+        x[9] = (x[9].astype(np.float32) * np.float32(2.0**-70)).astype(x.dtype)
+    return x
+
+
+def quantized(variant, implementation, **how):
+    """What a variant gives of x and weights, and the factors."""
+    formats = {"formats": tuple(f.name for f in variant.formats)} if variant.form.is_both else {}
+    if not variant.form.is_both and variant.form.transposed:
+        how |= {"axis": -2, "transpose": True}
+    how |= formats | {"both": variant.form.is_both, "window": variant.window}
+    name = variant.formats[0].name
+
+    def run(x, weight):
+        found = rms_norm(
+            x, weight, eps=EPS, format=name, factors=True, implementation=implementation, **how
+        )
+        return found.quantized, found.factors
+
+    return jax.jit(run)
+
+
+def check(variant, x, weight, **how):
+    """The kernel quantizes the bits that XLA computes on the CPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = quantized(variant, "xla", **how)(x, weight)
+    poison_memory()
+    got = quantized(variant, variant.implementation, **how)(x, weight)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert_bits_equal(np.asarray(a), np.asarray(b))
+
+
+def test_what_serves_it():
+    supported = functools.partial(jax_mx.is_supported, norm=True)
+    name = "bfloat16_mxfp8_e4m3"
+    assert supported("quantize", "sm_90") == (True, f"cutedsl: quantize_last_{name}_rms_norm")
+    found = supported("quantize_both", "sm_100", transpose=True)
+    assert found == (True, f"cutedsl: quantize_both_transposed_{name}_mxfp8_e4m3_rms_norm")
+    for how in ({"dtype": "float32"}, {"axis": -2}, {"rows": True}, {"activation": "swiglu"}):
+        served, what = supported("quantize", "sm_90", **how)
+        assert served and what.endswith(" of floats that XLA makes")
+    refused = functools.partial(assert_refused, error=ValueError)
+    refused(lambda: supported("quantize", "sm_90", ndim=3), sentence="those of a matrix")
+
+
+@pytest.mark.usefixtures("without_code")
+def test_one_call():
+    """On x as it lies, of any rank along rows; and where XLA splits, of what XLA computes."""
+    weight = jnp.ones(256, jnp.bfloat16)
+
+    def text_of(x, **how):
+        run = lambda x: rms_norm(x, weight, format="mxfp8_e4m3", factors=True, **how)[1:]  # noqa: E731
+        return jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    x = jnp.ones((64, 256), jnp.bfloat16)
+    for operand, call in (
+        ("64x8x32xbf16", text_of(x)),
+        ("4x16x8x32xbf16", text_of(x.reshape(4, 16, 256))),
+        ("2x32x8x32xbf16", text_of(x, both=True)),
+        ("2x32x256xbf16", text_of(x, axis=-2, transpose=True)),
+    ):
+        operands = f"tensor<{operand}>, tensor<256xf32>"
+        assert f": ({operands}) -> " in call_attributes_in(call) and "sqrt" not in call
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    like = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
+    text = text_of(like, both=True)
+    assert "sqrt" in text and "num_batch_dims" in call_attributes_in(text)
+
+
+@pytest.mark.gpu
+@pytest.mark.sampled(10, 3)
+@pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
+def test_every_kernel(variant, monkeypatch):
+    """Each layout, scaling and entry; lengths off every tile, and longer than what is kept."""
+    scalings, layouts, get = [*Scaling], layouts_of(variant), store.get
+    shapes = SHAPES[str(variant.form).removesuffix("_transposed")]
+    for i, shape in enumerate(shapes):
+        weight = rows((shape[1],), ("float32", "bfloat16")[i % 2], i)
+        how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
+        check(variant, nasty(shape, i), weight, **how)
+
+    def for_any_address(variant, arch):
+        artifact = get(variant, arch)
+        facts = copy.deepcopy(artifact.facts)
+        for launch in facts["launches"].values():
+            del launch["entries"][0]
+        return dataclasses.replace(artifact, facts=facts)
+
+    monkeypatch.setattr(store, "get", for_any_address)
+    jax.clear_caches()
+    for layout in layouts:
+        check(variant, nasty(shapes[3]), rows((shapes[3][1],), "bfloat16"), scale_layout=layout)
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("both", [False, True])
+def test_past_two_to_the_31(both):
+    """x has more elements than an int32 counts; the last rows are compared."""
+    count, length = (1 << 31) // 8192 + 192, 8192
+
+    @jax.jit
+    def make():
+        row, col = (jax.lax.broadcasted_iota(jnp.uint32, (count, length), i) for i in (0, 1))
+        return ((row * 7 + col * 13) % 256).astype(jnp.bfloat16) / 32 - 4
+
+    x = make()
+    call = lambda x, **how: rms_norm(x, format="mxfp8_e4m3", both=both, factors=True, **how)  # noqa: E731
+    got: Any = jax.jit(call)(x)
+    want: Any = call(np.asarray(x[-4096:]), implementation="xla")
+    first = [q[0] if both else q for q in (got.quantized, want.quantized)]
+    assert_bits_equal(first[0].values[-4096:], first[1].values)
+    assert_bits_equal(got.factors[-4096:], want.factors)
+    if both:
+        assert_bits_equal(got.quantized[1].values[:, -4096:], want.quantized[1].values)
+
+
 def test_vmap_and_what_is_kept():
     x, weight = rows((3, 4, 64), "bfloat16"), rows((64,), "bfloat16", 1)
     f = lambda x: rms_norm(x, weight).floats  # noqa: E731
     assert_bits_equal(jax.vmap(f, 1, 1)(x), f(x))
+    wide = rows((3, 32, 64), "bfloat16")
+    for how, axes in (({}, (0, None)), ({"both": True}, (0, 0))):
+        run = lambda x, w: rms_norm(x, w, format="mxfp8_e4m3", factors=True, **how)  # noqa: B023, E731
+        each = weight if axes[1] is None else np.stack([weight] * 3)
+        got, want = jax.vmap(run, axes)(wide, each), run(wide, weight)
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            assert_bits_equal(np.asarray(a), np.asarray(b))
     _, pull = jax.vjp(lambda x, w: rms_norm(x, w).floats, x, weight)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if hasattr(leaf, "nbytes"))
     assert kept == x.nbytes + weight.nbytes + 4 * 12

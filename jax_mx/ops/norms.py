@@ -116,7 +116,7 @@ def rms_norm(
     leaves, tree = jax.tree.flatten((x, residual, weight))
     operands = tree.unflatten(primitive.vary_alike(*leaves) if len(leaves) > 1 else leaves)
     eps = float(np.float32(eps))
-    quantizer = quantize_both if flag(op, "both", both) else quantize
+    quantizer: Any = quantize_both if flag(op, "both", both) else quantize
     y = quantized = None
     if wanted:
         y, total, factor = _normed(eps, *operands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -132,8 +133,8 @@ def quantize(
     )
     plan = planned("quantize", like, asked)
     require_kernel(plan)
-    q, *factors = quantized(x, (data_of(rounding, hadamard),), other, plan=plan)
-    return (q, *factors) if factors else q
+    found: Any = tuple(quantized(x, (data_of(rounding, hadamard),), other, plan=plan))
+    return found if len(found) > 1 else found[0]  # of a `Norm`, factors too
 
 
 def quantize_both(
@@ -198,7 +199,8 @@ def quantize_both(
     plan = planned("quantize_both", like, asked)
     require_kernel(plan)
     data = tuple(data_of(*two) for two in each)
-    return tuple(quantized(x, data, other, plan=plan))
+    found: Any = tuple(quantized(x, data, other, plan=plan))
+    return found
 
 
 @partial(jax.jit, static_argnames="plan")

@@ -13,6 +13,7 @@ from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
+from jax_mx.facts.signatures import RMS_NORM
 from jax_mx.facts.windows import Window
 from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import Plan
@@ -41,6 +42,7 @@ def is_supported(
     window: Window = BLOCK,
     rows: bool = False,
     activation: str | None = None,
+    norm: bool = False,
     implementation: str | None = None,
 ) -> tuple[bool, str]:
     """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
@@ -65,12 +67,13 @@ def is_supported(
       window: of quantize and quantize_both; dequantize does not depend on it.
       rows: whether the call picks rows, of quantize and quantize_both.
       activation: the name of a `Gated`, of quantize and quantize_both; all gates, then all ups.
+      norm: whether rows are normed first, as `rms_norm` does with a format.
       implementation: this one only; "xla" serves every call.
 
     Returns:
       (True, "<implementation>: <name of the kernel>") or (False, the reason). The name of one per
       result, "along rows", where XLA transposes what they read, or puts into tiles what they give;
-      "of floats that XLA makes", where it gathers rows or computes an activation before.
+      "of floats that XLA makes", where it gathers rows, norms or computes an activation before.
 
     Raises:
       TypeError, ValueError: as for `quantize`; also for an unknown op or device.
@@ -110,11 +113,11 @@ def is_supported(
         zero_scale,
         (value_layout,) * n,
         own,
-        source_of(op_name, rows, activation),
+        source_of(op_name, rows, activation, norm),
     )
     if asked.source and (op == "dequantize" or ndim != 2):
         raise ValueError(
-            f"{op_name}: rows and activations are those of a matrix to quantize; use ndim=2"
+            f"{op_name}: rows, activations and norms are those of a matrix to quantize; use ndim=2"
         )
     plan = planned(op, like, asked)
     found = support_of(plan, device)
@@ -124,16 +127,16 @@ def is_supported(
     return bool(found), str(found)
 
 
-def source_of(op: str, rows: Any, activation: Any) -> str:
+def source_of(op: str, rows: Any, activation: Any, norm: Any) -> str:
     """What the floats are made of, see `facts.variants.Variant`; what no kernel makes, too.
 
     Raises:
       TypeError, ValueError: neither a bool nor an activation's name.
     """
-    picks = flag(op, "rows", rows)
+    parts = ["rows"] * flag(op, "rows", rows) + [RMS_NORM] * flag(op, "norm", norm)
     if activation is not None:
         row_of(op, activation)
-    return "_".join(["rows"] * picks + [str(activation)] * (activation is not None))
+    return "_".join(parts + [str(activation)] * (activation is not None))
 
 
 def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False) -> Support:

@@ -495,10 +495,13 @@ class NormedTiled(Tiled):
     # ---- x ---
     def patch(self, arrays, scalars, at, lane):
         """This lane's patch of what is normed; 0 beyond the array."""
-        if self.aligned or convert.has(self.arch, 90):
+        crowded = (
+            self.per_byte == 2 and self.variant.form.is_both and not convert.has(self.arch, 90)
+        )
+        if self.aligned or not crowded:
             rX = (self.load if self.aligned else self.load_unaligned)(arrays["x"], at, lane)
             factors = self.await_factors(arrays, scalars, at)
-        else:  # before, there are no registers left for x while it waits
+        else:  # there are no registers left for x while it waits
             factors = self.await_factors(arrays, scalars, at)
             rX = self.load_unaligned(arrays["x"], at, lane)
         self.norm(rX, factors, arrays["weights"], at, lane)
