@@ -30,6 +30,7 @@ from benchmarks.report import Measured, Row
 from jax_mx.facts.chips import arch_of, dsl_of
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.facts.signatures import RMS_NORM
 from jax_mx.lowering.primitive import chip_of
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 from jax_mx.reference import rows_of
@@ -44,6 +45,8 @@ def _made_of(source: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """How XLA makes floats, and the keywords of the op that makes them itself, of its operands."""
     if source == "rows":
         return lambda a: rows_of(*a), lambda a: {"rows": a[1]}
+    if source == RMS_NORM:
+        return lambda a: jax_mx.rms_norm(*a).floats, lambda a: {}
     own = jax_mx.Gated(source)
     return lambda a: jax_mx.gated(a[0], source), lambda a: {"activation": own}
 
@@ -121,6 +124,10 @@ class Case:
             f"{self.source}, then {name}": jax.jit(lambda a, f=f: f(before(a)))
             for name, f in versions.items()
         }
+        if self.source == RMS_NORM:
+            both = form.op == "quantize_both"
+            norm = functools.partial(jax_mx.rms_norm, both=both, **options)
+            return jax.jit(lambda a: norm(*a).quantized), made
         return jax.jit(lambda a: op(a[0], **how(a))), made
 
     def make(self, key: jax.Array) -> Any:
@@ -128,6 +135,9 @@ class Case:
         form, dtype = shapes.FORMS[self.form], FLOAT_DTYPES[self.dtype]
         if self.source == "rows":
             return self.tokens(key)
+        if self.source == RMS_NORM:
+            x = baselines.normal(key, shape=self.shape, dtype=dtype)
+            return x, jax.numpy.ones(self.shape[-1:], dtype)
         if self.source:
             shape = (*self.shape[:-1], 2 * self.shape[-1])
             return (baselines.normal(key, shape=shape, dtype=dtype),)
@@ -156,7 +166,8 @@ class Case:
             ndim=len(self.shape),
             transpose=form.transpose,
             rows=self.source == "rows",
-            activation=None if self.source in ("", "rows") else self.source,
+            activation=None if self.source in ("", "rows", RMS_NORM) else self.source,
+            norm=self.source == RMS_NORM,
             implementation=self.implementation,
             **form.made_by,
             **self.options,

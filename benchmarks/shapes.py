@@ -9,6 +9,7 @@ from typing import Any
 
 from jax_mx.facts import directions
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.signatures import RMS_NORM
 from jax_mx.facts.variants import ACTIVE, Kind
 
 Shape = tuple[int, ...]
@@ -96,7 +97,7 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 }
 
 
-SOURCES = ("rows", *ACTIVE["cutedsl"])  # what floats are made of, see facts/variants.py
+SOURCES = ("rows", *ACTIVE["cutedsl"], RMS_NORM)  # what floats are made of, see facts/variants.py
 
 
 def named(form: str, preprocessing: str, source: str = "") -> str:
@@ -157,6 +158,10 @@ _WANTED_OF_SOURCES = {
     ("both transposed", "swiglu", (16384, 4096)): (0.88, 1.7),
     ("axis -1", "swiglu", (16384, 14336)): (0.93, 1.7),
     ("both transposed", "swiglu", (16384, 14336)): (0.88, 1.7),
+    ("axis -1", RMS_NORM, TOKENS): (0.9, 1.7),
+    ("both transposed", RMS_NORM, TOKENS): (0.8, 1.7),
+    ("axis -1", RMS_NORM, (65536, 7168)): (0.9, 1.7),
+    ("both transposed", RMS_NORM, (65536, 7168)): (0.8, 1.7),
 }
 
 # Of a copy, by form and preprocessing.

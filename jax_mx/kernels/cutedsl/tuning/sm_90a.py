@@ -20,7 +20,7 @@ ROWS = [
     {
         "kernel": "quantize.NormedTiled",
         "where": {"window": "256"},
-        "value": {"down": 8, "across": 2, "each": 2, "lag": 2},
+        "value": {"down": 8, "across": 1, "each": 2, "lag": 3},
         "date": "",
         "measured": [],
     },
