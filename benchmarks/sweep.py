@@ -42,8 +42,17 @@ SMALL = (3, 160, 224)
 
 def candidates(variant: Variant) -> Iterator[Any]:
     """What the variant's kernel class takes as `tile`: those worth a try."""
-    from jax_mx.kernels.cutedsl import dequantize, kernel, tiled
+    from jax_mx.kernels.cutedsl import dequantize, kernel, norms, tiled
 
+    if variant.normed and variant.form == LAST:
+        for threads, rows in itertools.product((128, 256), (1, 2, 3, 4)):
+            yield norms.Whole(threads, 4, rows)
+        return
+    if variant.normed:
+        for size, lag in itertools.product(((4, 2, 2), (4, 4, 4), (8, 2, 4)), (2, 3, 4, 5, 6)):
+            down, across, each = size
+            yield norms.Bands(down, across, 1, each, lag)
+        return
     itemsize = FLOAT_DTYPES[variant.dtype].itemsize
     if variant.form == LAST:  # Flat: as many bytes in flight per thread as registers allow
         for threads, elements, unroll in itertools.product(
