@@ -42,16 +42,10 @@ SMALL = (3, 160, 224)
 
 def candidates(variant: Variant) -> Iterator[Any]:
     """What the variant's kernel class takes as `tile`: those worth a try."""
-    from jax_mx.kernels.cutedsl import dequantize, kernel, norms, tiled
+    from jax_mx.kernels.cutedsl import dequantize, kernel, tiled
 
-    if variant.normed and variant.form == LAST:
-        for threads, rows in itertools.product((128, 256), (1, 2, 3, 4)):
-            yield norms.Whole(threads, 4, rows)
-        return
     if variant.normed:
-        for size, lag in itertools.product(((4, 2, 2), (4, 4, 4), (8, 2, 4)), (2, 3, 4, 5, 6)):
-            down, across, each = size
-            yield norms.Bands(down, across, 1, each, lag)
+        yield from _of_norms(variant)
         return
     itemsize = FLOAT_DTYPES[variant.dtype].itemsize
     if variant.form == LAST:  # Flat: as many bytes in flight per thread as registers allow
@@ -73,6 +67,18 @@ def candidates(variant: Variant) -> Iterator[Any]:
         for (down, across), band in itertools.product(sizes, (1, 64)):
             if transposed or (down * depth * 4 // itemsize) % BLOCK == 0:  # whole blocks
                 yield dequantize.Tiling(down, across, depth, band)
+
+
+def _of_norms(variant: Variant) -> Iterator[Any]:
+    from jax_mx.kernels.cutedsl import norms
+
+    if variant.form == LAST:  # Rows: as many bytes in flight as registers allow
+        for threads, rows in itertools.product((128, 256), (1, 2, 3, 4)):
+            yield norms.Whole(threads, 4, rows)
+        return
+    sizes = ((4, 2, 2), (4, 4, 4), (8, 2, 4))
+    for (down, across, each), lag in itertools.product(sizes, (2, 3, 4, 5, 6)):
+        yield norms.Bands(down, across, 1, each, lag)
 
 
 def build(folder: Path, arch: str, variants: list[Variant]) -> None:
