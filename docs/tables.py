@@ -480,7 +480,7 @@ def speed_moe_step() -> list[str]:
 
 def loss_moe() -> list[str]:
     """What a small transformer with experts learns, and which product costs MXFP4 what it loses."""
-    about, rows = results("cpu_moe_step")
+    about, rows = results("h200_moe_step_small")
     losses = {row["way"]: row["losses"] for row in rows}  # of every tenth step
 
     def against(way: str, first: int, last: int) -> str:
