@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -23,9 +24,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import rms_norm
+from jax_mx.facts import directions
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.kernels import geometry
+from jax_mx.kernels.geometry import Extents
 from jax_mx.lowering import store
 
 P = PartitionSpec
@@ -261,6 +265,41 @@ def test_one_call():
     like = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = text_of(like, both=True)
     assert "sqrt" in text and "num_batch_dims" in call_attributes_in(text)
+
+
+@pytest.mark.parametrize(
+    "form", [directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED], ids=str
+)
+def test_grid_in_bands(form):
+    """Thread blocks for tiles and for what is ahead of them, in every band and after the last."""
+    tile, region, (more, lag) = Extents(128, 128), Extents(256, 128), (64, 4)
+    for rows_, cols in ((32, 32), (256, 128), (544, 4128)):
+        units = geometry.units_of(form)
+        dims = (rows_ // units.rows, 32, cols // units.cols, 32)
+        sizes = {}
+        for _, buffer, *where in geometry.grid_in_bands(form, tile, region, 2, (more, lag)):
+            start, stop, divisor, summand = where
+            extent = start if buffer < 0 else math.prod(dims[start:stop])
+            sizes[summand] = sizes.get(summand, 1) * -(-extent // divisor)
+        bands, tiles = 2 * -(-rows_ // 256), -(-cols // 128)
+        assert sum(sizes.values()) == (bands + lag) * (more + tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_factors_of_many_sums(eps):
+    """Kernels divide and take roots by steps of their own; the definition does by NumPy's."""
+    rng = np.random.default_rng(5)
+    x = np.ldexp(rng.normal(size=(1 << 17, 32)), rng.integers(-60, 60, (1 << 17, 1)))
+    x = x.astype(ml_dtypes.bfloat16)
+    got = rms_norm(x, eps=eps, format="mxfp8_e4m3", factors=True).factors
+    sums = x.astype(np.float32)
+    sums = np.where(np.abs(sums) < np.float32(2.0**-63), np.float32(0), sums) ** 2
+    while sums.shape[1] > 1:
+        sums = sums[:, ::2] + sums[:, 1::2]
+    with np.errstate(all="ignore"):
+        mean = sums[:, 0].astype(np.float64) + 32 * np.float64(np.float32(eps))
+        assert_bits_equal(np.asarray(got), np.sqrt(32 / mean).astype(np.float32))
 
 
 @pytest.mark.gpu
