@@ -53,6 +53,12 @@ SAMPLE += [
     if op == "quantize"
     for format in (MXFP8_E4M3, MXFP4_E2M1)
 ]
+# Every form of what is normed, likewise.
+NORMS_SAMPLE = [
+    v
+    for v in CUTEDSL
+    if v.normed and v.window == BLOCK and {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
+]
 # Every kernel of products, with E4M3 and with MXFP4.
 PRODUCTS_SAMPLE = [
     p for p in PRODUCTS if p.formats and {*p.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
@@ -82,7 +88,7 @@ def test_sanitizer_is_silent(tool, record_property):
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "ran " in done.stdout
-    for variant in (*SAMPLE, *products_for(tool)):
+    for variant in (*SAMPLE, *NORMS_SAMPLE, *products_for(tool)):
         device = jax.devices()[0].device_kind
         record_property("executed", (variant.name, arch_here(), f"{device}, {tool}"))
 
@@ -114,9 +120,30 @@ def main(tool: str) -> None:
                 for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                     assert (bytes_of(a) == bytes_of(b)).all(), (variant.name, layout, shape)
                 ran += 1
+    for variant in NORMS_SAMPLE:
+        for layout in layouts_of(variant):
+            for shape in SHAPES[str(variant.form).removesuffix("_transposed")]:
+                run_norm(variant, layout, (math.prod(shape[:-1]), shape[-1]))
     for product in products_for(tool):
         run_product(product)
     print("ran", ran)
+
+
+def run_norm(variant, layout: str, shape: tuple[int, int], implementation="cutedsl") -> None:
+    """Rows that are normed, with weights."""
+    x = random_bits(shape, variant.dtype, seed=1)
+    x = np.where(np.isfinite(x.astype(np.float32)), x, 1).astype(x.dtype)
+    weight = np.random.default_rng(0).normal(size=shape[1]).astype(np.float32)
+    how = {} if variant.form.is_both or not variant.form.transposed else {"axis": -2}
+    how |= {"both": variant.form.is_both, "scale_layout": layout, "factors": True}
+    if "axis" in how:
+        how["transpose"] = True
+    norm = partial(jax_mx.rms_norm, format=variant.formats[0], **how)
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = jax.jit(partial(norm, implementation="xla"))(x, weight)
+    got = jax.jit(partial(norm, implementation=implementation))(x, weight)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (bytes_of(a) == bytes_of(b)).all(), (variant.name, layout, shape)
 
 
 def run_product(product) -> None:
