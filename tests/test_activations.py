@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.facts.activations import ACTIVATIONS, GATED
+from jax_mx.facts.activations import ACTIVATIONS, GATED, named_in
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
@@ -41,7 +41,7 @@ each_name = pytest.mark.parametrize(
 )
 GATELESS = [name for name in NAMES if name not in GATED]
 DTYPES = ["bfloat16", "float16", "float32"]
-ACTIVE = [v for v in VARIANTS if v.source in ACTIVATIONS]
+ACTIVE = [v for v in VARIANTS if named_in(v.source)[0] in ACTIVATIONS]
 EVERY = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)  # every bfloat16
 LEAST = 2.0**-126  # the smallest normal number
 
@@ -96,7 +96,8 @@ def exact_slope(gate, name):
             density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
             terms = erfc(-x / math.sqrt(2)) / 2, x * density
         else:
-            one = {"relu": x > 0, "relu2": np.where(x > 0, 2 * x, 0), "identity": np.ones_like(x)}
+            twice = 2 * np.maximum(cut(gate, name), 0)
+            one = {"relu": x > 0, "relu2": twice, "identity": np.ones_like(x)}
             terms = one[unary].astype(np.float64), np.zeros_like(x)
         slope, size = sum(terms), sum(map(np.abs, terms))
         return np.where((gate > 7) & (name == "gpt_oss"), 0, slope), size
@@ -113,6 +114,8 @@ def table(name: str, slope: bool = False) -> np.ndarray:
     gate, row = doubles(EVERY), ACTIVATIONS[name]
     rounding = row.rounding.slope if slope else row.rounding.part
     some = np.where(np.isfinite(gate), gate, 0)
+    if slope:
+        some = settled(np.where(np.isinf(gate), np.sign(gate) * 1e30, some))
     found = exact_slope(some, name)[0] if slope else exact(some, name)
     if rounding is not None:
         fraction, exponent = np.frexp(np.where(found == 0, 1, np.abs(found)))
@@ -122,6 +125,12 @@ def table(name: str, slope: bool = False) -> np.ndarray:
         found = np.where(np.abs(found) < LEAST, found, rounded)
     with np.errstate(over="ignore"):
         found = settled(found)
+    if slope:
+        if row.unary not in ("relu", "relu2", "identity"):
+            found = np.where((found == 0) & (gate < -2), np.float32(-0.0), found)  # it falls there
+        found = np.where((gate == np.inf) & (row.unary == "relu2"), np.inf, found)
+        defined = ~np.isnan(gate) | (row.unary == "identity")
+        return np.where(defined, found, np.nan).astype(np.float32)
     # Of infinite gates what the formula has: inf * 0 is a NaN.
     high = np.float32(cut(np.inf, name)) if np.isfinite(cut(np.inf, name)) else np.float32(np.inf)
     if np.isfinite(high):
@@ -141,6 +150,21 @@ def wanted(gate_up, name="swiglu", weights=None) -> np.ndarray:
         if weights is not None:
             y = settled(y * settled(np.asarray(weights))[..., None])
         return y.astype(jnp.bfloat16)
+
+
+def wanted_gradient(gate_up, dy, name="swiglu", weights=None) -> np.ndarray:
+    """The derivative of `gated` of bfloat16, likewise."""
+    gate, *up = np.split(np.asarray(gate_up), 2, -1) if name in GATED else [np.asarray(gate_up)]
+    dy, bits = settled(np.asarray(dy).astype(np.float32)), gate.view(np.uint16)
+    with np.errstate(all="ignore"):
+        if weights is not None:
+            dy = settled(dy * settled(np.asarray(weights))[..., None])
+        by = [table(name, slope=True)[bits]]
+        if up:
+            up = settled(up[0].astype(np.float32))
+            inside = np.where((np.abs(up) > 7) & (name == "gpt_oss"), 0, 1).astype(np.float32)
+            by = [settled(by[0] * settled(factor(up, name))), settled(table(name)[bits] * inside)]
+        return np.concatenate([settled(dy * each) for each in by], -1).astype(jnp.bfloat16)
 
 
 def settled(x: np.ndarray) -> np.ndarray:
@@ -229,6 +253,24 @@ def test_the_float_is_defined(name):
         same_floats(run(one, name)[:, 0], wanted(one, name)[:, 0])
         same_floats(run(x, name), wanted(x, name))
         same_floats(run(x, name, weights=weights), wanted(x, name, weights), "weights")
+
+
+@pytest.mark.optimized
+@each_name
+def test_the_gradient_is_defined(name):
+    """For every gate; that of `gated`'s derivative, and the one that is quantized."""
+    x, weights = every_gate(), np.random.default_rng(0).normal(size=512).astype(np.float32)
+    x = x if name in GATED else x[:, :128]
+    dy = random_bits((512, 128), "bfloat16", seed=5)
+    pull = lambda x, dy, w: jax.vjp(lambda x: jax_mx.gated(x, name, weights=w), x)[1](dy)[0]  # noqa: E731
+    for w in (None, weights):
+        want = wanted_gradient(x, dy, name, w)
+        own = jax_mx.Gated(name, w, gradient=dy)
+        got = jax.jit(lambda x, own: jax_mx.quantize_both(x, activation=own))(x, own)
+        same(got, jax_mx.quantize_both(want))
+        # XLA computes the derivative with subnormals, where a device has them.
+        large = np.abs(want.astype(np.float32)) > LEAST
+        same_floats(*(np.where(large, d, 0) for d in (jax.jit(pull)(x, dy, w), want)))
 
 
 @pytest.mark.optimized
@@ -440,12 +482,22 @@ SHAPES = {
 }
 
 
+def made_by(variant, x, weights=None):
+    """What asks for a variant, and what that quantizes."""
+    name, is_gradient = named_in(variant.source)
+    if not is_gradient:
+        return jax_mx.Gated(name, weights), wanted(x, name, weights)
+    dy = random_bits((x.shape[0] * x.shape[1] // 2,), "bfloat16", seed=9)
+    dy = np.where(np.isfinite(doubles(dy)), dy, 1).astype(x.dtype).reshape(len(x), -1)
+    own = jax_mx.Gated(name, weights, gradient=dy)
+    return own, wanted_gradient(x, dy, name, weights)
+
+
 def check(variant, x, **how):
     """The kernel quantizes the bits that XLA computes on this device and on the CPU."""
     op, plain = call(variant, variant.implementation, **how), call(variant, "xla", **how)
     weights = how.pop("weights", None)
-    own = jax_mx.Gated(variant.source, weights)
-    floats = wanted(x, variant.source, weights)
+    own, floats = made_by(variant, x, weights)
     want = jax.block_until_ready(jax.jit(plain)(floats))
     poison_memory()
     got = jax.jit(lambda x, own: op(x, activation=own))(x, own)
@@ -509,6 +561,16 @@ def test_weights_on_the_gpu():
 
 
 @pytest.mark.gpu
+def test_gradients_by_weights_on_the_gpu():
+    x, rng = every_gate(), np.random.default_rng(0)
+    x = np.where(np.isfinite(x.astype(np.float32)), x, 1).astype(x.dtype)
+    dy, weights = (rng.normal(size=s).astype(t) for s, t in (((512, 128), x.dtype), (512, "f4")))
+    want = jax_mx.quantize_both(wanted_gradient(x, dy, "swiglu", weights))
+    own = jax_mx.Gated(weights=weights, gradient=dy)
+    same(jax.jit(lambda x, own: jax_mx.quantize_both(x, activation=own))(x, own), want)
+
+
+@pytest.mark.gpu
 def test_past_two_to_the_31():
     """Gates and ups have more elements than an int32 counts; the last rows are compared."""
     rows, cols = (1 << 31) // 8192 + 192, 8192
@@ -565,8 +627,8 @@ def test_emulated(variant, arch):
             "scaling": scalings[(turn + i) % len(scalings)],
             "scale_layout": layouts[(turn + i) % len(layouts)],
         }
-        want = jax.jit(call(variant, "xla", **how))(wanted(x, variant.source, weights))
-        own = jax_mx.Gated(variant.source, weights)
+        own, floats = made_by(variant, x, weights)
+        want = jax.jit(call(variant, "xla", **how))(floats)
         before = _ffi.counters()["launches"]
         with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
             op = call(variant, "flydsl", **how)
@@ -585,11 +647,12 @@ def test_emulated_at_any_address(variant, arch):
     for entry in range(2):
         how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
         x, weights = some_floats(96, (256, 96 if variant.form.spans[1] else 33)[entry], seed=1)
-        own = jax_mx.Gated(variant.source, weights)
+        own, floats = made_by(variant, x, weights)
         program = emulation.Program(variant, arch, x.shape, activation=own, **how)
         assert program.takes(entry)
-        want = jax.jit(call(variant, "xla", **how))(wanted(x, variant.source, weights))
-        operands = emulation.bytes_of([x, weights])
+        want = jax.jit(call(variant, "xla", **how))(floats)
+        dy = [own.gradient] * (own.gradient is not None)
+        operands = emulation.bytes_of([x, weights, *dy])
         assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax_mx.facts import directions
+from jax_mx.facts.activations import GRADIENT
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.directions import Form
 from jax_mx.facts.formats import (
@@ -76,7 +77,8 @@ class Variant:
       kinds: how the elements of each are preprocessed, and their windows; () where there is
         nothing of that.
       source: what the floats are made of: "", they are x; "rows": the rows of x that an operand
-        numbers; an activation's name: both halves of x.
+        numbers; an activation's name: both halves of x; this and "_gradient": these and the
+        gradient of what the activation gives, and they are x's.
     """
 
     op: str
@@ -247,11 +249,18 @@ VARIANTS += tuple(
     if variant.form in (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
     if variant.window != 256 or not variant.form.is_both  # registers do not hold its tiles
 )
+# The gradient that both products of a backward pass take.
+VARIANTS += tuple(
+    dataclasses.replace(variant, source=variant.source + GRADIENT)
+    for variant in VARIANTS
+    if variant.form == directions.BOTH_TRANSPOSED
+    if variant.source in ACTIVE[variant.implementation]
+)
 
 
 def layouts_of(variant: Variant) -> tuple[str, ...]:
     """The scale layouts that a variant's binary has entries for."""
-    if variant.form.is_square:
+    if variant.form.is_square or variant.source.endswith(GRADIENT):
         return ("row_major",)
     return scale_layouts_of(variant.implementation, variant.formats)
 

@@ -40,6 +40,7 @@ from jax_mx.arrays.sharding import spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed, minor_to_major
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
+from jax_mx.facts.activations import ACTIVATIONS
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.preprocessing import Preprocessing
@@ -89,8 +90,8 @@ def _floats(operands: Sequence[Any], plan: Plan):
     x = operands[0]
     if not plan.source:
         return x
-    halves = 1 if plan.source == "rows" else 2
-    matrix = (math.prod(operands[1].shape), math.prod(x.shape[halves:]))
+    apart = plan.source in ACTIVATIONS  # halves of x that make one
+    matrix = (math.prod(operands[1].shape), math.prod(x.shape[1 + apart :]))
     shape, _ = plan.view.view(matrix, (None, None), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     return x.update(shape=shape, weak_type=False, sharding=sharding)
@@ -202,13 +203,15 @@ def _quantize_reference(x, *block_data, plan: Plan):
     return out
 
 
-def _quantize_via_floats(x, other, *block_data, plan: Plan):
+def _quantize_via_floats(*operands, plan: Plan):
     """The primitive on floats that XLA makes, by a kernel or not."""
-    x, other = x.reshape(x.shape[0], math.prod(x.shape[1:])), other.reshape(-1)
-    if plan.source == "rows":
-        found = reference.rows_of(x, other)
-    else:
-        found = reference.gated(reference.halves(x, plan.source), other, plan.source)
+    arrays = zip(plan.signature.present(plan.lacks), operands, strict=True)
+    made_of = [
+        a.reshape(a.shape[0], math.prod(a.shape[1:])) if array.role is Role.SOURCE else a.reshape(-1)
+        for array, a in arrays
+        if array.role is not Role.BLOCK_DATA
+    ]
+    found, block_data = reference.floats_of(plan.source, *made_of), operands[len(made_of) :]
     viewed = Viewed.of(plan.view, found.shape, spec_of(found), plan.first_axis)
     floats = viewed.to_floats(found)
     return quantize_p.bind(floats, *block_data, plan=dataclasses.replace(plan, source=""))
@@ -795,7 +798,8 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     Args:
       operands: the view of the floats and those of the plan's `given_data`; or what the plan's
         source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), and
-        weights (R, 1). An axis of length n that blocks run along is two: n / 32 and 32.
+        weights (R, 1); of its gradient these and dy (T, K). An axis of length n that blocks run
+        along is two: n / 32 and 32.
       plan: the call.
 
     Returns:

@@ -14,6 +14,7 @@ from jax_mx import reference
 from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
+from jax_mx.facts.activations import GRADIENT, named_in
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, made, weights_of
@@ -21,8 +22,8 @@ from jax_mx.ops.placing import placed
 from jax_mx.ops.preprocessing import Data, block_data_of
 
 
-def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str, Any]:
-    """Returns x, an array like the floats, the name of their source, its second operand or None.
+def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str, tuple]:
+    """Returns x, an array like the floats, the name of their source, its other operands.
 
     Args:
       op: for messages.
@@ -40,20 +41,25 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
         rows = _rows(op, x, rows)
     if activation is None:
         if rows is None:
-            return x, x, "", None
-        return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
+            return x, x, "", ()
+        return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", (rows,)
     x, up = array_of(op, "x", x), activation.up
     up = None if up is None else array_of(op, "up", up)
     activation = dataclasses.replace(activation, up=up)
     gates = activation.gates_of(op, x)
     if rows is not None:
-        up = None if up is None else _floats_of(up, rows, "rows")
-        x, activation = _floats_of(x, rows, "rows"), dataclasses.replace(activation, up=up)
+        if activation.gradient is not None:
+            raise ValueError(f"{op}: rows of x have no gradient alone; drop rows, or the gradient")
+        up = None if up is None else _floats_of(up, (rows,), "rows")
+        x, activation = _floats_of(x, (rows,), "rows"), dataclasses.replace(activation, up=up)
     if rows is not None or not activation.is_split:
         x = made(op, x, activation)
-        return x, x, "", None
+        return x, x, "", ()
     weights = weights_of(op, gates, activation.weights)
-    return x, gates, activation.name, weights
+    if activation.gradient is None:
+        return x, gates, activation.name, (weights,)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return x, like, activation.name + GRADIENT, (weights, activation.dy_of(op, gates))
 
 
 def _rows(op: str, x: Any, rows: Any) -> Any:
@@ -74,29 +80,31 @@ def _rows(op: str, x: Any, rows: Any) -> Any:
 
 
 def operands_of(
-    x: jax.Array, data: Sequence[Data], other: jax.Array | None, plan: Plan
+    x: jax.Array, data: Sequence[Data], other: Sequence[jax.Array], plan: Plan
 ) -> tuple[list[jax.Array], Viewed, Plan]:
     """The operands of `primitive.quantize`, how its arrays are viewed, and its plan.
 
     Args:
       x: what the plan fits.
       data: of each direction, see `preprocessing.data_of`.
-      other: the numbers of rows or the weights that `made_of` returned, or None.
+      other: the operands beside x that `made_of` returned.
       plan: of the call.
 
     Raises:
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
-    if other is not None and _in_one_call(x, other, plan):
+    if other and _in_one_call(x, other, plan):
         halves = 1 if plan.source == "rows" else 2
-        shape = other.shape[0], x.shape[1] // halves
-        viewed = Viewed.of(plan.view, shape, (None, None), plan.first_axis)
+        count, length = other[0].shape[0], x.shape[1] // halves
+        columns = x.shape[1] if named_in(plan.source)[1] else length
+        viewed = Viewed.of(plan.view, (count, columns), (None, None), plan.first_axis)
         # Kernels count an axis in blocks of 32 where blocks run along it, else in elements.
-        (down, across), (count, length) = plan.form.spans, shape
+        down, across = plan.form.spans
         tail = (length // BLOCK, BLOCK) if across else (length,)
-        other = other.reshape((count // BLOCK, BLOCK) if down else (count, 1))
-        return [x.reshape(x.shape[0], *[2] * (halves - 1), *tail), other], viewed, plan
-    if other is not None:
+        by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
+        more = [a.reshape(count, *tail) for a in other[1:]]
+        return [x.reshape(x.shape[0], *[2] * (halves - 1), *tail), by_row, *more], viewed, plan
+    if other:
         x, plan = _floats_of(x, other, plan.source), dataclasses.replace(plan, source="")
     x = placed(x, x.shape, plan)
     viewed = Viewed.of(plan.view, x.shape, spec_of(x), plan.first_axis)
@@ -106,23 +114,24 @@ def operands_of(
     return operands, viewed, plan.of_view
 
 
-def _in_one_call(x: jax.Array, other: jax.Array, plan: Plan) -> bool:
+def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
     """Whether the primitive can make the floats itself.
 
-    It needs a matrix that has rows, no block data and no mesh with explicit axes.
+    It needs a matrix that has rows, no block data and no mesh with explicit axes; of a gradient
+    halves of whole blocks.
     """
-    meshes = (jax.typeof(a).sharding.mesh for a in (x, other))
+    meshes = (jax.typeof(a).sharding.mesh for a in (x, *other))
     is_empty = isinstance(x.shape[0], int) and x.shape[0] == 0
     plain = x.ndim == 2 and not is_empty and not plan.block_data
-    return plain and not any(map(is_explicit, meshes))
+    whole = not named_in(plan.source)[1] or x.shape[1] % (2 * BLOCK) == 0
+    return plain and whole and not any(map(is_explicit, meshes))
 
 
-def _floats_of(x: jax.Array, other: jax.Array, source: str) -> jax.Array:
+def _floats_of(x: jax.Array, other: Sequence[jax.Array], source: str) -> jax.Array:
     """The floats that XLA makes; on a mesh with explicit axes, split as both are."""
-    if source != "rows":
-        return reference.gated(reference.halves(x, source), other, source)
-    meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, other)) if is_explicit(m)]
-    if not meshes:
-        return reference.rows_of(x, other)
-    spec = PartitionSpec(spec_of(other)[0], spec_of(x)[1])
-    return reference.rows_of(x, other, NamedSharding(meshes[0], spec))
+    meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, *other)) if is_explicit(m)]
+    if source != "rows" or not meshes:
+        return reference.floats_of(source, x, *other)
+    (rows,) = other
+    spec = PartitionSpec(spec_of(rows)[0], spec_of(x)[1])
+    return reference.rows_of(x, rows, NamedSharding(meshes[0], spec))

@@ -212,7 +212,7 @@ def as_planned(x: Any, plan: Plan) -> Any:
 
 @partial(jax.jit, static_argnames="plan")
 def quantized(
-    x: jax.Array, data: tuple[Data, ...], other: jax.Array | None = None, *, plan: Plan
+    x: jax.Array, data: tuple[Data, ...], other: tuple[jax.Array, ...] = (), *, plan: Plan
 ) -> list[MXArray]:
     """One MXArray per result, for an x that the plan fits.
 

@@ -124,6 +124,21 @@ ROWS = [
         "measured": [],
     },
     {
+        # Half of the warps across have gates, half have ups; windows of 128 want two of each.
+        "kernel": "quantize.Tiled",
+        "where": {"source": "swiglu_gradient", "window": "128"},
+        "value": {"down": 4, "across": 4},
+        "date": "2026-11-23",
+        "measured": [],
+    },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {"source": "swiglu_gradient"},
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-23",
+        "measured": [],
+    },
+    {
         "kernel": "quantize.Tiled",
         # (4, 1) is faster, but has no whole windows of 128, and not all tests executed it yet.
         "where": {"source": "swiglu", "window": ("32", "128")},
