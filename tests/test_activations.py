@@ -27,6 +27,7 @@ from jax_mx.facts.activations import ACTIVATIONS, GATED, named_in
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import store
 
 P = PartitionSpec
@@ -482,6 +483,12 @@ SHAPES = {
 }
 
 
+def fitting(variant, length: int) -> int:
+    """A length of gates that is whole windows, where the variant's kernel wants these."""
+    unit = max(lengths_of(variant.window)) if named_in(variant.source)[1] else 1
+    return -(-length // unit) * unit
+
+
 def made_by(variant, x, weights=None):
     """What asks for a variant, and what that quantizes."""
     name, is_gradient = named_in(variant.source)
@@ -519,6 +526,7 @@ def test_every_kernel(variant, monkeypatch):
     scalings, layouts = [*Scaling], layouts_of(variant)
     form = str(variant.form).removesuffix("_transposed")
     for i, (rows, length) in enumerate(SHAPES[form]):
+        length = fitting(variant, length)
         x = random_bits((-(-rows * 2 * length // 32) * 32,), "bfloat16", seed=i)
         x = x[: rows * 2 * length].reshape(rows, 2 * length)
         how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
@@ -616,7 +624,7 @@ def test_emulated(variant, arch):
 
     turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
     shapes = SHAPES[str(variant.form).removesuffix("_transposed")]
-    shapes = [(min(rows, 160), min(length, 288)) for rows, length in shapes]
+    shapes = [(min(rows, 160), fitting(variant, min(length, 288))) for rows, length in shapes]
     every = every_gate()
     every[:, 128:] = np.where(np.abs(doubles(every[:, 128:])) < 2, every[:, 128:], 1)
     every = np.where(np.isfinite(doubles(every)), every, 1).astype(every.dtype)
@@ -646,7 +654,8 @@ def test_emulated_at_any_address(variant, arch):
     turn, layouts = AMD.index(variant), layouts_of(variant)
     for entry in range(2):
         how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
-        x, weights = some_floats(96, (256, 96 if variant.form.spans[1] else 33)[entry], seed=1)
+        length = fitting(variant, (256, 96 if variant.form.spans[1] else 33)[entry])
+        x, weights = some_floats(96, length, seed=1)
         own, floats = made_by(variant, x, weights)
         program = emulation.Program(variant, arch, x.shape, activation=own, **how)
         assert program.takes(entry)

@@ -9,8 +9,8 @@ bit, whatever exponential function a chip has. So act(gate) is rounded to few bi
 multiplied: no bfloat16 gate is so close to a tie of that rounding that an error of a few float32
 units in the last place decides. Where the ties have to lie for that was searched for;
 tests/test_activations.py measures the distances. Then act(gate) has 9 bits and up has 8, whose
-product is exact in float32. Slopes have such a rounding too, of 8 bits: a slope, up, and the gradient
-of the result have 24 together, so that what `gated`'s derivative makes of them is as certain.
+product is exact in float32. Slopes have such a rounding too, of 8 bits: a slope, up, and the
+gradient of the result have 24 together, so what the derivative of `gated` makes of them is exact.
 """
 
 from __future__ import annotations

@@ -207,7 +207,9 @@ def _quantize_via_floats(*operands, plan: Plan):
     """The primitive on floats that XLA makes, by a kernel or not."""
     arrays = zip(plan.signature.present(plan.lacks), operands, strict=True)
     made_of = [
-        a.reshape(a.shape[0], math.prod(a.shape[1:])) if array.role is Role.SOURCE else a.reshape(-1)
+        a.reshape(a.shape[0], math.prod(a.shape[1:]))
+        if array.role is Role.SOURCE
+        else a.reshape(-1)
         for array, a in arrays
         if array.role is not Role.BLOCK_DATA
     ]

@@ -158,9 +158,7 @@ def made(op: str, x: jax.Array, own: Gated) -> jax.Array:
         each = [x, own.up]
     if own.gradient is not None:
         dy = own.dy_of(op, gates)
-        return reference.joined(
-            _gradient(tuple(each), weights, dy, own.name), own.interleaved
-        )
+        return reference.joined(_gradient(tuple(each), weights, dy, own.name), own.interleaved)
     return _made(tuple(map(jnp.asarray, each)), weights, own.name)
 
 

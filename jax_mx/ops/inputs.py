@@ -16,6 +16,7 @@ from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.activations import GRADIENT, named_in
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, made, weights_of
 from jax_mx.ops.placing import placed
@@ -118,12 +119,13 @@ def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
     """Whether the primitive can make the floats itself.
 
     It needs a matrix that has rows, no block data and no mesh with explicit axes; of a gradient
-    halves of whole blocks.
+    halves of whole windows.
     """
     meshes = (jax.typeof(a).sharding.mesh for a in (x, *other))
     is_empty = isinstance(x.shape[0], int) and x.shape[0] == 0
     plain = x.ndim == 2 and not is_empty and not plan.block_data
-    whole = not named_in(plan.source)[1] or x.shape[1] % (2 * BLOCK) == 0
+    unit = 2 * max(lengths_of(plan.preprocessing[0].window))
+    whole = not named_in(plan.source)[1] or x.shape[1] % unit == 0
     return plain and whole and not any(map(is_explicit, meshes))
 
 

@@ -246,8 +246,10 @@ def floats_of(source: str, x: jax.Array, first: jax.Array, *more: jax.Array) -> 
         return rows_of(x, first)
     name, is_gradient = named_in(source)
     each = halves(x, name)
-    return joined(gated_gradient(each, first, *more, name)) if is_gradient else gated(
-        each, first, name
+    return (
+        joined(gated_gradient(each, first, *more, name))
+        if is_gradient
+        else gated(each, first, name)
     )
 
 

@@ -5,8 +5,8 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.activations import ACTIVATIONS, Rounding
 
-# Of a float32 `g`, the part of an activation that depends on it, `t`; scratch: a, h, d, b, s, p. h is
-# exp(-|g| / 2), whose square is multiplied in two steps, so that no factor is subnormal.
+# Of a float32 `g`, the part of an activation that depends on it, `t`; scratch: a, h, d, b, s, p. h
+# is exp(-|g| / 2), whose square is multiplied in two steps, so that no factor is subnormal.
 _PARTS = {
     "silu": "abs.f32 a, g; mul.rn.ftz.f32 h, a, 0fBF38AA3B; ex2.approx.ftz.f32 h, h; "
     "fma.rn.ftz.f32 d, h, h, 0f3F800000; rcp.approx.ftz.f32 d, d; setp.lt.f32 p, g, 0f00000000; "

@@ -20,6 +20,22 @@ def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, arch: str) -> 
     return convert.round_two(*(_gated(name, *pair) * weight for pair in both), arch)
 
 
+def gradients(
+    name: str, gates: Uint32, ups: Uint32, weight: Float32, dy: Uint32, arch: str
+) -> list[Uint32]:
+    """Words of the gradients of gates and of ups, of words of these and of the result's."""
+    row = ACTIVATIONS[name]
+    assert row.limit is None and not row.shift
+    each = zip(*(convert.elements(word, "bfloat16") for word in (gates, ups, dy)), strict=True)
+    pairs = []
+    for gate, up, by in each:
+        slope = _rounded(_SLOPES[row.unary](gate), row.rounding.slope)
+        part = _rounded(_PARTS[row.unary](gate), row.rounding.part)
+        own = by * weight
+        pairs.append((own * (slope * up), own * part))
+    return [convert.round_two(*two, arch) for two in zip(*pairs, strict=True)]
+
+
 def _gated(name: str, gate: Float32, up: Float32) -> Float32:
     """act(gate) * up; float32 has it exactly where there is no shift."""
     row = ACTIVATIONS[name]
@@ -112,4 +128,32 @@ _PARTS: Mapping[str, Callable[[Float32], Float32]] = {
     "relu": _relu,
     "relu2": _relu2,
     "identity": lambda x: x,
+}
+
+
+# ---- its derivative ---
+def _near(x: Float32) -> Float32:
+    """x, but for what is so large that no slope depends on it."""
+    far = Float32(128.0)
+    x = _where(x > far, far, x)  # a NaN stays
+    return _where(x < Float32(-128.0), Float32(-128.0), x)
+
+
+def _sigmoid_slope(x: Float32, half: Float32, dz: Float32) -> Float32:
+    """The derivative of `_times_sigmoid`, where z has the derivative dz."""
+    one = Float32(1.0)
+    is_below = x < Float32(0.0)
+    by, small = _where(is_below, half, one), _where(is_below, one, half * half)
+    inverse = _reciprocal(_fma(half, half, one))
+    return (_fma(_near(x) * dz, small * inverse, one) * by) * (by * inverse)
+
+
+def _silu_slope(sharpness: float) -> Callable[[Float32], Float32]:
+    scale = -sharpness * _LOG2E / 2
+    return lambda x: _sigmoid_slope(x, _exp2(_size(x) * Float32(scale)), Float32(sharpness))
+
+
+_SLOPES: Mapping[str, Callable[[Float32], Float32]] = {
+    "silu": _silu_slope(1.0),
+    "sharp_silu": _silu_slope(SHARPNESS),
 }
