@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_mx.facts import directions
+from jax_mx.facts.activations import GRADIENT
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import ACTIVE, Kind
 
@@ -96,7 +97,8 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 }
 
 
-SOURCES = ("rows", *ACTIVE["cutedsl"])  # what floats are made of, see facts/variants.py
+# What floats are made of, see facts/variants.py.
+SOURCES = ("rows", *(name + of for of in ("", GRADIENT) for name in ACTIVE["cutedsl"]))
 
 
 def named(form: str, preprocessing: str, source: str = "") -> str:
@@ -157,6 +159,8 @@ _WANTED_OF_SOURCES = {
     ("both transposed", "swiglu", (16384, 4096)): (0.88, 1.7),
     ("axis -1", "swiglu", (16384, 14336)): (0.93, 1.7),
     ("both transposed", "swiglu", (16384, 14336)): (0.88, 1.7),
+    ("both transposed", "swiglu_gradient", (16384, 4096)): (0.85, 1.7),
+    ("both transposed", "swiglu_gradient", (16384, 14336)): (0.85, 1.7),
 }
 
 # Of a copy, by form and preprocessing.

@@ -356,6 +356,10 @@ def test_layouts_of_gate_and_up(name):
     pull = lambda x, **how: jax.vjp(lambda x: jax_mx.gated(x, name, **how), x)[1](want)[0]  # noqa: E731
     d = np.asarray(pull(split))
     by_turns = np.stack(np.split(d, 2, -1), -1).reshape(64, 192)
+    own = jax_mx.Gated(name, interleaved=True, gradient=want)
+    by = wanted_gradient(split, want, name)
+    by = np.stack(np.split(by, 2, -1), -1).reshape(64, 192)
+    same(jax_mx.quantize_both(turns, activation=own), jax_mx.quantize_both(by), "gradient by turns")
     np.testing.assert_array_equal(pull(turns, interleaved=True), by_turns)  # but for signs of zeros
     d_up = jax.vjp(lambda up: jax_mx.gated(gate, name, up=up), up)[1](want)[0]
     np.testing.assert_array_equal(d_up, d[:, 96:])
@@ -379,7 +383,26 @@ def test_what_is_refused():
         lambda: jax_mx.quantize(x[:, :96], activation=jax_mx.Gated()),
         sentence="axis -1 has length 48, not a multiple of the block length 32",
     )
+    dy = jnp.ones((8, 64), x.dtype)
+    refused(lambda: jax_mx.Gated(up=x, gradient=dy), sentence="own there are two gradients; give")
+    refused(
+        lambda: jax_mx.quantize(x, activation=jax_mx.Gated(gradient=x)),
+        sentence="quantize: the gradient must be bfloat16[8, 64], as what `gated` gives, got bfloa",
+    )
+    own, rows = jax_mx.Gated(gradient=dy), jnp.arange(8, dtype=jnp.int32)
+    refused(
+        lambda: jax_mx.quantize(x, activation=own, rows=rows),
+        sentence="rows of x have no gradient alone; drop rows, or the gradient",
+    )
+    refused(
+        lambda: jax_mx.is_supported("quantize", "sm_90", gradient=True),
+        sentence="gradient is that of an activation without rows; give one",
+    )
     refused = functools.partial(assert_refused, error=TypeError)
+    refused(
+        lambda: jax_mx.quantize(x, activation=jax_mx.Gated(gradient=dy.astype(jnp.float32))),
+        sentence="the gradient must be bfloat16[8, 64], as what `gated` gives, got float32",
+    )
     refused(
         lambda: jax_mx.quantize(x, activation="swiglu"), sentence="must be None or a Gated, got"
     )
@@ -426,7 +449,11 @@ def test_what_serves_it():
     name = "quantize_last_bfloat16_mxfp8_e4m3"
     assert supported("sm_90") == (True, f"cutedsl: {name}_swiglu")
     assert supported("gfx950") == (True, f"flydsl: {name}_swiglu")
-    for how in ({"activation": "geglu"}, {"rows": True}):
+    found = jax_mx.is_supported("quantize_both", "sm_90", transpose=True, activation="swiglu",
+                                gradient=True)  # fmt: skip
+    name_of_both = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
+    assert found == (True, f"cutedsl: {name_of_both}_swiglu_gradient")
+    for how in ({"activation": "bilinear"}, {"rows": True}, {"gradient": True}):
         found, what = jax_mx.is_supported("quantize", "sm_90", **{"activation": "swiglu", **how})
         assert found and what == f"cutedsl: {name} of floats that XLA makes"
     found, what = supported("sm_90", axis=-2)
@@ -440,6 +467,10 @@ def test_one_call():
     x = jnp.ones((64, 512), jnp.bfloat16)
     text = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     operands = "tensor<64x2x8x32xbf16>, tensor<2x32xf32>"
+    assert f": ({operands}) -> " in call_attributes_in(text) and "exponential" not in text
+    back = lambda x, dy: jax_mx.quantize_both(x, activation=jax_mx.Gated(gradient=dy))  # noqa: E731
+    text = jax.jit(back).trace(x, x[:, 256:]).lower(lowering_platforms=("cuda",)).as_text()
+    operands += ", tensor<64x8x32xbf16>"
     assert f": ({operands}) -> " in call_attributes_in(text) and "exponential" not in text
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
     like = jax.ShapeDtypeStruct((256, 512), x.dtype, sharding=NamedSharding(mesh, P("a")))

@@ -238,14 +238,16 @@ VARIANTS += tuple(
     if variant.op == "quantize" and variant.dtype == "bfloat16"
     if not variant.changes_elements and variant.window != ROW
 )
-# The activations that each DSL's kernels have.
-ACTIVE: Mapping[str, tuple[str, ...]] = {"cutedsl": ("swiglu",), "flydsl": ("swiglu",)}
+# The activations that each DSL's kernels have; all but the first without windows, in one format.
+_ACTIVE = ("swiglu", "geglu", "geglu_erf", "reglu2")
+ACTIVE: Mapping[str, tuple[str, ...]] = dict.fromkeys(ARCHS, _ACTIVE)
 # What a product's operand wants: along its rows, down them, and both; not MXFP6.
 VARIANTS += tuple(
     dataclasses.replace(variant, source=activation)
     for variant in VARIANTS
     if variant.rows and variant.formats[0].bits != 6
     for activation in ACTIVE[variant.implementation]
+    if activation == _ACTIVE[0] or (variant.window == BLOCK and len({*variant.formats}) == 1)
     if variant.form in (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
     if variant.window != 256 or not variant.form.is_both  # registers do not hold its tiles
 )

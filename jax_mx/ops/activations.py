@@ -117,8 +117,9 @@ def gated(
     a zero of its sign stands for each subnormal; so act(gate) itself is within 0.79 units in the
     last place of bfloat16, and a product within 1.07. From float32 act(gate) is within 0.51 units
     of float32, computed in float64; gate_up.astype(jnp.float32) has that of any array.
-    Differentiable to gate_up, up and weights; the derivatives are those of the exact function, in
-    float32.
+    Differentiable to gate_up, up and weights, in float32. From bfloat16 the gradients of gates and
+    ups are as defined: the slope of act is rounded to 8 bits, within 0.58 units in the last place
+    of bfloat16, act to 9 as above, and products are rounded to bfloat16 at the end.
 
     Args:
       gate_up: bfloat16, float16 or float32 (..., 2 K): all gates, then all ups; of an activation
@@ -212,8 +213,8 @@ def _gated(each: tuple[jax.Array, ...], weights: jax.Array | None, name: str) ->
 def _gated_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     """Transposed, it is `reference.gated_gradient`, but for subnormals."""
     (each, weights), (d_each, d_weights) = primals, tangents
-    by = reference.Derivative.of(each, name)
-    change = sum(d.astype(jnp.float32) * c for d, c in zip(d_each, by, strict=False))
+    by = reference.derivative(each, name)
+    change = sum(d.astype(jnp.float32) * c for d, c in zip(d_each, by, strict=True))
     if weights is not None:
         exact = reference.gated_exactly(each, None, name)
         change = change * weights[..., None] + exact * d_weights[..., None]

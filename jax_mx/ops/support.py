@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_mx.arrays.checks import flag, float_dtype, shown, whole, window_of, zero_scale_of
 from jax_mx.facts import chips as chip_table
+from jax_mx.facts.activations import GRADIENT
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
@@ -41,6 +42,7 @@ def is_supported(
     window: Window = BLOCK,
     rows: bool = False,
     activation: str | None = None,
+    gradient: bool = False,
     implementation: str | None = None,
 ) -> tuple[bool, str]:
     """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
@@ -65,6 +67,7 @@ def is_supported(
       window: of quantize and quantize_both; dequantize does not depend on it.
       rows: whether the call picks rows, of quantize and quantize_both.
       activation: the name of a `Gated`, of quantize and quantize_both; all gates, then all ups.
+      gradient: whether that `Gated` has a gradient.
       implementation: this one only; "xla" serves every call.
 
     Returns:
@@ -110,7 +113,7 @@ def is_supported(
         zero_scale,
         (value_layout,) * n,
         own,
-        source_of(op_name, rows, activation),
+        source_of(op_name, rows, activation, gradient),
     )
     if asked.source and (op == "dequantize" or ndim != 2):
         raise ValueError(
@@ -124,16 +127,19 @@ def is_supported(
     return bool(found), str(found)
 
 
-def source_of(op: str, rows: Any, activation: Any) -> str:
+def source_of(op: str, rows: Any, activation: Any, gradient: Any) -> str:
     """What the floats are made of, see `facts.variants.Variant`; what no kernel makes, too.
 
     Raises:
-      TypeError, ValueError: neither a bool nor an activation's name.
+      TypeError, ValueError: neither bools nor an activation's name, or not together.
     """
-    picks = flag(op, "rows", rows)
+    picks, gradient = flag(op, "rows", rows), flag(op, "gradient", gradient)
+    if gradient and (picks or activation is None):
+        raise ValueError(f"{op}: gradient is that of an activation without rows; give one")
     if activation is not None:
         row_of(op, activation)
-    return "_".join(["rows"] * picks + [str(activation)] * (activation is not None))
+    made = "_".join(["rows"] * picks + [str(activation)] * (activation is not None))
+    return made + GRADIENT * gradient
 
 
 def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False) -> Support:

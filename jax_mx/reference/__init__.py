@@ -1,7 +1,7 @@
 """The oracle, in plain jnp: kernels match it bit for bit, and "xla" is it."""
 
 from jax_mx.reference.activations import (
-    Derivative as Derivative,
+    derivative as derivative,
 )
 from jax_mx.reference.activations import (
     floats_of as floats_of,

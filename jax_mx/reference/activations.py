@@ -193,30 +193,26 @@ def gated(
     return y.astype(dtype)
 
 
-class Derivative(NamedTuple):
-    """Of `gated` without weights: by gates, by ups if there are any, float32.
+def derivative(each: Sequence[jax.Array], name: str) -> list[jax.Array]:
+    """The derivative of `gated` without weights, float32: by gates, and by ups if there are any.
 
-    From bfloat16 a slope has 8 bits, and with it each of these; a zero of its sign stands for each
-    subnormal.
+    From bfloat16 a slope has 8 bits; a zero of its sign stands for each subnormal.
+
+    Args:
+      each: see `gated`.
+      name: of the activation.
     """
-
-    by_gate: jax.Array
-    by_up: jax.Array | None = None
-
-    @classmethod
-    def of(cls, each: Sequence[jax.Array], name: str) -> Derivative:
-        """At gates and ups; see `gated`."""
-        dtype = each[0].dtype
-        settled = _settled(dtype)
-        gate, *up = (settled(x.astype(jnp.float32)) for x in each)
-        found = slope(gate, name)
-        if dtype == jnp.bfloat16:
-            found = _rounded(flushed(found), ACTIVATIONS[name].rounding.slope)
-        if not up:
-            return cls(found)
-        made = _parts(gate, name, dtype) if dtype == jnp.bfloat16 else part(gate, name)
-        by_gate = settled(found * settled(other(up[0], name)))
-        return cls(by_gate, settled(made * other_slope(up[0], name)))
+    dtype = each[0].dtype
+    settled = _settled(dtype)
+    gate, *up = (settled(x.astype(jnp.float32)) for x in each)
+    found = slope(gate, name)
+    if dtype == jnp.bfloat16:
+        found = _rounded(flushed(found), ACTIVATIONS[name].rounding.slope)
+    if not up:
+        return [found]
+    made = _parts(gate, name, dtype) if dtype == jnp.bfloat16 else part(gate, name)
+    by_gate = settled(found * settled(other(up[0], name)))
+    return [by_gate, settled(made * other_slope(up[0], name))]
 
 
 def gated_gradient(
@@ -224,7 +220,7 @@ def gated_gradient(
 ) -> list[jax.Array]:
     """The gradients of gates and of ups, or of gates alone, in their dtype.
 
-    Products are float32: dy and weights, then both with `Derivative`.
+    Products are float32: dy and weights, then both with `derivative`.
 
     Args:
       each: see `gated`; so are weights and name.
@@ -236,8 +232,8 @@ def gated_gradient(
     dy = settled(dy.astype(jnp.float32))
     if weights is not None:
         dy = settled(dy * settled(weights.astype(jnp.float32))[..., None])
-    by = Derivative.of(each, name)
-    return [settled(dy * d).astype(x.dtype) for x, d in zip(each, by, strict=False)]
+    by = derivative(each, name)
+    return [settled(dy * d).astype(x.dtype) for x, d in zip(each, by, strict=True)]
 
 
 def floats_of(source: str, x: jax.Array, first: jax.Array, *more: jax.Array) -> jax.Array:
@@ -246,11 +242,10 @@ def floats_of(source: str, x: jax.Array, first: jax.Array, *more: jax.Array) -> 
         return rows_of(x, first)
     name, is_gradient = named_in(source)
     each = halves(x, name)
-    return (
-        joined(gated_gradient(each, first, *more, name))
-        if is_gradient
-        else gated(each, first, name)
-    )
+    if is_gradient:
+        (dy,) = more
+        return joined(gated_gradient(each, first, dy, name))
+    return gated(each, first, name)
 
 
 def gated_exactly(each: Sequence[jax.Array], weights: jax.Array | None, name: str) -> jax.Array:

@@ -73,7 +73,7 @@ class Tiled(Kernel):
         self.lanes = TILE // self.vector
         self.rows = BLOCK * self.lanes // WAVE
         self.row_sharers = BLOCK // self.vector
-        self.elements_per_thread = self.rows * self.vector
+        self.elements_per_thread = self.rows * self.vector * (1 + self.is_gradient)
         self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = geometry.extents_of(form, self.of)
         tile = Extents(self.high, TILE)

@@ -24,7 +24,7 @@ ROWS = [
     },
     {
         "kernel": "quantize.Flat",
-        "where": {"source": "swiglu"},
+        "where": {"source": "gated"},
         "value": {"threads": 256, "elements": 16, "unroll": 1},
         "date": "2026-11-23",
         "measured": [
@@ -126,14 +126,14 @@ ROWS = [
     {
         # Half of the warps across have gates, half have ups; windows of 128 want two of each.
         "kernel": "quantize.Tiled",
-        "where": {"source": "swiglu_gradient", "window": "128"},
+        "where": {"source": "gradient", "window": "128"},
         "value": {"down": 4, "across": 4},
         "date": "2026-11-23",
         "measured": [],
     },
     {
         "kernel": "quantize.Tiled",
-        "where": {"source": "swiglu_gradient"},
+        "where": {"source": "gradient"},
         "value": {"down": 4, "across": 2},
         "date": "2026-11-23",
         "measured": [],
@@ -141,7 +141,7 @@ ROWS = [
     {
         "kernel": "quantize.Tiled",
         # (4, 1) is faster, but has no whole windows of 128, and not all tests executed it yet.
-        "where": {"source": "swiglu", "window": ("32", "128")},
+        "where": {"source": "gated", "window": ("32", "128")},
         "value": {"down": 4, "across": 2},
         "date": "2026-11-23",
         "measured": [
