@@ -171,6 +171,10 @@ def main() -> None:
     options = parser.parse_args()
     console, rows = Console(), []
     table = Table("shape", "way", "us", "TF/s", "us/bf16", "first call, s")
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16384, 7168), (7168, 4096)))
+    kept = {
+        way: residual_bytes(f, x, w) for way, f in (("bf16", jnp.matmul), ("mxfp8", _mx(MXFP8)))
+    }
     for name in options.shapes:
         m, k, n = SHAPES[name]
         if options.tiny:
@@ -190,14 +194,10 @@ def main() -> None:
             rows.append({"name": name, **row})
             cells = (row["us"], row["tflops"], row["ratio"], row["first_s"])
             table.add_row(name, way, *map(str, cells))
-    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16384, 7168), (7168, 4096)))
-    kept = {
-        way: residual_bytes(f, x, w) for way, f in (("bf16", jnp.matmul), ("mxfp8", _mx(MXFP8)))
-    }
+            if options.json:  # what is stopped keeps what it has
+                report.write_record(options.json, "python -m benchmarks.layers", rows, kept=kept)
     console.print(table)
     console.print(f"kept for the backward pass: {kept}, {kept['mxfp8'] / kept['bf16']:.3f} of bf16")
-    if options.json:
-        report.write_record(options.json, "python -m benchmarks.layers", rows, kept=kept)
 
 
 if __name__ == "__main__":

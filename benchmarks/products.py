@@ -2,7 +2,8 @@
 
     python -m benchmarks.products [--case grouped] [--json out.json]
 
-Weights rotate, so that L2 holds none; times are medians of what a call spends on the device.
+Weights rotate, so that L2 holds none; times are medians of what a call spends on the device. A file
+keeps its rows of cases and candidates that a run does not measure: each says where and when it was.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -84,10 +86,18 @@ class Case:
 
 CASES = (
     Case("dense", 16384, 7168, 4096),
+    # The MLPs of Llama 70B and of DeepSeek-V3's first layers: one's dgrad has the other's shape.
+    Case("dense, Llama 70B up", 16384, 8192, 28672),
+    Case("dense, Llama 70B down", 16384, 28672, 8192),
+    Case("dense, DeepSeek-V3 up", 16384, 7168, 18432),
+    Case("dense, DeepSeek-V3 down", 16384, 18432, 7168),
     Case("grouped up", 16384, 7168, 4096, 8),
     Case("grouped 2048", 16384, 7168, 2048, 8),
     Case("grouped down", 16384, 2048, 7168, 8),
     Case("grouped skewed", 16384, 7168, 4096, 64, 1.0),
+    # A device's 32 of DeepSeek-V3's 256 experts, gate and up beside each other.
+    Case("grouped, DeepSeek-V3 up", 32768, 7168, 4096, 32),
+    Case("grouped, DeepSeek-V3 down", 32768, 2048, 7168, 32),
     Case("wgrad up", 16384, 7168, 4096, 8, wgrad=True),
     Case("wgrad down", 16384, 2048, 7168, 8, wgrad=True),
     Case("wgrad skewed", 16384, 7168, 2048, 32, 1.0, wgrad=True),
@@ -131,6 +141,7 @@ def candidates(case: Case) -> Iterator[tuple[str, Callable, Callable]]:
     if not case.groups:
         yield "bf16 dot", floats, lambda x, w: jnp.dot(x, w.T)
         yield "mxfp8 scaled_dot", eights, scaled_dot
+        yield "fp8 dot of codes", eights, dot_of_codes
         return
     yield "bf16 Pallas", floats, pallas
     if case.rows > 64 * case.groups:
@@ -174,6 +185,16 @@ def scaled_dot(x, w: jax_mx.MXArray) -> jax.Array:
     )  # fmt: skip
 
 
+def dot_of_codes(x: jax_mx.MXArray, w: jax_mx.MXArray) -> jax.Array:
+    """What cuBLASLt makes of FP8 codes alone: no scales, so another product, but the same reads.
+
+    JAX has no way to its product of windows.
+    """
+    return jax.lax.dot_general(
+        x.values, w.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16
+    )
+
+
 def pallas(x, w, sizes) -> jax.Array:
     """JAX's Pallas kernel, with the tiles that were the fastest of those tried."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
@@ -196,6 +217,7 @@ def measure(case: Case, only: str = "") -> Iterator[dict]:
             continue
         row = {"case": case.name, "rows": case.rows, "k": case.k, "n": case.n}
         row |= {"groups": case.groups, "implementation": name}
+        row |= {"device": jax.devices()[0].device_kind, "date": time.strftime("%Y-%m-%d")}
         try:
             weights = jax.jit(make)
             size = timing.nbytes(jax.eval_shape(make, jax.random.key(0)))
@@ -221,13 +243,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--case", default="", help="cases with this in their name")
     parser.add_argument("--only", default="", help="candidates with this in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where rows are put")
+    about = "that rows name; this checkout's by default"
+    parser.add_argument("--commit", default=report.head(), metavar="HASH", help=about)
     args = parser.parse_args(argv)
     rows = []
     for case in CASES:
         if args.case in case.name:
             for row in measure(case, args.only):
-                rows.append(row)
+                rows.append(row | {"commit": args.commit})
                 print(
                     f"{row['case']:20} {row['implementation']:26} "
                     + (
@@ -239,7 +263,24 @@ def main(argv: Sequence[str] | None = None) -> None:
                     flush=True,
                 )
     if args.json:
-        report.write_record(args.json, "python -m benchmarks.products", rows)
+        rows = merged(json.loads(args.json.read_text())["rows"] if args.json.exists() else [], rows)
+        commits = dict.fromkeys(row.get("commit", "") for row in rows)
+        commit = ", ".join(filter(None, commits))
+        report.write_record(args.json, "python -m benchmarks.products", rows, commit=commit)
+
+
+def merged(old: Sequence[dict], new: Sequence[dict]) -> list[dict]:
+    """Rows by case and implementation, in the order of `CASES`: the new ones, and old others.
+
+    A new row that failed replaces none that has a time.
+    """
+    found = {(row["case"], row["implementation"]): row for row in old}
+    for row in new:
+        key = row["case"], row["implementation"]
+        if "us" in row or "us" not in found.get(key, {}):
+            found[key] = row
+    order = [case.name for case in CASES]
+    return sorted(found.values(), key=lambda row: order.index(row["case"]))
 
 
 if __name__ == "__main__":

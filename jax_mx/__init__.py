@@ -64,6 +64,7 @@ from jax_mx.products.recipes import MXFP8 as MXFP8
 from jax_mx.products.recipes import MXFP8_HYBRID as MXFP8_HYBRID
 from jax_mx.products.recipes import Product as Product
 from jax_mx.products.recipes import Recipe as Recipe
+from jax_mx.products.recipes import mxfp4_backward as mxfp4_backward
 from jax_mx.products.tuning import Explanation as Explanation
 from jax_mx.products.tuning import autotune as autotune
 from jax_mx.products.tuning import explain as explain

@@ -646,7 +646,7 @@ def some_floats(rows: int, length: int, seed: int):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(30, 4)
+@pytest.mark.sampled(45, 4)
 @emulation.each_binary(AMD)
 def test_emulated(variant, arch):
     """Layouts of scales, scalings, orders of the waves and entries in turn; then every gate."""
@@ -678,7 +678,7 @@ def test_emulated(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(30, 11)
+@pytest.mark.sampled(45, 11)
 @emulation.each_binary(AMD)
 def test_emulated_at_any_address(variant, arch):
     """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""

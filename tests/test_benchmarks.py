@@ -26,6 +26,7 @@ from benchmarks import (
     issue_model,
     peers,
     plot,
+    products,
     report,
     shapes,
     sweep,
@@ -710,6 +711,27 @@ def test_the_readmes_picture(tmp_path, monkeypatch):
 def test_a_commit_has_a_date():
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", plot.date_of("HEAD"))
     assert plot.date_of("no such commit") == str(datetime.date.today())
+
+
+# ---- products ---
+def test_rows_of_products_say_where_and_when_and_stay_until_measured_again(tmp_path, monkeypatch):
+    cases = [products.Case(name, 64, 64, 32) for name in ("first", "second")]
+    monkeypatch.setattr(products, "CASES", cases)
+    monkeypatch.setattr(products, "REST", 0)
+    monkeypatch.setattr(timing, "measure", lambda *_: us)
+    path, us = tmp_path / "out.json", timing.Timing(5.0, timing.WALL)
+    products.main(["--only", "bf16", "--json", str(path), "--commit", "abc"])
+    us = timing.Timing(4.0, timing.WALL)
+    products.main(["--only", "bf16", "--case", "second", "--json", str(path), "--commit", "def"])
+    held = json.loads(path.read_text())
+    assert held["commit"] == "abc, def" and [row["case"] for row in held["rows"]] == [
+        "first",
+        "second",
+    ]
+    assert [(row["us"], row["commit"]) for row in held["rows"]] == [(5.0, "abc"), (4.0, "def")]
+    assert all(row["device"] and row["date"] for row in held["rows"])
+    failed = [{"case": "first", "implementation": "bf16 dot", "error": "no memory"}]
+    assert products.merged(held["rows"], failed) == held["rows"]
 
 
 # ---- the issue model ---

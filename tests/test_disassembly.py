@@ -23,7 +23,7 @@ from jax_mx.testing.memory import Global
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(40, 5)  # what test_emulated.py compiles
+@pytest.mark.sampled(60, 5)  # what test_emulated.py compiles
 @each_binary(FLYDSL)
 def test_accesses_are_16_bytes_a_lane(variant, arch):
     """Of x, the values and the floats; scales, of which a block has one byte, take less."""
@@ -64,7 +64,7 @@ class Segments(Global):
 ONE_FORMAT = [v for v in FLYDSL if {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})]
 
 
-@pytest.mark.sampled(32)
+@pytest.mark.sampled(64)
 @each_binary(ONE_FORMAT)
 def test_accesses_coalesce(variant, arch):
     """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""

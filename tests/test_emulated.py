@@ -108,7 +108,7 @@ def check(arch, variant, key, layout="row_major", scaling="rceil", order="lockst
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(40, 5)
+@pytest.mark.sampled(60, 5)
 @every_binary
 def test_every_pattern(variant, arch):
     (layout,), (scaling,) = some(variant, layouts_of(variant)), some(variant, [*Scaling])
@@ -133,7 +133,7 @@ def shapes_of(variant, table):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(40, 0)
+@pytest.mark.sampled(60, 0)
 @every_binary
 def test_shapes(variant, arch):
     """With layouts' padding, and orders of the waves, in turn."""
@@ -144,7 +144,7 @@ def test_shapes(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(40, 5)
+@pytest.mark.sampled(60, 5)
 @every_binary
 def test_every_entry(variant, arch):
     """At addresses that are aligned to no more than the entry wants; fit for others or not.
@@ -227,7 +227,7 @@ def test_random_codes_carry_where_the_noise_says(arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(40, 0)
+@pytest.mark.sampled(60, 0)
 @every_binary
 def test_addresses_past_4_gib(variant, arch):
     """The last slab of a tensor of 2^33 elements, of which nothing else exists."""

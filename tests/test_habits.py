@@ -130,7 +130,11 @@ FENCES = {"python", "", "sh", "{include}", "{image}", "{figure}", "{toctree}", "
 
 
 @in_checkout
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[pytest.mark.thorough] * (p.name != "README.md")) for p in DOCUMENTS],
+    ids=lambda p: p.name,
+)
 def test_python_in_documents_runs(path, tmp_path, monkeypatch):
     """Every block, in order, with the names of those before it."""
     monkeypatch.chdir(tmp_path)

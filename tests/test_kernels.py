@@ -48,6 +48,7 @@ from jax_mx.facts.directions import LAST, SECOND, SECOND_TRANSPOSED
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import VARIANTS, layouts_of, takes_zero_scale
+from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, store
 from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
 
@@ -303,7 +304,7 @@ def test_two_to_the_31(variant):
     if variant.op == "dequantize":
         differences_of_dequantize(variant, rows, cols)
         return
-    if is_random(variant) and variant.form != LAST:
+    if variant.form != LAST and (is_random(variant) or variant.window == ROW):
         return  # the reference has no part of them; those that rotate alone have the same addresses
     rate = jnp.dtype(variant.dtype).itemsize
 
@@ -322,8 +323,8 @@ def test_two_to_the_31(variant):
     poison_memory()
     arrays = kernel(variant)(x)
 
-    @jax.jit
-    def differences(x, arrays, start):
+    @partial(jax.jit, static_argnames="step")
+    def differences(x, arrays, start, step):
         take = jax.lax.dynamic_slice_in_dim
         wants = some_rows_of_reference(variant, x, start, step)
         count = jnp.int32(0)
@@ -336,8 +337,9 @@ def test_two_to_the_31(variant):
                 count += jnp.sum(byte(g) != byte(w), dtype=jnp.int32)
         return count
 
-    starts = [*range(0, rows - step, step), rows - step]
-    bad = {s: int(differences(x, arrays, s)) for s in starts}
+    # No slice begins inside of a window of rows; the last one is longer.
+    starts = range(0, rows - 2 * step + 1, step)
+    bad = {s: int(differences(x, arrays, s, rows - s if s == starts[-1] else step)) for s in starts}
     assert not any(bad.values()), {start: count for start, count in bad.items() if count}
 
 
@@ -424,7 +426,8 @@ def test_no_copy_and_no_transpose(variant):
 
     for f in (kernel(variant), jax.jit(fused)):
         text = f.lower(x).compile().as_text()
-        assert text.count('custom_call_target="jax_mx_launch"') == 1
+        launches = 1 + (variant.window == ROW)  # the amaxes of rows are a pass of their own
+        assert text.count('custom_call_target="jax_mx_launch"') == launches
         # Of anything but the words that a key has.
         assert not re.findall(r"= (?!u32\[[12]?\])\S+ (?:copy|transpose)\(", text), text
 
@@ -546,6 +549,8 @@ def _corrupted(facts, image):
 
 
 def _other_arch(facts, image):
+    if reason := store.obstacle(HERE[0], "sm_100f"):
+        pytest.skip(reason)
     other = GET(HERE[0], "sm_100f")
     facts["sha256"] = other.sha256
     return other.image

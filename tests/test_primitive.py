@@ -125,7 +125,7 @@ def serves(variant, layout) -> bool:
     return layout == "row_major" or not variant.form.is_square
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize(
     "variant", [v for v in VARIANTS if not v.source], ids=lambda v: f"{v.implementation}-{v.name}"
 )

@@ -652,3 +652,19 @@ def test_keys_of_shards():
                         mesh=mesh, in_specs=(spec, spec), out_specs=spec)  # fmt: skip
     dx, dw = run(x, w)
     assert dx.shape == x.shape and dw.shape == w.shape
+
+
+def test_mxfp4_backward_has_the_forward_product_of_mxfp8_and_gradients_right_in_the_mean():
+    x, w = floats((64, 96), 1), floats((96, 32), 2)
+
+    def both(recipe):
+        y, pull = jax.vjp(lambda x, w: jax_mx.matmul(x, w, recipe=recipe), x, w)
+        return y, *pull(y)
+
+    keys = jax.random.split(KEY, 16)
+    ys, *drawn = jax.jit(jax.vmap(lambda key: both(jax_mx.mxfp4_backward(key))))(keys)
+    y, *exact = both(Recipe(dgrad="bf16", wgrad="bf16"))
+    np.testing.assert_allclose(ys, np.broadcast_to(y, ys.shape), rtol=1e-5, atol=1e-4)
+    for each, want in zip(drawn, exact, strict=True):
+        single, mean = (jnp.linalg.norm(g - want) for g in (each[0], each.mean(0)))
+        assert mean < 0.75 * single  # what is left is the other operand's rounding, to nearest

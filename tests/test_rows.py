@@ -374,7 +374,7 @@ AMD = [v for v in PICKING if v.implementation == "flydsl"]
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(30, 4)
+@pytest.mark.sampled(45, 4)
 @emulation.each_binary(AMD)
 def test_emulated(variant, arch):
     """Layouts of scales and of values, scalings, orders of the waves and entries in turn."""
@@ -400,7 +400,7 @@ def test_emulated(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(30, 11)
+@pytest.mark.sampled(45, 11)
 @emulation.each_binary(AMD)
 def test_emulated_at_any_address(variant, arch):
     """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""

@@ -62,7 +62,9 @@ def array_of(op: str, name: str, x: Any) -> jax.Array:
       TypeError: they are none of `FLOAT_DTYPES`.
     """
     x = floats(op, x, name)
-    return jnp.asarray(x, float_dtype(op, name, x.dtype))
+    dtype = float_dtype(op, name, x.dtype)
+    # A test takes a fifth of the time of asarray, which calls of tiny arrays would feel.
+    return x if isinstance(x, jax.Array) and x.dtype == dtype else jnp.asarray(x, dtype)
 
 
 def floats(op: str, x: Any, name: str = "x") -> Any:

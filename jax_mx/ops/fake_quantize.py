@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import flag, floats
+from jax_mx.arrays.checks import array_of, flag
 from jax_mx.arrays.sharding import spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
@@ -29,7 +29,7 @@ from jax_mx.ops.preprocessing import (
     preprocessing_of,
     rotated,
 )
-from jax_mx.ops.quantize import as_planned, quantized
+from jax_mx.ops.quantize import quantized
 
 
 def fake_quantize(
@@ -77,7 +77,7 @@ def fake_quantize(
       TypeError, ValueError, NotImplementedError, ShardingTypeError: as for `quantize`.
     """
     op = "fake_quantize"
-    x = floats(op, x)
+    x = array_of(op, "x", x)
     own = preprocessing_of(op, rounding, hadamard, window)
     asked = Options(
         (format,),
@@ -94,7 +94,7 @@ def fake_quantize(
     require_kernel(plan)
     require_kernel(_inverse(plan))
     data = data_of(rounding, hadamard)
-    return _fake_quantize(as_planned(x, plan), data, plan=plan, clip=clip)
+    return _fake_quantize(x, data, plan=plan, clip=clip)
 
 
 @partial(jax.jit, static_argnames=("plan", "clip"))

@@ -28,7 +28,7 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
 
     Args:
       op: for messages.
-      x: what `checks.floats` has seen. It comes back where a kernel may make the floats of it, else
+      x: of a caller. It comes back, an array of JAX, where a kernel may make the floats of it, else
         the floats do.
       rows: see `quantize`; so is activation.
       activation: see `quantize`.
@@ -36,6 +36,7 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
     Raises:
       TypeError, ValueError: see `quantize`.
     """
+    x = array_of(op, "x", x)
     if activation is not None and not isinstance(activation, Gated):
         raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
     if rows is not None:
@@ -44,8 +45,7 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
         if rows is None:
             return x, x, "", ()
         return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", (rows,)
-    x, up = array_of(op, "x", x), activation.up
-    up = None if up is None else array_of(op, "up", up)
+    up = None if activation.up is None else array_of(op, "up", activation.up)
     activation = dataclasses.replace(activation, up=up)
     gates = activation.gates_of(op, x)
     if rows is not None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import axis_of, float_dtype, floats, one_of, padded, shown, window_of
+from jax_mx.arrays.checks import array_of, axis_of, one_of, padded, shown, window_of
 from jax_mx.arrays.sharding import iota, reshape, spec_of
 from jax_mx.arrays.views import divided
 from jax_mx.facts.formats import BLOCK
@@ -209,8 +209,7 @@ def hadamard(
       ShardingTypeError: on a mesh with explicit axes, a shard would split a group.
     """
     op = "hadamard"
-    given = floats(op, x)
-    x = jnp.asarray(given, float_dtype(op, "x", given.dtype))
+    x = array_of(op, "x", x)
     size, axis = _size(op, size), axis_of(op, axis, x.ndim)
     flips = None if signs is None else _flips(_signs(op, signs, size))
     if x.shape[axis] % size:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jax_mx.arrays.checks import floats
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.windows import Window
@@ -118,7 +115,6 @@ def quantize(
         only then these are known. Also under differentiation.
       ShardingTypeError: on a mesh with explicit axes, a shard would split a block.
     """
-    x = floats("quantize", x)
     own = preprocessing_of("quantize", rounding, hadamard, window)
     x, like, source, other = made_of("quantize", x, rows, activation)
     asked = Options(
@@ -136,7 +132,7 @@ def quantize(
     )
     plan = planned("quantize", like, asked)
     require_kernel(plan)
-    (q,) = quantized(as_planned(x, plan), (data_of(rounding, hadamard),), other, plan=plan)
+    (q,) = quantized(x, (data_of(rounding, hadamard),), other, plan=plan)
     return q
 
 
@@ -185,7 +181,6 @@ def quantize_both(
     Raises:
       TypeError, ValueError, NotImplementedError: as for `quantize`.
     """
-    x = floats("quantize_both", x)
     each = pairs("quantize_both", rounding, hadamard)
     x, like, source, other = made_of("quantize_both", x, rows, activation)
     asked = Options(
@@ -202,13 +197,8 @@ def quantize_both(
     plan = planned("quantize_both", like, asked)
     require_kernel(plan)
     data = tuple(data_of(*two) for two in each)
-    last, second = quantized(as_planned(x, plan), data, other, plan=plan)
+    last, second = quantized(x, data, other, plan=plan)
     return last, second
-
-
-def as_planned(x: Any, plan: Plan) -> Any:
-    """x as an array of JAX in the plan's dtype, which is x's but for the order of bytes."""
-    return x if x.dtype == plan.dtype and hasattr(x, "aval") else jnp.asarray(x, plan.dtype)
 
 
 @partial(jax.jit, static_argnames="plan")

@@ -35,6 +35,9 @@ BATCH_SECONDS = 0.02  # a clock runs at least so long, as far as MOST_RUNS go
 MOST_RUNS = 64
 ROUNDS = 5
 HOPELESS = 3.0  # a candidate that takes so many times as long as another is timed once
+# "xla" computes in float32, which is what others are compared with and never the fastest on a GPU:
+# there XLA does not look for its best algorithm, which takes ten seconds for a large product.
+_UNTUNED = {"xla_gpu_autotune_level": 0}
 TERMS = 8  # nonzero products of a sum, of the sparse operands that are compared
 
 OVER = "not measured: the time was over"
@@ -147,7 +150,7 @@ class Reference:
 def _reference(call: AnyCall) -> Callable[[Operand, Operand], tuple[jax.Array, jax.Array]]:
     """What computes the product of two operands in float32, and sum |a||b| of each element."""
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=_options("xla"))
     def both(lhs: Operand, rhs: Operand) -> tuple[jax.Array, jax.Array]:
         a, b = exact_floats(lhs), exact_floats(rhs)
         plain = partial(product, call, "xla", dtype=np.dtype(np.float32))
@@ -182,7 +185,8 @@ class Candidate:
           Exception: it does not compile.
         """
         self.name, self.sets = name, sets
-        self.program = jax.jit(partial(_products, name, _Static(call))).lower(sets).compile()
+        program = jax.jit(partial(_products, name, _Static(call)), compiler_options=_options(name))
+        self.program = program.lower(sets).compile()
 
     def first(self, sets: Sequence[Pair]) -> jax.Array:
         """The first product of these operands."""
@@ -223,9 +227,19 @@ def _launches(call: AnyCall) -> int:
     """How many products a program has."""
     leaves = jax.tree.leaves((call.lhs, call.rhs))
     nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-    (device,) = jnp.zeros(()).devices()
-    on_cpu = device.platform == "cpu"
+    on_cpu = _platform() == "cpu"
     return min(max(math.ceil(COLD_BYTES / nbytes), FEWEST), FEWEST if on_cpu else MOST)
+
+
+def _options(name: str) -> dict[str, int] | None:
+    """What the program of an implementation is compiled with."""
+    return _UNTUNED if name == "xla" and _platform() == "gpu" else None
+
+
+def _platform() -> str:
+    """Of the device where arrays are made by default."""
+    (device,) = jnp.zeros(()).devices()
+    return device.platform
 
 
 def measured(

@@ -621,8 +621,8 @@ class Tiled(Kernel):
         beyond: cutlass.Constexpr,
     ):  # fmt: skip
         """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
-        index = lane.across % self.row_sharers
         if const_expr(self.variant.window == ROW):
+            index = lane.across % self.row_sharers
             at: cutlass.Constexpr = beyond.at
             row = at.row * self.tile.rows + lane.row + 2 * index
             col = (at.col * self.tile.cols + lane.col) // BLOCK
@@ -638,6 +638,7 @@ class Tiled(Kernel):
                     convert.amaxes_of_two(words[i], words[i + 1], self.dtype, self.arch)
                     for i in range(0, self.rows, 2)
                 ]
+            index = lane.across % self.row_sharers
             amaxes = self.exchange(words, self.row_sharers, 1, index)
         if const_expr(beyond.shared is not None):
             place = lane.row + 2 * index
