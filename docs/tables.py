@@ -299,8 +299,8 @@ LARGE = "8x7168x7168"
 
 
 def speed_mxfp8() -> list[str]:
-    """Quantizers to MXFP8 at one shape, the run that has the peers too."""
-    command = "python -m benchmarks --form all --shapes 8x7168x7168 --peers"
+    """Quantizers to MXFP8 at one shape."""
+    command = "python -m benchmarks --form all --shapes llm"
     where = {"format": "mxfp8_e4m3", "dtype": "bfloat16", "shape": LARGE}
     return _quantizers(command, scale_layout="row_major", **where)
 
@@ -480,7 +480,7 @@ def speed_moe_step() -> list[str]:
 
 def loss_moe() -> list[str]:
     """What a small transformer with experts learns, and which product costs MXFP4 what it loses."""
-    about, rows = results("cpu_moe_step")
+    about, rows = results("h200_moe_step_small")
     losses = {row["way"]: row["losses"] for row in rows}  # of every tenth step
 
     def against(way: str, first: int, last: int) -> str:

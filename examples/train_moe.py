@@ -1,4 +1,4 @@
-"""A small transformer with experts learns Python's documentation, in bfloat16, MXFP8 and MXFP4.
+"""A small transformer with experts learns from Python's sources: bfloat16, MXFP8, MXFP4 gradients.
 
     python examples/train_moe.py [--steps 1000] [--recipes bf16 mxfp8] [--resume]
 
@@ -21,13 +21,14 @@ from rich.progress import Progress
 
 import jax_mx
 
+RECIPES = {"bf16": "bf16", "mxfp8": "mxfp8", "mxfp4": jax_mx.mxfp4_backward(jax.random.key(0))}
 WIDTH, INNER, HEADS, EXPERTS, CHOSEN, LAYERS, LENGTH, ROWS = 128, 128, 4, 8, 2, 2, 64, 32
 
 
 class Block(nnx.Module):
     """Attention, then a mixture of experts, which are split over the mesh axis `axis`."""
 
-    def __init__(self, recipe: str, axis: str | None, rngs: nnx.Rngs):
+    def __init__(self, recipe: jax_mx.Recipe | str, axis: str | None, rngs: nnx.Rngs):
         dot = partial(jax_mx.dot_general, recipe=recipe)
         linear = partial(nnx.Linear, use_bias=False, dot_general=dot, rngs=rngs)
         self.attend, self.back = (linear(WIDTH, n * WIDTH, dtype=jnp.bfloat16) for n in (3, 1))
@@ -52,7 +53,7 @@ class Block(nnx.Module):
 class Model(nnx.Module):
     """Bytes in, logits of the next ones out."""
 
-    def __init__(self, recipe: str, axis: str | None, rngs: nnx.Rngs):
+    def __init__(self, recipe: jax_mx.Recipe | str, axis: str | None, rngs: nnx.Rngs):
         self.embed = nnx.Embed(256, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
         self.place = nnx.Embed(LENGTH, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
         self.blocks = nnx.List([Block(recipe, axis, rngs) for _ in range(LAYERS)])
@@ -76,15 +77,14 @@ def step(model: Model, optimizer: nnx.Optimizer, text: jax.Array) -> jax.Array:
 
 def train(recipe: str, steps: int, resume: bool, progress: Progress) -> list[float]:
     """The losses of all steps, those before a resume too."""
-    text = b"".join(
-        path.read_bytes() for path in sorted(Path(argparse.__file__).parent.glob("*.py"))
-    )
-    text, n, axes = np.frombuffer(text, np.uint8), jax.device_count(), ("data", "expert")
+    sources = sorted(Path(argparse.__file__).parent.glob("*.py"))
+    text = np.frombuffer(b"".join(path.read_bytes() for path in sources), np.uint8)
+    n, axes = jax.device_count(), ("data", "expert")
     experts = int(np.gcd(n, EXPERTS))
     mesh = jax.make_mesh((n // experts, experts), axes, axis_types=(AxisType.Auto,) * 2)
     place = lambda *names: NamedSharding(mesh, PartitionSpec(*names))  # noqa: E731
     with jax.set_mesh(mesh), ocp.CheckpointManager(Path(f"train_moe/{recipe}").resolve()) as files:
-        model = Model(recipe, "expert" if mesh.size > 1 else None, nnx.Rngs(0))
+        model = Model(RECIPES[recipe], "expert" if mesh.size > 1 else None, nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
         both, losses = (model, optimizer), np.zeros(0)
         split = lambda a: jax.device_put(a, place(*("expert",) * (a.ndim == 3)))  # noqa: E731

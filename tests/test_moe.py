@@ -129,6 +129,25 @@ def test_hard_routings(routing, tokens):
             assert not np.asarray(got).any(), name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "windows"])
+def test_graphs_are_replayed_with_other_routings(recipe):
+    """One program, which XLA captures in graphs; what a routing gives does not depend on others."""
+    seen = []
+    for routing in (*ROUTINGS, *ROUTINGS):
+        args = operands(routing=routing)
+        own, plain = (
+            with_gradients(args, jnp.bfloat16, recipe=RECIPES[recipe], **implementation)
+            for implementation in ({}, {"implementation": "xla"})
+        )
+        for got, want in zip(jax.tree.leaves(own), jax.tree.leaves(plain), strict=True):
+            assert_close(got, want, 1e-2, routing)
+        seen.append(own)
+    for first, again in zip(seen[: len(ROUTINGS)], seen[len(ROUTINGS) :], strict=True):
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+            assert_bits_equal(a, b)
+
+
 def test_no_tokens():
     args = operands()
     args = [a[:0] if i in (0, 1, 2, 7) else a for i, a in enumerate(args)]
