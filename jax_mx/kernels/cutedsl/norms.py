@@ -193,6 +193,12 @@ class Rows(WholeBlocks):
             self.take(rX[None, r], x, starts[r], counts[r], s)
         return rX
 
+    @cute.jit
+    def __call__(self, pointers, scalars):
+        # Where a compiler left to itself spills registers, to have more thread blocks.
+        free: cutlass.Constexpr = {"min_blocks_per_mp": 1} if self.arch == "sm_89" else {}
+        self.kernel(pointers, scalars).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], **free)
+
     @property
     def sharers(self) -> int:
         """How many threads share a block."""
@@ -357,6 +363,12 @@ class NormedTiled(Tiled):
                 self.find(pointers, scalars, step * self.tile.rows + number * self.tile.each)
         elif step >= self.tile.lag:
             self.quantize_tile(pointers, scalars)
+
+    @cute.jit
+    def __call__(self, pointers, scalars):
+        # Where a compiler left to itself spills registers, to have more thread blocks.
+        free: cutlass.Constexpr = {"min_blocks_per_mp": 1} if not self.aligned else {}
+        self.kernel(pointers, scalars).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], **free)
 
     def tiles(self, scalars) -> tuple:
         """How many tiles there are down and across, padding included."""
