@@ -196,7 +196,8 @@ class Rows(WholeBlocks):
     @cute.jit
     def __call__(self, pointers, scalars):
         # Where a compiler left to itself spills registers, to have more thread blocks.
-        free: cutlass.Constexpr = {"min_blocks_per_mp": 1} if self.arch == "sm_89" else {}
+        crowded = not self.aligned or self.arch == "sm_89"
+        free: cutlass.Constexpr = {"min_blocks_per_mp": 1} if crowded else {}
         self.kernel(pointers, scalars).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], **free)
 
     @property
