@@ -241,7 +241,8 @@ def _quantize_via_floats(*operands, plan: Plan):
     ]
     beside, block_data = [], operands[len(made_of) :]
     if plan.source == RMS_NORM:
-        found, factors = reference.rms_norm(*made_of, plan.eps)
+        x, weight = made_of
+        found, factors = reference.rms_norm(x, weight, plan.eps)
         beside = [factors[..., 0]]
     else:
         found = reference.floats_of(plan.source, *made_of)

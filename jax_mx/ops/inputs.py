@@ -135,7 +135,7 @@ def operands_of(
         return [x, by_row, *more], viewed, plan, beside
     if other:
         if plan.source == RMS_NORM:
-            x, factors = reference.rms_norm(x, *other, plan.eps)
+            x, factors = reference.rms_norm(x, other[0], plan.eps)
             beside = [factors[..., 0]]
         else:
             x = _floats_of(x, other, plan.source)
