@@ -27,6 +27,7 @@ from rich.progress import Progress
 import jax_mx
 from benchmarks import baselines, guard, peers, report, shapes, sharded, timing
 from benchmarks.report import Measured, Row
+from jax_mx.facts.activations import named_in
 from jax_mx.facts.chips import arch_of, dsl_of
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
@@ -47,8 +48,12 @@ def _made_of(source: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return lambda a: rows_of(*a), lambda a: {"rows": a[1]}
     if source == RMS_NORM:
         return lambda a: jax_mx.rms_norm(*a).floats, lambda a: {}
-    own = jax_mx.Gated(source)
-    return lambda a: jax_mx.gated(a[0], source), lambda a: {"activation": own}
+    name, is_gradient = named_in(source)
+    if is_gradient:
+        pull = lambda x, dy: jax.vjp(lambda x: jax_mx.gated(x, name), x)[1](dy)[0]  # noqa: E731
+        return lambda a: pull(*a), lambda a: {"activation": jax_mx.Gated(name, gradient=a[1])}
+    own = jax_mx.Gated(name)
+    return lambda a: jax_mx.gated(a[0], name), lambda a: {"activation": own}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +68,8 @@ class Case:
     scale_layout: str
     implementation: str | None
     preprocessing: str = "none"  # in shapes.PREPROCESSING
-    source: str = ""  # in shapes.SOURCES, or none; the shape is that of what is quantized
+    # In shapes.SOURCES, or none; the shape is that of what `rows` picks, or an activation gives.
+    source: str = ""
 
     @property
     def names(self) -> dict[str, str]:
@@ -140,7 +146,9 @@ class Case:
             return x, jax.numpy.ones(self.shape[-1:], dtype)
         if self.source:
             shape = (*self.shape[:-1], 2 * self.shape[-1])
-            return (baselines.normal(key, shape=shape, dtype=dtype),)
+            x = baselines.normal(key, shape=shape, dtype=dtype)
+            dy = baselines.normal(key, shape=self.shape, dtype=dtype)
+            return (x, dy) if named_in(self.source)[1] else (x,)
         x = baselines.normal(key, shape=self.shape, dtype=dtype)
         if form.op != "dequantize":
             return x
@@ -166,7 +174,8 @@ class Case:
             ndim=len(self.shape),
             transpose=form.transpose,
             rows=self.source == "rows",
-            activation=None if self.source in ("", "rows", RMS_NORM) else self.source,
+            activation=None if self.source in ("", "rows", RMS_NORM) else named_in(self.source)[0],
+            gradient=named_in(self.source)[1],
             norm=self.source == RMS_NORM,
             implementation=self.implementation,
             **form.made_by,

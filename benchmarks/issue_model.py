@@ -48,6 +48,8 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "quantize_s*_float16_*": "float16 is multiplied in float32",
         "quantize_both*_float16_*": "float16 is multiplied in float32, in either direction",
         "quantize_both_bfloat16_mxfp4_*": "a lane's codes are 4 bytes: rows go by shared memory",
+        "*_gradient": "an exponential, a reciprocal and two roundings for each gate",
+        "*_*glu*": "an exponential, a reciprocal and a rounding for each gate",
         "quantize_both_transposed_*": "tiles: two words of scales a thread, each with a place",
         "quantize_*_mxfp4_e2m1": "shuffled tiles: scales byte by byte, each with a place",
         "dequantize_last_[bf]*": "tiles: a scale's place for every 8 elements; row-major is met",

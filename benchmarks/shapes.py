@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_mx.facts import directions
+from jax_mx.facts.activations import GRADIENT
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.signatures import RMS_NORM
 from jax_mx.facts.variants import ACTIVE, Kind
@@ -97,7 +98,8 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 }
 
 
-SOURCES = ("rows", *ACTIVE["cutedsl"], RMS_NORM)  # what floats are made of, see facts/variants.py
+# What floats are made of, see facts/variants.py.
+SOURCES = ("rows", *(name + of for of in ("", GRADIENT) for name in ACTIVE["cutedsl"]), RMS_NORM)
 
 
 def named(form: str, preprocessing: str, source: str = "") -> str:
@@ -162,6 +164,8 @@ _WANTED_OF_SOURCES = {
     ("both transposed", RMS_NORM, TOKENS): (0.8, 1.7),
     ("axis -1", RMS_NORM, (65536, 7168)): (0.9, 1.7),
     ("both transposed", RMS_NORM, (65536, 7168)): (0.8, 1.7),
+    ("both transposed", "swiglu_gradient", (16384, 4096)): (0.85, 1.7),
+    ("both transposed", "swiglu_gradient", (16384, 14336)): (0.85, 1.7),
 }
 
 # Of a copy, by form and preprocessing.

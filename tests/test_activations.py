@@ -23,10 +23,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.facts.activations import ACTIVATIONS, GATED
+from jax_mx.facts.activations import ACTIVATIONS, GATED, named_in
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import store
 
 P = PartitionSpec
@@ -41,7 +42,7 @@ each_name = pytest.mark.parametrize(
 )
 GATELESS = [name for name in NAMES if name not in GATED]
 DTYPES = ["bfloat16", "float16", "float32"]
-ACTIVE = [v for v in VARIANTS if v.source in ACTIVATIONS]
+ACTIVE = [v for v in VARIANTS if named_in(v.source)[0] in ACTIVATIONS]
 EVERY = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)  # every bfloat16
 LEAST = 2.0**-126  # the smallest normal number
 
@@ -96,7 +97,8 @@ def exact_slope(gate, name):
             density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
             terms = erfc(-x / math.sqrt(2)) / 2, x * density
         else:
-            one = {"relu": x > 0, "relu2": np.where(x > 0, 2 * x, 0), "identity": np.ones_like(x)}
+            twice = 2 * np.maximum(cut(gate, name), 0)
+            one = {"relu": x > 0, "relu2": twice, "identity": np.ones_like(x)}
             terms = one[unary].astype(np.float64), np.zeros_like(x)
         slope, size = sum(terms), sum(map(np.abs, terms))
         return np.where((gate > 7) & (name == "gpt_oss"), 0, slope), size
@@ -113,6 +115,8 @@ def table(name: str, slope: bool = False) -> np.ndarray:
     gate, row = doubles(EVERY), ACTIVATIONS[name]
     rounding = row.rounding.slope if slope else row.rounding.part
     some = np.where(np.isfinite(gate), gate, 0)
+    if slope:
+        some = settled(np.where(np.isinf(gate), np.sign(gate) * 1e30, some))
     found = exact_slope(some, name)[0] if slope else exact(some, name)
     if rounding is not None:
         fraction, exponent = np.frexp(np.where(found == 0, 1, np.abs(found)))
@@ -122,6 +126,12 @@ def table(name: str, slope: bool = False) -> np.ndarray:
         found = np.where(np.abs(found) < LEAST, found, rounded)
     with np.errstate(over="ignore"):
         found = settled(found)
+    if slope:
+        if row.unary not in ("relu", "relu2", "identity"):
+            found = np.where((found == 0) & (gate < -2), np.float32(-0.0), found)  # it falls there
+        found = np.where((gate == np.inf) & (row.unary == "relu2"), np.inf, found)
+        defined = ~np.isnan(gate) | (row.unary == "identity")
+        return np.where(defined, found, np.nan).astype(np.float32)
     # Of infinite gates what the formula has: inf * 0 is a NaN.
     high = np.float32(cut(np.inf, name)) if np.isfinite(cut(np.inf, name)) else np.float32(np.inf)
     if np.isfinite(high):
@@ -141,6 +151,21 @@ def wanted(gate_up, name="swiglu", weights=None) -> np.ndarray:
         if weights is not None:
             y = settled(y * settled(np.asarray(weights))[..., None])
         return y.astype(jnp.bfloat16)
+
+
+def wanted_gradient(gate_up, dy, name="swiglu", weights=None) -> np.ndarray:
+    """The derivative of `gated` of bfloat16, likewise."""
+    gate, *up = np.split(np.asarray(gate_up), 2, -1) if name in GATED else [np.asarray(gate_up)]
+    dy, bits = settled(np.asarray(dy).astype(np.float32)), gate.view(np.uint16)
+    with np.errstate(all="ignore"):
+        if weights is not None:
+            dy = settled(dy * settled(np.asarray(weights))[..., None])
+        by = [table(name, slope=True)[bits]]
+        if up:
+            up = settled(up[0].astype(np.float32))
+            inside = np.where((np.abs(up) > 7) & (name == "gpt_oss"), 0, 1).astype(np.float32)
+            by = [settled(by[0] * settled(factor(up, name))), settled(table(name)[bits] * inside)]
+        return np.concatenate([settled(dy * each) for each in by], -1).astype(jnp.bfloat16)
 
 
 def settled(x: np.ndarray) -> np.ndarray:
@@ -233,6 +258,24 @@ def test_the_float_is_defined(name):
 
 @pytest.mark.optimized
 @each_name
+def test_the_gradient_is_defined(name):
+    """For every gate; that of `gated`'s derivative, and the one that is quantized."""
+    x, weights = every_gate(), np.random.default_rng(0).normal(size=512).astype(np.float32)
+    x = x if name in GATED else x[:, :128]
+    dy = random_bits((512, 128), "bfloat16", seed=5)
+    pull = lambda x, dy, w: jax.vjp(lambda x: jax_mx.gated(x, name, weights=w), x)[1](dy)[0]  # noqa: E731
+    for w in (None, weights):
+        want = wanted_gradient(x, dy, name, w)
+        own = jax_mx.Gated(name, w, gradient=dy)
+        got = jax.jit(lambda x, own: jax_mx.quantize_both(x, activation=own))(x, own)
+        same(got, jax_mx.quantize_both(want))
+        # XLA computes the derivative with subnormals, where a device has them.
+        large = np.abs(want.astype(np.float32)) > LEAST
+        same_floats(*(np.where(large, d, 0) for d in (jax.jit(pull)(x, dy, w), want)))
+
+
+@pytest.mark.optimized
+@each_name
 def test_the_float_is_near_the_exact_number(name):
     """Of every bfloat16 gate: within a unit in the last place of the dtype that has it."""
     gate = EVERY[np.isfinite(EVERY.astype(np.float32))].astype(np.float32)
@@ -313,6 +356,10 @@ def test_layouts_of_gate_and_up(name):
     pull = lambda x, **how: jax.vjp(lambda x: jax_mx.gated(x, name, **how), x)[1](want)[0]  # noqa: E731
     d = np.asarray(pull(split))
     by_turns = np.stack(np.split(d, 2, -1), -1).reshape(64, 192)
+    own = jax_mx.Gated(name, interleaved=True, gradient=want)
+    by = wanted_gradient(split, want, name)
+    by = np.stack(np.split(by, 2, -1), -1).reshape(64, 192)
+    same(jax_mx.quantize_both(turns, activation=own), jax_mx.quantize_both(by), "gradient by turns")
     np.testing.assert_array_equal(pull(turns, interleaved=True), by_turns)  # but for signs of zeros
     d_up = jax.vjp(lambda up: jax_mx.gated(gate, name, up=up), up)[1](want)[0]
     np.testing.assert_array_equal(d_up, d[:, 96:])
@@ -336,7 +383,26 @@ def test_what_is_refused():
         lambda: jax_mx.quantize(x[:, :96], activation=jax_mx.Gated()),
         sentence="axis -1 has length 48, not a multiple of the block length 32",
     )
+    dy = jnp.ones((8, 64), x.dtype)
+    refused(lambda: jax_mx.Gated(up=x, gradient=dy), sentence="own there are two gradients; give")
+    refused(
+        lambda: jax_mx.quantize(x, activation=jax_mx.Gated(gradient=x)),
+        sentence="quantize: the gradient must be bfloat16[8, 64], as what `gated` gives, got bfloa",
+    )
+    own, rows = jax_mx.Gated(gradient=dy), jnp.arange(8, dtype=jnp.int32)
+    refused(
+        lambda: jax_mx.quantize(x, activation=own, rows=rows),
+        sentence="rows of x have no gradient alone; drop rows, or the gradient",
+    )
+    refused(
+        lambda: jax_mx.is_supported("quantize", "sm_90", gradient=True),
+        sentence="gradient is that of an activation without rows; give one",
+    )
     refused = functools.partial(assert_refused, error=TypeError)
+    refused(
+        lambda: jax_mx.quantize(x, activation=jax_mx.Gated(gradient=dy.astype(jnp.float32))),
+        sentence="the gradient must be bfloat16[8, 64], as what `gated` gives, got float32",
+    )
     refused(
         lambda: jax_mx.quantize(x, activation="swiglu"), sentence="must be None or a Gated, got"
     )
@@ -383,7 +449,11 @@ def test_what_serves_it():
     name = "quantize_last_bfloat16_mxfp8_e4m3"
     assert supported("sm_90") == (True, f"cutedsl: {name}_swiglu")
     assert supported("gfx950") == (True, f"flydsl: {name}_swiglu")
-    for how in ({"activation": "geglu"}, {"rows": True}):
+    found = jax_mx.is_supported("quantize_both", "sm_90", transpose=True, activation="swiglu",
+                                gradient=True)  # fmt: skip
+    name_of_both = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
+    assert found == (True, f"cutedsl: {name_of_both}_swiglu_gradient")
+    for how in ({"activation": "bilinear"}, {"rows": True}, {"gradient": True}):
         found, what = jax_mx.is_supported("quantize", "sm_90", **{"activation": "swiglu", **how})
         assert found and what == f"cutedsl: {name} of floats that XLA makes"
     found, what = supported("sm_90", axis=-2)
@@ -397,6 +467,10 @@ def test_one_call():
     x = jnp.ones((64, 512), jnp.bfloat16)
     text = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     operands = "tensor<64x2x8x32xbf16>, tensor<2x32xf32>"
+    assert f": ({operands}) -> " in call_attributes_in(text) and "exponential" not in text
+    back = lambda x, dy: jax_mx.quantize_both(x, activation=jax_mx.Gated(gradient=dy))  # noqa: E731
+    text = jax.jit(back).trace(x, x[:, 256:]).lower(lowering_platforms=("cuda",)).as_text()
+    operands += ", tensor<64x8x32xbf16>"
     assert f": ({operands}) -> " in call_attributes_in(text) and "exponential" not in text
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
     like = jax.ShapeDtypeStruct((256, 512), x.dtype, sharding=NamedSharding(mesh, P("a")))
@@ -440,12 +514,28 @@ SHAPES = {
 }
 
 
+def fitting(variant, length: int) -> int:
+    """A length of gates that is whole windows, where the variant's kernel wants these."""
+    unit = max(lengths_of(variant.window)) if named_in(variant.source)[1] else 1
+    return -(-length // unit) * unit
+
+
+def made_by(variant, x, weights=None):
+    """What asks for a variant, and what that quantizes."""
+    name, is_gradient = named_in(variant.source)
+    if not is_gradient:
+        return jax_mx.Gated(name, weights), wanted(x, name, weights)
+    dy = random_bits((x.shape[0] * x.shape[1] // 2,), "bfloat16", seed=9)
+    dy = np.where(np.isfinite(doubles(dy)), dy, 1).astype(x.dtype).reshape(len(x), -1)
+    own = jax_mx.Gated(name, weights, gradient=dy)
+    return own, wanted_gradient(x, dy, name, weights)
+
+
 def check(variant, x, **how):
     """The kernel quantizes the bits that XLA computes on this device and on the CPU."""
     op, plain = call(variant, variant.implementation, **how), call(variant, "xla", **how)
     weights = how.pop("weights", None)
-    own = jax_mx.Gated(variant.source, weights)
-    floats = wanted(x, variant.source, weights)
+    own, floats = made_by(variant, x, weights)
     want = jax.block_until_ready(jax.jit(plain)(floats))
     poison_memory()
     got = jax.jit(lambda x, own: op(x, activation=own))(x, own)
@@ -467,6 +557,7 @@ def test_every_kernel(variant, monkeypatch):
     scalings, layouts = [*Scaling], layouts_of(variant)
     form = str(variant.form).removesuffix("_transposed")
     for i, (rows, length) in enumerate(SHAPES[form]):
+        length = fitting(variant, length)
         x = random_bits((-(-rows * 2 * length // 32) * 32,), "bfloat16", seed=i)
         x = x[: rows * 2 * length].reshape(rows, 2 * length)
         how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
@@ -506,6 +597,16 @@ def test_weights_on_the_gpu():
         same(
             jax.jit(lambda x, w, op=op: op(x, activation=jax_mx.Gated(weights=w)))(x, weights), want
         )
+
+
+@pytest.mark.gpu
+def test_gradients_by_weights_on_the_gpu():
+    x, rng = every_gate(), np.random.default_rng(0)
+    x = np.where(np.isfinite(x.astype(np.float32)), x, 1).astype(x.dtype)
+    dy, weights = (rng.normal(size=s).astype(t) for s, t in (((512, 128), x.dtype), (512, "f4")))
+    want = jax_mx.quantize_both(wanted_gradient(x, dy, "swiglu", weights))
+    own = jax_mx.Gated(weights=weights, gradient=dy)
+    same(jax.jit(lambda x, own: jax_mx.quantize_both(x, activation=own))(x, own), want)
 
 
 @pytest.mark.gpu
@@ -554,7 +655,7 @@ def test_emulated(variant, arch):
 
     turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
     shapes = SHAPES[str(variant.form).removesuffix("_transposed")]
-    shapes = [(min(rows, 160), min(length, 288)) for rows, length in shapes]
+    shapes = [(min(rows, 160), fitting(variant, min(length, 288))) for rows, length in shapes]
     every = every_gate()
     every[:, 128:] = np.where(np.abs(doubles(every[:, 128:])) < 2, every[:, 128:], 1)
     every = np.where(np.isfinite(doubles(every)), every, 1).astype(every.dtype)
@@ -565,8 +666,8 @@ def test_emulated(variant, arch):
             "scaling": scalings[(turn + i) % len(scalings)],
             "scale_layout": layouts[(turn + i) % len(layouts)],
         }
-        want = jax.jit(call(variant, "xla", **how))(wanted(x, variant.source, weights))
-        own = jax_mx.Gated(variant.source, weights)
+        own, floats = made_by(variant, x, weights)
+        want = jax.jit(call(variant, "xla", **how))(floats)
         before = _ffi.counters()["launches"]
         with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
             op = call(variant, "flydsl", **how)
@@ -584,12 +685,14 @@ def test_emulated_at_any_address(variant, arch):
     turn, layouts = AMD.index(variant), layouts_of(variant)
     for entry in range(2):
         how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
-        x, weights = some_floats(96, (256, 96 if variant.form.spans[1] else 33)[entry], seed=1)
-        own = jax_mx.Gated(variant.source, weights)
+        length = fitting(variant, (256, 96 if variant.form.spans[1] else 33)[entry])
+        x, weights = some_floats(96, length, seed=1)
+        own, floats = made_by(variant, x, weights)
         program = emulation.Program(variant, arch, x.shape, activation=own, **how)
         assert program.takes(entry)
-        want = jax.jit(call(variant, "xla", **how))(wanted(x, variant.source, weights))
-        operands = emulation.bytes_of([x, weights])
+        want = jax.jit(call(variant, "xla", **how))(floats)
+        dy = [own.gradient] * (own.gradient is not None)
+        operands = emulation.bytes_of([x, weights, *dy])
         assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
 
 

@@ -137,7 +137,7 @@ def test_what_is_refused():
     )
     refused(
         lambda: jax_mx.is_supported("quantize", "sm_90", rows=True, ndim=3),
-        sentence="rows, activations and norms are those of a matrix to quantize; use ndim=2",
+        sentence="is_supported: rows, activations and norms are those of a matrix",
     )
 
 

@@ -64,7 +64,11 @@ def activations():
     y, back = jax.vjp(lambda a, w: jax_mx.gated(a, "swiglu", weights=w), gate_up, weights)
     yield y, back(y)
     yield jax_mx.gated(x(jnp.float16))
-    for own in (jax_mx.Gated(), jax_mx.Gated("swiglu", weights)):
+    for own in (
+        jax_mx.Gated(),
+        jax_mx.Gated("swiglu", weights),
+        jax_mx.Gated("swiglu", weights, gradient=y),
+    ):
         yield jax_mx.quantize(gate_up, activation=own)
         yield jax_mx.quantize_both(gate_up, activation=own)
 

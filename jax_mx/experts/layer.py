@@ -26,7 +26,7 @@ from jax_mx.experts import wires
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import MXFP8_E4M3, named
 from jax_mx.lowering import primitive
-from jax_mx.ops.activations import Gated
+from jax_mx.ops.activations import Gated, made
 from jax_mx.ops.groups import Groups, wide
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.quantize import quantize
@@ -419,22 +419,19 @@ def _sums(shares: jax.Array, takes: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
-    groups, recipe, scale = kept.groups, kept.recipe, kept.scale[:, None]
+    groups, recipe = kept.groups, kept.recipe
     x_type, _, w1_type, w2_type, b1_type, b2_type = kept.types.of
     use, blocks = recipe.uses("gradient"), recipe.blocks("gradient")
     # The gradient of the result, in slots: by w_down^T, and along slots for that of w_down.
     own = (frozen_or(use[0], w2_type is None), use[1])
     dy_all = wires.gathered(static, dy, own[0], blocks)
     by_row, by_slot = _slots(dy_all, groups.rows, own, blocks, w2_type is not None)
-    dact = _product(static, by_row, kept.w_second, groups, static.dtype).astype(jnp.float32)
+    dact = _product(static, by_row, kept.w_second, groups, static.dtype)
     # Through the activation, whose argument was kept.
     gate_up = _again(static, kept)
     each = reference.halves(gate_up, static.activation, static.interleaved)
-    each = [x.astype(jnp.float32) for x in each]
-    act, pull = jax.vjp(lambda x: reference.gated_exactly(x, None, static.activation), each)
-    dscale = (dact * act).sum(-1)
-    (pair,) = pull(dact * scale)
-    dgate_up = reference.joined(pair, static.interleaved).astype(static.dtype)
+    act = reference.gated_exactly(each, None, static.activation)
+    dscale = (dact.astype(jnp.float32) * act).sum(-1)
     dw2 = dw1 = db1 = db2 = None
     lhs, lhs_blocks = recipe.uses("lhs")[1], recipe.blocks("lhs")
     if w2_type is not None:
@@ -442,14 +439,15 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
         _, act_by_slot = forms_of(gate_up, -1, (None, lhs), lhs_blocks, activation=own)
         dw2 = _product(static, act_by_slot, by_slot, groups, w2_type, sums=True)
     own = (frozen_or(use[0], w1_type is None), use[1] if w1_type is not None else None)
-    along, across = forms_of(dgate_up, -1, own, blocks)
+    gated = dataclasses.replace(_gated(static, kept.scale), gradient=dact)
+    along, across = forms_of(gate_up, -1, own, blocks, activation=gated)
     if w1_type is not None:
         dw1 = _product(static, kept.tokens, across, groups, w1_type, sums=True)
     dx = groups.combined(_product(static, along, kept.w_first[1], groups, static.dtype))
     dx = wires.scattered(static.axis, dx).astype(x_type)
     dweights = wires.scattered(static.axis, groups.of_choices(dscale))
     if b1_type is not None:
-        db1 = _by_expert(dgate_up, groups).astype(b1_type)
+        db1 = _by_expert(made("moe", gate_up, gated), groups).astype(b1_type)
     if kept.routing is not None:
         (experts, weights), bias = kept.routing, kept.biases[1]
         floats, is_one = dy.astype(jnp.float32), _is_one(experts, bias.shape[0])

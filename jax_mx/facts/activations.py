@@ -9,8 +9,8 @@ bit, whatever exponential function a chip has. So act(gate) is rounded to few bi
 multiplied: no bfloat16 gate is so close to a tie of that rounding that an error of a few float32
 units in the last place decides. Where the ties have to lie for that was searched for;
 tests/test_activations.py measures the distances. Then act(gate) has 9 bits and up has 8, whose
-product is exact in float32. Slopes have such a rounding too, of 8 bits, for kernels of the
-derivative, which are not there yet: `gated`'s derivative is the exact one.
+product is exact in float32. Slopes have such a rounding too, of 8 bits: a slope, up, and the
+gradient of the result have 24 together, so what the derivative of `gated` makes of them is exact.
 """
 
 from __future__ import annotations
@@ -109,4 +109,10 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gpt_oss": Activation("sharp_silu", limit=7.0, shift=1.0),
     **{name: Activation(name, has_gate=False) for name in UNARY if name != "sharp_silu"},
 }
+GRADIENT = "_gradient"  # behind an activation's name: a source of floats, see `Variant`
 GATED: tuple[str, ...] = tuple(name for name, row in ACTIVATIONS.items() if row.has_gate)
+
+
+def named_in(source: str) -> tuple[str, bool]:
+    """Of a source of floats: the activation in it, and whether they are its gradient."""
+    return source.removesuffix(GRADIENT), source.endswith(GRADIENT)

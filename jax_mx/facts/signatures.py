@@ -13,6 +13,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from jax_mx.facts.activations import GRADIENT
 from jax_mx.facts.windows import ROW
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Signature:
 _X, _ROWS = Array("x", Role.SOURCE), Array("rows", Role.REPLICATED, dtype="int32")
 _WEIGHTS = Array("weights", Role.REPLICATED, dtype="float32")
 _FACTORS = Array("factors", Role.REPLICATED, dtype="float32")
+_DY = Array("dy", Role.SOURCE)
 RMS_NORM = "rms_norm"  # the source of what it norms, see `Variant`
 
 
@@ -115,6 +117,11 @@ def _quantize_rows(kinds: Sequence[Kind]) -> Signature:
 def _quantize_gated(kinds: Sequence[Kind]) -> Signature:
     """Of an activation's results; x (T, 2, K), gates and ups, weights by row."""
     return Signature((_X, _WEIGHTS, *_block_data(kinds)), _quantized(kinds))
+
+
+def _quantize_gated_gradient(kinds: Sequence[Kind]) -> Signature:
+    """Of the gradient of gates and ups, (T, 2 K); dy (T, K), the gradient of the results."""
+    return Signature((_X, _WEIGHTS, _DY, *_block_data(kinds)), _quantized(kinds))
 
 
 def _quantize_normed(kinds: Sequence[Kind]) -> Signature:
@@ -200,6 +207,7 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "quantize": _quantize,
     "quantize_rows": _quantize_rows,
     "quantize_gated": _quantize_gated,
+    "quantize_gated_gradient": _quantize_gated_gradient,
     "quantize_normed": _quantize_normed,
     "dequantize": _dequantize,
     "matmul": _matmul,
@@ -211,7 +219,8 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
 
 def signature_name(op: str, source: str) -> str:
     """The name of an op's signature; `source`: what its floats are made of, see `Variant`."""
-    return op + {"": "", "rows": "_rows", RMS_NORM: "_normed"}.get(source, "_gated")
+    gated = "_gated" + GRADIENT * source.endswith(GRADIENT)
+    return op + {"": "", "rows": "_rows", RMS_NORM: "_normed"}.get(source, gated)
 
 
 def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
@@ -219,8 +228,9 @@ def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
 
     Args:
       op: "quantize" (one or both directions), "quantize_rows" (the same of some rows of x),
-        "quantize_gated" (of an activation's results), "quantize_normed" (of a norm's),
-        "dequantize", "matmul", "matmul_fp8", "wgrad_fp8" or "amaxes".
+        "quantize_gated" (of an activation's results), "quantize_gated_gradient" (of its operand's
+        gradient), "quantize_normed" (of a norm's results), "dequantize", "matmul", "matmul_fp8",
+        "wgrad_fp8" or "amaxes".
       kinds: the preprocessing of each direction, one each also where there is none; of products
         none.
     """

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax_mx.facts import directions
+from jax_mx.facts.activations import GRADIENT
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.directions import Form
 from jax_mx.facts.formats import (
@@ -76,7 +77,9 @@ class Variant:
       kinds: how the elements of each are preprocessed, and their windows; () where there is
         nothing of that.
       source: what the floats are made of: "", they are x; "rows": the rows of x that an operand
-        numbers; an activation's name: both halves of x; "rms_norm": x, whose rows are normed.
+        numbers; an activation's name: both halves of x; this and "_gradient": these and the
+        gradient of what the activation gives, and they are x's; "rms_norm": x, whose rows are
+        normed.
     """
 
     op: str
@@ -241,16 +244,25 @@ VARIANTS += tuple(
     if variant.op == "quantize" and variant.dtype == "bfloat16"
     if not variant.changes_elements and variant.window != ROW
 )
-# The activations that each DSL's kernels have.
-ACTIVE: Mapping[str, tuple[str, ...]] = {"cutedsl": ("swiglu",), "flydsl": ("swiglu",)}
+# The activations that each DSL's kernels have; all but the first without windows, in one format.
+_ACTIVE = ("swiglu", "geglu", "geglu_erf", "reglu2")
+ACTIVE: Mapping[str, tuple[str, ...]] = dict.fromkeys(ARCHS, _ACTIVE)
 # What a product's operand wants: along its rows, down them, and both; not MXFP6.
 VARIANTS += tuple(
     dataclasses.replace(variant, source=activation)
     for variant in VARIANTS
     if variant.rows and variant.formats[0].bits != 6
     for activation in ACTIVE[variant.implementation]
+    if activation == _ACTIVE[0] or (variant.window == BLOCK and len({*variant.formats}) == 1)
     if variant.form in (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
     if variant.window != 256 or not variant.form.is_both  # registers do not hold its tiles
+)
+# The gradient that both products of a backward pass take.
+VARIANTS += tuple(
+    dataclasses.replace(variant, source=variant.source + GRADIENT)
+    for variant in VARIANTS
+    if variant.form == directions.BOTH_TRANSPOSED
+    if variant.source in ACTIVE[variant.implementation]
 )
 # The forms of what each DSL's kernels norm.
 NORMED: Mapping[str, tuple[Form, ...]] = {
@@ -268,7 +280,7 @@ VARIANTS += tuple(
 
 def layouts_of(variant: Variant) -> tuple[str, ...]:
     """The scale layouts that a variant's binary has entries for."""
-    if variant.form.is_square:
+    if variant.form.is_square or variant.source.endswith(GRADIENT):
         return ("row_major",)
     return scale_layouts_of(variant.implementation, variant.formats)
 

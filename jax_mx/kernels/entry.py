@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax_mx.facts.activations import named_in
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.signatures import RMS_NORM, Array, Role, Signature, signature_of
@@ -65,6 +66,16 @@ class Entry:
     def gates(self) -> bool:
         """Whether an activation makes the floats."""
         return self.variant.source not in ("", "rows", RMS_NORM)
+
+    @property
+    def activation(self) -> str:
+        """The activation that makes the floats, or that they are the gradient of."""
+        return named_in(self.variant.source)[0]
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether the floats are the gradient of an activation's operand."""
+        return named_in(self.variant.source)[1]
 
     @property
     def count(self) -> int:

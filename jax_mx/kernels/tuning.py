@@ -18,6 +18,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from jax_mx.facts.activations import named_in
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.facts.products import Binary, Product
@@ -42,8 +43,15 @@ def facts_of(
         "tiled_scales": layout.is_tiled,
         "aligned": aligned,
         "window": str(variant.window),
-        "source": variant.source,
+        "source": _kind_of(variant.source),
     }
+
+
+def _kind_of(source: str) -> str:
+    """What makes the floats, whichever activation it is: "rows", "gated", "gradient" or none."""
+    if source in ("", "rows"):
+        return source
+    return "gradient" if named_in(source)[1] else "gated"
 
 
 def choose(

@@ -40,6 +40,7 @@ from jax_mx.arrays.sharding import spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed, minor_to_major
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
+from jax_mx.facts.activations import ACTIVATIONS
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.preprocessing import Preprocessing
@@ -100,13 +101,20 @@ def _floats(operands: Sequence[Any], plan: Plan):
     x = operands[0]
     if not plan.source:
         return x
-    halves = 1 if plan.source == "rows" else 2
-    shape = (math.prod(operands[1].shape), math.prod(x.shape[halves:]))
+    apart = plan.source in ACTIVATIONS  # halves of x that make one
+    shape = (math.prod(operands[1].shape), math.prod(x.shape[1 + apart :]))
     if plan.source == RMS_NORM:
         shape = _normed_shape(x.shape, plan)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     return x.update(shape=shape, weak_type=False, sharding=sharding)
+
+
+def _rows_of_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """The shape of what floats are made of, for its operand's, which has halves and blocks."""
+    if plan.source == RMS_NORM:
+        return _normed_shape(shape, plan)
+    return shape[0], math.prod(shape[1:])
 
 
 def _normed_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
@@ -223,19 +231,21 @@ def _quantize_reference(x, *block_data, plan: Plan):
     return out
 
 
-def _quantize_via_floats(x, other, *block_data, plan: Plan):
+def _quantize_via_floats(*operands, plan: Plan):
     """The primitive on floats that XLA makes, by a kernel or not."""
-    shape = x.shape[0], math.prod(x.shape[1:])
+    arrays = zip(plan.signature.present(plan.lacks), operands, strict=True)
+    made_of = [
+        a.reshape(_rows_of_shape(a.shape, plan)) if array.role is Role.SOURCE else a.reshape(-1)
+        for array, a in arrays
+        if array.role is not Role.BLOCK_DATA
+    ]
+    beside, block_data = [], operands[len(made_of) :]
     if plan.source == RMS_NORM:
-        shape = _normed_shape(x.shape, plan)
-    x, other, beside = x.reshape(shape), other.reshape(-1), []
-    if plan.source == "rows":
-        found = reference.rows_of(x, other)
-    elif plan.source == RMS_NORM:
-        found, factors = reference.rms_norm(x, other, plan.eps)
+        x, weight = made_of
+        found, factors = reference.rms_norm(x, weight, plan.eps)
         beside = [factors[..., 0]]
     else:
-        found = reference.gated(reference.halves(x, plan.source), other, plan.source)
+        found = reference.floats_of(plan.source, *made_of)
     viewed = Viewed.of(plan.view, found.shape, spec_of(found), plan.first_axis)
     floats, plan = viewed.to_floats(found), dataclasses.replace(plan, source="", eps=0.0)
     return [*quantize_p.bind(floats, *block_data, plan=plan), *beside]
@@ -833,8 +843,8 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     Args:
       operands: the view of the floats and those of the plan's `given_data`; or what the plan's
         source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), and
-        weights (R, 1); of a norm x (..., T, K), and float32 weights (K,). An axis of length n that
-        blocks run along is two: n / 32 and 32.
+        weights (R, 1); of its gradient these and dy (T, K); of a norm x (..., T, K), and float32
+        weights (K,). An axis of length n that blocks run along is two: n / 32 and 32.
       plan: the call.
 
     Returns:

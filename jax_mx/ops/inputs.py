@@ -14,8 +14,10 @@ from jax_mx import reference
 from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
+from jax_mx.facts.activations import GRADIENT, named_in
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.signatures import RMS_NORM
+from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, made, weights_of
 from jax_mx.ops.placing import placed
@@ -37,8 +39,8 @@ class Norm:
     eps: float
 
 
-def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str, Any]:
-    """Returns x, an array like the floats, the name of their source, its second operand or None.
+def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str, tuple]:
+    """Returns x, an array like the floats, the name of their source, its other operands.
 
     Args:
       op: for messages.
@@ -57,22 +59,27 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
         rows = _rows(op, x, rows)
     if activation is None:
         if rows is None:
-            return x, x, "", None
-        return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", rows
+            return x, x, "", ()
+        return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", (rows,)
     if isinstance(activation, Norm):
-        x = x if rows is None else _floats_of(x, rows, "rows")
-        return x, x, RMS_NORM, activation.weight
+        x = x if rows is None else _floats_of(x, (rows,), "rows")
+        return x, x, RMS_NORM, (activation.weight,)
     up = None if activation.up is None else array_of(op, "up", activation.up)
     activation = dataclasses.replace(activation, up=up)
     gates = activation.gates_of(op, x)
     if rows is not None:
-        up = None if up is None else _floats_of(up, rows, "rows")
-        x, activation = _floats_of(x, rows, "rows"), dataclasses.replace(activation, up=up)
+        if activation.gradient is not None:
+            raise ValueError(f"{op}: rows of x have no gradient alone; drop rows, or the gradient")
+        up = None if up is None else _floats_of(up, (rows,), "rows")
+        x, activation = _floats_of(x, (rows,), "rows"), dataclasses.replace(activation, up=up)
     if rows is not None or not activation.is_split:
         x = made(op, x, activation)
-        return x, x, "", None
+        return x, x, "", ()
     weights = weights_of(op, gates, activation.weights)
-    return x, gates, activation.name, weights
+    if activation.gradient is None:
+        return x, gates, activation.name, (weights,)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return x, like, activation.name + GRADIENT, (weights, activation.dy_of(op, gates))
 
 
 def _rows(op: str, x: Any, rows: Any) -> Any:
@@ -93,7 +100,7 @@ def _rows(op: str, x: Any, rows: Any) -> Any:
 
 
 def operands_of(
-    x: jax.Array, data: Sequence[Data], other: jax.Array | None, plan: Plan
+    x: jax.Array, data: Sequence[Data], other: Sequence[jax.Array], plan: Plan
 ) -> tuple[list[jax.Array], Viewed, Plan, list[jax.Array]]:
     """The operands of `primitive.quantize`, how its arrays are viewed, its plan, and factors.
 
@@ -102,30 +109,33 @@ def operands_of(
     Args:
       x: what the plan fits.
       data: of each direction, see `preprocessing.data_of`.
-      other: the numbers of rows or the weights that `made_of` returned, or None.
+      other: the operands beside x that `made_of` returned.
       plan: of the call.
 
     Raises:
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
     beside = []
-    if other is not None and _in_one_call(x, other, plan):
+    if other and _in_one_call(x, other, plan):
         if plan.source == RMS_NORM:
             viewed = Viewed.of(plan.view, x.shape, (None,) * x.ndim, plan.first_axis)
             spans = zip(plan.form.spans, x.shape[-2:], strict=True)
             tail = [m for along, n in spans for m in ((n // BLOCK, BLOCK) if along else (n,))]
-            return [x.reshape(*x.shape[:-2], *tail), other], viewed, plan, beside
+            return [x.reshape(*x.shape[:-2], *tail), *other], viewed, plan, beside
         halves = 1 if plan.source == "rows" else 2
-        shape = other.shape[0], x.shape[1] // halves
-        viewed = Viewed.of(plan.view, shape, (None, None), plan.first_axis)
+        count, length = other[0].shape[0], x.shape[1] // halves
+        columns = x.shape[1] if named_in(plan.source)[1] else length
+        viewed = Viewed.of(plan.view, (count, columns), (None, None), plan.first_axis)
         # Kernels count an axis in blocks of 32 where blocks run along it, else in elements.
-        (down, across), (count, length) = plan.form.spans, shape
+        down, across = plan.form.spans
         tail = (length // BLOCK, BLOCK) if across else (length,)
-        other = other.reshape((count // BLOCK, BLOCK) if down else (count, 1))
-        return [x.reshape(x.shape[0], *[2] * (halves - 1), *tail), other], viewed, plan, beside
-    if other is not None:
+        by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
+        more = [a.reshape(count, *tail) for a in other[1:]]
+        x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
+        return [x, by_row, *more], viewed, plan, beside
+    if other:
         if plan.source == RMS_NORM:
-            x, factors = reference.rms_norm(x, other, plan.eps)
+            x, factors = reference.rms_norm(x, other[0], plan.eps)
             beside = [factors[..., 0]]
         else:
             x = _floats_of(x, other, plan.source)
@@ -138,26 +148,26 @@ def operands_of(
     return operands, viewed, plan.of_view, beside
 
 
-def _in_one_call(x: jax.Array, other: jax.Array, plan: Plan) -> bool:
+def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
     """Whether the primitive can make the floats itself.
 
-    It needs a matrix that has rows, no block data and no mesh with explicit axes; of what is normed
-    along rows, any array.
+    It needs a matrix that has rows, no block data and no mesh with explicit axes; of a gradient
+    halves of whole windows; of what is normed along rows, any array.
     """
-    meshes = (jax.typeof(a).sharding.mesh for a in (x, other))
-    rows = x.shape[:-1]
-    is_empty = 0 in [n for n in rows if isinstance(n, int)]
+    meshes = (jax.typeof(a).sharding.mesh for a in (x, *other))
+    is_empty = 0 in [n for n in x.shape[:-1] if isinstance(n, int)]
     is_matrix = x.ndim == 2 or (x.ndim > 2 and plan.source == RMS_NORM and plan.takes_slabs)
     plain = is_matrix and not is_empty and not plan.block_data
-    return plain and not any(map(is_explicit, meshes))
+    unit = 2 * max(lengths_of(plan.preprocessing[0].window))
+    whole = not named_in(plan.source)[1] or x.shape[1] % unit == 0
+    return plain and whole and not any(map(is_explicit, meshes))
 
 
-def _floats_of(x: jax.Array, other: jax.Array, source: str) -> jax.Array:
+def _floats_of(x: jax.Array, other: Sequence[jax.Array], source: str) -> jax.Array:
     """The floats that XLA makes; on a mesh with explicit axes, split as both are."""
-    if source != "rows":
-        return reference.gated(reference.halves(x, source), other, source)
-    meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, other)) if is_explicit(m)]
-    if not meshes:
-        return reference.rows_of(x, other)
-    spec = PartitionSpec(spec_of(other)[0], spec_of(x)[1])
-    return reference.rows_of(x, other, NamedSharding(meshes[0], spec))
+    meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, *other)) if is_explicit(m)]
+    if source != "rows" or not meshes:
+        return reference.floats_of(source, x, *other)
+    (rows,) = other
+    spec = PartitionSpec(spec_of(rows)[0], spec_of(x)[1])
+    return reference.rows_of(x, rows, NamedSharding(meshes[0], spec))

@@ -99,8 +99,9 @@ def quantize(
         gathers them before.
       activation: a `Gated`, for an x (..., 2 K) of gates and ups: what is quantized is `gated` of
         it, (..., K); of its rows, and those of `up`, where there are `rows`. From bfloat16
-        (T, 2 K), all gates, then all ups, kernels compute "swiglu" in MXFP8 and MXFP4,
-        along the last axis, transposed along the one before, and both; else XLA computes it before.
+        (T, 2 K), all gates, then all ups, kernels compute "swiglu", "geglu", "geglu_erf" and
+        "reglu2" in MXFP8 and MXFP4, along the last axis, transposed along the one before, and both;
+        else XLA computes it before. With a gradient, what is quantized is x's, (..., 2 K).
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
@@ -205,7 +206,7 @@ def quantize_both(
 
 @partial(jax.jit, static_argnames="plan")
 def quantized(
-    x: jax.Array, data: tuple[Data, ...], other: jax.Array | None = None, *, plan: Plan
+    x: jax.Array, data: tuple[Data, ...], other: tuple[jax.Array, ...] = (), *, plan: Plan
 ) -> list[Any]:
     """One MXArray per result, for an x that the plan fits; of a norm, then the factors of rows.
 

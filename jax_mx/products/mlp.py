@@ -10,6 +10,7 @@ what is kept of everything is MX. The steps are those of `dot_general` (steps.py
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -337,15 +338,16 @@ def _mlp_bwd(static: _Static, kept: _Kept, dy: jax.Array) -> tuple:
         "gradient", layout.gradient(dy), -1, (along, across), recipe, layout.gradient_pads
     )
     gate_up = _again(static, kept)
-    act, pull = jax.vjp(lambda gate_up: made("mlp", gate_up, static.gated), gate_up)
-    spec = spec_of(act)
+    spec = spec_of(made("mlp", gate_up, static.gated))
     dact = multiplied(static.second, by_row, kept.w_second, 0, spec, dtype)
-    (dgate_up,) = pull(dact.astype(act.dtype))
-    dgate_up = dgate_up.astype(dtype)
+    own = dataclasses.replace(static.gated, gradient=dact)
     dw2 = None if w2 is None else rhs_gradient(static.second, kept.act, by_column, w2)
-    by_row, by_column = blocks_along("gradient", dgate_up, -1, _uses(recipe, w1), recipe)
+    uses = _uses(recipe, w1)
+    by_row, by_column = blocks_along("gradient", gate_up, -1, uses, recipe, activation=own)
     dw1 = None if w1 is None else rhs_gradient(static.first, kept.x, by_column, w1)
     dx = lhs_gradient(static.first, by_row, kept.w_first[1], x)
+    # XLA sums what it makes itself: it reads less than what a kernel would have to write for it.
+    dgate_up = None if b1 is None else made("mlp", gate_up, own)
     db1, db2 = (_summed(d, b) for d, b in ((dgate_up, b1), (dy, b2)))
     return (dx, dw1, dw2, db1, db2), None, None
 
@@ -362,9 +364,9 @@ def _again(static: _Static, kept: _Kept) -> jax.Array:
     return floats_kept(kept.gate_up, static.first.dtype)
 
 
-def _summed(rows: jax.Array, bias: Side | None) -> jax.Array | None:
+def _summed(rows: jax.Array | None, bias: Side | None) -> jax.Array | None:
     """The gradient of a bias: the sum of all rows, in float32."""
-    if bias is None:
+    if bias is None or rows is None:
         return None
     total = rows.astype(jnp.float32).sum(range(rows.ndim - 1)).astype(bias.dtype)
     mesh = jax.typeof(total).sharding.mesh

@@ -1,10 +1,19 @@
 """The oracle, in plain jnp: kernels match it bit for bit, and "xla" is it."""
 
 from jax_mx.reference.activations import (
+    derivative as derivative,
+)
+from jax_mx.reference.activations import (
+    floats_of as floats_of,
+)
+from jax_mx.reference.activations import (
     gated as gated,
 )
 from jax_mx.reference.activations import (
     gated_exactly as gated_exactly,
+)
+from jax_mx.reference.activations import (
+    gated_gradient as gated_gradient,
 )
 from jax_mx.reference.activations import (
     halves as halves,

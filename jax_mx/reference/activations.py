@@ -19,8 +19,9 @@ from jax_mx.facts.activations import (
     TANH,
     Activation,
     Rounding,
+    named_in,
 )
-from jax_mx.reference.blocks import flushed
+from jax_mx.reference.blocks import flushed, rows_of
 
 # Beyond, a slope is 0 or 1 in float32; and no product of such numbers overflows.
 _FAR = 128.0
@@ -190,6 +191,61 @@ def gated(
     if weights is not None:
         y = settled(y * settled(weights.astype(jnp.float32))[..., None])
     return y.astype(dtype)
+
+
+def derivative(each: Sequence[jax.Array], name: str) -> list[jax.Array]:
+    """The derivative of `gated` without weights, float32: by gates, and by ups if there are any.
+
+    From bfloat16 a slope has 8 bits; a zero of its sign stands for each subnormal.
+
+    Args:
+      each: see `gated`.
+      name: of the activation.
+    """
+    dtype = each[0].dtype
+    settled = _settled(dtype)
+    gate, *up = (settled(x.astype(jnp.float32)) for x in each)
+    found = slope(gate, name)
+    if dtype == jnp.bfloat16:
+        found = _rounded(flushed(found), ACTIVATIONS[name].rounding.slope)
+    if not up:
+        return [found]
+    made = _parts(gate, name, dtype) if dtype == jnp.bfloat16 else part(gate, name)
+    by_gate = settled(found * settled(other(up[0], name)))
+    return [by_gate, settled(made * other_slope(up[0], name))]
+
+
+def gated_gradient(
+    each: Sequence[jax.Array], weights: jax.Array | None, dy: jax.Array, name: str
+) -> list[jax.Array]:
+    """The gradients of gates and of ups, or of gates alone, in their dtype.
+
+    Products are float32: dy and weights, then both with `derivative`.
+
+    Args:
+      each: see `gated`; so are weights and name.
+      weights: or None.
+      dy: the gradient of what `gated` gives, of its dtype.
+      name: of the activation.
+    """
+    settled = _settled(each[0].dtype)
+    dy = settled(dy.astype(jnp.float32))
+    if weights is not None:
+        dy = settled(dy * settled(weights.astype(jnp.float32))[..., None])
+    by = derivative(each, name)
+    return [settled(dy * d).astype(x.dtype) for x, d in zip(each, by, strict=True)]
+
+
+def floats_of(source: str, x: jax.Array, first: jax.Array, *more: jax.Array) -> jax.Array:
+    """What a call of a source quantizes, see `facts.variants.Variant`; of its operands."""
+    if source == "rows":
+        return rows_of(x, first)
+    name, is_gradient = named_in(source)
+    each = halves(x, name)
+    if is_gradient:
+        (dy,) = more
+        return joined(gated_gradient(each, first, dy, name))
+    return gated(each, first, name)
 
 
 def gated_exactly(each: Sequence[jax.Array], weights: jax.Array | None, name: str) -> jax.Array:

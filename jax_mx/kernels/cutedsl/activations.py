@@ -1,44 +1,197 @@
 """Gated activations in registers, of two bfloat16 at a time; see facts/activations.py."""
 
+import math
+from collections.abc import Mapping
+
+import numpy as np
 from cutlass import Float32, Uint32, cute
 from cutlass.cutlass_dsl import dsl_user_op
 
-from jax_mx.facts.activations import ACTIVATIONS
+from jax_mx.facts.activations import (
+    ACTIVATIONS,
+    CUBE,
+    NEAR,
+    SHARPNESS,
+    TAIL,
+    TANH,
+    Activation,
+    Rounding,
+)
 
-# Of a float32 `g`, the part of an activation that depends on it, `t`; scratch: a, h, d, p. h is
-# exp(-|g| / 2), whose square is multiplied in two steps, so that no factor is subnormal.
-_PARTS = {
-    "silu": "abs.f32 a, g; mul.rn.ftz.f32 h, a, 0fBF38AA3B; ex2.approx.ftz.f32 h, h; "
-    "fma.rn.ftz.f32 d, h, h, 0f3F800000; rcp.approx.ftz.f32 d, d; setp.lt.f32 p, g, 0f00000000; "
-    "selp.f32 h, h, 0f3F800000, p; mul.rn.ftz.f32 t, g, h; mul.rn.ftz.f32 d, h, d; "
-    "mul.rn.ftz.f32 t, t, d; "
+_LOG2E = math.log2(math.e)
+
+
+def _number(x: float) -> str:
+    """A float32 as PTX has it."""
+    return f"0f{int(np.float32(x).view(np.uint32)):08X}"
+
+
+_ZERO, _ONE = _number(0.0), _number(1.0)
+# x sigmoid(z), of h = exp(-|z| / 2), whose square is multiplied in two steps, so that no factor is
+# subnormal; leaves b, s and d for the slope.
+_BY_SIGMOID = (
+    f"ex2.approx.ftz.f32 h, h; fma.rn.ftz.f32 d, h, h, {_ONE}; rcp.approx.ftz.f32 d, d; "
+    f"setp.lt.f32 p, g, {_ZERO}; selp.f32 b, h, {_ONE}, p; "
+    "mul.rn.ftz.f32 t, g, b; mul.rn.ftz.f32 s, b, d; mul.rn.ftz.f32 t, t, s; "
+)
+_RELU = f"setp.le.ftz.f32 p, g, {_ZERO}; selp.f32 t, {_ZERO}, g, p; "
+_ERF = (  # Phi(-|g|) = b * b * d
+    f"mul.rn.ftz.f32 h, g, g; mul.rn.ftz.f32 h, h, {_number(-_LOG2E / 4)}; "
+    f"ex2.approx.ftz.f32 b, h; abs.f32 a, g; fma.rn.ftz.f32 d, a, {_number(NEAR)}, {_ONE}; "
+    f"rcp.approx.ftz.f32 d, d; mov.f32 s, {_number(TAIL[0])}; "
+    + "".join(f"fma.rn.ftz.f32 s, s, d, {_number(c)}; " for c in TAIL[1:])
+    + "mul.rn.ftz.f32 d, s, d; "
+)
+
+
+def _silu(sharpness: float) -> str:
+    scale = _number(-sharpness * _LOG2E / 2)
+    return f"abs.f32 a, g; mul.rn.ftz.f32 h, a, {scale}; {_BY_SIGMOID}"
+
+
+def _gelu() -> str:
+    scale = -TANH * _LOG2E / 2
+    return (
+        f"abs.f32 a, g; mul.rn.ftz.f32 h, g, g; "
+        f"fma.rn.ftz.f32 h, h, {_number(scale * CUBE)}, {_number(scale)}; "
+        f"mul.rn.ftz.f32 h, a, h; {_BY_SIGMOID}"
+    )
+
+
+def _gelu_erf() -> str:
+    return (
+        f"{_ERF}mul.rn.ftz.f32 s, b, d; neg.f32 t, s; fma.rn.ftz.f32 t, t, b, {_ONE}; "
+        "mul.rn.ftz.f32 t, g, t; "
+        f"setp.lt.f32 p, g, {_ZERO}; mul.rn.ftz.f32 a, g, b; mul.rn.ftz.f32 a, a, s; "
+        "selp.f32 t, a, t, p; "
+    )
+
+
+# Of a float32 `g`, the part of an activation that depends on it, `t`; the others are scratch.
+_PARTS: Mapping[str, str] = {
+    "silu": _silu(1.0),
+    "sharp_silu": _silu(SHARPNESS),
+    "gelu": _gelu(),
+    "gelu_erf": _gelu_erf(),
+    "relu": _RELU,
+    "relu2": f"{_RELU}mul.rn.ftz.f32 t, t, t; ",
+    "identity": "mov.f32 t, g; ",
 }
+# No slope depends on what is further from 0; a NaN stays.
+_NEAR = f"max.NaN.f32 a, g, {_number(-128.0)}; min.NaN.f32 a, a, {_number(128.0)}; "
+
+
+def _sigmoid_slope(dz: str) -> str:
+    """Instructions behind a part by sigmoid; `dz` multiplies `a` by the derivative of z there."""
+    return (
+        f"{_NEAR}{dz}mul.rn.ftz.f32 h, h, h; selp.f32 h, {_ONE}, h, p; mul.rn.ftz.f32 h, h, d; "
+        f"fma.rn.ftz.f32 v, a, h, {_ONE}; mul.rn.ftz.f32 v, v, b; mul.rn.ftz.f32 v, v, s; "
+    )
+
+
+# Its derivative `v` by g, behind the part: of what that left in h, d, b, s and p.
+_SLOPES: Mapping[str, str] = {
+    "silu": _sigmoid_slope(""),
+    "sharp_silu": _sigmoid_slope(f"mul.rn.ftz.f32 a, a, {_number(SHARPNESS)}; "),
+    "gelu": _sigmoid_slope(
+        f"mul.rn.ftz.f32 v, a, a; fma.rn.ftz.f32 v, v, {_number(3 * CUBE)}, {_ONE}; "
+        f"mul.rn.ftz.f32 v, v, {_number(TANH)}; mul.rn.ftz.f32 a, a, v; "
+    ),
+    "gelu_erf": (  # by the density, Phi(-|g|) has d for both signs
+        f"{_NEAR}mul.rn.ftz.f32 a, a, {_number(math.sqrt(0.5 / math.pi))}; "
+        "add.rn.ftz.f32 h, d, a; mul.rn.ftz.f32 h, b, h; mul.rn.ftz.f32 h, h, b; "
+        "sub.rn.ftz.f32 s, d, a; mul.rn.ftz.f32 s, b, s; mul.rn.ftz.f32 s, s, b; "
+        f"sub.rn.ftz.f32 s, {_ONE}, s; selp.f32 v, h, s, p; "
+    ),
+    "relu": (
+        f"setp.gt.ftz.f32 p, g, {_ZERO}; selp.f32 v, {_ONE}, {_ZERO}, p; "
+        "setp.nan.f32 p, g, g; selp.f32 v, g, v, p; "
+    ),
+    "relu2": f"{_RELU.replace(' t,', ' v,')}add.rn.ftz.f32 v, v, v; ",
+    "identity": f"mov.f32 v, {_ONE}; ",
+}
+_LOW, _HIGH = "shl.b32 w, {word}, 16;", "and.b32 w, {word}, 0xFFFF0000;"
+
+
+def _taken(name: str, word: str, half: int) -> str:
+    """Instructions that make a float32 of a half of a word of bfloat16."""
+    return f"{(_LOW, _HIGH)[half].format(word=word)} mov.b32 {name}, w; "
+
+
+def _rounded(name: str, rounding: Rounding | None) -> str:
+    """Instructions that leave it few bits where it is finite; others stay what they are."""
+    if rounding is None:
+        return ""
+    return (
+        f"abs.f32 a, {name}; setp.lt.f32 p, a, 0f7F800000; mov.b32 w, {name}; "
+        f"@p add.u32 w, w, {rounding.up}; @p and.b32 w, w, {rounding.mask}; mov.b32 {name}, w; "
+    )
+
+
+_BEGIN = (
+    "{ .reg .f32 g, u, a, h, d, b, s, t, v, e, y0, y1, z0, z1; .reg .b32 w; .reg .pred p, q, r; "
+)
+
+
+def _cut(row: Activation) -> str:
+    """Instructions that bring gate and up within the limit, and shift up.
+
+    Where they were beyond it, q is true of the gate, and r of up.
+    """
+    found = ""
+    if row.limit is not None:
+        high, low = _number(row.limit), _number(-row.limit)
+        found = (
+            f"setp.gt.f32 q, g, {high}; abs.f32 a, u; setp.gt.f32 r, a, {high}; "
+            f"min.NaN.f32 g, g, {high}; min.NaN.f32 u, u, {high}; max.NaN.f32 u, u, {low}; "
+        )
+    return found + f"add.rn.ftz.f32 u, u, {_number(row.shift)}; " * bool(row.shift)
 
 
 @dsl_user_op
 def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, *, loc=None, ip=None) -> Uint32:
     """A word of act(gate) * up * weight, bfloat16, of words of gates and of ups."""
     row = ACTIVATIONS[name]
-    rounding = row.rounding.part
-    assert rounding is not None
-    # Rounded where it is finite: others must stay what they are.
-    round_ = (
-        "abs.f32 a, t; setp.lt.f32 p, a, 0f7F800000; mov.b32 w, t; "
-        f"@p add.u32 w, w, {rounding.up}; @p and.b32 w, w, {rounding.mask}; mov.b32 t, w; "
-    )
     each = [
-        f"{take[0]} mov.b32 g, w; {take[1]} mov.b32 u, w; {_PARTS[row.unary]}{round_}"
+        f"{_taken('g', '{$r0}', i)}{_taken('u', '{$r1}', i)}{_cut(row)}{_PARTS[row.unary]}"
+        f"{_rounded('t', row.rounding.part)}"
         f"mul.rn.ftz.f32 t, t, u; mul.rn.ftz.f32 y{i}, t, {{$r2}}; "
-        for i, take in enumerate(
-            [("shl.b32 w, {$r0}, 16;", "shl.b32 w, {$r1}, 16;"),
-             ("and.b32 w, {$r0}, 0xFFFF0000;", "and.b32 w, {$r1}, 0xFFFF0000;")]
-        )
-    ]  # fmt: skip
+        for i in range(2)
+    ]
     return cute.arch.inline_ptx(
-        "{ .reg .f32 g, u, a, h, d, t, y0, y1; .reg .b32 w; .reg .pred p; "
-        f"{''.join(each)}cvt.rn.bf16x2.f32 {{$w0}}, y1, y0; }}",
+        f"{_BEGIN}{''.join(each)}cvt.rn.bf16x2.f32 {{$w0}}, y1, y0; }}",
         write_only_types=[Uint32],
         read_only_args=[gates, ups, weight],
         loc=loc,
         ip=ip,
     )
+
+
+@dsl_user_op
+def gradients(
+    name: str, gates: Uint32, ups: Uint32, weight: Float32, dy: Uint32, *, loc=None, ip=None
+) -> list:
+    """Words of the gradients of gates and of ups, of words of these and of the result's."""
+    row = ACTIVATIONS[name]
+    beyond = ""
+    if row.limit is not None:
+        beyond = (
+            f"selp.f32 v, {_ZERO}, v, q; selp.f32 a, {_ZERO}, {_ONE}, r; mul.rn.ftz.f32 t, t, a; "
+        )
+    each = [
+        f"{_taken('g', '{$r0}', i)}{_taken('u', '{$r1}', i)}{_taken('e', '{$r3}', i)}"
+        f"{_cut(row)}{_PARTS[row.unary]}{_SLOPES[row.unary]}"
+        f"{_rounded('t', row.rounding.part)}{_rounded('v', row.rounding.slope)}{beyond}"
+        f"mul.rn.ftz.f32 e, e, {{$r2}}; mul.rn.ftz.f32 v, v, u; mul.rn.ftz.f32 y{i}, e, v; "
+        f"mul.rn.ftz.f32 z{i}, e, t; "
+        for i in range(2)
+    ]
+    found = cute.arch.inline_ptx(
+        f"{_BEGIN}{''.join(each)}cvt.rn.bf16x2.f32 {{$w0}}, y1, y0; "
+        "cvt.rn.bf16x2.f32 {$w1}, z1, z0; }",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[gates, ups, weight, dy],
+        loc=loc,
+        ip=ip,
+    )
+    return [*found]

@@ -116,6 +116,11 @@ class Tiled(Kernel):
 
     elements_per_thread = 2 * BLOCK
 
+    @property
+    def parts(self) -> int:
+        """Of how many parts a row consists, of which a tile has columns each: gates and ups."""
+        return 1 + self.is_gradient
+
     def __init__(self, *entry, tile: Tiling | None = None):
         super().__init__(*entry)
         self.tile = tile or Tiling(**self.tuned(type(self).__name__))
@@ -135,7 +140,7 @@ class Tiled(Kernel):
         staged *= sum(self.is_staged(each) for each in self.results)
         self.dynamic_shared = staged if staged > STATIC else 0
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
-        tile = Extents(self.tile.rows, self.tile.cols)
+        tile = Extents(self.tile.rows, self.tile.cols // self.parts)
         self.region = geometry.region_of(form, self.layout, tile)
         self.grid = geometry.grid_of(form, tile, self.region, self.of)
         # The aligned entry loads whole vectors, which must not straddle rows.
@@ -239,7 +244,7 @@ class Tiled(Kernel):
         bid, _, _ = cute.arch.block_idx()
         down, across = self.region.rows // BLOCK, self.region.cols
         tiles_m = (blocks_m + down - 1) // down * (down // self.tile.down)
-        tiles_k = (k + across - 1) // across * (across // self.tile.cols)
+        tiles_k = (k + across - 1) // across * (across // (self.tile.cols // self.parts))
         return Tile(*place_of(bid, tiles_m, tiles_k, self.tile.band), blocks_m, k)
 
     def lane(self, tid) -> Lane:
@@ -250,9 +255,37 @@ class Tiled(Kernel):
         col = warp // self.tile.down * (2 * BLOCK) + across * self.vector
         return Lane(across, down, row, col)
 
+    def among(self, tile, place, size: int, length, run: int) -> tuple:
+        """Where a column of the thread block's tile lies: in its part of a row, and in the row.
+
+        Args:
+          tile: the number of the tile.
+          place: of the column in the tile.
+          size: how many columns the tile has; or blocks of columns, or bytes.
+          length: how many of them a part has.
+          run: how many of one part follow each other in the tile.
+        """
+        if self.parts == 1:
+            return tile * size + place, tile * size + place
+        part, number = place // run % self.parts, place // (run * self.parts)
+        within = tile * (size // self.parts) + number * run + place % run
+        return within, part * length + within
+
+    def block_of(self, col):
+        """The number of the block that a column of the tile is in: those of one part, then others.
+
+        Columns themselves come by blocks of the parts in turn, so that a warp has some of each.
+        """
+        block, count = col // BLOCK, self.tile.cols // BLOCK
+        if self.parts == 1:
+            return block
+        return block % self.parts * (count // self.parts) + block // self.parts
+
     # ---- x ---
     def patch(self, arrays, scalars, *where):
         """This lane's patch, (vector, rows); 0 beyond the array."""
+        if self.is_gradient:
+            return self.gradients(arrays["x"], arrays["weights"], arrays["dy"], *where)
         if self.variant.rows:
             return self.picked(arrays["x"], arrays["rows"], scalars[2], *where)
         if self.variant.source:
@@ -342,10 +375,9 @@ class Tiled(Kernel):
                 ]
                 for half in range_constexpr(2):
                     place: cutlass.Constexpr = Place(0, first + top, left)
-                    self.load_half(both[half], x, half, Extents(blocks_m * BLOCK, k), place)
-                rM = cute.make_rmem_tensor(together, Float32)
-                align: cutlass.Constexpr = min(16, 4 * together) if self.aligned else 4
-                cute.autovec_copy(vector_at(weights + (first + top), Float32, align, together), rM)
+                    size: cutlass.Constexpr = Extents(blocks_m * BLOCK, k)
+                    self.load_part(both[half], x, half, 2, size, place)
+                rM = self.weights_of(weights, first + top, together)
                 gates, ups, made = (cute.recast_tensor(r, Uint32) for r in (*both, rX))
                 for i in range_constexpr(together):
                     for w in range_constexpr(self.vector // 2):
@@ -355,23 +387,72 @@ class Tiled(Kernel):
         return rX
 
     @cute.jit
-    def load_half(
-        self, target, x, half: cutlass.Constexpr, size: cutlass.Constexpr, place: cutlass.Constexpr
+    def gradients(self, x, weights, dy, at: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """The gradients of gates, or of ups, as this lane's part has them.
+
+        A lane computes both for half of its rows, one of the other part for the other half, and
+        they exchange what they want.
+        """
+        _, tile_m, tile_k, blocks_m, k = at
+        each: cutlass.Constexpr = self.rows // self.parts
+        apart: cutlass.Constexpr = self.lanes // self.parts  # such lanes are so far apart
+        dtype: cutlass.Constexpr = convert.INPUT[self.dtype]
+        part = lane.across // apart
+        first = tile_m * self.tile.rows + lane.row
+        left, _ = self.among(tile_k, lane.col, self.tile.cols, k, BLOCK)
+        given = [cute.make_rmem_tensor((self.vector, each), dtype) for _ in range(3)]
+        for which in range_constexpr(2):
+            given[which].fill(dtype(0))
+        gates, ups, dys = (cute.recast_tensor(r, Uint32) for r in given)
+        if (first < blocks_m * BLOCK) & (left < k):
+            size: cutlass.Constexpr = Extents(blocks_m * BLOCK, k)
+            place: cutlass.Constexpr = Place(0, first + part * each, left)
+            for which in range_constexpr(2):
+                self.load_part(given[which], x, which, 2, size, place)
+            self.load_part(given[2], dy, 0, 1, size, place)
+            rM = self.weights_of(weights, first + part * each, each)
+            for i in range_constexpr(each):
+                for w in range_constexpr(self.vector // 2):
+                    gates[w, i], ups[w, i] = activations.gradients(
+                        self.activation, gates[w, i], ups[w, i], rM[i], dys[w, i]
+                    )
+        rX = cute.make_rmem_tensor((self.vector, self.rows), dtype)
+        words, is_first = cute.recast_tensor(rX, Uint32), part == 0
+        for i in range_constexpr(each):
+            for w in range_constexpr(self.vector // 2):
+                gate, up = gates[w, i], ups[w, i]
+                theirs = cute.arch.shuffle_sync_bfly(select(is_first, up, gate), offset=apart)
+                words[w, i] = select(is_first, gate, theirs)
+                words[w, each + i] = select(is_first, theirs, up)
+        return rX
+
+    @cute.jit
+    def load_part(
+        self, target, x, part: cutlass.Constexpr, parts: cutlass.Constexpr,
+        size: cutlass.Constexpr, place: cutlass.Constexpr,
     ):  # fmt: skip
-        """Loads gates, or ups, of some rows; zeros beyond the last column."""
+        """Loads some rows of one of the parts that lie side by side; zeros beyond their columns."""
         n, count = target.shape
-        left, (rows, k) = half * size.cols + place.col, size
+        left, (rows, k) = part * size.cols + place.col, size
         if const_expr(self.aligned):
-            mX = by_vector(x, Int64(rows), 2 * k, n)
+            mX = by_vector(x, Int64(rows), parts * k, n)
             for i in range_constexpr(count):
                 load(mX[place.row + i, left // n, None], target[None, i], self.kept)
         else:
             target.fill(convert.INPUT[self.dtype](0))
-            mX = cute.make_tensor(x, cute.make_layout((rows, 2 * k), stride=(Int64(2 * k), 1)))
+            layout = cute.make_layout((rows, parts * k), stride=(Int64(parts * k), 1))
+            mX = cute.make_tensor(x, layout)
             for i in range_constexpr(count):
                 for j in range_constexpr(n):
                     if place.col + j < k:
                         target[j, i] = mX[place.row + i, left + j]
+
+    def weights_of(self, weights, first, count: int):
+        """The weights of some rows."""
+        rM = cute.make_rmem_tensor(count, Float32)
+        align = min(16, 4 * count) if self.aligned else 4
+        cute.autovec_copy(vector_at(weights + first, Float32, align, count), rM)
+        return rM
 
     @cute.jit
     def pick_unaligned(self, rX, x, rows, inside, size: cutlass.Constexpr, left):
@@ -566,11 +647,11 @@ class Tiled(Kernel):
             amaxes = self.exchange(words, self.row_sharers, 1, index)
         if const_expr(beyond.shared is not None):
             place = lane.row + 2 * index
-            amaxes = self.windowed(amaxes, lane.col // BLOCK, place, beyond, result)
+            amaxes = self.windowed(amaxes, self.block_of(lane.col), place, beyond, result)
         inverses = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
-            self.put(sS, result, lane.row + 2 * index + e, lane.col // BLOCK, scale)
+            self.put(sS, result, lane.row + 2 * index + e, self.block_of(lane.col), scale)
             inverses.append(inverse)
         return self.gather(inverses, self.row_sharers, 1, index)
 
@@ -658,15 +739,16 @@ class Tiled(Kernel):
         """Stores values in the order of x."""
         batch, tile_m, tile_k, blocks_m, k = at
         m = blocks_m * BLOCK
-        first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
+        first = tile_m * self.tile.rows + lane.row
+        left, col = self.among(tile_k, lane.col, self.tile.cols, k, BLOCK)
         top = Int64(batch) * m + first
         n: cutlass.Constexpr = self.vector
         down: cutlass.Constexpr = result.packed[0]
-        mV = by_vector(values, Int64(batch + 1) * (m // down), k, n)
+        mV = by_vector(values, Int64(batch + 1) * (m // down), k * self.parts, n)
         if (first < m) & (left < k):
             for i in range_constexpr(self.rows // down):
                 rV = self.quantized_row(rX, inverses, result, i)
-                cute.autovec_copy(rV, mV[top // down + i, left // n, None])
+                cute.autovec_copy(rV, mV[top // down + i, col // n, None])
 
     @cute.jit
     def stage(self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr):
@@ -797,7 +879,15 @@ class Tiled(Kernel):
                     byte = Int64(col // 16) * 16
                     top, number = geometry.in_tiles_of_values(row + step * apart, byte)
                     offset = (Int64(batch) * rows + top) * cols + number * 16
-            if (row + step * apart < rows) & (col < cols):
+            at_row, at_col = row + step * apart, col  # in its part
+            if const_expr(self.parts > 1 and result.transposed):
+                at_row, begin = self.among(tile_r, line + step * apart, lines.count, rows, BLOCK)
+                offset = Int64(begin) * cols + col
+            elif const_expr(self.parts > 1):
+                beside: cutlass.Constexpr = BLOCK // result.packed[1]
+                at_col, begin = self.among(tile_c, chunk * 16, lines.size, cols, beside)
+                offset = Int64(at_row) * (cols * self.parts) + begin
+            if (at_row < rows) & (at_col < cols):
                 cute.autovec_copy(rV[None, step], vector_at(values + offset, Uint8, align, 16))
 
     @cute.jit
@@ -815,7 +905,10 @@ class Tiled(Kernel):
         to: cutlass.Constexpr = Tile(batch, tile_r, tile_c, rows, cols)
         if const_expr(self.is_turned(result)):
             to: cutlass.Constexpr = Tile(batch, tile_c, tile_r, cols, rows)
-        unit: cutlass.Constexpr = min(4, sS.shape[0]) if self.layout.column_stride == 1 else 1
+        beside: cutlass.Constexpr = sS.shape[0]
+        if const_expr(not self.is_turned(result)):
+            beside: cutlass.Constexpr = beside // self.parts
+        unit: cutlass.Constexpr = min(4, beside) if self.layout.column_stride == 1 else 1
         whole = cutlass.Boolean(True)
         if const_expr(not self.aligned):
             whole = whole & (scales.toint() % unit == 0)
@@ -853,6 +946,16 @@ class Tiled(Kernel):
             else:
                 offset = (Int64(batch) * rows + row) * cols + col
                 inside = (row < rows) & (col < cols)
+                if const_expr(self.parts > 1 and self.is_turned(result)):
+                    within, at_row = self.among(tile_r, index // each, in_row, rows, BLOCK)
+                    offset = Int64(at_row) * cols + col
+                    inside = (within < rows) & (col < cols)
+                elif const_expr(self.parts > 1):
+                    place = index % each * unit
+                    run: cutlass.Constexpr = in_col // self.parts
+                    within, at_col = self.among(tile_c, place, in_col, cols, run)
+                    offset = Int64(row) * (cols * self.parts) + at_col
+                    inside = (row < rows) & (within < cols)
             if (index < total) & inside:
                 piece = cute.make_tensor(sS.iterator + index * unit, cute.make_layout(unit))
                 if const_expr(self.layout.is_tiled and self.pads_with_scales(result)):

@@ -8,7 +8,16 @@ from collections.abc import Callable, Mapping
 
 from flydsl.expr import Float32, Uint32
 
-from jax_mx.facts.activations import ACTIVATIONS, CUBE, NEAR, SHARPNESS, TAIL, TANH, Rounding
+from jax_mx.facts.activations import (
+    ACTIVATIONS,
+    CUBE,
+    NEAR,
+    SHARPNESS,
+    TAIL,
+    TANH,
+    Activation,
+    Rounding,
+)
 from jax_mx.kernels.flydsl import convert
 
 _LOG2E = math.log2(math.e)
@@ -20,16 +29,42 @@ def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, arch: str) -> 
     return convert.round_two(*(_gated(name, *pair) * weight for pair in both), arch)
 
 
+def gradients(
+    name: str, gates: Uint32, ups: Uint32, weight: Float32, dy: Uint32, arch: str
+) -> list[Uint32]:
+    """Words of the gradients of gates and of ups, of words of these and of the result's."""
+    row = ACTIVATIONS[name]
+    each = zip(*(convert.elements(word, "bfloat16") for word in (gates, ups, dy)), strict=True)
+    pairs = []
+    for gate, up, own in each:
+        near, factor = _factors(row, gate, up)
+        slope = _rounded(_SLOPES[row.unary](near), row.rounding.slope)
+        part = _rounded(_PARTS[row.unary](near), row.rounding.part)
+        if row.limit is not None:
+            limit, zero = Float32(row.limit), Float32(0.0)
+            slope = _where(gate > limit, zero, slope)
+            part = part * _where(_size(up) > limit, zero, Float32(1.0))
+        own = own * weight
+        pairs.append((own * (slope * factor), own * part))
+    return [convert.round_two(*two, arch) for two in zip(*pairs, strict=True)]
+
+
 def _gated(name: str, gate: Float32, up: Float32) -> Float32:
     """act(gate) * up; float32 has it exactly where there is no shift."""
     row = ACTIVATIONS[name]
+    gate, up = _factors(row, gate, up)
+    return _rounded(_PARTS[row.unary](gate), row.rounding.part) * up
+
+
+def _factors(row: Activation, gate: Float32, up: Float32) -> tuple[Float32, Float32]:
+    """Gate and up within the limit, and up shifted."""
     if row.limit is not None:
         limit = Float32(row.limit)
         gate, up = (_where(x > limit, limit, x) for x in (gate, up))  # a NaN stays
         up = _where(up < Float32(-row.limit), Float32(-row.limit), up)
     if row.shift:
         up = up + Float32(row.shift)
-    return _rounded(_PARTS[row.unary](gate), row.rounding.part) * up
+    return gate, up
 
 
 def _where(condition, a: Float32, b: Float32) -> Float32:
@@ -84,15 +119,20 @@ def _gelu(x: Float32) -> Float32:
     return _times_sigmoid(x, _exp2(_size(x) * slope))
 
 
-def _gelu_erf(x: Float32) -> Float32:
-    one = Float32(1.0)
+def _tail(x: Float32) -> tuple[Float32, Float32]:
+    """Phi(-|x|) = by * by * rest: by and rest."""
     by = _exp2((x * x) * Float32(-_LOG2E / 4))
-    t = _reciprocal(_fma(_size(x), Float32(NEAR), one))
+    t = _reciprocal(_fma(_size(x), Float32(NEAR), Float32(1.0)))
     rest = Float32(TAIL[0])
     for coefficient in TAIL[1:]:
         rest = _fma(rest, t, Float32(coefficient))
-    rest = (rest * t) * by
-    above = x * _fma(Float32(0.0) - rest, by, one)
+    return by, rest * t
+
+
+def _gelu_erf(x: Float32) -> Float32:
+    by, rest = _tail(x)
+    rest = rest * by
+    above = x * _fma(Float32(0.0) - rest, by, Float32(1.0))
     return _where(x < Float32(0.0), (x * by) * rest, above)
 
 
@@ -112,4 +152,56 @@ _PARTS: Mapping[str, Callable[[Float32], Float32]] = {
     "relu": _relu,
     "relu2": _relu2,
     "identity": lambda x: x,
+}
+
+
+# ---- its derivative ---
+def _near(x: Float32) -> Float32:
+    """x, but for what is so large that no slope depends on it."""
+    far = Float32(128.0)
+    x = _where(x > far, far, x)  # a NaN stays
+    return _where(x < Float32(-128.0), Float32(-128.0), x)
+
+
+def _sigmoid_slope(x: Float32, half: Float32, dz: Float32) -> Float32:
+    """The derivative of `_times_sigmoid`, where z has the derivative dz."""
+    one = Float32(1.0)
+    is_below = x < Float32(0.0)
+    by, small = _where(is_below, half, one), _where(is_below, one, half * half)
+    inverse = _reciprocal(_fma(half, half, one))
+    return (_fma(_near(x) * dz, small * inverse, one) * by) * (by * inverse)
+
+
+def _silu_slope(sharpness: float) -> Callable[[Float32], Float32]:
+    scale = -sharpness * _LOG2E / 2
+    return lambda x: _sigmoid_slope(x, _exp2(_size(x) * Float32(scale)), Float32(sharpness))
+
+
+def _gelu_slope(x: Float32) -> Float32:
+    scale, near = -TANH * _LOG2E / 2, _near(x)
+    by = _fma(x * x, Float32(scale * CUBE), Float32(scale))
+    dz = _fma(near * near, Float32(3 * CUBE), Float32(1.0)) * Float32(TANH)
+    return _sigmoid_slope(x, _exp2(_size(x) * by), dz)
+
+
+def _gelu_erf_slope(x: Float32) -> Float32:
+    by, rest = _tail(x)
+    density = _near(x) * Float32(math.sqrt(0.5 / math.pi))
+    below, above = ((by * near) * by for near in (rest + density, rest - density))
+    return _where(x < Float32(0.0), below, Float32(1.0) - above)
+
+
+def _relu_slope(x: Float32) -> Float32:
+    zero, one = Float32(0.0), Float32(1.0)
+    return _where(x <= zero, zero, _where(x > zero, one, x))  # a NaN stays
+
+
+_SLOPES: Mapping[str, Callable[[Float32], Float32]] = {
+    "silu": _silu_slope(1.0),
+    "sharp_silu": _silu_slope(SHARPNESS),
+    "gelu": _gelu_slope,
+    "gelu_erf": _gelu_erf_slope,
+    "relu": _relu_slope,
+    "relu2": lambda x: _relu(x) * Float32(2.0),
+    "identity": lambda x: Float32(1.0),
 }

@@ -73,7 +73,7 @@ class Tiled(Kernel):
         self.lanes = TILE // self.vector
         self.rows = BLOCK * self.lanes // WAVE
         self.row_sharers = BLOCK // self.vector
-        self.elements_per_thread = self.rows * self.vector
+        self.elements_per_thread = self.rows * self.vector * (1 + self.is_gradient)
         self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = geometry.extents_of(form, self.of)
         tile = Extents(self.high, TILE)
@@ -85,19 +85,32 @@ class Tiled(Kernel):
     @flyc.kernel
     def kernel(self, pointers, scalars):
         lengths, arrays = self.lengths(scalars), self.named(pointers)
-        tid, lane, wave = Uint32(Int32(fx.thread_idx.x)), convert.lane_id(), convert.wave_id()
+        lane, wave = convert.lane_id(), convert.wave_id()
         across, down = lane % self.lanes, lane // self.lanes  # this lane's place in the wave
         at = self.place(*lengths)
         patch = Patch(wave, wave * BLOCK + down * self.rows, across * self.vector)
         shared = fx.SharedAllocator().allocate(self.shared()).peek()
 
-        if const_expr(self.gates):
+        if const_expr(self.is_gradient):
+            convert.flush_subnormals(Uint32(0))
+            words = self.gradients(arrays, shared.parked, at, patch)
+            self.quantize(words, shared, arrays, scalars, at, patch, 0)
+            gpu.barrier()  # LDS has the other part's
+            words = self.parked(shared.parked)
+            self.quantize(words, shared, arrays, scalars, at, patch, 1)
+        elif const_expr(self.gates):
             convert.flush_subnormals(Uint32(0))
             words = self.gated(arrays["x"], arrays["weights"], at, patch)
+            self.quantize(words, shared, arrays, scalars, at, patch)
         elif const_expr(self.variant.rows):
             words = self.picked(arrays["x"], arrays["rows"], scalars[2], at, patch)
+            self.quantize(words, shared, arrays, scalars, at, patch)
         else:
-            words = self.load(arrays["x"], at, patch)
+            self.quantize(self.load(arrays["x"], at, patch), shared, arrays, scalars, at, patch)
+
+    def quantize(self, words, shared, arrays, scalars, at: Tile, patch: Patch, part=None) -> None:
+        """Quantizes a patch; the number of its part, of what a row has several of."""
+        tid = Uint32(Int32(fx.thread_idx.x))
         x = [[e for word in row for e in convert.elements(word, self.dtype)] for row in words]
         amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
         for o, result in enumerate(self.results):
@@ -111,9 +124,9 @@ class Tiled(Kernel):
             if const_expr(result.transposed):
                 self.stage_transposed(x, pairs, result, shared.values, patch)
             else:
-                self.store(x, pairs, result, Target(arrays[f"codes_{o}"], tiles), at, patch)
+                self.store(x, pairs, result, Target(arrays[f"codes_{o}"], tiles), at, patch, part)
         gpu.barrier()
-        self.store_staged(shared, arrays, scalars, at, tid)
+        self.store_staged(shared, arrays, scalars, at, tid, part)
 
     def lengths(self, scalars) -> tuple:
         """M and K."""
@@ -138,6 +151,8 @@ class Tiled(Kernel):
         if self.results[-1].transposed:
             size = self.high * TILE // self.results[-1].format.codes_per_byte
             arrays["values"] = fx.Array[Uint8, size, 16]
+        if self.is_gradient:
+            arrays["parked"] = fx.Array[Uint8, self.high * TILE * self.itemsize, 16]
         if self.in_window > 1 and self.results[-1].blocks is not Blocks.LAST:
             arrays["amaxes"] = fx.Array[Uint8, 4 * TILE * self.high // BLOCK, 16]
         return composite(fx.struct, arrays)
@@ -209,6 +224,57 @@ class Tiled(Kernel):
                 for pair in zip(*both, strict=True)
             ])  # fmt: skip
         return words
+
+    def gradients(self, arrays, shared, at: Tile, patch: Patch) -> list:
+        """The words of gates' gradients; those of ups' go to LDS, as registers are few."""
+        x, weights, dy = (arrays[name] for name in ("x", "weights", "dy"))
+        _, tile_m, tile_k, m, k = at
+        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
+        inside = (row < m) & (col < k)
+        row, col = (inside.select(n, Uint32(0)) for n in (row, col))
+        half, rows = as_int64(k) * self.itemsize, []
+        for i in range(self.rows):
+            number = as_int64(row + Uint32(i))
+            (weight,) = load_words(weights, number * 4, 1, 4)
+            starts = (x + number * (half * 2), x + (number * (half * 2) + half), dy + number * half)
+            each = zip(*(self.load_row(start, col, k) for start in starts), strict=True)
+            both = [
+                activations.gradients(
+                    self.activation, gates, ups, weight.bitcast(fx.Float32), own, self.arch
+                )
+                for gates, ups, own in each
+            ]
+            rows.append([word for word, _ in both])
+            vector = fx.Vector.from_elements([word for _, word in both], Uint32)
+            fx.generic_store(self.place_parked(shared, i), vector)
+        return rows
+
+    def place_parked(self, shared, i: int):
+        """Where the i-th row of this lane's patch lies."""
+        tid = Uint32(Int32(fx.thread_idx.x))
+        return shared_pointer(shared, Int32((tid + Uint32(i * self.threads)) * 16), Uint32, 16)
+
+    def parked(self, shared) -> list:
+        """The words of ups' gradients."""
+        rows = [
+            fx.generic_load(self.place_parked(shared, i), dtype=Uint32, count=4)
+            for i in range(self.rows)
+        ]
+        return [[row[w] for w in range(4)] for row in rows]
+
+    def among(self, batch, cols, result: Output, part: int | None) -> tuple:
+        """Where a part lies whose rows have `cols` of a result's values, or of its scales.
+
+        Parts lie side by side, and of what is transposed below each other.
+
+        Returns:
+          The matrix, how long its rows are, and what of them lies before the part.
+        """
+        if part is None:
+            return batch, cols, None
+        if result.transposed:
+            return Uint32(part), cols, None
+        return batch, cols * Uint32(2), cols * Uint32(part)
 
     def load_row(self, row, col, k) -> list:
         """Words of a lane's elements of a row; beyond it, of its last one."""
@@ -397,7 +463,10 @@ class Tiled(Kernel):
         return [self.word([floats[at] for at in word], pairs, result, word) for word in words]
 
     @flyc.jit
-    def store(self, x, pairs, result: fx.Constexpr, to: Target, at: Tile, patch: Patch):
+    def store(
+        self, x, pairs, result: fx.Constexpr, to: Target, at: Tile, patch: Patch,
+        part: fx.Constexpr,
+    ):  # fmt: skip
         """Stores values in the order of x: after an exchange a lane has 16 bytes of one row."""
         batch, tile_m, tile_k, m, k = at
         (values, tiles), (_, top, left) = to, patch
@@ -410,8 +479,11 @@ class Tiled(Kernel):
         first = (tile_m * self.high + top) // down + lane % n
         high, wide = m // down, k // beside  # of the bytes
         start = as_int64(batch) * as_int64(high) + as_int64(first)
-        start = start * as_int64(wide) + as_int64(col // beside)
-        stride = as_int64(wide)
+        _, pitch, before = self.among(batch, wide, result, part)
+        start = start * as_int64(pitch) + as_int64(col // beside)
+        if const_expr(before is not None):
+            start = start + as_int64(before)
+        stride = as_int64(pitch)
         if const_expr(result.blocks is not Blocks.SECOND):
             if tiles != Uint32(0):  # a lane's rows are of one
                 start = offset_of_values(batch * high + first, col // beside, wide)
@@ -466,21 +538,24 @@ class Tiled(Kernel):
         chunk = col % packed * (chunks // packed) + chunk
         return col // packed * self.high + (chunk ^ (col // self.vector % chunks)) * 16
 
-    def store_staged(self, shared, arrays, scalars, at: Tile, tid) -> None:
+    def store_staged(self, shared, arrays, scalars, at: Tile, tid, part: int | None = None) -> None:
         """Stores what is in LDS: scales, and values that lie transposed."""
         for o, result in enumerate(self.results):
             values, scales = arrays[f"codes_{o}"], arrays[f"scales_{o}"]
             if result.transposed:
                 tiles = Uint32(self.of_result(scalars, o)["value_tiles"])
-                self.store_transposed(shared.values, result, Target(values, tiles), at, tid)
+                self.store_transposed(shared.values, result, Target(values, tiles), at, tid, part)
             # The two results' scales are written by different halves of the threads.
             staged = getattr(shared, f"scales_{o}")
-            self.store_scales(staged, scales, result, at, tid - o * (self.threads // 2))
+            self.store_scales(staged, scales, result, at, tid - o * (self.threads // 2), part)
 
     @flyc.jit
-    def store_transposed(self, shared, result: fx.Constexpr, to: Target, at: Tile, tid):
+    def store_transposed(
+        self, shared, result: fx.Constexpr, to: Target, at: Tile, tid, part: fx.Constexpr
+    ):
         """Copies values (batch, K, M) out of LDS, 16 bytes a thread and step."""
         batch, tile_m, tile_k, m, k = at
+        batch, _, _ = self.among(batch, k, result, part)
         values, tiles = to
         packed: fx.Constexpr = result.format.codes_per_byte
         chunks = self.high // 16 // packed
@@ -500,7 +575,9 @@ class Tiled(Kernel):
                 store_words(values, where, [vector[i] for i in range(4)], self.align[-2])
 
     @flyc.jit
-    def store_scales(self, staged, scales, result: fx.Constexpr, at: Tile, thread):  # noqa: C901
+    def store_scales(  # noqa: C901
+        self, staged, scales, result: fx.Constexpr, at: Tile, thread, part: fx.Constexpr
+    ):
         """A tile's scales, four a thread, where neighbours lie together."""
         # In one piece, as FlyDSL wants dynamic branches where their values are.
         batch, tile_r, tile_c, m, k = at
@@ -531,8 +608,11 @@ class Tiled(Kernel):
                             scales + (offset + Int64(stride * c)), Uint8(word >> 8 * c)
                         )
             else:
-                offset = (as_int64(batch) * as_int64(rows) + as_int64(row)) * as_int64(cols)
+                which, pitch, before = self.among(batch, cols, result, part)
+                offset = (as_int64(which) * as_int64(rows) + as_int64(row)) * as_int64(pitch)
                 offset = offset + as_int64(col)
+                if const_expr(before is not None):
+                    offset = offset + as_int64(before)
                 if row < rows:
                     if const_expr(self.aligned):
                         if (cols % 4 == Uint32(0)) & (col < cols):
