@@ -131,7 +131,10 @@ def rms_norm(
         y,
         quantized,
         None if residual is None else total,
-        jnp.abs(factor) if flag(op, "factors", factors) else None,
+        # Kernels give a factor of 0 a sign, and a NaN bits of its own.
+        jnp.where(jnp.isnan(factor), jnp.nan, jnp.abs(factor))
+        if flag(op, "factors", factors)
+        else None,
     )
 
 

@@ -138,7 +138,9 @@ class Tiled(Kernel):
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
         staged = self.tile.rows * self.tile.cols // self.per_byte
         staged *= sum(self.is_staged(each) for each in self.results)
-        self.dynamic_shared = staged if staged > STATIC else 0
+        self.exchanged = self.tile.rows * self.tile.cols * self.itemsize * self.is_gradient
+        staged += self.exchanged
+        self.dynamic_shared = staged if staged > STATIC or self.exchanged else 0
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
         tile = Extents(self.tile.rows, self.tile.cols // self.parts)
         self.region = geometry.region_of(form, self.layout, tile)
@@ -212,7 +214,8 @@ class Tiled(Kernel):
         )
         if self.is_staged(result):
             if self.dynamic_shared:
-                return sS, cute.arch.get_dyn_smem(Uint8, alignment=128) + self.before(result)
+                before = self.exchanged + self.before(result)
+                return sS, cute.arch.get_dyn_smem(Uint8, alignment=128) + before
             size = self.tile.rows * self.tile.cols // self.per_byte
             return sS, cute.arch.alloc_smem(Uint8, size, alignment=128)
         if self.aligned or self.is_both:  # rows are as aligned as the array is
@@ -255,7 +258,7 @@ class Tiled(Kernel):
         col = warp // self.tile.down * (2 * BLOCK) + across * self.vector
         return Lane(across, down, row, col)
 
-    def among(self, tile, place, size: int, length, run: int) -> tuple:
+    def among(self, tile, place, size: int, length) -> tuple:
         """Where a column of the thread block's tile lies: in its part of a row, and in the row.
 
         Args:
@@ -263,23 +266,12 @@ class Tiled(Kernel):
           place: of the column in the tile.
           size: how many columns the tile has; or blocks of columns, or bytes.
           length: how many of them a part has.
-          run: how many of one part follow each other in the tile.
         """
         if self.parts == 1:
             return tile * size + place, tile * size + place
-        part, number = place // run % self.parts, place // (run * self.parts)
-        within = tile * (size // self.parts) + number * run + place % run
-        return within, part * length + within
-
-    def block_of(self, col):
-        """The number of the block that a column of the tile is in: those of one part, then others.
-
-        Columns themselves come by blocks of the parts in turn, so that a warp has some of each.
-        """
-        block, count = col // BLOCK, self.tile.cols // BLOCK
-        if self.parts == 1:
-            return block
-        return block % self.parts * (count // self.parts) + block // self.parts
+        of_part = size // self.parts
+        within = tile * of_part + place % of_part
+        return within, place // of_part * length + within
 
     # ---- x ---
     def patch(self, arrays, scalars, *where):
@@ -390,40 +382,48 @@ class Tiled(Kernel):
     def gradients(self, x, weights, dy, at: cutlass.Constexpr, lane: cutlass.Constexpr):
         """The gradients of gates, or of ups, as this lane's part has them.
 
-        A lane computes both for half of its rows, one of the other part for the other half, and
-        they exchange what they want.
+        A lane computes both for some rows of its patch, one of the other part for the others, and
+        each takes its own from shared memory: so none has two patches in registers.
         """
         _, tile_m, tile_k, blocks_m, k = at
+        tid, _, _ = cute.arch.thread_idx()
         each: cutlass.Constexpr = self.rows // self.parts
-        apart: cutlass.Constexpr = self.lanes // self.parts  # such lanes are so far apart
+        lanes: cutlass.Constexpr = self.threads // self.parts  # of a part
+        part, own = tid // lanes, tid % lanes
         dtype: cutlass.Constexpr = convert.INPUT[self.dtype]
-        part = lane.across // apart
+        # (elements, rows of a patch, lanes, parts)
+        sX = cute.make_tensor(
+            cute.recast_ptr(cute.arch.get_dyn_smem(Uint8, alignment=128), dtype=dtype),
+            cute.make_layout(
+                (self.vector, self.rows, lanes, self.parts),
+                stride=(1, self.vector * lanes, self.vector, self.vector * lanes * self.rows),
+            ),
+        )
+        top = part * each
         first = tile_m * self.tile.rows + lane.row
-        left, _ = self.among(tile_k, lane.col, self.tile.cols, k, BLOCK)
-        given = [cute.make_rmem_tensor((self.vector, each), dtype) for _ in range(3)]
-        for which in range_constexpr(2):
-            given[which].fill(dtype(0))
-        gates, ups, dys = (cute.recast_tensor(r, Uint32) for r in given)
+        left, _ = self.among(tile_k, lane.col, self.tile.cols, k)
         if (first < blocks_m * BLOCK) & (left < k):
             size: cutlass.Constexpr = Extents(blocks_m * BLOCK, k)
-            place: cutlass.Constexpr = Place(0, first + part * each, left)
+            given = [cute.make_rmem_tensor((self.vector, each), dtype) for _ in range(3)]
+            place: cutlass.Constexpr = Place(0, first + top, left)
             for which in range_constexpr(2):
                 self.load_part(given[which], x, which, 2, size, place)
             self.load_part(given[2], dy, 0, 1, size, place)
-            rM = self.weights_of(weights, first + part * each, each)
+            rM = self.weights_of(weights, first + top, each)
+            gates, ups, dys = (cute.recast_tensor(r, Uint32) for r in given)
             for i in range_constexpr(each):
                 for w in range_constexpr(self.vector // 2):
                     gates[w, i], ups[w, i] = activations.gradients(
                         self.activation, gates[w, i], ups[w, i], rM[i], dys[w, i]
                     )
+                for which in range_constexpr(2):
+                    cute.autovec_copy(given[which][None, i], sX[None, top + i, own, which])
+        cute.arch.sync_threads()
         rX = cute.make_rmem_tensor((self.vector, self.rows), dtype)
-        words, is_first = cute.recast_tensor(rX, Uint32), part == 0
-        for i in range_constexpr(each):
-            for w in range_constexpr(self.vector // 2):
-                gate, up = gates[w, i], ups[w, i]
-                theirs = cute.arch.shuffle_sync_bfly(select(is_first, up, gate), offset=apart)
-                words[w, i] = select(is_first, gate, theirs)
-                words[w, each + i] = select(is_first, theirs, up)
+        rX.fill(dtype(0))
+        if (first < blocks_m * BLOCK) & (left < k):
+            for i in range_constexpr(self.rows):
+                cute.autovec_copy(sX[None, i, own, part], rX[None, i])
         return rX
 
     @cute.jit
@@ -647,11 +647,11 @@ class Tiled(Kernel):
             amaxes = self.exchange(words, self.row_sharers, 1, index)
         if const_expr(beyond.shared is not None):
             place = lane.row + 2 * index
-            amaxes = self.windowed(amaxes, self.block_of(lane.col), place, beyond, result)
+            amaxes = self.windowed(amaxes, lane.col // BLOCK, place, beyond, result)
         inverses = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
-            self.put(sS, result, lane.row + 2 * index + e, self.block_of(lane.col), scale)
+            self.put(sS, result, lane.row + 2 * index + e, lane.col // BLOCK, scale)
             inverses.append(inverse)
         return self.gather(inverses, self.row_sharers, 1, index)
 
@@ -740,7 +740,7 @@ class Tiled(Kernel):
         batch, tile_m, tile_k, blocks_m, k = at
         m = blocks_m * BLOCK
         first = tile_m * self.tile.rows + lane.row
-        left, col = self.among(tile_k, lane.col, self.tile.cols, k, BLOCK)
+        left, col = self.among(tile_k, lane.col, self.tile.cols, k)
         top = Int64(batch) * m + first
         n: cutlass.Constexpr = self.vector
         down: cutlass.Constexpr = result.packed[0]
@@ -881,11 +881,10 @@ class Tiled(Kernel):
                     offset = (Int64(batch) * rows + top) * cols + number * 16
             at_row, at_col = row + step * apart, col  # in its part
             if const_expr(self.parts > 1 and result.transposed):
-                at_row, begin = self.among(tile_r, line + step * apart, lines.count, rows, BLOCK)
+                at_row, begin = self.among(tile_r, line + step * apart, lines.count, rows)
                 offset = Int64(begin) * cols + col
             elif const_expr(self.parts > 1):
-                beside: cutlass.Constexpr = BLOCK // result.packed[1]
-                at_col, begin = self.among(tile_c, chunk * 16, lines.size, cols, beside)
+                at_col, begin = self.among(tile_c, chunk * 16, lines.size, cols)
                 offset = Int64(at_row) * (cols * self.parts) + begin
             if (at_row < rows) & (at_col < cols):
                 cute.autovec_copy(rV[None, step], vector_at(values + offset, Uint8, align, 16))
@@ -947,13 +946,12 @@ class Tiled(Kernel):
                 offset = (Int64(batch) * rows + row) * cols + col
                 inside = (row < rows) & (col < cols)
                 if const_expr(self.parts > 1 and self.is_turned(result)):
-                    within, at_row = self.among(tile_r, index // each, in_row, rows, BLOCK)
+                    within, at_row = self.among(tile_r, index // each, in_row, rows)
                     offset = Int64(at_row) * cols + col
                     inside = (within < rows) & (col < cols)
                 elif const_expr(self.parts > 1):
                     place = index % each * unit
-                    run: cutlass.Constexpr = in_col // self.parts
-                    within, at_col = self.among(tile_c, place, in_col, cols, run)
+                    within, at_col = self.among(tile_c, place, in_col, cols)
                     offset = Int64(row) * (cols * self.parts) + at_col
                     inside = (row < rows) & (within < cols)
             if (index < total) & inside:
