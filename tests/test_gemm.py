@@ -22,7 +22,7 @@ from jax_mx.facts.formats import (
 from jax_mx.facts.launch import Launch
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.products import PRODUCTS
-from jax_mx.facts.signatures import signature_of
+from jax_mx.facts.signatures import EPILOGUE, signature_of
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, store
 from jax_mx.lowering.plan import ProductPlan
@@ -90,19 +90,35 @@ def float64(q) -> np.ndarray:
     return np.asarray(q).astype(np.float64)
 
 
-def wanted(x, w, sizes=None) -> np.ndarray:
-    """The product in float64."""
+def wanted(x, w, sizes=None, bias=0, row_scale=1, added=0) -> np.ndarray:
+    """The product in float64, with its epilogue."""
     x, w = float64(x), float64(w)
+    bias, row_scale, added = (np.asarray(a, np.float64) for a in (bias, row_scale, added))
     with np.errstate(invalid="ignore"):
         if sizes is None:
-            return x @ np.swapaxes(w, -1, -2)
+            bias = bias[..., None, :] if bias.ndim == 2 else bias
+            row_scale = row_scale[..., None] if row_scale.ndim else row_scale
+            return (x @ np.swapaxes(w, -1, -2) + bias) * row_scale + added
         y = np.zeros((x.shape[0], w.shape[1]))
+        bias = np.broadcast_to(bias, w.shape[:2])
+        row_scale = np.broadcast_to(row_scale, x.shape[:1])[:, None]
         row = 0
-        for matrix, size in zip(w, np.maximum(sizes, 0), strict=True):
+        for matrix, own, size in zip(w, bias, np.maximum(sizes, 0), strict=True):
             end = min(row + size, len(x))
-            y[row:end] = x[row:end] @ matrix.T
+            y[row:end] = (x[row:end] @ matrix.T + own) * row_scale[row:end]
             row = end
-    return y
+    return y + added
+
+
+def epilogue(rng, x, w, names=EPILOGUE) -> dict[str, jax.Array]:
+    """Small integers and powers of two, with which sums stay exact."""
+    lead, n = x.shape[:-1], w.shape[-2]
+    found = {
+        "bias": floats(rng, (*w.shape[:-2], n), jnp.float32),
+        "row_scale": 2 ** floats(rng, lead, jnp.float32),
+        "added": floats(rng, (*lead, n), jnp.float32),
+    }
+    return {name: found[name] for name in names}
 
 
 def assert_equal(got, want, what=""):
@@ -129,21 +145,24 @@ def compiled(dtype, implementation, **options):
     )
 
 
-def check(x, w, sizes=None, dtype=jnp.float32, implementation="xla"):
+def check(x, w, sizes=None, dtype=jnp.float32, implementation="xla", **after):
     """The product is exact."""
     poison_memory()
     args = () if sizes is None else (jnp.asarray(sizes, jnp.int32),)
-    y = compiled(jnp.dtype(dtype), implementation)(x, w, *args)
-    what = f"{x.shape} {w.shape} {w.format!r} {sizes}"
-    assert_equal(y, wanted(x, w, sizes), what)
+    y = compiled(jnp.dtype(dtype), implementation)(x, w, *args, **after)
+    what = f"{x.shape} {w.shape} {w.format!r} {sizes} {[*after]}"
+    assert_equal(y, wanted(x, w, sizes, **after), what)
 
 
-def check_fp8(x, w, sizes=None, window=128, tiles=False, implementation="xla", dtype=jnp.float32):
+def check_fp8(
+    x, w, sizes=None, window=128, tiles=False, implementation="xla", dtype=jnp.float32, **after
+):
     poison_memory()
     args = () if sizes is None else (jnp.asarray(sizes, jnp.int32),)
     options = {"window": window, "tiles": tiles, "implementation": implementation}
-    y = jax.jit(functools.partial(gemm_fp8, preferred_element_type=dtype, **options))(x, w, *args)
-    assert_equal(y, wanted(x, w, sizes), f"{x.shape} {w.shape} {sizes} {options}")
+    f = jax.jit(functools.partial(gemm_fp8, preferred_element_type=dtype, **options))
+    what = f"{x.shape} {w.shape} {sizes} {options} {[*after]}"
+    assert_equal(f(x, w, *args, **after), wanted(x, w, sizes, **after), what)
 
 
 def wanted_wgrad(a, b, sizes) -> np.ndarray:
@@ -155,13 +174,14 @@ def wanted_wgrad(a, b, sizes) -> np.ndarray:
         return np.stack([a[:, i:j] @ b[:, i:j].T for i, j in zip(starts, ends, strict=True)])
 
 
-def check_wgrad(a, b, sizes, window=128, implementation="xla", dtype=jnp.float32):
+def check_wgrad(a, b, sizes, window=128, implementation="xla", dtype=jnp.float32, added=None):
     """The product is exact, for each group."""
     poison_memory()
     options = {"window": window, "preferred_element_type": dtype, "implementation": implementation}
     f = jax.jit(functools.partial(gemm_wgrad, **options))
-    y = f(a, b, jnp.asarray(sizes, jnp.int32))
-    assert_equal(y, wanted_wgrad(a, b, sizes), f"{a.shape} {b.shape} {sizes} {options}")
+    y = f(a, b, jnp.asarray(sizes, jnp.int32), added=added)
+    want = wanted_wgrad(a, b, sizes) + (0 if added is None else np.asarray(added, np.float64))
+    assert_equal(y, want, f"{a.shape} {b.shape} {sizes} {options} {added is None}")
 
 
 def parts(window, *multiples) -> list[int]:
@@ -238,6 +258,44 @@ def test_batches_of_groups_that_are_contracted():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     over = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     assert_equal(over(w_of(a, 0), b, sizes[0]), want[0])
+
+
+NAMES = [EPILOGUE[i : i + n] for n in (1, 2, 3) for i in range(4 - n)]
+
+
+def test_the_reference_of_epilogues():
+    """Each alone and together, with and without groups, batched, of nothing."""
+    rng = np.random.default_rng(21)
+    w, x = integers(rng, (3, 6, 64), MXFP8_E4M3), floats(rng, (11, 64))
+    eights, batch = integers(rng, (11, 64), MXFP8_E5M2), floats(rng, (3, 4, 64))
+    for names, sizes in zip(NAMES, GROUPS[:5] + GROUPS[-1:], strict=True):
+        dtype = jnp.float32 if "added" in names else jnp.bfloat16
+        check(x, w, sizes, dtype, **epilogue(rng, x, w, names))
+    check_fp8(eights, w, [100, 1, 1], **epilogue(rng, x, w))
+    check(batch, w, **epilogue(rng, batch, w))
+    check(x, w_of(w, 0), **epilogue(rng, x, w_of(w, 0)))
+    none = jax.tree.map(lambda a: a[..., :0], w)
+    check(batch[..., :0], none, **epilogue(rng, batch, none))
+    a, b = integers(rng, (5, 512), MXFP8_E4M3), integers(rng, (6, 512), MXFP8_E5M2)
+    check_wgrad(a, b, parts(128, 2, 0, 1), added=floats(rng, (3, 5, 6), jnp.float32))
+    after = epilogue(rng, x, w)
+    f = functools.partial(gemm, preferred_element_type=jnp.float32)
+    sizes = jnp.asarray([[2, 1, 4], [0, 3, 1]], jnp.int32)
+    got = jax.vmap(lambda s, scale: f(x, w, s, **{**after, "row_scale": scale}))(
+        sizes, jnp.stack([after["row_scale"], 2 * after["row_scale"]])
+    )
+    after["row_scale"] = np.asarray(after["row_scale"])
+    for i in range(2):
+        own = {**after, "row_scale": after["row_scale"] * (1 + i)}
+        assert_equal(got[i], wanted(x, w, np.asarray(sizes[i]), **own))
+
+
+def test_a_row_of_no_group_meets_no_epilogue():
+    rng = np.random.default_rng(22)
+    w, x = integers(rng, (2, 6, 64), MXFP8_E4M3), floats(rng, (5, 64))
+    after = {"row_scale": jnp.full(5, jnp.nan), "bias": jnp.full((2, 6), jnp.inf)}
+    y = np.asarray(gemm(x, w, jnp.asarray([1, 1], jnp.int32), **after).astype(jnp.float32))
+    assert np.isnan(y[:2]).all() and not y[2:].any()
 
 
 def test_float16_is_not_cut_to_bfloat16():
@@ -337,6 +395,11 @@ def test_what_is_refused():
         (lambda: gemm_fp8(w, w, window=64), ValueError, "one of (128, 256, 'row'), got 64"),
         (lambda: gemm_fp8(w, w, window="row", tiles=True), ValueError, "a row has no tiles"),
         (lambda: jax.grad(lambda x: gemm(x, w).sum())(x), NotImplementedError, "no derivative"),
+        (lambda: gemm(x, w, bias=x[0, :3]), ValueError, "bias must be floats (4,), got bfloat16"),
+        (lambda: gemm(x, w, row_scale=sizes), ValueError, "row_scale must be floats (3,), got int"),
+        (lambda: gemm_fp8(w, w, bias=x), ValueError, "gemm_fp8: bias must be floats (4,)"),
+        (lambda: gemm(x, w, added=gemm(x, w)), ValueError, "added is bfloat16 and the result bflo"),
+        (lambda: gemm_wgrad(w, w, sizes, added=x), ValueError, "added must be floats (2, 4, 4)"),
         (lambda: gemm_wgrad(w, e2m1, sizes), TypeError, "gemm_wgrad: b is MXFP4_E2M1"),
         (lambda: gemm_wgrad(w, w, sizes, window=32), ValueError, "must be one of (128, 256)"),
         (lambda: gemm_wgrad(w, w3, sizes), ValueError, "a is (M, R), b (N, R) and the sizes int32"),
@@ -382,15 +445,22 @@ def test_the_call_of_a_kernel(monkeypatch):
 
     text = line(functools.partial(gemm, preferred_element_type=jnp.float32), x, w, sizes)
     assert "(tensor<9x64xbf16>, tensor<2x7x32xui8>, tensor<2x7x2xf8E8M0FNU>, tensor<2xi32>)" in text
-    assert "-> tensor<9x7xf32>" in text and "absent" not in text and {*found} == {"float32"}
+    assert "-> tensor<9x7xf32>" in text and "absent = dense<[4, 5, 6]>" in text
+    assert {*found} == {"float32"}
     text = line(gemm, x.astype(jnp.float16), w_of(w, 0))
-    assert "(tensor<9x128xbf16>, tensor<1x7x32xui8>" in text and "absent = dense<3>" in text
+    assert "(tensor<9x128xbf16>, tensor<1x7x32xui8>" in text
+    assert "absent = dense<[3, 4, 5, 6]>" in text
     assert found[-1] == "float16" and "sharding_rule" not in text
     q = integers(rng, (9, 64), MXFP8_E5M2)
     text = line(gemm_fp8, q, integers(rng, (7, 64), MXFP8_E4M3))
-    assert "absent = dense<4>" in text and found[-1] == "bfloat16"
+    assert "absent = dense<[4, 5, 6, 7]>" in text and found[-1] == "bfloat16"
     text = line(gemm_wgrad, q, integers(rng, (7, 64), MXFP8_E4M3), sizes)
-    assert "-> tensor<2x9x7xbf16>" in text and "absent" not in text
+    assert "-> tensor<2x9x7xbf16>" in text and "absent = dense<5>" in text
+    after = epilogue(rng, x, w)
+    text = line(lambda x, w, sizes, after: gemm(x, w, sizes, preferred_element_type=jnp.float32,
+                                                **after), x, w, sizes, after)  # fmt: skip
+    assert "tensor<2x7xf32>, tensor<9xf32>, tensor<9x7xf32>) -> tensor<9x7xf32>" in text
+    assert "absent" not in text and "operand_index = 6" in text
 
 
 def test_every_product_has_its_launch_rule():
@@ -481,6 +551,11 @@ def test_kernels_are_exact(variant, rows):
     w = integers(rng, (7, 200, 320), format)
     check(floats(rng, (1100, 320)), w, sizes, implementation="cutedsl")
     check(floats(rng, (7, 33, 320)), w, implementation="cutedsl")
+    x, alone = floats(rng, (1100, 320)), w_of(w, 0)[:131]
+    check(x, w, sizes, implementation="cutedsl", **epilogue(rng, x, w))
+    check(x[:39], alone, implementation="cutedsl", **epilogue(rng, x[:39], alone))
+    names = NAMES[PRODUCTS.index(variant) % len(NAMES)]
+    check(x, w, sizes, implementation="cutedsl", **epilogue(rng, x, w, names))
 
 
 @kernels
@@ -503,6 +578,9 @@ def test_kernels_of_windows_are_exact(variant):
     check_fp8(*operands((1100, 320), (7, 200, 320)), [0, 300, 1, 0, 63, 700, 5], **how)
     check_fp8(*operands((3, 600, 320), (3, 1000, 320)), **how)  # tiles enough for many turns
     check_fp8(*operands((4000, 256), (3000, 256)), dtype=jnp.bfloat16, **how)
+    for names in (EPILOGUE, NAMES[PRODUCTS.index(variant) % len(NAMES)]):
+        x, w = operands((1100, 320), (7, 201, 320))
+        check_fp8(x, w, [0, 300, 1, 0, 63, 700, 5], **how, **epilogue(rng, x, w, names))
 
 
 @kernels
@@ -524,6 +602,10 @@ def test_kernels_of_groups_that_are_contracted_are_exact(variant):
             sizes = parts(window, 0, 3, 1, 0, 0, 4, 5, 1)
             check_wgrad(*operands(m, n, r * window), sizes, dtype=dtype, **how)
     check_wgrad(*operands(130, 257, 96), [96], **how)
+    added = floats(rng, (8, 300, 520), jnp.float32)
+    check_wgrad(
+        *operands(300, 520, 16 * window), parts(window, 0, 3, 1, 0, 0, 4, 5, 1), **how, added=added
+    )
     check_wgrad(*operands(130, 257, 2 * window + 32), parts(window, 1, 2, 1), **how)
     cuts = np.sort(rng.integers(0, 40, 70))
     sizes = parts(window, *np.diff(cuts, prepend=0))

@@ -344,3 +344,27 @@ def test_no_product_rounds_up_to_the_least_normal_number(factor):
     for bits in (47, 48):  # those just below a power of two, by half a unit in the last place
         below = np.uint64(1 << bits) - product[product < 1 << bits]
         assert below.min() > 1 << (bits - 25)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_codes_of_four_bits_times_every_scale(monkeypatch):
+    """As few rows of x meet them: each code at each place of a word, exact, 2^-127 and NaN too."""
+    few = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_few")
+    numbers = {"max": np.maximum, "min": np.minimum, "select_": np.where}
+    monkeypatch.setattr(few, "cutlass", SimpleNamespace(**numbers))
+    monkeypatch.setattr(few, "cute", convert.cute)
+    monkeypatch.setattr(few, "Int32", np.int32)
+    monkeypatch.setattr(few, "Uint32", lambda x: np.asarray(x).astype(np.uint32))
+    monkeypatch.setattr(few, "times", inspect.unwrap(few.times))
+    codes = np.arange(16)[:, None] + np.arange(8)[None, :] & 15  # of 16 words
+    words = (codes << 4 * np.arange(8)).sum(1).astype(np.uint32)
+    values = codes.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    for scale in range(256):
+        factors = few.Nibbles.factors(np.full(16, scale))
+        want = (values * 2.0 ** (scale - 127)).astype(ml_dtypes.bfloat16)
+        want = np.full_like(want, np.nan) if scale == 255 else want
+        for twice in (False, True) if scale <= 128 else (True,):
+            got = few.Nibbles.left_of(None, words, factors[: 1 + twice])
+            got = np.stack([halves(np.ascontiguousarray(w)).reshape(-1, 2) for w in got], 1)
+            got = got.transpose(0, 2, 1).reshape(16, 8).astype(np.float32)
+            np.testing.assert_array_equal(got, want.astype(np.float32))

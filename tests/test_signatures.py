@@ -11,7 +11,7 @@ from helpers import COLLECTIVE, assert_bits_equal, call_attributes_in, plan_for,
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_mx.facts import signatures
-from jax_mx.facts.signatures import Array, Role, Signature, signature_of
+from jax_mx.facts.signatures import EPILOGUE, Array, Role, Signature, signature_of
 from jax_mx.facts.variants import VARIANTS, Kind, layouts_of
 from jax_mx.lowering import primitive, registry, store
 
@@ -27,9 +27,10 @@ def test_quantizers_and_dequantizers():
     assert both.number("scales_1") == 7
     assert [a.name for a in both.present(["signs_0"])] == ["x", "seeds_1", "signs_1"]
     product = signature_of("matmul_fp8")
-    assert [a.name for a in product.present(["group_sizes"])][-1] == "scales"
-    assert product.has_replicated and product.number("y") == 5
-    assert signature_of("matmul").operands[-1] == product.operands[-1]
+    assert [a.name for a in product.present(["group_sizes", *EPILOGUE])][-1] == "scales"
+    assert product.has_replicated and product.number("y") == 8
+    assert signature_of("matmul").operands[-4:] == product.operands[-4:]
+    assert [a.name for a in signature_of("wgrad_fp8").operands[4:]] == ["group_sizes", "added"]
     back = signature_of("dequantize", [Kind()])
     assert [a.role for a in back.arrays] == [Role.CODES, Role.SCALES, Role.FLOATS]
 

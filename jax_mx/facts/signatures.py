@@ -162,6 +162,14 @@ def _group_sizes(optional: bool) -> Array:
     return Array("group_sizes", Role.REPLICATED, dtype="int32", optional=optional)
 
 
+# What is done to a product's sums before they are rounded, see `ops.gemm.gemm`.
+EPILOGUE = ("bias", "row_scale", "added")
+
+
+def _epilogue(*names: str) -> tuple[Array, ...]:
+    return tuple(Array(name, Role.REPLICATED, dtype="float32", optional=True) for name in names)
+
+
 def _matmul(kinds: Sequence[Kind]) -> Signature:
     del kinds
     return Signature(
@@ -170,12 +178,15 @@ def _matmul(kinds: Sequence[Kind]) -> Signature:
             Array("codes", Role.CODES),
             Array("scales", Role.SCALES),
             _group_sizes(optional=True),
+            *_epilogue(*EPILOGUE),
         ),
         results=(Array("y", Role.FLOATS),),
     )
 
 
-def _matmul_fp8(kinds: Sequence[Kind], optional: bool = True) -> Signature:
+def _matmul_fp8(
+    kinds: Sequence[Kind], optional: bool = True, epilogue: Sequence[str] = EPILOGUE
+) -> Signature:
     del kinds
     return Signature(
         operands=(
@@ -184,13 +195,14 @@ def _matmul_fp8(kinds: Sequence[Kind], optional: bool = True) -> Signature:
             Array("codes", Role.CODES, 1),
             Array("scales", Role.SCALES, 1),
             _group_sizes(optional),
+            *_epilogue(*epilogue),
         ),
         results=(Array("y", Role.FLOATS),),
     )
 
 
 def _wgrad_fp8(kinds: Sequence[Kind]) -> Signature:
-    return _matmul_fp8(kinds, optional=False)
+    return _matmul_fp8(kinds, optional=False, epilogue=("added",))
 
 
 def _amaxes(kinds: Sequence[Kind]) -> Signature:

@@ -203,6 +203,7 @@ class ProductPlan:
       window: see `facts.products.Product`; so is `tiles`.
       tiles: of W.
       implementation: the one the caller insists on, or None.
+      epilogue: the operands of `signatures.EPILOGUE` that the call has, in that order.
     """
 
     op: str
@@ -213,6 +214,7 @@ class ProductPlan:
     window: int | str = BLOCK
     tiles: bool = False
     implementation: str | None = None
+    epilogue: tuple[str, ...] = ()
     # What the lowering asks of any plan:
     scalars: ClassVar[Mapping[str, int]] = {}
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
@@ -232,7 +234,14 @@ class ProductPlan:
     @property
     def lacks(self) -> tuple[str, ...]:
         """The operands of the signature that the call does not have."""
-        return tuple(a.name for a in self.signature.operands if a.optional and not self.grouped)
+        has = (*self.epilogue, *["group_sizes"] * self.grouped)
+        return tuple(a.name for a in self.signature.operands if a.optional and a.name not in has)
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Which of the call's operands is the buffer of which result."""
+        present = [array.name for array in self.signature.present(self.lacks)]
+        return {present.index("added"): 0} if "added" in present else {}
 
     @property
     def launch(self) -> str:

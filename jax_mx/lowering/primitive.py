@@ -492,6 +492,7 @@ def _call(
         operand_layouts=layouts[:n],
         result_layouts=layouts[n:],
         extra_attributes=_sharding_attributes(ctx, signature, batch),
+        operand_output_aliases=plan.aliases if isinstance(plan, ProductPlan) else None,
     )
     absent = [signature.number(name) for name in plan.lacks]
     attributes = launch.call_attributes(kernels, merge=merge, absent=absent, device=device)
@@ -729,10 +730,10 @@ def _wgrad_avals(*operands, plan: ProductPlan):
 def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
     """Entries of the batch become groups; or more rows of x, where all have the same one matrix.
 
-    With sizes of groups, one call after the other.
+    With sizes of groups or an epilogue, one call after the other.
     """
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    if plan.grouped:
+    if plan.grouped or plan.epilogue:
         return one_by_one(functools.partial(primitive.bind, plan=plan), args, dims)
     matrix = plan.signature.number("codes")  # from there on, W's arrays
     shared = args[matrix].ndim == 3 and dims[matrix] is None and dims[matrix + 1] is None

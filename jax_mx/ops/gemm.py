@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mx import reference
 from jax_mx.arrays.checks import flag, float_dtype
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
@@ -37,10 +38,16 @@ def gemm(
     w: MXArray,
     group_sizes: jax.Array | None = None,
     *,
+    bias: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+    added: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """x @ dequantize(w)^T, added up in float32, w read as it lies.
+
+    What is done to a sum before it is rounded costs no pass of its own:
+    (sum + bias) * row_scale + added, in float32.
 
     Args:
       x: bfloat16 or float16 (..., M, K); with group_sizes (T, K), rows sorted by group.
@@ -48,6 +55,10 @@ def gemm(
         where x is (G, M, K) or has group_sizes.
       group_sizes: int32 (G,), how many rows each group has. Rows behind the last group's give 0; of
         more rows than x has, those that are beyond do not count, and negative sizes are 0.
+      bias: floats (N,), or (G, N) where w has groups.
+      row_scale: floats (..., M), one for each row of x.
+      added: float32, of the result's shape, which is float32 then; where it is not used later, its
+        buffer becomes the result's. Rows behind the last group's keep theirs.
       preferred_element_type: of the result, x's dtype by default: bfloat16, float16 or float32.
       implementation: None: the kernel where there is one, else "xla"; a named one that cannot serve
         raises and says why.
@@ -70,23 +81,25 @@ def gemm(
     x = jnp.asarray(x)
     _fits(op, x.shape, w, group_sizes)
     result = float_dtype(op, "preferred_element_type", preferred_element_type or x.dtype)
+    after = _epilogue(op, x.shape, w, result, bias=bias, row_scale=row_scale, added=added)
     plan = plan_of(
         (w.format,),
         result,
         _rows(x.shape, w),
         grouped=group_sizes is not None,
         implementation=implementation_of(op, implementation),
+        epilogue=(*after,),
     )
-    lead = x.shape[:-1]
-    if 0 in x.shape or 0 in w.shape:
-        return jnp.zeros((*lead, w.shape[-2]), result)
-    return _gemm(x.reshape(-1, x.shape[-1]), w, group_sizes, plan).reshape(*lead, w.shape[-2])
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y = _gemm(flat, w, _sizes(group_sizes), [*after.values()], plan)
+    return y.reshape(*x.shape[:-1], w.shape[-2])
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _gemm(x: jax.Array, w: MXArray, sizes: jax.Array | None, plan: ProductPlan) -> jax.Array:
-    operands = [_in_parts(x), *_arrays(w)]
-    return primitive.product([*operands, *_sizes(sizes)], plan)
+def _gemm(x: jax.Array, w: MXArray, sizes: list, after: list, plan: ProductPlan) -> jax.Array:
+    if 0 in x.shape or 0 in w.shape:
+        return _of_nothing(x.shape[0], w, sizes, after, plan)
+    return primitive.product([_in_parts(x), *_arrays(w), *sizes, *after], plan)
 
 
 def gemm_fp8(
@@ -96,6 +109,9 @@ def gemm_fp8(
     *,
     window: int | str = 128,
     tiles: bool = False,
+    bias: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+    added: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -113,6 +129,9 @@ def gemm_fp8(
       window: 128 or 256 consecutive elements along K have one scale, in both operands; "row": all
         have, and sums are as exact as those of 256.
       tiles: whether 128 rows of w share them, too, row 0 being the first of a tile; not of "row".
+      bias: see `gemm`; so are `row_scale` and `added`.
+      row_scale: of x.
+      added: to the result.
       preferred_element_type: of the result: bfloat16, float16 or float32.
       implementation: see `gemm`; "xla" multiplies in float32.
 
@@ -129,6 +148,7 @@ def gemm_fp8(
         raise ValueError(f"{op}: a window that is a row has no tiles; use window=128 or 256")
     _fits(op, x.shape, w, group_sizes)
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
+    after = _epilogue(op, x.shape, w, result, bias=bias, row_scale=row_scale, added=added)
     plan = plan_of(
         (x.format, w.format),
         result,
@@ -137,17 +157,18 @@ def gemm_fp8(
         tiles,
         group_sizes is not None,
         implementation_of(op, implementation),
+        (*after,),
     )
-    lead = x.shape[:-1]
-    if 0 in x.shape or 0 in w.shape:
-        return jnp.zeros((*lead, w.shape[-2]), result)
-    return _gemm_fp8(x, w, group_sizes, plan).reshape(*lead, w.shape[-2])
+    y = _gemm_fp8(x, w, _sizes(group_sizes), [*after.values()], plan)
+    return y.reshape(*x.shape[:-1], w.shape[-2])
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _gemm_fp8(x: MXArray, w: MXArray, sizes: jax.Array | None, plan: ProductPlan) -> jax.Array:
+def _gemm_fp8(x: MXArray, w: MXArray, sizes: list, after: list, plan: ProductPlan) -> jax.Array:
+    if 0 in x.shape or 0 in w.shape:
+        return _of_nothing(math.prod(x.shape[:-1]), w, sizes, after, plan)
     flat = [a.reshape(-1, a.shape[-1]) for a in (x.values, x.scales)]
-    return primitive.product([*flat, *_arrays(w), *_sizes(sizes)], plan)
+    return primitive.product([*flat, *_arrays(w), *sizes, *after], plan)
 
 
 def gemm_wgrad(
@@ -156,6 +177,7 @@ def gemm_wgrad(
     group_sizes: jax.Array,
     *,
     window: int = 128,
+    added: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -174,6 +196,7 @@ def gemm_wgrad(
         group's is not read; of more than R has, those that are beyond do not count, and negative
         sizes are 0.
       window: 128 or 256 consecutive elements along R have one scale, in both operands.
+      added: see `gemm`: gradients of several steps add up in one buffer.
       preferred_element_type: see `gemm_fp8`.
       implementation: see `gemm_fp8`.
 
@@ -198,14 +221,18 @@ def gemm_wgrad(
         (a.format, b.format), result, window, implementation_of(op, implementation)
     )
     shape = (*found[0], a.shape[0], b.shape[0])
+    after = [] if added is None else [_float32(op, "added", added, shape, result)]
     if 0 in (*shape, a.shape[1]):
-        return jnp.zeros(shape, result)
-    return _gemm_wgrad(a, b, group_sizes, plan)
+        return after[0] if after else jnp.zeros(shape, result)
+    plan = dataclasses.replace(plan, epilogue=("added",) * len(after))
+    return _gemm_wgrad(a, b, group_sizes, after, plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _gemm_wgrad(a: MXArray, b: MXArray, sizes: jax.Array, plan: ProductPlan) -> jax.Array:
-    return primitive.product([a.values, a.scales, b.values, b.scales, sizes], plan)
+def _gemm_wgrad(
+    a: MXArray, b: MXArray, sizes: jax.Array, after: list, plan: ProductPlan
+) -> jax.Array:
+    return primitive.product([a.values, a.scales, b.values, b.scales, sizes, *after], plan)
 
 
 def plan_of(
@@ -216,11 +243,12 @@ def plan_of(
     tiles: bool = False,
     grouped: bool = False,
     implementation: str | None = None,
+    epilogue: tuple[str, ...] = (),
 ) -> ProductPlan:
     """The plan of `gemm`, of one format, or `gemm_fp8`, of two; see `supported`."""
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
     tile = _tile_for(rows) if op == "matmul" else TILE
-    return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation)
+    return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation, epilogue)
 
 
 def wgrad_plan_of(
@@ -317,6 +345,50 @@ def _fits(op: str, shape: tuple[int, ...], w: MXArray, group_sizes) -> None:
             f"{op}: with group_sizes x is (T, K), w (G, N, K) and the sizes int32 (G,); got "
             f"{shape}, {w.shape} and {found[1]} {found[0]}"
         )
+
+
+def _epilogue(
+    op: str, shape: tuple[int, ...], w: MXArray, result: np.dtype, **given: jax.Array | None
+) -> dict[str, jax.Array]:
+    """What is done to sums, by the names of `signatures.EPILOGUE`, as kernels take it."""
+    columns = w.shape[-2:-1]
+    shapes = {
+        "bias": (w.shape[:-2], columns),
+        "row_scale": (shape[:-1], ()),
+        "added": (shape[:-1], columns),
+    }
+    found = {}
+    for name, a in given.items():
+        if a is not None:
+            lead, rest = shapes[name]
+            a = _float32(op, name, a, (*lead, *rest), result)
+            found[name] = a.reshape(math.prod(lead), *rest)
+    return found
+
+
+def _float32(
+    op: str, name: str, a: jax.Array, shape: tuple[int, ...], result: np.dtype
+) -> jax.Array:
+    """An operand of an epilogue, of this shape."""
+    a = jnp.asarray(a)
+    if a.shape != shape or not jnp.issubdtype(a.dtype, jnp.floating):
+        raise ValueError(f"{op}: {name} must be floats {shape}, got {a.dtype} {a.shape}")
+    if name == "added" and not a.dtype == result == jnp.float32:
+        raise ValueError(
+            f"{op}: {name} is {a.dtype} and the result {result}; both must be float32: pass "
+            "preferred_element_type=jnp.float32"
+        )
+    return a.astype(jnp.float32)
+
+
+def _of_nothing(rows: int, w: MXArray, sizes: list, after: list, plan: ProductPlan) -> jax.Array:
+    """The result where sums have no terms, or there are none."""
+    y = jnp.zeros((rows, w.shape[-2]), jnp.float32)
+    given = dict(zip(plan.epilogue, after, strict=True))
+    groups = math.prod(w.shape[:-2])
+    if 0 in (*y.shape, groups):  # no row is a group's
+        return given.get("added", y).astype(plan.dtype)
+    return reference.finished(y, groups, *sizes, **given).astype(plan.dtype)
 
 
 def _tile_for(rows: float) -> int:

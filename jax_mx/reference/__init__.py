@@ -79,6 +79,9 @@ from jax_mx.reference.products import (
     amaxes as amaxes,
 )
 from jax_mx.reference.products import (
+    finished as finished,
+)
+from jax_mx.reference.products import (
     matmul as matmul,
 )
 from jax_mx.reference.products import (

@@ -11,20 +11,20 @@ from jax_mx.facts.formats import BLOCK
 from jax_mx.reference.blocks import amax_of, dequantize
 
 
-def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *sizes, plan: Any) -> list:
+def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *rest, plan: Any) -> list:
     """y (T, N) = x (T, passes * K) @ W (G, N, K)^T; an x of several passes is their sum."""
     w = _floats(codes, scales, plan.formats[-1])
     parts = x.astype(jnp.float32).reshape(x.shape[0], -1, w.shape[-1])
-    return [_product(parts.sum(1), w, *sizes).astype(plan.dtype)]
+    return [_grouped(parts.sum(1), w, rest, plan)]
 
 
-def matmul_fp8(x_codes, x_scales, codes, scales, *sizes, plan: Any) -> list:
+def matmul_fp8(x_codes, x_scales, codes, scales, *rest, plan: Any) -> list:
     """The same for an x (T, K) in MX."""
     x = _floats(x_codes, x_scales, plan.formats[0])
-    return [_product(x, _floats(codes, scales, plan.formats[-1]), *sizes).astype(plan.dtype)]
+    return [_grouped(x, _floats(codes, scales, plan.formats[-1]), rest, plan)]
 
 
-def wgrad_fp8(x_codes, x_scales, codes, scales, sizes, *, plan: Any) -> list:
+def wgrad_fp8(x_codes, x_scales, codes, scales, sizes, *added, plan: Any) -> list:
     """y (G, M, N): for each group x (M, K) @ W (N, K)^T over its part of K."""
     x = _floats(x_codes, x_scales, plan.formats[0])
     w = _floats(codes, scales, plan.formats[-1])
@@ -37,7 +37,8 @@ def wgrad_fp8(x_codes, x_scales, codes, scales, sizes, *, plan: Any) -> list:
         own = (slot < end) & (slot >= end - count)
         return _dot("mk,nk->mn", jnp.where(own, x, 0), jnp.where(own, w, 0))
 
-    return [jax.lax.map(one, (jnp.cumsum(counts), counts)).astype(plan.dtype)]
+    y = jax.lax.map(one, (jnp.cumsum(counts), counts))
+    return [(y + added[0] if added else y).astype(plan.dtype)]
 
 
 def amaxes(x: jax.Array, *, plan: Any) -> list:
@@ -51,6 +52,45 @@ def _floats(codes: jax.Array, scales: jax.Array, format) -> jax.Array:
     blocks = codes.reshape(*scales.shape, BLOCK // format.codes_per_byte)
     floats = dequantize(blocks, scales[..., None], format, jnp.dtype(jnp.float32))
     return floats.reshape(*scales.shape[:-1], -1)
+
+
+def _grouped(x: jax.Array, w: jax.Array, rest: tuple, plan: Any) -> jax.Array:
+    """The product, with what the plan's epilogue does to it."""
+    sizes, epilogue = rest[: plan.grouped], rest[plan.grouped :]
+    given = dict(zip(plan.epilogue, epilogue, strict=True))
+    return finished(_product(x, w, *sizes), w.shape[0], *sizes, **given).astype(plan.dtype)
+
+
+def finished(
+    y: jax.Array,
+    groups: int,
+    sizes: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+    added: jax.Array | None = None,
+) -> jax.Array:
+    """(y + bias) * row_scale + added, float32 (T, N); rows that no group has are 0 + added.
+
+    Args:
+      y: float32 (T, N).
+      groups: that share out its rows.
+      sizes: of each; without, all have as many.
+      bias: float32 (groups, N), or none; so with the others.
+      row_scale: float32 (T,).
+      added: float32 (T, N).
+    """
+    if bias is not None:
+        row = jnp.arange(y.shape[0])
+        number = row // max(y.shape[0] // groups, 1)
+        if sizes is not None:
+            number = jnp.searchsorted(jnp.cumsum(jnp.maximum(sizes, 0)), row, side="right")
+        y = y + bias[jnp.minimum(number, groups - 1)]
+    if row_scale is not None:
+        y = y * row_scale[:, None]
+    if sizes is not None and (bias is not None or row_scale is not None):
+        there = jnp.arange(y.shape[0]) < jnp.maximum(sizes, 0).sum()
+        y = jnp.where(there[:, None], y, 0)
+    return y if added is None else y + added
 
 
 def _product(x: jax.Array, w: jax.Array, *sizes: jax.Array) -> jax.Array:

@@ -35,9 +35,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.launch import Extent, Factor
 from jax_mx.facts.products import RESULTS, Product
-from jax_mx.facts.signatures import Array
+from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.kernels.cutedsl.matmul_few import Few, Rings
+from jax_mx.kernels.cutedsl.matmul_few import Few, Nibbles, Rings
 from jax_mx.kernels.cutedsl.products import (
     HEAD,
     NO_ADDRESS,
@@ -60,7 +60,7 @@ class Stages:
     Attributes:
       stages: of shared memory.
       resident: thread blocks of a multiprocessor.
-      split: thread blocks that share K, where there are none.
+      split: thread blocks that share K, where there are none and tiles do not suffice.
     """
 
     stages: int
@@ -71,7 +71,7 @@ class Stages:
 class Warps(ProductEntry):
     """See above.
 
-    Of three kinds: "one" for products without groups, whose K several thread blocks share,
+    Of three kinds: "one" for products without groups, whose K several thread blocks may share,
     "groups" for all whose scales of a stage can be read as a word, "any" reads them byte by byte.
     """
 
@@ -120,7 +120,7 @@ class Warps(ProductEntry):
 
     @cute.jit
     def __call__(self, pointers, scalars):
-        x, w, s, sizes, y = pointers
+        x, w, s, sizes, bias, row_scale, added, y = pointers
         t, wide, groups, width, blocks, result = scalars
         line = blocks * (BLOCK // self.per)
         stride = cute.assume(Int64(line), 16)
@@ -138,7 +138,10 @@ class Warps(ProductEntry):
         copy = cpasync.CopyBulkTensorTileG2SOp()
         aw, mW = cpasync.make_tiled_tma_atom(copy, mW, tile_w, (self.columns, LINE))
         ax, mX = cpasync.make_tiled_tma_atom(copy, mX, tile_x, (self.rows, 64))
-        self.kernel(aw, mW, ax, mX, s, sizes, y, t, wide, groups, width, blocks, result).launch(
+        epilogue = (bias, row_scale, added)
+        self.kernel(
+            aw, mW, ax, mX, s, sizes, epilogue, y, t, wide, groups, width, blocks, result
+        ).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
             smem=self.shared,
@@ -150,7 +153,7 @@ class Warps(ProductEntry):
     @cute.kernel
     def kernel(
         self, aw: cute.CopyAtom, mW: cute.Tensor, ax: cute.CopyAtom, mX: cute.Tensor,
-        s: cute.Pointer, sizes: cute.Pointer, y: cute.Pointer,
+        s: cute.Pointer, sizes: cute.Pointer, epilogue: tuple, y: cute.Pointer,
         t: Int32, wide: Int32, groups: Int32, width: Int32, blocks: Int32, result: Int32,
     ):  # fmt: skip
         n: cutlass.Constexpr = self.rows
@@ -180,14 +183,15 @@ class Warps(ProductEntry):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        rank = bid % self.cluster
         down = (width + self.columns - 1) // self.columns
         steps = (blocks * BLOCK + self.codes - 1) // self.codes  # stages along K
         total = wide // (blocks * BLOCK) * steps
-        start = rank * total // self.cluster
-        count = (rank + 1) * total // self.cluster - start
-        index = bid // self.cluster
-        grid = grid // self.cluster
+        parts = self.parts(groups * self.pieces(t // groups) * down, grid)  # that share a tile
+        rank = self.rank(bid, parts)
+        start = rank * total // parts
+        count = (rank + 1) * total // parts - start
+        index = bid // parts
+        grid = grid // parts
         at = self.start(sizes, t, groups)
         at = self.seek(index, at, sizes, t, groups, down)
         slot = Int32(0)
@@ -230,8 +234,8 @@ class Warps(ProductEntry):
                         slot, phase = self.next(slot, phase)
                     index += grid
                     at = self.seek(index, at, sizes, t, groups, down)
-                    self.meet()
-                    self.meet()
+                    self.meet(parts)
+                    self.meet(parts)
         else:
             if const_expr(self.resident == 1):
                 cute.arch.setmaxregister_increase(232)
@@ -297,18 +301,22 @@ class Warps(ProductEntry):
                 if count > 0:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(empty + before)
-                if const_expr(self.cluster == 1):
-                    column = n0 + first - flip
-                    self.results(y, flat, row + 2 * q, end, column, flip, width, result)
+                tile = (row, end, n0, at[0])
+                place = (q, first, apart, flip)
+                if const_expr(self.cluster > 1):
+                    if parts > 1:
+                        part = base.toint() + self.sums_at
+                        self.lay_down(part, flat, 2 * q, first, apart)
+                        self.meet(parts)
+                        self.gather(part, epilogue, y, rank, tid, tile, width, result)
+                        self.meet(parts)  # before the next tile's sums are written over these
+                    else:
+                        self.alone(epilogue, y, flat, tile, place, width, result)
                 else:
-                    part = base.toint() + self.sums_at
-                    self.lay_down(part, flat, 2 * q, first, apart)
-                    self.meet()
-                    self.gather(part, y, rank, tid, row, end, n0, width, result)
-                    self.meet()  # before the next tile's sums are written over these
+                    self.alone(epilogue, y, flat, tile, place, width, result)
                 index += grid
                 at = self.seek(index, at, sizes, t, groups, down)
-            self.clear(y, at[2], t, width, result, bid, grid, tid, 256)
+            self.clear(y, epilogue[-1], at[2], t, width, result, bid, grid, tid, 256)
 
     @cute.jit
     def next(self, slot: Int32, phase: Int32):
@@ -390,13 +398,13 @@ class Warps(ProductEntry):
         return [convert.byte_of_e2m1(byte, factors, self.arch) for byte in (low, high)]
 
     @cute.jit
-    def meet(self):
+    def meet(self, parts: Int32):
         """All threads of a cluster that have not ended; each role comes here twice a tile.
 
         None waits for another on the way: the copies of a tile are asked for before, and its
         stages given back.
         """
-        if const_expr(self.cluster > 1):
+        if parts > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
@@ -415,10 +423,10 @@ class Warps(ProductEntry):
 
     @cute.jit
     def gather(
-        self, part: Int32, y, rank: Int32, tid: Int32, row: Int32, end: Int32, n0: Int32,
-        width: Int32, result: Int32,
+        self, part: Int32, epilogue, y, rank: Int32, tid: Int32, tile, width: Int32, result: Int32
     ):  # fmt: skip
         """Adds up all thread blocks' sums for this one's share of the rows; always in one order."""
+        row, end, n0, e = tile
         size = self.size_in_bytes(result)
         share: cutlass.Constexpr = self.rows // self.cluster
         items: cutlass.Constexpr = share * self.columns // 2  # pairs
@@ -436,8 +444,22 @@ class Warps(ProductEntry):
             rows = cutlass.select_((row + m < end) & (item < items), Int32(1), Int32(0))
             first = cutlass.select_(n0 + n < width, rows, Int32(0))
             second = cutlass.select_(n0 + n + 1 < width, rows, Int32(0))
-            self.store(to, low, result, 0, first)
-            self.store(to + size, high, result, 0, second)
+            mine = cutlass.min(row + m, end - 1)
+            for i, (sum_, left) in enumerate(((low, first), (high, second))):
+                its = cutlass.min(n0 + n + i, width - 1)
+                total = self.finished(epilogue, sum_, e, mine, its, width)
+                self.store(to + i * size, total, result, 0, left)
+
+    def alone(self, epilogue, y, flat, tile, place, width: Int32, result: Int32):
+        """Of a tile that no other thread block shares: a thread's part of y."""
+        row, end, n0, e = tile
+        q, first, apart, flip = place
+        column = n0 + first - flip
+        rows = [(row + 2 * q + 8 * c + h, 4 * c + h) for c in range(self.rows // 8) for h in (0, 1)]
+        columns = [(n0 + first, 0), (n0 + first + apart, 2)]
+        own = dict(zip(EPILOGUE, epilogue, strict=True))
+        self.finish_all(own, flat, rows, columns, e, end, width, Int64(0))
+        self.results(y, flat, row + 2 * q, end, column, flip, width, result)
 
     @cute.jit
     def results(
@@ -476,8 +498,12 @@ class Warps(ProductEntry):
 
 def entries(product: Product, arch: str, tile=None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
-    kind, fields = (Few, Rings) if product.rows <= FEW else (Warps, Stages)
     plain = Plain(product, arch)
-    tile = tile or fields(**plain.tuned(kind.__name__))
+    if product.rows <= FEW:
+        kind = Few if product.formats[0].codes_per_byte == 1 else Nibbles
+        tile = tile or Rings(**plain.tuned("Few"))
+    else:
+        kind = Warps
+        tile = tile or Stages(**plain.tuned("Warps"))
     kinds = ["one"] * (tile.split > 1) + ["groups", "any"]
     return [*(kind(product, arch, which, tile) for which in kinds), plain]

@@ -2,15 +2,19 @@
 
 `Few` computes y^T = W x^T by mma.sync, whose operands are registers: W its first, 64 rows of it a
 thread block, x its second, 8 or 16 rows, which have K columns or twice as many (see matmul.py). The
-warps of a thread block, and the thread blocks of a cluster, share K, and their sums meet in shared
-memory. A warp has a ring of stages of its own, 64 bytes of each row, and asks for what it will want
-by cp.async, across tiles too: so it waits for no other warp but where sums meet. The order of K
-within a block of 32 is that in which a lane's codes are the product's operand; x is read in the
-same order. Each block is added up by itself, from zero, and then added to the sums times its scale:
-so W's elements need no multiplication by it.
+warps of a thread block share K, and so do the thread blocks of a cluster where there are too few
+tiles for all. A warp has a ring of stages of its own, 64 bytes of each row, and asks for what it
+will want by cp.async, across tiles too: so it waits for no other warp but where sums meet. They do
+in shared memory: a warp's lie in the stage that it has read last and not yet asked for anew.
 
-Waiting: a warp waits for its own copies (they end), all warps of a thread block meet a few times a
-tile (all take the same tiles), and all thread blocks of a cluster twice (they do, too).
+The order of K is that in which a lane's codes are the product's operand; x is read in the same
+order. `Few` takes a block of 32 at a time, adds it up by itself, from zero, and then to the sums,
+times its scale: so W's elements need no multiplication by it. `Nibbles`, of codes of four bits,
+whose elements need one anyway, multiplies by the scale, too, and so a lane may have 16 bytes, a
+block of its own.
+
+Waiting: a warp waits for its own copies (they end); all warps of a thread block, or of a cluster
+that shares tiles, meet twice a tile, and all of them take the same tiles.
 """
 
 import dataclasses
@@ -24,7 +28,7 @@ from jax_mx.facts.launch import Extent, Factor
 from jax_mx.facts.products import Product
 from jax_mx.facts.signatures import Array
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.kernels.cutedsl.products import NO_ADDRESS, ProductEntry, of_block, vector
+from jax_mx.kernels.cutedsl.products import NO_ADDRESS, ProductEntry, load_shared, vector
 
 LINE = 64  # bytes of a row of W in a stage
 
@@ -59,28 +63,65 @@ def product(a: list, b: list, sums: list | None = None, *, loc=None, ip=None) ->
 
 
 @dsl_user_op
-def times_2_to_126(word: Uint32, *, loc=None, ip=None) -> Uint32:
-    """Two bfloat16, exactly."""
+def times(word: Uint32, factor: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Two bfloat16 times two."""
     return cute.arch.inline_ptx(
-        "{ .reg .b32 t; mov.b32 t, 0x7e807e80; mul.rn.bf16x2 {$w0}, {$r0}, t; }",
+        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};",
         write_only_types=[Uint32],
-        read_only_args=[word],
+        read_only_args=[word, factor],
         loc=loc,
         ip=ip,
     )
 
 
-def eights_of_e2m1(word: Uint32) -> list:
-    """Eight codes as four words of bfloat16: codes i and i + 4.
+def spread_e2m1(word: Uint32) -> list:
+    """Eight codes as four words of bfloat16 times 2^-126: codes i and i + 4.
 
-    A code times 2^6 + 2^12 has its bits where a bfloat16 times 2^-126 has them.
+    A code times 2^6 + 2^12 has its bits where such a bfloat16 has them.
     """
     found = []
     for half in (word, word >> Uint32(8)):
         for mask, by in ((0x000F000F, 0x1040), (0x00F000F0, 0x0104)):
-            spread = (half & Uint32(mask)) * Uint32(by)
-            found.append(times_2_to_126(spread & Uint32(0x81C081C0)))
+            found.append((half & Uint32(mask)) * Uint32(by) & Uint32(0x81C081C0))
     return found
+
+
+@dsl_user_op
+def mapped(address: Int32, rank: int, *, loc=None, ip=None) -> Int32:
+    """Where an address of shared memory is in another thread block of the cluster."""
+    return cute.arch.inline_ptx(
+        f"mapa.shared::cluster.u32 {{$w0}}, {{$r0}}, {rank};",
+        write_only_types=[Int32],
+        read_only_args=[Int32(address)],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def word_of_block(address: Int32, *, loc=None, ip=None) -> Int32:
+    """An integer at such an address."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.b32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[Int32(address)],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def two_of_block(address: Int32, *, loc=None, ip=None) -> list:
+    """Two floats at such an address."""
+    return list(
+        cute.arch.inline_ptx(
+            "ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+            write_only_types=[Float32] * 2,
+            read_only_args=[Int32(address)],
+            loc=loc,
+            ip=ip,
+        )
+    )
 
 
 @dsl_user_op
@@ -104,27 +145,42 @@ class Rings:
     Attributes:
       stages: of each warp, 3 at least.
       resident: thread blocks of a multiprocessor.
-      split: thread blocks that share K, where there are no groups.
+      split: thread blocks that share K, where there are no groups and tiles do not suffice.
+      ahead: whether x is asked for a stage before, which takes registers.
+      warps: of a thread block.
+      grouped: resident and warps where there are groups, if they are others: tiles are many then,
+        and the fewer warps share one, the fewer wait where sums meet.
+      cuts: into how many parts a lane's codes of a stage are cut, 1 or 2, of four bits alone: so
+        loops are shorter, and take fewer registers.
     """
 
     stages: int
     resident: int = 2
     split: int = 1
+    ahead: bool = True
+    warps: int = 8
+    grouped: tuple[int, int] | None = None
+    cuts: int = 1
 
 
 class Few(ProductEntry):
     """See above; of the same kinds as `matmul.Warps`, "any" reads scales byte by byte."""
 
     columns = 64  # rows of W
-    warps = 8
-    threads = 256
+    of_scales = 4  # bytes that two blocks' scales take in shared memory
 
     def __init__(self, product: Product, arch: str, kind: str, tile: Rings | None = None):
         super().__init__(product, arch)
         (self.format,) = product.formats
         self.rows = product.rows
         tile = tile or Rings(**self.tuned("Few"))
-        self.stages, self.resident = tile.stages, tile.resident
+        self.stages, self.ahead, self.cuts = tile.stages, tile.ahead, tile.cuts
+        self.resident, self.warps = tile.resident, tile.warps
+        if kind != "one" and tile.grouped:
+            self.resident, self.warps = tile.grouped
+        if kind == "any":
+            self.resident = 1  # it needs more registers
+        self.threads = 32 * self.warps
         self.cluster = tile.split if kind == "one" else 1
         self.pairs = kind != "any"  # whether two blocks' scales are read at once
         self.per = self.format.codes_per_byte
@@ -134,11 +190,10 @@ class Few(ProductEntry):
         self.ring = LINE * self.columns  # bytes of a stage
         self.halves = self.blocks // 2  # words of a row's scales of a stage
         self.scales_at = self.warps * self.stages * self.ring
-        self.scales_bytes = self.columns * self.halves * 4  # of a stage
-        self.sums_at = self.scales_at + self.warps * self.stages * self.scales_bytes
-        self.pitch = self.columns + 4
-        self.summed = 4 // self.halves  # warps whose sums have a place in shared memory
-        self.shared = self.sums_at + self.summed * self.rows * self.pitch * 4
+        self.scales_bytes = self.columns * self.halves * self.of_scales  # of a stage
+        self.turn_at = self.scales_at + self.warps * self.stages * self.scales_bytes
+        self.kept_at = self.turn_at + 16
+        self.shared = self.kept_at + self.warps * 48
         self.elements_per_thread = self.rows * self.columns // self.threads
         if self.pairs:
             self.divide = (Factor(Extent(self.signature.number("scales"), 2), 2),)
@@ -165,7 +220,7 @@ class Few(ProductEntry):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        x, w, s, sizes, y = pointers
+        x, w, s, sizes, *epilogue, y = pointers
         t, wide, groups, width, blocks, result = scalars
         if const_expr(self.cluster > 1):  # there are none: `align_of`
             sizes = cute.make_ptr(Int32, Int64(0), cute.AddressSpace.gmem, assumed_align=4)
@@ -175,74 +230,104 @@ class Few(ProductEntry):
         warp = cute.arch.make_warp_uniform(tid // 32)
         lane = tid % 32
         base = cute.arch.get_dyn_smem(Uint8, alignment=128).toint()
-        rank = bid % self.cluster
         down = (width + self.columns - 1) // self.columns
         steps = (blocks * BLOCK + self.codes - 1) // self.codes  # stages along K
         total = wide // (blocks * BLOCK) * steps
-        first = rank * total // self.cluster + warp  # of this warp, which takes every eighth
-        end = (rank + 1) * total // self.cluster
-        index = bid // self.cluster
-        grid = grid // self.cluster
+        parts = self.parts(groups * self.pieces(t // groups) * down, grid)  # that share a tile
+        rank = self.rank(bid, parts)
+        start = rank * total // parts
+        end = (rank + 1) * total // parts
+        first = start + warp  # of this warp, which takes as many further on the next
+        turns = (end - start + self.warps - 1) // self.warps  # of each warp; the last may be empty
+        index = bid // parts
+        apart = grid // parts  # of a thread block's tiles
         ring = base + warp * (self.stages * self.ring)
         scales = base + self.scales_at + warp * (self.stages * self.scales_bytes)
-        sums = base + self.sums_at
 
+        # Where the walks are lies in shared memory, a warp's own: registers are few. What is asked
+        # for runs ahead of what is computed, by all stages but one.
         at = self.start(sizes, t, groups)
         at = self.seek(index, at, sizes, t, groups, down)
-        # What is asked for runs ahead of what is computed, by all stages but one.
-        ahead = at
-        ahead_index = index
+        kept = base + self.kept_at + warp * 48
+        self.keep(kept, at)
+        self.keep(kept + 16, at)
+        self.keep(kept + 32, (index, index, parts, apart))
+        ahead = at[0]
         ahead_stage = first
         _, _, ahead_n0 = self.place(index, at, down)
-        if first >= end:  # nothing for this warp
-            ahead = (groups, ahead[1], ahead[2], ahead[3])
-        held = cute.make_rmem_tensor(
-            (self.halves, 2), Uint32
-        )  # scales that are on their way to shared memory
+        exists = at[0] < groups
+        held = cute.make_rmem_tensor((self.halves, 2), Uint32)  # scales on their way
         held.fill(0)
         slot = Int32(0)  # that is filled next
         for _ in range_constexpr(self.stages - 1):
-            ahead, ahead_index, ahead_stage, ahead_n0, slot = self.fetch(
-                w, s, sizes, ring, scales, held, ahead, ahead_index, ahead_stage, ahead_n0, slot,
-                first, end, steps, grid, t, groups, width, blocks, down, lane,
+            ahead, ahead_stage, ahead_n0, slot = self.fetch(
+                w, s, sizes, ring, scales, held, kept, ahead, ahead_stage, ahead_n0, slot, first,
+                end, turns, steps, t, groups, width, blocks, down, lane,
             )  # fmt: skip
-        right = cute.make_rmem_tensor((4, self.blocks, self.wide), Uint32)
-        following = cute.make_rmem_tensor((4, self.blocks, self.wide), Uint32)
+        right = cute.make_rmem_tensor((4, self.blocks // self.cuts, self.wide), Uint32)
+        following = cute.make_rmem_tensor((4, self.blocks // self.cuts, self.wide), Uint32)
         acc = cute.make_rmem_tensor((4, self.wide, 4), Float32)
         begin = cutlass.min(first, total - 1)  # a warp without a stage may read another's
         row, stop = Int32(0), Int32(0)
-        if at[0] < groups:
+        if exists:
             row, stop, _ = self.place(index, at, down)
-            self.load_x(x, following, row, stop, begin, steps, wide, blocks, lane)
-        while at[0] < groups:
+            if const_expr(self.ahead):
+                self.load_x(x, following, row, stop, begin, Int32(0), steps, wide, blocks, lane)
+        while exists:
             acc.fill(0.0)
-            for i in cutlass.range((end - first + self.warps - 1) // self.warps, unroll=1):
-                stage = first + i * self.warps
-                cute.autovec_copy(following, right)
-                if stage + self.warps < end:
-                    self.load_x(
-                        x, following, row, stop, stage + self.warps, steps, wide, blocks, lane
-                    )
-                cute.arch.cp_async_wait_group(self.stages - 2)
-                cute.arch.sync_warp()
-                ahead, ahead_index, ahead_stage, ahead_n0, slot = self.fetch(
-                    w, s, sizes, ring, scales, held, ahead, ahead_index, ahead_stage, ahead_n0,
-                    slot, first, end, steps, grid, t, groups, width, blocks, down, lane,
-                )  # fmt: skip
+            for i in cutlass.range(turns * self.cuts, unroll=1):
+                stage = first + i // self.cuts * self.warps
+                cut = i % self.cuts
+                if const_expr(self.ahead):
+                    cute.autovec_copy(following, right)
+                    other = first + (i + 1) // self.cuts * self.warps
+                    if other < end:
+                        self.load_x(
+                            x, following, row, stop, other, (i + 1) % self.cuts, steps, wide,
+                            blocks, lane,
+                        )  # fmt: skip
+                elif stage < end:
+                    self.load_x(x, right, row, stop, stage, cut, steps, wide, blocks, lane)
+                if cut == 0:
+                    cute.arch.cp_async_wait_group(self.stages - 2)
+                    cute.arch.sync_warp()
+                    ahead, ahead_stage, ahead_n0, slot = self.fetch(
+                        w, s, sizes, ring, scales, held, kept, ahead, ahead_stage, ahead_n0, slot,
+                        first, end, turns, steps, t, groups, width, blocks, down, lane,
+                    )  # fmt: skip
                 # The stage that is asked for next time is read now.
-                self.multiply(
-                    acc, right, ring + slot * self.ring, scales + slot * self.scales_bytes, lane
-                )
-            self.lay_down(acc, sums)
-            _, _, n0 = self.place(index, at, down)
-            here = (row, stop, n0)
-            index += grid
-            at = self.seek(index, at, sizes, t, groups, down)
-            if at[0] < groups:
-                row, stop, _ = self.place(index, at, down)
-                self.load_x(x, following, row, stop, begin, steps, wide, blocks, lane)
-            self.gather(sums, y, here, width, result)
-        self.clear(y, at[2], t, width, result, bid, grid, tid, self.threads)
+                if stage < end:
+                    self.multiply(
+                        acc, right, ring + slot * self.ring, scales + slot * self.scales_bytes,
+                        cut, lane,
+                    )  # fmt: skip
+            index, other, parts, apart = self.recalled(kept + 32)
+            if const_expr(self.cluster == 1):
+                parts = Int32(1)
+            # A 0 that the compiler does not know: else addresses are computed before the loop, for
+            # which 16 rows leave no registers.
+            zero = apart >> 31 if const_expr(self.wide > 1) else Int32(0)
+            self.lay_down(acc, ring + slot * self.ring, base + self.turn_at, slot, tid + zero)
+            self.meet(parts)
+            here = self.recalled(kept)
+            _, _, n0 = self.place(index, here, down)
+            tile = (row, stop, n0, here[0])
+            index += apart
+            here = self.seek(index, here, sizes, t, groups, down)
+            self.keep(kept, here)
+            self.keep(kept + 32, (index, other, parts, apart))
+            exists = here[0] < groups
+            if exists:
+                row, stop, _ = self.place(index, here, down)
+                if const_expr(self.ahead):
+                    self.load_x(x, following, row, stop, begin, Int32(0), steps, wide, blocks, lane)
+            rank = self.rank(bid, parts)
+            self.gather(base, slot, epilogue, y, tile, width, result, parts, rank, tid + zero)
+            self.part(parts)  # before these stages are asked for
+        # Rows that no group has are there only where every thread block has tiles of its own.
+        index, _, _, apart = self.recalled(kept + 32)
+        row = self.recalled(kept)[2]
+        self.clear(y, epilogue[-1], row, t, width, result, index % apart, apart, tid, self.threads)
 
     @cute.jit
     def next(self, slot: Int32):
@@ -254,8 +339,8 @@ class Few(ProductEntry):
 
     @cute.jit
     def fetch(
-        self, w, s, sizes, ring: Int32, scales: Int32, held, at, index: Int32, stage: Int32,
-        n0: Int32, slot: Int32, first: Int32, end: Int32, steps: Int32, grid: Int32, t: Int32,
+        self, w, s, sizes, ring: Int32, scales: Int32, held, kept: Int32, e: Int32, stage: Int32,
+        n0: Int32, slot: Int32, first: Int32, end: Int32, turns: Int32, steps: Int32, t: Int32,
         groups: Int32, width: Int32, blocks: Int32, down: Int32, lane: Int32,
     ):  # fmt: skip
         """Asks for a stage of W and its scales; those of the one before go to shared memory.
@@ -265,15 +350,8 @@ class Few(ProductEntry):
         before = slot - 1
         if slot == 0:
             before = Int32(self.stages - 1)
-        smem = cute.AddressSpace.smem
-        for r in range_constexpr(2):
-            place = scales + before * self.scales_bytes + (lane + 32 * r) * (4 * self.halves)
-            words = cute.make_ptr(Uint32, place, smem, assumed_align=4 * self.halves)
-            factors = cute.make_rmem_tensor(self.halves, Uint32)
-            for i in range_constexpr(self.halves):
-                factors[i] = factors_of(held[i, r])
-            cute.autovec_copy(factors, cute.make_tensor(words, cute.make_layout(self.halves)))
-        if at[0] < groups:
+        self.put_scales(held, scales + before * self.scales_bytes, lane)
+        if (e < groups) & (stage < end):
             column, _ = self.column_of(stage, steps)
             line = blocks * (BLOCK // self.per)
             g, q = lane // 4, lane % 4
@@ -283,7 +361,7 @@ class Few(ProductEntry):
                 size = Int32(0)
                 byte = Int32(0)
             to = ring + slot * self.ring + g * LINE + (q ^ self.key(g)) * 16
-            matrix = Int64(at[0]) * width
+            matrix = Int64(e) * width
             start = w.toint() + matrix * line + byte
             for c in range_constexpr(8):
                 row = cutlass.min(n0 + 8 * c + g, width - 1)
@@ -293,14 +371,32 @@ class Few(ProductEntry):
                 row = cutlass.min(n0 + lane + 32 * r, width - 1)
                 of_row = start + Int64(row) * Int64(blocks)
                 self.scales_of(of_row, column * self.blocks, blocks, held[None, r])
+        if e < groups:
             stage += self.warps
-            if stage >= end:
+            if stage >= first + turns * self.warps:
                 stage = first
-                index += grid
-                at = self.seek(index, at, sizes, t, groups, down)
+                own, index, parts, apart = self.recalled(kept + 32)
+                index += apart
+                self.keep(kept + 32, (own, index, parts, apart))
+                at = self.seek(index, self.recalled(kept + 16), sizes, t, groups, down)
+                self.keep(kept + 16, at)
+                e = at[0]
                 _, _, n0 = self.place(index, at, down)
         cute.arch.cp_async_commit_group()
-        return at, index, stage, n0, self.next(slot)
+        return e, stage, n0, self.next(slot)
+
+    @cute.jit
+    def put_scales(self, held, to: Int32, lane: Int32):
+        """What a lane has of a stage's scales into shared memory, as two bfloat16 a word."""
+        for r in range_constexpr(2):
+            place = to + (lane + 32 * r) * (4 * self.halves)
+            words = cute.make_ptr(
+                Uint32, place, cute.AddressSpace.smem, assumed_align=4 * self.halves
+            )
+            factors = cute.make_rmem_tensor(self.halves, Uint32)
+            for i in range_constexpr(self.halves):
+                factors[i] = factors_of(held[i, r])
+            cute.autovec_copy(factors, cute.make_tensor(words, cute.make_layout(self.halves)))
 
     @cute.jit
     def column_of(self, stage: Int32, steps: Int32):
@@ -326,11 +422,11 @@ class Few(ProductEntry):
 
     def key(self, g: Int32):
         """What the 16-byte pieces of row g are permuted by, so that lanes read other banks."""
-        return g // 2 % 2 * 2 if self.per == 1 else g // 2 % 4
+        return g // 2 % 2 * 2
 
     @cute.jit
     def load_x(
-        self, x, to, row: Int32, stop: Int32, stage: Int32, steps: Int32, wide: Int32,
+        self, x, to, row: Int32, stop: Int32, stage: Int32, cut: Int32, steps: Int32, wide: Int32,
         blocks: Int32, lane: Int32,
     ):  # fmt: skip
         """A lane's eight elements of each block of a stage, of one row in eight; zeros beyond K."""
@@ -348,11 +444,11 @@ class Few(ProductEntry):
                     cute.autovec_copy(vector(at, Uint32, 4), to[None, b, c])
 
     @cute.jit
-    def multiply(self, acc, right, ring: Int32, scales: Int32, lane: Int32):
+    def multiply(self, acc, right, ring: Int32, scales: Int32, cut: Int32, lane: Int32):
         """Adds the products of a stage to the sums, a block after the other."""
         g, q = lane // 4, lane % 4
         smem = cute.AddressSpace.smem
-        count: cutlass.Constexpr = 2 // self.per  # words of a lane's codes of a block
+        count: cutlass.Constexpr = 2  # words of a lane's codes of a block
         factors = cute.make_rmem_tensor((2, 4), Uint32)
         for b in range_constexpr(self.blocks):
             if const_expr(b % 2 == 0):  # those of two blocks
@@ -361,8 +457,8 @@ class Few(ProductEntry):
                         place = scales + ((16 * m + 8 * r + g) * self.halves + b // 2) * 4
                         from_ = cute.make_ptr(Uint32, place, smem, assumed_align=4)
                         factors[r, m] = cute.make_tensor(from_, cute.make_layout(1))[0]
-            operands = [self.right_of(right, b, c) for c in range(self.wide)]
-            chunk = 32 // self.per * b + 8 // self.per * q  # byte of the row
+            operands = [[right[i, b, c] for i in range(4)] for c in range(self.wide)]
+            chunk = 32 * b + 8 * q  # byte of the row
             for m in range_constexpr(4):
                 codes = cute.make_rmem_tensor((count, 2), Uint32)
                 for r in range_constexpr(2):
@@ -389,95 +485,222 @@ class Few(ProductEntry):
         bits = pair & Uint32(0xFFFF0000) if which else pair << Uint32(16)
         return convert.bits_to_float(bits)
 
-    def right_of(self, right, b: int, c: int) -> list:
-        """A lane's eight elements of x in the order of its codes."""
-        words = [right[i, b, c] for i in range(4)]
-        if self.per == 1:
-            return words
-        return [
-            convert.bytes_of(words[i], words[i + 2], select)
-            for i in range(2)
-            for select in (0x5410, 0x7632)
-        ]
-
     def left_of(self, codes, r: int) -> list:
         """A lane's eight codes of a row as four words of bfloat16."""
-        if self.per == 2:
-            return eights_of_e2m1(codes[0, r])
         to = convert.Conversion("bfloat16", self.format, self.arch)
         floats = [value for i in range(2) for value in convert.unpack_four(codes[i, r], to)]
         return convert.round_all(floats, "bfloat16")
 
+    # ---- where sums meet ---
     @cute.jit
-    def meet(self):
-        """All threads that share a tile."""
-        if const_expr(self.cluster > 1):
+    def meet(self, parts: Int32):
+        """All threads that share a tile: what they wrote is there."""
+        if parts > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
 
     @cute.jit
-    def lay_down(self, acc, sums: Int32):
-        """Adds up warps' sums in the places that there are, always in one order."""
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(tid // 32)
-        g, q = tid % 32 // 4, tid % 4
-        start = sums + warp % self.summed * (self.rows * self.pitch * 4)
-        place = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
-        mine = cute.make_tensor(
-            place, cute.make_layout((self.rows, self.columns), stride=(self.pitch, 1))
-        )
-        rounds: cutlass.Constexpr = self.warps // self.summed
-        for i in range_constexpr(rounds):
-            if warp // self.summed == i:
-                for m in range_constexpr(4):
-                    for c in range_constexpr(self.wide):
-                        for v in range_constexpr(4):
-                            at = (8 * c + 2 * q + v % 2, 16 * m + 8 * (v // 2) + g)
-                            before = mine[at] if i else Float32(0)
-                            mine[at] = before + acc[v, c, m]
-            if const_expr(i < rounds - 1):
-                cute.arch.sync_threads()
-        self.meet()
+    def part(self, parts: Int32):
+        """All threads that share a tile: what they read is in registers, and used."""
+        if parts > 1:
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def swizzled(self, m: Int32, n: Int32):
+        """Where a sum lies among a warp's, in bytes: lanes write and read other banks."""
+        return (m * self.columns + (n ^ (m // 2 % 4 * 8))) * 4
 
     @cute.jit
-    def gather(self, sums: Int32, y, here, width: Int32, result: Int32):
-        """Adds up what lies in all places, always in one order, and writes y."""
-        row, stop, n0 = here
-        tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        rank = bid % self.cluster
-        size = self.rows * self.pitch
+    def lay_down(self, acc, to: Int32, turn: Int32, slot: Int32, tid: Int32):
+        """A warp's sums into the stage that it has read last, and which that is."""
+        smem = cute.AddressSpace.smem
+        g, q = tid % 32 // 4, tid % 4
+        cute.arch.sync_warp()  # all lanes have read the stage
+        for m in range_constexpr(4):
+            for c in range_constexpr(self.wide):
+                for v in range_constexpr(4):
+                    there = self.swizzled(8 * c + 2 * q + v % 2, 16 * m + 8 * (v // 2) + g)
+                    place = cute.make_ptr(Float32, to + there, smem, assumed_align=4)
+                    cute.make_tensor(place, cute.make_layout(1))[0] = acc[v, c, m]
+        if const_expr(self.cluster > 1):
+            if tid == 0:
+                word = cute.make_ptr(Int32, turn, smem, assumed_align=4)
+                cute.make_tensor(word, cute.make_layout(1))[0] = slot
+
+    @cute.jit
+    def gather(
+        self, base: Int32, slot: Int32, epilogue, y, tile, width: Int32, result: Int32,
+        parts: Int32, rank: Int32, tid: Int32,
+    ):  # fmt: skip
+        """Adds up all warps' sums, always in one order, and writes y: each block its share."""
+        row, stop, n0, e = tile
         bytes_ = self.size_in_bytes(result)
-        share: cutlass.Constexpr = self.rows // self.cluster
-        items: cutlass.Constexpr = share * self.columns // 2  # pairs
-        for i in range_constexpr((items + self.threads - 1) // self.threads):
+        share = Int32(self.rows)
+        if parts > 1:
+            share = Int32(self.rows // self.cluster)
+        items = share * (self.columns // 2)  # pairs
+        for i in range_constexpr(
+            (self.rows * self.columns // 2 + self.threads - 1) // self.threads
+        ):
             item = i * self.threads + tid
             m = rank * share + item // (self.columns // 2)
             n = item % (self.columns // 2) * 2
-            low, high = Float32(0), Float32(0)
+            two = cute.make_rmem_tensor(2, Float32)
+            two.fill(0.0)
             if item < items:
-                for other in range_constexpr(self.cluster):
-                    for part in range_constexpr(self.summed):
-                        one, two = self.pair_of(
-                            sums + (part * size + m * self.pitch + n) * 4, other
-                        )
-                        low += one
-                        high += two
+                there = self.swizzled(m, n)
+                if parts > 1:
+                    for other in range_constexpr(self.cluster):
+                        block = mapped(base, other)
+                        its = word_of_block(block + self.turn_at)
+                        self.add_up(two, block + its * self.ring + there, True)
+                else:
+                    self.add_up(two, base + slot * self.ring + there, False)
             to = y.toint() + (Int64(row + m) * width + n0 + n) * bytes_
             rows = cutlass.select_((row + m < stop) & (item < items), Int32(1), Int32(0))
             first = cutlass.select_(n0 + n < width, rows, Int32(0))
             second = cutlass.select_(n0 + n + 1 < width, rows, Int32(0))
-            self.store(to, low, result, 0, first)
-            self.store(to + bytes_, high, result, 0, second)
-        self.meet()  # before the next tile's sums are written over these
+            if self.is_there(epilogue):
+                mine = cutlass.min(row + m, stop - 1)
+                for i in range_constexpr(2):
+                    its = cutlass.min(n0 + n + i, width - 1)
+                    two[i] = self.finished(epilogue, two[i], e, mine, its, width)
+            self.store(to, two[0], result, 0, first)
+            self.store(to + bytes_, two[1], result, 0, second)
 
-    def pair_of(self, place: Int32, other: int):
-        """Two floats of a thread block's shared memory."""
-        if self.cluster > 1:
-            return of_block(place, other)
-        from_ = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=8)
-        two = cute.make_rmem_tensor(2, Float32)
-        cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(2)), two)
-        return two[0], two[1]
+    @cute.jit
+    def add_up(self, two, place: Int32, cluster: cutlass.Constexpr):
+        """Adds a pair of each warp, of this thread block or of another one of the cluster."""
+        for warp in range_constexpr(self.warps):
+            at = place + warp * (self.stages * self.ring)
+            if const_expr(cluster):
+                low, high = two_of_block(at)
+                two[0] = two[0] + low
+                two[1] = two[1] + high
+            else:
+                from_ = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=8)
+                found = cute.make_rmem_tensor(2, Float32)
+                cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(2)), found)
+                two[0] = two[0] + found[0]
+                two[1] = two[1] + found[1]
+
+
+class Nibbles(Few):
+    """See above. A stage has four blocks of each row, of which each of four lanes has one.
+
+    A code with its bits in place is a bfloat16 times 2^-126, so what it is multiplied by is
+    2^(scale - 1), of the scale's byte. Where that is too large for a bfloat16, scales beyond 128,
+    the elements are multiplied once more; and by NaN, where the scale is 255.
+    """
+
+    of_scales = 2
+
+    def __init__(self, product: Product, arch: str, kind: str, tile: Rings | None = None):
+        super().__init__(product, arch, kind, tile)
+        if self.per != 2:
+            raise ValueError(f"{product.name}: Nibbles takes codes of four bits")
+
+    @cute.jit
+    def put_scales(self, held, to: Int32, lane: Int32):
+        """As they come, four bytes a row."""
+        for r in range_constexpr(2):
+            place = cute.make_ptr(
+                Uint32, to + (lane + 32 * r) * 4, cute.AddressSpace.smem, assumed_align=4
+            )
+            word = convert.bytes_of(held[0, r], held[1, r], 0x5410)
+            cute.make_tensor(place, cute.make_layout(1))[0] = word
+
+    def key(self, g: Int32):
+        """A lane reads what it has asked for, 16 bytes at once: no two the same bank."""
+        del g
+        return 0
+
+    @cute.jit
+    def load_x(
+        self, x, to, row: Int32, stop: Int32, stage: Int32, cut: Int32, steps: Int32, wide: Int32,
+        blocks: Int32, lane: Int32,
+    ):  # fmt: skip
+        """A lane's part of its block of a stage, of one row in eight; zeros beyond K."""
+        g, q = lane // 4, lane % 4
+        column, second = self.column_of(stage, steps)
+        block = column * self.blocks + q
+        count: cutlass.Constexpr = 4 // self.cuts
+        start = x.toint() + Int64(second * blocks + block) * (2 * BLOCK) + cut * (16 * count)
+        for c in range_constexpr(self.wide):
+            line = start + Int64(cutlass.min(row + 8 * c + g, stop - 1)) * Int64(2 * wide)
+            for j in range_constexpr(count):
+                for i in range_constexpr(4):
+                    to[i, j, c] = Uint32(0)
+            if block < blocks:
+                for j in range_constexpr(count):
+                    cute.autovec_copy(vector(line + 16 * j, Uint32, 4), to[None, j, c])
+
+    @cute.jit
+    def multiply(self, acc, right, ring: Int32, scales: Int32, cut: Int32, lane: Int32):
+        """Adds the products of a part of a stage to the sums."""
+        g, q = lane // 4, lane % 4
+        bytes_ = cute.make_rmem_tensor(8, Int32)
+        most = Int32(0)
+        for i in range_constexpr(8):
+            bytes_[i] = Int32(load_shared(scales + (8 * i + g) * 4 + q, 8))
+            most = cutlass.max(most, bytes_[i])
+        count: cutlass.Constexpr = 4 // self.cuts  # words of a lane's codes of a row
+        operands = [[self.right_of(right, j, c) for c in range(self.wide)] for j in range(count)]
+        place = ring + g * LINE + q * 16 + cut * (4 * count)
+        if cute.arch.vote_any_sync(most > 128):
+            self.add_products(acc, operands, place, bytes_, True)
+        else:
+            self.add_products(acc, operands, place, bytes_, False)
+
+    @cute.jit
+    def add_products(
+        self, acc, operands: cutlass.Constexpr, first: Int32, bytes_, twice: cutlass.Constexpr
+    ):
+        """Those of codes from `first` on, whose elements are multiplied once or twice."""
+        count: cutlass.Constexpr = 4 // self.cuts
+        for m in range_constexpr(4):
+            codes = cute.make_rmem_tensor((count, 2), Uint32)
+            factors = []
+            for r in range_constexpr(2):
+                place = first + (16 * m + 8 * r) * LINE
+                smem = cute.AddressSpace.smem
+                from_ = cute.make_ptr(Uint32, place, smem, assumed_align=4 * count)
+                cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(count)), codes[None, r])
+                factors.append(self.factors(bytes_[2 * m + r])[: 1 + twice])
+            for j in range_constexpr(count):
+                left = [self.left_of(codes[j, r], factors[r]) for r in range(2)]
+                for c in range_constexpr(self.wide):
+                    sums = [acc[v, c, m] for v in range(4)]
+                    for k in range_constexpr(2):
+                        a = [left[r][2 * k + h] for h in range(2) for r in range(2)]
+                        sums = product(a, operands[j][c][2 * k : 2 * k + 2], sums)
+                    for v in range_constexpr(4):
+                        acc[v, c, m] = sums[v]
+
+    @staticmethod
+    def factors(scale: Int32) -> list:
+        """Of a scale's byte two factors, each twice in a word: the second is 1 for most."""
+        twice = Uint32(0x00800080)
+        rest = Uint32(cutlass.max(scale, Int32(128)) - 1) * twice
+        rest = Uint32(cutlass.select_(scale == 255, Uint32(0x7FC07FC0), rest))
+        return [Uint32(cutlass.min(scale + 126, Int32(254))) * twice, rest]
+
+    def left_of(self, codes: Uint32, factors: list) -> list:
+        """Eight codes as four words of bfloat16."""
+        words = spread_e2m1(codes)
+        for factor in factors:
+            words = [times(word, factor) for word in words]
+        return words
+
+    def right_of(self, right, j: int, c: int) -> list:
+        """A lane's eight elements of x in the order of eight codes."""
+        words = [right[i, j, c] for i in range(4)]
+        return [
+            convert.bytes_of(words[i], words[i + 2], select)
+            for i in range(2)
+            for select in (0x5410, 0x7632)
+        ]

@@ -24,7 +24,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
 from jax_mx.facts.launch import Factor
 from jax_mx.facts.products import RESULTS, Product
-from jax_mx.facts.signatures import Array
+from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.products import (
@@ -51,20 +51,6 @@ def product_of_scales(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
         read_only_args=[a, b],
         loc=loc,
         ip=ip,
-    )
-
-
-@dsl_user_op
-def four_kept(address: Uint32, *, loc=None, ip=None) -> list:
-    """Four integers of shared memory, read where it says and not before."""
-    return list(
-        cute.arch.inline_ptx(
-            "ld.volatile.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[Uint32(address)],
-            loc=loc,
-            ip=ip,
-        )
     )
 
 
@@ -133,7 +119,7 @@ class Windows(ProductEntry):
 
     @cute.jit
     def __call__(self, pointers, scalars):
-        x, sx, w, sw, sizes, y = pointers
+        x, sx, w, sw, sizes, *rest, y = pointers
         t, wide, groups, width, blocks, result = scalars
         line = blocks * BLOCK
         stride = cute.assume(Int64(line), 32)
@@ -153,13 +139,13 @@ class Windows(ProductEntry):
         ax, mX = cpasync.make_tiled_tma_atom(copy, mX, tile_x, (self.rows, LINE))
         aw, mW = cpasync.make_tiled_tma_atom(copy, mW, tile_w, (self.columns, LINE))
         self.kernel(
-            ax, mX, aw, mW, sx, sw, sizes, y, t, wide, groups, width, blocks, result
+            ax, mX, aw, mW, sx, sw, sizes, tuple(rest), y, t, wide, groups, width, blocks, result
         ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.shared, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(
         self, ax: cute.CopyAtom, mX: cute.Tensor, aw: cute.CopyAtom, mW: cute.Tensor,
-        sx: cute.Pointer, sw: cute.Pointer, sizes: cute.Pointer, y: cute.Pointer,
+        sx: cute.Pointer, sw: cute.Pointer, sizes: cute.Pointer, rest: tuple, y: cute.Pointer,
         t: Int32, wide: Int32, groups: Int32, width: Int32, blocks: Int32, result: Int32,
     ):  # fmt: skip
         stages: cutlass.Constexpr = self.stages
@@ -308,13 +294,27 @@ class Windows(ProductEntry):
                     self.scale(sums, left, right, at_x, at_w, empty + stages, number)
                 here = self.recalled(kept)
                 row, end, n0 = self.place(index, here, down, t, width)
-                to = self.matrix_of_y(y, here, t, width, result)
+                before = self.before(here, t, width)
+                to = y.toint() + before * self.size_in_bytes(result)
+                own: cutlass.Constexpr = dict(zip(self.epilogue, rest, strict=True))
+                lines: cutlass.Constexpr = [
+                    (row + my_row + 64 * h + 8 * r, 64 * h + 2 * r)
+                    for h in range(self.halves)
+                    for r in range(2)
+                ]
+                its: cutlass.Constexpr = [
+                    (n0 + mine * 128 + 8 * c + 2 * q + e, 4 * c + e)
+                    for c in range(16)
+                    for e in range(2)
+                ]
+                every = cute.make_tensor(sums.iterator, cute.make_layout(64 * self.halves))
+                self.finish_all(own, every, lines, its, here[0], end, width, before)
                 self.results(to, sums, row + my_row, end, n0 + mine * 128, q, width, result)
                 index += grid
                 here = self.seek(index, here, sizes, length, groups, down)
                 self.keep(kept, here)
                 exists = here[0] < groups
-            self.finish(y, kept, t, width, result, bid, grid, tid)
+            self.finish(y, rest, kept, t, width, result, bid, grid, tid)
 
     @property
     def early(self) -> bool:
@@ -359,19 +359,24 @@ class Windows(ProductEntry):
         """Which matrix W's rows are of."""
         return at[0]
 
-    def matrix_of_y(self, y, at, t: Int32, width: Int32, result: Int32):
-        """Where the matrix begins that a tile is of."""
-        del at, t, width, result
-        return y.toint()
+    def before(self, at, t: Int32, width: Int32):
+        """How many elements y has before the matrix that a tile is of."""
+        del at, t, width
+        return Int64(0)
+
+    @property
+    def epilogue(self) -> list:
+        """The names of those operands that `rest` has."""
+        return [a.name for a in self.signature.operands if a.name in EPILOGUE]
 
     @cute.jit
     def finish(
-        self, y, kept: Int32, t: Int32, width: Int32, result: Int32, bid: Int32, grid: Int32,
+        self, y, rest, kept: Int32, t: Int32, width: Int32, result: Int32, bid: Int32, grid: Int32,
         tid: Int32,
     ):  # fmt: skip
         """What is left of y: the rows that no group has."""
         _, _, row, _ = self.recalled(kept)
-        self.clear(y, row, t, width, result, bid, grid, tid, 256)
+        self.clear(y, rest[-1], row, t, width, result, bid, grid, tid, 256)
 
     def operand(self, base, at: int, dtype, rows: int):
         """The stages of an operand, swizzled as TMA writes and wgmma reads them."""
@@ -386,22 +391,6 @@ class Windows(ProductEntry):
         smem = cute.AddressSpace.smem
         pointer = cute.make_ptr(Float32, address, smem, assumed_align=4 * count)
         return cute.make_tensor(pointer, cute.make_layout(count))
-
-    @cute.jit
-    def keep(self, address: Int32, at):
-        """The walk's four numbers into a warp's own place; all lanes have the same."""
-        cute.arch.sync_warp()
-        smem = cute.AddressSpace.smem
-        to = cute.make_tensor(
-            cute.make_ptr(Int32, address, smem, assumed_align=16), cute.make_layout(4)
-        )
-        for i in range_constexpr(4):
-            to[i] = at[i]
-        cute.arch.sync_warp()
-
-    def recalled(self, address: Int32) -> tuple:
-        """What was kept."""
-        return tuple(four_kept(address))
 
     @cute.jit
     def next(self, slot: Int32, phase: Int32):

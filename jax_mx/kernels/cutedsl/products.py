@@ -29,7 +29,7 @@ from jax_mx.facts.launch import (
     multiprocessors,
 )
 from jax_mx.facts.products import RESULTS, Product
-from jax_mx.facts.signatures import Array, Role, signature_of
+from jax_mx.facts.signatures import EPILOGUE, Array, Role, signature_of
 from jax_mx.kernels import tuning
 from jax_mx.kernels.cutedsl import convert
 
@@ -77,6 +77,20 @@ def store_if(address: Int64, values: list, index: int, count: Int32, *, loc=None
         read_only_args=[Int64(address), Int32(count), *values],
         loc=loc,
         ip=ip,
+    )
+
+
+@dsl_user_op
+def four_kept(address: Uint32, *, loc=None, ip=None) -> list:
+    """Four integers of shared memory, read where it says and not before."""
+    return list(
+        cute.arch.inline_ptx(
+            "ld.volatile.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[Uint32(address)],
+            loc=loc,
+            ip=ip,
+        )
     )
 
 
@@ -233,6 +247,7 @@ class ProductEntry:
     def element_of(self, array: Array):
         """The type that the kernel's pointer to an array has."""
         types = {"x": cutlass.BFloat16, "group_sizes": Int32, "y": cutlass.Uint16}
+        types |= dict.fromkeys(EPILOGUE, Float32)
         return types.get(array.name, cutlass.Uint8)
 
     # ---- the walk over tiles ---
@@ -268,6 +283,22 @@ class ProductEntry:
             tiles = self.pieces(size) * down
         return e, tile, row, size
 
+    @cute.jit
+    def keep(self, address: Int32, at):
+        """The walk's four numbers into a warp's own place; all lanes have the same."""
+        cute.arch.sync_warp()
+        smem = cute.AddressSpace.smem
+        to = cute.make_tensor(
+            cute.make_ptr(Int32, address, smem, assumed_align=16), cute.make_layout(4)
+        )
+        for i in range_constexpr(4):
+            to[i] = at[i]
+        cute.arch.sync_warp()
+
+    def recalled(self, address: Int32) -> tuple:
+        """What was kept."""
+        return tuple(four_kept(address))
+
     def pieces(self, size: Int32):
         """Of a group's rows of x: tiles of one have the same rows."""
         return (size + self.rows - 1) // self.rows
@@ -278,6 +309,99 @@ class ProductEntry:
         _, tile, row, size = at
         local = index - tile
         return row + local // down * self.rows, row + size, local % down * self.columns
+
+    @cute.jit
+    def parts(self, tiles: Int32, grid: Int32):
+        """How many thread blocks share each tile: one where that takes no longer."""
+        found = Int32(1)
+        if const_expr(self.cluster > 1):
+            alone = (tiles + grid - 1) // grid * self.cluster
+            if alone > (tiles * self.cluster + grid - 1) // grid:
+                found = Int32(self.cluster)
+        return found
+
+    @cute.jit
+    def rank(self, bid: Int32, parts: Int32):
+        """Which of the thread blocks that share tiles one is."""
+        found = Int32(0)
+        if parts > 1:
+            found = bid % self.cluster
+        return found
+
+    # ---- what is done to sums before they are rounded; null pointers stand for nothing ---
+    def is_there(self, epilogue):
+        """Whether there is anything to do."""
+        bias, row_scale, added = (pointer.toint() for pointer in epilogue)
+        return (bias | row_scale | added) != Int64(0)
+
+    @cute.jit
+    def finished(self, epilogue, total: Float32, e: Int32, m: Int32, n: Int32, width: Int32):
+        """The sum of row m of x and column n of group e, as `reference.finished` has it."""
+        bias, row_scale, added = epilogue
+        if bias.toint() != Int64(0):
+            total = total + element(bias, Int64(e) * width + n, Float32)
+        if row_scale.toint() != Int64(0):
+            total = total * element(row_scale, m, Float32)
+        if added.toint() != Int64(0):
+            total = total + element(added, Int64(m) * width + n, Float32)
+        return total
+
+    @cute.jit
+    def finish_all(
+        self, epilogue: cutlass.Constexpr, sums, rows: cutlass.Constexpr,
+        columns: cutlass.Constexpr, e: Int32, end: Int32, width: Int32, first: Int64,
+    ):  # fmt: skip
+        """The same of all that a thread has, where it lies.
+
+        Args:
+          epilogue: the pointers by their names, those that the op has.
+          sums: what has a float for each pair of a row and a column.
+          rows: (row of y, what the sum's index has of it) each; from `end` on none is read.
+          columns: (column of y, likewise) each; the index is the sum of both.
+          e: the group.
+          end: of its rows.
+          width: of y.
+          first: number of the element of `added` that column 0 of row 0 has.
+        """
+        if const_expr("bias" in epilogue):
+            self.bias_and_scale(epilogue, sums, rows, columns, e, end, width)
+        # Along the longer list, in parts: there are too few registers for all loads at once, and
+        # the compiler moves none out of a branch.
+        by_row: cutlass.Constexpr = len(rows) > len(columns)
+        outer: cutlass.Constexpr = rows if by_row else columns
+        part: cutlass.Constexpr = (len(outer) + 3) // 4
+        for i in range_constexpr(0, len(outer), part):
+            cute.arch.sync_warp()
+            if epilogue["added"].toint() != Int64(0):
+                some = outer[i : i + part]
+                here = (some, columns) if by_row else (rows, some)
+                self.add(epilogue["added"], sums, *here, end, width, first)
+
+    def add(self, added, sums, rows: list, columns: list, end, width, first) -> None:
+        """Adds what there was."""
+        for m, of_m in rows:
+            line = first + Int64(cutlass.min(m, end - 1)) * width
+            for n, of_n in columns:
+                its = element(added, line + cutlass.min(n, width - 1), Float32)
+                sums[of_m + of_n] = sums[of_m + of_n] + its
+
+    @cute.jit
+    def bias_and_scale(
+        self, epilogue: cutlass.Constexpr, sums, rows: cutlass.Constexpr,
+        columns: cutlass.Constexpr, e: Int32, end: Int32, width: Int32,
+    ):  # fmt: skip
+        """The first two of these."""
+        if epilogue["bias"].toint() != Int64(0):
+            for n, of_n in columns:
+                there = Int64(e) * width + cutlass.min(n, width - 1)
+                its = element(epilogue["bias"], there, Float32)
+                for _, of_m in rows:
+                    sums[of_m + of_n] = sums[of_m + of_n] + its
+        if epilogue["row_scale"].toint() != Int64(0):
+            for m, of_m in rows:
+                its = element(epilogue["row_scale"], cutlass.min(m, end - 1), Float32)
+                for _, of_n in columns:
+                    sums[of_m + of_n] = sums[of_m + of_n] * its
 
     # ---- y ---
     def pair(self, low: Float32, high: Float32, result: int) -> list:
@@ -309,14 +433,17 @@ class ProductEntry:
 
     @cute.jit
     def clear(
-        self, y, row: Int32, t: Int32, width: Int32, result: Int32, block: Int32, blocks: Int32,
-        thread: Int32, threads: cutlass.Constexpr,
+        self, y, added, row: Int32, t: Int32, width: Int32, result: Int32, block: Int32,
+        blocks: Int32, thread: Int32, threads: cutlass.Constexpr,
     ):  # fmt: skip
-        """Zeros into the rows from `row` on, which no group has."""
+        """Zeros into the rows from `row` on, which no group has; or what was there."""
         size = self.size_in_bytes(result)
         for m in cutlass.range(row + block, t, blocks, unroll=1):
             for n in cutlass.range(thread, width, threads, unroll=1):
-                self.store(y.toint() + (Int64(m) * width + n) * size, Float32(0), result)
+                total = Float32(0)
+                if added.toint() != Int64(0):
+                    total = element(added, Int64(m) * width + n, Float32)
+                self.store(y.toint() + (Int64(m) * width + n) * size, total, result)
 
 
 class Plain(ProductEntry):
@@ -341,6 +468,8 @@ class Plain(ProductEntry):
         names: cutlass.Constexpr = [array.name for array in self.signature.arrays]
         arrays = dict(zip(names, pointers, strict=True))
         y, sizes = arrays["y"], arrays["group_sizes"]
+        epilogue: cutlass.Constexpr = [arrays[name] for name in EPILOGUE]
+        added = arrays["added"]
         t, wide, groups, width, blocks, result = scalars
         size = self.size_in_bytes(result)
         tid, _, _ = cute.arch.thread_idx()
@@ -354,6 +483,9 @@ class Plain(ProductEntry):
                 total = Float32(0)
                 if e < groups:
                     total = self.dot(arrays, m, Int64(e) * width + n, wide, blocks)
+                    total = self.finished(epilogue, total, e, m, n, width)
+                elif added.toint() != Int64(0):
+                    total = element(added, Int64(m) * width + n, Float32)
                 self.store(y.toint() + (Int64(m) * width + n) * size, total, result)
 
     @cute.jit

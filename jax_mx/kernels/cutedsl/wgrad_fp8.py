@@ -13,7 +13,7 @@ from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.launch import Extent
 from jax_mx.facts.products import Product
 from jax_mx.kernels.cutedsl.matmul_fp8 import LINE, PER_LINE, Stages, Windows
-from jax_mx.kernels.cutedsl.products import Plain, ProductEntry
+from jax_mx.kernels.cutedsl.products import Plain, ProductEntry, element
 
 
 def extents_of(entry: ProductEntry) -> list[Extent]:
@@ -75,9 +75,9 @@ class Contracted(Windows):
         del at
         return 0
 
-    def matrix_of_y(self, y, at, t: Int32, width: Int32, result: Int32):
-        """The group's."""
-        return y.toint() + Int64(at[0]) * t * width * self.size_in_bytes(result)
+    def before(self, at, t: Int32, width: Int32):
+        """Those of the groups before."""
+        return Int64(at[0]) * t * width
 
     def finish(self, *_):
         """Every element of y is a group's."""
@@ -95,7 +95,7 @@ class PlainContracted(Plain):
     def kernel(self, pointers, scalars):
         names: cutlass.Constexpr = [array.name for array in self.signature.arrays]
         arrays = dict(zip(names, pointers, strict=True))
-        y, sizes = arrays["y"], arrays["group_sizes"]
+        y, sizes, added = arrays["y"], arrays["group_sizes"], arrays["added"]
         t, wide, groups, width, blocks, result = scalars
         size = self.size_in_bytes(result)
         tid, _, _ = cute.arch.thread_idx()
@@ -110,6 +110,8 @@ class PlainContracted(Plain):
                     bid * self.threads + tid, width, grid * self.threads, unroll=1
                 ):
                     total = self.over(arrays, m, n, slot // BLOCK, count // BLOCK, blocks)
+                    if added.toint() != Int64(0):
+                        total = total + element(added, line + n, Float32)
                     self.store(y.toint() + (line + n) * size, total, result)
             slot += count
 

@@ -625,8 +625,28 @@ ROWS = [
     },
     {
         "kernel": "matmul.Few",
+        "where": {"rows": 8, "codes_per_byte": 2},
+        "value": {"stages": 3, "resident": 2, "split": 2, "grouped": (4, 4), "cuts": 2},
+        "date": "2026-11-23",
+        "measured": [
+            "uncut, 8 warps: M 8, N 4096 and 16384 11.6, 28.9; (7168, 2048), 128 experts 382;",
+            "4 warps and cut in two: not timed",
+        ],
+    },
+    {
+        "kernel": "matmul.Few",
+        "where": {"rows": 16, "codes_per_byte": 2},
+        "value": {"stages": 3, "resident": 2, "split": 2, "grouped": (4, 4), "cuts": 2},
+        "date": "2026-11-23",
+        "measured": [
+            "uncut, M 16, N 4096 and 16384: 6 stages, 1 resident 13.7, 39.2; 12 warps 14.7, 39.2;",
+            "3 stages, two resident, which spills 21.3, 46.1; cut in two: not timed",
+        ],
+    },
+    {
+        "kernel": "matmul.Few",
         "where": {"rows": 8},
-        "value": {"stages": 3, "resident": 2, "split": 2},
+        "value": {"stages": 3, "resident": 2, "split": 2, "grouped": (4, 4)},
         "date": "2026-11-23",
         "measured": [
             "an earlier loop, M 8, N 4096 and 16384, MXFP8: split 2 14.5, 41.5; 4 20.0, 67.6;",
@@ -638,9 +658,12 @@ ROWS = [
     {
         "kernel": "matmul.Few",
         "where": {"rows": 16},
-        "value": {"stages": 6, "resident": 1, "split": 2},
+        "value": {"stages": 3, "resident": 2, "split": 2, "ahead": False, "grouped": (4, 4)},
         "date": "2026-11-23",
-        "measured": ["M 16, N 4096 and 16384: MXFP8 15.6, 49.3; MXFP4 13.6, 45.5"],
+        "measured": [
+            "M 16, N 4096 and 16384, MXFP8: 16.1, 41.8; x ahead, 6 stages, 1 resident 17.0, 46.3;",
+            "12 warps 16.2, 43.7; 16 16.9, 45.1; split 4 22.8, 55.5; before 15.6, 49.6",
+        ],
     },
     {
         "kernel": "matmul.Warps",
