@@ -654,8 +654,8 @@ ROWS = [
         "date": "2026-11-23",
         "measured": [
             "MXFP8, M 8, N 4096 and 16384; 128 experts, 512 rows, (2880, 2880) and (7168, 2048):",
-            "13.1, 35.6; 279, 484; 4 warps where there are groups 282, 502; 4 everywhere 13.8, 38.0;",
-            "281, 506; the kernel before 12.7, 36.4; 276, 484",
+            "13.1, 35.6; 279, 484; 4 warps where there are groups 282, 502; 4 everywhere",
+            "13.8, 38.0; 281, 506; the kernel before 12.7, 36.4; 276, 484",
         ],
     },
     {
