@@ -626,25 +626,24 @@ ROWS = [
     {
         "kernel": "matmul.Few",
         "where": {"rows": 8, "codes_per_byte": 2},
-        "value": {"stages": 3, "resident": 2, "split": 2, "grouped": (4, 4)},
+        "value": {"stages": 3, "resident": 2, "split": 2, "grouped": (4, 4), "cuts": 2},
         "date": "2026-11-23",
         "measured": [
             "M 8, N 4096 and 16384; 128 experts, 512 rows, (2880, 2880) and (7168, 2048):",
-            "11.1, 28.1; 211, 344; 8 warps where there are groups 228, 353; cut in two 12.0, 29.3;",
-            "228, 377; 4 warps everywhere 11.4, 28.8; 210, 345; 2 warps 16.3, 30.1; 217, 354;",
-            "the kernel before 11.6, 31.3; 245, 376",
+            "12.0, 29.3; 228, 377; the kernel before 11.6, 31.3; 245, 376; before a cut",
+            "11.1, 28.1; 211, 344, 8 warps where there are groups 228, 353, 4 everywhere 210, 345,",
+            "2 everywhere 217, 354: not yet executed as the source is now",
         ],
     },
     {
         "kernel": "matmul.Few",
         "where": {"rows": 16, "codes_per_byte": 2},
-        "value": {"stages": 6, "resident": 2, "split": 2, "warps": 4},
+        "value": {"stages": 3, "resident": 2, "split": 2, "grouped": (4, 4), "cuts": 2},
         "date": "2026-11-23",
         "measured": [
-            "M 16, N 4096 and 16384; 128 experts, 1536 rows, (7168, 2048): 15.1, 35.4; 442;",
-            "8 warps, 1 resident 13.5, 37.8; 482; x not ahead 13.8, 37.9; 521;",
-            "3 stages, cut in two 14.3, 36.4; 457, x not ahead 15.3, 35.8; 479;",
-            "the kernel before 13.6, 45.1; 504",
+            "M 16, N 4096 and 16384; 128 experts, 1536 rows, (7168, 2048): 14.3, 36.4; 457;",
+            "x not ahead 15.3, 35.8; 479; the kernel before 13.6, 45.1; 504; before codes could be",
+            "cut, 6 stages, 4 warps 15.1, 35.4; 442, 8 warps, 1 resident 13.5, 37.8; 482",
         ],
     },
     {
