@@ -25,7 +25,7 @@ from flax import nnx
 
 from benchmarks import report
 from examples import train_moe
-from jax_mx import MXFP4_E2M1, Hadamard, Product, Recipe, mxfp4_backward
+from jax_mx import MXFP4_E2M1, Hadamard, Product, Recipe
 
 # Recipe, and what computes grouped products.
 WAYS: dict[str, tuple[Any, str | None]] = {
@@ -35,7 +35,7 @@ WAYS: dict[str, tuple[Any, str | None]] = {
     "mxfp8": ("mxfp8", None),
     "mxfp8, windows of 256": (Recipe(window=256), None),
     "mxfp4": ("mxfp4", None),
-    "mxfp8, gradients in mxfp4": (mxfp4_backward(jax.random.key(0)), None),
+    "mxfp8, gradients in mxfp4": (train_moe.RECIPES["mxfp4"], None),
 }
 # Which of a layer's three products MXFP4 costs learning in; as the recipe MXFP4 has each.
 PARTS: dict[str, tuple[Any, str | None]] = {
