@@ -1,7 +1,5 @@
 """Gated activations: the float that is quantized, its derivative, the kernels that compute it."""
 
-import copy
-import dataclasses
 import functools
 import math
 
@@ -16,6 +14,7 @@ from helpers import (
     assert_same_array,
     call,
     call_attributes_in,
+    for_any_address,
     poison_memory,
     random_bits,
 )
@@ -552,7 +551,7 @@ def test_the_float_is_the_same_on_the_gpu(name):
 @pytest.mark.gpu
 @pytest.mark.sampled(10, 3)
 @pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
-def test_every_kernel(variant, monkeypatch):
+def test_every_kernel(variant):
     """Every gate; each layout, scaling and entry; lengths off every tile."""
     scalings, layouts = [*Scaling], layouts_of(variant)
     form = str(variant.form).removesuffix("_transposed")
@@ -562,7 +561,7 @@ def test_every_kernel(variant, monkeypatch):
         x = x[: rows * 2 * length].reshape(rows, 2 * length)
         how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
         check(variant, x, **how)
-    x, get = every_gate(), store.get
+    x = every_gate()
     # As gates that no infinite one is beside, and no huge up: their own codes show.
     gates, ups = np.split(x, 2, -1)
     ups = np.where(np.isfinite(ups.astype(np.float32)) & (np.abs(ups) < 2), ups, 1).astype(x.dtype)
@@ -572,19 +571,9 @@ def test_every_kernel(variant, monkeypatch):
             gates.shape), ups], -1)):  # fmt: skip
         check(variant, floats)
 
-    def for_any_address(variant, arch):
-        artifact = get(variant, arch)
-        facts = copy.deepcopy(artifact.facts)
-        for launch in facts["launches"].values():
-            del launch["entries"][0]
-        return dataclasses.replace(artifact, facts=facts)
-
-    monkeypatch.setattr(store, "get", for_any_address)
-    jax.clear_caches()
-    for layout in layouts:
-        check(variant, x, scale_layout=layout)
-    monkeypatch.undo()
-    jax.clear_caches()
+    with for_any_address():
+        for layout in layouts:
+            check(variant, x, scale_layout=layout)
 
 
 @pytest.mark.gpu

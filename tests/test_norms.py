@@ -1,7 +1,5 @@
 """`rms_norm`: bits against its definition in numpy, gradients in float64, quantized, sharded."""
 
-import copy
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -18,6 +16,7 @@ from helpers import (
     assert_same_array,
     call_attributes_in,
     collectives,
+    for_any_address,
     poison_memory,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -30,7 +29,6 @@ from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.geometry import Extents
-from jax_mx.lowering import store
 
 P = PartitionSpec
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -305,28 +303,18 @@ def test_factors_of_many_sums(eps):
 @pytest.mark.gpu
 @pytest.mark.sampled(10, 3)
 @pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
-def test_every_kernel(variant, monkeypatch):
+def test_every_kernel(variant):
     """Each layout, scaling and entry; lengths off every tile, and longer than what is kept."""
-    scalings, layouts, get = [*Scaling], layouts_of(variant), store.get
+    scalings, layouts = [*Scaling], layouts_of(variant)
     shapes = SHAPES[str(variant.form).removesuffix("_transposed")]
     for i, shape in enumerate(shapes):
         weight = rows((shape[1],), ("float32", "bfloat16")[i % 2], i)
         how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
         check(variant, nasty(shape, i), weight, **how)
 
-    def for_any_address(variant, arch):
-        artifact = get(variant, arch)
-        facts = copy.deepcopy(artifact.facts)
-        for launch in facts["launches"].values():
-            del launch["entries"][0]
-        return dataclasses.replace(artifact, facts=facts)
-
-    monkeypatch.setattr(store, "get", for_any_address)
-    jax.clear_caches()
-    for layout in layouts:
-        check(variant, nasty(shapes[3]), rows((shapes[3][1],), "bfloat16"), scale_layout=layout)
-    monkeypatch.undo()
-    jax.clear_caches()
+    with for_any_address():
+        for layout in layouts:
+            check(variant, nasty(shapes[3]), rows((shapes[3][1],), "bfloat16"), scale_layout=layout)
 
 
 @pytest.mark.gpu

@@ -4,8 +4,6 @@ What it is compared with is NumPy's gather and the same call without rows. Kerne
 variants of their own: executed on the GPU at hand, and in the emulator.
 """
 
-import copy
-import dataclasses
 import functools
 
 import jax
@@ -18,6 +16,7 @@ from helpers import (
     assert_same_array,
     call,
     call_attributes_in,
+    for_any_address,
     poison_memory,
     random_bits,
 )
@@ -28,7 +27,6 @@ from jax_mx import _ffi
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
-from jax_mx.lowering import store
 
 P = PartitionSpec
 PICKING = [v for v in VARIANTS if v.rows]
@@ -286,7 +284,7 @@ each_here = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 @pytest.mark.gpu
 @pytest.mark.sampled(24, 3)
 @each_here
-def test_every_kernel(variant, monkeypatch):
+def test_every_kernel(variant):
     """Each layout, scaling and entry; R off every tile."""
     scalings, layouts = [*Scaling], layouts_of(variant)
     for i, (count, picked, length) in enumerate(shapes_of(variant)):
@@ -296,21 +294,9 @@ def test_every_kernel(variant, monkeypatch):
     x = random_bits((512, 512), variant.dtype)
     for layout in layouts:  # aligned, whole tiles
         check(variant, x, numbers(512, 512), scale_layout=layout)
-    get = store.get
-
-    def for_any_address(variant, arch):
-        artifact = get(variant, arch)
-        facts = copy.deepcopy(artifact.facts)
-        for launch in facts["launches"].values():
-            del launch["entries"][0]
-        return dataclasses.replace(artifact, facts=facts)
-
-    monkeypatch.setattr(store, "get", for_any_address)
-    jax.clear_caches()
-    for layout in layouts:
-        check(variant, x[:99], numbers(288, 99), scale_layout=layout)
-    monkeypatch.undo()
-    jax.clear_caches()
+    with for_any_address():
+        for layout in layouts:
+            check(variant, x[:99], numbers(288, 99), scale_layout=layout)
 
 
 @pytest.mark.gpu
