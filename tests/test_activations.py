@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.facts.activations import ACTIVATIONS, GATED, named_in
+from jax_mx.facts.activations import ACTIVATIONS, GATED, INTERLEAVED, named_in
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
@@ -520,14 +520,22 @@ def fitting(variant, length: int) -> int:
 
 
 def made_by(variant, x, weights=None):
-    """What asks for a variant, and what that quantizes."""
+    """What asks for a variant, and what that quantizes, for all gates, then all ups."""
     name, is_gradient = named_in(variant.source)
     if not is_gradient:
-        return jax_mx.Gated(name, weights), wanted(x, name, weights)
+        turns = variant.source.endswith(INTERLEAVED)
+        return jax_mx.Gated(name, weights, interleaved=turns), wanted(x, name, weights)
     dy = random_bits((x.shape[0] * x.shape[1] // 2,), "bfloat16", seed=9)
     dy = np.where(np.isfinite(doubles(dy)), dy, 1).astype(x.dtype).reshape(len(x), -1)
     own = jax_mx.Gated(name, weights, gradient=dy)
     return own, wanted_gradient(x, dy, name, weights)
+
+
+def laid(variant, x):
+    """All gates, then all ups, as a variant reads them."""
+    if not variant.source.endswith(INTERLEAVED):
+        return x
+    return np.stack(np.split(x, 2, -1), -1).reshape(x.shape)
 
 
 def check(variant, x, **how):
@@ -537,7 +545,7 @@ def check(variant, x, **how):
     own, floats = made_by(variant, x, weights)
     want = jax.block_until_ready(jax.jit(plain)(floats))
     poison_memory()
-    got = jax.jit(lambda x, own: op(x, activation=own))(x, own)
+    got = jax.jit(lambda x, own: op(x, activation=own))(laid(variant, x), own)
     same(got, want, f"{x.shape} {how}")
 
 
@@ -660,7 +668,7 @@ def test_emulated(variant, arch):
         before = _ffi.counters()["launches"]
         with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
             op = call(variant, "flydsl", **how)
-            got = jax.jit(lambda x, own, op=op: op(x, activation=own))(x, own)
+            got = jax.jit(lambda x, own, op=op: op(x, activation=own))(laid(variant, x), own)
             got = jax.block_until_ready(got)
         assert _ffi.counters()["launches"] == before + 1
         same(got, want, f"{x.shape} {how}")
@@ -681,7 +689,7 @@ def test_emulated_at_any_address(variant, arch):
         assert program.takes(entry)
         want = jax.jit(call(variant, "xla", **how))(floats)
         dy = [own.gradient] * (own.gradient is not None)
-        operands = emulation.bytes_of([x, weights, *dy])
+        operands = emulation.bytes_of([laid(variant, x), weights, *dy])
         assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
 
 

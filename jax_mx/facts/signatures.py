@@ -115,7 +115,7 @@ def _quantize_rows(kinds: Sequence[Kind]) -> Signature:
 
 
 def _quantize_gated(kinds: Sequence[Kind]) -> Signature:
-    """Of an activation's results; x (T, 2, K), gates and ups, weights by row."""
+    """Of an activation's results; x (T, 2, K) or (T, K, 2), gates and ups, weights by row."""
     return Signature((_X, _WEIGHTS, *_block_data(kinds)), _quantized(kinds))
 
 

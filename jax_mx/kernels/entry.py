@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_mx.facts.activations import named_in
+from jax_mx.facts.activations import INTERLEAVED, named_in
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.signatures import RMS_NORM, Array, Role, Signature, signature_of
@@ -60,7 +60,12 @@ class Entry:
         """The dimension of x that is its columns where the floats are made of x, else 0."""
         if self.variant.normed:
             return 1 + self.variant.form.spans[0]
-        return {"": 0, "rows": 1}.get(self.variant.source, 2)
+        return {"": 0, "rows": 1}.get(self.variant.source, 1 if self.interleaved else 2)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether gates and ups take turns in x."""
+        return self.variant.source.endswith(INTERLEAVED)
 
     @property
     def gates(self) -> bool:

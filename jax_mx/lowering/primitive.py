@@ -40,7 +40,7 @@ from jax_mx.arrays.sharding import spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed, minor_to_major
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
-from jax_mx.facts.activations import ACTIVATIONS
+from jax_mx.facts.activations import ACTIVATIONS, INTERLEAVED
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.preprocessing import Preprocessing
@@ -102,7 +102,8 @@ def _floats(operands: Sequence[Any], plan: Plan):
     if not plan.source:
         return x
     apart = plan.source in ACTIVATIONS  # halves of x that make one
-    shape = (math.prod(operands[1].shape), math.prod(x.shape[1 + apart :]))
+    columns = math.prod(x.shape[1 + apart :]) // (1 + plan.source.endswith(INTERLEAVED))
+    shape = (math.prod(operands[1].shape), columns)
     if plan.source == RMS_NORM:
         shape = _normed_shape(x.shape, plan)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
@@ -843,9 +844,10 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
 
     Args:
       operands: the view of the floats and those of the plan's `given_data`; or what the plan's
-        source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), and
-        weights (R, 1); of its gradient these and dy (T, K); of a norm x (..., T, K), and float32
-        weights (K,). An axis of length n that blocks run along is two: n / 32 and 32.
+        source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), or
+        (T, K, 2) of gates and ups by turns, and weights (R, 1); of its gradient these and dy (T, K); of a norm x (..., T, K), and float32
+        weights (K,). An axis of length n that blocks run along is two: n / 32 and 32, by
+        turns 64.
       plan: the call.
 
     Returns:

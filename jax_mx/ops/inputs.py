@@ -14,7 +14,7 @@ from jax_mx import reference
 from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
-from jax_mx.facts.activations import GRADIENT, named_in
+from jax_mx.facts.activations import GRADIENT, INTERLEAVED, named_in
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.signatures import RMS_NORM
 from jax_mx.facts.windows import lengths_of
@@ -72,12 +72,13 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
             raise ValueError(f"{op}: rows of x have no gradient alone; drop rows, or the gradient")
         up = None if up is None else _floats_of(up, (rows,), "rows")
         x, activation = _floats_of(x, (rows,), "rows"), dataclasses.replace(activation, up=up)
-    if rows is not None or not activation.is_split:
+    if rows is not None or not activation.in_one_array:
         x = made(op, x, activation)
         return x, x, "", ()
     weights = weights_of(op, gates, activation.weights)
     if activation.gradient is None:
-        return x, gates, activation.name, (weights,)
+        turns = INTERLEAVED * activation.interleaved
+        return x, gates, activation.name + turns, (weights,)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return x, like, activation.name + GRADIENT, (weights, activation.dy_of(op, gates))
 
@@ -131,7 +132,10 @@ def operands_of(
         tail = (length // BLOCK, BLOCK) if across else (length,)
         by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
         more = [a.reshape(count, *tail) for a in other[1:]]
-        x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
+        if plan.source.endswith(INTERLEAVED):
+            x = x.reshape(x.shape[0], *((length // BLOCK, 2 * BLOCK) if across else (length, 2)))
+        else:
+            x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
         return [x, by_row, *more], viewed, plan, beside
     if other:
         if plan.source == RMS_NORM:

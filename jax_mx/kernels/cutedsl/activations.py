@@ -17,6 +17,7 @@ from jax_mx.facts.activations import (
     Activation,
     Rounding,
 )
+from jax_mx.kernels.cutedsl import convert
 
 _LOG2E = math.log2(math.e)
 
@@ -146,6 +147,15 @@ def _cut(row: Activation) -> str:
             f"min.NaN.f32 g, g, {high}; min.NaN.f32 u, u, {high}; max.NaN.f32 u, u, {low}; "
         )
     return found + f"add.rn.ftz.f32 u, u, {_number(row.shift)}; " * bool(row.shift)
+
+
+def part(first, second) -> None:
+    """Two fragments of words of gates and ups by turns, the second one behind: gates, and ups."""
+    count = cute.size(first)
+    words = [part[w] for part in (first, second) for w in range(count)]
+    for w, (low, high) in enumerate(zip(words[::2], words[1::2], strict=True)):
+        first[w] = convert.bytes_of(low, high, 0x5410)
+        second[w] = convert.bytes_of(low, high, 0x7632)
 
 
 @dsl_user_op

@@ -23,6 +23,16 @@ from jax_mx.kernels.flydsl import convert
 _LOG2E = math.log2(math.e)
 
 
+def parted(both: list[list[Uint32]]) -> list[list[Uint32]]:
+    """Words of gates, and of ups, of words of both by turns."""
+    words = [word for part in both for word in part]
+    pairs = [*zip(words[1::2], words[::2], strict=True)]
+    return [
+        [convert.bytes_of(*pair, *half) for pair in pairs]
+        for half in ((0, 1, 4, 5), (2, 3, 6, 7))
+    ]
+
+
 def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, arch: str) -> Uint32:
     """A word of act(gate) * up * weight, bfloat16, of words of gates and of ups."""
     both = zip(*(convert.elements(word, "bfloat16") for word in (gates, ups)), strict=True)

@@ -11,6 +11,14 @@ CHIP = "NVIDIA H200"
 ROWS = [
     # ---- quantize: rows that are normed; (threads, kept, rows), and (down, across, each, lag) ---
     {
+        # Sums of float32 rows are float64.
+        "kernel": "quantize.Rows",
+        "where": {"itemsize": 4},
+        "value": {"threads": 256, "kept": 4, "rows": 1},
+        "date": "",
+        "measured": [],
+    },
+    {
         # What decides is how many bytes of x a multiprocessor waits for at once.
         "kernel": "quantize.Rows",
         "where": {},
