@@ -272,6 +272,15 @@ VARIANTS += tuple(
     if variant.source in _INTERLEAVED
     if variant.window == BLOCK and len({*variant.formats}) == 1
 )
+# From other floats, likewise.
+_WIDE = ("swiglu", "geglu", "gpt_oss")
+VARIANTS += tuple(
+    dataclasses.replace(variant, dtype=dtype)
+    for variant in VARIANTS
+    if variant.source in _WIDE and variant.window == BLOCK and len({*variant.formats}) == 1
+    for dtype in FLOAT_DTYPES
+    if dtype != "bfloat16"
+)
 # The forms of what each DSL's kernels norm.
 NORMED: Mapping[str, tuple[Form, ...]] = {
     "cutedsl": (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED),

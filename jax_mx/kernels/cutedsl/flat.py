@@ -256,7 +256,7 @@ class Flat(WholeBlocks):
         if const_expr(self.interleaved):
             activations.part(gates, ups)
         for w in range_constexpr(cute.size(words)):
-            words[w] = activations.gated(self.activation, gates[w], ups[w], rM[0])
+            words[w] = activations.gated(self.activation, gates[w], ups[w], rM[0], self.dtype)
 
     @cute.jit
     def locate_in_patch(self, bid, mine, places: Int64, rows: Int32, cols: Int32):

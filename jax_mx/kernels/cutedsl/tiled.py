@@ -377,9 +377,9 @@ class Tiled(Kernel):
                 for i in range_constexpr(together):
                     if const_expr(self.interleaved):
                         activations.part(gates[None, i], ups[None, i])
-                    for w in range_constexpr(self.vector // 2):
+                    for w in range_constexpr(self.vector * self.itemsize // 4):
                         made[w, top + i] = activations.gated(
-                            self.activation, gates[w, i], ups[w, i], rM[i]
+                            self.activation, gates[w, i], ups[w, i], rM[i], self.dtype
                         )
         return rX
 

@@ -164,7 +164,7 @@ class Flat(Kernel):
         (weight,) = load_words(arrays["weights"], as_int64(row) * 4, 1, 4)
         weight, name = weight.bitcast(fx.Float32), self.activation
         pairs = zip(gates, ups, strict=True)
-        return [activations.gated(name, *pair, weight, self.arch) for pair in pairs]
+        return [activations.gated(name, *pair, weight, self.dtype, self.arch) for pair in pairs]
 
     def strip(self, sizes):
         """The workgroup's blocks."""

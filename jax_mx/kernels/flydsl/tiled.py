@@ -225,7 +225,9 @@ class Tiled(Kernel):
             else:
                 both = [self.load_row(start + half * part, col, k) for part in range(2)]
             words.append([
-                activations.gated(self.activation, *pair, weight.bitcast(fx.Float32), self.arch)
+                activations.gated(
+                    self.activation, *pair, weight.bitcast(fx.Float32), self.dtype, self.arch
+                )
                 for pair in zip(*both, strict=True)
             ])  # fmt: skip
         return words
