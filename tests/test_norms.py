@@ -190,13 +190,13 @@ SHAPES = {
 }
 
 
-def nasty(shape, seed=0):
+def nasty(shape, seed=0, dtype="bfloat16"):
     """Rows of any size, some of them with what is no number, zeros and subnormals."""
-    x, length = rows(shape, "bfloat16", seed), shape[-1]
+    x, length = rows(shape, dtype, seed), shape[-1]
     if len(x) > 12:
         x[0], x[1], x[6] = 0, -0.0, ml_dtypes.finfo(x.dtype).smallest_subnormal
         x[2, 0], x[3, length - 1], x[4, length // 2] = np.nan, np.inf, -np.inf
-        x[5], x[7, ::2], x[8] = ml_dtypes.finfo(x.dtype).max, 2.0**-63, 1e-38
+        x[5], x[7, ::2], x[8] = ml_dtypes.finfo(x.dtype).max, 2.0**-63, 1e-38  # of float16 0
         x[9] = (x[9].astype(np.float32) * np.float32(2.0**-70)).astype(x.dtype)
     return x
 
@@ -234,7 +234,13 @@ def test_what_serves_it():
     assert supported("quantize", "sm_90") == (True, f"cutedsl: quantize_last_{name}_rms_norm")
     found = supported("quantize_both", "sm_100", transpose=True)
     assert found == (True, f"cutedsl: quantize_both_transposed_{name}_mxfp8_e4m3_rms_norm")
-    for how in ({"dtype": "float32"}, {"axis": -2}, {"rows": True}, {"activation": "swiglu"}):
+    found = supported("quantize", "sm_90", dtype="float32")
+    assert found == (True, "cutedsl: quantize_last_float32_mxfp8_e4m3_rms_norm")
+    turned = {"axis": -2, "transpose": True}
+    found = supported("quantize", "sm_80", dtype="float16", **turned)
+    assert found == (True, "cutedsl: quantize_second_transposed_float16_mxfp8_e4m3_rms_norm")
+    for how in ({"dtype": "float32", **turned}, {"axis": -2}, {"rows": True},
+                {"activation": "swiglu"}):  # fmt: skip
         served, what = supported("quantize", "sm_90", **how)
         assert served and what.endswith(" of floats that XLA makes")
     refused = functools.partial(assert_refused, error=ValueError)
@@ -310,11 +316,12 @@ def test_every_kernel(variant):
     for i, shape in enumerate(shapes):
         weight = rows((shape[1],), ("float32", "bfloat16")[i % 2], i)
         how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
-        check(variant, nasty(shape, i), weight, **how)
+        check(variant, nasty(shape, i, variant.dtype), weight, **how)
 
     with for_any_address():
         for layout in layouts:
-            check(variant, nasty(shapes[3]), rows((shapes[3][1],), "bfloat16"), scale_layout=layout)
+            x, weight = nasty(shapes[3], 0, variant.dtype), rows((shapes[3][1],), "bfloat16")
+            check(variant, x, weight, scale_layout=layout)
 
 
 @pytest.mark.gpu

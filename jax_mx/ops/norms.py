@@ -76,9 +76,9 @@ def rms_norm(
       eps: a finite number, at least 0.
       residual: of x's shape and dtype, or None: it is added to x first, in float32, and rounded to
         x's dtype; that sum is normed, and given too.
-      format: what the result is quantized to, see `quantize`; None: not. From bfloat16 kernels norm
-        as they quantize, along rows, transposed along the axis before, and both, in MXFP8 and
-        MXFP4; where floats are asked for too, XLA norms before.
+      format: what the result is quantized to, see `quantize`; None: not. NVIDIA kernels norm as
+        they quantize, along rows, from bfloat16 and float16 also transposed along the axis before,
+        and both, in MXFP8 and MXFP4; where floats are asked for too, XLA norms before.
       both: whether it is quantized along the last axis and along the one before, by
         `quantize_both`; else along the last one.
       floats: whether floats are given; None: where there is no format.

@@ -145,7 +145,9 @@ def source_of(
         raise ValueError(f"{op}: gradient is that of an activation without rows; give one")
     turns = flag(op, "interleaved", interleaved)
     if turns and (activation is None or not row_of(op, activation).has_gate):
-        raise ValueError(f"{op}: interleaved is the order of an activation's gates and ups; give one")
+        raise ValueError(
+            f"{op}: interleaved is the order of an activation's gates and ups; give one"
+        )
     if activation is not None:
         row_of(op, activation)
     parts = ["rows"] * picks + [RMS_NORM] * flag(op, "norm", norm)

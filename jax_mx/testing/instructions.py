@@ -119,7 +119,9 @@ def _to_odd(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     error = (x - (total - part)) + (y - part)
     even = (total.view(U64) & U64(1)) == 0
     away = np.where((error > 0) == (total > 0), 1, -1)
-    odd = np.where((error != 0) & even & np.isfinite(total), (total.view(I64) + away).view(F64), total)
+    odd = np.where(
+        (error != 0) & even & np.isfinite(total), (total.view(I64) + away).view(F64), total
+    )
     return np.asarray(total), odd
 
 

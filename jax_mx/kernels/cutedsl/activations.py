@@ -229,14 +229,15 @@ def part(first, second) -> None:
 
 
 @dsl_user_op
-def gated(  # noqa: PLR0913
+def gated(
     name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str, *, loc=None, ip=None
 ) -> Uint32:
     """A word of act(gate) * up * weight, of words of gates and of ups, all of this dtype."""
     row = ACTIVATIONS[name]
     begin, part = _BEGIN, f"{_PARTS[row.unary]}{_rounded('t', row.rounding.part)}"
     if dtype != "bfloat16":
-        begin += ".reg .f64 x, size, m, rest, y, ratio, below, total; .reg .b32 lo, hi; .reg .b16 lo16, hi16; "
+        begin += ".reg .f64 x, size, m, rest, y, ratio, below, total; "
+        begin += ".reg .b32 lo, hi; .reg .b16 lo16, hi16; "
         part = _in_float64(row.unary) if row.unary in _SIZES else _PARTS[row.unary]
     each = [
         f"{_taken('g', '{$r0}', i, dtype)}{_taken('u', '{$r1}', i, dtype)}{_cut(row)}{part}"

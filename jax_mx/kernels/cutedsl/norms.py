@@ -129,12 +129,14 @@ def factor_of(total, length: Int32, eps: Int32, *, loc=None, ip=None):
         f"{step * 2}neg.f64 m, g; fma.rn.f64 r, m, g, q; fma.rn.f64 g, r, h, g; "
     )
     kind = type(total)
-    take, give = "cvt.f64.f32 d, {$r0}; ", (
+    take = "cvt.f64.f32 d, {$r0}; "
+    give = (
         "cvt.rn.f32.f64 f, g; setp.eq.f64 p, d, 0d0000000000000000; selp.f32 f, 0f7F800000, f, p; "
         "setp.eq.f64 p, d, 0d7FF0000000000000; selp.f32 {$w0}, 0f00000000, f, p; }"
     )
     if kind is Float64:
-        take, give = "mov.f64 d, {$r0}; ", (
+        take = "mov.f64 d, {$r0}; "
+        give = (
             "setp.eq.f64 p, d, 0d0000000000000000; selp.f64 g, 0d7FF0000000000000, g, p; "
             "setp.eq.f64 p, d, 0d7FF0000000000000; selp.f64 {$w0}, 0d0000000000000000, g, p; }"
         )

@@ -30,14 +30,11 @@ def parted(both: list[list[Uint32]]) -> list[list[Uint32]]:
     words = [word for part in both for word in part]
     pairs = [*zip(words[1::2], words[::2], strict=True)]
     return [
-        [convert.bytes_of(*pair, *half) for pair in pairs]
-        for half in ((0, 1, 4, 5), (2, 3, 6, 7))
+        [convert.bytes_of(*pair, *half) for pair in pairs] for half in ((0, 1, 4, 5), (2, 3, 6, 7))
     ]
 
 
-def gated(  # noqa: PLR0913
-    name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str, arch: str
-) -> Uint32:
+def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str, arch: str) -> Uint32:
     """A word of act(gate) * up * weight, of words of gates and of ups, all of this dtype."""
     both = zip(*(convert.elements(word, dtype) for word in (gates, ups)), strict=True)
     found = [_gated(name, *pair, dtype) * weight for pair in both]
@@ -188,8 +185,7 @@ _SIZES: Mapping[str, Callable[[Float64], Float64]] = {
     "silu": lambda x: x,
     "sharp_silu": lambda x: _masked(x * Float64(SHARPNESS), EXP.most),
     "gelu": lambda x: _masked(
-        (x * Float64(TANH))
-        * (_masked((x * x) * Float64(CUBE), EXP.most) + Float64(1.0)),
+        (x * Float64(TANH)) * (_masked((x * x) * Float64(CUBE), EXP.most) + Float64(1.0)),
         EXP.most,
     ),
 }
