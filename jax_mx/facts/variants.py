@@ -272,12 +272,13 @@ VARIANTS += tuple(
     if variant.source in _INTERLEAVED
     if variant.window == BLOCK and len({*variant.formats}) == 1
 )
-# From other floats, likewise.
+# From other floats likewise, and not to the format of gradients.
 _WIDE = ("swiglu", "geglu", "gpt_oss")
 VARIANTS += tuple(
     dataclasses.replace(variant, dtype=dtype)
     for variant in VARIANTS
-    if variant.source in _WIDE and variant.window == BLOCK and len({*variant.formats}) == 1
+    if variant.source in _WIDE and variant.window == BLOCK
+    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
     for dtype in FLOAT_DTYPES
     if dtype != "bfloat16"
 )
@@ -293,12 +294,13 @@ VARIANTS += tuple(
     if variant.form in NORMED[variant.implementation]
     if variant.window != 256 or not variant.form.is_both  # as of activations
 )
-# From other floats without windows, in one format. Factors that wait in memory for their tiles are
-# float32, those of float32 rows are not.
+# From other floats like activations. Factors that wait in memory for their tiles are float32, those
+# of float32 rows are not.
 VARIANTS += tuple(
     dataclasses.replace(variant, dtype=dtype)
     for variant in VARIANTS
-    if variant.normed and variant.window == BLOCK and len({*variant.formats}) == 1
+    if variant.normed and variant.window == BLOCK
+    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
     for dtype in ("float16", "float32")
     if dtype == "float16" or variant.form == directions.LAST
 )
