@@ -107,7 +107,7 @@ def _floats(operands: Sequence[Any], plan: Plan):
         shape = _normed_shape(x.shape, plan)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    return x.update(shape=shape, weak_type=False, sharding=sharding)
+    return x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)
 
 
 def _rows_of_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
