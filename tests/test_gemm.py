@@ -90,9 +90,10 @@ def float64(q) -> np.ndarray:
     return np.asarray(q).astype(np.float64)
 
 
-def wanted(x, w, sizes=None, bias=0, row_scale=1, added=0) -> np.ndarray:
+def wanted(x, w, sizes=None, bias=0, row_scale=1, added=0, contracting=-1) -> np.ndarray:
     """The product in float64, with its epilogue."""
     x, w = float64(x), float64(w)
+    w = w if contracting == -1 else np.swapaxes(w, -1, -2)
     bias, row_scale, added = (np.asarray(a, np.float64) for a in (bias, row_scale, added))
     with np.errstate(invalid="ignore"):
         if sizes is None:
@@ -110,9 +111,9 @@ def wanted(x, w, sizes=None, bias=0, row_scale=1, added=0) -> np.ndarray:
     return y + added
 
 
-def epilogue(rng, x, w, names=EPILOGUE) -> dict[str, jax.Array]:
+def epilogue(rng, x, w, names=EPILOGUE, contracting=-1) -> dict[str, jax.Array]:
     """Small integers and powers of two, with which sums stay exact."""
-    lead, n = x.shape[:-1], w.shape[-2]
+    lead, n = x.shape[:-1], w.shape[-3 - contracting]
     found = {
         "bias": floats(rng, (*w.shape[:-2], n), jnp.float32),
         "row_scale": 2 ** floats(rng, lead, jnp.float32),
@@ -138,20 +139,24 @@ def floats(rng, shape, dtype=jnp.bfloat16, most=3):
 
 
 @functools.cache
-def compiled(dtype, implementation, **options):
-    del options
+def compiled(dtype, implementation, contracting):
     return jax.jit(
-        functools.partial(gemm, preferred_element_type=dtype, implementation=implementation)
+        functools.partial(
+            gemm,
+            preferred_element_type=dtype,
+            implementation=implementation,
+            contracting=contracting,
+        )
     )
 
 
-def check(x, w, sizes=None, dtype=jnp.float32, implementation="xla", **after):
+def check(x, w, sizes=None, dtype=jnp.float32, implementation="xla", contracting=-1, **after):
     """The product is exact."""
     poison_memory()
     args = () if sizes is None else (jnp.asarray(sizes, jnp.int32),)
-    y = compiled(jnp.dtype(dtype), implementation)(x, w, *args, **after)
-    what = f"{x.shape} {w.shape} {w.format!r} {sizes} {[*after]}"
-    assert_equal(y, wanted(x, w, sizes, **after), what)
+    y = compiled(jnp.dtype(dtype), implementation, contracting)(x, w, *args, **after)
+    what = f"{x.shape} {w.shape} {w.format!r} {sizes} {contracting} {[*after]}"
+    assert_equal(y, wanted(x, w, sizes, **after, contracting=contracting), what)
 
 
 def check_fp8(
@@ -210,6 +215,19 @@ def test_the_reference_is_exact_where_sums_are(format, dtype):
         for result in ("float32", "bfloat16", "float16"):
             check(floats(rng, shape, dtype), w, dtype=result)
     check(floats(rng, (3, 5, 96), dtype), integers(rng, (3, 7, 96), format))
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=repr)
+def test_the_reference_of_blocks_along_the_free_axis(format):
+    """Contracted lengths that no block divides, in one part and, of float16, in two."""
+    rng = np.random.default_rng(23)
+    w, x = integers(rng, (3, 13, 64), format), floats(rng, (11, 13))
+    check(x, w, [5, 0, 3], contracting=-2)
+    check(floats(rng, (11, 13), jnp.float16, 1500), w, [4, 4, 4], contracting=-2)
+    check(floats(rng, (3, 5, 13)), w, contracting=-2)
+    check(x, w, [1, 4, 2], contracting=-2, **epilogue(rng, x, w, contracting=-2))
+    none = jax.tree.map(lambda a: a[:, :0], w)
+    check(x[:, :0], none, [1, 4, 2], contracting=-2, **epilogue(rng, x, w, contracting=-2))
 
 
 @pytest.mark.parametrize("sizes", GROUPS, ids=str)
@@ -385,6 +403,8 @@ def test_what_is_refused():
         (lambda: gemm(x, square), ValueError, "blocks of (32, 32) along axis -1"),
         (lambda: gemm(x, tiled), ValueError, "scales in 'blocked_128x4'"),
         (lambda: gemm(x[:, :32], w), ValueError, "x of the shape (3, 32) and w of the shape"),
+        (lambda: gemm(x, w, contracting=-2), ValueError, "(..., M, K) and (K, N) or (G, K, N)"),
+        (lambda: gemm(x, w, contracting=0), ValueError, "contracting must be -1 or -2, an axis"),
         (lambda: gemm(x, w3), ValueError, "pass group_sizes, or an x of the shape (2, M, K)"),
         (lambda: gemm(x, w3, sizes[:1]), ValueError, "the sizes int32 (G,)"),
         (lambda: gemm(x, w3, sizes.astype(jnp.float32)), ValueError, "the sizes int32 (G,)"),
@@ -412,6 +432,7 @@ def test_what_is_refused():
 
 def test_where_there_are_kernels():
     assert supported("sm_90", (MXFP8_E4M3,)) == ""
+    assert supported("sm_90", (MXFP6_E3M2,), rows=3, contracting=-2) == ""
     assert supported("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=256, tiles=True) == ""
     assert supported("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=ROW) == ""
     assert "no cutedsl kernel for sm_80, only for sm_90" in supported("sm_80", (MXFP4_E2M1,))
@@ -539,6 +560,9 @@ def test_kernels_are_exact(variant, rows):
     rows(variant.rows)
     rng = np.random.default_rng(7)
     (format,) = variant.formats
+    if variant.free:
+        free_kernels_are_exact(rng, format)
+        return
     for m, n, k in SHAPES:
         check(floats(rng, (m, k)), integers(rng, (n, k), format), implementation="cutedsl")
     x, w = floats(rng, (65, 96), jnp.float16, 1500), integers(rng, (70, 96), format)
@@ -556,6 +580,31 @@ def test_kernels_are_exact(variant, rows):
     check(x[:39], alone, implementation="cutedsl", **epilogue(rng, x[:39], alone))
     names = NAMES[PRODUCTS.index(variant) % len(NAMES)]
     check(x, w, sizes, implementation="cutedsl", **epilogue(rng, x, w, names))
+
+
+def free_kernels_are_exact(rng, format):
+    """Where y's columns are blocks, and K is any number."""
+    check_free = functools.partial(check, implementation="cutedsl", contracting=-2)
+    for m, k, n in [*SHAPES, (130, 2880, 2880), (5, 1, 32), (256, 63, 4096), (300, 200, 288)]:
+        check_free(floats(rng, (m, k)), integers(rng, (k, -n // 32 * -32), format, exponents=1))
+    x, w = floats(rng, (65, 90), jnp.float16, 1500), integers(rng, (90, 96), format)
+    for result in ("float32", "float16", "bfloat16"):
+        check_free(x / 64, w, dtype=result)
+    for sizes in GROUPS:
+        check_free(floats(rng, (11, 132)), integers(rng, (3, 132, 160), format), sizes)
+    sizes = [0, 300, 1, 0, 63, 700, 5]
+    w = integers(rng, (7, 200, 320), format)
+    check_free(floats(rng, (7, 33, 200)), w)
+    x = floats(rng, (1100, 200))
+    for names in (EPILOGUE, *NAMES):
+        check_free(x, w, sizes, **epilogue(rng, x, w, names, -2))
+    x = jnp.abs(floats(rng, (300, 200))) + 1
+    bad = changed(w, [((1, 7, 5), 0x7F)] * (format.bits == 8), [((3, 199, 2), 255)])
+    check_free(x, bad, [0, 100, 0, 190, 1, 0, 0])
+    ones = integers(rng, (200, 320), format, most=1)
+    for byte, power in ((0, 2.0**100), (254, 2.0**-100)):
+        extreme = changed(ones, scales=[((slice(None), slice(None)), byte)])
+        check_free((x.astype(jnp.float32) * power).astype(jnp.bfloat16), extreme)
 
 
 @kernels

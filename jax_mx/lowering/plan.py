@@ -204,6 +204,7 @@ class ProductPlan:
       tiles: of W.
       implementation: the one the caller insists on, or None.
       epilogue: the operands of `signatures.EPILOGUE` that the call has, in that order.
+      free: see `facts.products.Product`; x then has zeros up to a multiple of `UNIT` columns.
     """
 
     op: str
@@ -215,6 +216,7 @@ class ProductPlan:
     tiles: bool = False
     implementation: str | None = None
     epilogue: tuple[str, ...] = ()
+    free: bool = False
     # What the lowering asks of any plan:
     scalars: ClassVar[Mapping[str, int]] = {}
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
@@ -250,7 +252,7 @@ class ProductPlan:
 
     def product(self, dsl: str) -> Product:
         """The kernel that it asks for, which may be none of those that there are."""
-        return Product(self.op, dsl, self.formats, self.rows, self.window, self.tiles)
+        return Product(self.op, dsl, self.formats, self.rows, self.window, self.tiles, self.free)
 
 
 AnyPlan = Plan | ProductPlan

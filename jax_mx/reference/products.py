@@ -8,14 +8,21 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.products import UNIT
 from jax_mx.reference.blocks import amax_of, dequantize
 
 
 def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *rest, plan: Any) -> list:
-    """y (T, N) = x (T, passes * K) @ W (G, N, K)^T; an x of several passes is their sum."""
+    """y (T, N) = x (T, passes * K) @ W (G, N, K)^T; an x of several passes is their sum.
+
+    Of a free W (G, K, N) x @ W, each pass with zeros up to a multiple of `UNIT` columns.
+    """
     w = _floats(codes, scales, plan.formats[-1])
-    parts = x.astype(jnp.float32).reshape(x.shape[0], -1, w.shape[-1])
-    return [_grouped(parts.sum(1), w, rest, plan)]
+    if plan.free:
+        w = w.mT
+    length = w.shape[-1]
+    parts = x.astype(jnp.float32).reshape(x.shape[0], -1, length + plan.free * (-length % UNIT))
+    return [_grouped(parts.sum(1)[:, :length], w, rest, plan)]
 
 
 def matmul_fp8(x_codes, x_scales, codes, scales, *rest, plan: Any) -> list:

@@ -126,6 +126,7 @@ class ProductEntry:
       columns: of y, in a tile.
       dtypes: of y, that there are entries for.
       scratch: results that are cleared before.
+      batches: in which what is added to y is read, see `finish_all`.
     """
 
     dtypes: tuple[str, ...] = RESULTS
@@ -137,6 +138,7 @@ class ProductEntry:
     cluster = 1
     resident = 1
     trips = 0
+    batches = 4
     rows = 1
     columns = 1
     threads: int
@@ -369,7 +371,7 @@ class ProductEntry:
         # the compiler moves none out of a branch.
         by_row: cutlass.Constexpr = len(rows) > len(columns)
         outer: cutlass.Constexpr = rows if by_row else columns
-        part: cutlass.Constexpr = (len(outer) + 3) // 4
+        part: cutlass.Constexpr = (len(outer) + self.batches - 1) // self.batches
         for i in range_constexpr(0, len(outer), part):
             cute.arch.sync_warp()
             if epilogue["added"].toint() != Int64(0):
@@ -475,6 +477,7 @@ class Plain(ProductEntry):
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
+        high, width = width, self.width_of(width, blocks)
         at = self.start(sizes, t, groups)
         for m in cutlass.range(t, unroll=1):
             at = self.seek(m, at, sizes, t, groups, Int32(1))
@@ -482,15 +485,24 @@ class Plain(ProductEntry):
             for n in cutlass.range(bid * self.threads + tid, width, grid * self.threads, unroll=1):
                 total = Float32(0)
                 if e < groups:
-                    total = self.dot(arrays, m, Int64(e) * width + n, wide, blocks)
+                    total = self.dot(arrays, m, e, n, wide, high, blocks)
                     total = self.finished(epilogue, total, e, m, n, width)
                 elif added.toint() != Int64(0):
                     total = element(added, Int64(m) * width + n, Float32)
                 self.store(y.toint() + (Int64(m) * width + n) * size, total, result)
 
+    def width_of(self, high: Int32, blocks: Int32):
+        """How many columns y has, of a matrix of so many rows, each of so many blocks."""
+        del blocks
+        return high
+
     @cute.jit
-    def dot(self, arrays: cutlass.Constexpr, m: Int32, w: Int64, wide: Int32, blocks: Int32):
-        """The product of row m of x and row w of all matrices' rows."""
+    def dot(
+        self, arrays: cutlass.Constexpr, m: Int32, e: Int32, n: Int32, wide: Int32, high: Int32,
+        blocks: Int32,
+    ):  # fmt: skip
+        """The product of row m of x and row n of matrix e."""
+        w = Int64(e) * high + n
         total = Float32(0)
         passes = Int32(1)
         if const_expr("x" in arrays):
