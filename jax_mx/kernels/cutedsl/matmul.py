@@ -560,7 +560,10 @@ class Free(Warps):
     operand are neighbouring columns 2g and 2g + 1 of W, so of each element of K it reads both at
     once, and makes words of what it has of two elements. Factors lie along K there, as it wants
     them: three warps, which take turns, bring a stage's scales as bfloat16, pairs of K by pairs,
-    and arrive at `full` once for each stage. They wait for `empty` alone, as the copies do.
+    and arrive at `full` once for each stage. They wait for `empty` alone, as the copies do. A warp
+    sees one phase of `empty` in three, and could take the last but one for the last; but when it
+    comes to stage i, stage i - 3 - `stages` has been given back, which it waited for, so what lay
+    there two stages before i, in the same place, has, too: there are three stages at least.
     """
 
     unit = UNIT
@@ -571,6 +574,8 @@ class Free(Warps):
         super().__init__(product, arch, "groups", tile)
         if self.resident * self.cluster > 1:
             raise ValueError(f"{product.name}: thread blocks share neither K nor a multiprocessor")
+        if self.stages < 3:
+            raise ValueError(f"{product.name}: {self.stages} stages, must be 3 at least")
         self.divide = (Factor(Extent(self.signature.number("x"), 1), UNIT),)
         self.pitch = 128 * self.per + 32  # bytes of a block's factors, off the other blocks' banks
         self.factors_at = self.shared
