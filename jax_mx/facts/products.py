@@ -3,6 +3,7 @@
 y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
 group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
 Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N).
+Where y is "gated", W is (G, 2 N, K), gates and ups, of which an activation makes y (T, N).
 Of "wgrad_fp8" groups have parts of K instead: y (G, T, N) is for each x (T, K) @ W (N, K)^T over
 its part of K. "amaxes" is no product: the largest magnitudes of the rows and the columns of x
 (batch, T, K), which quantizing both ways wants first where products take rows with one scale each.
@@ -45,6 +46,7 @@ class Product:
         "row": all of them.
       tiles: whether `TILE` rows of W share their scales.
       free: whether blocks of W run along its free axis, which lies last, not the contracted one.
+      gated: whether y is what an activation makes of the sums; which one is a run-time scalar.
     """
 
     op: str
@@ -54,13 +56,15 @@ class Product:
     window: int | str = BLOCK
     tiles: bool = False
     free: bool = False
+    gated: bool = False
 
     @property
     def name(self) -> str:
         """The name, which the binary's file and its entry points carry too."""
         window = suffix_of(self.window) + f"x{TILE}" * self.tiles
         formats = (format.name for format in self.formats)
-        return "_".join((self.op, *formats, f"r{self.rows}{window}")) + "_free" * self.free
+        kind = "_free" * self.free + "_gated" * self.gated
+        return "_".join((self.op, *formats, f"r{self.rows}{window}")) + kind
 
 
 # The archs that have kernels of products: those with wgmma.
@@ -87,7 +91,8 @@ PRODUCTS: tuple[Product, ...] = (
     ),
     Product("amaxes", "cutedsl", (), 128),
     *(
-        Product("matmul", "cutedsl", (format,), rows, free=True)
+        Product("matmul", "cutedsl", (format,), rows, free=kind == "free", gated=kind == "gated")
+        for kind in ("free", "gated")
         for rows in (256, 128)
         for format in _FORMATS
     ),

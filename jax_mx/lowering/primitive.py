@@ -716,7 +716,8 @@ def unsplit(op: str, operands: Sequence[Any], shape: tuple[int, ...], dtype: Any
 def _product_avals(*operands, plan: ProductPlan):
     """Of y (T, N)."""
     codes, scales = (operands[plan.signature.number(name)] for name in ("codes", "scales"))
-    shape = (operands[0].shape[0], scales.shape[2] * BLOCK if plan.free else codes.shape[1])
+    columns = scales.shape[2] * BLOCK if plan.free else codes.shape[1]
+    shape = (operands[0].shape[0], columns // 2 if plan.activation else columns)
     return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
 
 

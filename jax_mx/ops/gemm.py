@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,14 @@ import numpy as np
 
 from jax_mx import reference
 from jax_mx.arrays.checks import flag, float_dtype
+from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.products import TILE, UNIT
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import ProductPlan
+from jax_mx.ops.activations import row_of
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.ops.planning import implementation_of
 
@@ -39,6 +42,8 @@ def gemm(
     group_sizes: jax.Array | None = None,
     *,
     contracting: int = -1,
+    activation: str | None = None,
+    interleaved: bool = False,
     bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     added: jax.Array | None = None,
@@ -48,7 +53,7 @@ def gemm(
     """x @ dequantize(w)^T, added up in float32, w read as it lies; or x @ dequantize(w).
 
     What is done to a sum before it is rounded costs no pass of its own:
-    (sum + bias) * row_scale + added, in float32.
+    act(sum + bias) * row_scale + added, in float32.
 
     Args:
       x: bfloat16 or float16 (..., M, K); with group_sizes (T, K), rows sorted by group.
@@ -58,7 +63,11 @@ def gemm(
         more rows than x has, those that are beyond do not count, and negative sizes are 0.
       contracting: the axis of w that is summed over; -2: w is (K, N) or (G, K, N), blocks still
         along the last axis. So the gradient of x reads the codes that the product itself reads.
-      bias: floats (N,), or (G, N) where w has groups.
+      activation: of w (2 N, K) or (G, 2 N, K), whose first N rows make gates and the others ups:
+        act(gate) * up, see `jax_mx.gated`, but that nothing is rounded before. Of up to 64 rows of
+        x a group, sums in float32 are an array of their own, and XLA computes the rest.
+      interleaved: whether w's rows make gates and ups by turns.
+      bias: floats (N,), or (G, N) where w has groups; with an activation 2 N, as w has rows.
       row_scale: floats (..., M), one for each row of x.
       added: float32, of the result's shape, which is float32 then; where it is not used later, its
         buffer becomes the result's. Rows behind the last group's keep theirs.
@@ -85,9 +94,12 @@ def gemm(
     if contracting not in (-1, -2):
         raise ValueError(f"{op}: contracting must be -1 or -2, an axis of w, got {contracting!r}")
     _fits(op, x.shape, w, group_sizes, contracting)
-    columns = w.shape[-3 - contracting]
+    columns = _columns(op, w, contracting, activation, interleaved)
     result = float_dtype(op, "preferred_element_type", preferred_element_type or x.dtype)
-    after = _epilogue(op, x.shape, w, columns, result, bias=bias, row_scale=row_scale, added=added)
+    gated = activation is not None
+    after = _epilogue(
+        op, x.shape, w, columns, result, gated, bias=bias, row_scale=row_scale, added=added
+    )
     plan = plan_of(
         (w.format,),
         result,
@@ -97,6 +109,8 @@ def gemm(
         epilogue=(*after,),
         free=contracting == -2,
     )
+    if activation is not None:
+        plan = dataclasses.replace(plan, activation=activation, interleaved=interleaved)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = _gemm(flat, w, _sizes(group_sizes), [*after.values()], plan)
     return y.reshape(*x.shape[:-1], columns)
@@ -108,7 +122,17 @@ def _gemm(x: jax.Array, w: MXArray, sizes: list, after: list, plan: ProductPlan)
         return _of_nothing(x.shape[0], w, sizes, after, plan)
     if plan.free and x.shape[1] % UNIT:
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % UNIT)))
-    return primitive.product([_in_parts(x), *_arrays(w), *sizes, *after], plan)
+    operands = [_in_parts(x), *_arrays(w), *sizes]
+    if not plan.activation or plan.rows >= TILE:
+        return primitive.product([*operands, *after], plan)
+    # Kernels that compute an activation have tiles of many rows.
+    given = dict(zip(plan.epilogue, after, strict=True))
+    first = {name: given.pop(name) for name in ("bias",) if name in given}
+    alone = dataclasses.replace(
+        plan, dtype=np.dtype(np.float32), epilogue=(*first,), activation="", interleaved=False
+    )
+    y = primitive.product([*operands, *first.values()], alone)
+    return _finished(y, w, sizes, given, plan)
 
 
 def gemm_fp8(
@@ -365,17 +389,35 @@ def _fits(op: str, shape: tuple[int, ...], w: MXArray, group_sizes, contracting:
         )
 
 
+def _columns(op: str, w: MXArray, contracting: int, activation: Any, interleaved: bool) -> int:
+    """How many columns the result has."""
+    interleaved = flag(op, "interleaved", interleaved)
+    if activation is None:
+        if interleaved:
+            raise ValueError(f"{op}: interleaved is the order of gates and ups; pass an activation")
+        return w.shape[-3 - contracting]
+    if not row_of(op, activation).has_gate:
+        raise ValueError(f"{op}: activation {activation!r} has no gate; use one of {GATED}")
+    if contracting == -2 or w.shape[-2] % 2:
+        raise ValueError(
+            f"{op}: with an activation w is (2 N, K) or (G, 2 N, K), contracting -1; got {w.shape} "
+            f"and contracting {contracting}"
+        )
+    return w.shape[-2] // 2
+
+
 def _epilogue(
     op: str,
     shape: tuple[int, ...],
     w: MXArray,
     columns: int,
     result: np.dtype,
+    gated: bool = False,
     **given: jax.Array | None,
 ) -> dict[str, jax.Array]:
     """What is done to sums, by the names of `signatures.EPILOGUE`, as kernels take it."""
     shapes = {
-        "bias": (w.shape[:-2], (columns,)),
+        "bias": (w.shape[:-2], (columns * (1 + gated),)),
         "row_scale": (shape[:-1], ()),
         "added": (shape[:-1], (columns,)),
     }
@@ -407,10 +449,22 @@ def _of_nothing(rows: int, w: MXArray, sizes: list, after: list, plan: ProductPl
     """The result where sums have no terms, or there are none."""
     y = jnp.zeros((rows, w.shape[-1 if plan.free else -2]), jnp.float32)
     given = dict(zip(plan.epilogue, after, strict=True))
-    groups = math.prod(w.shape[:-2])
-    if 0 in (*y.shape, groups):  # no row is a group's
+    if 0 in (*y.shape, math.prod(w.shape[:-2])):  # no row is a group's
+        y = y[:, : y.shape[1] // 2] if plan.activation else y
         return given.get("added", y).astype(plan.dtype)
-    return reference.finished(y, groups, *sizes, **given).astype(plan.dtype)
+    return _finished(y, w, sizes, given, plan)
+
+
+def _finished(
+    y: jax.Array, w: MXArray, sizes: list, given: dict[str, Any], plan: ProductPlan
+) -> jax.Array:
+    """What the plan makes of sums, by XLA."""
+    made_by = functools.partial(
+        reference.made_by, name=plan.activation, interleaved=plan.interleaved
+    )
+    groups = math.prod(w.shape[:-2])
+    y = reference.finished(y, groups, *sizes, **given, activation=made_by)
+    return y.astype(plan.dtype)
 
 
 def _tile_for(rows: float) -> int:

@@ -182,8 +182,9 @@ class ProductEntry:
 
     @property
     def scalars(self) -> list:
-        """The scalars of the launch rule: see `extents`; then the number of y's dtype."""
-        return [*(Scalar(4, extent) for extent in self.extents), Scalar(4, constant(0))]
+        """The scalars of the launch rule: see `extents`; how y is gated; its dtype's number."""
+        how = [Scalar(4, name) for name in ("activation", "interleaved") if self.product.gated]
+        return [*(Scalar(4, extent) for extent in self.extents), *how, Scalar(4, constant(0))]
 
     def matrix_map(self, name: str, kind: str, itemsize: int, box: tuple, swizzle: int) -> dict:
         """The tensor map of a buffer (rows, columns) or (slabs, rows, columns)."""
@@ -365,7 +366,7 @@ class ProductEntry:
           width: of y.
           first: number of the element of `added` that column 0 of row 0 has.
         """
-        if const_expr("bias" in epilogue):
+        if const_expr("row_scale" in epilogue):
             self.bias_and_scale(epilogue, sums, rows, columns, e, end, width)
         # Along the longer list, in parts: there are too few registers for all loads at once, and
         # the compiler moves none out of a branch.
@@ -393,12 +394,13 @@ class ProductEntry:
         columns: cutlass.Constexpr, e: Int32, end: Int32, width: Int32,
     ):  # fmt: skip
         """The first two of these."""
-        if epilogue["bias"].toint() != Int64(0):
-            for n, of_n in columns:
-                there = Int64(e) * width + cutlass.min(n, width - 1)
-                its = element(epilogue["bias"], there, Float32)
-                for _, of_m in rows:
-                    sums[of_m + of_n] = sums[of_m + of_n] + its
+        if const_expr("bias" in epilogue):
+            if epilogue["bias"].toint() != Int64(0):
+                for n, of_n in columns:
+                    there = Int64(e) * width + cutlass.min(n, width - 1)
+                    its = element(epilogue["bias"], there, Float32)
+                    for _, of_m in rows:
+                        sums[of_m + of_n] = sums[of_m + of_n] + its
         if epilogue["row_scale"].toint() != Int64(0):
             for m, of_m in rows:
                 its = element(epilogue["row_scale"], cutlass.min(m, end - 1), Float32)
@@ -472,7 +474,7 @@ class Plain(ProductEntry):
         y, sizes = arrays["y"], arrays["group_sizes"]
         epilogue: cutlass.Constexpr = [arrays[name] for name in EPILOGUE]
         added = arrays["added"]
-        t, wide, groups, width, blocks, result = scalars
+        t, wide, groups, width, blocks, *how, result = scalars
         size = self.size_in_bytes(result)
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
@@ -485,8 +487,7 @@ class Plain(ProductEntry):
             for n in cutlass.range(bid * self.threads + tid, width, grid * self.threads, unroll=1):
                 total = Float32(0)
                 if e < groups:
-                    total = self.dot(arrays, m, e, n, wide, high, blocks)
-                    total = self.finished(epilogue, total, e, m, n, width)
+                    total = self.one(arrays, epilogue, m, e, n, wide, high, blocks, width, how)
                 elif added.toint() != Int64(0):
                     total = element(added, Int64(m) * width + n, Float32)
                 self.store(y.toint() + (Int64(m) * width + n) * size, total, result)
@@ -495,6 +496,12 @@ class Plain(ProductEntry):
         """How many columns y has, of a matrix of so many rows, each of so many blocks."""
         del blocks
         return high
+
+    def one(self, arrays, epilogue, m, e, n, wide, high, blocks, width, how):
+        """An element of y."""
+        del how
+        total = self.dot(arrays, m, e, n, wide, high, blocks)
+        return self.finished(epilogue, total, e, m, n, width)
 
     @cute.jit
     def dot(
