@@ -715,7 +715,9 @@ def unsplit(op: str, operands: Sequence[Any], shape: tuple[int, ...], dtype: Any
 
 def _product_avals(*operands, plan: ProductPlan):
     """Of y (T, N)."""
-    shape = (operands[0].shape[0], operands[plan.signature.number("codes")].shape[1])
+    codes, scales = (operands[plan.signature.number(name)] for name in ("codes", "scales"))
+    columns = scales.shape[2] * BLOCK if plan.free else codes.shape[1]
+    shape = (operands[0].shape[0], columns // 2 if plan.activation else columns)
     return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
 
 
