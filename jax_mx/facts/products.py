@@ -3,8 +3,10 @@
 y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
 group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
 Of "wgrad_fp8" groups have parts of K instead: y (G, T, N) is for each x (T, K) @ W (N, K)^T over
-its part of K. "amaxes" is no product: the largest magnitudes of the rows and the columns of x
-(batch, T, K), which quantizing both ways wants first where products take rows with one scale each.
+its part of K; "wgrad" is the same of floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N)
+over each group's rows. "amaxes" is no product: the largest magnitudes of the rows and the columns
+of x (batch, T, K), which quantizing both ways wants first where products take rows with one scale
+each.
 """
 
 from __future__ import annotations
@@ -35,13 +37,14 @@ class Product:
 
     Attributes:
       op: "matmul", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and codes;
-        "amaxes", of floats.
+        "wgrad", of floats and floats; "amaxes", of floats.
       implementation: "cutedsl".
       formats: of the quantized operands, x's before W's.
       rows: how many of x's a thread block has at a time.
       window: how many elements along K share a scale, of both operands, where both are codes;
         "row": all of them.
       tiles: whether `TILE` rows of W share their scales.
+      floats: the dtype of its floats, where kernels take several.
     """
 
     op: str
@@ -50,13 +53,14 @@ class Product:
     rows: int
     window: int | str = BLOCK
     tiles: bool = False
+    floats: str = ""
 
     @property
     def name(self) -> str:
         """The name, which the binary's file and its entry points carry too."""
         window = suffix_of(self.window) + f"x{TILE}" * self.tiles
-        formats = (format.name for format in self.formats)
-        return "_".join((self.op, *formats, f"r{self.rows}{window}"))
+        names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
+        return "_".join((self.op, *names, f"r{self.rows}{window}"))
 
 
 # The archs that have kernels of products: those with wgmma.
@@ -81,6 +85,7 @@ PRODUCTS: tuple[Product, ...] = (
         for window in (128, 256)
         for formats in _EIGHTS
     ),
+    *(Product("wgrad", "cutedsl", (), 64, floats=floats) for floats in ("bfloat16", "float16")),
     Product("amaxes", "cutedsl", (), 128),
 )
 

@@ -205,6 +205,19 @@ def _wgrad_fp8(kinds: Sequence[Kind]) -> Signature:
     return _matmul_fp8(kinds, optional=False, epilogue=("added",))
 
 
+def _wgrad(kinds: Sequence[Kind]) -> Signature:
+    del kinds
+    return Signature(
+        operands=(
+            Array("x", Role.FLOATS),
+            Array("dy", Role.FLOATS),
+            _group_sizes(optional=True),
+            *_epilogue("added"),
+        ),
+        results=(Array("y", Role.FLOATS),),
+    )
+
+
 def _amaxes(kinds: Sequence[Kind]) -> Signature:
     del kinds
     return Signature(
@@ -225,6 +238,7 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
     "wgrad_fp8": _wgrad_fp8,
+    "wgrad": _wgrad,
     "amaxes": _amaxes,
 }
 
@@ -242,7 +256,7 @@ def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
       op: "quantize" (one or both directions), "quantize_rows" (the same of some rows of x),
         "quantize_gated" (of an activation's results), "quantize_gated_gradient" (of its operand's
         gradient), "quantize_normed" (of a norm's results), "dequantize", "matmul", "matmul_fp8",
-        "wgrad_fp8" or "amaxes".
+        "wgrad_fp8", "wgrad" or "amaxes".
       kinds: the preprocessing of each direction, one each also where there is none; of products
         none.
     """

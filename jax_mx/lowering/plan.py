@@ -194,8 +194,8 @@ class ProductPlan:
     """One call of a product: y = x @ dequantize(W)^T, per group of x's rows, or of K.
 
     Attributes:
-      op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K; or
-        "amaxes", of x alone.
+      op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K;
+        "wgrad", the same of floats; or "amaxes", of x alone.
       formats: of the quantized operands, x's before W's.
       dtype: of y.
       grouped: whether the call has sizes of groups; without, all groups have as many rows.
@@ -204,6 +204,7 @@ class ProductPlan:
       tiles: of W.
       implementation: the one the caller insists on, or None.
       epilogue: the operands of `signatures.EPILOGUE` that the call has, in that order.
+      floats: the dtype of its floats, where kernels take several.
     """
 
     op: str
@@ -215,6 +216,7 @@ class ProductPlan:
     tiles: bool = False
     implementation: str | None = None
     epilogue: tuple[str, ...] = ()
+    floats: str = ""
     # What the lowering asks of any plan:
     scalars: ClassVar[Mapping[str, int]] = {}
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
@@ -250,7 +252,8 @@ class ProductPlan:
 
     def product(self, dsl: str) -> Product:
         """The kernel that it asks for, which may be none of those that there are."""
-        return Product(self.op, dsl, self.formats, self.rows, self.window, self.tiles)
+        own = self.formats, self.rows, self.window, self.tiles, self.floats
+        return Product(self.op, dsl, *own)
 
 
 AnyPlan = Plan | ProductPlan

@@ -705,4 +705,11 @@ ROWS = [
             "16384 rows in 8 groups, (7168, 4096) and (2048, 7168): 1x128 992, 513; 1x256 850, 437",
         ],
     },
+    {
+        "kernel": "wgrad.Transposed",
+        "where": {},
+        "value": {"rows": 128, "columns": 256, "stages": 4},
+        "date": "2026-11-23",
+        "measured": [],
+    },
 ]
