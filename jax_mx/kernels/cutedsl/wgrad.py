@@ -9,13 +9,18 @@ A group begins at any row, and a stage is 64 rows, so a group's last stage may h
 neighbour, whose NaN no sum may meet: of this stage only as many products of 16 rows are made as the
 group has, and of the last 16 rows those that it has not become zeros in shared memory.
 
+Two thread blocks of a cluster have tiles below each other, and the same columns of dy: each asks
+for half of them, for both.
+
 The order of events, for a stage (barriers full and empty, a phase bit each): the producer waits for
 `empty` (at first it is free by the inverted phase), arms `full` with the bytes of its copies, and
 asks for them. Both consumers wait for `full`, which TMA completes; each of their warps arrives at
 `empty` when its products of the stage are done: as soon as the next stage's are under way, or
-behind the last one. All three walk the same tiles and stages, so each wait has its arrivals, and
-none waits for what it gives itself. Both consumers meet where rows become zeros: once a tile, or
-not at all, by the group's size, which both know.
+behind the last one. In a cluster they arrive at both blocks' `empty`, as either block's producer
+writes into both, and both blocks meet before the first copy and before they end. All roles, of both
+blocks, walk the same tiles and stages, so each wait has its arrivals, and none waits for what it
+gives itself. Both consumers meet where rows become zeros: once a tile, or not at all, by the
+group's size, which both know.
 """
 
 import dataclasses
@@ -44,12 +49,14 @@ class Tile:
       columns: likewise; both together 384 at most.
       stages: of shared memory.
       strip: how many tiles beside each other are taken before those below; 0: all.
+      cluster: thread blocks that share dy's copies: 1 or 2.
     """
 
     rows: int
     columns: int
     stages: int
     strip: int = 0
+    cluster: int = 1
 
 
 class Floats(ProductEntry):
@@ -80,6 +87,7 @@ class Transposed(Floats, Contracted):
         Floats.__init__(self, product, arch)
         self.tile = tile or Tile(**self.tuned("Transposed"))
         self.rows, self.columns, self.stages = self.tile.rows, self.tile.columns, self.tile.stages
+        self.cluster = self.tile.cluster
         self.high = self.rows // 128  # products of 64 rows of y that a warpgroup makes
         self.x_bytes, self.dy_bytes = self.rows * BOX * 2, self.columns * BOX * 2
         self.stage_bytes = self.x_bytes + self.dy_bytes
@@ -115,7 +123,10 @@ class Transposed(Floats, Contracted):
             local -= strip * (down * self.tile.strip)
             strip *= self.tile.strip
             wide = cutlass.min(across - strip, Int32(self.tile.strip))
-        return local // wide * self.rows, (strip + local % wide) * self.columns
+        row = local // wide * (self.rows * self.cluster)
+        if const_expr(self.cluster > 1):
+            row += cute.arch.block_idx_in_cluster() * self.rows
+        return row, (strip + local % wide) * self.columns
 
     # ---- the kernel ---
     @cute.jit
@@ -125,7 +136,10 @@ class Transposed(Floats, Contracted):
         tile = cute.make_composed_layout(
             cute.make_swizzle(3, 4, 3), 0, cute.make_layout((BOX, BOX), stride=(BOX, 1))
         )
-        copy = cpasync.CopyBulkTensorTileG2SOp()
+        alone, shared = (
+            cpasync.CopyBulkTensorTileG2SOp(),
+            cpasync.CopyBulkTensorTileG2SMulticastOp(),
+        )
         (ax, mX), (ay, mY) = (
             cpasync.make_tiled_tma_atom(
                 copy,
@@ -133,10 +147,17 @@ class Transposed(Floats, Contracted):
                 tile,
                 (BOX, BOX),
             )
-            for a, n in ((x, height), (dy, width))
+            for copy, a, n in (
+                (alone, x, height),
+                (shared if self.cluster > 1 else alone, dy, width),
+            )
         )
         self.kernel(ax, mX, ay, mY, sizes, added, y, t, height, groups, width, result).launch(
-            grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.shared, min_blocks_per_mp=1
+            grid=[1, 1, 1],
+            block=[self.threads, 1, 1],
+            smem=self.shared,
+            min_blocks_per_mp=1,
+            cluster=[self.cluster, 1, 1],
         )
 
     @cute.kernel
@@ -157,13 +178,15 @@ class Transposed(Floats, Contracted):
         if tid == 0:
             for i in range_constexpr(stages):
                 cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, 8)
+                cute.arch.mbarrier_init(empty + i, 8 * self.cluster)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.meet()
 
-        down = (height + self.rows - 1) // self.rows
+        both: cutlass.Constexpr = self.rows * self.cluster
+        down = (height + both - 1) // both
         tiles = down * self.across(width)
-        index = bid
+        index = bid // self.cluster
+        grid = grid // self.cluster
         at = self.start(sizes, t, groups)
         at = self.seek(index, at, sizes, t, groups, tiles)
         slot = Int32(0)
@@ -186,9 +209,17 @@ class Transposed(Floats, Contracted):
                         for b in range_constexpr(self.rows // BOX):
                             to = tsX[None, b, slot]
                             cute.copy(ax, tgX[None, i, b], to, tma_bar_ptr=full + slot)
-                        for b in range_constexpr(self.columns // BOX):
-                            to = tsY[None, b, slot]
-                            cute.copy(ay, tgY[None, i, b], to, tma_bar_ptr=full + slot)
+                        for each in range_constexpr(self.columns // BOX // self.cluster):
+                            b = each
+                            if const_expr(self.cluster > 1):
+                                b = (
+                                    cute.arch.block_idx_in_cluster() * (self.columns // BOX // 2)
+                                    + each
+                                )
+                            cute.copy(
+                                ay, tgY[None, i, b], tsY[None, b, slot], tma_bar_ptr=full + slot,
+                                **({"mcast_mask": cutlass.Int16(3)} if self.cluster > 1 else {}),
+                            )  # fmt: skip
                         slot, phase = self.next(slot, phase)
                     index += grid
                     at = self.seek(index, at, sizes, t, groups, tiles)
@@ -233,7 +264,7 @@ class Transposed(Floats, Contracted):
                     warpgroup.commit_group()
                     warpgroup.wait_group(1)
                     if i > 0:
-                        self.arrive(empty + before)
+                        self.release(empty + before)
                     before = slot
                     slot, phase = self.next(slot, phase)
                 last = slot
@@ -247,14 +278,35 @@ class Transposed(Floats, Contracted):
                     slot, phase = self.next(slot, phase)
                 warpgroup.wait_group(0)
                 if count > 0:
-                    self.arrive(empty + before)
+                    self.release(empty + before)
                 if left > 0:
-                    self.arrive(empty + last)
+                    self.release(empty + last)
                 m0, n0 = self.place(index, at, down, height, width)
                 first = self.before(at, height, width)
                 self.give(y, added, sums, m0 + my_row, n0, q, first, height, width, result)
                 index += grid
                 at = self.seek(index, at, sizes, t, groups, tiles)
+
+        if const_expr(self.cluster > 1):
+            self.meet()
+
+    def meet(self, *_) -> None:
+        """All threads of a thread block, or of a cluster."""
+        if self.cluster > 1:
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def release(self, barrier):
+        """Gives a warp's stage back, in both blocks of a cluster."""
+        with cute.arch.elect_one():
+            for rank in range_constexpr(self.cluster):
+                if const_expr(self.cluster > 1):
+                    cute.arch.mbarrier_arrive(barrier, rank)
+                else:
+                    cute.arch.mbarrier_arrive(barrier)
 
     def step(self, mma, sums, tA, tB, k, slot) -> None:
         """Asks for the products of 16 rows."""
