@@ -19,8 +19,10 @@ asks for them. Both consumers wait for `full`, which TMA completes; each of thei
 behind the last one. In a cluster they arrive at both blocks' `empty`, as either block's producer
 writes into both, and both blocks meet before the first copy and before they end. All roles, of both
 blocks, walk the same tiles and stages, so each wait has its arrivals, and none waits for what it
-gives itself. Both consumers meet where rows become zeros: once a tile, or not at all, by the
-group's size, which both know.
+gives itself. A consumer's warps meet where rows become zeros: once a tile, or not at all, by the
+group's size, which all know. The second consumer may wait until the first has asked for products of
+some stages, or has none left: of fewer than there are, so that the first needs none of those that
+the second gives back.
 """
 
 import dataclasses
@@ -37,6 +39,7 @@ from jax_mx.kernels.cutedsl.wgrad_fp8 import Contracted
 
 BOX = 64  # rows and columns of what TMA copies at once: 128 bytes a row
 STEP = 16  # rows that wgmma contracts
+START = 3  # named barriers: where the second warpgroup begins; those before are a warpgroup's own
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
@@ -50,6 +53,8 @@ class Tile:
       stages: of shared memory.
       strip: how many tiles beside each other are taken before those below; 0: all.
       cluster: thread blocks that share dy's copies: 1 or 2.
+      behind: how many stages the second warpgroup begins after the first, fewer than `stages`: it
+        multiplies while the other one writes y.
     """
 
     rows: int
@@ -57,6 +62,7 @@ class Tile:
     stages: int
     strip: int = 0
     cluster: int = 1
+    behind: int = 0
 
 
 class Floats(ProductEntry):
@@ -250,6 +256,11 @@ class Transposed(Floats, Contracted):
                 for _ in range(self.high)
             ]
             my_row = (mine * self.high) * 64 + warp % 4 * 16 + g
+            ahead = Int32(self.tile.behind)  # stages that are left until the second one begins
+            if const_expr(self.tile.behind > 0):
+                if mine == 1:
+                    cute.arch.barrier(barrier_id=START, number_of_threads=256)
+                    ahead = Int32(0)
             while at[0] < groups:
                 for h in range_constexpr(self.high):
                     sums[h].fill(0.0)
@@ -262,6 +273,8 @@ class Transposed(Floats, Contracted):
                     for k in range_constexpr(BOX // STEP):
                         self.step(mma, sums, tA, tB, k, slot)
                     warpgroup.commit_group()
+                    if const_expr(self.tile.behind > 0):
+                        ahead = self.lead(ahead, 1)
                     warpgroup.wait_group(1)
                     if i > 0:
                         self.release(empty + before)
@@ -270,7 +283,7 @@ class Transposed(Floats, Contracted):
                 last = slot
                 if left > 0:
                     cute.arch.mbarrier_wait(full + slot, phase)
-                    self.clear_rows(base, slot, left, tid)
+                    self.clear_rows(base, slot, left, mine, tid % 128)
                     warpgroup.fence()
                     for k in cutlass.range((left + STEP - 1) // STEP, unroll=1):
                         self.step(mma, sums, tA, tB, k, slot)
@@ -286,9 +299,20 @@ class Transposed(Floats, Contracted):
                 self.give(y, added, sums, m0 + my_row, n0, q, first, height, width, result)
                 index += grid
                 at = self.seek(index, at, sizes, t, groups, tiles)
+            if const_expr(self.tile.behind > 0):
+                self.lead(ahead, self.tile.behind)
 
         if const_expr(self.cluster > 1):
             self.meet()
+
+    @cute.jit
+    def lead(self, ahead: Int32, stages: cutlass.Constexpr):
+        """The first warpgroup goes on by so many stages; the second begins when none is left."""
+        if ahead > 0:
+            ahead -= stages
+            if ahead <= 0:
+                cute.arch.barrier_arrive(barrier_id=START, number_of_threads=256)
+        return ahead
 
     def meet(self, *_) -> None:
         """All threads of a thread block, or of a cluster."""
@@ -347,23 +371,28 @@ class Transposed(Floats, Contracted):
         )
 
     @cute.jit
-    def clear_rows(self, base, slot: Int32, left: Int32, tid: Int32):
-        """Zeros in place of the rows from `left` on, as far as products of 16 rows read them."""
+    def clear_rows(self, base, slot: Int32, left: Int32, mine: Int32, thread: Int32):
+        """Zeros in place of the rows from `left` on, as far as products of 16 rows read them.
+
+        Of x a warpgroup writes its own columns, of dy all: the other one's are the same zeros.
+        """
         if left % STEP != 0:
             zeros = cute.make_rmem_tensor(4, Uint32)
             zeros.fill(0)
-            row = left // STEP * STEP + tid // 16
+            row = left // STEP * STEP + thread // 8
             if row >= left:
-                beside = tid % 16  # 16 bytes of a row of two boxes
-                to = row * 128 + beside % 8 * 16 + beside // 8 * (BOX * 128)
+                to = base.toint() + row * 128 + thread % 8 * 16
                 smem = cute.AddressSpace.smem
-                for start, size in ((HEAD, self.x_bytes), (self.dy_at, self.dy_bytes)):
-                    for b in range_constexpr(0, size, 2 * BOX * 128):
-                        address = (base + start + b).toint() + slot * size + to
-                        pointer = cute.make_ptr(Uint32, address, smem, assumed_align=16)
+                x = to + HEAD + slot * self.x_bytes + mine * (self.high * BOX * 128)
+                dy = to + self.dy_at + slot * self.dy_bytes
+                for start, boxes in ((x, self.high), (dy, self.columns // BOX)):
+                    for b in range_constexpr(boxes):
+                        pointer = cute.make_ptr(
+                            Uint32, start + b * (BOX * 128), smem, assumed_align=16
+                        )
                         cute.autovec_copy(zeros, cute.make_tensor(pointer, cute.make_layout(4)))
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=1, number_of_threads=256)
+            cute.arch.barrier(barrier_id=1 + mine, number_of_threads=128)
 
     @cute.jit
     def give(
