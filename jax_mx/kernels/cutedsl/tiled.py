@@ -969,8 +969,14 @@ class Tiled(Kernel):
                         mS[c] = piece[c]
 
     def pads_with_scales(self, result: Output) -> bool:
-        """Whether blocks beyond the array have scales: those of zeros, or of a window's rest."""
-        return takes_zero_scale(result.format) or blocks_of(self.variant.window) > 1
+        """Whether blocks beyond the array have scales: those of zeros, or of a window's rest.
+
+        Also where a vector that ends beyond it is multiplied by what may be NaN.
+        """
+        partial = not self.aligned and not self.is_both
+        made = self.variant.source not in ("", "rows")
+        several = blocks_of(self.variant.window) > 1
+        return takes_zero_scale(result.format) or several or (partial and made)
 
     @cute.jit
     def clear_padding(self, piece, row, col, rows, cols):
