@@ -101,12 +101,13 @@ def test_what_serves_what():
         jax.ShapeDtypeStruct((256, 512), jnp.bfloat16),
         jax.ShapeDtypeStruct((128, 512), jnp.bfloat16),
     )
-    assert served(*across, "sm_90", sums=True) == "pallas"
-    assert served(*(mx(x) for x in across), "sm_90", sums=True) == "pallas"
+    assert served(*across, "sm_90", sums=True) == "cutedsl"
+    assert served(*(mx(x) for x in across), "sm_90", sums=True) == "cutedsl"
     assert served(*(mx(x, window=128) for x in across), "sm_90", sums=True) == "cutedsl"
-    # Groups that begin inside of a window; float32, which Pallas' kernels do not give.
-    assert served(*(mx(x, window=256) for x in across), "sm_90", sums=True) == "pallas"
-    assert served(*(mx(x) for x in across), "sm_90", True, dtype=jnp.float32) == "dequantize"
+    # Groups that begin inside of a window; float32, which Pallas' kernels do not take.
+    assert served(*(mx(x, window=256) for x in across), "sm_90", sums=True) == "cutedsl"
+    floats = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in across]
+    assert served(*floats, "sm_90", sums=True) == "dequantize"
     for chip in ("sm_100", "gfx950"):
         assert served(wide, mx(stack, window=128), chip) == "dequantize"
 

@@ -95,11 +95,6 @@ def _no_floats(call: RaggedCall) -> str:
     return ""
 
 
-def _is_fast(call: RaggedCall, platform: str, chips: Sequence[str]) -> bool:
-    """The `preferred` of our kernels: all but sums of floats."""
-    return _on_hopper(call, platform, chips) and (not call.ragged.sums or _in_windows(call))
-
-
 def _on_fp8(call: Any) -> bool:
     """Whether FP8 tensor cores may multiply the codes: both have windows of more than a block."""
     x, w = call.lhs, call.rhs
@@ -241,7 +236,7 @@ def _plain(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax.
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
     row.name: row
     for row in (
-        Implementation("cutedsl", "cuda", _cutedsl_support, _cutedsl, _is_fast, error=FP8_ERROR),
+        Implementation("cutedsl", "cuda", _cutedsl_support, _cutedsl, _on_hopper, error=FP8_ERROR),
         Implementation("pallas", "cuda", _pallas_support, _pallas, _on_hopper),
         Implementation("dequantize", "any", any_call("dequantize"), _dequantize, on_gpus),
         Implementation("xla", "any", any_call("xla"), _plain, always),

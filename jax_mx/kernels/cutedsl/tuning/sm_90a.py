@@ -708,8 +708,15 @@ ROWS = [
     {
         "kernel": "wgrad.Transposed",
         "where": {},
-        "value": {"rows": 128, "columns": 256, "stages": 4},
+        "value": {"rows": 128, "columns": 256, "stages": 4, "strip": 8, "cluster": 2},
         "date": "2026-11-23",
-        "measured": [],
+        "measured": [
+            "16384 rows; in 8 groups (7168, 4096) and (2048, 7168), in 32 of 126 to 4036 rows",
+            "(7168, 2048), in one (7168, 4096): 1269, 646, 809, 1187;",
+            "strip 0 1258, 658, 797, 1190;",
+            "not in clusters 1291, 658, 820, 1200, strip 0 1290, 683, 807, 1219;",
+            "tiles of 256x128 1313, 664, 834, 1201; of 128x128 1468, 678, 877, 1260;",
+            "Pallas 1432, 744, 1131; cuBLAS, of all rows 1174, 610, 607, 1174",
+        ],
     },
 ]
