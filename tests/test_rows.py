@@ -356,12 +356,12 @@ def test_past_two_to_the_31(variant):
 OF_CODES = [v for v in VARIANTS if v.codes]
 
 
-def codes(count: int, length: int, format: str, seed: int = 0):
+def codes(count: int, length: int, name: str, seed: int = 0):
     """An array of any values and scales, NaN and subnormal ones too."""
     values, scales = (random_bits((count * n,), "bfloat16", seed=seed) for n in (length, length))
     values = values.view(np.uint8)[: count * length].reshape(count, length)
     scales = scales.view(np.uint8)[: count * length // 32].reshape(count, length // 32)
-    format = FORMATS[format]
+    format = FORMATS[name]
     return jax_mx.MXArray(
         values.view(format.storage), scales.view(SCALE_DTYPE), format, -1, ROW_MAJOR
     )

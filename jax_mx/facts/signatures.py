@@ -213,6 +213,19 @@ def _wgrad_fp8(kinds: Sequence[Kind]) -> Signature:
     return _matmul_fp8(kinds, optional=False, epilogue=("added",))
 
 
+def _wgrad(kinds: Sequence[Kind]) -> Signature:
+    del kinds
+    return Signature(
+        operands=(
+            Array("x", Role.FLOATS),
+            Array("dy", Role.FLOATS),
+            _group_sizes(optional=True),
+            *_epilogue("added"),
+        ),
+        results=(Array("y", Role.FLOATS),),
+    )
+
+
 def _amaxes(kinds: Sequence[Kind]) -> Signature:
     del kinds
     return Signature(
@@ -234,6 +247,7 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
     "wgrad_fp8": _wgrad_fp8,
+    "wgrad": _wgrad,
     "amaxes": _amaxes,
 }
 
@@ -264,7 +278,7 @@ def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
         "quantize_rows_of_codes" (of an MX array's),
         "quantize_gated" (of an activation's results), "quantize_gated_gradient" (of its operand's
         gradient), "quantize_normed" (of a norm's results), "dequantize", "matmul", "matmul_fp8",
-        "wgrad_fp8" or "amaxes".
+        "wgrad_fp8", "wgrad" or "amaxes".
       kinds: the preprocessing of each direction, one each also where there is none; of products
         none.
     """

@@ -31,7 +31,7 @@ def facts_of(
     """What rows may ask of an entry; of a product's, by its product alone."""
     if isinstance(variant, Product):
         return {
-            "codes_per_byte": variant.formats[-1].codes_per_byte,
+            "codes_per_byte": variant.formats[-1].codes_per_byte if variant.formats else 0,
             "rows": variant.rows,
             "window": variant.window,
             "tiles": variant.tiles,
