@@ -74,6 +74,18 @@ def times(word: Uint32, factor: Uint32, *, loc=None, ip=None) -> Uint32:
     )
 
 
+@dsl_user_op
+def times_2_to_126(word: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Two bfloat16 times 2^126."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 t; mov.b32 t, 0x7e807e80; mul.rn.bf16x2 {$w0}, {$r0}, t; }",
+        write_only_types=[Uint32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )
+
+
 def spread_e2m1(word: Uint32) -> list:
     """Eight codes as four words of bfloat16 times 2^-126: codes i and i + 4.
 
