@@ -137,6 +137,24 @@ def test_a_residual_is_added_first():
     assert got.quantized is got.factors is rms_norm(x).sum is None
 
 
+@pytest.mark.parametrize("how", [{}, {"window": 128}, {"both": True}, {"rows": True}], ids=str)
+def test_quantized_after_a_residual_was_added(how):
+    x, residual = rows((64, 96), "bfloat16"), rows((64, 96), "bfloat16", 1)
+    weight, found = rows((96,), "bfloat16", 2), dict(how)
+    if "rows" in how:
+        found["rows"] = np.arange(32, dtype=np.int32)[::-1]
+    run = lambda x, r: rms_norm(  # noqa: E731
+        x, weight, eps=EPS, residual=r, format="mxfp8_e4m3", factors=True, **found
+    )
+    total = rms_norm(x, residual=residual).sum
+    want = rms_norm(total, weight, eps=EPS, format="mxfp8_e4m3", factors=True, **found)
+    for got in (run(x, residual), jax.jit(run)(x, residual)):
+        assert_bits_equal(got.sum, total)
+        assert_bits_equal(got.factors, want.factors)
+        for a, b in zip(*map(jax.tree.leaves, (got.quantized, want.quantized)), strict=True):
+            assert_bits_equal(np.asarray(a), np.asarray(b))
+
+
 def test_quantized():
     x, weight = rows((2, 64, 96), "bfloat16"), rows((96,), "float32", 1)
     plain = rms_norm(x, weight).floats
@@ -202,7 +220,7 @@ def nasty(shape, seed=0, dtype="bfloat16"):
 
 
 def quantized(variant, implementation, **how):
-    """What a variant gives of x and weights, and the factors."""
+    """What a variant gives of x and weights, the factors, and of a sum with x upside down that."""
     formats = {"formats": tuple(f.name for f in variant.formats)} if variant.form.is_both else {}
     if not variant.form.is_both and variant.form.transposed:
         how |= {"axis": -2, "transpose": True}
@@ -210,10 +228,12 @@ def quantized(variant, implementation, **how):
     name = variant.formats[0].name
 
     def run(x, weight):
+        residual = x[::-1] if variant.added else None
         found = rms_norm(
-            x, weight, eps=EPS, format=name, factors=True, implementation=implementation, **how
-        )
-        return found.quantized, found.factors
+            x, weight, eps=EPS, format=name, factors=True, implementation=implementation,
+            residual=residual, **how
+        )  # fmt: skip
+        return found.quantized, found.factors, found.sum
 
     return jax.jit(run)
 
@@ -265,6 +285,11 @@ def test_one_call():
     ):
         operands = f"tensor<{operand}>, tensor<256xf32>"
         assert f": ({operands}) -> " in call_attributes_in(call) and "sqrt" not in call
+    added = lambda x: rms_norm(x, weight, format="mxfp8_e4m3", residual=x)[1:]  # noqa: E731
+    call = jax.jit(added).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    operand = "tensor<64x8x32xbf16>"
+    assert f": ({operand}, {operand}, tensor<256xf32>) -> " in call_attributes_in(call)
+    assert "sqrt" not in call and "stablehlo.add" not in call
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
     like = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = text_of(like, both=True)
@@ -357,6 +382,10 @@ def test_vmap_and_what_is_kept():
         got, want = jax.vmap(run, axes)(wide, each), run(wide, weight)
         for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             assert_bits_equal(np.asarray(a), np.asarray(b))
+    run = lambda x, r: rms_norm(x, weight, format="mxfp8_e4m3", residual=r)[1:3]  # noqa: E731
+    got, want = jax.vmap(run, (0, None))(wide, wide[1]), run(wide, np.stack([wide[1]] * 3))
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert_bits_equal(np.asarray(a), np.asarray(b))
     _, pull = jax.vjp(lambda x, w: rms_norm(x, w).floats, x, weight)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if hasattr(leaf, "nbytes"))
     assert kept == x.nbytes + weight.nbytes + 4 * 12

@@ -26,6 +26,8 @@ from jax_mx.facts.formats import (
     Format,
 )
 from jax_mx.facts.signatures import (
+    ADDED,
+    NORMS,
     RMS_NORM,
     ROWS,
     codes_in,
@@ -86,7 +88,7 @@ class Variant:
         numbers; a format's name and "_rows": the same of an x in codes; an activation's name: both
         halves of x; this and "_interleaved": gates and ups that take turns in x; this and
         "_gradient": both halves and the gradient of what the activation gives, and they are x's;
-        "rms_norm": x, whose rows are normed.
+        "rms_norm": x, whose rows are normed; "rms_norm_added": its sum with another array.
     """
 
     op: str
@@ -110,7 +112,12 @@ class Variant:
     @property
     def normed(self) -> bool:
         """Whether it norms rows."""
-        return self.source == RMS_NORM
+        return self.source in NORMS
+
+    @property
+    def added(self) -> bool:
+        """Whether what it norms is a sum."""
+        return self.source == ADDED
 
     @property
     def signature(self) -> str:
@@ -315,6 +322,13 @@ VARIANTS += tuple(
     if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
     for dtype in ("float16", "float32")
     if dtype == "float16" or variant.form == directions.LAST
+)
+# Sums with what a transformer's block begins with.
+VARIANTS += tuple(
+    dataclasses.replace(variant, source=ADDED)
+    for variant in VARIANTS
+    if variant.normed and variant.dtype == "bfloat16" and variant.window == BLOCK
+    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 )
 # Tokens that moved as codes along their elements, along the tokens of each expert.
 VARIANTS += tuple(

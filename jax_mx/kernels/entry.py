@@ -8,7 +8,7 @@ from typing import Any
 from jax_mx.facts.activations import INTERLEAVED, named_in
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ScaleLayout
-from jax_mx.facts.signatures import RMS_NORM, Array, Role, Signature, signature_of
+from jax_mx.facts.signatures import NORMS, Array, Role, Signature, signature_of
 from jax_mx.facts.variants import Kind, Variant, takes_zero_scale, value_layouts_of
 
 
@@ -70,7 +70,7 @@ class Entry:
     @property
     def gates(self) -> bool:
         """Whether an activation makes the floats."""
-        return not self.variant.rows and self.variant.source not in ("", RMS_NORM)
+        return not self.variant.rows and self.variant.source not in ("", *NORMS)
 
     @property
     def activation(self) -> str:

@@ -124,9 +124,8 @@ def rms_norm(
         y, total, factor = _normed(eps, *operands)
         quantized = None if format is None else quantizer(y, format, **options)
     else:
-        total, w = _summed(*operands)
-        *found, factor = quantizer(total, format, activation=Norm(w, eps), **options)
-        quantized = tuple(found) if both else found[0]
+        found = _of_sum(*operands, quantizer=partial(quantizer, format=format, **options), eps=eps)
+        quantized, (factor, total) = found[:2] if both else found[0], found[1 + both :]
     return Normed(
         y,
         quantized,
@@ -163,13 +162,25 @@ def _whole(x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
     return x, residual, weight
 
 
+def _of_sum(x: Any, residual: Any, weight: Any, *, quantizer: Any, eps: float) -> tuple:
+    """What a quantizer gives, the factors of rows, and x plus residual."""
+    by = _weights(weight, x.shape[-1])
+    if residual is None or quantizer.keywords.get("rows") is not None:  # these are the sum's
+        total = _summed(x, residual)
+        return *quantizer(total, activation=Norm(by, eps)), total
+    *found, total = quantizer(x, activation=Norm(by, eps, residual))
+    return *found, total.reshape(x.shape)
+
+
 @jax.jit
-def _summed(x: jax.Array, residual: Any, weight: Any) -> tuple[jax.Array, jax.Array]:
-    """x plus residual, and weights in float32."""
-    total = x if residual is None else reference.added(x, residual)
-    if weight is None:
-        return total, jnp.ones(x.shape[-1:], jnp.float32)
-    return total, settled(weight)
+def _summed(x: jax.Array, residual: Any) -> jax.Array:
+    return x if residual is None else reference.added(x, residual)
+
+
+@partial(jax.jit, static_argnums=1)
+def _weights(weight: Any, length: int) -> jax.Array:
+    """In float32."""
+    return jnp.ones(length, jnp.float32) if weight is None else settled(weight)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -66,6 +66,30 @@ def plus_square(word: Uint32, total: Float64, *, loc=None, ip=None) -> Float64:
     )
 
 
+@dsl_user_op
+def _sum_of_two(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The sums of two words' bfloat16."""
+    each = "shl.b32 w, {$r%d}, 16; mov.b32 %s, w; and.b32 w, {$r%d}, 0xFFFF0000; mov.b32 %s, w; "
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 w; .reg .f32 a, b, c, d; "
+        + each % (0, "a", 0, "b")
+        + each % (1, "c", 1, "d")
+        + "add.rn.ftz.f32 a, a, c; add.rn.ftz.f32 b, b, d; cvt.rn.bf16x2.f32 {$w0}, b, a; }",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@cute.jit
+def add_to(target, rY):
+    """Adds a fragment of bfloat16 to another one."""
+    to, words = cute.recast_tensor(target, Uint32), cute.recast_tensor(rY, Uint32)
+    for w in range_constexpr(cute.size(words)):
+        to[w] = _sum_of_two(to[w], words[w])
+
+
 def normed(words: list, factor, weights, dtype: str) -> list:
     """Elements times their row's factor, times their columns' weights."""
     if dtype == "float32":
@@ -219,20 +243,22 @@ class Rows(WholeBlocks):
         rX.fill(convert.INPUT[self.dtype](0))
         for r in range_constexpr(rows):
             for s in range_constexpr(self.tile.kept):
-                self.take(rX[None, s, r], arrays["x"], starts[r], counts[r], s)
+                self.take(rX[None, s, r], arrays, starts[r], counts[r], s)
         where: cutlass.Constexpr = (first, starts, counts)
         # Of rows that are longer than what is kept, the rest is read twice.
         sweeps = (vectors + self.threads - 1) // self.threads
-        sums = self.sums(rX, arrays["x"], scalars, where, sweeps)
+        sums = self.sums(rX, arrays, scalars, where, sweeps)
         factors = self.factors(sums, arrays["factors"], scalars, first)
         for s in range_constexpr(self.tile.kept):
             if self.is_busy(s, scalars):
                 self.put(rX[None, s, None], factors, arrays, scalars, where, s)
         for s in cutlass.range(self.tile.kept, sweeps, unroll=1):
-            self.put(self.again(arrays["x"], where, s), factors, arrays, scalars, where, s)
+            # What this thread has added it reads.
+            source: cutlass.Constexpr = {"x": arrays["sum" if self.variant.added else "x"]}
+            self.put(self.again(source, where, s), factors, arrays, scalars, where, s)
 
     @cute.jit
-    def sums(self, rX, x, scalars, where: cutlass.Constexpr, sweeps):
+    def sums(self, rX, arrays, scalars, where: cutlass.Constexpr, sweeps):
         """A thread's sums of squares, of each row."""
         sums = cute.make_rmem_tensor((self.elements, self.tile.rows), SUM[self.dtype])
         sums.fill(SUM[self.dtype](0.0))
@@ -241,19 +267,19 @@ class Rows(WholeBlocks):
                 for r in range_constexpr(self.tile.rows):
                     add_vector(sums[None, r], rX[None, s, r], self.dtype)
         for s in cutlass.range(self.tile.kept, sweeps, unroll=1):
-            rY = self.again(x, where, s)
+            rY = self.again(arrays, where, s)
             for r in range_constexpr(self.tile.rows):
                 add_vector(sums[None, r], rY[None, r], self.dtype)
         return sums
 
     @cute.jit
-    def again(self, x, where: cutlass.Constexpr, s):
+    def again(self, arrays, where: cutlass.Constexpr, s):
         """A vector of each row."""
         rX = cute.make_rmem_tensor((self.elements, self.tile.rows), convert.INPUT[self.dtype])
         rX.fill(convert.INPUT[self.dtype](0))
         _, starts, counts = where
         for r in range_constexpr(self.tile.rows):
-            self.take(rX[None, r], x, starts[r], counts[r], s)
+            self.take(rX[None, r], arrays, starts[r], counts[r], s)
         return rX
 
     @cute.jit
@@ -278,13 +304,21 @@ class Rows(WholeBlocks):
         return tid // 32 * 32 < blocks * self.sharers - s * self.threads
 
     @cute.jit
-    def take(self, target, x, start, count, s):
-        """Loads a vector of a row, if x has it."""
+    def take(self, target, arrays, start, count, s):
+        """Loads a vector of a row, if x has it; with a residual their sum, which it stores."""
         n: cutlass.Constexpr = self.elements
+        dtype: cutlass.Constexpr = convert.INPUT[self.dtype]
         if s * self.threads < count:
-            at = x + start * n + s * (self.threads * n)
+            first, beyond = start * n, s * (self.threads * n)
             align: cutlass.Constexpr = 16 if self.aligned else self.itemsize
-            load(vector_at(at, convert.INPUT[self.dtype], align, n), target, False)
+            load(vector_at(arrays["x"] + first + beyond, dtype, align, n), target, False)
+            if const_expr("residual" in arrays):
+                rY = cute.make_rmem_tensor(n, dtype)
+                residual = arrays["residual"] + first + beyond
+                load(vector_at(residual, dtype, align, n), rY, False)
+                add_to(target, rY)
+                to = vector_at(arrays["sum"] + first + beyond, dtype, align, n)
+                cute.autovec_copy(target, to)
 
     @cute.jit
     def factors(self, own, to, scalars, first):
@@ -458,10 +492,12 @@ class NormedTiled(Tiled):
 
     # ---- factors ---
     @cute.jit
-    def sums(self, x, scalars, first, count: cutlass.Constexpr, chunk, deep: cutlass.Constexpr):
+    def sums(
+        self, arrays, scalars, first, count: cutlass.Constexpr, chunk, deep: cutlass.Constexpr
+    ):  # fmt: skip
         """A warp's sums of the squares of `count` rows, over the columns of a chunk of sums.
 
-        `deep` vectors of each are loaded at once.
+        `deep` vectors of each are loaded at once. Of a residual it stores sums.
         """
         _, k = self.lengths(scalars)
         n: cutlass.Constexpr = self.vector
@@ -475,7 +511,12 @@ class NormedTiled(Tiled):
             for r in range_constexpr(count):
                 for s in range_constexpr(deep):
                     col = (turn * deep + s) * SUMS + left
-                    self.load_piece(rX[None, s, r], x, first + r, col, k)
+                    self.load_piece(rX[None, s, r], arrays["x"], first + r, col, k)
+            if const_expr(self.variant.added):
+                for r in range_constexpr(count):
+                    for s in range_constexpr(deep):
+                        col = (turn * deep + s) * SUMS + left
+                        self.add_piece(rX[None, s, r], arrays, first + r, col, k)
             for r in range_constexpr(count):
                 for s in range_constexpr(deep):
                     add_vector(own[None, r], rX[None, s, r], self.dtype)
@@ -494,6 +535,25 @@ class NormedTiled(Tiled):
             for i in range_constexpr(n):
                 if col + i < k:
                     target[i] = mX[i]
+
+    @cute.jit
+    def add_piece(self, target, arrays, row, col, k):
+        """Adds the residual's elements, and stores the sum."""
+        n: cutlass.Constexpr = self.vector
+        dtype: cutlass.Constexpr = convert.INPUT[self.dtype]
+        rY = cute.make_rmem_tensor(n, dtype)
+        rY.fill(dtype(0))
+        self.load_piece(rY, arrays["residual"], row, col, k)
+        add_to(target, rY)
+        to = arrays["sum"] + (Int64(row) * k + col)
+        if const_expr(self.aligned):
+            if col < k:
+                cute.autovec_copy(target, vector_at(to, dtype, 16, n))
+        else:
+            mS = cute.make_tensor(to, cute.make_layout(n))
+            for i in range_constexpr(n):
+                if col + i < k:
+                    mS[i] = target[i]
 
     def finished(self, total, scalars) -> Uint32:
         """The bits of a factor, for the sum of a row's squares; never `NOT_READY`."""
@@ -519,7 +579,7 @@ class NormedTiled(Tiled):
         )
         if first < blocks_m * BLOCK:
             row = warp // chunks * count
-            found = self.sums(arrays["x"], scalars, first + row, count, warp % chunks, self.deep)
+            found = self.sums(arrays, scalars, first + row, count, warp % chunks, self.deep)
             for r in range_constexpr(count):
                 if tid % 32 == 0:
                     shared[warp % chunks, row + r] = found[r]
@@ -550,7 +610,7 @@ class NormedTiled(Tiled):
         if missing != Uint32(0):
             for r in cutlass.range(each, unroll=1):
                 if (missing >> Uint32(r)) & Uint32(1) != Uint32(0):
-                    found = self.find_alone(arrays["x"], scalars, first + r)
+                    found = self.find_alone(arrays, scalars, first + r)
                     bits = select(lane == r, found, bits)
         if lane < each:
             shared[warp * each + lane] = bits & Uint32(0x7FFFFFFF)
@@ -558,13 +618,13 @@ class NormedTiled(Tiled):
         return shared
 
     @cute.jit
-    def find_alone(self, x, scalars, row):
+    def find_alone(self, arrays, scalars, row):
         """A row's factor, by one warp."""
         chunks: cutlass.Constexpr = SUMS // self.CHUNK
         lane = cute.arch.lane_idx()
         own = Float32(0.0)
         for chunk in cutlass.range(chunks, unroll=1):
-            (found,) = self.sums(x, scalars, row, 1, chunk, 1)
+            (found,) = self.sums(arrays, scalars, row, 1, chunk, 1)
             own = Float32(cutlass.select_(lane % chunks == chunk, found, own))
         for i in range_constexpr(chunks.bit_length() - 1):
             own = own + cute.arch.shuffle_sync_bfly(own, offset=1 << i)
@@ -577,12 +637,20 @@ class NormedTiled(Tiled):
             self.per_byte == 2 and self.variant.form.is_both and not convert.has(self.arch, 90)
         )
         if self.aligned or not crowded:
-            rX = (self.load if self.aligned else self.load_unaligned)(arrays["x"], at, lane)
+            rX = self.loaded(arrays, at, lane)
             factors = self.await_factors(arrays, scalars, at)
         else:  # there are no registers left for x while it waits
             factors = self.await_factors(arrays, scalars, at)
-            rX = self.load_unaligned(arrays["x"], at, lane)
+            rX = self.loaded(arrays, at, lane)
         self.norm(rX, factors, arrays["weights"], at, lane)
+        return rX
+
+    def loaded(self, arrays, *where):
+        """This lane's patch of x, or of the sum."""
+        load_patch = self.load if self.aligned else self.load_unaligned
+        rX = load_patch(arrays["x"], *where)
+        if self.variant.added:
+            add_to(rX, load_patch(arrays["residual"], *where))
         return rX
 
     @cute.jit
