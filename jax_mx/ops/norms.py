@@ -78,7 +78,8 @@ def rms_norm(
         x's dtype; that sum is normed, and given too.
       format: what the result is quantized to, see `quantize`; None: not. NVIDIA kernels norm as
         they quantize, along rows, from bfloat16 and float16 also transposed along the axis before,
-        and both, in MXFP8 and MXFP4; where floats are asked for too, XLA norms before.
+        and both, in MXFP8 and MXFP4; from bfloat16 they add the residual, too. Where floats are
+        asked for as well, XLA norms before.
       both: whether it is quantized along the last axis and along the one before, by
         `quantize_both`; else along the last one.
       floats: whether floats are given; None: where there is no format.
