@@ -463,11 +463,15 @@ class NormedTiled(Tiled):
         elif step >= self.tile.lag:
             self.quantize_tile(pointers, scalars)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a compiler left to itself spills registers, to have more thread blocks."""
+        packs = self.dtype == "float16" and self.per_byte == 2
+        return not self.aligned or packs or (self.variant.added and convert.has(self.arch, 100))
+
     @cute.jit
     def __call__(self, pointers, scalars):
-        # Where a compiler left to itself spills registers, to have more thread blocks.
-        crowded = not self.aligned or (self.dtype == "float16" and self.per_byte == 2)
-        free: cutlass.Constexpr = {"min_blocks_per_mp": 1} if crowded else {}
+        free: cutlass.Constexpr = {"min_blocks_per_mp": 1} if self.is_crowded else {}
         self.kernel(pointers, scalars).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], **free)
 
     def tiles(self, scalars) -> tuple:
