@@ -220,10 +220,9 @@ def same(got, want, what="") -> None:
 def every_gate(length: int = 128, dtype="bfloat16") -> np.ndarray:
     """(512, 2 length): every bfloat16 as a gate, ups of any size, and 1 beside one in four.
 
-    Of float16 every float16; of float32 numbers that begin as every bfloat16 does.
+    Of float32 numbers that begin as every bfloat16 does.
     """
-    every = EVERY.view(np.float16) if dtype == "float16" else EVERY.astype(dtype)
-    gates = np.random.default_rng(1).permutation(every)[: 512 * length]
+    gates = np.random.default_rng(1).permutation(EVERY.astype(dtype))[: 512 * length]
     if dtype == "float32":
         gates = (gates.view(np.uint32) | np.arange(gates.size, dtype=np.uint32)).view(dtype)
     ups = random_bits((gates.size,), dtype, seed=3)
@@ -292,13 +291,12 @@ def test_the_float_is_defined(name):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
     "name", ["swiglu", "geglu", *(pytest.param(n, marks=pytest.mark.thorough) for n in (
         "gpt_oss", "reglu2"))])  # fmt: skip
-def test_the_float_of_other_dtypes_is_defined(name, dtype):
+def test_the_float_of_float32_is_defined(name):
     """By XLA in both of its ways: joining products and sums changes no bit."""
-    x, weights = every_gate(dtype=dtype), np.random.default_rng(0).normal(size=512)
+    x, weights = every_gate(dtype="float32"), np.random.default_rng(0).normal(size=512)
     weights = weights.astype(np.float32)
     for run in (jax_mx.gated, jax.jit(jax_mx.gated, static_argnums=1)):
         same_floats(run(x, name), wanted(x, name))

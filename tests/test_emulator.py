@@ -401,6 +401,11 @@ def test_vector(name):
     assert tried
 
 
+def test_registers_are_swapped():
+    state = execute(ins.v_swap_b32_e32(vdst=v[1], src0=v[2]), vectors={1: 5, 2: 7}, exec_=1)
+    assert state.vector[1, 0, :2].tolist() == [7, 5] and state.vector[2, 0, :2].tolist() == [5, 7]
+
+
 def test_a_float64_is_added_to():
     """And constants, literals and signs of such sources."""
     two, one = {0: f64(2), 2: f64(3)}, {0: f64(1.5)}

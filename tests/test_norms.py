@@ -72,7 +72,7 @@ def defined(x, weight):
         y = settled((wide.astype(np.float64) * factors * by.astype(np.float64)).astype(np.float32))
     else:
         y = settled(settled(wide * factors.astype(np.float32)) * by)
-    return y.astype(x.dtype), factors.astype(np.float32)[:, 0]
+    return y.astype(x.dtype), settled(factors.astype(np.float32)[:, 0])
 
 
 def units_off(got, x, weight):

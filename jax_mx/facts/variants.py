@@ -291,15 +291,14 @@ VARIANTS += tuple(
     if variant.source in _INTERLEAVED
     if variant.window == BLOCK and len({*variant.formats}) == 1
 )
-# From other floats likewise, and not to the format of gradients.
-_WIDE = ("swiglu", "geglu", "gpt_oss")
+# From float32 likewise, and not to the format of gradients. From float16 an activation has no bits
+# that all implementations agree on: float64, which would give it some, is slow on many chips.
+_SINGLE = ("swiglu", "geglu", "gpt_oss")
 VARIANTS += tuple(
-    dataclasses.replace(variant, dtype=dtype)
+    dataclasses.replace(variant, dtype="float32")
     for variant in VARIANTS
-    if variant.source in _WIDE and variant.window == BLOCK
+    if variant.source in _SINGLE and variant.window == BLOCK
     if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
-    for dtype in FLOAT_DTYPES
-    if dtype != "bfloat16"
 )
 # The forms of what each DSL's kernels norm.
 NORMED: Mapping[str, tuple[Form, ...]] = {
@@ -313,7 +312,7 @@ VARIANTS += tuple(
     if variant.form in NORMED[variant.implementation]
     if variant.window != 256 or not variant.form.is_both  # as of activations
 )
-# From other floats like activations. Factors that wait in memory for their tiles are float32, those
+# From other floats likewise. Factors that wait in memory for their tiles are float32, those
 # of float32 rows are not.
 VARIANTS += tuple(
     dataclasses.replace(variant, dtype=dtype)

@@ -131,8 +131,8 @@ def rms_norm(
         y,
         quantized,
         None if residual is None else total,
-        # Kernels give a factor of 0 a sign, and a NaN bits of its own.
-        jnp.where(jnp.isnan(factor), jnp.nan, jnp.abs(factor))
+        # Kernels give a factor of 0 a sign, a NaN bits of its own, and subnormal ones.
+        jnp.where(jnp.isnan(factor), jnp.nan, settled(jnp.abs(factor)))
         if flag(op, "factors", factors)
         else None,
     )

@@ -407,6 +407,8 @@ class Emulator:
         if name == "v_readfirstlane_b32":
             (source,) = self._vectors("u", (inst.src0.offset,), inst)
             return _first_lane(source, inst.vdst.offset % VECTORS)
+        if name == "v_swap_b32":
+            return _swap(inst.src0.offset, inst.vdst.offset)
         sources = self._vectors(isa.VECTOR[name][0], (inst.src0.offset,), inst)
         return self._vector_step(name, sources, inst.vdst.offset)
 
@@ -506,8 +508,7 @@ class Emulator:
     def _convert_to_16_bits(self, dtype: np.dtype, sources: list[Source], to: int) -> Step:
         def step(w: Waves) -> None:
             low, high = (np.broadcast_to(source(w), w.active.shape) for source in sources)
-            small = any(_is_small(x, dtype)[w.active].any() for x in (low, high))
-            if w.flushes and small and dtype != np.float16:  # which has a mode of its own
+            if w.flushes and any(_is_small(x, dtype)[w.active].any() for x in (low, high)):
                 raise NotImplementedError("subnormals of 16 bits where subnormals are flushed")
             low, high = (x.astype(dtype).view(np.uint16).astype(U32) for x in (low, high))
             write_vector(w, to, low | high << U32(16))
@@ -942,6 +943,17 @@ def _first_lane(source: Source, to: int) -> Step:
     def step(w: Waves) -> None:
         values = np.broadcast_to(source(w), w.active.shape)
         write_scalar(w, to, values[np.arange(len(values)), w.active.argmax(1)])
+
+    return step
+
+
+def _swap(first: int, second: int) -> Step:
+    """v_swap_b32: each of two vector registers gets the other's."""
+
+    def step(w: Waves) -> None:
+        values = [w.vector[register - VECTORS].copy() for register in (second, first)]
+        write_vector(w, first, values[0])
+        write_vector(w, second, values[1])
 
     return step
 

@@ -40,7 +40,7 @@ def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str, ar
     found = [_gated(name, *pair, dtype) * weight for pair in both]
     if dtype == "float32":
         return found[0].bitcast(Uint32)
-    return convert.round_two(*found, dtype, arch)
+    return convert.round_two(*found, arch)
 
 
 def gradients(
@@ -60,7 +60,7 @@ def gradients(
             part = part * _where(_size(up) > limit, zero, Float32(1.0))
         own = own * weight
         pairs.append((own * (slope * factor), own * part))
-    return [convert.round_two(*two, "bfloat16", arch) for two in zip(*pairs, strict=True)]
+    return [convert.round_two(*two, arch) for two in zip(*pairs, strict=True)]
 
 
 def _gated(name: str, gate: Float32, up: Float32, dtype: str) -> Float32:
