@@ -600,6 +600,34 @@ ROWS = [
     # tiles have 256 rows, registers and shared memory leave no other choice of stages.
     {
         "kernel": "matmul.Warps",
+        "where": {"free": True, "codes_per_byte": 2, "rows": 256},
+        "value": {"stages": 3, "again": True},
+        "date": "2026-11-23",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"free": True, "codes_per_byte": 2},
+        "value": {"stages": 5, "again": True},
+        "date": "2026-11-23",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"free": True, "rows": 256},
+        "value": {"stages": 5, "again": True},
+        "date": "2026-11-23",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"free": True},
+        "value": {"stages": 7, "again": True},
+        "date": "2026-11-23",
+        "measured": [],
+    },
+    {
+        "kernel": "matmul.Warps",
         "where": {"codes_per_byte": 2, "rows": 256},
         "value": {"stages": 3},
         "date": "2026-11-22",
