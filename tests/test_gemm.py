@@ -226,6 +226,25 @@ def parts(window, *multiples) -> list[int]:
     return [window * n for n in multiples]
 
 
+@functools.cache
+def compiled_sums(dtype, implementation):
+    """Of floats, or of MX arrays whose blocks have scales of their own."""
+    options = {"preferred_element_type": dtype, "implementation": implementation}
+    return jax.jit(functools.partial(gemm_wgrad, window=BLOCK, **options))
+
+
+def check_sums(a, b, sizes=None, implementation="xla", dtype=jnp.float32, added=None):
+    """The same of floats, rows first, or of MX arrays whose blocks have scales of their own."""
+    poison_memory()
+    own = None if sizes is None else jnp.asarray(sizes, jnp.int32)
+    y = compiled_sums(jnp.dtype(dtype), implementation)(a, b, own, added=added)
+    A, B = (float64(x) if isinstance(x, jax_mx.MXArray) else float64(x.mT) for x in (a, b))
+    with np.errstate(invalid="ignore"):
+        want = A @ np.swapaxes(B, -1, -2) if sizes is None else wanted_wgrad(A, B, sizes)
+    want = want + (0 if added is None else np.asarray(added, np.float64))
+    assert_equal(y, want, f"{a.shape} {b.shape} {sizes} {dtype} {added is None}")
+
+
 GROUPS = [
     [5, 0, 3],
     [0, 0, 0],
@@ -330,6 +349,43 @@ def test_batches_of_groups_that_are_contracted():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     over = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     assert_equal(over(w_of(a, 0), b, sizes[0]), want[0])
+
+
+def rows_of_groups(rng, sizes, m, n, rows, dtype=jnp.bfloat16, most=3):
+    """Two operands of floats (rows, m) and (rows, n): not numbers in rows that no group has."""
+    total = max(min(sum(max(size, 0) for size in sizes), rows), 0)
+    pair = [floats(rng, (rows, columns), dtype, most) for columns in (m, n)]
+    return [x.at[total:].set(jnp.nan) for x in pair]
+
+
+def test_the_reference_of_floats_that_are_contracted():
+    """Groups that begin anywhere, of either dtype; of MX arrays, blocks with their own scales."""
+    rng = np.random.default_rng(23)
+    for sizes, dtype in zip(GROUPS, ("bfloat16", "float16") * 4, strict=False):
+        a, b = rows_of_groups(rng, sizes, 5, 8, 11, dtype)
+        check_sums(a, b, sizes, added=floats(rng, (3, 5, 8), jnp.float32))
+    check_sums(*rows_of_groups(rng, [2, 9], 5, 8, 11, "float16"), [2, 9], dtype="float16")
+    a, b = floats(rng, (2, 3, 7, 16)), floats(rng, (2, 3, 7, 5))
+    check_sums(a, b)
+    check_sums(a[0, 0], b[0, 0], added=floats(rng, (16, 5), jnp.float32))
+    check_sums(integers(rng, (5, 96), MXFP4_E2M1), integers(rng, (6, 96), MXFP8_E5M2), [32, 0, 64])
+    check_sums(integers(rng, (5, 96), MXFP6_E3M2), floats(rng, (96, 3)), [1, 93])
+    sums = functools.partial(gemm_wgrad, preferred_element_type=jnp.float32)
+    each = [sums(x, y) for x, y in zip(a[0], b[0], strict=True)]
+    assert_equal(jax.vmap(sums)(a[0], b[0]), np.stack(each))
+    assert_equal(jax.vmap(sums, (1, None))(a[0].swapaxes(0, 1), b[0, 0])[1], sums(a[0, 1], b[0, 0]))
+    assert "while" not in str(jax.make_jaxpr(jax.vmap(sums))(a[0], b[0]))
+    sizes = jnp.asarray([[1, 6], [4, 2]], jnp.int32)
+    got = jax.vmap(sums, (0, 0, 0))(a[0, :2], b[0, :2], sizes)
+    assert_equal(got[1], sums(a[0, 1], b[0, 1], sizes[1]))
+    assert not sums(a[0, 0, :0], b[0, 0, :0]).any() and sums(a[:0], b[:0]).shape == (0, 3, 16, 5)
+
+
+def test_nan_of_a_row_stays_in_its_group():
+    a, b = rows_of_groups(np.random.default_rng(24), [3, 5], 4, 6, 11)
+    a = a.at[3, 2].set(jnp.nan)
+    check_sums(a, b, [3, 5])
+    assert np.isnan(gemm_wgrad(a, b, jnp.asarray([3, 5], jnp.int32)).astype(jnp.float32)).sum() == 6
 
 
 NAMES = [EPILOGUE[i : i + n] for n in (1, 2, 3) for i in range(4 - n)]
@@ -480,7 +536,13 @@ def test_what_is_refused():
         (lambda: gemm(x, w, added=gemm(x, w)), ValueError, "added is bfloat16 and the result bflo"),
         (lambda: gemm_wgrad(w, w, sizes, added=x), ValueError, "added must be floats (2, 4, 4)"),
         (lambda: gemm_wgrad(w, e2m1, sizes), TypeError, "gemm_wgrad: b is MXFP4_E2M1"),
-        (lambda: gemm_wgrad(w, w, sizes, window=32), ValueError, "must be one of (128, 256)"),
+        (lambda: gemm_wgrad(w, w, sizes, window=64), ValueError, "must be one of (128, 256)"),
+        (lambda: gemm_wgrad([1], x), TypeError, "gemm_wgrad: a is list, must be an MXArray, bf"),
+        (lambda: gemm_wgrad(x, x.astype(jnp.float32)), TypeError, "b is float32, must be an MX"),
+        (lambda: gemm_wgrad(w, x.astype(jnp.float16)), TypeError, "a is bfloat16 and b is float16"),
+        (lambda: gemm_wgrad(x, x[:1]), ValueError, "floats are (..., R, M) and (..., R, N)"),
+        (lambda: gemm_wgrad(x, x, x), ValueError, "got (3, 64), (3, 64) and bfloat16 (3, 64)"),
+        (lambda: gemm_wgrad(x, x, added=x), ValueError, "added must be floats (64, 64)"),
         (lambda: gemm_wgrad(w, w3, sizes), ValueError, "a is (M, R), b (N, R) and the sizes int32"),
         (lambda: gemm_wgrad(w, w, None), ValueError, "got (4, 64), (4, 64) and None None"),
         (lambda: gemm_wgrad(w, w, sizes, implementation="cutedsl"), NotImplementedError, "on cuda"),
@@ -501,6 +563,8 @@ def test_where_there_are_kernels():
     eights = (MXFP8_E5M2, MXFP8_E4M3)
     assert supported("sm_90", eights, window=256, wgrad=True) == ""
     assert "wgrad_fp8: no cutedsl kernel" in supported("sm_100", eights, window=128, wgrad=True)
+    assert supported("sm_90", (), wgrad=True) == ""
+    assert "wgrad: no cutedsl kernel for sm_100" in supported("sm_100", (), wgrad=True)
     assert len({product.name for product in PRODUCTS}) == len(PRODUCTS)
 
 
@@ -536,6 +600,10 @@ def test_the_call_of_a_kernel(monkeypatch):
     assert "absent = dense<[4, 5, 6, 7]>" in text and found[-1] == "bfloat16"
     text = line(gemm_wgrad, q, integers(rng, (7, 64), MXFP8_E4M3), sizes)
     assert "-> tensor<2x9x7xbf16>" in text and "absent = dense<5>" in text
+    text = line(gemm_wgrad, x, floats(rng, (9, 12)), sizes)
+    assert "(tensor<9x64xbf16>, tensor<9x16xbf16>, tensor<2xi32>) -> tensor<2x64x16xbf16>" in text
+    text = line(gemm_wgrad, x, floats(rng, (9, 16)))
+    assert "-> tensor<64x16xbf16>" in text and "absent = dense<[2, 3]>" in text
     after = epilogue(rng, x, w)
     text = line(lambda x, w, sizes, after: gemm(x, w, sizes, preferred_element_type=jnp.float32,
                                                 **after), x, w, sizes, after)  # fmt: skip
@@ -546,9 +614,9 @@ def test_the_call_of_a_kernel(monkeypatch):
 def test_every_product_has_its_launch_rule():
     """Of each dtype of y: entries as the handler takes them, one for any addresses at the end."""
     pytest.importorskip("cutlass")
-    from jax_mx.kernels.cutedsl import matmul, matmul_fp8, products, wgrad_fp8
+    from jax_mx.kernels.cutedsl import matmul, matmul_fp8, products, wgrad, wgrad_fp8
 
-    modules = {"matmul": matmul, "matmul_fp8": matmul_fp8, "wgrad_fp8": wgrad_fp8}
+    modules = {"matmul": matmul, "matmul_fp8": matmul_fp8, "wgrad_fp8": wgrad_fp8, "wgrad": wgrad}
     for product in (p for p in PRODUCTS if p.op in modules):
         entries = modules[product.op].entries(product, "sm_90a")
         usage = {
@@ -744,6 +812,50 @@ def test_kernels_of_groups_that_are_contracted_are_exact(variant):
     sizes = parts(window, *np.diff(cuts, prepend=0))
     check_wgrad(*operands(140, 300, 40 * window), sizes, **how)
     check_wgrad(*poisoned_slots(rng, window, 300), parts(window, 1, 1, 1), **how)
+
+
+@kernels
+@of("wgrad")
+def test_kernels_of_floats_that_are_contracted_are_exact(variant):
+    rng = np.random.default_rng(25)
+    how, dtype = {"implementation": "cutedsl"}, variant.floats
+    for sizes in GROUPS:
+        check_sums(*rows_of_groups(rng, sizes, 136, 264, 11, dtype), sizes, **how)
+    # Columns off every tile and on them, groups that begin and end anywhere, many of them empty.
+    for m, n, rows in [(1, 1, 2), (129, 256, 700), (256, 264, 64), (304, 520, 999), (64, 1000, 40)]:
+        for result in (jnp.float32, jnp.bfloat16, jnp.float16):
+            sizes = [0, rows // 3, 1, 0, 0, rows // 4, 63, rows // 2, 5]
+            a, b = rows_of_groups(rng, sizes, m, n, rows, dtype)
+            check_sums(a, b, sizes, dtype=result, **how)
+    cuts = np.sort(rng.integers(0, 2000, 70))
+    sizes = [*np.diff(cuts, prepend=0)]
+    a, b = rows_of_groups(rng, sizes, 144, 304, 2016, dtype)
+    check_sums(a, b, sizes, **how, added=floats(rng, (70, 144, 304), jnp.float32))
+    check_sums(floats(rng, (700, 2880), dtype), floats(rng, (700, 1024), dtype), **how)
+    check_sums(floats(rng, (3, 129, 136), dtype), floats(rng, (3, 129, 72), dtype), **how)
+    nan = floats(rng, (300, 136), dtype).at[100, 7].set(jnp.nan)
+    check_sums(nan, floats(rng, (300, 264), dtype), [100, 1, 199], **how)
+    whole = floats(rng, (1 + 40 * 64,), dtype)  # begins where the copy engine cannot read
+    check_sums(whole[1:].reshape(40, 64), floats(rng, (40, 72), dtype), [3, 30], **how)
+
+
+@kernels
+def test_kernels_of_codes_that_are_contracted_are_exact():
+    rng = np.random.default_rng(26)
+    for formats in [(MXFP8_E4M3, MXFP8_E5M2), (MXFP4_E2M1,) * 2, (MXFP6_E3M2, MXFP4_E2M1)]:
+        a, b = (integers(rng, (n, 512), f) for n, f in zip((136, 296), formats, strict=True))
+        check_sums(a, b, [96, 0, 32, 320], "cutedsl")
+        check_sums(a, b, None, "cutedsl", jnp.bfloat16)
+
+
+@kernels
+def test_random_floats_that_are_contracted_are_within_the_bound():
+    rng = np.random.default_rng(27)
+    a, b = (jnp.asarray(rng.normal(size=(4096, n)), jnp.bfloat16) for n in (264, 520))
+    y = gemm_wgrad(a, b, preferred_element_type=jnp.float32, implementation="cutedsl")
+    A, B = float64(a), float64(b)
+    bound = EPS * len(A) * (np.abs(A).T @ np.abs(B))
+    assert (np.abs(np.asarray(y, np.float64) - A.T @ B) <= bound).all()
 
 
 @kernels
@@ -990,9 +1102,28 @@ def of_slots(window):
     return both, functools.partial(random_sizes, groups=11, total=r, step=window)
 
 
+def of_contracted_rows(rows):
+    """A wgrad of ones and 2^(row, modulo 5), and what it is."""
+    a = jnp.ones((rows, 136), jnp.bfloat16)
+    powers = power(jnp.arange(rows) % 5)
+    b = jnp.broadcast_to(powers[:, None], (rows, 264)).astype(jnp.bfloat16)
+    f = functools.partial(gemm_wgrad, implementation="cutedsl")
+
+    def both(sizes):
+        before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(powers)])
+        ends = jnp.minimum(jnp.cumsum(sizes), rows)
+        want = before[ends] - before[jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])]
+        y = f(a, b, sizes, preferred_element_type=jnp.float32)
+        return y, jnp.broadcast_to(want[:, None, None], y.shape)
+
+    return both, functools.partial(random_sizes, groups=11, total=rows)
+
+
 def launches(name):
     if name == "wgrad":
         return of_slots(128)
+    if name == "wgrad of floats":
+        return of_contracted_rows(1500)
     rows = {"few rows": 40, "rows": 700, "fp8": 700, "fp8 rows": 700}[name]
     options = {"preferred_element_type": jnp.float32, "implementation": "cutedsl"}
     if name.startswith("fp8"):
@@ -1004,7 +1135,9 @@ def launches(name):
 
 
 @kernels
-@pytest.mark.parametrize("name", ["few rows", "rows", "fp8", "fp8 rows", "wgrad"])
+@pytest.mark.parametrize(
+    "name", ["few rows", "rows", "fp8", "fp8 rows", "wgrad", "wgrad of floats"]
+)
 def test_many_launches_of_random_sizes(name, request):
     """10^5 of them, or 10^3: none hangs, every element of every result is right."""
     both, sizes_of = launches(name)

@@ -194,8 +194,8 @@ class ProductPlan:
     """One call of a product: y = x @ dequantize(W)^T, per group of x's rows, or of K.
 
     Attributes:
-      op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K; or
-        "amaxes", of x alone.
+      op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K;
+        "wgrad", the same of floats; or "amaxes", of x alone.
       formats: of the quantized operands, x's before W's.
       dtype: of y.
       grouped: whether the call has sizes of groups; without, all groups have as many rows.
@@ -207,6 +207,7 @@ class ProductPlan:
       free: see `facts.products.Product`; x then has zeros up to a multiple of `UNIT` columns.
       activation: that makes y of gates and ups, or "".
       interleaved: whether W has gates and ups by turns, not all gates first.
+      floats: the dtype of its floats, where kernels take several.
     """
 
     op: str
@@ -221,6 +222,7 @@ class ProductPlan:
     free: bool = False
     activation: str = ""
     interleaved: bool = False
+    floats: str = ""
     # What the lowering asks of any plan:
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
     scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
@@ -263,7 +265,7 @@ class ProductPlan:
 
     def product(self, dsl: str) -> Product:
         """The kernel that it asks for, which may be none of those that there are."""
-        kinds = self.window, self.tiles, self.free, bool(self.activation)
+        kinds = self.window, self.tiles, self.free, bool(self.activation), self.floats
         return Product(self.op, dsl, self.formats, self.rows, *kinds)
 
 

@@ -27,12 +27,13 @@ from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops.activations import row_of
-from jax_mx.ops.mxarray import MXArray, checked
+from jax_mx.ops.mxarray import MXArray, checked, dequantize
 from jax_mx.ops.planning import implementation_of
 
 WINDOWS = (128, 256, ROW)  # of the FP8 product
 # Up to so many rows of x in a group, kernels whose tiles have so many.
 _ROWS = (8, 16, 64, 128, 256)
+_DEPTH = 64  # rows that wgrad contracts at a time
 FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))  # of x
 
 
@@ -207,41 +208,56 @@ def _gemm_fp8(x: MXArray, w: MXArray, sizes: list, after: list, plan: ProductPla
 
 
 def gemm_wgrad(
-    a: MXArray,
-    b: MXArray,
-    group_sizes: jax.Array,
+    a: MXArray | jax.Array,
+    b: MXArray | jax.Array,
+    group_sizes: jax.Array | None = None,
     *,
     window: int = 128,
     added: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
 ) -> jax.Array:
-    """For each group dequantize(a) @ dequantize(b)^T over its part of R, on FP8 tensor cores.
+    """The gradient of weights: the sum over rows of x and of y's gradient, for each group.
 
     It is what jax.lax.ragged_dot_general computes where its ragged dimension is contracted: of a
-    layer of experts the weights' gradient, R being the tokens, which both operands have last
-    (`quantize_both`'s second result, transposed). Each group begins at a multiple of the window and
-    has a multiple of it: rows of zeros fill it up. The caller vouches for that, as for the windows;
-    sizes that are no multiples give other sums.
+    layer of experts the weights' gradient, R being the tokens. Floats lie as a layer has them,
+    tokens first; MX arrays have tokens last, as blocks run along them (`quantize_both`'s second
+    result, transposed).
+
+    Two MXFP8 arrays in windows of 128 or 256 are multiplied on FP8 tensor cores, added up as
+    `gemm_fp8` does. Each group begins at a multiple of the window and has a multiple of it: rows of
+    zeros fill it up. The caller vouches for that, as for the windows; sizes that are no multiples
+    give other sums. All other operands are multiplied as bfloat16 or float16 and added up in
+    float32, groups beginning anywhere: a kernel makes bfloat16 of MX arrays first.
 
     Args:
-      a: MXFP8 (M, R), blocks along the last axis, row-major scales.
-      b: MXFP8 (N, R), likewise.
-      group_sizes: int32 (G,), how many elements of R each group has. What is behind the last
-        group's is not read; of more than R has, those that are beyond do not count, and negative
-        sizes are 0.
-      window: 128 or 256 consecutive elements along R have one scale, in both operands.
+      a: bfloat16 or float16 (..., R, M), or any MX array (..., M, R).
+      b: of the same dtype (..., R, N), or any MX array (..., N, R). Beside an MX array floats are
+        bfloat16. In windows both are MXFP8 (M, R) and (N, R), in blocks along the last axis, with
+        row-major scales.
+      group_sizes: int32 (G,), how many elements of R each group has; without, all are one group's,
+        which windows do not have. With sizes there are no leading dimensions. What is behind the
+        last group's is not read; of more than R has, those that are beyond do not count, and
+        negative sizes are 0.
+      window: of two MX arrays; 128 or 256 consecutive elements along R have one scale, in both
+        operands, or 32: blocks of their own.
       added: see `gemm`: gradients of several steps add up in one buffer.
       preferred_element_type: see `gemm_fp8`.
       implementation: see `gemm_fp8`.
 
     Returns:
-      (G, M, N). An empty group's are zeros; a NaN of a group is in its own results alone.
+      (G, M, N), or without sizes (..., M, N). An empty group's are zeros; a NaN of a group is in
+      its own results alone.
 
     Raises:
       TypeError, ValueError, NotImplementedError: see `gemm`.
     """
     op = "gemm_wgrad"
+    implementation = implementation_of(op, implementation)
+    result = float_dtype(op, "preferred_element_type", preferred_element_type)
+    if not (isinstance(a, MXArray) and isinstance(b, MXArray)) or window == BLOCK:
+        rows = [_rows_of(op, name, x, implementation) for name, x in (("a", a), ("b", b))]
+        return _wgrad_of_floats(op, rows, group_sizes, added, result, implementation)
     a, b = _eights(op, window, WINDOWS[:2], a=a, b=b)
     found = getattr(group_sizes, "shape", None), getattr(group_sizes, "dtype", None)
     if not (a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]) or (
@@ -251,10 +267,7 @@ def gemm_wgrad(
             f"{op}: a is (M, R), b (N, R) and the sizes int32 (G,); got {a.shape}, {b.shape} and "
             f"{found[1]} {found[0]}"
         )
-    result = float_dtype(op, "preferred_element_type", preferred_element_type)
-    plan = wgrad_plan_of(
-        (a.format, b.format), result, window, implementation_of(op, implementation)
-    )
+    plan = wgrad_plan_of((a.format, b.format), result, window, implementation)
     shape = (*found[0], a.shape[0], b.shape[0])
     after = [] if added is None else [_float32(op, "added", added, shape, result)]
     if 0 in (*shape, a.shape[1]):
@@ -268,6 +281,71 @@ def _gemm_wgrad(
     a: MXArray, b: MXArray, sizes: jax.Array, after: list, plan: ProductPlan
 ) -> jax.Array:
     return primitive.product([a.values, a.scales, b.values, b.scales, sizes, *after], plan)
+
+
+def _rows_of(op: str, name: str, x: MXArray | jax.Array, implementation: str | None) -> jax.Array:
+    """An operand of `gemm_wgrad` in floats, its rows before its columns."""
+    if isinstance(x, MXArray):
+        plain = "xla" if implementation == "xla" else None
+        return dequantize(checked(op, name, x), transpose=True, implementation=plain)
+    if not hasattr(x, "dtype") or jnp.dtype(x.dtype) not in FLOATS:
+        found = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"{op}: {name} is {found}, must be an MXArray, bfloat16 or float16")
+    return jnp.asarray(x)
+
+
+def _wgrad_of_floats(
+    op: str,
+    rows: list[jax.Array],
+    sizes: jax.Array | None,
+    added: jax.Array | None,
+    result: np.dtype,
+    implementation: str | None,
+) -> jax.Array:
+    """`gemm_wgrad` of (..., R, M) and (..., R, N)."""
+    a, b = rows
+    if a.dtype != b.dtype:
+        raise TypeError(
+            f"{op}: a is {a.dtype} and b is {b.dtype}; both must be of one dtype, beside an "
+            "MXArray of bfloat16"
+        )
+    lead, fits = a.shape[:-2], a.ndim > 1 and a.shape[:-1] == b.shape[:-1]
+    found = ""
+    if sizes is not None:
+        lead, dtype = getattr(sizes, "shape", ()), getattr(sizes, "dtype", None)
+        fits = fits and a.ndim == 2 and len(lead) == 1 and dtype == jnp.int32
+        found = f" and {dtype} {lead}"
+    if not fits:
+        raise ValueError(
+            f"{op}: floats are (..., R, M) and (..., R, N), with sizes, int32 (G,), (R, M) and "
+            f"(R, N); got {a.shape}, {b.shape}{found}"
+        )
+    shape = (*lead, a.shape[-1], b.shape[-1])
+    after = [] if added is None else [_float32(op, "added", added, shape, result)]
+    if 0 in (*shape, a.shape[-2]):
+        return after[0] if after else jnp.zeros(shape, result)
+    plan = floats_plan_of(a.dtype, result, sizes is not None, implementation)
+    plan = dataclasses.replace(plan, epilogue=("added",) * len(after))
+    return _floats_wgrad(a, b, _sizes(sizes), after, plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _floats_wgrad(
+    a: jax.Array, b: jax.Array, sizes: list, after: list, plan: ProductPlan
+) -> jax.Array:
+    m, n = a.shape[-1], b.shape[-1]
+    # The copy engine wants rows of whole 16 bytes.
+    more, beside = -m % 8, -n % 8
+    a, b = _padded(a, 0, more), _padded(b, 0, beside)
+    after = [_padded(x, more, beside) for x in after]
+    return primitive.product([a, b, *sizes, *after], plan)[..., :m, :n]
+
+
+def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """The array with so many more rows and columns, of zeros."""
+    if not rows and not columns:
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows), (0, columns)])
 
 
 def plan_of(
@@ -301,6 +379,19 @@ def wgrad_plan_of(
     return dataclasses.replace(plan, op="wgrad_fp8")
 
 
+def floats_plan_of(
+    floats: jax.typing.DTypeLike,
+    dtype: np.dtype,
+    grouped: bool = True,
+    implementation: str | None = None,
+) -> ProductPlan:
+    """The plan of `gemm_wgrad` of floats."""
+    name = jnp.dtype(floats).name
+    return ProductPlan(
+        "wgrad", (), dtype, grouped, _DEPTH, implementation=implementation, floats=name
+    )
+
+
 def supported(
     device: jax.Device | str,
     formats: tuple[Format, ...],
@@ -321,13 +412,14 @@ def supported(
       window: see `gemm_fp8`; so are `tiles` and dtype.
       tiles: of w.
       dtype: of the result.
-      wgrad: whether it is `gemm_wgrad`, whose formats are (a's, b's).
+      wgrad: whether it is `gemm_wgrad`, whose formats are (a's, b's); of bfloat16 none.
       contracting: see `gemm`.
     """
     result = jnp.dtype(dtype)
     plan = plan_of(formats, result, rows, window, tiles, free=contracting == -2)
     if wgrad:
         plan = wgrad_plan_of(formats, result, window)
+        plan = plan if formats else floats_plan_of(jnp.bfloat16, result)
     chips = [device] if isinstance(device, str) else primitive.chips_beside(device)
     support = registry.candidates(plan, primitive.platform_of(chips[0]), chips)[0]
     if support.implementation == "xla":

@@ -91,5 +91,8 @@ from jax_mx.reference.products import (
     matmul_fp8 as matmul_fp8,
 )
 from jax_mx.reference.products import (
+    wgrad as wgrad,
+)
+from jax_mx.reference.products import (
     wgrad_fp8 as wgrad_fp8,
 )

@@ -38,17 +38,29 @@ def wgrad_fp8(x_codes, x_scales, codes, scales, sizes, *added, plan: Any) -> lis
     """y (G, M, N): for each group x (M, K) @ W (N, K)^T over its part of K."""
     x = _floats(x_codes, x_scales, plan.formats[0])
     w = _floats(codes, scales, plan.formats[-1])
+    y = _contracted(x.T, w.T, sizes)
+    return [(y + added[0] if added else y).astype(plan.dtype)]
+
+
+def wgrad(x, dy, *rest, plan: Any) -> list:
+    """y (G, K, N): for each group x (T, K)^T @ dy (T, N) over its rows, or (..., K, N) of all."""
+    x, dy, added = x.astype(jnp.float32), dy.astype(jnp.float32), rest[plan.grouped :]
+    y = _contracted(x, dy, rest[0]) if plan.grouped else _dot("...tk,...tn->...kn", x, dy)
+    return [(y + added[0] if added else y).astype(plan.dtype)]
+
+
+def _contracted(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """For each group the product of its rows of x (T, M) and of w (T, N), (G, M, N)."""
     counts = jnp.maximum(sizes, 0)
-    slot = jnp.arange(x.shape[1])
+    row = jnp.arange(x.shape[0])[:, None]
 
     def one(group):
         # Zeros in place of other groups' elements: no sum may meet their NaN.
         end, count = group
-        own = (slot < end) & (slot >= end - count)
-        return _dot("mk,nk->mn", jnp.where(own, x, 0), jnp.where(own, w, 0))
+        own = (row < end) & (row >= end - count)
+        return _dot("km,kn->mn", jnp.where(own, x, 0), jnp.where(own, w, 0))
 
-    y = jax.lax.map(one, (jnp.cumsum(counts), counts))
-    return [(y + added[0] if added else y).astype(plan.dtype)]
+    return jax.lax.map(one, (jnp.cumsum(counts), counts))
 
 
 def amaxes(x: jax.Array, *, plan: Any) -> list:
