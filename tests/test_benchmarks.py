@@ -899,6 +899,7 @@ def test_counters_become_rows(monkeypatch):
     (row,) = [counters.row_of("a case", units, values) for values in launches]
     assert (row["us"], row["memory"], row["ALU"]) == (1234.0, 61.3, None)
     assert row["waits"] == {"barrier": 2.25, "wait": 1.5}
+    assert counters.known("dram__throughput   Counter  %\n\n") == names[1:]
     done.returncode = 1
     with pytest.raises(RuntimeError, match="Connected"):
         counters.launched("dense, fp8 1x256")
