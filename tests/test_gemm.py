@@ -1071,16 +1071,17 @@ def random_sizes(key, groups, total, step=1):
     return jnp.diff(ends, prepend=0).astype(jnp.int32)
 
 
-def of_rows(product, rows):
-    """A product of ones and matrices of 2^group, and what it is for sizes of groups."""
+def of_rows(product, rows, made_of=lambda p: 256 * p):
+    """A product of ones and matrices of 2^group, and what it is of that for sizes of groups."""
     groups, n, k = 9, 136, 256
     w = scaled(constant((groups, n, k)), jnp.arange(groups)[:, None, None])
 
     def both(sizes):
         ends = jnp.cumsum(sizes)
         group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
-        want = jnp.where(group < groups, k * power(group), jnp.float32(0))
-        return product(w, sizes), jnp.broadcast_to(want[:, None], (rows, n))
+        want = jnp.where(group < groups, made_of(power(group)), jnp.float32(0))
+        y = product(w, sizes)
+        return y, jnp.broadcast_to(want[:, None], y.shape)
 
     return both, functools.partial(random_sizes, groups=groups, total=rows)
 
@@ -1124,19 +1125,24 @@ def launches(name):
         return of_slots(128)
     if name == "wgrad of floats":
         return of_contracted_rows(1500)
-    rows = {"few rows": 40, "rows": 700, "fp8": 700, "fp8 rows": 700}[name]
+    rows = 40 if name == "few rows" else 700
     options = {"preferred_element_type": jnp.float32, "implementation": "cutedsl"}
     if name.startswith("fp8"):
         x = constant((rows, 256))
         options["window"] = ROW if "rows" in name else 256
         return of_rows(lambda w, sizes: gemm_fp8(x, w, sizes, **options), rows)
-    x = jnp.ones((rows, 256), jnp.bfloat16)
-    return of_rows(lambda w, sizes: gemm(x, w, sizes, **options), rows)
+    x = jnp.ones((rows, 136 if name == "free" else 256), jnp.bfloat16)
+    own, made_of = {
+        "free": ({"contracting": -2}, lambda p: 136 * p),
+        "gated": ({"activation": "bilinear"}, lambda p: (256 * p) ** 2),
+    }.get(name, ({}, lambda p: 256 * p))
+    return of_rows(lambda w, sizes: gemm(x, w, sizes, **options, **own), rows, made_of)
 
 
 @kernels
 @pytest.mark.parametrize(
-    "name", ["few rows", "rows", "fp8", "fp8 rows", "wgrad", "wgrad of floats"]
+    "name",
+    ["few rows", "rows", "free", "gated", "fp8", "fp8 rows", "wgrad", "wgrad of floats"],
 )
 def test_many_launches_of_random_sizes(name, request):
     """10^5 of them, or 10^3: none hangs, every element of every result is right."""

@@ -429,8 +429,9 @@ def test_every_kernel_of_codes(variant):
         for layout in layouts:
             check(99, 288, 480, 7, scale_layout=layout)
     count, length = (1 << 31) // 8192 + 64, 8192
-    values = jax.jit(lambda: (jax.lax.iota(jnp.uint32, count * length) * 2654435761 >> 24).astype(
-        jnp.uint8).reshape(count, length))()  # fmt: skip
+    total = count * length
+    make = lambda: jax.lax.iota(jnp.uint32, total) * np.uint32(2654435761) >> 24  # noqa: E731
+    values = jax.jit(lambda: make().astype(jnp.uint8).reshape(count, length))()
     scales = jnp.full((count, length // 32), 127, jnp.uint8)
     values, scales = (
         jax.lax.bitcast_convert_type(a, t)

@@ -35,6 +35,8 @@ def facts_of(
             "rows": variant.rows,
             "window": variant.window,
             "tiles": variant.tiles,
+            "free": variant.free,
+            "gated": variant.gated,
         }
     return {
         "form": str(variant.form),

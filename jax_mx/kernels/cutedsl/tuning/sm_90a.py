@@ -616,6 +616,49 @@ ROWS = [
     # tiles have 256 rows, registers and shared memory leave no other choice of stages.
     {
         "kernel": "matmul.Warps",
+        "where": {"free": True, "codes_per_byte": 2, "rows": 256},
+        "value": {"stages": 3, "again": True},
+        "date": "2026-11-23",
+        "measured": [
+            "MXFP4, (16384, 4096) x (4096, 7168), where cuBLAS takes 1187: 1287, not again 1296",
+        ],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"free": True, "codes_per_byte": 2},
+        "value": {"stages": 5, "again": True},
+        "date": "2026-11-23",
+        "measured": ["the same 1651"],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"free": True, "rows": 256},
+        "value": {"stages": 5},
+        "date": "2026-11-23",
+        "measured": [
+            "MXFP8, the same: 1316, again 1324; where lanes read two columns' codes at a time, not",
+            "by ldmatrix: 1357, with 4 stages the same",
+        ],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"free": True},
+        "value": {"stages": 7, "again": True},
+        "date": "2026-11-23",
+        "measured": ["the same 1687"],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"gated": True, "codes_per_byte": 2, "rows": 256},
+        "value": {"stages": 3, "again": True},
+        "date": "2026-11-23",
+        "measured": [
+            "dense with swiglu: MXFP4 1259, not again 1263, the product alone 1256, by XLA 1305;",
+            "MXFP8 1310, again 1315, alone 1283, by XLA 1334; cuBLAS alone 1203, by XLA 1248",
+        ],
+    },
+    {
+        "kernel": "matmul.Warps",
         "where": {"codes_per_byte": 2, "rows": 256},
         "value": {"stages": 3},
         "date": "2026-11-22",
