@@ -97,6 +97,11 @@ def test_what_serves_what():
     assert served(floats, stack, "sm_90") == "pallas"
     assert served(floats, mx(stack), "sm_90") == "cutedsl"
     assert served(wide, mx(stack, window=(128, 128)), "sm_90") == "cutedsl"
+    # The gradient of frozen weights: contracted along the axis that blocks do not run along.
+    thin = jax.ShapeDtypeStruct((512, 128), jnp.bfloat16)
+    for frozen in (mx(stack), mx(stack, block=(32, 32))):
+        assert served(thin, frozen, "sm_90", axes=(-1, -2)) == "cutedsl"
+    assert served(thin, mx(stack, axis=-2), "sm_90", axes=(-1, -2)) == "pallas"
     across = (
         jax.ShapeDtypeStruct((256, 512), jnp.bfloat16),
         jax.ShapeDtypeStruct((128, 512), jnp.bfloat16),

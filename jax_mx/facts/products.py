@@ -2,6 +2,8 @@
 
 y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
 group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
+Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N).
+Where y is "gated", W is (G, 2 N, K), gates and ups, of which an activation makes y (T, N).
 Of "wgrad_fp8" groups have parts of K instead: y (G, T, N) is for each x (T, K) @ W (N, K)^T over
 its part of K; "wgrad" is the same of floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N)
 over each group's rows. "amaxes" is no product: the largest magnitudes of the rows and the columns
@@ -29,6 +31,7 @@ from jax_mx.facts.windows import ROW, suffix_of
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
+UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies can read rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Product:
       window: how many elements along K share a scale, of both operands, where both are codes;
         "row": all of them.
       tiles: whether `TILE` rows of W share their scales.
+      free: whether blocks of W run along its free axis, which lies last, not the contracted one.
+      gated: whether y is what an activation makes of the sums; which one is a run-time scalar.
       floats: the dtype of its floats, where kernels take several.
     """
 
@@ -53,6 +58,8 @@ class Product:
     rows: int
     window: int | str = BLOCK
     tiles: bool = False
+    free: bool = False
+    gated: bool = False
     floats: str = ""
 
     @property
@@ -60,7 +67,8 @@ class Product:
         """The name, which the binary's file and its entry points carry too."""
         window = suffix_of(self.window) + f"x{TILE}" * self.tiles
         names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
-        return "_".join((self.op, *names, f"r{self.rows}{window}"))
+        kind = "_free" * self.free + "_gated" * self.gated
+        return "_".join((self.op, *names, f"r{self.rows}{window}")) + kind
 
 
 # The archs that have kernels of products: those with wgmma.
@@ -87,6 +95,12 @@ PRODUCTS: tuple[Product, ...] = (
     ),
     *(Product("wgrad", "cutedsl", (), 64, floats=floats) for floats in ("bfloat16", "float16")),
     Product("amaxes", "cutedsl", (), 128),
+    *(
+        Product("matmul", "cutedsl", (format,), rows, free=kind == "free", gated=kind == "gated")
+        for kind in ("free", "gated")
+        for rows in (256, 128)
+        for format in _FORMATS
+    ),
 )
 
 Binary = Variant | Product

@@ -22,6 +22,7 @@ from jax_mx.facts.activations import named_in
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.facts.products import Binary, Product
+from jax_mx.facts.signatures import ROWS, codes_in
 
 
 def facts_of(
@@ -49,8 +50,10 @@ def facts_of(
 
 def _kind_of(source: str) -> str:
     """What makes the floats, whichever activation it is: "rows", "gated", "gradient" or none."""
-    if source in ("", "rows"):
+    if source in ("", ROWS):
         return source
+    if codes_in(source):
+        return ROWS
     return "gradient" if named_in(source)[1] else "gated"
 
 

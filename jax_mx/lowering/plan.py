@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 
 from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import View, view_of
+from jax_mx.facts.activations import GATED
 from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
@@ -204,6 +204,9 @@ class ProductPlan:
       tiles: of W.
       implementation: the one the caller insists on, or None.
       epilogue: the operands of `signatures.EPILOGUE` that the call has, in that order.
+      free: see `facts.products.Product`; x then has zeros up to a multiple of `UNIT` columns.
+      activation: that makes y of gates and ups, or "".
+      interleaved: whether W has gates and ups by turns, not all gates first.
       floats: the dtype of its floats, where kernels take several.
     """
 
@@ -216,9 +219,11 @@ class ProductPlan:
     tiles: bool = False
     implementation: str | None = None
     epilogue: tuple[str, ...] = ()
+    free: bool = False
+    activation: str = ""
+    interleaved: bool = False
     floats: str = ""
     # What the lowering asks of any plan:
-    scalars: ClassVar[Mapping[str, int]] = {}
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
     scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
     view: ClassVar[None] = None
@@ -250,10 +255,18 @@ class ProductPlan:
         """Which of a binary's launches serves it: that of y's dtype."""
         return self.dtype.name
 
+    @property
+    def scalars(self) -> dict[str, int]:
+        """The numbers that a kernel may ask for by name."""
+        if not self.activation:
+            return {}
+        number = GATED.index(self.activation)
+        return {"activation": number, "interleaved": int(self.interleaved)}
+
     def product(self, dsl: str) -> Product:
         """The kernel that it asks for, which may be none of those that there are."""
-        own = self.formats, self.rows, self.window, self.tiles, self.floats
-        return Product(self.op, dsl, *own)
+        kinds = self.window, self.tiles, self.free, bool(self.activation), self.floats
+        return Product(self.op, dsl, self.formats, self.rows, *kinds)
 
 
 AnyPlan = Plan | ProductPlan

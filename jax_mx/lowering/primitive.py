@@ -107,7 +107,7 @@ def _floats(operands: Sequence[Any], plan: Plan):
         shape = _normed_shape(x.shape, plan)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    return x.update(shape=shape, weak_type=False, sharding=sharding)
+    return x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)
 
 
 def _rows_of_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
@@ -715,7 +715,9 @@ def unsplit(op: str, operands: Sequence[Any], shape: tuple[int, ...], dtype: Any
 
 def _product_avals(*operands, plan: ProductPlan):
     """Of y (T, N)."""
-    shape = (operands[0].shape[0], operands[plan.signature.number("codes")].shape[1])
+    codes, scales = (operands[plan.signature.number(name)] for name in ("codes", "scales"))
+    columns = scales.shape[2] * BLOCK if plan.free else codes.shape[1]
+    shape = (operands[0].shape[0], columns // 2 if plan.activation else columns)
     return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
 
 

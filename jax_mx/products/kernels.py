@@ -1,7 +1,8 @@
 """The implementation "cutedsl": products that our kernels compute from operands as they lie.
 
-Three kernels (ops/gemm.py): floats times an MX array, which spares few rows the floats of a weight;
-MX times MX on FP8 tensor cores, where blocks of 32 come in windows of equal scales; and where they
+Three kernels (ops/gemm.py): floats times an MX array, which spares few rows the floats of a weight,
+whether its blocks run along the contracted axis or, in a backward pass, along the free one; MX
+times MX on FP8 tensor cores, where blocks of 32 come in windows of equal scales; and where they
 do not, the product of floats that are made of both, summed over rows, as a weight's gradient is.
 """
 
@@ -38,7 +39,8 @@ def support(call: Call, chips: Sequence[str]) -> Support:
     dot, x, w = call.dot, call.lhs, call.rhs
     if call.partitioned:
         return refused(NAME, call, "is not split among devices by XLA; use jax.shard_map")
-    if not blocks_along(w, dot.contracting[1]):
+    free = _is_free(x, w, dot)
+    if not (free or blocks_along(w, dot.contracting[1])):
         return refused(NAME, call, "wants an MXArray on the right, in blocks along one dimension")
     if len(dot.batch[0]) > 1 or 0 in (*x.shape, *w.shape):
         return refused(NAME, call, "takes one batch dimension at most, and arrays with elements")
@@ -51,10 +53,23 @@ def support(call: Call, chips: Sequence[str]) -> Support:
         else:
             plan = gemm.floats_plan_of(jnp.bfloat16, dot.dtype, grouped=False)
     elif x.dtype in gemm.FLOATS:
-        plan = gemm.plan_of((w.format,), dot.dtype, _rows(call))
+        plan = gemm.plan_of((w.format,), dot.dtype, _rows(call), free=free)
     else:
         return refused(NAME, call, f"takes bfloat16 and float16, no {x.dtype}")
     return support_of(call.op, plan, chips)
+
+
+def _is_free(x: Any, w: Any, dot: Dot) -> bool:
+    """Whether w is multiplied by floats, and its blocks run along the last of its free dimensions.
+
+    So it is read as it lies where a gradient contracts what the product itself did not. Square
+    blocks run along both.
+    """
+    if isinstance(x, MXArray) or not isinstance(w, MXArray) or len(dot.contracting[1]) != 1:
+        return False
+    taken = (*dot.contracting[1], *dot.batch[1])
+    free = [d for d in range(w.ndim) if d not in taken]
+    return bool(free) and free[-1] == w.ndim + w.axis
 
 
 def support_of(op: str, plan: ProductPlan, chips: Sequence[str]) -> Support:
@@ -95,25 +110,33 @@ def run(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
         sides = zip((lhs, rhs), dot.contracting, dot.batch, strict=True)
         (a, free), (b, columns) = (_floats(x, c, taken) for x, (c,), taken in sides)
         return gemm.gemm_wgrad(a, b, **options).reshape(*batch, *free, *columns)
+    is_free = _is_free(lhs, rhs, dot)
     x, free = _matrix(lhs, dot.contracting[0][0], dot.batch[0])
-    w, columns = _matrix(rhs, dot.contracting[1][0], dot.batch[1])
+    w, columns = _matrix(rhs, dot.contracting[1][0], dot.batch[1], is_free)
     assert isinstance(w, MXArray)
     if isinstance(x, MXArray):
         y = gemm.gemm_fp8(x, w, **windows_of(lhs, rhs), **options)
     else:
-        y = gemm.gemm(x, w, **options)
+        y = gemm.gemm(x, w, contracting=-2 if is_free else -1, **options)
     return y.reshape(*batch, *free, *columns)
 
 
-def _matrix(x: Any, contracted: int, batch: Sequence[int]) -> tuple[Any, list[int]]:
-    """An operand as (batch, rows, K) or (rows, K), and the lengths that make up its rows."""
+def _matrix(
+    x: Any, contracted: int, batch: Sequence[int], is_free: bool = False
+) -> tuple[Any, list[int]]:
+    """An operand as (batch, rows, K) or (rows, K), and the lengths that make up its rows.
+
+    One that `_is_free` as (batch, K, rows) or (K, rows).
+    """
     if isinstance(x, MXArray) and len(x.block) == 2:
-        x = (x if contracted == x.ndim - 1 else x.mT).expand(-1)
-        contracted = x.ndim - 1
+        turned = contracted != x.ndim - 1 and not is_free
+        x = (x.mT if turned else x).expand(-1)
+        contracted = contracted if is_free else x.ndim - 1
     free = [d for d in range(x.ndim) if d != contracted and d not in batch]
     lengths = [x.shape[d] for d in free]
-    order = (*batch, *free, contracted)
-    shape = (*(x.shape[d] for d in batch), math.prod(lengths), -1)
+    first, last = ([contracted], free) if is_free else (free, [contracted])
+    order = (*batch, *first, *last)
+    shape = (*(x.shape[d] for d in batch), math.prod(x.shape[d] for d in first), -1)
 
     def arranged(a: jax.Array) -> jax.Array:
         return a.transpose(order).reshape(shape)

@@ -54,7 +54,7 @@ def _cutedsl_support(call: RaggedCall, chips: Sequence[str]) -> Support:
         else:
             plan = gemm.floats_plan_of(_dtypes(call).pop(), ragged.dtype)
         return kernels.support_of(call.op, plan, chips)
-    if not _along(w, ragged.axes[1]) or (len(w.block) == 1 and ragged.axes[1] == -2):
+    if not _along(w, -1):
         return refused(name, call, "wants an MXArray on the right, in blocks along the last axis")
     if not isinstance(call.lhs, MXArray) and call.lhs.dtype not in gemm.FLOATS:
         return refused(name, call, f"takes bfloat16 and float16, no {call.lhs.dtype}")
@@ -64,8 +64,14 @@ def _cutedsl_support(call: RaggedCall, chips: Sequence[str]) -> Support:
         call.rows / call.groups,
         **(kernels.windows_of(call.lhs, w) if _on_fp8(call) else {}),
         grouped=True,
+        free=_is_free(call),
     )
     return kernels.support_of(call.op, plan, chips)
+
+
+def _is_free(call: RaggedCall) -> bool:
+    """Whether w is multiplied by floats and contracted along the axis that is not its last one."""
+    return call.ragged.axes[1] == -2 and not _on_fp8(call)
 
 
 def _in_windows(call: RaggedCall) -> bool:
@@ -118,12 +124,14 @@ def _cutedsl(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> ja
         a, b = (_floats(x, d == -1) for x, d in zip((lhs, rhs), ragged.axes, strict=True))
         return gemm.gemm_wgrad(a, b, sizes, **options)
     assert isinstance(rhs, MXArray)
+    free = _is_free(call)
     if len(rhs.block) == 2:
-        rhs = (rhs if ragged.axes[1] == -1 else rhs.mT).expand(-1)
+        rhs = (rhs if free or ragged.axes[1] == -1 else rhs.mT).expand(-1)
     if windows:
         assert isinstance(lhs, MXArray)
         return gemm.gemm_fp8(lhs, rhs, sizes, **windows, **options)
-    return gemm.gemm(_floats(lhs, ragged.axes[0] == -2), rhs, sizes, **options)
+    x = _floats(lhs, ragged.axes[0] == -2)
+    return gemm.gemm(x, rhs, sizes, contracting=-2 if free else -1, **options)
 
 
 # ---- JAX's own, of bfloat16 ---
