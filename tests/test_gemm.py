@@ -378,6 +378,9 @@ def test_the_reference_of_floats_that_are_contracted():
     sizes = jnp.asarray([[1, 6], [4, 2]], jnp.int32)
     got = jax.vmap(sums, (0, 0, 0))(a[0, :2], b[0, :2], sizes)
     assert_equal(got[1], sums(a[0, 1], b[0, 1], sizes[1]))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    over = jax.shard_map(sums, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    assert_equal(over(a[0, 1], b[0, 1], sizes[1]), got[1])
     assert not sums(a[0, 0, :0], b[0, 0, :0]).any() and sums(a[:0], b[:0]).shape == (0, 3, 16, 5)
 
 
@@ -1104,10 +1107,11 @@ def of_slots(window):
 
 
 def of_contracted_rows(rows):
-    """A wgrad of ones and 2^(row, modulo 5), and what it is."""
-    a = jnp.ones((rows, 136), jnp.bfloat16)
+    """A wgrad of ones and 2^(row, modulo 5), and what it is; of many tiles for a thread block."""
+    groups = 150
+    a = jnp.ones((rows, 264), jnp.bfloat16)
     powers = power(jnp.arange(rows) % 5)
-    b = jnp.broadcast_to(powers[:, None], (rows, 264)).astype(jnp.bfloat16)
+    b = jnp.broadcast_to(powers[:, None], (rows, 520)).astype(jnp.bfloat16)
     f = functools.partial(gemm_wgrad, implementation="cutedsl")
 
     def both(sizes):
@@ -1117,14 +1121,14 @@ def of_contracted_rows(rows):
         y = f(a, b, sizes, preferred_element_type=jnp.float32)
         return y, jnp.broadcast_to(want[:, None, None], y.shape)
 
-    return both, functools.partial(random_sizes, groups=11, total=rows)
+    return both, functools.partial(random_sizes, groups=groups, total=rows)
 
 
 def launches(name):
     if name == "wgrad":
         return of_slots(128)
     if name == "wgrad of floats":
-        return of_contracted_rows(1500)
+        return of_contracted_rows(4000)
     rows = 40 if name == "few rows" else 700
     options = {"preferred_element_type": jnp.float32, "implementation": "cutedsl"}
     if name.startswith("fp8"):
