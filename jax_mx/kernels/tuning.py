@@ -47,6 +47,7 @@ def facts_of(
         "aligned": aligned,
         "window": str(variant.window),
         "source": _kind_of(variant.source),
+        "activation": named_in(variant.source)[0],
     }
 
 

@@ -11,6 +11,14 @@ CHIP = "NVIDIA H200"
 ROWS = [
     # ---- quantize: rows that are normed; (threads, kept, rows), and (down, across, each, lag) ---
     {
+        # Sums of float32 rows are float64.
+        "kernel": "quantize.Rows",
+        "where": {"itemsize": 4},
+        "value": {"threads": 256, "kept": 4, "rows": 1},
+        "date": "",
+        "measured": [],
+    },
+    {
         # What decides is how many bytes of x a multiprocessor waits for at once.
         "kernel": "quantize.Rows",
         "where": {},
@@ -193,6 +201,14 @@ ROWS = [
         # (4, 2) spills registers of geglu_erf on sm_100f and sm_120f.
         "kernel": "quantize.Tiled",
         "where": {"source": "gated", "window": "32", "codes_per_byte": 1, "aligned": False},
+        "value": {"down": 4, "across": 1},
+        "date": "2026-11-23",
+        "measured": [],
+    },
+    {
+        # (4, 2) spills registers of gpt_oss in MXFP4.
+        "kernel": "quantize.Tiled",
+        "where": {"source": "gated", "activation": "gpt_oss", "aligned": False},
         "value": {"down": 4, "across": 1},
         "date": "2026-11-23",
         "measured": [],
