@@ -265,7 +265,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(
                 f"{row['case']:20} {row['implementation']:26} "
                 + (
-                    f"{row['us']:9.1f} us {row['tflops']:7.0f} TF/s W {row['weights_tbs']:6.2f} TB/s"
+                    f"{row['us']:9.1f} us {row['tflops']:7.0f} TF/s "
+                    f"W {row['weights_tbs']:6.2f} TB/s"
                     if "us" in row
                     else row["error"]
                 ),
