@@ -539,6 +539,13 @@ def test_what_is_refused():
         (lambda: gemm(x, w, added=gemm(x, w)), ValueError, "added is bfloat16 and the result bflo"),
         (lambda: gemm_wgrad(w, w, sizes, added=x), ValueError, "added must be floats (2, 4, 4)"),
         (lambda: gemm_wgrad(w, e2m1, sizes), TypeError, "gemm_wgrad: b is MXFP4_E2M1"),
+        (lambda: gemm_wgrad(w, e2m1, sizes), TypeError, "window=32 multiplies others as bfloat16"),
+        (
+            lambda: gemm_wgrad(w[0], w, window=32),
+            ValueError,
+            "a has the shape (64,), must have two",
+        ),
+        (lambda: gemm(x, w, contracting=-2.0), ValueError, "contracting must be -1 or -2"),
         (lambda: gemm_wgrad(w, w, sizes, window=64), ValueError, "must be one of (128, 256)"),
         (lambda: gemm_wgrad([1], x), TypeError, "gemm_wgrad: a is list, must be an MXArray, bf"),
         (lambda: gemm_wgrad(x, x.astype(jnp.float32)), TypeError, "b is float32, must be an MX"),
