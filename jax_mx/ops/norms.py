@@ -131,10 +131,7 @@ def rms_norm(
         y,
         quantized,
         None if residual is None else total,
-        # Kernels give a factor of 0 a sign, a NaN bits of its own, and subnormal ones.
-        jnp.where(jnp.isnan(factor), jnp.nan, settled(jnp.abs(factor)))
-        if flag(op, "factors", factors)
-        else None,
+        _plain(factor) if flag(op, "factors", factors) else None,
     )
 
 
@@ -161,6 +158,13 @@ def _whole(x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
     each = ((x, spec), (residual, spec), (weight, (None,)))
     x, residual, weight = (a if a is None else resharded(a, to, mesh) for a, to in each)
     return x, residual, weight
+
+
+def _plain(factor: jax.Array) -> jax.Array:
+    """Factors of rows: kernels give one of 0 a sign, a NaN bits of its own, and subnormal ones."""
+    size = jnp.abs(factor)
+    size = jnp.where(size < np.finfo(np.float32).tiny, jnp.zeros_like(size), size)
+    return jnp.where(jnp.isnan(factor), jnp.nan, size)
 
 
 def _of_sum(x: Any, residual: Any, weight: Any, *, quantizer: Any, eps: float) -> tuple:
