@@ -140,7 +140,9 @@ def row_of(name: str, units: dict[str, str], values: dict[str, str]) -> dict[str
             value = float(values[metric].replace(",", ""))
         except (KeyError, ValueError):  # a metric that this chip does not have
             return None
-        return value / {"ns": 1e3, "ms": 1e-3}.get(units[metric], 1)
+        return value / {"ns": 1e3, "nsecond": 1e3, "ms": 1e-3, "msecond": 1e-3}.get(
+            units[metric], 1
+        )
 
     row: dict[str, Any] = {"case": name, "kernel": values["Kernel Name"]}
     for metric, told in METRICS.items():
@@ -174,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name}: {error}", flush=True)
             continue
         rows += [row_of(name, units, values) for values in launches]
-        for row in rows[-len(launches) :]:
+        for row in rows[len(rows) - len(launches) :]:
             print(row, flush=True)
         if args.json:
             report.write_record(args.json, "python -m benchmarks.counters", rows)

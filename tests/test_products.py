@@ -605,6 +605,7 @@ def test_the_rule_on_hopper(recipe, rows, options, name):
         (((2, 5, 256), (40, 256)), (((2,), (1,)), ((), ())), MXFP8),
         (((3, 256, 5), (3, 256, 40)), (((1,), (1,)), ((0,), (0,))), Recipe(block=(32, 32))),
         (((40, 256), (256, 48)), (((1,), (0,)), ((), ())), MXFP4),
+        (((256,), (40, 256)), (((0,), (1,)), ((), ())), MXFP4),
     ],
 )  # fmt: skip
 def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):

@@ -152,7 +152,7 @@ def _matrix(
 
 def _floats(x: MXArray, contracted: int, batch: Sequence[int]) -> tuple[jax.Array, list[int]]:
     """An operand in floats (batch, K, rows) or (K, rows), and the lengths that make up its rows."""
-    last = contracted == x.ndim - 1
+    last = x.ndim > 1 and contracted == x.ndim - 1
     floats = dequantize(x, transpose=last)  # in the same pass
     order = [*range(x.ndim)]
     if last:

@@ -281,7 +281,8 @@ def floats_of(source: str, x: jax.Array, first: jax.Array, *more: jax.Array) -> 
         (scales,) = more
         picked = (rows_of(a, first) for a in (x, scales.reshape(x.shape[0], -1)))
         values, scales = (
-            a.reshape(first.shape[0], -1, n) for a, n in zip(picked, (BLOCK, 1), strict=True)
+            a.reshape(first.shape[0], x.shape[1] // BLOCK, n)
+            for a, n in zip(picked, (BLOCK, 1), strict=True)
         )
         y = dequantize(values, scales, FORMATS[codes], np.dtype(jnp.bfloat16))
         return y.reshape(first.shape[0], x.shape[1])
