@@ -99,15 +99,15 @@ def program(case: Case, way: str, mesh: Any) -> Any:
     return jax.jit(local)
 
 
-def microseconds(f: Callable[..., Any], x: jax.Array, calls: int, batches: int = 3) -> float:
+def microseconds(f: Callable[..., Any], *args: Any, calls: int, batches: int = 3) -> float:
     """Of a call, the best batch."""
     for _ in range(3):
-        jax.block_until_ready(f(x))
+        jax.block_until_ready(f(*args))
     best = math.inf
     for _ in range(batches):
         start, y = time.perf_counter(), None
         for _ in range(calls):
-            y = f(x)
+            y = f(*args)
         jax.block_until_ready(y)
         best = min(best, (time.perf_counter() - start) / calls)
     return best * 1e6
@@ -123,7 +123,7 @@ def measured(name: str, mesh: Any, calls: int, scale: int, report: Callable[[Any
     base = {}
     for way in case.ways:
         try:
-            us = microseconds(program(case, way, mesh), x, calls)
+            us = microseconds(program(case, way, mesh), x, calls=calls)
         except Exception as error:  # one way that fails leaves the others
             report({"case": name, "way": way, "error": str(error)[:300]})
             continue

@@ -155,6 +155,7 @@ def gradients(case: Case) -> Iterator[tuple[str, Callable, Callable]]:
         product = functools.partial(gemm_wgrad, window=window, implementation="cutedsl")
         yield f"fp8 1x{window}", eights, product
     floats = functools.partial(jax.random.normal, shape=(case.rows, case.n), dtype=jnp.bfloat16)
+    yield "bf16", floats, functools.partial(gemm_wgrad, implementation="cutedsl")
     contracted = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     yield "bf16 Pallas", floats, transposed_pallas
     yield (

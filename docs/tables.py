@@ -511,6 +511,40 @@ def speed_collectives() -> list[str]:
     return [*lines, "", caption(about, "python -m benchmarks.collectives")]
 
 
+def speed_moe_sharded() -> list[str]:
+    """An MoE layer whose experts two GPUs share, by how tokens move."""
+    about, rows = results("h200x2_moe")
+    at = {(row["what"], row["tokens"], row["moves"]): row for row in rows}
+    lines = table(
+        ("what", "tokens a device", "us, floats move", "us, MX moves", "MX of floats"),
+        [
+            (what, f"{tokens:,}", f"{row['us']:.0f}", f"{mx['us']:.0f}", f"{mx['ratio']:.2f}")
+            for (what, tokens, moves), row in at.items()
+            if moves == "floats" and (mx := at.get((what, tokens, "mx")))
+        ],
+    )
+    return [*lines, "", caption(about, "python -m benchmarks.moe_sharded")]
+
+
+def counters() -> list[str]:
+    """What the hardware counts while our kernels run."""
+    about, rows = results("h200_counters")
+    busy = [name for name in rows[0] if name not in ("case", "kernel", "us", "waits")]
+    lines = table(
+        ("case", "us", *(f"{name}, %" for name in busy), "what warps wait for"),
+        [
+            (
+                row["case"],
+                f"{row['us']:.0f}",
+                *(f"{row[name]:.0f}" if row[name] is not None else "" for name in busy),
+                ", ".join(f"{why.replace('_', ' ')} {n:.1f}" for why, n in row["waits"].items()),
+            )
+            for row in rows
+        ],
+    )
+    return [*lines, "", caption(about, "python -m benchmarks.counters")]
+
+
 def layers() -> list[str]:
     """Of speed_layers the first layer: bfloat16, plain XLA, the recipes by name, the fastest."""
     about, rows = results("h200_layers")
@@ -548,6 +582,8 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_moe_step": speed_moe_step,
     "loss_moe": loss_moe,
     "speed_collectives": speed_collectives,
+    "speed_moe_sharded": speed_moe_sharded,
+    "counters": counters,
     "layers": layers,
 }
 

@@ -586,6 +586,13 @@ def test_weights_on_the_gpu():
         same(
             jax.jit(lambda x, w, op=op: op(x, activation=jax_mx.Gated(weights=w)))(x, weights), want
         )
+    # A weight that is NaN makes none of what is beside x: lengths off every vector.
+    x, weights = np.concatenate([x[:160, :77], x[:160, 128:205]], -1), weights[:160]
+    weights[3] = np.nan
+    how = {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"}
+    want = jax_mx.quantize(wanted(x, "swiglu", weights), implementation="xla", **how)
+    run = jax.jit(lambda x, w: jax_mx.quantize(x, activation=jax_mx.Gated(weights=w), **how))
+    same(run(x, weights), want)
 
 
 @pytest.mark.gpu
@@ -631,6 +638,8 @@ def some_floats(rows: int, length: int, seed: int):
     if seed:
         x = np.where(np.isfinite(doubles(x)), x, 1).astype(x.dtype)
     weights = np.random.default_rng(seed).normal(size=rows).astype(np.float32)
+    if rows > 96:
+        weights[3] = np.nan  # padding beside this row stays 0
     return x.reshape(rows, 2 * length), weights
 
 

@@ -1,6 +1,7 @@
 """Products that read MX operands: the reference against float64, kernels against both, messages."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from helpers import InHand, assert_refused, call_attributes_in, poison_memory, s
 
 import jax_mx
 from jax_mx import _ffi
+from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import (
     BLOCK,
     FORMATS,
@@ -90,33 +92,60 @@ def float64(q) -> np.ndarray:
     return np.asarray(q).astype(np.float64)
 
 
-def wanted(x, w, sizes=None, bias=0, row_scale=1, added=0) -> np.ndarray:
+def acted(y, activation, interleaved) -> np.ndarray:
+    """What an activation makes of gates and ups, in float64."""
+    if activation is None:
+        return y
+    gate, up = np.split(y, 2, -1)
+    if interleaved:
+        gate, up = y[..., ::2], y[..., 1::2]
+    if activation == "gpt_oss":
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7) + 1
+    unary = {
+        "swiglu": lambda g: g / (1 + np.exp(-g)),
+        "geglu": lambda g: g / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))),
+        "geglu_erf": lambda g: g * (np.vectorize(math.erf, otypes=[float])(g / np.sqrt(2)) + 1) / 2,
+        "gpt_oss": lambda g: g / (1 + np.exp(-1.702 * g)),
+        "reglu": lambda g: np.maximum(g, 0),
+        "reglu2": lambda g: np.maximum(g, 0) ** 2,
+        "bilinear": lambda g: g,
+    }
+    with np.errstate(over="ignore"):
+        return unary[activation](gate) * up
+
+
+def wanted(
+    x, w, sizes=None, bias=0, row_scale=1, added=0, contracting=-1, activation=None,
+    interleaved=False,
+) -> np.ndarray:  # fmt: skip
     """The product in float64, with its epilogue."""
     x, w = float64(x), float64(w)
+    act = functools.partial(acted, activation=activation, interleaved=interleaved)
+    w = w if contracting == -1 else np.swapaxes(w, -1, -2)
     bias, row_scale, added = (np.asarray(a, np.float64) for a in (bias, row_scale, added))
     with np.errstate(invalid="ignore"):
         if sizes is None:
             bias = bias[..., None, :] if bias.ndim == 2 else bias
             row_scale = row_scale[..., None] if row_scale.ndim else row_scale
-            return (x @ np.swapaxes(w, -1, -2) + bias) * row_scale + added
-        y = np.zeros((x.shape[0], w.shape[1]))
+            return act(x @ np.swapaxes(w, -1, -2) + bias) * row_scale + added
+        y = np.zeros((x.shape[0], w.shape[1] // (1 if activation is None else 2)))
         bias = np.broadcast_to(bias, w.shape[:2])
         row_scale = np.broadcast_to(row_scale, x.shape[:1])[:, None]
         row = 0
         for matrix, own, size in zip(w, bias, np.maximum(sizes, 0), strict=True):
             end = min(row + size, len(x))
-            y[row:end] = (x[row:end] @ matrix.T + own) * row_scale[row:end]
+            y[row:end] = act(x[row:end] @ matrix.T + own) * row_scale[row:end]
             row = end
     return y + added
 
 
-def epilogue(rng, x, w, names=EPILOGUE) -> dict[str, jax.Array]:
+def epilogue(rng, x, w, names=EPILOGUE, contracting=-1, gated=False) -> dict[str, jax.Array]:
     """Small integers and powers of two, with which sums stay exact."""
-    lead, n = x.shape[:-1], w.shape[-2]
+    lead, n = x.shape[:-1], w.shape[-3 - contracting]
     found = {
         "bias": floats(rng, (*w.shape[:-2], n), jnp.float32),
         "row_scale": 2 ** floats(rng, lead, jnp.float32),
-        "added": floats(rng, (*lead, n), jnp.float32),
+        "added": floats(rng, (*lead, n // (1 + gated)), jnp.float32),
     }
     return {name: found[name] for name in names}
 
@@ -138,20 +167,28 @@ def floats(rng, shape, dtype=jnp.bfloat16, most=3):
 
 
 @functools.cache
-def compiled(dtype, implementation, **options):
-    del options
-    return jax.jit(
-        functools.partial(gemm, preferred_element_type=dtype, implementation=implementation)
-    )
+def compiled(dtype, implementation, **how):
+    options = {"preferred_element_type": dtype, "implementation": implementation, **how}
+    return jax.jit(functools.partial(gemm, **options))
 
 
-def check(x, w, sizes=None, dtype=jnp.float32, implementation="xla", **after):
-    """The product is exact."""
+HOW = ("contracting", "activation", "interleaved")  # what of `gemm` is no array
+
+
+def check(x, w, sizes=None, dtype=jnp.float32, implementation="xla", within=0.0, **after):
+    """The product is exact, or within so much of its largest element."""
     poison_memory()
     args = () if sizes is None else (jnp.asarray(sizes, jnp.int32),)
-    y = compiled(jnp.dtype(dtype), implementation)(x, w, *args, **after)
-    what = f"{x.shape} {w.shape} {w.format!r} {sizes} {[*after]}"
-    assert_equal(y, wanted(x, w, sizes, **after), what)
+    how = {name: after.pop(name) for name in HOW if name in after}
+    y = compiled(jnp.dtype(dtype), implementation, **how)(x, w, *args, **after)
+    what = f"{x.shape} {w.shape} {w.format!r} {sizes} {how} {[*after]}"
+    want = wanted(x, w, sizes, **after, **how)
+    if not within:
+        return assert_equal(y, want, what)
+    assert y.shape == want.shape, what
+    off = np.abs(np.asarray(y, np.float64) - want)
+    assert (off <= within * np.abs(want).max()).all(), (what, off.max(), np.abs(want).max())
+    return None
 
 
 def check_fp8(
@@ -189,6 +226,25 @@ def parts(window, *multiples) -> list[int]:
     return [window * n for n in multiples]
 
 
+@functools.cache
+def compiled_sums(dtype, implementation):
+    """Of floats, or of MX arrays whose blocks have scales of their own."""
+    options = {"preferred_element_type": dtype, "implementation": implementation}
+    return jax.jit(functools.partial(gemm_wgrad, window=BLOCK, **options))
+
+
+def check_sums(a, b, sizes=None, implementation="xla", dtype=jnp.float32, added=None):
+    """The same of floats, rows first, or of MX arrays whose blocks have scales of their own."""
+    poison_memory()
+    own = None if sizes is None else jnp.asarray(sizes, jnp.int32)
+    y = compiled_sums(jnp.dtype(dtype), implementation)(a, b, own, added=added)
+    A, B = (float64(x) if isinstance(x, jax_mx.MXArray) else float64(x.mT) for x in (a, b))
+    with np.errstate(invalid="ignore"):
+        want = A @ np.swapaxes(B, -1, -2) if sizes is None else wanted_wgrad(A, B, sizes)
+    want = want + (0 if added is None else np.asarray(added, np.float64))
+    assert_equal(y, want, f"{a.shape} {b.shape} {sizes} {dtype} {added is None}")
+
+
 GROUPS = [
     [5, 0, 3],
     [0, 0, 0],
@@ -210,6 +266,41 @@ def test_the_reference_is_exact_where_sums_are(format, dtype):
         for result in ("float32", "bfloat16", "float16"):
             check(floats(rng, shape, dtype), w, dtype=result)
     check(floats(rng, (3, 5, 96), dtype), integers(rng, (3, 7, 96), format))
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=repr)
+def test_the_reference_of_blocks_along_the_free_axis(format):
+    """Contracted lengths that no block divides, in one part and, of float16, in two."""
+    rng = np.random.default_rng(23)
+    w, x = integers(rng, (3, 13, 64), format), floats(rng, (11, 13))
+    check(x, w, [5, 0, 3], contracting=-2)
+    check(floats(rng, (11, 13), jnp.float16, 1500), w, [4, 4, 4], contracting=-2)
+    check(floats(rng, (3, 5, 13)), w, contracting=-2)
+    check(x, w, [1, 4, 2], contracting=-2, **epilogue(rng, x, w, contracting=-2))
+    none = jax.tree.map(lambda a: a[:, :0], w)
+    check(x[:, :0], none, [1, 4, 2], contracting=-2, **epilogue(rng, x, w, contracting=-2))
+
+
+EXACT = ("reglu", "reglu2", "bilinear")  # of integers
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_reference_of_activations(interleaved):
+    """Of sums that nothing has rounded, of few rows and of many, of none."""
+    rng = np.random.default_rng(24)
+    w = integers(rng, (3, 14, 64), MXFP8_E4M3, most=1, exponents=1)
+    how = {"interleaved": interleaved}
+    for i, name in enumerate(GATED):
+        m = 11 if i % 2 == interleaved else 300
+        x, sizes = floats(rng, (m, 64)), [m // 2, 0, m // 3]
+        after = epilogue(rng, x, w, NAMES[i % len(NAMES)], gated=True)
+        exact = name in EXACT
+        check(x if exact else x / 8, w, sizes, activation=name, **how, **after,
+              within=0 if exact else 1e-6)  # fmt: skip
+    check(floats(rng, (3, 4, 64)), w, activation="reglu", **how)
+    none, x = jax.tree.map(lambda a: a[..., :0], w), floats(rng, (3, 4, 0))
+    check(x, none, activation="reglu2", **how, **epilogue(rng, x, none, gated=True))
+    check(x[:, :0], none, activation="reglu2", **how)
 
 
 @pytest.mark.parametrize("sizes", GROUPS, ids=str)
@@ -258,6 +349,43 @@ def test_batches_of_groups_that_are_contracted():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     over = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     assert_equal(over(w_of(a, 0), b, sizes[0]), want[0])
+
+
+def rows_of_groups(rng, sizes, m, n, rows, dtype=jnp.bfloat16, most=3):
+    """Two operands of floats (rows, m) and (rows, n): not numbers in rows that no group has."""
+    total = max(min(sum(max(size, 0) for size in sizes), rows), 0)
+    pair = [floats(rng, (rows, columns), dtype, most) for columns in (m, n)]
+    return [x.at[total:].set(jnp.nan) for x in pair]
+
+
+def test_the_reference_of_floats_that_are_contracted():
+    """Groups that begin anywhere, of either dtype; of MX arrays, blocks with their own scales."""
+    rng = np.random.default_rng(23)
+    for sizes, dtype in zip(GROUPS, ("bfloat16", "float16") * 4, strict=False):
+        a, b = rows_of_groups(rng, sizes, 5, 8, 11, dtype)
+        check_sums(a, b, sizes, added=floats(rng, (3, 5, 8), jnp.float32))
+    check_sums(*rows_of_groups(rng, [2, 9], 5, 8, 11, "float16"), [2, 9], dtype="float16")
+    a, b = floats(rng, (2, 3, 7, 16)), floats(rng, (2, 3, 7, 5))
+    check_sums(a, b)
+    check_sums(a[0, 0], b[0, 0], added=floats(rng, (16, 5), jnp.float32))
+    check_sums(integers(rng, (5, 96), MXFP4_E2M1), integers(rng, (6, 96), MXFP8_E5M2), [32, 0, 64])
+    check_sums(integers(rng, (5, 96), MXFP6_E3M2), floats(rng, (96, 3)), [1, 93])
+    sums = functools.partial(gemm_wgrad, preferred_element_type=jnp.float32)
+    each = [sums(x, y) for x, y in zip(a[0], b[0], strict=True)]
+    assert_equal(jax.vmap(sums)(a[0], b[0]), np.stack(each))
+    assert_equal(jax.vmap(sums, (1, None))(a[0].swapaxes(0, 1), b[0, 0])[1], sums(a[0, 1], b[0, 0]))
+    assert "while" not in str(jax.make_jaxpr(jax.vmap(sums))(a[0], b[0]))
+    sizes = jnp.asarray([[1, 6], [4, 2]], jnp.int32)
+    got = jax.vmap(sums, (0, 0, 0))(a[0, :2], b[0, :2], sizes)
+    assert_equal(got[1], sums(a[0, 1], b[0, 1], sizes[1]))
+    assert not sums(a[0, 0, :0], b[0, 0, :0]).any() and sums(a[:0], b[:0]).shape == (0, 3, 16, 5)
+
+
+def test_nan_of_a_row_stays_in_its_group():
+    a, b = rows_of_groups(np.random.default_rng(24), [3, 5], 4, 6, 11)
+    a = a.at[3, 2].set(jnp.nan)
+    check_sums(a, b, [3, 5])
+    assert np.isnan(gemm_wgrad(a, b, jnp.asarray([3, 5], jnp.int32)).astype(jnp.float32)).sum() == 6
 
 
 NAMES = [EPILOGUE[i : i + n] for n in (1, 2, 3) for i in range(4 - n)]
@@ -385,6 +513,13 @@ def test_what_is_refused():
         (lambda: gemm(x, square), ValueError, "blocks of (32, 32) along axis -1"),
         (lambda: gemm(x, tiled), ValueError, "scales in 'blocked_128x4'"),
         (lambda: gemm(x[:, :32], w), ValueError, "x of the shape (3, 32) and w of the shape"),
+        (lambda: gemm(x, w, contracting=-2), ValueError, "(..., M, K) and (K, N) or (G, K, N)"),
+        (lambda: gemm(x, w, contracting=0), ValueError, "contracting must be -1 or -2, an axis"),
+        (lambda: gemm(x, w, activation="relu"), ValueError, "'relu' has no gate; use one of"),
+        (lambda: gemm(x, w, activation="swish"), ValueError, "activation must be 'swiglu'"),
+        (lambda: gemm(x, w, interleaved=True), ValueError, "pass an activation"),
+        (lambda: gemm(x, w[:3], activation="swiglu"), ValueError, "w is (2 N, K) or (G, 2 N, K)"),
+        (lambda: gemm(x, w, activation="swiglu", bias=x[0, :2]), ValueError, "floats (4,), got"),
         (lambda: gemm(x, w3), ValueError, "pass group_sizes, or an x of the shape (2, M, K)"),
         (lambda: gemm(x, w3, sizes[:1]), ValueError, "the sizes int32 (G,)"),
         (lambda: gemm(x, w3, sizes.astype(jnp.float32)), ValueError, "the sizes int32 (G,)"),
@@ -401,7 +536,13 @@ def test_what_is_refused():
         (lambda: gemm(x, w, added=gemm(x, w)), ValueError, "added is bfloat16 and the result bflo"),
         (lambda: gemm_wgrad(w, w, sizes, added=x), ValueError, "added must be floats (2, 4, 4)"),
         (lambda: gemm_wgrad(w, e2m1, sizes), TypeError, "gemm_wgrad: b is MXFP4_E2M1"),
-        (lambda: gemm_wgrad(w, w, sizes, window=32), ValueError, "must be one of (128, 256)"),
+        (lambda: gemm_wgrad(w, w, sizes, window=64), ValueError, "must be one of (128, 256)"),
+        (lambda: gemm_wgrad([1], x), TypeError, "gemm_wgrad: a is list, must be an MXArray, bf"),
+        (lambda: gemm_wgrad(x, x.astype(jnp.float32)), TypeError, "b is float32, must be an MX"),
+        (lambda: gemm_wgrad(w, x.astype(jnp.float16)), TypeError, "a is bfloat16 and b is float16"),
+        (lambda: gemm_wgrad(x, x[:1]), ValueError, "floats are (..., R, M) and (..., R, N)"),
+        (lambda: gemm_wgrad(x, x, x), ValueError, "got (3, 64), (3, 64) and bfloat16 (3, 64)"),
+        (lambda: gemm_wgrad(x, x, added=x), ValueError, "added must be floats (64, 64)"),
         (lambda: gemm_wgrad(w, w3, sizes), ValueError, "a is (M, R), b (N, R) and the sizes int32"),
         (lambda: gemm_wgrad(w, w, None), ValueError, "got (4, 64), (4, 64) and None None"),
         (lambda: gemm_wgrad(w, w, sizes, implementation="cutedsl"), NotImplementedError, "on cuda"),
@@ -412,6 +553,7 @@ def test_what_is_refused():
 
 def test_where_there_are_kernels():
     assert supported("sm_90", (MXFP8_E4M3,)) == ""
+    assert supported("sm_90", (MXFP6_E3M2,), rows=3, contracting=-2) == ""
     assert supported("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=256, tiles=True) == ""
     assert supported("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=ROW) == ""
     assert "no cutedsl kernel for sm_80, only for sm_90" in supported("sm_80", (MXFP4_E2M1,))
@@ -421,6 +563,8 @@ def test_where_there_are_kernels():
     eights = (MXFP8_E5M2, MXFP8_E4M3)
     assert supported("sm_90", eights, window=256, wgrad=True) == ""
     assert "wgrad_fp8: no cutedsl kernel" in supported("sm_100", eights, window=128, wgrad=True)
+    assert supported("sm_90", (), wgrad=True) == ""
+    assert "wgrad: no cutedsl kernel for sm_100" in supported("sm_100", (), wgrad=True)
     assert len({product.name for product in PRODUCTS}) == len(PRODUCTS)
 
 
@@ -456,6 +600,10 @@ def test_the_call_of_a_kernel(monkeypatch):
     assert "absent = dense<[4, 5, 6, 7]>" in text and found[-1] == "bfloat16"
     text = line(gemm_wgrad, q, integers(rng, (7, 64), MXFP8_E4M3), sizes)
     assert "-> tensor<2x9x7xbf16>" in text and "absent = dense<5>" in text
+    text = line(gemm_wgrad, x, floats(rng, (9, 12)), sizes)
+    assert "(tensor<9x64xbf16>, tensor<9x16xbf16>, tensor<2xi32>) -> tensor<2x64x16xbf16>" in text
+    text = line(gemm_wgrad, x, floats(rng, (9, 16)))
+    assert "-> tensor<64x16xbf16>" in text and "absent = dense<[2, 3]>" in text
     after = epilogue(rng, x, w)
     text = line(lambda x, w, sizes, after: gemm(x, w, sizes, preferred_element_type=jnp.float32,
                                                 **after), x, w, sizes, after)  # fmt: skip
@@ -466,9 +614,9 @@ def test_the_call_of_a_kernel(monkeypatch):
 def test_every_product_has_its_launch_rule():
     """Of each dtype of y: entries as the handler takes them, one for any addresses at the end."""
     pytest.importorskip("cutlass")
-    from jax_mx.kernels.cutedsl import matmul, matmul_fp8, products, wgrad_fp8
+    from jax_mx.kernels.cutedsl import matmul, matmul_fp8, products, wgrad, wgrad_fp8
 
-    modules = {"matmul": matmul, "matmul_fp8": matmul_fp8, "wgrad_fp8": wgrad_fp8}
+    modules = {"matmul": matmul, "matmul_fp8": matmul_fp8, "wgrad_fp8": wgrad_fp8, "wgrad": wgrad}
     for product in (p for p in PRODUCTS if p.op in modules):
         entries = modules[product.op].entries(product, "sm_90a")
         usage = {
@@ -476,7 +624,7 @@ def test_every_product_has_its_launch_rule():
         }
         for result, json in products.launches(entries, usage).items():
             rule = Launch.from_json(json)
-            attributes = rule.attributes("0" * 64)
+            attributes = rule.attributes("0" * 64, {"activation": 0, "interleaved": 0})
             assert len(attributes["threads"]) == 3 * len(entries)
             count = len(signature_of(product.op).arrays)
             last = rule.entries[-1]
@@ -539,6 +687,9 @@ def test_kernels_are_exact(variant, rows):
     rows(variant.rows)
     rng = np.random.default_rng(7)
     (format,) = variant.formats
+    if variant.free or variant.gated:
+        (free_kernels_are_exact if variant.free else gated_kernels_are_right)(rng, format)
+        return
     for m, n, k in SHAPES:
         check(floats(rng, (m, k)), integers(rng, (n, k), format), implementation="cutedsl")
     x, w = floats(rng, (65, 96), jnp.float16, 1500), integers(rng, (70, 96), format)
@@ -556,6 +707,56 @@ def test_kernels_are_exact(variant, rows):
     check(x[:39], alone, implementation="cutedsl", **epilogue(rng, x[:39], alone))
     names = NAMES[PRODUCTS.index(variant) % len(NAMES)]
     check(x, w, sizes, implementation="cutedsl", **epilogue(rng, x, w, names))
+
+
+def free_kernels_are_exact(rng, format):
+    """Where y's columns are blocks, and K is any number."""
+    check_free = functools.partial(check, implementation="cutedsl", contracting=-2)
+    for m, k, n in [*SHAPES, (130, 2880, 2880), (5, 1, 32), (256, 63, 4096), (300, 200, 288)]:
+        check_free(floats(rng, (m, k)), integers(rng, (k, -n // 32 * -32), format, exponents=1))
+    x, w = floats(rng, (65, 90), jnp.float16, 1500), integers(rng, (90, 96), format)
+    for result in ("float32", "float16", "bfloat16"):
+        check_free(x / 64, w, dtype=result)
+    for sizes in GROUPS:
+        check_free(floats(rng, (11, 132)), integers(rng, (3, 132, 160), format), sizes)
+    sizes = [0, 300, 1, 0, 63, 700, 5]
+    w = integers(rng, (7, 200, 320), format)
+    check_free(floats(rng, (7, 33, 200)), w)
+    x = floats(rng, (1100, 200))
+    for names in (EPILOGUE, *NAMES):
+        check_free(x, w, sizes, **epilogue(rng, x, w, names, -2))
+    x = jnp.abs(floats(rng, (300, 200))) + 1
+    bad = changed(w, [((1, 7, 5), 0x7F)] * (format.bits == 8), [((3, 199, 2), 255)])
+    check_free(x, bad, [0, 100, 0, 190, 1, 0, 0])
+    ones = integers(rng, (200, 320), format, most=1)
+    for byte, power in ((0, 2.0**100), (254, 2.0**-100)):
+        extreme = changed(ones, scales=[((slice(None), slice(None)), byte)])
+        check_free((x.astype(jnp.float32) * power).astype(jnp.bfloat16), extreme)
+
+
+def gated_kernels_are_right(rng, format):
+    """Exact of integers, where the activation is; else within a few float32 units."""
+    for i, (m, n, k) in enumerate([*SHAPES, (300, 129, 2880), (256, 63, 4096)]):
+        for interleaved in (False, True):
+            how = {"implementation": "cutedsl", "interleaved": interleaved}
+            x, w = floats(rng, (m, k)), integers(rng, (2 * n, k), format, most=1, exponents=1)
+            check(x, w, activation=EXACT[i % 3], **how)
+            check(x[:, :32] / 8, w[:, :32], activation=GATED[i % len(GATED)], within=2e-6, **how)
+    sizes = [0, 300, 1, 0, 63, 700, 5]
+    w = integers(rng, (7, 202, 320), format, most=1, exponents=1)
+    x = floats(rng, (1100, 320))
+    for interleaved in (False, True):
+        how = {"implementation": "cutedsl", "interleaved": interleaved}
+        for i, names in enumerate((EPILOGUE, *NAMES)):
+            after = epilogue(rng, x, w, names, gated=True)
+            check(x, w, sizes, activation=EXACT[i % 3], **how, **after)
+        for name in GATED:
+            for dtype, off in ((jnp.float32, 2e-6), (jnp.bfloat16, 5e-3), (jnp.float16, 1e-3)):
+                check(x / 64, w, sizes, dtype, activation=name, within=off, **how)
+        half = floats(rng, (130, 96), jnp.float16, 1500) / 64
+        check(half, w_of(w, 1)[:130, :96], activation="bilinear", **how)
+        bad = changed(w, [((1, 7, 5), 0x7F)] * (format.bits == 8), [((3, 201, 2), 255)])
+        check(jnp.abs(x) + 1, bad, sizes, activation="bilinear", **how)
 
 
 @kernels
@@ -611,6 +812,50 @@ def test_kernels_of_groups_that_are_contracted_are_exact(variant):
     sizes = parts(window, *np.diff(cuts, prepend=0))
     check_wgrad(*operands(140, 300, 40 * window), sizes, **how)
     check_wgrad(*poisoned_slots(rng, window, 300), parts(window, 1, 1, 1), **how)
+
+
+@kernels
+@of("wgrad")
+def test_kernels_of_floats_that_are_contracted_are_exact(variant):
+    rng = np.random.default_rng(25)
+    how, dtype = {"implementation": "cutedsl"}, variant.floats
+    for sizes in GROUPS:
+        check_sums(*rows_of_groups(rng, sizes, 136, 264, 11, dtype), sizes, **how)
+    # Columns off every tile and on them, groups that begin and end anywhere, many of them empty.
+    for m, n, rows in [(1, 1, 2), (129, 256, 700), (256, 264, 64), (304, 520, 999), (64, 1000, 40)]:
+        for result in (jnp.float32, jnp.bfloat16, jnp.float16):
+            sizes = [0, rows // 3, 1, 0, 0, rows // 4, 63, rows // 2, 5]
+            a, b = rows_of_groups(rng, sizes, m, n, rows, dtype)
+            check_sums(a, b, sizes, dtype=result, **how)
+    cuts = np.sort(rng.integers(0, 2000, 70))
+    sizes = [*np.diff(cuts, prepend=0)]
+    a, b = rows_of_groups(rng, sizes, 144, 304, 2016, dtype)
+    check_sums(a, b, sizes, **how, added=floats(rng, (70, 144, 304), jnp.float32))
+    check_sums(floats(rng, (700, 2880), dtype), floats(rng, (700, 1024), dtype), **how)
+    check_sums(floats(rng, (3, 129, 136), dtype), floats(rng, (3, 129, 72), dtype), **how)
+    nan = floats(rng, (300, 136), dtype).at[100, 7].set(jnp.nan)
+    check_sums(nan, floats(rng, (300, 264), dtype), [100, 1, 199], **how)
+    whole = floats(rng, (1 + 40 * 64,), dtype)  # begins where the copy engine cannot read
+    check_sums(whole[1:].reshape(40, 64), floats(rng, (40, 72), dtype), [3, 30], **how)
+
+
+@kernels
+def test_kernels_of_codes_that_are_contracted_are_exact():
+    rng = np.random.default_rng(26)
+    for formats in [(MXFP8_E4M3, MXFP8_E5M2), (MXFP4_E2M1,) * 2, (MXFP6_E3M2, MXFP4_E2M1)]:
+        a, b = (integers(rng, (n, 512), f) for n, f in zip((136, 296), formats, strict=True))
+        check_sums(a, b, [96, 0, 32, 320], "cutedsl")
+        check_sums(a, b, None, "cutedsl", jnp.bfloat16)
+
+
+@kernels
+def test_random_floats_that_are_contracted_are_within_the_bound():
+    rng = np.random.default_rng(27)
+    a, b = (jnp.asarray(rng.normal(size=(4096, n)), jnp.bfloat16) for n in (264, 520))
+    y = gemm_wgrad(a, b, preferred_element_type=jnp.float32, implementation="cutedsl")
+    A, B = float64(a), float64(b)
+    bound = EPS * len(A) * (np.abs(A).T @ np.abs(B))
+    assert (np.abs(np.asarray(y, np.float64) - A.T @ B) <= bound).all()
 
 
 @kernels
@@ -857,9 +1102,28 @@ def of_slots(window):
     return both, functools.partial(random_sizes, groups=11, total=r, step=window)
 
 
+def of_contracted_rows(rows):
+    """A wgrad of ones and 2^(row, modulo 5), and what it is."""
+    a = jnp.ones((rows, 136), jnp.bfloat16)
+    powers = power(jnp.arange(rows) % 5)
+    b = jnp.broadcast_to(powers[:, None], (rows, 264)).astype(jnp.bfloat16)
+    f = functools.partial(gemm_wgrad, implementation="cutedsl")
+
+    def both(sizes):
+        before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(powers)])
+        ends = jnp.minimum(jnp.cumsum(sizes), rows)
+        want = before[ends] - before[jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])]
+        y = f(a, b, sizes, preferred_element_type=jnp.float32)
+        return y, jnp.broadcast_to(want[:, None, None], y.shape)
+
+    return both, functools.partial(random_sizes, groups=11, total=rows)
+
+
 def launches(name):
     if name == "wgrad":
         return of_slots(128)
+    if name == "wgrad of floats":
+        return of_contracted_rows(1500)
     rows = {"few rows": 40, "rows": 700, "fp8": 700, "fp8 rows": 700}[name]
     options = {"preferred_element_type": jnp.float32, "implementation": "cutedsl"}
     if name.startswith("fp8"):
@@ -871,7 +1135,9 @@ def launches(name):
 
 
 @kernels
-@pytest.mark.parametrize("name", ["few rows", "rows", "fp8", "fp8 rows", "wgrad"])
+@pytest.mark.parametrize(
+    "name", ["few rows", "rows", "fp8", "fp8 rows", "wgrad", "wgrad of floats"]
+)
 def test_many_launches_of_random_sizes(name, request):
     """10^5 of them, or 10^3: none hangs, every element of every result is right."""
     both, sizes_of = launches(name)

@@ -602,6 +602,9 @@ def test_the_rule_on_hopper(recipe, rows, options, name):
         (((2, 5, 256), (40, 256)), (((2,), (1,)), ((), ())), Recipe(window=128)),
         (((2, 5, 256), (40, 256)), (((2,), (1,)), ((), ())), Recipe(window="row")),
         (((2, 5, 256), (40, 256)), (((2,), (1,)), ((), ())), None),
+        (((2, 5, 256), (40, 256)), (((2,), (1,)), ((), ())), MXFP8),
+        (((3, 256, 5), (3, 256, 40)), (((1,), (1,)), ((0,), (0,))), Recipe(block=(32, 32))),
+        (((40, 256), (256, 48)), (((1,), (0,)), ((), ())), MXFP4),
     ],
 )  # fmt: skip
 def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):
@@ -612,7 +615,8 @@ def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):
 
     def numbered(leaf):
         if leaf.dtype == jnp.float8_e8m0fnu:
-            return leaf  # equal ones, as windows want them
+            ones = jnp.full(leaf.shape, 127, jnp.uint8)  # equal ones, as windows want them
+            return ones.view(leaf.dtype)
         return jnp.asarray(rng.integers(-4, 5, leaf.shape), leaf.dtype)
 
     lhs, rhs = jax.tree.map(numbered, (call.lhs, call.rhs))
@@ -622,9 +626,44 @@ def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):
     assert_bits_equal(got, implementations.IMPLEMENTATIONS["xla"].run(lhs, rhs, dot))
 
 
+@pytest.mark.parametrize(
+    ("shapes", "numbers", "block"),
+    [
+        (((40, 48), (48, 64)), (((1,), (0,)), ((), ())), (32,)),
+        (((3, 5, 7), (3, 7, 64)), (((2,), (1,)), ((0,), (0,))), (32,)),
+        (((5, 48), (2, 48, 64)), (((1,), (1,)), ((), ())), (32,)),
+        (((2, 5, 64), (64, 96)), (((2,), (0,)), ((), ())), (32, 32)),
+    ],
+)
+def test_kernels_read_weights_whose_blocks_run_along_free_axes(shapes, numbers, block, monkeypatch):
+    """As they lie, square blocks too: codes are not transposed. The reference is in place."""
+    x, w = floats(shapes[0], dtype=jnp.bfloat16), floats(shapes[1], 1)
+    w = jax_mx.quantize(w, "mxfp8_e4m3", block=block)
+    leaves, tree = jax.tree.flatten((x, w))
+    dot = Dot(tree, *numbers, np.dtype(np.float32))
+    (product,) = kernels.support(call_of(dot, leaves), ["sm_90"]).kernels
+    assert product.name == "matmul_mxfp8_e4m3_r128_free"
+    monkeypatch.setattr(kernels, "NAME", "xla")
+    got = kernels.run(x, w, dot)
+    want = implementations.IMPLEMENTATIONS["xla"].run(x, w, dot)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    if shapes[1][0] == shapes[0][-1]:
+        assert "transpose" not in str(
+            jax.make_jaxpr(lambda w: kernels._matrix(w, 0, (), True)[0])(w)
+        )
+
+
+def test_a_frozen_weight_serves_both_products_as_it_lies():
+    w = jax_mx.quantize(floats((96, 64)), "mxfp4_e2m1")
+    f = jax.value_and_grad(lambda x: dot_general(x, w, PLAIN).astype(jnp.float32).sum())
+    rows = jax_mx.explain(f, floats((16, 64), dtype=jnp.bfloat16), device="sm_90").calls
+    assert all("96x64 along -1" in str(row.key) for row in rows)
+    (row,) = (row for row in rows if "contracts 1:0" in row.key.how)
+    assert row.chosen == "cutedsl"
+
+
 def test_what_kernels_do_not_take_gets_one_sentence():
     for call, sentence in (
-        (_call(((40, 512), (48, 512)), PLAIN, MXFP8)[0], "wants windows: quantize("),
         (_call(((40, 512), (48, 512)), PLAIN, None, jnp.float32)[0], "no float32"),
         (_call(((40, 512), (48, 512)), PLAIN, Recipe(window=256), partitioned=True)[0],
          "use jax.shard_map"),

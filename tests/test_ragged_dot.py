@@ -97,18 +97,53 @@ def test_what_serves_what():
     assert served(floats, stack, "sm_90") == "pallas"
     assert served(floats, mx(stack), "sm_90") == "cutedsl"
     assert served(wide, mx(stack, window=(128, 128)), "sm_90") == "cutedsl"
+    # The gradient of frozen weights: contracted along the axis that blocks do not run along.
+    thin = jax.ShapeDtypeStruct((512, 128), jnp.bfloat16)
+    for frozen in (mx(stack), mx(stack, block=(32, 32))):
+        assert served(thin, frozen, "sm_90", axes=(-1, -2)) == "cutedsl"
+    assert served(thin, mx(stack, axis=-2), "sm_90", axes=(-1, -2)) == "pallas"
     across = (
         jax.ShapeDtypeStruct((256, 512), jnp.bfloat16),
         jax.ShapeDtypeStruct((128, 512), jnp.bfloat16),
     )
-    assert served(*across, "sm_90", sums=True) == "pallas"
-    assert served(*(mx(x) for x in across), "sm_90", sums=True) == "pallas"
+    assert served(*across, "sm_90", sums=True) == "cutedsl"
+    assert served(*(mx(x) for x in across), "sm_90", sums=True) == "cutedsl"
     assert served(*(mx(x, window=128) for x in across), "sm_90", sums=True) == "cutedsl"
-    # Groups that begin inside of a window; float32, which Pallas' kernels do not give.
-    assert served(*(mx(x, window=256) for x in across), "sm_90", sums=True) == "pallas"
-    assert served(*(mx(x) for x in across), "sm_90", True, dtype=jnp.float32) == "dequantize"
+    # Groups that begin inside of a window; float32, which Pallas' kernels do not take.
+    assert served(*(mx(x, window=256) for x in across), "sm_90", sums=True) == "cutedsl"
+    floats = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in across]
+    assert served(*floats, "sm_90", sums=True) == "dequantize"
     for chip in ("sm_100", "gfx950"):
         assert served(wide, mx(stack, window=128), chip) == "dequantize"
+
+
+@pytest.mark.parametrize("axes", [(-2, -2), (-1, -2), (-1, -1)])
+def test_kernels_sum_floats_of_any_arrangement(axes, monkeypatch):
+    """What comes before the kernel, with the reference in its place."""
+    sizes = np.array([3, 0, 60, 1], np.int32)
+    floats = [integers((96, n), n) for n in (24, 16)]
+    sides = [x if axis == -2 else x.T for x, axis in zip(floats, axes, strict=True)]
+    windows = [jax_mx.quantize(x, axis=d, window=128) for x, d in zip(sides, axes, strict=True)]
+    lhs, rhs = (jnp.asarray(x, jnp.bfloat16) for x in sides)
+    wanted = [floats[0][own].T @ floats[1][own] for _, own in by_group(sizes, 96)]
+    table = ragged_implementations.IMPLEMENTATIONS
+    for pair in ([lhs, rhs], windows, [lhs, windows[1]]):
+        leaves, tree = jax.tree.flatten(pair)
+        ragged = Ragged(tree, True, axes, np.dtype(np.float32))  # groups that begin anywhere
+        call = call_of(ragged, [*leaves, sizes])
+        found = implementations.candidates(call, "cuda", ["sm_90"], table)[0]
+        assert found and str(found) == "cutedsl: wgrad_bfloat16_r64"
+        with monkeypatch.context() as patched:
+            patched.setattr(ragged_implementations.kernels, "NAME", "xla")
+            y = table["cutedsl"].run(*pair, jnp.asarray(sizes), ragged)
+        assert_bits_equal(y, np.stack(wanted).astype(np.float32))
+    for pair, why in (
+        ((lhs.astype(jnp.float32), rhs), "not bfloat16 and float32"),
+        ((windows[0], rhs.astype(jnp.float16)), "not bfloat16 and float16"),
+    ):
+        leaves, tree = jax.tree.flatten(pair)
+        call = call_of(Ragged(tree, True, axes, np.dtype(np.float32)), [*leaves, sizes])
+        assert why in implementations.candidates(call, "cuda", ["sm_90"], table)[0].reason
 
 
 def test_explain_and_autotune_know_them():

@@ -26,11 +26,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import _ffi
 from jax_mx.facts.chips import ARCHS
-from jax_mx.facts.formats import Scaling
+from jax_mx.facts.formats import FORMATS, SCALE_DTYPE, Scaling
+from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.variants import VARIANTS, layouts_of
 
 P = PartitionSpec
-PICKING = [v for v in VARIANTS if v.rows]
+PICKING = [v for v in VARIANTS if v.rows and not v.codes]
 FP4 = "mxfp4_e2m1"
 
 
@@ -349,6 +350,95 @@ def test_past_two_to_the_31(variant):
     starts = [*range(0, rows - step, step), rows - step]
     bad = {s: int(differences(x, picked, arrays, s)) for s in starts}
     assert not any(bad.values()), {start: count for start, count in bad.items() if count}
+
+
+# ---- of codes ---
+OF_CODES = [v for v in VARIANTS if v.codes]
+
+
+def codes(count: int, length: int, name: str, seed: int = 0):
+    """An array of any values and scales, NaN and subnormal ones too."""
+    values, scales = (random_bits((count * n,), "bfloat16", seed=seed) for n in (length, length))
+    values = values.view(np.uint8)[: count * length].reshape(count, length)
+    scales = scales.view(np.uint8)[: count * length // 32].reshape(count, length // 32)
+    format = FORMATS[name]
+    return jax_mx.MXArray(
+        values.view(format.storage), scales.view(SCALE_DTYPE), format, -1, ROW_MAJOR
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_of_codes(name):
+    """What the floats are quantized to that they stand for; also arrays that no kernel reads."""
+    op, how = CALLS[name]
+    rows = numbers(192, 45)
+    q = codes(45, 320, "mxfp8_e4m3")
+    same(op(q, rows=rows, **how), op(gathered(q.dequantize(), rows), **how), name)
+    x = random_bits((64, 320), "bfloat16")
+    for q in (
+        jax_mx.quantize(x, FP4),
+        jax_mx.quantize(x, axis=-2),
+        jax_mx.quantize(x, scale_layout="blocked_128x4"),
+        jax_mx.quantize(x, block=(32, 32)),
+        codes(0, 320, "mxfp8_e5m2"),
+    ):
+        want = gathered(q.dequantize(), rows)
+        same(jax.jit(lambda q, op=op: op(q, rows=rows, **how))(q), op(want, **how), name)
+
+
+@pytest.mark.usefixtures("without_code")
+def test_rows_of_codes_are_one_call():
+    rows = jnp.asarray(numbers(64, 45))
+    q = codes(45, 320, "mxfp8_e4m3")
+
+    def text_of(*args, **how):
+        run = lambda q, rows: jax_mx.quantize(q, rows=rows, axis=-2, **how)  # noqa: E731
+        return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+    text = text_of(q, rows, transpose=True)
+    operands = "tensor<45x320xf8E4M3FN>, tensor<2x32xi32>, tensor<45x10xf8E8M0FNU>"
+    assert f": ({operands}) -> " in call_attributes_in(text)
+    for how in ({}, {"transpose": True, "format": "mxfp8_e5m2"}):  # of floats that XLA picks
+        assert "stablehlo.gather" in text_of(q, rows, **how)
+    each = jnp.stack([rows, rows[::-1]])
+    run = lambda q, rows: jax_mx.quantize(q, rows=rows, axis=-2, transpose=True)  # noqa: E731
+    got = jax.vmap(run, (None, 0))(q, each)
+    same(got[1], run(q, rows[::-1]))
+    with pytest.raises(TypeError, match="rows must be an int32 array"):
+        jax_mx.quantize(q, rows=[1, 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", OF_CODES, ids=lambda v: v.name)
+def test_every_kernel_of_codes(variant):
+    """Each layout, scaling and entry; tails of tiles and windows; past 2^31 bytes of codes."""
+    scalings, layouts = [*Scaling], layouts_of(variant)
+    op, plain = call(variant, "cutedsl"), call(variant, "xla")
+
+    def check(count, picked, length, i, **how):
+        q, rows = codes(count, length, variant.codes, i), numbers(picked, count, i)
+        want = jax.jit(functools.partial(plain, **how))(gathered(q.dequantize(), rows))
+        poison_memory()
+        same(jax.jit(lambda q, r: op(q, rows=r, **how))(q, rows), want, f"{count} {length} {how}")
+
+    shapes = [(40, 32, 32), (33, 160, 288), (100, 96, 64), (9, 544, 4128), (512, 512, 512)]
+    for i, shape in enumerate(shapes):
+        how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
+        check(*shape, i, **how)
+    with for_any_address():
+        for layout in layouts:
+            check(99, 288, 480, 7, scale_layout=layout)
+    count, length = (1 << 31) // 8192 + 64, 8192
+    values = jax.jit(lambda: (jax.lax.iota(jnp.uint32, count * length) * 2654435761 >> 24).astype(
+        jnp.uint8).reshape(count, length))()  # fmt: skip
+    scales = jnp.full((count, length // 32), 127, jnp.uint8)
+    values, scales = (
+        jax.lax.bitcast_convert_type(a, t)
+        for a, t in ((values, FORMATS[variant.codes].storage), (scales, SCALE_DTYPE))
+    )
+    rows = jnp.arange(count - 64, count, dtype=jnp.int32)
+    q = jax_mx.MXArray(values, scales, FORMATS[variant.codes], -1, ROW_MAJOR)
+    same(jax.jit(lambda q, r: op(q, rows=r))(q, rows), plain(q[-64:].dequantize()))
 
 
 # ---- emulated ---

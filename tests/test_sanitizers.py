@@ -53,6 +53,14 @@ SAMPLE += [
     if op == "quantize"
     for format in (MXFP8_E4M3, MXFP4_E2M1)
 ]
+# Every form of what an activation gives, of its gradient, and of rows of codes.
+MADE_SAMPLE = [
+    v
+    for v in CUTEDSL
+    if v.dtype == "bfloat16" and {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
+    if v.source.startswith("swiglu") or v.codes
+    if v.window == BLOCK
+]
 # Every form of what is normed, likewise.
 NORMS_SAMPLE = [
     v
@@ -61,7 +69,7 @@ NORMS_SAMPLE = [
 ]
 # Every kernel of products, with E4M3 and with MXFP4.
 PRODUCTS_SAMPLE = [
-    p for p in PRODUCTS if p.formats and {*p.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
+    p for p in PRODUCTS if p.op == "wgrad" or {*p.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 ]
 SHAPES = {  # by how a form begins: tails of every tile; rows that 16 bytes do not divide
     "last": ((2, 160, 288), (1, 65, 96)),
@@ -88,7 +96,7 @@ def test_sanitizer_is_silent(tool, record_property):
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "ran " in done.stdout
-    for variant in (*SAMPLE, *NORMS_SAMPLE, *products_for(tool)):
+    for variant in (*SAMPLE, *MADE_SAMPLE, *NORMS_SAMPLE, *products_for(tool)):
         device = jax.devices()[0].device_kind
         record_property("executed", (variant.name, arch_here(), f"{device}, {tool}"))
 
@@ -124,9 +132,37 @@ def main(tool: str) -> None:
         for layout in layouts_of(variant):
             for shape in SHAPES[str(variant.form).removesuffix("_transposed")]:
                 run_norm(variant, layout, (math.prod(shape[:-1]), shape[-1]))
+    for variant in MADE_SAMPLE:
+        for layout in layouts_of(variant):
+            for shape in SHAPES[str(variant.form).removesuffix("_transposed")]:
+                run_made(variant, layout, (math.prod(shape[:-1]), shape[-1]))
     for product in products_for(tool):
         run_product(product)
     print("ran", ran)
+
+
+def run_made(variant, layout: str, shape: tuple[int, int]) -> None:
+    """What an activation gives of x, its gradient, or rows of codes."""
+    rows, length = shape
+    how = {} if variant.form.is_both or not variant.form.transposed else {"axis": -2}
+    how |= {"scale_layout": layout} | ({"transpose": True} if "axis" in how else {})
+    op = jax_mx.quantize_both if variant.form.is_both else jax_mx.quantize
+    op = partial(op, format=variant.formats[0], **how)
+    rng = np.random.default_rng(0)
+    x, dy = (rng.normal(size=(rows, n * length)).astype(jnp.bfloat16) for n in (2, 1))
+    given: dict = {"activation": jax_mx.Gated(weights=rng.normal(size=rows).astype(np.float32))}
+    if variant.codes:
+        length = -(-length // BLOCK) * BLOCK
+        with jax.default_device(jax.devices("cpu")[0]):
+            x = jax_mx.quantize(rng.normal(size=(rows, length)).astype(jnp.bfloat16))
+        given = {"rows": np.arange(rows, dtype=np.int32)[::-1] * 3 - 96}
+    elif variant.source.endswith("_gradient"):
+        given = {"activation": jax_mx.Gated(gradient=dy)}
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = jax.jit(lambda x, given: op(x, implementation="xla", **given))(x, given)
+    got = jax.jit(lambda x, given: op(x, implementation="cutedsl", **given))(x, given)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (bytes_of(a) == bytes_of(b)).all(), (variant.name, layout, shape)
 
 
 def run_norm(variant, layout: str, shape: tuple[int, int], implementation="cutedsl") -> None:
@@ -161,7 +197,10 @@ def run_product(product) -> None:
         return jax_mx.MXArray(values, scales.view(SCALE_DTYPE), format, -1, ROW_MAJOR)
 
     with jax.default_device(jax.devices("cpu")[0]):
-        if product.op == "wgrad_fp8":
+        if product.op == "wgrad":
+            x, dy = (rng.integers(-2, 3, (300, m)).astype(product.floats) for m in (136, n))
+            args, op = (x, dy, np.array([140, 0, 150], np.int32)), gemm_wgrad
+        elif product.op == "wgrad_fp8":
             sizes = np.array([2 * windows, 0, windows], np.int32)
             args, op = (codes(140, k), codes(n, k), sizes), gemm_wgrad
         elif product.op == "matmul_fp8":
@@ -171,7 +210,7 @@ def run_product(product) -> None:
             x = rng.integers(-2, 3, (product.rows * 2, k)).astype(jnp.bfloat16)
             sizes = np.array([product.rows + 3, 0, 9], np.int32)
             args, op = (x, codes(groups, n, k), sizes), gemm
-        if product.op != "matmul":
+        if product.op in ("matmul_fp8", "wgrad_fp8"):
             op = partial(op, window=product.window)
         want = np.asarray(jax.jit(partial(op, implementation="xla"))(*args))
     got = np.asarray(jax.jit(partial(op, implementation="cutedsl"))(*args))

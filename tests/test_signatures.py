@@ -31,6 +31,7 @@ def test_quantizers_and_dequantizers():
     assert product.has_replicated and product.number("y") == 8
     assert signature_of("matmul").operands[-4:] == product.operands[-4:]
     assert [a.name for a in signature_of("wgrad_fp8").operands[4:]] == ["group_sizes", "added"]
+    assert [a.name for a in signature_of("wgrad").operands] == ["x", "dy", "group_sizes", "added"]
     back = signature_of("dequantize", [Kind()])
     assert [a.role for a in back.arrays] == [Role.CODES, Role.SCALES, Role.FLOATS]
 

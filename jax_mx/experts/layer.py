@@ -28,7 +28,7 @@ from jax_mx.facts.formats import MXFP8_E4M3, named
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated, made
 from jax_mx.ops.groups import Groups, wide
-from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.products.forms import Blocks, Form, Use, forms_of
 from jax_mx.products.ragged_dot import (
@@ -357,7 +357,7 @@ def _slots(
         return made
     first, second = Form(wires.taken(x, rows)), None
     if both:
-        _, second = forms_of(dequantize(x), -1, (None, across), blocks, rows)
+        _, second = forms_of(x, -1, (None, across), blocks, rows)
     return first, second
 
 

@@ -2,9 +2,13 @@
 
 y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
 group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
+Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N).
+Where y is "gated", W is (G, 2 N, K), gates and ups, of which an activation makes y (T, N).
 Of "wgrad_fp8" groups have parts of K instead: y (G, T, N) is for each x (T, K) @ W (N, K)^T over
-its part of K. "amaxes" is no product: the largest magnitudes of the rows and the columns of x
-(batch, T, K), which quantizing both ways wants first where products take rows with one scale each.
+its part of K; "wgrad" is the same of floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N)
+over each group's rows. "amaxes" is no product: the largest magnitudes of the rows and the columns
+of x (batch, T, K), which quantizing both ways wants first where products take rows with one scale
+each.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from jax_mx.facts.windows import ROW, suffix_of
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
+UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies can read rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +40,16 @@ class Product:
 
     Attributes:
       op: "matmul", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and codes;
-        "amaxes", of floats.
+        "wgrad", of floats and floats; "amaxes", of floats.
       implementation: "cutedsl".
       formats: of the quantized operands, x's before W's.
       rows: how many of x's a thread block has at a time.
       window: how many elements along K share a scale, of both operands, where both are codes;
         "row": all of them.
       tiles: whether `TILE` rows of W share their scales.
+      free: whether blocks of W run along its free axis, which lies last, not the contracted one.
+      gated: whether y is what an activation makes of the sums; which one is a run-time scalar.
+      floats: the dtype of its floats, where kernels take several.
     """
 
     op: str
@@ -50,13 +58,17 @@ class Product:
     rows: int
     window: int | str = BLOCK
     tiles: bool = False
+    free: bool = False
+    gated: bool = False
+    floats: str = ""
 
     @property
     def name(self) -> str:
         """The name, which the binary's file and its entry points carry too."""
         window = suffix_of(self.window) + f"x{TILE}" * self.tiles
-        formats = (format.name for format in self.formats)
-        return "_".join((self.op, *formats, f"r{self.rows}{window}"))
+        names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
+        kind = "_free" * self.free + "_gated" * self.gated
+        return "_".join((self.op, *names, f"r{self.rows}{window}")) + kind
 
 
 # The archs that have kernels of products: those with wgmma.
@@ -81,7 +93,14 @@ PRODUCTS: tuple[Product, ...] = (
         for window in (128, 256)
         for formats in _EIGHTS
     ),
+    *(Product("wgrad", "cutedsl", (), 64, floats=floats) for floats in ("bfloat16", "float16")),
     Product("amaxes", "cutedsl", (), 128),
+    *(
+        Product("matmul", "cutedsl", (format,), rows, free=kind == "free", gated=kind == "gated")
+        for kind in ("free", "gated")
+        for rows in (256, 128)
+        for format in _FORMATS
+    ),
 )
 
 Binary = Variant | Product

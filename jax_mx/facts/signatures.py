@@ -103,6 +103,9 @@ _WEIGHTS = Array("weights", Role.REPLICATED, dtype="float32")
 _FACTORS = Array("factors", Role.REPLICATED, dtype="float32")
 _DY = Array("dy", Role.SOURCE)
 RMS_NORM = "rms_norm"  # the source of what it norms, see `Variant`
+ROWS = "rows"  # the source of rows that it picks; with a format's name before, out of codes
+_OF_CODES = f"_{ROWS}"
+_CODES_SCALES = Array("scales", Role.REPLICATED, dtype="uint8")
 
 
 def _quantize(kinds: Sequence[Kind]) -> Signature:
@@ -112,6 +115,11 @@ def _quantize(kinds: Sequence[Kind]) -> Signature:
 def _quantize_rows(kinds: Sequence[Kind]) -> Signature:
     """Of the floats that the rows of a matrix are which `rows` numbers, zeros for other numbers."""
     return Signature((_X, _ROWS, *_block_data(kinds)), _quantized(kinds))
+
+
+def _quantize_rows_of_codes(kinds: Sequence[Kind]) -> Signature:
+    """The same, of an MX array; x are its codes (T, K), scales (T, K / 32)."""
+    return Signature((_X, _ROWS, _CODES_SCALES, *_block_data(kinds)), _quantized(kinds))
 
 
 def _quantize_gated(kinds: Sequence[Kind]) -> Signature:
@@ -205,6 +213,19 @@ def _wgrad_fp8(kinds: Sequence[Kind]) -> Signature:
     return _matmul_fp8(kinds, optional=False, epilogue=("added",))
 
 
+def _wgrad(kinds: Sequence[Kind]) -> Signature:
+    del kinds
+    return Signature(
+        operands=(
+            Array("x", Role.FLOATS),
+            Array("dy", Role.FLOATS),
+            _group_sizes(optional=True),
+            *_epilogue("added"),
+        ),
+        results=(Array("y", Role.FLOATS),),
+    )
+
+
 def _amaxes(kinds: Sequence[Kind]) -> Signature:
     del kinds
     return Signature(
@@ -218,6 +239,7 @@ def _amaxes(kinds: Sequence[Kind]) -> Signature:
 SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "quantize": _quantize,
     "quantize_rows": _quantize_rows,
+    "quantize_rows_of_codes": _quantize_rows_of_codes,
     "quantize_gated": _quantize_gated,
     "quantize_gated_gradient": _quantize_gated_gradient,
     "quantize_normed": _quantize_normed,
@@ -225,6 +247,7 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
     "wgrad_fp8": _wgrad_fp8,
+    "wgrad": _wgrad,
     "amaxes": _amaxes,
 }
 
@@ -232,7 +255,19 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
 def signature_name(op: str, source: str) -> str:
     """The name of an op's signature; `source`: what its floats are made of, see `Variant`."""
     gated = "_gated" + GRADIENT * source.endswith(GRADIENT)
-    return op + {"": "", "rows": "_rows", RMS_NORM: "_normed"}.get(source, gated)
+    if codes_in(source):
+        return f"{op}_rows_of_codes"
+    return op + {"": "", ROWS: "_rows", RMS_NORM: "_normed"}.get(source, gated)
+
+
+def source_of_codes(format: str) -> str:
+    """The source of rows that are picked out of codes of a format."""
+    return format + _OF_CODES
+
+
+def codes_in(source: str) -> str:
+    """The name of the format of the codes that floats are made of; "": they are made of floats."""
+    return source.removesuffix(_OF_CODES) if source.endswith(_OF_CODES) else ""
 
 
 def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
@@ -240,9 +275,10 @@ def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
 
     Args:
       op: "quantize" (one or both directions), "quantize_rows" (the same of some rows of x),
+        "quantize_rows_of_codes" (of an MX array's),
         "quantize_gated" (of an activation's results), "quantize_gated_gradient" (of its operand's
         gradient), "quantize_normed" (of a norm's results), "dequantize", "matmul", "matmul_fp8",
-        "wgrad_fp8" or "amaxes".
+        "wgrad_fp8", "wgrad" or "amaxes".
       kinds: the preprocessing of each direction, one each also where there is none; of products
         none.
     """

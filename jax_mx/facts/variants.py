@@ -25,7 +25,13 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     Format,
 )
-from jax_mx.facts.signatures import RMS_NORM, signature_name
+from jax_mx.facts.signatures import (
+    RMS_NORM,
+    ROWS,
+    codes_in,
+    signature_name,
+    source_of_codes,
+)
 from jax_mx.facts.windows import ROW, TILE, Window, suffix_of
 
 
@@ -77,9 +83,9 @@ class Variant:
       kinds: how the elements of each are preprocessed, and their windows; () where there is
         nothing of that.
       source: what the floats are made of: "", they are x; "rows": the rows of x that an operand
-        numbers; an activation's name: both halves of x; this and "_gradient": these and the
-        gradient of what the activation gives, and they are x's; "rms_norm": x, whose rows are
-        normed.
+        numbers; a format's name and "_rows": the same of an x in codes; an activation's name: both
+        halves of x; this and "_gradient": these and the gradient of what the activation gives, and
+        they are x's; "rms_norm": x, whose rows are normed.
     """
 
     op: str
@@ -93,7 +99,12 @@ class Variant:
     @property
     def rows(self) -> bool:
         """Whether it picks rows."""
-        return self.source == "rows"
+        return self.source == ROWS or self.codes != ""
+
+    @property
+    def codes(self) -> str:
+        """The format of the codes whose rows it picks; "": it reads floats."""
+        return codes_in(self.source)
 
     @property
     def normed(self) -> bool:
@@ -239,7 +250,7 @@ VARIANTS: tuple[Variant, ...] = (
 )
 # Tokens that are routed to experts are bfloat16. Amaxes of whole rows of x are no kernel's.
 VARIANTS += tuple(
-    dataclasses.replace(variant, source="rows")
+    dataclasses.replace(variant, source=ROWS)
     for variant in VARIANTS
     if variant.op == "quantize" and variant.dtype == "bfloat16"
     if not variant.changes_elements and variant.window != ROW
@@ -275,6 +286,13 @@ VARIANTS += tuple(
     if variant.rows and variant.formats[0].bits != 6
     if variant.form in NORMED[variant.implementation]
     if variant.window != 256 or not variant.form.is_both  # as of activations
+)
+# Tokens that moved as codes along their elements, along the tokens of each expert.
+VARIANTS += tuple(
+    dataclasses.replace(variant, source=source_of_codes(variant.formats[0].name))
+    for variant in VARIANTS
+    if variant.source == ROWS and variant.implementation == "cutedsl"
+    if variant.form == directions.SECOND_TRANSPOSED and variant.formats[0].bits == 8
 )
 
 

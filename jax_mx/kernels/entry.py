@@ -60,12 +60,12 @@ class Entry:
         """The dimension of x that is its columns where the floats are made of x, else 0."""
         if self.variant.normed:
             return 1 + self.variant.form.spans[0]
-        return {"": 0, "rows": 1}.get(self.variant.source, 2)
+        return 1 if self.variant.rows else 2 if self.variant.source else 0
 
     @property
     def gates(self) -> bool:
         """Whether an activation makes the floats."""
-        return self.variant.source not in ("", "rows", RMS_NORM)
+        return not self.variant.rows and self.variant.source not in ("", RMS_NORM)
 
     @property
     def activation(self) -> str:
@@ -91,8 +91,8 @@ class Entry:
         """What the address of one of its arrays is a multiple of, in bytes."""
         least, most = {
             Role.FLOATS: (self.itemsize, 16),
-            Role.SOURCE: (self.itemsize, 16),
-            Role.REPLICATED: (4, 16),
+            Role.SOURCE: (1 if self.variant.codes else self.itemsize, 16),
+            Role.REPLICATED: (1 if array.dtype == "uint8" else 4, 16),
             Role.BLOCK_DATA: (4, 4),
             Role.CODES: (1, 16),
             Role.SCALES: (1, 4),

@@ -22,6 +22,7 @@ from jax_mx.facts.activations import named_in
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.facts.products import Binary, Product
+from jax_mx.facts.signatures import ROWS, codes_in
 
 
 def facts_of(
@@ -30,7 +31,7 @@ def facts_of(
     """What rows may ask of an entry; of a product's, by its product alone."""
     if isinstance(variant, Product):
         return {
-            "codes_per_byte": variant.formats[-1].codes_per_byte,
+            "codes_per_byte": variant.formats[-1].codes_per_byte if variant.formats else 0,
             "rows": variant.rows,
             "window": variant.window,
             "tiles": variant.tiles,
@@ -49,8 +50,10 @@ def facts_of(
 
 def _kind_of(source: str) -> str:
     """What makes the floats, whichever activation it is: "rows", "gated", "gradient" or none."""
-    if source in ("", "rows"):
+    if source in ("", ROWS):
         return source
+    if codes_in(source):
+        return ROWS
     return "gradient" if named_in(source)[1] else "gated"
 
 

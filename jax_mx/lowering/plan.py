@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 
 from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import View, view_of
+from jax_mx.facts.activations import GATED
 from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
@@ -194,8 +194,8 @@ class ProductPlan:
     """One call of a product: y = x @ dequantize(W)^T, per group of x's rows, or of K.
 
     Attributes:
-      op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K; or
-        "amaxes", of x alone.
+      op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K;
+        "wgrad", the same of floats; or "amaxes", of x alone.
       formats: of the quantized operands, x's before W's.
       dtype: of y.
       grouped: whether the call has sizes of groups; without, all groups have as many rows.
@@ -204,6 +204,10 @@ class ProductPlan:
       tiles: of W.
       implementation: the one the caller insists on, or None.
       epilogue: the operands of `signatures.EPILOGUE` that the call has, in that order.
+      free: see `facts.products.Product`; x then has zeros up to a multiple of `UNIT` columns.
+      activation: that makes y of gates and ups, or "".
+      interleaved: whether W has gates and ups by turns, not all gates first.
+      floats: the dtype of its floats, where kernels take several.
     """
 
     op: str
@@ -215,8 +219,11 @@ class ProductPlan:
     tiles: bool = False
     implementation: str | None = None
     epilogue: tuple[str, ...] = ()
+    free: bool = False
+    activation: str = ""
+    interleaved: bool = False
+    floats: str = ""
     # What the lowering asks of any plan:
-    scalars: ClassVar[Mapping[str, int]] = {}
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
     scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
     view: ClassVar[None] = None
@@ -248,9 +255,18 @@ class ProductPlan:
         """Which of a binary's launches serves it: that of y's dtype."""
         return self.dtype.name
 
+    @property
+    def scalars(self) -> dict[str, int]:
+        """The numbers that a kernel may ask for by name."""
+        if not self.activation:
+            return {}
+        number = GATED.index(self.activation)
+        return {"activation": number, "interleaved": int(self.interleaved)}
+
     def product(self, dsl: str) -> Product:
         """The kernel that it asks for, which may be none of those that there are."""
-        return Product(self.op, dsl, self.formats, self.rows, self.window, self.tiles)
+        kinds = self.window, self.tiles, self.free, bool(self.activation), self.floats
+        return Product(self.op, dsl, self.formats, self.rows, *kinds)
 
 
 AnyPlan = Plan | ProductPlan

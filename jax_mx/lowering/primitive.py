@@ -107,7 +107,7 @@ def _floats(operands: Sequence[Any], plan: Plan):
         shape = _normed_shape(x.shape, plan)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    return x.update(shape=shape, weak_type=False, sharding=sharding)
+    return x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)
 
 
 def _rows_of_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
@@ -715,7 +715,9 @@ def unsplit(op: str, operands: Sequence[Any], shape: tuple[int, ...], dtype: Any
 
 def _product_avals(*operands, plan: ProductPlan):
     """Of y (T, N)."""
-    shape = (operands[0].shape[0], operands[plan.signature.number("codes")].shape[1])
+    codes, scales = (operands[plan.signature.number(name)] for name in ("codes", "scales"))
+    columns = scales.shape[2] * BLOCK if plan.free else codes.shape[1]
+    shape = (operands[0].shape[0], columns // 2 if plan.activation else columns)
     return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
 
 
@@ -725,6 +727,26 @@ def _wgrad_avals(*operands, plan: ProductPlan):
     x, codes, sizes = (operands[plan.signature.number(name)] for name in names)
     shape = (sizes.shape[0], x.shape[0], codes.shape[0])
     return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
+
+
+def _floats_wgrad_avals(*operands, plan: ProductPlan):
+    """Of y (G, K, N), or without sizes (..., K, N), likewise."""
+    x, dy = operands[:2]
+    lead = operands[2].shape if plan.grouped else x.shape[:-2]
+    shape = (*lead, x.shape[-1], dy.shape[-1])
+    return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
+
+
+def _batch_wgrad(primitive: Primitive, args, dims, *, plan: ProductPlan):
+    """Of floats: leading dimensions are batch dimensions; else one call after the other."""
+    if plan.grouped or plan.epilogue or plan.op != "wgrad":
+        return one_by_one(functools.partial(primitive.bind, plan=plan), args, dims)
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    args = [
+        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(args, dims, strict=True)
+    ]
+    return primitive.bind(*args, plan=plan), [0]
 
 
 def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
@@ -817,11 +839,12 @@ store.register()
 quantize_p = make_primitive("quantize", _quantize_avals, _quantize_reference)
 dequantize_p = make_primitive("dequantize", _dequantize_avals, _dequantize_reference)
 products_p = {
-    op: make_primitive(op, avals, reference_fn, _batch_product)
-    for op, avals, reference_fn in (
-        ("matmul", _product_avals, reference.matmul),
-        ("matmul_fp8", _product_avals, reference.matmul_fp8),
-        ("wgrad_fp8", _wgrad_avals, reference.wgrad_fp8),
+    op: make_primitive(op, avals, reference_fn, batch)
+    for op, avals, reference_fn, batch in (
+        ("matmul", _product_avals, reference.matmul, _batch_product),
+        ("matmul_fp8", _product_avals, reference.matmul_fp8, _batch_product),
+        ("wgrad_fp8", _wgrad_avals, reference.wgrad_fp8, _batch_wgrad),
+        ("wgrad", _floats_wgrad_avals, reference.wgrad, _batch_wgrad),
     )
 }
 

@@ -175,7 +175,7 @@ def _product_for(plan: ProductPlan, dsl: str) -> tuple[Product | None, str]:
     wanted = plan.product(dsl)
     if wanted in PRODUCTS:
         return wanted, ""
-    names = " and ".join(format.name for format in plan.formats)
+    names = " and ".join(format.name for format in plan.formats) or plan.floats
     window = f" in windows of {plan.window}" * (plan.window != BLOCK)
     return None, f" for {names}{window}"
 

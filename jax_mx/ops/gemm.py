@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +19,21 @@ import numpy as np
 
 from jax_mx import reference
 from jax_mx.arrays.checks import flag, float_dtype
+from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.products import TILE
+from jax_mx.facts.products import TILE, UNIT
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import ProductPlan
-from jax_mx.ops.mxarray import MXArray, checked
+from jax_mx.ops.activations import row_of
+from jax_mx.ops.mxarray import MXArray, checked, dequantize
 from jax_mx.ops.planning import implementation_of
 
 WINDOWS = (128, 256, ROW)  # of the FP8 product
 # Up to so many rows of x in a group, kernels whose tiles have so many.
 _ROWS = (8, 16, 64, 128, 256)
+_DEPTH = 64  # rows that wgrad contracts at a time
 FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))  # of x
 
 
@@ -38,16 +42,19 @@ def gemm(
     w: MXArray,
     group_sizes: jax.Array | None = None,
     *,
+    contracting: int = -1,
+    activation: str | None = None,
+    interleaved: bool = False,
     bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     added: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """x @ dequantize(w)^T, added up in float32, w read as it lies.
+    """x @ dequantize(w)^T, added up in float32, w read as it lies; or x @ dequantize(w).
 
     What is done to a sum before it is rounded costs no pass of its own:
-    (sum + bias) * row_scale + added, in float32.
+    act(sum + bias) * row_scale + added, in float32.
 
     Args:
       x: bfloat16 or float16 (..., M, K); with group_sizes (T, K), rows sorted by group.
@@ -55,7 +62,13 @@ def gemm(
         where x is (G, M, K) or has group_sizes.
       group_sizes: int32 (G,), how many rows each group has. Rows behind the last group's give 0; of
         more rows than x has, those that are beyond do not count, and negative sizes are 0.
-      bias: floats (N,), or (G, N) where w has groups.
+      contracting: the axis of w that is summed over; -2: w is (K, N) or (G, K, N), blocks still
+        along the last axis. So the gradient of x reads the codes that the product itself reads.
+      activation: of w (2 N, K) or (G, 2 N, K), whose first N rows make gates and the others ups:
+        act(gate) * up, see `jax_mx.gated`, but that nothing is rounded before. Of up to 64 rows of
+        x a group, sums in float32 are an array of their own, and XLA computes the rest.
+      interleaved: whether w's rows make gates and ups by turns.
+      bias: floats (N,), or (G, N) where w has groups; with an activation 2 N, as w has rows.
       row_scale: floats (..., M), one for each row of x.
       added: float32, of the result's shape, which is float32 then; where it is not used later, its
         buffer becomes the result's. Rows behind the last group's keep theirs.
@@ -64,8 +77,8 @@ def gemm(
         raises and says why.
 
     Returns:
-      (..., M, N). A NaN in a row of w, or a scale of 255, makes that column NaN for all its rows
-      of x.
+      (..., M, N). A NaN of w makes its column NaN for all rows of x, and a scale of 255 those of
+      its block.
 
     Raises:
       TypeError: an operand or dtype is none of these.
@@ -79,9 +92,15 @@ def gemm(
         raise TypeError(f"{op}: x is {found}, must be bfloat16 or float16")
     w = _matrices(op, "w", w)
     x = jnp.asarray(x)
-    _fits(op, x.shape, w, group_sizes)
+    if contracting not in (-1, -2):
+        raise ValueError(f"{op}: contracting must be -1 or -2, an axis of w, got {contracting!r}")
+    _fits(op, x.shape, w, group_sizes, contracting)
+    columns = _columns(op, w, contracting, activation, interleaved)
     result = float_dtype(op, "preferred_element_type", preferred_element_type or x.dtype)
-    after = _epilogue(op, x.shape, w, result, bias=bias, row_scale=row_scale, added=added)
+    gated = activation is not None
+    after = _epilogue(
+        op, x.shape, w, columns, result, gated, bias=bias, row_scale=row_scale, added=added
+    )
     plan = plan_of(
         (w.format,),
         result,
@@ -89,17 +108,32 @@ def gemm(
         grouped=group_sizes is not None,
         implementation=implementation_of(op, implementation),
         epilogue=(*after,),
+        free=contracting == -2,
     )
+    if activation is not None:
+        plan = dataclasses.replace(plan, activation=activation, interleaved=interleaved)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = _gemm(flat, w, _sizes(group_sizes), [*after.values()], plan)
-    return y.reshape(*x.shape[:-1], w.shape[-2])
+    return y.reshape(*x.shape[:-1], columns)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _gemm(x: jax.Array, w: MXArray, sizes: list, after: list, plan: ProductPlan) -> jax.Array:
     if 0 in x.shape or 0 in w.shape:
         return _of_nothing(x.shape[0], w, sizes, after, plan)
-    return primitive.product([_in_parts(x), *_arrays(w), *sizes, *after], plan)
+    if plan.free and x.shape[1] % UNIT:
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % UNIT)))
+    operands = [_in_parts(x), *_arrays(w), *sizes]
+    if not plan.activation or plan.rows >= TILE:
+        return primitive.product([*operands, *after], plan)
+    # Kernels that compute an activation have tiles of many rows.
+    given = dict(zip(plan.epilogue, after, strict=True))
+    first = {name: given.pop(name) for name in ("bias",) if name in given}
+    alone = dataclasses.replace(
+        plan, dtype=np.dtype(np.float32), epilogue=(*first,), activation="", interleaved=False
+    )
+    y = primitive.product([*operands, *first.values()], alone)
+    return _finished(y, w, sizes, given, plan)
 
 
 def gemm_fp8(
@@ -148,7 +182,9 @@ def gemm_fp8(
         raise ValueError(f"{op}: a window that is a row has no tiles; use window=128 or 256")
     _fits(op, x.shape, w, group_sizes)
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
-    after = _epilogue(op, x.shape, w, result, bias=bias, row_scale=row_scale, added=added)
+    after = _epilogue(
+        op, x.shape, w, w.shape[-2], result, bias=bias, row_scale=row_scale, added=added
+    )
     plan = plan_of(
         (x.format, w.format),
         result,
@@ -172,41 +208,56 @@ def _gemm_fp8(x: MXArray, w: MXArray, sizes: list, after: list, plan: ProductPla
 
 
 def gemm_wgrad(
-    a: MXArray,
-    b: MXArray,
-    group_sizes: jax.Array,
+    a: MXArray | jax.Array,
+    b: MXArray | jax.Array,
+    group_sizes: jax.Array | None = None,
     *,
     window: int = 128,
     added: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
 ) -> jax.Array:
-    """For each group dequantize(a) @ dequantize(b)^T over its part of R, on FP8 tensor cores.
+    """The gradient of weights: the sum over rows of x and of y's gradient, for each group.
 
     It is what jax.lax.ragged_dot_general computes where its ragged dimension is contracted: of a
-    layer of experts the weights' gradient, R being the tokens, which both operands have last
-    (`quantize_both`'s second result, transposed). Each group begins at a multiple of the window and
-    has a multiple of it: rows of zeros fill it up. The caller vouches for that, as for the windows;
-    sizes that are no multiples give other sums.
+    layer of experts the weights' gradient, R being the tokens. Floats lie as a layer has them,
+    tokens first; MX arrays have tokens last, as blocks run along them (`quantize_both`'s second
+    result, transposed).
+
+    Two MXFP8 arrays in windows of 128 or 256 are multiplied on FP8 tensor cores, added up as
+    `gemm_fp8` does. Each group begins at a multiple of the window and has a multiple of it: rows of
+    zeros fill it up. The caller vouches for that, as for the windows; sizes that are no multiples
+    give other sums. All other operands are multiplied as bfloat16 or float16 and added up in
+    float32, groups beginning anywhere: a kernel makes bfloat16 of MX arrays first.
 
     Args:
-      a: MXFP8 (M, R), blocks along the last axis, row-major scales.
-      b: MXFP8 (N, R), likewise.
-      group_sizes: int32 (G,), how many elements of R each group has. What is behind the last
-        group's is not read; of more than R has, those that are beyond do not count, and negative
-        sizes are 0.
-      window: 128 or 256 consecutive elements along R have one scale, in both operands.
+      a: bfloat16 or float16 (..., R, M), or any MX array (..., M, R).
+      b: of the same dtype (..., R, N), or any MX array (..., N, R). Beside an MX array floats are
+        bfloat16. In windows both are MXFP8 (M, R) and (N, R), in blocks along the last axis, with
+        row-major scales.
+      group_sizes: int32 (G,), how many elements of R each group has; without, all are one group's,
+        which windows do not have. With sizes there are no leading dimensions. What is behind the
+        last group's is not read; of more than R has, those that are beyond do not count, and
+        negative sizes are 0.
+      window: of two MX arrays; 128 or 256 consecutive elements along R have one scale, in both
+        operands, or 32: blocks of their own.
       added: see `gemm`: gradients of several steps add up in one buffer.
       preferred_element_type: see `gemm_fp8`.
       implementation: see `gemm_fp8`.
 
     Returns:
-      (G, M, N). An empty group's are zeros; a NaN of a group is in its own results alone.
+      (G, M, N), or without sizes (..., M, N). An empty group's are zeros; a NaN of a group is in
+      its own results alone.
 
     Raises:
       TypeError, ValueError, NotImplementedError: see `gemm`.
     """
     op = "gemm_wgrad"
+    implementation = implementation_of(op, implementation)
+    result = float_dtype(op, "preferred_element_type", preferred_element_type)
+    if not (isinstance(a, MXArray) and isinstance(b, MXArray)) or window == BLOCK:
+        rows = [_rows_of(op, name, x, implementation) for name, x in (("a", a), ("b", b))]
+        return _wgrad_of_floats(op, rows, group_sizes, added, result, implementation)
     a, b = _eights(op, window, WINDOWS[:2], a=a, b=b)
     found = getattr(group_sizes, "shape", None), getattr(group_sizes, "dtype", None)
     if not (a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]) or (
@@ -216,10 +267,7 @@ def gemm_wgrad(
             f"{op}: a is (M, R), b (N, R) and the sizes int32 (G,); got {a.shape}, {b.shape} and "
             f"{found[1]} {found[0]}"
         )
-    result = float_dtype(op, "preferred_element_type", preferred_element_type)
-    plan = wgrad_plan_of(
-        (a.format, b.format), result, window, implementation_of(op, implementation)
-    )
+    plan = wgrad_plan_of((a.format, b.format), result, window, implementation)
     shape = (*found[0], a.shape[0], b.shape[0])
     after = [] if added is None else [_float32(op, "added", added, shape, result)]
     if 0 in (*shape, a.shape[1]):
@@ -235,6 +283,71 @@ def _gemm_wgrad(
     return primitive.product([a.values, a.scales, b.values, b.scales, sizes, *after], plan)
 
 
+def _rows_of(op: str, name: str, x: MXArray | jax.Array, implementation: str | None) -> jax.Array:
+    """An operand of `gemm_wgrad` in floats, its rows before its columns."""
+    if isinstance(x, MXArray):
+        plain = "xla" if implementation == "xla" else None
+        return dequantize(checked(op, name, x), transpose=True, implementation=plain)
+    if not hasattr(x, "dtype") or jnp.dtype(x.dtype) not in FLOATS:
+        found = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"{op}: {name} is {found}, must be an MXArray, bfloat16 or float16")
+    return jnp.asarray(x)
+
+
+def _wgrad_of_floats(
+    op: str,
+    rows: list[jax.Array],
+    sizes: jax.Array | None,
+    added: jax.Array | None,
+    result: np.dtype,
+    implementation: str | None,
+) -> jax.Array:
+    """`gemm_wgrad` of (..., R, M) and (..., R, N)."""
+    a, b = rows
+    if a.dtype != b.dtype:
+        raise TypeError(
+            f"{op}: a is {a.dtype} and b is {b.dtype}; both must be of one dtype, beside an "
+            "MXArray of bfloat16"
+        )
+    lead, fits = a.shape[:-2], a.ndim > 1 and a.shape[:-1] == b.shape[:-1]
+    found = ""
+    if sizes is not None:
+        lead, dtype = getattr(sizes, "shape", ()), getattr(sizes, "dtype", None)
+        fits = fits and a.ndim == 2 and len(lead) == 1 and dtype == jnp.int32
+        found = f" and {dtype} {lead}"
+    if not fits:
+        raise ValueError(
+            f"{op}: floats are (..., R, M) and (..., R, N), with sizes, int32 (G,), (R, M) and "
+            f"(R, N); got {a.shape}, {b.shape}{found}"
+        )
+    shape = (*lead, a.shape[-1], b.shape[-1])
+    after = [] if added is None else [_float32(op, "added", added, shape, result)]
+    if 0 in (*shape, a.shape[-2]):
+        return after[0] if after else jnp.zeros(shape, result)
+    plan = floats_plan_of(a.dtype, result, sizes is not None, implementation)
+    plan = dataclasses.replace(plan, epilogue=("added",) * len(after))
+    return _floats_wgrad(a, b, _sizes(sizes), after, plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _floats_wgrad(
+    a: jax.Array, b: jax.Array, sizes: list, after: list, plan: ProductPlan
+) -> jax.Array:
+    m, n = a.shape[-1], b.shape[-1]
+    # The copy engine wants rows of whole 16 bytes.
+    more, beside = -m % 8, -n % 8
+    a, b = _padded(a, 0, more), _padded(b, 0, beside)
+    after = [_padded(x, more, beside) for x in after]
+    return primitive.product([a, b, *sizes, *after], plan)[..., :m, :n]
+
+
+def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """The array with so many more rows and columns, of zeros."""
+    if not rows and not columns:
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows), (0, columns)])
+
+
 def plan_of(
     formats: tuple[Format, ...],
     dtype: np.dtype,
@@ -244,11 +357,15 @@ def plan_of(
     grouped: bool = False,
     implementation: str | None = None,
     epilogue: tuple[str, ...] = (),
+    free: bool = False,
 ) -> ProductPlan:
     """The plan of `gemm`, of one format, or `gemm_fp8`, of two; see `supported`."""
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
     tile = _tile_for(rows) if op == "matmul" else TILE
-    return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation, epilogue)
+    tile = max(tile, TILE) if free else tile  # there are none of fewer rows
+    return ProductPlan(
+        op, formats, dtype, grouped, tile, window, tiles, implementation, epilogue, free
+    )
 
 
 def wgrad_plan_of(
@@ -262,6 +379,19 @@ def wgrad_plan_of(
     return dataclasses.replace(plan, op="wgrad_fp8")
 
 
+def floats_plan_of(
+    floats: jax.typing.DTypeLike,
+    dtype: np.dtype,
+    grouped: bool = True,
+    implementation: str | None = None,
+) -> ProductPlan:
+    """The plan of `gemm_wgrad` of floats."""
+    name = jnp.dtype(floats).name
+    return ProductPlan(
+        "wgrad", (), dtype, grouped, _DEPTH, implementation=implementation, floats=name
+    )
+
+
 def supported(
     device: jax.Device | str,
     formats: tuple[Format, ...],
@@ -271,6 +401,7 @@ def supported(
     tiles: bool = False,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     wgrad: bool = False,
+    contracting: int = -1,
 ) -> str:
     """Why no kernel serves a product on a device; empty where one does.
 
@@ -281,12 +412,14 @@ def supported(
       window: see `gemm_fp8`; so are `tiles` and dtype.
       tiles: of w.
       dtype: of the result.
-      wgrad: whether it is `gemm_wgrad`, whose formats are (a's, b's).
+      wgrad: whether it is `gemm_wgrad`, whose formats are (a's, b's); of bfloat16 none.
+      contracting: see `gemm`.
     """
     result = jnp.dtype(dtype)
-    plan = plan_of(formats, result, rows, window, tiles)
+    plan = plan_of(formats, result, rows, window, tiles, free=contracting == -2)
     if wgrad:
         plan = wgrad_plan_of(formats, result, window)
+        plan = plan if formats else floats_plan_of(jnp.bfloat16, result)
     chips = [device] if isinstance(device, str) else primitive.chips_beside(device)
     support = registry.candidates(plan, primitive.platform_of(chips[0]), chips)[0]
     if support.implementation == "xla":
@@ -325,12 +458,13 @@ def _eights(
     return found
 
 
-def _fits(op: str, shape: tuple[int, ...], w: MXArray, group_sizes) -> None:
+def _fits(op: str, shape: tuple[int, ...], w: MXArray, group_sizes, contracting: int = -1) -> None:
     """Refuses shapes that do not fit each other."""
-    if len(shape) < 2 or w.ndim not in (2, 3) or shape[-1] != w.shape[-1]:
+    matrix = "N, K" if contracting == -1 else "K, N"
+    if len(shape) < 2 or w.ndim not in (2, 3) or shape[-1] != w.shape[contracting]:
         raise ValueError(
             f"{op}: x of the shape {shape} and w of the shape {w.shape}; they must be (..., M, K) "
-            "and (N, K) or (G, N, K)"
+            f"and ({matrix}) or (G, {matrix})"
         )
     if group_sizes is None:
         if w.ndim == 3 and (len(shape) != 3 or shape[0] != w.shape[0]):
@@ -342,20 +476,42 @@ def _fits(op: str, shape: tuple[int, ...], w: MXArray, group_sizes) -> None:
     found = getattr(group_sizes, "shape", None), getattr(group_sizes, "dtype", None)
     if w.ndim != 3 or len(shape) != 2 or found != ((w.shape[0],), jnp.int32):
         raise ValueError(
-            f"{op}: with group_sizes x is (T, K), w (G, N, K) and the sizes int32 (G,); got "
+            f"{op}: with group_sizes x is (T, K), w (G, {matrix}) and the sizes int32 (G,); got "
             f"{shape}, {w.shape} and {found[1]} {found[0]}"
         )
 
 
+def _columns(op: str, w: MXArray, contracting: int, activation: Any, interleaved: bool) -> int:
+    """How many columns the result has."""
+    interleaved = flag(op, "interleaved", interleaved)
+    if activation is None:
+        if interleaved:
+            raise ValueError(f"{op}: interleaved is the order of gates and ups; pass an activation")
+        return w.shape[-3 - contracting]
+    if not row_of(op, activation).has_gate:
+        raise ValueError(f"{op}: activation {activation!r} has no gate; use one of {GATED}")
+    if contracting == -2 or w.shape[-2] % 2:
+        raise ValueError(
+            f"{op}: with an activation w is (2 N, K) or (G, 2 N, K), contracting -1; got {w.shape} "
+            f"and contracting {contracting}"
+        )
+    return w.shape[-2] // 2
+
+
 def _epilogue(
-    op: str, shape: tuple[int, ...], w: MXArray, result: np.dtype, **given: jax.Array | None
+    op: str,
+    shape: tuple[int, ...],
+    w: MXArray,
+    columns: int,
+    result: np.dtype,
+    gated: bool = False,
+    **given: jax.Array | None,
 ) -> dict[str, jax.Array]:
     """What is done to sums, by the names of `signatures.EPILOGUE`, as kernels take it."""
-    columns = w.shape[-2:-1]
     shapes = {
-        "bias": (w.shape[:-2], columns),
+        "bias": (w.shape[:-2], (columns * (1 + gated),)),
         "row_scale": (shape[:-1], ()),
-        "added": (shape[:-1], columns),
+        "added": (shape[:-1], (columns,)),
     }
     found = {}
     for name, a in given.items():
@@ -383,12 +539,24 @@ def _float32(
 
 def _of_nothing(rows: int, w: MXArray, sizes: list, after: list, plan: ProductPlan) -> jax.Array:
     """The result where sums have no terms, or there are none."""
-    y = jnp.zeros((rows, w.shape[-2]), jnp.float32)
+    y = jnp.zeros((rows, w.shape[-1 if plan.free else -2]), jnp.float32)
     given = dict(zip(plan.epilogue, after, strict=True))
-    groups = math.prod(w.shape[:-2])
-    if 0 in (*y.shape, groups):  # no row is a group's
+    if 0 in (*y.shape, math.prod(w.shape[:-2])):  # no row is a group's
+        y = y[:, : y.shape[1] // 2] if plan.activation else y
         return given.get("added", y).astype(plan.dtype)
-    return reference.finished(y, groups, *sizes, **given).astype(plan.dtype)
+    return _finished(y, w, sizes, given, plan)
+
+
+def _finished(
+    y: jax.Array, w: MXArray, sizes: list, given: dict[str, Any], plan: ProductPlan
+) -> jax.Array:
+    """What the plan makes of sums, by XLA."""
+    made_by = functools.partial(
+        reference.made_by, name=plan.activation, interleaved=plan.interleaved
+    )
+    groups = math.prod(w.shape[:-2])
+    y = reference.finished(y, groups, *sizes, **given, activation=made_by)
+    return y.astype(plan.dtype)
 
 
 def _tile_for(rows: float) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -16,10 +17,11 @@ from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.activations import GRADIENT, named_in
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.signatures import RMS_NORM
+from jax_mx.facts.signatures import RMS_NORM, ROWS, codes_in, source_of_codes
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, made, weights_of
+from jax_mx.ops.mxarray import MXArray, checked, dequantize
 from jax_mx.ops.placing import placed
 from jax_mx.ops.preprocessing import Data, block_data_of
 
@@ -52,17 +54,18 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
     Raises:
       TypeError, ValueError: see `quantize`.
     """
+    _require_activation(op, activation)
+    if isinstance(x, MXArray) and rows is not None:
+        return _of_codes(op, checked(op, "x", x), rows, activation)
     x = array_of(op, "x", x)
-    if activation is not None and not isinstance(activation, Gated | Norm):
-        raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
     if rows is not None:
         rows = _rows(op, x, rows)
     if activation is None:
         if rows is None:
             return x, x, "", ()
-        return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), "rows", (rows,)
+        return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), ROWS, (rows,)
     if isinstance(activation, Norm):
-        x = x if rows is None else _floats_of(x, (rows,), "rows")
+        x = x if rows is None else _floats_of(x, (rows,), ROWS)
         return x, x, RMS_NORM, (activation.weight,)
     up = None if activation.up is None else array_of(op, "up", activation.up)
     activation = dataclasses.replace(activation, up=up)
@@ -70,8 +73,8 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
     if rows is not None:
         if activation.gradient is not None:
             raise ValueError(f"{op}: rows of x have no gradient alone; drop rows, or the gradient")
-        up = None if up is None else _floats_of(up, (rows,), "rows")
-        x, activation = _floats_of(x, (rows,), "rows"), dataclasses.replace(activation, up=up)
+        up = None if up is None else _floats_of(up, (rows,), ROWS)
+        x, activation = _floats_of(x, (rows,), ROWS), dataclasses.replace(activation, up=up)
     if rows is not None or not activation.is_split:
         x = made(op, x, activation)
         return x, x, "", ()
@@ -80,6 +83,28 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
         return x, gates, activation.name, (weights,)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return x, like, activation.name + GRADIENT, (weights, activation.dy_of(op, gates))
+
+
+def _require_activation(op: str, activation: Any) -> None:
+    if activation is not None and not isinstance(activation, Gated | Norm):
+        raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
+
+
+def _of_codes(op: str, q: MXArray, rows: Any, activation: Any) -> tuple[Any, Any, str, tuple]:
+    """`made_of` of what q stands for, in bfloat16."""
+    if activation is not None or not _is_plain(q):
+        return made_of(op, dequantize(q), rows, activation)
+    rows = _rows(op, q, rows)
+    like = jax.ShapeDtypeStruct((rows.shape[0], q.shape[1]), jnp.bfloat16)
+    return q.values, like, source_of_codes(q.format.name), (rows, q.scales)
+
+
+def _is_plain(q: MXArray) -> bool:
+    """Whether a kernel may read rows of q: MXFP8, in rows, with blocks of 32 along them."""
+    layouts = (q.value_layout, q.scale_layout)
+    plain = q.ndim == 2 and q.axis == -1 and len(q.block) == 1 and q.format.bits == 8
+    whole = not any(layout.is_tiled for layout in layouts) and 0 not in q.shape
+    return plain and whole and not is_explicit(jax.typeof(q.values).sharding.mesh)
 
 
 def _rows(op: str, x: Any, rows: Any) -> Any:
@@ -122,7 +147,8 @@ def operands_of(
             spans = zip(plan.form.spans, x.shape[-2:], strict=True)
             tail = [m for along, n in spans for m in ((n // BLOCK, BLOCK) if along else (n,))]
             return [x.reshape(*x.shape[:-2], *tail), *other], viewed, plan, beside
-        halves = 1 if plan.source == "rows" else 2
+        codes = codes_in(plan.source)
+        halves = 1 if codes or plan.source == ROWS else 2
         count, length = other[0].shape[0], x.shape[1] // halves
         columns = x.shape[1] if named_in(plan.source)[1] else length
         viewed = Viewed.of(plan.view, (count, columns), (None, None), plan.first_axis)
@@ -130,7 +156,7 @@ def operands_of(
         down, across = plan.form.spans
         tail = (length // BLOCK, BLOCK) if across else (length,)
         by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
-        more = [a.reshape(count, *tail) for a in other[1:]]
+        more = [a if codes else a.reshape(count, *tail) for a in other[1:]]
         x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
         return [x, by_row, *more], viewed, plan, beside
     if other:
@@ -166,7 +192,7 @@ def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
 def _floats_of(x: jax.Array, other: Sequence[jax.Array], source: str) -> jax.Array:
     """The floats that XLA makes; on a mesh with explicit axes, split as both are."""
     meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, *other)) if is_explicit(m)]
-    if source != "rows" or not meshes:
+    if source != ROWS or not meshes:
         return reference.floats_of(source, x, *other)
     (rows,) = other
     spec = PartitionSpec(spec_of(rows)[0], spec_of(x)[1])

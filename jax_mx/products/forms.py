@@ -12,7 +12,7 @@ from jax_mx import reference
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.windows import Window
 from jax_mx.ops.activations import Gated, made
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.ops.quantize import quantize, quantize_both
 from jax_mx.products.operands import Arrangement
@@ -105,7 +105,7 @@ Forms = tuple[Form | None, Form | None]  # along the contracted axis, along the 
 
 
 def forms_of(
-    x: jax.Array,
+    x: jax.Array | MXArray,
     axis: int,
     uses: tuple[Use | None, Use | None],
     blocks: Blocks,
@@ -168,7 +168,7 @@ def _joint_formats(uses: tuple[Use | None, Use | None]) -> tuple[Format, Format]
 
 
 def _one(
-    x: jax.Array, use: Use | None, axis: int, blocks: Blocks, made_of: dict[str, Any]
+    x: jax.Array | MXArray, use: Use | None, axis: int, blocks: Blocks, made_of: dict[str, Any]
 ) -> Form | None:
     if use is None:
         return None
@@ -187,7 +187,8 @@ def _one(
     return Form(q)
 
 
-def _floats(x: jax.Array, rows: jax.Array | None, activation: Gated | None) -> jax.Array:
+def _floats(x: Any, rows: jax.Array | None, activation: Gated | None) -> jax.Array:
     """In bfloat16 what `quantize` would quantize."""
+    x = dequantize(x) if isinstance(x, MXArray) else x
     x = x if rows is None else reference.rows_of(x, rows)
     return (x if activation is None else made("quantize", x, activation)).astype(jnp.bfloat16)

@@ -1,7 +1,9 @@
 """The implementation "cutedsl": products that our kernels compute from operands as they lie.
 
-Two kernels (ops/gemm.py): floats times an MX array, which spares few rows the floats of a weight;
-and MX times MX on FP8 tensor cores, where blocks of 32 come in windows of equal scales.
+Three kernels (ops/gemm.py): floats times an MX array, which spares few rows the floats of a weight,
+whether its blocks run along the contracted axis or, in a backward pass, along the free one; MX
+times MX on FP8 tensor cores, where blocks of 32 come in windows of equal scales; and where they
+do not, the product of floats that are made of both, summed over rows, as a weight's gradient is.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.windows import ROW, TILE
@@ -18,7 +21,7 @@ from jax_mx.lowering import registry
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.registry import Support
 from jax_mx.ops import gemm
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.products.dot import Call, Dot, Operand, blocks_along, refused
 
 NAME = "cutedsl"
@@ -36,20 +39,37 @@ def support(call: Call, chips: Sequence[str]) -> Support:
     dot, x, w = call.dot, call.lhs, call.rhs
     if call.partitioned:
         return refused(NAME, call, "is not split among devices by XLA; use jax.shard_map")
-    if not blocks_along(w, dot.contracting[1]):
+    free = _is_free(x, w, dot)
+    if not (free or blocks_along(w, dot.contracting[1])):
         return refused(NAME, call, "wants an MXArray on the right, in blocks along one dimension")
     if len(dot.batch[0]) > 1 or 0 in (*x.shape, *w.shape):
         return refused(NAME, call, "takes one batch dimension at most, and arrays with elements")
     if isinstance(x, MXArray):
-        if why := _no_fp8(call):
-            return refused(NAME, call, why)
-        windows = windows_of(x, w)
-        plan = gemm.plan_of((x.format, w.format), dot.dtype, _rows(call), **windows)
+        if not blocks_along(x, dot.contracting[0]):
+            return refused(NAME, call, "wants the left operand in blocks along one dimension")
+        if _on_fp8(call):
+            windows = windows_of(x, w)
+            plan = gemm.plan_of((x.format, w.format), dot.dtype, _rows(call), **windows)
+        else:
+            plan = gemm.floats_plan_of(jnp.bfloat16, dot.dtype, grouped=False)
     elif x.dtype in gemm.FLOATS:
-        plan = gemm.plan_of((w.format,), dot.dtype, _rows(call))
+        plan = gemm.plan_of((w.format,), dot.dtype, _rows(call), free=free)
     else:
         return refused(NAME, call, f"takes bfloat16 and float16, no {x.dtype}")
     return support_of(call.op, plan, chips)
+
+
+def _is_free(x: Any, w: Any, dot: Dot) -> bool:
+    """Whether w is multiplied by floats, and its blocks run along the last of its free dimensions.
+
+    So it is read as it lies where a gradient contracts what the product itself did not. Square
+    blocks run along both.
+    """
+    if isinstance(x, MXArray) or not isinstance(w, MXArray) or len(dot.contracting[1]) != 1:
+        return False
+    taken = (*dot.contracting[1], *dot.batch[1])
+    free = [d for d in range(w.ndim) if d not in taken]
+    return bool(free) and free[-1] == w.ndim + w.axis
 
 
 def support_of(op: str, plan: ProductPlan, chips: Sequence[str]) -> Support:
@@ -62,57 +82,61 @@ def support_of(op: str, plan: ProductPlan, chips: Sequence[str]) -> Support:
     return Support(NAME, found.kernels)
 
 
-def _no_fp8(call: Call) -> str:
-    """Why FP8 tensor cores do not multiply two MX arrays; empty where they do."""
+def _on_fp8(call: Call) -> bool:
+    """Whether FP8 tensor cores may multiply the codes of two MX arrays: they sum with less bits."""
     x, w = call.lhs, call.rhs
-    if call.dot.exact:
-        return "sums with reduced precision, which Precision.HIGHEST forbids"
-    if not blocks_along(x, call.dot.contracting[0]) or len(x.block) == 2:
-        return "wants the left operand in blocks along one dimension"
-    if {x.format.bits, w.format.bits} != {8}:
-        return "multiplies MXFP8 with MXFP8, or floats with any format"
-    if not have_windows(x, w):
-        return "wants windows: quantize(..., window=256) of both operands"
-    return ""
+    return (
+        not call.dot.exact
+        and len(x.block) == 1
+        and {x.format.bits, w.format.bits} == {8}
+        and have_windows(x, w)
+    )
 
 
 def preferred(call: Call, platform: str, chips: Sequence[str]) -> bool:
-    """Whether kernels are known to be the fastest: of windows always, else of few rows."""
+    """Whether kernels are known to be the fastest: of windows always, of floats with few rows."""
     del platform
     if not chips or any(chip_table.arch_of(chip) != "sm_90a" for chip in chips):
         return False
-    return isinstance(call.lhs, MXArray) or _rows(call) <= FEW_ROWS
+    return _on_fp8(call) if isinstance(call.lhs, MXArray) else _rows(call) <= FEW_ROWS
 
 
 def run(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
-    """The product; both operands are brought to (batch, rows, K)."""
+    """The product; both operands are brought to (batch, rows, K), or floats to (batch, K, rows)."""
     assert isinstance(rhs, MXArray)
+    options: dict[str, Any] = {"preferred_element_type": dot.dtype, "implementation": NAME}
+    batch = [lhs.shape[d] for d in dot.batch[0]]
+    if isinstance(lhs, MXArray) and not _on_fp8(Call(dot, lhs, rhs)):
+        sides = zip((lhs, rhs), dot.contracting, dot.batch, strict=True)
+        (a, free), (b, columns) = (_floats(x, c, taken) for x, (c,), taken in sides)
+        return gemm.gemm_wgrad(a, b, **options).reshape(*batch, *free, *columns)
+    is_free = _is_free(lhs, rhs, dot)
     x, free = _matrix(lhs, dot.contracting[0][0], dot.batch[0])
-    w, columns = _matrix(rhs, dot.contracting[1][0], dot.batch[1])
+    w, columns = _matrix(rhs, dot.contracting[1][0], dot.batch[1], is_free)
     assert isinstance(w, MXArray)
     if isinstance(x, MXArray):
-        y = gemm.gemm_fp8(
-            x,
-            w,
-            **windows_of(lhs, rhs),
-            preferred_element_type=dot.dtype,
-            implementation=NAME,
-        )
+        y = gemm.gemm_fp8(x, w, **windows_of(lhs, rhs), **options)
     else:
-        y = gemm.gemm(x, w, preferred_element_type=dot.dtype, implementation=NAME)
-    batch = [lhs.shape[d] for d in dot.batch[0]]
+        y = gemm.gemm(x, w, contracting=-2 if is_free else -1, **options)
     return y.reshape(*batch, *free, *columns)
 
 
-def _matrix(x: Any, contracted: int, batch: Sequence[int]) -> tuple[Any, list[int]]:
-    """An operand as (batch, rows, K) or (rows, K), and the lengths that make up its rows."""
+def _matrix(
+    x: Any, contracted: int, batch: Sequence[int], is_free: bool = False
+) -> tuple[Any, list[int]]:
+    """An operand as (batch, rows, K) or (rows, K), and the lengths that make up its rows.
+
+    One that `_is_free` as (batch, K, rows) or (K, rows).
+    """
     if isinstance(x, MXArray) and len(x.block) == 2:
-        x = (x if contracted == x.ndim - 1 else x.mT).expand(-1)
-        contracted = x.ndim - 1
+        turned = contracted != x.ndim - 1 and not is_free
+        x = (x.mT if turned else x).expand(-1)
+        contracted = contracted if is_free else x.ndim - 1
     free = [d for d in range(x.ndim) if d != contracted and d not in batch]
     lengths = [x.shape[d] for d in free]
-    order = (*batch, *free, contracted)
-    shape = (*(x.shape[d] for d in batch), math.prod(lengths), -1)
+    first, last = ([contracted], free) if is_free else (free, [contracted])
+    order = (*batch, *first, *last)
+    shape = (*(x.shape[d] for d in batch), math.prod(x.shape[d] for d in first), -1)
 
     def arranged(a: jax.Array) -> jax.Array:
         return a.transpose(order).reshape(shape)
@@ -123,6 +147,20 @@ def _matrix(x: Any, contracted: int, batch: Sequence[int]) -> tuple[Any, list[in
         arranged(x.values), arranged(x.scales), x.format, -1, x.scale_layout, window=x.window
     )
     return made, lengths
+
+
+def _floats(x: MXArray, contracted: int, batch: Sequence[int]) -> tuple[jax.Array, list[int]]:
+    """An operand in floats (batch, K, rows) or (K, rows), and the lengths that make up its rows."""
+    last = contracted == x.ndim - 1
+    floats = dequantize(x, transpose=last)  # in the same pass
+    order = [*range(x.ndim)]
+    if last:
+        order[-2:] = order[:-3:-1]
+    free = [d for d in range(x.ndim) if d != contracted and d not in batch]
+    floats = floats.transpose([order.index(d) for d in (*batch, contracted, *free)])
+    lengths = [x.shape[d] for d in free]
+    lead = [x.shape[d] for d in (*batch, contracted)]
+    return floats.reshape(*lead, math.prod(lengths)), lengths
 
 
 def have_windows(x: MXArray, w: MXArray) -> bool:

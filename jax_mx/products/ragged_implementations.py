@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.windows import ROW
 from jax_mx.lowering.registry import Support
 from jax_mx.ops import gemm
 from jax_mx.ops.groups import Groups
@@ -46,12 +46,15 @@ def _cutedsl_support(call: RaggedCall, chips: Sequence[str]) -> Support:
     if 0 in (*call.lhs.shape, *w.shape):
         return refused(name, call, "takes arrays with elements")
     if ragged.sums:
-        if why := _no_sums(call):
+        if _in_windows(call):
+            formats, window = (call.lhs.format, w.format), _window(call)
+            plan = gemm.wgrad_plan_of(formats, ragged.dtype, window)
+        elif why := _no_floats(call):
             return refused(name, call, why)
-        formats = call.lhs.format, w.format
-        window = kernels.windows_of(call.lhs, w)["window"]
-        return kernels.support_of(call.op, gemm.wgrad_plan_of(formats, ragged.dtype, window), chips)
-    if not _along(w, ragged.axes[1]) or (len(w.block) == 1 and ragged.axes[1] == -2):
+        else:
+            plan = gemm.floats_plan_of(_dtypes(call).pop(), ragged.dtype)
+        return kernels.support_of(call.op, plan, chips)
+    if not _along(w, -1):
         return refused(name, call, "wants an MXArray on the right, in blocks along the last axis")
     if not isinstance(call.lhs, MXArray) and call.lhs.dtype not in gemm.FLOATS:
         return refused(name, call, f"takes bfloat16 and float16, no {call.lhs.dtype}")
@@ -61,17 +64,40 @@ def _cutedsl_support(call: RaggedCall, chips: Sequence[str]) -> Support:
         call.rows / call.groups,
         **(kernels.windows_of(call.lhs, w) if _on_fp8(call) else {}),
         grouped=True,
+        free=_is_free(call),
     )
     return kernels.support_of(call.op, plan, chips)
 
 
-def _no_sums(call: RaggedCall) -> str:
-    """Why no kernel sums over groups; empty where one does."""
+def _is_free(call: RaggedCall) -> bool:
+    """Whether w is multiplied by floats and contracted along the axis that is not its last one."""
+    return call.ragged.axes[1] == -2 and not _on_fp8(call)
+
+
+def _in_windows(call: RaggedCall) -> bool:
+    """Whether FP8 tensor cores may sum over groups: each begins at a multiple of the window."""
     if not _on_fp8(call) or len(call.rhs.block) == 2 or call.ragged.axes != (-1, -1):
-        return "sums over groups of MXFP8 in windows along the last axis: window=128 or 256"
-    window = kernels.windows_of(call.lhs, call.rhs)["window"]
-    if window == ROW or call.ragged.align % window:
-        return f"wants groups that begin at multiples of the window of {window}"
+        return False
+    window = _window(call)
+    return isinstance(window, int) and call.ragged.align % window == 0
+
+
+def _window(call: RaggedCall) -> int | str:
+    return kernels.windows_of(call.lhs, call.rhs)["window"]
+
+
+def _dtypes(call: RaggedCall) -> set[np.dtype]:
+    """Of both operands as floats: one of them, if kernels are to multiply them."""
+    sides = call.lhs, call.rhs
+    return {jnp.dtype(jnp.bfloat16) if isinstance(x, MXArray) else x.dtype for x in sides}
+
+
+def _no_floats(call: RaggedCall) -> str:
+    """Why no kernel sums floats over groups; empty where one does."""
+    found = _dtypes(call)
+    if len(found) > 1 or not found <= {*gemm.FLOATS}:
+        names = " and ".join(sorted(dtype.name for dtype in found))
+        return f"sums over groups of one dtype, bfloat16 (also for MX) or float16, not {names}"
     return ""
 
 
@@ -88,20 +114,24 @@ def _on_fp8(call: Any) -> bool:
 
 
 def _cutedsl(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax.Array:
-    assert isinstance(rhs, MXArray)
     options: dict[str, Any] = {"preferred_element_type": ragged.dtype}
     options["implementation"] = kernels.NAME
     call = RaggedCall(ragged, lhs, rhs, sizes.shape[0])
     windows = kernels.windows_of(lhs, rhs) if _on_fp8(call) else {}
     if ragged.sums:
-        assert isinstance(lhs, MXArray)
-        return gemm.gemm_wgrad(lhs, rhs, sizes, window=windows["window"], **options)
+        if _in_windows(call):
+            return gemm.gemm_wgrad(lhs, rhs, sizes, window=windows["window"], **options)
+        a, b = (_floats(x, d == -1) for x, d in zip((lhs, rhs), ragged.axes, strict=True))
+        return gemm.gemm_wgrad(a, b, sizes, **options)
+    assert isinstance(rhs, MXArray)
+    free = _is_free(call)
     if len(rhs.block) == 2:
-        rhs = (rhs if ragged.axes[1] == -1 else rhs.mT).expand(-1)
+        rhs = (rhs if free or ragged.axes[1] == -1 else rhs.mT).expand(-1)
     if windows:
         assert isinstance(lhs, MXArray)
         return gemm.gemm_fp8(lhs, rhs, sizes, **windows, **options)
-    return gemm.gemm(_floats(lhs, ragged.axes[0] == -2), rhs, sizes, **options)
+    x = _floats(lhs, ragged.axes[0] == -2)
+    return gemm.gemm(x, rhs, sizes, contracting=-2 if free else -1, **options)
 
 
 # ---- JAX's own, of bfloat16 ---

@@ -82,10 +82,16 @@ from jax_mx.reference.products import (
     finished as finished,
 )
 from jax_mx.reference.products import (
+    made_by as made_by,
+)
+from jax_mx.reference.products import (
     matmul as matmul,
 )
 from jax_mx.reference.products import (
     matmul_fp8 as matmul_fp8,
+)
+from jax_mx.reference.products import (
+    wgrad as wgrad,
 )
 from jax_mx.reference.products import (
     wgrad_fp8 as wgrad_fp8,

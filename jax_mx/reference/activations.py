@@ -21,7 +21,9 @@ from jax_mx.facts.activations import (
     Rounding,
     named_in,
 )
-from jax_mx.reference.blocks import flushed, rows_of
+from jax_mx.facts.formats import BLOCK, FORMATS
+from jax_mx.facts.signatures import ROWS, codes_in
+from jax_mx.reference.blocks import dequantize, flushed, rows_of
 
 # Beyond, a slope is 0 or 1 in float32; and no product of such numbers overflows.
 _FAR = 128.0
@@ -238,8 +240,16 @@ def gated_gradient(
 
 def floats_of(source: str, x: jax.Array, first: jax.Array, *more: jax.Array) -> jax.Array:
     """What a call of a source quantizes, see `facts.variants.Variant`; of its operands."""
-    if source == "rows":
+    if source == ROWS:
         return rows_of(x, first)
+    if codes := codes_in(source):
+        (scales,) = more
+        picked = (rows_of(a, first) for a in (x, scales.reshape(x.shape[0], -1)))
+        values, scales = (
+            a.reshape(first.shape[0], -1, n) for a, n in zip(picked, (BLOCK, 1), strict=True)
+        )
+        y = dequantize(values, scales, FORMATS[codes], np.dtype(jnp.bfloat16))
+        return y.reshape(first.shape[0], x.shape[1])
     name, is_gradient = named_in(source)
     each = halves(x, name)
     if is_gradient:

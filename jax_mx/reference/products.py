@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.products import UNIT
+from jax_mx.reference.activations import gated_exactly, halves
 from jax_mx.reference.blocks import amax_of, dequantize
 
 
 def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *rest, plan: Any) -> list:
-    """y (T, N) = x (T, passes * K) @ W (G, N, K)^T; an x of several passes is their sum."""
+    """y (T, N) = x (T, passes * K) @ W (G, N, K)^T; an x of several passes is their sum.
+
+    Of a free W (G, K, N) x @ W, each pass with zeros up to a multiple of `UNIT` columns.
+    """
     w = _floats(codes, scales, plan.formats[-1])
-    parts = x.astype(jnp.float32).reshape(x.shape[0], -1, w.shape[-1])
-    return [_grouped(parts.sum(1), w, rest, plan)]
+    if plan.free:
+        w = w.mT
+    length = w.shape[-1]
+    parts = x.astype(jnp.float32).reshape(x.shape[0], -1, length + plan.free * (-length % UNIT))
+    return [_grouped(parts.sum(1)[:, :length], w, rest, plan)]
 
 
 def matmul_fp8(x_codes, x_scales, codes, scales, *rest, plan: Any) -> list:
@@ -28,17 +38,29 @@ def wgrad_fp8(x_codes, x_scales, codes, scales, sizes, *added, plan: Any) -> lis
     """y (G, M, N): for each group x (M, K) @ W (N, K)^T over its part of K."""
     x = _floats(x_codes, x_scales, plan.formats[0])
     w = _floats(codes, scales, plan.formats[-1])
+    y = _contracted(x.T, w.T, sizes)
+    return [(y + added[0] if added else y).astype(plan.dtype)]
+
+
+def wgrad(x, dy, *rest, plan: Any) -> list:
+    """y (G, K, N): for each group x (T, K)^T @ dy (T, N) over its rows, or (..., K, N) of all."""
+    x, dy, added = x.astype(jnp.float32), dy.astype(jnp.float32), rest[plan.grouped :]
+    y = _contracted(x, dy, rest[0]) if plan.grouped else _dot("...tk,...tn->...kn", x, dy)
+    return [(y + added[0] if added else y).astype(plan.dtype)]
+
+
+def _contracted(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """For each group the product of its rows of x (T, M) and of w (T, N), (G, M, N)."""
     counts = jnp.maximum(sizes, 0)
-    slot = jnp.arange(x.shape[1])
+    row = jnp.arange(x.shape[0])[:, None]
 
     def one(group):
         # Zeros in place of other groups' elements: no sum may meet their NaN.
         end, count = group
-        own = (slot < end) & (slot >= end - count)
-        return _dot("mk,nk->mn", jnp.where(own, x, 0), jnp.where(own, w, 0))
+        own = (row < end) & (row >= end - count)
+        return _dot("km,kn->mn", jnp.where(own, x, 0), jnp.where(own, w, 0))
 
-    y = jax.lax.map(one, (jnp.cumsum(counts), counts))
-    return [(y + added[0] if added else y).astype(plan.dtype)]
+    return jax.lax.map(one, (jnp.cumsum(counts), counts))
 
 
 def amaxes(x: jax.Array, *, plan: Any) -> list:
@@ -57,8 +79,14 @@ def _floats(codes: jax.Array, scales: jax.Array, format) -> jax.Array:
 def _grouped(x: jax.Array, w: jax.Array, rest: tuple, plan: Any) -> jax.Array:
     """The product, with what the plan's epilogue does to it."""
     sizes, epilogue = rest[: plan.grouped], rest[plan.grouped :]
-    given = dict(zip(plan.epilogue, epilogue, strict=True))
+    given: dict[str, Any] = dict(zip(plan.epilogue, epilogue, strict=True))
+    given["activation"] = partial(made_by, name=plan.activation, interleaved=plan.interleaved)
     return finished(_product(x, w, *sizes), w.shape[0], *sizes, **given).astype(plan.dtype)
+
+
+def made_by(y: jax.Array, name: str, interleaved: bool) -> jax.Array:
+    """What an activation makes of gates and ups, (T, 2 N) in float32; of none y itself."""
+    return gated_exactly(halves(y, name, interleaved), None, name) if name else y
 
 
 def finished(
@@ -68,8 +96,9 @@ def finished(
     bias: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     added: jax.Array | None = None,
+    activation: Callable[[jax.Array], jax.Array] = lambda y: y,
 ) -> jax.Array:
-    """(y + bias) * row_scale + added, float32 (T, N); rows that no group has are 0 + added.
+    """activation(y + bias) * row_scale + added, float32; rows that no group has are 0 + added.
 
     Args:
       y: float32 (T, N).
@@ -77,7 +106,8 @@ def finished(
       sizes: of each; without, all have as many.
       bias: float32 (groups, N), or none; so with the others.
       row_scale: float32 (T,).
-      added: float32 (T, N).
+      added: float32 (T, N), or as many columns as the activation gives.
+      activation: see `made_by`.
     """
     if bias is not None:
         row = jnp.arange(y.shape[0])
@@ -85,6 +115,7 @@ def finished(
         if sizes is not None:
             number = jnp.searchsorted(jnp.cumsum(jnp.maximum(sizes, 0)), row, side="right")
         y = y + bias[jnp.minimum(number, groups - 1)]
+    y = activation(y)
     if row_scale is not None:
         y = y * row_scale[:, None]
     if sizes is not None and (bias is not None or row_scale is not None):

@@ -716,6 +716,19 @@ def _byte_of_e2m1(byte: Uint32, *, loc=None, ip=None) -> Uint32:
     )
 
 
+def dequantized_pairs(words: list, factors: list, to: Conversion) -> list:
+    """Words of two bfloat16 of codes, one a byte, times words of two bfloat16 factors.
+
+    Args:
+      words: of codes.
+      factors: for each pair of codes, of powers of two, or NaN.
+      to: bfloat16, and the codes' format.
+    """
+    floats = [value for word in words for value in unpack_four(word, to)]
+    both = zip(round_all(floats, "bfloat16"), factors, strict=True)
+    return [_multiply_bf16x2(*each, to.arch) for each in both]
+
+
 def byte_of_e2m1(byte: Uint32, factors: Uint32, arch: str) -> Uint32:
     """A byte's two codes as bfloat16, times a word of two bfloat16 factors; exact, or NaN."""
     return _multiply_bf16x2(_byte_of_e2m1(byte), factors, arch)

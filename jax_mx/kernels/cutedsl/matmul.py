@@ -32,12 +32,22 @@ from cutlass import (
 )
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.launch import Extent, Factor
-from jax_mx.facts.products import RESULTS, Product
+from jax_mx.facts.products import RESULTS, UNIT, Product
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.kernels.cutedsl.matmul_few import Few, Nibbles, Rings
+from jax_mx.kernels.cutedsl.activations import gated_sum
+from jax_mx.kernels.cutedsl.matmul_few import (
+    Few,
+    Nibbles,
+    Rings,
+    factors_of,
+    spread_e2m1,
+    times,
+    times_2_to_126,
+)
 from jax_mx.kernels.cutedsl.products import (
     HEAD,
     NO_ADDRESS,
@@ -47,6 +57,7 @@ from jax_mx.kernels.cutedsl.products import (
     load_shared,
     of_block,
     store_if,
+    vector,
 )
 
 LINE = 64  # bytes of a row of W in a stage
@@ -76,6 +87,10 @@ class Warps(ProductEntry):
     """
 
     columns = 128
+    unit = BLOCK  # that K is a multiple of
+    arrivals = 1  # that fill a stage: the copies
+    boxes = 1  # of W in a stage
+    lines = 2  # of y, neighbours that a thread has in the end
 
     def __init__(self, product: Product, arch: str, kind: str, tile=None):
         super().__init__(product, arch)
@@ -92,7 +107,8 @@ class Warps(ProductEntry):
         self.per = self.format.codes_per_byte
         self.codes = LINE * self.per  # of a row of W in a stage
         self.blocks = self.codes // BLOCK
-        self.w_bytes = LINE * self.columns
+        self.box = self.box_of_w()
+        self.w_bytes = LINE * 128
         self.x_bytes = self.rows * 128  # of a box of 64 columns
         self.stage_bytes = self.w_bytes + self.per * self.x_bytes
         self.x_at = HEAD + self.stages * self.w_bytes
@@ -102,8 +118,9 @@ class Warps(ProductEntry):
             self.shared += self.rows * self.pitch * 4
         self.elements_per_thread = self.rows // 2
         self.words = 1 if vectors else self.blocks  # that a row's scales of a stage are read as
+        self.bits = {64: 2, 128: 3}[self.box[1]]  # of TMA's swizzle
         self.maps = (
-            self.matrix_map("codes", "uint8", 1, (LINE, self.columns, 1), 64),
+            self.matrix_map("codes", "uint8", 1, (*self.box[::-1], 1), self.box[1]),
             self.matrix_map("x", "bfloat16", 2, (64, self.rows), 128),
         )
         if vectors:
@@ -118,29 +135,49 @@ class Warps(ProductEntry):
             wanted["group_sizes"] = NO_ADDRESS
         return wanted.get(array.name) or super().align_of(array, itemsize)
 
+    def box_of_w(self) -> tuple[int, int]:
+        """Rows of W in a stage, and the bytes of each."""
+        return self.columns, LINE
+
     @cute.jit
     def __call__(self, pointers, scalars):
         x, w, s, sizes, bias, row_scale, added, y = pointers
-        t, wide, groups, width, blocks, result = scalars
+        t, wide, groups, width, blocks, *how, result = scalars
         line = blocks * (BLOCK // self.per)
         stride = cute.assume(Int64(line), 16)
         slab = cute.assume(Int64(line) * width, 16)
         mW = cute.make_tensor(w, cute.make_layout((width, line, groups), stride=(stride, 1, slab)))
         mX = cute.make_tensor(
-            x, cute.make_layout((t, wide), stride=(cute.assume(Int64(wide), 32), 1))
+            x, cute.make_layout((t, wide), stride=(cute.assume(Int64(wide), self.unit), 1))
         )
         tile_w = cute.make_composed_layout(
-            cute.make_swizzle(2, 4, 3), 0, cute.make_layout((self.columns, LINE), stride=(LINE, 1))
+            cute.make_swizzle(self.bits, 4, 3),
+            0,
+            cute.make_layout(self.box, stride=(self.box[1], 1)),
         )
         tile_x = cute.make_composed_layout(
             cute.make_swizzle(3, 4, 3), 0, cute.make_layout((self.rows, 64), stride=(64, 1))
         )
         copy = cpasync.CopyBulkTensorTileG2SOp()
-        aw, mW = cpasync.make_tiled_tma_atom(copy, mW, tile_w, (self.columns, LINE))
+        aw, mW = cpasync.make_tiled_tma_atom(copy, mW, tile_w, self.box)
         ax, mX = cpasync.make_tiled_tma_atom(copy, mX, tile_x, (self.rows, 64))
         epilogue = (bias, row_scale, added)
         self.kernel(
-            aw, mW, ax, mX, s, sizes, epilogue, y, t, wide, groups, width, blocks, result
+            aw,
+            mW,
+            ax,
+            mX,
+            s,
+            sizes,
+            epilogue,
+            y,
+            t,
+            wide,
+            groups,
+            width,
+            blocks,
+            tuple(how),
+            result,
         ).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
@@ -154,7 +191,8 @@ class Warps(ProductEntry):
     def kernel(
         self, aw: cute.CopyAtom, mW: cute.Tensor, ax: cute.CopyAtom, mX: cute.Tensor,
         s: cute.Pointer, sizes: cute.Pointer, epilogue: tuple, y: cute.Pointer,
-        t: Int32, wide: Int32, groups: Int32, width: Int32, blocks: Int32, result: Int32,
+        t: Int32, wide: Int32, groups: Int32, width: Int32, blocks: Int32, how: tuple,
+        result: Int32,
     ):  # fmt: skip
         n: cutlass.Constexpr = self.rows
         stages: cutlass.Constexpr = self.stages
@@ -170,22 +208,27 @@ class Warps(ProductEntry):
         pw = cute.make_ptr(Uint8, (base + HEAD).toint(), smem, assumed_align=1024)
         px = cute.make_ptr(BFloat16, (base + self.x_at).toint(), smem, assumed_align=1024)
         sW = cute.make_tensor(
-            cute.recast_ptr(pw, cute.make_swizzle(2, 4, 3), dtype=Uint8),
-            cute.make_layout((self.columns, LINE, stages), stride=(LINE, 1, self.w_bytes)),
+            cute.recast_ptr(pw, cute.make_swizzle(self.bits, 4, 3), dtype=Uint8),
+            cute.make_layout(
+                (*self.box, stages * self.boxes),
+                stride=(self.box[1], 1, self.w_bytes // self.boxes),
+            ),
         )
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         layout = cute.tile_to_shape(atom, (n, 64, stages * self.per), order=(0, 1, 2))
         sX = cute.make_tensor(cute.recast_ptr(px, layout.inner, dtype=BFloat16), layout.outer)
         if tid == 0:
             for i in range_constexpr(stages):
-                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(full + i, self.arrivals)
                 cute.arch.mbarrier_init(empty + i, 8)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
+        high = width  # rows of W
+        width, deep = self.lengths(high, blocks)
         down = (width + self.columns - 1) // self.columns
-        steps = (blocks * BLOCK + self.codes - 1) // self.codes  # stages along K
-        total = wide // (blocks * BLOCK) * steps
+        steps = (deep + self.codes - 1) // self.codes  # stages along K
+        total = wide // deep * steps
         parts = self.parts(groups * self.pieces(t // groups) * down, grid)  # that share a tile
         rank = self.rank(bid, parts)
         start = rank * total // parts
@@ -203,15 +246,14 @@ class Warps(ProductEntry):
                 one = cute.make_layout(1)
                 while at[0] < groups:
                     row, end, n0 = self.place(index, at, down)
-                    gW = cute.local_tile(
-                        cute.domain_offset((n0, 0), mW[None, None, at[0]]),
-                        (self.columns, LINE), (0, None),
-                    )  # fmt: skip
-                    tsW, tgW = cpasync.tma_partition(
-                        aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
-                    )
+                    pairs = [
+                        cpasync.tma_partition(
+                            aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
+                        )
+                        for gW in self.tiles_of_w(mW[None, None, at[0]], n0, width, how)
+                    ]
                     column = start % steps  # stage along K
-                    left = start // steps * (blocks * BLOCK)  # first column of x of this pass
+                    left = start // steps * deep  # first column of x of this pass
                     for _ in cutlass.range(count, unroll=1):
                         gX = cute.local_tile(
                             cute.domain_offset((row, left + column * self.codes), mX),
@@ -223,31 +265,37 @@ class Warps(ProductEntry):
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.stage_bytes)
-                        cute.copy(aw, tgW[None, column], tsW[None, slot], tma_bar_ptr=full + slot)
+                        for b in range_constexpr(self.boxes):
+                            tsW, tgW = pairs[b]
+                            to = tsW[None, slot * self.boxes + b]
+                            cute.copy(aw, tgW[None, column], to, tma_bar_ptr=full + slot)
                         for b in range_constexpr(self.per):
                             to = tsX[None, slot * self.per + b]
                             cute.copy(ax, tgX[None, b], to, tma_bar_ptr=full + slot)
                         column += 1
                         if column == steps:
                             column = Int32(0)
-                            left += blocks * BLOCK
+                            left += deep
                         slot, phase = self.next(slot, phase)
                     index += grid
                     at = self.seek(index, at, sizes, t, groups, down)
                     self.meet(parts)
                     self.meet(parts)
+            elif const_expr(self.arrivals > 1):
+                turn = Int32(0)
+                while at[0] < groups:
+                    _, _, n0 = self.place(index, at, down)
+                    slot, phase, turn = self.bring(
+                        s, base, full, empty, slot, phase, turn, warp - 9, lane, n0, at[0], high,
+                        blocks, steps, count,
+                    )  # fmt: skip
+                    index += grid
+                    at = self.seek(index, at, sizes, t, groups, down)
         else:
             if const_expr(self.resident == 1):
                 cute.arch.setmaxregister_increase(232)
-            g, q = lane // 4, lane % 4
-            # Rows g and g + 8 of a warp's product are rows 2g and 2g + 1 of W, the other way round
-            # for g >= 4: so no two lanes read the same bank, and a lane has neighbours of y.
-            flip = g // 4
-            first = warp * 16 + 2 * g + flip
-            apart = 1 - 2 * flip  # from the one row to the other
-            swizzled = first // 2 % 4
-            here = (base + HEAD).toint() + first * LINE + q * (2 // self.per)
-            places = [Uint32(here + ((swizzled ^ c) << 4)) for c in range(4)]
+            q = lane % 4
+            first, apart, flip, places = self.lanes(base, warp, lane, how)
             mma = cute.make_tiled_mma(
                 cute.make_mma_atom(
                     warpgroup.MmaF16BF16Op(
@@ -270,8 +318,7 @@ class Warps(ProductEntry):
             while at[0] < groups:
                 row, end, n0 = self.place(index, at, down)
                 acc.fill(0.0)
-                mine = [cutlass.min(n0 + first + r * apart, width - 1) for r in range(2)]
-                rows = [(Int64(at[0]) * width + mine[r]) * blocks for r in range(2)]
+                rows = self.rows_of_scales(at[0], n0, first, apart, width, blocks, how)
                 scales = cute.make_rmem_tensor((self.words, 2), Uint32)
                 ahead = cute.make_rmem_tensor((self.words, 2), Uint32)
                 column = start % steps
@@ -311,12 +358,44 @@ class Warps(ProductEntry):
                         self.gather(part, epilogue, y, rank, tid, tile, width, result)
                         self.meet(parts)  # before the next tile's sums are written over these
                     else:
-                        self.alone(epilogue, y, flat, tile, place, width, result)
+                        self.alone(epilogue, y, flat, tile, place, width, how, result)
                 else:
-                    self.alone(epilogue, y, flat, tile, place, width, result)
+                    self.alone(epilogue, y, flat, tile, place, width, how, result)
                 index += grid
                 at = self.seek(index, at, sizes, t, groups, down)
             self.clear(y, epilogue[-1], at[2], t, width, result, bid, grid, tid, 256)
+
+    # ---- how W lies; `Free` and `Gated` have other answers ---
+    def lengths(self, high: Int32, blocks: Int32):
+        """How many columns y has, and how many elements of x a product sums."""
+        return high, blocks * BLOCK
+
+    def tiles_of_w(self, matrix, n0: Int32, width: Int32, how: tuple) -> list:
+        """For each box of a stage those of a tile of W, one after the other along K."""
+        del width, how
+        return [cute.local_tile(cute.domain_offset((n0, 0), matrix), self.box, (0, None))]
+
+    def lanes(self, base, warp: Int32, lane: Int32, how: tuple):
+        """Which two rows of W's tile a lane has, and where their codes are.
+
+        Rows g and g + 8 of a warp's product are rows 2g and 2g + 1 of W, the other way round for
+        g >= 4: so no two lanes read the same bank, and a lane has neighbours of y.
+        """
+        del how
+        g, q = lane // 4, lane % 4
+        flip = g // 4
+        first = warp * 16 + 2 * g + flip
+        apart = 1 - 2 * flip  # from the one row to the other
+        swizzled = first // 2 % 4
+        here = (base + HEAD).toint() + first * LINE + q * (2 // self.per)
+        places = [Uint32(here + ((swizzled ^ c) << 4)) for c in range(4)]
+        return first, apart, flip, places
+
+    def rows_of_scales(self, e, n0, first, apart, width, blocks, how) -> list:
+        """Where the scales of a lane's two rows begin."""
+        del how
+        mine = [cutlass.min(n0 + first + r * apart, width - 1) for r in range(2)]
+        return [(Int64(e) * width + mine[r]) * blocks for r in range(2)]
 
     @cute.jit
     def next(self, slot: Int32, phase: Int32):
@@ -359,24 +438,9 @@ class Warps(ProductEntry):
         By 64 columns: more would need registers that there are not.
         """
         cute.arch.mbarrier_wait(full + slot, phase)
-        bits: cutlass.Constexpr = 16 // self.per
-        shift = Uint32(slot * self.w_bytes)
         for box in range_constexpr(self.per):
             into: cutlass.Constexpr = (bank + box) % 2
-            held = cute.make_rmem_tensor((2, 2, 4), Uint32)
-            for k in range_constexpr(4):
-                for r in range_constexpr(2):
-                    for h in range_constexpr(2):
-                        byte: cutlass.Constexpr = (64 * box + 16 * k + 8 * h) // self.per
-                        at = places[byte // 16] + shift + Uint32(r * apart * LINE)
-                        held[h, r, k] = load_shared(at + Uint32(byte % 16), bits)
-            for k in range_constexpr(4):
-                for r in range_constexpr(2):
-                    scale = self.scale(scales, (64 * box + 16 * k) // BLOCK, r)
-                    factor = convert.factor_of(scale)
-                    both = self.dequantized(held[0, r, k], held[1, r, k], factor)
-                    for h in range_constexpr(2):
-                        words[(0, r, h), 0, k, into] = both[h]
+            self.fill(words, places, apart, scales, slot, box, into)
             warpgroup.wait_group(0)
             if const_expr(box == 0):
                 if behind:
@@ -387,6 +451,29 @@ class Warps(ProductEntry):
                 right = tB[None, None, k, slot * self.per + box]
                 cute.gemm(mma, acc, fragment[None, None, k, into], right, acc)
             warpgroup.commit_group()
+
+    @cute.jit
+    def fill(
+        self, words, places, apart: Int32, scales, slot: Int32, box: cutlass.Constexpr,
+        into: cutlass.Constexpr,
+    ):  # fmt: skip
+        """A lane's part of 64 columns of W into one of the banks."""
+        bits: cutlass.Constexpr = 16 // self.per
+        shift = Uint32(slot * self.w_bytes)
+        held = cute.make_rmem_tensor((2, 2, 4), Uint32)
+        for k in range_constexpr(4):
+            for r in range_constexpr(2):
+                for h in range_constexpr(2):
+                    byte: cutlass.Constexpr = (64 * box + 16 * k + 8 * h) // self.per
+                    at = places[byte // 16] + shift + Uint32(r * apart * LINE)
+                    held[h, r, k] = load_shared(at + Uint32(byte % 16), bits)
+        for k in range_constexpr(4):
+            for r in range_constexpr(2):
+                scale = self.scale(scales, (64 * box + 16 * k) // BLOCK, r)
+                factor = convert.factor_of(scale)
+                both = self.dequantized(held[0, r, k], held[1, r, k], factor)
+                for h in range_constexpr(2):
+                    words[(0, r, h), 0, k, into] = both[h]
 
     def dequantized(self, low: Uint32, high: Uint32, factor: Float32) -> list:
         """Two pairs of codes as two words of bfloat16."""
@@ -450,8 +537,9 @@ class Warps(ProductEntry):
                 total = self.finished(epilogue, sum_, e, mine, its, width)
                 self.store(to + i * size, total, result, 0, left)
 
-    def alone(self, epilogue, y, flat, tile, place, width: Int32, result: Int32):
+    def alone(self, epilogue, y, flat, tile, place, width: Int32, how: tuple, result: Int32):
         """Of a tile that no other thread block shares: a thread's part of y."""
+        del how
         row, end, n0, e = tile
         q, first, apart, flip = place
         column = n0 + first - flip
@@ -466,7 +554,7 @@ class Warps(ProductEntry):
         self, y, flat, row: Int32, end: Int32, column: Int32, flip: Int32, width: Int32,
         result: Int32,
     ):  # fmt: skip
-        """Writes a thread's part of y: rows `row` + 8 c + 0 and 1, two columns of each."""
+        """Writes a thread's part of y: rows `row` + 8 c, or + 1 too, two columns of each."""
         size = self.size_in_bytes(result)
         line = Int64(width) * size
         start = y.toint() + Int64(row) * line + Int64(column) * size
@@ -475,7 +563,7 @@ class Warps(ProductEntry):
             if (result == kind) & (width % 2 == 0) & (column < width):
                 to = start
                 for c in range_constexpr(self.rows // 8):
-                    for h in range_constexpr(2):
+                    for h in range_constexpr(self.lines):
                         one, other = flat[4 * c + h], flat[4 * c + h + 2]
                         low = Float32(cutlass.select_(flip == 1, other, one))
                         high = Float32(cutlass.select_(flip == 1, one, other))
@@ -487,7 +575,7 @@ class Warps(ProductEntry):
             first = cutlass.select_(column < width, count, Int32(0))
             second = cutlass.select_(column + 1 < width, count, Int32(0))
             for c in range_constexpr(self.rows // 8):
-                for h in range_constexpr(2):
+                for h in range_constexpr(self.lines):
                     one, other = flat[4 * c + h], flat[4 * c + h + 2]
                     low = Float32(cutlass.select_(flip == 1, other, one))
                     high = Float32(cutlass.select_(flip == 1, one, other))
@@ -496,8 +584,328 @@ class Warps(ProductEntry):
                 to += 8 * line
 
 
+class Free(Warps):
+    """Of a W (G, K, N) whose blocks run along N: y = x @ dequantize(W).
+
+    A row of W in a stage is 128 columns of one element of K. A lane's two rows of wgmma's first
+    operand are neighbouring columns 2g and 2g + 1 of W, so of each element of K it reads both at
+    once, and makes words of what it has of two elements. Factors lie along K there, as it wants
+    them: three warps, which take turns, bring a stage's scales as bfloat16, pairs of K by pairs,
+    and arrive at `full` once for each stage. They wait for `empty` alone, as the copies do. A warp
+    sees one phase of `empty` in three, and could take the last but one for the last; but when it
+    comes to stage i, stage i - 3 - `stages` has been given back, which it waited for, so what lay
+    there two stages before i, in the same place, has, too: there are three stages at least.
+    """
+
+    unit = UNIT
+    arrivals = 2  # the copies, and the scales
+    batches = 8
+
+    def __init__(self, product: Product, arch: str, tile=None):
+        super().__init__(product, arch, "groups", tile)
+        if self.resident * self.cluster > 1:
+            raise ValueError(f"{product.name}: thread blocks share neither K nor a multiprocessor")
+        if self.stages < 3:
+            raise ValueError(f"{product.name}: {self.stages} stages, must be 3 at least")
+        self.divide = (Factor(Extent(self.signature.number("x"), 1), UNIT),)
+        self.pitch = 128 * self.per + 32  # bytes of a block's factors, off the other blocks' banks
+        self.factors_at = self.shared
+        self.factor_bytes = self.columns // BLOCK * self.pitch  # of a stage
+        self.shared += self.stages * self.factor_bytes
+
+    def box_of_w(self) -> tuple[int, int]:
+        """See `Warps`."""
+        return 64 * self.per, self.columns // self.per
+
+    def align_of(self, array: Array, itemsize: int) -> int:
+        """Scales are read byte by byte."""
+        return 1 if array.name == "scales" else super().align_of(array, itemsize)
+
+    def lengths(self, high: Int32, blocks: Int32):
+        """See `Warps`."""
+        return blocks * BLOCK, (high + UNIT - 1) // UNIT * UNIT
+
+    def tiles_of_w(self, matrix, n0: Int32, width: Int32, how: tuple) -> list:
+        """See `Warps`."""
+        del width, how
+        at = cute.domain_offset((0, n0 // self.per), matrix)
+        return [cute.local_tile(at, self.box, (None, 0))]
+
+    def lanes(self, base, warp: Int32, lane: Int32, how: tuple):
+        """Of elements 2q and 2q + 1 of K where the codes are, then where the factors are."""
+        del how
+        g, q = lane // 4, lane % 4
+        byte = (warp * 16 + 2 * g) // self.per  # of a row
+        rows = [2 * q + i for i in range(2)]
+        keys = [row if self.per == 1 else q for row in rows]  # of TMA's swizzle
+        here = (base + HEAD).toint()
+        places = [
+            Uint32(here + row * self.box[1] + ((byte // 16 ^ key) << 4) + byte % 16)
+            for row, key in zip(rows, keys, strict=True)
+        ]
+        factors = base.toint() + self.factors_at + warp // 2 * self.pitch + q * 8
+        return warp * 16 + 2 * g, Int32(1), Int32(0), [*places, Uint32(factors)]
+
+    def rows_of_scales(self, *_) -> list:
+        """They are read from shared memory."""
+        return []
+
+    def scales(self, s, rows, column, blocks, out) -> None:
+        """See `rows_of_scales`."""
+
+    @cute.jit
+    def bring(
+        self, s, base, full, empty, slot: Int32, phase: Int32, turn: Int32, own: Int32,
+        lane: Int32, n0: Int32, e: Int32, high: Int32, blocks: Int32, steps: Int32, count: Int32,
+    ):  # fmt: skip
+        """A tile's scales, of every third stage: a lane has a column of blocks, pairs of K.
+
+        Of elements beyond K, whose codes are zeros, any finite one.
+        """
+        pairs: cutlass.Constexpr = 4 * self.per  # of K, of a lane in a stage
+        first = 2 * (lane // 4)
+        block = cutlass.min(n0 // BLOCK + lane % 4, blocks - 1)
+        from_ = s.toint() + Int64(e) * high * blocks + block
+        to = base.toint() + self.factors_at + lane % 4 * self.pitch
+        to += lane // 4 % 4 * 8 + lane // 16 * 4
+        column = Int32(0)
+        for _ in cutlass.range(count, unroll=1):
+            if turn == own:
+                held = cute.make_rmem_tensor((2, pairs), Uint32)
+                for j in range_constexpr(pairs):
+                    for i in range_constexpr(2):
+                        k = column * self.codes + 16 * j + first + i
+                        at = from_ + Int64(cutlass.min(k, high - 1)) * blocks
+                        byte = Uint32(vector(at, Uint8)[0])
+                        held[i, j] = Uint32(cutlass.select_(k < high, byte, Uint32(127)))
+                cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                for j in range_constexpr(pairs):
+                    place = cute.make_ptr(
+                        Uint32, to + slot * self.factor_bytes + 32 * j,
+                        cute.AddressSpace.smem, assumed_align=4,
+                    )  # fmt: skip
+                    both = held[0, j] | (held[1, j] << Uint32(8))
+                    cute.make_tensor(place, cute.make_layout(1))[0] = factors_of(both)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(full + slot)
+            column += 1
+            if column == steps:
+                column = Int32(0)
+            turn += 1
+            if turn == 3:
+                turn = Int32(0)
+            slot, phase = self.next(slot, phase)
+        return slot, phase, turn
+
+    @cute.jit
+    def fill(
+        self, words, places, apart: Int32, scales, slot: Int32, box: cutlass.Constexpr,
+        into: cutlass.Constexpr,
+    ):  # fmt: skip
+        """See `Warps`."""
+        shift = Uint32(slot * self.w_bytes)
+        held = cute.make_rmem_tensor((2, 2, 4), Uint32)
+        factors = cute.make_rmem_tensor((2, 4), Uint32)
+        for k in range_constexpr(4):
+            for h in range_constexpr(2):
+                row: cutlass.Constexpr = 64 * box + 16 * k + 8 * h
+                for i in range_constexpr(2):
+                    at = places[i] + shift + Uint32(row * self.box[1])
+                    held[i, h, k] = load_shared(at, 16 // self.per)
+            at = places[2] + Uint32(slot * self.factor_bytes + (4 * box + k) * 32)
+            from_ = cute.make_ptr(Uint32, Int32(at), cute.AddressSpace.smem, assumed_align=8)
+            cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(2)), factors[None, k])
+        for k in range_constexpr(4):
+            for h in range_constexpr(2):
+                both = self.of_pairs(held[0, h, k], held[1, h, k], factors[h, k])
+                for r in range_constexpr(2):
+                    words[(0, r, h), 0, k, into] = both[r]
+
+    def of_pairs(self, low: Uint32, high: Uint32, factors: Uint32) -> list:
+        """The codes of two columns, of two elements of K, as a word of bfloat16 each."""
+        if self.per == 2:
+            both = spread_e2m1(low | (high << Uint32(16)))[:2]
+            return [times(times_2_to_126(word), factors) for word in both]
+        to = convert.Conversion("bfloat16", self.format, self.arch)
+        return convert.dequantized_pairs([convert.bytes_of(low, high, 0x5140)], [factors] * 2, to)
+
+
+class Gated(Warps):
+    """Of a W (G, 2 N, K), gates and ups: y is what an activation makes of both.
+
+    A stage has 64 rows of W twice, and wgmma's rows g and g + 8 are a gate and its up: of a W that
+    has all gates first the boxes are one of gates and one of ups; of a W that has them by turns the
+    one box follows the other, and a lane's rows are neighbours as in `Warps`. So a thread has both,
+    of two rows of y; for one of them it then gets the neighbouring column, by a shuffle.
+    """
+
+    columns = 64  # of y
+    boxes = 2
+    lines = 1
+
+    def __init__(self, product: Product, arch: str, kind: str, tile=None):
+        super().__init__(product, arch, kind, tile)
+        if self.resident * self.cluster > 1:
+            raise ValueError(f"{product.name}: thread blocks share neither K nor a multiprocessor")
+
+    def box_of_w(self) -> tuple[int, int]:
+        """See `Warps`."""
+        return 64, LINE
+
+    def lengths(self, high: Int32, blocks: Int32):
+        """See `Warps`."""
+        return high // 2, blocks * BLOCK
+
+    def tiles_of_w(self, matrix, n0: Int32, width: Int32, how: tuple) -> list:
+        """See `Warps`."""
+        turns = how[1] == 1
+        starts = [
+            cutlass.select_(turns, 2 * n0 + 64 * i, n0 + width if i else n0) for i in range(2)
+        ]
+        return [
+            cute.local_tile(cute.domain_offset((Int32(n), 0), matrix), self.box, (0, None))
+            for n in starts
+        ]
+
+    def lanes(self, base, warp: Int32, lane: Int32, how: tuple):
+        """See `Warps`; where gates lie first, no two rows of eight that follow share a bank."""
+        g, q = lane // 4, lane % 4
+        flip = Int32(cutlass.select_(how[1] == 1, g // 4, Int32(0)))
+        first = Int32(cutlass.select_(how[1] == 1, warp * 16 + 2 * g + flip, warp * 8 + g))
+        apart = Int32(cutlass.select_(how[1] == 1, 1 - 2 * flip, Int32(64)))
+        swizzled = first // 2 % 4
+        here = (base + HEAD).toint() + first * LINE + q * (2 // self.per)
+        places = [Uint32(here + ((swizzled ^ c) << 4)) for c in range(4)]
+        return first, apart, flip, places
+
+    def rows_of_scales(self, e, n0, first, apart, width, blocks, how) -> list:
+        """See `Warps`."""
+        rows = self.rows_of_w(n0, first, apart, width, how)
+        return [(Int64(e) * 2 * width + row) * blocks for row in rows]
+
+    def rows_of_w(self, n0: Int32, first: Int32, apart: Int32, width: Int32, how: tuple) -> list:
+        """A lane's two rows; those of the last column instead of others beyond it."""
+        found = []
+        for i in range(2):
+            turn = 2 * (n0 + first // 2) + (first + i * apart) % 2
+            split = cutlass.min(n0 + first, width - 1) + i * width
+            turn = cutlass.min(turn, 2 * width - 2 + turn % 2)
+            found.append(Int32(cutlass.select_(how[1] == 1, turn, split)))
+        return found
+
+    @cute.jit
+    def alone(self, epilogue, y, flat, tile, place, width: Int32, how: tuple, result: Int32):
+        """See `Warps`."""
+        row, end, n0, e = tile
+        q, first, apart, flip = place
+        bias = epilogue[0]
+        if bias.toint() != Int64(0):
+            mine = self.rows_of_w(n0, first, apart, width, how)
+            for r in range_constexpr(2):
+                its = element(bias, Int64(e) * 2 * width + mine[r], Float32)
+                for i in range_constexpr(self.rows // 4):
+                    at: cutlass.Constexpr = i // 2 * 4 + i % 2 + 2 * r
+                    flat[at] = flat[at] + its
+        for number in range_constexpr(len(GATED)):
+            if how[0] == number:
+                for i in range_constexpr(self.rows // 4):
+                    at: cutlass.Constexpr = i // 2 * 4 + i % 2
+                    one, other = flat[at], flat[at + 2]
+                    gate = Float32(cutlass.select_(flip == 1, other, one))
+                    up = Float32(cutlass.select_(flip == 1, one, other))
+                    flat[at] = gated_sum(GATED[number], gate, up)
+        # Of columns 2j and 2j + 1, which two lanes have, the first keeps the rows 2q, of both.
+        column = n0 + Int32(cutlass.select_(how[1] == 1, first // 2, first))
+        odd = column % 2
+        for c in range_constexpr(self.rows // 8):
+            one, other = flat[4 * c], flat[4 * c + 1]
+            kept = Float32(cutlass.select_(odd == 1, other, one))
+            got = cute.arch.shuffle_sync_bfly(
+                Float32(cutlass.select_(odd == 1, one, other)), offset=4
+            )
+            flat[4 * c] = Float32(cutlass.select_(odd == 1, got, kept))
+            flat[4 * c + 2] = Float32(cutlass.select_(odd == 1, kept, got))
+        own: cutlass.Constexpr = {"row_scale": epilogue[1], "added": epilogue[2]}
+        rows: cutlass.Constexpr = [
+            (row + 2 * q + odd + 8 * c, 4 * c) for c in range(self.rows // 8)
+        ]
+        columns: cutlass.Constexpr = [(column - odd, 0), (column - odd + 1, 2)]
+        self.finish_all(own, flat, rows, columns, e, end, width, Int64(0))
+        self.results(y, flat, row + 2 * q + odd, end, column - odd, Int32(0), width, result)
+
+
+class PlainGated(Plain):
+    """See `Plain`."""
+
+    def width_of(self, high: Int32, blocks: Int32):
+        """See `Plain`."""
+        del blocks
+        return high // 2
+
+    @cute.jit
+    def one(
+        self, arrays: cutlass.Constexpr, epilogue: cutlass.Constexpr, m: Int32, e: Int32, n: Int32,
+        wide: Int32, high: Int32, blocks: Int32, width: Int32, how: tuple,
+    ):  # fmt: skip
+        """See `Plain`."""
+        bias, *rest = epilogue
+        sums = cute.make_rmem_tensor(2, Float32)
+        for i in range_constexpr(2):
+            row = Int32(cutlass.select_(how[1] == 1, 2 * n + i, n + i * width))
+            sums[i] = self.dot(arrays, m, e, row, wide, high, blocks)
+            if bias.toint() != Int64(0):
+                sums[i] = sums[i] + element(bias, Int64(e) * high + row, Float32)
+        total = Float32(0)
+        for number in range_constexpr(len(GATED)):
+            if how[0] == number:
+                total = gated_sum(GATED[number], sums[0], sums[1])
+        none = cute.make_ptr(Float32, Int64(0), cute.AddressSpace.gmem, assumed_align=4)
+        return self.finished([none, *rest], total, e, m, n, width)
+
+
+class PlainFree(Plain):
+    """See `Plain`."""
+
+    def width_of(self, high: Int32, blocks: Int32):
+        """See `Plain`."""
+        del high
+        return blocks * BLOCK
+
+    @cute.jit
+    def dot(
+        self, arrays: cutlass.Constexpr, m: Int32, e: Int32, n: Int32, wide: Int32, high: Int32,
+        blocks: Int32,
+    ):  # fmt: skip
+        """The product of row m of x and column n of matrix e."""
+        format: cutlass.Constexpr = self.formats["w"]
+        per: cutlass.Constexpr = format.codes_per_byte
+        to: cutlass.Constexpr = convert.Conversion("float32", format, self.arch)
+        deep = (high + UNIT - 1) // UNIT * UNIT
+        total = Float32(0)
+        for i in cutlass.range(wide // deep * high, unroll=1):
+            k = i % high
+            row = Int64(e) * high + k
+            at = row * (blocks * (BLOCK // per)) + n // per
+            code = Uint32(element(arrays["codes"], at, Uint8)) >> Uint32(8 // per * (n % per))
+            if const_expr(per == 2):
+                code = code & Uint32(15)
+            w = convert.unpack_four(code, to)[0]
+            w = w * self.factor(arrays["scales"], row * blocks + n // BLOCK)
+            x = element(arrays["x"], Int64(m) * wide + i // high * deep + k, BFloat16)
+            total += Float32(x) * w
+        return total
+
+
 def entries(product: Product, arch: str, tile=None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
+    if product.free:
+        tile = tile or Stages(**Plain(product, arch).tuned("Warps"))
+        return [Free(product, arch, tile), PlainFree(product, arch)]
+    if product.gated:
+        plain = PlainGated(product, arch)
+        tile = tile or Stages(**plain.tuned("Warps"))
+        return [*(Gated(product, arch, kind, tile) for kind in ("groups", "any")), plain]
     plain = Plain(product, arch)
     if product.rows <= FEW:
         kind = Few if product.formats[0].codes_per_byte == 1 else Nibbles

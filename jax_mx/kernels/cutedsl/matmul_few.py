@@ -74,6 +74,18 @@ def times(word: Uint32, factor: Uint32, *, loc=None, ip=None) -> Uint32:
     )
 
 
+@dsl_user_op
+def times_2_to_126(word: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Two bfloat16 times 2^126."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 t; mov.b32 t, 0x7e807e80; mul.rn.bf16x2 {$w0}, {$r0}, t; }",
+        write_only_types=[Uint32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )
+
+
 def spread_e2m1(word: Uint32) -> list:
     """Eight codes as four words of bfloat16 times 2^-126: codes i and i + 4.
 
@@ -150,8 +162,6 @@ class Rings:
       warps: of a thread block.
       grouped: resident and warps where there are groups, if they are others: tiles are many then,
         and the fewer warps share one, the fewer wait where sums meet.
-      cuts: into how many parts a lane's codes of a stage are cut, 1 or 2, of four bits alone: so
-        loops are shorter, and take fewer registers.
     """
 
     stages: int
@@ -160,7 +170,6 @@ class Rings:
     ahead: bool = True
     warps: int = 8
     grouped: tuple[int, int] | None = None
-    cuts: int = 1
 
 
 class Few(ProductEntry):
@@ -174,7 +183,7 @@ class Few(ProductEntry):
         (self.format,) = product.formats
         self.rows = product.rows
         tile = tile or Rings(**self.tuned("Few"))
-        self.stages, self.ahead, self.cuts = tile.stages, tile.ahead, tile.cuts
+        self.stages, self.ahead = tile.stages, tile.ahead
         self.resident, self.warps = tile.resident, tile.warps
         if kind != "one" and tile.grouped:
             self.resident, self.warps = tile.grouped
@@ -264,43 +273,37 @@ class Few(ProductEntry):
                 w, s, sizes, ring, scales, held, kept, ahead, ahead_stage, ahead_n0, slot, first,
                 end, turns, steps, t, groups, width, blocks, down, lane,
             )  # fmt: skip
-        right = cute.make_rmem_tensor((4, self.blocks // self.cuts, self.wide), Uint32)
-        following = cute.make_rmem_tensor((4, self.blocks // self.cuts, self.wide), Uint32)
+        right = cute.make_rmem_tensor((4, self.blocks, self.wide), Uint32)
+        following = cute.make_rmem_tensor((4, self.blocks, self.wide), Uint32)
         acc = cute.make_rmem_tensor((4, self.wide, 4), Float32)
         begin = cutlass.min(first, total - 1)  # a warp without a stage may read another's
         row, stop = Int32(0), Int32(0)
         if exists:
             row, stop, _ = self.place(index, at, down)
             if const_expr(self.ahead):
-                self.load_x(x, following, row, stop, begin, Int32(0), steps, wide, blocks, lane)
+                self.load_x(x, following, row, stop, begin, steps, wide, blocks, lane)
         while exists:
             acc.fill(0.0)
-            for i in cutlass.range(turns * self.cuts, unroll=1):
-                stage = first + i // self.cuts * self.warps
-                cut = i % self.cuts
+            for i in cutlass.range(turns, unroll=1):
+                stage = first + i * self.warps
                 if const_expr(self.ahead):
                     cute.autovec_copy(following, right)
-                    other = first + (i + 1) // self.cuts * self.warps
+                    other = stage + self.warps
                     if other < end:
-                        self.load_x(
-                            x, following, row, stop, other, (i + 1) % self.cuts, steps, wide,
-                            blocks, lane,
-                        )  # fmt: skip
+                        self.load_x(x, following, row, stop, other, steps, wide, blocks, lane)
                 elif stage < end:
-                    self.load_x(x, right, row, stop, stage, cut, steps, wide, blocks, lane)
-                if cut == 0:
-                    cute.arch.cp_async_wait_group(self.stages - 2)
-                    cute.arch.sync_warp()
-                    ahead, ahead_stage, ahead_n0, slot = self.fetch(
-                        w, s, sizes, ring, scales, held, kept, ahead, ahead_stage, ahead_n0, slot,
-                        first, end, turns, steps, t, groups, width, blocks, down, lane,
-                    )  # fmt: skip
+                    self.load_x(x, right, row, stop, stage, steps, wide, blocks, lane)
+                cute.arch.cp_async_wait_group(self.stages - 2)
+                cute.arch.sync_warp()
+                ahead, ahead_stage, ahead_n0, slot = self.fetch(
+                    w, s, sizes, ring, scales, held, kept, ahead, ahead_stage, ahead_n0, slot,
+                    first, end, turns, steps, t, groups, width, blocks, down, lane,
+                )  # fmt: skip
                 # The stage that is asked for next time is read now.
                 if stage < end:
                     self.multiply(
-                        acc, right, ring + slot * self.ring, scales + slot * self.scales_bytes,
-                        cut, lane,
-                    )  # fmt: skip
+                        acc, right, ring + slot * self.ring, scales + slot * self.scales_bytes, lane
+                    )
             index, other, parts, apart = self.recalled(kept + 32)
             if const_expr(self.cluster == 1):
                 parts = Int32(1)
@@ -320,7 +323,7 @@ class Few(ProductEntry):
             if exists:
                 row, stop, _ = self.place(index, here, down)
                 if const_expr(self.ahead):
-                    self.load_x(x, following, row, stop, begin, Int32(0), steps, wide, blocks, lane)
+                    self.load_x(x, following, row, stop, begin, steps, wide, blocks, lane)
             rank = self.rank(bid, parts)
             self.gather(base, slot, epilogue, y, tile, width, result, parts, rank, tid + zero)
             self.part(parts)  # before these stages are asked for
@@ -426,7 +429,7 @@ class Few(ProductEntry):
 
     @cute.jit
     def load_x(
-        self, x, to, row: Int32, stop: Int32, stage: Int32, cut: Int32, steps: Int32, wide: Int32,
+        self, x, to, row: Int32, stop: Int32, stage: Int32, steps: Int32, wide: Int32,
         blocks: Int32, lane: Int32,
     ):  # fmt: skip
         """A lane's eight elements of each block of a stage, of one row in eight; zeros beyond K."""
@@ -444,7 +447,7 @@ class Few(ProductEntry):
                     cute.autovec_copy(vector(at, Uint32, 4), to[None, b, c])
 
     @cute.jit
-    def multiply(self, acc, right, ring: Int32, scales: Int32, cut: Int32, lane: Int32):
+    def multiply(self, acc, right, ring: Int32, scales: Int32, lane: Int32):
         """Adds the products of a stage to the sums, a block after the other."""
         g, q = lane // 4, lane % 4
         smem = cute.AddressSpace.smem
@@ -621,36 +624,34 @@ class Nibbles(Few):
 
     @cute.jit
     def load_x(
-        self, x, to, row: Int32, stop: Int32, stage: Int32, cut: Int32, steps: Int32, wide: Int32,
+        self, x, to, row: Int32, stop: Int32, stage: Int32, steps: Int32, wide: Int32,
         blocks: Int32, lane: Int32,
     ):  # fmt: skip
         """A lane's part of its block of a stage, of one row in eight; zeros beyond K."""
         g, q = lane // 4, lane % 4
         column, second = self.column_of(stage, steps)
         block = column * self.blocks + q
-        count: cutlass.Constexpr = 4 // self.cuts
-        start = x.toint() + Int64(second * blocks + block) * (2 * BLOCK) + cut * (16 * count)
+        start = x.toint() + Int64(second * blocks + block) * (2 * BLOCK)
         for c in range_constexpr(self.wide):
             line = start + Int64(cutlass.min(row + 8 * c + g, stop - 1)) * Int64(2 * wide)
-            for j in range_constexpr(count):
+            for j in range_constexpr(4):
                 for i in range_constexpr(4):
                     to[i, j, c] = Uint32(0)
             if block < blocks:
-                for j in range_constexpr(count):
+                for j in range_constexpr(4):
                     cute.autovec_copy(vector(line + 16 * j, Uint32, 4), to[None, j, c])
 
     @cute.jit
-    def multiply(self, acc, right, ring: Int32, scales: Int32, cut: Int32, lane: Int32):
-        """Adds the products of a part of a stage to the sums."""
+    def multiply(self, acc, right, ring: Int32, scales: Int32, lane: Int32):
+        """Adds the products of a stage to the sums."""
         g, q = lane // 4, lane % 4
         bytes_ = cute.make_rmem_tensor(8, Int32)
         most = Int32(0)
         for i in range_constexpr(8):
             bytes_[i] = Int32(load_shared(scales + (8 * i + g) * 4 + q, 8))
             most = cutlass.max(most, bytes_[i])
-        count: cutlass.Constexpr = 4 // self.cuts  # words of a lane's codes of a row
-        operands = [[self.right_of(right, j, c) for c in range(self.wide)] for j in range(count)]
-        place = ring + g * LINE + q * 16 + cut * (4 * count)
+        operands = [[self.right_of(right, j, c) for c in range(self.wide)] for j in range(4)]
+        place = ring + g * LINE + q * 16
         if cute.arch.vote_any_sync(most > 128):
             self.add_products(acc, operands, place, bytes_, True)
         else:
@@ -661,17 +662,16 @@ class Nibbles(Few):
         self, acc, operands: cutlass.Constexpr, first: Int32, bytes_, twice: cutlass.Constexpr
     ):
         """Those of codes from `first` on, whose elements are multiplied once or twice."""
-        count: cutlass.Constexpr = 4 // self.cuts
         for m in range_constexpr(4):
-            codes = cute.make_rmem_tensor((count, 2), Uint32)
+            codes = cute.make_rmem_tensor((4, 2), Uint32)
             factors = []
             for r in range_constexpr(2):
                 place = first + (16 * m + 8 * r) * LINE
                 smem = cute.AddressSpace.smem
-                from_ = cute.make_ptr(Uint32, place, smem, assumed_align=4 * count)
-                cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(count)), codes[None, r])
+                from_ = cute.make_ptr(Uint32, place, smem, assumed_align=16)
+                cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(4)), codes[None, r])
                 factors.append(self.factors(bytes_[2 * m + r])[: 1 + twice])
-            for j in range_constexpr(count):
+            for j in range_constexpr(4):
                 left = [self.left_of(codes[j, r], factors[r]) for r in range(2)]
                 for c in range_constexpr(self.wide):
                     sums = [acc[v, c, m] for v in range(4)]

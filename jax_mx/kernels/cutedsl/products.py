@@ -126,6 +126,7 @@ class ProductEntry:
       columns: of y, in a tile.
       dtypes: of y, that there are entries for.
       scratch: results that are cleared before.
+      batches: in which what is added to y is read, see `finish_all`.
     """
 
     dtypes: tuple[str, ...] = RESULTS
@@ -137,6 +138,7 @@ class ProductEntry:
     cluster = 1
     resident = 1
     trips = 0
+    batches = 4
     rows = 1
     columns = 1
     threads: int
@@ -180,8 +182,9 @@ class ProductEntry:
 
     @property
     def scalars(self) -> list:
-        """The scalars of the launch rule: see `extents`; then the number of y's dtype."""
-        return [*(Scalar(4, extent) for extent in self.extents), Scalar(4, constant(0))]
+        """The scalars of the launch rule: see `extents`; how y is gated; its dtype's number."""
+        how = [Scalar(4, name) for name in ("activation", "interleaved") if self.product.gated]
+        return [*(Scalar(4, extent) for extent in self.extents), *how, Scalar(4, constant(0))]
 
     def matrix_map(self, name: str, kind: str, itemsize: int, box: tuple, swizzle: int) -> dict:
         """The tensor map of a buffer (rows, columns) or (slabs, rows, columns)."""
@@ -363,13 +366,13 @@ class ProductEntry:
           width: of y.
           first: number of the element of `added` that column 0 of row 0 has.
         """
-        if const_expr("bias" in epilogue):
+        if const_expr("row_scale" in epilogue):
             self.bias_and_scale(epilogue, sums, rows, columns, e, end, width)
         # Along the longer list, in parts: there are too few registers for all loads at once, and
         # the compiler moves none out of a branch.
         by_row: cutlass.Constexpr = len(rows) > len(columns)
         outer: cutlass.Constexpr = rows if by_row else columns
-        part: cutlass.Constexpr = (len(outer) + 3) // 4
+        part: cutlass.Constexpr = (len(outer) + self.batches - 1) // self.batches
         for i in range_constexpr(0, len(outer), part):
             cute.arch.sync_warp()
             if epilogue["added"].toint() != Int64(0):
@@ -391,12 +394,13 @@ class ProductEntry:
         columns: cutlass.Constexpr, e: Int32, end: Int32, width: Int32,
     ):  # fmt: skip
         """The first two of these."""
-        if epilogue["bias"].toint() != Int64(0):
-            for n, of_n in columns:
-                there = Int64(e) * width + cutlass.min(n, width - 1)
-                its = element(epilogue["bias"], there, Float32)
-                for _, of_m in rows:
-                    sums[of_m + of_n] = sums[of_m + of_n] + its
+        if const_expr("bias" in epilogue):
+            if epilogue["bias"].toint() != Int64(0):
+                for n, of_n in columns:
+                    there = Int64(e) * width + cutlass.min(n, width - 1)
+                    its = element(epilogue["bias"], there, Float32)
+                    for _, of_m in rows:
+                        sums[of_m + of_n] = sums[of_m + of_n] + its
         if epilogue["row_scale"].toint() != Int64(0):
             for m, of_m in rows:
                 its = element(epilogue["row_scale"], cutlass.min(m, end - 1), Float32)
@@ -470,11 +474,12 @@ class Plain(ProductEntry):
         y, sizes = arrays["y"], arrays["group_sizes"]
         epilogue: cutlass.Constexpr = [arrays[name] for name in EPILOGUE]
         added = arrays["added"]
-        t, wide, groups, width, blocks, result = scalars
+        t, wide, groups, width, blocks, *how, result = scalars
         size = self.size_in_bytes(result)
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
+        high, width = width, self.width_of(width, blocks)
         at = self.start(sizes, t, groups)
         for m in cutlass.range(t, unroll=1):
             at = self.seek(m, at, sizes, t, groups, Int32(1))
@@ -482,15 +487,29 @@ class Plain(ProductEntry):
             for n in cutlass.range(bid * self.threads + tid, width, grid * self.threads, unroll=1):
                 total = Float32(0)
                 if e < groups:
-                    total = self.dot(arrays, m, Int64(e) * width + n, wide, blocks)
-                    total = self.finished(epilogue, total, e, m, n, width)
+                    total = self.one(arrays, epilogue, m, e, n, wide, high, blocks, width, how)
                 elif added.toint() != Int64(0):
                     total = element(added, Int64(m) * width + n, Float32)
                 self.store(y.toint() + (Int64(m) * width + n) * size, total, result)
 
+    def width_of(self, high: Int32, blocks: Int32):
+        """How many columns y has, of a matrix of so many rows, each of so many blocks."""
+        del blocks
+        return high
+
+    def one(self, arrays, epilogue, m, e, n, wide, high, blocks, width, how):
+        """An element of y."""
+        del how
+        total = self.dot(arrays, m, e, n, wide, high, blocks)
+        return self.finished(epilogue, total, e, m, n, width)
+
     @cute.jit
-    def dot(self, arrays: cutlass.Constexpr, m: Int32, w: Int64, wide: Int32, blocks: Int32):
-        """The product of row m of x and row w of all matrices' rows."""
+    def dot(
+        self, arrays: cutlass.Constexpr, m: Int32, e: Int32, n: Int32, wide: Int32, high: Int32,
+        blocks: Int32,
+    ):  # fmt: skip
+        """The product of row m of x and row n of matrix e."""
+        w = Int64(e) * high + n
         total = Float32(0)
         passes = Int32(1)
         if const_expr("x" in arrays):

@@ -278,6 +278,8 @@ class Tiled(Kernel):
         """This lane's patch, (vector, rows); 0 beyond the array."""
         if self.is_gradient:
             return self.gradients(arrays["x"], arrays["weights"], arrays["dy"], *where)
+        if self.variant.codes:
+            return self.picked_codes(arrays, scalars[2], *where)
         if self.variant.rows:
             return self.picked(arrays["x"], arrays["rows"], scalars[2], *where)
         if self.variant.source:
@@ -345,6 +347,37 @@ class Tiled(Kernel):
         else:
             rX.fill(convert.INPUT[self.dtype](0))
             self.pick_unaligned(rX, x, rows + first, inside, Extents(count, k), left)
+        return rX
+
+    @cute.jit
+    def picked_codes(self, arrays, count, at: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """What `picked` loads, of codes, times their scales: the floats that `dequantize` gives.
+
+        A row has whole blocks, so a lane's codes have one scale, and none is beyond the row.
+        """
+        _, tile_m, tile_k, blocks_m, k = at
+        n: cutlass.Constexpr = self.vector
+        rX = cute.make_rmem_tensor((n, self.rows), convert.INPUT[self.dtype])
+        rC = cute.make_rmem_tensor((n, self.rows), Uint8)
+        rS = cute.make_rmem_tensor(self.rows, Uint8)
+        rC.fill(Uint8(0))
+        rS.fill(Uint8(0))
+        first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
+        inside = (first < blocks_m * BLOCK) & (left < k)
+        align: cutlass.Constexpr = (16, n) if self.aligned else (4, 1)
+        numbers = numbers_of(arrays["rows"], first, inside, self.rows, align[0])
+        for i in range_constexpr(self.rows):
+            if Uint32(numbers[i]) < Uint32(count):
+                start = Int64(numbers[i]) * k + left
+                cute.autovec_copy(vector_at(arrays["x"] + start, Uint8, align[1], n), rC[None, i])
+                rS[i] = vector_at(arrays["scales"] + start // BLOCK, Uint8, 1, 1)[0]
+        codes, floats = cute.recast_tensor(rC, Uint32), cute.recast_tensor(rX, Uint32)
+        to = convert.Conversion(self.dtype, self.formats[0], self.arch)
+        for i in range_constexpr(self.rows):
+            factor = convert.factor_of(Uint32(rS[i]))
+            made = convert.dequantized([codes[w, i] for w in range(n // 4)], [factor] * n, to)
+            for w in range_constexpr(n // 2):
+                floats[w, i] = made[w]
         return rX
 
     @cute.jit
@@ -969,8 +1002,14 @@ class Tiled(Kernel):
                         mS[c] = piece[c]
 
     def pads_with_scales(self, result: Output) -> bool:
-        """Whether blocks beyond the array have scales: those of zeros, or of a window's rest."""
-        return takes_zero_scale(result.format) or blocks_of(self.variant.window) > 1
+        """Whether blocks beyond the array have scales: those of zeros, or of a window's rest.
+
+        Also where a vector that ends beyond it is multiplied by what may be NaN.
+        """
+        partial = not self.aligned and not self.is_both
+        made = self.gates or self.variant.normed
+        several = blocks_of(self.variant.window) > 1
+        return takes_zero_scale(result.format) or several or (partial and made)
 
     @cute.jit
     def clear_padding(self, piece, row, col, rows, cols):

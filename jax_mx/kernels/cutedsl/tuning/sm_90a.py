@@ -626,24 +626,28 @@ ROWS = [
     {
         "kernel": "matmul.Few",
         "where": {"rows": 8, "codes_per_byte": 2},
-        "value": {"stages": 3, "resident": 2, "split": 2, "grouped": (4, 4), "cuts": 2},
+        "value": {"stages": 3, "resident": 3, "split": 2, "warps": 4, "grouped": (4, 4)},
         "date": "2026-11-23",
         "measured": [
             "M 8, N 4096 and 16384; 128 experts, 512 rows, (2880, 2880) and (7168, 2048):",
-            "12.0, 29.3; 228, 377; the kernel before 11.6, 31.3; 245, 376; before a cut",
-            "11.1, 28.1; 211, 344, 8 warps where there are groups 228, 353, 4 everywhere 210, 345,",
-            "2 everywhere 217, 354: not yet executed as the source is now",
+            "11.3, 25.7; 210, 344 (0.65 and 0.70 of the copy); 2 resident, 8 warps 11.2, 28.1;",
+            "210, 343; 4 stages, 4 resident 11.9, 33.4; 243, 374; 5 resident of groups 351, 564;",
+            "codes cut in two 12.0, 29.3; 228, 377; the kernel before 11.6, 31.3; 245, 376.",
+            "What bounds groups is what it takes to make floats of codes: Nsight Compute has ALUs",
+            "busy for 61 % of the time, issue slots for 68, memory for 53. Of 2880 elements the",
+            "last 128 codes of a row are half empty, a fifteenth of all",
         ],
     },
     {
         "kernel": "matmul.Few",
         "where": {"rows": 16, "codes_per_byte": 2},
-        "value": {"stages": 3, "resident": 2, "split": 2, "grouped": (4, 4), "cuts": 2},
+        "value": {"stages": 4, "resident": 2, "split": 2, "warps": 4},
         "date": "2026-11-23",
         "measured": [
-            "M 16, N 4096 and 16384; 128 experts, 1536 rows, (7168, 2048): 14.3, 36.4; 457;",
-            "x not ahead 15.3, 35.8; 479; the kernel before 13.6, 45.1; 504; before codes could be",
-            "cut, 6 stages, 4 warps 15.1, 35.4; 442, 8 warps, 1 resident 13.5, 37.8; 482",
+            "M 16, N 4096 and 16384; 128 experts, 1536 rows, (7168, 2048): 14.0, 32.1; 416 (cuBLAS",
+            "bf16 18.4, 60.4); 6 stages 14.9, 34.7; 442; 8 stages 16.1, 42.8; 540; 6 stages, 3",
+            "resident 15.0, 36.3; 598; 4 resident spills; codes cut in two 14.3, 36.4; 457;",
+            "the kernel before 13.6, 45.1; 504",
         ],
     },
     {
@@ -703,6 +707,20 @@ ROWS = [
         "date": "2026-11-23",
         "measured": [
             "16384 rows in 8 groups, (7168, 4096) and (2048, 7168): 1x128 992, 513; 1x256 850, 437",
+        ],
+    },
+    {
+        "kernel": "wgrad.Transposed",
+        "where": {},
+        "value": {"rows": 128, "columns": 256, "stages": 4, "strip": 8, "cluster": 2},
+        "date": "2026-11-23",
+        "measured": [
+            "16384 rows; in 8 groups (7168, 4096) and (2048, 7168), in 32 of 126 to 4036 rows",
+            "(7168, 2048), in one (7168, 4096): 1269, 646, 809, 1187;",
+            "strip 0 1258, 658, 797, 1190;",
+            "not in clusters 1291, 658, 820, 1200, strip 0 1290, 683, 807, 1219;",
+            "tiles of 256x128 1313, 664, 834, 1201; of 128x128 1468, 678, 877, 1260;",
+            "Pallas 1432, 744, 1131; cuBLAS, of all rows 1174, 610, 607, 1174",
         ],
     },
 ]

@@ -1,0 +1,168 @@
+"""What bounds a kernel: the hardware's counters, by Nsight Compute.
+
+    python -m benchmarks.counters [--case decode] [--json out.json]
+
+Each row is one launch of one of our kernels with a cold L2 cache, under `ncu`, which must be on the
+PATH: microseconds there (its own clocks: compare within this table alone), how busy memory, the
+tensor cores and the schedulers were, in per cent of what they can, and what warps waited for, in
+warps per cycle and scheduler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_mx
+from benchmarks import products, report
+from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3
+from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
+
+OURS = "regex:matmul|wgrad|quantize|amaxes"  # XLA's have other names
+METRICS = {  # of ncu, and what the row says
+    "gpu__time_duration.sum": "us",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "memory",
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed": "L2",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed": "shared memory",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": "tensor cores",
+    "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active": "ALU",
+    "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active": "FMA",
+    "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue slots",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps",
+}
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+STALLS = (
+    "long_scoreboard", "short_scoreboard", "barrier", "wait", "math_pipe_throttle",
+    "mio_throttle", "lg_throttle", "gmma", "membar", "not_selected", "selected", "sleeping",
+    "branch_resolve", "dispatch_stall", "no_instruction", "drain",
+)  # fmt: skip
+Case = Callable[[], Any]  # one call, with one launch
+
+
+def _product(name: str, call: Callable[..., Any], format: Any, floats: bool = True) -> None:
+    case = next(case for case in products.CASES if case.name == name)
+    lead = (case.groups,) if case.groups else ()
+    codes = products.codes
+    shape = (case.k, case.rows) if case.wgrad else (case.rows, case.k)
+    x: Any = codes(jax.random.key(1), shape, MXFP8_E4M3)
+    if floats:
+        x = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
+    w = (case.n, case.rows) if case.wgrad else (*lead, case.n, case.k)
+    sizes = [] if case.sizes is None else [jnp.asarray(case.sizes)]
+    jax.block_until_ready(call(x, codes(jax.random.key(0), w, format), *sizes))
+
+
+def _quantized(rows: int, columns: int, make: Callable[[jax.Array], Any]) -> None:
+    jax.block_until_ready(make(jax.random.normal(jax.random.key(0), (rows, columns), jnp.bfloat16)))
+
+
+def _picked(x: jax.Array) -> Any:
+    return jax_mx.quantize_both(x, rows=jnp.arange(len(x), dtype=jnp.int32)[::-1])
+
+
+def _gradient(x: jax.Array) -> Any:
+    dy = x[:, : x.shape[1] // 2]
+    return jax_mx.quantize_both(x, activation=jax_mx.Gated("swiglu", gradient=dy))
+
+
+_ours = partial(gemm, implementation="cutedsl")
+_fp8 = partial(gemm_fp8, implementation="cutedsl")
+_wgrad = partial(gemm_wgrad, implementation="cutedsl")
+CASES: dict[str, Case] = {
+    **{
+        f"{name}, {format.name}": partial(_product, name, _ours, format)
+        for name in ("dense", "decode 16x16384", "decode grouped 2880", "decode grouped 7168")
+        for format in (MXFP8_E4M3, MXFP4_E2M1)
+    },
+    "dense, fp8 1x128, W 128x128": partial(
+        _product, "dense", partial(_fp8, window=128, tiles=True), MXFP8_E4M3, False
+    ),
+    "dense, fp8 1x256": partial(_product, "dense", partial(_fp8, window=256), MXFP8_E4M3, False),
+    "wgrad up, fp8 1x256": partial(
+        _product, "wgrad up", partial(_wgrad, window=256), MXFP8_E4M3, False
+    ),
+    "rows of x, both": partial(_quantized, 16384, 7168, _picked),
+    "rms_norm, both": partial(
+        _quantized, 16384, 7168, lambda x: jax_mx.rms_norm(x, format=MXFP8_E4M3, both=True)
+    ),
+    "gated gradient, both": partial(_quantized, 16384, 8192, _gradient),
+}
+
+
+def launched(name: str) -> list[dict[str, str]]:
+    """What ncu says of the launches of a case: by metric's name its value; one row of units first.
+
+    Raises:
+      RuntimeError: ncu failed; with what it said.
+    """
+    stalls = [STALL.format(stall) for stall in STALLS]
+    child = [sys.executable, "-m", "benchmarks.counters", "--child", name]
+    told = subprocess.run(
+        ["ncu", "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name", OURS,
+         "--metrics", ",".join([*METRICS, *stalls]), *child],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    lines = told.stdout.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if told.returncode or start is None:
+        raise RuntimeError((told.stdout + told.stderr)[-600:])
+    return [*csv.DictReader(io.StringIO("\n".join(lines[start:])))]
+
+
+def row_of(name: str, units: dict[str, str], values: dict[str, str]) -> dict[str, Any]:
+    """A row for the table."""
+
+    def number(metric: str) -> float | None:
+        try:
+            value = float(values[metric].replace(",", ""))
+        except (KeyError, ValueError):  # a metric that this chip does not have
+            return None
+        return value / {"ns": 1e3, "ms": 1e-3}.get(units[metric], 1)
+
+    row: dict[str, Any] = {"case": name, "kernel": values["Kernel Name"]}
+    for metric, told in METRICS.items():
+        row[told] = None if (value := number(metric)) is None else round(value, 1)
+    waits = {stall: number(STALL.format(stall)) for stall in STALLS}
+    found = {stall: round(value, 2) for stall, value in waits.items() if value}
+    row["waits"] = dict(sorted(found.items(), key=lambda item: -item[1])[:5])
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--case", default="", help="cases with this in their name")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.child:
+        CASES[args.child]()
+        return
+    rows = []
+    for name in CASES:
+        if args.case not in name:
+            continue
+        try:
+            units, *launches = launched(name)
+        except RuntimeError as error:  # one case that fails leaves the others
+            print(f"{name}: {error}", flush=True)
+            continue
+        rows += [row_of(name, units, values) for values in launches]
+        for row in rows[-len(launches) :]:
+            print(row, flush=True)
+        if args.json:
+            report.write_record(args.json, "python -m benchmarks.counters", rows)
+
+
+if __name__ == "__main__":
+    main()
