@@ -27,7 +27,7 @@ from rich.progress import Progress
 import jax_mx
 from benchmarks import baselines, guard, peers, report, shapes, sharded, timing
 from benchmarks.report import Measured, Row
-from jax_mx.facts.activations import named_in
+from jax_mx.facts.activations import INTERLEAVED, named_in
 from jax_mx.facts.chips import arch_of, dsl_of
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
@@ -52,8 +52,9 @@ def _made_of(source: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     if is_gradient:
         pull = lambda x, dy: jax.vjp(lambda x: jax_mx.gated(x, name), x)[1](dy)[0]  # noqa: E731
         return lambda a: pull(*a), lambda a: {"activation": jax_mx.Gated(name, gradient=a[1])}
-    own = jax_mx.Gated(name)
-    return lambda a: jax_mx.gated(a[0], name), lambda a: {"activation": own}
+    turns = source.endswith(INTERLEAVED)
+    own, made = jax_mx.Gated(name, interleaved=turns), {"activation": name, "interleaved": turns}
+    return lambda a: jax_mx.gated(a[0], **made), lambda a: {"activation": own}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +176,7 @@ class Case:
             transpose=form.transpose,
             rows=self.source == "rows",
             activation=None if self.source in ("", "rows", RMS_NORM) else named_in(self.source)[0],
+            interleaved=self.source.endswith(INTERLEAVED),
             gradient=named_in(self.source)[1],
             norm=self.source == RMS_NORM,
             implementation=self.implementation,

@@ -29,12 +29,19 @@ from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
 
 OURS = "regex:matmul|wgrad|quantize|amaxes"  # XLA's have other names
-METRICS = {  # of ncu, and what the row says
+METRICS = {  # of ncu, and what the row says: of several the largest
     "gpu__time_duration.sum": "us",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "memory",
     "lts__throughput.avg.pct_of_peak_sustained_elapsed": "L2",
     "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed": "shared memory",
-    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": "tensor cores",
+    **{
+        f"sm__ops_path_tensor_op_{name}.avg.pct_of_peak_sustained_active": "tensor cores"
+        for name in (
+            "hgmma_src_bf16_dst_fp32_sparsity_off",
+            "hgmma_src_fp8_dst_fp32_sparsity_off",
+            "hmma_src_bf16_dst_fp32_sparsity_off",
+        )
+    },
     "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active": "ALU",
     "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active": "FMA",
     "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue slots",
@@ -99,7 +106,13 @@ CASES: dict[str, Case] = {
 }
 
 
-def launched(name: str) -> list[dict[str, str]]:
+def known(text: str) -> list[str]:
+    """Of the metrics above those that `ncu --query-metrics` prints; others would end the run."""
+    names = {line.split()[0] for line in text.splitlines() if line.strip()}
+    return [metric for metric in METRICS if metric.partition(".")[0] in names]
+
+
+def launched(name: str, metrics: Sequence[str] = tuple(METRICS)) -> list[dict[str, str]]:
     """What ncu says of the launches of a case: by metric's name its value; one row of units first.
 
     Raises:
@@ -109,7 +122,7 @@ def launched(name: str) -> list[dict[str, str]]:
     child = [sys.executable, "-m", "benchmarks.counters", "--child", name]
     told = subprocess.run(
         ["ncu", "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name", OURS,
-         "--metrics", ",".join([*METRICS, *stalls]), *child],
+         "--metrics", ",".join([*metrics, *stalls]), *child],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = told.stdout.splitlines()
@@ -127,11 +140,14 @@ def row_of(name: str, units: dict[str, str], values: dict[str, str]) -> dict[str
             value = float(values[metric].replace(",", ""))
         except (KeyError, ValueError):  # a metric that this chip does not have
             return None
-        return value / {"ns": 1e3, "ms": 1e-3}.get(units[metric], 1)
+        return value / {"ns": 1e3, "nsecond": 1e3, "ms": 1e-3, "msecond": 1e-3}.get(
+            units[metric], 1
+        )
 
     row: dict[str, Any] = {"case": name, "kernel": values["Kernel Name"]}
     for metric, told in METRICS.items():
-        row[told] = None if (value := number(metric)) is None else round(value, 1)
+        there = [v for v in (number(metric), row.get(told)) if v is not None]
+        row[told] = round(max(there), 1) if there else None
     waits = {stall: number(STALL.format(stall)) for stall in STALLS}
     found = {stall: round(value, 2) for stall, value in waits.items() if value}
     row["waits"] = dict(sorted(found.items(), key=lambda item: -item[1])[:5])
@@ -149,16 +165,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         CASES[args.child]()
         return
     rows = []
+    query = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=False)
+    metrics = known(query.stdout)
     for name in CASES:
         if args.case not in name:
             continue
         try:
-            units, *launches = launched(name)
+            units, *launches = launched(name, metrics)
         except RuntimeError as error:  # one case that fails leaves the others
             print(f"{name}: {error}", flush=True)
             continue
         rows += [row_of(name, units, values) for values in launches]
-        for row in rows[-len(launches) :]:
+        for row in rows[len(rows) - len(launches) :]:
             print(row, flush=True)
         if args.json:
             report.write_record(args.json, "python -m benchmarks.counters", rows)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_mx.facts import directions
-from jax_mx.facts.activations import GRADIENT
+from jax_mx.facts.activations import GRADIENT, INTERLEAVED
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.signatures import RMS_NORM
 from jax_mx.facts.variants import ACTIVE, Kind
@@ -99,7 +99,11 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 
 
 # What floats are made of, see facts/variants.py.
-SOURCES = ("rows", *(name + of for of in ("", GRADIENT) for name in ACTIVE["cutedsl"]), RMS_NORM)
+SOURCES = (
+    "rows",
+    *(name + of for of in ("", INTERLEAVED, GRADIENT) for name in ACTIVE["cutedsl"]),
+    RMS_NORM,
+)
 
 
 def named(form: str, preprocessing: str, source: str = "") -> str:

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.facts.activations import ACTIVATIONS, GATED, named_in
+from jax_mx.facts.activations import ACTIVATIONS, GATED, INTERLEAVED, named_in
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
@@ -141,16 +141,46 @@ def table(name: str, slope: bool = False) -> np.ndarray:
     return np.where(np.isnan(gate), np.nan, found).astype(np.float32)
 
 
+def without(x: np.ndarray, bits: int) -> np.ndarray:
+    """Float64s without so many of their last bits."""
+    return (np.ascontiguousarray(x).view(np.uint64) >> bits << bits).view(np.float64)
+
+
+def in_steps(gate, name):
+    """The part, of float32 gates, as the steps of x sigmoid(z) have it, in NumPy's float64."""
+    x, unary = cut(gate.astype(np.float64), name), ACTIVATIONS[name].unary
+    if unary not in EXPONENTS:
+        return exact(gate, name)
+    a = np.abs(x)
+    if unary == "sharp_silu":
+        a = without(a * 1.702, 1)
+    if unary == "gelu":
+        a = without(a * TANH * (without(a * a * 0.044715, 1) + 1), 1)
+    n = np.rint(np.where(a <= 200, a, 0) / math.log(2))
+    r = np.where(a <= 200, a, 0) - n * 0.6931471805598903
+    total = np.full_like(r, np.float32(-0.00019790346))
+    for c in (0.001394466025774266, -0.008333497069589881, 0.04166629493687885,
+              -0.1666666586893516):  # fmt: skip
+        total = without(total, 27) * without(r, 27) + c
+    for c in (0.5000000067685838, -1, 1):
+        total = without(total * r, 1) + c
+    small = np.where(a <= 200, np.ldexp(total, -n.astype(int)), 0)
+    return np.where(x < 0, x * small, x) / (1 + small)
+
+
 def wanted(gate_up, name="swiglu", weights=None) -> np.ndarray:
-    """`gated` of bfloat16, by table and in float64, where products are exact or nearly."""
+    """`gated`: of bfloat16 by table and in float64, where products are exact or nearly."""
     gate, *up = np.split(np.asarray(gate_up), 2, -1) if name in GATED else [np.asarray(gate_up)]
     with np.errstate(all="ignore"):
-        y = table(name)[gate.view(np.uint16)]
+        if gate.dtype == jnp.bfloat16:
+            y = table(name)[gate.view(np.uint16)]
+        else:
+            y = settled(in_steps(settled(gate.astype(np.float32)), name).astype(np.float32))
         if up:
             y = settled(y * settled(factor(settled(up[0].astype(np.float32)), name)))
         if weights is not None:
             y = settled(y * settled(np.asarray(weights))[..., None])
-        return y.astype(jnp.bfloat16)
+        return y.astype(gate.dtype)
 
 
 def wanted_gradient(gate_up, dy, name="swiglu", weights=None) -> np.ndarray:
@@ -188,10 +218,15 @@ def same(got, want, what="") -> None:
         assert_same_array(g, w, what)
 
 
-def every_gate(length: int = 128) -> np.ndarray:
-    """(512, 2 length): every bfloat16 as a gate, ups of any size, and 1 beside one in four."""
-    gates = np.random.default_rng(1).permutation(EVERY)[: 512 * length]
-    ups = random_bits((gates.size,), "bfloat16", seed=3)
+def every_gate(length: int = 128, dtype="bfloat16") -> np.ndarray:
+    """(512, 2 length): every bfloat16 as a gate, ups of any size, and 1 beside one in four.
+
+    Of float32 numbers that begin as every bfloat16 does.
+    """
+    gates = np.random.default_rng(1).permutation(EVERY.astype(dtype))[: 512 * length]
+    if dtype == "float32":
+        gates = (gates.view(np.uint32) | np.arange(gates.size, dtype=np.uint32)).view(dtype)
+    ups = random_bits((gates.size,), dtype, seed=3)
     ups[::4] = 1
     return np.concatenate([g.reshape(512, length) for g in (gates, ups)], -1)
 
@@ -252,6 +287,19 @@ def test_the_float_is_defined(name):
     x = x if name in GATED else x[:, :128]
     for run in (jax_mx.gated, jax.jit(jax_mx.gated, static_argnums=1)):
         same_floats(run(one, name)[:, 0], wanted(one, name)[:, 0])
+        same_floats(run(x, name), wanted(x, name))
+        same_floats(run(x, name, weights=weights), wanted(x, name, weights), "weights")
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "name", ["swiglu", "geglu", *(pytest.param(n, marks=pytest.mark.thorough) for n in (
+        "gpt_oss", "reglu2"))])  # fmt: skip
+def test_the_float_of_float32_is_defined(name):
+    """By XLA in both of its ways: joining products and sums changes no bit."""
+    x, weights = every_gate(dtype="float32"), np.random.default_rng(0).normal(size=512)
+    weights = weights.astype(np.float32)
+    for run in (jax_mx.gated, jax.jit(jax_mx.gated, static_argnums=1)):
         same_floats(run(x, name), wanted(x, name))
         same_floats(run(x, name, weights=weights), wanted(x, name, weights), "weights")
 
@@ -452,6 +500,10 @@ def test_what_serves_it():
                                 gradient=True)  # fmt: skip
     name_of_both = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
     assert found == (True, f"cutedsl: {name_of_both}_swiglu_gradient")
+    found = jax_mx.is_supported("quantize", "gfx942", activation="gpt_oss", interleaved=True)
+    assert found == (True, f"flydsl: {name}_gpt_oss_interleaved")
+    found = supported("sm_100", dtype="float32")
+    assert found == (True, "cutedsl: quantize_last_float32_mxfp8_e4m3_swiglu")
     for how in ({"activation": "bilinear"}, {"rows": True}, {"gradient": True}):
         found, what = jax_mx.is_supported("quantize", "sm_90", **{"activation": "swiglu", **how})
         assert found and what == f"cutedsl: {name} of floats that XLA makes"
@@ -520,14 +572,22 @@ def fitting(variant, length: int) -> int:
 
 
 def made_by(variant, x, weights=None):
-    """What asks for a variant, and what that quantizes."""
+    """What asks for a variant, and what that quantizes, for all gates, then all ups."""
     name, is_gradient = named_in(variant.source)
     if not is_gradient:
-        return jax_mx.Gated(name, weights), wanted(x, name, weights)
-    dy = random_bits((x.shape[0] * x.shape[1] // 2,), "bfloat16", seed=9)
+        turns = variant.source.endswith(INTERLEAVED)
+        return jax_mx.Gated(name, weights, interleaved=turns), wanted(x, name, weights)
+    dy = random_bits((x.shape[0] * x.shape[1] // 2,), variant.dtype, seed=9)
     dy = np.where(np.isfinite(doubles(dy)), dy, 1).astype(x.dtype).reshape(len(x), -1)
     own = jax_mx.Gated(name, weights, gradient=dy)
     return own, wanted_gradient(x, dy, name, weights)
+
+
+def laid(variant, x):
+    """All gates, then all ups, as a variant reads them."""
+    if not variant.source.endswith(INTERLEAVED):
+        return x
+    return np.stack(np.split(x, 2, -1), -1).reshape(x.shape)
 
 
 def check(variant, x, **how):
@@ -537,7 +597,7 @@ def check(variant, x, **how):
     own, floats = made_by(variant, x, weights)
     want = jax.block_until_ready(jax.jit(plain)(floats))
     poison_memory()
-    got = jax.jit(lambda x, own: op(x, activation=own))(x, own)
+    got = jax.jit(lambda x, own: op(x, activation=own))(laid(variant, x), own)
     same(got, want, f"{x.shape} {how}")
 
 
@@ -557,11 +617,11 @@ def test_every_kernel(variant):
     form = str(variant.form).removesuffix("_transposed")
     for i, (rows, length) in enumerate(SHAPES[form]):
         length = fitting(variant, length)
-        x = random_bits((-(-rows * 2 * length // 32) * 32,), "bfloat16", seed=i)
+        x = random_bits((-(-rows * 2 * length // 32) * 32,), variant.dtype, seed=i)
         x = x[: rows * 2 * length].reshape(rows, 2 * length)
         how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
         check(variant, x, **how)
-    x = every_gate()
+    x = every_gate(dtype=variant.dtype)
     # As gates that no infinite one is beside, and no huge up: their own codes show.
     gates, ups = np.split(x, 2, -1)
     ups = np.where(np.isfinite(ups.astype(np.float32)) & (np.abs(ups) < 2), ups, 1).astype(x.dtype)
@@ -631,10 +691,10 @@ emulation = pytest.importorskip("emulation")  # of AMD's chips, by tinygrad
 AMD = [v for v in ACTIVE if v.implementation == "flydsl"]
 
 
-def some_floats(rows: int, length: int, seed: int):
+def some_floats(variant, rows: int, length: int, seed: int):
     """(rows, 2 length) of gates that no infinite one is beside, of any size; and weights."""
     size = -(-rows * 2 * length // 32) * 32
-    x = random_bits((size,), "bfloat16", seed=seed)[: rows * 2 * length]
+    x = random_bits((size,), variant.dtype, seed=seed)[: rows * 2 * length]
     if seed:
         x = np.where(np.isfinite(doubles(x)), x, 1).astype(x.dtype)
     weights = np.random.default_rng(seed).normal(size=rows).astype(np.float32)
@@ -654,11 +714,11 @@ def test_emulated(variant, arch):
     turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
     shapes = SHAPES[str(variant.form).removesuffix("_transposed")]
     shapes = [(min(rows, 160), fitting(variant, min(length, 288))) for rows, length in shapes]
-    every = every_gate()
+    every = every_gate(dtype=variant.dtype)
     every[:, 128:] = np.where(np.abs(doubles(every[:, 128:])) < 2, every[:, 128:], 1)
     every = np.where(np.isfinite(doubles(every)), every, 1).astype(every.dtype)
     for i in range(3):
-        x, weights = some_floats(*shapes[(turn + i) % len(shapes)], seed=i)
+        x, weights = some_floats(variant, *shapes[(turn + i) % len(shapes)], seed=i)
         x, weights = (every, np.ones(512, np.float32)) if i == 2 else (x, weights)
         how = {
             "scaling": scalings[(turn + i) % len(scalings)],
@@ -669,7 +729,7 @@ def test_emulated(variant, arch):
         before = _ffi.counters()["launches"]
         with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
             op = call(variant, "flydsl", **how)
-            got = jax.jit(lambda x, own, op=op: op(x, activation=own))(x, own)
+            got = jax.jit(lambda x, own, op=op: op(x, activation=own))(laid(variant, x), own)
             got = jax.block_until_ready(got)
         assert _ffi.counters()["launches"] == before + 1
         same(got, want, f"{x.shape} {how}")
@@ -684,13 +744,13 @@ def test_emulated_at_any_address(variant, arch):
     for entry in range(2):
         how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
         length = fitting(variant, (256, 96 if variant.form.spans[1] else 33)[entry])
-        x, weights = some_floats(96, length, seed=1)
+        x, weights = some_floats(variant, 96, length, seed=1)
         own, floats = made_by(variant, x, weights)
         program = emulation.Program(variant, arch, x.shape, activation=own, **how)
         assert program.takes(entry)
         want = jax.jit(call(variant, "xla", **how))(floats)
         dy = [own.gradient] * (own.gradient is not None)
-        operands = emulation.bytes_of([x, weights, *dy])
+        operands = emulation.bytes_of([laid(variant, x), weights, *dy])
         assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
 
 

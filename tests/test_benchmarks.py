@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -878,3 +879,27 @@ def test_events_of_one_device():
     data = profile(("a", 0, 1), plane="/device:GPU:1")
     assert timing.events(data, "/device:GPU:1") == timing.events(data) != []
     assert timing.events(data, "/device:GPU:0") == []
+
+
+def test_counters_become_rows(monkeypatch):
+    """Units are those of the header; what a chip does not count stays empty."""
+    from benchmarks import counters
+
+    names = ["gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed"]
+    waits = [counters.STALL.format(stall) for stall in ("wait", "barrier", "sleeping")]
+    told = [
+        "==PROF== Connected",
+        ",".join(f'"{name}"' for name in ("ID", "Kernel Name", *names, *waits)),
+        '"","","ns","%","inst","inst","inst"',
+        '"0","quantize_last","1,234,000","61.26","1.5","2.25","0"',
+    ]
+    done = subprocess.CompletedProcess([], 0, "\n".join(told), "")
+    monkeypatch.setattr(counters.subprocess, "run", lambda *_, **__: done)
+    units, *launches = counters.launched("dense, fp8 1x256")
+    (row,) = [counters.row_of("a case", units, values) for values in launches]
+    assert (row["us"], row["memory"], row["ALU"]) == (1234.0, 61.3, None)
+    assert row["waits"] == {"barrier": 2.25, "wait": 1.5}
+    assert counters.known("dram__throughput   Counter  %\n\n") == names[1:]
+    done.returncode = 1
+    with pytest.raises(RuntimeError, match="Connected"):
+        counters.launched("dense, fp8 1x256")

@@ -50,6 +50,11 @@ def f32(x: float) -> int:
     return int(np.float32(x).view(U32))
 
 
+def f64(x: float) -> int:
+    """The bits of a float64."""
+    return int(np.float64(x).view(U64))
+
+
 def bits16(x: float) -> int:
     """The bits of a float16."""
     return int(np.float16(x).view(np.uint16))
@@ -253,6 +258,41 @@ VECTOR = {
         ((f32(2**-25),), 0), ((f32(3 * 2**-25),), 2), ((f32(65520),), bits16(np.inf)),
         ((INF,), 0x7C00),
     ],
+    "v_cvt_f64_f32": [((f32(-1.5),), f64(-1.5)), ((TINY,), f64(2**-149)), ((INF,), f64(np.inf))],
+    "v_cvt_f32_f64": [
+        ((f64(-1.5),), f32(-1.5)), ((f64(2**24 + 1),), f32(2**24)), ((f64(1e300),), INF),
+        ((f64(2**-149),), TINY),
+    ],
+    "v_cvt_i32_f64": [
+        ((f64(-2.9),), M1 - 1), ((f64(3.9),), 3), ((f64(1e12),), 0x7FFFFFFF),
+        ((f64(-1e12),), 0x80000000), ((f64(np.nan),), 0),
+    ],
+    "v_add_f64": [
+        ((f64(1.5), f64(-3)), f64(-1.5)), ((f64(2**53), f64(1)), f64(2**53)),
+        ((f64(2**53), f64(3)), f64(2**53 + 4)),
+    ],
+    "v_mul_f64": [
+        ((f64(1.5), f64(-3)), f64(-4.5)), ((f64(1 + 2**-52), f64(1 + 2**-52)), f64(1 + 2**-51)),
+    ],
+    "v_fma_f64": [
+        ((f64(1 + 2**-52), f64(1 + 2**-52), f64(-1)), f64(2**-51 + 2**-104)),  # none between
+        ((f64(2**53), f64(1), f64(1)), f64(2**53)),  # a tie goes to the even one
+        ((f64(2**53 + 2), f64(1), f64(1)), f64(2**53 + 4)),
+        # Just above a tie, and just below, by less than float64 holds beside it.
+        ((f64(2**53), f64(1), f64(1 + 2**-52)), f64(2**53 + 2)),
+        ((f64(2**53 + 2), f64(1), f64(1 - 2**-53)), f64(2**53 + 2)),
+        ((f64(1 + 2**-30), f64(1 + 2**-23), f64(2**53)), f64(2**53 + 2)),
+        ((f64(-0.0), f64(3), f64(0.0)), 0), ((f64(-0.0), f64(3), f64(-0.0)), BIG),
+        ((f64(3), f64(5), f64(-15)), 0), ((f64(np.inf), f64(2), f64(1)), f64(np.inf)),
+    ],
+    "v_rndne_f64": [((f64(2.5),), f64(2)), ((f64(3.5),), f64(4)), ((f64(-0.5),), BIG)],
+    "v_ldexp_f64": [
+        ((f64(1.5), 3), f64(12)), ((f64(-1.5), M1), f64(-0.75)), ((f64(1), 5000), f64(np.inf)),
+    ],
+    "v_rcp_f64": [
+        ((f64(4),), f64(0.25) + (1 << 27)), ((f64(3),), f64(1 / 3) - (1 << 27)),
+        ((0,), f64(np.inf)), ((f64(np.inf),), 0),
+    ],
     "v_cvt_f32_f16": [
         ((bits16(-1.5) | 0xABCD0000,), f32(-1.5)), ((1,), f32(2**-24)), ((bits16(np.inf),), INF),
     ],
@@ -260,9 +300,11 @@ VECTOR = {
 for _name, _results in {**_COMPARE, "ne": "101"}.items():
     for _kind, _low, _high in (
         ("u32", 1, M1), ("i32", M1, 1), ("u64", 1, BIG), ("i64", BIG, 1), ("u16", 0x70001, 0x6FFFF),
-        ("f32", f32(-1), f32(1)),
+        ("f32", f32(-1), f32(1)), ("f64", f64(-1), f64(1)), ("f16", bits16(-1), bits16(1)),
     ):  # fmt: skip
         _cases = ((_low, _high), (_high, _high), (_high, _low))
+        if _kind in ("f64", "f16") and _name in ("lg", "ne"):
+            continue
         if (_name == "lg") == (_kind == "f32") or _name not in ("lg", "ne"):
             VECTOR[f"v_cmp_{_name}_{_kind}"] = [
                 (pair, int(bit)) for pair, bit in zip(_cases, _results, strict=True)
@@ -274,12 +316,13 @@ VECTOR |= {
     "v_cmp_u_f32": [((NAN, f32(1)), 1), ((f32(1), f32(2)), 0)],
     "v_cmp_o_f32": [((NAN, f32(1)), 0), ((f32(1), f32(2)), 1)],
     **{
-        f"v_cmp_n{name}_f32": [
-            ((NAN, f32(1)), 1),
-            ((f32(1), f32(2)), less),
-            ((f32(2), f32(2)), same),
-            ((f32(2), f32(1)), more),
+        f"v_cmp_n{name}_{kind}": [
+            ((of(np.nan), of(1)), 1),
+            ((of(1), of(2)), less),
+            ((of(2), of(2)), same),
+            ((of(2), of(1)), more),
         ]
+        for kind, of in (("f32", f32), ("f16", bits16))
         for name, less, same, more in (
             ("lt", 0, 1, 1),
             ("le", 0, 0, 1),
@@ -297,9 +340,10 @@ def encodings(name: str):
     compares = name.startswith("v_cmp")
     operands, at = [], 0
     for kind in kinds.replace("m", ""):
-        operands.append(v[at : at + 1] if kind in "UI" else v[at])
+        operands.append(v[at : at + 1] if kind in "UIF" else v[at])
         at += 2
-    wide = name in ("v_mov_b64",) or name.split("_")[-1] in ("b64", "i64", "u64") or "mad" in name
+    wide = name.split("_")[-1] in ("b64", "i64", "u64") or "mad" in name
+    wide = wide or (name.endswith("f64") and "cvt" not in name) or "cvt_f64" in name
     result = {"vdst": v[OUT : OUT + 1] if wide else v[OUT]}
     mask = s[CARRY : CARRY + 1]
     if compares:
@@ -329,7 +373,7 @@ def test_vector(name):
     vectors = {2 * i: column for i, column in enumerate(columns) if kinds[i] != "m"}
     # 64-bit values whose high half is 0 leave garbage there otherwise.
     vectors |= {2 * i + 1: [x >> 32 for x in column] for i, column in enumerate(columns)
-                if kinds[i] in "UI"}  # fmt: skip
+                if kinds[i] in "UIF"}  # fmt: skip
     scalars = {}
     if "m" in kinds:
         carry = sum(bit << lane for lane, bit in enumerate(columns[kinds.index("m")]))
@@ -355,6 +399,28 @@ def test_vector(name):
                 assert int(state.pair(mask)[0]) >> lane & 1 == case[2]
         assert (state.vector[OUT, 0, len(cases) :] == GARBAGE).all()  # inactive lanes
     assert tried
+
+
+def test_registers_are_swapped():
+    state = execute(ins.v_swap_b32_e32(vdst=v[1], src0=v[2]), vectors={1: 5, 2: 7}, exec_=1)
+    assert state.vector[1, 0, :2].tolist() == [7, 5] and state.vector[2, 0, :2].tolist() == [5, 7]
+
+
+def test_a_float64_is_added_to():
+    """And constants, literals and signs of such sources."""
+    two, one = {0: f64(2), 2: f64(3)}, {0: f64(1.5)}
+    add = ins.v_fmac_f64_e32(vdst=v[4:5], src0=v[0:1], vsrc1=v[2:3])
+    state = execute(add, vectors=two | {4: f64(10)})
+    assert int(state.vector[4, 0, 0]) | int(state.vector[5, 0, 0]) << 32 == f64(16)
+    out, x = v[OUT : OUT + 1], v[0:1]
+    for code, want in (
+        (ins.v_add_f64(vdst=out, src0=x, src1=0.5), 2.0),
+        (ins.v_add_f64(vdst=out, src0=x, src1=x, neg=2), 0.0),
+        (ins.v_mul_f64(vdst=out, src0=x, src1=-4.0, abs=2), 6.0),
+    ):
+        state = execute(code, vectors=one)
+        got = int(state.vector[OUT, 0, 0]) | int(state.vector[OUT + 1, 0, 0]) << 32
+        assert got == f64(want), code
 
 
 # ---- two at once, parts of registers, other lanes ---
@@ -852,7 +918,7 @@ def test_what_is_unknown_raises():
 def test_every_instruction_has_expectations():
     saves = {name for name in isa.SCALAR if "saveexec" in name}
     assert set(SCALAR) | saves == set(isa.SCALAR)
-    assert set(VECTOR) == set(isa.VECTOR)
+    assert set(VECTOR) | {"v_fmac_f64"} == set(isa.VECTOR)  # by test_a_float64_is_added_to
     packed = {"v_pk_mul_f32", "v_pk_add_f32", "v_pk_fma_f32", "v_pk_max_u16"}
     assert set(isa.PACKED) == packed
     assert {name for name, _ in isa.CONVERSIONS} == {

@@ -378,6 +378,9 @@ def test_the_reference_of_floats_that_are_contracted():
     sizes = jnp.asarray([[1, 6], [4, 2]], jnp.int32)
     got = jax.vmap(sums, (0, 0, 0))(a[0, :2], b[0, :2], sizes)
     assert_equal(got[1], sums(a[0, 1], b[0, 1], sizes[1]))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    over = jax.shard_map(sums, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    assert_equal(over(a[0, 1], b[0, 1], sizes[1]), got[1])
     assert not sums(a[0, 0, :0], b[0, 0, :0]).any() and sums(a[:0], b[:0]).shape == (0, 3, 16, 5)
 
 
@@ -536,6 +539,13 @@ def test_what_is_refused():
         (lambda: gemm(x, w, added=gemm(x, w)), ValueError, "added is bfloat16 and the result bflo"),
         (lambda: gemm_wgrad(w, w, sizes, added=x), ValueError, "added must be floats (2, 4, 4)"),
         (lambda: gemm_wgrad(w, e2m1, sizes), TypeError, "gemm_wgrad: b is MXFP4_E2M1"),
+        (lambda: gemm_wgrad(w, e2m1, sizes), TypeError, "window=32 multiplies others as bfloat16"),
+        (
+            lambda: gemm_wgrad(w[0], w, window=32),
+            ValueError,
+            "a has the shape (64,), must have two",
+        ),
+        (lambda: gemm(x, w, contracting=-2.0), ValueError, "contracting must be -1 or -2"),
         (lambda: gemm_wgrad(w, w, sizes, window=64), ValueError, "must be one of (128, 256)"),
         (lambda: gemm_wgrad([1], x), TypeError, "gemm_wgrad: a is list, must be an MXArray, bf"),
         (lambda: gemm_wgrad(x, x.astype(jnp.float32)), TypeError, "b is float32, must be an MX"),
@@ -1071,16 +1081,17 @@ def random_sizes(key, groups, total, step=1):
     return jnp.diff(ends, prepend=0).astype(jnp.int32)
 
 
-def of_rows(product, rows):
-    """A product of ones and matrices of 2^group, and what it is for sizes of groups."""
+def of_rows(product, rows, made_of=lambda p: 256 * p):
+    """A product of ones and matrices of 2^group, and what it is of that for sizes of groups."""
     groups, n, k = 9, 136, 256
     w = scaled(constant((groups, n, k)), jnp.arange(groups)[:, None, None])
 
     def both(sizes):
         ends = jnp.cumsum(sizes)
         group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
-        want = jnp.where(group < groups, k * power(group), jnp.float32(0))
-        return product(w, sizes), jnp.broadcast_to(want[:, None], (rows, n))
+        want = jnp.where(group < groups, made_of(power(group)), jnp.float32(0))
+        y = product(w, sizes)
+        return y, jnp.broadcast_to(want[:, None], y.shape)
 
     return both, functools.partial(random_sizes, groups=groups, total=rows)
 
@@ -1103,10 +1114,11 @@ def of_slots(window):
 
 
 def of_contracted_rows(rows):
-    """A wgrad of ones and 2^(row, modulo 5), and what it is."""
-    a = jnp.ones((rows, 136), jnp.bfloat16)
+    """A wgrad of ones and 2^(row, modulo 5), and what it is; of many tiles for a thread block."""
+    groups = 150
+    a = jnp.ones((rows, 264), jnp.bfloat16)
     powers = power(jnp.arange(rows) % 5)
-    b = jnp.broadcast_to(powers[:, None], (rows, 264)).astype(jnp.bfloat16)
+    b = jnp.broadcast_to(powers[:, None], (rows, 520)).astype(jnp.bfloat16)
     f = functools.partial(gemm_wgrad, implementation="cutedsl")
 
     def both(sizes):
@@ -1116,27 +1128,32 @@ def of_contracted_rows(rows):
         y = f(a, b, sizes, preferred_element_type=jnp.float32)
         return y, jnp.broadcast_to(want[:, None, None], y.shape)
 
-    return both, functools.partial(random_sizes, groups=11, total=rows)
+    return both, functools.partial(random_sizes, groups=groups, total=rows)
 
 
 def launches(name):
     if name == "wgrad":
         return of_slots(128)
     if name == "wgrad of floats":
-        return of_contracted_rows(1500)
-    rows = {"few rows": 40, "rows": 700, "fp8": 700, "fp8 rows": 700}[name]
+        return of_contracted_rows(4000)
+    rows = 40 if name == "few rows" else 700
     options = {"preferred_element_type": jnp.float32, "implementation": "cutedsl"}
     if name.startswith("fp8"):
         x = constant((rows, 256))
         options["window"] = ROW if "rows" in name else 256
         return of_rows(lambda w, sizes: gemm_fp8(x, w, sizes, **options), rows)
-    x = jnp.ones((rows, 256), jnp.bfloat16)
-    return of_rows(lambda w, sizes: gemm(x, w, sizes, **options), rows)
+    x = jnp.ones((rows, 136 if name == "free" else 256), jnp.bfloat16)
+    own, made_of = {
+        "free": ({"contracting": -2}, lambda p: 136 * p),
+        "gated": ({"activation": "bilinear"}, lambda p: (256 * p) ** 2),
+    }.get(name, ({}, lambda p: 256 * p))
+    return of_rows(lambda w, sizes: gemm(x, w, sizes, **options, **own), rows, made_of)
 
 
 @kernels
 @pytest.mark.parametrize(
-    "name", ["few rows", "rows", "fp8", "fp8 rows", "wgrad", "wgrad of floats"]
+    "name",
+    ["few rows", "rows", "free", "gated", "fp8", "fp8 rows", "wgrad", "wgrad of floats"],
 )
 def test_many_launches_of_random_sizes(name, request):
     """10^5 of them, or 10^3: none hangs, every element of every result is right."""

@@ -72,7 +72,7 @@ def defined(x, weight):
         y = settled((wide.astype(np.float64) * factors * by.astype(np.float64)).astype(np.float32))
     else:
         y = settled(settled(wide * factors.astype(np.float32)) * by)
-    return y.astype(x.dtype), factors.astype(np.float32)[:, 0]
+    return y.astype(x.dtype), settled(factors.astype(np.float32)[:, 0])
 
 
 def units_off(got, x, weight):
@@ -137,6 +137,24 @@ def test_a_residual_is_added_first():
     assert got.quantized is got.factors is rms_norm(x).sum is None
 
 
+@pytest.mark.parametrize("how", [{}, {"window": 128}, {"both": True}, {"rows": True}], ids=str)
+def test_quantized_after_a_residual_was_added(how):
+    x, residual = rows((64, 96), "bfloat16"), rows((64, 96), "bfloat16", 1)
+    weight, found = rows((96,), "bfloat16", 2), dict(how)
+    if "rows" in how:
+        found["rows"] = np.arange(32, dtype=np.int32)[::-1]
+    run = lambda x, r: rms_norm(  # noqa: E731
+        x, weight, eps=EPS, residual=r, format="mxfp8_e4m3", factors=True, **found
+    )
+    total = rms_norm(x, residual=residual).sum
+    want = rms_norm(total, weight, eps=EPS, format="mxfp8_e4m3", factors=True, **found)
+    for got in (run(x, residual), jax.jit(run)(x, residual)):
+        assert_bits_equal(got.sum, total)
+        assert_bits_equal(got.factors, want.factors)
+        for a, b in zip(*map(jax.tree.leaves, (got.quantized, want.quantized)), strict=True):
+            assert_bits_equal(np.asarray(a), np.asarray(b))
+
+
 def test_quantized():
     x, weight = rows((2, 64, 96), "bfloat16"), rows((96,), "float32", 1)
     plain = rms_norm(x, weight).floats
@@ -190,19 +208,19 @@ SHAPES = {
 }
 
 
-def nasty(shape, seed=0):
+def nasty(shape, seed=0, dtype="bfloat16"):
     """Rows of any size, some of them with what is no number, zeros and subnormals."""
-    x, length = rows(shape, "bfloat16", seed), shape[-1]
+    x, length = rows(shape, dtype, seed), shape[-1]
     if len(x) > 12:
         x[0], x[1], x[6] = 0, -0.0, ml_dtypes.finfo(x.dtype).smallest_subnormal
         x[2, 0], x[3, length - 1], x[4, length // 2] = np.nan, np.inf, -np.inf
-        x[5], x[7, ::2], x[8] = ml_dtypes.finfo(x.dtype).max, 2.0**-63, 1e-38
+        x[5], x[7, ::2], x[8] = ml_dtypes.finfo(x.dtype).max, 2.0**-63, 1e-38  # of float16 0
         x[9] = (x[9].astype(np.float32) * np.float32(2.0**-70)).astype(x.dtype)
     return x
 
 
 def quantized(variant, implementation, **how):
-    """What a variant gives of x and weights, and the factors."""
+    """What a variant gives of x and weights, the factors, and of a sum with x upside down that."""
     formats = {"formats": tuple(f.name for f in variant.formats)} if variant.form.is_both else {}
     if not variant.form.is_both and variant.form.transposed:
         how |= {"axis": -2, "transpose": True}
@@ -210,10 +228,12 @@ def quantized(variant, implementation, **how):
     name = variant.formats[0].name
 
     def run(x, weight):
+        residual = x[::-1] if variant.added else None
         found = rms_norm(
-            x, weight, eps=EPS, format=name, factors=True, implementation=implementation, **how
-        )
-        return found.quantized, found.factors
+            x, weight, eps=EPS, format=name, factors=True, implementation=implementation,
+            residual=residual, **how
+        )  # fmt: skip
+        return found.quantized, found.factors, found.sum
 
     return jax.jit(run)
 
@@ -234,7 +254,13 @@ def test_what_serves_it():
     assert supported("quantize", "sm_90") == (True, f"cutedsl: quantize_last_{name}_rms_norm")
     found = supported("quantize_both", "sm_100", transpose=True)
     assert found == (True, f"cutedsl: quantize_both_transposed_{name}_mxfp8_e4m3_rms_norm")
-    for how in ({"dtype": "float32"}, {"axis": -2}, {"rows": True}, {"activation": "swiglu"}):
+    found = supported("quantize", "sm_90", dtype="float32")
+    assert found == (True, "cutedsl: quantize_last_float32_mxfp8_e4m3_rms_norm")
+    turned = {"axis": -2, "transpose": True}
+    found = supported("quantize", "sm_80", dtype="float16", **turned)
+    assert found == (True, "cutedsl: quantize_second_transposed_float16_mxfp8_e4m3_rms_norm")
+    for how in ({"dtype": "float32", **turned}, {"axis": -2}, {"rows": True},
+                {"activation": "swiglu"}):  # fmt: skip
         served, what = supported("quantize", "sm_90", **how)
         assert served and what.endswith(" of floats that XLA makes")
     refused = functools.partial(assert_refused, error=ValueError)
@@ -259,6 +285,11 @@ def test_one_call():
     ):
         operands = f"tensor<{operand}>, tensor<256xf32>"
         assert f": ({operands}) -> " in call_attributes_in(call) and "sqrt" not in call
+    added = lambda x: rms_norm(x, weight, format="mxfp8_e4m3", residual=x)[1:]  # noqa: E731
+    call = jax.jit(added).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    operand = "tensor<64x8x32xbf16>"
+    assert f": ({operand}, {operand}, tensor<256xf32>) -> " in call_attributes_in(call)
+    assert "sqrt" not in call and "stablehlo.add" not in call
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
     like = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = text_of(like, both=True)
@@ -310,11 +341,12 @@ def test_every_kernel(variant):
     for i, shape in enumerate(shapes):
         weight = rows((shape[1],), ("float32", "bfloat16")[i % 2], i)
         how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
-        check(variant, nasty(shape, i), weight, **how)
+        check(variant, nasty(shape, i, variant.dtype), weight, **how)
 
     with for_any_address():
         for layout in layouts:
-            check(variant, nasty(shapes[3]), rows((shapes[3][1],), "bfloat16"), scale_layout=layout)
+            x, weight = nasty(shapes[3], 0, variant.dtype), rows((shapes[3][1],), "bfloat16")
+            check(variant, x, weight, scale_layout=layout)
 
 
 @pytest.mark.gpu
@@ -350,6 +382,10 @@ def test_vmap_and_what_is_kept():
         got, want = jax.vmap(run, axes)(wide, each), run(wide, weight)
         for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             assert_bits_equal(np.asarray(a), np.asarray(b))
+    run = lambda x, r: rms_norm(x, weight, format="mxfp8_e4m3", residual=r)[1:3]  # noqa: E731
+    got, want = jax.vmap(run, (0, None))(wide, wide[1]), run(wide, np.stack([wide[1]] * 3))
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert_bits_equal(np.asarray(a), np.asarray(b))
     _, pull = jax.vjp(lambda x, w: rms_norm(x, w).floats, x, weight)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if hasattr(leaf, "nbytes"))
     assert kept == x.nbytes + weight.nbytes + 4 * 12

@@ -605,6 +605,7 @@ def test_the_rule_on_hopper(recipe, rows, options, name):
         (((2, 5, 256), (40, 256)), (((2,), (1,)), ((), ())), MXFP8),
         (((3, 256, 5), (3, 256, 40)), (((1,), (1,)), ((0,), (0,))), Recipe(block=(32, 32))),
         (((40, 256), (256, 48)), (((1,), (0,)), ((), ())), MXFP4),
+        (((256,), (40, 256)), (((0,), (1,)), ((), ())), MXFP4),
     ],
 )  # fmt: skip
 def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):
@@ -627,22 +628,23 @@ def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "numbers", "block"),
+    ("shapes", "numbers", "how"),
     [
-        (((40, 48), (48, 64)), (((1,), (0,)), ((), ())), (32,)),
-        (((3, 5, 7), (3, 7, 64)), (((2,), (1,)), ((0,), (0,))), (32,)),
-        (((5, 48), (2, 48, 64)), (((1,), (1,)), ((), ())), (32,)),
-        (((2, 5, 64), (64, 96)), (((2,), (0,)), ((), ())), (32, 32)),
+        (((40, 48), (48, 64)), (((1,), (0,)), ((), ())), {}),
+        (((3, 5, 7), (3, 7, 64)), (((2,), (1,)), ((0,), (0,))), {}),
+        (((5, 48), (2, 48, 64)), (((1,), (1,)), ((), ())), {}),
+        (((2, 5, 64), (64, 96)), (((2,), (0,)), ((), ())), {"block": (32, 32)}),
+        (((5, 10), (64, 10)), PLAIN, {"axis": 0, "format": "mxfp4_e2m1"}),
     ],
 )
-def test_kernels_read_weights_whose_blocks_run_along_free_axes(shapes, numbers, block, monkeypatch):
+def test_kernels_read_weights_whose_blocks_run_along_free_axes(shapes, numbers, how, monkeypatch):
     """As they lie, square blocks too: codes are not transposed. The reference is in place."""
     x, w = floats(shapes[0], dtype=jnp.bfloat16), floats(shapes[1], 1)
-    w = jax_mx.quantize(w, "mxfp8_e4m3", block=block)
+    w = jax_mx.quantize(w, **{"format": "mxfp8_e4m3", **how})
     leaves, tree = jax.tree.flatten((x, w))
     dot = Dot(tree, *numbers, np.dtype(np.float32))
     (product,) = kernels.support(call_of(dot, leaves), ["sm_90"]).kernels
-    assert product.name == "matmul_mxfp8_e4m3_r128_free"
+    assert product.name == f"matmul_{w.format.name}_r128_free"
     monkeypatch.setattr(kernels, "NAME", "xla")
     got = kernels.run(x, w, dot)
     want = implementations.IMPLEMENTATIONS["xla"].run(x, w, dot)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import arch_here
 from helpers import (
+    assert_bits_equal,
     assert_refused,
     assert_same_array,
     call,
@@ -24,7 +25,7 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import _ffi
+from jax_mx import _ffi, reference
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR
@@ -240,6 +241,19 @@ def test_a_program_that_xla_splits_splits_the_quantizing_too():
     assert ": (tensor<8x4x32xbf16>, tensor<64x1xi32>) -> " in call_attributes_in(text)
 
 
+def test_rows_keep_their_type_on_explicit_meshes():
+    """Words of several elements would be split where elements are."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
+    rows = jnp.asarray([3, -1, 19])
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, P(None, "a"))
+        for dtype, length in (("bfloat16", 24), ("uint8", 32), ("uint8", 8)):
+            x = jnp.asarray(np.random.default_rng(0).integers(0, 99, (20, length)), dtype)
+            found = reference.rows_of(jax.device_put(x, where), rows)
+            assert jax.typeof(found).sharding.spec == P(None, "a")
+            assert_bits_equal(np.asarray(found), gathered(x, np.asarray(rows)))
+
+
 def test_under_transformations():
     x, rows = random_bits((40, 96), "bfloat16"), numbers(128, 40).reshape(2, 64)
     want = jax_mx.quantize(gathered(x, rows.ravel()).reshape(2, 64, 96))
@@ -382,6 +396,8 @@ def test_rows_of_codes(name):
         jax_mx.quantize(x, block=(32, 32)),
         codes(0, 320, "mxfp8_e5m2"),
     ):
+        none = op(q, rows=rows[:0], **how)
+        same(none, op(gathered(q.dequantize(), rows[:0]), **how), name)
         want = gathered(q.dequantize(), rows)
         same(jax.jit(lambda q, op=op: op(q, rows=rows, **how))(q), op(want, **how), name)
 
@@ -429,8 +445,9 @@ def test_every_kernel_of_codes(variant):
         for layout in layouts:
             check(99, 288, 480, 7, scale_layout=layout)
     count, length = (1 << 31) // 8192 + 64, 8192
-    values = jax.jit(lambda: (jax.lax.iota(jnp.uint32, count * length) * 2654435761 >> 24).astype(
-        jnp.uint8).reshape(count, length))()  # fmt: skip
+    total = count * length
+    make = lambda: jax.lax.iota(jnp.uint32, total) * np.uint32(2654435761) >> 24  # noqa: E731
+    values = jax.jit(lambda: make().astype(jnp.uint8).reshape(count, length))()
     scales = jnp.full((count, length // 32), 127, jnp.uint8)
     values, scales = (
         jax.lax.bitcast_convert_type(a, t)

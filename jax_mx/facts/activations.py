@@ -9,7 +9,10 @@ bit, whatever exponential function a chip has. So act(gate) is rounded to few bi
 multiplied: no bfloat16 gate is so close to a tie of that rounding that an error of a few float32
 units in the last place decides. Where the ties have to lie for that was searched for;
 tests/test_activations.py measures the distances. Then act(gate) has 9 bits and up has 8, whose
-product is exact in float32. Slopes have such a rounding too, of 8 bits: a slope, up, and the
+product is exact in float32. From float32, x sigmoid(z) is computed in float64 by steps that
+have one result each, whoever joins a product and a sum in one instruction, or does not: `EXP`.
+
+Slopes from bfloat16 have such a rounding too, of 8 bits: a slope, up, and the
 gradient of the result have 24 together, so what the derivative of `gated` makes of them is exact.
 """
 
@@ -77,6 +80,36 @@ TAIL = (-0.029544999822974205, 0.14585642516613007, -0.25947487354278564, 0.1632
 
 
 @dataclasses.dataclass(frozen=True)
+class Exponential:
+    """The steps of exp(-a), a >= 0, in float64: with a = n ln2 + r it is 2^-n exp(-r).
+
+    What is added to a product is added to an exact one, or the product has lost its last bits:
+    those of a mask of the float64's bits. To begin with, r and each sum are `few` bits of theirs.
+
+    Attributes:
+      log2e: n is a times this, rounded to nearest.
+      ln2: of few bits, so that n times this is exact.
+      few: the mask of 26 bits of a mantissa; of two such numbers the product is exact.
+      most: that of all but the last bit.
+      inner: the coefficients of r^7, r^6 ..., r^3 in exp(-r); of sums of few bits.
+      outer: those of r^2, r and 1; of products without their last bit. Within 2^-34 of it.
+      far: where a is more than this, exp(-a) counts as 0.
+    """
+
+    log2e: float = 1 / math.log(2)
+    ln2: float = float.fromhex("0x1.62e42fefa38p-1")
+    few: int = 0xFFFFFFFF_F8000000
+    most: int = 0xFFFFFFFF_FFFFFFFE
+    inner: tuple[float, ...] = (-0.00019790346, 0.001394466025774266, -0.008333497069589881,
+                                0.04166629493687885, -0.1666666586893516)  # fmt: skip
+    outer: tuple[float, ...] = (0.5000000067685838, -1.0, 1.0)
+    far: float = 200.0
+
+
+EXP = Exponential()
+
+
+@dataclasses.dataclass(frozen=True)
 class Activation:
     """One row.
 
@@ -109,10 +142,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gpt_oss": Activation("sharp_silu", limit=7.0, shift=1.0),
     **{name: Activation(name, has_gate=False) for name in UNARY if name != "sharp_silu"},
 }
-GRADIENT = "_gradient"  # behind an activation's name: a source of floats, see `Variant`
+# Behind an activation's name they make a source of floats, see `Variant`.
+INTERLEAVED, GRADIENT = "_interleaved", "_gradient"
 GATED: tuple[str, ...] = tuple(name for name, row in ACTIVATIONS.items() if row.has_gate)
 
 
 def named_in(source: str) -> tuple[str, bool]:
     """Of a source of floats: the activation in it, and whether they are its gradient."""
-    return source.removesuffix(GRADIENT), source.endswith(GRADIENT)
+    return source.removesuffix(GRADIENT).removesuffix(INTERLEAVED), source.endswith(GRADIENT)

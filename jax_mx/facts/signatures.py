@@ -103,6 +103,9 @@ _WEIGHTS = Array("weights", Role.REPLICATED, dtype="float32")
 _FACTORS = Array("factors", Role.REPLICATED, dtype="float32")
 _DY = Array("dy", Role.SOURCE)
 RMS_NORM = "rms_norm"  # the source of what it norms, see `Variant`
+ADDED = f"{RMS_NORM}_added"  # likewise of sums that it norms
+NORMS = (RMS_NORM, ADDED)
+_RESIDUAL, _SUM = Array("residual", Role.SOURCE), Array("sum", Role.SOURCE)
 ROWS = "rows"  # the source of rows that it picks; with a format's name before, out of codes
 _OF_CODES = f"_{ROWS}"
 _CODES_SCALES = Array("scales", Role.REPLICATED, dtype="uint8")
@@ -123,7 +126,7 @@ def _quantize_rows_of_codes(kinds: Sequence[Kind]) -> Signature:
 
 
 def _quantize_gated(kinds: Sequence[Kind]) -> Signature:
-    """Of an activation's results; x (T, 2, K), gates and ups, weights by row."""
+    """Of an activation's results; x (T, 2, K) or (T, K, 2), gates and ups, weights by row."""
     return Signature((_X, _WEIGHTS, *_block_data(kinds)), _quantized(kinds))
 
 
@@ -135,6 +138,12 @@ def _quantize_gated_gradient(kinds: Sequence[Kind]) -> Signature:
 def _quantize_normed(kinds: Sequence[Kind]) -> Signature:
     """Of what `rms_norm` gives; weights by column. It also gives the factors of rows."""
     return Signature((_X, _WEIGHTS, *_block_data(kinds)), (*_quantized(kinds), _FACTORS))
+
+
+def _quantize_added(kinds: Sequence[Kind]) -> Signature:
+    """The same of x and a residual (..., K); it also gives their sum, which is normed."""
+    operands = (_X, _RESIDUAL, _WEIGHTS, *_block_data(kinds))
+    return Signature(operands, (*_quantized(kinds), _FACTORS, _SUM))
 
 
 def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
@@ -243,6 +252,7 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "quantize_gated": _quantize_gated,
     "quantize_gated_gradient": _quantize_gated_gradient,
     "quantize_normed": _quantize_normed,
+    "quantize_added": _quantize_added,
     "dequantize": _dequantize,
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
@@ -257,7 +267,8 @@ def signature_name(op: str, source: str) -> str:
     gated = "_gated" + GRADIENT * source.endswith(GRADIENT)
     if codes_in(source):
         return f"{op}_rows_of_codes"
-    return op + {"": "", ROWS: "_rows", RMS_NORM: "_normed"}.get(source, gated)
+    names = {"": "", ROWS: "_rows", RMS_NORM: "_normed", ADDED: "_added"}
+    return op + names.get(source, gated)
 
 
 def source_of_codes(format: str) -> str:

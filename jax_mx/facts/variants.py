@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax_mx.facts import directions
-from jax_mx.facts.activations import GRADIENT
+from jax_mx.facts.activations import GRADIENT, INTERLEAVED
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.directions import Form
 from jax_mx.facts.formats import (
@@ -26,6 +26,8 @@ from jax_mx.facts.formats import (
     Format,
 )
 from jax_mx.facts.signatures import (
+    ADDED,
+    NORMS,
     RMS_NORM,
     ROWS,
     codes_in,
@@ -84,8 +86,9 @@ class Variant:
         nothing of that.
       source: what the floats are made of: "", they are x; "rows": the rows of x that an operand
         numbers; a format's name and "_rows": the same of an x in codes; an activation's name: both
-        halves of x; this and "_gradient": these and the gradient of what the activation gives, and
-        they are x's; "rms_norm": x, whose rows are normed.
+        halves of x; this and "_interleaved": gates and ups that take turns in x; this and
+        "_gradient": both halves and the gradient of what the activation gives, and they are x's;
+        "rms_norm": x, whose rows are normed; "rms_norm_added": its sum with another array.
     """
 
     op: str
@@ -109,7 +112,12 @@ class Variant:
     @property
     def normed(self) -> bool:
         """Whether it norms rows."""
-        return self.source == RMS_NORM
+        return self.source in NORMS
+
+    @property
+    def added(self) -> bool:
+        """Whether what it norms is a sum."""
+        return self.source == ADDED
 
     @property
     def signature(self) -> str:
@@ -256,7 +264,7 @@ VARIANTS += tuple(
     if not variant.changes_elements and variant.window != ROW
 )
 # The activations that each DSL's kernels have; all but the first without windows, in one format.
-_ACTIVE = ("swiglu", "geglu", "geglu_erf", "reglu2")
+_ACTIVE = ("swiglu", "geglu", "geglu_erf", "reglu2", "gpt_oss")
 ACTIVE: Mapping[str, tuple[str, ...]] = dict.fromkeys(ARCHS, _ACTIVE)
 # What a product's operand wants: along its rows, down them, and both; not MXFP6.
 VARIANTS += tuple(
@@ -275,6 +283,23 @@ VARIANTS += tuple(
     if variant.form == directions.BOTH_TRANSPOSED
     if variant.source in ACTIVE[variant.implementation]
 )
+# Gates and ups by turns, as gpt-oss' checkpoints have them.
+_INTERLEAVED = ("swiglu", "gpt_oss")
+VARIANTS += tuple(
+    dataclasses.replace(variant, source=variant.source + INTERLEAVED)
+    for variant in VARIANTS
+    if variant.source in _INTERLEAVED
+    if variant.window == BLOCK and len({*variant.formats}) == 1
+)
+# From float32 likewise, and not to the format of gradients. From float16 an activation has no bits
+# that all implementations agree on: float64, which would give it some, is slow on many chips.
+_SINGLE = ("swiglu", "geglu", "gpt_oss")
+VARIANTS += tuple(
+    dataclasses.replace(variant, dtype="float32")
+    for variant in VARIANTS
+    if variant.source in _SINGLE and variant.window == BLOCK
+    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
+)
 # The forms of what each DSL's kernels norm.
 NORMED: Mapping[str, tuple[Form, ...]] = {
     "cutedsl": (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED),
@@ -286,6 +311,23 @@ VARIANTS += tuple(
     if variant.rows and variant.formats[0].bits != 6
     if variant.form in NORMED[variant.implementation]
     if variant.window != 256 or not variant.form.is_both  # as of activations
+)
+# From other floats likewise. Factors that wait in memory for their tiles are float32, those
+# of float32 rows are not.
+VARIANTS += tuple(
+    dataclasses.replace(variant, dtype=dtype)
+    for variant in VARIANTS
+    if variant.normed and variant.window == BLOCK
+    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
+    for dtype in ("float16", "float32")
+    if dtype == "float16" or variant.form == directions.LAST
+)
+# Sums with what a transformer's block begins with.
+VARIANTS += tuple(
+    dataclasses.replace(variant, source=ADDED)
+    for variant in VARIANTS
+    if variant.normed and variant.dtype == "bfloat16" and variant.window == BLOCK
+    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 )
 # Tokens that moved as codes along their elements, along the tokens of each expert.
 VARIANTS += tuple(

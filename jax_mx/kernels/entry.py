@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_mx.facts.activations import named_in
+from jax_mx.facts.activations import INTERLEAVED, named_in
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ScaleLayout
-from jax_mx.facts.signatures import RMS_NORM, Array, Role, Signature, signature_of
+from jax_mx.facts.signatures import NORMS, Array, Role, Signature, signature_of
 from jax_mx.facts.variants import Kind, Variant, takes_zero_scale, value_layouts_of
 
 
@@ -60,12 +60,17 @@ class Entry:
         """The dimension of x that is its columns where the floats are made of x, else 0."""
         if self.variant.normed:
             return 1 + self.variant.form.spans[0]
-        return 1 if self.variant.rows else 2 if self.variant.source else 0
+        return 1 if self.variant.rows or self.interleaved else 2 if self.variant.source else 0
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether gates and ups take turns in x."""
+        return self.variant.source.endswith(INTERLEAVED)
 
     @property
     def gates(self) -> bool:
         """Whether an activation makes the floats."""
-        return not self.variant.rows and self.variant.source not in ("", RMS_NORM)
+        return not self.variant.rows and self.variant.source not in ("", *NORMS)
 
     @property
     def activation(self) -> str:

@@ -192,8 +192,9 @@ def units_of(form: Form) -> Extents:
     return Extents(*(BLOCK if along else 1 for along in form.spans))
 
 
-# The buffers of a call whose floats are made of x: x (T, columns) or (T, 2, columns), and another,
-# which has a number for each row of the floats. `of`: the dimension of x that is its columns, or 0.
+# The buffers of a call whose floats are made of x: x (T, columns), (T, 2, columns) or, of gates and
+# ups by turns, (T, columns, 2), and another, which has a number for each row of the floats. `of`:
+# the dimension of x that is its columns, or 0.
 SOURCE, BY_ROW = 0, 1
 
 

@@ -35,6 +35,8 @@ def facts_of(
             "rows": variant.rows,
             "window": variant.window,
             "tiles": variant.tiles,
+            "free": variant.free,
+            "gated": variant.gated,
         }
     return {
         "form": str(variant.form),
@@ -45,6 +47,7 @@ def facts_of(
         "aligned": aligned,
         "window": str(variant.window),
         "source": _kind_of(variant.source),
+        "activation": named_in(variant.source)[0],
     }
 
 

@@ -40,12 +40,12 @@ from jax_mx.arrays.sharding import spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed, minor_to_major
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
-from jax_mx.facts.activations import ACTIVATIONS
+from jax_mx.facts.activations import ACTIVATIONS, INTERLEAVED
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.products import Binary
-from jax_mx.facts.signatures import RMS_NORM, Array, Role, Signature
+from jax_mx.facts.signatures import ADDED, NORMS, RMS_NORM, Array, Role, Signature
 from jax_mx.facts.variants import value_layouts_of
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import compiler, registry, store
@@ -87,13 +87,14 @@ def _quantize_avals(*operands, plan: Plan):
 
 
 def _factors(operands: Sequence[Any], plan: Plan) -> list:
-    """The abstract value of the factors of rows, where these are normed."""
-    if plan.source != RMS_NORM:
+    """The abstract values of the factors of rows, where these are normed, and of the sum."""
+    if plan.source not in NORMS:
         return []
     x = operands[0]
     shape = _normed_shape(x.shape, plan)[:-1]
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    return [x.update(shape=shape, dtype=FACTOR, weak_type=False, sharding=sharding)]
+    factors = x.update(shape=shape, dtype=FACTOR, weak_type=False, sharding=sharding)
+    return [factors, *[x] * (plan.source == ADDED)]
 
 
 def _floats(operands: Sequence[Any], plan: Plan):
@@ -102,8 +103,9 @@ def _floats(operands: Sequence[Any], plan: Plan):
     if not plan.source:
         return x
     apart = plan.source in ACTIVATIONS  # halves of x that make one
-    shape = (math.prod(operands[1].shape), math.prod(x.shape[1 + apart :]))
-    if plan.source == RMS_NORM:
+    columns = math.prod(x.shape[1 + apart :]) // (1 + plan.source.endswith(INTERLEAVED))
+    shape = (math.prod(operands[1].shape), columns)
+    if plan.source in NORMS:
         shape = _normed_shape(x.shape, plan)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
@@ -112,7 +114,7 @@ def _floats(operands: Sequence[Any], plan: Plan):
 
 def _rows_of_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
     """The shape of what floats are made of, for its operand's, which has halves and blocks."""
-    if plan.source == RMS_NORM:
+    if plan.source in NORMS:
         return _normed_shape(shape, plan)
     return shape[0], math.prod(shape[1:])
 
@@ -232,7 +234,12 @@ def _quantize_reference(x, *block_data, plan: Plan):
 
 
 def _quantize_via_floats(*operands, plan: Plan):
-    """The primitive on floats that XLA makes, by a kernel or not."""
+    """The primitive on floats that XLA makes, by a kernel or not; of a sum on that."""
+    if plan.source == ADDED:
+        x, residual, *rest = operands
+        total = reference.added(x, residual)
+        normed = dataclasses.replace(plan, source=RMS_NORM)
+        return [*quantize_p.bind(total, *rest, plan=normed), total]
     arrays = zip(plan.signature.present(plan.lacks), operands, strict=True)
     made_of = [
         a.reshape(_rows_of_shape(a.shape, plan)) if array.role is Role.SOURCE else a.reshape(-1)
@@ -601,9 +608,14 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     calls, one after the other.
     """
     present = plan.signature.present(plan.lacks)
-    if plan.source == RMS_NORM:
-        if plan.takes_slabs and dims[1] is None:
-            outs = primitive.bind(jnp.moveaxis(args[0], dims[0], 0), *args[1:], plan=plan)
+    if plan.source in NORMS:
+        if plan.takes_slabs and dims[-1] is None:
+            size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+            moved = [
+                jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+                for a, d in zip(args[:-1], dims[:-1], strict=True)
+            ]
+            outs = primitive.bind(*moved, args[-1], plan=plan)
             return outs, [0] * len(outs)
         call = jax.vmap(functools.partial(_quantize_via_floats, plan=plan), dims)
         outs = call(*args)
@@ -866,14 +878,15 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
 
     Args:
       operands: the view of the floats and those of the plan's `given_data`; or what the plan's
-        source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), and
-        weights (R, 1); of its gradient these and dy (T, K); of a norm x (..., T, K), and float32
-        weights (K,). An axis of length n that blocks run along is two: n / 32 and 32.
+        source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), or
+        (T, K, 2) of gates and ups by turns, and weights (R, 1); of its gradient these and dy
+        (T, K); of a norm x (..., T, K), of a sum the residual, and float32 weights (K,). An axis of
+        length n that blocks run along is two: n / 32 and 32; by turns n / 32 and 64.
       plan: the call.
 
     Returns:
       Views of each result's values and scales, by the name `CHECKPOINT_NAME`; of a norm, then the
-      factors of rows, float32 (..., T).
+      factors of rows, float32 (..., T), and the sum, as x lies.
     """
     view, *given = vary_alike(*operands) if len(operands) > 1 else operands
     data = given if plan.source else _with_derived(view, given, plan)

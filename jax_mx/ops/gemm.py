@@ -92,7 +92,7 @@ def gemm(
         raise TypeError(f"{op}: x is {found}, must be bfloat16 or float16")
     w = _matrices(op, "w", w)
     x = jnp.asarray(x)
-    if contracting not in (-1, -2):
+    if type(contracting) is not int or contracting not in (-1, -2):
         raise ValueError(f"{op}: contracting must be -1 or -2, an axis of w, got {contracting!r}")
     _fits(op, x.shape, w, group_sizes, contracting)
     columns = _columns(op, w, contracting, activation, interleaved)
@@ -227,8 +227,8 @@ def gemm_wgrad(
     Two MXFP8 arrays in windows of 128 or 256 are multiplied on FP8 tensor cores, added up as
     `gemm_fp8` does. Each group begins at a multiple of the window and has a multiple of it: rows of
     zeros fill it up. The caller vouches for that, as for the windows; sizes that are no multiples
-    give other sums. All other operands are multiplied as bfloat16 or float16 and added up in
-    float32, groups beginning anywhere: a kernel makes bfloat16 of MX arrays first.
+    give other sums. Floats, and with window=32 any MX arrays, are multiplied as bfloat16 or float16
+    and added up in float32, groups beginning anywhere: a kernel makes bfloat16 of MX arrays first.
 
     Args:
       a: bfloat16 or float16 (..., R, M), or any MX array (..., M, R).
@@ -286,6 +286,8 @@ def _gemm_wgrad(
 def _rows_of(op: str, name: str, x: MXArray | jax.Array, implementation: str | None) -> jax.Array:
     """An operand of `gemm_wgrad` in floats, its rows before its columns."""
     if isinstance(x, MXArray):
+        if x.ndim < 2:
+            raise ValueError(f"{op}: {name} has the shape {x.shape}, must have two axes at least")
         plain = "xla" if implementation == "xla" else None
         return dequantize(checked(op, name, x), transpose=True, implementation=plain)
     if not hasattr(x, "dtype") or jnp.dtype(x.dtype) not in FLOATS:
@@ -434,7 +436,7 @@ def _matrices(op: str, name: str, q: MXArray) -> MXArray:
     if q.axis != -1 or q.block != (BLOCK,):
         raise ValueError(
             f"{op}: {name} has blocks of {q.block} along axis {q.axis}; the product is over blocks "
-            f"of {BLOCK} along the last axis: quantize along the contracted axis with "
+            f"of {BLOCK} along the last axis: quantize along the axis that is to be last with "
             "transpose=True, or expand square blocks"
         )
     if q.scale_layout != ROW_MAJOR or q.value_layout != ROW_MAJOR_VALUES:
@@ -452,7 +454,10 @@ def _eights(
     found = [_matrices(op, name, q) for name, q in operands.items()]
     for name, q in zip(operands, found, strict=True):
         if q.format.bits != 8:
-            raise TypeError(f"{op}: {name} is {q.format!r}; FP8 tensor cores take MXFP8")
+            raise TypeError(
+                f"{op}: {name} is {q.format!r}; FP8 tensor cores take MXFP8"
+                + "; window=32 multiplies others as bfloat16" * (op == "gemm_wgrad")
+            )
     if window not in windows:
         raise ValueError(f"{op}: window must be one of {windows}, got {window!r}")
     return found

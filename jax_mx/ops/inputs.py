@@ -15,9 +15,9 @@ from jax_mx import reference
 from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
-from jax_mx.facts.activations import GRADIENT, named_in
+from jax_mx.facts.activations import GRADIENT, INTERLEAVED, named_in
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.signatures import RMS_NORM, ROWS, codes_in, source_of_codes
+from jax_mx.facts.signatures import ADDED, NORMS, RMS_NORM, ROWS, codes_in, source_of_codes
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, made, weights_of
@@ -35,10 +35,20 @@ class Norm:
     Attributes:
       weight: float32 (K,).
       eps: a float32.
+      residual: what is added to x before, like it, or None. With it, the sum comes behind the
+        factors.
     """
 
     weight: jax.Array
     eps: float
+    residual: jax.Array | None = None
+
+    @property
+    def source(self) -> tuple[str, tuple]:
+        """The name of the floats' source, and its operands beside x."""
+        if self.residual is None:
+            return RMS_NORM, (self.weight,)
+        return ADDED, (self.residual, self.weight)
 
 
 def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str, tuple]:
@@ -66,7 +76,7 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
         return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), ROWS, (rows,)
     if isinstance(activation, Norm):
         x = x if rows is None else _floats_of(x, (rows,), ROWS)
-        return x, x, RMS_NORM, (activation.weight,)
+        return x, x, *activation.source
     up = None if activation.up is None else array_of(op, "up", activation.up)
     activation = dataclasses.replace(activation, up=up)
     gates = activation.gates_of(op, x)
@@ -75,12 +85,13 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
             raise ValueError(f"{op}: rows of x have no gradient alone; drop rows, or the gradient")
         up = None if up is None else _floats_of(up, (rows,), ROWS)
         x, activation = _floats_of(x, (rows,), ROWS), dataclasses.replace(activation, up=up)
-    if rows is not None or not activation.is_split:
+    if rows is not None or not activation.in_one_array:
         x = made(op, x, activation)
         return x, x, "", ()
     weights = weights_of(op, gates, activation.weights)
     if activation.gradient is None:
-        return x, gates, activation.name, (weights,)
+        turns = INTERLEAVED * activation.interleaved
+        return x, gates, activation.name + turns, (weights,)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return x, like, activation.name + GRADIENT, (weights, activation.dy_of(op, gates))
 
@@ -142,11 +153,13 @@ def operands_of(
     """
     beside = []
     if other and _in_one_call(x, other, plan):
-        if plan.source == RMS_NORM:
+        if plan.source in NORMS:
             viewed = Viewed.of(plan.view, x.shape, (None,) * x.ndim, plan.first_axis)
             spans = zip(plan.form.spans, x.shape[-2:], strict=True)
             tail = [m for along, n in spans for m in ((n // BLOCK, BLOCK) if along else (n,))]
-            return [x.reshape(*x.shape[:-2], *tail), *other], viewed, plan, beside
+            *residual, weight = other
+            each = [a.reshape(*x.shape[:-2], *tail) for a in (x, *residual)]
+            return [*each, weight], viewed, plan, beside
         codes = codes_in(plan.source)
         halves = 1 if codes or plan.source == ROWS else 2
         count, length = other[0].shape[0], x.shape[1] // halves
@@ -157,12 +170,18 @@ def operands_of(
         tail = (length // BLOCK, BLOCK) if across else (length,)
         by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
         more = [a if codes else a.reshape(count, *tail) for a in other[1:]]
-        x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
+        if plan.source.endswith(INTERLEAVED):
+            x = x.reshape(x.shape[0], *((length // BLOCK, 2 * BLOCK) if across else (length, 2)))
+        else:
+            x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
         return [x, by_row, *more], viewed, plan, beside
     if other:
-        if plan.source == RMS_NORM:
-            x, factors = reference.rms_norm(x, other[0], plan.eps)
-            beside = [factors[..., 0]]
+        if plan.source in NORMS:
+            *residual, weight = other
+            x = reference.added(x, *residual) if residual else x
+            sums = [x] * len(residual)
+            x, factors = reference.rms_norm(x, weight, plan.eps)
+            beside = [factors[..., 0], *sums]
         else:
             x = _floats_of(x, other, plan.source)
         plan = dataclasses.replace(plan, source="", eps=0.0)
@@ -182,7 +201,7 @@ def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
     """
     meshes = (jax.typeof(a).sharding.mesh for a in (x, *other))
     is_empty = 0 in [n for n in x.shape[:-1] if isinstance(n, int)]
-    is_matrix = x.ndim == 2 or (x.ndim > 2 and plan.source == RMS_NORM and plan.takes_slabs)
+    is_matrix = x.ndim == 2 or (x.ndim > 2 and plan.source in NORMS and plan.takes_slabs)
     plain = is_matrix and not is_empty and not plan.block_data
     unit = 2 * max(lengths_of(plan.preprocessing[0].window))
     whole = not named_in(plan.source)[1] or x.shape[1] % unit == 0

@@ -76,9 +76,10 @@ def rms_norm(
       eps: a finite number, at least 0.
       residual: of x's shape and dtype, or None: it is added to x first, in float32, and rounded to
         x's dtype; that sum is normed, and given too.
-      format: what the result is quantized to, see `quantize`; None: not. From bfloat16 kernels norm
-        as they quantize, along rows, transposed along the axis before, and both, in MXFP8 and
-        MXFP4; where floats are asked for too, XLA norms before.
+      format: what the result is quantized to, see `quantize`; None: not. NVIDIA kernels norm as
+        they quantize, along rows, from bfloat16 and float16 also transposed along the axis before,
+        and both, in MXFP8 and MXFP4; from bfloat16 they add the residual, too. Where floats are
+        asked for as well, XLA norms before.
       both: whether it is quantized along the last axis and along the one before, by
         `quantize_both`; else along the last one.
       floats: whether floats are given; None: where there is no format.
@@ -124,17 +125,13 @@ def rms_norm(
         y, total, factor = _normed(eps, *operands)
         quantized = None if format is None else quantizer(y, format, **options)
     else:
-        total, w = _summed(*operands)
-        *found, factor = quantizer(total, format, activation=Norm(w, eps), **options)
-        quantized = tuple(found) if both else found[0]
+        found = _of_sum(*operands, quantizer=partial(quantizer, format=format, **options), eps=eps)
+        quantized, (factor, total) = found[:2] if both else found[0], found[1 + both :]
     return Normed(
         y,
         quantized,
         None if residual is None else total,
-        # Kernels give a factor of 0 a sign, and a NaN bits of its own.
-        jnp.where(jnp.isnan(factor), jnp.nan, jnp.abs(factor))
-        if flag(op, "factors", factors)
-        else None,
+        _plain(factor) if flag(op, "factors", factors) else None,
     )
 
 
@@ -163,13 +160,32 @@ def _whole(x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
     return x, residual, weight
 
 
+def _plain(factor: jax.Array) -> jax.Array:
+    """Factors of rows: kernels give one of 0 a sign, a NaN bits of its own, and subnormal ones."""
+    size = jnp.abs(factor)
+    size = jnp.where(size < np.finfo(np.float32).tiny, jnp.zeros_like(size), size)
+    return jnp.where(jnp.isnan(factor), jnp.nan, size)
+
+
+def _of_sum(x: Any, residual: Any, weight: Any, *, quantizer: Any, eps: float) -> tuple:
+    """What a quantizer gives, the factors of rows, and x plus residual."""
+    by = _weights(weight, x.shape[-1])
+    if residual is None or quantizer.keywords.get("rows") is not None:  # these are the sum's
+        total = _summed(x, residual)
+        return *quantizer(total, activation=Norm(by, eps)), total
+    *found, total = quantizer(x, activation=Norm(by, eps, residual))
+    return *found, total.reshape(x.shape)
+
+
 @jax.jit
-def _summed(x: jax.Array, residual: Any, weight: Any) -> tuple[jax.Array, jax.Array]:
-    """x plus residual, and weights in float32."""
-    total = x if residual is None else reference.added(x, residual)
-    if weight is None:
-        return total, jnp.ones(x.shape[-1:], jnp.float32)
-    return total, settled(weight)
+def _summed(x: jax.Array, residual: Any) -> jax.Array:
+    return x if residual is None else reference.added(x, residual)
+
+
+@partial(jax.jit, static_argnums=1)
+def _weights(weight: Any, length: int) -> jax.Array:
+    """In float32."""
+    return jnp.ones(length, jnp.float32) if weight is None else settled(weight)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -101,10 +101,11 @@ def quantize(
         activation, and where XLA splits the program among devices outside of `shard_map`, XLA
         gathers them before.
       activation: a `Gated`, for an x (..., 2 K) of gates and ups: what is quantized is `gated` of
-        it, (..., K); of its rows, and those of `up`, where there are `rows`. From bfloat16
-        (T, 2 K), all gates, then all ups, kernels compute "swiglu", "geglu", "geglu_erf" and
-        "reglu2" in MXFP8 and MXFP4, along the last axis, transposed along the one before, and both;
-        else XLA computes it before. With a gradient, what is quantized is x's, (..., 2 K).
+        it, (..., K); of its rows, and those of `up`, where there are `rows`. From (T, 2 K), all
+        gates, then all ups, kernels compute "swiglu", "geglu" and "gpt_oss" from bfloat16 and
+        float32, and from bfloat16 "geglu_erf" and "reglu2", and "swiglu" and "gpt_oss" by turns, in
+        MXFP8 and MXFP4, along the last axis, transposed along the one before, and both; else XLA
+        computes it before. With a gradient, what is quantized is x's, (..., 2 K).
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_mx.arrays.checks import flag, float_dtype, shown, whole, window_of, zero_scale_of
 from jax_mx.facts import chips as chip_table
-from jax_mx.facts.activations import GRADIENT
+from jax_mx.facts.activations import GRADIENT, INTERLEAVED
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
@@ -43,6 +43,7 @@ def is_supported(
     window: Window = BLOCK,
     rows: bool = False,
     activation: str | None = None,
+    interleaved: bool = False,
     gradient: bool = False,
     norm: bool = False,
     implementation: str | None = None,
@@ -69,6 +70,7 @@ def is_supported(
       window: of quantize and quantize_both; dequantize does not depend on it.
       rows: whether the call picks rows, of quantize and quantize_both.
       activation: the name of a `Gated`, of quantize and quantize_both; all gates, then all ups.
+      interleaved: whether that `Gated` has gates and ups by turns.
       gradient: whether that `Gated` has a gradient.
       norm: whether rows are normed first, as `rms_norm` does with a format.
       implementation: this one only; "xla" serves every call.
@@ -116,7 +118,7 @@ def is_supported(
         zero_scale,
         (value_layout,) * n,
         own,
-        source_of(op_name, rows, activation, gradient, norm),
+        source_of(op_name, rows, activation, interleaved, gradient, norm),
     )
     if asked.source and (op == "dequantize" or ndim != 2):
         raise ValueError(
@@ -130,7 +132,9 @@ def is_supported(
     return bool(found), str(found)
 
 
-def source_of(op: str, rows: Any, activation: Any, gradient: Any, norm: Any) -> str:
+def source_of(
+    op: str, rows: Any, activation: Any, interleaved: Any, gradient: Any, norm: Any
+) -> str:
     """What the floats are made of, see `facts.variants.Variant`; what no kernel makes, too.
 
     Raises:
@@ -139,10 +143,16 @@ def source_of(op: str, rows: Any, activation: Any, gradient: Any, norm: Any) -> 
     picks, gradient = flag(op, "rows", rows), flag(op, "gradient", gradient)
     if gradient and (picks or activation is None):
         raise ValueError(f"{op}: gradient is that of an activation without rows; give one")
+    turns = flag(op, "interleaved", interleaved)
+    if turns and (activation is None or not row_of(op, activation).has_gate):
+        raise ValueError(
+            f"{op}: interleaved is the order of an activation's gates and ups; give one"
+        )
     if activation is not None:
         row_of(op, activation)
     parts = ["rows"] * picks + [RMS_NORM] * flag(op, "norm", norm)
-    return "_".join(parts + [str(activation)] * (activation is not None)) + GRADIENT * gradient
+    parts += [str(activation)] * (activation is not None)
+    return "_".join(parts) + INTERLEAVED * turns + GRADIENT * gradient
 
 
 def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False) -> Support:

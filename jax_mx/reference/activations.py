@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,8 @@ import numpy as np
 from jax_mx.facts.activations import (
     ACTIVATIONS,
     CUBE,
+    EXP,
+    INTERLEAVED,
     NEAR,
     SHARPNESS,
     TAIL,
@@ -63,6 +66,40 @@ def _sigmoidal(
         return ((near * dz(near) * rest + 1.0) * by) * (by / d)
 
     return Formula(part, slope)
+
+
+def _masked(x: jax.Array, mask: int) -> jax.Array:
+    """Some bits of float64s."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint64) & np.uint64(mask)
+    return jax.lax.bitcast_convert_type(bits, jnp.float64)
+
+
+# |z| of x sigmoid(z), for float64; whoever adds to it adds to no product.
+_SIZES: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": lambda x: x,
+    "sharp_silu": lambda x: _masked(x * SHARPNESS, EXP.most),
+    "gelu": lambda x: _masked((x * TANH) * (_masked((x * x) * CUBE, EXP.most) + 1.0), EXP.most),
+}
+
+
+def _times_sigmoid(x: jax.Array, unary: str) -> jax.Array:
+    """x sigmoid(z) of float32, by the steps of `EXP`, in float64 but for its last rounding."""
+    with jax.enable_x64(True):
+        wide = x.astype(jnp.float64)
+        size = _SIZES[unary](jnp.abs(wide))
+        near = size <= EXP.far
+        size = jnp.where(near, size, jnp.zeros_like(size))
+        n = jnp.round(size * EXP.log2e)
+        r = size - n * EXP.ln2
+        few, total = _masked(r, EXP.few), jnp.full_like(r, np.float32(EXP.inner[0]))
+        for coefficient in EXP.inner[1:]:
+            total = _masked(total, EXP.few) * few + coefficient
+        for coefficient in EXP.outer:
+            total = _masked(total * r, EXP.most) + coefficient
+        power = (np.int64(1023) - n.astype(jnp.int64)) << np.int64(52)
+        small = total * jax.lax.bitcast_convert_type(power, jnp.float64)
+        small = jnp.where(near, small, jnp.zeros_like(small))
+        return (jnp.where(x < 0, wide * small, wide) / (small + 1.0)).astype(jnp.float32)
 
 
 def _tail(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -174,18 +211,17 @@ def gated(
 ) -> jax.Array:
     """act(gate) * up * weight, (..., K) in the gates' dtype.
 
-    Products are float32, from left to right, and the result is rounded to the dtype at the end.
-    act(gate) is float32's nearest number or the one beside it; from float16 a few float32 units
-    off; from bfloat16 it is rounded to few bits, and a zero of its sign stands for each subnormal
-    operand or result.
+    Products are float32, from left to right, and the result is rounded to the dtype at the end. A
+    zero of its sign stands for each subnormal operand or result. act(gate) is float32's nearest
+    number or the one beside it; from float16 a few float32 units off; from bfloat16 it is rounded
+    to few bits.
 
     Args:
       each: floats (..., K): gates and ups, or gates alone; see `halves`.
       weights: float32 (...,), or None.
       name: of the activation.
     """
-    dtype = each[0].dtype
-    settled = _settled(dtype)
+    dtype, settled = each[0].dtype, flushed
     gate, *up = (settled(x.astype(jnp.float32)) for x in each)
     y = _parts(gate, name, dtype)
     if up:
@@ -204,8 +240,7 @@ def derivative(each: Sequence[jax.Array], name: str) -> list[jax.Array]:
       each: see `gated`.
       name: of the activation.
     """
-    dtype = each[0].dtype
-    settled = _settled(dtype)
+    dtype, settled = each[0].dtype, flushed
     gate, *up = (settled(x.astype(jnp.float32)) for x in each)
     found = slope(gate, name)
     if dtype == jnp.bfloat16:
@@ -230,7 +265,7 @@ def gated_gradient(
       dy: the gradient of what `gated` gives, of its dtype.
       name: of the activation.
     """
-    settled = _settled(each[0].dtype)
+    settled = flushed
     dy = settled(dy.astype(jnp.float32))
     if weights is not None:
         dy = settled(dy * settled(weights.astype(jnp.float32))[..., None])
@@ -246,12 +281,13 @@ def floats_of(source: str, x: jax.Array, first: jax.Array, *more: jax.Array) -> 
         (scales,) = more
         picked = (rows_of(a, first) for a in (x, scales.reshape(x.shape[0], -1)))
         values, scales = (
-            a.reshape(first.shape[0], -1, n) for a, n in zip(picked, (BLOCK, 1), strict=True)
+            a.reshape(first.shape[0], x.shape[1] // BLOCK, n)
+            for a, n in zip(picked, (BLOCK, 1), strict=True)
         )
         y = dequantize(values, scales, FORMATS[codes], np.dtype(jnp.bfloat16))
         return y.reshape(first.shape[0], x.shape[1])
     name, is_gradient = named_in(source)
-    each = halves(x, name)
+    each = halves(x, name, source.endswith(INTERLEAVED))
     if is_gradient:
         (dy,) = more
         return joined(gated_gradient(each, first, dy, name))
@@ -281,19 +317,24 @@ def _with_slope(
     return found
 
 
-def _settled(dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
-    """What is done to every operand and result: of bfloat16 subnormals are zeros."""
-    return flushed if dtype == jnp.bfloat16 else lambda x: x
-
-
 def _parts(gate: jax.Array, name: str, dtype: np.dtype) -> jax.Array:
     """What `gated` multiplies: float32, of float32 gates that were of this dtype."""
     if dtype == jnp.bfloat16:
         return _rounded(flushed(part(gate, name)), ACTIVATIONS[name].rounding.part)
-    if dtype == jnp.float32:
+    if dtype != jnp.float32:
+        return flushed(part(gate, name))
+    unary = ACTIVATIONS[name].unary
+
+    def in_float64(gate):
         with jax.enable_x64(True):
             return part(gate.astype(jnp.float64), name).astype(jnp.float32)
-    return part(gate, name)
+
+    if unary not in _SIZES:
+        return flushed(in_float64(gate))
+    gate = _cut(gate, ACTIVATIONS[name])
+    defined = partial(_times_sigmoid, unary=unary)
+    # XLA for TPUs has no bits of a float64.
+    return flushed(jax.lax.platform_dependent(gate, tpu=in_float64, default=defined))
 
 
 def _rounded(x: jax.Array, rounding: Rounding | None) -> jax.Array:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.sharding import reshape, spec_of
+from jax_mx.arrays.sharding import is_explicit, reshape, spec_of
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, SCALE_NAN, Format, Scaling
 
 _INF = 0x7F800000  # float32
@@ -364,7 +364,8 @@ def rows_of(x: jax.Array, rows: jax.Array, sharding: Any = None) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * size}"))
     each = 4 // size  # elements of a word
     known = all(isinstance(n, int) for n in (*x.shape, *rows.shape))  # else XLA cannot cast them
-    if sharding is None and each > 1 and known and x.shape[-1] % each == 0:
+    typed = sharding is not None or is_explicit(jax.typeof(x).sharding.mesh)  # a word may be split
+    if each > 1 and known and not typed and x.shape[-1] % each == 0:
         words = jax.lax.bitcast_convert_type(
             bits.reshape(x.shape[0], x.shape[-1] // each, each), jnp.uint32
         )

@@ -62,7 +62,7 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> tuple[jax.Ar
         # Of these no compiler makes others: nothing is divided by a constant or by a root, and no
         # product is added to.
         factor = jnp.sqrt(np.float64(length) / (total + length * np.float64(np.float32(eps))))
-        rounded = factor.astype(jnp.float32)
+        rounded = flushed(factor.astype(jnp.float32))
         if single:
             y = settled(x).astype(jnp.float64) * factor
             if weight is not None:

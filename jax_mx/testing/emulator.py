@@ -407,11 +407,14 @@ class Emulator:
         if name == "v_readfirstlane_b32":
             (source,) = self._vectors("u", (inst.src0.offset,), inst)
             return _first_lane(source, inst.vdst.offset % VECTORS)
+        if name == "v_swap_b32":
+            return _swap(inst.src0.offset, inst.vdst.offset)
         sources = self._vectors(isa.VECTOR[name][0], (inst.src0.offset,), inst)
         return self._vector_step(name, sources, inst.vdst.offset)
 
     def _vop2(self, name: str, inst: Any, _: int) -> Step:
-        registers = (inst.src0.offset, inst.vsrc1.offset, VCC)
+        third = inst.vdst.offset if name == "v_fmac_f64" else VCC
+        registers = (inst.src0.offset, inst.vsrc1.offset, third)
         sources = self._vectors(isa.VECTOR[name][0], registers, inst)
         return self._vector_step(name, sources, inst.vdst.offset)
 
@@ -705,7 +708,7 @@ class Emulator:
         sources = []
         for i, kind in enumerate(kinds):
             signs = (bool(negate >> i & 1), bool(magnitude >> i & 1))
-            if any(signs) and kind != "f":
+            if any(signs) and kind not in "fF":
                 raise NotImplementedError("the sign of an integer source")
             if select >> i & 1 and kind not in "he":
                 raise NotImplementedError("half of a 32-bit source")
@@ -740,6 +743,7 @@ def write_vector(
     if value.dtype == bool:
         return write_mask(w, register, value)
     if value.dtype.itemsize == 8:
+        value = value.view(U64) if value.dtype == F64 else value
         write_vector(w, register, (value & U64(0xFFFFFFFF)).astype(U32), where)
         return write_vector(w, register + 1, (value >> U64(32)).astype(U32), where)
     if not 0 <= register - VECTORS < len(w.vector):
@@ -770,14 +774,19 @@ def stored(w: Waves, register: int, size: int, part: str) -> list[np.ndarray]:
     return [word >> U32(16) for word in words] if part == "high" else words
 
 
-def _constant(register: int, literal: int | None, bits: int) -> int | None:
-    """Of an operand that is one."""
+def _constant(register: int, literal: int | None, kind: str) -> int | None:
+    """The bits of an operand that is one."""
+    bits = 64 if kind in "UIF" else 32
     if 128 <= register <= 192:
         return register - 128
     if 193 <= register <= 208:
         return 192 - register & (1 << bits) - 1
+    if register in _FLOATS and kind == "F":
+        return int(np.array(_FLOATS[register], F64).view(U64))
     if register in _FLOATS and bits == 32:
         return int(np.array(_FLOATS[register], F32).view(U32))
+    if register == LITERAL and literal is not None and kind == "F":
+        return literal << 32  # the upper half of a float64
     # To 64 bits a literal is extended; how, shows in those with a sign only.
     if register == LITERAL and literal is not None and (bits == 32 or not literal >> 31):
         return literal
@@ -787,8 +796,8 @@ def _constant(register: int, literal: int | None, bits: int) -> int | None:
 
 
 def _scalar_source(kind: str, register: int, literal: int | None) -> Source:
-    bits = 64 if kind in "UI" else 32
-    value = _constant(register, literal, bits)
+    bits = 64 if kind in "UIF" else 32
+    value = _constant(register, literal, kind)
     if value is not None:
         constant = _typed(np.array([value], U64 if bits == 64 else U32), kind)
         return lambda w: constant
@@ -807,7 +816,7 @@ def _vector_source(kind: str, register: int, literal: int | None, high: bool) ->
             raise NotImplementedError("a float constant of 16 bits")
         scalar = _scalar_source("u" if kind in "he" else kind, register, literal)
         column: Source = lambda w: scalar(w)[:, None]  # noqa: E731
-    elif kind in "UI":
+    elif kind in "UIF":
         pair: Source = lambda w: _vector_pair(w, register - VECTORS)  # noqa: E731
         return lambda w: _typed(pair(w), kind)
     else:
@@ -826,7 +835,7 @@ def _typed(x: np.ndarray, kind: str) -> np.ndarray:
     """These bits as the type of a signature's letter."""
     if kind == "e":
         return x.astype(np.uint16).view(np.float16)
-    to = {"i": I32, "f": F32, "I": I64}.get(kind)
+    to = {"i": I32, "f": F32, "I": I64, "F": F64}.get(kind)
     return x if to is None or x.dtype == to else np.ascontiguousarray(x).view(to)
 
 
@@ -934,6 +943,17 @@ def _first_lane(source: Source, to: int) -> Step:
     def step(w: Waves) -> None:
         values = np.broadcast_to(source(w), w.active.shape)
         write_scalar(w, to, values[np.arange(len(values)), w.active.argmax(1)])
+
+    return step
+
+
+def _swap(first: int, second: int) -> Step:
+    """v_swap_b32: each of two vector registers gets the other's."""
+
+    def step(w: Waves) -> None:
+        values = [w.vector[register - VECTORS].copy() for register in (second, first)]
+        write_vector(w, first, values[0])
+        write_vector(w, second, values[1])
 
     return step
 

@@ -1,8 +1,8 @@
 """What instructions compute, as numpy functions of whole registers.
 
 After AMD's "CDNA3 / CDNA4 Instruction Set Architecture" reference guides. A signature has a letter
-per source: u i f for 32 bits unsigned, signed, float; U for 64 bits unsigned, I signed; h for the
-low 16 bits unsigned, e for a float16 there; m for a lane mask. Scalars are arrays (waves,), vectors
+per source: u i f for 32 bits unsigned, signed, float; U I F likewise for 64 bits; h for the low 16
+bits unsigned, e for a float16 there; m for a lane mask. Scalars are arrays (waves,), vectors
 (waves, 64) or (waves, 1). The dtype of a result says where it goes: 64 bits to a pair of registers,
 bool to a lane mask.
 """
@@ -110,6 +110,59 @@ def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     away = np.where((error > 0) == (total > 0), 1, -1)
     odd = (total.view(I64) + away).view(F64)
     return np.where((error != 0) & even & np.isfinite(total), odd, total).astype(F32)
+
+
+def _to_odd(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x + y, and the same rounded to the neighbour whose last bit is set, where it is rounded."""
+    total = x + y
+    part = total - x
+    error = (x - (total - part)) + (y - part)
+    even = (total.view(U64) & U64(1)) == 0
+    away = np.where((error > 0) == (total > 0), 1, -1)
+    odd = np.where(
+        (error != 0) & even & np.isfinite(total), (total.view(I64) + away).view(F64), total
+    )
+    return np.asarray(total), odd
+
+
+def _two(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x + y, and what its rounding left out."""
+    total = x + y
+    part = total - x
+    return total, (x - (total - part)) + (y - part)
+
+
+def fused64(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """x * y + z in float64, rounded once (S. Boldo and G. Melquiond, IEEE Trans. Comput. 57, 2008).
+
+    Raises:
+      NotImplementedError: magnitudes for which its steps are not exact.
+    """
+    x, y, z = np.broadcast_arrays(x, y, z)
+    product = x * y
+    sizes = [np.abs(a[np.isfinite(a) & (a != 0)]) for a in (x, y, z, product)]
+    if any(((a > 2.0**500) | (a < 2.0**-500)).any() for a in sizes):
+        raise NotImplementedError("a fused float64 beyond 2^-500 to 2^500")
+    halves = []
+    for a in (x, y):  # G. W. Veltkamp
+        wide = a * (2.0**27 + 1)
+        high = wide - (wide - a)
+        halves.append((high, a - high))
+    (xh, xl), (yh, yl) = halves
+    rest = ((xh * yh - product) + xh * yl + xl * yh) + xl * yl
+    high, low = _two(z, rest)
+    total, beside = _two(product, high)
+    _, odd = _to_odd(low, beside)
+    exact = np.isfinite(product) & np.isfinite(z)
+    found = np.where(total == 0, product + z, total + odd)  # zeros by the signs of both
+    return np.where(exact, np.where((total == 0) & (odd != 0), odd, found), product + z)
+
+
+def _reciprocal64(x: np.ndarray) -> np.ndarray:
+    """AMD says: within 2^29 units in the last place. So it is off by 2^27, to either side."""
+    found = np.asarray(F64(1) / x)
+    away = np.where(found.view(U64) & U64(1), -(1 << 27), 1 << 27)
+    return np.where(np.isfinite(found) & (found != 0), (found.view(I64) + away).view(F64), found)
 
 
 def _to_unsigned(x: np.ndarray) -> np.ndarray:
@@ -310,6 +363,19 @@ VECTOR: Mapping[str, Op] = {
     "v_cvt_f32_u32": ("u", lambda x: x.astype(F32)),
     "v_cvt_u32_f32": ("f", _to_unsigned),
     "v_cvt_f32_f16": ("e", lambda x: x.astype(F32)),
+    "v_cvt_f64_f32": ("f", lambda x: x.astype(F64)),
+    "v_cvt_f32_f64": ("F", lambda x: x.astype(F32)),
+    "v_cvt_i32_f64": (
+        "F",
+        lambda x: bits(np.clip(np.nan_to_num(x, nan=0.0), -(2.0**31), 2.0**31 - 1).astype(I32)),
+    ),
+    "v_add_f64": ("FF", np.add),
+    "v_mul_f64": ("FF", np.multiply),
+    "v_fma_f64": ("FFF", fused64),
+    "v_fmac_f64": ("FFF", fused64),  # the third source is the register of the result
+    "v_rndne_f64": ("F", np.rint),
+    "v_ldexp_f64": ("Fi", np.ldexp),
+    "v_rcp_f64": ("F", _reciprocal64),
     "v_cvt_f16_f32": ("f", lambda x: x.astype(np.float16).view(np.uint16).astype(U32)),
     **{
         f"v_cmp_{name}_{kind}": (letter * 2, op)
@@ -318,13 +384,17 @@ VECTOR: Mapping[str, Op] = {
         if name != "lg"
     },
     **{
-        f"v_cmp_{name}_f32": ("ff", op) for name, op in _compare.items() if name not in ("ne", "lg")
+        f"v_cmp_{name}_{kind}": (letter * 2, op)
+        for name, op in _compare.items()
+        for kind, letter in (("f32", "f"), ("f64", "F"), ("f16", "e"))
+        if name not in ("ne", "lg")
     },
     "v_cmp_lg_f32": ("ff", lambda x, y: (x < y) | (x > y)),
     "v_cmp_neq_f32": ("ff", np.not_equal),
     **{  # true of NaNs
-        f"v_cmp_n{name}_f32": ("ff", lambda x, y, op=_compare[name]: ~op(x, y))
+        f"v_cmp_n{name}_{kind}": (letter * 2, lambda x, y, op=_compare[name]: ~op(x, y))
         for name in ("lt", "le", "gt", "ge")
+        for kind, letter in (("f32", "f"), ("f16", "e"))
     },
     "v_cmp_u_f32": ("ff", lambda x, y: np.isnan(x) | np.isnan(y)),
     "v_cmp_o_f32": ("ff", lambda x, y: ~(np.isnan(x) | np.isnan(y))),

@@ -1,4 +1,4 @@
-"""Gated activations in registers, of two bfloat16 at a time; see facts/activations.py."""
+"""Gated activations in registers, a word at a time; see facts/activations.py."""
 
 import math
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from jax_mx.facts.activations import (
     ACTIVATIONS,
     CUBE,
+    EXP,
     NEAR,
     SHARPNESS,
     TAIL,
@@ -17,6 +18,7 @@ from jax_mx.facts.activations import (
     Activation,
     Rounding,
 )
+from jax_mx.kernels.cutedsl import convert
 
 _LOG2E = math.log2(math.e)
 
@@ -110,12 +112,78 @@ _SLOPES: Mapping[str, str] = {
     "relu2": f"{_RELU.replace(' t,', ' v,')}add.rn.ftz.f32 v, v, v; ",
     "identity": f"mov.f32 v, {_ONE}; ",
 }
-_LOW, _HIGH = "shl.b32 w, {word}, 16;", "and.b32 w, {word}, 0xFFFF0000;"
 
 
-def _taken(name: str, word: str, half: int) -> str:
-    """Instructions that make a float32 of a half of a word of bfloat16."""
-    return f"{(_LOW, _HIGH)[half].format(word=word)} mov.b32 {name}, w; "
+# ---- in float64, by the steps of `EXP` ---
+def _double(x: float) -> str:
+    """A float64 as PTX has it."""
+    return f"0d{int(np.float64(x).view(np.uint64)):016X}"
+
+
+_WHOLE = 1.5 * 2.0**52  # added to a number, it leaves whole ones in the low bits
+
+
+def _masked(name: str, mask: int) -> str:
+    return (
+        f"mov.b64 {{lo, hi}}, {name}; and.b32 lo, lo, 0x{mask & 0xFFFFFFFF:08X}; "
+        f"mov.b64 {name}, {{lo, hi}}; "
+    )
+
+
+# Of a float64 `size`, the magnitude of the gate, that of z.
+_SIZES: Mapping[str, str] = {
+    "silu": "",
+    "sharp_silu": f"mul.rn.f64 size, size, {_double(SHARPNESS)}; {_masked('size', EXP.most)}",
+    "gelu": (
+        f"mul.rn.f64 rest, size, size; mul.rn.f64 rest, rest, {_double(CUBE)}; "
+        f"{_masked('rest', EXP.most)}"
+        f"add.rn.f64 rest, rest, {_double(1)}; mul.rn.f64 size, size, {_double(TANH)}; "
+        f"mul.rn.f64 size, size, rest; {_masked('size', EXP.most)}"
+    ),
+}
+# What is divided is finite, or the gate is not; a quotient of zeros loses its sign.
+_DIVIDE = (
+    f"rcp.approx.ftz.f64 y, below; neg.f64 m, below; fma.rn.f64 rest, m, y, {_double(1)}; "
+    "fma.rn.f64 rest, rest, rest, rest; fma.rn.f64 y, y, rest, y; "
+    f"fma.rn.f64 rest, m, y, {_double(1)}; fma.rn.f64 y, y, rest, y; "
+    "mul.rn.f64 ratio, x, y; fma.rn.f64 rest, m, ratio, x; fma.rn.f64 ratio, rest, y, ratio; "
+)
+
+
+def _in_float64(unary: str) -> str:
+    """Instructions that leave x sigmoid(z) of `g` in `t`."""
+    inner, outer = EXP.inner, EXP.outer
+    few = "".join(
+        f"{_masked('total', EXP.few)}fma.rn.f64 total, total, y, {_double(c)}; " for c in inner[1:]
+    )
+    last = "".join(
+        f"mul.rn.f64 total, total, rest; {_masked('total', EXP.most)}"
+        f"add.rn.f64 total, total, {_double(c)}; "
+        for c in outer
+    )
+    infinite = _number(math.inf)
+    return (
+        f"cvt.ftz.f64.f32 x, g; abs.f64 size, x; {_SIZES[unary]}"
+        f"mul.rn.f64 m, size, {_double(EXP.log2e)}; add.rn.f64 m, m, {_double(_WHOLE)}; "
+        f"mov.b64 {{w, hi}}, m; sub.rn.f64 m, m, {_double(_WHOLE)}; "
+        f"fma.rn.f64 rest, m, {_double(-EXP.ln2)}, size; mov.f64 y, rest; {_masked('y', EXP.few)}"
+        f"mov.f64 total, {_double(np.float32(inner[0]))}; {few}{last}"
+        "mov.b64 {lo, hi}, total; shl.b32 w, w, 20; sub.u32 hi, hi, w; mov.b64 total, {lo, hi}; "
+        f"setp.le.f64 p, size, {_double(EXP.far)}; selp.f64 total, total, {_double(0)}, p; "
+        f"add.rn.f64 below, total, {_double(1)}; mul.rn.f64 m, x, total; "
+        f"setp.lt.f32 p, g, {_ZERO}; selp.f64 x, m, x, p; {_DIVIDE}"
+        f"cvt.rn.f32.f64 t, ratio; copysign.f32 t, g, t; setp.eq.f32 p, g, {infinite}; "
+        f"selp.f32 t, {infinite}, t, p; "
+    )
+
+
+# ---- words ---
+def _taken(name: str, word: str, half: int, dtype: str = "bfloat16") -> str:
+    """Instructions that make a float32 of a half of a word, or of all of it."""
+    if dtype == "float32":
+        return f"mov.b32 {name}, {word}; "
+    move = (f"shl.b32 w, {word}, 16;", f"and.b32 w, {word}, 0xFFFF0000;")[half]
+    return f"{move} mov.b32 {name}, w; "
 
 
 def _rounded(name: str, rounding: Rounding | None) -> str:
@@ -148,18 +216,34 @@ def _cut(row: Activation) -> str:
     return found + f"add.rn.ftz.f32 u, u, {_number(row.shift)}; " * bool(row.shift)
 
 
+def part(first, second) -> None:
+    """Two fragments of words of gates and ups by turns, the second one behind: gates, and ups."""
+    count = cute.size(first)
+    words = [part[w] for part in (first, second) for w in range(count)]
+    for w, (low, high) in enumerate(zip(words[::2], words[1::2], strict=True)):
+        first[w] = convert.bytes_of(low, high, 0x5410)
+        second[w] = convert.bytes_of(low, high, 0x7632)
+
+
 @dsl_user_op
-def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, *, loc=None, ip=None) -> Uint32:
-    """A word of act(gate) * up * weight, bfloat16, of words of gates and of ups."""
+def gated(
+    name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str, *, loc=None, ip=None
+) -> Uint32:
+    """A word of act(gate) * up * weight, of words of gates and of ups, all of this dtype."""
     row = ACTIVATIONS[name]
+    begin, part = _BEGIN, f"{_PARTS[row.unary]}{_rounded('t', row.rounding.part)}"
+    if dtype != "bfloat16":
+        begin += ".reg .f64 x, size, m, rest, y, ratio, below, total; "
+        begin += ".reg .b32 lo, hi; "
+        part = _in_float64(row.unary) if row.unary in _SIZES else _PARTS[row.unary]
     each = [
-        f"{_taken('g', '{$r0}', i)}{_taken('u', '{$r1}', i)}{_cut(row)}{_PARTS[row.unary]}"
-        f"{_rounded('t', row.rounding.part)}"
+        f"{_taken('g', '{$r0}', i, dtype)}{_taken('u', '{$r1}', i, dtype)}{_cut(row)}{part}"
         f"mul.rn.ftz.f32 t, t, u; mul.rn.ftz.f32 y{i}, t, {{$r2}}; "
-        for i in range(2)
+        for i in range(1 if dtype == "float32" else 2)
     ]
+    end = "mov.b32 {$w0}, y0; }" if dtype == "float32" else "cvt.rn.bf16x2.f32 {$w0}, y1, y0; }"
     return cute.arch.inline_ptx(
-        f"{_BEGIN}{''.join(each)}cvt.rn.bf16x2.f32 {{$w0}}, y1, y0; }}",
+        f"{begin}{''.join(each)}{end}",
         write_only_types=[Uint32],
         read_only_args=[gates, ups, weight],
         loc=loc,

@@ -226,8 +226,10 @@ class Flat(WholeBlocks):
             step = step + (Int64(number) - row) * cols * each
             self.pick(mX[step, None], target, number, scalars[4])
         else:
-            gate = step + Int64(row) * (cols * each)
-            pair = mX[gate, None], mX[gate + cols * each, None]
+            gate, apart = step + Int64(row) * (cols * each), cols * each
+            if self.interleaved:
+                gate, apart = step * 2, 1
+            pair = mX[gate, None], mX[gate + apart, None]
             self.gate(pair, target, arrays["weights"] + row, inside)
 
     @cute.jit
@@ -251,8 +253,10 @@ class Flat(WholeBlocks):
                 load(source, half, self.kept)
             rM[0] = cute.make_tensor(weight, cute.make_layout(1))[0]
         gates, ups, words = (cute.recast_tensor(t, Uint32) for t in (*both, target))
+        if const_expr(self.interleaved):
+            activations.part(gates, ups)
         for w in range_constexpr(cute.size(words)):
-            words[w] = activations.gated(self.variant.source, gates[w], ups[w], rM[0])
+            words[w] = activations.gated(self.activation, gates[w], ups[w], rM[0], self.dtype)
 
     @cute.jit
     def locate_in_patch(self, bid, mine, places: Int64, rows: Int32, cols: Int32):

@@ -54,6 +54,7 @@ from jax_mx.kernels.cutedsl.products import (
     Plain,
     ProductEntry,
     element,
+    load_columns,
     load_shared,
     of_block,
     store_if,
@@ -72,11 +73,15 @@ class Stages:
       stages: of shared memory.
       resident: thread blocks of a multiprocessor.
       split: thread blocks that share K, where there are none and tiles do not suffice.
+      again: whether a stage is waited for again when it is converted, which takes no time: over
+        that loop the compiler moves nothing, and else it converts when the products of the stage
+        before are done, not while they are under way.
     """
 
     stages: int
     resident: int = 1
     split: int = 1
+    again: bool = False
 
 
 class Warps(ProductEntry):
@@ -99,7 +104,7 @@ class Warps(ProductEntry):
         self.vectors = vectors
         self.rows = product.rows
         tile = tile or Stages(**self.tuned("Warps"))
-        self.stages = tile.stages
+        self.stages, self.again = tile.stages, tile.again
         self.resident = tile.resident if vectors else 1
         self.cluster = tile.split if kind == "one" else 1
         # Registers go from one warpgroup to others; of several blocks none has too many.
@@ -441,6 +446,8 @@ class Warps(ProductEntry):
         for box in range_constexpr(self.per):
             into: cutlass.Constexpr = (bank + box) % 2
             self.fill(words, places, apart, scales, slot, box, into)
+            if const_expr(self.again):
+                cute.arch.mbarrier_wait(full + slot, phase)
             warpgroup.wait_group(0)
             if const_expr(box == 0):
                 if behind:
@@ -632,19 +639,16 @@ class Free(Warps):
         return [cute.local_tile(at, self.box, (None, 0))]
 
     def lanes(self, base, warp: Int32, lane: Int32, how: tuple):
-        """Of elements 2q and 2q + 1 of K where the codes are, then where the factors are."""
+        """See `Warps`; where a lane begins to read codes, and factors."""
         del how
         g, q = lane // 4, lane % 4
-        byte = (warp * 16 + 2 * g) // self.per  # of a row
-        rows = [2 * q + i for i in range(2)]
-        keys = [row if self.per == 1 else q for row in rows]  # of TMA's swizzle
         here = (base + HEAD).toint()
-        places = [
-            Uint32(here + row * self.box[1] + ((byte // 16 ^ key) << 4) + byte % 16)
-            for row, key in zip(rows, keys, strict=True)
-        ]
-        factors = base.toint() + self.factors_at + warp // 2 * self.pitch + q * 8
-        return warp * 16 + 2 * g, Int32(1), Int32(0), [*places, Uint32(factors)]
+        if self.per == 1:  # a row of 16 bytes each lane, of 32 elements of K
+            codes = here + lane * self.box[1] + ((warp ^ lane % 8) << 4)
+        else:
+            codes = here + 2 * q * self.box[1] + ((warp // 2 ^ q) << 4) + warp % 2 * 8 + g
+        factors = base.toint() + self.factors_at + warp // 2 * self.pitch + q * 16
+        return warp * 16 + 2 * g, Int32(1), Int32(0), [Uint32(codes), Uint32(factors)]
 
     def rows_of_scales(self, *_) -> list:
         """They are read from shared memory."""
@@ -667,7 +671,7 @@ class Free(Warps):
         block = cutlass.min(n0 // BLOCK + lane % 4, blocks - 1)
         from_ = s.toint() + Int64(e) * high * blocks + block
         to = base.toint() + self.factors_at + lane % 4 * self.pitch
-        to += lane // 4 % 4 * 8 + lane // 16 * 4
+        to += lane // 4 % 4 * 16 + lane // 16 * 4
         column = Int32(0)
         for _ in cutlass.range(count, unroll=1):
             if turn == own:
@@ -681,7 +685,7 @@ class Free(Warps):
                 cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                 for j in range_constexpr(pairs):
                     place = cute.make_ptr(
-                        Uint32, to + slot * self.factor_bytes + 32 * j,
+                        Uint32, to + slot * self.factor_bytes + j // 2 * 64 + j % 2 * 8,
                         cute.AddressSpace.smem, assumed_align=4,
                     )  # fmt: skip
                     both = held[0, j] | (held[1, j] << Uint32(8))
@@ -704,31 +708,39 @@ class Free(Warps):
         into: cutlass.Constexpr,
     ):  # fmt: skip
         """See `Warps`."""
-        shift = Uint32(slot * self.w_bytes)
-        held = cute.make_rmem_tensor((2, 2, 4), Uint32)
-        factors = cute.make_rmem_tensor((2, 4), Uint32)
+        held = cute.make_rmem_tensor((2, 4), Uint32)
+        factors = cute.make_rmem_tensor((4, 2), Uint32)
+        for j in range_constexpr(2):
+            first = places[0] + Uint32(slot * self.w_bytes + (64 * box + 32 * j) * self.box[1])
+            four = self.four_pairs(first)
+            for i in range_constexpr(4):
+                held[i % 2, 2 * j + i // 2] = four[i]
+            at = places[1] + Uint32(slot * self.factor_bytes + (2 * box + j) * 64)
+            from_ = cute.make_ptr(Uint32, Int32(at), cute.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(4)), factors[None, j])
         for k in range_constexpr(4):
             for h in range_constexpr(2):
-                row: cutlass.Constexpr = 64 * box + 16 * k + 8 * h
-                for i in range_constexpr(2):
-                    at = places[i] + shift + Uint32(row * self.box[1])
-                    held[i, h, k] = load_shared(at, 16 // self.per)
-            at = places[2] + Uint32(slot * self.factor_bytes + (4 * box + k) * 32)
-            from_ = cute.make_ptr(Uint32, Int32(at), cute.AddressSpace.smem, assumed_align=8)
-            cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(2)), factors[None, k])
-        for k in range_constexpr(4):
-            for h in range_constexpr(2):
-                both = self.of_pairs(held[0, h, k], held[1, h, k], factors[h, k])
+                both = self.of_pairs(held[h, k], factors[k % 2 * 2 + h, k // 2])
                 for r in range_constexpr(2):
                     words[(0, r, h), 0, k, into] = both[r]
 
-    def of_pairs(self, low: Uint32, high: Uint32, factors: Uint32) -> list:
+    def four_pairs(self, first: Uint32) -> list:
+        """Codes of 32 elements of K: a lane's pairs 2q and 2q + 1 of each eight, a word each."""
+        if self.per == 1:
+            return load_columns(first)
+        pairs = [
+            [load_shared(first + Uint32((8 * i + r) * self.box[1]), 8) for r in range(2)]
+            for i in range(4)
+        ]
+        return [low | (high << Uint32(16)) for low, high in pairs]
+
+    def of_pairs(self, word: Uint32, factors: Uint32) -> list:
         """The codes of two columns, of two elements of K, as a word of bfloat16 each."""
         if self.per == 2:
-            both = spread_e2m1(low | (high << Uint32(16)))[:2]
-            return [times(times_2_to_126(word), factors) for word in both]
+            return [times(times_2_to_126(each), factors) for each in spread_e2m1(word)[:2]]
         to = convert.Conversion("bfloat16", self.format, self.arch)
-        return convert.dequantized_pairs([convert.bytes_of(low, high, 0x5140)], [factors] * 2, to)
+        turned = convert.bytes_of(word, word, 0x3120)
+        return convert.dequantized_pairs([turned], [factors] * 2, to)
 
 
 class Gated(Warps):

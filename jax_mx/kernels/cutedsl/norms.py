@@ -8,7 +8,7 @@ within a warp and a few words of shared memory.
 import dataclasses
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Float64, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK
@@ -23,16 +23,26 @@ SUMS = 2048  # that are taken side by side
 NOT_READY = 0  # a factor's bits before it is there; a factor of 0 has a sign until it is read
 
 
-# ---- arithmetic: of words of two bfloat16 ---
-_WIDEN = "shl.b32 w, {$r0}, 16; mov.b32 a, w; and.b32 w, {$r0}, 0xFFFF0000; mov.b32 b, w; "
+# ---- arithmetic: of words of two 16-bit floats, or of one float32 ---
+_WIDEN = {
+    "bfloat16": (
+        ".reg .b32 w; .reg .f32 a, b; "
+        "shl.b32 w, {$r0}, 16; mov.b32 a, w; and.b32 w, {$r0}, 0xFFFF0000; mov.b32 b, w; "
+    ),
+    "float16": (
+        ".reg .b16 v, w; .reg .f32 a, b; "
+        "mov.b32 {v, w}, {$r0}; cvt.f32.f16 a, v; cvt.f32.f16 b, w; "
+    ),
+}
+SUM = {"bfloat16": Float32, "float16": Float32, "float32": Float64}  # what squares are added in
 
 
 @dsl_user_op
-def plus_squares(word: Uint32, a: Float32, b: Float32, *, loc=None, ip=None) -> list:
+def plus_squares(word: Uint32, a: Float32, b: Float32, dtype: str, *, loc=None, ip=None) -> list:
     """Two sums and the squares of a word's elements; those below 2^-126 are zeros."""
     return list(
         cute.arch.inline_ptx(
-            f"{{ .reg .b32 w; .reg .f32 a, b; {_WIDEN}"
+            f"{{ {_WIDEN[dtype]}"
             "mul.rn.ftz.f32 a, a, a; mul.rn.ftz.f32 b, b, b; "
             "add.rn.ftz.f32 {$w0}, {$r1}, a; add.rn.ftz.f32 {$w1}, {$r2}, b; }",
             write_only_types=[Float32] * 2,
@@ -44,13 +54,75 @@ def plus_squares(word: Uint32, a: Float32, b: Float32, *, loc=None, ip=None) -> 
 
 
 @dsl_user_op
-def normed(word: Uint32, factor: Float32, a: Float32, b: Float32, *, loc=None, ip=None) -> Uint32:
-    """A word's elements times their row's factor, times their columns' weights."""
+def plus_square(word: Uint32, total: Float64, *, loc=None, ip=None) -> Float64:
+    """A sum and the square of a float32, exact in float64; of a subnormal one of 0."""
     return cute.arch.inline_ptx(
-        f"{{ .reg .b32 w; .reg .f32 a, b; {_WIDEN}"
+        "{ .reg .f32 a; .reg .f64 d; mov.b32 a, {$r0}; cvt.ftz.f64.f32 d, a; "
+        "fma.rn.f64 {$w0}, d, d, {$r1}; }",
+        write_only_types=[Float64],
+        read_only_args=[word, total],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def _sum_of_two(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The sums of two words' bfloat16."""
+    each = "shl.b32 w, {$r%d}, 16; mov.b32 %s, w; and.b32 w, {$r%d}, 0xFFFF0000; mov.b32 %s, w; "
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 w; .reg .f32 a, b, c, d; "
+        + each % (0, "a", 0, "b")
+        + each % (1, "c", 1, "d")
+        + "add.rn.ftz.f32 a, a, c; add.rn.ftz.f32 b, b, d; cvt.rn.bf16x2.f32 {$w0}, b, a; }",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@cute.jit
+def add_to(target, rY):
+    """Adds a fragment of bfloat16 to another one."""
+    to, words = cute.recast_tensor(target, Uint32), cute.recast_tensor(rY, Uint32)
+    for w in range_constexpr(cute.size(words)):
+        to[w] = _sum_of_two(to[w], words[w])
+
+
+def normed(words: list, factor, weights, dtype: str) -> list:
+    """Elements times their row's factor, times their columns' weights."""
+    if dtype == "float32":
+        return [_normed_one(word, factor, weights[i]) for i, word in enumerate(words)]
+    return [
+        _normed_two(word, factor, weights[2 * i], weights[2 * i + 1], dtype)
+        for i, word in enumerate(words)
+    ]
+
+
+@dsl_user_op
+def _normed_one(word: Uint32, factor: Float64, a: Float32, *, loc=None, ip=None) -> Uint32:
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 a; .reg .f64 x, y; mov.b32 a, {$r0}; cvt.ftz.f64.f32 x, a; "
+        "cvt.f64.f32 y, {$r2}; mul.rn.f64 x, x, {$r1}; mul.rn.f64 x, x, y; cvt.rn.f32.f64 a, x; "
+        "add.rn.ftz.f32 a, a, 0f80000000; mov.b32 {$w0}, a; }",
+        write_only_types=[Uint32],
+        read_only_args=[word, factor, a],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def _normed_two(
+    word: Uint32, factor: Float32, a: Float32, b: Float32, dtype: str, *, loc=None, ip=None
+) -> Uint32:
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    return cute.arch.inline_ptx(
+        f"{{ {_WIDEN[dtype]}"
         "mul.rn.ftz.f32 a, a, {$r1}; mul.rn.ftz.f32 b, b, {$r1}; "
         "mul.rn.ftz.f32 a, a, {$r2}; mul.rn.ftz.f32 b, b, {$r3}; "
-        "cvt.rn.bf16x2.f32 {$w0}, b, a; }",
+        f"cvt.rn.{kind}.f32 {{$w0}}, b, a; }}",
         write_only_types=[Uint32],
         read_only_args=[word, factor, a, b],
         loc=loc,
@@ -59,8 +131,10 @@ def normed(word: Uint32, factor: Float32, a: Float32, b: Float32, *, loc=None, i
 
 
 @dsl_user_op
-def factor_of(total: Float32, length: Int32, eps: Int32, *, loc=None, ip=None) -> Float32:
+def factor_of(total, length: Int32, eps: Int32, *, loc=None, ip=None):
     """sqrt(length / (total + length * eps)) in float64; `eps` are the bits of a float32.
+
+    Of a float32 it is rounded to one.
 
     Without branches and calls, as nothing is subnormal. The quotient is rounded as IEEE 754 says:
     its last step has the exact remainder (P. Markstein, IBM J. Res. Dev. 34, 1990). The root's last
@@ -78,13 +152,23 @@ def factor_of(total: Float32, length: Int32, eps: Int32, *, loc=None, ip=None) -
         "rsqrt.approx.ftz.f64 y, q; mul.rn.f64 g, q, y; mul.rn.f64 h, y, 0d3FE0000000000000; "
         f"{step * 2}neg.f64 m, g; fma.rn.f64 r, m, g, q; fma.rn.f64 g, r, h, g; "
     )
+    kind = type(total)
+    take = "cvt.f64.f32 d, {$r0}; "
+    give = (
+        "cvt.rn.f32.f64 f, g; setp.eq.f64 p, d, 0d0000000000000000; selp.f32 f, 0f7F800000, f, p; "
+        "setp.eq.f64 p, d, 0d7FF0000000000000; selp.f32 {$w0}, 0f00000000, f, p; }"
+    )
+    if kind is Float64:
+        take = "mov.f64 d, {$r0}; "
+        give = (
+            "setp.eq.f64 p, d, 0d0000000000000000; selp.f64 g, 0d7FF0000000000000, g, p; "
+            "setp.eq.f64 p, d, 0d7FF0000000000000; selp.f64 {$w0}, 0d0000000000000000, g, p; }"
+        )
     return cute.arch.inline_ptx(
         "{ .reg .f64 d, n, e, y, m, r, q, g, h; .reg .f32 f; .reg .pred p; mov.b32 f, {$r2}; "
-        "cvt.f64.f32 e, f; cvt.f64.f32 d, {$r0}; cvt.rn.f64.s32 n, {$r1}; mul.rn.f64 e, n, e; "
-        f"add.rn.f64 d, d, e; {quotient}{root}cvt.rn.f32.f64 f, g; "
-        "setp.eq.f64 p, d, 0d0000000000000000; selp.f32 f, 0f7F800000, f, p; "
-        "setp.eq.f64 p, d, 0d7FF0000000000000; selp.f32 {$w0}, 0f00000000, f, p; }",
-        write_only_types=[Float32],
+        f"cvt.f64.f32 e, f; {take}cvt.rn.f64.s32 n, {{$r1}}; mul.rn.f64 e, n, e; "
+        f"add.rn.f64 d, d, e; {quotient}{root}{give}",
+        write_only_types=[kind],
         read_only_args=[total, Int32(length), Int32(eps)],
         loc=loc,
         ip=ip,
@@ -98,7 +182,7 @@ def tree(sums: list):
     return sums[0]
 
 
-def over_warp(value: Float32) -> Float32:
+def over_warp(value):
     """The sum of all lanes' values, likewise."""
     for i in range(5):
         value = value + cute.arch.shuffle_sync_bfly(value, offset=1 << i)
@@ -106,12 +190,15 @@ def over_warp(value: Float32) -> Float32:
 
 
 @cute.jit
-def add_vector(sums, rX):
+def add_vector(sums, rX, dtype: cutlass.Constexpr):
     """Adds the squares of a lane's elements to its sums."""
     words = cute.recast_tensor(rX, Uint32)
     for w in range_constexpr(cute.size(words)):
-        both = plus_squares(words[w], sums[2 * w], sums[2 * w + 1])
-        sums[2 * w], sums[2 * w + 1] = both[0], both[1]
+        if const_expr(dtype == "float32"):
+            sums[w] = plus_square(words[w], sums[w])
+        else:
+            both = plus_squares(words[w], sums[2 * w], sums[2 * w + 1], dtype)
+            sums[2 * w], sums[2 * w + 1] = both[0], both[1]
 
 
 # ---- along rows ---
@@ -156,41 +243,43 @@ class Rows(WholeBlocks):
         rX.fill(convert.INPUT[self.dtype](0))
         for r in range_constexpr(rows):
             for s in range_constexpr(self.tile.kept):
-                self.take(rX[None, s, r], arrays["x"], starts[r], counts[r], s)
+                self.take(rX[None, s, r], arrays, starts[r], counts[r], s)
         where: cutlass.Constexpr = (first, starts, counts)
         # Of rows that are longer than what is kept, the rest is read twice.
         sweeps = (vectors + self.threads - 1) // self.threads
-        sums = self.sums(rX, arrays["x"], scalars, where, sweeps)
+        sums = self.sums(rX, arrays, scalars, where, sweeps)
         factors = self.factors(sums, arrays["factors"], scalars, first)
         for s in range_constexpr(self.tile.kept):
             if self.is_busy(s, scalars):
                 self.put(rX[None, s, None], factors, arrays, scalars, where, s)
         for s in cutlass.range(self.tile.kept, sweeps, unroll=1):
-            self.put(self.again(arrays["x"], where, s), factors, arrays, scalars, where, s)
+            # What this thread has added it reads.
+            source: cutlass.Constexpr = {"x": arrays["sum" if self.variant.added else "x"]}
+            self.put(self.again(source, where, s), factors, arrays, scalars, where, s)
 
     @cute.jit
-    def sums(self, rX, x, scalars, where: cutlass.Constexpr, sweeps):
+    def sums(self, rX, arrays, scalars, where: cutlass.Constexpr, sweeps):
         """A thread's sums of squares, of each row."""
-        sums = cute.make_rmem_tensor((self.elements, self.tile.rows), Float32)
-        sums.fill(Float32(0.0))
+        sums = cute.make_rmem_tensor((self.elements, self.tile.rows), SUM[self.dtype])
+        sums.fill(SUM[self.dtype](0.0))
         for s in range_constexpr(self.tile.kept):
             if self.is_busy(s, scalars):
                 for r in range_constexpr(self.tile.rows):
-                    add_vector(sums[None, r], rX[None, s, r])
+                    add_vector(sums[None, r], rX[None, s, r], self.dtype)
         for s in cutlass.range(self.tile.kept, sweeps, unroll=1):
-            rY = self.again(x, where, s)
+            rY = self.again(arrays, where, s)
             for r in range_constexpr(self.tile.rows):
-                add_vector(sums[None, r], rY[None, r])
+                add_vector(sums[None, r], rY[None, r], self.dtype)
         return sums
 
     @cute.jit
-    def again(self, x, where: cutlass.Constexpr, s):
+    def again(self, arrays, where: cutlass.Constexpr, s):
         """A vector of each row."""
         rX = cute.make_rmem_tensor((self.elements, self.tile.rows), convert.INPUT[self.dtype])
         rX.fill(convert.INPUT[self.dtype](0))
         _, starts, counts = where
         for r in range_constexpr(self.tile.rows):
-            self.take(rX[None, r], x, starts[r], counts[r], s)
+            self.take(rX[None, r], arrays, starts[r], counts[r], s)
         return rX
 
     @cute.jit
@@ -215,13 +304,21 @@ class Rows(WholeBlocks):
         return tid // 32 * 32 < blocks * self.sharers - s * self.threads
 
     @cute.jit
-    def take(self, target, x, start, count, s):
-        """Loads a vector of a row, if x has it."""
+    def take(self, target, arrays, start, count, s):
+        """Loads a vector of a row, if x has it; with a residual their sum, which it stores."""
         n: cutlass.Constexpr = self.elements
+        dtype: cutlass.Constexpr = convert.INPUT[self.dtype]
         if s * self.threads < count:
-            at = x + start * n + s * (self.threads * n)
+            first, beyond = start * n, s * (self.threads * n)
             align: cutlass.Constexpr = 16 if self.aligned else self.itemsize
-            load(vector_at(at, convert.INPUT[self.dtype], align, n), target, False)
+            load(vector_at(arrays["x"] + first + beyond, dtype, align, n), target, False)
+            if const_expr("residual" in arrays):
+                rY = cute.make_rmem_tensor(n, dtype)
+                residual = arrays["residual"] + first + beyond
+                load(vector_at(residual, dtype, align, n), rY, False)
+                add_to(target, rY)
+                to = vector_at(arrays["sum"] + first + beyond, dtype, align, n)
+                cute.autovec_copy(target, to)
 
     @cute.jit
     def factors(self, own, to, scalars, first):
@@ -230,11 +327,11 @@ class Rows(WholeBlocks):
         rows: cutlass.Constexpr = self.tile.rows
         tid, _, _ = cute.arch.thread_idx()
         sums = cute.make_tensor(
-            cute.arch.alloc_smem(Float32, warps * rows, alignment=16),
+            cute.arch.alloc_smem(SUM[self.dtype], warps * rows, alignment=16),
             cute.make_layout((warps, rows)),
         )
         found = cute.make_tensor(
-            cute.arch.alloc_smem(Float32, rows, alignment=16), cute.make_layout(rows)
+            cute.arch.alloc_smem(SUM[self.dtype], rows, alignment=16), cute.make_layout(rows)
         )
         for r in range_constexpr(rows):
             total = over_warp(tree([own[i, r] for i in range(self.elements)]))
@@ -246,7 +343,7 @@ class Rows(WholeBlocks):
             factor = factor_of(total, scalars[1] * BLOCK, scalars[len(scalars) - 1])
             found[tid] = factor
             if first + tid < scalars[0]:
-                vector_at(to + first + tid, Float32, 4, 1)[0] = factor
+                vector_at(to + first + tid, Float32, 4, 1)[0] = Float32(factor)
         cute.arch.sync_threads()
         return tuple(found[r] for r in range(rows))
 
@@ -287,7 +384,8 @@ class Rows(WholeBlocks):
         tid, _, _ = cute.arch.thread_idx()
         part = tid % sharers
         words = cute.recast_tensor(rX, Uint32)
-        held = [normed(words[w], factor, weights[2 * w], weights[2 * w + 1]) for w in range(n // 2)]
+        held = [words[w] for w in range(cute.size(words))]
+        held = normed(held, factor, weights, self.dtype)
         of_block: cutlass.Constexpr = preprocessed.Place(part, sharers, n, Int32(0))
         data = ([], cutlass.Boolean(False))
         packed, scale = self.quantized(held, data, 0, rule, extra, of_block)
@@ -365,10 +463,15 @@ class NormedTiled(Tiled):
         elif step >= self.tile.lag:
             self.quantize_tile(pointers, scalars)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a compiler left to itself spills registers, to have more thread blocks."""
+        packs = self.dtype == "float16" and self.per_byte == 2
+        return not self.aligned or packs or (self.variant.added and convert.has(self.arch, 100))
+
     @cute.jit
     def __call__(self, pointers, scalars):
-        # Where a compiler left to itself spills registers, to have more thread blocks.
-        free: cutlass.Constexpr = {"min_blocks_per_mp": 1} if not self.aligned else {}
+        free: cutlass.Constexpr = {"min_blocks_per_mp": 1} if self.is_crowded else {}
         self.kernel(pointers, scalars).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], **free)
 
     def tiles(self, scalars) -> tuple:
@@ -393,10 +496,12 @@ class NormedTiled(Tiled):
 
     # ---- factors ---
     @cute.jit
-    def sums(self, x, scalars, first, count: cutlass.Constexpr, chunk, deep: cutlass.Constexpr):
+    def sums(
+        self, arrays, scalars, first, count: cutlass.Constexpr, chunk, deep: cutlass.Constexpr
+    ):  # fmt: skip
         """A warp's sums of the squares of `count` rows, over the columns of a chunk of sums.
 
-        `deep` vectors of each are loaded at once.
+        `deep` vectors of each are loaded at once. Of a residual it stores sums.
         """
         _, k = self.lengths(scalars)
         n: cutlass.Constexpr = self.vector
@@ -410,10 +515,15 @@ class NormedTiled(Tiled):
             for r in range_constexpr(count):
                 for s in range_constexpr(deep):
                     col = (turn * deep + s) * SUMS + left
-                    self.load_piece(rX[None, s, r], x, first + r, col, k)
+                    self.load_piece(rX[None, s, r], arrays["x"], first + r, col, k)
+            if const_expr(self.variant.added):
+                for r in range_constexpr(count):
+                    for s in range_constexpr(deep):
+                        col = (turn * deep + s) * SUMS + left
+                        self.add_piece(rX[None, s, r], arrays, first + r, col, k)
             for r in range_constexpr(count):
                 for s in range_constexpr(deep):
-                    add_vector(own[None, r], rX[None, s, r])
+                    add_vector(own[None, r], rX[None, s, r], self.dtype)
         return [over_warp(tree([own[i, r] for i in range(n)])) for r in range(count)]
 
     @cute.jit
@@ -429,6 +539,25 @@ class NormedTiled(Tiled):
             for i in range_constexpr(n):
                 if col + i < k:
                     target[i] = mX[i]
+
+    @cute.jit
+    def add_piece(self, target, arrays, row, col, k):
+        """Adds the residual's elements, and stores the sum."""
+        n: cutlass.Constexpr = self.vector
+        dtype: cutlass.Constexpr = convert.INPUT[self.dtype]
+        rY = cute.make_rmem_tensor(n, dtype)
+        rY.fill(dtype(0))
+        self.load_piece(rY, arrays["residual"], row, col, k)
+        add_to(target, rY)
+        to = arrays["sum"] + (Int64(row) * k + col)
+        if const_expr(self.aligned):
+            if col < k:
+                cute.autovec_copy(target, vector_at(to, dtype, 16, n))
+        else:
+            mS = cute.make_tensor(to, cute.make_layout(n))
+            for i in range_constexpr(n):
+                if col + i < k:
+                    mS[i] = target[i]
 
     def finished(self, total, scalars) -> Uint32:
         """The bits of a factor, for the sum of a row's squares; never `NOT_READY`."""
@@ -454,7 +583,7 @@ class NormedTiled(Tiled):
         )
         if first < blocks_m * BLOCK:
             row = warp // chunks * count
-            found = self.sums(arrays["x"], scalars, first + row, count, warp % chunks, self.deep)
+            found = self.sums(arrays, scalars, first + row, count, warp % chunks, self.deep)
             for r in range_constexpr(count):
                 if tid % 32 == 0:
                     shared[warp % chunks, row + r] = found[r]
@@ -485,7 +614,7 @@ class NormedTiled(Tiled):
         if missing != Uint32(0):
             for r in cutlass.range(each, unroll=1):
                 if (missing >> Uint32(r)) & Uint32(1) != Uint32(0):
-                    found = self.find_alone(arrays["x"], scalars, first + r)
+                    found = self.find_alone(arrays, scalars, first + r)
                     bits = select(lane == r, found, bits)
         if lane < each:
             shared[warp * each + lane] = bits & Uint32(0x7FFFFFFF)
@@ -493,13 +622,13 @@ class NormedTiled(Tiled):
         return shared
 
     @cute.jit
-    def find_alone(self, x, scalars, row):
+    def find_alone(self, arrays, scalars, row):
         """A row's factor, by one warp."""
         chunks: cutlass.Constexpr = SUMS // self.CHUNK
         lane = cute.arch.lane_idx()
         own = Float32(0.0)
         for chunk in cutlass.range(chunks, unroll=1):
-            (found,) = self.sums(x, scalars, row, 1, chunk, 1)
+            (found,) = self.sums(arrays, scalars, row, 1, chunk, 1)
             own = Float32(cutlass.select_(lane % chunks == chunk, found, own))
         for i in range_constexpr(chunks.bit_length() - 1):
             own = own + cute.arch.shuffle_sync_bfly(own, offset=1 << i)
@@ -512,12 +641,20 @@ class NormedTiled(Tiled):
             self.per_byte == 2 and self.variant.form.is_both and not convert.has(self.arch, 90)
         )
         if self.aligned or not crowded:
-            rX = (self.load if self.aligned else self.load_unaligned)(arrays["x"], at, lane)
+            rX = self.loaded(arrays, at, lane)
             factors = self.await_factors(arrays, scalars, at)
         else:  # there are no registers left for x while it waits
             factors = self.await_factors(arrays, scalars, at)
-            rX = self.load_unaligned(arrays["x"], at, lane)
+            rX = self.loaded(arrays, at, lane)
         self.norm(rX, factors, arrays["weights"], at, lane)
+        return rX
+
+    def loaded(self, arrays, *where):
+        """This lane's patch of x, or of the sum."""
+        load_patch = self.load if self.aligned else self.load_unaligned
+        rX = load_patch(arrays["x"], *where)
+        if self.variant.added:
+            add_to(rX, load_patch(arrays["residual"], *where))
         return rX
 
     @cute.jit
@@ -537,10 +674,12 @@ class NormedTiled(Tiled):
                     if left + j < k:
                         rM[j] = mW[j]
             words = cute.recast_tensor(rX, Uint32)
+            count: cutlass.Constexpr = n * self.itemsize // 4
             for i in range_constexpr(self.rows):
                 factor = convert.bits_to_float(factors[lane.row + i])
-                for w in range_constexpr(n // 2):
-                    words[w, i] = normed(words[w, i], factor, rM[2 * w], rM[2 * w + 1])
+                made = normed([words[w, i] for w in range(count)], factor, rM, self.dtype)
+                for w in range_constexpr(count):
+                    words[w, i] = made[w]
 
 
 @dsl_user_op

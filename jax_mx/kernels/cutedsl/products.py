@@ -50,6 +50,24 @@ def load_shared(address: Uint32, bits: int, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def load_columns(address: Uint32, *, loc=None, ip=None) -> list:
+    """Of four 8 x 8 matrices of 16 bits what wgmma's first operand wants of their transposes.
+
+    A lane's word of each has rows 2q and 2q + 1 of column g, for g = lane / 4 and q = lane % 4;
+    its address is that of row `lane` of the 32, of 16 bytes.
+    """
+    return list(
+        cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[Uint32(address)],
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
 def of_block(address: Int32, rank: int, *, loc=None, ip=None) -> list:
     """Two floats of the shared memory of another thread block of the cluster."""
     return list(

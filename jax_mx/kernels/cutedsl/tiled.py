@@ -398,16 +398,21 @@ class Tiled(Kernel):
                     cute.make_rmem_tensor((self.vector, together), convert.INPUT[self.dtype])
                     for _ in range(2)
                 ]
+                place: cutlass.Constexpr = Place(0, first + top, left)
+                size: cutlass.Constexpr = Extents(blocks_m * BLOCK, k)
                 for half in range_constexpr(2):
-                    place: cutlass.Constexpr = Place(0, first + top, left)
-                    size: cutlass.Constexpr = Extents(blocks_m * BLOCK, k)
-                    self.load_part(both[half], x, half, 2, size, place)
+                    if const_expr(self.interleaved):
+                        self.load_turns(both[half], x, half, size, place)
+                    else:
+                        self.load_part(both[half], x, half, 2, size, place)
                 rM = self.weights_of(weights, first + top, together)
                 gates, ups, made = (cute.recast_tensor(r, Uint32) for r in (*both, rX))
                 for i in range_constexpr(together):
-                    for w in range_constexpr(self.vector // 2):
+                    if const_expr(self.interleaved):
+                        activations.part(gates[None, i], ups[None, i])
+                    for w in range_constexpr(self.vector * self.itemsize // 4):
                         made[w, top + i] = activations.gated(
-                            self.variant.source, gates[w, i], ups[w, i], rM[i]
+                            self.activation, gates[w, i], ups[w, i], rM[i], self.dtype
                         )
         return rX
 
@@ -479,6 +484,15 @@ class Tiled(Kernel):
                 for j in range_constexpr(n):
                     if place.col + j < k:
                         target[j, i] = mX[place.row + i, left + j]
+
+    def load_turns(
+        self, target, x, part: int, size: cutlass.Constexpr, place: cutlass.Constexpr
+    ) -> None:
+        """Loads a half of what gates and ups take turns in, of some columns of some rows."""
+        n, _ = target.shape
+        wide: cutlass.Constexpr = Extents(size.rows, 2 * size.cols)
+        at: cutlass.Constexpr = Place(0, place.row, 2 * place.col + part * n)
+        self.load_part(target, x, 0, 1, wide, at)
 
     def weights_of(self, weights, first, count: int):
         """The weights of some rows."""

@@ -288,6 +288,8 @@ class Transposed(Floats, Contracted):
                     for k in cutlass.range((left + STEP - 1) // STEP, unroll=1):
                         self.step(mma, sums, tA, tB, k, slot)
                     warpgroup.commit_group()
+                    if const_expr(self.tile.behind > 0):
+                        ahead = self.lead(ahead, 1)
                     slot, phase = self.next(slot, phase)
                 warpgroup.wait_group(0)
                 if count > 0:

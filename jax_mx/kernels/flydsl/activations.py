@@ -1,4 +1,4 @@
-"""Gated activations in registers, of two bfloat16 at a time; see facts/activations.py.
+"""Gated activations in registers, a word at a time; see facts/activations.py.
 
 The wave's mode has to make zeros of subnormals, see `convert.flush_subnormals`.
 """
@@ -6,11 +6,13 @@ The wave's mode has to make zeros of subnormals, see `convert.flush_subnormals`.
 import math
 from collections.abc import Callable, Mapping
 
-from flydsl.expr import Float32, Uint32
+import numpy as np
+from flydsl.expr import Float32, Float64, Int32, Uint32, Uint64
 
 from jax_mx.facts.activations import (
     ACTIVATIONS,
     CUBE,
+    EXP,
     NEAR,
     SHARPNESS,
     TAIL,
@@ -23,10 +25,22 @@ from jax_mx.kernels.flydsl import convert
 _LOG2E = math.log2(math.e)
 
 
-def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, arch: str) -> Uint32:
-    """A word of act(gate) * up * weight, bfloat16, of words of gates and of ups."""
-    both = zip(*(convert.elements(word, "bfloat16") for word in (gates, ups)), strict=True)
-    return convert.round_two(*(_gated(name, *pair) * weight for pair in both), arch)
+def parted(both: list[list[Uint32]]) -> list[list[Uint32]]:
+    """Words of gates, and of ups, of words of both by turns."""
+    words = [word for part in both for word in part]
+    pairs = [*zip(words[1::2], words[::2], strict=True)]
+    return [
+        [convert.bytes_of(*pair, *half) for pair in pairs] for half in ((0, 1, 4, 5), (2, 3, 6, 7))
+    ]
+
+
+def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str, arch: str) -> Uint32:
+    """A word of act(gate) * up * weight, of words of gates and of ups, all of this dtype."""
+    both = zip(*(convert.elements(word, dtype) for word in (gates, ups)), strict=True)
+    found = [_gated(name, *pair, dtype) * weight for pair in both]
+    if dtype == "float32":
+        return found[0].bitcast(Uint32)
+    return convert.round_two(*found, arch)
 
 
 def gradients(
@@ -49,10 +63,13 @@ def gradients(
     return [convert.round_two(*two, arch) for two in zip(*pairs, strict=True)]
 
 
-def _gated(name: str, gate: Float32, up: Float32) -> Float32:
-    """act(gate) * up; float32 has it exactly where there is no shift."""
+def _gated(name: str, gate: Float32, up: Float32, dtype: str) -> Float32:
+    """act(gate) * up; from bfloat16 float32 has it exactly where there is no shift."""
     row = ACTIVATIONS[name]
     gate, up = _factors(row, gate, up)
+    if dtype != "bfloat16":
+        part = _in_float64 if row.unary in _SIZES else lambda x, unary: _PARTS[unary](x)
+        return part(gate, row.unary) * up
     return _rounded(_PARTS[row.unary](gate), row.rounding.part) * up
 
 
@@ -153,6 +170,62 @@ _PARTS: Mapping[str, Callable[[Float32], Float32]] = {
     "relu2": _relu2,
     "identity": lambda x: x,
 }
+
+
+# ---- in float64, by the steps of `EXP` ---
+def _masked(x: Float64, mask: int) -> Float64:
+    return (x.bitcast(Uint64) & Uint64(mask)).bitcast(Float64)
+
+
+def _fma64(x: Float64, y: Float64, z: Float64) -> Float64:
+    return convert.intrinsic("llvm.fma.f64", Float64, x, y, z)
+
+
+_SIZES: Mapping[str, Callable[[Float64], Float64]] = {
+    "silu": lambda x: x,
+    "sharp_silu": lambda x: _masked(x * Float64(SHARPNESS), EXP.most),
+    "gelu": lambda x: _masked(
+        (x * Float64(TANH)) * (_masked((x * x) * Float64(CUBE), EXP.most) + Float64(1.0)),
+        EXP.most,
+    ),
+}
+
+
+def _in_float64(x: Float32, unary: str) -> Float32:
+    """x sigmoid(z)."""
+    wide, zero, one = x.to(Float64), Float64(0.0), Float64(1.0)
+    size = _SIZES[unary](convert.intrinsic("llvm.fabs.f64", Float64, wide))
+    near = size <= Float64(EXP.far)
+    size = near.select(size, zero)
+    n = convert.intrinsic("llvm.rint.f64", Float64, size * Float64(EXP.log2e))
+    r = _fma64(n, Float64(-EXP.ln2), size)
+    few, total = _masked(r, EXP.few), Float64(float(np.float32(EXP.inner[0])))
+    for coefficient in EXP.inner[1:]:
+        total = _fma64(_masked(total, EXP.few), few, Float64(coefficient))
+    for coefficient in EXP.outer:
+        total = _masked(total * r, EXP.most) + Float64(coefficient)
+    exponent = (zero - n).to(Int32)
+    small = convert.intrinsic("llvm.ldexp.f64.i32", Float64, total, exponent)
+    small = near.select(small, zero)
+    below = small + one
+    bits, infinite = x.bitcast(Uint32), Uint32(0x7F800000)
+    sign = bits & Uint32(0x80000000)
+    part = (sign != Uint32(0)).select(wide * small, wide)
+    found = _quotient(part, below).to(Float32)
+    # A quotient of zeros has lost its sign, that of an infinite gate is none.
+    found = found.bitcast(Uint32) & Uint32(0x7FFFFFFF) | sign
+    return (bits == infinite).select(infinite, found).bitcast(Float32)
+
+
+def _quotient(x: Float64, y: Float64) -> Float64:
+    """x / y, rounded to nearest: the last step has the exact remainder (see cutedsl/norms.py)."""
+    inverse = convert.intrinsic("llvm.amdgcn.rcp.f64", Float64, y)
+    minus, one = Float64(0.0) - y, Float64(1.0)
+    for _ in range(2):
+        rest = _fma64(minus, inverse, one)
+        inverse = _fma64(inverse, _fma64(rest, rest, rest), inverse)
+    found = x * inverse
+    return _fma64(_fma64(minus, found, x), inverse, found)
 
 
 # ---- its derivative ---

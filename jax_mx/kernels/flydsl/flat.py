@@ -149,16 +149,22 @@ class Flat(Kernel):
 
     def gated(self, arrays, strip, place, lane) -> list:
         """A lane's words of an activation's results for a place."""
-        row, both = strip.gated(place)
-        inside = as_int64(lane % self.sharers * 16)
+        row, both = strip.gated(place, self.interleaved)
+        inside, apart = as_int64(lane % self.sharers * 16), 0
+        if self.interleaved:
+            inside, apart = inside * 2, 16
         gates, ups = (
-            load_words(arrays["x"], block * (BLOCK * self.itemsize) + inside, 4, self.align[0])
-            for block in both
+            load_words(
+                arrays["x"], block * (BLOCK * self.itemsize) + inside + i * apart, 4, self.align[0]
+            )
+            for i, block in enumerate(both)
         )
+        if self.interleaved:
+            gates, ups = activations.parted([gates, ups])
         (weight,) = load_words(arrays["weights"], as_int64(row) * 4, 1, 4)
-        weight, name = weight.bitcast(fx.Float32), self.variant.source
+        weight, name = weight.bitcast(fx.Float32), self.activation
         pairs = zip(gates, ups, strict=True)
-        return [activations.gated(name, *pair, weight, self.arch) for pair in pairs]
+        return [activations.gated(name, *pair, weight, self.dtype, self.arch) for pair in pairs]
 
     def strip(self, sizes):
         """The workgroup's blocks."""

@@ -219,11 +219,17 @@ class Patches:
         block = as_int64(number) * as_int64(self.cols) + as_int64(col)
         return inside.select(block, Int64(0)), there
 
-    def gated(self, place) -> tuple:
-        """The row of a place, and which block of x its gates and its ups are; of padding any."""
+    def gated(self, place, interleaved: bool) -> tuple:
+        """The row of a place, and which block of x its gates and its ups are; of padding any.
+
+        Those that take turns are in two blocks, which begin with the given one.
+        """
         row, col = self.top + place // Uint32(self.COLS), self.left + place % Uint32(self.COLS)
         inside = (row < self.rows) & (col < self.cols)
         row, col = (inside.select(n, Uint32(0)) for n in (row, col))
+        if interleaved:
+            first = (as_int64(row) * as_int64(self.cols) + as_int64(col)) * 2
+            return row, (first, first)
         gates = as_int64(row) * as_int64(self.cols * Uint32(2)) + as_int64(col)
         return row, (gates, gates + as_int64(self.cols))
 

@@ -218,9 +218,16 @@ class Tiled(Kernel):
             number = as_int64(row + Uint32(i))
             (weight,) = load_words(weights, number * 4, 1, 4)
             start = x + number * (half * 2)
-            both = [self.load_row(start + half * part, col, k) for part in range(2)]
+            if self.interleaved:
+                both = activations.parted([
+                    self.load_row(start, col * 2 + part * self.vector, k * 2) for part in range(2)
+                ])  # fmt: skip
+            else:
+                both = [self.load_row(start + half * part, col, k) for part in range(2)]
             words.append([
-                activations.gated(self.variant.source, *pair, weight.bitcast(fx.Float32), self.arch)
+                activations.gated(
+                    self.activation, *pair, weight.bitcast(fx.Float32), self.dtype, self.arch
+                )
                 for pair in zip(*both, strict=True)
             ])  # fmt: skip
         return words

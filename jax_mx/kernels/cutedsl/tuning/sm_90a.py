@@ -11,6 +11,14 @@ CHIP = "NVIDIA H200"
 ROWS = [
     # ---- quantize: rows that are normed; (threads, kept, rows), and (down, across, each, lag) ---
     {
+        # Sums of float32 rows are float64.
+        "kernel": "quantize.Rows",
+        "where": {"itemsize": 4},
+        "value": {"threads": 256, "kept": 4, "rows": 1},
+        "date": "",
+        "measured": [],
+    },
+    {
         # What decides is how many bytes of x a multiprocessor waits for at once.
         "kernel": "quantize.Rows",
         "where": {},
@@ -193,6 +201,14 @@ ROWS = [
         # (4, 2) spills registers of geglu_erf on sm_100f and sm_120f.
         "kernel": "quantize.Tiled",
         "where": {"source": "gated", "window": "32", "codes_per_byte": 1, "aligned": False},
+        "value": {"down": 4, "across": 1},
+        "date": "2026-11-23",
+        "measured": [],
+    },
+    {
+        # (4, 2) spills registers of gpt_oss in MXFP4.
+        "kernel": "quantize.Tiled",
+        "where": {"source": "gated", "activation": "gpt_oss", "aligned": False},
         "value": {"down": 4, "across": 1},
         "date": "2026-11-23",
         "measured": [],
@@ -598,6 +614,49 @@ ROWS = [
     # ---- products; benchmarks/products.py ---
     # "Dense" is (16384, 7168) x (7168, 4096), "grouped" 8 groups of the same rows, N 2048. Where
     # tiles have 256 rows, registers and shared memory leave no other choice of stages.
+    {
+        "kernel": "matmul.Warps",
+        "where": {"free": True, "codes_per_byte": 2, "rows": 256},
+        "value": {"stages": 3, "again": True},
+        "date": "2026-11-23",
+        "measured": [
+            "MXFP4, (16384, 4096) x (4096, 7168), where cuBLAS takes 1187: 1287, not again 1296",
+        ],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"free": True, "codes_per_byte": 2},
+        "value": {"stages": 5, "again": True},
+        "date": "2026-11-23",
+        "measured": ["the same 1651"],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"free": True, "rows": 256},
+        "value": {"stages": 5},
+        "date": "2026-11-23",
+        "measured": [
+            "MXFP8, the same: 1316, again 1324; where lanes read two columns' codes at a time, not",
+            "by ldmatrix: 1357, with 4 stages the same",
+        ],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"free": True},
+        "value": {"stages": 7, "again": True},
+        "date": "2026-11-23",
+        "measured": ["the same 1687"],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"gated": True, "codes_per_byte": 2, "rows": 256},
+        "value": {"stages": 3, "again": True},
+        "date": "2026-11-23",
+        "measured": [
+            "dense with swiglu: MXFP4 1259, not again 1263, the product alone 1256, by XLA 1305;",
+            "MXFP8 1310, again 1315, alone 1283, by XLA 1334; cuBLAS alone 1203, by XLA 1248",
+        ],
+    },
     {
         "kernel": "matmul.Warps",
         "where": {"codes_per_byte": 2, "rows": 256},
