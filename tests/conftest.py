@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_MX_ARCHS", "sm_90a gfx942 gfx950")
 import hypothesis
 import jax
 import pytest
-from helpers import stand_in
+from helpers import lowered_apart, stand_in
 from jax._src import compiler
 
 from jax_mx.facts import verified
@@ -173,9 +173,8 @@ def without_code(monkeypatch):
     """Kernels are stand-ins: programs are lowered, and must not run."""
     monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
     monkeypatch.setattr(store, "get", stand_in)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+    with lowered_apart("without code"):
+        yield
 
 
 # ---- jax_mx/verified ---

@@ -23,16 +23,53 @@ POISON = 0xA7
 FLYDSL = [v for v in VARIANTS if v.implementation == "flydsl" and not v.source]
 
 
-def each_binary(variants):
-    """Parametrizes by the binaries of variants, which are compiled as they are asked for."""
+def binaries_of(variants) -> list[tuple]:
+    """(variant, arch) of each."""
+    return [(variant, arch) for variant in variants for arch in ARCHS["flydsl"]]
+
+
+def few(binaries) -> list[tuple]:
+    """Some that have, between them, what all have: forms, dtypes, formats, kinds, archs."""
+
+    def has(variant, arch):
+        own = {variant.form, variant.dtype, *variant.formats, *variant.kinds, arch}
+        return {(variant.op, each) for each in own} | {(arch, variant.dtype)}
+
+    found, missing = [], set().union(*(has(*each) for each in binaries))
+    while missing:
+        found.append(max(binaries, key=lambda each: len(missing & has(*each))))
+        missing -= has(*found[-1])
+    return found
+
+
+# Those that tests share by default, as to compile one takes longer than to test it.
+FEW = few(binaries_of(FLYDSL))
+
+
+def each_binary(variants, turn: int | None = None):
+    """Parametrizes by the binaries of variants of `FLYDSL`, by default of those in `FEW`.
+
+    With a turn, 0 or 1, of every second one of these.
+    """
+    default = [each for each in FEW if each[0] in variants]
+    default = default if turn is None else default[turn::2]
     return pytest.mark.parametrize(
         "variant,arch",
         [
-            pytest.param(variant, arch, id=f"{variant.name}-{arch}")
-            for variant in variants
-            for arch in ARCHS["flydsl"]
+            pytest.param(
+                *(variant, arch),
+                id=f"{variant.name}-{arch}",
+                marks=[pytest.mark.thorough] * ((variant, arch) not in default),
+            )
+            for variant, arch in binaries_of(variants)
         ],
     )
+
+
+def every_binary(variants):
+    """Parametrizes by the binaries of variants, which are compiled as they are asked for."""
+    ids = [f"{variant.name}-{arch}" for variant, arch in binaries_of(variants)]
+    return pytest.mark.parametrize("variant,arch", binaries_of(variants), ids=ids)
 
 
 def bytes_of(tree) -> list[np.ndarray]:

@@ -221,6 +221,18 @@ def stand_in(kernel: Binary, arch: str = "sm_90a") -> InHand:
     return InHand(facts, Path(), image)
 
 
+_apart = jax.make_user_context(default_value=None)  # part of JAX's caches' keys
+
+
+def lowered_apart(name: str | None = None):
+    """Programs are lowered anew within, and are not those that others find.
+
+    For what is patched under JAX: clearing its caches would cost all other programs. By a name
+    they are found again, by whoever patches the same.
+    """
+    return _apart(object() if name is None else name)
+
+
 @contextlib.contextmanager
 def for_any_address():
     """Kernels are without their first entry, that of aligned arrays, so the other takes all."""
@@ -233,13 +245,9 @@ def for_any_address():
             del rule["entries"][0]
         return dataclasses.replace(artifact, facts=facts)
 
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(store, "get", without_the_first)
-            jax.clear_caches()
-            yield
-    finally:
-        jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch, lowered_apart("for any address"):
+        patch.setattr(store, "get", without_the_first)
+        yield
 
 
 def plan_for(x, op: str = "quantize", **options):
@@ -498,7 +506,21 @@ def on_eight(
     return [out for _, out, _ in ended]
 
 
-# ---- tables that tests write ---
+# ---- tables ---
+def in_turn(rows: Iterable, columns: Iterable) -> list:
+    """Every pair; by default each row with one of the columns, the next row with the next one."""
+    rows, columns = [*rows], [*columns]
+    return [
+        pytest.param(
+            *(row, column),
+            id=f"{row}-{column}",
+            marks=[pytest.mark.thorough] * (i % len(columns) != j),
+        )
+        for i, row in enumerate(rows)
+        for j, column in enumerate(columns)
+    ]
+
+
 def with_table(text: str, name: str, lines: Iterable[str]) -> str:
     """The text with the table of that name written anew."""
     pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"

@@ -1,6 +1,7 @@
 """Grouped products and an MoE layer by loops over experts, in numpy, on float64."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +18,16 @@ def taken(x, axis, use, blocks, dtype):
 
     Zeros make up whole blocks along it; a Hadamard transform leaves something there.
     """
-    floats = jnp.asarray(np.asarray(x, np.float64), dtype)
+    x = np.asarray(x, np.float64)
     if use.format is None:
-        found = np.asarray(floats.astype(jnp.bfloat16), np.float64)
+        found = rounded(rounded(x, dtype), jnp.bfloat16)
         return np.pad(found, [(0, -x.shape[0] % 32), (0, 0)]) if axis == FIRST else found
     unit = max(32, use.hadamard.size if use.hadamard else 0)
     pads = [(0, -n % unit) for n in x.shape]
     block = (32, 32) if blocks.square else 32
     q = jax_mx.quantize(
-        jnp.pad(floats, pads), use.format, block=block, hadamard=use.hadamard, **blocks.options,
+        jnp.asarray(np.pad(x, pads), dtype), use.format,
+        block=block, hadamard=use.hadamard, **blocks.options,
         **({} if blocks.square else {"axis": axis, "transpose": axis == FIRST}),
         implementation="xla",
     )  # fmt: skip
@@ -36,6 +38,21 @@ def taken(x, axis, use, blocks, dtype):
 
 def rounded(x, dtype):
     return np.asarray(jnp.asarray(x, dtype), np.float64)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def activated(gate_up, scale, activation, interleaved):
+    """What is between the products, float32, by weights of rows."""
+    halves = reference.halves(gate_up, activation, interleaved)
+    return reference.gated_exactly(halves, None, activation) * scale[:, None]
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def activated_and_gradients(gate_up, scale, dact, activation, interleaved):
+    """The same, and the gradients of gate_up and scale for that of the result."""
+    f = functools.partial(activated, activation=activation, interleaved=interleaved)
+    act, pull = jax.vjp(f, gate_up, scale)
+    return act, *pull(dact)
 
 
 @dataclasses.dataclass
@@ -71,15 +88,10 @@ class Layer:
     interleaved: bool = False
     residuals: str = "mx"
 
-    def _pointwise(self, gate_up, scale):
-        floats = jnp.asarray(gate_up, jnp.float32)
-        halves = reference.halves(floats, self.activation, self.interleaved)
-        act = reference.gated_exactly(halves, None, self.activation)
-        return act * jnp.asarray(scale, jnp.float32)[:, None]
-
     def __call__(self, x, experts, weights, w1, w2, b1, b2, dy):
         """(y, the gradients of x, weights, w1, w2, b1, b2), float64."""
         products, dtype = Products(self.recipe, self.dtype), self.dtype
+        how = self.activation, self.interleaved
         y, dx = np.zeros((x.shape[0], w2.shape[2])), np.zeros(x.shape)
         found = [np.zeros(a.shape) for a in (weights, w1, w2, b1, b2)]
         dweights, dw1, dw2, db1, db2 = found
@@ -90,7 +102,8 @@ class Layer:
             scale, rows = weights[t, j], x[t]
             gate_up = rounded(products.forward(rows, w1[e]), dtype)
             gate_up = rounded(gate_up + b1[e], dtype)
-            act = rounded(self._pointwise(gate_up, scale), dtype)
+            scales = np.float32(scale)
+            act = rounded(activated(np.float32(gate_up), scales, *how), dtype)
             np.add.at(y, t, rounded(products.forward(act, w2[e]), dtype))
             np.add.at(y, t, scale[:, None] * b2[e])
             kept = gate_up
@@ -98,8 +111,9 @@ class Layer:
                 q = jax_mx.quantize(jnp.asarray(gate_up, dtype), implementation="xla")
                 kept = np.asarray(q.dequantize(dtype), np.float64)
             dact = rounded(products.dgrad(dy[t], w2[e]), dtype)
-            again, pull = jax.vjp(self._pointwise, jnp.asarray(kept, jnp.float32), scale)
-            dgate_up, dscale = pull(jnp.asarray(dact, jnp.float32))
+            again, dgate_up, dscale = activated_and_gradients(
+                np.float32(kept), scales, np.float32(dact), *how
+            )
             dgate_up = rounded(dgate_up, dtype)
             dweights[t, j] = np.asarray(dscale) + dy[t] @ b2[e]
             dw2[e] = products.wgrad(rounded(again, dtype), dy[t])

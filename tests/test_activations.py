@@ -15,6 +15,7 @@ from helpers import (
     call,
     call_attributes_in,
     for_any_address,
+    in_turn,
     poison_memory,
     random_bits,
 )
@@ -475,8 +476,7 @@ CALLS = {
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name,dtype", in_turn(CALLS, ["bfloat16", "float32"]))
 def test_it_is_quantizing_what_gated_gives(name, dtype):
     op, how = CALLS[name]
     x = random_bits((96, 320), dtype)
@@ -704,8 +704,8 @@ def some_floats(variant, rows: int, length: int, seed: int):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(45, 4)
-@emulation.each_binary(AMD)
+@pytest.mark.sampled(31, 22)
+@emulation.every_binary(AMD)
 def test_emulated(variant, arch):
     """Layouts of scales, scalings, orders of the waves and entries in turn; then every gate."""
     from jax_mx.testing import emulate
@@ -736,8 +736,8 @@ def test_emulated(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(45, 11)
-@emulation.each_binary(AMD)
+@pytest.mark.sampled(31, 22)
+@emulation.every_binary(AMD)
 def test_emulated_at_any_address(variant, arch):
     """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""
     turn, layouts = AMD.index(variant), layouts_of(variant)

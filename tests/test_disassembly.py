@@ -23,7 +23,6 @@ from jax_mx.testing.memory import Global
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(60, 5)  # what test_emulated.py compiles
 @each_binary(FLYDSL)
 def test_accesses_are_16_bytes_a_lane(variant, arch):
     """Of x, the values and the floats; scales, of which a block has one byte, take less."""
@@ -64,8 +63,7 @@ class Segments(Global):
 ONE_FORMAT = [v for v in FLYDSL if {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})]
 
 
-@pytest.mark.sampled(64)
-@each_binary(ONE_FORMAT)
+@each_binary(ONE_FORMAT, 1)
 def test_accesses_coalesce(variant, arch):
     """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""
     for layout in layouts_of(variant):

@@ -3,6 +3,7 @@
 Bits equal to the reference. What runs here is recorded as "emulated" (conftest.py).
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -26,6 +27,7 @@ from helpers import (
     golden_input,
     hard_blocks,
     in_tiles,
+    lowered_apart,
     preprocessing,
     random_bits,
 )
@@ -67,9 +69,7 @@ def some(variant, table, count: int = 1, turn: int = 0) -> list:
     return [table[(at + i) % len(table)] for i in range(count)]
 
 
-# Of the cases of each of four tests, one in forty runs by default, and of two more others: several
-# take each binary that is compiled for them, as that takes longer than a test.
-every_binary = each_binary(FLYDSL)
+every_binary, every_other = each_binary(FLYDSL, 0), each_binary(FLYDSL, 1)
 
 
 # ---- every variant ---
@@ -108,8 +108,7 @@ def check(arch, variant, key, layout="row_major", scaling="rceil", order="lockst
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(60, 5)
-@every_binary
+@every_other
 def test_every_pattern(variant, arch):
     (layout,), (scaling,) = some(variant, layouts_of(variant)), some(variant, [*Scaling])
     check(arch, variant, "patterns", layout, scaling)
@@ -133,7 +132,6 @@ def shapes_of(variant, table):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(60, 0)
 @every_binary
 def test_shapes(variant, arch):
     """With layouts' padding, and orders of the waves, in turn."""
@@ -144,8 +142,7 @@ def test_shapes(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(60, 5)
-@every_binary
+@every_other
 def test_every_entry(variant, arch):
     """At addresses that are aligned to no more than the entry wants; fit for others or not.
 
@@ -165,8 +162,7 @@ def test_every_entry(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(49)
-@each_binary([v for v in FLYDSL if in_tiles(v)])
+@each_binary([v for v in FLYDSL if in_tiles(v)], 0)
 def test_values_in_tiles(variant, arch):
     """Each way to ask, with each layout of scales, by the entries in turn."""
     each = [(how, layout) for how in in_tiles(variant) for layout in layouts_of(variant)]
@@ -183,7 +179,6 @@ def test_values_in_tiles(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(20, 10)
 @pytest.mark.filterwarnings("ignore:invalid value")
 @each_binary(PREPROCESSED)
 def test_preprocessing(variant, arch):
@@ -227,7 +222,6 @@ def test_random_codes_carry_where_the_noise_says(arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(60, 0)
 @every_binary
 def test_addresses_past_4_gib(variant, arch):
     """The last slab of a tensor of 2^33 elements, of which nothing else exists."""
@@ -251,6 +245,7 @@ def test_one_dimension(arch):
         assert_same_array(jax.jit(jax_mx.quantize)(x), want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", ARCHS["flydsl"])
 @pytest.mark.parametrize("form", ["second_transposed, tiles", "both_transposed"])
 def test_forms_without_a_kernel_go_along_rows(arch, form):
@@ -267,8 +262,9 @@ def test_forms_without_a_kernel_go_along_rows(arch, form):
         assert (g == w).all()
 
 
-@each_arch
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+@each_arch
 def test_both_directions_take_one_kernel(arch, of):
     """With signs that a call is compiled for, and with others."""
     x = jnp.asarray(random_bits((3, 64, 96), "bfloat16"))
@@ -392,9 +388,10 @@ def plain_and_shuffled(**options):
 )
 def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
     """Jitted, mapped, sharded; also where the kernel writes rows, as most of NVIDIA's do."""
+    apart = contextlib.nullcontext()
     if not writes:
         monkeypatch.setattr(primitive, "value_layouts_of", lambda *_: ("row_major",))
-        jax.clear_caches()
+        apart = lowered_apart("XLA moves rows")
     plain, shuffled = plain_and_shuffled(**options)
     x = jnp.asarray(
         random_bits((64, 4, 64) if options.get("axis") == 0 else (2, 64, 256), "bfloat16")
@@ -405,7 +402,7 @@ def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
         for g, w in zip(got, want, strict=True):
             assert_same_array(g, w, what)
 
-    with emulate("gfx950"):
+    with emulate("gfx950"), apart:
         same(jax.jit(shuffled)(x), "jit")
         if options.get("axis") != 0:
             same(jax.jit(jax.vmap(shuffled))(x), "vmap")
@@ -414,7 +411,6 @@ def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
             with jax.set_mesh(mesh):
                 shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
                 same(jax.jit(shuffled)(shards), str(spec))
-    jax.clear_caches()
 
 
 @each_arch
@@ -517,9 +513,11 @@ def test_faults_are_errors(change, message, monkeypatch):
         return InHand(facts, artifact.folder, image)
 
     monkeypatch.setattr(store, "get", changed)
-    jax.clear_caches()
-    with emulate("gfx950"), pytest.raises(jax.errors.JaxRuntimeError, match=message):
+    with (
+        emulate("gfx950"),
+        lowered_apart(),
+        pytest.raises(jax.errors.JaxRuntimeError, match=message),
+    ):
         jax.block_until_ready(jax.jit(call(ONE, "flydsl"))(jnp.ones((64, 96), ONE.dtype)))
     monkeypatch.undo()
-    jax.clear_caches()
     check("gfx950", ONE, (33, 96))  # nothing is left broken

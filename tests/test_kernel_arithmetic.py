@@ -5,8 +5,10 @@ AMD's are executed as a whole, in test_emulated.py.
 
 import inspect
 import re
+from functools import partial
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -215,7 +217,7 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     like = x.reshape(-1, BLOCK * span)
     plan = plan_for(like, format=MXFP4_E2M1, scaling="even", preprocessing=(own,))
     views = [jnp.asarray(a).reshape(-1, span, a.shape[-1]) for a in (x, *words)]
-    outs = primitive._quantize_reference(*views, plan=plan)
+    outs = jax.jit(partial(primitive._quantize_reference, plan=plan))(*views)
     values, scales = (np.asarray(a).reshape(len(x), -1) for a in outs)
 
     threads = np.arange(sharers * span, dtype=np.int32)
@@ -238,7 +240,8 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
         assert len(rows) > 1000
         y = y * factor
         noisy = None if noise is None else noise[rows]
-        got = reference.quantize(jnp.asarray(y[rows]), MXFP4_E2M1, plan.scaling, noise=noisy)
+        quantize = jax.jit(partial(reference.quantize, format=MXFP4_E2M1, scaling=plan.scaling))
+        got = quantize(jnp.asarray(y[rows]), noise=noisy)
         assert_bits_equal(got[0], values[rows])
         assert_bits_equal(got[1], scales[rows])
         if kind.stochastic:

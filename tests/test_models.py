@@ -138,12 +138,14 @@ def transformer(name, steps):
 
 
 @pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.thorough)])
-def test_a_transformer_learns_text(steps):
-    """bfloat16 beside MXFP8, within 1 %, and MXFP4, which has 4 bits, within 5 %."""
-    last = {name: transformer(name, steps)[-10:].mean() for name in ("bf16", "mxfp8", "mxfp4")}
-    assert last["bf16"] < 3.2 < transformer("bf16", steps)[0]
-    assert last["mxfp8"] == pytest.approx(last["bf16"], rel=0.01), last
-    assert last["mxfp4"] == pytest.approx(last["bf16"], rel=0.05), last
+@pytest.mark.parametrize(
+    ("name", "within"), [("mxfp4", 0.05), pytest.param("mxfp8", 0.01, marks=pytest.mark.thorough)]
+)
+def test_a_transformer_learns_text(name, within, steps):
+    """Beside bfloat16: MXFP8, as the layers above do by default, and MXFP4, which has 4 bits."""
+    want, got = (transformer(each, steps)[-10:].mean() for each in ("bf16", name))
+    assert want < 3.2 < transformer("bf16", steps)[0]
+    assert got == pytest.approx(want, rel=within)
 
 
 # ---- how flax calls ---

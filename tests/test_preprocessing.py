@@ -24,6 +24,7 @@ from helpers import (
     every_bfloat16,
     fitting,
     lowered,
+    lowered_apart,
     poison_memory,
     preprocessing,
     random_bits,
@@ -601,9 +602,8 @@ def test_other_forms_are_quantized_by_rows(op, how, shape, results, monkeypatch)
                 return Support("cutedsl", (VARIANTS[0],), via_transpose=True), []
 
             patch.setattr(primitive, "_support", support)
-            jax.clear_caches()
-            got = jax.jit(f)(x)
-        jax.clear_caches()
+            with lowered_apart():
+                got = jax.jit(f)(x)
         assert seen[0] != LAST and seen.count(LAST) == results
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert_bits_equal(g, w)
@@ -728,6 +728,7 @@ def test_there_is_no_kernel(op, how, name, what):
     assert jax_mx.is_supported(op, chip, **how) == (False, reason)
 
 
+@pytest.mark.usefixtures("without_code")
 def test_directions_that_differ_say_which_has_no_kernel():
     """Each goes along rows: in MXFP4 both have a kernel, in MXFP8 the rotated one has none."""
     x = jnp.ones((64, 64), jnp.bfloat16)
@@ -742,6 +743,7 @@ def test_derivatives_are_refused_as_before():
         jax.grad(lambda x: jax_mx.quantize(x, **ALL).dequantize("float32").sum())(jnp.ones(64))
 
 
+@pytest.mark.usefixtures("without_code")
 def test_export_with_symbolic_rows_and_keys():
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 128"), jnp.float32)
 

@@ -19,6 +19,7 @@ from helpers import (
     fitting,
     kernels_for,
     lowered,
+    lowered_apart,
     op_of,
     plan_for,
     preprocessing,
@@ -106,9 +107,8 @@ def all_have_kernels(monkeypatch):
     monkeypatch.setattr(registry, "VARIANTS", tuple(EVERY))
     monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
     monkeypatch.setattr(store, "get", stand_in)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+    with lowered_apart("all have kernels"):
+        yield
 
 
 def lies(variant, layout: str) -> tuple[tuple[int, ...], dict[str, list[tuple[int, ...]]]]:
@@ -125,7 +125,7 @@ def serves(variant, layout) -> bool:
     return layout == "row_major" or not variant.form.is_square
 
 
-@pytest.mark.sampled(80)
+@pytest.mark.sampled(110, 30)  # of both DSLs, both ops
 @pytest.mark.parametrize(
     "variant", [v for v in VARIANTS if not v.source], ids=lambda v: f"{v.implementation}-{v.name}"
 )
@@ -184,6 +184,7 @@ def test_a_call_is_one_custom_call_on_views(kind, layout):
         assert merge[1] == ", ".join(map(str, [0, 1, 0, 1, 2, 3][: len(view) - 1]))
 
 
+@pytest.mark.usefixtures("without_code")
 def test_axes_behind_the_blocks_are_dimensions_of_the_call():
     """Which rules see as one, but the partitioner does not."""
     x = jax.ShapeDtypeStruct((2, 64, 3, 5, 8), "bfloat16")
@@ -269,6 +270,7 @@ def test_tiles_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
 @pytest.mark.parametrize("layout", ["row_major", "shuffled_32x8"])
+@pytest.mark.usefixtures("without_code")
 def test_who_puts_values_into_tiles(platform, layout):
     """AMD's kernels, and NVIDIA's beside AMD's scales; after others of NVIDIA's, XLA."""
     x = jax.ShapeDtypeStruct((48, 128), "bfloat16")
@@ -297,7 +299,8 @@ def test_views_are_bitcasts(kind, layout, shape, tiles, monkeypatch):
     monkeypatch.setattr(primitive, "value_layouts_of", lambda *_: ("row_major", "shuffled_16x16"))
     operand, call = (with_tiles if tiles else op_of)(kind, scale_layout=layout)
     operand = jax.eval_shape(operand, jax.ShapeDtypeStruct(shape, kind.dtype))
-    text = jax.jit(call).lower(operand).compile().as_text()
+    with lowered_apart():
+        text = jax.jit(call).lower(operand).compile().as_text()
     assert text.count(f'custom_call_target="{store.TARGET}"') == 1
     assert not re.findall(r"= \S+ (?:copy|transpose)\(", text), text
 
@@ -400,6 +403,7 @@ def test_shard_map(spec):
 
 
 # ---- export ---
+@pytest.mark.usefixtures("without_code")
 def test_export_for_every_platform_from_a_machine_without_a_gpu(tmp_path):
     x = jnp.asarray(X)
     call = jax.jit(lambda x: jax_mx.quantize(x).dequantize(jnp.float32))
@@ -421,6 +425,7 @@ def test_export_for_every_platform_from_a_machine_without_a_gpu(tmp_path):
     run_on_cpu(code)
 
 
+@pytest.mark.usefixtures("without_code")
 def test_export_with_symbolic_rows():
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 64"), jnp.float32)
     for platforms in (["cpu"], ["cuda"]):
@@ -649,6 +654,7 @@ def test_an_exported_program_takes_and_returns_mxarrays(tmp_path):
     run_on_cpu(code)
 
 
+@pytest.mark.usefixtures("without_code")
 def test_exported_square_blocks_and_programs_from_before_them():
     x = random_bits((64, 96), np.float32)
     for turn in (False, True):

@@ -34,29 +34,28 @@ each_scaling = pytest.mark.parametrize("scaling", Scaling, ids=str)
 
 @each_format
 @each_scaling
-@pytest.mark.parametrize("name", GOLDEN_SETS)
-def test_golden(format, scaling, name):
-    x = golden_input(name)
-    q = jax_mx.quantize(x, format, scaling=scaling)
-    with np.load(GOLDEN / "quantize.npz") as golden:
-        values = golden[f"{format.name}/{scaling.value}/{name}/values"]
-        scales = golden[f"{format.name}/{scaling.value}/{name}/scales"]
-    amax = np.abs(x).reshape(-1, BLOCK).max(1, initial=0)
-    with np.errstate(over="ignore"):
-        bits = amax.view(np.uint32).astype(np.uint64) + (1 << (22 - format.mantissa_bits))
-    # pytorch/ao poisons a finite block whose rounded amax reaches 2^128; we do not.
-    skip = (scaling is Scaling.EVEN) & np.isfinite(amax) & (bits >= 0x7F800000)
-    keep = ~skip.reshape(scales.shape)
-    assert keep.mean() > 0.8
-    got = bytes_of(q.scales)[..., 0]
-    np.testing.assert_array_equal(got[keep], scales[keep])
-    finite = (keep & (scales != 255))[..., None]
-    got = bytes_of(q.values)[..., 0].reshape(*scales.shape, -1)
-    want = values.reshape(got.shape)
-    np.testing.assert_array_equal(np.where(finite, got, 0), np.where(finite, want, 0))
-    poisoned = (scales == 255) & keep
-    codes = format.nan_code * (0x11 if format.codes_per_byte == 2 else 1)
-    assert (got[poisoned] == codes).all()
+def test_golden(format, scaling):
+    """The blocks of all sets, quantized as one array."""
+    inputs = [golden_input(name).reshape(-1, BLOCK) for name in GOLDEN_SETS]
+    q = jax_mx.quantize(np.concatenate(inputs), format, scaling=scaling)
+    ends = np.cumsum([*map(len, inputs)])[:-1]
+    each = (np.split(bytes_of(a)[..., 0], ends) for a in (q.values, q.scales))
+    for name, x, got, got_scales in zip(GOLDEN_SETS, inputs, *each, strict=True):
+        with np.load(GOLDEN / "quantize.npz") as golden:
+            values = golden[f"{format.name}/{scaling.value}/{name}/values"].reshape(got.shape)
+            scales = golden[f"{format.name}/{scaling.value}/{name}/scales"].reshape(-1, 1)
+        amax = np.abs(x).max(1, initial=0, keepdims=True)
+        with np.errstate(over="ignore"):
+            bits = amax.view(np.uint32).astype(np.uint64) + (1 << (22 - format.mantissa_bits))
+        # pytorch/ao poisons a finite block whose rounded amax reaches 2^128; we do not.
+        keep = ~((scaling is Scaling.EVEN) & np.isfinite(amax) & (bits >= 0x7F800000))
+        assert keep.mean() > 0.8
+        np.testing.assert_array_equal(got_scales[keep], scales[keep], name)
+        finite = keep & (scales != 255)
+        assert_bits_equal(np.where(finite, got, 0), np.where(finite, values, 0), name)
+        poisoned = (keep & (scales == 255))[:, 0]
+        codes = format.nan_code * (0x11 if format.codes_per_byte == 2 else 1)
+        assert (got[poisoned] == codes).all(), name
 
 
 @pytest.mark.sampled(3)

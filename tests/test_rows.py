@@ -18,6 +18,7 @@ from helpers import (
     call,
     call_attributes_in,
     for_any_address,
+    in_turn,
     poison_memory,
     random_bits,
 )
@@ -92,8 +93,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name,dtype", in_turn(CALLS, ["bfloat16", "float32"]))
 def test_it_is_quantizing_what_numpy_gathers(name, dtype):
     op, how = CALLS[name]
     x, rows = random_bits((45, 320), dtype), numbers(192, 45)
@@ -467,8 +467,8 @@ AMD = [v for v in PICKING if v.implementation == "flydsl"]
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(45, 4)
-@emulation.each_binary(AMD)
+@pytest.mark.sampled(31, 4)
+@emulation.every_binary(AMD)
 def test_emulated(variant, arch):
     """Layouts of scales and of values, scalings, orders of the waves and entries in turn."""
     turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
@@ -493,8 +493,8 @@ def test_emulated(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(45, 11)
-@emulation.each_binary(AMD)
+@pytest.mark.sampled(31, 4)
+@emulation.every_binary(AMD)
 def test_emulated_at_any_address(variant, arch):
     """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""
     turn, layouts = AMD.index(variant), layouts_of(variant)

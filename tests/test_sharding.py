@@ -301,18 +301,18 @@ EVERYWHERE = (("quantize", "row_major"), ("quantize_both, transpose", "blocked_1
 
 
 def cells():
-    """On each computer; by default one in seven of the reference's, one in 23 of the emulator's."""
+    """On each computer; by default one in nine of the reference's, one in 25 of the emulator's."""
     for i, (name, layout) in enumerate(ROWS):
         for j, (title, spec) in enumerate(SPECS.items()):
             modes = modes_of(layout, spec)
             for mode in modes if (name, layout) in EVERYWHERE else [modes[(i + j) % len(modes)]]:
                 what = f"{name}-{layout}-{mode}-{title}"
                 cell = (name, layout, mode, spec)
-                rest = [pytest.mark.thorough] if (i + j) % 7 else []
+                rest = [pytest.mark.thorough] if (i + j) % len(SPECS) else []
                 yield pytest.param("reference", *cell, id=f"reference-{what}", marks=rest)
                 yield pytest.param("gpu", *cell, id=f"gpu-{what}", marks=pytest.mark.gpu)
                 # From the seventh spec on: of one that splits nothing, every device emulates all.
-                rest = [pytest.mark.thorough] if (i + j - 7) % 23 else []
+                rest = [pytest.mark.thorough] if (i + j - 7) % 25 else []
                 yield pytest.param("gfx950", *cell, id=f"gfx950-{what}", marks=rest)
 
 
@@ -451,6 +451,9 @@ def test_a_sharded_program_is_exported_and_runs_elsewhere(tmp_path):
     x = random_bits((256, 512), np.float32)
     np.save(tmp_path / "x.npy", x)
     export = """
+    from helpers import stand_in
+    from jax_mx.lowering import store
+    store.obstacle, store.get = lambda *_: "", stand_in  # its kernels do not run here
     x = jax.ShapeDtypeStruct((256, 512), "float32", sharding=NamedSharding(mesh, P("a", "b")))
     exported = jax.export.export(
         jax.jit(call), platforms=["cpu", "cuda"], disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS
@@ -474,6 +477,7 @@ def test_a_sharded_program_is_exported_and_runs_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
+@pytest.mark.usefixtures("without_code")
 def test_export_with_symbolic_leading_dimensions(layout):
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 2*m, 256, 64"), jnp.float32)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forks import Running
-from helpers import assert_same_array, random_bits
+from helpers import assert_same_array, lowered_apart, random_bits
 
 import jax_mx
 from jax_mx import _ffi
@@ -155,14 +155,12 @@ def test_a_compiler_that_dies_or_refuses(cache, tmp_path, monkeypatch):
         lambda *_: (_ for _ in ()).throw(compiler.CompileError("it does not compile")),
     )
     x = jnp.ones((32, 64), jnp.float32)
-    with emulate(ARCH):
-        jax.clear_caches()
+    with emulate(ARCH), lowered_apart():
         got = jax.jit(lambda x: jax_mx.quantize(x, axis=-2))(x)  # "xla", and says so
         with pytest.raises(compiler.CompileError, match="it does not compile"):
             jax.jit(lambda x: jax_mx.quantize(x, axis=-2, implementation="flydsl"))(x)
     assert_same_array(got, jax_mx.quantize(x, axis=-2))
     store._failed.clear()
-    jax.clear_caches()
 
 
 def test_without_a_dsl_there_is_a_reason(cache, monkeypatch, caplog):
@@ -180,13 +178,11 @@ def test_processes_of_one_program_must_agree(cache, monkeypatch):
     """Where the tables have a kernel and this process cannot get it, it stops."""
     monkeypatch.setattr(toolchains, "_installed", lambda name: None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    jax.clear_caches()
     x = jnp.ones((32, 64), jnp.bfloat16)
-    with emulate(ARCH), pytest.raises(RuntimeError, match="all must take the same"):
-        jax.jit(jax_mx.quantize)(x)
-    with emulate(ARCH):
+    with emulate(ARCH), lowered_apart():
+        with pytest.raises(RuntimeError, match="all must take the same"):
+            jax.jit(jax_mx.quantize)(x)
         jax.jit(lambda x: jax_mx.quantize(x, implementation="xla"))(x)
-    jax.clear_caches()
 
 
 def test_programs_name_kernels_and_exports_carry_each_once():
@@ -278,10 +274,9 @@ def test_a_damaged_binary_of_the_package_counts_as_missing(cache, tmp_path, monk
 
 @pytest.fixture
 def fresh():
-    """Programs are lowered anew, before and after."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+    """Programs are lowered anew, and not found afterwards."""
+    with lowered_apart():
+        yield
 
 
 @pytest.mark.usefixtures("fresh")

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +78,13 @@ def oracle(x: np.ndarray, format, window, scaling=Scaling.RCEIL) -> tuple[np.nda
 
 def unpacked(q) -> np.ndarray:
     """A code a byte, of an array whose codes are packed along the last axis."""
-    bits = jax.lax.bitcast_convert_type(q.values, jnp.uint8).astype(jnp.uint32)
-    return np.asarray(reference.unpack(bits, q.format)).astype(np.uint8)
+    return np.asarray(_unpacked(q.values, q.format)).astype(np.uint8)
+
+
+@partial(jax.jit, static_argnums=1)
+def _unpacked(values, format):
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint32)
+    return reference.unpack(bits, format)
 
 
 def assert_is(q, want, what="") -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx import reference
-from jax_mx.arrays.checks import array_of, flag, float_dtype, floats, shown
+from jax_mx.arrays.checks import array_of, flag, floats, shown
 from jax_mx.facts.activations import ACTIVATIONS, Activation
 
 
@@ -147,12 +147,11 @@ def gated(
 
 
 def made(op: str, x: jax.Array, own: Gated) -> jax.Array:
-    """`gated` of an x of floats, or its gradient.
+    """`gated` of an x that `array_of` has checked, or its gradient.
 
     Raises:
       TypeError, ValueError: x and what belongs to it do not fit.
     """
-    float_dtype(op, "x", x.dtype)
     gates = own.gates_of(op, x)
     weights = None if own.weights is None else weights_of(op, gates, own.weights)
     if own.up is None:
