@@ -233,7 +233,10 @@ def quantized(variant, implementation, **how):
             x, weight, eps=EPS, format=name, factors=True, implementation=implementation,
             residual=residual, **how
         )  # fmt: skip
-        return found.quantized, found.factors, found.sum
+        total = found.sum  # whose NaN has the bits of who adds: 0x7FFF on a GPU
+        if total is not None:
+            total = jnp.where(jnp.isnan(total), jnp.nan, total)
+        return found.quantized, found.factors, total
 
     return jax.jit(run)
 

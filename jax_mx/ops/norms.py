@@ -26,7 +26,7 @@ class Normed(NamedTuple):
     Attributes:
       floats: (..., K), of x's dtype.
       quantized: an `MXArray`; or a pair, as `quantize_both` gives it.
-      sum: x + residual, of x's dtype.
+      sum: x + residual, of x's dtype; what bits a NaN has is the device's, as of any addition.
       factors: float32 (...,), by which rows were multiplied: 1 / sqrt(mean(x^2) + eps).
     """
 
