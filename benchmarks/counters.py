@@ -147,7 +147,7 @@ def row_of(name: str, units: dict[str, str], values: dict[str, str]) -> dict[str
     row: dict[str, Any] = {"case": name, "kernel": values["Kernel Name"]}
     for metric, told in METRICS.items():
         there = [v for v in (number(metric), row.get(told)) if v is not None]
-        row[told] = round(max(there), 1) if there else None
+        row[told] = round(max(there), 1) if any(there) else None
     waits = {stall: number(STALL.format(stall)) for stall in STALLS}
     found = {stall: round(value, 2) for stall, value in waits.items() if value}
     row["waits"] = dict(sorted(found.items(), key=lambda item: -item[1])[:5])
