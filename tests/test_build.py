@@ -145,7 +145,7 @@ def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):
 def test_which_archs_a_build_is_for(monkeypatch):
     assert build.jobs_of([]) == []
     monkeypatch.setattr(build, "native", lambda: ["sm_90a"])
-    one = build.jobs_of(["native"], "quantize_last_float16_mxfp8_e4m3")
+    one = build.jobs_of(["native"], "quantize_square_float16_mxfp8_e4m3")
     assert [arch for _, arch in one if _.op == "quantize"] == ["sm_90a"]
     archs = {arch for _, arch in build.jobs_of(["all"])}
     assert archs == {arch for dsl in ARCHS.values() for arch in dsl}
