@@ -262,7 +262,7 @@ def test_forms_without_a_kernel_go_along_rows(arch, form):
         assert (g == w).all()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4, 3)
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
 @each_arch
 def test_both_directions_take_one_kernel(arch, of):

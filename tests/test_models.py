@@ -137,7 +137,7 @@ def transformer(name, steps):
     )
 
 
-@pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("name", "within"), [("mxfp4", 0.05), pytest.param("mxfp8", 0.01, marks=pytest.mark.thorough)]
 )

@@ -23,6 +23,7 @@ from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.variants import VARIANTS, layouts_of, value_layouts_of
 from jax_mx.facts.windows import ROW
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
+from jax_mx.ops.requantize import requantize
 
 TOOLS = {
     "memcheck": ("--leak-check", "no"),
@@ -163,6 +164,7 @@ def run_made(variant, layout: str, shape: tuple[int, int]) -> None:
         with jax.default_device(jax.devices("cpu")[0]):
             x = jax_mx.quantize(rng.normal(size=(rows, length)).astype(jnp.bfloat16))
         given = {"rows": np.arange(rows, dtype=np.int32)[::-1] * 3 - 96}
+        op = partial(requantize, format=variant.formats[0], **how)
     elif variant.source.endswith("_gradient"):
         given = {"activation": jax_mx.Gated(gradient=dy)}
     with jax.default_device(jax.devices("cpu")[0]):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -17,11 +16,10 @@ from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.activations import GRADIENT, INTERLEAVED, named_in
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.signatures import ADDED, NORMS, RMS_NORM, ROWS, codes_in, source_of_codes
+from jax_mx.facts.signatures import ADDED, NORMS, RMS_NORM, ROWS, codes_in
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, made, weights_of
-from jax_mx.ops.mxarray import MXArray, checked, dequantize
 from jax_mx.ops.placing import placed
 from jax_mx.ops.preprocessing import Data, block_data_of
 
@@ -64,12 +62,11 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
     Raises:
       TypeError, ValueError: see `quantize`.
     """
-    _require_activation(op, activation)
-    if isinstance(x, MXArray) and rows is not None:
-        return _of_codes(op, checked(op, "x", x), rows, activation)
     x = array_of(op, "x", x)
+    if activation is not None and not isinstance(activation, Gated | Norm):
+        raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
     if rows is not None:
-        rows = _rows(op, x, rows)
+        rows = numbers_of(op, x, rows)
     if activation is None:
         if rows is None:
             return x, x, "", ()
@@ -96,29 +93,12 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
     return x, like, activation.name + GRADIENT, (weights, activation.dy_of(op, gates))
 
 
-def _require_activation(op: str, activation: Any) -> None:
-    if activation is not None and not isinstance(activation, Gated | Norm):
-        raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
+def numbers_of(op: str, x: Any, rows: Any) -> Any:
+    """The rows of a caller, see `quantize`.
 
-
-def _of_codes(op: str, q: MXArray, rows: Any, activation: Any) -> tuple[Any, Any, str, tuple]:
-    """`made_of` of what q stands for, in bfloat16."""
-    if activation is not None or not _is_plain(q):
-        return made_of(op, dequantize(q), rows, activation)
-    rows = _rows(op, q, rows)
-    like = jax.ShapeDtypeStruct((rows.shape[0], q.shape[1]), jnp.bfloat16)
-    return q.values, like, source_of_codes(q.format.name), (rows, q.scales)
-
-
-def _is_plain(q: MXArray) -> bool:
-    """Whether a kernel may read rows of q: MXFP8, in rows, with blocks of 32 along them."""
-    layouts = (q.value_layout, q.scale_layout)
-    plain = q.ndim == 2 and q.axis == -1 and len(q.block) == 1 and q.format.bits == 8
-    whole = not any(layout.is_tiled for layout in layouts) and 0 not in q.shape
-    return plain and whole and not is_explicit(jax.typeof(q.values).sharding.mesh)
-
-
-def _rows(op: str, x: Any, rows: Any) -> Any:
+    Raises:
+      TypeError, ValueError: they are none, or x is no matrix.
+    """
     dtype, shape = getattr(rows, "dtype", None), getattr(rows, "shape", None)
     if dtype is None or shape is None or dtype != np.int32 or len(shape) != 1:
         found = shown(rows) if dtype is None else f"{dtype}{[*(shape or ())]}"
@@ -158,8 +138,8 @@ def operands_of(
             spans = zip(plan.form.spans, x.shape[-2:], strict=True)
             tail = [m for along, n in spans for m in ((n // BLOCK, BLOCK) if along else (n,))]
             *residual, weight = other
-            each = [a.reshape(*x.shape[:-2], *tail) for a in (x, *residual)]
-            return [*each, weight], viewed, plan, beside
+            x, *residual = (a.reshape(*a.shape[:-2], *tail) for a in (x, *residual))
+            return [x, *residual, weight], viewed, plan, beside
         codes = codes_in(plan.source)
         halves = 1 if codes or plan.source == ROWS else 2
         count, length = other[0].shape[0], x.shape[1] // halves

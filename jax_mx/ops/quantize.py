@@ -32,7 +32,7 @@ DISABLE_EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(store.TARGET
 
 
 def quantize(
-    x: jax.typing.ArrayLike | MXArray,
+    x: jax.typing.ArrayLike,
     format: Format | str = MXFP8_E4M3,
     *,
     axis: int = -1,
@@ -57,10 +57,7 @@ def quantize(
     Every implementation gives the same bytes.
 
     Args:
-      x: bfloat16, float16 or float32; any rank from 1 on, also of size 0. With
-        rows it may be an `MXArray`, which stands for its `dequantize` in bfloat16: of MXFP8 with
-        blocks along rows, as moved tokens are, an NVIDIA kernel reads the codes and quantizes them
-        to the same format along the other axis, transposed; others are dequantized before.
+      x: bfloat16, float16 or float32; any rank from 1 on, also of size 0.
       format: a `Format` or its name: mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4_e2m1.
       axis: the axis that blocks run along; 32 divides its length.
       scaling: a `Scaling` or its name: floor, ceil, even, rceil.
@@ -143,7 +140,7 @@ def quantize(
 
 
 def quantize_both(
-    x: jax.typing.ArrayLike | MXArray,
+    x: jax.typing.ArrayLike,
     format: Format | str = MXFP8_E4M3,
     *,
     formats: tuple[Format | str, Format | str] | None = None,

@@ -15,6 +15,7 @@ from jax_mx.ops.activations import Gated, made
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.ops.quantize import quantize, quantize_both
+from jax_mx.ops.requantize import requantize
 from jax_mx.products.operands import Arrangement
 
 
@@ -125,6 +126,8 @@ def forms_of(
       activation: the operand is what this makes of x (..., rows, 2 columns).
     """
     axes = (axis, -3 - axis)
+    if isinstance(x, MXArray) and (blocks.square or rows is None or None not in uses):
+        x = dequantize(x)
     made_of = {"rows": rows, "activation": activation}
     if blocks.square:
         codes = {
@@ -174,17 +177,10 @@ def _one(
         return None
     if use.format is None:
         return Form(_floats(x, **made_of), axis)
-    q = quantize(
-        x,
-        use.format,
-        axis=axis,
-        transpose=True,
-        **blocks.options,
-        hadamard=use.hadamard,
-        rounding=use.rounding,
-        **made_of,
-    )
-    return Form(q)
+    how = {"axis": axis, "transpose": True, "hadamard": use.hadamard, "rounding": use.rounding}
+    if isinstance(x, MXArray):
+        return Form(requantize(x, use.format, **how, **blocks.options, rows=made_of["rows"]))
+    return Form(quantize(x, use.format, **how, **blocks.options, **made_of))
 
 
 def _floats(x: Any, rows: jax.Array | None, activation: Gated | None) -> jax.Array:

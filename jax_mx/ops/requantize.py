@@ -1,0 +1,91 @@
+"""`requantize`: rows of an MX array along their other axis, without its floats in between."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.arrays.sharding import is_explicit
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
+from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
+from jax_mx.facts.signatures import source_of_codes
+from jax_mx.facts.windows import Window
+from jax_mx.ops.inputs import numbers_of
+from jax_mx.ops.mxarray import MXArray, checked, dequantize
+from jax_mx.ops.placing import require_kernel
+from jax_mx.ops.planning import Options, planned
+from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessing_of
+from jax_mx.ops.quantize import quantize, quantized
+
+
+def requantize(
+    q: MXArray,
+    format: Format | str = MXFP8_E4M3,
+    *,
+    rows: jax.Array,
+    axis: int = -1,
+    transpose: bool = False,
+    scaling: Scaling | str = RCEIL,
+    scale_layout: ScaleLayout | str = ROW_MAJOR,
+    window: Window = BLOCK,
+    rounding: Stochastic | None = None,
+    hadamard: Hadamard | None = None,
+    implementation: str | None = None,
+) -> MXArray:
+    """`quantize` of rows of what q stands for in bfloat16, `q.dequantize()`, byte for byte.
+
+    Of MXFP8 with blocks along its rows, as tokens are that moved, an NVIDIA kernel reads the codes
+    and quantizes them to the same format along the other axis, transposed. Others, and what is
+    rounded at random or rotated, are dequantized before.
+
+    Args:
+      q: (T, K).
+      format: see `quantize`; so are all others.
+      rows: int32 (R,).
+      axis: that blocks run along.
+      transpose: whether it lies last in the result.
+      scaling: of the result; so are scale_layout, window, rounding and hadamard.
+      scale_layout: where scales lie.
+      window: which elements share an amax.
+      rounding: a `Stochastic`, or None.
+      hadamard: a `Hadamard`, or None.
+      implementation: or None.
+
+    Returns:
+      An `MXArray` (R, K), transposed (K, R).
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `quantize`.
+    """
+    op = "requantize"
+    q = checked(op, "q", q)
+    if rounding is not None or hadamard is not None or not _is_plain(q):
+        return quantize(
+            dequantize(q), format, rows=rows, axis=axis, transpose=transpose, scaling=scaling,
+            scale_layout=scale_layout, window=window, rounding=rounding, hadamard=hadamard,
+            implementation=implementation,
+        )  # fmt: skip
+    rows = numbers_of(op, q, rows)
+    asked = Options(
+        (format,),
+        axis,
+        scaling,
+        scale_layout,
+        implementation,
+        transpose,
+        preprocessing=(preprocessing_of(op, None, None, window),),
+        source=source_of_codes(q.format.name),
+    )
+    like = jax.ShapeDtypeStruct((rows.shape[0], q.shape[1]), jnp.bfloat16)
+    plan = planned("quantize", like, asked)
+    require_kernel(plan)
+    (found,) = quantized(q.values, (data_of(None, None),), (rows, q.scales), plan=plan)
+    return found
+
+
+def _is_plain(q: MXArray) -> bool:
+    """Whether a kernel may read rows of q: MXFP8, in rows, with blocks of 32 along them."""
+    layouts = (q.value_layout, q.scale_layout)
+    plain = q.ndim == 2 and q.axis == -1 and len(q.block) == 1 and q.format.bits == 8
+    whole = not any(layout.is_tiled for layout in layouts) and 0 not in q.shape
+    return plain and whole and not is_explicit(jax.typeof(q.values).sharding.mesh)
