@@ -106,7 +106,7 @@ Forms = tuple[Form | None, Form | None]  # along the contracted axis, along the 
 
 
 def forms_of(
-    x: jax.Array | MXArray,
+    x: Any,
     axis: int,
     uses: tuple[Use | None, Use | None],
     blocks: Blocks,
@@ -116,7 +116,7 @@ def forms_of(
     """The forms of an arranged operand, from one read of it where a kernel makes both.
 
     Args:
-      x: (..., rows, columns), arranged.
+      x: (..., rows, columns), arranged; with rows it may be an `MXArray`.
       axis: the contracted one, -1 or -2; the other one is the free axis.
       uses: how each product takes it, along the contracted and along the free axis; None: the
         product does not take it.
@@ -171,7 +171,7 @@ def _joint_formats(uses: tuple[Use | None, Use | None]) -> tuple[Format, Format]
 
 
 def _one(
-    x: jax.Array | MXArray, use: Use | None, axis: int, blocks: Blocks, made_of: dict[str, Any]
+    x: Any, use: Use | None, axis: int, blocks: Blocks, made_of: dict[str, Any]
 ) -> Form | None:
     if use is None:
         return None
