@@ -126,8 +126,8 @@ def forms_of(
       activation: the operand is what this makes of x (..., rows, 2 columns).
     """
     axes = (axis, -3 - axis)
-    if isinstance(x, MXArray) and (blocks.square or rows is None or None not in uses):
-        x = dequantize(x)
+    if blocks.square or rows is None or None not in uses:  # what `requantize` does not make
+        x = _in_floats(x)
     made_of = {"rows": rows, "activation": activation}
     if blocks.square:
         codes = {
@@ -183,8 +183,12 @@ def _one(
     return Form(quantize(x, use.format, **how, **blocks.options, **made_of))
 
 
+def _in_floats(x: Any) -> Any:
+    return dequantize(x) if isinstance(x, MXArray) else x
+
+
 def _floats(x: Any, rows: jax.Array | None, activation: Gated | None) -> jax.Array:
     """In bfloat16 what `quantize` would quantize."""
-    x = dequantize(x) if isinstance(x, MXArray) else x
+    x = _in_floats(x)
     x = x if rows is None else reference.rows_of(x, rows)
     return (x if activation is None else made("quantize", x, activation)).astype(jnp.bfloat16)
