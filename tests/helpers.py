@@ -33,7 +33,7 @@ from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.products import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Kind, Variant
-from jax_mx.lowering import primitive, registry, store
+from jax_mx.lowering import registry, store, targets
 from jax_mx.ops.planning import Options, planned
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -259,7 +259,7 @@ def plan_for(x, op: str = "quantize", **options):
 
 def kernels_for(plan, chips) -> dict[str, dict]:
     """The attribute `kernels` of the plan's custom call, with the binaries in it."""
-    support = registry.chosen(plan, primitive.platform_of(chips[0]), chips)
+    support = registry.chosen(plan, targets.platform_of(chips[0]), chips)
     (kernel,) = support.kernels
     return {
         chip: store.get(kernel, arch_of(chip)).attributes(

@@ -24,7 +24,7 @@ from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.products import TILE, UNIT
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import primitive, registry
+from jax_mx.lowering import products, registry, targets
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops.activations import row_of
 from jax_mx.ops.mxarray import MXArray, checked, dequantize
@@ -125,14 +125,14 @@ def _gemm(x: jax.Array, w: MXArray, sizes: list, after: list, plan: ProductPlan)
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % UNIT)))
     operands = [_in_parts(x), *_arrays(w), *sizes]
     if not plan.activation or plan.rows >= TILE:
-        return primitive.product([*operands, *after], plan)
+        return products.product([*operands, *after], plan)
     # Kernels that compute an activation have tiles of many rows.
     given = dict(zip(plan.epilogue, after, strict=True))
     first = {name: given.pop(name) for name in ("bias",) if name in given}
     alone = dataclasses.replace(
         plan, dtype=np.dtype(np.float32), epilogue=(*first,), activation="", interleaved=False
     )
-    y = primitive.product([*operands, *first.values()], alone)
+    y = products.product([*operands, *first.values()], alone)
     return _finished(y, w, sizes, given, plan)
 
 
@@ -204,7 +204,7 @@ def _gemm_fp8(x: MXArray, w: MXArray, sizes: list, after: list, plan: ProductPla
     if 0 in x.shape or 0 in w.shape:
         return _of_nothing(math.prod(x.shape[:-1]), w, sizes, after, plan)
     flat = [a.reshape(-1, a.shape[-1]) for a in (x.values, x.scales)]
-    return primitive.product([*flat, *_arrays(w), *sizes, *after], plan)
+    return products.product([*flat, *_arrays(w), *sizes, *after], plan)
 
 
 def gemm_wgrad(
@@ -280,7 +280,7 @@ def gemm_wgrad(
 def _gemm_wgrad(
     a: MXArray, b: MXArray, sizes: jax.Array, after: list, plan: ProductPlan
 ) -> jax.Array:
-    return primitive.product([a.values, a.scales, b.values, b.scales, sizes, *after], plan)
+    return products.product([a.values, a.scales, b.values, b.scales, sizes, *after], plan)
 
 
 def _rows_of(op: str, name: str, x: MXArray | jax.Array, implementation: str | None) -> jax.Array:
@@ -340,7 +340,7 @@ def _floats_wgrad(
     more, beside = -m % 8, -n % 8
     a, b = _padded(a, 0, more), _padded(b, 0, beside)
     after = [_padded(x, more, beside) for x in after]
-    return primitive.product([a, b, *sizes, *after], plan)[..., :m, :n]
+    return products.product([a, b, *sizes, *after], plan)[..., :m, :n]
 
 
 def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
@@ -422,8 +422,8 @@ def supported(
     if wgrad:
         plan = wgrad_plan_of(formats, result, window)
         plan = plan if formats else floats_plan_of(jnp.bfloat16, result)
-    chips = [device] if isinstance(device, str) else primitive.chips_beside(device)
-    support = registry.candidates(plan, primitive.platform_of(chips[0]), chips)[0]
+    chips = [device] if isinstance(device, str) else targets.chips_beside(device)
+    support = registry.candidates(plan, targets.platform_of(chips[0]), chips)[0]
     if support.implementation == "xla":
         return f"{plan.op}: no kernels on {chips[0]}; 'xla' serves it"
     return support.reason
