@@ -35,6 +35,7 @@ from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Kind, Variant
 from jax_mx.lowering import registry, store, targets
 from jax_mx.ops.planning import Options, planned
+from jax_mx.ops.requantize import requantize
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -87,6 +88,9 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     elif turn and variant.op == "dequantize":
         axis = -3 - axis
     quantize = partial(jax_mx.quantize, format=variant.formats[0], axis=axis, **options)
+    if variant.codes:
+        make = partial(jax_mx.quantize, format=variant.codes)
+        return make, partial(requantize, transpose=turn, **quantize.keywords)
     if variant.op == "quantize":
         return lambda x: x, partial(quantize, transpose=turn)
     dequantize = partial(jax_mx.dequantize, dtype=variant.dtype, transpose=turn)
