@@ -27,7 +27,7 @@ def execute(
     """The state after these instructions. Lists of values are one per lane, the last repeated."""
     image = b"".join(i.to_bytes() for i in (*code, ins.s_endpgm())) + bytes(16)
     emulator = Emulator(SimpleNamespace(memory=image, arch=arch, kernels={}))
-    space = Space(memory or Global(), Shared(1, 1024), flushes)
+    space = Space(memory or Global(), Shared(1, 1024), 0 if flushes else 3)
     scalar = np.full((128, waves), GARBAGE, U32)
     vector = np.full((32, waves, 64), GARBAGE, U32)
     for register, value in {**(scalars or {}), EXEC: exec_}.items():
@@ -291,6 +291,10 @@ VECTOR = {
     ],
     "v_rcp_f64": [
         ((f64(4),), f64(0.25) + (1 << 27)), ((f64(3),), f64(1 / 3) - (1 << 27)),
+        ((0,), f64(np.inf)), ((f64(np.inf),), 0),
+    ],
+    "v_rsq_f64": [
+        ((f64(16),), f64(0.25) + (1 << 27)), ((f64(3),), f64(1 / 3**0.5) - (1 << 27)),
         ((0,), f64(np.inf)), ((f64(np.inf),), 0),
     ],
     "v_cvt_f32_f16": [
@@ -658,7 +662,7 @@ def test_subnormals_are_flushed_where_the_mode_says_so():
 
 
 def test_the_mode_of_float32():
-    """MODE's bits 4 and 5: 0 flushes operands and results of what comes after, 3 keeps them."""
+    """MODE's bits 4 and 5: operands of what comes after keep subnormals, and results do."""
     vectors = {2: TINY, 3: 5, 4: f32(1), 5: f32(2**-126), 6: 0, 7: 1}
     two = {"vdst": v[OUT : OUT + 1], "src0": v[2:3], "src1": v[4:5]}
     for code, kept, flushed in (
@@ -671,6 +675,11 @@ def test_the_mode_of_float32():
             mode = ins.s_setreg_b32(sdst=s[8], simm16=1 << 11 | 4 << 6 | 1)
             state = execute(mode, code, vectors=vectors, scalars={8: value}, flushes=value == 3)
             assert tuple(state.vector[OUT : OUT + 2, 0, 0]) == want, (code, value)
+    # 2 keeps those of results alone.
+    vectors = {0: [f32(2**-126), TINY], 1: [f32(0.5), f32(1)]}
+    code = ins.v_mul_f32_e32(vdst=v[OUT], src0=v[0], vsrc1=v[1])
+    state = execute(mode, code, vectors=vectors, scalars={8: 2})
+    assert state.vector[OUT, 0, :2].tolist() == [1 << 22, 0]
     # Below the least normal number, though it would round up to it as a subnormal.
     vectors = {0: 0x00AAAAAA, 1: f32(0.75)}
     code = ins.v_mul_f32_e32(vdst=v[OUT], src0=v[0], vsrc1=v[1])
@@ -910,7 +919,7 @@ def test_what_is_unknown_raises():
             execute(code, vectors={0: 0})
     with pytest.raises(NotImplementedError, match="no instruction"):
         emulator = Emulator(SimpleNamespace(memory=b"\xff" * 32, arch="gfx950", kernels={}))
-        space = Space(Global(), Shared(1, 0), False)
+        space = Space(Global(), Shared(1, 0), 3)
         emulator.run(Waves(space, 0, np.zeros(1, int), np.zeros((128, 1), U32),
                            np.zeros((8, 1, 64), U32)))  # fmt: skip
 
