@@ -112,9 +112,13 @@ SCALAR = {
 _COMPARE = {"eq": "010", "lg": "101", "gt": "001", "ge": "011", "lt": "100", "le": "110"}
 for _name, _results in _COMPARE.items():  # of (1, 2), (2, 2), (-1, 2) unsigned
     for _kind, _pairs in (("u", ((1, 2), (2, 2), (M1, 2))), ("i", ((M1, 2), (2, 2), (3, 2)))):
-        SCALAR[f"s_cmp_{_name}_{_kind}32"] = [
-            (pair, 1 - int(bit), None, int(bit)) for pair, bit in zip(_pairs, _results, strict=True)
-        ]
+        for _cmp in ("cmp", "cmpk"):
+            SCALAR[f"s_{_cmp}_{_name}_{_kind}32"] = [
+                (pair, 1 - int(bit), None, int(bit))
+                for pair, bit in zip(_pairs, _results, strict=True)
+            ]
+SCALAR["s_cmpk_eq_u32"] += [((0xFFFF, 0xFFFF), 0, None, 1), ((M1, 0xFFFF), 1, None, 0)]
+SCALAR["s_cmpk_eq_i32"] += [((M1, 0xFFFF), 0, None, 1), ((0xFFFF, 0xFFFF), 1, None, 0)]
 WIDE = {name for name, (kinds, _) in isa.SCALAR.items() if "U" in kinds[:1] or "I" in kinds[:1]}
 
 
@@ -123,7 +127,7 @@ def test_scalar(name):
     make = getattr(ins, name)
     wide = name in WIDE
     for sources, before, result, after in SCALAR[name]:
-        if name in ("s_movk_i32", "s_addk_i32"):
+        if name.split("_")[1].endswith("k"):  # a constant of 16 bits
             state = execute(make(sdst=s[8], simm16=sources[-1] & 0xFFFF), scalars={8: sources[0]},
                             scc=bool(before))  # fmt: skip
         else:
@@ -258,6 +262,8 @@ VECTOR = {
         ((f32(2**-25),), 0), ((f32(3 * 2**-25),), 2), ((f32(65520),), bits16(np.inf)),
         ((INF,), 0x7C00),
     ],
+    "v_cvt_f64_u32": [((M1,), f64(2**32 - 1)), ((3,), f64(3))],
+    "v_cvt_f64_i32": [((M1,), f64(-1)), ((0x7FFFFFFF,), f64(2**31 - 1))],
     "v_cvt_f64_f32": [((f32(-1.5),), f64(-1.5)), ((TINY,), f64(2**-149)), ((INF,), f64(np.inf))],
     "v_cvt_f32_f64": [
         ((f64(-1.5),), f32(-1.5)), ((f64(2**24 + 1),), f32(2**24)), ((f64(1e300),), INF),
@@ -317,6 +323,9 @@ for _name, _unordered in (("eq", 0), ("lg", 0), ("gt", 0), ("ge", 0), ("lt", 0),
     VECTOR[f"v_cmp_{_name}_f32"].append(((NAN, f32(1)), _unordered))
 VECTOR |= {
     "v_cmp_neq_f32": [((NAN, NAN), 1), ((f32(1), f32(1)), 0), ((f32(1), f32(2)), 1)],
+    "v_cmp_neq_f64": [
+        ((f64(np.nan), f64(np.nan)), 1), ((f64(1), f64(1)), 0), ((f64(-0.0), 0), 0),
+    ],
     "v_cmp_u_f32": [((NAN, f32(1)), 1), ((f32(1), f32(2)), 0)],
     "v_cmp_o_f32": [((NAN, f32(1)), 0), ((f32(1), f32(2)), 1)],
     **{
@@ -416,6 +425,8 @@ def test_a_float64_is_added_to():
     add = ins.v_fmac_f64_e32(vdst=v[4:5], src0=v[0:1], vsrc1=v[2:3])
     state = execute(add, vectors=two | {4: f64(10)})
     assert int(state.vector[4, 0, 0]) | int(state.vector[5, 0, 0]) << 32 == f64(16)
+    state = execute(add, vectors=two | {4: [f64(10), f64(2**600)]}, exec_=1)  # lane 1 rests
+    assert int(state.vector[5, 0, 0]) == f64(16) >> 32
     out, x = v[OUT : OUT + 1], v[0:1]
     for code, want in (
         (ins.v_add_f64(vdst=out, src0=x, src1=0.5), 2.0),

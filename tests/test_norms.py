@@ -14,6 +14,7 @@ from helpers import (
     assert_bits_equal,
     assert_refused,
     assert_same_array,
+    call,
     call_attributes_in,
     collectives,
     for_any_address,
@@ -22,13 +23,14 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import rms_norm
+from jax_mx import _ffi, rms_norm
 from jax_mx.facts import directions
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.geometry import Extents
+from jax_mx.ops.inputs import Norm
 
 P = PartitionSpec
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -372,6 +374,81 @@ def test_past_two_to_the_31(both):
     assert_bits_equal(got.factors[-4096:], want.factors)
     if both:
         assert_bits_equal(got.quantized[1].values[:, -4096:], want.quantized[1].values)
+
+
+# ---- emulated ---
+emulation = pytest.importorskip("emulation")  # of AMD's chips, by tinygrad
+AMD = [v for v in NORMED if v.implementation == "flydsl"]
+EMULATED = {
+    "last": [(129, 160), (3, 2080), (2, 8224)],
+    "second": [(160, 257), (32, 1), (32, 2056)],
+    "both": [(96, 160), (160, 288), (32, 2080)],
+}
+
+
+@pytest.mark.every_binary
+@pytest.mark.sampled(26, 6)
+@emulation.every_binary(AMD)
+def test_emulated(variant, arch):
+    """Layouts of scales, scalings, orders of the waves, and weights that are no number, in turn."""
+    from jax_mx.testing import emulate
+    from jax_mx.testing.emulator import ORDERS
+
+    turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
+    for i, shape in enumerate(EMULATED[str(variant.form).removesuffix("_transposed")]):
+        weight = rows((shape[1],), ("float32", "bfloat16")[i % 2], i)
+        weight[1::7], weight[2::9] = 1e-40, -0.0
+        if i < 2:
+            weight[5:6], weight[70:71] = np.inf, np.nan
+        how = {
+            "scaling": scalings[(turn + i) % len(scalings)],
+            "scale_layout": layouts[(turn + i) % len(layouts)],
+        }
+        x = nasty(shape, i, variant.dtype)
+        want = quantized(variant, "xla", **how)(x, weight)
+        before = _ffi.counters()["launches"]
+        with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
+            got = jax.block_until_ready(quantized(variant, "flydsl", **how)(x, weight))
+        assert _ffi.counters()["launches"] == before + 1
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            assert_bits_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.every_binary
+@pytest.mark.sampled(26, 18)
+@emulation.every_binary(AMD)
+def test_emulated_at_any_address(variant, arch):
+    """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""
+    turn, layouts = AMD.index(variant), layouts_of(variant)
+    for entry in range(2):
+        how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
+        length = (256, 96 if variant.form.spans[1] else 33)[entry]
+        x, weight = rows((96, length), variant.dtype, entry), rows((length,), "float32", 1)
+        residual = [x[::-1].copy()] * variant.added
+        own = Norm(jnp.asarray(weight), EPS, *map(jnp.asarray, residual))
+        program = emulation.Program(variant, arch, x.shape, activation=own, **how)
+        assert program.takes(entry)
+        want = jax.jit(functools.partial(call(variant, "xla", **how), activation=own))(x)
+        operands = emulation.bytes_of([x, *residual, weight])
+        assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
+
+
+@pytest.mark.sampled(6, 1)
+@pytest.mark.parametrize("off", [0, 1 << 27, (1 << 29) - 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_approximations_decide_nothing(dtype, off, monkeypatch):
+    """Those of reciprocals and roots are off by as much as AMD says they may be, or not at all."""
+    from jax_mx.testing import emulate, instructions
+
+    monkeypatch.setattr(instructions, "OFF64", off)
+    rng = np.random.default_rng(5)
+    x = np.ldexp(rng.normal(size=(128, 32)), rng.integers(-40, 40, (128, 1))).astype(DTYPES[dtype])
+    run = functools.partial(rms_norm, x, eps=0.0, format="mxfp8_e4m3", factors=True)
+    want = run(implementation="xla")
+    with emulate("gfx950"):
+        got = run(implementation="flydsl")
+    assert_bits_equal(got.factors, want.factors)
+    assert_same_array(got.quantized, want.quantized)
 
 
 def test_vmap_and_what_is_kept():

@@ -303,7 +303,7 @@ VARIANTS += tuple(
 # The forms of what each DSL's kernels norm.
 NORMED: Mapping[str, tuple[Form, ...]] = {
     "cutedsl": (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED),
-    "flydsl": (),
+    "flydsl": (directions.LAST,),
 }
 VARIANTS += tuple(
     dataclasses.replace(variant, source=RMS_NORM)

@@ -224,6 +224,12 @@ def grid_of(form: Form, tile: Extents, region: Extents | None = None, of: int = 
 
 # The dimensions of an x (..., rows, blocks, 32) whose rows are normed: (from, to).
 ROWS, COLUMNS = (0, -2), (-2, -1)
+SUMS = 2048  # of a row's squares that are taken side by side, see `jax_mx.rms_norm`
+
+
+def extents_of_rows() -> list:
+    """Scalars of 4 bytes: how many rows such an x has, and how many blocks a row."""
+    return [[4, [SOURCE, *each]] for each in (ROWS, COLUMNS)]
 
 
 def grid_of_rows(rows: int, whole: int) -> list:

@@ -371,8 +371,11 @@ class Emulator:
     def _sopk(self, name: str, inst: Any, _: int) -> Step:
         if name == "s_setreg_b32":
             return _set_mode(inst.simm16, _scalar_source("u", inst.sdst.offset, None))
-        value, to = np.array([(inst.simm16 ^ 0x8000) - 0x8000], I32), inst.sdst.offset
-        old = [_scalar_source("i", to, None)] * (len(isa.SCALAR[name][0]) - 1)
+        kinds, to = isa.SCALAR[name][0], inst.sdst.offset
+        value = np.array([(inst.simm16 ^ 0x8000) - 0x8000], I32)
+        if kinds[-1] == "u":
+            value = value.astype(U32) & U32(0xFFFF)
+        old = [_scalar_source(kind, to, None) for kind in kinds[:-1]]
         return self._scalar_step(name, [*old, lambda w: value], to)
 
     def _smem(self, name: str, inst: Any, _: int) -> Step:
@@ -861,7 +864,12 @@ def _signed(source: Source, negate: bool, magnitude: bool) -> Source:
 
 
 def computed(w: Waves, op: Callable, values: list[np.ndarray]) -> Any:
-    """What `op` makes of these, in the mode of the waves."""
+    """What `op` makes of these, in the mode of the waves; of float64, whatever lanes hold that rest.
+
+    They hold garbage, which may be what is not known here.
+    """
+    if not w.all_active and values[0].dtype == F64:
+        values = [np.where(w.active, x, np.zeros((), x.dtype)) for x in values]
     if not w.subnormals & 1:
         values = [_flushed(x) for x in values]
     result = op(*values)

@@ -292,7 +292,8 @@ SCALAR: Mapping[str, Op] = {
     "s_or_saveexec_b64": ("UX", _saveexec(np.bitwise_or)),
     "s_andn2_saveexec_b64": ("UX", _saveexec(lambda x, e: x & ~e)),
     **{
-        f"s_cmp_{name}_{kind}32": (kind * 2, lambda x, y, _, op=op: (None, op(x, y)))
+        f"s_{cmp}_{name}_{kind}32": (kind * 2, lambda x, y, _, op=op: (None, op(x, y)))
+        for cmp in ("cmp", "cmpk")
         for name, op in _compare.items()
         for kind in "ui"
         if name != "ne"
@@ -374,6 +375,8 @@ VECTOR: Mapping[str, Op] = {
     "v_cvt_f32_u32": ("u", lambda x: x.astype(F32)),
     "v_cvt_u32_f32": ("f", _to_unsigned),
     "v_cvt_f32_f16": ("e", lambda x: x.astype(F32)),
+    "v_cvt_f64_u32": ("u", lambda x: x.astype(F64)),
+    "v_cvt_f64_i32": ("i", lambda x: x.astype(F64)),
     "v_cvt_f64_f32": ("f", lambda x: x.astype(F64)),
     "v_cvt_f32_f64": ("F", lambda x: x.astype(F32)),
     "v_cvt_i32_f64": (
@@ -403,6 +406,7 @@ VECTOR: Mapping[str, Op] = {
     },
     "v_cmp_lg_f32": ("ff", lambda x, y: (x < y) | (x > y)),
     "v_cmp_neq_f32": ("ff", np.not_equal),
+    "v_cmp_neq_f64": ("FF", np.not_equal),
     **{  # true of NaNs
         f"v_cmp_n{name}_{kind}": (letter * 2, lambda x, y, op=_compare[name]: ~op(x, y))
         for name in ("lt", "le", "gt", "ge")

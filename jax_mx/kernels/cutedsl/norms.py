@@ -17,9 +17,8 @@ from jax_mx.kernels.cutedsl import convert, preprocessed
 from jax_mx.kernels.cutedsl.flat import WholeBlocks
 from jax_mx.kernels.cutedsl.kernel import bytes_of, load, offset_in_tiles, select, vector_at
 from jax_mx.kernels.cutedsl.tiled import Tiled, Tiling
-from jax_mx.kernels.geometry import Extents, Place, Tile
+from jax_mx.kernels.geometry import SUMS, Extents, Place, Tile
 
-SUMS = 2048  # that are taken side by side
 NOT_READY = 0  # a factor's bits before it is there; a factor of 0 has a sign until it is read
 
 
@@ -223,7 +222,7 @@ class Rows(WholeBlocks):
         self.threads = self.tile.threads
         self.elements = SUMS // self.threads  # side by side, of a thread
         self.elements_per_thread = self.elements * self.tile.kept * self.tile.rows
-        self.extents = [[4, [geometry.SOURCE, *each]] for each in (geometry.ROWS, geometry.COLUMNS)]
+        self.extents = geometry.extents_of_rows()
         padded = self.layout.pad[0] if self.layout.is_tiled else 1
         self.grid = geometry.grid_of_rows(self.tile.rows, max(padded, self.tile.rows))
 

@@ -95,7 +95,7 @@ def magnitudes(word: Uint32, dtype: str) -> Uint32:
 def flush_subnormals(mode: Uint32) -> None:
     """Makes subnormal float32 operands and results zeros of their sign, from here on, of mode 0.
 
-    That is in the mode of the wave; 3 leaves them.
+    That is in the mode of the wave; 2 makes zeros of operands alone, 3 leaves them.
     """
     mode = intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, mode)
     llvm.inline_asm(
@@ -394,14 +394,14 @@ def unpack_four(
     return found
 
 
-def round_two(low: Float32, high: Float32, arch: str) -> Uint32:
-    """Two bfloat16 in a word, rounded to nearest even; of a NaN one."""
-    if arch != "gfx950":
+def round_two(low: Float32, high: Float32, arch: str, dtype: str = "bfloat16") -> Uint32:
+    """Two 16-bit floats in a word, rounded to nearest even; of a NaN one."""
+    if dtype == "bfloat16" and arch != "gfx950":
         quiet = Uint32(0x7FC00000)
         low, high = (
             (x == x).select(x.bitcast(Uint32), quiet).bitcast(Float32) for x in (low, high)
         )
-    return _round_two(low, high, "bfloat16", arch)
+    return _round_two(low, high, dtype, arch)
 
 
 def _round_two(low: Float32, high: Float32, dtype: str, arch: str) -> Uint32:

@@ -1,0 +1,336 @@
+"""Rows that are normed as they are quantized: `Rows` along them.
+
+The sum of a row's squares has the order that `jax_mx.rms_norm` says: 2048 sums side by side, then
+by neighbours. A lane has 4 or 8 neighbouring ones of these, so that the last steps are exchanges
+within a wave and a few words of LDS.
+
+In the mode of the wave, subnormal float32 operands count as zeros and results stay what they are:
+so a number that rounds to the least normal one is that, whenever a chip looks.
+"""
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+from flydsl._mlir.dialects import llvm
+from flydsl.expr import (
+    Float32,
+    Float64,
+    Int32,
+    Int64,
+    Uint8,
+    Uint32,
+    Uint64,
+    const_expr,
+    gpu,
+    range_constexpr,
+)
+
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.variants import Variant
+from jax_mx.kernels import geometry
+from jax_mx.kernels.flydsl import convert
+from jax_mx.kernels.flydsl.activations import fma64, quotient
+from jax_mx.kernels.flydsl.flat import Flat
+from jax_mx.kernels.flydsl.kernel import (
+    WAVE,
+    as_int64,
+    composite,
+    load_words,
+    offset_in_tiles,
+    round_up,
+    shared_pointer,
+    store_words,
+    zeros_unless,
+)
+from jax_mx.kernels.geometry import SUMS, Extents, Place
+
+_INF = 0x7FF0000000000000
+_LEAST = 0x00800000  # the bits of the least normal float32
+
+
+# ---- arithmetic: of words of two 16-bit floats, or of one float32 ---
+def settled(word: Uint32) -> Uint32:
+    """The bits of a float32, of a subnormal one those of a zero of its sign; in any mode."""
+    small = convert.magnitudes(word, "float32") < Uint32(_LEAST)
+    return small.select(word & Uint32(0x80000000), word)
+
+
+def one() -> Float32:
+    """1.0, of which the compiler does not know: it would leave out products with it."""
+    return Float32(llvm.inline_asm(Float32.ir_type, [], "v_mov_b32 $0, 1.0", "=v"))
+
+
+def sums_with(sums: list, words: list[Uint32], dtype: str) -> list:
+    """Sums and the squares of as many elements; none is fused, as those below 2^-126 are zeros."""
+    if dtype == "float32":  # whose squares float64 holds
+        wide = [settled(word).bitcast(Float32).to(Float64) for word in words]
+        return [fma64(x, x, total) for x, total in zip(wide, sums, strict=True)]
+    x = [element for word in words for element in convert.elements(word, dtype)]
+    squares, found = convert.products(x, x), []
+    for i in range(0, len(x), 2):
+        a, b = (fx.Vector.from_elements(v[i : i + 2], Float32) for v in (sums, squares))
+        total = a + b
+        found += [total[0], total[1]]
+    return found
+
+
+def normed(words: list[Uint32], factor, weights: list[Float32], dtype: str, arch: str) -> list:
+    """Elements times their row's factor, times their columns' weights."""
+    if dtype == "float32":
+        found = []
+        for word, weight in zip(words, weights, strict=True):
+            y = (settled(word).bitcast(Float32).to(Float64) * factor) * weight.to(Float64)
+            found.append(settled(y.to(Float32).bitcast(Uint32)))
+        return found
+    x = [element for word in words for element in convert.elements(word, dtype)]
+    for by in ([factor] * len(x), weights, [one()] * len(x)):  # the last one for what is subnormal
+        x = convert.products(x, by)
+    return [convert.round_two(*x[i : i + 2], arch, dtype) for i in range(0, len(x), 2)]
+
+
+def added(words: list[Uint32], others: list[Uint32], arch: str) -> list[Uint32]:
+    """The sums of words' bfloat16."""
+    found = []
+    for pair in zip(words, others, strict=True):
+        a, b = (
+            fx.Vector.from_elements(convert.elements(word, "bfloat16"), Float32) for word in pair
+        )
+        total = a + b
+        both = convert.products([total[0], total[1]], [one()] * 2)
+        found.append(convert.round_two(*both, arch))
+    return found
+
+
+def factor_of(total, length: Uint32, eps: Uint32):
+    """sqrt(length / (total + length * eps)) in float64; `eps` are the bits of a float32.
+
+    Of a float32 it is rounded to one. How the approximations of a chip are off decides nothing: see
+    cutedsl/norms.py for the steps, and why they give the nearest numbers.
+    """
+    exponent = eps >> 23
+    top = (exponent == Uint32(0)).select(Uint32(0), Uint32(1 << 23))
+    whole = Int32(eps & Uint32(0x7FFFFF) | top).to(Float64)
+    exponent = (exponent == Uint32(0)).select(Uint32(1), exponent)
+    exponent = Int32(exponent) - Int32(150)
+    wide_eps = convert.intrinsic("llvm.ldexp.f64.i32", Float64, whole, exponent)
+    count = Int32(length).to(Float64)
+    below = total.to(Float64) + count * wide_eps
+    mean = quotient(count, below)
+    inverse = convert.intrinsic("llvm.amdgcn.rsq.f64", Float64, mean)
+    half = Float64(0.5)
+    root, slope = mean * inverse, inverse * half
+    for _ in range(2):
+        rest = fma64(Float64(0.0) - root, slope, half)
+        root, slope = fma64(root, rest, root), fma64(slope, rest, slope)
+    root = fma64(fma64(Float64(0.0) - root, root, mean), slope, root)
+    bits = root.bitcast(Uint64)
+    bits = (below == Float64(0.0)).select(Uint64(_INF), bits)
+    bits = (below.bitcast(Uint64) == Uint64(_INF)).select(Uint64(0), bits)
+    root = bits.bitcast(Float64)
+    return root if isinstance(total, Float64) else root.to(Float32)
+
+
+def tree(sums: list):
+    """The sum of neighbours, of neighbours of these, and so on."""
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+def words_of(value) -> list[Uint32]:
+    """The words of a float32 or a float64, the lower one first."""
+    if isinstance(value, Float32):
+        return [value.bitcast(Uint32)]
+    bits = value.bitcast(Uint64)
+    return [Uint32(bits), Uint32(bits >> Uint64(32))]
+
+
+def of_words(words: list[Uint32]):
+    """The inverse of `words_of`."""
+    if len(words) == 1:
+        return words[0].bitcast(Float32)
+    return (Uint64(words[0]) | Uint64(words[1]) << Uint64(32)).bitcast(Float64)
+
+
+def over_wave(value):
+    """The sum of all lanes' values: of neighbours, and so on."""
+    for distance in (1, 2, 4, 8, 16, 32):
+        other = convert.from_neighbour if distance < 8 else convert.from_row
+        value = value + of_words([other(word, distance) for word in words_of(value)])
+    return value
+
+
+# ---- along rows ---
+class Row:
+    """A row's blocks, with the places of its scales; those beyond it are padding.
+
+    Attributes:
+      block: the number of its first one in x; 0 of a row that x has not. The same for all lanes.
+    """
+
+    def __init__(self, layout: ScaleLayout, rows: Uint32, cols: Uint32):
+        self.layout, self.row = layout, Uint32(Int32(fx.block_idx.x))
+        self.rows, self.cols = rows, cols
+        self.there = self.row < rows
+        self.block = self.there.select(as_int64(self.row) * as_int64(cols), Int64(0))
+
+    def at(self, place) -> tuple:
+        """(block, offset of its scale, whether there is such a block) of a column of the row."""
+        inside = self.there & (place < self.cols)
+        block = as_int64(inside.select(place, Uint32(0)))
+        offset = self.block + block
+        if self.layout.is_tiled:
+            size = Extents(self.rows, self.cols)
+            offset = offset_in_tiles(self.layout, Place(Uint32(0), self.row, place), size)
+        return block, offset, inside
+
+    def exists(self, place):
+        """Whether there is a scale, or padding, in memory for a column."""
+        if not self.layout.is_tiled:
+            return self.there & (place < self.cols)
+        return place < round_up(self.cols, self.layout.pad[1])
+
+
+class Rows(Flat):
+    """x (..., cols, 32) -> values like x, scales (..., cols) in the layout, factors (...).
+
+    A workgroup has a row, and goes through it in turns of as many rounds as `Flat` quantizes at
+    once. What it reads in the first turn stays in registers; the rest it reads twice. Workgroups
+    beyond the last row write the padding of tiles of scales.
+    """
+
+    def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
+        super().__init__(variant, arch, layout, aligned)
+        self.vector = 16 // self.itemsize
+        self.waves = self.tuned("Rows")["waves"]
+        self.threads = WAVE * self.waves
+        self.parts = SUMS // (self.threads * self.vector)  # rounds that have all sums
+        self.apart = self.waves * self.per_chunk
+        self.turn = self.chunks * self.apart  # blocks
+        self.elements_per_thread = self.chunks * self.vector
+        self.in_patches = True  # scales have places of their own
+        self.extents = geometry.extents_of_rows()
+        self.grid = geometry.grid_of_rows(1, layout.pad[0] if layout.is_tiled else 1)
+
+    @flyc.kernel
+    def kernel(self, pointers, scalars):
+        arrays = self.named(pointers)
+        rows, cols = (Uint32(n) for n in scalars[:2])
+        if const_expr(self.itemsize == 2):
+            convert.flush_subnormals(Uint32(2))
+        lane = convert.lane_id()
+        row = Row(self.layout, rows, cols)
+        first = convert.wave_id() * Uint32(self.per_chunk) + lane // self.sharers
+        turns = Int32((cols + Uint32(self.turn - 1)) // Uint32(self.turn))
+        words = self.take(arrays, row, first, lane)
+        zero = Float64(0.0) if const_expr(self.itemsize == 4) else Float32(0.0)
+        sums = self.sums([zero] * (self.parts * self.vector), words)
+        for turn in range(Int32(1), turns):
+            more = self.take(arrays, row, first + Uint32(turn) * Uint32(self.turn), lane)
+            sums = self.sums(sums, more)
+        factor = self.factor(sums, arrays["factors"], row, Uint32(scalars[len(scalars) - 1]))
+        for turn in range(Int32(0), turns):
+            start = first + Uint32(turn) * Uint32(self.turn)
+            if turn > Int32(0):
+                words = self.again(arrays, row, start, lane)
+            made = self.norm(words, factor, arrays["weights"], row, start, lane)
+            self.quantize(made, arrays, scalars, row, start)
+
+    def columns(self, sizes):
+        """How many blocks a row has."""
+        return sizes[1]
+
+    def sums(self, sums: list, rounds: list) -> list:
+        """A lane's sums, with the squares of its rounds."""
+        for c, words in enumerate(rounds):
+            at = c % self.parts * self.vector
+            found = sums_with(sums[at : at + self.vector], words, self.dtype)
+            sums = [*sums[:at], *found, *sums[at + self.vector :]]
+        return sums
+
+    def again(self, arrays, row: Row, first, lane) -> list:
+        """The words of a turn that were taken before: of a residual, what this lane has added."""
+        source = arrays["sum" if self.variant.added else "x"]
+        return [words for words, _, _ in self.loaded(source, row, first, lane)]
+
+    def loaded(self, x, row: Row, first, lane) -> list:
+        """Of a turn's rounds each the words of a lane, zeros beyond the row; where, and whether."""
+        found, size = [], BLOCK * self.itemsize
+        for c in range(self.chunks):
+            block, _, there = row.at(first + Uint32(c * self.apart))
+            where = block * size + as_int64(lane % self.sharers * 16)
+            words = load_words(x + row.block * size, where, 4, self.align[0])
+            found.append((zeros_unless(there, words), where, there))
+        return found
+
+    @flyc.jit
+    def take(self, arrays, row, first, lane):
+        """The words of a turn; of a residual the sums, which it stores."""
+        found = self.loaded(arrays["x"], row, first, lane)
+        rounds = [words for words, _, _ in found]
+        if const_expr(self.variant.added):
+            others = self.loaded(arrays["residual"], row, first, lane)
+            rounds = [
+                added(words, other, self.arch)
+                for words, (other, _, _) in zip(rounds, others, strict=True)
+            ]
+            to = arrays["sum"] + row.block * (BLOCK * self.itemsize)
+            for c in range_constexpr(self.chunks):
+                _, where, there = found[c]
+                if there:
+                    store_words(to, where, rounds[c], self.align[-1])
+        return rounds
+
+    @flyc.jit
+    def factor(self, sums, to, row, eps):
+        """The row's factor, for each lane's sums of squares; one wave finds and stores it."""
+        count: fx.Constexpr = self.parts * self.waves
+        size: fx.Constexpr = 4 * (self.itemsize // 2)  # bytes of a sum
+        array = fx.Array[Uint8, (count + 1) * size, 16]
+        shared = fx.SharedAllocator().allocate(composite(fx.struct, {"sums": array})).peek().sums
+        wave, lane = convert.wave_id(), convert.lane_id()
+        for part in range_constexpr(self.parts):
+            total = over_wave(tree(sums[part * self.vector : (part + 1) * self.vector]))
+            if lane == Uint32(0):
+                place = (wave + Uint32(part * self.waves)) * Uint32(size)
+                self.put(shared, place, words_of(total))
+        gpu.barrier()
+        if wave == Uint32(0):
+            each = [of_words(self.got(shared, i * size)) for i in range(count)]
+            found = factor_of(tree(each), row.cols * Uint32(BLOCK), eps)
+            if lane == Uint32(0):
+                self.put(shared, Uint32(count * size), words_of(found))
+                if row.there:
+                    single = found.to(Float32) if const_expr(self.itemsize == 4) else found
+                    store_words(to, as_int64(row.row) * 4, words_of(single), 4)
+        gpu.barrier()
+        return of_words(self.got(shared, count * size))
+
+    def put(self, shared, place, words: list) -> None:
+        """Stores words in LDS."""
+        at = shared_pointer(shared, Int32(place), Uint32, 4 * len(words))
+        fx.generic_store(at, fx.Vector.from_elements(words, Uint32))
+
+    def got(self, shared, place: int) -> list:
+        """The words of a number in LDS."""
+        n = self.itemsize // 2
+        at = shared_pointer(shared, Int32(place), Uint32, 4 * n)
+        if n == 1:
+            return [fx.generic_load(at)]
+        words = fx.generic_load(at, dtype=Uint32, count=n)
+        return [words[i] for i in range(n)]
+
+    def norm(self, rounds: list, factor, weights, row: Row, first, lane) -> list:
+        """A turn's words, normed."""
+        found = []
+        for c, words in enumerate(rounds):
+            block, _, _ = row.at(first + Uint32(c * self.apart))
+            col = block * BLOCK + as_int64(lane % self.sharers * self.vector)
+            align = 16 if self.aligned else 4
+            by = [
+                word.bitcast(Float32)
+                for i in range(0, self.vector, 4)
+                for word in load_words(weights, col * 4 + i * 4, 4, align)
+            ]
+            found.append(normed(words, factor, by, self.dtype, self.arch))
+        return found
