@@ -324,7 +324,9 @@ for _name, _unordered in (("eq", 0), ("lg", 0), ("gt", 0), ("ge", 0), ("lt", 0),
 VECTOR |= {
     "v_cmp_neq_f32": [((NAN, NAN), 1), ((f32(1), f32(1)), 0), ((f32(1), f32(2)), 1)],
     "v_cmp_neq_f64": [
-        ((f64(np.nan), f64(np.nan)), 1), ((f64(1), f64(1)), 0), ((f64(-0.0), 0), 0),
+        ((f64(np.nan), f64(np.nan)), 1),
+        ((f64(1), f64(1)), 0),
+        ((f64(-0.0), 0), 0),
     ],
     "v_cmp_u_f32": [((NAN, f32(1)), 1), ((f32(1), f32(2)), 0)],
     "v_cmp_o_f32": [((NAN, f32(1)), 0), ((f32(1), f32(2)), 1)],
@@ -858,6 +860,7 @@ def exchange(barrier: bool) -> list:
         ins.v_lshlrev_b32_e32(vdst=v[2], src0=2, vsrc1=v[0]),
         ins.ds_write_b32(addr=v[2], data0=v[0]),
         ins.s_waitcnt(simm16=0),
+        ins.s_sleep(simm16=2),
         *([ins.s_barrier()] if barrier else []),
         ins.v_xor_b32_e32(vdst=v[3], src0=v[4], vsrc1=v[2]),
         ins.ds_read_b32(addr=v[3], vdst=v[OUT]),

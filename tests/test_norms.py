@@ -14,10 +14,10 @@ from helpers import (
     assert_bits_equal,
     assert_refused,
     assert_same_array,
-    call,
     call_attributes_in,
     collectives,
     for_any_address,
+    op_of,
     poison_memory,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -428,9 +428,31 @@ def test_emulated_at_any_address(variant, arch):
         own = Norm(jnp.asarray(weight), EPS, *map(jnp.asarray, residual))
         program = emulation.Program(variant, arch, x.shape, activation=own, **how)
         assert program.takes(entry)
-        want = jax.jit(functools.partial(call(variant, "xla", **how), activation=own))(x)
+        want = jax.jit(
+            functools.partial(op_of(variant, **how)[1], activation=own, implementation="xla")
+        )(x)
         operands = emulation.bytes_of([x, *residual, weight])
         assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
+
+
+TILED = [v for v in AMD if v.form != directions.LAST and v.window == 32]
+
+
+@pytest.mark.sampled(12, 2)
+@emulation.every_binary(TILED)
+def test_factors_that_come_late(variant, arch):
+    """Workgroups run from the last on: those that wait find all factors themselves."""
+    length = 160 if variant.form.spans[1] else 77
+    x, weight = rows((160, length), variant.dtype), rows((length,), "float32", 1)
+    residual = [x[::-1].copy()] * variant.added
+    own = Norm(jnp.asarray(weight), EPS, *map(jnp.asarray, residual))
+    program = emulation.Program(variant, arch, x.shape, activation=own)
+    want = jax.jit(functools.partial(op_of(variant)[1], activation=own, implementation="xla"))(x)
+    buffers = emulation.bytes_of([x, *residual, weight]), emulation.bytes_of(want)
+    for late in (False, True):
+        emulator = emulation.Emulator(program.code)
+        assert program.run(1, *buffers, emulator=emulator, late=late)
+        assert (emulator.executed["s_sleep"] > 0) == late
 
 
 @pytest.mark.sampled(6, 1)

@@ -301,10 +301,8 @@ VARIANTS += tuple(
     if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 )
 # The forms of what each DSL's kernels norm.
-NORMED: Mapping[str, tuple[Form, ...]] = {
-    "cutedsl": (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED),
-    "flydsl": (directions.LAST,),
-}
+_NORMED = (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
+NORMED: Mapping[str, tuple[Form, ...]] = dict.fromkeys(ARCHS, _NORMED)
 VARIANTS += tuple(
     dataclasses.replace(variant, source=RMS_NORM)
     for variant in VARIANTS

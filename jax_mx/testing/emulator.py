@@ -330,6 +330,7 @@ class Emulator:
             "s_endpgm": END,
             "s_barrier": BARRIER,
             "s_nop": _nothing,
+            "s_sleep": _nothing,
             "s_waitcnt": _nothing,
             "s_branch": Branch(lambda w: np.ones(len(w.scc), bool), target),
             "s_cbranch_scc0": Branch(lambda w: ~w.scc, target),
@@ -864,9 +865,9 @@ def _signed(source: Source, negate: bool, magnitude: bool) -> Source:
 
 
 def computed(w: Waves, op: Callable, values: list[np.ndarray]) -> Any:
-    """What `op` makes of these, in the mode of the waves; of float64, whatever lanes hold that rest.
+    """What `op` makes of these, in the mode of the waves.
 
-    They hold garbage, which may be what is not known here.
+    Float64 of lanes that rest count as zeros: they are garbage, which may be what `op` refuses.
     """
     if not w.all_active and values[0].dtype == F64:
         values = [np.where(w.active, x, np.zeros((), x.dtype)) for x in values]

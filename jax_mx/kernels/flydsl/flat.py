@@ -151,7 +151,7 @@ class Flat(Kernel):
                 ])  # fmt: skip
             codes = exchange(parts, lane, together > 1)
             if found[g][2]:
-                store_words(values + start, offsets[g], codes, self.align[-2])
+                store_words(values + start, offsets[g], codes, self.aligned_to("codes_0"))
 
     def gated(self, arrays, strip, place, lane) -> list:
         """A lane's words of an activation's results for a place."""
@@ -279,7 +279,7 @@ class PreprocessedFlat(Flat):
         if tiles != Uint32(0):
             start = Int64(0)
             (where,) = self.in_tiles([first + block], Uint32(0), cols)
-        store_words(values + start, where, codes, self.align[-2])
+        store_words(values + start, where, codes, self.aligned_to("codes_0"))
 
     def load(self, x, block, lane) -> list:
         """The words that this lane reads in each round; `block` is the first that is the lane's."""

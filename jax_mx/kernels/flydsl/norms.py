@@ -1,4 +1,4 @@
-"""Rows that are normed as they are quantized: `Rows` along them.
+"""Rows that are normed as they are quantized: `Rows` along them, `NormedTiled` for other forms.
 
 The sum of a row's squares has the order that `jax_mx.rms_norm` says: 2048 sums side by side, then
 by neighbours. A lane has 4 or 8 neighbouring ones of these, so that the last steps are exchanges
@@ -17,6 +17,7 @@ from flydsl.expr import (
     Int32,
     Int64,
     Uint8,
+    Uint16,
     Uint32,
     Uint64,
     const_expr,
@@ -37,15 +38,18 @@ from jax_mx.kernels.flydsl.kernel import (
     composite,
     load_words,
     offset_in_tiles,
+    pointer,
     round_up,
     shared_pointer,
     store_words,
     zeros_unless,
 )
-from jax_mx.kernels.geometry import SUMS, Extents, Place
+from jax_mx.kernels.flydsl.tiled import TILE, Patch, Tiled
+from jax_mx.kernels.geometry import NOT_READY, SUMS, Extents, Place, Tile
 
 _INF = 0x7FF0000000000000
 _LEAST = 0x00800000  # the bits of the least normal float32
+_RELAXED = fx.AtomicOrdering.Monotonic  # a factor says itself that it is there
 
 
 # ---- arithmetic: of words of two 16-bit floats, or of one float32 ---
@@ -152,11 +156,11 @@ def of_words(words: list[Uint32]):
     return (Uint64(words[0]) | Uint64(words[1]) << Uint64(32)).bitcast(Float64)
 
 
-def over_wave(value):
-    """The sum of all lanes' values: of neighbours, and so on."""
-    for distance in (1, 2, 4, 8, 16, 32):
-        other = convert.from_neighbour if distance < 8 else convert.from_row
-        value = value + of_words([other(word, distance) for word in words_of(value)])
+def over_lanes(value, group: int):
+    """The sum of the values of each `group` of lanes: of neighbours, and so on."""
+    for bit in range(group.bit_length() - 1):
+        other = convert.from_neighbour if bit < 3 else convert.from_row
+        value = value + of_words([other(word, 1 << bit) for word in words_of(value)])
     return value
 
 
@@ -278,7 +282,7 @@ class Rows(Flat):
             for c in range_constexpr(self.chunks):
                 _, where, there = found[c]
                 if there:
-                    store_words(to, where, rounds[c], self.align[-1])
+                    store_words(to, where, rounds[c], self.aligned_to("sum"))
         return rounds
 
     @flyc.jit
@@ -290,7 +294,7 @@ class Rows(Flat):
         shared = fx.SharedAllocator().allocate(composite(fx.struct, {"sums": array})).peek().sums
         wave, lane = convert.wave_id(), convert.lane_id()
         for part in range_constexpr(self.parts):
-            total = over_wave(tree(sums[part * self.vector : (part + 1) * self.vector]))
+            total = over_lanes(tree(sums[part * self.vector : (part + 1) * self.vector]), WAVE)
             if lane == Uint32(0):
                 place = (wave + Uint32(part * self.waves)) * Uint32(size)
                 self.put(shared, place, words_of(total))
@@ -334,3 +338,174 @@ class Rows(Flat):
             ]
             found.append(normed(words, factor, by, self.dtype, self.arch))
         return found
+
+
+# ---- other forms ---
+class NormedTiled(Tiled):
+    """`Tiled` of what is normed: x is read twice, the second time from a cache.
+
+    Of each band of tiles, some workgroups find the rows' factors, each of their waves one. Those
+    that quantize the band come a few bands later; their waves wait until the factors are there, and
+    find them themselves where that takes long: the order in which workgroups run is not promised.
+    Factors begin as zeros, and one that is there is none, so they say themselves that they are.
+    """
+
+    POLLS = 1 << 10  # about a millisecond
+
+    def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
+        super().__init__(variant, arch, layout, aligned)
+        self.waves, self.lag = self.threads // WAVE, self.tuned("NormedTiled")["lag"]
+        self.finders = self.high // self.waves  # workgroups
+        self.extents = geometry.extents_of_matrix(self.of)
+        size, ahead = Extents(self.high, TILE), (self.finders, self.lag)
+        self.grid = geometry.grid_in_bands(variant.form, size, self.region, self.of, ahead)
+        self.scratch = geometry.cleared_factors(self.signature)
+
+    @flyc.kernel
+    def kernel(self, pointers, scalars):
+        (m, k), arrays = self.lengths(scalars), self.named(pointers)
+        convert.flush_subnormals(Uint32(2))
+        lane, wave = convert.lane_id(), convert.wave_id()
+        shared = fx.SharedAllocator().allocate(self.shared()).peek()
+        each = round_up(k, self.region.cols) // TILE + Uint32(self.finders)
+        bid = Uint32(Int32(fx.block_idx.x))
+        step, number = bid // each, bid % each
+        if number < Uint32(self.finders):
+            row = step * self.high + number * self.waves + wave
+            if row < m:
+                bits = self.found(arrays, scalars, row, lane)
+                if lane == Uint32(0):
+                    to = pointer(arrays["factors"], as_int64(row) * 4, Uint32, 4)
+                    fx.generic_store(to, bits, memory_order=_RELAXED, syncscope="agent")
+        elif step >= Uint32(self.lag):
+            at = Tile(Uint32(0), step - self.lag, number - self.finders, m, k)
+            across, down = lane % self.lanes, lane // self.lanes
+            patch = Patch(wave, wave * BLOCK + down * self.rows, across * self.vector)
+            if const_expr(self.whole):
+                words = self.loaded(arrays, at, patch)
+                factors = self.awaited(arrays, scalars, at, patch, lane)
+            else:  # there are no registers left for x while it waits
+                factors = self.awaited(arrays, scalars, at, patch, lane)
+                words = self.loaded(arrays, at, patch)
+            words = self.norm(words, factors, arrays["weights"], at, patch)
+            self.quantize(words, shared, arrays, scalars, at, patch)
+
+    # ---- factors ---
+    @flyc.jit
+    def found(self, arrays, scalars, row, lane):
+        """The bits of a row's factor, which one wave finds; never `NOT_READY`."""
+        _, k = self.lengths(scalars)
+        wide: fx.Constexpr = WAVE * self.vector
+        parts: fx.Constexpr = SUMS // wide
+        if const_expr(self.whole):
+            starts = [Uint32(part * wide) for part in range(parts)]
+            total = tree(self.parts_of_sum(arrays, row, starts, k, lane))
+        else:  # one after the other, as many elements at once take many registers
+            total = Float32(0.0)
+            for part in range(Int32(0), Int32(parts)):
+                (own,) = self.parts_of_sum(arrays, row, [Uint32(part) * Uint32(wide)], k, lane)
+                mine = lane % Uint32(parts) == Uint32(part)
+                total = mine.select(own.bitcast(Uint32), total.bitcast(Uint32)).bitcast(Float32)
+            total = over_lanes(total, parts)
+        factor = factor_of(total, k, Uint32(scalars[len(scalars) - 1]))
+        bits = factor.bitcast(Uint32)
+        return (bits == Uint32(NOT_READY)).select(Uint32(0x80000000), bits)
+
+    @flyc.jit
+    def parts_of_sum(self, arrays, row, starts, k, lane):
+        """The sums of squares of parts of a wave's width, which begin at these columns."""
+        n: fx.Constexpr = self.vector
+        sums = [Float32(0.0)] * (n * len(starts))
+        for turn in range(Int32(0), Int32((k + (SUMS - 1)) // SUMS)):
+            col = Uint32(turn) * SUMS + lane * n
+            words = [word for at in starts for word in self.piece(arrays, row, col + at, k)]
+            sums = sums_with(sums, words, self.dtype)
+        return [over_lanes(tree(sums[i : i + n]), WAVE) for i in range(0, len(sums), n)]
+
+    @flyc.jit
+    def piece(self, arrays, row, col, k):
+        """A lane's words of a row, zeros beyond it; of a residual the sums, which it stores."""
+        start = as_int64(row) * as_int64(k) * self.itemsize
+        words = self.words_from(arrays["x"] + start, col, k)
+        if const_expr(self.variant.added):
+            other = self.words_from(arrays["residual"] + start, col, k)
+            words = added(words, other, self.arch)
+            to, where = arrays["sum"] + start, as_int64(col) * self.itemsize
+            if const_expr(self.whole):
+                if col < k:
+                    store_words(to, where, words, self.aligned_to("sum"))
+            else:
+                each = fx.Vector.from_elements(words, Uint32).bitcast(Uint16)
+                for j in range_constexpr(self.vector):
+                    if col + j < k:
+                        fx.generic_store(pointer(to, where + Int64(2 * j), Uint16, 2), each[j])
+        return words
+
+    @property
+    def whole(self) -> bool:
+        """Whether a lane's elements of a row are all there, or none."""
+        return self.aligned or self.is_both
+
+    def words_from(self, row, col, k) -> list:
+        """Words of a row from a column on, zeros beyond it."""
+        if self.whole:
+            there = col < k
+            return zeros_unless(there, self.load_row(row, there.select(col, Uint32(0)), k))
+        words = self.load_row(row, col, k)
+        low = [(col + 2 * w < k).select(Uint32(0xFFFF), Uint32(0)) for w in range(4)]
+        high = [(col + 2 * w + 1 < k).select(Uint32(0xFFFF0000), Uint32(0)) for w in range(4)]
+        return [word & (a | b) for word, a, b in zip(words, low, high, strict=True)]
+
+    @flyc.jit
+    def awaited(self, arrays, scalars, at, patch, lane):
+        """The factors of the rows of this lane's patch.
+
+        The loop ends because it counts.
+        """
+        first = at.row * self.high + patch.wave * BLOCK
+        there = (lane < Uint32(BLOCK)) & (first + lane < at.rows)
+        place = as_int64(there.select(first + lane, Uint32(0))) * 4
+        from_ = pointer(arrays["factors"], place, Uint32, 4)
+        bits, polls = Uint32(1), Uint32(0)
+        if there:
+            bits = fx.generic_load(from_, memory_order=_RELAXED, syncscope="agent")
+        while (bits == Uint32(NOT_READY)) & (polls < Uint32(self.POLLS)):
+            llvm.inline_asm(None, [], "s_sleep 2", "", has_side_effects=True)
+            bits = fx.generic_load(from_, memory_order=_RELAXED, syncscope="agent")
+            polls = polls + Uint32(1)
+        missing = convert.lanes_where(bits == Uint32(NOT_READY))
+        if missing != Uint64(0):
+            for r in range(Int32(0), Int32(BLOCK)):
+                if (missing >> Uint64(Uint32(r))) & Uint64(1) != Uint64(0):
+                    own = self.found(arrays, scalars, first + Uint32(r), lane)
+                    bits = (lane == Uint32(r)).select(own, bits)
+        bits, top = bits & Uint32(0x7FFFFFFF), patch.top % BLOCK
+        return [convert.from_anywhere(bits, top + i).bitcast(Float32) for i in range(self.rows)]
+
+    # ---- x ---
+    def loaded(self, arrays, at: Tile, patch: Patch) -> list:
+        """This lane's patch of x, or of the sum."""
+        words = self.load(arrays["x"], at, patch)
+        if not self.variant.added:
+            return words
+        others = self.load(arrays["residual"], at, patch)
+        return [added(row, other, self.arch) for row, other in zip(words, others, strict=True)]
+
+    def norm(self, words: list, factors: list, weights, at: Tile, patch: Patch) -> list:
+        """A patch, normed."""
+        col = at.col * TILE + patch.left
+        if self.whole:
+            col, align = as_int64((col < at.cols).select(col, Uint32(0))), 16 * self.aligned or 4
+            by = [
+                word
+                for i in range(0, self.vector, 4)
+                for word in load_words(weights, (col + i) * 4, 4, align)
+            ]
+        else:
+            near = [(col + j < at.cols).select(col + j, at.cols - 1) for j in range(self.vector)]
+            by = [load_words(weights, as_int64(j) * 4, 1, 4)[0] for j in near]
+        by = [word.bitcast(Float32) for word in by]
+        return [
+            normed(row, factor, by, self.dtype, self.arch)
+            for row, factor in zip(words, factors, strict=True)
+        ]

@@ -8,5 +8,13 @@ ROWS = [
     {"kernel": "quantize.Flat", "where": {}, "value": {"waves": 4}, "date": "", "measured": []},
     # 8 rounds of a wave's rows of float32, 4 of others: 8192 elements of a row stay in registers.
     {"kernel": "quantize.Rows", "where": {}, "value": {"waves": 4}, "date": "", "measured": []},
+    # Bands of 128 rows; about ten of 7168 columns run at once.
+    {
+        "kernel": "quantize.NormedTiled",
+        "where": {},
+        "value": {"lag": 4},
+        "date": "",
+        "measured": [],
+    },
     {"kernel": "dequantize.Flat", "where": {}, "value": {"waves": 4}, "date": "", "measured": []},
 ]
