@@ -81,8 +81,12 @@ def lane_id() -> Uint32:
 
 def wave_id() -> Uint32:
     """This wave's number in its workgroup; in a scalar register."""
-    wave = Uint32(fx.Int32(fx.thread_idx.x)) // Uint32(64)
-    return intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, wave)
+    return first_lane(Uint32(fx.Int32(fx.thread_idx.x)) // Uint32(64))
+
+
+def first_lane(word: Uint32) -> Uint32:
+    """The word of the wave's first lane; in a scalar register."""
+    return intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, word)
 
 
 def where(mask: Uint32, a: Uint32, b: Uint32) -> Uint32:

@@ -92,7 +92,7 @@ class Flat(Kernel):
         self.quantize(words, arrays, scalars, strip, first)
 
     @flyc.jit
-    def quantize(self, words, arrays, scalars, strip, first):  # noqa: C901  FlyDSL wants branches here
+    def quantize(self, words, arrays, scalars, strip, first):
         """Stores the codes and the scales of a lane's rounds, the first of which is at `first`."""
         values, scales = arrays["codes_0"], arrays["scales_0"]
         sizes, lane = scalars[: len(self.extents)], convert.lane_id()
@@ -134,24 +134,34 @@ class Flat(Kernel):
             start = Int64(0)
             cols = self.columns(sizes)
             offsets = self.in_tiles([strip.block + b for b, _, _ in found], of_block, cols)
-        together: fx.Constexpr = max(n // 4, 1)  # rounds of which a lane has but a word of codes
         for g in range_constexpr(self.chunks // n):
-            parts = []
-            for c in range_constexpr(g * n, g * n + n, together):
-                bits = [convert.from_group(inverse, self.sharers, c + i) for i in range(together)]
-                poison = convert.poison(bits, [1, 1, 2 * together - 1, 2 * together - 1])
-                scaled = []
-                for i in range_constexpr(together):
-                    elements = [e for w in words[c + i] for e in convert.elements(w, self.dtype)]
-                    factor = bits[i].bitcast(fx.Float32)
-                    scaled += convert.products(elements, [factor] * len(elements))
-                parts.append([
-                    convert.pack_word(scaled[i : i + 4 * packed], poison, format, self.arch)
-                    for i in range(0, len(scaled), 4 * packed)
-                ])  # fmt: skip
-            codes = exchange(parts, lane, together > 1)
-            if found[g][2]:
-                store_words(values + start, offsets[g], codes, self.aligned_to("codes_0"))
+            if self.reaches(strip, first, g * n):
+                codes = self.codes_of(words, inverse, g * n, n, lane)
+                if found[g][2]:
+                    store_words(values + start, offsets[g], codes, self.aligned_to("codes_0"))
+
+    def reaches(self, strip, first, c: int):
+        """Whether the wave may have blocks in a round and later ones; the same for all lanes."""
+        return True
+
+    def codes_of(self, words: list, inverse, first: int, count: int, lane) -> list:
+        """16 bytes of codes of some rounds, of which each of as many neighbours gets one's."""
+        format, parts = self.formats[0], []
+        packed = format.codes_per_byte
+        together = max(count // 4, 1)  # rounds of which a lane has but a word of codes
+        for c in range(first, first + count, together):
+            bits = [convert.from_group(inverse, self.sharers, c + i) for i in range(together)]
+            poison = convert.poison(bits, [1, 1, 2 * together - 1, 2 * together - 1])
+            scaled = []
+            for i in range(together):
+                elements = [e for w in words[c + i] for e in convert.elements(w, self.dtype)]
+                factor = bits[i].bitcast(fx.Float32)
+                scaled += convert.products(elements, [factor] * len(elements))
+            parts.append([
+                convert.pack_word(scaled[i : i + 4 * packed], poison, format, self.arch)
+                for i in range(0, len(scaled), 4 * packed)
+            ])  # fmt: skip
+        return exchange(parts, lane, together > 1)
 
     def gated(self, arrays, strip, place, lane) -> list:
         """A lane's words of an activation's results for a place."""

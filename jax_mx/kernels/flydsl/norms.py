@@ -105,6 +105,12 @@ def added(words: list[Uint32], others: list[Uint32], arch: str) -> list[Uint32]:
     return found
 
 
+def load_weights(weights, where, count: int, aligned: bool) -> list[Float32]:
+    """Columns' weights, from so many bytes on."""
+    each = [load_words(weights, where + 4 * i, 4, 16 if aligned else 4) for i in range(0, count, 4)]
+    return [word.bitcast(Float32) for four in each for word in four]
+
+
 def factor_of(total, length: Uint32, eps: Uint32):
     """sqrt(length / (total + length * eps)) in float64; `eps` are the bits of a float32.
 
@@ -211,7 +217,8 @@ class Rows(Flat):
         self.parts = SUMS // (self.threads * self.vector)  # rounds that have all sums
         self.apart = self.waves * self.per_chunk
         self.turn = self.chunks * self.apart  # blocks
-        self.elements_per_thread = self.chunks * self.vector
+        # As the report counts: it goes through a loop once, through `quantize` in two places.
+        self.elements_per_thread = 2 * self.chunks * self.vector
         self.in_patches = True  # scales have places of their own
         self.extents = geometry.extents_of_rows()
         self.grid = geometry.grid_of_rows(1, layout.pad[0] if layout.is_tiled else 1)
@@ -228,10 +235,11 @@ class Rows(Flat):
         turns = Int32((cols + Uint32(self.turn - 1)) // Uint32(self.turn))
         words = self.take(arrays, row, first, lane)
         zero = Float64(0.0) if const_expr(self.itemsize == 4) else Float32(0.0)
-        sums = self.sums([zero] * (self.parts * self.vector), words)
+        sums = self.sums([zero] * (self.parts * self.vector), words, row, first)
         for turn in range(Int32(1), turns):
-            more = self.take(arrays, row, first + Uint32(turn) * Uint32(self.turn), lane)
-            sums = self.sums(sums, more)
+            start = first + Uint32(turn) * Uint32(self.turn)
+            more = self.take(arrays, row, start, lane)
+            sums = self.sums(sums, more, row, start)
         factor = self.factor(sums, arrays["factors"], row, Uint32(scalars[len(scalars) - 1]))
         for turn in range(Int32(0), turns):
             start = first + Uint32(turn) * Uint32(self.turn)
@@ -244,43 +252,53 @@ class Rows(Flat):
         """How many blocks a row has."""
         return sizes[1]
 
-    def sums(self, sums: list, rounds: list) -> list:
+    def reaches(self, strip, first, c: int):
+        """Whether the wave has blocks in a round: short rows have few."""
+        return strip.there & (convert.first_lane(first) + Uint32(c * self.apart) < strip.cols)
+
+    @flyc.jit
+    def sums(self, sums, rounds, row, first):
         """A lane's sums, with the squares of its rounds."""
-        for c, words in enumerate(rounds):
-            at = c % self.parts * self.vector
-            found = sums_with(sums[at : at + self.vector], words, self.dtype)
-            sums = [*sums[:at], *found, *sums[at + self.vector :]]
+        for c in range_constexpr(self.chunks):
+            at: fx.Constexpr = c % self.parts * self.vector
+            own = sums[at : at + self.vector]
+            if self.reaches(row, first, c):
+                own = sums_with(own, rounds[c], self.dtype)
+            sums = [*sums[:at], *own, *sums[at + self.vector :]]
         return sums
 
     def again(self, arrays, row: Row, first, lane) -> list:
         """The words of a turn that were taken before: of a residual, what this lane has added."""
-        source = arrays["sum" if self.variant.added else "x"]
-        return [words for words, _, _ in self.loaded(source, row, first, lane)]
+        return self.loaded(arrays["sum" if self.variant.added else "x"], row, first, lane)
 
-    def loaded(self, x, row: Row, first, lane) -> list:
-        """Of a turn's rounds each the words of a lane, zeros beyond the row; where, and whether."""
-        found, size = [], BLOCK * self.itemsize
-        for c in range(self.chunks):
-            block, _, there = row.at(first + Uint32(c * self.apart))
-            where = block * size + as_int64(lane % self.sharers * 16)
-            words = load_words(x + row.block * size, where, 4, self.align[0])
-            found.append((zeros_unless(there, words), where, there))
-        return found
+    def place(self, row: Row, first, c: int, lane) -> tuple:
+        """Where a lane's bytes of a round are in a row, and whether it has them."""
+        block, _, there = row.at(first + Uint32(c * self.apart))
+        return block * (BLOCK * self.itemsize) + as_int64(lane % self.sharers * 16), there
+
+    @flyc.jit
+    def loaded(self, x, row, first, lane):
+        """The words of a turn's rounds, zeros beyond the row."""
+        rounds, start = [], x + row.block * (BLOCK * self.itemsize)
+        for c in range_constexpr(self.chunks):
+            words = [Uint32(0)] * 4
+            if self.reaches(row, first, c):
+                where, _ = self.place(row, first, c, lane)
+                words = load_words(start, where, 4, self.align[0])
+            rounds.append(words)
+        places = [self.place(row, first, c, lane) for c in range(self.chunks)]
+        return [zeros_unless(there, w) for w, (_, there) in zip(rounds, places, strict=True)]
 
     @flyc.jit
     def take(self, arrays, row, first, lane):
         """The words of a turn; of a residual the sums, which it stores."""
-        found = self.loaded(arrays["x"], row, first, lane)
-        rounds = [words for words, _, _ in found]
+        rounds = self.loaded(arrays["x"], row, first, lane)
         if const_expr(self.variant.added):
             others = self.loaded(arrays["residual"], row, first, lane)
-            rounds = [
-                added(words, other, self.arch)
-                for words, (other, _, _) in zip(rounds, others, strict=True)
-            ]
             to = arrays["sum"] + row.block * (BLOCK * self.itemsize)
             for c in range_constexpr(self.chunks):
-                _, where, there = found[c]
+                rounds[c] = added(rounds[c], others[c], self.arch)
+                where, there = self.place(row, first, c, lane)
                 if there:
                     store_words(to, where, rounds[c], self.aligned_to("sum"))
         return rounds
@@ -324,19 +342,19 @@ class Rows(Flat):
         words = fx.generic_load(at, dtype=Uint32, count=n)
         return [words[i] for i in range(n)]
 
-    def norm(self, rounds: list, factor, weights, row: Row, first, lane) -> list:
+    @flyc.jit
+    def norm(self, rounds, factor, weights, row, first, lane):
         """A turn's words, normed."""
-        found = []
-        for c, words in enumerate(rounds):
-            block, _, _ = row.at(first + Uint32(c * self.apart))
-            col = block * BLOCK + as_int64(lane % self.sharers * self.vector)
-            align = 16 if self.aligned else 4
-            by = [
-                word.bitcast(Float32)
-                for i in range(0, self.vector, 4)
-                for word in load_words(weights, col * 4 + i * 4, 4, align)
-            ]
-            found.append(normed(words, factor, by, self.dtype, self.arch))
+        found, places = [], [self.place(row, first, c, lane) for c in range(self.chunks)]
+        each = [
+            load_weights(weights, where * (4 // self.itemsize), self.vector, self.aligned)
+            for where, _ in places
+        ]
+        for c in range_constexpr(self.chunks):
+            words = rounds[c]
+            if self.reaches(row, first, c):
+                words = normed(words, factor, each[c], self.dtype, self.arch)
+            found.append(words)
         return found
 
 
@@ -495,16 +513,12 @@ class NormedTiled(Tiled):
         """A patch, normed."""
         col = at.col * TILE + patch.left
         if self.whole:
-            col, align = as_int64((col < at.cols).select(col, Uint32(0))), 16 * self.aligned or 4
-            by = [
-                word
-                for i in range(0, self.vector, 4)
-                for word in load_words(weights, (col + i) * 4, 4, align)
-            ]
+            col = as_int64((col < at.cols).select(col, Uint32(0)))
+            by = load_weights(weights, col * 4, self.vector, self.aligned)
         else:
             near = [(col + j < at.cols).select(col + j, at.cols - 1) for j in range(self.vector)]
-            by = [load_words(weights, as_int64(j) * 4, 1, 4)[0] for j in near]
-        by = [word.bitcast(Float32) for word in by]
+            each = [load_words(weights, as_int64(j) * 4, 1, 4)[0] for j in near]
+            by = [word.bitcast(Float32) for word in each]
         return [
             normed(row, factor, by, self.dtype, self.arch)
             for row, factor in zip(words, factors, strict=True)
