@@ -257,6 +257,7 @@ def test_what_serves_it():
     supported = functools.partial(jax_mx.is_supported, norm=True)
     name = "bfloat16_mxfp8_e4m3"
     assert supported("quantize", "sm_90") == (True, f"cutedsl: quantize_last_{name}_rms_norm")
+    assert supported("quantize", "gfx942") == (True, f"flydsl: quantize_last_{name}_rms_norm")
     found = supported("quantize_both", "sm_100", transpose=True)
     assert found == (True, f"cutedsl: quantize_both_transposed_{name}_mxfp8_e4m3_rms_norm")
     found = supported("quantize", "sm_90", dtype="float32")
@@ -471,6 +472,22 @@ def test_approximations_decide_nothing(dtype, off, monkeypatch):
         got = run(implementation="flydsl")
     assert_bits_equal(got.factors, want.factors)
     assert_same_array(got.quantized, want.quantized)
+
+
+@pytest.mark.sampled(2, 1)
+@pytest.mark.parametrize("arch", ARCHS["flydsl"])
+def test_a_product_that_rounds_to_the_least_normal_number(arch):
+    """It is that number, not 0, whether a chip looks before it rounds or after."""
+    from jax_mx.testing import emulate
+
+    x, weight = np.zeros((2, 64), ml_dtypes.bfloat16), np.ones(64, np.float32)
+    x[:, 0], x[:, 40], weight[40] = 1600, 1.5625 * 2.0**-119, 2.0**100
+    run = functools.partial(rms_norm, x, weight, eps=0.0, format="mxfp8_e5m2")
+    assert float(np.float32(8 / 1600)) * 1600 < 8  # so is the factor, times that
+    with emulate(arch):
+        got = run(implementation="flydsl").quantized
+    assert_same_array(got, run(implementation="xla").quantized)
+    assert got.values[0, 40] > 0
 
 
 def test_vmap_and_what_is_kept():
