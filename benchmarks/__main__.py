@@ -32,8 +32,8 @@ from jax_mx.facts.chips import arch_of, dsl_of
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.signatures import RMS_NORM
-from jax_mx.lowering.primitive import chip_of
 from jax_mx.lowering.registry import IMPLEMENTATIONS
+from jax_mx.lowering.targets import chip_of
 from jax_mx.reference import rows_of
 
 _quantized = jax.jit(

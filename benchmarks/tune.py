@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_mx
-from jax_mx.lowering.primitive import chip_of
+from jax_mx.lowering.targets import chip_of
 from jax_mx.products import choices
 from jax_mx.products.choices import Choice
 

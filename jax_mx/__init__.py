@@ -20,7 +20,7 @@ from jax_mx.facts.layouts import SHUFFLED_16X16 as SHUFFLED_16X16
 from jax_mx.facts.layouts import SHUFFLED_32X8 as SHUFFLED_32X8
 from jax_mx.facts.layouts import ScaleLayout as ScaleLayout
 from jax_mx.facts.layouts import ValueLayout as ValueLayout
-from jax_mx.lowering.primitive import CHECKPOINT_NAME as CHECKPOINT_NAME
+from jax_mx.lowering.quantizers import CHECKPOINT_NAME as CHECKPOINT_NAME
 from jax_mx.ops.activations import Gated as Gated
 from jax_mx.ops.activations import gated as gated
 from jax_mx.ops.checkpoints import from_checkpoint as from_checkpoint

@@ -23,7 +23,7 @@ from jax._src import compiler
 from jax_mx.facts import verified
 from jax_mx.facts.chips import arch_of, dsl_of
 from jax_mx.facts.products import BINARIES
-from jax_mx.lowering import primitive, store
+from jax_mx.lowering import store, targets
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -73,7 +73,7 @@ def compiled_quickly(request):
 
 def chip() -> str | None:
     """The GPU's chip if there are binaries for it."""
-    name = primitive.chip_of(jax.devices()[0])
+    name = targets.chip_of(jax.devices()[0])
     return name if arch_of(name) else None
 
 

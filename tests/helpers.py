@@ -33,8 +33,9 @@ from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.products import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Kind, Variant
-from jax_mx.lowering import primitive, registry, store
+from jax_mx.lowering import registry, store, targets
 from jax_mx.ops.planning import Options, planned
+from jax_mx.ops.requantize import requantize
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -87,6 +88,9 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     elif turn and variant.op == "dequantize":
         axis = -3 - axis
     quantize = partial(jax_mx.quantize, format=variant.formats[0], axis=axis, **options)
+    if variant.codes:
+        make = partial(jax_mx.quantize, format=variant.codes)
+        return make, partial(requantize, transpose=turn, **quantize.keywords)
     if variant.op == "quantize":
         return lambda x: x, partial(quantize, transpose=turn)
     dequantize = partial(jax_mx.dequantize, dtype=variant.dtype, transpose=turn)
@@ -259,7 +263,7 @@ def plan_for(x, op: str = "quantize", **options):
 
 def kernels_for(plan, chips) -> dict[str, dict]:
     """The attribute `kernels` of the plan's custom call, with the binaries in it."""
-    support = registry.chosen(plan, primitive.platform_of(chips[0]), chips)
+    support = registry.chosen(plan, targets.platform_of(chips[0]), chips)
     (kernel,) = support.kernels
     return {
         chip: store.get(kernel, arch_of(chip)).attributes(

@@ -26,7 +26,7 @@ from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.signatures import EPILOGUE, signature_of
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import primitive, store
+from jax_mx.lowering import products, store, targets
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops import gemm as ops
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad, supported
@@ -654,7 +654,7 @@ def test_every_product_has_its_launch_rule():
 
 # ---- on a GPU with kernels ---
 def here() -> bool:
-    return primitive.chip_of(jax.devices()[0]) == "sm_90"
+    return targets.chip_of(jax.devices()[0]) == "sm_90"
 
 
 def kernels(test):
@@ -884,8 +884,8 @@ def test_sizes_of_contracted_groups_that_no_window_divides_do_no_harm():
 
 # ---- amaxes ---
 def amaxes(x, implementation):
-    plan = ProductPlan("amaxes", (), primitive.AMAX, False, 128, implementation=implementation)
-    return primitive.products_p["amaxes"].bind(x, plan=plan)
+    plan = ProductPlan("amaxes", (), products.AMAX, False, 128, implementation=implementation)
+    return products.products_p["amaxes"].bind(x, plan=plan)
 
 
 def check_amaxes(x, implementation="xla", whole=None):

@@ -27,7 +27,7 @@ from jax_mx.facts.formats import (
 )
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.variants import VARIANTS
-from jax_mx.lowering import primitive
+from jax_mx.lowering import quantizers
 from jax_mx.reference import blocks as reference
 
 FLAT = [
@@ -217,7 +217,7 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     like = x.reshape(-1, BLOCK * span)
     plan = plan_for(like, format=MXFP4_E2M1, scaling="even", preprocessing=(own,))
     views = [jnp.asarray(a).reshape(-1, span, a.shape[-1]) for a in (x, *words)]
-    outs = jax.jit(partial(primitive._quantize_reference, plan=plan))(*views)
+    outs = jax.jit(partial(quantizers._quantize_reference, plan=plan))(*views)
     values, scales = (np.asarray(a).reshape(len(x), -1) for a in outs)
 
     threads = np.arange(sharers * span, dtype=np.int32)

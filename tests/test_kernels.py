@@ -50,7 +50,7 @@ from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import VARIANTS, layouts_of, takes_zero_scale
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import primitive, store
+from jax_mx.lowering import quantizers, store
 from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
 
 pytestmark = pytest.mark.gpu
@@ -293,7 +293,7 @@ def some_rows_of_reference(variant, x, start, step):
     words = [jax.lax.dynamic_slice_in_dim(w, start, step)[..., None] for w in words]
     options = {"format": variant.formats[0], "implementation": "xla", "preprocessing": own}
     plan = plan_for(part, **options)
-    values, scales = primitive.quantize(part.reshape(step, blocks, BLOCK), words, plan)
+    values, scales = quantizers.quantize(part.reshape(step, blocks, BLOCK), words, plan)
     return [SimpleNamespace(values=values.reshape(step, -1), scales=scales[..., 0])]
 
 

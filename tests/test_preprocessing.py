@@ -38,7 +38,7 @@ from jax_mx.facts.chips import ARCHS, PLATFORMS
 from jax_mx.facts.directions import LAST
 from jax_mx.facts.formats import BLOCK, FORMATS
 from jax_mx.facts.variants import VARIANTS, Kind
-from jax_mx.lowering import primitive, store
+from jax_mx.lowering import primitive, store, targets
 from jax_mx.lowering.registry import Support
 from jax_mx.reference import blocks as reference
 
@@ -719,7 +719,7 @@ def test_there_is_no_kernel(op, how, name, what):
     if op == "quantize_both":
         f = partial(f, transpose=(False, False))
     chip = {"cutedsl": "sm_90", "flydsl": "gfx942"}[name]
-    platform = primitive.platform_of(chip)
+    platform = targets.platform_of(chip)
     assert store.TARGET not in lowered(x, f, platform, **how)
     reason = f"{op}: {name} has no kernel for {what}; 'xla' serves it"
     with pytest.raises(NotImplementedError) as caught:

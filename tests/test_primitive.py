@@ -35,7 +35,7 @@ from jax_mx.facts.chips import PLATFORMS
 from jax_mx.facts.directions import SECOND
 from jax_mx.facts.layouts import VALUE_LAYOUTS
 from jax_mx.facts.variants import VARIANTS, Variant
-from jax_mx.lowering import primitive, registry, store
+from jax_mx.lowering import primitive, quantizers, registry, store
 from jax_mx.ops import mxarray
 from jax_mx.ops.metadata import Padding
 from jax_mx.ops.preprocessing import preprocessing_of
@@ -208,7 +208,7 @@ def test_views_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
     operand, call = op_of(dataclasses.replace(kind, formats=own), scale_layout=layout)
     operand = operand(jnp.asarray(random_bits((8, 256, 384), kind.dtype)))
     name, seen = f"{kind.op}_p", []
-    real = getattr(primitive, name)
+    real = getattr(quantizers, name)
 
     class Spy:
         def bind(self, *views, plan):
@@ -217,7 +217,7 @@ def test_views_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
             seen.extend([*views, *outs])
             return outs
 
-    monkeypatch.setattr(primitive, name, Spy())
+    monkeypatch.setattr(quantizers, name, Spy())
     with jax.disable_jit():  # so that views are arrays
         arrays = [*jax.tree.leaves(operand), *jax.tree.leaves(call(operand))]
     view, orders = lies(kind, layout)
@@ -248,7 +248,7 @@ def test_tiles_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
         return
     own = dataclasses.replace(kind, formats=(formats.FORMATS[format],) * len(kind.formats))
     _, call = with_tiles(own, scale_layout=layout)
-    real, seen = primitive.quantize_p, []
+    real, seen = quantizers.quantize_p, []
 
     class Spy:
         def bind(self, *views, plan):
@@ -259,7 +259,7 @@ def test_tiles_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
             seen.extend(zip([*views, *outs], [view.operand, *orders], strict=True))
             return outs
 
-    monkeypatch.setattr(primitive, "quantize_p", Spy())
+    monkeypatch.setattr(quantizers, "quantize_p", Spy())
     x = jnp.asarray(random_bits((2, 192, 320), kind.dtype))
     with jax.disable_jit():
         arrays = [x, *jax.tree.leaves(call(x))]
@@ -604,7 +604,7 @@ def test_the_partitioner_splits_the_custom_call():
             return primitive._call(ctx, *operands, plan=plan, view=plan.view, kernels=kernels)
 
         registry.VARIANTS = tuple(EVERY)
-        for p in (primitive.quantize_p, primitive.dequantize_p):
+        for p in (quantizers.quantize_p, quantizers.dequantize_p):
             mlir.register_lowering(p, lowering, platform="cpu")
         m = mesh(AxisType.Auto)
         for variant in EVERY:

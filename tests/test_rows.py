@@ -4,6 +4,7 @@ What it is compared with is NumPy's gather and the same call without rows. Kerne
 variants of their own: executed on the GPU at hand, and in the emulator.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -29,6 +30,7 @@ from jax_mx import _ffi, reference
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR
+from jax_mx.facts.signatures import ROWS
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.ops.requantize import requantize
 
@@ -368,7 +370,7 @@ def test_past_two_to_the_31(variant):
 
 
 # ---- of codes ---
-OF_CODES = [v for v in VARIANTS if v.codes]
+OF_CODES = [v for v in VARIANTS if v.codes and v.implementation == "cutedsl"]
 
 
 def codes(count: int, length: int, name: str, seed: int = 0):
@@ -380,6 +382,11 @@ def codes(count: int, length: int, name: str, seed: int = 0):
     return jax_mx.MXArray(
         values.view(format.storage), scales.view(SCALE_DTYPE), format, -1, ROW_MAJOR
     )
+
+
+def of_floats(variant):
+    """The variant that picks rows of floats, for one that picks them out of codes."""
+    return dataclasses.replace(variant, source=ROWS)
 
 
 ALONE = [name for name, (op, how) in CALLS.items() if op is jax_mx.quantize and not (
@@ -442,9 +449,7 @@ def test_rows_of_codes_are_one_call():
 def test_every_kernel_of_codes(variant):
     """Each layout, scaling and entry; tails of tiles and windows; past 2^31 bytes of codes."""
     scalings, layouts = [*Scaling], layouts_of(variant)
-    plain = call(variant, "xla")
-    own = {"axis": -2, "transpose": True, "window": variant.window, "implementation": "cutedsl"}
-    op = functools.partial(requantize, format=variant.formats[0], **own)
+    plain, op = call(of_floats(variant), "xla"), call(variant, "cutedsl")
 
     def check(count, picked, length, i, **how):
         q, rows = codes(count, length, variant.codes, i), numbers(picked, count, i)
@@ -478,7 +483,16 @@ emulation = pytest.importorskip("emulation")  # of AMD's chips, by tinygrad
 from jax_mx.testing import emulate  # noqa: E402
 from jax_mx.testing.emulator import ORDERS  # noqa: E402
 
-AMD = [v for v in PICKING if v.implementation == "flydsl"]
+AMD = [v for v in VARIANTS if v.rows and v.implementation == "flydsl"]
+
+
+def source_of(variant, count, length, seed):
+    """Any rows of floats, or of codes; and the same in floats."""
+    if not variant.codes:
+        x = floats(variant, count, length, seed)
+        return x, x
+    q = codes(count, -(-length // 32) * 32, variant.codes, seed)
+    return q, q.dequantize()
 
 
 @pytest.mark.every_binary
@@ -493,12 +507,12 @@ def test_emulated(variant, arch):
         count, length = min(count, 65), length if length < 600 else 288
         if i == 2:  # whole tiles
             count, picked, length = 70, 128, 256
-        x, rows = floats(variant, count, length, i), numbers(picked, count, i)
+        (x, wide), rows = source_of(variant, count, length, i), numbers(picked, count, i)
         how = {
             "scaling": scalings[(turn + i) % len(scalings)],
             "scale_layout": layouts[(turn + i) % len(layouts)],
         }
-        want = jax.jit(call(variant, "xla", **how))(gathered(x, rows))
+        want = jax.jit(call(of_floats(variant), "xla", **how))(gathered(wide, rows))
         before = _ffi.counters()["launches"]
         with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
             op = call(variant, "flydsl", **how)
@@ -516,9 +530,11 @@ def test_emulated_at_any_address(variant, arch):
     for entry in range(2):
         how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
         count, picked, length = 37, 96, (256, 96 if variant.form.spans[1] else 33)[entry]
-        x, rows = floats(variant, count, length, 1), numbers(picked, count)
-        program = emulation.Program(variant, arch, (count, length), rows=rows, **how)
+        (x, wide), rows = source_of(variant, count, length, 1), numbers(picked, count)
+        program = emulation.Program(variant, arch, wide.shape, rows=rows, **how)
         assert program.takes(entry)
-        want = jax.jit(call(variant, "xla", **how))(gathered(x, rows))
-        operands = emulation.bytes_of([x, rows])
+        want = jax.jit(call(of_floats(variant), "xla", **how))(gathered(wide, rows))
+        is_mx = isinstance(x, jax_mx.MXArray)
+        operands = [x.values, rows, x.scales] if is_mx else [x, rows]
+        operands = emulation.bytes_of(operands)
         assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)

@@ -33,7 +33,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.lowering import primitive, store
+from jax_mx.lowering import store, targets
 from jax_mx.testing import emulate
 
 pytestmark = pytest.mark.optimized
@@ -197,7 +197,7 @@ def floats() -> np.ndarray:
 def unsharded(name: str, layout: str):
     """(operand, results), on one device, by the reference."""
     op = OPS[name]
-    with primitive.emulation(None), jax.default_device(jax.devices("cpu")[0]):
+    with targets.emulation(None), jax.default_device(jax.devices("cpu")[0]):
         x = jnp.asarray(floats())
         if op.operand is not None:
             x = jax.jit(op.operand, static_argnums=1)(x, layout)
@@ -401,7 +401,7 @@ def test_the_partitioner_splits_calls_with_tiles():
         r"""
         from jax.interpreters import mlir
         from helpers import COLLECTIVE, EVERY, op_of, stand_in
-        from jax_mx.lowering import primitive, registry, store
+        from jax_mx.lowering import primitive, quantizers, registry, store, targets
 
         def lowering(ctx, *operands, plan):
             kernel = registry.chosen(plan, "cuda", ()).kernels[0]
@@ -409,7 +409,7 @@ def test_the_partitioner_splits_calls_with_tiles():
             return primitive._call(ctx, *operands, plan=plan, view=plan.view, kernels=kernels)
 
         registry.VARIANTS = tuple(EVERY)
-        for p in (primitive.quantize_p, primitive.dequantize_p):
+        for p in (quantizers.quantize_p, quantizers.dequantize_p):
             mlir.register_lowering(p, lowering, platform="cpu")
         mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
@@ -502,7 +502,7 @@ def test_the_persistent_cache_hits_in_other_processes(tmp_path):
     code = """
         from jax._src import monitoring
         from helpers import stand_in
-        from jax_mx.lowering import primitive, registry
+        from jax_mx.lowering import primitive, quantizers, registry, targets
 
         jax.config.update("jax_compilation_cache_dir", sys.argv[2])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -520,7 +520,7 @@ def test_the_persistent_cache_hits_in_other_processes(tmp_path):
             kernel = registry.chosen(plan, "cuda", ()).kernels[0]
             kernels = {"sm_90": stand_in(kernel).attributes("row_major", {}, True)}
             return primitive._call(ctx, *operands, plan=plan, view=plan.view, kernels=kernels)
-        primitive.mlir.register_lowering(primitive.quantize_p, lowering, platform="cpu")
+        primitive.mlir.register_lowering(quantizers.quantize_p, lowering, platform="cpu")
         compiled("blocked_128x4")
         print(*(sum(what in event for event in events) for what in ("cache_hits", "cache_misses")))
     """

@@ -72,7 +72,7 @@ def _reference(x, table, *, plan):
 def shifted(monkeypatch):
     """The primitive x -> x + sum(table), on views of quantize along the last axis."""
     monkeypatch.setitem(signatures.SIGNATURES, "shifted", _shifted)
-    made = primitive.make_primitive("shifted", _avals, _reference)
+    made = primitive.make_primitive("shifted", primitive.Op(_avals, _reference))
     plan = dataclasses.replace(plan_for(jnp.ones((64, 64), jnp.float32)), op="shifted")
 
     def run(x, table):

@@ -17,8 +17,8 @@ from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.products import Binary
 from jax_mx.facts.variants import VARIANTS
 from jax_mx.lowering import store
-from jax_mx.lowering.primitive import chip_of, chips_beside
 from jax_mx.lowering.registry import Support
+from jax_mx.lowering.targets import chip_of, chips_beside
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.support import support_of
 

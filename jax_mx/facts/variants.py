@@ -331,7 +331,7 @@ VARIANTS += tuple(
 VARIANTS += tuple(
     dataclasses.replace(variant, source=source_of_codes(variant.formats[0].name))
     for variant in VARIANTS
-    if variant.source == ROWS and variant.implementation == "cutedsl"
+    if variant.source == ROWS
     if variant.form == directions.SECOND_TRANSPOSED and variant.formats[0].bits == 8
 )
 

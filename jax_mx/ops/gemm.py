@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.products import TILE, UNIT
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import primitive, registry
+from jax_mx.lowering import products, registry, targets
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops.activations import row_of
 from jax_mx.ops.mxarray import MXArray, checked, dequantize
@@ -51,7 +52,7 @@ def gemm(
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """x @ dequantize(w)^T, added up in float32, w read as it lies; or x @ dequantize(w).
+    """x @ dequantize(w)^T, or without ^T (`contracting`), added up in float32, w read as it lies.
 
     What is done to a sum before it is rounded costs no pass of its own:
     act(sum + bias) * row_scale + added, in float32.
@@ -125,14 +126,14 @@ def _gemm(x: jax.Array, w: MXArray, sizes: list, after: list, plan: ProductPlan)
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % UNIT)))
     operands = [_in_parts(x), *_arrays(w), *sizes]
     if not plan.activation or plan.rows >= TILE:
-        return primitive.product([*operands, *after], plan)
+        return products.product([*operands, *after], plan)
     # Kernels that compute an activation have tiles of many rows.
     given = dict(zip(plan.epilogue, after, strict=True))
     first = {name: given.pop(name) for name in ("bias",) if name in given}
     alone = dataclasses.replace(
         plan, dtype=np.dtype(np.float32), epilogue=(*first,), activation="", interleaved=False
     )
-    y = primitive.product([*operands, *first.values()], alone)
+    y = products.product([*operands, *first.values()], alone)
     return _finished(y, w, sizes, given, plan)
 
 
@@ -204,7 +205,7 @@ def _gemm_fp8(x: MXArray, w: MXArray, sizes: list, after: list, plan: ProductPla
     if 0 in x.shape or 0 in w.shape:
         return _of_nothing(math.prod(x.shape[:-1]), w, sizes, after, plan)
     flat = [a.reshape(-1, a.shape[-1]) for a in (x.values, x.scales)]
-    return primitive.product([*flat, *_arrays(w), *sizes, *after], plan)
+    return products.product([*flat, *_arrays(w), *sizes, *after], plan)
 
 
 def gemm_wgrad(
@@ -255,32 +256,37 @@ def gemm_wgrad(
     op = "gemm_wgrad"
     implementation = implementation_of(op, implementation)
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
-    if not (isinstance(a, MXArray) and isinstance(b, MXArray)) or window == BLOCK:
-        rows = [_rows_of(op, name, x, implementation) for name, x in (("a", a), ("b", b))]
-        return _wgrad_of_floats(op, rows, group_sizes, added, result, implementation)
-    a, b = _eights(op, window, WINDOWS[:2], a=a, b=b)
-    found = getattr(group_sizes, "shape", None), getattr(group_sizes, "dtype", None)
-    if not (a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]) or (
-        found[0] is None or len(found[0]) != 1 or found[1] != jnp.int32
-    ):
-        raise ValueError(
-            f"{op}: a is (M, R), b (N, R) and the sizes int32 (G,); got {a.shape}, {b.shape} and "
-            f"{found[1]} {found[0]}"
-        )
-    plan = wgrad_plan_of((a.format, b.format), result, window, implementation)
-    shape = (*found[0], a.shape[0], b.shape[0])
+    call: Callable[..., jax.Array]
+    if isinstance(a, MXArray) and isinstance(b, MXArray) and window != BLOCK:
+        a, b = _eights(op, window, WINDOWS[:2], a=a, b=b)
+        shape, terms, call = _of_windows(op, a, b, group_sizes), a.shape[1], _gemm_wgrad
+        plan = wgrad_plan_of((a.format, b.format), result, window, implementation)
+    else:
+        a, b = (_rows_of(op, name, x, implementation) for name, x in (("a", a), ("b", b)))
+        shape, terms, call = _of_floats(op, a, b, group_sizes), a.shape[-2], _floats_wgrad
+        plan = floats_plan_of(a.dtype, result, group_sizes is not None, implementation)
     after = [] if added is None else [_float32(op, "added", added, shape, result)]
-    if 0 in (*shape, a.shape[1]):
+    if 0 in (*shape, terms):
         return after[0] if after else jnp.zeros(shape, result)
     plan = dataclasses.replace(plan, epilogue=("added",) * len(after))
-    return _gemm_wgrad(a, b, group_sizes, after, plan)
+    return call(a, b, _sizes(group_sizes), after, plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _gemm_wgrad(
-    a: MXArray, b: MXArray, sizes: jax.Array, after: list, plan: ProductPlan
-) -> jax.Array:
-    return primitive.product([a.values, a.scales, b.values, b.scales, sizes, *after], plan)
+def _gemm_wgrad(a: MXArray, b: MXArray, sizes: list, after: list, plan: ProductPlan) -> jax.Array:
+    return products.product([a.values, a.scales, b.values, b.scales, *sizes, *after], plan)
+
+
+def _of_windows(op: str, a: MXArray, b: MXArray, sizes: jax.Array | None) -> tuple[int, ...]:
+    """The shape of `gemm_wgrad`'s result, of two arrays in windows."""
+    groups, dtype = getattr(sizes, "shape", None), getattr(sizes, "dtype", None)
+    fits = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]
+    if not fits or groups is None or len(groups) != 1 or dtype != jnp.int32:
+        raise ValueError(
+            f"{op}: a is (M, R), b (N, R) and the sizes int32 (G,); got {a.shape}, {b.shape} and "
+            f"{dtype} {groups}"
+        )
+    return *groups, a.shape[0], b.shape[0]
 
 
 def _rows_of(op: str, name: str, x: MXArray | jax.Array, implementation: str | None) -> jax.Array:
@@ -296,16 +302,8 @@ def _rows_of(op: str, name: str, x: MXArray | jax.Array, implementation: str | N
     return jnp.asarray(x)
 
 
-def _wgrad_of_floats(
-    op: str,
-    rows: list[jax.Array],
-    sizes: jax.Array | None,
-    added: jax.Array | None,
-    result: np.dtype,
-    implementation: str | None,
-) -> jax.Array:
-    """`gemm_wgrad` of (..., R, M) and (..., R, N)."""
-    a, b = rows
+def _of_floats(op: str, a: jax.Array, b: jax.Array, sizes: jax.Array | None) -> tuple[int, ...]:
+    """The shape of `gemm_wgrad`'s result, of floats."""
     if a.dtype != b.dtype:
         raise TypeError(
             f"{op}: a is {a.dtype} and b is {b.dtype}; both must be of one dtype, beside an "
@@ -322,13 +320,7 @@ def _wgrad_of_floats(
             f"{op}: floats are (..., R, M) and (..., R, N), with sizes, int32 (G,), (R, M) and "
             f"(R, N); got {a.shape}, {b.shape}{found}"
         )
-    shape = (*lead, a.shape[-1], b.shape[-1])
-    after = [] if added is None else [_float32(op, "added", added, shape, result)]
-    if 0 in (*shape, a.shape[-2]):
-        return after[0] if after else jnp.zeros(shape, result)
-    plan = floats_plan_of(a.dtype, result, sizes is not None, implementation)
-    plan = dataclasses.replace(plan, epilogue=("added",) * len(after))
-    return _floats_wgrad(a, b, _sizes(sizes), after, plan)
+    return *lead, a.shape[-1], b.shape[-1]
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -340,7 +332,7 @@ def _floats_wgrad(
     more, beside = -m % 8, -n % 8
     a, b = _padded(a, 0, more), _padded(b, 0, beside)
     after = [_padded(x, more, beside) for x in after]
-    return primitive.product([a, b, *sizes, *after], plan)[..., :m, :n]
+    return products.product([a, b, *sizes, *after], plan)[..., :m, :n]
 
 
 def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
@@ -422,8 +414,8 @@ def supported(
     if wgrad:
         plan = wgrad_plan_of(formats, result, window)
         plan = plan if formats else floats_plan_of(jnp.bfloat16, result)
-    chips = [device] if isinstance(device, str) else primitive.chips_beside(device)
-    support = registry.candidates(plan, primitive.platform_of(chips[0]), chips)[0]
+    chips = [device] if isinstance(device, str) else targets.chips_beside(device)
+    support = registry.candidates(plan, targets.platform_of(chips[0]), chips)[0]
     if support.implementation == "xla":
         return f"{plan.op}: no kernels on {chips[0]}; 'xla' serves it"
     return support.reason
@@ -492,7 +484,7 @@ def _columns(op: str, w: MXArray, contracting: int, activation: Any, interleaved
     if activation is None:
         if interleaved:
             raise ValueError(f"{op}: interleaved is the order of gates and ups; pass an activation")
-        return w.shape[-3 - contracting]
+        return w.shape[-2 if contracting == -1 else -1]
     if not row_of(op, activation).has_gate:
         raise ValueError(f"{op}: activation {activation!r} has no gate; use one of {GATED}")
     if contracting == -2 or w.shape[-2] % 2:

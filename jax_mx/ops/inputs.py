@@ -118,7 +118,7 @@ def numbers_of(op: str, x: Any, rows: Any) -> Any:
 def operands_of(
     x: jax.Array, data: Sequence[Data], other: Sequence[jax.Array], plan: Plan
 ) -> tuple[list[jax.Array], Viewed, Plan, list[jax.Array]]:
-    """The operands of `primitive.quantize`, how its arrays are viewed, its plan, and factors.
+    """The operands of `quantizers.quantize`, how its arrays are viewed, its plan, and factors.
 
     These are of the rows that were normed before, in a list; empty where the primitive norms.
 

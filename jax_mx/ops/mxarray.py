@@ -37,7 +37,7 @@ from jax_mx.facts.layouts import (
     ValueLayout,
 )
 from jax_mx.facts.windows import TILE, Window
-from jax_mx.lowering import primitive
+from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops import indexing, metadata
 from jax_mx.ops.metadata import Padding
@@ -479,7 +479,7 @@ def dequantized(q: MXArray, *, plan: Plan, transpose: bool) -> jax.Array:
     viewed = Viewed.of(plan.view, shape, spec, plan.first_axis)
     (result,) = plan.view.results
     views = viewed.to_values(values, result, plan.format), viewed.to_scales(scales, result)
-    y = viewed.from_floats(primitive.dequantize(*views, plan.of_view))
+    y = viewed.from_floats(quantizers.dequantize(*views, plan.of_view))
     return y if plan.transpose == transpose else jnp.swapaxes(y, -1, -2)
 
 

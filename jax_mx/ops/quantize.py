@@ -10,7 +10,7 @@ import jax
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.windows import Window
-from jax_mx.lowering import primitive, store
+from jax_mx.lowering import quantizers, store
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated
 from jax_mx.ops.inputs import made_of, operands_of
@@ -215,7 +215,7 @@ def quantized(
     program that they are in, with all its attributes.
     """
     operands, viewed, on_views, beside = operands_of(x, data, other, plan)
-    outs = primitive.quantize(operands, on_views)
+    outs = quantizers.quantize(operands, on_views)
     found = []
     for i, (result, format) in enumerate(zip(plan.view.results, plan.formats, strict=True)):
         axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)

@@ -34,8 +34,8 @@ def requantize(
 ) -> MXArray:
     """`quantize` of rows of what q stands for in bfloat16, `q.dequantize()`, byte for byte.
 
-    Of MXFP8 with blocks along its rows, as tokens are that moved, an NVIDIA kernel reads the codes
-    and quantizes them to the same format along the other axis, transposed. Others, and what is
+    Of MXFP8 with blocks along its rows, as tokens are that moved, a kernel reads the codes and
+    quantizes them to the same format along the other axis, transposed. Others, and what is
     rounded at random or rotated, are dequantized before.
 
     Args:

@@ -16,7 +16,7 @@ from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, Value
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.facts.signatures import RMS_NORM
 from jax_mx.facts.windows import Window
-from jax_mx.lowering import primitive, registry
+from jax_mx.lowering import registry, targets
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.registry import Support
 from jax_mx.ops.activations import row_of
@@ -169,7 +169,7 @@ def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False)
     if isinstance(device, str):
         chips = [next(iter(_chips_of_arch(device)), device)]
     elif isinstance(device, jax.Device):
-        chips = primitive.chips_beside(device)
+        chips = targets.chips_beside(device)
     else:
         raise TypeError(f"is_supported: device must be a jax.Device or a chip, got {device!r}")
     platform = _platform_of(chips[0])
@@ -189,7 +189,7 @@ def _platform_of(chip: str) -> str:
       ValueError: it is no chip's name; a platform's has several chips.
     """
     try:
-        return primitive.platform_of(chip)
+        return targets.platform_of(chip)
     except ValueError as error:
         dsl = chip_table.DSLS.get("cuda" if chip == "gpu" else chip)
         if dsl is None:

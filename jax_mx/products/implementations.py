@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import primitive, registry, store
+from jax_mx.lowering import registry, store, targets
 from jax_mx.lowering.registry import Support
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.products import choices, kernels
@@ -298,7 +298,7 @@ def _measured(call: Any, chips: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield sources[0][0], name
 
 
-def serving(call: Any, target: primitive.Target, table: Table = IMPLEMENTATIONS) -> Implementation:
+def serving(call: Any, target: targets.Target, table: Table = IMPLEMENTATIONS) -> Implementation:
     """The implementation that a call is lowered to.
 
     Raises:
@@ -329,7 +329,7 @@ def lowered(
       run: computes the product by an implementation, from that and the operands.
       table: of implementations.
     """
-    target = primitive.target_of(ctx, given)
+    target = targets.target_of(ctx, given)
     served = serving(dataclasses.replace(call, partitioned=target.partitioned), target, table)
 
     def product(*leaves: Any) -> list[jax.Array]:

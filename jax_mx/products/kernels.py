@@ -85,13 +85,7 @@ def support_of(op: str, plan: ProductPlan, chips: Sequence[str]) -> Support:
 
 def _on_fp8(call: Call) -> bool:
     """Whether FP8 tensor cores may multiply the codes of two MX arrays: they sum with less bits."""
-    x, w = call.lhs, call.rhs
-    return (
-        not call.dot.exact
-        and len(x.block) == 1
-        and {x.format.bits, w.format.bits} == {8}
-        and have_windows(x, w)
-    )
+    return not call.dot.exact and have_windows(call.lhs, call.rhs)
 
 
 def preferred(call: Call, platform: str, chips: Sequence[str]) -> bool:
@@ -165,8 +159,9 @@ def _floats(x: MXArray, contracted: int, batch: Sequence[int]) -> tuple[jax.Arra
 
 
 def have_windows(x: MXArray, w: MXArray) -> bool:
-    """Whether FP8 tensor cores may add up products before scales are applied."""
-    return x.window in _SUMS and w.window in _SUMS and x.window != TILE
+    """Whether FP8 tensor cores may add up products of codes before scales are applied."""
+    eights = x.format.bits == w.format.bits == 8 and len(x.block) == 1
+    return eights and x.window in _SUMS and w.window in _SUMS and x.window != TILE
 
 
 def windows_of(x: Any, w: Any) -> dict[str, Any]:

@@ -104,13 +104,8 @@ def _no_floats(call: RaggedCall) -> str:
 def _on_fp8(call: Any) -> bool:
     """Whether FP8 tensor cores may multiply the codes: both have windows of more than a block."""
     x, w = call.lhs, call.rhs
-    return (
-        _along(x, call.ragged.axes[0])
-        and _along(w, call.ragged.axes[1])
-        and len(x.block) == 1
-        and {x.format.bits, w.format.bits} == {8}
-        and kernels.have_windows(x, w)
-    )
+    along = all(_along(a, axis) for a, axis in zip((x, w), call.ragged.axes, strict=True))
+    return along and kernels.have_windows(x, w)
 
 
 def _cutedsl(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, Mesh
 
 from jax_mx.arrays.checks import shown, whole
-from jax_mx.lowering import primitive
+from jax_mx.lowering import primitive, targets
 from jax_mx.ops.progress import progress as progress_of
 from jax_mx.products import choices, measuring, ragged
 from jax_mx.products.choices import Choice, Cost, Entry, Key
@@ -62,7 +62,7 @@ class _Place:
 def _place(args: Any, device: Any = None) -> _Place:
     """Where a function of these arguments runs: on their device, else on the default one."""
     if isinstance(device, str):
-        return _Place(None, primitive.platform_of(device), [device])
+        return _Place(None, targets.platform_of(device), [device])
     if device is None:
         arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
         local = [
@@ -75,8 +75,8 @@ def _place(args: Any, device: Any = None) -> _Place:
         device = (*sorted(local, key=lambda d: d.id), default or jax.local_devices()[0])[0]
     if not isinstance(device, jax.Device):
         raise TypeError(f"explain: device must be a jax.Device or a chip, got {shown(device)}")
-    chips = primitive.chips_beside(device)
-    return _Place(device, primitive.platform_of(chips[0]), chips)
+    chips = targets.chips_beside(device)
+    return _Place(device, targets.platform_of(chips[0]), chips)
 
 
 def _calls(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
@@ -192,7 +192,7 @@ def _measured(
     with progress_of("autotune", len(free), progress) as say, jax.set_mesh(nothing):
         with jax.default_device(place.device):
             for i, each in enumerate(free):
-                key = key_of(each.call, primitive.chip_of(place.device))
+                key = key_of(each.call, targets.chip_of(place.device))
                 say(i, str(key))
                 entries.append(_entry(each, key, place, end, limit))
     return entries

@@ -221,13 +221,13 @@ def gated(
       weights: float32 (...,), or None.
       name: of the activation.
     """
-    dtype, settled = each[0].dtype, flushed
-    gate, *up = (settled(x.astype(jnp.float32)) for x in each)
+    dtype = each[0].dtype
+    gate, *up = (flushed(x.astype(jnp.float32)) for x in each)
     y = _parts(gate, name, dtype)
     if up:
-        y = settled(y * settled(other(up[0], name)))
+        y = flushed(y * flushed(other(up[0], name)))
     if weights is not None:
-        y = settled(y * settled(weights.astype(jnp.float32))[..., None])
+        y = flushed(y * flushed(weights.astype(jnp.float32))[..., None])
     return y.astype(dtype)
 
 
@@ -240,16 +240,16 @@ def derivative(each: Sequence[jax.Array], name: str) -> list[jax.Array]:
       each: see `gated`.
       name: of the activation.
     """
-    dtype, settled = each[0].dtype, flushed
-    gate, *up = (settled(x.astype(jnp.float32)) for x in each)
+    dtype = each[0].dtype
+    gate, *up = (flushed(x.astype(jnp.float32)) for x in each)
     found = slope(gate, name)
     if dtype == jnp.bfloat16:
         found = _rounded(flushed(found), ACTIVATIONS[name].rounding.slope)
     if not up:
         return [found]
     made = _parts(gate, name, dtype) if dtype == jnp.bfloat16 else part(gate, name)
-    by_gate = settled(found * settled(other(up[0], name)))
-    return [by_gate, settled(made * other_slope(up[0], name))]
+    by_gate = flushed(found * flushed(other(up[0], name)))
+    return [by_gate, flushed(made * other_slope(up[0], name))]
 
 
 def gated_gradient(
@@ -265,12 +265,11 @@ def gated_gradient(
       dy: the gradient of what `gated` gives, of its dtype.
       name: of the activation.
     """
-    settled = flushed
-    dy = settled(dy.astype(jnp.float32))
+    dy = flushed(dy.astype(jnp.float32))
     if weights is not None:
-        dy = settled(dy * settled(weights.astype(jnp.float32))[..., None])
+        dy = flushed(dy * flushed(weights.astype(jnp.float32))[..., None])
     by = derivative(each, name)
-    return [settled(dy * d).astype(x.dtype) for x, d in zip(each, by, strict=True)]
+    return [flushed(dy * d).astype(x.dtype) for x, d in zip(each, by, strict=True)]
 
 
 def floats_of(source: str, x: jax.Array, first: jax.Array, *more: jax.Array) -> jax.Array:

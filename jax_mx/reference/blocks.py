@@ -359,7 +359,7 @@ def rows_of(x: jax.Array, rows: jax.Array, sharding: Any = None) -> jax.Array:
     if isinstance(x.shape[0], int) and x.shape[0] == 0:  # JAX takes no row of nothing
         x = jnp.pad(x, ((0, 1), (0, 0)))
     # As bits: where x is split along its rows, XLA adds up what its parts have, and -0 + 0 is 0.
-    # In words where rows have whole ones: XLA's gather of bytes takes three times as long.
+    # In words where rows have whole ones: XLA's gather of bytes takes longer.
     dtype, size = x.dtype, x.dtype.itemsize
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * size}"))
     each = 4 // size  # elements of a word

@@ -26,7 +26,7 @@ def emulate(arch: str, *, order: str = "lockstep") -> AbstractContextManager[Non
       ModuleNotFoundError: the extra is not installed.
     """
     from jax_mx.facts.chips import ARCHS
-    from jax_mx.lowering import primitive
+    from jax_mx.lowering import targets
 
     if arch not in ARCHS["flydsl"]:
         known = ", ".join(ARCHS["flydsl"])
@@ -36,4 +36,4 @@ def emulate(arch: str, *, order: str = "lockstep") -> AbstractContextManager[Non
     except ModuleNotFoundError as error:
         message = f"emulate: this needs {error.name}; pip install 'jax-mx[emulator]'"
         raise ModuleNotFoundError(message, name=error.name) from error
-    return primitive.emulation(primitive.Emulated(arch, hip.device(arch, order)))
+    return targets.emulation(targets.Emulated(arch, hip.device(arch, order)))

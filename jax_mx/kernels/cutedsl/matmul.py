@@ -611,7 +611,7 @@ class Free(Warps):
     def __init__(self, product: Product, arch: str, tile=None):
         super().__init__(product, arch, "groups", tile)
         if self.resident * self.cluster > 1:
-            raise ValueError(f"{product.name}: thread blocks share neither K nor a multiprocessor")
+            raise ValueError(f"{product.name}: resident and split of its tile must be 1")
         if self.stages < 3:
             raise ValueError(f"{product.name}: {self.stages} stages, must be 3 at least")
         self.divide = (Factor(Extent(self.signature.number("x"), 1), UNIT),)
@@ -759,7 +759,7 @@ class Gated(Warps):
     def __init__(self, product: Product, arch: str, kind: str, tile=None):
         super().__init__(product, arch, kind, tile)
         if self.resident * self.cluster > 1:
-            raise ValueError(f"{product.name}: thread blocks share neither K nor a multiprocessor")
+            raise ValueError(f"{product.name}: resident and split of its tile must be 1")
 
     def box_of_w(self) -> tuple[int, int]:
         """See `Warps`."""

@@ -20,9 +20,7 @@ behind the last one. In a cluster they arrive at both blocks' `empty`, as either
 writes into both, and both blocks meet before the first copy and before they end. All roles, of both
 blocks, walk the same tiles and stages, so each wait has its arrivals, and none waits for what it
 gives itself. A consumer's warps meet where rows become zeros: once a tile, or not at all, by the
-group's size, which all know. The second consumer may wait until the first has asked for products of
-some stages, or has none left: of fewer than there are, so that the first needs none of those that
-the second gives back.
+group's size, which all know.
 """
 
 import dataclasses
@@ -39,7 +37,6 @@ from jax_mx.kernels.cutedsl.wgrad_fp8 import Contracted
 
 BOX = 64  # rows and columns of what TMA copies at once: 128 bytes a row
 STEP = 16  # rows that wgmma contracts
-START = 3  # named barriers: where the second warpgroup begins; those before are a warpgroup's own
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
@@ -53,8 +50,6 @@ class Tile:
       stages: of shared memory.
       strip: how many tiles beside each other are taken before those below; 0: all.
       cluster: thread blocks that share dy's copies: 1 or 2.
-      behind: how many stages the second warpgroup begins after the first, fewer than `stages`: it
-        multiplies while the other one writes y.
     """
 
     rows: int
@@ -62,7 +57,6 @@ class Tile:
     stages: int
     strip: int = 0
     cluster: int = 1
-    behind: int = 0
 
 
 class Floats(ProductEntry):
@@ -111,8 +105,8 @@ class Transposed(Floats, Contracted):
         return TensorMap(buffer, kind, (columns, rows), (pitch,), box, 128, 256).to_json()
 
     def align_of(self, array: Array, itemsize: int) -> int:
-        """TMA wants 16 bytes; y is written in pieces of 16, or of 8 in float32."""
-        wanted = {"x": 16, "dy": 16, "y": min(16, 8 * itemsize)}
+        """TMA wants 16 bytes, and y is written in pieces of 16."""
+        wanted = {"x": 16, "dy": 16, "y": 16}
         return wanted.get(array.name) or Floats.align_of(self, array, itemsize)
 
     # ---- the walk ---
@@ -256,11 +250,6 @@ class Transposed(Floats, Contracted):
                 for _ in range(self.high)
             ]
             my_row = (mine * self.high) * 64 + warp % 4 * 16 + g
-            ahead = Int32(self.tile.behind)  # stages that are left until the second one begins
-            if const_expr(self.tile.behind > 0):
-                if mine == 1:
-                    cute.arch.barrier(barrier_id=START, number_of_threads=256)
-                    ahead = Int32(0)
             while at[0] < groups:
                 for h in range_constexpr(self.high):
                     sums[h].fill(0.0)
@@ -273,8 +262,6 @@ class Transposed(Floats, Contracted):
                     for k in range_constexpr(BOX // STEP):
                         self.step(mma, sums, tA, tB, k, slot)
                     warpgroup.commit_group()
-                    if const_expr(self.tile.behind > 0):
-                        ahead = self.lead(ahead, 1)
                     warpgroup.wait_group(1)
                     if i > 0:
                         self.release(empty + before)
@@ -288,8 +275,6 @@ class Transposed(Floats, Contracted):
                     for k in cutlass.range((left + STEP - 1) // STEP, unroll=1):
                         self.step(mma, sums, tA, tB, k, slot)
                     warpgroup.commit_group()
-                    if const_expr(self.tile.behind > 0):
-                        ahead = self.lead(ahead, 1)
                     slot, phase = self.next(slot, phase)
                 warpgroup.wait_group(0)
                 if count > 0:
@@ -301,20 +286,9 @@ class Transposed(Floats, Contracted):
                 self.give(y, added, sums, m0 + my_row, n0, q, first, height, width, result)
                 index += grid
                 at = self.seek(index, at, sizes, t, groups, tiles)
-            if const_expr(self.tile.behind > 0):
-                self.lead(ahead, self.tile.behind)
 
         if const_expr(self.cluster > 1):
             self.meet()
-
-    @cute.jit
-    def lead(self, ahead: Int32, stages: cutlass.Constexpr):
-        """The first warpgroup goes on by so many stages; the second begins when none is left."""
-        if ahead > 0:
-            ahead -= stages
-            if ahead <= 0:
-                cute.arch.barrier_arrive(barrier_id=START, number_of_threads=256)
-        return ahead
 
     def meet(self, *_) -> None:
         """All threads of a thread block, or of a cluster."""

@@ -23,6 +23,7 @@ from jax_mx.kernels.flydsl.kernel import (
     halved,
     halved_among,
     largest,
+    load_byte,
     load_words,
     offset_in_tiles,
     offset_of_values,
@@ -101,6 +102,9 @@ class Tiled(Kernel):
         elif const_expr(self.gates):
             convert.flush_subnormals(Uint32(0))
             words = self.gated(arrays["x"], arrays["weights"], at, patch)
+            self.quantize(words, shared, arrays, scalars, at, patch)
+        elif const_expr(self.variant.codes != ""):
+            words = self.picked_codes(arrays, scalars[2], at, patch)
             self.quantize(words, shared, arrays, scalars, at, patch)
         elif const_expr(self.variant.rows):
             words = self.picked(arrays["x"], arrays["rows"], scalars[2], at, patch)
@@ -205,6 +209,32 @@ class Tiled(Kernel):
             start = as_int64(number) * stride
             found = self.load_row(x + start, inside.select(col, Uint32(0)), k)
             words.append(zeros_unless(there, found))
+        return words
+
+    def picked_codes(self, arrays, count, at: Tile, patch: Patch):
+        """What `picked` gives, of codes, times their scales: the floats that `dequantize` gives.
+
+        A row has whole blocks, so a lane's codes have one scale, and none is beyond the row.
+        """
+        _, tile_m, tile_k, m, k = at
+        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
+        inside = (row < m) & (col < k)
+        row, col = (inside.select(n, Uint32(0)) for n in (row, col))
+        align, words = min(self.vector, self.align[0]), []
+        for i in range(self.rows):
+            number, there = picked(arrays["rows"], row + Uint32(i), count)
+            start = as_int64(number) * as_int64(k) + as_int64(col)
+            codes = load_words(arrays["x"], start, self.vector // 4, align)
+            scale = load_byte(arrays["scales"] + start // BLOCK)
+            factors, poison = [convert.factor_of(scale)] * 4, convert.poison_of(scale)
+            made = [
+                word
+                for code in codes
+                for word in convert.unpack_four(
+                    code, factors, poison, self.formats[0], self.dtype, self.arch
+                )
+            ]
+            words.append(zeros_unless(there, made))
         return words
 
     def gated(self, x, weights, at: Tile, patch: Patch):

@@ -1,0 +1,166 @@
+"""Products as primitives, and amaxes of rows and columns, whose kernels are of the same kind.
+
+Operands lie one after the other: x (T, K), W (G, N, K).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec
+
+from jax_mx import reference
+from jax_mx.facts.formats import BLOCK
+from jax_mx.lowering.plan import Plan, ProductPlan
+from jax_mx.lowering.primitive import (
+    Op,
+    agree,
+    batched,
+    define,
+    make_primitive,
+    no_derivative,
+    one_by_one,
+    unsplit,
+    vary_alike,
+)
+from jax_mx.lowering.targets import target_of
+
+AMAX = np.dtype(np.uint32)  # the bits of a float32
+
+
+def _product_avals(*operands, plan: ProductPlan):
+    """Of y (T, N)."""
+    codes, scales = (operands[plan.signature.number(name)] for name in ("codes", "scales"))
+    columns = scales.shape[2] * BLOCK if plan.free else codes.shape[1]
+    shape = (operands[0].shape[0], columns // 2 if plan.activation else columns)
+    return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
+
+
+def _wgrad_avals(*operands, plan: ProductPlan):
+    """Of y (G, M, N), likewise."""
+    names = ("x_codes", "codes", "group_sizes")
+    x, codes, sizes = (operands[plan.signature.number(name)] for name in names)
+    shape = (sizes.shape[0], x.shape[0], codes.shape[0])
+    return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
+
+
+def _floats_wgrad_avals(*operands, plan: ProductPlan):
+    """Of y (G, K, N), or without sizes (..., K, N), likewise."""
+    x, dy = operands[:2]
+    lead = operands[2].shape if plan.grouped else x.shape[:-2]
+    shape = (*lead, x.shape[-1], dy.shape[-1])
+    return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
+
+
+def _batch_each(primitive: Primitive, args, dims, *, plan: ProductPlan):
+    """One call after the other."""
+    return one_by_one(functools.partial(primitive.bind, plan=plan), args, dims)
+
+
+def _batch_floats_wgrad(primitive: Primitive, args, dims, *, plan: ProductPlan):
+    """Leading dimensions are batch dimensions; of groups, or added to something, there are none."""
+    if plan.grouped or plan.epilogue:
+        return _batch_each(primitive, args, dims, plan=plan)
+    return primitive.bind(*batched(args, dims), plan=plan), [0]
+
+
+def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
+    """Entries of the batch become groups; or more rows of x, where all have the same one matrix.
+
+    With sizes of groups or an epilogue, one call after the other.
+    """
+    if plan.grouped or plan.epilogue:
+        return _batch_each(primitive, args, dims, plan=plan)
+    matrix = plan.signature.number("codes")  # from there on, W's arrays
+    one = args[matrix].shape[0] == 1 and dims[matrix] is None and dims[matrix + 1] is None
+    args = batched(args, dims, range(matrix, len(args)) if one else ())
+    size, rows = args[0].shape[:2]
+    ranks = [3 if array.name in ("codes", "scales") else 2 for array in plan.signature.operands]
+    flat = [
+        a.reshape(-1, *a.shape[2:]) if a.ndim > rank else a
+        for a, rank in zip(args, ranks, strict=False)
+    ]
+    (y,) = primitive.bind(*flat, plan=plan)
+    return [y.reshape(size, rows, y.shape[-1])], [0]
+
+
+def _amaxes_avals(x, *, plan: ProductPlan):
+    """Of x (batch, T, K), which is not split."""
+    return [unsplit("mx_amaxes", [x], (x.shape[0], n), plan.dtype) for n in x.shape[1:]]
+
+
+def _of_both_avals(view, *, plan: Plan):
+    """For each direction as `reference.amax_of` keeps dimensions."""
+    agree("mx_amaxes_of_both", view)
+    found = []
+    for result in plan.view.results:
+        along = [d % view.ndim for d in plan.view.along(result)]
+        shape = tuple(1 if i in along else n for i, n in enumerate(view.shape))
+        spec = [None if i in along else axes for i, axes in enumerate(view.sharding.spec)]
+        sharding = view.sharding.update(spec=PartitionSpec(*spec))
+        found.append(view.update(shape=shape, dtype=AMAX, weak_type=False, sharding=sharding))
+    return found
+
+
+def _of_both_reference(view, *, plan: Plan):
+    return [reference.amax_of(view, plan.view.along(result)) for result in plan.view.results]
+
+
+def _of_both_from_matrices(view, *, plan: Plan):
+    """The same of x as it lies: a kernel reads it once."""
+    lead = view.ndim - plan.view.tail
+    rows, columns = (view.shape[lead + i] * BLOCK for i in range(2))
+    order = (*range(lead), *(lead + i for i in plan.view.operand))
+    x = view.transpose(order).reshape(-1, rows, columns)
+    alone = ProductPlan("amaxes", (), AMAX, False, 128)
+    found = products_p["amaxes"].bind(x, plan=alone)
+    avals = _of_both_avals(jax.typeof(view), plan=plan)
+    return [a.reshape(aval.shape) for a, aval in zip(found, avals, strict=True)]
+
+
+def _lower_of_both(platform: str | None, ctx, view, *, plan: Plan):
+    """By the kernel where XLA splits nothing, else by its two reductions."""
+    target = target_of(ctx, platform)
+    one_read = plan.implementation != "xla" and not target.partitioned and plan.view.units is None
+    fn = _of_both_from_matrices if one_read and target.platform == "cuda" else _of_both_reference
+    return mlir.lower_fun(fn, multiple_results=True)(ctx, view, plan=plan)
+
+
+def _batch_of_both(args, dims, *, plan: Plan):
+    """Leading dimensions are batch dimensions."""
+    found = amaxes_of_both_p.bind(jnp.moveaxis(args[0], dims[0], 0), plan=plan)
+    return found, [0] * len(found)
+
+
+def _batch_amaxes(primitive: Primitive, args, dims, *, plan: ProductPlan):
+    """More matrices."""
+    x = jnp.moveaxis(args[0], dims[0], 0)
+    found = primitive.bind(x.reshape(-1, *x.shape[2:]), plan=plan)
+    return [a.reshape(*x.shape[:2], -1) for a in found], [0] * len(found)
+
+
+products_p = {
+    name: make_primitive(name, op)
+    for name, op in {
+        "matmul": Op(_product_avals, reference.matmul, _batch_product),
+        "matmul_fp8": Op(_product_avals, reference.matmul_fp8, _batch_product),
+        "wgrad_fp8": Op(_wgrad_avals, reference.wgrad_fp8, _batch_each),
+        "wgrad": Op(_floats_wgrad_avals, reference.wgrad, _batch_floats_wgrad),
+        "amaxes": Op(_amaxes_avals, reference.amaxes, _batch_amaxes),
+    }.items()
+}
+amaxes_of_both_p = define(
+    "mx_amaxes_of_both", _of_both_avals, _lower_of_both, _batch_of_both, no_derivative
+)
+
+
+def product(operands: Sequence[jax.Array], plan: ProductPlan) -> jax.Array:
+    """Binds a product's primitive, all operands varying over the same manual axes."""
+    (y,) = products_p[plan.op].bind(*vary_alike(*operands), plan=plan)
+    return y

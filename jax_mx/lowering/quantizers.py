@@ -1,0 +1,303 @@
+"""`quantize` and `dequantize` as primitives, on views (lowering/primitive.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec
+
+from jax_mx import reference
+from jax_mx.arrays.sharding import spec_of, spread
+from jax_mx.arrays.views import Result, View, Viewed
+from jax_mx.facts.activations import ACTIVATIONS, INTERLEAVED
+from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
+from jax_mx.facts.preprocessing import Preprocessing
+from jax_mx.facts.signatures import ADDED, NORMS, RMS_NORM, Role
+from jax_mx.facts.windows import ROW
+from jax_mx.lowering import registry
+from jax_mx.lowering.plan import Plan
+from jax_mx.lowering.primitive import Op, agree, batch, batched, make_primitive, vary_alike
+from jax_mx.lowering.products import amaxes_of_both_p
+
+# Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
+# like jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME) keeps them, and the backward
+# pass quantizes nothing a second time.
+CHECKPOINT_NAME = "jax_mx.quantized"
+FACTOR = np.dtype(np.float32)
+
+
+def _quantize_avals(*operands, plan: Plan, view: View | None = None):
+    """Values and scales of each result, for operands as `quantize` has them."""
+    agree("mx_quantize", *operands)
+    x = _floats(operands, plan)
+    return [*_quantized(x, view or plan.view, plan), *_factors(operands, plan)]
+
+
+def _factors(operands: Sequence[Any], plan: Plan) -> list:
+    """The abstract values of the factors of rows, where these are normed, and of the sum."""
+    if plan.source not in NORMS:
+        return []
+    x = operands[0]
+    shape = _normed_shape(x.shape, plan)[:-1]
+    sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    factors = x.update(shape=shape, dtype=FACTOR, weak_type=False, sharding=sharding)
+    return [factors, *[x] * (plan.source == ADDED)]
+
+
+def _floats(operands: Sequence[Any], plan: Plan):
+    """The abstract value of the floats, in the view of the plan's form."""
+    x = operands[0]
+    if not plan.source:
+        return x
+    apart = plan.source in ACTIVATIONS  # halves of x that make one
+    columns = math.prod(x.shape[1 + apart :]) // (1 + plan.source.endswith(INTERLEAVED))
+    shape = (math.prod(operands[1].shape), columns)
+    if plan.source in NORMS:
+        shape = _normed_shape(x.shape, plan)
+    shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
+    sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)
+
+
+def _rows_of_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """The shape of what floats are made of, for its operand's, which has halves and blocks."""
+    if plan.source in NORMS:
+        return _normed_shape(shape, plan)
+    return shape[0], math.prod(shape[1:])
+
+
+def _normed_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """The shape of an array whose rows are normed, for its operand's, which has blocks."""
+    down, across = plan.form.spans
+    at = len(shape) - 1 - across
+    rows = (math.prod(shape[:at]),) if down else shape[:at]
+    return *rows, math.prod(shape[at:])
+
+
+def _quantized(x, view: View, plan: Plan) -> list:
+    """The abstract values and scales of each of the view's results."""
+    out = []
+    for result, format in zip(view.results, plan.formats, strict=True):
+        for shape, dtype in (
+            (result.values_shape(x.shape, format), format.storage),
+            (result.scales_shape(x.shape), SCALE_DTYPE),
+        ):
+            sharding = x.sharding
+            if len(shape) < x.ndim:
+                spec = PartitionSpec(*tuple(sharding.spec)[: len(shape)])
+                sharding = sharding.update(spec=spec)
+            out.append(x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding))
+    return out
+
+
+def _dequantize_avals(values, scales, *, plan: Plan):
+    """The view of the plan's form, for the values and scales of its result."""
+    agree("mx_dequantize", values, scales)
+    (result,) = plan.view.results
+    shape = result.view_shape(values.shape)
+    return [values.update(shape=shape, dtype=plan.dtype, weak_type=False)]
+
+
+def _by_direction(plan: Plan, block_data: Sequence[jax.Array]) -> list[dict[str, jax.Array]]:
+    """For each direction its block data, by the first part of the operand's name."""
+    found: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
+    for array, data in zip(plan.block_data, block_data, strict=True):
+        found[array.of][array.name.rpartition("_")[0]] = data
+    return found
+
+
+def _scaled_elements(x, result: Result, own: Preprocessing, data: Mapping[str, jax.Array]):
+    """What of x is scaled: x itself, or transformed and multiplied by a prescale."""
+    if own.hadamard:
+        (along,) = result.block
+        flips = data["signs"] if own.flips is None else result.by_parity(own.flips, x.shape)
+        x = reference.flipped(x, flips, along)
+        x = reference.hadamard(reference.widened(x), own.hadamard, along, result.number)
+    if own.prescale is not None:
+        x = reference.times(reference.widened(x), own.prescale)
+    return x
+
+
+def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array]):
+    """For each block of what is scaled its window's largest magnitude; None: its own."""
+    if own.window == BLOCK:
+        return None
+    if own.window == ROW:
+        return data["amaxes"]
+    return reference.over_windows(reference.amax_of(y, result.block), result.blocks_in(own.window))
+
+
+def _with_derived(view, given: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
+    """The block data that a call takes, for what callers pass of it: with the amaxes of rows."""
+    found, rest = [], iter(given)
+    known: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
+    # Both ways from one read, where nothing changes elements before.
+    plain = all(own == plan.preprocessing[0] and not own.hadamard for own in plan.preprocessing)
+    both = plain and len(plan.formats) == 2 and plan.preprocessing[0].prescale is None
+    pair = (
+        amaxes_of_both_p.bind(view, plan=plan)
+        if both and any(array.derived for array in plan.block_data)
+        else None
+    )
+    for array in plan.block_data:  # of each direction, what is derived comes last
+        name, i = array.name.rpartition("_")[0], array.of
+        if array.derived:
+            result = plan.view.results[i]
+            y = _scaled_elements(view, result, plan.preprocessing[i], known[i])
+            amax = pair[i] if pair else reference.amax_of(y, plan.view.along(result))
+            shape = tuple(1 if d - y.ndim in result.block else n for d, n in enumerate(y.shape))
+            known[i][name] = spread(amax, shape, spec_of(y))
+        else:
+            known[i][name] = next(rest)
+        found.append(known[i][name])
+    return found
+
+
+def _quantize_reference(x, *block_data, plan: Plan):
+    if plan.source:
+        return _quantize_via_floats(x, *block_data, plan=plan)
+    out = []
+    each = zip(
+        plan.view.results,
+        plan.formats,
+        plan.preprocessing,
+        _by_direction(plan, block_data),
+        strict=True,
+    )
+    for result, format, own, data in each:
+        noise, last = None, (result.block, result.last)
+        if own.stochastic:
+            noise = jnp.moveaxis(reference.noise(data["seeds"], result.block), *last)
+        y = _scaled_elements(x, result, own, data)
+        amax = _amaxes(y, result, own, data)
+        amax = amax if amax is None else jnp.moveaxis(amax, *last)
+        blocks, scaling = jnp.moveaxis(y, *last), cast(Scaling, plan.scaling)
+        how = (format, scaling, result.last, plan.zero_scale, noise, amax)
+        values, scales = reference.quantize(blocks, *how)
+        values, scales = (jnp.moveaxis(a, result.last, result.block) for a in (values, scales))
+        out += [result.pack(values, result.values_in), result.pack(scales, result.layout)]
+    return out
+
+
+def _quantize_via_floats(*operands, plan: Plan):
+    """The primitive on floats that XLA makes, by a kernel or not; of a sum on that."""
+    if plan.source == ADDED:
+        x, residual, *rest = operands
+        total = reference.added(x, residual)
+        normed = dataclasses.replace(plan, source=RMS_NORM)
+        return [*quantize_p.bind(total, *rest, plan=normed), total]
+    arrays = zip(plan.signature.present(plan.lacks), operands, strict=True)
+    made_of = [
+        a.reshape(_rows_of_shape(a.shape, plan)) if array.role is Role.SOURCE else a.reshape(-1)
+        for array, a in arrays
+        if array.role is not Role.BLOCK_DATA
+    ]
+    beside, block_data = [], operands[len(made_of) :]
+    if plan.source == RMS_NORM:
+        x, weight = made_of
+        found, factors = reference.rms_norm(x, weight, plan.eps)
+        beside = [factors[..., 0]]
+    else:
+        found = reference.floats_of(plan.source, *made_of)
+    viewed = Viewed.of(plan.view, found.shape, spec_of(found), plan.first_axis)
+    floats, plan = viewed.to_floats(found), dataclasses.replace(plan, source="", eps=0.0)
+    return [*quantize_p.bind(floats, *block_data, plan=plan), *beside]
+
+
+def _quantize_via_transpose(x, *block_data, plan: Plan):
+    """`_quantize_reference`, with the primitive along rows: x is transposed for it."""
+    out, view = [], plan.view
+    lead = x.ndim - view.tail
+    each = zip(view.results, registry.row_plans(plan), _by_direction(plan, block_data), strict=True)
+    for result, alone, data in each:
+        (block,) = (dimension % view.tail for dimension in result.block)
+        order = (*(i for i in result.order if i != block), block)  # results lie so, or nearly
+        operands = [x, *data.values()]
+        outs = quantize_p.bind(*(view.reordered(a, order) for a in operands), plan=alone)
+        back = [*range(lead), *(lead + order.index(i) for i in range(view.tail))]
+        values, scales = (a.transpose(back) for a in outs)
+        out += [result.pack(values, result.values_in), result.pack(scales, result.layout)]
+    return out
+
+
+def _dequantize_reference(values, scales, *, plan: Plan):
+    (result,) = plan.view.results
+    scales = result.unpack(scales, result.view_shape(values.shape))
+    values, scales = (jnp.moveaxis(a, result.block, result.last) for a in (values, scales))
+    y = reference.dequantize(values, scales, plan.format, plan.dtype)
+    return [jnp.moveaxis(y, result.last, result.block)]
+
+
+# ---- vmap ---
+def _batch(primitive: Primitive, args, dims, *, plan: Plan):
+    """Of norms along rows alike, entries become more rows; of others XLA makes the floats."""
+    if plan.source not in NORMS:
+        return batch(primitive, args, dims, plan=plan)
+    if plan.takes_slabs and dims[-1] is None:
+        outs = primitive.bind(*batched(args, dims, [len(args) - 1]), plan=plan)
+    else:
+        outs = jax.vmap(functools.partial(_quantize_via_floats, plan=plan), dims)(*args)
+    return outs, [0] * len(outs)
+
+
+quantize_p = make_primitive(
+    "quantize",
+    Op(
+        _quantize_avals,
+        _quantize_reference,
+        _batch,
+        via_floats=_quantize_via_floats,
+        via_transpose=_quantize_via_transpose,
+    ),
+)
+dequantize_p = make_primitive("dequantize", Op(_dequantize_avals, _dequantize_reference))
+
+
+def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
+    """Binds `dequantize_p`, both operands varying over the same manual axes."""
+    (out,) = dequantize_p.bind(*vary_alike(values, scales), plan=plan)
+    return out
+
+
+def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
+    """Binds `quantize_p`, all operands varying over the same manual axes.
+
+    Args:
+      operands: the view of the floats and those of the plan's `given_data`; or what the plan's
+        source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), or
+        (T, K, 2) of gates and ups by turns, and weights (R, 1); of its gradient these and dy
+        (T, K); of a norm x (..., T, K), of a sum the residual, and float32 weights (K,). An axis of
+        length n that blocks run along is two: n / 32 and 32; by turns n / 32 and 64.
+      plan: the call.
+
+    Returns:
+      Views of each result's values and scales, by the name `CHECKPOINT_NAME`; of a norm, then the
+      factors of rows, float32 (..., T), and the sum, as x lies.
+    """
+    view, *given = vary_alike(*operands) if len(operands) > 1 else operands
+    data = given if plan.source else _with_derived(view, given, plan)
+    outs = quantize_p.bind(view, *data, plan=plan)
+    quantized = 2 * len(plan.formats)
+    return [*_checkpointed(outs[:quantized]), *outs[quantized:]]
+
+
+def _checkpointed(given: Sequence[jax.Array]) -> list[jax.Array]:
+    """What the primitive gives, by the name `CHECKPOINT_NAME`.
+
+    As bytes: jax.checkpoint puts all floats that it keeps through lax.reduce_precision, which takes
+    each type for one with infinities, and so makes infinities of e4m3fn's codes from 256 on.
+    """
+    outs = []
+    for out in given:
+        bits = checkpoint_name(jax.lax.bitcast_convert_type(out, jnp.uint8), CHECKPOINT_NAME)
+        outs.append(jax.lax.bitcast_convert_type(bits, out.dtype))
+    return outs

@@ -1,0 +1,102 @@
+"""What a program is lowered for: a platform and its chips, or one that a CPU stands in for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.interpreters import mlir
+
+from jax_mx.facts import chips as chip_table
+
+
+class Emulated(NamedTuple):
+    """What the CPU stands in for (jax_mx.testing.emulate)."""
+
+    chip: str
+    device: int  # of the stand-in driver
+
+
+emulation = jax.make_user_context(default_value=None)  # an `Emulated`; part of JAX's caches' keys
+
+
+def chip_of(device: jax.Device) -> str:
+    """The device's chip as its driver names it: "sm_90", "gfx950"; else its platform."""
+    if device.platform == "cpu" and emulation.value is not None:
+        return emulation.value.chip
+    capability = getattr(device, "compute_capability", None)
+    if capability is None:
+        return device.platform
+    return f"sm_{capability.replace('.', '')}" if "gfx" not in capability else capability
+
+
+def chips_beside(device: jax.Device) -> list[str]:
+    """The chips that a program for this device is lowered for: all of its kind in this process.
+
+    JAX lowers once for all of them.
+    """
+    return sorted({chip_of(other) for other in device.client.local_devices()})
+
+
+def platform_of(chip: str) -> str:
+    """JAX's platform that a chip (or a device without kernels, by its platform) belongs to.
+
+    Raises:
+      ValueError: no chip is called that.
+    """
+    for prefix, platform in (("sm_", "cuda"), ("gfx", "rocm")):
+        if chip.startswith(prefix):
+            return platform
+    if chip not in ("cpu", "tpu"):
+        known = ", ".join(c for dsl in chip_table.ARCHS for c in chip_table.chips_of(dsl))
+        raise ValueError(f"{chip!r} is no chip's name; use a jax.Device, or one like {known}, cpu")
+    return chip
+
+
+def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
+    """The chips that a program is lowered for; None where no device is known yet (export)."""
+    module = ctx.module_context
+    if module.lowering_parameters.for_export or tuple(module.platforms) != (platform,):
+        return None
+    if module.backend is None or module.backend.platform not in (platform, "gpu"):
+        return None
+    return chips_beside(module.backend.local_devices()[0])
+
+
+class Target(NamedTuple):
+    """What a call is lowered for.
+
+    Attributes:
+      platform: JAX's name of it.
+      chips: as drivers name them; None for an export, which `_support` finds chips for.
+      device: of the stand-in driver, in emulation.
+      partitioned: whether XLA splits the program among several devices, at least along some axes.
+    """
+
+    platform: str
+    chips: list[str] | None
+    device: int | None = None
+    partitioned: bool = False
+
+    @property
+    def carries(self) -> bool:
+        """Whether the program carries its kernels, as it may leave this machine."""
+        return self.chips is None
+
+
+def target_of(ctx: mlir.LoweringRuleContext, platform: str | None) -> Target:
+    """What is lowered for, by a rule of this platform; None: of all that have no own rule."""
+    platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
+    chips, emulated = _chips(ctx, platform), emulation.value
+    exports = ctx.module_context.lowering_parameters.for_export
+    if platform == "cpu" and emulated is not None and not exports:
+        return Target(platform_of(emulated.chip), [emulated.chip], emulated.device)
+    return Target(platform, chips, partitioned=_is_partitioned(ctx.module_context.axis_context))
+
+
+def _is_partitioned(context: Any) -> bool:
+    """Whether XLA's partitioner looks at what is lowered in this context of JAX's."""
+    manual = getattr(context, "manual_axes", None)
+    if manual is None:
+        return getattr(context, "num_devices", 1) > 1
+    return any(n > 1 for name, n in context.mesh.shape.items() if name not in manual)
