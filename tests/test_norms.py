@@ -380,6 +380,11 @@ def test_past_two_to_the_31(both):
 # ---- emulated ---
 emulation = pytest.importorskip("emulation")  # of AMD's chips, by tinygrad
 AMD = [v for v in NORMED if v.implementation == "flydsl"]
+# Those that tests share by default.
+FEW = {
+    ("quantize_last_bfloat16_mxfp8_e4m3_rms_norm", "gfx950"),
+    ("quantize_second_transposed_bfloat16_mxfp4_e2m1_rms_norm_added", "gfx942"),
+}
 EMULATED = {
     "last": [(129, 160), (3, 2080), (2, 8224)],
     "second": [(160, 257), (32, 1), (32, 2056)],
@@ -387,9 +392,23 @@ EMULATED = {
 }
 
 
+def each_binary(variants):
+    """Parametrizes by the binaries of variants, by default of those in `FEW`."""
+    return pytest.mark.parametrize(
+        "variant,arch",
+        [
+            pytest.param(
+                *(variant, arch),
+                id=f"{variant.name}-{arch}",
+                marks=[thorough] * ((variant.name, arch) not in FEW),
+            )
+            for variant, arch in emulation.binaries_of(variants)
+        ],
+    )
+
+
 @pytest.mark.every_binary
-@pytest.mark.sampled(26, 6)
-@emulation.every_binary(AMD)
+@each_binary(AMD)
 def test_emulated(variant, arch):
     """Layouts of scales, scalings, orders of the waves, and weights that are no number, in turn."""
     from jax_mx.testing import emulate
@@ -416,8 +435,7 @@ def test_emulated(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(26, 18)
-@emulation.every_binary(AMD)
+@each_binary(AMD)
 def test_emulated_at_any_address(variant, arch):
     """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""
     turn, layouts = AMD.index(variant), layouts_of(variant)
@@ -439,8 +457,7 @@ def test_emulated_at_any_address(variant, arch):
 TILED = [v for v in AMD if v.form != directions.LAST and v.window == 32]
 
 
-@pytest.mark.sampled(12, 2)
-@emulation.every_binary(TILED)
+@each_binary(TILED)
 def test_factors_that_come_late(variant, arch):
     """Workgroups run from the last on: those that wait find all factors themselves."""
     length = 160 if variant.form.spans[1] else 77
@@ -456,9 +473,8 @@ def test_factors_that_come_late(variant, arch):
         assert (emulator.executed["s_sleep"] > 0) == late
 
 
-@pytest.mark.sampled(6, 1)
-@pytest.mark.parametrize("off", [0, 1 << 27, (1 << 29) - 1])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("off", [0, pytest.param(1 << 27, marks=thorough), (1 << 29) - 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=thorough)])
 def test_approximations_decide_nothing(dtype, off, monkeypatch):
     """Those of reciprocals and roots are off by as much as AMD says they may be, or not at all."""
     from jax_mx.testing import emulate, instructions
@@ -474,15 +490,14 @@ def test_approximations_decide_nothing(dtype, off, monkeypatch):
     assert_same_array(got.quantized, want.quantized)
 
 
-@pytest.mark.sampled(2, 1)
-@pytest.mark.parametrize("arch", ARCHS["flydsl"])
+@pytest.mark.parametrize("arch", [pytest.param("gfx942", marks=thorough), "gfx950"])
 def test_a_product_that_rounds_to_the_least_normal_number(arch):
     """It is that number, not 0, whether a chip looks before it rounds or after."""
     from jax_mx.testing import emulate
 
     x, weight = np.zeros((2, 64), ml_dtypes.bfloat16), np.ones(64, np.float32)
     x[:, 0], x[:, 40], weight[40] = 1600, 1.5625 * 2.0**-119, 2.0**100
-    run = functools.partial(rms_norm, x, weight, eps=0.0, format="mxfp8_e5m2")
+    run = functools.partial(rms_norm, x, weight, eps=0.0, format="mxfp8_e4m3")
     assert float(np.float32(8 / 1600)) * 1600 < 8  # so is the factor, times that
     with emulate(arch):
         got = run(implementation="flydsl").quantized
