@@ -164,6 +164,9 @@ class Program:
         for i in self.absent:
             self.dims.insert(i, ())
         self.operands = len(bound.invars) + len(self.absent)
+        self.shared = [
+            i for i, array in enumerate(plan.signature.operands) if array.name == "weights"
+        ]
         artifact = store.get(variant, arch)
         self.code = CodeObject(artifact.image)
         self.rule = artifact.attributes(plan.scale_layout.name, plan.scalars, carry=False)
@@ -235,10 +238,10 @@ class Program:
                 arrays[-1][:] = 0
             writable, at = i >= self.operands, None
             base = (0x7F00 + 64 * i << 32) + align % 16
-            if slabs > 1:
+            if slabs > 1 and i not in self.shared:
                 at = base + (slabs - 1) * len(data)
             added = memory.add(arrays[-1], writable=writable, name=f"buffer {i}", address=at)
-            addresses.append(added if slabs == 1 else base)
+            addresses.append(added if at is None else base)
         self.launch(entry, memory, addresses, order, slabs, emulator, late)
         pairs = zip(arrays[self.operands :], results, strict=True)
         return all((got == want).all() for got, want in pairs)

@@ -30,7 +30,7 @@ from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.geometry import Extents
-from jax_mx.ops.inputs import Norm
+from jax_mx.ops.inputs import MOST_ROWS, Norm
 
 P = PartitionSpec
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -300,6 +300,9 @@ def test_one_call():
     like = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = text_of(like, both=True)
     assert "sqrt" in text and "num_batch_dims" in call_attributes_in(text)
+    for count, by_xla in ((MOST_ROWS, False), (MOST_ROWS + 1, True)):
+        text = text_of(jax.ShapeDtypeStruct((count, 256), x.dtype))
+        assert ("sqrt" in text) == by_xla
 
 
 @pytest.mark.parametrize(
@@ -471,6 +474,18 @@ def test_factors_that_come_late(variant, arch):
         emulator = emulation.Emulator(program.code)
         assert program.run(1, *buffers, emulator=emulator, late=late)
         assert (emulator.executed["s_sleep"] > 0) == late
+
+
+@each_binary([v for v in AMD if v.form == directions.LAST and not v.added])
+def test_addresses_past_4_gib_emulated(variant, arch):
+    """The last of 2^34 elements, of which no others exist."""
+    shape, count = (64, 2048), (1 << 23) // 64
+    x, weight = rows(shape, variant.dtype), rows(shape[1:], "float32", 1)
+    own = Norm(jnp.asarray(weight), EPS)
+    want = jax.jit(functools.partial(op_of(variant)[1], activation=own, implementation="xla"))(x)
+    program = emulation.Program(variant, arch, (count * 64, 2048), activation=own)
+    operands = emulation.bytes_of([x, weight])
+    assert program.run(0, operands, emulation.bytes_of(want), slabs=count)
 
 
 @pytest.mark.parametrize("off", [0, pytest.param(1 << 27, marks=thorough), (1 << 29) - 1])
