@@ -56,6 +56,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "dequantize_*": "float8 goes by float16 and float32; few elements share a tile's place",
     },
     "flydsl": {
+        "*_rms_norm*": "squares and sums, two products, and a rounding to x's dtype",
         "*_sr": "16 random bits an element are integer products and shifts",
         "quantize_[bs]*_h[136]*": "float32 butterflies of what passes through LDS",
         "*_h[136]*": "float32 butterflies: 4 to 6 additions an element; in tiles, a block's place",

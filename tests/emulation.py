@@ -164,6 +164,9 @@ class Program:
         for i in self.absent:
             self.dims.insert(i, ())
         self.operands = len(bound.invars) + len(self.absent)
+        self.shared = [
+            i for i, array in enumerate(plan.signature.operands) if array.name == "weights"
+        ]
         artifact = store.get(variant, arch)
         self.code = CodeObject(artifact.image)
         self.rule = artifact.attributes(plan.scale_layout.name, plan.scalars, carry=False)
@@ -181,14 +184,20 @@ class Program:
         """Of each buffer."""
         return self.rule["align"].reshape(-1, len(self.dims))[entry].tolist()
 
-    def launch(self, entry, memory, addresses, order="lockstep", part=1, emulator=None) -> None:
-        """Runs an entry on buffers at these addresses, or the last of `part` equal parts of it."""
+    def launch(
+        self, entry, memory, addresses, order="lockstep", part=1, emulator=None, late=False
+    ) -> None:
+        """Runs an entry on buffers at these addresses, or the last of `part` equal parts of it.
+
+        With `late` the first workgroup is the last one.
+        """
         symbol = self.rule["symbols"].split(",")[entry]
-        grid = [1, 1, 1]
+        sums = [{}, {}, {}]  # of each axis, products by the number of the summand
         for axis, *where, divisor, summand in self.rule["grid"].reshape(-1, 6).tolist():
-            assert summand == 0  # products alone
             if axis // 3 == entry:
-                grid[axis % 3] *= -(-self.extent(*where) // divisor)
+                of_axis = sums[axis % 3]
+                of_axis[summand] = of_axis.get(summand, 1) * -(-self.extent(*where) // divisor)
+        grid = [sum(each.values()) if each else 1 for each in sums]
         scalars = self.rule["scalars"].reshape(-1, 4).tolist()
         values = [(8, address) for address in addresses]
         values += [(size, self.extent(*where)) for size, *where in scalars]
@@ -201,16 +210,20 @@ class Program:
         count = math.prod(grid)
         threads = self.rule["threads"].reshape(-1, 3)[entry].tolist()
         groups = None if part == 1 else range(count - count // part, count)
+        groups = range(count)[::-1] if late else groups
         if count:
             emulator = emulator or Emulator(self.code)
             emulator.launch(symbol, grid, threads, bytes(block), memory, order, groups)
 
-    def run(self, entry, operands, results, order="lockstep", slabs=1, emulator=None) -> bool:
+    def run(
+        self, entry, operands, results, order="lockstep", slabs=1, emulator=None, late=False
+    ) -> bool:
         """Whether the bytes of `operands` give those of `results`; all as misaligned as may be.
 
         With `slabs`, these are the last slab of so many, of which no other exists.
         """
         memory, addresses, arrays, operands = Global(), [], [], [*operands]
+        cleared = self.rule.get("scratch", np.empty(0, np.int64)).reshape(-1, 2)
         for i in self.absent:
             operands.insert(i, None)
         for i, (data, align) in enumerate(
@@ -221,12 +234,14 @@ class Program:
                 addresses.append(0)
                 continue
             arrays.append(placed(data, align, keep=i < self.operands))
+            if [i, 1] in cleared.tolist():
+                arrays[-1][:] = 0
             writable, at = i >= self.operands, None
             base = (0x7F00 + 64 * i << 32) + align % 16
-            if slabs > 1:
+            if slabs > 1 and i not in self.shared:
                 at = base + (slabs - 1) * len(data)
             added = memory.add(arrays[-1], writable=writable, name=f"buffer {i}", address=at)
-            addresses.append(added if slabs == 1 else base)
-        self.launch(entry, memory, addresses, order, slabs, emulator)
+            addresses.append(added if at is None else base)
+        self.launch(entry, memory, addresses, order, slabs, emulator, late)
         pairs = zip(arrays[self.operands :], results, strict=True)
         return all((got == want).all() for got, want in pairs)

@@ -27,7 +27,7 @@ def execute(
     """The state after these instructions. Lists of values are one per lane, the last repeated."""
     image = b"".join(i.to_bytes() for i in (*code, ins.s_endpgm())) + bytes(16)
     emulator = Emulator(SimpleNamespace(memory=image, arch=arch, kernels={}))
-    space = Space(memory or Global(), Shared(1, 1024), flushes)
+    space = Space(memory or Global(), Shared(1, 1024), 0 if flushes else 3)
     scalar = np.full((128, waves), GARBAGE, U32)
     vector = np.full((32, waves, 64), GARBAGE, U32)
     for register, value in {**(scalars or {}), EXEC: exec_}.items():
@@ -112,9 +112,13 @@ SCALAR = {
 _COMPARE = {"eq": "010", "lg": "101", "gt": "001", "ge": "011", "lt": "100", "le": "110"}
 for _name, _results in _COMPARE.items():  # of (1, 2), (2, 2), (-1, 2) unsigned
     for _kind, _pairs in (("u", ((1, 2), (2, 2), (M1, 2))), ("i", ((M1, 2), (2, 2), (3, 2)))):
-        SCALAR[f"s_cmp_{_name}_{_kind}32"] = [
-            (pair, 1 - int(bit), None, int(bit)) for pair, bit in zip(_pairs, _results, strict=True)
-        ]
+        for _cmp in ("cmp", "cmpk"):
+            SCALAR[f"s_{_cmp}_{_name}_{_kind}32"] = [
+                (pair, 1 - int(bit), None, int(bit))
+                for pair, bit in zip(_pairs, _results, strict=True)
+            ]
+SCALAR["s_cmpk_eq_u32"] += [((0xFFFF, 0xFFFF), 0, None, 1), ((M1, 0xFFFF), 1, None, 0)]
+SCALAR["s_cmpk_eq_i32"] += [((M1, 0xFFFF), 0, None, 1), ((0xFFFF, 0xFFFF), 1, None, 0)]
 WIDE = {name for name, (kinds, _) in isa.SCALAR.items() if "U" in kinds[:1] or "I" in kinds[:1]}
 
 
@@ -123,7 +127,7 @@ def test_scalar(name):
     make = getattr(ins, name)
     wide = name in WIDE
     for sources, before, result, after in SCALAR[name]:
-        if name in ("s_movk_i32", "s_addk_i32"):
+        if name.split("_")[1].endswith("k"):  # a constant of 16 bits
             state = execute(make(sdst=s[8], simm16=sources[-1] & 0xFFFF), scalars={8: sources[0]},
                             scc=bool(before))  # fmt: skip
         else:
@@ -258,6 +262,8 @@ VECTOR = {
         ((f32(2**-25),), 0), ((f32(3 * 2**-25),), 2), ((f32(65520),), bits16(np.inf)),
         ((INF,), 0x7C00),
     ],
+    "v_cvt_f64_u32": [((M1,), f64(2**32 - 1)), ((3,), f64(3))],
+    "v_cvt_f64_i32": [((M1,), f64(-1)), ((0x7FFFFFFF,), f64(2**31 - 1))],
     "v_cvt_f64_f32": [((f32(-1.5),), f64(-1.5)), ((TINY,), f64(2**-149)), ((INF,), f64(np.inf))],
     "v_cvt_f32_f64": [
         ((f64(-1.5),), f32(-1.5)), ((f64(2**24 + 1),), f32(2**24)), ((f64(1e300),), INF),
@@ -293,6 +299,10 @@ VECTOR = {
         ((f64(4),), f64(0.25) + (1 << 27)), ((f64(3),), f64(1 / 3) - (1 << 27)),
         ((0,), f64(np.inf)), ((f64(np.inf),), 0),
     ],
+    "v_rsq_f64": [
+        ((f64(16),), f64(0.25) + (1 << 27)), ((f64(3),), f64(1 / 3**0.5) - (1 << 27)),
+        ((0,), f64(np.inf)), ((f64(np.inf),), 0),
+    ],
     "v_cvt_f32_f16": [
         ((bits16(-1.5) | 0xABCD0000,), f32(-1.5)), ((1,), f32(2**-24)), ((bits16(np.inf),), INF),
     ],
@@ -313,6 +323,11 @@ for _name, _unordered in (("eq", 0), ("lg", 0), ("gt", 0), ("ge", 0), ("lt", 0),
     VECTOR[f"v_cmp_{_name}_f32"].append(((NAN, f32(1)), _unordered))
 VECTOR |= {
     "v_cmp_neq_f32": [((NAN, NAN), 1), ((f32(1), f32(1)), 0), ((f32(1), f32(2)), 1)],
+    "v_cmp_neq_f64": [
+        ((f64(np.nan), f64(np.nan)), 1),
+        ((f64(1), f64(1)), 0),
+        ((f64(-0.0), 0), 0),
+    ],
     "v_cmp_u_f32": [((NAN, f32(1)), 1), ((f32(1), f32(2)), 0)],
     "v_cmp_o_f32": [((NAN, f32(1)), 0), ((f32(1), f32(2)), 1)],
     **{
@@ -412,6 +427,8 @@ def test_a_float64_is_added_to():
     add = ins.v_fmac_f64_e32(vdst=v[4:5], src0=v[0:1], vsrc1=v[2:3])
     state = execute(add, vectors=two | {4: f64(10)})
     assert int(state.vector[4, 0, 0]) | int(state.vector[5, 0, 0]) << 32 == f64(16)
+    state = execute(add, vectors=two | {4: [f64(10), f64(2**600)]}, exec_=1)  # lane 1 rests
+    assert int(state.vector[5, 0, 0]) == f64(16) >> 32
     out, x = v[OUT : OUT + 1], v[0:1]
     for code, want in (
         (ins.v_add_f64(vdst=out, src0=x, src1=0.5), 2.0),
@@ -658,7 +675,7 @@ def test_subnormals_are_flushed_where_the_mode_says_so():
 
 
 def test_the_mode_of_float32():
-    """MODE's bits 4 and 5: 0 flushes operands and results of what comes after, 3 keeps them."""
+    """MODE's bits 4 and 5: operands of what comes after keep subnormals, and results do."""
     vectors = {2: TINY, 3: 5, 4: f32(1), 5: f32(2**-126), 6: 0, 7: 1}
     two = {"vdst": v[OUT : OUT + 1], "src0": v[2:3], "src1": v[4:5]}
     for code, kept, flushed in (
@@ -671,6 +688,11 @@ def test_the_mode_of_float32():
             mode = ins.s_setreg_b32(sdst=s[8], simm16=1 << 11 | 4 << 6 | 1)
             state = execute(mode, code, vectors=vectors, scalars={8: value}, flushes=value == 3)
             assert tuple(state.vector[OUT : OUT + 2, 0, 0]) == want, (code, value)
+    # 2 keeps those of results alone.
+    vectors = {0: [f32(2**-126), TINY], 1: [f32(0.5), f32(1)]}
+    code = ins.v_mul_f32_e32(vdst=v[OUT], src0=v[0], vsrc1=v[1])
+    state = execute(mode, code, vectors=vectors, scalars={8: 2})
+    assert state.vector[OUT, 0, :2].tolist() == [1 << 22, 0]
     # Below the least normal number, though it would round up to it as a subnormal.
     vectors = {0: 0x00AAAAAA, 1: f32(0.75)}
     code = ins.v_mul_f32_e32(vdst=v[OUT], src0=v[0], vsrc1=v[1])
@@ -838,6 +860,7 @@ def exchange(barrier: bool) -> list:
         ins.v_lshlrev_b32_e32(vdst=v[2], src0=2, vsrc1=v[0]),
         ins.ds_write_b32(addr=v[2], data0=v[0]),
         ins.s_waitcnt(simm16=0),
+        ins.s_sleep(simm16=2),
         *([ins.s_barrier()] if barrier else []),
         ins.v_xor_b32_e32(vdst=v[3], src0=v[4], vsrc1=v[2]),
         ins.ds_read_b32(addr=v[3], vdst=v[OUT]),
@@ -910,7 +933,7 @@ def test_what_is_unknown_raises():
             execute(code, vectors={0: 0})
     with pytest.raises(NotImplementedError, match="no instruction"):
         emulator = Emulator(SimpleNamespace(memory=b"\xff" * 32, arch="gfx950", kernels={}))
-        space = Space(Global(), Shared(1, 0), False)
+        space = Space(Global(), Shared(1, 0), 3)
         emulator.run(Waves(space, 0, np.zeros(1, int), np.zeros((128, 1), U32),
                            np.zeros((8, 1, 64), U32)))  # fmt: skip
 

@@ -114,8 +114,7 @@ def test_both_dsls_have_the_same_kernels():
     """So the documents' table of kernels names none of them; layouts differ as they say."""
     names = {dsl: {v.name for v in VARIANTS if v.implementation == dsl} for dsl in DSLS}
     both = {v.name for v in VARIANTS if v.window == 256 and v.form.is_both}  # beyond AMD's LDS
-    alone = {v.name for v in VARIANTS if v.normed}  # NVIDIA's
-    assert names["cutedsl"] - both - alone == names["flydsl"]
+    assert names["cutedsl"] - both == names["flydsl"]
     for v in VARIANTS:
         more = v.implementation == "flydsl" or v.formats[0].name == "mxfp4_e2m1"
         tiled = ("blocked_128x4", "shuffled_32x8")[: 1 + more]

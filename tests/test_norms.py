@@ -17,18 +17,20 @@ from helpers import (
     call_attributes_in,
     collectives,
     for_any_address,
+    op_of,
     poison_memory,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import rms_norm
+from jax_mx import _ffi, rms_norm
 from jax_mx.facts import directions
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.geometry import Extents
+from jax_mx.ops.inputs import MOST_ROWS, Norm
 
 P = PartitionSpec
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -255,6 +257,7 @@ def test_what_serves_it():
     supported = functools.partial(jax_mx.is_supported, norm=True)
     name = "bfloat16_mxfp8_e4m3"
     assert supported("quantize", "sm_90") == (True, f"cutedsl: quantize_last_{name}_rms_norm")
+    assert supported("quantize", "gfx942") == (True, f"flydsl: quantize_last_{name}_rms_norm")
     found = supported("quantize_both", "sm_100", transpose=True)
     assert found == (True, f"cutedsl: quantize_both_transposed_{name}_mxfp8_e4m3_rms_norm")
     found = supported("quantize", "sm_90", dtype="float32")
@@ -297,6 +300,9 @@ def test_one_call():
     like = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = text_of(like, both=True)
     assert "sqrt" in text and "num_batch_dims" in call_attributes_in(text)
+    for count, by_xla in ((MOST_ROWS, False), (MOST_ROWS + 1, True)):
+        text = text_of(jax.ShapeDtypeStruct((count, 256), x.dtype))
+        assert ("sqrt" in text) == by_xla
 
 
 @pytest.mark.parametrize(
@@ -372,6 +378,146 @@ def test_past_two_to_the_31(both):
     assert_bits_equal(got.factors[-4096:], want.factors)
     if both:
         assert_bits_equal(got.quantized[1].values[:, -4096:], want.quantized[1].values)
+
+
+# ---- emulated ---
+emulation = pytest.importorskip("emulation")  # of AMD's chips, by tinygrad
+AMD = [v for v in NORMED if v.implementation == "flydsl"]
+# Those that tests share by default.
+FEW = {
+    ("quantize_last_bfloat16_mxfp8_e4m3_rms_norm", "gfx950"),
+    ("quantize_second_transposed_bfloat16_mxfp4_e2m1_rms_norm_added", "gfx942"),
+}
+EMULATED = {
+    "last": [(129, 160), (3, 2080), (2, 8224)],
+    "second": [(160, 257), (32, 1), (32, 2056)],
+    "both": [(96, 160), (160, 288), (32, 2080)],
+}
+
+
+def each_binary(variants):
+    """Parametrizes by the binaries of variants, by default of those in `FEW`."""
+    return pytest.mark.parametrize(
+        "variant,arch",
+        [
+            pytest.param(
+                *(variant, arch),
+                id=f"{variant.name}-{arch}",
+                marks=[thorough] * ((variant.name, arch) not in FEW),
+            )
+            for variant, arch in emulation.binaries_of(variants)
+        ],
+    )
+
+
+@pytest.mark.every_binary
+@each_binary(AMD)
+def test_emulated(variant, arch):
+    """Layouts of scales, scalings, orders of the waves, and weights that are no number, in turn."""
+    from jax_mx.testing import emulate
+    from jax_mx.testing.emulator import ORDERS
+
+    turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
+    for i, shape in enumerate(EMULATED[str(variant.form).removesuffix("_transposed")]):
+        weight = rows((shape[1],), ("float32", "bfloat16")[i % 2], i)
+        weight[1::7], weight[2::9] = 1e-40, -0.0
+        if i < 2:
+            weight[5:6], weight[70:71] = np.inf, np.nan
+        how = {
+            "scaling": scalings[(turn + i) % len(scalings)],
+            "scale_layout": layouts[(turn + i) % len(layouts)],
+        }
+        x = nasty(shape, i, variant.dtype)
+        want = quantized(variant, "xla", **how)(x, weight)
+        before = _ffi.counters()["launches"]
+        with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
+            got = jax.block_until_ready(quantized(variant, "flydsl", **how)(x, weight))
+        assert _ffi.counters()["launches"] == before + 1
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            assert_bits_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.every_binary
+@each_binary(AMD)
+def test_emulated_at_any_address(variant, arch):
+    """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""
+    turn, layouts = AMD.index(variant), layouts_of(variant)
+    for entry in range(2):
+        how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
+        length = (256, 96 if variant.form.spans[1] else 33)[entry]
+        x, weight = rows((96, length), variant.dtype, entry), rows((length,), "float32", 1)
+        residual = [x[::-1].copy()] * variant.added
+        own = Norm(jnp.asarray(weight), EPS, *map(jnp.asarray, residual))
+        program = emulation.Program(variant, arch, x.shape, activation=own, **how)
+        assert program.takes(entry)
+        want = jax.jit(
+            functools.partial(op_of(variant, **how)[1], activation=own, implementation="xla")
+        )(x)
+        operands = emulation.bytes_of([x, *residual, weight])
+        assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
+
+
+TILED = [v for v in AMD if v.form != directions.LAST and v.window == 32]
+
+
+@each_binary(TILED)
+def test_factors_that_come_late(variant, arch):
+    """Workgroups run from the last on: those that wait find all factors themselves."""
+    length = 160 if variant.form.spans[1] else 77
+    x, weight = rows((160, length), variant.dtype), rows((length,), "float32", 1)
+    residual = [x[::-1].copy()] * variant.added
+    own = Norm(jnp.asarray(weight), EPS, *map(jnp.asarray, residual))
+    program = emulation.Program(variant, arch, x.shape, activation=own)
+    want = jax.jit(functools.partial(op_of(variant)[1], activation=own, implementation="xla"))(x)
+    buffers = emulation.bytes_of([x, *residual, weight]), emulation.bytes_of(want)
+    for late in (False, True):
+        emulator = emulation.Emulator(program.code)
+        assert program.run(1, *buffers, emulator=emulator, late=late)
+        assert (emulator.executed["s_sleep"] > 0) == late
+
+
+@each_binary([v for v in AMD if v.form == directions.LAST and not v.added])
+def test_addresses_past_4_gib_emulated(variant, arch):
+    """The last of 2^34 elements, of which no others exist."""
+    shape, count = (64, 2048), (1 << 23) // 64
+    x, weight = rows(shape, variant.dtype), rows(shape[1:], "float32", 1)
+    own = Norm(jnp.asarray(weight), EPS)
+    want = jax.jit(functools.partial(op_of(variant)[1], activation=own, implementation="xla"))(x)
+    program = emulation.Program(variant, arch, (count * 64, 2048), activation=own)
+    operands = emulation.bytes_of([x, weight])
+    assert program.run(0, operands, emulation.bytes_of(want), slabs=count)
+
+
+@pytest.mark.parametrize("off", [0, pytest.param(1 << 27, marks=thorough), (1 << 29) - 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=thorough)])
+def test_approximations_decide_nothing(dtype, off, monkeypatch):
+    """Those of reciprocals and roots are off by as much as AMD says they may be, or not at all."""
+    from jax_mx.testing import emulate, instructions
+
+    monkeypatch.setattr(instructions, "OFF64", off)
+    rng = np.random.default_rng(5)
+    x = np.ldexp(rng.normal(size=(128, 32)), rng.integers(-40, 40, (128, 1))).astype(DTYPES[dtype])
+    run = functools.partial(rms_norm, x, eps=0.0, format="mxfp8_e4m3", factors=True)
+    want = run(implementation="xla")
+    with emulate("gfx950"):
+        got = run(implementation="flydsl")
+    assert_bits_equal(got.factors, want.factors)
+    assert_same_array(got.quantized, want.quantized)
+
+
+@pytest.mark.parametrize("arch", [pytest.param("gfx942", marks=thorough), "gfx950"])
+def test_a_product_that_rounds_to_the_least_normal_number(arch):
+    """It is that number, not 0, whether a chip looks before it rounds or after."""
+    from jax_mx.testing import emulate
+
+    x, weight = np.zeros((2, 64), ml_dtypes.bfloat16), np.ones(64, np.float32)
+    x[:, 0], x[:, 40], weight[40] = 1600, 1.5625 * 2.0**-119, 2.0**100
+    run = functools.partial(rms_norm, x, weight, eps=0.0, format="mxfp8_e4m3")
+    assert float(np.float32(8 / 1600)) * 1600 < 8  # so is the factor, times that
+    with emulate(arch):
+        got: Any = run(implementation="flydsl").quantized
+    assert_same_array(got, run(implementation="xla").quantized)
+    assert got.values[0, 40] > 0
 
 
 def test_vmap_and_what_is_kept():

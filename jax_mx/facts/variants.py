@@ -300,16 +300,13 @@ VARIANTS += tuple(
     if variant.source in _SINGLE and variant.window == BLOCK
     if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 )
-# The forms of what each DSL's kernels norm.
-NORMED: Mapping[str, tuple[Form, ...]] = {
-    "cutedsl": (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED),
-    "flydsl": (),
-}
+# The forms of what kernels norm.
+NORMED = (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
 VARIANTS += tuple(
     dataclasses.replace(variant, source=RMS_NORM)
     for variant in VARIANTS
     if variant.rows and variant.formats[0].bits != 6
-    if variant.form in NORMED[variant.implementation]
+    if variant.form in NORMED
     if variant.window != 256 or not variant.form.is_both  # as of activations
 )
 # From other floats likewise. Factors that wait in memory for their tiles are float32, those

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import SHUFFLED_16X16, Layout
+from jax_mx.facts.signatures import Signature
 
 ALL = (0, 99)  # from a buffer's first dimension to its last
 
@@ -224,6 +225,26 @@ def grid_of(form: Form, tile: Extents, region: Extents | None = None, of: int = 
 
 # The dimensions of an x (..., rows, blocks, 32) whose rows are normed: (from, to).
 ROWS, COLUMNS = (0, -2), (-2, -1)
+SUMS = 2048  # of a row's squares that are taken side by side, see `jax_mx.rms_norm`
+
+
+def extents_of_rows() -> list:
+    """Scalars of 4 bytes: how many rows such an x has, and how many blocks a row."""
+    return [[4, [SOURCE, *each]] for each in (ROWS, COLUMNS)]
+
+
+def extents_of_matrix(of: int) -> list:
+    """The same of one (blocks of rows, 32, ...) whose dimension `of` is its columns, or blocks."""
+    return [[4, [SOURCE, *each]] for each in ((0, 1), (of, of + 1))]
+
+
+NOT_READY = 0  # a factor's bits before it is there; a factor of 0 has a sign until it is read
+
+
+def cleared_factors(signature: Signature) -> list:
+    """The factors of rows begin as zeros, so that one that is there says so itself."""
+    number = signature.number("factors")
+    return [{"buffer": number, "bytes": [[number, 0, 1, 1], [-1, 4, 0, 1]], "clear": True}]
 
 
 def grid_of_rows(rows: int, whole: int) -> list:

@@ -77,8 +77,8 @@ def rms_norm(
       eps: a finite number, at least 0.
       residual: of x's shape and dtype, or None: it is added to x first, in float32, and rounded to
         x's dtype; that sum is normed, and given too.
-      format: what the result is quantized to, see `quantize`; None: not. NVIDIA kernels norm as
-        they quantize, along rows, from bfloat16 and float16 also transposed along the axis before,
+      format: what the result is quantized to, see `quantize`; None: not. Kernels norm as they
+        quantize, along rows, from bfloat16 and float16 also transposed along the axis before,
         and both, in MXFP8 and MXFP4; from bfloat16 they add the residual, too. Where floats are
         asked for as well, or rows of the result, XLA norms before.
       both: whether it is quantized along the last axis and along the one before, by

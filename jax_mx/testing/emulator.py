@@ -42,7 +42,7 @@ class Space:
 
     memory: Global
     shared: Shared
-    flushes: bool  # subnormal float32, where waves begin
+    subnormals: int  # bits, where waves begin: float32 operands keep theirs, results keep theirs
 
 
 class Waves:
@@ -62,7 +62,7 @@ class Waves:
         self.scalar = scalar  # uint32 (registers, waves)
         self.vector = vector  # uint32 (registers, waves, 64)
         self.scc = np.zeros(len(workgroup), bool)
-        self.flushes = space.flushes
+        self.subnormals = space.subnormals
         self.look_at_exec()
 
     def look_at_exec(self) -> None:
@@ -79,7 +79,7 @@ class Waves:
         """Some of the waves."""
         registers = self.scalar[:, chosen], self.vector[:, chosen]
         part = Waves(self.space, self.pc, self.workgroup[chosen], *registers)
-        part.scc, part.flushes = self.scc[chosen], self.flushes
+        part.scc, part.subnormals = self.scc[chosen], self.subnormals
         return part
 
     @staticmethod
@@ -95,8 +95,8 @@ class Waves:
             np.concatenate([p.vector for p in parts], axis=1),
         )
         joined.scc = np.concatenate([p.scc for p in parts])
-        joined.flushes = parts[0].flushes
-        if any(p.flushes != joined.flushes for p in parts):
+        joined.subnormals = parts[0].subnormals
+        if any(p.subnormals != joined.subnormals for p in parts):
             raise NotImplementedError("waves in different modes at one instruction")
         return joined
 
@@ -183,7 +183,7 @@ class Emulator:
         at_once = max(LANES // threads, 1)
         for start in range(0, len(numbers), at_once):
             part = numbers[start : start + at_once]
-            space = Space(memory, Shared(len(part), kernel.lds), kernel.float32_mode[1] == 0)
+            space = Space(memory, Shared(len(part), kernel.lds), kernel.float32_mode[1])
             with np.errstate(all="ignore"):
                 waves = self._start(kernel, space, address, grid, block, part)
                 self.run(waves, order, -(-threads // 64))
@@ -330,6 +330,7 @@ class Emulator:
             "s_endpgm": END,
             "s_barrier": BARRIER,
             "s_nop": _nothing,
+            "s_sleep": _nothing,
             "s_waitcnt": _nothing,
             "s_branch": Branch(lambda w: np.ones(len(w.scc), bool), target),
             "s_cbranch_scc0": Branch(lambda w: ~w.scc, target),
@@ -371,8 +372,11 @@ class Emulator:
     def _sopk(self, name: str, inst: Any, _: int) -> Step:
         if name == "s_setreg_b32":
             return _set_mode(inst.simm16, _scalar_source("u", inst.sdst.offset, None))
-        value, to = np.array([(inst.simm16 ^ 0x8000) - 0x8000], I32), inst.sdst.offset
-        old = [_scalar_source("i", to, None)] * (len(isa.SCALAR[name][0]) - 1)
+        kinds, to = isa.SCALAR[name][0], inst.sdst.offset
+        value = np.array([(inst.simm16 ^ 0x8000) - 0x8000], I32)
+        if kinds[-1] == "u":
+            value = value.astype(U32) & U32(0xFFFF)
+        old = [_scalar_source(kind, to, None) for kind in kinds[:-1]]
         return self._scalar_step(name, [*old, lambda w: value], to)
 
     def _smem(self, name: str, inst: Any, _: int) -> Step:
@@ -508,7 +512,8 @@ class Emulator:
     def _convert_to_16_bits(self, dtype: np.dtype, sources: list[Source], to: int) -> Step:
         def step(w: Waves) -> None:
             low, high = (np.broadcast_to(source(w), w.active.shape) for source in sources)
-            if w.flushes and any(_is_small(x, dtype)[w.active].any() for x in (low, high)):
+            small = any(_is_small(x, dtype)[w.active].any() for x in (low, high))
+            if w.subnormals == 0 and small:
                 raise NotImplementedError("subnormals of 16 bits where subnormals are flushed")
             low, high = (x.astype(dtype).view(np.uint16).astype(U32) for x in (low, high))
             write_vector(w, to, low | high << U32(16))
@@ -860,11 +865,17 @@ def _signed(source: Source, negate: bool, magnitude: bool) -> Source:
 
 
 def computed(w: Waves, op: Callable, values: list[np.ndarray]) -> Any:
-    """What `op` makes of these, in the mode of the waves."""
-    if not w.flushes:
-        return op(*values)
-    values = [_flushed(x) for x in values]
+    """What `op` makes of these, in the mode of the waves.
+
+    Float64 of lanes that rest count as zeros: they are garbage, which may be what `op` refuses.
+    """
+    if not w.all_active and values[0].dtype == F64:
+        values = [np.where(w.active, x, np.zeros((), x.dtype)) for x in values]
+    if not w.subnormals & 1:
+        values = [_flushed(x) for x in values]
     result = op(*values)
+    if w.subnormals & 2:
+        return result
     if op is np.multiply and result.dtype == F32:  # a subnormal would round up to a normal number
         exact = np.multiply(*(x.astype(F64) for x in values))
         return np.where(np.abs(exact) < np.finfo(F32).tiny, np.copysign(F32(0), result), result)
@@ -878,9 +889,9 @@ def _set_mode(field: int, source: Source) -> Step:
 
     def step(w: Waves) -> None:
         mode = np.unique(source(w))
-        if len(mode) != 1 or mode[0] not in (0, 3):
+        if len(mode) != 1 or mode[0] not in (0, 2, 3):
             raise NotImplementedError(f"float32 modes {mode}")
-        w.flushes = bool(mode[0] == 0)
+        w.subnormals = int(mode[0])
 
     return step
 

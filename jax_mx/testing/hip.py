@@ -169,6 +169,10 @@ def _function(function: Any, module: int, name: bytes) -> None:
     function[0] = _handle(_functions, (on, emulator, symbol))
 
 
+def _clear(address: int, value: int, size: int, stream: int) -> None:
+    ctypes.memset(address, value, size)
+
+
 def _is_capturing(stream: int, status: Any) -> None:
     status[0] = 0
 
@@ -211,6 +215,7 @@ FUNCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., None]]] = {
     "hipSetDevice": ((c_int,), _set_device),
     "hipModuleLoadData": ((POINTER(c_void_p), c_void_p), _load),
     "hipModuleGetFunction": ((POINTER(c_void_p), c_void_p, c_char_p), _function),
+    "hipMemsetAsync": ((c_void_p, c_int, c_size_t, c_void_p), _clear),
     "hipStreamIsCapturing": ((c_void_p, POINTER(c_int)), _is_capturing),
     "hipModuleLaunchKernel": (
         (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, POINTER(c_void_p)),

@@ -158,11 +158,22 @@ def fused64(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     return np.where(exact, np.where((total == 0) & (odd != 0), odd, found), product + z)
 
 
+# AMD says of v_rcp_f64 and v_rsq_f64: within 2^29 units in the last place. So they are off by this.
+OFF64 = 1 << 27
+
+
+def _inexact64(exact: np.ndarray) -> np.ndarray:
+    """Off by `OFF64` units in the last place, to either side; zeros and what is no number stay."""
+    away = np.where(exact.view(U64) & U64(1), -OFF64, OFF64)
+    return np.where(np.isfinite(exact) & (exact != 0), (exact.view(I64) + away).view(F64), exact)
+
+
 def _reciprocal64(x: np.ndarray) -> np.ndarray:
-    """AMD says: within 2^29 units in the last place. So it is off by 2^27, to either side."""
-    found = np.asarray(F64(1) / x)
-    away = np.where(found.view(U64) & U64(1), -(1 << 27), 1 << 27)
-    return np.where(np.isfinite(found) & (found != 0), (found.view(I64) + away).view(F64), found)
+    return _inexact64(np.asarray(F64(1) / x))
+
+
+def _reciprocal_root64(x: np.ndarray) -> np.ndarray:
+    return _inexact64(np.asarray(F64(1) / np.sqrt(x)))
 
 
 def _to_unsigned(x: np.ndarray) -> np.ndarray:
@@ -281,7 +292,8 @@ SCALAR: Mapping[str, Op] = {
     "s_or_saveexec_b64": ("UX", _saveexec(np.bitwise_or)),
     "s_andn2_saveexec_b64": ("UX", _saveexec(lambda x, e: x & ~e)),
     **{
-        f"s_cmp_{name}_{kind}32": (kind * 2, lambda x, y, _, op=op: (None, op(x, y)))
+        f"s_{cmp}_{name}_{kind}32": (kind * 2, lambda x, y, _, op=op: (None, op(x, y)))
+        for cmp in ("cmp", "cmpk")
         for name, op in _compare.items()
         for kind in "ui"
         if name != "ne"
@@ -363,6 +375,8 @@ VECTOR: Mapping[str, Op] = {
     "v_cvt_f32_u32": ("u", lambda x: x.astype(F32)),
     "v_cvt_u32_f32": ("f", _to_unsigned),
     "v_cvt_f32_f16": ("e", lambda x: x.astype(F32)),
+    "v_cvt_f64_u32": ("u", lambda x: x.astype(F64)),
+    "v_cvt_f64_i32": ("i", lambda x: x.astype(F64)),
     "v_cvt_f64_f32": ("f", lambda x: x.astype(F64)),
     "v_cvt_f32_f64": ("F", lambda x: x.astype(F32)),
     "v_cvt_i32_f64": (
@@ -376,6 +390,7 @@ VECTOR: Mapping[str, Op] = {
     "v_rndne_f64": ("F", np.rint),
     "v_ldexp_f64": ("Fi", np.ldexp),
     "v_rcp_f64": ("F", _reciprocal64),
+    "v_rsq_f64": ("F", _reciprocal_root64),
     "v_cvt_f16_f32": ("f", lambda x: x.astype(np.float16).view(np.uint16).astype(U32)),
     **{
         f"v_cmp_{name}_{kind}": (letter * 2, op)
@@ -391,6 +406,7 @@ VECTOR: Mapping[str, Op] = {
     },
     "v_cmp_lg_f32": ("ff", lambda x, y: (x < y) | (x > y)),
     "v_cmp_neq_f32": ("ff", np.not_equal),
+    "v_cmp_neq_f64": ("FF", np.not_equal),
     **{  # true of NaNs
         f"v_cmp_n{name}_{kind}": (letter * 2, lambda x, y, op=_compare[name]: ~op(x, y))
         for name in ("lt", "le", "gt", "ge")

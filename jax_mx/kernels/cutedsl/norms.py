@@ -17,11 +17,7 @@ from jax_mx.kernels.cutedsl import convert, preprocessed
 from jax_mx.kernels.cutedsl.flat import WholeBlocks
 from jax_mx.kernels.cutedsl.kernel import bytes_of, load, offset_in_tiles, select, vector_at
 from jax_mx.kernels.cutedsl.tiled import Tiled, Tiling
-from jax_mx.kernels.geometry import Extents, Place, Tile
-
-SUMS = 2048  # that are taken side by side
-NOT_READY = 0  # a factor's bits before it is there; a factor of 0 has a sign until it is read
-
+from jax_mx.kernels.geometry import NOT_READY, SUMS, Extents, Place, Tile
 
 # ---- arithmetic: of words of two 16-bit floats, or of one float32 ---
 _WIDEN = {
@@ -223,7 +219,7 @@ class Rows(WholeBlocks):
         self.threads = self.tile.threads
         self.elements = SUMS // self.threads  # side by side, of a thread
         self.elements_per_thread = self.elements * self.tile.kept * self.tile.rows
-        self.extents = [[4, [geometry.SOURCE, *each]] for each in (geometry.ROWS, geometry.COLUMNS)]
+        self.extents = geometry.extents_of_rows()
         padded = self.layout.pad[0] if self.layout.is_tiled else 1
         self.grid = geometry.grid_of_rows(self.tile.rows, max(padded, self.tile.rows))
 
@@ -446,12 +442,9 @@ class NormedTiled(Tiled):
         self.deep = 4 if self.aligned else 1  # loads of a row that a lane has under way
         form, size = self.variant.form, Extents(self.tile.rows, self.tile.cols)
         ahead = (self.tile.finders, self.tile.lag)
-        down, across = (0, 1), (self.of, self.of + 1)
-        self.extents = [[4, [geometry.SOURCE, *each]] for each in (down, across)]
+        self.extents = geometry.extents_of_matrix(self.of)
         self.grid = geometry.grid_in_bands(form, size, self.region, self.of, ahead)
-        factors = self.signature.number("factors")
-        count = [[factors, 0, 1, 1], [-1, 4, 0, 1]]
-        self.scratch = [{"buffer": factors, "bytes": count, "clear": True}]
+        self.scratch = geometry.cleared_factors(self.signature)
 
     @cute.kernel
     def kernel(self, pointers, scalars):

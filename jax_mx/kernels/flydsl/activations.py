@@ -177,7 +177,8 @@ def _masked(x: Float64, mask: int) -> Float64:
     return (x.bitcast(Uint64) & Uint64(mask)).bitcast(Float64)
 
 
-def _fma64(x: Float64, y: Float64, z: Float64) -> Float64:
+def fma64(x: Float64, y: Float64, z: Float64) -> Float64:
+    """x * y + z, rounded once."""
     return convert.intrinsic("llvm.fma.f64", Float64, x, y, z)
 
 
@@ -198,10 +199,10 @@ def _in_float64(x: Float32, unary: str) -> Float32:
     near = size <= Float64(EXP.far)
     size = near.select(size, zero)
     n = convert.intrinsic("llvm.rint.f64", Float64, size * Float64(EXP.log2e))
-    r = _fma64(n, Float64(-EXP.ln2), size)
+    r = fma64(n, Float64(-EXP.ln2), size)
     few, total = _masked(r, EXP.few), Float64(float(np.float32(EXP.inner[0])))
     for coefficient in EXP.inner[1:]:
-        total = _fma64(_masked(total, EXP.few), few, Float64(coefficient))
+        total = fma64(_masked(total, EXP.few), few, Float64(coefficient))
     for coefficient in EXP.outer:
         total = _masked(total * r, EXP.most) + Float64(coefficient)
     exponent = (zero - n).to(Int32)
@@ -211,21 +212,21 @@ def _in_float64(x: Float32, unary: str) -> Float32:
     bits, infinite = x.bitcast(Uint32), Uint32(0x7F800000)
     sign = bits & Uint32(0x80000000)
     part = (sign != Uint32(0)).select(wide * small, wide)
-    found = _quotient(part, below).to(Float32)
+    found = quotient(part, below).to(Float32)
     # A quotient of zeros has lost its sign, that of an infinite gate is none.
     found = found.bitcast(Uint32) & Uint32(0x7FFFFFFF) | sign
     return (bits == infinite).select(infinite, found).bitcast(Float32)
 
 
-def _quotient(x: Float64, y: Float64) -> Float64:
+def quotient(x: Float64, y: Float64) -> Float64:
     """x / y, rounded to nearest: the last step has the exact remainder (see cutedsl/norms.py)."""
     inverse = convert.intrinsic("llvm.amdgcn.rcp.f64", Float64, y)
     minus, one = Float64(0.0) - y, Float64(1.0)
     for _ in range(2):
-        rest = _fma64(minus, inverse, one)
-        inverse = _fma64(inverse, _fma64(rest, rest, rest), inverse)
+        rest = fma64(minus, inverse, one)
+        inverse = fma64(inverse, fma64(rest, rest, rest), inverse)
     found = x * inverse
-    return _fma64(_fma64(minus, found, x), inverse, found)
+    return fma64(fma64(minus, found, x), inverse, found)
 
 
 # ---- its derivative ---

@@ -69,6 +69,11 @@ def from_anywhere(word: Uint32, lane: Uint32) -> Uint32:
     return intrinsic("llvm.amdgcn.ds.bpermute", Uint32, lane << 2, word)
 
 
+def lanes_where(condition) -> fx.Uint64:
+    """The mask of the wave's lanes where a condition holds."""
+    return intrinsic("llvm.amdgcn.ballot.i64", fx.Uint64, condition)
+
+
 def lane_id() -> Uint32:
     """This lane's number in its wave."""
     return Uint32(fx.Int32(fx.thread_idx.x)) % Uint32(64)
@@ -76,8 +81,12 @@ def lane_id() -> Uint32:
 
 def wave_id() -> Uint32:
     """This wave's number in its workgroup; in a scalar register."""
-    wave = Uint32(fx.Int32(fx.thread_idx.x)) // Uint32(64)
-    return intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, wave)
+    return first_lane(Uint32(fx.Int32(fx.thread_idx.x)) // Uint32(64))
+
+
+def first_lane(word: Uint32) -> Uint32:
+    """The word of the wave's first lane; in a scalar register."""
+    return intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, word)
 
 
 def where(mask: Uint32, a: Uint32, b: Uint32) -> Uint32:
@@ -95,7 +104,7 @@ def magnitudes(word: Uint32, dtype: str) -> Uint32:
 def flush_subnormals(mode: Uint32) -> None:
     """Makes subnormal float32 operands and results zeros of their sign, from here on, of mode 0.
 
-    That is in the mode of the wave; 3 leaves them.
+    That is in the mode of the wave; 2 makes zeros of operands alone, 3 leaves them.
     """
     mode = intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, mode)
     llvm.inline_asm(
@@ -394,14 +403,14 @@ def unpack_four(
     return found
 
 
-def round_two(low: Float32, high: Float32, arch: str) -> Uint32:
-    """Two bfloat16 in a word, rounded to nearest even; of a NaN one."""
-    if arch != "gfx950":
+def round_two(low: Float32, high: Float32, arch: str, dtype: str = "bfloat16") -> Uint32:
+    """Two 16-bit floats in a word, rounded to nearest even; of a NaN one."""
+    if dtype == "bfloat16" and arch != "gfx950":
         quiet = Uint32(0x7FC00000)
         low, high = (
             (x == x).select(x.bitcast(Uint32), quiet).bitcast(Float32) for x in (low, high)
         )
-    return _round_two(low, high, "bfloat16", arch)
+    return _round_two(low, high, dtype, arch)
 
 
 def _round_two(low: Float32, high: Float32, dtype: str, arch: str) -> Uint32:

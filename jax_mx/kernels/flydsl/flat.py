@@ -47,6 +47,7 @@ class Flat(Kernel):
         self.sharers = self.group * BLOCK * self.itemsize // 16  # lanes that share these
         self.chunks = self.sharers
         self.per_chunk = WAVE // self.sharers  # groups of a round
+        self.apart = self.per_chunk  # from a lane's group to that of its next round
         self.threads = self.blocks // self.group
         self.elements_per_thread = self.group * BLOCK
         scales = self.signature.number("scales_0")
@@ -66,13 +67,9 @@ class Flat(Kernel):
             self.divide = [[0, -2, -1, count]]  # whole windows, so that rows do not matter
 
     @flyc.kernel
-    def kernel(self, pointers, scalars):  # noqa: C901  FlyDSL wants dynamic branches here
+    def kernel(self, pointers, scalars):
         arrays = self.named(pointers)
-        x, values, scales = arrays["x"], arrays["codes_0"], arrays["scales_0"]
-        sizes = scalars[: len(self.extents)]
-        given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
-        rounding, tiles = self.rule(given), given["value_tiles"]
-        format, size = self.formats[0], self.itemsize
+        x, sizes, size = arrays["x"], scalars[: len(self.extents)], self.itemsize
         lane = convert.lane_id()
         strip = self.strip(sizes)
         first = convert.wave_id() * Uint32(self.chunks * self.per_chunk) + lane // self.sharers
@@ -80,7 +77,7 @@ class Flat(Kernel):
         if const_expr(self.gates):
             convert.flush_subnormals(Uint32(0))
         for c in range_constexpr(self.chunks):
-            place, start = first + Uint32(c * self.per_chunk), strip.block
+            place, start = first + Uint32(c * self.apart), strip.block
             if const_expr(self.gates):
                 words.append(self.gated(arrays, strip, place, lane))
             else:
@@ -92,7 +89,16 @@ class Flat(Kernel):
                 where = block * (BLOCK * size) + as_int64(lane % self.sharers * 16)
                 found = load_words(x + start * (BLOCK * size), where, 4, self.align[0])
                 words.append(zeros_unless(there, found) if const_expr(self.variant.rows) else found)
+        self.quantize(words, arrays, scalars, strip, first)
 
+    @flyc.jit
+    def quantize(self, words, arrays, scalars, strip, first):
+        """Stores the codes and the scales of a lane's rounds, the first of which is at `first`."""
+        values, scales = arrays["codes_0"], arrays["scales_0"]
+        sizes, lane = scalars[: len(self.extents)], convert.lane_id()
+        given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
+        rounding, tiles = self.rule(given), given["value_tiles"]
+        format = self.formats[0]
         amax = [
             largest([convert.magnitudes(w, self.dtype) for w in chunk], self.dtype)
             for chunk in words
@@ -102,9 +108,9 @@ class Flat(Kernel):
             amax = self.windowed(amax, arrays, strip, first, lane)
         scale, inverse = convert.scale_of(amax, format, self.dtype, tuple(rounding))
         mine = lane % self.sharers
-        _, offset, inside = strip.at(first + mine * self.per_chunk)
+        _, offset, inside = strip.at(first + mine * self.apart)
         if const_expr(self.in_patches):
-            exists = strip.exists(first + mine * self.per_chunk)
+            exists = strip.exists(first + mine * self.apart)
             byte = inside.select(scale, Uint32(0))  # padding
             if exists:
                 fx.generic_store(scales + offset, Uint8(byte))
@@ -119,33 +125,43 @@ class Flat(Kernel):
         n: fx.Constexpr = self.itemsize * packed  # lanes that 16 bytes of a round come from
         of_block = lane // n % (self.sharers // n) * 16
         found = [
-            strip.at(first + (lane % n + Uint32(g * n)) * self.per_chunk)
+            strip.at(first + (lane % n + Uint32(g * n)) * self.apart)
             for g in range(self.chunks // n)
         ]
         start = strip.block * (BLOCK // packed)
         offsets = [block * (BLOCK // packed) + as_int64(of_block) for block, _, _ in found]
         if tiles != Uint32(0):
             start = Int64(0)
-            cols = sizes[2] if const_expr(self.of > 0) else sizes[-1]
+            cols = self.columns(sizes)
             offsets = self.in_tiles([strip.block + b for b, _, _ in found], of_block, cols)
-        together: fx.Constexpr = max(n // 4, 1)  # rounds of which a lane has but a word of codes
         for g in range_constexpr(self.chunks // n):
-            parts = []
-            for c in range_constexpr(g * n, g * n + n, together):
-                bits = [convert.from_group(inverse, self.sharers, c + i) for i in range(together)]
-                poison = convert.poison(bits, [1, 1, 2 * together - 1, 2 * together - 1])
-                scaled = []
-                for i in range_constexpr(together):
-                    elements = [e for w in words[c + i] for e in convert.elements(w, self.dtype)]
-                    factor = bits[i].bitcast(fx.Float32)
-                    scaled += convert.products(elements, [factor] * len(elements))
-                parts.append([
-                    convert.pack_word(scaled[i : i + 4 * packed], poison, format, self.arch)
-                    for i in range(0, len(scaled), 4 * packed)
-                ])  # fmt: skip
-            codes = exchange(parts, lane, together > 1)
-            if found[g][2]:
-                store_words(values + start, offsets[g], codes, self.align[-2])
+            if self.reaches(strip, first, g * n):
+                codes = self.codes_of(words, inverse, g * n, n, lane)
+                if found[g][2]:
+                    store_words(values + start, offsets[g], codes, self.aligned_to("codes_0"))
+
+    def reaches(self, strip, first, c: int):
+        """Whether the wave may have blocks in a round and later ones; the same for all lanes."""
+        return True
+
+    def codes_of(self, words: list, inverse, first: int, count: int, lane) -> list:
+        """16 bytes of codes of some rounds, of which each of as many neighbours gets one's."""
+        format, parts = self.formats[0], []
+        packed = format.codes_per_byte
+        together = max(count // 4, 1)  # rounds of which a lane has but a word of codes
+        for c in range(first, first + count, together):
+            bits = [convert.from_group(inverse, self.sharers, c + i) for i in range(together)]
+            poison = convert.poison(bits, [1, 1, 2 * together - 1, 2 * together - 1])
+            scaled = []
+            for i in range(together):
+                elements = [e for w in words[c + i] for e in convert.elements(w, self.dtype)]
+                factor = bits[i].bitcast(fx.Float32)
+                scaled += convert.products(elements, [factor] * len(elements))
+            parts.append([
+                convert.pack_word(scaled[i : i + 4 * packed], poison, format, self.arch)
+                for i in range(0, len(scaled), 4 * packed)
+            ])  # fmt: skip
+        return exchange(parts, lane, together > 1)
 
     def gated(self, arrays, strip, place, lane) -> list:
         """A lane's words of an activation's results for a place."""
@@ -166,6 +182,10 @@ class Flat(Kernel):
         pairs = zip(gates, ups, strict=True)
         return [activations.gated(name, *pair, weight, self.dtype, self.arch) for pair in pairs]
 
+    def columns(self, sizes):
+        """How many blocks a row has."""
+        return sizes[2] if self.of else sizes[-1]
+
     def strip(self, sizes):
         """The workgroup's blocks."""
         if self.in_patches:
@@ -174,7 +194,7 @@ class Flat(Kernel):
 
     def windowed(self, amax, arrays, strip, first, lane):
         """The amax of the window of this lane's own block."""
-        block, _, inside = strip.at(first + lane % self.sharers * self.per_chunk)
+        block, _, inside = strip.at(first + lane % self.sharers * self.apart)
         if self.variant.window == ROW:
             (amaxes,) = self.block_data(arrays, 0)
             return load_words(amaxes + strip.block * 4, block * 4, 1, 4)[0]
@@ -269,7 +289,7 @@ class PreprocessedFlat(Flat):
         if tiles != Uint32(0):
             start = Int64(0)
             (where,) = self.in_tiles([first + block], Uint32(0), cols)
-        store_words(values + start, where, codes, self.align[-2])
+        store_words(values + start, where, codes, self.aligned_to("codes_0"))
 
     def load(self, x, block, lane) -> list:
         """The words that this lane reads in each round; `block` is the first that is the lane's."""

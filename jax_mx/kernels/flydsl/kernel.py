@@ -340,6 +340,10 @@ class Kernel(Entry):
         super().__init__(variant, layout, aligned)
         self.arch = arch
 
+    def aligned_to(self, name: str) -> int:
+        """What the address of one of its arrays is a multiple of, in bytes."""
+        return self.align[self.signature.number(name)]
+
     def tuned(self, what: str) -> dict:
         """The tile that this arch's table has for a kernel."""
         variant = self.variant

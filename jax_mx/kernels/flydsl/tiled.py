@@ -539,7 +539,7 @@ class Tiled(Kernel):
         (row, col), (rows, k) = place, size
         if const_expr(self.aligned or self.is_both):  # 32 divides k: all 16 or none
             if (row < rows) & (col < k):  # 32 rows are all there or none
-                store_words(values, where, words, self.align[-2])
+                store_words(values, where, words, self.aligned_to("codes_0"))
         else:
             codes = fx.Vector.from_elements(words, Uint32).bitcast(Uint8)
             for j in range_constexpr(16):
@@ -609,7 +609,9 @@ class Tiled(Kernel):
                 where = where * as_int64(m // packed) + as_int64(row // packed)
                 if tiles != Uint32(0):
                     where = offset_of_values(batch * k + column, row // packed, m // packed)
-                store_words(values, where, [vector[i] for i in range(4)], self.align[-2])
+                store_words(
+                    values, where, [vector[i] for i in range(4)], self.aligned_to("codes_0")
+                )
 
     @flyc.jit
     def store_scales(  # noqa: C901
@@ -638,7 +640,7 @@ class Tiled(Kernel):
                 offset = offset_in_tiles(layout, Place(batch, row, col), Extents(rows, cols))
                 stride: fx.Constexpr = layout.column_stride
                 if const_expr(stride == 1):
-                    store_words(scales, offset, [word], self.align[-1])
+                    store_words(scales, offset, [word], self.aligned_to("scales_0"))
                 else:  # the bytes between belong to other tiles
                     for c in range_constexpr(4):
                         fx.generic_store(

@@ -6,5 +6,15 @@ ROWS = [
     # A workgroup of four waves, one for each SIMD unit of a compute unit. The side of the tiles of
     # the other forms is no row: it follows from a wave's 32 rows and these four waves.
     {"kernel": "quantize.Flat", "where": {}, "value": {"waves": 4}, "date": "", "measured": []},
+    # 8 rounds of a wave's rows of float32, 4 of others: 8192 elements of a row stay in registers.
+    {"kernel": "quantize.Rows", "where": {}, "value": {"waves": 4}, "date": "", "measured": []},
+    # Bands of 128 rows; about ten of 7168 columns run at once.
+    {
+        "kernel": "quantize.NormedTiled",
+        "where": {},
+        "value": {"lag": 4},
+        "date": "",
+        "measured": [],
+    },
     {"kernel": "dequantize.Flat", "where": {}, "value": {"waves": 4}, "date": "", "measured": []},
 ]
