@@ -486,7 +486,7 @@ def test_factors_go_past_caches(variant, arch):
     code = emulation.Program(variant, arch, (160, 77), activation=Norm(jnp.ones(77), EPS, jnp.ones(
         (160, 77), jnp.bfloat16))).code  # fmt: skip
     for kernel in code.kernels:
-        found = [
+        found: list[tuple[Any, str]] = [
             (decode_inst(bytes(code.memory[pc : pc + 16]), "cdna"), name)
             for pc, name, _ in gcn.disassemble(code, kernel)
         ]
