@@ -33,6 +33,11 @@ def whole(value: Any) -> int:
     return operator.index(value)
 
 
+def is_symbolic(length: Any) -> bool:
+    """Whether a length is a symbol of an exported program, less or more than numbers unknown."""
+    return jax.export.is_symbolic_dim(length)
+
+
 def one_of(sentence: str, value: Any, allowed: Collection[int]) -> int:
     """The int that a static argument is, one of a few.
 

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import flag, float_dtype
+from jax_mx.arrays.checks import array_of, flag
 from jax_mx.experts import wires
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import MXFP8_E4M3, named
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated, made
-from jax_mx.ops.groups import Groups, wide
+from jax_mx.ops.groups import Groups, integers
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.products.forms import Blocks, Form, Use, forms_of
@@ -131,9 +131,12 @@ def moe(
     axes = wires.axes_of(op, expert_axis, tensor_axis)
     first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
     if first.columns % 64:
+        is_shard = tensor_axis is not None and not axes.to_map
+        of_a_shard = f"on axis {tensor_axis!r} a shard's " * is_shard
         raise ValueError(
-            f"{op}: w_gate_up has {first.columns} columns, must be a multiple of 64: 2 I, blocks "
-            "of 32 along I; pad gate and up with zero columns, and w_down with zero rows"
+            f"{op}: {of_a_shard}w_gate_up has {first.columns} columns, must be a multiple of 64: "
+            "2 I, blocks of 32 along I; pad gate and up with zero columns, and w_down with zero "
+            "rows"
         )
     second = weight_of(op, "w_down", w_down, first.columns // 2, recipe)
     _check_second(op, first, second, x.shape[1])
@@ -206,21 +209,14 @@ def _check_second(op: str, first: Weight, second: Weight, columns: int) -> None:
 
 
 def _routing(op: str, x: Any, experts: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
-    if not isinstance(experts, jax.Array):
-        experts = np.asarray(experts)
-        if experts.dtype in (np.int64, np.uint64):  # which JAX would cut off: 2^32 is no expert 0
-            experts = np.clip(experts, -1, np.iinfo(np.int32).max).astype(np.int32)
-    if not jnp.issubdtype(experts.dtype, jnp.integer):
-        raise TypeError(f"{op}: experts are {experts.dtype}, must be integers")
-    experts = jnp.asarray(experts, experts.dtype.newbyteorder("="))
-    weights = jnp.asarray(weights)
-    float_dtype(op, "weights", weights.dtype)
+    experts = integers(op, "experts", experts)
+    weights = array_of(op, "weights", weights)
     if experts.ndim != 2 or experts.shape[0] != x.shape[0] or weights.shape != experts.shape:
         raise ValueError(
             f"{op}: experts have the shape {experts.shape} and weights {weights.shape}; both must "
             f"be (T, k), T = {x.shape[0]} as x has it"
         )
-    return wide(experts), weights
+    return experts, weights
 
 
 # ---- the layer and its derivative ---

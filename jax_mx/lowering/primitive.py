@@ -37,7 +37,7 @@ from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.products import Binary
-from jax_mx.facts.signatures import Array, Role, Signature
+from jax_mx.facts.signatures import NORMS, Array, Role, Signature
 from jax_mx.facts.variants import value_layouts_of
 from jax_mx.lowering import compiler, registry, store
 from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
@@ -261,7 +261,23 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
             if in_rows:
                 return _call_and_pack(ctx, *operands, op=op, **call)
             return _call(ctx, *operands, view=plan.view, **call)
-    return mlir.lower_fun(in_jnp, multiple_results=True)(ctx, *operands, plan=plan)
+    return _in_jnp(ctx, in_jnp, operands, plan)
+
+
+def _in_jnp(ctx, fn: Callable, operands: Sequence[ir.Value], plan: AnyPlan):
+    """`fn`, of operands that XLA does not take for constants where shapes have symbols.
+
+    There XLA folds what it makes of a constant in an order of dimensions that it gets wrong: a
+    weight that an exported program held came back transposed (jaxlib 0.12, CPU, 2026-11-23;
+    without XLA's pass constant_folding it came back right).
+    """
+
+    def unfolded(*operands: jax.Array, plan: AnyPlan) -> list:
+        return fn(*jax.lax.optimization_barrier(operands), plan=plan)
+
+    symbols = ctx.module_context.shape_poly_state.dim_vars
+    rule = mlir.lower_fun(unfolded if symbols else fn, multiple_results=True)
+    return rule(ctx, *operands, plan=plan)
 
 
 def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
@@ -337,15 +353,18 @@ def one_by_one(bind: Callable[..., list], args, dims) -> tuple[list, list]:
 
 
 def no_derivative(*_, plan: AnyPlan, **__):
+    firsts = "jax_mx.dot_general, matmul, ragged_dot, mlp and moe have first derivatives, no second"
     if isinstance(plan, ProductPlan):
+        raise NotImplementedError(f"a product of codes has no derivative of its own; {firsts} ones")
+    if plan.source in NORMS:
         raise NotImplementedError(
-            f"{plan.op} has no derivative of its own, as codes have none; use the product that has "
-            "one, jax_mx.dot_general, or jax.lax.stop_gradient(x)"
+            "rms_norm has a derivative where it gives floats: pass floats=True beside the format, "
+            "or jax.lax.stop_gradient(x)"
         )
     raise NotImplementedError(
         f"{plan.name} has no derivative, as codes have none; jax_mx.fake_quantize(x) is quantize "
         "and dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one "
-        "(jax_mx.dot_general, ragged_dot, mlp and moe have first derivatives, no second ones)"
+        f"({firsts} ones)"
     )
 
 

@@ -73,9 +73,9 @@ class Gated:
         if self.up is None:
             halves = 1 + ACTIVATIONS[self.name].has_gate
             if x.ndim == 0 or x.shape[-1] % halves:
+                what = "gates and ups, halves of the last axis" if halves > 1 else "a last axis"
                 raise ValueError(
-                    f"{op}: an activation wants gates and ups, halves of the last axis, got the "
-                    f"shape {tuple(x.shape)}"
+                    f"{op}: activation {self.name!r} wants {what}, got the shape {tuple(x.shape)}"
                 )
             return jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] // halves), x.dtype)
         up = floats(op, self.up, "up")
@@ -214,12 +214,25 @@ def _gated(each: tuple[jax.Array, ...], weights: jax.Array | None, name: str) ->
 def _gated_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     """Transposed, it is `reference.gated_gradient`, but for subnormals."""
     (each, weights), (d_each, d_weights) = primals, tangents
-    by = reference.derivative(each, name)
+    by, exact = _slopes(each, name)
     change = sum(d.astype(jnp.float32) * c for d, c in zip(d_each, by, strict=True))
     if weights is not None:
-        exact = reference.gated_exactly(each, None, name)
         change = change * weights[..., None] + exact * d_weights[..., None]
     return _gated(*primals, name), jnp.asarray(change).astype(each[0].dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _slopes(each: tuple[jax.Array, ...], name: str) -> tuple[list[jax.Array], jax.Array]:
+    """The derivative by gates and ups without weights, and that by weights."""
+    return reference.derivative(each, name), reference.gated_exactly(each, None, name)
+
+
+@_slopes.defjvp
+def _no_second(name: str, *_: Any) -> tuple:
+    raise NotImplementedError(
+        f"gated: {name} has first derivatives, no second ones, as slopes are made of bits; for "
+        "these take jax.nn's activation of gates, times ups"
+    )
 
 
 jax.export.register_pytree_node_serialization(

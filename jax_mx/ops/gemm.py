@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import flag, float_dtype
+from jax_mx.arrays.checks import array_of, flag, float_dtype, is_symbolic, shown
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
@@ -256,6 +256,8 @@ def gemm_wgrad(
     op = "gemm_wgrad"
     implementation = implementation_of(op, implementation)
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
+    if window not in (allowed := (BLOCK, *WINDOWS[:2])):
+        raise ValueError(f"{op}: window must be one of {allowed}, got {window!r}")
     call: Callable[..., jax.Array]
     if isinstance(a, MXArray) and isinstance(b, MXArray) and window != BLOCK:
         a, b = _eights(op, window, WINDOWS[:2], a=a, b=b)
@@ -284,7 +286,7 @@ def _of_windows(op: str, a: MXArray, b: MXArray, sizes: jax.Array | None) -> tup
     if not fits or groups is None or len(groups) != 1 or dtype != jnp.int32:
         raise ValueError(
             f"{op}: a is (M, R), b (N, R) and the sizes int32 (G,); got {a.shape}, {b.shape} and "
-            f"{dtype} {groups}"
+            f"{dtype or shown(sizes)} {groups or ''}"
         )
     return *groups, a.shape[0], b.shape[0]
 
@@ -317,8 +319,9 @@ def _of_floats(op: str, a: jax.Array, b: jax.Array, sizes: jax.Array | None) -> 
         found = f" and {dtype} {lead}"
     if not fits:
         raise ValueError(
-            f"{op}: floats are (..., R, M) and (..., R, N), with sizes, int32 (G,), (R, M) and "
-            f"(R, N); got {a.shape}, {b.shape}{found}"
+            f"{op}: floats are (..., R, M) and (..., R, N), MX arrays (..., M, R) and (..., N, R), "
+            "with sizes, int32 (G,), of two dimensions; in that of floats they are "
+            f"{a.shape}, {b.shape}{found}"
         )
     return *lead, a.shape[-1], b.shape[-1]
 
@@ -523,7 +526,7 @@ def _float32(
     op: str, name: str, a: jax.Array, shape: tuple[int, ...], result: np.dtype
 ) -> jax.Array:
     """An operand of an epilogue, of this shape."""
-    a = jnp.asarray(a)
+    a = array_of(op, name, a)
     if a.shape != shape or not jnp.issubdtype(a.dtype, jnp.floating):
         raise ValueError(f"{op}: {name} must be floats {shape}, got {a.dtype} {a.shape}")
     if name == "added" and not a.dtype == result == jnp.float32:
@@ -558,13 +561,17 @@ def _finished(
 
 def _tile_for(rows: float) -> int:
     """How many rows a tile should have where groups have so many."""
+    if is_symbolic(rows):
+        return _ROWS[-1]
     return next((n for n in _ROWS if rows <= n), _ROWS[-1])
 
 
 def _rows(shape: tuple[int, ...], w: MXArray) -> float:
     """How many rows of x a group has, about."""
     total = math.prod(shape[:-1])
-    return total / max(w.shape[0], 1) if w.ndim == 3 else total
+    if w.ndim == 2 or is_symbolic(total):
+        return total
+    return total / max(w.shape[0], 1)
 
 
 def _in_parts(x: jax.Array) -> jax.Array:

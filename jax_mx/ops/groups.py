@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import json
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import shown, whole
+from jax_mx.arrays.checks import is_symbolic, shown, whole
+from jax_mx.arrays.sharding import is_explicit, resharded
 from jax_mx.facts.formats import BLOCK
+from jax_mx.reference.ragged import clamped
 
 # Choices are counted in chunks of so many: within a chunk each is compared with each, which costs
 # a fused reduction; between chunks there are histograms. 131,072 choices: 512 chunks.
@@ -75,29 +77,42 @@ class Groups:
         op = "Groups.from_experts"
         number = _positive(op, "num_experts", num_experts)
         align = _positive(op, "align", align)
-        experts = jnp.asarray(experts)
-        if not jnp.issubdtype(experts.dtype, jnp.integer):
-            raise TypeError(f"{op}: experts are {experts.dtype}, must be integers")
+        experts = integers(op, "experts", experts)
         if experts.ndim not in (1, 2):
             raise ValueError(
                 f"{op}: experts have the shape {experts.shape}, must be (T, k) or (T,); reshape "
                 "the batch dimensions into one"
             )
-        return _grouped(wide(experts if experts.ndim == 2 else experts[:, None]), number, align)
+        experts = _unsplit(experts)
+        return _grouped(experts if experts.ndim == 2 else experts[:, None], number, align)
 
     @classmethod
     def from_sizes(cls, sizes: jax.Array, rows: int, *, align: int = BLOCK) -> Groups:
         """Groups of rows that are sorted by group already, and begin anywhere.
 
         Args:
-          sizes: int32 (G,), how many rows each group has; a negative one counts as 0.
+          sizes: integers (G,), how many rows each group has; a negative one counts as 0, and of
+            more rows than there are, those beyond do not count.
           rows: how many there are; those that no group has get no slot.
           align: see `from_experts`.
 
         Returns:
           Groups of the row numbers, one choice a row.
+
+        Raises:
+          TypeError: sizes are no integers, or an argument is no int.
+          ValueError: another rank, or an argument out of range.
         """
-        ends = jnp.cumsum(clamped(sizes, rows))
+        op = "Groups.from_sizes"
+        align = _positive(op, "align", align)
+        if not is_symbolic(rows):
+            rows = _positive(op, "rows", rows, least=0)
+        sizes = integers(op, "sizes", sizes)
+        if sizes.ndim != 1 or not sizes.size:
+            raise ValueError(
+                f"{op}: sizes have the shape {sizes.shape}, must be (G,), for one group or more"
+            )
+        ends = jnp.cumsum(clamped(_unsplit(sizes), rows))
         row = jnp.arange(rows, dtype=jnp.int32)
         experts = jnp.searchsorted(ends, row, side="right", method="compare_all")
         return _grouped(experts[:, None], sizes.shape[0], align)
@@ -110,9 +125,10 @@ class Groups:
     @property
     def experts(self) -> jax.Array:
         """int32 (R,), the expert of each slot; G behind the last group's."""
-        ends = jnp.cumsum(self.sizes, dtype=jnp.int32)
-        slot = jnp.arange(self.rows.shape[0], dtype=jnp.int32)
-        return jnp.searchsorted(ends, slot, side="right", method="compare_all")
+        ends = jnp.cumsum(self.sizes, -1, dtype=jnp.int32)
+        slot = jnp.arange(self.rows.shape[-1], dtype=jnp.int32)
+        of_one = partial(jnp.searchsorted, side="right", method="compare_all")
+        return jnp.vectorize(of_one, signature="(g),(r)->(r)")(ends, slot)
 
     def of_slots(self, choices: jax.Array) -> jax.Array:
         """What each slot's choice has: (R,) of (T, k), zero where a slot holds nothing.
@@ -141,33 +157,56 @@ class Groups:
         return self.of_choices(slots).astype(jnp.float32).sum(1).astype(slots.dtype)
 
 
-def wide(experts: jax.Array) -> jax.Array:
-    """Integers of any type as int32; what that does not hold is the number of no expert."""
-    if experts.dtype != jnp.int32 and experts.dtype.itemsize >= 4:
-        least = max(jnp.iinfo(experts.dtype).min, -1)
-        experts = jnp.clip(experts, least, jnp.iinfo(jnp.int32).max)
-    return experts.astype(jnp.int32)
+jax.export.register_pytree_node_serialization(
+    Groups,
+    serialized_name="jax_mx.Groups",
+    serialize_auxdata=lambda aux: json.dumps(aux).encode(),
+    deserialize_auxdata=lambda text: tuple(json.loads(text)),
+)
 
 
-def clamped(sizes: jax.Array, rows: int) -> jax.Array:
-    """Sizes of groups as far as there are rows; negative ones are 0."""
-    ends = jnp.minimum(jnp.cumsum(jnp.clip(sizes, 0, rows)), rows)
-    return jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
+def integers(op: str, name: str, values: Any) -> jax.Array:
+    """Integers of any type as int32.
+
+    What int32 does not hold becomes its largest number, or -1.
+
+    Raises:
+      TypeError: they are no integers.
+    """
+    if not isinstance(values, jax.Array):
+        try:
+            values = np.asarray(values)
+        except (TypeError, ValueError):
+            raise TypeError(f"{op}: {name} are {shown(values)}, must be integers") from None
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"{op}: {name} are {values.dtype}, must be integers")
+    if values.dtype != jnp.int32 and values.dtype.itemsize >= 4:
+        # Before JAX sees them: without x64 it would cut int64 off, and make 0 of 2^32.
+        least = max(jnp.iinfo(values.dtype).min, -1)
+        values = values.clip(least, jnp.iinfo(jnp.int32).max)
+    return jnp.asarray(values.astype(np.int32))
 
 
-def _positive(op: str, name: str, value: Any) -> int:
+def _unsplit(x: jax.Array) -> jax.Array:
+    """The same, whole on each device, on a mesh with explicit axes: a slot depends on all of it."""
+    mesh = jax.typeof(x).sharding.mesh
+    return resharded(x, (None,) * x.ndim, mesh) if is_explicit(mesh) else x
+
+
+def _positive(op: str, name: str, value: Any, least: int = 1) -> int:
     try:
         found = whole(value)
     except TypeError as error:
         raise TypeError(f"{op}: {name} must be an int, got {shown(value)}") from error
-    if found < 1:
-        raise ValueError(f"{op}: {name} must be 1 or more, got {found}")
+    if found < least:
+        raise ValueError(f"{op}: {name} must be {least} or more, got {found}")
     return found
 
 
 def slots_for(choices: int, num_experts: int, align: int) -> int:
-    """R: how many slots so many choices need at most."""
-    most = choices + min(num_experts, choices) * (align - 1)
+    """R: how many slots so many choices need at most; a symbolic number may need fewer."""
+    groups = num_experts if is_symbolic(choices) else min(num_experts, choices)
+    most = choices + groups * (align - 1)
     return -(-most // align) * align
 
 
@@ -202,13 +241,13 @@ def _ranks(flat: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Arra
       int32 (n,), (n,), and (number,): how many choices name each expert.
     """
     n = flat.shape[0]
-    chunks = math.ceil(n / _CHUNK)
+    chunks = -(-n // _CHUNK)
     each = jnp.pad(flat, (0, chunks * _CHUNK - n), constant_values=number).reshape(chunks, _CHUNK)
-    earlier = np.tri(_CHUNK, k=-1, dtype=bool)
+    earlier = np.tri(_CHUNK, k=-1, dtype=bool)[None]
     same = (each[:, :, None] == each[:, None, :]) & earlier
     own = same.sum(-1, dtype=jnp.int32)
-    experts = jnp.arange(number, dtype=jnp.int32)
-    histograms = (each[:, None, :] == experts[:, None]).sum(-1, dtype=jnp.int32)
+    experts = jnp.arange(number, dtype=jnp.int32)[None, :, None]
+    histograms = (each[:, None, :] == experts).sum(-1, dtype=jnp.int32)
     ends = jnp.cumsum(histograms, 0, dtype=jnp.int32)
     before = jnp.pad(ends - histograms, ((0, 0), (0, 1)))
     before = jnp.take_along_axis(before, each, 1)

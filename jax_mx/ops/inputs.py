@@ -76,7 +76,6 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
             return x, x, "", ()
         return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), ROWS, (rows,)
     if isinstance(activation, Norm):
-        x = x if rows is None else _floats_of(x, (rows,), ROWS)
         return x, x, *activation.source
     up = None if activation.up is None else array_of(op, "up", activation.up)
     activation = dataclasses.replace(activation, up=up)

@@ -67,8 +67,9 @@ def rms_norm(
     and y is rounded to x's dtype, and that is quantized. A NaN in x makes its row NaN; of a row
     with an infinity, or squares beyond float32, elements are 0, and NaN where x is infinite.
 
-    Differentiable in reverse mode to x, residual and weight, for floats, sum and factors; in
-    float32, from sum and factors, which is all that is kept. Codes have no derivative.
+    Where floats are given, differentiable in reverse mode to x, residual and weight, for floats,
+    sum and factors; in float32, from sum and factors, which is all that is kept. Codes have no
+    derivative.
 
     Args:
       x: bfloat16, float16 or float32 (..., K), K at least 1.
@@ -79,12 +80,14 @@ def rms_norm(
       format: what the result is quantized to, see `quantize`; None: not. Kernels norm as they
         quantize, along rows, from bfloat16 and float16 also transposed along the axis before,
         and both, in MXFP8 and MXFP4; from bfloat16 they add the residual, too. Where floats are
-        asked for as well, and of more than 2^24 - 256 rows, XLA norms before.
+        asked for as well, or rows of the result, and of more than 2^24 - 256 rows, XLA norms
+        before.
       both: whether it is quantized along the last axis and along the one before, by
         `quantize_both`; else along the last one.
       floats: whether floats are given; None: where there is no format.
       factors: whether the factors of rows are given.
-      options: of `quantize` or `quantize_both`, beside the format.
+      options: of `quantize` or `quantize_both`, beside the format and an activation; `rows` are
+        those of the result, and sum and factors have all rows.
 
     Returns:
       A `Normed`.
@@ -112,27 +115,42 @@ def rms_norm(
         raise TypeError(f"{op}: eps must be a number, got {shown(eps)}")
     if not 0 <= eps <= float(np.finfo(np.float32).max):  # Python compares with any int
         raise ValueError(f"{op}: eps must be finite and at least 0, got {eps}")
-    if format is None and (flag(op, "both", both) or options):
-        raise ValueError(f"{op}: format says what is quantized to; give it, or drop the rest")
+    _check_options(op, format, both, options)
     wanted = format is None if floats is None else flag(op, "floats", floats)
+    by_rows = options.get("rows") is not None  # of the result, whose padding is zeros
     x, residual, weight = _whole(x, residual, weight)
     leaves, tree = jax.tree.flatten((x, residual, weight))
     operands = tree.unflatten(primitive.vary_alike(*leaves) if len(leaves) > 1 else leaves)
     eps = float(np.float32(eps))
     quantizer: Any = quantize_both if flag(op, "both", both) else quantize
     y = quantized = None
-    if wanted:
+    if wanted or by_rows or format is None:
         y, total, factor = _normed(eps, *operands)
         quantized = None if format is None else quantizer(y, format, **options)
     else:
         found = _of_sum(*operands, quantizer=partial(quantizer, format=format, **options), eps=eps)
         quantized, (factor, total) = found[:2] if both else found[0], found[1 + both :]
     return Normed(
-        y,
+        y if wanted else None,
         quantized,
         None if residual is None else total,
         _plain(factor) if flag(op, "factors", factors) else None,
     )
+
+
+def _check_options(op: str, format: Any, both: Any, options: dict[str, Any]) -> None:
+    """Refuses what a quantizer cannot be told.
+
+    Raises:
+      TypeError, ValueError: there is something of that.
+    """
+    if format is None and (flag(op, "both", both) or options):
+        raise ValueError(f"{op}: format says what is quantized to; give it, or drop the rest")
+    if "activation" in options:
+        raise TypeError(
+            f"{op}: activation is no option here; quantize what it gives: "
+            "quantize(rms_norm(x).floats, activation=...)"
+        )
 
 
 def _beside(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -170,16 +188,10 @@ def _plain(factor: jax.Array) -> jax.Array:
 def _of_sum(x: Any, residual: Any, weight: Any, *, quantizer: Any, eps: float) -> tuple:
     """What a quantizer gives, the factors of rows, and x plus residual."""
     by = _weights(weight, x.shape[-1])
-    if residual is None or quantizer.keywords.get("rows") is not None:  # these are the sum's
-        total = _summed(x, residual)
-        return *quantizer(total, activation=Norm(by, eps)), total
+    if residual is None:
+        return *quantizer(x, activation=Norm(by, eps)), x
     *found, total = quantizer(x, activation=Norm(by, eps, residual))
     return *found, total.reshape(x.shape)
-
-
-@jax.jit
-def _summed(x: jax.Array, residual: Any) -> jax.Array:
-    return x if residual is None else reference.added(x, residual)
 
 
 @partial(jax.jit, static_argnums=1)

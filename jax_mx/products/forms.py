@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -99,6 +100,25 @@ class QuantizedWeight:
     def dtype(self) -> Any:
         """Of the weight's floats."""
         return self.floats.dtype
+
+
+def _arrangement(text: bytes) -> tuple[Arrangement]:
+    parts: Any = (tuple(part) if isinstance(part, list) else part for part in json.loads(text))
+    return (Arrangement(*parts),)
+
+
+jax.export.register_pytree_node_serialization(
+    Form,
+    serialized_name="jax_mx.Form",
+    serialize_auxdata=lambda aux: json.dumps(aux).encode(),
+    deserialize_auxdata=lambda text: tuple(json.loads(text)),
+)
+jax.export.register_pytree_node_serialization(
+    QuantizedWeight,
+    serialized_name="jax_mx.QuantizedWeight",
+    serialize_auxdata=lambda aux: json.dumps(aux[0]).encode(),
+    deserialize_auxdata=_arrangement,
+)
 
 
 _MIXED = {MXFP8_E4M3, MXFP8_E5M2}  # formats that one call may mix

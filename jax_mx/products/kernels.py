@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.windows import ROW, TILE
 from jax_mx.lowering import registry
@@ -93,7 +94,10 @@ def preferred(call: Call, platform: str, chips: Sequence[str]) -> bool:
     del platform
     if not chips or any(chip_table.arch_of(chip) != "sm_90a" for chip in chips):
         return False
-    return _on_fp8(call) if isinstance(call.lhs, MXArray) else _rows(call) <= FEW_ROWS
+    if isinstance(call.lhs, MXArray):
+        return _on_fp8(call)
+    rows = _rows(call)
+    return not is_symbolic(rows) and rows <= FEW_ROWS
 
 
 def run(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:

@@ -238,11 +238,15 @@ def check_contracted(op: str, shape: Dims, contracting: Dims) -> None:
     Raises:
       ValueError: so it is.
     """
+    if not contracting:
+        raise ValueError(
+            f"{op}: no dimension is contracted, and blocks run along those; multiply the floats"
+        )
     length = math.prod(shape[i] for i in contracting)
-    if length % BLOCK or not contracting:
+    if length % BLOCK:
         raise ValueError(
             f"{op}: the contracted length is {length}, not a multiple of the block length {BLOCK}; "
-            f"pad both operands with zeros to {max(-(-length // BLOCK), 1) * BLOCK}"
+            f"pad both operands with zeros to {-(-length // BLOCK) * BLOCK}"
         )
 
 

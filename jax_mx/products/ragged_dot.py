@@ -17,12 +17,13 @@ from jax_mx.facts.formats import BLOCK, named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive
-from jax_mx.ops.groups import Groups, clamped
+from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
 from jax_mx.products.ragged_implementations import IMPLEMENTATIONS
 from jax_mx.products.ragged_product import grouped
 from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_of
+from jax_mx.reference.ragged import clamped
 
 
 def ragged_dot(

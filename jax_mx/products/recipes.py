@@ -301,7 +301,8 @@ _NAMES = {**FORMATS, **SCALINGS}
 
 def _to_json(aux: Any) -> bytes:
     """The static side of either type; formats and scalings go by name."""
-    return json.dumps([getattr(part, "name", part) for part in aux]).encode()
+    names = (part.value if isinstance(part, Scaling) else part for part in aux)
+    return json.dumps([getattr(part, "name", part) for part in names]).encode()
 
 
 def _from_json(text: bytes) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
-from jax_mx.facts.formats import named
+from jax_mx.facts.formats import BLOCK, named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
@@ -98,9 +98,13 @@ def check_quantized(op: str, name: str, x: Any, side: Arrangement, recipe: Recip
     last = side.contracted_dims[-1]
     spans = (x.ndim - 2, x.ndim - 1) if len(x.block) == 2 else (x.axis + x.ndim,)
     if last not in spans or (len(x.block) == 2 and len(side.order) - side.batch > 2):
+        contracted = [*side.contracted_dims]
+        remedy = f"quantize it along dimension {last}"
+        if len(contracted) > 1 or x.shape[last] % BLOCK:
+            remedy += ", one that 32 divides, the last of those contracted"
         raise ValueError(
             f"{op}: {name} has blocks along dimension {', '.join(map(str, spans))}, the product "
-            f"contracts dimension {last}; quantize it along that one"
+            f"contracts {contracted}; {remedy}"
         )
 
 

@@ -192,7 +192,7 @@ def halves(x: jax.Array, name: str, interleaved: bool = False) -> list[jax.Array
     if not ACTIVATIONS[name].has_gate:
         return [x]
     if interleaved:
-        pairs = x.reshape(*x.shape[:-1], -1, 2)
+        pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
         return [pairs[..., 0], pairs[..., 1]]
     return jnp.split(x, 2, axis=-1)
 
@@ -202,7 +202,7 @@ def joined(each: Sequence[jax.Array], interleaved: bool = False) -> jax.Array:
     if len(each) == 1:
         return each[0]
     if interleaved:
-        return jnp.stack(each, axis=-1).reshape(*each[0].shape[:-1], -1)
+        return jnp.stack(each, axis=-1).reshape(*each[0].shape[:-1], 2 * each[0].shape[-1])
     return jnp.concatenate(each, axis=-1)
 
 

@@ -13,6 +13,7 @@ from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.products import UNIT
 from jax_mx.reference.activations import gated_exactly, halves
 from jax_mx.reference.blocks import amax_of, dequantize
+from jax_mx.reference.ragged import clamped
 
 
 def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *rest, plan: Any) -> list:
@@ -51,7 +52,7 @@ def wgrad(x, dy, *rest, plan: Any) -> list:
 
 def _contracted(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     """For each group the product of its rows of x (T, M) and of w (T, N), (G, M, N)."""
-    counts = jnp.maximum(sizes, 0)
+    counts = clamped(sizes, x.shape[0])
     row = jnp.arange(x.shape[0])[:, None]
 
     def one(group):
@@ -113,13 +114,14 @@ def finished(
         row = jnp.arange(y.shape[0])
         number = row // max(y.shape[0] // groups, 1)
         if sizes is not None:
-            number = jnp.searchsorted(jnp.cumsum(jnp.maximum(sizes, 0)), row, side="right")
+            ends = jnp.cumsum(clamped(sizes, y.shape[0]))
+            number = jnp.searchsorted(ends, row, side="right")
         y = y + bias[jnp.minimum(number, groups - 1)]
     y = activation(y)
     if row_scale is not None:
         y = y * row_scale[:, None]
     if sizes is not None and (bias is not None or row_scale is not None):
-        there = jnp.arange(y.shape[0]) < jnp.maximum(sizes, 0).sum()
+        there = jnp.arange(y.shape[0]) < clamped(sizes, y.shape[0]).sum()
         y = jnp.where(there[:, None], y, 0)
     return y if added is None else y + added
 
@@ -130,8 +132,8 @@ def _product(x: jax.Array, w: jax.Array, *sizes: jax.Array) -> jax.Array:
         groups, n, k = w.shape
         y = _dot("gmk,gnk->gmn", x.reshape(groups, -1, k), w)
         return y.reshape(-1, n)
-    (counts,) = sizes
-    ends = jnp.cumsum(jnp.maximum(counts, 0))
+    counts = clamped(sizes[0], x.shape[0])
+    ends = jnp.cumsum(counts)
     row = jnp.arange(x.shape[0])[:, None]
 
     def add(y, group):
@@ -141,7 +143,7 @@ def _product(x: jax.Array, w: jax.Array, *sizes: jax.Array) -> jax.Array:
         return jnp.where(own, _dot("mk,nk->mn", x, matrix), y), None
 
     start = jnp.zeros_like(x, shape=(x.shape[0], w.shape[1]))
-    return jax.lax.scan(add, start, (w, ends, jnp.maximum(counts, 0)))[0]
+    return jax.lax.scan(add, start, (w, ends, counts))[0]
 
 
 def _dot(what: str, a: jax.Array, b: jax.Array) -> jax.Array:

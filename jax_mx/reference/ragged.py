@@ -11,6 +11,18 @@ import jax
 import jax.numpy as jnp
 
 
+def clamped(sizes: jax.Array, rows: int) -> jax.Array:
+    """Sizes of groups, int32 (G,), as far as there are rows; negative ones are 0."""
+    own = jnp.clip(sizes, 0, rows)
+    if isinstance(rows, int) and rows * sizes.shape[0] < 1 << 31:
+        ends = jnp.minimum(jnp.cumsum(own), rows)
+    else:  # the first end beyond the rows is no more than twice as many, later ones may wrap
+        own = own.astype(jnp.uint32)
+        ends = jnp.minimum(jnp.cumsum(own, dtype=jnp.uint32), jnp.uint32(rows))
+        ends = jax.lax.cummax(ends).astype(jnp.int32)
+    return jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
+
+
 def rows(x: jax.Array, w: jax.Array, sizes: jax.Array, tile: int) -> jax.Array:
     """Float32 (R, N): the rows of each group, times its matrix; rows that no group has are 0.
 
@@ -26,7 +38,7 @@ def rows(x: jax.Array, w: jax.Array, sizes: jax.Array, tile: int) -> jax.Array:
         own, group, some = each
         return jnp.where(some, _dot("mk,kn->mn", own, w[group]), 0)
 
-    y = jax.lax.map(one, (x.reshape(-1, tile, x.shape[1]), owner, is_some))
+    y = jax.lax.map(one, (x.reshape(x.shape[0] // tile, tile, x.shape[1]), owner, is_some))
     return y.reshape(x.shape[0], w.shape[2])
 
 
@@ -46,7 +58,7 @@ def sums(a: jax.Array, b: jax.Array, sizes: jax.Array, tile: int) -> jax.Array:
         more = jnp.where(some, _dot("rm,rn->mn", own_a, own_b), 0)
         return total.at[group].add(more), None
 
-    tiles = (x.reshape(-1, tile, x.shape[1]) for x in (a, b))
+    tiles = (x.reshape(x.shape[0] // tile, tile, x.shape[1]) for x in (a, b))
     start = jnp.zeros_like(a, shape=(sizes.shape[0], a.shape[1], b.shape[1]), dtype=jnp.float32)
     return jax.lax.scan(add, start, (*tiles, owner, is_some))[0]
 
