@@ -29,6 +29,7 @@ from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.kernels import geometry
+from jax_mx.kernels.flydsl import gcn
 from jax_mx.kernels.geometry import Extents
 from jax_mx.ops.inputs import MOST_ROWS, Norm
 
@@ -489,6 +490,26 @@ def test_factors_that_come_late(variant, arch):
         emulator = emulation.Emulator(program.code)
         assert program.run(1, *buffers, emulator=emulator, late=late)
         assert (emulator.executed["s_sleep"] > 0) == late
+
+
+@pytest.mark.parametrize("variant,arch", [(v, a) for v in TILED for a in ARCHS["flydsl"]
+                                          if (v.name, a) in FEW])  # fmt: skip
+def test_factors_go_past_caches(variant, arch):
+    """What a workgroup stores may stay in its cache, unless both say that it is shared."""
+    from tinygrad.renderer.amd import decode_inst
+
+    code = emulation.Program(variant, arch, (160, 77), activation=Norm(jnp.ones(77), EPS, jnp.ones(
+        (160, 77), jnp.bfloat16))).code  # fmt: skip
+    for kernel in code.kernels:
+        found: list[tuple[Any, str]] = [
+            (decode_inst(bytes(code.memory[pc : pc + 16]), "cdna"), name)
+            for pc, name, _ in gcn.disassemble(code, kernel)
+        ]
+        names = [name for _, name in found]
+        waits = names.index("s_sleep")
+        load = names.index("global_load_dword", waits)
+        assert load - waits < 4 and found[load][0].sc1
+        assert sum(name == "global_store_dword" and inst.sc1 for inst, name in found) == 1
 
 
 @each_binary([v for v in AMD if v.form == directions.LAST and not v.added])

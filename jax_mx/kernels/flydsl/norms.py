@@ -42,7 +42,6 @@ from jax_mx.kernels.flydsl.kernel import (
     round_up,
     shared_pointer,
     store_words,
-    zeros_unless,
 )
 from jax_mx.kernels.flydsl.tiled import TILE, Patch, Tiled
 from jax_mx.kernels.geometry import NOT_READY, SUMS, Extents, Place, Tile
@@ -282,12 +281,11 @@ class Rows(Flat):
         rounds, start = [], x + row.block * (BLOCK * self.itemsize)
         for c in range_constexpr(self.chunks):
             words = [Uint32(0)] * 4
-            if self.reaches(row, first, c):
-                where, _ = self.place(row, first, c, lane)
+            where, there = self.place(row, first, c, lane)
+            if there:
                 words = load_words(start, where, 4, self.align[0])
             rounds.append(words)
-        places = [self.place(row, first, c, lane) for c in range(self.chunks)]
-        return [zeros_unless(there, w) for w, (_, there) in zip(rounds, places, strict=True)]
+        return rounds
 
     @flyc.jit
     def take(self, arrays, row, first, lane):
@@ -464,11 +462,14 @@ class NormedTiled(Tiled):
         """Whether a lane's elements of a row are all there, or none."""
         return self.aligned or self.is_both
 
-    def words_from(self, row, col, k) -> list:
+    @flyc.jit
+    def words_from(self, row, col, k):
         """Words of a row from a column on, zeros beyond it."""
-        if self.whole:
-            there = col < k
-            return zeros_unless(there, self.load_row(row, there.select(col, Uint32(0)), k))
+        words = [Uint32(0)] * 4
+        if const_expr(self.whole):
+            if col < k:
+                words = self.load_row(row, col, k)
+            return words
         words = self.load_row(row, col, k)
         low = [(col + 2 * w < k).select(Uint32(0xFFFF), Uint32(0)) for w in range(4)]
         high = [(col + 2 * w + 1 < k).select(Uint32(0xFFFF0000), Uint32(0)) for w in range(4)]
