@@ -555,7 +555,7 @@ def test_what_is_refused():
         (lambda: gemm_wgrad(x, x, x), ValueError, "got (3, 64), (3, 64) and bfloat16 (3, 64)"),
         (lambda: gemm_wgrad(x, x, added=x), ValueError, "added must be floats (64, 64)"),
         (lambda: gemm_wgrad(w, w3, sizes), ValueError, "a is (M, R), b (N, R) and the sizes int32"),
-        (lambda: gemm_wgrad(w, w, None), ValueError, "got (4, 64), (4, 64) and None None"),
+        (lambda: gemm_wgrad(w, w, None), ValueError, "got (4, 64), (4, 64) and None"),
         (lambda: gemm_wgrad(w, w, sizes, implementation="cutedsl"), NotImplementedError, "on cuda"),
     ]:
         if jax.devices()[0].platform == "cpu" or "cutedsl" not in sentence:

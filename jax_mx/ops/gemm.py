@@ -321,8 +321,8 @@ def _of_floats(op: str, a: jax.Array, b: jax.Array, sizes: jax.Array | None) -> 
     if not fits:
         raise ValueError(
             f"{op}: floats are (..., R, M) and (..., R, N), MX arrays (..., M, R) and (..., N, R), "
-            "with sizes, int32 (G,), of two dimensions; in that of floats they are "
-            f"{a.shape}, {b.shape}{found}"
+            f"with sizes, int32 (G,), of two dimensions; got {a.shape}, {b.shape}{found}, axes in "
+            "the order of floats"
         )
     return *lead, a.shape[-1], b.shape[-1]
 
