@@ -94,6 +94,15 @@ def test_export_of_any_number_of_rows():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.usefixtures("without_code")
+def test_any_number_of_rows_by_kernels():
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 64), jnp.bfloat16)
+    w, sizes = jnp.ones((3, 64, 32), jnp.bfloat16), jnp.array([2, 0, 9], jnp.int32)
+    f = jax.jit(lambda x: jax_mx.ragged_dot(x, w, sizes))
+    how = {"platforms": ["cuda"], "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    assert "quantize_last_bfloat16" in jax.export.export(f, **how)(rows).mlir_module()
+
+
 def test_without_rows():
     y = grouped(
         np.zeros((0, 32), np.float32), integers((2, 32, 8)), jnp.zeros(2, jnp.int32), jnp.float32,

@@ -570,10 +570,12 @@ def _tile_for(rows: float) -> int:
 
 def _rows(shape: tuple[int, ...], w: MXArray) -> float:
     """How many rows of x a group has, about."""
-    total = math.prod(shape[:-1])
-    if w.ndim == 2 or is_symbolic(total):
-        return total
-    return total / max(w.shape[0], 1)
+    return rows_of_each(math.prod(shape[:-1]), w.shape[0] if w.ndim == 3 else 1)
+
+
+def rows_of_each(total: int, groups: int) -> float:
+    """How many of so many rows a group has, about; of a symbolic number all."""
+    return total if is_symbolic(total) else total / max(groups, 1)
 
 
 def _in_parts(x: jax.Array) -> jax.Array:

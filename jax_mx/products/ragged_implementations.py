@@ -61,7 +61,7 @@ def _cutedsl_support(call: RaggedCall, chips: Sequence[str]) -> Support:
     plan = gemm.plan_of(
         (call.lhs.format, w.format) if _on_fp8(call) else (w.format,),
         ragged.dtype,
-        call.rows / call.groups,
+        gemm.rows_of_each(call.rows, call.groups),
         **(kernels.windows_of(call.lhs, w) if _on_fp8(call) else {}),
         grouped=True,
         free=_is_free(call),
