@@ -413,6 +413,22 @@ def test_layouts_of_gate_and_up(name):
     np.testing.assert_array_equal(d_up, d[:, 96:])
 
 
+def test_second_derivatives_are_refused():
+    f = lambda x: jax_mx.gated(x).sum()  # noqa: E731
+    for second in (jax.hessian(f), lambda x: jax.jvp(jax.grad(f), (x,), (x,))):
+        with pytest.raises(NotImplementedError, match="swiglu has first derivatives, no second"):
+            second(jnp.ones(4))
+
+
+def test_no_rows_of_gates_and_ups_by_turns():
+    x, w = jnp.zeros((0, 64)), jnp.zeros((3, 64, 64))
+    assert jax_mx.gated(x, interleaved=True).shape == (0, 32)
+    assert jax_mx.quantize(x, activation=jax_mx.Gated(interleaved=True)).shape == (0, 32)
+    none = jnp.zeros((0, 2))
+    y = jax_mx.moe(x, none.astype(jnp.int32), none, w, w[:, :32], interleaved=True)
+    assert y.shape == (0, 64)
+
+
 def test_what_is_refused():
     x = jnp.ones((8, 128), jnp.bfloat16)
     refused = functools.partial(assert_refused, error=ValueError)

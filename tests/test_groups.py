@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_refused
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx.reference import rows_of
+from jax_mx.reference.ragged import clamped
 
 FIELDS = ("rows", "sizes", "starts", "counts", "slots", "dropped")
 
@@ -82,8 +84,9 @@ def test_types_of_integers(dtype):
 
 def test_numbers_beyond_int32_are_no_experts():
     experts = np.array([[2**31, 1], [2**32 - 1, 2**31 - 1], [0, 2**31 + 1]], np.uint32)
-    groups = jax_mx.Groups.from_experts(experts, 2, align=2)
-    assert_equal(groups, by_loop(experts.astype(np.int64), 2, 2))
+    for given in (experts, experts.astype(np.int64) + (experts > 2) * 2**32):
+        groups = jax_mx.Groups.from_experts(given, 2, align=2)
+        assert_equal(groups, by_loop(experts.astype(np.int64), 2, 2))
 
 
 @pytest.mark.parametrize(("dtype", "num_experts"), [(np.uint8, 256), (np.int8, 128)])
@@ -119,8 +122,34 @@ def test_from_sizes():
     experts = np.repeat([0, 3, 4], [3, 4, 3])[:, None]
     groups = jax_mx.Groups.from_sizes(jnp.asarray(sizes), 10, align=8)
     assert_equal(groups, by_loop(experts, 5, 8))
-    fewer = jax_mx.Groups.from_sizes(jnp.asarray([2, 3], jnp.int32), 10, align=1)
+    fewer = jax_mx.Groups.from_sizes([2, 3], 10, align=1)
     np.testing.assert_array_equal(fewer.rows, [0, 1, 2, 3, 4, -1, -1, -1, -1, -1])
+    small = jax_mx.Groups.from_sizes(np.array([100, 100], np.int8), 300, align=1)
+    np.testing.assert_array_equal(small.counts, [100, 100])
+
+
+def test_more_rows_than_int32_counts():
+    """Sizes whose sum wraps, of rows that few groups or many could have."""
+    most = np.iinfo(np.int32).max
+    sizes = jnp.array([most, most, 3, most], jnp.int32)
+    np.testing.assert_array_equal(clamped(sizes, 7), [7, 0, 0, 0])
+    np.testing.assert_array_equal(clamped(sizes, most), [most, 0, 0, 0])
+    np.testing.assert_array_equal(clamped(jnp.array([5, -1, most]), most), [5, 0, most - 5])
+
+
+def test_experts_of_slots_under_vmap():
+    experts = jnp.array([[0, 1], [1, 1]])
+    many = jax.vmap(lambda each: jax_mx.Groups.from_experts(each, 2, align=1))(experts)
+    np.testing.assert_array_equal(many.experts, experts)
+
+
+def test_on_a_mesh_with_explicit_axes():
+    """Numbers are gathered, as a slot depends on all of them."""
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    experts = np.arange(16).reshape(8, 2) % 3
+    with jax.set_mesh(mesh):
+        split = jax.device_put(experts, NamedSharding(mesh, PartitionSpec("a", None)))
+        assert_equal(jax_mx.Groups.from_experts(split, 3), by_loop(experts, 3, 32))
 
 
 @pytest.mark.parametrize(
@@ -135,3 +164,11 @@ def test_from_sizes():
 )
 def test_messages(call, error, sentence):
     assert_refused(lambda: call(jax_mx.Groups.from_experts), error, sentence)
+
+
+def test_messages_of_sizes():
+    of = jax_mx.Groups.from_sizes
+    assert_refused(lambda: of(np.ones(2), 3), TypeError, "sizes are float64, must be integers")
+    assert_refused(lambda: of(np.ones((2, 1), int), 3), ValueError, "must be (G,), for one group")
+    assert_refused(lambda: of([1, 2], -3), ValueError, "rows must be 0 or more, got -3")
+    assert_refused(lambda: of([1, 2], 3, align=1.5), TypeError, "align must be an int, got 1.5")

@@ -140,6 +140,21 @@ def test_a_residual_is_added_first():
     assert got.quantized is got.factors is rms_norm(x).sum is None
 
 
+def test_rows_are_those_of_the_result():
+    """Padding is zeros, whatever factor and weight are; sum and factors have all rows."""
+    x, weight = rows((32, 64), "bfloat16"), np.full(64, np.inf, np.float32)
+    numbers = np.array([3, -1], np.int32)
+    for floats in (False, True):
+        got = rms_norm(
+            x, weight, eps=0, format="mxfp8_e4m3", rows=numbers, floats=floats, factors=True
+        )
+        assert isinstance(got.quantized, jax_mx.MXArray)
+        assert not np.asarray(got.quantized.dequantize()[1]).any()
+        assert got.factors.shape == (32,) and (got.floats is None) != floats
+    alone = rms_norm(x, floats=False, factors=True)
+    assert alone.floats is None and alone.factors.shape == (32,)
+
+
 @pytest.mark.parametrize("how", [{}, {"window": 128}, {"both": True}, {"rows": True}], ids=str)
 def test_quantized_after_a_residual_was_added(how):
     x, residual = rows((64, 96), "bfloat16"), rows((64, 96), "bfloat16", 1)
@@ -197,7 +212,7 @@ def test_gradients(dtype):
     for a, b in zip(got, (dx, dx, dweight), strict=True):
         assert a.dtype == x.dtype
         np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=near, atol=near)
-    with pytest.raises(NotImplementedError, match="quantize has no derivative"):
+    with pytest.raises(NotImplementedError, match="rms_norm has a derivative where"):
         jax.vjp(lambda x: rms_norm(x, format="mxfp8_e4m3").quantized, x)
 
 
@@ -574,6 +589,8 @@ def test_bad_calls_get_one_sentence():
     refused(lambda: rms_norm(x, eps="small"), TypeError, "eps must be a number")
     refused(lambda: rms_norm(x, both=True), ValueError, "format says what is quantized to")
     refused(lambda: rms_norm(x[:, :40], format="mxfp8_e4m3"), ValueError, "block length 32")
+    gated = {"format": "mxfp8_e4m3", "activation": jax_mx.Gated("silu")}
+    refused(lambda: rms_norm(x, **gated), TypeError, "rms_norm: activation is no option here")
 
 
 # ---- sharding ---

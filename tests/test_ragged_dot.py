@@ -68,6 +68,33 @@ def test_a_group_keeps_its_nan():
     assert np.isnan(y).sum() == 32
 
 
+def test_nothing_is_contracted():
+    y = jax_mx.ragged_dot(jnp.ones((5, 0)), jnp.ones((2, 0, 7)), jnp.array([2, 3], jnp.int32))
+    np.testing.assert_array_equal(y, np.zeros((5, 7)))
+
+
+def test_export_of_any_number_of_rows():
+    """A layer that serves batches of any size, its weights inside."""
+    rng, (rows,) = np.random.default_rng(0), jax.export.symbolic_shape("b")
+    w1, w2 = (jnp.asarray(rng.normal(size=(3, 64, n)), jnp.bfloat16) for n in (128, 64))
+
+    def f(x, experts, weights):
+        y = jax_mx.moe(x, experts, weights, w1, w2)
+        return y, jax_mx.ragged_dot(x, w1, jnp.array([2, 0, 9], jnp.int32))
+
+    exported = jax.export.export(jax.jit(f), disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS)(
+        jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((rows, 2), jnp.int32),
+        jax.ShapeDtypeStruct((rows, 2), jnp.float32),
+    )
+    for count in (1, 7):
+        x = jnp.asarray(rng.normal(size=(count, 64)), jnp.bfloat16)
+        experts = np.arange(2 * count, dtype=np.int32).reshape(count, 2) % 3
+        operands = x, experts, np.ones((count, 2), np.float32)
+        for got, want in zip(exported.call(*operands), jax.jit(f)(*operands), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
 def test_without_rows():
     y = grouped(
         np.zeros((0, 32), np.float32), integers((2, 32, 8)), jnp.zeros(2, jnp.int32), jnp.float32,

@@ -284,9 +284,10 @@ def _of_windows(op: str, a: MXArray, b: MXArray, sizes: jax.Array | None) -> tup
     groups, dtype = getattr(sizes, "shape", None), getattr(sizes, "dtype", None)
     fits = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]
     if not fits or groups is None or len(groups) != 1 or dtype != jnp.int32:
+        found = shown(sizes) if dtype is None else f"{dtype} {groups}"
         raise ValueError(
             f"{op}: a is (M, R), b (N, R) and the sizes int32 (G,); got {a.shape}, {b.shape} and "
-            f"{dtype or shown(sizes)} {groups or ''}"
+            f"{found}"
         )
     return *groups, a.shape[0], b.shape[0]
 
@@ -320,8 +321,8 @@ def _of_floats(op: str, a: jax.Array, b: jax.Array, sizes: jax.Array | None) -> 
     if not fits:
         raise ValueError(
             f"{op}: floats are (..., R, M) and (..., R, N), MX arrays (..., M, R) and (..., N, R), "
-            "with sizes, int32 (G,), of two dimensions; in that of floats they are "
-            f"{a.shape}, {b.shape}{found}"
+            f"with sizes, int32 (G,), of two dimensions; got {a.shape}, {b.shape}{found}, axes in "
+            "the order of floats"
         )
     return *lead, a.shape[-1], b.shape[-1]
 
@@ -474,10 +475,11 @@ def _fits(op: str, shape: tuple[int, ...], w: MXArray, group_sizes, contracting:
             )
         return
     found = getattr(group_sizes, "shape", None), getattr(group_sizes, "dtype", None)
+    sizes = shown(group_sizes) if found[1] is None else f"{found[1]} {found[0]}"
     if w.ndim != 3 or len(shape) != 2 or found != ((w.shape[0],), jnp.int32):
         raise ValueError(
             f"{op}: with group_sizes x is (T, K), w (G, {matrix}) and the sizes int32 (G,); got "
-            f"{shape}, {w.shape} and {found[1]} {found[0]}"
+            f"{shape}, {w.shape} and {sizes}"
         )
 
 

@@ -98,13 +98,14 @@ def check_quantized(op: str, name: str, x: Any, side: Arrangement, recipe: Recip
     last = side.contracted_dims[-1]
     spans = (x.ndim - 2, x.ndim - 1) if len(x.block) == 2 else (x.axis + x.ndim,)
     if last not in spans or (len(x.block) == 2 and len(side.order) - side.batch > 2):
-        contracted = [*side.contracted_dims]
+        dims = side.contracted_dims
         remedy = f"quantize it along dimension {last}"
-        if len(contracted) > 1 or x.shape[last] % BLOCK:
-            remedy += ", one that 32 divides, the last of those contracted"
+        if x.shape[last] % BLOCK:
+            remedy = f"{remedy}, the last of them, once 32 divides it"
+        what = f"dimension{'s' * (len(dims) > 1)} {', '.join(map(str, dims))}"
         raise ValueError(
             f"{op}: {name} has blocks along dimension {', '.join(map(str, spans))}, the product "
-            f"contracts {contracted}; {remedy}"
+            f"contracts {what}; {remedy}"
         )
 
 
