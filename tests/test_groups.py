@@ -124,6 +124,7 @@ def test_from_sizes():
     assert_equal(groups, by_loop(experts, 5, 8))
     fewer = jax_mx.Groups.from_sizes([2, 3], 10, align=1)
     np.testing.assert_array_equal(fewer.rows, [0, 1, 2, 3, 4, -1, -1, -1, -1, -1])
+    assert (np.asarray(jax_mx.Groups.from_sizes(jnp.zeros(0, jnp.int32), 5).rows) == -1).all()
     small = jax_mx.Groups.from_sizes(np.array([100, 100], np.int8), 300, align=1)
     np.testing.assert_array_equal(small.counts, [100, 100])
 
@@ -169,6 +170,6 @@ def test_messages(call, error, sentence):
 def test_messages_of_sizes():
     of = jax_mx.Groups.from_sizes
     assert_refused(lambda: of(np.ones(2), 3), TypeError, "sizes are float64, must be integers")
-    assert_refused(lambda: of(np.ones((2, 1), int), 3), ValueError, "must be (G,), for one group")
+    assert_refused(lambda: of(np.ones((2, 1), int), 3), ValueError, "shape (2, 1), must be (G,)")
     assert_refused(lambda: of([1, 2], -3), ValueError, "rows must be 0 or more, got -3")
     assert_refused(lambda: of([1, 2], 3, align=1.5), TypeError, "align must be an int, got 1.5")

@@ -108,10 +108,8 @@ class Groups:
         if not is_symbolic(rows):
             rows = _positive(op, "rows", rows, least=0)
         sizes = integers(op, "sizes", sizes)
-        if sizes.ndim != 1 or not sizes.size:
-            raise ValueError(
-                f"{op}: sizes have the shape {sizes.shape}, must be (G,), for one group or more"
-            )
+        if sizes.ndim != 1:
+            raise ValueError(f"{op}: sizes have the shape {sizes.shape}, must be (G,)")
         ends = jnp.cumsum(clamped(_unsplit(sizes), rows))
         row = jnp.arange(rows, dtype=jnp.int32)
         experts = jnp.searchsorted(ends, row, side="right", method="compare_all")
