@@ -418,6 +418,9 @@ def test_second_derivatives_are_refused():
     for second in (jax.hessian(f), lambda x: jax.jvp(jax.grad(f), (x,), (x,))):
         with pytest.raises(NotImplementedError, match="swiglu has first derivatives, no second"):
             second(jnp.ones(4))
+    by_weights = jax.grad(lambda x, w: jax_mx.gated(x, weights=w).sum(), 1)
+    mixed = jax.jacfwd(by_weights)(jnp.ones((1, 4)), jnp.ones(1))
+    np.testing.assert_array_equal(mixed.ravel(), jax.grad(f)(jnp.ones(4)))  # as of weight 1
 
 
 def test_no_rows_of_gates_and_ups_by_turns():

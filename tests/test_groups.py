@@ -138,6 +138,20 @@ def test_more_rows_than_int32_counts():
     np.testing.assert_array_equal(clamped(jnp.array([5, -1, most]), most), [5, 0, most - 5])
 
 
+def test_what_jax_takes_for_an_array():
+    class Variable:
+        def __init__(self, value):
+            self.value = value
+
+        def __jax_array__(self):
+            return self.value
+
+    want = by_loop(np.array([[1], [0]]), 2, 1)
+    of = lambda experts: jax_mx.Groups.from_experts(experts, 2, align=1)  # noqa: E731
+    assert_equal(of(Variable(jnp.array([1, 0]))), want)
+    assert_equal(jax.jit(lambda a, b: of([a, b]))(1, 0), want)
+
+
 def test_experts_of_slots_under_vmap():
     experts = jnp.array([[0, 1], [1, 1]])
     many = jax.vmap(lambda each: jax_mx.Groups.from_experts(each, 2, align=1))(experts)

@@ -31,7 +31,8 @@ from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.flydsl import gcn
 from jax_mx.kernels.geometry import Extents
-from jax_mx.ops.inputs import MOST_ROWS, Norm
+from jax_mx.lowering.quantizers import MOST_NORMED_ROWS
+from jax_mx.ops.inputs import Norm
 
 P = PartitionSpec
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -316,8 +317,21 @@ def test_one_call():
     like = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = text_of(like, both=True)
     assert "sqrt" in text and "num_batch_dims" in call_attributes_in(text)
-    for count, by_xla in ((MOST_ROWS, False), (MOST_ROWS + 1, True)):
-        text = text_of(jax.ShapeDtypeStruct((count, 256), x.dtype))
+
+
+@pytest.mark.usefixtures("without_code")
+@pytest.mark.parametrize(("platform", "most"), [("cuda", None), ("rocm", MOST_NORMED_ROWS)])
+def test_more_rows_than_a_launch_has_threads_for(platform, most):
+    """On AMD's chips XLA norms them; also where vmap makes more rows of its entries."""
+    run = jax.jit(lambda x: rms_norm(x, format="mxfp8_e4m3").quantized)
+    for count, f, shape in (
+        (MOST_NORMED_ROWS, run, ()),
+        (MOST_NORMED_ROWS + 1, run, ()),
+        (MOST_NORMED_ROWS, jax.vmap(run), (2,)),
+    ):
+        like = jax.ShapeDtypeStruct((*shape, count, 256), jnp.bfloat16)
+        text = jax.jit(f).trace(like).lower(lowering_platforms=(platform,)).as_text()
+        by_xla = most is not None and math.prod(shape) * count > most
         assert ("sqrt" in text) == by_xla
 
 

@@ -511,6 +511,17 @@ def test_export_of_any_batch_with_a_weight_inside():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("recipe", [MXFP8, dataclasses.replace(MXFP8, window="row")], ids=str)
+def test_gradients_of_any_batch_are_exported(recipe):
+    x, w = floats((5, 64), dtype=jnp.bfloat16), floats((64, 64), 1, jnp.bfloat16)
+    loss = lambda x, w: (matmul(x, w, recipe=recipe) ** 2).sum()  # noqa: E731
+    both = jax.jit(jax.grad(loss, (0, 1)))
+    any_batch = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 64), x.dtype)
+    exported = jax.export.export(both, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS)(any_batch, w)
+    for got, want in zip(exported.call(x, w), both(x, w), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_what_a_program_takes_is_serialized():
     """Weights that are quantized once, and groups of tokens, are arguments of exported programs."""
     x, w = floats((8, 64)), jax_mx.MXFP8.quantize_weight(floats((64, 32), 1))

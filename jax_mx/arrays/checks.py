@@ -34,7 +34,7 @@ def whole(value: Any) -> int:
 
 
 def is_symbolic(length: Any) -> bool:
-    """Whether a length is a symbol of an exported program, less or more than numbers unknown."""
+    """Whether a length is a symbol of an exported program, which no number is compared with."""
     return jax.export.is_symbolic_dim(length)
 
 

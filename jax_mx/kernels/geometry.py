@@ -228,6 +228,13 @@ ROWS, COLUMNS = (0, -2), (-2, -1)
 SUMS = 2048  # of a row's squares that are taken side by side, see `jax_mx.rms_norm`
 
 
+def tree(sums: list):
+    """The sum of neighbours, of neighbours of these, and so on."""
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
 def extents_of_rows() -> list:
     """Scalars of 4 bytes: how many rows such an x has, and how many blocks a row."""
     return [[4, [SOURCE, *each]] for each in (ROWS, COLUMNS)]

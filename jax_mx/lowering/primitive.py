@@ -84,7 +84,7 @@ def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
         _say_once(
             f"exporting {plan.name} without kernels for {', '.join(missing)}: {each[missing[0]]}"
         )
-    if every and not found.kernels and store.names_chips():
+    if every and not found.kernels and store.names_chips() and plan.implementation != "xla":
         refused = registry.candidates(plan, target.platform, every[:1])[0]
         _say_once(f"exporting {plan.name} without kernels for {', '.join(every)}: {refused}")
     if found.kernels and not chips:
@@ -244,7 +244,8 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
     if not support:
         raise NotImplementedError(support.reason)
     in_jnp = op.reference
-    if support.via_floats or (plan.signature.has_source and target.partitioned):
+    is_beyond = op.is_beyond(*ctx.avals_in, plan=plan, platform=target.platform)
+    if support.via_floats or is_beyond or (plan.signature.has_source and target.partitioned):
         in_jnp = cast(Callable, op.via_floats)  # XLA splits them, and the call behind
     elif support.via_transpose:
         in_jnp = cast(Callable, op.via_transpose)
@@ -353,6 +354,7 @@ def one_by_one(bind: Callable[..., list], args, dims) -> tuple[list, list]:
 
 
 def no_derivative(*_, plan: AnyPlan, **__):
+    """Says what has derivatives instead; JAX's rule for both modes."""
     firsts = "jax_mx.dot_general, matmul, ragged_dot, mlp and moe have first derivatives, no second"
     if isinstance(plan, ProductPlan):
         raise NotImplementedError(f"a product of codes has no derivative of its own; {firsts} ones")
@@ -379,6 +381,8 @@ class Op(NamedTuple):
       batch: the rule of vmap, which takes the primitive before JAX's arguments.
       via_floats: the primitive on floats that XLA makes of its source.
       via_transpose: the primitive along rows, of x that XLA transposes.
+      is_beyond: whether operands, with the keyword `platform` too, are beyond what a launch there
+        can have; then the call goes by `via_floats`.
     """
 
     avals: Callable[..., list]
@@ -386,6 +390,7 @@ class Op(NamedTuple):
     batch: Callable[..., tuple[list, list]] = batch
     via_floats: Callable[..., list] | None = None
     via_transpose: Callable[..., list] | None = None
+    is_beyond: Callable[..., bool] = lambda *_, **__: False
 
 
 def define(

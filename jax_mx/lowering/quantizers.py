@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from jax_mx import reference
+from jax_mx.arrays.checks import is_symbolic
 from jax_mx.arrays.sharding import spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed
 from jax_mx.facts.activations import ACTIVATIONS, INTERLEAVED
@@ -33,6 +34,8 @@ from jax_mx.lowering.products import amaxes_of_both_p
 # pass quantizes nothing a second time.
 CHECKPOINT_NAME = "jax_mx.quantized"
 FACTOR = np.dtype(np.float32)
+# HIP launches fewer than 2^32 threads, and AMD's norms have 256 for a row, or for padding.
+MOST_NORMED_ROWS = (1 << 24) - 256
 
 
 def _quantize_avals(*operands, plan: Plan, view: View | None = None):
@@ -249,6 +252,14 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     return outs, [0] * len(outs)
 
 
+def _is_beyond(*operands, plan: Plan, platform: str) -> bool:
+    """Whether rows that are normed are too many for a launch."""
+    if plan.source not in NORMS or platform != "rocm":
+        return False
+    rows = math.prod(_normed_shape(operands[0].shape, plan)[:-1])
+    return not is_symbolic(rows) and rows > MOST_NORMED_ROWS
+
+
 quantize_p = make_primitive(
     "quantize",
     Op(
@@ -257,6 +268,7 @@ quantize_p = make_primitive(
         _batch,
         via_floats=_quantize_via_floats,
         via_transpose=_quantize_via_transpose,
+        is_beyond=_is_beyond,
     ),
 )
 dequantize_p = make_primitive("dequantize", Op(_dequantize_avals, _dequantize_reference))

@@ -139,6 +139,7 @@ def gated(
 
     Raises:
       TypeError, ValueError: another dtype, an odd length, an unknown name, arrays that do not fit.
+      NotImplementedError: a second derivative to gates or ups is asked for.
     """
     op = "gated"
     row_of(op, activation)
@@ -210,21 +211,26 @@ def _gated(each: tuple[jax.Array, ...], weights: jax.Array | None, name: str) ->
     return reference.gated(each, weights, name)
 
 
-@_gated.defjvp
+@partial(_gated.defjvp, symbolic_zeros=True)
 def _gated_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     """Transposed, it is `reference.gated_gradient`, but for subnormals."""
     (each, weights), (d_each, d_weights) = primals, tangents
-    by, exact = _slopes(each, name)
-    change = sum(d.astype(jnp.float32) * c for d, c in zip(d_each, by, strict=True))
+    y, zero = _gated(*primals, name), jax.custom_derivatives.SymbolicZero
+    change: Any = jnp.zeros(y.shape, jnp.float32)
+    if not all(isinstance(d, zero) for d in d_each):
+        pairs = zip(d_each, _slopes(each, name), strict=True)
+        change = sum(d.astype(jnp.float32) * c for d, c in pairs if not isinstance(d, zero))
     if weights is not None:
-        change = change * weights[..., None] + exact * d_weights[..., None]
-    return _gated(*primals, name), jnp.asarray(change).astype(each[0].dtype)
+        change = change * weights[..., None]
+        if not isinstance(d_weights, zero):
+            change = change + reference.gated_exactly(each, None, name) * d_weights[..., None]
+    return y, change.astype(y.dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _slopes(each: tuple[jax.Array, ...], name: str) -> tuple[list[jax.Array], jax.Array]:
-    """The derivative by gates and ups without weights, and that by weights."""
-    return reference.derivative(each, name), reference.gated_exactly(each, None, name)
+def _slopes(each: tuple[jax.Array, ...], name: str) -> list[jax.Array]:
+    """The derivative by gates and ups, without weights."""
+    return reference.derivative(each, name)
 
 
 @_slopes.defjvp

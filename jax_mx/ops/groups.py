@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from functools import partial
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,7 +31,8 @@ class Groups:
     A grouped array has R slots. The slots of expert g are `starts[g]` to `starts[g] + sizes[g]`;
     the first `counts[g]` of them hold its tokens, in the order of the tokens; the others are
     padding, and so are the slots behind the last group's.
-    Every size, and so every start, is a multiple of `align`. A pytree; `align` is static.
+    Every size, and so every start, is a multiple of `align`. A pytree; `align` is static. On a mesh
+    with explicit axes all of it is whole on each device, and so must be what is looked up in it.
 
     Attributes:
       rows: int32 (R,), the token in each slot; -1: none.
@@ -172,14 +175,17 @@ def integers(op: str, name: str, values: Any) -> jax.Array:
       TypeError: they are no integers.
     """
     if not isinstance(values, jax.Array):
-        try:
-            values = np.asarray(values)
-        except (TypeError, ValueError):
-            raise TypeError(f"{op}: {name} are {shown(values)}, must be integers") from None
+        # NumPy's first: without x64 JAX cuts int64 off, and makes 0 of 2^32.
+        of_jax = hasattr(values, "__jax_array__")
+        for array in (jnp.asarray,) if of_jax else (np.asarray, jnp.asarray):
+            with contextlib.suppress(TypeError, ValueError, jax.errors.TracerArrayConversionError):
+                values = array(values)
+                break
+        else:
+            raise TypeError(f"{op}: {name} are {shown(values)}, must be integers")
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{op}: {name} are {values.dtype}, must be integers")
     if values.dtype != jnp.int32 and values.dtype.itemsize >= 4:
-        # Before JAX sees them: without x64 it would cut int64 off, and make 0 of 2^32.
         least = max(jnp.iinfo(values.dtype).min, -1)
         values = values.clip(least, jnp.iinfo(jnp.int32).max)
     return jnp.asarray(values.astype(np.int32))
@@ -202,9 +208,8 @@ def _positive(op: str, name: str, value: Any, least: int = 1) -> int:
 
 
 def slots_for(choices: int, num_experts: int, align: int) -> int:
-    """R: how many slots so many choices need at most; a symbolic number may need fewer."""
-    groups = num_experts if is_symbolic(choices) else min(num_experts, choices)
-    most = choices + groups * (align - 1)
+    """R: how many slots so many choices need at most."""
+    most = choices + jax.core.min_dim(num_experts, choices) * (align - 1)
     return -(-most // align) * align
 
 

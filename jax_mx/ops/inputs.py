@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +22,6 @@ from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, made, weights_of
 from jax_mx.ops.placing import placed
 from jax_mx.ops.preprocessing import Data, block_data_of
-
-# That kernels norm: HIP launches fewer than 2^32 threads, and AMD's have 256 for a row, or padding.
-MOST_ROWS = (1 << 24) - 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,13 +176,12 @@ def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
     """Whether the primitive can make the floats itself.
 
     It needs a matrix that has rows, no block data and no mesh with explicit axes; of a gradient
-    halves of whole windows; of what is normed along rows, any array, but not of too many.
+    halves of whole windows; of what is normed along rows, any array.
     """
     meshes = (jax.typeof(a).sharding.mesh for a in (x, *other))
-    known = math.prod(n for n in x.shape[:-1] if isinstance(n, int))
-    most = MOST_ROWS if plan.source in NORMS else math.inf
+    is_empty = 0 in [n for n in x.shape[:-1] if isinstance(n, int)]
     is_matrix = x.ndim == 2 or (x.ndim > 2 and plan.source in NORMS and plan.takes_slabs)
-    plain = is_matrix and 0 < known <= most and not plan.block_data
+    plain = is_matrix and not is_empty and not plan.block_data
     unit = 2 * max(lengths_of(plan.preprocessing[0].window))
     whole = not named_in(plan.source)[1] or x.shape[1] % unit == 0
     return plain and whole and not any(map(is_explicit, meshes))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
+from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.windows import ROW
@@ -103,6 +104,8 @@ def _scaled_dot_support(call: Call, chips: Sequence[str]) -> Support:
     if not both_along(call):
         return refused(name, call, "wants both operands in blocks along one contracted dimension")
     for x in (call.lhs, call.rhs):
+        if any(map(is_symbolic, x.shape)):
+            return refused(name, call, "takes no symbolic lengths, which JAX cannot refine in it")
         if x.format not in (MXFP8_E4M3, MXFP8_E5M2, MXFP4_E2M1):
             return refused(name, call, f"takes no {x.format.name}")
         if x.format == MXFP4_E2M1 and (x.axis != -1 or len(x.block) == 2):
@@ -163,7 +166,9 @@ def _fp8_support(call: Call, chips: Sequence[str]) -> Support:
     if not formats <= {MXFP8_E4M3, MXFP8_E5M2} or formats == {MXFP8_E5M2}:
         return refused(name, call, "takes mxfp8_e4m3, or one operand of it and one of mxfp8_e5m2")
     for x, dims in zip((call.lhs, call.rhs), call.dot.contracting, strict=True):
-        if len(x.block) == 2 or not (x.shape[dims[0]] <= BLOCK or x.window == ROW):
+        length = x.shape[dims[0]]
+        one = x.window == ROW or (not is_symbolic(length) and length <= BLOCK)
+        if len(x.block) == 2 or not one:
             return refused(name, call, "wants one scale for each row: quantize(..., window='row')")
     for chip in chips:
         if chip not in (*chip_table.FP8, "cpu"):

@@ -69,7 +69,8 @@ class Arrangement(NamedTuple):
         """How many zero rows it is padded with."""
         if not self.padded:
             return 0
-        return -(self.free_out[-1] if self.free_out else 1) % BLOCK
+        last = self.free_out[-1] if self.free_out else 1
+        return -(-last // BLOCK) * BLOCK - last  # of which JAX sees that BLOCK divides the sum
 
     def arranged(self, x: jax.Array) -> jax.Array:
         """The operand, or the scales beside it, transposed and merged."""

@@ -71,7 +71,7 @@ def ragged_dot(
     if preferred_element_type is not None:
         dtype = float_dtype(op, "preferred_element_type", preferred_element_type)
     static = _Static(dtype, implementation_of(op, implementation))
-    unsplit(op, lhs, rhs)
+    unsplit(op, lhs, rhs, group_sizes)
     columns = weight.columns
     group_sizes = clamped(group_sizes, lhs.shape[0])
     leaves, tree = jax.tree.flatten((lhs, weight.floats, weight.quantized, group_sizes, recipe))

@@ -112,8 +112,9 @@ def finished(
     """
     if bias is not None:
         row = jnp.arange(y.shape[0])
-        number = row // max(y.shape[0] // groups, 1)
-        if sizes is not None:
+        if sizes is None:
+            number = row // max(y.shape[0] // groups, 1)
+        else:
             ends = jnp.cumsum(clamped(sizes, y.shape[0]))
             number = jnp.searchsorted(ends, row, side="right")
         y = y + bias[jnp.minimum(number, groups - 1)]

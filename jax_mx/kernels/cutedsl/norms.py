@@ -17,7 +17,7 @@ from jax_mx.kernels.cutedsl import convert, preprocessed
 from jax_mx.kernels.cutedsl.flat import WholeBlocks
 from jax_mx.kernels.cutedsl.kernel import bytes_of, load, offset_in_tiles, select, vector_at
 from jax_mx.kernels.cutedsl.tiled import Tiled, Tiling
-from jax_mx.kernels.geometry import NOT_READY, SUMS, Extents, Place, Tile
+from jax_mx.kernels.geometry import NOT_READY, SUMS, Extents, Place, Tile, tree
 
 # ---- arithmetic: of words of two 16-bit floats, or of one float32 ---
 _WIDEN = {
@@ -169,13 +169,6 @@ def factor_of(total, length: Int32, eps: Int32, *, loc=None, ip=None):
         loc=loc,
         ip=ip,
     )
-
-
-def tree(sums: list):
-    """The sum of neighbours, of neighbours of these, and so on."""
-    while len(sums) > 1:
-        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
-    return sums[0]
 
 
 def over_warp(value):

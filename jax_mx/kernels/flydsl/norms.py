@@ -4,8 +4,10 @@ The sum of a row's squares has the order that `jax_mx.rms_norm` says: 2048 sums 
 by neighbours. A lane has 4 or 8 neighbouring ones of these, so that the last steps are exchanges
 within a wave and a few words of LDS.
 
-In the mode of the wave, subnormal float32 operands count as zeros and results stay what they are:
-so a number that rounds to the least normal one is that, whenever a chip looks.
+For 16-bit x the mode of the wave makes zeros of subnormal float32 operands and keeps subnormal
+results; a last product with 1 makes zeros of those. So a product that rounds to the least normal
+number is that number, whether a chip tests before or after it rounds. float32 is computed in
+float64, and `settled` looks at its bits.
 """
 
 import flydsl.compiler as flyc
@@ -44,7 +46,7 @@ from jax_mx.kernels.flydsl.kernel import (
     store_words,
 )
 from jax_mx.kernels.flydsl.tiled import TILE, Patch, Tiled
-from jax_mx.kernels.geometry import NOT_READY, SUMS, Extents, Place, Tile
+from jax_mx.kernels.geometry import NOT_READY, SUMS, Extents, Place, Tile, tree
 
 _INF = 0x7FF0000000000000
 _LEAST = 0x00800000  # the bits of the least normal float32
@@ -137,13 +139,6 @@ def factor_of(total, length: Uint32, eps: Uint32):
     bits = (below.bitcast(Uint64) == Uint64(_INF)).select(Uint64(0), bits)
     root = bits.bitcast(Float64)
     return root if isinstance(total, Float64) else root.to(Float32)
-
-
-def tree(sums: list):
-    """The sum of neighbours, of neighbours of these, and so on."""
-    while len(sums) > 1:
-        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
-    return sums[0]
 
 
 def words_of(value) -> list[Uint32]:

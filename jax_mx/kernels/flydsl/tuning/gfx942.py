@@ -8,10 +8,9 @@ ROWS = [
     {"kernel": "quantize.Flat", "where": {}, "value": {"waves": 4}, "date": "", "measured": []},
     # 8 rounds of a wave's rows of float32, 4 of others: 8192 elements of a row stay in registers.
     {"kernel": "quantize.Rows", "where": {}, "value": {"waves": 4}, "date": "", "measured": []},
-    # Bands of 128 rows; about ten of 7168 columns run at once.
     {
-        # About 14 bands of 7168 columns are under way at once. What is read again has left the L2
-        # caches, of which each part of the chip has its own, but not the 256 MB behind them.
+        # About 14 bands of 128 rows of 7168 columns are under way at once. What is read again has
+        # left the L2 caches, of which each part of the chip has its own, but not the 256 MB behind.
         "kernel": "quantize.NormedTiled",
         "where": {},
         "value": {"lag": 16},
