@@ -13,6 +13,7 @@ from jax_mx.kernels import paths
 
 FOUR_PASSES = ("v_mul_lo_u32", "v_mul_hi_u32", "v_mul_hi_i32", "v_mad_u64_u32", "v_mad_i64_i32",
                "v_rcp_", "v_rcp_iflag_")  # fmt: skip
+BRANCHES = ("s_cbranch", "s_branch")
 BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2,
          "ubyte": 1, "sbyte": 1, "byte": 1}  # fmt: skip
 
@@ -38,8 +39,10 @@ def disassemble(code: CodeObject, kernel: str) -> list[tuple[int, str, int]]:
         name, to, size = _decoded(bytes(code.memory[pc : pc + 16]))
         found.append((pc, name, to))
         pc += size
-        target = max(target, pc + 4 * to)
-        if name == "s_endpgm" and target <= pc:
+        if name.startswith(BRANCHES):
+            target = max(target, pc + 4 * to)
+        # Behind an end there may be code, from which a branch leads back, last of all.
+        if name in ("s_endpgm", "s_branch") and target < pc:
             return found
     raise ValueError(f"{kernel} does not end")
 
@@ -57,7 +60,7 @@ def _decoded(data: bytes) -> tuple[str, int, int]:
 
     inst = decode_inst(data, "cdna")
     name = inst.op_name.lower()
-    to = ((inst.simm16 ^ 0x8000) - 0x8000) if name.startswith(("s_cbranch", "s_branch")) else 0
+    to = ((inst.simm16 ^ 0x8000) - 0x8000) if name.startswith(BRANCHES) else 0
     _known[data[: inst.size()]] = name, to, inst.size()
     return name, to, inst.size()
 
@@ -76,7 +79,7 @@ def _successors(instructions: Sequence[tuple[int, str, int]]) -> list[set[int]] 
     for at, (pc, name, to) in enumerate(instructions):
         if name.startswith(("s_setpc", "s_swappc", "s_call")):
             return None
-        branches = name.startswith(("s_cbranch", "s_branch"))
+        branches = name.startswith(BRANCHES)
         successors = {place[pc + 4 + 4 * to]} if branches else set()
         if name == "s_endpgm":
             successors = {len(instructions)}
