@@ -31,6 +31,7 @@ from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.flydsl import gcn
 from jax_mx.kernels.geometry import Extents
+from jax_mx.lowering import store
 from jax_mx.lowering.quantizers import MOST_NORMED_ROWS
 from jax_mx.ops.inputs import Norm
 
@@ -524,6 +525,9 @@ def test_factors_go_past_caches(variant, arch):
         load = names.index("global_load_dword", waits)
         assert load - waits < 4 and found[load][0].sc1
         assert sum(name == "global_store_dword" and inst.sc1 for inst, name in found) == 1
+    # A wheel's build counts them, though the code goes on behind its end.
+    (counts,) = gcn.count_instructions([store.get(variant, arch).image], arch, [{}])
+    assert counts.keys() == code.kernels.keys() and None not in counts.values()
 
 
 @each_binary([v for v in AMD if v.form == directions.LAST and not v.added])
