@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from jax_mx import reference
 from jax_mx.arrays.checks import array_of, flag, floats, shown
 from jax_mx.facts.activations import ACTIVATIONS, Activation
+from jax_mx.ops.metadata import register_for_export
 
 
 @partial(
@@ -241,9 +241,4 @@ def _no_second(name: str, *_: Any) -> tuple:
     )
 
 
-jax.export.register_pytree_node_serialization(
-    Gated,
-    serialized_name="jax_mx.Gated",
-    serialize_auxdata=lambda aux: json.dumps(aux).encode(),
-    deserialize_auxdata=lambda text: tuple(json.loads(text)),
-)
+register_for_export(Gated)

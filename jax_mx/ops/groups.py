@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from jax_mx.arrays.checks import is_symbolic, shown, whole
 from jax_mx.arrays.sharding import is_explicit, resharded
 from jax_mx.facts.formats import BLOCK
+from jax_mx.ops.metadata import register_for_export
 from jax_mx.reference.ragged import clamped
 
 # Choices are counted in chunks of so many: within a chunk each is compared with each, which costs
@@ -158,12 +158,7 @@ class Groups:
         return self.of_choices(slots).astype(jnp.float32).sum(1).astype(slots.dtype)
 
 
-jax.export.register_pytree_node_serialization(
-    Groups,
-    serialized_name="jax_mx.Groups",
-    serialize_auxdata=lambda aux: json.dumps(aux).encode(),
-    deserialize_auxdata=lambda text: tuple(json.loads(text)),
-)
+register_for_export(Groups)
 
 
 def integers(op: str, name: str, values: Any) -> jax.Array:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
 
 from jax_mx.arrays.checks import block_of, shown, whole, window_of
 from jax_mx.arrays.views import moved_last
@@ -178,3 +181,13 @@ def padding_of(q: Any, known: Padding = UNKNOWN) -> Padding:
         return UNKNOWN
     *_, rows, length = moved_last(q.shape, q.axis)
     return Padding((-rows % layout.pad[0], -(length // BLOCK) % layout.pad[1]))
+
+
+def register_for_export(kind: type) -> None:
+    """Lets exported programs take a pytree of this type, whose static part is a tuple for JSON."""
+    jax.export.register_pytree_node_serialization(
+        kind,
+        serialized_name=f"jax_mx.{kind.__name__}",
+        serialize_auxdata=lambda aux: json.dumps(aux).encode(),
+        deserialize_auxdata=lambda text: tuple(json.loads(text)),
+    )

@@ -80,8 +80,8 @@ def rms_norm(
       format: what the result is quantized to, see `quantize`; None: not. Kernels norm as they
         quantize, along rows, from bfloat16 and float16 also transposed along the axis before,
         and both, in MXFP8 and MXFP4; from bfloat16 they add the residual, too. Where floats are
-        asked for as well, or rows of the result, and of more than 2^24 - 256 rows, XLA norms
-        before.
+        asked for as well, or rows of the result, and on AMD of more than 2^24 - 256 rows, XLA
+        norms before.
       both: whether it is quantized along the last axis and along the one before, by
         `quantize_both`; else along the last one.
       floats: whether floats are given; None: where there is no format.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from jax_mx.arrays.views import divided
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, PRESCALES, SIZES, Preprocessing
 from jax_mx.lowering.plan import Plan
+from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.placing import require_whole_groups
 
 
@@ -349,9 +349,4 @@ def _signs(op: str, signs: Any, size: int) -> jax.Array | np.ndarray:
 
 
 for _type in (Stochastic, Hadamard):
-    jax.export.register_pytree_node_serialization(
-        _type,
-        serialized_name=f"jax_mx.{_type.__name__}",
-        serialize_auxdata=lambda aux: json.dumps(aux).encode(),
-        deserialize_auxdata=lambda text: tuple(json.loads(text)),
-    )
+    register_for_export(_type)

@@ -133,9 +133,7 @@ def quantize(
         source,
         getattr(activation, "eps", 0.0),
     )
-    plan = planned("quantize", like, asked)
-    require_kernel(plan)
-    found: Any = tuple(quantized(x, (data_of(rounding, hadamard),), other, plan=plan))
+    found: Any = called("quantize", asked, x, like, (data_of(rounding, hadamard),), other)
     return found if len(found) > 1 else found[0]  # of a `Norm`, factors too
 
 
@@ -198,11 +196,35 @@ def quantize_both(
         source=source,
         eps=getattr(activation, "eps", 0.0),
     )
-    plan = planned("quantize_both", like, asked)
-    require_kernel(plan)
     data = tuple(data_of(*two) for two in each)
-    found: Any = tuple(quantized(x, data, other, plan=plan))
+    found: Any = called("quantize_both", asked, x, like, data, other)
     return found
+
+
+def called(
+    op: str,
+    asked: Options,
+    x: Any,
+    like: Any,
+    data: tuple[Data, ...],
+    other: tuple[jax.Array, ...],
+) -> tuple[Any, ...]:
+    """What a call gives that asks for this; see `quantized`.
+
+    Args:
+      op: "quantize" or "quantize_both".
+      asked: the caller's options, with the source of the floats.
+      x: what the source has; so is `other`, see `inputs.made_of`.
+      like: an array like the floats.
+      data: of each direction, see `preprocessing.data_of`.
+      other: the operands beside x.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `quantize`.
+    """
+    plan = planned(op, like, asked)
+    require_kernel(plan)
+    return tuple(quantized(x, data, other, plan=plan))
 
 
 @partial(jax.jit, static_argnames="plan")

@@ -12,10 +12,9 @@ from jax_mx.facts.signatures import source_of_codes
 from jax_mx.facts.windows import Window
 from jax_mx.ops.inputs import numbers_of
 from jax_mx.ops.mxarray import MXArray, checked, dequantize
-from jax_mx.ops.placing import require_kernel
-from jax_mx.ops.planning import Options, planned
+from jax_mx.ops.planning import Options
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessing_of
-from jax_mx.ops.quantize import quantize, quantized
+from jax_mx.ops.quantize import called, quantize
 
 
 def requantize(
@@ -66,20 +65,14 @@ def requantize(
             implementation=implementation,
         )  # fmt: skip
     rows = numbers_of(op, q, rows)
+    own = (preprocessing_of(op, None, None, window),)
     asked = Options(
-        (format,),
-        axis,
-        scaling,
-        scale_layout,
-        implementation,
-        transpose,
-        preprocessing=(preprocessing_of(op, None, None, window),),
-        source=source_of_codes(q.format.name),
-    )
+        (format,), axis, scaling, scale_layout, implementation, transpose,
+        preprocessing=own, source=source_of_codes(q.format.name),
+    )  # fmt: skip
     like = jax.ShapeDtypeStruct((rows.shape[0], q.shape[1]), jnp.bfloat16)
-    plan = planned("quantize", like, asked)
-    require_kernel(plan)
-    (found,) = quantized(q.values, (data_of(None, None),), (rows, q.scales), plan=plan)
+    data = (data_of(None, None),)
+    (found,) = called("quantize", asked, q.values, like, data, (rows, q.scales))
     return found
 
 

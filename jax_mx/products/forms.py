@@ -13,6 +13,7 @@ from jax_mx import reference
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.windows import Window
 from jax_mx.ops.activations import Gated, made
+from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.ops.quantize import quantize, quantize_both
@@ -107,12 +108,7 @@ def _arrangement(text: bytes) -> tuple[Arrangement]:
     return (Arrangement(*parts),)
 
 
-jax.export.register_pytree_node_serialization(
-    Form,
-    serialized_name="jax_mx.Form",
-    serialize_auxdata=lambda aux: json.dumps(aux).encode(),
-    deserialize_auxdata=lambda text: tuple(json.loads(text)),
-)
+register_for_export(Form)
 jax.export.register_pytree_node_serialization(
     QuantizedWeight,
     serialized_name="jax_mx.QuantizedWeight",
