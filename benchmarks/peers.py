@@ -1,8 +1,9 @@
-"""What torchao's quantizers take at the same shapes, on the same chip, in the same run.
+"""What others' kernels take at the same shapes, on the same chip, in the same run.
 
-Run by `python -m benchmarks --peers`. Nothing of theirs is copied here; they are called as they are
-installed. Each peer has a process of its own, because torch's memory is not JAX's, and so that one
-that breaks its CUDA context costs only its own rows.
+torchao's quantizers are run by `python -m benchmarks --peers`, and cuBLASLt's products of FP8 codes
+with scales, as torch calls them, by `python -m benchmarks.products --peers`. Nothing of theirs is
+copied here; they are called as they are installed. Each peer has a process of its own, because
+torch's memory is not JAX's, and so that one that breaks its CUDA context costs only its own rows.
 """
 
 # pyright: reportMissingImports=false
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import math
 import subprocess
@@ -143,6 +145,34 @@ def cutedsl(case: Case) -> Call:
     return Call(fn, experts, scaling)
 
 
+def scaled_mm(case: Case, *, tiles: bool) -> Call:
+    """cuBLASLt's product of codes with a float32 scale for each 128 of x, or of x and W.
+
+    Its time does not depend on what the numbers are: the scales are all alike.
+    """
+    import torch
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    rows, (n, k) = case["rows"], case["shape"]
+    blocks = k // 128
+    at = {"dtype": torch.float32, "device": "cuda"}
+    xs = torch.full((blocks, rows), 2.0**-8, **at).t()
+    # In the order that torch asks for, with blocks beside each other in memory, four at a time.
+    ws = torch.full((n // 128, -(-blocks // 4) * 4) if tiles else (blocks, n), 2.0**-8, **at).t()
+    of_w = ScalingType.BlockWise128x128 if tiles else ScalingType.BlockWise1x128
+
+    def codes(x):
+        return (100 * x).to(torch.float8_e4m3fn)
+
+    x = codes(torch.randn(rows, k, dtype=torch.bfloat16, device="cuda"))
+
+    def product(w):
+        one = ScalingType.BlockWise1x128
+        return scaled_mm(x, w.t(), xs, one, ws, of_w, output_dtype=torch.bfloat16)
+
+    return Call(product, lambda w: (codes(w),))
+
+
 def _scaling(case: Case) -> str:
     """The case's, where the chip has the instruction that torchao rounds up with; else floor."""
     import torch
@@ -159,6 +189,7 @@ class Peer:
     dtypes: Sequence[str] = ("bfloat16",)
     formats: Sequence[str] = ("mxfp8_e4m3",)
     scalings: Sequence[str] = ("floor", "rceil")
+    library: str = "torchao"
 
     def serves(self, case: Case) -> bool:
         """Whether the case is one of its own."""
@@ -172,7 +203,7 @@ class Peer:
         )
 
 
-PEERS: Mapping[str, Peer] = {
+PEERS: dict[str, Peer] = {
     "to_mx, torch.compile": Peer(
         to_mx,
         ("axis -1", "axis -2 transposed", "both transposed", "dequantize"),
@@ -186,6 +217,12 @@ PEERS: Mapping[str, Peer] = {
         ("axis -1", "axis -2 transposed", "square", "square transposed"),
         dtypes=("bfloat16", "float32"),
     ),
+}
+PRODUCTS: dict[str, Peer] = {  # of `benchmarks.products`; a case's shape is that of W
+    f"cuBLASLt 1x128, W {w}": Peer(
+        functools.partial(scaled_mm, tiles=tiles), forms=(), library="torch"
+    )
+    for w, tiles in (("128x128", True), ("1x128", False))
 }
 
 
@@ -242,7 +279,7 @@ def measure(call: Call, case: Case, repeats: int) -> dict[str, Any]:
         "us": timed.us,
         "clock": timed.clock,
         "bytes": size,
-        "scaling": call.scaling or case["scaling"],
+        "scaling": call.scaling or case.get("scaling", ""),
     }
 
 
@@ -266,10 +303,9 @@ def main(name: str, repeats: str) -> None:
     """Reads cases from stdin; prints [index, answer] for each, a line each."""
     answers, sys.stdout = sys.stdout, sys.stderr  # which compilers may write to
     import torch
-    import torchao
 
-    library = f"torchao {torchao.__version__}"
-    peer = PEERS[name]
+    peer = (PEERS | PRODUCTS)[name]
+    library = f"{peer.library} {importlib.metadata.version(peer.library)}"
     for index, case in enumerate(json.load(sys.stdin)):
         try:
             answer = {**measure(peer.call(case), case, int(repeats)), "library": library}

@@ -1,6 +1,6 @@
 """Products that read MX operands beside those of bfloat16, on one GPU, in one run.
 
-    python -m benchmarks.products [--case grouped] [--json out.json]
+    python -m benchmarks.products [--case grouped] [--peers] [--json out.json]
 
 Weights rotate, so that L2 holds none; times are medians of what a call spends on the device. A file
 keeps its rows of cases and candidates that a run does not measure: each says where and when it was.
@@ -11,17 +11,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_mx
-from benchmarks import report, timing
+from benchmarks import peers, report, timing
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, SCALE_DTYPE, Format
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.windows import ROW
@@ -196,7 +198,7 @@ def scaled_dot(x, w: jax_mx.MXArray) -> jax.Array:
 def dot_of_codes(x: jax_mx.MXArray, w: jax_mx.MXArray) -> jax.Array:
     """What cuBLASLt makes of FP8 codes alone: no scales, so another product, but the same reads.
 
-    JAX has no way to its product of windows.
+    JAX has no way to its product of windows; `--peers` measures that through torch.
     """
     return jax.lax.dot_general(
         x.values, w.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16
@@ -223,9 +225,7 @@ def measure(case: Case, only: str = "") -> Iterator[dict]:
     for name, make, product in candidates(case):
         if only not in name:
             continue
-        row = {"case": case.name, "rows": case.rows, "k": case.k, "n": case.n}
-        row |= {"groups": case.groups, "implementation": name}
-        row |= {"device": jax.devices()[0].device_kind, "date": time.strftime("%Y-%m-%d")}
+        row = about(case, name)
         try:
             weights = jax.jit(make)
             size = timing.nbytes(jax.eval_shape(make, jax.random.key(0)))
@@ -239,11 +239,34 @@ def measure(case: Case, only: str = "") -> Iterator[dict]:
             yield row | {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
             continue
         read = size * (1 if case.wgrad else case.matrices / max(case.groups, 1))
-        yield row | {
-            "us": round(us, 2),
-            "tflops": round(case.tflop / us * 1e6, 1),
-            "weights_tbs": round(read / us / 1e6, 3),
-        }
+        yield row | speed(case, us, read)
+
+
+def about(case: Case, name: str) -> dict[str, Any]:
+    """What a row says of what it measures."""
+    row = {"case": case.name, "rows": case.rows, "k": case.k, "n": case.n}
+    row |= {"groups": case.groups, "implementation": name}
+    return row | {"device": jax.devices()[0].device_kind, "date": time.strftime("%Y-%m-%d")}
+
+
+def speed(case: Case, us: float, read: float) -> dict[str, float]:
+    """What a row says of a time, during which so many bytes of weights were read."""
+    found = {"us": round(us, 2), "tflops": round(case.tflop / us * 1e6, 1)}
+    return found | {"weights_tbs": round(read / us / 1e6, 3)}
+
+
+def measure_peers(case: Case, only: str = "") -> Iterator[dict]:
+    """A row for each product of others, of a case without groups and of many rows."""
+    if case.groups or case.rows <= 64:
+        return
+    asked = {"shape": (case.n, case.k), "rows": case.rows, "dtype": "bfloat16"}
+    for name in peers.PRODUCTS:
+        if only in name:
+            for _, answer in peers.run(name, [asked], 20):
+                if "us" in answer:
+                    answer |= speed(case, answer["us"], case.n * case.k)
+                kept = ("us", "tflops", "weights_tbs", "error", "library")
+                yield about(case, name) | {key: answer[key] for key in kept if key in answer}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -252,15 +275,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--case", default="", help="cases with this in their name")
     parser.add_argument("--only", default="", help="candidates with this in their name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rows are put")
-    about = "that rows name; this checkout's by default"
-    parser.add_argument("--commit", default=report.head(), metavar="HASH", help=about)
+    said = "that rows name; this checkout's by default"
+    parser.add_argument("--commit", default=report.head(), metavar="HASH", help=said)
+    said = "cuBLASLt's products with scales too, by torch"
+    parser.add_argument("--peers", action="store_true", help=said)
     args = parser.parse_args(argv)
     old = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
     rows: list[dict] = []
     for case in CASES:
         if args.case not in case.name:
             continue
-        for row in measure(case, args.only):
+        theirs = measure_peers(case, args.only) if args.peers else ()
+        for row in itertools.chain(measure(case, args.only), theirs):
             rows.append(row | {"commit": args.commit})
             print(
                 f"{row['case']:20} {row['implementation']:26} "

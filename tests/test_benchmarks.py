@@ -735,6 +735,26 @@ def test_rows_of_products_say_where_and_when_and_stay_until_measured_again(tmp_p
     assert products.merged(held["rows"], failed) == held["rows"]
 
 
+PRODUCTS_PEER = """
+(case,) = cases
+assert case == {"shape": [256, 128], "rows": 128, "dtype": "bfloat16"}
+answer = {"us": 2.0, "clock": "device", "bytes": 4000, "scaling": "", "library": "torch 1.0"}
+print(json.dumps([0, answer if name.endswith("128x128") else {"error": "no sm_42"}]))
+"""
+
+
+def test_products_of_peers_are_further_rows(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, PRODUCTS_PEER)
+    cases = [products.Case("many", 128, 128, 256), products.Case("few", 64, 128, 256)]
+    monkeypatch.setattr(products, "CASES", cases)
+    path = tmp_path / "out.json"
+    products.main(["--only", "cuBLASLt", "--peers", "--json", str(path)])
+    tiles, other = json.loads(path.read_text())["rows"]
+    assert (tiles["us"], tiles["tflops"], tiles["library"]) == (2.0, 4.2, "torch 1.0")
+    assert [row["implementation"] for row in (tiles, other)] == [*peers.PRODUCTS]
+    assert other["error"] == "no sm_42" and {row["case"] for row in (tiles, other)} == {"many"}
+
+
 # ---- the issue model ---
 def test_the_ratio_is_issued_over_needed():
     chip = issue_model.Chip("sm_100f", cores=100, ghz=2.0, tb_per_s=8.0)
