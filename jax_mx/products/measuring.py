@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -171,10 +173,10 @@ def _distance(y: jax.Array, value: jax.Array, size: jax.Array, error: float) -> 
 
 # ---- time ---
 class Candidate:
-    """One implementation of a call, compiled."""
+    """One implementation of a call."""
 
     def __init__(self, name: str, call: AnyCall, sets: Sequence[Pair]):
-        """Compiles a program of as many products as there are operands.
+        """Lowers a program of as many products as there are operands.
 
         Args:
           name: of the implementation.
@@ -182,11 +184,19 @@ class Candidate:
           sets: what lies in memory for its products.
 
         Raises:
-          Exception: it does not compile.
+          Exception: it cannot be lowered.
         """
         self.name, self.sets = name, sets
         program = jax.jit(partial(_products, name, _Static(call)), compiler_options=_options(name))
-        self.program = program.lower(sets).compile()
+        self.lowered = program.lower(sets)
+
+    def compile(self) -> None:
+        """Compiles the program; several threads may do so for a candidate each.
+
+        Raises:
+          Exception: it does not compile.
+        """
+        self.program = self.lowered.compile()
 
     def first(self, sets: Sequence[Pair]) -> jax.Array:
         """The first product of these operands."""
@@ -262,20 +272,30 @@ def measured(
     references = [(each, Reference(call, *reference(*each[0]))) for each in (sets, thin)]
     costs: dict[str, Cost] = {}
     running = []
-    for name in names:
-        if is_over():
-            costs[name] = OVER
-            continue
-        try:
-            candidate = Candidate(name, call, sets)
-            error = TABLES[call.op][name].error
-            each = (known.obstacle(candidate.first(own), error) for own, known in references)
-            if why := next(filter(None, each), ""):
-                costs[name] = f"left out: it {why}"
-            else:
-                running.append(candidate)
-        except Exception as failure:  # of XLA, of the device: the others go on
-            costs[name] = f"left out: it {failed(failure)}"
+    # Most of the time goes to compiling, by one core for each program: they are compiled side by
+    # side. Lowering stays here, where the context says on which device.
+    with ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
+        compiled: dict[str, tuple[Candidate, Future[None]]] = {}
+        for name in names:
+            if is_over():
+                costs[name] = OVER
+                continue
+            try:
+                candidate = Candidate(name, call, sets)
+                compiled[name] = candidate, pool.submit(candidate.compile)
+            except Exception as failure:  # of the implementation: the others go on
+                costs[name] = f"left out: it {failed(failure)}"
+        for name, (candidate, done) in compiled.items():
+            try:
+                done.result()
+                error = TABLES[call.op][name].error
+                each = (known.obstacle(candidate.first(own), error) for own, known in references)
+                if why := next(filter(None, each), ""):
+                    costs[name] = f"left out: it {why}"
+                else:
+                    running.append(candidate)
+            except Exception as failure:  # of XLA, of the device: the others go on
+                costs[name] = f"left out: it {failed(failure)}"
     del references, thin
     costs |= _timed(running, count)
     times = {name: cost for name, cost in costs.items() if isinstance(cost, float)}
