@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 import jax_mx
 from benchmarks import shapes
+from benchmarks.record import LARGE, command
 from benchmarks.report import one_run
 from jax_mx.facts import formats, verified, windows
 from jax_mx.facts.chips import ARCHS
@@ -208,13 +209,13 @@ def results(name: str) -> tuple[dict[str, Any], Rows]:
     return {key: value for key, value in held.items() if key != "rows"}, held["rows"]
 
 
-def caption(about: Mapping[str, Any], command: str) -> str:
+def caption(about: Mapping[str, Any], measures: str) -> str:
     """The sentence under a table: device, commit or date, command."""
     where = [about.get("device", "NVIDIA H200"), about.get("runs", "one run")]
     where += [f"commit {about['commit']}"] if about.get("commit") else []
     where += [about["date"]] if about.get("date") else []
     where += [f"jax {about['jax']}"] if about.get("jax") else []
-    return f"{', '.join(where)}; `{about.get('command', command)}`."
+    return f"{', '.join(where)}; `{measures}`."
 
 
 def rebuilt(rows: Rows) -> str:
@@ -266,8 +267,8 @@ def _of(rows: Rows, **where: Any) -> list[Mapping[str, Any]]:
     return [row for row in rows if where.items() <= row.items()]
 
 
-def _quantizers(command: str, **where: Any) -> list[str]:
-    """A table of our rows of h200.json that have these fields, of one run."""
+def _quantizers(name: str, **where: Any) -> list[str]:
+    """A table of our rows of h200.json that have these fields, of one run, as `name` measures."""
     own = [
         row
         for row in _of(results("h200")[1], implementation="cutedsl", scaling="rceil", **where)
@@ -292,43 +293,38 @@ def _quantizers(command: str, **where: Any) -> list[str]:
             for row in rows
         ],
     )
-    return [*lines, "", caption({"commit": commit}, command) + rebuilt(rows)]
-
-
-LARGE = "8x7168x7168"
+    return [*lines, "", caption({"commit": commit}, command(name)) + rebuilt(rows)]
 
 
 def speed_mxfp8() -> list[str]:
     """Quantizers to MXFP8 at one shape."""
-    command = "python -m benchmarks --form all --shapes llm"
     where = {"format": "mxfp8_e4m3", "dtype": "bfloat16", "shape": LARGE}
-    return _quantizers(command, scale_layout="row_major", **where)
+    return _quantizers("quantizers", scale_layout="row_major", **where)
 
 
 def speed_shapes() -> list[str]:
     """Quantizers to MXFP8 at other shapes."""
-    command = "python -m benchmarks --form all --shapes llm"
     rows = [r for r in results("h200")[1] if r["shape"] != LARGE and r["dtype"] == "bfloat16"]
     rows = _of(rows, implementation="cutedsl", format="mxfp8_e4m3", scale_layout="row_major")
     commit = one_run(rows)[0]["commit"]
-    return _quantizers(command, format="mxfp8_e4m3", scale_layout="row_major", commit=commit)
+    where = {"format": "mxfp8_e4m3", "scale_layout": "row_major", "commit": commit}
+    return _quantizers("quantizers", **where)
 
 
 def speed_mxfp6() -> list[str]:
     """Quantizers to MXFP6."""
-    command = "python -m benchmarks --form all --shapes 8x7168x7168 --format mxfp6_e2m3"
-    return _quantizers(command, format="mxfp6_e2m3")
+    return _quantizers("mxfp6", format="mxfp6_e2m3")
 
 
 def speed_mxfp4() -> list[str]:
     """Quantizers to MXFP4."""
-    command = "python -m benchmarks --form all --shapes llm --format mxfp4_e2m1"
-    return _quantizers(command, format="mxfp4_e2m1", scale_layout="row_major", op="quantize")
+    where = {"format": "mxfp4_e2m1", "scale_layout": "row_major", "op": "quantize"}
+    return _quantizers("quantizers", **where)
 
 
 def speed_sources() -> list[str]:
     """Quantizers that make their floats: of picked rows, or by an activation."""
-    about, rows = results("h200_sources")
+    rows = results("h200_sources")[1]
     lines = table(
         ("form", "format", "shape", "us", "TB/s", "of the copy", "against XLA and our kernel"),
         [
@@ -344,23 +340,24 @@ def speed_sources() -> list[str]:
             for row in rows
         ],
     )
-    said = caption(about, "").replace("one run", "two runs")
-    return [*lines, "", said]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    said = caption({"commit": commits}, command("rows"))
+    others = [f"`{command(name)}`" for name in ("activations", "gradients", "norms")]
+    return [*lines, "", said[:-1] + "; " + "; ".join(others) + "."]
 
 
 def speed_dequantize() -> list[str]:
     """Dequantizing, MXFP8 and MXFP4."""
-    command = "python -m benchmarks --form dequantize --shapes llm --format {}"
     lines = []
     for name in ("mxfp8_e4m3", "mxfp4_e2m1"):
         lines += [f"From `{name}`:", ""]
-        lines += [*_quantizers(command.format(name), format=name, op="dequantize"), ""]
+        lines += [*_quantizers("quantizers", format=name, op="dequantize"), ""]
     return lines
 
 
 def speed_peers() -> list[str]:
     """torchao's quantizers beside ours, in one run."""
-    rows = _of(results("h200")[1], shape=LARGE, dtype="bfloat16", format="mxfp8_e4m3")
+    rows = results("h200_peers")[1]
     peers = [row for row in rows if row["implementation"] not in IMPLEMENTATIONS]
     commit = peers[-1]["commit"]
     ours = _of(rows, commit=commit, implementation="cutedsl", scale_layout="row_major")
@@ -371,8 +368,7 @@ def speed_peers() -> list[str]:
         ("form", "jax_mx, us", *(f"{name}, us" for name in names)),
         [(form, *(us.get((name, form), "") for name in ("cutedsl", *names))) for form in forms],
     )
-    command = "python -m benchmarks --form all --shapes 8x7168x7168 --peers"
-    return [*lines, "", caption({"commit": commit}, command) + rebuilt(ours)]
+    return [*lines, "", caption({"commit": commit}, command("peers")) + rebuilt(ours)]
 
 
 def speed_preprocessing() -> list[str]:
@@ -390,10 +386,7 @@ def speed_preprocessing() -> list[str]:
                 for f in forms
             ],
         )
-        names = " ".join(json.dumps(form) for form in forms)
-        command = f"python -m benchmarks --format mxfp4_e2m1 --form {names} --preprocessing "
-        command += f"{' '.join(kinds)} --shapes 8x7168x7168"
-        said = caption({"commit": commit}, command) + rebuilt([*own.values()])
+        said = caption({"commit": commit}, command("preprocessing")) + rebuilt([*own.values()])
         lines += ["", f"us; {said}", ""]
     return lines
 
@@ -416,7 +409,7 @@ def speed_products() -> list[str]:
             lines.append((case, shape + groups, name, f"{row['us']:.0f}", speed, faster))
     head = ("case", "shape", "operands and implementation", "us", "TF/s", "W, TB/s")
     lines = table((*head, "against bf16"), lines)
-    return [*lines, "", caption(about, "python -m benchmarks.products")]
+    return [*lines, "", caption(about, command("products"))]
 
 
 def speed_layers() -> list[str]:
@@ -439,7 +432,7 @@ def speed_layers() -> list[str]:
     )
     kept = {name: f"{size / 1e6:.0f} MB" for name, size in about.get("kept", {}).items()}
     said = ", ".join(f"{name} {size}" for name, size in kept.items())
-    lines += ["", caption(about, "python -m benchmarks.layers")]
+    lines += ["", caption(about, command("layers"))]
     return [*lines, "", f"Kept for the backward pass of `7168x4096`: {said}."] if said else lines
 
 
@@ -464,7 +457,7 @@ def speed_moe() -> list[str]:
         ],
     )
     head = ["## MoE layers", "", "Routing, gathering, quantizing, products, activation, combine:"]
-    said = f"{caption(about, 'python -m benchmarks.moe')} {about.get('note', '')}".strip()
+    said = f"{caption(about, command('moe'))} {about.get('note', '')}".strip()
     return [*head, "", *lines, "", said]
 
 
@@ -475,7 +468,7 @@ def speed_moe_step() -> list[str]:
         ("way", "ms a step", "steps", "loss in the end"),
         [(row["way"], f"{row['ms']:.1f}", str(row["steps"]), f"{row['loss']:.3f}") for row in rows],
     )
-    return [*lines, "", caption(about, "python -m benchmarks.moe_step")]
+    return [*lines, "", caption(about, command("moe_step"))]
 
 
 def loss_moe() -> list[str]:
@@ -495,7 +488,7 @@ def loss_moe() -> list[str]:
             for way, row in ((row["way"], row) for row in rows)
         ],
     )  # fmt: skip
-    return [*lines, "", caption(about, "python -m benchmarks.moe_step --small")]
+    return [*lines, "", caption(about, command("moe_step_small"))]
 
 
 def speed_collectives() -> list[str]:
@@ -508,7 +501,7 @@ def speed_collectives() -> list[str]:
             for row in rows
         ],
     )
-    return [*lines, "", caption(about, "python -m benchmarks.collectives")]
+    return [*lines, "", caption(about, command("collectives"))]
 
 
 def speed_moe_sharded() -> list[str]:
@@ -523,7 +516,7 @@ def speed_moe_sharded() -> list[str]:
             if moves == "floats" and (mx := at.get((what, tokens, "mx")))
         ],
     )
-    return [*lines, "", caption(about, "python -m benchmarks.moe_sharded")]
+    return [*lines, "", caption(about, command("moe_sharded"))]
 
 
 def counters() -> list[str]:
@@ -542,7 +535,7 @@ def counters() -> list[str]:
             for row in rows
         ],
     )
-    return [*lines, "", caption(about, "python -m benchmarks.counters")]
+    return [*lines, "", caption(about, command("counters"))]
 
 
 def layers() -> list[str]:

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ from benchmarks import (
     peers,
     plot,
     products,
+    record,
     report,
     shapes,
     sweep,
@@ -753,6 +755,42 @@ def test_products_of_peers_are_further_rows(tmp_path, monkeypatch):
     assert (tiles["us"], tiles["tflops"], tiles["library"]) == (2.0, 4.2, "torch 1.0")
     assert [row["implementation"] for row in (tiles, other)] == [*peers.PRODUCTS]
     assert other["error"] == "no sm_42" and {row["case"] for row in (tiles, other)} == {"many"}
+
+
+# ---- all tables ---
+WRITER = """
+import json, pathlib, sys
+row = {"op": "quantize", "form": sys.argv[3], "shape": "64x128", "dtype": "bfloat16", "us": 1}
+row |= {"format": "mxfp8_e4m3", "scaling": "rceil", "scale_layout": "row_major"}
+pathlib.Path(sys.argv[-1]).write_text(json.dumps([row | {"implementation": "cutedsl"}]))
+sys.exit(sys.argv[3] == "bad")
+"""
+
+
+def test_each_table_has_its_file(tmp_path, monkeypatch, capsys):
+    script, python = tmp_path / "writer.py", tmp_path / "python"
+    script.write_text(WRITER)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(record.sys, "executable", str(python))
+    names = {"one": ("", "x one"), "two": ("", "x two"), "own": ("_own", "x bad"), "last": ("", "")}
+    monkeypatch.setattr(record, "COMMANDS", names)
+    assert record.main(["--only", "one", "two", "--out", str(tmp_path)]) == 0
+    assert record.main(["--only", "two", "own", "--out", str(tmp_path)]) == 1
+    held = json.loads((tmp_path / "h200.json").read_text())
+    assert [row["form"] for row in held] == ["one", "two"]  # measured again, and not twice there
+    assert [row["form"] for row in json.loads((tmp_path / "h200_own.json").read_text())] == ["bad"]
+    said = capsys.readouterr().out
+    assert "=== two: done" in said and "=== own: exit status 1" in said
+    assert record.main(["--only", "last", "--seconds", "1e-9", "--out", str(tmp_path)]) == 1
+    assert "last: not begun" in capsys.readouterr().out
+
+
+def test_what_a_table_measures_is_a_command():
+    for name, (_, words) in record.COMMANDS.items():
+        module = shlex.split(words)[0]
+        assert (record.RESULTS.parent / f"{module.partition('.')[2] or '__main__'}.py").exists()
+        assert record.command(name) == f"python -m {words}"
 
 
 # ---- the issue model ---

@@ -1,0 +1,134 @@
+"""Measures what the tables of docs/performance.md show, on the GPUs of this machine.
+
+    python -m benchmarks.record [--only quantizers products] [--seconds 600] [--out FOLDER]
+
+Each command has a process of its own and says what it measured in a file of FOLDER, which is
+benchmarks/results by default; then `python -m docs.tables` and the site show it. A command that
+fails, or is not done when the time is over, leaves its file as far as it came; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.guard import WHAT
+
+RESULTS = Path(__file__).parent / "results"
+LARGE = "8x7168x7168"
+_SOURCES = "benchmarks --source"
+# For each table how its file's name goes on behind the chip's, and what measures it. Where several
+# commands share a file, it is a list of rows, and those measured anew replace the earlier ones.
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "quantizers": ("", "benchmarks --form all --shapes llm --format mxfp8_e4m3 mxfp4_e2m1"),
+    "mxfp6": ("", f"benchmarks --form all --shapes {LARGE} --format mxfp6_e2m3"),
+    "preprocessing": (
+        "",
+        'benchmarks --format mxfp4_e2m1 --form "axis -1" "axis -2" "axis -2 transposed" both '
+        '"both transposed" --preprocessing h16 h32 h64 sr h16_sr rn_h16 sr_h16_sr '
+        f"--shapes {LARGE}",
+    ),
+    "peers": (
+        "_peers",
+        'benchmarks --form "axis -1" "axis -2 transposed" square "square transposed" '
+        f'"both transposed" dequantize --shapes {LARGE} --peers',
+    ),
+    "rows": (
+        "_sources",
+        f'{_SOURCES} rows --form "axis -1" "axis -2 transposed" "both transposed" '
+        "--shapes 16384x7168",
+    ),
+    "activations": (
+        "_sources",
+        f'{_SOURCES} swiglu --form "axis -1" "both transposed" --shapes 16384x4096,16384x14336',
+    ),
+    "gradients": (
+        "_sources",
+        f'{_SOURCES} swiglu_gradient --form "both transposed" --shapes 16384x4096,16384x14336',
+    ),
+    "norms": (
+        "_sources",
+        f'{_SOURCES} rms_norm --form "axis -1" "both transposed" --shapes 16384x7168,65536x7168',
+    ),
+    "products": ("_products", "benchmarks.products --peers"),
+    "layers": ("_layers", "benchmarks.layers"),
+    "moe": ("_moe", "benchmarks.moe"),
+    "moe_step": (
+        "_moe_step",
+        'benchmarks.moe_step --steps 100 --ways "bf16, lax.ragged_dot" "bf16, Pallas" mxfp8 '
+        '"mxfp8, windows of 256"',
+    ),
+    "moe_step_small": ("_moe_step_small", "benchmarks.moe_step --small --rate 1e-3"),
+    "counters": ("_counters", "benchmarks.counters"),
+    "collectives": ("x2_collectives", "benchmarks.collectives"),
+    "moe_sharded": ("x2_moe", "benchmarks.moe_sharded"),
+}
+ON_TWO = ("collectives", "moe_sharded")  # GPUs
+
+
+def command(name: str) -> str:
+    """What measures a table, as a person types it."""
+    return f"python -m {COMMANDS[name][1]}"
+
+
+def joined(old: Iterable[Mapping[str, Any]], new: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Rows of two files: where both measured the same, the new one's."""
+    rows = {tuple(row[key] for key in (*WHAT, "implementation")): row for row in (*old, *new)}
+    return [*rows.values()]
+
+
+def record(name: str, file: Path, seconds: float) -> str:
+    """Runs a table's command; returns how it ended.
+
+    Args:
+      name: in `COMMANDS`.
+      file: of the table.
+      seconds: that it may take.
+    """
+    shared = sum(suffix == COMMANDS[name][0] for suffix, _ in COMMANDS.values()) > 1
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / "rows.json" if shared else file
+        run = [sys.executable, "-m", *shlex.split(COMMANDS[name][1]), "--json", str(own)]
+        try:
+            code = subprocess.run(run, timeout=seconds, check=False).returncode
+            end = f"exit status {code}" if code else "done"
+        except subprocess.TimeoutExpired:
+            end = "cut off"
+        if shared and own.exists():
+            old = json.loads(file.read_text()) if file.exists() else []
+            rows = joined(old, json.loads(own.read_text()))
+            file.write_text(json.dumps(rows, indent=1) + "\n")
+    return end
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module's docstring; 1 if a command did not end well."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    usual = [name for name in COMMANDS if name not in ON_TWO]
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, default=usual)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for all of them")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS)
+    parser.add_argument("--chip", default="h200", help="with which names of files begin")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.seconds
+    ends = {}
+    for name in args.only:
+        print(f"=== {name}: {command(name)}", flush=True)
+        start = time.monotonic()
+        file = args.out / f"{args.chip}{COMMANDS[name][0]}.json"
+        ends[name] = record(name, file, end - start) if start < end else "not begun"
+        print(f"=== {name}: {ends[name]}, {time.monotonic() - start:.0f} s", flush=True)
+    return int(any(each != "done" for each in ends.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
