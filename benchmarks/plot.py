@@ -103,34 +103,29 @@ def draw(rows: Sequence[Row], chip: str, date: str) -> Figure:
 
 
 # ---- the README's ---
-# Of the left half: forms; of the right one: cases of benchmarks.products, and whose products.
+# Of the left half: forms.
 MAIN_FORMS = {
     "axis -1": "along rows",
     "axis -2 transposed": "along columns,\ntransposed",
     "both transposed": "both",
     "dequantize": "back to\nbfloat16",
 }
-MAIN_CASES = {"grouped up": "up, 7168 to 4096", "grouped down": "down, 2048 to 7168"}
-PRODUCTS = {
-    "fp8 1x256, W 128x128": "jax_mx, MXFP8 x MXFP8",
-    "mxfp4_e2m1": "jax_mx, bf16 x MXFP4",
-    "bf16 Pallas": "JAX's Pallas kernel, bf16",
-    "bf16 ragged_dot": "jax.lax.ragged_dot, bf16",
-}
-# Of benchmarks.moe, once its rows are there: cases, and what else is drawn of them.
+# Of benchmarks.moe: cases, and what else is drawn of them.
 LAYERS = ("forward", "forward and backward")
 LAYERS_IN_FLOATS = ("bf16 Pallas", "bf16 lax.ragged_dot")
 Bars = Mapping[str, Mapping[str, float]]  # name -> label of a group -> length
 
 
-def run_of(rows: Sequence[Row]) -> list[Row]:
-    """Of rows as `draw` takes them, those of the largest run."""
-    return one_run([row for row in rows if WHERE.items() <= row.items()])
+def measured() -> list[Row]:
+    """Of benchmarks/results what `draw` takes: one run of our quantizers, and torchao's rows."""
+    rows = [row for row in _rows("h200") if WHERE.items() <= row.items()]
+    theirs = [row for row in _rows("h200_peers") if row["implementation"] not in IMPLEMENTATIONS]
+    return one_run(rows) + theirs
 
 
 def overview_bars() -> tuple[Bars, Bars]:
     """TB/s of quantizers and TF/s of an MoE layer's products, of benchmarks/results."""
-    rows = run_of(json.loads((RESULTS / "h200.json").read_text()))
+    rows = measured()
     found = series(rows)
     theirs = [name for name in found if name not in ("jax_mx", "copy", "XLA")]
     fastest = {
@@ -151,7 +146,7 @@ def overview_bars() -> tuple[Bars, Bars]:
         name: {label: speeds[form] for form, label in MAIN_FORMS.items() if form in speeds}
         for name, speeds in own.items()
     }
-    return left, _rows_of_moe() or _rows_of_products()
+    return left, _layers()
 
 
 def _rows(name: str) -> list[Row]:
@@ -161,24 +156,13 @@ def _rows(name: str) -> list[Row]:
     return [row for row in (held if isinstance(held, list) else held["rows"]) if "us" in row]
 
 
-def _rows_of_products() -> Bars:
-    tflops = {(row["case"], row["implementation"]): row["tflops"] for row in _rows("h200_products")}
-    return {
-        name: {label: tflops[case, key] for case, label in MAIN_CASES.items()}
-        for key, name in PRODUCTS.items()
-    }
-
-
-def _rows_of_moe() -> Bars:
+def _layers() -> Bars:
     """The layer in MX by its fastest recipe, and both ways in bfloat16."""
-    rows = _rows("h200_moe")
     by_way: dict[str, dict[str, float]] = {}
-    for row in rows:
+    for row in _rows("h200_moe"):
         if row["case"] in LAYERS:
             by_way.setdefault(row["way"], {})[row["case"]] = row["tflops"]
     ours = [way for way in by_way if way.startswith("mxfp8")]
-    if not ours:
-        return {}
     best = max(ours, key=lambda way: max(by_way[way].values()))
     shown = {best: f"jax_mx.moe, {best}"} | {way: way for way in LAYERS_IN_FLOATS}
     return {name: by_way[way] for way, name in shown.items() if way in by_way}
@@ -187,28 +171,21 @@ def _rows_of_moe() -> Bars:
 def overview(left: Bars, right: Bars) -> Figure:
     """Two halves of bars, ours first."""
     figure = Figure(figsize=(10, 3.9), layout="constrained")
-    layer = LAYERS[0] in next(iter(right.values()))
-    what = "operands quantized before" if not layer else "quantizing included"
     halves = zip(
         figure.subplots(1, 2),
         (left, right),
-        (
-            "Quantizers, TB/s of input and output",
-            "An MoE layer, TF/s" if layer else "Products of an MoE layer, TF/s",
-        ),
+        ("Quantizers, TB/s of input and output", "An MoE layer, TF/s"),
         (
             "one H200, (8, 7168, 7168) bfloat16 and MXFP8 E4M3",
-            f"one H200, 16384 rows, 8 experts, {what}",
+            "one H200, 16384 rows, 8 experts, quantizing included",
         ),
         strict=True,
     )
-    colors = (OURS[1], "#56B4E9", "#CC79A7", "#999999")
+    colors = (OURS[1], "#999999", "#CC79A7")  # ours, XLA's, a peer's
     for axes, bars, title, below in halves:
         labels = list(dict.fromkeys(label for group in bars.values() for label in group))
         height = 0.84 / len(bars)
-        # With three series: ours, XLA's, a peer's; with four the second is ours, too.
-        own = colors if len(bars) == 4 else (colors[0], colors[3], colors[2])
-        for i, ((name, group), color) in enumerate(zip(bars.items(), own, strict=True)):
+        for i, ((name, group), color) in enumerate(zip(bars.items(), colors, strict=False)):
             at = [-labels.index(label) - (i - (len(bars) - 1) / 2) * height for label in group]
             axes.barh(at, [*group.values()], height * 0.9, color=color, label=name)
             for y, length in zip(at, group.values(), strict=True):

@@ -272,7 +272,7 @@ def measure_peers(case: Case, only: str = "") -> Iterator[dict]:
 def main(argv: Sequence[str] | None = None) -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--case", default="", help="cases with this in their name")
+    parser.add_argument("--case", default="", help="cases whose names begin with this")
     parser.add_argument("--only", default="", help="candidates with this in their name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rows are put")
     said = "that rows name; this checkout's by default"
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     old = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
     rows: list[dict] = []
     for case in CASES:
-        if args.case not in case.name:
+        if not case.name.startswith(args.case):
             continue
         theirs = measure_peers(case, args.only) if args.peers else ()
         for row in itertools.chain(measure(case, args.only), theirs):

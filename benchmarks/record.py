@@ -1,6 +1,6 @@
 """Measures what the tables of docs/performance.md show, on the GPUs of this machine.
 
-    python -m benchmarks.record [--only quantizers products] [--seconds 600] [--out FOLDER]
+    python -m benchmarks.record [--only quantizers dense] [--seconds 600] [--out FOLDER]
 
 Each command has a process of its own and says what it measured in a file of FOLDER, which is
 benchmarks/results by default; then `python -m docs.tables` and the site show it. A command that
@@ -58,7 +58,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "_sources",
         f'{_SOURCES} rms_norm --form "axis -1" "both transposed" --shapes 16384x7168,65536x7168',
     ),
-    "products": ("_products", "benchmarks.products --peers"),
+    "dense": ("_products_dense", "benchmarks.products --case dense --peers"),
+    "grouped": ("_products_grouped", "benchmarks.products --case grouped"),
+    "wgrad": ("_products_wgrad", "benchmarks.products --case wgrad"),
+    "decode": ("_products_decode", "benchmarks.products --case decode"),
     "layers": ("_layers", "benchmarks.layers"),
     "moe": ("_moe", "benchmarks.moe"),
     "moe_step": (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -326,7 +325,7 @@ def layer() -> Figure:
 # ---- speed ---
 def speed() -> Figure:
     """Of every form, beside a copy, XLA and the peers, of one run."""
-    rows = plot.run_of(json.loads((plot.RESULTS / "h200.json").read_text()))
+    rows = plot.measured()
     return plot.draw(rows, "H200", f"commit {rows[0]['commit']}")
 
 

@@ -391,25 +391,42 @@ def speed_preprocessing() -> list[str]:
     return lines
 
 
+PRODUCTS = {  # in benchmarks.record.COMMANDS: what is said above the table
+    "dense": "A weight for all rows:",
+    "grouped": "Grouped weights, many rows:",
+    "wgrad": "Gradients of grouped weights:",
+    "decode": "Few rows:",
+}
+
+
 def speed_products() -> list[str]:
     """Products that read MX operands, and those of bfloat16 beside them."""
-    about, rows = results("h200_products")
+    lines = []
+    for name, title in PRODUCTS.items():
+        lines += [title, "", *_products(name), ""]
+    return lines
+
+
+def _products(name: str) -> list[str]:
+    """A table of products, or that nobody has measured the kernels of this build."""
+    if not (RESULTS / f"h200_products_{name}.json").exists():
+        return [f"not measured since kernels were last built; `{command(name)}` measures it."]
+    about, rows = results(f"h200_products_{name}")
     rows = [row for row in rows if "us" in row]
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows):
         own = {row["implementation"]: row for row in _of(rows, case=case)}
-        floats = [row["us"] for name, row in own.items() if name.startswith("bf16")]
-        for name in filter(own.__contains__, names):
-            row = own[name]
+        floats = [row["us"] for way, row in own.items() if way.startswith("bf16")]
+        for way in filter(own.__contains__, names):
+            row = own[way]
             shape = f"({row['rows']}, {row['k']}) x ({row['k']}, {row['n']})"
             groups = f", {row['groups']} groups" * bool(row["groups"])
             faster = f"{min(floats) / row['us']:.2f}x" if floats else ""
             speed = f"{row['tflops']:.0f} | {row['weights_tbs']:.2f}"
-            lines.append((case, shape + groups, name, f"{row['us']:.0f}", speed, faster))
+            lines.append((case, shape + groups, way, f"{row['us']:.0f}", speed, faster))
     head = ("case", "shape", "operands and implementation", "us", "TF/s", "W, TB/s")
-    lines = table((*head, "against bf16"), lines)
-    return [*lines, "", caption(about, command("products"))]
+    return [*table((*head, "against bf16"), lines), "", caption(about, command(name))]
 
 
 def speed_layers() -> list[str]:
