@@ -27,11 +27,10 @@ from rich.progress import Progress
 import jax_mx
 from benchmarks import baselines, guard, peers, report, shapes, sharded, timing
 from benchmarks.report import Measured, Row
-from jax_mx.facts.activations import INTERLEAVED, named_in
 from jax_mx.facts.chips import arch_of, dsl_of
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.signatures import RMS_NORM
+from jax_mx.facts.sources import Source, X
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 from jax_mx.lowering.targets import chip_of
 from jax_mx.reference import rows_of
@@ -42,17 +41,16 @@ _quantized = jax.jit(
 OPS = tuple(dict.fromkeys(form.op for form in shapes.FORMS.values()))
 
 
-def _made_of(source: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _made_of(source: Source) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """How XLA makes floats, and the keywords of the op that makes them itself, of its operands."""
-    if source == "rows":
+    if source.rows:
         return lambda a: rows_of(*a), lambda a: {"rows": a[1]}
-    if source == RMS_NORM:
+    if source.norm:
         return lambda a: jax_mx.rms_norm(*a).floats, lambda a: {}
-    name, is_gradient = named_in(source)
-    if is_gradient:
+    name, turns = source.activation, source.interleaved
+    if source.gradient:
         pull = lambda x, dy: jax.vjp(lambda x: jax_mx.gated(x, name), x)[1](dy)[0]  # noqa: E731
         return lambda a: pull(*a), lambda a: {"activation": jax_mx.Gated(name, gradient=a[1])}
-    turns = source.endswith(INTERLEAVED)
     own, made = jax_mx.Gated(name, interleaved=turns), {"activation": name, "interleaved": turns}
     return lambda a: jax_mx.gated(a[0], **made), lambda a: {"activation": own}
 
@@ -71,6 +69,11 @@ class Case:
     preprocessing: str = "none"  # in shapes.PREPROCESSING
     # In shapes.SOURCES, or none; the shape is that of what `rows` picks, or an activation gives.
     source: str = ""
+
+    @property
+    def made(self) -> Source:
+        """What makes the floats."""
+        return shapes.SOURCES.get(self.source, X)
 
     @property
     def names(self) -> dict[str, str]:
@@ -125,13 +128,13 @@ class Case:
             versions = {"reference": jax.jit(functools.partial(op, implementation="xla"))}
         if not self.source:
             return jax.jit(op), versions
-        before, how = _made_of(self.source)
+        before, how = _made_of(self.made)
         versions |= {"our kernel": op}
         made = {
             f"{self.source}, then {name}": jax.jit(lambda a, f=f: f(before(a)))
             for name, f in versions.items()
         }
-        if self.source == RMS_NORM:
+        if self.made.norm:
             both = form.op == "quantize_both"
             norm = functools.partial(jax_mx.rms_norm, both=both, **options)
             return jax.jit(lambda a: norm(*a).quantized), made
@@ -140,16 +143,16 @@ class Case:
     def make(self, key: jax.Array) -> Any:
         """An argument of those."""
         form, dtype = shapes.FORMS[self.form], FLOAT_DTYPES[self.dtype]
-        if self.source == "rows":
+        if self.made.rows:
             return self.tokens(key)
-        if self.source == RMS_NORM:
+        if self.made.norm:
             x = baselines.normal(key, shape=self.shape, dtype=dtype)
             return x, jax.numpy.ones(self.shape[-1:], dtype)
         if self.source:
             shape = (*self.shape[:-1], 2 * self.shape[-1])
             x = baselines.normal(key, shape=shape, dtype=dtype)
             dy = baselines.normal(key, shape=self.shape, dtype=dtype)
-            return (x, dy) if named_in(self.source)[1] else (x,)
+            return (x, dy) if self.made.gradient else (x,)
         x = baselines.normal(key, shape=self.shape, dtype=dtype)
         if form.op != "dequantize":
             return x
@@ -174,11 +177,11 @@ class Case:
             dtype=self.dtype,
             ndim=len(self.shape),
             transpose=form.transpose,
-            rows=self.source == "rows",
-            activation=None if self.source in ("", "rows", RMS_NORM) else named_in(self.source)[0],
-            interleaved=self.source.endswith(INTERLEAVED),
-            gradient=named_in(self.source)[1],
-            norm=self.source == RMS_NORM,
+            rows=self.made.rows,
+            activation=self.made.activation or None,
+            interleaved=self.made.interleaved,
+            gradient=self.made.gradient,
+            norm=self.made.norm,
             implementation=self.implementation,
             **form.made_by,
             **self.options,

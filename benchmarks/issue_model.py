@@ -192,7 +192,7 @@ def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> 
     preprocessing = preprocessing.get(kinds, "unknown")
     form = shapes.form_of(variant.op, variant.form) or ""
     where = {
-        "form": shapes.named(form, preprocessing, variant.source),
+        "form": shapes.named(form, preprocessing, str(variant.source)),
         "shape": shapes.spell(shapes.TOKENS if variant.source else shapes.REQUIRED[0]),
         "dtype": variant.dtype,
         "format": variant.formats[0].name,

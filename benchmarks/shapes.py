@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_mx.facts import directions
-from jax_mx.facts.activations import GRADIENT, INTERLEAVED
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.signatures import RMS_NORM
+from jax_mx.facts.sources import RMS_NORM, ROWS, Source
 from jax_mx.facts.variants import ACTIVE, Kind
 
 Shape = tuple[int, ...]
@@ -98,12 +97,19 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 }
 
 
-# What floats are made of, see facts/variants.py.
-SOURCES = (
-    "rows",
-    *(name + of for of in ("", INTERLEAVED, GRADIENT) for name in ACTIVE["cutedsl"]),
-    RMS_NORM,
-)
+# What makes the floats, by name.
+SOURCES = {
+    str(source): source
+    for source in (
+        ROWS,
+        *(
+            dataclasses.replace(how, activation=name)
+            for how in (X, Source(interleaved=True), Source(gradient=True))
+            for name in ACTIVE["cutedsl"]
+        ),
+        RMS_NORM,
+    )
+}
 
 
 def named(form: str, preprocessing: str, source: str = "") -> str:
@@ -164,10 +170,10 @@ _WANTED_OF_SOURCES = {
     ("both transposed", "swiglu", (16384, 4096)): (0.88, 1.7),
     ("axis -1", "swiglu", (16384, 14336)): (0.93, 1.7),
     ("both transposed", "swiglu", (16384, 14336)): (0.88, 1.7),
-    ("axis -1", RMS_NORM, TOKENS): (0.9, 1.7),
-    ("both transposed", RMS_NORM, TOKENS): (0.8, 1.7),
-    ("axis -1", RMS_NORM, (65536, 7168)): (0.9, 1.7),
-    ("both transposed", RMS_NORM, (65536, 7168)): (0.8, 1.7),
+    ("axis -1", "rms_norm", TOKENS): (0.9, 1.7),
+    ("both transposed", "rms_norm", TOKENS): (0.8, 1.7),
+    ("axis -1", "rms_norm", (65536, 7168)): (0.9, 1.7),
+    ("both transposed", "rms_norm", (65536, 7168)): (0.8, 1.7),
     ("both transposed", "swiglu_gradient", (16384, 4096)): (0.85, 1.7),
     ("both transposed", "swiglu_gradient", (16384, 14336)): (0.85, 1.7),
 }

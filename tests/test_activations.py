@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.facts.activations import ACTIVATIONS, GATED, INTERLEAVED, named_in
+from jax_mx.facts.activations import ACTIVATIONS, GATED
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
@@ -42,7 +42,7 @@ each_name = pytest.mark.parametrize(
 )
 GATELESS = [name for name in NAMES if name not in GATED]
 DTYPES = ["bfloat16", "float16", "float32"]
-ACTIVE = [v for v in VARIANTS if named_in(v.source)[0] in ACTIVATIONS]
+ACTIVE = [v for v in VARIANTS if v.source.activation]
 EVERY = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)  # every bfloat16
 LEAST = 2.0**-126  # the smallest normal number
 
@@ -586,15 +586,15 @@ SHAPES = {
 
 def fitting(variant, length: int) -> int:
     """A length of gates that is whole windows, where the variant's kernel wants these."""
-    unit = max(lengths_of(variant.window)) if named_in(variant.source)[1] else 1
+    unit = max(lengths_of(variant.window)) if variant.source.gradient else 1
     return -(-length // unit) * unit
 
 
 def made_by(variant, x, weights=None):
     """What asks for a variant, and what that quantizes, for all gates, then all ups."""
-    name, is_gradient = named_in(variant.source)
+    name, is_gradient = variant.source.activation, variant.source.gradient
     if not is_gradient:
-        turns = variant.source.endswith(INTERLEAVED)
+        turns = variant.source.interleaved
         return jax_mx.Gated(name, weights, interleaved=turns), wanted(x, name, weights)
     dy = random_bits((x.shape[0] * x.shape[1] // 2,), variant.dtype, seed=9)
     dy = np.where(np.isfinite(doubles(dy)), dy, 1).astype(x.dtype).reshape(len(x), -1)
@@ -604,7 +604,7 @@ def made_by(variant, x, weights=None):
 
 def laid(variant, x):
     """All gates, then all ups, as a variant reads them."""
-    if not variant.source.endswith(INTERLEAVED):
+    if not variant.source.interleaved:
         return x
     return np.stack(np.split(x, 2, -1), -1).reshape(x.shape)
 

@@ -16,7 +16,6 @@ import pytest
 
 import jax_mx
 from jax_mx.facts import toolchains
-from jax_mx.facts.activations import GRADIENT
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.products import implementations, ragged_implementations
@@ -118,7 +117,7 @@ def test_both_dsls_have_the_same_kernels():
     for v in VARIANTS:
         more = v.implementation == "flydsl" or v.formats[0].name == "mxfp4_e2m1"
         tiled = ("blocked_128x4", "shuffled_32x8")[: 1 + more]
-        plain = v.form.is_square or v.source.endswith(GRADIENT)
+        plain = v.form.is_square or v.source.gradient
         assert layouts_of(v) == (("row_major",) if plain else ("row_major", *tiled))
 
 

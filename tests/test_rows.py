@@ -30,7 +30,7 @@ from jax_mx import _ffi, reference
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR
-from jax_mx.facts.signatures import ROWS
+from jax_mx.facts.sources import ROWS
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.ops.requantize import requantize
 

@@ -60,7 +60,7 @@ MADE_SAMPLE = [
     v
     for v in CUTEDSL
     if v.dtype == "bfloat16" and {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
-    if v.source.startswith("swiglu") or v.codes
+    if v.source.activation == "swiglu" or v.codes
     if v.window == BLOCK
 ]
 # Every form of what is normed, likewise.
@@ -157,7 +157,7 @@ def run_made(variant, layout: str, shape: tuple[int, int]) -> None:
     op = partial(op, format=variant.formats[0], **how)
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(size=(rows, n * length)).astype(jnp.bfloat16) for n in (2, 1))
-    weights, turns = rng.normal(size=rows).astype(np.float32), "interleaved" in variant.source
+    weights, turns = rng.normal(size=rows).astype(np.float32), variant.source.interleaved
     given: dict = {"activation": jax_mx.Gated(weights=weights, interleaved=turns)}
     if variant.codes:
         length = -(-length // BLOCK) * BLOCK
@@ -165,7 +165,7 @@ def run_made(variant, layout: str, shape: tuple[int, int]) -> None:
             x = jax_mx.quantize(rng.normal(size=(rows, length)).astype(jnp.bfloat16))
         given = {"rows": np.arange(rows, dtype=np.int32)[::-1] * 3 - 96}
         op = partial(requantize, format=variant.formats[0], **how)
-    elif variant.source.endswith("_gradient"):
+    elif variant.source.gradient:
         given = {"activation": jax_mx.Gated(gradient=dy)}
     with jax.default_device(jax.devices("cpu")[0]):
         want = jax.jit(lambda x, given: op(x, implementation="xla", **given))(x, given)

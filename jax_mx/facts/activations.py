@@ -142,11 +142,4 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gpt_oss": Activation("sharp_silu", limit=7.0, shift=1.0),
     **{name: Activation(name, has_gate=False) for name in UNARY if name != "sharp_silu"},
 }
-# Behind an activation's name they make a source of floats, see `Variant`.
-INTERLEAVED, GRADIENT = "_interleaved", "_gradient"
 GATED: tuple[str, ...] = tuple(name for name, row in ACTIVATIONS.items() if row.has_gate)
-
-
-def named_in(source: str) -> tuple[str, bool]:
-    """The activation in a source of floats, and whether the floats are its gradient."""
-    return source.removesuffix(GRADIENT).removesuffix(INTERLEAVED), source.endswith(GRADIENT)

@@ -13,7 +13,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jax_mx.facts.activations import GRADIENT
+from jax_mx.facts.sources import Source
 from jax_mx.facts.windows import ROW
 
 if TYPE_CHECKING:
@@ -102,12 +102,7 @@ _X, _ROWS = Array("x", Role.SOURCE), Array("rows", Role.REPLICATED, dtype="int32
 _WEIGHTS = Array("weights", Role.REPLICATED, dtype="float32")
 _FACTORS = Array("factors", Role.REPLICATED, dtype="float32")
 _DY = Array("dy", Role.SOURCE)
-RMS_NORM = "rms_norm"  # the source of what it norms, see `Variant`
-ADDED = f"{RMS_NORM}_added"  # likewise of sums that it norms
-NORMS = (RMS_NORM, ADDED)
 _RESIDUAL, _SUM = Array("residual", Role.SOURCE), Array("sum", Role.SOURCE)
-ROWS = "rows"  # the source of rows that it picks; with a format's name before, out of codes
-_OF_CODES = f"_{ROWS}"
 _CODES_SCALES = Array("scales", Role.REPLICATED, dtype="uint8")
 
 
@@ -262,23 +257,13 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
 }
 
 
-def signature_name(op: str, source: str) -> str:
-    """The name of an op's signature; `source`: what its floats are made of, see `Variant`."""
-    gated = "_gated" + GRADIENT * source.endswith(GRADIENT)
-    if codes_in(source):
-        return f"{op}_rows_of_codes"
-    names = {"": "", ROWS: "_rows", RMS_NORM: "_normed", ADDED: "_added"}
-    return op + names.get(source, gated)
-
-
-def source_of_codes(format: str) -> str:
-    """The source of rows that are picked out of codes of a format."""
-    return format + _OF_CODES
-
-
-def codes_in(source: str) -> str:
-    """The name of the format of the codes that floats are made of; "": they are made of floats."""
-    return source.removesuffix(_OF_CODES) if source.endswith(_OF_CODES) else ""
+def signature_name(op: str, source: Source) -> str:
+    """The name of an op's signature; `source`: what makes its floats."""
+    if source.activation:
+        return f"{op}_gated" + "_gradient" * source.gradient
+    if source.norm:
+        return f"{op}_added" if source.added else f"{op}_normed"
+    return op + "_rows" * source.rows + "_of_codes" * (source.codes != "")
 
 
 def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax_mx.facts import directions
-from jax_mx.facts.activations import GRADIENT, INTERLEAVED
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.directions import Form
 from jax_mx.facts.formats import (
@@ -25,15 +24,8 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     Format,
 )
-from jax_mx.facts.signatures import (
-    ADDED,
-    NORMS,
-    RMS_NORM,
-    ROWS,
-    codes_in,
-    signature_name,
-    source_of_codes,
-)
+from jax_mx.facts.signatures import signature_name
+from jax_mx.facts.sources import ADDED, RMS_NORM, ROWS, Source, X
 from jax_mx.facts.windows import ROW, TILE, Window, suffix_of
 
 
@@ -84,11 +76,7 @@ class Variant:
       formats: of the quantized arrays, one each.
       kinds: how the elements of each are preprocessed, and their windows; () where there is
         nothing of that.
-      source: what the floats are made of: "", they are x; "rows": the rows of x that an operand
-        numbers; a format's name and "_rows": the same of an x in codes; an activation's name: both
-        halves of x; this and "_interleaved": gates and ups that take turns in x; this and
-        "_gradient": both halves and the gradient of what the activation gives, and they are x's;
-        "rms_norm": x, whose rows are normed; "rms_norm_added": its sum with another array.
+      source: what makes the floats.
     """
 
     op: str
@@ -97,27 +85,27 @@ class Variant:
     dtype: str
     formats: tuple[Format, ...]
     kinds: tuple[Kind, ...] = ()
-    source: str = ""
+    source: Source = X
 
     @property
     def rows(self) -> bool:
         """Whether it picks rows."""
-        return self.source == ROWS or self.codes != ""
+        return self.source.rows
 
     @property
     def codes(self) -> str:
         """The format of the codes whose rows it picks; "": it reads floats."""
-        return codes_in(self.source)
+        return self.source.codes
 
     @property
     def normed(self) -> bool:
         """Whether it norms rows."""
-        return self.source in NORMS
+        return self.source.norm
 
     @property
     def added(self) -> bool:
         """Whether what it norms is a sum."""
-        return self.source == ADDED
+        return self.source.added
 
     @property
     def signature(self) -> str:
@@ -144,7 +132,7 @@ class Variant:
         """The name, which the binary's file and its entry points carry too."""
         formats = "_".join(format.name for format in self.formats)
         kinds = "".join(kind.suffix or "_rn" for kind in self.kinds)
-        source = f"_{self.source}" * (self.source != "")
+        source = f"_{self.source}" * bool(self.source)
         return f"{self.op}_{self.form}_{self.dtype}_{formats}{kinds}{source}"
 
 
@@ -268,7 +256,7 @@ _ACTIVE = ("swiglu", "geglu", "geglu_erf", "reglu2", "gpt_oss")
 ACTIVE: Mapping[str, tuple[str, ...]] = dict.fromkeys(ARCHS, _ACTIVE)
 # What a product's operand wants: along its rows, down them, and both; not MXFP6.
 VARIANTS += tuple(
-    dataclasses.replace(variant, source=activation)
+    dataclasses.replace(variant, source=Source(activation=activation))
     for variant in VARIANTS
     if variant.rows and variant.formats[0].bits != 6
     for activation in ACTIVE[variant.implementation]
@@ -278,17 +266,16 @@ VARIANTS += tuple(
 )
 # The gradient that both products of a backward pass take.
 VARIANTS += tuple(
-    dataclasses.replace(variant, source=variant.source + GRADIENT)
+    dataclasses.replace(variant, source=dataclasses.replace(variant.source, gradient=True))
     for variant in VARIANTS
-    if variant.form == directions.BOTH_TRANSPOSED
-    if variant.source in ACTIVE[variant.implementation]
+    if variant.form == directions.BOTH_TRANSPOSED and variant.source.activation
 )
 # Gates and ups by turns, as gpt-oss' checkpoints have them.
 _INTERLEAVED = ("swiglu", "gpt_oss")
 VARIANTS += tuple(
-    dataclasses.replace(variant, source=variant.source + INTERLEAVED)
+    dataclasses.replace(variant, source=dataclasses.replace(variant.source, interleaved=True))
     for variant in VARIANTS
-    if variant.source in _INTERLEAVED
+    if variant.source.activation in _INTERLEAVED and not variant.source.gradient
     if variant.window == BLOCK and len({*variant.formats}) == 1
 )
 # From float32 likewise, and not to the format of gradients. From float16 an activation has no bits
@@ -297,7 +284,8 @@ _SINGLE = ("swiglu", "geglu", "gpt_oss")
 VARIANTS += tuple(
     dataclasses.replace(variant, dtype="float32")
     for variant in VARIANTS
-    if variant.source in _SINGLE and variant.window == BLOCK
+    if variant.source.activation in _SINGLE and variant.source.makes_one_of_two
+    if not variant.source.interleaved and variant.window == BLOCK
     if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 )
 # The forms of what kernels norm.
@@ -328,7 +316,7 @@ VARIANTS += tuple(
 )
 # Tokens that moved as codes along their elements, along the tokens of each expert.
 VARIANTS += tuple(
-    dataclasses.replace(variant, source=source_of_codes(variant.formats[0].name))
+    dataclasses.replace(variant, source=Source(rows=True, codes=variant.formats[0].name))
     for variant in VARIANTS
     if variant.source == ROWS
     if variant.form == directions.SECOND_TRANSPOSED and variant.formats[0].bits == 8
@@ -337,7 +325,7 @@ VARIANTS += tuple(
 
 def layouts_of(variant: Variant) -> tuple[str, ...]:
     """The scale layouts that a variant's binary has entries for."""
-    if variant.form.is_square or variant.source.endswith(GRADIENT):
+    if variant.form.is_square or variant.source.gradient:
         return ("row_major",)
     return scale_layouts_of(variant.implementation, variant.formats)
 

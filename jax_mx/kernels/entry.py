@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_mx.facts.activations import INTERLEAVED, named_in
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ScaleLayout
-from jax_mx.facts.signatures import NORMS, Array, Role, Signature, signature_of
+from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.variants import Kind, Variant, takes_zero_scale, value_layouts_of
 
 
@@ -65,22 +64,22 @@ class Entry:
     @property
     def interleaved(self) -> bool:
         """Whether gates and ups take turns in x."""
-        return self.variant.source.endswith(INTERLEAVED)
+        return self.variant.source.interleaved
 
     @property
     def gates(self) -> bool:
         """Whether an activation makes the floats."""
-        return not self.variant.rows and self.variant.source not in ("", *NORMS)
+        return self.variant.source.activation != ""
 
     @property
     def activation(self) -> str:
         """The activation that makes the floats, or that they are the gradient of."""
-        return named_in(self.variant.source)[0]
+        return self.variant.source.activation
 
     @property
     def is_gradient(self) -> bool:
         """Whether the floats are the gradient of an activation's operand."""
-        return named_in(self.variant.source)[1]
+        return self.variant.source.gradient
 
     @property
     def count(self) -> int:

@@ -18,11 +18,10 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from jax_mx.facts.activations import named_in
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.facts.products import Binary, Product
-from jax_mx.facts.signatures import ROWS, codes_in
+from jax_mx.facts.sources import Source
 
 
 def facts_of(
@@ -47,17 +46,17 @@ def facts_of(
         "aligned": aligned,
         "window": str(variant.window),
         "source": _kind_of(variant.source),
-        "activation": named_in(variant.source)[0],
+        "activation": variant.source.activation,
     }
 
 
-def _kind_of(source: str) -> str:
+def _kind_of(source: Source) -> str:
     """What makes the floats, whichever activation it is: "rows", "gated", "gradient" or none."""
-    if source in ("", ROWS):
-        return source
-    if codes_in(source):
-        return ROWS
-    return "gradient" if named_in(source)[1] else "gated"
+    if source.rows:
+        return "rows"
+    if source.gradient:
+        return "gradient"
+    return "gated" if source else ""
 
 
 def choose(

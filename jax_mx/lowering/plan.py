@@ -20,6 +20,7 @@ from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, Value
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
 from jax_mx.facts.products import Product
 from jax_mx.facts.signatures import Array, Role, Signature, signature_name, signature_of
+from jax_mx.facts.sources import Source, X
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Plan:
       preprocessing: of the elements of each of quantize's results, beside scaling; with their
         window.
       caller: the public function whose part the call is, for messages; empty: the op itself.
-      source: what the floats are made of, see `facts.variants.Variant`.
+      source: what makes the floats.
       eps: of a norm, a float32.
     """
 
@@ -59,7 +60,7 @@ class Plan:
     value_layouts: tuple[ValueLayout, ...] = (ROW_MAJOR_VALUES,)
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
     caller: str = ""
-    source: str = ""
+    source: Source = X
     eps: float = 0.0
 
     def __hash__(self) -> int:

@@ -37,7 +37,7 @@ from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.products import Binary
-from jax_mx.facts.signatures import NORMS, Array, Role, Signature
+from jax_mx.facts.signatures import Array, Role, Signature
 from jax_mx.facts.variants import value_layouts_of
 from jax_mx.lowering import compiler, registry, store
 from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
@@ -359,7 +359,7 @@ def no_derivative(*_, plan: AnyPlan, **__):
     firsts = "jax_mx.dot_general, matmul, ragged_dot, mlp and moe have first derivatives, no second"
     if isinstance(plan, ProductPlan):
         raise NotImplementedError(f"a product of codes has no derivative of its own; {firsts} ones")
-    if plan.source in NORMS:
+    if plan.source.norm:
         raise NotImplementedError(
             "rms_norm has a derivative where it gives floats: pass floats=True beside the format, "
             "or jax.lax.stop_gradient(x)"

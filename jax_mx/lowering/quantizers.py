@@ -19,10 +19,10 @@ from jax_mx import reference
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.arrays.sharding import spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed
-from jax_mx.facts.activations import ACTIVATIONS, INTERLEAVED
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.facts.preprocessing import Preprocessing
-from jax_mx.facts.signatures import ADDED, NORMS, RMS_NORM, Role
+from jax_mx.facts.signatures import Role
+from jax_mx.facts.sources import RMS_NORM, X
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import Plan
@@ -47,13 +47,13 @@ def _quantize_avals(*operands, plan: Plan, view: View | None = None):
 
 def _factors(operands: Sequence[Any], plan: Plan) -> list:
     """The abstract values of the factors of rows, where these are normed, and of the sum."""
-    if plan.source not in NORMS:
+    if not plan.source.norm:
         return []
     x = operands[0]
     shape = _normed_shape(x.shape, plan)[:-1]
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     factors = x.update(shape=shape, dtype=FACTOR, weak_type=False, sharding=sharding)
-    return [factors, *[x] * (plan.source == ADDED)]
+    return [factors, *[x] * plan.source.added]
 
 
 def _floats(operands: Sequence[Any], plan: Plan):
@@ -61,10 +61,9 @@ def _floats(operands: Sequence[Any], plan: Plan):
     x = operands[0]
     if not plan.source:
         return x
-    apart = plan.source in ACTIVATIONS  # halves of x that make one
-    columns = math.prod(x.shape[1 + apart :]) // (1 + plan.source.endswith(INTERLEAVED))
+    columns = math.prod(x.shape[1:]) // (1 + plan.source.makes_one_of_two)
     shape = (math.prod(operands[1].shape), columns)
-    if plan.source in NORMS:
+    if plan.source.norm:
         shape = _normed_shape(x.shape, plan)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
@@ -73,7 +72,7 @@ def _floats(operands: Sequence[Any], plan: Plan):
 
 def _rows_of_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
     """The shape of what floats are made of, for its operand's, which has halves and blocks."""
-    if plan.source in NORMS:
+    if plan.source.norm:
         return _normed_shape(shape, plan)
     return shape[0], math.prod(shape[1:])
 
@@ -193,7 +192,7 @@ def _quantize_reference(x, *block_data, plan: Plan):
 
 def _quantize_via_floats(*operands, plan: Plan):
     """The primitive on floats that XLA makes, by a kernel or not; of a sum on that."""
-    if plan.source == ADDED:
+    if plan.source.added:
         x, residual, *rest = operands
         total = reference.added(x, residual)
         normed = dataclasses.replace(plan, source=RMS_NORM)
@@ -205,14 +204,14 @@ def _quantize_via_floats(*operands, plan: Plan):
         if array.role is not Role.BLOCK_DATA
     ]
     beside, block_data = [], operands[len(made_of) :]
-    if plan.source == RMS_NORM:
+    if plan.source.norm:
         x, weight = made_of
         found, factors = reference.rms_norm(x, weight, plan.eps)
         beside = [factors[..., 0]]
     else:
         found = reference.floats_of(plan.source, *made_of)
     viewed = Viewed.of(plan.view, found.shape, spec_of(found), plan.first_axis)
-    floats, plan = viewed.to_floats(found), dataclasses.replace(plan, source="", eps=0.0)
+    floats, plan = viewed.to_floats(found), dataclasses.replace(plan, source=X, eps=0.0)
     return [*quantize_p.bind(floats, *block_data, plan=plan), *beside]
 
 
@@ -243,7 +242,7 @@ def _dequantize_reference(values, scales, *, plan: Plan):
 # ---- vmap ---
 def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     """Entries of norms along rows alike become more rows; the floats of others are XLA's."""
-    if plan.source not in NORMS:
+    if not plan.source.norm:
         return batch(primitive, args, dims, plan=plan)
     if plan.takes_slabs and dims[-1] is None:
         outs = primitive.bind(*batched(args, dims, [len(args) - 1]), plan=plan)
@@ -254,7 +253,7 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
 
 def _is_beyond(*operands, plan: Plan, platform: str) -> bool:
     """Whether rows that are normed are too many for a launch."""
-    if plan.source not in NORMS or platform != "rocm":
+    if not plan.source.norm or platform != "rocm":
         return False
     rows = math.prod(_normed_shape(operands[0].shape, plan)[:-1])
     return not is_symbolic(rows) and rows > MOST_NORMED_ROWS

@@ -14,6 +14,7 @@ from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.products import PRODUCT_ARCHS, PRODUCTS, Binary, Product
+from jax_mx.facts.sources import X
 from jax_mx.facts.variants import VARIANTS, Variant, layouts_of, takes_zero_scale
 from jax_mx.lowering import store
 from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
@@ -140,7 +141,7 @@ def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
         found = of_floats(plan, chips)
         if found or isinstance(plan, ProductPlan) or not plan.source:
             return found
-        made = of_floats(dataclasses.replace(plan, source=""), chips)
+        made = of_floats(dataclasses.replace(plan, source=X), chips)
         return dataclasses.replace(made, via_floats=bool(made))
 
     def of_floats(plan: AnyPlan, chips: Sequence[str]) -> Support:

@@ -14,9 +14,8 @@ from jax_mx import reference
 from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
-from jax_mx.facts.activations import GRADIENT, INTERLEAVED, named_in
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.signatures import ADDED, NORMS, RMS_NORM, ROWS, codes_in
+from jax_mx.facts.sources import ADDED, RMS_NORM, ROWS, Source, X
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, made, weights_of
@@ -42,15 +41,15 @@ class Norm:
     residual: jax.Array | None = None
 
     @property
-    def source(self) -> tuple[str, tuple]:
-        """The name of the floats' source, and its operands beside x."""
+    def source(self) -> tuple[Source, tuple]:
+        """What makes the floats, and its operands beside x."""
         if self.residual is None:
             return RMS_NORM, (self.weight,)
         return ADDED, (self.residual, self.weight)
 
 
-def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str, tuple]:
-    """Returns x, an array like the floats, the name of their source, its other operands.
+def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, Source, tuple]:
+    """Returns x, an array like the floats, what makes them, its other operands.
 
     Args:
       op: for messages.
@@ -69,7 +68,7 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
         rows = numbers_of(op, x, rows)
     if activation is None:
         if rows is None:
-            return x, x, "", ()
+            return x, x, X, ()
         return x, jax.ShapeDtypeStruct((rows.shape[0], x.shape[1]), x.dtype), ROWS, (rows,)
     if isinstance(activation, Norm):
         return x, x, *activation.source
@@ -83,13 +82,14 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, str,
         x, activation = _floats_of(x, (rows,), ROWS), dataclasses.replace(activation, up=up)
     if rows is not None or not activation.in_one_array:
         x = made(op, x, activation)
-        return x, x, "", ()
+        return x, x, X, ()
     weights = weights_of(op, gates, activation.weights)
     if activation.gradient is None:
-        turns = INTERLEAVED * activation.interleaved
-        return x, gates, activation.name + turns, (weights,)
+        source = Source(activation=activation.name, interleaved=activation.interleaved)
+        return x, gates, source, (weights,)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return x, like, activation.name + GRADIENT, (weights, activation.dy_of(op, gates))
+    source = Source(activation=activation.name, gradient=True)
+    return x, like, source, (weights, activation.dy_of(op, gates))
 
 
 def numbers_of(op: str, x: Any, rows: Any) -> Any:
@@ -132,30 +132,29 @@ def operands_of(
     """
     beside = []
     if other and _in_one_call(x, other, plan):
-        if plan.source in NORMS:
+        if plan.source.norm:
             viewed = Viewed.of(plan.view, x.shape, (None,) * x.ndim, plan.first_axis)
             spans = zip(plan.form.spans, x.shape[-2:], strict=True)
             tail = [m for along, n in spans for m in ((n // BLOCK, BLOCK) if along else (n,))]
             *residual, weight = other
             x, *residual = (a.reshape(*a.shape[:-2], *tail) for a in (x, *residual))
             return [x, *residual, weight], viewed, plan, beside
-        codes = codes_in(plan.source)
-        halves = 1 if codes or plan.source == ROWS else 2
+        codes, halves = plan.source.codes, 1 if plan.source.rows else 2
         count, length = other[0].shape[0], x.shape[1] // halves
-        columns = x.shape[1] if named_in(plan.source)[1] else length
+        columns = x.shape[1] if plan.source.gradient else length
         viewed = Viewed.of(plan.view, (count, columns), (None, None), plan.first_axis)
         # Kernels count an axis in blocks of 32 where blocks run along it, else in elements.
         down, across = plan.form.spans
         tail = (length // BLOCK, BLOCK) if across else (length,)
         by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
         more = [a if codes else a.reshape(count, *tail) for a in other[1:]]
-        if plan.source.endswith(INTERLEAVED):
+        if plan.source.interleaved:
             x = x.reshape(x.shape[0], *((length // BLOCK, 2 * BLOCK) if across else (length, 2)))
         else:
             x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
         return [x, by_row, *more], viewed, plan, beside
     if other:
-        if plan.source in NORMS:
+        if plan.source.norm:
             *residual, weight = other
             x = reference.added(x, *residual) if residual else x
             sums = [x] * len(residual)
@@ -163,7 +162,7 @@ def operands_of(
             beside = [factors[..., 0], *sums]
         else:
             x = _floats_of(x, other, plan.source)
-        plan = dataclasses.replace(plan, source="", eps=0.0)
+        plan = dataclasses.replace(plan, source=X, eps=0.0)
     x = placed(x, x.shape, plan)
     viewed = Viewed.of(plan.view, x.shape, spec_of(x), plan.first_axis)
     operands = [viewed.to_floats(x)]
@@ -180,14 +179,14 @@ def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
     """
     meshes = (jax.typeof(a).sharding.mesh for a in (x, *other))
     is_empty = 0 in [n for n in x.shape[:-1] if isinstance(n, int)]
-    is_matrix = x.ndim == 2 or (x.ndim > 2 and plan.source in NORMS and plan.takes_slabs)
+    is_matrix = x.ndim == 2 or (x.ndim > 2 and plan.source.norm and plan.takes_slabs)
     plain = is_matrix and not is_empty and not plan.block_data
     unit = 2 * max(lengths_of(plan.preprocessing[0].window))
-    whole = not named_in(plan.source)[1] or x.shape[1] % unit == 0
+    whole = not plan.source.gradient or x.shape[1] % unit == 0
     return plain and whole and not any(map(is_explicit, meshes))
 
 
-def _floats_of(x: jax.Array, other: Sequence[jax.Array], source: str) -> jax.Array:
+def _floats_of(x: jax.Array, other: Sequence[jax.Array], source: Source) -> jax.Array:
     """The floats that XLA makes; on a mesh with explicit axes, split as both are."""
     meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, *other)) if is_explicit(m)]
     if source != ROWS or not meshes:

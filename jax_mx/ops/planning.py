@@ -21,6 +21,7 @@ from jax_mx.arrays.checks import (
 from jax_mx.facts.formats import BLOCK, FORMATS, SCALINGS, named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, SCALE_LAYOUTS, VALUE_LAYOUTS
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
+from jax_mx.facts.sources import Source, X
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 
@@ -32,7 +33,7 @@ class Options:
     Attributes:
       formats: of each result; so are value_layouts and preprocessing.
       transpose: a bool; of quantize_both a pair, for the last axis and the one before.
-      source: what the floats are made of, see `facts.variants.Variant`.
+      source: what makes the floats.
       eps: of a norm, a float32.
     """
 
@@ -46,7 +47,7 @@ class Options:
     zero_scale: Any = 0
     value_layouts: Any = (ROW_MAJOR_VALUES,)
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
-    source: str = ""
+    source: Source = X
     eps: float = 0.0
 
     @classmethod

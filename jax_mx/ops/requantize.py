@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_mx.arrays.sharding import is_explicit
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
-from jax_mx.facts.signatures import source_of_codes
+from jax_mx.facts.sources import Source
 from jax_mx.facts.windows import Window
 from jax_mx.ops.inputs import numbers_of
 from jax_mx.ops.mxarray import MXArray, checked, dequantize
@@ -68,7 +68,7 @@ def requantize(
     own = (preprocessing_of(op, None, None, window),)
     asked = Options(
         (format,), axis, scaling, scale_layout, implementation, transpose,
-        preprocessing=own, source=source_of_codes(q.format.name),
+        preprocessing=own, source=Source(rows=True, codes=q.format.name),
     )  # fmt: skip
     like = jax.ShapeDtypeStruct((rows.shape[0], q.shape[1]), jnp.bfloat16)
     data = (data_of(None, None),)

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 
 from jax_mx.arrays.checks import flag, float_dtype, shown, whole, window_of, zero_scale_of
 from jax_mx.facts import chips as chip_table
-from jax_mx.facts.activations import GRADIENT, INTERLEAVED
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
-from jax_mx.facts.signatures import RMS_NORM
+from jax_mx.facts.sources import Source
 from jax_mx.facts.windows import Window
 from jax_mx.lowering import registry, targets
 from jax_mx.lowering.plan import Plan
@@ -134,8 +133,8 @@ def is_supported(
 
 def source_of(
     op: str, rows: Any, activation: Any, interleaved: Any, gradient: Any, norm: Any
-) -> str:
-    """What the floats are made of, see `facts.variants.Variant`; what no kernel makes, too.
+) -> Source:
+    """What makes the floats; what no kernel makes, too.
 
     Raises:
       TypeError, ValueError: neither bools nor an activation's name, or not together.
@@ -150,9 +149,13 @@ def source_of(
         )
     if activation is not None:
         row_of(op, activation)
-    parts = ["rows"] * picks + [RMS_NORM] * flag(op, "norm", norm)
-    parts += [str(activation)] * (activation is not None)
-    return "_".join(parts) + INTERLEAVED * turns + GRADIENT * gradient
+    return Source(
+        rows=picks,
+        norm=flag(op, "norm", norm),
+        activation=activation or "",
+        interleaved=turns,
+        gradient=gradient,
+    )
 
 
 def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False) -> Support:

@@ -15,17 +15,15 @@ from jax_mx.facts.activations import (
     ACTIVATIONS,
     CUBE,
     EXP,
-    INTERLEAVED,
     NEAR,
     SHARPNESS,
     TAIL,
     TANH,
     Activation,
     Rounding,
-    named_in,
 )
 from jax_mx.facts.formats import BLOCK, FORMATS
-from jax_mx.facts.signatures import ROWS, codes_in
+from jax_mx.facts.sources import Source
 from jax_mx.reference.blocks import dequantize, flushed, rows_of
 
 # Beyond, a slope is 0 or 1 in float32; and no product of such numbers overflows.
@@ -272,22 +270,22 @@ def gated_gradient(
     return [flushed(dy * d).astype(x.dtype) for x, d in zip(each, by, strict=True)]
 
 
-def floats_of(source: str, x: jax.Array, first: jax.Array, *more: jax.Array) -> jax.Array:
-    """What a call of a source quantizes, see `facts.variants.Variant`; of its operands."""
-    if source == ROWS:
+def floats_of(source: Source, x: jax.Array, first: jax.Array, *more: jax.Array) -> jax.Array:
+    """The floats that a call quantizes, made of its operands."""
+    if source.rows and not source.codes:
         return rows_of(x, first)
-    if codes := codes_in(source):
+    if source.codes:
         (scales,) = more
         picked = (rows_of(a, first) for a in (x, scales.reshape(x.shape[0], -1)))
         values, scales = (
             a.reshape(first.shape[0], x.shape[1] // BLOCK, n)
             for a, n in zip(picked, (BLOCK, 1), strict=True)
         )
-        y = dequantize(values, scales, FORMATS[codes], np.dtype(jnp.bfloat16))
+        y = dequantize(values, scales, FORMATS[source.codes], np.dtype(jnp.bfloat16))
         return y.reshape(first.shape[0], x.shape[1])
-    name, is_gradient = named_in(source)
-    each = halves(x, name, source.endswith(INTERLEAVED))
-    if is_gradient:
+    name = source.activation
+    each = halves(x, name, source.interleaved)
+    if source.gradient:
         (dy,) = more
         return joined(gated_gradient(each, first, dy, name))
     return gated(each, first, name)

@@ -1,0 +1,58 @@
+"""What makes the floats that are quantized, where they are not x itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Source:
+    """How the floats are made of x; false where they are x.
+
+    Attributes:
+      rows: whether they are the rows of x that an operand numbers.
+      codes: the name of x's format; "": x are floats.
+      norm: whether they are x's rows, normed.
+      added: whether another array is added to x before.
+      activation: the name of the one that makes them of gates and ups, see facts/activations.py.
+      interleaved: whether gates and ups take turns in x; they are its halves otherwise.
+      gradient: whether they are the gradient of gates and ups, by that of the activation's results.
+    """
+
+    rows: bool = False
+    codes: str = ""
+    norm: bool = False
+    added: bool = False
+    activation: str = ""
+    interleaved: bool = False
+    gradient: bool = False
+
+    def __bool__(self) -> bool:
+        return self != X
+
+    def __str__(self) -> str:
+        """As the names of kernels end with it."""
+        words = {
+            self.codes: True,
+            "rows": self.rows,
+            "rms_norm": self.norm,
+            "added": self.added,
+            self.activation: True,
+            "interleaved": self.interleaved,
+            "gradient": self.gradient,
+        }
+        return "_".join(word for word, there in words.items() if word and there)
+
+    def __repr__(self) -> str:
+        return f"Source({self})"
+
+    @property
+    def makes_one_of_two(self) -> bool:
+        """Whether they have half as many columns as x, whose halves or pairs they are made of."""
+        return self.activation != "" and not self.gradient
+
+
+X = Source()
+ROWS = Source(rows=True)
+RMS_NORM = Source(norm=True)
+ADDED = Source(norm=True, added=True)
