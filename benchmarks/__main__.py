@@ -221,6 +221,7 @@ def measure(case: Case, repeats: int, commit: str) -> Measured:
         speedup_over_xla=xla_time and round(xla_time.us / own.us, 4),
         commit=commit,
         implementation=implementation,
+        device=jax.devices()[0].device_kind,
     )
     clocks = dict.fromkeys(t.clock for t in (own, xla_time, copy_time) if t)
     return Measured(row, " / ".join(clocks), xla, copy, tuple(notes))

@@ -100,7 +100,7 @@ def program(case: Case, way: str, mesh: Any) -> Any:
 
 
 def microseconds(f: Callable[..., Any], *args: Any, calls: int, batches: int = 3) -> float:
-    """Of a call, the best batch."""
+    """What a call takes in the best batch."""
     for _ in range(3):
         jax.block_until_ready(f(*args))
     best = math.inf

@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
 
 
 def known(text: str) -> list[str]:
-    """Of the metrics above those that `ncu --query-metrics` prints; others would end the run."""
+    """Those of the metrics above that `ncu --query-metrics` prints; others would end the run."""
     names = {line.split()[0] for line in text.splitlines() if line.strip()}
     return [metric for metric in METRICS if metric.partition(".")[0] in names]
 

@@ -3,7 +3,8 @@
     python -m benchmarks ... --against benchmarks/results/h200.json     # exits with 1 if any has
     python -m benchmarks.guard NEW.json benchmarks/results/h200.json [--share 0.01]
 
-Rows are compared that measured the same: all but their numbers, their commit and who ran agree.
+Rows are compared that measured the same on the same chip: all but their numbers, their commit and
+the implementation agree.
 What counts is the speed over that of the copy of the same run, so that another clock of the memory
 is no change; times beside it are for reading.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 SHARE = 0.01
 WHAT = ("op", "form", "shape", "dtype", "format", "scaling", "scale_layout")  # was measured
+CASE = (*WHAT, "device")  # rows of other chips measured something else
 OURS = ("cutedsl", "flydsl", "xla")  # implementations; other rows are peers'
 
 Row = Mapping[str, Any]
@@ -52,16 +54,16 @@ class Change:
 
 def changes(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Change]:
     """Every row that measured what an earlier one did; the latest of the earlier ones counts."""
-    known = {_what(row): row for row in earlier if row["implementation"] in OURS}
+    known = {_case(row): row for row in earlier if row["implementation"] in OURS}
     return [
-        Change(_what(row), _numbers(known[_what(row)]), _numbers(row))
+        Change(" ".join(row[name] for name in WHAT), _numbers(known[_case(row)]), _numbers(row))
         for row in rows
-        if row["implementation"] in OURS and _what(row) in known
+        if row["implementation"] in OURS and _case(row) in known
     ]
 
 
-def _what(row: Row) -> str:
-    return " ".join(str(row[name]) for name in WHAT)
+def _case(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in CASE)
 
 
 def _numbers(row: Row) -> tuple[float, float]:

@@ -165,7 +165,7 @@ def bytes_per_element(variant: Variant) -> float:
 
 
 def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[Bound]:
-    """Of every binary in a manifest, on every chip that runs it."""
+    """Rows of every binary in a manifest, on every chip that runs it."""
     for variant in VARIANTS:
         if only not in variant.name:
             continue

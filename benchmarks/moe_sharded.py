@@ -51,7 +51,7 @@ def layers(recipe: Recipe) -> dict[str, Callable[..., Any]]:
 
 
 def operands(case: moe.Case, mesh: Any) -> tuple:
-    """Of `moe.operands`, split: tokens and experts along their first axes."""
+    """The operands of `moe.operands`, split: tokens and experts along their first axes."""
     where = NamedSharding(mesh, P("d"))
     return jax.jit(partial(moe.operands, case), out_shardings=where)(jax.random.key(0))
 

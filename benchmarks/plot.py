@@ -117,7 +117,7 @@ Bars = Mapping[str, Mapping[str, float]]  # name -> label of a group -> length
 
 
 def measured() -> list[Row]:
-    """Of benchmarks/results what `draw` takes: one run of our quantizers, and torchao's rows."""
+    """What `draw` takes of benchmarks/results: one run of our quantizers, and torchao's rows."""
     rows = [row for row in _rows("h200") if WHERE.items() <= row.items()]
     theirs = [row for row in _rows("h200_peers") if row["implementation"] not in IMPLEMENTATIONS]
     return one_run(rows) + theirs
@@ -150,7 +150,7 @@ def overview_bars() -> tuple[Bars, Bars]:
 
 
 def _rows(name: str) -> list[Row]:
-    """Of a file of benchmarks/results; none where it is not there."""
+    """The rows of a file of benchmarks/results; none where it is not there."""
     path = RESULTS / f"{name}.json"
     held = json.loads(path.read_text()) if path.exists() else []
     return [row for row in (held if isinstance(held, list) else held["rows"]) if "us" in row]

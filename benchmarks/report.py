@@ -36,6 +36,7 @@ class Row:
     speedup_over_xla: float | None  # over the fastest of XLA's versions; None: none of them ran
     commit: str
     implementation: str  # "cutedsl", "xla", ...; or a peer's name
+    device: str  # as its driver names it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def write_record(path: Path, command: str, rows: Sequence[Mapping[str, Any]], **
 
 
 def one_run(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of rows of several runs those of the largest one; of equally large ones, of the last."""
+    """The rows of the largest of several runs; of equally large ones, of the last."""
     runs: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         runs.setdefault(row["commit"], []).append(row)

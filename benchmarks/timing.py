@@ -46,7 +46,7 @@ class Event:
 
 
 def nbytes(tree: Any) -> int:
-    """Of all arrays of a pytree, once each, from their shapes and dtypes alone."""
+    """Bytes of all arrays of a pytree, once each, from their shapes and dtypes alone."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

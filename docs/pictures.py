@@ -324,7 +324,7 @@ def layer() -> Figure:
 
 # ---- speed ---
 def speed() -> Figure:
-    """Of every form, beside a copy, XLA and the peers, of one run."""
+    """The speed of every form, beside a copy, XLA and the peers, of one run."""
     rows = plot.measured()
     return plot.draw(rows, "H200", f"commit {rows[0]['commit']}")
 

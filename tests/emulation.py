@@ -181,7 +181,7 @@ class Program:
         return all(self.extent(*row[1:4]) % row[4] == 0 for row in rows if row[0] == entry)
 
     def align(self, entry: int) -> list[int]:
-        """Of each buffer."""
+        """What the address of each buffer must be a multiple of."""
         return self.rule["align"].reshape(-1, len(self.dims))[entry].tolist()
 
     def launch(

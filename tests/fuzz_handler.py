@@ -133,7 +133,7 @@ class Rule:
             count += 1
 
     def sizes(self, entry: int) -> list[int]:
-        """Of its parameters, in bytes."""
+        """The sizes of its parameters, in bytes."""
         wide = {0: lambda _: 8, 1: lambda i: self.scalars[i][0], 2: lambda _: 128, 3: lambda n: n}
         return [wide[kind](index) for kind, index in self.parameters[entry]]
 

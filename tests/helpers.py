@@ -461,7 +461,7 @@ MESH = ("expert", "data", "tensor")  # in this order a mesh has its axes
 
 
 def mesh_shape(spec: object, n: int) -> dict[str, int]:
-    """Of n devices, with the axes that the spec, or several, name; at least one."""
+    """The sizes of a mesh of n devices, with the axes that specs name; at least one."""
     names = [name for name in MESH if name in str(spec)] or ["data"]
     sizes = {1: (n,), 2: (2, n // 2), 3: (2, 2, n // 4) if n > 2 else (2, 1, 1)}[len(names)]
     return dict(zip(names, sizes, strict=True))

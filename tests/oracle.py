@@ -162,7 +162,7 @@ def noise_of(seeds: np.ndarray, elements: int) -> np.ndarray:
 
 
 def seeds_of(shape: tuple[int, ...], axis: int, square: bool, key: np.ndarray) -> np.ndarray:
-    """Of each block of an array, with the block axis last; `key` are its two uint32 words.
+    """The seed of each block of an array, with the block axis last; `key` are two uint32 words.
 
     A block's number counts blocks in the array's own order, whatever becomes of the result.
     """

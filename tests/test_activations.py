@@ -254,7 +254,7 @@ def off(got, want, bits: int, least: float):
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.parametrize("what", ["part", "slope"])
 def test_no_gate_is_near_a_tie(what, name):
-    """Of what is rounded: further than the error of a chip's exponential and of its reciprocal.
+    """What is rounded lies further off than a chip's exponential and its reciprocal may err.
 
     That is 2^-20.5 of the number, and where exp(-z) counts, 2^-22.5 z more, or 2^-21.5 z where z
     is a polynomial of the gate; of terms that cancel each other, of the terms.
@@ -325,7 +325,7 @@ def test_the_gradient_is_defined(name):
 @pytest.mark.optimized
 @each_name
 def test_the_float_is_near_the_exact_number(name):
-    """Of every bfloat16 gate: within a unit in the last place of the dtype that has it."""
+    """Every bfloat16 gate is within a unit in the last place of the dtype that has it."""
     gate = EVERY[np.isfinite(EVERY.astype(np.float32))].astype(np.float32)
     least_half = 2.0**-14
     for dtype, bits, least, bound in (
@@ -357,7 +357,7 @@ def test_products_are_near_the_exact_number(name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_name
 def test_derivatives(name, dtype):
-    """Of gates, ups and weights, against float64."""
+    """Gates, ups and weights, against float64."""
     rng = np.random.default_rng(0)
     x = (rng.normal(size=(5, 3, 64)) * 4).astype(dtype)
     w, dy = (rng.normal(size=shape).astype(np.float32) for shape in ((5, 3), (5, 3, 32)))

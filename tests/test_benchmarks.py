@@ -47,7 +47,7 @@ pytestmark = pytest.mark.any_device
 KEYS = [
     *("op", "form", "shape", "dtype", "format", "scaling", "scale_layout"),
     *("us", "gbps", "copy_gbps", "fraction_of_copy", "speedup_over_xla", "commit"),
-    "implementation",
+    *("implementation", "device"),
 ]
 NUMBERS = KEYS[7:12]
 
@@ -477,7 +477,7 @@ def test_the_command_line_names_unknown_shapes(capsys):
 
 def measured(case, us, fraction, speedup, gbps=1.0):
     numbers = (us, gbps, 1.0, fraction, speedup)
-    row = Row(*case.names.values(), *numbers, commit="", implementation="cutedsl")
+    row = Row(*case.names.values(), *numbers, commit="", implementation="cutedsl", device="H200")
     return Measured(row, "device", "multiply", "x.copy()")
 
 
@@ -875,6 +875,7 @@ def earlier_row(**changes):
     names = ("quantize", "axis -1", "64x128", "bfloat16", "mxfp8_e4m3", "rceil", "row_major")
     numbers = {"us": 100.0, "gbps": 4000.0, "copy_gbps": 4000.0, "fraction_of_copy": 1.0}
     rest = {"speedup_over_xla": 2.0, "commit": "abc", "implementation": "cutedsl"}
+    rest["device"] = "NVIDIA H200"
     return {**dict(zip(KEYS, names, strict=False)), **numbers, **rest, **changes}
 
 
@@ -894,6 +895,7 @@ def test_the_guard_names_what_is_slower():
     ]
     assert guard.verdict([slow], earlier, 0.05)[0]
     assert not guard.verdict([new], earlier, 0.01)[0]  # nothing was guarded
+    assert not guard.verdict([earlier_row(device="NVIDIA H100")], earlier, 0.01)[0]
 
 
 def test_the_guard_compares_files(tmp_path, capsys):
@@ -915,7 +917,8 @@ def test_a_run_is_guarded(tmp_path, capsys):
     command = ["--form", "axis -1", "--shapes", "64x128", "--repeats", "2"]
     path = tmp_path / "earlier.json"
     for fraction, status in ((1e-6, 0), (1e6, 1)):
-        row = earlier_row(fraction_of_copy=fraction, implementation="xla")
+        here = {"implementation": "xla", "device": jax.devices()[0].device_kind}
+        row = earlier_row(fraction_of_copy=fraction, **here)
         path.write_text(json.dumps([row]))
         assert cli.main([*command, "--against", str(path)]) == status
         assert "of 1 rows are slower" in capsys.readouterr().out

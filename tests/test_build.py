@@ -43,7 +43,8 @@ def _places(dsl: str) -> list[Path]:
     """The files whose change must change the key of a DSL's kernels."""
     package = Path(build.__file__).parents[1]
     found = [*(package / "facts").glob("*.py"), *(package / "kernels" / dsl).rglob("*.py")]
-    found += [package / "kernels" / name for name in ("entry.py", "geometry.py", "tuning.py")]
+    shared = ("entry.py", "geometry.py", "noise.py", "tuning.py")
+    found += [package / "kernels" / name for name in shared]
     return [path.relative_to(package) for path in found if path.stem not in ("sass", "gcn")]
 
 

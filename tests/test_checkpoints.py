@@ -242,7 +242,7 @@ def test_without_safetensors_one_sentence_says_what_to_install(monkeypatch, tmp_
         lambda: jax_mx.save_safetensors({}, tmp_path / "w"),
         lambda: jax_mx.load_safetensors(tmp_path / "w"),
     ):
-        assert_refused(call, ModuleNotFoundError, "pip install 'jax-mx[checkpoints]'")
+        assert_refused(call, ModuleNotFoundError, "pip install safetensors")
 
 
 def test_other_trees_stay_as_they_are():

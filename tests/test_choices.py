@@ -100,7 +100,7 @@ def test_time_is_taken_of_what_runs(monkeypatch):
 
 
 def test_no_product_of_a_program_is_merged_or_left_out(monkeypatch):
-    """Of two operands as of one: each launch computes a product of its own."""
+    """Two operands or one: each launch computes a product of its own."""
     programs = []
 
     def seconds(candidate, runs):
@@ -146,7 +146,7 @@ def test_a_poisoned_candidate_never_wins(monkeypatch, poison):
 
 
 def test_long_sums_hide_nothing(monkeypatch):
-    """Of 2^18 terms the bound lets even zero pass, but not of the few that sparse operands have."""
+    """With 2^18 terms the bound lets even zero pass; with few, as sparse operands have, not."""
     add(monkeypatch, "zero", lambda *call: XLA(*call) * 0)
     costing(monkeypatch, {"xla": 9.0, "dequantize": 8.0, "scaled_dot": 7.0})
     (entry,) = quiet(matmul, ones(4, 2**18), ones(2**18, 4)).entries

@@ -25,7 +25,7 @@ from jax_mx.testing.memory import Global
 @pytest.mark.every_binary
 @each_binary(FLYDSL)
 def test_accesses_are_16_bytes_a_lane(variant, arch):
-    """Of x, the values and the floats; scales, of which a block has one byte, take less."""
+    """Accesses to x, values and floats; scales, of which a block has one byte, take less."""
     artifact = store.get(variant, arch)
     code, quantizes = CodeObject(artifact.image), variant.op == "quantize"
     itemsize, count = FLOAT_DTYPES[variant.dtype].itemsize, len(variant.formats)

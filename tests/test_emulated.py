@@ -249,7 +249,7 @@ def test_one_dimension(arch):
 @pytest.mark.parametrize("arch", ARCHS["flydsl"])
 @pytest.mark.parametrize("form", ["second_transposed, tiles", "both_transposed"])
 def test_forms_without_a_kernel_go_along_rows(arch, form):
-    """Of other dtypes than bfloat16, and of other pairs than there are kernels for."""
+    """Other dtypes than bfloat16, and other pairs than there are kernels for."""
     op, how, shape, results = BY_ROWS[form]
     run = functools.partial(getattr(jax_mx, op), format="mxfp4_e2m1", **how)
     x = jnp.asarray(random_bits(shape, "bfloat16" if results == 2 else "float32"))
@@ -340,7 +340,7 @@ def test_transforms_and_eight_devices(arch):
     [((8, 256), -1, False), ((8, 192), -1, True), ((4, 192, 5), 1, True)],
 )
 def test_shards_of_transforms_of_two_blocks(shape, axis, gathers):
-    """Of two blocks: XLA gathers them for the call; it does not where shards have both."""
+    """Two blocks: XLA gathers them for the call; it does not where shards have both."""
     mesh = jax.make_mesh((2,), ("a",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
     x = jnp.asarray(random_bits(shape, "bfloat16"))
     signs = jnp.arange(64) % 3 == 0

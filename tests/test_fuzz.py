@@ -153,7 +153,7 @@ class Case:
         return jax_mx.quantize(x, **options)
 
     def refusal(self) -> type[Exception] | None:
-        """Of a call that the documentation refuses."""
+        """The error of a call that the documentation refuses."""
         call, rank = self.call, len(self.shape)
         along = (-2, -1) if call.square else (call.axis,)
         if rank < len(along) or any(self.shape[d] % 32 for d in along):
@@ -186,7 +186,7 @@ OTHERS = st.sampled_from((1, 1, 2, 3, 5, 8, 16, 17, 32, 33, 130))
 
 @st.composite
 def shapes(draw, along: tuple[int, ...], most: int = 20_000) -> tuple[int, ...]:
-    """Of rank 1 to 6, of whole blocks along these axes; one in twenty not, one of size 0."""
+    """Shapes of rank 1 to 6, of whole blocks along these axes; one in twenty not, one empty."""
     rank = draw(st.integers(max(-min(along), 1), 6))
     shape, left = [0] * rank, most
     for d in sorted(range(-rank, 0), key=lambda d: d not in along):
@@ -584,7 +584,7 @@ class Quantized:
 
 @st.composite
 def quantized(draw) -> Quantized:
-    """Of calls that quantize takes."""
+    """Draws calls that quantize takes."""
     call = dataclasses.replace(
         draw(calls()), transpose=False, zero_scale=0, hadamard=0, prescale=None, scaling="floor"
     )

@@ -228,7 +228,7 @@ def parts(window, *multiples) -> list[int]:
 
 @functools.cache
 def compiled_sums(dtype, implementation):
-    """Of floats, or of MX arrays whose blocks have scales of their own."""
+    """`gemm_wgrad` of floats, or of MX arrays whose blocks have scales of their own."""
     options = {"preferred_element_type": dtype, "implementation": implementation}
     return jax.jit(functools.partial(gemm_wgrad, window=BLOCK, **options))
 
@@ -286,7 +286,7 @@ EXACT = ("reglu", "reglu2", "bilinear")  # of integers
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_reference_of_activations(interleaved):
-    """Of sums that nothing has rounded, of few rows and of many, of none."""
+    """Sums that nothing has rounded: few rows, many, none."""
     rng = np.random.default_rng(24)
     w = integers(rng, (3, 14, 64), MXFP8_E4M3, most=1, exponents=1)
     how = {"interleaved": interleaved}
@@ -623,7 +623,7 @@ def test_the_call_of_a_kernel(monkeypatch):
 
 
 def test_every_product_has_its_launch_rule():
-    """Of each dtype of y: entries as the handler takes them, one for any addresses at the end."""
+    """For each dtype of y entries as the handler takes them, one for any addresses at the end."""
     pytest.importorskip("cutlass")
     from jax_mx.kernels.cutedsl import matmul, matmul_fp8, products, wgrad, wgrad_fp8
 
@@ -890,7 +890,7 @@ def amaxes(x, implementation):
 
 
 def check_amaxes(x, implementation="xla", whole=None):
-    """Of x (batch, rows, columns); or of what is cut from an array that is passed instead."""
+    """For x (batch, rows, columns), or what is cut from an array that is passed instead."""
     poison_memory()
     cut = whole is not None
     f = functools.partial(amaxes, implementation=implementation)
@@ -1040,7 +1040,7 @@ def test_graphs_are_replayed_with_other_sizes():
 @kernels
 @pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4_E2M1, MXFP6_E3M2], ids=repr)
 def test_random_floats_are_within_the_bound(format):
-    """Of float64: rounding y, and eps32 * k * sum |a||b|."""
+    """The bound from float64: rounding y, and eps32 * k * sum |a||b|."""
     rng = np.random.default_rng(14)
     m, n, k = 500, 300, 4096
     every = jnp.asarray(rng.normal(size=(m, k)), jnp.bfloat16)

@@ -101,7 +101,7 @@ def test_regions_cover_whole_tiles_of_scales(form):
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=repr)
 def test_codes_of_a_byte_lie_along_blocks(form):
-    """Of square blocks, along the last axis of the array as it lies."""
+    """Square blocks, along the last axis of the array as it lies."""
     for output in geometry.outputs_of(form, (MXFP4_E2M1,) * len(form.directions)):
         along = output.blocks
         if along is directions.Blocks.SQUARE:
@@ -126,7 +126,7 @@ def geometry_slice(first, last, view):
 
 @pytest.mark.parametrize("op", KERNELS)
 def test_grids_have_a_thread_block_for_each_tile(op):
-    """Of floats (3, 160, 224), as lowering views them, with tiles that do not divide them."""
+    """For floats (3, 160, 224), as lowering views them; tiles do not divide them."""
     rows, cols, tile = 160, 224, Extents(64, 128)
     for form in KERNELS[op]:
         if form == directions.LAST:

@@ -222,6 +222,11 @@ def test_extras_bring_the_compilers_that_the_library_wants(dsl):
             assert pinned in {requirement.partition(";")[0].strip() for requirement in group}
 
 
+def test_the_emulator_is_told_to_be_installed_as_its_extra_says():
+    extra = PROJECT["project"]["optional-dependencies"]["emulator"]
+    assert {re.sub(">=.*", "", requirement) for requirement in extra} == {*toolchains.EMULATOR}
+
+
 def test_dev_brings_what_every_extra_brings():
     dev = {re.split("[=>;]", r)[0].strip() for r in PROJECT["dependency-groups"]["dev"]}
     for name, extra in PROJECT["project"]["optional-dependencies"].items():

@@ -250,7 +250,7 @@ def test_alignment_picks_the_entry(scenario):
 
 
 def test_a_size_is_a_sum_of_products(scenario):
-    """Of the groups of a grouped product: the tiles of all rows, and one more for each group."""
+    """Such as that of a grouped product: the tiles of all rows, and one more for each group."""
     out = scenario(
         """
         rows = []

@@ -136,7 +136,7 @@ _ENDS = re.compile(r"-> tensor<([0-9x]*?)x?([a-z]+[0-9]+)>")
 
 
 def moved(name: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Of the lowered layer, forward, then backward: collectives, and elements that arrive.
+    """The lowered layer's collectives, forward, then backward, and elements that arrive.
 
     Lowered, as XLA's CPU compiler moves bfloat16 as float32.
     """

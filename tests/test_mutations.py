@@ -33,7 +33,7 @@ def program_of(form, arch, shape, layout="row_major", scaling="rceil", preproces
 
 
 def fields(data: bytes) -> dict[str, Any]:
-    """Of the instruction that these bytes begin with."""
+    """The fields of the instruction that these bytes begin with."""
     inst = decode_inst(data, "cdna")
     return {name: getattr(inst, name) for name, _ in inst._fields} | {"op": inst.op_name.lower()}
 

@@ -190,7 +190,7 @@ def test_quantized():
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 def test_gradients(dtype):
-    """Of floats, sum and factors, by the formula in float64; codes have none."""
+    """Gradients of floats, sum and factors, by the formula in float64; codes have none."""
     x, residual = rows((2, 5, 96), dtype, spread=1), rows((2, 5, 96), dtype, 1, spread=1)
     weight = rows((96,), dtype, 2, spread=1)
     dy, dsum = rows(x.shape, dtype, 3), rows(x.shape, dtype, 4)

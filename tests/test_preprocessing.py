@@ -243,7 +243,7 @@ def flushed(x: np.ndarray) -> np.ndarray:
 
 
 def butterflies(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Of the last axis, one float32 operation at a time; numpy flushes nothing by itself."""
+    """Along the last axis, one float32 operation at a time; numpy flushes nothing by itself."""
     size = len(signs)
     x = flushed(np.where(signs < 0, -x, x))
     with np.errstate(all="ignore"):

@@ -331,8 +331,8 @@ def test_what_an_installation_lacks_has_a_remedy(monkeypatch, tmp_path):
     assert not supported
     assert why == (
         f"quantize: this installation holds no binary {name} for sm_90a; to compile it takes "
-        "nvidia-cutlass-dsl 4.8.1, it is not installed; pip install 'jax-mx[cuda-kernels]'; 'xla' "
-        "serves it"
+        "nvidia-cutlass-dsl 4.8.1, it is not installed; pip install nvidia-cutlass-dsl==4.8.1 "
+        "pyelftools; 'xla' serves it"
     )
     x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
     assert store.TARGET not in lowered(x)

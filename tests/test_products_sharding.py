@@ -58,7 +58,7 @@ class Split:
         return ((self.batch + 1,), (self.batch,)), (batch, batch)
 
     def shapes(self, unit: int = BLOCK):
-        """Of x, w and y, so that an eighth holds a unit."""
+        """The shapes of x, w and y, so that an eighth holds a unit."""
         lead = (LENGTHS["e"],) * self.batch
         each = ("mk", "kn", "mn")
         return tuple((*lead, *(LENGTHS[n] * unit // BLOCK for n in two)) for two in each)
@@ -376,7 +376,7 @@ def mesh():
     ids=str,
 )
 def test_types_are_those_of_lax_dot_general(mesh, left, right, numbers, out):
-    """Of results and gradients, in a trace; nothing is run."""
+    """The types of results and gradients, in a trace; nothing is run."""
     x, w = (
         jax.ShapeDtypeStruct((256,) * len(spec), jnp.float32, sharding=NamedSharding(mesh, spec))
         for spec in (left, right)

@@ -42,7 +42,7 @@ DIRECTIONS = [
 
 
 def matrix(shape, dtype) -> np.ndarray:
-    """Of many magnitudes, with blocks of zeros; finite."""
+    """Numbers of many magnitudes, with blocks of zeros; finite."""
     rng = np.random.default_rng(len(shape))
     rows, cols = int(np.prod(shape[:-1])), shape[-1]
     power = rng.integers(-140, 120, (rows, cols // BLOCK)).repeat(BLOCK, 1)

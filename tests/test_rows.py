@@ -115,7 +115,7 @@ def test_nothing_of_a_row_reaches_others():
 
 @pytest.mark.parametrize("op", [jax_mx.quantize, jax_mx.quantize_both])
 def test_no_rows(op):
-    """Of an x without rows all are zeros; of no numbers nothing comes."""
+    """An x without rows gives zeros; no numbers give nothing."""
     x, rows = random_bits((9, 64), "bfloat16"), numbers(64, 9)
     same(op(x[:0], rows=rows), op(np.zeros((64, 64), x.dtype)))
     same(op(x, rows=rows[:0]), op(x[:0]))

@@ -61,7 +61,7 @@ class Op:
     operands_tiled: tuple[str, ...] = ()
 
     def axes(self, layout: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Of operands and of results."""
+        """The names of the axes of operands and of results."""
         if layout == "row_major":
             return self.operands, self.results
         return self.operands_tiled or self.operands, self.tiled

@@ -37,7 +37,7 @@ def test_quantizers_and_dequantizers():
 
 
 def test_launch_rules_number_the_arrays_of_the_signature():
-    """Of every variant that a cheap look at its source's facts can tell: one alignment a buffer."""
+    """Every variant has one alignment a buffer, as a cheap look at its source's facts tells."""
     for variant in VARIANTS:
         if variant.implementation != "flydsl" or variant.dtype != "bfloat16":
             continue

@@ -422,7 +422,7 @@ class Viewed:
 
     @classmethod
     def of(cls, view: View, shape: Shape, spec: Spec, axis: int) -> Viewed:
-        """Of floats of this shape and partition spec."""
+        """The view of floats of this shape and partition spec."""
         if view.units is not None and axis < -2:
             shape, spec = (_moved_to(dims, axis, -2) for dims in (shape, spec))
             return cls(view, axis, (shape, spec), *view.view(shape, spec, -2))

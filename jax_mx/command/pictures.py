@@ -60,7 +60,7 @@ def obstacle(path: Path) -> str:
 def histograms(
     name: str, tensor: np.ndarray, axis: int, formats: Sequence[str], scaling: str
 ) -> Histograms:
-    """Of a tensor that `samples.admit` gave, quantized along an axis to each format."""
+    """The histograms of a tensor that `samples.admit` gave, quantized to each format."""
     x = tensor.astype(np.float64)
     there = np.isfinite(x) & (x != 0)
     scales, errors, exact = {}, {}, {}

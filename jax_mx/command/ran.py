@@ -93,7 +93,7 @@ def emulation_lacks() -> str:
     try:
         from jax_mx.testing import hip as hip
     except ModuleNotFoundError as error:
-        return f"the emulator needs {error.name}; pip install 'jax-mx[emulator]'"
+        return f"the emulator needs {error.name}; {toolchains.install(*toolchains.EMULATOR)}"
     return ""
 
 

@@ -21,12 +21,13 @@ from jax_mx.command import here, output, pictures, ran, samples, tensors
 from jax_mx.command.output import Column, Steps
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.facts.toolchains import install
 
 PROGRAM = "python -m jax_mx"
 # What the extra `cli` brings: the modules, and what their distributions are called.
 EXTRA = {"rich": "rich", "safetensors": "safetensors", "sklearn": "scikit-learn"}
-PLOT = "matplotlib"  # what the extra `plot` brings
-EMULATOR = ("elftools", "msgpack", "tinygrad")  # modules of the extra `emulator`
+PLOT = "matplotlib"
+EMULATOR = ("elftools", "msgpack", "tinygrad")  # modules
 DEFAULTS = {"format": ["mxfp8_e4m3", "mxfp4_e2m1"], "scaling": ["rceil", "floor"]}
 
 DESCRIPTION = """\
@@ -321,16 +322,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _missing(error: ModuleNotFoundError) -> int:
-    """Says which extra brings a module that is not installed."""
+    """Says how to install a module that is not there."""
     module = (error.name or "").partition(".")[0]
     if module in EMULATOR:
         return _end(str(error), 1)
     if module == PLOT:
-        return _end(f"--plot needs {PLOT}; install it with pip install 'jax-mx[plot]'", 1)
+        return _end(f"--plot needs {PLOT}; {install(PLOT)}", 1)
     library = EXTRA.get(module)
     if library is None:
         raise error
-    return _end(f"this needs {library}; install it with pip install 'jax-mx[cli]'", 1)
+    return _end(f"this needs {library}; {install(library)}", 1)
 
 
 def _end(sentence: str, status: int) -> int:

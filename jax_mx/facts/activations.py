@@ -148,5 +148,5 @@ GATED: tuple[str, ...] = tuple(name for name, row in ACTIVATIONS.items() if row.
 
 
 def named_in(source: str) -> tuple[str, bool]:
-    """Of a source of floats: the activation in it, and whether they are its gradient."""
+    """The activation in a source of floats, and whether the floats are its gradient."""
     return source.removesuffix(GRADIENT).removesuffix(INTERLEAVED), source.endswith(GRADIENT)

@@ -72,7 +72,7 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """Of the element's exponent."""
+        """The bias of the element's exponent."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property

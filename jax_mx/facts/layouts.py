@@ -47,7 +47,7 @@ class Layout:
         return bool(self.order)
 
     def shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        """Of a matrix of bytes: (rows, cols), or (row tiles, column tiles, bytes of a tile)."""
+        """A matrix' shape in bytes: (rows, cols), or (row tiles, column tiles, bytes of a tile)."""
         if not self.is_tiled:
             return rows, cols
         padded = [-(-n // p) * p for n, p in zip((rows, cols), self.pad, strict=True)]

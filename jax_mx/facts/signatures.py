@@ -116,7 +116,7 @@ def _quantize(kinds: Sequence[Kind]) -> Signature:
 
 
 def _quantize_rows(kinds: Sequence[Kind]) -> Signature:
-    """Of the floats that the rows of a matrix are which `rows` numbers, zeros for other numbers."""
+    """For the rows of a matrix that `rows` numbers; for other numbers zeros."""
     return Signature((_X, _ROWS, *_block_data(kinds)), _quantized(kinds))
 
 
@@ -126,17 +126,17 @@ def _quantize_rows_of_codes(kinds: Sequence[Kind]) -> Signature:
 
 
 def _quantize_gated(kinds: Sequence[Kind]) -> Signature:
-    """Of an activation's results; x (T, 2, K) or (T, K, 2), gates and ups, weights by row."""
+    """For an activation's results: x (T, 2, K) or (T, K, 2), gates and ups; weights by row."""
     return Signature((_X, _WEIGHTS, *_block_data(kinds)), _quantized(kinds))
 
 
 def _quantize_gated_gradient(kinds: Sequence[Kind]) -> Signature:
-    """Of the gradient of gates and ups, (T, 2 K); dy (T, K), the gradient of the results."""
+    """For the gradient of gates and ups, (T, 2 K); dy (T, K) is the gradient of the results."""
     return Signature((_X, _WEIGHTS, _DY, *_block_data(kinds)), _quantized(kinds))
 
 
 def _quantize_normed(kinds: Sequence[Kind]) -> Signature:
-    """Of what `rms_norm` gives; weights by column. It also gives the factors of rows."""
+    """For what `rms_norm` gives; weights by column. It also gives the factors of rows."""
     return Signature((_X, _WEIGHTS, *_block_data(kinds)), (*_quantized(kinds), _FACTORS))
 
 

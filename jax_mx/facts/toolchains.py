@@ -21,13 +21,21 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "cutedsl": ("pyelftools",),
     "flydsl": ("pyelftools", "msgpack"),
 }
+# What executes AMD's kernels on a CPU. tinygrad decodes instructions; its decoder is no public API.
+EMULATOR = ("msgpack", "pyelftools", "tinygrad==0.14.0")
+
+
+def install(*requirements: str) -> str:
+    """The command that installs requirements; this package itself may not be on any index."""
+    return f"pip install {' '.join(requirements)}"
 
 
 def obstacle(dsl: str) -> str:
     """Why this machine cannot compile a DSL's kernels, and what to do; empty where it can."""
     if dsl == "flydsl" and platform.machine() != "x86_64":
         return f"flydsl compiles on x86_64 only, this machine is {platform.machine()}"
-    advice = f"pip install 'jax-mx[{EXTRAS[dsl]}]'"
+    pinned = (f"{name}=={version}" for name, version in COMPILERS[dsl].items())
+    advice = install(*pinned, *READERS[dsl])
     for distribution, want in COMPILERS[dsl].items():
         found = _installed(distribution)
         if found != want:

@@ -33,8 +33,9 @@ def without_jax() -> None:
 
 
 def compiled(variant, arch: str) -> tuple[bytes, dict[str, Any]]:
-    """The binary, and its facts: name, key, sha256, launches."""
+    """The binary, and its facts: name, abi, key, sha256, launches."""
     from jax_mx.facts.content import key_of
+    from jax_mx.facts.launch import ABI
 
     if variant.implementation == "cutedsl":
         from jax_mx.kernels.cutedsl import compile as backend
@@ -43,6 +44,7 @@ def compiled(variant, arch: str) -> tuple[bytes, dict[str, Any]]:
     image, facts = backend.compile_variant(variant, arch)
     names = {
         "name": f"{variant.name}.{arch}",
+        "abi": ABI,  # of the launch rules
         "key": key_of(variant, arch),
         "sha256": hashlib.sha256(image).hexdigest(),
     }

@@ -128,7 +128,7 @@ def _stop() -> None:
 
 
 def compile_kernel(variant: Binary, arch: str, bytecode: Path) -> tuple[bytes, dict[str, Any]]:
-    """The binary of a variant for an arch, and its facts: name, key, sha256, launches.
+    """The binary of a variant for an arch, and its facts: name, abi, key, sha256, launches.
 
     Args:
       variant: what is compiled.

@@ -41,7 +41,7 @@ from jax_mx.facts.signatures import NORMS, Array, Role, Signature
 from jax_mx.facts.variants import value_layouts_of
 from jax_mx.lowering import compiler, registry, store
 from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
-from jax_mx.lowering.registry import Support
+from jax_mx.lowering.registry import Refusal, Support
 from jax_mx.lowering.targets import Target, target_of
 
 # What makes operands vary over the same manual axes; since 0.10.1 under the first name.
@@ -73,10 +73,11 @@ def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
     found = registry.chosen(plan, target.platform, ())  # an export: some chip at least
     every = store.exported(chip_table.chips_of(chip_table.DSLS[target.platform]))
     if found.kernels and not every:
-        reason = f"{plan.name}: JAX_MX_ARCHS names no chip of {target.platform}; 'xla' serves it"
-        _say_once(f"exporting without kernels: {reason}")
+        why = f"JAX_MX_ARCHS names no chip of {target.platform}"
+        refusal = Refusal(plan.name, why, "'xla' serves it")
+        _say_once(f"exporting without kernels: {refusal}")
         named = plan.implementation
-        return Support(named, reason=reason) if named else Support("xla"), []
+        return Support(named, refusal=refusal) if named else Support("xla"), []
     each = {chip: registry.candidates(plan, target.platform, [chip])[0] for chip in every}
     chips = [chip for chip, support in each.items() if support.kernels]
     if found.kernels and len(chips) < len(every):
@@ -303,9 +304,9 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
     if support.kernels and by_tables.via_floats:
         return
     refused = registry.candidates(plan, target.platform, target.chips or ())[0]
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 and refused.refusal:
         raise RuntimeError(
-            f"{refused.reason.partition('; ')[0]}. Other processes of this program "
+            f"{plan.name}: {refused.refusal.why}. Other processes of this program "
             "may have the kernel, and all must take the same: install it everywhere, or pass "
             "implementation='xla' everywhere"
         )

@@ -35,7 +35,7 @@ AMAX = np.dtype(np.uint32)  # the bits of a float32
 
 
 def _product_avals(*operands, plan: ProductPlan):
-    """Of y (T, N)."""
+    """The abstract value of y (T, N)."""
     codes, scales = (operands[plan.signature.number(name)] for name in ("codes", "scales"))
     columns = scales.shape[2] * BLOCK if plan.free else codes.shape[1]
     shape = (operands[0].shape[0], columns // 2 if plan.activation else columns)
@@ -43,7 +43,7 @@ def _product_avals(*operands, plan: ProductPlan):
 
 
 def _wgrad_avals(*operands, plan: ProductPlan):
-    """Of y (G, M, N), likewise."""
+    """The abstract value of y (G, M, N)."""
     names = ("x_codes", "codes", "group_sizes")
     x, codes, sizes = (operands[plan.signature.number(name)] for name in names)
     shape = (sizes.shape[0], x.shape[0], codes.shape[0])
@@ -51,7 +51,7 @@ def _wgrad_avals(*operands, plan: ProductPlan):
 
 
 def _floats_wgrad_avals(*operands, plan: ProductPlan):
-    """Of y (G, K, N), or without sizes (..., K, N), likewise."""
+    """The abstract value of y (G, K, N), or without sizes (..., K, N)."""
     x, dy = operands[:2]
     lead = operands[2].shape if plan.grouped else x.shape[:-2]
     shape = (*lead, x.shape[-1], dy.shape[-1])
@@ -91,7 +91,7 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
 
 
 def _amaxes_avals(x, *, plan: ProductPlan):
-    """Of x (batch, T, K), which is not split."""
+    """The abstract values for x (batch, T, K), which is not split: by row and by column."""
     return [unsplit("mx_amaxes", [x], (x.shape[0], n), plan.dtype) for n in x.shape[1:]]
 
 

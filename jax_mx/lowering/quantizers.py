@@ -242,7 +242,7 @@ def _dequantize_reference(values, scales, *, plan: Plan):
 
 # ---- vmap ---
 def _batch(primitive: Primitive, args, dims, *, plan: Plan):
-    """Of norms along rows alike, entries become more rows; of others XLA makes the floats."""
+    """Entries of norms along rows alike become more rows; the floats of others are XLA's."""
     if plan.source not in NORMS:
         return batch(primitive, args, dims, plan=plan)
     if plan.takes_slabs and dims[-1] is None:

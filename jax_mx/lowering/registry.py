@@ -20,6 +20,26 @@ from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
 
 
 @dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why an implementation does not serve a call.
+
+    Attributes:
+      call: the name of the op, and of its form.
+      why: the implementation does not serve it.
+      instead: what does.
+      advice: what else may be done about it: to install something, say.
+    """
+
+    call: str
+    why: str
+    instead: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, (f"{self.call}: {self.why}", self.advice, self.instead)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Support:
     """What one implementation says of one plan.
 
@@ -28,20 +48,25 @@ class Support:
       kernels: the kernels that serve the plan: one, or one per result; none of "xla".
       via_transpose: whether XLA transposes what these kernels read, and back what they give.
       via_floats: whether XLA makes the floats that these kernels read, of rows or by an activation.
-      reason: why it does not serve the plan, and what does; empty where it serves it.
+      refusal: why it does not serve the plan, and what does; None where it serves it.
     """
 
     implementation: str
     kernels: tuple[Binary, ...] = ()
     via_transpose: bool = False
     via_floats: bool = False
-    reason: str = ""
+    refusal: Refusal | None = None
 
     def __bool__(self) -> bool:
-        return not self.reason
+        return self.refusal is None
+
+    @property
+    def reason(self) -> str:
+        """The refusal in a sentence; empty where there is none."""
+        return "" if self.refusal is None else str(self.refusal)
 
     def __str__(self) -> str:
-        if self.reason:
+        if self.refusal:
             return self.reason
         names = ", ".join(kernel.name for kernel in self.kernels) or "runs everywhere"
         how = " along rows" * self.via_transpose + " of floats that XLA makes" * self.via_floats
@@ -84,11 +109,9 @@ def candidates(
         named = table[plan.implementation]
         if named.platform in (platform, "any"):
             return [named.support(plan, chips)]
-        reason = (
-            f"{plan.name}: implementation {named.name!r} runs on {named.platform}, not on "
-            f"{platform}; use implementation=None or 'xla'"
-        )
-        return [Support(named.name, reason=reason)]
+        why = f"implementation {named.name!r} runs on {named.platform}, not on {platform}"
+        refusal = Refusal(plan.name, why, "use implementation=None or 'xla'")
+        return [Support(named.name, refusal=refusal)]
     asked = [each for each in table.values() if each.platform in (platform, "any")]
     return [each.support(plan, chips) for each in asked]
 
@@ -132,9 +155,8 @@ def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
         if direct or plan.is_square or not preprocessed or spans_two:
             return direct
         each = [_one_kernel(dsl, alone, chips) for alone in row_plans(plan)]
-        for refused in (support for support in each if not support):
-            _, _, reason = refused.reason.partition(":")
-            return Support(dsl, reason=f"{plan.name}:{reason}")
+        for refusal in (support.refusal for support in each if support.refusal):
+            return Support(dsl, refusal=dataclasses.replace(refusal, call=plan.name))
         kernels = tuple(kernel for support in each for kernel in support.kernels)
         return Support(dsl, kernels, via_transpose=True)
 
@@ -148,26 +170,27 @@ def _one_kernel(dsl: str, plan: AnyPlan, chips: Sequence[str]) -> Support:
         archs = PRODUCT_ARCHS.get(dsl, ())
         known = [chip for arch in archs for chip in chip_table.ARCHS[dsl][arch]]
         if not known:
-            return Support(dsl, reason=f"{plan.op}: {dsl} has no kernel; 'xla' serves it")
+            return _refused(dsl, plan.op, f"{dsl} has no kernel")
     for chip in chips:
         if chip not in known:
-            return Support(
-                dsl,
-                reason=f"{plan.name}: no {dsl} kernel for {chip}, only for {', '.join(known)}; "
-                "'xla' serves it",
-            )
+            why = f"no {dsl} kernel for {chip}, only for {', '.join(known)}"
+            return _refused(dsl, plan.name, why)
     if isinstance(plan, ProductPlan):
         variant, reason = _product_for(plan, dsl)
     else:
         variant, reason = _variant_for(plan, dsl)
     if variant is None:
-        return Support(dsl, reason=f"{plan.name}: {dsl} has no kernel{reason}; 'xla' serves it")
+        return _refused(dsl, plan.name, f"{dsl} has no kernel{reason}")
     for chip in chips:
         arch = chip_table.arch_of(chip)
         assert arch is not None  # `known` has it
-        if obstacle := store.obstacle(variant, arch):
-            return Support(dsl, reason=f"{plan.name}: {obstacle}; 'xla' serves it")
+        if advice := store.obstacle(variant, arch):
+            return _refused(dsl, plan.name, store.lacking(variant, arch), advice)
     return Support(dsl, (variant,))
+
+
+def _refused(dsl: str, call: str, why: str, advice: str = "") -> Support:
+    return Support(dsl, refusal=Refusal(call, why, "'xla' serves it", advice))
 
 
 def _product_for(plan: ProductPlan, dsl: str) -> tuple[Product | None, str]:

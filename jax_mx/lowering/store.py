@@ -58,7 +58,7 @@ class Artifact:
 
     @property
     def sha256(self) -> str:
-        """Of the binary, hexadecimal."""
+        """The binary's hash, hexadecimal."""
         return self.facts["sha256"]
 
     def attributes(self, launch: str, scalars: Mapping[str, int], carry: bool) -> dict[str, Any]:
@@ -174,13 +174,13 @@ def _alone(key: str, folder: Path) -> Iterator[None]:
 
 # ---- what lowering asks ---
 def obstacle(variant: Binary, arch: str) -> str:
-    """Why no binary of a variant can be had here, and what to do; empty where one can."""
-    if find(variant, arch) is not None:
-        return ""
-    why = toolchains.obstacle(variant.implementation)
-    if not why:
-        return ""
-    return f"this installation holds no binary {variant.name} for {arch}; {why}"
+    """Why a binary that is not here cannot be made, and what to do; empty where one can be had."""
+    return "" if find(variant, arch) else toolchains.obstacle(variant.implementation)
+
+
+def lacking(variant: Binary, arch: str) -> str:
+    """That a binary is not here."""
+    return f"this installation holds no binary {variant.name} for {arch}"
 
 
 def get(variant: Binary, arch: str) -> Artifact:
@@ -202,7 +202,7 @@ _interned: set[str] = set()
 def _compiled(variant: Binary, arch: str) -> Artifact:
     """The kernel, compiled now; or by another process while this one waited."""
     if why := obstacle(variant, arch):
-        raise compiler.CompileError(why)
+        raise compiler.CompileError(f"{lacking(variant, arch)}; {why}")
     key, folder = key_of(variant, arch), writable_cache()
     with _alone(key, folder):
         found = _cached(key, folder)  # by whoever had the lock before

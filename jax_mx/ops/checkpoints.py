@@ -236,7 +236,7 @@ def _safetensors(op: str) -> Any:
         import safetensors.numpy
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{op}: this needs safetensors; install it with pip install 'jax-mx[checkpoints]'",
+            f"{op}: this needs safetensors; pip install safetensors",
             name="safetensors",
         ) from error
     return safetensors

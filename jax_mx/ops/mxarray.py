@@ -109,7 +109,7 @@ class MXArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array that was quantized."""
+        """The shape of the array that was quantized."""
         shape = list(self.values.shape)
         if self.value_layout.is_tiled:
             shape[-3:] = self.value_layout.rows_cols(self.values.shape)
@@ -128,7 +128,7 @@ class MXArray:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the values as they are stored: a float8 type, or uint8 for formats below 8 bits."""
+        """The dtype of the values as they are stored: a float8 type, or uint8 below 8 bits."""
         return self.format.storage
 
     @property
@@ -343,7 +343,7 @@ class MXArray:
         return indexing.with_scales(op, checked(op, "the array", self), layout)
 
     def expand(self, axis: int = -1, scale_layout: ScaleLayout | str = ROW_MAJOR) -> MXArray:
-        """Of square blocks: the same array in blocks along one axis, as GEMMs take it.
+        """The same array of square blocks as blocks along one axis, which GEMMs take.
 
         Args:
           axis: -1 or -2.
@@ -546,7 +546,7 @@ def _flatten_with_keys(q: MXArray) -> tuple[Any, Aux]:
 
 
 def _unflatten(aux: Aux, children: Any) -> MXArray:
-    """Of any children: JAX puts tracers, specs and mere objects there."""
+    """Makes the array of any children: JAX puts tracers, specs and mere objects there."""
     q = object.__new__(MXArray)
     values, scales = children
     vars(q).update(zip(_STATIC, aux, strict=True), values=values, scales=scales)

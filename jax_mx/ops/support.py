@@ -18,7 +18,7 @@ from jax_mx.facts.signatures import RMS_NORM
 from jax_mx.facts.windows import Window
 from jax_mx.lowering import registry, targets
 from jax_mx.lowering.plan import Plan
-from jax_mx.lowering.registry import Support
+from jax_mx.lowering.registry import Refusal, Support
 from jax_mx.ops.activations import row_of
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, pairs, preprocessing_of
@@ -177,8 +177,8 @@ def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False)
         return registry.chosen(plan, platform, chips)
     first = registry.candidates(plan, platform, chips)[0]
     if first.implementation == "xla":
-        reason = f"{plan.name}: no kernels for {platform}; 'xla' serves it"
-        return Support(platform, reason=reason)
+        refusal = Refusal(plan.name, f"no kernels for {platform}", "'xla' serves it")
+        return Support(platform, refusal=refusal)
     return first
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE
-from jax_mx.lowering.registry import Support
+from jax_mx.lowering.registry import Refusal, Support
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.choices import Key
 
@@ -167,9 +167,8 @@ def both_along(call: Call) -> bool:
 
 def refused(name: str, call: Any, why: str) -> Support:
     """That an implementation does not serve a call, and what does."""
-    return Support(
-        name, reason=f"{call.op}: {name!r} {why}; use implementation=None or 'dequantize'"
-    )
+    instead = "use implementation=None or 'dequantize'"
+    return Support(name, refusal=Refusal(call.op, f"{name!r} {why}", instead))
 
 
 def scale_floats(scales: jax.Array) -> jax.Array:

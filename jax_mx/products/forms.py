@@ -89,7 +89,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """The shape of the weight."""
         return self.floats.shape
 
     @property
@@ -99,7 +99,7 @@ class QuantizedWeight:
 
     @property
     def dtype(self) -> Any:
-        """Of the weight's floats."""
+        """The dtype of the weight's floats."""
         return self.floats.dtype
 
 

@@ -125,7 +125,7 @@ class _Static(NamedTuple):
     inside: bool
 
     def arrangement(self, shape: tuple[int, ...]) -> Arrangement:
-        """Of a weight of this shape, or of a part of it."""
+        """How a weight of this shape, or a part of it, is arranged."""
         return arrangement_of(shape, self.contracting, self.batch)
 
     def placed(self, entries: tuple[Names, ...]) -> NamedSharding:

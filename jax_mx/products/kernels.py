@@ -8,6 +8,7 @@ do not, the product of floats that are made of both, summed over rows, as a weig
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -77,10 +78,9 @@ def _is_free(x: Any, w: Any, dot: Dot) -> bool:
 def support_of(op: str, plan: ProductPlan, chips: Sequence[str]) -> Support:
     """Whether there is a kernel for a plan, in the words of an op that has other ways."""
     found = registry.IMPLEMENTATIONS[NAME].support(plan, chips)
-    if not found:
-        _, _, why = found.reason.partition(": ")
-        why = why.replace("'xla'", "'dequantize'")
-        return Support(NAME, reason=f"{op}: {why}")
+    if found.refusal:
+        refusal = dataclasses.replace(found.refusal, call=op, instead="'dequantize' serves it")
+        return Support(NAME, refusal=refusal)
     return Support(NAME, found.kernels)
 
 

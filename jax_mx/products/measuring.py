@@ -247,7 +247,7 @@ def _options(name: str) -> dict[str, int] | None:
 
 
 def _platform() -> str:
-    """Of the device where arrays are made by default."""
+    """The platform of the device where arrays are made by default."""
     (device,) = jnp.zeros(()).devices()
     return device.platform
 

@@ -87,7 +87,7 @@ def _window(call: RaggedCall) -> int | str:
 
 
 def _dtypes(call: RaggedCall) -> set[np.dtype]:
-    """Of both operands as floats: one of them, if kernels are to multiply them."""
+    """The dtypes of both operands as floats: one of them, if kernels are to multiply them."""
     sides = call.lhs, call.rhs
     return {jnp.dtype(jnp.bfloat16) if isinstance(x, MXArray) else x.dtype for x in sides}
 

@@ -149,7 +149,7 @@ def rescaled(
 
 # ---- stochastic rounding ---
 def seeds(number: jax.Array, key: jax.Array) -> jax.Array:
-    """Of blocks with these numbers (uint32), by the two words of a key; none twice."""
+    """Seeds of blocks with these numbers (uint32), by the two words of a key; none twice."""
     return _mixed(number ^ key[0]) ^ key[1]
 
 

@@ -1,4 +1,4 @@
-"""Runs AMD kernels on a CPU. Needs the extra `emulator`: pip install 'jax-mx[emulator]'."""
+"""Runs AMD kernels on a CPU. Needs what the extra `emulator` brings."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def emulate(arch: str, *, order: str = "lockstep") -> AbstractContextManager[Non
       ModuleNotFoundError: the extra is not installed.
     """
     from jax_mx.facts.chips import ARCHS
+    from jax_mx.facts.toolchains import EMULATOR, install
     from jax_mx.lowering import targets
 
     if arch not in ARCHS["flydsl"]:
@@ -34,6 +35,6 @@ def emulate(arch: str, *, order: str = "lockstep") -> AbstractContextManager[Non
     try:
         from jax_mx.testing import hip
     except ModuleNotFoundError as error:
-        message = f"emulate: this needs {error.name}; pip install 'jax-mx[emulator]'"
+        message = f"emulate: this needs {error.name}; {install(*EMULATOR)}"
         raise ModuleNotFoundError(message, name=error.name) from error
     return targets.emulation(targets.Emulated(arch, hip.device(arch, order)))

@@ -20,7 +20,7 @@ MAGNITUDES = 0x7FFF7FFF
 
 @dsl_user_op
 def larger(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
-    """Of two words the larger halves."""
+    """The larger halves of two words."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; max.u16x2 {$w0}, a, b; }",
         write_only_types=[Uint32],
@@ -32,7 +32,7 @@ def larger(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def largest(a: Uint32, *, loc=None, ip=None) -> Uint32:
-    """Of all lanes' words the largest."""
+    """The largest of all lanes' words."""
     return cute.arch.inline_ptx(
         "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;",
         write_only_types=[Uint32],
@@ -88,7 +88,7 @@ class Amaxes(ProductEntry):
         ]
 
     def align_of(self, array: Array, itemsize: int) -> int:
-        """Of x by 16 bytes, or an element."""
+        """16 bytes, or an element, for x."""
         return (16 if self.vectors else 2) if array.name == "x" else itemsize
 
     def element_of(self, array: Array):

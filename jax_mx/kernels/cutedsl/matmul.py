@@ -545,7 +545,7 @@ class Warps(ProductEntry):
                 self.store(to + i * size, total, result, 0, left)
 
     def alone(self, epilogue, y, flat, tile, place, width: Int32, how: tuple, result: Int32):
-        """Of a tile that no other thread block shares: a thread's part of y."""
+        """Writes a thread's part of y, of a tile that no other thread block shares."""
         del how
         row, end, n0, e = tile
         q, first, apart, flip = place
@@ -592,7 +592,7 @@ class Warps(ProductEntry):
 
 
 class Free(Warps):
-    """Of a W (G, K, N) whose blocks run along N: y = x @ dequantize(W).
+    """For a W (G, K, N) whose blocks run along N: y = x @ dequantize(W).
 
     A row of W in a stage is 128 columns of one element of K. A lane's two rows of wgmma's first
     operand are neighbouring columns 2g and 2g + 1 of W, so of each element of K it reads both at
@@ -744,7 +744,7 @@ class Free(Warps):
 
 
 class Gated(Warps):
-    """Of a W (G, 2 N, K), gates and ups: y is what an activation makes of both.
+    """For a W (G, 2 N, K), gates and ups: y is what an activation makes of both.
 
     A stage has 64 rows of W twice, and wgmma's rows g and g + 8 are a gate and its up: of a W that
     has all gates first the boxes are one of gates and one of ups; of a W that has them by turns the

@@ -683,7 +683,7 @@ class Nibbles(Few):
 
     @staticmethod
     def factors(scale: Int32) -> list:
-        """Of a scale's byte two factors, each twice in a word: the second is 1 for most."""
+        """The two factors of a scale's byte, each twice in a word: the second is 1 for most."""
         twice = Uint32(0x00800080)
         rest = Uint32(cutlass.max(scale, Int32(128)) - 1) * twice
         rest = Uint32(cutlass.select_(scale == 255, Uint32(0x7FC07FC0), rest))

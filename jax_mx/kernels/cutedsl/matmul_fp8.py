@@ -351,7 +351,7 @@ class Windows(ProductEntry):
         return stage < end
 
     def first_byte(self, begin: Int32, blocks: Int32):
-        """Of a row's scales the tile's first."""
+        """Where the first scale of a row that the tile takes is."""
         del begin, blocks
         return Int64(0)
 
@@ -446,7 +446,7 @@ class Windows(ProductEntry):
         self, sx, sw, part: Int32, lane: Int32, row: Int32, n0: Int32, e: Int32, t: Int32,
         width: Int32, blocks: Int32,
     ):  # fmt: skip
-        """Of a lane's four rows: where its scales are, which float of a stage each becomes."""
+        """Where the scales of a lane's four rows are, and which float of a stage each becomes."""
         from_ = cute.make_rmem_tensor(4, Int64)
         to = cute.make_rmem_tensor(4, Int32)
         for j in range_constexpr(4):
@@ -564,7 +564,7 @@ class Windows(ProductEntry):
 
     @cute.jit
     def turned(self, words: cutlass.Constexpr, q: Int32):
-        """Of four lanes' four words, the q-th of each to lane q."""
+        """Brings the q-th of each of four lanes' four words to lane q."""
         a, b, c, d = words
         a, b = self.swapped(a, b, q, 1)
         c, d = self.swapped(c, d, q, 1)
@@ -585,7 +585,7 @@ class Windows(ProductEntry):
 
 
 class Rows(Windows):
-    """Of rows that have one scale: sums are promoted as they are, and scaled when all are there.
+    """Rows that have one scale: sums are promoted as they are, and scaled when all are there.
 
     Three warps bring a tile's scales, into one of two places in turn (two more barriers each, full
     and empty): they wait for `empty`, which both consumers' warps arrive at when they have read the

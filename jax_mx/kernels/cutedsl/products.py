@@ -51,7 +51,7 @@ def load_shared(address: Uint32, bits: int, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def load_columns(address: Uint32, *, loc=None, ip=None) -> list:
-    """Of four 8 x 8 matrices of 16 bits what wgmma's first operand wants of their transposes.
+    """Four 8 x 8 matrices of 16 bits, transposed, as wgmma's first operand wants them.
 
     A lane's word of each has rows 2q and 2q + 1 of column g, for g = lane / 4 and q = lane % 4;
     its address is that of row `lane` of the 32, of 16 bytes.
@@ -321,12 +321,12 @@ class ProductEntry:
         return tuple(four_kept(address))
 
     def pieces(self, size: Int32):
-        """Of a group's rows of x: tiles of one have the same rows."""
+        """The pieces of a group's rows of x: tiles of one have the same rows."""
         return (size + self.rows - 1) // self.rows
 
     @cute.jit
     def place(self, index: Int32, at, down: Int32):
-        """Of tile `index` of the group that `seek` found: (first row of x, end, first column)."""
+        """Where tile `index` of the group that `seek` found is: (row of x, end, column)."""
         _, tile, row, size = at
         local = index - tile
         return row + local // down * self.rows, row + size, local % down * self.columns
@@ -447,7 +447,7 @@ class ProductEntry:
 
     @cute.jit
     def size_in_bytes(self, result: Int32):
-        """Of an element of y."""
+        """The bytes of an element of y."""
         size = Int32(2)
         if result == FLOAT32:
             size = Int32(4)

@@ -118,7 +118,7 @@ class Tiled(Kernel):
 
     @property
     def parts(self) -> int:
-        """Of how many parts a row consists, of which a tile has columns each: gates and ups."""
+        """How many parts a row has, of each of which a tile has columns: gates and ups."""
         return 1 + self.is_gradient
 
     def __init__(self, *entry, tile: Tiling | None = None):

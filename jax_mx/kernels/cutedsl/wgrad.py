@@ -73,7 +73,7 @@ class Floats(ProductEntry):
         return [Extent(x, 0, -1), Extent(x, -1), Extent(y, 0, -2), Extent(dy, -1)]
 
     def element_of(self, array: Array):
-        """Of both operands their dtype."""
+        """The dtype of both operands."""
         return self.dtype if array.name in ("x", "dy") else super().element_of(array)
 
 
@@ -115,7 +115,7 @@ class Transposed(Floats, Contracted):
         return (width + self.columns - 1) // self.columns
 
     def place(self, index: Int32, at, down: Int32, height: Int32, width: Int32):
-        """Of a tile: (first row of y, first column). A strip is taken before the next one."""
+        """Where a tile is: (first row of y, first column). A strip is taken before the next one."""
         local, across = index - at[1], self.across(width)
         strip, wide = 0, across
         if const_expr(self.tile.strip > 0):

@@ -44,7 +44,7 @@ class Contracted(Windows):
         return 1
 
     def place(self, index: Int32, at, down: Int32, t: Int32, width: Int32):
-        """Of a tile: (first row of x, end, first column)."""
+        """Where a tile is: (first row of x, end, first column)."""
         del down
         local = index - at[1]
         across = (width + self.columns - 1) // self.columns
@@ -57,7 +57,7 @@ class Contracted(Windows):
         return at[2] // window * self.span, (at[3] + window - 1) // window * self.span
 
     def windows_of(self, kept: Int32, windows: Int32):
-        """Of the group that the walk is at."""
+        """The windows up to the end of the group that the walk is at."""
         del windows
         window = LINE * self.span
         return (self.recalled(kept)[3] + window - 1) // window
@@ -67,7 +67,7 @@ class Contracted(Windows):
         return (stage >= begin) & (stage < end)
 
     def first_byte(self, begin: Int32, blocks: Int32):
-        """Of a group that begins at K's end none is needed, but one is read."""
+        """A group that begins at K's end needs none, but one is read."""
         return Int64(cutlass.min(begin * PER_LINE, blocks - 1))
 
     def matrix(self, at):
