@@ -7,6 +7,8 @@ import itertools
 import math
 import os
 import re
+import subprocess
+import sys
 import textwrap
 from bisect import bisect_left
 from collections import Counter
@@ -532,3 +534,10 @@ def with_table(text: str, name: str, lines: Iterable[str]) -> str:
     text, count = re.subn(pattern, lambda m: f"{m[1]}{table}\n{m[2]}", text, flags=re.DOTALL)
     assert count == 1, name
     return text
+
+
+def loaded_after(code: str) -> set[str]:
+    """The top-level modules of a new process that runs `code`."""
+    code += "\nimport sys; print('\\n'.join({name.split('.')[0] for name in sys.modules}))"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return set(run.stdout.split())

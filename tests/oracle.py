@@ -403,3 +403,24 @@ def _hard_blocks(rng: np.random.Generator, count: int, dtype: str) -> np.ndarray
     bits = np.where((kind == 9) & (bits > end), special, bits)
     bits = bits | rng.integers(0, 2, shape) << (width - 1)
     return bits.astype(f"uint{width}")
+
+
+# ---- layouts ---
+# Where the byte of row r and column c of a matrix of bytes (rows, cols) lies.
+OFFSET = {
+    "row_major": lambda r, c, rows, cols: r * cols + c,
+    "blocked_128x4": lambda r, c, rows, cols: (
+        (r // 128 * -(-cols // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+    ),
+    "shuffled_32x8": lambda r, c, rows, cols: (
+        r // 32 * 32 * (-(-cols // 8) * 8)
+        + c // 8 * 256
+        + c % 4 * 64
+        + r % 16 * 4
+        + c % 8 // 4 * 2
+        + r % 32 // 16
+    ),
+    "shuffled_16x16": lambda r, c, rows, cols: (
+        r // 16 * 16 * cols + c // 32 * 512 + c % 32 // 16 * 256 + r % 16 * 16 + c % 16
+    ),
+}

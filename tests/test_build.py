@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_package import loaded_after
+from helpers import loaded_after
 
 from jax_mx.facts import content, verified
 from jax_mx.facts.chips import ARCHS

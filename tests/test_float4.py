@@ -8,9 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, assert_same_array, random_bits, value_table
+from helpers import (
+    COLLECTIVE,
+    assert_bits_equal,
+    assert_refused,
+    assert_same_array,
+    random_bits,
+    value_table,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_primitive import COLLECTIVE
 
 import jax_mx
 from jax_mx import MXArray

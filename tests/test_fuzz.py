@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from fuzz_calls import FLOATS, SCALE_LAYOUTS, Case, bytes_in, forget_some
 from helpers import GOLDEN, GOLDEN_SETS, assert_bits_equal
 from hypothesis import event, example, given, note, settings
 from hypothesis import strategies as st
@@ -30,9 +31,6 @@ from jax_mx.testing import emulate
 pytestmark = pytest.mark.optimized
 
 THOROUGH = settings.default.max_examples > 100  # see conftest
-FLOATS = ("bfloat16", "float16", "float32")
-SCALE_LAYOUTS = ("row_major", "blocked_128x4", "shuffled_32x8")
-COUNT = itertools.count(1)
 
 
 def examples(share: float):
@@ -48,17 +46,6 @@ def forget():
             jax_mx.quantize(jnp.ones((32, 64)))
     yield
     jax.clear_caches()
-
-
-def forget_some():
-    """The same from time to time, so that memory does not grow with the number of cases."""
-    if next(COUNT) % 150 == 0:
-        jax.clear_caches()
-
-
-def bytes_in(q) -> tuple[np.ndarray, np.ndarray]:
-    """(values, scales) as the oracle has them."""
-    return np.asarray(q.values).view(np.uint8), np.asarray(q.scales).view(np.uint8)
 
 
 def assert_is(q, want, what: str = "") -> None:
@@ -105,79 +92,6 @@ def test_the_oracle_agrees_with_arithmetic():
 
 
 # ---- what is called ---
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call, an array, and the way in which the call is made.
-
-    `way` is one of WAYS; `spec` says by which mesh axes the array is split, for those of meshes;
-    `picks`: whether the array is that of some rows of another.
-    """
-
-    call: oracle.Call
-    shape: tuple[int, ...]
-    dtype: str
-    seed: int
-    key: int | None = None
-    way: str = "eager"
-    spec: tuple[str | None, ...] = ()
-    picks: bool = False
-
-    def floats(self) -> np.ndarray:
-        axis = -1 if self.call.square else self.call.axis
-        return oracle.hard_floats(self.seed, self.shape, axis, self.dtype)
-
-    def options(self) -> dict:
-        """As jax_mx.quantize takes them, but for the key and signs."""
-        call = self.call
-        found = {
-            name: getattr(call, name)
-            for name in ("format", "axis", "scaling", "scale_layout", "transpose", "value_layout")
-        }
-        return found | {"zero_scale": call.zero_scale, "block": (32, 32) if call.square else 32}
-
-    def wanted(self, x: np.ndarray, key) -> tuple[np.ndarray, np.ndarray]:
-        """By the oracle."""
-        seeds = None
-        if key is not None:
-            words = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
-            seeds = oracle.seeds_of(x.shape, self.call.axis, self.call.square, words)
-        return oracle.quantize(x, self.call, seeds)
-
-    def run(self, x, key, **more):
-        call, options = self.call, self.options() | more
-        if call.hadamard:
-            signs = None if call.negative is None else np.where(call.negative, -1.0, 1.0)
-            options["hadamard"] = jax_mx.Hadamard(call.hadamard, signs)
-        if key is not None:
-            options["rounding"] = jax_mx.Stochastic(key, call.prescale)
-        return jax_mx.quantize(x, **options)
-
-    def refusal(self) -> type[Exception] | None:
-        """The error of a call that the documentation refuses."""
-        call, rank = self.call, len(self.shape)
-        along = (-2, -1) if call.square else (call.axis,)
-        if rank < len(along) or any(self.shape[d] % 32 for d in along):
-            return ValueError
-        if call.hadamard and (call.square or self.shape[call.axis] % call.hadamard):
-            return ValueError
-        if rank < 2 and call.scale_layout != "row_major":
-            return ValueError
-        if call.square and (call.scale_layout != "row_major" or call.axis != -1):
-            return ValueError
-        if call.value_layout != "row_major":
-            if not (call.square or call.transpose or call.axis == -1) or rank < 2:
-                return ValueError
-            if call.square:
-                order = [*self.shape]
-                if call.transpose:
-                    order[-2:] = order[-1], order[-2]
-            else:
-                order = np.moveaxis(np.empty(self.shape, np.bool_), call.axis, -1).shape
-            if order[-2] % 16 or order[-1] // oracle.FORMATS[call.format].per_byte % 32:
-                return ValueError
-        return None
-
-
 WAYS = ("eager", "jit", "vmap", "vmap keys", "auto", "explicit", "shard_map")
 EMULATED = ("gfx942", "gfx950") if THOROUGH else ()
 LENGTHS = st.sampled_from((32, 64, 64, 96, 128, 160, 288))

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from fuzz_calls import FLOATS, SCALE_LAYOUTS, Case, bytes_in, forget_some
 from helpers import assert_bits_equal
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_fuzz import FLOATS, SCALE_LAYOUTS, Case, bytes_in, forget_some
 
 import jax_mx
 

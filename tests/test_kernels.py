@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import arch_here
 from helpers import (
     GOLDEN_SETS,
     TILES,
@@ -41,14 +40,14 @@ from helpers import (
     preprocessing,
     random_bits,
 )
+from on_device import HERE, assert_same, check, kernel
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.directions import LAST, SECOND, SECOND_TRANSPOSED
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.variants import VARIANTS, layouts_of, takes_zero_scale
+from jax_mx.facts.variants import layouts_of, takes_zero_scale
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import quantizers, store
 from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
@@ -56,32 +55,9 @@ from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
 pytestmark = pytest.mark.gpu
 AMD = "shuffled_32x8"
 GET = store.get  # as it is where tests replace it
-# Those of rows have tests of their own, tests/test_rows.py.
-EACH = [v for v in VARIANTS if not v.source]
-HERE = [v for v in EACH if arch_here() is None or arch_here() in ARCHS[v.implementation]]
 each_variant = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 each_layout = pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 each_scaling = pytest.mark.parametrize("scaling", Scaling, ids=str)
-
-
-def kernel(variant, **options):
-    """The op through the variant's kernel, jitted."""
-    return jax.jit(call(variant, variant.implementation, **options))
-
-
-def assert_same(got, want, what=""):
-    """Two lists of arrays are equal in every byte."""
-    for g, w in zip(got, want, strict=True):
-        (assert_same_array if isinstance(w, jax_mx.MXArray) else assert_bits_equal)(g, w, what)
-
-
-def check(variant, floats, **options):
-    """The kernel's bytes are those of the reference on the same device."""
-    x = operand(variant, floats, **options)
-    want = jax.block_until_ready(jax.jit(call(variant, "xla", **options))(x))
-    poison_memory()
-    got = kernel(variant, **options)(x)
-    assert_same(got, want, f"{floats.shape} {variant.dtype} {options}")
 
 
 def patterns(dtype) -> np.ndarray:

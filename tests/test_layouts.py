@@ -6,9 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import GOLDEN, assert_bits_equal, assert_refused, assert_same_array, random_bits
+from helpers import (
+    COLLECTIVE,
+    GOLDEN,
+    assert_bits_equal,
+    assert_refused,
+    assert_same_array,
+    random_bits,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_primitive import COLLECTIVE
+from oracle import OFFSET
 
 import jax_mx
 from jax_mx.arrays.tiles import pack, unpack
@@ -24,23 +31,6 @@ pytestmark = pytest.mark.optimized
 
 P = PartitionSpec
 
-OFFSET = {
-    "row_major": lambda r, c, rows, cols: r * cols + c,
-    "blocked_128x4": lambda r, c, rows, cols: (
-        (r // 128 * -(-cols // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
-    ),
-    "shuffled_32x8": lambda r, c, rows, cols: (
-        r // 32 * 32 * (-(-cols // 8) * 8)
-        + c // 8 * 256
-        + c % 4 * 64
-        + r % 16 * 4
-        + c % 8 // 4 * 2
-        + r % 32 // 16
-    ),
-    "shuffled_16x16": lambda r, c, rows, cols: (
-        r // 16 * 16 * cols + c // 32 * 512 + c % 32 // 16 * 256 + r % 16 * 16 + c % 16
-    ),
-}
 SHAPES = [(1, 1), (128, 4), (256, 8), (100, 3), (129, 5), (33, 90), (300, 17), (0, 4), (4, 0)]
 
 

@@ -1,9 +1,9 @@
 """What is installed: light imports, few needs, every binary."""
 
 import hashlib
-import subprocess
-import sys
 from importlib.metadata import requires
+
+from helpers import loaded_after
 
 import jax_mx
 from jax_mx.facts.products import BINARIES, archs_of
@@ -12,13 +12,6 @@ from jax_mx.lowering import store
 
 HEAVY = ("cutlass", "flydsl", "torch", "rich", "sklearn", "safetensors", "triton", "elftools")
 HEAVY += ("tinygrad", "msgpack")
-
-
-def loaded_after(code: str) -> set[str]:
-    """The top-level modules of a new process that runs `code`."""
-    code += "\nimport sys; print('\\n'.join({name.split('.')[0] for name in sys.modules}))"
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return set(run.stdout.split())
 
 
 def test_the_library_imports_no_kernel_dsl():

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, random_bits
+from helpers import COLLECTIVE, assert_bits_equal, assert_refused, random_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_primitive import COLLECTIVE
 
 import jax_mx
 

@@ -18,8 +18,8 @@ from helpers import (
     random_bits,
     value_table,
 )
-from test_kernels import HERE, check
-from test_layouts import OFFSET
+from on_device import HERE, check
+from oracle import OFFSET
 
 import jax_mx
 from jax_mx import reference
