@@ -1,4 +1,4 @@
-"""A perceptron of flax nnx that learns in MXFP8, beside itself in bfloat16; half a minute on a CPU.
+"""A perceptron of flax nnx that learns in MXFP8, beside itself in bfloat16.
 
     python examples/train_mlp.py [--recipe mxfp4] [--steps 200]
 
