@@ -4,8 +4,7 @@
 
 Each row is a case and one way to compute it: routing, gathering, quantizing, both products, the
 activation and the combine; forward, or forward and backward with all gradients. Device time of a
-call, median of calls, operands rotating. "us/best bf16" is the ratio to the fastest bfloat16 way of
-the case in the same run.
+call, median of calls, operands rotating.
 """
 
 from __future__ import annotations
@@ -142,7 +141,6 @@ def ways(case: Case) -> Iterator[tuple[str, Layer, Callable | None]]:
 
 def measure(case: Case, only: str = "") -> Iterator[dict]:
     """A row for each way."""
-    best = None
     for name, layer, make in ways(case):
         if only not in name:
             continue
@@ -161,10 +159,7 @@ def measure(case: Case, only: str = "") -> Iterator[dict]:
         except Exception as error:
             yield row | {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
             continue
-        if name.startswith("bf16"):
-            best = us if best is None else min(us, best)
-        row |= {"us": round(us, 1), "tflops": round(case.tflop / us * 1e6, 1)}
-        yield row | ({"of_best_bf16": round(us / best, 3)} if best else {})
+        yield row | {"us": round(us, 1), "tflops": round(case.tflop / us * 1e6, 1)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -181,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in measure(case, args.only):
             rows.append(row)
             told = row.get("error") or (
-                f"{row['us']:10.1f} us {row['tflops']:7.0f} TF/s {row.get('of_best_bf16', ''):>6}"
+                f"{row['us']:10.1f} us {row['tflops']:7.0f} TF/s"
                 f"   first call {row['first_call_s']} s"
             )
             print(f"{row['case']:22} {row['way']:40} {told}", flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_mx.facts import directions
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.sources import RMS_NORM, ROWS, Source
+from jax_mx.facts.sources import RMS_NORM, ROWS, Source, X
 from jax_mx.facts.variants import ACTIVE, Kind
 
 Shape = tuple[int, ...]
