@@ -558,7 +558,7 @@ def counters() -> list[str]:
 
 
 def layers() -> list[str]:
-    """Of speed_layers the first layer: bfloat16, plain XLA, the recipes by name, the fastest.
+    """The first layer of speed_layers: bfloat16, plain XLA, the recipes by name, the fastest.
 
     Below stands what each way takes of bfloat16's time in all layers.
     """

@@ -208,6 +208,21 @@ def test_every_example_is_run():
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*EXAMPLES}
 
 
+# ---- words ---
+@in_checkout
+def test_docstrings_say_what_something_is():
+    """None begins with "Of", which leaves the reader to guess of what."""
+    folders = ("jax_mx", "tests", "benchmarks", "docs", "examples")
+    found = [
+        f"{path}:{number}"
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.match(r'\s*"""Of ', line)
+    ]
+    assert not found
+
+
 # ---- versions ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dsl", DSLS)
 def test_extras_bring_the_compilers_that_the_library_wants(dsl):

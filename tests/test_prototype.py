@@ -1,7 +1,7 @@
 """A kernel with tensor maps, shared memory beyond 48 KB, clusters and cleared scratch is launched.
 
-No shipped kernel uses these yet; prototype/tma_copy.py does. JAX_MX_PROTOTYPE names its cubin where
-CuTeDSL is missing: `python tests/prototype/tma_copy.py FILE` writes it.
+prototype/tma_copy.py is small and does nothing but use these. JAX_MX_PROTOTYPE names its cubin
+where CuTeDSL is missing: `python tests/prototype/tma_copy.py FILE` writes it.
 """
 
 import io

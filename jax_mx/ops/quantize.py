@@ -209,7 +209,7 @@ def called(
     data: tuple[Data, ...],
     other: tuple[jax.Array, ...],
 ) -> tuple[Any, ...]:
-    """What a call gives that asks for this; see `quantized`.
+    """Plans a call and runs it; returns what `quantized` does.
 
     Args:
       op: "quantize" or "quantize_both".
