@@ -212,7 +212,7 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     x = hard_blocks(variant.dtype)
     x = x[: len(x) // span * span]
     rng = np.random.default_rng(1)
-    words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(kind.block_data)]
+    words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(variant.block_data)]
     own = Preprocessing(kind.stochastic, prescale, kind.hadamard)
     like = x.reshape(-1, BLOCK * span)
     plan = plan_for(like, format=MXFP4_E2M1, scaling="even", preprocessing=(own,))

@@ -24,7 +24,7 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     Format,
 )
-from jax_mx.facts.signatures import signature_name
+from jax_mx.facts.signatures import Role, signature_name, signature_of
 from jax_mx.facts.sources import ADDED, RMS_NORM, ROWS, Source, X
 from jax_mx.facts.windows import ROW, TILE, Window, suffix_of
 
@@ -46,11 +46,6 @@ class Kind(NamedTuple):
     def changes_elements(self) -> bool:
         """Whether elements are transformed, or rounded at random."""
         return self.stochastic or self.hadamard > 0
-
-    @property
-    def block_data(self) -> int:
-        """How many operands of a uint32 per block it takes: seeds, flips of signs, amaxes."""
-        return self.stochastic + (self.hadamard > 0) + (self.window == ROW)
 
     @property
     def blocks(self) -> int:
@@ -114,8 +109,9 @@ class Variant:
 
     @property
     def block_data(self) -> int:
-        """How many operands of a uint32 per block there are."""
-        return sum(kind.block_data for kind in self.kinds)
+        """How many operands of a uint32 per block there are: seeds, flips of signs, amaxes."""
+        operands = signature_of(self.signature, self.kinds).operands
+        return sum(array.role is Role.BLOCK_DATA for array in operands)
 
     @property
     def changes_elements(self) -> bool:

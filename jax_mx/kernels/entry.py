@@ -9,6 +9,7 @@ from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.variants import Kind, Variant, takes_zero_scale, value_layouts_of
+from jax_mx.kernels import geometry
 
 
 class Entry:
@@ -135,6 +136,10 @@ class Entry:
         """The pointers to what the i-th direction has for each block: seeds, then signs."""
         own = [a for a in self.signature.operands if (a.role, a.of) == (Role.BLOCK_DATA, i)]
         return [arrays[array.name] for array in own]
+
+    def is_turned(self, result: geometry.Output) -> bool:
+        """Whether a result's scales lie the other way round than x."""
+        return geometry.is_turned(result.direction, self.layout)
 
     def kind(self, i: int) -> Kind:
         """The preprocessing of the i-th quantized array."""

@@ -61,10 +61,12 @@ def _floats(operands: Sequence[Any], plan: Plan):
     x = operands[0]
     if not plan.source:
         return x
-    columns = math.prod(x.shape[1:]) // (1 + plan.source.makes_one_of_two)
-    shape = (math.prod(operands[1].shape), columns)
     if plan.source.norm:
         shape = _normed_shape(x.shape, plan)
+    else:
+        by_row = operands[plan.signature.number("rows" if plan.source.rows else "weights")]
+        columns = math.prod(x.shape[1:]) // (1 + plan.source.makes_one_of_two)
+        shape = (math.prod(by_row.shape), columns)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     return x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)

@@ -36,10 +36,10 @@ def load(kind: cutlass.Constexpr, pointers, block, inside):
     They are known where the call has no operand of flips.
     """
     found, known = [], cutlass.Boolean(False)
-    for i in range_constexpr(kind.block_data):
+    for i in range_constexpr(len(pointers)):
         rW = cute.make_rmem_tensor(1, Uint32)
         rW[0] = Uint32(0)
-        if const_expr(kind.hadamard and i == kind.block_data - 1):
+        if const_expr(kind.hadamard and i == len(pointers) - 1):
             known = pointers[i].toint() == 0
             inside = inside & (pointers[i].toint() != 0)
         if inside:

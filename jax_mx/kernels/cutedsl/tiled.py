@@ -233,10 +233,6 @@ class Tiled(Kernel):
         """Whether values pass through shared memory, to be written by lines."""
         return result.transposed or result.packed[1] > 1
 
-    def is_turned(self, result: Output) -> bool:
-        """Whether a result's scales lie the other way round than x."""
-        return geometry.is_turned(result.direction, self.layout)
-
     def lengths(self, scalars) -> tuple:
         """How many blocks of rows x has, and how many columns."""
         blocks_m, k = scalars[:2]

@@ -142,10 +142,6 @@ class Tiled(Kernel):
         turned = self.is_turned(result)
         return geometry.scales_shape(result.direction, Extents(self.high, TILE), turned)
 
-    def is_turned(self, result: Output) -> bool:
-        """Whether a result's scales lie the other way round than x."""
-        return geometry.is_turned(result.direction, self.layout)
-
     def shared(self):
         """The LDS of a workgroup: scales as they will lie, values [column][row] with chunks."""
         arrays = {}
