@@ -723,7 +723,7 @@ def some_floats(variant, rows: int, length: int, seed: int):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(58, 22)
+@pytest.mark.sampled(116, 22)
 @emulation.every_binary(AMD)
 def test_emulated(variant, arch):
     """Layouts of scales, scalings, orders of the waves and entries in turn; then every gate."""
@@ -755,7 +755,7 @@ def test_emulated(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(58, 22)
+@pytest.mark.sampled(116, 22)
 @emulation.every_binary(AMD)
 def test_emulated_at_any_address(variant, arch):
     """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""

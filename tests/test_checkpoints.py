@@ -15,8 +15,8 @@ from helpers import assert_bits_equal, assert_refused, assert_same_array, random
 import jax_mx
 from jax_mx.ops import metadata
 
-# --thorough runs all cases of a test, CI one of 2.
-pytestmark = pytest.mark.sampled(2)
+# --thorough runs all cases of a test, CI one of 3.
+pytestmark = pytest.mark.sampled(3)
 
 WAYS = {
     "rows": {},

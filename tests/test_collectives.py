@@ -414,7 +414,7 @@ def is_spec(x) -> bool:
 def cells():
     for i, (name, (*_, expected)) in enumerate(CELLS.items()):
         for j, mode in enumerate(expected):
-            marks = [pytest.mark.thorough] if (i + j) % 4 else []
+            marks = [pytest.mark.thorough] if (i + j) % 6 else []
             yield pytest.param(name, mode, id=f"{name}-{mode}", marks=marks)
 
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jax_mx
 from jax_mx.facts import formats, layouts
 
-# --thorough runs all cases of a test, CI one of 3.
-pytestmark = pytest.mark.sampled(3)
+# --thorough runs all cases of a test, CI one of 5.
+pytestmark = pytest.mark.sampled(5)
 
 # How an array lies: (shape, options of quantize).
 WAYS = {

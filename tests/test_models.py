@@ -98,7 +98,7 @@ def nnx_model(dot_general):
 @pytest.mark.parametrize(
     ("library", "sharded"),
     [
-        (nnx_model, True),
+        pytest.param(nnx_model, True, marks=pytest.mark.thorough),
         (linen_model, False),
         pytest.param(nnx_model, False, marks=pytest.mark.thorough),
         pytest.param(linen_model, True, marks=pytest.mark.thorough),

@@ -535,6 +535,7 @@ def test_two_gpus_give_the_bytes_of_one(variant, layout):
 KNOWN_HERE = ("cutedsl", "bfloat16", True)  # compiled; AMD's are in test_emulated.py
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "variant",
     [v for v in PREPROCESSED if v.form == LAST],

@@ -555,6 +555,7 @@ def dequantized(q):
     return [q.dequantize(transpose=turn) for turn in (False, True)]
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, "b", "a"), P(None, ("a", "b"))])
 def test_square_blocks_and_transposes_need_no_collective(spec):
     x = random_bits((2, 256, 128), np.float32)

@@ -169,7 +169,7 @@ def random_numbers(seed, sizes=(1, 3, 7, 32, 33)):
     ],
     ids=str,
 )
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 def test_equals_the_formula(name, case):
     """Forward and both gradients, on the operands that `quantize` gives."""
     (left, right, numbers), recipe = case, RECIPES[name]

@@ -331,7 +331,7 @@ def test_scaled_dot_on_explicit_meshes(mesh, left, right, out):
         assert_bits_equal(got, want)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "title", ["m over 8: data", "k over 8: rows", "data and columns", "e over 8: experts"]
 )

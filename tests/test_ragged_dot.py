@@ -195,6 +195,7 @@ def test_explain_and_autotune_know_them():
 
 
 # ---- values and gradients ---
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [*SIZES])
 @pytest.mark.parametrize(
     "recipe",

@@ -302,7 +302,7 @@ def plain(tmp_path_factory):
     return of
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_setting_gives_the_same_bytes(name, setting, plain, tmp_path):

@@ -28,8 +28,8 @@ from jax_mx.facts.windows import ROW, TILE, WINDOWS
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import _deserialize, _serialize
 
-# --thorough runs all cases of a test, CI one of 4.
-pytestmark = pytest.mark.sampled(4)
+# --thorough runs all cases of a test, CI one of 6.
+pytestmark = pytest.mark.sampled(6)
 
 P = PartitionSpec
 ALONG = [w for w in WINDOWS if w != TILE]

@@ -57,7 +57,7 @@ class Contracted(Windows):
         return at[2] // window * self.span, (at[3] + window - 1) // window * self.span
 
     def windows_of(self, kept: Int32, windows: Int32):
-        """The windows up to the end of the group that the walk is at."""
+        """How many windows the group that the walk is at has."""
         del windows
         window = LINE * self.span
         return (self.recalled(kept)[3] + window - 1) // window

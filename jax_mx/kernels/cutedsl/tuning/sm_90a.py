@@ -653,9 +653,9 @@ ROWS = [
         "value": {"stages": 3, "again": True},
         "date": "2026-11-23",
         "measured": [
-            "MXFP4: dense 1243, not again 1260, grouped not again 703; with swiglu in the epilogue",
-            "1259, not again 1263, by XLA 1305; MXFP8 with it 1310, again 1315, alone 1283, by XLA",
-            "1334; cuBLAS alone 1203, by XLA 1248",
+            "MXFP4: dense 1243 to 1246, not again 1248 to 1260, grouped not again 703; with swiglu",
+            "in the epilogue 1259, not again 1263, by XLA 1305; MXFP8 with it 1310, again 1315,",
+            "alone 1283, by XLA 1334; cuBLAS alone 1203, by XLA 1248",
         ],
     },
     {
