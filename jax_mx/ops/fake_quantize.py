@@ -80,9 +80,9 @@ def fake_quantize(
     x = array_of(op, "x", x)
     own = preprocessing_of(op, rounding, hadamard, window)
     asked = Options(
-        (format,),
-        axis,
-        scaling,
+        formats=(format,),
+        axis=axis,
+        scaling=scaling,
         implementation=implementation,
         block=block,
         zero_scale=zero_scale,

@@ -120,18 +120,18 @@ def quantize(
     own = preprocessing_of("quantize", rounding, hadamard, window)
     x, like, source, other = made_of("quantize", x, rows, activation)
     asked = Options(
-        (format,),
-        axis,
-        scaling,
-        scale_layout,
-        implementation,
-        transpose,
-        block,
-        zero_scale,
-        (value_layout,),
-        (own,),
-        source,
-        getattr(activation, "eps", 0.0),
+        formats=(format,),
+        axis=axis,
+        scaling=scaling,
+        scale_layout=scale_layout,
+        implementation=implementation,
+        transpose=transpose,
+        block=block,
+        zero_scale=zero_scale,
+        value_layouts=(value_layout,),
+        preprocessing=(own,),
+        source=source,
+        eps=getattr(activation, "eps", 0.0),
     )
     found: Any = called("quantize", asked, x, like, (data_of(rounding, hadamard),), other)
     return found if len(found) > 1 else found[0]  # of a `Norm`, factors too

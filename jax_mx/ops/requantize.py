@@ -67,9 +67,15 @@ def requantize(
     rows = numbers_of(op, q, rows)
     own = (preprocessing_of(op, None, None, window),)
     asked = Options(
-        (format,), axis, scaling, scale_layout, implementation, transpose,
-        preprocessing=own, source=Source(rows=True, codes=q.format.name),
-    )  # fmt: skip
+        formats=(format,),
+        axis=axis,
+        scaling=scaling,
+        scale_layout=scale_layout,
+        implementation=implementation,
+        transpose=transpose,
+        preprocessing=own,
+        source=Source(rows=True, codes=q.format.name),
+    )
     like = jax.ShapeDtypeStruct((rows.shape[0], q.shape[1]), jnp.bfloat16)
     data = (data_of(None, None),)
     (found,) = called("quantize", asked, q.values, like, data, (rows, q.scales))

@@ -107,17 +107,17 @@ def is_supported(
         raise ValueError(f"is_supported: op {op!r} is unknown; use {allowed}")
     n = 2 if op == "quantize_both" else 1
     asked = Options(
-        (format,) * n,
-        axis if n == 1 else -1,
-        scaling,
-        scale_layout,
-        implementation,
-        transpose if n == 1 else (False, transpose),
-        block if n == 1 else BLOCK,
-        zero_scale,
-        (value_layout,) * n,
-        own,
-        source_of(op_name, rows, activation, interleaved, gradient, norm),
+        formats=(format,) * n,
+        axis=axis if n == 1 else -1,
+        scaling=scaling,
+        scale_layout=scale_layout,
+        implementation=implementation,
+        transpose=transpose if n == 1 else (False, transpose),
+        block=block if n == 1 else BLOCK,
+        zero_scale=zero_scale,
+        value_layouts=(value_layout,) * n,
+        preprocessing=own,
+        source=source_of(op_name, rows, activation, interleaved, gradient, norm),
     )
     if asked.source and (op == "dequantize" or ndim != 2):
         raise ValueError(
