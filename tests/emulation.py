@@ -13,6 +13,7 @@ from helpers import call, op_of, operand, random_bits, with_zeros
 from jax.extend.core import jaxpr_as_fun
 
 from jax_mx.facts.code_object import CodeObject
+from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import ARCHS, VARIANTS
 from jax_mx.lowering import store
 from jax_mx.testing.emulator import Emulator
@@ -29,10 +30,20 @@ def binaries_of(variants) -> list[tuple]:
 
 
 def few(binaries) -> list[tuple]:
-    """Some that have, between them, what all have: forms, dtypes, formats, kinds, archs."""
+    """Some that have, between them, what all have: forms, dtypes, formats, archs.
+
+    And some transform, some random rounding, some window.
+    """
 
     def has(variant, arch):
-        own = {variant.form, variant.dtype, *variant.formats, *variant.kinds, arch}
+        own = {variant.form, variant.dtype, *variant.formats, arch}
+        for kind in variant.kinds:
+            there = {
+                "hadamard": kind.hadamard > 0,
+                "stochastic": kind.stochastic,
+                "window": kind.window != BLOCK,
+            }
+            own |= {name for name, is_there in there.items() if is_there}
         return {(variant.op, each) for each in own} | {(arch, variant.dtype)}
 
     found, missing = [], set().union(*(has(*each) for each in binaries))

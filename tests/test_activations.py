@@ -494,6 +494,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.optimized
 @pytest.mark.parametrize("name,dtype", in_turn(CALLS, ["bfloat16", "float32"]))
 def test_it_is_quantizing_what_gated_gives(name, dtype):

@@ -351,6 +351,7 @@ def test_which_forms_are_measured(options, want):
     assert cli.arguments(options).form == want
 
 
+@pytest.mark.thorough
 def test_picked_rows_are_rows(tmp_path):
     """What moves is counted once: the rows of x that the numbers name, and what comes of all."""
     file = tmp_path / "out.json"
@@ -406,6 +407,7 @@ def test_preprocessing_is_rows(tmp_path):
     assert compiled == {*shapes.PREPROCESSING.values()}
 
 
+@pytest.mark.thorough
 def test_every_form_is_a_row(tmp_path, capsys):
     file = tmp_path / "out.json"
     options = ["--form", "all", "--scale-layout", "blocked_128x4"]

@@ -110,6 +110,7 @@ def of_one_device():
     return with_gradients()(*operands())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_results_are_those_of_one_device(name, kind):
     shape, names, options = MESHES[name]

@@ -67,6 +67,7 @@ def bits_of(key, block: int, element: int) -> int:
     return word >> 16 if element % 2 else word & 0xFFFF
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.optimized
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 @pytest.mark.parametrize("axis", [-1, 0])

@@ -210,6 +210,7 @@ def check(lhs, rhs, numbers, recipe):
         assert_within(got, want, f"gradient of {what}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("implementation", [None, "dequantize", "xla", "scaled_dot"])
 def test_small_integers_are_exact(dtype, implementation):
@@ -384,6 +385,7 @@ def test_quantized_weights_are_of_one_product():
 
 
 # ---- matmul and einsum ---
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("a", "b"),
     [((3, 64), (64, 5)), ((64,), (64, 5)), ((3, 64), (64,)), ((64,), (64,)), ((2, 3, 64), (64, 5)),
@@ -396,6 +398,7 @@ def test_matmul_has_numpys_shapes(a, b):
     assert_bits_equal(matmul(x, w), jnp.matmul(x, w))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("subscripts", "a", "b"),
     [("bsd,dhk->bshk", (2, 3, 32), (32, 4, 8)), ("bshk,hkd->bsd", (2, 3, 4, 8), (4, 8, 5)),
@@ -631,6 +634,7 @@ def test_the_rule_on_hopper(recipe, rows, options, name):
     assert implementations.decided(call, "cuda", ["sm_80"]).name == "dequantize"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shapes", "numbers", "recipe"),
     [
