@@ -477,6 +477,7 @@ def product_backward(kept, g):
 product.defvjp(product_forward, product_backward)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layer", [product, lambda x, w: jax_mx.fake_quantize(x) @ w])
 def test_a_policy_keeps_what_is_quantized(layer):
     """Nothing is quantized twice under remat."""

@@ -129,6 +129,7 @@ POISONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("poison", POISONS)
 def test_a_poisoned_candidate_never_wins(monkeypatch, poison):
     run, reason = POISONS[poison]

@@ -442,6 +442,7 @@ def test_the_table_is_current():
 
 
 # ---- gathered weights ---
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "spec", "recipe", "dims"),
     [

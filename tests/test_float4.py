@@ -131,7 +131,7 @@ def test_float4_refuses_in_one_sentence():
 
 
 # ---- mx_matmul_reference ---
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "m,n,k", [(8, 2112, 7168), (16, 3072, 1536), (64, 3072, 1536), (256, 2880, 512)]
 )

@@ -89,7 +89,7 @@ CUT = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_part_is_that_part(way, format):
@@ -202,7 +202,7 @@ def test_rows_of_whole_tiles_are_split():
     assert_refused(lambda: rows.reshape(24, 32, 2), ValueError, "would cut blocks or tiles")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
 def test_joined_arrays(way, format):

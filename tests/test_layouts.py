@@ -34,6 +34,7 @@ P = PartitionSpec
 SHAPES = [(1, 1), (128, 4), (256, 8), (100, 3), (129, 5), (33, 90), (300, 17), (0, 4), (4, 0)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "layout,rows,cols",
     [

@@ -103,7 +103,7 @@ def test_changed_bits_are_noticed(form, architecture, cases, capsys):
     assert rate > 0.8
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
 @pytest.mark.parametrize(
     "form,preprocessed", [("second_transposed", False), ("both_transposed", True)]

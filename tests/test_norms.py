@@ -508,6 +508,7 @@ def test_factors_that_come_late(variant, arch):
         assert (emulator.executed["s_sleep"] > 0) == late
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant,arch", [(v, a) for v in TILED for a in ARCHS["flydsl"]
                                           if (v.name, a) in FEW])  # fmt: skip
 def test_factors_go_past_caches(variant, arch):

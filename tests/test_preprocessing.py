@@ -376,6 +376,7 @@ def test_random_signs_and_pytrees():
 ALL = {"rounding": Stochastic(KEY, 0.75), "hadamard": Hadamard(64, SIGNS)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout,turn", [("row_major", True), ("blocked_128x4", False)])
 def test_both_directions_are_two_calls(layout, turn):
     x = jnp.asarray(random_bits((2, 128, 192), jnp.bfloat16))
@@ -582,6 +583,7 @@ by_some_rows = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(2)
 @by_some_rows
 def test_other_forms_are_quantized_by_rows(op, how, shape, results, monkeypatch):
     """With the reference along rows: words follow their blocks, results lie where they should."""

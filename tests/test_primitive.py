@@ -369,6 +369,7 @@ def mesh(kind: AxisType):
     return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind, kind), devices=devices)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_arrays_are_quantized_where_they_lie(kind, spec):

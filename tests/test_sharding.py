@@ -348,6 +348,7 @@ def test_shards_that_split_blocks_and_uneven_ones_are_right(shape, spec, layout)
     assert_bits_equal(y, want.dequantize(jnp.float32))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_transformations_of_sharded_arrays(kind, layout):

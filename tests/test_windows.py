@@ -112,7 +112,7 @@ def floats(shape, dtype="float32", seed=0) -> np.ndarray:
 
 # ---- quantize ---
 @pytest.mark.optimized
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @each_format
 @pytest.mark.parametrize("scaling", Scaling, ids=str)
 @each_window
