@@ -63,7 +63,7 @@ def changes(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Change]:
 
 
 def _case(row: Row) -> tuple[str, ...]:
-    return tuple(row[name] for name in CASE)
+    return tuple(row.get(name, "") for name in CASE)  # once rows did not name their device
 
 
 def _numbers(row: Row) -> tuple[float, float]:

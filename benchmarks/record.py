@@ -10,8 +10,11 @@ fails, or is not done when the time is over, leaves its file as far as it came; 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.guard import WHAT
+from benchmarks.guard import CASE
 
 RESULTS = Path(__file__).parent / "results"
 LARGE = "8x7168x7168"
@@ -84,8 +87,29 @@ def command(name: str) -> str:
 
 def joined(old: Iterable[Mapping[str, Any]], new: Iterable[Mapping[str, Any]]) -> list[Any]:
     """Rows of two files: where both measured the same, the new one's."""
-    rows = {tuple(row[key] for key in (*WHAT, "implementation")): row for row in (*old, *new)}
+    rows = {tuple(row.get(key) for key in (*CASE, "implementation")): row for row in (*old, *new)}
     return [*rows.values()]
+
+
+def rows_in(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file; none where it is missing, cut off, or no list of rows."""
+    try:
+        held = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return []
+    rows = held if isinstance(held, list) else []
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def chip() -> str:
+    """The name of this machine's GPUs as files have it: "h200".
+
+    Raises:
+      OSError: there is no driver of NVIDIA's to ask.
+    """
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    return found.splitlines()[0].removeprefix("NVIDIA ").split()[0].lower()
 
 
 def record(name: str, file: Path, seconds: float) -> str:
@@ -100,15 +124,20 @@ def record(name: str, file: Path, seconds: float) -> str:
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "rows.json" if shared else file
         run = [sys.executable, "-m", *shlex.split(COMMANDS[name][1]), "--json", str(own)]
+        process = subprocess.Popen(run, start_new_session=True)
         try:
-            code = subprocess.run(run, timeout=seconds, check=False).returncode
+            code = process.wait(seconds)
             end = f"exit status {code}" if code else "done"
         except subprocess.TimeoutExpired:
             end = "cut off"
-        if shared and own.exists():
-            old = json.loads(file.read_text()) if file.exists() else []
-            rows = joined(old, json.loads(own.read_text()))
-            file.write_text(json.dumps(rows, indent=1) + "\n")
+        finally:  # it, and what it has started, must not hold the GPU
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if shared and (new := rows_in(own)):
+            file.write_text(json.dumps(joined(rows_in(file), new), indent=1) + "\n")
+        elif shared or not own.exists():
+            end = f"{end}, nothing was written"
     return end
 
 
@@ -119,15 +148,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=usual)
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all of them")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS)
-    parser.add_argument("--chip", default="h200", help="with which names of files begin")
+    said = "with which names of files begin; by default the GPU's"
+    parser.add_argument("--chip", help=said)
     args = parser.parse_args(argv)
+    try:
+        begin = args.chip or chip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        parser.error(f"no GPU of NVIDIA's here ({error}): say --chip")
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.seconds
     ends = {}
     for name in args.only:
         print(f"=== {name}: {command(name)}", flush=True)
         start = time.monotonic()
-        file = args.out / f"{args.chip}{COMMANDS[name][0]}.json"
+        file = args.out / f"{begin}{COMMANDS[name][0]}.json"
         ends[name] = record(name, file, end - start) if start < end else "not begun"
         print(f"=== {name}: {ends[name]}, {time.monotonic() - start:.0f} s", flush=True)
     return int(any(each != "done" for each in ends.values()))

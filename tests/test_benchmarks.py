@@ -760,7 +760,11 @@ def test_products_of_peers_are_further_rows(tmp_path, monkeypatch):
 
 # ---- all tables ---
 WRITER = """
-import json, pathlib, sys
+import json, pathlib, sys, time
+if sys.argv[3] in ("none", "slow"):
+    pathlib.Path(sys.argv[-1]).write_text("")  # as a command that has measured nothing yet
+    time.sleep(60 * (sys.argv[3] == "slow"))
+    sys.exit()
 row = {"op": "quantize", "form": sys.argv[3], "shape": "64x128", "dtype": "bfloat16", "us": 1}
 row |= {"format": "mxfp8_e4m3", "scaling": "rceil", "scale_layout": "row_major"}
 pathlib.Path(sys.argv[-1]).write_text(json.dumps([row | {"implementation": "cutedsl"}]))
@@ -774,17 +778,25 @@ def test_each_table_has_its_file(tmp_path, monkeypatch, capsys):
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(record.sys, "executable", str(python))
-    names = {"one": ("", "x one"), "two": ("", "x two"), "own": ("_own", "x bad"), "last": ("", "")}
+    names = {"one": ("", "x one"), "two": ("", "x two"), "own": ("_own", "x bad")}
+    names |= {"none": ("", "x none"), "slow": ("", "x slow")}
     monkeypatch.setattr(record, "COMMANDS", names)
-    assert record.main(["--only", "one", "two", "--out", str(tmp_path)]) == 0
-    assert record.main(["--only", "two", "own", "--out", str(tmp_path)]) == 1
+    out = ["--chip", "h200", "--out", str(tmp_path)]
+    (tmp_path / "h200.json").write_text('{"rows": []}')  # another table's, once
+    assert record.main(["--only", "one", "two", *out]) == 0
+    assert record.main(["--only", "two", "own", *out]) == 1
     held = json.loads((tmp_path / "h200.json").read_text())
     assert [row["form"] for row in held] == ["one", "two"]  # measured again, and not twice there
     assert [row["form"] for row in json.loads((tmp_path / "h200_own.json").read_text())] == ["bad"]
     said = capsys.readouterr().out
     assert "=== two: done" in said and "=== own: exit status 1" in said
-    assert record.main(["--only", "last", "--seconds", "1e-9", "--out", str(tmp_path)]) == 1
-    assert "last: not begun" in capsys.readouterr().out
+    assert record.main(["--only", "none", "--seconds", "1e-9", *out]) == 1
+    assert "none: not begun" in capsys.readouterr().out
+    assert record.main(["--only", "none", *out]) == 1
+    assert "none: done, nothing was written" in capsys.readouterr().out
+    assert record.main(["--only", "slow", "none", "--seconds", "1.5", *out]) == 1
+    assert "slow: cut off, nothing was written" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "h200.json").read_text())) == 2  # all is as it was
 
 
 def test_what_a_table_measures_is_a_command():

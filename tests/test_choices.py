@@ -20,7 +20,7 @@ import jax_mx
 from jax_mx import Choice, autotune, explain, matmul
 from jax_mx.facts.chips import ARCHS, chips_of
 from jax_mx.lowering.registry import Support
-from jax_mx.products import choices, measuring
+from jax_mx.products import choices, measuring, tuning
 from jax_mx.products.choices import Entry, Key
 from jax_mx.products.implementations import IMPLEMENTATIONS, Implementation
 
@@ -195,6 +195,24 @@ def test_limits_of_candidates_and_seconds(monkeypatch):
     assert "by rule" in str(choice)
     with choice:
         assert explain(*args).calls[0].by == "rule"
+
+
+def test_no_candidate_is_compiled_when_the_time_is_over(monkeypatch):
+    """Nor when it was lowered in time and waits for a core."""
+    costing(monkeypatch, {"xla": 9.0, "dequantize": 8.0})
+    compiled, compile_one = [], measuring.Candidate.compile
+
+    def compiling(candidate):
+        compiled.append(candidate.name)
+        compile_one(candidate)
+
+    monkeypatch.setattr(measuring.Candidate, "compile", compiling)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    (found,), _ = tuning._calls("autotune", matmul, (ones(8, 64), ones(64, 32)))
+    call = found.call.in_a_shard
+    chosen, costs = measuring.measured(call, ["xla", "dequantize"], lambda: bool(compiled))
+    assert compiled == ["xla"] and chosen == "xla"
+    assert costs == {"xla": 9.0, "dequantize": measuring.OVER}
 
 
 def test_nothing_is_chosen_before_the_rule_was_tried(monkeypatch):

@@ -298,7 +298,9 @@ def cells():
         for j, (title, split) in enumerate(SPLITS.items()):
             for n, mode in enumerate(MODES):
                 if name == "MXFP8" or (i + j) % len(MODES) == n:
-                    rest = [] if (i == 0 and n == (j % 4) and j % 2 == 0) else [pytest.mark.thorough]
+                    rest = (
+                        [] if (i == 0 and n == (j % 4) and j % 2 == 0) else [pytest.mark.thorough]
+                    )
                     what = f"{name}-{mode}-{title}"
                     yield pytest.param(name, split, mode, id=what, marks=rest)
 

@@ -274,20 +274,20 @@ def measured(
     running = []
     # Most of the time goes to compiling, by one core for each program: they are compiled side by
     # side. Lowering stays here, where the context says on which device.
-    with ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
-        compiled: dict[str, tuple[Candidate, Future[None]]] = {}
+    pool = ThreadPoolExecutor(min(len(names), os.cpu_count() or 1))
+    try:
+        compiled: dict[str, tuple[Candidate, Future[bool]]] = {}
         for name in names:
-            if is_over():
-                costs[name] = OVER
-                continue
             try:
                 candidate = Candidate(name, call, sets)
-                compiled[name] = candidate, pool.submit(candidate.compile)
+                compiled[name] = candidate, pool.submit(_compiled_in_time, candidate, is_over)
             except Exception as failure:  # of the implementation: the others go on
                 costs[name] = f"left out: it {failed(failure)}"
         for name, (candidate, done) in compiled.items():
             try:
-                done.result()
+                if not done.result():
+                    costs[name] = OVER
+                    continue
                 error = TABLES[call.op][name].error
                 each = (known.obstacle(candidate.first(own), error) for own, known in references)
                 if why := next(filter(None, each), ""):
@@ -296,11 +296,21 @@ def measured(
                     running.append(candidate)
             except Exception as failure:  # of XLA, of the device: the others go on
                 costs[name] = f"left out: it {failed(failure)}"
+    finally:
+        pool.shutdown(cancel_futures=True)
     del references, thin
     costs |= _timed(running, count)
     times = {name: cost for name, cost in costs.items() if isinstance(cost, float)}
     chosen = min(times, key=times.__getitem__) if times and costs[names[0]] != OVER else None
     return chosen, {name: costs[name] for name in names}
+
+
+def _compiled_in_time(candidate: Candidate, is_over: Callable[[], bool]) -> bool:
+    """Compiles a candidate in a thread, unless the time is over by then."""
+    if is_over():
+        return False
+    candidate.compile()
+    return True
 
 
 def _timed(candidates: Sequence[Candidate], launches: int) -> dict[str, float]:
