@@ -423,7 +423,8 @@ def test_missing_library(library, tmp_path, capsys, monkeypatch):
     status, _, err = run(capsys, *files, *ONE)
     assert status == 1
     name = cli.EXTRA[library]
-    assert err == f"python -m jax_mx: this needs {name}; pip install {name}\n"
+    every = " ".join(cli.EXTRA.values())
+    assert err == f"python -m jax_mx: this needs {name}; pip install {every}\n"
 
 
 def test_interrupted(good, capsys, monkeypatch):

@@ -331,7 +331,7 @@ def _missing(error: ModuleNotFoundError) -> int:
     library = EXTRA.get(module)
     if library is None:
         raise error
-    return _end(f"this needs {library}; {install(library)}", 1)
+    return _end(f"this needs {library}; {install(*EXTRA.values())}", 1)  # all, to ask once
 
 
 def _end(sentence: str, status: int) -> int:
