@@ -32,16 +32,16 @@ class Source:
 
     def __str__(self) -> str:
         """As the names of kernels end with it."""
-        words = {
-            self.codes: True,
-            "rows": self.rows,
-            "rms_norm": self.norm,
-            "added": self.added,
-            self.activation: True,
-            "interleaved": self.interleaved,
-            "gradient": self.gradient,
-        }
-        return "_".join(word for word, there in words.items() if word and there)
+        words = (
+            self.codes,
+            "rows" * self.rows,
+            "rms_norm" * self.norm,
+            "added" * self.added,
+            self.activation,
+            "interleaved" * self.interleaved,
+            "gradient" * self.gradient,
+        )
+        return "_".join(filter(None, words))
 
     def __repr__(self) -> str:
         return f"Source({self})"

@@ -14,8 +14,6 @@ COMPILERS: Mapping[str, Mapping[str, str]] = {
     "cutedsl": {"nvidia-cutlass-dsl": "4.8.1"},
     "flydsl": {"flydsl": "0.4.2", "ziglang": "0.17.1"},
 }
-# The extra of this package that brings a DSL.
-EXTRAS: Mapping[str, str] = {"cutedsl": "cuda-kernels", "flydsl": "rocm-kernels"}
 # Beyond the DSL: what reads compiled binaries.
 READERS: Mapping[str, tuple[str, ...]] = {
     "cutedsl": ("pyelftools",),

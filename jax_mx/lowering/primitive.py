@@ -74,7 +74,7 @@ def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
     every = store.exported(chip_table.chips_of(chip_table.DSLS[target.platform]))
     if found.kernels and not every:
         why = f"JAX_MX_ARCHS names no chip of {target.platform}"
-        refusal = Refusal(plan.name, why, "'xla' serves it")
+        refusal = Refusal(plan.name, why)
         _say_once(f"exporting without kernels: {refusal}")
         named = plan.implementation
         return Support(named, refusal=refusal) if named else Support("xla"), []

@@ -27,14 +27,14 @@ class Refusal:
     Attributes:
       call: the name of the op, and of its form.
       why: the implementation does not serve it.
-      instead: what does.
-      advice: what else may be done about it: to install something, say.
+      advice: what may be done about it: to install something, say.
+      instead: what serves it.
     """
 
     call: str
     why: str
-    instead: str
     advice: str = ""
+    instead: str = "'xla' serves it"
 
     def __str__(self) -> str:
         return "; ".join(filter(None, (f"{self.call}: {self.why}", self.advice, self.instead)))
@@ -111,7 +111,7 @@ def candidates(
         if named.platform in (platform, "any"):
             return [named.support(plan, chips)]
         why = f"implementation {named.name!r} runs on {named.platform}, not on {platform}"
-        refusal = Refusal(plan.name, why, "use implementation=None or 'xla'")
+        refusal = Refusal(plan.name, why, instead="use implementation=None or 'xla'")
         return [Support(named.name, refusal=refusal)]
     asked = [each for each in table.values() if each.platform in (platform, "any")]
     return [each.support(plan, chips) for each in asked]
@@ -191,7 +191,7 @@ def _one_kernel(dsl: str, plan: AnyPlan, chips: Sequence[str]) -> Support:
 
 
 def _refused(dsl: str, call: str, why: str, advice: str = "") -> Support:
-    return Support(dsl, refusal=Refusal(call, why, "'xla' serves it", advice))
+    return Support(dsl, refusal=Refusal(call, why, advice))
 
 
 def _product_for(plan: ProductPlan, dsl: str) -> tuple[Product | None, str]:

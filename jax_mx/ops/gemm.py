@@ -421,7 +421,7 @@ def supported(
     chips = [device] if isinstance(device, str) else targets.chips_beside(device)
     support = registry.candidates(plan, targets.platform_of(chips[0]), chips)[0]
     if support.implementation == "xla":
-        return f"{plan.op}: no kernels on {chips[0]}; 'xla' serves it"
+        return str(registry.Refusal(plan.op, f"no kernels on {chips[0]}"))
     return support.reason
 
 

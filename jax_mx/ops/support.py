@@ -180,7 +180,7 @@ def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False)
         return registry.chosen(plan, platform, chips)
     first = registry.candidates(plan, platform, chips)[0]
     if first.implementation == "xla":
-        refusal = Refusal(plan.name, f"no kernels for {platform}", "'xla' serves it")
+        refusal = Refusal(plan.name, f"no kernels for {platform}")
         return Support(platform, refusal=refusal)
     return first
 

@@ -168,7 +168,7 @@ def both_along(call: Call) -> bool:
 def refused(name: str, call: Any, why: str) -> Support:
     """That an implementation does not serve a call, and what does."""
     instead = "use implementation=None or 'dequantize'"
-    return Support(name, refusal=Refusal(call.op, f"{name!r} {why}", instead))
+    return Support(name, refusal=Refusal(call.op, f"{name!r} {why}", instead=instead))
 
 
 def scale_floats(scales: jax.Array) -> jax.Array:

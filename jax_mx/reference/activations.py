@@ -23,7 +23,7 @@ from jax_mx.facts.activations import (
     Rounding,
 )
 from jax_mx.facts.formats import BLOCK, FORMATS
-from jax_mx.facts.sources import Source
+from jax_mx.facts.sources import ROWS, Source
 from jax_mx.reference.blocks import dequantize, flushed, rows_of
 
 # Beyond, a slope is 0 or 1 in float32; and no product of such numbers overflows.
@@ -272,7 +272,7 @@ def gated_gradient(
 
 def floats_of(source: Source, x: jax.Array, first: jax.Array, *more: jax.Array) -> jax.Array:
     """The floats that a call quantizes, made of its operands."""
-    if source.rows and not source.codes:
+    if source == ROWS:
         return rows_of(x, first)
     if source.codes:
         (scales,) = more
