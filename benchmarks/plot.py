@@ -21,11 +21,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks import shapes
-from benchmarks.report import one_run
+from benchmarks.record import RESULTS
+from benchmarks.report import one_run, read
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 
 Row = Mapping[str, Any]
-RESULTS = Path(__file__).parent / "results"
 OVERVIEW = RESULTS / "speed.png"
 
 WHERE = {
@@ -150,10 +150,8 @@ def overview_bars() -> tuple[Bars, Bars]:
 
 
 def _rows(name: str) -> list[Row]:
-    """The rows of a file of benchmarks/results; none where it is not there."""
-    path = RESULTS / f"{name}.json"
-    held = json.loads(path.read_text()) if path.exists() else []
-    return [row for row in (held if isinstance(held, list) else held["rows"]) if "us" in row]
+    """The rows of a file of benchmarks/results that have a time."""
+    return [row for row in read(RESULTS / f"{name}.json")[1] if "us" in row]
 
 
 def _layers() -> Bars:
@@ -185,7 +183,8 @@ def overview(left: Bars, right: Bars) -> Figure:
     for axes, bars, title, below in halves:
         labels = list(dict.fromkeys(label for group in bars.values() for label in group))
         height = 0.84 / len(bars)
-        for i, ((name, group), color) in enumerate(zip(bars.items(), colors, strict=False)):
+        own = colors[: len(bars)]
+        for i, ((name, group), color) in enumerate(zip(bars.items(), own, strict=True)):
             at = [-labels.index(label) - (i - (len(bars) - 1) / 2) * height for label in group]
             axes.barh(at, [*group.values()], height * 0.9, color=color, label=name)
             for y, length in zip(at, group.values(), strict=True):

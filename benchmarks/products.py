@@ -81,6 +81,11 @@ class Case:
         return 1 if sizes is None else int((sizes > 0).sum())
 
     @property
+    def is_large(self) -> bool:
+        """Whether there are more rows than decoding has."""
+        return self.rows > 64 * max(self.groups, 1)
+
+    @property
     def tflop(self) -> float:
         """Operations, in 10^12."""
         return 2 * self.rows * self.k * self.n / 1e12
@@ -134,7 +139,7 @@ def candidates(case: Case) -> Iterator[tuple[str, Callable, Callable]]:
     for format in (MXFP8_E4M3, MXFP4_E2M1):
         yield format.name, functools.partial(codes, shape=shape, format=format), kernel
     eights = functools.partial(codes, shape=shape, format=MXFP8_E4M3)
-    if case.rows > 64 * max(case.groups, 1):
+    if case.is_large:
         across = (*shape[:-2], case.k, case.n)  # as the gradient of x reads a weight (k, n)
         for format in (MXFP8_E4M3, MXFP4_E2M1):
             make = functools.partial(codes, format=format)
@@ -153,7 +158,7 @@ def candidates(case: Case) -> Iterator[tuple[str, Callable, Callable]]:
         yield "fp8 dot of codes", eights, dot_of_codes
         return
     yield "bf16 Pallas", floats, pallas
-    if case.rows > 64 * case.groups:
+    if case.is_large:
         yield "bf16 ragged_dot", floats, lambda x, w, s: jax.lax.ragged_dot(x, w.mT, s)
 
 
@@ -257,7 +262,7 @@ def speed(case: Case, us: float, read: float) -> dict[str, float]:
 
 def measure_peers(case: Case, only: str = "") -> Iterator[dict]:
     """A row for each product of others, of a case without groups and of many rows."""
-    if case.groups or case.rows <= 64:
+    if case.groups or not case.is_large:
         return
     asked = {"shape": (case.n, case.k), "rows": case.rows, "dtype": "bfloat16"}
     for name in peers.PRODUCTS:

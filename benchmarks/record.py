@@ -23,10 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import shapes
 from benchmarks.guard import CASE
 
 RESULTS = Path(__file__).parent / "results"
-LARGE = "8x7168x7168"
+LARGE = shapes.spell(shapes.REQUIRED[0])
 _SOURCES = "benchmarks --source"
 # For each table how its file's name goes on behind the chip's, and what measures it. Where several
 # commands share a file, it is a list of rows, and those measured anew replace the earlier ones.

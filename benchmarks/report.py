@@ -89,6 +89,14 @@ def write_record(path: Path, command: str, rows: Sequence[Mapping[str, Any]], **
     path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a file says of its run, and its rows; a list of rows alone says nothing beside them."""
+    held = json.loads(path.read_text())
+    if isinstance(held, list):
+        return {}, held
+    return {key: value for key, value in held.items() if key != "rows"}, held["rows"]
+
+
 def one_run(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The rows of the largest of several runs; of equally large ones, of the last."""
     runs: dict[str, list[Mapping[str, Any]]] = {}

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 import jax_mx
 from benchmarks import shapes
-from benchmarks.record import LARGE, command
-from benchmarks.report import one_run
+from benchmarks.record import LARGE, RESULTS, command
+from benchmarks.report import one_run, read
 from jax_mx.facts import formats, verified, windows
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS
@@ -31,7 +31,6 @@ from jax_mx.facts.variants import VARIANTS
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLES = ROOT / "examples"
 NAMES = {"cutedsl": "CuTeDSL", "flydsl": "FlyDSL"}
 
@@ -202,16 +201,20 @@ def write_examples(folder: Path) -> None:
 
 # ---- what was measured ---------------------------------------------------------------------------
 def results(name: str) -> tuple[dict[str, Any], Rows]:
-    """What a file of benchmarks/results says of its run, and its rows; of a list, only rows."""
-    held = json.loads((RESULTS / f"{name}.json").read_text())
-    if isinstance(held, list):
-        return {}, held
-    return {key: value for key, value in held.items() if key != "rows"}, held["rows"]
+    """What a file of benchmarks/results says of its run, or its rows of theirs; and the rows."""
+    about, rows = read(RESULTS / f"{name}.json")
+    return about or of_rows(rows), rows
+
+
+def of_rows(rows: Rows) -> dict[str, Any]:
+    """What rows themselves say of their run."""
+    found = {key: dict.fromkeys(row[key] for row in rows) for key in ("device", "commit")}
+    return {key: ", ".join(each) for key, each in found.items()}
 
 
 def caption(about: Mapping[str, Any], measures: str) -> str:
     """The sentence under a table: device, commit or date, command."""
-    where = [about.get("device", "NVIDIA H200"), about.get("runs", "one run")]
+    where = [about["device"], about.get("runs", "one run")]
     where += [f"commit {about['commit']}"] if about.get("commit") else []
     where += [about["date"]] if about.get("date") else []
     where += [f"jax {about['jax']}"] if about.get("jax") else []
@@ -275,7 +278,6 @@ def _quantizers(name: str, **where: Any) -> list[str]:
         if row["form"] in shapes.FORMS
     ]
     rows = one_run(own)
-    commit = rows[0]["commit"]
     order = list(shapes.FORMS)
     rows = sorted(rows, key=lambda row: (order.index(row["form"]), row["shape"]))
     lines = table(
@@ -293,7 +295,7 @@ def _quantizers(name: str, **where: Any) -> list[str]:
             for row in rows
         ],
     )
-    return [*lines, "", caption({"commit": commit}, command(name)) + rebuilt(rows)]
+    return [*lines, "", caption(of_rows(rows), command(name)) + rebuilt(rows)]
 
 
 def speed_mxfp8() -> list[str]:
@@ -324,7 +326,7 @@ def speed_mxfp4() -> list[str]:
 
 def speed_sources() -> list[str]:
     """Quantizers that make their floats: of picked rows, or by an activation."""
-    rows = results("h200_sources")[1]
+    about, rows = results("h200_sources")
     lines = table(
         ("form", "format", "shape", "us", "TB/s", "of the copy", "against XLA and our kernel"),
         [
@@ -340,8 +342,7 @@ def speed_sources() -> list[str]:
             for row in rows
         ],
     )
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    said = caption({"commit": commits}, command("rows"))
+    said = caption(about, command("rows"))
     others = [f"`{command(name)}`" for name in ("activations", "gradients", "norms")]
     return [*lines, "", said[:-1] + "; " + "; ".join(others) + "."]
 
@@ -368,7 +369,7 @@ def speed_peers() -> list[str]:
         ("form", "jax_mx, us", *(f"{name}, us" for name in names)),
         [(form, *(us.get((name, form), "") for name in ("cutedsl", *names))) for form in forms],
     )
-    return [*lines, "", caption({"commit": commit}, command("peers")) + rebuilt(ours)]
+    return [*lines, "", caption(of_rows(ours), command("peers")) + rebuilt(ours)]
 
 
 def speed_preprocessing() -> list[str]:
@@ -386,7 +387,8 @@ def speed_preprocessing() -> list[str]:
                 for f in forms
             ],
         )
-        said = caption({"commit": commit}, command("preprocessing")) + rebuilt([*own.values()])
+        about = of_rows([*own.values()])
+        said = caption(about, command("preprocessing")) + rebuilt([*own.values()])
         lines += ["", f"us; {said}", ""]
     return lines
 
