@@ -673,7 +673,8 @@ def rows(monkeypatch):
     """Makes calls take the kernel with tiles of so many rows."""
 
     def take(n):
-        monkeypatch.setattr(ops, "_tile_for", lambda rows: n)
+        for name in ("_tile_for", "_fp8_tile_for"):
+            monkeypatch.setattr(ops, name, lambda *_: n)
         compiled.cache_clear()
 
     yield take
@@ -689,6 +690,8 @@ SHAPES = [  # M, N, K
     (300, 264, 288),
     (257, 1000, 512),
     (1000, 384, 1056),
+    (300, 512, 320),  # pairs of tiles, of thread blocks that share copies
+    (1500, 4864, 128),  # several tiles for each thread block, more than a strip beside each other
 ]
 
 
@@ -713,6 +716,8 @@ def test_kernels_are_exact(variant, rows):
     w = integers(rng, (7, 200, 320), format)
     check(floats(rng, (1100, 320)), w, sizes, implementation="cutedsl")
     check(floats(rng, (7, 33, 320)), w, implementation="cutedsl")
+    pairs = integers(rng, (7, 768, 320), format)
+    check(floats(rng, (1100, 320)), pairs, sizes, implementation="cutedsl")
     x, alone = floats(rng, (1100, 320)), w_of(w, 0)[:131]
     check(x, w, sizes, implementation="cutedsl", **epilogue(rng, x, w))
     check(x[:39], alone, implementation="cutedsl", **epilogue(rng, x[:39], alone))
@@ -723,7 +728,8 @@ def test_kernels_are_exact(variant, rows):
 def free_kernels_are_exact(rng, format):
     """Where y's columns are blocks, and K is any number."""
     check_free = functools.partial(check, implementation="cutedsl", contracting=-2)
-    for m, k, n in [*SHAPES, (130, 2880, 2880), (5, 1, 32), (256, 63, 4096), (300, 200, 288)]:
+    more = [(130, 2880, 2880), (5, 1, 32), (256, 63, 4096), (300, 200, 288), (1500, 96, 4864)]
+    for m, k, n in [*SHAPES, *more]:
         check_free(floats(rng, (m, k)), integers(rng, (k, -n // 32 * -32), format, exponents=1))
     x, w = floats(rng, (65, 90), jnp.float16, 1500), integers(rng, (90, 96), format)
     for result in ("float32", "float16", "bfloat16"):
@@ -736,6 +742,7 @@ def free_kernels_are_exact(rng, format):
     x = floats(rng, (1100, 200))
     for names in (EPILOGUE, *NAMES):
         check_free(x, w, sizes, **epilogue(rng, x, w, names, -2))
+    check_free(x, integers(rng, (7, 200, 768), format, exponents=1), sizes)
     x = jnp.abs(floats(rng, (300, 200))) + 1
     bad = changed(w, [((1, 7, 5), 0x7F)] * (format.bits == 8), [((3, 199, 2), 255)])
     check_free(x, bad, [0, 100, 0, 190, 1, 0, 0])
@@ -747,7 +754,7 @@ def free_kernels_are_exact(rng, format):
 
 def gated_kernels_are_right(rng, format):
     """Exact of integers, where the activation is; else within a few float32 units."""
-    for i, (m, n, k) in enumerate([*SHAPES, (300, 129, 2880), (256, 63, 4096)]):
+    for i, (m, n, k) in enumerate([*SHAPES, (300, 129, 2880), (256, 63, 4096), (300, 384, 96)]):
         for interleaved in (False, True):
             how = {"implementation": "cutedsl", "interleaved": interleaved}
             x, w = floats(rng, (m, k)), integers(rng, (2 * n, k), format, most=1, exponents=1)
@@ -758,6 +765,8 @@ def gated_kernels_are_right(rng, format):
     x = floats(rng, (1100, 320))
     for interleaved in (False, True):
         how = {"implementation": "cutedsl", "interleaved": interleaved}
+        pairs = integers(rng, (7, 768, 320), format, most=1, exponents=1)
+        check(x, pairs, sizes, activation="bilinear", **how)
         for i, names in enumerate((EPILOGUE, *NAMES)):
             after = epilogue(rng, x, w, names, gated=True)
             check(x, w, sizes, activation=EXACT[i % 3], **how, **after)
@@ -772,7 +781,8 @@ def gated_kernels_are_right(rng, format):
 
 @kernels
 @of("matmul_fp8")
-def test_kernels_of_windows_are_exact(variant):
+def test_kernels_of_windows_are_exact(variant, rows):
+    rows(variant.rows)
     rng = np.random.default_rng(8)
     how = {"window": variant.window, "tiles": variant.tiles, "implementation": "cutedsl"}
     tile = 128 if variant.tiles else 1
@@ -1082,9 +1092,9 @@ def random_sizes(key, groups, total, step=1):
     return jnp.diff(ends, prepend=0).astype(jnp.int32)
 
 
-def of_rows(product, rows, made_of=lambda p: 256 * p):
+def of_rows(product, rows, made_of=lambda p: 256 * p, n=136):
     """A product of ones and matrices of 2^group, and what it is of that for sizes of groups."""
-    groups, n, k = 9, 136, 256
+    groups, k = 9, 256
     w = scaled(constant((groups, n, k)), jnp.arange(groups)[:, None, None])
 
     def both(sizes):
@@ -1148,16 +1158,22 @@ def launches(name):
         "free": ({"contracting": -2}, lambda p: 136 * p),
         "gated": ({"activation": "bilinear"}, lambda p: (256 * p) ** 2),
     }.get(name, ({}, lambda p: 256 * p))
-    return of_rows(lambda w, sizes: gemm(x, w, sizes, **options, **own), rows, made_of)
+    n = 768 if name == "shared" else 136
+    return of_rows(lambda w, sizes: gemm(x, w, sizes, **options, **own), rows, made_of, n)
 
 
 @kernels
 @pytest.mark.parametrize(
     "name",
-    ["few rows", "rows", "free", "gated", "fp8", "fp8 rows", "wgrad", "wgrad of floats"],
+    [
+        *("few rows", "rows", "shared", "free", "gated", "fp8", "fp8 rows", "fp8 rows shared"),
+        *("wgrad", "wgrad of floats"),
+    ],
 )
-def test_many_launches_of_random_sizes(name, request):
+def test_many_launches_of_random_sizes(name, request, rows):
     """10^5 of them, or 10^3: none hangs, every element of every result is right."""
+    if "shared" in name:
+        rows(256)
     both, sizes_of = launches(name)
     count = 20_000 if request.config.getoption("--thorough") else 200
 

@@ -30,6 +30,9 @@ from jax_mx.facts.variants import VARIANTS, Variant
 from jax_mx.facts.windows import ROW, suffix_of
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
+# Of x, that thread blocks of a product on FP8 tensor cores have at a time: one has 128; two, where
+# what they do to sums is cheap (index True), 256, and read W once.
+FP8_ROWS = ((128,), (256, 128))
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
 UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies can read rows
 
@@ -43,7 +46,7 @@ class Product:
         "wgrad", of floats and floats; "amaxes", of floats.
       implementation: "cutedsl".
       formats: of the quantized operands, x's before W's.
-      rows: how many of x's a thread block has at a time.
+      rows: how many of x's a thread block, or a cluster of two, has at a time.
       window: how many elements along K share a scale, of both operands, where both are codes;
         "row": all of them.
       tiles: whether `TILE` rows of W share their scales.
@@ -82,12 +85,12 @@ PRODUCTS: tuple[Product, ...] = (
         for format in _FORMATS
     ),
     *(
-        Product("matmul_fp8", "cutedsl", formats, 128, window, tiles)
-        for window in (128, 256)
-        for tiles in (False, True)
+        Product("matmul_fp8", "cutedsl", formats, rows, window, tiles)
+        for window in (128, 256, ROW)
+        for tiles in ((False, True) if window != ROW else (False,))
+        for rows in FP8_ROWS[tiles or window == ROW]
         for formats in _EIGHTS
     ),
-    *(Product("matmul_fp8", "cutedsl", formats, 128, ROW) for formats in _EIGHTS),
     *(
         Product("wgrad_fp8", "cutedsl", formats, 128, window)
         for window in (128, 256)

@@ -23,7 +23,7 @@ from jax_mx.arrays.checks import array_of, flag, float_dtype, is_symbolic, shown
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.products import TILE, UNIT
+from jax_mx.facts.products import FP8_ROWS, TILE, UNIT
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import products, registry, targets
 from jax_mx.lowering.plan import ProductPlan
@@ -359,7 +359,7 @@ def plan_of(
 ) -> ProductPlan:
     """The plan of `gemm`, of one format, or `gemm_fp8`, of two; see `supported`."""
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
-    tile = _tile_for(rows) if op == "matmul" else TILE
+    tile = _tile_for(rows) if op == "matmul" else _fp8_tile_for(rows, window, tiles, grouped)
     tile = max(tile, TILE) if free else tile  # there are none of fewer rows
     return ProductPlan(
         op, formats, dtype, grouped, tile, window, tiles, implementation, epilogue, free
@@ -566,6 +566,14 @@ def _tile_for(rows: float) -> int:
     if is_symbolic(rows):
         return _ROWS[-1]
     return next((n for n in _ROWS if rows <= n), _ROWS[-1])
+
+
+def _fp8_tile_for(rows: float, window: int | str, tiles: bool, grouped: bool) -> int:
+    """The same of two MX operands: the most that leave no thread block without rows."""
+    choices = FP8_ROWS[tiles or window == ROW]
+    if grouped or is_symbolic(rows):
+        return choices[-1]
+    return next((n for n in choices if -rows % n < TILE), choices[-1])
 
 
 def _rows(shape: tuple[int, ...], w: MXArray) -> float:

@@ -14,6 +14,11 @@ which TMA completes. Each consumer warp arrives at `empty` when its products of 
 as soon as the next stage is converted, or after the last one. All three walk the same tiles and
 stages, so each wait has its arrival: no role waits for what it gives itself, and the producer is
 never further ahead than there are stages.
+
+Two thread blocks of a cluster may have tiles beside each other ("shared"): each asks for half of
+x's copies, which write into both. So `full` counts the bytes of both blocks' copies, and consumers
+arrive at both blocks' `empty`. Both blocks take the same stages of the same tiles, and meet before
+the first copy and before they end.
 """
 
 import dataclasses
@@ -76,19 +81,28 @@ class Stages:
       again: whether a stage is waited for again when it is converted, which takes no time: over
         that loop the compiler moves nothing, and else it converts when the products of the stage
         before are done, not while they are under way.
+      strip: how many tiles beside each other are taken before those below; 0: all.
+      share: whether two thread blocks of a cluster, with tiles beside each other, share the copies
+        of x: half as much of it is read from L2.
+      turns: whether the two warpgroups ask for products in turns: while one's are under way, the
+        other converts.
     """
 
     stages: int
     resident: int = 1
     split: int = 1
     again: bool = False
+    strip: int = 0
+    share: bool = False
+    turns: bool = False
 
 
 class Warps(ProductEntry):
     """See above.
 
-    Of three kinds: "one" for products without groups, whose K several thread blocks may share,
-    "groups" for all whose scales of a stage can be read as a word, "any" reads them byte by byte.
+    Of four kinds: "one" for products without groups, whose K several thread blocks may share;
+    "shared" for a W of whole pairs of tiles, where two thread blocks share the copies of x;
+    "groups" for all whose scales of a stage can be read as a word; "any" reads them byte by byte.
     """
 
     columns = 128
@@ -106,7 +120,11 @@ class Warps(ProductEntry):
         tile = tile or Stages(**self.tuned("Warps"))
         self.stages, self.again = tile.stages, tile.again
         self.resident = tile.resident if vectors else 1
-        self.cluster = tile.split if kind == "one" else 1
+        self.split = tile.split if kind == "one" else 1
+        self.beside = 2 if kind == "shared" else 1
+        # Of a stage, below each other: one map is every entry's.
+        self.x_boxes = 2 if tile.share else 1
+        self.strip, self.turns = tile.strip, tile.turns
         # Registers go from one warpgroup to others; of several blocks none has too many.
         self.threads = 384 if self.resident == 1 else 288
         self.per = self.format.codes_per_byte
@@ -119,24 +137,27 @@ class Warps(ProductEntry):
         self.x_at = HEAD + self.stages * self.w_bytes
         self.shared = self.x_at + self.stages * self.per * self.x_bytes
         self.sums_at, self.pitch = self.shared, self.columns + 4
-        if self.cluster > 1:
+        if self.split > 1:
             self.shared += self.rows * self.pitch * 4
         self.elements_per_thread = self.rows // 2
         self.words = 1 if vectors else self.blocks  # that a row's scales of a stage are read as
         self.bits = {64: 2, 128: 3}[self.box[1]]  # of TMA's swizzle
         self.maps = (
             self.matrix_map("codes", "uint8", 1, (*self.box[::-1], 1), self.box[1]),
-            self.matrix_map("x", "bfloat16", 2, (64, self.rows), 128),
+            self.matrix_map("x", "bfloat16", 2, (64, self.rows // self.x_boxes), 128),
         )
+        *_, high, blocks = self.extents
         if vectors:
-            self.divide = (Factor(Extent(self.signature.number("scales"), 2), self.blocks),)
+            self.divide = (Factor(blocks, self.blocks),)
+        if kind == "shared":
+            self.divide += (Factor(high, 256),)
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """TMA wants 16 bytes; y is written in pairs."""
         wanted = {"x": 16, "codes": 16, "y": 2 * itemsize}
         if self.vectors:
             wanted["scales"] = self.blocks
-        if self.cluster > 1:
+        if self.split > 1:
             wanted["group_sizes"] = NO_ADDRESS
         return wanted.get(array.name) or super().align_of(array, itemsize)
 
@@ -160,12 +181,9 @@ class Warps(ProductEntry):
             0,
             cute.make_layout(self.box, stride=(self.box[1], 1)),
         )
-        tile_x = cute.make_composed_layout(
-            cute.make_swizzle(3, 4, 3), 0, cute.make_layout((self.rows, 64), stride=(64, 1))
-        )
         copy = cpasync.CopyBulkTensorTileG2SOp()
         aw, mW = cpasync.make_tiled_tma_atom(copy, mW, tile_w, self.box)
-        ax, mX = cpasync.make_tiled_tma_atom(copy, mX, tile_x, (self.rows, 64))
+        ax, mX = self.copy_atom(mX, self.rows // self.x_boxes, self.beside)
         epilogue = (bias, row_scale, added)
         self.kernel(
             aw,
@@ -222,24 +240,26 @@ class Warps(ProductEntry):
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         layout = cute.tile_to_shape(atom, (n, 64, stages * self.per), order=(0, 1, 2))
         sX = cute.make_tensor(cute.recast_ptr(px, layout.inner, dtype=BFloat16), layout.outer)
+        into = self.copied(base, self.x_at, BFloat16, n, self.x_boxes, stages * self.per)
         if tid == 0:
             for i in range_constexpr(stages):
                 cute.arch.mbarrier_init(full + i, self.arrivals)
-                cute.arch.mbarrier_init(empty + i, 8)
+                cute.arch.mbarrier_init(empty + i, 8 * self.sharing)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.meet_all()
 
         high = width  # rows of W
         width, deep = self.lengths(high, blocks)
-        down = (width + self.columns - 1) // self.columns
+        both: cutlass.Constexpr = self.columns * self.beside
+        down = (width + both - 1) // both
         steps = (deep + self.codes - 1) // self.codes  # stages along K
         total = wide // deep * steps
         parts = self.parts(groups * self.pieces(t // groups) * down, grid)  # that share a tile
         rank = self.rank(bid, parts)
         start = rank * total // parts
         count = (rank + 1) * total // parts - start
-        index = bid // parts
-        grid = grid // parts
+        index = bid // parts // self.sharing
+        clusters = grid // parts // self.sharing
         at = self.start(sizes, t, groups)
         at = self.seek(index, at, sizes, t, groups, down)
         slot = Int32(0)
@@ -250,7 +270,7 @@ class Warps(ProductEntry):
             if warp == 8:
                 one = cute.make_layout(1)
                 while at[0] < groups:
-                    row, end, n0 = self.place(index, at, down)
+                    row, end, n0 = self.in_cluster(*self.place(index, at, down))
                     pairs = [
                         cpasync.tma_partition(
                             aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
@@ -262,10 +282,10 @@ class Warps(ProductEntry):
                     for _ in cutlass.range(count, unroll=1):
                         gX = cute.local_tile(
                             cute.domain_offset((row, left + column * self.codes), mX),
-                            (n, 64), (0, None),
+                            (n // self.x_boxes, 64), (None, None),
                         )  # fmt: skip
                         tsX, tgX = cpasync.tma_partition(
-                            ax, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+                            ax, 0, one, cute.group_modes(into, 0, 2), cute.group_modes(gX, 0, 2)
                         )
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         with cute.arch.elect_one():
@@ -273,28 +293,33 @@ class Warps(ProductEntry):
                         for b in range_constexpr(self.boxes):
                             tsW, tgW = pairs[b]
                             to = tsW[None, slot * self.boxes + b]
-                            cute.copy(aw, tgW[None, column], to, tma_bar_ptr=full + slot)
+                            self.copy(aw, tgW[None, column], to, full + slot, 1)
                         for b in range_constexpr(self.per):
-                            to = tsX[None, slot * self.per + b]
-                            cute.copy(ax, tgX[None, b], to, tma_bar_ptr=full + slot)
+                            to = slot * self.per + b
+                            for each in range_constexpr(self.x_boxes // self.beside):
+                                its = each + self.part(self.beside)
+                                self.copy(
+                                    ax, tgX[None, its, b], tsX[None, its, to], full + slot,
+                                    self.beside,
+                                )  # fmt: skip
                         column += 1
                         if column == steps:
                             column = Int32(0)
                             left += deep
                         slot, phase = self.next(slot, phase)
-                    index += grid
+                    index += clusters
                     at = self.seek(index, at, sizes, t, groups, down)
                     self.meet(parts)
                     self.meet(parts)
             elif const_expr(self.arrivals > 1):
                 turn = Int32(0)
                 while at[0] < groups:
-                    _, _, n0 = self.place(index, at, down)
+                    _, _, n0 = self.in_cluster(*self.place(index, at, down))
                     slot, phase, turn = self.bring(
                         s, base, full, empty, slot, phase, turn, warp - 9, lane, n0, at[0], high,
                         blocks, steps, count,
                     )  # fmt: skip
-                    index += grid
+                    index += clusters
                     at = self.seek(index, at, sizes, t, groups, down)
         else:
             if const_expr(self.resident == 1):
@@ -320,8 +345,9 @@ class Warps(ProductEntry):
             words = cute.recast_tensor(fragment, Uint32)
             acc = cute.make_rmem_tensor(mma.partition_shape_C((64, n)), Float32)
             flat = cute.make_tensor(acc.iterator, cute.make_layout(n // 2))
+            self.begin_turns(warp // 4)
             while at[0] < groups:
-                row, end, n0 = self.place(index, at, down)
+                row, end, n0 = self.in_cluster(*self.place(index, at, down))
                 acc.fill(0.0)
                 rows = self.rows_of_scales(at[0], n0, first, apart, width, blocks, how)
                 scales = cute.make_rmem_tensor((self.words, 2), Uint32)
@@ -338,24 +364,23 @@ class Warps(ProductEntry):
                         self.scales(s, rows, column, blocks, ahead)
                         self.stage(
                             mma, acc, fragment, words, tB, places, apart, scales, full, empty,
-                            slot, phase, before, bank, (i > 0) | (bank > 0),
+                            slot, phase, before, bank, (i > 0) | (bank > 0), warp // 4,
                         )  # fmt: skip
                         before = slot
                         slot, phase = self.next(slot, phase)
                 if count % 2 == 1:
                     self.stage(
                         mma, acc, fragment, words, tB, places, apart, ahead, full, empty,
-                        slot, phase, before, 0, count > 1,
+                        slot, phase, before, 0, count > 1, warp // 4,
                     )  # fmt: skip
                     before = slot
                     slot, phase = self.next(slot, phase)
                 warpgroup.wait_group(0)
                 if count > 0:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(empty + before)
+                    self.give_back(empty + before)
                 tile = (row, end, n0, at[0])
                 place = (q, first, apart, flip)
-                if const_expr(self.cluster > 1):
+                if const_expr(self.split > 1):
                     if parts > 1:
                         part = base.toint() + self.sums_at
                         self.lay_down(part, flat, 2 * q, first, apart)
@@ -366,9 +391,12 @@ class Warps(ProductEntry):
                         self.alone(epilogue, y, flat, tile, place, width, how, result)
                 else:
                     self.alone(epilogue, y, flat, tile, place, width, how, result)
-                index += grid
+                index += clusters
                 at = self.seek(index, at, sizes, t, groups, down)
+            self.end_turns(warp // 4)
             self.clear(y, epilogue[-1], at[2], t, width, result, bid, grid, tid, 256)
+        if const_expr(self.sharing > 1):
+            self.meet_all()  # none ends while another may still write here
 
     # ---- how W lies; `Free` and `Gated` have other answers ---
     def lengths(self, high: Int32, blocks: Int32):
@@ -436,7 +464,7 @@ class Warps(ProductEntry):
     @cute.jit
     def stage(
         self, mma, acc, fragment, words, tB, places, apart: Int32, scales, full, empty,
-        slot: Int32, phase: Int32, before: Int32, bank: cutlass.Constexpr, behind,
+        slot: Int32, phase: Int32, before: Int32, bank: cutlass.Constexpr, behind, mine: Int32,
     ):  # fmt: skip
         """Converts a stage while the products of the one before are under way; asks for its own.
 
@@ -451,13 +479,14 @@ class Warps(ProductEntry):
             warpgroup.wait_group(0)
             if const_expr(box == 0):
                 if behind:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(empty + before)
+                    self.give_back(empty + before)
+            self.take_turn(mine)
             warpgroup.fence()
             for k in range_constexpr(4):
                 right = tB[None, None, k, slot * self.per + box]
                 cute.gemm(mma, acc, fragment[None, None, k, into], right, acc)
             warpgroup.commit_group()
+            self.pass_turn(mine)
 
     @cute.jit
     def fill(
@@ -484,11 +513,11 @@ class Warps(ProductEntry):
 
     def dequantized(self, low: Uint32, high: Uint32, factor: Float32) -> list:
         """Two pairs of codes as two words of bfloat16."""
-        to = convert.Conversion("bfloat16", self.format, self.arch)
-        if self.per == 1:
-            return convert.dequantized([low | (high << Uint32(16))], [factor] * 4, to)
         bits = convert.float_to_bits(factor)
         factors = convert.pair(bits, bits)
+        if self.per == 1:
+            to = convert.Conversion("bfloat16", self.format, self.arch)
+            return convert.dequantized_pairs([low | (high << Uint32(16))], [factors] * 2, to)
         return [convert.byte_of_e2m1(byte, factors, self.arch) for byte in (low, high)]
 
     @cute.jit
@@ -522,7 +551,7 @@ class Warps(ProductEntry):
         """Adds up all thread blocks' sums for this one's share of the rows; always in one order."""
         row, end, n0, e = tile
         size = self.size_in_bytes(result)
-        share: cutlass.Constexpr = self.rows // self.cluster
+        share: cutlass.Constexpr = self.rows // self.split
         items: cutlass.Constexpr = share * self.columns // 2  # pairs
         for i in range_constexpr((items + 255) // 256):
             item = i * 256 + tid
@@ -530,7 +559,7 @@ class Warps(ProductEntry):
             n = item % (self.columns // 2) * 2
             low, high = Float32(0), Float32(0)
             if item < items:
-                for other in range_constexpr(self.cluster):
+                for other in range_constexpr(self.split):
                     a, b = of_block(part + (m * self.pitch + n) * 4, other)
                     low += a
                     high += b
@@ -608,13 +637,15 @@ class Free(Warps):
     arrivals = 2  # the copies, and the scales
     batches = 8
 
-    def __init__(self, product: Product, arch: str, tile=None):
-        super().__init__(product, arch, "groups", tile)
-        if self.resident * self.cluster > 1:
+    def __init__(self, product: Product, arch: str, kind: str, tile=None):
+        super().__init__(product, arch, kind, tile)
+        if self.resident * self.split > 1:
             raise ValueError(f"{product.name}: resident and split of its tile must be 1")
         if self.stages < 3:
             raise ValueError(f"{product.name}: {self.stages} stages, must be 3 at least")
         self.divide = (Factor(Extent(self.signature.number("x"), 1), UNIT),)
+        if kind == "shared":
+            self.divide += (Factor(self.extents[-1], 256 // BLOCK),)
         self.pitch = 128 * self.per + 32  # bytes of a block's factors, off the other blocks' banks
         self.factors_at = self.shared
         self.factor_bytes = self.columns // BLOCK * self.pitch  # of a stage
@@ -758,7 +789,7 @@ class Gated(Warps):
 
     def __init__(self, product: Product, arch: str, kind: str, tile=None):
         super().__init__(product, arch, kind, tile)
-        if self.resident * self.cluster > 1:
+        if self.resident * self.split > 1:
             raise ValueError(f"{product.name}: resident and split of its tile must be 1")
 
     def box_of_w(self) -> tuple[int, int]:
@@ -911,19 +942,14 @@ class PlainFree(Plain):
 
 def entries(product: Product, arch: str, tile=None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
-    if product.free:
-        tile = tile or Stages(**Plain(product, arch).tuned("Warps"))
-        return [Free(product, arch, tile), PlainFree(product, arch)]
-    if product.gated:
-        plain = PlainGated(product, arch)
-        tile = tile or Stages(**plain.tuned("Warps"))
-        return [*(Gated(product, arch, kind, tile) for kind in ("groups", "any")), plain]
-    plain = Plain(product, arch)
+    plain = (PlainFree if product.free else PlainGated if product.gated else Plain)(product, arch)
     if product.rows <= FEW:
         kind = Few if product.formats[0].codes_per_byte == 1 else Nibbles
         tile = tile or Rings(**plain.tuned("Few"))
+        kinds = ["one"] * (tile.split > 1) + ["groups", "any"]
     else:
-        kind = Warps
+        kind = Free if product.free else Gated if product.gated else Warps
         tile = tile or Stages(**plain.tuned("Warps"))
-    kinds = ["one"] * (tile.split > 1) + ["groups", "any"]
+        kinds = ["one"] * (tile.split > 1) + ["shared"] * tile.share + ["groups"]
+        kinds += ["any"] * (not product.free)
     return [*(kind(product, arch, which, tile) for which in kinds), plain]

@@ -190,7 +190,7 @@ class Few(ProductEntry):
         if kind == "any":
             self.resident = 1  # it needs more registers
         self.threads = 32 * self.warps
-        self.cluster = tile.split if kind == "one" else 1
+        self.split = tile.split if kind == "one" else 1
         self.pairs = kind != "any"  # whether two blocks' scales are read at once
         self.per = self.format.codes_per_byte
         self.codes = LINE * self.per  # of a row in a stage
@@ -212,7 +212,7 @@ class Few(ProductEntry):
         wanted = {"x": 16, "codes": 16}
         if self.pairs:
             wanted["scales"] = 2
-        if self.cluster > 1:
+        if self.split > 1:
             wanted["group_sizes"] = NO_ADDRESS
         return wanted.get(array.name) or super().align_of(array, itemsize)
 
@@ -224,14 +224,14 @@ class Few(ProductEntry):
             smem=self.shared,
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=100,  # else the compiler asks a driver
-            cluster=[self.cluster, 1, 1],
+            cluster=[self.split, 1, 1],
         )
 
     @cute.kernel
     def kernel(self, pointers, scalars):
         x, w, s, sizes, *epilogue, y = pointers
         t, wide, groups, width, blocks, result = scalars
-        if const_expr(self.cluster > 1):  # there are none: `align_of`
+        if const_expr(self.split > 1):  # there are none: `align_of`
             sizes = cute.make_ptr(Int32, Int64(0), cute.AddressSpace.gmem, assumed_align=4)
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
@@ -305,7 +305,7 @@ class Few(ProductEntry):
                         acc, right, ring + slot * self.ring, scales + slot * self.scales_bytes, lane
                     )
             index, other, parts, apart = self.recalled(kept + 32)
-            if const_expr(self.cluster == 1):
+            if const_expr(self.split == 1):
                 parts = Int32(1)
             # A 0 that the compiler does not know: else addresses are computed before the loop, for
             # which 16 rows leave no registers.
@@ -529,7 +529,7 @@ class Few(ProductEntry):
                     there = self.swizzled(8 * c + 2 * q + v % 2, 16 * m + 8 * (v // 2) + g)
                     place = cute.make_ptr(Float32, to + there, smem, assumed_align=4)
                     cute.make_tensor(place, cute.make_layout(1))[0] = acc[v, c, m]
-        if const_expr(self.cluster > 1):
+        if const_expr(self.split > 1):
             if tid == 0:
                 word = cute.make_ptr(Int32, turn, smem, assumed_align=4)
                 cute.make_tensor(word, cute.make_layout(1))[0] = slot
@@ -544,7 +544,7 @@ class Few(ProductEntry):
         bytes_ = self.size_in_bytes(result)
         share = Int32(self.rows)
         if parts > 1:
-            share = Int32(self.rows // self.cluster)
+            share = Int32(self.rows // self.split)
         items = share * (self.columns // 2)  # pairs
         for i in range_constexpr(
             (self.rows * self.columns // 2 + self.threads - 1) // self.threads
@@ -557,7 +557,7 @@ class Few(ProductEntry):
             if item < items:
                 there = self.swizzled(m, n)
                 if parts > 1:
-                    for other in range_constexpr(self.cluster):
+                    for other in range_constexpr(self.split):
                         block = mapped(base, other)
                         its = word_of_block(block + self.turn_at)
                         self.add_up(two, block + its * self.ring + there, True)

@@ -11,7 +11,8 @@ the three that bring scales each wait for `empty` (at first it is free by the in
 `full` completes by one arrival of each and the copies' bytes. Both consumers wait for `full`; each
 of their warps arrives at `empty` when its products of the stage are done and its scales read. All
 five roles walk the same tiles and stages, so each wait has its arrivals, and none waits for what it
-gives itself.
+gives itself. Two thread blocks of a cluster may have tiles below each other, and share the copies
+of W as those of matmul.py share the copies of x.
 """
 
 import dataclasses
@@ -56,15 +57,25 @@ def product_of_scales(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """How many stages of shared memory there are."""
+    """How a thread block, or two, go about y.
+
+    Attributes:
+      stages: of shared memory.
+      strip: how many tiles beside each other are taken before those below; 0: all.
+      turns: whether the two warpgroups ask for products in turns: then one's are under way while
+        the other promotes its own.
+    """
 
     stages: int
+    strip: int = 0
+    turns: bool = False
 
 
 class Windows(ProductEntry):
     """See above; `vectors`: whether scales of four windows are read at once."""
 
     columns = 256
+    rows = 128
     threads = 384
     elements_per_thread = 128
     rank = 3  # of W
@@ -73,8 +84,10 @@ class Windows(ProductEntry):
 
     def __init__(self, product: Product, arch: str, vectors: bool, tile: Stages | None = None):
         super().__init__(product, arch)
-        self.vectors, self.tiles, self.rows = vectors, product.tiles, product.rows
-        self.stages = (tile or Stages(**self.tuned("Windows"))).stages
+        self.vectors, self.tiles = vectors, product.tiles
+        tile = tile or Stages(**self.tuned("Windows"))
+        self.stages, self.strip, self.turns = tile.stages, tile.strip, tile.turns
+        self.below = product.rows // self.rows
         self.span = self.promoted // LINE  # stages of a window
         self.types = [
             cutlass.Float8E4M3FN if format == MXFP8_E4M3 else cutlass.Float8E5M2
@@ -87,9 +100,10 @@ class Windows(ProductEntry):
         self.scales_at = self.w_at + self.stages * self.w_bytes
         self.floats = self.rows + self.columns // 128 * 4 * PITCH  # of a stage's scales
         self.shared = self.scales_at + self.copies * self.floats * 4
+        self.box = self.columns // self.below  # rows of W that a copy brings
         self.maps = (
             self.matrix_map("x_codes", "uint8", 1, (LINE, self.rows), 128),
-            self.matrix_map("codes", "uint8", 1, (LINE, self.columns, 1)[: self.rank], 128),
+            self.matrix_map("codes", "uint8", 1, (LINE, self.box, 1)[: self.rank], 128),
         )
         if vectors:
             self.divide = (Factor(self.extents[-1], 4 * PER_LINE),)
@@ -129,18 +143,17 @@ class Windows(ProductEntry):
         mW = cute.make_tensor(
             w, cute.make_layout((width, line, matrices), stride=(stride, 1, slab))
         )
-        tile_x, tile_w = (
-            cute.make_composed_layout(
-                cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, LINE), stride=(LINE, 1))
-            )
-            for rows in (self.rows, self.columns)
-        )
-        copy = cpasync.CopyBulkTensorTileG2SOp()
-        ax, mX = cpasync.make_tiled_tma_atom(copy, mX, tile_x, (self.rows, LINE))
-        aw, mW = cpasync.make_tiled_tma_atom(copy, mW, tile_w, (self.columns, LINE))
+        ax, mX = self.copy_atom(mX, self.rows, 1)
+        aw, mW = self.copy_atom(mW, self.box, self.below)
         self.kernel(
             ax, mX, aw, mW, sx, sw, sizes, tuple(rest), y, t, wide, groups, width, blocks, result
-        ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.shared, min_blocks_per_mp=1)
+        ).launch(
+            grid=[1, 1, 1],
+            block=[self.threads, 1, 1],
+            smem=self.shared,
+            min_blocks_per_mp=1,
+            cluster=[self.cluster, 1, 1],
+        )
 
     @cute.kernel
     def kernel(
@@ -162,15 +175,17 @@ class Windows(ProductEntry):
         if tid == 0:
             for i in range_constexpr(stages):
                 cute.arch.mbarrier_init(full + i, self.arrivals)
-                cute.arch.mbarrier_init(empty + i, 8)
+                cute.arch.mbarrier_init(empty + i, 8 * self.sharing)
             self.prepare(base, empty + stages)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.meet_all()
 
         down = (width + self.columns - 1) // self.columns
         windows = (blocks * BLOCK + LINE * self.span - 1) // (LINE * self.span)
         total = windows * self.span  # stages
-        index = bid
+        cluster = bid // self.cluster
+        clusters = grid // self.cluster
+        index = cluster
         down, length = self.walk(down, t, wide)
         at = self.start(sizes, length, groups)
         at = self.seek(index, at, sizes, length, groups, down)
@@ -179,32 +194,27 @@ class Windows(ProductEntry):
         if warp >= 8:
             cute.arch.setmaxregister_decrease(40)
             if warp == 8:
-                one = cute.make_layout(1)
+                into_x = self.copied(base, HEAD, self.types[0], self.rows, 1, stages)
+                into_w = self.copied(
+                    base, self.w_at, self.types[1], self.columns, self.below, stages
+                )
                 while at[0] < groups:
                     row, end, n0 = self.place(index, at, down, t, width)
                     begin, count = self.stretch(at, total)
-                    gX = cute.local_tile(
-                        cute.domain_offset((row, 0), mX), (self.rows, LINE), (0, None)
-                    )
-                    gW = cute.local_tile(
-                        cute.domain_offset((n0, 0), mW[None, None, self.matrix(at)]),
-                        (self.columns, LINE), (0, None),
-                    )  # fmt: skip
-                    tsX, tgX = cpasync.tma_partition(
-                        ax, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
-                    )
-                    tsW, tgW = cpasync.tma_partition(
-                        aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
-                    )
+                    tsX, tgX = self.partition(ax, mX, into_x, row)
+                    tsW, tgW = self.partition(aw, mW[None, None, self.matrix(at)], into_w, n0)
+                    mine = self.part(self.below)
                     for step in cutlass.range(count, unroll=1):
                         i = begin + step
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.stage_bytes)
-                        cute.copy(ax, tgX[None, i], tsX[None, slot], tma_bar_ptr=full + slot)
-                        cute.copy(aw, tgW[None, i], tsW[None, slot], tma_bar_ptr=full + slot)
+                        self.copy(ax, tgX[None, 0, i], tsX[None, 0, slot], full + slot, 1)
+                        self.copy(
+                            aw, tgW[None, mine, i], tsW[None, mine, slot], full + slot, self.below
+                        )
                         slot, phase = self.next(slot, phase)
-                    index += grid
+                    index += clusters
                     at = self.seek(index, at, sizes, length, groups, down)
             else:
                 while at[0] < groups:
@@ -214,7 +224,7 @@ class Windows(ProductEntry):
                         sx, sw, base, full, empty, slot, phase, warp - 9, lane, row, n0,
                         self.matrix(at), t, width, blocks, begin, count,
                     )  # fmt: skip
-                    index += grid
+                    index += clusters
                     at = self.seek(index, at, sizes, length, groups, down)
         else:
             cute.arch.setmaxregister_increase(232)
@@ -251,6 +261,7 @@ class Windows(ProductEntry):
             kept = base.toint() + HEAD // 2 + warp * 16
             self.keep(kept, at)
             exists = at[0] < groups
+            self.begin_turns(mine)
             while exists:
                 sums.fill(0.0)
                 for _ in cutlass.range(self.windows_of(kept, windows), unroll=1):
@@ -261,6 +272,7 @@ class Windows(ProductEntry):
                             if const_expr(h == 0):
                                 cute.arch.mbarrier_wait(full + slots[u], phase)
                             if const_expr(u == 0):
+                                self.take_turn(mine)
                                 warpgroup.fence()
                             for k in range_constexpr(LINE // 32):
                                 cute.gemm(
@@ -271,6 +283,7 @@ class Windows(ProductEntry):
                                     part,
                                 )
                         warpgroup.commit_group()
+                        self.pass_turn(mine)
                         if const_expr(self.by_row):
                             left[0] = self.shared_vector(base.toint() + self.one_at, 1)[0]
                         else:
@@ -278,19 +291,19 @@ class Windows(ProductEntry):
                             self.load_columns(at_w + shift, right, 0)
                         warpgroup.wait_group(0)
                         if const_expr(h == self.halves - 1 and self.early):
-                            self.give_back(empty, slots)
+                            self.give_back_all(empty, slots)
                         for eighth in range_constexpr(8):
                             if const_expr(eighth > 0 and not self.by_row):
                                 self.load_columns(at_w + shift, right, eighth)
                             self.promote(sums, flat, left, right, h, eighth)
                         if const_expr(h == self.halves - 1 and not self.early):
-                            self.give_back(empty, slots)
+                            self.give_back_all(empty, slots)
                     slot += self.span
                     if slot == stages:
                         slot = Int32(0)
                         phase = phase ^ 1
                 if const_expr(self.by_row):
-                    number = (index - bid) // grid
+                    number = (index - cluster) // clusters
                     self.scale(sums, left, right, at_x, at_w, empty + stages, number)
                 here = self.recalled(kept)
                 row, end, n0 = self.place(index, here, down, t, width)
@@ -310,11 +323,23 @@ class Windows(ProductEntry):
                 every = cute.make_tensor(sums.iterator, cute.make_layout(64 * self.halves))
                 self.finish_all(own, every, lines, its, here[0], end, width, before)
                 self.results(to, sums, row + my_row, end, n0 + mine * 128, q, width, result)
-                index += grid
+                index += clusters
                 here = self.seek(index, here, sizes, length, groups, down)
                 self.keep(kept, here)
                 exists = here[0] < groups
+            self.end_turns(mine)
             self.finish(y, rest, kept, t, width, result, bid, grid, tid)
+        if const_expr(self.sharing > 1):
+            self.meet_all()  # none ends while the other may still write here
+
+    def partition(self, atom, array, shared, row: Int32):
+        """Where the copies of a tile go, and whence they come: from a row on, by (part, stage)."""
+        box = (cute.size(shared, mode=[0]), LINE)
+        tile = cute.local_tile(cute.domain_offset((row, 0), array), box, (None, None))
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2),
+            cute.group_modes(tile, 0, 2),
+        )  # fmt: skip
 
     @property
     def early(self) -> bool:
@@ -333,7 +358,7 @@ class Windows(ProductEntry):
     def place(self, index: Int32, at, down: Int32, t: Int32, width: Int32):
         """See `ProductEntry.place`."""
         del t, width
-        return super().place(index, at, down)
+        return self.in_cluster(*super().place(index, at, down))
 
     def stretch(self, at, total: Int32):
         """The first of a tile's stages along K, and how many it has: whole windows."""
@@ -476,12 +501,11 @@ class Windows(ProductEntry):
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def give_back(self, empty, slots: cutlass.Constexpr):
+    def give_back_all(self, empty, slots: cutlass.Constexpr):
         """Stages whose products are done and whose scales all lanes have read."""
         cute.arch.sync_warp()
         for u in range_constexpr(len(slots)):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty + slots[u])
+            self.give_back(empty + slots[u])
 
     @cute.jit
     def load_rows(self, at: Int32, left, h: cutlass.Constexpr):

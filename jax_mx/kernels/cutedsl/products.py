@@ -3,7 +3,13 @@
 y (T, N) = x (T, K) @ W (G, N, K)^T. Each group has rows of x, one after the other, and its own
 matrix. A tile is `rows` rows of x of one group times `columns` rows of its matrix. The grid is as
 large as the chip; each thread block takes every so many tiles, those of one piece of x one after
-the other, so that x is read from L2.
+the other, so that x is read from L2: of a wide y by strips, so that W is, too.
+
+Thread blocks of a cluster may share copies, and two warpgroups may ask for products in turns, by
+barriers 1 and 2: before each request a warpgroup waits for the other's last one. Both ask equally
+often, as they have the same stages of the same tiles; the first one begins, by an arrival that
+`begin_turns` makes in the other's place, and the last arrival is taken by `end_turns`. So each wait
+has its arrival.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +17,7 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
@@ -135,13 +142,16 @@ class ProductEntry:
       threads: of a thread block.
       grid: terms (axis, buffer, from, to, divisor).
       shared: bytes of dynamic shared memory.
-      cluster: thread blocks of a cluster, along the first axis.
+      split: thread blocks of a cluster that may share a tile's K.
       resident: thread blocks of a multiprocessor.
       maps: its tensor maps.
       elements_per_thread: of y, for the build's report.
       trips: the most that a loop in it makes, for the build's report; 0: unknown.
       rows: of x, in a tile.
       columns: of y, in a tile.
+      below, beside: tiles that lie so, and that the thread blocks of a cluster take together.
+      strip: how many tiles beside each other are taken before those below; 0: all.
+      turns: whether two warpgroups ask for products in turns.
       dtypes: of y, that there are entries for.
       scratch: results that are cleared before.
       batches: in which what is added to y is read, see `finish_all`.
@@ -153,12 +163,16 @@ class ProductEntry:
     divide = ()
     maps = ()
     shared = 0
-    cluster = 1
+    split = 1
     resident = 1
     trips = 0
     batches = 4
     rows = 1
     columns = 1
+    below = 1
+    beside = 1
+    strip = 0
+    turns = False
     threads: int
     elements_per_thread: int
 
@@ -169,6 +183,11 @@ class ProductEntry:
     def tuned(self, what: str) -> dict:
         """What this arch's table says for the entry."""
         return tuning.choose(f"{self.product.op}.{what}", self.arch, self.product)
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster, along the first axis."""
+        return self.split * self.below * self.beside
 
     # ---- the launch rule ---
     def align_of(self, array: Array, itemsize: int) -> int:
@@ -322,23 +341,44 @@ class ProductEntry:
 
     def pieces(self, size: Int32):
         """The pieces of a group's rows of x: tiles of one have the same rows."""
-        return (size + self.rows - 1) // self.rows
+        rows = self.rows * self.below
+        return (size + rows - 1) // rows
 
     @cute.jit
-    def place(self, index: Int32, at, down: Int32):
+    def place(self, index: Int32, at, across: Int32):
         """Where tile `index` of the group that `seek` found is: (row of x, end, column)."""
         _, tile, row, size = at
-        local = index - tile
-        return row + local // down * self.rows, row + size, local % down * self.columns
+        line, column = self.in_strips(index - tile, self.pieces(size), across)
+        rows, columns = self.rows * self.below, self.columns * self.beside
+        return row + line * rows, row + size, column * columns
+
+    def in_cluster(self, row: Int32, end: Int32, column: Int32):
+        """Where this thread block's tile is, of those that its cluster takes together."""
+        if self.sharing > 1:
+            rank = cute.arch.block_idx_in_cluster()
+            row += rank * (self.rows * (self.below - 1))
+            column += rank * (self.columns * (self.beside - 1))
+        return row, end, column
+
+    @cute.jit
+    def in_strips(self, local: Int32, down: Int32, across: Int32):
+        """Which tile is next, of so many below and beside each other: strip by strip."""
+        strip, wide = Int32(0), across
+        if const_expr(self.strip > 0):
+            strip = local // (down * self.strip)
+            local -= strip * (down * self.strip)
+            strip *= self.strip
+            wide = cutlass.min(across - strip, Int32(self.strip))
+        return local // wide, strip + local % wide
 
     @cute.jit
     def parts(self, tiles: Int32, grid: Int32):
         """How many thread blocks share each tile: one where that takes no longer."""
         found = Int32(1)
-        if const_expr(self.cluster > 1):
-            alone = (tiles + grid - 1) // grid * self.cluster
-            if alone > (tiles * self.cluster + grid - 1) // grid:
-                found = Int32(self.cluster)
+        if const_expr(self.split > 1):
+            alone = (tiles + grid - 1) // grid * self.split
+            if alone > (tiles * self.split + grid - 1) // grid:
+                found = Int32(self.split)
         return found
 
     @cute.jit
@@ -346,8 +386,88 @@ class ProductEntry:
         """Which of the thread blocks that share tiles one is."""
         found = Int32(0)
         if parts > 1:
-            found = bid % self.cluster
+            found = bid % self.split
         return found
+
+    # ---- copies that thread blocks of a cluster share, and turns ---
+    @property
+    def sharing(self) -> int:
+        """Thread blocks that share copies, and so wait for each other before and after all."""
+        return self.below * self.beside
+
+    def meet_all(self) -> None:
+        """All threads of the thread blocks that share copies, be it one."""
+        if self.sharing > 1:
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def copy_atom(self, array, rows: int, parts: int):
+        """The atom that copies so many rows of 128 bytes into `parts` blocks, and what it reads."""
+        width = 128 * 8 // array.element_type.width
+        tile = cute.make_composed_layout(
+            cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, width), stride=(width, 1))
+        )
+        one, many = cpasync.CopyBulkTensorTileG2SOp, cpasync.CopyBulkTensorTileG2SMulticastOp
+        return cpasync.make_tiled_tma_atom(
+            many() if parts > 1 else one(), array, tile, (rows, width)
+        )
+
+    def copied(self, base, at: int, dtype, rows: int, parts: int, stages: int):
+        """Shared memory as such copies write it: (row, element, part of the rows, stage)."""
+        smem, width, box = cute.AddressSpace.smem, 128 * 8 // dtype.width, rows // parts
+        pointer = cute.make_ptr(dtype, (base + at).toint(), smem, assumed_align=1024)
+        pointer = cute.recast_ptr(pointer, cute.make_swizzle(3, 4, 3), dtype=dtype)
+        stride = (width, 1, box * width, rows * width)
+        return cute.make_tensor(
+            pointer, cute.make_layout((box, width, parts, stages), stride=stride)
+        )
+
+    def part(self, parts: int):
+        """Which part of an operand this thread block copies, for all that share it."""
+        return cute.arch.block_idx_in_cluster() if parts > 1 else 0
+
+    def copy(self, atom, source, target, barrier, parts: int) -> None:
+        """Asks for a copy, of an operand that thread blocks share into each of them."""
+        to = {"mcast_mask": cutlass.Int16((1 << parts) - 1)} if parts > 1 else {}
+        cute.copy(atom, source, target, tma_bar_ptr=barrier, **to)
+
+    @cute.jit
+    def give_back(self, barrier):
+        """A warp's stage, to all thread blocks that copy into it."""
+        with cute.arch.elect_one():
+            for rank in range_constexpr(self.sharing):
+                if const_expr(self.sharing > 1):
+                    cute.arch.mbarrier_arrive(barrier, rank)
+                else:
+                    cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def begin_turns(self, mine: Int32):
+        """The first of two warpgroups, `mine` 0, is the first to ask for products."""
+        if const_expr(self.turns):
+            if mine == 1:
+                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=256)
+
+    @cute.jit
+    def take_turn(self, mine: Int32):
+        """Waits until the other warpgroup has asked for its products."""
+        if const_expr(self.turns):
+            cute.arch.barrier(barrier_id=1 + mine, number_of_threads=256)
+
+    @cute.jit
+    def pass_turn(self, mine: Int32):
+        """Lets the other one ask."""
+        if const_expr(self.turns):
+            cute.arch.barrier_arrive(barrier_id=2 - mine, number_of_threads=256)
+
+    @cute.jit
+    def end_turns(self, mine: Int32):
+        """Takes what `begin_turns` and all turns have left."""
+        if const_expr(self.turns):
+            if mine == 0:
+                cute.arch.barrier(barrier_id=1, number_of_threads=256)
 
     # ---- what is done to sums before they are rounded; null pointers stand for nothing ---
     def is_there(self, epilogue):
@@ -590,7 +710,7 @@ def launches(
       usage: per symbol what the compiler says, see `kernels.entry.launches`.
 
     Raises:
-      RuntimeError: an entry was compiled for other threads.
+      RuntimeError: an entry was compiled for other threads, or has other maps than the first.
     """
     found = {}
     for number, result in enumerate(entries[0].dtypes):
@@ -600,6 +720,8 @@ def launches(
         if entries[0].scratch:
             found[result]["scratch"] = entries[0].scratch
         for entry, symbol in zip(entries, sorted(usage), strict=True):
+            if entry.maps and entry.maps != entries[0].maps:  # it would wait for other bytes
+                raise RuntimeError(f"{symbol}: its tensor maps are not those of the first entry")
             own = {"elements_per_thread": entry.elements_per_thread, "trips": entry.trips}
             facts = {**usage[symbol], **own}
             if tuple(threads := facts.pop("threads")) != (entry.threads, 1, 1):

@@ -87,7 +87,7 @@ class Transposed(Floats, Contracted):
         Floats.__init__(self, product, arch)
         self.tile = tile or Tile(**self.tuned("Transposed"))
         self.rows, self.columns, self.stages = self.tile.rows, self.tile.columns, self.tile.stages
-        self.cluster = self.tile.cluster
+        self.strip, self.below = self.tile.strip, self.tile.cluster
         self.high = self.rows // 128  # products of 64 rows of y that a warpgroup makes
         self.x_bytes, self.dy_bytes = self.rows * BOX * 2, self.columns * BOX * 2
         self.stage_bytes = self.x_bytes + self.dy_bytes
@@ -116,41 +116,23 @@ class Transposed(Floats, Contracted):
 
     def place(self, index: Int32, at, down: Int32, height: Int32, width: Int32):
         """Where a tile is: (first row of y, first column). A strip is taken before the next one."""
-        local, across = index - at[1], self.across(width)
-        strip, wide = 0, across
-        if const_expr(self.tile.strip > 0):
-            strip = local // (down * self.tile.strip)
-            local -= strip * (down * self.tile.strip)
-            strip *= self.tile.strip
-            wide = cutlass.min(across - strip, Int32(self.tile.strip))
-        row = local // wide * (self.rows * self.cluster)
-        if const_expr(self.cluster > 1):
-            row += cute.arch.block_idx_in_cluster() * self.rows
-        return row, (strip + local % wide) * self.columns
+        line, column = self.in_strips(index - at[1], down, self.across(width))
+        row = line * self.rows * self.below
+        row, _, column = self.in_cluster(row, Int32(0), column * self.columns)
+        return row, column
 
     # ---- the kernel ---
     @cute.jit
     def __call__(self, pointers, scalars):
         x, dy, sizes, added, y = pointers
         t, height, groups, width, result = scalars
-        tile = cute.make_composed_layout(
-            cute.make_swizzle(3, 4, 3), 0, cute.make_layout((BOX, BOX), stride=(BOX, 1))
-        )
-        alone, shared = (
-            cpasync.CopyBulkTensorTileG2SOp(),
-            cpasync.CopyBulkTensorTileG2SMulticastOp(),
-        )
         (ax, mX), (ay, mY) = (
-            cpasync.make_tiled_tma_atom(
-                copy,
+            self.copy_atom(
                 cute.make_tensor(a, cute.make_layout((t, n), stride=(cute.assume(Int64(n), 8), 1))),
-                tile,
-                (BOX, BOX),
+                BOX,
+                parts,
             )
-            for copy, a, n in (
-                (alone, x, height),
-                (shared if self.cluster > 1 else alone, dy, width),
-            )
+            for a, n, parts in ((x, height, 1), (dy, width, self.below))
         )
         self.kernel(ax, mX, ay, mY, sizes, added, y, t, height, groups, width, result).launch(
             grid=[1, 1, 1],
@@ -178,15 +160,15 @@ class Transposed(Floats, Contracted):
         if tid == 0:
             for i in range_constexpr(stages):
                 cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, 8 * self.cluster)
+                cute.arch.mbarrier_init(empty + i, 8 * self.sharing)
         cute.arch.mbarrier_init_fence()
-        self.meet()
+        self.meet_all()
 
-        both: cutlass.Constexpr = self.rows * self.cluster
+        both: cutlass.Constexpr = self.rows * self.sharing
         down = (height + both - 1) // both
         tiles = down * self.across(width)
-        index = bid // self.cluster
-        grid = grid // self.cluster
+        index = bid // self.sharing
+        grid = grid // self.sharing
         at = self.start(sizes, t, groups)
         at = self.seek(index, at, sizes, t, groups, tiles)
         slot = Int32(0)
@@ -208,18 +190,13 @@ class Transposed(Floats, Contracted):
                             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.stage_bytes)
                         for b in range_constexpr(self.rows // BOX):
                             to = tsX[None, b, slot]
-                            cute.copy(ax, tgX[None, i, b], to, tma_bar_ptr=full + slot)
-                        for each in range_constexpr(self.columns // BOX // self.cluster):
-                            b = each
-                            if const_expr(self.cluster > 1):
-                                b = (
-                                    cute.arch.block_idx_in_cluster() * (self.columns // BOX // 2)
-                                    + each
-                                )
-                            cute.copy(
-                                ay, tgY[None, i, b], tsY[None, b, slot], tma_bar_ptr=full + slot,
-                                **({"mcast_mask": cutlass.Int16(3)} if self.cluster > 1 else {}),
-                            )  # fmt: skip
+                            self.copy(ax, tgX[None, i, b], to, full + slot, 1)
+                        boxes: cutlass.Constexpr = self.columns // BOX // self.below
+                        for each in range_constexpr(boxes):
+                            b = self.part(self.below) * boxes + each
+                            self.copy(
+                                ay, tgY[None, i, b], tsY[None, b, slot], full + slot, self.below
+                            )
                         slot, phase = self.next(slot, phase)
                     index += grid
                     at = self.seek(index, at, sizes, t, groups, tiles)
@@ -264,7 +241,7 @@ class Transposed(Floats, Contracted):
                     warpgroup.commit_group()
                     warpgroup.wait_group(1)
                     if i > 0:
-                        self.release(empty + before)
+                        self.give_back(empty + before)
                     before = slot
                     slot, phase = self.next(slot, phase)
                 last = slot
@@ -278,35 +255,17 @@ class Transposed(Floats, Contracted):
                     slot, phase = self.next(slot, phase)
                 warpgroup.wait_group(0)
                 if count > 0:
-                    self.release(empty + before)
+                    self.give_back(empty + before)
                 if left > 0:
-                    self.release(empty + last)
+                    self.give_back(empty + last)
                 m0, n0 = self.place(index, at, down, height, width)
                 first = self.before(at, height, width)
                 self.give(y, added, sums, m0 + my_row, n0, q, first, height, width, result)
                 index += grid
                 at = self.seek(index, at, sizes, t, groups, tiles)
 
-        if const_expr(self.cluster > 1):
-            self.meet()
-
-    def meet(self, *_) -> None:
-        """All threads of a thread block, or of a cluster."""
-        if self.cluster > 1:
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    @cute.jit
-    def release(self, barrier):
-        """Gives a warp's stage back, in both blocks of a cluster."""
-        with cute.arch.elect_one():
-            for rank in range_constexpr(self.cluster):
-                if const_expr(self.cluster > 1):
-                    cute.arch.mbarrier_arrive(barrier, rank)
-                else:
-                    cute.arch.mbarrier_arrive(barrier)
+        if const_expr(self.sharing > 1):
+            self.meet_all()
 
     def step(self, mma, sums, tA, tB, k, slot) -> None:
         """Asks for the products of 16 rows."""

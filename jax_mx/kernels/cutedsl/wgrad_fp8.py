@@ -36,7 +36,8 @@ class Contracted(Windows):
 
     def walk(self, down: Int32, t: Int32, wide: Int32):
         """A group is one piece, which has all tiles; groups share out K."""
-        return (t + self.rows - 1) // self.rows * down, wide
+        rows = self.rows * self.below
+        return (t + rows - 1) // rows * down, wide
 
     def pieces(self, size: Int32):
         """One, also of a group without slots: its results are zeros."""
@@ -45,10 +46,9 @@ class Contracted(Windows):
 
     def place(self, index: Int32, at, down: Int32, t: Int32, width: Int32):
         """Where a tile is: (first row of x, end, first column)."""
-        del down
-        local = index - at[1]
         across = (width + self.columns - 1) // self.columns
-        return local // across * self.rows, t, local % across * self.columns
+        line, column = self.in_strips(index - at[1], down // across, across)
+        return self.in_cluster(line * self.rows * self.below, t, column * self.columns)
 
     def stretch(self, at, total: Int32):
         """Whole windows: a group that begins elsewhere has a neighbour's, but none beyond K."""

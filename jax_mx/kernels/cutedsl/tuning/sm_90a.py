@@ -613,13 +613,17 @@ ROWS = [
     },
     # ---- products; benchmarks/products.py ---
     # "Dense" is (16384, 7168) x (7168, 4096), "grouped" 8 groups of the same rows, N 2048. Where
-    # tiles have 256 rows, registers and shared memory leave no other choice of stages.
+    # tiles have 256 rows, registers and shared memory leave no other choice of stages. "Llama" is
+    # (16384, 8192) x (8192, 28672), of whose W the L2 cache does not hold a row of tiles. "(of N)":
+    # of another GPU, on which the kernel before took N.
     {
         "kernel": "matmul.Warps",
         "where": {"free": True, "codes_per_byte": 2, "rows": 256},
-        "value": {"stages": 3, "again": True},
+        "value": {"stages": 3, "again": True, "strip": 16, "share": True},
         "date": "2026-11-23",
         "measured": [
+            "MXFP4: dense, grouped, Llama, where cuBLAS takes 1197, -, 11217: 1262, 710, 11120;",
+            "not shared, no strips 1286, 721, 11884; in turns too 1292, 727, 11354;",
             "MXFP4, (16384, 4096) x (4096, 7168), where cuBLAS takes 1187: 1287, not again 1296",
         ],
     },
@@ -633,11 +637,13 @@ ROWS = [
     {
         "kernel": "matmul.Warps",
         "where": {"free": True, "rows": 256},
-        "value": {"stages": 5},
+        "value": {"stages": 5, "strip": 16, "share": True},
         "date": "2026-11-23",
         "measured": [
-            "MXFP8, the same: 1316, again 1324; where lanes read two columns' codes at a time, not",
-            "by ldmatrix: 1357, with 4 stages the same",
+            "MXFP8: dense, grouped, Llama: 1244, 699, 11304; not shared, no strips 1284, 712,",
+            "12055; no strips 1259, 705, 11752; again 1264, 708, 11265; in turns 1247, 699,",
+            "11368; MXFP8, the same: 1316, again 1324; where lanes read two columns' codes at a",
+            "time, not by ldmatrix: 1357, with 4 stages the same",
         ],
     },
     {
@@ -650,21 +656,37 @@ ROWS = [
     {
         "kernel": "matmul.Warps",
         "where": {"codes_per_byte": 2, "rows": 256},
-        "value": {"stages": 3, "again": True},
+        "value": {"stages": 3, "again": True, "strip": 16, "share": True, "turns": True},
         "date": "2026-11-23",
         "measured": [
-            "MXFP4: dense 1243 to 1246, not again 1248 to 1260, grouped not again 703; with swiglu",
-            "in the epilogue 1259, not again 1263, by XLA 1305; MXFP8 with it 1310, again 1315,",
-            "alone 1283, by XLA 1334; cuBLAS alone 1203, by XLA 1248",
+            "MXFP4: dense, grouped, Llama, where cuBLAS takes 1197, -, 11217: 1174, 663, 10644;",
+            "not in turns 1196, 676, 10902; nor shared, no strips 1250, 703, 11469; with swiglu",
+            "1192, 673, 10757; 1214, 688, 10956; 1256, 706, 11663. Before: MXFP4: dense 1243 to",
+            "1246, not again 1248 to 1260, grouped not again 703; with swiglu in the epilogue",
+            "1259, not again 1263, by XLA 1305; MXFP8 with it 1310, again 1315, alone 1283, by",
+            "XLA 1334; cuBLAS alone 1203, by XLA 1248",
+        ],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"gated": True, "rows": 256},
+        "value": {"stages": 5, "strip": 16, "share": True},
+        "date": "2026-11-23",
+        "measured": [
+            "MXFP8 with swiglu: dense, grouped, Llama: 1268, 710, 11443; in turns 1268, 713,",
+            "11426; not shared, no strips, codes made floats by float32 1306, 732, 12823",
         ],
     },
     {
         "kernel": "matmul.Warps",
         "where": {"rows": 256},
-        "value": {"stages": 5},
-        "date": "2026-11-22",
+        "value": {"stages": 5, "strip": 16, "share": True, "again": True},
+        "date": "2026-11-23",
         "measured": [
-            "MXFP8: dense 1245 to 1295, grouped 696 to 719",
+            "MXFP8: dense, grouped, Llama, where cuBLAS takes 1197, -, 11217: 1248, 701, 11472;",
+            "not again 1251, 701, 11495; in turns, which spills, 1266, 711, 11611; not shared, no",
+            "strips 1262, 709, 12452; that by float32 instead of pairs of bfloat16 1281, 716,",
+            "12591",
         ],
     },
     {
@@ -743,12 +765,28 @@ ROWS = [
     },
     {
         "kernel": "matmul_fp8.Windows",
-        "where": {},
-        "value": {"stages": 4},
-        "date": "2026-11-22",
+        "where": {"tiles": True},
+        "value": {"stages": 4, "strip": 16, "turns": True},
+        "date": "2026-11-23",
         "measured": [
-            "dense, x 1x128 and W 128x128 811 to 848; 1x256 and 128x128 713 to 743;",
-            "1x128 both 937 to 967; 1x256 both 784 to 812; rows 683",
+            "x 1x128, W 128x128: dense, grouped, Llama, where cuBLAS in bfloat16 takes 1197, -,",
+            "11217: two thread blocks 775, 436, 6131; one 789, 398, 7116; two and not in turns",
+            "806 (of 843), 450; one, no strips, no turns 864, 427, 8241; two beside each other,",
+            "which share x, 791, 400, 6838, without strips 788, 399, 8505 x 1x256: two 712, 400,",
+            "5866, not in turns 712, 398, 6283; one 723, 363, 6246, not in turns 734, 370, 6301;",
+            "no strips 743, 371, 8068; sharing x 738, 373, 6136",
+        ],
+    },
+    {
+        "kernel": "matmul_fp8.Windows",
+        "where": {},
+        "value": {"stages": 4, "strip": 16},
+        "date": "2026-11-23",
+        "measured": [
+            "rows: dense, grouped, Llama: two thread blocks 667, 373, 5742, in turns 658 (of",
+            "657), -, 5625 (of 5370); one 689, 343, 5971; no strips 689, 342, 7040; sharing x",
+            "680, 346, 5701 1x128 both: 981, 490, 8865; no strips 960, 480, 9982; in turns 981,",
+            "490; two thread blocks 960 (of 948), 546, in turns the same",
         ],
     },
     {
