@@ -30,9 +30,6 @@ from jax_mx.facts.variants import VARIANTS, Variant
 from jax_mx.facts.windows import ROW, suffix_of
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
-# Of x, that thread blocks of a product on FP8 tensor cores have at a time: one has 128; two, where
-# what they do to sums is cheap (index True), 256, and read W once.
-FP8_ROWS = ((128,), (256, 128))
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
 UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies can read rows
 
@@ -74,6 +71,14 @@ class Product:
         return "_".join((self.op, *names, f"r{self.rows}{window}")) + kind
 
 
+def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
+    """How many rows of x FP8 tensor cores' thread blocks have at a time: one 128, and two 256.
+
+    Two read W once. Where each element of a sum has a scale of its own, that gained nothing.
+    """
+    return (256, 128) if tiles or window == ROW else (128,)
+
+
 # The archs that have kernels of products: those with wgmma.
 PRODUCT_ARCHS = {"cutedsl": ("sm_90a",)}
 _FORMATS = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)
@@ -88,7 +93,7 @@ PRODUCTS: tuple[Product, ...] = (
         Product("matmul_fp8", "cutedsl", formats, rows, window, tiles)
         for window in (128, 256, ROW)
         for tiles in ((False, True) if window != ROW else (False,))
-        for rows in FP8_ROWS[tiles or window == ROW]
+        for rows in fp8_rows(window, tiles)
         for formats in _EIGHTS
     ),
     *(

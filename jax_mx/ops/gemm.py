@@ -23,7 +23,7 @@ from jax_mx.arrays.checks import array_of, flag, float_dtype, is_symbolic, shown
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.products import FP8_ROWS, TILE, UNIT
+from jax_mx.facts.products import TILE, UNIT, fp8_rows
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import products, registry, targets
 from jax_mx.lowering.plan import ProductPlan
@@ -569,11 +569,11 @@ def _tile_for(rows: float) -> int:
 
 
 def _fp8_tile_for(rows: float, window: int | str, tiles: bool, grouped: bool) -> int:
-    """The same of two MX operands: the most that leave no thread block without rows."""
-    choices = FP8_ROWS[tiles or window == ROW]
+    """The same of two MX operands: the most that leave few thread blocks without rows."""
+    *more, least = fp8_rows(window, tiles)
     if grouped or is_symbolic(rows):
-        return choices[-1]
-    return next((n for n in choices if -rows % n < TILE), choices[-1])
+        return least
+    return next((n for n in more if -rows % n < max(least, rows / 16)), least)
 
 
 def _rows(shape: tuple[int, ...], w: MXArray) -> float:

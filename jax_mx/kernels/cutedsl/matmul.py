@@ -81,7 +81,8 @@ class Stages:
       again: whether a stage is waited for again when it is converted, which takes no time: over
         that loop the compiler moves nothing, and else it converts when the products of the stage
         before are done, not while they are under way.
-      strip: how many tiles beside each other are taken before those below; 0: all.
+      strip: how many tiles beside each other, or pairs of those that share copies, are taken before
+        those below; 0: all.
       share: whether two thread blocks of a cluster, with tiles beside each other, share the copies
         of x: half as much of it is read from L2.
       turns: whether the two warpgroups ask for products in turns: while one's are under way, the
@@ -122,7 +123,7 @@ class Warps(ProductEntry):
         self.resident = tile.resident if vectors else 1
         self.split = tile.split if kind == "one" else 1
         self.beside = 2 if kind == "shared" else 1
-        # Of a stage, below each other: one map is every entry's.
+        # Copies of x in a stage, also of entries that share none: all entries have one tensor map.
         self.x_boxes = 2 if tile.share else 1
         self.strip, self.turns = tile.strip, tile.turns
         # Registers go from one warpgroup to others; of several blocks none has too many.
@@ -251,17 +252,17 @@ class Warps(ProductEntry):
         high = width  # rows of W
         width, deep = self.lengths(high, blocks)
         both: cutlass.Constexpr = self.columns * self.beside
-        down = (width + both - 1) // both
+        across = (width + both - 1) // both
         steps = (deep + self.codes - 1) // self.codes  # stages along K
         total = wide // deep * steps
-        parts = self.parts(groups * self.pieces(t // groups) * down, grid)  # that share a tile
+        parts = self.parts(groups * self.pieces(t // groups) * across, grid)  # that share a tile
         rank = self.rank(bid, parts)
         start = rank * total // parts
         count = (rank + 1) * total // parts - start
         index = bid // parts // self.sharing
         clusters = grid // parts // self.sharing
         at = self.start(sizes, t, groups)
-        at = self.seek(index, at, sizes, t, groups, down)
+        at = self.seek(index, at, sizes, t, groups, across)
         slot = Int32(0)
         phase = Int32(0)
         if warp >= 8:
@@ -270,7 +271,7 @@ class Warps(ProductEntry):
             if warp == 8:
                 one = cute.make_layout(1)
                 while at[0] < groups:
-                    row, end, n0 = self.in_cluster(*self.place(index, at, down))
+                    row, end, n0 = self.in_cluster(*self.place(index, at, across))
                     pairs = [
                         cpasync.tma_partition(
                             aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
@@ -308,19 +309,19 @@ class Warps(ProductEntry):
                             left += deep
                         slot, phase = self.next(slot, phase)
                     index += clusters
-                    at = self.seek(index, at, sizes, t, groups, down)
+                    at = self.seek(index, at, sizes, t, groups, across)
                     self.meet(parts)
                     self.meet(parts)
             elif const_expr(self.arrivals > 1):
                 turn = Int32(0)
                 while at[0] < groups:
-                    _, _, n0 = self.in_cluster(*self.place(index, at, down))
+                    _, _, n0 = self.in_cluster(*self.place(index, at, across))
                     slot, phase, turn = self.bring(
                         s, base, full, empty, slot, phase, turn, warp - 9, lane, n0, at[0], high,
                         blocks, steps, count,
                     )  # fmt: skip
                     index += clusters
-                    at = self.seek(index, at, sizes, t, groups, down)
+                    at = self.seek(index, at, sizes, t, groups, across)
         else:
             if const_expr(self.resident == 1):
                 cute.arch.setmaxregister_increase(232)
@@ -340,14 +341,15 @@ class Warps(ProductEntry):
             )
             mma.set(warpgroup.Field.ACCUMULATE, True)
             tB = mma.make_fragment_B(mma.get_slice(tid % 128).partition_B(sX))
-            # Two banks: one is written while the products of the other are under way.
+            # Two banks: one is written while the products of the other are under way. (Of codes of
+            # four bits, boxes go 0, 1, 1, 0: the compiler has other registers for the third.)
             fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4, 2)), BFloat16)
             words = cute.recast_tensor(fragment, Uint32)
             acc = cute.make_rmem_tensor(mma.partition_shape_C((64, n)), Float32)
             flat = cute.make_tensor(acc.iterator, cute.make_layout(n // 2))
             self.begin_turns(warp // 4)
             while at[0] < groups:
-                row, end, n0 = self.in_cluster(*self.place(index, at, down))
+                row, end, n0 = self.in_cluster(*self.place(index, at, across))
                 acc.fill(0.0)
                 rows = self.rows_of_scales(at[0], n0, first, apart, width, blocks, how)
                 scales = cute.make_rmem_tensor((self.words, 2), Uint32)
@@ -392,7 +394,7 @@ class Warps(ProductEntry):
                 else:
                     self.alone(epilogue, y, flat, tile, place, width, how, result)
                 index += clusters
-                at = self.seek(index, at, sizes, t, groups, down)
+                at = self.seek(index, at, sizes, t, groups, across)
             self.end_turns(warp // 4)
             self.clear(y, epilogue[-1], at[2], t, width, result, bid, grid, tid, 256)
         if const_expr(self.sharing > 1):

@@ -173,7 +173,7 @@ class Rings:
 
 
 class Few(ProductEntry):
-    """See above; of the same kinds as `matmul.Warps`, "any" reads scales byte by byte."""
+    """See above; of the kinds "one", "groups" and "any" of `matmul.Warps`."""
 
     columns = 64  # rows of W
     of_scales = 4  # bytes that two blocks' scales take in shared memory
@@ -239,10 +239,10 @@ class Few(ProductEntry):
         warp = cute.arch.make_warp_uniform(tid // 32)
         lane = tid % 32
         base = cute.arch.get_dyn_smem(Uint8, alignment=128).toint()
-        down = (width + self.columns - 1) // self.columns
+        across = (width + self.columns - 1) // self.columns
         steps = (blocks * BLOCK + self.codes - 1) // self.codes  # stages along K
         total = wide // (blocks * BLOCK) * steps
-        parts = self.parts(groups * self.pieces(t // groups) * down, grid)  # that share a tile
+        parts = self.parts(groups * self.pieces(t // groups) * across, grid)  # that share a tile
         rank = self.rank(bid, parts)
         start = rank * total // parts
         end = (rank + 1) * total // parts
@@ -256,14 +256,14 @@ class Few(ProductEntry):
         # Where the walks are lies in shared memory, a warp's own: registers are few. What is asked
         # for runs ahead of what is computed, by all stages but one.
         at = self.start(sizes, t, groups)
-        at = self.seek(index, at, sizes, t, groups, down)
+        at = self.seek(index, at, sizes, t, groups, across)
         kept = base + self.kept_at + warp * 48
         self.keep(kept, at)
         self.keep(kept + 16, at)
         self.keep(kept + 32, (index, index, parts, apart))
         ahead = at[0]
         ahead_stage = first
-        _, _, ahead_n0 = self.place(index, at, down)
+        _, _, ahead_n0 = self.place(index, at, across)
         exists = at[0] < groups
         held = cute.make_rmem_tensor((self.halves, 2), Uint32)  # scales on their way
         held.fill(0)
@@ -271,7 +271,7 @@ class Few(ProductEntry):
         for _ in range_constexpr(self.stages - 1):
             ahead, ahead_stage, ahead_n0, slot = self.fetch(
                 w, s, sizes, ring, scales, held, kept, ahead, ahead_stage, ahead_n0, slot, first,
-                end, turns, steps, t, groups, width, blocks, down, lane,
+                end, turns, steps, t, groups, width, blocks, across, lane,
             )  # fmt: skip
         right = cute.make_rmem_tensor((4, self.blocks, self.wide), Uint32)
         following = cute.make_rmem_tensor((4, self.blocks, self.wide), Uint32)
@@ -279,7 +279,7 @@ class Few(ProductEntry):
         begin = cutlass.min(first, total - 1)  # a warp without a stage may read another's
         row, stop = Int32(0), Int32(0)
         if exists:
-            row, stop, _ = self.place(index, at, down)
+            row, stop, _ = self.place(index, at, across)
             if const_expr(self.ahead):
                 self.load_x(x, following, row, stop, begin, steps, wide, blocks, lane)
         while exists:
@@ -297,7 +297,7 @@ class Few(ProductEntry):
                 cute.arch.sync_warp()
                 ahead, ahead_stage, ahead_n0, slot = self.fetch(
                     w, s, sizes, ring, scales, held, kept, ahead, ahead_stage, ahead_n0, slot,
-                    first, end, turns, steps, t, groups, width, blocks, down, lane,
+                    first, end, turns, steps, t, groups, width, blocks, across, lane,
                 )  # fmt: skip
                 # The stage that is asked for next time is read now.
                 if stage < end:
@@ -313,15 +313,15 @@ class Few(ProductEntry):
             self.lay_down(acc, ring + slot * self.ring, base + self.turn_at, slot, tid + zero)
             self.meet(parts)
             here = self.recalled(kept)
-            _, _, n0 = self.place(index, here, down)
+            _, _, n0 = self.place(index, here, across)
             tile = (row, stop, n0, here[0])
             index += apart
-            here = self.seek(index, here, sizes, t, groups, down)
+            here = self.seek(index, here, sizes, t, groups, across)
             self.keep(kept, here)
             self.keep(kept + 32, (index, other, parts, apart))
             exists = here[0] < groups
             if exists:
-                row, stop, _ = self.place(index, here, down)
+                row, stop, _ = self.place(index, here, across)
                 if const_expr(self.ahead):
                     self.load_x(x, following, row, stop, begin, steps, wide, blocks, lane)
             rank = self.rank(bid, parts)
@@ -344,7 +344,7 @@ class Few(ProductEntry):
     def fetch(
         self, w, s, sizes, ring: Int32, scales: Int32, held, kept: Int32, e: Int32, stage: Int32,
         n0: Int32, slot: Int32, first: Int32, end: Int32, turns: Int32, steps: Int32, t: Int32,
-        groups: Int32, width: Int32, blocks: Int32, down: Int32, lane: Int32,
+        groups: Int32, width: Int32, blocks: Int32, across: Int32, lane: Int32,
     ):  # fmt: skip
         """Asks for a stage of W and its scales; those of the one before go to shared memory.
 
@@ -381,10 +381,10 @@ class Few(ProductEntry):
                 own, index, parts, apart = self.recalled(kept + 32)
                 index += apart
                 self.keep(kept + 32, (own, index, parts, apart))
-                at = self.seek(index, self.recalled(kept + 16), sizes, t, groups, down)
+                at = self.seek(index, self.recalled(kept + 16), sizes, t, groups, across)
                 self.keep(kept + 16, at)
                 e = at[0]
-                _, _, n0 = self.place(index, at, down)
+                _, _, n0 = self.place(index, at, across)
         cute.arch.cp_async_commit_group()
         return e, stage, n0, self.next(slot)
 

@@ -180,15 +180,15 @@ class Windows(ProductEntry):
         cute.arch.mbarrier_init_fence()
         self.meet_all()
 
-        down = (width + self.columns - 1) // self.columns
+        across = (width + self.columns - 1) // self.columns
         windows = (blocks * BLOCK + LINE * self.span - 1) // (LINE * self.span)
         total = windows * self.span  # stages
         cluster = bid // self.cluster
         clusters = grid // self.cluster
         index = cluster
-        down, length = self.walk(down, t, wide)
+        across, length = self.walk(across, t, wide)
         at = self.start(sizes, length, groups)
-        at = self.seek(index, at, sizes, length, groups, down)
+        at = self.seek(index, at, sizes, length, groups, across)
         slot = Int32(0)
         phase = Int32(0)
         if warp >= 8:
@@ -199,7 +199,7 @@ class Windows(ProductEntry):
                     base, self.w_at, self.types[1], self.columns, self.below, stages
                 )
                 while at[0] < groups:
-                    row, end, n0 = self.place(index, at, down, t, width)
+                    row, end, n0 = self.place(index, at, across, t, width)
                     begin, count = self.stretch(at, total)
                     tsX, tgX = self.partition(ax, mX, into_x, row)
                     tsW, tgW = self.partition(aw, mW[None, None, self.matrix(at)], into_w, n0)
@@ -215,17 +215,17 @@ class Windows(ProductEntry):
                         )
                         slot, phase = self.next(slot, phase)
                     index += clusters
-                    at = self.seek(index, at, sizes, length, groups, down)
+                    at = self.seek(index, at, sizes, length, groups, across)
             else:
                 while at[0] < groups:
-                    row, end, n0 = self.place(index, at, down, t, width)
+                    row, end, n0 = self.place(index, at, across, t, width)
                     begin, count = self.stretch(at, total)
                     slot, phase = self.bring(
                         sx, sw, base, full, empty, slot, phase, warp - 9, lane, row, n0,
                         self.matrix(at), t, width, blocks, begin, count,
                     )  # fmt: skip
                     index += clusters
-                    at = self.seek(index, at, sizes, length, groups, down)
+                    at = self.seek(index, at, sizes, length, groups, across)
         else:
             cute.arch.setmaxregister_increase(232)
             mine = warp // 4  # which 128 columns
@@ -306,7 +306,7 @@ class Windows(ProductEntry):
                     number = (index - cluster) // clusters
                     self.scale(sums, left, right, at_x, at_w, empty + stages, number)
                 here = self.recalled(kept)
-                row, end, n0 = self.place(index, here, down, t, width)
+                row, end, n0 = self.place(index, here, across, t, width)
                 before = self.before(here, t, width)
                 to = y.toint() + before * self.size_in_bytes(result)
                 own: cutlass.Constexpr = dict(zip(self.epilogue, rest, strict=True))
@@ -324,7 +324,7 @@ class Windows(ProductEntry):
                 self.finish_all(own, every, lines, its, here[0], end, width, before)
                 self.results(to, sums, row + my_row, end, n0 + mine * 128, q, width, result)
                 index += clusters
-                here = self.seek(index, here, sizes, length, groups, down)
+                here = self.seek(index, here, sizes, length, groups, across)
                 self.keep(kept, here)
                 exists = here[0] < groups
             self.end_turns(mine)
@@ -350,15 +350,15 @@ class Windows(ProductEntry):
         """Initializes what else is in shared memory: barriers behind those of stages."""
 
     # ---- what there is to do; wgrad_fp8 has other answers ---
-    def walk(self, down: Int32, t: Int32, wide: Int32):
+    def walk(self, across: Int32, t: Int32, wide: Int32):
         """How many tiles a piece of a group has, and the length that groups share out."""
         del wide
-        return down, t
+        return across, t
 
-    def place(self, index: Int32, at, down: Int32, t: Int32, width: Int32):
-        """See `ProductEntry.place`."""
+    def place(self, index: Int32, at, across: Int32, t: Int32, width: Int32):
+        """See `ProductEntry.place`; of a cluster's tile, this thread block's."""
         del t, width
-        return self.in_cluster(*super().place(index, at, down))
+        return self.in_cluster(*super().place(index, at, across))
 
     def stretch(self, at, total: Int32):
         """The first of a tile's stages along K, and how many it has: whole windows."""

@@ -2,14 +2,16 @@
 
 y (T, N) = x (T, K) @ W (G, N, K)^T. Each group has rows of x, one after the other, and its own
 matrix. A tile is `rows` rows of x of one group times `columns` rows of its matrix. The grid is as
-large as the chip; each thread block takes every so many tiles, those of one piece of x one after
-the other, so that x is read from L2: of a wide y by strips, so that W is, too.
+large as the chip; each thread block, or each cluster that shares copies, takes every so many tiles,
+those of one piece of x one after the other, so that x is read from L2: of a wide y by strips, so
+that W is, too.
 
 Thread blocks of a cluster may share copies, and two warpgroups may ask for products in turns, by
 barriers 1 and 2: before each request a warpgroup waits for the other's last one. Both ask equally
 often, as they have the same stages of the same tiles; the first one begins, by an arrival that
 `begin_turns` makes in the other's place, and the last arrival is taken by `end_turns`. So each wait
-has its arrival.
+has its arrival; and who waits for a turn holds no stage that the other one's products need, as
+stages are given back outside of turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -150,7 +152,8 @@ class ProductEntry:
       rows: of x, in a tile.
       columns: of y, in a tile.
       below, beside: tiles that lie so, and that the thread blocks of a cluster take together.
-      strip: how many tiles beside each other are taken before those below; 0: all.
+      strip: how many tiles beside each other, `beside` at a time, are taken before those below; 0:
+        all.
       turns: whether two warpgroups ask for products in turns.
       dtypes: of y, that there are entries for.
       scratch: results that are cleared before.
@@ -308,19 +311,19 @@ class ProductEntry:
         return Int32(0), Int32(0), Int32(0), self.size_of(sizes, Int32(0), Int32(0), t, groups)
 
     @cute.jit
-    def seek(self, index: Int32, at, sizes, t: Int32, groups: Int32, down: Int32):
+    def seek(self, index: Int32, at, sizes, t: Int32, groups: Int32, across: Int32):
         """On to the group that has tile `index`; behind the last tile, e is `groups`.
 
         Each turn goes on by a group, of which there are `groups`: it ends.
         """
         e, tile, row, size = at
-        tiles = self.pieces(size) * down
+        tiles = self.pieces(size) * across
         while (e < groups) & (index >= tile + tiles):
             tile += tiles
             row += size
             e += 1
             size = self.size_of(sizes, e, row, t, groups)
-            tiles = self.pieces(size) * down
+            tiles = self.pieces(size) * across
         return e, tile, row, size
 
     @cute.jit
@@ -340,7 +343,7 @@ class ProductEntry:
         return tuple(four_kept(address))
 
     def pieces(self, size: Int32):
-        """The pieces of a group's rows of x: tiles of one have the same rows."""
+        """The pieces of a group's rows of x: a thread block, or a cluster, has one at a time."""
         rows = self.rows * self.below
         return (size + rows - 1) // rows
 
@@ -353,7 +356,7 @@ class ProductEntry:
         return row + line * rows, row + size, column * columns
 
     def in_cluster(self, row: Int32, end: Int32, column: Int32):
-        """Where this thread block's tile is, of those that its cluster takes together."""
+        """Where this thread block's tile is, of the two that its cluster takes together."""
         if self.sharing > 1:
             rank = cute.arch.block_idx_in_cluster()
             row += rank * (self.rows * (self.below - 1))

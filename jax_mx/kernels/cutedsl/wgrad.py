@@ -177,8 +177,8 @@ class Transposed(Floats, Contracted):
             cute.arch.setmaxregister_decrease(40)
             if warp == 8:
                 sX, sY = (
-                    self.boxes(base, HEAD, self.rows),
-                    self.boxes(base, self.dy_at, self.columns),
+                    self.copied(base, at, self.dtype, columns, columns // BOX, self.stages)
+                    for at, columns in ((HEAD, self.rows), (self.dy_at, self.columns))
                 )
                 while at[0] < groups:
                     m0, n0 = self.place(index, at, down, height, width)
@@ -272,16 +272,6 @@ class Transposed(Floats, Contracted):
         for h in range(self.high):
             left = tA[h][None, None, k, slot]
             cute.gemm(mma, sums[h], left, tB[None, None, k, slot], sums[h])
-
-    def boxes(self, base, at: int, columns: int):
-        """The stages of an operand as TMA writes them: (row, column of a box, (box, stage))."""
-        smem = cute.AddressSpace.smem
-        pointer = cute.make_ptr(self.dtype, (base + at).toint(), smem, assumed_align=1024)
-        pointer = cute.recast_ptr(pointer, cute.make_swizzle(3, 4, 3), dtype=self.dtype)
-        shape = (BOX, BOX, columns // BOX, self.stages)
-        return cute.make_tensor(
-            pointer, cute.make_layout(shape, stride=(BOX, 1, BOX * BOX, columns * BOX))
-        )
 
     def transposed(self, base, at: int, columns: int):
         """The same as wgmma reads them: (column, row, stage)."""

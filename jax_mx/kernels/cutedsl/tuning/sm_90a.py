@@ -772,7 +772,7 @@ ROWS = [
             "x 1x128, W 128x128: dense, grouped, Llama, where cuBLAS in bfloat16 takes 1197, -,",
             "11217: two thread blocks 775, 436, 6131; one 789, 398, 7116; two and not in turns",
             "806 (of 843), 450; one, no strips, no turns 864, 427, 8241; two beside each other,",
-            "which share x, 791, 400, 6838, without strips 788, 399, 8505 x 1x256: two 712, 400,",
+            "which share x, 791, 400, 6838, without strips 788, 399, 8505; x 1x256: two 712, 400,",
             "5866, not in turns 712, 398, 6283; one 723, 363, 6246, not in turns 734, 370, 6301;",
             "no strips 743, 371, 8068; sharing x 738, 373, 6136",
         ],
@@ -785,7 +785,7 @@ ROWS = [
         "measured": [
             "rows: dense, grouped, Llama: two thread blocks 667, 373, 5742, in turns 658 (of",
             "657), -, 5625 (of 5370); one 689, 343, 5971; no strips 689, 342, 7040; sharing x",
-            "680, 346, 5701 1x128 both: 981, 490, 8865; no strips 960, 480, 9982; in turns 981,",
+            "680, 346, 5701; 1x128 both: 981, 490, 8865; no strips 960, 480, 9982; in turns 981,",
             "490; two thread blocks 960 (of 948), 546, in turns the same",
         ],
     },
