@@ -221,9 +221,10 @@ def same(got, want, what="") -> None:
 def every_gate(length: int = 128, dtype="bfloat16") -> np.ndarray:
     """(512, 2 length): every bfloat16 as a gate, ups of any size, and 1 beside one in four.
 
-    Of float32 numbers that begin as every bfloat16 does.
+    Or every float16; of float32 numbers that begin as every bfloat16 does.
     """
-    gates = np.random.default_rng(1).permutation(EVERY.astype(dtype))[: 512 * length]
+    every = EVERY.view(dtype) if dtype == "float16" else EVERY.astype(dtype)
+    gates = np.random.default_rng(1).permutation(every)[: 512 * length]
     if dtype == "float32":
         gates = (gates.view(np.uint32) | np.arange(gates.size, dtype=np.uint32)).view(dtype)
     ups = random_bits((gates.size,), dtype, seed=3)
@@ -295,9 +296,10 @@ def test_the_float_is_defined(name):
 @pytest.mark.parametrize(
     "name", ["swiglu", "geglu", *(pytest.param(n, marks=pytest.mark.thorough) for n in (
         "gpt_oss", "reglu2"))])  # fmt: skip
-def test_the_float_of_float32_is_defined(name):
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_float_of_other_floats_is_defined(dtype, name):
     """By XLA in both of its ways: joining products and sums changes no bit."""
-    x, weights = every_gate(dtype="float32"), np.random.default_rng(0).normal(size=512)
+    x, weights = every_gate(dtype=dtype), np.random.default_rng(0).normal(size=512)
     weights = weights.astype(np.float32)
     for run in (jax_mx.gated, jax.jit(jax_mx.gated, static_argnums=1)):
         same_floats(run(x, name), wanted(x, name))
@@ -496,7 +498,7 @@ CALLS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.optimized
-@pytest.mark.parametrize("name,dtype", in_turn(CALLS, ["bfloat16", "float32"]))
+@pytest.mark.parametrize("name,dtype", in_turn(CALLS, DTYPES))
 def test_it_is_quantizing_what_gated_gives(name, dtype):
     op, how = CALLS[name]
     x = random_bits((96, 320), dtype)
@@ -522,8 +524,9 @@ def test_what_serves_it():
     assert found == (True, f"cutedsl: {name_of_both}_swiglu_gradient")
     found = jax_mx.is_supported("quantize", "gfx942", activation="gpt_oss", interleaved=True)
     assert found == (True, f"flydsl: {name}_gpt_oss_interleaved")
-    found = supported("sm_100", dtype="float32")
-    assert found == (True, "cutedsl: quantize_last_float32_mxfp8_e4m3_swiglu")
+    for dtype in ("float16", "float32"):
+        found = supported("sm_100", dtype=dtype)
+        assert found == (True, f"cutedsl: quantize_last_{dtype}_mxfp8_e4m3_swiglu")
     for how in ({"activation": "bilinear"}, {"rows": True}, {"gradient": True}):
         found, what = jax_mx.is_supported("quantize", "sm_90", **{"activation": "swiglu", **how})
         assert found and what == f"cutedsl: {name} of floats that XLA makes"

@@ -9,8 +9,8 @@ bit, whatever exponential function a chip has. So act(gate) is rounded to few bi
 multiplied: no bfloat16 gate is so close to a tie of that rounding that an error of a few float32
 units in the last place decides. Where the ties have to lie for that was searched for;
 tests/test_activations.py measures the distances. Then act(gate) has 9 bits and up has 8, whose
-product is exact in float32. From float32, x sigmoid(z) is computed in float64 by steps that
-have one result each, whoever joins a product and a sum in one instruction, or does not: `EXP`.
+product is exact in float32. From float16 and float32, x sigmoid(z) is computed in float64 by steps
+that have one result each, whoever joins a product and a sum in one instruction, or does not: `EXP`.
 
 Slopes from bfloat16 have such a rounding too, of 8 bits: a slope, up, and the
 gradient of the result have 24 together, so what the derivative of `gated` makes of them is exact.

@@ -274,13 +274,13 @@ VARIANTS += tuple(
     if variant.source.activation in _INTERLEAVED and not variant.source.gradient
     if variant.window == BLOCK and len({*variant.formats}) == 1
 )
-# From float32 likewise, and not to the format of gradients. From float16 an activation has no bits
-# that all implementations agree on: float64, which would give it some, is slow on many chips.
-_SINGLE = ("swiglu", "geglu", "gpt_oss")
+# From other floats likewise, and not to the format of gradients.
+_BY_SIGMOID = ("swiglu", "geglu", "gpt_oss")
 VARIANTS += tuple(
-    dataclasses.replace(variant, dtype="float32")
+    dataclasses.replace(variant, dtype=dtype)
     for variant in VARIANTS
-    if variant.source.activation in _SINGLE and variant.source.makes_one_of_two
+    for dtype in ("float16", "float32")
+    if variant.source.activation in _BY_SIGMOID and variant.source.makes_one_of_two
     if not variant.source.interleaved and variant.window == BLOCK
     if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 )

@@ -114,11 +114,11 @@ def gated(
     """act(gate) * up * weight, what an MLP has between its products.
 
     Computed in float32 and rounded to gate_up's dtype at the end; a zero of its sign stands for
-    each subnormal. From bfloat16 every implementation gives the same bits: act(gate) is rounded to
-    9 bits before it is multiplied; so act(gate) itself is within 0.79 units in the last place of
-    bfloat16, and a product within 1.07. From float32 act(gate) is within 0.51 units of float32,
-    computed in float64, and has the same bits everywhere but for TPUs and exact gelu;
-    gate_up.astype(jnp.float32) has that of any array.
+    each subnormal of float32. From bfloat16 every implementation gives the same bits: act(gate) is
+    rounded to 9 bits before it is multiplied; so act(gate) itself is within 0.79 units in the last
+    place of bfloat16, and a product within 1.07. From float16 and float32 act(gate) is within 0.51
+    units of float32, computed in float64, and has the same bits everywhere but for TPUs and exact
+    gelu; gate_up.astype(jnp.float32) has that of any array.
     Differentiable to gate_up, up and weights, in float32. From bfloat16 the gradients of gates and
     ups are as defined: the slope of act is rounded to 8 bits, within 0.58 units in the last place
     of bfloat16, act to 9 as above, and products are rounded to bfloat16 at the end.

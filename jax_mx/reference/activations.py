@@ -210,9 +210,8 @@ def gated(
     """act(gate) * up * weight, (..., K) in the gates' dtype.
 
     Products are float32, from left to right, and the result is rounded to the dtype at the end. A
-    zero of its sign stands for each subnormal operand or result. act(gate) is float32's nearest
-    number or the one beside it; from float16 a few float32 units off; from bfloat16 it is rounded
-    to few bits.
+    zero of its sign stands for each subnormal of float32. act(gate) is float32's nearest number or
+    the one beside it; from bfloat16 it is rounded to few bits.
 
     Args:
       each: floats (..., K): gates and ups, or gates alone; see `halves`.
@@ -318,8 +317,6 @@ def _parts(gate: jax.Array, name: str, dtype: np.dtype) -> jax.Array:
     """What `gated` multiplies: float32, of float32 gates that were of this dtype."""
     if dtype == jnp.bfloat16:
         return _rounded(flushed(part(gate, name)), ACTIVATIONS[name].rounding.part)
-    if dtype != jnp.float32:
-        return flushed(part(gate, name))
     unary = ACTIVATIONS[name].unary
 
     def in_float64(gate):

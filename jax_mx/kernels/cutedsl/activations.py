@@ -182,6 +182,8 @@ def _taken(name: str, word: str, half: int, dtype: str = "bfloat16") -> str:
     """Instructions that make a float32 of a half of a word, or of all of it."""
     if dtype == "float32":
         return f"mov.b32 {name}, {word}; "
+    if dtype == "float16":
+        return f"mov.b32 {{l, k}}, {word}; cvt.f32.f16 {name}, {'lk'[half]}; "
     move = (f"shl.b32 w, {word}, 16;", f"and.b32 w, {word}, 0xFFFF0000;")[half]
     return f"{move} mov.b32 {name}, w; "
 
@@ -234,14 +236,18 @@ def gated(
     begin, part = _BEGIN, f"{_PARTS[row.unary]}{_rounded('t', row.rounding.part)}"
     if dtype != "bfloat16":
         begin += ".reg .f64 x, size, m, rest, y, ratio, below, total; "
-        begin += ".reg .b32 lo, hi; "
+        begin += ".reg .b32 lo, hi; .reg .b16 l, k; "
         part = _in_float64(row.unary) if row.unary in _SIZES else _PARTS[row.unary]
     each = [
         f"{_taken('g', '{$r0}', i, dtype)}{_taken('u', '{$r1}', i, dtype)}{_cut(row)}{part}"
         f"mul.rn.ftz.f32 t, t, u; mul.rn.ftz.f32 y{i}, t, {{$r2}}; "
         for i in range(1 if dtype == "float32" else 2)
     ]
-    end = "mov.b32 {$w0}, y0; }" if dtype == "float32" else "cvt.rn.bf16x2.f32 {$w0}, y1, y0; }"
+    end = {
+        "float32": "mov.b32 {$w0}, y0; }",
+        "float16": "cvt.rn.f16x2.f32 {$w0}, y1, y0; }",
+        "bfloat16": "cvt.rn.bf16x2.f32 {$w0}, y1, y0; }",
+    }[dtype]
     return cute.arch.inline_ptx(
         f"{begin}{''.join(each)}{end}",
         write_only_types=[Uint32],

@@ -40,7 +40,7 @@ def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str, ar
     found = [_gated(name, *pair, dtype) * weight for pair in both]
     if dtype == "float32":
         return found[0].bitcast(Uint32)
-    return convert.round_two(*found, arch)
+    return convert.round_two(*found, arch, dtype)
 
 
 def gradients(
