@@ -53,6 +53,7 @@ from jax_mx.kernels.cutedsl.matmul_few import (
     times,
     times_2_to_126,
 )
+from jax_mx.kernels.cutedsl.pipelines import Pipeline
 from jax_mx.kernels.cutedsl.products import (
     HEAD,
     NO_ADDRESS,
@@ -98,7 +99,7 @@ class Stages:
     turns: bool = False
 
 
-class Warps(ProductEntry):
+class Warps(Pipeline):
     """See above.
 
     Of four kinds: "one" for products without groups, whose K several thread blocks may share;
@@ -108,7 +109,6 @@ class Warps(ProductEntry):
 
     columns = 128
     unit = BLOCK  # that K is a multiple of
-    arrivals = 1  # that fill a stage: the copies
     boxes = 1  # of W in a stage
     lines = 2  # of y, neighbours that a thread has in the end
 
@@ -220,14 +220,8 @@ class Warps(ProductEntry):
     ):  # fmt: skip
         n: cutlass.Constexpr = self.rows
         stages: cutlass.Constexpr = self.stages
-        tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(tid // 32)
-        lane = tid % 32
-        base = cute.arch.get_dyn_smem(Uint8, alignment=1024)
-        full = cute.recast_ptr(base, dtype=Int64)
-        empty = full + stages
+        tid, bid, grid, warp, lane = self.places()
+        base, full, empty = self.barriers()
         smem = cute.AddressSpace.smem
         pw = cute.make_ptr(Uint8, (base + HEAD).toint(), smem, assumed_align=1024)
         px = cute.make_ptr(BFloat16, (base + self.x_at).toint(), smem, assumed_align=1024)
@@ -242,12 +236,7 @@ class Warps(ProductEntry):
         layout = cute.tile_to_shape(atom, (n, 64, stages * self.per), order=(0, 1, 2))
         sX = cute.make_tensor(cute.recast_ptr(px, layout.inner, dtype=BFloat16), layout.outer)
         into = self.copied(base, self.x_at, BFloat16, n, self.x_boxes, stages * self.per)
-        if tid == 0:
-            for i in range_constexpr(stages):
-                cute.arch.mbarrier_init(full + i, self.arrivals)
-                cute.arch.mbarrier_init(empty + i, 8 * self.sharing)
-        cute.arch.mbarrier_init_fence()
-        self.meet_all()
+        self.begin(tid, base, full, empty)
 
         high = width  # rows of W
         width, deep = self.lengths(high, blocks)
@@ -431,15 +420,6 @@ class Warps(ProductEntry):
         del how
         mine = [cutlass.min(n0 + first + r * apart, width - 1) for r in range(2)]
         return [(Int64(e) * width + mine[r]) * blocks for r in range(2)]
-
-    @cute.jit
-    def next(self, slot: Int32, phase: Int32):
-        """The stage behind a stage."""
-        slot += 1
-        if slot == self.stages:
-            slot = Int32(0)
-            phase = phase ^ 1
-        return slot, phase
 
     @cute.jit
     def scales(self, s, rows, column: Int32, blocks: Int32, out):

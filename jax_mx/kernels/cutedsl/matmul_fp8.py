@@ -28,6 +28,7 @@ from jax_mx.facts.products import RESULTS, Product
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.cutedsl import convert
+from jax_mx.kernels.cutedsl.pipelines import Pipeline
 from jax_mx.kernels.cutedsl.products import (
     FLOAT32,
     HEAD,
@@ -71,7 +72,7 @@ class Stages:
     turns: bool = False
 
 
-class Windows(ProductEntry):
+class Windows(Pipeline):
     """See above; `vectors`: whether scales of four windows are read at once."""
 
     columns = 256
@@ -162,23 +163,11 @@ class Windows(ProductEntry):
         t: Int32, wide: Int32, groups: Int32, width: Int32, blocks: Int32, result: Int32,
     ):  # fmt: skip
         stages: cutlass.Constexpr = self.stages
-        tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(tid // 32)
-        lane = tid % 32
-        base = cute.arch.get_dyn_smem(Uint8, alignment=1024)
-        full = cute.recast_ptr(base, dtype=Int64)
-        empty = full + stages
+        tid, bid, grid, warp, lane = self.places()
+        base, full, empty = self.barriers()
         sX = self.operand(base, HEAD, self.types[0], self.rows)
         sW = self.operand(base, self.w_at, self.types[1], self.columns)
-        if tid == 0:
-            for i in range_constexpr(stages):
-                cute.arch.mbarrier_init(full + i, self.arrivals)
-                cute.arch.mbarrier_init(empty + i, 8 * self.sharing)
-            self.prepare(base, empty + stages)
-        cute.arch.mbarrier_init_fence()
-        self.meet_all()
+        self.begin(tid, base, full, empty)
 
         across = (width + self.columns - 1) // self.columns
         windows = (blocks * BLOCK + LINE * self.span - 1) // (LINE * self.span)
@@ -346,9 +335,6 @@ class Windows(ProductEntry):
         """Whether a stage is given back before its products are promoted."""
         return self.tiles
 
-    def prepare(self, base, barriers) -> None:
-        """Initializes what else is in shared memory: barriers behind those of stages."""
-
     # ---- what there is to do; wgrad_fp8 has other answers ---
     def walk(self, across: Int32, t: Int32, wide: Int32):
         """How many tiles a piece of a group has, and the length that groups share out."""
@@ -416,15 +402,6 @@ class Windows(ProductEntry):
         smem = cute.AddressSpace.smem
         pointer = cute.make_ptr(Float32, address, smem, assumed_align=4 * count)
         return cute.make_tensor(pointer, cute.make_layout(count))
-
-    @cute.jit
-    def next(self, slot: Int32, phase: Int32):
-        """The stage behind a stage."""
-        slot += 1
-        if slot == self.stages:
-            slot = Int32(0)
-            phase = phase ^ 1
-        return slot, phase
 
     @cute.jit
     def bring(

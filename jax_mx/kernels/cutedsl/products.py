@@ -5,13 +5,6 @@ matrix. A tile is `rows` rows of x of one group times `columns` rows of its matr
 large as the chip; each thread block, or each cluster that shares copies, takes every so many tiles,
 those of one piece of x one after the other, so that x is read from L2: of a wide y by strips, so
 that W is, too.
-
-Thread blocks of a cluster may share copies, and two warpgroups may ask for products in turns, by
-barriers 1 and 2: before each request a warpgroup waits for the other's last one. Both ask equally
-often, as they have the same stages of the same tiles; the first one begins, by an arrival that
-`begin_turns` makes in the other's place, and the last arrival is taken by `end_turns`. So each wait
-has its arrival; and who waits for a turn holds no stage that the other one's products need, as
-stages are given back outside of turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +12,6 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
@@ -154,7 +146,6 @@ class ProductEntry:
       below, beside: tiles that lie so, and that the thread blocks of a cluster take together.
       strip: how many tiles beside each other, `beside` at a time, are taken before those below; 0:
         all.
-      turns: whether two warpgroups ask for products in turns.
       dtypes: of y, that there are entries for.
       scratch: results that are cleared before.
       batches: in which what is added to y is read, see `finish_all`.
@@ -175,7 +166,6 @@ class ProductEntry:
     below = 1
     beside = 1
     strip = 0
-    turns = False
     threads: int
     elements_per_thread: int
 
@@ -355,14 +345,6 @@ class ProductEntry:
         rows, columns = self.rows * self.below, self.columns * self.beside
         return row + line * rows, row + size, column * columns
 
-    def in_cluster(self, row: Int32, end: Int32, column: Int32):
-        """Where this thread block's tile is, of the two that its cluster takes together."""
-        if self.sharing > 1:
-            rank = cute.arch.block_idx_in_cluster()
-            row += rank * (self.rows * (self.below - 1))
-            column += rank * (self.columns * (self.beside - 1))
-        return row, end, column
-
     @cute.jit
     def in_strips(self, local: Int32, down: Int32, across: Int32):
         """Which tile is next, of so many below and beside each other: strip by strip."""
@@ -391,86 +373,6 @@ class ProductEntry:
         if parts > 1:
             found = bid % self.split
         return found
-
-    # ---- copies that thread blocks of a cluster share, and turns ---
-    @property
-    def sharing(self) -> int:
-        """Thread blocks that share copies, and so wait for each other before and after all."""
-        return self.below * self.beside
-
-    def meet_all(self) -> None:
-        """All threads of the thread blocks that share copies, be it one."""
-        if self.sharing > 1:
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    def copy_atom(self, array, rows: int, parts: int):
-        """The atom that copies so many rows of 128 bytes into `parts` blocks, and what it reads."""
-        width = 128 * 8 // array.element_type.width
-        tile = cute.make_composed_layout(
-            cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, width), stride=(width, 1))
-        )
-        one, many = cpasync.CopyBulkTensorTileG2SOp, cpasync.CopyBulkTensorTileG2SMulticastOp
-        return cpasync.make_tiled_tma_atom(
-            many() if parts > 1 else one(), array, tile, (rows, width)
-        )
-
-    def copied(self, base, at: int, dtype, rows: int, parts: int, stages: int):
-        """Shared memory as such copies write it: (row, element, part of the rows, stage)."""
-        smem, width, box = cute.AddressSpace.smem, 128 * 8 // dtype.width, rows // parts
-        pointer = cute.make_ptr(dtype, (base + at).toint(), smem, assumed_align=1024)
-        pointer = cute.recast_ptr(pointer, cute.make_swizzle(3, 4, 3), dtype=dtype)
-        stride = (width, 1, box * width, rows * width)
-        return cute.make_tensor(
-            pointer, cute.make_layout((box, width, parts, stages), stride=stride)
-        )
-
-    def part(self, parts: int):
-        """Which part of an operand this thread block copies, for all that share it."""
-        return cute.arch.block_idx_in_cluster() if parts > 1 else 0
-
-    def copy(self, atom, source, target, barrier, parts: int) -> None:
-        """Asks for a copy, of an operand that thread blocks share into each of them."""
-        to = {"mcast_mask": cutlass.Int16((1 << parts) - 1)} if parts > 1 else {}
-        cute.copy(atom, source, target, tma_bar_ptr=barrier, **to)
-
-    @cute.jit
-    def give_back(self, barrier):
-        """A warp's stage, to all thread blocks that copy into it."""
-        with cute.arch.elect_one():
-            for rank in range_constexpr(self.sharing):
-                if const_expr(self.sharing > 1):
-                    cute.arch.mbarrier_arrive(barrier, rank)
-                else:
-                    cute.arch.mbarrier_arrive(barrier)
-
-    @cute.jit
-    def begin_turns(self, mine: Int32):
-        """The first of two warpgroups, `mine` 0, is the first to ask for products."""
-        if const_expr(self.turns):
-            if mine == 1:
-                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=256)
-
-    @cute.jit
-    def take_turn(self, mine: Int32):
-        """Waits until the other warpgroup has asked for its products."""
-        if const_expr(self.turns):
-            cute.arch.barrier(barrier_id=1 + mine, number_of_threads=256)
-
-    @cute.jit
-    def pass_turn(self, mine: Int32):
-        """Lets the other one ask."""
-        if const_expr(self.turns):
-            cute.arch.barrier_arrive(barrier_id=2 - mine, number_of_threads=256)
-
-    @cute.jit
-    def end_turns(self, mine: Int32):
-        """Takes what `begin_turns` and all turns have left."""
-        if const_expr(self.turns):
-            if mine == 0:
-                cute.arch.barrier(barrier_id=1, number_of_threads=256)
 
     # ---- what is done to sums before they are rounded; null pointers stand for nothing ---
     def is_there(self, epilogue):

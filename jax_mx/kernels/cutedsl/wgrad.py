@@ -26,7 +26,7 @@ group's size, which all know.
 import dataclasses
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from jax_mx.facts.launch import Extent, Factor, Length, TensorMap
@@ -80,6 +80,7 @@ class Floats(ProductEntry):
 class Transposed(Floats, Contracted):
     """See above. The walk's four numbers: group, its first tile, its first row, its rows."""
 
+    arrivals = 1
     halves = 1  # of what `results` writes at once
     elements_per_thread = 128
 
@@ -149,20 +150,9 @@ class Transposed(Floats, Contracted):
         t: Int32, height: Int32, groups: Int32, width: Int32, result: Int32,
     ):  # fmt: skip
         stages: cutlass.Constexpr = self.stages
-        tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(tid // 32)
-        lane = tid % 32
-        base = cute.arch.get_dyn_smem(Uint8, alignment=1024)
-        full = cute.recast_ptr(base, dtype=Int64)
-        empty = full + stages
-        if tid == 0:
-            for i in range_constexpr(stages):
-                cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, 8 * self.sharing)
-        cute.arch.mbarrier_init_fence()
-        self.meet_all()
+        tid, bid, grid, warp, lane = self.places()
+        base, full, empty = self.barriers()
+        self.begin(tid, base, full, empty)
 
         both: cutlass.Constexpr = self.rows * self.sharing
         down = (height + both - 1) // both
