@@ -714,7 +714,7 @@ SHAPES = [  # M, N, K
     (300, 264, 288),
     (257, 1000, 512),
     (1000, 384, 1056),
-    # Pairs of tiles, of thread blocks that share copies, and more stages than lie in shared memory;
+    # Pairs of tiles, of thread blocks that share copies, and more stages than lie in shared memory.
     (700, 512, 1152),
     (1500, 4864, 128),  # several tiles for each thread block, more than a strip beside each other
 ]

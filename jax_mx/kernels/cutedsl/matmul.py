@@ -260,7 +260,7 @@ class Warps(Pipeline):
             if warp == 8:
                 one = cute.make_layout(1)
                 while at[0] < groups:
-                    row, end, n0 = self.in_cluster(*self.place(index, at, across))
+                    row, end, n0 = self.place(index, at, across)
                     pairs = [
                         cpasync.tma_partition(
                             aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
@@ -270,13 +270,7 @@ class Warps(Pipeline):
                     column = start % steps  # stage along K
                     left = start // steps * deep  # first column of x of this pass
                     for _ in cutlass.range(count, unroll=1):
-                        gX = cute.local_tile(
-                            cute.domain_offset((row, left + column * self.codes), mX),
-                            (n // self.x_boxes, 64), (None, None),
-                        )  # fmt: skip
-                        tsX, tgX = cpasync.tma_partition(
-                            ax, 0, one, cute.group_modes(into, 0, 2), cute.group_modes(gX, 0, 2)
-                        )
+                        tsX, tgX = self.partition(ax, mX, into, row, left + column * self.codes)
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.stage_bytes)
@@ -304,7 +298,7 @@ class Warps(Pipeline):
             elif const_expr(self.arrivals > 1):
                 turn = Int32(0)
                 while at[0] < groups:
-                    _, _, n0 = self.in_cluster(*self.place(index, at, across))
+                    _, _, n0 = self.place(index, at, across)
                     slot, phase, turn = self.bring(
                         s, base, full, empty, slot, phase, turn, warp - 9, lane, n0, at[0], high,
                         blocks, steps, count,
@@ -338,7 +332,7 @@ class Warps(Pipeline):
             flat = cute.make_tensor(acc.iterator, cute.make_layout(n // 2))
             self.begin_turns(warp // 4)
             while at[0] < groups:
-                row, end, n0 = self.in_cluster(*self.place(index, at, across))
+                row, end, n0 = self.place(index, at, across)
                 acc.fill(0.0)
                 rows = self.rows_of_scales(at[0], n0, first, apart, width, blocks, how)
                 scales = cute.make_rmem_tensor((self.words, 2), Uint32)
@@ -386,8 +380,7 @@ class Warps(Pipeline):
                 at = self.seek(index, at, sizes, t, groups, across)
             self.end_turns(warp // 4)
             self.clear(y, epilogue[-1], at[2], t, width, result, bid, grid, tid, 256)
-        if const_expr(self.sharing > 1):
-            self.meet_all()  # none ends while another may still write here
+        self.leave()
 
     # ---- how W lies; `Free` and `Gated` have other answers ---
     def lengths(self, high: Int32, blocks: Int32):

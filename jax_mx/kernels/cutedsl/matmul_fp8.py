@@ -19,7 +19,7 @@ import dataclasses
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
@@ -172,8 +172,8 @@ class Windows(Pipeline):
         across = (width + self.columns - 1) // self.columns
         windows = (blocks * BLOCK + LINE * self.span - 1) // (LINE * self.span)
         total = windows * self.span  # stages
-        cluster = bid // self.cluster
-        clusters = grid // self.cluster
+        cluster = bid // self.sharing
+        clusters = grid // self.sharing
         index = cluster
         across, length = self.walk(across, t, wide)
         at = self.start(sizes, length, groups)
@@ -318,17 +318,7 @@ class Windows(Pipeline):
                 exists = here[0] < groups
             self.end_turns(mine)
             self.finish(y, rest, kept, t, width, result, bid, grid, tid)
-        if const_expr(self.sharing > 1):
-            self.meet_all()  # none ends while the other may still write here
-
-    def partition(self, atom, array, shared, row: Int32):
-        """Where the copies of a tile go, and whence they come: from a row on, by (part, stage)."""
-        box = (cute.size(shared, mode=[0]), LINE)
-        tile = cute.local_tile(cute.domain_offset((row, 0), array), box, (None, None))
-        return cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2),
-            cute.group_modes(tile, 0, 2),
-        )  # fmt: skip
+        self.leave()
 
     @property
     def early(self) -> bool:
@@ -342,9 +332,9 @@ class Windows(Pipeline):
         return across, t
 
     def place(self, index: Int32, at, across: Int32, t: Int32, width: Int32):
-        """See `ProductEntry.place`; of a cluster's tile, this thread block's."""
+        """See `Pipeline.place`."""
         del t, width
-        return self.in_cluster(*super().place(index, at, across))
+        return super().place(index, at, across)
 
     def stretch(self, at, total: Int32):
         """The first of a tile's stages along K, and how many it has: whole windows."""

@@ -77,6 +77,10 @@ class Pipeline(ProductEntry):
         """Thread blocks that share copies, and so wait for each other before and after all."""
         return self.below * self.beside
 
+    def place(self, index: Int32, at, across: Int32):
+        """See `ProductEntry.place`; of a cluster's tile, this thread block's."""
+        return self.in_cluster(*super().place(index, at, across))
+
     def in_cluster(self, row: Int32, end: Int32, column: Int32):
         """Where this thread block's tile is, of the two that its cluster takes together."""
         if self.sharing > 1:
@@ -92,6 +96,11 @@ class Pipeline(ProductEntry):
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
+
+    def leave(self) -> None:
+        """None of them ends while another may still write into its shared memory."""
+        if self.sharing > 1:
+            self.meet_all()
 
     def copy_atom(self, array, rows: int, parts: int):
         """The atom that copies so many rows of 128 bytes into `parts` blocks, and what it reads."""
@@ -113,6 +122,15 @@ class Pipeline(ProductEntry):
         return cute.make_tensor(
             pointer, cute.make_layout((box, width, parts, stages), stride=stride)
         )
+
+    def partition(self, atom, array, shared, row: Int32, column: Int32 | int = 0):
+        """Where the copies of a tile go, and whence they come: from a row and a column on."""
+        box = (cute.size(shared, mode=[0]), cute.size(shared, mode=[1]))
+        tile = cute.local_tile(cute.domain_offset((row, column), array), box, (None, None))
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2),
+            cute.group_modes(tile, 0, 2),
+        )  # fmt: skip
 
     def part(self, parts: int):
         """Which part of an operand this thread block copies, for all that share it."""

@@ -26,8 +26,8 @@ group's size, which all know.
 import dataclasses
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from jax_mx.facts.launch import Extent, Factor, Length, TensorMap
 from jax_mx.facts.products import Product
@@ -254,8 +254,7 @@ class Transposed(Floats, Contracted):
                 index += grid
                 at = self.seek(index, at, sizes, t, groups, tiles)
 
-        if const_expr(self.sharing > 1):
-            self.meet_all()
+        self.leave()
 
     def step(self, mma, sums, tA, tB, k, slot) -> None:
         """Asks for the products of 16 rows."""
@@ -272,17 +271,6 @@ class Transposed(Floats, Contracted):
         pointer = cute.make_ptr(self.dtype, (base + at).toint(), smem, assumed_align=1024)
         return cute.make_tensor(
             cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer
-        )
-
-    def partition(self, atom, array, shared, row: Int32, column: Int32):
-        """Where the copies of a tile go, and whence they come: from a row and a column on."""
-        tile = cute.local_tile(cute.domain_offset((row, column), array), (BOX, BOX), (None, None))
-        return cpasync.tma_partition(
-            atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(shared, 0, 2),
-            cute.group_modes(tile, 0, 2),
         )
 
     @cute.jit
