@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import textwrap
+import time
 from pathlib import Path
 
 import jax
@@ -283,6 +284,24 @@ def test_who_puts_values_into_tiles(platform, layout):
     tiles = "3x2x1x1x512" if layout == "row_major" else "1x1x3x2x512"
     assert results.startswith(f"(tensor<{'3x2x16x2x16' if by_xla else tiles}xui8>, tensor<")
     assert ("stablehlo.pad" in text) == by_xla  # of layouts.pack
+
+
+@pytest.mark.gpu
+def test_a_thousand_call_sites_compile_in_a_minute():
+    """One after the other, as a deep model's layers are, so that XLA merges none."""
+    x = jnp.ones((128, 256), jnp.bfloat16)
+
+    def deep(x):
+        for _ in range(1000):
+            x = x + jax_mx.quantize(x).values.astype(x.dtype)
+        return x
+
+    begun = time.perf_counter()
+    compiled = jax.jit(deep).lower(x).compile()
+    seconds = time.perf_counter() - begun
+    print(f"1,000 call sites of quantize compiled in {seconds:.1f} s")
+    assert compiled.as_text().count("custom-call(") >= 1000
+    assert seconds < 60
 
 
 @pytest.mark.sampled(9, 4)
