@@ -14,9 +14,13 @@ ROWS = [
         # Sums of float32 rows are float64.
         "kernel": "quantize.Rows",
         "where": {"itemsize": 4},
-        "value": {"threads": 256, "kept": 4, "rows": 1},
-        "date": "",
-        "measured": [],
+        "value": {"threads": 256, "kept": 4, "rows": 2},
+        "date": "2026-11-23",
+        "measured": [
+            "(16384, 7168), f32 to MXFP8: (256, 4, 2) 163.8 to 164.7, (128, 4, 1) 177.2,",
+            "(256, 4, 1) 193.7 to 194.9, (256, 4, 3) 232.9, (256, 2, 2) 253.9, (128, 4, 2) 254.5,",
+            "(512, 4, 2) 279.2",
+        ],
     },
     {
         # What decides is how many bytes of x a multiprocessor waits for at once.
@@ -36,7 +40,10 @@ ROWS = [
         "where": {"window": "256"},
         "value": {"down": 8, "across": 1, "each": 2, "lag": 3},
         "date": "2026-11-23",
-        "measured": [],
+        "measured": [
+            "(16384, 7168), bf16 to MXFP8: second_transposed (8, 1, 2, 3) 129.8, lag 4 136.8,",
+            "(8, 1, 4, 3) 143.1, (8, 2, 2, 2), which spills, 149.8",
+        ],
     },
     {
         # With a shorter lag tiles wait for factors; with a longer one x has left the L2 cache.
@@ -166,14 +173,20 @@ ROWS = [
         "where": {"source": "rows", "form": "second_transposed", "aligned": False},
         "value": {"down": 8, "across": 2, "band": 64},
         "date": "2026-11-23",
-        "measured": [],
+        "measured": [
+            "(16384, 7165), 15 of 16 rows there, bf16 to MXFP8: (8, 2, band 64) 143.1,",
+            "band 1 142.6, (4, 2) 139.7",
+        ],
     },
     {
         "kernel": "quantize.Tiled",
         "where": {"source": "gradient", "window": "128"},  # two of gates, two of ups
         "value": {"down": 4, "across": 4},
         "date": "2026-11-23",
-        "measured": [],
+        "measured": [
+            "swiglu_gradient, bf16 to MXFP8, (16384, 4096): (4, 4) 216.8, (4, 8) 246.2,",
+            "(8, 4) 250.0",
+        ],
     },
     {
         "kernel": "quantize.Tiled",
@@ -203,15 +216,20 @@ ROWS = [
         "where": {"source": "gated", "window": "32", "codes_per_byte": 1, "aligned": False},
         "value": {"down": 4, "across": 1},
         "date": "2026-11-23",
-        "measured": [],
+        "measured": [
+            "swiglu, (16384, 4128), bf16 to MXFP8: both_transposed (4, 1) 114.8, (8, 1) 114.4,",
+            "(4, 2) 118.3",
+        ],
     },
     {
-        # (4, 2) spills registers of gpt_oss in MXFP4.
+        # (4, 2) spills registers of gpt_oss in MXFP4, with scales in tiles.
         "kernel": "quantize.Tiled",
         "where": {"source": "gated", "activation": "gpt_oss", "aligned": False},
         "value": {"down": 4, "across": 1},
         "date": "2026-11-23",
-        "measured": [],
+        "measured": [
+            "gpt_oss, (16384, 4128), bf16 to MXFP4: both_transposed (4, 1) 118.6, (4, 2) 115.7",
+        ],
     },
     {
         "kernel": "quantize.Tiled",
@@ -258,8 +276,10 @@ ROWS = [
         "kernel": "quantize.Tiled",
         "where": {"window": "128", "form": ("both", "second"), "aligned": False},
         "value": {"down": 4, "across": 2},
-        "date": "2026-11-22",
-        "measured": [],
+        "date": "2026-11-23",
+        "measured": [
+            "unaligned rows, (8, 7168, 7165): second, bf16 (4, 2) 431, (4, 4) 443, (8, 2) 489",
+        ],
     },
     {
         "kernel": "quantize.Tiled",
@@ -320,8 +340,10 @@ ROWS = [
         "kernel": "quantize.Tiled",
         "where": {"form": "second_transposed", "itemsize": 2, "aligned": False},
         "value": {"down": 4, "across": 2},
-        "date": "2026-11-21",
-        "measured": [],
+        "date": "2026-11-23",
+        "measured": [
+            "unaligned rows, (8, 7168, 7165), tiles: bf16 (4, 2) 340, (8, 1) 335, (8, 2) 363",
+        ],
     },
     {
         "kernel": "quantize.Tiled",
@@ -341,8 +363,8 @@ ROWS = [
         "kernel": "quantize.Tiled",
         "where": {"form": "both_transposed"},
         "value": {"down": 4, "across": 2},
-        "date": "2026-11-21",
-        "measured": [],
+        "date": "2026-11-23",
+        "measured": ["f32 (4, 2) 594.8, (8, 2) 591.1, (4, 4) 594.1"],
     },
     {
         "kernel": "quantize.Tiled",
@@ -386,12 +408,14 @@ ROWS = [
         ],
     },
     {
-        # (1, 8) would spill 8 bytes, to fit in 48 registers.
         "kernel": "quantize.Tiled",
         "where": {"form": "second", "aligned": False, "codes_per_byte": 2, "tiled_scales": True},
-        "value": {"down": 4, "across": 2},
-        "date": "2026-11-21",
-        "measured": [],
+        "value": {"down": 4, "across": 4},
+        "date": "2026-11-23",
+        "measured": [
+            "unaligned rows, (8, 7168, 7165): bf16 (4, 4) 335, (2, 4) 334, (4, 2) 349, (4, 8) 361;",
+            "f16 (4, 4) 345, (4, 2) 353, (1, 8) 382",
+        ],
     },
     {
         "kernel": "quantize.Tiled",
@@ -408,8 +432,11 @@ ROWS = [
         "kernel": "quantize.Tiled",
         "where": {"aligned": False},
         "value": {"down": 4, "across": 2},
-        "date": "2026-11-21",
-        "measured": [],
+        "date": "2026-11-23",
+        "measured": [
+            "square, (8, 7168, 7136): bf16 (4, 2) 284.7, (4, 4) 282.5, (1, 8) 280.6;",
+            "f32 (4, 2) 463.6, (4, 4) 462.0",
+        ],
     },
     {
         "kernel": "quantize.Tiled",
@@ -528,6 +555,21 @@ ROWS = [
     },
     {
         "kernel": "dequantize.Tiled",
+        "where": {
+            "form": ("last_transposed", "second_transposed", "square_transposed"),
+            "aligned": False,
+        },
+        "value": {"down": 8, "band": 64},
+        "date": "2026-11-23",
+        "measured": [
+            "unaligned rows, (8, 7168, 7165), (down, band): second_transposed bf16 (8, 64) 490,",
+            "(8, 1) 556 to 564, (4, 1) 717 to 729, with two across 690; MXFP4 461, 572, 680;",
+            "f32 914, 955, 1270; last_transposed bf16 (8, 1) 500, (4, 1) 540; MXFP4 388, 499;",
+            "f32 571, 703",
+        ],
+    },
+    {
+        "kernel": "dequantize.Tiled",
         "where": {"itemsize": 4},
         "value": {"down": 8, "depth": 4},
         "date": "2026-11-21",
@@ -544,28 +586,11 @@ ROWS = [
             "second, MXFP4: bf16 (2, 2, 8) 258, tiles 297; (2, 4, 8) 257, 297; (4, 1, 8) 260, 298",
         ],
     },
-    {
-        "kernel": "dequantize.Tiled",
-        "where": {"form": "second_transposed"},
-        "value": {"down": 4},
-        "date": "2026-11-21",
-        "measured": [],
-    },
-    {
-        "kernel": "dequantize.Tiled",
-        "where": {},
-        "value": {"down": 8},
-        "date": "2026-11-21",
-        "measured": [],
-    },
     # ---- what leaves the cache last: of quantize x, and scales of both_transposed; codes ---
-    # Before and after, bf16: both transposed 468 -> 428, 624 -> 571, in tiles 421 -> 410,
-    # 556 -> 543; both 407 -> 398, 529 -> 519; second transposed 298 -> 292, 403 -> 391;
-    # last 285 -> 282, 372 -> 368; dequantize 302 -> 298, 395 -> 388. DRAM moves the same bytes
-    # before and after. With evict_first, or no_allocate, for what is not kept: 10 % slower.
-    # Scales of other forms than both_transposed make no difference.
+    # Figures are without and with. DRAM moves the same bytes. With evict_first, or no_allocate, for
+    # what is not kept: 10 % slower. Scales of other forms than both_transposed make no difference.
     {
-        # MXFP4 is 1 % slower so, but where scales are written in the smallest pieces.
+        # MXFP4 was 1 % slower so, but where scales are written in the smallest pieces.
         "kernel": "quantize.keep",
         "where": {"codes_per_byte": 2, "form": "both_transposed", "tiled_scales": False},
         "value": True,
@@ -576,23 +601,19 @@ ROWS = [
         "kernel": "quantize.keep",
         "where": {"codes_per_byte": 2},
         "value": False,
-        "date": "2026-11-22",
-        "measured": [],
-    },
-    {
-        # It has no register left for the cache's policy.
-        "kernel": "quantize.keep",
-        "where": {"form": "second_transposed", "dtype": "float16"},
-        "value": False,
-        "date": "2026-11-22",
-        "measured": [],
+        "date": "2026-11-23",
+        "measured": ["second_transposed, MXFP4: 240.2 -> 239.9"],
     },
     {
         "kernel": "quantize.keep",
         "where": {},
         "value": True,
-        "date": "2026-11-22",
-        "measured": [],
+        "date": "2026-11-23",
+        "measured": [
+            "bf16: both_transposed 468 -> 428, 624 -> 571, in tiles 421 -> 410, 556 -> 543;",
+            "both 407 -> 398, 529 -> 519; second_transposed 298 -> 292, 403 -> 391,",
+            "f16 298 -> 295; last 285 -> 282, 372 -> 368; dequantize 302 -> 298, 395 -> 388",
+        ],
     },
     {
         "kernel": "dequantize.keep",
@@ -692,9 +713,13 @@ ROWS = [
     {
         "kernel": "matmul.Warps",
         "where": {"codes_per_byte": 2, "rows": 128},
-        "value": {"stages": 5},
-        "date": "2026-11-22",
-        "measured": [],
+        "value": {"stages": 4},
+        "date": "2026-11-23",
+        "measured": [
+            "MXFP4, (128, 7168), N 4096 and 16384; 8 groups of 128 rows, N 2048: 49.9, 54.5;",
+            "105.0; 5 stages 50.8, 55.0; 106.4, again, in turns 51.5, 54.1; 105.4, shared 51.4,",
+            "55.8; 108.2",
+        ],
     },
     {
         "kernel": "matmul.Few",
@@ -759,9 +784,12 @@ ROWS = [
     {
         "kernel": "matmul.Warps",
         "where": {},
-        "value": {"stages": 7},
-        "date": "2026-11-22",
-        "measured": [],
+        "value": {"stages": 7, "again": True, "turns": True},
+        "date": "2026-11-23",
+        "measured": [
+            "MXFP8, the same: 52.2, 58.4; 109.6; not in turns nor again 53.7, 59.9; 114.2, with 5",
+            "stages 53.7, 59.7; 114.5; again and shared 53.8, 60.4; 115.2",
+        ],
     },
     {
         "kernel": "matmul_fp8.Windows",
