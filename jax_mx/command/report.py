@@ -236,7 +236,8 @@ def run_kernels(out: Report) -> None:
         out.show(title, ran.SPEED, [each.cells() for each in found])
         out.compare(found)
     elif lacks := ran.emulation_lacks():
-        out.say(*output.wrapped(f"No kernel ran: no GPU, and no emulation: {lacks}.", out._width))
+        why = "no GPU" if jax.default_backend() == "cpu" else "none is here for this device"
+        out.say(*output.wrapped(f"No kernel ran: {why}, and no emulation: {lacks}.", out._width))
         out.say("")
     else:
         found = list(ran.emulated(options.format, out.steps))
