@@ -600,6 +600,7 @@ class Rows(Windows):
             cute.arch.mbarrier_init(barriers + i, 3)
             cute.arch.mbarrier_init(barriers + self.copies + i, 8)
         self.shared_vector(base.toint() + self.one_at, 1)[0] = Float32(1)
+        cute.arch.fence_acq_rel_cta()  # thread blocks that share copies meet without one
 
     @cute.jit
     def bring(

@@ -3,8 +3,7 @@
 The first figure is for floats of (8, 7168, 7168), the second, where there is one, for
 (65536, 8192); rows that took other shapes say so. bf16, f16 and f32 are the floats' dtypes. "Tiles"
 are those of scales. "Kept" means that loads, and stores of scales, leave the L2 cache last: see the
-rows of "keep". The value of a row stays until binaries of a faster one have run all tests: then the
-figures change places.
+rows of "keep".
 """
 
 CHIP = "NVIDIA H200"
@@ -15,11 +14,11 @@ ROWS = [
         # Sums of float32 rows are float64.
         "kernel": "quantize.Rows",
         "where": {"itemsize": 4},
-        "value": {"threads": 256, "kept": 4, "rows": 1},
+        "value": {"threads": 256, "kept": 4, "rows": 2},
         "date": "2026-11-23",
         "measured": [
-            "(16384, 7168), f32 to MXFP8: (256, 4, 1) 193.7 to 194.9, (256, 4, 2) 163.8 to 164.7,",
-            "(128, 4, 1) 177.2, (256, 4, 3) 232.9, (256, 2, 2) 253.9, (128, 4, 2) 254.5,",
+            "(16384, 7168), f32 to MXFP8: (256, 4, 2) 163.8 to 164.7, (128, 4, 1) 177.2,",
+            "(256, 4, 1) 193.7 to 194.9, (256, 4, 3) 232.9, (256, 2, 2) 253.9, (128, 4, 2) 254.5,",
             "(512, 4, 2) 279.2",
         ],
     },
@@ -409,14 +408,13 @@ ROWS = [
         ],
     },
     {
-        # (1, 8) would spill 8 bytes, to fit in 48 registers.
         "kernel": "quantize.Tiled",
         "where": {"form": "second", "aligned": False, "codes_per_byte": 2, "tiled_scales": True},
-        "value": {"down": 4, "across": 2},
+        "value": {"down": 4, "across": 4},
         "date": "2026-11-23",
         "measured": [
-            "unaligned rows, (8, 7168, 7165): bf16 (4, 2) 349, (4, 4) 335, (2, 4) 334, (4, 8) 361;",
-            "f16 (4, 2) 353, (4, 4) 345, (1, 8) 382",
+            "unaligned rows, (8, 7168, 7165): bf16 (4, 4) 335, (2, 4) 334, (4, 2) 349, (4, 8) 361;",
+            "f16 (4, 4) 345, (4, 2) 353, (1, 8) 382",
         ],
     },
     {
@@ -557,14 +555,35 @@ ROWS = [
     },
     {
         "kernel": "dequantize.Tiled",
+        "where": {"form": "last_transposed", "itemsize": 4, "aligned": False},
+        "value": {"down": 8},
+        "date": "2026-11-23",
+        "measured": [
+            "unaligned rows, (8, 7168, 7165), (down, band): f32 (8, 1) 566 to 571, (8, 64) 623,",
+            "(4, 1) 703; depth 4 783",
+        ],
+    },
+    {
+        "kernel": "dequantize.Tiled",
+        "where": {
+            "form": ("last_transposed", "second_transposed", "square_transposed"),
+            "aligned": False,
+        },
+        "value": {"down": 8, "band": 64},
+        "date": "2026-11-23",
+        "measured": [
+            "the same shape: second_transposed bf16 (8, 64) 490, (8, 1) 556 to 564, (4, 1) 717 to",
+            "729, with two across 690; MXFP4 461, 572, 680; f32 914, 955, 1270, depth 4 1197;",
+            "last_transposed bf16 490, 498, 540; square_transposed, (8, 7168, 7136): bf16 310,",
+            "324; f32 547, 571",
+        ],
+    },
+    {
+        "kernel": "dequantize.Tiled",
         "where": {"itemsize": 4},
         "value": {"down": 8, "depth": 4},
         "date": "2026-11-21",
-        "measured": [
-            "second, not kept: f32 (8, 1, 4) 513; (4, 1, 8) 516",
-            "unaligned rows, (8, 7168, 7165) transposed: second_transposed (8, 1, 4) 1197,",
-            "(8, 1, 8) 955, with band 64 914; last_transposed 783, 566, 623",
-        ],
+        "measured": ["second, not kept: f32 (8, 1, 4) 513; (4, 1, 8) 516"],
     },
     {
         "kernel": "dequantize.Tiled",
@@ -575,27 +594,6 @@ ROWS = [
             "second, not kept: bf16 (2, 2, 8) 305, 395; (4, 1, 8) 309, 399; (2, 4, 8) 319, 415;",
             "(1, 4, 16) 313, 405",
             "second, MXFP4: bf16 (2, 2, 8) 258, tiles 297; (2, 4, 8) 257, 297; (4, 1, 8) 260, 298",
-        ],
-    },
-    {
-        "kernel": "dequantize.Tiled",
-        "where": {"form": "second_transposed"},
-        "value": {"down": 4},
-        "date": "2026-11-23",
-        "measured": [
-            "unaligned rows, (8, 7168, 7165): bf16 (4, 1) 717 to 729, (4, 2) 690, (8, 1) 556",
-            "to 564, (8, 1, band 64) 490; MXFP4 (4, 1) 680, (8, 1) 572, (8, 1, band 64) 461",
-        ],
-    },
-    {
-        "kernel": "dequantize.Tiled",
-        "where": {},
-        "value": {"down": 8},
-        "date": "2026-11-23",
-        "measured": [
-            "unaligned rows, (8, 7168, 7165) transposed: last_transposed bf16 (8, 1) 500,",
-            "band 64 490, (4, 1) 540; MXFP4 (8, 1) 388, (4, 1) 499; square_transposed,",
-            "(8, 7168, 7136): bf16 (8, 1) 324, band 64 310",
         ],
     },
     # ---- what leaves the cache last: of quantize x, and scales of both_transposed; codes ---
@@ -618,20 +616,13 @@ ROWS = [
     },
     {
         "kernel": "quantize.keep",
-        "where": {"form": "second_transposed", "dtype": "float16"},
-        "value": False,
-        "date": "2026-11-23",
-        "measured": ["second_transposed, f16: 298 -> 295"],
-    },
-    {
-        "kernel": "quantize.keep",
         "where": {},
         "value": True,
         "date": "2026-11-23",
         "measured": [
             "bf16: both_transposed 468 -> 428, 624 -> 571, in tiles 421 -> 410, 556 -> 543;",
             "both 407 -> 398, 529 -> 519; second_transposed 298 -> 292, 403 -> 391,",
-            "last 285 -> 282, 372 -> 368; dequantize 302 -> 298, 395 -> 388",
+            "f16 298 -> 295; last 285 -> 282, 372 -> 368; dequantize 302 -> 298, 395 -> 388",
         ],
     },
     {
@@ -732,11 +723,11 @@ ROWS = [
     {
         "kernel": "matmul.Warps",
         "where": {"codes_per_byte": 2, "rows": 128},
-        "value": {"stages": 5},
+        "value": {"stages": 4},
         "date": "2026-11-23",
         "measured": [
-            "MXFP4, (128, 7168), N 4096 and 16384; 8 groups of 128 rows, N 2048: 50.8, 55.0;",
-            "106.4; 4 stages 49.9, 54.5; 105.0; again, in turns 51.5, 54.1; 105.4, shared 51.4,",
+            "MXFP4, (128, 7168), N 4096 and 16384; 8 groups of 128 rows, N 2048: 49.9, 54.5;",
+            "105.0; 5 stages 50.8, 55.0; 106.4, again, in turns 51.5, 54.1; 105.4, shared 51.4,",
             "55.8; 108.2",
         ],
     },
@@ -803,11 +794,11 @@ ROWS = [
     {
         "kernel": "matmul.Warps",
         "where": {},
-        "value": {"stages": 7},
+        "value": {"stages": 7, "again": True, "turns": True},
         "date": "2026-11-23",
         "measured": [
-            "MXFP8, the same: 53.7, 59.9; 114.2; 5 stages 53.7, 59.7; 114.5; again, in turns 52.2,",
-            "58.4; 109.6, shared 53.8, 60.4; 115.2",
+            "MXFP8, the same: 52.2, 58.4; 109.6; not in turns nor again 53.7, 59.9; 114.2, with 5",
+            "stages 53.7, 59.7; 114.5; again and shared 53.8, 60.4; 115.2",
         ],
     },
     {
