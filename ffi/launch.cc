@@ -1,4 +1,4 @@
-// One XLA FFI target that launches any precompiled kernel on XLA's stream.
+// One XLA FFI target that launches any compiled kernel on XLA's stream.
 //
 // The call carries the kernel's name and everything that its launch needs; this file knows
 // pointers, integers and dimensions, and nothing of what the kernel computes.

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -669,6 +670,31 @@ def test_tiles_leave_few_thread_blocks_without_rows():
     assert rows_of(size) == 128
 
 
+@pytest.mark.parametrize(
+    ("x", "w", "how", "rows"),
+    [
+        ((256, 96), (4096, 96), {}, 128),
+        ((512, 96), (4096, 96), {}, 128),
+        ((513, 96), (4096, 96), {}, 256),
+        ((1024, 96), (4096, 96), {}, 256),
+        ((200, 96), (66 * 128, 96), {}, 128),
+        ((200, 96), (67 * 128, 96), {}, 256),
+        ((64, 96), (96, 96), {}, 64),
+        ((4, 256, 96), (4, 16 * 128, 96), {}, 128),
+        ((4, 256, 96), (4, 17 * 128, 96), {}, 256),
+        ((512, 96), (96, 32 * 128), {"contracting": -2}, 128),
+        ((512, 96), (96, 64 * 128), {"contracting": -2}, 256),
+        ((512, 96), (2 * 32 * 64, 96), {"activation": "swiglu"}, 128),
+        ((512, 96), (2 * 34 * 64, 96), {"activation": "swiglu"}, 256),
+    ],
+)
+def test_tiles_of_fewer_rows_take_all_multiprocessors(x, w, how, rows):
+    """Where tiles of 256 rows would leave half of them idle."""
+    w = jax.eval_shape(jax_mx.quantize, jax.ShapeDtypeStruct(w, jnp.bfloat16))
+    call = jax.make_jaxpr(functools.partial(gemm, **how))(jax.ShapeDtypeStruct(x, jnp.bfloat16), w)
+    assert re.findall(r"rows=(\d+)", str(call)) == [str(rows)]
+
+
 # ---- on a GPU with kernels ---
 def here() -> bool:
     return targets.chip_of(jax.devices()[0]) == "sm_90"
@@ -717,6 +743,7 @@ SHAPES = [  # M, N, K
     # Pairs of tiles, of thread blocks that share copies, and more stages than lie in shared memory.
     (700, 512, 1152),
     (1500, 4864, 128),  # several tiles for each thread block, more than a strip beside each other
+    (1100, 1300, 64),  # of 128 rows 99 tiles, whose K thread blocks do not share: one has each
 ]
 
 
@@ -741,11 +768,14 @@ def test_kernels_are_exact(variant, rows):
     w = integers(rng, (7, 200, 320), format)
     check(floats(rng, (1100, 320)), w, sizes, implementation="cutedsl")
     check(floats(rng, (7, 33, 320)), w, implementation="cutedsl")
-    with the_first_entry() if variant.rows >= 128 else contextlib.nullcontext():
+    with the_first_entry() if variant.rows == 256 else contextlib.nullcontext():
         pairs = integers(rng, (7, 768, 640), format)
         check(floats(rng, (1100, 640)), pairs, sizes, implementation="cutedsl")
         wide = integers(rng, (3, 4864, 128), format)
         check(floats(rng, (700, 128)), wide, [300, 0, 399], implementation="cutedsl")
+    with the_first_entry():  # pairs of tiles, or thread blocks that share K: of no groups
+        for m, n, k in ((130, 512, 1152), (64, 768, 2944)):
+            check(floats(rng, (m, k)), integers(rng, (n, k), format), implementation="cutedsl")
     x, alone = floats(rng, (1100, 320)), w_of(w, 0)[:131]
     check(x, w, sizes, implementation="cutedsl", **epilogue(rng, x, w))
     check(x[:39], alone, implementation="cutedsl", **epilogue(rng, x[:39], alone))

@@ -51,11 +51,11 @@ Another: blocks along the axis before the last, transposed: values (96, 64), sca
 >>> result.order  # the values: columns, then the blocks and elements of each
 (1, 0, 2)
 >>> tiled = view.laid_out(layouts.BLOCKED_128X4, (layouts.ROW_MAJOR_VALUES,), ((128, 128),))
->>> tiled.view((64, 96), (None, None), -2)[0]  # of units of 4 blocks and 128 columns there is one
-(1, 1, 2, 96, 32)
+>>> tiled.view((256, 384), (None, None), -2)[0]  # 2 x 3 units of 4 blocks and 128 columns each
+(2, 3, 4, 128, 32)
 >>> (result,) = tiled.results
->>> result.order, result.scales_shape((1, 1, 2, 96, 32))  # a tile holds 128 x 4 scales, padded
-((1, 3, 0, 2, 4), (1, 1, 1, 1, 512))
+>>> result.order, result.scales_shape((2, 3, 4, 128, 32))  # a unit has a tile of 128 x 4 scales
+((1, 3, 0, 2, 4), (2, 3, 1, 1, 512))
 """
 
 from __future__ import annotations

@@ -270,11 +270,7 @@ def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
     """The signature of a call of `op`.
 
     Args:
-      op: "quantize" (one or both directions), "quantize_rows" (the same of some rows of x),
-        "quantize_rows_of_codes" (of an MX array's),
-        "quantize_gated" (of an activation's results), "quantize_gated_gradient" (of its operand's
-        gradient), "quantize_normed" (of a norm's results), "dequantize", "matmul", "matmul_fp8",
-        "wgrad_fp8", "wgrad" or "amaxes".
+      op: a key of `SIGNATURES`; those of quantizing are made by `signature_name`.
       kinds: the preprocessing of each direction, one each also where there is none; of products
         none.
     """

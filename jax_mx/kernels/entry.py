@@ -21,7 +21,7 @@ class Entry:
       extents: the scalars that follow from the buffers' dimensions.
       divide: what must divide a dimension, for an aligned entry.
       threads: of a workgroup.
-      grid: terms (axis, buffer, from, to, divisor).
+      grid: terms (axis, buffer, from, to, divisor), and a summand where a size is a sum.
       elements_per_thread: for the build's report.
       trips: the most that a loop in it makes; 0 where there is none.
       dynamic_shared: bytes of shared memory that a launch gives beside the kernel's own.
@@ -133,7 +133,7 @@ class Entry:
         return dict(zip(names, pointers, strict=True))
 
     def block_data(self, arrays: Mapping[str, Any], i: int) -> list:
-        """The pointers to what the i-th direction has for each block: seeds, then signs."""
+        """The pointers to what the i-th direction has for each block: seeds, signs, amaxes."""
         own = [a for a in self.signature.operands if (a.role, a.of) == (Role.BLOCK_DATA, i)]
         return [arrays[array.name] for array in own]
 

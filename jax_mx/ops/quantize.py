@@ -65,7 +65,8 @@ def quantize(
         layout takes the last two axes as a matrix (`axis` and the last other one, if `axis` is not
         one of them); the leading ones number slabs. NVIDIA's kernels have shuffled_32x8 in MXFP4.
       transpose: whether the result has the block axis last, as the GEMM of the transposed operand
-        wants it: values (..., K, M) and scales (..., K, M / 32) for an x (..., M, K), axis -2.
+        wants it: values (..., K, M) for an x (..., M, K), axis -2, and row-major scales (..., K,
+        M / 32); of a tiled layout their shape is `ScaleLayout.shape(K, M / 32)`.
         Of square blocks, the last two axes are swapped: scales (..., K / 32, M / 32).
       block: 32, along `axis`; or (32, 32), square tiles of the last two axes of x (..., M, K), 32
         divides both. Square blocks share one scale each, (..., M / 32, K / 32), row-major, so that

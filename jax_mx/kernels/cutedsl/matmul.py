@@ -331,14 +331,15 @@ class Warps(Pipeline):
             acc = cute.make_rmem_tensor(mma.partition_shape_C((64, n)), Float32)
             flat = cute.make_tensor(acc.iterator, cute.make_layout(n // 2))
             self.begin_turns(warp // 4)
+            scales = cute.make_rmem_tensor((self.words, 2), Uint32)
+            ahead = cute.make_rmem_tensor((self.words, 2), Uint32)
+            row, end, n0 = self.place(index, at, across)
+            rows = self.rows_of_scales(at[0], n0, first, apart, width, blocks, how)
+            if at[0] < groups:
+                self.scales(s, rows, start % steps, blocks, ahead)
             while at[0] < groups:
-                row, end, n0 = self.place(index, at, across)
                 acc.fill(0.0)
-                rows = self.rows_of_scales(at[0], n0, first, apart, width, blocks, how)
-                scales = cute.make_rmem_tensor((self.words, 2), Uint32)
-                ahead = cute.make_rmem_tensor((self.words, 2), Uint32)
                 column = start % steps
-                self.scales(s, rows, column, blocks, ahead)
                 before = slot  # the stage whose products may be under way
                 for i in cutlass.range(count // 2, unroll=1):
                     for bank in range_constexpr(2):
@@ -365,6 +366,13 @@ class Warps(Pipeline):
                     self.give_back(empty + before)
                 tile = (row, end, n0, at[0])
                 place = (q, first, apart, flip)
+                # The next tile's first scales are on their way while this one's sums are written.
+                index += clusters
+                at = self.seek(index, at, sizes, t, groups, across)
+                row, end, n0 = self.place(index, at, across)
+                rows = self.rows_of_scales(at[0], n0, first, apart, width, blocks, how)
+                if at[0] < groups:
+                    self.scales(s, rows, start % steps, blocks, ahead)
                 if const_expr(self.split > 1):
                     if parts > 1:
                         part = base.toint() + self.sums_at
@@ -376,8 +384,6 @@ class Warps(Pipeline):
                         self.alone(epilogue, y, flat, tile, place, width, how, result)
                 else:
                     self.alone(epilogue, y, flat, tile, place, width, how, result)
-                index += clusters
-                at = self.seek(index, at, sizes, t, groups, across)
             self.end_turns(warp // 4)
             self.clear(y, epilogue[-1], at[2], t, width, result, bid, grid, tid, 256)
         self.leave()

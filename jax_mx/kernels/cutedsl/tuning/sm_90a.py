@@ -690,7 +690,9 @@ ROWS = [
         "value": {"stages": 3, "again": True, "strip": 16, "share": True, "turns": True},
         "date": "2026-11-23",
         "measured": [
-            "MXFP4: dense, grouped, Llama, where cuBLAS takes 1197, -, 11217: 1174, 663, 10644;",
+            "MXFP4, where cuBLAS takes 1194: dense, grouped, Llama: 1159, 650, 10508; a tile's",
+            "first scales asked for when it begins 1173, 660, 10644. So asked for,",
+            "dense, grouped, Llama, where cuBLAS takes 1197, -, 11217: 1174, 663, 10644;",
             "not in turns 1196, 676, 10902; nor shared, no strips 1250, 703, 11469; with swiglu",
             "1192, 673, 10757; 1214, 688, 10956; 1256, 706, 11663. Before: MXFP4: dense 1243 to",
             "1246, not again 1248 to 1260, grouped not again 703; with swiglu in the epilogue",
@@ -704,8 +706,9 @@ ROWS = [
         "value": {"stages": 5, "strip": 16, "share": True},
         "date": "2026-11-23",
         "measured": [
-            "MXFP8 with swiglu: dense, grouped, Llama: 1268, 710, 11443; in turns 1268, 713,",
-            "11426; not shared, no strips, codes made floats by float32 1306, 732, 12823",
+            "MXFP8 with swiglu: dense 1230; and where a tile's first scales are asked for when it",
+            "begins: 1261. So asked for, dense, grouped, Llama: 1268, 710, 11443; in turns 1268,",
+            "713, 11426; not shared, no strips, codes made floats by float32 1306, 732, 12823",
         ],
     },
     {
@@ -714,10 +717,35 @@ ROWS = [
         "value": {"stages": 5, "strip": 16, "share": True, "again": True},
         "date": "2026-11-23",
         "measured": [
-            "MXFP8: dense, grouped, Llama, where cuBLAS takes 1197, -, 11217: 1248, 701, 11472;",
+            "MXFP8, where cuBLAS takes 1194: dense, grouped: 1223, 686; a tile's first scales",
+            "asked for when it begins 1243, 696. So asked for,",
+            "dense, grouped, Llama, where cuBLAS takes 1197, -, 11217: 1248, 701, 11472;",
             "not again 1251, 701, 11495; in turns, which spills, 1266, 711, 11611; not shared, no",
             "strips 1262, 709, 12452; that by float32 instead of pairs of bfloat16 1281, 716,",
             "12591",
+        ],
+    },
+    {
+        # Sums that thread blocks share take the place of a stage of MXFP8.
+        "kernel": "matmul.Warps",
+        "where": {"codes_per_byte": 2, "rows": 128, "gated": False},
+        "value": {"stages": 4, "split": 2},
+        "date": "2026-11-24",
+        "measured": [
+            "MXFP4, K 7168: (128, N 4096), (128, N 16384), (256, N 4096), (512, N 4096); 8 groups",
+            "of 128 rows, N 2048: split 2 31.2, 54.4, 32.1, 50.7; 105.5, split 4 35.4, 105.8,",
+            "67.1, 99.8; not 49.9, 54.8, 50.1, 52.0; 105.5, with 5 stages 50.8, 55.0, -, -;",
+            "106.4, again, in turns 51.5, 54.1, -, -; 105.4, shared 51.4, 55.8, -, -; 108.2",
+        ],
+    },
+    {
+        "kernel": "matmul.Warps",
+        "where": {"codes_per_byte": 1, "rows": 128, "gated": False},
+        "value": {"stages": 6, "split": 2, "again": True, "turns": True},
+        "date": "2026-11-24",
+        "measured": [
+            "MXFP8, the same: split 2 32.1, 56.6, 33.1, 53.0; 109.9, split 4 36.3, 109.0, 68.5,",
+            "104.7; not, 7 stages 52.6, 58.1, 52.6, 54.6; 110.3",
         ],
     },
     {
@@ -725,11 +753,7 @@ ROWS = [
         "where": {"codes_per_byte": 2, "rows": 128},
         "value": {"stages": 4},
         "date": "2026-11-23",
-        "measured": [
-            "MXFP4, (128, 7168), N 4096 and 16384; 8 groups of 128 rows, N 2048: 49.9, 54.5;",
-            "105.0; 5 stages 50.8, 55.0; 106.4, again, in turns 51.5, 54.1; 105.4, shared 51.4,",
-            "55.8; 108.2",
-        ],
+        "measured": ["of floats without an activation, see above: 4 stages 49.9, 5 50.8"],
     },
     {
         "kernel": "matmul.Few",
@@ -797,8 +821,9 @@ ROWS = [
         "value": {"stages": 7, "again": True, "turns": True},
         "date": "2026-11-23",
         "measured": [
-            "MXFP8, the same: 52.2, 58.4; 109.6; not in turns nor again 53.7, 59.9; 114.2, with 5",
-            "stages 53.7, 59.7; 114.5; again and shared 53.8, 60.4; 115.2",
+            "MXFP8, (128, 7168), N 4096 and 16384; 8 groups of 128 rows, N 2048: 52.2, 58.4;",
+            "109.6; not in turns nor again 53.7, 59.9; 114.2, with 5 stages 53.7, 59.7; 114.5;",
+            "again and shared 53.8, 60.4; 115.2",
         ],
     },
     {
