@@ -1,9 +1,9 @@
 """MX quantize on NVIDIA, in CuTeDSL. Matches reference.quantize bit for bit.
 
-Two ways to cut the work: `Flat` (flat.py) for blocks along the last axis, and `Tiled` (tiled.py) for
-every form that needs the second-to-last one, or `PreprocessedTiled` (preprocessed_tiles.py) where its
-elements are rotated or rounded at random first. Rows that are normed are cut as `Rows` and
-`NormedTiled` (norms.py).
+Two ways to cut the work: `Flat` (flat.py) for blocks along the last axis, `Tiled` (tiled.py) for
+every form that needs the second-to-last one; `PreprocessedTiled` (preprocessed_tiles.py) where such
+elements are rotated or rounded at random first. Rows that are normed: `Rows` and `NormedTiled`
+(norms.py).
 
 Sizes are run-time scalars; so is, in the entries for AMD's scales, whether values go into tiles. A
 binary holds two entries per scale layout: the first wants aligned operands, the second takes any.
