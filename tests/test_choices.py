@@ -421,7 +421,9 @@ def test_what_names_its_implementation_is_not_measured():
 
 def test_another_chip():
     (call,) = explain(matmul, ones(8, 64), ones(64, 32), device="sm_90").calls
-    assert (call.key.chip, call.chosen) == ("sm_90", "dequantize")
+    assert (call.key.chip, call.chosen) == ("sm_90", "cutedsl")
+    (call,) = explain(matmul, ones(17, 64), ones(64, 32), device="sm_90").calls
+    assert call.chosen == "dequantize"
     (call,) = explain(matmul, ones(8, 64), ones(64, 32), device="sm_100").calls
     assert call.chosen == "scaled_dot"
 

@@ -622,9 +622,11 @@ PLAIN = (((1,), (1,)), ((), ()))
         (Recipe(window=256), 512, {"partitioned": True}, "dequantize"),
         (Recipe(window="row"), 512, {}, "cutedsl"),
         (Recipe(window="row"), 512, {"partitioned": True}, "fp8"),
-        (MXFP8, 512, {}, "dequantize"),
+        (MXFP8, 17, {}, "dequantize"),
+        (MXFP8, 16, {}, "cutedsl"),
+        (MXFP8, 16, {"partitioned": True}, "dequantize"),
         (None, 16, {}, "cutedsl"),
-        (None, 512, {}, "dequantize"),
+        (None, 17, {}, "dequantize"),
     ],
 )
 def test_the_rule_on_hopper(recipe, rows, options, name):
@@ -632,6 +634,27 @@ def test_the_rule_on_hopper(recipe, rows, options, name):
     call = dataclasses.replace(call_of(made.dot, [jax.typeof(a) for a in leaves]), **options)
     assert implementations.decided(call, "cuda", ["sm_90"]).name == name
     assert implementations.decided(call, "cuda", ["sm_80"]).name == "dequantize"
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "name"),
+    [
+        (1024, 7168, 2048, "cutedsl"),
+        (1025, 7168, 2048, "dequantize"),
+        (1024, 2880, 2880, "dequantize"),
+        (16, 2880, 2880, "cutedsl"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [MXFP8, None])
+def test_kernels_read_codes_for_few_rows(recipe, rows, k, n, name):
+    """Of large weights for more."""
+    small, _ = _call(((2, 64), (32, 64)), PLAIN, recipe)
+    x = jax.eval_shape(lambda: jnp.zeros((rows, k), jnp.bfloat16))
+    x = x if recipe is None else jax.eval_shape(jax_mx.quantize, x)
+    w = jax.eval_shape(lambda: jax_mx.quantize(jnp.zeros((n, k), jnp.bfloat16)))
+    leaves, tree = jax.tree.flatten((x, w))
+    call = call_of(Dot(tree, *PLAIN, small.dot.dtype), leaves)
+    assert implementations.decided(call, "cuda", ["sm_90"]).name == name
 
 
 @pytest.mark.sampled(2)
@@ -697,6 +720,24 @@ def test_kernels_read_weights_whose_blocks_run_along_free_axes(shapes, numbers, 
         assert "transpose" not in str(
             jax.make_jaxpr(lambda w: kernels._matrix(w, 0, (), True)[0])(w)
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 100, 300])
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
+def test_few_rows_of_codes_are_exact_on_a_gpu(rows, format):
+    """Whichever implementation serves them, forward and to the gradient; integers are exact."""
+    rng = np.random.default_rng(rows)
+    x, dy = (rng.integers(-2, 3, (rows, n)).astype(np.float32) for n in (4096, 2560))
+    w = rng.integers(-2, 3, (2560, 4096)).astype(np.float32)
+    x[:, ::32], dy[:, ::32], w[:, ::32] = 2, 2, 2  # no element of a block is rounded
+    weight = jax_mx.quantize(jnp.asarray(w, jnp.bfloat16), format)
+    both = jax.jit(lambda x, dy: (lambda y, pull: (y, *pull(dy)))(*jax.vjp(
+        lambda x: dot_general(x, weight, PLAIN, preferred_element_type=jnp.float32), x)))  # fmt: skip
+    y, dx = both(jnp.asarray(x, jnp.bfloat16), jnp.asarray(dy))
+    np.testing.assert_array_equal(y, x @ w.T)
+    np.testing.assert_array_equal(np.asarray(dx, np.float32), np.asarray(
+        jnp.asarray(dy @ w).astype(jnp.bfloat16), np.float32))  # fmt: skip
 
 
 def test_a_frozen_weight_serves_both_products_as_it_lies():

@@ -27,12 +27,17 @@ from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.products.dot import Call, Dot, Operand, blocks_along, refused
 
 NAME = "cutedsl"
-# Of floats times MX: up to so many rows reading a weight's codes beats making floats of them for
-# cuBLAS, and beyond it does not. Measured on an H200, K 7168, N 4096, 2026-11-22: the kernel takes
-# 13 us at 8 rows and 1295 at 16384; cuBLAS alone 17 and 1204. Estimated: dequantizing before it, as
-# many bytes at the speed of a copy, 21 us more. With blocks along the free axis, K 4096, N 7168,
-# 2026-11-23: 33 us at 64 rows, 47 at 256, 1316 at 16384; dequantizing and cuBLAS 46, 50, 1181.
-FEW_ROWS = 256
+# Reading a weight's codes beats making floats of them for cuBLAS up to `FEW_ROWS`, if the weight has
+# `LARGE` elements; of a smaller one up to `FEWEST_ROWS`. On an H200, MXFP8, 2026-11-24, x in codes,
+# us, by kernels and by dequantizing:
+#   rows              1       16      128     256     512     1024      2048
+#   K 7168, N 4096   12 41   14 42   34 47   36 52   57 62    82 99   158 173
+#   K 2048, N 7168    9 24   11 21   17 24   20 25   26 34    49 53    96 86
+#   K 2880, N 2880    7 10    9 15   19 16   20 22   26 20    36 33    68 57
+#   K 8192, N 8192   24 91   28 92   41 95   65 99   92 134  179 217  357 377
+# With blocks along the free axis, K 4096, N 7168, x in floats: 31 44 at 128 rows, 89 102 at 1024,
+# 178 171 at 2048.
+FEW_ROWS, FEWEST_ROWS, LARGE = 1024, 16, 10_000_000
 # How many elements along K FP8 tensor cores add up before scales are applied, by the window.
 _SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}
 
@@ -53,6 +58,8 @@ def support(call: Call, chips: Sequence[str]) -> Support:
         if _on_fp8(call):
             windows = windows_of(x, w)
             plan = gemm.plan_of((x.format, w.format), dot.dtype, _rows(call), **windows)
+        elif _has_few_rows(call):
+            plan = gemm.plan_of((w.format,), dot.dtype, _rows(call))
         else:
             plan = gemm.floats_plan_of(jnp.bfloat16, dot.dtype, grouped=False)
     elif x.dtype in gemm.FLOATS:
@@ -90,14 +97,11 @@ def _on_fp8(call: Call) -> bool:
 
 
 def preferred(call: Call, platform: str, chips: Sequence[str]) -> bool:
-    """Whether kernels are known to be the fastest: of windows always, of floats with few rows."""
+    """Whether kernels are known to be the fastest: of windows always, of others with few rows."""
     del platform
     if not chips or any(chip_table.arch_of(chip) != "sm_90a" for chip in chips):
         return False
-    if isinstance(call.lhs, MXArray):
-        return _on_fp8(call)
-    rows = _rows(call)
-    return not is_symbolic(rows) and rows <= FEW_ROWS
+    return _has_few_rows(call) or (isinstance(call.lhs, MXArray) and _on_fp8(call))
 
 
 def run(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
@@ -105,7 +109,10 @@ def run(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
     assert isinstance(rhs, MXArray)
     options: dict[str, Any] = {"preferred_element_type": dot.dtype, "implementation": NAME}
     batch = [lhs.shape[d] for d in dot.batch[0]]
-    if isinstance(lhs, MXArray) and not _on_fp8(Call(dot, lhs, rhs)):
+    call = Call(dot, lhs, rhs)
+    if isinstance(lhs, MXArray) and not _on_fp8(call):
+        if _has_few_rows(call):
+            return run(dequantize(lhs), rhs, dot)
         sides = zip((lhs, rhs), dot.contracting, dot.batch, strict=True)
         (a, free), (b, columns) = (_floats(x, c, taken) for x, (c,), taken in sides)
         return gemm.gemm_wgrad(a, b, **options).reshape(*batch, *free, *columns)
@@ -173,6 +180,14 @@ def windows_of(x: Any, w: Any) -> dict[str, Any]:
     if x.window == w.window == ROW:
         return {"window": ROW}
     return {"window": min(_SUMS[x.window], _SUMS[w.window]), "tiles": w.window == TILE}
+
+
+def _has_few_rows(call: Call) -> bool:
+    """Whether reading the codes of rhs beats making floats of them, see `FEW_ROWS`."""
+    rows, elements = _rows(call), math.prod(call.rhs.shape)
+    if is_symbolic(rows) or is_symbolic(elements):
+        return False
+    return rows <= (FEW_ROWS if elements >= LARGE else FEWEST_ROWS)
 
 
 def _rows(call: Call) -> int:
