@@ -27,7 +27,7 @@ from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.products.dot import Call, Dot, Operand, blocks_along, refused
 
 NAME = "cutedsl"
-# Reading a weight's codes beats making floats of them for cuBLAS up to `FEW_ROWS`, if the weight has
+# Reading a weight's codes beats making floats of them for cuBLAS up to `FEW_ROWS`, if it has
 # `LARGE` elements; of a smaller one up to `FEWEST_ROWS`. On an H200, MXFP8, 2026-11-24, x in codes,
 # us, by kernels and by dequantizing:
 #   rows              1       16      128     256     512     1024      2048
