@@ -647,7 +647,7 @@ def test_the_rule_on_hopper(recipe, rows, options, name):
 )
 @pytest.mark.parametrize("recipe", [MXFP8, None])
 def test_kernels_read_codes_for_few_rows(recipe, rows, k, n, name):
-    """Of large weights for more."""
+    """More of them where the weight is large."""
     small, _ = _call(((2, 64), (32, 64)), PLAIN, recipe)
     x = jax.eval_shape(lambda: jnp.zeros((rows, k), jnp.bfloat16))
     x = x if recipe is None else jax.eval_shape(jax_mx.quantize, x)
