@@ -100,8 +100,8 @@ class Driver {
   // Why no call can be made; empty when calls can.
   const Failure& unusable() const { return unusable_; }
 
-  // As kernels name it: "sm_90" for compute capability 9.0, "gfx950".
-  virtual Failure Arch(int device, std::string* arch) const = 0;
+  // As facts/chips.py names it: "sm_90" for compute capability 9.0, "gfx950".
+  virtual Failure Chip(int device, std::string* chip) const = 0;
 
   // One library serves every device of the process. The image is whole, and stays.
   virtual Failure Load(std::string_view image, Handle* library) const = 0;
@@ -178,11 +178,11 @@ class CudaDriver : public Driver {
     if (unusable_.empty()) unusable_ = Check(init_(0), "cuInit");
   }
 
-  Failure Arch(int ordinal, std::string* arch) const override {
+  Failure Chip(int ordinal, std::string* chip) const override {
     int major = 0, minor = 0;
     if (Failure f = Attribute(ordinal, kMajor, &major); !f.empty()) return f;
     if (Failure f = Attribute(ordinal, kMinor, &minor); !f.empty()) return f;
-    *arch = "sm_" + std::to_string(10 * major + minor);
+    *chip = "sm_" + std::to_string(10 * major + minor);
     return {};
   }
 
@@ -376,12 +376,12 @@ class HipDriver : public Driver {
     if (unusable_.empty()) unusable_ = Check(init_(0), "hipInit");
   }
 
-  Failure Arch(int device, std::string* arch) const override {
+  Failure Chip(int device, std::string* chip) const override {
     Properties properties{};
     if (Failure f = Read(device, &properties); !f.empty()) return f;
     constexpr size_t kName = 1160, kNameSize = 256;  // gcnArchName
     const std::string_view name(&properties[kName], strnlen(&properties[kName], kNameSize));
-    *arch = name.substr(0, name.find(':'));  // "gfx942:sramecc+:xnack-"
+    *chip = name.substr(0, name.find(':'));  // "gfx942:sramecc+:xnack-"
     return {};
   }
 

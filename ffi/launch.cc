@@ -287,20 +287,20 @@ ffi::Error Load(State<Platform>* state, int32_t device) {
   if (const Failure& why = driver.unusable(); !why.empty())
     return ffi::Error(ffi::ErrorCode::kUnavailable, "jax_mx: no GPU driver: " + why);
   if (device < 0 || static_cast<size_t>(device) >= kMaxDevices) return NoDevice(device);
-  std::string arch;
-  if (Failure f = driver.Arch(device, &arch); !f.empty()) return Internal(f);
-  auto it = state->kernels.find(arch);
+  std::string chip;
+  if (Failure f = driver.Chip(device, &chip); !f.empty()) return Internal(f);
+  auto it = state->kernels.find(chip);
   if (it == state->kernels.end()) {
     std::string have;
     for (const auto& [name, kernel] : state->kernels) have += (have.empty() ? "" : ", ") + name;
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      "jax_mx: the program holds kernels for " + have + ", this device is " + arch +
+                      "jax_mx: the program holds kernels for " + have + ", this device is " + chip +
                           "; lower it for this device, or with implementation=\"xla\"");
   }
   std::lock_guard<std::mutex> lock(state->mutex);
   Kernel& kernel = it->second;
   if (kernel.image == nullptr) kernel.image = Store::Get().Find(kernel.sha256);
-  if (kernel.image == nullptr) return NotFound({{arch, &kernel}});
+  if (kernel.image == nullptr) return NotFound({{chip, &kernel}});
   const auto where = [&](const Entry& entry) {
     return " (" + entry.symbol + ", image " + kernel.sha256.substr(0, 12) + ")";
   };

@@ -141,11 +141,11 @@ class Result:
     values_in: ValueLayout = ROW_MAJOR_VALUES
 
     def values_shape(self, view: Shape, format: Format) -> Shape:
-        """The shape of values, for a view of this shape: like it, or (..., t0, t1, tiles)."""
+        """The shape of values, for a view of this shape: see `_stored`."""
         return self._stored(divided(view, self.block[-1:], format.codes_per_byte), self.values_in)
 
     def scales_shape(self, view: Shape) -> Shape:
-        """The shape of scales, for a view of this shape: like it, or (..., t0, t1, tiles)."""
+        """The shape of scales, for a view of this shape: see `_stored`."""
         return self._stored(divided(view, self.block, BLOCK), self.layout)
 
     def order_in(self, layout: Layout) -> Order:
@@ -209,7 +209,10 @@ class Result:
         return to_view(matrix, shape, spec, self._matrix)
 
     def _stored(self, shape: Shape, layout: Layout) -> Shape:
-        """The shape of bytes that would have `shape` if they were row-major."""
+        """The shape of bytes that would have `shape` if they were row-major.
+
+        In tiles: (..., units along t0, along t1, tiles of a unit along u0, along u1, bytes of one).
+        """
         if not layout.is_tiled:
             return shape
         lead = len(shape) - len(self.order)
@@ -295,7 +298,7 @@ class View:
         blocks = {i - 2 for r in self.results for i in r.cols} if self.whole == 1 else {0, 1}
         return tuple(u * BLOCK if i in blocks else u for i, u in enumerate(self.units or (1, 1)))
 
-    def in_rows(self) -> View:
+    def with_row_major_values(self) -> View:
         """This view with row-major values, in the same units."""
         results = (dataclasses.replace(r, values_in=ROW_MAJOR_VALUES) for r in self.results)
         return dataclasses.replace(self, results=tuple(results))

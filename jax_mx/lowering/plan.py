@@ -28,7 +28,7 @@ class Plan:
     """One call, without its shapes: these are the buffers' own, and differ per shard and vmap.
 
     Attributes:
-      op: "quantize", "quantize_both" or "dequantize".
+      op: "quantize", "quantize_both" or "dequantize"; "fake_quantize" until its parts are planned.
       dtype: of the unquantized side.
       formats: of the quantized side; two for quantize_both.
       axis: the axis that blocks run along, negative; of quantize_both's first result.

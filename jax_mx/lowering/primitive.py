@@ -204,7 +204,7 @@ def _call(
 
 def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, op: Op, plan: Plan, **call: Any):
     """The custom call of a kernel that gives row-major values, which XLA then puts into tiles."""
-    rows, tiled = plan.view.in_rows(), plan.view
+    rows, tiled = plan.view.with_row_major_values(), plan.view
     avals = op.avals(*ctx.avals_in, plan=plan, view=rows)
     outs = _call(ctx.replace(avals_out=avals), *operands, plan=plan, view=rows, **call)
 
@@ -234,9 +234,9 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
     """
     target = target_of(ctx, platform)
     written = value_layouts_of(chip_table.DSLS.get(target.platform, ""), plan.scale_layout.name)
-    in_rows = any(layout.name not in written for layout in plan.value_layouts)
+    row_major_values = any(layout.name not in written for layout in plan.value_layouts)
     kernel_plan = plan
-    if in_rows:
+    if row_major_values:
         assert isinstance(plan, Plan)
         rows = (ROW_MAJOR_VALUES,) * len(plan.value_layouts)
         kernel_plan = dataclasses.replace(plan, value_layouts=rows)
@@ -260,7 +260,7 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
             _say_once(f"{plan.name} takes XLA: {error}")
         else:
             call: dict[str, Any] = {"plan": plan, "kernels": kernels, "device": target.device}
-            if in_rows:
+            if row_major_values:
                 return _call_and_pack(ctx, *operands, op=op, **call)
             return _call(ctx, *operands, view=plan.view, **call)
     return _in_jnp(ctx, in_jnp, operands, plan)
@@ -421,7 +421,7 @@ def define(
 
 
 def make_primitive(name: str, op: Op) -> Primitive:
-    """The primitive of an op on views that is declared in facts/signatures.py by this name."""
+    """The primitive mx_<name> of an op on views; its arrays are those of `plan.signature`."""
 
     def rule(args, dims, *, plan: AnyPlan):
         return op.batch(primitive, args, dims, plan=plan)

@@ -221,7 +221,9 @@ def _quantize_via_transpose(x, *block_data, plan: Plan):
     """`_quantize_reference`, with the primitive along rows: x is transposed for it."""
     out, view = [], plan.view
     lead = x.ndim - view.tail
-    each = zip(view.results, registry.row_plans(plan), _by_direction(plan, block_data), strict=True)
+    each = zip(
+        view.results, registry.last_axis_plans(plan), _by_direction(plan, block_data), strict=True
+    )
     for result, alone, data in each:
         (block,) = (dimension % view.tail for dimension in result.block)
         order = (*(i for i in result.order if i != block), block)  # results lie so, or nearly

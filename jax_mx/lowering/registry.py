@@ -123,7 +123,7 @@ def chosen(plan: AnyPlan, platform: str, chips: Sequence[str]) -> Support:
     return next((support for support in each if support), each[0])
 
 
-def row_plans(plan: Plan) -> list[Plan]:
+def last_axis_plans(plan: Plan) -> list[Plan]:
     """For each result of a plan, the plan of quantizing it along a last axis, by itself."""
     alone = {"op": "quantize", "axis": -1, "transpose": False, "scale_layout": ROW_MAJOR}
     alone |= {"value_layouts": (ROW_MAJOR_VALUES,)}
@@ -155,7 +155,7 @@ def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
         spans_two = any(own.group > BLOCK for own in plan.preprocessing)
         if direct or plan.is_square or not preprocessed or spans_two:
             return direct
-        each = [_one_kernel(dsl, alone, chips) for alone in row_plans(plan)]
+        each = [_one_kernel(dsl, alone, chips) for alone in last_axis_plans(plan)]
         for refusal in (support.refusal for support in each if support.refusal):
             return Support(dsl, refusal=dataclasses.replace(refusal, call=plan.name))
         kernels = tuple(kernel for support in each for kernel in support.kernels)

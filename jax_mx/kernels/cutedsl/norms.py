@@ -477,7 +477,7 @@ class NormedTiled(Tiled):
 
     def place(self, blocks_m, k, step=None) -> Tile:
         """This thread block's tile of x."""
-        step, number = self.step((blocks_m, k // BLOCK if self.is_both else k))
+        step, number = self.step((blocks_m, k // BLOCK if self.counts_blocks else k))
         return Tile(Int32(0), step - self.tile.lag, number - self.tile.finders, blocks_m, k)
 
     # ---- factors ---

@@ -40,7 +40,7 @@ class PreprocessedTiled(WholeBlocks, Tiled):
     def __init__(self, *entry, tile: Tiling | None = None):
         super().__init__(*entry, tile=tile)
         self.pitch = 2 * self.tile.cols // 16  # chunks of x's rows in shared memory
-        if not self.is_both and not self.results[-1].transposed:
+        if not self.counts_blocks and not self.results[-1].transposed:
             self.divide = geometry.divide_of(self.variant.form, 16)  # it stores whole chunks
 
     @cute.kernel
@@ -87,7 +87,7 @@ class PreprocessedTiled(WholeBlocks, Tiled):
 
     def is_padded(self, result: Output) -> bool:
         """Whether values are staged as `store_unaligned` takes them."""
-        return not (self.aligned or self.is_both or result.transposed)
+        return not (self.aligned or self.counts_blocks or result.transposed)
 
     def is_staged(self, result: Output) -> bool:
         """Whether values pass through shared memory: all do."""

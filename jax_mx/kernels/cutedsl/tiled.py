@@ -133,7 +133,7 @@ class Tiled(Kernel):
         self.row_sharers, self.column_sharers = BLOCK // self.vector, BLOCK // self.rows
 
         self.threads = self.tile.threads
-        self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
+        self.counts_blocks = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = geometry.extents_of(form, self.of)
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
         staged = self.tile.rows * self.tile.cols // self.per_byte
@@ -218,7 +218,7 @@ class Tiled(Kernel):
                 return sS, cute.arch.get_dyn_smem(Uint8, alignment=128) + before
             size = self.tile.rows * self.tile.cols // self.per_byte
             return sS, cute.arch.alloc_smem(Uint8, size, alignment=128)
-        if self.aligned or self.is_both:  # rows are as aligned as the array is
+        if self.aligned or self.counts_blocks:  # rows are as aligned as the array is
             return sS, None
         size = self.tile.rows // self.per_byte * (self.tile.cols + PAD) + PAD
         return sS, cute.arch.alloc_smem(Uint8, size, alignment=16)
@@ -236,7 +236,7 @@ class Tiled(Kernel):
     def lengths(self, scalars) -> tuple:
         """How many blocks of rows x has, and how many columns."""
         blocks_m, k = scalars[:2]
-        return blocks_m, k * BLOCK if self.is_both else k
+        return blocks_m, k * BLOCK if self.counts_blocks else k
 
     def place(self, blocks_m, k) -> Tile:
         """This thread block's tile of x, whose rows count blocks."""
@@ -1016,7 +1016,7 @@ class Tiled(Kernel):
 
         Also where a vector that ends beyond it is multiplied by what may be NaN.
         """
-        partial = not self.aligned and not self.is_both
+        partial = not self.aligned and not self.counts_blocks
         made = self.gates or self.variant.normed
         several = blocks_of(self.variant.window) > 1
         return takes_zero_scale(result.format) or several or (partial and made)

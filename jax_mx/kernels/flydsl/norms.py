@@ -455,7 +455,7 @@ class NormedTiled(Tiled):
     @property
     def whole(self) -> bool:
         """Whether a lane's elements of a row are all there, or none."""
-        return self.aligned or self.is_both
+        return self.aligned or self.counts_blocks
 
     @flyc.jit
     def words_from(self, row, col, k):

@@ -75,7 +75,7 @@ class Tiled(Kernel):
         self.rows = BLOCK * self.lanes // WAVE
         self.row_sharers = BLOCK // self.vector
         self.elements_per_thread = self.rows * self.vector * (1 + self.is_gradient)
-        self.is_both = all(form.spans)  # blocks, not columns, are what x's view counts
+        self.counts_blocks = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = geometry.extents_of(form, self.of)
         tile = Extents(self.high, TILE)
         self.region = geometry.region_of(form, layout, tile)
@@ -135,7 +135,7 @@ class Tiled(Kernel):
     def lengths(self, scalars) -> tuple:
         """M and K."""
         blocks_m, k = (Uint32(n) for n in scalars[:2])
-        return blocks_m * BLOCK, k * BLOCK if self.is_both else k
+        return blocks_m * BLOCK, k * BLOCK if self.counts_blocks else k
 
     def staged_shape(self, result: Output) -> Extents:
         """The size of the matrix of a tile's scales, as it will lie."""
@@ -178,7 +178,7 @@ class Tiled(Kernel):
         origin = (as_int64(batch) * as_int64(m)) * stride
         inside = (row < m) & (col < k)
         row = inside.select(row, Uint32(0))
-        if self.aligned or self.is_both:
+        if self.aligned or self.counts_blocks:
             col = inside.select(col, Uint32(0))
             where = origin + as_int64(row) * stride + as_int64(col) * self.itemsize
             return [load_words(x, where + stride * i, 4, self.align[0]) for i in range(self.rows)]
@@ -311,7 +311,7 @@ class Tiled(Kernel):
 
     def load_row(self, row, col, k) -> list:
         """Words of a lane's elements of a row; beyond it, of its last one."""
-        if self.aligned or self.is_both:
+        if self.aligned or self.counts_blocks:
             return load_words(row, as_int64(col) * self.itemsize, 4, self.align[0])
         kind = Uint16 if self.itemsize == 2 else Uint32
         near = [(col + Uint32(j) < k).select(col + Uint32(j), k - 1) for j in range(self.vector)]
@@ -533,7 +533,7 @@ class Tiled(Kernel):
     def store_line(self, values, where, words, place: tuple, size: Extents):
         """Stores 16 bytes of a row, for the columns from a place on, as far as they exist."""
         (row, col), (rows, k) = place, size
-        if const_expr(self.aligned or self.is_both):  # 32 divides k: all 16 or none
+        if const_expr(self.aligned or self.counts_blocks):  # 32 divides k: all 16 or none
             if (row < rows) & (col < k):  # 32 rows are all there or none
                 store_words(values, where, words, self.aligned_to("codes_0"))
         else:
