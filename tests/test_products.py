@@ -25,6 +25,8 @@ from jax_mx import (
     einsum,
     matmul,
 )
+from jax_mx.facts import toolchains
+from jax_mx.lowering import store, targets
 from jax_mx.products import implementations, kernels
 from jax_mx.products.dot import Dot, call_of
 from jax_mx.products.recipes import RECIPES as NAMED
@@ -720,6 +722,22 @@ def test_kernels_read_weights_whose_blocks_run_along_free_axes(shapes, numbers, 
         assert "transpose" not in str(
             jax.make_jaxpr(lambda w: kernels._matrix(w, 0, (), True)[0])(w)
         )
+
+
+def test_processes_agree_on_what_multiplies(monkeypatch):
+    """Without the DSL a process would dequantize where others have a kernel."""
+    call, leaves = _call(((16, 512), (384, 512)), PLAIN, MXFP8)
+    call = call_of(call.dot, [jax.typeof(a) for a in leaves])
+    target = targets.Target("cuda", ["sm_90"])
+    assert implementations.serving(call, target).name == "cutedsl"
+    monkeypatch.setattr(toolchains, "_installed", lambda name: None)
+    monkeypatch.setattr(store, "find", lambda variant, arch: None)
+    assert implementations.serving(call, target).name == "dequantize"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(RuntimeError, match="all must take the same: install them everywhere"):
+        implementations.serving(call, target)
+    named = dataclasses.replace(call.dot, implementation="dequantize")
+    assert implementations.serving(call_of(named, leaves), target).name == "dequantize"
 
 
 @pytest.mark.gpu

@@ -186,6 +186,39 @@ def test_processes_of_one_program_must_agree(cache, monkeypatch):
         jax.jit(lambda x: jax_mx.quantize(x, implementation="xla"))(x)
 
 
+@pytest.mark.parametrize(
+    ("held", "call"),
+    [
+        (
+            "quantize_last_bfloat16_mxfp8_e4m3",
+            lambda x: jax_mx.quantize(x, rows=jnp.arange(32)),
+        ),
+        (
+            "quantize_last_bfloat16_mxfp4_e2m1_sr",
+            lambda x: jax_mx.quantize(
+                x, "mxfp4_e2m1", axis=-2, rounding=jax_mx.Stochastic(jax.random.key(0))
+            ),
+        ),
+    ],
+)
+def test_processes_agree_on_kernels_too(held, call, cache, monkeypatch, caplog):
+    """A process that has the kernel of another way, but not the one that the tables promise."""
+    variants = {v.name: v for v in VARIANTS if v.implementation == "flydsl"}
+    store.get(variants[held], ARCH)
+    monkeypatch.setattr(toolchains, "_installed", lambda name: None)
+    x = jnp.ones((32, 64), jnp.bfloat16)
+    with emulate(ARCH), lowered_apart():
+        primitive._say_once.cache_clear()
+        with caplog.at_level(logging.WARNING, logger="jax_mx"):
+            jax.jit(call)(x)
+        _, line = caplog.messages  # behind the one of the kernel that was compiled
+        assert "this installation holds no binary quantize_" in line
+        assert "pip install" in line and held in line
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(RuntimeError, match="all must take the same"):
+            jax.jit(lambda x: call(x))(x)
+
+
 def test_programs_name_kernels_and_exports_carry_each_once():
     """A jitted call holds no binary; an exported program one of each, whatever its call sites."""
     x = jnp.ones((64, 64), jnp.bfloat16)

@@ -1,14 +1,16 @@
 """The tables of tiles per arch; that sweeps write what they hold."""
 
+import functools
 import importlib
 import itertools
 
 import pytest
 
+import jax_mx
 from benchmarks import sweep
-from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.chips import ARCHS, SHARED
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.products import PRODUCTS
+from jax_mx.facts.products import PRODUCTS, archs_of
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.kernels import tuning
 
@@ -71,3 +73,30 @@ def test_a_sweep_writes_rows_that_a_table_holds():
     assert sweep._name(next(t for t in sweep.candidates(variant))) == names[0]
     assert "x".join(map(str, row["value"].values())) == names[1]  # names[2] was wrong
     assert row["measured"][0].startswith("8x64x64, aligned: (")
+
+
+def test_thread_blocks_fit_on_every_chip_of_an_arch():
+    """Which tiles are too large is known; what the compiler alone knows is checked when it ran."""
+    name = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
+    by_name = {v.name: v for v in VARIANTS if v.implementation == "cutedsl"}
+    assert archs_of(by_name[f"{name}_w128_w128_swiglu_gradient"]) == ("sm_90a", "sm_100f")
+    assert "sm_80" not in archs_of(by_name[f"{name}_w256_w256"])
+    assert archs_of(by_name[f"{name}_swiglu_gradient"]) == (*ARCHS["cutedsl"],)
+    compiling = pytest.importorskip("jax_mx.kernels.cutedsl.compile")
+    rule = {"symbol": "quantize_0", "usage": {"shared": 1024}, "shared": SHARED["sm_120f"]}
+    compiling.check_shared(rule, "sm_120f")
+    rule["usage"] = {"shared": 1025}
+    compiling.check_shared(rule, "sm_90a")
+    with pytest.raises(RuntimeError, match="wants 101377 bytes of shared memory, some chips"):
+        compiling.check_shared(rule, "sm_120f")
+
+
+def test_what_does_not_fit_says_so():
+    supported = functools.partial(jax_mx.is_supported, "quantize_both", transpose=True)
+    gradient = {"activation": "swiglu", "gradient": True, "window": 128}
+    assert "floats that XLA makes" not in supported("sm_90", **gradient)[1]
+    assert "floats that XLA makes" in supported("sm_89", **gradient)[1]
+    assert supported("sm_86", window=128)[0]
+    serves, why = supported("sm_86", window=256)
+    assert not serves
+    assert "w256_w256 for sm_86, whose thread blocks are too small; 'xla' serves it" in why

@@ -24,6 +24,16 @@ ARCHS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "gfx950": {"gfx950": "MI350X, MI355X"},
     },
 }
+# Bytes of shared memory that a thread block may have: on each chip of an arch as many at least.
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": 8.6, 8.9 and 12.x
+# have 99 KB, 8.0 163, 9.0 and 10.x 227. AMD's compiler knows the size of LDS.
+SHARED: Mapping[str, int] = {
+    "sm_80": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_90a": 227 << 10,
+    "sm_100f": 227 << 10,
+    "sm_120f": 99 << 10,
+}
 # JAX's name of the platform that a DSL's kernels run on, as lowering has it.
 PLATFORMS: Mapping[str, str] = {"cutedsl": "cuda", "flydsl": "rocm"}
 DSLS: Mapping[str, str] = {platform: dsl for dsl, platform in PLATFORMS.items()}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax_mx.facts import directions
-from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.chips import ARCHS, SHARED
 from jax_mx.facts.directions import Form
 from jax_mx.facts.formats import (
     BLOCK,
@@ -329,3 +329,12 @@ def layouts_of(variant: Variant) -> tuple[str, ...]:
 def takes_zero_scale(format: Format) -> bool:
     """Whether kernels have the scale of all-zero blocks as a scalar; it is 0 where they do not."""
     return format == MXFP4_E2M1
+
+
+def holds(arch: str, variant: Variant) -> bool:
+    """Whether an arch's thread blocks have room for a variant's tile, which has whole windows."""
+    if variant.implementation != "cutedsl" or not variant.form.is_both:
+        return True
+    if variant.source.gradient and variant.window == 128:  # of gates and ups: 107 KB
+        return SHARED[arch] > 107 << 10
+    return variant.window != 256 or arch != "sm_80"  # 32 warps, whose registers would spill

@@ -79,7 +79,7 @@ def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
         named = plan.implementation
         return Support(named, refusal=refusal) if named else Support("xla"), []
     each = {chip: registry.candidates(plan, target.platform, [chip])[0] for chip in every}
-    chips = [chip for chip, support in each.items() if support.kernels]
+    chips = [chip for chip, support in each.items() if support.kernels == found.kernels]
     if found.kernels and len(chips) < len(every):
         missing = [chip for chip in every if chip not in chips]
         _say_once(
@@ -292,25 +292,19 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
     Raises:
       RuntimeError: so it is.
     """
-    served = support.kernels and not support.via_floats
-    if served or plan.implementation is not None or target.chips is None:
+    if target.chips is None or target.platform not in chip_table.DSLS:
         return
-    if target.platform not in chip_table.DSLS:
+    with registry.by_tables():
+        promised = registry.chosen(plan, target.platform, target.chips)
+    if not support or promised == support:
         return
-    by_tables = registry.chosen(plan, target.platform, ())
-    known = chip_table.chips_of(chip_table.DSLS[target.platform])
-    if not by_tables.kernels or any(chip not in known for chip in target.chips or ()):
-        return
-    if support.kernels and by_tables.via_floats:
-        return
-    refused = registry.candidates(plan, target.platform, target.chips or ())[0]
-    if jax.process_count() > 1 and refused.refusal:
+    refusal = registry.missing(promised, plan.name, target.chips, support)
+    if jax.process_count() > 1:
         raise RuntimeError(
-            f"{plan.name}: {refused.refusal.why}. Other processes of this program "
-            "may have the kernel, and all must take the same: install it everywhere, or pass "
-            "implementation='xla' everywhere"
+            f"{plan.name}: {refusal.why}. Other processes of this program may have the kernel, and "
+            "all must take the same: install it everywhere, or pass implementation='xla' everywhere"
         )
-    _say_once(refused.reason)
+    _say_once(str(refusal))
 
 
 # ---- vmap and derivatives ---

@@ -6,14 +6,16 @@ they are preferred; "xla" comes last and serves everything everywhere.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.products import PRODUCT_ARCHS, PRODUCTS, Binary, Product
+from jax_mx.facts.products import PRODUCT_ARCHS, PRODUCTS, Binary, Product, archs_of
 from jax_mx.facts.sources import X
 from jax_mx.facts.variants import VARIANTS, Variant, layouts_of, takes_zero_scale
 from jax_mx.lowering import store
@@ -123,6 +125,16 @@ def chosen(plan: AnyPlan, platform: str, chips: Sequence[str]) -> Support:
     return next((support for support in each if support), each[0])
 
 
+def missing(promised: Support, call: str, chips: Sequence[str], instead: Support) -> Refusal:
+    """What this installation lacks of a support that the tables promise; `instead` serves."""
+    for kernel in promised.kernels:
+        for arch in filter(None, map(chip_table.arch_of, chips)):
+            if advice := store.obstacle(kernel, arch):
+                serves = f"what serves it is {instead}" if instead.kernels else "'xla' serves it"
+                return Refusal(call, store.lacking(kernel, arch), advice, serves)
+    raise AssertionError(f"{call}: {promised} is there, and {instead} serves")
+
+
 def last_axis_plans(plan: Plan) -> list[Plan]:
     """For each result of a plan, the plan of quantizing it along a last axis, by itself."""
     alone = {"op": "quantize", "axis": -1, "transpose": False, "scale_layout": ROW_MAJOR}
@@ -134,6 +146,19 @@ def last_axis_plans(plan: Plan) -> list[Plan]:
 
 
 # ---- kernels ---
+_asks_store: contextvars.ContextVar[bool] = contextvars.ContextVar("asks_store", default=True)
+
+
+@contextlib.contextmanager
+def by_tables() -> Iterator[None]:
+    """Within it all count as installed: what serves follows from facts, alike in all processes."""
+    token = _asks_store.set(False)
+    try:
+        yield
+    finally:
+        _asks_store.reset(token)
+
+
 def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
     """The support of a DSL's kernels."""
 
@@ -185,7 +210,12 @@ def _one_kernel(dsl: str, plan: AnyPlan, chips: Sequence[str]) -> Support:
     for chip in chips:
         arch = chip_table.arch_of(chip)
         assert arch is not None  # `known` has it
-        if advice := store.obstacle(variant, arch):
+        if arch not in archs_of(variant):
+            why = (
+                f"{dsl} has no kernel {variant.name} for {chip}, whose thread blocks are too small"
+            )
+            return _refused(dsl, plan.name, why)
+        if _asks_store.get() and (advice := store.obstacle(variant, arch)):
             return _refused(dsl, plan.name, store.lacking(variant, arch), advice)
     return Support(dsl, (variant,))
 

@@ -308,12 +308,24 @@ def serving(call: Any, target: targets.Target, table: Table = IMPLEMENTATIONS) -
 
     Raises:
       NotImplementedError, ValueError: as `decided` does.
+      RuntimeError: the program has several processes, and an installation with all kernels would
+        take another one: each process lowers for itself, and all must take the same.
     """
     chips = target.chips
     if chips is None:  # an export: it may run on any chip that it carries kernels for
         dsl = chip_table.DSLS.get(target.platform)
         chips = store.exported(chip_table.chips_of(dsl)) if dsl else []
-    return table[decided(call, target.platform, chips, table).name]
+    name = decided(call, target.platform, chips, table).name
+    if target.chips is not None and jax.process_count() > 1:
+        with registry.by_tables():
+            promised = decided(call, target.platform, chips, table).name
+        if promised != name:
+            raise RuntimeError(
+                f"{call.op}: this process takes {name!r}, others of this program may take "
+                f"{promised!r}, whose kernels this installation lacks, and all must take the same: "
+                f"install them everywhere, or pass implementation={name!r} everywhere"
+            )
+    return table[name]
 
 
 def lowered(

@@ -7,10 +7,11 @@ import importlib
 import io
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from jax_mx.facts.chips import SHARED
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.products import Binary, Product
 from jax_mx.facts.variants import layouts_of
@@ -74,7 +75,26 @@ def compile_variant(
     usage = resource_usage(image)
     if len(usage) != len(every) or len(every) > 10:
         raise RuntimeError(f"{variant.name}.{arch}: expected {len(every)} entries, got {[*usage]}")
-    return image, {"launches": launches(usage)}
+    found = launches(usage)
+    for rules in found.values():
+        for rule in rules["entries"]:
+            check_shared(rule, arch)
+    return image, {"launches": found}
+
+
+def check_shared(rule: Mapping[str, Any], arch: str) -> None:
+    """Insists that an entry's thread blocks fit on each chip of the arch.
+
+    Raises:
+      RuntimeError: they want more shared memory; a launch would fail.
+    """
+    reserved = 0 if arch in ("sm_80", "sm_89") else 1024  # by the system; counted as the kernel's
+    wanted = rule["usage"]["shared"] - reserved + rule.get("shared", 0)
+    if wanted > SHARED[arch]:
+        raise RuntimeError(
+            f"{rule['symbol']}.{arch}: wants {wanted} bytes of shared memory, some chips of this "
+            f"arch have {SHARED[arch]}; see `holds` in facts/variants.py"
+        )
 
 
 def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:
