@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks import timing
+from benchmarks import shapes, timing
 from jax_mx.facts.formats import BLOCK
 
 Case = Mapping[str, Any]  # a row's names, but that its shape is a list of numbers
@@ -131,16 +131,16 @@ def cutedsl(case: Case) -> Call:
     """
     from torchao.prototype.moe_training.kernels.mxfp8 import cutedsl_quantize_3d
 
-    scaling = _scaling(case)
+    scaling, form = _scaling(case), shapes.FORMS[case["form"]]
     fn = functools.partial(
         cutedsl_quantize_3d.mxfp8_quantize_cutedsl_3d,
-        scale_block_dim2=BLOCK if case["form"].startswith("square") else 1,
+        scale_block_dim2=BLOCK if form.square else 1,
         scaling_mode=scaling,
     )
 
     def experts(x):
         x = x.reshape(-1, *x.shape[-2:])
-        return (x if case["form"].endswith("transposed") else x.mT,)
+        return (x if form.transpose else x.mT,)
 
     return Call(fn, experts, scaling)
 

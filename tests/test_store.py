@@ -239,6 +239,23 @@ def test_programs_name_kernels_and_exports_carry_each_once():
         assert blob.count(store.get(AMD, arch).image[:2000]) == 1
 
 
+def test_a_hundred_calls_of_mxfp4s_gradients_are_a_small_program():
+    """A gradient rotated and rounded both ways: with the kernel in each call it was 141 MB."""
+    key = jax.random.key(0)
+    how = {"hadamard": jax_mx.Hadamard(), "rounding": jax_mx.Stochastic(key)}
+    how["transpose"] = (False, True)
+
+    def many(x):  # of a shape each: nothing is shared
+        rows = [x[: 32 * (i + 1)] for i in range(100)]
+        return [jax_mx.quantize_both(each, "mxfp4_e2m1", **how) for each in rows]
+
+    with emulate(ARCH):
+        lowered = jax.jit(many).lower(jnp.ones((3200, 64), jnp.bfloat16))
+        text = lowered.as_text()
+    assert "jax_mx_launch" in text
+    assert len(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()) < 4e6
+
+
 def test_a_program_whose_kernel_is_nowhere_says_what_to_do(tmp_path):
     """A serialized executable is loaded elsewhere; nothing is lowered there."""
     code = f"""

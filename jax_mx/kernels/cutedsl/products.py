@@ -279,9 +279,11 @@ class ProductEntry:
 
     def element_of(self, array: Array):
         """The type that the kernel's pointer to an array has."""
-        types = {"x": cutlass.BFloat16, "group_sizes": Int32, "y": cutlass.Uint16}
-        types |= dict.fromkeys(EPILOGUE, Float32)
-        return types.get(array.name, cutlass.Uint8)
+        if array.role is Role.REPLICATED:
+            return {"int32": Int32, "float32": Float32}[array.dtype]
+        if array in self.signature.results:
+            return cutlass.Uint16
+        return cutlass.BFloat16 if array.role is Role.FLOATS else cutlass.Uint8
 
     # ---- the walk over tiles ---
     @cute.jit
