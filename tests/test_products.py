@@ -1,5 +1,6 @@
 """`dot_general`, `matmul`, `einsum`: values and gradients against float64, shapes, messages."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -27,6 +28,7 @@ from jax_mx import (
 )
 from jax_mx.facts import toolchains
 from jax_mx.lowering import store, targets
+from jax_mx.ops import gemm
 from jax_mx.products import implementations, kernels
 from jax_mx.products.dot import Dot, call_of
 from jax_mx.products.recipes import RECIPES as NAMED
@@ -645,6 +647,9 @@ def test_the_rule_on_hopper(recipe, rows, options, name):
         (1025, 7168, 2048, "dequantize"),
         (1024, 2880, 2880, "dequantize"),
         (16, 2880, 2880, "cutedsl"),
+        (512, 16384, 4096, "cutedsl"),
+        (512, 65536, 512, "dequantize"),  # as a narrow weight's gradient
+        (16, 65536, 512, "cutedsl"),
     ],
 )
 @pytest.mark.parametrize("recipe", [MXFP8, None])
@@ -657,6 +662,34 @@ def test_kernels_read_codes_for_few_rows(recipe, rows, k, n, name):
     leaves, tree = jax.tree.flatten((x, w))
     call = call_of(Dot(tree, *PLAIN, small.dot.dtype), leaves)
     assert implementations.decided(call, "cuda", ["sm_90"]).name == name
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "block", "name"),
+    [
+        ((16, 64), (64, 96), (32, 32), "r128_free"),
+        ((16, 64), (96, 64), 32, "r16"),
+        ((512, 64), (4096, 64), 32, "r128"),
+        ((512, 64), (8192, 64), 32, "r256"),
+    ],
+)
+def test_the_kernel_that_runs_is_the_one_that_was_asked_for(x, w, block, name, monkeypatch):
+    """Of few rows in MX: an installation may hold the one and lack the other."""
+    monkeypatch.setattr(kernels, "_has_few_rows", lambda call: True)
+    x = jax_mx.quantize(jnp.ones(x, jnp.bfloat16))
+    w = jax_mx.quantize(jnp.ones(w, jnp.bfloat16), block=block)
+    numbers = (((1,), (w.shape.index(64),)), ((), ()))
+    leaves, tree = jax.tree.flatten((x, w))
+    dot = Dot(tree, *numbers, np.dtype(np.float32))
+    (product,) = kernels.support(call_of(dot, leaves), ["sm_90"]).kernels
+    assert product.name == f"matmul_mxfp8_e4m3_{name}"
+    took = []
+    monkeypatch.setattr(
+        gemm.products, "product", lambda a, plan: took.append(plan) or jnp.zeros((x.shape[0], 1))
+    )
+    with contextlib.suppress(TypeError, ValueError):
+        jax.eval_shape(lambda *a: kernels.run(*a, dot), x, w)
+    assert [plan.product("cutedsl").name for plan in took] == [product.name]
 
 
 @pytest.mark.sampled(2)

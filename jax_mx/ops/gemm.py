@@ -114,7 +114,7 @@ def gemm(
         implementation=implementation_of(op, implementation),
         epilogue=(*after,),
         free=contracting == -2,
-        strips=_strips(w, columns, gated),
+        strips=strips_of(w.shape[0] if w.ndim == 3 else 1, columns, gated),
     )
     if activation is not None:
         plan = dataclasses.replace(plan, activation=activation, interleaved=interleaved)
@@ -582,9 +582,8 @@ def _tile_for(rows: float, strips: float) -> int:
     return next((n for n in allowed if rows <= n), allowed[-1])
 
 
-def _strips(w: MXArray, columns: int, gated: bool) -> float:
+def strips_of(groups: int, columns: int, gated: bool = False) -> float:
     """How many tiles of `gemm` lie beside each other: a gated one has half as many columns."""
-    groups = w.shape[0] if w.ndim == 3 else 1
     if is_symbolic(groups) or is_symbolic(columns):
         return math.inf
     return groups * math.ceil(columns / (TILE // (1 + gated)))

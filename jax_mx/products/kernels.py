@@ -1,9 +1,10 @@
 """The implementation "cutedsl": products that our kernels compute from operands as they lie.
 
 Three kernels (ops/gemm.py): floats times an MX array, which spares few rows the floats of a weight,
-whether its blocks run along the contracted axis or, in a backward pass, along the free one; MX
-times MX on FP8 tensor cores, where blocks of 32 come in windows of equal scales; and where they
-do not, the product of floats that are made of both, summed over rows, as a weight's gradient is.
+whether its blocks run along the contracted axis or, in a backward pass, along the free one; few
+rows in MX are made floats first. MX times MX on FP8 tensor cores, where blocks of 32 come in
+windows of equal scales. And where they do not, and rows are many, the product of floats that are
+made of both, summed over rows, as a weight's gradient is.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from jax_mx.products.dot import Call, Dot, Operand, blocks_along, refused
 NAME = "cutedsl"
 # Reading a weight's codes beats making floats of them for cuBLAS up to `FEW_ROWS`, if it has
 # `LARGE` elements; of a smaller one up to `FEWEST_ROWS`. On an H200, MXFP8, 2026-11-24, x in codes,
-# us, by kernels and by dequantizing:
+# us, by kernels and by dequantizing, one weight again and again: of up to 50 MB it lies in L2.
 #   rows              1       16      128     256     512     1024      2048
 #   K 7168, N 4096   12 41   14 42   34 47   36 52   57 62    82 99   158 173
 #   K 2048, N 7168    9 24   11 21   17 24   20 25   26 34    49 53    96 86
 #   K 2880, N 2880    7 10    9 15   19 16   20 22   26 20    36 33    68 57
 #   K 8192, N 8192   24 91   28 92   41 95   65 99   92 134  179 217  357 377
-# With blocks along the free axis, K 4096, N 7168, x in floats: 31 44 at 128 rows, 89 102 at 1024,
-# 178 171 at 2048.
+# MXFP4 is alike. With blocks along the free axis, K 4096, N 7168, x in floats: 31 44 at 128 rows,
+# 89 102 at 1024, 178 171 at 2048.
 FEW_ROWS, FEWEST_ROWS, LARGE = 1024, 16, 10_000_000
+# In a gradient of weights K is a number of tokens, and tiles are few and long: there cuBLAS, which
+# has K shared by more thread blocks, takes floats. So many times N is K of a layer at most.
+LONG = 4
 # How many elements along K FP8 tensor cores add up before scales are applied, by the window.
 _SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}
 
@@ -47,7 +51,9 @@ def support(call: Call, chips: Sequence[str]) -> Support:
     dot, x, w = call.dot, call.lhs, call.rhs
     if call.partitioned:
         return refused(NAME, call, "is not split among devices by XLA; use jax.shard_map")
-    free = _is_free(x, w, dot)
+    free = not isinstance(x, MXArray) and _is_free(w, dot)
+    rows, _, columns, groups = _sizes(call)
+    beside = gemm.strips_of(groups, columns)
     if not (free or blocks_along(w, dot.contracting[1])):
         return refused(NAME, call, "wants an MXArray on the right, in blocks along one dimension")
     if len(dot.batch[0]) > 1 or 0 in (*x.shape, *w.shape):
@@ -57,25 +63,25 @@ def support(call: Call, chips: Sequence[str]) -> Support:
             return refused(NAME, call, "wants the left operand in blocks along one dimension")
         if _on_fp8(call):
             windows = windows_of(x, w)
-            plan = gemm.plan_of((x.format, w.format), dot.dtype, _rows(call), **windows)
+            plan = gemm.plan_of((x.format, w.format), dot.dtype, rows, **windows)
         elif _has_few_rows(call):
-            plan = gemm.plan_of((w.format,), dot.dtype, _rows(call))
+            plan = gemm.plan_of((w.format,), dot.dtype, rows, free=_is_free(w, dot), strips=beside)
         else:
             plan = gemm.floats_plan_of(jnp.bfloat16, dot.dtype, grouped=False)
     elif x.dtype in gemm.FLOATS:
-        plan = gemm.plan_of((w.format,), dot.dtype, _rows(call), free=free)
+        plan = gemm.plan_of((w.format,), dot.dtype, rows, free=free, strips=beside)
     else:
         return refused(NAME, call, f"takes bfloat16 and float16, no {x.dtype}")
     return support_of(call.op, plan, chips)
 
 
-def _is_free(x: Any, w: Any, dot: Dot) -> bool:
-    """Whether w is multiplied by floats, and its blocks run along the last of its free dimensions.
+def _is_free(w: Any, dot: Dot) -> bool:
+    """Whether w's blocks run along the last of its free dimensions.
 
-    So it is read as it lies where a gradient contracts what the product itself did not. Square
-    blocks run along both.
+    Times floats it is read as it lies then: where a gradient contracts what the product itself did
+    not. Square blocks run along both.
     """
-    if isinstance(x, MXArray) or not isinstance(w, MXArray) or len(dot.contracting[1]) != 1:
+    if not isinstance(w, MXArray) or len(dot.contracting[1]) != 1:
         return False
     taken = (*dot.contracting[1], *dot.batch[1])
     free = [d for d in range(w.ndim) if d not in taken]
@@ -116,7 +122,7 @@ def run(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
         sides = zip((lhs, rhs), dot.contracting, dot.batch, strict=True)
         (a, free), (b, columns) = (_floats(x, c, taken) for x, (c,), taken in sides)
         return gemm.gemm_wgrad(a, b, **options).reshape(*batch, *free, *columns)
-    is_free = _is_free(lhs, rhs, dot)
+    is_free = not isinstance(lhs, MXArray) and _is_free(rhs, dot)
     x, free = _matrix(lhs, dot.contracting[0][0], dot.batch[0])
     w, columns = _matrix(rhs, dot.contracting[1][0], dot.batch[1], is_free)
     assert isinstance(w, MXArray)
@@ -184,13 +190,26 @@ def windows_of(x: Any, w: Any) -> dict[str, Any]:
 
 def _has_few_rows(call: Call) -> bool:
     """Whether reading the codes of rhs beats making floats of them, see `FEW_ROWS`."""
-    rows, elements = _rows(call), math.prod(call.rhs.shape)
-    if is_symbolic(rows) or is_symbolic(elements):
+    rows, k, columns, _ = _sizes(call)
+    if is_symbolic(rows) or rows > FEW_ROWS:
         return False
-    return rows <= (FEW_ROWS if elements >= LARGE else FEWEST_ROWS)
+    if rows <= FEWEST_ROWS:
+        return True
+    if is_symbolic(k) or is_symbolic(columns):
+        return False
+    return k * columns >= LARGE and k <= LONG * columns
 
 
-def _rows(call: Call) -> int:
-    """How many rows of lhs a matrix of rhs is multiplied with."""
-    taken = (*call.dot.contracting[0], *call.dot.batch[0])
-    return math.prod(n for d, n in enumerate(call.lhs.shape) if d not in taken)
+def _sizes(call: Call) -> tuple[int, int, int, int]:
+    """Rows of lhs, contracted length and columns of rhs in each entry of the batch; the entries."""
+    dot = call.dot
+    free = [
+        math.prod(n for d, n in enumerate(x.shape) if d not in (*contracting, *batch))
+        for x, contracting, batch in zip(
+            (call.lhs, call.rhs), dot.contracting, dot.batch, strict=True
+        )
+    ]
+    k, groups = (
+        math.prod(call.rhs.shape[d] for d in its[1]) for its in (dot.contracting, dot.batch)
+    )
+    return free[0], k, free[1], groups

@@ -65,6 +65,7 @@ def _cutedsl_support(call: RaggedCall, chips: Sequence[str]) -> Support:
         **(kernels.windows_of(call.lhs, w) if _on_fp8(call) else {}),
         grouped=True,
         free=_is_free(call),
+        strips=gemm.strips_of(call.groups, w.shape[-3 - call.ragged.axes[1]]),
     )
     return kernels.support_of(call.op, plan, chips)
 

@@ -821,6 +821,7 @@ ROWS = [
         "value": {"stages": 7, "again": True, "turns": True},
         "date": "2026-11-23",
         "measured": [
+            "Without an activation, for which there are other rows now:",
             "MXFP8, (128, 7168), N 4096 and 16384; 8 groups of 128 rows, N 2048: 52.2, 58.4;",
             "109.6; not in turns nor again 53.7, 59.9; 114.2, with 5 stages 53.7, 59.7; 114.5;",
             "again and shared 53.8, 60.4; 115.2",
