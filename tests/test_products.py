@@ -674,7 +674,7 @@ def test_kernels_read_codes_for_few_rows(recipe, rows, k, n, name):
     ],
 )
 def test_the_kernel_that_runs_is_the_one_that_was_asked_for(x, w, block, name, monkeypatch):
-    """Of few rows in MX: an installation may hold the one and lack the other."""
+    """An installation may hold the one and lack the other."""
     monkeypatch.setattr(kernels, "_has_few_rows", lambda call: True)
     x = jax_mx.quantize(jnp.ones(x, jnp.bfloat16))
     w = jax_mx.quantize(jnp.ones(w, jnp.bfloat16), block=block)
