@@ -69,7 +69,7 @@ struct Library {
 
   static Library None(Failure why) { return {"", nullptr, std::move(why)}; }
 
-  // Of several versions the one that the process has, whose streams XLA passes; else the first that
+  // The version that the process has, whose streams XLA passes; else the first of these names that
   // the system has.
   static Library Open(std::initializer_list<std::string> names) {
     std::string why;

@@ -172,7 +172,7 @@ ffi::Error CheckVersion(const ffi::Dictionary& attrs) {
                         "jax_mx that it was exported with");
 }
 
-// Of binaries that are nowhere, what they are and where they were looked for.
+// What binaries that are nowhere are, and where they were looked for.
 ffi::Error NotFound(const std::vector<std::pair<std::string, const Kernel*>>& missing) {
   std::string what;
   std::vector<std::string> hashes;

@@ -71,7 +71,7 @@ UNARY: Mapping[str, Unary] = {
 }
 SHARPNESS = 1.702  # of sharp_silu
 TANH, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu is x sigmoid(TANH (x + CUBE x^3))
-# Of gelu_erf in float32: Phi(-x) = exp(-x^2 / 2) t P(t), t = 1 / (1 + NEAR x), x >= 0, within 2^-24
+# gelu_erf in float32: Phi(-x) = exp(-x^2 / 2) t P(t), t = 1 / (1 + NEAR x), x >= 0, within 2^-24
 # of it up to 14. P's coefficients, the highest first; at x = 0 float32 makes them exactly 1 / 2.
 NEAR = 0.35
 TAIL = (-0.029544999822974205, 0.14585642516613007, -0.25947487354278564, 0.16329829394817352,

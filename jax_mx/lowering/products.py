@@ -52,8 +52,9 @@ def _wgrad_avals(*operands, plan: ProductPlan):
 
 def _floats_wgrad_avals(*operands, plan: ProductPlan):
     """The abstract value of y (G, K, N), or without sizes (..., K, N)."""
-    x, dy = operands[:2]
-    lead = operands[2].shape if plan.grouped else x.shape[:-2]
+    x, dy = (operands[plan.signature.number(name)] for name in ("x", "dy"))
+    sizes = plan.signature.number("group_sizes")
+    lead = operands[sizes].shape if plan.grouped else x.shape[:-2]
     shape = (*lead, x.shape[-1], dy.shape[-1])
     return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
 

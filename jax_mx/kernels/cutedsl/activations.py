@@ -69,7 +69,7 @@ def _gelu_erf() -> str:
     )
 
 
-# Of a float32 `g`, the part of an activation that depends on it, `t`; the others are scratch.
+# The part of an activation that depends on a float32 `g`, in `t`; the others are scratch.
 _PARTS: Mapping[str, str] = {
     "silu": _silu(1.0),
     "sharp_silu": _silu(SHARPNESS),
@@ -130,7 +130,7 @@ def _masked(name: str, mask: int) -> str:
     )
 
 
-# Of a float64 `size`, the magnitude of the gate, that of z.
+# The magnitude of z, from the gate's, a float64 `size`.
 _SIZES: Mapping[str, str] = {
     "silu": "",
     "sharp_silu": f"mul.rn.f64 size, size, {_double(SHARPNESS)}; {_masked('size', EXP.most)}",

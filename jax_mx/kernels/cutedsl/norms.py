@@ -234,7 +234,7 @@ class Rows(WholeBlocks):
             for s in range_constexpr(self.tile.kept):
                 self.take(rX[None, s, r], arrays, starts[r], counts[r], s)
         where: cutlass.Constexpr = (first, starts, counts)
-        # Of rows that are longer than what is kept, the rest is read twice.
+        # Rows may be longer than what is kept: the rest is read twice.
         sweeps = (vectors + self.threads - 1) // self.threads
         sums = self.sums(rX, arrays, scalars, where, sweeps)
         factors = self.factors(sums, arrays["factors"], scalars, first)

@@ -351,6 +351,9 @@ class Kernel(Entry):
         return tuning.choose(f"{variant.op}.{what}", *where)
 
 
+POINTERS = 9  # that `Host.host` has parameters for
+
+
 class Host:
     """Makes the compiler emit entries; nothing calls what it compiles."""
 
@@ -375,6 +378,8 @@ class Host:
 
 def compile_all(name: str, symbols: list[str], kernels: list[Kernel]):
     """Entries of these symbols, as FlyDSL compiles them."""
+    if any(len(kernel.align) > POINTERS for kernel in kernels):
+        raise RuntimeError(f"{name}: Host.host passes {POINTERS} pointers; give it more")
     address = flyc.from_c_void_p(Uint8, None, assumed_align=1)
     host = Host(symbols, kernels).host
-    return flyc.compile(host, name, *[address] * 9, Int32(0), Int64(0))
+    return flyc.compile(host, name, *[address] * POINTERS, Int32(0), Int64(0))
