@@ -287,16 +287,20 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
 
     Each process lowers for itself, and all must come to the same program. The tables of facts are
     the same everywhere; what an installation holds may not be. So where the tables have a kernel
-    and this process cannot get it, the process stops instead of taking XLA.
+    and this process cannot get it, the process stops instead of taking another way. A kernel that
+    serves by itself is what the tables promise first.
 
     Raises:
       RuntimeError: so it is.
     """
+    direct = support.kernels and not (support.via_floats or support.via_transpose)
+    if direct or not support:
+        return
     if target.chips is None or target.platform not in chip_table.DSLS:
         return
     with registry.by_tables():
         promised = registry.chosen(plan, target.platform, target.chips)
-    if not support or promised == support:
+    if promised == support:
         return
     refusal = registry.missing(promised, plan.name, target.chips, support)
     if jax.process_count() > 1:
