@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jax_mx.facts.sources import Source
 from jax_mx.facts.windows import ROW
@@ -78,6 +78,10 @@ class Signature:
     def number(self, name: str) -> int:
         """The number of a buffer in launch rules."""
         return [array.name for array in self.arrays].index(name)
+
+    def named(self, values: Sequence) -> dict[str, Any]:
+        """One value for each array, by the arrays' names."""
+        return dict(zip((array.name for array in self.arrays), values, strict=True))
 
     def present(self, lacks: Sequence[str]) -> tuple[Array, ...]:
         """The operands of a call that lacks those of these names."""

@@ -129,8 +129,7 @@ class Entry:
 
     def named(self, pointers: Sequence) -> dict[str, Any]:
         """The kernel's pointers by the names that the signature gives its arrays."""
-        names = [array.name for array in self.signature.arrays]
-        return dict(zip(names, pointers, strict=True))
+        return self.signature.named(pointers)
 
     def block_data(self, arrays: Mapping[str, Any], i: int) -> list:
         """The pointers to what the i-th direction has for each block: seeds, signs, amaxes."""

@@ -100,7 +100,7 @@ class Amaxes(ProductEntry):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        x, rows, columns = pointers
+        x, rows, columns = self.signature.named(pointers).values()
         _, r, c, _ = scalars
         warps: cutlass.Constexpr = self.threads // 32
         each: cutlass.Constexpr = self.rows // warps  # rows of a warp

@@ -168,7 +168,8 @@ class Warps(Pipeline):
 
     @cute.jit
     def __call__(self, pointers, scalars):
-        x, w, s, sizes, bias, row_scale, added, y = pointers
+        arrays = self.signature.named(pointers)
+        x, w, s, y = (arrays[name] for name in ("x", "codes", "scales", "y"))
         t, wide, groups, width, blocks, *how, result = scalars
         line = blocks * (BLOCK // self.per)
         stride = cute.assume(Int64(line), 16)
@@ -185,14 +186,14 @@ class Warps(Pipeline):
         copy = cpasync.CopyBulkTensorTileG2SOp()
         aw, mW = cpasync.make_tiled_tma_atom(copy, mW, tile_w, self.box)
         ax, mX = self.copy_atom(mX, self.rows // self.x_boxes, self.beside)
-        epilogue = (bias, row_scale, added)
+        epilogue = tuple(arrays[name] for name in EPILOGUE)
         self.kernel(
             aw,
             mW,
             ax,
             mX,
             s,
-            sizes,
+            arrays["group_sizes"],
             epilogue,
             y,
             t,
@@ -333,10 +334,9 @@ class Warps(Pipeline):
             self.begin_turns(warp // 4)
             scales = cute.make_rmem_tensor((self.words, 2), Uint32)
             ahead = cute.make_rmem_tensor((self.words, 2), Uint32)
-            row, end, n0 = self.place(index, at, across)
-            rows = self.rows_of_scales(at[0], n0, first, apart, width, blocks, how)
-            if at[0] < groups:
-                self.scales(s, rows, start % steps, blocks, ahead)
+            row, end, n0, rows = self.begin_tile(
+                s, index, at, groups, across, first, apart, width, blocks, how, start % steps, ahead
+            )
             while at[0] < groups:
                 acc.fill(0.0)
                 column = start % steps
@@ -369,10 +369,10 @@ class Warps(Pipeline):
                 # The next tile's first scales are on their way while this one's sums are written.
                 index += clusters
                 at = self.seek(index, at, sizes, t, groups, across)
-                row, end, n0 = self.place(index, at, across)
-                rows = self.rows_of_scales(at[0], n0, first, apart, width, blocks, how)
-                if at[0] < groups:
-                    self.scales(s, rows, start % steps, blocks, ahead)
+                row, end, n0, rows = self.begin_tile(
+                    s, index, at, groups, across, first, apart, width, blocks, how, start % steps,
+                    ahead,
+                )  # fmt: skip
                 if const_expr(self.split > 1):
                     if parts > 1:
                         part = base.toint() + self.sums_at
@@ -387,6 +387,23 @@ class Warps(Pipeline):
             self.end_turns(warp // 4)
             self.clear(y, epilogue[-1], at[2], t, width, result, bid, grid, tid, 256)
         self.leave()
+
+    @cute.jit
+    def begin_tile(
+        self, s, index: Int32, at, groups: Int32, across: Int32, first: Int32, apart: Int32,
+        width: Int32, blocks: Int32, how: tuple, column: Int32, ahead,
+    ):  # fmt: skip
+        """Where a tile is and its rows' scales begin; asks for those of its stage `column`.
+
+        Behind the last tile nothing is read, and no length that `place` divides by may be 0.
+        """
+        e, tile, row, size = at
+        index = Int32(cutlass.select_(e < groups, index, tile))
+        row, end, n0 = self.place(index, (e, tile, row, cutlass.max(size, Int32(1))), across)
+        rows = self.rows_of_scales(e, n0, first, apart, width, blocks, how)
+        if e < groups:
+            self.scales(s, rows, column, blocks, ahead)
+        return row, end, n0, rows
 
     # ---- how W lies; `Free` and `Gated` have other answers ---
     def lengths(self, high: Int32, blocks: Int32):

@@ -26,7 +26,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.launch import Extent, Factor
 from jax_mx.facts.products import Product
-from jax_mx.facts.signatures import Array
+from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.products import NO_ADDRESS, ProductEntry, load_shared, vector
 
@@ -229,7 +229,9 @@ class Few(ProductEntry):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        x, w, s, sizes, *epilogue, y = pointers
+        arrays = self.signature.named(pointers)
+        x, w, s, sizes, y = (arrays[n] for n in ("x", "codes", "scales", "group_sizes", "y"))
+        epilogue: cutlass.Constexpr = [arrays[name] for name in EPILOGUE]
         t, wide, groups, width, blocks, result = scalars
         if const_expr(self.split > 1):  # there are none: `align_of`
             sizes = cute.make_ptr(Int32, Int64(0), cute.AddressSpace.gmem, assumed_align=4)

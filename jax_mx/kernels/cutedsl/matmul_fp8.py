@@ -134,7 +134,9 @@ class Windows(Pipeline):
 
     @cute.jit
     def __call__(self, pointers, scalars):
-        x, sx, w, sw, sizes, *rest, y = pointers
+        arrays = self.signature.named(pointers)
+        x, sx, w, sw = (arrays[name] for name in ("x_codes", "x_scales", "codes", "scales"))
+        rest = tuple(arrays[name] for name in self.epilogue)
         t, wide, groups, width, blocks, result = scalars
         line = blocks * BLOCK
         stride = cute.assume(Int64(line), 32)
@@ -146,9 +148,8 @@ class Windows(Pipeline):
         )
         ax, mX = self.copy_atom(mX, self.rows, 1)
         aw, mW = self.copy_atom(mW, self.box, self.below)
-        self.kernel(
-            ax, mX, aw, mW, sx, sw, sizes, tuple(rest), y, t, wide, groups, width, blocks, result
-        ).launch(
+        others = (arrays["group_sizes"], rest, arrays["y"])
+        self.kernel(ax, mX, aw, mW, sx, sw, *others, t, wide, groups, width, blocks, result).launch(
             grid=[1, 1, 1],
             block=[self.threads, 1, 1],
             smem=self.shared,

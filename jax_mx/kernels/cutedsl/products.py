@@ -514,8 +514,7 @@ class Plain(ProductEntry):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        names: cutlass.Constexpr = [array.name for array in self.signature.arrays]
-        arrays = dict(zip(names, pointers, strict=True))
+        arrays = self.signature.named(pointers)
         y, sizes = arrays["y"], arrays["group_sizes"]
         epilogue: cutlass.Constexpr = [arrays[name] for name in EPILOGUE]
         added = arrays["added"]

@@ -125,7 +125,8 @@ class Transposed(Floats, Contracted):
     # ---- the kernel ---
     @cute.jit
     def __call__(self, pointers, scalars):
-        x, dy, sizes, added, y = pointers
+        arrays = self.signature.named(pointers)
+        x, dy, sizes, added, y = (arrays[name] for name in ("x", "dy", "group_sizes", "added", "y"))
         t, height, groups, width, result = scalars
         (ax, mX), (ay, mY) = (
             self.copy_atom(
@@ -332,7 +333,8 @@ class PlainFloats(Floats):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        x, dy, sizes, added, y = pointers
+        arrays = self.signature.named(pointers)
+        x, dy, sizes, added, y = (arrays[name] for name in ("x", "dy", "group_sizes", "added", "y"))
         t, height, groups, width, result = scalars
         size = self.size_in_bytes(result)
         tid, _, _ = cute.arch.thread_idx()

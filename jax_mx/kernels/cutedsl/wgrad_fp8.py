@@ -93,8 +93,7 @@ class PlainContracted(Plain):
 
     @cute.kernel
     def kernel(self, pointers, scalars):
-        names: cutlass.Constexpr = [array.name for array in self.signature.arrays]
-        arrays = dict(zip(names, pointers, strict=True))
+        arrays = self.signature.named(pointers)
         y, sizes, added = arrays["y"], arrays["group_sizes"], arrays["added"]
         t, wide, groups, width, blocks, result = scalars
         size = self.size_in_bytes(result)
