@@ -334,10 +334,11 @@ class Warps(Pipeline):
             self.begin_turns(warp // 4)
             scales = cute.make_rmem_tensor((self.words, 2), Uint32)
             ahead = cute.make_rmem_tensor((self.words, 2), Uint32)
-            row, end, n0, rows = self.begin_tile(
-                s, index, at, groups, across, first, apart, width, blocks, how, start % steps, ahead
-            )
+            given = (s, groups, across, first, apart, width, blocks, how, start % steps, ahead)
+            row, end, n0, rows = self.begin_tile(index, at, *given)
             while at[0] < groups:
+                if const_expr(not self.vectors):
+                    row, end, n0, rows = self.begin_tile(index, at, *given)
                 acc.fill(0.0)
                 column = start % steps
                 before = slot  # the stage whose products may be under way
@@ -366,13 +367,12 @@ class Warps(Pipeline):
                     self.give_back(empty + before)
                 tile = (row, end, n0, at[0])
                 place = (q, first, apart, flip)
-                # The next tile's first scales are on their way while this one's sums are written.
                 index += clusters
                 at = self.seek(index, at, sizes, t, groups, across)
-                row, end, n0, rows = self.begin_tile(
-                    s, index, at, groups, across, first, apart, width, blocks, how, start % steps,
-                    ahead,
-                )  # fmt: skip
+                # The next tile's first scales are on their way while this one's sums are written;
+                # where they come byte by byte, there are too few registers for that.
+                if const_expr(self.vectors):
+                    row, end, n0, rows = self.begin_tile(index, at, *given)
                 if const_expr(self.split > 1):
                     if parts > 1:
                         part = base.toint() + self.sums_at
@@ -390,7 +390,7 @@ class Warps(Pipeline):
 
     @cute.jit
     def begin_tile(
-        self, s, index: Int32, at, groups: Int32, across: Int32, first: Int32, apart: Int32,
+        self, index: Int32, at, s, groups: Int32, across: Int32, first: Int32, apart: Int32,
         width: Int32, blocks: Int32, how: tuple, column: Int32, ahead,
     ):  # fmt: skip
         """Where a tile is and its rows' scales begin; asks for those of its stage `column`.
