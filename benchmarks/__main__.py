@@ -31,6 +31,7 @@ from jax_mx.facts.chips import arch_of, dsl_of
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.sources import Source, X
+from jax_mx.facts.windows import Window
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 from jax_mx.lowering.targets import chip_of
 from jax_mx.reference import rows_of
@@ -69,6 +70,7 @@ class Case:
     preprocessing: str = "none"  # in shapes.PREPROCESSING
     # In shapes.SOURCES, or none; the shape is that of what `rows` picks, or an activation gives.
     source: str = ""
+    window: Window = BLOCK  # elements that share a scale, of what is quantized
 
     @property
     def made(self) -> Source:
@@ -97,7 +99,8 @@ class Case:
     @property
     def how(self) -> dict[str, Any]:
         """The keywords that quantizing ops have for the preprocessing."""
-        kinds, found = shapes.PREPROCESSING[self.preprocessing], {}
+        kinds = shapes.PREPROCESSING[self.preprocessing]
+        found: dict[str, Any] = {} if self.window == BLOCK else {"window": self.window}
         signs, key = np.arange(64) % 3 == 0, jax.random.key(0)
         hadamards = [jax_mx.Hadamard(h, signs[:h]) if h else None for h, *_ in kinds]
         roundings = [jax_mx.Stochastic(key) if sr else None for _, sr, _ in kinds]

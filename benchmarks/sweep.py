@@ -1,12 +1,15 @@
 """Measures candidate tiles; the tables in jax_mx/kernels/*/tuning come from here.
 
-python -m benchmarks.sweep build FOLDER      # anywhere: compiles the candidates
-python -m benchmarks.sweep run FOLDER        # on the GPU: times and compares each, best first
+python -m benchmarks.sweep build FOLDER [--name NAME ...]  # anywhere: compiles the candidates
+python -m benchmarks.sweep run FOLDER [--name NAME ...]    # on the GPU: times and compares each
 
-`run` ends with the rows of the chip's table, see jax_mx/kernels/tuning.py: for each variant the
-fastest candidate that gives the reference's bytes, with the figures of all. `--table FILE` writes
-them as a module, for an arch that has no table of its own yet. Whether a row holds for more entries
-than those it was measured on, a person decides, by its "where".
+NAME is a binary's: of windows, preprocessing, rows, activations, norms, or a product. Without one,
+--op, --form and --dtype say which quantizers. `run` takes the call that such a binary serves, at
+--shape, or, of a product, in each of the cases below in which the launch picks it. It ends with the
+rows of the chip's table, see jax_mx/kernels/tuning.py: for each binary the fastest candidate that
+gives the reference's bytes, with the figures of all. `--table FILE` writes them as a module, for an
+arch that has no table of its own yet. Whether a row holds for more entries than those it was
+measured on, a person decides, by its "where".
 """
 
 from __future__ import annotations
@@ -16,34 +19,73 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from benchmarks import shapes
 from jax_mx.facts.directions import FORMS, LAST
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.variants import VARIANTS, Variant
+from jax_mx.facts.products import BINARIES, TILE, Binary, Product
+from jax_mx.facts.variants import Kind, Variant
 from jax_mx.kernels import tuning
 
 if TYPE_CHECKING:
-    from benchmarks.__main__ import Case
+    import jax
 
-# What a sweep's row asks of an entry, see `tuning.facts_of`.
-WHERE = ("form", "dtype", "codes_per_byte", "tiled_scales")
-# No multiple of what a thread block covers, in any direction.
+# What a sweep's row asks of an entry, see `tuning.facts_of`; of a product's, everything.
+WHERE = ("form", "dtype", "codes_per_byte", "tiled_scales", "window", "source", "activation")
+# No multiple of what a thread block covers, in any direction; of norms, two axes are enough.
 SMALL = (3, 160, 224)
+# Whose tiles products have: per row of the table, the module and its class.
+TILES = {
+    "matmul.Warps": ("matmul", "Stages"),
+    "matmul.Few": ("matmul_few", "Rings"),
+    "matmul_fp8.Windows": ("matmul_fp8", "Stages"),
+    "wgrad_fp8.Windows": ("matmul_fp8", "Stages"),
+    "wgrad.Transposed": ("wgrad", "Tile"),
+}
+# Products' tiles have too many fields for all combinations: each is changed alone, to these values.
+VALUES: Mapping[str, Sequence[Any]] = {
+    "resident": (1, 2, 3),
+    "split": (1, 2, 4),
+    "again": (False, True),
+    "strip": (0, 8, 16),
+    "share": (False, True),
+    "turns": (False, True),
+    "ahead": (False, True),
+    "warps": (4, 8),
+    "grouped": (None,),
+    "rows": (128, 256),
+    "columns": (128, 256),
+    "cluster": (1, 2),
+}
+# In these a product is timed: (rows of x, K, N, groups).
+CASES = {
+    "dense": (16384, 7168, 4096, 0),
+    "grouped": (16384, 7168, 2048, 8),
+    "128 rows": (128, 7168, 4096, 0),
+    "64 rows": (64, 7168, 4096, 0),
+    "16 rows": (16, 7168, 4096, 0),
+    "8 rows": (8, 7168, 4096, 0),
+    "decode, 128 experts": (512, 2880, 2880, 128),
+}
 
 
-def candidates(variant: Variant) -> Iterator[Any]:
-    """What the variant's kernel class takes as `tile`: those worth a try."""
+def candidates(variant: Binary) -> Iterator[Any]:
+    """What the binary's kernel class takes as `tile`: those worth a try."""
     from jax_mx.kernels.cutedsl import dequantize, kernel, tiled
 
+    if isinstance(variant, Product):
+        yield from _of_products(variant)
+        return
     if variant.normed:
         yield from _of_norms(variant)
         return
@@ -81,7 +123,45 @@ def _of_norms(variant: Variant) -> Iterator[Any]:
         yield norms.Bands(down, across, 1, each, lag)
 
 
-def build(folder: Path, arch: str, variants: list[Variant]) -> None:
+def _of_products(product: Product) -> Iterator[Any]:
+    """The tile that Hopper's table has, and those that differ from it in one field."""
+    what, value = chosen(product, "sm_90a")
+    module, name = TILES[what]
+    tile = getattr(importlib.import_module(f"jax_mx.kernels.cutedsl.{module}"), name)(**value)
+    yield tile
+    for field in dataclasses.fields(tile):
+        own = getattr(tile, field.name)
+        values = (own - 1, own + 1) if field.name == "stages" else VALUES[field.name]
+        for value in values:
+            if value != own:
+                yield dataclasses.replace(tile, **{field.name: value})
+
+
+def chosen(variant: Binary, arch: str, layout: str = "row_major") -> tuple[str, dict[str, Any]]:
+    """Which row a binary's first entry asks the arch's table for, and the tile in it.
+
+    Raises:
+      ValueError: its entries have no tile to choose.
+    """
+    module = importlib.import_module(f"jax_mx.kernels.cutedsl.{variant.op}")
+    found = []
+
+    def choose(what: str, *where: Any, real: Callable = tuning.choose) -> Any:
+        found.append((what, real(what, *where)))
+        return found[-1][1]
+
+    with mock.patch.object(tuning, "choose", choose):
+        if isinstance(variant, Product):
+            module.entries(variant, arch)
+        else:
+            module.kernel_of(variant, arch, SCALE_LAYOUTS[layout], True)
+    rows = [(what, value) for what, value in found if isinstance(value, dict)]
+    if not rows:
+        raise ValueError(f"{variant.name} has no tile to choose")
+    return rows[0]
+
+
+def build(folder: Path, arch: str, variants: Sequence[Binary]) -> None:
     """Compiles every candidate of every variant into `folder`; leaves out those that spill."""
     (folder / "kernels").mkdir(parents=True, exist_ok=True)
     jobs = [(variant, tile) for variant in variants for tile in candidates(variant)]
@@ -91,6 +171,9 @@ def build(folder: Path, arch: str, variants: list[Variant]) -> None:
         results = pool.map(functools.partial(_compile, arch), *zip(*jobs, strict=True))
         for (variant, tile), (image, facts) in zip(jobs, results, strict=True):
             size = _name(tile)
+            if isinstance(facts, str):
+                print(f"{variant.name} {size}: left out, {facts}", flush=True)
+                continue
             launches = facts["launches"].values()
             spills = any(e["usage"]["stack"] for launch in launches for e in launch["entries"])
             print(f"{variant.name} {size}{': spills, left out' if spills else ''}", flush=True)
@@ -99,15 +182,20 @@ def build(folder: Path, arch: str, variants: list[Variant]) -> None:
             name = f"{variant.name}.{arch}.{size}"
             sha256 = hashlib.sha256(image).hexdigest()
             (folder / "kernels" / sha256).write_bytes(image)
-            manifest[name] = {"sha256": sha256, **facts}
+            own = {"row": chosen(variant, arch)[0], "tile": dataclasses.asdict(tile)}
+            manifest[name] = {"sha256": sha256, **own, **facts}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     print(len(manifest), "candidates")
 
 
-def _compile(arch: str, variant: Variant, tile: Any) -> tuple[bytes, dict[str, Any]]:
+def _compile(arch: str, variant: Binary, tile: Any) -> tuple[bytes, dict[str, Any] | str]:
+    """A binary and the facts that launch it; or nothing, and why there is none."""
     from jax_mx.kernels.cutedsl.compile import compile_variant
 
-    return compile_variant(variant, arch, tile=tile)
+    try:
+        return compile_variant(variant, arch, tile=tile)
+    except Exception as error:  # the tile is too large, or the kernel cannot have it
+        return b"", " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -119,69 +207,221 @@ class Timing:
     gbps: float
     registers: int
     same: bool  # whether it gave the reference's bytes
+    row: str  # which row of the table has such tiles
+    value: dict[str, Any] = dataclasses.field(compare=False)  # the tile as the row has it
 
 
 def run(
-    folder: Path, shape: shapes.Shape, variants: list[Variant], layout: str
+    folder: Path, shape: shapes.Shape, variants: Sequence[Binary], layout: str
 ) -> list[dict[str, Any]]:
-    """Times every candidate on `shape`; compares it with the reference on a small input.
+    """Times every candidate of every binary; compares its results with the reference's.
 
     Returns:
-      A row of the chip's table for each variant.
+      A row of the chip's table for each binary and case.
     """
-    import jax
-
     from benchmarks import timing
-    from benchmarks.__main__ import Case
 
     manifest = json.loads((folder / "manifest.json").read_text())
     rows = []
     for variant in variants:
-        form = shapes.form_of(variant.op, variant.form)
-        if form is None:
-            continue
-        format = variant.formats[0].name
-        case = Case(form, shape, variant.dtype, format, "rceil", layout, variant.implementation)
-        like = jax.eval_shape(case.make, jax.random.key(0))
-        inputs = timing.rotate(case.make, timing.nbytes(like))
-        timings = []
-        for name, facts in manifest.items():
-            stem, _, tile = name.split(".")
-            if stem != variant.name:
-                continue
-            call, same = install(folder, facts, case)
-            us = timing.measure(call, inputs).us
-            gbps = timing.nbytes((inputs[0], call(*inputs[0]))) / us / 1e3
-            usage = facts["launches"][layout]["entries"][0]["usage"]
-            timings.append(Timing(us, tile, gbps, usage["registers"], same))
-        for t in sorted(timings):
-            print(
-                f"{form:20} {variant.dtype:8} {t.tile:8} {t.us:8.1f} us {t.gbps:7.1f} GB/s "
-                f"{t.registers:3} registers, equal: {t.same}",
-                flush=True,
-            )
-        if any(t.same for t in timings):
-            rows.append(row_of(variant, layout, shape, timings))
+        mine = {
+            name: facts for name, facts in manifest.items() if name.split(".")[0] == variant.name
+        }
+        for call in calls(variant, shape, layout):
+            timings, inputs = [], None
+            for name, facts in mine.items():
+                install(folder, variant, facts)
+                function = call.function()
+                inputs = inputs or timing.rotate(call.make, timing.nbytes(call.like()))
+                if facts["sha256"] not in function.lower(*inputs[0]).as_text():
+                    print(f"{variant.name}, {call.name}: the launch picks another binary")
+                    break
+                us = timing.measure(function, inputs).us
+                gbps = timing.nbytes((inputs[0], call.results(function, inputs[0]))) / us / 1e3
+                launch = facts["launches"].get(layout) or facts["launches"]["bfloat16"]
+                usage = launch["entries"][0]["usage"]
+                tile = name.split(".")[2]
+                timings.append(
+                    Timing(
+                        us, tile, gbps, usage["registers"], call.same(), facts["row"], facts["tile"]
+                    )
+                )
+                t = timings[-1]
+                print(
+                    f"{variant.name}, {call.name}: {t.tile:8} {t.us:8.1f} us {t.gbps:7.1f} GB/s "
+                    f"{t.registers:3} registers, equal: {t.same}",
+                    flush=True,
+                )
+            if any(t.same for t in timings):
+                rows.append(row_of(variant, layout, call.name, timings))
     return rows
 
 
-def row_of(
-    variant: Variant, layout: str, shape: shapes.Shape, timings: list[Timing]
-) -> dict[str, Any]:
-    """A row of a table of tuning: the fastest tile that is right, and the figures of all."""
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call that a binary serves.
+
+    Attributes:
+      name: for the table.
+      make: arguments, as a tuple, from a key.
+      function: that call, jitted anew.
+      same: whether it gives the reference's bytes, on other arguments.
+    """
+
+    name: str
+    make: Callable[..., tuple]
+    function: Callable[[], Any]
+    same: Callable[[], bool]
+
+    def like(self) -> Any:
+        """The arguments' shapes and dtypes."""
+        import jax
+
+        return jax.eval_shape(self.make, jax.random.key(0))
+
+    @staticmethod
+    def results(function: Callable, arguments: tuple) -> Any:
+        """The results' shapes and dtypes."""
+        import jax
+
+        return jax.eval_shape(function, *arguments)
+
+
+def calls(variant: Binary, shape: shapes.Shape, layout: str) -> Iterator[Call]:
+    """The calls in which a binary is timed; of a quantizer one."""
+    if isinstance(variant, Product):
+        yield from _of_product(variant)
+        return
+    import jax
+
+    from benchmarks.__main__ import Case
+
+    form = shapes.form_of(variant.op, variant.form)
+    sources = {made: name for name, made in shapes.SOURCES.items()}
+    kinds = tuple(kind._replace(window=BLOCK) for kind in variant.kinds)
+    treated = {(): "none", (Kind(),): "none", (Kind(), Kind()): "none"}
+    treated |= {its: name for name, its in shapes.PREPROCESSING.items()}
+    known = not variant.source or variant.source in sources
+    if form is None or kinds not in treated or not known or len({*variant.formats}) > 1:
+        print(f"{variant.name}: no case measures it")
+        return
+    case = Case(
+        form, shape, variant.dtype, variant.formats[0].name, "rceil", layout,
+        variant.implementation, treated[kinds], sources.get(variant.source, ""), variant.window,
+    )  # fmt: skip
+    # A kernel's arguments may be a tuple already.
+    tupled = isinstance(jax.eval_shape(case.make, jax.random.key(0)), tuple)
+
+    def same() -> bool:
+        small = dataclasses.replace(
+            case, shape=(SMALL[0] * SMALL[1], SMALL[2]) if tupled else SMALL
+        )
+        x = small.make(jax.random.key(1))
+        return _equal(
+            *(
+                dataclasses.replace(small, implementation=i).functions()[0](x)
+                for i in (case.implementation, "xla")
+            )
+        )
+
+    name = "x".join(map(str, shape))
+    yield Call(name, lambda key: (case.make(key),), lambda: case.functions()[0], same)
+
+
+def _of_product(product: Product) -> Iterator[Call]:
+    """The calls of a product, of those in `CASES`; of a weight's gradient, that of groups."""
+    import jax
+
+    op, integers = _op(product), functools.partial(jax.random.randint, minval=-1, maxval=2)
+    for name in ("grouped",) if product.op.startswith("wgrad") else CASES:
+        make = functools.partial(_operands, product=product, case=CASES[name])
+
+        def same(make: Callable = make) -> bool:  # sums of small integers are exact
+            exact = jax.jit(functools.partial(make, draw=integers))(jax.random.key(1))
+            return _equal(*(jax.jit(op(i))(*exact) for i in (product.implementation, "xla")))
+
+        drawn = functools.partial(make, draw=jax.random.normal)
+        yield Call(name, drawn, lambda: jax.jit(op(product.implementation)), same)
+
+
+def _op(product: Product) -> Callable[[str], Callable]:
+    """The function that a product serves, for an implementation."""
+    from jax_mx.ops import gemm
+
+    keywords: dict[str, Any] = {}
+    if product.op in ("matmul_fp8", "wgrad_fp8"):
+        keywords["window"] = product.window
+    if product.op == "matmul_fp8":
+        keywords["tiles"] = product.tiles
+    if product.free:
+        keywords["contracting"] = -2
+    if product.gated:
+        keywords["activation"] = "swiglu"
+    name = {"matmul": "gemm", "matmul_fp8": "gemm_fp8"}.get(product.op, "gemm_wgrad")
+    op = functools.partial(getattr(gemm, name), **keywords)
+    return lambda implementation: functools.partial(op, implementation=implementation)
+
+
+def _operands(
+    key: jax.Array, product: Product, case: tuple[int, ...], draw: Callable[..., jax.Array]
+) -> tuple:
+    """The operands of a product: x, W and the rows of each group, if there are groups."""
+    import jax
+    import jax.numpy as jnp
+
+    import jax_mx
+
+    rows, k, n, groups = case
+    shapes_of = {"wgrad": ((rows, k), (rows, n)), "wgrad_fp8": ((k, rows), (n, rows))}
+    weight = (*(groups,) * (groups > 0), *((k, n) if product.free else (n, k)))
+    drawn: list[Any] = [
+        draw(its, shape).astype(product.floats or "bfloat16")
+        for its, shape in zip(
+            jax.random.split(key), shapes_of.get(product.op, ((rows, k), weight)), strict=True
+        )
+    ]
+    for i, format in enumerate(product.formats, 2 - len(product.formats)):
+        if product.tiles and i == 1:
+            tiles = jax_mx.quantize(drawn[i], format=format, window=(TILE, TILE))
+            drawn[i] = tiles.expand(-1)
+        else:
+            drawn[i] = jax_mx.quantize(drawn[i], format=format, window=product.window)
+    if groups:  # none ends at a multiple of a tile; where rows are contracted, all at windows'
+        step = 256 if product.op.startswith("wgrad") else 1
+        ends = jnp.arange(1, groups + 1) * rows // groups
+        ends = ends - jnp.where(jnp.arange(groups) < groups - 1, step, 0)
+        drawn.append(jnp.diff(ends, prepend=0).astype(jnp.int32))
+    return tuple(drawn)
+
+
+def _equal(got: Any, want: Any) -> bool:
+    """Whether all arrays have the same bytes."""
+    import jax
+    import numpy as np
+
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def row_of(variant: Binary, layout: str, where: str, timings: list[Timing]) -> dict[str, Any]:
+    """A row of a table of tuning: the fastest tile that is right, and the figures of all.
+
+    Args:
+      variant: the binary.
+      layout: of its scales.
+      where: the shape or the case.
+      timings: of its candidates.
+    """
     right = sorted(t for t in timings if t.same)
-    tiles = {_name(tile): tile for tile in candidates(variant)}
     facts = tuning.facts_of(variant, SCALE_LAYOUTS[layout], True)
-    kernel = "Flat" if variant.form == LAST else "Tiled"
     figures = "; ".join(f"({t.tile.replace('x', ', ')}) {t.us:.1f}" for t in right)
+    asked = facts if isinstance(variant, Product) else WHERE
     return {
-        "kernel": f"{variant.op}.{kernel}",
-        "where": {
-            name: facts[name] for name in ("form", "dtype", "codes_per_byte", "tiled_scales")
-        },
-        "value": dataclasses.asdict(tiles[right[0].tile]),
+        "kernel": right[0].row,
+        "where": {name: facts[name] for name in asked},
+        "value": right[0].value,
         "date": datetime.date.today().isoformat(),
-        "measured": [f"{'x'.join(map(str, shape))}, aligned: {figures}"],
+        "measured": [f"{where}, aligned: {figures}"],
     }
 
 
@@ -197,14 +437,9 @@ def _name(tile: Any) -> str:
     return "x".join(map(str, dataclasses.astuple(tile)))
 
 
-def install(folder: Path, facts: dict[str, Any], case: Case) -> tuple[Any, bool]:
-    """Makes a candidate the kernel of every call in this process.
-
-    Returns:
-      The jitted op that it now serves, and whether that gives the reference's bytes.
-    """
+def install(folder: Path, variant: Binary, facts: dict[str, Any]) -> None:
+    """Makes a candidate the kernel of every call of its binary in this process."""
     import jax
-    import numpy as np
 
     from jax_mx import _ffi
     from jax_mx.lowering import store
@@ -212,18 +447,15 @@ def install(folder: Path, facts: dict[str, Any], case: Case) -> tuple[Any, bool]
     image = (folder / "kernels" / facts["sha256"]).read_bytes()
     _ffi.intern(facts["sha256"], image)
     artifact = store.Artifact(facts, folder / "kernels", image)
-    store.find = store.get = lambda variant, arch: artifact
+
+    def serving(before: Callable) -> Callable:
+        return lambda binary, arch: (
+            artifact if binary.name == variant.name else before(binary, arch)
+        )
+
+    for name in ("find", "get"):
+        setattr(store, name, serving(getattr(store, name)))
     jax.clear_caches()
-    small = dataclasses.replace(case, shape=SMALL)
-    x = small.make(jax.random.key(1))
-    got, want = (
-        jax.tree.leaves(dataclasses.replace(small, implementation=i).functions()[0](x))
-        for i in (case.implementation, "xla")
-    )
-    same = all(
-        np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(got, want, strict=True)
-    )
-    return case.functions()[0], same
 
 
 def main() -> None:
@@ -233,23 +465,32 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--shape", default="8x7168x7168")
+    said = "binaries, instead of those of --op, --form and --dtype"
+    parser.add_argument("--name", nargs="+", default=[], help=said)
     parser.add_argument("--op", choices=("quantize", "dequantize"), default="quantize")
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["last"])
     parser.add_argument("--dtype", nargs="+", choices=FLOAT_DTYPES, default=[*FLOAT_DTYPES])
     parser.add_argument("--scale-layout", choices=SCALE_LAYOUTS, default="row_major")
     parser.add_argument("--table", type=Path, metavar="FILE", help="where to write the rows")
     args = parser.parse_args()
-    variants = [
+    by_name = {v.name: v for v in BINARIES if v.implementation == "cutedsl"}
+    if unknown := [name for name in args.name if name not in by_name]:
+        parser.error(f"no kernel of CuTeDSL has the name {unknown[0]!r}: see `BINARIES`")
+    variants = [by_name[name] for name in args.name] or [
         v
-        for v in VARIANTS
-        if (v.implementation, v.op) == ("cutedsl", args.op)
+        for v in by_name.values()
+        if isinstance(v, Variant)
+        and v.op == args.op
         and str(v.form) in args.form
         and v.dtype in args.dtype
         and set(v.formats) == {MXFP8_E4M3}
-        and not v.kinds
+        and not (v.kinds or v.source)
     ]
     if args.action == "build":
-        build(args.folder, args.arch, variants)
+        try:
+            build(args.folder, args.arch, variants)
+        except ValueError as error:
+            parser.error(str(error))
     else:
         (shape,) = shapes.parse(args.shape)
         rows = run(args.folder, shape, variants, args.scale_layout)

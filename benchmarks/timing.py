@@ -58,7 +58,7 @@ def rotation(size: int) -> int:
     return min(max(3, math.ceil(4 * L2_BYTES / max(size, 1))), 32)
 
 
-def rotate(make: Callable[[jax.Array], jax.Array], size: int) -> list[tuple[jax.Array]]:
+def rotate(make: Callable[[jax.Array], Any], size: int) -> list[tuple[jax.Array]]:
     """`rotation(size)` inputs, each from a key of its own."""
     keys = jax.random.split(jax.random.key(0), rotation(size))
     return jax.block_until_ready([(make(key),) for key in keys])

@@ -1,18 +1,21 @@
 """The tables of tiles per arch; that sweeps write what they hold."""
 
+import dataclasses
 import functools
 import importlib
 import itertools
 
+import jax
 import pytest
 
 import jax_mx
 from benchmarks import sweep
 from jax_mx.facts.chips import ARCHS, SHARED
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.products import PRODUCTS, archs_of
+from jax_mx.facts.products import BINARIES, PRODUCTS, archs_of
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.kernels import tuning
+from jax_mx.kernels.cutedsl.tuning import sm_90a as TABLE
 
 EACH_ARCH = [(dsl, arch) for dsl, archs in ARCHS.items() for arch in archs]
 
@@ -59,19 +62,46 @@ def test_an_arch_without_a_fitting_row_says_so(monkeypatch):
         tuning.choose("quantize.Flat", "sm_90a", variant, SCALE_LAYOUTS["row_major"])
 
 
-def test_a_sweep_writes_rows_that_a_table_holds():
+def named(name):
+    return next(v for v in BINARIES if (v.name, v.implementation) == (name, "cutedsl"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "quantize_last_bfloat16_mxfp8_e4m3",
+        "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3_w128_w128",
+        "quantize_last_bfloat16_mxfp8_e4m3_rms_norm",
+        "quantize_last_bfloat16_mxfp8_e4m3_rows",
+        "dequantize_last_bfloat16_mxfp8_e4m3",
+        "matmul_mxfp8_e4m3_r256",
+        "matmul_mxfp4_e2m1_r8",
+        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r256_w128x128",
+        "wgrad_fp8_mxfp8_e4m3_mxfp8_e4m3_r128_w128",
+        "wgrad_bfloat16_r64",
+    ],
+)
+def test_a_sweep_writes_rows_that_a_table_holds(name):
     pytest.importorskip("cutlass")
-    (variant, *_) = (v for v in VARIANTS if v.implementation == "cutedsl")
-    names = [sweep._name(tile) for tile in sweep.candidates(variant)]
-    timings = [sweep.Timing(3.0 - i, name, 1e3, 32, i != 2) for i, name in enumerate(names[:3])]
-    row = sweep.row_of(variant, "row_major", (8, 64, 64), timings)
+    variant = named(name)
+    tiles = [*sweep.candidates(variant)][:3]
+    names, (what, _) = [sweep._name(tile) for tile in tiles], sweep.chosen(variant, "sm_90a")
+    timings = [
+        sweep.Timing(3.0 - i, names[i], 1e3, 32, i != 2, what, dataclasses.asdict(tile))
+        for i, tile in enumerate(tiles)
+    ]
+    row = sweep.row_of(variant, "row_major", "8x64x64", timings)
     namespace = {}
     exec(sweep.table("a chip", [row]), namespace)
     assert namespace["CHIP"] == "a chip" and namespace["ROWS"] == [row]
     facts = tuning.facts_of(variant, SCALE_LAYOUTS["row_major"], True)
     assert tuning._fits(row["where"], facts)
-    assert sweep._name(next(t for t in sweep.candidates(variant))) == names[0]
     assert "x".join(map(str, row["value"].values())) == names[1]  # names[2] was wrong
+    assert row["kernel"] in {r["kernel"] for r in TABLE.ROWS}
+    calls = list(sweep.calls(variant, (64, 256), "row_major"))
+    assert calls and {call.name for call in calls} <= {"64x256", *sweep.CASES}
+    for call in calls:
+        jax.eval_shape(call.function(), *call.like())
     assert row["measured"][0].startswith("8x64x64, aligned: (")
 
 
@@ -89,6 +119,12 @@ def test_thread_blocks_fit_on_every_chip_of_an_arch():
     compiling.check_shared(rule, "sm_90a")
     with pytest.raises(RuntimeError, match="wants 101377 bytes of shared memory, some chips"):
         compiling.check_shared(rule, "sm_120f")
+
+
+def test_what_has_no_tile_says_so():
+    pytest.importorskip("cutlass")
+    with pytest.raises(ValueError, match="amaxes_r128 has no tile to choose"):
+        sweep.chosen(named("amaxes_r128"), "sm_90a")
 
 
 def test_what_does_not_fit_says_so():

@@ -1,7 +1,7 @@
 """Measured on an H200, in microseconds.
 
-benchmarks/sweep.py measures and writes rows of quantizers and dequantizers without a source or a
-window. Those of others were timed alike, candidate after candidate in one run, by hand.
+benchmarks/sweep.py measures and writes rows. Where a row compares kernels that differ in more than
+their tile, they were timed alike, candidate after candidate in one run.
 
 The first figure is for floats of (8, 7168, 7168), the second, where there is one, for
 (65536, 8192); rows that took other shapes say so. bf16, f16 and f32 are the floats' dtypes. "Tiles"
