@@ -52,7 +52,7 @@ TILES = {
     "wgrad_fp8.Windows": ("matmul_fp8", "Stages"),
     "wgrad.Transposed": ("wgrad", "Tile"),
 }
-LEAST = {"Rings": 3}  # stages: with fewer a stage would be written while it is read
+LEAST = {"Rings": 2}  # stages: with fewer a stage would be written while it is read
 # Products' tiles have too many fields for all combinations: each is changed alone, to these values.
 VALUES: Mapping[str, Sequence[Any]] = {
     "resident": (1, 2, 3),

@@ -155,7 +155,7 @@ class Rings:
     """How a thread block goes about a tile.
 
     Attributes:
-      stages: of each warp, 3 at least.
+      stages: of each warp, 2 at least.
       resident: thread blocks of a multiprocessor.
       split: thread blocks that share K, where there are no groups and tiles do not suffice.
       ahead: whether x is asked for a stage before, which takes registers.
@@ -301,6 +301,8 @@ class Few(ProductEntry):
                     w, s, sizes, ring, scales, held, kept, ahead, ahead_stage, ahead_n0, slot,
                     first, end, turns, steps, t, groups, width, blocks, across, lane,
                 )  # fmt: skip
+                if const_expr(self.stages == 2):  # its scales came there just now
+                    cute.arch.sync_warp()
                 # The stage that is asked for next time is read now.
                 if stage < end:
                     self.multiply(
