@@ -766,8 +766,9 @@ ROWS = [
         "measured": [
             "M 8, N 4096 and 16384; 128 experts, 512 rows, (2880, 2880) and (7168, 2048):",
             "2 stages 11.3, 25.4; 204, 327; 3 resident of groups 11.3, 25.4; 212, 329; 5 spills;",
-            "3 stages 11.4, 25.7; 211, 342. With 3: 11.3, 25.7; 210, 344; 2 resident, 8 warps 11.2, 28.1;",
-            "210, 343; 4 stages, 4 resident 11.9, 33.4; 243, 374; 5 resident of groups 351, 564;",
+            "3 stages 11.4, 25.7; 211, 342. With 3: 11.3, 25.7; 210, 344; 2 resident, 8 warps",
+            "11.2, 28.1; 210, 343; 4 stages, 4 resident 11.9, 33.4; 243, 374; 5 resident of",
+            "groups 351, 564;",
             "codes cut in two 12.0, 29.3; 228, 377; the kernel before 11.6, 31.3; 245, 376.",
             "What bounds groups is what it takes to make floats of codes: Nsight Compute has ALUs",
             "busy for 61 % of the time, issue slots for 68, memory for 53. Of 2880 elements the",
