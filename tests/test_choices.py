@@ -21,7 +21,7 @@ from jax_mx import Choice, autotune, explain, matmul
 from jax_mx.facts.chips import ARCHS, chips_of
 from jax_mx.lowering.registry import Support
 from jax_mx.products import choices, measuring, tuning
-from jax_mx.products.choices import Entry, Key
+from jax_mx.products.choices import Key, Measured
 from jax_mx.products.implementations import IMPLEMENTATIONS, Implementation
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"
@@ -53,7 +53,7 @@ def costing(monkeypatch, costs, asked=None):
 def deciding(name, f, *args, us=1.0, **options):
     """A choice of one implementation for all that f calls."""
     keys = [call.key for call in explain(f, *args, **options).calls]
-    return Choice.of(Entry(key, name, ((name, us),)) for key in keys)
+    return Choice.of(Measured(key, name, ((name, us),)) for key in keys)
 
 
 def lowered(f, *args):
@@ -391,7 +391,7 @@ def test_the_order_of_who_decides(monkeypatch, tmp_path):
     (key,) = (call.key for call in explain(matmul, x, w).calls)
     old = Key(key.op, key.chip, key.operands, key.how, "0.0.1")
     monkeypatch.setattr(choices, "TABLES", tmp_path)
-    Choice.of([Entry(old, "a", (("a", 2.0), ("xla", 9.0)))]).save(tmp_path / "cpu.json")
+    Choice.of([Measured(old, "a", (("a", 2.0), ("xla", 9.0)))]).save(tmp_path / "cpu.json")
     choices.shipped.cache_clear()
     try:
         assert told() == ("a", "table for cpu")
@@ -481,7 +481,7 @@ def test_files_of_another_version_and_missing_ones(tmp_path, monkeypatch, caplog
     (key,) = (call.key for call in explain(matmul, x, w).calls)
     path = tmp_path / "old.json"
     old = Key(key.op, key.chip, key.operands, key.how, "0.0.1")
-    Choice.of([Entry(old, "dequantize", (("dequantize", 1.0),))]).save(path)
+    Choice.of([Measured(old, "dequantize", (("dequantize", 1.0),))]).save(path)
     monkeypatch.setenv("JAX_MX_TUNING", str(path))
     assert explain(matmul, x, w).calls[0].by == "rule"
     assert "entries of version 0.0.1" in caplog.text

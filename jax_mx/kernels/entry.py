@@ -12,8 +12,8 @@ from jax_mx.facts.variants import Kind, Variant, takes_zero_scale, value_layouts
 from jax_mx.kernels import geometry
 
 
-class Entry:
-    """An entry's arrays and its launch rule.
+class QuantizerEntry:
+    """The arrays and the launch rule of an entry that quantizes or dequantizes; of both DSLs.
 
     Attributes:
       aligned: whether it takes aligned operands only, or any.
@@ -153,7 +153,7 @@ class Entry:
     @staticmethod
     def rule(given: Mapping[str, Any]) -> list:
         """The scalars of a result that its scales follow from."""
-        return [given[name] for name in Entry.NAMES[:3] if name in given]
+        return [given[name] for name in QuantizerEntry.NAMES[:3] if name in given]
 
     @property
     def launch(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Entry:
 
 
 def launches(
-    kernels: Mapping[str, Sequence[Entry]], usage: Mapping[str, Mapping[str, Any]]
+    kernels: Mapping[str, Sequence[QuantizerEntry]], usage: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What the manifest says of a binary's launches.
 

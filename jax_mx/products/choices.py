@@ -53,7 +53,7 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Measured:
     """What is known of one key.
 
     Attributes:
@@ -84,17 +84,17 @@ class Choice:
       notes: what to know of how they were measured, a sentence each.
     """
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[Measured, ...] = ()
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @classmethod
-    def of(cls, entries: Iterable[Entry], notes: Sequence[str] = ()) -> Choice:
+    def of(cls, entries: Iterable[Measured], notes: Sequence[str] = ()) -> Choice:
         """A choice of these entries; of two of one key the last one counts."""
         by_key = {entry.key: entry for entry in entries}
         return cls(tuple(by_key[key] for key in sorted(by_key)), tuple(dict.fromkeys(notes)))
 
     @functools.cached_property
-    def by_key(self) -> Mapping[Key, Entry]:
+    def by_key(self) -> Mapping[Key, Measured]:
         """The entries."""
         return {entry.key: entry for entry in self.entries}
 
@@ -165,12 +165,12 @@ def _entered() -> list[Any]:
 
 
 # ---- files ---
-def _to_json(entry: Entry) -> dict[str, Any]:
+def _to_json(entry: Measured) -> dict[str, Any]:
     key = dataclasses.asdict(entry.key)
     return {**key, "chosen": entry.chosen, "costs": dict(entry.costs), "on": entry.on}
 
 
-def _from_json(found: Mapping[str, Any]) -> Entry:
+def _from_json(found: Mapping[str, Any]) -> Measured:
     costs = {str(name): cost for name, cost in found["costs"].items()}
     texts = [found[name] for name in ("op", "chip", "how", "version", "on")]
     if not all(isinstance(text, str) for text in (*texts, *found["operands"])) or not all(
@@ -181,7 +181,7 @@ def _from_json(found: Mapping[str, Any]) -> Entry:
     chosen = found["chosen"]
     if chosen is not None and not isinstance(costs.get(chosen), int | float):
         raise ValueError  # what is chosen was measured
-    return Entry(
+    return Measured(
         Key(op, chip, tuple(found["operands"]), how, version), chosen, (*costs.items(),), on
     )
 

@@ -18,7 +18,7 @@ from jax_mx.arrays.checks import shown, whole
 from jax_mx.lowering import primitive, targets
 from jax_mx.ops.progress import progress as progress_of
 from jax_mx.products import choices, measuring, ragged
-from jax_mx.products.choices import Choice, Cost, Entry, Key
+from jax_mx.products.choices import Choice, Cost, Key, Measured
 from jax_mx.products.dot import call_of, key_of
 from jax_mx.products.implementations import candidates, decided
 
@@ -175,7 +175,7 @@ def autotune(
 
 def _measured(
     found: Sequence[_Found], place: _Place, end: float, limit: int, progress: bool
-) -> list[Entry]:
+) -> list[Measured]:
     """What is known of calls, the largest first, as far as time goes.
 
     Args:
@@ -198,7 +198,7 @@ def _measured(
     return entries
 
 
-def _entry(each: _Found, key: Key, place: _Place, end: float, limit: int) -> Entry:
+def _entry(each: _Found, key: Key, place: _Place, end: float, limit: int) -> Measured:
     call = each.call.in_a_shard
     asked = candidates(call, place.platform, place.chips, measuring.TABLES[call.op])
     costs: dict[str, Cost] = {s.implementation: f"left out: {s}" for s in asked if not s}
@@ -217,7 +217,7 @@ def _entry(each: _Found, key: Key, place: _Place, end: float, limit: int) -> Ent
             costs |= dict.fromkeys(names[:limit], f"left out: it {measuring.failed(error)}")
     order = [s.implementation for s in asked]
     on = f"{place.device.device_kind}, jax {jax.__version__}" if place.device else ""
-    return Entry(key, chosen, tuple((name, costs[name]) for name in order), on)
+    return Measured(key, chosen, tuple((name, costs[name]) for name in order), on)
 
 
 def from_process_0(make: Callable[[], str]) -> str:
@@ -319,7 +319,7 @@ def explain(
         decision = decided(each.call, place.platform, place.chips, table)
         key = key_of(each.call, place.chips[0])
         entries = [choice.by_key.get(key) for _, choice in choices.known(place.chips[0])]
-        entry = next(filter(None, entries), Entry(key, None))
+        entry = next(filter(None, entries), Measured(key, None))
         rows.append(Explained(key, each.count, decision.name, decision.by, entry.costs))
         notes += decision.passed_over
     return Explanation(tuple(rows), tuple(dict.fromkeys(notes)))

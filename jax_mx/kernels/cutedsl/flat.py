@@ -36,7 +36,7 @@ class WholeBlocks(Kernel):
           held: words of elements, as they are in memory.
           data: what `preprocessed.load` gives.
           o: number of the result.
-          rule: see `Entry.rule`.
+          rule: see `QuantizerEntry.rule`.
           extra: see `extra`.
           place: which of its block's elements these are.
         """

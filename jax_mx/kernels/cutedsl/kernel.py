@@ -12,13 +12,13 @@ from jax_mx.facts.signatures import Array, Role
 from jax_mx.facts.variants import Variant
 from jax_mx.kernels import geometry, tuning
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.kernels.entry import Entry
+from jax_mx.kernels.entry import QuantizerEntry
 from jax_mx.kernels.geometry import Extents, Place
 
 PAD = 8  # bytes between rows in shared memory: room for words that straddle, and other banks
 
 
-class Kernel(Entry):
+class Kernel(QuantizerEntry):
     """An entry, and the host half that makes it be compiled; subclasses have the `kernel`."""
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):

@@ -26,7 +26,7 @@ class Given(NamedTuple):
     """What one result's blocks are quantized by, beside their elements."""
 
     data: Sequence  # pointers to a uint32 for each block
-    rule: list  # see `Entry.rule`
+    rule: list  # see `QuantizerEntry.rule`
     extra: list  # see `WholeBlocks.extra`
 
 

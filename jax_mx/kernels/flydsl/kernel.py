@@ -12,7 +12,7 @@ from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Variant
 from jax_mx.kernels import geometry, tuning
-from jax_mx.kernels.entry import Entry
+from jax_mx.kernels.entry import QuantizerEntry
 from jax_mx.kernels.flydsl import convert
 from jax_mx.kernels.geometry import Extents, Place
 
@@ -333,7 +333,7 @@ def halved_among(words: list, group: int, dtype: str) -> list:
     return words
 
 
-class Kernel(Entry):
+class Kernel(QuantizerEntry):
     """An entry for an arch; subclasses have the `kernel`."""
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
