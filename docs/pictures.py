@@ -211,8 +211,12 @@ def _blocks(axes: Axes, blocks: Blocks, color: str) -> None:
 
 # ---- layouts -------------------------------------------------------------------------------------
 def layout(which: layouts.Layout) -> Figure:
-    """One tile: where each byte lies in memory, and what memory holds one after the other."""
-    rows, cols = which.tile
+    """One tile: where each byte lies in memory, and what memory holds one after the other.
+
+    Without tiles: the same of a small array.
+    """
+    rows, cols = which.tile if which.is_tiled else (8, 16)
+    what = "tile" if which.is_tiled else "array"
     of = np.indices((rows, cols)).astype(np.uint8)
     row, col = (np.asarray(tiles.pack(which, jnp.asarray(each))).reshape(-1) for each in of)
     row, col = row[: rows * cols], col[: rows * cols]  # of what is padded, the first tile
@@ -222,7 +226,7 @@ def layout(which: layouts.Layout) -> Figure:
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.4))
     left.imshow(offset, aspect="auto", cmap="viridis")
-    left.set_title(f"one tile, {rows} rows x {cols} bytes:\nwhere each lies", size=9)
+    left.set_title(f"one {what}, {rows} rows x {cols} bytes:\nwhere each lies", size=9)
     left.set_xlabel("column")
     left.set_ylabel("row")
     for r, c in {(0, 0), (0, cols - 1), (rows - 1, 0), (rows - 1, cols - 1), (rows // 2, 0)}:
@@ -342,7 +346,6 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
     **{
         f"layout_{each.name}": functools.partial(layout, each)
         for each in (*layouts.SCALE_LAYOUTS.values(), *layouts.VALUE_LAYOUTS.values())
-        if each.is_tiled
     },
 }
 

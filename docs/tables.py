@@ -108,12 +108,12 @@ def sharding_no() -> list[str]:
     head: list[str] = []
     for line in (ROOT / "docs" / "sharding.md").read_text().splitlines():
         cells = _cells(line)
-        if line.startswith(("| call | scales |", "| dot_general |")):
+        if line.startswith(("| call | scales |", "| dot_general |", "| mlp |")):
             head = cells
         if not head or len(cells) != len(head) or "yes" not in cells:
             continue
         words = 2 if head[0] == "call" else 1  # that name the call; the second one its layout
-        name = f"all calls with scales in `{cells[1]}`" if words == 2 else cells[0]
+        name = f"all calls with scales in `{cells[1]}`" if words == 2 else cells[0] or head[0]
         marks = [
             f"{split}" + f" ({mark})" * (mark != "no")
             for split, mark in zip(head[words:], cells[words:], strict=True)
@@ -129,7 +129,7 @@ def sharding_no() -> list[str]:
 
 
 def _cells(line: str) -> list[str]:
-    return line.strip("| ").split(" | ")
+    return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
 # ---- facts ---

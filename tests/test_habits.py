@@ -182,6 +182,23 @@ def test_the_reference_has_every_public_name():
     assert {name for name in public if name[0] != "_"} - known == set()
 
 
+@in_checkout
+def test_a_table_is_of_one_run():
+    """What stands under a table of figures names one commit, that of all its rows."""
+    from benchmarks.report import read
+    from docs import tables
+
+    for name, make in tables.TABLES.items():
+        for caption in (line for line in make() if ", commit " in line):
+            said = caption.split("; `")[0].removeprefix("commit ").replace(", commit ", ", ")
+            commits = [part for part in said.split(", ") if re.fullmatch("[0-9a-f]{7,40}", part)]
+            assert len(commits) == 1, (name, caption)
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        about, rows = read(path)
+        own = {row["commit"] for row in rows if "commit" in row}
+        assert not about or own <= {about["commit"]}, path.name
+
+
 # ---- examples ---
 @in_checkout
 @pytest.mark.thorough
