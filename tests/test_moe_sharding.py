@@ -467,6 +467,17 @@ def test_messages():
         assert_refused(call(expert_axis=3), TypeError, "must be the name of a mesh axis, got 3")
         assert_refused(call(tensor_axis="data"), ValueError, "tensor_axis without expert_axis")
         assert_refused(call(token_axes="rows", **own), ValueError, "['rows'] are not among")
+        both = {"expert_axis": "expert", "tensor_axis": "data"}
+        by_recipe = functools.partial(jax_mx.Recipe().quantize_weight, contracting=1, batch=0)
+        for interleaved in (False, True):
+            for held in (by_recipe, lambda w: jax_mx.quantize(w, axis=1)):
+                assert_refused(
+                    lambda held=held, interleaved=interleaved: jax_mx.moe(
+                        x, experts, weights, held(w1), w2, interleaved=interleaved, **both
+                    ),
+                    ValueError,
+                    "tensor_axis splits floats",
+                )
     assert_refused(call(token_axes="data"), ValueError, "token_axes want a mesh")
     assert_refused(call(expert_axis="expert"), ValueError, "set one around the call")
 

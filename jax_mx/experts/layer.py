@@ -182,6 +182,7 @@ def _mapped(mapping: wires.Mapping, options: dict[str, Any], args: tuple) -> jax
       args: its operands, then the recipe.
     """
     x, experts, weights, w1, w2, b1, b2, recipe = args
+    wires.check_weights(mapping.axes, w1, w2)
     apart = mapping.axes.tensor is not None and not options["interleaved"]
     if apart:  # gates and ups each by themselves, so that a shard has those of the same columns
         w1, b1 = (w if w is None else wires.halved(w) for w in (w1, b1))

@@ -130,12 +130,20 @@ class Mapping(NamedTuple):
         return jax.shard_map(shard, in_specs=specs, out_specs=rows)(*operands)
 
 
+def check_weights(axes: Axes, *weights: Any) -> None:
+    """Refuses MX weights whose blocks an axis would split.
+
+    Raises:
+      ValueError: there is a tensor axis, and a weight is not floats.
+    """
+    if axes.tensor is not None and any(isinstance(w, MXArray | QuantizedWeight) for w in weights):
+        raise ValueError("moe: tensor_axis splits floats; map over shards of MX weights yourself")
+
+
 def _specs(w: Any, spec: P) -> Any:
     """The specs of a weight's arrays."""
     if not isinstance(w, MXArray | QuantizedWeight):
         return spec
-    if len(spec) > 1 and any(spec[1:]):
-        raise ValueError("moe: tensor_axis splits floats; map over shards of MX weights yourself")
     own = jax.tree.map(lambda _: P(spec[0]), w)
     if isinstance(w, QuantizedWeight):
         own = dataclasses.replace(own, recipe=jax.tree.map(lambda _: P(), w.recipe))
