@@ -175,6 +175,30 @@ def test_on_a_mesh_with_explicit_axes():
         (lambda g: g(np.zeros((2, 2), int), 0), ValueError, "num_experts must be 1 or more, got 0"),
         (lambda g: g(np.zeros((2, 2), int), 2.0), TypeError, "num_experts must be an int"),
         (lambda g: g(np.zeros((2, 2), int), 2, align=0), ValueError, "align must be 1 or more"),
+        (lambda g: g(np.zeros((2, 2), int), 2, align=2**30), ValueError, "slots than int32 counts"),
+        (lambda g: g(np.zeros((2, 2), int), 2**31), ValueError, "slots than int32 counts"),
+        (
+            lambda g: jax.eval_shape(
+                lambda e: g(e, 64), jax.ShapeDtypeStruct((2**29, 4), jnp.int32)
+            ),
+            ValueError,
+            "2147483648 choices among 64 groups, aligned to 32, need more slots than int32 counts",
+        ),
+        (
+            lambda g: g(np.zeros((7, 2), int), 2).combined(jnp.ones((5, 4))),
+            ValueError,
+            "slots have the shape (5, 4), must have 96 rows",
+        ),
+        (
+            lambda g: g(np.zeros((7, 2), int), 2).of_choices(jnp.ones(())),
+            ValueError,
+            "slots have the shape (), must have 96 rows",
+        ),
+        (
+            lambda g: g(np.zeros((7, 2), int), 2).of_slots(jnp.ones((5, 2))),
+            ValueError,
+            "choices have the shape (5, 2), must be (7, 2)",
+        ),
     ],
 )
 def test_messages(call, error, sentence):
@@ -187,3 +211,4 @@ def test_messages_of_sizes():
     assert_refused(lambda: of(np.ones((2, 1), int), 3), ValueError, "shape (2, 1), must be (G,)")
     assert_refused(lambda: of([1, 2], -3), ValueError, "rows must be 0 or more, got -3")
     assert_refused(lambda: of([1, 2], 3, align=1.5), TypeError, "align must be an int, got 1.5")
+    assert_refused(lambda: of([1, 2], 2**31), ValueError, "need more slots than int32 counts")

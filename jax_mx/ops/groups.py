@@ -75,7 +75,7 @@ class Groups:
 
         Raises:
           TypeError: experts are no integers, or an argument is no int.
-          ValueError: another rank, or an argument out of range.
+          ValueError: another rank, an argument out of range, or more slots than int32 counts.
         """
         op = "Groups.from_experts"
         number = _positive(op, "num_experts", num_experts)
@@ -86,8 +86,9 @@ class Groups:
                 f"{op}: experts have the shape {experts.shape}, must be (T, k) or (T,); reshape "
                 "the batch dimensions into one"
             )
-        experts = _unsplit(experts)
-        return _grouped(experts if experts.ndim == 2 else experts[:, None], number, align)
+        experts = experts if experts.ndim == 2 else experts[:, None]
+        _check_slots(op, experts.shape[0] * experts.shape[1], number, align)
+        return _grouped(_unsplit(experts), number, align)
 
     @classmethod
     def from_sizes(cls, sizes: jax.Array, rows: int, *, align: int = BLOCK) -> Groups:
@@ -104,7 +105,7 @@ class Groups:
 
         Raises:
           TypeError: sizes are no integers, or an argument is no int.
-          ValueError: another rank, or an argument out of range.
+          ValueError: another rank, an argument out of range, or more slots than int32 counts.
         """
         op = "Groups.from_sizes"
         align = _positive(op, "align", align)
@@ -113,6 +114,7 @@ class Groups:
         sizes = integers(op, "sizes", sizes)
         if sizes.ndim != 1:
             raise ValueError(f"{op}: sizes have the shape {sizes.shape}, must be (G,)")
+        _check_slots(op, rows, sizes.shape[0], align)
         ends = jnp.cumsum(clamped(_unsplit(sizes), rows))
         row = jnp.arange(rows, dtype=jnp.int32)
         experts = jnp.searchsorted(ends, row, side="right", method="compare_all")
@@ -136,7 +138,15 @@ class Groups:
 
         Args:
           choices: (T, k), one number a choice: a router's weights, say.
+
+        Raises:
+          ValueError: choices of another shape.
         """
+        if not _same_shape(choices.shape, self.slots.shape):
+            raise ValueError(
+                f"Groups.of_slots: choices have the shape {choices.shape}, must be "
+                f"{self.slots.shape}, one number for each choice of a token"
+            )
         slots = jnp.where(self.slots < 0, self.rows.shape[0], self.slots)  # -1 would be the last
         none = jnp.zeros(self.rows.shape, choices.dtype)
         return none.at[slots].set(choices, mode="drop", unique_indices=True)
@@ -146,7 +156,15 @@ class Groups:
 
         Args:
           slots: (R, ...), a row for each slot.
+
+        Raises:
+          ValueError: not R rows.
         """
+        if not _same_shape(slots.shape[:1], self.rows.shape):
+            raise ValueError(
+                f"Groups: slots have the shape {slots.shape}, must have {self.rows.shape[0]} rows, "
+                "one for each slot"
+            )
         return slots.at[self.slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
     def combined(self, slots: jax.Array) -> jax.Array:
@@ -154,6 +172,9 @@ class Groups:
 
         Args:
           slots: (R, ...), a row for each slot.
+
+        Raises:
+          ValueError: not R rows.
         """
         return self.of_choices(slots).astype(jnp.float32).sum(1).astype(slots.dtype)
 
@@ -206,6 +227,23 @@ def slots_for(choices: int, num_experts: int, align: int) -> int:
     """R: how many slots so many choices need at most."""
     most = choices + jax.core.min_dim(num_experts, choices) * (align - 1)
     return -(-most // align) * align
+
+
+def _check_slots(op: str, choices: int, num_experts: int, align: int) -> None:
+    if is_symbolic(choices) or is_symbolic(num_experts):
+        return
+    if max(slots_for(choices, num_experts, align), num_experts) > jnp.iinfo(jnp.int32).max:
+        raise ValueError(
+            f"{op}: {choices} choices among {num_experts} groups, aligned to {align}, need more "
+            "slots than int32 counts; split the tokens, or take a smaller align"
+        )
+
+
+def _same_shape(shape: tuple, wanted: tuple) -> bool:
+    """Whether they are alike, as far as lengths are known."""
+    return len(shape) == len(wanted) and all(
+        is_symbolic(a) or is_symbolic(b) or a == b for a, b in zip(shape, wanted, strict=True)
+    )
 
 
 @partial(jax.jit, static_argnums=(1, 2))
