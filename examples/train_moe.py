@@ -80,7 +80,7 @@ def train(recipe: str, steps: int, resume: bool, progress: Progress) -> list[flo
     sources = sorted(Path(argparse.__file__).parent.glob("*.py"))
     text = np.frombuffer(b"".join(path.read_bytes() for path in sources), np.uint8)
     n, axes = jax.device_count(), ("data", "expert")
-    experts = int(np.gcd(n, EXPERTS))
+    experts, count = int(np.gcd(n, EXPERTS)), -(-ROWS // n) * n  # as many rows on each device
     mesh = jax.make_mesh((n // experts, experts), axes, axis_types=(AxisType.Auto,) * 2)
     place = lambda *names: NamedSharding(mesh, PartitionSpec(*names))  # noqa: E731
     with jax.set_mesh(mesh), ocp.CheckpointManager(Path(f"train_moe/{recipe}").resolve()) as files:
@@ -94,7 +94,7 @@ def train(recipe: str, steps: int, resume: bool, progress: Progress) -> list[flo
         nnx.update(both, state)
         losses, bar = losses.tolist(), progress.add_task(recipe, total=steps, completed=len(losses))
         for i in range(len(losses), steps):
-            starts = np.random.default_rng(i).integers(0, len(text) - LENGTH, (ROWS, 1))
+            starts = np.random.default_rng(i).integers(0, len(text) - LENGTH, (count, 1))
             rows = jax.device_put(text[starts + np.arange(LENGTH + 1)], place(axes))
             losses.append(float(step(model, optimizer, rows.astype(jnp.int32))))
             progress.update(bar, advance=1, description=f"{recipe:>6} loss {losses[-1]:.3f}")

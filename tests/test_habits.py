@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from helpers import on_eight
 
 import jax_mx
 from jax_mx.facts import toolchains
@@ -200,6 +201,32 @@ def test_a_table_is_of_one_run():
 
 
 # ---- examples ---
+@in_checkout
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp4"])
+def test_training_resumes_bit_for_bit(recipe, tmp_path):
+    """On three devices, whose number divides neither the rows nor the experts."""
+    code = """
+        import os, runpy
+        from rich.progress import Progress
+        example, recipe, folder = sys.argv[2:]
+        train = runpy.run_path(example)["train"]
+
+        def losses(name, *parts):
+            os.makedirs(f"{folder}/{name}")
+            os.chdir(f"{folder}/{name}")
+            with Progress(disable=True) as bars:
+                return [train(recipe, n, i > 0, bars) for i, n in enumerate(parts)][-1]
+
+        whole, resumed = losses("whole", 3), losses("resumed", 2, 3)
+        assert len(whole) == 3 and len({*whole}) == 3, whole
+        assert whole == resumed, (whole, resumed)
+        print("same")
+    """
+    (out,) = on_eight(code, str(ROOT / "examples/train_moe.py"), recipe, str(tmp_path), devices=3)
+    assert out.splitlines()[-1] == "same"
+
+
 @in_checkout
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", EXAMPLES)
