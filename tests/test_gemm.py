@@ -4,12 +4,15 @@ import contextlib
 import functools
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import InHand, assert_refused, call_attributes_in, poison_memory, stand_in
+from hypothesis import given
+from hypothesis import strategies as st
 
 import jax_mx
 from jax_mx import _ffi
@@ -1087,6 +1090,9 @@ def test_operands_that_begin_anywhere():
     print("fallback entries", _ffi.counters()["fallback_entries"] - before)
 
 
+IN_GRAPHS = {"xla_gpu_graph_min_graph_size": 1}  # of one call, too
+
+
 @kernels
 def test_graphs_are_replayed_with_other_sizes():
     """One program, many group sizes in the same buffer; each product is that of its sizes."""
@@ -1094,18 +1100,133 @@ def test_graphs_are_replayed_with_other_sizes():
     w = integers(rng, (5, 136, 160), MXFP4_E2M1)
     x = floats(rng, (600, 160))
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=IN_GRAPHS)
     def twice(x, w, sizes):
         y = gemm(x, w, sizes, preferred_element_type=jnp.float32, implementation="cutedsl")
         more = gemm(x + 1, w, sizes[::-1], preferred_element_type=jnp.float32)
         return y, more
 
+    before = _ffi.counters()
     for _ in range(40):
         cuts = np.sort(rng.integers(0, 650, 5))
         sizes = np.diff(cuts, prepend=0).astype(np.int32)
         y, more = twice(x, w, jnp.asarray(sizes))
         assert_equal(y, wanted(x, w, sizes), sizes)
         assert_equal(more, wanted(x + 1, w, sizes[::-1]), sizes)
+    found = {name: count - before[name] for name, count in _ffi.counters().items()}
+    assert found["captured"] > 0, found
+    assert found["launches"] < 40, found  # a graph that is replayed launches no kernel by us
+
+
+def all_kernels(rng, n, k, groups=None, formats=(MXFP8_E4M3, MXFP4_E2M1)):
+    """Weights of each kind of kernel, and what multiplies rows by them, group sizes or not."""
+    lead = () if groups is None else (groups,)
+    how = {"preferred_element_type": jnp.float32, "implementation": "cutedsl"}
+    for format in formats:
+        own = integers(rng, (*lead, n, k), format)
+        yield format.name, own, functools.partial(gemm, **how), floats
+    across = integers(rng, (*lead, n, k), MXFP8_E4M3)
+    yield "free", across, functools.partial(gemm, contracting=-2, **how), floats
+    for window, tile in ((128, 128), (128, 1), (256, 1), (ROW, 1)):
+        own = integers(rng, (*lead, n, k), MXFP8_E4M3, window=window, tile=tile)
+        x = functools.partial(eights, window=window)
+        product = functools.partial(gemm_fp8, window=window, tiles=tile > 1, **how)
+        yield f"fp8 {window} {tile}", own, product, x
+
+
+def eights(rng, shape, window) -> jax_mx.MXArray:
+    return integers(rng, shape, MXFP8_E4M3, window=window)
+
+
+KINDS = ["mxfp8_e4m3", "mxfp4_e2m1", "free", "fp8 128 128", "fp8 128 1", "fp8 256 1", "fp8 row 1"]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def of_kind(kind, n, k, groups=None, seed=31):
+    """Weights, what multiplies rows by them, and what makes rows."""
+    rng = np.random.default_rng(seed)
+    found = {name: rest for name, *rest in all_kernels(rng, n, k, groups)}
+    w, product, made = found[kind]
+    length = n if kind == "free" else k
+    return w, product, lambda rows: made(rng, (rows, length))
+
+
+def want_of(kind, x, w, sizes=None):
+    return wanted(x, w, sizes, contracting=-2 if kind == "free" else -1)
+
+
+@kernels
+@each_kind
+def test_every_number_of_rows(kind):
+    """From 0 to 300, n and k off every tile; no row of another product is written."""
+    w, product, rows_of = of_kind(kind, n=160, k=352)
+    x = rows_of(300)
+    want = want_of(kind, x, w)
+    for first in range(0, 301, 43):
+        some = range(first, first + 43)
+        several = jax.jit(lambda x, w, some=some: [product(x[:m], w) for m in some])
+        poison_memory()
+        for m, y in zip(some, several(x, w), strict=True):
+            assert_equal(y, want[:m], f"{kind}: {m} rows")
+
+
+@functools.cache
+def grouped(kind):
+    """Six groups, 200 rows; 20 rows, which other kernels serve."""
+    w, product, rows_of = of_kind(kind, n=160, k=352, groups=6)
+    xs = {rows: rows_of(rows) for rows in (20, 200)}
+    return w, jax.jit(product), xs
+
+
+@kernels
+@each_kind
+def test_any_sizes_of_groups(kind):
+    """Empty groups, groups of one row, all rows in one group, sums below and above the rows."""
+    w, product, xs = grouped(kind)
+    few = st.sampled_from([0, 0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200])
+    sizes = st.lists(st.one_of(few, st.integers(0, 260)), min_size=6, max_size=6)
+
+    @given(sizes=sizes, rows=st.sampled_from([*xs]))
+    def run(sizes, rows):
+        y = product(xs[rows], w, jnp.asarray(sizes, jnp.int32))
+        assert_equal(y, want_of(kind, xs[rows], w, sizes), f"{kind}: {sizes}, {rows} rows")
+
+    run()
+
+
+@kernels
+@each_kind
+@pytest.mark.parametrize("rows", [20, 1500])
+def test_512_groups(kind, rows):
+    w, product, rows_of = of_kind(kind, n=96, k=160 if "fp8" not in kind else 256, groups=512)
+    x = rows_of(rows)
+    rng = np.random.default_rng(33)
+    for total in (rows, rows // 2, 0):
+        cuts = np.sort(rng.integers(0, total + 1, 511))
+        sizes = np.diff(cuts, prepend=0, append=total).astype(np.int32)
+        poison_memory()
+        y = jax.jit(product)(x, w, jnp.asarray(sizes))
+        assert_equal(y, want_of(kind, x, w, sizes), f"{kind}: {total} of {rows} rows")
+
+
+@kernels
+def test_eight_threads():
+    """Each has products and group sizes of its own; all threads share kernels and streams."""
+
+    def one(number):
+        kind = KINDS[number % len(KINDS)]
+        rows = 40 + 37 * number
+        w, product, rows_of = of_kind(kind, 96 + 32 * number, 256, groups=5, seed=number)
+        x, product = rows_of(rows), jax.jit(product)
+        rng = np.random.default_rng(number)
+        for _ in range(25):
+            sizes = np.diff(np.sort(rng.integers(0, rows + 1, 5)), prepend=0).astype(np.int32)
+            got = product(x, w, jnp.asarray(sizes))
+            assert_equal(got, want_of(kind, x, w, sizes), f"thread {number}, {kind}: {sizes}")
+        return number
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(one, range(8))] == [*range(8)]
 
 
 @kernels
@@ -1121,6 +1242,59 @@ def test_random_floats_are_within_the_bound(format):
         a, b = float64(x), float64(w)
         bound = EPS * k * (np.abs(a) @ np.abs(b).T)
         assert (np.abs(np.asarray(y, np.float64) - a @ b.T) <= bound).all()
+
+
+def ones_scaled(values) -> jax_mx.MXArray:
+    """These numbers as e4m3 codes, all scales 1."""
+    scales = np.full((*values.shape[:-1], values.shape[-1] // BLOCK), 127, np.uint8)
+    values = jnp.asarray(values, MXFP8_E4M3.storage)
+    return jax_mx.MXArray(values, jnp.asarray(scales).view(SCALE_DTYPE), MXFP8_E4M3, -1, ROW_MAJOR)
+
+
+def pairs_for(rng, k):
+    """(What they are, two matrices): their sums need few bits, many, and as many as can be lost."""
+    normal = [np.clip(100 * rng.normal(size=(128, k)), -448, 448) for _ in range(2)]
+    yield "normal", *normal
+    yield "one sign", *map(np.abs, normal)
+    for period, bits in ((32, 13), (128, 14), (256, 14), (256, 13)):
+        small = (1.875 if bits == 13 else 1) * 2.0 ** -np.array([bits // 2, bits - bits // 2])
+        first = np.where(np.arange(k) % period == 0, 1, small[:, None])
+        yield f"one of {period} large", *np.broadcast_to(first[:, None], (2, 128, k))
+
+
+def fp8_errors(product, k):
+    """What the elements of products are off by, at most, relative to sum |a||b|."""
+    found = {}
+    for name, a, b in pairs_for(np.random.default_rng(34), k):
+        a, b = map(ones_scaled, (a, b))
+        y = np.asarray(product(a, b), np.float64)
+        a, b = float64(a), float64(b)
+        off = np.abs(y - a @ b.T) / (np.abs(a) @ np.abs(b).T)
+        found[name] = max(found.get(name, 0), off.max())
+    return found
+
+
+@kernels
+@pytest.mark.parametrize("k", [128, 256, 1024, 8192, 65536])
+@pytest.mark.parametrize("window", [128, 256, ROW])
+def test_the_error_of_fp8_tensor_cores(window, k):
+    """What the docstring of `gemm_fp8` says, of each kernel that sums so."""
+    how = {"preferred_element_type": jnp.float32, "implementation": "cutedsl"}
+    ways = [functools.partial(gemm_fp8, window=window, **how)]
+    if window != ROW:
+        ways.append(functools.partial(gemm_fp8, window=window, tiles=True, **how))
+        whole = jnp.asarray([k], jnp.int32)
+        ways.append(lambda a, b: gemm_wgrad(a, b, whole, window=window, **how)[0])
+    summed = 256 if window == ROW else window
+    for way in ways:
+        if k % summed:
+            continue
+        found = fp8_errors(jax.jit(way), k)
+        print(window, k, {name: f"{error:.1e}" for name, error in found.items()})
+        assert found["normal"] <= 4e-4, found
+        assert found["one sign"] <= 1.5e-5 * summed, found
+        assert max(found.values()) <= summed * 2.0**-13, found
+        assert max(found.values()) > 2.0**-12, "what is said of the worst case is too much"
 
 
 # ---- many launches, large arrays ---

@@ -10,7 +10,7 @@ from helpers import assert_bits_equal, assert_refused
 from moe_oracle import Layer
 
 import jax_mx
-from jax_mx import BF16, MXFP4, MXFP8, Recipe
+from jax_mx import BF16, MXFP4, MXFP8, Recipe, _ffi
 
 TOKENS, K, D, I, E = 40, 2, 64, 96, 4  # noqa: E741
 RECIPES = {
@@ -133,7 +133,7 @@ def test_hard_routings(routing, tokens):
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "windows"])
 def test_graphs_are_replayed_with_other_routings(recipe):
     """One program, which XLA captures in graphs; what a routing gives does not depend on others."""
-    seen = []
+    seen, before = [], _ffi.counters()["captured"]
     for routing in (*ROUTINGS, *ROUTINGS):
         args = operands(routing=routing)
         own, plain = (
@@ -143,6 +143,7 @@ def test_graphs_are_replayed_with_other_routings(recipe):
         for got, want in zip(jax.tree.leaves(own), jax.tree.leaves(plain), strict=True):
             assert_close(got, want, 1e-2, routing)
         seen.append(own)
+    assert _ffi.counters()["captured"] > before
     for first, again in zip(seen[: len(ROUTINGS)], seen[len(ROUTINGS) :], strict=True):
         for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
             assert_bits_equal(a, b)

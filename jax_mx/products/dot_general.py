@@ -80,7 +80,8 @@ def dot_general(
       (batch..., free of lhs..., free of rhs...), as jax.lax.dot_general. It equals the product of
       the dequantized operands bit for bit where all products and sums are exact in float32; else
       within eps32 * k * sum |a||b| of it, before it is rounded to its type; where FP8 tensor cores
-      sum ("fp8", and "cutedsl" of windows), within 2^-12 sum |a||b|.
+      sum ("fp8", and "cutedsl" of windows), within window * 2^-13 * sum |a||b|, where the window is
+      at most 256 (4e-4 * sum |a||b| for normal numbers, see "Numbers" in docs/training.md).
 
     Raises:
       TypeError: an operand or argument is of the wrong type.
