@@ -1,9 +1,10 @@
 """What others' kernels take at the same shapes, on the same chip, in the same run.
 
-torchao's quantizers are run by `python -m benchmarks --peers`, and cuBLASLt's products of FP8 codes
-with scales, as torch calls them, by `python -m benchmarks.products --peers`. Nothing of theirs is
-copied here; they are called as they are installed. Each peer has a process of its own, because
-torch's memory is not JAX's, and so that one that breaks its CUDA context costs only its own rows.
+torchao's quantizers are run by `python -m benchmarks --peers`, and torch's products (cuBLASLt's of
+FP8 codes with scales, and those of groups) by `python -m benchmarks.products --peers`. Nothing of
+theirs is copied here; they are called as they are installed. Each peer has a process of its own,
+because torch's memory is not JAX's, and so that one that breaks its CUDA context costs only its own
+rows.
 """
 
 # pyright: reportMissingImports=false
@@ -173,6 +174,20 @@ def scaled_mm(case: Case, *, tiles: bool) -> Call:
     return Call(product, lambda w: (codes(w),))
 
 
+def grouped_mm(case: Case) -> Call:
+    """torch's product of groups in bfloat16, of rows or of a gradient of weights."""
+    import torch
+
+    ends = torch.tensor(case["sizes"], device="cuda").cumsum(0).to(torch.int32)
+    x = torch.randn(case["rows"], case["k"], dtype=torch.bfloat16, device="cuda")
+
+    def product(w):
+        x_, w_ = (x.t(), w) if w.dim() == 2 else (x, w.mT)
+        return torch._grouped_mm(x_, w_, offs=ends)
+
+    return Call(product)
+
+
 def _scaling(case: Case) -> str:
     """The case's, where the chip has the instruction that torchao rounds up with; else floor."""
     import torch
@@ -182,7 +197,7 @@ def _scaling(case: Case) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """What there is to measure: how to call it, and which cases it serves."""
+    """What there is to measure: how to call it, which cases it serves, bytes of an element of W."""
 
     call: Callable[[Case], Call]
     forms: Sequence[str]
@@ -190,6 +205,7 @@ class Peer:
     formats: Sequence[str] = ("mxfp8_e4m3",)
     scalings: Sequence[str] = ("floor", "rceil")
     library: str = "torchao"
+    itemsize: int = 2
 
     def serves(self, case: Case) -> bool:
         """Whether the case is one of its own."""
@@ -218,11 +234,14 @@ PEERS: dict[str, Peer] = {
         dtypes=("bfloat16", "float32"),
     ),
 }
-PRODUCTS: dict[str, Peer] = {  # of `benchmarks.products`; a case's shape is that of W
-    f"cuBLASLt 1x128, W {w}": Peer(
-        functools.partial(scaled_mm, tiles=tiles), forms=(), library="torch"
-    )
-    for w, tiles in (("128x128", True), ("1x128", False))
+PRODUCTS: dict[str, Peer] = {  # of `benchmarks.products`: forms are kinds of its cases
+    "cuBLASLt 1x128, W 128x128": Peer(
+        functools.partial(scaled_mm, tiles=True), ("dense",), library="torch", itemsize=1
+    ),
+    "cuBLASLt 1x128, W 1x128": Peer(
+        functools.partial(scaled_mm, tiles=False), ("dense",), library="torch", itemsize=1
+    ),
+    "bf16 torch._grouped_mm": Peer(grouped_mm, ("grouped", "wgrad"), library="torch"),
 }
 
 

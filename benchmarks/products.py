@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -75,6 +76,11 @@ class Case:
         return sizes
 
     @property
+    def kind(self) -> str:
+        """Which product it is, by the name that `peers` has for it."""
+        return "wgrad" if self.wgrad else "grouped" if self.groups else "dense"
+
+    @property
     def matrices(self) -> int:
         """That are read."""
         sizes = self.sizes
@@ -93,6 +99,10 @@ class Case:
 
 CASES = (
     Case("dense", 16384, 7168, 4096),
+    Case("dense, its dgrad", 16384, 4096, 7168),
+    Case("dense, its wgrad", 7168, 16384, 4096),
+    Case("dense, Llama 70B qkv", 16384, 8192, 10240),
+    Case("dense, Llama 70B out", 16384, 8192, 8192),
     # The MLPs of Llama 70B and of DeepSeek-V3's first layers: one's dgrad has the other's shape.
     Case("dense, Llama 70B up", 16384, 8192, 28672),
     Case("dense, Llama 70B down", 16384, 28672, 8192),
@@ -261,15 +271,19 @@ def speed(case: Case, us: float, read: float) -> dict[str, float]:
 
 
 def measure_peers(case: Case, only: str = "") -> Iterator[dict]:
-    """A row for each product of others, of a case without groups and of many rows."""
-    if case.groups or not case.is_large:
+    """A row for each product of others that serves the case, of many rows."""
+    if not case.is_large:
         return
-    asked = {"shape": (case.n, case.k), "rows": case.rows, "dtype": "bfloat16"}
-    for name in peers.PRODUCTS:
-        if only in name:
+    shape = (case.n, case.k) if case.kind == "dense" else (case.groups, case.n, case.k)
+    shape = (case.rows, case.n) if case.wgrad else shape
+    asked = {"shape": shape, "rows": case.rows, "k": case.k, "dtype": "bfloat16"}
+    if case.sizes is not None:
+        asked["sizes"] = case.sizes.tolist()
+    for name, peer in peers.PRODUCTS.items():
+        if only in name and case.kind in peer.forms:
             for _, answer in peers.run(name, [asked], 20):
                 if "us" in answer:
-                    answer |= speed(case, answer["us"], case.n * case.k)
+                    answer |= speed(case, answer["us"], math.prod(shape) * peer.itemsize)
                 kept = ("us", "tflops", "weights_tbs", "error", "library")
                 yield about(case, name) | {key: answer[key] for key in kept if key in answer}
 
@@ -282,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rows are put")
     said = "that rows name; this checkout's by default"
     parser.add_argument("--commit", default=report.head(), metavar="HASH", help=said)
-    said = "cuBLASLt's products with scales too, by torch"
+    said = "torch's products too: cuBLASLt's with scales, and those of groups"
     parser.add_argument("--peers", action="store_true", help=said)
     args = parser.parse_args(argv)
     old = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []

@@ -740,7 +740,10 @@ def test_rows_of_products_say_where_and_when_and_stay_until_measured_again(tmp_p
 
 PRODUCTS_PEER = """
 (case,) = cases
-assert case == {"shape": [256, 128], "rows": 128, "dtype": "bfloat16"}
+dense = {"shape": [256, 128], "rows": 128, "k": 128, "dtype": "bfloat16"}
+groups = {"shape": [2, 256, 128], "rows": 512, "k": 128, "dtype": "bfloat16", "sizes": [159, 353]}
+wgrad = {"shape": [512, 256], "rows": 512, "k": 128, "dtype": "bfloat16", "sizes": [256, 256]}
+assert case in ((groups, wgrad) if "grouped" in name else (dense,)), case
 answer = {"us": 2.0, "clock": "device", "bytes": 4000, "scaling": "", "library": "torch 1.0"}
 print(json.dumps([0, answer if name.endswith("128x128") else {"error": "no sm_42"}]))
 """
@@ -749,13 +752,17 @@ print(json.dumps([0, answer if name.endswith("128x128") else {"error": "no sm_42
 def test_products_of_peers_are_further_rows(tmp_path, monkeypatch):
     stand_in(tmp_path, monkeypatch, PRODUCTS_PEER)
     cases = [products.Case("many", 128, 128, 256), products.Case("few", 64, 128, 256)]
+    cases += [products.Case(n, 512, 128, 256, 2, wgrad=n == "wgrad") for n in ("groups", "wgrad")]
     monkeypatch.setattr(products, "CASES", cases)
     path = tmp_path / "out.json"
-    products.main(["--only", "cuBLASLt", "--peers", "--json", str(path)])
-    tiles, other = json.loads(path.read_text())["rows"]
+    for only in ("cuBLASLt", "torch._grouped_mm"):
+        products.main(["--only", only, "--peers", "--json", str(path)])
+    tiles, other, *groups = json.loads(path.read_text())["rows"]
     assert (tiles["us"], tiles["tflops"], tiles["library"]) == (2.0, 4.2, "torch 1.0")
-    assert [row["implementation"] for row in (tiles, other)] == [*peers.PRODUCTS]
+    assert tiles["weights_tbs"] == round(256 * 128 / 2e6, 3)
+    assert [row["implementation"] for row in (tiles, other, groups[0])] == [*peers.PRODUCTS]
     assert other["error"] == "no sm_42" and {row["case"] for row in (tiles, other)} == {"many"}
+    assert [row["case"] for row in groups] == ["groups", "wgrad"]
 
 
 # ---- all tables ---
