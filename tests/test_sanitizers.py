@@ -22,6 +22,8 @@ from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.variants import VARIANTS, layouts_of, value_layouts_of
 from jax_mx.facts.windows import ROW
+from jax_mx.lowering.plan import ProductPlan
+from jax_mx.lowering.products import AMAX, products_p
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
 from jax_mx.ops.requantize import requantize
 
@@ -69,10 +71,14 @@ NORMS_SAMPLE = [
     for v in CUTEDSL
     if v.normed and v.window == BLOCK and {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 ]
-# Every kernel of products, with E4M3 and with MXFP4.
-PRODUCTS_SAMPLE = [
-    p for p in PRODUCTS if p.op == "wgrad" or {*p.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
-]
+# Every kernel of products and of amaxes, with E4M3 and with MXFP4.
+PRODUCTS_SAMPLE = [p for p in PRODUCTS if {*p.formats} in (set(), {MXFP8_E4M3}, {MXFP4_E2M1})]
+PARTS = {
+    "quantizers": SAMPLE,
+    "made": MADE_SAMPLE,
+    "norms": NORMS_SAMPLE,
+    "products": PRODUCTS_SAMPLE,
+}
 SHAPES = {  # by how a form begins: tails of every tile; rows that 16 bytes do not divide
     "last": ((2, 160, 288), (1, 65, 96)),
     "second": ((2, 160, 288), (1, 96, 65), (2, 64, 521)),
@@ -84,8 +90,9 @@ SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sa
 
 @pytest.mark.thorough
 @pytest.mark.gpu
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizer_is_silent(tool, record_property):
+def test_sanitizer_is_silent(tool, part, record_property):
     if not Path(SANITIZER).exists():
         pytest.skip("no compute-sanitizer")
     # Every buffer its own allocation, or reads and writes between them would pass.
@@ -93,64 +100,77 @@ def test_sanitizer_is_silent(tool, record_property):
     # The handler asks the driver for one parameter too many, on purpose: an API error, no fault.
     options = ["--tool", tool, *TOOLS[tool], "--error-exitcode", "99", "--report-api-errors", "no"]
     done = subprocess.run(
-        [SANITIZER, *options, sys.executable, __file__, tool],
+        [SANITIZER, *options, sys.executable, __file__, tool, part],
         env=env, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "ran " in done.stdout
-    for variant in (*SAMPLE, *MADE_SAMPLE, *NORMS_SAMPLE, *products_for(tool)):
+    for variant in sampled(tool, part):
         device = jax.devices()[0].device_kind
         record_property("executed", (variant.name, arch_here(), f"{device}, {tool}"))
 
 
-def products_for(tool: str) -> list:
-    """The products that a tool is to find nothing in."""
-    if tool != "racecheck":
-        return PRODUCTS_SAMPLE
+def shapes_of(variant) -> tuple[tuple[int, ...], ...]:
+    return SHAPES[str(variant.form).removesuffix("_transposed")]
+
+
+def sampled(tool: str, part: str) -> list:
+    """The binaries of a part that a tool is to find nothing in."""
+    if part != "products" or tool != "racecheck":
+        return PARTS[part]
     return [p for p in PRODUCTS_SAMPLE if p.op not in UNSEEN_BY_RACECHECK and not p.free]
 
 
-def main(tool: str, only: str = "") -> None:
-    """What runs below the sanitizer: both entries of each layout; no kernels but ours.
+def main(tool: str, part: str, only: str = "") -> None:
+    """What runs below the sanitizer; no kernels but ours.
 
     By hand, `only` is an expression that the names of variants have to have.
     """
-    cpu, kernel, ran = jax.devices("cpu")[0], "cutedsl", 0
-    wanted = partial(filter, lambda variant: re.search(only, variant.name))
-    for variant in wanted(SAMPLE):
+    ran = 0
+    for variant in sampled(tool, part):
+        if not re.search(only, variant.name):
+            continue
+        if part == "products":
+            run_product(variant)
+            ran += 1
+            continue
+        run = {"quantizers": run_quantizer, "made": run_made, "norms": run_norm}[part]
         for layout in layouts_of(variant):
-            cases = [({}, shape) for shape in SHAPES[str(variant.form).removesuffix("_transposed")]]
-            if len(value_layouts_of(kernel, layout)) > 1:
-                cases += [(how, TILES[0]) for how in in_tiles(variant)[-1:]]
-            for how, shape in cases:
-                if variant.rows:
-                    shape = math.prod(shape[:-1]), shape[-1]
-                    how = {**how, "rows": np.arange(shape[0], dtype=np.int32)[::-1] * 3 - 96}
-                make, op = op_of(variant, scale_layout=layout, **how)
-                x = random_bits(fitting(variant, shape), variant.dtype)
-                with jax.default_device(cpu):
-                    operand = jax.tree.map(np.asarray, make(jax.numpy.asarray(x)))
-                    want = jax.jit(partial(op, implementation="xla"))(operand)
-                got = jax.jit(partial(op, implementation=kernel))(operand)
-                for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-                    assert (bytes_of(a) == bytes_of(b)).all(), (variant.name, layout, shape)
+            for shape in shapes_of(variant):
+                run(variant, layout, shape)
                 ran += 1
-    for variant in wanted(NORMS_SAMPLE):
-        for layout in layouts_of(variant):
-            for shape in SHAPES[str(variant.form).removesuffix("_transposed")]:
-                run_norm(variant, layout, (math.prod(shape[:-1]), shape[-1]))
-    for variant in wanted(MADE_SAMPLE):
-        for layout in layouts_of(variant):
-            for shape in SHAPES[str(variant.form).removesuffix("_transposed")]:
-                run_made(variant, layout, (math.prod(shape[:-1]), shape[-1]))
-    for product in wanted(products_for(tool)):
-        run_product(product)
     print("ran", ran)
 
 
-def run_made(variant, layout: str, shape: tuple[int, int]) -> None:
+def run_quantizer(variant, layout: str, shape: tuple[int, ...]) -> None:
+    """What a quantizer gives of x, or of its rows; or the floats of codes."""
+    run_op(variant, layout, shape)
+    if len(value_layouts_of("cutedsl", layout)) > 1 and shape == shapes_of(variant)[0]:
+        for how in in_tiles(variant)[-1:]:
+            run_op(variant, layout, TILES[0], **how)
+
+
+def run_op(variant, layout: str, shape: tuple[int, ...], **how) -> None:
+    if variant.rows:
+        shape = math.prod(shape[:-1]), shape[-1]
+        how["rows"] = np.arange(shape[0], dtype=np.int32)[::-1] * 3 - 96
+    make, op = op_of(variant, scale_layout=layout, **how)
+    x = random_bits(fitting(variant, shape), variant.dtype)
+    with jax.default_device(jax.devices("cpu")[0]):
+        operand = jax.tree.map(np.asarray, make(jax.numpy.asarray(x)))
+        want = jax.jit(partial(op, implementation="xla"))(operand)
+    got = jax.jit(partial(op, implementation="cutedsl"))(operand)
+    assert_same(got, want, variant.name, layout, shape)
+
+
+def assert_same(got, want, *what) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (bytes_of(a) == bytes_of(b)).all(), what
+
+
+def run_made(variant, layout: str, shape: tuple[int, ...]) -> None:
     """What an activation gives of x, its gradient, or rows of codes."""
-    rows, length = shape
+    rows, length = math.prod(shape[:-1]), shape[-1]
     how = {} if variant.form.is_both or not variant.form.transposed else {"axis": -2}
     how |= {"scale_layout": layout} | ({"transpose": True} if "axis" in how else {})
     op = jax_mx.quantize_both if variant.form.is_both else jax_mx.quantize
@@ -170,12 +190,12 @@ def run_made(variant, layout: str, shape: tuple[int, int]) -> None:
     with jax.default_device(jax.devices("cpu")[0]):
         want = jax.jit(lambda x, given: op(x, implementation="xla", **given))(x, given)
     got = jax.jit(lambda x, given: op(x, implementation="cutedsl", **given))(x, given)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (bytes_of(a) == bytes_of(b)).all(), (variant.name, layout, shape)
+    assert_same(got, want, variant.name, layout, shape)
 
 
-def run_norm(variant, layout: str, shape: tuple[int, int], implementation="cutedsl") -> None:
+def run_norm(variant, layout: str, shape: tuple[int, ...]) -> None:
     """Rows that are normed, with weights."""
+    shape = math.prod(shape[:-1]), shape[-1]
     x = random_bits(shape, variant.dtype, seed=1)
     x = np.where(np.isfinite(x.astype(np.float32)), x, 1).astype(x.dtype)
     weight = np.random.default_rng(0).normal(size=shape[1]).astype(np.float32)
@@ -188,9 +208,8 @@ def run_norm(variant, layout: str, shape: tuple[int, int], implementation="cuted
         norm = partial(norm, residual=x[::-1].copy())
     with jax.default_device(jax.devices("cpu")[0]):
         want = jax.jit(partial(norm, implementation="xla"))(x, weight)
-    got = jax.jit(partial(norm, implementation=implementation))(x, weight)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (bytes_of(a) == bytes_of(b)).all(), (variant.name, layout, shape)
+    got = jax.jit(partial(norm, implementation="cutedsl"))(x, weight)
+    assert_same(got, want, variant.name, layout, shape)
 
 
 def run_product(product) -> None:
@@ -208,7 +227,9 @@ def run_product(product) -> None:
         return jax_mx.MXArray(values, scales.view(SCALE_DTYPE), format, -1, ROW_MAJOR)
 
     with jax.default_device(jax.devices("cpu")[0]):
-        if product.op == "wgrad":
+        if product.op == "amaxes":
+            args, op = (random_bits((2, 320, 264), "bfloat16"),), amaxes
+        elif product.op == "wgrad":
             x, dy = (rng.integers(-2, 3, (300, m)).astype(product.floats) for m in (136, n))
             args, op = (x, dy, np.array([140, 0, 150], np.int32)), gemm_wgrad
         elif product.op == "wgrad_fp8":
@@ -225,12 +246,18 @@ def run_product(product) -> None:
             op = partial(op, activation="swiglu") if product.gated else op
         if product.op in ("matmul_fp8", "wgrad_fp8"):
             op = partial(op, window=product.window)
-        want = np.asarray(jax.jit(partial(op, implementation="xla"))(*args))
-    got = np.asarray(jax.jit(partial(op, implementation="cutedsl"))(*args))
+        want = jax.jit(partial(op, implementation="xla"))(*args)
+    got = jax.jit(partial(op, implementation="cutedsl"))(*args)
     near = 2.0**-6 if product.gated else 0  # an exponential, rounded to bfloat16
-    np.testing.assert_allclose(
-        got.astype(float), want.astype(float), rtol=near, err_msg=product.name
-    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a).astype(float), np.asarray(b).astype(float)
+        np.testing.assert_allclose(a, b, rtol=near, err_msg=product.name)
+
+
+def amaxes(x, implementation):
+    """Those of rows and of columns."""
+    plan = ProductPlan("amaxes", (), AMAX, False, 128, implementation=implementation)
+    return products_p["amaxes"].bind(x, plan=plan)
 
 
 if __name__ == "__main__":

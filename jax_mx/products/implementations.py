@@ -26,8 +26,9 @@ from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.products import choices, kernels
 from jax_mx.products.dot import Call, Dot, Operand, both_along, key_of, refused, scale_floats
 
-# sm_90's FP8 tensor cores add products aligned to the largest of them, with 13 bits behind it.
-FP8_ERROR = 2.0**-12
+# sm_90's FP8 tensor cores cut products at 2^-13 of the largest of them. Of the normal numbers that
+# `measuring` draws, no sum was off by more than 4e-4 of sum |a||b| (tests/test_gemm.py).
+FP8_ERROR = 2.0**-10
 
 
 @dataclasses.dataclass(frozen=True)
