@@ -1,11 +1,13 @@
 """An MoE layer whose experts are split over all devices: tokens that move in MX, or as floats.
 
-    python -m benchmarks.moe_sharded [--tokens 2048 16384] [--json out.json]
+    python -m benchmarks.moe_sharded [--tokens 2048 16384] [--data 2] [--json out.json]
 
 Each row is a number of tokens a device and one way: microseconds on the wall of a call, forward and
 backward with all gradients, the best of several batches of calls that follow each other. The two
 ways of a recipe differ in `wire` alone; "us/floats" is the ratio to the way that moves bfloat16, in
 the same run. "dispatch" is what brings all tokens to all devices, quantizing included, by itself.
+With `--data N` there are N copies of the experts, each split over an N-th of the devices, among
+which tokens move.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ WIRES = ("floats", "mx")
 
 
 def dispatches(mesh: Any) -> dict[str, Callable[..., Any]]:
-    """Ways to bring tokens (T, D), split along T, to all devices; bfloat16 first."""
-    split = partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)
+    """Ways to bring tokens (T, D), split along T, to all that share experts; bfloat16 first."""
+    specs = {"in_specs": P(("data", "d")), "out_specs": P("data")}
+    split = partial(jax.shard_map, mesh=mesh, check_vma=False, **specs)
     return {
         "floats": jax.jit(split(lambda x: jax.lax.all_gather(x, "d", tiled=True))),
         "mx": jax.jit(split(lambda x: jax_mx.all_gather(jax_mx.quantize(x), "d", tiled=True))),
@@ -52,7 +55,8 @@ def layers(recipe: Recipe) -> dict[str, Callable[..., Any]]:
 
 def operands(case: moe.Case, mesh: Any) -> tuple:
     """The operands of `moe.operands`, split: tokens and experts along their first axes."""
-    where = NamedSharding(mesh, P("d"))
+    tokens, experts = (NamedSharding(mesh, P(axes)) for axes in (("data", "d"), "d"))
+    where = (tokens, tokens, tokens, experts, experts, tokens)
     return jax.jit(partial(moe.operands, case), out_shardings=where)(jax.random.key(0))
 
 
@@ -77,13 +81,17 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=7168)
     parser.add_argument("--inner", type=int, default=2048)
     parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--data", type=int, default=1, metavar="N", help="copies of the experts")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     n, rows = jax.device_count(), []
-    mesh = jax.make_mesh((n,), ("d",), axis_types=(AxisType.Auto,))
+    if args.data < 1 or n % args.data:
+        parser.error(f"--data must divide the number of devices, {n}, got {args.data}")
+    kinds = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((args.data, n // args.data), ("data", "d"), axis_types=kinds)
 
     def told(row: dict) -> None:
-        rows.append(row)
+        rows.append({**row, "devices": n, "data": args.data})
         print("{what:24} {tokens:6} {moves:7} {us:9.1f} us {ratio:6.3f}".format(**row), flush=True)
         if args.json:
             report.write_record(args.json, "python -m benchmarks.moe_sharded", rows)

@@ -4,13 +4,16 @@
 
 The model is that of examples/train_moe.py, wider; with --small as it is, which a CPU trains, too.
 Each row is one way to compute it: milliseconds of a step (the median on the host's clock, each step
-waited for), and the mean loss of the last twentieth of all steps.
+waited for), tokens a second, and the mean loss of the last twentieth of all steps. `--devices 1 2`
+trains on one device, then on two, each of which has as many rows as the one had.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +21,11 @@ from pydoc_data import topics
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import report
 from examples import train_moe
@@ -48,22 +52,34 @@ SLOW = 100  # steps of a way that is there for its time alone
 WIDER = {"width": 1024, "inner": 512, "layers": 2, "length": 512, "rows": 16, "heads": 8}
 
 
-def run(recipe: Any, implementation: str | None, steps: int, rate: float) -> tuple[float, list]:
-    """Milliseconds of a step, and all losses."""
+def run(
+    recipe: Any, implementation: str | None, steps: int, rate: float, devices: int = 1
+) -> tuple[float, list[float]]:
+    """Milliseconds of a step, and all losses; split as the example splits it."""
     pieces, length = np.fromfile(topics.__file__, np.uint8), train_moe.LENGTH
-    model = train_moe.Model(recipe, None, nnx.Rngs(0))
+    experts = math.gcd(devices, train_moe.EXPERTS)
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(-1, experts), ("data", "expert"))
+    model = train_moe.Model(recipe, "expert" if devices > 1 else None, nnx.Rngs(0))
     for block in model.blocks:
         block.moe = functools.partial(block.moe, implementation=implementation)
     optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
+
+    def placed(a: jax.Array) -> jax.Array:
+        return jax.device_put(a, NamedSharding(mesh, P(*("expert",) * (a.ndim == 3))))
+
+    nnx.update((model, optimizer), jax.tree.map(placed, nnx.state((model, optimizer))))
+    count, where = train_moe.ROWS * devices, NamedSharding(mesh, P(("data", "expert")))
     losses, times = [], []
     for i in range(steps):
-        starts = np.random.default_rng(i).integers(0, len(pieces) - length, (train_moe.ROWS, 1))
-        rows = jax.device_put(jnp.asarray(pieces[starts + np.arange(length + 1)], jnp.int32))
+        starts = np.random.default_rng(i).integers(0, len(pieces) - length, (count, 1))
+        rows = jax.device_put(pieces[starts + np.arange(length + 1)].astype(np.int32), where)
         jax.block_until_ready(rows)
         start = time.perf_counter()
-        losses.append(float(train_moe.step(model, optimizer, rows)))
+        with jax.set_mesh(mesh):
+            losses.append(float(train_moe.step(model, optimizer, rows)))
         times.append(time.perf_counter() - start)
-    return 1e3 * float(np.median(times[TIMED : 2 * TIMED])), losses
+    settled = times[TIMED : 2 * TIMED] or times[-1:]
+    return 1e3 * float(np.median(settled)), losses
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,27 +93,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--ways", nargs="+", default=[*WAYS], choices=[*WAYS, *PARTS], metavar="WAY"
     )
+    said = "how many devices to train on, by default one"
+    parser.add_argument("--devices", type=int, nargs="+", default=[1], metavar="N", help=said)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
+    if max(args.devices) > jax.device_count() or min(args.devices) < 1:
+        parser.error(f"--devices must be 1 to {jax.device_count()}, got {args.devices}")
     own = {name: getattr(train_moe, name.upper()) for name in WIDER} if args.small else WIDER
     sizes = {name: getattr(args, name) or size for name, size in own.items()}
     for name, size in sizes.items():
         setattr(train_moe, name.upper(), size)
     rows = []
-    for name in args.ways:
+    for name, devices in itertools.product(args.ways, args.devices):
         recipe, implementation = {**WAYS, **PARTS}[name]
         steps = min(args.steps, SLOW) if "lax" in name else args.steps
         start = time.perf_counter()
-        ms, losses = run(recipe, implementation, steps, args.rate)
-        row = {"way": name, **sizes, "steps": steps}
-        row |= {
-            "ms": round(ms, 3),
-            "loss": round(float(np.mean(losses[-max(steps // 20, 1) :])), 4),
-        }
+        ms, losses = run(recipe, implementation, steps, args.rate, devices)
+        loss = float(np.mean(losses[-max(steps // 20, 1) :]))
+        row = {"way": name, **sizes, "steps": steps, "devices": devices}
+        row |= {"ms": round(ms, 3), "loss": round(loss, 4)}
+        row |= {"tokens_s": round(1e3 * devices * sizes["rows"] * sizes["length"] / ms)}
         row |= {"losses": [round(float(x), 4) for x in losses[:: max(steps // 100, 1)]]}
         rows.append(row)
         took = time.perf_counter() - start
-        print(f"{name:24} {ms:8.2f} ms  loss {row['loss']:.4f}  ({took:.0f} s)", flush=True)
+        on = f" on {devices}" * (args.devices != [1])
+        print(f"{name + on:30} {ms:8.2f} ms  loss {loss:.4f}  ({took:.0f} s)", flush=True)
         if args.json:
             report.write_record(args.json, "python -m benchmarks.moe_step", rows)
 

@@ -26,6 +26,8 @@ from benchmarks import (
     baselines,
     guard,
     issue_model,
+    moe_sharded,
+    moe_step,
     peers,
     plot,
     products,
@@ -763,6 +765,32 @@ def test_products_of_peers_are_further_rows(tmp_path, monkeypatch):
     assert [row["implementation"] for row in (tiles, other, groups[0])] == [*peers.PRODUCTS]
     assert other["error"] == "no sm_42" and {row["case"] for row in (tiles, other)} == {"many"}
     assert [row["case"] for row in groups] == ["groups", "wgrad"]
+
+
+# ---- on several devices ---
+@pytest.mark.thorough
+def test_a_training_step_on_several_devices(tmp_path):
+    path = tmp_path / "steps.json"
+    options = ["--small", "--steps", "2", "--ways", "mxfp8", "--devices", "1", "4"]
+    with jax.numpy_dtype_promotion("standard"):  # which flax wants
+        moe_step.main([*options, "--json", str(path)])
+    one, four = json.loads(path.read_text())["rows"]
+    assert (one["devices"], four["devices"]) == (1, 4)
+    for row in (one, four):
+        tokens = row["devices"] * row["rows"] * row["length"]
+        assert row["tokens_s"] == pytest.approx(1e3 * tokens / row["ms"], rel=1e-3)
+        assert row["losses"][1] < row["losses"][0] < 8
+
+
+@pytest.mark.thorough
+def test_a_layer_of_experts_on_several_devices(tmp_path, monkeypatch):
+    path = tmp_path / "layers.json"
+    sizes = ["--tokens", "32", "--width", "64", "--inner", "64", "--calls", "1", "--data", "2"]
+    monkeypatch.setattr("sys.argv", ["moe_sharded", *sizes, "--json", str(path)])
+    moe_sharded.main()
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["what"] for row in rows} == {"dispatch", *moe_sharded.RECIPES}
+    assert {(row["devices"], row["data"]) for row in rows} == {(8, 2)}
 
 
 # ---- all tables ---
