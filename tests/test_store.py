@@ -26,7 +26,7 @@ from jax_mx.facts import toolchains, verified
 from jax_mx.facts.content import key_of
 from jax_mx.facts.variants import VARIANTS
 from jax_mx.lowering import compiler, primitive, store
-from jax_mx.ops.quantize import quantized
+from jax_mx.ops.quantizing import quantized
 from jax_mx.testing import emulate
 
 pytest.importorskip("flydsl")

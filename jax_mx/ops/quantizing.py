@@ -1,9 +1,10 @@
-"""From a caller's arrays to the operands of a quantizer's primitive."""
+"""One call of a quantizer: from a caller's arrays to its primitive's operands, and back."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,9 +18,12 @@ from jax_mx.arrays.views import Viewed
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.sources import ADDED, RMS_NORM, ROWS, Source, X
 from jax_mx.facts.windows import lengths_of
+from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, made, weights_of
-from jax_mx.ops.placing import placed
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.placing import placed, require_kernel
+from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Data, block_data_of
 
 
@@ -46,6 +50,57 @@ class Norm:
         if self.residual is None:
             return RMS_NORM, (self.weight,)
         return ADDED, (self.residual, self.weight)
+
+
+def called(
+    op: str,
+    asked: Options,
+    x: Any,
+    data: tuple[Data, ...],
+    rows: Any,
+    activation: Any,
+) -> tuple[Any, ...]:
+    """Checks and plans a call, and runs it; returns what `quantized` does.
+
+    Args:
+      op: "quantize" or "quantize_both".
+      asked: the caller's options.
+      x: see `quantize`; so are rows and activation.
+      data: of each direction, see `preprocessing.data_of`.
+      rows: see `quantize`.
+      activation: see `quantize`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `quantize`.
+    """
+    x, like, source, other = made_of(op, x, rows, activation)
+    if source:
+        eps = getattr(activation, "eps", 0.0)
+        asked = dataclasses.replace(asked, source=source, eps=eps)
+    plan = planned(op, like, asked)
+    require_kernel(plan)
+    return tuple(quantized(x, data, other, plan=plan))
+
+
+@partial(jax.jit, static_argnames="plan")
+def quantized(
+    x: jax.Array, data: tuple[Data, ...], other: tuple[jax.Array, ...] = (), *, plan: Plan
+) -> list[Any]:
+    """One MXArray per result, for an x that the plan fits; of a norm, then the factors of rows.
+
+    Under jit, so that eager calls are quick, and calls with one plan share one function of the
+    program that they are in, with all its attributes.
+    """
+    operands, viewed, on_views, beside = operands_of(x, data, other, plan)
+    outs = quantizers.quantize(operands, on_views)
+    found = []
+    for i, (result, format) in enumerate(zip(plan.view.results, plan.formats, strict=True)):
+        axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
+        pair = outs[2 * i : 2 * i + 2]
+        (values, scales), axis = viewed.from_arrays(pair, result, axes, format, plan.transpose)
+        fields = (format, axis, plan.scale_layout, plan.block, plan.value_layouts[i])
+        found.append(MXArray(values, scales, *fields, plan.preprocessing[i].window))
+    return [*found, *beside, *outs[2 * len(found) :]]
 
 
 def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, Source, tuple]:
@@ -166,8 +221,9 @@ def operands_of(
     x = placed(x, x.shape, plan)
     viewed = Viewed.of(plan.view, x.shape, spec_of(x), plan.first_axis)
     operands = [viewed.to_floats(x)]
-    for array, a in zip(plan.given_data, block_data_of(x, data, plan), strict=True):
-        operands.append(viewed.to_blocks(a, plan.view.results[array.of]))
+    if plan.given_data:
+        for array, a in zip(plan.given_data, block_data_of(x, data, plan), strict=True):
+            operands.append(viewed.to_blocks(a, plan.view.results[array.of]))
     return operands, viewed, plan.of_view, beside
 
 
