@@ -15,7 +15,6 @@ from jax_mx import reference
 from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
-from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.sources import ADDED, RMS_NORM, ROWS, Source, X
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import quantizers
@@ -186,29 +185,7 @@ def operands_of(
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
     beside = []
-    if other and _in_one_call(x, other, plan):
-        if plan.source.norm:
-            viewed = Viewed.of(plan.view, x.shape, (None,) * x.ndim, plan.first_axis)
-            spans = zip(plan.form.spans, x.shape[-2:], strict=True)
-            tail = [m for along, n in spans for m in ((n // BLOCK, BLOCK) if along else (n,))]
-            *residual, weight = other
-            x, *residual = (a.reshape(*a.shape[:-2], *tail) for a in (x, *residual))
-            return [x, *residual, weight], viewed, plan, beside
-        codes, halves = plan.source.codes, 1 if plan.source.rows else 2
-        count, length = other[0].shape[0], x.shape[1] // halves
-        columns = x.shape[1] if plan.source.gradient else length
-        viewed = Viewed.of(plan.view, (count, columns), (None, None), plan.first_axis)
-        # Kernels count an axis in blocks of 32 where blocks run along it, else in elements.
-        down, across = plan.form.spans
-        tail = (length // BLOCK, BLOCK) if across else (length,)
-        by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
-        more = [a if codes else a.reshape(count, *tail) for a in other[1:]]
-        if plan.source.interleaved:
-            x = x.reshape(x.shape[0], *((length // BLOCK, 2 * BLOCK) if across else (length, 2)))
-        else:
-            x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
-        return [x, by_row, *more], viewed, plan, beside
-    if other:
+    if plan.source and not _in_one_call(x, other, plan):
         if plan.source.norm:
             *residual, weight = other
             x = reference.added(x, *residual) if residual else x
@@ -218,6 +195,11 @@ def operands_of(
         else:
             x = _floats_of(x, other, plan.source)
         plan = dataclasses.replace(plan, source=X, eps=0.0)
+    if plan.source:
+        operands = quantizers.source_operands(x, other, plan)
+        shape = quantizers.floats_shape(operands, plan)
+        viewed = Viewed.of(plan.view, shape, (None,) * len(shape), plan.first_axis)
+        return operands, viewed, plan, beside
     x = placed(x, x.shape, plan)
     viewed = Viewed.of(plan.view, x.shape, spec_of(x), plan.first_axis)
     operands = [viewed.to_floats(x)]
