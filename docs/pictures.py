@@ -266,7 +266,7 @@ def path() -> Figure:
         ("ops.quantize", f"quantize(x, {call})", f"x {shape} bfloat16"),
         ("ops.planning", "one call, canonical: a Plan; a bad call raises here",
          f"form {plan.form}, {plan.format.name}, {plan.scale_layout.name}"),
-        ("ops.inputs", "the operands: x in whole blocks, with what each block needs beside it",
+        ("ops.quantizing", "the operands: x in whole blocks, with what each block needs beside it",
          f"blocks of {plan.block}, tiles of {plan.scale_layout.tile}"),
         ("arrays.views", "x as the kernel sees it; a bitcast to XLA",
          f"view {viewed}, in memory order {view.operand}"),

@@ -1,5 +1,7 @@
 """What stands in two places says the same in both; documents and examples do what they say."""
 
+import contextlib
+import dataclasses
 import inspect
 import os
 import re
@@ -7,13 +9,18 @@ import resource
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
-from helpers import on_eight
+from helpers import lowered_apart, on_eight
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 import jax_mx
 from jax_mx.facts import toolchains
@@ -120,6 +127,73 @@ def test_both_dsls_have_the_same_kernels():
         tiled = ("blocked_128x4", "shuffled_32x8")[: 1 + more]
         plain = v.form.is_square or v.source.gradient
         assert layouts_of(v) == (("row_major",) if plain else ("row_major", *tiled))
+
+
+# ---- the path of a tensor ---
+MOST = 19  # stations; it had 38
+
+
+def _has(value: Any, kinds: tuple[type, ...], depth: int = 4) -> bool:
+    """Whether a value is of one of these types, or holds one that is."""
+    if isinstance(value, kinds):
+        return True
+    if isinstance(value, mlir.LoweringRuleContext):  # of whose fields many are all programs'
+        value = [value.avals_in, value.avals_out]
+    elif isinstance(value, dict):
+        value = [*value.values()]
+    elif dataclasses.is_dataclass(value) and type(value).__module__.startswith("jax_mx."):
+        value = [*vars(value).values()]
+    if depth == 0 or not isinstance(value, list | tuple):
+        return False
+    return any(_has(each, kinds, depth - 1) for each in value)
+
+
+@contextlib.contextmanager
+def followed(kinds: tuple[type, ...]) -> Iterator[list[str]]:
+    """The modules of jax_mx whose functions are called with a value of these types, in order.
+
+    Those that are called one after the other in a module are one station.
+    """
+    package, found = Path(jax_mx.__file__).parent, []
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        path = Path(code.co_filename)
+        if event != "call" or code.co_name.startswith("<") or package not in path.parents:
+            return
+        many = bool(code.co_flags & inspect.CO_VARARGS) + bool(
+            code.co_flags & inspect.CO_VARKEYWORDS
+        )
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + many]
+        module = path.relative_to(package).with_suffix("").as_posix()
+        if found[-1:] != [module] and any(_has(frame.f_locals.get(n), kinds) for n in names):
+            found.append(module)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+@in_checkout
+def test_the_path_of_a_tensor(without_code):
+    """Its stations, as CONTRIBUTING has them: x, its tracers, abstract values and MLIR's."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    text = text.partition("**The path of a tensor.**")[2].partition("When XLA instantiates")[0]
+    said = re.findall(r"^\d+\. `(\S+)`: ", text, flags=re.M)
+    x = jnp.ones((3, 160, 96), jnp.bfloat16)
+    kinds = (jax.Array, type(jax.typeof(x)), ir.Value)
+    with lowered_apart(), followed(kinds) as traced:
+        call = jax.jit(jax_mx.quantize).trace(x)
+    lowered = {}
+    for platform in ("cpu", "cuda"):
+        with lowered_apart(), followed(kinds) as lowered[platform]:
+            call.lower(lowering_platforms=(platform,))
+    assert traced + lowered["cpu"] == said
+    assert traced + lowered["cuda"] == said[:16]
+    assert len(said) <= MOST
 
 
 # ---- what documents run --------------------------------------------------------------------------

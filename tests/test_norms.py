@@ -33,7 +33,7 @@ from jax_mx.kernels.flydsl import gcn
 from jax_mx.kernels.geometry import Extents
 from jax_mx.lowering import store
 from jax_mx.lowering.quantizers import MOST_NORMED_ROWS
-from jax_mx.ops.inputs import Norm
+from jax_mx.ops.quantizing import Norm
 
 P = PartitionSpec
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}

@@ -26,12 +26,17 @@ from jax_mx.facts import toolchains, verified
 from jax_mx.facts.content import key_of
 from jax_mx.facts.variants import VARIANTS
 from jax_mx.lowering import compiler, primitive, store
-from jax_mx.ops.quantize import quantized
+from jax_mx.ops.quantizing import quantized
 from jax_mx.testing import emulate
 
 pytest.importorskip("flydsl")
-AMD = next(v for v in VARIANTS if v.implementation == "flydsl")
-ARCH = "gfx950"
+FIRST = {dsl: next(v for v in VARIANTS if v.implementation == dsl) for dsl in ("flydsl", "cutedsl")}
+AMD, ARCH = FIRST["flydsl"], "gfx950"
+KERNELS = [  # one that each DSL compiles
+    pytest.param(FIRST[dsl], arch, id=dsl)
+    for dsl, arch in (("flydsl", ARCH), ("cutedsl", "sm_90a"))
+]
+each_dsl = pytest.mark.parametrize("kernel, arch", KERNELS)
 
 
 @pytest.fixture
@@ -44,22 +49,24 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def sha256_of_verified() -> str:
-    return verified.read(ARCH)[AMD.name]["sha256"]
+def sha256_of_verified(kernel=AMD, arch: str = ARCH) -> str:
+    return verified.read(arch)[kernel.name]["sha256"]
 
 
-def test_a_kernel_is_compiled_once_and_says_so(cache, caplog):
+@each_dsl
+def test_a_kernel_is_compiled_once_and_says_so(kernel, arch, cache, caplog):
     with caplog.at_level(logging.WARNING, logger="jax_mx"):
-        first = store.get(AMD, ARCH)
+        first = store.get(kernel, arch)
     (line,) = caplog.messages
-    assert line == f"jax_mx: compiling {AMD.name} for {ARCH} (kept in {cache})"
-    assert first.sha256 == sha256_of_verified() == hashlib.sha256(first.image).hexdigest()
+    assert line == f"jax_mx: compiling {kernel.name} for {arch} (kept in {cache})"
+    want = sha256_of_verified(kernel, arch)
+    assert first.sha256 == want == hashlib.sha256(first.image).hexdigest()
     caplog.clear()
-    assert store.get(AMD, ARCH) == first and not caplog.messages
+    assert store.get(kernel, arch) == first and not caplog.messages
     store._read.clear()  # as another process finds it
-    assert store.get(AMD, ARCH) == first and not caplog.messages
+    assert store.get(kernel, arch) == first and not caplog.messages
     names = {path.name for path in cache.iterdir()} - {"pycache"}
-    assert names == {"kernels", f"{key_of(AMD, ARCH)}.json"}
+    assert names == {"kernels", f"{key_of(kernel, arch)}.json"}
 
 
 @pytest.mark.parametrize(
@@ -83,20 +90,20 @@ def test_damage_is_noticed_and_mended(cache, what):
 
 
 CODE = """
-    import sys, time
-    import jax, jax.numpy as jnp
+    import sys
     from jax_mx.facts.variants import VARIANTS
     from jax_mx.lowering import store
-    variant = next(v for v in VARIANTS if v.implementation == "flydsl")
+    dsl, arch = sys.argv[1:]
+    variant = next(v for v in VARIANTS if v.implementation == dsl)
     print("ready", flush=True)
-    print(store.get(variant, "gfx950").sha256, flush=True)
+    print(store.get(variant, arch).sha256, flush=True)
 """
 
 
-def start(cache) -> subprocess.Popen:
+def start(cache, kernel, arch: str) -> subprocess.Popen:
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_MX_CACHE": str(cache)}
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(CODE)],
+        [sys.executable, "-c", textwrap.dedent(CODE), kernel.implementation, arch],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -105,10 +112,11 @@ def start(cache) -> subprocess.Popen:
     )
 
 
-def test_two_processes_want_one_kernel_and_one_is_killed(tmp_path):
+@each_dsl
+def test_two_processes_want_one_kernel_and_one_is_killed(kernel, arch, tmp_path):
     """Both get the right bytes; after one is killed in the middle, so does the next."""
-    cache = tmp_path / "cache"
-    victim = start(cache)
+    cache, want = tmp_path / "cache", sha256_of_verified(kernel, arch)
+    victim = start(cache, kernel, arch)
     assert victim.stdout.readline() == "ready\n"
     while not list(cache.glob(".*.lock")):  # it compiles
         time.sleep(0.01)
@@ -116,20 +124,19 @@ def test_two_processes_want_one_kernel_and_one_is_killed(tmp_path):
     os.killpg(victim.pid, signal.SIGKILL)
     victim.communicate()
     assert not list(cache.glob("*.json"))
-    both = [start(cache) for _ in range(2)]
+    both = [start(cache, kernel, arch) for _ in range(2)]
     outs = [process.communicate(timeout=120) for process in both]
-    assert [out.split() for out, _ in outs] == [["ready", sha256_of_verified()]] * 2, outs
+    assert [out.split() for out, _ in outs] == [["ready", want]] * 2, outs
     said = sum("compiling" in errors for _, errors in outs)
     assert said == 1  # the other one waited
-    assert hashlib.sha256((cache / "kernels" / sha256_of_verified()).read_bytes()).hexdigest() == (
-        sha256_of_verified()
-    )
+    assert hashlib.sha256((cache / "kernels" / want).read_bytes()).hexdigest() == want
 
 
-def test_eight_threads_compile_one_kernel(cache, caplog):
+@each_dsl
+def test_eight_threads_compile_one_kernel(kernel, arch, cache, caplog):
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: store.get(AMD, ARCH).sha256, range(8)))
-    assert {*found} == {sha256_of_verified()}
+        found = list(pool.map(lambda _: store.get(kernel, arch).sha256, range(8)))
+    assert {*found} == {sha256_of_verified(kernel, arch)}
     assert sum("compiling" in line for line in caplog.messages) == 1
 
 

@@ -74,15 +74,6 @@ def resharded(x: jax.Array, spec: Sequence, mesh) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def reshape(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
-    """x.reshape, to the partition spec `spec` on a mesh with explicit axes."""
-    mesh = jax.typeof(x).sharding.mesh
-    if not is_explicit(mesh):
-        return jax.lax.reshape(x, shape)
-    spec = (*spec, *[None] * (len(shape) - len(spec)))
-    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*spec)))
-
-
 def spread(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
     """x repeated along its dimensions of length 1, of the partition spec `spec`."""
     mesh = jax.typeof(x).sharding.mesh

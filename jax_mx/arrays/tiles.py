@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.sharding import gathered, reshape, spec_of
+from jax_mx.arrays.reshaping import reshape
+from jax_mx.arrays.sharding import gathered, spec_of
 from jax_mx.facts.layouts import Layout
 
 

@@ -70,14 +70,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays import tiles
-from jax_mx.arrays.sharding import Spec, reshape, spec_of
+from jax_mx.arrays.reshaping import Shape, from_view, reshape, to_view
+from jax_mx.arrays.sharding import Spec, spec_of
 from jax_mx.arrays.units import MERGED, SPLIT, Order, moved, split
 from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout, ScaleLayout, ValueLayout
 from jax_mx.facts.windows import Window, lengths_of
-
-Shape = tuple[int, ...]
 
 
 # ---- shapes and partition specs of stored arrays ---
@@ -500,34 +499,3 @@ class Viewed:
             moved = moves and not layout.is_tiled
             found.append(jnp.moveaxis(array, -2, self.axis) if moved else array)
         return found, self.axis if moves else axes[-1]
-
-
-def to_view(x: jax.Array, shape: Shape, spec: Spec, order: Order) -> jax.Array:
-    """x as leading dimensions and a tail.
-
-    Args:
-      x: any array.
-      shape: of the view.
-      spec: its partition spec; matters with explicit axes only.
-      order: of the tail's dimensions in memory.
-    """
-    places = _places(len(shape), order)
-    x = reshape(x, tuple(shape[i] for i in places), tuple(spec[i] for i in places))
-    return x.transpose(sorted(range(len(places)), key=places.__getitem__))
-
-
-def from_view(x: jax.Array, shape: Shape, spec: Spec, order: Order) -> jax.Array:
-    """The inverse of `to_view`: the array of `shape` and `spec` whose view x is."""
-    x = x.transpose(_places(x.ndim, order))
-    return reshape(x, shape, spec)
-
-
-def minor_to_major(ndim: int, order: Order) -> tuple[int, ...]:
-    """The order as XLA's layouts have it, for a view of `ndim` dimensions."""
-    return _places(ndim, order)[::-1]
-
-
-def _places(ndim: int, order: Order) -> tuple[int, ...]:
-    """All dimensions of a view in memory order."""
-    lead = ndim - len(order)
-    return (*range(lead), *(lead + i for i in order))

@@ -32,7 +32,8 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
 
 from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
-from jax_mx.arrays.views import View, minor_to_major
+from jax_mx.arrays.reshaping import minor_to_major
+from jax_mx.arrays.views import View
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
@@ -46,6 +47,8 @@ from jax_mx.lowering.targets import Target, target_of
 
 # What makes operands vary over the same manual axes; since 0.10.1 under the first name.
 vary_alike = getattr(core, "auto_insert_reshard", None) or vars(core)["standard_insert_pvary"]
+# Insists that abstract operands do, behind the op's name for the message.
+agree = core.standard_vma_rule
 
 logger = logging.getLogger("jax_mx")
 
@@ -53,11 +56,6 @@ logger = logging.getLogger("jax_mx")
 def varies(x: Any) -> bool:
     """Whether an array is known to differ among the shards of a shard_map around it."""
     return "{V:" in jax.typeof(x).str_short()
-
-
-def agree(op: str, *operands: Any) -> None:
-    """Insists that abstract operands vary over the same manual axes; `op` is for the message."""
-    core.standard_vma_rule(op, *operands)
 
 
 def is_tracing() -> bool:
@@ -245,8 +243,10 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
     if not support:
         raise NotImplementedError(support.reason)
     in_jnp = op.reference
-    is_beyond = op.is_beyond(*ctx.avals_in, plan=plan, platform=target.platform)
-    if support.via_floats or is_beyond or (plan.signature.has_source and target.partitioned):
+    if support.via_floats or (
+        plan.signature.has_source
+        and (target.partitioned or op.is_beyond(*ctx.avals_in, plan=plan, platform=target.platform))
+    ):
         in_jnp = cast(Callable, op.via_floats)  # XLA splits them, and the call behind
     elif support.via_transpose:
         in_jnp = cast(Callable, op.via_transpose)

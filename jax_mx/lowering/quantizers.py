@@ -56,17 +56,48 @@ def _factors(operands: Sequence[Any], plan: Plan) -> list:
     return [factors, *[x] * plan.source.added]
 
 
+def source_operands(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
+    """The operands of `quantize` where the plan has a source, of arrays as callers have them.
+
+    Args:
+      x: what floats are made of; so is `other`.
+      other: the operands beside x: numbers of rows, and the scales of codes; of an activation the
+        weights of rows, and of its gradient dy; of a norm the residual, if any, and weights.
+      plan: the call.
+    """
+    down, across = plan.form.spans  # an axis is counted in blocks where these run along it
+    if plan.source.norm:
+        spans = zip((down, across), x.shape[-2:], strict=True)
+        tail = [m for along, n in spans for m in ((n // BLOCK, BLOCK) if along else (n,))]
+        *residual, weight = other
+        return [*(a.reshape(*a.shape[:-2], *tail) for a in (x, *residual)), weight]
+    halves = 1 if plan.source.rows else 2
+    count, length = other[0].shape[0], x.shape[1] // halves
+    tail = (length // BLOCK, BLOCK) if across else (length,)
+    by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
+    more = [a if plan.source.codes else a.reshape(count, *tail) for a in other[1:]]
+    if plan.source.interleaved:
+        x = x.reshape(x.shape[0], *((length // BLOCK, 2 * BLOCK) if across else (length, 2)))
+    else:
+        x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
+    return [x, by_row, *more]
+
+
+def floats_shape(operands: Sequence[Any], plan: Plan) -> tuple[int, ...]:
+    """The shape of the floats that are made of what `source_operands` gave."""
+    x = operands[0]
+    if plan.source.norm:
+        return _normed_shape(x.shape, plan)
+    by_row = operands[plan.signature.number("rows" if plan.source.rows else "weights")]
+    return math.prod(by_row.shape), math.prod(x.shape[1:]) // (1 + plan.source.makes_one_of_two)
+
+
 def _floats(operands: Sequence[Any], plan: Plan):
     """The abstract value of the floats, in the view of the plan's form."""
     x = operands[0]
     if not plan.source:
         return x
-    if plan.source.norm:
-        shape = _normed_shape(x.shape, plan)
-    else:
-        by_row = operands[plan.signature.number("rows" if plan.source.rows else "weights")]
-        columns = math.prod(x.shape[1:]) // (1 + plan.source.makes_one_of_two)
-        shape = (math.prod(by_row.shape), columns)
+    shape = floats_shape(operands, plan)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     return x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)

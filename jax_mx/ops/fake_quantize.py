@@ -29,7 +29,7 @@ from jax_mx.ops.preprocessing import (
     preprocessing_of,
     rotated,
 )
-from jax_mx.ops.quantize import quantized
+from jax_mx.ops.quantizing import quantized
 
 
 def fake_quantize(

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from jax_mx.arrays.checks import block_of, shown, whole, window_of
-from jax_mx.arrays.views import moved_last
 from jax_mx.facts.formats import BLOCK, FORMATS, named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, SCALE_LAYOUTS, VALUE_LAYOUTS
 from jax_mx.facts.windows import Window
@@ -163,24 +162,6 @@ class Padding:
 
 
 UNKNOWN = Padding()
-
-
-def padding_of(q: Any, known: Padding = UNKNOWN) -> Padding:
-    """The padding that belongs to the shape of an array's values.
-
-    Args:
-      q: an MXArray, also one whose leaves are no arrays, as JAX makes them.
-      known: what is taken of such a one.
-    """
-    layout, shape = q.scale_layout, getattr(q.values, "shape", None)
-    if not layout.is_tiled:
-        return UNKNOWN
-    if not isinstance(shape, tuple) or len(shape) - q.value_layout.is_tiled < max(2, -q.axis):
-        return known
-    if not all(isinstance(n, int) for n in shape):
-        return UNKNOWN
-    *_, rows, length = moved_last(q.shape, q.axis)
-    return Padding((-rows % layout.pad[0], -(length // BLOCK) % layout.pad[1]))
 
 
 def register_for_export(kind: type) -> None:

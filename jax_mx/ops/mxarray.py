@@ -15,12 +15,12 @@ import numpy as np
 
 from jax_mx import reference
 from jax_mx.arrays.checks import axis_of, block_of, blocks_fit, blocks_in, values_fit
-from jax_mx.arrays.sharding import gathered, is_explicit, reshape, resharded, spec_of
+from jax_mx.arrays.reshaping import from_view, reshape
+from jax_mx.arrays.sharding import gathered, is_explicit, resharded, spec_of
 from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import (
     Viewed,
     divided,
-    from_view,
     moved_last,
     stored_shape,
     stored_spec,
@@ -40,7 +40,7 @@ from jax_mx.facts.windows import TILE, Window
 from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops import indexing, metadata
-from jax_mx.ops.metadata import Padding
+from jax_mx.ops.metadata import UNKNOWN, Padding
 from jax_mx.ops.placing import placed, require_kernel
 from jax_mx.ops.planning import plan_dequantize
 
@@ -105,7 +105,7 @@ class MXArray:
                 )
             axis = axis_of("MXArray", self.axis, ndim - self.value_layout.is_tiled)
             object.__setattr__(self, "axis", axis)
-        object.__setattr__(self, "padding", metadata.padding_of(self))
+        object.__setattr__(self, "padding", _padding_of(self))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -520,7 +520,7 @@ def checked(op: str, name: str, q: Any) -> MXArray:
             f"shape {scales}, got {q.scales.shape}; if a vmap put its axis behind the block axis, "
             "use out_axes=0"
         )
-    now = metadata.padding_of(q)
+    now = _padding_of(q)
     if now != q.padding:
         raise ValueError(
             f"{op}: {name} has been cut inside of a tile: of its last tiles of scales in "
@@ -528,6 +528,24 @@ def checked(op: str, name: str, q: Any) -> MXArray:
             f"now {now.sides}; index the MXArray, not its leaves, or cut at whole tiles"
         )
     return q
+
+
+def _padding_of(q: MXArray, known: Padding = UNKNOWN) -> Padding:
+    """The padding that belongs to the shape of an array's values.
+
+    Args:
+      q: the array, also one whose leaves are no arrays, as JAX makes them.
+      known: what is taken of such a one.
+    """
+    layout, shape = q.scale_layout, getattr(q.values, "shape", None)
+    if not layout.is_tiled:
+        return UNKNOWN
+    if not isinstance(shape, tuple) or len(shape) - q.value_layout.is_tiled < max(2, -q.axis):
+        return known
+    if not all(isinstance(n, int) for n in shape):
+        return UNKNOWN
+    *_, rows, length = moved_last(q.shape, q.axis)
+    return Padding((-rows % layout.pad[0], -(length // BLOCK) % layout.pad[1]))
 
 
 # ---- as a pytree ---
@@ -540,9 +558,10 @@ def _flatten(q: MXArray) -> tuple[tuple[Any, Any], Aux]:
 
 
 def _flatten_with_keys(q: MXArray) -> tuple[Any, Aux]:
-    key, children = jax.tree_util.GetAttrKey, (q.values, q.scales)
-    keys = key("values"), key(metadata.scales_name(metadata.fields_of(q)))
-    return tuple(zip(keys, children, strict=True)), _flatten(q)[1]
+    children, aux = _flatten(q)
+    *fields, _ = aux
+    keys = map(jax.tree_util.GetAttrKey, ("values", metadata.scales_name(tuple(fields))))
+    return tuple(zip(keys, children, strict=True)), aux
 
 
 def _unflatten(aux: Aux, children: Any) -> MXArray:
@@ -551,7 +570,7 @@ def _unflatten(aux: Aux, children: Any) -> MXArray:
     values, scales = children
     vars(q).update(zip(_STATIC, aux, strict=True), values=values, scales=scales)
     if q.scale_layout.is_tiled:
-        here = metadata.padding_of(q, q.padding)
+        here = _padding_of(q, q.padding)
         if q.padding.sides is None or here.sides is None:
             vars(q)["padding"] = here
     return q

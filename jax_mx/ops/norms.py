@@ -14,9 +14,9 @@ from jax_mx.arrays.checks import array_of, flag, shown
 from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
 from jax_mx.facts.formats import Format
 from jax_mx.lowering import primitive
-from jax_mx.ops.inputs import Norm
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize, quantize_both
+from jax_mx.ops.quantizing import Norm
 from jax_mx.reference.norms import settled
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.sharding import gathered, reshape, spec_of
+from jax_mx.arrays.reshaping import reshape
+from jax_mx.arrays.sharding import gathered, spec_of
 from jax_mx.ops.mxarray import MXArray, checked
 
 

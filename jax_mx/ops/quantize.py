@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,21 +9,18 @@ import jax
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.windows import Window
-from jax_mx.lowering import quantizers, store
-from jax_mx.lowering.plan import Plan
+from jax_mx.lowering import store
 from jax_mx.ops.activations import Gated
-from jax_mx.ops.inputs import made_of, operands_of
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.placing import require_kernel
-from jax_mx.ops.planning import Options, planned
+from jax_mx.ops.planning import Options
 from jax_mx.ops.preprocessing import (
-    Data,
     Hadamard,
     Stochastic,
     data_of,
     pairs,
     preprocessing_of,
 )
+from jax_mx.ops.quantizing import called
 
 # For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
 # its kernels; jax_mx must be imported where it runs.
@@ -119,7 +115,6 @@ def quantize(
       ShardingTypeError: on a mesh with explicit axes, a shard would split a block.
     """
     own = preprocessing_of("quantize", rounding, hadamard, window)
-    x, like, source, other = made_of("quantize", x, rows, activation)
     asked = Options(
         formats=(format,),
         axis=axis,
@@ -131,10 +126,9 @@ def quantize(
         zero_scale=zero_scale,
         value_layouts=(value_layout,),
         preprocessing=(own,),
-        source=source,
-        eps=getattr(activation, "eps", 0.0),
     )
-    found: Any = called("quantize", asked, x, like, (data_of(rounding, hadamard),), other)
+    data = (data_of(rounding, hadamard),)
+    found: Any = called("quantize", asked, x, data, rows, activation)
     return found if len(found) > 1 else found[0]  # of a `Norm`, factors too
 
 
@@ -184,7 +178,6 @@ def quantize_both(
       TypeError, ValueError, NotImplementedError: as for `quantize`.
     """
     each = pairs("quantize_both", rounding, hadamard)
-    x, like, source, other = made_of("quantize_both", x, rows, activation)
     asked = Options(
         formats=(format, format) if formats is None else formats,
         scaling=scaling,
@@ -194,56 +187,7 @@ def quantize_both(
         zero_scale=zero_scale,
         value_layouts=value_layouts,
         preprocessing=tuple(preprocessing_of("quantize_both", *two, window) for two in each),
-        source=source,
-        eps=getattr(activation, "eps", 0.0),
     )
     data = tuple(data_of(*two) for two in each)
-    found: Any = called("quantize_both", asked, x, like, data, other)
+    found: Any = called("quantize_both", asked, x, data, rows, activation)
     return found
-
-
-def called(
-    op: str,
-    asked: Options,
-    x: Any,
-    like: Any,
-    data: tuple[Data, ...],
-    other: tuple[jax.Array, ...],
-) -> tuple[Any, ...]:
-    """Plans a call and runs it; returns what `quantized` does.
-
-    Args:
-      op: "quantize" or "quantize_both".
-      asked: the caller's options, with the source of the floats.
-      x: what the source has; so is `other`, see `inputs.made_of`.
-      like: an array like the floats.
-      data: of each direction, see `preprocessing.data_of`.
-      other: the operands beside x.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `quantize`.
-    """
-    plan = planned(op, like, asked)
-    require_kernel(plan)
-    return tuple(quantized(x, data, other, plan=plan))
-
-
-@partial(jax.jit, static_argnames="plan")
-def quantized(
-    x: jax.Array, data: tuple[Data, ...], other: tuple[jax.Array, ...] = (), *, plan: Plan
-) -> list[Any]:
-    """One MXArray per result, for an x that the plan fits; of a norm, then the factors of rows.
-
-    Under jit, so that eager calls are quick, and calls with one plan share one function of the
-    program that they are in, with all its attributes.
-    """
-    operands, viewed, on_views, beside = operands_of(x, data, other, plan)
-    outs = quantizers.quantize(operands, on_views)
-    found = []
-    for i, (result, format) in enumerate(zip(plan.view.results, plan.formats, strict=True)):
-        axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
-        pair = outs[2 * i : 2 * i + 2]
-        (values, scales), axis = viewed.from_arrays(pair, result, axes, format, plan.transpose)
-        fields = (format, axis, plan.scale_layout, plan.block, plan.value_layouts[i])
-        found.append(MXArray(values, scales, *fields, plan.preprocessing[i].window))
-    return [*found, *beside, *outs[2 * len(found) :]]

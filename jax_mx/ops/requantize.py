@@ -10,11 +10,12 @@ from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.facts.sources import Source
 from jax_mx.facts.windows import Window
-from jax_mx.ops.inputs import numbers_of
 from jax_mx.ops.mxarray import MXArray, checked, dequantize
-from jax_mx.ops.planning import Options
+from jax_mx.ops.placing import require_kernel
+from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessing_of
-from jax_mx.ops.quantize import called, quantize
+from jax_mx.ops.quantize import quantize
+from jax_mx.ops.quantizing import numbers_of, quantized
 
 
 def requantize(
@@ -77,8 +78,9 @@ def requantize(
         source=Source(rows=True, codes=q.format.name),
     )
     like = jax.ShapeDtypeStruct((rows.shape[0], q.shape[1]), jnp.bfloat16)
-    data = (data_of(None, None),)
-    (found,) = called("quantize", asked, q.values, like, data, (rows, q.scales))
+    plan = planned("quantize", like, asked)
+    require_kernel(plan)
+    (found,) = quantized(q.values, (data_of(None, None),), (rows, q.scales), plan=plan)
     return found
 
 

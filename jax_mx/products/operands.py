@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.sharding import Spec, is_explicit, reshape, resharded, spec_of
+from jax_mx.arrays.reshaping import reshape
+from jax_mx.arrays.sharding import Spec, is_explicit, resharded, spec_of
 from jax_mx.facts.formats import BLOCK
 
 Dims = tuple[int, ...]

@@ -1,9 +1,10 @@
-"""From a caller's arrays to the operands of a quantizer's primitive."""
+"""One call of a quantizer: from a caller's arrays to its primitive's operands, and back."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,12 +15,14 @@ from jax_mx import reference
 from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
-from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.sources import ADDED, RMS_NORM, ROWS, Source, X
 from jax_mx.facts.windows import lengths_of
+from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, made, weights_of
-from jax_mx.ops.placing import placed
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.placing import placed, require_kernel
+from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Data, block_data_of
 
 
@@ -46,6 +49,57 @@ class Norm:
         if self.residual is None:
             return RMS_NORM, (self.weight,)
         return ADDED, (self.residual, self.weight)
+
+
+def called(
+    op: str,
+    asked: Options,
+    x: Any,
+    data: tuple[Data, ...],
+    rows: Any,
+    activation: Any,
+) -> tuple[Any, ...]:
+    """Checks and plans a call, and runs it; returns what `quantized` does.
+
+    Args:
+      op: "quantize" or "quantize_both".
+      asked: the caller's options.
+      x: see `quantize`; so are rows and activation.
+      data: of each direction, see `preprocessing.data_of`.
+      rows: see `quantize`.
+      activation: see `quantize`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `quantize`.
+    """
+    x, like, source, other = made_of(op, x, rows, activation)
+    if source:
+        eps = getattr(activation, "eps", 0.0)
+        asked = dataclasses.replace(asked, source=source, eps=eps)
+    plan = planned(op, like, asked)
+    require_kernel(plan)
+    return tuple(quantized(x, data, other, plan=plan))
+
+
+@partial(jax.jit, static_argnames="plan")
+def quantized(
+    x: jax.Array, data: tuple[Data, ...], other: tuple[jax.Array, ...] = (), *, plan: Plan
+) -> list[Any]:
+    """One MXArray per result, for an x that the plan fits; of a norm, then the factors of rows.
+
+    Under jit, so that eager calls are quick, and calls with one plan share one function of the
+    program that they are in, with all its attributes.
+    """
+    operands, viewed, on_views, beside = operands_of(x, data, other, plan)
+    outs = quantizers.quantize(operands, on_views)
+    found = []
+    for i, (result, format) in enumerate(zip(plan.view.results, plan.formats, strict=True)):
+        axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
+        pair = outs[2 * i : 2 * i + 2]
+        (values, scales), axis = viewed.from_arrays(pair, result, axes, format, plan.transpose)
+        fields = (format, axis, plan.scale_layout, plan.block, plan.value_layouts[i])
+        found.append(MXArray(values, scales, *fields, plan.preprocessing[i].window))
+    return [*found, *beside, *outs[2 * len(found) :]]
 
 
 def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, Source, tuple]:
@@ -131,29 +185,7 @@ def operands_of(
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
     beside = []
-    if other and _in_one_call(x, other, plan):
-        if plan.source.norm:
-            viewed = Viewed.of(plan.view, x.shape, (None,) * x.ndim, plan.first_axis)
-            spans = zip(plan.form.spans, x.shape[-2:], strict=True)
-            tail = [m for along, n in spans for m in ((n // BLOCK, BLOCK) if along else (n,))]
-            *residual, weight = other
-            x, *residual = (a.reshape(*a.shape[:-2], *tail) for a in (x, *residual))
-            return [x, *residual, weight], viewed, plan, beside
-        codes, halves = plan.source.codes, 1 if plan.source.rows else 2
-        count, length = other[0].shape[0], x.shape[1] // halves
-        columns = x.shape[1] if plan.source.gradient else length
-        viewed = Viewed.of(plan.view, (count, columns), (None, None), plan.first_axis)
-        # Kernels count an axis in blocks of 32 where blocks run along it, else in elements.
-        down, across = plan.form.spans
-        tail = (length // BLOCK, BLOCK) if across else (length,)
-        by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
-        more = [a if codes else a.reshape(count, *tail) for a in other[1:]]
-        if plan.source.interleaved:
-            x = x.reshape(x.shape[0], *((length // BLOCK, 2 * BLOCK) if across else (length, 2)))
-        else:
-            x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
-        return [x, by_row, *more], viewed, plan, beside
-    if other:
+    if plan.source and not _in_one_call(x, other, plan):
         if plan.source.norm:
             *residual, weight = other
             x = reference.added(x, *residual) if residual else x
@@ -163,11 +195,17 @@ def operands_of(
         else:
             x = _floats_of(x, other, plan.source)
         plan = dataclasses.replace(plan, source=X, eps=0.0)
+    if plan.source:
+        operands = quantizers.source_operands(x, other, plan)
+        shape = quantizers.floats_shape(operands, plan)
+        viewed = Viewed.of(plan.view, shape, (None,) * len(shape), plan.first_axis)
+        return operands, viewed, plan, beside
     x = placed(x, x.shape, plan)
     viewed = Viewed.of(plan.view, x.shape, spec_of(x), plan.first_axis)
     operands = [viewed.to_floats(x)]
-    for array, a in zip(plan.given_data, block_data_of(x, data, plan), strict=True):
-        operands.append(viewed.to_blocks(a, plan.view.results[array.of]))
+    if plan.given_data:
+        for array, a in zip(plan.given_data, block_data_of(x, data, plan), strict=True):
+            operands.append(viewed.to_blocks(a, plan.view.results[array.of]))
     return operands, viewed, plan.of_view, beside
 
 
