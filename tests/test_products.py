@@ -52,6 +52,7 @@ RECIPES = {
         forward=Product(hadamard=Hadamard(16)),
         wgrad=Product(hadamard=Hadamard(32, np.arange(32) % 3 - 1)),
     ),
+    "gradients in mxfp4": jax_mx.mxfp4_backward(KEY),
 }
 
 
@@ -77,14 +78,22 @@ def canonical(x, contracting, batch):
     return flat, back
 
 
-def taken(x, use, square):
-    """What a product takes of x (B, F, K): quantized along K and dequantized, float64."""
+def taken(x, use, square, turn=False):
+    """What a product takes of x (B, F, K): quantized along K and dequantized, float64.
+
+    With turn of x (B, K, F): rounding at random depends on where an element lies in x.
+    """
     x = jnp.asarray(np.asarray(x), jnp.float32)
+    if turn and use.rounding is None:
+        x, turn = x.mT, False
     if use.format is None:
         return np.asarray(x.astype(jnp.bfloat16), np.float64)
     pads = [(0, 0), (0, -x.shape[1] % 32), (0, -x.shape[2] % 32)]
-    q = jax_mx.quantize(jnp.pad(x, pads), use.format, hadamard=use.hadamard, **square)
-    return np.asarray(q.dequantize(jnp.float32), np.float64)[:, : x.shape[1]]
+    how = {"hadamard": use.hadamard, "rounding": use.rounding, **square}
+    how |= {"axis": -2, "transpose": True} if turn else {}
+    q = jax_mx.quantize(jnp.pad(x, pads), use.format, **how)
+    free = x.shape[2 if turn else 1]
+    return np.asarray(q.dequantize(jnp.float32), np.float64)[:, :free]
 
 
 def oracle(lhs, rhs, numbers, recipe, dy=None):
@@ -108,10 +117,9 @@ def oracle(lhs, rhs, numbers, recipe, dy=None):
         return product(taken(a, x, scaling), taken(b, w, block), lambda y: y)
     g = np.asarray(dy, np.float64).reshape(a.shape[0], a.shape[1], b.shape[1])
     (_, x), (_, w), (gd, gw) = (recipe.uses(name) for name in ("lhs", "rhs", "gradient"))
-    turned = [np.swapaxes(each, 1, 2) for each in (a, b, g)]
     return (
-        product(taken(g, gd, scaling), taken(turned[1], w, block), back_a),
-        product(taken(turned[2], gw, scaling), taken(turned[0], x, scaling), back_b),
+        product(taken(g, gd, scaling), taken(b, w, block, True), back_a),
+        product(taken(g, gw, scaling, True), taken(a, x, scaling, True), back_b),
     )
 
 
