@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec as P
 import jax_mx
 from jax_mx import Choice, autotune, explain, matmul
 from jax_mx.facts.chips import ARCHS, chips_of
-from jax_mx.facts.products import PRODUCTS, ROWS
-from jax_mx.lowering import store
+from jax_mx.facts.products import PRODUCTS
+from jax_mx.lowering import store, targets
 from jax_mx.lowering.registry import Support
+from jax_mx.ops.gemm import ROWS
 from jax_mx.products import choices, measuring, ragged_implementations, tuning
 from jax_mx.products.choices import Key, Measured
 from jax_mx.products.implementations import IMPLEMENTATIONS, Implementation
@@ -361,7 +362,7 @@ def test_each_tiling_is_a_row():
 # x (M, K) and w (K, N); the binary but for its rows, the rows that there are, and those with which
 # another binary serves calls of few rows, that of floats times codes.
 CALLS = {
-    "floats": (in_recipe(jax_mx.MXFP8), 64, 96, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
+    "mxfp8": (in_recipe(jax_mx.MXFP8), 64, 96, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
     "mxfp4": (in_recipe(jax_mx.MXFP4), 64, 96, "matmul_mxfp4_e2m1_r{}", ROWS, ()),
     "windows": (
         in_recipe(jax_mx.Recipe(window=256)), 512, 96,
@@ -424,6 +425,20 @@ def test_the_table_of_kernels_says_which_tilings_serve_a_call(kind, monkeypatch)
             assert binaries(f, *args) == {wanted}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(targets.chip_of(jax.devices()[0]) != "sm_90", reason="no kernels on this chip")
+@pytest.mark.parametrize("kind", CALLS)
+def test_every_tiling_computes_the_product(kind):
+    """Operands are small integers, so that products and sums are exact."""
+    f, x, w = of_kind(kind, 300)
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.integers(-4, 5, a.shape), a.dtype) for a in (x, w)]
+    f = partial(f, preferred_element_type=jnp.float32)
+    want = f(*args, implementation="xla")
+    for tile in (*CALLS[kind][4], *CALLS[kind][5]):
+        assert_bits_equal(f(*args, implementation=f"cutedsl_r{tile}"), want)
+
+
 def test_what_has_no_tilings():
     """Sums over groups, and floats times floats."""
 
@@ -445,12 +460,12 @@ def test_what_has_no_tilings():
 
 # Which tilings are measured beside the one that kernels take by themselves.
 WORTH = {
-    ("floats", 1): [],  # that is of 8 rows
-    ("floats", 8): [],
-    ("floats", 16): [8],
-    ("floats", 65): [64, 128],  # of a small w kernels make floats
-    ("floats", 500): [128, 256],
-    ("floats", MANY): [128, 256],
+    ("mxfp8", 1): [],  # that is of 8 rows
+    ("mxfp8", 8): [],
+    ("mxfp8", 16): [8],
+    ("mxfp8", 65): [64, 128],  # of a small w kernels make floats
+    ("mxfp8", 500): [128, 256],
+    ("mxfp8", MANY): [128, 256],
     ("windows", 16): [8, 16],
     ("windows", 128): [64],
     ("windows", MANY): [],

@@ -18,8 +18,8 @@ from helpers import on_eight
 import jax_mx
 from jax_mx.facts import toolchains
 from jax_mx.facts.chips import ARCHS
-from jax_mx.facts.products import ROWS
 from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.ops.gemm import ROWS
 from jax_mx.products import implementations, kernels, ragged_implementations
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,6 +28,7 @@ from jax_mx import (
 from jax_mx.facts import toolchains
 from jax_mx.lowering import store, targets
 from jax_mx.ops import gemm
+from jax_mx.ops.gemm import ROWS
 from jax_mx.products import implementations, kernels
 from jax_mx.products.dot import Dot, call_of
 from jax_mx.products.recipes import RECIPES as NAMED
@@ -729,8 +730,9 @@ def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):
     lhs, rhs = jax.tree.map(numbered, (call.lhs, call.rhs))
     monkeypatch.setattr(kernels, "NAME", "xla")
     dot = dataclasses.replace(call.dot, dtype=np.dtype(np.float32))
-    got = kernels.run(lhs, rhs, dot)
-    assert_bits_equal(got, implementations.IMPLEMENTATIONS["xla"].run(lhs, rhs, dot))
+    want = implementations.IMPLEMENTATIONS["xla"].run(lhs, rhs, dot)
+    for tile in (None, *ROWS):  # the reference takes any tiling, and kernels that they have
+        assert_bits_equal(kernels.run(lhs, rhs, dot, tile=tile), want)
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,6 @@ from jax_mx.facts.windows import ROW, suffix_of
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
-# How many rows of x tiles may have. Where a product has several tilings, each is a kernel, and an
-# implementation that callers may name (products/implementations.py).
-ROWS = (8, 16, 64, 128, 256)
-FP8_ROWS = 128  # the fewest of these where FP8 tensor cores multiply
 UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies can read rows
 
 
@@ -80,7 +76,7 @@ def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
 
     Two read W once. Where each element of a sum has a scale of its own, that gained nothing.
     """
-    return (2 * FP8_ROWS, FP8_ROWS) if tiles or window == ROW else (FP8_ROWS,)
+    return (256, 128) if tiles or window == ROW else (128,)
 
 
 # The archs that have kernels of products: those with wgmma.
@@ -90,7 +86,7 @@ _EIGHTS = tuple(itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=2))
 PRODUCTS: tuple[Product, ...] = (
     *(
         Product("matmul", "cutedsl", (format,), rows)
-        for rows in reversed(ROWS)
+        for rows in (256, 128, 64, 16, 8)
         for format in _FORMATS
     ),
     *(

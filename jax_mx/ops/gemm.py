@@ -23,7 +23,7 @@ from jax_mx.arrays.checks import array_of, flag, float_dtype, is_symbolic, shown
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.products import ROWS, TILE, UNIT, fp8_rows
+from jax_mx.facts.products import PRODUCTS, TILE, UNIT, fp8_rows
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import products, registry, targets
 from jax_mx.lowering.plan import ProductPlan
@@ -32,6 +32,8 @@ from jax_mx.ops.mxarray import MXArray, checked, dequantize
 from jax_mx.ops.planning import implementation_of
 
 WINDOWS = (128, 256, ROW)  # of the FP8 product
+# How many rows of x tiles may have, in ascending order: each tiling is a kernel.
+ROWS = tuple(sorted({p.rows for p in PRODUCTS if p.op in ("matmul", "matmul_fp8")}))
 # Tiles of 256 rows, so many, take half of a Hopper's multiprocessors: twice as many of 128 rows are
 # faster. On an H200, K 7168, N 4096, 2026-11-24: 256 rows 71 us and 33, 512 rows 73 and 53; 1024
 # rows, which are 128 tiles, 79 and 105.
@@ -79,8 +81,8 @@ def gemm(
       preferred_element_type: of the result, x's dtype by default: bfloat16, float16 or float32.
       implementation: None: the kernel where there is one, else "xla"; a named one that cannot serve
         raises and says why.
-      tile: how many rows of x the kernel's tiles have, one of `facts.products.ROWS`; None: as
-        many as the shapes ask for.
+      tile: how many rows of x the kernel's tiles have, one of `ROWS`; None: as many as the
+        shapes ask for.
 
     Returns:
       (..., M, N). A NaN of w makes its column NaN for all rows of x, and a scale of 255 those of

@@ -19,10 +19,10 @@ from jax.interpreters import mlir
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
-from jax_mx.facts.products import ROWS
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry, store, targets
 from jax_mx.lowering.registry import Support
+from jax_mx.ops import gemm
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.products import choices, kernels
 from jax_mx.products.dot import Call, Dot, Operand, both_along, key_of, refused, scale_floats
@@ -257,7 +257,7 @@ def with_tilings(
             functools.partial(worth, tile=tile),
         )
 
-    return (own, *map(row, ROWS))
+    return (own, *map(row, gemm.ROWS))
 
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = {

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts import chips as chip_table
-from jax_mx.facts.products import FP8_ROWS, PRODUCTS, ROWS
+from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.windows import ROW, TILE
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import ProductPlan
@@ -43,6 +43,8 @@ FEW_ROWS, FEWEST_ROWS, LARGE = 1024, 16, 10_000_000
 # In a gradient of weights K is a number of tokens, and tiles are few and long: there cuBLAS, which
 # has K shared by more thread blocks, takes floats. So many times N is K of a layer at most.
 LONG = 4
+# The fewest rows of x that tiles have where FP8 tensor cores multiply.
+_FP8_ROWS = min(product.rows for product in PRODUCTS if product.op == "matmul_fp8")
 # How many elements along K FP8 tensor cores add up before scales are applied, by the window.
 _SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}
 
@@ -90,7 +92,7 @@ def _plan(call: Call, tile: int | None) -> ProductPlan | Support:
 
 def one_of(plan: ProductPlan, of_codes: ProductPlan, tile: int | None) -> ProductPlan:
     """The plan of FP8 tensor cores; for tiles of fewer rows than these have, the other one."""
-    return plan if tile is None or tile >= FP8_ROWS else of_codes
+    return plan if tile is None or tile >= _FP8_ROWS else of_codes
 
 
 def is_worth_timing(call: Any, tile: int, rows: float, plan_of: Callable[..., Any]) -> bool:
@@ -107,8 +109,8 @@ def is_worth_timing(call: Any, tile: int, rows: float, plan_of: Callable[..., An
     """
     if is_symbolic(rows):
         return False
-    fits = next((i for i, n in enumerate(ROWS) if rows <= n), len(ROWS) - 1)
-    if tile not in ROWS[max(fits - 1, 0) : fits + 1]:
+    fits = next((i for i, n in enumerate(gemm.ROWS) if rows <= n), len(gemm.ROWS) - 1)
+    if tile not in gemm.ROWS[max(fits - 1, 0) : fits + 1]:
         return False
     plan = plan_of(call, tile)
     is_there = isinstance(plan, ProductPlan) and plan.product(NAME) in PRODUCTS
