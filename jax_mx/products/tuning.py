@@ -131,9 +131,9 @@ def autotune(
     explicit axes, global ones on meshes with automatic axes. Each candidate is compiled by itself,
     compared with the implementation "xla" and timed on random operands, many launches in one
     program, with a cold L2 cache. One that does not serve the product, fails, or differs by more
-    than products may is left out. Our kernels' tilings are candidates, too, those that have about as
-    many rows as the product. In a program of several processes all of them call this
-    together; process 0 measures, and all get its choice.
+    than products may is left out. Our kernels' tilings are candidates, too, those that have about
+    as many rows as the product. In a program of several processes all of them call this together;
+    process 0 measures, and all get its choice.
 
     Args:
       f: the function.
