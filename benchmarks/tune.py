@@ -1,19 +1,22 @@
 """Fills jax_mx/products/tables: which implementation serves the products of LLMs' layers.
 
 python -m benchmarks.tune --seconds 500                      # on the chip; goes on where it ended
+python -m benchmarks.tune --seconds 500 --out build/sm_90.json  # the same, into another file
 python -m benchmarks.tune --rows 16384 --recipes mxfp8       # some of it
 
 Measures the three products of every layer (of few rows, as in decoding, the forward one alone), and
-writes the chip's table, and a Markdown table beside it, after every layer: what is killed keeps
-what it has.
+writes the chip's table, and a Markdown table beside it, after every product: what is killed keeps
+what it has. What matters most comes first: models, rows and recipes are in the order of their
+importance, and a case comes the later, the farther behind its three are.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,83 +24,183 @@ import jax
 import jax.numpy as jnp
 
 import jax_mx
-from jax_mx.lowering.targets import chip_of
-from jax_mx.products import choices
-from jax_mx.products.choices import Choice
+from jax_mx.products import choices, measuring, tuning
+from jax_mx.products.choices import Choice, Measured
+from jax_mx.products.dot import key_of
+from jax_mx.products.implementations import by_rule
 
-LAYERS = {  # contracted, free
-    "llama-70b qkv": (8192, 10240),
-    "llama-70b o": (8192, 8192),
-    "llama-70b gate and up": (8192, 57344),
-    "llama-70b down": (28672, 8192),
-    "deepseek-v3 q_a": (7168, 1536),
-    "deepseek-v3 q_b": (1536, 24576),
-    "deepseek-v3 kv_a": (7168, 576),
-    "deepseek-v3 kv_b": (512, 32768),
-    "deepseek-v3 o": (16384, 7168),
-    "deepseek-v3 dense gate and up": (7168, 36864),
-    "deepseek-v3 dense down": (18432, 7168),
-    "deepseek-v3 expert gate and up": (7168, 4096),
-    "deepseek-v3 expert down": (2048, 7168),
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A layer of experts on one device.
+
+    Attributes:
+      groups: how many experts the device has.
+      top: how many of them a token has.
+      width: of tokens.
+      hidden: how many gates an expert has.
+    """
+
+    groups: int
+    top: int
+    width: int
+    hidden: int
+
+
+MODELS: dict[str, dict[str, tuple[int, int] | Experts]] = {  # dense layers: contracted, free
+    "llama-70b": {
+        "qkv": (8192, 10240),
+        "o": (8192, 8192),
+        "gate and up": (8192, 57344),
+        "down": (28672, 8192),
+    },
+    "deepseek-v3 experts": {
+        "32 of 256": Experts(32, 8, 7168, 2048),
+        "shared gate and up": (7168, 4096),
+        "shared down": (2048, 7168),
+    },
+    "llama-8b": {
+        "qkv": (4096, 6144),
+        "o": (4096, 4096),
+        "gate and up": (4096, 28672),
+        "down": (14336, 4096),
+    },
+    "gpt-oss-120b": {
+        "experts": Experts(128, 4, 2880, 2880),
+        "qkv": (2880, 5120),
+        "o": (4096, 2880),
+    },
+    "deepseek-v3": {
+        "o": (16384, 7168),
+        "gate and up": (7168, 36864),
+        "down": (18432, 7168),
+        "q_a": (7168, 1536),
+        "q_b": (1536, 24576),
+        "kv_a": (7168, 576),
+        "kv_b": (512, 32768),
+    },
 }
-ROWS = (16384, 4096, 256, 16, 1)
-DECODING = 16  # rows up to which nobody asks for gradients
+ROWS = (16384, 1, 4096, 64, 16, 8192, 8, 32, 256)
+DECODING = 64  # rows up to which nobody asks for gradients
 RECIPES = {
     "mxfp8": jax_mx.MXFP8,
-    "mxfp8 in rows": jax_mx.Recipe(window="row"),
+    "windows of 256": jax_mx.Recipe(window=256, weight_window=(128, 128)),
     "mxfp4": jax_mx.MXFP4,
+    "rows": jax_mx.Recipe(window="row"),
 }
+WITHOUT = ("xla",)  # float32: never the fastest on a GPU
+NOISE = 0.02  # a choice is another one than the rule's if it is faster by more
 
 
-def products(rows: int, recipe: jax_mx.Recipe) -> Any:
-    """A function that has the products of a layer, by itself and with its gradients."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer, how many tokens it has, and its recipe."""
 
-    def forward(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jax_mx.matmul(x, w, recipe=recipe)
+    model: str
+    layer: str
+    rows: int
+    recipe: str
 
-    def every(x: jax.Array, w: jax.Array) -> Any:
-        y, pull = jax.vjp(forward, x, w)
-        return forward(x, w), pull(y)
+    def __str__(self) -> str:
+        return f"{self.model} {self.layer}, {self.rows} rows, {self.recipe}"
 
-    return forward if rows <= DECODING else every
+    @property
+    def products(self) -> tuple[Any, tuple[Any, ...]]:
+        """A function of the layer, or of its gradients, and its arguments."""
+        layer, recipe = MODELS[self.model][self.layer], RECIPES[self.recipe]
+        floats = jnp.bfloat16
+
+        def like(*shape: int, dtype: Any = floats) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        def experts(x: Any, w1: Any, w2: Any, chosen: Any, weights: Any) -> jax.Array:
+            return jax_mx.moe(x, chosen, weights, w1, w2, recipe=recipe)
+
+        def dense(x: Any, w: Any) -> jax.Array:
+            return jax_mx.matmul(x, w, recipe=recipe)
+
+        if isinstance(layer, Experts):
+            groups, top, width, hidden = dataclasses.astuple(layer)
+            weights = like(groups, width, 2 * hidden), like(groups, hidden, width)
+            routes = [like(self.rows, top, dtype=dtype) for dtype in (jnp.int32, jnp.float32)]
+            forward, args = experts, (like(self.rows, width), *weights, *routes)
+        else:
+            weights = (like(*layer),)
+            forward, args = dense, (like(self.rows, layer[0]), *weights)
+        wrt = tuple(range(1 + len(weights)))
+
+        def gradients(*args: Any) -> Any:
+            return jax.grad(lambda *a: forward(*a).astype(jnp.float32).sum(), wrt)(*args)
+
+        return (forward if self.rows <= DECODING else gradients), args
+
+
+def cases(models: Sequence[str], rows: Sequence[int], recipes: Sequence[str]) -> list[Case]:
+    """The layers of models, what matters most first."""
+    ranks = itertools.product(*(range(len(each)) for each in (models, rows, recipes)))
+    found = []
+    for i, j, k in sorted(ranks, key=lambda each: (sum(each), each)):
+        for layer, shape in MODELS[models[i]].items():
+            if not (isinstance(shape, Experts) and recipes[k] == "rows"):  # they span groups
+                found.append(Case(models[i], layer, rows[j], recipes[k]))
+    return found
+
+
+def settled(entry: Measured, rule: str) -> Measured:
+    """An entry as tables have it: the rule's choice unless another one is clearly faster.
+
+    Why a candidate does not serve the call follows from the code; that one failed does not.
+    """
+    costs = {
+        name: cost
+        for name, cost in entry.costs
+        if not isinstance(cost, str) or cost.startswith("left out: it ")
+    }
+    best, own = costs.get(entry.chosen or ""), costs.get(rule)
+    chosen = entry.chosen
+    if isinstance(best, float) and isinstance(own, float) and own <= best * (1 + NOISE):
+        chosen = rule
+    return dataclasses.replace(entry, chosen=chosen, costs=tuple(costs.items()))
 
 
 def tuned(
-    known: Choice,
-    cases: Sequence[tuple[str, int, str]],
-    seconds: float,
-    candidates: int,
-    file: Path,
+    known: Choice, each: Sequence[Case], seconds: float, candidates: int, file: Path
 ) -> Choice:
-    """What is known, and what is measured beside it; writes both after every case.
+    """What is known, and what is measured beside it; writes both after every product.
 
     Args:
       known: what has been measured already.
-      cases: the layers.
+      each: the layers.
       seconds: for all of them.
       candidates: of each product, at most.
       file: to write; one that ends in .md beside it.
     """
     end = time.monotonic() + seconds
-    for i, (layer, rows, recipe) in enumerate(cases):
-        k, n = LAYERS[layer]
-        args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, k), (k, n))]
-        f = products(rows, RECIPES[recipe])
-        keys = {call.key for call in jax_mx.explain(f, *args).calls}
-        done = {key for key in keys if (at := known.by_key.get(key)) and at.chosen}
-        left = end - time.monotonic()
-        print(f"{i + 1}/{len(cases)} {layer}, {rows} rows, {recipe}: {left:.0f} s left", flush=True)
-        if keys <= done:
-            continue
-        if left <= 0:
+    place = tuning.place_of(())
+    for i, case in enumerate(each):
+        print(f"{i + 1}/{len(each)} {case}: {end - time.monotonic():.0f} s left", flush=True)
+        for entry in measured(known, case, place, end, candidates):
+            known |= Choice.of([entry])
+            print(Choice.of([entry]), flush=True)
+            known.save(file)
+            file.with_suffix(".md").write_text(markdown(known))
+        if time.monotonic() >= end:
             break
-        found = jax_mx.autotune(f, *args, seconds=left, candidates=candidates, progress=False)
-        measured = Choice.of(entry for entry in found.entries if entry.chosen)
-        known = known | measured
-        print(measured, flush=True)
-        known.save(file)
-        file.with_suffix(".md").write_text(markdown(known))
     return known
+
+
+def measured(
+    known: Choice, case: Case, place: Any, end: float, candidates: int
+) -> Iterator[Measured]:
+    """What is measured of those products of a case that are not known."""
+    f, args = case.products
+    for found in tuning.calls_in("tune", f, args)[0]:
+        call, chip = found.call.in_a_shard, place.chips[0]
+        if key_of(call, chip) in known.by_key:
+            continue
+        entries = tuning.entries_of([found], place, end, candidates, False, WITHOUT)
+        rule = by_rule(call, place.platform, place.chips, measuring.TABLES[call.op])
+        yield from (settled(entry, rule) for entry in entries if entry.chosen)
 
 
 def markdown(choice: Choice) -> str:
@@ -116,19 +219,20 @@ def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=500, help="for all")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=[*ROWS])
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=[*LAYERS])
     parser.add_argument("--candidates", type=int, default=8, help="of each product, at most")
+    parser.add_argument("--anew", action="store_true", help="measure again what is known")
     parser.add_argument("--out", type=Path, metavar="FILE", help="instead of the package's table")
     args = parser.parse_args()
-    file = args.out or choices.TABLES / f"{chip_of(jax.devices()[0])}.json"
-    known = choices.of_this_version(Choice.load(file)) if file.exists() else Choice()
-    cases = [
-        (layer, rows, recipe)
-        for rows, recipe, layer in itertools.product(args.rows, args.recipes, args.layers)
-    ]
-    known = tuned(known, cases, args.seconds, args.candidates, file)
+    chip = tuning.place_of(()).chips[0]
+    file = args.out or choices.TABLES / f"{chip}.json"
+    known = Choice() if args.anew else choices.shipped(chip)
+    if not args.anew and file.exists():
+        known |= choices.of_this_version(Choice.load(file))
+    each = cases(args.models, args.rows, args.recipes)
+    known = tuned(known, each, args.seconds, args.candidates, file)
     print(f"{file}: {len(known.entries)} products")
 
 

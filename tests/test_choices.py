@@ -1,5 +1,6 @@
 """`autotune`, `explain`, `Choice`: what is measured, what wins, what is lowered, what is kept."""
 
+import dataclasses
 import json
 import os
 import re
@@ -19,8 +20,11 @@ from jax.sharding import PartitionSpec as P
 import jax_mx
 from jax_mx import Choice, autotune, explain, matmul
 from jax_mx.facts.chips import ARCHS, chips_of
+from jax_mx.facts.products import PRODUCTS
+from jax_mx.lowering import store, targets
 from jax_mx.lowering.registry import Support
-from jax_mx.products import choices, measuring, tuning
+from jax_mx.ops.gemm import ROWS
+from jax_mx.products import choices, measuring, ragged_implementations, tuning
 from jax_mx.products.choices import Key, Measured
 from jax_mx.products.implementations import IMPLEMENTATIONS, Implementation
 
@@ -208,7 +212,7 @@ def test_no_candidate_is_compiled_when_the_time_is_over(monkeypatch):
 
     monkeypatch.setattr(measuring.Candidate, "compile", compiling)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    (found,), _ = tuning._calls("autotune", matmul, (ones(8, 64), ones(64, 32)))
+    (found,), _ = tuning.calls_in("autotune", matmul, (ones(8, 64), ones(64, 32)))
     call = found.call.in_a_shard
     chosen, costs = measuring.measured(call, ["xla", "dequantize"], lambda: bool(compiled))
     assert compiled == ["xla"] and chosen == "xla"
@@ -320,6 +324,210 @@ def test_measuring_within_a_mesh(monkeypatch):
         (entry,) = choice.entries
         assert entry.key.operands[0] == "mxfp8_e4m3 8x64 along -1"
         assert not re.search("failed|differs", str(choice))
+
+
+# ---- tilings ---
+PEERS = {"dot_general": IMPLEMENTATIONS, "ragged_dot": ragged_implementations.IMPLEMENTATIONS}
+TILES = jax_mx.Recipe(window=256, weight_window=(128, 128))
+SIZES = jnp.array([200, 100], jnp.int32)
+MANY = 16384
+
+
+def like(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def in_recipe(recipe):
+    return partial(matmul, recipe=recipe)
+
+
+def grouped(x, w, **how):
+    return jax_mx.ragged_dot(x, w, SIZES, **how)
+
+
+def call_of(f, *args):
+    """The one product of a function."""
+    (found,), _ = tuning.calls_in("test", f, args)
+    return found.call.in_a_shard
+
+
+def test_each_tiling_is_a_row():
+    """Made from the table of kernels, behind the row that picks one by itself."""
+    names = [f"cutedsl_r{rows}" for rows in ROWS]
+    assert {p.rows for p in PRODUCTS if p.op in ("matmul", "matmul_fp8")} == {*ROWS}
+    for table in PEERS.values():
+        assert [*table][: len(names) + 1] == ["cutedsl", *names]
+
+
+# x (M, K) and w (K, N); the binary but for its rows, the rows that there are, and those with which
+# another binary serves calls of few rows, that of floats times codes.
+CALLS = {
+    "mxfp8": (in_recipe(jax_mx.MXFP8), 64, 96, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
+    "mxfp4": (in_recipe(jax_mx.MXFP4), 64, 96, "matmul_mxfp4_e2m1_r{}", ROWS, ()),
+    "windows": (
+        in_recipe(jax_mx.Recipe(window=256)), 512, 96,
+        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w256", (128,), (8, 16, 64),
+    ),
+    "tiles": (
+        in_recipe(TILES), 512, 128,
+        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w128x128", (128, 256), (),
+    ),
+    "rows": (
+        in_recipe(jax_mx.Recipe(window="row")), 512, 96,
+        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_wrow", (128, 256), (8, 16, 64),
+    ),
+    "groups": (grouped, 64, 96, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
+    "groups, tiles": (
+        partial(grouped, recipe=TILES), 512, 128,
+        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w128x128", (128, 256), (),
+    ),
+}  # fmt: skip
+
+
+def of_kind(kind, rows):
+    """A function that has one product, and its arguments."""
+    f, k, n, *_ = CALLS[kind]
+    return f, like(rows, k), like(2, k, n) if "groups" in kind else like(k, n)
+
+
+def binaries(f, *args):
+    """The products' kernels in a program for Hopper."""
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return {*re.findall(r"(matmul_\w+)_0\b", text)}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.usefixtures("without_code")
+def test_the_table_of_kernels_says_which_tilings_serve_a_call(kind, monkeypatch):
+    """Each is lowered to its binary, by an argument and by a choice; others say what there is."""
+    *_, binary, tilings, few = CALLS[kind]
+    f, *args = of_kind(kind, MANY)
+    on_hopper = {"device": "sm_90"}
+    monkeypatch.setenv("JAX_MX_ARCHS", "sm_90")
+    for tile in ROWS:
+        name = f"cutedsl_r{tile}"
+        named = partial(f, implementation=name)
+        if tile not in (*tilings, *few):
+            have = ", ".join(map(str, tilings))
+            sentence = f"in tiles of {tile} rows, only of {have}; 'dequantize' serves it"
+            asked = partial(explain, named, *args, **on_hopper)
+            assert_refused(asked, NotImplementedError, sentence)
+            continue
+        wanted = binary.format(tile) if tile in tilings else f"matmul_mxfp8_e4m3_r{tile}"
+        support = PEERS[call_of(f, *args).op][name].support(call_of(f, *args), ["sm_90"])
+        assert str(support) == f"{name}: {wanted}"
+        (call,) = explain(named, *args, **on_hopper).calls
+        assert (call.chosen, call.by) == (name, "argument")
+        assert binaries(named, *args) == {wanted}
+        with deciding(name, f, *args, **on_hopper):
+            (call,) = explain(f, *args, **on_hopper).calls
+            assert (call.chosen, call.by, call.costs) == (name, "context", ((name, 1.0),))
+            assert binaries(f, *args) == {wanted}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(targets.chip_of(jax.devices()[0]) != "sm_90", reason="no kernels on this chip")
+@pytest.mark.parametrize("kind", CALLS)
+def test_every_tiling_computes_the_product(kind):
+    """Operands are small integers, so that products and sums are exact."""
+    f, x, w = of_kind(kind, 300)
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.integers(-4, 5, a.shape), a.dtype) for a in (x, w)]
+    f = partial(f, preferred_element_type=jnp.float32)
+    want = f(*args, implementation="xla")
+    for tile in (*CALLS[kind][4], *CALLS[kind][5]):
+        assert_bits_equal(f(*args, implementation=f"cutedsl_r{tile}"), want)
+
+
+def test_what_has_no_tilings():
+    """Sums over groups, and floats times floats."""
+
+    def weights(w):
+        return jax.vjp(partial(grouped, recipe=jax_mx.BF16), ones(300, 64), w)[1](ones(300, 96))
+
+    calls, _ = tuning.calls_in("test", weights, [like(2, 64, 96)])
+    (sums,) = [each.call for each in calls if each.call.ragged.sums]
+    floats = call_of(in_recipe(jax_mx.BF16), like(8, 64), like(64, 96))
+    for call, sentence in (
+        (sums, "sums over no groups: kernels that do have one tiling"),
+        (floats, "wants an MXArray on the right, in blocks along one dimension"),
+    ):
+        for name in (f"cutedsl_r{n}" for n in ROWS):
+            row = PEERS[call.op][name]
+            assert f"{name!r} {sentence}" in row.support(call, ["sm_90"]).reason
+            assert not row.worth(call)
+
+
+# Which tilings are measured beside the one that kernels take by themselves.
+WORTH = {
+    ("mxfp8", 1): [],  # that is of 8 rows
+    ("mxfp8", 8): [],
+    ("mxfp8", 16): [8],
+    ("mxfp8", 65): [64, 128],  # of a small w kernels make floats
+    ("mxfp8", 500): [128, 256],
+    ("mxfp8", MANY): [128, 256],
+    ("windows", 16): [8, 16],
+    ("windows", 128): [64],
+    ("windows", MANY): [],
+    ("tiles", 64): [],
+    ("tiles", MANY): [128],
+    ("rows", 1): [8],
+    ("rows", MANY): [128],
+    ("groups", 40): [16],  # 20 a group
+    ("groups", MANY): [256],  # of which so small a product has too few
+    ("groups, tiles", MANY): [256],
+}
+
+
+@pytest.mark.parametrize(("kind", "rows"), WORTH)
+def test_tilings_worth_their_time(kind, rows):
+    """What holds the rows, and the next smaller one."""
+    call = call_of(*of_kind(kind, rows))
+    worth = [n for n in ROWS if PEERS[call.op][f"cutedsl_r{n}"].worth(call)]
+    assert worth == WORTH[kind, rows]
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch):
+    """All that serves calls on Hopper does so here, computed by "xla"."""
+    monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
+    for table in PEERS.values():
+        for name, row in table.items():
+            served = dataclasses.replace(
+                row,
+                platform="any",
+                support=lambda call, _, row=row: row.support(call, ["sm_90"]),
+                run=table["xla"].run,
+                preferred=lambda call, *_, row=row: row.preferred(call, "cuda", ["sm_90"]),
+            )
+            monkeypatch.setitem(table, name, served)
+
+
+@pytest.mark.parametrize("kind", ["windows", "groups, tiles"])
+@pytest.mark.usefixtures("as_on_hopper")
+def test_tilings_are_candidates(kind, monkeypatch, tmp_path):
+    """The fastest wins and is saved; one that is not worth its time is neither timed nor listed."""
+    f, *args = of_kind(kind, 128 if kind == "windows" else 512)
+    call = call_of(f, *args)
+    table, asked = PEERS[call.op], []
+    (other,) = [name for name, row in table.items() if "_r" in name and row.worth(call)]
+    costing(monkeypatch, dict.fromkeys(table, 9.0) | {"cutedsl": 2.0, other: 1.5}, asked)
+    choice = quiet(f, *args)
+    choice.save(tmp_path / "a.json")
+    for each in (choice, Choice.load(tmp_path / "a.json")):
+        (entry,) = each.entries
+        assert entry.chosen == other
+        costs = dict(entry.costs)
+        assert (costs["cutedsl"], costs[other]) == (2.0, 1.5)
+        tilings = [name for name in costs if name.startswith("cutedsl")]
+        assert tilings == ["cutedsl", other]
+        assert f"{other}, us" in str(each)
+    assert {name for name in asked if "_r" in name} == {other}
+    # What is taken by itself is asked first, and what a table names is, worth it or not.
+    named = "cutedsl_r128" if other != "cutedsl_r128" else "cutedsl_r256"
+    with deciding(named, f, *args):
+        (entry,) = quiet(f, *args, candidates=1).entries
+    assert {name for name, us in entry.costs if us == 9.0} == {named}
 
 
 # ---- what a choice does ---
@@ -502,7 +710,7 @@ def test_shipped_tables():
         table = choices.shipped(path.stem)
         assert path.stem in chips
         assert {entry.key.chip for entry in table.entries} <= {path.stem}
-        assert {entry.chosen for entry in table.entries} <= {*IMPLEMENTATIONS, None}
+        assert all(entry.chosen in (*PEERS[entry.key.op], None) for entry in table.entries)
         assert {entry.key.version for entry in table.entries} <= {jax_mx.__version__}
 
 
@@ -566,23 +774,84 @@ def test_processes_with_different_timings_lower_the_same():
 
 
 # ---- a chip's table ---
-def test_the_script_that_fills_a_table(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def small_models(monkeypatch):
+    """benchmarks.tune, of small layers."""
     from benchmarks import tune
 
-    monkeypatch.setattr(tune, "LAYERS", {"a": (64, 96), "b": (128, 32)})
-    costing(monkeypatch, dict.fromkeys(IMPLEMENTATIONS, 2.0) | {"dequantize": 1.5})
+    models = {"a": {"up": (64, 96), "same": (64, 96)}, "b": {"experts": tune.Experts(2, 1, 64, 96)}}
+    monkeypatch.setattr(tune, "MODELS", models)
+    return tune
+
+
+def test_the_script_that_fills_a_table(small_models, monkeypatch, tmp_path, capsys):
+    tune, asked = small_models, []
+    costs = dict.fromkeys({**IMPLEMENTATIONS, **PEERS["ragged_dot"]}, 2.0) | {"dequantize": 1.5}
+    costing(monkeypatch, costs, asked)
     file = tmp_path / "cpu.json"
-    cases = [("a", 128, "mxfp8"), ("b", 1, "mxfp8"), ("b", 1, "mxfp8 in rows")]
-    known = tune.tuned(Choice(), cases, 600, 2, file)
-    assert len(known.entries) == 3 + 1 + 1
+    cases = tune.cases(["a", "b"], [128, 1], ["mxfp8", "rows"])
+    known = tune.tuned(Choice(), cases, 600, 8, file)
+    assert {*asked} == {"fp8", "scaled_dot", "dequantize", "xla"}  # the last one is the rule here
+    dense, grouped = ([entry for entry in known.entries if entry.key.op == op] for op in PEERS)
+    assert len(dense) == 2 * (3 + 1) and len(grouped) == 6 + 2
+    assert {entry.chosen for entry in known.entries} == {"dequantize"}
     assert Choice.load(file) == known
     lines = file.with_suffix(".md").read_text().splitlines()
     assert lines[0] == f"Microseconds, cpu, jax {jax.__version__}."
     assert len(lines) == 4 + len(known.entries)
-    capsys.readouterr()
+    out = capsys.readouterr().out
+    assert "1/10 a up, 128 rows, mxfp8: 600 s left" in out
+    assert "10/10 b experts, 1 rows, mxfp8" in out
     monkeypatch.setattr(measuring, "measured", None)  # what is known is not measured again
-    assert tune.tuned(known, cases, 600, 2, file) == known
-    assert "3/3 b, 1 rows, mxfp8 in rows" in capsys.readouterr().out
+    assert tune.tuned(known, cases, 600, 8, file) == known
+
+
+def test_what_the_script_measured_is_kept_when_it_is_cut_off(small_models, monkeypatch, tmp_path):
+    """After each product, not only after a case."""
+    measure, done = measuring.measured, []
+
+    def cut_off(*args):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(args)
+        return measure(*args)
+
+    costing(monkeypatch, dict.fromkeys(IMPLEMENTATIONS, 2.0))
+    monkeypatch.setattr(measuring, "measured", cut_off)
+    cases, file = small_models.cases(["a"], [128], ["mxfp8"]), tmp_path / "cpu.json"
+    with pytest.raises(KeyboardInterrupt):
+        small_models.tuned(Choice(), cases, 600, 8, file)
+    assert len(Choice.load(file).entries) == 2
+    monkeypatch.setattr(measuring, "measured", measure)
+    known = small_models.tuned(Choice(), cases, 1e-9, 8, file)  # no time, nothing known
+    assert known == Choice() and len(Choice.load(file).entries) == 2
+
+
+def test_a_table_says_what_the_rule_does_unless_another_one_is_clearly_faster():
+    from benchmarks.tune import settled
+
+    key = Key("dot_general", "cpu", ("a", "b"), "how")
+    costs = (("a", "left out: no kernel"), ("b", 98.5), ("c", 100.0), ("d", "left out: it failed"))
+    for rule, chosen in (("c", "c"), ("b", "b"), ("d", "b"), ("e", "b")):
+        assert settled(Measured(key, "b", costs), rule).chosen == chosen
+    slower = settled(Measured(key, "b", (("b", 97.0), ("c", 100.0))), "c")
+    assert slower.chosen == "b"
+    assert dict(settled(Measured(key, "b", costs), "c").costs) == dict(costs[1:])
+
+
+def test_the_script_has_what_matters_most_first():
+    from benchmarks import tune
+
+    cases = tune.cases([*tune.MODELS], tune.ROWS, [*tune.RECIPES])
+    assert len({*cases}) == len(cases)
+    ranks = [
+        [*tune.MODELS].index(c.model) + tune.ROWS.index(c.rows) + [*tune.RECIPES].index(c.recipe)
+        for c in cases
+    ]
+    assert ranks == sorted(ranks)
+    layers = {(model, layer) for model, each in tune.MODELS.items() for layer in each}
+    assert {(c.model, c.layer) for c in cases} == layers
+    assert {c.rows for c in cases} == {*tune.ROWS} and {c.recipe for c in cases} == {*tune.RECIPES}
 
 
 # ---- messages ---

@@ -28,6 +28,7 @@ from jax_mx import (
 from jax_mx.facts import toolchains
 from jax_mx.lowering import store, targets
 from jax_mx.ops import gemm
+from jax_mx.ops.gemm import ROWS
 from jax_mx.products import implementations, kernels
 from jax_mx.products.dot import Dot, call_of
 from jax_mx.products.recipes import RECIPES as NAMED
@@ -52,6 +53,7 @@ RECIPES = {
         forward=Product(hadamard=Hadamard(16)),
         wgrad=Product(hadamard=Hadamard(32, np.arange(32) % 3 - 1)),
     ),
+    "gradients in mxfp4": jax_mx.mxfp4_backward(KEY),
 }
 
 
@@ -77,14 +79,22 @@ def canonical(x, contracting, batch):
     return flat, back
 
 
-def taken(x, use, square):
-    """What a product takes of x (B, F, K): quantized along K and dequantized, float64."""
+def taken(x, use, square, turn=False):
+    """What a product takes of x (B, F, K): quantized along K and dequantized, float64.
+
+    With turn of x (B, K, F): rounding at random depends on where an element lies in x.
+    """
     x = jnp.asarray(np.asarray(x), jnp.float32)
+    if turn and use.rounding is None:
+        x, turn = x.mT, False
     if use.format is None:
         return np.asarray(x.astype(jnp.bfloat16), np.float64)
     pads = [(0, 0), (0, -x.shape[1] % 32), (0, -x.shape[2] % 32)]
-    q = jax_mx.quantize(jnp.pad(x, pads), use.format, hadamard=use.hadamard, **square)
-    return np.asarray(q.dequantize(jnp.float32), np.float64)[:, : x.shape[1]]
+    how = {"hadamard": use.hadamard, "rounding": use.rounding, **square}
+    how |= {"axis": -2, "transpose": True} if turn else {}
+    q = jax_mx.quantize(jnp.pad(x, pads), use.format, **how)
+    free = x.shape[2 if turn else 1]
+    return np.asarray(q.dequantize(jnp.float32), np.float64)[:, :free]
 
 
 def oracle(lhs, rhs, numbers, recipe, dy=None):
@@ -108,10 +118,9 @@ def oracle(lhs, rhs, numbers, recipe, dy=None):
         return product(taken(a, x, scaling), taken(b, w, block), lambda y: y)
     g = np.asarray(dy, np.float64).reshape(a.shape[0], a.shape[1], b.shape[1])
     (_, x), (_, w), (gd, gw) = (recipe.uses(name) for name in ("lhs", "rhs", "gradient"))
-    turned = [np.swapaxes(each, 1, 2) for each in (a, b, g)]
     return (
-        product(taken(g, gd, scaling), taken(turned[1], w, block), back_a),
-        product(taken(turned[2], gw, scaling), taken(turned[0], x, scaling), back_b),
+        product(taken(g, gd, scaling), taken(b, w, block, True), back_a),
+        product(taken(g, gw, scaling, True), taken(a, x, scaling, True), back_b),
     )
 
 
@@ -721,8 +730,9 @@ def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):
     lhs, rhs = jax.tree.map(numbered, (call.lhs, call.rhs))
     monkeypatch.setattr(kernels, "NAME", "xla")
     dot = dataclasses.replace(call.dot, dtype=np.dtype(np.float32))
-    got = kernels.run(lhs, rhs, dot)
-    assert_bits_equal(got, implementations.IMPLEMENTATIONS["xla"].run(lhs, rhs, dot))
+    want = implementations.IMPLEMENTATIONS["xla"].run(lhs, rhs, dot)
+    for tile in (None, *ROWS):  # the reference takes any tiling, and kernels that they have
+        assert_bits_equal(kernels.run(lhs, rhs, dot, tile=tile), want)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from moe_oracle import Products
 
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Hadamard, Product, Recipe
-from jax_mx.products import implementations, ragged_implementations
+from jax_mx.ops.gemm import ROWS
+from jax_mx.products import implementations, kernels, ragged_implementations
 from jax_mx.products.ragged import Ragged, call_of
 from jax_mx.products.ragged_product import grouped
 
@@ -150,6 +151,36 @@ def test_what_serves_what():
     assert served(*floats, "sm_90", sums=True) == "dequantize"
     for chip in ("sm_100", "gfx950"):
         assert served(wide, mx(stack, window=128), chip) == "dequantize"
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "axes"),
+    [
+        (None, {}, (-1, -1)),
+        (None, {"block": (32, 32)}, (-1, -2)),
+        ({}, {}, (-1, -1)),
+        ({}, {"block": (32, 32)}, (-1, -2)),
+        ({"window": 256}, {"window": 256}, (-1, -1)),
+        ({"window": 128}, {"window": (128, 128)}, (-1, -2)),
+    ],
+)
+def test_kernels_of_any_tiling_take_any_arrangement(lhs, rhs, axes, monkeypatch):
+    """What comes before and after the kernel, with the reference in its place."""
+    x, w = (
+        jnp.asarray(integers(s, i), jnp.bfloat16) for i, s in enumerate([(96, 256), (4, 256, 256)])
+    )
+    pair = x if lhs is None else jax_mx.quantize(x, **lhs), jax_mx.quantize(w, **rhs)
+    sizes = np.array([3, 0, 60, 20], np.int32)
+    leaves, tree = jax.tree.flatten(pair)
+    ragged = Ragged(tree, False, axes, np.dtype(np.float32))
+    call, table = call_of(ragged, [*leaves, sizes]), ragged_implementations.IMPLEMENTATIONS
+    names = ["cutedsl", *(kernels.name_of(n) for n in ROWS)]
+    served = [name for name in names if table[name].support(call, ["sm_90"])]
+    want = table["xla"].run(*pair, jnp.asarray(sizes), ragged)
+    monkeypatch.setattr(kernels, "NAME", "xla")
+    for name in served:
+        assert_bits_equal(table[name].run(*pair, jnp.asarray(sizes), ragged), want)
+    assert served[-1] == "cutedsl_r256" or lhs == {"window": 256}
 
 
 @pytest.mark.parametrize("axes", [(-2, -2), (-1, -2), (-1, -1)])

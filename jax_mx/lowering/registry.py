@@ -231,7 +231,9 @@ def _product_for(plan: ProductPlan, dsl: str) -> tuple[Product | None, str]:
         return wanted, ""
     names = " and ".join(format.name for format in plan.formats) or plan.floats
     window = f" in windows of {plan.window}" * (plan.window != BLOCK)
-    return None, f" for {names}{window}"
+    others = sorted(p.rows for p in PRODUCTS if dataclasses.replace(p, rows=plan.rows) == wanted)
+    have = f" in tiles of {plan.rows} rows, only of {', '.join(map(str, others))}"
+    return None, f" for {names}{window}{have if others else ''}"
 
 
 def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:

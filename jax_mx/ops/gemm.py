@@ -23,7 +23,7 @@ from jax_mx.arrays.checks import array_of, flag, float_dtype, is_symbolic, shown
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.products import TILE, UNIT, fp8_rows
+from jax_mx.facts.products import PRODUCTS, TILE, UNIT, fp8_rows
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import products, registry, targets
 from jax_mx.lowering.plan import ProductPlan
@@ -32,8 +32,8 @@ from jax_mx.ops.mxarray import MXArray, checked, dequantize
 from jax_mx.ops.planning import implementation_of
 
 WINDOWS = (128, 256, ROW)  # of the FP8 product
-# Up to so many rows of x in a group, kernels whose tiles have so many.
-_ROWS = (8, 16, 64, 128, 256)
+# How many rows of x tiles may have, in ascending order: each tiling is a kernel.
+ROWS = tuple(sorted({p.rows for p in PRODUCTS if p.op in ("matmul", "matmul_fp8")}))
 # Tiles of 256 rows, so many, take half of a Hopper's multiprocessors: twice as many of 128 rows are
 # faster. On an H200, K 7168, N 4096, 2026-11-24: 256 rows 71 us and 33, 512 rows 73 and 53; 1024
 # rows, which are 128 tiles, 79 and 105.
@@ -55,6 +55,7 @@ def gemm(
     added: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
+    tile: int | None = None,
 ) -> jax.Array:
     """x @ dequantize(w)^T, or without ^T (`contracting`), added up in float32, w read as it lies.
 
@@ -80,6 +81,8 @@ def gemm(
       preferred_element_type: of the result, x's dtype by default: bfloat16, float16 or float32.
       implementation: None: the kernel where there is one, else "xla"; a named one that cannot serve
         raises and says why.
+      tile: how many rows of x the kernel's tiles have, one of `ROWS`; None: as many as the
+        shapes ask for.
 
     Returns:
       (..., M, N). A NaN of w makes its column NaN for all rows of x, and a scale of 255 those of
@@ -115,6 +118,7 @@ def gemm(
         epilogue=(*after,),
         free=contracting == -2,
         strips=strips_of(w.shape[0] if w.ndim == 3 else 1, columns, gated),
+        tile=tile,
     )
     if activation is not None:
         plan = dataclasses.replace(plan, activation=activation, interleaved=interleaved)
@@ -154,6 +158,7 @@ def gemm_fp8(
     added: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
+    tile: int | None = None,
 ) -> jax.Array:
     """dequantize(x) @ dequantize(w)^T on FP8 tensor cores, for arrays whose scales come in windows.
 
@@ -176,6 +181,7 @@ def gemm_fp8(
       added: to the result.
       preferred_element_type: of the result: bfloat16, float16 or float32.
       implementation: see `gemm`; "xla" multiplies in float32.
+      tile: see `gemm`.
 
     Returns:
       (..., M, N); see `gemm`.
@@ -202,6 +208,7 @@ def gemm_fp8(
         group_sizes is not None,
         implementation_of(op, implementation),
         (*after,),
+        tile=tile,
     )
     y = _gemm_fp8(x, w, _sizes(group_sizes), [*after.values()], plan)
     return y.reshape(*x.shape[:-1], w.shape[-2])
@@ -364,16 +371,18 @@ def plan_of(
     epilogue: tuple[str, ...] = (),
     free: bool = False,
     strips: float = math.inf,
+    tile: int | None = None,
 ) -> ProductPlan:
     """The plan of `gemm`, of one format, or `gemm_fp8`, of two; see `supported`.
 
-    `strips`: how many tiles lie beside each other, of all groups.
+    `strips`: how many tiles lie beside each other, of all groups. `tile`: how many rows tiles have,
+    whatever the shapes ask for.
     """
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
-    tile = (
-        _tile_for(rows, strips) if op == "matmul" else _fp8_tile_for(rows, window, tiles, grouped)
-    )
-    tile = max(tile, TILE) if free else tile  # there are none of fewer rows
+    if tile is None:
+        few = op == "matmul"
+        tile = _tile_for(rows, strips) if few else _fp8_tile_for(rows, window, tiles, grouped)
+        tile = max(tile, TILE) if free else tile  # there are none of fewer rows
     return ProductPlan(
         op, formats, dtype, grouped, tile, window, tiles, implementation, epilogue, free
     )
@@ -407,7 +416,7 @@ def supported(
     device: jax.Device | str,
     formats: tuple[Format, ...],
     *,
-    rows: int = _ROWS[-1],
+    rows: int = ROWS[-1],
     window: int | str = BLOCK,
     tiles: bool = False,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
@@ -576,11 +585,11 @@ def _finished(
 
 def _tile_for(rows: float, strips: float) -> int:
     """How many rows a tile should have where groups have so many."""
-    most = _ROWS[-1]
+    most = ROWS[-1]
     if is_symbolic(rows):
         return most
     few = math.ceil(rows / most) * strips <= _FEW_TILES
-    allowed = _ROWS[:-1] if few else _ROWS
+    allowed = ROWS[:-1] if few else ROWS
     return next((n for n in allowed if rows <= n), allowed[-1])
 
 

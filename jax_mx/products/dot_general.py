@@ -71,7 +71,7 @@ def dot_general(
       implementation: "fp8" (the chip's FP8 product of the codes, for arrays of one scale a row),
         "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as
         bfloat16; of few rows they read the codes of rhs as they lie; not where XLA splits the
-        program among devices),
+        program among devices), "cutedsl_r8" and others (these with tiles of so many rows of lhs),
         "scaled_dot" (jax.lax.scaled_dot), "dequantize" (our kernels, then jax.lax.dot_general),
         "xla" (plain, runs everywhere); or None: what was measured to be the fastest, or is known
         to be. It is taken for all three products.

@@ -22,6 +22,7 @@ from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry, store, targets
 from jax_mx.lowering.registry import Support
+from jax_mx.ops import gemm
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.products import choices, kernels
 from jax_mx.products.dot import Call, Dot, Operand, both_along, key_of, refused, scale_floats
@@ -39,11 +40,13 @@ class Implementation(registry.Implementation):
       run: computes the product of two operands, and of what else its op takes.
       preferred: whether it is the choice on a platform and chips where nothing was measured.
       error: what its results may differ by of sum |a||b|, where that is more than eps32 * k.
+      worth: whether `autotune` measures it for a call that it serves.
     """
 
     run: Callable[..., jax.Array]
     preferred: Callable[[Any, str, Sequence[str]], bool]
     error: float = 0.0
+    worth: Callable[[Any], bool] = lambda _: True
 
 
 # ---- dequantize, then a product of floats ---
@@ -222,12 +225,46 @@ def always(call: Any, platform: str, chips: Sequence[str]) -> bool:
     return True
 
 
+def never(call: Any, platform: str, chips: Sequence[str]) -> bool:
+    """The `preferred` of what is chosen where it was measured to be the fastest, or is named."""
+    del call, platform, chips
+    return False
+
+
+def with_tilings(
+    support: Callable[..., Support],
+    run: Callable[..., jax.Array],
+    preferred: Callable[[Any, str, Sequence[str]], bool],
+    worth: Callable[..., bool],
+) -> tuple[Implementation, ...]:
+    """Our kernels, which pick a tiling by themselves, and a row for each tiling.
+
+    Args:
+      support: takes a call, chips and `tile`, how many rows of x a tile has.
+      run: likewise.
+      preferred: of the first row.
+      worth: likewise, of the others.
+    """
+    own = Implementation(kernels.NAME, "cuda", support, run, preferred, FP8_ERROR)
+
+    def row(tile: int) -> Implementation:
+        return Implementation(
+            kernels.name_of(tile),
+            "cuda",
+            functools.partial(support, tile=tile),
+            functools.partial(run, tile=tile),
+            never,
+            FP8_ERROR,
+            functools.partial(worth, tile=tile),
+        )
+
+    return (own, *map(row, gemm.ROWS))
+
+
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
     row.name: row
     for row in (
-        Implementation(
-            "cutedsl", "cuda", kernels.support, kernels.run, kernels.preferred, error=FP8_ERROR
-        ),
+        *with_tilings(kernels.support, kernels.run, kernels.preferred, kernels.worth),
         Implementation("fp8", "any", _fp8_support, _fp8, _has_fp8, error=FP8_ERROR),
         Implementation("scaled_dot", "any", _scaled_dot_support, _scaled_dot, _has_scaled_dot),
         Implementation("dequantize", "any", any_call("dequantize"), _dequantize, on_gpus),
@@ -274,24 +311,34 @@ def decided(
       NotImplementedError: the implementation that the caller names does not serve it.
       ValueError: the file that JAX_MX_TUNING names cannot be read.
     """
-    each = candidates(call, platform, chips, table)
     if call.implementation is not None:
-        if not each[0]:
-            raise NotImplementedError(each[0].reason)
-        return Decision(each[0].implementation, "argument")
-    serving = {support.implementation: support for support in each}
+        (named,) = candidates(call, platform, chips, table)
+        if not named:
+            raise NotImplementedError(named.reason)
+        return Decision(named.implementation, "argument")
+    rows = _here(platform, table)
     passed = []
     for by, name in _measured(call, chips):
-        if serving.get(name):
+        support = rows[name].support(call, chips) if name in rows else None
+        if support:
             return Decision(name, by, tuple(passed))
-        why = serving[name].reason if name in serving else f"{name!r} is no implementation here"
+        why = f"{name!r} is no implementation here" if support is None else support.reason
         passed.append(f"{by} names {name!r} for {key_of(call, chips[0])}, but {why}")
-    name = next(
-        support.implementation
-        for support in each
-        if support and table[support.implementation].preferred(call, platform, chips)
+    return Decision(by_rule(call, platform, chips, table), "rule", tuple(passed))
+
+
+def by_rule(call: Any, platform: str, chips: Sequence[str], table: Table = IMPLEMENTATIONS) -> str:
+    """What serves a call where nothing was measured and nobody names anything."""
+    return next(
+        row.name
+        for row in _here(platform, table).values()
+        if row.preferred(call, platform, chips) and row.support(call, chips)
     )
-    return Decision(name, "rule", tuple(passed))
+
+
+def _here(platform: str, table: Table) -> Table:
+    """The implementations that run on a platform."""
+    return {row.name: row for row in table.values() if row.platform in (platform, "any")}
 
 
 def _measured(call: Any, chips: Sequence[str]) -> Iterator[tuple[str, str]]:

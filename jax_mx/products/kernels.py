@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts import chips as chip_table
+from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.windows import ROW, TILE
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import ProductPlan
@@ -42,37 +43,83 @@ FEW_ROWS, FEWEST_ROWS, LARGE = 1024, 16, 10_000_000
 # In a gradient of weights K is a number of tokens, and tiles are few and long: there cuBLAS, which
 # has K shared by more thread blocks, takes floats. So many times N is K of a layer at most.
 LONG = 4
+# The fewest rows of x that tiles have where FP8 tensor cores multiply.
+_FP8_ROWS = min(product.rows for product in PRODUCTS if product.op == "matmul_fp8")
 # How many elements along K FP8 tensor cores add up before scales are applied, by the window.
 _SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}
 
 
-def support(call: Call, chips: Sequence[str]) -> Support:
-    """Whether kernels serve a call on chips."""
-    dot, x, w = call.dot, call.lhs, call.rhs
+def name_of(tile: int | None) -> str:
+    """The implementation that takes kernels whose tiles have so many rows of x.
+
+    None: those that the shapes ask for. The binaries' names say it likewise.
+    """
+    return NAME if tile is None else f"{NAME}_r{tile}"
+
+
+def support(call: Call, chips: Sequence[str], *, tile: int | None = None) -> Support:
+    """Whether kernels serve a call on chips, those of any tiles or of one tiling."""
+    plan = _plan(call, tile)
+    return plan if isinstance(plan, Support) else support_of(call.op, plan, chips, tile)
+
+
+def _plan(call: Call, tile: int | None) -> ProductPlan | Support:
+    """The plan of the kernel that serves a call; or why there is none."""
+    name, dot, x, w = name_of(tile), call.dot, call.lhs, call.rhs
     if call.partitioned:
-        return refused(NAME, call, "is not split among devices by XLA; use jax.shard_map")
-    free = not isinstance(x, MXArray) and _is_free(w, dot)
-    rows, _, columns, groups = _sizes(call)
-    beside = gemm.strips_of(groups, columns)
-    if not (free or blocks_along(w, dot.contracting[1])):
-        return refused(NAME, call, "wants an MXArray on the right, in blocks along one dimension")
+        return refused(name, call, "is not split among devices by XLA; use jax.shard_map")
+    free = _is_free(w, dot)
+    if not (free and not isinstance(x, MXArray)) and not blocks_along(w, dot.contracting[1]):
+        return refused(name, call, "wants an MXArray on the right, in blocks along one dimension")
     if len(dot.batch[0]) > 1 or 0 in (*x.shape, *w.shape):
-        return refused(NAME, call, "takes one batch dimension at most, and arrays with elements")
-    if isinstance(x, MXArray):
-        if not blocks_along(x, dot.contracting[0]):
-            return refused(NAME, call, "wants the left operand in blocks along one dimension")
-        if _on_fp8(call):
-            windows = windows_of(x, w)
-            plan = gemm.plan_of((x.format, w.format), dot.dtype, rows, **windows)
-        elif _has_few_rows(call):
-            plan = gemm.plan_of((w.format,), dot.dtype, rows, free=_is_free(w, dot), strips=beside)
-        else:
-            plan = gemm.floats_plan_of(jnp.bfloat16, dot.dtype, grouped=False)
-    elif x.dtype in gemm.FLOATS:
-        plan = gemm.plan_of((w.format,), dot.dtype, rows, free=free, strips=beside)
-    else:
-        return refused(NAME, call, f"takes bfloat16 and float16, no {x.dtype}")
-    return support_of(call.op, plan, chips)
+        return refused(name, call, "takes one batch dimension at most, and arrays with elements")
+    rows, _, columns, groups = _sizes(call)
+    strips = gemm.strips_of(groups, columns)
+    of_codes = gemm.plan_of((w.format,), dot.dtype, rows, free=free, strips=strips, tile=tile)
+    if not isinstance(x, MXArray):
+        if x.dtype not in gemm.FLOATS:
+            return refused(name, call, f"takes bfloat16 and float16, no {x.dtype}")
+        return of_codes
+    if not blocks_along(x, dot.contracting[0]):
+        return refused(name, call, "wants the left operand in blocks along one dimension")
+    if _on_fp8(call):
+        formats, windows = (x.format, w.format), windows_of(x, w)
+        return one_of(gemm.plan_of(formats, dot.dtype, rows, **windows, tile=tile), of_codes, tile)
+    if tile is not None or _has_few_rows(call):
+        return of_codes
+    return gemm.floats_plan_of(jnp.bfloat16, dot.dtype, grouped=False)
+
+
+def one_of(plan: ProductPlan, of_codes: ProductPlan, tile: int | None) -> ProductPlan:
+    """The plan of FP8 tensor cores; for tiles of fewer rows than these have, the other one."""
+    return plan if tile is None or tile >= _FP8_ROWS else of_codes
+
+
+def is_worth_timing(call: Any, tile: int, rows: float, plan_of: Callable[..., Any]) -> bool:
+    """Whether a tiling may be the fastest, and is not what the kernels take anyway.
+
+    Worth it are the smallest tile that holds all rows, and the next smaller one, of which there are
+    more: multiprocessors share them better.
+
+    Args:
+      call: of one shard.
+      tile: how many rows of x it has.
+      rows: how many a group has, about.
+      plan_of: gives the plan of the kernel that serves a call with a tiling, or by itself (None).
+    """
+    if is_symbolic(rows):
+        return False
+    fits = next((i for i, n in enumerate(gemm.ROWS) if rows <= n), len(gemm.ROWS) - 1)
+    if tile not in gemm.ROWS[max(fits - 1, 0) : fits + 1]:
+        return False
+    plan = plan_of(call, tile)
+    is_there = isinstance(plan, ProductPlan) and plan.product(NAME) in PRODUCTS
+    return is_there and plan != plan_of(call, None)
+
+
+def worth(call: Call, *, tile: int) -> bool:
+    """See `is_worth_timing`."""
+    return is_worth_timing(call, tile, _sizes(call)[0], _plan)
 
 
 def _is_free(w: Any, dot: Dot) -> bool:
@@ -88,13 +135,15 @@ def _is_free(w: Any, dot: Dot) -> bool:
     return bool(free) and free[-1] == w.ndim + w.axis
 
 
-def support_of(op: str, plan: ProductPlan, chips: Sequence[str]) -> Support:
+def support_of(
+    op: str, plan: ProductPlan, chips: Sequence[str], tile: int | None = None
+) -> Support:
     """Whether there is a kernel for a plan, in the words of an op that has other ways."""
-    found = registry.IMPLEMENTATIONS[NAME].support(plan, chips)
+    found, name = registry.IMPLEMENTATIONS[NAME].support(plan, chips), name_of(tile)
     if found.refusal:
         refusal = dataclasses.replace(found.refusal, call=op, instead="'dequantize' serves it")
-        return Support(NAME, refusal=refusal)
-    return Support(NAME, found.kernels)
+        return Support(name, refusal=refusal)
+    return Support(name, found.kernels)
 
 
 def _on_fp8(call: Call) -> bool:
@@ -107,29 +156,30 @@ def preferred(call: Call, platform: str, chips: Sequence[str]) -> bool:
     del platform
     if not chips or any(chip_table.arch_of(chip) != "sm_90a" for chip in chips):
         return False
-    return _has_few_rows(call) or (isinstance(call.lhs, MXArray) and _on_fp8(call))
+    return _has_few_rows(call) or _on_fp8(call)
 
 
-def run(lhs: Operand, rhs: Operand, dot: Dot) -> jax.Array:
+def run(lhs: Operand, rhs: Operand, dot: Dot, *, tile: int | None = None) -> jax.Array:
     """The product; both operands are brought to (batch, rows, K), or floats to (batch, K, rows)."""
     assert isinstance(rhs, MXArray)
     options: dict[str, Any] = {"preferred_element_type": dot.dtype, "implementation": NAME}
     batch = [lhs.shape[d] for d in dot.batch[0]]
-    call = Call(dot, lhs, rhs)
-    if isinstance(lhs, MXArray) and not _on_fp8(call):
-        if _has_few_rows(call):
-            return run(dequantize(lhs), rhs, dot)
+    plan = _plan(Call(dot, lhs, rhs), tile)
+    assert isinstance(plan, ProductPlan)  # `support`
+    if plan.op == "wgrad":
+        assert isinstance(lhs, MXArray)
         sides = zip((lhs, rhs), dot.contracting, dot.batch, strict=True)
         (a, free), (b, columns) = (_floats(x, c, taken) for x, (c,), taken in sides)
         return gemm.gemm_wgrad(a, b, **options).reshape(*batch, *free, *columns)
-    is_free = not isinstance(lhs, MXArray) and _is_free(rhs, dot)
+    if plan.op == "matmul" and isinstance(lhs, MXArray):
+        lhs = dequantize(lhs)
     x, free = _matrix(lhs, dot.contracting[0][0], dot.batch[0])
-    w, columns = _matrix(rhs, dot.contracting[1][0], dot.batch[1], is_free)
+    w, columns = _matrix(rhs, dot.contracting[1][0], dot.batch[1], plan.free)
     assert isinstance(w, MXArray)
     if isinstance(x, MXArray):
-        y = gemm.gemm_fp8(x, w, **windows_of(lhs, rhs), **options)
+        y = gemm.gemm_fp8(x, w, **windows_of(lhs, rhs), **options, tile=tile)
     else:
-        y = gemm.gemm(x, w, contracting=-2 if is_free else -1, **options)
+        y = gemm.gemm(x, w, contracting=-2 if plan.free else -1, **options, tile=tile)
     return y.reshape(*batch, *free, *columns)
 
 
@@ -175,8 +225,10 @@ def _floats(x: MXArray, contracted: int, batch: Sequence[int]) -> tuple[jax.Arra
     return floats.reshape(*lead, math.prod(lengths)), lengths
 
 
-def have_windows(x: MXArray, w: MXArray) -> bool:
+def have_windows(x: Any, w: Any) -> bool:
     """Whether FP8 tensor cores may add up products of codes before scales are applied."""
+    if not (isinstance(x, MXArray) and isinstance(w, MXArray)):
+        return False
     eights = x.format.bits == w.format.bits == 8 and len(x.block) == 1
     return eights and x.window in _SUMS and w.window in _SUMS and x.window != TILE
 

@@ -51,9 +51,10 @@ def ragged_dot(
         of more rows than lhs has, those beyond do not count, and negative sizes are 0.
       recipe: how floats are quantized, see `dot_general`; window="row" is refused.
       preferred_element_type: of the result: bfloat16, float16 or float32; that of lhs by default.
-      implementation: "cutedsl" (our kernels on Hopper), "pallas" (JAX's Pallas kernels on Hopper,
-        after dequantizing), "dequantize" (jax.lax.ragged_dot, likewise), "xla" (plain, runs
-        everywhere); or None: what is known to be the fastest.
+      implementation: "cutedsl" (our kernels on Hopper), "cutedsl_r8" and others (these with tiles
+        of so many rows; not for gradients of rhs), "pallas" (JAX's Pallas kernels on Hopper, after
+        dequantizing), "dequantize" (jax.lax.ragged_dot, likewise), "xla" (plain, runs everywhere);
+        or None: what was measured to be the fastest, or is known to be.
 
     Returns:
       (M, N).

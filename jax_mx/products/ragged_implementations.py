@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK
+from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.registry import Support
 from jax_mx.ops import gemm
 from jax_mx.ops.groups import Groups
@@ -21,12 +22,12 @@ from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.products import kernels
 from jax_mx.products.dot import Operand, refused
 from jax_mx.products.implementations import (
-    FP8_ERROR,
     Implementation,
     always,
     any_call,
     exact_floats,
     on_gpus,
+    with_tilings,
 )
 from jax_mx.products.ragged import Ragged, RaggedCall
 from jax_mx.reference import ragged as reference
@@ -39,40 +40,48 @@ def _along(x: Any, axis: int) -> bool:
     return isinstance(x, MXArray) and (len(x.block) == 2 or x.axis == axis)
 
 
-def _cutedsl_support(call: RaggedCall, chips: Sequence[str]) -> Support:
-    name, ragged, w = kernels.NAME, call.ragged, call.rhs
+def _cutedsl_support(call: RaggedCall, chips: Sequence[str], *, tile: int | None = None) -> Support:
+    plan = _cutedsl_plan(call, tile)
+    return plan if isinstance(plan, Support) else kernels.support_of(call.op, plan, chips, tile)
+
+
+def _cutedsl_plan(call: RaggedCall, tile: int | None) -> ProductPlan | Support:
+    """The plan of the kernel that serves a call; or why there is none."""
+    name, ragged, w = kernels.name_of(tile), call.ragged, call.rhs
     if call.partitioned:
         return refused(name, call, "is not split among devices by XLA; use jax.shard_map")
     if 0 in (*call.lhs.shape, *w.shape):
         return refused(name, call, "takes arrays with elements")
     if ragged.sums:
+        if tile is not None:
+            return refused(name, call, "sums over no groups: kernels that do have one tiling")
         if _in_windows(call):
-            formats, window = (call.lhs.format, w.format), _window(call)
-            plan = gemm.wgrad_plan_of(formats, ragged.dtype, window)
-        elif why := _no_floats(call):
+            return gemm.wgrad_plan_of((call.lhs.format, w.format), ragged.dtype, _window(call))
+        if why := _no_floats(call):
             return refused(name, call, why)
-        else:
-            plan = gemm.floats_plan_of(_dtypes(call).pop(), ragged.dtype)
-        return kernels.support_of(call.op, plan, chips)
+        return gemm.floats_plan_of(_dtypes(call).pop(), ragged.dtype)
     if not _along(w, -1):
         return refused(name, call, "wants an MXArray on the right, in blocks along the last axis")
     if not isinstance(call.lhs, MXArray) and call.lhs.dtype not in gemm.FLOATS:
         return refused(name, call, f"takes bfloat16 and float16, no {call.lhs.dtype}")
-    plan = gemm.plan_of(
-        (call.lhs.format, w.format) if _on_fp8(call) else (w.format,),
-        ragged.dtype,
-        gemm.rows_of_each(call.rows, call.groups),
-        **(kernels.windows_of(call.lhs, w) if _on_fp8(call) else {}),
-        grouped=True,
-        free=_is_free(call),
-        strips=gemm.strips_of(call.groups, w.shape[-3 - call.ragged.axes[1]]),
-    )
-    return kernels.support_of(call.op, plan, chips)
+    how: dict[str, Any] = {"rows": _rows(call), "grouped": True, "tile": tile}
+    strips = gemm.strips_of(call.groups, w.shape[-3 - ragged.axes[1]])
+    free = ragged.axes[1] == -2
+    of_codes = gemm.plan_of((w.format,), ragged.dtype, **how, free=free, strips=strips)
+    if not _on_fp8(call):
+        return of_codes
+    formats, windows = (call.lhs.format, w.format), kernels.windows_of(call.lhs, w)
+    return kernels.one_of(gemm.plan_of(formats, ragged.dtype, **how, **windows), of_codes, tile)
 
 
-def _is_free(call: RaggedCall) -> bool:
-    """Whether w is multiplied by floats and contracted along the axis that is not its last one."""
-    return call.ragged.axes[1] == -2 and not _on_fp8(call)
+def _rows(call: RaggedCall) -> float:
+    """How many rows a group has, about."""
+    return gemm.rows_of_each(call.rows, call.groups)
+
+
+def _worth(call: RaggedCall, *, tile: int) -> bool:
+    """See `kernels.is_worth_timing`."""
+    return kernels.is_worth_timing(call, tile, _rows(call), _cutedsl_plan)
 
 
 def _in_windows(call: RaggedCall) -> bool:
@@ -109,25 +118,27 @@ def _on_fp8(call: Any) -> bool:
     return along and kernels.have_windows(x, w)
 
 
-def _cutedsl(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax.Array:
+def _cutedsl(
+    lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged, *, tile: int | None = None
+) -> jax.Array:
     options: dict[str, Any] = {"preferred_element_type": ragged.dtype}
     options["implementation"] = kernels.NAME
-    call = RaggedCall(ragged, lhs, rhs, sizes.shape[0])
-    windows = kernels.windows_of(lhs, rhs) if _on_fp8(call) else {}
-    if ragged.sums:
-        if _in_windows(call):
-            return gemm.gemm_wgrad(lhs, rhs, sizes, window=windows["window"], **options)
+    plan = _cutedsl_plan(RaggedCall(ragged, lhs, rhs, sizes.shape[0]), tile)
+    assert isinstance(plan, ProductPlan)  # `_cutedsl_support`
+    windows: dict[str, Any] = {"window": plan.window}
+    if plan.op == "wgrad_fp8":
+        return gemm.gemm_wgrad(lhs, rhs, sizes, **options, **windows)
+    if plan.op == "wgrad":
         a, b = (_floats(x, d == -1) for x, d in zip((lhs, rhs), ragged.axes, strict=True))
         return gemm.gemm_wgrad(a, b, sizes, **options)
     assert isinstance(rhs, MXArray)
-    free = _is_free(call)
     if len(rhs.block) == 2:
-        rhs = (rhs if free or ragged.axes[1] == -1 else rhs.mT).expand(-1)
-    if windows:
+        rhs = (rhs if plan.free or ragged.axes[1] == -1 else rhs.mT).expand(-1)
+    if plan.op == "matmul_fp8":
         assert isinstance(lhs, MXArray)
-        return gemm.gemm_fp8(lhs, rhs, sizes, **windows, **options)
+        return gemm.gemm_fp8(lhs, rhs, sizes, **windows, tiles=plan.tiles, **options, tile=tile)
     x = _floats(lhs, ragged.axes[0] == -2)
-    return gemm.gemm(x, rhs, sizes, contracting=-2 if free else -1, **options)
+    return gemm.gemm(x, rhs, sizes, contracting=-2 if plan.free else -1, **options, tile=tile)
 
 
 # ---- JAX's own, of bfloat16 ---
@@ -240,7 +251,7 @@ def _plain(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax.
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
     row.name: row
     for row in (
-        Implementation("cutedsl", "cuda", _cutedsl_support, _cutedsl, _on_hopper, error=FP8_ERROR),
+        *with_tilings(_cutedsl_support, _cutedsl, _on_hopper, _worth),
         Implementation("pallas", "cuda", _pallas_support, _pallas, _on_hopper),
         Implementation("dequantize", "any", any_call("dequantize"), _dequantize, on_gpus),
         Implementation("xla", "any", any_call("xla"), _plain, always),

@@ -59,7 +59,7 @@ class _Place:
     chips: list[str]
 
 
-def _place(args: Any, device: Any = None) -> _Place:
+def place_of(args: Any, device: Any = None) -> _Place:
     """Where a function of these arguments runs: on their device, else on the default one."""
     if isinstance(device, str):
         return _Place(None, targets.platform_of(device), [device])
@@ -79,7 +79,7 @@ def _place(args: Any, device: Any = None) -> _Place:
     return _Place(device, targets.platform_of(chips[0]), chips)
 
 
-def _calls(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
+def calls_in(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
     """The calls in the trace of a function, the same ones together, and notes on them.
 
     Raises:
@@ -131,8 +131,9 @@ def autotune(
     explicit axes, global ones on meshes with automatic axes. Each candidate is compiled by itself,
     compared with the implementation "xla" and timed on random operands, many launches in one
     program, with a cold L2 cache. One that does not serve the product, fails, or differs by more
-    than products may is left out. In a program of several processes all of them call this
-    together; process 0 measures, and all get its choice.
+    than products may is left out. Our kernels' tilings are candidates, too, those that have about
+    as many rows as the product. In a program of several processes all of them call this together;
+    process 0 measures, and all get its choice.
 
     Args:
       f: the function.
@@ -163,18 +164,23 @@ def autotune(
         raise TypeError(f"{op}: candidates must be an int, got {shown(candidates)}") from error
     if limit < 1:
         raise ValueError(f"{op}: candidates must be 1 or more, got {limit}")
-    found, notes = _calls(op, f, args)
-    place = _place(args)
+    found, notes = calls_in(op, f, args)
+    place = place_of(args)
 
     def measure() -> str:
-        entries = _measured(found, place, time.monotonic() + seconds, limit, progress)
+        entries = entries_of(found, place, time.monotonic() + seconds, limit, progress)
         return choices.to_text(Choice.of(entries, notes))
 
     return choices.from_text(from_process_0(measure))
 
 
-def _measured(
-    found: Sequence[_Found], place: _Place, end: float, limit: int, progress: bool
+def entries_of(
+    found: Sequence[_Found],
+    place: _Place,
+    end: float,
+    limit: int,
+    progress: bool,
+    without: Sequence[str] = (),
 ) -> list[Measured]:
     """What is known of calls, the largest first, as far as time goes.
 
@@ -184,6 +190,7 @@ def _measured(
       end: of the time, on the monotonic clock.
       limit: of candidates.
       progress: whether to say what is measured.
+      without: candidates that are left out and not listed.
     """
     free = [each for each in found if each.call.implementation is None and each.call.work]
     free.sort(key=lambda each: -each.count * each.call.work)
@@ -194,15 +201,22 @@ def _measured(
             for i, each in enumerate(free):
                 key = key_of(each.call, targets.chip_of(place.device))
                 say(i, str(key))
-                entries.append(_entry(each, key, place, end, limit))
+                entries.append(_entry(each, key, place, end, limit, without))
     return entries
 
 
-def _entry(each: _Found, key: Key, place: _Place, end: float, limit: int) -> Measured:
-    call = each.call.in_a_shard
-    asked = candidates(call, place.platform, place.chips, measuring.TABLES[call.op])
+def _entry(
+    each: _Found, key: Key, place: _Place, end: float, limit: int, without: Sequence[str]
+) -> Measured:
+    call, table = each.call.in_a_shard, measuring.TABLES[each.call.op]
+    rule = decided(call, place.platform, place.chips, table).name
+    asked = [
+        s
+        for s in candidates(call, place.platform, place.chips, table)
+        if s.implementation == rule
+        or (s.implementation not in without and table[s.implementation].worth(call))
+    ]
     costs: dict[str, Cost] = {s.implementation: f"left out: {s}" for s in asked if not s}
-    rule = decided(call, place.platform, place.chips, measuring.TABLES[call.op]).name
     names = sorted((s.implementation for s in asked if s), key=lambda name: name != rule)
     for name in names[limit:]:
         costs[name] = f"not measured: {limit} candidates were asked for"
@@ -311,8 +325,8 @@ def explain(
         be read.
       NotImplementedError: an implementation that f names does not serve its product.
     """
-    found, notes = _calls("explain", f, args)
-    place = _place(args, device)
+    found, notes = calls_in("explain", f, args)
+    place = place_of(args, device)
     rows = []
     for each in found:
         table = measuring.TABLES[each.call.op]
