@@ -33,6 +33,10 @@ from jax_mx.lowering.registry import IMPLEMENTATIONS
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 NAMES = {"cutedsl": "CuTeDSL", "flydsl": "FlyDSL"}
+# How the names of kernels begin that a program of quantizers, and one of products, may take.
+QUANTIZERS = ("quantize_", "dequantize_")
+GEMMS = ("matmul_", "wgrad_")
+EVERY = QUANTIZERS + GEMMS
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -212,26 +216,36 @@ def of_rows(rows: Rows) -> dict[str, Any]:
     return {key: ", ".join(each) for key, each in found.items()}
 
 
-def caption(about: Mapping[str, Any], measures: str) -> str:
-    """The sentence under a table: device, commit or date, command."""
+def caption(about: Mapping[str, Any], measures: str, kernels: Sequence[str] = ()) -> str:
+    """The sentence under a table: device, commit or date, command.
+
+    Of the kernels whose names begin as `kernels` do, which the run may have taken, it says how many
+    were other ones then.
+    """
     where = [about["device"], about.get("runs", "one run")]
     where += [f"commit {about['commit']}"] if about.get("commit") else []
     where += [about["date"]] if about.get("date") else []
     where += [f"jax {about['jax']}"] if about.get("jax") else []
-    return f"{', '.join(where)}; `{measures}`."
+    said = f"{', '.join(where)}; `{measures}`."
+    taken = [n for n in verified_at(about.get("commit", "")) if n.startswith(tuple(kernels))]
+    if other := others_now(about.get("commit", ""), taken):
+        of = f"Of {len(taken)} kernels of such programs"
+        return f"{said} {of} {other} have been built anew since."
+    return said
 
 
 def rebuilt(rows: Rows) -> str:
-    """Says how many rows measured kernels whose binaries are others now; nothing if none did.
-
-    The rows' commit says what the binaries were, as far as this clone has the commit.
-    """
-    then, now = verified_at(rows[0]["commit"]), verified.read("sm_90a")
+    """Says how many rows measured kernels whose binaries are others now; nothing if none did."""
     names = [_kernel_of(row) for row in rows if row["implementation"] == "cutedsl"]
-    other = [n for n in names if n in now and then.get(n) != now[n]["sha256"]]
-    if not then or not other:
-        return ""
-    return f" The kernels of {len(other)} of these {len(names)} rows have been built anew since."
+    if other := others_now(rows[0]["commit"], names):
+        return f" The kernels of {other} of these {len(names)} rows have been built anew since."
+    return ""
+
+
+def others_now(commit: str, names: Iterable[str]) -> int:
+    """How many kernels for an H200 had other binaries at a commit, if this clone has the commit."""
+    then, now = verified_at(commit), verified.read("sm_90a")
+    return sum(n in now and then.get(n) != now[n]["sha256"] for n in names) if then else 0
 
 
 @functools.cache
@@ -428,7 +442,7 @@ def _products(name: str) -> list[str]:
             speed = f"{row['tflops']:.0f} | {row['weights_tbs']:.2f}"
             lines.append((case, shape + groups, way, f"{row['us']:.0f}", speed, faster))
     head = ("case", "shape", "operands and implementation", "us", "TF/s", "W, TB/s")
-    return [*table((*head, "against bf16"), lines), "", caption(about, command(name))]
+    return [*table((*head, "against bf16"), lines), "", caption(about, command(name), GEMMS)]
 
 
 def speed_layers() -> list[str]:
@@ -451,7 +465,7 @@ def speed_layers() -> list[str]:
     )
     kept = {name: f"{size / 1e6:.0f} MB" for name, size in about.get("kept", {}).items()}
     said = ", ".join(f"{name} {size}" for name, size in kept.items())
-    lines += ["", caption(about, command("layers"))]
+    lines += ["", caption(about, command("layers"), EVERY)]
     return [*lines, "", f"Kept for the backward pass of `7168x4096`: {said}."] if said else lines
 
 
@@ -478,7 +492,7 @@ def speed_moe() -> list[str]:
         ],
     )
     head = ["## MoE layers", "", "Routing, gathering, quantizing, products, activation, combine:"]
-    said = f"{caption(about, command('moe'))} {about.get('note', '')}".strip()
+    said = f"{caption(about, command('moe'), EVERY)} {about.get('note', '')}".strip()
     return [*head, "", *lines, "", said]
 
 
@@ -489,7 +503,7 @@ def speed_moe_step() -> list[str]:
         ("way", "ms a step", "steps", "loss in the end"),
         [(row["way"], f"{row['ms']:.1f}", str(row["steps"]), f"{row['loss']:.3f}") for row in rows],
     )
-    return [*lines, "", caption(about, command("moe_step"))]
+    return [*lines, "", caption(about, command("moe_step"), EVERY)]
 
 
 def loss_moe() -> list[str]:
@@ -509,7 +523,7 @@ def loss_moe() -> list[str]:
             for way, row in ((row["way"], row) for row in rows)
         ],
     )  # fmt: skip
-    return [*lines, "", caption(about, command("moe_step_small"))]
+    return [*lines, "", caption(about, command("moe_step_small"), EVERY)]
 
 
 def speed_collectives() -> list[str]:
@@ -522,7 +536,7 @@ def speed_collectives() -> list[str]:
             for row in rows
         ],
     )
-    return [*lines, "", caption(about, command("collectives"))]
+    return [*lines, "", caption(about, command("collectives"), QUANTIZERS)]
 
 
 def speed_moe_sharded() -> list[str]:
@@ -537,7 +551,7 @@ def speed_moe_sharded() -> list[str]:
             if moves == "floats" and (mx := at.get((what, tokens, "mx")))
         ],
     )
-    return [*lines, "", caption(about, command("moe_sharded"))]
+    return [*lines, "", caption(about, command("moe_sharded"), EVERY)]
 
 
 def counters() -> list[str]:
@@ -556,7 +570,7 @@ def counters() -> list[str]:
             for row in rows
         ],
     )
-    return [*lines, "", caption(about, command("counters"))]
+    return [*lines, "", caption(about, command("counters"), EVERY)]
 
 
 def layers() -> list[str]:

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import yaml
 from helpers import lowered_apart, on_eight
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
@@ -413,6 +415,41 @@ def test_the_changelog_is_kept():
     assert max(versions, key=lambda v: [*map(int, v.split("."))]) == versions[-1]
     kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     assert {*re.findall(r"^### (.*)$", text, re.MULTILINE)} <= kinds
+
+
+@in_checkout
+@pytest.mark.parametrize("section,tag", [("dated", ""), ("dated", "0"), ("unreleased", "")])
+def test_a_tag_is_released_with_its_section(section, tag, tmp_path):
+    """The workflow's own commands, where docs/versions.md was followed, and where it was not."""
+    version = PROJECT["project"]["version"]
+    head = re.compile(rf"^## \[{re.escape(version)}\] - .*\n", re.MULTILINE)
+    text = head.sub("", (ROOT / "CHANGELOG.md").read_text())
+    notes = text.partition("## [Unreleased]\n")[2].partition("\n## [")[0]
+    if section == "dated":
+        text = text.replace("[Unreleased]\n", f"[Unreleased]\n\n## [{version}] - 2027-01-31\n", 1)
+    (tmp_path / "CHANGELOG.md").write_text(text)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist/a.whl").write_bytes(b"a wheel")
+    (tmp_path / "gh").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > called')
+    (tmp_path / "gh").chmod(0o755)
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    commands = {step["name"]: step["run"] for job in jobs.values() for step in job["steps"]
+                if "run" in step}  # fmt: skip
+    env = {"GITHUB_REF_NAME": f"v{version}{tag}", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def run(name: str) -> bool:
+        bash = ["bash", "-eo", "pipefail", "-c", commands[name]]
+        return subprocess.run(bash, cwd=tmp_path, env=env, capture_output=True).returncode == 0
+
+    agreed = run("The tag, the version and the changelog agree")
+    assert agreed == (section == "dated" and not tag)
+    if agreed:
+        assert run("Checksums, notes, draft")
+        assert notes.strip() in (tmp_path / "notes.md").read_text()
+        called = (tmp_path / "called").read_text().splitlines()
+        assert called[:4] == ["release", "create", f"v{version}", "--draft"]
+        assert called[-2:] == ["dist/SHA256SUMS", "dist/a.whl"]
 
 
 @in_checkout

@@ -107,7 +107,7 @@ def float_dtype(op: str, name: str, dtype: Any) -> np.dtype:
     except TypeError as error:
         raise TypeError(f"{op}: {name} is {shown(dtype)}, must be one of {allowed}") from error
     if found not in FLOAT_DTYPES.values():
-        raise TypeError(f"{op}: {name} is {found.name}, must be one of {allowed}")
+        raise TypeError(f"{op}: {name} is {found.name}, must be one of {allowed}; convert it first")
     return found
 
 

@@ -105,7 +105,7 @@ SERVING = (
 )
 HELD = (
     Column("arch"),
-    Column("for", wraps=True),
+    Column("chips", wraps=True),
     Column("in the package", number=True),
     Column("in the cache", number=True),
     Column("executed and compared", wraps=True, optional=1),
@@ -229,7 +229,7 @@ def held_rows(found: Sequence[Held]) -> Iterator[list[str]]:
 def demands() -> Iterator[str]:
     """A sentence for each DSL: whether the kernels that are not there are compiled on demand."""
     for dsl, archs in ARCHS.items():
-        names = f"Others for {', '.join(archs)}"
+        names = f"Kernels in neither, for {', '.join(archs)}"
         if obstacle := toolchains.obstacle(dsl):
             yield f"{names}: not on this machine: {obstacle}."
         else:

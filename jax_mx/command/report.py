@@ -268,7 +268,8 @@ def measure_tensors(out: Report) -> None:
             out.remark(name, remark)
     out.facts["tensors"] = rows
     out.compare(rows)
-    title = f"Tensors in {options.dtype}, blocks of {BLOCK} along axis {options.axis}"
+    title = f"Tensors in {options.dtype} (--help explains the columns)"
+    title += f", blocks of {BLOCK} along axis {options.axis}"
     timed = any(row.seconds is not None for row in rows)
     columns = tensors.COLUMNS + tensors.TIMES * timed
     out.show(title, columns, [row.cells()[: len(columns)] for row in rows])
