@@ -290,8 +290,9 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
       operands: the view of the floats and those of the plan's `given_data`; or what the plan's
         source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), or
         (T, K, 2) of gates and ups by turns, and weights (R, 1); of its gradient these and dy
-        (T, K); of a norm x (..., T, K), of a sum the residual, and float32 weights (K,). An axis of
-        length n that blocks run along is two: n / 32 and 32; by turns n / 32 and 64.
+        (T, K), and by turns x (T, 2 K); of a norm x (..., T, K), of a sum the residual, and float32
+        weights (K,). An axis of length n that blocks run along is two: n / 32 and 32; by turns
+        n / 32 and 64, and of dy 2 n / 32 and 16.
       plan: the call.
 
     Returns:
