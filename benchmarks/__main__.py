@@ -50,8 +50,9 @@ def _made_of(source: Source) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return lambda a: jax_mx.rms_norm(*a).floats, lambda a: {}
     name, turns = source.activation, source.interleaved
     if source.gradient:
-        pull = lambda x, dy: jax.vjp(lambda x: jax_mx.gated(x, name), x)[1](dy)[0]  # noqa: E731
-        return lambda a: pull(*a), lambda a: {"activation": jax_mx.Gated(name, gradient=a[1])}
+        make = functools.partial(jax_mx.gated, activation=name, interleaved=turns)
+        own = lambda dy: jax_mx.Gated(name, interleaved=turns, gradient=dy)  # noqa: E731
+        return lambda a: jax.vjp(make, a[0])[1](a[1])[0], lambda a: {"activation": own(a[1])}
     own, made = jax_mx.Gated(name, interleaved=turns), {"activation": name, "interleaved": turns}
     return lambda a: jax_mx.gated(a[0], **made), lambda a: {"activation": own}
 
@@ -289,8 +290,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     several("--scaling", SCALINGS)
     several("--scale-layout", SCALE_LAYOUTS)
     several("--preprocessing", shapes.PREPROCESSING)
-    what = "of calls that make their floats of this: rows, picked by numbers, or an activation"
-    add("--source", choices=shapes.SOURCES, default="", help=what)
+    several("--source", shapes.SOURCES)
     add("--implementation", choices=tuple(IMPLEMENTATIONS), help="default: the kernel, else xla")
     add("--csv", type=Path, metavar="FILE")
     add("--json", type=Path, metavar="FILE")
@@ -335,6 +335,7 @@ def complete(args: argparse.Namespace) -> None:
         "scaling": "rceil",
         "scale_layout": "row_major",
         "preprocessing": "none",
+        "source": "",
     }.items():
         setattr(args, name, list(dict.fromkeys(getattr(args, name) or [default])))
     if "all" in args.form:
@@ -351,13 +352,15 @@ def complete(args: argparse.Namespace) -> None:
 def all_cases(args: argparse.Namespace) -> Iterator[Case]:
     """All that was asked for, but for what a form does not have."""
     each = (args.form, args.shapes, args.dtype, args.format, args.scaling, args.scale_layout)
+    befores = itertools.product(args.preprocessing, args.source)
     catalogue = set(itertools.chain.from_iterable(shapes.SHAPES.values()))
-    for preprocessing, *names in itertools.product(args.preprocessing, *each):
+    for before, names in itertools.product(befores, itertools.product(*each)):
+        preprocessing, source = before
         form, shape, dtype, format, scaling, layout = names
-        how = (args.implementation, preprocessing, args.source)
+        how = (args.implementation, preprocessing, source)
         case = Case(form, shape, dtype, format, scaling, layout, *how)
         form = shapes.FORMS[case.form]
-        if args.source and (form.op == "dequantize" or len(shape) != 2):
+        if source and (form.op == "dequantize" or len(shape) != 2):
             continue  # they are those of a matrix to quantize
         if preprocessing != "none" and (form.op == "dequantize" or form.square):
             continue  # codes are preprocessed no more; a transform has one axis

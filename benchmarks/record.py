@@ -56,7 +56,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "gradients": (
         "_sources",
-        f'{_SOURCES} swiglu_gradient --form "both transposed" --shapes 16384x4096,16384x14336',
+        f"{_SOURCES} swiglu_gradient swiglu_interleaved_gradient "
+        '--form "both transposed" --shapes 16384x4096,16384x14336',
     ),
     "norms": (
         "_sources",

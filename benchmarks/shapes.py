@@ -97,14 +97,15 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 }
 
 
-# What makes the floats, by name.
+# What makes the floats of a call, by name: rows, picked by numbers, an activation or a norm.
+_WAYS = ((True, False), (False, True), (True, True))  # by turns, and the gradient
 SOURCES = {
     str(source): source
     for source in (
         ROWS,
         *(
             dataclasses.replace(how, activation=name)
-            for how in (X, Source(interleaved=True), Source(gradient=True))
+            for how in (X, *(Source(interleaved=t, gradient=g) for t, g in _WAYS))
             for name in ACTIVE["cutedsl"]
         ),
         RMS_NORM,

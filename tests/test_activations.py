@@ -522,6 +522,9 @@ def test_what_serves_it():
                                 gradient=True)  # fmt: skip
     name_of_both = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
     assert found == (True, f"cutedsl: {name_of_both}_swiglu_gradient")
+    found = jax_mx.is_supported("quantize_both", "gfx950", transpose=True, activation="gpt_oss",
+                                interleaved=True, gradient=True)  # fmt: skip
+    assert found == (True, f"flydsl: {name_of_both}_gpt_oss_interleaved_gradient")
     found = jax_mx.is_supported("quantize", "gfx942", activation="gpt_oss", interleaved=True)
     assert found == (True, f"flydsl: {name}_gpt_oss_interleaved")
     for dtype in ("float16", "float32"):
@@ -546,6 +549,12 @@ def test_one_call():
     text = jax.jit(back).trace(x, x[:, 256:]).lower(lowering_platforms=("cuda",)).as_text()
     operands += ", tensor<64x8x32xbf16>"
     assert f": ({operands}) -> " in call_attributes_in(text) and "exponential" not in text
+    turns = lambda x, dy: jax_mx.quantize_both(  # noqa: E731
+        x, activation=jax_mx.Gated(interleaved=True, gradient=dy)
+    )
+    text = jax.jit(turns).trace(x, x[:, 256:]).lower(lowering_platforms=("cuda",)).as_text()
+    operands = "tensor<64x16x32xbf16>, tensor<2x32xf32>, tensor<64x16x16xbf16>"
+    assert f": ({operands}) -> " in call_attributes_in(text) and "exponential" not in text
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
     like = jax.ShapeDtypeStruct((256, 512), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = jax.jit(run).trace(like).lower(lowering_platforms=("cuda",)).as_text()
@@ -561,6 +570,21 @@ def test_an_moe_layer_takes_the_call():
     text = text.lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if f"@{store.TARGET}(" in line]
     assert any("x2x8x32xbf16>, tensor<" in call for call in calls) and "exponential" not in text
+
+
+@pytest.mark.usefixtures("without_code")
+@pytest.mark.parametrize(("turns", "operand"), [(False, "x8x32xbf16>)"), (True, "x16x16xbf16>)")])
+def test_layers_take_the_call_of_a_gradient(turns, operand):
+    """Whose last operand is that of what the activation gives."""
+    x, w1, w2 = (jnp.ones(s, jnp.bfloat16) for s in ((64, 128), (2, 128, 512), (2, 256, 128)))
+    experts, weights = jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1), jnp.float32)
+    moe = lambda x, w1, w2: jax_mx.moe(x, experts, weights, w1, w2, interleaved=turns)  # noqa: E731
+    mlp = lambda x, w1, w2: jax_mx.mlp(x, w1[0], w2[0], interleaved=turns)  # noqa: E731
+    for layer in (moe, mlp):
+        step = jax.jit(jax.grad(lambda *a, f=layer: f(*a).astype(jnp.float32).sum(), (0, 1, 2)))
+        text = step.trace(x, w1, w2).lower(lowering_platforms=("cuda",)).as_text()
+        calls = [line for line in text.splitlines() if f"@{store.TARGET}(" in line]
+        assert any(operand in call for call in calls)
 
 
 @pytest.mark.parametrize("kind", AxisType, ids=str)
@@ -589,25 +613,29 @@ SHAPES = {
 
 
 def fitting(variant, length: int) -> int:
-    """A length of gates that is whole windows, where the variant's kernel wants these."""
+    """A length of gates that is whole windows, where the variant's kernel wants these.
+
+    By turns, gates and ups together are whole blocks.
+    """
+    if variant.source.gradient and variant.source.interleaved:
+        return length // 2
     unit = max(lengths_of(variant.window)) if variant.source.gradient else 1
     return -(-length // unit) * unit
 
 
 def made_by(variant, x, weights=None):
     """What asks for a variant, and what that quantizes, for all gates, then all ups."""
-    name, is_gradient = variant.source.activation, variant.source.gradient
-    if not is_gradient:
-        turns = variant.source.interleaved
+    name, turns = variant.source.activation, variant.source.interleaved
+    if not variant.source.gradient:
         return jax_mx.Gated(name, weights, interleaved=turns), wanted(x, name, weights)
     dy = random_bits((x.shape[0] * x.shape[1] // 2,), variant.dtype, seed=9)
     dy = np.where(np.isfinite(doubles(dy)), dy, 1).astype(x.dtype).reshape(len(x), -1)
-    own = jax_mx.Gated(name, weights, gradient=dy)
-    return own, wanted_gradient(x, dy, name, weights)
+    own = jax_mx.Gated(name, weights, interleaved=turns, gradient=dy)
+    return own, laid(variant, wanted_gradient(x, dy, name, weights))
 
 
 def laid(variant, x):
-    """All gates, then all ups, as a variant reads them."""
+    """All gates, then all ups, as a variant has them."""
     if not variant.source.interleaved:
         return x
     return np.stack(np.split(x, 2, -1), -1).reshape(x.shape)

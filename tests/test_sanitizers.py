@@ -186,7 +186,7 @@ def run_made(variant, layout: str, shape: tuple[int, ...]) -> None:
         given = {"rows": np.arange(rows, dtype=np.int32)[::-1] * 3 - 96}
         op = partial(requantize, format=variant.formats[0], **how)
     elif variant.source.gradient:
-        given = {"activation": jax_mx.Gated(gradient=dy)}
+        given = {"activation": jax_mx.Gated(interleaved=turns, gradient=dy)}
     with jax.default_device(jax.devices("cpu")[0]):
         want = jax.jit(lambda x, given: op(x, implementation="xla", **given))(x, given)
     got = jax.jit(lambda x, given: op(x, implementation="cutedsl", **given))(x, given)

@@ -130,7 +130,7 @@ def _quantize_gated(kinds: Sequence[Kind]) -> Signature:
 
 
 def _quantize_gated_gradient(kinds: Sequence[Kind]) -> Signature:
-    """For the gradient of gates and ups, (T, 2 K); dy (T, K) is the gradient of the results."""
+    """For x's gradient, x (T, 2, K) or, by turns, (T, 2 K); dy (T, K) is that of the results."""
     return Signature((_X, _WEIGHTS, _DY, *_block_data(kinds)), _quantized(kinds))
 
 

@@ -15,7 +15,7 @@ class Source:
       norm: whether they are x's rows, normed.
       added: whether another array is added to x before.
       activation: the name of the one that makes them of gates and ups, see facts/activations.py.
-      interleaved: whether gates and ups take turns in x; they are its halves otherwise.
+      interleaved: whether gates and ups take turns in x, and their gradients; else they are halves.
       gradient: whether they are the gradient of gates and ups, by that of the activation's results.
     """
 

@@ -266,12 +266,12 @@ VARIANTS += tuple(
     for variant in VARIANTS
     if variant.form == directions.BOTH_TRANSPOSED and variant.source.activation
 )
-# Gates and ups by turns, as gpt-oss' checkpoints have them.
+# Gates and ups by turns, as gpt-oss' checkpoints have them; their gradients likewise.
 _INTERLEAVED = ("swiglu", "gpt_oss")
 VARIANTS += tuple(
     dataclasses.replace(variant, source=dataclasses.replace(variant.source, interleaved=True))
     for variant in VARIANTS
-    if variant.source.activation in _INTERLEAVED and not variant.source.gradient
+    if variant.source.activation in _INTERLEAVED
     if variant.window == BLOCK and len({*variant.formats}) == 1
 )
 # From other floats likewise, and not to the format of gradients.

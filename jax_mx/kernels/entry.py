@@ -63,6 +63,14 @@ class QuantizerEntry:
         return 1 if self.variant.rows or self.interleaved else 2 if self.variant.source else 0
 
     @property
+    def parts(self) -> int:
+        """How many parts a row of the floats has, of each of which a tile has columns.
+
+        A gradient has two, of gates and of ups, unless they take turns.
+        """
+        return 1 + (self.is_gradient and not self.interleaved)
+
+    @property
     def interleaved(self) -> bool:
         """Whether gates and ups take turns in x."""
         return self.variant.source.interleaved

@@ -75,11 +75,13 @@ def source_operands(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> lis
     count, length = other[0].shape[0], x.shape[1] // halves
     tail = (length // BLOCK, BLOCK) if across else (length,)
     by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
-    more = [a if plan.source.codes else a.reshape(count, *tail) for a in other[1:]]
-    if plan.source.interleaved:
-        x = x.reshape(x.shape[0], *((length // BLOCK, 2 * BLOCK) if across else (length, 2)))
+    if plan.source.interleaved:  # how many gates a block of the floats has beside it
+        each = BLOCK >> plan.source.gradient if across else 1
+        x = x.reshape(count, length // each, 2 * each)
+        more = [a.reshape(count, length // each, each) for a in other[1:]]
     else:
         x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
+        more = [a if plan.source.codes else a.reshape(count, *tail) for a in other[1:]]
     return [x, by_row, *more]
 
 
@@ -321,8 +323,9 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
       operands: the view of the floats and those of the plan's `given_data`; or what the plan's
         source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), or
         (T, K, 2) of gates and ups by turns, and weights (R, 1); of its gradient these and dy
-        (T, K); of a norm x (..., T, K), of a sum the residual, and float32 weights (K,). An axis of
-        length n that blocks run along is two: n / 32 and 32; by turns n / 32 and 64.
+        (T, K), and by turns x (T, 2 K); of a norm x (..., T, K), of a sum the residual, and float32
+        weights (K,). An axis of length n that blocks run along is two: n / 32 and 32; by turns
+        n / 32 and 64, and of dy 2 n / 32 and 16.
       plan: the call.
 
     Returns:

@@ -60,9 +60,8 @@ class Gated:
 
     @property
     def in_one_array(self) -> bool:
-        """Whether an x has gates and ups as kernels read them; of a gradient by halves alone."""
-        turns = self.interleaved and self.gradient is not None
-        return ACTIVATIONS[self.name].has_gate and self.up is None and not turns
+        """Whether an x has gates and ups, as kernels read them."""
+        return ACTIVATIONS[self.name].has_gate and self.up is None
 
     def gates_of(self, op: str, x: Any) -> jax.ShapeDtypeStruct:
         """What has the shape and the dtype of an x's gates, which are those of the result.

@@ -138,11 +138,11 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, Sour
         x = made(op, x, activation)
         return x, x, X, ()
     weights = weights_of(op, gates, activation.weights)
+    source = Source(activation=activation.name, interleaved=activation.interleaved)
     if activation.gradient is None:
-        source = Source(activation=activation.name, interleaved=activation.interleaved)
         return x, gates, source, (weights,)
+    source = dataclasses.replace(source, gradient=True)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    source = Source(activation=activation.name, gradient=True)
     return x, like, source, (weights, activation.dy_of(op, gates))
 
 
@@ -212,15 +212,16 @@ def operands_of(
 def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
     """Whether the primitive can make the floats itself.
 
-    It needs a matrix that has rows, no block data and no mesh with explicit axes; of a gradient
-    halves of whole windows; of what is normed along rows, any array.
+    It needs a matrix that has rows, no block data and no mesh with explicit axes; of a gradient by
+    halves whole windows in each; of what is normed along rows, any array.
     """
     meshes = (jax.typeof(a).sharding.mesh for a in (x, *other))
     is_empty = 0 in [n for n in x.shape[:-1] if isinstance(n, int)]
     is_matrix = x.ndim == 2 or (x.ndim > 2 and plan.source.norm and plan.takes_slabs)
     plain = is_matrix and not is_empty and not plan.block_data
     unit = 2 * max(lengths_of(plan.preprocessing[0].window))
-    whole = not plan.source.gradient or x.shape[1] % unit == 0
+    by_halves = plan.source.gradient and not plan.source.interleaved
+    whole = not by_halves or x.shape[1] % unit == 0
     return plain and whole and not any(map(is_explicit, meshes))
 
 

@@ -286,7 +286,7 @@ def floats_of(source: Source, x: jax.Array, first: jax.Array, *more: jax.Array) 
     each = halves(x, name, source.interleaved)
     if source.gradient:
         (dy,) = more
-        return joined(gated_gradient(each, first, dy, name))
+        return joined(gated_gradient(each, first, dy, name), source.interleaved)
     return gated(each, first, name)
 
 

@@ -222,9 +222,16 @@ def part(first, second) -> None:
     """Two fragments of words of gates and ups by turns, the second one behind: gates, and ups."""
     count = cute.size(first)
     words = [part[w] for part in (first, second) for w in range(count)]
-    for w, (low, high) in enumerate(zip(words[::2], words[1::2], strict=True)):
-        first[w] = convert.bytes_of(low, high, 0x5410)
-        second[w] = convert.bytes_of(low, high, 0x7632)
+    for w, pair in enumerate(zip(words[::2], words[1::2], strict=True)):
+        first[w], second[w] = turned(*pair)
+
+
+def turned(low: Uint32, high: Uint32) -> tuple[Uint32, Uint32]:
+    """The lower halves of two words, and their upper halves; its own inverse.
+
+    Of a gate and an up each, words of two gates and of two ups.
+    """
+    return convert.bytes_of(low, high, 0x5410), convert.bytes_of(low, high, 0x7632)
 
 
 @dsl_user_op

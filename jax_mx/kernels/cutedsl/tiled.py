@@ -116,11 +116,6 @@ class Tiled(Kernel):
 
     elements_per_thread = 2 * BLOCK
 
-    @property
-    def parts(self) -> int:
-        """How many parts a row has, of each of which a tile has columns: gates and ups."""
-        return 1 + self.is_gradient
-
     def __init__(self, *entry, tile: Tiling | None = None):
         super().__init__(*entry)
         self.tile = tile or Tiling(**self.tuned(type(self).__name__))
@@ -138,7 +133,7 @@ class Tiled(Kernel):
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
         staged = self.tile.rows * self.tile.cols // self.per_byte
         staged *= sum(self.is_staged(each) for each in self.results)
-        self.exchanged = self.tile.rows * self.tile.cols * self.itemsize * self.is_gradient
+        self.exchanged = self.tile.rows * self.tile.cols * self.itemsize * (self.parts - 1)
         staged += self.exchanged
         self.dynamic_shared = staged if staged > STATIC or self.exchanged else 0
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
@@ -273,7 +268,8 @@ class Tiled(Kernel):
     def patch(self, arrays, scalars, *where):
         """This lane's patch, (vector, rows); 0 beyond the array."""
         if self.is_gradient:
-            return self.gradients(arrays["x"], arrays["weights"], arrays["dy"], *where)
+            make = self.gradients if self.parts > 1 else self.gradients_by_turns
+            return make(arrays["x"], arrays["weights"], arrays["dy"], *where)
         if self.variant.codes:
             return self.picked_codes(arrays, scalars[2], *where)
         if self.variant.rows:
@@ -458,6 +454,38 @@ class Tiled(Kernel):
         if (first < blocks_m * BLOCK) & (left < k):
             for i in range_constexpr(self.rows):
                 cute.autovec_copy(sX[None, i, own, part], rX[None, i])
+        return rX
+
+    @cute.jit
+    def gradients_by_turns(self, x, weights, dy, at: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """The gradients of gates and ups where these are: a vector has pairs of both.
+
+        Some rows at a time, as of `gated`.
+        """
+        _, tile_m, tile_k, blocks_m, k = at
+        together: cutlass.Constexpr = self.rows // 2
+        dtype: cutlass.Constexpr = convert.INPUT[self.dtype]
+        rX = cute.make_rmem_tensor((self.vector, self.rows), dtype)
+        rX.fill(dtype(0))
+        first = tile_m * self.tile.rows + lane.row
+        left = tile_k * self.tile.cols + lane.col
+        if (first < blocks_m * BLOCK) & (left < k):
+            for top in range_constexpr(0, self.rows, together):
+                both = cute.make_rmem_tensor((self.vector, together), dtype)
+                own = cute.make_rmem_tensor((self.vector // 2, together), dtype)
+                rows = blocks_m * BLOCK
+                size: cutlass.Constexpr = Extents(rows, k)
+                half: cutlass.Constexpr = Extents(rows, k // 2)
+                self.load_part(both, x, 0, 1, size, Place(0, first + top, left))
+                self.load_part(own, dy, 0, 1, half, Place(0, first + top, left // 2))
+                rM = self.weights_of(weights, first + top, together)
+                words, dys, made = (cute.recast_tensor(r, Uint32) for r in (both, own, rX))
+                for i in range_constexpr(together):
+                    for w in range_constexpr(self.vector // 4):
+                        pair = activations.turned(words[2 * w, i], words[2 * w + 1, i])
+                        found = activations.gradients(self.activation, *pair, rM[i], dys[w, i])
+                        pair = activations.turned(*found)
+                        made[2 * w, top + i], made[2 * w + 1, top + i] = pair
         return rX
 
     @cute.jit

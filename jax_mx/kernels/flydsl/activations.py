@@ -28,10 +28,21 @@ _LOG2E = math.log2(math.e)
 def parted(both: list[list[Uint32]]) -> list[list[Uint32]]:
     """Words of gates, and of ups, of words of both by turns."""
     words = [word for part in both for word in part]
-    pairs = [*zip(words[1::2], words[::2], strict=True)]
-    return [
-        [convert.bytes_of(*pair, *half) for pair in pairs] for half in ((0, 1, 4, 5), (2, 3, 6, 7))
-    ]
+    pairs = [*zip(words[::2], words[1::2], strict=True)]
+    return [[_halves(*pair, upper) for pair in pairs] for upper in (0, 1)]
+
+
+def turned(low: Uint32, high: Uint32) -> list[Uint32]:
+    """The lower halves of two words, and their upper halves; its own inverse.
+
+    Of a gate and an up each, words of two gates and of two ups.
+    """
+    return [_halves(low, high, upper) for upper in (0, 1)]
+
+
+def _halves(low: Uint32, high: Uint32, upper: int) -> Uint32:
+    at = 2 * upper
+    return convert.bytes_of(high, low, at, at + 1, at + 4, at + 5)
 
 
 def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str, arch: str) -> Uint32:

@@ -74,7 +74,7 @@ class Tiled(Kernel):
         self.lanes = TILE // self.vector
         self.rows = BLOCK * self.lanes // WAVE
         self.row_sharers = BLOCK // self.vector
-        self.elements_per_thread = self.rows * self.vector * (1 + self.is_gradient)
+        self.elements_per_thread = self.rows * self.vector * self.parts
         self.counts_blocks = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = geometry.extents_of(form, self.of)
         tile = Extents(self.high, TILE)
@@ -92,13 +92,17 @@ class Tiled(Kernel):
         patch = Patch(wave, wave * BLOCK + down * self.rows, across * self.vector)
         shared = fx.SharedAllocator().allocate(self.shared()).peek()
 
-        if const_expr(self.is_gradient):
+        if const_expr(self.parts > 1):
             convert.flush_subnormals(Uint32(0))
             words = self.gradients(arrays, shared.parked, at, patch)
             self.quantize(words, shared, arrays, scalars, at, patch, 0)
             gpu.barrier()  # LDS has the other part's
             words = self.parked(shared.parked)
             self.quantize(words, shared, arrays, scalars, at, patch, 1)
+        elif const_expr(self.is_gradient):
+            convert.flush_subnormals(Uint32(0))
+            words = self.gradients_by_turns(arrays, at, patch)
+            self.quantize(words, shared, arrays, scalars, at, patch)
         elif const_expr(self.gates):
             convert.flush_subnormals(Uint32(0))
             words = self.gated(arrays["x"], arrays["weights"], at, patch)
@@ -151,7 +155,7 @@ class Tiled(Kernel):
         if self.results[-1].transposed:
             size = self.high * TILE // self.results[-1].format.codes_per_byte
             arrays["values"] = fx.Array[Uint8, size, 16]
-        if self.is_gradient:
+        if self.parts > 1:
             arrays["parked"] = fx.Array[Uint8, self.high * TILE * self.itemsize, 16]
         if self.in_window > 1 and self.results[-1].blocks is not Blocks.LAST:
             arrays["amaxes"] = fx.Array[Uint8, 4 * TILE * self.high // BLOCK, 16]
@@ -281,6 +285,29 @@ class Tiled(Kernel):
             vector = fx.Vector.from_elements([word for _, word in both], Uint32)
             fx.generic_store(self.place_parked(shared, i), vector)
         return rows
+
+    def gradients_by_turns(self, arrays, at: Tile, patch: Patch) -> list:
+        """The gradients of gates and ups where these are; rows have whole blocks of both."""
+        x, weights, dy = (arrays[name] for name in ("x", "weights", "dy"))
+        _, tile_m, tile_k, m, k = at
+        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
+        inside = (row < m) & (col < k)
+        row, col = (inside.select(n, Uint32(0)) for n in (row, col))
+        size, words = as_int64(k) * self.itemsize, []
+        for i in range(self.rows):
+            number = as_int64(row + Uint32(i))
+            (weight,) = load_words(weights, number * 4, 1, 4)
+            both = self.load_row(x + number * size, col, k)
+            where = as_int64(col // Uint32(2)) * self.itemsize
+            own = load_words(dy + number * (size // 2), where, 2, min(8, self.aligned_to("dy")))
+            made = []
+            for w in range(0, 4, 2):
+                pair = activations.turned(*both[w : w + 2])
+                by, name = weight.bitcast(fx.Float32), self.activation
+                found = activations.gradients(name, *pair, by, own[w // 2], self.arch)
+                made += activations.turned(*found)
+            words.append(made)
+        return words
 
     def place_parked(self, shared, i: int):
         """Where the i-th row of this lane's patch lies."""
