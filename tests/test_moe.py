@@ -206,6 +206,30 @@ def test_nan_stays_with_its_token(where, recipe):
             assert_bits_equal(np.delete(got[1], 3), np.delete(want[1], 3), name)
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("residuals", ["mx", "floats", "inputs"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_each_operand_has_a_dtype_of_its_own(dtype, residuals):
+    """Results are of x's, gradients of that which they are for; values as near as dtypes are."""
+    args = operands(routing="some are none")
+    kinds = ("float16", "float32", "bfloat16")
+    x, experts, weights, w1, w2, b1, b2, _ = (jnp.asarray(a) for a in args)
+    x, rest = x.astype(dtype), [weights, w1, w2, b1, b2]
+    start = kinds.index(dtype)
+    given = [a.astype(kinds[(start + i) % 3]) for i, a in enumerate(rest)]
+
+    @jax.jit
+    def both(x, weights, *rest):
+        f = lambda x, weights, *rest: layer(x, experts, weights, *rest, residuals=residuals)  # noqa: E731
+        y, pull = jax.vjp(f, x, weights, *rest)
+        return y, *pull(jnp.ones_like(y))
+
+    got, want = both(x, *given), both(args[0], *rest)
+    for name, a, like, b in zip(("y", *NAMES), got, (x, x, *given), want, strict=True):
+        assert (a.dtype, a.shape) == (like.dtype, like.shape), name
+        assert_close(a, b, 0.05, name)
+
+
 @pytest.mark.thorough
 def test_frozen_weights_take_either_order():
     x, experts, weights, w1, w2, *_, dy = (jnp.asarray(a) for a in operands())

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import array_of, flag
+from jax_mx.arrays.checks import array_of, flag, is_symbolic
 from jax_mx.experts import wires
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import MXFP8_E4M3, named
@@ -156,12 +156,15 @@ def moe(
             options,
             (x, experts, weights, w_gate_up, w_down, *biases, recipe),
         )
+    nothing = (
+        not is_symbolic(x.shape[0]) and x.shape[0] == 0
+    )  # moves, and XLA gathers no arrays of 0
     static = _Static(
         dtype,
         named(f"{op}: activation", {name: name for name in GATED}, activation),
         flag(op, "interleaved", interleaved),
         residuals_of(op, residuals, recipe),
-        axes.experts,
+        None if nothing else axes.experts,
         axes.tensor,
         named(f"{op}: wire", {name: name for name in wires.KINDS}, wire),
         implementation_of(op, implementation),
@@ -436,7 +439,7 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
         _, act_by_slot = forms_of(gate_up, -1, (None, lhs), lhs_blocks, activation=own)
         dw2 = _product(static, act_by_slot, by_slot, groups, w2_type, sums=True)
     own = (frozen_or(use[0], w1_type is None), use[1] if w1_type is not None else None)
-    gated = dataclasses.replace(_gated(static, kept.scale), gradient=dact)
+    gated = dataclasses.replace(_gated(static, kept.scale), gradient=dact.astype(gate_up.dtype))
     along, across = forms_of(gate_up, -1, own, blocks, activation=gated)
     if w1_type is not None:
         dw1 = _product(static, kept.tokens, across, groups, w1_type, sums=True)

@@ -138,7 +138,7 @@ def floats_kept(gate_up: Any, dtype: np.dtype) -> jax.Array:
     """Gate and up as floats, of what was kept of them."""
     if not isinstance(gate_up, MXArray):
         return gate_up
-    # float16 may be too small for what was rounded up.
+    # float16 may be too small for what was rounded up; what meets it is float32 then, too.
     return dequantize(gate_up, jnp.float32 if dtype == jnp.float16 else dtype)
 
 
