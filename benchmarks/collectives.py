@@ -94,7 +94,7 @@ def in_one_buffer(*bits: jax.Array) -> list[jax.Array]:
 
 def in_one_group(*bits: jax.Array) -> list[jax.Array]:
     """Each array by an all-to-all of its own, which NCCL launches together."""
-    call = xla_metadata_call(exchanged, _collectives_group="", inlineable="false")
+    call: Any = xla_metadata_call(exchanged, _collectives_group="", inlineable="false")
     return call(*bits)
 
 

@@ -23,7 +23,8 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import MXFP4, MXFP8, Recipe, ops
+from jax_mx import MXFP4, MXFP8, Recipe
+from jax_mx.ops import collectives as in_mx
 
 pytestmark = pytest.mark.optimized
 
@@ -153,7 +154,7 @@ def test_small_arrays_are_exchanged_by_one_collective(move, monkeypatch):
     size = jax_mx.quantize(x[:2]).nbytes
     found = []
     for most, number in ((size, 1), (size - 1, 2)):
-        monkeypatch.setattr(ops.collectives, "ONE_BUFFER", most)
+        monkeypatch.setattr(in_mx, "ONE_BUFFER", most)
         program = in_shards(functools.partial(exchange), 2)
         assert program.lower(x).as_text().count('"stablehlo.all_to_all"') == number
         found.append(program(x))

@@ -156,9 +156,8 @@ def moe(
             options,
             (x, experts, weights, w_gate_up, w_down, *biases, recipe),
         )
-    nothing = (
-        not is_symbolic(x.shape[0]) and x.shape[0] == 0
-    )  # moves, and XLA gathers no arrays of 0
+    # No tokens, nothing moves: XLA gathers no empty arrays.
+    nothing = not is_symbolic(x.shape[0]) and x.shape[0] == 0
     static = _Static(
         dtype,
         named(f"{op}: activation", {name: name for name in GATED}, activation),
