@@ -23,7 +23,7 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import MXFP4, MXFP8, Recipe
+from jax_mx import BF16, MXFP4, MXFP8, Recipe
 from jax_mx.ops import collectives as in_mx
 
 pytestmark = pytest.mark.optimized
@@ -529,6 +529,17 @@ def test_a_gathered_weight_of_a_scan_under_remat_trains():
     got = in_shards(local, 2, specs, specs)(w, x)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_second_derivatives_are_refused():
+    """In bfloat16, too, where floats move as bits."""
+
+    def loss(w):
+        w = jax_mx.gather_weight(w, P("a"), BF16)
+        return (jax_mx.matmul(jnp.ones((32, 64)), w, recipe=BF16) ** 2).sum()
+
+    with jax.set_mesh(mesh_of(2)), pytest.raises(NotImplementedError, match="of derivatives"):
+        jax.grad(lambda w: (jax.grad(loss)(w) ** 2).sum())(jnp.ones((64, 64)))
 
 
 # ---- other transformations ---

@@ -150,7 +150,7 @@ def test_is_the_three_functions(recipe, rows, dtype, residuals):
 
 
 def test_gradients_of_float16():
-    """Of what is kept in MX, too, which is read as float32."""
+    """Also where gate and up are kept in MX, which is read as float32."""
     args = operands((7,))
     got = with_gradients(own(MXFP8), *(a.astype(jnp.float16) for a in args))
     for name, a, b in zip(ARRAYS, got, with_gradients(own(MXFP8), *args), strict=True):

@@ -267,6 +267,22 @@ def test_vmap_and_scan():
             assert_bits_equal(got, expected)
 
 
+@pytest.mark.parametrize("name", ["x", "weights", "w_down", "b_gate_up", "b_down", "dy"])
+def test_second_derivatives_are_refused(name):
+    """In bfloat16, too, where nothing is quantized: rows are gathered as bits."""
+    names = ("x", "experts", "weights", "w1", "w2", "b1", "b2", "dy")
+    args = dict(zip(names, (jnp.asarray(a) for a in operands(tokens=8)), strict=True))
+    key = {"w_down": "w2", "b_gate_up": "b1", "b_down": "b2"}.get(name, name)
+
+    def gradient(value):
+        *given, dy = (args | {key: value}).values()
+        y, pull = jax.vjp(lambda x: layer(x, *given[1:], recipe=BF16), given[0])
+        return pull(y if name != "dy" else dy)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="derivatives of derivatives are not there"):
+        jax.grad(gradient)(args[key])
+
+
 def test_residuals_are_mx():
     x, experts, weights, w1, w2, *_ = (jnp.asarray(a) for a in operands())
     bf16 = [a.astype(jnp.bfloat16) for a in (x, w1, w2)]

@@ -44,7 +44,7 @@ from jax_mx.products.ragged_dot import (
 )
 from jax_mx.products.ragged_product import grouped
 from jax_mx.products.recipes import MXFP8, Recipe
-from jax_mx.products.steps import bias_of, floats_kept, residuals_of
+from jax_mx.products.steps import bias_of, floats_kept, once_derived, residuals_of
 
 
 def moe(
@@ -283,6 +283,7 @@ def _moe_vjp(static: _Static, given, first, second, experts, recipe):
 
 
 def _moe_fwd(static: _Static, given, first, second, experts, recipe):
+    given = jax.tree.map(partial(once_derived, "moe"), given)
     return _forward(static, given, (first, second), experts, recipe, keep=True)
 
 
@@ -418,7 +419,7 @@ def _sums(shares: jax.Array, takes: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
-    groups, recipe = kept.groups, kept.recipe
+    groups, recipe, dy = kept.groups, kept.recipe, once_derived("moe", dy)
     x_type, _, w1_type, w2_type, b1_type, b2_type = kept.types.of
     use, blocks = recipe.uses("gradient"), recipe.blocks("gradient")
     # The gradient of the result, in slots: by w_down^T, and along slots for that of w_down.
