@@ -23,7 +23,8 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import MXFP4, MXFP8, Recipe
+from jax_mx import BF16, MXFP4, MXFP8, Recipe
+from jax_mx.ops import collectives as in_mx
 
 pytestmark = pytest.mark.optimized
 
@@ -140,6 +141,33 @@ def test_moved_bytes_are_those_of_moved_floats(move, n, format, options):
             check_bytes(move, n, format, OPTIONS[options])
         return
     check_bytes(move, n, format, OPTIONS[options])
+
+
+@pytest.mark.parametrize("move", ["exchange", "rows to columns", "columns to slabs"])
+def test_small_arrays_are_exchanged_by_one_collective(move, monkeypatch):
+    """And others by two, of codes and of scales; the bytes are the same."""
+
+    def exchange(x):
+        return jax_mx.all_to_all(jax_mx.quantize(x), "a", **MOVES[move][2])
+
+    x = jnp.asarray(random_bits((4, 64, 64), jnp.bfloat16))
+    size = jax_mx.quantize(x[:2]).nbytes
+    found = []
+    for most, number in ((size, 1), (size - 1, 2)):
+        monkeypatch.setattr(in_mx, "ONE_BUFFER", most)
+        program = in_shards(functools.partial(exchange), 2)
+        assert program.lower(x).as_text().count('"stablehlo.all_to_all"') == number
+        found.append(program(x))
+        check_bytes(move, 2, "mxfp8_e4m3", {})
+    assert_same_array(*found)
+    nothing = in_shards(exchange, 2)(x[:, :0] if move == "columns to slabs" else x[:0])
+    assert nothing.values.size == nothing.scales.size == 0
+
+
+def test_nothing_is_gathered():
+    gather = lambda x: jax_mx.all_gather(jax_mx.quantize(x), "a", axis=1, tiled=True)  # noqa: E731
+    q = in_shards(gather, 2, P(None, "a"))(jnp.ones((0, 64, 64)))
+    assert q.shape == (0, 64, 64)
 
 
 def test_windows_that_do_not_stay_whole_are_given_up():
@@ -501,6 +529,17 @@ def test_a_gathered_weight_of_a_scan_under_remat_trains():
     got = in_shards(local, 2, specs, specs)(w, x)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_second_derivatives_are_refused():
+    """In bfloat16, too, where floats move as bits."""
+
+    def loss(w):
+        w = jax_mx.gather_weight(w, P("a"), BF16)
+        return (jax_mx.matmul(jnp.ones((32, 64)), w, recipe=BF16) ** 2).sum()
+
+    with jax.set_mesh(mesh_of(2)), pytest.raises(NotImplementedError, match="of derivatives"):
+        jax.grad(lambda w: (jax.grad(loss)(w) ** 2).sum())(jnp.ones((64, 64)))
 
 
 # ---- other transformations ---

@@ -149,6 +149,16 @@ def test_is_the_three_functions(recipe, rows, dtype, residuals):
             assert_bits_equal(a, b, name)
 
 
+def test_gradients_of_float16():
+    """Also where gate and up are kept in MX, which is read as float32."""
+    args = operands((7,))
+    got = with_gradients(own(MXFP8), *(a.astype(jnp.float16) for a in args))
+    for name, a, b in zip(ARRAYS, got, with_gradients(own(MXFP8), *args), strict=True):
+        a, b = (np.asarray(c, np.float64) for c in (a, b))
+        assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b), name
+    assert {a.dtype for a in got} == {np.dtype(np.float16)}
+
+
 @pytest.mark.parametrize(
     ("activation", "interleaved"),
     [("gpt_oss", True), *(pytest.param(n, False, marks=thorough) for n in ("relu2", "geglu_erf"))],

@@ -206,6 +206,30 @@ def test_nan_stays_with_its_token(where, recipe):
             assert_bits_equal(np.delete(got[1], 3), np.delete(want[1], 3), name)
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("residuals", ["mx", "floats", "inputs"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_each_operand_has_a_dtype_of_its_own(dtype, residuals):
+    """Results are of x's, gradients of that which they are for; values as near as dtypes are."""
+    args = operands(routing="some are none")
+    kinds = ("float16", "float32", "bfloat16")
+    x, experts, weights, w1, w2, b1, b2, _ = (jnp.asarray(a) for a in args)
+    x, rest = x.astype(dtype), [weights, w1, w2, b1, b2]
+    start = kinds.index(dtype)
+    given = [a.astype(kinds[(start + i) % 3]) for i, a in enumerate(rest)]
+
+    @jax.jit
+    def both(x, weights, *rest):
+        f = lambda x, weights, *rest: layer(x, experts, weights, *rest, residuals=residuals)  # noqa: E731
+        y, pull = jax.vjp(f, x, weights, *rest)
+        return y, *pull(jnp.ones_like(y))
+
+    got, want = both(x, *given), both(args[0], *rest)
+    for name, a, like, b in zip(("y", *NAMES), got, (x, x, *given), want, strict=True):
+        assert (a.dtype, a.shape) == (like.dtype, like.shape), name
+        assert_close(a, b, 0.05, name)
+
+
 @pytest.mark.thorough
 def test_frozen_weights_take_either_order():
     x, experts, weights, w1, w2, *_, dy = (jnp.asarray(a) for a in operands())
@@ -241,6 +265,22 @@ def test_vmap_and_scan():
     for y in (jax.vmap(f)(xs, ids), jax.lax.map(lambda each: f(*each), (xs, ids))):
         for got, expected in zip(y, want, strict=True):
             assert_bits_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", ["x", "weights", "w_down", "b_gate_up", "b_down", "dy"])
+def test_second_derivatives_are_refused(name):
+    """In bfloat16, too, where nothing is quantized: rows are gathered as bits."""
+    names = ("x", "experts", "weights", "w1", "w2", "b1", "b2", "dy")
+    args = dict(zip(names, (jnp.asarray(a) for a in operands(tokens=8)), strict=True))
+    key = {"w_down": "w2", "b_gate_up": "b1", "b_down": "b2"}.get(name, name)
+
+    def gradient(value):
+        *given, dy = (args | {key: value}).values()
+        y, pull = jax.vjp(lambda x: layer(x, *given[1:], recipe=BF16), given[0])
+        return pull(y if name != "dy" else dy)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="derivatives of derivatives are not there"):
+        jax.grad(gradient)(args[key])
 
 
 def test_residuals_are_mx():

@@ -296,6 +296,45 @@ def test_in_shard_map():
         assert_bits_equal(layer(x, experts, weights, w1, w2), want)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("data and experts", AxisType.Auto), ("tensor", AxisType.Explicit)]
+)
+def test_no_tokens(name, kind):
+    shape, names, options = MESHES[name]
+    args = [a[:0] if i in (0, 1, 2, 7) else a for i, a in enumerate(operands())]
+    mesh = of_eight(shape, names, kind)
+    with jax.set_mesh(mesh):
+        y, *gradients = with_gradients(**options)(*placed(args, mesh, names))
+    assert y.shape == (0, D)
+    for got, like in zip(gradients, (args[0], *args[2:7]), strict=True):
+        assert got.shape == like.shape and not np.asarray(got).any()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_weights_that_are_codes(kind):
+    """Frozen ones in each arrangement, and both forms, split by experts."""
+    x, experts, weights, w1, w2, *_, dy = operands()
+    mesh = of_eight((4, 2), ("expert", "data"), kind)
+    makes = [functools.partial(MXFP8.quantize_weight, contracting=1, batch=0)]
+    for how in ({"axis": 1}, {"axis": 1, "transpose": True}, {"block": (32, 32)}):
+        makes.append(functools.partial(jax_mx.quantize, **how))
+
+    def both(x, weights, ws, **options):
+        f = lambda x, weights: jax_mx.moe(x, experts, weights, *ws, **options)  # noqa: E731
+        y, pull = jax.vjp(f, x, weights)
+        return y, *pull(dy)
+
+    for make in makes:
+        ws = [make(w) for w in (w1, w2)]
+        want = jax.jit(both)(x, weights, ws)
+        split = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P("expert"))), ws)
+        with jax.set_mesh(mesh):
+            got = jax.jit(functools.partial(both, expert_axis="expert"))(x, weights, split)
+        for a, b in zip(got, want, strict=True):
+            assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= BOUND * np.linalg.norm(b)
+
+
 # ---- routings, keys, ids ---
 @pytest.mark.thorough
 def test_no_routing_loses_a_token():

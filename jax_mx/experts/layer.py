@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import array_of, flag
+from jax_mx.arrays.checks import array_of, flag, is_symbolic
 from jax_mx.experts import wires
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import MXFP8_E4M3, named
@@ -44,7 +44,7 @@ from jax_mx.products.ragged_dot import (
 )
 from jax_mx.products.ragged_product import grouped
 from jax_mx.products.recipes import MXFP8, Recipe
-from jax_mx.products.steps import bias_of, floats_kept, residuals_of
+from jax_mx.products.steps import bias_of, floats_kept, once_derived, residuals_of
 
 
 def moe(
@@ -156,12 +156,14 @@ def moe(
             options,
             (x, experts, weights, w_gate_up, w_down, *biases, recipe),
         )
+    # No tokens, nothing moves: XLA gathers no empty arrays.
+    nothing = not is_symbolic(x.shape[0]) and x.shape[0] == 0
     static = _Static(
         dtype,
         named(f"{op}: activation", {name: name for name in GATED}, activation),
         flag(op, "interleaved", interleaved),
         residuals_of(op, residuals, recipe),
-        axes.experts,
+        None if nothing else axes.experts,
         axes.tensor,
         named(f"{op}: wire", {name: name for name in wires.KINDS}, wire),
         implementation_of(op, implementation),
@@ -281,6 +283,7 @@ def _moe_vjp(static: _Static, given, first, second, experts, recipe):
 
 
 def _moe_fwd(static: _Static, given, first, second, experts, recipe):
+    given = jax.tree.map(partial(once_derived, "moe"), given)
     return _forward(static, given, (first, second), experts, recipe, keep=True)
 
 
@@ -416,7 +419,7 @@ def _sums(shares: jax.Array, takes: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
-    groups, recipe = kept.groups, kept.recipe
+    groups, recipe, dy = kept.groups, kept.recipe, once_derived("moe", dy)
     x_type, _, w1_type, w2_type, b1_type, b2_type = kept.types.of
     use, blocks = recipe.uses("gradient"), recipe.blocks("gradient")
     # The gradient of the result, in slots: by w_down^T, and along slots for that of w_down.
@@ -436,7 +439,7 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
         _, act_by_slot = forms_of(gate_up, -1, (None, lhs), lhs_blocks, activation=own)
         dw2 = _product(static, act_by_slot, by_slot, groups, w2_type, sums=True)
     own = (frozen_or(use[0], w1_type is None), use[1] if w1_type is not None else None)
-    gated = dataclasses.replace(_gated(static, kept.scale), gradient=dact)
+    gated = dataclasses.replace(_gated(static, kept.scale), gradient=dact.astype(gate_up.dtype))
     along, across = forms_of(gate_up, -1, own, blocks, activation=gated)
     if w1_type is not None:
         dw1 = _product(static, kept.tokens, across, groups, w1_type, sums=True)

@@ -2,6 +2,10 @@
 
 Codes and scales move as uint8. As the floats that they are, XLA may move them in wider types: a
 CPU moves e4m3 as float16 and e8m0 as float32, where 2^-127 becomes NaN.
+
+They are two arrays, and so two collectives. XLA makes one of two all-gathers, and of two permutes,
+as long as they are small; of two all-to-alls it does not, and its all-to-all takes arrays of one
+shape only. So a small array moves as one buffer, which takes a copy on either side.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_mx.arrays.checks import axis_of, shown
+from jax_mx.arrays.checks import axis_of, is_symbolic, shown
 from jax_mx.arrays.sharding import is_explicit, names_in
 from jax_mx.arrays.views import moved_last, stored_spec
 from jax_mx.facts.formats import BLOCK
@@ -26,6 +30,10 @@ from jax_mx.ops.mxarray import MXArray, checked
 
 AxisName = Any  # of a mesh, or a sequence of them; as jax.lax takes it
 Groups = Sequence[Sequence[int]] | None
+
+# all_to_all moves arrays of up to so many bytes in one buffer: the two copies take less time than
+# a second collective. `python -m benchmarks.collectives` measures both ways, by size.
+ONE_BUFFER = 1 << 22
 
 
 # ---- in shard_map ---
@@ -109,8 +117,9 @@ def all_to_all(
             f"{wants}"
         )
     _require_whole(op, q, cut, length // n, n, "are cut off")
-    options = {"axis_index_groups": axis_index_groups, "tiled": tiled}
-    exchange = partial(jax.lax.all_to_all, axis_name=axis_name, **options)
+    exchange = partial(
+        jax.lax.all_to_all, axis_name=axis_name, axis_index_groups=axis_index_groups, tiled=tiled
+    )
     splits = _stored(q, cut)
     if tiled:
         part = length // n if into == cut else q.shape[into]
@@ -121,6 +130,9 @@ def all_to_all(
         axis = q.axis + (cut > q.axis)  # of what is left without the axis that is cut
         concats = _inserted(op, q, into, q.ndim, axis)
         fields = {"axis": _beside(axis, into)}
+    if n > 1 and _is_small(q):
+        places = [(name, splits[name], concats[name]) for name in splits]
+        return dataclasses.replace(q, **_in_one_buffer(q, exchange, places, n, tiled), **fields)
     places = {n: {"split_axis": splits[n], "concat_axis": concats[n]} for n in splits}
     return _moved(q, exchange, places, **fields)
 
@@ -174,11 +186,53 @@ def _moved(
     return dataclasses.replace(q, **arrays, **fields)
 
 
+def _is_small(q: MXArray) -> bool:
+    """Whether q moves in one buffer; not where a mesh's explicit axes may split its dimensions."""
+    if is_explicit(jax.typeof(q.values).sharding.mesh) or any(map(is_symbolic, q.shape)):
+        return False
+    return q.nbytes <= ONE_BUFFER
+
+
+def _in_one_buffer(
+    q: MXArray,
+    exchange: Callable[..., jax.Array],
+    places: Sequence[tuple[str, int, int]],
+    n: int,
+    tiled: bool,
+) -> dict[str, jax.Array]:
+    """Values and scales after one all-to-all of bytes, a row of both for each shard.
+
+    Args:
+      q: the array.
+      exchange: jax.lax.all_to_all but for its axes.
+      places: the name of each array, which dimension of it is cut, and where parts are put.
+      n: how many shards there are.
+      tiled: whether parts are joined along a dimension that is there.
+    """
+    parts = []
+    for name, cut, _ in places:
+        x = _to_bits(getattr(q, name))
+        if tiled:
+            x = x.reshape(*x.shape[:cut], n, x.shape[cut] // n, *x.shape[cut + 1 :])
+        parts.append(jnp.moveaxis(x, cut, 0))
+    rows = [x.reshape(n, x.size // n) for x in parts]
+    moved = exchange(jnp.concatenate(rows, 1), split_axis=0, concat_axis=0, tiled=True)
+    found, start = {}, 0
+    for (name, _, into), x, row in zip(places, parts, rows, strict=True):
+        own = moved[:, start : start + row.shape[1]].reshape(x.shape)
+        start += row.shape[1]
+        own = joined(own, into) if tiled else jnp.moveaxis(own, 0, into)
+        found[name] = jax.lax.bitcast_convert_type(own, getattr(q, name).dtype)
+    return found
+
+
 def as_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """What `move` makes of an array while its elements are unsigned integers."""
-    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    moved = move(jax.lax.bitcast_convert_type(x, bits))
-    return jax.lax.bitcast_convert_type(moved, x.dtype)
+    return jax.lax.bitcast_convert_type(move(_to_bits(x)), x.dtype)
+
+
+def _to_bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def gather(bits: jax.Array, axis_name: AxisName, groups: Groups = None, *, axis: int) -> jax.Array:
@@ -196,12 +250,14 @@ def joined(parts: jax.Array, axis: int) -> jax.Array:
     """
     n, *shape = parts.shape
     shape[axis] *= n
+    if math.prod(parts.shape[1 : 1 + axis]) == 1:  # they lie as they shall
+        return parts.reshape(shape)
     word = next(size for size in (4, 2, 1) if parts.shape[-1] % size == 0)
     if parts.dtype.itemsize > 1 or word == 1:
         return jnp.moveaxis(parts, 0, axis).reshape(shape)
-    words = parts.reshape(*parts.shape[:-1], -1, word)
+    words = parts.reshape(*parts.shape[:-1], parts.shape[-1] // word, word)
     words = jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{8 * word}"))
-    words = jnp.moveaxis(words, 0, axis).reshape(*shape[:-1], -1)
+    words = jnp.moveaxis(words, 0, axis).reshape(*shape[:-1], shape[-1] // word)
     return jax.lax.bitcast_convert_type(words, parts.dtype).reshape(shape)
 
 

@@ -340,7 +340,7 @@ def _mlp_bwd(static: _Static, kept: _Kept, dy: jax.Array) -> tuple:
     gate_up = _again(static, kept)
     spec = spec_of(made("mlp", gate_up, static.gated))
     dact = multiplied(static.second, by_row, kept.w_second, 0, spec, dtype)
-    own = dataclasses.replace(static.gated, gradient=dact)
+    own = dataclasses.replace(static.gated, gradient=dact.astype(gate_up.dtype))
     dw2 = None if w2 is None else rhs_gradient(static.second, kept.act, by_column, w2)
     uses = _uses(recipe, w1)
     by_row, by_column = blocks_along("gradient", gate_up, -1, uses, recipe, activation=own)

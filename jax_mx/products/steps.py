@@ -7,6 +7,7 @@ says; a form meets another in one product.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -138,8 +139,23 @@ def floats_kept(gate_up: Any, dtype: np.dtype) -> jax.Array:
     """Gate and up as floats, of what was kept of them."""
     if not isinstance(gate_up, MXArray):
         return gate_up
-    # float16 may be too small for what was rounded up.
+    # float16 may be too small for what was rounded up; what meets it is float32 then, too.
     return dequantize(gate_up, jnp.float32 if dtype == jnp.float16 else dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def once_derived(op: str, x: jax.Array) -> jax.Array:
+    """x, in a derivative that has none: what moves as bits would lose it in silence."""
+    del op
+    return x
+
+
+@once_derived.defjvp
+def _derived_again(op: str, *_: Any) -> Any:
+    raise NotImplementedError(
+        f"{op}: derivatives of derivatives are not there; jax_mx.{op} has reverse-mode ones of "
+        "first order (jax.grad, jax.vjp)"
+    )
 
 
 def parts_of(x: Any) -> tuple[Any, Any]:
