@@ -24,7 +24,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Recipe
-from jax_mx.ops import collectives as in_mx
 
 pytestmark = pytest.mark.optimized
 
@@ -144,24 +143,11 @@ def test_moved_bytes_are_those_of_moved_floats(move, n, format, options):
 
 
 @pytest.mark.parametrize("move", ["exchange", "rows to columns", "columns to slabs"])
-def test_small_arrays_are_exchanged_by_one_collective(move, monkeypatch):
-    """And others by two, of codes and of scales; the bytes are the same."""
-
-    def exchange(x):
-        return jax_mx.all_to_all(jax_mx.quantize(x), "a", **MOVES[move][2])
-
-    x = jnp.asarray(random_bits((4, 64, 64), jnp.bfloat16))
-    size = jax_mx.quantize(x[:2]).nbytes
-    found = []
-    for most, number in ((size, 1), (size - 1, 2)):
-        monkeypatch.setattr(in_mx, "ONE_BUFFER", most)
-        program = in_shards(functools.partial(exchange), 2)
-        assert program.lower(x).as_text().count('"stablehlo.all_to_all"') == number
-        found.append(program(x))
-        check_bytes(move, 2, "mxfp8_e4m3", {})
-    assert_same_array(*found)
-    nothing = in_shards(exchange, 2)(x[:, :0] if move == "columns to slabs" else x[:0])
-    assert nothing.values.size == nothing.scales.size == 0
+def test_nothing_is_exchanged(move):
+    exchange = lambda x: jax_mx.all_to_all(jax_mx.quantize(x), "a", **MOVES[move][2])  # noqa: E731
+    x = jnp.ones((4, 64, 64))
+    q = in_shards(exchange, 2)(x[:, :0] if move == "columns to slabs" else x[:0])
+    assert q.values.size == q.scales.size == 0
 
 
 def test_nothing_is_gathered():

@@ -4,8 +4,9 @@ Codes and scales move as uint8. As the floats that they are, XLA may move them i
 CPU moves e4m3 as float16 and e8m0 as float32, where 2^-127 becomes NaN.
 
 They are two arrays, and so two collectives. XLA makes one of two all-gathers, and of two permutes,
-as long as they are small; of two all-to-alls it does not, and its all-to-all takes arrays of one
-shape only. So a small array moves as one buffer, which takes a copy on either side.
+as long as they are small; of two all-to-alls it does not. One buffer of both costs a copy on either
+side: from 256 to 32,768 rows of 7168, that took as long as the second all-to-all, or longer (two
+H100s, 2026-11-25).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_mx.arrays.checks import axis_of, is_symbolic, shown
+from jax_mx.arrays.checks import axis_of, shown
 from jax_mx.arrays.sharding import is_explicit, names_in
 from jax_mx.arrays.views import moved_last, stored_spec
 from jax_mx.facts.formats import BLOCK
@@ -30,10 +31,6 @@ from jax_mx.ops.mxarray import MXArray, checked
 
 AxisName = Any  # of a mesh, or a sequence of them; as jax.lax takes it
 Groups = Sequence[Sequence[int]] | None
-
-# all_to_all moves arrays of up to so many bytes in one buffer: the two copies take less time than
-# a second collective. `python -m benchmarks.collectives` measures both ways, by size.
-ONE_BUFFER = 1 << 22
 
 
 # ---- in shard_map ---
@@ -130,9 +127,6 @@ def all_to_all(
         axis = q.axis + (cut > q.axis)  # of what is left without the axis that is cut
         concats = _inserted(op, q, into, q.ndim, axis)
         fields = {"axis": _beside(axis, into)}
-    if n > 1 and _is_small(q):
-        places = [(name, splits[name], concats[name]) for name in splits]
-        return dataclasses.replace(q, **_in_one_buffer(q, exchange, places, n, tiled), **fields)
     places = {n: {"split_axis": splits[n], "concat_axis": concats[n]} for n in splits}
     return _moved(q, exchange, places, **fields)
 
@@ -186,53 +180,10 @@ def _moved(
     return dataclasses.replace(q, **arrays, **fields)
 
 
-def _is_small(q: MXArray) -> bool:
-    """Whether q moves in one buffer; not where a mesh's explicit axes may split its dimensions."""
-    if is_explicit(jax.typeof(q.values).sharding.mesh) or any(map(is_symbolic, q.shape)):
-        return False
-    return q.nbytes <= ONE_BUFFER
-
-
-def _in_one_buffer(
-    q: MXArray,
-    exchange: Callable[..., jax.Array],
-    places: Sequence[tuple[str, int, int]],
-    n: int,
-    tiled: bool,
-) -> dict[str, jax.Array]:
-    """Values and scales after one all-to-all of bytes, a row of both for each shard.
-
-    Args:
-      q: the array.
-      exchange: jax.lax.all_to_all but for its axes.
-      places: the name of each array, which dimension of it is cut, and where parts are put.
-      n: how many shards there are.
-      tiled: whether parts are joined along a dimension that is there.
-    """
-    parts = []
-    for name, cut, _ in places:
-        x = _to_bits(getattr(q, name))
-        if tiled:
-            x = x.reshape(*x.shape[:cut], n, x.shape[cut] // n, *x.shape[cut + 1 :])
-        parts.append(jnp.moveaxis(x, cut, 0))
-    rows = [x.reshape(n, x.size // n) for x in parts]
-    moved = exchange(jnp.concatenate(rows, 1), split_axis=0, concat_axis=0, tiled=True)
-    found, start = {}, 0
-    for (name, _, into), x, row in zip(places, parts, rows, strict=True):
-        own = moved[:, start : start + row.shape[1]].reshape(x.shape)
-        start += row.shape[1]
-        own = joined(own, into) if tiled else jnp.moveaxis(own, 0, into)
-        found[name] = jax.lax.bitcast_convert_type(own, getattr(q, name).dtype)
-    return found
-
-
 def as_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """What `move` makes of an array while its elements are unsigned integers."""
-    return jax.lax.bitcast_convert_type(move(_to_bits(x)), x.dtype)
-
-
-def _to_bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, bits)), x.dtype)
 
 
 def gather(bits: jax.Array, axis_name: AxisName, groups: Groups = None, *, axis: int) -> jax.Array:
