@@ -240,6 +240,8 @@ class Rows(Flat):
             if turn > Int32(0):
                 words = self.again(arrays, row, start, lane)
             made = self.norm(words, factor, arrays["weights"], row, start, lane)
+            if const_expr(self.variant.source.floats):
+                self.store_rounds(made, arrays["floats"], row, start, lane)
             self.quantize(made, arrays, scalars, row, start)
 
     def columns(self, sizes):
@@ -295,6 +297,15 @@ class Rows(Flat):
                 if there:
                     store_words(to, where, rounds[c], self.aligned_to("sum"))
         return rounds
+
+    @flyc.jit
+    def store_rounds(self, rounds, floats, row, first, lane):
+        """Stores the words of a turn."""
+        to = floats + row.block * (BLOCK * self.itemsize)
+        for c in range_constexpr(self.chunks):
+            where, there = self.place(row, first, c, lane)
+            if there:
+                store_words(to, where, rounds[c], self.aligned_to("floats"))
 
     @flyc.jit
     def factor(self, sums, to, row, eps):
