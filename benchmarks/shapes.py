@@ -99,8 +99,8 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 
 # What makes the floats of a call, by name: rows, picked by numbers, an activation or a norm.
 _WAYS = tuple(
-    Source(interleaved=turns, **more)
-    for more in ({}, {"gradient": True}, {"floats": True})
+    Source(interleaved=turns, gradient=gradient, floats=floats)
+    for gradient, floats in ((False, False), (True, False), (False, True))
     for turns in (False, True)
 )
 SOURCES = {

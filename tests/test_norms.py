@@ -54,9 +54,11 @@ def settled(x):
 
 
 def product(x, y):
-    """Of float32; a zero of its sign where the exact product is less than 2^-126."""
+    """Of float32; a zero of its sign where 24 bits of the product are less than 2^-126."""
     exact = x.astype(np.float64) * y.astype(np.float64)
-    return np.where(np.abs(exact) < 2.0**-126, np.copysign(0, exact), exact).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        less = np.abs(exact * 2.0**126).astype(np.float32) < 1
+        return np.where(less, np.copysign(0, exact), exact).astype(np.float32)
 
 
 def factor_of(row):

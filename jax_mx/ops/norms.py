@@ -128,7 +128,7 @@ def rms_norm(
         y, total, factor = _normed(eps, *operands)
         quantized = None if quantizer is None else quantizer(stop(y))
     else:
-        found = _quantized(*stop(operands), quantizer, eps, wanted)
+        found = _quantized(*stop(operands), quantizer=quantizer, eps=eps, floats=wanted)
         quantized, (factor, total, *own) = found[:2] if both else found[0], found[1 + both :]
         if wanted:
             y, total, factor = _known(eps, (*own, total, _plain(factor)), *operands)
