@@ -878,9 +878,9 @@ def computed(w: Waves, op: Callable, values: list[np.ndarray]) -> Any:
     result = op(*values)
     if w.subnormals & 2:
         return result
-    if op is np.multiply and result.dtype == F32:  # a subnormal would round up to a normal number
-        exact = np.multiply(*(x.astype(F64) for x in values))
-        return np.where(np.abs(exact) < np.finfo(F32).tiny, np.copysign(F32(0), result), result)
+    if op is np.multiply and result.dtype == F32:  # a subnormal's few bits may round up to 2^-126
+        bits = (np.multiply(*(x.astype(F64) for x in values)) * 2.0**126).astype(F32)
+        return np.where(np.abs(bits) < 1, np.copysign(F32(0), result), result)
     return result if isinstance(result, tuple) else _flushed(result)
 
 
