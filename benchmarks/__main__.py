@@ -134,14 +134,23 @@ class Case:
             return jax.jit(op), versions
         before, how = _made_of(self.made)
         versions |= {"our kernel": op}
+        floats = self.made.floats
+
+        def after(a: Any, f: Callable[..., Any]) -> Any:
+            y = before(a)
+            return (y, f(y)) if floats else f(y)
+
         made = {
-            f"{self.source}, then {name}": jax.jit(lambda a, f=f: f(before(a)))
+            f"{self.source}, then {name}": jax.jit(functools.partial(after, f=f))
             for name, f in versions.items()
         }
+        options |= {"both": form.op == "quantize_both", "floats": floats}
         if self.made.norm:
-            both = form.op == "quantize_both"
-            norm = functools.partial(jax_mx.rms_norm, both=both, **options)
-            return jax.jit(lambda a: norm(*a).quantized), made
+            norm = functools.partial(jax_mx.rms_norm, **options)
+            return jax.jit(lambda a: norm(*a)[:2] if floats else norm(*a).quantized), made
+        if floats:
+            options |= {"activation": self.made.activation, "interleaved": self.made.interleaved}
+            return jax.jit(lambda a: jax_mx.gated(*a, **options)), made
         return jax.jit(lambda a: op(a[0], **how(a))), made
 
     def make(self, key: jax.Array) -> Any:
@@ -186,6 +195,7 @@ class Case:
             interleaved=self.made.interleaved,
             gradient=self.made.gradient,
             norm=self.made.norm,
+            floats=self.made.floats,
             implementation=self.implementation,
             **form.made_by,
             **self.options,

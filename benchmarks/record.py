@@ -52,7 +52,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "activations": (
         "_sources",
-        f'{_SOURCES} swiglu --form "axis -1" "both transposed" --shapes 16384x4096,16384x14336',
+        f'{_SOURCES} swiglu swiglu_floats --form "axis -1" "both transposed" '
+        "--shapes 16384x4096,16384x14336",
     ),
     "gradients": (
         "_sources",
@@ -61,7 +62,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "norms": (
         "_sources",
-        f'{_SOURCES} rms_norm --form "axis -1" "both transposed" --shapes 16384x7168,65536x7168',
+        f'{_SOURCES} rms_norm rms_norm_floats --form "axis -1" "both transposed" '
+        "--shapes 16384x7168,65536x7168",
     ),
     "dense": ("_products_dense", "benchmarks.products --case dense --peers"),
     "grouped": ("_products_grouped", "benchmarks.products --case grouped --peers"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_mx.facts import directions
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.sources import RMS_NORM, ROWS, Source, X
+from jax_mx.facts.sources import RMS_NORM, ROWS, Source
 from jax_mx.facts.variants import ACTIVE, Kind
 
 Shape = tuple[int, ...]
@@ -98,17 +98,18 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 
 
 # What makes the floats of a call, by name: rows, picked by numbers, an activation or a norm.
-_WAYS = ((True, False), (False, True), (True, True))  # by turns, and the gradient
+_WAYS = tuple(
+    Source(interleaved=turns, **more)
+    for more in ({}, {"gradient": True}, {"floats": True})
+    for turns in (False, True)
+)
 SOURCES = {
     str(source): source
     for source in (
         ROWS,
-        *(
-            dataclasses.replace(how, activation=name)
-            for how in (X, *(Source(interleaved=t, gradient=g) for t, g in _WAYS))
-            for name in ACTIVE["cutedsl"]
-        ),
+        *(dataclasses.replace(how, activation=name) for how in _WAYS for name in ACTIVE["cutedsl"]),
         RMS_NORM,
+        dataclasses.replace(RMS_NORM, floats=True),
     )
 }
 

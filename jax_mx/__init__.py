@@ -22,7 +22,6 @@ from jax_mx.facts.layouts import ScaleLayout as ScaleLayout
 from jax_mx.facts.layouts import ValueLayout as ValueLayout
 from jax_mx.lowering.quantizers import CHECKPOINT_NAME as CHECKPOINT_NAME
 from jax_mx.ops.activations import Gated as Gated
-from jax_mx.ops.activations import gated as gated
 from jax_mx.ops.checkpoints import from_checkpoint as from_checkpoint
 from jax_mx.ops.checkpoints import load_safetensors as load_safetensors
 from jax_mx.ops.checkpoints import save_safetensors as save_safetensors
@@ -31,6 +30,8 @@ from jax_mx.ops.collectives import all_to_all as all_to_all
 from jax_mx.ops.collectives import ppermute as ppermute
 from jax_mx.ops.collectives import reshard as reshard
 from jax_mx.ops.fake_quantize import fake_quantize as fake_quantize
+from jax_mx.ops.gated import Activated as Activated
+from jax_mx.ops.gated import gated as gated
 from jax_mx.ops.groups import Groups as Groups
 from jax_mx.ops.joining import concatenate as concatenate
 from jax_mx.ops.joining import stack as stack

@@ -29,6 +29,7 @@ from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import store
+from jax_mx.ops.quantizing import WithFloats
 
 P = PartitionSpec
 NAMES = [*ACTIVATIONS]
@@ -215,7 +216,7 @@ def same_floats(got, want, what="") -> None:
 def same(got, want, what="") -> None:
     got, want = ([*r] if isinstance(r, tuple | list) else [r] for r in (got, want))
     for g, w in zip(got, want, strict=True):
-        assert_same_array(g, w, what)
+        (assert_same_array if isinstance(w, jax_mx.MXArray) else same_floats)(g, w, what)
 
 
 def every_gate(length: int = 128, dtype="bfloat16") -> np.ndarray:
@@ -463,6 +464,12 @@ def test_what_is_refused():
         lambda: jax_mx.quantize(x, activation=own, rows=rows),
         sentence="rows of x have no gradient alone; drop rows, or the gradient",
     )
+    refused(lambda: jax_mx.gated(x, floats=True), sentence="floats come beside a format; drop")
+    refused(lambda: jax_mx.gated(x, both=True), sentence="gated: format says what is quantized to")
+    refused(
+        lambda: jax_mx.is_supported("quantize", "sm_90", floats=True),
+        sentence="floats are those of an activation, or of a norm, alone; give one",
+    )
     refused(
         lambda: jax_mx.is_supported("quantize", "sm_90", gradient=True),
         sentence="gradient is that of an activation without rows; give one",
@@ -513,6 +520,60 @@ def test_it_is_quantizing_what_gated_gives(name, dtype):
         same(got, op(jax.jit(jax_mx.gated)(x.reshape(3, 32, 320)), **how), "three dimensions")
 
 
+def bits_of(tree):
+    """The bytes of all arrays of a tree."""
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("swiglu", {}),
+        ("gpt_oss", {"interleaved": True, "both": True}),
+        ("geglu", {"both": True, "scale_layout": "blocked_128x4"}),
+        ("swiglu", {"up": True, "axis": -2, "transpose": True}),
+        ("relu2", {"both": True}),
+        ("swiglu", {"rows": np.array([3, -1, *range(30)], np.int32)}),
+        ("swiglu", {"rounding": jax_mx.Stochastic(np.array([0, 7], np.uint32))}),
+    ],
+)
+def test_quantized_with_and_without_floats(name, how):
+    """By `gated` itself: its floats, with their derivative, and what `quantize` makes of them."""
+    x, given = random_bits((64, 192), "bfloat16"), dict(how)
+    x = np.where(np.isfinite(doubles(x)), x, 1).astype(x.dtype)
+    weights = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    own = {"weights": weights, "interleaved": given.pop("interleaved", False)}
+    if given.pop("up", False):
+        x, own["up"] = x[:, :96].copy(), x[:, 96:].copy()
+    format = "mxfp4_e2m1" if "rounding" in how else "mxfp8_e4m3"
+    make = functools.partial(jax_mx.gated, activation=name, **own)
+    both, options = given.pop("both", False), given
+    y = jax.jit(make)(x)
+    want = (jax_mx.quantize_both if both else jax_mx.quantize)(y, format, **options)
+    for floats in (None, False, True):
+        run = functools.partial(make, format=format, both=both, floats=floats, **options)
+        for found in (run(x), jax.jit(run)(x)):
+            assert isinstance(found, jax_mx.Activated)
+            assert bits_of(found.quantized) == bits_of(want)
+            assert (found.floats is None) == (not floats)
+            assert not floats or bits_of(found.floats) == bits_of(y)
+    dy = np.ones(y.shape, y.dtype)
+    (alone,) = jax.vjp(make, x)[1](dy)
+    (beside,) = jax.vjp(lambda x: run(x).floats, x)[1](dy)
+    assert bits_of(alone) == bits_of(beside)
+    with pytest.raises(NotImplementedError, match=r"quantize(_both)? has no derivative"):
+        jax.vjp(lambda x: make(x, format=format, both=both, **options).quantized, x)
+
+
+def test_floats_and_codes_leave_the_process():
+    x = jnp.ones((32, 128), jnp.bfloat16)
+    call = jax.jit(lambda x: jax_mx.gated(x, format="mxfp8_e4m3", floats=True))
+    how = {"disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    exported = jax.export.export(call, platforms=["cpu"], **how)(x).serialize()
+    again = jax.export.deserialize(exported).call(x)
+    assert isinstance(again, jax_mx.Activated) and bits_of(again) == bits_of(call(x))
+
+
 def test_what_serves_it():
     supported = functools.partial(jax_mx.is_supported, "quantize", activation="swiglu")
     name = "quantize_last_bfloat16_mxfp8_e4m3"
@@ -527,6 +588,9 @@ def test_what_serves_it():
     assert found == (True, f"flydsl: {name_of_both}_gpt_oss_interleaved_gradient")
     found = jax_mx.is_supported("quantize", "gfx942", activation="gpt_oss", interleaved=True)
     assert found == (True, f"flydsl: {name}_gpt_oss_interleaved")
+    assert supported("sm_90", floats=True) == (True, f"cutedsl: {name}_swiglu_floats")
+    found, what = supported("sm_90", floats=True, dtype="float32")
+    assert found and what.endswith(" of floats that XLA makes")
     for dtype in ("float16", "float32"):
         found = supported("sm_100", dtype=dtype)
         assert found == (True, f"cutedsl: quantize_last_{dtype}_mxfp8_e4m3_swiglu")
@@ -555,6 +619,12 @@ def test_one_call():
     text = jax.jit(turns).trace(x, x[:, 256:]).lower(lowering_platforms=("cuda",)).as_text()
     operands = "tensor<64x16x32xbf16>, tensor<2x32xf32>, tensor<64x16x16xbf16>"
     assert f": ({operands}) -> " in call_attributes_in(text) and "exponential" not in text
+    beside = lambda x: jax_mx.gated(x, format="mxfp8_e4m3", both=True, floats=True)  # noqa: E731
+    for f in (beside, jax.value_and_grad(lambda x: beside(x).floats.astype(jnp.float32).sum())):
+        text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        call = call_attributes_in(text)
+        assert ": (tensor<64x2x8x32xbf16>, tensor<2x32xf32>) -> " in call
+        assert "tensor<64x256xbf16>)" in call and ("exponential" in text) == (f is not beside)
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
     like = jax.ShapeDtypeStruct((256, 512), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = jax.jit(run).trace(like).lower(lowering_platforms=("cuda",)).as_text()
@@ -627,11 +697,18 @@ def made_by(variant, x, weights=None):
     """What asks for a variant, and what that quantizes, for all gates, then all ups."""
     name, turns = variant.source.activation, variant.source.interleaved
     if not variant.source.gradient:
-        return jax_mx.Gated(name, weights, interleaved=turns), wanted(x, name, weights)
+        own = jax_mx.Gated(name, weights, interleaved=turns)
+        return WithFloats(own) if variant.source.floats else own, wanted(x, name, weights)
     dy = random_bits((x.shape[0] * x.shape[1] // 2,), variant.dtype, seed=9)
     dy = np.where(np.isfinite(doubles(dy)), dy, 1).astype(x.dtype).reshape(len(x), -1)
     own = jax_mx.Gated(name, weights, interleaved=turns, gradient=dy)
     return own, laid(variant, wanted_gradient(x, dy, name, weights))
+
+
+def reference_of(variant, floats, **how):
+    """What XLA makes of these floats: codes and scales, and they, where the variant gives them."""
+    found = jax.jit(call(variant, "xla", **how))(floats)
+    return [*found, floats] if variant.source.floats else found
 
 
 def laid(variant, x):
@@ -643,10 +720,9 @@ def laid(variant, x):
 
 def check(variant, x, **how):
     """The kernel quantizes the bits that XLA computes on this device and on the CPU."""
-    op, plain = call(variant, variant.implementation, **how), call(variant, "xla", **how)
-    weights = how.pop("weights", None)
-    own, floats = made_by(variant, x, weights)
-    want = jax.block_until_ready(jax.jit(plain)(floats))
+    op = call(variant, variant.implementation, **how)
+    own, floats = made_by(variant, x)
+    want = jax.block_until_ready(reference_of(variant, floats, **how))
     poison_memory()
     got = jax.jit(lambda x, own: op(x, activation=own))(laid(variant, x), own)
     same(got, want, f"{x.shape} {how}")
@@ -776,7 +852,7 @@ def test_emulated(variant, arch):
             "scale_layout": layouts[(turn + i) % len(layouts)],
         }
         own, floats = made_by(variant, x, weights)
-        want = jax.jit(call(variant, "xla", **how))(floats)
+        want = reference_of(variant, floats, **how)
         before = _ffi.counters()["launches"]
         with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
             op = call(variant, "flydsl", **how)
@@ -799,8 +875,8 @@ def test_emulated_at_any_address(variant, arch):
         own, floats = made_by(variant, x, weights)
         program = emulation.Program(variant, arch, x.shape, activation=own, **how)
         assert program.takes(entry)
-        want = jax.jit(call(variant, "xla", **how))(floats)
-        dy = [own.gradient] * (own.gradient is not None)
+        want = reference_of(variant, floats, **how)
+        dy = [own.gradient] if variant.source.gradient else []
         operands = emulation.bytes_of([laid(variant, x), weights, *dy])
         assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
 

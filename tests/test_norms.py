@@ -190,7 +190,8 @@ def test_quantized():
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
-def test_gradients(dtype):
+@pytest.mark.parametrize("format", [None, "mxfp8_e4m3"])
+def test_gradients(dtype, format):
     """Gradients of floats, sum and factors, by the formula in float64; codes have none."""
     x, residual = rows((2, 5, 96), dtype, spread=1), rows((2, 5, 96), dtype, 1, spread=1)
     weight = rows((96,), dtype, 2, spread=1)
@@ -198,7 +199,9 @@ def test_gradients(dtype):
     dfactors = rows(x.shape[:-1], "float32", 5)
 
     def call(x, residual, weight):
-        found = rms_norm(x, weight, eps=EPS, residual=residual, floats=True, factors=True)
+        found = rms_norm(
+            x, weight, eps=EPS, residual=residual, format=format, floats=True, factors=True
+        )
         return found.floats, found.sum, found.factors
 
     _, pull = jax.vjp(call, x, residual, weight)
@@ -252,12 +255,11 @@ def quantized(variant, implementation, **how):
         residual = x[::-1] if variant.added else None
         found = rms_norm(
             x, weight, eps=EPS, format=name, factors=True, implementation=implementation,
-            residual=residual, **how
+            residual=residual, floats=variant.source.floats, **how
         )  # fmt: skip
-        total = found.sum  # whose NaN has the bits of who adds: 0x7FFF on a GPU
-        if total is not None:
-            total = jnp.where(jnp.isnan(total), jnp.nan, total)
-        return found.quantized, found.factors, total
+        beside = found.sum, found.floats  # whose NaN has the bits of who adds: 0x7FFF on a GPU
+        beside = [None if a is None else jnp.where(jnp.isnan(a), jnp.nan, a) for a in beside]
+        return found.quantized, found.factors, beside
 
     return jax.jit(run)
 
@@ -279,13 +281,15 @@ def test_what_serves_it():
     assert supported("quantize", "gfx942") == (True, f"flydsl: quantize_last_{name}_rms_norm")
     found = supported("quantize_both", "sm_100", transpose=True)
     assert found == (True, f"cutedsl: quantize_both_transposed_{name}_mxfp8_e4m3_rms_norm")
+    found = supported("quantize", "gfx950", floats=True)
+    assert found == (True, f"flydsl: quantize_last_{name}_rms_norm_floats")
     found = supported("quantize", "sm_90", dtype="float32")
     assert found == (True, "cutedsl: quantize_last_float32_mxfp8_e4m3_rms_norm")
     turned = {"axis": -2, "transpose": True}
     found = supported("quantize", "sm_80", dtype="float16", **turned)
     assert found == (True, "cutedsl: quantize_second_transposed_float16_mxfp8_e4m3_rms_norm")
     for how in ({"dtype": "float32", **turned}, {"axis": -2}, {"rows": True},
-                {"activation": "swiglu"}):  # fmt: skip
+                {"activation": "swiglu"}, {"floats": True, "dtype": "float16"}):  # fmt: skip
         served, what = supported("quantize", "sm_90", **how)
         assert served and what.endswith(" of floats that XLA makes")
     refused = functools.partial(assert_refused, error=ValueError)
@@ -315,6 +319,11 @@ def test_one_call():
     operand = "tensor<64x8x32xbf16>"
     assert f": ({operand}, {operand}, tensor<256xf32>) -> " in call_attributes_in(call)
     assert "sqrt" not in call and "stablehlo.add" not in call
+    beside = lambda x: rms_norm(x, weight, format="mxfp8_e4m3", residual=x, floats=True)  # noqa: E731
+    for f in (beside, jax.grad(lambda x: beside(x).floats.astype(jnp.float32).sum())):
+        text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        results = "tensor<64xf32>, tensor<64x8x32xbf16>, tensor<64x256xbf16>)"
+        assert results in call_attributes_in(text) and "sqrt" not in text
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
     like = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = text_of(like, both=True)
@@ -419,6 +428,7 @@ AMD = [v for v in NORMED if v.implementation == "flydsl"]
 FEW = {
     ("quantize_last_bfloat16_mxfp8_e4m3_rms_norm", "gfx950"),
     ("quantize_second_transposed_bfloat16_mxfp4_e2m1_rms_norm_added", "gfx942"),
+    ("quantize_last_bfloat16_mxfp4_e2m1_rms_norm_added_floats", "gfx950"),
 }
 EMULATED = {
     "last": [(129, 160), (3, 2080), (2, 8224)],
@@ -440,6 +450,12 @@ def each_binary(variants):
             for variant, arch in emulation.binaries_of(variants)
         ],
     )
+
+
+def norm_of(variant, weight, residual=None):
+    """What asks a quantizer for a variant."""
+    residual = None if residual is None else jnp.asarray(residual)
+    return Norm(jnp.asarray(weight), EPS, residual, variant.source.floats)
 
 
 @pytest.mark.every_binary
@@ -479,7 +495,7 @@ def test_emulated_at_any_address(variant, arch):
         length = (256, 96 if variant.form.spans[1] else 33)[entry]
         x, weight = rows((96, length), variant.dtype, entry), rows((length,), "float32", 1)
         residual = [x[::-1].copy()] * variant.added
-        own = Norm(jnp.asarray(weight), EPS, *map(jnp.asarray, residual))
+        own = norm_of(variant, weight, *residual)
         program = emulation.Program(variant, arch, x.shape, activation=own, **how)
         assert program.takes(entry)
         want = jax.jit(
@@ -498,7 +514,7 @@ def test_factors_that_come_late(variant, arch):
     length = 160 if variant.form.spans[1] else 77
     x, weight = rows((160, length), variant.dtype), rows((length,), "float32", 1)
     residual = [x[::-1].copy()] * variant.added
-    own = Norm(jnp.asarray(weight), EPS, *map(jnp.asarray, residual))
+    own = norm_of(variant, weight, *residual)
     program = emulation.Program(variant, arch, x.shape, activation=own)
     want = jax.jit(functools.partial(op_of(variant)[1], activation=own, implementation="xla"))(x)
     buffers = emulation.bytes_of([x, *residual, weight]), emulation.bytes_of(want)
@@ -537,7 +553,7 @@ def test_addresses_past_4_gib_emulated(variant, arch):
     """The last of 2^34 elements, of which no others exist."""
     shape, count = (64, 2048), (1 << 23) // 64
     x, weight = rows(shape, variant.dtype), rows(shape[1:], "float32", 1)
-    own = Norm(jnp.asarray(weight), EPS)
+    own = norm_of(variant, weight)
     want = jax.jit(functools.partial(op_of(variant)[1], activation=own, implementation="xla"))(x)
     program = emulation.Program(variant, arch, (count * 64, 2048), activation=own)
     operands = emulation.bytes_of([x, weight])

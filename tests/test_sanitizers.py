@@ -25,6 +25,7 @@ from jax_mx.facts.windows import ROW
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.products import AMAX, products_p
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
+from jax_mx.ops.quantizing import WithFloats
 from jax_mx.ops.requantize import requantize
 
 TOOLS = {
@@ -179,6 +180,8 @@ def run_made(variant, layout: str, shape: tuple[int, ...]) -> None:
     x, dy = (rng.normal(size=(rows, n * length)).astype(jnp.bfloat16) for n in (2, 1))
     weights, turns = rng.normal(size=rows).astype(np.float32), variant.source.interleaved
     given: dict = {"activation": jax_mx.Gated(weights=weights, interleaved=turns)}
+    if variant.source.floats:
+        given = {"activation": WithFloats(given["activation"])}
     if variant.codes:
         length = -(-length // BLOCK) * BLOCK
         with jax.default_device(jax.devices("cpu")[0]):
@@ -201,6 +204,7 @@ def run_norm(variant, layout: str, shape: tuple[int, ...]) -> None:
     weight = np.random.default_rng(0).normal(size=shape[1]).astype(np.float32)
     how = {} if variant.form.is_both or not variant.form.transposed else {"axis": -2}
     how |= {"both": variant.form.is_both, "scale_layout": layout, "factors": True}
+    how["floats"] = variant.source.floats
     if "axis" in how:
         how["transpose"] = True
     norm = partial(jax_mx.rms_norm, format=variant.formats[0], **how)

@@ -64,6 +64,10 @@ def activations():
     y, back = jax.vjp(lambda a, w: jax_mx.gated(a, "swiglu", weights=w), gate_up, weights)
     yield y, back(y)
     yield jax_mx.gated(x(jnp.float16))
+    run = lambda a, w: jax_mx.gated(a, weights=w, format="mxfp8_e4m3", floats=True).floats  # noqa: E731
+    y, back = jax.vjp(run, gate_up, weights)
+    yield y, back(y)
+    yield jax_mx.gated(gate_up, format="mxfp4_e2m1", both=True)
     for own in (
         jax_mx.Gated(),
         jax_mx.Gated("swiglu", weights),
@@ -238,6 +242,7 @@ CALLS = {
     "quantize": quantize,
     "quantize_both": quantize_both,
     "gated": activations,
+    "Activated": activations,
     "Gated": activations,
     "Normed": norms,
     "rms_norm": norms,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ class Role(enum.Enum):
     SCALES = "scales"  # one byte a block
     BLOCK_DATA = "block data"  # one uint32 a block: what a preprocessing takes besides constants
     REPLICATED = "replicated"  # the same whole array for every slab and shard: group offsets, say
-    SOURCE = "source"  # a whole matrix that the floats are made of
+    SOURCE = "source"  # a whole matrix: what the floats are made of, or they, beside codes
 
     @property
     def is_batched(self) -> bool:
@@ -107,6 +108,7 @@ _WEIGHTS = Array("weights", Role.REPLICATED, dtype="float32")
 _FACTORS = Array("factors", Role.REPLICATED, dtype="float32")
 _DY = Array("dy", Role.SOURCE)
 _RESIDUAL, _SUM = Array("residual", Role.SOURCE), Array("sum", Role.SOURCE)
+_FLOATS = Array("floats", Role.SOURCE)
 _CODES_SCALES = Array("scales", Role.REPLICATED, dtype="uint8")
 
 
@@ -143,6 +145,12 @@ def _quantize_added(kinds: Sequence[Kind]) -> Signature:
     """The same of x and a residual (..., K); it also gives their sum, which is normed."""
     operands = (_X, _RESIDUAL, _WEIGHTS, *_block_data(kinds))
     return Signature(operands, (*_quantized(kinds), _FACTORS, _SUM))
+
+
+def _and_floats(make: Callable[[Sequence[Kind]], Signature], kinds: Sequence[Kind]) -> Signature:
+    """The same of a call that also gives the floats that it quantizes."""
+    own = make(kinds)
+    return Signature(own.operands, (*own.results, _FLOATS))
 
 
 def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
@@ -244,14 +252,18 @@ def _amaxes(kinds: Sequence[Kind]) -> Signature:
     )
 
 
+_MADE = {
+    "quantize_gated": _quantize_gated,
+    "quantize_normed": _quantize_normed,
+    "quantize_added": _quantize_added,
+}
 SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "quantize": _quantize,
     "quantize_rows": _quantize_rows,
     "quantize_rows_of_codes": _quantize_rows_of_codes,
-    "quantize_gated": _quantize_gated,
     "quantize_gated_gradient": _quantize_gated_gradient,
-    "quantize_normed": _quantize_normed,
-    "quantize_added": _quantize_added,
+    **_MADE,
+    **{f"{name}_floats": functools.partial(_and_floats, make) for name, make in _MADE.items()},
     "dequantize": _dequantize,
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
@@ -263,10 +275,11 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
 
 def signature_name(op: str, source: Source) -> str:
     """The name of an op's signature; `source`: what makes its floats."""
+    floats = "_floats" * source.floats
     if source.activation:
-        return f"{op}_gated" + "_gradient" * source.gradient
+        return f"{op}_gated" + "_gradient" * source.gradient + floats
     if source.norm:
-        return f"{op}_added" if source.added else f"{op}_normed"
+        return (f"{op}_added" if source.added else f"{op}_normed") + floats
     return op + "_rows" * source.rows + "_of_codes" * (source.codes != "")
 
 

@@ -17,6 +17,7 @@ class Source:
       activation: the name of the one that makes them of gates and ups, see facts/activations.py.
       interleaved: whether gates and ups take turns in x, and their gradients; else they are halves.
       gradient: whether they are the gradient of gates and ups, by that of the activation's results.
+      floats: whether they are given, too, beside codes.
     """
 
     rows: bool = False
@@ -26,6 +27,7 @@ class Source:
     activation: str = ""
     interleaved: bool = False
     gradient: bool = False
+    floats: bool = False
 
     def __bool__(self) -> bool:
         return self != X
@@ -40,6 +42,7 @@ class Source:
             self.activation,
             "interleaved" * self.interleaved,
             "gradient" * self.gradient,
+            "floats" * self.floats,
         )
         return "_".join(filter(None, words))
 

@@ -310,6 +310,14 @@ VARIANTS += tuple(
     if variant.normed and variant.dtype == "bfloat16" and variant.window == BLOCK
     if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 )
+# And what was made, where it is read again as floats: the same of activations that models have.
+VARIANTS += tuple(
+    dataclasses.replace(variant, source=dataclasses.replace(variant.source, floats=True))
+    for variant in VARIANTS
+    if variant.normed or variant.source.activation in _INTERLEAVED
+    if not variant.source.gradient and variant.dtype == "bfloat16" and variant.window == BLOCK
+    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
+)
 # Tokens that moved as codes along their elements, along the tokens of each expert.
 VARIANTS += tuple(
     dataclasses.replace(variant, source=Source(rows=True, codes=variant.formats[0].name))

@@ -22,7 +22,7 @@ from jax_mx.arrays.views import Result, View, Viewed
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Role
-from jax_mx.facts.sources import RMS_NORM, X
+from jax_mx.facts.sources import X
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import Plan
@@ -42,18 +42,27 @@ def _quantize_avals(*operands, plan: Plan, view: View | None = None):
     """Values and scales of each result, for operands as `quantize` has them."""
     agree("mx_quantize", *operands)
     x = _floats(operands, plan)
-    return [*_quantized(x, view or plan.view, plan), *_factors(operands, plan)]
+    return [*_quantized(x, view or plan.view, plan), *_beside(operands, plan)]
 
 
-def _factors(operands: Sequence[Any], plan: Plan) -> list:
-    """The abstract values of the factors of rows, where these are normed, and of the sum."""
-    if not plan.source.norm:
-        return []
-    x = operands[0]
-    shape = _normed_shape(x.shape, plan)[:-1]
+def _beside(operands: Sequence[Any], plan: Plan) -> list:
+    """The abstract values of what comes behind codes and scales.
+
+    Of rows that are normed their factors, and the sum; then the floats, where they are given.
+    """
+    x, source, found = operands[0], plan.source, []
+    if source.norm:
+        shape = _normed_shape(x.shape, plan)[:-1]
+        found = [_unsplit(x, shape, FACTOR), *[x] * source.added]
+    if source.floats:
+        found.append(_unsplit(x, floats_shape(operands, plan), plan.dtype))
+    return found
+
+
+def _unsplit(x, shape: tuple[int, ...], dtype: np.dtype):
+    """An abstract value like x, of another shape and dtype, that no mesh splits."""
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    factors = x.update(shape=shape, dtype=FACTOR, weak_type=False, sharding=sharding)
-    return [factors, *[x] * plan.source.added]
+    return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def source_operands(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
@@ -101,8 +110,7 @@ def _floats(operands: Sequence[Any], plan: Plan):
         return x
     shape = floats_shape(operands, plan)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
-    sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    return x.update(shape=shape, dtype=plan.dtype, weak_type=False, sharding=sharding)
+    return _unsplit(x, shape, plan.dtype)
 
 
 def _rows_of_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
@@ -230,8 +238,10 @@ def _quantize_via_floats(*operands, plan: Plan):
     if plan.source.added:
         x, residual, *rest = operands
         total = reference.added(x, residual)
-        normed = dataclasses.replace(plan, source=RMS_NORM)
-        return [*quantize_p.bind(total, *rest, plan=normed), total]
+        normed = dataclasses.replace(plan, source=dataclasses.replace(plan.source, added=False))
+        outs = quantize_p.bind(total, *rest, plan=normed)
+        at = len(outs) - plan.source.floats
+        return [*outs[:at], total, *outs[at:]]
     arrays = zip(plan.signature.present(plan.lacks), operands, strict=True)
     made_of = [
         a.reshape(_rows_of_shape(a.shape, plan)) if array.role is Role.SOURCE else a.reshape(-1)
@@ -245,6 +255,7 @@ def _quantize_via_floats(*operands, plan: Plan):
         beside = [factors[..., 0]]
     else:
         found = reference.floats_of(plan.source, *made_of)
+    beside += [found] * plan.source.floats
     viewed = Viewed.of(plan.view, found.shape, spec_of(found), plan.first_axis)
     floats, plan = viewed.to_floats(found), dataclasses.replace(plan, source=X, eps=0.0)
     return [*quantize_p.bind(floats, *block_data, plan=plan), *beside]
@@ -330,7 +341,8 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
 
     Returns:
       Views of each result's values and scales, by the name `CHECKPOINT_NAME`; of a norm, then the
-      factors of rows, float32 (..., T), and the sum, as x lies.
+      factors of rows, float32 (..., T), and the sum, as x lies; then the floats, (T, K) or, of a
+      norm, (..., T, K), if the source says so.
     """
     view, *given = vary_alike(*operands) if len(operands) > 1 else operands
     data = given if plan.source else _with_derived(view, given, plan)

@@ -1,4 +1,4 @@
-"""Activations: `gated`, floats with a derivative, and `Gated`, for quantizers."""
+"""Activations: `Gated`, for quantizers, and its floats with a derivative."""
 
 from __future__ import annotations
 
@@ -102,50 +102,6 @@ class Gated:
         return dy
 
 
-def gated(
-    gate_up: jax.typing.ArrayLike,
-    activation: str = "swiglu",
-    *,
-    weights: jax.typing.ArrayLike | None = None,
-    up: jax.typing.ArrayLike | None = None,
-    interleaved: bool = False,
-) -> jax.Array:
-    """act(gate) * up * weight, what an MLP has between its products.
-
-    Computed in float32 and rounded to gate_up's dtype at the end; a zero of its sign stands for
-    each subnormal of float32. From bfloat16 every implementation gives the same bits: act(gate) is
-    rounded to 9 bits before it is multiplied; so act(gate) itself is within 0.79 units in the last
-    place of bfloat16, and a product within 1.07. From float16 and float32 act(gate) is within 0.51
-    units of float32, computed in float64, and has the same bits everywhere but for TPUs and exact
-    gelu; gate_up.astype(jnp.float32) has that of any array.
-    Differentiable to gate_up, up and weights, in float32. From bfloat16 the gradients of gates and
-    ups are as defined: the slope of act is rounded to 8 bits, within 0.58 units in the last place
-    of bfloat16, act to 9 as above, and products are rounded to bfloat16 at the end.
-
-    Args:
-      gate_up: bfloat16, float16 or float32 (..., 2 K): all gates, then all ups; of an activation
-        without a gate, and beside `up`, (..., K).
-      activation: with a gate "swiglu" (silu(gate) up), "geglu" (gelu(gate) up, by tanh),
-        "geglu_erf" (exact), "reglu" (relu(gate) up), "reglu2" (relu(gate)^2 up), "bilinear"
-        (gate up), or "gpt_oss" (gate cut off above 7, up beyond -7 and 7; gate sigmoid(1.702 gate)
-        (up + 1)); without "silu", "gelu", "gelu_erf", "relu", "relu2" or "identity".
-      weights: float32 (...,), by which rows are multiplied, as a router has them; or None.
-      up: the ups, where gate_up has the gates alone; of its dtype and shape.
-      interleaved: whether gates and ups lie by turns along the last axis.
-
-    Returns:
-      (..., K), of gate_up's dtype.
-
-    Raises:
-      TypeError, ValueError: another dtype, an odd length, an unknown name, arrays that do not fit.
-      NotImplementedError: a second derivative to gates or ups is asked for.
-    """
-    op = "gated"
-    row_of(op, activation)
-    up = None if up is None else array_of(op, "up", up)
-    return made(op, array_of(op, "gate_up", gate_up), Gated(activation, weights, up, interleaved))
-
-
 def made(op: str, x: jax.Array, own: Gated) -> jax.Array:
     """`gated` of an x that `array_of` has checked, or its gradient.
 
@@ -212,9 +168,39 @@ def _gated(each: tuple[jax.Array, ...], weights: jax.Array | None, name: str) ->
 
 @partial(_gated.defjvp, symbolic_zeros=True)
 def _gated_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    """Transposed, it is `reference.gated_gradient`, but for subnormals."""
+    return _changed(_gated(*primals, name), primals, tangents, name)
+
+
+@partial(jax.jit, static_argnums=2)
+def known(y: jax.Array, x: jax.Array, own: tuple[str, bool], weights: Any) -> jax.Array:
+    """y, which is `made` of gates and ups in one array, with the derivative of that.
+
+    Args:
+      y: that nothing is differentiated through.
+      x: gates and ups.
+      own: the activation's name, and whether they lie by turns.
+      weights: of rows, or None.
+    """
+    return _known(y, tuple(reference.halves(x, *own)), weights, own[0])
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _known(y: jax.Array, each: tuple[jax.Array, ...], weights: Any, name: str) -> jax.Array:
+    del each, weights, name
+    return y
+
+
+@partial(_known.defjvp, symbolic_zeros=True)
+def _known_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    return _changed(primals[0], primals[1:], tangents[1:], name)
+
+
+def _changed(
+    y: jax.Array, primals: tuple, tangents: tuple, name: str
+) -> tuple[jax.Array, jax.Array]:
+    """y and its tangent; transposed, that is `reference.gated_gradient`, but for subnormals."""
     (each, weights), (d_each, d_weights) = primals, tangents
-    y, zero = _gated(*primals, name), jax.custom_derivatives.SymbolicZero
+    zero = jax.custom_derivatives.SymbolicZero
     change: Any = jnp.zeros(y.shape, jnp.float32)
     if not all(isinstance(d, zero) for d in d_each):
         pairs = zip(d_each, _slopes(each, name), strict=True)

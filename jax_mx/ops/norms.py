@@ -15,7 +15,7 @@ from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
 from jax_mx.facts.formats import Format
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.quantize import quantize, quantize_both
+from jax_mx.ops.quantize import quantizer_of
 from jax_mx.ops.quantizing import Norm
 from jax_mx.reference.norms import settled
 
@@ -24,9 +24,9 @@ class Normed(NamedTuple):
     """What `rms_norm` gives; None for what was not asked for.
 
     Attributes:
-      floats: (..., K), of x's dtype.
+      floats: (..., K), of x's dtype; what bits a NaN has is the device's.
       quantized: an `MXArray`; or a pair, as `quantize_both` gives it.
-      sum: x + residual, of x's dtype; what bits a NaN has is the device's, as of any addition.
+      sum: x + residual, of x's dtype; NaNs likewise, as of any addition.
       factors: float32 (...,), by which rows were multiplied: 1 / sqrt(mean(x^2) + eps).
     """
 
@@ -79,9 +79,9 @@ def rms_norm(
         x's dtype; that sum is normed, and given too.
       format: what the result is quantized to, see `quantize`; None: not. Kernels norm as they
         quantize, along rows, from bfloat16 and float16 also transposed along the axis before,
-        and both, in MXFP8 and MXFP4; from bfloat16 they add the residual, too. Where floats are
-        asked for as well, or rows of the result, and on AMD of more than 2^24 - 256 rows, XLA
-        norms before.
+        and both, in MXFP8 and MXFP4; from bfloat16 they add the residual, too, and give the floats
+        as well, to mxfp8_e4m3 and MXFP4. Of rows of the result, and on AMD of more than
+        2^24 - 256 rows, XLA norms before.
       both: whether it is quantized along the last axis and along the one before, by
         `quantize_both`; else along the last one.
       floats: whether floats are given; None: where there is no format.
@@ -115,42 +115,29 @@ def rms_norm(
         raise TypeError(f"{op}: eps must be a number, got {shown(eps)}")
     if not 0 <= eps <= float(np.finfo(np.float32).max):  # Python compares with any int
         raise ValueError(f"{op}: eps must be finite and at least 0, got {eps}")
-    _check_options(op, format, both, options)
+    quantizer = quantizer_of(op, format, both, options)
     wanted = format is None if floats is None else flag(op, "floats", floats)
     by_rows = options.get("rows") is not None  # of the result, whose padding is zeros
     x, residual, weight = _whole(x, residual, weight)
     leaves, tree = jax.tree.flatten((x, residual, weight))
     operands = tree.unflatten(primitive.vary_alike(*leaves) if len(leaves) > 1 else leaves)
+    stop = jax.lax.stop_gradient if wanted else lambda y: y  # codes have no derivative
     eps = float(np.float32(eps))
-    quantizer: Any = quantize_both if flag(op, "both", both) else quantize
     y = quantized = None
-    if wanted or by_rows or format is None:
+    if quantizer is None or by_rows:
         y, total, factor = _normed(eps, *operands)
-        quantized = None if format is None else quantizer(y, format, **options)
+        quantized = None if quantizer is None else quantizer(stop(y))
     else:
-        found = _of_sum(*operands, quantizer=partial(quantizer, format=format, **options), eps=eps)
-        quantized, (factor, total) = found[:2] if both else found[0], found[1 + both :]
+        found = _quantized(*stop(operands), quantizer, eps, wanted)
+        quantized, (factor, total, *own) = found[:2] if both else found[0], found[1 + both :]
+        if wanted:
+            y, total, factor = _known(eps, (*own, total, _plain(factor)), *operands)
     return Normed(
         y if wanted else None,
         quantized,
         None if residual is None else total,
         _plain(factor) if flag(op, "factors", factors) else None,
     )
-
-
-def _check_options(op: str, format: Any, both: Any, options: dict[str, Any]) -> None:
-    """Refuses what a quantizer cannot be told.
-
-    Raises:
-      TypeError, ValueError: there is something of that.
-    """
-    if format is None and (flag(op, "both", both) or options):
-        raise ValueError(f"{op}: format says what is quantized to; give it, or drop the rest")
-    if "activation" in options:
-        raise TypeError(
-            f"{op}: activation is no option here; quantize what it gives: "
-            "quantize(rms_norm(x).floats, activation=...)"
-        )
 
 
 def _beside(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -185,13 +172,16 @@ def _plain(factor: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(factor), jnp.nan, size)
 
 
-def _of_sum(x: Any, residual: Any, weight: Any, *, quantizer: Any, eps: float) -> tuple:
-    """What a quantizer gives, the factors of rows, and x plus residual."""
-    by = _weights(weight, x.shape[-1])
-    if residual is None:
-        return *quantizer(x, activation=Norm(by, eps)), x
-    *found, total = quantizer(x, activation=Norm(by, eps, residual))
-    return *found, total.reshape(x.shape)
+def _quantized(
+    x: Any, residual: Any, weight: Any, quantizer: Any, eps: float, floats: bool
+) -> tuple:
+    """What a quantizer gives, the factors of rows, x plus residual; and the floats, if wanted."""
+    norm = Norm(_weights(weight, x.shape[-1]), eps, residual, floats)
+    *found, last = quantizer(x, activation=norm)
+    y = [last.reshape(x.shape)] if floats else []
+    found += [] if floats else [last]
+    total = x if residual is None else found.pop().reshape(x.shape)
+    return *found, total, *y
 
 
 @partial(jax.jit, static_argnums=1)
@@ -238,3 +228,27 @@ def _normed_bwd(eps: float, kept: tuple[Any, ...], cotangents: tuple[Any, ...]) 
 
 
 _normed_vjp.defvjp(_normed_fwd, _normed_bwd)
+
+
+@partial(jax.jit, static_argnums=0)
+def _known(eps: float, given: tuple, x: jax.Array, residual: Any, weight: Any) -> tuple:
+    """What is given, that is what `_normed` gives, with its derivative."""
+    return _known_vjp(eps, given, x, residual, weight)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _known_vjp(eps: float, given: tuple, x: jax.Array, residual: Any, weight: Any) -> tuple:
+    del eps, x, residual, weight
+    return given
+
+
+def _known_fwd(eps: float, given: tuple, x: jax.Array, residual: Any, weight: Any) -> tuple:
+    del eps, x
+    return given, (*given[1:], weight, None if residual is None else ())
+
+
+def _known_bwd(eps: float, kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple:
+    return None, *_normed_bwd(eps, kept, cotangents)
+
+
+_known_vjp.defvjp(_known_fwd, _known_bwd)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 
+from jax_mx.arrays.checks import flag
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.windows import Window
@@ -192,3 +194,28 @@ def quantize_both(
     data = tuple(data_of(*two) for two in each)
     found: Any = called("quantize_both", asked, x, data, rows, activation)
     return found
+
+
+def quantizer_of(op: str, format: Any, both: Any, options: dict[str, Any]) -> Any:
+    """What quantizes the floats of a function that has the keywords of `quantize`, or None.
+
+    Args:
+      op: the function, for messages.
+      format: of the result; None: nothing is quantized.
+      both: whether it is by `quantize_both`.
+      options: other keywords of that, or of `quantize`, but for an activation.
+
+    Raises:
+      TypeError, ValueError: they do not go together.
+    """
+    both = flag(op, "both", both)
+    if format is None:
+        if both or options:
+            raise ValueError(f"{op}: format says what is quantized to; give it, or drop the rest")
+        return None
+    if "activation" in options:
+        raise TypeError(
+            f"{op}: activation is no option here; quantize what it gives: "
+            f"quantize({op}(x){'.floats' * (op == 'rms_norm')}, activation=...)"
+        )
+    return partial(quantize_both if both else quantize, format=format, **options)

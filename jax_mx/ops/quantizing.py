@@ -19,7 +19,7 @@ from jax_mx.facts.sources import ADDED, RMS_NORM, ROWS, Source, X
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
-from jax_mx.ops.activations import Gated, made, weights_of
+from jax_mx.ops.activations import Gated, known, made, weights_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.placing import placed, require_kernel
 from jax_mx.ops.planning import Options, planned
@@ -37,18 +37,32 @@ class Norm:
       eps: a float32.
       residual: what is added to x before, like it, or None. With it, the sum comes behind the
         factors.
+      floats: whether the floats come last.
     """
 
     weight: jax.Array
     eps: float
     residual: jax.Array | None = None
+    floats: bool = False
 
     @property
     def source(self) -> tuple[Source, tuple]:
         """What makes the floats, and its operands beside x."""
-        if self.residual is None:
-            return RMS_NORM, (self.weight,)
-        return ADDED, (self.residual, self.weight)
+        source, operands = RMS_NORM, (self.weight,)
+        if self.residual is not None:
+            source, operands = ADDED, (self.residual, self.weight)
+        return dataclasses.replace(source, floats=self.floats), operands
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WithFloats:
+    """What is quantized is what `gated` gives of gates and ups in one array.
+
+    A quantizer that gets one as its activation also returns these floats, in a tuple, last.
+    """
+
+    own: Gated
 
 
 def called(
@@ -116,6 +130,8 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, Sour
       TypeError, ValueError: see `quantize`.
     """
     x = array_of(op, "x", x)
+    floats = isinstance(activation, WithFloats)
+    activation = activation.own if floats else activation
     if activation is not None and not isinstance(activation, Gated | Norm):
         raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
     if rows is not None:
@@ -138,7 +154,7 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, Sour
         x = made(op, x, activation)
         return x, x, X, ()
     weights = weights_of(op, gates, activation.weights)
-    source = Source(activation=activation.name, interleaved=activation.interleaved)
+    source = Source(activation=activation.name, interleaved=activation.interleaved, floats=floats)
     if activation.gradient is None:
         return x, gates, source, (weights,)
     source = dataclasses.replace(source, gradient=True)
@@ -171,9 +187,10 @@ def numbers_of(op: str, x: Any, rows: Any) -> Any:
 def operands_of(
     x: jax.Array, data: Sequence[Data], other: Sequence[jax.Array], plan: Plan
 ) -> tuple[list[jax.Array], Viewed, Plan, list[jax.Array]]:
-    """The operands of `quantizers.quantize`, how its arrays are viewed, its plan, and factors.
+    """The operands of `quantizers.quantize`, how its arrays are viewed, its plan, and what else.
 
-    These are of the rows that were normed before, in a list; empty where the primitive norms.
+    That is a list of what a norm, or a source with floats, gives beside codes; empty where the
+    primitive gives it.
 
     Args:
       x: what the plan fits.
@@ -194,6 +211,7 @@ def operands_of(
             beside = [factors[..., 0], *sums]
         else:
             x = _floats_of(x, other, plan.source)
+        beside += [x] * plan.source.floats
         plan = dataclasses.replace(plan, source=X, eps=0.0)
     if plan.source:
         operands = quantizers.source_operands(x, other, plan)
@@ -228,6 +246,9 @@ def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
 def _floats_of(x: jax.Array, other: Sequence[jax.Array], source: Source) -> jax.Array:
     """The floats that XLA makes; on a mesh with explicit axes, split as both are."""
     meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, *other)) if is_explicit(m)]
+    if source.makes_one_of_two:  # its derivative, so that codes say that they have none
+        y = reference.floats_of(source, x, *other)
+        return known(y, x, (source.activation, source.interleaved), *other)
     if source != ROWS or not meshes:
         return reference.floats_of(source, x, *other)
     (rows,) = other

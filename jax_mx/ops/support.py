@@ -45,6 +45,7 @@ def is_supported(
     interleaved: bool = False,
     gradient: bool = False,
     norm: bool = False,
+    floats: bool = False,
     implementation: str | None = None,
 ) -> tuple[bool, str]:
     """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
@@ -72,6 +73,7 @@ def is_supported(
       interleaved: whether that `Gated` has gates and ups by turns.
       gradient: whether that `Gated` has a gradient.
       norm: whether rows are normed first, as `rms_norm` does with a format.
+      floats: whether what is quantized, of an activation or a norm, is given, too.
       implementation: this one only; "xla" serves every call.
 
     Returns:
@@ -117,7 +119,7 @@ def is_supported(
         zero_scale=zero_scale,
         value_layouts=(value_layout,) * n,
         preprocessing=own,
-        source=source_of(op_name, rows, activation, interleaved, gradient, norm),
+        source=source_of(op_name, rows, activation, interleaved, gradient, norm, floats),
     )
     if asked.source and (op == "dequantize" or ndim != 2):
         raise ValueError(
@@ -132,7 +134,7 @@ def is_supported(
 
 
 def source_of(
-    op: str, rows: Any, activation: Any, interleaved: Any, gradient: Any, norm: Any
+    op: str, rows: Any, activation: Any, interleaved: Any, gradient: Any, norm: Any, floats: Any
 ) -> Source:
     """What makes the floats; what no kernel makes, too.
 
@@ -147,14 +149,18 @@ def source_of(
         raise ValueError(
             f"{op}: interleaved is the order of an activation's gates and ups; give one"
         )
+    norm, floats = flag(op, "norm", norm), flag(op, "floats", floats)
+    if floats and (picks or gradient or not (norm or activation is not None)):
+        raise ValueError(f"{op}: floats are those of an activation, or of a norm, alone; give one")
     if activation is not None:
         row_of(op, activation)
     return Source(
         rows=picks,
-        norm=flag(op, "norm", norm),
+        norm=norm,
         activation=activation or "",
         interleaved=turns,
         gradient=gradient,
+        floats=floats,
     )
 
 

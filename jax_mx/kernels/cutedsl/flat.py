@@ -19,6 +19,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     offset_in_tiles,
     place_of,
     select,
+    vector_at,
 )
 from jax_mx.kernels.geometry import Extents
 
@@ -231,6 +232,17 @@ class Flat(WholeBlocks):
                 gate, apart = step * 2, 1
             pair = mX[gate, None], mX[gate + apart, None]
             self.gate(pair, target, arrays["weights"] + row, inside)
+        if self.variant.source.floats:
+            self.store_floats(target, arrays["floats"], where[0], inside)
+
+    @cute.jit
+    def store_floats(self, made, floats, step: Int64, inside):
+        """Stores the floats of a step."""
+        n: cutlass.Constexpr = self.tile.elements
+        align: cutlass.Constexpr = 16 if self.aligned else self.itemsize
+        if inside:
+            to = vector_at(floats + step * n, convert.INPUT[self.dtype], align, n)
+            cute.autovec_copy(made, to)
 
     @cute.jit
     def pick(self, source, target, row: Int32, rows: Int32):

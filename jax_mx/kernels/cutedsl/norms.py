@@ -386,6 +386,9 @@ class Rows(WholeBlocks):
             to = self.stored_as(number, cols, given["value_tiles"] != Int32(0))
             place = (to * sharers + part) * stored
         align: cutlass.Constexpr = stored if self.aligned else 1
+        if const_expr(self.variant.source.floats):
+            if inside:
+                self.store_floats(held, arrays["floats"] + start * n + s * (self.threads * n))
         if inside:
             to_values = vector_at(arrays["codes_0"] + place, Uint8, align, stored)
             cute.autovec_copy(bytes_of(packed, stored), to_values)
@@ -399,6 +402,15 @@ class Rows(WholeBlocks):
         byte = Uint8(scale)
         if exists & (part == 0):
             to_scale[0] = byte
+
+    def store_floats(self, held: list, to) -> None:
+        """Stores a vector of words that were normed."""
+        dtype, n = convert.INPUT[self.dtype], self.elements
+        rF = cute.make_rmem_tensor(n, dtype)
+        words = cute.recast_tensor(rF, Uint32)
+        for w, word in enumerate(held):
+            words[w] = word
+        cute.autovec_copy(rF, vector_at(to, dtype, 16 if self.aligned else self.itemsize, n))
 
 
 # ---- other forms ---

@@ -155,7 +155,7 @@ class Tiled(Kernel):
         at = self.place(blocks_m, k)
         lane = self.lane(tid)
         arrays = self.named(pointers)
-        rX = self.patch(arrays, scalars, at, lane)
+        rX = self.made(arrays, scalars, at, lane)
         staged = [self.shared_memory(result) for result in self.results]
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
@@ -265,6 +265,13 @@ class Tiled(Kernel):
         return within, place // of_part * length + within
 
     # ---- x ---
+    def made(self, arrays, scalars, *where):
+        """This lane's patch; stored, too, where floats are given."""
+        rX = self.patch(arrays, scalars, *where)
+        if self.variant.source.floats:
+            self.store_floats(rX, arrays["floats"], *where)
+        return rX
+
     def patch(self, arrays, scalars, *where):
         """This lane's patch, (vector, rows); 0 beyond the array."""
         if self.is_gradient:
@@ -293,6 +300,24 @@ class Tiled(Kernel):
         else:
             rX.fill(convert.INPUT[self.dtype](0))
         return rX
+
+    @cute.jit
+    def store_floats(self, rX, floats, at: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """Stores a patch of what was made, as far as it exists."""
+        _, tile_m, tile_k, blocks_m, k = at
+        n: cutlass.Constexpr = self.vector
+        first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
+        if (first < blocks_m * BLOCK) & (left < k):
+            for i in range_constexpr(self.rows):
+                to = floats + (Int64(first + i) * k + left)
+                if const_expr(self.aligned):
+                    whole = vector_at(to, convert.INPUT[self.dtype], 16, n)
+                    cute.autovec_copy(rX[None, i], whole)
+                else:
+                    mF = cute.make_tensor(to, cute.make_layout(n))
+                    for j in range_constexpr(n):
+                        if left + j < k:
+                            mF[j] = rX[j, i]
 
     @cute.jit
     def load_unaligned(self, x, at: cutlass.Constexpr, lane: cutlass.Constexpr):

@@ -80,6 +80,8 @@ class Flat(Kernel):
             place, start = first + Uint32(c * self.apart), strip.block
             if const_expr(self.gates):
                 words.append(self.gated(arrays, strip, place, lane))
+                if const_expr(self.variant.source.floats):
+                    self.store_floats(words[c], arrays["floats"], strip, place, lane)
             else:
                 if const_expr(self.variant.rows):
                     start = Int64(0)
@@ -181,6 +183,15 @@ class Flat(Kernel):
         weight, name = weight.bitcast(fx.Float32), self.activation
         pairs = zip(gates, ups, strict=True)
         return [activations.gated(name, *pair, weight, self.dtype, self.arch) for pair in pairs]
+
+    @flyc.jit
+    def store_floats(self, words, floats, strip, place, lane):
+        """Stores a lane's words of a place."""
+        block, _, there = strip.at(place)
+        where = (strip.block + block) * (BLOCK * self.itemsize)
+        where = where + as_int64(lane % self.sharers * 16)
+        if there:
+            store_words(floats, where, words, self.aligned_to("floats"))
 
     def columns(self, sizes):
         """How many blocks a row has."""

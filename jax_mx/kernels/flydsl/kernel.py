@@ -351,7 +351,7 @@ class Kernel(QuantizerEntry):
         return tuning.choose(f"{variant.op}.{what}", *where)
 
 
-POINTERS = 9  # that `Host.host` has parameters for
+POINTERS = 10  # that `Host.host` has parameters for
 
 
 class Host:
@@ -364,11 +364,11 @@ class Host:
     def host(  # noqa: PLR0913  FlyDSL wants each argument by itself
         self, name: fx.Constexpr, p0: fx.Pointer, p1: fx.Pointer, p2: fx.Pointer, p3: fx.Pointer,
         p4: fx.Pointer, p5: fx.Pointer, p6: fx.Pointer, p7: fx.Pointer, p8: fx.Pointer,
-        int32: Int32, int64: Int64,
+        p9: fx.Pointer, int32: Int32, int64: Int64,
     ):  # fmt: skip
         """`name` tells FlyDSL's cache that another variant is another function."""
         for symbol, kernel in zip(self.symbols, self.kernels, strict=True):
-            pointers = (p0, p1, p2, p3, p4, p5, p6, p7, p8)[: len(kernel.align)]
+            pointers = (p0, p1, p2, p3, p4, p5, p6, p7, p8, p9)[: len(kernel.align)]
             scalars = tuple(int64 if s[0] == 8 else int32 for s in kernel.scalars)
             entry = type(kernel).__dict__["kernel"]
             entry._name = symbol

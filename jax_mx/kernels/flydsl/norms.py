@@ -208,7 +208,7 @@ class Rows(Flat):
         self.vector = 16 // self.itemsize
         self.waves = self.tuned("Rows")["waves"]
         self.threads = WAVE * self.waves
-        self.parts = SUMS // (self.threads * self.vector)  # rounds that have all sums
+        self.rounds = SUMS // (self.threads * self.vector)  # rounds that have all sums
         self.apart = self.waves * self.per_chunk
         self.turn = self.chunks * self.apart  # blocks
         # As the report counts: it goes through a loop once, through `quantize` in two places.
@@ -229,7 +229,7 @@ class Rows(Flat):
         turns = Int32((cols + Uint32(self.turn - 1)) // Uint32(self.turn))
         words = self.take(arrays, row, first, lane)
         zero = Float64(0.0) if const_expr(self.itemsize == 4) else Float32(0.0)
-        sums = self.sums([zero] * (self.parts * self.vector), words, row, first)
+        sums = self.sums([zero] * (self.rounds * self.vector), words, row, first)
         for turn in range(Int32(1), turns):
             start = first + Uint32(turn) * Uint32(self.turn)
             more = self.take(arrays, row, start, lane)
@@ -240,6 +240,8 @@ class Rows(Flat):
             if turn > Int32(0):
                 words = self.again(arrays, row, start, lane)
             made = self.norm(words, factor, arrays["weights"], row, start, lane)
+            if const_expr(self.variant.source.floats):
+                self.store_rounds(made, arrays["floats"], row, start, lane)
             self.quantize(made, arrays, scalars, row, start)
 
     def columns(self, sizes):
@@ -254,7 +256,7 @@ class Rows(Flat):
     def sums(self, sums, rounds, row, first):
         """A lane's sums, with the squares of its rounds."""
         for c in range_constexpr(self.chunks):
-            at: fx.Constexpr = c % self.parts * self.vector
+            at: fx.Constexpr = c % self.rounds * self.vector
             own = sums[at : at + self.vector]
             if self.reaches(row, first, c):
                 own = sums_with(own, rounds[c], self.dtype)
@@ -297,14 +299,23 @@ class Rows(Flat):
         return rounds
 
     @flyc.jit
+    def store_rounds(self, rounds, floats, row, first, lane):
+        """Stores the words of a turn."""
+        to = floats + row.block * (BLOCK * self.itemsize)
+        for c in range_constexpr(self.chunks):
+            where, there = self.place(row, first, c, lane)
+            if there:
+                store_words(to, where, rounds[c], self.aligned_to("floats"))
+
+    @flyc.jit
     def factor(self, sums, to, row, eps):
         """The row's factor, for each lane's sums of squares; one wave finds and stores it."""
-        count: fx.Constexpr = self.parts * self.waves
+        count: fx.Constexpr = self.rounds * self.waves
         size: fx.Constexpr = 4 * (self.itemsize // 2)  # bytes of a sum
         array = fx.Array[Uint8, (count + 1) * size, 16]
         shared = fx.SharedAllocator().allocate(composite(fx.struct, {"sums": array})).peek().sums
         wave, lane = convert.wave_id(), convert.lane_id()
-        for part in range_constexpr(self.parts):
+        for part in range_constexpr(self.rounds):
             total = over_lanes(tree(sums[part * self.vector : (part + 1) * self.vector]), WAVE)
             if lane == Uint32(0):
                 place = (wave + Uint32(part * self.waves)) * Uint32(size)

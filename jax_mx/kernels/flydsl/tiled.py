@@ -119,6 +119,8 @@ class Tiled(Kernel):
     def quantize(self, words, shared, arrays, scalars, at: Tile, patch: Patch, part=None) -> None:
         """Quantizes a patch; the number of its part, of what a row has several of."""
         tid = Uint32(Int32(fx.thread_idx.x))
+        if self.variant.source.floats:
+            self.store_floats(words, arrays["floats"], at, patch)
         x = [[e for word in row for e in convert.elements(word, self.dtype)] for row in words]
         amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
         for o, result in enumerate(self.results):
@@ -196,6 +198,25 @@ class Tiled(Kernel):
                 words[i].append(fx.generic_load(pointer(x, where, kind, self.itemsize)))
         vectors = [fx.Vector.from_elements(pieces, kind).bitcast(Uint32) for pieces in words]
         return [[vector[w] for w in range(4)] for vector in vectors]
+
+    @flyc.jit
+    def store_floats(self, words, floats, at: Tile, patch: Patch):
+        """Stores a patch of what was made, as far as it exists."""
+        _, tile_m, tile_k, m, k = at
+        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
+        stride = as_int64(k) * self.itemsize
+        start = as_int64(row) * stride + as_int64(col) * self.itemsize
+        if const_expr(self.aligned or self.counts_blocks):
+            if (row < m) & (col < k):
+                for i in range_constexpr(self.rows):
+                    store_words(floats, start + stride * i, words[i], self.aligned_to("floats"))
+        else:
+            for i in range_constexpr(self.rows):
+                each = fx.Vector.from_elements(words[i], Uint32).bitcast(Uint16)
+                for j in range_constexpr(self.vector):
+                    to = pointer(floats, start + stride * i + Int64(2 * j), Uint16, 2)
+                    if (row < m) & (col + j < k):
+                        fx.generic_store(to, each[j])
 
     def picked(self, x, rows, count, at: Tile, patch: Patch):
         """Gives what `load` does of the rows of x, of `count`, that `rows` numbers."""

@@ -1,0 +1,128 @@
+"""`gated`: activations between products, as floats with a derivative and quantized."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, overload
+
+import jax
+
+from jax_mx.arrays.checks import array_of, flag
+from jax_mx.facts.formats import Format
+from jax_mx.ops.activations import Gated, known, made, row_of
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.quantize import quantizer_of
+from jax_mx.ops.quantizing import WithFloats
+
+
+class Activated(NamedTuple):
+    """What `gated` gives beside a format; None for floats that were not asked for.
+
+    Attributes:
+      floats: (..., K), of gate_up's dtype; what bits a NaN has is the device's.
+      quantized: an `MXArray`; or a pair, as `quantize_both` gives it.
+    """
+
+    floats: jax.Array | None
+    quantized: MXArray | tuple[MXArray, MXArray]
+
+
+jax.export.register_namedtuple_serialization(Activated, serialized_name="jax_mx.Activated")
+
+
+@overload
+def gated(
+    gate_up: jax.typing.ArrayLike,
+    activation: str = "swiglu",
+    *,
+    weights: jax.typing.ArrayLike | None = None,
+    up: jax.typing.ArrayLike | None = None,
+    interleaved: bool = False,
+) -> jax.Array: ...
+
+
+@overload
+def gated(
+    gate_up: jax.typing.ArrayLike,
+    activation: str = "swiglu",
+    *,
+    weights: jax.typing.ArrayLike | None = None,
+    up: jax.typing.ArrayLike | None = None,
+    interleaved: bool = False,
+    format: Format | str,
+    both: bool = False,
+    floats: bool | None = None,
+    **options: Any,
+) -> Activated: ...
+
+
+def gated(
+    gate_up: jax.typing.ArrayLike,
+    activation: str = "swiglu",
+    *,
+    weights: jax.typing.ArrayLike | None = None,
+    up: jax.typing.ArrayLike | None = None,
+    interleaved: bool = False,
+    format: Format | str | None = None,
+    both: bool = False,
+    floats: bool | None = None,
+    **options: Any,
+) -> jax.Array | Activated:
+    """act(gate) * up * weight, what an MLP has between its products; quantized, too.
+
+    Computed in float32 and rounded to gate_up's dtype at the end; a zero of its sign stands for
+    each subnormal of float32. From bfloat16 every implementation gives the same bits: act(gate) is
+    rounded to 9 bits before it is multiplied; so act(gate) itself is within 0.79 units in the last
+    place of bfloat16, and a product within 1.07. From float16 and float32 act(gate) is within 0.51
+    units of float32, computed in float64, and has the same bits everywhere but for TPUs and exact
+    gelu; gate_up.astype(jnp.float32) has that of any array.
+    Differentiable to gate_up, up and weights, in float32. From bfloat16 the gradients of gates and
+    ups are as defined: the slope of act is rounded to 8 bits, within 0.58 units in the last place
+    of bfloat16, act to 9 as above, and products are rounded to bfloat16 at the end.
+
+    Args:
+      gate_up: bfloat16, float16 or float32 (..., 2 K): all gates, then all ups; of an activation
+        without a gate, and beside `up`, (..., K).
+      activation: with a gate "swiglu" (silu(gate) up), "geglu" (gelu(gate) up, by tanh),
+        "geglu_erf" (exact), "reglu" (relu(gate) up), "reglu2" (relu(gate)^2 up), "bilinear"
+        (gate up), or "gpt_oss" (gate cut off above 7, up beyond -7 and 7; gate sigmoid(1.702 gate)
+        (up + 1)); without "silu", "gelu", "gelu_erf", "relu", "relu2" or "identity".
+      weights: float32 (...,), by which rows are multiplied, as a router has them; or None.
+      up: the ups, where gate_up has the gates alone; of its dtype and shape.
+      interleaved: whether gates and ups lie by turns along the last axis.
+      format: what the result is quantized to, see `quantize`; None: not. Kernels make and quantize
+        what they do of a `Gated`; the floats as well from bfloat16 of "swiglu" and "gpt_oss", to
+        mxfp8_e4m3 and MXFP4. Else XLA makes these before.
+      both: whether it is quantized along the last axis and along the one before, by
+        `quantize_both`; else along the last one.
+      floats: whether floats are given beside a format; they have a derivative, codes have none.
+      options: of `quantize` or `quantize_both`, beside the format and an activation; `rows` are
+        those of the result.
+
+    Returns:
+      (..., K), of gate_up's dtype; with a format, an `Activated`.
+
+    Raises:
+      TypeError, ValueError: another dtype, an odd length, an unknown name, arrays that do not fit,
+        options without a format.
+      NotImplementedError: a second derivative to gates or ups is asked for; or one of codes.
+    """
+    op = "gated"
+    row_of(op, activation)
+    up = None if up is None else array_of(op, "up", up)
+    x, own = array_of(op, "gate_up", gate_up), Gated(activation, weights, up, interleaved)
+    quantizer = quantizer_of(op, format, both, options)
+    if quantizer is None:
+        if floats is not None:
+            raise ValueError(f"{op}: floats come beside a format; drop floats, or give one")
+        return made(op, x, own)
+    wanted = floats is not None and flag(op, "floats", floats)
+    by_rows = options.get("rows") is not None  # of the result
+    if not (wanted or by_rows):
+        return Activated(None, quantizer(x, activation=own))
+    stop = jax.lax.stop_gradient if wanted else lambda y: y  # codes have no derivative
+    if by_rows or not own.in_one_array:
+        y = made(op, x, own)
+        return Activated(y if wanted else None, quantizer(stop(y)))
+    *found, y = quantizer(stop(x), activation=WithFloats(stop(own)))
+    y = known(y.reshape(*x.shape[:-1], -1), x, (own.name, own.interleaved), own.weights)
+    return Activated(y, tuple(found) if both else found[0])
