@@ -65,13 +65,17 @@ class Case:
         return oracle.quantize(x, self.call, seeds)
 
     def run(self, x, key, **more):
-        call, options = self.call, self.options() | more
+        return jax_mx.quantize(x, **self.keywords(key), **more)
+
+    def keywords(self, key) -> dict:
+        """All that jax_mx.quantize takes, the key and signs too."""
+        call, options = self.call, self.options()
         if call.hadamard:
             signs = None if call.negative is None else np.where(call.negative, -1.0, 1.0)
             options["hadamard"] = jax_mx.Hadamard(call.hadamard, signs)
         if key is not None:
             options["rounding"] = jax_mx.Stochastic(key, call.prescale)
-        return jax_mx.quantize(x, **options)
+        return options
 
     def refusal(self) -> type[Exception] | None:
         """The error of a call that the documentation refuses."""

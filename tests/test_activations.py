@@ -178,9 +178,9 @@ def wanted(gate_up, name="swiglu", weights=None) -> np.ndarray:
         else:
             y = settled(in_steps(settled(gate.astype(np.float32)), name).astype(np.float32))
         if up:
-            y = settled(y * settled(factor(settled(up[0].astype(np.float32)), name)))
+            y = product(y, settled(factor(settled(up[0].astype(np.float32)), name)))
         if weights is not None:
-            y = settled(y * settled(np.asarray(weights))[..., None])
+            y = product(y, settled(np.asarray(weights))[..., None])
         return y.astype(gate.dtype)
 
 
@@ -190,13 +190,20 @@ def wanted_gradient(gate_up, dy, name="swiglu", weights=None) -> np.ndarray:
     dy, bits = settled(np.asarray(dy).astype(np.float32)), gate.view(np.uint16)
     with np.errstate(all="ignore"):
         if weights is not None:
-            dy = settled(dy * settled(np.asarray(weights))[..., None])
+            dy = product(dy, settled(np.asarray(weights))[..., None])
         by = [table(name, slope=True)[bits]]
         if up:
             up = settled(up[0].astype(np.float32))
             inside = np.where((np.abs(up) > 7) & (name == "gpt_oss"), 0, 1).astype(np.float32)
-            by = [settled(by[0] * settled(factor(up, name))), settled(table(name)[bits] * inside)]
-        return np.concatenate([settled(dy * each) for each in by], -1).astype(jnp.bfloat16)
+            by = [product(by[0], settled(factor(up, name))), settled(table(name)[bits] * inside)]
+        return np.concatenate([product(dy, each) for each in by], -1).astype(jnp.bfloat16)
+
+
+def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Of float32, by float64, which holds it; with zeros for what is less than 2^-126."""
+    exact = x.astype(np.float64) * y.astype(np.float64)
+    rounded = exact.astype(np.float32)
+    return np.where(np.abs(exact) < 2.0**-126, np.copysign(np.float32(0), rounded), rounded)
 
 
 def settled(x: np.ndarray) -> np.ndarray:
@@ -716,6 +723,36 @@ def laid(variant, x):
     if not variant.source.interleaved:
         return x
     return np.stack(np.split(x, 2, -1), -1).reshape(x.shape)
+
+
+def near_the_least() -> tuple[np.ndarray, np.ndarray]:
+    """x and weights of swiglu whose products are within a few units of 2^-126."""
+    rng = np.random.default_rng(11)
+    gates, ups = np.full((4096, 32), 32), np.ldexp(rng.uniform(1, 2, (4096, 1)), -60)
+    x = np.concatenate([gates, np.broadcast_to(ups, gates.shape)], -1).astype(jnp.bfloat16)
+    weights = (2.0**-126 / (32 * x[:, 32].astype(np.float64))).astype(np.float32)
+    return x, (weights.view(np.int32) + rng.integers(-2, 3, 4096).astype(np.int32)).view(np.float32)
+
+
+def test_products_near_the_least_normal_number():
+    """Those below it are 0, also where float32 would round them to it."""
+    x, weights = near_the_least()
+    want = wanted(x, "swiglu", weights)
+    exact = 32 * x[:, 32].astype(np.float64) * weights
+    assert 100 < np.sum((exact < 2.0**-126) & (exact.astype(np.float32) == 2.0**-126)) < 4000
+    assert 100 < np.sum(want == 0) / 32 < 4000
+    same(jax.jit(jax_mx.gated)(x, weights=weights), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("both", [False, True])
+def test_kernels_near_the_least_normal_number(both):
+    x, weights = near_the_least()
+    make = functools.partial(jax_mx.gated, format="mxfp8_e4m3", both=both, floats=True)
+    found = jax.jit(lambda x, w: make(x, weights=w))(x, weights)
+    want = wanted(x, "swiglu", weights)
+    same(found.floats, want)
+    same(found.quantized, (jax_mx.quantize_both if both else jax_mx.quantize)(want))
 
 
 def check(variant, x, **how):

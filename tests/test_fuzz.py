@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx.facts import layouts
+from jax_mx.facts.activations import ACTIVATIONS
 from jax_mx.facts.formats import FORMATS, SCALE_DTYPE
 from jax_mx.lowering import primitive
 from jax_mx.testing import emulate
@@ -408,6 +409,52 @@ def test_quantize_both(data):
     keys = (None, None) if key is None else jax.random.split(jax.random.key(key))
     for q, case, own in zip(run(jnp.asarray(x)), pair, keys, strict=True):
         assert_is(q, case.wanted(x, own), f"axis {case.call.axis} ")
+
+
+@examples(0.2)
+@given(st.data())
+def test_what_is_made_and_its_codes(data):
+    """Of an activation or a norm: its floats, given or not, and the oracle's bytes of them."""
+    forget_some()
+    call = data.draw(calls())
+    key = data.draw(st.one_of(st.none(), st.integers(0, 2**31 - 1)))
+    call = call if key is not None else dataclasses.replace(call, prescale=None)
+    shape = data.draw(shapes((-2, -1) if call.square else (call.axis,), 4096))
+    seed, dtype = data.draw(st.integers(0, 2**32 - 1)), data.draw(st.sampled_from(FLOATS))
+    case = Case(call, shape, dtype, seed, key)
+    if case.refusal() or 0 in shape:
+        return
+    wide = oracle.hard_floats(seed, (*shape[:-1], 2 * shape[-1]), -1, dtype)
+    x, other = wide[..., : shape[-1]], wide[..., shape[-1] :]
+    rng, some = np.random.default_rng(seed), data.draw(st.booleans())
+    if data.draw(st.booleans()):
+        weights = rng.normal(size=shape[-1:]).astype(dtype) if some else None
+        residual = other if data.draw(st.booleans()) else None
+        operands = {"x": x, "weight": weights, "residual": residual}
+        plain = partial(jax_mx.rms_norm, eps=data.draw(st.sampled_from((0.0, 1e-5))))
+        floats_of = lambda found: found.floats  # noqa: E731
+    else:
+        operands = {"gate_up": wide, "weights": None, "up": None}
+        operands["weights"] = rng.normal(size=shape[:-1]).astype(np.float32) if some else None
+        name, turns = data.draw(st.sampled_from((*ACTIVATIONS,))), False
+        if data.draw(st.booleans()) or not ACTIVATIONS[name].has_gate:
+            operands["gate_up"] = x
+            operands["up"] = other if ACTIVATIONS[name].has_gate else None
+        else:
+            turns = data.draw(st.booleans())
+        plain = partial(jax_mx.gated, activation=name, interleaved=turns)
+        floats_of = lambda found: found  # noqa: E731
+    y = np.asarray(floats_of(jax.jit(lambda given: plain(**given))(operands)))
+    given = data.draw(st.sampled_from((None, False, True)))
+    way = data.draw(st.sampled_from(("eager", "jit", *EMULATED)))
+    run = lambda operands: plain(**operands, **case.keywords(key_of(case)), floats=given)  # noqa: E731
+    with emulate(way) if way in EMULATED else contextlib.nullcontext():
+        found = jax.block_until_ready((run if way == "eager" else jax.jit(run))(operands))
+    assert (found.floats is None) == (not given)
+    if given:
+        one_nan = [np.where(np.isnan(a), np.nan, a) for a in (np.asarray(found.floats), y)]
+        assert_bits_equal(*one_nan)
+    assert_is(found.quantized, case.wanted(y, key_of(case)))
 
 
 @examples(0.2)

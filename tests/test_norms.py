@@ -53,6 +53,12 @@ def settled(x):
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
 
 
+def product(x, y):
+    """Of float32; a zero of its sign where the exact product is less than 2^-126."""
+    exact = x.astype(np.float64) * y.astype(np.float64)
+    return np.where(np.abs(exact) < 2.0**-126, np.copysign(0, exact), exact).astype(np.float32)
+
+
 def factor_of(row):
     """(of the row, as float64)."""
     wide = np.float64 if row.dtype == np.float32 else np.float32
@@ -76,7 +82,7 @@ def defined(x, weight):
     if x.dtype == np.float32:
         y = settled((wide.astype(np.float64) * factors * by.astype(np.float64)).astype(np.float32))
     else:
-        y = settled(settled(wide * factors.astype(np.float32)) * by)
+        y = product(product(wide, factors.astype(np.float32)), by)
     return y.astype(x.dtype), settled(factors.astype(np.float32)[:, 0])
 
 

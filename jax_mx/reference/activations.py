@@ -24,7 +24,7 @@ from jax_mx.facts.activations import (
 )
 from jax_mx.facts.formats import BLOCK, FORMATS
 from jax_mx.facts.sources import ROWS, Source
-from jax_mx.reference.blocks import dequantize, flushed, rows_of
+from jax_mx.reference.blocks import dequantize, flushed, product, rows_of
 
 # Beyond, a slope is 0 or 1 in float32; and no product of such numbers overflows.
 _FAR = 128.0
@@ -210,8 +210,9 @@ def gated(
     """act(gate) * up * weight, (..., K) in the gates' dtype.
 
     Products are float32, from left to right, and the result is rounded to the dtype at the end. A
-    zero of its sign stands for each subnormal of float32. act(gate) is float32's nearest number or
-    the one beside it; from bfloat16 it is rounded to few bits.
+    zero of its sign stands for each subnormal of float32, and each product less than 2^-126.
+    act(gate) is float32's nearest number or the one beside it; from bfloat16 it is rounded to few
+    bits.
 
     Args:
       each: floats (..., K): gates and ups, or gates alone; see `halves`.
@@ -222,9 +223,9 @@ def gated(
     gate, *up = (flushed(x.astype(jnp.float32)) for x in each)
     y = _parts(gate, name, dtype)
     if up:
-        y = flushed(y * flushed(other(up[0], name)))
+        y = product(y, flushed(other(up[0], name)))
     if weights is not None:
-        y = flushed(y * flushed(weights.astype(jnp.float32))[..., None])
+        y = product(y, flushed(weights.astype(jnp.float32))[..., None])
     return y.astype(dtype)
 
 
@@ -245,7 +246,7 @@ def derivative(each: Sequence[jax.Array], name: str) -> list[jax.Array]:
     if not up:
         return [found]
     made = _parts(gate, name, dtype) if dtype == jnp.bfloat16 else part(gate, name)
-    by_gate = flushed(found * flushed(other(up[0], name)))
+    by_gate = product(found, flushed(other(up[0], name)))
     return [by_gate, flushed(made * other_slope(up[0], name))]
 
 
@@ -264,9 +265,9 @@ def gated_gradient(
     """
     dy = flushed(dy.astype(jnp.float32))
     if weights is not None:
-        dy = flushed(dy * flushed(weights.astype(jnp.float32))[..., None])
+        dy = product(dy, flushed(weights.astype(jnp.float32))[..., None])
     by = derivative(each, name)
-    return [flushed(dy * d).astype(x.dtype) for x, d in zip(each, by, strict=True)]
+    return [product(dy, d).astype(x.dtype) for x, d in zip(each, by, strict=True)]
 
 
 def floats_of(source: Source, x: jax.Array, first: jax.Array, *more: jax.Array) -> jax.Array:

@@ -246,6 +246,26 @@ def _least(factor: np.float32) -> np.uint32:
     return bits
 
 
+def product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x * y of float32; a zero of its sign where the exact product is less than 2^-126.
+
+    So GPUs flush. To 2^-126 itself smaller products are rounded, too: `below` tells them, what the
+    product times 2^126 is more than 1, of halves of both numbers, whose products are exact.
+    """
+    found = flushed(x * y)
+    scaled = [jnp.abs(a) * np.float32(2.0**63) for a in (x, y)]
+    (x1, x0), (y1, y0) = ((_begins(a), a - _begins(a)) for a in scaled)
+    below = (((x1 * y1 - 1) + x1 * y0) + x0 * y1) + x0 * y0  # so that each sum is exact
+    less = (jnp.abs(found) == np.finfo(np.float32).tiny) & (below < 0)
+    return jnp.where(less, jnp.copysign(jnp.zeros_like(found), found), found)
+
+
+def _begins(x: jax.Array) -> jax.Array:
+    """The first 12 bits of float32s."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFFF000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def flushed(x: jax.Array) -> jax.Array:
     """x with zeros of their sign for subnormals."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

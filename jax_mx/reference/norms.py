@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.reference.blocks import flushed, widened
+from jax_mx.reference.blocks import flushed, product, widened
 
 LANES = 2048  # sums that are taken side by side, and then by pairs
 LEAST = 2.0**-63  # what is less counts as 0 in the sum: the squares of others are normal numbers
@@ -46,8 +46,8 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> tuple[jax.Ar
 
     The factor is sqrt(K / (sum + K eps)), in float64 from the sum on, eps being a float32. Of
     bfloat16 and float16 it is rounded to float32, and x is multiplied by it, then by the weight, in
-    float32, a zero of its sign for each operand and result that is subnormal; of float32 the same
-    is done in float64. The result is rounded once more, to x's dtype.
+    float32, a zero of its sign for each operand that is subnormal and each product less than
+    2^-126; of float32 the same is done in float64. The result is rounded once more, to x's dtype.
 
     Args:
       x: floats (..., K).
@@ -68,9 +68,9 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> tuple[jax.Ar
             if weight is not None:
                 y = y * weight.astype(jnp.float64)
             return flushed(y.astype(jnp.float32)), rounded
-    y = flushed(settled(x) * rounded)
+    y = product(settled(x), rounded)
     if weight is not None:
-        y = flushed(y * weight)
+        y = product(y, weight)
     return y.astype(x.dtype), rounded
 
 
