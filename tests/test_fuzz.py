@@ -414,7 +414,7 @@ def test_quantize_both(data):
 @examples(0.2)
 @given(st.data())
 def test_what_is_made_and_its_codes(data):
-    """Of an activation or a norm: its floats, given or not, and the oracle's bytes of them."""
+    """The floats of an activation or a norm, given or not, and the oracle's bytes of them."""
     forget_some()
     call = data.draw(calls())
     key = data.draw(st.one_of(st.none(), st.integers(0, 2**31 - 1)))

@@ -54,7 +54,7 @@ def settled(x):
 
 
 def product(x, y):
-    """Of float32; a zero of its sign where 24 bits of the product are less than 2^-126."""
+    """x * y of float32; a zero of its sign where 24 bits of the product are less than 2^-126."""
     exact = x.astype(np.float64) * y.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         less = np.abs(exact * 2.0**126).astype(np.float32) < 1
