@@ -201,7 +201,7 @@ def wanted_gradient(gate_up, dy, name="swiglu", weights=None) -> np.ndarray:
 
 
 def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x * y of float32, by float64, which holds it; zeros where 24 bits of it are less than 2^-126."""
+    """x * y of float32, by float64; zeros where 24 bits of it are less than 2^-126."""
     exact = x.astype(np.float64) * y.astype(np.float64)
     less = np.abs(exact * 2.0**126).astype(np.float32) < 1
     return np.where(less, np.copysign(0, exact), exact).astype(np.float32)
