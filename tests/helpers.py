@@ -36,6 +36,8 @@ from jax_mx.facts.products import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Kind, Variant
 from jax_mx.lowering import registry, store, targets
+from jax_mx.lowering.plan import ProductPlan
+from jax_mx.lowering.products import AMAX, products_p
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.requantize import requantize
 
@@ -47,6 +49,20 @@ def bytes_of(array) -> np.ndarray:
     array = np.asarray(array)
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return flat.reshape(*array.shape, array.dtype.itemsize)
+
+
+def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x * y of float32, by float64; zeros where 24 bits of it are less than 2^-126."""
+    exact = x.astype(np.float64) * y.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        less = np.abs(exact * 2.0**126).astype(np.float32) < 1
+        return np.where(less, np.copysign(0, exact), exact).astype(np.float32)
+
+
+def amaxes(x, implementation: str):
+    """The bits of the largest magnitudes of rows and of columns, for x (batch, rows, columns)."""
+    plan = ProductPlan("amaxes", (), AMAX, False, 128, implementation=implementation)
+    return products_p["amaxes"].bind(x, plan=plan)
 
 
 def assert_bits_equal(got, want, what: str = "") -> None:

@@ -18,6 +18,7 @@ from helpers import (
     for_any_address,
     in_turn,
     poison_memory,
+    product,
     random_bits,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -198,13 +199,6 @@ def wanted_gradient(gate_up, dy, name="swiglu", weights=None) -> np.ndarray:
             inside = np.where((np.abs(up) > 7) & (name == "gpt_oss"), 0, 1).astype(np.float32)
             by = [product(by[0], settled(factor(up, name))), settled(table(name)[bits] * inside)]
         return np.concatenate([product(dy, each) for each in by], -1).astype(jnp.bfloat16)
-
-
-def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x * y of float32, by float64; zeros where 24 bits of it are less than 2^-126."""
-    exact = x.astype(np.float64) * y.astype(np.float64)
-    less = np.abs(exact * 2.0**126).astype(np.float32) < 1
-    return np.where(less, np.copysign(0, exact), exact).astype(np.float32)
 
 
 def settled(x: np.ndarray) -> np.ndarray:

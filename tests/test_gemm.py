@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import InHand, assert_refused, call_attributes_in, poison_memory, stand_in
+from helpers import InHand, amaxes, assert_refused, call_attributes_in, poison_memory, stand_in
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,8 +31,7 @@ from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.signatures import EPILOGUE, signature_of
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import products, store, targets
-from jax_mx.lowering.plan import ProductPlan
+from jax_mx.lowering import store, targets
 from jax_mx.ops import gemm as ops
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad, supported
 
@@ -958,11 +957,6 @@ def test_sizes_of_contracted_groups_that_no_window_divides_do_no_harm():
 
 
 # ---- amaxes ---
-def amaxes(x, implementation):
-    plan = ProductPlan("amaxes", (), products.AMAX, False, 128, implementation=implementation)
-    return products.products_p["amaxes"].bind(x, plan=plan)
-
-
 def check_amaxes(x, implementation="xla", whole=None):
     """For x (batch, rows, columns), or what is cut from an array that is passed instead."""
     poison_memory()

@@ -19,6 +19,7 @@ from helpers import (
     for_any_address,
     op_of,
     poison_memory,
+    product,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -51,14 +52,6 @@ def rows(shape, dtype, seed=0, spread=3):
 def settled(x):
     """A float32 with a zero of its sign for a subnormal number."""
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
-
-
-def product(x, y):
-    """x * y of float32; a zero of its sign where 24 bits of the product are less than 2^-126."""
-    exact = x.astype(np.float64) * y.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        less = np.abs(exact * 2.0**126).astype(np.float32) < 1
-        return np.where(less, np.copysign(0, exact), exact).astype(np.float32)
 
 
 def factor_of(row):

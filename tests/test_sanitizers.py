@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import arch_here
-from helpers import TILES, bytes_of, fitting, in_tiles, op_of, random_bits
+from helpers import TILES, amaxes, bytes_of, fitting, in_tiles, op_of, random_bits
 
 import jax_mx
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3, SCALE_DTYPE
@@ -22,8 +22,6 @@ from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.variants import VARIANTS, layouts_of, value_layouts_of
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering.plan import ProductPlan
-from jax_mx.lowering.products import AMAX, products_p
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
 from jax_mx.ops.quantizing import WithFloats
 from jax_mx.ops.requantize import requantize
@@ -256,12 +254,6 @@ def run_product(product) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a).astype(float), np.asarray(b).astype(float)
         np.testing.assert_allclose(a, b, rtol=near, err_msg=product.name)
-
-
-def amaxes(x, implementation):
-    """Those of rows and of columns."""
-    plan = ProductPlan("amaxes", (), AMAX, False, 128, implementation=implementation)
-    return products_p["amaxes"].bind(x, plan=plan)
 
 
 if __name__ == "__main__":

@@ -439,9 +439,13 @@ def unsplit(op: str, operands: Sequence[Any], shape: tuple[int, ...], dtype: Any
       dtype: likewise.
     """
     agree(op, *operands)
-    like = operands[0]
-    sharding = like.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+    return unsplit_like(operands[0], shape, dtype)
+
+
+def unsplit_like(x: Any, shape: tuple[int, ...], dtype: Any):
+    """An abstract value like x, of another shape and dtype, that no mesh splits."""
+    sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 store.register()

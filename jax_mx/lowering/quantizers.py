@@ -26,7 +26,15 @@ from jax_mx.facts.sources import X
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import Plan
-from jax_mx.lowering.primitive import Op, agree, batch, batched, make_primitive, vary_alike
+from jax_mx.lowering.primitive import (
+    Op,
+    agree,
+    batch,
+    batched,
+    make_primitive,
+    unsplit_like,
+    vary_alike,
+)
 from jax_mx.lowering.products import amaxes_of_both_p
 
 # Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
@@ -53,16 +61,10 @@ def _beside(operands: Sequence[Any], plan: Plan) -> list:
     x, source, found = operands[0], plan.source, []
     if source.norm:
         shape = _normed_shape(x.shape, plan)[:-1]
-        found = [_unsplit(x, shape, FACTOR), *[x] * source.added]
+        found = [unsplit_like(x, shape, FACTOR), *[x] * source.added]
     if source.floats:
-        found.append(_unsplit(x, floats_shape(operands, plan), plan.dtype))
+        found.append(unsplit_like(x, floats_shape(operands, plan), plan.dtype))
     return found
-
-
-def _unsplit(x, shape: tuple[int, ...], dtype: np.dtype):
-    """An abstract value like x, of another shape and dtype, that no mesh splits."""
-    sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def source_operands(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
@@ -110,7 +112,7 @@ def _floats(operands: Sequence[Any], plan: Plan):
         return x
     shape = floats_shape(operands, plan)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
-    return _unsplit(x, shape, plan.dtype)
+    return unsplit_like(x, shape, plan.dtype)
 
 
 def _rows_of_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:

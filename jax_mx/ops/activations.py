@@ -117,7 +117,7 @@ def made(op: str, x: jax.Array, own: Gated) -> jax.Array:
     if own.gradient is not None:
         dy = own.dy_of(op, gates)
         return reference.joined(_gradient(tuple(each), weights, dy, own.name), own.interleaved)
-    return _made(tuple(map(jnp.asarray, each)), weights, own.name)
+    return made_of_parts(tuple(map(jnp.asarray, each)), weights, own.name)
 
 
 def weights_of(op: str, gates: Any, weights: Any) -> jax.Array:
@@ -150,7 +150,8 @@ def row_of(op: str, name: Any) -> Activation:
 
 
 @partial(jax.jit, static_argnums=2)
-def _made(each: tuple[jax.Array, ...], weights: jax.Array | None, name: str) -> jax.Array:
+def made_of_parts(each: tuple[jax.Array, ...], weights: jax.Array | None, name: str) -> jax.Array:
+    """`gated` of gates and ups, or of gates alone, that were checked."""
     return _gated(each, weights, name)
 
 

@@ -114,9 +114,8 @@ def all_to_all(
             f"{wants}"
         )
     _require_whole(op, q, cut, length // n, n, "are cut off")
-    exchange = partial(
-        jax.lax.all_to_all, axis_name=axis_name, axis_index_groups=axis_index_groups, tiled=tiled
-    )
+    options = {"axis_index_groups": axis_index_groups, "tiled": tiled}
+    exchange = partial(jax.lax.all_to_all, axis_name=axis_name, **options)
     splits = _stored(q, cut)
     if tiled:
         part = length // n if into == cut else q.shape[into]
@@ -183,7 +182,8 @@ def _moved(
 def as_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """What `move` makes of an array while its elements are unsigned integers."""
     bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, bits)), x.dtype)
+    moved = move(jax.lax.bitcast_convert_type(x, bits))
+    return jax.lax.bitcast_convert_type(moved, x.dtype)
 
 
 def gather(bits: jax.Array, axis_name: AxisName, groups: Groups = None, *, axis: int) -> jax.Array:

@@ -177,9 +177,8 @@ def _quantized(
 ) -> tuple:
     """What a quantizer gives, the factors of rows, x plus residual; and the floats, if wanted."""
     norm = Norm(_weights(weight, x.shape[-1]), eps, residual, floats)
-    *found, last = quantizer(x, activation=norm)
-    y = [last.reshape(x.shape)] if floats else []
-    found += [] if floats else [last]
+    found = [*quantizer(x, activation=norm)]
+    y = [found.pop().reshape(x.shape)] if floats else []
     total = x if residual is None else found.pop().reshape(x.shape)
     return *found, total, *y
 

@@ -19,7 +19,7 @@ from jax_mx.facts.sources import ADDED, RMS_NORM, ROWS, Source, X
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
-from jax_mx.ops.activations import Gated, known, made, weights_of
+from jax_mx.ops.activations import Gated, made, made_of_parts, weights_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.placing import placed, require_kernel
 from jax_mx.ops.planning import Options, planned
@@ -245,10 +245,10 @@ def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
 
 def _floats_of(x: jax.Array, other: Sequence[jax.Array], source: Source) -> jax.Array:
     """The floats that XLA makes; on a mesh with explicit axes, split as both are."""
+    if source.makes_one_of_two:  # with its derivative, so that codes say that they have none
+        each = reference.halves(x, source.activation, source.interleaved)
+        return made_of_parts(tuple(each), *other, source.activation)
     meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, *other)) if is_explicit(m)]
-    if source.makes_one_of_two:  # its derivative, so that codes say that they have none
-        y = reference.floats_of(source, x, *other)
-        return known(y, x, (source.activation, source.interleaved), *other)
     if source != ROWS or not meshes:
         return reference.floats_of(source, x, *other)
     (rows,) = other

@@ -176,6 +176,12 @@ class Tiled(Kernel):
         return Tile(batch, rest // tiles_k, rest % tiles_k, m, k)
 
     # ---- x ---
+    def start(self, at: Tile, patch: Patch) -> tuple:
+        """The row and column where this lane's patch begins; 0 and 0 where no array is."""
+        row, col = at.row * self.high + patch.top, at.col * TILE + patch.left
+        inside = (row < at.rows) & (col < at.cols)
+        return tuple(inside.select(n, Uint32(0)) for n in (row, col))
+
     def load(self, x, at: Tile, patch: Patch):
         """Words [row][word] of this lane's patch; beyond the array, of what is there."""
         batch, tile_m, tile_k, m, k = at
@@ -237,10 +243,7 @@ class Tiled(Kernel):
 
         A row has whole blocks, so a lane's codes have one scale, and none is beyond the row.
         """
-        _, tile_m, tile_k, m, k = at
-        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
-        inside = (row < m) & (col < k)
-        row, col = (inside.select(n, Uint32(0)) for n in (row, col))
+        (row, col), k = self.start(at, patch), at.cols
         align, words = min(self.vector, self.align[0]), []
         for i in range(self.rows):
             number, there = picked(arrays["rows"], row + Uint32(i), count)
@@ -260,10 +263,7 @@ class Tiled(Kernel):
 
     def gated(self, x, weights, at: Tile, patch: Patch):
         """An activation's results, of gates and ups that lie side by side in a row of x."""
-        _, tile_m, tile_k, m, k = at
-        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
-        inside = (row < m) & (col < k)
-        row, col = (inside.select(n, Uint32(0)) for n in (row, col))
+        (row, col), k = self.start(at, patch), at.cols
         half, words = as_int64(k) * self.itemsize, []
         for i in range(self.rows):
             number = as_int64(row + Uint32(i))
@@ -286,10 +286,7 @@ class Tiled(Kernel):
     def gradients(self, arrays, shared, at: Tile, patch: Patch) -> list:
         """The words of gates' gradients; those of ups' go to LDS, as registers are few."""
         x, weights, dy = (arrays[name] for name in ("x", "weights", "dy"))
-        _, tile_m, tile_k, m, k = at
-        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
-        inside = (row < m) & (col < k)
-        row, col = (inside.select(n, Uint32(0)) for n in (row, col))
+        (row, col), k = self.start(at, patch), at.cols
         half, rows = as_int64(k) * self.itemsize, []
         for i in range(self.rows):
             number = as_int64(row + Uint32(i))
@@ -310,10 +307,7 @@ class Tiled(Kernel):
     def gradients_by_turns(self, arrays, at: Tile, patch: Patch) -> list:
         """The gradients of gates and ups where these are; rows have whole blocks of both."""
         x, weights, dy = (arrays[name] for name in ("x", "weights", "dy"))
-        _, tile_m, tile_k, m, k = at
-        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
-        inside = (row < m) & (col < k)
-        row, col = (inside.select(n, Uint32(0)) for n in (row, col))
+        (row, col), k = self.start(at, patch), at.cols
         size, words = as_int64(k) * self.itemsize, []
         for i in range(self.rows):
             number = as_int64(row + Uint32(i))
