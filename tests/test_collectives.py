@@ -33,15 +33,21 @@ DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
 FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1")
 
 
-def mesh_of(*shape, kind=AxisType.Auto, names="ab"):
+# On simulated devices, and on two GPUs.
+ON_TWO = (pytest.mark.gpu, pytest.mark.skipif(len(jax.devices()) < 2, reason="wants two GPUs"))
+PLATFORMS = ("cpu", pytest.param("gpu", marks=ON_TWO))
+
+
+def mesh_of(*shape, kind=AxisType.Auto, names="ab", platform="cpu"):
     count = int(np.prod(shape))
-    devices = jax.devices("cpu")[:count]
+    devices = jax.devices(platform)[:count]
     kinds = (kind,) * len(shape)
     return jax.make_mesh(shape, tuple(names[: len(shape)]), axis_types=kinds, devices=devices)
 
 
-def in_shards(call, n, specs=ROWS, out=ROWS):
-    return jax.jit(jax.shard_map(call, mesh=mesh_of(n), in_specs=specs, out_specs=out))
+def in_shards(call, n, specs=ROWS, out=ROWS, platform="cpu"):
+    mesh = mesh_of(n, platform=platform)
+    return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out))
 
 
 # ---- the bytes of floats that were moved before they are quantized ---
@@ -87,7 +93,7 @@ def unit_of(options: dict) -> int:
     return 128 if "window" in options else units.get(options.get("scale_layout"), 32)
 
 
-def check_bytes(move: str, n: int, format: str, options: dict) -> None:
+def check_bytes(move: str, n: int, format: str, options: dict, platform: str = "cpu") -> None:
     """A move of what is quantized gives what is quantized after the same move."""
     mx, floats, arguments = MOVES[move]
     if move == "permute":
@@ -106,8 +112,8 @@ def check_bytes(move: str, n: int, format: str, options: dict) -> None:
         y = floats(bits, "a", **arguments)
         return jax.lax.bitcast_convert_type(y, jnp.bfloat16)
 
-    moved = in_shards(after, n)(x)
-    program = in_shards(first, n)
+    moved = in_shards(after, n, platform=platform)(x)
+    program = in_shards(first, n, platform=platform)
     got = program(x)
     assert_same_array(got, jax_mx.quantize(moved, format, **own | {"axis": got.axis}))
     types = {dtype for _, dtype, _ in collectives(program.lower(x).compile().as_text())}
@@ -140,6 +146,38 @@ def test_moved_bytes_are_those_of_moved_floats(move, n, format, options):
             check_bytes(move, n, format, OPTIONS[options])
         return
     check_bytes(move, n, format, OPTIONS[options])
+
+
+def cases_on_two_gpus():
+    for i, move in enumerate(MOVES):
+        for j, options in enumerate(("", "transposed", "square", "blocked rows", "tiles")):
+            format = "mxfp8_e4m3" if options == "tiles" else FORMATS[(i + j) % len(FORMATS)]
+            if fits(move, options):
+                yield pytest.param(move, format, options, id=f"{move}-{options}")
+
+
+@pytest.mark.gpu
+@ON_TWO[1]
+@pytest.mark.parametrize(("move", "format", "options"), [*cases_on_two_gpus()])
+def test_moved_bytes_on_two_gpus(move, format, options):
+    check_bytes(move, 2, format, OPTIONS[options], "gpu")
+
+
+@pytest.mark.gpu
+@ON_TWO[1]
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("before", [ROWS, P(None, "a"), P()], ids=str)
+def test_resharded_bytes_on_two_gpus(kind, before):
+    mesh = mesh_of(2, kind=kind, platform="gpu")
+    x = jnp.asarray(random_bits((256, 512), jnp.bfloat16))
+    want = jax_mx.quantize(x)
+    with jax.set_mesh(mesh):
+        given = jax.device_put(np.asarray(x), NamedSharding(mesh, before))
+        for after in (ROWS, P(None, "a"), P()):
+            got = jax.jit(lambda x, to=after: jax_mx.reshard(jax_mx.quantize(x), to))(given)
+            assert got.values.sharding.is_equivalent_to(NamedSharding(mesh, after), 2)
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                assert_bits_equal(a, b)
 
 
 @pytest.mark.parametrize("move", ["exchange", "rows to columns", "columns to slabs"])
@@ -470,16 +508,18 @@ def test_the_table_is_current():
     ],
     ids=str,
 )
-def test_gathered_forms_are_those_of_the_gathered_floats(shape, spec, recipe, dims):
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_gathered_forms_are_those_of_the_gathered_floats(shape, spec, recipe, dims, platform):
+    mesh = mesh_of(2, platform=platform)
     w = jnp.asarray(random_bits(shape, jnp.bfloat16))
     want = jax.jit(functools.partial(recipe.quantize_weight, **dims))(w)
 
     def gather(w):
         return jax_mx.gather_weight(w, spec, recipe, **dims)
 
-    local = jax.shard_map(gather, mesh=mesh_of(2), in_specs=spec, out_specs=P(), check_vma=False)
+    local = jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False)
     assert_same_weight(jax.jit(local)(w), want)
-    with jax.set_mesh(mesh_of(2)):
+    with jax.set_mesh(mesh):
         assert_same_weight(jax.jit(gather)(w), want)
 
 

@@ -46,33 +46,36 @@ def of_eight(shape=(8,), names=("expert",), kind=AxisType.Auto):
     )
 
 
-def operands(seed=0):
+def operands(seed=0, tokens=TOKENS, d=D, i=I):
     """x, experts, weights, both matrices, both biases, the result's gradient."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    experts = jnp.asarray(rng.integers(-1, E + 1, (TOKENS, K)), jnp.int32)
-    weights = jnp.asarray(rng.random((TOKENS, K)), jnp.float32)
-    matrices = normal(E, D, 2 * I) / 8, normal(E, I, D) / 8
+    experts = jnp.asarray(rng.integers(-1, E + 1, (tokens, K)), jnp.int32)
+    weights = jnp.asarray(rng.random((tokens, K)), jnp.float32)
+    matrices = normal(E, d, 2 * i) / 8, normal(E, i, d) / 8
     return (
-        normal(TOKENS, D),
+        normal(tokens, d),
         experts,
         weights,
         *matrices,
-        normal(E, 2 * I),
-        normal(E, D),
-        normal(TOKENS, D),
+        normal(E, 2 * i),
+        normal(E, d),
+        normal(tokens, d),
     )
 
 
-def with_gradients(**options):
+def layer(x, experts, weights, w1, w2, b1, b2, **options):
+    return jax_mx.moe(x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, **options)
+
+
+def with_gradients(layer=layer, **options):
     @jax.jit
     def both(x, experts, weights, w1, w2, b1, b2, dy):
-        def f(x, weights, w1, w2, b1, b2):
-            own = {"b_gate_up": b1, "b_down": b2, **options}
-            return jax_mx.moe(x, experts, weights, w1, w2, **own)
+        def f(x, weights, *parameters):
+            return layer(x, experts, weights, *parameters, **options)
 
         y, pull = jax.vjp(f, x, weights, w1, w2, b1, b2)
         return y, *pull(dy)
@@ -128,6 +131,35 @@ def test_results_are_those_of_one_device(name, kind):
         else:
             far = np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(np.asarray(b))
             assert far < BOUND, i
+
+
+# ---- on GPUs ---
+@pytest.mark.gpu
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="wants two GPUs")
+@pytest.mark.parametrize("wire", wires.KINDS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual], ids=str)
+def test_results_on_two_gpus_are_those_of_one(kind, wire):
+    """One program for three routings: graphs that it was captured in serve all of them."""
+    options = {"expert_axis": "expert", "wire": wire}
+    own = AxisType.Explicit if kind is AxisType.Explicit else AxisType.Auto
+    mesh = of_eight((2,), kind=own)
+    mapped = layer
+    if kind is AxisType.Manual:
+        specs = (P("expert"),) * 7
+        take = functools.partial(layer, **options)
+        mapped = jax.shard_map(take, mesh=mesh, in_specs=specs, out_specs=P("expert"))
+        options = {}
+    program, alone = with_gradients(mapped, **options), with_gradients()
+    for seed in range(3):
+        args = operands(seed, 1024, 256, 256)
+        want = alone(*args)
+        with jax.set_mesh(mesh):
+            given = placed([np.asarray(a) for a in args], mesh, ("expert",))
+            got, again = program(*given), program(*given)
+        for i, (a, b, c) in enumerate(zip(got, want, again, strict=True)):
+            assert_bits_equal(a, c)
+            far = np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(np.asarray(b))
+            assert far < BOUND, (seed, i)
 
 
 # ---- what moves, of which type and size ---
