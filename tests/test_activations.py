@@ -684,7 +684,7 @@ def test_layers_take_the_call_of_a_gradient(turns, operand):
 @pytest.mark.usefixtures("without_code")
 @pytest.mark.parametrize("turns", [False, True])
 def test_layers_take_sums_of_the_call(turns):
-    """Of the gradient's columns, for a bias; those of windows are XLA's, beside a kernel."""
+    """The columns' of a gradient, for a bias; those of windows are XLA's, beside a kernel."""
     x, w1, w2 = (jnp.ones(s, jnp.bfloat16) for s in ((64, 128), (2, 128, 512), (2, 256, 128)))
     b1 = jnp.ones((2, 512), jnp.bfloat16)
     experts, weights = jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1), jnp.float32)
@@ -757,7 +757,7 @@ def test_one_call_of_each_of_a_batch(what):
 @pytest.mark.parametrize("kind", AxisType, ids=str)
 @pytest.mark.parametrize("what", ["up", "sums"])
 def test_shards_of_arrays_beside(kind, what):
-    """Of ups apart, and of sums, whose rows are split as those of the gradient are."""
+    """Ups apart, and sums, whose rows are split as those of the gradient are."""
     x, dy = exact_gradient(128)
 
     def run(x, dy):

@@ -24,7 +24,7 @@ from jax_mx import reference
 from jax_mx.arrays.checks import array_of, flag, is_symbolic
 from jax_mx.experts import wires
 from jax_mx.facts.activations import GATED
-from jax_mx.facts.formats import MXFP8_E4M3, named
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, named
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated
 from jax_mx.ops.groups import Groups, integers
@@ -480,10 +480,11 @@ def _by_expert(sums: jax.Array, groups: Groups) -> jax.Array:
     """Float32 (E, columns): the sum of each expert's slots, those of `align` slots first.
 
     Args:
-      sums: float32 (R / n, columns), of n slots each, which divides `align`.
+      sums: float32 (R / 32, columns), of 32 slots each, or of all slots themselves.
       groups: the slots.
     """
-    runs = sums.reshape(groups.rows.shape[0] // groups.align, -1, sums.shape[-1]).sum(1)
+    each = groups.align // (1 if sums.shape[0] == groups.rows.shape[0] else BLOCK)
+    runs = sums.reshape(-1, each, sums.shape[-1]).sum(1)
     experts = groups.experts[:: groups.align]
     is_it = experts[:, None] == jnp.arange(groups.num_experts, dtype=experts.dtype)
     return _sums(is_it.astype(jnp.float32), is_it, runs)
