@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     import jax
 
 # What a sweep's row asks of an entry, see `tuning.facts_of`; of a product's, everything.
-WHERE = ("form", "dtype", "codes_per_byte", "tiled_scales", "window", "source", "activation")
+WHERE = ("form", "dtype", "codes_per_byte", "tiled_scales", "window", "source", "activation",
+         "interleaved")  # fmt: skip
 # No multiple of what a thread block covers, in any direction; of norms, two axes are enough.
 SMALL = (3, 160, 224)
 # Whose tiles products have: per row of the table, the module and its class.
@@ -101,7 +102,8 @@ def candidates(variant: Binary) -> Iterator[Any]:
             if 32 <= in_flight <= 256 and fits:
                 yield kernel.Strip(threads, elements, unroll)
     elif variant.op == "quantize":  # Tiled: how many tiles, and in which order
-        for (down, across), band in itertools.product(((1, 8), (4, 2), (8, 2), (4, 4)), (1, 64)):
+        sizes = ((1, 8), (2, 4), (4, 1), (4, 2), (4, 4), (8, 2))
+        for (down, across), band in itertools.product(sizes, (1, 16, 64)):
             yield tiled.Tiling(down, across, band)
     else:
         transposed = variant.form.transposed

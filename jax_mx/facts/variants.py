@@ -359,6 +359,6 @@ def holds(arch: str, variant: Variant) -> bool:
     """Whether an arch's thread blocks have room for a variant's tile, which has whole windows."""
     if variant.implementation != "cutedsl" or not variant.form.is_both:
         return True
-    if variant.source.gradient and variant.window == 128:  # of gates and ups: 107 KB
+    if variant.source.gradient and variant.window == 128:  # its registers would spill on others
         return SHARED[arch] > 107 << 10
     return variant.window != 256 or arch != "sm_80"  # 32 warps, whose registers would spill

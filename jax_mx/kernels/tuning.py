@@ -47,6 +47,7 @@ def facts_of(
         "window": str(variant.window),
         "source": _kind_of(variant.source),
         "activation": variant.source.activation,
+        "interleaved": variant.source.interleaved,
     }
 
 

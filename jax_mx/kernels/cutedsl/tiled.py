@@ -84,7 +84,10 @@ class Lines:
 
 
 class Lane(NamedTuple):
-    """A lane's place in its warp, and where its patch begins in the thread block's tile."""
+    """A lane's place in its warp, and where its patch begins in the thread block's tile.
+
+    `col` is in a part of the tile, see `Tiled.column`.
+    """
 
     across: Int32
     down: Int32
@@ -125,7 +128,10 @@ class Tiled(Kernel):
         self.vector = 16 // self.itemsize  # elements of one load
         self.lanes = 64 // self.vector  # across a warp
         self.rows = self.lanes  # of a lane: 32 / (32 / lanes)
-        self.row_sharers, self.column_sharers = BLOCK // self.vector, BLOCK // self.rows
+        self.run = (
+            self.vector // self.parts
+        )  # neighbours in a row; as many follow in the other part
+        self.row_sharers, self.column_sharers = BLOCK // self.run, BLOCK // self.rows
 
         self.threads = self.tile.threads
         self.counts_blocks = all(form.spans)  # blocks, not columns, are what x's view counts
@@ -133,9 +139,7 @@ class Tiled(Kernel):
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
         staged = self.tile.rows * self.tile.cols // self.per_byte
         staged *= sum(self.is_staged(each) for each in self.results)
-        self.exchanged = self.tile.rows * self.tile.cols * self.itemsize * (self.parts - 1)
-        staged += self.exchanged
-        self.dynamic_shared = staged if staged > STATIC or self.exchanged else 0
+        self.dynamic_shared = staged if staged > STATIC else 0
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
         tile = Extents(self.tile.rows, self.tile.cols // self.parts)
         self.region = geometry.region_of(form, self.layout, tile)
@@ -209,8 +213,7 @@ class Tiled(Kernel):
         )
         if self.is_staged(result):
             if self.dynamic_shared:
-                before = self.exchanged + self.before(result)
-                return sS, cute.arch.get_dyn_smem(Uint8, alignment=128) + before
+                return sS, cute.arch.get_dyn_smem(Uint8, alignment=128) + self.before(result)
             size = self.tile.rows * self.tile.cols // self.per_byte
             return sS, cute.arch.alloc_smem(Uint8, size, alignment=128)
         if self.aligned or self.counts_blocks:  # rows are as aligned as the array is
@@ -246,8 +249,12 @@ class Tiled(Kernel):
         lane, warp = tid % 32, tid // 32
         across, down = lane % self.lanes, lane // self.lanes
         row = warp % self.tile.down * BLOCK + down * self.rows
-        col = warp // self.tile.down * (2 * BLOCK) + across * self.vector
+        col = warp // self.tile.down * (2 * BLOCK // self.parts) + across * self.run
         return Lane(across, down, row, col)
+
+    def column(self, lane: Lane, j: int):
+        """Which column of the thread block's tile a lane's j-th is: parts lie beside each other."""
+        return lane.col + j // self.run * (self.tile.cols // self.parts) + j % self.run
 
     def among(self, tile, place, size: int, length) -> tuple:
         """Where a column of the thread block's tile lies: in its part of a row, and in the row.
@@ -473,50 +480,33 @@ class Tiled(Kernel):
 
     @cute.jit
     def gradients(self, x, weights, dy, at: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """The gradients of gates, or of ups, as this lane's part has them.
+        """The gradients of gates, and of the ups that belong to them: half of a vector is of each.
 
-        A lane computes both for some rows of its patch, one of the other part for the others, and
-        each takes its own from shared memory: so none has two patches in registers.
+        Some rows at a time, as of `gated`.
         """
         _, tile_m, tile_k, blocks_m, k = at
-        tid, _, _ = cute.arch.thread_idx()
-        each: cutlass.Constexpr = self.rows // self.parts
-        lanes: cutlass.Constexpr = self.threads // self.parts  # of a part
-        part, own = tid // lanes, tid % lanes
+        together: cutlass.Constexpr = self.rows // 2
+        run: cutlass.Constexpr = self.run
         dtype: cutlass.Constexpr = convert.INPUT[self.dtype]
-        # (elements, rows of a patch, lanes, parts)
-        sX = cute.make_tensor(
-            cute.recast_ptr(cute.arch.get_dyn_smem(Uint8, alignment=128), dtype=dtype),
-            cute.make_layout(
-                (self.vector, self.rows, lanes, self.parts),
-                stride=(1, self.vector * lanes, self.vector, self.vector * lanes * self.rows),
-            ),
-        )
-        top = part * each
+        rX = cute.make_rmem_tensor((self.vector, self.rows), dtype)
+        rX.fill(dtype(0))
         first = tile_m * self.tile.rows + lane.row
         left, _ = self.among(tile_k, lane.col, self.tile.cols, k)
         if (first < blocks_m * BLOCK) & (left < k):
             size: cutlass.Constexpr = Extents(blocks_m * BLOCK, k)
-            given = [cute.make_rmem_tensor((self.vector, each), dtype) for _ in range(3)]
-            place: cutlass.Constexpr = Place(0, first + top, left)
-            for which in range_constexpr(2):
-                self.load_part(given[which], x, which, 2, size, place)
-            self.load_part(given[2], dy, 0, 1, size, place)
-            rM = self.weights_of(weights, first + top, each)
-            gates, ups, dys = (cute.recast_tensor(r, Uint32) for r in given)
-            for i in range_constexpr(each):
-                for w in range_constexpr(self.vector // 2):
-                    gates[w, i], ups[w, i] = activations.gradients(
-                        self.activation, gates[w, i], ups[w, i], rM[i], dys[w, i]
-                    )
+            for top in range_constexpr(0, self.rows, together):
+                place: cutlass.Constexpr = Place(0, first + top, left)
+                given = [cute.make_rmem_tensor((run, together), dtype) for _ in range(3)]
                 for which in range_constexpr(2):
-                    cute.autovec_copy(given[which][None, i], sX[None, top + i, own, which])
-        cute.arch.sync_threads()
-        rX = cute.make_rmem_tensor((self.vector, self.rows), dtype)
-        rX.fill(dtype(0))
-        if (first < blocks_m * BLOCK) & (left < k):
-            for i in range_constexpr(self.rows):
-                cute.autovec_copy(sX[None, i, own, part], rX[None, i])
+                    self.load_part(given[which], x, which, 2, size, place)
+                self.load_part(given[2], dy, 0, 1, size, place)
+                rM = self.weights_of(weights, first + top, together)
+                gates, ups, dys, made = (cute.recast_tensor(r, Uint32) for r in (*given, rX))
+                for i in range_constexpr(together):
+                    for w in range_constexpr(run // 2):
+                        made[w, top + i], made[run // 2 + w, top + i] = activations.gradients(
+                            self.activation, gates[w, i], ups[w, i], rM[i], dys[w, i]
+                        )
         return rX
 
     @cute.jit
@@ -610,6 +600,12 @@ class Tiled(Kernel):
                         if left + j < size.cols:
                             rX[j, i] = mX[number, left + j]
 
+    @property
+    def pairs_of_parts(self) -> list[range]:
+        """Which pairs of a lane's columns belong to each part."""
+        count = self.run // 2
+        return [range(part * count, (part + 1) * count) for part in range(self.parts)]
+
     def pair(self, rX, w: int, i: int) -> list:
         """The words of columns 2 * w and 2 * w + 1 in row i of a patch."""
         return words_of(rX[None, i], w, self.dtype)
@@ -673,15 +669,20 @@ class Tiled(Kernel):
         """The amaxes of two blocks' windows, by way of shared memory.
 
         Args:
-          amaxes: of the blocks, which lie side by side: in two rows, or in two columns.
-          number: which blocks they are of their rows or columns, in the thread block's tile.
-          place: in which row or column the first one is; even.
+          amaxes: of the blocks, which lie side by side: in two rows, in two columns, or in the two
+            parts of a row.
+          number: which blocks they are of their rows, of a part, or of their columns, in the
+            thread block's tile.
+          place: of the first one, twice the number of the pair of rows or columns, or of the row.
           beyond: what they follow from.
           result: of which they are.
         """
         count: cutlass.Constexpr = blocks_of(self.variant.window)
-        line: cutlass.Constexpr = self.tile.rows if result.blocks is Blocks.LAST else self.tile.cols
-        side: cutlass.Constexpr = self.tile.cols if result.blocks is Blocks.LAST else self.tile.rows
+        line: cutlass.Constexpr = self.tile.cols
+        side: cutlass.Constexpr = self.tile.rows
+        if const_expr(result.blocks is Blocks.LAST):
+            line: cutlass.Constexpr = self.tile.rows * self.parts
+            side: cutlass.Constexpr = self.tile.cols // self.parts
         assert side % (count * BLOCK) == 0  # the tile has whole windows
         sA = cute.make_tensor(
             beyond.shared,
@@ -759,7 +760,10 @@ class Tiled(Kernel):
         self, rX, sS, result: cutlass.Constexpr, rounding, lane: cutlass.Constexpr,
         beyond: cutlass.Constexpr,
     ):  # fmt: skip
-        """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
+        """Blocks along rows: neighbours across share one. Pairs of factors of rows, or of parts.
+
+        A lane has the scales of two rows, or those of both parts of one.
+        """
         if const_expr(self.variant.window == ROW):
             index = lane.across % self.row_sharers
             at: cutlass.Constexpr = beyond.at
@@ -769,23 +773,28 @@ class Tiled(Kernel):
             amaxes = self.given(row, col, (1, 0), beyond, size)
         else:
             words = [
-                self.largest([w for j in range(self.vector // 2) for w in self.pair(rX, j, i)])
+                self.largest([w for j in pairs for w in self.pair(rX, j, i)])
                 for i in range(self.rows)
+                for pairs in self.pairs_of_parts
             ]
             if const_expr(self.itemsize == 2):
                 words = [
                     convert.amaxes_of_two(words[i], words[i + 1], self.dtype, self.arch)
-                    for i in range(0, self.rows, 2)
+                    for i in range(0, len(words), 2)
                 ]
             index = lane.across % self.row_sharers
             amaxes = self.exchange(words, self.row_sharers, 1, index)
         if const_expr(beyond.shared is not None):
-            place = lane.row + 2 * index
+            place = self.parts * lane.row + 2 * index
             amaxes = self.windowed(amaxes, lane.col // BLOCK, place, beyond, result)
         inverses = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
-            self.put(sS, result, lane.row + 2 * index + e, lane.col // BLOCK, scale)
+            if const_expr(self.parts > 1):
+                col = lane.col + e * (self.tile.cols // self.parts)
+                self.put(sS, result, lane.row + index, col // BLOCK, scale)
+            else:
+                self.put(sS, result, lane.row + 2 * index + e, lane.col // BLOCK, scale)
             inverses.append(inverse)
         return self.gather(inverses, self.row_sharers, 1, index)
 
@@ -808,12 +817,12 @@ class Tiled(Kernel):
             words = [self.largest(list(column)) for column in zip(*by_row, strict=True)]
             amaxes = self.exchange(words, self.column_sharers, self.lanes, lane.down)
         if const_expr(beyond.shared is not None):
-            place = lane.col + 2 * lane.down
+            place = self.column(lane, 2 * lane.down)
             amaxes = self.windowed(amaxes, lane.row // BLOCK, place, beyond, result)
         inverses = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
-            self.put(sS, result, lane.row // BLOCK, lane.col + 2 * lane.down + e, scale)
+            self.put(sS, result, lane.row // BLOCK, self.column(lane, 2 * lane.down) + e, scale)
             inverses.append(inverse)
         return self.gather(inverses, self.column_sharers, self.lanes, lane.down)
 
@@ -842,6 +851,8 @@ class Tiled(Kernel):
 
     def factors(self, inverses: list, result: Output, w: int, i: int):
         """The pair of factors of columns 2 * w and 2 * w + 1 in row i."""
+        if result.blocks is Blocks.LAST and self.parts > 1:
+            return convert.twice(inverses[i], 2 * w // self.run)
         if result.blocks is Blocks.LAST:
             return convert.twice(inverses[i // 2], i % 2)
         return inverses[w if result.blocks is Blocks.SECOND else 0]
@@ -856,14 +867,16 @@ class Tiled(Kernel):
         return pairs
 
     def quantized_row(self, rX, inverses: list, result: Output, i: int):
-        """Row i of the bytes."""
+        """Row i of the bytes, (bytes of a part, parts)."""
         per = result.packed[0]
         rows = [self.scaled_row(rX, inverses, result, per * i + r) for r in range(per)]
         if per == 1:
             words = convert.pack_along(rows[0], self.conversion(result.format))
         else:
             words = convert.pack_down(*rows, self.conversion(result.format))
-        return bytes_of(words, self.vector // result.packed[1])
+        count = self.vector // result.packed[1]
+        layout = cute.make_layout((count // self.parts, self.parts))
+        return cute.make_tensor(bytes_of(words, count).iterator, layout)
 
     @cute.jit
     def store(
@@ -874,15 +887,17 @@ class Tiled(Kernel):
         batch, tile_m, tile_k, blocks_m, k = at
         m = blocks_m * BLOCK
         first = tile_m * self.tile.rows + lane.row
-        left, col = self.among(tile_k, lane.col, self.tile.cols, k)
+        left, _ = self.among(tile_k, lane.col, self.tile.cols, k)
         top = Int64(batch) * m + first
-        n: cutlass.Constexpr = self.vector
+        n: cutlass.Constexpr = self.run
         down: cutlass.Constexpr = result.packed[0]
         mV = by_vector(values, Int64(batch + 1) * (m // down), k * self.parts, n)
         if (first < m) & (left < k):
             for i in range_constexpr(self.rows // down):
                 rV = self.quantized_row(rX, inverses, result, i)
-                cute.autovec_copy(rV, mV[top // down + i, col // n, None])
+                for part in range_constexpr(self.parts):
+                    to = mV[top // down + i, (part * k + left) // n, None]
+                    cute.autovec_copy(rV[None, part], to)
 
     @cute.jit
     def stage(self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr):
@@ -896,7 +911,7 @@ class Tiled(Kernel):
             ),
         )
         for i in range_constexpr(self.rows // self.per_byte):
-            rV = self.quantized_row(rX, inverses, result, i)
+            rV = self.quantized_row(rX, inverses, result, i)[None, 0]
             cute.autovec_copy(rV, rows[lane.row // self.per_byte + i, lane.col // n, None])
 
     @cute.jit
@@ -926,10 +941,10 @@ class Tiled(Kernel):
                 (lines.count, lines.size // 16, parts, rows), stride=(lines.size, 16, rows, 1)
             ),
         )
-        row, col = lane.row, lane.col
-        byte = row // self.per_byte
-        chunk = (byte // 16) ^ lines.key(col)
+        byte = lane.row // self.per_byte
         for w in range_constexpr(n // 2):
+            col = self.column(lane, 2 * w)
+            chunk = (byte // 16) ^ lines.key(col)
             pairs = []
             for i in range_constexpr(self.rows):
                 factors = self.factors(inverses, result, w, i)
@@ -938,7 +953,7 @@ class Tiled(Kernel):
             for c in range_constexpr(2):
                 words = convert.pack_column(below, c, self.conversion(result.format))
                 rV = bytes_of(words, rows)
-                cute.autovec_copy(rV, chunks[col + 2 * w + c, chunk, byte % 16 // rows, None])
+                cute.autovec_copy(rV, chunks[col + c, chunk, byte % 16 // rows, None])
 
     @cute.jit
     def stage_rows(self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr):
@@ -949,26 +964,27 @@ class Tiled(Kernel):
         """
         beside: cutlass.Constexpr = result.packed[1]
         lines: cutlass.Constexpr = self.lines(result)
-        n: cutlass.Constexpr = self.vector // beside
+        n: cutlass.Constexpr = self.run // beside
         rows = cute.make_tensor(
             sV,
             cute.make_layout(
                 (lines.count, lines.size // 16, 16 // n, n), stride=(lines.size, 16, n, 1)
             ),
         )
-        row, col = lane.row, lane.col
-        byte = col // beside
         for i in range_constexpr(self.rows):
+            row = lane.row + i
             rV = self.quantized_row(rX, inverses, result, i)
-            chunk = (byte // 16) ^ lines.key(row + i)
-            cute.autovec_copy(rV, rows[row + i, chunk, byte % 16 // n, None])
+            for part in range_constexpr(self.parts):
+                byte = self.column(lane, part * self.run) // beside
+                chunk = (byte // 16) ^ lines.key(row)
+                cute.autovec_copy(rV[None, part], rows[row, chunk, byte % 16 // n, None])
 
     def lines(self, result: Output):
         """How a result's values lie in shared memory."""
         sides = self.tile.cols, self.tile.rows // result.packed[0]
         if not result.transposed:
             sides = self.tile.rows // result.packed[0], self.tile.cols // result.packed[1]
-        return Lines(*sides, *((self.vector, 1) if result.transposed else (self.rows, 2)))
+        return Lines(*sides, *((self.run, 1) if result.transposed else (self.rows, 2)))
 
     @cute.jit
     def store_lines(
