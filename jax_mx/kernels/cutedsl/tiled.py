@@ -338,9 +338,9 @@ class Tiled(Kernel):
         for i in range_constexpr(n):
             rS[i] = found[i]
         block = tile_m * self.tile.down + lane.row // BLOCK
-        left, col = self.among(tile_k, lane.col, self.tile.cols, k)
+        left, col = self.among(tile_k, self.column(lane, first), self.tile.cols, k)
         if (block < blocks_m) & (left < k):
-            to = sums + (Int64(block) * (k * self.parts) + col + first)
+            to = sums + (Int64(block) * (k * self.parts) + col)
             align: cutlass.Constexpr = 4 * n if self.aligned else 4
             cute.autovec_copy(rS, vector_at(to, Uint32, align, n))
 
