@@ -85,15 +85,16 @@ def mlp(
         (2 I, D), with its blocks along D. 32 divides I.
       w_down: (I, N), likewise.
       b_gate_up: floats (2 I,), or None. The product is rounded to x's dtype, the bias is added in
-        float32, and the sum is rounded again.
+        float32, and the sum is rounded again. Its gradient is summed in float32, 32 rows at a time
+        where both gradients are quantized.
       b_down: floats (N,), or None; likewise.
       activation: see `gated`.
       interleaved: whether gates and ups come by turns along 2 I, not all gates first.
       recipe: how floats are quantized: a `Recipe`, or a name.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized x. With the
-        last two, gradients too are those of the three functions. None: "mx" where the recipe
-        quantizes the forward product, else "floats".
+        last two, gradients too are those of the three functions, but for the order of a bias's
+        sum. None: "mx" where the recipe quantizes the forward product, else "floats".
       precision: HIGHEST keeps FP8 tensor cores out, which sum with reduced precision.
       out_sharding: of the result, see `jax.lax.dot_general`. None: on a mesh with explicit axes,
         rows are split as x's and columns as w_down's, but for axes that split both.
