@@ -34,6 +34,7 @@ from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import Window
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 from jax_mx.lowering.targets import chip_of
+from jax_mx.ops.quantizing import WithSums
 from jax_mx.reference import rows_of
 
 _quantized = jax.jit(
@@ -51,10 +52,17 @@ def _made_of(source: Source) -> tuple[Callable[..., Any], Callable[..., Any]]:
     name, turns = source.activation, source.interleaved
     if source.gradient:
         make = functools.partial(jax_mx.gated, activation=name, interleaved=turns)
-        own = lambda dy: jax_mx.Gated(name, interleaved=turns, gradient=dy)  # noqa: E731
+
+        def own(dy: jax.Array) -> jax_mx.Gated | WithSums:
+            gated = jax_mx.Gated(name, interleaved=turns, gradient=dy)
+            return WithSums(gated) if source.sums else gated
+
         return lambda a: jax.vjp(make, a[0])[1](a[1])[0], lambda a: {"activation": own(a[1])}
-    own, made = jax_mx.Gated(name, interleaved=turns), {"activation": name, "interleaved": turns}
-    return lambda a: jax_mx.gated(a[0], **made), lambda a: {"activation": own}
+    if source.apart:
+        apart = lambda a: {"activation": jax_mx.Gated(name, up=a[1])}  # noqa: E731
+        return lambda a: jax_mx.gated(a[0], name, up=a[1]), apart
+    gated, made = jax_mx.Gated(name, interleaved=turns), {"activation": name, "interleaved": turns}
+    return lambda a: jax_mx.gated(a[0], **made), lambda a: {"activation": gated}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +146,8 @@ class Case:
 
         def after(a: Any, f: Callable[..., Any]) -> Any:
             y = before(a)
+            if self.made.sums:
+                return f(y), y.astype(jnp.float32).sum(0)
             return (y, f(y)) if floats else f(y)
 
         made = {
@@ -162,10 +172,10 @@ class Case:
             x = baselines.normal(key, shape=self.shape, dtype=dtype)
             return x, jax.numpy.ones(self.shape[-1:], dtype)
         if self.source:
-            shape = (*self.shape[:-1], 2 * self.shape[-1])
+            shape = (*self.shape[:-1], self.made.halves * self.shape[-1])
             x = baselines.normal(key, shape=shape, dtype=dtype)
-            dy = baselines.normal(key, shape=self.shape, dtype=dtype)
-            return (x, dy) if self.made.gradient else (x,)
+            other = baselines.normal(key, shape=self.shape, dtype=dtype)  # dy, or ups
+            return (x, other) if self.made.gradient or self.made.apart else (x,)
         x = baselines.normal(key, shape=self.shape, dtype=dtype)
         if form.op != "dequantize":
             return x
@@ -193,6 +203,7 @@ class Case:
             rows=self.made.rows,
             activation=self.made.activation or None,
             interleaved=self.made.interleaved,
+            up=self.made.apart,
             gradient=self.made.gradient,
             norm=self.made.norm,
             floats=self.made.floats,

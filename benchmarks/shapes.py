@@ -98,10 +98,18 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 
 
 # What makes the floats of a call, by name: rows, picked by numbers, an activation or a norm.
-_WAYS = tuple(
-    Source(interleaved=turns, gradient=gradient, floats=floats)
-    for gradient, floats in ((False, False), (True, False), (False, True))
-    for turns in (False, True)
+_WAYS = (
+    *(
+        dataclasses.replace(how, interleaved=turns)
+        for how in (
+            Source(),
+            Source(gradient=True),
+            Source(gradient=True, sums=True),
+            Source(floats=True),
+        )
+        for turns in (False, True)
+    ),
+    Source(apart=True),
 )
 SOURCES = {
     str(source): source

@@ -24,14 +24,14 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import _ffi
+from jax_mx import _ffi, reference
 from jax_mx.facts.activations import ACTIVATIONS, GATED
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import store
-from jax_mx.ops.quantizing import WithFloats
+from jax_mx.ops.quantizing import WithFloats, WithSums
 
 P = PartitionSpec
 NAMES = [*ACTIVATIONS]
@@ -204,6 +204,15 @@ def wanted_gradient(gate_up, dy, name="swiglu", weights=None) -> np.ndarray:
 def settled(x: np.ndarray) -> np.ndarray:
     """With zeros for subnormals."""
     return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x).astype(np.float32)
+
+
+def sums_of(x) -> np.ndarray:
+    """Float32 sums of each 32 rows of a matrix: of neighbours, then of neighbours of these."""
+    sums = settled(np.asarray(x).astype(np.float32)).reshape(-1, 32, x.shape[-1])
+    with np.errstate(all="ignore"):
+        while sums.shape[1] > 1:
+            sums = settled(sums[:, ::2] + sums[:, 1::2])
+    return sums[:, 0]
 
 
 def same_floats(got, want, what="") -> None:
@@ -472,6 +481,11 @@ def test_what_is_refused():
         lambda: jax_mx.is_supported("quantize", "sm_90", floats=True),
         sentence="floats are those of an activation, or of a norm, alone; give one",
     )
+    for how in ({}, {"activation": "relu"}, {"activation": "swiglu", "interleaved": True}):
+        refused(
+            lambda: jax_mx.is_supported("quantize", "sm_90", up=True, **how),  # noqa: B023
+            sentence="up is that of an activation alone, without a gradient; give one",
+        )
     refused(
         lambda: jax_mx.is_supported("quantize", "sm_90", gradient=True),
         sentence="gradient is that of an activation without rows; give one",
@@ -569,11 +583,12 @@ def test_quantized_with_and_without_floats(name, how):
 
 def test_floats_and_codes_leave_the_process():
     x = jnp.ones((32, 128), jnp.bfloat16)
-    call = jax.jit(lambda x: jax_mx.gated(x, format="mxfp8_e4m3", floats=True))
     how = {"disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
-    exported = jax.export.export(call, platforms=["cpu"], **how)(x).serialize()
-    again = jax.export.deserialize(exported).call(x)
-    assert isinstance(again, jax_mx.Activated) and bits_of(again) == bits_of(call(x))
+    for own in ({}, {"up": x}):
+        call = jax.jit(lambda x, own=own: jax_mx.gated(x, format="mxfp8_e4m3", floats=True, **own))
+        exported = jax.export.export(call, platforms=["cpu"], **how)(x).serialize()
+        again = jax.export.deserialize(exported).call(x)
+        assert isinstance(again, jax_mx.Activated) and bits_of(again) == bits_of(call(x))
 
 
 def test_what_serves_it():
@@ -588,6 +603,9 @@ def test_what_serves_it():
     found = jax_mx.is_supported("quantize_both", "gfx950", transpose=True, activation="gpt_oss",
                                 interleaved=True, gradient=True)  # fmt: skip
     assert found == (True, f"flydsl: {name_of_both}_gpt_oss_interleaved_gradient")
+    assert supported("sm_100", up=True) == (True, f"cutedsl: {name}_swiglu_apart")
+    found, what = supported("sm_90", up=True, activation="gpt_oss")
+    assert found and what.endswith(" of floats that XLA makes")
     found = jax_mx.is_supported("quantize", "gfx942", activation="gpt_oss", interleaved=True)
     assert found == (True, f"flydsl: {name}_gpt_oss_interleaved")
     assert supported("sm_90", floats=True) == (True, f"cutedsl: {name}_swiglu_floats")
@@ -620,6 +638,10 @@ def test_one_call():
     )
     text = jax.jit(turns).trace(x, x[:, 256:]).lower(lowering_platforms=("cuda",)).as_text()
     operands = "tensor<64x16x32xbf16>, tensor<2x32xf32>, tensor<64x16x16xbf16>"
+    assert f": ({operands}) -> " in call_attributes_in(text) and "exponential" not in text
+    apart = lambda x, up: jax_mx.gated(x, up=up, format="mxfp8_e4m3", both=True)  # noqa: E731
+    text = jax.jit(apart).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+    operands = "tensor<64x16x32xbf16>, tensor<2x32xf32>, tensor<64x16x32xbf16>"
     assert f": ({operands}) -> " in call_attributes_in(text) and "exponential" not in text
     beside = lambda x: jax_mx.gated(x, format="mxfp8_e4m3", both=True, floats=True)  # noqa: E731
     for f in (beside, jax.value_and_grad(lambda x: beside(x).floats.astype(jnp.float32).sum())):
@@ -657,6 +679,104 @@ def test_layers_take_the_call_of_a_gradient(turns, operand):
         text = step.trace(x, w1, w2).lower(lowering_platforms=("cuda",)).as_text()
         calls = [line for line in text.splitlines() if f"@{store.TARGET}(" in line]
         assert any(operand in call for call in calls)
+
+
+@pytest.mark.usefixtures("without_code")
+@pytest.mark.parametrize("turns", [False, True])
+def test_layers_take_sums_of_the_call(turns):
+    """The columns' of a gradient, for a bias; those of windows are XLA's, beside a kernel."""
+    x, w1, w2 = (jnp.ones(s, jnp.bfloat16) for s in ((64, 128), (2, 128, 512), (2, 256, 128)))
+    b1 = jnp.ones((2, 512), jnp.bfloat16)
+    experts, weights = jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1), jnp.float32)
+
+    def moe(x, w1, w2, b1, recipe):
+        how = {"b_gate_up": b1, "interleaved": turns, "recipe": recipe}
+        return jax_mx.moe(x, experts, weights, w1, w2, **how)
+
+    def mlp(x, w1, w2, b1, recipe):
+        return jax_mx.mlp(x, w1[0], w2[0], b_gate_up=b1[0], interleaved=turns, recipe=recipe)
+
+    windows = jax_mx.Recipe(window=128)
+    for layer, rows in ((moe, 126), (mlp, 64)):
+        for recipe in (jax_mx.MXFP8, windows):
+            run = lambda *a, f=layer, r=recipe: f(*a, r).astype(jnp.float32).sum()  # noqa: E731
+            step = jax.jit(jax.grad(run, (0, 1, 2, 3))).trace(x, w1, w2, b1)
+            text = step.lower(lowering_platforms=("cuda",)).as_text()
+            calls = [line for line in text.splitlines() if f"@{store.TARGET}(" in line]
+            sums = f"tensor<{-(-rows // 32)}x512xf32>)"
+            assert any(call.endswith(sums) for call in calls) == (recipe is not windows)
+
+
+def exact_gradient(rows: int = 96, length: int = 64):
+    """x and dy of reglu whose gradients, and all sums of them, are whole numbers."""
+    rng = np.random.default_rng(2)
+    x = rng.integers(-4, 5, (rows, 2 * length)).astype(jnp.bfloat16)
+    return x, rng.integers(-4, 5, (rows, length)).astype(jnp.bfloat16)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", ["reglu", "swiglu", "gpt_oss"])
+def test_sums_of_columns_are_defined(name):
+    """Whole numbers exactly; others in the order that is said, without subnormals."""
+    x, dy = exact_gradient()
+    if name != "reglu":
+        x, dy = (random_bits(a.shape, "bfloat16", seed=i) for i, a in enumerate((x, dy)))
+        x, dy = (np.where(np.isfinite(doubles(a)), a, 1).astype(a.dtype) for a in (x, dy))
+    want = wanted_gradient(x, dy, name)
+    own = WithSums(jax_mx.Gated(name, gradient=dy))
+    *codes, sums = jax.jit(lambda x, own: jax_mx.quantize_both(x, activation=own))(x, own)
+    same(codes, jax_mx.quantize_both(want))
+    same_floats(sums, sums_of(want))
+    if name == "reglu":
+        assert (sums == doubles(want).reshape(3, 32, -1).sum(1)).all()
+
+
+def test_sums_that_are_subnormal_are_zeros():
+    least = np.float32(2.0**-126)
+    x = np.zeros((32, 64), np.float32)
+    x[:2] = [[1.5 * least] * 64, [-least] * 64]  # 2^-127
+    x[2:4, 32:] = least
+    sums = np.asarray(reference.sums_of(jnp.asarray(x.astype(jnp.bfloat16))))
+    assert (sums[0, :32] == 0).all() and (sums[0, 32:] == 2 * least).all()
+
+
+@pytest.mark.parametrize("what", ["up", "sums"])
+def test_one_call_of_each_of_a_batch(what):
+    x, dy = exact_gradient()
+    both = np.stack([x, x[::-1]]), np.stack([dy, dy[::-1]])
+
+    def run(x, dy):
+        own = jax_mx.Gated(up=dy) if what == "up" else WithSums(jax_mx.Gated(gradient=dy))
+        return jax_mx.quantize_both(x[:, :64] if what == "up" else x, activation=own)
+
+    found = jax.jit(jax.vmap(run))(*both)
+    for i in range(2):
+        same(jax.tree.map(lambda a: a[i], found), run(both[0][i], both[1][i]))  # noqa: B023
+
+
+@pytest.mark.parametrize("kind", AxisType, ids=str)
+@pytest.mark.parametrize("what", ["up", "sums"])
+def test_shards_of_arrays_beside(kind, what):
+    """Ups apart, and sums, whose rows are split as those of the gradient are."""
+    x, dy = exact_gradient(128)
+
+    def run(x, dy):
+        if what == "up":
+            return jax_mx.quantize_both(x[:, :64], activation=jax_mx.Gated(up=dy))
+        return jax_mx.quantize_both(x, activation=WithSums(jax_mx.Gated(gradient=dy)))
+
+    want = run(x, dy)
+    manual = kind is AxisType.Manual
+    kinds = (AxisType.Auto if manual else kind,)
+    mesh = jax.make_mesh((4,), ("a",), axis_types=kinds, devices=jax.devices("cpu")[:4])
+    if manual:
+        specs = (P("a"), P(None, "a"), *[P("a")] * (what == "sums"))
+        run = jax.shard_map(run, mesh=mesh, in_specs=(P("a"), P("a")), out_specs=specs)
+        same(jax.jit(run)(x, dy), want)
+        return
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(a, NamedSharding(mesh, P("a"))) for a in (x, dy)]
+        same(jax.jit(run)(*split), want)
 
 
 @pytest.mark.parametrize("kind", AxisType, ids=str)
@@ -699,22 +819,35 @@ def made_by(variant, x, weights=None):
     """What asks for a variant, and what that quantizes, for all gates, then all ups."""
     name, turns = variant.source.activation, variant.source.interleaved
     if not variant.source.gradient:
-        own = jax_mx.Gated(name, weights, interleaved=turns)
+        up = x[:, x.shape[1] // 2 :].copy() if variant.source.apart else None
+        own = jax_mx.Gated(name, weights, up, interleaved=turns)
         return WithFloats(own) if variant.source.floats else own, wanted(x, name, weights)
     dy = random_bits((x.shape[0] * x.shape[1] // 2,), variant.dtype, seed=9)
-    dy = np.where(np.isfinite(doubles(dy)), dy, 1).astype(x.dtype).reshape(len(x), -1)
+    dy = np.where(np.abs(doubles(dy)) < most(variant), dy, 1).astype(x.dtype).reshape(len(x), -1)
     own = jax_mx.Gated(name, weights, interleaved=turns, gradient=dy)
-    return own, laid(variant, wanted_gradient(x, dy, name, weights))
+    wrapped = WithSums(own) if variant.source.sums else own
+    return wrapped, laid(variant, wanted_gradient(x, dy, name, weights))
+
+
+def most(variant) -> float:
+    """What ups and gradients are less than: no sum is to be a NaN, whose bits are the device's."""
+    return 2.0**60 if variant.source.sums else np.inf
 
 
 def reference_of(variant, floats, **how):
-    """What XLA makes of these floats: codes and scales, and they, where the variant gives them."""
+    """What XLA makes of these floats: codes and scales, and they, where the variant gives them.
+
+    And their sums, by NumPy.
+    """
     found = jax.jit(call(variant, "xla", **how))(floats)
+    found = [*found, sums_of(floats)] if variant.source.sums else found
     return [*found, floats] if variant.source.floats else found
 
 
 def laid(variant, x):
-    """All gates, then all ups, as a variant has them."""
+    """All gates, then all ups, as a variant has them; beside ups apart the gates."""
+    if variant.source.apart:
+        return x[:, : x.shape[1] // 2].copy()
     if not variant.source.interleaved:
         return x
     return np.stack(np.split(x, 2, -1), -1).reshape(x.shape)
@@ -858,7 +991,7 @@ def some_floats(variant, rows: int, length: int, seed: int):
     size = -(-rows * 2 * length // 32) * 32
     x = random_bits((size,), variant.dtype, seed=seed)[: rows * 2 * length]
     if seed:
-        x = np.where(np.isfinite(doubles(x)), x, 1).astype(x.dtype)
+        x = np.where(np.abs(doubles(x)) < most(variant), x, 1).astype(x.dtype)
     weights = np.random.default_rng(seed).normal(size=rows).astype(np.float32)
     if rows > 96:
         weights[3] = np.nan  # padding beside this row stays 0
@@ -908,11 +1041,13 @@ def test_emulated_at_any_address(variant, arch):
         length = fitting(variant, (256, 96 if variant.form.spans[1] else 33)[entry])
         x, weights = some_floats(variant, 96, length, seed=1)
         own, floats = made_by(variant, x, weights)
+        x = laid(variant, x)
         program = emulation.Program(variant, arch, x.shape, activation=own, **how)
         assert program.takes(entry)
         want = reference_of(variant, floats, **how)
-        dy = [own.gradient] if isinstance(own, jax_mx.Gated) and own.gradient is not None else []
-        operands = emulation.bytes_of([laid(variant, x), weights, *dy])
+        gated = own if isinstance(own, jax_mx.Gated) else own.own
+        more = [a for a in (gated.up, gated.gradient) if a is not None]
+        operands = emulation.bytes_of([x, weights, *more])
         assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
 
 

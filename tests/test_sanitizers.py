@@ -23,7 +23,7 @@ from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.variants import VARIANTS, layouts_of, value_layouts_of
 from jax_mx.facts.windows import ROW
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
-from jax_mx.ops.quantizing import WithFloats
+from jax_mx.ops.quantizing import WithFloats, WithSums
 from jax_mx.ops.requantize import requantize
 
 TOOLS = {
@@ -178,6 +178,8 @@ def run_made(variant, layout: str, shape: tuple[int, ...]) -> None:
     x, dy = (rng.normal(size=(rows, n * length)).astype(jnp.bfloat16) for n in (2, 1))
     weights, turns = rng.normal(size=rows).astype(np.float32), variant.source.interleaved
     given: dict = {"activation": jax_mx.Gated(weights=weights, interleaved=turns)}
+    if variant.source.apart:
+        given, x = {"activation": jax_mx.Gated(weights=weights, up=x[:, :length].copy())}, dy
     if variant.source.floats:
         given = {"activation": WithFloats(given["activation"])}
     if variant.codes:
@@ -187,7 +189,8 @@ def run_made(variant, layout: str, shape: tuple[int, ...]) -> None:
         given = {"rows": np.arange(rows, dtype=np.int32)[::-1] * 3 - 96}
         op = partial(requantize, format=variant.formats[0], **how)
     elif variant.source.gradient:
-        given = {"activation": jax_mx.Gated(interleaved=turns, gradient=dy)}
+        own = jax_mx.Gated(interleaved=turns, gradient=dy)
+        given = {"activation": WithSums(own) if variant.source.sums else own}
     with jax.default_device(jax.devices("cpu")[0]):
         want = jax.jit(lambda x, given: op(x, implementation="xla", **given))(x, given)
     got = jax.jit(lambda x, given: op(x, implementation="cutedsl", **given))(x, given)

@@ -24,12 +24,13 @@ from jax_mx import reference
 from jax_mx.arrays.checks import array_of, flag, is_symbolic
 from jax_mx.experts import wires
 from jax_mx.facts.activations import GATED
-from jax_mx.facts.formats import MXFP8_E4M3, named
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, named
 from jax_mx.lowering import primitive
-from jax_mx.ops.activations import Gated, made
+from jax_mx.ops.activations import Gated
 from jax_mx.ops.groups import Groups, integers
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
+from jax_mx.ops.quantizing import WithSums
 from jax_mx.products.forms import Blocks, Form, Use, forms_of
 from jax_mx.products.ragged_dot import (
     Weight,
@@ -440,14 +441,16 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
         dw2 = _product(static, act_by_slot, by_slot, groups, w2_type, sums=True)
     own = (frozen_or(use[0], w1_type is None), use[1] if w1_type is not None else None)
     gated = dataclasses.replace(_gated(static, kept.scale), gradient=dact.astype(gate_up.dtype))
-    along, across = forms_of(gate_up, -1, own, blocks, activation=gated)
+    along, across, *sums = forms_of(
+        gate_up, -1, own, blocks, activation=gated if b1_type is None else WithSums(gated)
+    )
     if w1_type is not None:
         dw1 = _product(static, kept.tokens, across, groups, w1_type, sums=True)
     dx = groups.combined(_product(static, along, kept.w_first[1], groups, static.dtype))
     dx = wires.scattered(static.axis, dx).astype(x_type)
     dweights = wires.scattered(static.axis, groups.of_choices(dscale))
     if b1_type is not None:
-        db1 = _by_expert(made("moe", gate_up, gated), groups).astype(b1_type)
+        db1 = _by_expert(sums[0], groups).astype(b1_type)
     if kept.routing is not None:
         (experts, weights), bias = kept.routing, kept.biases[1]
         floats, is_one = dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
@@ -473,9 +476,15 @@ def _gated(static: _Static, scale: jax.Array) -> Gated:
     return Gated(static.activation, scale, interleaved=static.interleaved)
 
 
-def _by_expert(slots: jax.Array, groups: Groups) -> jax.Array:
-    """Float32 (E, columns): the sum of each expert's slots, those of `align` slots first."""
-    runs = slots.astype(jnp.float32).reshape(-1, groups.align, slots.shape[-1]).sum(1)
+def _by_expert(sums: jax.Array, groups: Groups) -> jax.Array:
+    """Float32 (E, columns): the sum of each expert's slots, those of `align` slots first.
+
+    Args:
+      sums: float32 (R / 32, columns), of 32 slots each, or of all slots themselves.
+      groups: the slots.
+    """
+    each = groups.align // (1 if sums.shape[0] == groups.rows.shape[0] else BLOCK)
+    runs = sums.reshape(-1, each, sums.shape[-1]).sum(1)
     experts = groups.experts[:: groups.align]
     is_it = experts[:, None] == jnp.arange(groups.num_experts, dtype=experts.dtype)
     return _sums(is_it.astype(jnp.float32), is_it, runs)

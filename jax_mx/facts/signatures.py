@@ -106,9 +106,10 @@ class Signature:
 _X, _ROWS = Array("x", Role.SOURCE), Array("rows", Role.REPLICATED, dtype="int32")
 _WEIGHTS = Array("weights", Role.REPLICATED, dtype="float32")
 _FACTORS = Array("factors", Role.REPLICATED, dtype="float32")
-_DY = Array("dy", Role.SOURCE)
+_UP, _DY = Array("up", Role.SOURCE), Array("dy", Role.SOURCE)
 _RESIDUAL, _SUM = Array("residual", Role.SOURCE), Array("sum", Role.SOURCE)
 _FLOATS = Array("floats", Role.SOURCE)
+_SUMS = Array("sums", Role.REPLICATED, dtype="float32")
 _CODES_SCALES = Array("scales", Role.REPLICATED, dtype="uint8")
 
 
@@ -131,6 +132,11 @@ def _quantize_gated(kinds: Sequence[Kind]) -> Signature:
     return Signature((_X, _WEIGHTS, *_block_data(kinds)), _quantized(kinds))
 
 
+def _quantize_gated_apart(kinds: Sequence[Kind]) -> Signature:
+    """The same of gates x (T, K) and ups like them."""
+    return Signature((_X, _WEIGHTS, _UP, *_block_data(kinds)), _quantized(kinds))
+
+
 def _quantize_gated_gradient(kinds: Sequence[Kind]) -> Signature:
     """For x's gradient, x (T, 2, K) or, by turns, (T, 2 K); dy (T, K) is that of the results."""
     return Signature((_X, _WEIGHTS, _DY, *_block_data(kinds)), _quantized(kinds))
@@ -147,10 +153,12 @@ def _quantize_added(kinds: Sequence[Kind]) -> Signature:
     return Signature(operands, (*_quantized(kinds), _FACTORS, _SUM))
 
 
-def _and_floats(make: Callable[[Sequence[Kind]], Signature], kinds: Sequence[Kind]) -> Signature:
-    """The same of a call that also gives the floats that it quantizes."""
+def _and(
+    more: Array, make: Callable[[Sequence[Kind]], Signature], kinds: Sequence[Kind]
+) -> Signature:
+    """The same of a call that gives one more: the floats that it quantizes, or sums of these."""
     own = make(kinds)
-    return Signature(own.operands, (*own.results, _FLOATS))
+    return Signature(own.operands, (*own.results, more))
 
 
 def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
@@ -254,6 +262,7 @@ def _amaxes(kinds: Sequence[Kind]) -> Signature:
 
 _MADE = {
     "quantize_gated": _quantize_gated,
+    "quantize_gated_apart": _quantize_gated_apart,
     "quantize_normed": _quantize_normed,
     "quantize_added": _quantize_added,
 }
@@ -262,8 +271,9 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "quantize_rows": _quantize_rows,
     "quantize_rows_of_codes": _quantize_rows_of_codes,
     "quantize_gated_gradient": _quantize_gated_gradient,
+    "quantize_gated_gradient_sums": functools.partial(_and, _SUMS, _quantize_gated_gradient),
     **_MADE,
-    **{f"{name}_floats": functools.partial(_and_floats, make) for name, make in _MADE.items()},
+    **{f"{name}_floats": functools.partial(_and, _FLOATS, make) for name, make in _MADE.items()},
     "dequantize": _dequantize,
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
@@ -277,7 +287,8 @@ def signature_name(op: str, source: Source) -> str:
     """The name of an op's signature; `source`: what makes its floats."""
     floats = "_floats" * source.floats
     if source.activation:
-        return f"{op}_gated" + "_gradient" * source.gradient + floats
+        of = "_apart" * source.apart + "_gradient" * source.gradient + "_sums" * source.sums
+        return f"{op}_gated{of}{floats}"
     if source.norm:
         return (f"{op}_added" if source.added else f"{op}_normed") + floats
     return op + "_rows" * source.rows + "_of_codes" * (source.codes != "")

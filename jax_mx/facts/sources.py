@@ -16,7 +16,9 @@ class Source:
       added: whether another array is added to x before.
       activation: the name of the one that makes them of gates and ups, see facts/activations.py.
       interleaved: whether gates and ups take turns in x, and their gradients; else they are halves.
+      apart: whether x are the gates alone, and ups an array like it.
       gradient: whether they are the gradient of gates and ups, by that of the activation's results.
+      sums: whether sums of the gradient's columns are given, of `BLOCK` rows each, beside codes.
       floats: whether they are given, too, beside codes.
     """
 
@@ -26,7 +28,9 @@ class Source:
     added: bool = False
     activation: str = ""
     interleaved: bool = False
+    apart: bool = False
     gradient: bool = False
+    sums: bool = False
     floats: bool = False
 
     def __bool__(self) -> bool:
@@ -41,7 +45,9 @@ class Source:
             "added" * self.added,
             self.activation,
             "interleaved" * self.interleaved,
+            "apart" * self.apart,
             "gradient" * self.gradient,
+            "sums" * self.sums,
             "floats" * self.floats,
         )
         return "_".join(filter(None, words))
@@ -50,9 +56,19 @@ class Source:
         return f"Source({self})"
 
     @property
+    def activates(self) -> bool:
+        """Whether they are an activation's results."""
+        return self.activation != "" and not self.gradient
+
+    @property
+    def halves(self) -> int:
+        """How many halves x has: gates and ups, also by turns, or 1."""
+        return 1 + (self.activation != "" and not self.apart)
+
+    @property
     def makes_one_of_two(self) -> bool:
         """Whether they have half as many columns as x, whose halves or pairs they are made of."""
-        return self.activation != "" and not self.gradient
+        return self.activates and self.halves > 1
 
 
 X = Source()

@@ -318,6 +318,22 @@ VARIANTS += tuple(
     if not variant.source.gradient and variant.dtype == "bfloat16" and variant.window == BLOCK
     if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 )
+# Gates and ups of two products, an array each.
+_APART = ("swiglu", "geglu")
+VARIANTS += tuple(
+    dataclasses.replace(variant, source=dataclasses.replace(variant.source, apart=True))
+    for variant in VARIANTS
+    if variant.source in [Source(activation=activation) for activation in _APART]
+    if variant.dtype == "bfloat16" and variant.window == BLOCK
+    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
+)
+# With sums of columns, the gradient of a bias, in the formats that recipes give gradients.
+VARIANTS += tuple(
+    dataclasses.replace(variant, source=dataclasses.replace(variant.source, sums=True))
+    for variant in VARIANTS
+    if variant.source.gradient and variant.source.activation in _INTERLEAVED
+    if variant.window == BLOCK and {*variant.formats} in ({MXFP8_E4M3}, {MXFP8_E5M2})
+)
 # Tokens that moved as codes along their elements, along the tokens of each expert.
 VARIANTS += tuple(
     dataclasses.replace(variant, source=Source(rows=True, codes=variant.formats[0].name))

@@ -60,7 +60,8 @@ class QuantizerEntry:
         """The dimension of x that is its columns where the floats are made of x, else 0."""
         if self.variant.normed:
             return 1 + self.variant.form.spans[0]
-        return 1 if self.variant.rows or self.interleaved else 2 if self.variant.source else 0
+        source = self.variant.source
+        return 1 if source.rows or source.interleaved or source.apart else 2 if source else 0
 
     @property
     def parts(self) -> int:
@@ -89,6 +90,16 @@ class QuantizerEntry:
     def is_gradient(self) -> bool:
         """Whether the floats are the gradient of an activation's operand."""
         return self.variant.source.gradient
+
+    def sides(self, arrays: Mapping[str, Any]) -> list[tuple]:
+        """Where gates, and ups, lie that do not take turns.
+
+        Of either the array, the number of the part of its rows, and how many parts these have.
+        """
+        x = arrays["x"]
+        if self.variant.source.apart:
+            return [(x, 0, 1), (arrays["up"], 0, 1)]
+        return [(x, 0, 2), (x, 1, 2)]
 
     @property
     def count(self) -> int:

@@ -56,12 +56,16 @@ def _quantize_avals(*operands, plan: Plan, view: View | None = None):
 def _beside(operands: Sequence[Any], plan: Plan) -> list:
     """The abstract values of what comes behind codes and scales.
 
-    Of rows that are normed their factors, and the sum; then the floats, where they are given.
+    Of rows that are normed their factors, and the sum; of a gradient sums of its columns; then the
+    floats, where they are given.
     """
     x, source, found = operands[0], plan.source, []
     if source.norm:
         shape = _normed_shape(x.shape, plan)[:-1]
         found = [unsplit_like(x, shape, FACTOR), *[x] * source.added]
+    if source.sums:
+        rows, columns = floats_shape(operands, plan)
+        found.append(unsplit_like(x, (rows // BLOCK, columns), FACTOR))
     if source.floats:
         found.append(unsplit_like(x, floats_shape(operands, plan), plan.dtype))
     return found
@@ -73,7 +77,8 @@ def source_operands(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> lis
     Args:
       x: what floats are made of; so is `other`.
       other: the operands beside x: numbers of rows, and the scales of codes; of an activation the
-        weights of rows, and of its gradient dy; of a norm the residual, if any, and weights.
+        weights of rows, and ups apart or, of its gradient, dy; of a norm the residual, if any, and
+        weights.
       plan: the call.
     """
     down, across = plan.form.spans  # an axis is counted in blocks where these run along it
@@ -82,7 +87,7 @@ def source_operands(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> lis
         tail = [m for along, n in spans for m in ((n // BLOCK, BLOCK) if along else (n,))]
         *residual, weight = other
         return [*(a.reshape(*a.shape[:-2], *tail) for a in (x, *residual)), weight]
-    halves = 1 if plan.source.rows else 2
+    halves = plan.source.halves
     count, length = other[0].shape[0], x.shape[1] // halves
     tail = (length // BLOCK, BLOCK) if across else (length,)
     by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
@@ -236,7 +241,14 @@ def _quantize_reference(x, *block_data, plan: Plan):
 
 
 def _quantize_via_floats(*operands, plan: Plan):
-    """The primitive on floats that XLA makes, by a kernel or not; of a sum on that."""
+    """The primitive on floats that XLA makes, by a kernel or not; of a sum on that.
+
+    Sums of columns are XLA's, beside a kernel that makes the gradient, if there is one.
+    """
+    if plan.source.sums:
+        alone = dataclasses.replace(plan, source=dataclasses.replace(plan.source, sums=False))
+        found = reference.floats_of(plan.source, *_made_of(operands, plan))
+        return [*quantize_p.bind(*operands, plan=alone), reference.sums_of(found)]
     if plan.source.added:
         x, residual, *rest = operands
         total = reference.added(x, residual)
@@ -244,12 +256,7 @@ def _quantize_via_floats(*operands, plan: Plan):
         outs = quantize_p.bind(total, *rest, plan=normed)
         at = len(outs) - plan.source.floats
         return [*outs[:at], total, *outs[at:]]
-    arrays = zip(plan.signature.present(plan.lacks), operands, strict=True)
-    made_of = [
-        a.reshape(_rows_of_shape(a.shape, plan)) if array.role is Role.SOURCE else a.reshape(-1)
-        for array, a in arrays
-        if array.role is not Role.BLOCK_DATA
-    ]
+    made_of = _made_of(operands, plan)
     beside, block_data = [], operands[len(made_of) :]
     if plan.source.norm:
         x, weight = made_of
@@ -261,6 +268,16 @@ def _quantize_via_floats(*operands, plan: Plan):
     viewed = Viewed.of(plan.view, found.shape, spec_of(found), plan.first_axis)
     floats, plan = viewed.to_floats(found), dataclasses.replace(plan, source=X, eps=0.0)
     return [*quantize_p.bind(floats, *block_data, plan=plan), *beside]
+
+
+def _made_of(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
+    """What floats are made of, without block data: matrices, and numbers by row."""
+    arrays = zip(plan.signature.present(plan.lacks), operands, strict=True)
+    return [
+        a.reshape(_rows_of_shape(a.shape, plan)) if array.role is Role.SOURCE else a.reshape(-1)
+        for array, a in arrays
+        if array.role is not Role.BLOCK_DATA
+    ]
 
 
 def _quantize_via_transpose(x, *block_data, plan: Plan):
@@ -335,16 +352,17 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     Args:
       operands: the view of the floats and those of the plan's `given_data`; or what the plan's
         source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), or
-        (T, K, 2) of gates and ups by turns, and weights (R, 1); of its gradient these and dy
-        (T, K), and by turns x (T, 2 K); of a norm x (..., T, K), of a sum the residual, and float32
-        weights (K,). An axis of length n that blocks run along is two: n / 32 and 32; by turns
-        n / 32 and 64, and of dy 2 n / 32 and 16.
+        (T, K, 2) of gates and ups by turns, and weights (R, 1); or gates x (T, K), weights, and ups
+        like x; of its gradient x, weights and dy (T, K), and by turns x (T, 2 K); of a norm
+        x (..., T, K), of a sum the residual, and float32 weights (K,). An axis of length n that
+        blocks run along is two: n / 32 and 32; by turns n / 32 and 64, and of dy 2 n / 32 and 16.
       plan: the call.
 
     Returns:
       Views of each result's values and scales, by the name `CHECKPOINT_NAME`; of a norm, then the
-      factors of rows, float32 (..., T), and the sum, as x lies; then the floats, (T, K) or, of a
-      norm, (..., T, K), if the source says so.
+      factors of rows, float32 (..., T), and the sum, as x lies; of a gradient sums of its columns,
+      float32 (T / 32, 2 K), see `reference.sums_of`, or the floats, (T, K) or, of a norm,
+      (..., T, K), if the source says so.
     """
     view, *given = vary_alike(*operands) if len(operands) > 1 else operands
     data = given if plan.source else _with_derived(view, given, plan)

@@ -59,9 +59,15 @@ class Gated:
             )
 
     @property
-    def in_one_array(self) -> bool:
-        """Whether an x has gates and ups, as kernels read them."""
-        return ACTIVATIONS[self.name].has_gate and self.up is None
+    def has_gate(self) -> bool:
+        """Whether there are gates and ups, which kernels read."""
+        return ACTIVATIONS[self.name].has_gate
+
+    def parts_of(self, x: jax.Array) -> list[jax.Array]:
+        """Gates and ups, or gates alone, of an x that fits."""
+        if self.up is not None:
+            return [x, jnp.asarray(self.up)]
+        return reference.halves(x, self.name, self.interleaved)
 
     def gates_of(self, op: str, x: Any) -> jax.ShapeDtypeStruct:
         """What has the shape and the dtype of an x's gates, which are those of the result.
@@ -70,7 +76,7 @@ class Gated:
           TypeError, ValueError: x and up do not fit.
         """
         if self.up is None:
-            halves = 1 + ACTIVATIONS[self.name].has_gate
+            halves = 1 + self.has_gate
             if x.ndim == 0 or x.shape[-1] % halves:
                 what = "gates and ups, halves of the last axis" if halves > 1 else "a last axis"
                 raise ValueError(
@@ -110,10 +116,7 @@ def made(op: str, x: jax.Array, own: Gated) -> jax.Array:
     """
     gates = own.gates_of(op, x)
     weights = None if own.weights is None else weights_of(op, gates, own.weights)
-    if own.up is None:
-        each = reference.halves(x, own.name, own.interleaved)
-    else:
-        each = [x, own.up]
+    each = own.parts_of(x)
     if own.gradient is not None:
         dy = own.dy_of(op, gates)
         return reference.joined(_gradient(tuple(each), weights, dy, own.name), own.interleaved)
@@ -172,17 +175,13 @@ def _gated_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, j
     return _changed(_gated(*primals, name), primals, tangents, name)
 
 
-@partial(jax.jit, static_argnums=2)
-def known(y: jax.Array, x: jax.Array, own: tuple[str, bool], weights: Any) -> jax.Array:
-    """y, which is `made` of gates and ups in one array, with the derivative of that.
+@jax.jit
+def known(y: jax.Array, x: jax.Array, own: Gated) -> jax.Array:
+    """y, which is `made` of x and what belongs to it, with the derivative of that.
 
-    Args:
-      y: that nothing is differentiated through.
-      x: gates and ups.
-      own: the activation's name, and whether they lie by turns.
-      weights: of rows, or None.
+    Nothing is differentiated through y.
     """
-    return _known(y, tuple(reference.halves(x, *own)), weights, own[0])
+    return _known(y, tuple(own.parts_of(x)), own.weights, own.name)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3,))

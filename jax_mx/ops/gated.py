@@ -90,8 +90,8 @@ def gated(
       up: the ups, where gate_up has the gates alone; of its dtype and shape.
       interleaved: whether gates and ups lie by turns along the last axis.
       format: what the result is quantized to, see `quantize`; None: not. Kernels make and quantize
-        what they do of a `Gated`; the floats as well from bfloat16 of "swiglu" and "gpt_oss", to
-        mxfp8_e4m3 and MXFP4. Else XLA makes these before.
+        what they do of a `Gated`; the floats as well from bfloat16 of "swiglu" and "gpt_oss", in
+        one array, to mxfp8_e4m3 and MXFP4. Else XLA makes these before.
       both: whether it is quantized along the last axis and along the one before, by
         `quantize_both`; else along the last one.
       floats: whether floats are given beside a format; they have a derivative, codes have none.
@@ -120,9 +120,9 @@ def gated(
     if not (wanted or by_rows):
         return Activated(None, quantizer(x, activation=own))
     stop = jax.lax.stop_gradient if wanted else lambda y: y  # codes have no derivative
-    if by_rows or not own.in_one_array:
+    if by_rows or not own.has_gate:
         y = made(op, x, own)
         return Activated(y if wanted else None, quantizer(stop(y)))
     *found, y = quantizer(stop(x), activation=WithFloats(stop(own)))
-    y = known(y.reshape(*x.shape[:-1], -1), x, (own.name, own.interleaved), own.weights)
+    y = known(y.reshape(*x.shape[:-1], -1), x, own)
     return Activated(y, tuple(found) if both else found[0])

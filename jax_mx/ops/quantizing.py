@@ -57,9 +57,21 @@ class Norm:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WithFloats:
-    """What is quantized is what `gated` gives of gates and ups in one array.
+    """What is quantized is what `gated` gives of gates and ups.
 
     A quantizer that gets one as its activation also returns these floats, in a tuple, last.
+    """
+
+    own: Gated
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WithSums:
+    """What is quantized is the gradient of gates and ups.
+
+    A quantizer that gets one as its activation also returns sums of the gradient's columns, float32
+    (..., T / 32, 2 K), see `reference.sums_of`, in a tuple, last.
     """
 
     own: Gated
@@ -130,8 +142,8 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, Sour
       TypeError, ValueError: see `quantize`.
     """
     x = array_of(op, "x", x)
-    floats = isinstance(activation, WithFloats)
-    activation = activation.own if floats else activation
+    floats, sums = (isinstance(activation, kind) for kind in (WithFloats, WithSums))
+    activation = activation.own if floats or sums else activation
     if activation is not None and not isinstance(activation, Gated | Norm):
         raise TypeError(f"{op}: activation must be None or a Gated, got {shown(activation)}")
     if rows is not None:
@@ -150,14 +162,15 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, Sour
             raise ValueError(f"{op}: rows of x have no gradient alone; drop rows, or the gradient")
         up = None if up is None else _floats_of(up, (rows,), ROWS)
         x, activation = _floats_of(x, (rows,), ROWS), dataclasses.replace(activation, up=up)
-    if rows is not None or not activation.in_one_array:
+    if rows is not None or not activation.has_gate:
         x = made(op, x, activation)
         return x, x, X, ()
     weights = weights_of(op, gates, activation.weights)
     source = Source(activation=activation.name, interleaved=activation.interleaved, floats=floats)
     if activation.gradient is None:
-        return x, gates, source, (weights,)
-    source = dataclasses.replace(source, gradient=True)
+        source = dataclasses.replace(source, apart=up is not None)
+        return x, gates, source, (weights, *[up] * source.apart)
+    source = dataclasses.replace(source, gradient=True, sums=sums)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return x, like, source, (weights, activation.dy_of(op, gates))
 
@@ -211,7 +224,7 @@ def operands_of(
             beside = [factors[..., 0], *sums]
         else:
             x = _floats_of(x, other, plan.source)
-        beside += [x] * plan.source.floats
+        beside += [reference.sums_of(x)] if plan.source.sums else [x] * plan.source.floats
         plan = dataclasses.replace(plan, source=X, eps=0.0)
     if plan.source:
         operands = quantizers.source_operands(x, other, plan)
@@ -245,9 +258,10 @@ def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
 
 def _floats_of(x: jax.Array, other: Sequence[jax.Array], source: Source) -> jax.Array:
     """The floats that XLA makes; on a mesh with explicit axes, split as both are."""
-    if source.makes_one_of_two:  # with its derivative, so that codes say that they have none
-        each = reference.halves(x, source.activation, source.interleaved)
-        return made_of_parts(tuple(each), *other, source.activation)
+    if source.activates:  # with its derivative, so that codes say that they have none
+        weights, *up = other
+        each = [x, *up] if up else reference.halves(x, source.activation, source.interleaved)
+        return made_of_parts(tuple(each), weights, source.activation)
     meshes = [m for m in (jax.typeof(a).sharding.mesh for a in (x, *other)) if is_explicit(m)]
     if source != ROWS or not meshes:
         return reference.floats_of(source, x, *other)

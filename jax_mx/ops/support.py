@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -43,6 +44,7 @@ def is_supported(
     rows: bool = False,
     activation: str | None = None,
     interleaved: bool = False,
+    up: bool = False,
     gradient: bool = False,
     norm: bool = False,
     floats: bool = False,
@@ -71,6 +73,7 @@ def is_supported(
       rows: whether the call picks rows, of quantize and quantize_both.
       activation: the name of a `Gated`, of quantize and quantize_both; all gates, then all ups.
       interleaved: whether that `Gated` has gates and ups by turns.
+      up: whether that `Gated` has an array of ups.
       gradient: whether that `Gated` has a gradient.
       norm: whether rows are normed first, as `rms_norm` does with a format.
       floats: whether what is quantized, of an activation or a norm, is given, too.
@@ -119,7 +122,16 @@ def is_supported(
         zero_scale=zero_scale,
         value_layouts=(value_layout,) * n,
         preprocessing=own,
-        source=source_of(op_name, rows, activation, interleaved, gradient, norm, floats),
+        source=source_of(
+            op_name,
+            rows=rows,
+            activation=activation,
+            interleaved=interleaved,
+            apart=up,
+            gradient=gradient,
+            norm=norm,
+            floats=floats,
+        ),
     )
     if asked.source and (op == "dequantize" or ndim != 2):
         raise ValueError(
@@ -133,35 +145,33 @@ def is_supported(
     return bool(found), str(found)
 
 
-def source_of(
-    op: str, rows: Any, activation: Any, interleaved: Any, gradient: Any, norm: Any, floats: Any
-) -> Source:
+def source_of(op: str, *, activation: Any, **flags: Any) -> Source:
     """What makes the floats; what no kernel makes, too.
+
+    Args:
+      op: for messages.
+      activation: a name, or None.
+      flags: of a `Source`, as a caller gave them; `apart` by the name `up`.
 
     Raises:
       TypeError, ValueError: neither bools nor an activation's name, or not together.
     """
-    picks, gradient = flag(op, "rows", rows), flag(op, "gradient", gradient)
-    if gradient and (picks or activation is None):
+    own = dataclasses.replace(
+        Source(activation=activation or ""),
+        **{name: flag(op, {"apart": "up"}.get(name, name), value) for name, value in flags.items()},
+    )
+    if own.gradient and (own.rows or activation is None):
         raise ValueError(f"{op}: gradient is that of an activation without rows; give one")
-    turns = flag(op, "interleaved", interleaved)
-    if turns and (activation is None or not row_of(op, activation).has_gate):
+    has_gate = activation is not None and row_of(op, activation).has_gate
+    if own.interleaved and not has_gate:
         raise ValueError(
             f"{op}: interleaved is the order of an activation's gates and ups; give one"
         )
-    norm, floats = flag(op, "norm", norm), flag(op, "floats", floats)
-    if floats and (picks or gradient or not (norm or activation is not None)):
+    if own.apart and (own.interleaved or own.gradient or not has_gate):
+        raise ValueError(f"{op}: up is that of an activation alone, without a gradient; give one")
+    if own.floats and (own.rows or own.gradient or not (own.norm or activation is not None)):
         raise ValueError(f"{op}: floats are those of an activation, or of a norm, alone; give one")
-    if activation is not None:
-        row_of(op, activation)
-    return Source(
-        rows=picks,
-        norm=norm,
-        activation=activation or "",
-        interleaved=turns,
-        gradient=gradient,
-        floats=floats,
-    )
+    return own
 
 
 def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False) -> Support:

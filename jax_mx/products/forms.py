@@ -17,6 +17,7 @@ from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.ops.quantize import quantize, quantize_both
+from jax_mx.ops.quantizing import WithSums
 from jax_mx.ops.requantize import requantize
 from jax_mx.products.operands import Arrangement
 
@@ -127,8 +128,8 @@ def forms_of(
     uses: tuple[Use | None, Use | None],
     blocks: Blocks,
     rows: jax.Array | None = None,
-    activation: Gated | None = None,
-) -> Forms:
+    activation: Gated | WithSums | None = None,
+) -> tuple[Any, ...]:
     """The forms of an arranged operand, from one read of it where a kernel makes both.
 
     Args:
@@ -140,7 +141,16 @@ def forms_of(
       rows: int32 (R,), of x (T, columns): the operand is x[rows], with zeros for numbers that x has
         no row of.
       activation: the operand is what this makes of x (..., rows, 2 columns).
+
+    Returns:
+      Both forms; of a `WithSums` a third: float32 sums of the gradient's columns, of 32 rows each
+      where a kernel may make both forms, see `reference.sums_of`; else all of its rows.
     """
+    if isinstance(activation, WithSums):
+        own = activation.own
+        if blocks.square or not (_joint_formats(uses) and own.has_gate):
+            every = made("quantize", x, own).astype(jnp.float32)
+            return *forms_of(x, axis, uses, blocks, rows, own), every
     axes = (axis, -3 - axis)
     if blocks.square or rows is None or None not in uses:  # what `requantize` does not make
         x = _in_floats(x)
@@ -164,7 +174,7 @@ def forms_of(
     if joint:
         order = slice(None, None, 1 if axis == -1 else -1)
         last, second = cast(tuple[Use, Use], uses[order])
-        both = quantize_both(
+        found: Any = quantize_both(
             x,
             formats=joint[order],
             **blocks.options,
@@ -172,8 +182,8 @@ def forms_of(
             rounding=(last.rounding, second.rounding),
             **made_of,
         )
-        first, second = (Form(q) for q in both[order])
-        return first, second
+        first, second = (Form(q) for q in found[:2][order])
+        return first, second, *found[2:]
     first, second = (_one(x, use, at, blocks, made_of) for use, at in zip(uses, axes, strict=True))
     return first, second
 

@@ -26,6 +26,7 @@ from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated, made, row_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
+from jax_mx.ops.quantizing import WithSums
 from jax_mx.products.forms import Form, QuantizedWeight, Use
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Layout, layout_of
@@ -84,15 +85,16 @@ def mlp(
         (2 I, D), with its blocks along D. 32 divides I.
       w_down: (I, N), likewise.
       b_gate_up: floats (2 I,), or None. The product is rounded to x's dtype, the bias is added in
-        float32, and the sum is rounded again.
+        float32, and the sum is rounded again. Its gradient is summed in float32, 32 rows at a time
+        where both gradients are quantized.
       b_down: floats (N,), or None; likewise.
       activation: see `gated`.
       interleaved: whether gates and ups come by turns along 2 I, not all gates first.
       recipe: how floats are quantized: a `Recipe`, or a name.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized x. With the
-        last two, gradients too are those of the three functions. None: "mx" where the recipe
-        quantizes the forward product, else "floats".
+        last two, gradients too are those of the three functions, but for the order of a bias's
+        sum. None: "mx" where the recipe quantizes the forward product, else "floats".
       precision: HIGHEST keeps FP8 tensor cores out, which sum with reduced precision.
       out_sharding: of the result, see `jax.lax.dot_general`. None: on a mesh with explicit axes,
         rows are split as x's and columns as w_down's, but for axes that split both.
@@ -343,12 +345,12 @@ def _mlp_bwd(static: _Static, kept: _Kept, dy: jax.Array) -> tuple:
     own = dataclasses.replace(static.gated, gradient=dact.astype(gate_up.dtype))
     dw2 = None if w2 is None else rhs_gradient(static.second, kept.act, by_column, w2)
     uses = _uses(recipe, w1)
-    by_row, by_column = blocks_along("gradient", gate_up, -1, uses, recipe, activation=own)
+    by_row, by_column, *sums = blocks_along(
+        "gradient", gate_up, -1, uses, recipe, activation=own if b1 is None else WithSums(own)
+    )
     dw1 = None if w1 is None else rhs_gradient(static.first, kept.x, by_column, w1)
     dx = lhs_gradient(static.first, by_row, kept.w_first[1], x)
-    # XLA sums what it makes itself: it reads less than what a kernel would have to write for it.
-    dgate_up = None if b1 is None else made("mlp", gate_up, own)
-    db1, db2 = (_summed(d, b) for d, b in ((dgate_up, b1), (dy, b2)))
+    db1, db2 = _summed(sums[0] if sums else None, b1), _summed(dy, b2)
     return (dx, dw1, dw2, db1, db2), None, None
 
 

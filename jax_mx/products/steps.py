@@ -22,6 +22,7 @@ from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated
 from jax_mx.ops.mxarray import MXArray, checked, dequantize
+from jax_mx.ops.quantizing import WithSums
 from jax_mx.products.forms import Form, QuantizedWeight, forms_of
 from jax_mx.products.operands import Arrangement, Layout, padded
 from jax_mx.products.product import contracted
@@ -244,7 +245,7 @@ def blocks_along(
     uses: Any,
     recipe: Recipe,
     pads: tuple[int, int] = (0, 0),
-    activation: Gated | None = None,
+    activation: Gated | WithSums | None = None,
 ) -> Any:
     """`forms_of`, with zeros behind the last two axes of x.
 

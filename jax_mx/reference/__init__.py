@@ -21,6 +21,9 @@ from jax_mx.reference.activations import (
 from jax_mx.reference.activations import (
     joined as joined,
 )
+from jax_mx.reference.activations import (
+    sums_of as sums_of,
+)
 from jax_mx.reference.blocks import (
     amax_of as amax_of,
 )

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mx.arrays.reshaping import reshape
+from jax_mx.arrays.sharding import spec_of
 from jax_mx.facts.activations import (
     ACTIVATIONS,
     CUBE,
@@ -24,7 +26,7 @@ from jax_mx.facts.activations import (
 )
 from jax_mx.facts.formats import BLOCK, FORMATS
 from jax_mx.facts.sources import ROWS, Source
-from jax_mx.reference.blocks import dequantize, flushed, product, rows_of
+from jax_mx.reference.blocks import dequantize, flushed, product, rows_of, widened
 
 # Beyond, a slope is 0 or 1 in float32; and no product of such numbers overflows.
 _FAR = 128.0
@@ -284,11 +286,28 @@ def floats_of(source: Source, x: jax.Array, first: jax.Array, *more: jax.Array) 
         y = dequantize(values, scales, FORMATS[source.codes], np.dtype(jnp.bfloat16))
         return y.reshape(first.shape[0], x.shape[1])
     name = source.activation
+    if source.apart:
+        return gated([x, *more], first, name)
     each = halves(x, name, source.interleaved)
     if source.gradient:
         (dy,) = more
         return joined(gated_gradient(each, first, dy, name), source.interleaved)
     return gated(each, first, name)
+
+
+def sums_of(x: jax.Array) -> jax.Array:
+    """Float32 (..., T / 32, K): the sums of each 32 rows of x (..., T, K), column by column.
+
+    Neighbours are added, 0 and 1, 2 and 3 ..., then neighbours of these, and so on, until one
+    number is left. A zero of its sign stands for each subnormal.
+    """
+    *lead, rows, columns = x.shape
+    *split, last = spec_of(x)
+    blocks = reshape(x, (*lead, rows // BLOCK, BLOCK, columns), (*split, None, last))
+    sums = flushed(widened(blocks))
+    while sums.shape[-2] > 1:
+        sums = flushed(sums[..., ::2, :] + sums[..., 1::2, :])
+    return sums[..., 0, :]
 
 
 def gated_exactly(each: Sequence[jax.Array], weights: jax.Array | None, name: str) -> jax.Array:

@@ -279,6 +279,41 @@ def gated_sum(name: str, gate: Float32, up: Float32, *, loc=None, ip=None) -> Fl
 
 
 @dsl_user_op
+def sums(words: list, *, loc=None, ip=None) -> list:
+    """The bits of the sums of words' lower halves, and of their upper ones, all bfloat16.
+
+    Neighbours are added, then neighbours of these, and so on.
+    """
+    names = [f"f{i}" for i in range(len(words))]
+    code = f"{{ .reg .b32 w; .reg .f32 {', '.join(names)}; "
+    for half in range(2):
+        code += "".join(_taken(f, f"{{$r{i}}}", half) for i, f in enumerate(names))
+        left = names
+        while len(left) > 1:
+            pairs = [*zip(left[::2], left[1::2], strict=True)]
+            code += "".join(f"add.rn.ftz.f32 {a}, {a}, {b}; " for a, b in pairs)
+            left = left[::2]
+        code += f"mov.b32 {{$w{half}}}, {left[0]}; "
+    found = cute.arch.inline_ptx(
+        f"{code}}}", write_only_types=[Uint32] * 2, read_only_args=words, loc=loc, ip=ip
+    )
+    return [*found]
+
+
+@dsl_user_op
+def plus(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The bits of the sum of two float32, a zero for a subnormal."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; add.rn.ftz.f32 a, a, b; "
+        "mov.b32 {$w0}, a; }",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def gradients(
     name: str, gates: Uint32, ups: Uint32, weight: Float32, dy: Uint32, *, loc=None, ip=None
 ) -> list:

@@ -227,13 +227,22 @@ class Flat(WholeBlocks):
             step = step + (Int64(number) - row) * cols * each
             self.pick(mX[step, None], target, number, scalars[4])
         else:
-            gate, apart = step + Int64(row) * (cols * each), cols * each
             if self.interleaved:
-                gate, apart = step * 2, 1
-            pair = mX[gate, None], mX[gate + apart, None]
+                pair = mX[step * 2, None], mX[step * 2 + 1, None]
+            else:
+                pair = tuple(
+                    cute.make_tensor(own, mX.layout)[self.step_of(step, row, cols * each, *how)]
+                    for own, *how in self.sides(arrays)
+                )
             self.gate(pair, target, arrays["weights"] + row, inside)
         if self.variant.source.floats:
             self.store_floats(target, arrays["floats"], where[0], inside)
+
+    @staticmethod
+    def step_of(step, row, steps, part: int, parts: int) -> tuple:
+        """Where a step lies in a part of its row, in x by steps; a part's row has so many."""
+        step = step if parts == 1 else step + Int64(row) * steps
+        return (step + steps if part else step), None
 
     @cute.jit
     def store_floats(self, made, floats, step: Int64, inside):

@@ -273,10 +273,12 @@ class Tiled(Kernel):
 
     # ---- x ---
     def made(self, arrays, scalars, *where):
-        """This lane's patch; stored, too, where floats are given."""
+        """This lane's patch; stored, too, where floats are given, and added up where sums are."""
         rX = self.patch(arrays, scalars, *where)
         if self.variant.source.floats:
             self.store_floats(rX, arrays["floats"], *where)
+        if self.variant.source.sums:
+            self.store_sums(rX, arrays["sums"], *where)
         return rX
 
     def patch(self, arrays, scalars, *where):
@@ -289,7 +291,7 @@ class Tiled(Kernel):
         if self.variant.rows:
             return self.picked(arrays["x"], arrays["rows"], scalars[2], *where)
         if self.variant.source:
-            return self.gated(arrays["x"], arrays["weights"], *where)
+            return self.gated(arrays, *where)
         return (self.load if self.aligned else self.load_unaligned)(arrays["x"], *where)
 
     @cute.jit
@@ -325,6 +327,41 @@ class Tiled(Kernel):
                     for j in range_constexpr(n):
                         if left + j < k:
                             mF[j] = rX[j, i]
+
+    @cute.jit
+    def store_sums(self, rX, sums, at: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """Stores the sums of 32 rows, column by column; a vector's columns all exist, or none."""
+        _, tile_m, tile_k, blocks_m, k = at
+        found, first = self.sums_of_columns(rX, lane)
+        n: cutlass.Constexpr = len(found)
+        rS = cute.make_rmem_tensor(n, Uint32)
+        for i in range_constexpr(n):
+            rS[i] = found[i]
+        block = tile_m * self.tile.down + lane.row // BLOCK
+        left, col = self.among(tile_k, self.column(lane, first), self.tile.cols, k)
+        if (block < blocks_m) & (left < k):
+            to = sums + (Int64(block) * (k * self.parts) + col)
+            align: cutlass.Constexpr = 4 * n if self.aligned else 4
+            cute.autovec_copy(rS, vector_at(to, Uint32, align, n))
+
+    def sums_of_columns(self, rX, lane: Lane) -> tuple:
+        """The bits of the sums of 32 rows of some columns of this lane's, and which is the first.
+
+        As `reference.sums_of` has them: a lane adds up its own rows, then lanes below each other
+        share out the columns, neighbours first.
+        """
+        rW, found, first = cute.recast_tensor(rX, Uint32), [], 0
+        for w in range(self.vector // 2):
+            found += activations.sums([rW[w, i] for i in range(self.rows)])
+        for bit in range(self.column_sharers.bit_length() - 1):
+            half, upper = len(found) // 2, lane.down >> bit & 1
+            kept = []
+            for low, high in zip(found[:half], found[half:], strict=True):
+                mine, theirs = select(upper != 0, high, low), select(upper != 0, low, high)
+                other = cute.arch.shuffle_sync_bfly(theirs, offset=self.lanes << bit)
+                kept.append(activations.plus(mine, other))
+            found, first = kept, first + upper * half
+        return found, first
 
     @cute.jit
     def load_unaligned(self, x, at: cutlass.Constexpr, lane: cutlass.Constexpr):
@@ -405,8 +442,8 @@ class Tiled(Kernel):
         return rX
 
     @cute.jit
-    def gated(self, x, weights, at: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """An activation's results, of gates and ups that lie side by side in a row of x.
+    def gated(self, arrays, at: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """An activation's results, of gates and ups that lie in rows of x, or of two arrays.
 
         Some rows at a time: with all of them in registers, half as many threads would run.
         """
@@ -426,10 +463,11 @@ class Tiled(Kernel):
                 size: cutlass.Constexpr = Extents(blocks_m * BLOCK, k)
                 for half in range_constexpr(2):
                     if const_expr(self.interleaved):
-                        self.load_turns(both[half], x, half, size, place)
+                        self.load_turns(both[half], arrays["x"], half, size, place)
                     else:
-                        self.load_part(both[half], x, half, 2, size, place)
-                rM = self.weights_of(weights, first + top, together)
+                        side: cutlass.Constexpr = self.sides(arrays)[half]
+                        self.load_part(both[half], *side, size, place)
+                rM = self.weights_of(arrays["weights"], first + top, together)
                 gates, ups, made = (cute.recast_tensor(r, Uint32) for r in (*both, rX))
                 for i in range_constexpr(together):
                     if const_expr(self.interleaved):

@@ -167,15 +167,15 @@ class Flat(Kernel):
 
     def gated(self, arrays, strip, place, lane) -> list:
         """A lane's words of an activation's results for a place."""
-        row, both = strip.gated(place, self.interleaved)
+        row, both = strip.gated(place, self.sides(arrays), self.interleaved)
         inside, apart = as_int64(lane % self.sharers * 16), 0
         if self.interleaved:
             inside, apart = inside * 2, 16
         gates, ups = (
             load_words(
-                arrays["x"], block * (BLOCK * self.itemsize) + inside + i * apart, 4, self.align[0]
+                array, block * (BLOCK * self.itemsize) + inside + i * apart, 4, self.align[0]
             )
-            for i, block in enumerate(both)
+            for i, (array, block) in enumerate(both)
         )
         if self.interleaved:
             gates, ups = activations.parted([gates, ups])

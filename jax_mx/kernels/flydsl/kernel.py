@@ -219,19 +219,23 @@ class Patches:
         block = as_int64(number) * as_int64(self.cols) + as_int64(col)
         return inside.select(block, Int64(0)), there
 
-    def gated(self, place, interleaved: bool) -> tuple:
-        """The row of a place, and which block of x its gates and its ups are; of padding any.
+    def gated(self, place, sides: list, interleaved: bool) -> tuple:
+        """The row of a place; of its gates and its ups the array and their block; of padding any.
 
-        Those that take turns are in two blocks, which begin with the given one.
+        Those that take turns are in two blocks, which begin with the given one; for others `sides`
+        are where they lie, see `QuantizerEntry.sides`.
         """
         row, col = self.top + place // Uint32(self.COLS), self.left + place % Uint32(self.COLS)
         inside = (row < self.rows) & (col < self.cols)
         row, col = (inside.select(n, Uint32(0)) for n in (row, col))
         if interleaved:
             first = (as_int64(row) * as_int64(self.cols) + as_int64(col)) * 2
-            return row, (first, first)
-        gates = as_int64(row) * as_int64(self.cols * Uint32(2)) + as_int64(col)
-        return row, (gates, gates + as_int64(self.cols))
+            return row, [(array, first) for array, _, _ in sides]
+        found = []
+        for array, part, parts in sides:
+            block = as_int64(row) * as_int64(self.cols * Uint32(parts)) + as_int64(col)
+            found.append((array, block + as_int64(self.cols) if part else block))
+        return row, found
 
     def at(self, place):
         """As `Strip.at`; but the offset is the scale's own."""

@@ -5,7 +5,17 @@ from typing import NamedTuple
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
-from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu, range_constexpr
+from flydsl.expr import (
+    Float32,
+    Int32,
+    Int64,
+    Uint8,
+    Uint16,
+    Uint32,
+    const_expr,
+    gpu,
+    range_constexpr,
+)
 
 from jax_mx.facts.directions import Blocks
 from jax_mx.facts.formats import BLOCK
@@ -34,7 +44,7 @@ from jax_mx.kernels.flydsl.kernel import (
     store_words,
     zeros_unless,
 )
-from jax_mx.kernels.geometry import Extents, Output, Place, Tile
+from jax_mx.kernels.geometry import Extents, Output, Place, Tile, tree
 
 
 class Patch(NamedTuple):
@@ -105,7 +115,7 @@ class Tiled(Kernel):
             self.quantize(words, shared, arrays, scalars, at, patch)
         elif const_expr(self.gates):
             convert.flush_subnormals(Uint32(0))
-            words = self.gated(arrays["x"], arrays["weights"], at, patch)
+            words = self.gated(arrays, at, patch)
             self.quantize(words, shared, arrays, scalars, at, patch)
         elif const_expr(self.variant.codes != ""):
             words = self.picked_codes(arrays, scalars[2], at, patch)
@@ -121,6 +131,8 @@ class Tiled(Kernel):
         tid = Uint32(Int32(fx.thread_idx.x))
         if self.variant.source.floats:
             self.store_floats(words, arrays["floats"], at, patch)
+        if self.variant.source.sums:
+            self.store_sums(words, arrays["sums"], at, patch, part)
         x = [[e for word in row for e in convert.elements(word, self.dtype)] for row in words]
         amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
         for o, result in enumerate(self.results):
@@ -224,6 +236,39 @@ class Tiled(Kernel):
                     if (row < m) & (col + j < k):
                         fx.generic_store(to, each[j])
 
+    @flyc.jit
+    def store_sums(self, words, sums, at: Tile, patch: Patch, part: fx.Constexpr):
+        """Stores the sums of 32 rows, column by column; a lane's columns all exist, or none."""
+        _, tile_m, tile_k, m, k = at
+        found, first = self.sums_of_columns(words)
+        row, col = tile_m * self.high + patch.wave * BLOCK, tile_k * TILE + patch.left
+        start = as_int64(row // BLOCK) * as_int64(k * Uint32(self.parts)) + as_int64(col + first)
+        if const_expr(part == 1):
+            start = start + as_int64(k)
+        if (row < m) & (col < k):
+            for i in range_constexpr(len(found)):
+                store_words(sums, start * 4 + Int64(4 * i), [found[i]], 4)
+
+    def sums_of_columns(self, words: list) -> tuple:
+        """The sums of 32 rows of some columns of this lane's, and which of these is the first.
+
+        As `reference.sums_of` has them: a lane adds up its own rows, then lanes below each other
+        share out the columns, neighbours first.
+        """
+        x = [[e for word in row for e in convert.elements(word, self.dtype)] for row in words]
+        found = [tree(list(column)) for column in zip(*x, strict=True)]
+        lane, first = convert.lane_id(), Uint32(0)
+        for bit in range((WAVE // self.lanes).bit_length() - 1):
+            distance, half = self.lanes << bit, len(found) // 2
+            upper, kept = (lane & Uint32(distance)) != Uint32(0), []
+            for pair in zip(found[:half], found[half:], strict=True):
+                low, high = (number.bitcast(Uint32) for number in pair)
+                other = convert.from_row(upper.select(low, high), distance)
+                mine = upper.select(high, low).bitcast(Float32)
+                kept.append(mine + other.bitcast(Float32))
+            found, first = kept, first + upper.select(Uint32(half), Uint32(0))
+        return [number.bitcast(Uint32) for number in found], first
+
     def picked(self, x, rows, count, at: Tile, patch: Patch):
         """Gives what `load` does of the rows of x, of `count`, that `rows` numbers."""
         _, tile_m, tile_k, m, k = at
@@ -261,20 +306,23 @@ class Tiled(Kernel):
             words.append(zeros_unless(there, made))
         return words
 
-    def gated(self, x, weights, at: Tile, patch: Patch):
-        """An activation's results, of gates and ups that lie side by side in a row of x."""
+    def gated(self, arrays, at: Tile, patch: Patch):
+        """An activation's results, of gates and ups that lie in rows of x, or of two arrays."""
         (row, col), k = self.start(at, patch), at.cols
         half, words = as_int64(k) * self.itemsize, []
         for i in range(self.rows):
             number = as_int64(row + Uint32(i))
-            (weight,) = load_words(weights, number * 4, 1, 4)
-            start = x + number * (half * 2)
+            (weight,) = load_words(arrays["weights"], number * 4, 1, 4)
             if self.interleaved:
+                start = arrays["x"] + number * (half * 2)
                 both = activations.parted([
                     self.load_row(start, col * 2 + part * self.vector, k * 2) for part in range(2)
                 ])  # fmt: skip
             else:
-                both = [self.load_row(start + half * part, col, k) for part in range(2)]
+                both = [
+                    self.load_row(array + number * (half * parts) + half * part, col, k)
+                    for array, part, parts in self.sides(arrays)
+                ]
             words.append([
                 activations.gated(
                     self.activation, *pair, weight.bitcast(fx.Float32), self.dtype, self.arch
