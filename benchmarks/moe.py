@@ -3,8 +3,8 @@
     python -m benchmarks.moe [--case decode] [--only mxfp8] [--json out.json]
 
 Each row is a case and one way to compute it: routing, gathering, quantizing, both products, the
-activation and the combine; forward, or forward and backward with all gradients. Device time of a
-call, median of calls, operands rotating.
+activation and the combine; forward, or forward and backward with all gradients. The case "routing"
+is only what sorts tokens by expert. Device time of a call, median of calls, operands rotating.
 """
 
 from __future__ import annotations
@@ -139,6 +139,29 @@ def ways(case: Case) -> Iterator[tuple[str, Layer, Callable | None]]:
         yield name, layer, None
 
 
+# What sorts the ids of tokens' experts, (T, k), by expert: 131,072 of them, of 64 experts.
+ROUTING = Case("routing", 16384, 8, 64, 0, 0)
+SORTS: dict[str, Callable[[jax.Array], Any]] = {
+    "jnp.argsort of the ids": lambda experts: jnp.argsort(experts.reshape(-1)),
+    "Groups.from_experts": lambda experts: jax_mx.Groups.from_experts(experts, ROUTING.experts),
+}
+
+
+def measure_routing(only: str = "", case: Case = ROUTING) -> Iterator[dict]:
+    """A row for each way to sort."""
+
+    def ids(key: jax.Array) -> jax.Array:
+        chances = jax.random.uniform(key, (case.tokens, case.experts))
+        return jax.lax.top_k(chances, case.k)[1]
+
+    inputs = [(ids(key),) for key in jax.random.split(jax.random.key(0), 4)]
+    about = {"case": case.name, "tokens": case.tokens, "k": case.k, "experts": case.experts}
+    for name, sort in SORTS.items():
+        if only in name:
+            us = timing.measure(jax.jit(sort), inputs, 20).us
+            yield {**about, "way": name, "us": round(us, 1)}
+
+
 def measure(case: Case, only: str = "") -> Iterator[dict]:
     """A row for each way."""
     for name, layer, make in ways(case):
@@ -170,15 +193,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     rows = []
-    for case in CASES:
+    for case in (ROUTING, *CASES):
         if args.case not in case.name:
             continue
-        for row in measure(case, args.only):
+        of_case = measure_routing(args.only) if case is ROUTING else measure(case, args.only)
+        for row in of_case:
             rows.append(row)
-            told = row.get("error") or (
-                f"{row['us']:10.1f} us {row['tflops']:7.0f} TF/s"
-                f"   first call {row['first_call_s']} s"
-            )
+            told = row.get("error") or f"{row['us']:10.1f} us"
+            if "tflops" in row:
+                told += f" {row['tflops']:7.0f} TF/s   first call {row['first_call_s']} s"
             print(f"{row['case']:22} {row['way']:40} {told}", flush=True)
             if args.json:
                 report.write_record(args.json, "python -m benchmarks.moe", rows)

@@ -5,7 +5,9 @@
 Each row is a number of tokens a device and one way: microseconds on the wall of a call, forward and
 backward with all gradients, the best of several batches of calls that follow each other. The two
 ways of a recipe differ in `wire` alone; "us/floats" is the ratio to the way that moves bfloat16, in
-the same run. "dispatch" is what brings all tokens to all devices, quantizing included, by itself.
+the same run. "dispatch" is what brings all tokens to all devices, quantizing included, by itself;
+its rows "mx, all-to-all" and "mx, ragged all-to-all" send each token only to the devices that have
+its experts, the first one with zeros for those that are not wanted, as lengths must be known.
 With `--data N` there are N copies of the experts, each split over an N-th of the devices, among
 which tokens move.
 """
@@ -19,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from benchmarks import moe, report
 from benchmarks.collectives import microseconds
-from jax_mx import MXFP8, Recipe
+from jax_mx import MXFP8, MXArray, Recipe
+from jax_mx.ops.collectives import as_bits
 
 P = PartitionSpec
 TOKENS = (2048, 4096, 8192, 16384)
@@ -32,14 +36,60 @@ RECIPES = {"mxfp8": MXFP8, "mxfp8, windows of 256": Recipe(window=256)}
 WIRES = ("floats", "mx")
 
 
-def dispatches(mesh: Any) -> dict[str, Callable[..., Any]]:
-    """Ways to bring tokens (T, D), split along T, to all that share experts; bfloat16 first."""
-    specs = {"in_specs": P(("data", "d")), "out_specs": P("data")}
-    split = partial(jax.shard_map, mesh=mesh, check_vma=False, **specs)
-    return {
-        "floats": jax.jit(split(lambda x: jax.lax.all_gather(x, "d", tiled=True))),
-        "mx": jax.jit(split(lambda x: jax_mx.all_gather(jax_mx.quantize(x), "d", tiled=True))),
+def wanted(experts: jax.Array, shards: int, number: int) -> jax.Array:
+    """bool (shards, T): which of T tokens want which shard, of so many experts each."""
+    shard = jnp.arange(shards, dtype=experts.dtype)[:, None, None]
+    return (experts // number == shard).any(-1)
+
+
+def in_front(wants: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The tokens that each shard is sent, behind each other: (shards, T), then -1; how many."""
+    place = jnp.where(wants, jnp.cumsum(wants, 1, dtype=jnp.int32) - 1, wants.shape[1])
+    shard, token = (jax.lax.broadcasted_iota(jnp.int32, wants.shape, axis) for axis in (0, 1))
+    rows = jnp.full(wants.shape, -1, jnp.int32).at[shard, place].set(token, mode="drop")
+    return rows, wants.sum(1, dtype=jnp.int32)
+
+
+def exchanged(x: jax.Array, experts: jax.Array, number: int, ragged: bool) -> MXArray:
+    """The tokens that this shard's experts want, in MX: T slots for those of each other shard."""
+    n, (tokens, _) = jax.lax.axis_size("d"), x.shape
+    wants = wanted(experts, n, number)
+    if not ragged:
+        rows = jnp.where(wants, jnp.arange(tokens, dtype=jnp.int32), -1).reshape(-1)
+        return jax_mx.all_to_all(jax_mx.quantize(x, rows=rows), "d", 0, 0, tiled=True)
+    rows, sizes = in_front(wants)
+    q = jax_mx.quantize(x, rows=rows.reshape(-1))
+    places = jnp.arange(n, dtype=jnp.int32) * tokens
+    there = jnp.full(n, tokens, jnp.int32) * jax.lax.axis_index("d")
+    arriving = jax.lax.all_to_all(sizes, "d", 0, 0, tiled=True)
+
+    def move(bits: jax.Array) -> jax.Array:
+        none = jnp.zeros_like(bits)
+        return jax.lax.ragged_all_to_all(bits, none, places, sizes, there, arriving, axis_name="d")
+
+    return jax.tree.map(partial(as_bits, move=move), q)
+
+
+def dispatches(mesh: Any, number: int) -> dict[str, Callable[..., Any]]:
+    """Ways to bring tokens (T, D) to those that have their experts, (T, k); bfloat16 first.
+
+    Args:
+      mesh: tokens and experts are split over.
+      number: of experts of a shard.
+    """
+    rows = P(("data", "d"))
+    split = partial(jax.shard_map, mesh=mesh, check_vma=False, in_specs=rows)
+    ways = {
+        "floats": split(lambda x, _: jax.lax.all_gather(x, "d", tiled=True), out_specs=P("data")),
+        "mx": split(
+            lambda x, _: jax_mx.all_gather(jax_mx.quantize(x), "d", tiled=True),
+            out_specs=P("data"),
+        ),
     }
+    for name, ragged in (("all-to-all", False), ("ragged all-to-all", True)):
+        call = partial(exchanged, number=number, ragged=ragged)
+        ways[f"mx, {name}"] = split(call, out_specs=rows)
+    return {name: jax.jit(call) for name, call in ways.items()}
 
 
 def layers(recipe: Recipe) -> dict[str, Callable[..., Any]]:
@@ -65,13 +115,24 @@ def measured(
 ) -> Iterator[dict]:
     """The rows of one number of tokens a device, in two rounds: the better time of each counts."""
     best: dict[str, float] = {}
+    failed: dict[str, str] = {}
     for _ in range(2):
         for wire, f in ways.items():
-            us = microseconds(f, *args, calls=calls)
+            if wire in failed:
+                continue
+            try:
+                us = microseconds(f, *args, calls=calls)
+            except Exception as error:  # one way that fails leaves the others
+                failed[wire] = " ".join(str(error).split())[:300]
+                continue
             best[wire] = min(us, best.get(wire, us))
-    for wire, us in best.items():
-        row = {"what": name, "tokens": tokens, "moves": wire, "us": round(us, 1)}
-        yield {**row, "ratio": round(us / best["floats"], 3)}
+    for wire in ways:
+        row = {"what": name, "tokens": tokens, "moves": wire}
+        if wire in failed:
+            yield {**row, "error": failed[wire]}
+            continue
+        us = best[wire]
+        yield {**row, "us": round(us, 1), "ratio": round(us / best["floats"], 3)}
 
 
 def main() -> None:
@@ -90,22 +151,24 @@ def main() -> None:
     kinds = (AxisType.Auto, AxisType.Auto)
     mesh = jax.make_mesh((args.data, n // args.data), ("data", "d"), axis_types=kinds)
 
-    def told(row: dict) -> None:
+    def tell(row: dict) -> None:
         rows.append({**row, "devices": n, "data": args.data})
-        print("{what:24} {tokens:6} {moves:7} {us:9.1f} us {ratio:6.3f}".format(**row), flush=True)
+        told = row.get("error") or "{us:9.1f} us {ratio:6.3f}".format(**row)
+        print("{what:24} {tokens:6} {moves:22} ".format(**row) + told, flush=True)
         if args.json:
             report.write_record(args.json, "python -m benchmarks.moe_sharded", rows)
 
-    print(f"{'what':24} {'tokens':>6} {'moves':7} {'us':>9}    us/floats")
+    print(f"{'what':24} {'tokens':>6} {'moves':22} {'us':>9}    us/floats")
     with jax.set_mesh(mesh):
         for tokens in args.tokens:
             case = moe.Case("", n * tokens, 2, 8, args.width, args.inner, backward=True)
             given = operands(case, mesh)
-            for row in measured("dispatch", tokens, dispatches(mesh), given[:1], 4 * args.calls):
-                told(row)
+            moves = dispatches(mesh, case.experts // mesh.shape["d"])
+            for row in measured("dispatch", tokens, moves, given[:2], 4 * args.calls):
+                tell(row)
             for name, recipe in RECIPES.items():
                 for row in measured(name, tokens, layers(recipe), given, args.calls):
-                    told(row)
+                    tell(row)
 
 
 if __name__ == "__main__":

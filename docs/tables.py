@@ -471,8 +471,8 @@ def speed_layers() -> list[str]:
 
 def speed_moe() -> list[str]:
     """An MoE layer, with its heading."""
-    about, rows = results("h200_moe")
-    rows = [row for row in rows if "us" in row]
+    about, every = results("h200_moe")
+    rows = [row for row in every if "tflops" in row]
     floats: dict[str, float] = {}
     for row in rows:
         if row["way"].startswith("bf16"):
@@ -493,7 +493,20 @@ def speed_moe() -> list[str]:
     )
     head = ["## MoE layers", "", "Routing, gathering, quantizing, products, activation, combine:"]
     said = f"{caption(about, command('moe'), EVERY)} {about.get('note', '')}".strip()
-    return [*head, "", *lines, "", said]
+    return [*head, "", *lines, "", *_routing(every), said]
+
+
+def _routing(rows: Rows) -> list[str]:
+    """What sorting tokens by expert takes, where it was measured."""
+    own = _of(rows, case="routing")
+    lines = table(
+        ("routing: ids, choices, experts", "way", "us"),
+        [
+            (f"{row['tokens'] * row['k']:,}, {row['k']}, {row['experts']}", row["way"], row["us"])
+            for row in own
+        ],
+    )
+    return [*lines, ""] if own else []
 
 
 def speed_moe_step() -> list[str]:
@@ -542,13 +555,20 @@ def speed_collectives() -> list[str]:
 def speed_moe_sharded() -> list[str]:
     """An MoE layer whose experts two GPUs share, by how tokens move."""
     about, rows = results("h200x2_moe")
-    at = {(row["what"], row["tokens"], row["moves"]): row for row in rows}
+    rows = [row for row in rows if "us" in row]
+    floats = {(row["what"], row["tokens"]): row for row in rows if row["moves"] == "floats"}
     lines = table(
         ("what", "tokens a device", "us, floats move", "us, MX moves", "MX of floats"),
         [
-            (what, f"{tokens:,}", f"{row['us']:.0f}", f"{mx['us']:.0f}", f"{mx['ratio']:.2f}")
-            for (what, tokens, moves), row in at.items()
-            if moves == "floats" and (mx := at.get((what, tokens, "mx")))
+            (
+                row["what"] + row["moves"].removeprefix("mx"),
+                f"{row['tokens']:,}",
+                f"{floats[row['what'], row['tokens']]['us']:.0f}",
+                f"{row['us']:.0f}",
+                f"{row['ratio']:.2f}",
+            )
+            for row in rows
+            if row["moves"] != "floats"
         ],
     )
     return [*lines, "", caption(about, command("moe_sharded"), EVERY)]

@@ -26,6 +26,7 @@ from benchmarks import (
     baselines,
     guard,
     issue_model,
+    moe,
     moe_sharded,
     moe_step,
     peers,
@@ -38,6 +39,7 @@ from benchmarks import (
     timing,
 )
 from benchmarks.report import Measured, Row
+from docs import tables
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import ARCHS, VARIANTS, layouts_of
@@ -791,6 +793,40 @@ def test_a_layer_of_experts_on_several_devices(tmp_path, monkeypatch):
     rows = json.loads(path.read_text())["rows"]
     assert {row["what"] for row in rows} == {"dispatch", *moe_sharded.RECIPES}
     assert {(row["devices"], row["data"]) for row in rows} == {(8, 2)}
+    ways = {row["moves"]: "us" in row for row in rows if row["what"] == "dispatch"}
+    ragged = ways.pop("mx, ragged all-to-all")
+    assert ragged == (jax.default_backend() != "cpu")  # XLA's CPU has no such exchange
+    assert ways == {"floats": True, "mx": True, "mx, all-to-all": True}
+
+
+def test_which_tokens_an_all_to_all_sends():
+    """A token to each shard once, in order; and the codes that arrive are those of the tokens."""
+    rng = np.random.default_rng(0)
+    experts = rng.integers(-1, 8, (4 * 6, 2)).astype(np.int32)
+    wants = moe_sharded.wanted(jnp.asarray(experts), 4, 2)
+    rows, sizes = moe_sharded.in_front(wants)
+    for shard in range(4):
+        own = [t for t, each in enumerate(experts) if any(e // 2 == shard for e in each)]
+        assert rows[shard].tolist() == own + [-1] * (len(experts) - len(own))
+        assert sizes[shard] == len(own)
+    x = jnp.asarray(rng.normal(size=(4 * 6, 64)), jnp.bfloat16)
+    devices = jax.devices("cpu")[:4]
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 4), ("data", "d"), axis_types=kinds, devices=devices)
+    with jax.set_mesh(mesh):
+        got = moe_sharded.dispatches(mesh, 2)["mx, all-to-all"](x, jnp.asarray(experts))
+    want = jnp.where(wants[:, :, None], x, 0).reshape(-1, 64)  # of each shard all tokens
+    assert_same_array(got, jax.jit(jax_mx.quantize)(want))
+
+
+def test_routing_is_rows():
+    case = dataclasses.replace(moe.ROUTING, tokens=64)
+    rows = [*moe.measure_routing(case=case)]
+    assert [row["way"] for row in rows] == [*moe.SORTS]
+    assert all(row["us"] > 0 and row["tokens"] == 64 for row in rows)
+    drawn = tables._routing([*rows, {"case": "forward"}])
+    assert len(drawn) == len(rows) + 3 and drawn[2].startswith("| 512, 8, 64 | jnp.argsort")
+    assert not tables._routing([{"case": "forward"}])
 
 
 # ---- all tables ---
