@@ -4,7 +4,6 @@
 """
 
 import functools
-import re
 import socket
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Recipe
-from jax_mx.ops import collectives as collectives_of_mx
 
 pytestmark = pytest.mark.optimized
 
@@ -182,59 +180,12 @@ def test_resharded_bytes_on_two_gpus(kind, before):
                 assert_bits_equal(a, b)
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize(("chunks", "format"), [(1, FORMATS[0]), (2, FORMATS[4]), (4, FORMATS[1])])
-def test_what_is_quantized_while_it_moves(chunks, format, check, platform):
-    """The bytes of quantizing first; and that many exchanges, of bytes."""
-    x = jnp.asarray(random_bits((256, 96), jnp.bfloat16))
-    split = functools.partial(
-        jax.shard_map,
-        mesh=mesh_of(2, platform=platform),
-        in_specs=ROWS,
-        out_specs=ROWS,
-        check_vma=check,
-    )
-    own = split(lambda x: collectives_of_mx.exchange(x, "a", format, chunks=chunks))
-    move = lambda x: jax_mx.all_to_all(jax_mx.quantize(x, format), "a", 0, 0, tiled=True)  # noqa: E731
-    program = jax.jit(own)
-    assert_same_array(program(x), jax.jit(split(move))(x))
-    text = program.lower(x).compile().as_text()
-    assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == 2 * chunks
-    found = collectives(text)
-    assert {(kind, dtype) for kind, dtype, _ in found} == {("all-to-all", "u8")}
-    bytes_of_a_block = 17 if "fp4" in format else 33
-    assert sum(n * count for (*_, n), count in found.items()) == x.size // 64 * bytes_of_a_block
-
-
-def test_how_many_chunks_are_worth_it():
-    worthwhile = collectives_of_mx.worthwhile
-    assert worthwhile((16384, 7168), 2) == collectives_of_mx.MOST_CHUNKS
-    assert worthwhile((512, 7168), 2) == 1  # few rows
-    assert worthwhile((16382, 7168), 2) == 1  # 8191 rows a shard: no whole chunks
-    assert worthwhile((16386, 7168), 2) == 3
-    assert worthwhile((16385, 7168), 2) == worthwhile((16384, 7168), 1) == 1
-    each = collectives_of_mx.rows_of_chunks(12, 2, 3)
-    assert [rows.tolist() for rows in each] == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
-    assert_refused(
-        lambda: collectives_of_mx.rows_of_chunks(12, 2, 4), ValueError, "are no 4 equal chunks"
-    )
-
-
 @pytest.mark.parametrize("move", ["exchange", "rows to columns", "columns to slabs"])
 def test_nothing_is_exchanged(move):
     exchange = lambda x: jax_mx.all_to_all(jax_mx.quantize(x), "a", **MOVES[move][2])  # noqa: E731
     x = jnp.ones((4, 64, 64))
     q = in_shards(exchange, 2)(x[:, :0] if move == "columns to slabs" else x[:0])
     assert q.values.size == q.scales.size == 0
-
-
-def test_nothing_is_quantized_while_it_moves():
-    for chunks in (None, 2):
-        q = in_shards(lambda x, n=chunks: collectives_of_mx.exchange(x, "a", chunks=n), 2)(
-            jnp.ones((0, 64))
-        )
-        assert q.shape == (0, 64) and q.scales.size == 0
 
 
 def test_nothing_is_gathered():

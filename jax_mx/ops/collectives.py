@@ -19,18 +19,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_mx.arrays.checks import axis_of, shown
 from jax_mx.arrays.sharding import is_explicit, names_in
 from jax_mx.arrays.views import moved_last, stored_spec
-from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, Format
+from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import ROW, Window, lengths_of
-from jax_mx.lowering import primitive
 from jax_mx.lowering.barrier import as_made
 from jax_mx.ops.mxarray import MXArray, checked
-from jax_mx.ops.quantize import quantize
 
 AxisName = Any  # of a mesh, or a sequence of them; as jax.lax takes it
 Groups = Sequence[Sequence[int]] | None
@@ -151,99 +148,6 @@ def ppermute(q: MXArray, axis_name: AxisName, perm: Sequence[tuple[int, int]]) -
     return _moved(_own("ppermute", q), send, {"values": {}, "scales": {}})
 
 
-# ---- quantized while it moves ---
-# A chunk moves at most this often, and has this many bytes at least: an exchange takes 10 us by
-# itself, in which two H200s move 2.6 MB.
-MOST_CHUNKS = 4
-CHUNK_BYTES = 8 * 10**6
-
-
-def exchange(
-    x: jax.Array,
-    axis_name: AxisName,
-    format: Format | str = MXFP8_E4M3,
-    *,
-    chunks: int | None = None,
-) -> MXArray:
-    """`all_to_all(quantize(x, format), axis_name, 0, 0, tiled=True)`, in chunks.
-
-    While a chunk moves, the next one is quantized, and the one before is put in its place.
-
-    Args:
-      x: a shard's floats (T, D), in shard_map; rows i T / n to (i + 1) T / n go to shard i of n.
-      axis_name: as for `all_to_all`.
-      format: see `quantize`.
-      chunks: how many; None: as many as are worth it, 1 for few rows.
-
-    Returns:
-      The same bytes.
-
-    Raises:
-      TypeError, ValueError: as `quantize` and `all_to_all` do, or chunks do not divide T / n.
-    """
-    n = _size(axis_name, None)
-    if chunks is None:
-        chunks = worthwhile(x.shape, n)
-    if chunks == 1:
-        return all_to_all(quantize(x, format), axis_name, 0, 0, tiled=True)
-    each = [quantize(x, format, rows=rows) for rows in rows_of_chunks(x.shape[0], n, chunks)]
-    move = partial(all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True)
-    first, others = in_turn(move(each[0]), each[1:])
-    moved = [first, *map(move, others)]
-    arrays = {
-        name: _in_place([getattr(q, name) for q in moved], n) for name in ("values", "scales")
-    }
-    return dataclasses.replace(moved[0], **arrays)
-
-
-def worthwhile(shape: tuple[int, ...], n: int) -> int:
-    """In how many chunks `exchange` moves (T, D) floats between n shards."""
-    part, rest = divmod(shape[0], n)
-    most = 1 if rest or n == 1 else min(MOST_CHUNKS, math.prod(shape) // CHUNK_BYTES)
-    return next((chunks for chunks in range(most, 1, -1) if part % chunks == 0), 1)
-
-
-def rows_of_chunks(rows: int, n: int, chunks: int) -> list[np.ndarray]:
-    """Which rows each chunk has: a part of those for each shard.
-
-    Raises:
-      ValueError: chunks are not equal.
-    """
-    if rows % (n * chunks):
-        raise ValueError(f"exchange: {rows} rows for {n} shards are no {chunks} equal chunks")
-    each = np.arange(rows, dtype=np.int32).reshape(n, chunks, -1)
-    return [each[:, i].reshape(-1) for i in range(chunks)]
-
-
-def in_turn(first: MXArray, others: list[MXArray]) -> tuple[MXArray, list[MXArray]]:
-    """All of them, such that nothing reads the chunk that moves first before others are quantized.
-
-    XLA ends a move just before its first reader, which it may put before the next quantizer. Codes
-    leave as soon as they are there; the scales of other chunks, which are few, wait.
-    """
-    scales = [q.scales for q in others]
-    values, scales = jax.lax.optimization_barrier((first.values, scales))
-    first = dataclasses.replace(first, values=values)
-    pairs = zip(others, scales, strict=True)
-    return first, [dataclasses.replace(q, scales=own) for q, own in pairs]
-
-
-def _in_place(parts: Sequence[jax.Array], n: int) -> jax.Array:
-    """Chunks (n r, K) of n shards' rows each, put together: (n chunks r, K).
-
-    One after the other, so that the first ones are put in place while others move.
-    """
-    dtype, columns = parts[0].dtype, parts[0].shape[-1]
-    as_bytes = [jax.lax.bitcast_convert_type(part, jnp.uint8) for part in parts]
-    words = [in_words(part.reshape(n, 1, len(part) // n, columns)) for part in as_bytes]
-    whole = jnp.zeros((n, len(parts), *words[0].shape[2:]), words[0].dtype)
-    whole = primitive.vary_alike(whole, *words)[0]
-    for i, each in enumerate(words):
-        whole = jax.lax.dynamic_update_slice_in_dim(whole, each, i, 1)
-    bits = from_words(whole, jnp.uint8).reshape(sum(map(len, parts)), columns)
-    return jax.lax.bitcast_convert_type(bits, dtype)
-
-
 def _own(op: str, q: Any) -> MXArray:
     if not isinstance(q, MXArray):
         raise TypeError(
@@ -299,23 +203,13 @@ def joined(parts: jax.Array, axis: int) -> jax.Array:
     shape[axis] *= n
     if math.prod(parts.shape[1 : 1 + axis]) == 1:  # they lie as they shall
         return parts.reshape(shape)
-    words = jnp.moveaxis(in_words(parts), 0, axis)
-    return from_words(words, parts.dtype).reshape(shape)
-
-
-def in_words(x: jax.Array) -> jax.Array:
-    """Bytes (..., K) as words of the most of them that divide K, up to four: (..., K / 4)."""
-    word = next(size for size in (4, 2, 1) if x.shape[-1] % size == 0)
-    if x.dtype.itemsize > 1 or word == 1:
-        return x
-    words = x.reshape(*x.shape[:-1], x.shape[-1] // word, word)
-    return jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{8 * word}"))
-
-
-def from_words(words: jax.Array, dtype: Any) -> jax.Array:
-    """What `in_words` took."""
-    x = jax.lax.bitcast_convert_type(words, dtype)
-    return x if x.ndim == words.ndim else x.reshape(*words.shape[:-1], math.prod(x.shape[-2:]))
+    word = next(size for size in (4, 2, 1) if parts.shape[-1] % size == 0)
+    if parts.dtype.itemsize > 1 or word == 1:
+        return jnp.moveaxis(parts, 0, axis).reshape(shape)
+    words = parts.reshape(*parts.shape[:-1], parts.shape[-1] // word, word)
+    words = jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{8 * word}"))
+    words = jnp.moveaxis(words, 0, axis).reshape(*shape[:-1], shape[-1] // word)
+    return jax.lax.bitcast_convert_type(words, parts.dtype).reshape(shape)
 
 
 # ---- where an axis lies in values and scales ---
