@@ -25,7 +25,6 @@ from rich.table import Table
 import jax_mx
 from benchmarks import report
 from jax_mx import MXFP8, Recipe
-from jax_mx.ops.collectives import exchange
 
 P = PartitionSpec
 Call = Callable[[jax.Array], Any]
@@ -79,7 +78,6 @@ def gathers(axis: int) -> dict[str, Call]:
 EXCHANGES: dict[str, Call] = {
     "bf16": lambda x: jax.lax.all_to_all(x, "d", 0, 0, tiled=True),
     "quantize, all_to_all": lambda x: jax_mx.all_to_all(jax_mx.quantize(x), "d", 0, 0, tiled=True),
-    "quantized while it moves": lambda x: exchange(x, "d"),
     "to MXFP4": lambda x: jax_mx.all_to_all(
         jax_mx.quantize(x, "mxfp4_e2m1"), "d", 0, 0, tiled=True
     ),

@@ -794,21 +794,15 @@ def test_a_layer_of_experts_on_several_devices(tmp_path, monkeypatch):
     assert {row["what"] for row in rows} == {"dispatch", *moe_sharded.RECIPES}
     assert {(row["devices"], row["data"]) for row in rows} == {(8, 2)}
     ways = {row["moves"]: "us" in row for row in rows if row["what"] == "dispatch"}
-    ragged = ways.pop("mx, ragged all-to-all")
-    assert ragged == (jax.default_backend() != "cpu")  # XLA's CPU has no such exchange
     assert ways == {"floats": True, "mx": True, "mx, all-to-all": True}
 
 
 def test_which_tokens_an_all_to_all_sends():
-    """A token to each shard once, in order; and the codes that arrive are those of the tokens."""
+    """Each shard gets the codes of the tokens that want its experts, and zeros for others."""
     rng = np.random.default_rng(0)
     experts = rng.integers(-1, 8, (4 * 6, 2)).astype(np.int32)
-    wants = moe_sharded.wanted(jnp.asarray(experts), 4, 2)
-    rows, sizes = moe_sharded.in_front(wants)
-    for shard in range(4):
-        own = [t for t, each in enumerate(experts) if any(e // 2 == shard for e in each)]
-        assert rows[shard].tolist() == own + [-1] * (len(experts) - len(own))
-        assert sizes[shard] == len(own)
+    wants = np.array([[shard in each // 2 for each in experts] for shard in range(4)])
+    assert np.array_equal(moe_sharded.wanted(jnp.asarray(experts), 4, 2), wants)
     x = jnp.asarray(rng.normal(size=(4 * 6, 64)), jnp.bfloat16)
     devices = jax.devices("cpu")[:4]
     kinds = (jax.sharding.AxisType.Auto,) * 2
@@ -910,7 +904,7 @@ def test_every_binary_is_bounded_on_every_chip_that_runs_it():
         (variant, name)
         for variant in VARIANTS
         for name, chip in issue_model.CHIPS.items()
-        if f"{variant.name}.{chip.arch}" in manifest
+        if chip.arch in ARCHS[variant.implementation] and f"{variant.name}.{chip.arch}" in manifest
     ]
     assert found
     for bound in found:

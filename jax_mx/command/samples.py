@@ -244,6 +244,7 @@ def magnitudes(q: MXArray) -> np.ndarray:
     """The elements' codes without their signs, in q's shape."""
     per = q.format.codes_per_byte
     codes = np.moveaxis(np.asarray(q.values).view(np.uint8), q.axis, -1)
+    lengths = *codes.shape[:-1], per * codes.shape[-1]
     codes = np.stack([codes >> (8 // per * i) for i in range(per)], axis=-1)
-    codes = codes.reshape(*codes.shape[:-2], -1) & (2 ** (q.format.bits - 1) - 1)
+    codes = codes.reshape(lengths) & (2 ** (q.format.bits - 1) - 1)
     return np.moveaxis(codes, -1, q.axis)

@@ -6,6 +6,7 @@ Operands lie one after the other: x (T, K), W (G, N, K).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -118,7 +119,7 @@ def _of_both_from_matrices(view, *, plan: Plan):
     lead = view.ndim - plan.view.tail
     rows, columns = (view.shape[lead + i] * BLOCK for i in range(2))
     order = (*range(lead), *(lead + i for i in plan.view.operand))
-    x = view.transpose(order).reshape(-1, rows, columns)
+    x = view.transpose(order).reshape(math.prod(view.shape[:lead]), rows, columns)
     alone = ProductPlan("amaxes", (), AMAX, False, 128)
     found = products_p["amaxes"].bind(x, plan=alone)
     avals = _of_both_avals(jax.typeof(view), plan=plan)

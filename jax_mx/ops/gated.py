@@ -124,5 +124,5 @@ def gated(
         y = made(op, x, own)
         return Activated(y if wanted else None, quantizer(stop(y)))
     *found, y = quantizer(stop(x), activation=WithFloats(stop(own)))
-    y = known(y.reshape(*x.shape[:-1], -1), x, own)
+    y = known(y.reshape(own.gates_of(op, x).shape), x, own)
     return Activated(y, tuple(found) if both else found[0])

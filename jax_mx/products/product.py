@@ -17,7 +17,7 @@ import numpy as np
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.dot import Dims, Dot, Operand, call_of
-from jax_mx.products.implementations import Implementation, lowered
+from jax_mx.products.implementations import IMPLEMENTATIONS, Implementation, lowered
 
 
 def _floats_like(x: Any) -> Any:
@@ -77,7 +77,10 @@ def _batch(args: Any, dims: Any, *, dot: Dot) -> tuple[list, list]:
 
 def _lower(given: str | None, ctx: Any, *leaves: Any, dot: Dot) -> Any:
     def run(served: Implementation, *leaves: Any) -> jax.Array:
-        return served.run(*dot.tree.unflatten(leaves), dot)
+        operands = dot.tree.unflatten(leaves)
+        if any(0 in x.shape for x in operands):  # libraries divide by lengths, or read elements
+            served = IMPLEMENTATIONS["xla"]
+        return served.run(*operands, dot)
 
     return lowered(given, ctx, leaves, call_of(dot, ctx.avals_in), run)
 
