@@ -4,6 +4,7 @@ import collections
 import functools
 import gc
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 # Eight CPU devices for the sharding tests, and GPU memory as it is needed: tests start processes.
@@ -21,7 +22,7 @@ from helpers import lowered_apart, stand_in
 from jax._src import compiler
 
 from jax_mx.facts import verified
-from jax_mx.facts.chips import arch_of, dsl_of
+from jax_mx.facts.chips import ARCHS, arch_of, dsl_of
 from jax_mx.facts.products import BINARIES
 from jax_mx.lowering import store, targets
 
@@ -122,6 +123,11 @@ def pytest_xdist_auto_num_workers(config):
     return min(os.cpu_count() or 1, 4)
 
 
+def on_emulator(item) -> bool:
+    """Whether a test has AMD's kernels executed, which tinygrad's decoder is for."""
+    return hasattr(item, "callspec") and item.callspec.params.get("arch") in ARCHS["flydsl"]
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config, items):
     """Leaves out what is thorough if that is not asked for; sees to tests that need a GPU.
@@ -146,6 +152,8 @@ def pytest_collection_modifyitems(config, items):
         skips = item.get_closest_marker("thorough") and not config.getoption("--thorough")
         if skips or (needs_gpu and not required):
             left_out.append(item)
+        if find_spec("tinygrad") is None and on_emulator(item):
+            item.add_marker(pytest.mark.skip(reason="the emulator takes tinygrad"))
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = {*map(id, left_out)}

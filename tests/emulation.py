@@ -16,7 +16,6 @@ from jax_mx.facts.code_object import CodeObject
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import ARCHS, VARIANTS
 from jax_mx.lowering import store
-from jax_mx.testing.emulator import Emulator
 from jax_mx.testing.memory import Global
 
 POISON = 0xA7
@@ -223,6 +222,8 @@ class Program:
         groups = None if part == 1 else range(count - count // part, count)
         groups = range(count)[::-1] if late else groups
         if count:
+            from jax_mx.testing.emulator import Emulator  # which takes tinygrad
+
             emulator = emulator or Emulator(self.code)
             emulator.launch(symbol, grid, threads, bytes(block), memory, order, groups)
 

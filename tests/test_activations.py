@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any
 
+import emulation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -982,7 +983,6 @@ def test_past_two_to_the_31():
 
 
 # ---- emulated ---
-emulation = pytest.importorskip("emulation")  # of AMD's chips, by tinygrad
 AMD = [v for v in ACTIVE if v.implementation == "flydsl"]
 
 

@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any
 
+import emulation
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -423,7 +424,6 @@ def test_past_two_to_the_31(both):
 
 
 # ---- emulated ---
-emulation = pytest.importorskip("emulation")  # of AMD's chips, by tinygrad
 AMD = [v for v in NORMED if v.implementation == "flydsl"]
 # Those that tests share by default.
 FEW = {
@@ -512,6 +512,8 @@ TILED = [v for v in AMD if v.form != directions.LAST and v.window == 32]
 @each_binary(TILED)
 def test_factors_that_come_late(variant, arch):
     """Workgroups run from the last on: those that wait find all factors themselves."""
+    from jax_mx.testing.emulator import Emulator
+
     length = 160 if variant.form.spans[1] else 77
     x, weight = rows((160, length), variant.dtype), rows((length,), "float32", 1)
     residual = [x[::-1].copy()] * variant.added
@@ -520,7 +522,7 @@ def test_factors_that_come_late(variant, arch):
     want = jax.jit(functools.partial(op_of(variant)[1], activation=own, implementation="xla"))(x)
     buffers = emulation.bytes_of([x, *residual, weight]), emulation.bytes_of(want)
     for late in (False, True):
-        emulator = emulation.Emulator(program.code)
+        emulator = Emulator(program.code)
         assert program.run(1, *buffers, emulator=emulator, late=late)
         assert (emulator.executed["s_sleep"] > 0) == late
 
@@ -565,6 +567,7 @@ def test_addresses_past_4_gib_emulated(variant, arch):
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=thorough)])
 def test_approximations_decide_nothing(dtype, off, monkeypatch):
     """Those of reciprocals and roots are off by as much as AMD says they may be, or not at all."""
+    pytest.importorskip("tinygrad")
     from jax_mx.testing import emulate, instructions
 
     monkeypatch.setattr(instructions, "OFF64", off)

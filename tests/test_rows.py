@@ -7,6 +7,7 @@ variants of their own: executed on the GPU at hand, and in the emulator.
 import dataclasses
 import functools
 
+import emulation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -479,10 +480,6 @@ def test_every_kernel_of_codes(variant):
 
 
 # ---- emulated ---
-emulation = pytest.importorskip("emulation")  # of AMD's chips, by tinygrad
-from jax_mx.testing import emulate  # noqa: E402
-from jax_mx.testing.emulator import ORDERS  # noqa: E402
-
 AMD = [v for v in VARIANTS if v.rows and v.implementation == "flydsl"]
 
 
@@ -500,6 +497,9 @@ def source_of(variant, count, length, seed):
 @emulation.every_binary(AMD)
 def test_emulated(variant, arch):
     """Layouts of scales and of values, scalings, orders of the waves and entries in turn."""
+    from jax_mx.testing import emulate
+    from jax_mx.testing.emulator import ORDERS
+
     turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
     shapes = shapes_of(variant)
     for i in range(3):
