@@ -1,8 +1,10 @@
 """`dot_general`, `matmul`, `einsum`: values and gradients against float64, shapes, messages."""
 
+import copy
 import dataclasses
 import functools
 import math
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -311,6 +313,31 @@ def test_a_frozen_operand_gets_no_gradient_and_the_other_is_right():
     both = dot_general(q, jax_mx.quantize(w, axis=0), numbers, preferred_element_type=jnp.float32)
     assert_bits_equal(both, y)
     assert dot_general(q, jax_mx.quantize(w, axis=0), numbers).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_values(name):
+    """Equal ones are one key of a cache, also from another process; keys are their own."""
+    recipe = RECIPES[name]
+    if not jax.tree.leaves(recipe):
+        again = pickle.loads(pickle.dumps(recipe))
+        assert again == recipe == copy.deepcopy(recipe)
+        assert hash(again) == hash(recipe)
+    assert recipe == jax.tree.map(lambda leaf: leaf, recipe)
+    assert recipe != dataclasses.replace(recipe, gradient="mxfp6_e2m3")
+    assert recipe != dataclasses.replace(recipe, wgrad=Product(hadamard=jax_mx.Hadamard(32)))
+    assert (recipe.fold_in(1) == recipe.fold_in(2)) == (name != "gradients in mxfp4")
+    traced = []
+
+    @functools.partial(jax.jit, static_argnames="recipe")
+    def f(x, w, recipe):
+        traced.append(recipe)
+        return jax_mx.matmul(x, w, recipe=recipe)
+
+    x, w = floats((4, 64)), floats((64, 32))
+    got, want = f(x, w, recipe), f(x, w, jax.tree.map(lambda leaf: leaf, recipe))
+    assert_bits_equal(got, want)
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize("frozen", ["lhs", "rhs"])

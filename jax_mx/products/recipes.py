@@ -32,9 +32,25 @@ from jax_mx.products.operands import arrangement_of, check_contracted, padded
 _BF16 = "bf16"  # of a product that is not quantized
 
 
+class _Value:
+    """What is equal to what has the same static fields and the very same keys and signs."""
+
+    def _parts(self) -> tuple[Any, ...]:
+        leaves, structure = jax.tree.flatten(self)
+        return structure, *map(id, leaves)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Value):
+            return NotImplemented
+        return self is other or self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash(self._parts())
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Product:
+class Product(_Value):
     """What one of the three products of a layer does unlike the rest of its recipe.
 
     A pytree: keys and signs in it are data.
@@ -61,14 +77,15 @@ class Product:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Recipe:
+class Recipe(_Value):
     """How a product's operands are quantized, in its forward pass and in both gradients.
 
     The products of y = lhs . rhs are: *forward*, lhs and rhs along the contracted axis; *dgrad*,
     the gradient of lhs, from y's gradient and rhs, along rhs' free axis; *wgrad*, the gradient of
     rhs, from lhs and y's gradient, along the rows of lhs. Every operand is quantized from its
     floats, never from another quantized array. A frozen value and a pytree: keys and signs in it
-    are data, all else is static.
+    are data, all else is static. Recipes are equal where all that is static is, and keys and signs
+    are the same arrays; so a recipe may be a static argument of `jax.jit`.
 
     Attributes:
       lhs: format of the activations.
