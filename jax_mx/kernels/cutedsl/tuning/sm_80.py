@@ -34,5 +34,19 @@ ROWS = [
         "date": "2026-11-24",
         "measured": ["(4, 1) spills registers, with scales in tiles"],
     },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {
+            "form": "both_transposed",
+            "codes_per_byte": 1,
+            "source": "",
+            "window": "row",
+            "tiled_scales": True,
+            "aligned": True,
+        },
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-25",
+        "measured": ["(8, 2) spills registers"],
+    },
     *SM_90A,
 ]
