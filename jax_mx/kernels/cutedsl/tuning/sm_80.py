@@ -48,5 +48,21 @@ ROWS = [
         "date": "2026-11-25",
         "measured": ["(8, 2) spills registers"],
     },
+    {
+        "kernel": "quantize.Tiled",
+        "where": {
+            "form": "second_transposed",
+            "dtype": "bfloat16",
+            "codes_per_byte": 1,
+            "activation": "gpt_oss",
+            "source": "gated",
+            "window": "32",
+            "tiled_scales": True,
+            "aligned": False,
+        },
+        "value": {"down": 4, "across": 2},
+        "date": "2026-11-25",
+        "measured": ["(4, 1) spills registers, where floats are given, too"],
+    },
     *SM_90A,
 ]
