@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,19 +44,33 @@ def test_kernels_import_no_jax():
 def _places(dsl: str) -> list[Path]:
     """The files whose change must change the key of a DSL's kernels."""
     package = Path(build.__file__).parents[1]
-    found = [*(package / "facts").glob("*.py"), *(package / "kernels" / dsl).rglob("*.py")]
+    found = [*(package / "facts").glob("*.py"), *(package / "kernels" / dsl).glob("*.py")]
     shared = ("entry.py", "geometry.py", "noise.py", "tuning.py")
     found += [package / "kernels" / name for name in shared]
     return [path.relative_to(package) for path in found if path.stem not in ("sass", "gcn")]
 
 
-@pytest.mark.parametrize("dsl", ARCHS)
-def test_a_key_changes_with_each_table_and_source(dsl, tmp_path):
+def _tables(dsl: str, arch: str) -> list[Path]:
+    """The files that Python loads for an arch's table of tiles."""
+    name = f"jax_mx.kernels.{dsl}.tuning"
+    code = (
+        f"import sys, {name}.{arch}\n"
+        f"print(*(m.__file__ for n, m in sys.modules.items() if n.startswith({name!r})), sep='\\n')"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    package = Path(build.__file__).parents[1]
+    return [Path(line).relative_to(package) for line in ran.stdout.split()]
+
+
+@pytest.mark.parametrize(
+    "dsl, arch", [(dsl, arch) for dsl, archs in ARCHS.items() for arch in archs]
+)
+def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path):
     """A stale binary cannot pass: what an entry is made of is in files that the key hashes."""
     package = Path(build.__file__).parents[1]
     for folder in ("facts", "kernels"):
         shutil.copytree(package / folder, tmp_path / folder)
-    variant, arch = FIRST[dsl], next(iter(ARCHS[dsl]))
+    variant, places = FIRST[dsl], [*_places(dsl), *_tables(dsl, arch)]
 
     def key() -> str:
         content._digest.cache_clear()
@@ -62,15 +78,18 @@ def test_a_key_changes_with_each_table_and_source(dsl, tmp_path):
 
     first, seen = key(), set()
     assert first == content.key_of(variant, arch)  # where a package lies does not matter
-    for place in _places(dsl):
+    for place in places:
         text = (tmp_path / place).read_text()
         (tmp_path / place).write_text(text + "\n# changed\n")
         seen.add(key())
         (tmp_path / place).write_text(text)
         assert key() == first, place
-    assert first not in seen and len(seen) == len(_places(dsl)) > 10
+    assert first not in seen and len(seen) == len(places) > 10
     other = {"cutedsl": "flydsl", "flydsl": "cutedsl"}[dsl]
     (tmp_path / "kernels" / other / "quantize.py").write_text("")
+    for table in (tmp_path / "kernels" / dsl / "tuning").iterdir():  # of the other archs
+        if table.relative_to(tmp_path) not in places:
+            table.write_text("")
     assert key() == first
     content._digest.cache_clear()
 

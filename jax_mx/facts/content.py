@@ -1,14 +1,15 @@
 """The content key of a kernel: a hash of all that its binary and its launch facts depend on.
 
-That is the kernels' sources for its DSL, every table of `jax_mx.facts`, the compilers' versions,
-the variant and the arch. Whole files are hashed, so that nothing can be forgotten; whoever edits a
-comment compiles again.
+That is the kernels' sources for its DSL, every table of `jax_mx.facts`, the arch's table of tiles,
+the compilers' versions, the variant and the arch. Whole files are hashed, so that nothing can be
+forgotten; whoever edits a comment compiles again.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from pathlib import Path
 
 from jax_mx.facts.products import Binary
@@ -19,18 +20,27 @@ PACKAGE = Path(__file__).resolve().parents[1]
 _DRIVERS = ("build.py", "worker.py", "sass.py", "gcn.py", "paths.py")
 
 
-def sources(dsl: str, package: Path = PACKAGE) -> list[Path]:
-    """The files that a DSL's binaries depend on, in a fixed order."""
-    folders = (package / "facts", package / "kernels")
-    found = [*folders[0].glob("*.py"), *folders[1].glob("*.py")]
-    found += (package / "kernels" / dsl).rglob("*.py")
+def sources(dsl: str, arch: str, package: Path = PACKAGE) -> list[Path]:
+    """The files that a DSL's binaries for an arch depend on, in a fixed order."""
+    folders = (package / "facts", package / "kernels", package / "kernels" / dsl)
+    found = [path for folder in folders for path in folder.glob("*.py")]
+    found += _tables(folders[2] / "tuning", arch)
     return sorted(path for path in found if path.name not in _DRIVERS)
 
 
+def _tables(folder: Path, arch: str) -> list[Path]:
+    """An arch's table of tiles, and those of other archs that it takes rows of."""
+    names = ["__init__", arch]
+    for name in names:  # which grows
+        text = (folder / f"{name}.py").read_text()
+        names += [each for each in re.findall(r"\.tuning\.(\w+)", text) if each not in names]
+    return [folder / f"{name}.py" for name in names]
+
+
 @functools.cache
-def _digest(dsl: str, package: Path) -> str:
+def _digest(dsl: str, arch: str, package: Path) -> str:
     total = hashlib.sha256()
-    for path in sources(dsl, package):
+    for path in sources(dsl, arch, package):
         data = path.read_bytes()
         total.update(f"{path.relative_to(package)} {len(data)} ".encode())
         total.update(data)
@@ -40,5 +50,5 @@ def _digest(dsl: str, package: Path) -> str:
 def key_of(variant: Binary, arch: str, package: Path = PACKAGE) -> str:
     """The key of a variant's binary for an arch, hexadecimal; `package` holds the sources."""
     dsl = variant.implementation
-    what = (_digest(dsl, package), *sorted(COMPILERS[dsl].items()), variant.name, arch)
+    what = (_digest(dsl, arch, package), *sorted(COMPILERS[dsl].items()), variant.name, arch)
     return hashlib.sha256(" ".join(map(str, what)).encode()).hexdigest()
