@@ -123,6 +123,9 @@ WAYS: dict[str, Callable[..., Any]] = {
     "XLA's quantizer, scaled_dot": both_ways(xla_layer),
     "bf16, 4 microbatches": microbatches(jnp.matmul, lambda w: w, 4),
     "mxfp8, 4 microbatches": microbatches(_mx(MXFP8), MXFP8.quantize_weight, 4),
+    "mxfp8, 4 microbatches, weight dequantized": microbatches(
+        _mx(MXFP8), functools.partial(MXFP8.quantize_weight, dequantized=True), 4
+    ),
     "mxfp8, rows, 4 microbatches": microbatches(_mx(ROWS), ROWS.quantize_weight, 4),
 }
 

@@ -150,7 +150,7 @@ def test_every_entry(variant, arch):
     """
     for entry, layout in itertools.product(range(2), layouts_of(variant)):
         options = {"scale_layout": layout}
-        if variant.op == "quantize" and takes_zero_scale(variant.formats[0]):
+        if variant.op == "quantize" and all(map(takes_zero_scale, variant.formats)):
             options["zero_scale"] = 127
         (shape,) = some(variant, [s for s in shapes_of(variant, EDGES) if math.prod(s) > BLOCK**2])
         program = Program(variant, arch, shape, **options)
@@ -186,7 +186,9 @@ def test_preprocessing(variant, arch):
     rows = hard_blocks(variant.dtype)[:2304].reshape(384, 192)  # of two blocks both ways
     layouts, scalings = layouts_of(variant), [*Scaling]
     for turn, of in enumerate((jnp.asarray, np.asarray)):
-        options = {"zero_scale": 127, "scaling": some(variant, scalings, turn=turn)[0]}
+        options = {"scaling": some(variant, scalings, turn=turn)[0]}
+        if all(map(takes_zero_scale, variant.formats)):
+            options["zero_scale"] = 127
         options |= preprocessing(variant, of=of)
         if "rounding" in options:  # both directions' kinds, one factor, in turn
             pair = options["rounding"] if len(variant.kinds) == 2 else (options["rounding"],)

@@ -399,6 +399,36 @@ def test_a_weight_quantized_once_gives_the_same():
         assert counted == (1 if "bf16" in name else 3)  # x one or both ways, y's gradient
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "square", "wgrad in bf16"])
+def test_a_weight_kept_dequantized_gives_the_same(name):
+    """Bit for bit what "dequantize" gives, and no product dequantizes the weight again."""
+    recipe, numbers = RECIPES[name], (((1,), (0,)), ((), ()))
+    x, w = floats((40, 96)).astype(jnp.bfloat16), floats((96, 64), 1).astype(jnp.bfloat16)
+
+    def f(x, w, dequantized):
+        rhs = recipe.quantize_weight(w, 0, dequantized=dequantized)
+        return dot_general(x, rhs, numbers, recipe=recipe, implementation="dequantize")
+
+    results = [
+        (y, *pull(jnp.ones_like(y)))
+        for y, pull in (
+            jax.vjp(functools.partial(f, dequantized=own), x, w) for own in (False, True)
+        )
+    ]
+    for got, want in zip(*results, strict=True):
+        assert_bits_equal(got, want)
+    assert any(np.asarray(g, np.float32).any() for g in results[0][1:])
+    own = recipe.quantize_weight(w, 0, dequantized=True)
+    forms = own.contracted_form, own.free_form
+    assert [form.array.dtype for form in forms] == [jnp.bfloat16] * 2
+    if name == "square":
+        assert forms[0].array is forms[1].array
+    assert_refused(
+        lambda: recipe.quantize_weight(w, 0, dequantized=1), TypeError,
+        "quantize_weight: dequantized must be a bool, got 1",
+    )  # fmt: skip
+
+
 def test_quantized_weights_are_of_one_product():
     w = floats((64, 96))
     rhs = MXFP8.quantize_weight(w, 0)

@@ -176,19 +176,27 @@ KERNELS: Mapping[str, tuple[Form, ...]] = {
         directions.SQUARE_TRANSPOSED,
     ),
 }
-# By how many arrays: the formats of each. Training mixes MXFP8's two, nothing mixes the others.
+# By how many arrays: the formats of each. Training mixes MXFP8's two, and MXFP8 with MXFP4: some
+# recipes have one for the forward product and another for gradients.
+_MIXED = (MXFP8_E4M3, MXFP4_E2M1)
 _FORMATS: Mapping[int, tuple[tuple[Format, ...], ...]] = {
     n: (
         *itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=n),
         *((format,) * n for format in (MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)),
+        *((_MIXED, _MIXED[::-1]) if n == 2 else ()),
     )
     for n in (1, 2)
 }
 
 
+def differ_in_bits(formats: tuple[Format, ...]) -> bool:
+    """Whether codes of some have more bits than those of others."""
+    return len({format.bits for format in formats}) > 1
+
+
 def _dtypes(formats: tuple[Format, ...]) -> Iterable[str]:
-    """MXFP6 is for weights and activations of inference, which are bfloat16."""
-    return ("bfloat16",) if formats[0].bits == 6 else FLOAT_DTYPES
+    """MXFP6 is for weights and activations of inference, which are bfloat16, as training has."""
+    return ("bfloat16",) if formats[0].bits == 6 or differ_in_bits(formats) else FLOAT_DTYPES
 
 
 # Recipes of training rotate and round in MXFP4; of both directions often one alone.
@@ -229,6 +237,11 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in (FLOAT_DTYPES if form == directions.LAST else ("bfloat16",))
         for kinds in _KINDS[len(form.directions)]
     ),
+    *(  # `mxfp4_backward` of activations and weights
+        Variant("quantize", implementation, form, "bfloat16", _MIXED, (Kind(), _H16))
+        for implementation in ARCHS
+        for form in (directions.BOTH, directions.BOTH_TRANSPOSED)
+    ),
     *(
         Variant("quantize", implementation, form, dtype, formats, (Kind(window=window),) * n)
         for implementation in ARCHS
@@ -236,7 +249,7 @@ VARIANTS: tuple[Variant, ...] = (
         for n in (len(form.directions),)
         for window in _windows(implementation, form)
         for formats in _FORMATS[n]
-        if formats[0].bits == 8
+        if {format.bits for format in formats} == {8}
         for dtype in _WINDOWED_DTYPES
     ),
 )
@@ -246,6 +259,7 @@ VARIANTS += tuple(
     for variant in VARIANTS
     if variant.op == "quantize" and variant.dtype == "bfloat16"
     if not variant.changes_elements and variant.window != ROW
+    if not differ_in_bits(variant.formats)
 )
 # The activations that each DSL's kernels have; all but the first without windows, in one format.
 _ACTIVE = ("swiglu", "geglu", "geglu_erf", "reglu2", "gpt_oss")

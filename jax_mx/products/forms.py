@@ -118,7 +118,7 @@ jax.export.register_pytree_node_serialization(
 )
 
 
-_MIXED = {MXFP8_E4M3, MXFP8_E5M2}  # formats that one call may mix
+_SUMMED = {MXFP8_E4M3, MXFP8_E5M2}  # formats in which a kernel sums columns for both forms
 Forms = tuple[Form | None, Form | None]  # along the contracted axis, along the free one
 
 
@@ -130,7 +130,7 @@ def forms_of(
     rows: jax.Array | None = None,
     activation: Gated | WithSums | None = None,
 ) -> tuple[Any, ...]:
-    """The forms of an arranged operand, from one read of it where a kernel makes both.
+    """The forms of an arranged operand, by one call where it has two; see `quantize_both`.
 
     Args:
       x: (..., rows, columns), arranged; with rows it may be an `MXArray`.
@@ -148,7 +148,9 @@ def forms_of(
     """
     if isinstance(activation, WithSums):
         own = activation.own
-        if blocks.square or not (_joint_formats(uses) and own.has_gate):
+        joint = _joint_formats(uses)
+        summed = joint and (joint[0] == joint[1] or {*joint} <= _SUMMED)
+        if blocks.square or not (summed and own.has_gate):
             every = made("quantize", x, own).astype(jnp.float32)
             return *forms_of(x, axis, uses, blocks, rows, own), every
     axes = (axis, -3 - axis)
@@ -188,12 +190,17 @@ def forms_of(
     return first, second
 
 
+def dequantized_forms(first: Form, second: Form) -> tuple[Form, Form]:
+    """Both forms as bfloat16: of one array that serves both, one again."""
+    floats = _in_floats(first.array)
+    others = floats if second.array is first.array else _in_floats(second.array)
+    return Form(floats, first.axis), Form(others, second.axis)
+
+
 def _joint_formats(uses: tuple[Use | None, Use | None]) -> tuple[Format, Format] | None:
-    """The formats of both uses, if `quantize_both` has a kernel for these."""
+    """The formats of both uses, where both are quantized."""
     first, second = (None if use is None else use.format for use in uses)
-    if first is None or second is None:
-        return None
-    return (first, second) if first == second or {first, second} <= _MIXED else None
+    return None if first is None or second is None else (first, second)
 
 
 def _one(

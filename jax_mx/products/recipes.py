@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import block_of, blocks_in, float_dtype, shown, window_of
+from jax_mx.arrays.checks import block_of, blocks_in, flag, float_dtype, shown, window_of
 from jax_mx.facts.formats import (
     BLOCK,
     FORMATS,
@@ -26,7 +26,14 @@ from jax_mx.facts.formats import (
 )
 from jax_mx.facts.windows import ROW, TILE, Window
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
-from jax_mx.products.forms import Blocks, Form, QuantizedWeight, Use, forms_of
+from jax_mx.products.forms import (
+    Blocks,
+    Form,
+    QuantizedWeight,
+    Use,
+    dequantized_forms,
+    forms_of,
+)
 from jax_mx.products.operands import arrangement_of, check_contracted, padded
 
 _BF16 = "bf16"  # of a product that is not quantized
@@ -180,6 +187,8 @@ class Recipe(_Value):
         w: jax.Array,
         contracting: int | Sequence[int] = -2,
         batch: int | Sequence[int] = (),
+        *,
+        dequantized: bool = False,
     ) -> QuantizedWeight:
         """Quantizes a weight once for many products with this recipe, in w's place.
 
@@ -191,6 +200,11 @@ class Recipe(_Value):
           contracting: the dimensions that products contract; 32 divides the product of their
             lengths. -2 is that of a kernel (in, out).
           batch: its batch dimensions.
+          dequantized: whether the quantized values are kept as bfloat16, which holds them exactly
+            but for those below 2^-133: 4 bytes an element for both directions instead of about 2
+            (square blocks: 2 instead of 1). Implementation "dequantize" makes these floats of codes
+            in every product, and so spares it. Not for kernels that multiply codes: windows, "fp8"
+            and the chips with an MX product of their own want False.
 
         Returns:
           What `dot_general`, `matmul` and `einsum` take as their right-hand side.
@@ -207,6 +221,8 @@ class Recipe(_Value):
         fixed = padded(side.arranged(jax.lax.stop_gradient(w)), side.pads)
         forms = forms_of(fixed, side.axis, self.uses("rhs"), self.blocks("rhs"))
         first, second = cast(tuple[Form, Form], forms)
+        if flag(op, "dequantized", dequantized):
+            first, second = dequantized_forms(first, second)
         return QuantizedWeight(w, first, second, self, side)
 
     def fold_in(self, data: Any) -> Recipe:

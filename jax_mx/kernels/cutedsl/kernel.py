@@ -24,7 +24,7 @@ class Kernel(QuantizerEntry):
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, layout, aligned)
         self.arch = arch
-        self.per_byte = variant.formats[0].codes_per_byte  # of all formats
+        self.per_byte = variant.formats[0].codes_per_byte  # where formats differ, see `Output`
         self.kept = aligned and self.tuned("keep")  # what `load` and `store` call kept
 
     def tuned(self, what: str):

@@ -34,7 +34,7 @@ class PreprocessedTiled(WholeBlocks, Tiled):
     """`Tiled` for elements of two bytes, two codes a byte; each result's block data behind x.
 
     A thread loads 64 elements, and of each result quantizes two blocks: of two columns that are
-    neighbours, or of two rows.
+    neighbours, or of two rows. A result with a code a byte is `Tiled`'s: of the elements as loaded.
     """
 
     def __init__(self, *entry, tile: Tiling | None = None):
@@ -66,7 +66,9 @@ class PreprocessedTiled(WholeBlocks, Tiled):
             mine = self.block_data(arrays, o)
             named = self.of_result(scalars, o)
             given: cutlass.Constexpr = Given(mine, self.rule(named), self.extra(named))
-            if const_expr(result.blocks is Blocks.LAST):
+            if const_expr(self.is_plain(result)):
+                self.quantize_patch(rX, staged[o], o, arrays, scalars, at, lane)
+            elif const_expr(result.blocks is Blocks.LAST):
                 self.quantize_rows(sX, staged[o], o, given, at, tid)
             else:
                 self.quantize_columns(sX, staged[o], o, given, at, tid)
@@ -77,8 +79,8 @@ class PreprocessedTiled(WholeBlocks, Tiled):
             values, scales = arrays[f"codes_{o}"], arrays[f"scales_{o}"]
             sS, sV = staged[o]
             if const_expr(self.is_padded(result)):
-                self.store_unaligned(sV, values, at)
-            else:
+                self.store_unaligned(sV, values, result, at)
+            elif const_expr(sV is not None):
                 tiles = self.of_result(scalars, o).get("value_tiles")
                 self.store_lines(sV, values, tiles, result, at, tid)
             thread = (tid + self.threads - busy) % self.threads
@@ -89,8 +91,17 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         """Whether values are staged as `store_unaligned` takes them."""
         return not (self.aligned or self.counts_blocks or result.transposed)
 
+    def is_plain(self, result: Output) -> bool:
+        """Whether a result is `Tiled`'s: it has a code a byte, of elements as they are loaded.
+
+        Codes of four bits go the way of those that are preprocessed beside them.
+        """
+        return result.format.codes_per_byte == 1
+
     def is_staged(self, result: Output) -> bool:
-        """Whether values pass through shared memory: all do."""
+        """Whether values pass through shared memory: all codes of four bits do."""
+        if self.is_plain(result):
+            return super().is_staged(result)
         return not self.is_padded(result)
 
     @cute.jit

@@ -137,8 +137,7 @@ class Tiled(Kernel):
         self.counts_blocks = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = geometry.extents_of(form, self.of)
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
-        staged = self.tile.rows * self.tile.cols // self.per_byte
-        staged *= sum(self.is_staged(each) for each in self.results)
+        staged = sum(self.bytes_of(each) for each in self.results if self.is_staged(each))
         self.dynamic_shared = staged if staged > STATIC else 0
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
         tile = Extents(self.tile.rows, self.tile.cols // self.parts)
@@ -162,24 +161,7 @@ class Tiled(Kernel):
         rX = self.made(arrays, scalars, at, lane)
         staged = [self.shared_memory(result) for result in self.results]
         for o in range_constexpr(self.outputs):
-            result: cutlass.Constexpr = self.results[o]
-            values, (sS, sV) = arrays[f"codes_{o}"], staged[o]
-            rounding = self.rule(self.of_result(scalars, o))
-            beyond: cutlass.Constexpr = self.beyond(arrays, o, at)
-            if const_expr(result.blocks is Blocks.LAST):
-                inverses = self.scale_rows(rX, sS, result, rounding, lane, beyond)
-            elif const_expr(result.blocks is Blocks.SECOND):
-                inverses = self.scale_columns(rX, sS, result, rounding, lane, beyond)
-            else:
-                inverses = self.scale_square(rX, sS, result, rounding, lane, beyond)
-            if const_expr(result.transposed):
-                self.stage_transposed(sV, rX, inverses, result, lane)
-            elif const_expr(self.is_staged(result)):
-                self.stage_rows(sV, rX, inverses, result, lane)
-            elif const_expr(sV is None):
-                self.store(rX, inverses, result, values, at, lane)
-            else:
-                self.stage(sV, rX, inverses, result, lane)
+            self.quantize_patch(rX, staged[o], o, arrays, scalars, at, lane)
         cute.arch.sync_threads()
         first = 0
         for o in range_constexpr(self.outputs):
@@ -189,11 +171,30 @@ class Tiled(Kernel):
                 tiles = self.of_result(scalars, o).get("value_tiles")
                 self.store_lines(sV, values, tiles, result, at, tid)
             elif const_expr(sV is not None):
-                self.store_unaligned(sV, values, at)
+                self.store_unaligned(sV, values, result, at)
             # The two results' scales are written by other threads, as far as they go.
             thread = (tid + self.tile.threads - first) % self.tile.threads
             self.store_scales(sS, scales, result, at, thread)
             first += cute.size(sS) // 4
+
+    def quantize_patch(self, rX, staged, o: int, arrays, scalars, at, lane) -> None:
+        """Stages a patch's scales and values, or stores the latter, of the o-th result."""
+        result, (sS, sV) = self.results[o], staged
+        scale = {
+            Blocks.LAST: self.scale_rows,
+            Blocks.SECOND: self.scale_columns,
+            Blocks.SQUARE: self.scale_square,
+        }[result.blocks]
+        rounding = self.rule(self.of_result(scalars, o))
+        inverses = scale(rX, sS, result, rounding, lane, self.beyond(arrays, o, at))
+        if result.transposed:
+            self.stage_transposed(sV, rX, inverses, result, lane)
+        elif self.is_staged(result):
+            self.stage_rows(sV, rX, inverses, result, lane)
+        elif sV is None:
+            self.store(rX, inverses, result, arrays[f"codes_{o}"], at, lane)
+        else:
+            self.stage(sV, rX, inverses, result, lane)
 
     @property
     def trips(self) -> int:
@@ -214,18 +215,20 @@ class Tiled(Kernel):
         if self.is_staged(result):
             if self.dynamic_shared:
                 return sS, cute.arch.get_dyn_smem(Uint8, alignment=128) + self.before(result)
-            size = self.tile.rows * self.tile.cols // self.per_byte
-            return sS, cute.arch.alloc_smem(Uint8, size, alignment=128)
+            return sS, cute.arch.alloc_smem(Uint8, self.bytes_of(result), alignment=128)
         if self.aligned or self.counts_blocks:  # rows are as aligned as the array is
             return sS, None
-        size = self.tile.rows // self.per_byte * (self.tile.cols + PAD) + PAD
+        size = self.tile.rows // result.packed[0] * (self.tile.cols + PAD) + PAD
         return sS, cute.arch.alloc_smem(Uint8, size, alignment=16)
 
     def before(self, result: Output) -> int:
         """How many bytes of dynamic shared memory the values of earlier results take."""
         earlier = self.results[: self.results.index(result)]
-        size = self.tile.rows * self.tile.cols // self.per_byte
-        return size * sum(self.is_staged(each) for each in earlier)
+        return sum(self.bytes_of(each) for each in earlier if self.is_staged(each))
+
+    def bytes_of(self, result: Output) -> int:
+        """How many bytes a tile's values have."""
+        return self.tile.rows * self.tile.cols // result.format.codes_per_byte
 
     def is_staged(self, result: Output) -> bool:
         """Whether values pass through shared memory, to be written by lines."""
@@ -903,23 +906,27 @@ class Tiled(Kernel):
     def stage(self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr):
         """Puts the tile's values into shared memory row by row, `PAD` bytes before each."""
         n: cutlass.Constexpr = self.vector
+        down: cutlass.Constexpr = result.packed[0]
         rows = cute.make_tensor(
             sV + PAD,
             cute.make_layout(
-                (self.tile.rows // self.per_byte, self.tile.cols // n, n),
+                (self.tile.rows // down, self.tile.cols // n, n),
                 stride=(self.tile.cols + PAD, n, 1),
             ),
         )
-        for i in range_constexpr(self.rows // self.per_byte):
+        for i in range_constexpr(self.rows // down):
             rV = self.quantized_row(rX, inverses, result, i)[None, 0]
-            cute.autovec_copy(rV, rows[lane.row // self.per_byte + i, lane.col // n, None])
+            cute.autovec_copy(rV, rows[lane.row // down + i, lane.col // n, None])
 
     @cute.jit
-    def store_unaligned(self, sV, values, at: cutlass.Constexpr):
+    def store_unaligned(
+        self, sV, values, result: cutlass.Constexpr, at: cutlass.Constexpr
+    ):  # fmt: skip
         """Copies values out of shared memory, to where they, or their rows, lie anywhere."""
         batch, tile_m, tile_k, blocks_m, k = at
-        height: cutlass.Constexpr = self.tile.rows // self.per_byte
-        m, top, left = blocks_m * (BLOCK // self.per_byte), tile_m * height, tile_k * self.tile.cols
+        down: cutlass.Constexpr = result.packed[0]
+        height: cutlass.Constexpr = self.tile.rows // down
+        m, top, left = blocks_m * (BLOCK // down), tile_m * height, tile_k * self.tile.cols
         start = values.toint() + (Int64(batch) * m + top) * k + left
         store_rows(
             sV, start, Int64(k), m - top, cutlass.min(k - left, self.tile.cols),
@@ -931,7 +938,8 @@ class Tiled(Kernel):
         self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr
     ):
         """Puts the tile's values into shared memory, one column of x after the other."""
-        rows: cutlass.Constexpr = self.rows // self.per_byte  # of bytes
+        packed: cutlass.Constexpr = result.format.codes_per_byte
+        rows: cutlass.Constexpr = self.rows // packed  # of bytes
         n: cutlass.Constexpr = self.vector
         parts: cutlass.Constexpr = 16 // rows
         lines: cutlass.Constexpr = self.lines(result)
@@ -941,7 +949,7 @@ class Tiled(Kernel):
                 (lines.count, lines.size // 16, parts, rows), stride=(lines.size, 16, rows, 1)
             ),
         )
-        byte = lane.row // self.per_byte
+        byte = lane.row // packed
         for w in range_constexpr(n // 2):
             col = self.column(lane, 2 * w)
             chunk = (byte // 16) ^ lines.key(col)
@@ -1007,7 +1015,8 @@ class Tiled(Kernel):
         batch, tile_r, tile_c, blocks_m, k = at
         rows, cols = blocks_m * (BLOCK // result.packed[0]), k // result.packed[1]
         if const_expr(result.transposed):
-            tile_r, tile_c, rows, cols = tile_c, tile_r, k, blocks_m * (BLOCK // self.per_byte)
+            tile_r, tile_c, rows = tile_c, tile_r, k
+            cols = blocks_m * (BLOCK // result.format.codes_per_byte)
         lines: cutlass.Constexpr = self.lines(result)
         each: cutlass.Constexpr = lines.size // 16  # chunks
         chunks = cute.make_tensor(

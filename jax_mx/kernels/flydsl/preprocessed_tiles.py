@@ -1,5 +1,7 @@
 """Forms with the second-to-last axis, with elements that are preprocessed: `PreprocessedTiled`."""
 
+from types import SimpleNamespace
+
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu
@@ -22,6 +24,11 @@ from jax_mx.kernels.geometry import Extents, Output, Tile
 STACKED = 16  # how far apart a lane's two blocks of rows are
 
 
+def scales_of_a_tile():
+    """LDS for the scales of one result."""
+    return fx.Array[Uint8, TILE * TILE // BLOCK, 16]
+
+
 class PreprocessedTiled(Tiled):
     """`Tiled` for elements of 16 bits that are preprocessed; block data come behind x.
 
@@ -29,7 +36,8 @@ class PreprocessedTiled(Tiled):
     rows of two of them, along columns of neighbours, whose elements it reads a word at a time.
     Where transforms span two blocks it takes those: neighbours of a row; or of a column, of which
     two waves have the rows. What becomes of blocks along columns waits in registers until the
-    tile's LDS is free for it.
+    tile's LDS is free for it. The first result may have a code a byte: that is made as in `Tiled`,
+    before anything else, with LDS of its own for its scales.
     """
 
     @flyc.kernel
@@ -38,15 +46,22 @@ class PreprocessedTiled(Tiled):
         tid, lane, wave = Uint32(Int32(fx.thread_idx.x)), convert.lane_id(), convert.wave_id()
         across, at = lane % self.lanes, self.place(*lengths)
         top = wave * BLOCK + lane // self.lanes * self.rows
-        shared = fx.SharedAllocator().allocate(self.shared())
+        allocator = fx.SharedAllocator()
+        shared = allocator.allocate(self.shared())
         x, staged = shared.x.peek(), shared.staged.peek()
 
-        rows = self.load(arrays["x"], at, Patch(wave, top, across * self.vector))
+        patch = Patch(wave, top, across * self.vector)
+        rows = self.load(arrays["x"], at, patch)
         places = [self.places(o, wave, lane) for o in range(len(self.results))]
         given = [
             {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
             for o in range(len(self.results))
         ]
+        scales = [getattr(staged, f"scales_{o}") for o in range(len(self.results))]
+        if const_expr(self.is_plain(0)):
+            own = allocator.allocate(composite(fx.struct, {"scales_0": scales_of_a_tile()})).peek()
+            self.quantize_patch(self.elements_of(rows), own, 0, arrays, scalars, (at, patch, None))
+            scales[0] = own.scales_0
         data = self.data(arrays, places, given, at)
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
@@ -57,36 +72,37 @@ class PreprocessedTiled(Tiled):
             share_in_wave()
         found = []
         for o, result in enumerate(self.results):
+            if const_expr(self.is_plain(o)):
+                found.append([])
+                continue
             preprocessed.flush_subnormals(self.kind(o), given[o].get("prescale", Uint32(0)))
             found.append(self.quantized(o, x, places[o], given[o], data[o]))
             if const_expr(result.blocks is Blocks.LAST):
                 # No store passes a change of the mode, so neither does what it depends on.
-                tiles = given[o]["value_tiles"]
-                codes = [own for _, own in found[o]]
-                lines = [(row, col // 2) for row, col in places[o]]
-                if const_expr(self.kind(o).blocks > 1):  # so that neighbours write side by side
-                    codes = shared_by_four(codes, lane)
-                    row = wave * BLOCK + lane // 4 * 2
-                    lines = [(row + i, lane % 4 * 16) for i in range(2)]
-                for line, own in zip(lines, codes, strict=True):
-                    self.store_bytes(Target(arrays[f"codes_{o}"], tiles), result, at, line, own)
+                to = Target(arrays[f"codes_{o}"], given[o]["value_tiles"])
+                self.store_rows(o, found[o], places[o], to, at, (wave, lane))
         gpu.barrier()
         for o, result in enumerate(self.results):
-            scales = getattr(staged, f"scales_{o}")
-            for i, ((row, col), (scale, _)) in enumerate(zip(places[o], found[o], strict=True)):
+            each = zip(places[o], found[o], strict=True) if found[o] else ()
+            for i, ((row, col), (scale, _)) in enumerate(each):
                 which = (row, col // BLOCK)
                 if const_expr(result.blocks is not Blocks.LAST):
                     which = (self.down(o, wave, i), col)
-                self.put(scales, result, at, which, scale, (row, col))
+                self.put(scales[o], result, at, which, scale, (row, col))
         columns = [codes for _, codes in found[-1]]
         lines = [self.down(-1, wave, i) for i in range(2)]
         self.stage(staged.values, columns, lines, [col for _, col in places[-1]])
         gpu.barrier()
-        self.store_staged(staged, arrays, scalars, at, tid)
+        named = {f"scales_{o}": own for o, own in enumerate(scales)}
+        self.store_staged(SimpleNamespace(values=staged.values, **named), arrays, scalars, at, tid)
+
+    def is_plain(self, o: int) -> bool:
+        """Whether the o-th result has a code a byte: it is of the elements as loaded, `Tiled`'s."""
+        return self.results[o].format.codes_per_byte == 1
 
     def shared(self):
         """The LDS of a workgroup: x; then what `Tiled` has there, and rows of bytes of values."""
-        staged = {f"scales_{o}": fx.Array[Uint8, TILE * TILE // BLOCK, 16] for o in range(2)}
+        staged = {f"scales_{o}": scales_of_a_tile() for o in range(2)}
         staged["values"] = fx.Array[Uint8, TILE * TILE // 2, 16]
         x = fx.Array[Uint8, TILE * TILE * self.itemsize, 16]
         return composite(fx.union, {"x": x, "staged": composite(fx.struct, staged)})
@@ -222,6 +238,18 @@ class PreprocessedTiled(Tiled):
             self.store_bytes(
                 Target(arrays[f"codes_{len(self.results) - 1}"], Uint32(0)), result, at, line, words
             )
+
+    def store_rows(self, o: int, found: list, places: list, to: Target, at: Tile, who) -> None:
+        """Stores the codes of a lane's two blocks along rows; `who`: its wave, and which it is."""
+        wave, lane = who
+        codes = [own for _, own in found]
+        lines = [(row, col // 2) for row, col in places]
+        if self.kind(o).blocks > 1:  # so that neighbours write side by side
+            codes = shared_by_four(codes, lane)
+            row = wave * BLOCK + lane // 4 * 2
+            lines = [(row + i, lane % 4 * 16) for i in range(2)]
+        for line, own in zip(lines, codes, strict=True):
+            self.store_bytes(to, self.results[o], at, line, own)
 
     @flyc.jit
     def store_bytes(self, to: Target, result: fx.Constexpr, at: Tile, line, words):

@@ -133,22 +133,40 @@ class Tiled(Kernel):
             self.store_floats(words, arrays["floats"], at, patch)
         if self.variant.source.sums:
             self.store_sums(words, arrays["sums"], at, patch, part)
-        x = [[e for word in row for e in convert.elements(word, self.dtype)] for row in words]
-        amax = [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
-        for o, result in enumerate(self.results):
-            staged = getattr(shared, f"scales_{o}")
-            given = {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
-            rounding, tiles = self.rule(given), given["value_tiles"]
-            find = {Blocks.LAST: self.scale_rows, Blocks.SECOND: self.scale_columns,
-                    Blocks.SQUARE: self.scale_square}[result.blocks]  # fmt: skip
-            beyond = self.beyond(shared, arrays, o)
-            pairs = find(amax, staged, result, tuple(rounding), at, patch, beyond)
-            if const_expr(result.transposed):
-                self.stage_transposed(x, pairs, result, shared.values, patch)
-            else:
-                self.store(x, pairs, result, Target(arrays[f"codes_{o}"], tiles), at, patch, part)
+        held = self.elements_of(words)
+        for o in range(len(self.results)):
+            self.quantize_patch(held, shared, o, arrays, scalars, (at, patch, part))
         gpu.barrier()
         self.store_staged(shared, arrays, scalars, at, tid, part)
+
+    def elements_of(self, words: list) -> tuple:
+        """The elements of a patch, and its magnitudes."""
+        x = [[e for word in row for e in convert.elements(word, self.dtype)] for row in words]
+        return x, [[convert.magnitudes(word, self.dtype) for word in row] for row in words]
+
+    def quantize_patch(self, held: tuple, shared, o: int, arrays, scalars, where: tuple) -> None:
+        """Stages the scales of a patch and its values, or stores these, of the o-th result.
+
+        Args:
+          held: see `elements_of`.
+          shared: LDS, with `scales_<o>`, and `values` where those are staged.
+          o: the number of the result.
+          arrays: the kernel's pointers by name.
+          scalars: the kernel's.
+          where: the tile, the patch, and the number of its part or None.
+        """
+        (x, amax), result, (at, patch, part) = held, self.results[o], where
+        staged = getattr(shared, f"scales_{o}")
+        given = {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
+        rounding, tiles = self.rule(given), given["value_tiles"]
+        find = {Blocks.LAST: self.scale_rows, Blocks.SECOND: self.scale_columns,
+                Blocks.SQUARE: self.scale_square}[result.blocks]  # fmt: skip
+        beyond = self.beyond(shared, arrays, o)
+        pairs = find(amax, staged, result, tuple(rounding), at, patch, beyond)
+        if result.transposed:
+            self.stage_transposed(x, pairs, result, shared.values, patch)
+        else:
+            self.store(x, pairs, result, Target(arrays[f"codes_{o}"], tiles), at, patch, part)
 
     def lengths(self, scalars) -> tuple:
         """M and K."""
