@@ -61,7 +61,10 @@ ROWS = [
             "(8, 2, 2, 2) 180.6;",
             "MXFP4 (4, 2, 2, 4) 164.8, not kept at first 161.3;",
             "second_transposed (4, 2, 2, 4) 123.2, lag 8 134.2, (8, 2, 2, 2) 147.7;",
-            "(65536, 7168): both_transposed (4, 2, 2, 4) 588.7, lag 8 666.4, (8, 2, 2, 2) 698.8",
+            "(65536, 7168): both_transposed (4, 2, 2, 4) 588.7, lag 8 666.4, (8, 2, 2, 2) 698.8;",
+            "2026-11-25, (16384, 7168): lag 4 151.2, lag 5 150.3; values of rows by way of shared",
+            "memory, too, 164.6. The way between the halves of L2, which x takes twice, is busy",
+            "for 91 %",
         ],
     },
     # ---- quantize: blocks along the last axis; (threads, elements, unroll) ---
@@ -215,7 +218,9 @@ ROWS = [
             "(4, 1, band 16) 231.8, 812.6; (4, 1) 239.3, 912.4;",
             "MXFP4, (16384, 4096): (4, 4) 224.3, (2, 4) 226.5, (4, 2) 241.7, (4, 1) 262.2;",
             "2026-11-23: lanes that exchange gates and ups by way of shared memory 210, 784, by",
-            "shuffles 242, 908",
+            "shuffles 242, 908; 2026-11-25: values of rows by way of shared memory, too, 239.0,",
+            "842.3. The way between the halves of L2 is busy for 88 %, by 26.5 million requests;",
+            "of gates and ups by turns, by 17.0 million",
         ],
     },
     {
@@ -376,6 +381,9 @@ ROWS = [
             "(4, 4) 471, 624; bands of 2 and 4 are the same, of 16 and 64 slower",
             "What is left is the number of requests: a row's and a column's scales are one each,",
             "384 beside 512 of values",
+            "2026-11-25, (16384, 7168), bf16 to e4m3 and e2m1 107.6, to e2m1 and e4m3, by its own",
+            "row, 111.0, to e4m3 twice 125.5; values of rows by way of shared memory, too, 127.0.",
+            "What is busy, 90 %, is the way between the two halves of L2 (ltcfabric2ltc)",
         ],
     },
     {
@@ -482,6 +490,8 @@ ROWS = [
             "second, h16: (2, 2) 339; (4, 2) 348",
             "Along rows, behind a transpose by XLA, they took 1041, 741 and 832 with a slower Flat",
             "(321 for h16, not 264)",
+            "2026-11-25, (16384, 7168), both_transposed, h16 of columns: e4m3 and e2m1 127.2, e2m1",
+            "twice 136.8; both: e4m3 and e2m1 125.0",
         ],
     },
     # ---- dequantize: blocks along the last axis; (threads, elements, unroll) ---
