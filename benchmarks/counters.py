@@ -33,6 +33,7 @@ METRICS = {  # of ncu, and what the row says: of several the largest
     "gpu__time_duration.sum": "us",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "memory",
     "lts__throughput.avg.pct_of_peak_sustained_elapsed": "L2",
+    "lts__ltcfabric2ltc_cycles_active.avg.pct_of_peak_sustained_elapsed": "L2's halves",
     "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed": "shared memory",
     **{
         f"sm__ops_path_tensor_op_{name}.avg.pct_of_peak_sustained_active": "tensor cores"
@@ -98,6 +99,7 @@ CASES: dict[str, Case] = {
     "wgrad up, fp8 1x256": partial(
         _product, "wgrad up", partial(_wgrad, window=256), MXFP8_E4M3, False
     ),
+    "both": partial(_quantized, 16384, 7168, jax_mx.quantize_both),
     "rows of x, both": partial(_quantized, 16384, 7168, _picked),
     "rms_norm, both": partial(
         _quantized, 16384, 7168, lambda x: jax_mx.rms_norm(x, format=MXFP8_E4M3, both=True)
