@@ -27,7 +27,7 @@ from jax_mx.facts import formats, verified, windows
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
-from jax_mx.facts.variants import VARIANTS
+from jax_mx.facts.variants import VARIANTS, differ_in_bits
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,7 +92,10 @@ def kernels() -> list[str]:
         key = (v.op, "both" if v.form.is_both else "one", before, v.dtype)
         row = found.setdefault(key, {"forms": {}, "formats": {}})
         row["forms"][str(v.form)] = None
-        row["formats"] |= {format.name: None for format in v.formats}
+        names = [format.name for format in v.formats]
+        row["formats"] |= dict.fromkeys(
+            [" with ".join(names)] if differ_in_bits(v.formats) else names
+        )
     merged: dict[tuple, list[str]] = {}
     for (op, _, before, dtype), row in found.items():
         merged.setdefault((op, before, *map(tuple, row.values())), []).append(dtype)
