@@ -54,7 +54,8 @@ STALLS = (
     "mio_throttle", "lg_throttle", "gmma", "membar", "not_selected", "selected", "sleeping",
     "branch_resolve", "dispatch_stall", "no_instruction", "drain",
 )  # fmt: skip
-Case = Callable[[], Any]  # one call, with one launch
+Case = Callable[[], Any]  # one call, with one launch of a kernel of ours
+FAILED = "failed: "  # what a line of the child's begins with, before a case's name
 
 
 def _product(name: str, call: Callable[..., Any], format: Any, floats: bool = True) -> None:
@@ -114,14 +115,25 @@ def known(text: str) -> list[str]:
     return [metric for metric in METRICS if metric.partition(".")[0] in names]
 
 
-def launched(name: str, metrics: Sequence[str] = tuple(METRICS)) -> list[dict[str, str]]:
-    """What ncu says of the launches of a case: by metric's name its value; one row of units first.
+def run(names: Sequence[str]) -> None:
+    """Runs cases one after the other; one that fails leaves the others, and says so."""
+    for name in names:
+        try:
+            CASES[name]()
+        except Exception as error:
+            print(f"{FAILED}{name}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+
+
+def launched(
+    names: Sequence[str], metrics: Sequence[str] = tuple(METRICS)
+) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """What ncu says of the launches of cases, of all in one process: units, and values by case.
 
     Raises:
-      RuntimeError: ncu failed; with what it said.
+      RuntimeError: ncu failed, or saw another number of launches; with what it said.
     """
     stalls = [STALL.format(stall) for stall in STALLS]
-    child = [sys.executable, "-m", "benchmarks.counters", "--child", name]
+    child = [sys.executable, "-m", "benchmarks.counters", "--child", *names]
     told = subprocess.run(
         ["ncu", "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name", OURS,
          "--metrics", ",".join([*metrics, *stalls]), *child],
@@ -131,7 +143,13 @@ def launched(name: str, metrics: Sequence[str] = tuple(METRICS)) -> list[dict[st
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if told.returncode or start is None:
         raise RuntimeError((told.stdout + told.stderr)[-600:])
-    return [*csv.DictReader(io.StringIO("\n".join(lines[start:])))]
+    units, *launches = csv.DictReader(io.StringIO("\n".join(lines[start:])))
+    bad = [line for line in told.stderr.splitlines() if line.startswith(FAILED)]
+    print(*bad, sep="\n", end="\n" * bool(bad), flush=True)
+    ran = [n for n in names if not any(line.startswith(f"{FAILED}{n}: ") for line in bad)]
+    if len(ran) != len(launches):
+        raise RuntimeError(f"{len(launches)} launches of {len(ran)} cases, should be one each")
+    return units, dict(zip(ran, launches, strict=True))
 
 
 def row_of(name: str, units: dict[str, str], values: dict[str, str]) -> dict[str, Any]:
@@ -161,27 +179,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--case", default="", help="cases with this in their name")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs="+", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        CASES[args.child]()
+        run(args.child)
         return
-    rows = []
     query = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=False)
-    metrics = known(query.stdout)
-    for name in CASES:
-        if args.case not in name:
-            continue
-        try:
-            units, *launches = launched(name, metrics)
-        except RuntimeError as error:  # one case that fails leaves the others
-            print(f"{name}: {error}", flush=True)
-            continue
-        rows += [row_of(name, units, values) for values in launches]
-        for row in rows[len(rows) - len(launches) :]:
-            print(row, flush=True)
-        if args.json:
-            report.write_record(args.json, "python -m benchmarks.counters", rows)
+    units, launches = launched([n for n in CASES if args.case in n], known(query.stdout))
+    rows = [row_of(name, units, values) for name, values in launches.items()]
+    print(*rows, sep="\n")
+    if args.json:
+        report.write_record(args.json, "python -m benchmarks.counters", rows)
 
 
 if __name__ == "__main__":

@@ -1034,11 +1034,16 @@ def test_counters_become_rows(monkeypatch):
     ]
     done = subprocess.CompletedProcess([], 0, "\n".join(told), "")
     monkeypatch.setattr(counters.subprocess, "run", lambda *_, **__: done)
-    units, *launches = counters.launched("dense, fp8 1x256")
-    (row,) = [counters.row_of("a case", units, values) for values in launches]
+    names_of_cases = ["dense, fp8 1x256", "both"]
+    with pytest.raises(RuntimeError, match="1 launches of 2 cases, should be one each"):
+        counters.launched(names_of_cases)
+    done.stderr = f"{counters.FAILED}{names_of_cases[0]}: no kernel"  # the other one is the launch
+    units, launches = counters.launched(names_of_cases)
+    (row,) = [counters.row_of(name, units, values) for name, values in launches.items()]
+    assert row["case"] == "both"
     assert (row["us"], row["memory"], row["ALU"]) == (1234.0, 61.3, None)
     assert row["waits"] == {"barrier": 2.25, "wait": 1.5}
     assert counters.known("dram__throughput   Counter  %\n\n") == names[1:]
     done.returncode = 1
     with pytest.raises(RuntimeError, match="Connected"):
-        counters.launched("dense, fp8 1x256")
+        counters.launched(names_of_cases)
