@@ -429,6 +429,15 @@ def test_a_weight_kept_dequantized_gives_the_same(name):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("batch", [((0, 3), (2, 0)), ((3, 0), (0, 2))])
+def test_batch_dimensions_in_any_order(batch):
+    """A weight is quantized with them in the order in which the product names them."""
+    x, w = floats((3, 8, 16, 2, 5)), floats((2, 16, 3, 20, 8), 1)
+    numbers = ((2, 1), (1, 4)), batch
+    got = dot_general(x, MXFP8.quantize_weight(w, (1, 4), batch[1]), numbers)
+    np.testing.assert_allclose(got, dot_general(x, w, numbers), rtol=1e-5, atol=1e-5)
+
+
 def test_quantized_weights_are_of_one_product():
     w = floats((64, 96))
     rhs = MXFP8.quantize_weight(w, 0)

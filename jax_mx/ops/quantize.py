@@ -161,10 +161,10 @@ def quantize_both(
     Args:
       x: (..., M, K), 32 divides both; otherwise as for `quantize`.
       format: of both results.
-      formats: of each, instead (say e4m3 forward, e5m2 backward). One kernel makes two of MXFP8,
-        and from bfloat16, without `rows` or `activation`, E4M3 and MXFP4 in either order, with a
-        Hadamard transform of 16 before the latter, too, where that is the second; others take one
-        kernel each.
+      formats: of each, instead (say e4m3 forward, e5m2 backward). One kernel makes both where they
+        are the same, or MXFP8's two; and from bfloat16, in windows of 32, without `rows` or
+        `activation`, MXFP8 E4M3 and MXFP4 in either order, the latter also behind a Hadamard
+        transform of 16. Of other pairs a kernel makes each, from a read of its own.
       scaling: see `quantize`; so are scale_layout and implementation.
       scale_layout: of both.
       transpose: per result; (False, True) gives the second one as (..., K, M), see `quantize`.

@@ -130,7 +130,7 @@ def forms_of(
     rows: jax.Array | None = None,
     activation: Gated | WithSums | None = None,
 ) -> tuple[Any, ...]:
-    """The forms of an arranged operand, by one call where it has two; see `quantize_both`.
+    """The forms of an arranged operand, two by one `quantize_both`, but for square blocks.
 
     Args:
       x: (..., rows, columns), arranged; with rows it may be an `MXArray`.

@@ -199,15 +199,17 @@ class Recipe(_Value):
           w: the weight's floats, of any rank from 2 on.
           contracting: the dimensions that products contract; 32 divides the product of their
             lengths. -2 is that of a kernel (in, out).
-          batch: its batch dimensions.
+          batch: its batch dimensions, in the order in which the product names them.
           dequantized: whether the quantized values are kept as bfloat16, which holds them exactly
-            but for those below 2^-133: 4 bytes an element for both directions instead of about 2
-            (square blocks: 2 instead of 1). Implementation "dequantize" makes these floats of codes
-            in every product, and so spares it. Not for kernels that multiply codes: windows, "fp8"
-            and the chips with an MX product of their own want False.
+            but for those below 2^-133, instead of codes and scales. Implementation "dequantize"
+            need not make these floats in every product then. They take 4 bytes an element, for both
+            directions; codes and scales take 2.1 in MXFP8 and 1.1 in MXFP4. Implementations that
+            read the weight's codes do not serve such products: pass False for windows, for experts
+            and few rows on Hopper, and on chips with an MX product of their own.
 
         Returns:
-          What `dot_general`, `matmul` and `einsum` take as their right-hand side.
+          What `dot_general`, `matmul`, `einsum` and `mlp` take in place of the weight; with
+          contracting=1 and batch=0, what `ragged_dot` and `moe` take.
 
         Raises:
           TypeError, ValueError: as `dot_general` does.
@@ -243,7 +245,7 @@ class Recipe(_Value):
 def dimensions(
     op: str, ndim: int, contracting: int | Sequence[int], batch: int | Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A weight's contracted and batch dimensions, from 0 and in order.
+    """A weight's contracted dimensions, from 0 and in order, and its batch dimensions, from 0.
 
     Raises:
       ValueError: one is out of range.
@@ -252,8 +254,8 @@ def dimensions(
     for d in itertools.chain(*dims):
         if not -ndim <= d < ndim:
             raise ValueError(f"{op}: dimension {d} is out of range for rank {ndim}")
-    contracted, batched = (tuple(sorted(d % ndim for d in group)) for group in dims)
-    return contracted, batched
+    contracted, batched = (tuple(d % ndim for d in group) for group in dims)
+    return tuple(sorted(contracted)), batched
 
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
