@@ -237,10 +237,11 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in (FLOAT_DTYPES if form == directions.LAST else ("bfloat16",))
         for kinds in _KINDS[len(form.directions)]
     ),
-    *(  # `mxfp4_backward` of activations and weights
-        Variant("quantize", implementation, form, "bfloat16", _MIXED, (Kind(), _H16))
+    *(  # `mxfp4_backward` of activations, and of weights, whose rows are contracted first
+        Variant("quantize", implementation, form, "bfloat16", formats, kinds)
         for implementation in ARCHS
         for form in (directions.BOTH, directions.BOTH_TRANSPOSED)
+        for formats, kinds in ((_MIXED, (Kind(), _H16)), (_MIXED[::-1], (_H16, Kind())))
     ),
     *(
         Variant("quantize", implementation, form, dtype, formats, (Kind(window=window),) * n)

@@ -61,7 +61,12 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         staged = [self.shared_memory(result) for result in self.results]
         cute.arch.sync_threads()
 
-        for o in range_constexpr(self.outputs):
+        # The plain one first: no register holds the elements any longer then.
+        order: cutlass.Constexpr = sorted(
+            range(self.outputs), key=lambda o: not self.is_plain(self.results[o])
+        )
+        for i in range_constexpr(self.outputs):
+            o: cutlass.Constexpr = order[i]
             result: cutlass.Constexpr = self.results[o]
             mine = self.block_data(arrays, o)
             named = self.of_result(scalars, o)

@@ -24,11 +24,6 @@ from jax_mx.kernels.geometry import Extents, Output, Tile
 STACKED = 16  # how far apart a lane's two blocks of rows are
 
 
-def scales_of_a_tile():
-    """LDS for the scales of one result."""
-    return fx.Array[Uint8, TILE * TILE // BLOCK, 16]
-
-
 class PreprocessedTiled(Tiled):
     """`Tiled` for elements of 16 bits that are preprocessed; block data come behind x.
 
@@ -36,8 +31,8 @@ class PreprocessedTiled(Tiled):
     rows of two of them, along columns of neighbours, whose elements it reads a word at a time.
     Where transforms span two blocks it takes those: neighbours of a row; or of a column, of which
     two waves have the rows. What becomes of blocks along columns waits in registers until the
-    tile's LDS is free for it. The first result may have a code a byte: that is made as in `Tiled`,
-    before anything else, with LDS of its own for its scales.
+    tile's LDS is free for it. One result may have a code a byte: that is made as in `Tiled`, before
+    anything else, with LDS of its own.
     """
 
     @flyc.kernel
@@ -57,11 +52,7 @@ class PreprocessedTiled(Tiled):
             {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
             for o in range(len(self.results))
         ]
-        scales = [getattr(staged, f"scales_{o}") for o in range(len(self.results))]
-        if const_expr(self.is_plain(0)):
-            own = allocator.allocate(composite(fx.struct, {"scales_0": scales_of_a_tile()})).peek()
-            self.quantize_patch(self.elements_of(rows), own, 0, arrays, scalars, (at, patch, None))
-            scales[0] = own.scales_0
+        lds = self.quantize_plain(rows, allocator, staged, arrays, scalars, (at, patch, None))
         data = self.data(arrays, places, given, at)
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
@@ -88,21 +79,38 @@ class PreprocessedTiled(Tiled):
                 which = (row, col // BLOCK)
                 if const_expr(result.blocks is not Blocks.LAST):
                     which = (self.down(o, wave, i), col)
-                self.put(scales[o], result, at, which, scale, (row, col))
-        columns = [codes for _, codes in found[-1]]
-        lines = [self.down(-1, wave, i) for i in range(2)]
-        self.stage(staged.values, columns, lines, [col for _, col in places[-1]])
+                self.put(getattr(lds, f"scales_{o}"), result, at, which, scale, (row, col))
+        if const_expr(not self.is_plain(-1)):
+            columns = [codes for _, codes in found[-1]]
+            lines = [self.down(-1, wave, i) for i in range(2)]
+            self.stage(lds.values, columns, lines, [col for _, col in places[-1]])
         gpu.barrier()
-        named = {f"scales_{o}": own for o, own in enumerate(scales)}
-        self.store_staged(SimpleNamespace(values=staged.values, **named), arrays, scalars, at, tid)
+        self.store_staged(lds, arrays, scalars, at, tid)
 
     def is_plain(self, o: int) -> bool:
         """Whether the o-th result has a code a byte: it is of the elements as loaded, `Tiled`'s."""
         return self.results[o].format.codes_per_byte == 1
 
+    def quantize_plain(self, rows, allocator, staged, arrays, scalars, where: tuple):
+        """Quantizes what is plain; where in LDS which result has its scales, and values lie.
+
+        A plain result has LDS of its own, as that of the others is x's at first.
+        """
+        names = [*(f"scales_{o}" for o in range(len(self.results))), "values"]
+        lds = {name: getattr(staged, name) for name in names}
+        for o, result in enumerate(self.results):
+            if self.is_plain(o):
+                fields = {f"scales_{o}": fx.Array[Uint8, TILE * TILE // BLOCK, 16]}
+                if result.transposed:
+                    fields["values"] = fx.Array[Uint8, TILE * TILE, 16]
+                own = allocator.allocate(composite(fx.struct, fields)).peek()
+                lds |= {name: getattr(own, name) for name in fields}
+                self.quantize_patch(self.elements_of(rows), own, o, arrays, scalars, where)
+        return SimpleNamespace(**lds)
+
     def shared(self):
         """The LDS of a workgroup: x; then what `Tiled` has there, and rows of bytes of values."""
-        staged = {f"scales_{o}": scales_of_a_tile() for o in range(2)}
+        staged = {f"scales_{o}": fx.Array[Uint8, TILE * TILE // BLOCK, 16] for o in range(2)}
         staged["values"] = fx.Array[Uint8, TILE * TILE // 2, 16]
         x = fx.Array[Uint8, TILE * TILE * self.itemsize, 16]
         return composite(fx.union, {"x": x, "staged": composite(fx.struct, staged)})
@@ -220,6 +228,8 @@ class PreprocessedTiled(Tiled):
 
         Permuted, or lanes would read chunks of a column, and neighbours, from the same banks.
         """
+        if packed == 1:  # a plain result's
+            return super().staged(col, chunk, packed)
         odd = col % Uint32(2)
         place = chunk * TILE + odd * (TILE // 2) + (col // Uint32(2) ^ chunk ^ odd * 4)
         return place * 16
@@ -228,7 +238,7 @@ class PreprocessedTiled(Tiled):
         """Stores what is in LDS, rows of bytes of values included."""
         super().store_staged(shared, arrays, scalars, at, tid)
         result = self.results[-1]
-        if result.transposed:
+        if result.transposed or self.is_plain(-1):
             return
         for step in range(TILE // 2 * TILE // 16 // self.threads):
             index = tid + step * self.threads
