@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -134,10 +135,12 @@ def launched(
     """
     stalls = [STALL.format(stall) for stall in STALLS]
     child = [sys.executable, "-m", "benchmarks.counters", "--child", *names]
+    # ncu saves all memory of the process, and restores it for each group of counters.
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     told = subprocess.run(
         ["ncu", "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name", OURS,
          "--metrics", ",".join([*metrics, *stalls]), *child],
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, env=env,
     )  # fmt: skip
     lines = told.stdout.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)

@@ -32,7 +32,7 @@ SHAPES = (
 REFUSED = ((32, 3221), (2333, 32), (1481, 677), (31, 64), (64, 31))
 CHEAP = [shape for shape in SHAPES if np.prod(shape) <= 1 << 18]
 TABLE = np.array([float(v) for v in value_table(jax_mx.MXFP4_E2M1)])
-MXFP4 = [v for v in HERE if v.op == "quantize" and v.formats[0] == jax_mx.MXFP4_E2M1]
+MXFP4 = [v for v in HERE if v.op == "quantize" and {*v.formats} == {jax_mx.MXFP4_E2M1}]
 DIRECTIONS = [
     v
     for v in MXFP4
