@@ -287,12 +287,20 @@ WIDE = X.astype(jnp.float32)
         (lambda: jax_mx.quantize(WIDE, "mxfp6_e3m2", implementation="cutedsl"), NotImplementedError,
          "quantize: cutedsl has no kernel for mxfp6_e3m2 and dtype float32, only for bfloat16; "
          "'xla' serves it"),
-        (lambda: jax_mx.quantize_both(X[:32], formats=("mxfp4_e2m1", "mxfp8_e4m3"),
+        (lambda: jax_mx.quantize_both(X[:32], formats=("mxfp4_e2m1", "mxfp8_e5m2"),
                                       implementation="cutedsl"), NotImplementedError,
-         "quantize_both: cutedsl has no kernel for mxfp4_e2m1 and mxfp8_e4m3 in one call; 'xla' "),
+         "quantize_both: cutedsl has no kernel for mxfp4_e2m1 and mxfp8_e5m2 in one call; 'xla' "),
+        (lambda: jax_mx.quantize_both(X[:32], formats=("mxfp4_e2m1", "mxfp8_e5m2"),
+                                      scale_layout="shuffled_32x8", implementation="cutedsl"),
+         NotImplementedError, "no kernel for mxfp4_e2m1 and mxfp8_e5m2 in one call; 'xla' "),
         (lambda: jax_mx.quantize_both(X[:32], formats=("mxfp4_e2m1", "mxfp8_e4m3"),
                                       scale_layout="shuffled_32x8", implementation="cutedsl"),
-         NotImplementedError, "no kernel for mxfp4_e2m1 and mxfp8_e4m3 in one call; 'xla' "),
+         NotImplementedError, "quantize_both: cutedsl has no kernel for mxfp4_e2m1 and mxfp8_e4m3 "
+         "and scale_layout shuffled_32x8, only for blocked_128x4, row_major; 'xla' "),
+        (lambda: jax_mx.quantize_both(WIDE[:32], formats=("mxfp4_e2m1", "mxfp8_e4m3"),
+                                      implementation="cutedsl"), NotImplementedError,
+         "quantize_both: cutedsl has no kernel for mxfp4_e2m1 and mxfp8_e4m3 and dtype float32, "
+         "only for bfloat16; 'xla' "),
         (lambda: jax_mx.quantize(X, zero_scale=1), ValueError,
          "quantize: zero_scale, the scale of all-zero blocks, must be 0 (2^-127) or 127 (1.0), got "
          "1"),

@@ -887,7 +887,9 @@ def test_bytes_are_those_that_timing_counts():
             continue
         x = jax.ShapeDtypeStruct((128, 256), FLOAT_DTYPES[variant.dtype])
         options = {**form.options, "format": variant.formats[0]}
-        if form.op == "dequantize":  # moves what quantizing moves
+        if form.op == "quantize_both":
+            options = {**form.options, "formats": variant.formats}
+        elif form.op == "dequantize":  # moves what quantizing moves
             options = {**form.made_by, "format": variant.formats[0]}
         op = jax_mx.quantize_both if form.op == "quantize_both" else jax_mx.quantize
         size = timing.nbytes((x, jax.eval_shape(functools.partial(op, **options), x)))

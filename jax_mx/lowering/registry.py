@@ -261,15 +261,16 @@ def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
             beside = f" with {asked}" if asked else ""
             return None, f" for {name} {value}{beside}, only for {', '.join(sorted(have))}"
     by_dtype = {v.dtype: v for v in of_form if v.formats == plan.formats}
+    names = " and ".join(dict.fromkeys(f.name for f in plan.formats))
     if plan.dtype.name not in by_dtype:
         if not by_dtype:
-            return None, f" for {' and '.join(f.name for f in plan.formats)} in one call"
+            return None, f" for {names} in one call"
         have = ", ".join(sorted(by_dtype))
-        return None, f" for {plan.format.name} and dtype {plan.dtype.name}, only for {have}"
+        return None, f" for {names} and dtype {plan.dtype.name}, only for {have}"
     variant, layout = by_dtype[plan.dtype.name], plan.scale_layout.name
     if layout not in layouts_of(variant):
         have = ", ".join(sorted(layouts_of(variant)))
-        return None, f" for {plan.format.name} and scale_layout {layout}, only for {have}"
+        return None, f" for {names} and scale_layout {layout}, only for {have}"
     return variant, ""
 
 
