@@ -11,8 +11,10 @@ from helpers import loaded_after
 
 from jax_mx.facts import content, verified
 from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.products import BINARIES, archs_of
 from jax_mx.facts.variants import VARIANTS
 from jax_mx.kernels import build
+from jax_mx.kernels.build import EXECUTED
 from jax_mx.lowering import store
 
 FIRST = {dsl: next(v for v in VARIANTS if v.implementation == dsl) for dsl in ARCHS}
@@ -38,6 +40,22 @@ def test_kernels_import_no_jax():
         "import jax_mx.kernels.cutedsl.compile, jax_mx.kernels.cutedsl.quantize"
     )
     assert "cutlass" in modules and "jax" not in modules
+
+
+# Kernels of archs that none of them was executed on, here or on a GPU.
+NEVER_RUN = [
+    (variant, arch) for variant in BINARIES for arch in archs_of(variant) if arch not in EXECUTED
+]
+
+
+@pytest.mark.sampled(277)
+@pytest.mark.parametrize(
+    "variant, arch", [pytest.param(*each, id=build.name_of(*each)) for each in NEVER_RUN]
+)
+def test_no_kernel_spills_registers(variant, arch):
+    """Or the build of a release would fail; with --thorough all compile, which takes an hour."""
+    pytest.importorskip("cutlass")
+    assert not build.spills(store.get(variant, arch).facts)
 
 
 # ---- content keys ---

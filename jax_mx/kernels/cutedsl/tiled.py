@@ -128,9 +128,7 @@ class Tiled(Kernel):
         self.vector = 16 // self.itemsize  # elements of one load
         self.lanes = 64 // self.vector  # across a warp
         self.rows = self.lanes  # of a lane: 32 / (32 / lanes)
-        self.run = (
-            self.vector // self.parts
-        )  # neighbours in a row; as many follow in the other part
+        self.run = self.vector // self.parts  # neighbours in a row, of each part
         self.row_sharers, self.column_sharers = BLOCK // self.run, BLOCK // self.rows
 
         self.threads = self.tile.threads
