@@ -500,10 +500,18 @@ def only(spec: PartitionSpec, names) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in kept))
 
 
+# What the coordinator of jax.distributed rarely dies of when all is done: a race in the server of
+# gRPC as it ends, see grpc/grpc#27716. Nothing of ours is there any longer then.
+GRPC_RACE = "Check failed: queue.Pop() == nullptr"
+
+
 def on_eight(
     code: str, *args: str, processes: int = 1, devices: int = 8, platform: str = "cpu"
 ) -> list[str]:
-    """Runs code in new processes at once, on simulated devices or on GPUs; what each prints."""
+    """Runs code in new processes at once, on simulated devices or on GPUs; what each prints.
+
+    Once more where several were done and one died of `GRPC_RACE`.
+    """
     flags = f"--xla_force_host_platform_device_count={devices}"
     env = {**os.environ, "XLA_FLAGS": flags}
     if platform == "cpu":
@@ -517,15 +525,22 @@ def on_eight(
         import jax_mx
     """
     code = textwrap.dedent(prelude) + textwrap.dedent(code)
-    running = [Running(code, str(i), *args, env=env) for i in range(processes)]
-    try:
-        ended = [process.wait(300) for process in running]
-    finally:
-        for process in running:
-            process.kill()
+    ended = _ended(code, args, env, processes)
+    if processes > 1 and any(GRPC_RACE in errors for _, _, errors in ended):
+        ended = _ended(code, args, env, processes)
     for status, _, errors in ended:
         assert status == 0, errors[-3000:]
     return [out for _, out, _ in ended]
+
+
+def _ended(code: str, args: Iterable[str], env: dict[str, str], processes: int) -> list[tuple]:
+    """How processes ended: status, output and errors of each."""
+    running = [Running(code, str(i), *args, env=env) for i in range(processes)]
+    try:
+        return [process.wait(300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
 
 
 # ---- tables ---
