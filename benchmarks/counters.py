@@ -187,8 +187,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.child:
         run(args.child)
         return
+    names = [name for name in CASES if args.case in name]
+    if not names:
+        parser.error(f"no case has {args.case!r} in its name; there are {'; '.join(CASES)}")
     query = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=False)
-    units, launches = launched([n for n in CASES if args.case in n], known(query.stdout))
+    units, launches = launched(names, known(query.stdout))
     rows = [row_of(name, units, values) for name, values in launches.items()]
     print(*rows, sep="\n")
     if args.json:

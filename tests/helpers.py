@@ -34,7 +34,7 @@ from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.products import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
-from jax_mx.facts.variants import Kind, Variant
+from jax_mx.facts.variants import Kind, Variant, takes_zero_scale
 from jax_mx.lowering import registry, store, targets
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.products import AMAX, products_p
@@ -291,6 +291,11 @@ def kernels_for(plan, chips) -> dict[str, dict]:
     }
 
 
+def zero_scales(variant: Variant) -> tuple[int, ...]:
+    """The scales of zeros that a variant's kernel takes: 127 where each of its formats has it."""
+    return (0, 127) if all(map(takes_zero_scale, variant.formats)) else (0,)
+
+
 # ---- inputs ---
 def fitting(variant: Variant, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape, of twice as many blocks where the variant's transforms span two."""
@@ -525,17 +530,17 @@ def on_eight(
         import jax_mx
     """
     code = textwrap.dedent(prelude) + textwrap.dedent(code)
-    ended = _ended(code, args, env, processes)
+    ended = in_processes(processes, code, *args, env=env)
     if processes > 1 and any(GRPC_RACE in errors for _, _, errors in ended):
-        ended = _ended(code, args, env, processes)
+        ended = in_processes(processes, code, *args, env=env)
     for status, _, errors in ended:
         assert status == 0, errors[-3000:]
     return [out for _, out, _ in ended]
 
 
-def _ended(code: str, args: Iterable[str], env: dict[str, str], processes: int) -> list[tuple]:
-    """How processes ended: status, output and errors of each."""
-    running = [Running(code, str(i), *args, env=env) for i in range(processes)]
+def in_processes(count: int, code: str, *args: str, env: dict[str, str]) -> list[tuple]:
+    """Runs code in so many processes, each with its number: status, output and errors of each."""
+    running = [Running(code, str(i), *args, env=env) for i in range(count)]
     try:
         return [process.wait(300) for process in running]
     finally:

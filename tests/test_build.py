@@ -1,8 +1,8 @@
 """The kernels' build, in a checkout: no JAX, keys by content, incremental, deterministic."""
 
+import importlib
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -68,27 +68,25 @@ def _places(dsl: str) -> list[Path]:
     return [path.relative_to(package) for path in found if path.stem not in ("sass", "gcn")]
 
 
-def _tables(dsl: str, arch: str) -> list[Path]:
+def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:
     """The files that Python loads for an arch's table of tiles."""
-    name = f"jax_mx.kernels.{dsl}.tuning"
-    code = (
-        f"import sys, {name}.{arch}\n"
-        f"print(*(m.__file__ for n, m in sys.modules.items() if n.startswith({name!r})), sep='\\n')"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    package = Path(build.__file__).parents[1]
-    return [Path(line).relative_to(package) for line in ran.stdout.split()]
+    name, package = f"jax_mx.kernels.{dsl}.tuning", Path(build.__file__).parents[1]
+    for known in [each for each in sys.modules if each.startswith(name)]:
+        monkeypatch.delitem(sys.modules, known)
+    importlib.import_module(f"{name}.{arch}")
+    loaded = [module for each, module in sys.modules.items() if each.startswith(name)]
+    return [Path(module.__file__).relative_to(package) for module in loaded]
 
 
 @pytest.mark.parametrize(
     "dsl, arch", [(dsl, arch) for dsl, archs in ARCHS.items() for arch in archs]
 )
-def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path):
+def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypatch):
     """A stale binary cannot pass: what an entry is made of is in files that the key hashes."""
     package = Path(build.__file__).parents[1]
     for folder in ("facts", "kernels"):
         shutil.copytree(package / folder, tmp_path / folder)
-    variant, places = FIRST[dsl], [*_places(dsl), *_tables(dsl, arch)]
+    variant, places = FIRST[dsl], [*_places(dsl), *_tables(dsl, arch, monkeypatch)]
 
     def key() -> str:
         content._digest.cache_clear()

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forks import Running
-from helpers import assert_bits_equal, assert_refused
+from helpers import assert_bits_equal, assert_refused, in_processes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -755,12 +754,8 @@ def test_processes_with_different_timings_lower_the_same():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    both = [
-        Running(PROGRAM, str(i), str(port), env={**os.environ, "XLA_FLAGS": ""}) for i in range(2)
-    ]
-    outs = [process.wait(300)[1] for process in both]
-    for process in both:
-        process.kill()
+    both = in_processes(2, PROGRAM, str(port), env={**os.environ, "XLA_FLAGS": ""})
+    outs = [out for _, out, _ in both]
     told = ("RESULT", "ERROR ")
     lines = [[line.split() for line in out.splitlines() if line[:6] in told] for out in outs]
     assert all(len(each) == 2 for each in lines), outs

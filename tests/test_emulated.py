@@ -30,13 +30,14 @@ from helpers import (
     lowered_apart,
     preprocessing,
     random_bits,
+    zero_scales,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
-from jax_mx.facts.variants import ARCHS, layouts_of, takes_zero_scale
+from jax_mx.facts.variants import ARCHS, layouts_of
 from jax_mx.lowering import primitive, store
 
 pytest.importorskip("tinygrad")
@@ -150,8 +151,8 @@ def test_every_entry(variant, arch):
     """
     for entry, layout in itertools.product(range(2), layouts_of(variant)):
         options = {"scale_layout": layout}
-        if variant.op == "quantize" and all(map(takes_zero_scale, variant.formats)):
-            options["zero_scale"] = 127
+        if variant.op == "quantize":
+            options["zero_scale"] = zero_scales(variant)[-1]
         (shape,) = some(variant, [s for s in shapes_of(variant, EDGES) if math.prod(s) > BLOCK**2])
         program = Program(variant, arch, shape, **options)
         if not program.takes(entry):
@@ -186,9 +187,8 @@ def test_preprocessing(variant, arch):
     rows = hard_blocks(variant.dtype)[:2304].reshape(384, 192)  # of two blocks both ways
     layouts, scalings = layouts_of(variant), [*Scaling]
     for turn, of in enumerate((jnp.asarray, np.asarray)):
-        options = {"scaling": some(variant, scalings, turn=turn)[0]}
-        if all(map(takes_zero_scale, variant.formats)):
-            options["zero_scale"] = 127
+        options = {"zero_scale": zero_scales(variant)[-1]}
+        options["scaling"] = some(variant, scalings, turn=turn)[0]
         options |= preprocessing(variant, of=of)
         if "rounding" in options:  # both directions' kinds, one factor, in turn
             pair = options["rounding"] if len(variant.kinds) == 2 else (options["rounding"],)

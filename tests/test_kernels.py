@@ -39,6 +39,7 @@ from helpers import (
     poison_memory,
     preprocessing,
     random_bits,
+    zero_scales,
 )
 from on_device import HERE, assert_same, check, kernel
 
@@ -47,7 +48,7 @@ from jax_mx import _ffi
 from jax_mx.facts.directions import LAST, SECOND, SECOND_TRANSPOSED
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.variants import layouts_of, takes_zero_scale
+from jax_mx.facts.variants import layouts_of
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import quantizers, store
 from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
@@ -151,8 +152,7 @@ def test_zero_blocks(variant, layout):
     for shape in ((32, 32), (96, 160), (2, 160, 416)):
         x = random_bits(fitting(variant, shape), variant.dtype)
         x[..., :64, :] = np.array([0.0, -0.0] * (x.shape[-1] // 2), variant.dtype)
-        scales = (0, 127) if all(map(takes_zero_scale, variant.formats)) else (0,)
-        for zero_scale in scales:
+        for zero_scale in zero_scales(variant):
             check(variant, jnp.asarray(x), scale_layout=layout, zero_scale=zero_scale)
 
 

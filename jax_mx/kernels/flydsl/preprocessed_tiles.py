@@ -47,7 +47,9 @@ class PreprocessedTiled(Tiled):
 
         patch = Patch(wave, top, across * self.vector)
         rows = self.load(arrays["x"], at, patch)
-        places = [self.places(o, wave, lane) for o in range(len(self.results))]
+        places = [
+            [] if self.is_plain(o) else self.places(o, wave, lane) for o in range(len(self.results))
+        ]
         given = [
             {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
             for o in range(len(self.results))
@@ -74,8 +76,7 @@ class PreprocessedTiled(Tiled):
                 self.store_rows(o, found[o], places[o], to, at, (wave, lane))
         gpu.barrier()
         for o, result in enumerate(self.results):
-            each = zip(places[o], found[o], strict=True) if found[o] else ()
-            for i, ((row, col), (scale, _)) in enumerate(each):
+            for i, ((row, col), (scale, _)) in enumerate(zip(places[o], found[o], strict=True)):
                 which = (row, col // BLOCK)
                 if const_expr(result.blocks is not Blocks.LAST):
                     which = (self.down(o, wave, i), col)
