@@ -83,7 +83,7 @@ CASES = {
 
 def candidates(variant: Binary) -> Iterator[Any]:
     """What the binary's kernel class takes as `tile`: those worth a try."""
-    from jax_mx.kernels.cutedsl import dequantize, kernel, tiled
+    from jax_mx.kernels.cutedsl import dequantize, kernel
 
     if isinstance(variant, Product):
         yield from _of_products(variant)
@@ -101,10 +101,8 @@ def candidates(variant: Binary) -> Iterator[Any]:
             fits = elements * itemsize in ((16,) if variant.op == "dequantize" else range(16, 129))
             if 32 <= in_flight <= 256 and fits:
                 yield kernel.Strip(threads, elements, unroll)
-    elif variant.op == "quantize":  # Tiled: how many tiles, and in which order
-        sizes = ((1, 8), (2, 4), (4, 1), (4, 2), (4, 4), (8, 2))
-        for (down, across), band in itertools.product(sizes, (1, 16, 64)):
-            yield tiled.Tiling(down, across, band)
+    elif variant.op == "quantize":
+        yield from _of_tiles(variant)
     else:
         transposed = variant.form.transposed
         depth = 8 if itemsize == 2 or transposed else 4
@@ -112,6 +110,19 @@ def candidates(variant: Binary) -> Iterator[Any]:
         for (down, across), band in itertools.product(sizes, (1, 64)):
             if transposed or (down * depth * 4 // itemsize) % BLOCK == 0:  # whole blocks
                 yield dequantize.Tiling(down, across, depth, band)
+
+
+def _of_tiles(variant: Variant) -> Iterator[Any]:
+    """How many tiles, in which order, and how many are a cluster, which has whole windows."""
+    from jax_mx.kernels.cutedsl import tiled
+
+    sizes = ((1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4))
+    for (down, across), band in itertools.product(sizes, (1, 16, 64)):
+        yield tiled.Tiling(down, across, band)
+        if variant.form.is_both and isinstance(variant.window, int):
+            below = variant.window // (BLOCK * down)
+            if 1 < below <= 8:
+                yield tiled.Tiling(down, across, band, below)
 
 
 def _of_norms(variant: Variant) -> Iterator[Any]:
@@ -123,7 +134,7 @@ def _of_norms(variant: Variant) -> Iterator[Any]:
         return
     sizes = ((4, 2, 2), (4, 4, 4), (8, 2, 4))
     for (down, across, each), lag in itertools.product(sizes, (2, 3, 4, 5, 6)):
-        yield norms.Bands(down, across, 1, each, lag)
+        yield norms.Bands(down, across, each=each, lag=lag)
 
 
 def _of_products(product: Product) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax_mx.facts import directions
-from jax_mx.facts.chips import ARCHS, SHARED
+from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.directions import Form
 from jax_mx.facts.formats import (
     BLOCK,
@@ -374,6 +374,4 @@ def holds(arch: str, variant: Variant) -> bool:
     """Whether an arch's thread blocks have room for a variant's tile, which has whole windows."""
     if variant.implementation != "cutedsl" or not variant.form.is_both:
         return True
-    if variant.source.gradient and variant.window == 128:  # its registers would spill on others
-        return SHARED[arch] > 107 << 10
     return variant.window != 256 or arch != "sm_80"  # 32 warps, whose registers would spill

@@ -25,6 +25,7 @@ class QuantizerEntry:
       elements_per_thread: for the build's report.
       trips: the most that a loop in it makes; 0 where there is none.
       dynamic_shared: bytes of shared memory that a launch gives beside the kernel's own.
+      cluster: how many thread blocks a cluster has.
       scratch: results that are cleared before, as the launch rule has them.
     """
 
@@ -42,6 +43,7 @@ class QuantizerEntry:
     divide: Sequence = ()
     trips = 0
     dynamic_shared = 0
+    cluster = 1
     scratch: Sequence = ()
     threads: int
     grid: Sequence
@@ -183,6 +185,7 @@ class QuantizerEntry:
             "threads": [self.threads, 1, 1],
             "grid": [*self.grid],
             **({"shared": self.dynamic_shared} if self.dynamic_shared else {}),
+            **({"cluster": [self.cluster, 1, 1]} if self.cluster > 1 else {}),
         }
 
 

@@ -73,7 +73,9 @@ class Kernel(QuantizerEntry):
     @cute.jit
     def __call__(self, pointers, scalars):
         # The real grid is the launch rule's.
-        self.kernel(pointers, scalars).launch(grid=[1, 1, 1], block=[self.threads, 1, 1])
+        self.kernel(pointers, scalars).launch(
+            grid=[1, 1, 1], block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1]
+        )
 
 
 @cute.jit
@@ -226,6 +228,27 @@ def _store_kept(address: Int64, words: list, bits: int = 32, *, loc=None, ip=Non
         read_only_args=[address, *words],
         loc=loc,
         ip=ip,
+    )
+
+
+@dsl_user_op
+def of_block(address: Int32, rank, dtype=Float32, *, loc=None, ip=None) -> list:
+    """Two floats, or words, of the shared memory of the cluster's thread block of this rank.
+
+    They lie there where `address` says that this one's lie.
+    """
+    known = isinstance(rank, int)
+    number, more = (str(rank), []) if known else ("{$r1}", [Int32(rank)])
+    kind = "f32" if dtype is Float32 else "b32"
+    return list(
+        cute.arch.inline_ptx(
+            f"{{ .reg .b32 a; mapa.shared::cluster.u32 a, {{$r0}}, {number}; "
+            f"ld.shared::cluster.v2.{kind} {{{{$w0}}, {{$w1}}}}, [a]; }}",
+            write_only_types=[dtype] * 2,
+            read_only_args=[Int32(address), *more],
+            loc=loc,
+            ip=ip,
+        )
     )
 
 

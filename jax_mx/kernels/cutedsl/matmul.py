@@ -44,6 +44,7 @@ from jax_mx.facts.products import RESULTS, UNIT, Product
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.activations import gated_sum
+from jax_mx.kernels.cutedsl.kernel import of_block
 from jax_mx.kernels.cutedsl.matmul_few import (
     Few,
     Nibbles,
@@ -62,7 +63,6 @@ from jax_mx.kernels.cutedsl.products import (
     element,
     load_columns,
     load_shared,
-    of_block,
     store_if,
     vector,
 )

@@ -69,21 +69,6 @@ def load_columns(address: Uint32, *, loc=None, ip=None) -> list:
 
 
 @dsl_user_op
-def of_block(address: Int32, rank: int, *, loc=None, ip=None) -> list:
-    """Two floats of the shared memory of another thread block of the cluster."""
-    return list(
-        cute.arch.inline_ptx(
-            f"{{ .reg .b32 a; mapa.shared::cluster.u32 a, {{$r0}}, {rank}; "
-            "ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [a]; }",
-            write_only_types=[Float32] * 2,
-            read_only_args=[Int32(address)],
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
-@dsl_user_op
 def store_if(address: Int64, values: list, index: int, count: Int32, *, loc=None, ip=None) -> None:
     """Words, two or four, or a Uint16, to global memory if index < count: without a branch."""
     first = values[0]

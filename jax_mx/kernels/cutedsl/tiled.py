@@ -27,6 +27,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     load_anywhere,
     load_row,
     numbers_of,
+    of_block,
     offset_in_tiles,
     place_of,
     select,
@@ -48,6 +49,7 @@ class Tiling:
     down: int = 4
     across: int = 2
     band: int = 1  # how many thread blocks follow each other down before the next ones across
+    below: int = 1  # how many below each other are a cluster, and find amaxes of windows together
 
     @property
     def rows(self) -> int:
@@ -84,10 +86,7 @@ class Lines:
 
 
 class Lane(NamedTuple):
-    """A lane's place in its warp, and where its patch begins in the thread block's tile.
-
-    `col` is in a part of the tile, see `Tiled.column`.
-    """
+    """A lane's place in its warp, and where its patch begins in the thread block's tile."""
 
     across: Int32
     down: Int32
@@ -112,12 +111,12 @@ class Beyond(NamedTuple):
 class Tiled(Kernel):
     """Forms with the second-to-last axis; x lies as (batch, M, K), M = 32 * `blocks_m`.
 
+    A lane has a patch of each part of a row; the parts of a tile lie beside each other.
+
     The arithmetic that decides: a lane holds the largest magnitudes of its patch per row and per
     column, `exchange` leaves each lane with two whole blocks' of either kind, so that a scale is
     computed once, and `gather` brings the lanes of a block its factor.
     """
-
-    elements_per_thread = 2 * BLOCK
 
     def __init__(self, *entry, tile: Tiling | None = None):
         super().__init__(*entry)
@@ -128,18 +127,20 @@ class Tiled(Kernel):
         self.vector = 16 // self.itemsize  # elements of one load
         self.lanes = 64 // self.vector  # across a warp
         self.rows = self.lanes  # of a lane: 32 / (32 / lanes)
-        self.run = self.vector // self.parts  # neighbours in a row, of each part
-        self.row_sharers, self.column_sharers = BLOCK // self.run, BLOCK // self.rows
+        self.row_sharers, self.column_sharers = BLOCK // self.vector, BLOCK // self.rows
 
-        self.threads = self.tile.threads
+        self.threads, self.cols = self.tile.threads, self.tile.cols * self.parts
+        self.elements_per_thread = self.tile.rows * self.cols // self.threads
         self.counts_blocks = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = geometry.extents_of(form, self.of)
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
         staged = sum(self.bytes_of(each) for each in self.results if self.is_staged(each))
         self.dynamic_shared = staged if staged > STATIC else 0
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
-        tile = Extents(self.tile.rows, self.tile.cols // self.parts)
-        self.region = geometry.region_of(form, self.layout, tile)
+        tile = Extents(self.tile.rows, self.tile.cols)
+        self.below = self.cluster = self.tile.below
+        whole = Extents(tile.rows * self.below, tile.cols)
+        self.region = geometry.region_of(form, self.layout, whole)
         self.grid = geometry.grid_of(form, tile, self.region, self.of)
         # The aligned entry loads whole vectors, which must not straddle rows.
         self.divide = geometry.divide_of(form, self.vector, self.of)
@@ -156,10 +157,17 @@ class Tiled(Kernel):
         at = self.place(blocks_m, k)
         lane = self.lane(tid)
         arrays = self.named(pointers)
-        rX = self.made(arrays, scalars, at, lane)
+        patches = self.made(arrays, scalars, at, lane)
         staged = [self.shared_memory(result) for result in self.results]
+        beyond = [self.beyond(arrays, o, at) for o in range(self.outputs)]
+        if const_expr(self.below > 1):
+            self.show_to_cluster(patches[0], beyond[-1], lane)
         for o in range_constexpr(self.outputs):
-            self.quantize_patch(rX, staged[o], o, arrays, scalars, at, lane)
+            for part in range_constexpr(self.parts):
+                own: cutlass.Constexpr = self.in_part(lane, part)
+                self.quantize_patch(patches[part], staged[o], o, arrays, scalars, beyond[o], own)
+        if const_expr(self.below > 1):
+            cute.arch.cluster_arrive()
         cute.arch.sync_threads()
         first = 0
         for o in range_constexpr(self.outputs):
@@ -174,8 +182,10 @@ class Tiled(Kernel):
             thread = (tid + self.tile.threads - first) % self.tile.threads
             self.store_scales(sS, scales, result, at, thread)
             first += cute.size(sS) // 4
+        if const_expr(self.below > 1):
+            cute.arch.cluster_wait()  # others may have been reading this one's amaxes
 
-    def quantize_patch(self, rX, staged, o: int, arrays, scalars, at, lane) -> None:
+    def quantize_patch(self, rX, staged, o: int, arrays, scalars, beyond, lane) -> None:
         """Stages a patch's scales and values, or stores the latter, of the o-th result."""
         result, (sS, sV) = self.results[o], staged
         scale = {
@@ -184,13 +194,13 @@ class Tiled(Kernel):
             Blocks.SQUARE: self.scale_square,
         }[result.blocks]
         rounding = self.rule(self.of_result(scalars, o))
-        inverses = scale(rX, sS, result, rounding, lane, self.beyond(arrays, o, at))
+        inverses = scale(rX, sS, result, rounding, lane, beyond)
         if result.transposed:
             self.stage_transposed(sV, rX, inverses, result, lane)
         elif self.is_staged(result):
             self.stage_rows(sV, rX, inverses, result, lane)
         elif sV is None:
-            self.store(rX, inverses, result, arrays[f"codes_{o}"], at, lane)
+            self.store(rX, inverses, result, arrays[f"codes_{o}"], beyond.at, lane)
         else:
             self.stage(sV, rX, inverses, result, lane)
 
@@ -201,7 +211,7 @@ class Tiled(Kernel):
 
     def staged_shape(self, result: Output) -> Extents:
         """The size of the matrix of a tile's scales, as it will lie."""
-        tile = Extents(self.tile.rows, self.tile.cols)
+        tile = Extents(self.tile.rows, self.cols)
         return geometry.scales_shape(result.direction, tile, self.is_turned(result))
 
     def shared_memory(self, result: Output):
@@ -216,7 +226,7 @@ class Tiled(Kernel):
             return sS, cute.arch.alloc_smem(Uint8, self.bytes_of(result), alignment=128)
         if self.aligned or self.counts_blocks:  # rows are as aligned as the array is
             return sS, None
-        size = self.tile.rows // result.packed[0] * (self.tile.cols + PAD) + PAD
+        size = self.tile.rows // result.packed[0] * (self.cols + PAD) + PAD
         return sS, cute.arch.alloc_smem(Uint8, size, alignment=16)
 
     def before(self, result: Output) -> int:
@@ -226,7 +236,7 @@ class Tiled(Kernel):
 
     def bytes_of(self, result: Output) -> int:
         """How many bytes a tile's values have."""
-        return self.tile.rows * self.tile.cols // result.format.codes_per_byte
+        return self.tile.rows * self.cols // result.format.codes_per_byte
 
     def is_staged(self, result: Output) -> bool:
         """Whether values pass through shared memory, to be written by lines."""
@@ -242,20 +252,22 @@ class Tiled(Kernel):
         bid, _, _ = cute.arch.block_idx()
         down, across = self.region.rows // BLOCK, self.region.cols
         tiles_m = (blocks_m + down - 1) // down * (down // self.tile.down)
-        tiles_k = (k + across - 1) // across * (across // (self.tile.cols // self.parts))
-        return Tile(*place_of(bid, tiles_m, tiles_k, self.tile.band), blocks_m, k)
+        tiles_k = (k + across - 1) // across * (across // self.tile.cols)
+        below: cutlass.Constexpr = self.below
+        batch, row, col = place_of(bid // below, tiles_m // below, tiles_k, self.tile.band)
+        return Tile(batch, row * below + bid % below, col, blocks_m, k)
 
     def lane(self, tid) -> Lane:
         """The lane that a thread is."""
         lane, warp = tid % 32, tid // 32
         across, down = lane % self.lanes, lane // self.lanes
         row = warp % self.tile.down * BLOCK + down * self.rows
-        col = warp // self.tile.down * (2 * BLOCK // self.parts) + across * self.run
+        col = warp // self.tile.down * (2 * BLOCK) + across * self.vector
         return Lane(across, down, row, col)
 
-    def column(self, lane: Lane, j: int):
-        """Which column of the thread block's tile a lane's j-th is: parts lie beside each other."""
-        return lane.col + j // self.run * (self.tile.cols // self.parts) + j % self.run
+    def in_part(self, lane: Lane, part: int) -> Lane:
+        """The same lane, with its patch of another part than the first."""
+        return lane._replace(col=lane.col + part * self.tile.cols) if part else lane
 
     def among(self, tile, place, size: int, length) -> tuple:
         """Where a column of the thread block's tile lies: in its part of a row, and in the row.
@@ -274,19 +286,24 @@ class Tiled(Kernel):
 
     # ---- x ---
     def made(self, arrays, scalars, *where):
-        """This lane's patch; stored, too, where floats are given, and added up where sums are."""
-        rX = self.patch(arrays, scalars, *where)
+        """This lane's patches; stored, too, where floats are given, added up where sums are."""
+        if self.parts > 1:
+            patches = self.gradients(arrays["x"], arrays["weights"], arrays["dy"], *where)
+        else:
+            patches = [self.patch(arrays, scalars, *where)]
         if self.variant.source.floats:
-            self.store_floats(rX, arrays["floats"], *where)
+            self.store_floats(patches[0], arrays["floats"], *where)
         if self.variant.source.sums:
-            self.store_sums(rX, arrays["sums"], *where)
-        return rX
+            at, lane = where
+            for part, rX in enumerate(patches):
+                self.store_sums(rX, arrays["sums"], at, self.in_part(lane, part))
+        return patches
 
     def patch(self, arrays, scalars, *where):
-        """This lane's patch, (vector, rows); 0 beyond the array."""
+        """This lane's patch, (vector, rows), of rows of one part; 0 beyond the array."""
         if self.is_gradient:
-            make = self.gradients if self.parts > 1 else self.gradients_by_turns
-            return make(arrays["x"], arrays["weights"], arrays["dy"], *where)
+            given = arrays["x"], arrays["weights"], arrays["dy"]
+            return self.gradients_by_turns(*given, *where)
         if self.variant.codes:
             return self.picked_codes(arrays, scalars[2], *where)
         if self.variant.rows:
@@ -339,7 +356,7 @@ class Tiled(Kernel):
         for i in range_constexpr(n):
             rS[i] = found[i]
         block = tile_m * self.tile.down + lane.row // BLOCK
-        left, col = self.among(tile_k, self.column(lane, first), self.tile.cols, k)
+        left, col = self.among(tile_k, lane.col + first, self.cols, k)
         if (block < blocks_m) & (left < k):
             to = sums + (Int64(block) * (k * self.parts) + col)
             align: cutlass.Constexpr = 4 * n if self.aligned else 4
@@ -481,34 +498,31 @@ class Tiled(Kernel):
 
     @cute.jit
     def gradients(self, x, weights, dy, at: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """The gradients of gates, and of the ups that belong to them: half of a vector is of each.
-
-        Some rows at a time, as of `gated`.
-        """
+        """A patch of the gradients of gates, and one of those of the ups that belong to them."""
         _, tile_m, tile_k, blocks_m, k = at
-        together: cutlass.Constexpr = self.rows // 2
-        run: cutlass.Constexpr = self.run
         dtype: cutlass.Constexpr = convert.INPUT[self.dtype]
-        rX = cute.make_rmem_tensor((self.vector, self.rows), dtype)
-        rX.fill(dtype(0))
+        patches = [cute.make_rmem_tensor((self.vector, self.rows), dtype) for _ in range(2)]
+        for part in range_constexpr(2):
+            patches[part].fill(dtype(0))
         first = tile_m * self.tile.rows + lane.row
-        left, _ = self.among(tile_k, lane.col, self.tile.cols, k)
+        left = tile_k * self.tile.cols + lane.col
         if (first < blocks_m * BLOCK) & (left < k):
             size: cutlass.Constexpr = Extents(blocks_m * BLOCK, k)
-            for top in range_constexpr(0, self.rows, together):
-                place: cutlass.Constexpr = Place(0, first + top, left)
-                given = [cute.make_rmem_tensor((run, together), dtype) for _ in range(3)]
-                for which in range_constexpr(2):
-                    self.load_part(given[which], x, which, 2, size, place)
-                self.load_part(given[2], dy, 0, 1, size, place)
-                rM = self.weights_of(weights, first + top, together)
-                gates, ups, dys, made = (cute.recast_tensor(r, Uint32) for r in (*given, rX))
-                for i in range_constexpr(together):
-                    for w in range_constexpr(run // 2):
-                        made[w, top + i], made[run // 2 + w, top + i] = activations.gradients(
-                            self.activation, gates[w, i], ups[w, i], rM[i], dys[w, i]
-                        )
-        return rX
+            place: cutlass.Constexpr = Place(0, first, left)
+            given = [cute.make_rmem_tensor((self.vector, self.rows), dtype) for _ in range(3)]
+            for which in range_constexpr(2):
+                self.load_part(given[which], x, which, 2, size, place)
+            self.load_part(given[2], dy, 0, 1, size, place)
+            rM = self.weights_of(weights, first, self.rows)
+            gates, ups, dys, made_gates, made_ups = (
+                cute.recast_tensor(r, Uint32) for r in (*given, *patches)
+            )
+            for i in range_constexpr(self.rows):
+                for w in range_constexpr(self.vector // 2):
+                    made_gates[w, i], made_ups[w, i] = activations.gradients(
+                        self.activation, gates[w, i], ups[w, i], rM[i], dys[w, i]
+                    )
+        return patches
 
     @cute.jit
     def gradients_by_turns(self, x, weights, dy, at: cutlass.Constexpr, lane: cutlass.Constexpr):
@@ -601,12 +615,6 @@ class Tiled(Kernel):
                         if left + j < size.cols:
                             rX[j, i] = mX[number, left + j]
 
-    @property
-    def pairs_of_parts(self) -> list[range]:
-        """Which pairs of a lane's columns belong to each part."""
-        count = self.run // 2
-        return [range(part * count, (part + 1) * count) for part in range(self.parts)]
-
     def pair(self, rX, w: int, i: int) -> list:
         """The words of columns 2 * w and 2 * w + 1 in row i of a patch."""
         return words_of(rX[None, i], w, self.dtype)
@@ -655,7 +663,7 @@ class Tiled(Kernel):
         if self.variant.window == ROW:
             (amaxes,) = self.block_data(arrays, o)
         elif blocks_of(self.variant.window) > 1:
-            rows, cols = self.tile.rows, self.tile.cols
+            rows, cols = self.tile.rows, self.cols
             if result.blocks is not Blocks.SECOND:
                 cols //= BLOCK
             if result.blocks is not Blocks.LAST:
@@ -663,45 +671,79 @@ class Tiled(Kernel):
             shared = cute.arch.alloc_smem(Uint32, rows * cols, alignment=16)
         return Beyond(amaxes, at, shared)
 
+    def amaxes_of(self, beyond: Beyond, result: Output):
+        """A tensor of the tile's amaxes: which of a pair of lines, the pair, the block in a line.
+
+        Lines are rows of x, or columns. A part of the tile has whole windows of a line, or the
+        tiles of a cluster have one together.
+        """
+        line, side, whole = self.cols, self.tile.rows, self.tile.rows
+        if result.blocks is Blocks.LAST:
+            line, side, whole = self.tile.rows, self.cols, self.tile.cols
+        assert whole % (self.blocks_here(result) * BLOCK) == 0
+        assert not self.is_shared(result) or side == self.blocks_here(result) * BLOCK
+        layout = cute.make_layout((2, line // 2, side // BLOCK), stride=(1, 2, line))
+        return cute.make_tensor(beyond.shared, layout)
+
+    def is_shared(self, result: Output) -> bool:
+        """Whether the thread blocks of a cluster find a result's amaxes together."""
+        return self.below > 1 and result.blocks is Blocks.SECOND
+
+    def blocks_here(self, result: Output) -> int:
+        """How many blocks of a window a tile has."""
+        return blocks_of(self.variant.window) // (self.below if self.is_shared(result) else 1)
+
     @cute.jit
-    def windowed(
-        self, amaxes, number, place, beyond: cutlass.Constexpr, result: cutlass.Constexpr
+    def show(
+        self, amaxes, number, line, beyond: cutlass.Constexpr, result: cutlass.Constexpr
     ):  # fmt: skip
-        """The amaxes of two blocks' windows, by way of shared memory.
+        """Puts the amaxes of two blocks into shared memory.
 
         Args:
-          amaxes: of the blocks, which lie side by side: in two rows, in two columns, or in the two
-            parts of a row.
-          number: which blocks they are of their rows, of a part, or of their columns, in the
-            thread block's tile.
-          place: of the first one, twice the number of the pair of rows or columns, or of the row.
-          beyond: what they follow from.
+          amaxes: of the blocks, which lie side by side: in two rows, or in two columns.
+          number: which blocks they are of their lines, in the tile.
+          line: the first one's row, or column, in the tile.
+          beyond: what amaxes follow from.
           result: of which they are.
         """
-        count: cutlass.Constexpr = blocks_of(self.variant.window)
-        line: cutlass.Constexpr = self.tile.cols
-        side: cutlass.Constexpr = self.tile.rows
-        if const_expr(result.blocks is Blocks.LAST):
-            line: cutlass.Constexpr = self.tile.rows * self.parts
-            side: cutlass.Constexpr = self.tile.cols // self.parts
-        assert side % (count * BLOCK) == 0  # the tile has whole windows
-        sA = cute.make_tensor(
-            beyond.shared,
-            cute.make_layout((2, line // 2, side // BLOCK), stride=(1, 2, line)),
-        )
-        rA = cute.make_rmem_tensor((2, count), Uint32)
+        rA = cute.make_rmem_tensor(2, Uint32)
         for e in range_constexpr(2):
-            rA[e, 0] = amaxes[e]
-        cute.autovec_copy(rA[None, 0], sA[None, place // 2, number])
-        cute.arch.sync_threads()
+            rA[e] = amaxes[e]
+        cute.autovec_copy(rA, self.amaxes_of(beyond, result)[None, line // 2, number])
+
+    @cute.jit
+    def windowed(self, number, line, beyond: cutlass.Constexpr, result: cutlass.Constexpr):
+        """The amaxes of two blocks' windows, of those that all have put there; see `show`."""
+        count: cutlass.Constexpr = self.blocks_here(result)
+        sA = self.amaxes_of(beyond, result)
+        rA = cute.make_rmem_tensor((2, count), Uint32)
         first = number // count * count
         for i in range_constexpr(count):
-            cute.autovec_copy(sA[None, place // 2, first + i], rA[None, i])
+            cute.autovec_copy(sA[None, line // 2, first + i], rA[None, i])
         largest = [rA[0, 0], rA[1, 0]]
         for i in range_constexpr(1, count):
             for e in range_constexpr(2):
                 largest[e] = cutlass.max(largest[e], rA[e, i])
+        if const_expr(self.is_shared(result)):
+            rank = cute.arch.block_idx_in_cluster()
+            for other in range_constexpr(1, self.below):
+                for i in range_constexpr(count):
+                    address = sA[None, line // 2, i].iterator.toint()
+                    theirs = of_block(address, (rank + other) % self.below, Uint32)
+                    for e in range_constexpr(2):
+                        largest[e] = cutlass.max(largest[e], theirs[e])
         return largest
+
+    @cute.jit
+    def show_to_cluster(self, rX, beyond: cutlass.Constexpr, lane: cutlass.Constexpr):
+        """Puts the amaxes of columns where `scale_columns` takes them, of all of the cluster.
+
+        By then they have long been there.
+        """
+        amaxes = self.amaxes_of_columns(rX, lane)
+        line = lane.col + 2 * lane.down
+        self.show(amaxes, lane.row // BLOCK, line, beyond, self.results[-1])
+        cute.arch.cluster_arrive()
 
     @cute.jit
     def windowed_square(self, amax, row, col, beyond: cutlass.Constexpr):
@@ -761,10 +803,7 @@ class Tiled(Kernel):
         self, rX, sS, result: cutlass.Constexpr, rounding, lane: cutlass.Constexpr,
         beyond: cutlass.Constexpr,
     ):  # fmt: skip
-        """Blocks along rows: neighbours across share one. Pairs of factors of rows, or of parts.
-
-        A lane has the scales of two rows, or those of both parts of one.
-        """
+        """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
         if const_expr(self.variant.window == ROW):
             index = lane.across % self.row_sharers
             at: cutlass.Constexpr = beyond.at
@@ -774,9 +813,8 @@ class Tiled(Kernel):
             amaxes = self.given(row, col, (1, 0), beyond, size)
         else:
             words = [
-                self.largest([w for j in pairs for w in self.pair(rX, j, i)])
+                self.largest([w for j in range(self.vector // 2) for w in self.pair(rX, j, i)])
                 for i in range(self.rows)
-                for pairs in self.pairs_of_parts
             ]
             if const_expr(self.itemsize == 2):
                 words = [
@@ -786,16 +824,14 @@ class Tiled(Kernel):
             index = lane.across % self.row_sharers
             amaxes = self.exchange(words, self.row_sharers, 1, index)
         if const_expr(beyond.shared is not None):
-            place = self.parts * lane.row + 2 * index
-            amaxes = self.windowed(amaxes, lane.col // BLOCK, place, beyond, result)
+            line: cutlass.Constexpr = lane.row + 2 * index
+            self.show(amaxes, lane.col // BLOCK, line, beyond, result)
+            cute.arch.sync_threads()
+            amaxes = self.windowed(lane.col // BLOCK, line, beyond, result)
         inverses = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
-            if const_expr(self.parts > 1):
-                col = lane.col + e * (self.tile.cols // self.parts)
-                self.put(sS, result, lane.row + index, col // BLOCK, scale)
-            else:
-                self.put(sS, result, lane.row + 2 * index + e, lane.col // BLOCK, scale)
+            self.put(sS, result, lane.row + 2 * index + e, lane.col // BLOCK, scale)
             inverses.append(inverse)
         return self.gather(inverses, self.row_sharers, 1, index)
 
@@ -810,22 +846,31 @@ class Tiled(Kernel):
             row = at.row * self.tile.down + lane.row // BLOCK
             col = at.col * self.tile.cols + lane.col + 2 * lane.down
             amaxes = self.given(row, col, (0, 1), beyond, Extents(at.rows, at.cols))
-        else:
-            by_row = [
-                [w for j in range(self.vector // 2) for w in self.pair(rX, j, i)]
-                for i in range(self.rows)
-            ]
-            words = [self.largest(list(column)) for column in zip(*by_row, strict=True)]
-            amaxes = self.exchange(words, self.column_sharers, self.lanes, lane.down)
+        elif const_expr(not self.is_shared(result)):
+            amaxes = self.amaxes_of_columns(rX, lane)
         if const_expr(beyond.shared is not None):
-            place = self.column(lane, 2 * lane.down)
-            amaxes = self.windowed(amaxes, lane.row // BLOCK, place, beyond, result)
+            line: cutlass.Constexpr = lane.col + 2 * lane.down
+            if const_expr(self.is_shared(result)):
+                cute.arch.cluster_wait()
+            else:
+                self.show(amaxes, lane.row // BLOCK, line, beyond, result)
+                cute.arch.sync_threads()
+            amaxes = self.windowed(lane.row // BLOCK, line, beyond, result)
         inverses = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
-            self.put(sS, result, lane.row // BLOCK, self.column(lane, 2 * lane.down) + e, scale)
+            self.put(sS, result, lane.row // BLOCK, lane.col + 2 * lane.down + e, scale)
             inverses.append(inverse)
         return self.gather(inverses, self.column_sharers, self.lanes, lane.down)
+
+    def amaxes_of_columns(self, rX, lane: Lane) -> list:
+        """Those of the blocks of two columns."""
+        by_row = [
+            [w for j in range(self.vector // 2) for w in self.pair(rX, j, i)]
+            for i in range(self.rows)
+        ]
+        words = [self.largest(list(column)) for column in zip(*by_row, strict=True)]
+        return self.exchange(words, self.column_sharers, self.lanes, lane.down)
 
     @cute.jit
     def scale_square(
@@ -852,8 +897,6 @@ class Tiled(Kernel):
 
     def factors(self, inverses: list, result: Output, w: int, i: int):
         """The pair of factors of columns 2 * w and 2 * w + 1 in row i."""
-        if result.blocks is Blocks.LAST and self.parts > 1:
-            return convert.twice(inverses[i], 2 * w // self.run)
         if result.blocks is Blocks.LAST:
             return convert.twice(inverses[i // 2], i % 2)
         return inverses[w if result.blocks is Blocks.SECOND else 0]
@@ -868,16 +911,14 @@ class Tiled(Kernel):
         return pairs
 
     def quantized_row(self, rX, inverses: list, result: Output, i: int):
-        """Row i of the bytes, (bytes of a part, parts)."""
+        """Row i of the bytes."""
         per = result.packed[0]
         rows = [self.scaled_row(rX, inverses, result, per * i + r) for r in range(per)]
         if per == 1:
             words = convert.pack_along(rows[0], self.conversion(result.format))
         else:
             words = convert.pack_down(*rows, self.conversion(result.format))
-        count = self.vector // result.packed[1]
-        layout = cute.make_layout((count // self.parts, self.parts))
-        return cute.make_tensor(bytes_of(words, count).iterator, layout)
+        return bytes_of(words, self.vector // result.packed[1])
 
     @cute.jit
     def store(
@@ -888,17 +929,15 @@ class Tiled(Kernel):
         batch, tile_m, tile_k, blocks_m, k = at
         m = blocks_m * BLOCK
         first = tile_m * self.tile.rows + lane.row
-        left, _ = self.among(tile_k, lane.col, self.tile.cols, k)
+        left, begin = self.among(tile_k, lane.col, self.cols, k)
         top = Int64(batch) * m + first
-        n: cutlass.Constexpr = self.run
+        n: cutlass.Constexpr = self.vector
         down: cutlass.Constexpr = result.packed[0]
         mV = by_vector(values, Int64(batch + 1) * (m // down), k * self.parts, n)
         if (first < m) & (left < k):
             for i in range_constexpr(self.rows // down):
                 rV = self.quantized_row(rX, inverses, result, i)
-                for part in range_constexpr(self.parts):
-                    to = mV[top // down + i, (part * k + left) // n, None]
-                    cute.autovec_copy(rV[None, part], to)
+                cute.autovec_copy(rV, mV[top // down + i, begin // n, None])
 
     @cute.jit
     def stage(self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr):
@@ -913,7 +952,7 @@ class Tiled(Kernel):
             ),
         )
         for i in range_constexpr(self.rows // down):
-            rV = self.quantized_row(rX, inverses, result, i)[None, 0]
+            rV = self.quantized_row(rX, inverses, result, i)
             cute.autovec_copy(rV, rows[lane.row // down + i, lane.col // n, None])
 
     @cute.jit
@@ -949,7 +988,7 @@ class Tiled(Kernel):
         )
         byte = lane.row // packed
         for w in range_constexpr(n // 2):
-            col = self.column(lane, 2 * w)
+            col = lane.col + 2 * w
             chunk = (byte // 16) ^ lines.key(col)
             pairs = []
             for i in range_constexpr(self.rows):
@@ -970,7 +1009,7 @@ class Tiled(Kernel):
         """
         beside: cutlass.Constexpr = result.packed[1]
         lines: cutlass.Constexpr = self.lines(result)
-        n: cutlass.Constexpr = self.run // beside
+        n: cutlass.Constexpr = self.vector // beside
         rows = cute.make_tensor(
             sV,
             cute.make_layout(
@@ -980,17 +1019,16 @@ class Tiled(Kernel):
         for i in range_constexpr(self.rows):
             row = lane.row + i
             rV = self.quantized_row(rX, inverses, result, i)
-            for part in range_constexpr(self.parts):
-                byte = self.column(lane, part * self.run) // beside
-                chunk = (byte // 16) ^ lines.key(row)
-                cute.autovec_copy(rV[None, part], rows[row, chunk, byte % 16 // n, None])
+            byte = lane.col // beside
+            chunk = (byte // 16) ^ lines.key(row)
+            cute.autovec_copy(rV, rows[row, chunk, byte % 16 // n, None])
 
     def lines(self, result: Output):
         """How a result's values lie in shared memory."""
-        sides = self.tile.cols, self.tile.rows // result.packed[0]
+        sides = self.cols, self.tile.rows // result.packed[0]
         if not result.transposed:
-            sides = self.tile.rows // result.packed[0], self.tile.cols // result.packed[1]
-        return Lines(*sides, *((self.run, 1) if result.transposed else (self.rows, 2)))
+            sides = self.tile.rows // result.packed[0], self.cols // result.packed[1]
+        return Lines(*sides, *((self.vector, 1) if result.transposed else (self.rows, 2)))
 
     @cute.jit
     def store_lines(
