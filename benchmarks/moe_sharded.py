@@ -3,12 +3,13 @@
     python -m benchmarks.moe_sharded [--tokens 2048 16384] [--data 2] [--json out.json]
 
 Each row is a number of tokens a device and one way: microseconds on the wall of a call, forward and
-backward with all gradients, the best of several batches of calls that follow each other. The two
-ways of a recipe differ in `wire` alone; "us/floats" is the ratio to the way that moves bfloat16, in
-the same run. "dispatch" is what brings all tokens to all devices, quantizing included, by itself;
-its row "mx, all-to-all" sends each token only to the devices that have its experts, and zeros in
-place of those that are not wanted, as lengths must be known. `jax.lax.ragged_all_to_all`, which
-sends no zeros, took 27 to 59 times as long as "mx" (two H200s, JAX 0.11.2, 2026-11-25).
+backward with all gradients, of calls that follow each other in a loop of one program, the best of
+several runs. The two ways of a recipe differ in `wire` alone; "us/floats" is the ratio to the way
+that moves bfloat16, in the same run. "dispatch" is what brings all tokens to all devices,
+quantizing included, by itself; its row "mx, all-to-all" sends each token only to the devices that
+have its experts, and zeros in place of those that are not wanted, as lengths must be known.
+`jax.lax.ragged_all_to_all`, which sends no zeros, took 27 to 59 times as long as "mx" (two H200s,
+JAX 0.11.2, 2026-11-25).
 With `--data N` there are N copies of the experts, each split over an N-th of the devices, among
 which tokens move.
 """

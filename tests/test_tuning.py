@@ -11,6 +11,7 @@ import pytest
 import jax_mx
 from benchmarks import sweep
 from jax_mx.facts.chips import ARCHS, SHARED
+from jax_mx.facts.directions import LAST
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.products import BINARIES, PRODUCTS, archs_of
 from jax_mx.facts.variants import VARIANTS, layouts_of
@@ -109,7 +110,7 @@ def test_thread_blocks_fit_on_every_chip_of_an_arch():
     """Which tiles are too large is known; what the compiler alone knows is checked when it ran."""
     name = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
     by_name = {v.name: v for v in VARIANTS if v.implementation == "cutedsl"}
-    assert archs_of(by_name[f"{name}_w128_w128_swiglu_gradient"]) == ("sm_90a", "sm_100f")
+    assert archs_of(by_name[f"{name}_w128_w128_swiglu_gradient"]) == (*ARCHS["cutedsl"],)
     assert "sm_80" not in archs_of(by_name[f"{name}_w256_w256"])
     assert archs_of(by_name[f"{name}_swiglu_gradient"]) == (*ARCHS["cutedsl"],)
     compiling = pytest.importorskip("jax_mx.kernels.cutedsl.compile")
@@ -121,6 +122,18 @@ def test_thread_blocks_fit_on_every_chip_of_an_arch():
         compiling.check_shared(rule, "sm_120f")
 
 
+def test_clusters_are_where_chips_have_them():
+    """A launch of a cluster fails on others; rows of one arch's table serve other archs, too."""
+    clustered = set()
+    for v in VARIANTS:
+        for arch in archs_of(v) if v.implementation == "cutedsl" and v.op == "quantize" else ():
+            name = "NormedTiled" if v.normed else "Tiled"
+            if v.form != LAST and not v.changes_elements:
+                tile = tuning.choose(f"quantize.{name}", arch, v)
+                clustered |= {(arch, v.window)} if tile.get("below", 1) > 1 else set()
+    assert clustered == {(arch, 256) for arch in ("sm_90a", "sm_100f", "sm_120f")}
+
+
 def test_what_has_no_tile_says_so():
     pytest.importorskip("cutlass")
     with pytest.raises(ValueError, match="amaxes_r128 has no tile to choose"):
@@ -129,9 +142,9 @@ def test_what_has_no_tile_says_so():
 
 def test_what_does_not_fit_says_so():
     supported = functools.partial(jax_mx.is_supported, "quantize_both", transpose=True)
-    gradient = {"activation": "swiglu", "gradient": True, "window": 128}
-    assert "floats that XLA makes" not in supported("sm_90", **gradient)[1]
-    assert "floats that XLA makes" in supported("sm_89", **gradient)[1]
+    gradient = {"activation": "swiglu", "gradient": True}
+    assert "floats that XLA makes" not in supported("sm_89", window=128, **gradient)[1]
+    assert "floats that XLA makes" in supported("sm_89", window=256, **gradient)[1]
     assert supported("sm_86", window=128)[0]
     serves, why = supported("sm_86", window=256)
     assert not serves
