@@ -119,7 +119,8 @@ def _of_tiles(variant: Variant) -> Iterator[Any]:
     sizes = ((1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4))
     for (down, across), band in itertools.product(sizes, (1, 16, 64)):
         yield tiled.Tiling(down, across, band)
-        if variant.form.is_both and isinstance(variant.window, int):
+        gradient = variant.source.gradient  # whose parts' amaxes no cluster finds
+        if variant.form.is_both and isinstance(variant.window, int) and not gradient:
             below = variant.window // (BLOCK * down)
             if 1 < below <= 8:
                 yield tiled.Tiling(down, across, band, below)

@@ -371,7 +371,6 @@ def takes_zero_scale(format: Format) -> bool:
 
 
 def holds(arch: str, variant: Variant) -> bool:
-    """Whether an arch's thread blocks have room for a variant's tile, which has whole windows."""
-    if variant.implementation != "cutedsl" or not variant.form.is_both:
-        return True
-    return variant.window != 256 or arch != "sm_80"  # 32 warps, whose registers would spill
+    """Whether an arch has a tile for a variant; of windows of 256 both ways all spill on sm_80."""
+    both = variant.implementation == "cutedsl" and variant.form.is_both
+    return not (both and variant.window == 256 and arch == "sm_80")

@@ -39,6 +39,7 @@ from jax_mx.facts.products import Binary, archs_of  # noqa: E402
 BINARIES = PACKAGE / "binaries"
 EXECUTED = ("sm_90a", *ARCHS["flydsl"])  # the archs whose binaries must have run, or been emulated
 Job = tuple[Binary, str]  # a variant and an arch
+TOGETHER = 16  # binaries that one run of the disassembler serves, which takes 0.3 s to start
 
 
 def main() -> int:
@@ -202,16 +203,20 @@ def _compile(variant: Binary, arch: str) -> tuple[bytes, dict[str, Any]]:
 
 
 def _count_instructions(done: dict[Job, tuple[bytes, dict]], pool) -> None:
-    """Adds them to the facts; all binaries of an arch at once, which is what makes it cheap."""
-    batches: dict[str, list[Job]] = {}
+    """Adds them to the facts; of `TOGETHER` binaries at once, which is what makes it cheap."""
+    by_arch: dict[str, list[Job]] = {}
     for variant, arch in done:
-        batches.setdefault(arch, []).append((variant, arch))
+        by_arch.setdefault(arch, []).append((variant, arch))
     futures = {}
-    for arch, jobs in batches.items():
-        trips = [{e["symbol"]: e["usage"]["trips"] for e in entries_of(done[j][1])} for j in jobs]
-        dsl = jobs[0][0].implementation
-        what = _count, dsl, [done[j][0] for j in jobs], arch, trips
-        futures[pool.submit(*what)] = jobs
+    for arch, jobs in by_arch.items():
+        for first in range(0, len(jobs), TOGETHER):
+            batch = jobs[first : first + TOGETHER]
+            trips = [
+                {e["symbol"]: e["usage"]["trips"] for e in entries_of(done[j][1])} for j in batch
+            ]
+            dsl = batch[0][0].implementation
+            what = _count, dsl, [done[j][0] for j in batch], arch, trips
+            futures[pool.submit(*what)] = batch
     for future, jobs in futures.items():
         for job, counts in zip(jobs, future.result(), strict=True):
             for entry in entries_of(done[job][1]):

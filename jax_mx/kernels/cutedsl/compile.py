@@ -93,7 +93,7 @@ def check_shared(rule: Mapping[str, Any], arch: str) -> None:
     if wanted > SHARED[arch]:
         raise RuntimeError(
             f"{rule['symbol']}.{arch}: wants {wanted} bytes of shared memory, some chips of this "
-            f"arch have {SHARED[arch]}; see `holds` in facts/variants.py"
+            f"arch have {SHARED[arch]}; give it a smaller tile in tuning/{arch}.py"
         )
 
 

@@ -444,6 +444,7 @@ class NormedTiled(Tiled):
         super().__init__(*entry, tile=given or Tiling())
         self.tile = given or Bands(**self.tuned("NormedTiled"))
         super().__init__(*entry, tile=self.tile)
+        assert self.cluster == 1  # its thread blocks are not launched so
         self.deep = 4 if self.aligned else 1  # loads of a row that a lane has under way
         form, size = self.variant.form, Extents(self.tile.rows, self.tile.cols)
         ahead = (self.tile.finders, self.tile.lag)

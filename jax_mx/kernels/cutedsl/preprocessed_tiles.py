@@ -39,6 +39,7 @@ class PreprocessedTiled(WholeBlocks, Tiled):
 
     def __init__(self, *entry, tile: Tiling | None = None):
         super().__init__(*entry, tile=tile)
+        assert self.cluster == 1  # nothing here is found together
         self.pitch = 2 * self.tile.cols // 16  # chunks of x's rows in shared memory
         if not self.counts_blocks and not self.results[-1].transposed:
             self.divide = geometry.divide_of(self.variant.form, 16)  # it stores whole chunks

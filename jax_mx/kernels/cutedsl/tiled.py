@@ -1,7 +1,8 @@
 """Forms with the second-to-last axis: `Tiled`.
 
-A thread block is a few warps below and beside each other (`Tiling`), a warp holds 32 x 64 elements,
-a lane a patch of both rows and columns, so that blocks along either axis are a few shuffles away.
+A thread block is a few warps below and beside each other (`Tiling`), a warp holds 32 x 64 elements
+of each part of a row, a lane a patch of both rows and columns, so that blocks along either axis are
+a few shuffles away.
 Scales are staged in shared memory and written as they lie in memory, with the padding of tiles.
 """
 
@@ -44,12 +45,20 @@ CHUNKS = 8  # of 16 bytes, that a row of shared memory's banks holds
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a thread block of `Tiled` covers, in warps of 32 x 64, and how thread blocks follow."""
+    """What a thread block of `Tiled` covers, in warps of 32 x 64, and how thread blocks follow.
+
+    Attributes:
+      down: how many warps it has below each other.
+      across: how many beside each other.
+      band: how many thread blocks, or clusters, follow each other down before the next ones across.
+      below: how many thread blocks below each other are a cluster, and find amaxes of windows down
+        columns together.
+    """
 
     down: int = 4
     across: int = 2
-    band: int = 1  # how many thread blocks follow each other down before the next ones across
-    below: int = 1  # how many below each other are a cluster, and find amaxes of windows together
+    band: int = 1
+    below: int = 1
 
     @property
     def rows(self) -> int:
@@ -58,7 +67,7 @@ class Tiling:
 
     @property
     def cols(self) -> int:
-        """How many columns of x it covers."""
+        """How many columns of x it covers; of each part where a row has several."""
         return 2 * BLOCK * self.across
 
     @property
@@ -129,8 +138,9 @@ class Tiled(Kernel):
         self.rows = self.lanes  # of a lane: 32 / (32 / lanes)
         self.row_sharers, self.column_sharers = BLOCK // self.vector, BLOCK // self.rows
 
-        self.threads, self.cols = self.tile.threads, self.tile.cols * self.parts
-        self.elements_per_thread = self.tile.rows * self.cols // self.threads
+        self.threads = self.tile.threads
+        self.width = self.tile.cols * self.parts  # of a tile, all parts
+        self.elements_per_thread = 2 * BLOCK * self.parts
         self.counts_blocks = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = geometry.extents_of(form, self.of)
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
@@ -138,8 +148,9 @@ class Tiled(Kernel):
         self.dynamic_shared = staged if staged > STATIC else 0
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
         tile = Extents(self.tile.rows, self.tile.cols)
-        self.below = self.cluster = self.tile.below
-        whole = Extents(tile.rows * self.below, tile.cols)
+        self.cluster = self.tile.below
+        assert self.cluster == 1 or self.parts == 1  # see `show_to_cluster`
+        whole = Extents(tile.rows * self.cluster, tile.cols)
         self.region = geometry.region_of(form, self.layout, whole)
         self.grid = geometry.grid_of(form, tile, self.region, self.of)
         # The aligned entry loads whole vectors, which must not straddle rows.
@@ -160,13 +171,13 @@ class Tiled(Kernel):
         patches = self.made(arrays, scalars, at, lane)
         staged = [self.shared_memory(result) for result in self.results]
         beyond = [self.beyond(arrays, o, at) for o in range(self.outputs)]
-        if const_expr(self.below > 1):
+        if const_expr(self.cluster > 1):
             self.show_to_cluster(patches[0], beyond[-1], lane)
         for o in range_constexpr(self.outputs):
             for part in range_constexpr(self.parts):
                 own: cutlass.Constexpr = self.in_part(lane, part)
                 self.quantize_patch(patches[part], staged[o], o, arrays, scalars, beyond[o], own)
-        if const_expr(self.below > 1):
+        if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
         cute.arch.sync_threads()
         first = 0
@@ -182,7 +193,7 @@ class Tiled(Kernel):
             thread = (tid + self.tile.threads - first) % self.tile.threads
             self.store_scales(sS, scales, result, at, thread)
             first += cute.size(sS) // 4
-        if const_expr(self.below > 1):
+        if const_expr(self.cluster > 1):
             cute.arch.cluster_wait()  # others may have been reading this one's amaxes
 
     def quantize_patch(self, rX, staged, o: int, arrays, scalars, beyond, lane) -> None:
@@ -211,7 +222,7 @@ class Tiled(Kernel):
 
     def staged_shape(self, result: Output) -> Extents:
         """The size of the matrix of a tile's scales, as it will lie."""
-        tile = Extents(self.tile.rows, self.cols)
+        tile = Extents(self.tile.rows, self.width)
         return geometry.scales_shape(result.direction, tile, self.is_turned(result))
 
     def shared_memory(self, result: Output):
@@ -226,7 +237,7 @@ class Tiled(Kernel):
             return sS, cute.arch.alloc_smem(Uint8, self.bytes_of(result), alignment=128)
         if self.aligned or self.counts_blocks:  # rows are as aligned as the array is
             return sS, None
-        size = self.tile.rows // result.packed[0] * (self.cols + PAD) + PAD
+        size = self.tile.rows // result.packed[0] * (self.tile.cols + PAD) + PAD
         return sS, cute.arch.alloc_smem(Uint8, size, alignment=16)
 
     def before(self, result: Output) -> int:
@@ -236,7 +247,7 @@ class Tiled(Kernel):
 
     def bytes_of(self, result: Output) -> int:
         """How many bytes a tile's values have."""
-        return self.tile.rows * self.cols // result.format.codes_per_byte
+        return self.tile.rows * self.width // result.format.codes_per_byte
 
     def is_staged(self, result: Output) -> bool:
         """Whether values pass through shared memory, to be written by lines."""
@@ -253,7 +264,7 @@ class Tiled(Kernel):
         down, across = self.region.rows // BLOCK, self.region.cols
         tiles_m = (blocks_m + down - 1) // down * (down // self.tile.down)
         tiles_k = (k + across - 1) // across * (across // self.tile.cols)
-        below: cutlass.Constexpr = self.below
+        below: cutlass.Constexpr = self.cluster
         batch, row, col = place_of(bid // below, tiles_m // below, tiles_k, self.tile.band)
         return Tile(batch, row * below + bid % below, col, blocks_m, k)
 
@@ -356,7 +367,7 @@ class Tiled(Kernel):
         for i in range_constexpr(n):
             rS[i] = found[i]
         block = tile_m * self.tile.down + lane.row // BLOCK
-        left, col = self.among(tile_k, lane.col + first, self.cols, k)
+        left, col = self.among(tile_k, lane.col + first, self.width, k)
         if (block < blocks_m) & (left < k):
             to = sums + (Int64(block) * (k * self.parts) + col)
             align: cutlass.Constexpr = 4 * n if self.aligned else 4
@@ -663,7 +674,7 @@ class Tiled(Kernel):
         if self.variant.window == ROW:
             (amaxes,) = self.block_data(arrays, o)
         elif blocks_of(self.variant.window) > 1:
-            rows, cols = self.tile.rows, self.cols
+            rows, cols = self.tile.rows, self.width
             if result.blocks is not Blocks.SECOND:
                 cols //= BLOCK
             if result.blocks is not Blocks.LAST:
@@ -677,21 +688,22 @@ class Tiled(Kernel):
         Lines are rows of x, or columns. A part of the tile has whole windows of a line, or the
         tiles of a cluster have one together.
         """
-        line, side, whole = self.cols, self.tile.rows, self.tile.rows
+        line, side, whole = self.width, self.tile.rows, self.tile.rows
         if result.blocks is Blocks.LAST:
-            line, side, whole = self.tile.rows, self.cols, self.tile.cols
+            line, side, whole = self.tile.rows, self.width, self.tile.cols
         assert whole % (self.blocks_here(result) * BLOCK) == 0
-        assert not self.is_shared(result) or side == self.blocks_here(result) * BLOCK
+        assert not self.is_found_together(result) or side == self.blocks_here(result) * BLOCK
         layout = cute.make_layout((2, line // 2, side // BLOCK), stride=(1, 2, line))
         return cute.make_tensor(beyond.shared, layout)
 
-    def is_shared(self, result: Output) -> bool:
+    def is_found_together(self, result: Output) -> bool:
         """Whether the thread blocks of a cluster find a result's amaxes together."""
-        return self.below > 1 and result.blocks is Blocks.SECOND
+        return self.cluster > 1 and result.blocks is Blocks.SECOND
 
     def blocks_here(self, result: Output) -> int:
         """How many blocks of a window a tile has."""
-        return blocks_of(self.variant.window) // (self.below if self.is_shared(result) else 1)
+        sharers = self.cluster if self.is_found_together(result) else 1
+        return blocks_of(self.variant.window) // sharers
 
     @cute.jit
     def show(
@@ -724,21 +736,22 @@ class Tiled(Kernel):
         for i in range_constexpr(1, count):
             for e in range_constexpr(2):
                 largest[e] = cutlass.max(largest[e], rA[e, i])
-        if const_expr(self.is_shared(result)):
+        if const_expr(self.is_found_together(result)):
             rank = cute.arch.block_idx_in_cluster()
-            for other in range_constexpr(1, self.below):
+            for other in range_constexpr(1, self.cluster):
                 for i in range_constexpr(count):
                     address = sA[None, line // 2, i].iterator.toint()
-                    theirs = of_block(address, (rank + other) % self.below, Uint32)
+                    theirs = of_block(address, (rank + other) % self.cluster, Uint32)
                     for e in range_constexpr(2):
                         largest[e] = cutlass.max(largest[e], theirs[e])
         return largest
 
     @cute.jit
     def show_to_cluster(self, rX, beyond: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """Puts the amaxes of columns where `scale_columns` takes them, of all of the cluster.
+        """Puts the amaxes of columns where all of the cluster find them, and arrives.
 
-        By then they have long been there.
+        `scale_columns` waits for the others, which by then have long arrived; so nothing else may
+        arrive in between.
         """
         amaxes = self.amaxes_of_columns(rX, lane)
         line = lane.col + 2 * lane.down
@@ -846,11 +859,11 @@ class Tiled(Kernel):
             row = at.row * self.tile.down + lane.row // BLOCK
             col = at.col * self.tile.cols + lane.col + 2 * lane.down
             amaxes = self.given(row, col, (0, 1), beyond, Extents(at.rows, at.cols))
-        elif const_expr(not self.is_shared(result)):
+        elif const_expr(not self.is_found_together(result)):
             amaxes = self.amaxes_of_columns(rX, lane)
         if const_expr(beyond.shared is not None):
             line: cutlass.Constexpr = lane.col + 2 * lane.down
-            if const_expr(self.is_shared(result)):
+            if const_expr(self.is_found_together(result)):
                 cute.arch.cluster_wait()
             else:
                 self.show(amaxes, lane.row // BLOCK, line, beyond, result)
@@ -929,7 +942,7 @@ class Tiled(Kernel):
         batch, tile_m, tile_k, blocks_m, k = at
         m = blocks_m * BLOCK
         first = tile_m * self.tile.rows + lane.row
-        left, begin = self.among(tile_k, lane.col, self.cols, k)
+        left, begin = self.among(tile_k, lane.col, self.width, k)
         top = Int64(batch) * m + first
         n: cutlass.Constexpr = self.vector
         down: cutlass.Constexpr = result.packed[0]
@@ -1025,9 +1038,9 @@ class Tiled(Kernel):
 
     def lines(self, result: Output):
         """How a result's values lie in shared memory."""
-        sides = self.cols, self.tile.rows // result.packed[0]
+        sides = self.width, self.tile.rows // result.packed[0]
         if not result.transposed:
-            sides = self.tile.rows // result.packed[0], self.cols // result.packed[1]
+            sides = self.tile.rows // result.packed[0], self.width // result.packed[1]
         return Lines(*sides, *((self.vector, 1) if result.transposed else (self.rows, 2)))
 
     @cute.jit

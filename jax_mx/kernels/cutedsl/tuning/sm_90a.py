@@ -132,16 +132,16 @@ ROWS = [
             "f32 (512, 16, 1) h16 419, h32 427, h64 458, sr 454, h16_sr 511",
         ],
     },
-    # ---- quantize: forms with the second-to-last axis; (down, across, band) ---
+    # ---- quantize: forms with the second-to-last axis; (down, across, band, below) ---
     # What decides is which bytes a thread block writes side by side. Bytes reach memory in pieces
     # of 32 and lines of 128; a piece of a few bytes costs as much as a whole one. So transposed
     # values want tall tiles, scales along rows want wide ones, and row-major scales of both
     # directions cannot have both. Two tiles one after the other per thread block are slower in all
     # forms (both: 451 and more).
-    # A tile has whole windows. Where that leaves the tile of blocks by themselves, windows take no
-    # longer: bf16 to MXFP8, window 128 and 32, in the same run: both_transposed (8, 2) 428 and 428,
-    # second_transposed (8, 2, band 64) 295 and 294, second (4, 4) 283 and 285, square 280 and 282;
-    # last by shuffles 282 and 282, of 256 too.
+    # A tile, or a cluster's tiles, have whole windows. Where that leaves the tile of blocks by
+    # themselves, windows take no longer: bf16 to MXFP8, window 128 and 32, in the same run:
+    # both_transposed (8, 2) 428 and 428, second_transposed (8, 2, band 64) 295 and 294, second (4,
+    # 4) 283 and 285, square 280 and 282; last by shuffles 282 and 282, of 256 too.
     {
         "kernel": "quantize.Tiled",
         "where": {
@@ -233,7 +233,9 @@ ROWS = [
             "(4, 1, band 16) 209.2, 729.7; with sums of columns (2, 2, band 16) 220.2, 762.7,",
             "(4, 2) 215.5, 773.6; half of each vector of gates, half of ups, (2, 4, band 16)",
             "208.3, 724.3. Scales go to memory in pieces of 4 and of 2 bytes: without those of",
-            "rows (2, 2) takes 196.4, without those of columns 188.7, without any 186.6",
+            "rows (2, 2) takes 196.4, without those of columns 188.7, without any 186.6; clusters",
+            "of 2 below each other, which write columns' scales together, (2, 2, band 16) 202.4,",
+            "697.8, of 4 210.9, 725.6",
         ],
     },
     {
@@ -290,7 +292,8 @@ ROWS = [
             "bf16 (4, 4, below 2) 459 to 461, band 4 461, (8, 4) 479 to 482, (2, 8, below 4) 488,",
             "(2, 4, below 4) 502, (1, 4, below 8) 572; clusters of 2 x 2 tiles (4, 2) 506; a",
             "thread block that brings a later one's tile into the L2 cache: (4, 4, below 2) 484,",
-            "(8, 4) 565; (427 of window 32); rows, (16384, 7168): 138.6, (8, 4) 138.5",
+            "(8, 4) 565; scales of columns written by both together, in longer pieces, 455;",
+            "(427 of window 32); rows, (16384, 7168): 138.6, (8, 4) 138.5",
         ],
     },
     {
@@ -412,7 +415,9 @@ ROWS = [
             "x * 1.5 it is, 79 %",
             "2026-11-26: (8, 2) 426.5; without scales of rows 410, of columns 415, of both 401.5;",
             "two tiles beside each other by one thread block, which then writes their scales of",
-            "rows in pieces twice as long, 1112, four 465; clusters of 2 take no time",
+            "rows in pieces twice as long, 1112, four 465; clusters whose thread blocks put scales",
+            "into each other's shared memory and write them in longer pieces: 2 beside each other",
+            "441.5, 4 437.5, (4, 2) in 2 x 2 436.9",
         ],
     },
     {
