@@ -76,7 +76,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         'benchmarks.moe_step --steps 100 --ways "bf16, lax.ragged_dot" "bf16, Pallas" mxfp8 '
         '"mxfp8, windows of 256"',
     ),
-    "moe_step_small": ("_moe_step_small", "benchmarks.moe_step --small --rate 1e-3"),
+    "moe_step_small": (
+        "_moe_step_small",
+        'benchmarks.moe_step --small --rate 1e-3 --ways bf16 mxfp8 "mxfp8, windows of 256" '
+        '"mxfp8, gradients in mxfp4" mxfp4 "mxfp8, forward in mxfp4" "mxfp8, dgrad in mxfp4" '
+        '"mxfp8, wgrad in mxfp4"',
+    ),
     "counters": ("_counters", "benchmarks.counters"),
     "collectives": ("x2_collectives", "benchmarks.collectives"),
     "moe_sharded": ("x2_moe", "benchmarks.moe_sharded"),
