@@ -615,7 +615,8 @@ def layers() -> list[str]:
     ratios = {row["way"]: [each["ratio"] for each in _of(rows, way=row["way"])] for row in first}
     spans = [f"*{way}* {min(r):.2f} to {max(r):.2f}" for way, r in ratios.items() if way != "bf16"]
     count = len({row["name"] for row in rows})
-    return [*lines, "", f"Of bf16's time, in the {count} layers measured: {'; '.join(spans)}."]
+    said = f"Of bf16's time, in the {count} layers measured: {'; '.join(spans)}."
+    return [*lines, "", f"{said} {about['date']}, `{command('layers')}`."]
 
 
 # ---- where they stand ----------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def pytest_sessionfinish(session):
         return
     variants = {(v.implementation, v.name): v for v in BINARIES}
     for arch in {arch for _, arch, _ in _outcomes}:
-        entries = verified.read(arch)
+        entries = verified.read(arch, Path(folder)) or verified.read(arch)
         for (name, its_arch, device), outcomes in _outcomes.items():
             if its_arch != arch:
                 continue
