@@ -616,7 +616,7 @@ def layers() -> list[str]:
     spans = [f"*{way}* {min(r):.2f} to {max(r):.2f}" for way, r in ratios.items() if way != "bf16"]
     count = len({row["name"] for row in rows})
     said = f"Of bf16's time, in the {count} layers measured: {'; '.join(spans)}."
-    return [*lines, "", f"{said} {about['date']}, `{command('layers')}`."]
+    return [*lines, "", f"{said} {caption(about, command('layers'))}"]
 
 
 # ---- where they stand ----------------------------------------------------------------------------

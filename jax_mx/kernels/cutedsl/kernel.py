@@ -232,20 +232,26 @@ def _store_kept(address: Int64, words: list, bits: int = 32, *, loc=None, ip=Non
 
 
 @dsl_user_op
-def of_block(address: Int32, rank, dtype=Float32, *, loc=None, ip=None) -> list:
-    """Two floats, or words, of the shared memory of the cluster's thread block of this rank.
+def mapped(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
+    """Where an address of shared memory is in the cluster's thread block of this rank."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[Int32(address), Int32(rank)],
+        loc=loc,
+        ip=ip,
+    )
 
-    They lie there where `address` says that this one's lie.
-    """
-    known = isinstance(rank, int)
-    number, more = (str(rank), []) if known else ("{$r1}", [Int32(rank)])
+
+@dsl_user_op
+def two_of_block(address: Int32, dtype=Float32, *, loc=None, ip=None) -> list:
+    """Two floats, or words, at an address that `mapped` gives."""
     kind = "f32" if dtype is Float32 else "b32"
     return list(
         cute.arch.inline_ptx(
-            f"{{ .reg .b32 a; mapa.shared::cluster.u32 a, {{$r0}}, {number}; "
-            f"ld.shared::cluster.v2.{kind} {{{{$w0}}, {{$w1}}}}, [a]; }}",
+            f"ld.shared::cluster.v2.{kind} {{{{$w0}}, {{$w1}}}}, [{{$r0}}];",
             write_only_types=[dtype] * 2,
-            read_only_args=[Int32(address), *more],
+            read_only_args=[Int32(address)],
             loc=loc,
             ip=ip,
         )

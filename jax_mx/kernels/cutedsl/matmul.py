@@ -44,7 +44,7 @@ from jax_mx.facts.products import RESULTS, UNIT, Product
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.activations import gated_sum
-from jax_mx.kernels.cutedsl.kernel import of_block
+from jax_mx.kernels.cutedsl.kernel import mapped, two_of_block
 from jax_mx.kernels.cutedsl.matmul_few import (
     Few,
     Nibbles,
@@ -558,7 +558,7 @@ class Warps(Pipeline):
             low, high = Float32(0), Float32(0)
             if item < items:
                 for other in range_constexpr(self.split):
-                    a, b = of_block(part + (m * self.pitch + n) * 4, other)
+                    a, b = two_of_block(mapped(part + (m * self.pitch + n) * 4, other))
                     low += a
                     high += b
             to = y.toint() + (Int64(row + m) * width + n0 + n) * size

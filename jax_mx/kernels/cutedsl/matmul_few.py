@@ -28,6 +28,7 @@ from jax_mx.facts.launch import Extent, Factor
 from jax_mx.facts.products import Product
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
+from jax_mx.kernels.cutedsl.kernel import mapped, two_of_block
 from jax_mx.kernels.cutedsl.products import NO_ADDRESS, ProductEntry, load_shared, vector
 
 LINE = 64  # bytes of a row of W in a stage
@@ -99,40 +100,14 @@ def spread_e2m1(word: Uint32) -> list:
 
 
 @dsl_user_op
-def mapped(address: Int32, rank: int, *, loc=None, ip=None) -> Int32:
-    """Where an address of shared memory is in another thread block of the cluster."""
-    return cute.arch.inline_ptx(
-        f"mapa.shared::cluster.u32 {{$w0}}, {{$r0}}, {rank};",
-        write_only_types=[Int32],
-        read_only_args=[Int32(address)],
-        loc=loc,
-        ip=ip,
-    )
-
-
-@dsl_user_op
 def word_of_block(address: Int32, *, loc=None, ip=None) -> Int32:
-    """An integer at such an address."""
+    """An integer at an address that `mapped` gives."""
     return cute.arch.inline_ptx(
         "ld.shared::cluster.b32 {$w0}, [{$r0}];",
         write_only_types=[Int32],
         read_only_args=[Int32(address)],
         loc=loc,
         ip=ip,
-    )
-
-
-@dsl_user_op
-def two_of_block(address: Int32, *, loc=None, ip=None) -> list:
-    """Two floats at such an address."""
-    return list(
-        cute.arch.inline_ptx(
-            "ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
-            write_only_types=[Float32] * 2,
-            read_only_args=[Int32(address)],
-            loc=loc,
-            ip=ip,
-        )
     )
 
 

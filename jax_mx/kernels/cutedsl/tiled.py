@@ -27,13 +27,14 @@ from jax_mx.kernels.cutedsl.kernel import (
     load,
     load_anywhere,
     load_row,
+    mapped,
     numbers_of,
-    of_block,
     offset_in_tiles,
     place_of,
     select,
     store,
     store_rows,
+    two_of_block,
     vector_at,
     words_of,
 )
@@ -741,7 +742,7 @@ class Tiled(Kernel):
             for other in range_constexpr(1, self.cluster):
                 for i in range_constexpr(count):
                     address = sA[None, line // 2, i].iterator.toint()
-                    theirs = of_block(address, (rank + other) % self.cluster, Uint32)
+                    theirs = two_of_block(mapped(address, (rank + other) % self.cluster), Uint32)
                     for e in range_constexpr(2):
                         largest[e] = cutlass.max(largest[e], theirs[e])
         return largest
