@@ -39,7 +39,7 @@ WAYS: dict[str, tuple[Any, str | None]] = {
     "mxfp8": ("mxfp8", None),
     "mxfp8, windows of 256": (Recipe(window=256), None),
     "mxfp4": ("mxfp4", None),
-    "mxfp8, gradients in mxfp4": (train_moe.RECIPES["mxfp4"], None),
+    "mxfp8, gradients in mxfp4": (train_moe.RECIPES["mxfp4_backward"], None),
 }
 # Which of a layer's three products MXFP4 costs learning in; as the recipe MXFP4 has each.
 PARTS: dict[str, tuple[Any, str | None]] = {

@@ -56,7 +56,7 @@ def chips() -> list[str]:
         for arch, own in archs.items()
     ]
     rows.append(("", "all other devices, CPUs too", "XLA", '`"xla"`', "the reference itself"))
-    head = ("arch", "chips", "quantizers from", "products by", "our kernels were")
+    head = ("arch", "GPUs", "quantizers from", "products by", "our kernels were")
     return table(head, rows)
 
 

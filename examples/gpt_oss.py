@@ -3,8 +3,9 @@
     python examples/gpt_oss.py FOLDER --layer 5    # of a downloaded checkpoint
     python examples/gpt_oss.py                     # of a small one with the same names, made here
 
-The router's weights come from the same files. Nothing is dequantized in memory: products read codes
-and scales. A few tokens are computed again in float64, expert by expert, to compare.
+The router's weights come from the same files. The weights stay in MXFP4: on Hopper products read
+their codes and scales, elsewhere each call dequantizes them. A few tokens are computed again in
+float64, expert by expert, to compare.
 """
 
 import argparse

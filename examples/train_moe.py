@@ -2,7 +2,7 @@
 
     python examples/train_moe.py [--steps 1000] [--recipes bf16 mxfp8] [--resume]
 
-Curves are drawn to train_moe.png; models are kept in train_moe/, where --resume goes on.
+It draws train_moe.png and keeps models in train_moe/. On two CPU cores 40 steps take a minute.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from rich.progress import Progress
 
 import jax_mx
 
-RECIPES = {"bf16": "bf16", "mxfp8": "mxfp8", "mxfp4": jax_mx.mxfp4_backward(jax.random.key(0))}
+BACKWARD = jax_mx.mxfp4_backward(jax.random.key(0))
+RECIPES = {"bf16": "bf16", "mxfp8": "mxfp8", "mxfp4_backward": BACKWARD}
 WIDTH, INNER, HEADS, EXPERTS, CHOSEN, LAYERS, LENGTH, ROWS = 128, 128, 4, 8, 2, 2, 64, 32
 
 
@@ -98,22 +99,21 @@ def train(recipe: str, steps: int, resume: bool, progress: Progress) -> list[flo
             rows = jax.device_put(text[starts + np.arange(LENGTH + 1)], place(axes))
             losses.append(float(step(model, optimizer, rows.astype(jnp.int32))))
             progress.update(bar, advance=1, description=f"{recipe:>6} loss {losses[-1]:.3f}")
-        files.save(
-            steps, args=ocp.args.StandardSave([nnx.state(both), np.array(losses)]), force=True
-        )
+        kept = ocp.args.StandardSave([nnx.state(both), np.array(losses)])
+        files.save(steps, args=kept, force=True)
     return losses
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--recipes", nargs="+", default=["bf16", "mxfp8", "mxfp4"])
+    parser.add_argument("--recipes", nargs="+", default=[*RECIPES])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     with Progress() as bars:
         for name in options.recipes:
             curve = train(name, options.steps, options.resume, bars)
-            bars.print(f"{name}: loss {curve[0]:.4f}, in the end {np.mean(curve[-20:]):.4f}")
+            bars.print(f"{name}: loss {curve[0]:.4f}, of the last 20 {np.mean(curve[-20:]):.4f}")
             plt.plot(curve, label=name)
     plt.figlegend()
     plt.savefig("train_moe.png")

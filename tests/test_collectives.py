@@ -4,6 +4,7 @@
 """
 
 import functools
+import re
 import socket
 from pathlib import Path
 
@@ -569,6 +570,58 @@ def test_second_derivatives_are_refused():
 
 
 # ---- other transformations ---
+def launches(program: str) -> int:
+    """How many times a compiled program starts collectives: groups, or such as are in none."""
+    groups = re.findall(r"(?:async-start|call)\(.*_collectives_group", program)
+    moves = r" (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
+    return len(groups) or len(re.findall(moves, program))
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("move", MOVES)
+def test_values_and_scales_move_together(move, platform):
+    """As a group where a group can hold them: mapped, too, and in a loop."""
+    mx, floats, arguments = MOVES[move]
+    if move == "permute":
+        arguments = {"perm": [(0, 1), (1, 0)]}
+    x = jnp.asarray(random_bits((2, 128, 3, 128), jnp.bfloat16))
+
+    def of_shard(x):
+        return jax.vmap(lambda x: mx(jax_mx.quantize(x), "a", **arguments), 2, 1)(x)
+
+    def again(x):
+        return jax.lax.scan(lambda _, x: (None, of_shard(x)), None, jnp.stack([x, x]))[1]
+
+    def alike(x):
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
+        moved = jax.vmap(lambda x: floats(x, "a", **arguments), 2, 1)(bits)
+        return jax.lax.bitcast_convert_type(moved, jnp.bfloat16)
+
+    program = in_shards(again, 2, out=P(None, "a"), platform=platform)
+    compiled = program.lower(x).compile()
+    several = move in ("rows to columns", "columns to slabs")  # XLA makes more of these
+    assert launches(compiled.as_text()) == (2 if several else 1)
+    want = jax.vmap(jax_mx.quantize, 1, 1)(in_shards(alike, 2, platform=platform)(x))
+    for i in range(2):
+        for a, b in zip(jax.tree.leaves(program(x)), jax.tree.leaves(want), strict=True):
+            assert_bits_equal(np.asarray(a)[i], np.asarray(b))
+
+
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_no_group_of_one_shard(platform):
+    x = jnp.asarray(random_bits((4, 64, 64), jnp.bfloat16))
+
+    def gather(x):
+        return jax_mx.all_gather(jax_mx.quantize(x), "a", axis=0, tiled=True)
+
+    assert_same_array(in_shards(gather, 1, platform=platform)(x), jax_mx.quantize(x))
+    with jax.default_device(jax.devices(platform)[0]):
+        named = jax.jit(jax.vmap(gather, axis_name="a"))(x)
+        assert_same_array(named[1], jax_mx.quantize(x.reshape(256, 64)))
+        empty = jax.jit(jax.vmap(gather, axis_name="a"))(x[:, :0])
+        assert empty.shape == (4, 0, 64)
+
+
 def test_vmap_of_collectives():
     """Over a batch in shard_map; and over the very axis that has the name."""
     x = jnp.asarray(random_bits((2, 3, 64, 64), jnp.bfloat16))

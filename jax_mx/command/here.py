@@ -105,7 +105,7 @@ SERVING = (
 )
 HELD = (
     Column("arch"),
-    Column("chips", wraps=True),
+    Column("GPUs", wraps=True),
     Column("in the package", number=True),
     Column("in the cache", number=True),
     Column("executed and compared", wraps=True, optional=1),

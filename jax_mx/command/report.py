@@ -41,7 +41,7 @@ columns of the tables:
   plain XLA us   the same in float arithmetic without kernels, the fastest of two versions
   SNR dB         10 log10(sum x^2 / sum (x - dequantized)^2), in float64
   max rel error  largest |x - dequantized| / |x| of a nonzero element; 1: it became zero
-  saturated %    elements that hold the format's largest magnitude
+  saturated %    elements that became the format's largest number and were larger
   bytes / bf16   values and scales, against two bytes an element
   bytes equal reference
                  what implementation=None gives, against implementation="xla"

@@ -49,7 +49,7 @@ class Row:
       snr: the signal-to-noise ratio in dB; infinite where nothing is lost, NaN where no block is
         finite.
       relative_error: the largest, of nonzero elements.
-      saturated: the share of elements that hold the format's largest magnitude.
+      saturated: the share of elements that are larger than the format's largest over their scale.
       ratio: bytes of values and scales to those in bfloat16.
       remark: what the numbers do not say.
       equal: whether the bytes are the reference's; None: it is the reference.
@@ -116,6 +116,7 @@ def _losses(tensor: np.ndarray, q: jax_mx.MXArray) -> dict[str, Any]:
     kept, x = dequantized[finite], tensor[finite].astype(np.float64)
     snr, relative_error = samples.errors(x, kept)
     saturated = samples.magnitudes(q)[finite] == q.format.max_code
+    saturated &= np.abs(x) > np.abs(kept)
     return {
         "snr": snr,
         "relative_error": relative_error,
