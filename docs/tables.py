@@ -73,12 +73,12 @@ def products_on(chip: str) -> str:
 
 
 def state(arch: str) -> str:
-    """What verified/<arch>.json says of an arch's kernels."""
-    runs = {run for entry in verified.read(arch).values() for run in entry["executed_on"]}
-    devices = sorted({run.split(", ")[0] for run in runs} - {"emulated"})
-    if devices:
+    """Where all of an arch's kernels were executed, by verified/<arch>.json."""
+    runs = [{*entry["executed_on"]} for entry in verified.read(arch).values()]
+    everywhere = set.intersection(*runs) if runs else set()
+    if devices := sorted(run for run in everywhere - {"emulated"} if ", " not in run):
         return f"compared bit for bit on {', '.join(devices)}"
-    return "compared bit for bit in emulation" if runs else "compiled, not yet executed"
+    return "compared bit for bit in emulation" if everywhere else "compiled, not yet executed"
 
 
 def kernels() -> list[str]:
@@ -375,7 +375,7 @@ def speed_dequantize() -> list[str]:
 
 def speed_peers() -> list[str]:
     """torchao's quantizers beside ours, in one run."""
-    rows = results("h200_peers")[1]
+    rows = results("h100_peers")[1]
     peers = [row for row in rows if row["implementation"] not in IMPLEMENTATIONS]
     commit = peers[-1]["commit"]
     ours = _of(rows, commit=commit, implementation="cutedsl", scale_layout="row_major")
