@@ -615,7 +615,7 @@ def layers() -> list[str]:
     ratios = {row["way"]: [each["ratio"] for each in _of(rows, way=row["way"])] for row in first}
     spans = [f"*{way}* {min(r):.2f} to {max(r):.2f}" for way, r in ratios.items() if way != "bf16"]
     count = len({row["name"] for row in rows})
-    said = f"Of bf16's time, in the {count} layers measured: {'; '.join(spans)}."
+    said = f"Share of bf16's time in the {count} layers measured: {'; '.join(spans)}."
     return [*lines, "", f"{said} {caption(about, command('layers'))}"]
 
 
@@ -655,6 +655,10 @@ def write(folder: Path) -> None:
     write_examples(folder / "examples")
 
 
+# The documents that keep tables between comments, for who reads them in the repository.
+PAGES = (ROOT / "README.md", ROOT / "docs/formats.md", ROOT / "docs/training.md")
+
+
 def written(text: str) -> str:
     """A document with the tables that it keeps between comments written anew."""
     pattern = r"(<!-- (\w+): written by python -m docs.tables -->\n).*?(<!-- /\2 -->)"
@@ -664,5 +668,5 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(written(readme.read_text()))
+    for page in PAGES:
+        page.write_text(written(page.read_text()))

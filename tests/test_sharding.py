@@ -578,7 +578,7 @@ def table() -> list[str]:
     """The part of docs/sharding.md on what quantizes and what dequantizes."""
     shape = " x ".join(map(str, SHAPE.values()))
     lines = [
-        f"Of an array (e, m, k), {shape}, on eight devices: which calls leave it and their results",
+        f"For (e, m, k), {shape}, on eight devices: which calls leave an array and their results",
         "where they lie (yes), and which gather first, as shards do not hold whole tiles of scales",
         "(no; the bytes are right). *Yes* means, of the compiled program: no collective, no array",
         "larger than a shard, results that keep the spec; for values and scales alike.",

@@ -1,7 +1,7 @@
 """What one writes in JAX without kernels, plain float arithmetic: a speed to compare with.
 
 It is right on ordinary data; NaNs, infinities and subnormals are the business of
-`jax_mx.reference`. Scales are rounded up, as RCEIL does. Of two versions the faster one counts.
+`jax_mx.reference`. Scales are rounded up, as RCEIL does. The faster one of two versions counts.
 """
 
 from __future__ import annotations
