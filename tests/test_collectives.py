@@ -4,7 +4,6 @@
 """
 
 import functools
-import re
 import socket
 from pathlib import Path
 
@@ -570,17 +569,9 @@ def test_second_derivatives_are_refused():
 
 
 # ---- other transformations ---
-def launches(program: str) -> int:
-    """How many times a compiled program starts collectives: groups, or such as are in none."""
-    groups = re.findall(r"(?:async-start|call)\(.*_collectives_group", program)
-    moves = r" (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
-    return len(groups) or len(re.findall(moves, program))
-
-
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("move", MOVES)
-def test_values_and_scales_move_together(move, platform):
-    """As a group where a group can hold them: mapped, too, and in a loop."""
+def test_mapped_moves_in_a_loop(move, platform):
     mx, floats, arguments = MOVES[move]
     if move == "permute":
         arguments = {"perm": [(0, 1), (1, 0)]}
@@ -598,9 +589,6 @@ def test_values_and_scales_move_together(move, platform):
         return jax.lax.bitcast_convert_type(moved, jnp.bfloat16)
 
     program = in_shards(again, 2, out=P(None, "a"), platform=platform)
-    compiled = program.lower(x).compile()
-    several = move in ("rows to columns", "columns to slabs")  # XLA makes more of these
-    assert launches(compiled.as_text()) == (2 if several else 1)
     want = jax.vmap(jax_mx.quantize, 1, 1)(in_shards(alike, 2, platform=platform)(x))
     for i in range(2):
         for a, b in zip(jax.tree.leaves(program(x)), jax.tree.leaves(want), strict=True):
@@ -608,7 +596,7 @@ def test_values_and_scales_move_together(move, platform):
 
 
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_no_group_of_one_shard(platform):
+def test_moves_of_one_shard(platform):
     x = jnp.asarray(random_bits((4, 64, 64), jnp.bfloat16))
 
     def gather(x):

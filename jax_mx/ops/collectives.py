@@ -3,13 +3,15 @@
 Codes and scales move as uint8. As the floats that they are, XLA may move them in wider types: a
 CPU moves e4m3 as float16 and e8m0 as float32, where 2^-127 becomes NaN.
 
-They are two arrays, and so two collectives, which XLA is told to launch as one group: it took 0.97
-of the time of two for (32768, 7168) to all, 0.92 for 4,096 rows gathered (two H200s, 2026-11-26).
-One buffer of both costs a copy on either side: from 256 to 32,768 rows of 7168, that took as long
-as a second collective, or longer (two H100s, 2026-11-25). Nor does it pay to cut (32768, 7168)
-floats into chunks of rows and to quantize one while another moves: of the time that bfloat16 takes,
-two chunks took 0.87, four 1.2 and eight 1.6, all rows at once 0.80 (two H200s, in a loop of one
-program, 2026-11-25).
+They are two arrays, and so two collectives. XLA makes one of two all-gathers, and of two permutes,
+as long as they are small; of two all-to-alls it does not. One buffer of both costs a copy on either
+side: from 256 to 32,768 rows of 7168, that took as long as the second all-to-all, or longer (two
+H100s, 2026-11-25). Nor does it pay to cut (32768, 7168) floats into chunks of rows and to quantize
+one while another moves: of the time that bfloat16 takes, two chunks took 0.87, four 1.2 and eight
+1.6, all rows at once 0.80 (two H200s, in a loop of one program, 2026-11-25). XLA's group of
+collectives, a function with the attribute `_collectives_group`, is not used: it took 0.97 to 0.98
+of the time for four moves of 117 MB a GPU, 0.92 and 1.05 for two small ones, which vary more than
+that between runs (two H200s, one run, 2026-11-26), and some all-to-alls do not compile in it.
 """
 
 from __future__ import annotations
@@ -18,11 +20,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_mx.arrays.checks import axis_of, shown
@@ -70,17 +71,13 @@ def all_gather(
         along = axis_of(op, axis, q.ndim)
         n = _size(axis_name, axis_index_groups)
         _require_whole(op, q, along, q.shape[along], n, "are joined")
-        moves = {
-            name: gathering(getattr(q, name), axis_name, axis_index_groups, axis=at)
-            for name, at in _stored(q, along).items()
-        }
-        return _moved(q, moves, axis_name, window=_window_joined(q, along, n))
+        places = {name: {"axis": at} for name, at in _stored(q, along).items()}
+        move = partial(gather, axis_name=axis_name, groups=axis_index_groups)
+        return _moved(q, move, places, window=_window_joined(q, along, n))
     new = axis_of(op, axis, q.ndim + 1)
+    places = {name: {"axis": at} for name, at in _inserted(op, q, new, q.ndim + 1).items()}
     move = partial(jax.lax.all_gather, axis_name=axis_name, axis_index_groups=axis_index_groups)
-    moves = {
-        name: Move(partial(move, axis=at)) for name, at in _inserted(op, q, new, q.ndim + 1).items()
-    }
-    return _moved(q, moves, axis_name, axis=_beside(q.axis, new))
+    return _moved(q, move, places, axis=_beside(q.axis, new))
 
 
 def all_to_all(
@@ -134,12 +131,8 @@ def all_to_all(
         axis = q.axis + (cut > q.axis)  # of what is left without the axis that is cut
         concats = _inserted(op, q, into, q.ndim, axis)
         fields = {"axis": _beside(axis, into)}
-    moves = {
-        name: Move(partial(exchange, split_axis=splits[name], concat_axis=concats[name]))
-        for name in splits
-    }
-    is_one = tiled and into == cut  # XLA makes more than a collective of others
-    return _moved(q, moves, axis_name if is_one else None, **fields)
+    places = {n: {"split_axis": splits[n], "concat_axis": concats[n]} for n in splits}
+    return _moved(q, exchange, places, **fields)
 
 
 def ppermute(q: MXArray, axis_name: AxisName, perm: Sequence[tuple[int, int]]) -> MXArray:
@@ -157,7 +150,7 @@ def ppermute(q: MXArray, axis_name: AxisName, perm: Sequence[tuple[int, int]]) -
       TypeError: q is no `MXArray`; jax.lax.ppermute moves others.
     """
     send = partial(jax.lax.ppermute, axis_name=axis_name, perm=perm)
-    return _moved(_own("ppermute", q), {"values": Move(send), "scales": Move(send)}, axis_name)
+    return _moved(_own("ppermute", q), send, {"values": {}, "scales": {}})
 
 
 def _own(op: str, q: Any) -> MXArray:
@@ -173,75 +166,37 @@ def _size(axis_name: AxisName, groups: Groups) -> int:
     return len(groups[0]) if groups is not None else jax.lax.axis_size(axis_name)
 
 
-class Move(NamedTuple):
-    """How an array's bits move.
-
-    Attributes:
-      collective: what moves them, and does nothing else.
-      after: what is made of them where they arrive.
-    """
-
-    collective: Callable[[jax.Array], jax.Array]
-    after: Callable[[jax.Array], jax.Array] = lambda bits: bits
-
-    def __call__(self, bits: jax.Array) -> jax.Array:
-        """The bits where they arrive."""
-        return self.after(self.collective(bits))
-
-
 def _moved(
-    q: MXArray, moves: Mapping[str, Move], axis_name: AxisName | None, **fields: Any
+    q: MXArray,
+    move: Callable[..., jax.Array],
+    places: Mapping[str, Mapping[str, int]],
+    **fields: Any,
 ) -> MXArray:
     """q with values and scales moved as bytes.
 
     Args:
       q: the array.
-      moves: how the array of each name moves.
-      axis_name: the mesh axes over which collectives may be a group; None: they may not.
+      move: of bytes.
+      places: what else it takes of the array of each name.
       fields: static ones that differ in the result.
     """
-    before = {name: getattr(q, name) for name in moves}
-
-    def move(*arrays: jax.Array) -> list[jax.Array]:
-        return [each.collective(a) for each, a in zip(moves.values(), arrays, strict=True)]
-
-    bits = [jax.lax.bitcast_convert_type(a, _bits_of(a)) for a in before.values()]
-    if axis_name is not None and q.size > 0 and _are_shards(axis_name):
-        # A group is a function, which XLA must not take apart.
-        with set_xla_metadata(_collectives_group="", inlineable="false"):
-            moved = jax.jit(move)(*bits)
-    else:
-        moved = move(*bits)
-    arrays = {
-        name: jax.lax.bitcast_convert_type(each.after(a), before[name].dtype)
-        for (name, each), a in zip(moves.items(), moved, strict=True)
-    }
+    arrays = {name: as_bits(getattr(q, name), partial(move, **at)) for name, at in places.items()}
     return dataclasses.replace(q, **arrays, **fields)
-
-
-def _are_shards(axis_name: AxisName) -> bool:
-    """Whether there are several shards on these axes, each of a device: none of a `jax.vmap`."""
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    mesh = jax.sharding.get_abstract_mesh()
-    return {*names} <= {*mesh.manual_axes} and math.prod(mesh.shape[n] for n in names) > 1
-
-
-def _bits_of(x: jax.Array) -> jnp.dtype:
-    return jnp.dtype(f"uint{8 * x.dtype.itemsize}")
 
 
 def as_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """What `move` makes of an array while its elements are unsigned integers."""
-    moved = move(jax.lax.bitcast_convert_type(x, _bits_of(x)))
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    moved = move(jax.lax.bitcast_convert_type(x, bits))
     return jax.lax.bitcast_convert_type(moved, x.dtype)
 
 
-def gathering(x: jax.Array, axis_name: AxisName, groups: Groups = None, *, axis: int) -> Move:
-    """How all shards' arrays like x are joined along an axis."""
-    move = partial(jax.lax.all_gather, axis_name=axis_name, axis_index_groups=groups)
-    if math.prod(x.shape[:axis]) == 1 or is_explicit(jax.typeof(x).sharding.mesh):
-        return Move(partial(move, axis=axis, tiled=True))
-    return Move(partial(move, axis=0), partial(joined, axis=axis))
+def gather(bits: jax.Array, axis_name: AxisName, groups: Groups = None, *, axis: int) -> jax.Array:
+    """All shards' arrays, joined along an axis."""
+    options = {"axis_name": axis_name, "axis_index_groups": groups}
+    if math.prod(bits.shape[:axis]) == 1 or is_explicit(jax.typeof(bits).sharding.mesh):
+        return jax.lax.all_gather(bits, axis=axis, tiled=True, **options)
+    return joined(jax.lax.all_gather(bits, axis=0, **options), axis)
 
 
 def joined(parts: jax.Array, axis: int) -> jax.Array:

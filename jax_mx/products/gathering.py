@@ -22,7 +22,7 @@ from jax_mx.lowering import primitive
 from jax_mx.ops.collectives import (
     all_gather,
     as_bits,
-    gathering,
+    gather,
     is_manual,
     joined,
     moved_to,
@@ -250,7 +250,7 @@ def _of_part(static: _Static, w: jax.Array, recipe: Recipe) -> Any:
             if names and isinstance(array, MXArray):
                 array = all_gather(array, names, axis=at, tiled=True)
             elif names:
-                array = as_bits(array, gathering(array, names, axis=at))
+                array = as_bits(array, partial(gather, axis_name=names, axis=at))
         return array
 
     shape = tuple(
