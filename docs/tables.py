@@ -78,7 +78,8 @@ def state(arch: str) -> str:
     everywhere = set.intersection(*runs) if runs else set()
     if devices := sorted(run for run in everywhere - {"emulated"} if ", " not in run):
         return f"compared bit for bit on {', '.join(devices)}"
-    return "compared bit for bit in emulation" if everywhere else "compiled, not yet executed"
+    emulated = "emulated" in everywhere
+    return "compared bit for bit in emulation" if emulated else "compiled, not yet executed"
 
 
 def kernels() -> list[str]:
@@ -375,6 +376,7 @@ def speed_dequantize() -> list[str]:
 
 def speed_peers() -> list[str]:
     """torchao's quantizers beside ours, in one run."""
+    # The run on an H200 is of an earlier build; README's picture takes torchao's bars from it.
     rows = results("h100_peers")[1]
     peers = [row for row in rows if row["implementation"] not in IMPLEMENTATIONS]
     commit = peers[-1]["commit"]
@@ -655,8 +657,8 @@ def write(folder: Path) -> None:
     write_examples(folder / "examples")
 
 
-# The documents that keep tables between comments, for who reads them in the repository.
-PAGES = (ROOT / "README.md", ROOT / "docs/formats.md", ROOT / "docs/training.md")
+# Documents may keep tables between comments, for those who read them in the repository.
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def written(text: str) -> str:

@@ -2,7 +2,7 @@
 
     python examples/train_moe.py [--steps 1000] [--recipes bf16 mxfp8] [--resume]
 
-It draws train_moe.png and keeps models in train_moe/. 40 steps of a recipe: 40 s on two CPU cores.
+Curves go to train_moe.png, models to train_moe/ for --resume. 40 steps: 40 s on two CPU cores.
 """
 
 import argparse

@@ -69,7 +69,11 @@ def array_of(op: str, name: str, x: Any) -> jax.Array:
     x = floats(op, x, name)
     dtype = float_dtype(op, name, x.dtype)
     # A test takes a fifth of the time of asarray, which calls of tiny arrays would feel.
-    return x if isinstance(x, jax.Array) and x.dtype == dtype else jnp.asarray(x, dtype)
+    if isinstance(x, jax.Array) and x.dtype == dtype:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(f"{op}: {name} is {shown(x)}, without elements; use jax.eval_shape")
+    return jnp.asarray(x, dtype)
 
 
 def floats(op: str, x: Any, name: str = "x") -> Any:

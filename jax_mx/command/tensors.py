@@ -115,8 +115,8 @@ def _losses(tensor: np.ndarray, q: jax_mx.MXArray) -> dict[str, Any]:
     finite = ~np.isnan(dequantized)
     kept, x = dequantized[finite], tensor[finite].astype(np.float64)
     snr, relative_error = samples.errors(x, kept)
-    saturated = samples.magnitudes(q)[finite] == q.format.max_code
-    saturated &= np.abs(x) > np.abs(kept)
+    largest = samples.magnitudes(q)[finite] == q.format.max_code
+    saturated = largest & (np.abs(x) > np.abs(kept))
     return {
         "snr": snr,
         "relative_error": relative_error,

@@ -97,9 +97,9 @@ def load_experts(
     Raises:
       ModuleNotFoundError: safetensors is not installed.
       FileNotFoundError: there is no such file.
-      TypeError: layer is no int, or sharding of another type.
-      ValueError: the files have no such layer, its weights are not in MXFP4 or of shapes that do
-        not belong together, or shards would cut blocks.
+      TypeError: path is none, layer is no int, or sharding of another type.
+      ValueError: an index is damaged, the files have no such layer, its weights are not in MXFP4 or
+        of shapes that do not belong together, or shards would cut blocks.
     """
     try:
         layer = whole(layer)
@@ -120,12 +120,16 @@ class _Files:
         """Finds the files; what they hold is read when it is asked for."""
         self.headers: dict[Path, tuple[dict[str, dict[str, Any]], int]] = {}
         self.places: dict[str, Path] = {}
-        paths = [path] if isinstance(path, str | os.PathLike) else [*path]
+        paths = [path] if isinstance(path, str | os.PathLike) else path
+        if not isinstance(paths, Sequence) or not all(
+            isinstance(each, str | os.PathLike) for each in paths
+        ):
+            raise TypeError(f"{OP}: path must be a path, or a list of paths, got {shown(path)}")
         for each in map(Path, paths):
             index = each / INDEX if each.is_dir() else each
             if index.suffix == ".json":
                 if index.exists():
-                    names = json.loads(index.read_text())["weight_map"]
+                    names = _weight_map(index)
                     self.places |= {name: index.parent / file for name, file in names.items()}
                     continue
             files = sorted(each.glob("*.safetensors")) if each.is_dir() else [each]
@@ -154,6 +158,25 @@ class _Files:
         dtype = dtype_of(OP, name, entry["dtype"])
         begin = start + entry["data_offsets"][0]
         return np.memmap(file, dtype, "r", begin, tuple(entry["shape"]))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index has it.
+
+    Raises:
+      ValueError: it is no index.
+    """
+    try:
+        found = json.loads(index.read_text())
+        names = found["weight_map"]
+    except (ValueError, TypeError, KeyError):
+        names = None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ValueError(
+            f'{OP}: {index} has no "weight_map" of tensors and their files, as an {INDEX} has; '
+            "fetch it again, or name the .safetensors files"
+        )
+    return names
 
 
 # ---- a layer ---
@@ -201,6 +224,8 @@ class _Layer(NamedTuple):
                     f"{OP}: {self.names[word]!r} has the shape {tensor.shape}, not {shape}"
                 )
         (experts, rows, _, _) = first = self.tensors["gate_up_blocks"].shape
+        if 0 in first:
+            raise ValueError(f"{OP}: {self.names['gate_up_blocks']!r} is empty: {first}")
         width, inner = first[2] * BLOCK, rows // 2
         wants = {
             "gate_up_scales": first[:3],

@@ -13,6 +13,7 @@ that it is gathered and quantized in one read like the tokens.
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.products.forms import Blocks, Form, Use, forms_of
+from jax_mx.products.operands import what_of
 from jax_mx.products.ragged_dot import (
     Weight,
     align_of,
@@ -44,7 +46,7 @@ from jax_mx.products.ragged_dot import (
     weight_of,
 )
 from jax_mx.products.ragged_product import grouped
-from jax_mx.products.recipes import MXFP8, Recipe
+from jax_mx.products.recipes import MXFP8, Recipe, recipe_beside
 from jax_mx.products.steps import bias_of, floats_kept, once_derived, residuals_of
 
 
@@ -128,16 +130,19 @@ def moe(
     """
     op = "moe"
     recipe = grouped_recipe(op, recipe)
-    dtype = floats_of(op, "x", x, 2)
+    units = recipe.units
+    dtype = floats_of(op, "x", x, 2, math.lcm(units.forward, units.dgrad))
     axes = wires.axes_of(op, expert_axis, tensor_axis)
+    given = (("w_gate_up", w_gate_up), ("w_down", w_down))
+    recipes = tuple(recipe_beside(op, name, w, recipe) for name, w in given)
     first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
-    if first.columns % 64:
+    if first.columns % (wanted := math.lcm(2 * units.forward, units.dgrad)):
         is_shard = tensor_axis is not None and not axes.to_map
         of_a_shard = f"on axis {tensor_axis!r} a shard's " * is_shard
         raise ValueError(
-            f"{op}: {of_a_shard}w_gate_up has {first.columns} columns, must be a multiple of 64: "
-            "2 I, blocks of 32 along I; pad gate and up with zero columns, and w_down with zero "
-            "rows"
+            f"{op}: {of_a_shard}w_gate_up has {first.columns} columns, must be a multiple of "
+            f"{wanted}: 2 I, of which I is a multiple of {what_of(units.forward)}; pad gate and up "
+            "with zero columns, and w_down with zero rows"
         )
     second = weight_of(op, "w_down", w_down, first.columns // 2, recipe)
     _check_second(op, first, second, x.shape[1])
@@ -171,8 +176,8 @@ def moe(
     )
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
     given = (x, weights, first.floats, second.floats, *biases)
-    recipe = wires.numbered(recipe, (axes.experts, axes.tensor))
-    leaves, tree = jax.tree.flatten((given, first.quantized, second.quantized, experts, recipe))
+    recipes = tuple(wires.numbered(each, (axes.experts, axes.tensor)) for each in recipes)
+    leaves, tree = jax.tree.flatten((given, first.quantized, second.quantized, experts, recipes))
     return _moe(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
 
@@ -257,7 +262,7 @@ class _Kept(NamedTuple):
       w_second: form of w_down along D.
       biases: b_gate_up as it was given, b_down float32 of all experts.
       routing: experts and weights (T, k), as they were given; None without b_down.
-      recipe: the recipe.
+      recipes: of both products; where a weight brings signs, they differ.
       types: the dtypes of what was given.
     """
 
@@ -269,7 +274,7 @@ class _Kept(NamedTuple):
     w_second: Any
     biases: tuple[Any, Any]
     routing: tuple[jax.Array, jax.Array] | None
-    recipe: Recipe
+    recipes: tuple[Recipe, Recipe]
     types: _Types
 
 
@@ -279,33 +284,39 @@ def _moe(static: _Static, *args: Any) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moe_vjp(static: _Static, given, first, second, experts, recipe):
-    return _forward(static, given, (first, second), experts, recipe, keep=False)[0]
+def _moe_vjp(static: _Static, given, first, second, experts, recipes):
+    return _forward(static, given, (first, second), experts, recipes, keep=False)[0]
 
 
-def _moe_fwd(static: _Static, given, first, second, experts, recipe):
+def _moe_fwd(static: _Static, given, first, second, experts, recipes):
     given = jax.tree.map(partial(once_derived, "moe"), given)
-    return _forward(static, given, (first, second), experts, recipe, keep=True)
+    return _forward(static, given, (first, second), experts, recipes, keep=True)
 
 
 def _forward(
-    static: _Static, given: tuple, quantized: tuple, experts: jax.Array, recipe: Recipe, keep: bool
+    static: _Static,
+    given: tuple,
+    quantized: tuple,
+    experts: jax.Array,
+    recipes: tuple[Recipe, Recipe],
+    keep: bool,
 ) -> tuple[jax.Array, Any]:
     """The result; and what the backward pass reads, if it is to be kept."""
     x, weights, w1, w2, *biases = given
-    use, blocks = recipe.uses("lhs"), recipe.blocks("lhs")
+    (use, use_second), blocks = (each.uses("lhs") for each in recipes), recipes[0].blocks("lhs")
     x_all = wires.gathered(static, x, use[0], blocks)
     number = _matrices(w1, quantized[0])
     given_experts = experts
     weights, experts = wires.alike(static.axis, weights), wires.own(static.axis, experts, number)
-    align = align_of(recipe) if keep else 1  # nothing is quantized along slots
+    align = align_of(recipes[0]) if keep else 1  # nothing is quantized along slots
     groups = Groups.from_experts(experts, number, align=align)
     scale = groups.of_slots(weights.astype(jnp.float32))
-    first, first_free = weight_forms(w1, quantized[0], recipe, keep)
-    second, second_free = weight_forms(w2, quantized[1], recipe, keep)
+    first, first_free = weight_forms(w1, quantized[0], recipes[0], keep)
+    second, second_free = weight_forms(w2, quantized[1], recipes[1], keep)
     tokens, tokens_kept = _slots(x_all, groups.rows, use, blocks, keep and w1 is not None)
     gate_up = _gate_up(static, tokens, first, groups, biases[0])
-    along, _ = forms_of(gate_up, -1, (use[0], None), blocks, activation=_gated(static, scale))
+    uses = (use_second[0], None)
+    along, _ = forms_of(gate_up, -1, uses, blocks, activation=_gated(static, scale))
     y = wires.scattered(
         static.axis, groups.combined(_product(static, along, second, groups, static.dtype))
     )
@@ -330,7 +341,7 @@ def _forward(
         second_free,
         (biases[0], biases[1]),
         None if biases[1] is None else (given_experts, given[1]),
-        recipe,
+        recipes,
         types,
     )
 
@@ -420,10 +431,12 @@ def _sums(shares: jax.Array, takes: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
-    groups, recipe, dy = kept.groups, kept.recipe, once_derived("moe", dy)
+    groups, recipes, dy = kept.groups, kept.recipes, once_derived("moe", dy)
     x_type, _, w1_type, w2_type, b1_type, b2_type = kept.types.of
-    use, blocks = recipe.uses("gradient"), recipe.blocks("gradient")
+    first, second = recipes
+    blocks = first.blocks("gradient")
     # The gradient of the result, in slots: by w_down^T, and along slots for that of w_down.
+    use = second.uses("gradient")
     own = (frozen_or(use[0], w2_type is None), use[1])
     dy_all = wires.gathered(static, dy, own[0], blocks)
     by_row, by_slot = _slots(dy_all, groups.rows, own, blocks, w2_type is not None)
@@ -434,11 +447,12 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
     act = reference.gated_exactly(each, None, static.activation)
     dscale = (dact.astype(jnp.float32) * act).sum(-1)
     dw2 = dw1 = db1 = db2 = None
-    lhs, lhs_blocks = recipe.uses("lhs")[1], recipe.blocks("lhs")
+    lhs, lhs_blocks = second.uses("lhs")[1], second.blocks("lhs")
     if w2_type is not None:
         own = _gated(static, kept.scale)
         _, act_by_slot = forms_of(gate_up, -1, (None, lhs), lhs_blocks, activation=own)
         dw2 = _product(static, act_by_slot, by_slot, groups, w2_type, sums=True)
+    use = first.uses("gradient")
     own = (frozen_or(use[0], w1_type is None), use[1] if w1_type is not None else None)
     gated = dataclasses.replace(_gated(static, kept.scale), gradient=dact.astype(gate_up.dtype))
     along, across, *sums = forms_of(

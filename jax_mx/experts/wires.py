@@ -63,6 +63,11 @@ def axes_of(op: str, experts: Any, tensor: Any) -> Axes:
         is_manual.add(axis in mesh.manual_axes)
     if len(is_manual) > 1:
         raise ValueError(f"{op}: of {given} one is an axis of a jax.shard_map here; map over both")
+    if tensor is not None and tensor == experts:
+        raise ValueError(
+            f"{op}: expert_axis and tensor_axis are both {tensor!r}; they split different "
+            "dimensions, each over an axis of its own"
+        )
     if tensor is not None and experts is None:
         raise ValueError(f"{op}: tensor_axis without expert_axis; name an axis of length 1 as that")
     if True in is_manual and tensor and not primitive.varies(jax.lax.axis_index(tensor)):

@@ -80,6 +80,7 @@ _DTYPES = {
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "BOOL": np.bool_,
 }
+_RANK = 64  # NumPy's arrays have no more dimensions
 _KEY = "jax_mx"  # of a file's metadata: JSON, the static fields of each MXArray by its name
 
 
@@ -97,16 +98,22 @@ def save_safetensors(
     Args:
       tensors: by name; MXArrays and other arrays.
       path: of the file; one that exists is replaced.
-      notes: further metadata, strings.
+      notes: further metadata, strings; not under "jax_mx".
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
-      TypeError: no dictionary of arrays by name.
-      ValueError: two tensors would have one name.
+      FileNotFoundError: there is no such folder.
+      TypeError: no dictionary of arrays by name, or arrays of a dtype that files do not have.
+      ValueError: two tensors, or notes and what is written besides, would have one name.
     """
     op, library = "save_safetensors", _safetensors("save_safetensors")
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
         raise TypeError(f"{op}: tensors must be a dictionary of arrays by name")
+    if "__metadata__" in tensors:
+        raise ValueError(f"{op}: files call their metadata '__metadata__'; rename the tensor")
+    notes = _notes(op, notes)
+    if not (folder := Path(path).parent).is_dir():
+        raise FileNotFoundError(f"{op}: there is no folder {os.fspath(folder)}; make it first")
     found: dict[str, np.ndarray] = {}
     described = {}
     for name, tensor in tensors.items():
@@ -116,16 +123,51 @@ def save_safetensors(
             parts = {f"{name}.{part}": getattr(tensor, part) for part in ("values", "scales")}
         if twice := parts.keys() & (found.keys() | (tensors.keys() - {name})):
             raise ValueError(f"{op}: there are two tensors {min(twice)!r}; rename one")
-        for part, array in parts.items():
-            held = np.ascontiguousarray(jax.device_get(array)).reshape(np.shape(array))
-            if held.dtype == object:
-                raise TypeError(
-                    f"{op}: {part!r} must be an array or an MXArray, got {shown(array)}; of nested "
-                    "dictionaries, give each array a name of its own, as in {'a.b': array}"
-                )
-            found[part] = held
-    texts = {**(notes or {}), _KEY: json.dumps(described)}
+        found |= {part: _held(op, part, array) for part, array in parts.items()}
+    texts = {**notes, _KEY: json.dumps(described)}
     library.numpy.save_file(found, os.fspath(path), metadata=texts)
+
+
+def _notes(op: str, notes: Any) -> dict[str, str]:
+    """Further metadata of a file.
+
+    Raises:
+      TypeError, ValueError: they are no strings, or would be taken for the description of arrays.
+    """
+    notes = {} if notes is None else notes
+    if not isinstance(notes, Mapping) or not all(
+        isinstance(n, str) for n in (*notes, *notes.values())
+    ):
+        raise TypeError(f"{op}: notes must be a dictionary of strings, got {shown(notes)}")
+    if _KEY in notes:
+        raise ValueError(f"{op}: notes have {_KEY!r}, which describes MXArrays; rename it")
+    return {**notes}
+
+
+def _held(op: str, name: str, array: Any) -> np.ndarray:
+    """An array of the host, as files have it.
+
+    Raises:
+      TypeError: it is none, or of a dtype that files do not have.
+    """
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(f"{op}: {name!r} has no values while a program is traced; save its results")
+    dtype = getattr(array, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{op}: {name!r} is a key; save jax.random.key_data of it")
+    try:
+        held = np.ascontiguousarray(jax.device_get(array)).reshape(np.shape(array))
+    except (TypeError, ValueError):  # lists of lists of different lengths
+        held = np.array(None)
+    if held.dtype.kind in "OSU":
+        raise TypeError(
+            f"{op}: {name!r} must be an array or an MXArray, got {shown(array)}; of nested "
+            "dictionaries, give each array a name of its own, as in {'a.b': array}"
+        )
+    is_plain = held.dtype.kind in "biuf" and held.dtype.itemsize <= 8
+    if not is_plain and held.dtype not in (*_DTYPES.values(), np.complex64):
+        raise TypeError(f"{op}: {name!r} is {held.dtype}, which files do not have; convert it")
+    return held
 
 
 def load_safetensors(
@@ -143,11 +185,15 @@ def load_safetensors(
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
-      ValueError: the file's metadata describe an array that is not in it; a tensor has a dtype that
-        JAX does not have; or what is there is not what is expected: names, shapes, dtypes, the
-        format, axis or layouts of an MXArray.
+      FileNotFoundError: there is no such file.
+      TypeError: like is no dictionary of arrays.
+      ValueError: the file's metadata are damaged, or describe an array that is not in it; a tensor
+        has a dtype that JAX does not have (float64 and int64 want jax_enable_x64); or what is there
+        is not what is expected: names, shapes, dtypes, the format, axis or layouts of an MXArray.
     """
     op = "load_safetensors"
+    if like is not None and not isinstance(like, Mapping):
+        raise TypeError(f"{op}: like must be a dictionary of arrays by name, got {shown(like)}")
     texts, header, start = header_of(op, path)
     arrays = {}
     with Path(path).open("rb") as file:
@@ -155,9 +201,14 @@ def load_safetensors(
             file.seek(start + entry["data_offsets"][0])
             kind = dtype_of(op, name, entry["dtype"])
             flat = np.fromfile(file, kind, math.prod(entry["shape"]))
+            if len(entry["shape"]) > _RANK:
+                raise ValueError(
+                    f"{op}: {name!r} has {len(entry['shape'])} dimensions; arrays have at most "
+                    f"{_RANK}"
+                )
             arrays[name] = jnp.asarray(flat.reshape(entry["shape"]))
     found: dict[str, Any] = {}
-    for name, description in json.loads(texts.get(_KEY, "{}")).items():
+    for name, description in _descriptions(op, texts).items():
         parts = {part: arrays.pop(f"{name}.{part}", None) for part in ("values", "scales")}
         if missing := [part for part, array in parts.items() if array is None]:
             raise ValueError(f"{op}: the file describes {name!r} and has no '{name}.{missing[0]}'")
@@ -165,6 +216,25 @@ def load_safetensors(
     found |= arrays
     if like is not None:
         _require_alike(op, found, like)
+    return found
+
+
+def _descriptions(op: str, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The static fields of each MXArray of a file, by its name.
+
+    Raises:
+      ValueError: the text that says so is damaged.
+    """
+    text = texts.get(_KEY, "{}")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
+        raise ValueError(
+            f"{op}: the file's metadata have {shown(text)} under {_KEY!r}, which describes no "
+            "MXArrays; write the file again"
+        )
     return found
 
 
@@ -219,6 +289,8 @@ def _require_alike(op: str, found: Mapping[str, Any], like: Mapping[str, Any]) -
         raise ValueError(f"{op}: the file has {more[0]!r}, which is not expected")
     for name, want in like.items():
         got = found[name]
+        if not hasattr(want, "dtype") or not hasattr(want, "shape"):
+            raise TypeError(f"{op}: like has {shown(want)} for {name!r}, must have an array")
         if isinstance(got, MXArray) != isinstance(want, MXArray):
             kinds = ["an MXArray" if isinstance(a, MXArray) else "an array" for a in (got, want)]
             raise ValueError(f"{op}: {name!r} is {kinds[0]}, expected is {kinds[1]}")

@@ -340,9 +340,10 @@ def reshard(q: MXArray, spec: PartitionSpec | NamedSharding) -> MXArray:
         n = math.prod(mesh.shape[name] for name in names_in(entry))
         unit, what = _unit(q, axis)
         if n > 1 and q.shape[axis] % (n * unit):
+            how = f", inside of {what}, which holds {unit}" if unit > 1 else ", which are not equal"
             raise ValueError(
                 f"{op}: axis {axis} of length {q.shape[axis]} would be split over "
-                f"{' x '.join(names_in(entry))} in {n} shards, inside of {what}, which holds {unit}"
+                f"{' x '.join(names_in(entry))} in {n} shards{how}"
             )
     axes = (-2, -1) if len(q.block) == 2 else (q.axis,)
     values = stored_spec(entries, (q.axis,), q.value_layout)
@@ -377,9 +378,16 @@ def placement(op: str, spec: Any, ndim: int) -> tuple[Any, tuple]:
     """
     mesh = jax.sharding.get_abstract_mesh()
     if isinstance(spec, NamedSharding):
+        if mesh.empty and is_explicit(spec.mesh):
+            raise ValueError(
+                f"{op}: {spec.spec} is of a mesh with explicit axes, which is not set; set it with "
+                "jax.set_mesh around the program"
+            )
         mesh, spec = spec.mesh if mesh.empty else mesh, spec.spec
     if not isinstance(spec, PartitionSpec):
         raise TypeError(f"{op}: spec must be a PartitionSpec or a NamedSharding, got {shown(spec)}")
+    if spec.unreduced or spec.reduced:
+        raise ValueError(f"{op}: {spec} asks for sums; name only axes that split the array")
     if mesh.empty:
         raise ValueError(
             f"{op}: {spec} names axes of a mesh, and there is none; set one with jax.set_mesh, or "
@@ -387,10 +395,13 @@ def placement(op: str, spec: Any, ndim: int) -> tuple[Any, tuple]:
         )
     if len(spec) > ndim:
         raise ValueError(f"{op}: {spec} has {len(spec)} entries, the array {ndim} axes")
-    if unknown := [n for entry in spec for n in names_in(entry) if n not in mesh.shape]:
+    names = [name for entry in spec for name in names_in(entry)]
+    if unknown := [name for name in names if name not in mesh.shape]:
         raise ValueError(
             f"{op}: {spec} names {', '.join(unknown)}; the mesh has {', '.join(mesh.shape)}"
         )
+    if len(set(names)) < len(names):
+        raise ValueError(f"{op}: {spec} names an axis of the mesh twice; it splits one axis alone")
     return mesh, (*spec, *[None] * (ndim - len(spec)))
 
 

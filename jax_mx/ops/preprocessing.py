@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
@@ -66,10 +67,10 @@ class Hadamard:
     Attributes:
       size: 16, 32 or 64, which divides the axis's length (on explicit meshes a shard's); 64
         spans two blocks.
-      signs: of the elements, before they are rotated: `size` floats or signed integers, flipped
-        where negative (-0 too), or bools, flipped where true. None flips none. What is no array of
-        JAX is compiled in: faster, but another program for other signs. The arguments of a jitted
-        function are arrays of JAX.
+      signs: of the elements, before they are rotated: an array or a list of `size` floats or signed
+        integers, flipped where negative (-0 too), or bools, flipped where true. None flips none.
+        What is no array of JAX is compiled in: faster, but another program for other signs. The
+        arguments of a jitted function are arrays of JAX.
     """
 
     size: int = 16
@@ -78,6 +79,9 @@ class Hadamard:
     def __post_init__(self):
         """Raises TypeError, ValueError for another size."""
         object.__setattr__(self, "size", _size("Hadamard", self.size))
+        if isinstance(self.signs, list | tuple) and len(self.signs) == self.size:
+            with contextlib.suppress(TypeError, ValueError):  # then calls say what is wrong
+                object.__setattr__(self, "signs", np.asarray(self.signs))  # one leaf, not many
 
     @classmethod
     def random(cls, key: jax.Array, size: int = 16) -> Hadamard:

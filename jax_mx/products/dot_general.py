@@ -16,7 +16,7 @@ from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.forms import QuantizedWeight, Use
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Arrangement, layout_of
-from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_of
+from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
 from jax_mx.products.steps import (
     Static,
     blocks_along,
@@ -78,7 +78,8 @@ def dot_general(
 
     Returns:
       (batch..., free of lhs..., free of rhs...), as jax.lax.dot_general. It equals the product of
-      the dequantized operands bit for bit where all products and sums are exact in float32; else
+      the dequantized operands bit for bit where all products and sums are exact in float32, and no
+      element stands for less than 2^-126 (see "Numbers" in docs/training.md); else
       within eps32 * k * sum |a||b| of it, before it is rounded to its type; where FP8 tensor cores
       sum ("fp8", and "cutedsl" of windows), within window * 2^-13 * sum |a||b|, where the window is
       at most 256 (4e-4 * sum |a||b| for normal numbers, see "Numbers" in docs/training.md).
@@ -93,7 +94,9 @@ def dot_general(
     op = "dot_general"
     recipe = recipe_of(op, recipe)
     lhs, rhs = operand_of(op, "lhs", lhs), operand_of(op, "rhs", rhs)
-    layout = layout_of(op, lhs, rhs, dimension_numbers, keep_rows=recipe.window == BLOCK)
+    recipe = recipe_beside(op, "rhs", rhs, recipe)
+    keep_rows = recipe.window == BLOCK
+    layout = layout_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
     sides: Any = (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs))
     floats = [float_dtype(op, name, x.dtype) for name, x, _ in sides if not isinstance(x, MXArray)]
     if len({*floats}) > 1:
@@ -107,7 +110,7 @@ def dot_general(
         names = {name: name for name in IMPLEMENTATIONS}
         implementation = named(f"{op}: implementation", names, implementation)
     for name, x, side in sides:
-        check_quantized(op, name, x, side, recipe)
+        check_quantized(op, name, x, side)
     frozen = [name for name, x, _ in sides if isinstance(x, MXArray)]
     if len(frozen) == 1:
         check_frozen(op, frozen[0], recipe)

@@ -30,7 +30,13 @@ from jax_mx.ops.collectives import (
 )
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.forms import Form, QuantizedWeight, forms_of
-from jax_mx.products.operands import Arrangement, arrangement_of, check_contracted, padded
+from jax_mx.products.operands import (
+    Arrangement,
+    Units,
+    arrangement_of,
+    check_contracted,
+    padded,
+)
 from jax_mx.products.recipes import MXFP8, Recipe, dimensions, recipe_of
 
 Names = tuple[str, ...]
@@ -95,12 +101,12 @@ def gather_weight(
                     f"{OP}: dimension {dim} of w is split over {own or 'nothing'}, and cannot be "
                     f"gathered from {names}; spec names the last of the axes that split it"
                 )
-    static = _Static(mesh, gathered, split, *dims, bool(inside))
+    static = _Static(mesh, gathered, split, *dims, bool(inside), recipe.units)
     shape = tuple(
         n * math.prod(mesh.shape[name] for name in names) if inside else n
         for n, names in zip(w.shape, gathered, strict=True)
     )
-    check_contracted(OP, shape, static.contracting)
+    check_contracted(OP, shape, static.contracting, recipe.units.forward)
     _require_whole(static, _part(static, w.shape), recipe)
     floats, (first, second) = _gathered(static, w, recipe)
     return QuantizedWeight(floats, first, second, recipe, static.arrangement(shape))
@@ -116,6 +122,7 @@ class _Static(NamedTuple):
       contracting: the contracted dimensions.
       batch: the batch dimensions.
       inside: whether shard_map has taken the axes, and w is a part.
+      units: of the recipe.
     """
 
     mesh: Any
@@ -124,10 +131,11 @@ class _Static(NamedTuple):
     contracting: tuple[int, ...]
     batch: tuple[int, ...]
     inside: bool
+    units: Units
 
     def arrangement(self, shape: tuple[int, ...]) -> Arrangement:
         """How a weight of this shape, or a part of it, is arranged."""
-        return arrangement_of(shape, self.contracting, self.batch)
+        return arrangement_of(shape, self.contracting, self.batch, self.units.dgrad)
 
     def placed(self, entries: tuple[Names, ...]) -> NamedSharding:
         """Dimensions split so; others as XLA has them."""

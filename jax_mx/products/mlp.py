@@ -11,6 +11,7 @@ what is kept of everything is MX. The steps are those of `dot_general` (steps.py
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from jax_mx.ops.quantizing import WithSums
 from jax_mx.products.forms import Form, QuantizedWeight, Use
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Layout, layout_of
-from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_of
+from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
 from jax_mx.products.steps import (
     Side,
     Static,
@@ -115,14 +116,18 @@ def mlp(
     if isinstance(x, MXArray | QuantizedWeight):
         raise TypeError(f"{op}: x must be an array of floats, got {type(x).__name__}")
     dtype = float_dtype(op, "x", x.dtype)
+    recipes = tuple(
+        recipe_beside(op, name, w, recipe) for name, w in (("w_gate_up", w1), ("w_down", w2))
+    )
     keep_rows = recipe.window == BLOCK and _may_be_split()
     first = _layout(op, "w_gate_up", x.shape, w1, dtype, recipe, keep_rows)
-    halves = 1 + row_of(op, activation).has_gate
+    halves, units = 1 + row_of(op, activation).has_gate, recipe.units
     columns, own = first.rhs.free[0], Gated(activation, interleaved=interleaved)
-    if columns % (halves * BLOCK):
+    if columns % (wanted := math.lcm(halves * units.forward, units.dgrad)):
+        blocks = "blocks" if max(units) == BLOCK else "blocks and Hadamard transforms"
         raise ValueError(
-            f"{op}: w_gate_up has {columns} columns, must be a multiple of {halves * BLOCK}, as "
-            f"{own.name} makes I of {halves} I, in blocks of 32; pad gates and ups with zero "
+            f"{op}: w_gate_up has {columns} columns, must be a multiple of {wanted}, as {own.name} "
+            f"makes I of {halves} I, in {blocks} of {units.forward}; pad gates and ups with zero "
             "columns, and w_down with zero rows"
         )
     hidden = (*x.shape[:-1], columns // halves)
@@ -155,7 +160,7 @@ def mlp(
         residuals,
     )
     (f1, q1), (f2, q2) = parts_of(w1), parts_of(w2)
-    leaves, tree = jax.tree.flatten(((x, f1, f2, b1, b2), (q1, q2), recipe))
+    leaves, tree = jax.tree.flatten(((x, f1, f2, b1, b2), (q1, q2), recipes))
     return _mlp(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
 
@@ -195,10 +200,10 @@ def _layout(
             f"{lhs[-1]} elements"
         )
     numbers = (((len(lhs) - 1,), (at,)), ((), ()))
-    layout = layout_of(op, jax.ShapeDtypeStruct(lhs, dtype), w, numbers, keep_rows)
-    check_quantized(op, name, w, layout.rhs, recipe)
+    layout = layout_of(op, jax.ShapeDtypeStruct(lhs, dtype), w, numbers, recipe.units, keep_rows)
+    check_quantized(op, name, w, layout.rhs)
     if isinstance(w, MXArray):
-        layout = Layout(layout.lhs, layout.rhs._replace(padded=False))
+        layout = Layout(layout.lhs, layout.rhs._replace(unit=1))
     return layout
 
 
@@ -224,6 +229,9 @@ class _Static(NamedTuple):
         return Gated(self.activation, interleaved=self.interleaved)
 
 
+Recipes = tuple[Recipe, Recipe]  # of both products: where a weight brings signs, they differ
+
+
 class _Kept(NamedTuple):
     """What the backward pass reads; None is what it does not.
 
@@ -234,7 +242,7 @@ class _Kept(NamedTuple):
       w_first: forms of w_gate_up: along D where gate and up are computed again, and along 2 I.
       w_second: form of w_down along N.
       bias: b_gate_up, where gate and up are computed again.
-      recipe: the recipe.
+      recipes: of both products.
       sides: of x, w_gate_up, w_down; then of both biases.
     """
 
@@ -244,7 +252,7 @@ class _Kept(NamedTuple):
     w_first: tuple[Any, Any]
     w_second: Any
     bias: Any
-    recipe: Recipe
+    recipes: Recipes
     sides: tuple[Any, ...]
 
 
@@ -254,13 +262,13 @@ def _mlp(static: _Static, *args: Any) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp_vjp(static: _Static, given: tuple, quantized: tuple, recipe: Recipe) -> jax.Array:
+def _mlp_vjp(static: _Static, given: tuple, quantized: tuple, recipes: Recipes) -> jax.Array:
     first, second = (  # nothing is quantized along rows
-        part._replace(layout=_unpadded(part.layout, w, q, recipe))
+        part._replace(layout=_unpadded(part.layout, w, q, recipes[0]))
         for part, w, q in zip((static.first, static.second), given[1:3], quantized, strict=True)
     )
     static = static._replace(first=first, second=second)
-    return _forward(static, given, quantized, recipe, (False, False))[0]
+    return _forward(static, given, quantized, recipes, (False, False))[0]
 
 
 def _unpadded(layout: Layout, w: Any, quantized: Any, recipe: Recipe) -> Layout:
@@ -268,29 +276,29 @@ def _unpadded(layout: Layout, w: Any, quantized: Any, recipe: Recipe) -> Layout:
     return own if quantized is None else Layout(own.lhs, layout.rhs)
 
 
-def _mlp_fwd(static: _Static, given: tuple, quantized: tuple, recipe: Recipe) -> tuple:
+def _mlp_fwd(static: _Static, given: tuple, quantized: tuple, recipes: Recipes) -> tuple:
     trained = (given[1] is not None, given[2] is not None)
-    return _forward(static, given, quantized, recipe, trained, keep=True)
+    return _forward(static, given, quantized, recipes, trained, keep=True)
 
 
 def _forward(
     static: _Static,
     given: tuple,
     quantized: tuple,
-    recipe: Recipe,
+    recipes: Recipes,
     trained: tuple[bool, bool],
     keep: bool = False,
 ) -> tuple[jax.Array, Any]:
     """The result, and what the backward pass reads; `trained`: which weights get gradients."""
     x, w1, w2, b1, b2 = given
     first, second = static.first.layout, static.second.layout
-    a, a_rows = forms_for(first.lhs, x, None, recipe, "lhs", (True, trained[0]))
-    w, w_free = forms_for(first.rhs, w1, quantized[0], recipe, "rhs", (True, keep))
+    a, a_rows = forms_for(first.lhs, x, None, recipes[0], "lhs", (True, trained[0]))
+    w, w_free = forms_for(first.rhs, w1, quantized[0], recipes[0], "rhs", (True, keep))
     gate_up = _gate_up(static, a, w, b1)
-    along, across = recipe.uses("lhs")
+    along, across = recipes[1].uses("lhs")
     uses = (along, across if trained[1] else None)
-    act, act_rows = blocks_along("lhs", gate_up, -1, uses, recipe, activation=static.gated)
-    v, v_free = forms_for(second.rhs, w2, quantized[1], recipe, "rhs", (True, keep))
+    act, act_rows = blocks_along("lhs", gate_up, -1, uses, recipes[1], activation=static.gated)
+    v, v_free = forms_for(second.rhs, w2, quantized[1], recipes[1], "rhs", (True, keep))
     y = _plus(forward(static.second, act, v), b2)
     if not keep:
         return y, None
@@ -300,7 +308,7 @@ def _forward(
     types = (*(side_of(*each) for each in sides), *map(_type_of, (b1, b2)))
     bias = b1 if again else None
     forms = (w if again else None, w_free)
-    return y, _Kept(a_rows, act_rows, kept, forms, v_free, bias, recipe, types)
+    return y, _Kept(a_rows, act_rows, kept, forms, v_free, bias, recipes, types)
 
 
 def _type_of(bias: Any) -> Side | None:
@@ -332,21 +340,20 @@ def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:
 
 
 def _mlp_bwd(static: _Static, kept: _Kept, dy: jax.Array) -> tuple:
-    recipe, (x, w1, w2, b1, b2) = kept.recipe, kept.sides
+    (first, second), (x, w1, w2, b1, b2) = kept.recipes, kept.sides
     layout, dtype = static.second.layout, static.second.dtype
-    along, across = _uses(recipe, w2)
     dy = gathered_once(layout, dy, None, w2)
     by_row, by_column = blocks_along(
-        "gradient", layout.gradient(dy), -1, (along, across), recipe, layout.gradient_pads
+        "gradient", layout.gradient(dy), -1, _uses(second, w2), second, layout.gradient_pads
     )
     gate_up = _again(static, kept)
     spec = spec_of(made("mlp", gate_up, static.gated))
     dact = multiplied(static.second, by_row, kept.w_second, 0, spec, dtype)
     own = dataclasses.replace(static.gated, gradient=dact.astype(gate_up.dtype))
     dw2 = None if w2 is None else rhs_gradient(static.second, kept.act, by_column, w2)
-    uses = _uses(recipe, w1)
+    own = own if b1 is None else WithSums(own)
     by_row, by_column, *sums = blocks_along(
-        "gradient", gate_up, -1, uses, recipe, activation=own if b1 is None else WithSums(own)
+        "gradient", gate_up, -1, _uses(first, w1), first, activation=own
     )
     dw1 = None if w1 is None else rhs_gradient(static.first, kept.x, by_column, w1)
     dx = lhs_gradient(static.first, by_row, kept.w_first[1], x)

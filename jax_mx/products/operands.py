@@ -23,6 +23,14 @@ from jax_mx.facts.formats import BLOCK
 Dims = tuple[int, ...]
 
 
+class Units(NamedTuple):
+    """What the length is a multiple of that each product sums over: of blocks and transforms."""
+
+    forward: int = BLOCK
+    dgrad: int = BLOCK
+    wgrad: int = BLOCK
+
+
 class Arrangement(NamedTuple):
     """How an operand becomes (B..., F..., K), or (B..., K, F) where `swapped`.
 
@@ -33,7 +41,7 @@ class Arrangement(NamedTuple):
       contracted: their lengths.
       swapped: whether the contracted ones come before the free ones.
       merged: whether the free ones become one.
-      padded: whether zero rows then make the last free dimension a multiple of 32.
+      unit: what zero rows then make the last free dimension a multiple of; 1: there are none.
     """
 
     order: Dims
@@ -42,7 +50,7 @@ class Arrangement(NamedTuple):
     contracted: Dims
     swapped: bool
     merged: bool
-    padded: bool = True
+    unit: int = BLOCK
 
     @property
     def axis(self) -> int:
@@ -68,10 +76,10 @@ class Arrangement(NamedTuple):
     @property
     def rows(self) -> int:
         """How many zero rows it is padded with."""
-        if not self.padded:
+        if self.unit == 1:
             return 0
         last = self.free_out[-1] if self.free_out else 1
-        return -(-last // BLOCK) * BLOCK - last  # of which JAX sees that BLOCK divides the sum
+        return -(-last // self.unit) * self.unit - last  # JAX sees that the unit divides the sum
 
     def arranged(self, x: jax.Array) -> jax.Array:
         """The operand, or the scales beside it, transposed and merged."""
@@ -104,7 +112,7 @@ class Arrangement(NamedTuple):
 
 
 def arrangement_of(
-    shape: Dims, contracting: Dims, batch: Dims, keep_rows: bool = False
+    shape: Dims, contracting: Dims, batch: Dims, unit: int, keep_rows: bool = False
 ) -> Arrangement:
     """The arrangement of an operand.
 
@@ -112,13 +120,14 @@ def arrangement_of(
       shape: of the operand.
       contracting: its contracted dimensions, in the order in which they become one.
       batch: its batch dimensions.
-      keep_rows: whether free dimensions stay apart where blocks fit the last of them.
+      unit: see `Arrangement`.
+      keep_rows: whether free dimensions stay apart where the unit divides the last of them.
     """
     rest = tuple(i for i in range(len(shape)) if i not in batch)
     free = tuple(i for i in rest if i not in contracting)
     swapped = len(free) > 0 and rest == (*contracting, *free)
     lengths = tuple(shape[i] for i in free)
-    apart = keep_rows and not swapped and len(free) > 1 and lengths[-1] % BLOCK == 0
+    apart = keep_rows and not swapped and len(free) > 1 and lengths[-1] % unit == 0
     middle = (*contracting, *free) if swapped else (*free, *contracting)
     return Arrangement(
         (*batch, *middle),
@@ -127,6 +136,7 @@ def arrangement_of(
         tuple(shape[i] for i in contracting),
         swapped,
         not apart,
+        unit,
     )
 
 
@@ -183,7 +193,7 @@ class Layout:
         Args:
           square: whether rhs is quantized in square blocks, which need them.
         """
-        return Layout(self.lhs._replace(padded=False), self.rhs._replace(padded=square))
+        return Layout(self.lhs._replace(unit=1), self.rhs if square else self.rhs._replace(unit=1))
 
     def result(self, y: jax.Array) -> jax.Array:
         """What lax.dot_general gives, for (B..., M..., N)."""
@@ -210,7 +220,7 @@ class Layout:
 
 
 def layout_of(
-    op: str, lhs: Any, rhs: Any, dimension_numbers: Any, keep_rows: bool = True
+    op: str, lhs: Any, rhs: Any, dimension_numbers: Any, units: Units, keep_rows: bool = True
 ) -> Layout:
     """The layout of a product of arrays of these shapes.
 
@@ -219,23 +229,24 @@ def layout_of(
       lhs: an array, or what has its shape.
       rhs: likewise.
       dimension_numbers: as for jax.lax.dot_general.
+      units: of the recipe.
       keep_rows: see `arrangement_of`, of lhs.
 
     Raises:
-      TypeError, ValueError: the dimension numbers do not fit the shapes, or 32 does not divide the
-        contracted length.
+      TypeError, ValueError: the dimension numbers do not fit the shapes, or blocks or transforms
+        the contracted length.
     """
     (lc, rc), (lb, rb) = dimensions_of(op, lhs.shape, rhs.shape, dimension_numbers)
     # Pairs in the order in which the weights have them, so that these are not transposed.
     pairs = sorted(zip(rc, lc, strict=True))
     rc, lc = tuple(r for r, _ in pairs), tuple(c for _, c in pairs)
-    check_contracted(op, lhs.shape, lc)
-    left = arrangement_of(lhs.shape, lc, lb, keep_rows)
-    return Layout(left, arrangement_of(rhs.shape, rc, rb))
+    check_contracted(op, lhs.shape, lc, units.forward)
+    left = arrangement_of(lhs.shape, lc, lb, units.wgrad, keep_rows)
+    return Layout(left, arrangement_of(rhs.shape, rc, rb, units.dgrad))
 
 
-def check_contracted(op: str, shape: Dims, contracting: Dims) -> None:
-    """Refuses contracted dimensions whose elements blocks do not divide.
+def check_contracted(op: str, shape: Dims, contracting: Dims, unit: int) -> None:
+    """Refuses contracted dimensions whose elements blocks or transforms do not divide.
 
     Raises:
       ValueError: so it is.
@@ -245,11 +256,17 @@ def check_contracted(op: str, shape: Dims, contracting: Dims) -> None:
             f"{op}: no dimension is contracted, and blocks run along those; multiply the floats"
         )
     length = math.prod(shape[i] for i in contracting)
-    if length % BLOCK:
+    if length % unit:
         raise ValueError(
-            f"{op}: the contracted length is {length}, not a multiple of the block length {BLOCK}; "
-            f"pad both operands with zeros to {-(-length // BLOCK) * BLOCK}"
+            f"{op}: the contracted length is {length}, not a multiple of {what_of(unit)}; pad both "
+            f"operands with zeros to {-(-length // unit) * unit}"
         )
+
+
+def what_of(unit: int) -> str:
+    """What is as long as a unit, in words."""
+    what = "the block length" if unit == BLOCK else "the size of the recipe's Hadamard transform,"
+    return f"{what} {unit}"
 
 
 def dimensions_of(op: str, lhs: Dims, rhs: Dims, numbers: Any) -> tuple[tuple[Dims, Dims], ...]:

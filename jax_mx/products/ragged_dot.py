@@ -13,16 +13,17 @@ import numpy as np
 
 from jax_mx.arrays.checks import float_dtype, padded
 from jax_mx.arrays.sharding import is_explicit, spec_of
-from jax_mx.facts.formats import BLOCK, named
+from jax_mx.facts.formats import named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
+from jax_mx.products.operands import what_of
 from jax_mx.products.ragged_implementations import IMPLEMENTATIONS
 from jax_mx.products.ragged_product import grouped
-from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_of
+from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
 from jax_mx.reference.ragged import clamped
 
 
@@ -66,7 +67,8 @@ def ragged_dot(
     """
     op = "ragged_dot"
     recipe = grouped_recipe(op, recipe)
-    dtype = floats_of(op, "lhs", lhs, 2)
+    recipe = recipe_beside(op, "rhs", rhs, recipe)
+    dtype = floats_of(op, "lhs", lhs, 2, recipe.units.forward)
     weight = weight_of(op, "rhs", rhs, lhs.shape[1], recipe)
     sizes_fit(op, group_sizes, weight.groups)
     if preferred_element_type is not None:
@@ -84,7 +86,8 @@ class Weight(NamedTuple):
     """One matrix a group.
 
     Attributes:
-      floats: (G, K, N), which gradients reach, with zero columns up to a multiple of 32; or None.
+      floats: (G, K, N), which gradients reach, with zero columns for blocks and transforms along N;
+        or None.
       quantized: a frozen `MXArray`, (G, K, N) or (G, N, K); or both forms; or None.
       groups: G.
       columns: N.
@@ -111,8 +114,8 @@ def grouped_recipe(op: str, recipe: Any) -> Recipe:
     return recipe
 
 
-def floats_of(op: str, name: str, x: Any, ndim: int) -> np.dtype:
-    """The dtype of an operand that has to be floats, blocks fitting its last axis.
+def floats_of(op: str, name: str, x: Any, ndim: int, unit: int) -> np.dtype:
+    """The dtype of an operand that has to be floats, the unit dividing its last axis.
 
     Raises:
       TypeError, ValueError: it is not.
@@ -122,10 +125,10 @@ def floats_of(op: str, name: str, x: Any, ndim: int) -> np.dtype:
     dtype = float_dtype(op, name, x.dtype)
     if x.ndim != ndim:
         raise ValueError(f"{op}: {name} has the shape {x.shape}, must have {ndim} dimensions")
-    if x.shape[-1] % BLOCK:
+    if x.shape[-1] % unit:
         raise ValueError(
-            f"{op}: the last axis of {name} has {x.shape[-1]} elements, not a multiple of the "
-            f"block length {BLOCK}; {padded(x.shape[-1], BLOCK)}"
+            f"{op}: the last axis of {name} has {x.shape[-1]} elements, not a multiple of "
+            f"{what_of(unit)}; {padded(x.shape[-1], unit)}"
         )
     return dtype
 
@@ -155,7 +158,7 @@ def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight
                 "contracted one"
             )
     elif isinstance(w, QuantizedWeight):
-        _check_quantized(op, name, w, recipe)
+        _check_quantized(op, name, w)
     else:
         float_dtype(op, name, getattr(w, "dtype", None))
     if shape[at] != length:
@@ -167,24 +170,22 @@ def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight
     if isinstance(w, MXArray):
         return Weight(None, w, shape[0], columns)
     if isinstance(w, QuantizedWeight):
-        fixed = _columns_padded(w.floats)
+        fixed = _columns_padded(w.floats, recipe)
         return Weight(fixed, (w.contracted_form, w.free_form), shape[0], columns)
-    return Weight(_columns_padded(jnp.asarray(w)), None, shape[0], columns)
+    return Weight(_columns_padded(jnp.asarray(w), recipe), None, shape[0], columns)
 
 
-def _check_quantized(op: str, name: str, w: QuantizedWeight, recipe: Recipe) -> None:
+def _check_quantized(op: str, name: str, w: QuantizedWeight) -> None:
     own = w.arrangement
     if (own.contracted_dims, own.order[: own.batch]) != ((1,), (0,)):
         raise ValueError(
             f"{op}: {name} was quantized for another product; use "
             "recipe.quantize_weight(w, contracting=1, batch=0)"
         )
-    if jax.tree.structure(w.recipe) != jax.tree.structure(recipe):
-        raise ValueError(f"{op}: {name} was quantized by another recipe than this product's")
 
 
-def _columns_padded(w: jax.Array) -> jax.Array:
-    extra = -w.shape[-1] % BLOCK
+def _columns_padded(w: jax.Array, recipe: Recipe) -> jax.Array:
+    extra = -w.shape[-1] % recipe.units.dgrad
     return jnp.pad(w, ((0, 0), (0, 0), (0, extra))) if extra else w
 
 
@@ -253,8 +254,7 @@ def weight_forms(floats: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> tu
 
 def align_of(recipe: Recipe) -> int:
     """What sizes of groups are multiples of: blocks and transforms along rows stay whole."""
-    turns = [use.hadamard.size for use in (recipe.uses("lhs")[1],) if use.hadamard is not None]
-    return math.lcm(BLOCK, cast(int, recipe.window), *turns)
+    return math.lcm(recipe.units.wgrad, cast(int, recipe.window))
 
 
 def frozen_or(use: Use, is_frozen: bool) -> Use:

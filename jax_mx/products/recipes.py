@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import block_of, blocks_in, flag, float_dtype, shown, window_of
+from jax_mx.arrays.checks import block_of, blocks_in, flag, float_dtype, shown, whole, window_of
 from jax_mx.facts.formats import (
     BLOCK,
     FORMATS,
@@ -25,6 +25,7 @@ from jax_mx.facts.formats import (
     named,
 )
 from jax_mx.facts.windows import ROW, TILE, Window
+from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.products.forms import (
     Blocks,
@@ -34,7 +35,7 @@ from jax_mx.products.forms import (
     dequantized_forms,
     forms_of,
 )
-from jax_mx.products.operands import arrangement_of, check_contracted, padded
+from jax_mx.products.operands import Units, arrangement_of, check_contracted, padded
 
 _BF16 = "bf16"  # of a product that is not quantized
 
@@ -67,7 +68,7 @@ class Product(_Value):
         operands are rounded to bfloat16 instead of being quantized. None: as the recipe says.
       hadamard: a transform of both operands along the contracted axis, which the product does not
         feel but for rounding; its size divides the contracted length. None: none.
-      rounding: of the gradient, in dgrad and wgrad. None: to nearest even.
+      rounding: of the gradient, in dgrad and wgrad; without a prescale. None: to nearest even.
     """
 
     format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
@@ -75,11 +76,30 @@ class Product(_Value):
     rounding: Stochastic | None = None
 
     def __post_init__(self):
-        """Raises TypeError, ValueError for another format."""
+        """Raises TypeError, ValueError for what a field is not, or what a product does not take."""
+        if not isinstance(self.hadamard, Hadamard | None):
+            raise TypeError(
+                f"Product: hadamard must be None or a Hadamard, got {shown(self.hadamard)}"
+            )
+        if not isinstance(self.rounding, Stochastic | None):
+            raise TypeError(
+                f"Product: rounding must be None or a Stochastic, got {shown(self.rounding)}"
+            )
         if self.format is not None and self.format != _BF16:
             allowed = {**FORMATS, _BF16: _BF16}
             format = named("Product: format", allowed, self.format)
             object.__setattr__(self, "format", format)
+        for name in ("hadamard", "rounding"):
+            if self.format == _BF16 and getattr(self, name) is not None:
+                raise ValueError(
+                    f"Product: {name} is of what is quantized, and format={_BF16!r} quantizes "
+                    "nothing; leave one of them out"
+                )
+        if self.rounding is not None and self.rounding.prescale is not None:
+            raise ValueError(
+                "Product: rounding has a prescale, by which gradients would be too small; leave it "
+                "out: with scaling rceil or ceil nothing is clipped without it"
+            )
 
 
 @jax.tree_util.register_dataclass
@@ -175,6 +195,12 @@ class Recipe(_Value):
         square = of_weights and not isinstance(self.block, int)
         return Blocks(cast(Scaling, self.scaling), window or BLOCK, square)
 
+    @property
+    def units(self) -> Units:
+        """What the length is a multiple of that each product sums over."""
+        turns = [getattr(self, name).hadamard for name in PRODUCTS]
+        return Units(*(max(BLOCK, turn.size if turn else 0) for turn in turns))
+
     def _use(self, operand: str, name: str) -> Use:
         product = getattr(self, name)
         if product.format == _BF16:
@@ -215,11 +241,15 @@ class Recipe(_Value):
           TypeError, ValueError: as `dot_general` does.
         """
         op = "quantize_weight"
+        if isinstance(w, MXArray | QuantizedWeight):
+            raise TypeError(
+                f"{op}: w is quantized already; products take it as it is, or pass the floats"
+            )
         dtype = float_dtype(op, "w", getattr(w, "dtype", None))
         w = jnp.asarray(w, dtype)
         contracted, batched = dimensions(op, w.ndim, contracting, batch)
-        check_contracted(op, w.shape, contracted)
-        side = arrangement_of(w.shape, contracted, batched)
+        check_contracted(op, w.shape, contracted, self.units.forward)
+        side = arrangement_of(w.shape, contracted, batched, self.units.dgrad)
         fixed = padded(side.arranged(jax.lax.stop_gradient(w)), side.pads)
         forms = forms_of(fixed, side.axis, self.uses("rhs"), self.blocks("rhs"))
         first, second = cast(tuple[Form, Form], forms)
@@ -231,8 +261,22 @@ class Recipe(_Value):
         """The recipe with keys that `data` is folded into: one for each step and layer.
 
         Args:
-          data: an integer, see `jax.random.fold_in`.
+          data: an integer from 0 to 2^32 - 1, see `jax.random.fold_in`.
+
+        Raises:
+          TypeError: data is no integer.
+          ValueError: it is out of range.
         """
+        op = "fold_in"
+        if not isinstance(data, jax.Array):
+            try:
+                data = whole(data)
+            except TypeError as error:
+                raise TypeError(f"{op}: data must be an integer, got {shown(data)}") from error
+            if not 0 <= data < 2**32:
+                raise ValueError(f"{op}: data must be from 0 to 2^32 - 1, got {data}")
+        elif not jnp.issubdtype(data.dtype, jnp.integer):
+            raise TypeError(f"{op}: data must be an integer, got {data.dtype}")
 
         def folded(node: Any) -> Any:
             if not isinstance(node, Stochastic):
@@ -242,19 +286,45 @@ class Recipe(_Value):
         return jax.tree.map(folded, self, is_leaf=lambda node: isinstance(node, Stochastic))
 
 
+def recipe_beside(op: str, name: str, w: Any, recipe: Recipe) -> Recipe:
+    """The recipe of a product with this weight.
+
+    Whatever is multiplied with a `QuantizedWeight` is rotated as that was: the signs are its own.
+
+    Raises:
+      ValueError: the weight was quantized by a recipe of another format, rule or transform.
+    """
+    if not isinstance(w, QuantizedWeight):
+        return recipe
+    if jax.tree.structure(w.recipe) != jax.tree.structure(recipe):
+        raise ValueError(f"{op}: {name} was quantized by another recipe than this product's")
+    turned = {
+        product: dataclasses.replace(
+            getattr(recipe, product), hadamard=getattr(w.recipe, product).hadamard
+        )
+        for product in _USES["rhs"]
+    }
+    return dataclasses.replace(recipe, **turned)
+
+
 def dimensions(
     op: str, ndim: int, contracting: int | Sequence[int], batch: int | Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A weight's contracted dimensions, from 0 and in order, and its batch dimensions, from 0.
 
     Raises:
-      ValueError: one is out of range.
+      ValueError: one is out of range, or named twice.
     """
     dims = [(d,) if isinstance(d, int) else tuple(d) for d in (contracting, batch)]
     for d in itertools.chain(*dims):
         if not -ndim <= d < ndim:
             raise ValueError(f"{op}: dimension {d} is out of range for rank {ndim}")
     contracted, batched = (tuple(d % ndim for d in group) for group in dims)
+    if len({*contracted, *batched}) < len(contracted) + len(batched):
+        raise ValueError(
+            f"{op}: contracting dimensions {[*contracted]} and batch dimensions {[*batched]} name "
+            "one twice"
+        )
     return tuple(sorted(contracted)), batched
 
 

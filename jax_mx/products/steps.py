@@ -7,6 +7,7 @@ says; a form meets another in one product.
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,8 +81,8 @@ def is_square(rhs: Any, recipe: Recipe) -> bool:
     return rhs is not None and not isinstance(rhs, MXArray) and recipe.blocks("rhs").square
 
 
-def check_quantized(op: str, name: str, x: Any, side: Arrangement, recipe: Recipe) -> None:
-    """Refuses an operand that was quantized for another product.
+def check_quantized(op: str, name: str, x: Any, side: Arrangement) -> None:
+    """Refuses an operand that was quantized along other dimensions.
 
     Raises:
       ValueError: so it is.
@@ -93,8 +94,6 @@ def check_quantized(op: str, name: str, x: Any, side: Arrangement, recipe: Recip
                 f"and batch dimensions {[*own.order[: own.batch]]}; pass those of this product to "
                 "Recipe.quantize_weight"
             )
-        if jax.tree.structure(x.recipe) != jax.tree.structure(recipe):
-            raise ValueError(f"{op}: {name} was quantized by another recipe than this product's")
     if not isinstance(x, MXArray):
         return
     last = side.contracted_dims[-1]
@@ -254,9 +253,10 @@ def blocks_along(
     """
     blocks = recipe.blocks(name)
     quantized = [use is not None and use.format is not None for use in uses]
-    unit = max(lengths_of(blocks.window))
-    for at, what, here in zip((axis, -3 - axis), _AXES[name], quantized, strict=True):
+    for at, what, use, here in zip((axis, -3 - axis), _AXES[name], uses, quantized, strict=True):
         names, shards = shards_of(x, at)
+        turn = use.hadamard.size if use is not None and use.hadamard is not None else 1
+        unit = math.lcm(max(lengths_of(blocks.window)), turn)
         lies = here or pads[at] or (blocks.square and any(quantized))
         if lies and shards > 1 and x.shape[at] % (shards * unit):
             raise primitive.ShardingTypeError(

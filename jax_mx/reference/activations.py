@@ -192,8 +192,9 @@ def halves(x: jax.Array, name: str, interleaved: bool = False) -> list[jax.Array
     if not ACTIVATIONS[name].has_gate:
         return [x]
     if interleaved:
-        pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-        return [pairs[..., 0], pairs[..., 1]]
+        # By a split, whose transpose joins: that of an index adds to zeros, and -0 + 0 is 0.
+        pairs = jnp.split(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), 2, axis=-1)
+        return [each.squeeze(-1) for each in pairs]
     return jnp.split(x, 2, axis=-1)
 
 
