@@ -17,7 +17,7 @@ from jax_mx.facts import formats, layouts
 from jax_mx.facts.chips import chips_of
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("format", formats.FORMATS.values(), ids=str)
 @pytest.mark.parametrize("shape", [(32,), (3, 64), (2, 3, 96), (0, 32), (5, 0), (1, 2, 3, 32)])
 def test_shapes_and_dtypes(format, shape):
@@ -52,7 +52,7 @@ def test_any_axis_is_the_last_axis_moved(data):
     assert_bits_equal(jnp.moveaxis(q.dequantize(), axis, -1), moved.dequantize())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("layout", layouts.SCALE_LAYOUTS)
 @pytest.mark.parametrize("format", formats.FORMATS)
 def test_transpose_moves_the_block_axis_last(format, layout):
@@ -68,7 +68,7 @@ def test_transpose_moves_the_block_axis_last(format, layout):
     assert_same_array(last, jax_mx.quantize(x[..., :32], format))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("layout", layouts.SCALE_LAYOUTS)
 @pytest.mark.parametrize("turn", [False, True])
 @pytest.mark.parametrize("pair", [("mxfp8_e4m3", "mxfp8_e5m2"), ("mxfp4_e2m1", "mxfp6_e2m3")])
@@ -118,7 +118,7 @@ SQUARE = {"block": (32, 32)}
 SQUARES = ((32, 64), (2, 96, 32), (0, 32), (2, 64, 0))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     "format,shape",
     [
@@ -390,7 +390,7 @@ def test_no_derivative_says_what_to_do():
 WAYS = ({}, {"axis": 0}, {"axis": -2}, {"block": (32, 32)})
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     "format,options,dtype",
     [
@@ -485,7 +485,7 @@ def product_backward(kept, g):
 product.defvjp(product_forward, product_backward)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layer", [product, lambda x, w: jax_mx.fake_quantize(x) @ w])
 def test_a_policy_keeps_what_is_quantized(layer):
     """Nothing is quantized twice under remat."""

@@ -273,7 +273,7 @@ def assert_baselines_agree(x, form, **options):
             assert_same_array(a, b, f"{name} {i}")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("format", "scaling", "dtype"),
     [
@@ -287,7 +287,7 @@ def test_baselines_give_the_same_bytes(format, scaling, dtype):
     assert_baselines_agree(x, shapes.FORMS["axis -1"], format=format, **options)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("scale_layout", ["row_major", "blocked_128x4"])
 @pytest.mark.parametrize("form", shapes.FORMS)
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
@@ -299,7 +299,7 @@ def test_baselines_follow_form_and_layout(format, form, scale_layout):
     assert_baselines_agree(x, shapes.FORMS[form], format=format, **options)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_baselines_dequantize_all_formats(format, dtype):

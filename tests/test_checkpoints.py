@@ -16,7 +16,7 @@ import jax_mx
 from jax_mx.ops import metadata
 
 # --thorough runs all cases of a test, CI one of 3.
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(6)
 
 WAYS = {
     "rows": {},
@@ -226,13 +226,31 @@ def test_safetensors_that_are_refused(tmp_path):
         ([made()], TypeError, "save_safetensors: tensors must be a dictionary of arrays by name"),
         ({3: made()}, TypeError, "save_safetensors: tensors must be a dictionary"),
         ({"a": {"b": made()}}, TypeError, "'a' must be an array or an MXArray"),
+        ({"a": "text"}, TypeError, "'a' must be an array or an MXArray"),
+        ({"a": [[1], [2, 3]]}, TypeError, "'a' must be an array or an MXArray"),
+        ({"a": jax.random.key(0)}, TypeError, "'a' is a key; save jax.random.key_data of it"),
+        ({"a": jnp.ones(3, jnp.int4)}, TypeError, "'a' is int4, which files do not have"),
+        ({"__metadata__": jnp.ones(3)}, ValueError, "files call their metadata '__metadata__'"),
     ):
         assert_refused(lambda t=tensors: save(t, path), error, sentence)
+    for notes, error, sentence in (
+        ({"jax_mx": "1"}, ValueError, "notes have 'jax_mx', which describes MXArrays; rename it"),
+        ({"a": 1}, TypeError, "notes must be a dictionary of strings"),
+    ):
+        assert_refused(lambda n=notes: save(ones, path, n), error, sentence)
+    assert_refused(lambda: save(ones, tmp_path / "none" / "w"), FileNotFoundError, "make it first")
+    assert_refused(lambda: jax.jit(lambda b: save({"b": b}, path))(1.0), TypeError,
+                   "'b' has no values while a program is traced")  # fmt: skip
+    assert_refused(lambda: load(path, [1]), TypeError, "like must be a dictionary of arrays")
+    assert_refused(lambda: load(path, {"w": 1, "b": 1}), TypeError, "like has 1 for 'w'")
     from safetensors.numpy import save_file
 
     save_file({"w.values": np.ones(3, np.uint8)}, path,
               {"jax_mx": json.dumps({"w": {"format": "mxfp4_e2m1", "axis": -1}})})  # fmt: skip
     assert_refused(lambda: load(path), ValueError, "describes 'w' and has no 'w.scales'")
+    for text in ("[1,2", "[]", '{"a": null}', "3"):
+        save_file({"a": np.ones(3, np.uint8)}, path, {"jax_mx": text})
+        assert_refused(lambda: load(path), ValueError, "which describes no MXArrays")
 
 
 def test_without_safetensors_one_sentence_says_what_to_install(monkeypatch, tmp_path):

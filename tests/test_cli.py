@@ -101,6 +101,17 @@ def test_poisoned_blocks_are_left_out_and_said(tmp_path, capsys):
     assert rows(out, "nan.npy")[0][3:6] == ["no finite block", "nan", "nan"]
 
 
+def test_saturated_is_what_was_larger_than_the_largest(tmp_path, capsys):
+    """480 saturates where its block's scale is 1, as floor has it; 448 is E4M3's largest."""
+    x = np.ones((1, 64), np.float32)
+    x[0, 3], x[0, 40] = 480, 448
+    np.save(tmp_path / "x.npy", x)
+    options = ["--file", tmp_path / "x.npy", "--format", "mxfp8_e4m3", "--scaling"]
+    for scaling, share in (("floor", "1.56"), ("rceil", "0.00")):
+        _, out, _ = run(capsys, *options, scaling)
+        assert rows(out, "x.npy")[0][5] == share
+
+
 def test_what_became_zero_is_said(tmp_path, capsys):
     """Numbers alone would say that nothing was lost."""
     tiny = np.full((1, 32), 1e-10, np.float32)

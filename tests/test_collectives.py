@@ -93,24 +93,33 @@ def unit_of(options: dict) -> int:
     return 128 if "window" in options else units.get(options.get("scale_layout"), 32)
 
 
-def check_bytes(move: str, n: int, format: str, options: dict, platform: str = "cpu") -> None:
-    """A move of what is quantized gives what is quantized after the same move."""
+def moves_of(move: str, n: int) -> tuple:
+    """A move among n shards, of MX arrays, and of bfloat16 by bits: a CPU moves it as float32."""
     mx, floats, arguments = MOVES[move]
     if move == "permute":
         arguments = {"perm": [(i, (i + 1) % n) for i in range(n)]}
+
+    def moved(x):
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
+        y = floats(bits, "a", **arguments)
+        return jax.lax.bitcast_convert_type(y, jnp.bfloat16)
+
+    return functools.partial(mx, axis_name="a", **arguments), moved
+
+
+def check_bytes(move: str, n: int, format: str, options: dict, platform: str = "cpu") -> None:
+    """A move of what is quantized gives what is quantized after the same move."""
+    mx, floats = moves_of(move, n)
     turned = options.get("transpose", False)  # q has the axes of x.swapaxes(-1, -2)
     own = {k: v for k, v in options.items() if k != "transpose"} | ({"axis": -1} if turned else {})
     side = n * unit_of(options)
     x = jnp.asarray(random_bits((n, side, side), jnp.bfloat16))
 
     def first(x):
-        return mx(jax_mx.quantize(x, format, **options), "a", **arguments)
+        return mx(jax_mx.quantize(x, format, **options))
 
     def after(x):
-        x = jnp.swapaxes(x, -1, -2) if turned else x
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint16)  # a CPU moves bfloat16 as float32
-        y = floats(bits, "a", **arguments)
-        return jax.lax.bitcast_convert_type(y, jnp.bfloat16)
+        return floats(jnp.swapaxes(x, -1, -2) if turned else x)
 
     moved = in_shards(after, n, platform=platform)(x)
     program = in_shards(first, n, platform=platform)
@@ -319,12 +328,25 @@ def test_refused_under_jit():
         assert_refused(
             lambda: jax_mx.reshard(q, P(None, "a")), ValueError, "inside of a block, which holds 32"
         )
+        odd = jax_mx.quantize(jnp.ones((3, 64)))
+        for spec, sentence in (
+            (P("a"), "axis -2 of length 3 would be split over a in 4 shards, which are not equal"),
+            (P("a", "a"), "names an axis of the mesh twice"),
+            (P(unreduced={"a"}), "asks for sums"),
+        ):
+            assert_refused(lambda s=spec: jax_mx.reshard(odd, s), ValueError, sentence)
         assert_refused(
             lambda: jax_mx.gather_weight(jnp.ones((64, 66)), P(None, "a")),
             ValueError,
             "4 parts of dimension 1, of length 66, are not equal",
         )
     mesh = mesh_of(2, 2, kind=AxisType.Explicit)
+    for call in (jax_mx.reshard, jax_mx.gather_weight):
+        assert_refused(
+            lambda c=call: c(q if c is jax_mx.reshard else w, NamedSharding(mesh, P("a"))),
+            ValueError,
+            "is of a mesh with explicit axes, which is not set; set it with jax.set_mesh",
+        )
     with jax.set_mesh(mesh):
         both = jax.device_put(w, NamedSharding(mesh, P(("a", "b"))))
         assert_refused(
@@ -494,7 +516,7 @@ def test_the_table_is_current():
 
 
 # ---- gathered weights ---
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("shape", "spec", "recipe", "dims"),
     [
@@ -569,29 +591,26 @@ def test_second_derivatives_are_refused():
 
 
 # ---- other transformations ---
+def gathered(x):
+    """Rows of all shards, quantized before."""
+    return jax_mx.all_gather(jax_mx.quantize(x), "a", axis=0, tiled=True)
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("move", MOVES)
 def test_mapped_moves_in_a_loop(move, platform):
-    mx, floats, arguments = MOVES[move]
-    if move == "permute":
-        arguments = {"perm": [(0, 1), (1, 0)]}
+    mx, floats = moves_of(move, 2)
     x = jnp.asarray(random_bits((2, 128, 3, 128), jnp.bfloat16))
-
-    def of_shard(x):
-        return jax.vmap(lambda x: mx(jax_mx.quantize(x), "a", **arguments), 2, 1)(x)
+    mapped = jax.vmap(lambda x: mx(jax_mx.quantize(x)), 2, 1)
 
     def again(x):
-        return jax.lax.scan(lambda _, x: (None, of_shard(x)), None, jnp.stack([x, x]))[1]
+        return jax.lax.scan(lambda _, x: (None, mapped(x)), None, jnp.stack([x, x]))[1]
 
-    def alike(x):
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
-        moved = jax.vmap(lambda x: floats(x, "a", **arguments), 2, 1)(bits)
-        return jax.lax.bitcast_convert_type(moved, jnp.bfloat16)
-
-    program = in_shards(again, 2, out=P(None, "a"), platform=platform)
-    want = jax.vmap(jax_mx.quantize, 1, 1)(in_shards(alike, 2, platform=platform)(x))
+    got = in_shards(again, 2, out=P(None, "a"), platform=platform)(x)
+    moved = in_shards(jax.vmap(floats, 2, 1), 2, platform=platform)(x)
+    want = jax.vmap(jax_mx.quantize, 1, 1)(moved)
     for i in range(2):
-        for a, b in zip(jax.tree.leaves(program(x)), jax.tree.leaves(want), strict=True):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert_bits_equal(np.asarray(a)[i], np.asarray(b))
 
 
@@ -599,14 +618,11 @@ def test_mapped_moves_in_a_loop(move, platform):
 def test_moves_of_one_shard(platform):
     x = jnp.asarray(random_bits((4, 64, 64), jnp.bfloat16))
 
-    def gather(x):
-        return jax_mx.all_gather(jax_mx.quantize(x), "a", axis=0, tiled=True)
-
-    assert_same_array(in_shards(gather, 1, platform=platform)(x), jax_mx.quantize(x))
+    assert_same_array(in_shards(gathered, 1, platform=platform)(x), jax_mx.quantize(x))
     with jax.default_device(jax.devices(platform)[0]):
-        named = jax.jit(jax.vmap(gather, axis_name="a"))(x)
+        named = jax.jit(jax.vmap(gathered, axis_name="a"))(x)
         assert_same_array(named[1], jax_mx.quantize(x.reshape(256, 64)))
-        empty = jax.jit(jax.vmap(gather, axis_name="a"))(x[:, :0])
+        empty = jax.jit(jax.vmap(gathered, axis_name="a"))(x[:, :0])
         assert empty.shape == (4, 0, 64)
 
 
@@ -614,14 +630,11 @@ def test_vmap_of_collectives():
     """Over a batch in shard_map; and over the very axis that has the name."""
     x = jnp.asarray(random_bits((2, 3, 64, 64), jnp.bfloat16))
 
-    def gather(x):
-        return jax_mx.all_gather(jax_mx.quantize(x), "a", axis=0, tiled=True)
-
-    q = in_shards(lambda x: jax.vmap(gather)(x[0])[None], 2)(x)
+    q = in_shards(lambda x: jax.vmap(gathered)(x[0])[None], 2)(x)
     want = jax_mx.quantize(x.transpose(1, 0, 2, 3).reshape(3, 128, 64))
     for i in range(2):  # indexed by NumPy: XLA moves e8m0 as float32, where 2^-127 becomes NaN
         assert_same_array(jax.tree.map(lambda a, i=i: np.asarray(a)[i], q), want)
-    named = jax.vmap(gather, axis_name="a")(x[:, 0])
+    named = jax.vmap(gathered, axis_name="a")(x[:, 0])
     assert_same_array(named[1], jax_mx.quantize(x[:, 0].reshape(128, 64)))
     spread = jax.vmap(lambda x: jax_mx.reshard(jax_mx.quantize(x), P(None, "a")))
     with jax.set_mesh(mesh_of(2)):
@@ -634,8 +647,7 @@ def test_exported_collectives():
 
     def call(x):
         q = jax_mx.quantize(x)
-        gather = lambda x: jax_mx.all_gather(jax_mx.quantize(x), "a", axis=0, tiled=True)  # noqa: E731
-        local = jax.shard_map(gather, mesh=mesh, in_specs=P("a"), out_specs=P(), check_vma=False)
+        local = jax.shard_map(gathered, mesh=mesh, in_specs=P("a"), out_specs=P(), check_vma=False)
         return jax_mx.reshard(q, NamedSharding(mesh, P())), local(x)
 
     like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)

@@ -206,7 +206,7 @@ def test_preprocessing(variant, arch):
 RANDOM = next(v for v in PREPROCESSED if (v.dtype, v.kinds[0].hadamard) == ("float32", 0))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("arch", ARCHS["flydsl"])
 def test_random_codes_carry_where_the_noise_says(arch):
     """Elements that the noise just takes to the next code, and those a unit below."""
@@ -248,7 +248,7 @@ def test_one_dimension(arch):
         assert_same_array(jax.jit(jax_mx.quantize)(x), want)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("arch", ARCHS["flydsl"])
 @pytest.mark.parametrize("form", ["second_transposed, tiles", "both_transposed"])
 def test_forms_without_a_kernel_go_along_rows(arch, form):
@@ -265,7 +265,7 @@ def test_forms_without_a_kernel_go_along_rows(arch, form):
         assert (g == w).all()
 
 
-@pytest.mark.sampled(4, 3)
+@pytest.mark.sampled(8, 3)
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
 @each_arch
 def test_both_directions_take_one_kernel(arch, of):
@@ -318,7 +318,7 @@ def test_bad_arguments():
         emulate("gfx950", order="random")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @each_arch
 def test_transforms_and_eight_devices(arch):
     """vmap, a loop, shards: the same bytes."""
@@ -339,7 +339,7 @@ def test_transforms_and_eight_devices(arch):
         assert _ffi.counters()["launches"] == before + 8
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "shape,axis,gathers",
     [((8, 256), -1, False), ((8, 192), -1, True), ((4, 192, 5), 1, True)],
@@ -374,7 +374,7 @@ def plain_and_shuffled(**options):
     return [lambda x, f=f: q if isinstance(q := f(x), tuple) else (q,) for f in (f, g)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("writes", [True, False], ids=["kernel writes tiles", "XLA moves rows"])
 @pytest.mark.parametrize(
     "options",
@@ -419,7 +419,7 @@ def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
                 same(jax.jit(shuffled)(shards), str(spec))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @each_arch
 def test_eight_threads(arch):
     def work(i):

@@ -37,7 +37,7 @@ def finite(shape, seed=0):
     return jnp.asarray(np.where(np.isfinite(x.astype(np.float32)), x, x.dtype.type(1.5)))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @pytest.mark.parametrize("shape", [(32,), (3, 64), (2, 5, 96), (0, 32), (4, 0)])
 def test_float4_there_and_back(shape, layout):
@@ -75,7 +75,7 @@ def test_float4_of_transposed_square_and_mapped_arrays():
     assert_same_array(jax.vmap(MXArray.from_float4)(mapped, q.scales), q)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("spec", [P("a", "b"), P(None, ("a", "b"))], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_float4_stays_sharded(kind, spec):
@@ -131,7 +131,7 @@ def test_float4_refuses_in_one_sentence():
 
 
 # ---- mx_matmul_reference ---
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "m,n,k", [(8, 2112, 7168), (16, 3072, 1536), (64, 3072, 1536), (256, 2880, 512)]
 )
@@ -211,7 +211,7 @@ def test_products_overflow_only_as_a_whole():
         assert_bits_equal(jax_mx.mx_matmul_reference(a, b), jnp.zeros((m, 7)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "kind,specs,options",
     [

@@ -36,7 +36,7 @@ from jax_mx.ops import gemm as ops
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad, supported
 
 # --thorough runs all cases of a test, CI one of 2.
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 EPS = 2.0**-24  # of float32
 

@@ -204,6 +204,7 @@ REFUSED = {
         broken("down_proj_blocks", lambda a: a[:2]),
         "has the shape (2, 96, 2, 16)",
     ),
+    "no experts": (broken("gate_up_proj_blocks", lambda a: a[:0]), "is empty: (0, 128, 3, 16)"),
     "bias": (broken("down_proj_bias", lambda a: a[..., None]), "not (E, rows)"),
 }
 
@@ -222,6 +223,11 @@ def test_refused_arguments(folder):
     assert_refused(lambda: load(path / "none", 0), FileNotFoundError, "is no .safetensors file")
     assert_refused(lambda: load(path, 0, sharding="a"), TypeError, "sharding must be a Sharding")
     assert_refused(lambda: load(path, 0, sharding={"w": None}), ValueError, "sharding names 'w'")
+    assert_refused(lambda: load(None, 0), TypeError, "path must be a path, or a list of paths")
+    assert_refused(lambda: load([3], 0), TypeError, "path must be a path, or a list of paths")
+    for text in ("{}", "{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+        (index := path / "other.json").write_text(text)
+        assert_refused(lambda: load(index, 0), ValueError, 'other.json has no "weight_map"')
     (path / "model-00002-of-00002.safetensors").unlink()
     assert_refused(lambda: load(path, 0), FileNotFoundError, "which is not there")
 

@@ -8,6 +8,7 @@ from helpers import assert_refused
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
+from jax_mx.ops.groups import ranks_by_counting, ranks_by_sorting
 from jax_mx.reference import rows_of
 from jax_mx.reference.ragged import clamped
 
@@ -49,6 +50,32 @@ def routing(rng, tokens, k, num_experts):
     return np.minimum(
         rng.integers(low, high, (tokens, k)), rng.integers(low, high, (tokens, k))
     ).astype(np.int32)
+
+
+@pytest.mark.parametrize("way", [ranks_by_counting, ranks_by_sorting])
+@pytest.mark.parametrize("choices", [0, 1, 255, 256, 257, 1000])
+def test_ways_to_rank(way, choices):
+    """GPUs count, other devices sort; each way runs here."""
+    for seed, number in enumerate((1, 7, 300)):
+        experts = routing(np.random.default_rng(seed), choices, 1, number)[:, 0]
+        experts = np.where(experts < 0, number, np.minimum(experts, number))
+        counts, earlier = np.zeros(number + 1, np.int32), np.zeros(choices, np.int32)
+        for i, expert in enumerate(experts):
+            earlier[i] = counts[expert]
+            counts[expert] += 1
+        got, total = jax.jit(way, static_argnums=1)(jnp.asarray(experts), number)
+        assert got.dtype == total.dtype == np.int32
+        is_one = experts < number
+        np.testing.assert_array_equal(got[is_one], earlier[is_one])
+        np.testing.assert_array_equal(total, counts[:number])
+
+
+def test_memory_does_not_grow_with_experts():
+    """262,144 choices take 4 bytes each in every array; their comparisons with experts took GB."""
+    experts = jax.ShapeDtypeStruct((65536, 4), jnp.int32)
+    program = jax.jit(lambda e: jax_mx.Groups.from_experts(e, 1024)).lower(experts).compile()
+    memory = program.memory_analysis().temp_size_in_bytes
+    assert memory < 16 * 4 * 65536 * 4 or jax.default_backend() != "cpu"
 
 
 @pytest.mark.parametrize("align", [1, 32, 128])

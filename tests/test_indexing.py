@@ -14,7 +14,7 @@ import jax_mx
 from jax_mx.facts import formats, layouts
 
 # --thorough runs all cases of a test, CI one of 5.
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 # How an array lies: (shape, options of quantize).
 WAYS = {
@@ -89,7 +89,7 @@ CUT = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_part_is_that_part(way, format):
@@ -140,7 +140,7 @@ def test_length_and_iteration():
         assert_bits_equal(part.dequantize(), y)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
 def test_swapped_axes(way, format):
@@ -172,7 +172,7 @@ def test_the_transpose_of_a_matrix_leaves_its_tiles():
     )
 
 
-@pytest.mark.sampled(6, 1)
+@pytest.mark.sampled(12, 1)
 @pytest.mark.parametrize("way", WAYS)
 def test_leading_dimensions_are_reshaped(way):
     shape, options = WAYS[way]
@@ -202,7 +202,7 @@ def test_rows_of_whole_tiles_are_split():
     assert_refused(lambda: rows.reshape(24, 32, 2), ValueError, "would cut blocks or tiles")
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
 def test_joined_arrays(way, format):
@@ -232,7 +232,7 @@ def test_joined_arrays(way, format):
     assert jax_mx.stack([q, q]).shape == (2, *shape)
 
 
-@pytest.mark.sampled(6, 1)
+@pytest.mark.sampled(12, 1)
 @pytest.mark.parametrize("way", WAYS)
 def test_scales_in_another_layout(way):
     q = made(way)
@@ -442,7 +442,7 @@ def test_the_constructor_takes_names():
         assert_refused(lambda f=fields: jax_mx.MXArray(q.values, q.scales, *f), error, sentence)
 
 
-@pytest.mark.sampled(14, 4)
+@pytest.mark.sampled(28, 4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("format", formats.FORMATS)
 def test_parts_make_the_array(way, format):

@@ -77,7 +77,7 @@ LAST = [pair for pair in PRODUCTS if all(OPERANDS[kind][2] == -1 for kind in pai
 CASES = [*((scaled_dot, pair) for pair in PRODUCTS), *((scaled_matmul, pair) for pair in LAST)]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "normal"])
 @pytest.mark.parametrize("lead", [(), (3,)], ids=["2-D", "batched"])
 @pytest.mark.parametrize("formats", [("mxfp8_e4m3",) * 2, ("mxfp8_e5m2", "mxfp8_e4m3")], ids=str)

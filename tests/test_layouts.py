@@ -34,7 +34,7 @@ P = PartitionSpec
 SHAPES = [(1, 1), (128, 4), (256, 8), (100, 3), (129, 5), (33, 90), (300, 17), (0, 4), (4, 0)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "layout,rows,cols",
     [
@@ -75,7 +75,7 @@ def test_golden(layout, peer, shape):
     assert (got[~defined.reshape(-1)] == 0).all()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", [BLOCKED_128X4, SHUFFLED_32X8], ids=str)
 @pytest.mark.parametrize("axis", [-1, -2, 0])
 def test_quantize_in_a_tiled_layout(layout, axis):
@@ -108,7 +108,7 @@ def shuffled(q):
     return out.reshape(*lead, rows // 16, cols // 32, 512)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "format,shape,options",
     [

@@ -219,7 +219,7 @@ HOW = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("axis", [-1, -2, 0])
 @pytest.mark.parametrize("how", HOW)
 def test_fake_quantize_undoes_what_it_does(how, axis):

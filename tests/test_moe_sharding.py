@@ -113,7 +113,7 @@ def of_one_device():
     return with_gradients()(*operands())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_results_are_those_of_one_device(name, kind):
     shape, names, options = MESHES[name]
@@ -311,21 +311,21 @@ def test_weights_that_fsdp_splits():
         assert far < BOUND
 
 
-def test_in_shard_map():
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_in_shard_map(check):
     x, experts, weights, w1, w2, *_ = operands()
     want = jax_mx.moe(x, experts, weights, w1, w2)
     mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
-    for check in (True, False):
-        layer = jax.jit(
-            jax.shard_map(
-                lambda *args: jax_mx.moe(*args, expert_axis="expert"),
-                mesh=mesh,
-                in_specs=P("expert"),
-                out_specs=P("expert"),
-                check_vma=check,
-            )
+    layer = jax.jit(
+        jax.shard_map(
+            lambda *args: jax_mx.moe(*args, expert_axis="expert"),
+            mesh=mesh,
+            in_specs=P("expert"),
+            out_specs=P("expert"),
+            check_vma=check,
         )
-        assert_bits_equal(layer(x, experts, weights, w1, w2), want)
+    )
+    assert_bits_equal(layer(x, experts, weights, w1, w2), want)
 
 
 @pytest.mark.parametrize(
@@ -537,6 +537,7 @@ def test_messages():
         assert_refused(call(expert_axis="experts"), ValueError, "is no axis of a mesh here")
         assert_refused(call(expert_axis=3), TypeError, "must be the name of a mesh axis, got 3")
         assert_refused(call(tensor_axis="data"), ValueError, "tensor_axis without expert_axis")
+        assert_refused(call(tensor_axis="expert", **own), ValueError, "are both 'expert'")
         assert_refused(call(token_axes="rows", **own), ValueError, "['rows'] are not among")
         both = {"expert_axis": "expert", "tensor_axis": "data"}
         by_recipe = functools.partial(jax_mx.Recipe().quantize_weight, contracting=1, batch=0)

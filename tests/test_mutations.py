@@ -53,7 +53,7 @@ def survivor_class(old: dict[str, Any], field: str) -> str:
     return f"a field without use ({field})"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.every_binary
 @pytest.mark.parametrize(
     "form,architecture,cases",
@@ -103,7 +103,7 @@ def test_changed_bits_are_noticed(form, architecture, cases, capsys):
     assert rate > 0.8
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
 @pytest.mark.parametrize(
     "form,preprocessed", [("second_transposed", False), ("both_transposed", True)]

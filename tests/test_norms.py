@@ -159,7 +159,7 @@ def test_rows_are_those_of_the_result():
     assert alone.floats is None and alone.factors.shape == (32,)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", [{}, {"window": 128}, {"both": True}, {"rows": True}], ids=str)
 def test_quantized_after_a_residual_was_added(how):
     x, residual = rows((64, 96), "bfloat16"), rows((64, 96), "bfloat16", 1)
@@ -641,7 +641,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize("title", SPLITS)
 def test_sharded(title, mode):

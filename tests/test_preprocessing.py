@@ -67,7 +67,7 @@ def bits_of(key, block: int, element: int) -> int:
     return word >> 16 if element % 2 else word & 0xFFFF
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.optimized
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 @pytest.mark.parametrize("axis", [-1, 0])
@@ -266,7 +266,7 @@ def same_but_nans(got, want) -> None:
 
 
 @pytest.mark.optimized
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_hadamard_is_float32_operations(size):
     """Eager, jitted and numpy agree in every bit; half of the rows are about the least normal."""
@@ -292,7 +292,7 @@ def test_hadamard_is_float32_operations(size):
 
 
 @pytest.mark.optimized
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_hadamard_is_orthogonal_and_exact(size):
     rng = np.random.default_rng(size)
@@ -376,7 +376,7 @@ def test_random_signs_and_pytrees():
 ALL = {"rounding": Stochastic(KEY, 0.75), "hadamard": Hadamard(64, SIGNS)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout,turn", [("row_major", True), ("blocked_128x4", False)])
 def test_both_directions_are_two_calls(layout, turn):
     x = jnp.asarray(random_bits((2, 128, 192), jnp.bfloat16))
@@ -537,7 +537,7 @@ def test_two_gpus_give_the_bytes_of_one(variant, layout):
 KNOWN_HERE = ("cutedsl", "bfloat16", True)  # compiled; AMD's are in test_emulated.py
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "variant",
     [v for v in PREPROCESSED if v.form == LAST],
@@ -583,7 +583,7 @@ by_some_rows = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @by_some_rows
 def test_other_forms_are_quantized_by_rows(op, how, shape, results, monkeypatch):
     """With the reference along rows: words follow their blocks, results lie where they should."""

@@ -126,7 +126,7 @@ def serves(variant, layout) -> bool:
     return layout == "row_major" or not variant.form.is_square
 
 
-@pytest.mark.sampled(110, 30)  # of both DSLs, both ops
+@pytest.mark.sampled(220, 30)  # of both DSLs, both ops
 @pytest.mark.parametrize(
     "variant", [v for v in VARIANTS if not v.source], ids=lambda v: f"{v.implementation}-{v.name}"
 )
@@ -197,7 +197,7 @@ def test_axes_behind_the_blocks_are_dimensions_of_the_call():
     assert "result_layouts = [dense<[5, 1, 4, 3, 2, 0]> : tensor<6xindex>, " in text
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_kind
 @each_layout
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
@@ -239,7 +239,7 @@ def with_tiles(kind, **options):
     return op_of(kind, value_layout=tiles, **options)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", IN_TILES, ids=lambda v: v.name)
 @pytest.mark.parametrize("layout", ["row_major", "shuffled_32x8"])
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
@@ -388,7 +388,7 @@ def mesh(kind: AxisType):
     return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind, kind), devices=devices)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_arrays_are_quantized_where_they_lie(kind, spec):
@@ -531,7 +531,7 @@ def test_explicit_shards_that_split_square_or_quantized_blocks():
     assert_bits_equal(y, jnp.ones((64, 64), jnp.bfloat16))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     "kind,spec",
     [
@@ -575,7 +575,7 @@ def dequantized(q):
     return [q.dequantize(transpose=turn) for turn in (False, True)]
 
 
-@pytest.mark.sampled(2, 1)
+@pytest.mark.sampled(4, 1)
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, "b", "a"), P(None, ("a", "b"))])
 def test_square_blocks_and_transposes_need_no_collective(spec):
     x = random_bits((2, 256, 128), np.float32)

@@ -56,6 +56,9 @@ RECIPES = {
         wgrad=Product(hadamard=Hadamard(32, np.arange(32) % 3 - 1)),
     ),
     "gradients in mxfp4": jax_mx.mxfp4_backward(KEY),
+    "turned by 64": Recipe(
+        dgrad=Product(hadamard=Hadamard(64)), wgrad=Product(hadamard=Hadamard(64, [1, -1] * 32))
+    ),
 }
 
 
@@ -91,7 +94,8 @@ def taken(x, use, square, turn=False):
         x, turn = x.mT, False
     if use.format is None:
         return np.asarray(x.astype(jnp.bfloat16), np.float64)
-    pads = [(0, 0), (0, -x.shape[1] % 32), (0, -x.shape[2] % 32)]
+    unit = max(32, use.hadamard.size if use.hadamard else 0)
+    pads = [(0, 0), (0, -x.shape[1] % unit), (0, -x.shape[2] % unit)]
     how = {"hadamard": use.hadamard, "rounding": use.rounding, **square}
     how |= {"axis": -2, "transpose": True} if turn else {}
     q = jax_mx.quantize(jnp.pad(x, pads), use.format, **how)
@@ -183,7 +187,7 @@ def random_numbers(seed, sizes=(1, 3, 7, 32, 33)):
     ],
     ids=str,
 )
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 def test_equals_the_formula(name, case):
     """Forward and both gradients, on the operands that `quantize` gives."""
     (left, right, numbers), recipe = case, RECIPES[name]
@@ -224,7 +228,7 @@ def check(lhs, rhs, numbers, recipe):
         assert_within(got, want, f"gradient of {what}")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("implementation", [None, "dequantize", "xla", "scaled_dot"])
 def test_small_integers_are_exact(dtype, implementation):
@@ -245,6 +249,15 @@ def test_small_integers_are_exact(dtype, implementation):
     dx, dw = pull(dy)
     assert_bits_equal(dx, jnp.asarray(np.asarray(dy) @ exact[1].T, dtype))
     assert_bits_equal(dw, jnp.asarray(exact[0].T @ np.asarray(dy), dtype))
+
+
+@pytest.mark.parametrize("implementation", [None, "dequantize", "xla", "scaled_dot"])
+def test_small_normal_numbers_count(implementation):
+    """Also in a block with the smallest scale, 2^-127; but XLA takes that scale for 0."""
+    x, w = jnp.full((32, 64), 2.0**-124), jnp.full((64, 32), 2.0**120)
+    assert (jax_mx.quantize(x).scales.view(jnp.uint8) == 0).all()
+    y = np.asarray(matmul(x, w, implementation=implementation))
+    assert (y == 4).all() or (implementation == "scaled_dot" and (y == 0).all())
 
 
 @pytest.mark.parametrize("lead", [((2, 32), ()), ((), (3,)), ((2, 3, 32), (5,))])
@@ -450,6 +463,14 @@ def test_quantized_weights_are_of_one_product():
          "dot_general: lhs is a QuantizedWeight; weights go on the right-hand side"),
         (lambda: MXFP8.quantize_weight(w, 2), ValueError,
          "quantize_weight: dimension 2 is out of range for rank 2"),
+        (lambda: MXFP8.quantize_weight(w, (0, -2)), ValueError,
+         "quantize_weight: contracting dimensions [0, 0] and batch dimensions [] name one twice"),
+        (lambda: MXFP8.quantize_weight(w, 0, 0), ValueError, "and batch dimensions [0] name one"),
+        (lambda: MXFP8.quantize_weight(rhs), TypeError, "quantize_weight: w is quantized already"),
+        (lambda: MXFP8.quantize_weight(jax_mx.quantize(w)), TypeError, "w is quantized already"),
+        (lambda: MXFP8.fold_in(-1), ValueError, "fold_in: data must be from 0 to 2^32 - 1, got -1"),
+        (lambda: MXFP8.fold_in(1.5), TypeError, "fold_in: data must be an integer, got 1.5"),
+        (lambda: MXFP8.fold_in(jnp.ones(())), TypeError, "must be an integer, got float32"),
     ):  # fmt: skip
         if "contracted dimensions [1]" in sentence:
             continue  # of a square it could not tell; see below
@@ -462,8 +483,52 @@ def test_quantized_weights_are_of_one_product():
     )
 
 
+def turned(seed):
+    """A recipe that rotates in all products, by signs of this seed, as arrays of JAX."""
+    turn = Product(hadamard=Hadamard.random(jax.random.key(seed)))
+    return Recipe(forward=turn, dgrad=turn, wgrad=turn)
+
+
+@pytest.mark.parametrize("what", ["matmul", "mlp", "ragged_dot", "moe"])
+def test_signs_are_those_of_the_quantized_weight(what):
+    """What meets it is rotated as it was, whatever the signs of the product's recipe.
+
+    Only wgrad, which does not read it, is rotated as the recipe says.
+    """
+    own, other, third = map(turned, range(3))
+    experts, weights = jnp.arange(24).reshape(12, 2) % 3, jnp.full((12, 2), 0.5)
+    sizes = jnp.array([5, 0, 7], jnp.int32)
+    lead = () if what in ("matmul", "mlp") else (3,)
+    layer = {
+        "matmul": lambda x, w1, w2, r: matmul(x, w1, recipe=r),
+        "mlp": lambda x, w1, w2, r: jax_mx.mlp(x, w1, w2, recipe=r),
+        "ragged_dot": lambda x, w1, w2, r: jax_mx.ragged_dot(x, w1, sizes, recipe=r),
+        "moe": lambda x, w1, w2, r: jax_mx.moe(x, experts, weights, w1, w2, recipe=r),
+    }[what]
+    x, w1, w2 = floats((12, 64)), floats((*lead, 64, 64), 1), floats((*lead, 32, 64), 2)
+    how = {"contracting": -2, "batch": range(len(lead))}
+
+    @jax.jit  # signs are arguments, whose values nobody knows
+    def both(x, w1, w2, first, second, recipe):
+        def loss(x, w1, w2):
+            once = first.quantize_weight(w1, **how), second.quantize_weight(w2, **how)
+            return (layer(x, *once, recipe).astype(jnp.float32) ** 2).mean()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(x, w1, w2)
+
+    want = both(x, w1, w2, own, own, own)
+    same = both(x, w1, w2, own, own, dataclasses.replace(other, wgrad=own.wgrad))
+    for got, one in zip(*map(jax.tree.leaves, (same, want)), strict=True):
+        assert_bits_equal(got, one)
+    # Each weight may have signs of its own, and the product's recipe others still.
+    mixed = both(x, w1, w2, own, third, other)
+    for got, one in zip(*map(jax.tree.leaves, (mixed, want)), strict=True):
+        error = np.linalg.norm(np.asarray(got - one)) / max(np.linalg.norm(np.asarray(one)), 1e-30)
+        assert error < 0.1, f"{error} where quantizing twice differs by 0.05"
+
+
 # ---- matmul and einsum ---
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("a", "b"),
     [((3, 64), (64, 5)), ((64,), (64, 5)), ((3, 64), (64,)), ((64,), (64,)), ((2, 3, 64), (64, 5)),
@@ -476,7 +541,7 @@ def test_matmul_has_numpys_shapes(a, b):
     assert_bits_equal(matmul(x, w), jnp.matmul(x, w))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("subscripts", "a", "b"),
     [("bsd,dhk->bshk", (2, 3, 32), (32, 4, 8)), ("bshk,hkd->bsd", (2, 3, 4, 8), (4, 8, 5)),
@@ -660,6 +725,19 @@ def test_bad_calls_get_one_sentence():
          "Recipe: forward has no gradient to round"),
         (lambda: Recipe(block=(32, 32), dgrad=Product(hadamard=Hadamard(16))), ValueError,
          "Recipe: dgrad.hadamard goes along one axis, square blocks of rhs span two"),
+        (lambda: Product(rounding=KEY), TypeError,
+         "Product: rounding must be None or a Stochastic, got"),
+        (lambda: Product(hadamard=16), TypeError,
+         "Product: hadamard must be None or a Hadamard, got 16"),
+        (lambda: Product("bf16", rounding=Stochastic(KEY)), ValueError,
+         "Product: rounding is of what is quantized, and format='bf16' quantizes nothing"),
+        (lambda: Product("bf16", hadamard=Hadamard(16)), ValueError, "Product: hadamard is of"),
+        (lambda: Product(rounding=Stochastic(KEY, prescale=0.75)), ValueError,
+         "Product: rounding has a prescale, by which gradients would be too small; leave it out"),
+        (lambda: matmul(floats((8, 96)), floats((96, 8)),
+                        recipe=Recipe(forward=Product(hadamard=Hadamard(64)))), ValueError,
+         "dot_general: the contracted length is 96, not a multiple of the size of the recipe's "
+         "Hadamard transform, 64; pad both operands with zeros to 128"),
     ):  # fmt: skip
         assert_refused(call, error, sentence)
 
@@ -763,7 +841,7 @@ def test_the_kernel_that_runs_is_the_one_that_was_asked_for(x, w, block, name, m
     assert [plan.product("cutedsl").name for plan in took] == [product.name]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("shapes", "numbers", "recipe"),
     [

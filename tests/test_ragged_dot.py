@@ -226,7 +226,7 @@ def test_explain_and_autotune_know_them():
 
 
 # ---- values and gradients ---
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sizes", [*SIZES])
 @pytest.mark.parametrize(
     "recipe",
@@ -236,7 +236,9 @@ def test_explain_and_autotune_know_them():
         pytest.param(Recipe(window=128, weight_window=(128, 128)), id="windows"),
         pytest.param(BF16, id="bf16", marks=pytest.mark.thorough),
         pytest.param(
-            Recipe(wgrad=Product(hadamard=Hadamard(64))), id="turned", marks=pytest.mark.thorough
+            Recipe(dgrad=Product(hadamard=Hadamard(64)), wgrad=Product(hadamard=Hadamard(64))),
+            id="turned",
+            marks=pytest.mark.thorough,
         ),
     ],
 )

@@ -58,7 +58,7 @@ def test_golden(format, scaling):
         assert (got[poisoned] == codes).all(), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @each_format
 @each_scaling
 @settings(max_examples=60, deadline=None)
@@ -89,7 +89,7 @@ def test_against_exact_rationals(format, scaling, data):
         np.testing.assert_array_equal(codes[row], exact_codes(block, scale, format) | sign)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @each_format
 @each_scaling
 @pytest.mark.parametrize("name", FLOAT_DTYPES)

@@ -68,7 +68,7 @@ def quantized(x: np.ndarray, ties_away: bool = False) -> tuple[np.ndarray, np.nd
     return (codes | np.signbit(blocks) << 3).reshape(x.shape), scales
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", CHEAP, ids=str)
 def test_rows_columns_and_both(shape, dtype):

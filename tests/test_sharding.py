@@ -301,18 +301,18 @@ EVERYWHERE = (("quantize", "row_major"), ("quantize_both, transpose", "blocked_1
 
 
 def cells():
-    """On each computer; by default one in 18 of the reference's, one in 50 of the emulator's."""
+    """On each computer; by default one in 36 of the reference's, one in 100 of the emulator's."""
     for i, (name, layout) in enumerate(ROWS):
         for j, (title, spec) in enumerate(SPECS.items()):
             modes = modes_of(layout, spec)
             for mode in modes if (name, layout) in EVERYWHERE else [modes[(i + j) % len(modes)]]:
                 what = f"{name}-{layout}-{mode}-{title}"
                 cell = (name, layout, mode, spec)
-                rest = [pytest.mark.thorough] if (i + j) % (2 * len(SPECS)) else []
+                rest = [pytest.mark.thorough] if (i + j) % (4 * len(SPECS)) else []
                 yield pytest.param("reference", *cell, id=f"reference-{what}", marks=rest)
                 yield pytest.param("gpu", *cell, id=f"gpu-{what}", marks=pytest.mark.gpu)
                 # From the seventh spec on: of one that splits nothing, every device emulates all.
-                rest = [pytest.mark.thorough] if (i + j - 7) % 50 else []
+                rest = [pytest.mark.thorough] if (i + j - 7) % 100 else []
                 yield pytest.param("gfx950", *cell, id=f"gfx950-{what}", marks=rest)
 
 
@@ -348,7 +348,7 @@ def test_shards_that_split_blocks_and_uneven_ones_are_right(shape, spec, layout)
     assert_bits_equal(y, want.dequantize(jnp.float32))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_transformations_of_sharded_arrays(kind, layout):
@@ -529,7 +529,7 @@ def test_the_persistent_cache_hits_in_other_processes(tmp_path):
     assert counts == [["0", "2"], ["2", "0"], ["2", "0"]]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("where", COMPUTERS)
 def test_two_processes(where):
     """jax.distributed, four CPU devices or one GPU each: every shard is right, nothing moves."""

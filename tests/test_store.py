@@ -112,7 +112,10 @@ def start(cache, kernel, arch: str) -> subprocess.Popen:
     )
 
 
-@each_dsl
+@pytest.mark.parametrize(
+    "kernel, arch",
+    [KERNELS[0], pytest.param(*KERNELS[1].values, id="cutedsl", marks=pytest.mark.thorough)],
+)
 def test_two_processes_want_one_kernel_and_one_is_killed(kernel, arch, tmp_path):
     """Both get the right bytes; after one is killed in the middle, so does the next."""
     cache, want = tmp_path / "cache", sha256_of_verified(kernel, arch)
@@ -246,21 +249,21 @@ def test_programs_name_kernels_and_exports_carry_each_once():
         assert blob.count(store.get(AMD, arch).image[:2000]) == 1
 
 
-def test_a_hundred_calls_of_mxfp4s_gradients_are_a_small_program():
-    """A gradient rotated and rounded both ways: with the kernel in each call it was 141 MB."""
+def test_many_calls_of_mxfp4s_gradients_are_a_small_program():
+    """A gradient rotated and rounded both ways: with the kernel in each of 100 it was 141 MB."""
     key = jax.random.key(0)
     how = {"hadamard": jax_mx.Hadamard(), "rounding": jax_mx.Stochastic(key)}
     how["transpose"] = (False, True)
 
     def many(x):  # of a shape each: nothing is shared
-        rows = [x[: 32 * (i + 1)] for i in range(100)]
+        rows = [x[: 32 * (i + 1)] for i in range(30)]
         return [jax_mx.quantize_both(each, "mxfp4_e2m1", **how) for each in rows]
 
     with emulate(ARCH):
-        lowered = jax.jit(many).lower(jnp.ones((3200, 64), jnp.bfloat16))
+        lowered = jax.jit(many).lower(jnp.ones((960, 64), jnp.bfloat16))
         text = lowered.as_text()
     assert "jax_mx_launch" in text
-    assert len(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()) < 4e6
+    assert len(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()) < 1.2e6
 
 
 def test_a_program_whose_kernel_is_nowhere_says_what_to_do(tmp_path):

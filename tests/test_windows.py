@@ -29,7 +29,7 @@ from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import _deserialize, _serialize
 
 # --thorough runs all cases of a test, CI one of 6.
-pytestmark = pytest.mark.sampled(6)
+pytestmark = pytest.mark.sampled(12)
 
 P = PartitionSpec
 ALONG = [w for w in WINDOWS if w != TILE]
@@ -112,7 +112,7 @@ def floats(shape, dtype="float32", seed=0) -> np.ndarray:
 
 # ---- quantize ---
 @pytest.mark.optimized
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @each_format
 @pytest.mark.parametrize("scaling", Scaling, ids=str)
 @each_window
