@@ -591,7 +591,7 @@ def test_second_derivatives_are_refused():
 
 
 # ---- other transformations ---
-def gathered(x):
+def whole_of(x):
     """Rows of all shards, quantized before."""
     return jax_mx.all_gather(jax_mx.quantize(x), "a", axis=0, tiled=True)
 
@@ -618,11 +618,11 @@ def test_mapped_moves_in_a_loop(move, platform):
 def test_moves_of_one_shard(platform):
     x = jnp.asarray(random_bits((4, 64, 64), jnp.bfloat16))
 
-    assert_same_array(in_shards(gathered, 1, platform=platform)(x), jax_mx.quantize(x))
+    assert_same_array(in_shards(whole_of, 1, platform=platform)(x), jax_mx.quantize(x))
     with jax.default_device(jax.devices(platform)[0]):
-        named = jax.jit(jax.vmap(gathered, axis_name="a"))(x)
+        named = jax.jit(jax.vmap(whole_of, axis_name="a"))(x)
         assert_same_array(named[1], jax_mx.quantize(x.reshape(256, 64)))
-        empty = jax.jit(jax.vmap(gathered, axis_name="a"))(x[:, :0])
+        empty = jax.jit(jax.vmap(whole_of, axis_name="a"))(x[:, :0])
         assert empty.shape == (4, 0, 64)
 
 
@@ -630,11 +630,11 @@ def test_vmap_of_collectives():
     """Over a batch in shard_map; and over the very axis that has the name."""
     x = jnp.asarray(random_bits((2, 3, 64, 64), jnp.bfloat16))
 
-    q = in_shards(lambda x: jax.vmap(gathered)(x[0])[None], 2)(x)
+    q = in_shards(lambda x: jax.vmap(whole_of)(x[0])[None], 2)(x)
     want = jax_mx.quantize(x.transpose(1, 0, 2, 3).reshape(3, 128, 64))
     for i in range(2):  # indexed by NumPy: XLA moves e8m0 as float32, where 2^-127 becomes NaN
         assert_same_array(jax.tree.map(lambda a, i=i: np.asarray(a)[i], q), want)
-    named = jax.vmap(gathered, axis_name="a")(x[:, 0])
+    named = jax.vmap(whole_of, axis_name="a")(x[:, 0])
     assert_same_array(named[1], jax_mx.quantize(x[:, 0].reshape(128, 64)))
     spread = jax.vmap(lambda x: jax_mx.reshard(jax_mx.quantize(x), P(None, "a")))
     with jax.set_mesh(mesh_of(2)):
@@ -647,7 +647,7 @@ def test_exported_collectives():
 
     def call(x):
         q = jax_mx.quantize(x)
-        local = jax.shard_map(gathered, mesh=mesh, in_specs=P("a"), out_specs=P(), check_vma=False)
+        local = jax.shard_map(whole_of, mesh=mesh, in_specs=P("a"), out_specs=P(), check_vma=False)
         return jax_mx.reshard(q, NamedSharding(mesh, P())), local(x)
 
     like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)

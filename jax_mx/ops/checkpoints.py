@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
