@@ -398,6 +398,17 @@ def test_a_page_and_a_picture(tmp_path, capsys):
     assert pages[1].read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_page_keeps_files_of_one_name_apart(tmp_path, capsys):
+    for folder, scale in (("a", 1), ("b", 3)):
+        (tmp_path / folder).mkdir()
+        np.save(tmp_path / folder / "x.npy", normal(4, 64) * np.float32(scale))
+    page, files = tmp_path / "report.html", [tmp_path / each / "x.npy" for each in "ab"]
+    asked = [word for file in files for word in ("--file", file)]
+    status, _, err = run(capsys, *asked, "--plot", page, *ONE)
+    assert (status, err) == (0, "")
+    assert page.read_text().count("<table>") == 2 and page.read_text().count("<tr><td>") == 2
+
+
 def test_speeds_are_drawn(tmp_path):
     one = {"shape": (32, 32), "implementation": "cutedsl", "equal": True, "nbytes": 4_000_000}
     speeds = [
@@ -406,7 +417,7 @@ def test_speeds_are_drawn(tmp_path):
     ]
     (axes,) = pictures.picture([], speeds).axes
     assert [bar.get_height() for bar in axes.patches] == [4, 4, 1, 2, 2]
-    assert "<h2>Speed</h2>" in pictures.page([], speeds, [], ["here"])
+    assert "<h2>Speed</h2>" in pictures.page([], speeds, ["here"])
 
 
 @pytest.mark.parametrize(

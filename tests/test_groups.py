@@ -183,6 +183,13 @@ def test_experts_of_slots_under_vmap():
     experts = jnp.array([[0, 1], [1, 1]])
     many = jax.vmap(lambda each: jax_mx.Groups.from_experts(each, 2, align=1))(experts)
     np.testing.assert_array_equal(many.experts, experts)
+    slots = jnp.arange(4.0).reshape(2, 2)
+    with pytest.raises(ValueError, match=r"Groups\.of_slots: jax\.vmap made these, \(2,\) of them"):
+        many.of_slots(slots)
+    with pytest.raises(ValueError, match=r"Groups\.of_choices: jax\.vmap made these"):
+        many.combined(slots)
+    found = jax.vmap(lambda groups, slots: groups.combined(slots))(many, slots)
+    np.testing.assert_array_equal(found, slots)
 
 
 def test_on_a_mesh_with_explicit_axes():

@@ -697,8 +697,3 @@ def test_exported_square_blocks_and_programs_from_before_them():
         for block in ((32,), (32, 32)):
             fields = (*aux, block, values, 32, Padding())
             assert mxarray._deserialize(mxarray._serialize(fields)) == fields
-    before = b'["mxfp8_e5m2", -2, "blocked_128x4"%s]'  # layouts of values, or blocks
-    for text, block in ((b"", (32,)), (b", 32", (32,)), (b", 32, 32", (32, 32))):
-        assert mxarray._deserialize(before % text) == (
-            *aux, block, VALUE_LAYOUTS["row_major"], 32, Padding(),
-        )  # fmt: skip

@@ -1,9 +1,11 @@
 """Kernels on demand: compiled once, kept by content, shared by processes, whole or not at all."""
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -150,6 +152,22 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(store, "manifest", dict)
     assert store.get(AMD, ARCH).sha256 == sha256_of_verified()
     assert any("cannot write" in line and "Set JAX_MX_CACHE" in line for line in caplog.messages)
+
+
+def test_a_process_with_many_open_files_compiles(cache):
+    """`select.select` takes no descriptor from 1024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip("this process may not open so many files")
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+        while stack.enter_context(Path(os.devnull).open("rb")).fileno() < 1024:
+            pass
+        worker = compiler.Worker("flydsl")
+        stack.callback(worker.stop)
+        answer = worker.ask({"variant": "unknown", "arch": ARCH}, cache / "pycache")
+    assert "error" in answer
 
 
 def test_a_compiler_that_dies_or_refuses(cache, tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ class Histograms:
 
     Attributes:
       name: the tensor's.
+      rows: what the table says of it.
       shape: its shape.
       scaling: how scales follow from amaxes.
       exponents: of the elements that are not zero, powers of two.
@@ -39,6 +40,7 @@ class Histograms:
     """
 
     name: str
+    rows: Sequence[tensors.Row]
     shape: tuple[int, ...]
     scaling: str
     exponents: Counts
@@ -58,7 +60,12 @@ def obstacle(path: Path) -> str:
 
 
 def histograms(
-    name: str, tensor: np.ndarray, axis: int, formats: Sequence[str], scaling: str
+    name: str,
+    tensor: np.ndarray,
+    axis: int,
+    formats: Sequence[str],
+    scaling: str,
+    rows: Sequence[tensors.Row] = (),
 ) -> Histograms:
     """The histograms of a tensor that `samples.admit` gave, quantized to each format."""
     x = tensor.astype(np.float64)
@@ -76,7 +83,7 @@ def histograms(
         errors[format] = _counts(_exponents(lost[lost > 0]))
     zeros = float((x == 0).mean())
     exponents = _counts(_exponents(np.abs(x[there])))
-    return Histograms(name, tensor.shape, scaling, exponents, zeros, scales, errors, exact)
+    return Histograms(name, rows, tensor.shape, scaling, exponents, zeros, scales, errors, exact)
 
 
 def _exponents(x: np.ndarray) -> np.ndarray:
@@ -200,7 +207,6 @@ PAGE = """<!doctype html>
 def page(
     all_found: Sequence[Histograms],
     speeds: Sequence[ran.Speed],
-    rows: Sequence[tensors.Row],
     about: Sequence[str],
 ) -> str:
     """A page that needs nothing else: sentences, pictures, and the numbers of each tensor."""
@@ -214,7 +220,7 @@ def page(
     for found in all_found:
         figure = Figure(figsize=(11, 2.3), layout="constrained")
         draw_tensor(figure.subplots(1, 3), found)
-        own = [row.cells() for row in rows if row.tensor == found.name]
+        own = [row.cells() for row in found.rows]
         parts += [f"<h2>{html.escape(_spelled(found))}</h2>", _svg(figure)]
         parts.append(_table(tensors.COLUMNS, own))
     body = "\n".join(parts)
@@ -235,7 +241,6 @@ def write(
     path: Path,
     all_found: Sequence[Histograms],
     speeds: Sequence[ran.Speed],
-    rows: Sequence[tensors.Row],
     about: Sequence[str],
 ) -> str:
     """Writes the page or the picture that the suffix names.
@@ -244,7 +249,7 @@ def write(
       What it holds, a sentence.
     """
     if path.suffix.lower() == ".html":
-        path.write_text(page(all_found, speeds, rows, about), encoding="utf-8")
+        path.write_text(page(all_found, speeds, about), encoding="utf-8")
         return f"{path}: {len(all_found)} tensors."
     picture(all_found, speeds).savefig(path, dpi=100)
     shown = min(len(all_found), MOST)

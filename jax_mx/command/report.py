@@ -259,11 +259,11 @@ def measure_tensors(out: Report) -> None:
             continue
         shown = samples.printable(name)
         with out.steps.step(f"quantizing {shown}"):
-            found = tensors.measure(shown, tensor, axis, options.format, options.scaling)
-            rows += list(found)
+            found = [*tensors.measure(shown, tensor, axis, options.format, options.scaling)]
+            rows += found
             if options.plot:
-                own = pictures.histograms(shown, tensor, axis, options.format, options.scaling[0])
-                out.histograms.append(own)
+                how = (options.format, options.scaling[0], found)
+                out.histograms.append(pictures.histograms(shown, tensor, axis, *how))
         for remark in remarks:
             out.remark(name, remark)
     out.facts["tensors"] = rows
@@ -282,8 +282,7 @@ def draw(out: Report) -> None:
         return
     about = [f"jax_mx {jax_mx.__version__}, JAX {jax.__version__}, on:", *map(str, here.devices())]
     with out.steps.step(f"drawing {path}"):
-        speeds, rows = out.facts.get("speed", []), out.facts["tensors"]
-        said = pictures.write(path, out.histograms, speeds, rows, about)
+        said = pictures.write(path, out.histograms, out.facts.get("speed", []), about)
     out.facts["plot"] = str(path)
     out.say(said)
 

@@ -12,7 +12,7 @@ import base64
 import contextlib
 import json
 import os
-import select
+import selectors
 import subprocess
 import sys
 import tempfile
@@ -57,8 +57,7 @@ class Worker:
             try:
                 self.process.stdin.write(json.dumps(request).encode() + b"\n")
                 self.process.stdin.flush()
-                ready, _, _ = select.select([self.answers], [], [], TIMEOUT)
-                line = self.answers.readline() if ready else b""
+                line = self.answers.readline() if _is_ready(self.answers) else b""
             except OSError:  # it has died
                 line = b""
             if not line.endswith(b"\n"):
@@ -116,6 +115,13 @@ class Worker:
             if file is not None:
                 file.close()
         self.answers = self.errors = None
+
+
+def _is_ready(file: IO[bytes]) -> bool:
+    """Whether there is something to read, within `TIMEOUT`; also where many files are open."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(file, selectors.EVENT_READ)
+        return bool(selector.select(TIMEOUT))
 
 
 _workers = {dsl: Worker(dsl) for dsl in ARCHS}

@@ -34,6 +34,8 @@ class Groups:
     padding, and so are the slots behind the last group's.
     Every size, and so every start, is a multiple of `align`. A pytree; `align` is static. On a mesh
     with explicit axes all of it is whole on each device, and so must be what is looked up in it.
+    Where jax.vmap made several, map the methods over them, too; `experts` and `num_experts` also
+    take all of them.
 
     Attributes:
       rows: int32 (R,), the token in each slot; -1: none.
@@ -143,6 +145,7 @@ class Groups:
         Raises:
           ValueError: choices of another shape.
         """
+        self._check_one("of_slots")
         if not _same_shape(choices.shape, self.slots.shape):
             raise ValueError(
                 f"Groups.of_slots: choices have the shape {choices.shape}, must be "
@@ -161,10 +164,11 @@ class Groups:
         Raises:
           ValueError: not R rows.
         """
+        self._check_one("of_choices")
         if not _same_shape(slots.shape[:1], self.rows.shape):
             raise ValueError(
-                f"Groups: slots have the shape {slots.shape}, must have {self.rows.shape[0]} rows, "
-                "one for each slot"
+                f"Groups.of_choices: slots have the shape {slots.shape}, must have "
+                f"{self.rows.shape[0]} rows, one for each slot"
             )
         return slots.at[self.slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
@@ -178,6 +182,13 @@ class Groups:
           ValueError: not R rows.
         """
         return self.of_choices(slots).astype(jnp.float32).sum(1).astype(slots.dtype)
+
+    def _check_one(self, method: str) -> None:
+        if self.rows.ndim != 1:
+            raise ValueError(
+                f"Groups.{method}: jax.vmap made these, {self.rows.shape[:-1]} of them; map this "
+                f"over them, too: jax.vmap(lambda groups, x: groups.{method}(x))(groups, x)"
+            )
 
 
 register_for_export(Groups)
@@ -277,8 +288,7 @@ def _ranks(flat: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     Returns:
       int32 (n,), and (number,): how many choices name each expert.
     """
-    ways = (partial(way, number=number) for way in (ranks_by_counting, ranks_by_sorting))
-    counting, sorting = ways
+    counting, sorting = (partial(f, number=number) for f in (ranks_by_counting, ranks_by_sorting))
     # Where reductions are not fused, as on a CPU, counting writes n * number comparisons to memory.
     return jax.lax.platform_dependent(flat, cuda=counting, rocm=counting, default=sorting)
 

@@ -125,7 +125,7 @@ def _entries(op: str, q: MXArray, index: Any) -> tuple[list, dict[int, int]]:
                 raise IndexError(f"{op}: a mask {entry.shape} does not fit the shape {q.shape}")
             given += jnp.nonzero(entry)
         else:
-            given.append(entry)
+            given.append(int(entry) if isinstance(entry, np.integer) else entry)
         axis = len(given) - sum(each is None for each in given)
     taken = sum(_takes_an_axis(op, entry) for entry in given)
     dots = [i for i, entry in enumerate(given) if entry is Ellipsis]

@@ -587,12 +587,6 @@ def _serialize(aux: Aux) -> bytes:
 
 def _deserialize(text: bytes) -> Aux:
     found = json.loads(text)
-    if isinstance(found, list):  # of the first programs
-        format, axis, layout, *rest = found
-        # The very first had no block, the next no layout of values.
-        values = rest.pop(0) if rest and isinstance(rest[0], str) else "row_major"
-        found = {"format": format, "axis": axis, "scale_layout": layout, "value_layout": values}
-        found |= {"block": rest} if rest else {}
     sides = found.pop("padding", None)
     fields = metadata.read("jax.export.deserialize", found)
     return *fields.values(), Padding(None if sides is None else tuple(sides))
