@@ -246,7 +246,7 @@ WIDE = X.astype(jnp.float32)
          "quantize: axis 2 is out of range for rank 2; -2 to 1"),
         (lambda: jax_mx.quantize(X, axis=1.5), TypeError, "quantize: axis must be an int, got 1.5"),
         (lambda: jax_mx.quantize(X[0, 0]), ValueError,
-         "quantize: x is a scalar; blocks need an axis of at least one dimension"),
+         "quantize: x is a scalar, which has no axis; give it a dimension"),
         (lambda: jax_mx.quantize(X.astype(jnp.int32)), TypeError,
          "quantize: x is int32, must be one of bfloat16, float16, float32"),
         (lambda: jax_mx.quantize(X.astype(jnp.complex64)), TypeError, "quantize: x is complex64,"),

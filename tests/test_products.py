@@ -34,6 +34,7 @@ from jax_mx.ops.gemm import ROWS
 from jax_mx.products import implementations, kernels
 from jax_mx.products.dot import Dot, call_of
 from jax_mx.products.recipes import RECIPES as NAMED
+from jax_mx.products.steps import is_exact
 
 KEY = jax.random.key(5)
 RECIPES = {
@@ -292,7 +293,7 @@ def test_fp8_products_of_rows():
     assert_refused(
         lambda: matmul(x, w, recipe=recipe, implementation="fp8", precision="highest"),
         NotImplementedError,
-        "'fp8' sums with reduced precision, which Precision.HIGHEST forbids",
+        "'fp8' sums with reduced precision, and the call asks for a higher one",
     )
 
 
@@ -466,6 +467,8 @@ def test_quantized_weights_are_of_one_product():
         (lambda: MXFP8.quantize_weight(w, (0, -2)), ValueError,
          "quantize_weight: contracting dimensions [0, 0] and batch dimensions [] name one twice"),
         (lambda: MXFP8.quantize_weight(w, 0, 0), ValueError, "and batch dimensions [0] name one"),
+        (lambda: MXFP8.quantize_weight(w, True), TypeError,
+         "quantize_weight: contracting and batch must be ints or sequences of them, got True and"),
         (lambda: MXFP8.quantize_weight(rhs), TypeError, "quantize_weight: w is quantized already"),
         (lambda: MXFP8.quantize_weight(jax_mx.quantize(w)), TypeError, "w is quantized already"),
         (lambda: MXFP8.fold_in(-1), ValueError, "fold_in: data must be from 0 to 2^32 - 1, got -1"),
@@ -559,6 +562,28 @@ def test_einsum_is_jaxs(subscripts, a, b):
     )
     for got, want in zip(own, jaxs, strict=True):
         assert_bits_equal(got, want)
+
+
+def test_einsum_sums_what_stands_in_one_operand():
+    """NumPy's arrays and JAX's give the same."""
+    x, w = np.asarray(floats((3, 5, 32))), floats((32, 4))
+    want = einsum("ak,kn->an", x.sum(1), w)
+    for operand in (x, jnp.asarray(x)):
+        assert_bits_equal(einsum("abk,kn->an", operand, w), want)
+
+
+def test_einsum_splits_its_result_in_any_order_of_letters():
+    """On automatic meshes as on explicit ones, whether the result is transposed or not."""
+    x, w = (jnp.round(2 * floats(shape)) for shape in ((8, 4, 64), (4, 64, 16)))  # sums are exact
+    for kind in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
+        mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
+        with jax.set_mesh(mesh):
+            for subscripts in ("mbk,bkn->bmn", "mbk,bkn->nbm", "bkn,mbk->mnb"):
+                operands = (x, w) if subscripts[0] == "m" else (w, x)
+                split = jax.sharding.PartitionSpec("a")
+                got = jax.jit(functools.partial(einsum, subscripts, out_sharding=split))(*operands)
+                assert got.sharding.spec[0] == "a" and not any(got.sharding.spec[1:])
+                assert_bits_equal(got, einsum(subscripts, *operands))
 
 
 # ---- transformations ---
@@ -743,12 +768,52 @@ def test_bad_calls_get_one_sentence():
 
 
 def test_second_derivatives_are_refused():
-    """In the sentence that JAX has for it."""
     x, w = floats((32, 64)), floats((64, 32))
-    with pytest.raises(TypeError, match="custom_vjp"):
+    with pytest.raises(TypeError, match="custom_vjp"):  # JAX's own sentence
         jax.jvp(lambda x: matmul(x, w), (x,), (x,))
-    with pytest.raises(NotImplementedError, match=r"no derivative|derivatives of derivatives"):
-        jax.hessian(lambda x: matmul(x, w).sum())(x)
+    sizes, up = jnp.array([20, 12], jnp.int32), floats((64, 64))
+    for op, f in {
+        "dot_general": lambda x: matmul(x, w),
+        "ragged_dot": lambda x: jax_mx.ragged_dot(x, jnp.stack([w, w]), sizes),
+        "mlp": lambda x: jax_mx.mlp(x, up, w[:32]),
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"{op}: derivatives of derivatives"):
+            jax.hessian(lambda x, f=f: f(x).sum())(x)
+
+
+# ---- precision ---
+EXACT = ("high", "highest", "float32", "tensorfloat32", "F32_F32_F32", "BF16_BF16_F32")
+FAST = (None, "default", "bfloat16", "ANY_F8_ANY_F8_F32_FAST_ACCUM", "F16_F16_F16")
+
+
+@pytest.mark.parametrize("precision", [*EXACT, *FAST])
+def test_what_asks_for_more_than_fp8_tensor_cores_give(precision):
+    """By name, as JAX's own objects, as the default of a context; of dense and grouped products."""
+    presets, sizes = jax.lax.DotAlgorithmPreset.__members__, jnp.array([20, 12], jnp.int32)
+    same = presets.get(precision) or (precision and jax.lax.Precision(precision))
+    x, w = floats((32, 256)), floats((256, 128))
+    recipe = {"recipe": Recipe(window=256)}
+
+    def asks(f, **how):
+        (call,) = jax_mx.explain(lambda: f(**recipe, **how)).calls
+        return call.key.how.endswith("highest precision")
+
+    for f in (
+        functools.partial(matmul, x, w),
+        functools.partial(jax_mx.ragged_dot, x, jnp.stack([w, w]), sizes),
+    ):
+        with jax.default_matmul_precision(precision):
+            assert asks(f) == (precision in EXACT)
+        for own in (precision, same, (precision, precision)):
+            assert asks(f, precision=own) == (precision in EXACT)
+
+
+def test_an_algorithm_of_the_users_own():
+    own = functools.partial(jax.lax.DotAlgorithm, np.float32, np.float32)
+    assert is_exact("", own(np.float32)) and not is_exact("", own(np.float16))
+    fp8 = jnp.float8_e4m3fn
+    assert not is_exact("", jax.lax.DotAlgorithm(fp8, fp8, np.float32))
+    assert_refused(lambda: is_exact("op", 3), TypeError, "op: precision must be one of 'default'")
 
 
 # ---- our own kernels as an implementation ---

@@ -9,6 +9,7 @@ from moe_oracle import Products
 
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Hadamard, Product, Recipe
+from jax_mx.lowering import registry
 from jax_mx.ops.gemm import ROWS
 from jax_mx.products import implementations, kernels, ragged_implementations
 from jax_mx.products.ragged import Ragged, call_of
@@ -197,7 +198,7 @@ def test_kernels_sum_floats_of_any_arrangement(axes, monkeypatch):
         leaves, tree = jax.tree.flatten(pair)
         ragged = Ragged(tree, True, axes, np.dtype(np.float32))  # groups that begin anywhere
         call = call_of(ragged, [*leaves, sizes])
-        found = implementations.candidates(call, "cuda", ["sm_90"], table)[0]
+        found = registry.candidates(call, "cuda", ["sm_90"], table)[0]
         assert found and str(found) == "cutedsl: wgrad_bfloat16_r64"
         with monkeypatch.context() as patched:
             patched.setattr(ragged_implementations.kernels, "NAME", "xla")
@@ -209,7 +210,7 @@ def test_kernels_sum_floats_of_any_arrangement(axes, monkeypatch):
     ):
         leaves, tree = jax.tree.flatten(pair)
         call = call_of(Ragged(tree, True, axes, np.dtype(np.float32)), [*leaves, sizes])
-        assert why in implementations.candidates(call, "cuda", ["sm_90"], table)[0].reason
+        assert why in registry.candidates(call, "cuda", ["sm_90"], table)[0].reason
 
 
 def test_explain_and_autotune_know_them():

@@ -148,4 +148,4 @@ def test_what_does_not_fit_says_so():
     assert supported("sm_86", window=128)[0]
     serves, why = supported("sm_86", window=256)
     assert not serves
-    assert "w256_w256 for sm_86, whose thread blocks are too small; 'xla' serves it" in why
+    assert "w256_w256 for sm_86: its registers do not hold a tile; 'xla' serves it" in why

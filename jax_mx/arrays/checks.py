@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Format
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Format, named
 from jax_mx.facts.layouts import ScaleLayout, ValueLayout
 from jax_mx.facts.windows import ROW, TILE, WINDOWS, Window
 
@@ -51,6 +51,24 @@ def one_of(sentence: str, value: Any, allowed: Collection[int]) -> int:
     if found not in allowed:
         raise ValueError(sentence)
     return found
+
+
+def name_among(kind: str, names: Collection[str], value: Any) -> str:
+    """One of these names.
+
+    Raises:
+      TypeError, ValueError: it is none, see `named`.
+    """
+    return named(kind, {name: name for name in names}, value)
+
+
+def implementation_of(op: str, names: Collection[str], value: Any) -> str | None:
+    """The name of an implementation, or None for whichever is the fastest.
+
+    Raises:
+      TypeError, ValueError: it is neither.
+    """
+    return None if value is None else name_among(f"{op}: implementation", names, value)
 
 
 def padded(length: Any, by: int) -> str:
@@ -122,7 +140,7 @@ def axis_of(op: str, axis: Any, ndim: int) -> int:
     except TypeError as error:
         raise TypeError(f"{op}: axis must be an int, got {shown(axis)}") from error
     if ndim == 0:
-        raise ValueError(f"{op}: x is a scalar; blocks need an axis of at least one dimension")
+        raise ValueError(f"{op}: x is a scalar, which has no axis; give it a dimension")
     if not -ndim <= axis < ndim:
         raise ValueError(
             f"{op}: axis {axis} is out of range for rank {ndim}; {-ndim} to {ndim - 1}"

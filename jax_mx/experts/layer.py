@@ -22,32 +22,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import array_of, flag, is_symbolic
+from jax_mx.arrays.checks import array_of, flag, implementation_of, is_symbolic, name_among
 from jax_mx.experts import wires
 from jax_mx.facts.activations import GATED
-from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, named
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated
 from jax_mx.ops.groups import Groups, integers
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
-from jax_mx.products.forms import Blocks, Form, Use, forms_of
+from jax_mx.products.forms import Blocks, Form, Use, forms_of, frozen_or
 from jax_mx.products.operands import what_of
 from jax_mx.products.ragged_dot import (
     Weight,
     align_of,
+    array_or_quantized,
     floats_of,
-    frozen_or,
     grouped_recipe,
-    implementation_of,
     unsplit,
     weight_forms,
     weight_of,
 )
+from jax_mx.products.ragged_implementations import IMPLEMENTATIONS
 from jax_mx.products.ragged_product import grouped
 from jax_mx.products.recipes import MXFP8, Recipe, recipe_beside
-from jax_mx.products.steps import bias_of, floats_kept, once_derived, residuals_of
+from jax_mx.products.steps import bias_of, floats_kept, is_exact, once_derived, residuals_of
 
 
 def moe(
@@ -67,6 +67,7 @@ def moe(
     tensor_axis: str | None = None,
     token_axes: str | tuple[str, ...] | None = None,
     wire: str = "mx",
+    precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """The experts of a mixture: every token through those that a router chose for it.
@@ -118,7 +119,8 @@ def moe(
         `expert_axis` is added. Given without one: every device has all experts, for its tokens.
       wire: how tokens and gradients move along it: "mx", or "floats", which are quantized after
         they arrived; so are those of products in bfloat16, or with a Hadamard transform.
-      implementation: of all grouped products, see `ragged_dot`; or None.
+      precision: of all grouped products, see `dot_general`.
+      implementation: likewise, see `ragged_dot`; or None.
 
     Returns:
       (T, D), of x's dtype.
@@ -131,8 +133,10 @@ def moe(
     op = "moe"
     recipe = grouped_recipe(op, recipe)
     units = recipe.units
-    dtype = floats_of(op, "x", x, 2, math.lcm(units.forward, units.dgrad))
+    x = floats_of(op, "x", x, 2, math.lcm(units.forward, units.dgrad))
     axes = wires.axes_of(op, expert_axis, tensor_axis)
+    w_gate_up = array_or_quantized(op, "w_gate_up", w_gate_up)
+    w_down = array_or_quantized(op, "w_down", w_down)
     given = (("w_gate_up", w_gate_up), ("w_down", w_down))
     recipes = tuple(recipe_beside(op, name, w, recipe) for name, w in given)
     first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
@@ -156,7 +160,7 @@ def moe(
     ]
     if axes.to_map or token_axes is not None:
         options = {"activation": activation, "interleaved": interleaved, "residuals": residuals}
-        options |= {"wire": wire, "implementation": implementation}
+        options |= {"wire": wire, "precision": precision, "implementation": implementation}
         return _mapped(
             wires.Mapping.of(op, x, axes, token_axes, first.groups),
             options,
@@ -165,14 +169,15 @@ def moe(
     # No tokens, nothing moves: XLA gathers no empty arrays.
     nothing = not is_symbolic(x.shape[0]) and x.shape[0] == 0
     static = _Static(
-        dtype,
-        named(f"{op}: activation", {name: name for name in GATED}, activation),
+        x.dtype,
+        name_among(f"{op}: activation", GATED, activation),
         flag(op, "interleaved", interleaved),
         residuals_of(op, residuals, recipe),
         None if nothing else axes.experts,
         axes.tensor,
-        named(f"{op}: wire", {name: name for name in wires.KINDS}, wire),
-        implementation_of(op, implementation),
+        name_among(f"{op}: wire", wires.KINDS, wire),
+        is_exact(op, precision),
+        implementation_of(op, IMPLEMENTATIONS, implementation),
     )
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
     given = (x, weights, first.floats, second.floats, *biases)
@@ -239,6 +244,7 @@ class _Static(NamedTuple):
     axis: str | None
     tensor: str | None
     wire: str
+    exact: bool
     implementation: str | None
 
 
@@ -384,6 +390,7 @@ def _product(
         axes=(a.axis, w.axis),
         sums=sums,
         align=groups.align,
+        exact=static.exact,
         implementation=static.implementation,
     )
 

@@ -369,6 +369,14 @@ def no_derivative(*_, plan: AnyPlan, **__):
     )
 
 
+def no_second(op: str, *_: Any, **__: Any) -> Any:
+    """Says which derivative an op has; JAX's rule for others."""
+    raise NotImplementedError(
+        f"{op}: derivatives of derivatives, and forward-mode ones, are not there; jax_mx.{op} has "
+        "reverse-mode ones of first order (jax.grad, jax.vjp)"
+    )
+
+
 # ---- registration ---
 class Op(NamedTuple):
     """What the rules of an op's primitive are made of. Each function has the keyword `plan`.

@@ -211,9 +211,7 @@ def _one_kernel(dsl: str, plan: AnyPlan, chips: Sequence[str]) -> Support:
         arch = chip_table.arch_of(chip)
         assert arch is not None  # `known` has it
         if arch not in archs_of(variant):
-            why = (
-                f"{dsl} has no kernel {variant.name} for {chip}, whose thread blocks are too small"
-            )
+            why = f"{dsl} has no kernel {variant.name} for {chip}: its registers do not hold a tile"
             return _refused(dsl, plan.name, why)
         if _asks_store.get() and (advice := store.obstacle(variant, arch)):
             return _refused(dsl, plan.name, store.lacking(variant, arch), advice)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import array_of, flag, float_dtype, is_symbolic, shown
+from jax_mx.arrays.checks import array_of, flag, float_dtype, implementation_of, is_symbolic, shown
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
@@ -29,7 +29,6 @@ from jax_mx.lowering import products, registry, targets
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops.activations import row_of
 from jax_mx.ops.mxarray import MXArray, checked, dequantize
-from jax_mx.ops.planning import implementation_of
 
 WINDOWS = (128, 256, ROW)  # of the FP8 product
 # How many rows of x tiles may have, in ascending order: each tiling is a kernel.
@@ -114,7 +113,7 @@ def gemm(
         result,
         _rows(x.shape, w),
         grouped=group_sizes is not None,
-        implementation=implementation_of(op, implementation),
+        implementation=implementation_of(op, registry.IMPLEMENTATIONS, implementation),
         epilogue=(*after,),
         free=contracting == -2,
         strips=strips_of(w.shape[0] if w.ndim == 3 else 1, columns, gated),
@@ -206,7 +205,7 @@ def gemm_fp8(
         window,
         tiles,
         group_sizes is not None,
-        implementation_of(op, implementation),
+        implementation_of(op, registry.IMPLEMENTATIONS, implementation),
         (*after,),
         tile=tile,
     )
@@ -268,7 +267,7 @@ def gemm_wgrad(
       TypeError, ValueError, NotImplementedError: see `gemm`.
     """
     op = "gemm_wgrad"
-    implementation = implementation_of(op, implementation)
+    implementation = implementation_of(op, registry.IMPLEMENTATIONS, implementation)
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
     if window not in (allowed := (BLOCK, *WINDOWS[:2])):
         raise ValueError(f"{op}: window must be one of {allowed}, got {window!r}")

@@ -12,6 +12,7 @@ from jax_mx.arrays.checks import (
     blocks_in,
     flag,
     float_dtype,
+    implementation_of,
     pairs_fit,
     swaps_fit,
     values_fit,
@@ -113,7 +114,7 @@ def _plan(op: str, dtype: Any, shape: tuple[int, ...], asked: Options) -> Plan:
         axis=axis_of(op, asked.axis, len(shape)),
         scale_layout=scale_layout,
         scaling=named(f"{op}: scaling", SCALINGS, asked.scaling),
-        implementation=implementation_of(op, asked.implementation),
+        implementation=implementation_of(op, IMPLEMENTATIONS, asked.implementation),
         transpose=flag(op, "transpose", transpose),
         block=blocks_in(op, asked.preprocessing[0].window, block_of(op, asked.block)),
         zero_scale=zero_scale_of(op, asked.zero_scale),
@@ -148,25 +149,13 @@ def plan_dequantize(q: Any, dtype: Any, transpose: Any, implementation: Any) -> 
         (q.format,),
         q.axis,
         q.scale_layout,
-        implementation=implementation_of(op, implementation),
+        implementation=implementation_of(op, IMPLEMENTATIONS, implementation),
         transpose=flag(op, "transpose", transpose),
         block=q.block,
     )
     if plan.transpose:
         swaps_fit(op, q.ndim)
     return _canonical(plan)
-
-
-def implementation_of(op: str, implementation: Any) -> str | None:
-    """The name of an implementation, or None.
-
-    Raises:
-      TypeError, ValueError: it is no implementation's name.
-    """
-    if implementation is None:
-        return None
-    table = {name: name for name in IMPLEMENTATIONS}
-    return named(f"{op}: implementation", table, implementation)
 
 
 def _canonical(plan: Plan) -> Plan:

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import shown
+from jax_mx.arrays.checks import array_of, shown
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.dot_general import dot_general
 from jax_mx.products.forms import QuantizedWeight
 from jax_mx.products.recipes import MXFP8, Recipe
+from jax_mx.products.steps import operand_of, placed
 
 
 def matmul(
@@ -32,11 +33,11 @@ def matmul(
       a: (..., M, K), or (K,).
       b: (..., K, N), or (K,). Leading dimensions of both are broadcast; those of what is quantized
         already must agree as they are.
-      precision: see `dot_general`; so are the others.
-      preferred_element_type: of the result.
-      recipe: how floats are quantized.
-      out_sharding: of the result.
-      implementation: or None.
+      precision: see `dot_general`.
+      preferred_element_type: see `dot_general`.
+      recipe: see `dot_general`.
+      out_sharding: see `dot_general`.
+      implementation: see `dot_general`.
 
     Returns:
       (..., M, N), without M or N where an operand has one dimension.
@@ -45,7 +46,7 @@ def matmul(
       TypeError, ValueError, NotImplementedError: as `dot_general` does.
     """
     op = "matmul"
-    a, b = _array(op, "a", a), _array(op, "b", b)
+    a, b = operand_of(op, "a", a), operand_of(op, "b", b)
     if not a.ndim or not b.ndim:
         raise ValueError(f"{op}: a and b must have dimensions, got scalars; use a * b")
     letters = "".join(c for c in string.ascii_letters if c not in "MKN")
@@ -73,15 +74,6 @@ def matmul(
         out_sharding=out_sharding,
         implementation=implementation,
     )
-
-
-def _array(op: str, name: str, x: Any) -> Any:
-    if hasattr(x, "ndim"):
-        return x
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{op}: {name} must be an array, got {shown(x)}") from error
 
 
 def _broadcast(op: str, x: Any, lead: tuple[Any, ...]) -> Any:
@@ -116,11 +108,11 @@ def einsum(
         over first, of floats.
       a: an array, or an `MXArray`.
       b: likewise, or what `Recipe.quantize_weight` returns.
-      precision: see `dot_general`; so are the others.
-      preferred_element_type: of the result.
-      recipe: how floats are quantized.
-      out_sharding: of the result.
-      implementation: or None.
+      precision: see `dot_general`.
+      preferred_element_type: see `dot_general`.
+      recipe: see `dot_general`.
+      out_sharding: see `dot_general`.
+      implementation: see `dot_general`.
 
     Returns:
       What the subscripts say.
@@ -132,7 +124,7 @@ def einsum(
     op = "einsum"
     if not isinstance(subscripts, str):
         raise TypeError(f"{op}: subscripts must be a string, got {shown(subscripts)}")
-    a, b = _array(op, "a", a), _array(op, "b", b)
+    a, b = operand_of(op, "a", a), operand_of(op, "b", b)
     left, right, out = _letters(op, subscripts, a.ndim, b.ndim)
     a, left = _summed(op, "a", a, left, {*right, *out})
     b, right = _summed(op, "b", b, right, {*left, *out})
@@ -157,8 +149,7 @@ def einsum(
     )
     if not moved:
         return y
-    y = y.transpose(order)
-    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+    return placed(y.transpose(order), out_sharding)
 
 
 def _letters(op: str, subscripts: str, *ndims: int) -> tuple[str, str, str]:
@@ -205,4 +196,4 @@ def _summed(op: str, name: str, x: Any, letters: str, kept: set[str]) -> tuple[A
             f"{op}: {letters[gone[0]]!r} of {name} is to be summed over, which a quantized array "
             "cannot be; sum the product instead"
         )
-    return x.sum(gone), "".join(c for c in letters if c in kept)
+    return array_of(op, name, x).sum(gone), "".join(c for c in letters if c in kept)

@@ -29,7 +29,7 @@ class Dot:
       contracting: the contracted dimensions of lhs, of rhs.
       batch: the batch dimensions of lhs, of rhs.
       dtype: of the result.
-      exact: whether the caller asks for Precision.HIGHEST, which no FP8 tensor core gives.
+      exact: whether the caller asks for a precision that no FP8 tensor core gives.
       out_sharding: of the result, on a mesh with explicit axes.
       implementation: the one that the caller insists on, or None.
     """

@@ -1,4 +1,4 @@
-"""`dot_general`, `matmul` and `einsum`: products in MX with derivatives, floats at both ends."""
+"""`dot_general`: a product in MX with a derivative, floats at both ends."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import float_dtype
-from jax_mx.facts.formats import BLOCK, named
+from jax_mx.arrays.checks import float_dtype, implementation_of
+from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.products.forms import QuantizedWeight, Use
+from jax_mx.products.forms import QuantizedWeight, frozen_or
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Arrangement, layout_of
 from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
@@ -28,6 +28,7 @@ from jax_mx.products.steps import (
     is_exact,
     is_square,
     lhs_gradient,
+    once_derived,
     operand_of,
     parts_of,
     rhs_gradient,
@@ -63,10 +64,11 @@ def dot_general(
         stands for, in a product in bfloat16.
       dimension_numbers: as for jax.lax.dot_general. 32 divides the product of the contracted
         lengths; other lengths may be any.
-      precision: HIGHEST keeps FP8 tensor cores out, which sum with reduced precision.
+      precision: one above JAX's default (HIGH, HIGHEST, "F32_F32_F32" ...) keeps FP8 tensor cores
+        out, which sum with reduced precision. None is `jax.default_matmul_precision`.
       preferred_element_type: of the result: bfloat16, float16 or float32; None for that of the
         floats, bfloat16 where both are MX.
-      recipe: a `Recipe`, or a name: mxfp8, mxfp8_hybrid, mxfp4.
+      recipe: a `Recipe`, or the name of one: "mxfp8", "mxfp8_hybrid", "mxfp4" or "bf16".
       out_sharding: of the result, see jax.lax.dot_general.
       implementation: "fp8" (the chip's FP8 product of the codes, for arrays of one scale a row),
         "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as
@@ -81,8 +83,8 @@ def dot_general(
       the dequantized operands bit for bit where all products and sums are exact in float32, and no
       element stands for less than 2^-126 (see "Numbers" in docs/training.md); else
       within eps32 * k * sum |a||b| of it, before it is rounded to its type; where FP8 tensor cores
-      sum ("fp8", and "cutedsl" of windows), within window * 2^-13 * sum |a||b|, where the window is
-      at most 256 (4e-4 * sum |a||b| for normal numbers, see "Numbers" in docs/training.md).
+      sum ("fp8", and "cutedsl" of windows), within window * 2^-13 * sum |a||b|, where "row" counts
+      as 256 (4e-4 * sum |a||b| for normal numbers, see "Numbers" in docs/training.md).
 
     Raises:
       TypeError: an operand or argument is of the wrong type.
@@ -106,15 +108,13 @@ def dot_general(
     dtype = (*floats, np.dtype(jnp.bfloat16))[0]
     if preferred_element_type is not None:
         dtype = float_dtype(op, "preferred_element_type", preferred_element_type)
-    if implementation is not None:
-        names = {name: name for name in IMPLEMENTATIONS}
-        implementation = named(f"{op}: implementation", names, implementation)
+    implementation = implementation_of(op, IMPLEMENTATIONS, implementation)
     for name, x, side in sides:
         check_quantized(op, name, x, side)
     frozen = [name for name, x, _ in sides if isinstance(x, MXArray)]
     if len(frozen) == 1:
         check_frozen(op, frozen[0], recipe)
-    static = Static(layout, dtype, is_exact(precision), implementation, out_sharding)
+    static = Static(layout, dtype, is_exact(op, precision), implementation, out_sharding)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         static = static._replace(layout=layout.unpadded(is_square(rhs, recipe)))
     if isinstance(rhs, jax.Array):
@@ -148,6 +148,7 @@ def _dot_vjp(static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, recipe:
 def _dot_fwd(static: Static, *args: Any) -> tuple[jax.Array, Residual]:
     perturbed = [jax.tree.leaves(jax.tree.map(lambda p: p.perturbed, arg)) for arg in args]
     lhs, lhs_q, rhs, rhs_q, recipe = (jax.tree.map(lambda p: p.value, arg) for arg in args)
+    lhs, rhs = jax.tree.map(partial(once_derived, "dot_general"), (lhs, rhs))
     dgrad, wgrad = any(perturbed[0]), any(perturbed[2])
     layout = static.layout
     a, a_rows = forms_for(layout.lhs, lhs, lhs_q, recipe, "lhs", (True, wgrad))
@@ -188,12 +189,12 @@ def _dot_bwd(static: Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 5
     layout = static.layout
-    dy = gathered_once(layout, dy, lhs, rhs)
+    dy = gathered_once(layout, once_derived("dot_general", dy), lhs, rhs)
     uses = recipe.uses("gradient")
     # A frozen operand's floats are multiplied by the gradient's, in bfloat16.
     frozen = [form is not None and x is None for form, x in ((b, rhs), (a, lhs))]
     wanted: Any = tuple(
-        None if form is None else Use(None) if cold else use
+        None if form is None else frozen_or(use, cold)
         for form, cold, use in zip((b, a), frozen, uses, strict=True)
     )
     along_n, along_m = blocks_along(

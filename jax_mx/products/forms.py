@@ -36,6 +36,11 @@ class Use(NamedTuple):
     rounding: Stochastic | None = None
 
 
+def frozen_or(use: Use, is_frozen: bool) -> Use:
+    """How a product takes a gradient: beside a frozen operand, in bfloat16."""
+    return Use(None) if is_frozen else use
+
+
 class Blocks(NamedTuple):
     """Which elements of an operand share scales, and by which rule; see `quantize`.
 
@@ -118,7 +123,7 @@ jax.export.register_pytree_node_serialization(
 )
 
 
-_SUMMED = {MXFP8_E4M3, MXFP8_E5M2}  # formats in which a kernel sums columns for both forms
+_SUMMED = {MXFP8_E4M3, MXFP8_E5M2}  # formats of which one call makes both forms, so also the sums
 Forms = tuple[Form | None, Form | None]  # along the contracted axis, along the free one
 
 

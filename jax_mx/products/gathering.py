@@ -323,7 +323,7 @@ def _require_whole(static: _Static, shape: tuple[int, ...], recipe: Recipe) -> N
                 f"{first} as one; split dimension {first} instead"
             )
         window = blocks.window if use.format is not None else BLOCK
-        length, unit = math.prod(shape[d] for d in run), BLOCK
+        length = math.prod(shape[d] for d in run)
         if window == ROW:
             raise ValueError(
                 f"{OP}: dimension {split[0]} is split, and the windows of 'row' along it are as "

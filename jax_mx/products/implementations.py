@@ -163,7 +163,8 @@ def _has_scaled_dot(call: Call, platform: str, chips: Sequence[str]) -> bool:
 def _fp8_support(call: Call, chips: Sequence[str]) -> Support:
     name = "fp8"
     if call.dot.exact:
-        return refused(name, call, "sums with reduced precision, which Precision.HIGHEST forbids")
+        why = "sums with reduced precision, and the call asks for a higher one"
+        return refused(name, call, why)
     if not both_along(call):
         return refused(name, call, "wants both operands in blocks along one contracted dimension")
     formats = {call.lhs.format, call.rhs.format}
@@ -276,13 +277,6 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
 Table = Mapping[str, Implementation]
 
 
-def candidates(
-    call: Any, platform: str, chips: Sequence[str], table: Table = IMPLEMENTATIONS
-) -> list[Support]:
-    """What each implementation says of a call; of the one alone that the caller names."""
-    return registry.candidates(call, platform, chips, table)
-
-
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """Which implementation serves a call.
@@ -312,7 +306,7 @@ def decided(
       ValueError: the file that JAX_MX_TUNING names cannot be read.
     """
     if call.implementation is not None:
-        (named,) = candidates(call, platform, chips, table)
+        (named,) = registry.candidates(call, platform, chips, table)
         if not named:
             raise NotImplementedError(named.reason)
         return Decision(named.implementation, "argument")

@@ -116,7 +116,7 @@ def product(
         return contracted(lhs, rhs, *dot.numbers, dtype or dot.dtype, **options)
     ragged = call.ragged
     each = call.rows // max(call.groups, 1) // ragged.align * ragged.align
-    how = {"axes": ragged.axes, "sums": ragged.sums, "align": ragged.align}
+    how = {"axes": ragged.axes, "sums": ragged.sums, "align": ragged.align, "exact": ragged.exact}
     sizes = jnp.full(call.groups, each, jnp.int32)
     return grouped(lhs, rhs, sizes, dtype or ragged.dtype, implementation=name, **how)
 

@@ -20,15 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jax_mx.arrays.checks import float_dtype
+from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
-from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, named
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated, made, row_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
-from jax_mx.products.forms import Form, QuantizedWeight, Use
+from jax_mx.products.forms import Form, QuantizedWeight, Use, frozen_or
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Layout, layout_of
 from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
@@ -47,6 +47,7 @@ from jax_mx.products.steps import (
     is_square,
     lhs_gradient,
     multiplied,
+    once_derived,
     operand_of,
     parts_of,
     residuals_of,
@@ -96,7 +97,7 @@ def mlp(
         are; "inputs", nothing: the first product is computed again from the quantized x. With the
         last two, gradients too are those of the three functions, but for the order of a bias's
         sum. None: "mx" where the recipe quantizes the forward product, else "floats".
-      precision: HIGHEST keeps FP8 tensor cores out, which sum with reduced precision.
+      precision: see `dot_general`.
       out_sharding: of the result, see `jax.lax.dot_general`. None: on a mesh with explicit axes,
         rows are split as x's and columns as w_down's, but for axes that split both.
       implementation: of all products, see `dot_general`; or None.
@@ -140,9 +141,7 @@ def mlp(
         )
     )
     residuals = residuals_of(op, residuals, recipe)
-    if implementation is not None:
-        names = {name: name for name in IMPLEMENTATIONS}
-        implementation = named(f"{op}: implementation", names, implementation)
+    implementation = implementation_of(op, IMPLEMENTATIONS, implementation)
     w1, w2 = (
         gathered_for(x, w, layout, True) if isinstance(w, jax.Array) else w
         for w, layout in ((w1, first), (w2, second))
@@ -151,7 +150,7 @@ def mlp(
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
         out_sharding = jax.sharding.PartitionSpec(*spec)
-    shared = (is_exact(precision), implementation)
+    shared = (is_exact(op, precision), implementation)
     static = _Static(
         Static(first, dtype, *shared, None),
         Static(second, dtype, *shared, out_sharding),
@@ -277,6 +276,7 @@ def _unpadded(layout: Layout, w: Any, quantized: Any, recipe: Recipe) -> Layout:
 
 
 def _mlp_fwd(static: _Static, given: tuple, quantized: tuple, recipes: Recipes) -> tuple:
+    given = jax.tree.map(partial(once_derived, "mlp"), given)
     trained = (given[1] is not None, given[2] is not None)
     return _forward(static, given, quantized, recipes, trained, keep=True)
 
@@ -342,7 +342,7 @@ def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:
 def _mlp_bwd(static: _Static, kept: _Kept, dy: jax.Array) -> tuple:
     (first, second), (x, w1, w2, b1, b2) = kept.recipes, kept.sides
     layout, dtype = static.second.layout, static.second.dtype
-    dy = gathered_once(layout, dy, None, w2)
+    dy = gathered_once(layout, once_derived("mlp", dy), None, w2)
     by_row, by_column = blocks_along(
         "gradient", layout.gradient(dy), -1, _uses(second, w2), second, layout.gradient_pads
     )
@@ -362,8 +362,9 @@ def _mlp_bwd(static: _Static, kept: _Kept, dy: jax.Array) -> tuple:
 
 
 def _uses(recipe: Recipe, w: Side | None) -> tuple[Use, Use | None]:
-    """How both products take a gradient: beside a frozen weight, one, in bfloat16."""
-    return recipe.uses("gradient") if w is not None else (Use(None), None)
+    """How both products take a gradient; beside a frozen weight there is one."""
+    along, across = recipe.uses("gradient")
+    return frozen_or(along, w is None), None if w is None else across
 
 
 def _again(static: _Static, kept: _Kept) -> jax.Array:

@@ -8,6 +8,7 @@ they treat lax.dot_general. It has no derivative: dot_general.py has.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -50,7 +51,7 @@ def _batch(args: Any, dims: Any, *, dot: Dot) -> tuple[list, list]:
         for i in leaves:
             if dims[i] is not None:
                 moved[i] = jnp.moveaxis(args[i], dims[i], 0)
-            elif mapped[-1] or any(dims[j] is not None for j in leaves):
+            elif mapped[-1]:
                 moved[i] = jnp.broadcast_to(args[i], (size, *args[i].shape))
     shifts = [int(each) for each in mapped]
 
@@ -85,14 +86,8 @@ def _lower(given: str | None, ctx: Any, *leaves: Any, dot: Dot) -> Any:
     return lowered(given, ctx, leaves, call_of(dot, ctx.avals_in), run)
 
 
-def _no_derivative(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "dot_general: derivatives of derivatives, and forward-mode ones, are not there; "
-        "jax_mx.dot_general has a reverse-mode derivative (jax.grad, jax.vjp)"
-    )
-
-
-dot_p = primitive.define("mx_dot_general", _avals, _lower, _batch, _no_derivative)
+_no_second = functools.partial(primitive.no_second, "dot_general")
+dot_p = primitive.define("mx_dot_general", _avals, _lower, _batch, _no_second)
 
 
 def bind(dot: Dot, leaves: Any) -> list[jax.Array]:

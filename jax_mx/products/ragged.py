@@ -28,6 +28,7 @@ class Ragged:
       axes: the contracted axis of lhs, of rhs, each -1 or -2: operands may lie transposed.
       dtype: of the result.
       align: what the size of every group is a multiple of.
+      exact: see `dot.Dot`.
       implementation: the one that the caller insists on, or None.
     """
 
@@ -36,6 +37,7 @@ class Ragged:
     axes: tuple[int, int]
     dtype: np.dtype
     align: int = 1
+    exact: bool = False
     implementation: str | None = None
 
 
@@ -97,7 +99,7 @@ class RaggedCall:
         (a, b), align = self.ragged.axes, self.ragged.align
         return (
             f"{what}, {self.groups} groups, multiples of {align}, contracts {a}:{b}, "
-            f"to {self.ragged.dtype.name}"
+            f"to {self.ragged.dtype.name}{', highest precision' * self.ragged.exact}"
         )
 
     @property

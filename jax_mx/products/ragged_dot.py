@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import float_dtype, padded
+from jax_mx.arrays.checks import array_of, float_dtype, implementation_of, padded
 from jax_mx.arrays.sharding import is_explicit, spec_of
-from jax_mx.facts.formats import named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, checked
-from jax_mx.products.forms import Form, QuantizedWeight, Use, forms_of
+from jax_mx.products.forms import Form, QuantizedWeight, forms_of, frozen_or
 from jax_mx.products.operands import what_of
 from jax_mx.products.ragged_implementations import IMPLEMENTATIONS
 from jax_mx.products.ragged_product import grouped
 from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
+from jax_mx.products.steps import is_exact, once_derived
 from jax_mx.reference.ragged import clamped
 
 
@@ -33,6 +33,7 @@ def ragged_dot(
     group_sizes: jax.Array,
     *,
     recipe: Recipe | str = MXFP8,
+    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -51,6 +52,7 @@ def ragged_dot(
       group_sizes: int32 (G,), how many rows each group has. Rows behind the last group's give 0;
         of more rows than lhs has, those beyond do not count, and negative sizes are 0.
       recipe: how floats are quantized, see `dot_general`; window="row" is refused.
+      precision: see `dot_general`.
       preferred_element_type: of the result: bfloat16, float16 or float32; that of lhs by default.
       implementation: "cutedsl" (our kernels on Hopper), "cutedsl_r8" and others (these with tiles
         of so many rows; not for gradients of rhs), "pallas" (JAX's Pallas kernels on Hopper, after
@@ -68,13 +70,15 @@ def ragged_dot(
     op = "ragged_dot"
     recipe = grouped_recipe(op, recipe)
     recipe = recipe_beside(op, "rhs", rhs, recipe)
-    dtype = floats_of(op, "lhs", lhs, 2, recipe.units.forward)
+    lhs = floats_of(op, "lhs", lhs, 2, recipe.units.forward)
+    dtype = lhs.dtype
     weight = weight_of(op, "rhs", rhs, lhs.shape[1], recipe)
     sizes_fit(op, group_sizes, weight.groups)
     if preferred_element_type is not None:
         dtype = float_dtype(op, "preferred_element_type", preferred_element_type)
-    static = _Static(dtype, implementation_of(op, implementation))
-    unsplit(op, lhs, rhs, group_sizes)
+    implementation = implementation_of(op, IMPLEMENTATIONS, implementation)
+    static = _Static(dtype, is_exact(op, precision), implementation)
+    unsplit(op, lhs, weight.floats, weight.quantized, group_sizes)
     columns = weight.columns
     group_sizes = clamped(group_sizes, lhs.shape[0])
     leaves, tree = jax.tree.flatten((lhs, weight.floats, weight.quantized, group_sizes, recipe))
@@ -114,15 +118,13 @@ def grouped_recipe(op: str, recipe: Any) -> Recipe:
     return recipe
 
 
-def floats_of(op: str, name: str, x: Any, ndim: int, unit: int) -> np.dtype:
-    """The dtype of an operand that has to be floats, the unit dividing its last axis.
+def floats_of(op: str, name: str, x: Any, ndim: int, unit: int) -> jax.Array:
+    """An operand that has to be floats, the unit dividing its last axis.
 
     Raises:
       TypeError, ValueError: it is not.
     """
-    if isinstance(x, MXArray) or not hasattr(x, "dtype"):
-        raise TypeError(f"{op}: {name} must be an array of floats, got {type(x).__name__}")
-    dtype = float_dtype(op, name, x.dtype)
+    x = array_of(op, name, x)
     if x.ndim != ndim:
         raise ValueError(f"{op}: {name} has the shape {x.shape}, must have {ndim} dimensions")
     if x.shape[-1] % unit:
@@ -130,7 +132,16 @@ def floats_of(op: str, name: str, x: Any, ndim: int, unit: int) -> np.dtype:
             f"{op}: the last axis of {name} has {x.shape[-1]} elements, not a multiple of "
             f"{what_of(unit)}; {padded(x.shape[-1], unit)}"
         )
-    return dtype
+    return x
+
+
+def array_or_quantized(op: str, name: str, w: Any) -> Any:
+    """A weight as an array of JAX, if it is not quantized.
+
+    Raises:
+      TypeError: it is neither floats nor quantized.
+    """
+    return w if isinstance(w, MXArray | QuantizedWeight) else array_of(op, name, w)
 
 
 def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight:
@@ -139,11 +150,12 @@ def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight
     Raises:
       TypeError, ValueError: it is none, or was quantized for another product.
     """
-    shape: Any = getattr(w, "shape", None)
-    if shape is None or len(shape) != 3:
+    w = array_or_quantized(op, name, w)
+    shape = w.shape
+    if len(shape) != 3:
         raise ValueError(
             f"{op}: {name} must have three dimensions, one matrix a group: (groups, contracted, "
-            f"columns), got {shape if shape is not None else type(w).__name__}"
+            f"columns), got {shape}"
         )
     at = 1
     if not shape[0]:
@@ -159,8 +171,6 @@ def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight
             )
     elif isinstance(w, QuantizedWeight):
         _check_quantized(op, name, w)
-    else:
-        float_dtype(op, name, getattr(w, "dtype", None))
     if shape[at] != length:
         raise ValueError(
             f"{op}: {name} has the shape {tuple(shape)}, whose contracted axis {at} should have "
@@ -172,7 +182,7 @@ def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight
     if isinstance(w, QuantizedWeight):
         fixed = _columns_padded(w.floats, recipe)
         return Weight(fixed, (w.contracted_form, w.free_form), shape[0], columns)
-    return Weight(_columns_padded(jnp.asarray(w), recipe), None, shape[0], columns)
+    return Weight(_columns_padded(w, recipe), None, shape[0], columns)
 
 
 def _check_quantized(op: str, name: str, w: QuantizedWeight) -> None:
@@ -203,17 +213,6 @@ def sizes_fit(op: str, sizes: Any, groups: int) -> None:
             f"{op}: group_sizes have the shape {sizes.shape}, rhs has {groups} matrices; they "
             f"must be ({groups},)"
         )
-
-
-def implementation_of(op: str, name: Any) -> str | None:
-    """A name of the table of implementations, or None.
-
-    Raises:
-      TypeError, ValueError: it is neither.
-    """
-    if name is None:
-        return None
-    return named(f"{op}: implementation", {each: each for each in IMPLEMENTATIONS}, name)
 
 
 def unsplit(op: str, *operands: Any) -> None:
@@ -257,14 +256,10 @@ def align_of(recipe: Recipe) -> int:
     return math.lcm(recipe.units.wgrad, cast(int, recipe.window))
 
 
-def frozen_or(use: Use, is_frozen: bool) -> Use:
-    """How a gradient is taken: beside a frozen weight, in bfloat16."""
-    return Use(None) if is_frozen else use
-
-
 # ---- the product and its derivative ---
 class _Static(NamedTuple):
     dtype: np.dtype
+    exact: bool
     implementation: str | None
 
 
@@ -290,11 +285,12 @@ def _ragged_vjp(static: _Static, lhs, floats, quantized, sizes, recipe):
 
 
 def _product(static: _Static, a: Any, w: Any, sizes: jax.Array, dtype: Any) -> jax.Array:
-    axes, name = (a.axis, w.axis), static.implementation
-    return grouped(a.array, w.array, sizes, dtype, axes=axes, implementation=name)
+    how: dict[str, Any] = {"exact": static.exact, "implementation": static.implementation}
+    return grouped(a.array, w.array, sizes, dtype, axes=(a.axis, w.axis), **how)
 
 
 def _ragged_fwd(static: _Static, lhs, floats, quantized, sizes, recipe):
+    lhs, floats = jax.tree.map(partial(once_derived, "ragged_dot"), (lhs, floats))
     forward, wgrad = recipe.uses("lhs")
     blocks = recipe.blocks("lhs")
     a, _ = forms_of(lhs, -1, (forward, None), blocks)
@@ -310,6 +306,7 @@ def _ragged_fwd(static: _Static, lhs, floats, quantized, sizes, recipe):
 
 def _ragged_bwd(static: _Static, residual: tuple, dy: jax.Array):
     a_rows, w_free, sizes, groups, recipe, types = residual
+    dy = once_derived("ragged_dot", dy)
     dgrad, wgrad = recipe.uses("gradient")
     blocks = recipe.blocks("gradient")
     along_n, _ = forms_of(dy, -1, (frozen_or(dgrad, types.rhs is None), None), blocks)
@@ -326,6 +323,7 @@ def _ragged_bwd(static: _Static, residual: tuple, dy: jax.Array):
             axes=(a_rows.axis, along_m.axis),
             sums=True,
             align=groups.align,
+            exact=static.exact,
             implementation=static.implementation,
         )
     return dlhs, drhs, None, None, None

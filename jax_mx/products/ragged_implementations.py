@@ -115,7 +115,7 @@ def _on_fp8(call: Any) -> bool:
     """Whether FP8 tensor cores may multiply the codes: both have windows of more than a block."""
     x, w = call.lhs, call.rhs
     along = all(_along(a, axis) for a, axis in zip((x, w), call.ragged.axes, strict=True))
-    return along and kernels.have_windows(x, w)
+    return along and not call.ragged.exact and kernels.have_windows(x, w)
 
 
 def _cutedsl(
@@ -219,7 +219,8 @@ def _dequantize(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) ->
         rhs_group_dimensions=[] if sums else [0],
     )
     given = jnp.float32 if ragged.dtype == jnp.float16 else ragged.dtype
-    y = jax.lax.ragged_dot_general(a, b, sizes, numbers, preferred_element_type=given)
+    exact = jax.lax.Precision.HIGHEST if ragged.exact else None
+    y = jax.lax.ragged_dot_general(a, b, sizes, numbers, exact, given)
     return y.astype(ragged.dtype)
 
 

@@ -42,14 +42,8 @@ def _lower(given: str | None, ctx: Any, *leaves: Any, ragged: Ragged) -> Any:
     return lowered(given, ctx, leaves, call_of(ragged, ctx.avals_in), run, IMPLEMENTATIONS)
 
 
-def _no_derivative(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "ragged_dot: derivatives of derivatives, and forward-mode ones, are not there; "
-        "jax_mx.ragged_dot and jax_mx.moe have reverse-mode derivatives (jax.grad, jax.vjp)"
-    )
-
-
-ragged_p = primitive.define("mx_ragged_dot", _avals, _lower, _batch, _no_derivative)
+_no_second = functools.partial(primitive.no_second, "ragged_dot")
+ragged_p = primitive.define("mx_ragged_dot", _avals, _lower, _batch, _no_second)
 
 
 def grouped(
@@ -61,6 +55,7 @@ def grouped(
     axes: tuple[int, int] = (-1, -1),
     sums: bool = False,
     align: int = 1,
+    exact: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """The product over groups of two operands.
@@ -73,12 +68,13 @@ def grouped(
       axes: see `Ragged`; so is `align`.
       sums: whether to sum over each group's rows.
       align: of the sizes.
+      exact: see `Ragged`.
       implementation: or None.
 
     Returns:
       (R, N), 0 in rows without a group; with sums, (G, M, N).
     """
     leaves, tree = jax.tree.flatten((lhs, rhs))
-    ragged = Ragged(tree, sums, axes, np.dtype(dtype), align, implementation)
+    ragged = Ragged(tree, sums, axes, np.dtype(dtype), align, exact, implementation)
     (out,) = ragged_p.bind(*primitive.vary_alike(*leaves, jnp.asarray(sizes)), ragged=ragged)
     return out

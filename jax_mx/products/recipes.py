@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import jax
@@ -110,9 +110,9 @@ class Recipe(_Value):
     The products of y = lhs . rhs are: *forward*, lhs and rhs along the contracted axis; *dgrad*,
     the gradient of lhs, from y's gradient and rhs, along rhs' free axis; *wgrad*, the gradient of
     rhs, from lhs and y's gradient, along the rows of lhs. Every operand is quantized from its
-    floats, never from another quantized array. A frozen value and a pytree: keys and signs in it
-    are data, all else is static. Recipes are equal where all that is static is, and keys and signs
-    are the same arrays; so a recipe may be a static argument of `jax.jit`.
+    floats, but for tokens that `moe` moved as codes. A frozen value and a pytree: keys and signs in
+    it are data, all else is static. Recipes are equal where all that is static is, and keys and
+    signs are the same arrays; so a recipe may be a static argument of `jax.jit`.
 
     Attributes:
       lhs: format of the activations.
@@ -313,9 +313,17 @@ def dimensions(
     """A weight's contracted dimensions, from 0 and in order, and its batch dimensions, from 0.
 
     Raises:
+      TypeError: no ints.
       ValueError: one is out of range, or named twice.
     """
-    dims = [(d,) if isinstance(d, int) else tuple(d) for d in (contracting, batch)]
+    given = (d if isinstance(d, Iterable) else (d,) for d in (contracting, batch))
+    try:
+        dims = [tuple(map(whole, d)) for d in given]
+    except TypeError as error:
+        raise TypeError(
+            f"{op}: contracting and batch must be ints or sequences of them, got "
+            f"{shown(contracting)} and {shown(batch)}"
+        ) from error
     for d in itertools.chain(*dims):
         if not -ndim <= d < ndim:
             raise ValueError(f"{op}: dimension {d} is out of range for rank {ndim}")

@@ -1,7 +1,7 @@
 """What `dot_general`, `mlp` and `moe` share, each with its derivative.
 
-What callers pass becomes floats that gradients reach and forms (forms.py), arranged as operands.py
-says; a form meets another in one product.
+Operands are split into floats that get a gradient and what is quantized already; both become forms
+(forms.py), in the order of dimensions that operands.py says. Each product multiplies two forms.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import array_of, shown
+from jax_mx.arrays.checks import array_of, name_among, shown
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
-from jax_mx.facts.formats import BLOCK, named
+from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
@@ -31,11 +31,12 @@ from jax_mx.products.recipes import Recipe
 
 RESIDUALS = ("mx", "floats", "inputs")  # what `mlp` and `moe` keep of gate and up
 
-# What jax.lax.dot_general takes as a precision by name.
+# What jax.lax.dot_general takes as a precision by name; of these, what FP8 tensor cores give.
 PRECISIONS = (
     *("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorfloat32"),
     *("highest", "float32", *(preset.name for preset in jax.lax.DotAlgorithmPreset)),
 )
+_LEAST = ("default", "fastest", "bfloat16", "f16_f16_f16", "bf16_bf16_bf16")
 
 
 # ---- what callers pass ---
@@ -59,21 +60,34 @@ def operand_of(op: str, name: str, x: Any) -> Any:
     return x.astype(x.dtype.newbyteorder("=")) if isinstance(x, np.ndarray) else x
 
 
-def is_exact(precision: Any) -> bool:
-    """Whether a precision is, or for some operand is, HIGHEST.
+def is_exact(op: str, precision: Any) -> bool:
+    """Whether a precision asks, for some operand, for more than FP8 tensor cores give.
+
+    So does all that is above JAX's default, and an algorithm that sums in float32, unless it names
+    FP8.
 
     Raises:
-      ValueError: a string that is no precision of JAX.
+      TypeError, ValueError: no precision of JAX.
     """
     if precision is None:
         config: Any = jax.config
         precision = config.jax_default_matmul_precision
-    each = precision if isinstance(precision, tuple | list) else (precision,)
-    for name in each:
-        if isinstance(name, str) and name not in PRECISIONS:
-            allowed = ", ".join(PRECISIONS)
-            raise ValueError(f"precision {name!r} is unknown; use one of {allowed}, or None")
-    return any(str(p).lower().rpartition(".")[2] in ("highest", "float32") for p in each)
+    if isinstance(precision, jax.lax.DotAlgorithm):  # a tuple, too
+        sizes = [jnp.dtype(each).itemsize for each in precision[:3]]
+        return sizes[2] > 2 and sizes[:2] != [1, 1]
+    if isinstance(precision, tuple | list):
+        return any(_names_more(op, each) for each in precision)
+    return _names_more(op, precision)
+
+
+def _names_more(op: str, precision: Any) -> bool:
+    if precision is None:
+        return False
+    if isinstance(precision, jax.lax.Precision | jax.lax.DotAlgorithmPreset):
+        name = precision.name.lower()
+    else:
+        name = name_among(f"{op}: precision", PRECISIONS, precision).lower()
+    return name not in _LEAST and not name.startswith("any_f8")
 
 
 def is_square(rhs: Any, recipe: Recipe) -> bool:
@@ -132,7 +146,7 @@ def residuals_of(op: str, residuals: Any, recipe: Recipe) -> str:
     """
     if residuals is None:
         residuals = "floats" if recipe.uses("lhs")[0].format is None else "mx"
-    return named(f"{op}: residuals", {name: name for name in RESIDUALS}, residuals)
+    return name_among(f"{op}: residuals", RESIDUALS, residuals)
 
 
 def floats_kept(gate_up: Any, dtype: np.dtype) -> jax.Array:
@@ -152,10 +166,7 @@ def once_derived(op: str, x: jax.Array) -> jax.Array:
 
 @once_derived.defjvp
 def _derived_again(op: str, *_: Any) -> Any:
-    raise NotImplementedError(
-        f"{op}: derivatives of derivatives are not there; jax_mx.{op} has reverse-mode ones of "
-        "first order (jax.grad, jax.vjp)"
-    )
+    return primitive.no_second(op)
 
 
 def parts_of(x: Any) -> tuple[Any, Any]:
@@ -315,12 +326,20 @@ def forward(static: Static, a: Form, b: Form) -> jax.Array:
         ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
         given = (*given, *[None] * (ndim - len(given)))
         spec = layout.result_spec(given)
-    y = layout.result(multiplied(static, a, b, 0, spec, static.dtype))
-    if out is None:
+    return placed(layout.result(multiplied(static, a, b, 0, spec, static.dtype)), out)
+
+
+def placed(y: jax.Array, out_sharding: Any) -> jax.Array:
+    """y split as its caller wants it, if he says it; on explicit meshes and automatic ones."""
+    if out_sharding is None:
         return y
-    if is_explicit(jax.typeof(y).sharding.mesh):
-        return resharded(y, given, jax.typeof(y).sharding.mesh)
-    return jax.lax.with_sharding_constraint(y, out)
+    mesh: Any = jax.typeof(y).sharding.mesh
+    if mesh.empty:  # operands that no mesh is known of
+        mesh = getattr(out_sharding, "mesh", jax.sharding.get_abstract_mesh())
+    if not is_explicit(mesh):
+        return jax.lax.with_sharding_constraint(y, out_sharding)
+    spec = getattr(out_sharding, "spec", out_sharding)
+    return resharded(y, (*spec, *[None] * (y.ndim - len(spec))), mesh)
 
 
 def side_of(side: Arrangement, x: Any) -> Side | None:

@@ -15,12 +15,12 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, Mesh
 
 from jax_mx.arrays.checks import shown, whole
-from jax_mx.lowering import primitive, targets
+from jax_mx.lowering import primitive, registry, targets
 from jax_mx.ops.progress import progress as progress_of
 from jax_mx.products import choices, measuring, ragged
 from jax_mx.products.choices import Choice, Cost, Key, Measured
 from jax_mx.products.dot import call_of, key_of
-from jax_mx.products.implementations import candidates, decided
+from jax_mx.products.implementations import decided
 
 # How the call of an equation follows from its parameters and abstract values, by the names of
 # primitives. Quantizers are none: their kernel is faster than "xla" in every form
@@ -212,7 +212,7 @@ def _entry(
     rule = decided(call, place.platform, place.chips, table).name
     asked = [
         s
-        for s in candidates(call, place.platform, place.chips, table)
+        for s in registry.candidates(call, place.platform, place.chips, table)
         if s.implementation == rule
         or (s.implementation not in without and table[s.implementation].worth(call))
     ]
