@@ -201,6 +201,20 @@ def test_the_path_of_a_tensor(without_code):
     assert len(said) <= MOST
 
 
+@in_checkout
+def test_the_path_of_a_product():
+    """Its stations in `products/`, and what makes codes, as docs/contributors.md has them."""
+    text = (ROOT / "docs" / "contributors.md").read_text().partition("## A product's path")[2]
+    said = re.findall(r"^\d+\. `(\S+)`: ", text, flags=re.M)
+    x, w = jnp.ones((3, 64, 96), jnp.bfloat16), jnp.ones((96, 64), jnp.bfloat16)
+    kinds = (jax.Array, type(jax.typeof(x)), ir.Value, jax_mx.MXArray)
+    with lowered_apart(), followed(kinds) as found:
+        jax.jit(jax_mx.matmul).trace(x, w).lower(lowering_platforms=("cpu",))
+    ours = [name for name in found if name.startswith("products/") or name == "ops/quantize"]
+    assert [*dict.fromkeys(ours)] == said
+    assert len(said) <= MOST
+
+
 # ---- what documents run --------------------------------------------------------------------------
 PAGES = sorted(path for path in ROOT.glob("docs/*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]

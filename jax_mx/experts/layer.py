@@ -310,10 +310,13 @@ def _forward(
     """The result; and what the backward pass reads, if it is to be kept."""
     x, weights, w1, w2, *biases = given
     (use, use_second), blocks = (each.uses("lhs") for each in recipes), recipes[0].blocks("lhs")
-    x_all = wires.gathered(static, x, use[0], blocks)
+    x_all = wires.gather_tokens(static, x, use[0], blocks)
     number = _matrices(w1, quantized[0])
     given_experts = experts
-    weights, experts = wires.alike(static.axis, weights), wires.own(static.axis, experts, number)
+    weights, experts = (
+        wires.gather_choices(static.axis, weights),
+        wires.local_experts(static.axis, experts, number),
+    )
     align = align_of(recipes[0]) if keep else 1  # nothing is quantized along slots
     groups = Groups.from_experts(experts, number, align=align)
     scale = groups.of_slots(weights.astype(jnp.float32))
@@ -323,17 +326,17 @@ def _forward(
     gate_up = _gate_up(static, tokens, first, groups, biases[0])
     uses = (use_second[0], None)
     along, _ = forms_of(gate_up, -1, uses, blocks, activation=_gated(static, scale))
-    y = wires.scattered(
+    y = wires.sum_and_scatter(
         static.axis, groups.combined(_product(static, along, second, groups, static.dtype))
     )
     if biases[1] is not None:  # of this shard's tokens and all experts
-        biases[1] = wires.alike(static.axis, biases[1]).astype(jnp.float32)
+        biases[1] = wires.gather_choices(static.axis, biases[1]).astype(jnp.float32)
         each = reference.rows_of(biases[1], given_experts)
         own = each * given[1].astype(jnp.float32)[:, :, None]
         is_one = _is_one(given_experts, biases[1].shape[0])[:, :, None]
         own = jnp.where(is_one, own, 0).sum(1)
-        y = y + wires.once(static.tensor, own).astype(y.dtype)
-    y = wires.summed(static.tensor, y)
+        y = y + wires.on_first_shard(static.tensor, own).astype(y.dtype)
+    y = wires.summed_shards(static.tensor, y)
     if not keep:
         return y, None
     kept = {"mx": lambda: quantize(gate_up, MXFP8_E4M3), "floats": lambda: gate_up}
@@ -373,7 +376,7 @@ def _slots(
     if not isinstance(x, MXArray):
         made: Any = forms_of(x, -1, (along, across if both else None), blocks, rows)
         return made
-    first, second = Form(wires.taken(x, rows)), None
+    first, second = Form(wires.pick_rows(x, rows)), None
     if both:
         _, second = forms_of(x, -1, (None, across), blocks, rows)
     return first, second
@@ -445,7 +448,7 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
     # The gradient of the result, in slots: by w_down^T, and along slots for that of w_down.
     use = second.uses("gradient")
     own = (frozen_or(use[0], w2_type is None), use[1])
-    dy_all = wires.gathered(static, dy, own[0], blocks)
+    dy_all = wires.gather_tokens(static, dy, own[0], blocks)
     by_row, by_slot = _slots(dy_all, groups.rows, own, blocks, w2_type is not None)
     dact = _product(static, by_row, kept.w_second, groups, static.dtype)
     # Through the activation, whose argument was kept.
@@ -468,17 +471,19 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
     if w1_type is not None:
         dw1 = _product(static, kept.tokens, across, groups, w1_type, sums=True)
     dx = groups.combined(_product(static, along, kept.w_first[1], groups, static.dtype))
-    dx = wires.scattered(static.axis, dx).astype(x_type)
-    dweights = wires.scattered(static.axis, groups.of_choices(dscale))
+    dx = wires.sum_and_scatter(static.axis, dx).astype(x_type)
+    dweights = wires.sum_and_scatter(static.axis, groups.of_choices(dscale))
     if b1_type is not None:
         db1 = _by_expert(sums[0], groups).astype(b1_type)
     if kept.routing is not None:
         (experts, weights), bias = kept.routing, kept.biases[1]
         floats, is_one = dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
         db2 = _sums(*_shares(experts, weights, bias.shape[0]), floats)
-        db2 = wires.scattered(static.axis, wires.once(static.tensor, db2)).astype(b2_type)
+        db2 = wires.sum_and_scatter(static.axis, wires.on_first_shard(static.tensor, db2)).astype(
+            b2_type
+        )
         each = (reference.rows_of(bias, experts) * floats[:, None]).sum(-1)
-        dweights += wires.once(static.tensor, jnp.where(is_one, each, 0))
+        dweights += wires.on_first_shard(static.tensor, jnp.where(is_one, each, 0))
     dweights = dweights.astype(kept.types.of[1])
     return (dx, dweights, dw1, dw2, db1, db2), None, None, None, None
 

@@ -160,7 +160,7 @@ def halved(w: jax.Array) -> jax.Array:
     return w.reshape(*w.shape[:-1], 2, -1)
 
 
-def gathered(static: Any, x: jax.Array, use: Use, blocks: Blocks) -> Any:
+def gather_tokens(static: Any, x: jax.Array, use: Use, blocks: Blocks) -> Any:
     """The rows of all shards of the expert axis: floats, or MX along their elements.
 
     Args:
@@ -179,12 +179,12 @@ def gathered(static: Any, x: jax.Array, use: Use, blocks: Blocks) -> Any:
     return all_gather(form.array, static.axis, tiled=True)
 
 
-def alike(axis: str | None, choices: jax.Array) -> jax.Array:
+def gather_choices(axis: str | None, choices: jax.Array) -> jax.Array:
     """(T, k) of all shards."""
     return choices if axis is None else jax.lax.all_gather(choices, axis, tiled=True)
 
 
-def own(axis: str | None, experts: jax.Array, number: int) -> jax.Array:
+def local_experts(axis: str | None, experts: jax.Array, number: int) -> jax.Array:
     """The experts of all shards' tokens as this shard counts its own; those of others are -1.
 
     Args:
@@ -194,23 +194,23 @@ def own(axis: str | None, experts: jax.Array, number: int) -> jax.Array:
     """
     if axis is None:
         return experts
-    here = alike(axis, experts) - jax.lax.axis_index(axis) * number
+    here = gather_choices(axis, experts) - jax.lax.axis_index(axis) * number
     return jnp.where((here >= 0) & (here < number), here, -1)
 
 
-def scattered(axis: str | None, rows: jax.Array) -> jax.Array:
+def sum_and_scatter(axis: str | None, rows: jax.Array) -> jax.Array:
     """The rows of this shard, added up over shards."""
     if axis is None:
         return rows
     return jax.lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True)
 
 
-def summed(axis: str | None, rows: jax.Array) -> jax.Array:
+def summed_shards(axis: str | None, rows: jax.Array) -> jax.Array:
     """Added up over the shards of the inner length."""
     return rows if axis is None else jax.lax.psum(rows, axis)
 
 
-def once(axis: str | None, rows: jax.Array) -> jax.Array:
+def on_first_shard(axis: str | None, rows: jax.Array) -> jax.Array:
     """Rows on the first shard, zeros on the others: a sum over the axis counts them once."""
     return rows if axis is None else jnp.where(jax.lax.axis_index(axis) == 0, rows, 0)
 
@@ -226,7 +226,7 @@ def numbered(recipe: Recipe, axes: Iterable[str | None]) -> Recipe:
     return recipe
 
 
-def taken(q: MXArray, rows: jax.Array) -> MXArray:
+def pick_rows(q: MXArray, rows: jax.Array) -> MXArray:
     """q[rows] of an array with blocks along the last axis, with zeros for rows that it lacks."""
     values, scales = (reference.rows_of(a, rows) for a in (q.values, q.scales))
     return dataclasses.replace(q, values=values, scales=scales)
