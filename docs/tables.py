@@ -27,6 +27,7 @@ from jax_mx.facts import formats, verified, windows
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
+from jax_mx.facts.sources import Source
 from jax_mx.facts.variants import VARIANTS, differ_in_bits
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 
@@ -621,6 +622,41 @@ def layers() -> list[str]:
     return [*lines, "", f"{said} {caption(about, command('layers'))}"]
 
 
+# ---- which floats kernels make as they quantize ---
+def sources() -> list[str]:
+    """A row for what one kernel makes and quantizes, by dtype and window."""
+    found: dict[tuple, set[tuple[str, ...]]] = {}
+    for variant in VARIANTS:
+        source = variant.source
+        if variant.implementation == "cutedsl" and (source.norm or source.activation):
+            key = (_made(source), variant.window, variant.dtype, source.activation)
+            names = tuple(each.name.rpartition("_")[2].upper() for each in variant.formats)
+            found.setdefault(key, set()).add(names)
+    rows: dict[tuple, tuple[dict, dict]] = {}  # what has the same formats: a row
+    for (made, window, dtype, activation), each in found.items():
+        one = sorted(first for first, *second in each if not second)
+        both = sorted({" beside ".join(sorted({*pair})) for pair in each if len(pair) == 2})
+        dtypes, whose = rows.setdefault((made, window, *map(", ".join, (one, both))), ({}, {}))
+        dtypes[dtype], whose[activation and f"`{activation}`"] = None, None
+    lines = [
+        (made, ", ".join(whose), ", ".join(dtypes), window, one or "none", both or "none")
+        for (made, window, one, both), (dtypes, whose) in rows.items()
+    ]
+    head = ("of", "activations", "from", "window", "to, one direction", "to, both directions")
+    return table(head, sorted(lines))
+
+
+def _made(source: Source) -> str:
+    """What a kernel makes of what, in words, whichever the activation."""
+    if source.norm:
+        words = "a norm of a sum" if source.added else "a norm"
+    else:
+        turns = "by turns" if source.interleaved else "all gates first"
+        words = "gates and ups in two arrays" if source.apart else f"gates and ups, {turns}"
+        words = f"{words}: the gradient" if source.gradient else words
+    return words + "; the floats, too" * source.floats + "; sums of columns, too" * source.sums
+
+
 # ---- where they stand ----------------------------------------------------------------------------
 TABLES: Mapping[str, Callable[[], list[str]]] = {
     "chips": chips,
@@ -629,6 +665,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "sharding_no": sharding_no,
     "formats": formats_table,
     "layouts": layouts_table,
+    "sources": sources,
     "speed_mxfp8": speed_mxfp8,
     "speed_shapes": speed_shapes,
     "speed_mxfp6": speed_mxfp6,

@@ -77,11 +77,9 @@ def rms_norm(
       eps: a finite number, at least 0.
       residual: of x's shape and dtype, or None: it is added to x first, in float32, and rounded to
         x's dtype; that sum is normed, and given too.
-      format: what the result is quantized to, see `quantize`; None: not. Kernels norm as they
-        quantize, along rows, from bfloat16 and float16 also transposed along the axis before,
-        and both, in MXFP8 and MXFP4; from bfloat16 they add the residual, too, and give the floats
-        as well, to mxfp8_e4m3 and MXFP4. Of rows of the result, and on AMD of more than
-        2^24 - 256 rows, XLA norms before.
+      format: what the result is quantized to, see `quantize`; None: not. One kernel
+        norms and quantizes in the cases of a table under "Activations" in docs/formats.md; of
+        others, of `rows` of the result, and on AMD of more than 2^24 - 256 rows, XLA norms before.
       both: whether it is quantized along the last axis and along the one before, by
         `quantize_both`; else along the last one.
       floats: whether floats are given; None: where there is no format.

@@ -97,13 +97,10 @@ def quantize(
         activation, and where XLA splits the program among devices outside of `shard_map`, XLA
         gathers them before.
       activation: a `Gated`, for an x (..., 2 K) of gates and ups: what is quantized is `gated` of
-        it, (..., K); of its rows, and those of `up`, where there are `rows`. From (T, 2 K), all
-        gates, then all ups, kernels compute "swiglu", "geglu" and "gpt_oss" from bfloat16, float16
-        and float32 (the last two not to E5M2), and from bfloat16 "geglu_erf" and "reglu2", "swiglu"
-        and "gpt_oss" by turns, and "swiglu" and "geglu" of two arrays (T, K), in MXFP8 and MXFP4,
-        along the last axis, transposed along the one before, and both; else XLA computes it before.
-        With a gradient, what is quantized is x's, (..., 2 K), by kernels from bfloat16 both ways,
-        the second one transposed.
+        it, (..., K); of its rows, and those of `up`, where there are `rows`. With a
+        gradient, what is quantized is x's, (..., 2 K). Of matrices one kernel computes and
+        quantizes, in the cases of a table under "Activations" in docs/formats.md; else XLA
+        computes the floats before.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
