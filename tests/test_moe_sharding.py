@@ -556,3 +556,25 @@ def test_messages():
 
 if __name__ == "__main__":
     DOCS.write_text(with_table(DOCS.read_text(), "moe", table()))
+
+
+def test_a_map_over_one_axis_of_an_automatic_mesh():
+    """`ragged_dot` and `moe` inside of a shard_map whose mesh has other, automatic axes."""
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=kinds, devices=jax.devices()[:4])
+    x, w, sizes = jnp.ones((16, 64)), jnp.ones((1, 64, 32)), jnp.full(2, 8, jnp.int32)
+
+    def mapped(f, *specs):
+        return jax.jit(jax.shard_map(f, in_specs=specs, out_specs=P("e"), axis_names={"e"}))
+
+    with jax.set_mesh(mesh):
+        y = mapped(lambda x, n: jax_mx.ragged_dot(x, w, n), P("e"), P("e"))(x, sizes)
+        np.testing.assert_array_equal(y, np.full((16, 32), 64))
+        experts, weights = jnp.arange(16, dtype=jnp.int32)[:, None] % 2, jnp.ones((16, 1))
+        w1, w2 = jnp.ones((2, 64, 64)) / 64, jnp.ones((2, 32, 64)) / 32
+
+        def layer(x, experts, weights, w1, w2):
+            return jax_mx.moe(x, experts, weights, w1, w2, activation="bilinear", expert_axis="e")
+
+        y = mapped(layer, *[P("e")] * 5)(x, experts, weights, w1, w2)
+        np.testing.assert_array_equal(y, np.ones((16, 64)))

@@ -111,7 +111,8 @@ def oracle(lhs, rhs, numbers, recipe, dy=None):
     a, back_a = canonical(lhs, [c for _, c in pairs], lb)
     b, back_b = canonical(rhs, [c for c, _ in pairs], rb)
     scaling = {"scaling": recipe.scaling, "window": recipe.window}
-    block = {"scaling": recipe.scaling, "window": recipe.weight_window, "block": recipe.block}
+    of_weights = recipe.blocks("rhs")
+    block = {"scaling": recipe.scaling, "window": of_weights.window, "block": recipe.block}
 
     def product(left, right, back):
         if left.shape[-1] != right.shape[-1]:  # one of them is in bfloat16, without zero rows
@@ -737,6 +738,7 @@ def test_bad_calls_get_one_sentence():
         (lambda: matmul(x, w, implementation="fp8"), NotImplementedError,
          "dot_general: 'fp8' wants one scale for each row"),
         (lambda: einsum("ii,ij->ij", w[:32], w[:32]), ValueError, "'i' stands twice in 'ii'"),
+        (lambda: dot_general(x, w, (((1.5,), (0,)), ((), ()))), TypeError, "sequences of ints"),
         (lambda: einsum("ij,jk,kl", x, w), ValueError, "name 3 operands, this takes two"),
         (lambda: einsum("ij,jk->iz", x, w), ValueError, "must name operands' letters once"),
         (lambda: einsum("ijk,jk->i", x, w), ValueError, "do not fit an operand of 2 dimensions"),
@@ -779,6 +781,27 @@ def test_second_derivatives_are_refused():
     }.items():
         with pytest.raises(NotImplementedError, match=f"{op}: derivatives of derivatives"):
             jax.hessian(lambda x, f=f: f(x).sum())(x)
+
+
+def test_a_recipe_with_another_field():
+    recipe = dataclasses.replace(MXFP8, window=256)
+    assert recipe == Recipe(window=256)
+    assert recipe.blocks("rhs").window == recipe.blocks("lhs").window == 256
+    assert dataclasses.replace(Recipe(weight_window=(128, 128)), weight_window=None) == MXFP8
+    for name in ("forward", "dgrad", "wgrad"):
+        call = functools.partial(Recipe, **{name: 3})
+        assert_refused(call, TypeError, f"Recipe: {name} must be a Product, a format, 'bf16' or")
+    assert_refused(lambda: MXFP8.fold_in(jnp.arange(2)), TypeError, "must be an integer, got int32")
+
+
+def test_a_recipe_is_a_tree_of_any_children():
+    """Where None is a leaf, too, as Orbax has it."""
+    weight = MXFP8.quantize_weight(floats((64, 32)))
+    for tree in (MXFP8, jax_mx.mxfp4_backward(jax.random.key(0)), weight):
+        named = jax.tree.map(lambda _: "a leaf", tree, is_leaf=lambda leaf: leaf is None)
+        assert {*jax.tree.leaves(named)} == {"a leaf"}
+        again = jax.tree.map(lambda leaf: leaf, tree)
+        assert jax.tree.structure(again) == jax.tree.structure(tree)
 
 
 # ---- precision ---
@@ -824,7 +847,7 @@ def _call(shapes, numbers, recipe, dtype=jnp.bfloat16, **options):
     sides = [x, w]
     if recipe is not None:
         sides[0] = jax_mx.quantize(x, recipe.lhs, axis=dims[0], window=recipe.window)
-    window = recipe.weight_window if recipe is not None else 32
+    window = recipe.blocks("rhs").window if recipe is not None else 32
     axis = -1 if window == (128, 128) else dims[1]
     sides[1] = jax_mx.quantize(w, "mxfp8_e4m3", axis=axis, window=window)
     leaves, tree = jax.tree.flatten(tuple(sides))

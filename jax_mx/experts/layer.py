@@ -413,7 +413,7 @@ def _is_one(experts: jax.Array, number: int) -> jax.Array:
 
 def _shares(experts: jax.Array, weights: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     """(T, E): the sum of the weights that each token gives each expert, float32; if it has any."""
-    is_it = experts[:, :, None] == jnp.arange(number, dtype=experts.dtype)
+    is_it = experts[:, :, None] == jnp.arange(number, dtype=experts.dtype)[None, None]
     shares = jnp.where(is_it, weights.astype(jnp.float32)[:, :, None], 0).sum(1)
     return shares, is_it.any(1)
 
@@ -512,7 +512,7 @@ def _by_expert(sums: jax.Array, groups: Groups) -> jax.Array:
     each = groups.align // (1 if sums.shape[0] == groups.rows.shape[0] else BLOCK)
     runs = sums.reshape(-1, each, sums.shape[-1]).sum(1)
     experts = groups.experts[:: groups.align]
-    is_it = experts[:, None] == jnp.arange(groups.num_experts, dtype=experts.dtype)
+    is_it = experts[:, None] == jnp.arange(groups.num_experts, dtype=experts.dtype)[None]
     return _sums(is_it.astype(jnp.float32), is_it, runs)
 
 

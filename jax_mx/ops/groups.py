@@ -17,7 +17,7 @@ from jax_mx.arrays.sharding import is_explicit, resharded
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering.primitive import vary_alike
 from jax_mx.ops.metadata import register_for_export
-from jax_mx.reference.ragged import clamped
+from jax_mx.reference.ragged import clamped, owners
 
 # Choices are counted in chunks of so many: within a chunk each is compared with each, which costs
 # a fused reduction; between chunks there are histograms. 131,072 choices: 512 chunks.
@@ -120,8 +120,7 @@ class Groups:
         _check_slots(op, rows, sizes.shape[0], align)
         ends = jnp.cumsum(clamped(_unsplit(sizes), rows))
         row = jnp.arange(rows, dtype=jnp.int32)
-        experts = jnp.searchsorted(ends, row, side="right", method="compare_all")
-        return _grouped(experts[:, None], sizes.shape[0], align)
+        return _grouped(owners(ends, row)[:, None], sizes.shape[0], align)
 
     @property
     def num_experts(self) -> int:
@@ -133,8 +132,7 @@ class Groups:
         """int32 (R,), the expert of each slot; G behind the last group's."""
         ends = jnp.cumsum(self.sizes, -1, dtype=jnp.int32)
         slot = jnp.arange(self.rows.shape[-1], dtype=jnp.int32)
-        of_one = partial(jnp.searchsorted, side="right", method="compare_all")
-        return jnp.vectorize(of_one, signature="(g),(r)->(r)")(ends, slot)
+        return owners(ends, slot)
 
     def of_slots(self, choices: jax.Array) -> jax.Array:
         """What each slot's choice has: (R,) of (T, k), zero where a slot holds nothing.

@@ -135,7 +135,8 @@ class Choice:
           path: of the file; it is replaced.
         """
         path = Path(path)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")  # nothing half written is ever read
+        # Nothing half written is ever read.
+        beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         beside.write_text(to_text(self))
         beside.replace(path)
 

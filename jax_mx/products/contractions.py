@@ -165,7 +165,7 @@ def _letters(op: str, subscripts: str, *ndims: int) -> tuple[str, str, str]:
     for i, (own, ndim) in enumerate(zip(operands, ndims, strict=True)):
         named = own.replace("...", "", 1)
         hidden = ndim - len(named)
-        if hidden < 0 or (hidden and "..." not in own) or not named.isalpha():
+        if hidden < 0 or (hidden and "..." not in own) or not (named + "a").isalpha():
             raise ValueError(
                 f"{op}: the subscripts {own!r} do not fit an operand of {ndim} dimensions"
             )

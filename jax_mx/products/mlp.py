@@ -95,8 +95,8 @@ def mlp(
       recipe: how floats are quantized: a `Recipe`, or a name.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized x. With the
-        last two, gradients too are those of the three functions, but for the order of a bias's
-        sum. None: "mx" where the recipe quantizes the forward product, else "floats".
+        last two, gradients too are those of the three functions, but for the order of sums.
+        None: "mx" where the recipe quantizes the forward product, else "floats".
       precision: see `dot_general`.
       out_sharding: of the result, see `jax.lax.dot_general`. None: on a mesh with explicit axes,
         rows are split as x's and columns as w_down's, but for axes that split both.

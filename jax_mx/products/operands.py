@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_mx.arrays.checks import whole
 from jax_mx.arrays.reshaping import reshape
 from jax_mx.arrays.sharding import Spec, is_explicit, resharded, spec_of
 from jax_mx.facts.formats import BLOCK
@@ -277,7 +278,7 @@ def dimensions_of(op: str, lhs: Dims, rhs: Dims, numbers: Any) -> tuple[tuple[Di
     """
     try:
         (lc, rc), (lb, rb) = numbers
-        sides = [[tuple(map(int, dims)) for dims in pair] for pair in ((lc, lb), (rc, rb))]
+        sides = [[tuple(map(whole, dims)) for dims in pair] for pair in ((lc, lb), (rc, rb))]
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{op}: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs "

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,28 @@ from jax_mx.products.forms import (
 )
 from jax_mx.products.operands import Units, arrangement_of, check_contracted, padded
 
+T = TypeVar("T")
 _BF16 = "bf16"  # of a product that is not quantized
+
+
+def _register(kind: type[T]) -> type[T]:
+    """Makes a pytree of a class, which takes any children: JAX puts all kinds of objects there."""
+    fields = dataclasses.fields(cast(Any, kind))
+    static = tuple(each.name for each in fields if each.metadata.get("static"))
+    data = tuple(each.name for each in fields if each.name not in static)
+
+    def flatten(own: Any) -> tuple[Any, Any]:
+        keys = map(jax.tree_util.GetAttrKey, data)
+        children = tuple(zip(keys, (getattr(own, name) for name in data), strict=True))
+        return children, tuple(getattr(own, name) for name in static)
+
+    def unflatten(aux: Any, children: Any) -> Any:
+        own = object.__new__(kind)
+        vars(own).update(zip((*static, *data), (*aux, *children), strict=True))
+        return own
+
+    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
+    return kind
 
 
 class _Value:
@@ -56,7 +77,7 @@ class _Value:
         return hash(self._parts())
 
 
-@jax.tree_util.register_dataclass
+@_register
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product(_Value):
     """What one of the three products of a layer does unlike the rest of its recipe.
@@ -102,7 +123,7 @@ class Product(_Value):
             )
 
 
-@jax.tree_util.register_dataclass
+@_register
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recipe(_Value):
     """How a product's operands are quantized, in its forward pass and in both gradients.
@@ -157,23 +178,20 @@ class Recipe(_Value):
                 "are for weights: weight_window"
             )
         object.__setattr__(self, "window", window)
-        weights = window if self.weight_window is None else window_of("Recipe", self.weight_window)
-        object.__setattr__(self, "weight_window", weights)
-        spans = blocks_in("Recipe", weights, block_of("Recipe", self.block))
-        object.__setattr__(self, "block", spans if len(spans) > 1 else BLOCK)
+        if self.weight_window is not None:
+            object.__setattr__(self, "weight_window", window_of("Recipe", self.weight_window))
+        block = block_of("Recipe", self.block)
+        object.__setattr__(self, "block", block if len(block) > 1 else BLOCK)
+        spans = blocks_in("Recipe", self._of_weights, block)
         for name in PRODUCTS:
-            value = getattr(self, name)
-            if value is None or isinstance(value, Format | str):
-                value = Product(value)
-                object.__setattr__(self, name, value)
-        if isinstance(self.forward, Product) and self.forward.rounding is not None:
+            object.__setattr__(self, name, _product(name, getattr(self, name)))
+        if cast(Product, self.forward).rounding is not None:
             raise ValueError(
                 "Recipe: forward has no gradient to round; give rounding to dgrad or wgrad"
             )
         if len(spans) > 1:
             for name in ("forward", "dgrad"):
-                product = getattr(self, name)
-                if isinstance(product, Product) and product.hadamard is not None:
+                if getattr(self, name).hadamard is not None:
                     raise ValueError(
                         f"Recipe: {name}.hadamard goes along one axis, square blocks of rhs span "
                         f"two; use block={BLOCK}"
@@ -190,10 +208,16 @@ class Recipe(_Value):
 
     def blocks(self, operand: str) -> Blocks:
         """Which elements of an operand share scales, and by which rule."""
-        of_weights = operand == "rhs"
-        window = self.weight_window if of_weights else self.window
-        square = of_weights and not isinstance(self.block, int)
-        return Blocks(cast(Scaling, self.scaling), window or BLOCK, square)
+        scaling = cast(Scaling, self.scaling)
+        if operand != "rhs":
+            return Blocks(scaling, self.window)
+        square = len(blocks_in("Recipe", self._of_weights, block_of("Recipe", self.block))) > 1
+        return Blocks(scaling, self._of_weights, square)
+
+    @property
+    def _of_weights(self) -> Window:
+        """The window of rhs."""
+        return self.window if self.weight_window is None else self.weight_window
 
     @property
     def units(self) -> Units:
@@ -219,7 +243,8 @@ class Recipe(_Value):
         """Quantizes a weight once for many products with this recipe, in w's place.
 
         For weights that several microbatches use in a step. Gradients reach w as if the products
-        had quantized it themselves, and add up.
+        had quantized it themselves, and add up. To second derivatives, which products of floats
+        refuse, what is quantized here is a constant: they lack its part.
 
         Args:
           w: the weight's floats, of any rank from 2 on.
@@ -275,8 +300,8 @@ class Recipe(_Value):
                 raise TypeError(f"{op}: data must be an integer, got {shown(data)}") from error
             if not 0 <= data < 2**32:
                 raise ValueError(f"{op}: data must be from 0 to 2^32 - 1, got {data}")
-        elif not jnp.issubdtype(data.dtype, jnp.integer):
-            raise TypeError(f"{op}: data must be an integer, got {data.dtype}")
+        elif not jnp.issubdtype(data.dtype, jnp.integer) or data.ndim:
+            raise TypeError(f"{op}: data must be an integer, got {data.dtype}{[*data.shape] or ''}")
 
         def folded(node: Any) -> Any:
             if not isinstance(node, Stochastic):
@@ -284,6 +309,21 @@ class Recipe(_Value):
             return dataclasses.replace(node, key=jax.random.fold_in(node.key, data))
 
         return jax.tree.map(folded, self, is_leaf=lambda node: isinstance(node, Stochastic))
+
+
+def _product(name: str, value: Any) -> Product:
+    """What a recipe's product does unlike the rest.
+
+    Raises:
+      TypeError, ValueError: it is no such thing.
+    """
+    if isinstance(value, Product):
+        return value
+    if value is None or isinstance(value, Format | str):
+        return Product(value)
+    raise TypeError(
+        f"Recipe: {name} must be a Product, a format, {_BF16!r} or None, got {shown(value)}"
+    )
 
 
 def recipe_beside(op: str, name: str, w: Any, recipe: Recipe) -> Recipe:

@@ -63,11 +63,21 @@ def sums(a: jax.Array, b: jax.Array, sizes: jax.Array, tile: int) -> jax.Array:
     return jax.lax.scan(add, start, (*tiles, owner, is_some))[0]
 
 
+def owners(ends: jax.Array, rows: jax.Array) -> jax.Array:
+    """The group of each row, int32 (..., R), of ends (..., G); G behind the last group's.
+
+    As jnp.searchsorted(ends, rows, side="right"), which JAX 0.10 cannot trace in a shard_map over
+    some axes of a mesh whose others are automatic.
+    """
+    rows = rows.reshape(*[1] * (ends.ndim - 1), -1, 1)
+    return (ends[..., None, :] <= rows).sum(-1, dtype=jnp.int32)
+
+
 def _owners(sizes: jax.Array, tiles: int, tile: int) -> tuple[jax.Array, jax.Array]:
     """The group of each tile, and whether it has one."""
     ends = jnp.cumsum(sizes)
     first = jnp.arange(tiles, dtype=jnp.int32) * tile
-    owner = jnp.searchsorted(ends, first, side="right", method="compare_all")
+    owner = owners(ends, first)
     return jnp.minimum(owner, max(sizes.shape[0] - 1, 0)), owner < sizes.shape[0]
 
 
