@@ -431,17 +431,6 @@ def test_window_is_static():
         assert _deserialize(_serialize(aux)) == aux
 
 
-def test_older_texts_load():
-    """What exported programs of earlier versions say of their arrays."""
-    for text in (
-        b'["mxfp8_e4m3", -2, "row_major"]',
-        b'["mxfp8_e4m3", -2, "row_major", 32]',
-        b'["mxfp8_e4m3", -2, "row_major", "row_major", 32]',
-    ):
-        *_, block, values, window, _ = _deserialize(text)
-        assert (block, values.name, window) == ((32,), "row_major", BLOCK)
-
-
 def test_programs_of_other_windows_differ():
     x = np.zeros((64, 256), np.float32)
     programs = [
