@@ -999,7 +999,7 @@ def some_floats(variant, rows: int, length: int, seed: int):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(232, 22)
+@pytest.mark.sampled(464, 22)
 @emulation.every_binary(AMD)
 def test_emulated(variant, arch):
     """Layouts of scales, scalings, orders of the waves and entries in turn; then every gate."""
@@ -1031,7 +1031,7 @@ def test_emulated(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(232, 22)
+@pytest.mark.sampled(464, 22)
 @emulation.every_binary(AMD)
 def test_emulated_at_any_address(variant, arch):
     """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""

@@ -48,7 +48,7 @@ NEVER_RUN = [
 ]
 
 
-@pytest.mark.sampled(554)
+@pytest.mark.sampled(1100)
 @pytest.mark.parametrize(
     "variant, arch", [pytest.param(*each, id=build.name_of(*each)) for each in NEVER_RUN]
 )

@@ -97,6 +97,7 @@ LOWERED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_gives_nothing_or_zeros(name):
     f, operands = CASES[name]
