@@ -554,10 +554,6 @@ def test_messages():
     assert_refused(call(expert_axis="expert"), ValueError, "set one around the call")
 
 
-if __name__ == "__main__":
-    DOCS.write_text(with_table(DOCS.read_text(), "moe", table()))
-
-
 def test_a_map_over_one_axis_of_an_automatic_mesh():
     """`ragged_dot` and `moe` inside of a shard_map whose mesh has other, automatic axes."""
     kinds = (AxisType.Auto,) * 2
@@ -578,3 +574,7 @@ def test_a_map_over_one_axis_of_an_automatic_mesh():
 
         y = mapped(layer, *[P("e")] * 5)(x, experts, weights, w1, w2)
         np.testing.assert_array_equal(y, np.ones((16, 64)))
+
+
+if __name__ == "__main__":
+    DOCS.write_text(with_table(DOCS.read_text(), "moe", table()))

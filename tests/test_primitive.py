@@ -676,7 +676,7 @@ def test_an_exported_program_takes_and_returns_mxarrays(tmp_path):
 
 
 @pytest.mark.usefixtures("without_code")
-def test_exported_square_blocks_and_programs_from_before_them():
+def test_exported_square_blocks():
     x = random_bits((64, 96), np.float32)
     for turn in (False, True):
         call = jax.jit(lambda x, turn=turn: jax_mx.quantize(x, transpose=turn, **SQUARE))

@@ -313,10 +313,8 @@ def _forward(
     x_all = wires.gather_tokens(static, x, use[0], blocks)
     number = _matrices(w1, quantized[0])
     given_experts = experts
-    weights, experts = (
-        wires.gather_choices(static.axis, weights),
-        wires.local_experts(static.axis, experts, number),
-    )
+    weights = wires.gather_choices(static.axis, weights)
+    experts = wires.local_experts(static.axis, experts, number)
     align = align_of(recipes[0]) if keep else 1  # nothing is quantized along slots
     groups = Groups.from_experts(experts, number, align=align)
     scale = groups.of_slots(weights.astype(jnp.float32))
@@ -479,9 +477,8 @@ def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
         (experts, weights), bias = kept.routing, kept.biases[1]
         floats, is_one = dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
         db2 = _sums(*_shares(experts, weights, bias.shape[0]), floats)
-        db2 = wires.sum_and_scatter(static.axis, wires.on_first_shard(static.tensor, db2)).astype(
-            b2_type
-        )
+        db2 = wires.on_first_shard(static.tensor, db2)
+        db2 = wires.sum_and_scatter(static.axis, db2).astype(b2_type)
         each = (reference.rows_of(bias, experts) * floats[:, None]).sum(-1)
         dweights += wires.on_first_shard(static.tensor, jnp.where(is_one, each, 0))
     dweights = dweights.astype(kept.types.of[1])

@@ -69,6 +69,7 @@ def ragged_dot(
     """
     op = "ragged_dot"
     recipe = grouped_recipe(op, recipe)
+    rhs = array_or_quantized(op, "rhs", rhs)
     recipe = recipe_beside(op, "rhs", rhs, recipe)
     lhs = floats_of(op, "lhs", lhs, 2, recipe.units.forward)
     dtype = lhs.dtype
@@ -78,7 +79,7 @@ def ragged_dot(
         dtype = float_dtype(op, "preferred_element_type", preferred_element_type)
     implementation = implementation_of(op, IMPLEMENTATIONS, implementation)
     static = _Static(dtype, is_exact(op, precision), implementation)
-    unsplit(op, lhs, weight.floats, weight.quantized, group_sizes)
+    unsplit(op, lhs, rhs, group_sizes)
     columns = weight.columns
     group_sizes = clamped(group_sizes, lhs.shape[0])
     leaves, tree = jax.tree.flatten((lhs, weight.floats, weight.quantized, group_sizes, recipe))
@@ -145,12 +146,11 @@ def array_or_quantized(op: str, name: str, w: Any) -> Any:
 
 
 def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight:
-    """One matrix a group, of `length` contracted elements.
+    """One matrix a group, of `length` contracted elements; of what `array_or_quantized` gives.
 
     Raises:
       TypeError, ValueError: it is none, or was quantized for another product.
     """
-    w = array_or_quantized(op, name, w)
     shape = w.shape
     if len(shape) != 3:
         raise ValueError(

@@ -182,14 +182,14 @@ class Recipe(_Value):
             object.__setattr__(self, "weight_window", window_of("Recipe", self.weight_window))
         block = block_of("Recipe", self.block)
         object.__setattr__(self, "block", block if len(block) > 1 else BLOCK)
-        spans = blocks_in("Recipe", self._of_weights, block)
+        squares = self._has_squares  # refuses what does not fit
         for name in PRODUCTS:
             object.__setattr__(self, name, _product(name, getattr(self, name)))
         if cast(Product, self.forward).rounding is not None:
             raise ValueError(
                 "Recipe: forward has no gradient to round; give rounding to dgrad or wgrad"
             )
-        if len(spans) > 1:
+        if squares:
             for name in ("forward", "dgrad"):
                 if getattr(self, name).hadamard is not None:
                     raise ValueError(
@@ -211,13 +211,17 @@ class Recipe(_Value):
         scaling = cast(Scaling, self.scaling)
         if operand != "rhs":
             return Blocks(scaling, self.window)
-        square = len(blocks_in("Recipe", self._of_weights, block_of("Recipe", self.block))) > 1
-        return Blocks(scaling, self._of_weights, square)
+        return Blocks(scaling, self._of_weights, self._has_squares)
 
     @property
     def _of_weights(self) -> Window:
         """The window of rhs."""
         return self.window if self.weight_window is None else self.weight_window
+
+    @property
+    def _has_squares(self) -> bool:
+        """Whether blocks of rhs are square: asked for, or as its window is a tile."""
+        return len(blocks_in("Recipe", self._of_weights, block_of("Recipe", self.block))) > 1
 
     @property
     def units(self) -> Units:

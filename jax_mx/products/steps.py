@@ -320,12 +320,10 @@ def multiplied(static: Static, a: Form, b: Form, rows: int, spec: Any, dtype: An
 def forward(static: Static, a: Form, b: Form) -> jax.Array:
     """The result as its caller wants it, without zero rows; of two arranged forms."""
     layout, out = static.layout, static.out_sharding
-    spec, given = None, ()
+    spec = None
     if out is not None:
-        given = out.spec if isinstance(out, jax.sharding.NamedSharding) else out
         ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
-        given = (*given, *[None] * (ndim - len(given)))
-        spec = layout.result_spec(given)
+        spec = layout.result_spec(_spec_in(out, ndim))
     return placed(layout.result(multiplied(static, a, b, 0, spec, static.dtype)), out)
 
 
@@ -338,8 +336,14 @@ def placed(y: jax.Array, out_sharding: Any) -> jax.Array:
         mesh = getattr(out_sharding, "mesh", jax.sharding.get_abstract_mesh())
     if not is_explicit(mesh):
         return jax.lax.with_sharding_constraint(y, out_sharding)
-    spec = getattr(out_sharding, "spec", out_sharding)
-    return resharded(y, (*spec, *[None] * (y.ndim - len(spec))), mesh)
+    return resharded(y, _spec_in(out_sharding, y.ndim), mesh)
+
+
+def _spec_in(out_sharding: Any, ndim: int) -> tuple:
+    """The partition spec that a caller gives, by itself or with a mesh, an entry a dimension."""
+    is_named = isinstance(out_sharding, jax.sharding.NamedSharding)
+    spec = out_sharding.spec if is_named else out_sharding
+    return (*spec, *[None] * (ndim - len(spec)))
 
 
 def side_of(side: Arrangement, x: Any) -> Side | None:

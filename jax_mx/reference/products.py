@@ -13,7 +13,7 @@ from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.products import UNIT
 from jax_mx.reference.activations import gated_exactly, halves
 from jax_mx.reference.blocks import amax_of, dequantize
-from jax_mx.reference.ragged import clamped
+from jax_mx.reference.ragged import clamped, owners
 
 
 def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *rest, plan: Any) -> list:
@@ -116,7 +116,7 @@ def finished(
             number = row // max(y.shape[0] // groups, 1)
         else:
             ends = jnp.cumsum(clamped(sizes, y.shape[0]))
-            number = jnp.searchsorted(ends, row, side="right")
+            number = owners(ends, row)
         y = y + bias[jnp.minimum(number, groups - 1)]
     y = activation(y)
     if row_scale is not None:
