@@ -783,6 +783,28 @@ def test_second_derivatives_are_refused():
             jax.hessian(lambda x, f=f: f(x).sum())(x)
 
 
+@pytest.mark.parametrize("op", ["dot_general", "ragged_dot", "mlp", "moe"])
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_second_derivatives_by_a_quantized_weight_are_refused(op, wrap):
+    """A penalty of the gradient, which reads no float of the weight."""
+    x, up, stack = floats((32, 64)), floats((1, 64, 64)), {"contracting": 1, "batch": 0}
+    sizes, experts, shares = jnp.array([32], jnp.int32), jnp.zeros((32, 1), jnp.int32), [[1.0]] * 32
+    q = MXFP8.quantize_weight
+    f, w = {
+        "dot_general": (lambda x, w: matmul(x, q(w)), up[0]),
+        "ragged_dot": (lambda x, w: jax_mx.ragged_dot(x, q(w, **stack), sizes), up),
+        "mlp": (lambda x, w: jax_mx.mlp(x, up[0], q(w)), up[0, :32]),
+        "moe": (lambda x, w: jax_mx.moe(x, experts, shares, up, q(w, **stack)), up[:, :32]),
+    }[op]
+
+    def penalty(x, w):
+        return (jax.grad(lambda x: wrap(f)(x, w).sum())(x) ** 2).sum()
+
+    assert jnp.isfinite(penalty(x, w))
+    with pytest.raises(NotImplementedError, match=f"{op}: derivatives of derivatives"):
+        jax.grad(penalty, 1)(x, w)
+
+
 def test_a_recipe_with_another_field():
     recipe = dataclasses.replace(MXFP8, window=256)
     assert recipe == Recipe(window=256)

@@ -47,7 +47,14 @@ from jax_mx.products.ragged_dot import (
 from jax_mx.products.ragged_implementations import IMPLEMENTATIONS
 from jax_mx.products.ragged_product import grouped
 from jax_mx.products.recipes import MXFP8, Recipe, recipe_beside
-from jax_mx.products.steps import bias_of, floats_kept, is_exact, once_derived, residuals_of
+from jax_mx.products.steps import (
+    MARK,
+    bias_of,
+    floats_kept,
+    is_exact,
+    once_derived,
+    residuals_of,
+)
 
 
 def moe(
@@ -295,8 +302,9 @@ def _moe_vjp(static: _Static, given, first, second, experts, recipes):
 
 
 def _moe_fwd(static: _Static, given, first, second, experts, recipes):
-    given = jax.tree.map(partial(once_derived, "moe"), given)
-    return _forward(static, given, (first, second), experts, recipes, keep=True)
+    *given, mark = once_derived("moe", *given, MARK)
+    y, kept = _forward(static, tuple(given), (first, second), experts, recipes, keep=True)
+    return y, (kept, mark)
 
 
 def _forward(
@@ -438,8 +446,10 @@ def _sums(shares: jax.Array, takes: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.where((bad > 0) | ~good_shares.all(0)[:, None], jnp.nan, sums)
 
 
-def _moe_bwd(static: _Static, kept: _Kept, dy: jax.Array):
-    groups, recipes, dy = kept.groups, kept.recipes, once_derived("moe", dy)
+def _moe_bwd(static: _Static, residual: tuple[_Kept, jax.Array], dy: jax.Array):
+    kept, mark = residual
+    groups, recipes = kept.groups, kept.recipes
+    dy, _ = once_derived("moe", dy, mark)
     x_type, _, w1_type, w2_type, b1_type, b2_type = kept.types.of
     first, second = recipes
     blocks = first.blocks("gradient")

@@ -18,6 +18,7 @@ from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Arrangement, layout_of
 from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
 from jax_mx.products.steps import (
+    MARK,
     Static,
     blocks_along,
     check_quantized,
@@ -148,7 +149,7 @@ def _dot_vjp(static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, recipe:
 def _dot_fwd(static: Static, *args: Any) -> tuple[jax.Array, Residual]:
     perturbed = [jax.tree.leaves(jax.tree.map(lambda p: p.perturbed, arg)) for arg in args]
     lhs, lhs_q, rhs, rhs_q, recipe = (jax.tree.map(lambda p: p.value, arg) for arg in args)
-    lhs, rhs = jax.tree.map(partial(once_derived, "dot_general"), (lhs, rhs))
+    lhs, rhs, mark = once_derived("dot_general", lhs, rhs, MARK)
     dgrad, wgrad = any(perturbed[0]), any(perturbed[2])
     layout = static.layout
     a, a_rows = forms_for(layout.lhs, lhs, lhs_q, recipe, "lhs", (True, wgrad))
@@ -160,7 +161,8 @@ def _dot_fwd(static: Static, *args: Any) -> tuple[jax.Array, Residual]:
         a_kept = a_rows if wgrad else _absent(layout.lhs, lhs, lhs_q, recipe, "lhs")
     if lhs is not None:
         b_kept = b_rows if dgrad else _absent(layout.rhs, rhs, rhs_q, recipe, "rhs")
-    return y, (a_kept, b_kept, recipe, side_of(layout.lhs, lhs), side_of(layout.rhs, rhs))
+    sides = side_of(layout.lhs, lhs), side_of(layout.rhs, rhs)
+    return y, (a_kept, b_kept, recipe, *sides, mark)
 
 
 def _absent(side: Arrangement, x: Any, quantized: Any, recipe: Recipe, name: str) -> Any:
@@ -184,12 +186,13 @@ def _wanted(form: Any) -> Any:
 
 
 def _dot_bwd(static: Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
-    a, b, recipe, lhs, rhs = residual
+    a, b, recipe, lhs, rhs, mark = residual
     a, b = _wanted(a), _wanted(b)
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 5
     layout = static.layout
-    dy = gathered_once(layout, once_derived("dot_general", dy), lhs, rhs)
+    dy, _ = once_derived("dot_general", dy, mark)
+    dy = gathered_once(layout, dy, lhs, rhs)
     uses = recipe.uses("gradient")
     # A frozen operand's floats are multiplied by the gradient's, in bfloat16.
     frozen = [form is not None and x is None for form, x in ((b, rhs), (a, lhs))]

@@ -33,6 +33,7 @@ from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Layout, layout_of
 from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
 from jax_mx.products.steps import (
+    MARK,
     Side,
     Static,
     bias_of,
@@ -276,9 +277,10 @@ def _unpadded(layout: Layout, w: Any, quantized: Any, recipe: Recipe) -> Layout:
 
 
 def _mlp_fwd(static: _Static, given: tuple, quantized: tuple, recipes: Recipes) -> tuple:
-    given = jax.tree.map(partial(once_derived, "mlp"), given)
+    *given, mark = once_derived("mlp", *given, MARK)
     trained = (given[1] is not None, given[2] is not None)
-    return _forward(static, given, quantized, recipes, trained, keep=True)
+    y, kept = _forward(static, tuple(given), quantized, recipes, trained, keep=True)
+    return y, (kept, mark)
 
 
 def _forward(
@@ -339,10 +341,12 @@ def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:
     return (y.astype(jnp.float32) + wide).astype(y.dtype)
 
 
-def _mlp_bwd(static: _Static, kept: _Kept, dy: jax.Array) -> tuple:
+def _mlp_bwd(static: _Static, residual: tuple[_Kept, jax.Array], dy: jax.Array) -> tuple:
+    kept, mark = residual
     (first, second), (x, w1, w2, b1, b2) = kept.recipes, kept.sides
     layout, dtype = static.second.layout, static.second.dtype
-    dy = gathered_once(layout, once_derived("mlp", dy), None, w2)
+    dy, _ = once_derived("mlp", dy, mark)
+    dy = gathered_once(layout, dy, None, w2)
     by_row, by_column = blocks_along(
         "gradient", layout.gradient(dy), -1, _uses(second, w2), second, layout.gradient_pads
     )

@@ -23,7 +23,7 @@ from jax_mx.products.operands import what_of
 from jax_mx.products.ragged_implementations import IMPLEMENTATIONS
 from jax_mx.products.ragged_product import grouped
 from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
-from jax_mx.products.steps import is_exact, once_derived
+from jax_mx.products.steps import MARK, is_exact, once_derived
 from jax_mx.reference.ragged import clamped
 
 
@@ -290,7 +290,7 @@ def _product(static: _Static, a: Any, w: Any, sizes: jax.Array, dtype: Any) -> j
 
 
 def _ragged_fwd(static: _Static, lhs, floats, quantized, sizes, recipe):
-    lhs, floats = jax.tree.map(partial(once_derived, "ragged_dot"), (lhs, floats))
+    lhs, floats, mark = once_derived("ragged_dot", lhs, floats, MARK)
     forward, wgrad = recipe.uses("lhs")
     blocks = recipe.blocks("lhs")
     a, _ = forms_of(lhs, -1, (forward, None), blocks)
@@ -301,12 +301,12 @@ def _ragged_fwd(static: _Static, lhs, floats, quantized, sizes, recipe):
         groups = Groups.from_sizes(sizes, lhs.shape[0], align=align_of(recipe))
         _, a_rows = forms_of(lhs, -1, (None, wgrad), blocks, groups.rows)
     types = _Types(lhs.dtype, None if floats is None else floats.dtype)
-    return y, (a_rows, w_free, sizes, groups, recipe, types)
+    return y, (a_rows, w_free, sizes, groups, recipe, types, mark)
 
 
 def _ragged_bwd(static: _Static, residual: tuple, dy: jax.Array):
-    a_rows, w_free, sizes, groups, recipe, types = residual
-    dy = once_derived("ragged_dot", dy)
+    a_rows, w_free, sizes, groups, recipe, types, mark = residual
+    dy, _ = once_derived("ragged_dot", dy, mark)
     dgrad, wgrad = recipe.uses("gradient")
     blocks = recipe.blocks("gradient")
     along_n, _ = forms_of(dy, -1, (frozen_or(dgrad, types.rhs is None), None), blocks)

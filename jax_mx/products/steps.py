@@ -158,10 +158,17 @@ def floats_kept(gate_up: Any, dtype: np.dtype) -> jax.Array:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def once_derived(op: str, x: jax.Array) -> jax.Array:
-    """x, in a derivative that has none: what moves as bits would lose it in silence."""
+def once_derived(op: str, *args: Any) -> tuple[Any, ...]:
+    """The args, in a derivative that has none by any of them: codes would lose it in silence.
+
+    The forward pass gives what it is differentiated by and `MARK`, which it keeps for the backward
+    pass to give beside its gradient: of what no gradient reads, JAX removes the check, too.
+    """
     del op
-    return x
+    return args
+
+
+MARK = np.zeros((), bool)
 
 
 @once_derived.defjvp
