@@ -185,7 +185,7 @@ class MXArray:
         return indexing.reshaped(op, checked(op, "the array", self), new)
 
     def swapaxes(self, axis1: int, axis2: int) -> MXArray:
-        """See `jax_mx.swapaxes`."""
+        """`jax_mx.swapaxes` of this array: two axes swapped, codes moved, nothing quantized anew."""
         op = "swapaxes"
         return indexing.swapped(op, checked(op, "the array", self), axis1, axis2, _repacked)
 
@@ -317,11 +317,17 @@ class MXArray:
         transpose: bool = False,
         implementation: str | None = None,
     ) -> jax.Array:
-        """See `jax_mx.dequantize`."""
+        """`jax_mx.dequantize` of this array: floats of its shape, or with the last axes swapped."""
         return dequantize(self, dtype, transpose=transpose, implementation=implementation)
 
     def with_values_in(self, value_layout: ValueLayout | str) -> MXArray:
         """The same array with its values in another layout.
+
+        Args:
+          value_layout: ROW_MAJOR_VALUES or SHUFFLED_16X16, or its name.
+
+        Returns:
+          An `MXArray` that dequantizes to the same floats; bytes are moved, none is changed.
 
         Raises:
           TypeError: value_layout or a field of the array is of the wrong type.
@@ -333,6 +339,13 @@ class MXArray:
 
     def with_scales_in(self, scale_layout: ScaleLayout | str) -> MXArray:
         """The same array with its scales in another layout; of square blocks see `expand`.
+
+        Args:
+          scale_layout: ROW_MAJOR, BLOCKED_128X4 or SHUFFLED_32X8, or its name.
+
+        Returns:
+          An `MXArray` that dequantizes to the same floats; where tiles are padded, zeros come in or
+          go.
 
         Raises:
           TypeError: scale_layout or a field of the array is of the wrong type.

@@ -85,7 +85,18 @@ class Hadamard:
 
     @classmethod
     def random(cls, key: jax.Array, size: int = 16) -> Hadamard:
-        """With signs from a key of `jax.random`: the same whatever jax_enable_x64 says."""
+        """With signs from a key of `jax.random`: the same whatever jax_enable_x64 says.
+
+        Args:
+          key: a key, typed or of raw uint32s; one key gives one set of signs.
+          size: how many elements are transformed together; see `Hadamard`.
+
+        Returns:
+          A `Hadamard` whose signs are an array: it may be made within jit.
+
+        Raises:
+          TypeError, ValueError: it is no single key, or there is no transform of this size.
+        """
         size = _size("Hadamard", size)
         _check_key("Hadamard.random", "key", key)
         return cls(size, jax.random.bits(key, (size,), jnp.uint32) < np.uint32(1 << 31))

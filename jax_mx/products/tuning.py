@@ -288,7 +288,8 @@ class Explanation:
     """What serves the calls of a function; `print` shows a table.
 
     Attributes:
-      calls: in the order of the trace, the same ones together.
+      calls: in the order of the trace, the same ones together: of each its `key`, `count`, `chosen`,
+        `by`, who chose, and `costs`.
       notes: what to know beside it, a sentence each.
     """
 
