@@ -185,7 +185,7 @@ class MXArray:
         return indexing.reshaped(op, checked(op, "the array", self), new)
 
     def swapaxes(self, axis1: int, axis2: int) -> MXArray:
-        """`jax_mx.swapaxes` of this array: two axes swapped, codes moved, nothing quantized anew."""
+        """`jax_mx.swapaxes` of this array: codes move, nothing is quantized again."""
         op = "swapaxes"
         return indexing.swapped(op, checked(op, "the array", self), axis1, axis2, _repacked)
 

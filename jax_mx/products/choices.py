@@ -80,9 +80,9 @@ class Choice:
     another choice.
 
     Attributes:
-      entries: for each call that was measured, sorted, its `key` (op, chip, operands, how, version),
-        `chosen`, `costs` (microseconds of each candidate, or why it was left out) and `on`, where
-        it was measured.
+      entries: of each call that was measured, sorted, its `key` (op, chip, operands, how, version),
+        what was `chosen`, `costs`, microseconds of each candidate or why it was left out, and `on`,
+        the device.
       notes: what to know of how they were measured, a sentence each.
     """
 

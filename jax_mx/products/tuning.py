@@ -288,8 +288,8 @@ class Explanation:
     """What serves the calls of a function; `print` shows a table.
 
     Attributes:
-      calls: in the order of the trace, the same ones together: of each its `key`, `count`, `chosen`,
-        `by`, who chose, and `costs`.
+      calls: in the order of the trace, the same ones together; of each its `key` and `count`, what
+        was `chosen` `by` whom, and `costs`.
       notes: what to know beside it, a sentence each.
     """
 
