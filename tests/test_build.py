@@ -17,6 +17,7 @@ from jax_mx.kernels import build
 from jax_mx.kernels.build import EXECUTED
 from jax_mx.lowering import store
 
+COMPILED = shutil.ignore_patterns("__pycache__")  # what a cache holds is no source
 FIRST = {dsl: next(v for v in VARIANTS if v.implementation == dsl) for dsl in ARCHS}
 
 
@@ -85,7 +86,7 @@ def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypat
     """A stale binary cannot pass: what an entry is made of is in files that the key hashes."""
     package = Path(build.__file__).parents[1]
     for folder in ("facts", "kernels"):
-        shutil.copytree(package / folder, tmp_path / folder)
+        shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     variant, places = FIRST[dsl], [*_places(dsl), *_tables(dsl, arch, monkeypatch)]
 
     def key() -> str:
@@ -114,7 +115,7 @@ def test_a_key_changes_with_what_a_table_says(tmp_path):
     """With `value_layouts_of` changed, a kernel's scalars are others; its key once stayed."""
     package = Path(build.__file__).parents[1]
     for folder in ("facts", "kernels"):
-        shutil.copytree(package / folder, tmp_path / folder)
+        shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     table = tmp_path / "facts" / "variants.py"
     before = content.key_of(FIRST["cutedsl"], "sm_90a", tmp_path)
     text = table.read_text()
