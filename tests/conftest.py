@@ -35,6 +35,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # GPU, processes that tests start, and programs of several devices: with this code these waited for
 # each other forever, once in a thousand steps of training.
 QUICK = [("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", True)]
+QUICK += [("xla_cpu_parallel_codegen_split_count", 1)]  # each core has a process of tests
 if jax.__version_info__ < (0, 11):
     QUICK += [("xla_cpu_use_fusion_emitters", False)]  # later versions of XLA have no other ones
 _quick = False
