@@ -204,6 +204,25 @@ def test_safetensors_of_others(tmp_path):
     assert_refused(lambda: load(tmp_path / "x.safetensors"), ValueError, sentence)
 
 
+def test_numbers_and_lists_are_what_jax_makes_of_them(tmp_path):
+    path = tmp_path / "w"
+    jax_mx.save_safetensors({"step": 3, "rates": [0.1, 0.2], "on": True}, path)
+    found = jax_mx.load_safetensors(path)
+    assert {name: str(a.dtype) for name, a in found.items()} == {
+        "step": "int32", "rates": "float32", "on": "bool"
+    }  # fmt: skip
+    assert found["step"] == 3 and np.array_equal(found["rates"], np.float32([0.1, 0.2]))
+
+
+def test_a_file_is_replaced_behind_a_link_and_keeps_its_permissions(tmp_path):
+    path, link = tmp_path / "w", tmp_path / "link"
+    path.touch(0o640)
+    link.symlink_to(path)
+    jax_mx.save_safetensors({"w": made()}, link)
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o640
+    assert_same_array(jax_mx.load_safetensors(path)["w"], made())
+
+
 def test_safetensors_that_are_refused(tmp_path):
     path, save, load = tmp_path / "w", jax_mx.save_safetensors, jax_mx.load_safetensors
     save({"w": made(), "b": jnp.ones(3)}, path)
@@ -231,6 +250,8 @@ def test_safetensors_that_are_refused(tmp_path):
         ({"a": jax.random.key(0)}, TypeError, "'a' is a key; save jax.random.key_data of it"),
         ({"a": jnp.ones(3, jnp.int4)}, TypeError, "'a' is int4, which files do not have"),
         ({"__metadata__": jnp.ones(3)}, ValueError, "files call their metadata '__metadata__'"),
+        ({"\ud800": jnp.ones(3)}, ValueError, "'\\ud800' is no Unicode text"),
+        ({"a": 2**40}, TypeError, "'a' is beyond int32; give a NumPy array of int64"),
     ):
         assert_refused(lambda t=tensors: save(t, path), error, sentence)
     for notes, error, sentence in (
@@ -248,7 +269,18 @@ def test_safetensors_that_are_refused(tmp_path):
     save_file({"w.values": np.ones(3, np.uint8)}, path,
               {"jax_mx": json.dumps({"w": {"format": "mxfp4_e2m1", "axis": -1}})})  # fmt: skip
     assert_refused(lambda: load(path), ValueError, "describes 'w' and has no 'w.scales'")
-    for text in ("[1,2", "[]", '{"a": null}', "3"):
+    parts = {"w.values": np.zeros((2, 64), np.uint8), "w.scales": np.zeros((2, 2), np.uint8)}
+    for more, axis, sentence in (
+        ({}, "a", "'w' is not what the file says of it: load_safetensors: axis must be an int"),
+        ({}, 7, "'w' is not what the file says of it: MXArray: axis 7 is out of range"),
+        ({"w": np.zeros(0, np.uint8)}, -1, "the file has an array 'w' and describes an MXArray so"),
+    ):
+        described = json.dumps({"w": {"format": "mxfp8_e4m3", "axis": axis}})
+        save_file(parts | more, path, {"jax_mx": described})
+        assert_refused(lambda: load(path), ValueError, sentence)
+    for call in (lambda: save(ones, tmp_path), lambda: load(tmp_path)):
+        assert_refused(call, ValueError, "name ")
+    for text in ("[1,2", "[]", '{"a": null}', "3", "[" * 100_000):
         save_file({"a": np.ones(3, np.uint8)}, path, {"jax_mx": text})
         assert_refused(lambda: load(path), ValueError, "which describes no MXArrays")
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -425,6 +426,7 @@ def test_speeds_are_drawn(tmp_path):
     [
         ("report.gif", "report.gif must end in one of .html, .png, .svg, .pdf"),
         ("nowhere/report.png", "there is no folder"),
+        (f"{'x' * 300}.png", "cannot be written (File name too long)"),
     ],
 )
 def test_pictures_that_cannot_be_written(path, sentence, good, capsys):
@@ -477,11 +479,35 @@ def test_output_that_cannot_be_written_ends_in_one_line(where, sentence, good):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("more", "status", "sentence"),
+    [
+        ({"PYTHONIOENCODING": "latin-1"}, 0, r"tensors.npz:é\u6f22"),
+        ({"JAX_DEBUG_NANS": "1"}, 0, "has 1 element that is NaN or infinite"),
+        ({"JAX_PLATFORMS": "cuda"}, 1, "JAX has no device with JAX_PLATFORMS='cuda'"),
+        ({"stdout": "closed"}, 0, ""),
+    ],
+    ids=str,
+)
+def test_settings_that_are_in_the_way(more, status, sentence, tmp_path):
+    x = np.full((32, 32), 1.0, np.float32)
+    x[0, 0] = np.nan
+    np.savez(tmp_path / "tensors.npz", **{"é漢": x})
+    command = [sys.executable, "-m", "jax_mx", "--file", str(tmp_path / "tensors.npz"), *ONE]
+    if more.get("stdout"):
+        command = ["sh", "-c", f"exec {shlex.join(command)} >&-"]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **more}
+    done = subprocess.run(command, capture_output=True, env=env)
+    said = (done.stdout + done.stderr).decode("latin-1")
+    assert done.returncode == status and sentence in said, said
+    assert "Traceback" not in said
+
+
 def test_bad_options(capsys):
     for options, sentence in (
         (["--format", "mxfp5"], "invalid choice: 'mxfp5' (choose from 'mxfp8_e4m3'"),
         (["--dtype", "float64"], "invalid choice: 'float64'"),
-        (["--axis", "rows"], "invalid axis_number value: 'rows'"),
+        (["--axis", "rows"], "must be an integer, got 'rows'"),
         (["--axis", "99999999999999999999"], "must be -32 to 31, got 99999999999999999999"),
         (["--axis", "-33"], "must be -32 to 31, got -33"),
     ):

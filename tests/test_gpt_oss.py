@@ -177,7 +177,11 @@ def broken(name: str, change) -> dict:
 
 
 REFUSED = {
-    "another layer": (layer_of(2), "there is no layer 0; the files have 2 to 2"),
+    "another layer": (layer_of(2), "there is no layer 0; the files have 2"),
+    "a hole": (
+        layer_of(1) | layer_of(5) | {"model.layers.².mlp.experts.gate_up_proj_blocks": np.zeros(1)},
+        "there is no layer 0; the files have 1, 5",
+    ),
     "nothing": ({"w": np.zeros(2, np.float32)}, "no experts in MXFP4, such as 'model.layers.0."),
     "no scales": (
         broken("down_proj_scales", lambda a: None),
@@ -225,7 +229,10 @@ def test_refused_arguments(folder):
     assert_refused(lambda: load(path, 0, sharding={"w": None}), ValueError, "sharding names 'w'")
     assert_refused(lambda: load(None, 0), TypeError, "path must be a path, or a list of paths")
     assert_refused(lambda: load([3], 0), TypeError, "path must be a path, or a list of paths")
-    for text in ("{}", "{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+    mesh = jax.make_mesh((1,), ("e",), axis_types=(AxisType.Auto,))
+    long = {"w_down": jax.NamedSharding(mesh, jax.P(None, None, None, None, "e"))}
+    assert_refused(lambda: load(path, 0, sharding=long), ValueError, "is of more than its 3")
+    for text in ("{}", "{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 100_000):
         (index := path / "other.json").write_text(text)
         assert_refused(lambda: load(index, 0), ValueError, 'other.json has no "weight_map"')
     (path / "model-00002-of-00002.safetensors").unlink()

@@ -140,7 +140,9 @@ def test_choices_to_slots_and_back():
     )
     x = jnp.arange(6, dtype=jnp.float32).reshape(3, 2)
     chosen = np.array([1, 2, 1])[:, None]  # of each token
-    summed = groups.combined(rows_of(x, groups.rows))
+    rows = rows_of(x, groups.rows)
+    summed = groups.combined(rows)
+    np.testing.assert_array_equal(groups.combined(np.asarray(rows)), summed)  # of NumPy, too
     np.testing.assert_array_equal(summed, chosen * np.asarray(x))
 
 
@@ -232,6 +234,11 @@ def test_on_a_mesh_with_explicit_axes():
             lambda g: g(np.zeros((7, 2), int), 2).of_slots(jnp.ones((5, 2))),
             ValueError,
             "choices have the shape (5, 2), must be (7, 2)",
+        ),
+        (
+            lambda g: g(np.zeros((1, 2), int), 2).combined(jax_mx.quantize(jnp.ones((64, 32)))),
+            TypeError,
+            "Groups.combined: slots are MXArray, must be an array of numbers",
         ),
     ],
 )

@@ -273,11 +273,14 @@ TALL = jax_mx.quantize(jnp.ones((41, 64), jnp.bfloat16))
         (lambda: Q["rows"], TypeError, "and arrays of ints or bools, got 'rows'"),
         (lambda: Q[[0, 1]], TypeError, "and arrays of ints or bools, got [0, 1]"),
         (lambda: Q[np.ones(3, bool)], IndexError, "a mask (3,) does not fit the shape (40, 64)"),
+        (lambda: Q[..., np.ones(41, bool), :], IndexError, "a mask (41,) does not fit the shape"),
+        (lambda: Q[..., np.ones((3, 3), bool), :], IndexError, "has too many indices"),
         (lambda: TILED[3], ValueError,
          "MXArray[...]: scale_layout 'blocked_128x4' tiles a matrix's rows and columns, the array "
          "has rank 1; use 'row_major' or a matrix"),
         (lambda: jax_mx.concatenate([]), ValueError, "concatenate: it takes one array at least"),
         (lambda: jax_mx.concatenate(Q), TypeError, "concatenate: it takes a list of MXArrays"),
+        (lambda: jax_mx.stack(None), TypeError, "it takes a list of MXArrays, got None"),
         (lambda: jax_mx.concatenate([Q, Q.values]), TypeError,
          "concatenate: array 1 must be an MXArray, as quantize returns, got ArrayImpl"),
         (lambda: jax_mx.concatenate([Q, TILED]), ValueError,
@@ -378,12 +381,12 @@ def test_what_shapes_may_become():
     assert_bits_equal(twice.dequantize(jnp.float32), jnp.concatenate([y, y]))
     like = jax.eval_shape(lambda: q)
     padding = getattr(like, "padding", None)
-    assert padding == q.padding and padding.sides == (56, 2)
+    assert padding == q.padding and padding.numbers == (56, 2)
     treedef = jax.tree.structure(q)
     for leaf in (None, object(), P(), 0, jax.ShapeDtypeStruct((), jnp.uint8)):
         odd = jax.tree.unflatten(treedef, [leaf, leaf])
         assert jax.tree.structure(odd, is_leaf=lambda a: a is None) == treedef
-        assert vars(odd)["padding"].sides == (56, 2)
+        assert vars(odd)["padding"].numbers == (56, 2)
     specs = jax_mx.MXArray(0, None, "mxfp8_e4m3", -1, "blocked_128x4")
     same = jax.vmap(lambda q: q.dequantize(jnp.float32), in_axes=(specs,))
     assert_bits_equal(same(jax_mx.MXArray(q.values, q.scales[0], q.format, -1, q.scale_layout))[0],
@@ -396,7 +399,7 @@ def test_static_fields_survive_serialization():
     again = jax.export.deserialize(program.serialize())
     back: Any = again.call(q)[0]
     assert_same_array(back, q)
-    assert vars(back)["padding"].sides == q.padding.sides
+    assert vars(back)["padding"].numbers == q.padding.numbers
     from jax_mx.ops import mxarray
 
     aux = jax.tree.structure(q).node_data()[1]
@@ -478,3 +481,19 @@ def test_parts_that_do_not_fit_get_one_sentence():
         (lambda: make(q.values, rows, "mxfp8_e4m3", axis=-3), ValueError, "axis -3 is out of"),
     ):  # fmt: skip
         assert_refused(call, error, sentence)
+
+
+def test_blocks_of_a_symbolic_length():
+    """A slice that says what it takes without the length."""
+    (n,) = jax.export.symbolic_shape("n")
+    x = jax.ShapeDtypeStruct((2, 32 * n + 64), jnp.float32)
+
+    def exported(part):
+        f = jax.jit(lambda x: part(jax_mx.quantize(x)).dequantize(jnp.float32))
+        return jax.export.export(f, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS)(x)
+
+    y = jnp.arange(256, dtype=jnp.float32).reshape(2, 128)
+    for part in (lambda q: q[..., :64], lambda q: q[..., 32:64], lambda q: q[:1, 32:]):
+        assert_bits_equal(exported(part).call(y), part(jax_mx.quantize(y)).dequantize(jnp.float32))
+    for part in (lambda q: q[..., :40], lambda q: q[..., -32:]):
+        assert_refused(lambda part=part: exported(part), ValueError, "and stay whole: index it")

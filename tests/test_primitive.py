@@ -39,7 +39,7 @@ from jax_mx.facts.variants import VARIANTS, Variant
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive, quantizers, registry, store
 from jax_mx.ops import mxarray
-from jax_mx.ops.metadata import Padding
+from jax_mx.ops.metadata import Known
 from jax_mx.ops.preprocessing import preprocessing_of
 
 P = PartitionSpec
@@ -699,5 +699,5 @@ def test_exported_square_blocks():
     aux = (jax_mx.MXFP8_E5M2, -2, jax_mx.BLOCKED_128X4)
     for values in VALUE_LAYOUTS.values():
         for block in ((32,), (32, 32)):
-            fields = (*aux, block, values, 32, Padding())
+            fields = (*aux, block, values, 32, Known(), Known())
             assert mxarray._deserialize(mxarray._serialize(fields)) == fields

@@ -440,6 +440,76 @@ def test_programs_of_other_windows_differ():
     assert len({*programs}) == len(WINDOWS)
 
 
+# ---- parts ---
+def holds(q) -> bool:
+    """Whether the blocks of each of an array's windows have equal scales."""
+    scales = np.asarray(bytes_of(q.scales)[..., 0])
+    if q.window == TILE:
+        down = 4 if len(q.block) == 2 or q.axis == -2 else 128
+        steps = {-2: down, -1: 128 if q.axis == -2 else 4}
+    else:
+        steps = {q.axis: max(scales.shape[q.axis], 1) if q.window == ROW else q.window // BLOCK}
+    for axis, step in steps.items():
+        at = np.arange(scales.shape[axis]) // step * step
+        if (scales != scales.take(at, axis)).any():
+            return False
+    return True
+
+
+PARTS = {
+    "a tile": (lambda q: q[..., 128:256, :], True),
+    "less of it": (lambda q: q[..., 128:160, :], True),
+    "half tiles": (lambda q: q[..., 64:192, :], False),
+    "half windows": (lambda q: q[..., 64:192], False),
+    "whole windows": (lambda q: q[..., 256:], True),
+    "every second row": (lambda q: q[..., ::2, :], False),
+    "backwards": (lambda q: q[..., ::-1, :], False),
+    "some rows": (lambda q: q[..., np.array([0, 200]), :], False),
+    "a row": (lambda q: q[..., 5, :], False),
+    "a new axis": (lambda q: q[..., None, :], False),
+    "leading": (lambda q: q[1:, None], True),
+    "swapped": (lambda q: q.mT, True),
+    "swapped leading": (lambda q: q.swapaxes(0, 1), False),
+    "rows joined": (lambda q: q.reshape(-1, q.shape[-1]), True),
+    "rows split": (lambda q: q.reshape(2, -1, 128, q.shape[-1]), True),
+    "rows split within": (lambda q: q.reshape(2, -1, 192, q.shape[-1]), False),
+    "odd rows joined": (lambda q: q[:, :192].reshape(-1, q.shape[-1]), False),
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS[1:], ids=str)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_has_the_window_that_its_scales_have(part, window):
+    x = floats((2, 384, 512), "bfloat16", 9)
+    q = jax_mx.quantize(x, window=window)
+    q = q.expand() if window == TILE else q
+    f, of_tiles = PARTS[part]
+    found = f(q)
+    assert holds(q) and holds(found)
+    kept = of_tiles if window == TILE else part != "half windows" or window == ROW
+    assert found.window == (window if kept else BLOCK)
+
+
+@pytest.mark.parametrize(("window", "kept"), [(ROW, False), (128, True), (256, False)], ids=str)
+def test_windows_of_shards_that_are_joined(window, kept):
+    """A shard's own row is no row of the whole; what came in whole goes out whole."""
+    mesh, x = jax.make_mesh((4,), ("k",), axis_types=(AxisType.Auto,)), floats((8, 512))
+    split = partial(jax.shard_map, mesh=mesh, in_specs=P(None, "k"), out_specs=P(None, "k"))
+    found = jax.jit(split(lambda x: jax_mx.quantize(x, window=window)))(x)
+    assert found.window == (window if kept else BLOCK) and holds(found)
+    assert holds(jax_mx.align(found, window)) and jax_mx.align(found, window).window == window
+    q = jax_mx.quantize(x, window=window)
+    there = split(lambda q: q)(q)
+    assert_same_array(there, q)
+    cut = jax.make_mesh((8,), ("k",), axis_types=(AxisType.Auto,))
+    x = floats((8, 768))  # of which a shard has 96
+    own = []
+    jax.shard_map(lambda q: own.append(q), mesh=cut, in_specs=P(None, "k"), out_specs=None)(
+        jax_mx.quantize(x, window=window)
+    )
+    assert own[0].window == (ROW if window == ROW else BLOCK)
+
+
 # ---- sharded: cells of docs/sharding.md hold the rest ---
 def test_a_row_crosses_shards_by_its_amax_alone():
     mesh = jax.make_mesh((8,), ("k",), axis_types=(AxisType.Auto,))

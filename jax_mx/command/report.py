@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--emulate", choices=ARCHS["flydsl"], metavar="ARCH", help=about)
     add("--strict", action="store_true", help="exit with 1 if any tensor or file failed")
     add("--json", action="store_true", help="one JSON object instead of tables")
-    about = "draw histograms of the tensors, and speeds: a page (.html) or a picture (.png, .svg)"
+    about = "draw histograms of tensors, and speeds: a page (.html), a picture (.png, .svg, .pdf)"
     add("--plot", type=picture_path, metavar="PATH", help=about)
     options = parser.parse_args(arguments)
     for name in ("file", *DEFAULTS):  # each once
@@ -96,7 +96,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def axis_number(text: str) -> int:
     """An axis of any array that is likely; beyond, integers overflow and shapes do not exist."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from error
     if not -32 <= number < 32:
         raise argparse.ArgumentTypeError(f"must be -32 to 31, got {text}")
     return number
@@ -301,16 +304,24 @@ def _tensors(out: Report) -> Iterator[tuple[str, Any]]:
 # ---- the command ---------------------------------------------------------------------------------
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `--help` for the exit status."""
+    _prepare_streams()
     options = parse(arguments)
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:  # JAX asserts that it has what CUDA needs
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        why = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        return _end(f"JAX has no device with JAX_PLATFORMS={asked!r}{why}; unset it", 1)
     try:
         if options.plot:  # not after all else was measured
             importlib.import_module(f"{PLOT}.figure")
-        if options.emulate is None:
-            return report(options)
-        from jax_mx.testing import emulate
+        with jax.debug_nans(False), jax.debug_infs(False):  # tensors may have some
+            if options.emulate is None:
+                return report(options)
+            from jax_mx.testing import emulate
 
-        with jax.default_device(jax.devices("cpu")[0]), emulate(options.emulate):
-            return report(options)
+            with jax.default_device(jax.devices("cpu")[0]), emulate(options.emulate):
+                return report(options)
     except ModuleNotFoundError as error:
         return _missing(error)
     except KeyboardInterrupt:
@@ -320,6 +331,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         return _end(f"{error.strerror or error}{where}", 1)
+
+
+def _prepare_streams() -> None:
+    """Names are printed whatever the encoding is; a stream that is closed takes and drops all."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w"))
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _missing(error: ModuleNotFoundError) -> int:

@@ -203,7 +203,7 @@ def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, 
     if tensor.dtype.name not in FLOATS:
         raise TypeError(_no_float(tensor.dtype.name))
     notes = [f"was float64 and is measured in {dtype}"] if tensor.dtype.name == "float64" else []
-    before = np.count_nonzero(tensor)
+    before, given = np.count_nonzero(tensor), tensor
     with np.errstate(all="ignore"):  # what overflows is counted below
         tensor = tensor.astype(FLOAT_DTYPES[dtype])
     # Whether a tensor can be quantized depends on its shape alone, not on the format or scaling.
@@ -213,13 +213,15 @@ def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, 
     if zeros := before - np.count_nonzero(tensor):
         what = f"of {before} nonzero elements {zeros} are zero in {dtype}"
         if zeros == before:
-            way = "multiply it" if dtype == "float32" else "try --dtype float32, or multiply it"
+            wider = dtype != "float32" and np.count_nonzero(given.astype(np.float32))
+            way = "try --dtype float32, or multiply it" if wider else "multiply it"
             raise ValueError(f"{what}, so nothing is left to measure; {way}")
         notes.append(what)
     if poison := tensor.size - np.count_nonzero(np.isfinite(tensor)):
+        elements = "1 element that is" if poison == 1 else f"{poison} elements that are"
         notes.append(
-            f"has {poison} elements that are NaN or infinite in {dtype}; their blocks become NaN "
-            "and are left out of the errors"
+            f"has {elements} NaN or infinite in {dtype}; their blocks become NaN and are left out "
+            "of the errors"
         )
     return tensor, axis, notes
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -169,7 +170,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         found = json.loads(index.read_text())
         names = found["weight_map"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         names = None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise ValueError(
@@ -271,11 +272,13 @@ class _Layer(NamedTuple):
         read = partial(told.copied, self.names[word], tensor)
         if sharding is None:
             return jnp.asarray(read(()))
+        refused = f"{OP}: {self.names[word]!r} cannot be split so"
+        if len(spec := getattr(sharding, "spec", ())) > tensor.ndim:
+            raise ValueError(f"{refused}: {spec} is of more than its {tensor.ndim} dimensions")
         try:
             part = sharding.shard_shape(tensor.shape)
         except ValueError as error:
-            what = str(error).splitlines()[0]
-            raise ValueError(f"{OP}: {self.names[word]!r} cannot be split so: {what}") from error
+            raise ValueError(f"{refused}: {str(error).splitlines()[0]}") from error
         if word.endswith("blocks") and part[-1] % (BLOCK // 2):
             raise ValueError(
                 f"{OP}: {self.names[word]!r} would be split into parts of {2 * part[-1]} elements, "
@@ -292,12 +295,15 @@ def _missing(files: _Files, layer: int) -> str:
         end = after + words["gate_up_blocks"]
         for name in files.places:
             number = name.removeprefix(before).removesuffix(end)
-            if name == before + number + end and number.isdigit():
+            if name == before + number + end and re.fullmatch("[0-9]+", number):
                 layers.add(int(number))
     if not layers:
         first = next(iter(NAMES)).format(layer=layer) + "gate_up_proj_blocks"
         return f"the files have no experts in MXFP4, such as {first!r}"
-    return f"there is no layer {layer}; the files have {min(layers)} to {max(layers)}"
+    numbers = sorted(layers)
+    whole = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
+    found = f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))
+    return f"there is no layer {layer}; the files have {found}"
 
 
 class _Told:

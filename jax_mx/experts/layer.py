@@ -302,8 +302,8 @@ def _moe_vjp(static: _Static, given, first, second, experts, recipes):
 
 
 def _moe_fwd(static: _Static, given, first, second, experts, recipes):
-    *given, mark = once_derived("moe", *given, MARK)
-    y, kept = _forward(static, tuple(given), (first, second), experts, recipes, keep=True)
+    *floats, mark = once_derived("moe", *given, MARK)
+    y, kept = _forward(static, tuple(floats), (first, second), experts, recipes, keep=True)
     return y, (kept, mark)
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,19 +98,23 @@ def save_safetensors(
     metadata say under "jax_mx", in JSON, what the format, the axis and the layouts of each are.
 
     Args:
-      tensors: by name; MXArrays and other arrays.
-      path: of the file; one that exists is replaced.
+      tensors: by name; MXArrays and other arrays; numbers and lists as JAX makes arrays of them.
+      path: of the file. One that exists is replaced, of a link the file that it leads to, and keeps
+        its permissions.
       notes: further metadata, strings; not under "jax_mx".
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
       FileNotFoundError: there is no such folder.
       TypeError: no dictionary of arrays by name, or arrays of a dtype that files do not have.
-      ValueError: two tensors, or notes and what is written besides, would have one name.
+      ValueError: two tensors, or notes and what is written besides, would have one name; a name is
+        no Unicode text; or the path is that of something else than a file.
     """
     op, library = "save_safetensors", _safetensors("save_safetensors")
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
         raise TypeError(f"{op}: tensors must be a dictionary of arrays by name")
+    if wrong := [name for name in tensors if not _is_text(name)]:
+        raise ValueError(f"{op}: {wrong[0]!r} is no Unicode text, as names of tensors are")
     if "__metadata__" in tensors:
         raise ValueError(f"{op}: files call their metadata '__metadata__'; rename the tensor")
     notes = _notes(op, notes)
@@ -126,7 +131,22 @@ def save_safetensors(
             raise ValueError(f"{op}: there are two tensors {min(twice)!r}; rename one")
         found |= {part: _held(op, part, array) for part, array in parts.items()}
     texts = {**notes, _KEY: json.dumps(described)}
-    library.numpy.save_file(found, os.fspath(path), metadata=texts)
+    target = Path(os.path.realpath(path))  # the library puts a new file in a link's place
+    there = target.stat() if target.exists() else None
+    if there is not None and not stat.S_ISREG(there.st_mode):
+        raise ValueError(f"{op}: {os.fspath(path)} is no file; name one, or what is to become one")
+    library.numpy.save_file(found, os.fspath(target), metadata=texts)
+    if there is not None:
+        target.chmod(stat.S_IMODE(there.st_mode))
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name can be written; half of a surrogate pair cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _notes(op: str, notes: Any) -> dict[str, str]:
@@ -168,7 +188,14 @@ def _held(op: str, name: str, array: Any) -> np.ndarray:
     is_plain = held.dtype.kind in "biuf" and held.dtype.itemsize <= 8
     if not is_plain and held.dtype not in (*_DTYPES.values(), np.complex64):
         raise TypeError(f"{op}: {name!r} is {held.dtype}, which files do not have; convert it")
-    return held
+    if dtype is not None:
+        return held
+    kept = held.astype(jax.dtypes.canonicalize_dtype(held.dtype))  # numbers, as JAX takes them
+    if kept.dtype.kind in "iu" and (kept != held).any():
+        raise TypeError(
+            f"{op}: {name!r} is beyond {kept.dtype}; give a NumPy array of {held.dtype}"
+        )
+    return kept
 
 
 def load_safetensors(
@@ -188,7 +215,8 @@ def load_safetensors(
       ModuleNotFoundError: safetensors is not installed.
       FileNotFoundError: there is no such file.
       TypeError: like is no dictionary of arrays.
-      ValueError: the file's metadata are damaged, or describe an array that is not in it; a tensor
+      ValueError: this is a folder; the file's metadata are damaged, or describe an array that is
+        not in it, or is another, or beside one of its name; a tensor
         has a dtype that JAX does not have (float64 and int64 want jax_enable_x64); or what is there
         is not what is expected: names, shapes, dtypes, the format, axis or layouts of an MXArray.
     """
@@ -213,7 +241,12 @@ def load_safetensors(
         parts = {part: arrays.pop(f"{name}.{part}", None) for part in ("values", "scales")}
         if missing := [part for part, array in parts.items() if array is None]:
             raise ValueError(f"{op}: the file describes {name!r} and has no '{name}.{missing[0]}'")
-        found[name] = MXArray.from_parts(**parts, **metadata.read(op, description))
+        try:
+            found[name] = MXArray.from_parts(**parts, **metadata.read(op, description))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{op}: {name!r} is not what the file says of it: {error}") from error
+    if twice := found.keys() & arrays.keys():
+        raise ValueError(f"{op}: the file has an array {min(twice)!r} and describes an MXArray so")
     found |= arrays
     if like is not None:
         _require_alike(op, found, like)
@@ -229,7 +262,7 @@ def _descriptions(op: str, texts: Mapping[str, str]) -> dict[str, dict[str, Any]
     text = texts.get(_KEY, "{}")
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
         raise ValueError(
@@ -252,6 +285,8 @@ def header_of(
       ValueError: the file is none of safetensors'.
     """
     library = _safetensors(op)
+    if Path(path).is_dir():
+        raise ValueError(f"{op}: {os.fspath(path)} is a folder; name a .safetensors file in it")
     try:
         with library.safe_open(os.fspath(path), framework="np") as file:
             texts = file.metadata() or {}
@@ -273,7 +308,10 @@ def dtype_of(op: str, name: str, dtype: str) -> np.dtype:
         try:
             kind = np.dtype(dtype[0].lower() + str(int(dtype[1:]) // 8))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{op}: {name!r} has the dtype {dtype}, which JAX lacks") from error
+            raise ValueError(
+                f"{op}: {name!r} has the dtype {dtype}, which jax_mx does not read; write it as "
+                "bytes (U8), or as floats of a dtype that JAX has"
+            ) from error
     kind = np.dtype(kind)
     if (kept := jax.dtypes.canonicalize_dtype(kind)) != kind:
         raise ValueError(
@@ -329,9 +367,14 @@ def _from_state_dict(target: MXArray, state: Mapping[str, Any]) -> MXArray:
     """The inverse of `_to_state_dict`, for a target of the same format, axis and layouts.
 
     Raises:
-      ValueError: it has others, or another shape.
+      ValueError: it has others, or another shape, or holds no MXArray.
     """
     op = "from_state_dict"
+    if not isinstance(state, Mapping) or not state.keys() >= _ARRAYS:
+        raise ValueError(
+            f"{op}: the target has an MXArray where the checkpoint has {shown(state)}; restore "
+            "into floats, and quantize these"
+        )
     static = {name: value for name, value in state.items() if name not in _ARRAYS}
     fields = metadata.read(op, static)
     metadata.require_same(op, "the checkpoint", tuple(fields.values()), metadata.fields_of(target))

@@ -32,6 +32,7 @@ from jax_mx.arrays.views import moved_last, stored_spec
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import ROW, Window, lengths_of
 from jax_mx.lowering.barrier import as_made
+from jax_mx.ops.indexing import window_axes
 from jax_mx.ops.mxarray import MXArray, checked
 
 AxisName = Any  # of a mesh, or a sequence of them; as jax.lax takes it
@@ -163,7 +164,7 @@ def _own(op: str, q: Any) -> MXArray:
 
 
 def _size(axis_name: AxisName, groups: Groups) -> int:
-    return len(groups[0]) if groups is not None else jax.lax.axis_size(axis_name)
+    return len(groups[0]) if groups else jax.lax.axis_size(axis_name)  # of [] JAX says the rest
 
 
 def _moved(
@@ -292,9 +293,8 @@ def _require_whole(op: str, q: MXArray, axis: int, length: int, n: int, how: str
 # ---- windows ---
 def _window(q: MXArray, axis: int, length: int) -> Window:
     """The window that parts of so many elements along an axis have; a row is each part's own."""
-    spans = (-2, -1) if isinstance(q.window, tuple) else (q.axis,)
-    each = lengths_of(q.window)[1]
-    return BLOCK if axis in spans and q.window != ROW and length % each else q.window
+    each, axes = lengths_of(q.window)[1], window_axes(q)
+    return BLOCK if axis in axes and q.window != ROW and length % each else q.window
 
 
 def _part(q: MXArray, axis: int, length: int) -> MXArray:

@@ -144,6 +144,7 @@ class Groups:
           ValueError: choices of another shape.
         """
         self._check_one("of_slots")
+        choices = _numbers("Groups.of_slots", "choices", choices)
         if not _same_shape(choices.shape, self.slots.shape):
             raise ValueError(
                 f"Groups.of_slots: choices have the shape {choices.shape}, must be "
@@ -163,6 +164,7 @@ class Groups:
           ValueError: not R rows.
         """
         self._check_one("of_choices")
+        slots = _numbers("Groups.of_choices", "slots", slots)
         if not _same_shape(slots.shape[:1], self.rows.shape):
             raise ValueError(
                 f"Groups.of_choices: slots have the shape {slots.shape}, must have "
@@ -179,6 +181,7 @@ class Groups:
         Raises:
           ValueError: not R rows.
         """
+        slots = _numbers("Groups.combined", "slots", slots)
         return self.of_choices(slots).astype(jnp.float32).sum(1).astype(slots.dtype)
 
     def _check_one(self, method: str) -> None:
@@ -215,6 +218,18 @@ def integers(op: str, name: str, values: Any) -> jax.Array:
         least = max(jnp.iinfo(values.dtype).min, -1)
         values = values.clip(least, jnp.iinfo(jnp.int32).max)
     return jnp.asarray(values.astype(np.int32))
+
+
+def _numbers(op: str, name: str, x: Any) -> jax.Array:
+    """An array, whatever holds the numbers.
+
+    Raises:
+      TypeError: it is none.
+    """
+    try:
+        return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{op}: {name} are {shown(x)}, must be an array of numbers") from error
 
 
 def _unsplit(x: jax.Array) -> jax.Array:

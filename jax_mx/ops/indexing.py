@@ -6,7 +6,7 @@ Of any layout. What cuts through tiles takes scales out of their tiles, and puts
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays import tiles
-from jax_mx.arrays.checks import axis_of, blocks_fit, shown, values_fit
+from jax_mx.arrays.checks import axis_of, blocks_fit, is_symbolic, shown, values_fit
 from jax_mx.arrays.views import moved_last, stored_shape
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
@@ -94,21 +94,46 @@ def indexed(op: str, q: MXArray, index: Any) -> MXArray:
             own[places[axis]] = FULL if _is_full(part) else slice(part.start // per,
                                                                   part.stop // per)  # fmt: skip
         arrays[name] = getattr(rows, name)[tuple(own)]
-    starts = {axis: 0 if _is_full(part) else part.start for axis, part in whole.items()}
-    window = _window_from(q, starts)
+    window = _window_of_part(q, entries, places)
     rows = dataclasses.replace(rows, axis=axes[-1], window=window, **arrays)
     return _in_layouts_of(op, rows, q)
 
 
-def _window_from(q: MXArray, starts: Mapping[int, int]) -> Window:
+def window_axes(q: MXArray) -> tuple[int, ...]:
+    """The axes that a window of q spans; of tiles, also where each block runs along one of them."""
+    return (-2, -1) if isinstance(q.window, tuple) else _block_axes(q)
+
+
+def _window_from(q: MXArray, starts: Iterable[int]) -> Window:
     """The window of an array whose axes begin at these elements of q's; 32 where windows are cut.
 
     A part of a row has equal scales as the row has.
     """
     length = q.window[0] if isinstance(q.window, tuple) else q.window
-    if isinstance(length, int) and any(start % length for start in starts.values()):
+    if isinstance(length, int) and any(start % length for start in starts):
         return BLOCK
     return q.window
+
+
+def _window_of_part(q: MXArray, entries: list, places: Mapping[int, int]) -> Window:
+    """The window of `q[index]`; 32 where it is no slice of whole windows."""
+    starts = []
+    for axis in window_axes(q):
+        entry = entries[places[axis]]
+        if _is_full(entry):
+            continue
+        try:
+            start, _, step = _indices(entry, q.shape[axis])
+        except (AttributeError, TypeError):  # no slice, or one of arrays
+            return BLOCK
+        if step != 1:
+            return BLOCK
+        starts.append(start)
+    if isinstance(q.window, tuple):
+        axes = _places_after(q.ndim, entries, [places[axis] for axis in window_axes(q)])
+        if axes != [-2, -1]:
+            return BLOCK
+    return _window_from(q, starts)
 
 
 def _is_full(entry: Any) -> bool:
@@ -117,22 +142,23 @@ def _is_full(entry: Any) -> bool:
 
 def _entries(op: str, q: MXArray, index: Any) -> tuple[list, dict[int, int]]:
     """The index with an entry for each axis, beside None's; and where that of each axis stands."""
+    each = [*index] if isinstance(index, tuple) else [index]
+    taken = sum(_axes_of(op, entry) for entry in each)
+    dots = [i for i, entry in enumerate(each) if entry is Ellipsis]
+    if len(dots) > 1 or taken > q.ndim:
+        raise IndexError(f"{op}: {shown(index)} has too many indices for the shape {q.shape}")
+    at = dots[0] if dots else len(each)
+    each[at : at + 1] = [FULL] * (q.ndim - taken)
     given: list[Any] = []
     axis = 0
-    for entry in index if isinstance(index, tuple) else (index,):
+    for entry in each:
         if _is_mask(entry):
-            if entry.shape != q.shape[axis : axis + entry.ndim] and Ellipsis not in given:
+            if entry.shape != q.shape[axis : axis + entry.ndim]:
                 raise IndexError(f"{op}: a mask {entry.shape} does not fit the shape {q.shape}")
             given += jnp.nonzero(entry)
         else:
             given.append(int(entry) if isinstance(entry, np.integer) else entry)
-        axis = len(given) - sum(each is None for each in given)
-    taken = sum(_takes_an_axis(op, entry) for entry in given)
-    dots = [i for i, entry in enumerate(given) if entry is Ellipsis]
-    if len(dots) > 1 or taken > q.ndim:
-        raise IndexError(f"{op}: {shown(index)} has too many indices for the shape {q.shape}")
-    at = dots[0] if dots else len(given)
-    given[at : at + 1] = [FULL] * (q.ndim - taken)
+        axis += _axes_of(op, entry)
     places = [i for i, entry in enumerate(given) if entry is not None]
     for axis, place in enumerate(places):
         entry, length = given[place], q.shape[axis]
@@ -147,15 +173,17 @@ def _is_mask(entry: Any) -> bool:
     return getattr(entry, "dtype", None) == np.bool_ and entry.ndim > 0
 
 
-def _takes_an_axis(op: str, entry: Any) -> bool:
-    """Whether an entry of an index, which is no mask, takes an axis; None and ... take none."""
+def _axes_of(op: str, entry: Any) -> int:
+    """How many axes an entry of an index takes: a mask those that it has, None and ... none."""
     if entry is None or entry is Ellipsis:
-        return False
+        return 0
+    if _is_mask(entry):
+        return entry.ndim
     dtype = getattr(entry, "dtype", None)
     if isinstance(entry, slice) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer)):
-        return True
+        return 1
     if isinstance(entry, int) and not isinstance(entry, bool):
-        return True
+        return 1
     raise TypeError(
         f"{op}: an index has ints, slices, None, ... and arrays of ints or bools, got "
         f"{shown(entry)}"
@@ -168,16 +196,31 @@ def _whole_blocks(op: str, q: MXArray, axis: int, entry: Any) -> slice:
         return entry
     length = q.shape[axis]
     try:
-        start, stop, step = entry.indices(length)
+        start, stop, step = _indices(entry, length)
     except (AttributeError, TypeError):  # no slice, or one of an array
         start, stop, step = 1, 1, 1
-    stop = max(start, stop)
-    if start % BLOCK or stop % BLOCK or step != 1:
+    if start % BLOCK or (stop is not length and stop % BLOCK) or step != 1:
         raise ValueError(
             f"{op}: blocks of {BLOCK} run along axis {axis} of length {length}, and stay whole: "
             f"index it with a slice from and to multiples of {BLOCK}, got {shown(entry)}"
         )
     return slice(start, stop)
+
+
+def _indices(entry: slice, length: Any) -> tuple[int, Any, int]:
+    """What a slice takes: its start, its stop, not before that, and its step.
+
+    Raises:
+      AttributeError, TypeError: it is none of ints, or does not say so without a symbolic length.
+    """
+    if not is_symbolic(length):
+        start, stop, step = entry.indices(length)
+        return start, max(start, stop), step
+    start, step = entry.start or 0, entry.step or 1
+    stop = length if entry.stop is None else entry.stop
+    if not all(isinstance(n, int) and n >= 0 for n in (start, step, stop) if n is not length):
+        raise TypeError(f"what {entry} takes depends on the length {length}")
+    return start, stop if stop is length else max(start, stop), step
 
 
 def _places_after(ndim: int, entries: list, places: list[int]) -> list[int]:
@@ -214,7 +257,13 @@ def reshaped(op: str, q: MXArray, shape: Any) -> MXArray:
         )
     values = stored_shape(new, (q.axis,), q.value_layout, q.format.codes_per_byte)
     scales = stored_shape(new, _block_axes(q), q.scale_layout)
-    return dataclasses.replace(q, values=q.values.reshape(values), scales=q.scales.reshape(scales))
+    window = q.window
+    if isinstance(window, tuple) and new[-2:] != old[-2:]:  # rows are split or joined
+        rows = (*old[-2:-1], *new[-2:-1])
+        whole = len(rows) == 2 and not any(is_symbolic(n) or n % window[0] for n in rows)
+        window = window if whole else BLOCK
+    arrays = {"values": q.values.reshape(values), "scales": q.scales.reshape(scales)}
+    return dataclasses.replace(q, **arrays, window=window)
 
 
 def swapped(op: str, q: MXArray, axis1: Any, axis2: Any, repacked: Any) -> MXArray:
@@ -234,6 +283,8 @@ def swapped(op: str, q: MXArray, axis1: Any, axis2: Any, repacked: Any) -> MXArr
         arrays = {"values": values.swapaxes(one, two), "scales": q.scales.swapaxes(one, two)}
         return dataclasses.replace(q, **arrays)
     axis = turn.get(q.axis, q.axis)
+    if isinstance(q.window, tuple) and (one in (-2, -1)) != (two in (-2, -1)):
+        q = dataclasses.replace(q, window=BLOCK)  # tiles are of the last two axes
     if q.scale_layout.is_tiled and not q.value_layout.is_tiled and {one, two} == {-1, -2, axis}:
         # Tiles are of the block axis and the other one, whichever comes first.
         return dataclasses.replace(q, values=q.values.swapaxes(one, two), axis=axis)
@@ -253,15 +304,14 @@ def joined(op: str, arrays: list[MXArray], axis: int) -> MXArray:
     place = order.index(axis) - first.ndim
     *others, _ = arrays
     if first.scale_layout.is_tiled and place >= -2:
-        pads = [q.padding.sides for q in others]
+        pads = [q.padding.numbers for q in others]
         if any(pad is None or pad[place] for pad in pads):  # tiles would not follow one another
             rows = joined(op, [with_scales(op, q, ROW_MAJOR) for q in arrays], axis)
             return with_scales(op, rows, first.scale_layout)
     window = first.window
-    spans = (-2, -1) if isinstance(window, tuple) else _block_axes(first)
-    if axis in spans and len(arrays) > 1:
+    if axis in window_axes(first) and len(arrays) > 1:
         ends = np.cumsum([q.shape[axis] for q in others])
-        window = BLOCK if window == ROW else _window_from(first, dict(enumerate(ends.tolist())))
+        window = BLOCK if window == ROW else _window_from(first, ends.tolist())
     values = jnp.concatenate([q.values for q in arrays], axis - first.value_layout.is_tiled)
     at = place - 1 if first.scale_layout.is_tiled else axis
     scales = jnp.concatenate([q.scales for q in arrays], at)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from jax_mx.arrays.checks import axis_of
+from jax_mx.arrays.checks import axis_of, shown
 from jax_mx.ops import indexing, metadata
 from jax_mx.ops.mxarray import MXArray, checked
 
@@ -78,6 +78,8 @@ def _alike(op: str, arrays: Sequence[MXArray]) -> list[MXArray]:
     """The arrays, which agree in all static fields and in rank."""
     if isinstance(arrays, MXArray):
         raise TypeError(f"{op}: it takes a list of MXArrays, got one MXArray")
+    if not isinstance(arrays, Iterable):
+        raise TypeError(f"{op}: it takes a list of MXArrays, got {shown(arrays)}")
     each = [checked(op, f"array {i}", q) for i, q in enumerate(arrays)]
     if not each:
         raise ValueError(f"{op}: it takes one array at least, got none")

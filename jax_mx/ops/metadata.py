@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -127,41 +128,35 @@ def description_in(name: str) -> dict[str, Any] | None:
     found: dict[str, Any] = dict(
         pair.split("=", 1) for pair in name.removeprefix(_SCALES).split(",") if "=" in pair
     )
-    if "axis" in found:
-        found["axis"] = int(found["axis"])
-    for field in ("block", "window"):
-        if field in found and found[field][0].isdigit():
-            lengths = [int(n) for n in found[field].split("x")]
-            found[field] = lengths if field == "block" or len(lengths) > 1 else lengths[0]
+    for field in ("axis", "block", "window"):
+        if re.fullmatch(r"-?[0-9]+(x[0-9]+)*", found.get(field, "")):  # else `read` says so
+            numbers = [int(n) for n in found[field].split("x")]
+            found[field] = numbers if field == "block" or len(numbers) > 1 else numbers[0]
     return found
 
 
-# ---- padding of tiles ---
+# ---- what is known of the shape ---
 @dataclasses.dataclass(frozen=True, eq=False)
-class Padding:
-    """How many rows and columns of the last tiles of scales are padding.
-
-    Whatever may be done to values and scales alike keeps these numbers: new leading dimensions,
-    indices of leading dimensions, shards and slices of whole tiles. A cut inside of a tile changes
-    them, and so shows, though the shapes of values and scales fit each other.
+class Known:
+    """Numbers that follow from the shape that an array was made with.
 
     Attributes:
-      sides: (rows, columns), or None where nothing is known: scales without tiles, leaves without
-        shapes, symbolic shapes. Such a one equals every other.
+      numbers: they, or None where nothing is known, as leaves have no shape or a symbolic one, or
+        nothing need be known. Such a one equals every other.
     """
 
-    sides: tuple[int, int] | None = None
+    numbers: tuple[int, ...] | None = None
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Padding):
+        if not isinstance(other, Known):
             return NotImplemented
-        return self.sides == other.sides or self.sides is None or other.sides is None
+        return self.numbers == other.numbers or self.numbers is None or other.numbers is None
 
     def __hash__(self) -> int:
         return 0
 
 
-UNKNOWN = Padding()
+UNKNOWN = Known()
 
 
 def register_for_export(kind: type) -> None:

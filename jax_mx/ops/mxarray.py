@@ -36,11 +36,11 @@ from jax_mx.facts.layouts import (
     ScaleLayout,
     ValueLayout,
 )
-from jax_mx.facts.windows import TILE, Window
+from jax_mx.facts.windows import ROW, TILE, Window, lengths_of
 from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops import indexing, metadata
-from jax_mx.ops.metadata import UNKNOWN, Padding
+from jax_mx.ops.metadata import UNKNOWN, Known
 from jax_mx.ops.placing import placed, require_kernel
 from jax_mx.ops.planning import plan_dequantize
 
@@ -51,6 +51,8 @@ class MXArray:
 
     It is indexed, reshaped and joined like an array of JAX, blocks and tiles stay whole:
     `q[rows]`, `q.reshape`, `q.mT`, `jax_mx.swapaxes`, `jax_mx.concatenate`, `jax_mx.stack`.
+    jax.numpy's functions refuse it, but for `zeros_like` and its kind, which take what has a shape
+    and a dtype and give a bare array; `jax.tree.map(jnp.zeros_like, q)` gives an MXArray.
 
     jax.tree.map treats values and scales alike, which is right for leading dimensions, for rows of
     row-major scales, and for shards of whole blocks and tiles. What it cuts otherwise is refused
@@ -75,8 +77,13 @@ class MXArray:
       value_layout: where values lie; tiled ones have the block axis last.
       window: which elements share one amax, and so have equal scales: 32, 128, 256 along the block
         axis, "row" or (128, 128), see `quantize`. Static; `dequantize` does not depend on it.
-      padding: how much of the last tiles of scales is padding, as the shape had it that the array
-        was made with; by this a cut inside of a tile is noticed.
+      padding: how many rows and columns of the last tiles of scales are padding, by the shape that
+        the array was made with. What may be done to values and scales alike keeps it: new leading
+        dimensions, indices of these, shards and slices of whole tiles. A cut inside of a tile does
+        not, and so is noticed.
+      spans: the lengths of the axes that windows run along, likewise, 0 for whole windows. By this
+        an array that `jax.shard_map` joins of parts with windows of their own is noticed; its
+        window is 32.
 
     Raises:
       TypeError: a static field is of the wrong type.
@@ -91,7 +98,8 @@ class MXArray:
     block: tuple[int, ...] = (BLOCK,)
     value_layout: ValueLayout = ROW_MAJOR_VALUES
     window: Window = BLOCK
-    padding: Padding = dataclasses.field(init=False, repr=False)
+    padding: Known = dataclasses.field(init=False, repr=False)
+    spans: Known = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         """Brings names and axes to what `quantize` gives."""
@@ -106,6 +114,7 @@ class MXArray:
             axis = axis_of("MXArray", self.axis, ndim - self.value_layout.is_tiled)
             object.__setattr__(self, "axis", axis)
         object.__setattr__(self, "padding", _padding_of(self))
+        object.__setattr__(self, "spans", _spans_of(self))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -182,6 +191,8 @@ class MXArray:
         """
         op = "MXArray.reshape"
         new = shape[0] if len(shape) == 1 else shape
+        if getattr(new, "ndim", 0) == 1:
+            new = tuple(map(int, new))  # an array's numbers
         return indexing.reshaped(op, checked(op, "the array", self), new)
 
     def swapaxes(self, axis1: int, axis2: int) -> MXArray:
@@ -426,7 +437,8 @@ def _of_bytes(op: str, name: str, array: Any, dtype: np.dtype) -> jax.Array:
     found = getattr(array, "dtype", None)
     if found not in (dtype, np.uint8):
         found = type(array).__name__ if found is None else found
-        raise TypeError(f"{op}: {name} are {found}, must be {dtype} or its bits as uint8")
+        hint = "; MXArray.from_float4 takes these" * (found == jnp.float4_e2m1fn)
+        raise TypeError(f"{op}: {name} are {found}, must be {dtype} or its bits as uint8{hint}")
     return jax.lax.bitcast_convert_type(jnp.asarray(array), dtype)
 
 
@@ -537,13 +549,13 @@ def checked(op: str, name: str, q: Any) -> MXArray:
     if now != q.padding:
         raise ValueError(
             f"{op}: {name} has been cut inside of a tile: of its last tiles of scales in "
-            f"{layout.name!r} {q.padding.sides} rows and columns were padding when it was made, "
-            f"now {now.sides}; index the MXArray, not its leaves, or cut at whole tiles"
+            f"{layout.name!r} {q.padding.numbers} rows and columns were padding when it was made, "
+            f"now {now.numbers}; index the MXArray, not its leaves, or cut at whole tiles"
         )
     return q
 
 
-def _padding_of(q: MXArray, known: Padding = UNKNOWN) -> Padding:
+def _padding_of(q: MXArray, known: Known = UNKNOWN) -> Known:
     """The padding that belongs to the shape of an array's values.
 
     Args:
@@ -558,12 +570,50 @@ def _padding_of(q: MXArray, known: Padding = UNKNOWN) -> Padding:
     if not all(isinstance(n, int) for n in shape):
         return UNKNOWN
     *_, rows, length = moved_last(q.shape, q.axis)
-    return Padding((-rows % layout.pad[0], -(length // BLOCK) % layout.pad[1]))
+    return Known((-rows % layout.pad[0], -(length // BLOCK) % layout.pad[1]))
+
+
+def _spanned(q: MXArray) -> tuple[int, ...] | None:
+    """The lengths of the axes that windows span; None: leaves do not say, or windows are 32."""
+    shape, axes = getattr(q.values, "shape", None), indexing.window_axes(q)
+    if q.window == BLOCK or not isinstance(shape, tuple):
+        return None
+    if len(shape) - q.value_layout.is_tiled < -min(axes):
+        return None
+    lengths = tuple(q.shape[axis] for axis in axes)
+    return lengths if all(isinstance(n, int) for n in lengths) else None
+
+
+def _whole(q: MXArray) -> int:
+    """How many elements a whole window spans along each of its axes; 0 of "row"."""
+    return 0 if q.window == ROW else lengths_of(q.window)[1]
+
+
+def _spans_of(q: MXArray) -> Known:
+    """See `MXArray.spans`."""
+    lengths, each = _spanned(q), _whole(q)
+    return Known(lengths and tuple(0 if each and n % each == 0 else n for n in lengths))
+
+
+def _window_here(q: MXArray) -> Window:
+    """The window of an array whose leaves may be parts of those it was made with, or joined.
+
+    Parts have a row's equal scales, and those of windows that their edges do not cut. An array
+    that is longer has them where whole windows follow one another.
+    """
+    lengths, each = _spanned(q), _whole(q)
+    if lengths is None or q.spans.numbers is None:
+        return q.window
+    for here, made in zip(lengths, q.spans.numbers, strict=True):
+        whole = not each or here % each == 0 or each % here == 0
+        if here != made and not (whole and (made == 0 or here < made)):
+            return BLOCK
+    return q.window
 
 
 # ---- as a pytree ---
 Aux = tuple  # the static fields in the order of metadata.FIELDS, then padding
-_STATIC = (*metadata.FIELDS, "padding")
+_STATIC = (*metadata.FIELDS, "padding", "spans")
 
 
 def _flatten(q: MXArray) -> tuple[tuple[Any, Any], Aux]:
@@ -572,7 +622,7 @@ def _flatten(q: MXArray) -> tuple[tuple[Any, Any], Aux]:
 
 def _flatten_with_keys(q: MXArray) -> tuple[Any, Aux]:
     children, aux = _flatten(q)
-    *fields, _ = aux
+    fields = aux[: len(metadata.FIELDS)]
     keys = map(jax.tree_util.GetAttrKey, ("values", metadata.scales_name(tuple(fields))))
     return tuple(zip(keys, children, strict=True)), aux
 
@@ -584,8 +634,12 @@ def _unflatten(aux: Aux, children: Any) -> MXArray:
     vars(q).update(zip(_STATIC, aux, strict=True), values=values, scales=scales)
     if q.scale_layout.is_tiled:
         here = _padding_of(q, q.padding)
-        if q.padding.sides is None or here.sides is None:
+        if q.padding.numbers is None or here.numbers is None:
             vars(q)["padding"] = here
+    if q.window != BLOCK:
+        vars(q)["window"] = _window_here(q)
+        if q.spans.numbers is None or q.window == BLOCK:
+            vars(q)["spans"] = _spans_of(q)
     return q
 
 
@@ -594,15 +648,16 @@ jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten,
 
 # So that exported programs may take and return MXArrays. Formats and layouts go by name.
 def _serialize(aux: Aux) -> bytes:
-    *fields, padding = aux
-    return json.dumps(metadata.described(tuple(fields)) | {"padding": padding.sides}).encode()
+    *fields, padding, spans = aux
+    known = {"padding": padding.numbers, "spans": spans.numbers}
+    return json.dumps(metadata.described(tuple(fields)) | known).encode()
 
 
 def _deserialize(text: bytes) -> Aux:
     found = json.loads(text)
-    sides = found.pop("padding", None)
+    known = [found.pop(name, None) for name in ("padding", "spans")]
     fields = metadata.read("jax.export.deserialize", found)
-    return *fields.values(), Padding(None if sides is None else tuple(sides))
+    return *fields.values(), *(Known(each and tuple(each)) for each in known)
 
 
 jax.export.register_pytree_node_serialization(

@@ -277,9 +277,9 @@ def _unpadded(layout: Layout, w: Any, quantized: Any, recipe: Recipe) -> Layout:
 
 
 def _mlp_fwd(static: _Static, given: tuple, quantized: tuple, recipes: Recipes) -> tuple:
-    *given, mark = once_derived("mlp", *given, MARK)
+    *floats, mark = once_derived("mlp", *given, MARK)
     trained = (given[1] is not None, given[2] is not None)
-    y, kept = _forward(static, tuple(given), quantized, recipes, trained, keep=True)
+    y, kept = _forward(static, tuple(floats), quantized, recipes, trained, keep=True)
     return y, (kept, mark)
 
 
