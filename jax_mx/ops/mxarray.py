@@ -575,9 +575,10 @@ def _padding_of(q: MXArray, known: Known = UNKNOWN) -> Known:
 
 def _spanned(q: MXArray) -> tuple[int, ...] | None:
     """The lengths of the axes that windows span; None: leaves do not say, or windows are 32."""
-    shape, axes = getattr(q.values, "shape", None), indexing.window_axes(q)
+    shape = getattr(q.values, "shape", None)
     if q.window == BLOCK or not isinstance(shape, tuple):
         return None
+    axes = indexing.window_axes(q)
     if len(shape) - q.value_layout.is_tiled < -min(axes):
         return None
     lengths = tuple(q.shape[axis] for axis in axes)
@@ -591,8 +592,10 @@ def _whole(q: MXArray) -> int:
 
 def _spans_of(q: MXArray) -> Known:
     """See `MXArray.spans`."""
-    lengths, each = _spanned(q), _whole(q)
-    return Known(lengths and tuple(0 if each and n % each == 0 else n for n in lengths))
+    if (lengths := _spanned(q)) is None:
+        return UNKNOWN
+    each = _whole(q)
+    return Known(tuple(0 if each and n % each == 0 else n for n in lengths))
 
 
 def _window_here(q: MXArray) -> Window:
@@ -612,7 +615,7 @@ def _window_here(q: MXArray) -> Window:
 
 
 # ---- as a pytree ---
-Aux = tuple  # the static fields in the order of metadata.FIELDS, then padding
+Aux = tuple  # the static fields in the order of metadata.FIELDS, then what is known of the shape
 _STATIC = (*metadata.FIELDS, "padding", "spans")
 
 
