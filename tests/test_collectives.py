@@ -488,7 +488,7 @@ def is_spec(x) -> bool:
 def cells():
     for i, (name, (*_, expected)) in enumerate(CELLS.items()):
         for j, mode in enumerate(expected):
-            marks = [pytest.mark.thorough] if (i + j) % 6 else []
+            marks = [pytest.mark.thorough] if (i + j) % 12 else []
             yield pytest.param(name, mode, id=f"{name}-{mode}", marks=marks)
 
 

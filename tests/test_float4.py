@@ -215,7 +215,7 @@ def test_products_overflow_only_as_a_whole():
 @pytest.mark.parametrize(
     "kind,specs,options",
     [
-        (AxisType.Auto, (P("a", "b"), P("b", "a")), {}),
+        pytest.param(AxisType.Auto, (P("a", "b"), P("b", "a")), {}, marks=pytest.mark.thorough),
         (AxisType.Explicit, (P("a", "b"), P("b", "a")), {"scale_layout": "blocked_128x4"}),
         pytest.param(AxisType.Explicit, (P("a"), P("a")), {}, marks=pytest.mark.thorough),
         pytest.param(

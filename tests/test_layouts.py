@@ -161,6 +161,7 @@ def test_values_of_both_in_tiles():
             assert_same_array(got, want.with_values_in(layout))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", [P("a", "b"), P(None, ("a", "b")), P(("a", "b"))], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_tiles_of_values_stay_sharded(kind, spec):

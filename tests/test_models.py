@@ -149,6 +149,7 @@ def test_a_transformer_learns_text(name, within, steps):
 
 
 # ---- how flax calls ---
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MX)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_layer_takes_it(name, dtype):

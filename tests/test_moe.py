@@ -206,7 +206,7 @@ def test_nan_stays_with_its_token(where, recipe):
             assert_bits_equal(np.delete(got[1], 3), np.delete(want[1], 3), name)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9, 4)
 @pytest.mark.parametrize("residuals", ["mx", "floats", "inputs"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_each_operand_has_a_dtype_of_its_own(dtype, residuals):

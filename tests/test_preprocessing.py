@@ -398,7 +398,7 @@ def test_both_directions_are_two_calls(layout, turn):
 @pytest.mark.parametrize(
     "kind,spec,layout",
     [
-        (AxisType.Auto, P(None, "a", "b"), "row_major"),
+        pytest.param(*(AxisType.Auto, P(None, "a", "b"), "row_major"), marks=pytest.mark.thorough),
         pytest.param(
             *(AxisType.Explicit, P("a", None, "b"), "row_major"), marks=pytest.mark.thorough
         ),

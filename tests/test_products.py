@@ -389,31 +389,32 @@ def test_frozen_weights_in_every_layout(layout, axis):
     assert jax.grad(lambda x: dot_general(x, q, numbers).sum())(x).shape == x.shape
 
 
-def test_a_weight_quantized_once_gives_the_same():
-    w, numbers = floats((96, 2, 16)), (((2,), (0,)), ((), ()))
+@pytest.mark.sampled(2, 1)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "square", "wgrad in bf16"])
+def test_a_weight_quantized_once_gives_the_same(name):
+    w, numbers, recipe = floats((96, 2, 16)), (((2,), (0,)), ((), ())), RECIPES[name]
     xs = floats((4, 2, 7, 96), 1)
-    for name in ("mxfp8", "mxfp4", "square", "wgrad in bf16"):
-        recipe = RECIPES[name]
 
-        def loss(w, xs, once=False, recipe=recipe):
-            rhs = recipe.quantize_weight(w, 0) if once else w
+    def loss(w, xs, once=False):
+        rhs = recipe.quantize_weight(w, 0) if once else w
 
-            def step(total, x):
-                y = dot_general(x, rhs, numbers, recipe=recipe)
-                return total + (y**2).sum(), None
+        def step(total, x):
+            y = dot_general(x, rhs, numbers, recipe=recipe)
+            return total + (y**2).sum(), None
 
-            return jax.lax.scan(step, 0.0, xs)[0]
+        return jax.lax.scan(step, 0.0, xs)[0]
 
-        each = [
-            jax.value_and_grad(functools.partial(loss, once=once), (0, 1))(w, xs)
-            for once in (False, True)
-        ]
-        for a, b in zip(*map(jax.tree.leaves, each), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6)
-        counted = quantizings(jax.grad(functools.partial(loss, once=True)), w, xs, within="scan")
-        assert counted == (1 if "bf16" in name else 3)  # x one or both ways, y's gradient
+    each = [
+        jax.value_and_grad(functools.partial(loss, once=once), (0, 1))(w, xs)
+        for once in (False, True)
+    ]
+    for a, b in zip(*map(jax.tree.leaves, each), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    counted = quantizings(jax.grad(functools.partial(loss, once=True)), w, xs, within="scan")
+    assert counted == (1 if "bf16" in name else 3)  # x one or both ways, y's gradient
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "square", "wgrad in bf16"])
 def test_a_weight_kept_dequantized_gives_the_same(name):
     """Bit for bit what "dequantize" gives, and no product dequantizes the weight again."""

@@ -493,7 +493,7 @@ def source_of(variant, count, length, seed):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(124, 4)
+@pytest.mark.sampled(248, 4)
 @emulation.every_binary(AMD)
 def test_emulated(variant, arch):
     """Layouts of scales and of values, scalings, orders of the waves and entries in turn."""
@@ -522,7 +522,7 @@ def test_emulated(variant, arch):
 
 
 @pytest.mark.every_binary
-@pytest.mark.sampled(124, 4)
+@pytest.mark.sampled(248, 4)
 @emulation.every_binary(AMD)
 def test_emulated_at_any_address(variant, arch):
     """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""

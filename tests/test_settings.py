@@ -308,7 +308,7 @@ def plain(tmp_path_factory):
     return of
 
 
-@pytest.mark.sampled(116)
+@pytest.mark.sampled(232)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_setting_gives_the_same_bytes(name, setting, plain, tmp_path):
