@@ -779,6 +779,7 @@ def small_models(monkeypatch):
     return tune
 
 
+@pytest.mark.thorough
 def test_the_script_that_fills_a_table(small_models, monkeypatch, tmp_path, capsys):
     tune, asked = small_models, []
     costs = dict.fromkeys({**IMPLEMENTATIONS, **PEERS["ragged_dot"]}, 2.0) | {"dequantize": 1.5}

@@ -627,6 +627,7 @@ def test_plain_versions_compute_the_same(format):
     assert plain.versions("quantize", "mxfp6_e2m3", x.dtype) == {}
 
 
+@pytest.mark.thorough
 def test_default_tensors_are_deterministic():
     first, second = samples.digits(steps=2), samples.digits(steps=2)
     assert list(first) == ["input", "w1", "w2", "h1", "h2", "grad w1", "grad w2"]

@@ -657,6 +657,7 @@ def test_exported_collectives():
         assert_same_array(q, jax_mx.quantize(x))
 
 
+@pytest.mark.thorough
 def test_two_processes():
     """jax.distributed, four CPU devices each: the bytes of one device, and bytes that move."""
     code = """

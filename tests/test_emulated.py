@@ -248,7 +248,7 @@ def test_one_dimension(arch):
         assert_same_array(jax.jit(jax_mx.quantize)(x), want)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.thorough
 @pytest.mark.parametrize("arch", ARCHS["flydsl"])
 @pytest.mark.parametrize("form", ["second_transposed, tiles", "both_transposed"])
 def test_forms_without_a_kernel_go_along_rows(arch, form):

@@ -362,6 +362,7 @@ def rows_of_groups(rng, sizes, m, n, rows, dtype=jnp.bfloat16, most=3):
     return [x.at[total:].set(jnp.nan) for x in pair]
 
 
+@pytest.mark.thorough
 def test_the_reference_of_floats_that_are_contracted():
     """Groups that begin anywhere, of either dtype; of MX arrays, blocks with their own scales."""
     rng = np.random.default_rng(23)

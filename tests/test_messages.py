@@ -174,6 +174,7 @@ def test_an_export_without_kernels_for_a_chip_that_is_named_says_so(
 
 
 # ---- eager shard_map ---
+@pytest.mark.thorough
 def test_eager_shard_map_compiles_as_many_programs_as_for_jax_s_own_ops():
     """JAX compiles one for the op and one for each array that goes in or comes out."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))

@@ -662,6 +662,7 @@ def test_kernels_along_rows_give_other_forms(op, how, shape, results):
             assert_bits_equal(g, w)
 
 
+@pytest.mark.thorough
 def test_shards_that_split_a_transform():
     explicit = jax.make_mesh(
         (4,), ("b",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4]

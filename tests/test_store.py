@@ -267,6 +267,7 @@ def test_programs_name_kernels_and_exports_carry_each_once():
         assert blob.count(store.get(AMD, arch).image[:2000]) == 1
 
 
+@pytest.mark.thorough
 def test_many_calls_of_mxfp4s_gradients_are_a_small_program():
     """A gradient rotated and rounded both ways: with the kernel in each of 100 it was 141 MB."""
     key = jax.random.key(0)
@@ -284,6 +285,7 @@ def test_many_calls_of_mxfp4s_gradients_are_a_small_program():
     assert len(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()) < 1.2e6
 
 
+@pytest.mark.thorough
 def test_a_program_whose_kernel_is_nowhere_says_what_to_do(tmp_path):
     """A serialized executable is loaded elsewhere; nothing is lowered there."""
     code = f"""
