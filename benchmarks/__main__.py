@@ -100,7 +100,7 @@ class Case:
         }
 
     @property
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, Any]:
         """The keywords that the ops and their baselines have in common."""
         names = ("format", "scaling", "scale_layout")
         return {name: getattr(self, name) for name in names}
@@ -128,7 +128,7 @@ class Case:
     def functions(self) -> tuple[Callable[..., Any], dict[str, Callable[..., Any]]]:
         """The op, jitted, and XLA's versions of it."""
         form = shapes.FORMS[self.form]
-        options = {**form.options, "implementation": self.implementation}
+        options: dict[str, Any] = {**form.options, "implementation": self.implementation}
         versions: dict[str, Callable[..., Any]]
         if form.op == "dequantize":
             options["dtype"], versions = self.dtype, baselines.dequantize(form, self.dtype)
@@ -150,7 +150,7 @@ class Case:
                 return f(y), y.astype(jnp.float32).sum(0)
             return (y, f(y)) if floats else f(y)
 
-        made = {
+        made: dict[str, Callable[..., Any]] = {
             f"{self.source}, then {name}": jax.jit(functools.partial(after, f=f))
             for name, f in versions.items()
         }
@@ -246,7 +246,7 @@ def measure(case: Case, repeats: int, commit: str) -> Measured:
         gbps=round(gbps, 2),
         copy_gbps=round(copy_gbps, 2),
         fraction_of_copy=round(gbps / copy_gbps, 4),
-        speedup_over_xla=xla_time and round(xla_time.us / own.us, 4),
+        speedup_over_xla=round(xla_time.us / own.us, 4) if xla_time else None,
         commit=commit,
         implementation=implementation,
         device=jax.devices()[0].device_kind,

@@ -7,7 +7,6 @@ because torch's memory is not JAX's, and so that one that breaks its CUDA contex
 rows.
 """
 
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import contextlib

@@ -252,10 +252,9 @@ def layout(which: layouts.Layout) -> Figure:
 def path() -> Figure:
     """What becomes of one call, station by station, as the code has it."""
     shape, chip = (8, 256, 512), "sm_90"
-    options = {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"}
+    options: dict[str, Any] = {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"}
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    given = {name: value for name, value in options.items()}
-    plan = planned("quantize", x, Options(("mxfp8_e4m3",), **given))
+    plan = planned("quantize", x, Options(("mxfp8_e4m3",), **options))
     view = plan.view
     viewed, _ = view.view(shape, (None,) * len(shape), plan.first_axis)
     kernel = registry.chosen(plan, "cuda", [chip]).kernels

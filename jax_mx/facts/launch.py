@@ -226,7 +226,7 @@ class TensorMap:
 
     def to_json(self) -> JSON:
         """See the class."""
-        json = {"buffer": self.buffer, "type": self.type}
+        json: JSON = {"buffer": self.buffer, "type": self.type}
         json["dims"] = [length.to_json() for length in self.dims]
         json["strides"] = [length.to_json() for length in self.strides]
         json["box"] = [*self.box]
@@ -235,11 +235,10 @@ class TensorMap:
     @classmethod
     def from_json(cls, json: JSON) -> TensorMap:
         """See the class."""
-        lengths = {
-            name: tuple(Length.from_json(length) for length in json[name])
-            for name in ("dims", "strides")
-        }
-        return cls(**{**json, **lengths, "box": tuple(json["box"])})
+        found: dict[str, Any] = {**json, "box": tuple(json["box"])}
+        for name in ("dims", "strides"):
+            found[name] = tuple(Length.from_json(length) for length in json[name])
+        return cls(**found)
 
     def numbers(self) -> list[int]:
         """As the call takes it."""
@@ -276,7 +275,9 @@ class Scratch:
     @classmethod
     def from_json(cls, json: JSON) -> Scratch:
         """See the class."""
-        return cls(**{**json, "bytes": tuple(Factor.from_json(f) for f in json["bytes"])})
+        found: dict[str, Any] = {**json}
+        found["bytes"] = tuple(Factor.from_json(f) for f in json["bytes"])
+        return cls(**found)
 
 
 # ---- an entry's parameters ---
@@ -381,7 +382,7 @@ class Entry:
     @classmethod
     def from_json(cls, json: JSON) -> Entry:
         """See the class."""
-        found = {
+        found: dict[str, Any] = {
             **json,
             "divide": tuple(Factor.from_json(f) for f in json.get("divide", ())),
             "grid": tuple(GridTerm.from_json(t) for t in json.get("grid", ())),
@@ -429,10 +430,11 @@ class Launch:
     def from_json(cls, json: JSON) -> Launch:
         """See the class."""
         kinds = {"entries": Entry, "scalars": Scalar, "maps": TensorMap, "scratch": Scratch}
-        return cls(**{
+        found: dict[str, Any] = {
             name: tuple(kinds[name].from_json(item) for item in items)
             for name, items in json.items()
-        })  # fmt: skip
+        }
+        return cls(**found)
 
     def attributes(
         self, sha256: str, values: Mapping[str, int] | None = None, image: bytes | None = None
@@ -448,7 +450,7 @@ class Launch:
           KeyError: a scalar's name has no value.
         """
         entries = self.entries
-        numbers = {
+        numbers: dict[str, list] = {
             "align": [entry.align for entry in entries],
             "divide": [
                 (i, *factor.extent.to_json(), factor.divisor)

@@ -255,7 +255,7 @@ def _cached(variant: Binary, arch: str) -> dict[str, Any] | None:
     from jax_mx.lowering import store
 
     artifact = store.find(variant, arch)
-    return artifact and artifact.facts
+    return artifact.facts if artifact else None
 
 
 def spills(facts: dict[str, Any]) -> list[str]:

@@ -210,7 +210,7 @@ def launches(
         for entry in entries:
             symbol = next(symbols)
             own = {"elements_per_thread": entry.elements_per_thread, "trips": entry.trips}
-            facts = {**usage[symbol], **own}
+            facts: dict[str, Any] = {**usage[symbol], **own}
             if tuple(threads := facts.pop("threads")) != (entry.threads, 1, 1):
                 raise RuntimeError(f"{symbol}: compiled for {threads} threads")
             found[name]["entries"].append({"symbol": symbol, **entry.launch, "usage": facts})

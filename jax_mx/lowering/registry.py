@@ -137,7 +137,12 @@ def missing(promised: Support, call: str, chips: Sequence[str], instead: Support
 
 def last_axis_plans(plan: Plan) -> list[Plan]:
     """For each result of a plan, the plan of quantizing it along a last axis, by itself."""
-    alone = {"op": "quantize", "axis": -1, "transpose": False, "scale_layout": ROW_MAJOR}
+    alone: dict[str, Any] = {
+        "op": "quantize",
+        "axis": -1,
+        "transpose": False,
+        "scale_layout": ROW_MAJOR,
+    }
     alone |= {"value_layouts": (ROW_MAJOR_VALUES,)}
     return [
         dataclasses.replace(plan, formats=(format,), preprocessing=(own,), **alone)

@@ -238,7 +238,9 @@ def load_safetensors(
             arrays[name] = jnp.asarray(flat.reshape(entry["shape"]))
     found: dict[str, Any] = {}
     for name, description in _descriptions(op, texts).items():
-        parts = {part: arrays.pop(f"{name}.{part}", None) for part in ("values", "scales")}
+        parts: dict[str, Any] = {
+            part: arrays.pop(f"{name}.{part}", None) for part in ("values", "scales")
+        }
         if missing := [part for part, array in parts.items() if array is None]:
             raise ValueError(f"{op}: the file describes {name!r} and has no '{name}.{missing[0]}'")
         try:

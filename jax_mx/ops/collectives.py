@@ -181,7 +181,9 @@ def _moved(
       places: what else it takes of the array of each name.
       fields: static ones that differ in the result.
     """
-    arrays = {name: as_bits(getattr(q, name), partial(move, **at)) for name, at in places.items()}
+    arrays: dict[str, Any] = {
+        name: as_bits(getattr(q, name), partial(move, **at)) for name, at in places.items()
+    }
     return dataclasses.replace(q, **arrays, **fields)
 
 
@@ -354,7 +356,7 @@ def reshard(q: MXArray, spec: PartitionSpec | NamedSharding) -> MXArray:
 
 def placed(q: MXArray, values: NamedSharding, scales: NamedSharding) -> MXArray:
     """q with values and scales in these shardings; XLA moves them as uint8."""
-    arrays = {
+    arrays: dict[str, Any] = {
         name: as_bits(getattr(q, name), partial(moved_to, where))
         for name, where in (("values", values), ("scales", scales))
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -156,10 +155,10 @@ def source_of(op: str, *, activation: Any, **flags: Any) -> Source:
     Raises:
       TypeError, ValueError: neither bools nor an activation's name, or not together.
     """
-    own = dataclasses.replace(
-        Source(activation=activation or ""),
-        **{name: flag(op, {"apart": "up"}.get(name, name), value) for name, value in flags.items()},
-    )
+    known: dict[str, Any] = {
+        name: flag(op, {"apart": "up"}.get(name, name), value) for name, value in flags.items()
+    }
+    own = Source(activation=activation or "", **known)
     if own.gradient and (own.rows or activation is None):
         raise ValueError(f"{op}: gradient is that of an activation without rows; give one")
     has_gate = activation is not None and row_of(op, activation).has_gate

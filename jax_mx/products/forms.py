@@ -161,7 +161,7 @@ def forms_of(
     axes = (axis, -3 - axis)
     if blocks.square or rows is None or None not in uses:  # what `requantize` does not make
         x = _in_floats(x)
-    made_of = {"rows": rows, "activation": activation}
+    made_of: dict[str, Any] = {"rows": rows, "activation": activation}
     if blocks.square:
         codes = {
             use.format: quantize(x, use.format, block=(BLOCK, BLOCK), **made_of, **blocks.options)

@@ -180,7 +180,9 @@ def _gathered_vjp(static: _Static, w: jax.Array, recipe: Recipe) -> Any:
         move = partial(_whole, static.mesh, spec, tuple(gone[i] for i in places))
         if not isinstance(array, MXArray):
             return as_bits(array, move)
-        arrays = {name: as_bits(getattr(array, name), move) for name in ("values", "scales")}
+        arrays: dict[str, Any] = {
+            name: as_bits(getattr(array, name), move) for name in ("values", "scales")
+        }
         return dataclasses.replace(array, **arrays)
 
     floats = spread(jnp.zeros((1,) * w.ndim, w.dtype), w.shape, _spec(static.kept))
