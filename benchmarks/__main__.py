@@ -112,7 +112,7 @@ class Case:
         found: dict[str, Any] = {} if self.window == BLOCK else {"window": self.window}
         signs, key = np.arange(64) % 3 == 0, jax.random.key(0)
         hadamards = [jax_mx.Hadamard(h, signs[:h]) if h else None for h, *_ in kinds]
-        roundings = [jax_mx.Stochastic(key) if sr else None for _, sr, _ in kinds]
+        roundings = [jax_mx.Stochastic(key) if sr else None for _, sr, *_ in kinds]
         for name, each in (("hadamard", hadamards), ("rounding", roundings)):
             if any(each):
                 found[name] = each[0] if len(each) == 1 else tuple(each)

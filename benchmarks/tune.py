@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_mx
-from jax_mx.products import choices, measuring, tuning
+from jax_mx.products import calls, choices, tuning
 from jax_mx.products.choices import Choice, Measured
 from jax_mx.products.dot import key_of
 from jax_mx.products.implementations import by_rule
@@ -199,7 +199,7 @@ def measured(
         if key_of(call, chip) in known.by_key:
             continue
         entries = tuning.entries_of([found], place, end, candidates, False, WITHOUT)
-        rule = by_rule(call, place.platform, place.chips, measuring.TABLES[call.op])
+        rule = by_rule(call, place.platform, place.chips, calls.TABLES[call.op])
         yield from (settled(entry, rule) for entry in entries if entry.chosen)
 
 

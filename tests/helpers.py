@@ -38,6 +38,7 @@ from jax_mx.facts.variants import Kind, Variant, takes_zero_scale
 from jax_mx.lowering import registry, store, targets
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.products import AMAX, products_p
+from jax_mx.ops.fake_quantize import through_codes
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.requantize import requantize
 
@@ -97,6 +98,10 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     """
     options = {**preprocessing(variant), **options}
     turn, form = variant.form.transposed, variant.form
+    if any(dequantized := tuple(kind.dequantized for kind in variant.kinds)):
+        along = {} if form.is_both else {"axis": -2 if form.spans[0] else -1}
+        given = {"formats": variant.formats, "dequantized": dequantized, **along}
+        return lambda x: x, partial(through_codes, **given, **options)
     if form.is_both:
         pair = {"formats": variant.formats, "transpose": (False, turn)}
         return lambda x: x, partial(jax_mx.quantize_both, **pair, **options)
@@ -125,7 +130,7 @@ def preprocessing(
     found = {"hadamard": [], "rounding": []}
     if variant.window != BLOCK:
         return {"window": variant.window}
-    for i, (size, stochastic, _) in enumerate(variant.kinds):
+    for i, (size, stochastic, *_) in enumerate(variant.kinds):
         minus = np.random.default_rng(size).random(size) < 0.5
         hadamard = jax_mx.Hadamard(size, of(minus) if signs else None) if size else None
         rounding = jax_mx.Stochastic(jax.random.key(7 + i), prescale) if stochastic else None

@@ -68,7 +68,7 @@ def gathered(x, rows) -> np.ndarray:
 def same(got, want, what="") -> None:
     got, want = ([*r] if isinstance(r, tuple | list) else [r] for r in (got, want))
     for g, w in zip(got, want, strict=True):
-        assert_same_array(g, w, what)
+        (assert_same_array if isinstance(w, jax_mx.MXArray) else assert_bits_equal)(g, w, what)
 
 
 # ---- what it gives ---

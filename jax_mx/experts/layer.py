@@ -32,7 +32,8 @@ from jax_mx.ops.groups import Groups, integers
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
-from jax_mx.products.forms import Blocks, Form, Use, forms_of, frozen_or
+from jax_mx.products.either import Names, by_names, either
+from jax_mx.products.forms import Blocks, Form, Use, forms_of, frozen_or, may_be_floats
 from jax_mx.products.operands import what_of
 from jax_mx.products.ragged_dot import (
     Weight,
@@ -328,13 +329,27 @@ def _forward(
     scale = groups.of_slots(weights.astype(jnp.float32))
     first, first_free = weight_forms(w1, quantized[0], recipes[0], keep)
     second, second_free = weight_forms(w2, quantized[1], recipes[1], keep)
-    tokens, tokens_kept = _slots(x_all, groups.rows, use, blocks, keep and w1 is not None)
-    gate_up = _gate_up(static, tokens, first, groups, biases[0])
-    uses = (use_second[0], None)
-    along, _ = forms_of(gate_up, -1, uses, blocks, activation=_gated(static, scale))
-    y = wires.sum_and_scatter(
-        static.axis, groups.combined(_product(static, along, second, groups, static.dtype))
+    both, again = keep and w1 is not None, keep and static.residuals == "inputs"
+
+    def first_step(names: Names | None, x: Any, w: Any, groups: Groups, bias: Any, recipe: Any):
+        own, floats = next(by_names(static, names)), (names is not None, False)
+        tokens, kept = _slots(x, groups.rows, recipe.uses("lhs"), blocks, both, floats)
+        return _gate_up(own, tokens, w, groups, bias), kept, tokens if again else None
+
+    def second_step(names: Names | None, gate_up: Any, scale: Any, w: Any, groups: Groups, recipe):
+        uses, floats = (recipe.uses("lhs")[0], None), (names is not None, False)
+        own = _gated(static, scale)
+        along, _ = forms_of(gate_up, -1, uses, blocks, activation=own, as_floats=floats)
+        return _product(next(by_names(static, names)), along, w, groups, static.dtype)
+
+    uses = (use[0], use[1] if both else None)
+    worth = may_be_floats(x_all, uses, blocks) and not again  # what is computed from is kept in MX
+    gate_up, tokens_kept, tokens = either(
+        worth, first_step, x_all, first, groups, biases[0], recipes[0]
     )
+    worth = may_be_floats(gate_up, (use_second[0], None), blocks)
+    y = either(worth, second_step, gate_up, scale, second, groups, recipes[1])
+    y = wires.sum_and_scatter(static.axis, groups.combined(y))
     if biases[1] is not None:  # of this shard's tokens and all experts
         biases[1] = wires.gather_choices(static.axis, biases[1]).astype(jnp.float32)
         each = reference.rows_of(biases[1], given_experts)
@@ -367,7 +382,12 @@ def _matrices(floats: Any, quantized: Any) -> int:
 
 
 def _slots(
-    x: Any, rows: jax.Array, uses: tuple[Use, Use], blocks: Blocks, both: bool
+    x: Any,
+    rows: jax.Array,
+    uses: tuple[Use, Use],
+    blocks: Blocks,
+    both: bool,
+    as_floats: tuple[bool, bool] = (False, False),
 ) -> tuple[Form, Any]:
     """The forms of gathered rows along their elements, and along slots if both are wanted.
 
@@ -377,10 +397,12 @@ def _slots(
       uses: how the two products take them.
       blocks: which elements share scales.
       both: whether the second one is wanted.
+      as_floats: see `forms_of`.
     """
     along, across = uses
     if not isinstance(x, MXArray):
-        made: Any = forms_of(x, -1, (along, across if both else None), blocks, rows)
+        uses_here = (along, across if both else None)
+        made: Any = forms_of(x, -1, uses_here, blocks, rows, as_floats=as_floats)
         return made
     first, second = Form(wires.pick_rows(x, rows)), None
     if both:
@@ -453,33 +475,59 @@ def _moe_bwd(static: _Static, residual: tuple[_Kept, jax.Array], dy: jax.Array):
     x_type, _, w1_type, w2_type, b1_type, b2_type = kept.types.of
     first, second = recipes
     blocks = first.blocks("gradient")
+
     # The gradient of the result, in slots: by w_down^T, and along slots for that of w_down.
-    use = second.uses("gradient")
-    own = (frozen_or(use[0], w2_type is None), use[1])
-    dy_all = wires.gather_tokens(static, dy, own[0], blocks)
-    by_row, by_slot = _slots(dy_all, groups.rows, own, blocks, w2_type is not None)
-    dact = _product(static, by_row, kept.w_second, groups, static.dtype)
-    # Through the activation, whose argument was kept.
+    def uses_of(recipe: Recipe, w_type: Any) -> tuple[Use, Use | None]:
+        along, across = recipe.uses("gradient")
+        return frozen_or(along, w_type is None), None if w_type is None else across
+
+    dy_all = wires.gather_tokens(static, dy, uses_of(second, w2_type)[0], blocks)
     gate_up = _again(static, kept)
+    act_by_slot = dw1 = db1 = db2 = None
+    if w2_type is not None:
+        lhs, own = (None, second.uses("lhs")[1]), _gated(static, kept.scale)
+        _, act_by_slot = forms_of(gate_up, -1, lhs, second.blocks("lhs"), activation=own)
+
+    def second_step(names: Names | None, dy: Any, act: Any, w: Any, groups: Groups, recipe: Recipe):
+        by, own = by_names(static, names), recipe.uses("gradient")
+        own = (frozen_or(own[0], w2_type is None), own[1])
+        floats = (names is not None,) * 2
+        by_row, by_slot = _slots(dy, groups.rows, own, blocks, act is not None, floats)
+        dact = _product(next(by), by_row, w, groups, static.dtype)
+        if act is None:
+            return dact, None
+        return dact, _product(next(by), act, by_slot, groups, w2_type, sums=True)
+
+    worth = may_be_floats(dy_all, uses_of(second, w2_type), blocks)
+    dact, dw2 = either(worth, second_step, dy_all, act_by_slot, kept.w_second, groups, second)
+    # Through the activation, whose argument was kept.
     each = reference.halves(gate_up, static.activation, static.interleaved)
     act = reference.gated_exactly(each, None, static.activation)
     dscale = (dact.astype(jnp.float32) * act).sum(-1)
-    dw2 = dw1 = db1 = db2 = None
-    lhs, lhs_blocks = second.uses("lhs")[1], second.blocks("lhs")
-    if w2_type is not None:
-        own = _gated(static, kept.scale)
-        _, act_by_slot = forms_of(gate_up, -1, (None, lhs), lhs_blocks, activation=own)
-        dw2 = _product(static, act_by_slot, by_slot, groups, w2_type, sums=True)
-    use = first.uses("gradient")
-    own = (frozen_or(use[0], w1_type is None), use[1] if w1_type is not None else None)
-    gated = dataclasses.replace(_gated(static, kept.scale), gradient=dact.astype(gate_up.dtype))
-    along, across, *sums = forms_of(
-        gate_up, -1, own, blocks, activation=gated if b1_type is None else WithSums(gated)
+    gated: Any = dataclasses.replace(
+        _gated(static, kept.scale), gradient=dact.astype(gate_up.dtype)
     )
-    if w1_type is not None:
-        dw1 = _product(static, kept.tokens, across, groups, w1_type, sums=True)
-    dx = groups.combined(_product(static, along, kept.w_first[1], groups, static.dtype))
-    dx = wires.sum_and_scatter(static.axis, dx).astype(x_type)
+    gated = gated if b1_type is None else WithSums(gated)
+
+    def first_step(
+        names: Names | None, gate_up: Any, gated: Any, tokens: Any, w: Any, groups: Groups,
+        recipe: Recipe,
+    ) -> Any:  # fmt: skip
+        by, floats = by_names(static, names), (names is not None,) * 2
+        uses = uses_of(recipe, w1_type)
+        along, across, *sums = forms_of(
+            gate_up, -1, uses, blocks, activation=gated, as_floats=floats
+        )
+        dw1 = None
+        if w1_type is not None:
+            dw1 = _product(next(by), tokens, across, groups, w1_type, sums=True)
+        return _product(next(by), along, w, groups, static.dtype), dw1, sums
+
+    worth = may_be_floats(gate_up, uses_of(first, w1_type), blocks, gated)
+    dx, dw1, sums = either(
+        worth, first_step, gate_up, gated, kept.tokens, kept.w_first[1], groups, first
+    )
+    dx = wires.sum_and_scatter(static.axis, groups.combined(dx)).astype(x_type)
     dweights = wires.sum_and_scatter(static.axis, groups.of_choices(dscale))
     if b1_type is not None:
         db1 = _by_expert(sums[0], groups).astype(b1_type)

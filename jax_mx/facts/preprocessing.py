@@ -30,6 +30,7 @@ class Preprocessing:
       flips: signs that are known when the call is traced: words whose bit i flips the sign of
         element i of even and of odd blocks. None: the call takes a word per block.
       window: which elements share an amax, see facts/windows.py.
+      dequantized: whether floats come out, in place of codes and scales.
     """
 
     stochastic: bool = False
@@ -37,11 +38,12 @@ class Preprocessing:
     hadamard: int = 0
     flips: tuple[int, int] | None = None
     window: Window = BLOCK
+    dequantized: bool = False
 
     @property
     def kind(self) -> Kind:
         """What of it changes a kernel's code."""
-        return Kind(self.hadamard, self.stochastic, self.window)
+        return Kind(self.hadamard, self.stochastic, self.window, self.dequantized)
 
     @property
     def group(self) -> int:
@@ -56,7 +58,8 @@ class Preprocessing:
     def __str__(self) -> str:
         asked = ["rounding 'stochastic'"] if self.stochastic else []
         asked += [f"hadamard {self.hadamard}"] * bool(self.hadamard)
-        return " and ".join(asked + [f"window {self.window}"] * (self.window != BLOCK))
+        asked += [f"window {self.window}"] * (self.window != BLOCK)
+        return " and ".join(asked + ["dequantizing at once"] * self.dequantized)
 
 
 NO_PREPROCESSING = Preprocessing()

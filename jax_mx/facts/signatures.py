@@ -175,11 +175,13 @@ def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
 
 
 def _quantized(kinds: Sequence[Kind]) -> tuple[Array, ...]:
-    return tuple(
-        array
-        for i in range(len(kinds))
-        for array in (Array(f"codes_{i}", Role.CODES, i), Array(f"scales_{i}", Role.SCALES, i))
-    )
+    found: list[Array] = []
+    for i, kind in enumerate(kinds):
+        if kind.dequantized:
+            found.append(Array(f"dequantized_{i}", Role.FLOATS, i))
+        else:
+            found += [Array(f"codes_{i}", Role.CODES, i), Array(f"scales_{i}", Role.SCALES, i)]
+    return tuple(found)
 
 
 def _dequantize(kinds: Sequence[Kind]) -> Signature:

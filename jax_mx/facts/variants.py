@@ -36,11 +36,13 @@ class Kind(NamedTuple):
       hadamard: the size of the transform that goes before, or 0.
       stochastic: whether codes are rounded at random.
       window: which elements share an amax, see facts/windows.py.
+      dequantized: whether floats come out, in place of codes and scales.
     """
 
     hadamard: int = 0
     stochastic: bool = False
     window: Window = BLOCK
+    dequantized: bool = False
 
     @property
     def changes_elements(self) -> bool:
@@ -56,7 +58,7 @@ class Kind(NamedTuple):
     def suffix(self) -> str:
         """The end of a variant's name."""
         before = f"_h{self.hadamard}" * (self.hadamard > 0) + "_sr" * self.stochastic
-        return before + suffix_of(self.window)
+        return before + suffix_of(self.window) + "_dq" * self.dequantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +71,8 @@ class Variant:
       form: which axes blocks run along and which way arrays lie.
       dtype: of the unquantized side.
       formats: of the quantized arrays, one each.
-      kinds: how the elements of each are preprocessed, and their windows; () where there is
-        nothing of that.
+      kinds: how the elements of each are preprocessed, their windows, and whether they come out
+        dequantized; () where there is nothing of that.
       source: what makes the floats.
     """
 
@@ -356,11 +358,39 @@ VARIANTS += tuple(
     if variant.source == ROWS
     if variant.form == directions.SECOND_TRANSPOSED and variant.formats[0].bits == 8
 )
+# What `fake_quantize` gives, and products of bfloat16: floats in place of codes; beside them, of
+# activations and of weights, the codes that wait for the backward pass, of a gradient the floats
+# for the other product.
+_DEQUANTIZED = Kind(dequantized=True)
+_FAKE: Mapping[Form, tuple[tuple[Kind, ...], ...]] = {
+    directions.LAST: ((_DEQUANTIZED,),),
+    directions.SECOND: ((_DEQUANTIZED,),),
+    directions.BOTH: ((_DEQUANTIZED, _DEQUANTIZED), (Kind(), _DEQUANTIZED)),
+    directions.BOTH_TRANSPOSED: ((_DEQUANTIZED, Kind()),),
+}
+VARIANTS += tuple(
+    dataclasses.replace(variant, kinds=kinds)
+    for variant in VARIANTS
+    if variant.implementation == "cutedsl" and variant.op == "quantize" and not variant.kinds
+    if variant.dtype == "bfloat16" and variant.formats[0].bits != 6
+    if len({*variant.formats}) == 1
+    if variant.source in (X, ROWS) or variant.source == Source(activation="swiglu")
+    for kinds in _FAKE.get(variant.form, ())
+    if variant.source == X or (variant.form != directions.SECOND and kinds[0].dequantized)
+)
+VARIANTS += tuple(
+    dataclasses.replace(variant, form=directions.BOTH, kinds=(_DEQUANTIZED, _DEQUANTIZED))
+    for variant in VARIANTS
+    if variant.implementation == "cutedsl" and not variant.kinds and variant.dtype == "bfloat16"
+    if variant.source == Source(activation="swiglu", gradient=True)
+    if len({*variant.formats}) == 1
+)
 
 
 def layouts_of(variant: Variant) -> tuple[str, ...]:
     """The scale layouts that a variant's binary has entries for."""
-    if variant.form.is_square or variant.source.gradient:
+    dequantized = any(kind.dequantized for kind in variant.kinds)
+    if variant.form.is_square or variant.source.gradient or dequantized:
         return ("row_major",)
     return scale_layouts_of(variant.implementation, variant.formats)
 

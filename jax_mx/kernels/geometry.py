@@ -15,6 +15,7 @@ from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import SHUFFLED_16X16, Layout
 from jax_mx.facts.signatures import Signature, signature_of
+from jax_mx.facts.variants import Kind
 
 ALL = (0, 99)  # from a buffer's first dimension to its last
 
@@ -124,6 +125,7 @@ class Output:
 
     format: Format
     direction: Direction
+    dequantized: bool = False  # floats, like those that are quantized
 
     @property
     def blocks(self) -> Blocks:
@@ -142,9 +144,11 @@ class Output:
         return (count, 1) if self.direction.packs_down else (1, count)
 
 
-def outputs_of(form: Form, formats: Sequence[Format]) -> list[Output]:
-    """The quantized arrays of a form, in its order."""
-    return [Output(f, d) for f, d in zip(formats, form.directions, strict=True)]
+def outputs_of(form: Form, formats: Sequence[Format], kinds: Sequence[Kind] = ()) -> list[Output]:
+    """The quantized arrays of a form, in its order; `kinds`: of each, where they have some."""
+    dequantized = [kind.dequantized for kind in kinds] or [False] * len(formats)
+    each = zip(formats, form.directions, dequantized, strict=True)
+    return [Output(*facts) for facts in each]
 
 
 def is_turned(direction: Direction, layout: Layout) -> bool:
@@ -306,3 +310,8 @@ def flat_blocks(size: int = 4) -> list:
 def flat_grid(scales: int, blocks: int) -> list:
     """One thread block for each `blocks` scales of the buffer number `scales`, with the padding."""
     return [[0, scales, *ALL, blocks]]
+
+
+def flat_grid_of(floats: int, blocks: int) -> list:
+    """One thread block for each `blocks` blocks of floats (..., rows, blocks, 32)."""
+    return [[0, floats, 0, -1, blocks]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -128,6 +128,23 @@ class Plan:
     def given_data(self) -> list[Array]:
         """Those of them that callers give; the others are derived from the floats."""
         return [array for array in self.block_data if not array.derived]
+
+    @property
+    def gives_floats(self) -> bool:
+        """Whether floats come out of it, in place of the codes of some result."""
+        return any(own.dequantized for own in self.preprocessing)
+
+    @property
+    def of_codes(self) -> Plan:
+        """The plan of the same codes, all of which come out."""
+        each = (dataclasses.replace(own, dequantized=False) for own in self.preprocessing)
+        return dataclasses.replace(self, preprocessing=tuple(each))
+
+    @property
+    def inverse(self) -> Plan:
+        """The plan that dequantizes what this one quantizes, in one direction."""
+        plain: dict[str, Any] = {"preprocessing": (NO_PREPROCESSING,), "zero_scale": 0}
+        return dataclasses.replace(self, op="dequantize", scaling=None, **plain)
 
     @property
     def of_view(self) -> Plan:

@@ -25,6 +25,7 @@ from jaxlib.mlir import ir
 
 # Private to JAX, all of it; used here alone, pinned by tests/test_primitive.py.
 from jax._src import core, dispatch  # isort: skip
+from jax._src.interpreters import partial_eval  # isort: skip
 from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
     sdy_sharding_rule_to_mlir,
     str_to_sdy_sharding_rule,
@@ -242,15 +243,11 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
     _check_processes(kernel_plan, target, support)
     if not support:
         raise NotImplementedError(support.reason)
-    in_jnp = op.reference
-    if support.via_floats or (
-        plan.signature.has_source
-        and (target.partitioned or op.is_beyond(*ctx.avals_in, plan=plan, platform=target.platform))
-    ):
-        in_jnp = cast(Callable, op.via_floats)  # XLA splits them, and the call behind
-    elif support.via_transpose:
-        in_jnp = cast(Callable, op.via_transpose)
-    elif support.kernels:
+    apart = plan.signature.has_source and (
+        target.partitioned or op.is_beyond(*ctx.avals_in, plan=plan, platform=target.platform)
+    )
+    in_jnp = _in_steps(op, support, apart) or op.reference
+    if in_jnp is op.reference and support.kernels:
         (kernel,) = support.kernels
         try:
             kernels = _kernel_attributes(kernel_plan, kernel, chips, target.carries)
@@ -264,6 +261,15 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
                 return _call_and_pack(ctx, *operands, op=op, **call)
             return _call(ctx, *operands, view=plan.view, **call)
     return _in_jnp(ctx, in_jnp, operands, plan)
+
+
+def _in_steps(op: Op, support: Support, apart: bool) -> Callable | None:
+    """What computes an op in steps, each a primitive; `apart`: its floats are one by themselves."""
+    if support.via_floats or apart:
+        return op.via_floats  # XLA splits them, and the call behind
+    if support.via_codes:
+        return op.via_codes
+    return op.via_transpose if support.via_transpose else None
 
 
 def _in_jnp(ctx, fn: Callable, operands: Sequence[ir.Value], plan: AnyPlan):
@@ -293,8 +299,7 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
     Raises:
       RuntimeError: so it is.
     """
-    direct = support.kernels and not (support.via_floats or support.via_transpose)
-    if direct or not support:
+    if support.is_direct or not support:
         return
     if target.chips is None or target.platform not in chip_table.DSLS:
         return
@@ -388,6 +393,7 @@ class Op(NamedTuple):
       batch: the rule of vmap, which takes the primitive before JAX's arguments.
       via_floats: the primitive on floats that XLA makes of its source.
       via_transpose: the primitive along rows, of x that XLA transposes.
+      via_codes: the primitive that gives codes, and the one that makes floats of them.
       is_beyond: whether operands, with the keyword `platform` too, are beyond what a launch there
         can have; then the call goes by `via_floats`.
     """
@@ -397,6 +403,7 @@ class Op(NamedTuple):
     batch: Callable[..., tuple[list, list]] = batch
     via_floats: Callable[..., list] | None = None
     via_transpose: Callable[..., list] | None = None
+    via_codes: Callable[..., list] | None = None
     is_beyond: Callable[..., bool] = lambda *_, **__: False
 
 
@@ -424,6 +431,24 @@ def define(
     ad.primitive_jvps[primitive] = no_derivative
     ad.primitive_transposes[primitive] = no_derivative
     return primitive
+
+
+def looked_into(primitive: Primitive, jaxpr: str) -> None:
+    """Lets jax.checkpoint's policies look into a primitive, as into a jitted function.
+
+    Args:
+      primitive: whose bodies they find.
+      jaxpr: the parameter that is one, closed.
+    """
+    rules = partial_eval.partial_eval_jaxpr_custom_rules
+    call = core.closed_call_p
+
+    def rule(saveable, unknown, instantiated, eqn):
+        body = {"call_jaxpr": eqn.params[jaxpr]}
+        own = eqn.replace(primitive=call, params=body)
+        return rules[call](saveable, unknown, instantiated, own)
+
+    rules[primitive] = rule
 
 
 def make_primitive(name: str, op: Op) -> Primitive:

@@ -19,7 +19,7 @@ from jax_mx import reference
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.arrays.sharding import spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed
-from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Scaling
+from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Format, Scaling
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Role
 from jax_mx.facts.sources import X
@@ -41,6 +41,7 @@ from jax_mx.lowering.products import amaxes_of_both_p
 # like jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME) keeps them, and the backward
 # pass quantizes nothing a second time.
 CHECKPOINT_NAME = "jax_mx.quantized"
+_NAMED = (Role.CODES, Role.SCALES, Role.FLOATS)
 FACTOR = np.dtype(np.float32)
 # HIP launches fewer than 2^32 threads, and AMD's norms have 256 for a row, or for padding.
 MOST_NORMED_ROWS = (1 << 24) - 256
@@ -136,9 +137,13 @@ def _normed_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
 
 
 def _quantized(x, view: View, plan: Plan) -> list:
-    """The abstract values and scales of each of the view's results."""
+    """The abstract values and scales of each of the view's results; or the floats, like x."""
     out = []
-    for result, format in zip(view.results, plan.formats, strict=True):
+    each = zip(view.results, plan.formats, plan.preprocessing, strict=True)
+    for result, format, own in each:
+        if own.dequantized:
+            out.append(x.update(dtype=plan.dtype, weak_type=False))
+            continue
         for shape, dtype in (
             (result.values_shape(x.shape, format), format.storage),
             (result.scales_shape(x.shape), SCALE_DTYPE),
@@ -214,7 +219,25 @@ def _with_derived(view, given: Sequence[jax.Array], plan: Plan) -> list[jax.Arra
     return found
 
 
+def _quantize_via_codes(*operands, plan: Plan):
+    """The primitive with codes in place of floats, and these behind it; of two results by XLA."""
+    outs, found = iter(quantize_p.bind(*operands, plan=plan.of_codes)), []
+    for result, format, own in zip(
+        plan.view.results, plan.formats, plan.preprocessing, strict=True
+    ):
+        pair = next(outs), next(outs)
+        if not own.dequantized:
+            found += pair
+        elif len(plan.formats) == 1:
+            found += dequantize_p.bind(*pair, plan=plan.inverse)
+        else:
+            found.append(_floats_of_codes(*pair, result, format, plan.dtype))
+    return [*found, *outs]
+
+
 def _quantize_reference(x, *block_data, plan: Plan):
+    if plan.gives_floats:
+        return _quantize_via_codes(x, *block_data, plan=plan)
     if plan.source:
         return _quantize_via_floats(x, *block_data, plan=plan)
     out = []
@@ -301,9 +324,14 @@ def _quantize_via_transpose(x, *block_data, plan: Plan):
 def _dequantize_reference(values, scales, *, plan: Plan):
     (result,) = plan.view.results
     scales = result.unpack(scales, result.view_shape(values.shape))
+    return [_floats_of_codes(values, scales, result, plan.format, plan.dtype)]
+
+
+def _floats_of_codes(values, scales, result: Result, format: Format, dtype: np.dtype):
+    """What row-major codes and scales of a view stand for."""
     values, scales = (jnp.moveaxis(a, result.block, result.last) for a in (values, scales))
-    y = reference.dequantize(values, scales, plan.format, plan.dtype)
-    return [jnp.moveaxis(y, result.last, result.block)]
+    y = reference.dequantize(values, scales, format, dtype)
+    return jnp.moveaxis(y, result.last, result.block)
 
 
 # ---- vmap ---
@@ -334,6 +362,7 @@ quantize_p = make_primitive(
         _batch,
         via_floats=_quantize_via_floats,
         via_transpose=_quantize_via_transpose,
+        via_codes=_quantize_via_codes,
         is_beyond=_is_beyond,
     ),
 )
@@ -359,7 +388,8 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
       plan: the call.
 
     Returns:
-      Views of each result's values and scales, by the name `CHECKPOINT_NAME`; of a norm, then the
+      Views of each result's values and scales, by the name `CHECKPOINT_NAME`, or one of the floats
+      that they stand for, if the result's preprocessing says `dequantized`; of a norm, then the
       factors of rows, float32 (..., T), and the sum, as x lies; of a gradient sums of its columns,
       float32 (T / 32, 2 K), see `reference.sums_of`, or the floats, (T, K) or, of a norm,
       (..., T, K), if the source says so.
@@ -367,18 +397,17 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     view, *given = vary_alike(*operands) if len(operands) > 1 else operands
     data = given if plan.source else _with_derived(view, given, plan)
     outs = quantize_p.bind(view, *data, plan=plan)
-    quantized = 2 * len(plan.formats)
-    return [*_checkpointed(outs[:quantized]), *outs[quantized:]]
+    pairs = zip(plan.signature.results, outs, strict=True)
+    return [_checkpointed(out) if array.role in _NAMED else out for array, out in pairs]
 
 
-def _checkpointed(given: Sequence[jax.Array]) -> list[jax.Array]:
-    """What the primitive gives, by the name `CHECKPOINT_NAME`.
+def _checkpointed(out: jax.Array) -> jax.Array:
+    """Codes, scales or floats that the primitive gives, by the name `CHECKPOINT_NAME`.
 
-    As bytes: jax.checkpoint puts all floats that it keeps through lax.reduce_precision, which takes
-    each type for one with infinities, and so makes infinities of e4m3fn's codes from 256 on.
+    Codes as bytes: jax.checkpoint puts all floats that it keeps through lax.reduce_precision, which
+    takes each type for one with infinities, and so makes infinities of e4m3fn's codes from 256 on.
     """
-    outs = []
-    for out in given:
-        bits = checkpoint_name(jax.lax.bitcast_convert_type(out, jnp.uint8), CHECKPOINT_NAME)
-        outs.append(jax.lax.bitcast_convert_type(bits, out.dtype))
-    return outs
+    if out.dtype.itemsize > 1:
+        return checkpoint_name(out, CHECKPOINT_NAME)
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(out, jnp.uint8), CHECKPOINT_NAME)
+    return jax.lax.bitcast_convert_type(bits, out.dtype)

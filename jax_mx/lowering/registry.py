@@ -51,6 +51,7 @@ class Support:
       kernels: the kernels that serve the plan: one, or one per result; none of "xla".
       via_transpose: whether XLA transposes what these kernels read, and back what they give.
       via_floats: whether XLA makes the floats that these kernels read, of rows or by an activation.
+      via_codes: whether these kernels make codes, and others floats of them.
       refusal: why it does not serve the plan, and what does; None where it serves it.
     """
 
@@ -58,10 +59,16 @@ class Support:
     kernels: tuple[Binary, ...] = ()
     via_transpose: bool = False
     via_floats: bool = False
+    via_codes: bool = False
     refusal: Refusal | None = None
 
     def __bool__(self) -> bool:
         return self.refusal is None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a kernel serves the plan by itself."""
+        return bool(self.kernels) and not (self.via_transpose or self.via_floats or self.via_codes)
 
     @property
     def reason(self) -> str:
@@ -73,6 +80,7 @@ class Support:
             return self.reason
         names = ", ".join(kernel.name for kernel in self.kernels) or "runs everywhere"
         how = " along rows" * self.via_transpose + " of floats that XLA makes" * self.via_floats
+        how += ", whose codes other kernels dequantize" * self.via_codes
         return f"{self.implementation}: {names}{how}"
 
 
@@ -169,14 +177,19 @@ def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
 
     def support(plan: AnyPlan, chips: Sequence[str]) -> Support:
         found = of_floats(plan, chips)
-        if found or isinstance(plan, ProductPlan) or not plan.source:
+        if found or isinstance(plan, ProductPlan):
+            return found
+        if plan.gives_floats:
+            codes = support(plan.of_codes, chips)
+            return dataclasses.replace(codes, via_codes=bool(codes))
+        if not plan.source:
             return found
         made = of_floats(dataclasses.replace(plan, source=X), chips)
         return dataclasses.replace(made, via_floats=bool(made))
 
     def of_floats(plan: AnyPlan, chips: Sequence[str]) -> Support:
         direct = _one_kernel(dsl, plan, chips)
-        if isinstance(plan, ProductPlan):
+        if isinstance(plan, ProductPlan) or plan.gives_floats:
             return direct
         # Few plans with preprocessing have kernels of their own; the others go along rows. Not
         # transforms that span two blocks: rows do not tell which blocks are neighbours.

@@ -113,19 +113,23 @@ def quantized(
 ) -> list[Any]:
     """One MXArray per result, for an x that the plan fits; of a norm, then the factors of rows.
 
+    Of a result that comes out dequantized the floats, which lie as x does.
+
     Under jit, so that eager calls are quick, and calls with one plan share one function of the
     program that they are in, with all its attributes.
     """
     operands, viewed, on_views, beside = operands_of(x, data, other, plan)
-    outs = quantizers.quantize(operands, on_views)
-    found = []
+    outs, found = iter(quantizers.quantize(operands, on_views)), []
     for i, (result, format) in enumerate(zip(plan.view.results, plan.formats, strict=True)):
+        if plan.preprocessing[i].dequantized:
+            found.append(viewed.from_floats(next(outs)))
+            continue
         axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
-        pair = outs[2 * i : 2 * i + 2]
+        pair = next(outs), next(outs)
         (values, scales), axis = viewed.from_arrays(pair, result, axes, format, plan.transpose)
         fields = (format, axis, plan.scale_layout, plan.block, plan.value_layouts[i])
         found.append(MXArray(values, scales, *fields, plan.preprocessing[i].window))
-    return [*found, *beside, *outs[2 * len(found) :]]
+    return [*found, *beside, *outs]
 
 
 def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Any, Source, tuple]:

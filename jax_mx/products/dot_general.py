@@ -13,7 +13,8 @@ from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.products.forms import QuantizedWeight, frozen_or
+from jax_mx.products.either import Names, by_names, either
+from jax_mx.products.forms import QuantizedWeight, frozen_or, may_be_floats
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Arrangement, layout_of
 from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
@@ -29,6 +30,7 @@ from jax_mx.products.steps import (
     is_exact,
     is_square,
     lhs_gradient,
+    may_be_forms_of_floats,
     once_derived,
     operand_of,
     parts_of,
@@ -141,9 +143,27 @@ def _dot_vjp(static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, recipe:
     if rhs_q is None:  # nothing is quantized along rows, unless the weight was
         layout = layout.unpadded(is_square(rhs, recipe))
         static = static._replace(layout=layout)
-    a, _ = forms_for(layout.lhs, lhs, lhs_q, recipe, "lhs", (True, False))
-    b, _ = forms_for(layout.rhs, rhs, rhs_q, recipe, "rhs", (True, False))
-    return forward(static, a, b)
+    return _forward(static, (lhs, lhs_q), (rhs, rhs_q), recipe, (False, False))[0]
+
+
+def _forward(
+    static: Static, lhs: tuple, rhs: tuple, recipe: Recipe, wanted: tuple[bool, bool]
+) -> tuple[jax.Array, Any, Any]:
+    """The result; and lhs along its rows, rhs along its columns, if they are `wanted`."""
+    each = ("lhs", static.layout.lhs, wanted[0]), ("rhs", static.layout.rhs, wanted[1])
+    may_be = [
+        may_be_forms_of_floats(name, x, q, recipe, (True, more))
+        for (name, _, more), (x, q) in zip(each, (lhs, rhs), strict=True)
+    ]
+
+    def step(names: Names | None, operands: tuple, recipe: Recipe) -> Any:
+        (a, a_rows), (b, b_rows) = (
+            forms_for(side, x, q, recipe, name, (True, more), (names is not None and floats, False))
+            for (name, side, more), (x, q), floats in zip(each, operands, may_be, strict=True)
+        )
+        return forward(next(by_names(static, names)), a, b), a_rows, b_rows
+
+    return either(any(may_be), step, (lhs, rhs), recipe)
 
 
 def _dot_fwd(static: Static, *args: Any) -> tuple[jax.Array, Residual]:
@@ -152,9 +172,7 @@ def _dot_fwd(static: Static, *args: Any) -> tuple[jax.Array, Residual]:
     lhs, rhs, mark = once_derived("dot_general", lhs, rhs, MARK)
     dgrad, wgrad = any(perturbed[0]), any(perturbed[2])
     layout = static.layout
-    a, a_rows = forms_for(layout.lhs, lhs, lhs_q, recipe, "lhs", (True, wgrad))
-    b, b_rows = forms_for(layout.rhs, rhs, rhs_q, recipe, "rhs", (True, dgrad))
-    y = forward(static, a, b)
+    y, a_rows, b_rows = _forward(static, (lhs, lhs_q), (rhs, rhs_q), recipe, (wgrad, dgrad))
     # A frozen operand gets no gradient, whoever asks for what.
     a_kept = b_kept = None
     if rhs is not None:
@@ -193,18 +211,21 @@ def _dot_bwd(static: Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
     layout = static.layout
     dy, _ = once_derived("dot_general", dy, mark)
     dy = gathered_once(layout, dy, lhs, rhs)
-    uses = recipe.uses("gradient")
-    # A frozen operand's floats are multiplied by the gradient's, in bfloat16.
-    frozen = [form is not None and x is None for form, x in ((b, rhs), (a, lhs))]
-    wanted: Any = tuple(
-        None if form is None else frozen_or(use, cold)
-        for form, cold, use in zip((b, a), frozen, uses, strict=True)
-    )
-    along_n, along_m = blocks_along(
-        "gradient", layout.gradient(dy), -1, wanted, recipe, layout.gradient_pads
-    )
-    dlhs = None if b is None else lhs_gradient(static, along_n, b, lhs)
-    drhs = None if a is None else rhs_gradient(static, a, along_m, rhs)
+
+    def uses_of(recipe: Recipe) -> Any:
+        # A frozen operand's floats are multiplied by the gradient's, in bfloat16.
+        each = zip((b, a), (rhs, lhs), recipe.uses("gradient"), strict=True)
+        return tuple(None if form is None else frozen_or(use, x is None) for form, x, use in each)
+
+    def step(names: Names | None, dy: jax.Array, a: Any, b: Any, recipe: Recipe) -> Any:
+        by, floats = by_names(static, names), (names is not None,) * 2
+        given = ("gradient", layout.gradient(dy), -1, uses_of(recipe), recipe)
+        along_n, along_m = blocks_along(*given, layout.gradient_pads, as_floats=floats)
+        dlhs = None if b is None else lhs_gradient(next(by), along_n, b, lhs)
+        return dlhs, None if a is None else rhs_gradient(next(by), a, along_m, rhs)
+
+    worth = may_be_floats(dy, uses_of(recipe), recipe.blocks("gradient"))
+    dlhs, drhs = either(worth, step, dy, a, b, recipe)
     return dlhs, None, drhs, None, None
 
 

@@ -13,6 +13,7 @@ from jax_mx import reference
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.windows import Window
 from jax_mx.ops.activations import Gated, made
+from jax_mx.ops.fake_quantize import through_codes
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
@@ -134,6 +135,7 @@ def forms_of(
     blocks: Blocks,
     rows: jax.Array | None = None,
     activation: Gated | WithSums | None = None,
+    as_floats: tuple[bool, bool] = (False, False),
 ) -> tuple[Any, ...]:
     """The forms of an arranged operand, two by one `quantize_both`, but for square blocks.
 
@@ -146,11 +148,15 @@ def forms_of(
       rows: int32 (R,), of x (T, columns): the operand is x[rows], with zeros for numbers that x has
         no row of.
       activation: the operand is what this makes of x (..., rows, 2 columns).
+      as_floats: of each form whether it is the floats that codes stand for, see `through_codes`;
+        some of an operand that `may_be_floats`.
 
     Returns:
       Both forms; of a `WithSums` a third: float32 sums of the gradient's columns, of 32 rows each
       where a kernel may make both forms, see `reference.sums_of`; else all of its rows.
     """
+    if any(as_floats):
+        return _forms_of_floats(x, axis, uses, blocks, rows, activation, as_floats)
     if isinstance(activation, WithSums):
         own = activation.own
         joint = _joint_formats(uses)
@@ -192,6 +198,48 @@ def forms_of(
         first, second = (Form(q) for q in found[:2][order])
         return first, second, *found[2:]
     first, second = (_one(x, use, at, blocks, made_of) for use, at in zip(uses, axes, strict=True))
+    return first, second
+
+
+def may_be_floats(
+    x: Any,
+    uses: tuple[Use | None, Use | None],
+    blocks: Blocks,
+    activation: Gated | WithSums | None = None,
+) -> bool:
+    """Whether there may be a kernel that gives an operand's forms as floats, see `forms_of`."""
+    wanted = [use for use in uses if use is not None]
+    formats = {use.format for use in wanted}
+    plain = all(use.hadamard is None and use.rounding is None for use in wanted)
+    is_one = len(formats) == 1 and None not in formats
+    is_float = isinstance(x, jax.Array) and x.dtype == jnp.bfloat16
+    by_blocks = blocks.window == BLOCK and not blocks.square
+    return is_one and plain and is_float and by_blocks and not isinstance(activation, WithSums)
+
+
+def _forms_of_floats(
+    x: jax.Array,
+    axis: int,
+    uses: tuple[Use | None, Use | None],
+    blocks: Blocks,
+    rows: jax.Array | None,
+    activation: Any,
+    as_floats: tuple[bool, bool],
+) -> Forms:
+    # As `quantize_both` gives them, what runs along the last axis comes first.
+    wanted = sorted(
+        (at, i, use.format)
+        for i, (use, at) in enumerate(zip(uses, (axis, -3 - axis), strict=True))
+        if use is not None
+    )[::-1]
+    floats = tuple(as_floats[i] for _, i, _ in wanted)
+    how: dict[str, Any] = {"axis": wanted[0][0], "scaling": blocks.scaling}
+    formats: Any = tuple(format for *_, format in wanted)
+    found = through_codes(x, formats, floats, rows, activation, **how)
+    forms: list[Form | None] = [None, None]
+    for (at, i, _), array in zip(wanted, found, strict=True):
+        forms[i] = Form(array, at) if as_floats[i] else Form(array)
+    first, second = forms
     return first, second
 
 

@@ -41,12 +41,15 @@ class Implementation(registry.Implementation):
       preferred: whether it is the choice on a platform and chips where nothing was measured.
       error: what its results may differ by of sum |a||b|, where that is more than eps32 * k.
       worth: whether `autotune` measures it for a call that it serves.
+      floats: whether it multiplies, of a call that it serves, floats that it makes of lhs or of
+        what is quantized anew, see either.py.
     """
 
     run: Callable[..., jax.Array]
     preferred: Callable[[Any, str, Sequence[str]], bool]
     error: float = 0.0
     worth: Callable[[Any], bool] = lambda _: True
+    floats: Callable[[Any], bool] = lambda _: False
 
 
 # ---- dequantize, then a product of floats ---
@@ -226,6 +229,12 @@ def always(call: Any, platform: str, chips: Sequence[str]) -> bool:
     return True
 
 
+def yes(call: Any) -> bool:
+    """The `floats` of what makes floats of all operands."""
+    del call
+    return True
+
+
 def never(call: Any, platform: str, chips: Sequence[str]) -> bool:
     """The `preferred` of what is chosen where it was measured to be the fastest, or is named."""
     del call, platform, chips
@@ -237,6 +246,7 @@ def with_tilings(
     run: Callable[..., jax.Array],
     preferred: Callable[[Any, str, Sequence[str]], bool],
     worth: Callable[..., bool],
+    floats: Callable[..., bool],
 ) -> tuple[Implementation, ...]:
     """Our kernels, which pick a tiling by themselves, and a row for each tiling.
 
@@ -245,8 +255,9 @@ def with_tilings(
       run: likewise.
       preferred: of the first row.
       worth: likewise, of the others.
+      floats: likewise, of all.
     """
-    own = Implementation(kernels.NAME, "cuda", support, run, preferred, FP8_ERROR)
+    own = Implementation(kernels.NAME, "cuda", support, run, preferred, FP8_ERROR, floats=floats)
 
     def row(tile: int) -> Implementation:
         return Implementation(
@@ -257,6 +268,7 @@ def with_tilings(
             never,
             FP8_ERROR,
             functools.partial(worth, tile=tile),
+            functools.partial(floats, tile=tile),
         )
 
     return (own, *map(row, gemm.ROWS))
@@ -265,10 +277,14 @@ def with_tilings(
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
     row.name: row
     for row in (
-        *with_tilings(kernels.support, kernels.run, kernels.preferred, kernels.worth),
+        *with_tilings(
+            kernels.support, kernels.run, kernels.preferred, kernels.worth, kernels.makes_floats
+        ),
         Implementation("fp8", "any", _fp8_support, _fp8, _has_fp8, error=FP8_ERROR),
         Implementation("scaled_dot", "any", _scaled_dot_support, _scaled_dot, _has_scaled_dot),
-        Implementation("dequantize", "any", any_call("dequantize"), _dequantize, on_gpus),
+        Implementation(
+            "dequantize", "any", any_call("dequantize"), _dequantize, on_gpus, floats=yes
+        ),
         Implementation("xla", "any", any_call("xla"), _plain, always),
     )
 }

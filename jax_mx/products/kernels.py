@@ -117,6 +117,16 @@ def is_worth_timing(call: Any, tile: int, rows: float, plan_of: Callable[..., An
     return is_there and plan != plan_of(call, None)
 
 
+def reads_floats(plan: Any) -> bool:
+    """Whether the kernel of a plan reads x, or both operands, in floats."""
+    return isinstance(plan, ProductPlan) and plan.op in ("matmul", "wgrad")
+
+
+def makes_floats(call: Call, *, tile: int | None = None) -> bool:
+    """Whether kernels read floats of a call's operands, or of lhs."""
+    return reads_floats(_plan(call, tile))
+
+
 def worth(call: Call, *, tile: int) -> bool:
     """See `is_worth_timing`."""
     return is_worth_timing(call, tile, _sizes(call)[0], _plan)

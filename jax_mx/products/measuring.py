@@ -23,10 +23,10 @@ import numpy as np
 
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
-from jax_mx.products import ragged_implementations
+from jax_mx.products import calls
 from jax_mx.products.choices import Cost
 from jax_mx.products.dot import Call, Operand
-from jax_mx.products.implementations import IMPLEMENTATIONS, exact_floats
+from jax_mx.products.implementations import exact_floats
 from jax_mx.products.product import contracted
 from jax_mx.products.ragged import RaggedCall
 from jax_mx.products.ragged_product import grouped
@@ -95,7 +95,6 @@ def _sparse(x: Operand, length: int) -> Operand:
 
 
 # ---- the product of a call ---
-TABLES = {"dot_general": IMPLEMENTATIONS, "ragged_dot": ragged_implementations.IMPLEMENTATIONS}
 
 
 def product(
@@ -288,7 +287,7 @@ def measured(
                 if not done.result():
                     costs[name] = OVER
                     continue
-                error = TABLES[call.op][name].error
+                error = calls.TABLES[call.op][name].error
                 each = (known.obstacle(candidate.first(own), error) for own, known in references)
                 if why := next(filter(None, each), ""):
                     costs[name] = f"left out: it {why}"

@@ -28,7 +28,8 @@ from jax_mx.ops.activations import Gated, made, row_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
-from jax_mx.products.forms import Form, QuantizedWeight, Use, frozen_or
+from jax_mx.products.either import Names, by_names, either
+from jax_mx.products.forms import Form, QuantizedWeight, Use, frozen_or, may_be_floats
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Layout, layout_of
 from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
@@ -47,6 +48,7 @@ from jax_mx.products.steps import (
     is_exact,
     is_square,
     lhs_gradient,
+    may_be_forms_of_floats,
     multiplied,
     once_derived,
     operand_of,
@@ -294,37 +296,60 @@ def _forward(
     """The result, and what the backward pass reads; `trained`: which weights get gradients."""
     x, w1, w2, b1, b2 = given
     first, second = static.first.layout, static.second.layout
-    a, a_rows = forms_for(first.lhs, x, None, recipes[0], "lhs", (True, trained[0]))
-    w, w_free = forms_for(first.rhs, w1, quantized[0], recipes[0], "rhs", (True, keep))
-    gate_up = _gate_up(static, a, w, b1)
-    along, across = recipes[1].uses("lhs")
-    uses = (along, across if trained[1] else None)
-    act, act_rows = blocks_along("lhs", gate_up, -1, uses, recipes[1], activation=static.gated)
-    v, v_free = forms_for(second.rhs, w2, quantized[1], recipes[1], "rhs", (True, keep))
-    y = _plus(forward(static.second, act, v), b2)
+    again = keep and static.residuals == "inputs"
+    may_be = [
+        may_be_forms_of_floats(name, own, q, recipe, (True, more))
+        for name, own, q, recipe, more in (
+            ("lhs", x, None, recipes[0], trained[0]),
+            ("rhs", w1, quantized[0], recipes[0], keep),
+            ("lhs", x, None, recipes[1], trained[1]),  # of x's dtype
+            ("rhs", w2, quantized[1], recipes[1], keep),
+        )
+    ]
+
+    def first_step(names: Names | None, x: Any, w1: Any, q1: Any, b1: Any, recipe: Recipe) -> Any:
+        as_x, as_w = ((names is not None and floats, False) for floats in may_be[:2])
+        a, a_rows = forms_for(first.lhs, x, None, recipe, "lhs", (True, trained[0]), as_x)
+        w, w_free = forms_for(first.rhs, w1, q1, recipe, "rhs", (True, keep), as_w)
+        gate_up = _gate_up(next(by_names(static.first, names)), a, w, b1)
+        return gate_up, a_rows, w_free, (a, w) if again else None
+
+    def second_step(names: Names | None, gate_up: Any, w2: Any, q2: Any, recipe: Recipe) -> Any:
+        as_act, as_w = ((names is not None and floats, False) for floats in may_be[2:])
+        along, across = recipe.uses("lhs")
+        given = ("lhs", gate_up, -1, (along, across if trained[1] else None), recipe)
+        act, act_rows = blocks_along(*given, activation=static.gated, as_floats=as_act)
+        v, v_free = forms_for(second.rhs, w2, q2, recipe, "rhs", (True, keep), as_w)
+        return forward(next(by_names(static.second, names)), act, v), act_rows, v_free
+
+    worth = any(may_be[:2]) and not again  # what is computed from again is kept in MX
+    gate_up, a_rows, w_free, inputs = either(worth, first_step, x, w1, quantized[0], b1, recipes[0])
+    y, act_rows, v_free = either(
+        any(may_be[2:]), second_step, gate_up, w2, quantized[1], recipes[1]
+    )
+    y = _plus(y, b2)
     if not keep:
         return y, None
-    again = static.residuals == "inputs"
+    a, w = inputs or (None, None)
     kept = quantize(gate_up, MXFP8_E4M3) if static.residuals == "mx" else a if again else gate_up
     sides = (first.lhs, x), (first.rhs, w1), (second.rhs, w2)
     types = (*(side_of(*each) for each in sides), *map(_type_of, (b1, b2)))
     bias = b1 if again else None
-    forms = (w if again else None, w_free)
-    return y, _Kept(a_rows, act_rows, kept, forms, v_free, bias, recipes, types)
+    return y, _Kept(a_rows, act_rows, kept, (w, w_free), v_free, bias, recipes, types)
 
 
 def _type_of(bias: Any) -> Side | None:
     return None if bias is None else Side(bias.dtype, spec_of(bias), ())
 
 
-def _gate_up(static: _Static, a: Form, w: Form, bias: Any) -> jax.Array:
-    """Gate and up, arranged like x, (M..., 2 I)."""
+def _gate_up(static: Static, a: Form, w: Form, bias: Any) -> jax.Array:
+    """Gate and up, arranged like x, (M..., 2 I); `static`: of the first product."""
     x, weight = (
         form.array.values if isinstance(form.array, MXArray) else form.array for form in (a, w)
     )
     spec = _spec_between(spec_of(x)[:-1], spec_of(weight)[-3 - w.axis])
-    gate_up = multiplied(static.first, a, w, 0, spec, static.first.dtype)
-    return _plus(gate_up, bias, static.first.layout.lhs.rows)
+    gate_up = multiplied(static, a, w, 0, spec, static.dtype)
+    return _plus(gate_up, bias, static.layout.lhs.rows)
 
 
 def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:
@@ -347,20 +372,29 @@ def _mlp_bwd(static: _Static, residual: tuple[_Kept, jax.Array], dy: jax.Array) 
     layout, dtype = static.second.layout, static.second.dtype
     dy, _ = once_derived("mlp", dy, mark)
     dy = gathered_once(layout, dy, None, w2)
-    by_row, by_column = blocks_along(
-        "gradient", layout.gradient(dy), -1, _uses(second, w2), second, layout.gradient_pads
-    )
     gate_up = _again(static, kept)
     spec = spec_of(made("mlp", gate_up, static.gated))
-    dact = multiplied(static.second, by_row, kept.w_second, 0, spec, dtype)
-    own = dataclasses.replace(static.gated, gradient=dact.astype(gate_up.dtype))
-    dw2 = None if w2 is None else rhs_gradient(static.second, kept.act, by_column, w2)
+
+    def second_step(names: Names | None, dy: Any, act: Any, w: Any, recipe: Recipe) -> Any:
+        by, floats = by_names(static.second, names), (names is not None,) * 2
+        given = ("gradient", layout.gradient(dy), -1, _uses(recipe, w2), recipe)
+        by_row, by_column = blocks_along(*given, layout.gradient_pads, as_floats=floats)
+        dact = multiplied(next(by), by_row, w, 0, spec, dtype)
+        return dact, None if w2 is None else rhs_gradient(next(by), act, by_column, w2)
+
+    def first_step(names: Names | None, gate_up: Any, own: Any, a: Any, w: Any, recipe: Any) -> Any:
+        by, floats = by_names(static.first, names), (names is not None,) * 2
+        given = ("gradient", gate_up, -1, _uses(recipe, w1), recipe)
+        by_row, by_column, *sums = blocks_along(*given, activation=own, as_floats=floats)
+        dw1 = None if w1 is None else rhs_gradient(next(by), a, by_column, w1)
+        return lhs_gradient(next(by), by_row, w, x), dw1, sums
+
+    worth = may_be_floats(dy, _uses(second, w2), second.blocks("gradient"))
+    dact, dw2 = either(worth, second_step, dy, kept.act, kept.w_second, second)
+    own: Any = dataclasses.replace(static.gated, gradient=dact.astype(gate_up.dtype))
     own = own if b1 is None else WithSums(own)
-    by_row, by_column, *sums = blocks_along(
-        "gradient", gate_up, -1, _uses(first, w1), first, activation=own
-    )
-    dw1 = None if w1 is None else rhs_gradient(static.first, kept.x, by_column, w1)
-    dx = lhs_gradient(static.first, by_row, kept.w_first[1], x)
+    worth = may_be_floats(gate_up, _uses(first, w1), first.blocks("gradient"), own)
+    dx, dw1, sums = either(worth, first_step, gate_up, own, kept.x, kept.w_first[1], first)
     db1, db2 = _summed(sums[0] if sums else None, b1), _summed(dy, b2)
     return (dx, dw1, dw2, db1, db2), None, None
 
@@ -374,7 +408,7 @@ def _uses(recipe: Recipe, w: Side | None) -> tuple[Use, Use | None]:
 def _again(static: _Static, kept: _Kept) -> jax.Array:
     """Gate and up, arranged: as they were kept, or computed again."""
     if static.residuals == "inputs":
-        return _gate_up(static, kept.gate_up, kept.w_first[0], kept.bias)
+        return _gate_up(static.first, kept.gate_up, kept.w_first[0], kept.bias)
     return floats_kept(kept.gate_up, static.first.dtype)
 
 

@@ -18,7 +18,15 @@ from jax_mx.facts.windows import ROW
 from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, checked
-from jax_mx.products.forms import Form, QuantizedWeight, forms_of, frozen_or
+from jax_mx.products.either import Names, by_names, either
+from jax_mx.products.forms import (
+    Form,
+    QuantizedWeight,
+    Use,
+    forms_of,
+    frozen_or,
+    may_be_floats,
+)
 from jax_mx.products.operands import what_of
 from jax_mx.products.ragged_implementations import IMPLEMENTATIONS
 from jax_mx.products.ragged_product import grouped
@@ -279,9 +287,27 @@ def _ragged(static: _Static, *args: Any) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ragged_vjp(static: _Static, lhs, floats, quantized, sizes, recipe):
-    a, _ = forms_of(lhs, -1, (recipe.uses("lhs")[0], None), recipe.blocks("lhs"))
     w, _ = weight_forms(floats, quantized, recipe, dgrad=False)
-    return _product(static, a, w, sizes, static.dtype)
+    return _multiplied(static, "lhs", lhs, False, w, sizes, recipe, static.dtype)
+
+
+def _multiplied(
+    static: _Static, name: str, x: jax.Array, is_frozen: bool, w: Any, sizes: jax.Array,
+    recipe: Recipe, dtype: Any,
+) -> jax.Array:  # fmt: skip
+    """The product of rows that are quantized along their elements and a weight's form."""
+
+    def uses_of(recipe: Recipe) -> tuple[Use, None]:
+        return frozen_or(recipe.uses(name)[0], is_frozen), None
+
+    blocks = recipe.blocks(name)
+
+    def step(names: Names | None, x: Any, w: Any, sizes: jax.Array, recipe: Recipe) -> jax.Array:
+        floats = (names is not None, False)
+        a, _ = forms_of(x, -1, uses_of(recipe), blocks, as_floats=floats)
+        return _product(next(by_names(static, names)), a, w, sizes, dtype)
+
+    return either(may_be_floats(x, uses_of(recipe), blocks), step, x, w, sizes, recipe)
 
 
 def _product(static: _Static, a: Any, w: Any, sizes: jax.Array, dtype: Any) -> jax.Array:
@@ -291,11 +317,9 @@ def _product(static: _Static, a: Any, w: Any, sizes: jax.Array, dtype: Any) -> j
 
 def _ragged_fwd(static: _Static, lhs, floats, quantized, sizes, recipe):
     lhs, floats, mark = once_derived("ragged_dot", lhs, floats, MARK)
-    forward, wgrad = recipe.uses("lhs")
-    blocks = recipe.blocks("lhs")
-    a, _ = forms_of(lhs, -1, (forward, None), blocks)
+    wgrad, blocks = recipe.uses("lhs")[1], recipe.blocks("lhs")
     w, w_free = weight_forms(floats, quantized, recipe, dgrad=True)
-    y = _product(static, a, w, sizes, static.dtype)
+    y = _multiplied(static, "lhs", lhs, False, w, sizes, recipe, static.dtype)
     groups = a_rows = None
     if floats is not None:
         groups = Groups.from_sizes(sizes, lhs.shape[0], align=align_of(recipe))
@@ -307,10 +331,9 @@ def _ragged_fwd(static: _Static, lhs, floats, quantized, sizes, recipe):
 def _ragged_bwd(static: _Static, residual: tuple, dy: jax.Array):
     a_rows, w_free, sizes, groups, recipe, types, mark = residual
     dy, _ = once_derived("ragged_dot", dy, mark)
-    dgrad, wgrad = recipe.uses("gradient")
-    blocks = recipe.blocks("gradient")
-    along_n, _ = forms_of(dy, -1, (frozen_or(dgrad, types.rhs is None), None), blocks)
-    dlhs = _product(static, along_n, w_free, sizes, types.lhs)
+    wgrad, blocks = recipe.uses("gradient")[1], recipe.blocks("gradient")
+    is_frozen = types.rhs is None
+    dlhs = _multiplied(static, "gradient", dy, is_frozen, w_free, sizes, recipe, types.lhs)
     drhs = None
     if types.rhs is not None:
         made: Any = forms_of(dy, -1, (None, wgrad), blocks, groups.rows)

@@ -28,6 +28,7 @@ from jax_mx.products.implementations import (
     exact_floats,
     on_gpus,
     with_tilings,
+    yes,
 )
 from jax_mx.products.ragged import Ragged, RaggedCall
 from jax_mx.reference import ragged as reference
@@ -82,6 +83,11 @@ def _rows(call: RaggedCall) -> float:
 def _worth(call: RaggedCall, *, tile: int) -> bool:
     """See `kernels.is_worth_timing`."""
     return kernels.is_worth_timing(call, tile, _rows(call), _cutedsl_plan)
+
+
+def _makes_floats(call: RaggedCall, *, tile: int | None = None) -> bool:
+    """See `kernels.reads_floats`."""
+    return kernels.reads_floats(_cutedsl_plan(call, tile))
 
 
 def _in_windows(call: RaggedCall) -> bool:
@@ -252,9 +258,11 @@ def _plain(lhs: Operand, rhs: Operand, sizes: jax.Array, ragged: Ragged) -> jax.
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
     row.name: row
     for row in (
-        *with_tilings(_cutedsl_support, _cutedsl, _on_hopper, _worth),
-        Implementation("pallas", "cuda", _pallas_support, _pallas, _on_hopper),
-        Implementation("dequantize", "any", any_call("dequantize"), _dequantize, on_gpus),
+        *with_tilings(_cutedsl_support, _cutedsl, _on_hopper, _worth, _makes_floats),
+        Implementation("pallas", "cuda", _pallas_support, _pallas, _on_hopper, floats=yes),
+        Implementation(
+            "dequantize", "any", any_call("dequantize"), _dequantize, on_gpus, floats=yes
+        ),
         Implementation("xla", "any", any_call("xla"), _plain, always),
     )
 }

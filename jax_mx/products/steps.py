@@ -24,7 +24,7 @@ from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated
 from jax_mx.ops.mxarray import MXArray, checked, dequantize
 from jax_mx.ops.quantizing import WithSums
-from jax_mx.products.forms import Form, QuantizedWeight, forms_of
+from jax_mx.products.forms import Form, QuantizedWeight, forms_of, may_be_floats
 from jax_mx.products.operands import Arrangement, Layout, padded
 from jax_mx.products.product import contracted
 from jax_mx.products.recipes import Recipe
@@ -234,7 +234,13 @@ class Side:
 
 
 def forms_for(
-    side: Arrangement, x: Any, quantized: Any, recipe: Recipe, name: str, wanted: tuple[bool, bool]
+    side: Arrangement,
+    x: Any,
+    quantized: Any,
+    recipe: Recipe,
+    name: str,
+    wanted: tuple[bool, bool],
+    as_floats: tuple[bool, bool] = (False, False),
 ) -> Any:
     """An operand's forms along the contracted and the free axis, those that are wanted."""
     if isinstance(quantized, MXArray):
@@ -244,7 +250,17 @@ def forms_for(
         return quantized
     each = zip(recipe.uses(name), wanted, strict=True)
     first, second = (use if want else None for use, want in each)
-    return blocks_along(name, side.arranged(x), side.axis, (first, second), recipe, side.pads)
+    own = (name, side.arranged(x), side.axis, (first, second), recipe, side.pads)
+    return blocks_along(*own, as_floats=as_floats)
+
+
+def may_be_forms_of_floats(
+    name: str, x: Any, quantized: Any, recipe: Recipe, wanted: tuple[bool, bool]
+) -> bool:
+    """Whether there may be a kernel that gives the first of `forms_for` as floats."""
+    first, second = recipe.uses(name)
+    uses = (first, second if wanted[1] else None)
+    return quantized is None and may_be_floats(x, uses, recipe.blocks(name))
 
 
 # What the two axes of an operand hold, the one that comes first in `Recipe.uses` first.
@@ -263,6 +279,7 @@ def blocks_along(
     recipe: Recipe,
     pads: tuple[int, int] = (0, 0),
     activation: Gated | WithSums | None = None,
+    as_floats: tuple[bool, bool] = (False, False),
 ) -> Any:
     """`forms_of`, with zeros behind the last two axes of x.
 
@@ -283,7 +300,8 @@ def blocks_along(
                 "does not divide, so that blocks would not stay whole; gather them with "
                 "jax.sharding.reshard"
             )
-    return forms_of(padded(x, pads), axis, uses, blocks, activation=activation)
+    made_of: dict[str, Any] = {"activation": activation, "as_floats": as_floats}
+    return forms_of(padded(x, pads), axis, uses, blocks, **made_of)
 
 
 def _arranged_mx(side: Arrangement, q: MXArray) -> MXArray:

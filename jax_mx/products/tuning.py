@@ -5,30 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, Mesh
 
 from jax_mx.arrays.checks import shown, whole
 from jax_mx.lowering import primitive, registry, targets
 from jax_mx.ops.progress import progress as progress_of
-from jax_mx.products import choices, measuring, ragged
+from jax_mx.products import calls, choices, measuring
 from jax_mx.products.choices import Choice, Cost, Key, Measured
-from jax_mx.products.dot import call_of, key_of
+from jax_mx.products.dot import key_of
 from jax_mx.products.implementations import decided
 
-# How the call of an equation follows from its parameters and abstract values, by the names of
-# primitives. Quantizers are none: their kernel is faster than "xla" in every form
-# (docs/performance.md), and its tiles are chosen where it is built (kernels/*/tuning).
-TUNABLE: Mapping[str, Callable[[Any, Sequence[Any]], Any]] = {
-    "mx_dot_general": lambda params, avals: call_of(params["dot"], avals),
-    "mx_ragged_dot": lambda params, avals: ragged.call_of(params["ragged"], avals),
-}
 GLOBAL_SHAPES = (
     "Some calls stand on a mesh with automatic axes: a trace knows their global shapes alone, so "
     "these were looked up, and measured on one device; explicit axes or shard_map have a shard's."
@@ -89,24 +81,11 @@ def calls_in(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
         raise TypeError(f"{op}: f must be a function, got {shown(f)}")
     found: dict[Any, _Found] = {}
     notes = []
-    for eqn in _equations(jax.make_jaxpr(f)(*args).jaxpr):
-        call_in = TUNABLE.get(eqn.primitive.name)
-        if call_in is None:
-            continue
-        avals = [v.aval for v in eqn.invars]
-        call = call_in(eqn.params, avals)
+    for call, avals in calls.calls_in(jax.make_jaxpr(f)(*args).jaxpr):
         known = found.setdefault((key_of(call, ""), call.implementation), _Found(call, 0))
         known.count += 1
         notes += [GLOBAL_SHAPES] if any(map(_is_automatic, avals)) else []
     return [*found.values()], [*dict.fromkeys(notes)]
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All of a jaxpr, those within loops, branches and calls too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
 
 
 def _is_automatic(aval: Any) -> bool:
@@ -208,7 +187,7 @@ def entries_of(
 def _entry(
     each: _Found, key: Key, place: _Place, end: float, limit: int, without: Sequence[str]
 ) -> Measured:
-    call, table = each.call.in_a_shard, measuring.TABLES[each.call.op]
+    call, table = each.call.in_a_shard, calls.TABLES[each.call.op]
     rule = decided(call, place.platform, place.chips, table).name
     asked = [
         s
@@ -330,7 +309,7 @@ def explain(
     place = place_of(args, device)
     rows = []
     for each in found:
-        table = measuring.TABLES[each.call.op]
+        table = calls.TABLES[each.call.op]
         decision = decided(each.call, place.platform, place.chips, table)
         key = key_of(each.call, place.chips[0])
         entries = [choice.by_key.get(key) for _, choice in choices.known(place.chips[0])]

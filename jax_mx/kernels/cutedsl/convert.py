@@ -595,6 +595,15 @@ def unpack_nibbles(word: Uint32) -> list:
     return [word & Uint32(0x0F0F0F0F), (word >> Uint32(4)) & Uint32(0x0F0F0F0F)]
 
 
+def expanded(words: list) -> list:
+    """Words of one code a byte, from words of two."""
+    found = []
+    for word in words:
+        low, high = unpack_nibbles(word)
+        found += [bytes_of(low, high, select) for select in (0x5140, 0x7362)]
+    return found
+
+
 @dsl_user_op
 def _unpack_four_e2m1(word: Uint32, *, loc=None, ip=None) -> list:
     """The float32 of four codes, one a byte: their bits are a float16's, times 2^14."""
@@ -724,9 +733,19 @@ def dequantized_pairs(words: list, factors: list, to: Conversion) -> list:
       factors: for each pair of codes, of powers of two, or NaN.
       to: bfloat16, and the codes' format.
     """
-    floats = [value for word in words for value in unpack_four(word, to)]
-    both = zip(round_all(floats, "bfloat16"), factors, strict=True)
-    return [_multiply_bf16x2(*each, to.arch) for each in both]
+    if to.format == MXFP4_E2M1:
+        values = [two for word in words for two in _unpack_e2m1_to_bf16(word, to.arch)]
+    else:
+        floats = [value for word in words for value in unpack_four(word, to)]
+        values = round_all(floats, "bfloat16")
+    return [_multiply_bf16x2(*each, to.arch) for each in zip(values, factors, strict=True)]
+
+
+def through_codes(pairs: list, factors: list, to: Conversion) -> list:
+    """Words of two bfloat16: what the codes of pairs stand for, see `dequantized_pairs`."""
+    words = pack_along(pairs, to)
+    words = words if to.format.codes_per_byte == 1 else expanded(words)
+    return dequantized_pairs(words, factors, to)
 
 
 def byte_of_e2m1(byte: Uint32, factors: Uint32, arch: str) -> Uint32:

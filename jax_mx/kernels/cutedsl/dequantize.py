@@ -21,6 +21,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     Kernel,
     Strip,
     by_vector,
+    fragment,
     load,
     load_anywhere,
     locate,
@@ -82,7 +83,7 @@ class Flat(Kernel):
                 factor = convert.factor_of(Uint32(rS[u]))
                 rC = rV[None, u]
                 if const_expr(self.per_byte > 1):
-                    rC = fragment(expanded(words_of(rC)), "bytes")
+                    rC = fragment(convert.expanded(words_of(rC)), "bytes")
                 rY = dequantized(rC, [factor] * elements, self.conversion(self.formats[0]))
                 cute.autovec_copy(rY, mY[steps[u], None])
 
@@ -98,28 +99,11 @@ def words_of(rP) -> list:
     return [word]
 
 
-def expanded(words: list) -> list:
-    """Words of one code a byte, from words of two."""
-    found = []
-    for word in words:
-        low, high = convert.unpack_nibbles(word)
-        found += [convert.bytes_of(low, high, select) for select in (0x5140, 0x7362)]
-    return found
-
-
 def dequantized(rV, factors: list, to: convert.Conversion):
     """A fragment of floats: codes, one a byte, times as many factors, rounded once."""
     rW = cute.recast_tensor(rV, Uint32)
     words = [rW[w] for w in range(len(factors) // 4)]
     return fragment(convert.dequantized(words, factors, to), to.dtype)
-
-
-def fragment(words: list, dtype: str):
-    """Words as a fragment of their elements, floats or "bytes"."""
-    rW = cute.make_rmem_tensor(len(words), Uint32)
-    for i, word in enumerate(words):
-        rW[i] = word
-    return cute.recast_tensor(rW, Uint8 if dtype == "bytes" else convert.INPUT[dtype])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +184,7 @@ class Matrix(Kernel):
     def put_row(self, rV, i: int, rP) -> None:
         """Row i of codes, one a byte, from bytes of two."""
         rW = cute.recast_tensor(rV, Uint32)
-        for w, word in zip(range(self.vector // 4), expanded(words_of(rP)), strict=False):
+        for w, word in zip(range(self.vector // 4), convert.expanded(words_of(rP)), strict=False):
             rW[w, i] = word
 
     def turned(self, pair) -> tuple:

@@ -12,6 +12,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     Kernel,
     Strip,
     bytes_of,
+    fragment,
     load,
     load_row,
     locate,
@@ -64,7 +65,8 @@ class WholeBlocks(Kernel):
             amax = convert.largest_magnitude_bits(word, dtype)
         if const_expr(not kind.changes_elements):
             scale, inverse = self.scale_of(amax, self.formats[o], rule)
-            return self.codes(held, inverse, self.formats[o]), scale
+            by: cutlass.Constexpr = scale if kind.dequantized else None
+            return self.codes(held, inverse, self.formats[o], by), scale
         how: cutlass.Constexpr = (kind, self.dtype)
         amax = convert.float_to_bits(
             preprocessed.finished(*how, convert.bits_to_float(amax), prescale)
@@ -99,15 +101,22 @@ class WholeBlocks(Kernel):
         for i, word in enumerate(words):
             into[i] = word
 
-    def codes(self, held: list, inverse, format: Format) -> list:
-        """Words of the codes of words of elements, rounded to nearest."""
+    def codes(self, held: list, inverse, format: Format, scale=None) -> list:
+        """Words of the codes of words of elements, rounded to nearest.
+
+        With the block's scale, words of what they stand for.
+        """
         inverses = convert.pair(inverse, inverse)
         each = self.itemsize // 2  # words of a pair
         pairs = [
             self.scaled_pair(held[i : i + each], inverses, format)
             for i in range(0, len(held), each)
         ]
-        return convert.pack_along(pairs, self.conversion(format))
+        to = self.conversion(format)
+        if scale is None:
+            return convert.pack_along(pairs, to)
+        back = convert.float_to_bits(convert.factor_of(scale))
+        return convert.through_codes(pairs, [convert.pair(back, back)] * len(pairs), to)
 
     @cute.jit
     def stored_as(self, block, cols, tiles):
@@ -141,10 +150,13 @@ class Flat(WholeBlocks):
         self.tile = tile or Strip(**self.tuned(name))
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
-        x, scales = map(self.signature.number, ("x", "scales_0"))
-        lengths = geometry.length_of(x), geometry.length_of(scales)
+        self.dequantized = self.kind(0).dequantized
+        outs = "dequantized_0" if self.dequantized else "scales_0"
+        x, out = map(self.signature.number, ("x", outs))
+        lengths = geometry.length_of(x), geometry.length_of(out)
         self.extents = (*lengths, geometry.flat_rows(), geometry.flat_blocks())
-        self.grid = geometry.flat_grid(scales, self.tile.blocks)
+        grid = geometry.flat_grid_of if self.dequantized else geometry.flat_grid
+        self.grid = grid(out, self.tile.blocks)
         count = blocks_of(self.variant.window)
         of = self.of
         self.in_patches = of > 0 or (count > 1 and (self.layout.is_tiled or not self.aligned))
@@ -162,9 +174,11 @@ class Flat(WholeBlocks):
     @cute.kernel
     def kernel(self, pointers, scalars):
         arrays = self.named(pointers)
-        x, values, scales = arrays["x"], arrays["codes_0"], arrays["scales_0"]
+        x = arrays["x"]
         data = self.block_data(arrays, 0)
         n, places, rows, cols, *_ = scalars
+        if const_expr(self.dequantized):
+            places = places // BLOCK  # blocks, whose scales nobody wants
         given = self.of_result(scalars, 0)
         rule, extra = self.rule(given), self.extra(given)
         elements: cutlass.Constexpr = self.tile.elements
@@ -175,9 +189,9 @@ class Flat(WholeBlocks):
         bid, _, _ = cute.arch.block_idx()
         by_step = cute.make_layout((n // elements, elements), stride=(elements, 1))
         mX = cute.make_tensor(x, by_step)
-        stored: cutlass.Constexpr = elements // self.per_byte
+        stored: cutlass.Constexpr = elements // (1 if self.dequantized else self.per_byte)
+        values = arrays["dequantized_0" if self.dequantized else "codes_0"]
         mV = cute.make_tensor(values, cute.make_layout((n // elements, stored), stride=(stored, 1)))
-        mS = cute.make_tensor(scales, cute.make_layout(places))
         per_step: cutlass.Constexpr = self.tile.threads // sharers
 
         rX = cute.make_rmem_tensor((elements, unroll), convert.INPUT[self.dtype])
@@ -211,12 +225,38 @@ class Flat(WholeBlocks):
             odd = Int32(steps[u] // sharers % 2)
             place = preprocessed.Place(tid % sharers, sharers, elements, odd)
             packed, scale = self.quantized(held, data_of_steps[u], 0, rule, extra, place)
-            if insides[u]:
-                cute.autovec_copy(bytes_of(packed, stored), mV[stores[u], None])
-            if (offsets[u] < places) & (tid % sharers == 0):
-                if const_expr(self.layout.is_tiled and (len(rule) > 2 or self.in_patches)):
-                    scale = select(insides[u], scale, Uint32(0))
-                mS[offsets[u]] = Uint8(scale)  # padding: of zeros, so 0
+            there: cutlass.Constexpr = (stores[u], offsets[u], insides[u])
+            self.store(packed, scale, arrays, mV, there, places, len(rule) > 2)
+
+    @cute.jit
+    def store(
+        self, packed, scale, arrays, mV, there: cutlass.Constexpr, places,
+        has_zeros: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Stores a step's codes, and its block's scale; or its floats.
+
+        Args:
+          packed: words of either.
+          scale: of the block.
+          arrays: the kernel's.
+          mV: values by step.
+          there: which step; where the scale lies; whether the block exists.
+          places: how many scales there are, with the padding of tiles.
+          has_zeros: whether blocks of zeros have a scale of their own.
+        """
+        step, offset, inside = there
+        if const_expr(self.dequantized):
+            if inside:
+                cute.autovec_copy(fragment(packed, self.dtype), mV[step, None])
+        else:
+            if inside:
+                cute.autovec_copy(bytes_of(packed, mV.shape[1]), mV[step, None])
+            tid, _, _ = cute.arch.thread_idx()
+            if (offset < places) & (tid % (BLOCK // self.tile.elements) == 0):
+                if const_expr(self.layout.is_tiled and (has_zeros or self.in_patches)):
+                    scale = select(inside, scale, Uint32(0))
+                mS = cute.make_tensor(arrays["scales_0"], cute.make_layout(places))
+                mS[offset] = Uint8(scale)  # padding: of zeros, so 0
 
     def make(self, arrays, scalars, mX, target, where) -> None:
         """Makes the floats of a thread's step of x: its number, its row, whether it exists."""

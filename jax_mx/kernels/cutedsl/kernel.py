@@ -109,6 +109,14 @@ def words_of(rX, pair: int, dtype: str) -> list:
     return [rW[each * pair + i] for i in range(each)]
 
 
+def fragment(words: list, dtype: str):
+    """Words as a fragment of their elements, floats or "bytes"."""
+    rW = cute.make_rmem_tensor(len(words), Uint32)
+    for i, word in enumerate(words):
+        rW[i] = word
+    return cute.recast_tensor(rW, Uint8 if dtype == "bytes" else convert.INPUT[dtype])
+
+
 def bytes_of(words: list, count: int):
     """A fragment of the first `count` bytes of these words."""
     rV = cute.make_rmem_tensor(4 * len(words), Uint8)

@@ -24,6 +24,7 @@ from jax_mx.kernels.cutedsl.kernel import (
     Kernel,
     by_vector,
     bytes_of,
+    fragment,
     load,
     load_anywhere,
     load_row,
@@ -132,7 +133,7 @@ class Tiled(Kernel):
         super().__init__(*entry)
         self.tile = tile or Tiling(**self.tuned(type(self).__name__))
         form = self.variant.form
-        self.results = geometry.outputs_of(form, self.formats)
+        self.results = geometry.outputs_of(form, self.formats, self.variant.kinds)
         self.outputs = len(self.results)
         self.vector = 16 // self.itemsize  # elements of one load
         self.lanes = 64 // self.vector  # across a warp
@@ -184,16 +185,17 @@ class Tiled(Kernel):
         first = 0
         for o in range_constexpr(self.outputs):
             result: cutlass.Constexpr = self.results[o]
-            values, scales, (sS, sV) = arrays[f"codes_{o}"], arrays[f"scales_{o}"], staged[o]
-            if const_expr(self.is_staged(result)):
-                tiles = self.of_result(scalars, o).get("value_tiles")
-                self.store_lines(sV, values, tiles, result, at, tid)
-            elif const_expr(sV is not None):
-                self.store_unaligned(sV, values, result, at)
-            # The two results' scales are written by other threads, as far as they go.
-            thread = (tid + self.tile.threads - first) % self.tile.threads
-            self.store_scales(sS, scales, result, at, thread)
-            first += cute.size(sS) // 4
+            if const_expr(not result.dequantized):
+                values, scales, (sS, sV) = arrays[f"codes_{o}"], arrays[f"scales_{o}"], staged[o]
+                if const_expr(self.is_staged(result)):
+                    tiles = self.of_result(scalars, o).get("value_tiles")
+                    self.store_lines(sV, values, tiles, result, at, tid)
+                elif const_expr(sV is not None):
+                    self.store_unaligned(sV, values, result, at)
+                # The two results' scales are written by other threads, as far as they go.
+                thread = (tid + self.tile.threads - first) % self.tile.threads
+                self.store_scales(sS, scales, result, at, thread)
+                first += cute.size(sS) // 4
         if const_expr(self.cluster > 1):
             cute.arch.cluster_wait()  # others may have been reading this one's amaxes
 
@@ -207,7 +209,11 @@ class Tiled(Kernel):
         }[result.blocks]
         rounding = self.rule(self.of_result(scalars, o))
         inverses = scale(rX, sS, result, rounding, lane, beyond)
-        if result.transposed:
+        if result.dequantized:
+            self.store_dequantized(
+                rX, inverses, result, arrays[f"dequantized_{o}"], beyond.at, lane
+            )
+        elif result.transposed:
             self.stage_transposed(sV, rX, inverses, result, lane)
         elif self.is_staged(result):
             self.stage_rows(sV, rX, inverses, result, lane)
@@ -219,7 +225,8 @@ class Tiled(Kernel):
     @property
     def trips(self) -> int:
         """The most trips of the loop in `store_pieces`, where a thread stores bytes."""
-        return max(-(-math.prod(self.staged_shape(r)) // self.threads) for r in self.results)
+        staged = [self.staged_shape(r) for r in self.results if not r.dequantized]
+        return max((-(-math.prod(shape) // self.threads) for shape in staged), default=0)
 
     def staged_shape(self, result: Output) -> Extents:
         """The size of the matrix of a tile's scales, as it will lie."""
@@ -228,6 +235,8 @@ class Tiled(Kernel):
 
     def shared_memory(self, result: Output):
         """For scales, as they will lie (column first), and for values, or None."""
+        if result.dequantized:
+            return None, None
         rows, cols = self.staged_shape(result)
         sS = cute.make_tensor(
             cute.arch.alloc_smem(Uint8, rows * cols, alignment=16), cute.make_layout((cols, rows))
@@ -252,7 +261,7 @@ class Tiled(Kernel):
 
     def is_staged(self, result: Output) -> bool:
         """Whether values pass through shared memory, to be written by lines."""
-        return result.transposed or result.packed[1] > 1
+        return not result.dequantized and (result.transposed or result.packed[1] > 1)
 
     def lengths(self, scalars) -> tuple:
         """How many blocks of rows x has, and how many columns."""
@@ -344,19 +353,22 @@ class Tiled(Kernel):
     def store_floats(self, rX, floats, at: cutlass.Constexpr, lane: cutlass.Constexpr):
         """Stores a patch of what was made, as far as it exists."""
         _, tile_m, tile_k, blocks_m, k = at
-        n: cutlass.Constexpr = self.vector
         first, left = tile_m * self.tile.rows + lane.row, tile_k * self.tile.cols + lane.col
         if (first < blocks_m * BLOCK) & (left < k):
             for i in range_constexpr(self.rows):
-                to = floats + (Int64(first + i) * k + left)
-                if const_expr(self.aligned):
-                    whole = vector_at(to, convert.INPUT[self.dtype], 16, n)
-                    cute.autovec_copy(rX[None, i], whole)
-                else:
-                    mF = cute.make_tensor(to, cute.make_layout(n))
-                    for j in range_constexpr(n):
-                        if left + j < k:
-                            mF[j] = rX[j, i]
+                self.store_row(rX[None, i], floats + (Int64(first + i) * k + left), left, k)
+
+    @cute.jit
+    def store_row(self, row, to, left, k):
+        """Stores a row of a patch from column `left` on, as far as it exists."""
+        n: cutlass.Constexpr = self.vector
+        if const_expr(self.aligned):
+            cute.autovec_copy(row, vector_at(to, convert.INPUT[self.dtype], 16, n))
+        else:
+            mF = cute.make_tensor(to, cute.make_layout(n))
+            for j in range_constexpr(n):
+                if left + j < k:
+                    mF[j] = row[j]
 
     @cute.jit
     def store_sums(self, rX, sums, at: cutlass.Constexpr, lane: cutlass.Constexpr):
@@ -661,6 +673,18 @@ class Tiled(Kernel):
         lane = cute.arch.lane_idx() - index * stride
         return [cute.arch.shuffle_sync(pair, offset=lane + i * stride) for i in range(sharers)]
 
+    def shared(self, both: list, result: Output, sharers: int, stride: int, index) -> list:
+        """What `gather` brings of two blocks' pairs of a scale and an inverse.
+
+        That is the factors that elements are multiplied by; behind them, where floats come out,
+        those that codes are.
+        """
+        found = self.gather([inverse for _, inverse in both], sharers, stride, index)
+        if not result.dequantized:
+            return found
+        back = [convert.float_to_bits(convert.factor_of(scale)) for scale, _ in both]
+        return found + self.gather(back, sharers, stride, index)
+
     def largest(self, words: list):
         """The word of larger magnitudes, element by element."""
         word = words[0]
@@ -810,6 +834,8 @@ class Tiled(Kernel):
 
     def put(self, sS, result: Output, row, col, scale) -> None:
         """Stages a scale of x's rows and columns, or blocks of them."""
+        if sS is None:  # floats come out
+            return
         sS[(row, col) if self.is_turned(result) else (col, row)] = Uint8(scale)
 
     @cute.jit
@@ -842,12 +868,12 @@ class Tiled(Kernel):
             self.show(amaxes, lane.col // BLOCK, line, beyond, result)
             cute.arch.sync_threads()
             amaxes = self.windowed(lane.col // BLOCK, line, beyond, result)
-        inverses = []
+        both = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
             self.put(sS, result, lane.row + 2 * index + e, lane.col // BLOCK, scale)
-            inverses.append(inverse)
-        return self.gather(inverses, self.row_sharers, 1, index)
+            both.append((scale, inverse))
+        return self.shared(both, result, self.row_sharers, 1, index)
 
     @cute.jit
     def scale_columns(
@@ -870,12 +896,12 @@ class Tiled(Kernel):
                 self.show(amaxes, lane.row // BLOCK, line, beyond, result)
                 cute.arch.sync_threads()
             amaxes = self.windowed(lane.row // BLOCK, line, beyond, result)
-        inverses = []
+        both = []
         for e in range_constexpr(2):
             scale, inverse = self.scale_of(amaxes[e], result.format, rounding)
             self.put(sS, result, lane.row // BLOCK, lane.col + 2 * lane.down + e, scale)
-            inverses.append(inverse)
-        return self.gather(inverses, self.column_sharers, self.lanes, lane.down)
+            both.append((scale, inverse))
+        return self.shared(both, result, self.column_sharers, self.lanes, lane.down)
 
     def amaxes_of_columns(self, rX, lane: Lane) -> list:
         """Those of the blocks of two columns."""
@@ -952,6 +978,26 @@ class Tiled(Kernel):
             for i in range_constexpr(self.rows // down):
                 rV = self.quantized_row(rX, inverses, result, i)
                 cute.autovec_copy(rV, mV[top // down + i, begin // n, None])
+
+    @cute.jit
+    def store_dequantized(
+        self, rX, given, result: cutlass.Constexpr, floats, at: cutlass.Constexpr,
+        lane: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Stores what codes stand for, in the order of x; `given`: what `shared` gives."""
+        batch, tile_m, tile_k, blocks_m, k = at
+        m = blocks_m * BLOCK
+        first = tile_m * self.tile.rows + lane.row
+        left, begin = self.among(tile_k, lane.col, self.width, k)
+        half: cutlass.Constexpr = len(given) // 2
+        to: cutlass.Constexpr = self.conversion(result.format)
+        if (first < m) & (left < k):
+            for i in range_constexpr(self.rows):
+                pairs = self.scaled_row(rX, given[:half], result, i)
+                back = [self.factors(given[half:], result, w, i) for w in range(self.vector // 2)]
+                row = fragment(convert.through_codes(pairs, back, to), self.dtype)
+                place = (Int64(batch) * m + first + i) * (k * self.parts) + begin
+                self.store_row(row, floats + place, left, k)
 
     @cute.jit
     def stage(self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr):

@@ -1,0 +1,134 @@
+"""A quantizer and the products behind it, of codes or of what these stand for.
+
+Where products multiply floats, one kernel quantizes an operand and gives the floats that its codes
+stand for, beside codes that wait for the backward pass; codes to begin with would be written, read
+and written again as floats: 7 bytes an element, not 5, of a gradient 10, not 6. What products
+multiply is known when they are lowered. So such a step is a primitive that holds itself of codes,
+and can be traced of floats. Transformations see the former; jax.checkpoint looks into it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import mlir
+
+from jax_mx.facts import chips as chip_table
+from jax_mx.lowering import primitive, registry, store, targets
+from jax_mx.products import calls
+from jax_mx.products.implementations import serving
+
+Names = tuple[str, ...]
+Flat = Callable[..., list[jax.Array]]  # of leaves
+
+
+def either(worth: bool, step: Callable[..., Any], *args: Any) -> Any:
+    """A step of codes, or of floats where all of its products multiply floats.
+
+    Args:
+      worth: whether there may be kernels for the latter.
+      step: takes None or names, then `args`. Of None its quantizers give codes. Else they give
+        floats, where products read these, and its products take the implementations of these
+        names, in their order. All arrays that it reads are among `args`.
+      args: pytrees.
+
+    Returns:
+      What `step(None, *args)` does.
+    """
+    if not worth:
+        return step(None, *args)
+    leaves, tree = jax.tree.flatten(args)
+
+    def own(names: Names | None, *leaves: jax.Array) -> Any:
+        return step(names, *tree.unflatten(leaves))
+
+    codes, like = jax.make_jaxpr(functools.partial(own, None), return_shape=True)(*leaves)
+    flat = _Floats(lambda names: lambda *leaves: jax.tree.leaves(own(names, *leaves)))
+    return jax.tree.structure(like).unflatten(either_p.bind(*leaves, codes=codes, floats=flat))
+
+
+def by_names(static: Any, names: Names | None) -> Iterator[Any]:
+    """What of each product of a step is no array: its `implementation` is that of its name."""
+    if names is None:
+        return itertools.repeat(static)
+    return (static._replace(implementation=name) for name in names)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Floats:
+    """The step of floats, which takes leaves, for names of implementations."""
+
+    by: Callable[[Names], Flat]
+
+
+def _avals(*leaves: Any, codes: Any, floats: _Floats) -> list:
+    del leaves, floats
+    return [*codes.out_avals]
+
+
+def _batch(args: Any, dims: Any, *, codes: Any, floats: _Floats) -> tuple[list, list]:
+    mapped = functools.partial(jax.vmap, in_axes=tuple(dims))
+    own = jax.make_jaxpr(mapped(jaxpr_as_fun(codes)))(*args)
+    outs = either_p.bind(*args, codes=own, floats=_Floats(lambda names: mapped(floats.by(names))))
+    return outs, [0] * len(outs)
+
+
+def _lower(given: str | None, ctx: Any, *leaves: Any, codes: Any, floats: _Floats) -> Any:
+    target = targets.target_of(ctx, given)
+    run: Any = jaxpr_as_fun(codes)
+    if names := _names(codes.jaxpr, target):
+        of_floats = floats.by(names)
+        if _is_served(jax.make_jaxpr(of_floats)(*ctx.avals_in).jaxpr, target):
+            run = of_floats
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *leaves)
+
+
+def _names(jaxpr: Any, target: targets.Target) -> Names | None:
+    """What serves the products of a step, if all of it multiplies floats."""
+    found = []
+    for call, _ in calls.calls_in(jaxpr):
+        call = dataclasses.replace(call, partitioned=target.partitioned)
+        try:
+            served = serving(call, target, calls.TABLES[call.op])
+        except NotImplementedError:  # which lowering the product says, too
+            return None
+        if not served.floats(call):
+            return None
+        found.append(served.name)
+    return tuple(found)
+
+
+def _is_served(jaxpr: Any, target: targets.Target) -> bool:
+    """Whether a step of floats has kernels that give them, and products that take them.
+
+    By the tables alone, which are the same in all processes of a program.
+    """
+    chips, dsl = target.chips, chip_table.DSLS.get(target.platform)
+    if chips is None:
+        chips = store.exported(chip_table.chips_of(dsl)) if dsl else []
+    asked = [eqn.params["plan"] for eqn in calls.equations(jaxpr) if "plan" in eqn.params]
+    asked = [plan for plan in asked if getattr(plan, "gives_floats", False)]
+    with registry.by_tables():
+        direct = [registry.chosen(plan, target.platform, chips).is_direct for plan in asked]
+        return bool(direct) and all(direct) and _are_taken(jaxpr, target, chips)
+
+
+def _are_taken(jaxpr: Any, target: targets.Target, chips: Sequence[str]) -> bool:
+    """Whether the products of a step take the implementations that they name."""
+    for call, _ in calls.calls_in(jaxpr):
+        call = dataclasses.replace(call, partitioned=target.partitioned)
+        table = calls.TABLES[call.op]
+        if not table[call.implementation].support(call, chips):
+            return False
+    return True
+
+
+_no_second = functools.partial(primitive.no_second, "dot_general")
+either_p = primitive.define("mx_either", _avals, _lower, _batch, _no_second)
+primitive.looked_into(either_p, "codes")
