@@ -24,6 +24,7 @@ from helpers import (
     op_of,
     plan_for,
     preprocessing,
+    quantizings,
     random_bits,
     stand_in,
 )
@@ -468,14 +469,17 @@ def test_export_with_symbolic_rows():
 def test_private_names_of_jax():
     """primitive.py rests on these, and nothing else on others; an unsupported JAX fails here."""
     from jax._src import core, custom_partitioning_sharding_rule, dispatch
+    from jax._src.interpreters import partial_eval
     from jax.interpreters import mlir
 
     source = Path(primitive.__file__).read_text()
-    used = set(re.findall(r"(?<![\w.])(core|dispatch)\.(\w+)", source))
+    used = set(re.findall(r"(?<![\w.])(core|dispatch|partial_eval)\.(\w+)", source))
     assert {("core", "standard_vma_rule"), ("dispatch", "apply_primitive")} <= used
     used |= {("rule", "sdy_sharding_rule_to_mlir"), ("rule", "str_to_sdy_sharding_rule")}
     used.add(("core", "ShardingTypeError"))
     modules = {"core": core, "dispatch": dispatch, "rule": custom_partitioning_sharding_rule}
+    modules["partial_eval"] = partial_eval
+    assert core.closed_call_p in partial_eval.partial_eval_jaxpr_custom_rules
     missing = [f"{m}.{name}" for m, name in used if not hasattr(modules[m], name)]
     assert not missing, f"jax {jax.__version__} lacks {missing}, which jax_mx rests on"
     for path in Path(primitive.__file__).parent.rglob("*.py"):
@@ -486,6 +490,23 @@ def test_private_names_of_jax():
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x = jax.device_put(X, NamedSharding(mesh(AxisType.Explicit), P("a")))
         assert jax.typeof(x).sharding.spec[0] == "a"
+
+
+def test_policies_look_into_steps():
+    """What a product's step of codes names is kept, so that nothing is quantized twice."""
+    keys = jax.random.split(jax.random.key(0))
+    x, w = (jax.random.normal(key, (64, 64), "bfloat16") for key in keys)
+    keep = jax.checkpoint_policies.save_only_these_names(jax_mx.CHECKPOINT_NAME)
+
+    def gradient(f):
+        return jax.grad(lambda x: jnp.sin(f(x, w)).astype(jnp.float32).sum())
+
+    kept, again = (
+        gradient(jax.checkpoint(jax_mx.matmul, policy=policy)) for policy in (keep, None)
+    )
+    assert quantizings(again, x) > quantizings(kept, x) == quantizings(gradient(jax_mx.matmul), x)
+    for f in (kept, again):
+        assert_bits_equal(jax.jit(f)(x), jax.jit(gradient(jax_mx.matmul))(x))
 
 
 # ---- what only sharding and other processes show ---

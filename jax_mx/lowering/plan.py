@@ -144,6 +144,7 @@ class Plan:
     def inverse(self) -> Plan:
         """The plan that dequantizes what this one quantizes, in one direction."""
         plain: dict[str, Any] = {"preprocessing": (NO_PREPROCESSING,), "zero_scale": 0}
+        plain |= {"source": X, "eps": 0.0}
         return dataclasses.replace(self, op="dequantize", scaling=None, **plain)
 
     @property

@@ -2,9 +2,12 @@
 
 Where products multiply floats, one kernel quantizes an operand and gives the floats that its codes
 stand for, beside codes that wait for the backward pass; codes to begin with would be written, read
-and written again as floats: 7 bytes an element, not 5, of a gradient 10, not 6. What products
-multiply is known when they are lowered. So such a step is a primitive that holds itself of codes,
-and can be traced of floats. Transformations see the former; jax.checkpoint looks into it.
+and written again as floats: 7 bytes an element, not 5, of a gradient 10, not 6 (an H100,
+2026-11-27, (16384, 7168) in MXFP8: 291 us and 209; 411 and 245).
+
+What products multiply is known when they are lowered. So such a step is a primitive that holds
+itself of codes, and can be traced of floats. Transformations see the former; jax.checkpoint looks
+into it, so that its policies find the names of codes there.
 """
 
 from __future__ import annotations

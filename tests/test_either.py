@@ -1,0 +1,305 @@
+"""Floats in place of codes: what quantizers give of them, and which steps of products take them.
+
+A CPU has no kernel that gives them and no product that asks for them. So a step is told to be of
+floats here; its products are those of "dequantize", as they are of codes beside it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    assert_bits_equal,
+    assert_same_array,
+    in_turn,
+    lowered_apart,
+    op_of,
+    quantizings,
+    random_bits,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_mx
+from jax_mx import MXFP8, Recipe
+from jax_mx.facts.variants import VARIANTS
+from jax_mx.lowering import registry
+from jax_mx.lowering.targets import Target
+from jax_mx.ops.fake_quantize import through_codes
+from jax_mx.products import calls, either
+
+FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4_e2m1")
+P = PartitionSpec
+
+
+# ---- what quantizers give ---
+def composed(x, formats, dequantized, axis=-1, **options):
+    """`through_codes` by `quantize` and `dequantize`, a call each."""
+    if len(formats) == 1:
+        found, turns = [jax_mx.quantize(x, formats[0], axis=axis, **options)], (False,)
+    else:
+        turns = (False, not dequantized[1])
+        found = jax_mx.quantize_both(x, formats=formats, transpose=turns, **options)
+    each = zip(found, dequantized, strict=True)
+    return [q.dequantize(jnp.bfloat16) if floats else q for q, floats in each]
+
+
+def same(got, want):
+    for g, w in zip(got, want, strict=True):
+        (assert_same_array if isinstance(w, jax_mx.MXArray) else assert_bits_equal)(g, w)
+
+
+WAYS = {
+    "last": {"dequantized": (True,)},
+    "second": {"dequantized": (True,), "axis": -2},
+    "before both": {"dequantized": (True,), "axis": -3},
+    "both": {"dequantized": (True, True)},
+    "last, codes down": {"dequantized": (True, False)},
+    "codes, second": {"dequantized": (False, True)},
+}
+
+
+@pytest.mark.parametrize("way,format", in_turn(WAYS, FORMATS))
+def test_floats_are_what_codes_stand_for(way, format):
+    x = jnp.asarray(random_bits((32, 64, 96), "bfloat16", seed=3))
+    how = WAYS[way] | {"formats": (format,) * len(WAYS[way]["dequantized"]), "scaling": "even"}
+    want = composed(x, **how)
+    f = functools.partial(through_codes, **how)
+    same(f(x), want)
+    same(jax.jit(f)(x), want)
+    if way != "before both":
+        each = zip(*map(f, x), strict=True)  # by NumPy: XLA's CPU gives NaNs bits of its own
+        mapped = [jax.tree.map(lambda *a: np.stack([*map(np.asarray, a)]), *q) for q in each]
+        for a, b in zip(*map(jax.tree.leaves, (jax.vmap(f)(x), mapped)), strict=True):
+            assert_bits_equal(a, b)
+
+
+@pytest.mark.parametrize("dequantized", [(True,), (True, False), (True, True)])
+@pytest.mark.parametrize("source", ["rows", "swiglu", "gradient"])
+def test_of_what_is_made(source, dequantized):
+    x = jnp.asarray(random_bits((64, 128), "bfloat16", seed=4))
+    if source == "rows":
+        how = {"rows": np.array([3, -1, 70, *range(61)], np.int32)}
+    else:
+        dy = (
+            jnp.asarray(random_bits((64, 64), "bfloat16", seed=5)) if source == "gradient" else None
+        )
+        how = {"activation": jax_mx.Gated("swiglu", gradient=dy)}
+    formats = FORMATS[:1] * len(dequantized)
+    want = jax.jit(lambda: composed(x, formats, dequantized, **how))()
+    same(jax.jit(lambda: through_codes(x, formats, dequantized, **how))(), want)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_floats_lie_as_x_does(kind):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    x = random_bits((128, 128), "bfloat16", seed=6)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(x, NamedSharding(mesh, P("a", "b")))
+        got = jax.jit(lambda x: through_codes(x, FORMATS[:1] * 2, (True, False)))(split)
+    same(jax.tree.map(np.asarray, got), composed(jnp.asarray(x), FORMATS[:1] * 2, (True, False)))
+    assert got[0].sharding.spec == P("a", "b")
+
+
+def test_kernels_give_floats_alone():
+    """Each variant's plan has that kernel; without one, kernels of codes come before others'."""
+    found = {v.name for v in VARIANTS if any(kind.dequantized for kind in v.kinds)}
+    taken = set()
+    for dtype, chip in (("bfloat16", "sm_90"), ("float32", "sm_90"), ("bfloat16", "gfx950")):
+        for variant in VARIANTS:
+            if variant.name in found and not variant.source:
+                _, op = op_of(dataclasses.replace(variant, dtype=dtype))
+                jaxpr = jax.make_jaxpr(lambda x, op=op: op(x))(jnp.zeros((64, 64), dtype))
+                (plan,) = [
+                    e.params["plan"]
+                    for e in calls.equations(jaxpr.jaxpr)
+                    if e.primitive.name == "mx_quantize"
+                ]
+                dsl = {"sm_90": "cutedsl", "gfx950": "flydsl"}[chip]
+                support = registry.IMPLEMENTATIONS[dsl].support(plan, [chip])
+                assert support and support.via_codes == ((dtype, chip) != ("bfloat16", "sm_90"))
+                if support.is_direct:
+                    taken.add(support.kernels[0].name)
+    assert taken == {v.name for v in VARIANTS if v.name in found and not v.source}
+
+
+# ---- which steps take them ---
+@contextlib.contextmanager
+def of_floats(monkeypatch):
+    """Steps are of floats, whatever multiplies them; gives how many were."""
+    count = []
+
+    def names(jaxpr, target):
+        del target
+        count.append(len([*calls.calls_in(jaxpr)]))
+        return ("dequantize",) * count[-1]
+
+    with monkeypatch.context() as patch, lowered_apart():
+        patch.setattr(either, "_names", names)
+        patch.setattr(either, "_is_served", lambda *_: True)
+        yield count
+
+
+def normal(shape, seed):
+    return jax.random.normal(jax.random.key(seed), shape, "bfloat16")
+
+
+def with_gradients(f, *args):
+    """A function's result, and the gradients of half its square."""
+    y, pull = jax.vjp(f, *args)
+    return [y, *pull(y)]
+
+
+EXPERTS = np.random.default_rng(0).integers(0, 5, (24, 2)).astype(np.int32)
+SIZES = np.array([20, 0, 37, 7], np.int32)
+STEPS = {
+    "matmul": (2, lambda f: f(jax_mx.matmul), [(64, 96), (96, 40)]),
+    "of 7 rows": (2, lambda f: f(jax_mx.matmul), [(7, 64), (64, 33)]),
+    "of three dimensions": (2, lambda f: f(jax_mx.matmul), [(3, 32, 64), (64, 32)]),
+    "of batches, transposed": (
+        2,
+        lambda f: lambda a, b: f(jax_mx.einsum)("bkm,bkn->bmn", a, b),
+        [(2, 64, 32), (2, 64, 96)],
+    ),
+    "of transposed weights": (
+        2, lambda f: lambda a, b: f(jax_mx.einsum)("mk,nk->mn", a, b), [(40, 64), (32, 64)]
+    ),
+    "mlp": (4, lambda f: f(jax_mx.mlp), [(40, 64), (64, 192), (96, 72)]),
+    "ragged_dot": (
+        2,
+        lambda f: lambda a, b: f(jax_mx.ragged_dot)(a, b, SIZES),
+        [(80, 64), (4, 64, 96)],
+    ),
+    "moe": (
+        4,
+        lambda f: lambda x, w, a, b: f(jax_mx.moe)(x, EXPERTS, w, a, b),
+        [(24, 64), (24, 2), (5, 64, 128), (5, 64, 64)],
+    ),
+}  # fmt: skip
+RECIPES = {"mxfp8": MXFP8, "hybrid": jax_mx.MXFP8_HYBRID, "dgrad in bf16": Recipe(dgrad="bf16")}
+
+
+@pytest.mark.parametrize("name,recipe", in_turn(STEPS, RECIPES))
+def test_steps_of_floats_give_the_same_bits(name, recipe, monkeypatch):
+    """Each product of the function and of its gradients, in one step of floats or another."""
+    steps, make, shapes = STEPS[name]
+
+    def given(op):
+        return functools.partial(op, recipe=RECIPES[recipe], implementation="dequantize")
+
+    f, args = make(given), [normal(shape, i) for i, shape in enumerate(shapes)]
+    want = jax.jit(functools.partial(with_gradients, f))(*args)
+    with of_floats(monkeypatch) as count:
+        got = jax.jit(functools.partial(with_gradients, f))(*args)
+    for g, w in zip(got, want, strict=True):
+        assert_bits_equal(g, w)
+    # A gradient that one product takes as it is is quantized by itself.
+    assert len(count) == steps // (1 + (recipe == "dgrad in bf16"))
+
+
+def test_mapped_and_kept(monkeypatch):
+    """Under vmap, in a scan, and by jax.checkpoint, which takes the step of codes."""
+    x, w = normal((3, 32, 64), 1), normal((64, 64), 2)
+    f = functools.partial(jax_mx.matmul, implementation="dequantize")
+    keep = jax.checkpoint_policies.save_only_these_names(jax_mx.CHECKPOINT_NAME)
+    ways = {
+        "vmap": lambda x, w: jax.vmap(f, (0, None))(x, w),
+        "vmap inside": lambda x, w: jax.vmap(f, (1, None), 1)(x, w),
+        "scan": lambda x, w: jax.lax.scan(lambda c, x: (c, f(x, c)), w, x)[1],
+        "checkpoint": jax.checkpoint(f, policy=keep),
+    }
+    for way, own in ways.items():
+        want = jax.jit(functools.partial(with_gradients, own))(x, w)
+        with of_floats(monkeypatch) as count:
+            got = jax.jit(functools.partial(with_gradients, own))(x, w)
+        assert count, way
+        for g, each in zip(got, want, strict=True):
+            assert_bits_equal(g, each, way)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_steps_of_sharded_floats(kind, monkeypatch):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    x, w = normal((128, 64), 1), normal((64, 64), 2)
+    f = functools.partial(jax_mx.matmul, implementation="dequantize")
+    with jax.set_mesh(mesh):
+        split = [
+            jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in ((x, P("a", None)), (w, P(None, "b")))
+        ]
+        with of_floats(monkeypatch):
+            got = jax.jit(functools.partial(with_gradients, f))(*split)
+    want = jax.jit(functools.partial(with_gradients, f))(x, w)
+    for g, each in zip(got[:2], want[:2], strict=True):
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (g, each)), atol=0.5)
+    assert_bits_equal(np.asarray(got[0]), want[0])
+
+
+def test_in_shard_map(monkeypatch):
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    x, w = normal((128, 64), 1), normal((64, 64), 2)
+    f = functools.partial(jax_mx.matmul, implementation="dequantize")
+    own = jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    want = jax.jit(functools.partial(with_gradients, own))(x, w)
+    with of_floats(monkeypatch) as count:
+        got = jax.jit(functools.partial(with_gradients, own))(x, w)
+    assert len(count) >= 2
+    for g, each in zip(got, want, strict=True):
+        assert_bits_equal(g, each)
+
+
+def steps_in(f, *args):
+    """The jaxprs of codes of all steps, and what traces them of floats."""
+    jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+    found = [eqn for eqn in calls.equations(jaxpr) if eqn.primitive.name == "mx_either"]
+    return [(eqn.params["codes"], eqn.params["floats"], eqn) for eqn in found]
+
+
+def test_it_is_known_when_they_are_lowered():
+    """By the chip's products, and by its kernels; a step that no chip has floats for is none."""
+    x, w = normal((4096, 512), 1), normal((512, 256), 2)
+    f = jax.grad(lambda x, w: jax_mx.matmul(x, w).astype(jnp.float32).sum(), (0, 1))
+    forward, backward = steps_in(f, x, w)
+    chips = {"sm_90": "cuda", "sm_89": "cuda", "sm_100": "cuda", "gfx942": "rocm", "cpu": "cpu"}
+    for chip, platform in chips.items():
+        target = Target(platform, [chip])
+        for count, (codes, floats, eqn) in ((1, forward), (2, backward)):
+            names = either._names(codes.jaxpr, target)
+            if chip in ("sm_100", "cpu"):  # which multiply codes, or float32
+                assert names is None, chip
+                continue
+            assert names == ("dequantize",) * count, chip
+            of = jax.make_jaxpr(floats.by(names))(*(v.aval for v in eqn.invars))
+            assert either._is_served(of.jaxpr, target) == (platform == "cuda"), chip
+    for recipe, dtype in (
+        (Recipe(window=128), "bfloat16"),
+        (MXFP8, "float32"),
+        ("bf16", "bfloat16"),
+    ):
+        own = functools.partial(jax_mx.matmul, recipe=recipe)
+        assert not steps_in(own, x.astype(dtype), w.astype(dtype)), recipe
+    assert not steps_in(
+        lambda q, w: jax_mx.matmul(q, w), jax_mx.quantize(x), jax_mx.quantize(w, axis=0)
+    )
+
+
+def test_products_that_do_not_take_floats_leave_the_step_in_codes():
+    """Kernels that read the codes of weights: few rows, by name."""
+    x, w = normal((16, 512), 1), normal((512, 256), 2)
+    f = functools.partial(jax_mx.matmul, implementation="cutedsl")
+    ((codes, floats, eqn),) = steps_in(f, x, w)
+    target = Target("cuda", ["sm_90"])
+    names = either._names(codes.jaxpr, target)
+    assert names == ("cutedsl",)
+    of = jax.make_jaxpr(floats.by(names))(*(v.aval for v in eqn.invars))
+    assert not either._is_served(of.jaxpr, target)
+
+
+def test_explain_and_counts_see_a_step_once():
+    x, w = normal((64, 64), 1), normal((64, 64), 2)
+    f = jax.grad(lambda x, w: jax_mx.matmul(x, w).astype(jnp.float32).sum(), (0, 1))
+    assert sum(each.count for each in jax_mx.explain(f, x, w).calls) == 3
+    assert quantizings(f, x, w) == 6
