@@ -119,7 +119,8 @@ def test_kernels_give_floats_alone():
                     if e.primitive.name == "mx_quantize"
                 ]
                 dsl = {"sm_90": "cutedsl", "gfx950": "flydsl"}[chip]
-                support = registry.IMPLEMENTATIONS[dsl].support(plan, [chip])
+                with registry.by_tables():
+                    support = registry.IMPLEMENTATIONS[dsl].support(plan, [chip])
                 assert support and support.via_codes == ((dtype, chip) != ("bfloat16", "sm_90"))
                 if support.is_direct:
                     taken.add(support.kernels[0].name)
@@ -234,7 +235,8 @@ def test_steps_of_sharded_floats(kind, monkeypatch):
             got = jax.jit(functools.partial(with_gradients, f))(*split)
     want = jax.jit(functools.partial(with_gradients, f))(x, w)
     for g, each in zip(got[:2], want[:2], strict=True):
-        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (g, each)), atol=0.5)
+        g, each = (np.asarray(a, np.float32) for a in (g, each))
+        np.testing.assert_allclose(g, each, rtol=2**-6, atol=0.02 * np.abs(each).max())
     assert_bits_equal(np.asarray(got[0]), want[0])
 
 
