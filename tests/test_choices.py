@@ -502,7 +502,9 @@ def as_on_hopper(monkeypatch):
             monkeypatch.setitem(table, name, served)
 
 
-@pytest.mark.parametrize("kind", ["windows", "groups, tiles"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("windows", marks=pytest.mark.thorough), "groups, tiles"]
+)
 @pytest.mark.usefixtures("as_on_hopper")
 def test_tilings_are_candidates(kind, monkeypatch, tmp_path):
     """The fastest wins and is saved; one that is not worth its time is neither timed nor listed."""

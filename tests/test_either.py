@@ -77,6 +77,7 @@ def test_floats_are_what_codes_stand_for(way, format):
             assert_bits_equal(a, b)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dequantized", [(True,), (True, False), (True, True)])
 @pytest.mark.parametrize("source", ["rows", "swiglu", "gradient"])
 def test_of_what_is_made(source, dequantized):
@@ -93,6 +94,7 @@ def test_of_what_is_made(source, dequantized):
     same(jax.jit(lambda: through_codes(x, formats, dequantized, **how))(), want)
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_floats_lie_as_x_does(kind):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
@@ -221,6 +223,7 @@ def test_mapped_and_kept(monkeypatch):
             assert_bits_equal(g, each, way)
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_steps_of_sharded_floats(kind, monkeypatch):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)

@@ -97,7 +97,7 @@ LOWERED = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CASES)
 def test_gives_nothing_or_zeros(name):
     f, operands = CASES[name]
@@ -107,7 +107,7 @@ def test_gives_nothing_or_zeros(name):
             assert not np.asarray(found, np.float32).any()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.usefixtures("without_code")
 @pytest.mark.parametrize(("name", "platform"), LOWERED)
 def test_is_lowered(name, platform):

@@ -392,6 +392,7 @@ def plain_and_shuffled(**options):
     ],
     ids=str,
 )
+@pytest.mark.thorough
 def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
     """Jitted, mapped, sharded; also where the kernel writes rows, as most of NVIDIA's do."""
     apart = contextlib.nullcontext()

@@ -527,6 +527,7 @@ def test_another_version_is_named(scenario):
     assert "attribute abi of the call is not an i64" in out[3]
 
 
+@pytest.mark.thorough
 def test_every_truncation_is_noticed(scenario):
     """At every length; drivers read past the end."""
     out = scenario(

@@ -149,6 +149,7 @@ def test_is_the_three_functions(recipe, rows, dtype, residuals):
             assert_bits_equal(a, b, name)
 
 
+@pytest.mark.thorough
 def test_gradients_of_float16():
     """Also where gate and up are kept in MX, which is read as float32."""
     args = operands((7,))
@@ -163,6 +164,7 @@ def test_gradients_of_float16():
     ("activation", "interleaved"),
     [("gpt_oss", True), *(pytest.param(n, False, marks=thorough) for n in ("relu2", "geglu_erf"))],
 )
+@pytest.mark.thorough
 def test_other_activations(activation, interleaved):
     """With a gate and without, by turns and by halves: the three functions, bit for bit."""
     own_gate = 1 + (activation in GATED)

@@ -209,6 +209,7 @@ def test_nan_stays_with_its_token(where, recipe):
 @pytest.mark.sampled(9, 4)
 @pytest.mark.parametrize("residuals", ["mx", "floats", "inputs"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.thorough
 def test_each_operand_has_a_dtype_of_its_own(dtype, residuals):
     """Results are of x's, gradients of that which they are for; values as near as dtypes are."""
     args = operands(routing="some are none")

@@ -344,6 +344,7 @@ def test_quantize_transforms_along_the_blocks(size, dtype, axis, layout):
 
 
 @pytest.mark.optimized
+@pytest.mark.thorough
 def test_poison_spreads_over_a_transform_and_its_blocks():
     x = jnp.ones((1, 256), jnp.bfloat16).at[0, 70].set(jnp.inf)
     for size, bad in ((16, [2]), (32, [2]), (64, [2, 3])):

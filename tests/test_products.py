@@ -574,6 +574,7 @@ def test_einsum_sums_what_stands_in_one_operand():
         assert_bits_equal(einsum("abk,kn->an", operand, w), want)
 
 
+@pytest.mark.thorough
 def test_einsum_splits_its_result_in_any_order_of_letters():
     """On automatic meshes as on explicit ones, whether the result is transposed or not."""
     x, w = (jnp.round(2 * floats(shape)) for shape in ((8, 4, 64), (4, 64, 16)))  # sums are exact

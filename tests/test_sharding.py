@@ -301,18 +301,18 @@ EVERYWHERE = (("quantize", "row_major"), ("quantize_both, transpose", "blocked_1
 
 
 def cells():
-    """On each computer; by default one in 72 of the reference's, one in 200 of the emulator's."""
+    """On each computer; by default one in 90 of the reference's, one in 400 of the emulator's."""
     for i, (name, layout) in enumerate(ROWS):
         for j, (title, spec) in enumerate(SPECS.items()):
             modes = modes_of(layout, spec)
             for mode in modes if (name, layout) in EVERYWHERE else [modes[(i + j) % len(modes)]]:
                 what = f"{name}-{layout}-{mode}-{title}"
                 cell = (name, layout, mode, spec)
-                rest = [pytest.mark.thorough] if (i + j) % (8 * len(SPECS)) else []
+                rest = [pytest.mark.thorough] if (i + j) % (10 * len(SPECS)) else []
                 yield pytest.param("reference", *cell, id=f"reference-{what}", marks=rest)
                 yield pytest.param("gpu", *cell, id=f"gpu-{what}", marks=pytest.mark.gpu)
                 # From the seventh spec on: of one that splits nothing, every device emulates all.
-                rest = [pytest.mark.thorough] if (i + j - 7) % 200 else []
+                rest = [pytest.mark.thorough] if (i + j - 7) % 400 else []
                 yield pytest.param("gfx950", *cell, id=f"gfx950-{what}", marks=rest)
 
 

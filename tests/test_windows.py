@@ -155,6 +155,7 @@ def test_the_default_is_a_block():
 
 @each_window
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4", "shuffled_32x8"])
+@pytest.mark.thorough
 def test_any_axis_and_layout(window, layout):
     options = {"window": window, "scale_layout": layout}
     for shape in [(2, 352, 96), (1, 32, 512)]:
@@ -207,6 +208,7 @@ def test_nan_and_infinity_are_the_windows():
 
 @pytest.mark.optimized
 @each_window
+@pytest.mark.thorough
 def test_preprocessing_comes_first(window):
     x = floats((8, 320), "bfloat16", 3)
     for size in (16, 32, 64):
