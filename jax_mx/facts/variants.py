@@ -401,6 +401,12 @@ def takes_zero_scale(format: Format) -> bool:
 
 
 def holds(arch: str, variant: Variant) -> bool:
-    """Whether an arch has a tile for a variant; of windows of 256 both ways all spill on sm_80."""
+    """Whether an arch has a tile for a variant; others spill.
+
+    Of windows of 256 both ways sm_80 has none, of MXFP4's floats both ways sm_120f.
+    """
     both = variant.implementation == "cutedsl" and variant.form.is_both
+    floats = variant.kinds == (_DEQUANTIZED,) * 2 and variant.source == X
+    if arch == "sm_120f" and floats and variant.formats[0] == MXFP4_E2M1:
+        return False
     return not (both and variant.window == 256 and arch == "sm_80")
