@@ -59,10 +59,10 @@ FEW = few(binaries_of(FLYDSL))
 def each_binary(variants, turn: int | None = None):
     """Parametrizes by the binaries of variants of `FLYDSL`, by default of those in `FEW`.
 
-    With a turn, 0 or 1, of every second one of these.
+    With a turn, 0 or 1, of every third one of these.
     """
     default = [each for each in FEW if each[0] in variants]
-    default = default if turn is None else default[turn::2]
+    default = default if turn is None else default[turn::3]
     return pytest.mark.parametrize(
         "variant,arch",
         [

@@ -49,7 +49,7 @@ NEVER_RUN = [
 ]
 
 
-@pytest.mark.sampled(1100)
+@pytest.mark.sampled(2600)
 @pytest.mark.parametrize(
     "variant, arch", [pytest.param(*each, id=build.name_of(*each)) for each in NEVER_RUN]
 )

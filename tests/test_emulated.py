@@ -320,6 +320,7 @@ def test_bad_arguments():
 
 @pytest.mark.sampled(4)
 @each_arch
+@pytest.mark.thorough
 def test_transforms_and_eight_devices(arch):
     """vmap, a loop, shards: the same bytes."""
     x = jnp.asarray(random_bits((8, 64, 96), "bfloat16"))

@@ -226,6 +226,7 @@ def test_products_overflow_only_as_a_whole():
     ],
     ids=str,
 )
+@pytest.mark.thorough
 def test_products_of_sharded_operands(kind, specs, options):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
     rng = np.random.default_rng(1)

@@ -450,6 +450,7 @@ MAPS = """
 """
 
 
+@pytest.mark.thorough
 def test_random_numbers_never_end_the_process(scenario):
     """In a call that uses all words: numbers are changed, added and left out."""
     out = scenario(

@@ -224,6 +224,7 @@ def layer(x, w1, w2):
     return jnp.tanh(mlp(x, w1, w2))
 
 
+@pytest.mark.thorough
 def test_vmap_is_a_loop():
     x, w1, w2, *_, dy = operands((3, 8), n=64)
     gradients = jax.jit(lambda x, dy: jax.vjp(layer, x, w1, w2)[1](dy)[0])

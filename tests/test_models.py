@@ -99,7 +99,7 @@ def nnx_model(dot_general):
     ("library", "sharded"),
     [
         pytest.param(nnx_model, True, marks=pytest.mark.thorough),
-        (linen_model, False),
+        pytest.param(linen_model, False, marks=pytest.mark.thorough),
         pytest.param(nnx_model, False, marks=pytest.mark.thorough),
         pytest.param(linen_model, True, marks=pytest.mark.thorough),
     ],

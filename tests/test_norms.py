@@ -427,7 +427,6 @@ def test_past_two_to_the_31(both):
 AMD = [v for v in NORMED if v.implementation == "flydsl"]
 # Those that tests share by default.
 FEW = {
-    ("quantize_second_transposed_bfloat16_mxfp4_e2m1_rms_norm_added", "gfx942"),
     ("quantize_last_bfloat16_mxfp4_e2m1_rms_norm_added_floats", "gfx950"),
 }
 EMULATED = {

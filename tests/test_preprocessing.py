@@ -410,6 +410,7 @@ def test_both_directions_are_two_calls(layout, turn):
     ],
     ids=str,
 )
+@pytest.mark.thorough
 def test_eight_devices_give_the_bytes_of_one(kind, spec, layout):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
     x = random_bits((2, 1024, 512), jnp.bfloat16)

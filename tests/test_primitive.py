@@ -128,7 +128,7 @@ def serves(variant, layout) -> bool:
     return layout == "row_major" or not variant.form.is_square
 
 
-@pytest.mark.sampled(220, 30)  # of both DSLs, both ops
+@pytest.mark.sampled(440, 30)  # of both DSLs, both ops
 @pytest.mark.parametrize(
     "variant", [v for v in VARIANTS if not v.source], ids=lambda v: f"{v.implementation}-{v.name}"
 )
@@ -567,6 +567,7 @@ def test_explicit_shards_that_split_square_or_quantized_blocks():
     ids=str,
 )
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
+@pytest.mark.thorough
 def test_every_form_is_right_on_a_mesh(kind, spec, layout):
     x = random_bits((2, 256, 128), np.float32)
     m = mesh(kind)

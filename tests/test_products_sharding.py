@@ -426,6 +426,7 @@ def test_shards_that_split_blocks(mesh):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [40, 64])
+@pytest.mark.thorough
 def test_rows_that_do_not_fill_blocks(rows):
     """Auto: gathered, the unsharded results; shard_map: zero rows in each shard."""
     x, w, dy = inputs(((rows, 128), (128, 64), (rows, 64)), True)

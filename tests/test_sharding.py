@@ -397,6 +397,7 @@ def test_transformations_of_sharded_arrays(kind, layout):
         assert_same_array(got, expect(whole), name)
 
 
+@pytest.mark.thorough
 def test_the_partitioner_splits_calls_with_tiles():
     """The custom call itself, compiled for CPU devices, not run: at tiles, and never within."""
     on_eight(
