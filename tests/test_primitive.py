@@ -128,7 +128,7 @@ def serves(variant, layout) -> bool:
     return layout == "row_major" or not variant.form.is_square
 
 
-@pytest.mark.sampled(440, 30)  # of both DSLs, both ops
+@pytest.mark.sampled(250, 30)  # of both DSLs, both ops
 @pytest.mark.parametrize(
     "variant", [v for v in VARIANTS if not v.source], ids=lambda v: f"{v.implementation}-{v.name}"
 )
