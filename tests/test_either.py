@@ -297,7 +297,8 @@ def test_products_that_do_not_take_floats_leave_the_step_in_codes():
     f = functools.partial(jax_mx.matmul, implementation="cutedsl")
     ((codes, floats, eqn),) = steps_in(f, x, w)
     target = Target("cuda", ["sm_90"])
-    names = either._names(codes.jaxpr, target)
+    with registry.by_tables():
+        names = either._names(codes.jaxpr, target)
     assert names == ("cutedsl",)
     of = jax.make_jaxpr(floats.by(names))(*(v.aval for v in eqn.invars))
     assert not either._is_served(of.jaxpr, target)
