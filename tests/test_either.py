@@ -7,6 +7,7 @@ floats here; its products are those of "dequantize", as they are of codes beside
 import contextlib
 import dataclasses
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -309,3 +310,30 @@ def test_explain_and_counts_see_a_step_once():
     f = jax.grad(lambda x, w: jax_mx.matmul(x, w).astype(jnp.float32).sum(), (0, 1))
     assert sum(each.count for each in jax_mx.explain(f, x, w).calls) == 3
     assert quantizings(f, x, w) == 6
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_hold_no_arrays(name):
+    """No tracer leaks by way of what a step is traced from; without jit nothing is kept at all."""
+    _, make, shapes = STEPS[name]
+    f, args = make(lambda op: op), [normal(shape, i) for i, shape in enumerate(shapes)]
+    with lowered_apart(), jax.checking_leaks():
+        jax.make_jaxpr(functools.partial(with_gradients, f))(*args)
+
+
+def test_without_jit_nothing_is_compiled_or_kept():
+    x, w = normal((64, 64), 1), normal((64, 64), 2)
+    f = functools.partial(with_gradients, jax_mx.matmul)
+    want = jax.jit(f)(x, w)
+    with jax.disable_jit():
+        f(x, w)
+        gc.collect()
+        before = len(jax.live_arrays())
+        got = f(x, w)
+        assert all(eqn.primitive.name != "mx_either" for eqn in jax.make_jaxpr(f)(x, w).eqns)
+        count = len(got)
+        for g, each in zip(got, want, strict=True):
+            assert_bits_equal(g, each)
+        del got, g
+        gc.collect()
+        assert len(jax.live_arrays()) <= before + count

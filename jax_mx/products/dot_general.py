@@ -211,11 +211,12 @@ def _dot_bwd(static: Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
     layout = static.layout
     dy, _ = once_derived("dot_general", dy, mark)
     dy = gathered_once(layout, dy, lhs, rhs)
+    absent = b is None, a is None  # so that no step holds the forms themselves
 
     def uses_of(recipe: Recipe) -> Any:
         # A frozen operand's floats are multiplied by the gradient's, in bfloat16.
-        each = zip((b, a), (rhs, lhs), recipe.uses("gradient"), strict=True)
-        return tuple(None if form is None else frozen_or(use, x is None) for form, x, use in each)
+        each = zip(absent, (rhs, lhs), recipe.uses("gradient"), strict=True)
+        return tuple(None if gone else frozen_or(use, x is None) for gone, x, use in each)
 
     def step(names: Names | None, dy: jax.Array, a: Any, b: Any, recipe: Recipe) -> Any:
         by, floats = by_names(static, names), (names is not None,) * 2
