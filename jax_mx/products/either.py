@@ -44,7 +44,8 @@ def either(worth: bool, step: Callable[..., Any], *args: Any) -> Any:
     Returns:
       What `step(None, *args)` does.
     """
-    if not worth or jax.config.jax_disable_jit:  # which would compile each call anew, and keep it
+    config: Any = jax.config
+    if not worth or config.jax_disable_jit:  # which would compile each call anew, and keep it
         return step(None, *args)
     leaves, tree = jax.tree.flatten(args)
 
