@@ -278,7 +278,7 @@ def test_it_is_known_when_they_are_lowered():
                 assert names is None, chip
                 continue
             assert names == ("dequantize",) * count, chip
-            of = jax.make_jaxpr(floats.by(names))(*(v.aval for v in eqn.invars))
+            of = jax.make_jaxpr(floats(names))(*(v.aval for v in eqn.invars))
             assert either._is_served(of.jaxpr, target) == (platform == "cuda"), chip
     for recipe, dtype in (
         (Recipe(window=128), "bfloat16"),
@@ -301,7 +301,7 @@ def test_products_that_do_not_take_floats_leave_the_step_in_codes():
     with registry.by_tables():
         names = either._names(codes.jaxpr, target)
     assert names == ("cutedsl",)
-    of = jax.make_jaxpr(floats.by(names))(*(v.aval for v in eqn.invars))
+    of = jax.make_jaxpr(floats(names))(*(v.aval for v in eqn.invars))
     assert not either._is_served(of.jaxpr, target)
 
 

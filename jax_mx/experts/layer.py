@@ -33,7 +33,7 @@ from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.products.either import Names, by_names, either
-from jax_mx.products.forms import Blocks, Form, Use, forms_of, frozen_or, may_be_floats
+from jax_mx.products.forms import Blocks, Form, Use, forms_of, may_be_floats
 from jax_mx.products.operands import what_of
 from jax_mx.products.ragged_dot import (
     Weight,
@@ -52,9 +52,11 @@ from jax_mx.products.steps import (
     MARK,
     bias_of,
     floats_kept,
+    gradient_uses,
     is_exact,
     once_derived,
     residuals_of,
+    uses_of,
 )
 
 
@@ -318,8 +320,8 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     """The result; and what the backward pass reads, if it is to be kept."""
     x, weights, w1, w2, *biases = given
-    (use, use_second), blocks = (each.uses("lhs") for each in recipes), recipes[0].blocks("lhs")
-    x_all = wires.gather_tokens(static, x, use[0], blocks)
+    blocks = recipes[0].blocks("lhs")
+    x_all = wires.gather_tokens(static, x, recipes[0].uses("lhs")[0], blocks)
     number = _matrices(w1, quantized[0])
     given_experts = experts
     weights = wires.gather_choices(static.axis, weights)
@@ -332,22 +334,24 @@ def _forward(
     both, again = keep and w1 is not None, keep and static.residuals == "inputs"
 
     def first_step(names: Names | None, x: Any, w: Any, groups: Groups, bias: Any, recipe: Any):
-        own, floats = next(by_names(static, names)), (names is not None, False)
-        tokens, kept = _slots(x, groups.rows, recipe.uses("lhs"), blocks, both, floats)
-        return _gate_up(own, tokens, w, groups, bias), kept, tokens if again else None
+        by, floats = by_names(static, names)
+        uses = uses_of(recipe, "lhs", (True, both))
+        tokens, kept = _slots(x, groups.rows, uses, blocks, (floats, False))
+        return _gate_up(next(by), tokens, w, groups, bias), kept, tokens if again else None
 
     def second_step(names: Names | None, gate_up: Any, scale: Any, w: Any, groups: Groups, recipe):
-        uses, floats = (recipe.uses("lhs")[0], None), (names is not None, False)
-        own = _gated(static, scale)
-        along, _ = forms_of(gate_up, -1, uses, blocks, activation=own, as_floats=floats)
-        return _product(next(by_names(static, names)), along, w, groups, static.dtype)
+        by, floats = by_names(static, names)
+        uses, own = uses_of(recipe, "lhs", (True, False)), _gated(static, scale)
+        along, _ = forms_of(gate_up, -1, uses, blocks, activation=own, as_floats=(floats, False))
+        return _product(next(by), along, w, groups, static.dtype)
 
-    uses = (use[0], use[1] if both else None)
-    worth = may_be_floats(x_all, uses, blocks) and not again  # what is computed from is kept in MX
+    worth = (
+        may_be_floats(x_all, uses_of(recipes[0], "lhs", (True, both)), blocks) and not again
+    )  # what is computed from is kept in MX
     gate_up, tokens_kept, tokens = either(
         worth, first_step, x_all, first, groups, biases[0], recipes[0]
     )
-    worth = may_be_floats(gate_up, (use_second[0], None), blocks)
+    worth = may_be_floats(gate_up, uses_of(recipes[1], "lhs", (True, False)), blocks)
     y = either(worth, second_step, gate_up, scale, second, groups, recipes[1])
     y = wires.sum_and_scatter(static.axis, groups.combined(y))
     if biases[1] is not None:  # of this shard's tokens and all experts
@@ -384,29 +388,25 @@ def _matrices(floats: Any, quantized: Any) -> int:
 def _slots(
     x: Any,
     rows: jax.Array,
-    uses: tuple[Use, Use],
+    uses: tuple[Use | None, Use | None],
     blocks: Blocks,
-    both: bool,
     as_floats: tuple[bool, bool] = (False, False),
 ) -> tuple[Form, Any]:
-    """The forms of gathered rows along their elements, and along slots if both are wanted.
+    """The forms of gathered rows along their elements, and along slots if that one is wanted.
 
     Args:
       x: (T, D), floats, or MX along D; then what runs along slots is quantized from that.
       rows: the row in each slot.
-      uses: how the two products take them.
+      uses: how the two products take them; None: the second one does not.
       blocks: which elements share scales.
-      both: whether the second one is wanted.
       as_floats: see `forms_of`.
     """
-    along, across = uses
     if not isinstance(x, MXArray):
-        uses_here = (along, across if both else None)
-        made: Any = forms_of(x, -1, uses_here, blocks, rows, as_floats=as_floats)
+        made: Any = forms_of(x, -1, uses, blocks, rows, as_floats=as_floats)
         return made
     first, second = Form(wires.pick_rows(x, rows)), None
-    if both:
-        _, second = forms_of(x, -1, (None, across), blocks, rows)
+    if uses[1] is not None:
+        _, second = forms_of(x, -1, (None, uses[1]), blocks, rows)
     return first, second
 
 
@@ -475,30 +475,25 @@ def _moe_bwd(static: _Static, residual: tuple[_Kept, jax.Array], dy: jax.Array):
     x_type, _, w1_type, w2_type, b1_type, b2_type = kept.types.of
     first, second = recipes
     blocks = first.blocks("gradient")
-
-    # The gradient of the result, in slots: by w_down^T, and along slots for that of w_down.
-    def uses_of(recipe: Recipe, w_type: Any) -> tuple[Use, Use | None]:
-        along, across = recipe.uses("gradient")
-        return frozen_or(along, w_type is None), None if w_type is None else across
-
-    dy_all = wires.gather_tokens(static, dy, uses_of(second, w2_type)[0], blocks)
+    uses = gradient_uses(second, w2_type is None)
+    dy_all = wires.gather_tokens(static, dy, uses[0], blocks)
     gate_up = _again(static, kept)
     act_by_slot = dw1 = db1 = db2 = None
     if w2_type is not None:
         lhs, own = (None, second.uses("lhs")[1]), _gated(static, kept.scale)
         _, act_by_slot = forms_of(gate_up, -1, lhs, second.blocks("lhs"), activation=own)
 
+    # The gradient of the result, in slots: by w_down^T, and along slots for that of w_down.
     def second_step(names: Names | None, dy: Any, act: Any, w: Any, groups: Groups, recipe: Recipe):
-        by, own = by_names(static, names), recipe.uses("gradient")
-        own = (frozen_or(own[0], w2_type is None), own[1])
-        floats = (names is not None,) * 2
-        by_row, by_slot = _slots(dy, groups.rows, own, blocks, act is not None, floats)
+        by, floats = by_names(static, names)
+        own = (groups.rows, gradient_uses(recipe, act is None), blocks)
+        by_row, by_slot = _slots(dy, *own, (floats, floats))
         dact = _product(next(by), by_row, w, groups, static.dtype)
         if act is None:
             return dact, None
         return dact, _product(next(by), act, by_slot, groups, w2_type, sums=True)
 
-    worth = may_be_floats(dy_all, uses_of(second, w2_type), blocks)
+    worth = may_be_floats(dy_all, uses, blocks)
     dact, dw2 = either(worth, second_step, dy_all, act_by_slot, kept.w_second, groups, second)
     # Through the activation, whose argument was kept.
     each = reference.halves(gate_up, static.activation, static.interleaved)
@@ -513,17 +508,15 @@ def _moe_bwd(static: _Static, residual: tuple[_Kept, jax.Array], dy: jax.Array):
         names: Names | None, gate_up: Any, gated: Any, tokens: Any, w: Any, groups: Groups,
         recipe: Recipe,
     ) -> Any:  # fmt: skip
-        by, floats = by_names(static, names), (names is not None,) * 2
-        uses = uses_of(recipe, w1_type)
-        along, across, *sums = forms_of(
-            gate_up, -1, uses, blocks, activation=gated, as_floats=floats
-        )
+        by, floats = by_names(static, names)
+        own = (gate_up, -1, gradient_uses(recipe, w1_type is None), blocks)
+        along, across, *sums = forms_of(*own, activation=gated, as_floats=(floats, floats))
         dw1 = None
         if w1_type is not None:
             dw1 = _product(next(by), tokens, across, groups, w1_type, sums=True)
         return _product(next(by), along, w, groups, static.dtype), dw1, sums
 
-    worth = may_be_floats(gate_up, uses_of(first, w1_type), blocks, gated)
+    worth = may_be_floats(gate_up, gradient_uses(first, w1_type is None), blocks, gated)
     dx, dw1, sums = either(
         worth, first_step, gate_up, gated, kept.tokens, kept.w_first[1], groups, first
     )

@@ -157,11 +157,12 @@ def _forward(
     ]
 
     def step(names: Names | None, operands: tuple, recipe: Recipe) -> Any:
+        by, floats = by_names(static, names)
         (a, a_rows), (b, b_rows) = (
-            forms_for(side, x, q, recipe, name, (True, more), (names is not None and floats, False))
-            for (name, side, more), (x, q), floats in zip(each, operands, may_be, strict=True)
+            forms_for(side, x, q, recipe, name, (True, more), (floats and may, False))
+            for (name, side, more), (x, q), may in zip(each, operands, may_be, strict=True)
         )
-        return forward(next(by_names(static, names)), a, b), a_rows, b_rows
+        return forward(next(by), a, b), a_rows, b_rows
 
     return either(any(may_be), step, (lhs, rhs), recipe)
 
@@ -219,9 +220,9 @@ def _dot_bwd(static: Static, residual: Residual, dy: Any) -> tuple[Any, ...]:
         return tuple(None if gone else frozen_or(use, x is None) for gone, x, use in each)
 
     def step(names: Names | None, dy: jax.Array, a: Any, b: Any, recipe: Recipe) -> Any:
-        by, floats = by_names(static, names), (names is not None,) * 2
+        by, floats = by_names(static, names)
         given = ("gradient", layout.gradient(dy), -1, uses_of(recipe), recipe)
-        along_n, along_m = blocks_along(*given, layout.gradient_pads, as_floats=floats)
+        along_n, along_m = blocks_along(*given, layout.gradient_pads, as_floats=(floats, floats))
         dlhs = None if b is None else lhs_gradient(next(by), along_n, b, lhs)
         return dlhs, None if a is None else rhs_gradient(next(by), a, along_m, rhs)
 

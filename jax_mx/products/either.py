@@ -15,20 +15,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
-from jax_mx.facts import chips as chip_table
-from jax_mx.lowering import primitive, registry, store, targets
+from jax_mx.lowering import primitive, registry, targets
+from jax_mx.lowering.plan import Plan
 from jax_mx.products import calls
-from jax_mx.products.implementations import serving
+from jax_mx.products.implementations import Table, chips_of, serving
 
 Names = tuple[str, ...]
 Flat = Callable[..., list[jax.Array]]  # of leaves
+Floats = Callable[[Names], Flat]  # the step of floats, by names of implementations
 
 
 def either(worth: bool, step: Callable[..., Any], *args: Any) -> Any:
@@ -53,53 +54,60 @@ def either(worth: bool, step: Callable[..., Any], *args: Any) -> Any:
         return step(names, *tree.unflatten(leaves))
 
     codes, like = jax.make_jaxpr(functools.partial(own, None), return_shape=True)(*leaves)
-    flat = _Floats(lambda names: lambda *leaves: jax.tree.leaves(own(names, *leaves)))
-    return jax.tree.structure(like).unflatten(either_p.bind(*leaves, codes=codes, floats=flat))
+
+    def floats(names: Names) -> Flat:
+        return lambda *leaves: jax.tree.leaves(own(names, *leaves))
+
+    return jax.tree.structure(like).unflatten(either_p.bind(*leaves, codes=codes, floats=floats))
 
 
-def by_names(static: Any, names: Names | None) -> Iterator[Any]:
-    """What of each product of a step is no array: its `implementation` is that of its name."""
+def by_names(static: Any, names: Names | None) -> tuple[Iterator[Any], bool]:
+    """What a step of these names has: `static` for each of its products, and whether floats.
+
+    Args:
+      static: what of a product is no array; with names, its `implementation` is that of its name.
+      names: see `either`.
+    """
     if names is None:
-        return itertools.repeat(static)
-    return (static._replace(implementation=name) for name in names)
+        return itertools.repeat(static), False
+    return (static._replace(implementation=name) for name in names), True
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Floats:
-    """The step of floats, which takes leaves, for names of implementations."""
-
-    by: Callable[[Names], Flat]
-
-
-def _avals(*leaves: Any, codes: Any, floats: _Floats) -> list:
+def _avals(*leaves: Any, codes: Any, floats: Floats) -> list:
     del leaves, floats
     return [*codes.out_avals]
 
 
-def _batch(args: Any, dims: Any, *, codes: Any, floats: _Floats) -> tuple[list, list]:
+def _batch(args: Any, dims: Any, *, codes: Any, floats: Floats) -> tuple[list, list]:
     mapped = functools.partial(jax.vmap, in_axes=tuple(dims))
     own = jax.make_jaxpr(mapped(jaxpr_as_fun(codes)))(*args)
-    outs = either_p.bind(*args, codes=own, floats=_Floats(lambda names: mapped(floats.by(names))))
+    outs = either_p.bind(*args, codes=own, floats=lambda names: mapped(floats(names)))
     return outs, [0] * len(outs)
 
 
-def _lower(given: str | None, ctx: Any, *leaves: Any, codes: Any, floats: _Floats) -> Any:
-    target = targets.target_of(ctx, given)
-    run: Any = jaxpr_as_fun(codes)
+def _lower(given: str | None, ctx: Any, *leaves: Any, codes: Any, floats: Floats) -> Any:
+    target, run = targets.target_of(ctx, given), codes
     if names := _names(codes.jaxpr, target):
-        of_floats = floats.by(names)
-        if _is_served(jax.make_jaxpr(of_floats)(*ctx.avals_in).jaxpr, target):
+        of_floats = jax.make_jaxpr(floats(names))(*ctx.avals_in)
+        if _is_served(of_floats.jaxpr, target):
             run = of_floats
-    return mlir.lower_fun(run, multiple_results=True)(ctx, *leaves)
+    rule: Any = mlir.lower_fun(jaxpr_as_fun(run), multiple_results=True)
+    return rule(ctx, *leaves)
+
+
+def _calls(jaxpr: Any, target: targets.Target) -> Iterator[tuple[Any, Table]]:
+    """The calls of a step on a target, and the table of each."""
+    for call, _ in calls.calls_in(jaxpr):
+        own = dataclasses.replace(call, partitioned=target.partitioned)
+        yield own, calls.TABLES[call.op]
 
 
 def _names(jaxpr: Any, target: targets.Target) -> Names | None:
     """What serves the products of a step, if all of it multiplies floats."""
     found = []
-    for call, _ in calls.calls_in(jaxpr):
-        call = dataclasses.replace(call, partitioned=target.partitioned)
+    for call, table in _calls(jaxpr, target):
         try:
-            served = serving(call, target, calls.TABLES[call.op])
+            served = serving(call, target, table)
         except NotImplementedError:  # which lowering the product says, too
             return None
         if not served.floats(call):
@@ -113,24 +121,18 @@ def _is_served(jaxpr: Any, target: targets.Target) -> bool:
 
     By the tables alone, which are the same in all processes of a program.
     """
-    chips, dsl = target.chips, chip_table.DSLS.get(target.platform)
-    if chips is None:
-        chips = store.exported(chip_table.chips_of(dsl)) if dsl else []
-    asked = [eqn.params["plan"] for eqn in calls.equations(jaxpr) if "plan" in eqn.params]
-    asked = [plan for plan in asked if getattr(plan, "gives_floats", False)]
+    chips = chips_of(target)
+    plans = [eqn.params.get("plan") for eqn in calls.equations(jaxpr)]
+    asked = [plan for plan in plans if isinstance(plan, Plan) and plan.gives_floats]
     with registry.by_tables():
-        direct = [registry.chosen(plan, target.platform, chips).is_direct for plan in asked]
-        return bool(direct) and all(direct) and _are_taken(jaxpr, target, chips)
-
-
-def _are_taken(jaxpr: Any, target: targets.Target, chips: Sequence[str]) -> bool:
-    """Whether the products of a step take the implementations that they name."""
-    for call, _ in calls.calls_in(jaxpr):
-        call = dataclasses.replace(call, partitioned=target.partitioned)
-        table = calls.TABLES[call.op]
-        if not table[call.implementation].support(call, chips):
-            return False
-    return True
+        return (
+            bool(asked)
+            and all(registry.chosen(plan, target.platform, chips).is_direct for plan in asked)
+            and all(
+                table[call.implementation].support(call, chips)
+                for call, table in _calls(jaxpr, target)
+            )
+        )
 
 
 _no_second = functools.partial(primitive.no_second, "dot_general")

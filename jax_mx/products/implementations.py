@@ -361,6 +361,14 @@ def _measured(call: Any, chips: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield sources[0][0], name
 
 
+def chips_of(target: targets.Target) -> list[str]:
+    """The chips that products are lowered for: an export may run on any that it has kernels for."""
+    if target.chips is not None:
+        return target.chips
+    dsl = chip_table.DSLS.get(target.platform)
+    return [*store.exported(chip_table.chips_of(dsl))] if dsl else []
+
+
 def serving(call: Any, target: targets.Target, table: Table = IMPLEMENTATIONS) -> Implementation:
     """The implementation that a call is lowered to.
 
@@ -369,10 +377,7 @@ def serving(call: Any, target: targets.Target, table: Table = IMPLEMENTATIONS) -
       RuntimeError: the program has several processes, and an installation with all kernels would
         take another one: each process lowers for itself, and all must take the same.
     """
-    chips = target.chips
-    if chips is None:  # an export: it may run on any chip that it carries kernels for
-        dsl = chip_table.DSLS.get(target.platform)
-        chips = store.exported(chip_table.chips_of(dsl)) if dsl else []
+    chips = chips_of(target)
     name = decided(call, target.platform, chips, table).name
     if target.chips is not None and jax.process_count() > 1:
         with registry.by_tables():

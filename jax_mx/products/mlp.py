@@ -29,7 +29,7 @@ from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.products.either import Names, by_names, either
-from jax_mx.products.forms import Form, QuantizedWeight, Use, frozen_or, may_be_floats
+from jax_mx.products.forms import Form, QuantizedWeight, may_be_floats
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operands import Layout, layout_of
 from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
@@ -45,6 +45,7 @@ from jax_mx.products.steps import (
     forward,
     gathered_for,
     gathered_once,
+    gradient_uses,
     is_exact,
     is_square,
     lhs_gradient,
@@ -56,6 +57,7 @@ from jax_mx.products.steps import (
     residuals_of,
     rhs_gradient,
     side_of,
+    uses_of,
 )
 
 
@@ -308,19 +310,20 @@ def _forward(
     ]
 
     def first_step(names: Names | None, x: Any, w1: Any, q1: Any, b1: Any, recipe: Recipe) -> Any:
-        as_x, as_w = ((names is not None and floats, False) for floats in may_be[:2])
+        by, floats = by_names(static.first, names)
+        as_x, as_w = ((floats and may, False) for may in may_be[:2])
         a, a_rows = forms_for(first.lhs, x, None, recipe, "lhs", (True, trained[0]), as_x)
         w, w_free = forms_for(first.rhs, w1, q1, recipe, "rhs", (True, keep), as_w)
-        gate_up = _gate_up(next(by_names(static.first, names)), a, w, b1)
+        gate_up = _gate_up(next(by), a, w, b1)
         return gate_up, a_rows, w_free, (a, w) if again else None
 
     def second_step(names: Names | None, gate_up: Any, w2: Any, q2: Any, recipe: Recipe) -> Any:
-        as_act, as_w = ((names is not None and floats, False) for floats in may_be[2:])
-        along, across = recipe.uses("lhs")
-        given = ("lhs", gate_up, -1, (along, across if trained[1] else None), recipe)
+        by, floats = by_names(static.second, names)
+        as_act, as_w = ((floats and may, False) for may in may_be[2:])
+        given = ("lhs", gate_up, -1, uses_of(recipe, "lhs", (True, trained[1])), recipe)
         act, act_rows = blocks_along(*given, activation=static.gated, as_floats=as_act)
         v, v_free = forms_for(second.rhs, w2, q2, recipe, "rhs", (True, keep), as_w)
-        return forward(next(by_names(static.second, names)), act, v), act_rows, v_free
+        return forward(next(by), act, v), act_rows, v_free
 
     worth = any(may_be[:2]) and not again  # what is computed from again is kept in MX
     gate_up, a_rows, w_free, inputs = either(worth, first_step, x, w1, quantized[0], b1, recipes[0])
@@ -376,33 +379,27 @@ def _mlp_bwd(static: _Static, residual: tuple[_Kept, jax.Array], dy: jax.Array) 
     spec = spec_of(made("mlp", gate_up, static.gated))
 
     def second_step(names: Names | None, dy: Any, act: Any, w: Any, recipe: Recipe) -> Any:
-        by, floats = by_names(static.second, names), (names is not None,) * 2
-        given = ("gradient", layout.gradient(dy), -1, _uses(recipe, w2), recipe)
-        by_row, by_column = blocks_along(*given, layout.gradient_pads, as_floats=floats)
+        by, floats = by_names(static.second, names)
+        given = ("gradient", layout.gradient(dy), -1, gradient_uses(recipe, w2 is None), recipe)
+        by_row, by_column = blocks_along(*given, layout.gradient_pads, as_floats=(floats, floats))
         dact = multiplied(next(by), by_row, w, 0, spec, dtype)
         return dact, None if w2 is None else rhs_gradient(next(by), act, by_column, w2)
 
     def first_step(names: Names | None, gate_up: Any, own: Any, a: Any, w: Any, recipe: Any) -> Any:
-        by, floats = by_names(static.first, names), (names is not None,) * 2
-        given = ("gradient", gate_up, -1, _uses(recipe, w1), recipe)
-        by_row, by_column, *sums = blocks_along(*given, activation=own, as_floats=floats)
+        by, floats = by_names(static.first, names)
+        given = ("gradient", gate_up, -1, gradient_uses(recipe, w1 is None), recipe)
+        by_row, by_column, *sums = blocks_along(*given, activation=own, as_floats=(floats, floats))
         dw1 = None if w1 is None else rhs_gradient(next(by), a, by_column, w1)
         return lhs_gradient(next(by), by_row, w, x), dw1, sums
 
-    worth = may_be_floats(dy, _uses(second, w2), second.blocks("gradient"))
+    worth = may_be_floats(dy, gradient_uses(second, w2 is None), second.blocks("gradient"))
     dact, dw2 = either(worth, second_step, dy, kept.act, kept.w_second, second)
     own: Any = dataclasses.replace(static.gated, gradient=dact.astype(gate_up.dtype))
     own = own if b1 is None else WithSums(own)
-    worth = may_be_floats(gate_up, _uses(first, w1), first.blocks("gradient"), own)
+    worth = may_be_floats(gate_up, gradient_uses(first, w1 is None), first.blocks("gradient"), own)
     dx, dw1, sums = either(worth, first_step, gate_up, own, kept.x, kept.w_first[1], first)
     db1, db2 = _summed(sums[0] if sums else None, b1), _summed(dy, b2)
     return (dx, dw1, dw2, db1, db2), None, None
-
-
-def _uses(recipe: Recipe, w: Side | None) -> tuple[Use, Use | None]:
-    """How both products take a gradient; beside a frozen weight there is one."""
-    along, across = recipe.uses("gradient")
-    return frozen_or(along, w is None), None if w is None else across
 
 
 def _again(static: _Static, kept: _Kept) -> jax.Array:

@@ -303,9 +303,9 @@ def _multiplied(
     blocks = recipe.blocks(name)
 
     def step(names: Names | None, x: Any, w: Any, sizes: jax.Array, recipe: Recipe) -> jax.Array:
-        floats = (names is not None, False)
-        a, _ = forms_of(x, -1, uses_of(recipe), blocks, as_floats=floats)
-        return _product(next(by_names(static, names)), a, w, sizes, dtype)
+        by, floats = by_names(static, names)
+        a, _ = forms_of(x, -1, uses_of(recipe), blocks, as_floats=(floats, False))
+        return _product(next(by), a, w, sizes, dtype)
 
     return either(may_be_floats(x, uses_of(recipe), blocks), step, x, w, sizes, recipe)
 

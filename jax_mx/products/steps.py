@@ -24,7 +24,14 @@ from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated
 from jax_mx.ops.mxarray import MXArray, checked, dequantize
 from jax_mx.ops.quantizing import WithSums
-from jax_mx.products.forms import Form, QuantizedWeight, forms_of, may_be_floats
+from jax_mx.products.forms import (
+    Form,
+    QuantizedWeight,
+    Use,
+    forms_of,
+    frozen_or,
+    may_be_floats,
+)
 from jax_mx.products.operands import Arrangement, Layout, padded
 from jax_mx.products.product import contracted
 from jax_mx.products.recipes import Recipe
@@ -248,9 +255,7 @@ def forms_for(
         return form, dataclasses.replace(form, axis=-3 - side.axis)
     if quantized is not None:
         return quantized
-    each = zip(recipe.uses(name), wanted, strict=True)
-    first, second = (use if want else None for use, want in each)
-    own = (name, side.arranged(x), side.axis, (first, second), recipe, side.pads)
+    own = (name, side.arranged(x), side.axis, uses_of(recipe, name, wanted), recipe, side.pads)
     return blocks_along(*own, as_floats=as_floats)
 
 
@@ -258,9 +263,22 @@ def may_be_forms_of_floats(
     name: str, x: Any, quantized: Any, recipe: Recipe, wanted: tuple[bool, bool]
 ) -> bool:
     """Whether there may be a kernel that gives the first of `forms_for` as floats."""
-    first, second = recipe.uses(name)
-    uses = (first, second if wanted[1] else None)
+    uses = uses_of(recipe, name, wanted)
     return quantized is None and may_be_floats(x, uses, recipe.blocks(name))
+
+
+def uses_of(recipe: Recipe, name: str, wanted: tuple[bool, bool]) -> tuple[Use | None, Use | None]:
+    """How products take an operand along both of its axes, those that are wanted."""
+    first, second = (
+        use if want else None for use, want in zip(recipe.uses(name), wanted, strict=True)
+    )
+    return first, second
+
+
+def gradient_uses(recipe: Recipe, is_frozen: bool) -> tuple[Use, Use | None]:
+    """How both products take a gradient; beside a frozen weight there is one."""
+    along, across = recipe.uses("gradient")
+    return frozen_or(along, is_frozen), None if is_frozen else across
 
 
 # What the two axes of an operand hold, the one that comes first in `Recipe.uses` first.
