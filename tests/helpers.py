@@ -98,7 +98,8 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     """
     options = {**preprocessing(variant), **options}
     turn, form = variant.form.transposed, variant.form
-    if any(dequantized := tuple(kind.dequantized for kind in variant.kinds)):
+    if variant.gives_floats:
+        dequantized = tuple(kind.dequantized for kind in variant.kinds)
         along = {} if form.is_both else {"axis": -2 if form.spans[0] else -1}
         given = {"formats": variant.formats, "dequantized": dequantized, **along}
         return lambda x: x, partial(through_codes, **given, **options)

@@ -126,12 +126,12 @@ def test_both_dsls_have_the_same_kernels():
     """So the documents' table of kernels names none of them; layouts differ as they say."""
     names = {dsl: {v.name for v in VARIANTS if v.implementation == dsl} for dsl in DSLS}
     alone = {v.name for v in VARIANTS if v.window == 256 and v.form.is_both}  # beyond AMD's LDS
-    alone |= {v.name for v in VARIANTS if any(kind.dequantized for kind in v.kinds)}
+    alone |= {v.name for v in VARIANTS if v.gives_floats}
     assert names["cutedsl"] - alone == names["flydsl"]
     for v in VARIANTS:
         more = v.implementation == "flydsl" or {f.name for f in v.formats} == {"mxfp4_e2m1"}
         tiled = ("blocked_128x4", "shuffled_32x8")[: 1 + more]
-        plain = v.form.is_square or v.source.gradient or any(k.dequantized for k in v.kinds)
+        plain = v.form.is_square or v.source.gradient or v.gives_floats
         assert layouts_of(v) == (("row_major",) if plain else ("row_major", *tiled))
 
 

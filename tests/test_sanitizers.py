@@ -60,7 +60,7 @@ SAMPLE += [
 SAMPLE += [
     v
     for v in CUTEDSL
-    if any(kind.dequantized for kind in v.kinds) and not v.source.activation
+    if v.gives_floats and not v.source.activation
     if v.formats[0] in (MXFP8_E4M3, MXFP4_E2M1)
 ]
 # Every form of what an activation gives, of its gradient, and of rows of codes.
@@ -181,7 +181,7 @@ def run_made(variant, layout: str, shape: tuple[int, ...]) -> None:
     how |= {"scale_layout": layout} | ({"transpose": True} if "axis" in how else {})
     op = jax_mx.quantize_both if variant.form.is_both else jax_mx.quantize
     op = partial(op, format=variant.formats[0], **how)
-    if any(kind.dequantized for kind in variant.kinds):
+    if variant.gives_floats:
         _, op = op_of(variant, **how)
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(size=(rows, n * length)).astype(jnp.bfloat16) for n in (2, 1))

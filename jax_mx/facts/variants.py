@@ -121,6 +121,11 @@ class Variant:
         return any(kind.changes_elements for kind in self.kinds)
 
     @property
+    def gives_floats(self) -> bool:
+        """Whether floats come out of it, in place of the codes of some result."""
+        return any(kind.dequantized for kind in self.kinds)
+
+    @property
     def window(self) -> Window:
         """Which elements share an amax; the same for all of its arrays."""
         return self.kinds[0].window if self.kinds else BLOCK
@@ -389,8 +394,7 @@ VARIANTS += tuple(
 
 def layouts_of(variant: Variant) -> tuple[str, ...]:
     """The scale layouts that a variant's binary has entries for."""
-    dequantized = any(kind.dequantized for kind in variant.kinds)
-    if variant.form.is_square or variant.source.gradient or dequantized:
+    if variant.form.is_square or variant.source.gradient or variant.gives_floats:
         return ("row_major",)
     return scale_layouts_of(variant.implementation, variant.formats)
 

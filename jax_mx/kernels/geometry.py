@@ -140,7 +140,7 @@ class Output:
     @property
     def packed(self) -> tuple[int, int]:
         """How many codes of a byte lie below each other in the floats, and how many beside."""
-        count = self.format.codes_per_byte
+        count = 1 if self.dequantized else self.format.codes_per_byte
         return (count, 1) if self.direction.packs_down else (1, count)
 
 

@@ -261,7 +261,7 @@ class Tiled(Kernel):
 
     def is_staged(self, result: Output) -> bool:
         """Whether values pass through shared memory, to be written by lines."""
-        return not result.dequantized and (result.transposed or result.packed[1] > 1)
+        return result.transposed or result.packed[1] > 1
 
     def lengths(self, scalars) -> tuple:
         """How many blocks of rows x has, and how many columns."""
@@ -304,6 +304,11 @@ class Tiled(Kernel):
         of_part = size // self.parts
         within = tile * of_part + place % of_part
         return within, place // of_part * length + within
+
+    def corner(self, at: Tile, lane: Lane) -> tuple:
+        """Where a lane's patch begins: its row; its column in its part, and in the row."""
+        first = at.row * self.tile.rows + lane.row
+        return first, *self.among(at.col, lane.col, self.width, at.cols)
 
     # ---- x ---
     def made(self, arrays, scalars, *where):
@@ -966,10 +971,9 @@ class Tiled(Kernel):
         lane: cutlass.Constexpr,
     ):  # fmt: skip
         """Stores values in the order of x."""
-        batch, tile_m, tile_k, blocks_m, k = at
+        batch, _, _, blocks_m, k = at
         m = blocks_m * BLOCK
-        first = tile_m * self.tile.rows + lane.row
-        left, begin = self.among(tile_k, lane.col, self.width, k)
+        first, left, begin = self.corner(at, lane)
         top = Int64(batch) * m + first
         n: cutlass.Constexpr = self.vector
         down: cutlass.Constexpr = result.packed[0]
@@ -985,10 +989,9 @@ class Tiled(Kernel):
         lane: cutlass.Constexpr,
     ):  # fmt: skip
         """Stores what codes stand for, in the order of x; `given`: what `shared` gives."""
-        batch, tile_m, tile_k, blocks_m, k = at
+        batch, _, _, blocks_m, k = at
         m = blocks_m * BLOCK
-        first = tile_m * self.tile.rows + lane.row
-        left, begin = self.among(tile_k, lane.col, self.width, k)
+        first, left, begin = self.corner(at, lane)
         half: cutlass.Constexpr = len(given) // 2
         to: cutlass.Constexpr = self.conversion(result.format)
         if (first < m) & (left < k):
