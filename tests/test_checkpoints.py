@@ -206,11 +206,13 @@ def test_safetensors_of_others(tmp_path):
 
 def test_numbers_and_lists_are_what_jax_makes_of_them(tmp_path):
     path = tmp_path / "w"
-    jax_mx.save_safetensors({"step": 3, "rates": [0.1, 0.2], "on": True}, path)
+    numbers = {"step": 3, "rates": [0.1, 0.2], "on": True, "z": 1 + 2j, "most": float("inf")}
+    jax_mx.save_safetensors(numbers, path)
     found = jax_mx.load_safetensors(path)
     assert {name: str(a.dtype) for name, a in found.items()} == {
-        "step": "int32", "rates": "float32", "on": "bool"
+        "step": "int32", "rates": "float32", "on": "bool", "z": "complex64", "most": "float32"
     }  # fmt: skip
+    assert found["z"] == 1 + 2j and np.isposinf(found["most"])
     assert found["step"] == 3 and np.array_equal(found["rates"], np.float32([0.1, 0.2]))
 
 
@@ -252,6 +254,7 @@ def test_safetensors_that_are_refused(tmp_path):
         ({"__metadata__": jnp.ones(3)}, ValueError, "files call their metadata '__metadata__'"),
         ({"\ud800": jnp.ones(3)}, ValueError, "'\\ud800' is no Unicode text"),
         ({"a": 2**40}, TypeError, "'a' is beyond int32; give a NumPy array of int64"),
+        ({"a": [0.0, 1e300]}, TypeError, "'a' is beyond float32; give a NumPy array of float64"),
     ):
         assert_refused(lambda t=tensors: save(t, path), error, sentence)
     for notes, error, sentence in (
@@ -259,7 +262,10 @@ def test_safetensors_that_are_refused(tmp_path):
         ({"a": 1}, TypeError, "notes must be a dictionary of strings"),
     ):
         assert_refused(lambda n=notes: save(ones, path, n), error, sentence)
-    assert_refused(lambda: save(ones, tmp_path / "none" / "w"), FileNotFoundError, "make it first")
+    (link := tmp_path / "link").symlink_to(tmp_path / "none" / "w")
+    for lost in (tmp_path / "none" / "w", link):
+        assert_refused(lambda p=lost: save(ones, p), FileNotFoundError, "none; make it first")
+    assert_refused(lambda: load("/dev/null"), ValueError, "/dev/null is no file; name a")
     assert_refused(lambda: jax.jit(lambda b: save({"b": b}, path))(1.0), TypeError,
                    "'b' has no values while a program is traced")  # fmt: skip
     assert_refused(lambda: load(path, [1]), TypeError, "like must be a dictionary of arrays")

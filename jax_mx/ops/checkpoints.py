@@ -118,8 +118,9 @@ def save_safetensors(
     if "__metadata__" in tensors:
         raise ValueError(f"{op}: files call their metadata '__metadata__'; rename the tensor")
     notes = _notes(op, notes)
-    if not (folder := Path(path).parent).is_dir():
-        raise FileNotFoundError(f"{op}: there is no folder {os.fspath(folder)}; make it first")
+    target = Path(os.path.realpath(path))  # the library puts a new file in a link's place
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{op}: there is no folder {target.parent}; make it first")
     found: dict[str, np.ndarray] = {}
     described = {}
     for name, tensor in tensors.items():
@@ -131,7 +132,6 @@ def save_safetensors(
             raise ValueError(f"{op}: there are two tensors {min(twice)!r}; rename one")
         found |= {part: _held(op, part, array) for part, array in parts.items()}
     texts = {**notes, _KEY: json.dumps(described)}
-    target = Path(os.path.realpath(path))  # the library puts a new file in a link's place
     there = target.stat() if target.exists() else None
     if there is not None and not stat.S_ISREG(there.st_mode):
         raise ValueError(f"{op}: {os.fspath(path)} is no file; name one, or what is to become one")
@@ -185,15 +185,26 @@ def _held(op: str, name: str, array: Any) -> np.ndarray:
             f"{op}: {name!r} must be an array or an MXArray, got {shown(array)}; of nested "
             "dictionaries, give each array a name of its own, as in {'a.b': array}"
         )
+    if dtype is None:
+        held = _as_jax_takes(op, name, held)
     is_plain = held.dtype.kind in "biuf" and held.dtype.itemsize <= 8
     if not is_plain and held.dtype not in (*_DTYPES.values(), np.complex64):
         raise TypeError(f"{op}: {name!r} is {held.dtype}, which files do not have; convert it")
-    if dtype is not None:
-        return held
-    kept = held.astype(jax.dtypes.canonicalize_dtype(held.dtype))  # numbers, as JAX takes them
-    if kept.dtype.kind in "iu" and (kept != held).any():
+    return held
+
+
+def _as_jax_takes(op: str, name: str, numbers: np.ndarray) -> np.ndarray:
+    """Python's numbers in the dtype that JAX gives to them.
+
+    Raises:
+      TypeError: one is beyond it.
+    """
+    with np.errstate(over="ignore"):
+        kept = numbers.astype(jax.dtypes.canonicalize_dtype(numbers.dtype))
+    inexact = kept.dtype.kind in "fc"
+    if (np.isfinite(numbers) & ~np.isfinite(kept) if inexact else kept != numbers).any():
         raise TypeError(
-            f"{op}: {name!r} is beyond {kept.dtype}; give a NumPy array of {held.dtype}"
+            f"{op}: {name!r} is beyond {kept.dtype}; give a NumPy array of {numbers.dtype}"
         )
     return kept
 
@@ -289,6 +300,8 @@ def header_of(
     library = _safetensors(op)
     if Path(path).is_dir():
         raise ValueError(f"{op}: {os.fspath(path)} is a folder; name a .safetensors file in it")
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError(f"{op}: {os.fspath(path)} is no file; name a .safetensors file")
     try:
         with library.safe_open(os.fspath(path), framework="np") as file:
             texts = file.metadata() or {}

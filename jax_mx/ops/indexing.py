@@ -6,6 +6,7 @@ Of any layout. What cuts through tiles takes scales out of their tiles, and puts
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -118,20 +119,17 @@ def _window_from(q: MXArray, starts: Iterable[int]) -> Window:
 def _window_of_part(q: MXArray, entries: list, places: Mapping[int, int]) -> Window:
     """The window of `q[index]`; 32 where it is no slice of whole windows."""
     starts = []
-    for axis in window_axes(q):
+    axes = window_axes(q)
+    for axis in axes:
         entry = entries[places[axis]]
         if _is_full(entry):
             continue
-        try:
-            start, _, step = _indices(entry, q.shape[axis])
-        except (AttributeError, TypeError):  # no slice, or one of arrays
+        taken = _taken(entry, q.shape[axis])
+        if taken is None or taken.step != 1:
             return BLOCK
-        if step != 1:
-            return BLOCK
-        starts.append(start)
+        starts.append(taken.start)
     if isinstance(q.window, tuple):
-        axes = _places_after(q.ndim, entries, [places[axis] for axis in window_axes(q)])
-        if axes != [-2, -1]:
+        if _places_after(q.ndim, entries, [places[axis] for axis in axes]) != [-2, -1]:
             return BLOCK
     return _window_from(q, starts)
 
@@ -145,7 +143,9 @@ def _entries(op: str, q: MXArray, index: Any) -> tuple[list, dict[int, int]]:
     each = [*index] if isinstance(index, tuple) else [index]
     taken = sum(_axes_of(op, entry) for entry in each)
     dots = [i for i, entry in enumerate(each) if entry is Ellipsis]
-    if len(dots) > 1 or taken > q.ndim:
+    if len(dots) > 1:
+        raise IndexError(f"{op}: an index has one ... at most, got {shown(index)}")
+    if taken > q.ndim:
         raise IndexError(f"{op}: {shown(index)} has too many indices for the shape {q.shape}")
     at = dots[0] if dots else len(each)
     each[at : at + 1] = [FULL] * (q.ndim - taken)
@@ -195,32 +195,43 @@ def _whole_blocks(op: str, q: MXArray, axis: int, entry: Any) -> slice:
     if _is_full(entry):
         return entry
     length = q.shape[axis]
-    try:
-        start, stop, step = _indices(entry, length)
-    except (AttributeError, TypeError):  # no slice, or one of an array
-        start, stop, step = 1, 1, 1
-    if start % BLOCK or (stop is not length and stop % BLOCK) or step != 1:
+    taken = _taken(entry, length)
+    if taken is None and isinstance(entry, slice) and is_symbolic(length):
         raise ValueError(
-            f"{op}: blocks of {BLOCK} run along axis {axis} of length {length}, and stay whole: "
-            f"index it with a slice from and to multiples of {BLOCK}, got {shown(entry)}"
+            f"{op}: what {shown(entry)} takes of axis {axis} depends on its length {length}; "
+            f"take from a multiple of {BLOCK} to the end, or to one that is not beyond it, as "
+            "constraints of jax.export.symbolic_shape can say"
         )
-    return slice(start, stop)
+    if taken is not None and taken.step == 1 and taken.start % BLOCK == 0:
+        if taken.stop is length or taken.stop % BLOCK == 0:
+            return slice(taken.start, taken.stop)
+    raise ValueError(
+        f"{op}: blocks of {BLOCK} run along axis {axis} of length {length}, and stay whole: "
+        f"index it with a slice from and to multiples of {BLOCK}, got {shown(entry)}"
+    )
 
 
-def _indices(entry: slice, length: Any) -> tuple[int, Any, int]:
-    """What a slice takes: its start, its stop, not before that, and its step.
+def _taken(entry: Any, length: Any) -> slice | None:
+    """What an entry takes of an axis: a slice of a start, a stop that is not before it, a step.
 
-    Raises:
-      AttributeError, TypeError: it is none of ints, or does not say so without a symbolic length.
+    A stop at the axis' end is `length` itself.
+
+    Returns:
+      None of no slice, of one of arrays, and where a symbolic length does not say what it takes.
     """
-    if not is_symbolic(length):
-        start, stop, step = entry.indices(length)
-        return start, max(start, stop), step
-    start, step = entry.start or 0, entry.step or 1
-    stop = length if entry.stop is None else entry.stop
-    if not all(isinstance(n, int) and n >= 0 for n in (start, step, stop) if n is not length):
-        raise TypeError(f"what {entry} takes depends on the length {length}")
-    return start, stop if stop is length else max(start, stop), step
+    if not isinstance(entry, slice):
+        return None
+    try:
+        if not is_symbolic(length):
+            start, stop, step = entry.indices(length)
+            return slice(start, max(start, stop), step)
+        start, step = operator.index(entry.start or 0), operator.index(entry.step or 1)
+        if entry.stop is None or entry.stop is length or entry.stop == length:
+            return slice(start, length, step) if 0 <= start <= length and step > 0 else None
+        stop = max(start, operator.index(entry.stop))
+        return slice(start, stop, step) if 0 <= start and stop <= length and step > 0 else None
+    except (TypeError, jax.errors.InconclusiveDimensionOperation):
+        return None
 
 
 def _places_after(ndim: int, entries: list, places: list[int]) -> list[int]:

@@ -136,16 +136,21 @@ def description_in(name: str) -> dict[str, Any] | None:
 
 
 # ---- what is known of the shape ---
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Known:
     """Numbers that follow from the shape that an array was made with.
 
     Attributes:
       numbers: they, or None where nothing is known, as leaves have no shape or a symbolic one, or
         nothing need be known. Such a one equals every other.
+      name: of the attribute; JAX prints it where two pytrees differ.
     """
 
     numbers: tuple[int, ...] | None = None
+    name: str = "known"
+
+    def __repr__(self) -> str:
+        return f"{self.name}={self.numbers}"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Known):

@@ -81,9 +81,11 @@ class MXArray:
         the array was made with. What may be done to values and scales alike keeps it: new leading
         dimensions, indices of these, shards and slices of whole tiles. A cut inside of a tile does
         not, and so is noticed.
-      spans: the lengths of the axes that windows run along, likewise, 0 for whole windows. By this
-        an array that `jax.shard_map` joins of parts with windows of their own is noticed; its
-        window is 32.
+      spans: the lengths of the axes that windows run along, by the shape that the array was made
+        with; 0 where they are whole windows. An array that is longer now was joined of parts, as
+        `jax.shard_map` joins them, and its window is 32. Arrays with other spans are other
+        pytrees: a loop in shard_map whose carry is quantized again along an axis that is split
+        wants a window that shards hold whole, or 32.
 
     Raises:
       TypeError: a static field is of the wrong type.
@@ -570,7 +572,7 @@ def _padding_of(q: MXArray, known: Known = UNKNOWN) -> Known:
     if not all(isinstance(n, int) for n in shape):
         return UNKNOWN
     *_, rows, length = moved_last(q.shape, q.axis)
-    return Known((-rows % layout.pad[0], -(length // BLOCK) % layout.pad[1]))
+    return Known((-rows % layout.pad[0], -(length // BLOCK) % layout.pad[1]), "padding")
 
 
 def _spanned(q: MXArray) -> tuple[int, ...] | None:
@@ -595,7 +597,7 @@ def _spans_of(q: MXArray) -> Known:
     if (lengths := _spanned(q)) is None:
         return UNKNOWN
     each = _whole(q)
-    return Known(tuple(0 if each and n % each == 0 else n for n in lengths))
+    return Known(tuple(0 if each and n % each == 0 else n for n in lengths), "spans")
 
 
 def _window_here(q: MXArray) -> Window:
@@ -658,9 +660,9 @@ def _serialize(aux: Aux) -> bytes:
 
 def _deserialize(text: bytes) -> Aux:
     found = json.loads(text)
-    known = [found.pop(name, None) for name in ("padding", "spans")]
+    known = {name: found.pop(name, None) for name in ("padding", "spans")}
     fields = metadata.read("jax.export.deserialize", found)
-    return *fields.values(), *(Known(each and tuple(each)) for each in known)
+    return *fields.values(), *(Known(each and tuple(each), name) for name, each in known.items())
 
 
 jax.export.register_pytree_node_serialization(
