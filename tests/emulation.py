@@ -13,6 +13,7 @@ from helpers import call, op_of, operand, random_bits, with_zeros
 from jax.extend.core import jaxpr_as_fun
 
 from jax_mx.facts.code_object import CodeObject
+from jax_mx.facts.directions import LAST
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import ARCHS, VARIANTS
 from jax_mx.lowering import store
@@ -31,7 +32,8 @@ def binaries_of(variants) -> list[tuple]:
 def few(binaries) -> list[tuple]:
     """Some that have, between them, what all have: forms, dtypes, formats, archs.
 
-    And some transform, some random rounding, some window.
+    And some transform, some random rounding, some window; floats come out of some, of either way to
+    cut the work.
     """
 
     def has(variant, arch):
@@ -41,6 +43,8 @@ def few(binaries) -> list[tuple]:
                 "hadamard": kind.hadamard > 0,
                 "stochastic": kind.stochastic,
                 "window": kind.window != BLOCK,
+                "flat floats": kind.dequantized and variant.form == LAST,
+                "tiled floats": kind.dequantized and variant.form != LAST,
             }
             own |= {name for name, is_there in there.items() if is_there}
         return {(variant.op, each) for each in own} | {(arch, variant.dtype)}

@@ -319,6 +319,8 @@ def in_tiles(variant) -> list[dict]:
     """The options that ask for the variant's values in tiles: of either result, and of both."""
     if variant.op != "quantize" or variant.form == SECOND:  # blocks do not end a row
         return []
+    if variant.gives_floats:
+        return []
     if not variant.form.is_both:
         return [{"value_layout": "shuffled_16x16"}]
     layouts = ("row_major", "shuffled_16x16")

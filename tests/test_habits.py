@@ -126,7 +126,6 @@ def test_both_dsls_have_the_same_kernels():
     """So the documents' table of kernels names none of them; layouts differ as they say."""
     names = {dsl: {v.name for v in VARIANTS if v.implementation == dsl} for dsl in DSLS}
     alone = {v.name for v in VARIANTS if v.window == 256 and v.form.is_both}  # beyond AMD's LDS
-    alone |= {v.name for v in VARIANTS if v.gives_floats}
     assert names["cutedsl"] - alone == names["flydsl"]
     for v in VARIANTS:
         more = v.implementation == "flydsl" or {f.name for f in v.formats} == {"mxfp4_e2m1"}

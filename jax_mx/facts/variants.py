@@ -376,8 +376,8 @@ _FAKE: Mapping[Form, tuple[tuple[Kind, ...], ...]] = {
 VARIANTS += tuple(
     dataclasses.replace(variant, kinds=kinds)
     for variant in VARIANTS
-    if variant.implementation == "cutedsl" and variant.op == "quantize" and not variant.kinds
-    if variant.dtype == "bfloat16" and variant.formats[0].bits != 6
+    if variant.op == "quantize" and variant.dtype == "bfloat16" and not variant.kinds
+    if variant.formats[0].bits != 6
     if len({*variant.formats}) == 1
     if variant.source in (X, ROWS) or variant.source == Source(activation="swiglu")
     for kinds in _FAKE.get(variant.form, ())
@@ -386,7 +386,7 @@ VARIANTS += tuple(
 VARIANTS += tuple(
     dataclasses.replace(variant, form=directions.BOTH, kinds=(_DEQUANTIZED, _DEQUANTIZED))
     for variant in VARIANTS
-    if variant.implementation == "cutedsl" and not variant.kinds and variant.dtype == "bfloat16"
+    if variant.dtype == "bfloat16" and not variant.kinds
     if variant.source == Source(activation="swiglu", gradient=True)
     if len({*variant.formats}) == 1
 )

@@ -403,6 +403,38 @@ def unpack_four(
     return found
 
 
+def factor_back(inverse: Float32) -> Float32:
+    """`factor_of` the scale whose inverse, see `scale_of`, this is; of a poisoned one anything."""
+    bits = Uint32(254 << 23) - inverse.bitcast(Uint32)
+    return intrinsic("llvm.umax.i32", Uint32, bits, Uint32(1 << 22)).bitcast(Float32)
+
+
+def through_codes(
+    scaled: list[Float32], factors: list[Float32], poisons: list[Uint32], format: Format,
+    dtype: str, arch: str,
+) -> list[Uint32]:  # fmt: skip
+    """Words of what codes stand for.
+
+    Args:
+      scaled: what becomes codes: elements times the inverses of their scales.
+      factors: the scale of each.
+      poisons: for `unpack_four`, of each four.
+      format: of the codes.
+      dtype: of the words.
+      arch: the kernel's.
+    """
+    size, none = 4 * format.codes_per_byte, Uint32(0)
+    codes = [
+        pack_word(scaled[i : i + size], none, format, arch) for i in range(0, len(scaled), size)
+    ]
+    if format.bits == 4:
+        codes = [four for word in codes for four in in_order(word)]
+    words = []
+    for i, (word, poison) in enumerate(zip(codes, poisons, strict=True)):
+        words += unpack_four(word, factors[4 * i : 4 * i + 4], poison, format, dtype, arch)
+    return words
+
+
 def round_two(low: Float32, high: Float32, arch: str, dtype: str = "bfloat16") -> Uint32:
     """Two 16-bit floats in a word, rounded to nearest even; of a NaN one."""
     if dtype == "bfloat16" and arch != "gfx950":

@@ -50,11 +50,13 @@ class Flat(Kernel):
         self.apart = self.per_chunk  # from a lane's group to that of its next round
         self.threads = self.blocks // self.group
         self.elements_per_thread = self.group * BLOCK
-        scales = self.signature.number("scales_0")
-        self.grid = geometry.flat_grid(scales, self.blocks)
+        self.dequantized = self.kind(0).dequantized
+        out = self.signature.number("dequantized_0" if self.dequantized else "scales_0")
+        grid = geometry.flat_grid_of if self.dequantized else geometry.flat_grid
+        self.grid = grid(out, self.blocks)
         count = blocks_of(variant.window)
         rows = [geometry.flat_rows()] if layout.is_tiled or count > 1 else []
-        self.extents = [geometry.length_of(scales), *rows, geometry.flat_blocks(8)]
+        self.extents = [geometry.length_of(out), *rows, geometry.flat_blocks(8)]
         self.in_patches = self.of > 0 or (count > 1 and (layout.is_tiled or not aligned))
         if self.in_patches:
             patch = Extents(self.blocks // Patches.COLS, Patches.COLS * BLOCK)
@@ -81,7 +83,7 @@ class Flat(Kernel):
             if const_expr(self.gates):
                 words.append(self.gated(arrays, strip, place, lane))
                 if const_expr(self.variant.source.floats):
-                    self.store_floats(words[c], arrays["floats"], strip, place, lane)
+                    self.store_floats(words[c], arrays, "floats", strip, place, lane)
             else:
                 if const_expr(self.variant.rows):
                     start = Int64(0)
@@ -96,7 +98,6 @@ class Flat(Kernel):
     @flyc.jit
     def quantize(self, words, arrays, scalars, strip, first):
         """Stores the codes and the scales of a lane's rounds, the first of which is at `first`."""
-        values, scales = arrays["codes_0"], arrays["scales_0"]
         sizes, lane = scalars[: len(self.extents)], convert.lane_id()
         given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
         rounding, tiles = self.rule(given), given["value_tiles"]
@@ -109,6 +110,19 @@ class Flat(Kernel):
         if const_expr(self.variant.window != BLOCK):
             amax = self.windowed(amax, arrays, strip, first, lane)
         scale, inverse = convert.scale_of(amax, format, self.dtype, tuple(rounding))
+        if const_expr(self.dequantized):
+            for c in range_constexpr(self.chunks):
+                floats = self.through_codes(words[c], scale, inverse, c)
+                place = first + Uint32(c * self.apart)
+                self.store_floats(floats, arrays, "dequantized_0", strip, place, lane)
+        else:
+            self.store(words, (scale, inverse), arrays, sizes, tiles, strip, first)
+
+    @flyc.jit
+    def store(self, words, found, arrays, sizes, tiles, strip, first):
+        """Stores codes and scales of a lane's rounds, of which it has `found` one's scale."""
+        (scale, inverse), format, lane = found, self.formats[0], convert.lane_id()
+        values, scales = arrays["codes_0"], arrays["scales_0"]
         mine = lane % self.sharers
         _, offset, inside = strip.at(first + mine * self.apart)
         if const_expr(self.in_patches):
@@ -165,6 +179,15 @@ class Flat(Kernel):
             ])  # fmt: skip
         return exchange(parts, lane, together > 1)
 
+    def through_codes(self, words: list, scale, inverse, c: int) -> list:
+        """What the codes of a lane's words of a round stand for."""
+        scale, inverse = (convert.from_group(own, self.sharers, c) for own in (scale, inverse))
+        elements = [e for word in words for e in convert.elements(word, self.dtype)]
+        scaled = convert.products(elements, [inverse.bitcast(fx.Float32)] * len(elements))
+        factors, poisons = [convert.factor_of(scale)] * len(elements), [convert.poison_of(scale)]
+        by = poisons * (len(elements) // 4), self.formats[0], self.dtype, self.arch
+        return convert.through_codes(scaled, factors, *by)
+
     def gated(self, arrays, strip, place, lane) -> list:
         """A lane's words of an activation's results for a place."""
         row, both = strip.gated(place, self.sides(arrays), self.interleaved)
@@ -185,13 +208,13 @@ class Flat(Kernel):
         return [activations.gated(name, *pair, weight, self.dtype, self.arch) for pair in pairs]
 
     @flyc.jit
-    def store_floats(self, words, floats, strip, place, lane):
-        """Stores a lane's words of a place."""
+    def store_floats(self, words, arrays, name: fx.Constexpr, strip, place, lane):
+        """Stores a lane's words of a place in the array of this name."""
         block, _, there = strip.at(place)
         where = (strip.block + block) * (BLOCK * self.itemsize)
         where = where + as_int64(lane % self.sharers * 16)
         if there:
-            store_words(floats, where, words, self.aligned_to("floats"))
+            store_words(arrays[name], where, words, self.aligned_to(name))
 
     def columns(self, sizes):
         """How many blocks a row has."""
@@ -201,6 +224,8 @@ class Flat(Kernel):
         """The workgroup's blocks."""
         if self.in_patches:
             return Patches(self.layout, self.blocks, sizes[1:3], self.region)
+        if self.dequantized:  # whose elements are counted
+            sizes = (sizes[0] // BLOCK, *sizes[1:])
         return Strip(self.layout, self.blocks, sizes)
 
     def windowed(self, amax, arrays, strip, first, lane):

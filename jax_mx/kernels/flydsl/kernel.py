@@ -10,6 +10,7 @@ from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.signatures import Role
 from jax_mx.facts.variants import Variant
 from jax_mx.kernels import geometry, tuning
 from jax_mx.kernels.entry import QuantizerEntry
@@ -347,6 +348,10 @@ class Kernel(QuantizerEntry):
     def aligned_to(self, name: str) -> int:
         """What the address of one of its arrays is a multiple of, in bytes."""
         return self.align[self.signature.number(name)]
+
+    def aligned_as(self, role: Role) -> int:
+        """The same of all its arrays of a role."""
+        return next(self.align_of(array) for array in self.signature.arrays if array.role is role)
 
     def tuned(self, what: str) -> dict:
         """The tile that this arch's table has for a kernel."""

@@ -388,7 +388,7 @@ class NormedTiled(Tiled):
         (m, k), arrays = self.lengths(scalars), self.named(pointers)
         convert.flush_subnormals(Uint32(2))
         lane, wave = convert.lane_id(), convert.wave_id()
-        shared = fx.SharedAllocator().allocate(self.shared()).peek()
+        shared = self.allocated()
         each = round_up(k, self.region.cols) // TILE + Uint32(self.finders)
         bid = Uint32(Int32(fx.block_idx.x))
         step, number = bid // each, bid % each

@@ -20,6 +20,7 @@ from flydsl.expr import (
 from jax_mx.facts.directions import Blocks
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ScaleLayout
+from jax_mx.facts.signatures import Role
 from jax_mx.facts.variants import Variant
 from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
@@ -79,7 +80,7 @@ class Tiled(Kernel):
         self.in_window = blocks_of(variant.window)  # blocks, along each of its axes
         self.high = max(TILE, BLOCK * self.in_window)  # rows of a workgroup
         self.threads = WAVE * self.high // BLOCK
-        self.results = geometry.outputs_of(form, variant.formats)
+        self.results = geometry.outputs_of(form, variant.formats, variant.kinds)
         self.vector = 16 // self.itemsize
         self.lanes = TILE // self.vector
         self.rows = BLOCK * self.lanes // WAVE
@@ -100,7 +101,7 @@ class Tiled(Kernel):
         across, down = lane % self.lanes, lane // self.lanes  # this lane's place in the wave
         at = self.place(*lengths)
         patch = Patch(wave, wave * BLOCK + down * self.rows, across * self.vector)
-        shared = fx.SharedAllocator().allocate(self.shared()).peek()
+        shared = self.allocated()
 
         if const_expr(self.parts > 1):
             convert.flush_subnormals(Uint32(0))
@@ -130,7 +131,7 @@ class Tiled(Kernel):
         """Quantizes a patch; the number of its part, of what a row has several of."""
         tid = Uint32(Int32(fx.thread_idx.x))
         if self.variant.source.floats:
-            self.store_floats(words, arrays["floats"], at, patch)
+            self.store_floats(words, arrays, "floats", (None, at.cols), at, patch)
         if self.variant.source.sums:
             self.store_sums(words, arrays["sums"], at, patch, part)
         held = self.elements_of(words)
@@ -156,14 +157,16 @@ class Tiled(Kernel):
           where: the tile, the patch, and the number of its part or None.
         """
         (x, amax), result, (at, patch, part) = held, self.results[o], where
-        staged = getattr(shared, f"scales_{o}")
+        staged = None if result.dequantized else getattr(shared, f"scales_{o}")
         given = {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
         rounding, tiles = self.rule(given), given["value_tiles"]
         find = {Blocks.LAST: self.scale_rows, Blocks.SECOND: self.scale_columns,
                 Blocks.SQUARE: self.scale_square}[result.blocks]  # fmt: skip
         beyond = self.beyond(shared, arrays, o)
         pairs = find(amax, staged, result, tuple(rounding), at, patch, beyond)
-        if result.transposed:
+        if result.dequantized:
+            self.store_dequantized(x, pairs, o, arrays, at, patch, part)
+        elif result.transposed:
             self.stage_transposed(x, pairs, result, shared.values, patch)
         else:
             self.store(x, pairs, result, Target(arrays[f"codes_{o}"], tiles), at, patch, part)
@@ -182,6 +185,8 @@ class Tiled(Kernel):
         """The LDS of a workgroup: scales as they will lie, values [column][row] with chunks."""
         arrays = {}
         for o, result in enumerate(self.results):
+            if result.dequantized:
+                continue
             rows, cols = self.staged_shape(result)
             arrays[f"scales_{o}"] = fx.Array[Uint8, rows * cols, 16]
         if self.results[-1].transposed:
@@ -191,7 +196,12 @@ class Tiled(Kernel):
             arrays["parked"] = fx.Array[Uint8, self.high * TILE * self.itemsize, 16]
         if self.in_window > 1 and self.results[-1].blocks is not Blocks.LAST:
             arrays["amaxes"] = fx.Array[Uint8, 4 * TILE * self.high // BLOCK, 16]
-        return composite(fx.struct, arrays)
+        return composite(fx.struct, arrays) if arrays else None
+
+    def allocated(self):
+        """The LDS of the workgroup; None where nothing waits in it."""
+        kind = self.shared()
+        return None if kind is None else fx.SharedAllocator().allocate(kind).peek()
 
     def place(self, m, k) -> Tile:
         """A workgroup's tile; neighbours follow each other across."""
@@ -236,16 +246,30 @@ class Tiled(Kernel):
         return [[vector[w] for w in range(4)] for vector in vectors]
 
     @flyc.jit
-    def store_floats(self, words, floats, at: Tile, patch: Patch):
-        """Stores a patch of what was made, as far as it exists."""
+    def store_floats(
+        self, words, arrays, name: fx.Constexpr, where: fx.Constexpr, at: Tile, patch: Patch
+    ):
+        """Stores a patch of floats, as far as it exists.
+
+        Args:
+          words: the patch, [row][word].
+          arrays: the kernel's pointers by name.
+          name: of the array that they go to.
+          where: its element that is the matrix' first, None for 0, and how long its rows are.
+          at: the tile.
+          patch: where the patch is in it.
+        """
         _, tile_m, tile_k, m, k = at
+        floats, (first, pitch) = arrays[name], where
         row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
-        stride = as_int64(k) * self.itemsize
+        stride = as_int64(pitch) * self.itemsize
         start = as_int64(row) * stride + as_int64(col) * self.itemsize
+        if const_expr(first is not None):
+            start = start + first * self.itemsize
         if const_expr(self.aligned or self.counts_blocks):
             if (row < m) & (col < k):
                 for i in range_constexpr(self.rows):
-                    store_words(floats, start + stride * i, words[i], self.aligned_to("floats"))
+                    store_words(floats, start + stride * i, words[i], self.aligned_to(name))
         else:
             for i in range_constexpr(self.rows):
                 each = fx.Vector.from_elements(words[i], Uint32).bitcast(Uint16)
@@ -555,6 +579,8 @@ class Tiled(Kernel):
 
     def put(self, staged, result: Output, at: Tile, where: tuple, scale, x: tuple) -> None:
         """Stages the scale at this (row, column) of the tile's, whose block x has at (row, col)."""
+        if staged is None:
+            return
         _, tile_m, tile_k, m, k = at
         row, col = where
         _, cols = self.staged_shape(result)
@@ -580,12 +606,37 @@ class Tiled(Kernel):
         """The codes of a word's elements, at these (row, column) of a lane's patch."""
         # The codes of a byte have one factor.
         numbers = self.numbers(result, places[:: result.format.codes_per_byte])
+        return convert.pack_word(scaled, self.poison(pairs, numbers), result.format, self.arch)
+
+    @staticmethod
+    def poison(pairs: list, numbers: list[int]) -> Uint32:
+        """See `convert.poison`; of the factors with these numbers."""
         used = sorted({n // 2 for n in numbers})
         which = [2 * used.index(n // 2) + n % 2 for n in numbers]
-        poison = convert.poison([pairs[n] for n in used], which)
-        return convert.pack_word(scaled, poison, result.format, self.arch)
+        return convert.poison([pairs[n] for n in used], which)
 
     # ---- values ---
+    def store_dequantized(
+        self, x, pairs, o: int, arrays, at: Tile, patch: Patch, part: int | None
+    ) -> None:
+        """Stores what the codes of a patch stand for, in the order of x."""
+        result, words = self.results[o], []
+        for i in range(self.rows):
+            numbers = self.numbers(result, [(i, j) for j in range(self.vector)])
+            scaled = [
+                e for w in range(self.vector // 2) for e in self.scaled(x, pairs, result, i, w)
+            ]
+            factors = [convert.factor_back(convert.half(pairs[n // 2], n % 2)) for n in numbers]
+            fours = [numbers[j : j + 4] for j in range(0, self.vector, 4)]
+            poisons = [self.poison(pairs, four) & Uint32(0x7F7F7F7F) for four in fours]
+            how = result.format, self.dtype, self.arch
+            words.append(convert.through_codes(scaled, factors, poisons, *how))
+        batch, pitch, before = self.among(at.batch, at.cols, result, part)
+        first = as_int64(batch) * as_int64(at.rows) * as_int64(pitch)
+        if before is not None:
+            first = first + as_int64(before)
+        self.store_floats(words, arrays, f"dequantized_{o}", (first, pitch), at, patch)
+
     def lines(self, x, pairs, result: Output, first: int, count: int) -> list:
         """The words of rows of bytes of this lane's patch; the rows are all in each word."""
         down, _ = result.packed
@@ -643,7 +694,7 @@ class Tiled(Kernel):
         (row, col), (rows, k) = place, size
         if const_expr(self.aligned or self.counts_blocks):  # 32 divides k: all 16 or none
             if (row < rows) & (col < k):  # 32 rows are all there or none
-                store_words(values, where, words, self.aligned_to("codes_0"))
+                store_words(values, where, words, self.aligned_as(Role.CODES))
         else:
             codes = fx.Vector.from_elements(words, Uint32).bitcast(Uint8)
             for j in range_constexpr(16):
@@ -682,6 +733,8 @@ class Tiled(Kernel):
     def store_staged(self, shared, arrays, scalars, at: Tile, tid, part: int | None = None) -> None:
         """Stores what is in LDS: scales, and values that lie transposed."""
         for o, result in enumerate(self.results):
+            if result.dequantized:
+                continue
             values, scales = arrays[f"codes_{o}"], arrays[f"scales_{o}"]
             if result.transposed:
                 tiles = Uint32(self.of_result(scalars, o)["value_tiles"])
@@ -714,7 +767,7 @@ class Tiled(Kernel):
                 if tiles != Uint32(0):
                     where = offset_of_values(batch * k + column, row // packed, m // packed)
                 store_words(
-                    values, where, [vector[i] for i in range(4)], self.aligned_to("codes_0")
+                    values, where, [vector[i] for i in range(4)], self.aligned_as(Role.CODES)
                 )
 
     @flyc.jit
@@ -744,7 +797,7 @@ class Tiled(Kernel):
                 offset = offset_in_tiles(layout, Place(batch, row, col), Extents(rows, cols))
                 stride: fx.Constexpr = layout.column_stride
                 if const_expr(stride == 1):
-                    store_words(scales, offset, [word], self.aligned_to("scales_0"))
+                    store_words(scales, offset, [word], self.aligned_as(Role.SCALES))
                 else:  # the bytes between belong to other tiles
                     for c in range_constexpr(4):
                         fx.generic_store(
