@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data import topics
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,37 +31,46 @@ from benchmarks import report
 from examples import train_moe
 from jax_mx import MXFP4_E2M1, Hadamard, Product, Recipe
 
-# Recipe, and what computes grouped products.
-WAYS: dict[str, tuple[Any, str | None]] = {
-    "bf16": ("bf16", None),
-    "bf16, lax.ragged_dot": ("bf16", "dequantize"),
-    "bf16, Pallas": ("bf16", "pallas"),
-    "mxfp8": ("mxfp8", None),
-    "mxfp8, windows of 256": (Recipe(window=256), None),
-    "mxfp4": ("mxfp4", None),
-    "mxfp8, gradients in mxfp4": (train_moe.RECIPES["mxfp4_backward"], None),
+
+class Way(NamedTuple):
+    """The recipe of a model, what computes its grouped products, and its experts' own recipe."""
+
+    recipe: Any
+    implementation: str | None = None
+    experts: Any = None
+
+
+WINDOWS = Recipe(window=256)
+WAYS = {
+    "bf16": Way("bf16"),
+    "bf16, lax.ragged_dot": Way("bf16", "dequantize"),
+    "bf16, Pallas": Way("bf16", "pallas"),
+    "mxfp8": Way("mxfp8"),
+    "mxfp8, windows of 256": Way(WINDOWS),
+    "mxfp8, rows, experts 256": Way(Recipe(window="row"), experts=WINDOWS),
+    "mxfp4": Way("mxfp4"),
+    "mxfp8, gradients in mxfp4": Way(train_moe.RECIPES["mxfp4_backward"]),
 }
 # Which of a layer's three products MXFP4 costs learning in; as the recipe MXFP4 has each.
-PARTS: dict[str, tuple[Any, str | None]] = {
-    "mxfp8, forward in mxfp4": (Recipe(forward=MXFP4_E2M1), None),
-    "mxfp8, dgrad in mxfp4": (Recipe(dgrad=MXFP4_E2M1), None),
-    "mxfp8, wgrad in mxfp4": (Recipe(wgrad=Product(MXFP4_E2M1, Hadamard(16))), None),
+PARTS = {
+    "mxfp8, forward in mxfp4": Way(Recipe(forward=MXFP4_E2M1)),
+    "mxfp8, dgrad in mxfp4": Way(Recipe(dgrad=MXFP4_E2M1)),
+    "mxfp8, wgrad in mxfp4": Way(Recipe(wgrad=Product(MXFP4_E2M1, Hadamard(16)))),
 }
 TIMED = 30  # steps, after as many that warm up
 SLOW = 100  # steps of a way that is there for its time alone
 WIDER = {"width": 1024, "inner": 512, "layers": 2, "length": 512, "rows": 16, "heads": 8}
 
 
-def run(
-    recipe: Any, implementation: str | None, steps: int, rate: float, devices: int = 1
-) -> tuple[float, list[float]]:
+def run(way: Way, steps: int, rate: float, devices: int = 1) -> tuple[float, list[float]]:
     """Milliseconds of a step, and all losses; split as the example splits it."""
     pieces, length = np.fromfile(topics.__file__, np.uint8), train_moe.LENGTH
     experts = math.gcd(devices, train_moe.EXPERTS)
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(-1, experts), ("data", "expert"))
-    model = train_moe.Model(recipe, "expert" if devices > 1 else None, nnx.Rngs(0))
+    model = train_moe.Model(way.recipe, "expert" if devices > 1 else None, nnx.Rngs(0))
+    own = {"implementation": way.implementation, "recipe": way.experts or way.recipe}
     for block in model.blocks:
-        block.moe = functools.partial(block.moe, implementation=implementation)
+        block.moe = functools.partial(block.moe, **own)
     optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
 
     def placed(a: jax.Array) -> jax.Array:
@@ -105,10 +114,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         setattr(train_moe, name.upper(), size)
     rows = []
     for name, devices in itertools.product(args.ways, args.devices):
-        recipe, implementation = {**WAYS, **PARTS}[name]
         steps = min(args.steps, SLOW) if "lax" in name else args.steps
         start = time.perf_counter()
-        ms, losses = run(recipe, implementation, steps, args.rate, devices)
+        ms, losses = run({**WAYS, **PARTS}[name], steps, args.rate, devices)
         loss = float(np.mean(losses[-max(steps // 20, 1) :]))
         row = {"way": name, **sizes, "steps": steps, "devices": devices}
         row |= {"ms": round(ms, 3), "loss": round(loss, 4)}

@@ -79,8 +79,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "moe_step_small": (
         "_moe_step_small",
         'benchmarks.moe_step --small --rate 1e-3 --ways bf16 mxfp8 "mxfp8, windows of 256" '
-        '"mxfp8, gradients in mxfp4" mxfp4 "mxfp8, forward in mxfp4" "mxfp8, dgrad in mxfp4" '
-        '"mxfp8, wgrad in mxfp4"',
+        '"mxfp8, rows, experts 256" "mxfp8, gradients in mxfp4" mxfp4 '
+        '"mxfp8, forward in mxfp4" "mxfp8, dgrad in mxfp4" "mxfp8, wgrad in mxfp4"',
+    ),
+    "moe_step_wide": (
+        "_moe_step_wide",
+        'benchmarks.moe_step --ways bf16 mxfp8 "mxfp8, windows of 256" "mxfp8, rows, experts 256"',
     ),
     "counters": ("_counters", "benchmarks.counters"),
     "collectives": ("x2_collectives", "benchmarks.collectives"),

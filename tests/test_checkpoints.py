@@ -225,6 +225,25 @@ def test_a_file_is_replaced_behind_a_link_and_keeps_its_permissions(tmp_path):
     assert_same_array(jax_mx.load_safetensors(path)["w"], made())
 
 
+def test_what_is_loaded_is_placed_as_what_is_expected(tmp_path):
+    """Each leaf; what like does not place is where JAX puts new arrays."""
+    path, mesh = tmp_path / "w", jax.make_mesh((2,), ("a",))
+    tensors = {"w": made(), "b": jnp.ones(4), "c": jnp.ones(4)}
+    jax_mx.save_safetensors(tensors, path)
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+    placed = {name: jax.device_put(tensors[name], where) for name in ("w", "b")}
+    abstract = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=where)
+    for like in (placed | {"c": tensors["c"]}, placed | {"b": abstract, "c": tensors["c"]}):
+        found = jax_mx.load_safetensors(path, like)
+        assert_same_array(found["w"], made())
+        assert len(found["c"].devices()) == 1
+        for leaf in jax.tree.leaves((found["w"], found["b"])):
+            assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
+    other = {**placed, "b": jnp.ones(3), "c": tensors["c"]}
+    sentence = "'b' has the shape (4,), expected (3,)"
+    assert_refused(lambda: jax_mx.load_safetensors(path, other), ValueError, sentence)
+
+
 def test_safetensors_that_are_refused(tmp_path):
     path, save, load = tmp_path / "w", jax_mx.save_safetensors, jax_mx.load_safetensors
     save({"w": made(), "b": jnp.ones(3)}, path)

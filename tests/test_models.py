@@ -269,3 +269,33 @@ def test_a_second_process_compiles_nothing(tmp_path):
     """
     counts = [on_eight(code, str(tmp_path))[0].split() for _ in range(2)]
     assert counts == [["0", "1"], ["1", "0"]]
+
+
+# ---- variables ---
+def same(got, want):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_bits_equal(g, w)
+
+
+def test_variables_are_what_they_hold():
+    """Floats and frozen weights, in every product; as jnp takes them."""
+    a, b = jax.random.split(jax.random.key(0))
+    x, w = jax.random.normal(a, (5, 64)), jax.random.normal(b, (64, 64))
+    stack, sizes = jnp.stack([w] * 2), jnp.array([2, 3], jnp.int32)
+    choice, ones = jnp.zeros((5, 1), jnp.int32), jnp.ones((5, 1))
+    frozen = jax_mx.quantize(w, axis=0)
+    for call, array in (
+        (lambda w: jax_mx.matmul(x, w), w),
+        (lambda w: jax_mx.matmul(x, w), frozen),
+        (lambda w: jax_mx.einsum("mk,kn->mn", x, w), w),
+        (lambda w: jax_mx.mlp(x, w, jnp.ones((32, 64))), w),
+        (lambda w: jax_mx.matmul(x, jax_mx.MXFP8.quantize_weight(w)), w),
+        (lambda w: jax_mx.ragged_dot(x, w, sizes), stack),
+        (lambda w: jax_mx.moe(x, choice, ones, w, stack[:, :32]), stack),
+        (jax_mx.quantize, w),
+        (jax_mx.dequantize, frozen),
+    ):
+        same(call(nnx.Param(array)), call(array))
+    layer = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    found = nnx.grad(lambda layer: jax_mx.matmul(x, layer.kernel).sum())(layer)["kernel"]
+    same(found[...], jax.grad(lambda w: jax_mx.matmul(x, w).sum())(layer.kernel[...]))

@@ -414,6 +414,25 @@ def test_a_weight_quantized_once_gives_the_same(name):
     assert counted == (1 if "bf16" in name else 3)  # x one or both ways, y's gradient
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dequantized", [False, True])
+@pytest.mark.parametrize("columns", [1, 40, 64])
+def test_a_weight_quantized_once_beside_what_is_frozen(columns, dequantized):
+    """Columns that 32 does not divide: the weight has zero ones, the frozen operand no rows."""
+    x, w = (jnp.round(2 * floats(shape)) for shape in ((5, 64), (64, columns)))  # exact sums
+    q = jax_mx.quantize(x)
+
+    def f(rhs):
+        return jax_mx.matmul(q, rhs)
+
+    y, pull = jax.vjp(f, w)
+    once = functools.partial(jax_mx.MXFP8.quantize_weight, dequantized=dequantized)
+    got, back = jax.vjp(lambda w: f(once(w)), w)
+    assert_bits_equal(got, y)
+    assert_bits_equal(got, jax_mx.matmul(x, w))
+    assert_bits_equal(back(y)[0], pull(y)[0])
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "square", "wgrad in bf16"])
 def test_a_weight_kept_dequantized_gives_the_same(name):

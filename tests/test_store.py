@@ -384,7 +384,7 @@ def test_files_may_go_and_folders_change(cache, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("archs", ["sm_90a", "nonsense"])
+@pytest.mark.parametrize("archs", ["sm_90a", "none", "nonsense"])
 def test_exports_for_a_platform_that_jax_mx_archs_leaves_out(archs, monkeypatch, caplog):
     monkeypatch.setenv("JAX_MX_ARCHS", archs)
 

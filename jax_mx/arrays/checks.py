@@ -78,6 +78,13 @@ def padded(length: Any, by: int) -> str:
     return f"write a symbolic one as a multiple, as in jax.export.symbolic_shape('{by}*n'),"
 
 
+def held(x: Any) -> Any:
+    """What a variable holds that JAX takes for an array, as flax's nnx.Param; else x itself."""
+    if isinstance(x, jax.Array) or not hasattr(x, "__jax_array__"):
+        return x
+    return x.__jax_array__()
+
+
 def array_of(op: str, name: str, x: Any) -> jax.Array:
     """Floats as an array of JAX, whatever the order of their bytes.
 
@@ -100,6 +107,7 @@ def floats(op: str, x: Any, name: str = "x") -> Any:
     Raises:
       TypeError: it is none, and nothing that JAX takes for one.
     """
+    x = held(x)
     if hasattr(x, "dequantize"):  # an MXArray
         raise TypeError(
             f"{op}: {name} is an MXArray in {x.format.name} already; give floats, as "

@@ -90,7 +90,7 @@ def jobs_of(asked: Iterable[str], only: str = "") -> list[Job]:
     known = [arch for archs in ARCHS.values() for arch in archs]
     pairs: list[tuple[str, str]] = []
     for name, _, text in (arch.partition(":") for arch in asked):
-        archs = {"all": known, "native": native()}.get(name, [name])
+        archs = {"all": known, "native": native(), "none": []}.get(name, [name])
         pairs += [(arch, text) for arch in archs]
     if unknown := {arch for arch, _ in pairs} - {*known}:
         raise ValueError(f"unknown arch {', '.join(unknown)}; there are {', '.join(known)}")

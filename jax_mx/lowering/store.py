@@ -226,6 +226,8 @@ _failed: dict[str, compiler.CompileError] = {}
 def exported(chips: Sequence[str]) -> list[str]:
     """Those of `chips` that exported programs carry kernels for: of JAX_MX_ARCHS, or all.
 
+    "none" is for none, "native" for all: it is of the machine that builds, not of this one.
+
     Raises:
       ValueError: JAX_MX_ARCHS has a name that is neither an arch's nor a chip's.
     """
@@ -233,10 +235,10 @@ def exported(chips: Sequence[str]) -> list[str]:
     names = {name.partition(":")[0] for name in asked}
     known = {arch for archs in ARCHS.values() for arch in archs}
     known |= {chip for archs in ARCHS.values() for chips in archs.values() for chip in chips}
-    if unknown := names - known - {"all", "native"}:
+    if unknown := names - known - {"all", "native", "none"}:
         allowed = ", ".join(sorted(known))
         raise ValueError(f"JAX_MX_ARCHS names {', '.join(sorted(unknown))}; it may name {allowed}")
-    if not names or names & {"all", "native"}:  # native: of the machine that builds, not of this
+    if not names or names & {"all", "native"}:
         return [*chips]
     return [chip for chip in chips if names & {chip, arch_of(chip)}]
 

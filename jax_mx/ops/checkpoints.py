@@ -216,11 +216,13 @@ def load_safetensors(
 
     Args:
       path: of the file. Of one that others wrote, every tensor is an array.
-      like: what is expected, by name: arrays, MXArrays, or what jax.eval_shape gives of them. None:
-        whatever the file holds.
+      like: what is expected, by name: arrays, MXArrays, or what jax.eval_shape gives of them. Where
+        one is placed, with a sharding say, what is loaded is placed so. None: whatever the file
+        holds.
 
     Returns:
-      Arrays of JAX and MXArrays, by name.
+      Arrays of JAX and MXArrays, by name. Where `like` places nothing, they are where JAX puts new
+      arrays.
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.
@@ -235,7 +237,7 @@ def load_safetensors(
     if like is not None and not isinstance(like, Mapping):
         raise TypeError(f"{op}: like must be a dictionary of arrays by name, got {shown(like)}")
     texts, header, start = header_of(op, path)
-    arrays = {}
+    arrays, wanted = {}, _by_tensor(like or {})
     with Path(path).open("rb") as file:
         for name, entry in header.items():
             file.seek(start + entry["data_offsets"][0])
@@ -246,7 +248,7 @@ def load_safetensors(
                     f"{op}: {name!r} has {len(entry['shape'])} dimensions; arrays have at most "
                     f"{_RANK}"
                 )
-            arrays[name] = jnp.asarray(flat.reshape(entry["shape"]))
+            arrays[name] = _placed(flat.reshape(entry["shape"]), wanted.get(name))
     found: dict[str, Any] = {}
     for name, description in _descriptions(op, texts).items():
         parts: dict[str, Any] = {
@@ -264,6 +266,26 @@ def load_safetensors(
     if like is not None:
         _require_alike(op, found, like)
     return found
+
+
+def _by_tensor(like: Mapping[str, Any]) -> dict[str, Any]:
+    """What is expected of each tensor of a file."""
+    found = {}
+    for name, want in like.items():
+        if isinstance(want, MXArray):
+            found |= {f"{name}.{part}": getattr(want, part) for part in _ARRAYS}
+        else:
+            found[name] = want
+    return found
+
+
+def _placed(array: np.ndarray, like: Any) -> jax.Array:
+    """An array of JAX, placed as one of its shape is, if that is placed."""
+    where = getattr(like, "sharding", None)
+    placed = isinstance(where, jax.sharding.Sharding) and getattr(like, "committed", True)
+    if not placed or like.shape != array.shape:
+        return jnp.asarray(array)
+    return jax.device_put(array, where)
 
 
 def _descriptions(op: str, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:

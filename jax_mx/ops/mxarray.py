@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import axis_of, block_of, blocks_fit, blocks_in, values_fit
+from jax_mx.arrays.checks import axis_of, block_of, blocks_fit, blocks_in, held, values_fit
 from jax_mx.arrays.reshaping import from_view, reshape
 from jax_mx.arrays.sharding import gathered, is_explicit, resharded, spec_of
 from jax_mx.arrays.units import covered
@@ -516,6 +516,7 @@ def checked(op: str, name: str, q: Any) -> MXArray:
     Raises:
       TypeError, ValueError: it is none; says why.
     """
+    q = held(q)
     if not isinstance(q, MXArray):
         found = type(q).__name__
         raise TypeError(f"{op}: {name} must be an MXArray, as quantize returns, got {found}")

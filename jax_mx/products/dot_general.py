@@ -119,7 +119,8 @@ def dot_general(
         check_frozen(op, frozen[0], recipe)
     static = Static(layout, dtype, is_exact(op, precision), implementation, out_sharding)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
-        static = static._replace(layout=layout.unpadded(is_square(rhs, recipe)))
+        keep = isinstance(rhs, QuantizedWeight) or is_square(rhs, recipe)
+        static = static._replace(layout=layout.unpadded(keep))
     if isinstance(rhs, jax.Array):
         rhs = gathered_for(lhs, rhs, layout, out_sharding is not None)
     # In shard_map an operand, or a key, may vary over an axis that the others do not. Where all of

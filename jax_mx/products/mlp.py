@@ -268,16 +268,11 @@ def _mlp(static: _Static, *args: Any) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp_vjp(static: _Static, given: tuple, quantized: tuple, recipes: Recipes) -> jax.Array:
     first, second = (  # nothing is quantized along rows
-        part._replace(layout=_unpadded(part.layout, w, q, recipes[0]))
+        part._replace(layout=part.layout.unpadded(q is not None or is_square(w, recipes[0])))
         for part, w, q in zip((static.first, static.second), given[1:3], quantized, strict=True)
     )
     static = static._replace(first=first, second=second)
     return _forward(static, given, quantized, recipes, (False, False))[0]
-
-
-def _unpadded(layout: Layout, w: Any, quantized: Any, recipe: Recipe) -> Layout:
-    own = layout.unpadded(is_square(w, recipe))
-    return own if quantized is None else Layout(own.lhs, layout.rhs)
 
 
 def _mlp_fwd(static: _Static, given: tuple, quantized: tuple, recipes: Recipes) -> tuple:

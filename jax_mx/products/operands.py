@@ -188,13 +188,13 @@ class Layout:
     lhs: Arrangement
     rhs: Arrangement
 
-    def unpadded(self, square: bool) -> Layout:
+    def unpadded(self, keep: bool) -> Layout:
         """The same without zero rows, for products that are not followed by gradients.
 
         Args:
-          square: whether rhs is quantized in square blocks, which need them.
+          keep: whether rhs has them all the same: in square blocks, or as it was quantized before.
         """
-        return Layout(self.lhs._replace(unit=1), self.rhs if square else self.rhs._replace(unit=1))
+        return Layout(self.lhs._replace(unit=1), self.rhs if keep else self.rhs._replace(unit=1))
 
     def result(self, y: jax.Array) -> jax.Array:
         """What lax.dot_general gives, for (B..., M..., N)."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import array_of, float_dtype, implementation_of, padded
+from jax_mx.arrays.checks import array_of, float_dtype, held, implementation_of, padded
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import ROW
@@ -150,6 +150,7 @@ def array_or_quantized(op: str, name: str, w: Any) -> Any:
     Raises:
       TypeError: it is neither floats nor quantized.
     """
+    w = held(w)
     return w if isinstance(w, MXArray | QuantizedWeight) else array_of(op, name, w)
 
 

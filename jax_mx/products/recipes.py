@@ -11,7 +11,16 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import block_of, blocks_in, flag, float_dtype, shown, whole, window_of
+from jax_mx.arrays.checks import (
+    block_of,
+    blocks_in,
+    flag,
+    float_dtype,
+    held,
+    shown,
+    whole,
+    window_of,
+)
 from jax_mx.facts.formats import (
     BLOCK,
     FORMATS,
@@ -269,7 +278,7 @@ class Recipe(_Value):
         Raises:
           TypeError, ValueError: as `dot_general` does.
         """
-        op = "quantize_weight"
+        op, w = "quantize_weight", held(w)
         if isinstance(w, MXArray | QuantizedWeight):
             raise TypeError(
                 f"{op}: w is quantized already; products take it as it is, or pass the floats"

@@ -111,6 +111,8 @@ class Flat(Kernel):
             amax = self.windowed(amax, arrays, strip, first, lane)
         scale, inverse = convert.scale_of(amax, format, self.dtype, tuple(rounding))
         if const_expr(self.dequantized):
+            if const_expr(self.gates):  # a scale of 2^-127 is subnormal
+                inverse = convert.leave_subnormals(inverse)
             for c in range_constexpr(self.chunks):
                 floats = self.through_codes(words[c], scale, inverse, c)
                 place = first + Uint32(c * self.apart)

@@ -457,7 +457,10 @@ class Tiled(Kernel):
         if len(words) == 1:
             words = [e.bitcast(Uint32) for e in convert.elements(words[0], self.dtype)]
         found = [convert.scale_of(w, result.format, self.dtype, rounding) for w in words]
-        return [scale for scale, _ in found], convert.pair(*(inverse for _, inverse in found))
+        pair = convert.pair(*(inverse for _, inverse in found))
+        if result.dequantized and self.gates:  # a scale of 2^-127 is subnormal
+            pair = convert.leave_subnormals(pair)
+        return [scale for scale, _ in found], pair
 
     def scale_rows(self, amax, staged, result: Output, rounding, at: Tile, patch: Patch, beyond):
         """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
