@@ -306,6 +306,23 @@ def test_products_that_do_not_take_floats_leave_the_step_in_codes():
     assert not either._is_served(of.jaxpr, target)
 
 
+@pytest.mark.parametrize("dequantized", [False, True])
+def test_a_scan_does_not_keep_a_weight_for_each_microbatch(dequantized):
+    """What a step hands through are the caller's arrays, constants of the backward scan."""
+    xs, w = jnp.zeros((4, 256, 64), jnp.bfloat16), normal((64, 96), 2)
+
+    def f(w, xs):
+        own = MXFP8.quantize_weight(w, dequantized=dequantized)
+        return jax.lax.map(lambda x: jax_mx.matmul(x, own), xs).astype(jnp.float32).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(f, (0, 1)))(w, xs).jaxpr
+    forward, backward = [e for e in calls.equations(jaxpr) if e.primitive.name == "scan"]
+    kept = [v.aval.shape[1:] for v in forward.outvars]
+    assert (256, 96) in kept and (64, 256) in kept  # y, x along its rows
+    assert not {(64, 96), (96, 64), (64, 3), (2, 96)} & {*kept}
+    assert (64, 96) in [v.aval.shape for v in backward.invars]
+
+
 def test_explain_and_counts_see_a_step_once():
     x, w = normal((64, 64), 1), normal((64, 64), 2)
     f = jax.grad(lambda x, w: jax_mx.matmul(x, w).astype(jnp.float32).sum(), (0, 1))

@@ -49,16 +49,21 @@ def either(worth: bool, step: Callable[..., Any], *args: Any) -> Any:
     if not worth or config.jax_disable_jit:  # which would compile each call anew, and keep it
         return step(None, *args)
     leaves, tree = jax.tree.flatten(args)
+    traced: list[Any] = []  # of codes: which argument each result is, or None; and their tree
 
-    def own(names: Names | None, *leaves: jax.Array) -> Any:
-        return step(names, *tree.unflatten(leaves))
+    def own(names: Names | None, *leaves: jax.Array) -> list[jax.Array]:
+        results, like = jax.tree.flatten(step(names, *tree.unflatten(leaves)))
+        if not traced:
+            places = {id(leaf): i for i, leaf in enumerate(leaves)}
+            traced.extend(([places.get(id(each)) for each in results], like))
+        return [each for each, place in zip(results, traced[0], strict=True) if place is None]
 
-    codes, like = jax.make_jaxpr(functools.partial(own, None), return_shape=True)(*leaves)
-
-    def floats(names: Names) -> Flat:
-        return lambda *leaves: jax.tree.leaves(own(names, *leaves))
-
-    return jax.tree.structure(like).unflatten(either_p.bind(*leaves, codes=codes, floats=floats))
+    codes = jax.make_jaxpr(functools.partial(own, None))(*leaves)
+    made = iter(either_p.bind(*leaves, codes=codes, floats=lambda n: functools.partial(own, n)))
+    # What a step hands through stays the caller's array: of a scan, a residual that is one of its
+    # constants is not kept once for each iteration.
+    places, like = traced
+    return like.unflatten([next(made) if place is None else leaves[place] for place in places])
 
 
 def by_names(static: Any, names: Names | None) -> tuple[Iterator[Any], bool]:
