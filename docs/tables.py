@@ -529,9 +529,9 @@ def speed_moe_step() -> list[str]:
     return [*lines, "", caption(about, command("moe_step"), EVERY)]
 
 
-def loss_moe() -> list[str]:
+def loss_moe(of: str = "moe_step_small") -> list[str]:
     """What a small transformer with experts learns, and which product costs MXFP4 what it loses."""
-    about, rows = results("h200_moe_step_small")
+    about, rows = results(f"h200_{of}")
     losses = {row["way"]: row["losses"] for row in rows}  # of every tenth step
 
     def against(way: str, first: int, last: int) -> str:
@@ -546,7 +546,7 @@ def loss_moe() -> list[str]:
             for way, row in ((row["way"], row) for row in rows)
         ],
     )  # fmt: skip
-    return [*lines, "", caption(about, command("moe_step_small"), EVERY)]
+    return [*lines, "", caption(about, command(of), EVERY)]
 
 
 def speed_collectives() -> list[str]:
@@ -683,6 +683,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_moe": speed_moe,
     "speed_moe_step": speed_moe_step,
     "loss_moe": loss_moe,
+    "loss_moe_wide": functools.partial(loss_moe, "moe_step_wide"),
     "speed_collectives": speed_collectives,
     "speed_moe_sharded": speed_moe_sharded,
     "counters": counters,
