@@ -257,6 +257,28 @@ def test_in_shard_map(monkeypatch):
         assert_bits_equal(g, each)
 
 
+@pytest.mark.parametrize("recipe", [MXFP8, jax_mx.MXFP8_HYBRID, Recipe(scaling="floor")])
+def test_tokens_that_moved_as_codes(recipe, monkeypatch):
+    """Dequantized and quantized again along their elements they are the same floats."""
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    shapes = [(32, 64), (32, 2), (8, 64, 128), (8, 64, 64)]
+    x, *others = (normal(shape, i) for i, shape in enumerate(shapes))
+    x = x.at[3, 5].set(jnp.nan).at[4, :32].multiply(2.0**-120)
+    experts = np.random.default_rng(0).integers(0, 8, (32, 2)).astype(np.int32)
+
+    def f(x, weights, w1, w2):
+        own = {"recipe": recipe, "implementation": "dequantize", "expert_axis": "a"}
+        return jax_mx.moe(x, experts, weights, w1, w2, **own)
+
+    with jax.set_mesh(mesh):
+        want = jax.jit(functools.partial(with_gradients, f))(x, *others)
+        with of_floats(monkeypatch) as count:
+            got = jax.jit(functools.partial(with_gradients, f))(x, *others)
+    assert len(count) == 4
+    for g, each in zip(got, want, strict=True):
+        assert_bits_equal(np.asarray(g), np.asarray(each))
+
+
 def steps_in(f, *args):
     """The jaxprs of codes of all steps, and what traces them of floats."""
     jaxpr = jax.make_jaxpr(f)(*args).jaxpr

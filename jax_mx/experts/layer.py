@@ -29,7 +29,7 @@ from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated
 from jax_mx.ops.groups import Groups, integers
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.products.either import Names, by_names, either
@@ -345,9 +345,8 @@ def _forward(
         along, _ = forms_of(gate_up, -1, uses, blocks, activation=own, as_floats=(floats, False))
         return _product(next(by), along, w, groups, static.dtype)
 
-    worth = (
-        may_be_floats(x_all, uses_of(recipes[0], "lhs", (True, both)), blocks) and not again
-    )  # what is computed from is kept in MX
+    worth = _may_be_floats(x_all, uses_of(recipes[0], "lhs", (True, both)), blocks)
+    worth = worth and not again  # what is computed from is kept in MX
     gate_up, tokens_kept, tokens = either(
         worth, first_step, x_all, first, groups, biases[0], recipes[0]
     )
@@ -401,6 +400,8 @@ def _slots(
       blocks: which elements share scales.
       as_floats: see `forms_of`.
     """
+    if any(as_floats) and isinstance(x, MXArray):
+        x = dequantize(x)  # quantized again along its elements, these are the same floats
     if not isinstance(x, MXArray):
         made: Any = forms_of(x, -1, uses, blocks, rows, as_floats=as_floats)
         return made
@@ -408,6 +409,12 @@ def _slots(
     if uses[1] is not None:
         _, second = forms_of(x, -1, (None, uses[1]), blocks, rows)
     return first, second
+
+
+def _may_be_floats(x: Any, uses: tuple[Use | None, Use | None], blocks: Blocks) -> bool:
+    """Whether `_slots` may give floats: of floats, or of codes, which it dequantizes then."""
+    like = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) if isinstance(x, MXArray) else x
+    return may_be_floats(like, uses, blocks)
 
 
 def _product(
@@ -493,7 +500,7 @@ def _moe_bwd(static: _Static, residual: tuple[_Kept, jax.Array], dy: jax.Array):
             return dact, None
         return dact, _product(next(by), act, by_slot, groups, w2_type, sums=True)
 
-    worth = may_be_floats(dy_all, uses, blocks)
+    worth = _may_be_floats(dy_all, uses, blocks)
     dact, dw2 = either(worth, second_step, dy_all, act_by_slot, kept.w_second, groups, second)
     # Through the activation, whose argument was kept.
     each = reference.halves(gate_up, static.activation, static.interleaved)
