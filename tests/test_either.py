@@ -257,7 +257,8 @@ def test_in_shard_map(monkeypatch):
         assert_bits_equal(g, each)
 
 
-@pytest.mark.parametrize("recipe", [MXFP8, jax_mx.MXFP8_HYBRID, Recipe(scaling="floor")])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("recipe", [jax_mx.MXFP8_HYBRID, MXFP8, Recipe(scaling="floor")])
 def test_tokens_that_moved_as_codes(recipe, monkeypatch):
     """Dequantized and quantized again along their elements they are the same floats."""
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
