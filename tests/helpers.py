@@ -317,9 +317,9 @@ TILES = [(3, 64, 192), (320, 64), (192, 192)]
 
 def in_tiles(variant) -> list[dict]:
     """The options that ask for the variant's values in tiles: of either result, and of both."""
-    if variant.op != "quantize" or variant.form == SECOND:  # blocks do not end a row
+    if variant.op != "quantize" or variant.gives_floats:
         return []
-    if variant.gives_floats:
+    if variant.form == SECOND:  # blocks do not end a row
         return []
     if not variant.form.is_both:
         return [{"value_layout": "shuffled_16x16"}]

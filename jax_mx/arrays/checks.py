@@ -96,9 +96,18 @@ def array_of(op: str, name: str, x: Any) -> jax.Array:
     # A test takes a fifth of the time of asarray, which calls of tiny arrays would feel.
     if isinstance(x, jax.Array) and x.dtype == dtype:
         return x
+    has_elements(op, name, x)
+    return jnp.asarray(x, dtype)
+
+
+def has_elements(op: str, name: str, x: Any) -> None:
+    """Refuses what describes an array.
+
+    Raises:
+      TypeError: so it does.
+    """
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"{op}: {name} is {shown(x)}, without elements; use jax.eval_shape")
-    return jnp.asarray(x, dtype)
 
 
 def floats(op: str, x: Any, name: str = "x") -> Any:

@@ -124,10 +124,9 @@ def save_safetensors(
     found: dict[str, np.ndarray] = {}
     described = {}
     for name, tensor in tensors.items():
-        parts = {name: tensor}
+        parts = _tensors_of(name, tensor)
         if isinstance(tensor, MXArray):
             described[name] = metadata.described(metadata.fields_of(tensor))
-            parts = {f"{name}.{part}": getattr(tensor, part) for part in ("values", "scales")}
         if twice := parts.keys() & (found.keys() | (tensors.keys() - {name})):
             raise ValueError(f"{op}: there are two tensors {min(twice)!r}; rename one")
         found |= {part: _held(op, part, array) for part, array in parts.items()}
@@ -138,6 +137,13 @@ def save_safetensors(
     library.numpy.save_file(found, os.fspath(target), metadata=texts)
     if there is not None:
         target.chmod(stat.S_IMODE(there.st_mode))
+
+
+def _tensors_of(name: str, array: Any) -> dict[str, Any]:
+    """What an array is in a file: tensors by name, two of an MXArray."""
+    if isinstance(array, MXArray):
+        return {f"{name}.{part}": getattr(array, part) for part in ("values", "scales")}
+    return {name: array}
 
 
 def _is_text(name: str) -> bool:
@@ -237,7 +243,10 @@ def load_safetensors(
     if like is not None and not isinstance(like, Mapping):
         raise TypeError(f"{op}: like must be a dictionary of arrays by name, got {shown(like)}")
     texts, header, start = header_of(op, path)
-    arrays, wanted = {}, _by_tensor(like or {})
+    arrays: dict[str, Any] = {}
+    wanted: dict[str, Any] = {}
+    for name, want in (like or {}).items():
+        wanted |= _tensors_of(name, want)
     with Path(path).open("rb") as file:
         for name, entry in header.items():
             file.seek(start + entry["data_offsets"][0])
@@ -265,17 +274,6 @@ def load_safetensors(
     found |= arrays
     if like is not None:
         _require_alike(op, found, like)
-    return found
-
-
-def _by_tensor(like: Mapping[str, Any]) -> dict[str, Any]:
-    """What is expected of each tensor of a file."""
-    found = {}
-    for name, want in like.items():
-        if isinstance(want, MXArray):
-            found |= {f"{name}.{part}": getattr(want, part) for part in _ARRAYS}
-        else:
-            found[name] = want
     return found
 
 

@@ -226,10 +226,11 @@ def _taken(entry: Any, length: Any) -> slice | None:
             start, stop, step = entry.indices(length)
             return slice(start, max(start, stop), step)
         start, step = operator.index(entry.start or 0), operator.index(entry.step or 1)
-        if entry.stop is None or entry.stop is length or entry.stop == length:
-            return slice(start, length, step) if 0 <= start <= length and step > 0 else None
-        stop = max(start, operator.index(entry.stop))
-        return slice(start, stop, step) if 0 <= start and stop <= length and step > 0 else None
+        stop = length
+        if entry.stop is not None and entry.stop != length:
+            stop = max(start, operator.index(entry.stop))
+        known = 0 <= start <= length and stop <= length and step > 0
+        return slice(start, stop, step) if known else None
     except (TypeError, jax.errors.InconclusiveDimensionOperation):
         return None
 

@@ -212,7 +212,7 @@ def may_be_floats(
     formats = {use.format for use in wanted}
     plain = all(use.hadamard is None and use.rounding is None for use in wanted)
     is_one = len(formats) == 1 and None not in formats
-    is_float = not isinstance(x, MXArray) and getattr(x, "dtype", None) == jnp.bfloat16
+    is_float = getattr(x, "dtype", None) == jnp.bfloat16
     by_blocks = blocks.window == BLOCK and not blocks.square
     return is_one and plain and is_float and by_blocks and not isinstance(activation, WithSums)
 

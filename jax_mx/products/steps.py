@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import array_of, held, name_among, shown
+from jax_mx.arrays.checks import array_of, has_elements, held, name_among, shown
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
@@ -60,8 +60,7 @@ def operand_of(op: str, name: str, x: Any) -> Any:
         if name == "lhs":
             raise TypeError(f"{op}: lhs is a QuantizedWeight; weights go on the right-hand side")
         return x
-    if isinstance(x, jax.ShapeDtypeStruct):
-        raise TypeError(f"{op}: {name} is {shown(x)}, without elements; use jax.eval_shape")
+    has_elements(op, name, x)
     if not hasattr(x, "dtype"):
         try:
             return jnp.asarray(x)
