@@ -164,11 +164,16 @@ class Known:
 UNKNOWN = Known()
 
 
-def register_for_export(kind: type) -> None:
-    """Lets exported programs take a pytree of this type, whose static part is a tuple for JSON."""
+def register_for_export(kind: type, name: str = "") -> None:
+    """Lets exported programs take a pytree of this type, whose static part is a tuple for JSON.
+
+    Args:
+      kind: the type.
+      name: by which exported programs know it; its own by default.
+    """
     jax.export.register_pytree_node_serialization(
         kind,
-        serialized_name=f"jax_mx.{kind.__name__}",
+        serialized_name=f"jax_mx.{name or kind.__name__}",
         serialize_auxdata=lambda aux: json.dumps(aux).encode(),
         deserialize_auxdata=lambda text: tuple(json.loads(text)),
     )

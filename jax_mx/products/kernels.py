@@ -1,21 +1,23 @@
 """The implementation "cutedsl": products that our kernels compute from operands as they lie.
 
-Three kernels (ops/gemm.py): floats times an MX array, which spares few rows the floats of a weight,
+Three kernels (ops/gemm.py). Floats times an MX array, which spares few rows the floats of a weight,
 whether its blocks run along the contracted axis or, in a backward pass, along the free one; few
 rows in MX are made floats first. MX times MX on FP8 tensor cores, where blocks of 32 come in
-windows of equal scales. And where they do not, and rows are many, the product of floats that are
-made of both, summed over rows, as a weight's gradient is.
+windows of equal scales; also summed over groups that begin at multiples of the window. And where
+they do not, and rows are many, the product of floats that are made of both, summed over rows, as a
+weight's gradient is. A dense product is one group to a kernel, or as many as the batch has entries.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts import chips as chip_table
@@ -23,10 +25,17 @@ from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.windows import ROW, TILE
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import ProductPlan
-from jax_mx.lowering.registry import Support
 from jax_mx.ops import gemm
 from jax_mx.ops.mxarray import MXArray, dequantize
-from jax_mx.products.dot import Call, Dot, Operand, blocks_along, refused
+from jax_mx.products.contraction import (
+    ROWS,
+    SUMS,
+    Contraction,
+    Served,
+    blocks_along,
+    both_along,
+    refused,
+)
 
 NAME = "cutedsl"
 # Reading a weight's codes beats making floats of them for cuBLAS up to `FEW_ROWS`, if it has
@@ -57,140 +66,185 @@ def name_of(tile: int | None) -> str:
     return NAME if tile is None else f"{NAME}_r{tile}"
 
 
-def support(call: Call, chips: Sequence[str], *, tile: int | None = None) -> Support:
-    """Whether kernels serve a call on chips, those of any tiles or of one tiling."""
-    plan = _plan(call, tile)
-    return plan if isinstance(plan, Support) else support_of(call.op, plan, chips, tile)
+def support(contraction: Contraction, chips: Sequence[str], *, tile: int | None = None) -> Served:
+    """Whether kernels serve a contraction on chips, those of any tiles or of one tiling."""
+    plan = plan_of(contraction, tile)
+    if isinstance(plan, Served):
+        return plan
+    found, name = registry.IMPLEMENTATIONS[NAME].support(plan, chips), name_of(tile)
+    if found.refusal:
+        instead = "'dequantize' serves it"
+        refusal = dataclasses.replace(found.refusal, call=contraction.op, instead=instead)
+        return Served(name, refusal=refusal)
+    return Served(name, found.kernels, plan=plan, reads_floats=plan.op in ("matmul", "wgrad"))
 
 
-def _plan(call: Call, tile: int | None) -> ProductPlan | Support:
-    """The plan of the kernel that serves a call; or why there is none."""
-    name, dot, x, w = name_of(tile), call.dot, call.lhs, call.rhs
-    if call.partitioned:
-        return refused(name, call, "is not split among devices by XLA; use jax.shard_map")
-    free = _is_free(w, dot)
-    if not (free and not isinstance(x, MXArray)) and not blocks_along(w, dot.contracting[1]):
-        return refused(name, call, "wants an MXArray on the right, in blocks along one dimension")
-    if len(dot.batch[0]) > 1 or 0 in (*x.shape, *w.shape):
-        return refused(name, call, "takes one batch dimension at most, and arrays with elements")
-    rows, _, columns, groups = _sizes(call)
-    strips = gemm.strips_of(groups, columns)
-    of_codes = gemm.plan_of((w.format,), dot.dtype, rows, free=free, strips=strips, tile=tile)
+def plan_of(contraction: Contraction, tile: int | None) -> ProductPlan | Served:
+    """The plan of the kernel that serves a contraction; or why there is none."""
+    name, groups = name_of(tile), contraction.numbers.groups
+    if contraction.partitioned:
+        return refused(
+            name, contraction, "is not split among devices by XLA; use jax.shard_map"
+        )
+    if why := _obstacle(contraction):
+        return refused(name, contraction, why)
+    if groups == SUMS:
+        return _sums_plan(name, contraction, tile)
+    x, w, dtype = contraction.lhs, contraction.rhs, contraction.numbers.dtype
+    if not isinstance(x, MXArray) and x.dtype not in gemm.FLOATS:
+        return refused(name, contraction, f"takes bfloat16 and float16, no {x.dtype}")
+    rows = rows_of(contraction)
+    shared: dict[str, Any] = {"grouped": groups == ROWS, "tile": tile}
+    strips = gemm.strips_of(contraction.groups, contraction.columns)
+    free = _is_free(contraction)
+    of_codes = gemm.plan_of((w.format,), dtype, rows, free=free, strips=strips, **shared)
     if not isinstance(x, MXArray):
-        if x.dtype not in gemm.FLOATS:
-            return refused(name, call, f"takes bfloat16 and float16, no {x.dtype}")
         return of_codes
-    if not blocks_along(x, dot.contracting[0]):
-        return refused(name, call, "wants the left operand in blocks along one dimension")
-    if _on_fp8(call):
+    if _on_fp8(contraction):
         formats, windows = (x.format, w.format), windows_of(x, w)
-        return one_of(gemm.plan_of(formats, dot.dtype, rows, **windows, tile=tile), of_codes, tile)
-    if tile is not None or _has_few_rows(call):
+        on_fp8 = gemm.plan_of(formats, dtype, rows, **windows, **shared)
+        # There are none of so few rows.
+        return on_fp8 if tile is None or tile >= _FP8_ROWS else of_codes
+    if groups or tile is not None or _has_few_rows(contraction):
         return of_codes
-    return gemm.floats_plan_of(jnp.bfloat16, dot.dtype, grouped=False)
+    return gemm.floats_plan_of(jnp.bfloat16, dtype, grouped=False)
 
 
-def one_of(plan: ProductPlan, of_codes: ProductPlan, tile: int | None) -> ProductPlan:
-    """The plan of FP8 tensor cores; for tiles of fewer rows than these have, the other one."""
-    return plan if tile is None or tile >= _FP8_ROWS else of_codes
+def _obstacle(contraction: Contraction) -> str:
+    """Why no kernel serves a contraction of these blocks and shapes; empty where one may."""
+    x, w, numbers = contraction.lhs, contraction.rhs, contraction.numbers
+    is_empty = 0 in (*x.shape, *w.shape)
+    if numbers.groups:
+        if is_empty:
+            return "takes arrays with elements"
+        last = isinstance(w, MXArray) and (len(w.block) == 2 or w.axis == -1)
+        if numbers.groups == ROWS and not last:
+            return "wants an MXArray on the right, in blocks along the last axis"
+        return ""
+    reads_free = _is_free(contraction) and not isinstance(x, MXArray)
+    if not reads_free and not blocks_along(w, numbers.contracting[1]):
+        return "wants an MXArray on the right, in blocks along one dimension"
+    if len(numbers.batch[0]) > 1 or is_empty:
+        return "takes one batch dimension at most, and arrays with elements"
+    if isinstance(x, MXArray) and not blocks_along(x, numbers.contracting[0]):
+        return "wants the left operand in blocks along one dimension"
+    return ""
 
 
-def is_worth_timing(call: Any, tile: int, rows: float, plan_of: Callable[..., Any]) -> bool:
+def _sums_plan(name: str, contraction: Contraction, tile: int | None) -> ProductPlan | Served:
+    """The plan of the kernel that sums over groups; or why there is none."""
+    x, w, dtype = contraction.lhs, contraction.rhs, contraction.numbers.dtype
+    if tile is not None:
+        why = "sums over no groups: kernels that do have one tiling"
+        return refused(name, contraction, why)
+    # Each group begins at a multiple of the window.
+    if _on_fp8(contraction) and len(w.block) == 1 and contraction.axes == (-1, -1):
+        window = windows_of(x, w)["window"]
+        if isinstance(window, int) and contraction.numbers.align % window == 0:
+            return gemm.wgrad_plan_of((x.format, w.format), dtype, window)
+    dtypes = {np.dtype(jnp.bfloat16) if isinstance(a, MXArray) else a.dtype for a in (x, w)}
+    if len(dtypes) > 1 or not dtypes <= {*gemm.FLOATS}:
+        names = " and ".join(sorted(each.name for each in dtypes))
+        why = f"sums over groups of one dtype, bfloat16 (also for MX) or float16, not {names}"
+        return refused(name, contraction, why)
+    return gemm.floats_plan_of(dtypes.pop(), dtype)
+
+
+def rows_of(contraction: Contraction) -> float:
+    """How many rows of lhs meet a matrix of rhs, of groups about."""
+    if contraction.numbers.groups:
+        return gemm.rows_of_each(contraction.rows, contraction.groups)
+    return contraction.rows
+
+
+def worth(contraction: Contraction, *, tile: int) -> bool:
     """Whether a tiling may be the fastest, and is not what the kernels take anyway.
 
-    Worth it are the smallest tile that holds all rows, and the next smaller one, of which there are
-    more: multiprocessors share them better.
+    The smallest tile that holds all rows may be, and the next smaller one, of which there are more:
+    multiprocessors share them better.
 
     Args:
-      call: of one shard.
+      contraction: of one shard.
       tile: how many rows of x it has.
-      rows: how many a group has, about.
-      plan_of: gives the plan of the kernel that serves a call with a tiling, or by itself (None).
     """
+    rows = rows_of(contraction)
     if is_symbolic(rows):
         return False
     fits = next((i for i, n in enumerate(gemm.ROWS) if rows <= n), len(gemm.ROWS) - 1)
     if tile not in gemm.ROWS[max(fits - 1, 0) : fits + 1]:
         return False
-    plan = plan_of(call, tile)
+    plan = plan_of(contraction, tile)
     is_there = isinstance(plan, ProductPlan) and plan.product(NAME) in PRODUCTS
-    return is_there and plan != plan_of(call, None)
+    return is_there and plan != plan_of(contraction, None)
 
 
-def reads_floats(plan: Any) -> bool:
-    """Whether the kernel of a plan reads x, or both operands, in floats."""
-    return isinstance(plan, ProductPlan) and plan.op in ("matmul", "wgrad")
-
-
-def makes_floats(call: Call, *, tile: int | None = None) -> bool:
-    """Whether kernels read floats of a call's operands, or of lhs."""
-    return reads_floats(_plan(call, tile))
-
-
-def worth(call: Call, *, tile: int) -> bool:
-    """See `is_worth_timing`."""
-    return is_worth_timing(call, tile, _sizes(call)[0], _plan)
-
-
-def _is_free(w: Any, dot: Dot) -> bool:
-    """Whether w's blocks run along the last of its free dimensions.
+def _is_free(contraction: Contraction) -> bool:
+    """Whether blocks of rhs run along the last of its free dimensions.
 
     Times floats it is read as it lies then: where a gradient contracts what the product itself did
     not. Square blocks run along both.
     """
-    if not isinstance(w, MXArray) or len(dot.contracting[1]) != 1:
+    w = contraction.rhs
+    if not isinstance(w, MXArray) or len(contraction.numbers.contracting[1]) != 1:
         return False
-    taken = (*dot.contracting[1], *dot.batch[1])
-    free = [d for d in range(w.ndim) if d not in taken]
+    if contraction.numbers.groups:
+        return contraction.axes[1] == -2
+    free = contraction.free(1)
     return bool(free) and free[-1] == w.ndim + w.axis
 
 
-def support_of(
-    op: str, plan: ProductPlan, chips: Sequence[str], tile: int | None = None
-) -> Support:
-    """Whether there is a kernel for a plan, in the words of an op that has other ways."""
-    found, name = registry.IMPLEMENTATIONS[NAME].support(plan, chips), name_of(tile)
-    if found.refusal:
-        refusal = dataclasses.replace(found.refusal, call=op, instead="'dequantize' serves it")
-        return Support(name, refusal=refusal)
-    return Support(name, found.kernels)
+def _on_fp8(contraction: Contraction) -> bool:
+    """Whether FP8 tensor cores may multiply the codes: they sum with less bits."""
+    x, w = contraction.lhs, contraction.rhs
+    if contraction.numbers.groups and not both_along(contraction):
+        return False
+    return not contraction.numbers.exact and have_windows(x, w)
 
 
-def _on_fp8(call: Call) -> bool:
-    """Whether FP8 tensor cores may multiply the codes of two MX arrays: they sum with less bits."""
-    return not call.dot.exact and have_windows(call.lhs, call.rhs)
-
-
-def preferred(call: Call, platform: str, chips: Sequence[str]) -> bool:
-    """Whether kernels are known to be the fastest: of windows always, of others with few rows."""
+def preferred(contraction: Contraction, platform: str, chips: Sequence[str]) -> bool:
+    """Whether kernels are known to be the fastest: of groups and windows always, of few rows."""
     del platform
     if not chips or any(chip_table.arch_of(chip) != "sm_90a" for chip in chips):
         return False
-    return _has_few_rows(call) or _on_fp8(call)
+    dense = not contraction.numbers.groups
+    return not dense or _has_few_rows(contraction) or _on_fp8(contraction)
 
 
-def run(lhs: Operand, rhs: Operand, dot: Dot, *, tile: int | None = None) -> jax.Array:
+def run(contraction: Contraction, served: Served) -> jax.Array:
     """The product; both operands are brought to (batch, rows, K), or floats to (batch, K, rows)."""
-    assert isinstance(rhs, MXArray)
-    options: dict[str, Any] = {"preferred_element_type": dot.dtype, "implementation": NAME}
-    batch = [lhs.shape[d] for d in dot.batch[0]]
-    plan = _plan(Call(dot, lhs, rhs), tile)
-    assert isinstance(plan, ProductPlan)  # `support`
+    plan, numbers = served.plan, contraction.numbers
+    assert plan is not None  # `support`
+    x, w = contraction.lhs, contraction.rhs
+    if numbers.groups:
+        return _run_groups(contraction, plan)
+    batch = [x.shape[d] for d in numbers.batch[0]]
     if plan.op == "wgrad":
-        assert isinstance(lhs, MXArray)
-        sides = zip((lhs, rhs), dot.contracting, dot.batch, strict=True)
-        (a, free), (b, columns) = (_floats(x, c, taken) for x, (c,), taken in sides)
-        return gemm.gemm_wgrad(a, b, **options).reshape(*batch, *free, *columns)
-    if plan.op == "matmul" and isinstance(lhs, MXArray):
-        lhs = dequantize(lhs)
-    x, free = _matrix(lhs, dot.contracting[0][0], dot.batch[0])
-    w, columns = _matrix(rhs, dot.contracting[1][0], dot.batch[1], plan.free)
-    assert isinstance(w, MXArray)
+        sides = zip((x, w), numbers.contracting, numbers.batch, strict=True)
+        (a, free), (b, columns) = (_floats(side, c, taken) for side, (c,), taken in sides)
+        return gemm.by_plan(plan, a, b).reshape(*batch, *free, *columns)
+    if plan.op == "matmul" and isinstance(x, MXArray):
+        x = dequantize(x)
+    a, free = _matrix(x, numbers.contracting[0][0], numbers.batch[0])
+    b, columns = _matrix(w, numbers.contracting[1][0], numbers.batch[1], plan.free)
+    return gemm.by_plan(plan, a, b).reshape(*batch, *free, *columns)
+
+
+def _run_groups(contraction: Contraction, plan: ProductPlan) -> jax.Array:
+    x, w, sizes, (left, right) = contraction.lhs, contraction.rhs, contraction.sizes, contraction.axes
+    if plan.op == "wgrad":
+        x, w = swapped_floats(x, left == -1), swapped_floats(w, right == -1)
+    elif plan.op != "wgrad_fp8":
+        if len(w.block) == 2:
+            w = (w if plan.free or right == -1 else w.mT).expand(-1)
+        x = swapped_floats(x, left == -2) if plan.op == "matmul" else x
+    return gemm.by_plan(plan, x, w, sizes)
+
+
+def swapped_floats(x: Any, swapped: bool = False) -> jax.Array:
+    """An operand in floats, with its last two axes swapped in the same pass."""
     if isinstance(x, MXArray):
-        y = gemm.gemm_fp8(x, w, **windows_of(lhs, rhs), **options, tile=tile)
-    else:
-        y = gemm.gemm(x, w, contracting=-2 if plan.free else -1, **options, tile=tile)
-    return y.reshape(*batch, *free, *columns)
+        return dequantize(x, transpose=swapped)
+    return x.mT if swapped else x
 
 
 def _matrix(
@@ -215,10 +269,8 @@ def _matrix(
 
     if not isinstance(x, MXArray):
         return arranged(x), lengths
-    made = MXArray(
-        arranged(x.values), arranged(x.scales), x.format, -1, x.scale_layout, window=x.window
-    )
-    return made, lengths
+    arrays = arranged(x.values), arranged(x.scales)
+    return MXArray(*arrays, x.format, -1, x.scale_layout, window=x.window), lengths
 
 
 def _floats(x: MXArray, contracted: int, batch: Sequence[int]) -> tuple[jax.Array, list[int]]:
@@ -250,9 +302,9 @@ def windows_of(x: Any, w: Any) -> dict[str, Any]:
     return {"window": min(_SUMS[x.window], _SUMS[w.window]), "tiles": w.window == TILE}
 
 
-def _has_few_rows(call: Call) -> bool:
+def _has_few_rows(contraction: Contraction) -> bool:
     """Whether reading the codes of rhs beats making floats of them, see `FEW_ROWS`."""
-    rows, k, columns, _ = _sizes(call)
+    rows, k, columns = contraction.rows, contraction.length, contraction.columns
     if is_symbolic(rows) or rows > FEW_ROWS:
         return False
     if rows <= FEWEST_ROWS:
@@ -260,18 +312,3 @@ def _has_few_rows(call: Call) -> bool:
     if is_symbolic(k) or is_symbolic(columns):
         return False
     return k * columns >= LARGE and k <= LONG * columns
-
-
-def _sizes(call: Call) -> tuple[int, int, int, int]:
-    """Rows of lhs, contracted length and columns of rhs in each entry of the batch; the entries."""
-    dot = call.dot
-    free = [
-        math.prod(n for d, n in enumerate(x.shape) if d not in (*contracting, *batch))
-        for x, contracting, batch in zip(
-            (call.lhs, call.rhs), dot.contracting, dot.batch, strict=True
-        )
-    ]
-    k, groups = (
-        math.prod(call.rhs.shape[d] for d in its[1]) for its in (dot.contracting, dot.batch)
-    )
-    return free[0], k, free[1], groups

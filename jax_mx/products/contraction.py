@@ -1,0 +1,232 @@
+"""`Contraction`: one product of arrays of which some are MX, without saying how it is computed.
+
+A dense product has dimension numbers, as `jax.lax.dot_general`. A grouped one has rows sorted by
+group, and their number in each group on the device: each group's rows meet a matrix of their own
+(`jax.lax.ragged_dot`), or each group's rows are summed over (the gradient of the matrices).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_mx.facts.formats import BLOCK
+from jax_mx.lowering.plan import ProductPlan
+from jax_mx.lowering.registry import Refusal, Support
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.choices import Key
+
+Operand = MXArray | jax.Array
+Dims = tuple[int, ...]
+ROWS, SUMS = "rows", "sums"  # the two products over groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """The part of a contraction that is no array: a parameter of its primitive.
+
+    Attributes:
+      contracting: the contracted dimensions of lhs, of rhs; of a grouped product one each.
+      batch: the batch dimensions of lhs, of rhs; a grouped product has none.
+      dtype: of the result.
+      groups: "" for a dense product. `ROWS`: each group of rows of lhs has a matrix in rhs, so
+        lhs (R, K) and rhs (G, K, N) give (R, N). `SUMS`: each group's rows are summed over, so
+        lhs (R, M) and rhs (R, N) give (G, M, N). Operands may lie transposed.
+      align: what the size of every group is a multiple of.
+      exact: whether the caller asks for a precision that no FP8 tensor core gives.
+      out_sharding: of the result, on a mesh with explicit axes.
+      implementation: the one that the caller insists on, or None.
+    """
+
+    contracting: tuple[Dims, Dims]
+    batch: tuple[Dims, Dims]
+    dtype: np.dtype
+    groups: str = ""
+    align: int = 1
+    exact: bool = False
+    out_sharding: Any = None
+    implementation: str | None = None
+
+    @property
+    def dimensions(self) -> tuple[tuple[Dims, Dims], tuple[Dims, Dims]]:
+        """The dimension numbers, as `jax.lax.dot_general` has them."""
+        return self.contracting, self.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """One product: its numbers and its operands, which are arrays or their abstract values.
+
+    Attributes:
+      numbers: the part that is no array.
+      lhs: an `MXArray`, or floats.
+      rhs: likewise.
+      sizes: int32 (G,), how many rows each group has; None for a dense product.
+      partitioned: whether XLA splits the program among devices, outside of shard_map.
+    """
+
+    numbers: Numbers
+    lhs: Any
+    rhs: Any
+    sizes: Any = None
+    partitioned: bool = False
+
+    @property
+    def op(self) -> str:
+        """The public function that messages and tables of choices name."""
+        return "ragged_dot" if self.numbers.groups else "dot_general"
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.op
+
+    @property
+    def implementation(self) -> str | None:
+        """The one that the caller insists on."""
+        return self.numbers.implementation
+
+    @property
+    def groups(self) -> int:
+        """How many matrices there are: of groups, or of the batch."""
+        if self.numbers.groups:
+            return self.sizes.shape[0]
+        return math.prod(self.rhs.shape[d] for d in self.numbers.batch[1])
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """The contracted axis of either operand of a grouped product, -1 or -2."""
+        (left,), (right,) = self.numbers.contracting
+        return left - self.lhs.ndim, right - self.rhs.ndim
+
+    @property
+    def length(self) -> int:
+        """How many products an element of the result sums; of groups at most."""
+        return math.prod(self.lhs.shape[d] for d in self.numbers.contracting[0])
+
+    @property
+    def rows(self) -> int:
+        """How many rows lhs has in each entry of the batch; of groups all of them together."""
+        if self.numbers.groups == SUMS:
+            return self.length
+        return math.prod(self.lhs.shape[d] for d in self.free(0))
+
+    @property
+    def columns(self) -> int:
+        """How many columns the result has."""
+        return math.prod(self.rhs.shape[d] for d in self.free(1))
+
+    @property
+    def work(self) -> int:
+        """How many products there are, if each row has a group."""
+        if self.numbers.groups == SUMS:
+            return self.length * self.columns * math.prod(self.lhs.shape[d] for d in self.free(0))
+        entries = 1 if self.numbers.groups else self.groups
+        return entries * self.rows * self.length * self.columns
+
+    @property
+    def how(self) -> str:
+        """What its speed depends on beside its operands, in words."""
+        numbers = self.numbers
+        to = f"to {numbers.dtype.name}"
+        exact = "highest precision" if numbers.exact else ""
+        if numbers.groups:
+            what = "sums over groups" if numbers.groups == SUMS else "a matrix a group"
+            (a, b), align = self.axes, numbers.align
+            parts = [what, f"{self.groups} groups", f"multiples of {align}", f"contracts {a}:{b}"]
+            return ", ".join(filter(None, [*parts, to, exact]))
+        pairs = [
+            " ".join(f"{i}:{j}" for i, j in zip(*dims, strict=True)) for dims in numbers.dimensions
+        ]
+        batch = f"batch {pairs[1]}" if pairs[1] else ""
+        return ", ".join(filter(None, [f"contracts {pairs[0]}", batch, to, exact]))
+
+    @property
+    def in_a_shard(self) -> Contraction:
+        """The contraction as each device has it: of shapes that the axes of explicit meshes divide.
+
+        Axes of automatic meshes do not divide them: a trace does not know what those will split.
+        """
+        numbers = dataclasses.replace(self.numbers, out_sharding=None)
+        lhs, rhs, sizes = jax.tree.map(shard_of, (self.lhs, self.rhs, self.sizes))
+        return Contraction(numbers, lhs, rhs, sizes)
+
+    def free(self, side: int) -> Dims:
+        """Which dimensions of lhs (0) or rhs (1) the result has beside those of batch and groups."""
+        x, numbers = (self.lhs, self.rhs)[side], self.numbers
+        taken = (*numbers.contracting[side], *numbers.batch[side])
+        taken = (*taken, 0) if numbers.groups == ROWS and side else taken
+        return tuple(d for d in range(x.ndim) if d not in taken)
+
+
+@dataclasses.dataclass(frozen=True)
+class Served(Support):
+    """What an implementation says of a contraction: whether it serves it, and how.
+
+    Attributes:
+      plan: the kernel's, so that nothing is planned twice; None for what has no kernel of ours.
+      reads_floats: whether it multiplies floats that it makes of lhs, or of both operands.
+    """
+
+    plan: ProductPlan | None = None
+    reads_floats: bool = False
+
+
+def refused(name: str, contraction: Contraction, why: str) -> Served:
+    """That an implementation does not serve a contraction, and what does."""
+    instead = "use implementation=None or 'dequantize'"
+    return Served(name, refusal=Refusal(contraction.op, f"{name!r} {why}", instead=instead))
+
+
+def contraction_of(tree: Any, leaves: Sequence[Any], numbers: Numbers) -> Contraction:
+    """The contraction of these arrays, or abstract values: leaves of (lhs, rhs, sizes)."""
+    return Contraction(numbers, *tree.unflatten(leaves))
+
+
+def shard_of(aval: Any) -> Any:
+    """The abstract value of an array as each device has it."""
+    if aval.sharding is None:  # a shard already
+        return aval
+    mesh, spec = aval.sharding.mesh, tuple(aval.sharding.spec)
+    shape = []
+    for n, axes in zip(aval.shape, (*spec, *[None] * (aval.ndim - len(spec))), strict=True):
+        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        shape.append(n // math.prod(mesh.shape[name] for name in names))
+    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
+
+
+def key_of(contraction: Contraction, chip: str) -> Key:
+    """What the speed of a contraction on a chip, as its driver names it, depends on."""
+    local = contraction.in_a_shard
+    return Key(local.op, chip, (_words(local.lhs), _words(local.rhs)), local.how)
+
+
+def _words(x: Any) -> str:
+    """All of an operand that its speed depends on."""
+    shape = "x".join(map(str, x.shape))
+    if not isinstance(x, MXArray):
+        return f"{np.dtype(x.dtype).name} {shape}"
+    block = f"in {x.block[0]}x{x.block[1]}" if len(x.block) == 2 else f"along {x.axis}"
+    window = "x".join(map(str, x.window)) if isinstance(x.window, tuple) else str(x.window)
+    words = [f"{x.format.name} {shape} {block}", f"window {window}" if x.window != BLOCK else ""]
+    words += [layout.name for layout in (x.scale_layout, x.value_layout) if layout.is_tiled]
+    return " ".join(filter(None, words))
+
+
+def blocks_along(x: Any, dims: Sequence[int]) -> bool:
+    """Whether an operand is MX with its blocks along the one contracted dimension."""
+    if not isinstance(x, MXArray) or len(dims) != 1:
+        return False
+    axes = (-2, -1) if len(x.block) == 2 else (x.axis,)
+    return dims[0] - x.ndim in axes
+
+
+def both_along(contraction: Contraction) -> bool:
+    """Whether both operands are."""
+    sides = zip((contraction.lhs, contraction.rhs), contraction.numbers.contracting, strict=True)
+    return all(blocks_along(x, dims) for x, dims in sides)

@@ -1,0 +1,120 @@
+"""Which implementation serves a contraction: `decide`, which lowering, explain and autotune read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+
+from jax_mx.facts import chips as chip_table
+from jax_mx.lowering import registry, store, targets
+from jax_mx.products import choices
+from jax_mx.products.contraction import Contraction, Served, key_of
+from jax_mx.products.implementations import Implementation, named
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Which implementation serves a contraction.
+
+    Attributes:
+      served: what it says of it.
+      by: who says so: "argument", "context", "JAX_MX_TUNING (<file>)", "table for <chip>", "rule".
+      passed_over: what was measured to be the fastest and does not serve it, a sentence each.
+    """
+
+    served: Served
+    by: str
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the implementation."""
+        return self.served.implementation
+
+
+def decide(contraction: Contraction, target: targets.Target) -> Served:
+    """What serves a contraction in a program that is lowered for a target.
+
+    Raises:
+      NotImplementedError, ValueError: as `decided` does.
+      RuntimeError: the program has several processes, and an installation with all kernels would
+        take another one: each process lowers for itself, and all must take the same.
+    """
+    chips = chips_of(target)
+    served = decided(contraction, target.platform, chips).served
+    if target.chips is not None and jax.process_count() > 1:
+        with registry.by_tables():
+            promised = decided(contraction, target.platform, chips).name
+        if promised != (name := served.implementation):
+            raise RuntimeError(
+                f"{contraction.op}: this process takes {name!r}, others of this program may take "
+                f"{promised!r}, whose kernels this installation lacks, and all must take the same: "
+                f"install them everywhere, or pass implementation={name!r} everywhere"
+            )
+    return served
+
+
+def decided(contraction: Contraction, platform: str, chips: Sequence[str]) -> Decision:
+    """What serves a contraction on a platform and chips, and who says so.
+
+    The order: the one that the caller names; what a `Choice` has for it, of the context, of the
+    file that JAX_MX_TUNING names, of the package's own table for the chip; the rule.
+
+    Raises:
+      NotImplementedError: the implementation that the caller names does not serve it.
+      ValueError: the file that JAX_MX_TUNING names cannot be read.
+    """
+    if contraction.implementation is not None:
+        (named,) = candidates(contraction, platform, chips)
+        if not named:
+            raise NotImplementedError(named.reason)
+        return Decision(named, "argument")
+    rows, passed = _here(contraction.op, platform), []
+    for by, name in _measured(contraction, chips):
+        served = rows[name].support(contraction, chips) if name in rows else None
+        if served:
+            return Decision(served, by, tuple(passed))
+        why = f"{name!r} is no implementation here" if served is None else served.reason
+        passed.append(f"{by} names {name!r} for {key_of(contraction, chips[0])}, but {why}")
+    return Decision(by_rule(contraction, platform, chips), "rule", tuple(passed))
+
+
+def by_rule(contraction: Contraction, platform: str, chips: Sequence[str]) -> Served:
+    """The first of the table that is preferred and serves, where nobody names or measured one."""
+    return next(
+        served
+        for row in _here(contraction.op, platform).values()
+        if row.preferred(contraction, platform, chips)
+        and (served := row.support(contraction, chips))
+    )
+
+
+def candidates(contraction: Contraction, platform: str, chips: Sequence[str]) -> list[Served]:
+    """What each implementation that could run a contraction says of it; or the one it names."""
+    return registry.candidates(contraction, platform, chips, named(contraction.op))
+
+
+def chips_of(target: targets.Target) -> list[str]:
+    """The chips that products are lowered for: an export may run on any that it has kernels for."""
+    if target.chips is not None:
+        return target.chips
+    dsl = chip_table.DSLS.get(target.platform)
+    return [*store.exported(chip_table.chips_of(dsl))] if dsl else []
+
+
+def _here(op: str, platform: str) -> Mapping[str, Implementation]:
+    """The implementations of an op that run on a platform."""
+    rows = named(op).values()
+    return {row.name: row for row in rows if row.platform in (platform, "any")}
+
+
+def _measured(contraction: Contraction, chips: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Who has measured a contraction, and which implementation was the fastest on all chips."""
+    keys = [key_of(contraction, chip) for chip in chips]
+    for sources in zip(*map(choices.known, chips), strict=True):
+        entries = [choice.by_key.get(key) for (_, choice), key in zip(sources, keys, strict=True)]
+        names = {entry.chosen if entry else None for entry in entries}
+        if len(names) == 1 and (name := names.pop()) is not None:
+            yield sources[0][0], name

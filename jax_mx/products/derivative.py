@@ -1,0 +1,428 @@
+"""The product's derivative: one custom_vjp for dense products and for those over groups.
+
+Floats come in and go out; between them operands are quantized, which products read (operand.py).
+What is kept for the backward pass is MX. `dense` and `grouped` say how the three products of a
+layer read operands; layer.py makes layers of the same parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
+from jax_mx.lowering import primitive
+from jax_mx.ops.groups import Groups
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.arrangements import Arrangement, Arrangements
+from jax_mx.products.contraction import ROWS, SUMS
+from jax_mx.products.multiply import Multiplication, Step
+from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
+from jax_mx.products.recipes import Recipe
+
+
+# ---- derivatives of derivatives ---
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def once_derived(op: str, *args: Any) -> tuple[Any, ...]:
+    """The args, in a derivative that has none by any of them: codes would lose it in silence.
+
+    The forward pass gives what it is differentiated by and `MARK`, which it keeps for the backward
+    pass to give beside its gradient: of what no gradient reads, JAX removes the check, too.
+    """
+    del op
+    return args
+
+
+MARK = np.zeros((), bool)
+
+
+@once_derived.defjvp
+def _derived_again(op: str, *_: Any) -> Any:
+    return primitive.no_second(op)
+
+
+# ---- operands ---
+def parts_of(x: Any) -> tuple[Any, Any]:
+    """The floats that gradients reach, and what is quantized already."""
+    if isinstance(x, MXArray):
+        return None, x
+    if isinstance(x, QuantizedWeight):
+        return x.floats, (x.contracted_form, x.free_form)
+    return x, None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """What the backward pass has to know of an operand's floats: their type says it.
+
+    Attributes:
+      dtype: of the floats.
+      spec: their partition spec, on a mesh with explicit axes.
+      arranged: that of the arranged operand.
+    """
+
+    dtype: np.dtype
+    spec: tuple = ()
+    arranged: tuple = ()
+
+
+def side_of(side: Arrangement | None, x: Any) -> Side | None:
+    """The side of an operand's floats; None where there are none."""
+    if x is None:
+        return None
+    return Side(x.dtype, spec_of(x), () if side is None else spec_of(side.arranged(x)))
+
+
+def operand_for(
+    side: Arrangement, x: Any, quantized: Any, recipe: Recipe, name: str, wanted: tuple[bool, bool]
+) -> Any:
+    """An operand of a dense product: its floats as they are to be quantized, or its forms.
+
+    Args:
+      side: how it is arranged.
+      x: floats, or None.
+      quantized: an `MXArray`, both forms, or None.
+      recipe: of floats.
+      name: "lhs" or "rhs".
+      wanted: which of both forms are.
+    """
+    if isinstance(quantized, MXArray):
+        form = ProductOperand(_arranged_mx(side, quantized), side.axis)
+        return form, dataclasses.replace(form, axis=-3 - side.axis)
+    if quantized is not None:
+        return quantized
+    how: dict[str, Any] = {"name": name, "axis": side.axis, "wanted": wanted, "pads": side.pads}
+    return Unquantized(side.arranged(x), recipe, **how)
+
+
+def _arranged_mx(side: Arrangement, q: MXArray) -> MXArray:
+    """An MXArray arranged like floats: its values and its scales, by themselves."""
+    values, scales = side.arranged(q.values), side.arranged(q.scales)
+    return dataclasses.replace(
+        q, values=values, scales=scales, axis=-1 if len(q.block) == 2 else side.axis
+    )
+
+
+def weight_forms(floats: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
+    """The forms of a weight of groups: for the forward product, for the gradient of lhs.
+
+    Args:
+      floats: (G, K, N), or None.
+      quantized: a frozen `MXArray`, (G, K, N) or (G, N, K); or both forms; or None.
+      recipe: of floats.
+      dgrad: whether the second one is wanted.
+    """
+    if isinstance(quantized, MXArray):
+        at = quantized.axis if len(quantized.block) == 1 else -2
+        return ProductOperand(quantized, at), ProductOperand(quantized, -3 - at)
+    if quantized is not None:
+        return quantized
+    return Unquantized(floats, recipe, name="rhs", axis=-2, wanted=(True, dgrad)).forms()
+
+
+def gathered_for(lhs: Any, rhs: jax.Array, layout: Arrangements, placed: bool) -> jax.Array:
+    """The weights without splits over mesh axes that split the rows of lhs: FSDP.
+
+    The product gathers them anyway. Here it is one gather of floats, else one for each direction.
+
+    Args:
+      lhs: the activations.
+      rhs: the weights.
+      layout: of the product.
+      placed: whether the caller says how the result is split; if not, jax.lax.dot_general refuses
+        such splits of columns, and so does this.
+    """
+    mesh = jax.typeof(rhs).sharding.mesh
+    if not is_explicit(mesh):
+        return rhs
+    lhs = lhs.values if isinstance(lhs, MXArray) else lhs
+    rows = {name for axis in layout.lhs.free_dims for name in shards_of(lhs, axis)[0]}
+    free = () if placed else layout.rhs.free_dims
+    return unsplit(rhs, rows, [axis for axis in range(rhs.ndim) if axis not in free])
+
+
+def gathered_once(layout: Arrangements, dy: Any, lhs: Side | None, rhs: Side | None) -> jax.Array:
+    """The result's gradient without splits over mesh axes that split what is contracted.
+
+    Such a result was scattered. Here it is one gather of floats, else one for each direction.
+    """
+    if not is_explicit(jax.typeof(dy).sharding.mesh):
+        return dy
+    names = {
+        name
+        for side, arrangement in ((lhs, layout.lhs), (rhs, layout.rhs))
+        if side is not None
+        for axis in arrangement.contracted_dims
+        for name in names_in(side.spec[axis])
+    }
+    return unsplit(dy, names, range(dy.ndim))
+
+
+# ---- the three products of a dense layer ---
+class Static(NamedTuple):
+    """What of a product is neither array nor key.
+
+    Attributes:
+      op: the public function, for messages.
+      layout: how operands are arranged; None for a product over groups.
+      dtype: of the result.
+      exact: see `contraction.Numbers`.
+      implementation: see `contraction.Numbers`.
+      out_sharding: of the result.
+    """
+
+    op: str
+    layout: Arrangements | None
+    dtype: np.dtype
+    exact: bool
+    implementation: str | None
+    out_sharding: Any = None
+
+    def multiplication(
+        self, lhs: tuple[int, int], rhs: tuple[int, int], dtype: Any = None, **how: Any
+    ) -> Multiplication:
+        """A product of these forms of a step's operands; `how`: see `Multiplication`."""
+        if self.layout is not None:
+            how["batch"] = self.layout.lhs.batch
+        shared: dict[str, Any] = {"exact": self.exact, "implementation": self.implementation}
+        return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **how)
+
+    @property
+    def arranged(self) -> Arrangements:
+        """How operands of a dense product are arranged."""
+        return cast(Arrangements, self.layout)
+
+    def forward(self, lhs: tuple[int, int], rhs: tuple[int, int]) -> Multiplication:
+        """The dense product itself, arranged."""
+        layout, spec = self.arranged, None
+        if self.out_sharding is not None:
+            ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
+            spec = layout.result_spec(_spec_in(self.out_sharding, ndim))
+        return self.multiplication(lhs, rhs, spec=spec)
+
+    def result(self, y: jax.Array) -> jax.Array:
+        """The dense product as its caller wants it, without zero rows."""
+        return placed(self.arranged.result(y), self.out_sharding)
+
+    def dgrad(self, gradient: tuple[int, int], rhs: tuple[int, int], lhs: Side) -> Multiplication:
+        """The product for the gradient of a dense lhs."""
+        spec = lhs.arranged
+        if self.arranged.lhs.swapped:  # of (B..., M..., K)
+            *lead, k, m = spec
+            spec = (*lead, m, k)
+        return self.multiplication(gradient, rhs, lhs.dtype, spec=spec)
+
+    def lhs_gradient(self, dx: jax.Array, lhs: Side) -> jax.Array:
+        """What `dgrad` gave as the caller has lhs."""
+        side = self.arranged.lhs
+        return side.restored(jnp.swapaxes(dx, -1, -2) if side.swapped else dx, lhs.spec)
+
+    def wgrad(self, lhs: tuple[int, int], gradient: tuple[int, int], rhs: Side) -> Multiplication:
+        """The product for the gradient of a dense rhs, of two forms along rows."""
+        layout = self.arranged
+        order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
+        summed = len(layout.lhs.free_out) - 1
+        return self.multiplication(*order, rhs.dtype, spec=rhs.arranged, summed=summed)
+
+    def rhs_gradient(self, dw: jax.Array, rhs: Side) -> jax.Array:
+        """What `wgrad` gave as the caller has rhs."""
+        return self.arranged.rhs.restored(dw, rhs.spec)
+
+
+def placed(y: jax.Array, out_sharding: Any) -> jax.Array:
+    """y split as its caller wants it, if he says it; on explicit meshes and automatic ones."""
+    if out_sharding is None:
+        return y
+    mesh: Any = jax.typeof(y).sharding.mesh
+    if mesh.empty:  # operands that no mesh is known of
+        mesh = getattr(out_sharding, "mesh", jax.sharding.get_abstract_mesh())
+    if not is_explicit(mesh):
+        return jax.lax.with_sharding_constraint(y, out_sharding)
+    return resharded(y, _spec_in(out_sharding, y.ndim), mesh)
+
+
+def _spec_in(out_sharding: Any, ndim: int) -> tuple:
+    """The partition spec that a caller gives, by itself or with a mesh, an entry a dimension."""
+    is_named = isinstance(out_sharding, jax.sharding.NamedSharding)
+    spec = out_sharding.spec if is_named else out_sharding
+    return (*spec, *[None] * (ndim - len(spec)))
+
+
+# ---- the product ---
+@partial(jax.jit, static_argnums=0)
+def product(
+    static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, sizes: Any, recipe: Recipe
+) -> jax.Array:
+    """lhs times rhs, differentiable by the floats of both.
+
+    Args:
+      static: of the product.
+      lhs: floats, or None beside `lhs_q`.
+      lhs_q: an `MXArray`, or None.
+      rhs: floats that gradients reach, or None.
+      rhs_q: what is quantized of it: an `MXArray`, both forms, or None.
+      sizes: of groups, int32 (G,); None for a dense product.
+      recipe: how floats are quantized.
+    """
+    return _product(static, lhs, lhs_q, rhs, rhs_q, sizes, recipe)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(
+    static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, sizes: Any, recipe: Recipe
+) -> jax.Array:
+    if static.layout is not None and rhs_q is None:
+        # Nothing is quantized along rows, unless the weight was.
+        layout = static.layout.unpadded(recipe.is_square(rhs))
+        static = static._replace(layout=layout)
+    wanted = (False, False)
+    return _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, wanted)[0]
+
+
+def _operands(
+    static: Static, lhs: tuple, rhs: tuple, recipe: Recipe, wanted: tuple[bool, bool]
+) -> tuple[Any, Any]:
+    """Both operands of the forward product; `wanted`: lhs along rows, rhs along columns."""
+    wgrad, dgrad = wanted
+    if static.layout is None:
+        # Slots that groups begin at hold lhs along rows: it is quantized by itself.
+        x = Unquantized(lhs[0], recipe, name="lhs", wanted=(True, False))
+        return x, weight_forms(*rhs, recipe, dgrad)
+    sides = static.layout
+    return (
+        operand_for(sides.lhs, *lhs, recipe, "lhs", (True, wgrad)),
+        operand_for(sides.rhs, *rhs, recipe, "rhs", (True, dgrad)),
+    )
+
+
+def _forward(
+    static: Static, lhs: tuple, rhs: tuple, sizes: Any, recipe: Recipe, wanted: tuple[bool, bool]
+) -> tuple[jax.Array, list[Any]]:
+    """The result; and lhs along its rows, rhs along its columns, where they are wanted."""
+    operands = _operands(static, lhs, rhs, recipe, wanted)
+    if static.layout is None:
+        forward = static.multiplication((0, 0), (1, 0), groups=ROWS)
+    else:
+        forward = static.forward((0, 0), (1, 0))
+    (y,), kept = Step((forward,), ((0, 1), (1, 1)))(operands, sizes)
+    return y if static.layout is None else static.result(y), kept
+
+
+def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
+    perturbed = [any(leaf.perturbed for leaf in jax.tree.leaves(arg)) for arg in args]
+    lhs, lhs_q, rhs, rhs_q, sizes, recipe = (jax.tree.map(lambda p: p.value, arg) for arg in args)
+    lhs, rhs, mark = once_derived(static.op, lhs, rhs, MARK)
+    # A frozen operand gets no gradient, whoever asks for what.
+    dgrad, wgrad = perturbed[0], perturbed[2]
+    y, (a, b) = _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, (wgrad, dgrad))
+    groups = None
+    if static.layout is None:
+        groups = Groups.from_sizes(sizes, lhs.shape[0], align=align_of(recipe))
+        if wgrad:
+            _, a = _by_slot("lhs", lhs, groups, recipe)
+    absent = partial(_absent, static, (lhs, lhs_q), (rhs, rhs_q), groups, recipe)
+    a_kept = None if rhs is None else a if wgrad else absent()[0]
+    b_kept = None if lhs is None else b if dgrad else absent()[1]
+    sides = (None, None) if static.layout is None else (static.layout.lhs, static.layout.rhs)
+    types = side_of(sides[0], lhs), side_of(sides[1], rhs)
+    return y, (a_kept, b_kept, sizes, groups, recipe, *types, mark)
+
+
+def _by_slot(name: str, x: jax.Array, groups: Groups, recipe: Recipe) -> Any:
+    """An operand of groups along its rows, each group at a multiple of blocks."""
+    return Unquantized(x, recipe, groups.rows, name=name, wanted=(False, True)).forms()
+
+
+def _absent(
+    static: Static, lhs: tuple, rhs: tuple, groups: Groups | None, recipe: Recipe
+) -> tuple[Any, Any]:
+    """In place of forms that no gradient wants: their pytrees, with bools for arrays.
+
+    JAX differentiates a jitted product once for each set of arguments that gradients are asked of,
+    and wants residuals of one structure of all.
+    """
+
+    def forms(lhs: tuple, rhs: tuple, groups: Any, recipe: Recipe) -> tuple[Any, Any]:
+        a, b = _operands(static, lhs, rhs, recipe, (True, True))
+        a, b = (x.forms() if isinstance(x, Unquantized) else x for x in (a, b))
+        if groups is not None:
+            a = _by_slot("lhs", lhs[0], groups, recipe)
+        return a[1], b[1]
+
+    shapes = jax.eval_shape(forms, lhs, rhs, groups, recipe)
+    a, b = jax.tree.map(lambda _: jnp.zeros((), bool), shapes)
+    return a, b
+
+
+def _wanted(form: Any) -> Any:
+    """The form; None where it is absent."""
+    leaves = jax.tree.leaves(form)
+    return None if form is None or all(leaf.dtype == bool for leaf in leaves) else form
+
+
+def _bwd(static: Static, residual: tuple, dy: Any) -> tuple[Any, ...]:
+    a, b, sizes, groups, recipe, lhs, rhs, mark = residual
+    a, b = _wanted(a), _wanted(b)
+    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        return (None,) * 6
+    dy, _ = once_derived(static.op, dy, mark)
+    gradients = _gradients if static.layout is not None else _gradients_of_groups
+    dlhs, drhs = gradients(static, dy, a, b, (sizes, groups), recipe, lhs, rhs)
+    return dlhs, None, drhs, None, None, None
+
+
+def _gradients(
+    static: Static, dy: jax.Array, a: Any, b: Any, _: Any, recipe: Recipe, lhs: Any, rhs: Any
+) -> tuple[Any, Any]:
+    """Both gradients of a dense product, of one read of the result's."""
+    layout = static.arranged
+    dy = gathered_once(layout, dy, lhs, rhs)
+    gradient = Unquantized(
+        layout.gradient(dy),
+        recipe,
+        name="gradient",
+        wanted=(b is not None, a is not None),
+        frozen=(rhs is None, lhs is None),
+        pads=layout.gradient_pads,
+    )
+    multiplications = [] if b is None else [static.dgrad((0, 0), (2, 0), lhs)]
+    multiplications += [] if a is None else [static.wgrad((1, 0), (0, 1), rhs)]
+    products, _ = Step(tuple(multiplications))((gradient, (a,), (b,)))
+    each = iter(products)
+    dlhs = None if b is None else static.lhs_gradient(next(each), lhs)
+    return dlhs, None if a is None else static.rhs_gradient(next(each), rhs)
+
+
+def _gradients_of_groups(
+    static: Static, dy: jax.Array, a: Any, b: Any, sizes: Any, recipe: Recipe, lhs: Any, rhs: Any
+) -> tuple[Any, Any]:
+    """Both gradients of a product over groups; along slots the result's is quantized by itself."""
+    of_rows, groups = sizes
+    dlhs = drhs = None
+    if b is not None:
+        how: dict[str, Any] = {"wanted": (True, False), "frozen": (rhs is None, False)}
+        gradient = Unquantized(dy, recipe, name="gradient", **how)
+        dgrad = static.multiplication((0, 0), (1, 0), lhs.dtype, groups=ROWS)
+        (dlhs,), _ = Step((dgrad,))((gradient, (b,)), of_rows)
+    if a is not None:
+        _, along = _by_slot("gradient", dy, groups, recipe)
+        wgrad = static.multiplication(
+            (0, 0), (1, 0), rhs.dtype, groups=SUMS, align=groups.align
+        )
+        (drhs,), _ = Step((wgrad,))(((a,), (along,)), groups.sizes)
+    return dlhs, drhs
+
+
+def align_of(recipe: Recipe) -> int:
+    """What sizes of groups are multiples of: blocks and transforms along rows stay whole."""
+    return math.lcm(recipe.units.wgrad, cast(int, recipe.window))
+
+
+_product.defvjp(_fwd, _bwd, symbolic_zeros=True)

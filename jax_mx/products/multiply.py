@@ -1,0 +1,371 @@
+"""Decide, then quantize, then multiply: products as JAX primitives.
+
+`mx_product` is one contraction of operands that are there. Its lowering asks decide.py which
+implementation serves it on the chips of the program, so that the choice stands in the lowered
+program, and vmap, shard_map, scan and export treat it as they treat `jax.lax.dot_general`.
+
+`mx_step` is a quantizer and the products behind it. Where all of these multiply floats, one kernel
+quantizes an operand and gives the floats that its codes stand for, beside the codes that wait for
+the backward pass. Codes to begin with would be written, read and written again as floats: 7 bytes
+an element, not 5, of a gradient 10, not 6 (an H100, 2026-11-27, (16384, 7168) in MXFP8: 291 us and
+209; 411 and 245). What products multiply is known when they are lowered: XLA says there whether it
+splits the program, and an export which chips it is for. So the lowering decides before anything is
+quantized. Transformations see the step of codes; policies of jax.checkpoint look into it, and find
+the names of codes there.
+
+Neither has a derivative: derivative.py and layer.py have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.interpreters import mlir
+
+from jax_mx.arrays.sharding import is_explicit
+from jax_mx.lowering import primitive, registry, targets
+from jax_mx.lowering.plan import Plan
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Numbers, contraction_of
+from jax_mx.products.decide import chips_of, decide
+from jax_mx.products.implementations import IMPLEMENTATIONS
+from jax_mx.products.operand import ProductOperand, Unquantized
+
+
+# ---- one contraction ---
+def multiplied(contraction: Contraction) -> jax.Array:
+    """The product: (batch..., free of lhs..., free of rhs...); over groups see `Numbers`."""
+    leaves, tree = jax.tree.flatten((contraction.lhs, contraction.rhs, contraction.sizes))
+    (y,) = product_p.bind(
+        *primitive.vary_alike(*leaves), tree=tree, numbers=contraction.numbers
+    )
+    return y
+
+
+def _floats_like(x: Any) -> Any:
+    """The abstract value of an operand as float32, sharded as its values are."""
+    aval: Any = x.values if isinstance(x, MXArray) else x
+    return aval.update(shape=x.shape, dtype=np.dtype(np.float32), weak_type=False)
+
+
+def _avals(*leaves: Any, tree: Any, numbers: Numbers) -> list:
+    contraction = contraction_of(tree, leaves, numbers)
+    lhs, rhs = contraction.lhs, contraction.rhs
+    if not numbers.groups:
+        out, _ = jax.lax.dot_general_p.abstract_eval(
+            _floats_like(lhs),
+            _floats_like(rhs),
+            dimension_numbers=numbers.dimensions,
+            precision=None,
+            preferred_element_type=numbers.dtype,
+            out_sharding=numbers.out_sharding,
+        )
+        return [out]
+    a, b = contraction.axes
+    if numbers.groups == ROWS and lhs.shape[a] != rhs.shape[b]:
+        raise ValueError(f"ragged_dot: lhs of {lhs.shape} does not fit rhs of {rhs.shape}")
+    shape = (lhs.shape[-3 - a], rhs.shape[-3 - b])
+    shape = (contraction.groups, *shape) if numbers.groups == SUMS else shape
+    return [primitive.unsplit("mx_product", leaves, shape, numbers.dtype)]
+
+
+def _batch(args: Any, dims: Any, *, tree: Any, numbers: Numbers) -> tuple[list, list]:
+    """As jax.lax.dot_general: a batch dimension where both operands are mapped, else a free one.
+
+    A grouped product for each entry of the batch, one after the other.
+    """
+    if numbers.groups:
+        bind: Any = functools.partial(product_p.bind, tree=tree, numbers=numbers)
+        return primitive.one_by_one(bind, args, dims)
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    mapped, moved = [], list(args)
+    for side in tree.unflatten(range(len(args)))[:2]:  # which leaf is whose
+        leaves = jax.tree.leaves(side)
+        mapped.append(any(dims[i] is not None for i in leaves))
+        for i in leaves:
+            if dims[i] is not None:
+                moved[i] = jnp.moveaxis(args[i], dims[i], 0)
+            elif mapped[-1]:
+                moved[i] = jnp.broadcast_to(args[i], (size, *args[i].shape))
+
+    def shifted(pair: tuple[Dims, Dims]) -> tuple[Dims, Dims]:
+        left, right = (
+            tuple(d + is_mapped for d in dims) for dims, is_mapped in zip(pair, mapped, strict=True)
+        )
+        return left, right
+
+    batch, contracting = shifted(numbers.batch), shifted(numbers.contracting)
+    if all(mapped):
+        batch, at = ((0, *batch[0]), (0, *batch[1])), 0
+    elif mapped[0]:
+        at = len(batch[0])
+    else:
+        lhs, *_ = tree.unflatten([jax.typeof(a) for a in args])
+        at = lhs.ndim - len(contracting[0])
+    sharding = numbers.out_sharding
+    if sharding is not None:
+        spec = [*sharding.spec]
+        spec.insert(at, None)
+        sharding = sharding.update(spec=jax.sharding.PartitionSpec(*spec))
+    numbers = dataclasses.replace(
+        numbers, batch=batch, contracting=contracting, out_sharding=sharding
+    )
+    return product_p.bind(*primitive.vary_alike(*moved), tree=tree, numbers=numbers), [at]
+
+
+def _lower(platform: str | None, ctx: Any, *leaves: Any, tree: Any, numbers: Numbers) -> Any:
+    target = targets.target_of(ctx, platform)
+    abstract = contraction_of(tree, ctx.avals_in, numbers)
+    served = decide(dataclasses.replace(abstract, partitioned=target.partitioned), target)
+    name = served.implementation
+    if not numbers.groups and any(0 in x.shape for x in (abstract.lhs, abstract.rhs)):
+        name = "xla"  # libraries divide by lengths, or read elements
+
+    def product(*leaves: Any) -> list[jax.Array]:
+        with jax.named_scope(f"by_{served.implementation}"):  # so that profiles and dumps say it
+            return [IMPLEMENTATIONS[name].run(contraction_of(tree, leaves, numbers), served)]
+
+    rule: Any = mlir.lower_fun(product, multiple_results=True)
+    return rule(ctx, *leaves)
+
+
+def _no_second(*_: Any, numbers: Numbers, **__: Any) -> Any:
+    return primitive.no_second("ragged_dot" if numbers.groups else "dot_general")
+
+
+product_p = primitive.define("mx_product", _avals, _lower, _batch, _no_second)
+
+
+# ---- a quantizer and the products behind it ---
+Operands = Sequence[Unquantized | tuple[ProductOperand | None, ...]]
+
+
+class Multiplication(NamedTuple):
+    """One product of a step.
+
+    Attributes:
+      lhs: the number of an operand of the step, and of the form that the product reads.
+      rhs: likewise.
+      dtype: of the result.
+      batch: how many dimensions of both operands are batch dimensions; they come first.
+      summed: how many dimensions behind these it sums over, beside the contracted axis.
+      spec: the result's partition spec on a mesh with explicit axes; None: as operands have it.
+      groups: see `Numbers`.
+      align: see `Numbers`.
+      exact: see `Numbers`.
+      implementation: see `Numbers`.
+    """
+
+    lhs: tuple[int, int]
+    rhs: tuple[int, int]
+    dtype: np.dtype
+    batch: int = 0
+    summed: int = 0
+    spec: Any = None
+    groups: str = ""
+    align: int = 1
+    exact: bool = False
+    implementation: str | None = None
+
+    def of(self, a: ProductOperand, b: ProductOperand, sizes: Any) -> Contraction:
+        """The contraction of two forms."""
+        lead = tuple(range(self.batch))
+        more = tuple(range(self.batch, self.batch + self.summed))
+        left, right = ((*more, form.axis % form.array.ndim) for form in (a, b))
+        values = a.array.values if isinstance(a.array, MXArray) else a.array
+        mesh, sharding = jax.typeof(values).sharding.mesh, None
+        if self.spec is not None and is_explicit(mesh):
+            spec = jax.sharding.PartitionSpec(*self.spec)
+            sharding = jax.sharding.NamedSharding(mesh, spec)
+        numbers = Numbers(
+            (left, right),
+            (lead, lead),
+            np.dtype(self.dtype),
+            self.groups,
+            self.align,
+            self.exact,
+            sharding,
+            self.implementation,
+        )
+        return Contraction(numbers, a.array, b.array, sizes if self.groups else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Products, and forms of their operands that are kept.
+
+    A call takes operands, each `Unquantized` or a tuple of its forms; and the sizes of groups, if
+    any. It gives the products and the forms that are kept, in order.
+
+    Attributes:
+      multiplications: in order.
+      kept: numbers of operands and of their forms; the sums of a `WithSums` are form 2.
+    """
+
+    multiplications: tuple[Multiplication, ...]
+    kept: tuple[tuple[int, int], ...] = ()
+
+    def __call__(self, operands: Operands, sizes: Any = None) -> tuple[list[Any], list[Any]]:
+        """The products, and the forms that are kept."""
+        config: Any = jax.config
+        # Without jit each call would be compiled anew, and kept.
+        if config.jax_disable_jit or not any(map(any, self._may_be_floats(operands))):
+            return self.computed(operands, sizes)
+        # A form that is there stays the caller's array: of a scan, a residual that is one of its
+        # constants is not kept once for each iteration.
+        is_made = [isinstance(operands[i], Unquantized) for i, _ in self.kept]
+        pairs = zip(self.kept, is_made, strict=True)
+        step = dataclasses.replace(self, kept=tuple(form for form, own in pairs if own))
+        leaves, tree = jax.tree.flatten((operands, sizes))
+        codes, like = jax.make_jaxpr(step.flat(tree), return_shape=True)(*leaves)
+        outs = step_p.bind(*leaves, step=step, tree=tree, codes=codes, mapped=())
+        products, forms = jax.tree.unflatten(jax.tree.structure(like), outs)
+        rest = iter(forms)
+        kept = [
+            next(rest) if own else operands[i][f]
+            for (i, f), own in zip(self.kept, is_made, strict=True)
+        ]
+        return products, kept
+
+    def computed(
+        self, operands: Operands, sizes: Any, names: Sequence[str] | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Quantizes, then multiplies.
+
+        Args:
+          operands: of the call.
+          sizes: of groups, or None.
+          names: the implementations of the products, all of which multiply floats; None: products
+            read codes, and the lowering of each decides.
+        """
+        forms: list[Any] = [
+            operand.forms(floats if names else (False, False))
+            if isinstance(operand, Unquantized)
+            else operand
+            for operand, floats in zip(operands, self._may_be_floats(operands), strict=True)
+        ]
+        products = []
+        for i, one in enumerate(self.multiplications):
+            one = one._replace(implementation=names[i]) if names else one
+            (a, f), (b, g) = one.lhs, one.rhs
+            products.append(multiplied(one.of(forms[a][f], forms[b][g], sizes)))
+        return products, [forms[i][f] for i, f in self.kept]
+
+    def flat(self, tree: Any, names: Sequence[str] | None = None) -> Callable[..., Any]:
+        """`computed` of leaves of (operands, sizes)."""
+        return lambda *leaves: self.computed(*tree.unflatten(leaves), names)
+
+    def _may_be_floats(self, operands: Operands) -> list[tuple[bool, bool]]:
+        """For each operand, which forms may come as floats: those that are read and not kept."""
+        read = {side for one in self.multiplications for side in (one.lhs, one.rhs)}
+        read -= {*self.kept}
+        may_be = [isinstance(x, Unquantized) and x.may_be_floats for x in operands]
+        return [(own and (i, 0) in read, own and (i, 1) in read) for i, own in enumerate(may_be)]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All of a jaxpr, those within loops, branches and calls too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def contractions_in(jaxpr: Any) -> Iterator[Contraction]:
+    """The contractions of a jaxpr, in its order; of a step those of codes."""
+    for eqn in equations(jaxpr):
+        if eqn.primitive is product_p:
+            avals = [v.aval for v in eqn.invars]
+            yield contraction_of(eqn.params["tree"], avals, eqn.params["numbers"])
+
+
+def _step_avals(*leaves: Any, codes: Any, **_: Any) -> list:
+    del leaves
+    return [*codes.out_avals]
+
+
+def _batch_step(
+    args: Any, dims: Any, *, step: Step, tree: Any, codes: Any, mapped: tuple
+) -> tuple[list, list]:
+    own = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(codes), in_axes=tuple(dims)))(*args)
+    mapped = (*mapped, tuple(dims))
+    outs = step_p.bind(*args, step=step, tree=tree, codes=own, mapped=mapped)
+    return outs, [0] * len(outs)
+
+
+def _lower_step(
+    platform: str | None, ctx: Any, *leaves: Any, step: Step, tree: Any, codes: Any, mapped: tuple
+) -> Any:
+    target, run = targets.target_of(ctx, platform), codes
+    if names := names_of_floats(codes, target):
+        of_floats = traced_of_floats(ctx.avals_in, step, tree, mapped, names)
+        run = of_floats if gives_floats(of_floats, target) else codes
+    rule: Any = mlir.lower_fun(jaxpr_as_fun(run), multiple_results=True)
+    return rule(ctx, *leaves)
+
+
+def traced_of_floats(
+    avals: Sequence[Any], step: Step, tree: Any, mapped: tuple, names: Sequence[str]
+) -> Any:
+    """The jaxpr of a step of floats.
+
+    Args:
+      avals: of its leaves.
+      step: the step.
+      tree: of (operands, sizes).
+      mapped: for each vmap around it, the inner one first, which axis of each leaf it maps.
+      names: of the implementations of products.
+    """
+    run = step.flat(tree, names)
+    for dims in mapped:
+        run = jax.vmap(run, in_axes=dims)
+    return jax.make_jaxpr(run)(*avals)
+
+
+def names_of_floats(codes: Any, target: targets.Target) -> tuple[str, ...]:
+    """The implementations of a step's products, where all of them multiply floats; else none."""
+    names = []
+    for contraction in contractions_in(codes.jaxpr):
+        own = dataclasses.replace(contraction, partitioned=target.partitioned)
+        try:
+            served = decide(own, target)
+        except NotImplementedError:  # which lowering the product says, too
+            return ()
+        if not served.reads_floats:
+            return ()
+        names.append(served.implementation)
+    return tuple(names)
+
+
+def gives_floats(of_floats: Any, target: targets.Target) -> bool:
+    """Whether a step of floats has kernels that give them, and products that take them.
+
+    By the tables alone, which are the same in all processes of a program.
+    """
+    chips = chips_of(target)
+    plans = [eqn.params.get("plan") for eqn in equations(of_floats.jaxpr)]
+    asked = [plan for plan in plans if isinstance(plan, Plan) and plan.gives_floats]
+    with registry.by_tables():
+        return (
+            bool(asked)
+            and all(registry.chosen(plan, target.platform, chips).is_direct for plan in asked)
+            and all(
+                IMPLEMENTATIONS[str(own.implementation)].support(own, chips)
+                for own in (
+                    dataclasses.replace(each, partitioned=target.partitioned)
+                    for each in contractions_in(of_floats.jaxpr)
+                )
+            )
+        )
+
+
+_no_second_step = functools.partial(primitive.no_second, "dot_general")
+step_p = primitive.define("mx_step", _step_avals, _lower_step, _batch_step, _no_second_step)
+primitive.looked_into(step_p, "codes")

@@ -1,0 +1,360 @@
+"""What products read of an operand: MX arrays or floats, along one axis and along the other.
+
+Each operand has two readers among the three products of a layer: activations the forward product
+and the one for the gradient of the weights, weights the forward product and the one for the
+gradient of the activations, the result's gradient both of the latter. So an operand has two forms,
+which one read of its floats makes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx import reference
+from jax_mx.arrays.sharding import shards_of
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
+from jax_mx.facts.layouts import ROW_MAJOR_VALUES
+from jax_mx.facts.windows import Window, lengths_of
+from jax_mx.lowering import primitive
+from jax_mx.ops.activations import made
+from jax_mx.ops.metadata import register_for_export
+from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.ops.planning import Options
+from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessing_of
+from jax_mx.ops.quantizing import WithSums, called
+from jax_mx.ops.requantize import requantize
+from jax_mx.products.arrangements import Arrangement, padded
+
+
+class Use(NamedTuple):
+    """How a product takes an operand.
+
+    Attributes:
+      format: of the codes; None for bfloat16.
+      hadamard: the transform along the contracted axis.
+      rounding: of the codes.
+    """
+
+    format: Format | None
+    hadamard: Hadamard | None = None
+    rounding: Stochastic | None = None
+
+
+class Blocks(NamedTuple):
+    """Which elements of an operand share scales, and by which rule; see `quantize`.
+
+    Attributes:
+      scaling: the rule.
+      window: which elements share an amax.
+      square: whether blocks are (32, 32); then one array serves both products of one format.
+    """
+
+    scaling: Scaling
+    window: Window = BLOCK
+    square: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProductOperand:
+    """An operand of one product: a form.
+
+    Attributes:
+      array: an `MXArray` or floats, arranged (arrangements.py).
+      axis: the contracted axis, -1 or -2.
+    """
+
+    array: MXArray | jax.Array
+    axis: int = dataclasses.field(default=-1, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight that many products take and that is quantized once; see `Recipe.quantize_weight`.
+
+    Attributes:
+      floats: the weight; gradients reach it, products do not read it.
+      contracted_form: what the forward product reads.
+      free_form: what the product for the gradient of the activations reads.
+      recipe: the `Recipe` that made them.
+      arrangement: how they are arranged.
+    """
+
+    floats: jax.Array
+    contracted_form: ProductOperand
+    free_form: ProductOperand
+    recipe: Any
+    arrangement: Arrangement = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return self.floats.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the weight."""
+        return self.floats.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the weight's floats."""
+        return self.floats.dtype
+
+
+def _arrangement(text: bytes) -> tuple[Arrangement]:
+    parts: Any = (tuple(part) if isinstance(part, list) else part for part in json.loads(text))
+    return (Arrangement(*parts),)
+
+
+register_for_export(ProductOperand, "Form")
+jax.export.register_pytree_node_serialization(
+    QuantizedWeight,
+    serialized_name="jax_mx.QuantizedWeight",
+    serialize_auxdata=lambda aux: json.dumps(aux[0]).encode(),
+    deserialize_auxdata=_arrangement,
+)
+
+
+_SUMMED = {MXFP8_E4M3, MXFP8_E5M2}  # formats of which one call makes both forms, so also the sums
+# What the two axes of an operand hold, the one that its first reader contracts first.
+_AXES = {
+    "lhs": ("contracted elements", "rows"),
+    "rhs": ("contracted elements", "columns"),
+    "gradient": ("columns", "rows"),
+}
+Forms = tuple[ProductOperand | None, ProductOperand | None]
+
+
+class _Part(NamedTuple):
+    """One of the forms that are wanted: its number, use and axis; whether it comes as floats."""
+
+    number: int
+    use: Use
+    axis: int
+    as_floats: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unquantized:
+    """An operand that is still floats, and how both of its readers take it: `forms` makes these.
+
+    Attributes:
+      x: (..., rows, columns), arranged; beside `rows` also an `MXArray` along its last axis, as
+        tokens are that moved.
+      recipe: a `Recipe`, which says formats, scaling and windows.
+      rows: int32 (R,), of x (T, columns): the operand is x[rows], with zeros for numbers that x has
+        no row of; or None.
+      activation: a `Gated`, or a `WithSums` of one: the operand is what this makes of
+        x (..., rows, 2 columns); or None.
+      name: "lhs", "rhs" or "gradient".
+      axis: the one that the first reader contracts, -1 or -2; the second one contracts the other.
+      wanted: which readers there are.
+      frozen: for which of them the other operand is frozen, and this one bfloat16.
+      pads: how many zeros follow the last two axes of x.
+    """
+
+    x: Any
+    recipe: Any
+    rows: jax.Array | None = None
+    activation: Any = None
+    name: str = dataclasses.field(default="lhs", metadata={"static": True})
+    axis: int = dataclasses.field(default=-1, metadata={"static": True})
+    wanted: tuple[bool, bool] = dataclasses.field(default=(True, True), metadata={"static": True})
+    frozen: tuple[bool, bool] = dataclasses.field(default=(False, False), metadata={"static": True})
+    pads: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})
+
+    @property
+    def uses(self) -> tuple[Use | None, Use | None]:
+        """How both readers take it; None where there is none."""
+        first, second = (
+            None if not wanted else Use(None) if frozen else use
+            for use, wanted, frozen in zip(
+                self.recipe.uses(self.name), self.wanted, self.frozen, strict=True
+            )
+        )
+        return first, second
+
+    @property
+    def blocks(self) -> Blocks:
+        """Which of its elements share scales."""
+        return self.recipe.blocks(self.name)
+
+    @property
+    def may_be_floats(self) -> bool:
+        """Whether there may be a kernel that gives the floats which its codes stand for."""
+        uses = [use for use in self.uses if use is not None]
+        formats = {use.format for use in uses}
+        plain = all(use.hadamard is None and use.rounding is None for use in uses)
+        is_one = len(formats) == 1 and None not in formats
+        is_float = isinstance(self.x, MXArray) or self.x.dtype == jnp.bfloat16
+        by_blocks = self.blocks.window == BLOCK and not self.blocks.square
+        return is_one and plain and is_float and by_blocks and not self._has_sums
+
+    @property
+    def _has_sums(self) -> bool:
+        return isinstance(self.activation, WithSums)
+
+    def forms(self, as_floats: Sequence[bool] = (False, False)) -> tuple[Any, ...]:
+        """Both forms, None where there is no reader.
+
+        Args:
+          as_floats: of each form whether it is the floats that codes stand for, which one kernel
+            gives in place of these; of an operand that `may_be_floats`.
+
+        Returns:
+          Both; with sums a third: float32 sums of the gradient's columns, of 32 rows each where a
+          kernel may make both forms (see `reference.sums_of`), else all of its rows.
+
+        Raises:
+          ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
+        """
+        self._require_whole_blocks()
+        axes = (self.axis, -3 - self.axis)
+        parts = [
+            _Part(i, use, axis, floats)
+            for i, (use, axis, floats) in enumerate(zip(self.uses, axes, as_floats, strict=True))
+            if use is not None
+        ]
+        if isinstance(self.x, MXArray) and not any(as_floats):
+            forms = self._forms_of_codes(parts)
+        else:
+            # Quantized again along its elements, an array that moved as codes is the same floats.
+            x = dequantize(self.x) if isinstance(self.x, MXArray) else self.x
+            x = padded(x, self.pads)
+            if self._has_sums and not self._sums_with(parts):
+                rows = made("quantize", x, self.activation.own)
+                plain = dataclasses.replace(self, activation=self.activation.own)
+                return *plain.forms(), rows.astype(jnp.float32)
+            forms = self._forms_of(x, parts)
+        return forms.get(0), forms.get(1), *([forms[2]] if 2 in forms else [])
+
+    def _forms_of(self, x: jax.Array, parts: list[_Part]) -> dict[int, Any]:
+        """The forms by their numbers; the sums are number 2."""
+        coded = [part for part in parts if part.use.format is not None]
+        forms: dict[int, Any] = {}
+        for part in parts:
+            if part not in coded:
+                forms[part.number] = ProductOperand(self._floats(x), part.axis)
+            elif self.blocks.square:
+                same = [p for p in coded if p.use.format == part.use.format]
+                if same[0] is part:  # one array serves both
+                    (array,) = self._quantized(x, [part])
+                    forms |= {p.number: ProductOperand(array, p.axis) for p in same}
+            elif len(coded) == 1 or part is coded[0]:
+                # `quantize_both` gives first what runs along the last axis.
+                ordered = sorted(coded, key=lambda part: -part.axis)
+                arrays = self._quantized(x, ordered)
+                for p, array in zip(ordered, arrays, strict=False):
+                    forms[p.number] = ProductOperand(array, p.axis if p.as_floats else -1)
+                forms |= {2 + i: array for i, array in enumerate(arrays[len(ordered) :])}
+        return forms
+
+    def _quantized(self, x: jax.Array, parts: list[_Part]) -> tuple[Any, ...]:
+        """Codes, or the floats that they stand for, of one part or two, by one call."""
+        both, square = len(parts) == 2, self.blocks.square
+        transpose = [not part.as_floats and not square for part in parts]
+        first = "quantize_both" if both else "quantize"
+        asked = Options(
+            formats=tuple(part.use.format for part in parts),
+            axis=-1 if both or square else parts[0].axis,
+            scaling=self.blocks.scaling,
+            transpose=(False, transpose[1]) if both else transpose[0],
+            block=(BLOCK, BLOCK) if square else BLOCK,
+            value_layouts=(ROW_MAJOR_VALUES,) * len(parts),
+            preprocessing=tuple(
+                dataclasses.replace(
+                    preprocessing_of(first, use.rounding, use.hadamard, self.blocks.window),
+                    dequantized=as_floats,
+                )
+                for _, use, _, as_floats in parts
+            ),
+        )
+        data = tuple(data_of(part.use.rounding, part.use.hadamard) for part in parts)
+        return called(first, asked, x, data, self.rows, self.activation)
+
+    def _forms_of_codes(self, parts: list[_Part]) -> dict[int, Any]:
+        """Rows of codes: along their elements as they are, along the other axis quantized anew."""
+        forms = {}
+        for number, use, axis, _ in parts:
+            if number == 0:
+                forms[0] = ProductOperand(picked(self.x, self.rows))
+            elif use.format is None:
+                forms[1] = ProductOperand(self._floats(dequantize(self.x)), axis)
+            else:
+                turned: Any = requantize(
+                    self.x,
+                    use.format,
+                    rows=self.rows,
+                    axis=axis,
+                    transpose=True,
+                    scaling=self.blocks.scaling,
+                    window=self.blocks.window,
+                    hadamard=use.hadamard,
+                    rounding=use.rounding,
+                )
+                forms[1] = ProductOperand(turned)
+        return forms
+
+    def _floats(self, x: jax.Array) -> jax.Array:
+        """In bfloat16 what `quantize` would quantize."""
+        x = x if self.rows is None else reference.rows_of(x, self.rows)
+        own = self.activation.own if self._has_sums else self.activation
+        return (x if own is None else made("quantize", x, own)).astype(jnp.bfloat16)
+
+    def _sums_with(self, parts: list[_Part]) -> bool:
+        """Whether one call gives both forms and the sums."""
+        formats = [part.use.format for part in parts]
+        joint = len(parts) == 2 and None not in formats
+        alike = joint and (formats[0] == formats[1] or {*formats} <= _SUMMED)
+        return alike and not self.blocks.square and self.activation.own.has_gate
+
+    def _require_whole_blocks(self) -> None:
+        """Refuses an operand of which a shard splits a block, on a mesh with explicit axes.
+
+        Raises:
+          ShardingTypeError: so it is.
+        """
+        if self.rows is not None:
+            return
+        uses, square = self.uses, self.blocks.square
+        coded = [use is not None and use.format is not None for use in uses]
+        axes = zip((self.axis, -3 - self.axis), _AXES[self.name], uses, coded, strict=True)
+        for at, what, use, is_coded in axes:
+            names, shards = shards_of(self.x, at)
+            turn = use.hadamard.size if use is not None and use.hadamard is not None else 1
+            unit = math.lcm(max(lengths_of(self.blocks.window)), turn)
+            lies = is_coded or self.pads[at] or (square and any(coded))
+            if lies and shards > 1 and self.x.shape[at] % (shards * unit):
+                raise primitive.ShardingTypeError(
+                    f"products: the {self.x.shape[at]} {what} of {self.name} are split over "
+                    f"{' x '.join(names)} in {shards} shards of {self.x.shape[at] / shards:g}, "
+                    f"which {unit} does not divide, so that blocks would not stay whole; gather "
+                    "them with jax.sharding.reshard"
+                )
+
+
+def picked(q: MXArray, rows: jax.Array) -> MXArray:
+    """q[rows] of an array with blocks along the last axis, with zeros for rows that it lacks."""
+    values, scales = (reference.rows_of(a, rows) for a in (q.values, q.scales))
+    return dataclasses.replace(q, values=values, scales=scales)
+
+
+def dequantized_forms(first: ProductOperand, second: ProductOperand) -> Forms:
+    """Both forms as bfloat16: of one array that serves both, one again."""
+    floats = _in_floats(first.array)
+    others = floats if second.array is first.array else _in_floats(second.array)
+    return ProductOperand(floats, first.axis), ProductOperand(others, second.axis)
+
+
+def _in_floats(x: Any) -> Any:
+    return dequantize(x) if isinstance(x, MXArray) else x
