@@ -373,8 +373,6 @@ def _op(product: Product) -> Callable[[str], Callable]:
         keywords["tiles"] = product.tiles
     if product.free:
         keywords["contracting"] = -2
-    if product.gated:
-        keywords["activation"] = "swiglu"
     name = {"matmul": "gemm", "matmul_fp8": "gemm_fp8"}.get(product.op, "gemm_wgrad")
     op = functools.partial(getattr(gemm, name), **keywords)
     return lambda implementation: functools.partial(op, implementation=implementation)

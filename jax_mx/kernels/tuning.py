@@ -35,7 +35,6 @@ def facts_of(
             "window": variant.window,
             "tiles": variant.tiles,
             "free": variant.free,
-            "gated": variant.gated,
         }
     return {
         "form": str(variant.form),

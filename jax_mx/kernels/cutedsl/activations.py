@@ -265,20 +265,6 @@ def gated(
 
 
 @dsl_user_op
-def gated_sum(name: str, gate: Float32, up: Float32, *, loc=None, ip=None) -> Float32:
-    """act(gate) * up of sums, which nothing rounds before or after."""
-    row = ACTIVATIONS[name]
-    return cute.arch.inline_ptx(
-        f"{_BEGIN}mov.f32 g, {{$r0}}; mov.f32 u, {{$r1}}; {_cut(row)}{_PARTS[row.unary]}"
-        "mul.rn.ftz.f32 {$w0}, t, u; }",
-        write_only_types=[Float32],
-        read_only_args=[gate, up],
-        loc=loc,
-        ip=ip,
-    )
-
-
-@dsl_user_op
 def sums(words: list, *, loc=None, ip=None) -> list:
     """The bits of the sums of words' lower halves, and of their upper ones, all bfloat16.
 

@@ -37,13 +37,11 @@ from cutlass import (
 )
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.launch import Extent, Factor
 from jax_mx.facts.products import RESULTS, UNIT, Product
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
-from jax_mx.kernels.cutedsl.activations import gated_sum
 from jax_mx.kernels.cutedsl.kernel import mapped, two_of_block
 from jax_mx.kernels.cutedsl.matmul_few import (
     Few,
@@ -109,8 +107,6 @@ class Warps(Pipeline):
 
     columns = 128
     unit = BLOCK  # that K is a multiple of
-    boxes = 1  # of W in a stage
-    lines = 2  # of y, neighbours that a thread has in the end
 
     def __init__(self, product: Product, arch: str, kind: str, tile=None):
         super().__init__(product, arch)
@@ -170,7 +166,7 @@ class Warps(Pipeline):
     def __call__(self, pointers, scalars):
         arrays = self.signature.named(pointers)
         x, w, s, y = (arrays[name] for name in ("x", "codes", "scales", "y"))
-        t, wide, groups, width, blocks, *how, result = scalars
+        t, wide, groups, width, blocks, result = scalars
         line = blocks * (BLOCK // self.per)
         stride = cute.assume(Int64(line), 16)
         slab = cute.assume(Int64(line) * width, 16)
@@ -201,7 +197,6 @@ class Warps(Pipeline):
             groups,
             width,
             blocks,
-            tuple(how),
             result,
         ).launch(
             grid=[1, 1, 1],
@@ -216,8 +211,7 @@ class Warps(Pipeline):
     def kernel(
         self, aw: cute.CopyAtom, mW: cute.Tensor, ax: cute.CopyAtom, mX: cute.Tensor,
         s: cute.Pointer, sizes: cute.Pointer, epilogue: tuple, y: cute.Pointer,
-        t: Int32, wide: Int32, groups: Int32, width: Int32, blocks: Int32, how: tuple,
-        result: Int32,
+        t: Int32, wide: Int32, groups: Int32, width: Int32, blocks: Int32, result: Int32,
     ):  # fmt: skip
         n: cutlass.Constexpr = self.rows
         stages: cutlass.Constexpr = self.stages
@@ -228,10 +222,7 @@ class Warps(Pipeline):
         px = cute.make_ptr(BFloat16, (base + self.x_at).toint(), smem, assumed_align=1024)
         sW = cute.make_tensor(
             cute.recast_ptr(pw, cute.make_swizzle(self.bits, 4, 3), dtype=Uint8),
-            cute.make_layout(
-                (*self.box, stages * self.boxes),
-                stride=(self.box[1], 1, self.w_bytes // self.boxes),
-            ),
+            cute.make_layout((*self.box, stages), stride=(self.box[1], 1, self.w_bytes)),
         )
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         layout = cute.tile_to_shape(atom, (n, 64, stages * self.per), order=(0, 1, 2))
@@ -262,12 +253,10 @@ class Warps(Pipeline):
                 one = cute.make_layout(1)
                 while at[0] < groups:
                     row, end, n0 = self.place(index, at, across)
-                    pairs = [
-                        cpasync.tma_partition(
-                            aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
-                        )
-                        for gW in self.tiles_of_w(mW[None, None, at[0]], n0, width, how)
-                    ]
+                    gW = self.tiles_of_w(mW[None, None, at[0]], n0)
+                    tsW, tgW = cpasync.tma_partition(
+                        aw, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2)
+                    )
                     column = start % steps  # stage along K
                     left = start // steps * deep  # first column of x of this pass
                     for _ in cutlass.range(count, unroll=1):
@@ -275,10 +264,7 @@ class Warps(Pipeline):
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.stage_bytes)
-                        for b in range_constexpr(self.boxes):
-                            tsW, tgW = pairs[b]
-                            to = tsW[None, slot * self.boxes + b]
-                            self.copy(aw, tgW[None, column], to, full + slot, 1)
+                        self.copy(aw, tgW[None, column], tsW[None, slot], full + slot, 1)
                         for b in range_constexpr(self.per):
                             to = slot * self.per + b
                             for each in range_constexpr(self.x_boxes // self.beside):
@@ -310,7 +296,7 @@ class Warps(Pipeline):
             if const_expr(self.resident == 1):
                 cute.arch.setmaxregister_increase(232)
             q = lane % 4
-            first, apart, flip, places = self.lanes(base, warp, lane, how)
+            first, apart, flip, places = self.lanes(base, warp, lane)
             mma = cute.make_tiled_mma(
                 cute.make_mma_atom(
                     warpgroup.MmaF16BF16Op(
@@ -334,7 +320,7 @@ class Warps(Pipeline):
             self.begin_turns(warp // 4)
             scales = cute.make_rmem_tensor((self.words, 2), Uint32)
             ahead = cute.make_rmem_tensor((self.words, 2), Uint32)
-            given = (s, groups, across, first, apart, width, blocks, how, start % steps, ahead)
+            given = (s, groups, across, first, apart, width, blocks, start % steps, ahead)
             row, end, n0, rows = self.begin_tile(index, at, *given)
             while at[0] < groups:
                 if const_expr(not self.vectors):
@@ -381,9 +367,9 @@ class Warps(Pipeline):
                         self.gather(part, epilogue, y, rank, tid, tile, width, result)
                         self.meet(parts)  # before the next tile's sums are written over these
                     else:
-                        self.alone(epilogue, y, flat, tile, place, width, how, result)
+                        self.alone(epilogue, y, flat, tile, place, width, result)
                 else:
-                    self.alone(epilogue, y, flat, tile, place, width, how, result)
+                    self.alone(epilogue, y, flat, tile, place, width, result)
             self.end_turns(warp // 4)
             self.clear(y, epilogue[-1], at[2], t, width, result, bid, grid, tid, 256)
         self.leave()
@@ -391,7 +377,7 @@ class Warps(Pipeline):
     @cute.jit
     def begin_tile(
         self, index: Int32, at, s, groups: Int32, across: Int32, first: Int32, apart: Int32,
-        width: Int32, blocks: Int32, how: tuple, column: Int32, ahead,
+        width: Int32, blocks: Int32, column: Int32, ahead,
     ):  # fmt: skip
         """Where a tile is and its rows' scales begin; asks for those of its stage `column`.
 
@@ -400,28 +386,26 @@ class Warps(Pipeline):
         e, tile, row, size = at
         index = Int32(cutlass.select_(e < groups, index, tile))
         row, end, n0 = self.place(index, (e, tile, row, cutlass.max(size, Int32(1))), across)
-        rows = self.rows_of_scales(e, n0, first, apart, width, blocks, how)
+        rows = self.rows_of_scales(e, n0, first, apart, width, blocks)
         if e < groups:
             self.scales(s, rows, column, blocks, ahead)
         return row, end, n0, rows
 
-    # ---- how W lies; `Free` and `Gated` have other answers ---
+    # ---- how W lies; `Free` has other answers ---
     def lengths(self, high: Int32, blocks: Int32):
         """How many columns y has, and how many elements of x a product sums."""
         return high, blocks * BLOCK
 
-    def tiles_of_w(self, matrix, n0: Int32, width: Int32, how: tuple) -> list:
-        """For each box of a stage those of a tile of W, one after the other along K."""
-        del width, how
-        return [cute.local_tile(cute.domain_offset((n0, 0), matrix), self.box, (0, None))]
+    def tiles_of_w(self, matrix, n0: Int32):
+        """The boxes of a tile of W, one after the other along K."""
+        return cute.local_tile(cute.domain_offset((n0, 0), matrix), self.box, (0, None))
 
-    def lanes(self, base, warp: Int32, lane: Int32, how: tuple):
+    def lanes(self, base, warp: Int32, lane: Int32):
         """Which two rows of W's tile a lane has, and where their codes are.
 
         Rows g and g + 8 of a warp's product are rows 2g and 2g + 1 of W, the other way round for
         g >= 4: so no two lanes read the same bank, and a lane has neighbours of y.
         """
-        del how
         g, q = lane // 4, lane % 4
         flip = g // 4
         first = warp * 16 + 2 * g + flip
@@ -431,9 +415,8 @@ class Warps(Pipeline):
         places = [Uint32(here + ((swizzled ^ c) << 4)) for c in range(4)]
         return first, apart, flip, places
 
-    def rows_of_scales(self, e, n0, first, apart, width, blocks, how) -> list:
+    def rows_of_scales(self, e, n0, first, apart, width, blocks) -> list:
         """Where the scales of a lane's two rows begin."""
-        del how
         mine = [cutlass.min(n0 + first + r * apart, width - 1) for r in range(2)]
         return [(Int64(e) * width + mine[r]) * blocks for r in range(2)]
 
@@ -571,9 +554,8 @@ class Warps(Pipeline):
                 total = self.finished(epilogue, sum_, e, mine, its, width)
                 self.store(to + i * size, total, result, 0, left)
 
-    def alone(self, epilogue, y, flat, tile, place, width: Int32, how: tuple, result: Int32):
+    def alone(self, epilogue, y, flat, tile, place, width: Int32, result: Int32):
         """Writes a thread's part of y, of a tile that no other thread block shares."""
-        del how
         row, end, n0, e = tile
         q, first, apart, flip = place
         column = n0 + first - flip
@@ -588,7 +570,7 @@ class Warps(Pipeline):
         self, y, flat, row: Int32, end: Int32, column: Int32, flip: Int32, width: Int32,
         result: Int32,
     ):  # fmt: skip
-        """Writes a thread's part of y: rows `row` + 8 c, or + 1 too, two columns of each."""
+        """Writes a thread's part of y: rows `row` + 8 c and `row` + 8 c + 1, two columns each."""
         size = self.size_in_bytes(result)
         line = Int64(width) * size
         start = y.toint() + Int64(row) * line + Int64(column) * size
@@ -597,7 +579,7 @@ class Warps(Pipeline):
             if (result == kind) & (width % 2 == 0) & (column < width):
                 to = start
                 for c in range_constexpr(self.rows // 8):
-                    for h in range_constexpr(self.lines):
+                    for h in range_constexpr(2):
                         one, other = flat[4 * c + h], flat[4 * c + h + 2]
                         low = Float32(cutlass.select_(flip == 1, other, one))
                         high = Float32(cutlass.select_(flip == 1, one, other))
@@ -609,7 +591,7 @@ class Warps(Pipeline):
             first = cutlass.select_(column < width, count, Int32(0))
             second = cutlass.select_(column + 1 < width, count, Int32(0))
             for c in range_constexpr(self.rows // 8):
-                for h in range_constexpr(self.lines):
+                for h in range_constexpr(2):
                     one, other = flat[4 * c + h], flat[4 * c + h + 2]
                     low = Float32(cutlass.select_(flip == 1, other, one))
                     high = Float32(cutlass.select_(flip == 1, one, other))
@@ -661,15 +643,13 @@ class Free(Warps):
         """See `Warps`."""
         return blocks * BLOCK, (high + UNIT - 1) // UNIT * UNIT
 
-    def tiles_of_w(self, matrix, n0: Int32, width: Int32, how: tuple) -> list:
+    def tiles_of_w(self, matrix, n0: Int32):
         """See `Warps`."""
-        del width, how
         at = cute.domain_offset((0, n0 // self.per), matrix)
-        return [cute.local_tile(at, self.box, (None, 0))]
+        return cute.local_tile(at, self.box, (None, 0))
 
-    def lanes(self, base, warp: Int32, lane: Int32, how: tuple):
+    def lanes(self, base, warp: Int32, lane: Int32):
         """See `Warps`; where a lane begins to read codes, and factors."""
-        del how
         g, q = lane // 4, lane % 4
         here = (base + HEAD).toint()
         if self.per == 1:  # a row of 16 bytes each lane, of 32 elements of K
@@ -772,139 +752,6 @@ class Free(Warps):
         return convert.dequantized_pairs([turned], [factors] * 2, to)
 
 
-class Gated(Warps):
-    """For a W (G, 2 N, K), gates and ups: y is what an activation makes of both.
-
-    A stage has 64 rows of W twice, and wgmma's rows g and g + 8 are a gate and its up: of a W that
-    has all gates first the boxes are one of gates and one of ups; of a W that has them by turns the
-    one box follows the other, and a lane's rows are neighbours as in `Warps`. So a thread has both,
-    of two rows of y; for one of them it then gets the neighbouring column, by a shuffle.
-    """
-
-    columns = 64  # of y
-    boxes = 2
-    lines = 1
-
-    def __init__(self, product: Product, arch: str, kind: str, tile=None):
-        super().__init__(product, arch, kind, tile)
-        if self.resident * self.split > 1:
-            raise ValueError(f"{product.name}: resident and split of its tile must be 1")
-
-    def box_of_w(self) -> tuple[int, int]:
-        """See `Warps`."""
-        return 64, LINE
-
-    def lengths(self, high: Int32, blocks: Int32):
-        """See `Warps`."""
-        return high // 2, blocks * BLOCK
-
-    def tiles_of_w(self, matrix, n0: Int32, width: Int32, how: tuple) -> list:
-        """See `Warps`."""
-        turns = how[1] == 1
-        starts = [
-            cutlass.select_(turns, 2 * n0 + 64 * i, n0 + width if i else n0) for i in range(2)
-        ]
-        return [
-            cute.local_tile(cute.domain_offset((Int32(n), 0), matrix), self.box, (0, None))
-            for n in starts
-        ]
-
-    def lanes(self, base, warp: Int32, lane: Int32, how: tuple):
-        """See `Warps`; where gates lie first, no two rows of eight that follow share a bank."""
-        g, q = lane // 4, lane % 4
-        flip = Int32(cutlass.select_(how[1] == 1, g // 4, Int32(0)))
-        first = Int32(cutlass.select_(how[1] == 1, warp * 16 + 2 * g + flip, warp * 8 + g))
-        apart = Int32(cutlass.select_(how[1] == 1, 1 - 2 * flip, Int32(64)))
-        swizzled = first // 2 % 4
-        here = (base + HEAD).toint() + first * LINE + q * (2 // self.per)
-        places = [Uint32(here + ((swizzled ^ c) << 4)) for c in range(4)]
-        return first, apart, flip, places
-
-    def rows_of_scales(self, e, n0, first, apart, width, blocks, how) -> list:
-        """See `Warps`."""
-        rows = self.rows_of_w(n0, first, apart, width, how)
-        return [(Int64(e) * 2 * width + row) * blocks for row in rows]
-
-    def rows_of_w(self, n0: Int32, first: Int32, apart: Int32, width: Int32, how: tuple) -> list:
-        """A lane's two rows; those of the last column instead of others beyond it."""
-        found = []
-        for i in range(2):
-            turn = 2 * (n0 + first // 2) + (first + i * apart) % 2
-            split = cutlass.min(n0 + first, width - 1) + i * width
-            turn = cutlass.min(turn, 2 * width - 2 + turn % 2)
-            found.append(Int32(cutlass.select_(how[1] == 1, turn, split)))
-        return found
-
-    @cute.jit
-    def alone(self, epilogue, y, flat, tile, place, width: Int32, how: tuple, result: Int32):
-        """See `Warps`."""
-        row, end, n0, e = tile
-        q, first, apart, flip = place
-        bias = epilogue[0]
-        if bias.toint() != Int64(0):
-            mine = self.rows_of_w(n0, first, apart, width, how)
-            for r in range_constexpr(2):
-                its = element(bias, Int64(e) * 2 * width + mine[r], Float32)
-                for i in range_constexpr(self.rows // 4):
-                    at: cutlass.Constexpr = i // 2 * 4 + i % 2 + 2 * r
-                    flat[at] = flat[at] + its
-        for number in range_constexpr(len(GATED)):
-            if how[0] == number:
-                for i in range_constexpr(self.rows // 4):
-                    at: cutlass.Constexpr = i // 2 * 4 + i % 2
-                    one, other = flat[at], flat[at + 2]
-                    gate = Float32(cutlass.select_(flip == 1, other, one))
-                    up = Float32(cutlass.select_(flip == 1, one, other))
-                    flat[at] = gated_sum(GATED[number], gate, up)
-        # Of columns 2j and 2j + 1, which two lanes have, the first keeps the rows 2q, of both.
-        column = n0 + Int32(cutlass.select_(how[1] == 1, first // 2, first))
-        odd = column % 2
-        for c in range_constexpr(self.rows // 8):
-            one, other = flat[4 * c], flat[4 * c + 1]
-            kept = Float32(cutlass.select_(odd == 1, other, one))
-            got = cute.arch.shuffle_sync_bfly(
-                Float32(cutlass.select_(odd == 1, one, other)), offset=4
-            )
-            flat[4 * c] = Float32(cutlass.select_(odd == 1, got, kept))
-            flat[4 * c + 2] = Float32(cutlass.select_(odd == 1, kept, got))
-        own: cutlass.Constexpr = {"row_scale": epilogue[1], "added": epilogue[2]}
-        rows: cutlass.Constexpr = [
-            (row + 2 * q + odd + 8 * c, 4 * c) for c in range(self.rows // 8)
-        ]
-        columns: cutlass.Constexpr = [(column - odd, 0), (column - odd + 1, 2)]
-        self.finish_all(own, flat, rows, columns, e, end, width, Int64(0))
-        self.results(y, flat, row + 2 * q + odd, end, column - odd, Int32(0), width, result)
-
-
-class PlainGated(Plain):
-    """See `Plain`."""
-
-    def width_of(self, high: Int32, blocks: Int32):
-        """See `Plain`."""
-        del blocks
-        return high // 2
-
-    @cute.jit
-    def one(
-        self, arrays: cutlass.Constexpr, epilogue: cutlass.Constexpr, m: Int32, e: Int32, n: Int32,
-        wide: Int32, high: Int32, blocks: Int32, width: Int32, how: tuple,
-    ):  # fmt: skip
-        """See `Plain`."""
-        bias, *rest = epilogue
-        sums = cute.make_rmem_tensor(2, Float32)
-        for i in range_constexpr(2):
-            row = Int32(cutlass.select_(how[1] == 1, 2 * n + i, n + i * width))
-            sums[i] = self.dot(arrays, m, e, row, wide, high, blocks)
-            if bias.toint() != Int64(0):
-                sums[i] = sums[i] + element(bias, Int64(e) * high + row, Float32)
-        total = Float32(0)
-        for number in range_constexpr(len(GATED)):
-            if how[0] == number:
-                total = gated_sum(GATED[number], sums[0], sums[1])
-        none = cute.make_ptr(Float32, Int64(0), cute.AddressSpace.gmem, assumed_align=4)
-        return self.finished([none, *rest], total, e, m, n, width)
-
-
 class PlainFree(Plain):
     """See `Plain`."""
 
@@ -940,13 +787,13 @@ class PlainFree(Plain):
 
 def entries(product: Product, arch: str, tile=None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
-    plain = (PlainFree if product.free else PlainGated if product.gated else Plain)(product, arch)
+    plain = (PlainFree if product.free else Plain)(product, arch)
     if product.rows <= FEW:
         kind = Few if product.formats[0].codes_per_byte == 1 else Nibbles
         tile = tile or Rings(**plain.tuned("Few"))
         kinds = ["one"] * (tile.split > 1) + ["groups", "any"]
     else:
-        kind = Free if product.free else Gated if product.gated else Warps
+        kind = Free if product.free else Warps
         tile = tile or Stages(**plain.tuned("Warps"))
         kinds = ["one"] * (tile.split > 1) + ["shared"] * tile.share + ["groups"]
         kinds += ["any"] * (not product.free)

@@ -765,17 +765,6 @@ ROWS = [
     },
     {
         "kernel": "matmul.Warps",
-        "where": {"gated": True, "rows": 256},
-        "value": {"stages": 5, "strip": 16, "share": True},
-        "date": "2026-11-23",
-        "measured": [
-            "MXFP8 with swiglu: dense 1230; and where a tile's first scales are asked for when it",
-            "begins: 1261. So asked for, dense, grouped, Llama: 1268, 710, 11443; in turns 1268,",
-            "713, 11426; not shared, no strips, codes made floats by float32 1306, 732, 12823",
-        ],
-    },
-    {
-        "kernel": "matmul.Warps",
         "where": {"rows": 256},
         "value": {"stages": 5, "strip": 16, "share": True, "again": True},
         "date": "2026-11-23",
@@ -791,7 +780,7 @@ ROWS = [
     {
         # Sums that thread blocks share take the place of a stage of MXFP8.
         "kernel": "matmul.Warps",
-        "where": {"codes_per_byte": 2, "rows": 128, "gated": False},
+        "where": {"codes_per_byte": 2, "rows": 128},
         "value": {"stages": 4, "split": 2},
         "date": "2026-11-24",
         "measured": [
@@ -803,20 +792,13 @@ ROWS = [
     },
     {
         "kernel": "matmul.Warps",
-        "where": {"codes_per_byte": 1, "rows": 128, "gated": False},
+        "where": {"codes_per_byte": 1, "rows": 128},
         "value": {"stages": 6, "split": 2, "again": True, "turns": True},
         "date": "2026-11-24",
         "measured": [
             "MXFP8, the same: split 2 32.1, 56.6, 33.1, 53.0; 109.9, split 4 36.3, 109.0, 68.5,",
             "104.7; not, 7 stages 52.6, 58.1, 52.6, 54.6; 110.3",
         ],
-    },
-    {
-        "kernel": "matmul.Warps",
-        "where": {"codes_per_byte": 2, "rows": 128},
-        "value": {"stages": 4},
-        "date": "2026-11-23",
-        "measured": ["of floats without an activation, see above: 4 stages 49.9, 5 50.8"],
     },
     {
         "kernel": "matmul.Few",
@@ -880,18 +862,6 @@ ROWS = [
         "measured": [
             "M 64, N 4096 and 16384: split 2 27.0, 55.1; split 4 30.9, 99.6;",
             "not split 49.3 at 16384",
-        ],
-    },
-    {
-        "kernel": "matmul.Warps",
-        "where": {},
-        "value": {"stages": 7, "again": True, "turns": True},
-        "date": "2026-11-23",
-        "measured": [
-            "Without an activation, for which there are other rows now:",
-            "MXFP8, (128, 7168), N 4096 and 16384; 8 groups of 128 rows, N 2048: 52.2, 58.4;",
-            "109.6; not in turns nor again 53.7, 59.9; 114.2, with 5 stages 53.7, 59.7; 114.5;",
-            "again and shared 53.8, 60.4; 115.2",
         ],
     },
     {
