@@ -1,7 +1,7 @@
 """Microscaling (MX) quantization for JAX at the speed of memory."""
 
 from jax_mx.experts import gpt_oss as gpt_oss
-from jax_mx.experts.layer import moe as moe
+from jax_mx.experts.moe import moe as moe
 from jax_mx.facts.formats import CEIL as CEIL
 from jax_mx.facts.formats import EVEN as EVEN
 from jax_mx.facts.formats import FLOOR as FLOOR
@@ -55,9 +55,9 @@ from jax_mx.products.choices import Choice as Choice
 from jax_mx.products.contractions import einsum as einsum
 from jax_mx.products.contractions import matmul as matmul
 from jax_mx.products.dot_general import dot_general as dot_general
-from jax_mx.products.forms import QuantizedWeight as QuantizedWeight
 from jax_mx.products.gathering import gather_weight as gather_weight
 from jax_mx.products.mlp import mlp as mlp
+from jax_mx.products.operand import QuantizedWeight as QuantizedWeight
 from jax_mx.products.ragged_dot import ragged_dot as ragged_dot
 from jax_mx.products.recipes import BF16 as BF16
 from jax_mx.products.recipes import MXFP4 as MXFP4

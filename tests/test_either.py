@@ -30,7 +30,7 @@ from jax_mx.facts.variants import VARIANTS
 from jax_mx.lowering import registry
 from jax_mx.lowering.targets import Target
 from jax_mx.ops.fake_quantize import through_codes
-from jax_mx.products import calls, either
+from jax_mx.products import multiply
 
 FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4_e2m1")
 P = PartitionSpec

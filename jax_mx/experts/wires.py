@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_mx import reference
 from jax_mx.arrays.checks import shown
 from jax_mx.arrays.sharding import is_explicit, resharded, shards_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.collectives import all_gather
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.products.forms import Blocks, QuantizedWeight, Use, forms_of
+from jax_mx.products.operand import QuantizedWeight, Unquantized
 from jax_mx.products.recipes import Recipe
 
 KINDS = ("mx", "floats")
@@ -160,23 +159,21 @@ def halved(w: jax.Array) -> jax.Array:
     return w.reshape(*w.shape[:-1], 2, -1)
 
 
-def gather_tokens(static: Any, x: jax.Array, use: Use, blocks: Blocks) -> Any:
+def gather_tokens(axis: str | None, wire: str, tokens: Unquantized) -> Any:
     """The rows of all shards of the expert axis: floats, or MX along their elements.
 
     Args:
-      static: has the axis and how its wires carry rows.
-      x: floats (T, D) of this shard.
-      use: how the next product takes them.
-      blocks: which elements share scales.
+      axis: the expert axis, or None.
+      wire: how rows move, one of `KINDS`.
+      tokens: floats (T, D) of this shard, and how the next product takes them.
     """
-    if static.axis is None:
-        return x
-    if static.wire == "floats" or use.format is None or use.hadamard is not None:
-        return jax.lax.all_gather(x, static.axis, tiled=True)
-    form, _ = forms_of(x, -1, (use, None), blocks)
-    assert form is not None
-    assert isinstance(form.array, MXArray)
-    return all_gather(form.array, static.axis, tiled=True)
+    if axis is None:
+        return tokens.x
+    use = tokens.uses[0]
+    assert use is not None
+    if wire == "floats" or use.format is None or use.hadamard is not None:
+        return jax.lax.all_gather(tokens.x, axis, tiled=True)
+    return all_gather(tokens.forms()[0].array, axis, tiled=True)
 
 
 def gather_choices(axis: str | None, choices: jax.Array) -> jax.Array:
@@ -224,9 +221,3 @@ def numbered(recipe: Recipe, axes: Iterable[str | None]) -> Recipe:
         if axis is not None and jax.lax.axis_size(axis) > 1:
             recipe = recipe.fold_in(jax.lax.axis_index(axis))
     return recipe
-
-
-def pick_rows(q: MXArray, rows: jax.Array) -> MXArray:
-    """q[rows] of an array with blocks along the last axis, with zeros for rows that it lacks."""
-    values, scales = (reference.rows_of(a, rows) for a in (q.values, q.scales))
-    return dataclasses.replace(q, values=values, scales=scales)

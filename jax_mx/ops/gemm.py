@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,9 +94,29 @@ def gemm(
         strips=strips_of(w.shape[0] if w.ndim == 3 else 1, columns),
         tile=tile,
     )
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = _gemm(flat, w, _sizes(group_sizes), plan)
-    return y.reshape(*x.shape[:-1], columns)
+    return by_plan(plan, x, w, group_sizes)
+
+
+def by_plan(plan: ProductPlan, x: Any, w: Any, group_sizes: jax.Array | None = None) -> jax.Array:
+    """The product that a plan says, of operands that fit it.
+
+    Args:
+      plan: of `plan_of`, `wgrad_plan_of` or `floats_plan_of`.
+      x: as `gemm` has it, or `gemm_fp8`; of "wgrad" and "wgrad_fp8" a, as `gemm_wgrad` has it.
+      w: likewise, or b.
+      group_sizes: int32 (G,), or None.
+    """
+    sizes = [] if group_sizes is None else [group_sizes]
+    if plan.op == "wgrad_fp8":
+        return _gemm_wgrad(x, w, sizes, plan)
+    if plan.op == "wgrad":
+        return _floats_wgrad(x, w, sizes, plan)
+    lead, columns = x.shape[:-1], w.shape[-1 if plan.free else -2]
+    if plan.op == "matmul_fp8":
+        y = _gemm_fp8(x, w, sizes, plan)
+    else:
+        y = _gemm(x.reshape(math.prod(lead), x.shape[-1]), w, sizes, plan)
+    return y.reshape(*lead, columns)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -162,8 +182,7 @@ def gemm_fp8(
         implementation_of(op, registry.IMPLEMENTATIONS, implementation),
         tile=tile,
     )
-    y = _gemm_fp8(x, w, _sizes(group_sizes), plan)
-    return y.reshape(*x.shape[:-1], w.shape[-2])
+    return by_plan(plan, x, w, group_sizes)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -222,18 +241,17 @@ def gemm_wgrad(
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
     if window not in (allowed := (BLOCK, *WINDOWS[:2])):
         raise ValueError(f"{op}: window must be one of {allowed}, got {window!r}")
-    call: Callable[..., jax.Array]
     if isinstance(a, MXArray) and isinstance(b, MXArray) and window != BLOCK:
         a, b = _eights(op, window, WINDOWS[:2], a=a, b=b)
-        shape, terms, call = _of_windows(op, a, b, group_sizes), a.shape[1], _gemm_wgrad
+        shape, terms = _of_windows(op, a, b, group_sizes), a.shape[1]
         plan = wgrad_plan_of((a.format, b.format), result, window, implementation)
     else:
         a, b = (_rows_of(op, name, x, implementation) for name, x in (("a", a), ("b", b)))
-        shape, terms, call = _of_floats(op, a, b, group_sizes), a.shape[-2], _floats_wgrad
+        shape, terms = _of_floats(op, a, b, group_sizes), a.shape[-2]
         plan = floats_plan_of(a.dtype, result, group_sizes is not None, implementation)
     if 0 in (*shape, terms):
         return jnp.zeros(shape, result)
-    return call(a, b, _sizes(group_sizes), plan)
+    return by_plan(plan, a, b, group_sizes)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -457,7 +475,3 @@ def _in_parts(x: jax.Array) -> jax.Array:
 def _arrays(w: MXArray) -> list[jax.Array]:
     """Its codes and scales, (G, N, ...)."""
     return [a[None] if w.ndim == 2 else a for a in (w.values, w.scales)]
-
-
-def _sizes(sizes: jax.Array | None) -> list[jax.Array]:
-    return [] if sizes is None else [sizes]

@@ -182,19 +182,21 @@ def _cut(x: jax.Array, axis: int, rows: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Arrangements:
     """How both operands and the result of one `dot_general` are arranged."""
 
     lhs: Arrangement
     rhs: Arrangement
 
-    def unpadded(self, keep: bool) -> Layout:
+    def unpadded(self, keep: bool) -> Arrangements:
         """The same without zero rows, for products that are not followed by gradients.
 
         Args:
           keep: whether rhs has them all the same: in square blocks, or as it was quantized before.
         """
-        return Layout(self.lhs._replace(unit=1), self.rhs if keep else self.rhs._replace(unit=1))
+        return Arrangements(
+            self.lhs._replace(unit=1), self.rhs if keep else self.rhs._replace(unit=1)
+        )
 
     def result(self, y: jax.Array) -> jax.Array:
         """What lax.dot_general gives, for (B..., M..., N)."""
@@ -220,10 +222,10 @@ class Layout:
         return self.lhs.rows, self.rhs.rows
 
 
-def layout_of(
+def arrangements_of(
     op: str, lhs: Any, rhs: Any, dimension_numbers: Any, units: Units, keep_rows: bool = True
-) -> Layout:
-    """The layout of a product of arrays of these shapes.
+) -> Arrangements:
+    """The arrangements of a product of arrays of these shapes.
 
     Args:
       op: for messages.
@@ -243,7 +245,7 @@ def layout_of(
     rc, lc = tuple(r for r, _ in pairs), tuple(c for _, c in pairs)
     check_contracted(op, lhs.shape, lc, units.forward)
     left = arrangement_of(lhs.shape, lc, lb, units.wgrad, keep_rows)
-    return Layout(left, arrangement_of(rhs.shape, rc, rb, units.dgrad))
+    return Arrangements(left, arrangement_of(rhs.shape, rc, rb, units.dgrad))
 
 
 def check_contracted(op: str, shape: Dims, contracting: Dims, unit: int) -> None:

@@ -157,7 +157,7 @@ class Contraction:
         return Contraction(numbers, lhs, rhs, sizes)
 
     def free(self, side: int) -> Dims:
-        """Which dimensions of lhs (0) or rhs (1) the result has beside those of batch and groups."""
+        """Which dimensions of lhs (0) or rhs (1) the result has, beside batch and groups."""
         x, numbers = (self.lhs, self.rhs)[side], self.numbers
         taken = (*numbers.contracting[side], *numbers.batch[side])
         taken = (*taken, 0) if numbers.groups == ROWS and side else taken

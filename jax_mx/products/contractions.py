@@ -11,10 +11,11 @@ import jax.numpy as jnp
 
 from jax_mx.arrays.checks import array_of, shown
 from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.arguments import operand_of
+from jax_mx.products.derivative import placed
 from jax_mx.products.dot_general import dot_general
-from jax_mx.products.forms import QuantizedWeight
+from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import MXFP8, Recipe
-from jax_mx.products.steps import operand_of, placed
 
 
 def matmul(

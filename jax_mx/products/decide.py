@@ -1,4 +1,4 @@
-"""Which implementation serves a contraction: `decide`, which lowering, explain and autotune read."""
+"""`decide`: which implementation serves a contraction. Lowering, explain and autotune read it."""
 
 from __future__ import annotations
 

@@ -98,8 +98,7 @@ def operand_for(
         return form, dataclasses.replace(form, axis=-3 - side.axis)
     if quantized is not None:
         return quantized
-    how: dict[str, Any] = {"name": name, "axis": side.axis, "wanted": wanted, "pads": side.pads}
-    return Unquantized(side.arranged(x), recipe, **how)
+    return Unquantized.of(side, x, recipe, name, wanted)
 
 
 def _arranged_mx(side: Arrangement, q: MXArray) -> MXArray:
@@ -108,6 +107,11 @@ def _arranged_mx(side: Arrangement, q: MXArray) -> MXArray:
     return dataclasses.replace(
         q, values=values, scales=scales, axis=-1 if len(q.block) == 2 else side.axis
     )
+
+
+def is_square(rhs: Any, recipe: Recipe) -> bool:
+    """Whether rhs are floats that square blocks are made of."""
+    return rhs is not None and not isinstance(rhs, MXArray) and recipe.blocks("rhs").square
 
 
 def weight_forms(floats: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
@@ -207,6 +211,13 @@ class Static(NamedTuple):
             spec = layout.result_spec(_spec_in(self.out_sharding, ndim))
         return self.multiplication(lhs, rhs, spec=spec)
 
+    def unfollowed(self, rhs: Any, rhs_q: Any, recipe: Recipe) -> Static:
+        """The product where no gradient follows: nothing is quantized along rows."""
+        if self.layout is None:
+            return self
+        keep = rhs_q is not None or is_square(rhs, recipe)  # zero rows that the weight has
+        return self._replace(layout=self.layout.unpadded(keep))
+
     def result(self, y: jax.Array) -> jax.Array:
         """The dense product as its caller wants it, without zero rows."""
         return placed(self.arranged.result(y), self.out_sharding)
@@ -278,10 +289,7 @@ def product(
 def _product(
     static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, sizes: Any, recipe: Recipe
 ) -> jax.Array:
-    if static.layout is not None and rhs_q is None:
-        # Nothing is quantized along rows, unless the weight was.
-        layout = static.layout.unpadded(recipe.is_square(rhs))
-        static = static._replace(layout=layout)
+    static = static.unfollowed(rhs, rhs_q, recipe)
     wanted = (False, False)
     return _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, wanted)[0]
 
@@ -323,7 +331,7 @@ def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
     dgrad, wgrad = perturbed[0], perturbed[2]
     y, (a, b) = _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, (wgrad, dgrad))
     groups = None
-    if static.layout is None:
+    if static.layout is None and rhs is not None:
         groups = Groups.from_sizes(sizes, lhs.shape[0], align=align_of(recipe))
         if wgrad:
             _, a = _by_slot("lhs", lhs, groups, recipe)
@@ -413,9 +421,7 @@ def _gradients_of_groups(
         (dlhs,), _ = Step((dgrad,))((gradient, (b,)), of_rows)
     if a is not None:
         _, along = _by_slot("gradient", dy, groups, recipe)
-        wgrad = static.multiplication(
-            (0, 0), (1, 0), rhs.dtype, groups=SUMS, align=groups.align
-        )
+        wgrad = static.multiplication((0, 0), (1, 0), rhs.dtype, groups=SUMS, align=groups.align)
         (drhs,), _ = Step((wgrad,))(((a,), (along,)), groups.sizes)
     return dlhs, drhs
 

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +29,13 @@ from jax_mx.ops.collectives import (
     placement,
 )
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.products.forms import Form, QuantizedWeight, forms_of
-from jax_mx.products.operands import (
+from jax_mx.products.arrangements import (
     Arrangement,
     Units,
     arrangement_of,
     check_contracted,
-    padded,
 )
+from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
 from jax_mx.products.recipes import MXFP8, Recipe, dimensions, recipe_of
 
 Names = tuple[str, ...]
@@ -271,15 +270,18 @@ def _of_part(static: _Static, w: jax.Array, recipe: Recipe) -> Any:
     return floats, _each(_forms(side, w, recipe), side, gathered)
 
 
-def _forms(side: Arrangement, w: jax.Array, recipe: Recipe) -> tuple[Form, Form]:
-    fixed = padded(side.arranged(w), side.pads)
-    forms = forms_of(fixed, side.axis, recipe.uses("rhs"), recipe.blocks("rhs"))
-    return cast(tuple[Form, Form], forms)
+def _forms(
+    side: Arrangement, w: jax.Array, recipe: Recipe
+) -> tuple[ProductOperand, ProductOperand]:
+    first, second = Unquantized.of(side, w, recipe).forms()
+    return first, second
 
 
 def _each(
-    forms: tuple[Form, Form], side: Arrangement, move: Callable[[Any, tuple[int, ...]], Any]
-) -> tuple[Form, Form]:
+    forms: tuple[ProductOperand, ProductOperand],
+    side: Arrangement,
+    move: Callable[[Any, tuple[int, ...]], Any],
+) -> tuple[ProductOperand, ProductOperand]:
     """Both forms with their arrays moved; once where one array is both, in square blocks.
 
     Args:

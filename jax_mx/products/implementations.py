@@ -182,10 +182,14 @@ def _plain_groups(contraction: Contraction, a: jax.Array, b: jax.Array) -> jax.A
 def _scaled_dot_support(contraction: Contraction, chips: Sequence[str]) -> Served:
     name = "scaled_dot"
     if not both_along(contraction):
-        return refused(name, contraction, "wants both operands in blocks along one contracted dimension")
+        return refused(
+            name, contraction, "wants both operands in blocks along one contracted dimension"
+        )
     for x in (contraction.lhs, contraction.rhs):
         if any(map(is_symbolic, x.shape)):
-            return refused(name, contraction, "takes no symbolic lengths, which JAX cannot refine in it")
+            return refused(
+                name, contraction, "takes no symbolic lengths, which JAX cannot refine in it"
+            )
         if x.format not in (MXFP8_E4M3, MXFP8_E5M2, MXFP4_E2M1):
             return refused(name, contraction, f"takes no {x.format.name}")
         if x.format == MXFP4_E2M1 and (x.axis != -1 or len(x.block) == 2):
@@ -239,15 +243,23 @@ def _fp8_support(contraction: Contraction, chips: Sequence[str]) -> Served:
         why = "sums with reduced precision, and the call asks for a higher one"
         return refused(name, contraction, why)
     if not both_along(contraction):
-        return refused(name, contraction, "wants both operands in blocks along one contracted dimension")
+        return refused(
+            name, contraction, "wants both operands in blocks along one contracted dimension"
+        )
     formats = {contraction.lhs.format, contraction.rhs.format}
     if not formats <= {MXFP8_E4M3, MXFP8_E5M2} or formats == {MXFP8_E5M2}:
-        return refused(name, contraction, "takes mxfp8_e4m3, or one operand of it and one of mxfp8_e5m2")
-    for x, dims in zip((contraction.lhs, contraction.rhs), contraction.numbers.contracting, strict=True):
+        return refused(
+            name, contraction, "takes mxfp8_e4m3, or one operand of it and one of mxfp8_e5m2"
+        )
+    for x, dims in zip(
+        (contraction.lhs, contraction.rhs), contraction.numbers.contracting, strict=True
+    ):
         length = x.shape[dims[0]]
         one = x.window == ROW or (not is_symbolic(length) and length <= BLOCK)
         if len(x.block) == 2 or not one:
-            return refused(name, contraction, "wants one scale for each row: quantize(..., window='row')")
+            return refused(
+                name, contraction, "wants one scale for each row: quantize(..., window='row')"
+            )
     for chip in chips:
         if chip not in (*chip_table.FP8, "cpu"):
             return refused(name, contraction, f"wants FP8 tensor cores, {chip} has none")

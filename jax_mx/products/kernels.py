@@ -76,6 +76,7 @@ def support(contraction: Contraction, chips: Sequence[str], *, tile: int | None 
         instead = "'dequantize' serves it"
         refusal = dataclasses.replace(found.refusal, call=contraction.op, instead=instead)
         return Served(name, refusal=refusal)
+    plan = dataclasses.replace(plan, implementation=NAME)  # which never falls back in silence
     return Served(name, found.kernels, plan=plan, reads_floats=plan.op in ("matmul", "wgrad"))
 
 
@@ -83,9 +84,7 @@ def plan_of(contraction: Contraction, tile: int | None) -> ProductPlan | Served:
     """The plan of the kernel that serves a contraction; or why there is none."""
     name, groups = name_of(tile), contraction.numbers.groups
     if contraction.partitioned:
-        return refused(
-            name, contraction, "is not split among devices by XLA; use jax.shard_map"
-        )
+        return refused(name, contraction, "is not split among devices by XLA; use jax.shard_map")
     if why := _obstacle(contraction):
         return refused(name, contraction, why)
     if groups == SUMS:
@@ -230,7 +229,12 @@ def run(contraction: Contraction, served: Served) -> jax.Array:
 
 
 def _run_groups(contraction: Contraction, plan: ProductPlan) -> jax.Array:
-    x, w, sizes, (left, right) = contraction.lhs, contraction.rhs, contraction.sizes, contraction.axes
+    x, w, sizes, (left, right) = (
+        contraction.lhs,
+        contraction.rhs,
+        contraction.sizes,
+        contraction.axes,
+    )
     if plan.op == "wgrad":
         x, w = swapped_floats(x, left == -1), swapped_floats(w, right == -1)
     elif plan.op != "wgrad_fp8":

@@ -23,13 +23,10 @@ import numpy as np
 
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
-from jax_mx.products import calls
 from jax_mx.products.choices import Cost
-from jax_mx.products.dot import Call, Operand
-from jax_mx.products.implementations import exact_floats
-from jax_mx.products.product import contracted
-from jax_mx.products.ragged import RaggedCall
-from jax_mx.products.ragged_product import grouped
+from jax_mx.products.contraction import Contraction, Operand
+from jax_mx.products.implementations import IMPLEMENTATIONS, exact_floats
+from jax_mx.products.multiply import multiplied
 
 COLD_BYTES = 240 * 2**20  # four times the largest L2 at hand, an H200's
 FEWEST, MOST = 2, 32  # products of a program; a CPU needs no more, it has no launches
@@ -45,11 +42,10 @@ TERMS = 8  # nonzero products of a sum, of the sparse operands that are compared
 OVER = "not measured: the time was over"
 
 Pair = tuple[Operand, Operand]
-AnyCall = Call | RaggedCall
 
 
 # ---- operands ---
-def operands(call: AnyCall, count: int) -> list[Pair]:
+def operands(call: Contraction, count: int) -> list[Pair]:
     """Random operands of a call, quantized from normal numbers.
 
     Args:
@@ -95,10 +91,8 @@ def _sparse(x: Operand, length: int) -> Operand:
 
 
 # ---- the product of a call ---
-
-
 def product(
-    call: AnyCall, name: str, lhs: Operand, rhs: Operand, dtype: np.dtype | None = None
+    call: Contraction, name: str, lhs: Operand, rhs: Operand, dtype: np.dtype | None = None
 ) -> jax.Array:
     """The product of a call by one implementation; groups are of equal sizes, as far as that goes.
 
@@ -109,22 +103,21 @@ def product(
       rhs: likewise.
       dtype: of the result, the call's by default.
     """
-    if isinstance(call, Call):
-        dot = call.dot
-        options = {"exact": dot.exact, "implementation": name}
-        return contracted(lhs, rhs, *dot.numbers, dtype or dot.dtype, **options)
-    ragged = call.ragged
-    each = call.rows // max(call.groups, 1) // ragged.align * ragged.align
-    how = {"axes": ragged.axes, "sums": ragged.sums, "align": ragged.align, "exact": ragged.exact}
-    sizes = jnp.full(call.groups, each, jnp.int32)
-    return grouped(lhs, rhs, sizes, dtype or ragged.dtype, implementation=name, **how)
+    numbers, sizes = call.numbers, None
+    if numbers.groups:
+        rows = call.rows // max(call.groups, 1) // numbers.align * numbers.align
+        sizes = jnp.full(call.groups, rows, jnp.int32)
+    numbers = dataclasses.replace(
+        numbers, implementation=name, dtype=np.dtype(dtype or numbers.dtype)
+    )
+    return multiplied(Contraction(numbers, lhs, rhs, sizes))
 
 
 # ---- what a product may differ by ---
 class Reference:
     """The product of two operands by "xla", and what others may differ by from it."""
 
-    def __init__(self, call: AnyCall, value: jax.Array, size: jax.Array):
+    def __init__(self, call: Contraction, value: jax.Array, size: jax.Array):
         """Takes what `_reference` computes.
 
         Args:
@@ -148,7 +141,7 @@ class Reference:
         return f"differs from 'xla' by {'NaN' if math.isnan(far) else f'{far:.3g} times'} the bound"
 
 
-def _reference(call: AnyCall) -> Callable[[Operand, Operand], tuple[jax.Array, jax.Array]]:
+def _reference(call: Contraction) -> Callable[[Operand, Operand], tuple[jax.Array, jax.Array]]:
     """What computes the product of two operands in float32, and sum |a||b| of each element."""
 
     @partial(jax.jit, compiler_options=_options("xla"))
@@ -174,7 +167,7 @@ def _distance(y: jax.Array, value: jax.Array, size: jax.Array, error: float) -> 
 class Candidate:
     """One implementation of a call."""
 
-    def __init__(self, name: str, call: AnyCall, sets: Sequence[Pair]):
+    def __init__(self, name: str, call: Contraction, sets: Sequence[Pair]):
         """Lowers a program of as many products as there are operands.
 
         Args:
@@ -208,7 +201,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Static:
-    call: AnyCall
+    call: Contraction
 
 
 def _products(name: str, static: _Static, sets: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
@@ -232,7 +225,7 @@ def seconds(candidate: Candidate, runs: int) -> float:
     return time.perf_counter() - start
 
 
-def _launches(call: AnyCall) -> int:
+def _launches(call: Contraction) -> int:
     """How many products a program has."""
     leaves = jax.tree.leaves((call.lhs, call.rhs))
     nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
@@ -252,7 +245,7 @@ def _platform() -> str:
 
 
 def measured(
-    call: AnyCall, names: Sequence[str], is_over: Callable[[], bool]
+    call: Contraction, names: Sequence[str], is_over: Callable[[], bool]
 ) -> tuple[str | None, dict[str, Cost]]:
     """The fastest of some implementations that compute a call's product.
 
@@ -287,7 +280,7 @@ def measured(
                 if not done.result():
                     costs[name] = OVER
                     continue
-                error = calls.TABLES[call.op][name].error
+                error = IMPLEMENTATIONS[name].error
                 each = (known.obstacle(candidate.first(own), error) for own, known in references)
                 if why := next(filter(None, each), ""):
                     costs[name] = f"left out: it {why}"

@@ -1,19 +1,10 @@
-"""`mlp`: a perceptron in MX, two products with an activation in between, gated or not.
-
-One custom_vjp with floats at both ends, forward:
-
-    x --quantize--> --product--> gate, up --activation, quantize--> --product--> y
-
-What the activation gives is never an array of floats where a kernel quantizes it (`Gated`), and
-what is kept of everything is MX. The steps are those of `dot_general` (steps.py).
-"""
+"""`mlp`: a perceptron in MX, two products with an activation in between, gated or not."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,43 +13,31 @@ from jax.sharding import AxisType
 
 from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
-from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
+from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering import primitive
-from jax_mx.ops.activations import Gated, made, row_of
+from jax_mx.ops.activations import Gated, row_of
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.quantize import quantize
-from jax_mx.ops.quantizing import WithSums
-from jax_mx.products.either import Names, by_names, either
-from jax_mx.products.forms import Form, QuantizedWeight, may_be_floats
-from jax_mx.products.implementations import IMPLEMENTATIONS
-from jax_mx.products.operands import Layout, layout_of
-from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
-from jax_mx.products.steps import (
-    MARK,
+from jax_mx.products.arguments import (
+    bias_of,
+    check_quantized,
+    is_exact,
+    operand_of,
+    residuals_of,
+)
+from jax_mx.products.arrangements import Arrangements, arrangements_of
+from jax_mx.products.derivative import (
     Side,
     Static,
-    bias_of,
-    blocks_along,
-    check_quantized,
-    floats_kept,
-    forms_for,
-    forward,
     gathered_for,
     gathered_once,
-    gradient_uses,
-    is_exact,
-    is_square,
-    lhs_gradient,
-    may_be_forms_of_floats,
-    multiplied,
-    once_derived,
-    operand_of,
+    operand_for,
     parts_of,
-    residuals_of,
-    rhs_gradient,
-    side_of,
-    uses_of,
 )
+from jax_mx.products.implementations import named
+from jax_mx.products.layer import Back, Form, Given, Kept, Layer, Moves, layer
+from jax_mx.products.multiply import Multiplication
+from jax_mx.products.operand import QuantizedWeight, Unquantized
+from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
 
 
 def mlp(
@@ -128,13 +107,13 @@ def mlp(
     keep_rows = recipe.window == BLOCK and _may_be_split()
     first = _layout(op, "w_gate_up", x.shape, w1, dtype, recipe, keep_rows)
     halves, units = 1 + row_of(op, activation).has_gate, recipe.units
-    columns, own = first.rhs.free[0], Gated(activation, interleaved=interleaved)
+    columns, gate = first.rhs.free[0], Gated(activation, interleaved=interleaved)
     if columns % (wanted := math.lcm(halves * units.forward, units.dgrad)):
         blocks = "blocks" if max(units) == BLOCK else "blocks and Hadamard transforms"
         raise ValueError(
-            f"{op}: w_gate_up has {columns} columns, must be a multiple of {wanted}, as {own.name} "
-            f"makes I of {halves} I, in {blocks} of {units.forward}; pad gates and ups with zero "
-            "columns, and w_down with zero rows"
+            f"{op}: w_gate_up has {columns} columns, must be a multiple of {wanted}, as "
+            f"{gate.name} makes I of {halves} I, in {blocks} of {units.forward}; pad gates and "
+            "ups with zero columns, and w_down with zero rows"
         )
     hidden = (*x.shape[:-1], columns // halves)
     second = _layout(op, "w_down", hidden, w2, dtype, recipe, keep_rows)
@@ -146,7 +125,7 @@ def mlp(
         )
     )
     residuals = residuals_of(op, residuals, recipe)
-    implementation = implementation_of(op, IMPLEMENTATIONS, implementation)
+    implementation = implementation_of(op, named("dot_general"), implementation)
     w1, w2 = (
         gathered_for(x, w, layout, True) if isinstance(w, jax.Array) else w
         for w, layout in ((w1, first), (w2, second))
@@ -156,16 +135,18 @@ def mlp(
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
         out_sharding = jax.sharding.PartitionSpec(*spec)
     shared = (is_exact(op, precision), implementation)
-    static = _Static(
-        Static(first, dtype, *shared, None),
-        Static(second, dtype, *shared, out_sharding),
-        own.name,
-        own.interleaved,
+    static = Layer(
+        Static(op, first, dtype, *shared),
+        Static(op, second, dtype, *shared, out_sharding),
+        gate.name,
+        gate.interleaved,
         residuals,
+        Rows(),
     )
     (f1, q1), (f2, q2) = parts_of(w1), parts_of(w2)
-    leaves, tree = jax.tree.flatten(((x, f1, f2, b1, b2), (q1, q2), recipes))
-    return _mlp(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+    given = Given(x, None, f1, f2, b1, b2)
+    leaves, tree = jax.tree.flatten((given, (q1, q2), None, recipes))
+    return layer(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
 
 # ---- what callers pass ---
@@ -181,7 +162,7 @@ def _may_be_split() -> bool:
 
 def _layout(
     op: str, name: str, lhs: tuple, w: Any, dtype: Any, recipe: Recipe, keep_rows: bool
-) -> Layout:
+) -> Arrangements:
     """How a product with a weight is arranged.
 
     Raises:
@@ -204,10 +185,12 @@ def _layout(
             f"{lhs[-1]} elements"
         )
     numbers = (((len(lhs) - 1,), (at,)), ((), ()))
-    layout = layout_of(op, jax.ShapeDtypeStruct(lhs, dtype), w, numbers, recipe.units, keep_rows)
+    layout = arrangements_of(
+        op, jax.ShapeDtypeStruct(lhs, dtype), w, numbers, recipe.units, keep_rows
+    )
     check_quantized(op, name, w, layout.rhs)
     if isinstance(w, MXArray):
-        layout = Layout(layout.lhs, layout.rhs._replace(unit=1))
+        layout = Arrangements(layout.lhs, layout.rhs._replace(unit=1))
     return layout
 
 
@@ -217,137 +200,86 @@ def _spec_between(rows: tuple, columns: Any) -> tuple:
     return (*rows, tuple(n for n in names_in(columns) if n not in taken) or None)
 
 
-# ---- the perceptron and its derivative ---
-class _Static(NamedTuple):
-    """What is neither array nor key: of both products, and of what is between them."""
+# ---- rows that stay where they are ---
+@dataclasses.dataclass(frozen=True)
+class Rows(Moves):
+    """The rows of x, of any rank; see `Moves`."""
 
-    first: Static
-    second: Static
-    activation: str
-    interleaved: bool
-    residuals: str
+    keeps_activation: ClassVar[bool] = True
 
-    @property
-    def gated(self) -> Gated:
-        """What is between them."""
-        return Gated(self.activation, interleaved=self.interleaved)
+    def enter(self, given: Given, *_: Any) -> tuple[Any, Any]:
+        """See `Moves`."""
+        return given.x, None
 
+    def operand(
+        self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
+    ) -> Unquantized:
+        """See `Moves`."""
+        return Unquantized.of(product.arranged.lhs, rows, recipe, "lhs", wanted)
 
-Recipes = tuple[Recipe, Recipe]  # of both products: where a weight brings signs, they differ
+    def gradient(
+        self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
+    ) -> Unquantized:
+        """See `Moves`."""
+        layout, frozen = product.arranged, weight is None
+        how: dict[str, Any] = {"wanted": (True, not frozen), "frozen": (frozen, False)}
+        how |= {"name": "gradient", "pads": layout.gradient_pads}
+        return Unquantized(layout.gradient(gathered_once(layout, dy, None, weight)), recipe, **how)
 
+    def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
+        """See `Moves`."""
+        return operand_for(product.arranged.rhs, w, quantized, recipe, "rhs", (True, dgrad))
 
-class _Kept(NamedTuple):
-    """What the backward pass reads; None is what it does not.
+    def forward(
+        self, product: Static, operands: tuple[Any, Any], place: Any, last: bool
+    ) -> Multiplication:
+        """See `Moves`."""
+        if last:
+            return product.forward((0, 0), (1, 0))
+        (x, _), (w, axis) = map(_array_of, operands)
+        spec = _spec_between(spec_of(x)[:-1], spec_of(w)[-3 - axis])
+        return product.multiplication((0, 0), (1, 0), spec=spec)
 
-    Attributes:
-      x: form along rows.
-      act: likewise, of what the activation gave.
-      gate_up: an `MXArray` or floats, arranged; or the form along D that they are computed from.
-      w_first: forms of w_gate_up: along D where gate and up are computed again, and along 2 I.
-      w_second: form of w_down along N.
-      bias: b_gate_up, where gate and up are computed again.
-      recipes: of both products.
-      sides: of x, w_gate_up, w_down; then of both biases.
-    """
+    def dgrad(
+        self, product: Static, gradient: Form, weight: Form, rows: Side, place: Any
+    ) -> Multiplication:
+        """See `Moves`."""
+        return product.dgrad(gradient, weight, rows)
 
-    x: Any
-    act: Any
-    gate_up: Any
-    w_first: tuple[Any, Any]
-    w_second: Any
-    bias: Any
-    recipes: Recipes
-    sides: tuple[Any, ...]
+    def wgrad(
+        self, product: Static, rows: Form, gradient: Form, weight: Side, place: Any
+    ) -> Multiplication:
+        """See `Moves`."""
+        return product.wgrad(rows, gradient, weight)
 
+    def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
+        """See `Moves`."""
+        return _plus(y, bias, product.arranged.lhs.rows)
 
-@partial(jax.jit, static_argnums=0)
-def _mlp(static: _Static, *args: Any) -> jax.Array:
-    return _mlp_vjp(static, *args)
+    def leave(
+        self, product: Static, y: jax.Array, given: Given, routing: Any, place: Any
+    ) -> tuple[jax.Array, Any]:
+        """See `Moves`."""
+        return _plus(product.result(y), given.b_second), None
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp_vjp(static: _Static, given: tuple, quantized: tuple, recipes: Recipes) -> jax.Array:
-    first, second = (  # nothing is quantized along rows
-        part._replace(layout=part.layout.unpadded(q is not None or is_square(w, recipes[0])))
-        for part, w, q in zip((static.first, static.second), given[1:3], quantized, strict=True)
-    )
-    static = static._replace(first=first, second=second)
-    return _forward(static, given, quantized, recipes, (False, False))[0]
-
-
-def _mlp_fwd(static: _Static, given: tuple, quantized: tuple, recipes: Recipes) -> tuple:
-    *floats, mark = once_derived("mlp", *given, MARK)
-    trained = (given[1] is not None, given[2] is not None)
-    y, kept = _forward(static, tuple(floats), quantized, recipes, trained, keep=True)
-    return y, (kept, mark)
-
-
-def _forward(
-    static: _Static,
-    given: tuple,
-    quantized: tuple,
-    recipes: Recipes,
-    trained: tuple[bool, bool],
-    keep: bool = False,
-) -> tuple[jax.Array, Any]:
-    """The result, and what the backward pass reads; `trained`: which weights get gradients."""
-    x, w1, w2, b1, b2 = given
-    first, second = static.first.layout, static.second.layout
-    again = keep and static.residuals == "inputs"
-    may_be = [
-        may_be_forms_of_floats(name, own, q, recipe, (True, more))
-        for name, own, q, recipe, more in (
-            ("lhs", x, None, recipes[0], trained[0]),
-            ("rhs", w1, quantized[0], recipes[0], keep),
-            ("lhs", x, None, recipes[1], trained[1]),  # of x's dtype
-            ("rhs", w2, quantized[1], recipes[1], keep),
-        )
-    ]
-
-    def first_step(names: Names | None, x: Any, w1: Any, q1: Any, b1: Any, recipe: Recipe) -> Any:
-        by, floats = by_names(static.first, names)
-        as_x, as_w = ((floats and may, False) for may in may_be[:2])
-        a, a_rows = forms_for(first.lhs, x, None, recipe, "lhs", (True, trained[0]), as_x)
-        w, w_free = forms_for(first.rhs, w1, q1, recipe, "rhs", (True, keep), as_w)
-        gate_up = _gate_up(next(by), a, w, b1)
-        return gate_up, a_rows, w_free, (a, w) if again else None
-
-    def second_step(names: Names | None, gate_up: Any, w2: Any, q2: Any, recipe: Recipe) -> Any:
-        by, floats = by_names(static.second, names)
-        as_act, as_w = ((floats and may, False) for may in may_be[2:])
-        given = ("lhs", gate_up, -1, uses_of(recipe, "lhs", (True, trained[1])), recipe)
-        act, act_rows = blocks_along(*given, activation=static.gated, as_floats=as_act)
-        v, v_free = forms_for(second.rhs, w2, q2, recipe, "rhs", (True, keep), as_w)
-        return forward(next(by), act, v), act_rows, v_free
-
-    worth = any(may_be[:2]) and not again  # what is computed from again is kept in MX
-    gate_up, a_rows, w_free, inputs = either(worth, first_step, x, w1, quantized[0], b1, recipes[0])
-    y, act_rows, v_free = either(
-        any(may_be[2:]), second_step, gate_up, w2, quantized[1], recipes[1]
-    )
-    y = _plus(y, b2)
-    if not keep:
-        return y, None
-    a, w = inputs or (None, None)
-    kept = quantize(gate_up, MXFP8_E4M3) if static.residuals == "mx" else a if again else gate_up
-    sides = (first.lhs, x), (first.rhs, w1), (second.rhs, w2)
-    types = (*(side_of(*each) for each in sides), *map(_type_of, (b1, b2)))
-    bias = b1 if again else None
-    return y, _Kept(a_rows, act_rows, kept, (w, w_free), v_free, bias, recipes, types)
+    def gradients(self, layer: Layer, kept: Kept, back: Back) -> Given:
+        """See `Moves`."""
+        first, second, sides = layer.first, layer.second, kept.sides
+        dw1 = None if sides.w_first is None else first.rhs_gradient(back.dw_first, sides.w_first)
+        dw2 = None
+        if sides.w_second is not None:
+            dw2 = second.rhs_gradient(back.dw_second, sides.w_second)
+        dy = gathered_once(second.arranged, back.dy, None, sides.w_second)
+        biases = _summed(back.sums, sides.b_first), _summed(dy, sides.b_second)
+        return Given(first.lhs_gradient(back.dx, sides.x), None, dw1, dw2, *biases)
 
 
-def _type_of(bias: Any) -> Side | None:
-    return None if bias is None else Side(bias.dtype, spec_of(bias), ())
-
-
-def _gate_up(static: Static, a: Form, w: Form, bias: Any) -> jax.Array:
-    """Gate and up, arranged like x, (M..., 2 I); `static`: of the first product."""
-    x, weight = (
-        form.array.values if isinstance(form.array, MXArray) else form.array for form in (a, w)
-    )
-    spec = _spec_between(spec_of(x)[:-1], spec_of(weight)[-3 - w.axis])
-    gate_up = multiplied(static, a, w, 0, spec, static.dtype)
-    return _plus(gate_up, bias, static.layout.lhs.rows)
+def _array_of(operand: Any) -> tuple[jax.Array, int]:
+    """An array that is split as what a product reads is, and the contracted axis."""
+    if isinstance(operand, Unquantized):
+        return operand.x, operand.axis
+    form = operand[0]
+    return form.array.values if isinstance(form.array, MXArray) else form.array, form.axis
 
 
 def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:
@@ -364,46 +296,6 @@ def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:
     return (y.astype(jnp.float32) + wide).astype(y.dtype)
 
 
-def _mlp_bwd(static: _Static, residual: tuple[_Kept, jax.Array], dy: jax.Array) -> tuple:
-    kept, mark = residual
-    (first, second), (x, w1, w2, b1, b2) = kept.recipes, kept.sides
-    layout, dtype = static.second.layout, static.second.dtype
-    dy, _ = once_derived("mlp", dy, mark)
-    dy = gathered_once(layout, dy, None, w2)
-    gate_up = _again(static, kept)
-    spec = spec_of(made("mlp", gate_up, static.gated))
-
-    def second_step(names: Names | None, dy: Any, act: Any, w: Any, recipe: Recipe) -> Any:
-        by, floats = by_names(static.second, names)
-        given = ("gradient", layout.gradient(dy), -1, gradient_uses(recipe, w2 is None), recipe)
-        by_row, by_column = blocks_along(*given, layout.gradient_pads, as_floats=(floats, floats))
-        dact = multiplied(next(by), by_row, w, 0, spec, dtype)
-        return dact, None if w2 is None else rhs_gradient(next(by), act, by_column, w2)
-
-    def first_step(names: Names | None, gate_up: Any, own: Any, a: Any, w: Any, recipe: Any) -> Any:
-        by, floats = by_names(static.first, names)
-        given = ("gradient", gate_up, -1, gradient_uses(recipe, w1 is None), recipe)
-        by_row, by_column, *sums = blocks_along(*given, activation=own, as_floats=(floats, floats))
-        dw1 = None if w1 is None else rhs_gradient(next(by), a, by_column, w1)
-        return lhs_gradient(next(by), by_row, w, x), dw1, sums
-
-    worth = may_be_floats(dy, gradient_uses(second, w2 is None), second.blocks("gradient"))
-    dact, dw2 = either(worth, second_step, dy, kept.act, kept.w_second, second)
-    own: Any = dataclasses.replace(static.gated, gradient=dact.astype(gate_up.dtype))
-    own = own if b1 is None else WithSums(own)
-    worth = may_be_floats(gate_up, gradient_uses(first, w1 is None), first.blocks("gradient"), own)
-    dx, dw1, sums = either(worth, first_step, gate_up, own, kept.x, kept.w_first[1], first)
-    db1, db2 = _summed(sums[0] if sums else None, b1), _summed(dy, b2)
-    return (dx, dw1, dw2, db1, db2), None, None
-
-
-def _again(static: _Static, kept: _Kept) -> jax.Array:
-    """Gate and up, arranged: as they were kept, or computed again."""
-    if static.residuals == "inputs":
-        return _gate_up(static.first, kept.gate_up, kept.w_first[0], kept.bias)
-    return floats_kept(kept.gate_up, static.first.dtype)
-
-
 def _summed(rows: jax.Array | None, bias: Side | None) -> jax.Array | None:
     """The gradient of a bias: the sum of all rows, in float32."""
     if bias is None or rows is None:
@@ -411,6 +303,3 @@ def _summed(rows: jax.Array | None, bias: Side | None) -> jax.Array | None:
     total = rows.astype(jnp.float32).sum(range(rows.ndim - 1)).astype(bias.dtype)
     mesh = jax.typeof(total).sharding.mesh
     return resharded(total, bias.spec, mesh) if is_explicit(mesh) else total
-
-
-_mlp_vjp.defvjp(_mlp_fwd, _mlp_bwd)

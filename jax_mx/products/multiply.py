@@ -43,9 +43,7 @@ from jax_mx.products.operand import ProductOperand, Unquantized
 def multiplied(contraction: Contraction) -> jax.Array:
     """The product: (batch..., free of lhs..., free of rhs...); over groups see `Numbers`."""
     leaves, tree = jax.tree.flatten((contraction.lhs, contraction.rhs, contraction.sizes))
-    (y,) = product_p.bind(
-        *primitive.vary_alike(*leaves), tree=tree, numbers=contraction.numbers
-    )
+    (y,) = product_p.bind(*primitive.vary_alike(*leaves), tree=tree, numbers=contraction.numbers)
     return y
 
 

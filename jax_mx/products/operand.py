@@ -173,6 +173,19 @@ class Unquantized:
     frozen: tuple[bool, bool] = dataclasses.field(default=(False, False), metadata={"static": True})
     pads: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})
 
+    @classmethod
+    def of(
+        cls,
+        side: Arrangement,
+        x: jax.Array,
+        recipe: Any,
+        name: str = "rhs",
+        wanted: tuple[bool, bool] = (True, True),
+    ) -> Unquantized:
+        """The operand of a dense product, of floats as its caller has them."""
+        how: dict[str, Any] = {"axis": side.axis, "wanted": wanted, "pads": side.pads}
+        return cls(side.arranged(x), recipe, name=name, **how)
+
     @property
     def uses(self) -> tuple[Use | None, Use | None]:
         """How both readers take it; None where there is none."""

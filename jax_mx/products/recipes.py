@@ -36,15 +36,14 @@ from jax_mx.facts.formats import (
 from jax_mx.facts.windows import ROW, TILE, Window
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
-from jax_mx.products.forms import (
+from jax_mx.products.arrangements import Units, arrangement_of, check_contracted
+from jax_mx.products.operand import (
     Blocks,
-    Form,
     QuantizedWeight,
+    Unquantized,
     Use,
     dequantized_forms,
-    forms_of,
 )
-from jax_mx.products.operands import Units, arrangement_of, check_contracted, padded
 
 T = TypeVar("T")
 _BF16 = "bf16"  # of a product that is not quantized
@@ -288,9 +287,7 @@ class Recipe(_Value):
         contracted, batched = dimensions(op, w.ndim, contracting, batch)
         check_contracted(op, w.shape, contracted, self.units.forward)
         side = arrangement_of(w.shape, contracted, batched, self.units.dgrad)
-        fixed = padded(side.arranged(jax.lax.stop_gradient(w)), side.pads)
-        forms = forms_of(fixed, side.axis, self.uses("rhs"), self.blocks("rhs"))
-        first, second = cast(tuple[Form, Form], forms)
+        first, second = Unquantized.of(side, jax.lax.stop_gradient(w), self).forms()
         if flag(op, "dequantized", dequantized):
             first, second = dequantized_forms(first, second)
         return QuantizedWeight(w, first, second, self, side)

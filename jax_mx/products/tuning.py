@@ -14,12 +14,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from jax_mx.arrays.checks import shown, whole
-from jax_mx.lowering import primitive, registry, targets
+from jax_mx.lowering import primitive, targets
 from jax_mx.ops.progress import progress as progress_of
-from jax_mx.products import calls, choices, measuring
+from jax_mx.products import choices, measuring
 from jax_mx.products.choices import Choice, Cost, Key, Measured
-from jax_mx.products.dot import key_of
-from jax_mx.products.implementations import decided
+from jax_mx.products.contraction import Contraction, key_of
+from jax_mx.products.decide import candidates as candidates_of
+from jax_mx.products.decide import decided
+from jax_mx.products.implementations import IMPLEMENTATIONS
+from jax_mx.products.multiply import contractions_in
 
 GLOBAL_SHAPES = (
     "Some calls stand on a mesh with automatic axes: a trace knows their global shapes alone, so "
@@ -32,7 +35,7 @@ GLOBAL_SHAPES = (
 class _Found:
     """A call in a trace, and how often it is there."""
 
-    call: Any
+    call: Contraction
     count: int = 1
 
 
@@ -81,10 +84,11 @@ def calls_in(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
         raise TypeError(f"{op}: f must be a function, got {shown(f)}")
     found: dict[Any, _Found] = {}
     notes = []
-    for call, avals in calls.calls_in(jax.make_jaxpr(f)(*args).jaxpr):
+    for call in contractions_in(jax.make_jaxpr(f)(*args).jaxpr):
         known = found.setdefault((key_of(call, ""), call.implementation), _Found(call, 0))
         known.count += 1
-        notes += [GLOBAL_SHAPES] if any(map(_is_automatic, avals)) else []
+        leaves = jax.tree.leaves((call.lhs, call.rhs, call.sizes))
+        notes += [GLOBAL_SHAPES] if any(map(_is_automatic, leaves)) else []
     return [*found.values()], [*dict.fromkeys(notes)]
 
 
@@ -187,13 +191,13 @@ def entries_of(
 def _entry(
     each: _Found, key: Key, place: _Place, end: float, limit: int, without: Sequence[str]
 ) -> Measured:
-    call, table = each.call.in_a_shard, calls.TABLES[each.call.op]
-    rule = decided(call, place.platform, place.chips, table).name
+    call = each.call.in_a_shard
+    rule = decided(call, place.platform, place.chips).name
     asked = [
         s
-        for s in registry.candidates(call, place.platform, place.chips, table)
+        for s in candidates_of(call, place.platform, place.chips)
         if s.implementation == rule
-        or (s.implementation not in without and table[s.implementation].worth(call))
+        or (s.implementation not in without and IMPLEMENTATIONS[s.implementation].worth(call))
     ]
     costs: dict[str, Cost] = {s.implementation: f"left out: {s}" for s in asked if not s}
     names = sorted((s.implementation for s in asked if s), key=lambda name: name != rule)
@@ -309,8 +313,7 @@ def explain(
     place = place_of(args, device)
     rows = []
     for each in found:
-        table = calls.TABLES[each.call.op]
-        decision = decided(each.call, place.platform, place.chips, table)
+        decision = decided(each.call, place.platform, place.chips)
         key = key_of(each.call, place.chips[0])
         entries = [choice.by_key.get(key) for _, choice in choices.known(place.chips[0])]
         entry = next(filter(None, entries), Measured(key, None))

@@ -1,0 +1,409 @@
+"""`moe`: the feed-forward part of a mixture of experts, in MX.
+
+    tokens --gather, quantize--> slots --product--> gate, up --activation, quantize--> --product-->
+    slots --sum of each token's choices--> tokens
+
+A router's weight scales what the activation gives instead of what the second product gives: the
+sum is the same, and the gradient of the result then reaches the products without being scaled, so
+that it is gathered and quantized in one read like the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx import reference
+from jax_mx.arrays.checks import array_of, flag, implementation_of, is_symbolic, name_among
+from jax_mx.experts import wires
+from jax_mx.facts.activations import GATED
+from jax_mx.facts.formats import BLOCK
+from jax_mx.lowering import primitive
+from jax_mx.ops.groups import Groups, integers
+from jax_mx.products.arguments import (
+    Weight,
+    array_or_quantized,
+    bias_of,
+    floats_of,
+    grouped_recipe,
+    is_exact,
+    residuals_of,
+    unsplit,
+    weight_of,
+)
+from jax_mx.products.arrangements import what_of
+from jax_mx.products.contraction import ROWS, SUMS
+from jax_mx.products.derivative import Side, Static, align_of, weight_forms
+from jax_mx.products.implementations import named
+from jax_mx.products.layer import Back, Form, Given, Kept, Layer, Moves, layer
+from jax_mx.products.multiply import Multiplication
+from jax_mx.products.operand import Unquantized
+from jax_mx.products.recipes import MXFP8, Recipe, recipe_beside
+
+
+def moe(
+    x: Any,
+    experts: Any,
+    weights: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    *,
+    b_gate_up: Any = None,
+    b_down: Any = None,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    recipe: Recipe | str = MXFP8,
+    residuals: str | None = None,
+    expert_axis: str | None = None,
+    tensor_axis: str | None = None,
+    token_axes: str | tuple[str, ...] | None = None,
+    wire: str = "mx",
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The experts of a mixture: every token through those that a router chose for it.
+
+    y[t] = sum over j of weights[t, j] (act(x[t] @ w_gate_up[e] + b_gate_up[e]) @ w_down[e]
+    + b_down[e]), e = experts[t, j]. No token is dropped, whatever the routing; shapes do not depend
+    on it, and nothing of it is read by the host. Differentiable in reverse mode with respect to x,
+    weights, both matrices and both biases.
+
+    Operands of both grouped products, and of their four gradients, are quantized as the recipe says
+    (see `dot_general`): tokens and the result's gradient as they are gathered into slots, sorted by
+    expert. Kept for the backward pass, in MX: the tokens along slots, and gate and up.
+
+    With `expert_axis`, tokens and experts are split over it: tokens move to all shards of the axis
+    as codes and scales, each shard's experts take theirs, and a reduce-scatter of floats adds up
+    what they give. With wire="mx" the gradients of both matrices read what was quantized twice, to
+    be moved and then along slots, so that they differ a little from one device's. Inside
+    `jax.shard_map` over that axis, arguments are a shard's; elsewhere they are whole arrays, on the
+    mesh that `jax.set_mesh` has set, with automatic or explicit axes, and this maps the layer over
+    their shards.
+
+    Args:
+      x: (T, D): bfloat16, float16 or float32. 32 divides D.
+      experts: integers (T, k): the experts of each token. One out of range adds nothing, and its
+        weight's gradient is 0.
+      weights: floats (T, k): what the router gives each of them.
+      w_gate_up: (E, D, 2 I), see `ragged_dot`: floats, what `recipe.quantize_weight` makes of them,
+        or a frozen `MXArray` (E, D, 2 I) or (E, 2 I, D) with its blocks along D. 32 divides I.
+      w_down: (E, I, D), likewise.
+      b_gate_up: floats (E, 2 I), or None.
+      b_down: floats (E, D), or None.
+      activation: one with a gate, see `gated`: "swiglu", "geglu", "geglu_erf", "reglu", "reglu2",
+        "bilinear" or "gpt_oss".
+      interleaved: whether gate and up come by turns along 2 I, not all gates first.
+      recipe: how floats are quantized; window="row" is refused. The router's weight multiplies
+        what w_down's product reads before that is quantized. Where the layer is split, a
+        `Stochastic` key of the recipe has the shard's position on each axis that splits it folded
+        in, so that no two shards round by the same numbers; in a `jax.shard_map` over axes that
+        the layer is not told of, fold those in yourself: `recipe.fold_in(jax.lax.axis_index(...))`.
+      residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
+        are; "inputs", nothing: the first product is computed again from the quantized tokens. None:
+        "mx" where the recipe quantizes the forward product, else "floats".
+      expert_axis: the mesh axis that tokens and experts are split over.
+      tensor_axis: the mesh axis that I is split over: the columns of w_gate_up (of gates and of
+        ups alike), the rows of w_down; floats only, together with `expert_axis`. One more
+        all-reduce adds up results.
+      token_axes: the mesh axes that tokens are split over where this maps the layer; by default
+        those of x's type, on a mesh with explicit axes, or all of the mesh besides `tensor_axis`.
+        `expert_axis` is added. Given without one: every device has all experts, for its tokens.
+      wire: how tokens and gradients move along it: "mx", or "floats", which are quantized after
+        they arrived; so are those of products in bfloat16, or with a Hadamard transform.
+      precision: of all grouped products, see `dot_general`.
+      implementation: likewise, see `ragged_dot`; or None.
+
+    Returns:
+      (T, D), of x's dtype.
+
+    Raises:
+      TypeError: an operand or argument is of the wrong type.
+      ValueError: shapes that do not fit, lengths that 32 does not divide, an unknown name.
+      NotImplementedError: the named implementation does not serve a product.
+    """
+    op = "moe"
+    recipe = grouped_recipe(op, recipe)
+    units = recipe.units
+    x = floats_of(op, "x", x, 2, math.lcm(units.forward, units.dgrad))
+    axes = wires.axes_of(op, expert_axis, tensor_axis)
+    w_gate_up = array_or_quantized(op, "w_gate_up", w_gate_up)
+    w_down = array_or_quantized(op, "w_down", w_down)
+    given = (("w_gate_up", w_gate_up), ("w_down", w_down))
+    recipes = tuple(recipe_beside(op, name, w, recipe) for name, w in given)
+    first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
+    if first.columns % (wanted := math.lcm(2 * units.forward, units.dgrad)):
+        is_shard = tensor_axis is not None and not axes.to_map
+        of_a_shard = f"on axis {tensor_axis!r} a shard's " * is_shard
+        raise ValueError(
+            f"{op}: {of_a_shard}w_gate_up has {first.columns} columns, must be a multiple of "
+            f"{wanted}: 2 I, of which I is a multiple of {what_of(units.forward)}; pad gate and up "
+            "with zero columns, and w_down with zero rows"
+        )
+    second = weight_of(op, "w_down", w_down, first.columns // 2, recipe)
+    _check_second(op, first, second, x.shape[1])
+    experts, weights = _routing(op, x, experts, weights)
+    biases = [
+        bias_of(op, name, bias, (first.groups, columns))
+        for name, bias, columns in (
+            ("b_gate_up", b_gate_up, first.columns),
+            ("b_down", b_down, x.shape[1]),
+        )
+    ]
+    if axes.to_map or token_axes is not None:
+        options = {"activation": activation, "interleaved": interleaved, "residuals": residuals}
+        options |= {"wire": wire, "precision": precision, "implementation": implementation}
+        return _mapped(
+            wires.Mapping.of(op, x, axes, token_axes, first.groups),
+            options,
+            (x, experts, weights, w_gate_up, w_down, *biases, recipe),
+        )
+    # No tokens, nothing moves: XLA gathers no empty arrays.
+    nothing = not is_symbolic(x.shape[0]) and x.shape[0] == 0
+    chosen = implementation_of(op, named("ragged_dot"), implementation)
+    product = Static(op, None, x.dtype, is_exact(op, precision), chosen)
+    static = Layer(
+        product,
+        product,
+        name_among(f"{op}: activation", GATED, activation),
+        flag(op, "interleaved", interleaved),
+        residuals_of(op, residuals, recipe),
+        Slots(
+            None if nothing else axes.experts,
+            axes.tensor,
+            name_among(f"{op}: wire", wires.KINDS, wire),
+        ),
+    )
+    unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
+    given = Given(x, weights, first.floats, second.floats, *biases)
+    recipes = tuple(wires.numbered(each, (axes.experts, axes.tensor)) for each in recipes)
+    quantized = first.quantized, second.quantized
+    leaves, tree = jax.tree.flatten((given, quantized, experts, recipes))
+    return layer(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+
+
+def _mapped(mapping: wires.Mapping, options: dict[str, Any], args: tuple) -> jax.Array:
+    """`moe` over the shards of whole arrays.
+
+    Args:
+      mapping: how they are split.
+      options: of `moe`.
+      args: its operands, then the recipe.
+    """
+    x, experts, weights, w1, w2, b1, b2, recipe = args
+    wires.check_weights(mapping.axes, w1, w2)
+    apart = mapping.axes.tensor is not None and not options["interleaved"]
+    if apart:  # gates and ups each by themselves, so that a shard has those of the same columns
+        w1, b1 = (w if w is None else wires.halved(w) for w in (w1, b1))
+
+    def shard(x, experts, weights, w1, w2, b1, b2, recipe):
+        if apart:
+            w1, b1 = (w if w is None else w.reshape(*w.shape[:-2], -1) for w in (w1, b1))
+        own = {"expert_axis": mapping.axes.experts, "tensor_axis": mapping.axes.tensor}
+        recipe = wires.numbered(recipe, [n for n in mapping.tokens if n != mapping.axes.experts])
+        return moe(
+            x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **own, **options
+        )
+
+    operands = (x, experts, weights, w1, w2, b1, b2, recipe)
+    return mapping(shard, operands)
+
+
+# ---- what callers pass ---
+def _check_second(op: str, first: Weight, second: Weight, columns: int) -> None:
+    if (second.groups, second.columns) != (first.groups, columns):
+        raise ValueError(
+            f"{op}: w_down has {second.groups} matrices of {second.columns} columns; w_gate_up has "
+            f"{first.groups} and x has {columns} columns"
+        )
+
+
+def _routing(op: str, x: Any, experts: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
+    experts = integers(op, "experts", experts)
+    weights = array_of(op, "weights", weights)
+    if experts.ndim != 2 or experts.shape[0] != x.shape[0] or weights.shape != experts.shape:
+        raise ValueError(
+            f"{op}: experts have the shape {experts.shape} and weights {weights.shape}; both must "
+            f"be (T, k), T = {x.shape[0]} as x has it"
+        )
+    return experts, weights
+
+
+# ---- rows that go to the slots of their experts ---
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Where tokens are.
+
+    Attributes:
+      groups: the slots.
+      scale: float32 (R,), the router's weight of each slot.
+    """
+
+    groups: Groups
+    scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots(Moves):
+    """Tokens that go to slots, sorted by expert, on the shards that have those; see `Moves`.
+
+    Attributes:
+      axis: the mesh axis that tokens and experts are split over, or None.
+      tensor: that the inner length is split over, or None.
+      wire: how rows move along the axis.
+    """
+
+    axis: str | None
+    tensor: str | None
+    wire: str
+    keeps_activation: ClassVar[bool] = False
+
+    def enter(
+        self, given: Given, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+    ) -> tuple[Any, Place]:
+        """See `Moves`."""
+        tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False))
+        rows = wires.gather_tokens(self.axis, self.wire, tokens)
+        first = jax.tree.leaves(quantized[0]) if given.w_first is None else [given.w_first]
+        number = first[0].shape[0]  # of experts, of a shard
+        weights = wires.gather_choices(self.axis, given.weights)
+        experts = wires.local_experts(self.axis, routing, number)
+        align = align_of(recipe) if keep else 1  # nothing is quantized along slots
+        groups = Groups.from_experts(experts, number, align=align)
+        return rows, Place(groups, groups.of_slots(weights.astype(jnp.float32)))
+
+    def operand(
+        self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
+    ) -> Unquantized:
+        """See `Moves`."""
+        return Unquantized(rows, recipe, place.groups.rows, name="lhs", wanted=wanted)
+
+    def gradient(
+        self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
+    ) -> Unquantized:
+        """See `Moves`."""
+        how: dict[str, Any] = {"name": "gradient", "frozen": (weight is None, False)}
+        alone = Unquantized(dy, recipe, wanted=(True, False), **how)
+        rows = wires.gather_tokens(self.axis, self.wire, alone)
+        return Unquantized(
+            rows, recipe, place.groups.rows, wanted=(True, weight is not None), **how
+        )
+
+    def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
+        """See `Moves`."""
+        return weight_forms(w, quantized, recipe, dgrad)
+
+    def forward(
+        self, product: Static, operands: tuple[Any, Any], place: Any, last: bool
+    ) -> Multiplication:
+        """See `Moves`."""
+        return product.multiplication((0, 0), (1, 0), groups=ROWS, align=place.groups.align)
+
+    def dgrad(
+        self, product: Static, gradient: Form, weight: Form, rows: Side, place: Any
+    ) -> Multiplication:
+        """See `Moves`."""
+        return product.multiplication(gradient, weight, groups=ROWS, align=place.groups.align)
+
+    def wgrad(
+        self, product: Static, rows: Form, gradient: Form, weight: Side, place: Any
+    ) -> Multiplication:
+        """See `Moves`."""
+        how: dict[str, Any] = {"groups": SUMS, "align": place.groups.align}
+        return product.multiplication(rows, gradient, weight.dtype, **how)
+
+    def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
+        """See `Moves`."""
+        if bias is None:
+            return y
+        rows = reference.rows_of(bias, place.groups.experts).astype(jnp.float32)
+        return (y.astype(jnp.float32) + rows).astype(product.dtype)
+
+    def leave(
+        self, product: Static, y: jax.Array, given: Given, routing: Any, place: Any
+    ) -> tuple[jax.Array, Any]:
+        """See `Moves`; what the backward pass wants is b_down and the routing."""
+        y, beside = wires.sum_and_scatter(self.axis, place.groups.combined(y)), None
+        if given.b_second is not None:  # of this shard's tokens and all experts
+            bias = wires.gather_choices(self.axis, given.b_second).astype(jnp.float32)
+            rows = reference.rows_of(bias, routing)
+            rows = rows * given.weights.astype(jnp.float32)[:, :, None]
+            is_one = _is_one(routing, bias.shape[0])[:, :, None]
+            rows = jnp.where(is_one, rows, 0).sum(1)
+            y = y + wires.on_first_shard(self.tensor, rows).astype(y.dtype)
+            beside = bias, routing, given.weights
+        return wires.summed_shards(self.tensor, y), beside
+
+    def gradients(self, layer: Layer, kept: Kept, back: Back) -> Given:
+        """See `Moves`."""
+        groups, sides = kept.place.groups, kept.sides
+        halves = reference.halves(back.gate_up, layer.activation, layer.interleaved)
+        act = reference.gated_exactly(halves, None, layer.activation)
+        dscale = (back.dact.astype(jnp.float32) * act).sum(-1)
+        dx = wires.sum_and_scatter(self.axis, groups.combined(back.dx)).astype(sides.x.dtype)
+        dweights = wires.sum_and_scatter(self.axis, groups.of_choices(dscale))
+        db1 = db2 = None
+        if sides.b_first is not None:
+            db1 = _by_expert(back.sums, groups).astype(sides.b_first.dtype)
+        if kept.beside is not None:
+            bias, experts, weights = kept.beside
+            dy, is_one = back.dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
+            db2 = _sums(*_shares(experts, weights, bias.shape[0]), dy)
+            db2 = wires.on_first_shard(self.tensor, db2)
+            db2 = wires.sum_and_scatter(self.axis, db2).astype(sides.b_second.dtype)
+            each = (reference.rows_of(bias, experts) * dy[:, None]).sum(-1)
+            dweights += wires.on_first_shard(self.tensor, jnp.where(is_one, each, 0))
+        dweights = dweights.astype(sides.weights.dtype)
+        return Given(dx, dweights, back.dw_first, back.dw_second, db1, db2)
+
+
+def _is_one(experts: jax.Array, number: int) -> jax.Array:
+    """Which choices name an expert, of so many."""
+    return (experts >= 0) & (experts < number)
+
+
+def _shares(experts: jax.Array, weights: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    """(T, E): the sum of the weights that each token gives each expert, float32; if it has any."""
+    is_it = experts[:, :, None] == jnp.arange(number, dtype=experts.dtype)[None, None]
+    shares = jnp.where(is_it, weights.astype(jnp.float32)[:, :, None], 0).sum(1)
+    return shares, is_it.any(1)
+
+
+def _sums(shares: jax.Array, takes: jax.Array, rows: jax.Array) -> jax.Array:
+    """Float32 (E, columns): each expert's sum of rows, each row by its share.
+
+    What is not finite makes NaN in the sums of the experts that take its row, and in no others,
+    where a product of matrices would have 0 * NaN.
+
+    Args:
+      shares: float32 (R, E).
+      takes: bool (R, E), whose sums a row is in.
+      rows: float32 (R, columns).
+    """
+    good_shares, good_rows = jnp.isfinite(shares), jnp.isfinite(rows)
+    sums = jnp.einsum(
+        "re,rn->en",
+        jnp.where(good_shares, shares, 0),
+        jnp.where(good_rows, rows, 0),
+        precision="highest",
+    )
+    bad = jnp.einsum("re,rn->en", takes.astype(jnp.bfloat16), (~good_rows).astype(jnp.bfloat16))
+    return jnp.where((bad > 0) | ~good_shares.all(0)[:, None], jnp.nan, sums)
+
+
+def _by_expert(sums: jax.Array, groups: Groups) -> jax.Array:
+    """Float32 (E, columns): the sum of each expert's slots, those of `align` slots first.
+
+    Args:
+      sums: float32 (R / 32, columns), of 32 slots each, or of all slots themselves.
+      groups: the slots.
+    """
+    each = groups.align // (1 if sums.shape[0] == groups.rows.shape[0] else BLOCK)
+    runs = sums.reshape(-1, each, sums.shape[-1]).sum(1)
+    experts = groups.experts[:: groups.align]
+    is_it = experts[:, None] == jnp.arange(groups.num_experts, dtype=experts.dtype)[None]
+    return _sums(is_it.astype(jnp.float32), is_it, runs)

@@ -1,0 +1,285 @@
+"""Arguments of products: each is what its function takes, or the call is refused.
+
+Every sentence names the public function, the argument, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.arrays.checks import array_of, has_elements, held, name_among, padded, shown
+from jax_mx.arrays.sharding import is_explicit, spec_of
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.facts.windows import ROW
+from jax_mx.lowering import primitive
+from jax_mx.ops.mxarray import MXArray, checked
+from jax_mx.products.arrangements import Arrangement, what_of
+from jax_mx.products.operand import QuantizedWeight
+from jax_mx.products.recipes import Recipe, check_frozen, recipe_of
+
+RESIDUALS = ("mx", "floats", "inputs")  # what `mlp` and `moe` keep of gate and up
+
+# What jax.lax.dot_general takes as a precision by name; of these, what FP8 tensor cores give.
+PRECISIONS = (
+    *("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorfloat32"),
+    *("highest", "float32", *(preset.name for preset in jax.lax.DotAlgorithmPreset)),
+)
+_LEAST = ("default", "fastest", "bfloat16", "f16_f16_f16", "bf16_bf16_bf16")
+
+
+# ---- what callers pass ---
+def operand_of(op: str, name: str, x: Any) -> Any:
+    """An operand as products take it: an array, an `MXArray` in rows, or a `QuantizedWeight`.
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    x = held(x)
+    if isinstance(x, MXArray):
+        return checked(op, name, x).with_values_in(ROW_MAJOR_VALUES).with_scales_in(ROW_MAJOR)
+    if isinstance(x, QuantizedWeight):
+        if name == "lhs":
+            raise TypeError(f"{op}: lhs is a QuantizedWeight; weights go on the right-hand side")
+        return x
+    has_elements(op, name, x)
+    if not hasattr(x, "dtype"):
+        try:
+            return jnp.asarray(x)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{op}: {name} must be an array, got {shown(x)}") from error
+    return x.astype(x.dtype.newbyteorder("=")) if isinstance(x, np.ndarray) else x
+
+
+def is_exact(op: str, precision: Any) -> bool:
+    """Whether a precision asks, for some operand, for more than FP8 tensor cores give.
+
+    So does all that is above JAX's default, and an algorithm that sums in float32, unless it names
+    FP8.
+
+    Raises:
+      TypeError, ValueError: no precision of JAX.
+    """
+    if precision is None:
+        config: Any = jax.config
+        precision = config.jax_default_matmul_precision
+    if isinstance(precision, jax.lax.DotAlgorithm):  # a tuple, too
+        sizes = [jnp.dtype(each).itemsize for each in precision[:3]]
+        return sizes[2] > 2 and sizes[:2] != [1, 1]
+    if isinstance(precision, tuple | list):
+        return any(_names_more(op, each) for each in precision)
+    return _names_more(op, precision)
+
+
+def _names_more(op: str, precision: Any) -> bool:
+    if precision is None:
+        return False
+    if isinstance(precision, jax.lax.Precision | jax.lax.DotAlgorithmPreset):
+        name = precision.name.lower()
+    else:
+        name = name_among(f"{op}: precision", PRECISIONS, precision).lower()
+    return name not in _LEAST and not name.startswith("any_f8")
+
+
+def check_quantized(op: str, name: str, x: Any, side: Arrangement) -> None:
+    """Refuses an operand that was quantized along other dimensions.
+
+    Raises:
+      ValueError: so it is.
+    """
+    if isinstance(x, QuantizedWeight):
+        if (own := x.arrangement) != side:
+            raise ValueError(
+                f"{op}: {name} was quantized for contracted dimensions {[*own.contracted_dims]} "
+                f"and batch dimensions {[*own.order[: own.batch]]}; pass those of this product to "
+                "Recipe.quantize_weight"
+            )
+    if not isinstance(x, MXArray):
+        return
+    last = side.contracted_dims[-1]
+    spans = (x.ndim - 2, x.ndim - 1) if len(x.block) == 2 else (x.axis + x.ndim,)
+    if last not in spans or (len(x.block) == 2 and len(side.order) - side.batch > 2):
+        dims = side.contracted_dims
+        remedy = f"quantize it along dimension {last}"
+        if x.shape[last] % BLOCK:
+            remedy = f"{remedy}, the last of them, once 32 divides it"
+        what = f"dimension{'s' * (len(dims) > 1)} {', '.join(map(str, dims))}"
+        raise ValueError(
+            f"{op}: {name} has blocks along dimension {', '.join(map(str, spans))}, the product "
+            f"contracts {what}; {remedy}"
+        )
+
+
+def bias_of(op: str, name: str, bias: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    """A bias as an array of JAX, or None.
+
+    Raises:
+      TypeError, ValueError: it is none of this shape.
+    """
+    if bias is None:
+        return None
+    bias = array_of(op, name, bias)
+    if bias.shape != shape:
+        raise ValueError(f"{op}: {name} has the shape {bias.shape}, must be {shape}, or None")
+    return bias
+
+
+def residuals_of(op: str, residuals: Any, recipe: Recipe) -> str:
+    """What is kept of gate and up, one of `RESIDUALS`; of None what the recipe's forward reads.
+
+    Raises:
+      TypeError, ValueError: it is none.
+    """
+    if residuals is None:
+        residuals = "floats" if recipe.uses("lhs")[0].format is None else "mx"
+    return name_among(f"{op}: residuals", RESIDUALS, residuals)
+
+
+# ---- of products over groups ---
+class Weight(NamedTuple):
+    """One matrix a group.
+
+    Attributes:
+      floats: (G, K, N), which gradients reach, with zero columns for blocks and transforms along N;
+        or None.
+      quantized: a frozen `MXArray`, (G, K, N) or (G, N, K); or both forms; or None.
+      groups: G.
+      columns: N.
+    """
+
+    floats: jax.Array | None
+    quantized: Any
+    groups: int
+    columns: int
+
+
+def grouped_recipe(op: str, recipe: Any) -> Recipe:
+    """A recipe that grouped products may follow.
+
+    Raises:
+      TypeError, ValueError: it is none.
+    """
+    recipe = recipe_of(op, recipe)
+    if recipe.window == ROW:
+        raise ValueError(
+            f"{op}: the recipe's window is {ROW!r}, which would span several groups' tokens; use "
+            "window=128 or 256"
+        )
+    return recipe
+
+
+def floats_of(op: str, name: str, x: Any, ndim: int, unit: int) -> jax.Array:
+    """An operand that has to be floats, the unit dividing its last axis.
+
+    Raises:
+      TypeError, ValueError: it is not.
+    """
+    x = array_of(op, name, x)
+    if x.ndim != ndim:
+        raise ValueError(f"{op}: {name} has the shape {x.shape}, must have {ndim} dimensions")
+    if x.shape[-1] % unit:
+        raise ValueError(
+            f"{op}: the last axis of {name} has {x.shape[-1]} elements, not a multiple of "
+            f"{what_of(unit)}; {padded(x.shape[-1], unit)}"
+        )
+    return x
+
+
+def array_or_quantized(op: str, name: str, w: Any) -> Any:
+    """A weight as an array of JAX, if it is not quantized.
+
+    Raises:
+      TypeError: it is neither floats nor quantized.
+    """
+    w = held(w)
+    return w if isinstance(w, MXArray | QuantizedWeight) else array_of(op, name, w)
+
+
+def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight:
+    """One matrix a group, of `length` contracted elements; of what `array_or_quantized` gives.
+
+    Raises:
+      TypeError, ValueError: it is none, or was quantized for another product.
+    """
+    shape = w.shape
+    if len(shape) != 3:
+        raise ValueError(
+            f"{op}: {name} must have three dimensions, one matrix a group: (groups, contracted, "
+            f"columns), got {shape}"
+        )
+    at = 1
+    if not shape[0]:
+        raise ValueError(f"{op}: {name} has the shape {tuple(shape)}, must have a matrix at least")
+    if isinstance(w, MXArray):
+        check_frozen(op, name, recipe)
+        w = checked(op, name, w).with_values_in(ROW_MAJOR_VALUES).with_scales_in(ROW_MAJOR)
+        at = w.axis % 3 if len(w.block) == 1 else 1
+        if at == 0:
+            raise ValueError(
+                f"{op}: {name} has blocks along the axis of groups; quantize it along the "
+                "contracted one"
+            )
+    elif isinstance(w, QuantizedWeight):
+        _check_made_for_groups(op, name, w)
+    if shape[at] != length:
+        raise ValueError(
+            f"{op}: {name} has the shape {tuple(shape)}, whose contracted axis {at} should have "
+            f"{length} elements"
+        )
+    columns = shape[3 - at]
+    if isinstance(w, MXArray):
+        return Weight(None, w, shape[0], columns)
+    if isinstance(w, QuantizedWeight):
+        fixed = _columns_padded(w.floats, recipe)
+        return Weight(fixed, (w.contracted_form, w.free_form), shape[0], columns)
+    return Weight(_columns_padded(w, recipe), None, shape[0], columns)
+
+
+def _check_made_for_groups(op: str, name: str, w: QuantizedWeight) -> None:
+    own = w.arrangement
+    if (own.contracted_dims, own.order[: own.batch]) != ((1,), (0,)):
+        raise ValueError(
+            f"{op}: {name} was quantized for another product; use "
+            "recipe.quantize_weight(w, contracting=1, batch=0)"
+        )
+
+
+def _columns_padded(w: jax.Array, recipe: Recipe) -> jax.Array:
+    extra = -w.shape[-1] % recipe.units.dgrad
+    return jnp.pad(w, ((0, 0), (0, 0), (0, extra))) if extra else w
+
+
+def sizes_fit(op: str, sizes: Any, groups: int) -> None:
+    """Refuses what is not the sizes of so many groups.
+
+    Raises:
+      TypeError, ValueError: so it is.
+    """
+    found = getattr(sizes, "dtype", None)
+    if found != jnp.int32:
+        raise TypeError(f"{op}: group_sizes are {found or type(sizes).__name__}, must be int32")
+    if sizes.shape != (groups,):
+        raise ValueError(
+            f"{op}: group_sizes have the shape {sizes.shape}, rhs has {groups} matrices; they "
+            f"must be ({groups},)"
+        )
+
+
+def unsplit(op: str, *operands: Any) -> None:
+    """Refuses operands that a mesh with explicit axes splits.
+
+    Raises:
+      ShardingTypeError: so it is.
+    """
+    for x in jax.tree.leaves(operands):
+        aval: Any = jax.typeof(x)
+        if is_explicit(aval.sharding.mesh) and any(spec_of(x)):
+            raise primitive.ShardingTypeError(
+                f"{op}: an operand is split as {aval.sharding.spec}; which rows a group has is "
+                "known on the device alone, so that no rule splits this product: use "
+                "jax.shard_map, or jax_mx.moe with token_axes or expert_axis"
+            )

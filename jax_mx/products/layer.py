@@ -1,0 +1,378 @@
+"""The layer's derivative: two products, an activation between them, and moves around them.
+
+One custom_vjp with floats at both ends, for `mlp` and `moe`. Forward:
+
+    x --move, quantize--> --product--> gate, up --activation, quantize--> --product--> --move--> y
+
+What the activation gives is no array of floats where a kernel quantizes it (`Gated`), and what is
+kept for the backward pass is MX. A `Moves` says how rows reach the products and come back: those of
+`mlp` stay where they are, those of `moe` go to their experts' slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.arrays.sharding import is_explicit, spec_of
+from jax_mx.facts.formats import MXFP8_E4M3
+from jax_mx.ops.activations import Gated, made
+from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.ops.quantize import quantize
+from jax_mx.ops.quantizing import WithSums
+from jax_mx.products.derivative import MARK, Side, Static, once_derived, side_of
+from jax_mx.products.multiply import Multiplication, Step
+from jax_mx.products.operand import Unquantized
+from jax_mx.products.recipes import Recipe
+
+Recipes = tuple[Recipe, Recipe]  # of both products: where a weight brings signs, they differ
+Form = tuple[int, int]  # of a step: the number of an operand, and of its form
+
+
+class Given(NamedTuple):
+    """What gradients reach; None where there is nothing, or a weight is frozen.
+
+    Attributes:
+      x: floats, the rows.
+      weights: a router's, (T, k); None in `mlp`.
+      w_first: of gates and ups.
+      w_second: of the result.
+      b_first: what is added to the first product.
+      b_second: likewise.
+    """
+
+    x: Any
+    weights: Any
+    w_first: Any
+    w_second: Any
+    b_first: Any
+    b_second: Any
+
+
+class Layer(NamedTuple):
+    """What of a layer is neither array nor key.
+
+    Attributes:
+      first: the first product.
+      second: likewise.
+      activation: its name, see `gated`.
+      interleaved: whether gates and ups come by turns.
+      residuals: what is kept of them: "mx", "floats", or "inputs", which they are computed from.
+      moves: of rows.
+    """
+
+    first: Static
+    second: Static
+    activation: str
+    interleaved: bool
+    residuals: str
+    moves: Moves
+
+    @property
+    def op(self) -> str:
+        """The public function."""
+        return self.first.op
+
+    def hidden(self, gate_up: jax.Array) -> Side:
+        """The side of what the activation makes of gates and ups."""
+        if not is_explicit(jax.typeof(gate_up).sharding.mesh):
+            return Side(self.second.dtype)
+        spec = spec_of(made(self.op, gate_up, self.gated()))
+        return Side(self.second.dtype, arranged=spec)
+
+    def sides(self, given: Given) -> Given:
+        """The sides of all that is given."""
+        arranged: dict[str, Any] = {}
+        if self.first.layout is not None:
+            arranged = {"x": self.first.arranged.lhs, "w_first": self.first.arranged.rhs}
+            arranged["w_second"] = self.second.arranged.rhs
+        names = Given._fields
+        return Given(*(side_of(arranged.get(n), x) for n, x in zip(names, given, strict=True)))
+
+    def gated(self, scale: Any = None, gradient: Any = None) -> Gated:
+        """What is between both products, by the scale of each row; or its gradient."""
+        own = Gated(self.activation, scale, interleaved=self.interleaved)
+        return dataclasses.replace(own, gradient=gradient)
+
+
+class Moves(ABC):
+    """How rows reach a layer's products and come back; a static value.
+
+    A `place` is where they are: None, or a pytree with `groups`, and the `scale` of each row.
+    """
+
+    keeps_activation: ClassVar[bool]  # along its rows, for the gradient of w_second
+
+    @abstractmethod
+    def enter(
+        self, given: Given, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+    ) -> tuple[Any, Any]:
+        """The rows that the first product reads, and the place.
+
+        Args:
+          given: to the layer.
+          quantized: what is quantized of both weights, or None.
+          routing: the experts of each row, or None.
+          recipe: of the first product.
+          keep: whether a backward pass follows.
+        """
+
+    @abstractmethod
+    def operand(
+        self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
+    ) -> Unquantized:
+        """What the first product reads of rows."""
+
+    @abstractmethod
+    def gradient(
+        self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
+    ) -> Unquantized:
+        """What both products of the backward pass read of the result's gradient.
+
+        Args:
+          product: the second one.
+          dy: the gradient.
+          place: where rows are.
+          recipe: of the second product.
+          weight: of its weight, or None where that is frozen.
+        """
+
+    @abstractmethod
+    def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
+        """What products read of a weight; `dgrad`: also that for the gradient of rows."""
+
+    @abstractmethod
+    def forward(
+        self, product: Static, operands: tuple[Any, Any], place: Any, last: bool
+    ) -> Multiplication:
+        """A product of a step's two operands; `last`: the second one of the layer."""
+
+    @abstractmethod
+    def dgrad(
+        self, product: Static, gradient: Form, weight: Form, rows: Side, place: Any
+    ) -> Multiplication:
+        """The product for the gradient of rows."""
+
+    @abstractmethod
+    def wgrad(
+        self, product: Static, rows: Form, gradient: Form, weight: Side, place: Any
+    ) -> Multiplication:
+        """The product for the gradient of a weight, both operands along rows."""
+
+    @abstractmethod
+    def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
+        """The first product, and its bias."""
+
+    @abstractmethod
+    def leave(
+        self, product: Static, y: jax.Array, given: Given, routing: Any, place: Any
+    ) -> tuple[jax.Array, Any]:
+        """The result as the caller has it, and what the backward pass wants of all this."""
+
+    @abstractmethod
+    def gradients(self, layer: Layer, kept: Kept, back: Back) -> Given:
+        """The gradients as the caller has what they are of."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        "place", "rows", "act", "gate_up", "w_first", "w_second", "bias", "recipes", "beside",
+    ),
+    meta_fields=("sides",),
+)  # fmt: skip
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """What the backward pass reads; None is what it does not.
+
+    Attributes:
+      place: where rows are, see `Moves`.
+      rows: form along rows, of what the first product read.
+      act: likewise, of what the activation gave.
+      gate_up: an `MXArray` or floats, arranged; or the form that they are computed from.
+      w_first: forms of it: that which gates and ups are computed again from, and the free one.
+      w_second: its free form.
+      bias: b_first, where gates and ups are computed again.
+      recipes: of both products.
+      beside: what `Moves.leave` gave.
+      sides: the `Side` of all that was given.
+    """
+
+    place: Any
+    rows: Any
+    act: Any
+    gate_up: Any
+    w_first: tuple[Any, Any]
+    w_second: Any
+    bias: Any
+    recipes: Recipes
+    beside: Any
+    sides: Given
+
+
+class Back(NamedTuple):
+    """What the products of the backward pass gave, arranged; None where nothing is wanted.
+
+    Attributes:
+      dy: the gradient of the result, as it was given.
+      gate_up: gates and ups, which were kept or computed again.
+      dact: the gradient of what the activation gave.
+      dx: of rows.
+      dw_first: of the weights.
+      dw_second: likewise.
+      sums: of the gradient of gates and ups, see `WithSums`.
+    """
+
+    dy: jax.Array
+    gate_up: jax.Array
+    dact: jax.Array
+    dx: jax.Array
+    dw_first: Any
+    dw_second: Any
+    sums: Any
+
+
+@partial(jax.jit, static_argnums=0)
+def layer(
+    static: Layer, given: Given, quantized: tuple, routing: Any, recipes: Recipes
+) -> jax.Array:
+    """The layer, differentiable by what is given.
+
+    Args:
+      static: what of it is neither array nor key.
+      given: its arrays.
+      quantized: what is quantized of both weights: an `MXArray`, both forms, or None.
+      routing: the experts of each row, or None.
+      recipes: of both products.
+    """
+    return _layer(static, given, quantized, routing, recipes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer(
+    static: Layer, given: Given, quantized: tuple, routing: Any, recipes: Recipes
+) -> jax.Array:
+    first, second = (  # nothing is quantized along rows
+        product.unfollowed(*each)
+        for product, *each in zip(
+            static[:2], (given.w_first, given.w_second), quantized, recipes, strict=True
+        )
+    )
+    static = static._replace(first=first, second=second)
+    return _forward(static, given, quantized, routing, recipes, keep=False)[0]
+
+
+def _fwd(static: Layer, given: Given, quantized: tuple, routing: Any, recipes: Recipes) -> tuple:
+    *floats, mark = once_derived(static.op, *given, MARK)
+    y, kept = _forward(static, Given(*floats), quantized, routing, recipes, keep=True)
+    return y, (kept, mark)
+
+
+def _forward(
+    static: Layer, given: Given, quantized: tuple, routing: Any, recipes: Recipes, keep: bool
+) -> tuple[jax.Array, Any]:
+    """The result; and what the backward pass reads, if it is to be kept."""
+    moves, products = static.moves, (static.first, static.second)
+    x, place = moves.enter(given, quantized, routing, recipes[0], keep)
+    ws = given.w_first, given.w_second
+    first, second = (
+        moves.weight(*each, keep) for each in zip(products, ws, quantized, recipes, strict=True)
+    )
+    trained = [keep and w is not None for w in ws]
+    again = keep and static.residuals == "inputs"
+    rows = moves.operand(static.first, x, place, recipes[0], (True, trained[0]))
+    forms = ((0, 1), (1, 1), *(((0, 0), (1, 0)) if again else ()))
+    step = Step((moves.forward(static.first, (rows, first), place, False),), forms)
+    (gate_up,), (rows_kept, first_free, *inputs) = step((rows, first), sizes_of(place))
+    gate_up = moves.biased(static.first, gate_up, given.b_first, place)
+    wanted = (True, trained[1] and moves.keeps_activation)
+    act = Unquantized(gate_up, recipes[1], None, static.gated(scale_of(place)), wanted=wanted)
+    step = Step((moves.forward(static.second, (act, second), place, True),), ((0, 1), (1, 1)))
+    (y,), (act_kept, second_free) = step((act, second), sizes_of(place))
+    y, beside = moves.leave(static.second, y, given, routing, place)
+    if not keep:
+        return y, None
+    if static.residuals == "mx":
+        gate_up = quantize(gate_up, MXFP8_E4M3)
+    return y, Kept(
+        place,
+        rows_kept,
+        act_kept,
+        inputs[0] if again else gate_up,
+        (inputs[1] if again else None, first_free),
+        second_free,
+        given.b_first if again else None,
+        recipes,
+        beside,
+        static.sides(given),
+    )
+
+
+def sizes_of(place: Any) -> Any:
+    """The sizes of groups; None where there are none."""
+    return None if place is None else place.groups.sizes
+
+
+def scale_of(place: Any) -> Any:
+    """By what each row is multiplied between both products; None: by nothing."""
+    return None if place is None else place.scale
+
+
+def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: jax.Array) -> tuple:
+    kept, mark = residual
+    dy, _ = once_derived(static.op, dy, mark)
+    moves, sides, place = static.moves, kept.sides, kept.place
+    first, second = kept.recipes
+    w1, w2 = sides.w_first, sides.w_second
+    gradient = moves.gradient(static.second, dy, place, second, w2)
+    gate_up = _again(static, kept)
+    act = kept.act
+    if w2 is not None and not moves.keeps_activation:
+        own = static.gated(scale_of(place))
+        _, act = Unquantized(gate_up, second, None, own, wanted=(False, True)).forms()
+    # The gradient of the result: by w_second^T, and along rows for that of w_second.
+    products = [moves.dgrad(static.second, (0, 0), (2, 0), static.hidden(gate_up), place)]
+    if w2 is not None:
+        products.append(moves.wgrad(static.second, (1, 0), (0, 1), w2, place))
+    operands = (gradient, (act,), (kept.w_second,))
+    (dact, *dw2), _ = Step(tuple(products))(operands, sizes_of(place))
+    # Through the activation, whose argument was kept.
+    own: Any = static.gated(scale_of(place), dact.astype(gate_up.dtype))
+    own = own if sides.b_first is None else WithSums(own)
+    how: dict[str, Any] = {"wanted": (True, w1 is not None), "frozen": (w1 is None, False)}
+    gradient = Unquantized(gate_up, first, None, own, name="gradient", **how)
+    products = [moves.dgrad(static.first, (0, 0), (2, 0), sides.x, place)]
+    if w1 is not None:
+        products.insert(0, moves.wgrad(static.first, (1, 0), (0, 1), w1, place))
+    sums = () if sides.b_first is None else ((0, 2),)
+    operands = (gradient, (kept.rows,), (kept.w_first[1],))
+    (*dw1, dx), sums = Step(tuple(products), sums)(operands, sizes_of(place))
+    back = Back(dy, gate_up, dact, dx, *(next(iter(each), None) for each in (dw1, dw2, sums)))
+    return moves.gradients(static, kept, back), None, None, None
+
+
+def _again(static: Layer, kept: Kept) -> jax.Array:
+    """Gates and ups, arranged: as they were kept, or computed again."""
+    if static.residuals != "inputs":
+        return floats_kept(kept.gate_up, static.first.dtype)
+    operands: Any = (kept.gate_up,), (kept.w_first[0],)
+    product = static.moves.forward(static.first, operands, kept.place, False)
+    (gate_up,), _ = Step((product,))(operands, sizes_of(kept.place))
+    return static.moves.biased(static.first, gate_up, kept.bias, kept.place)
+
+
+def floats_kept(gate_up: Any, dtype: np.dtype) -> jax.Array:
+    """Gates and ups as floats, of what was kept of them."""
+    if not isinstance(gate_up, MXArray):
+        return gate_up
+    # float16 may be too small for what was rounded up; what meets it is float32 then, too.
+    return dequantize(gate_up, jnp.float32 if dtype == jnp.float16 else dtype)
+
+
+_layer.defvjp(_fwd, _bwd)
