@@ -29,6 +29,8 @@ from jaxlib.mlir import ir
 import jax_mx
 from jax_mx import Recipe
 from jax_mx.facts.products import Binary
+from jax_mx.facts.signatures import signature_of
+from jax_mx.facts.variants import Kind
 from jax_mx.lowering import store
 from jax_mx.products.recipes import RECIPES
 
@@ -36,12 +38,14 @@ GOLDEN_FILE = GOLDEN / "lowered_calls.json"
 
 
 # ---- what a kernel's call says ---
-def words(kernel: Binary) -> str:
-    """What a kernel does, in the words of the golden file.
+def words(kernel: Binary) -> tuple[str, list[str]]:
+    """What a kernel does, and the names of its operands, in the words of the golden file.
 
-    They outlive a renaming: whoever renames kernels translates their names here.
+    They outlive a renaming: whoever renames kernels or operands translates the new names here.
     """
-    return kernel.name
+    kinds = getattr(kernel, "kinds", ()) or (Kind(),) * len(kernel.formats)
+    signature = signature_of(getattr(kernel, "signature", kernel.op), kinds)
+    return kernel.name, [array.name for array in signature.operands]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +53,20 @@ class Described(store.Artifact):
     """A kernel without code, whose call says what it is asked for."""
 
     does: str = ""
+    operands: tuple[str, ...] = ()
 
     def attributes(self, launch, scalars, carry):
-        """The words in the place of the symbols; of scalars those that are not 0."""
+        """The words; of scalars those that are not 0."""
         del carry
         asked = [f"{name}={value}" for name, value in sorted(scalars.items()) if value]
-        return {"sha256": self.sha256, "symbols": " ".join((self.does, launch, *asked))}
+        return {"does": " ".join((self.does, launch, *asked)), "operands": " ".join(self.operands)}
 
 
 def describe(kernel: Binary, arch: str) -> Described:
     """The kernel of an arch, which nobody compiles."""
     del arch
-    return Described({"sha256": "0" * 64, "launches": {}}, Path(), b"", words(kernel))
+    does, operands = words(kernel)
+    return Described({}, Path(), b"", does, (*operands,))
 
 
 @contextlib.contextmanager
@@ -82,7 +88,6 @@ COLLECTIVES = tuple(
         "collective_broadcast",
     )
 )
-CONFIG = "mhlo.backend_config"
 KNOWN = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")  # they compute nothing
 
 
@@ -157,6 +162,7 @@ class Walk:
             if target == store.TARGET:
                 self.events.append(f"{asked_of(op)}: {types_of(op)}")
             elif target not in KNOWN:
+                target = re.sub(r"_v\d+$", "", target)  # Pallas counts its calls' versions
                 self.events.append(f"custom call {target}: {types_of(op)}")
         elif op.name == "stablehlo.composite":
             name = ir.StringAttr(op.attributes["name"]).value
@@ -168,20 +174,22 @@ class Walk:
 
 
 def asked_of(op: ir.Operation) -> str:
-    """What the call of a kernel asks for, and on which chips; the same on all."""
-    config = ir.DictAttr(op.attributes[CONFIG])
-    each = {
-        kernel.name: ir.StringAttr(ir.DictAttr(kernel.attr)["symbols"]).value
-        for kernel in ir.DictAttr(config["kernels"])
+    """What the call of a kernel asks for, on which chips, and what its operands are."""
+    config = ir.DictAttr(op.attributes["mhlo.backend_config"])
+    chips = {kernel.name: ir.DictAttr(kernel.attr) for kernel in ir.DictAttr(config["kernels"])}
+    ((does, names),) = {
+        tuple(ir.StringAttr(kernel[key]).value for key in ("does", "operands"))
+        for kernel in chips.values()
     }
-    (asked,) = {*each.values()}
-    rest = [f"{name} {numbers_in(config[name])}" for name in ("merge", "absent") if name in config]
-    return ", ".join((f"{asked} on {' '.join(each)}", *rest))
+    absent = {*integers(config["absent"])} if "absent" in config else ()
+    present = [name for i, name in enumerate(names.split()) if i not in absent]
+    merge = f", merge {integers(config['merge'])}" if "merge" in config else ""
+    return f"{does} on {' '.join(chips)}{merge}, of {' '.join(present)}"
 
 
-def numbers_in(attribute: ir.Attribute) -> str:
+def integers(attribute: ir.Attribute) -> list[int]:
     """The numbers of an attribute that is an array."""
-    return str(attribute).partition("<")[2].rpartition(">")[0].rpartition(">")[0] or str(attribute)
+    return [*map(int, ir.DenseIntElementsAttr(attribute))]
 
 
 def numbers_of(op: ir.Operation) -> str:
@@ -531,7 +539,7 @@ def golden() -> dict[str, list[str]]:
     return json.loads(GOLDEN_FILE.read_text())
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_programs_are_lowered_to_the_same_calls(name):
     assert events(CASES[name]) == golden()[name], "see python tests/test_lowered_calls.py"
