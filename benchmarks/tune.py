@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 
 import jax_mx
-from jax_mx.products import calls, choices, tuning
+from jax_mx.products import choices, tuning
 from jax_mx.products.choices import Choice, Measured
-from jax_mx.products.dot import key_of
-from jax_mx.products.implementations import by_rule
+from jax_mx.products.contraction import key_of
+from jax_mx.products.decide import by_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ def measured(
         if key_of(call, chip) in known.by_key:
             continue
         entries = tuning.entries_of([found], place, end, candidates, False, WITHOUT)
-        rule = by_rule(call, place.platform, place.chips, calls.TABLES[call.op])
+        rule = by_rule(call, place.platform, place.chips).implementation
         yield from (settled(entry, rule) for entry in entries if entry.chosen)
 
 

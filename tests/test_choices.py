@@ -21,11 +21,11 @@ from jax_mx import Choice, autotune, explain, matmul
 from jax_mx.facts.chips import ARCHS, chips_of
 from jax_mx.facts.products import PRODUCTS
 from jax_mx.lowering import store, targets
-from jax_mx.lowering.registry import Support
 from jax_mx.ops.gemm import ROWS
-from jax_mx.products import choices, measuring, ragged_implementations, tuning
+from jax_mx.products import choices, measuring, tuning
 from jax_mx.products.choices import Key, Measured
-from jax_mx.products.implementations import IMPLEMENTATIONS, Implementation
+from jax_mx.products.contraction import SUMS, Served
+from jax_mx.products.implementations import IMPLEMENTATIONS, Implementation, named
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"
 XLA = IMPLEMENTATIONS["xla"].run
@@ -38,7 +38,7 @@ def ones(*shape):
 
 def add(monkeypatch, name, run):
     """A row of the table of implementations that serves every call."""
-    row = Implementation(name, "any", lambda *_: Support(name), run, lambda *_: False)
+    row = Implementation(name, "any", lambda *_: Served(name), run, lambda *_: False)
     monkeypatch.setitem(IMPLEMENTATIONS, name, row)
 
 
@@ -91,9 +91,9 @@ def test_time_is_taken_of_what_runs(monkeypatch):
     """By the clock: one product against the same behind forty larger ones."""
     square = jnp.full((512, 512), 2.0**-9)
 
-    def often(lhs, rhs, dot):
+    def often(product, served):
         x = jax.lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ square), square)
-        return jnp.where(jnp.isfinite(x).all(), XLA(lhs, rhs, dot), jnp.nan)
+        return jnp.where(jnp.isfinite(x).all(), XLA(product, served), jnp.nan)
 
     add(monkeypatch, "often", often)
     (entry,) = quiet(matmul, ones(128, 512), ones(512, 256)).entries
@@ -326,7 +326,6 @@ def test_measuring_within_a_mesh(monkeypatch):
 
 
 # ---- tilings ---
-PEERS = {"dot_general": IMPLEMENTATIONS, "ragged_dot": ragged_implementations.IMPLEMENTATIONS}
 TILES = jax_mx.Recipe(window=256, weight_window=(128, 128))
 SIZES = jnp.array([200, 100], jnp.int32)
 MANY = 16384
@@ -354,8 +353,8 @@ def test_each_tiling_is_a_row():
     """Made from the table of kernels, behind the row that picks one by itself."""
     names = [f"cutedsl_r{rows}" for rows in ROWS]
     assert {p.rows for p in PRODUCTS if p.op in ("matmul", "matmul_fp8")} == {*ROWS}
-    for table in PEERS.values():
-        assert [*table][: len(names) + 1] == ["cutedsl", *names]
+    for op in ("dot_general", "ragged_dot"):
+        assert [*named(op)][: len(names) + 1] == ["cutedsl", *names]
 
 
 # x (M, K) and w (K, N); the binary but for its rows, the rows that there are, and those with which
@@ -413,7 +412,7 @@ def test_the_table_of_kernels_says_which_tilings_serve_a_call(kind, monkeypatch)
             assert_refused(asked, NotImplementedError, sentence)
             continue
         wanted = binary.format(tile) if tile in tilings else f"matmul_mxfp8_e4m3_r{tile}"
-        support = PEERS[call_of(f, *args).op][name].support(call_of(f, *args), ["sm_90"])
+        support = IMPLEMENTATIONS[name].support(call_of(f, *args), ["sm_90"])
         assert str(support) == f"{name}: {wanted}"
         (call,) = explain(named, *args, **on_hopper).calls
         assert (call.chosen, call.by) == (name, "argument")
@@ -445,14 +444,14 @@ def test_what_has_no_tilings():
         return jax.vjp(partial(grouped, recipe=jax_mx.BF16), ones(300, 64), w)[1](ones(300, 96))
 
     calls, _ = tuning.calls_in("test", weights, [like(2, 64, 96)])
-    (sums,) = [each.call for each in calls if each.call.ragged.sums]
+    (sums,) = [each.call for each in calls if each.call.numbers.groups == SUMS]
     floats = call_of(in_recipe(jax_mx.BF16), like(8, 64), like(64, 96))
     for call, sentence in (
         (sums, "sums over no groups: kernels that do have one tiling"),
         (floats, "wants an MXArray on the right, in blocks along one dimension"),
     ):
         for name in (f"cutedsl_r{n}" for n in ROWS):
-            row = PEERS[call.op][name]
+            row = IMPLEMENTATIONS[name]
             assert f"{name!r} {sentence}" in row.support(call, ["sm_90"]).reason
             assert not row.worth(call)
 
@@ -482,7 +481,7 @@ WORTH = {
 def test_tilings_worth_their_time(kind, rows):
     """What holds the rows, and the next smaller one."""
     call = call_of(*of_kind(kind, rows))
-    worth = [n for n in ROWS if PEERS[call.op][f"cutedsl_r{n}"].worth(call)]
+    worth = [n for n in ROWS if IMPLEMENTATIONS[f"cutedsl_r{n}"].worth(call)]
     assert worth == WORTH[kind, rows]
 
 
@@ -490,16 +489,15 @@ def test_tilings_worth_their_time(kind, rows):
 def as_on_hopper(monkeypatch):
     """All that serves calls on Hopper does so here, computed by "xla"."""
     monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
-    for table in PEERS.values():
-        for name, row in table.items():
-            served = dataclasses.replace(
-                row,
-                platform="any",
-                support=lambda call, _, row=row: row.support(call, ["sm_90"]),
-                run=table["xla"].run,
-                preferred=lambda call, *_, row=row: row.preferred(call, "cuda", ["sm_90"]),
-            )
-            monkeypatch.setitem(table, name, served)
+    for name, row in IMPLEMENTATIONS.items():
+        served = dataclasses.replace(
+            row,
+            platform="any",
+            support=lambda call, _, row=row: row.support(call, ["sm_90"]),
+            run=IMPLEMENTATIONS["xla"].run,
+            preferred=lambda call, *_, row=row: row.preferred(call, "cuda", ["sm_90"]),
+        )
+        monkeypatch.setitem(IMPLEMENTATIONS, name, served)
 
 
 @pytest.mark.parametrize(
@@ -510,7 +508,7 @@ def test_tilings_are_candidates(kind, monkeypatch, tmp_path):
     """The fastest wins and is saved; one that is not worth its time is neither timed nor listed."""
     f, *args = of_kind(kind, 128 if kind == "windows" else 512)
     call = call_of(f, *args)
-    table, asked = PEERS[call.op], []
+    table, asked = named(call.op), []
     (other,) = [name for name, row in table.items() if "_r" in name and row.worth(call)]
     costing(monkeypatch, dict.fromkeys(table, 9.0) | {"cutedsl": 2.0, other: 1.5}, asked)
     choice = quiet(f, *args)
@@ -525,10 +523,10 @@ def test_tilings_are_candidates(kind, monkeypatch, tmp_path):
         assert f"{other}, us" in str(each)
     assert {name for name in asked if "_r" in name} == {other}
     # What is taken by itself is asked first, and what a table names is, worth it or not.
-    named = "cutedsl_r128" if other != "cutedsl_r128" else "cutedsl_r256"
-    with deciding(named, f, *args):
+    tile = "cutedsl_r128" if other != "cutedsl_r128" else "cutedsl_r256"
+    with deciding(tile, f, *args):
         (entry,) = quiet(f, *args, candidates=1).entries
-    assert {name for name, us in entry.costs if us == 9.0} == {named}
+    assert {name for name, us in entry.costs if us == 9.0} == {tile}
 
 
 # ---- what a choice does ---
@@ -711,7 +709,7 @@ def test_shipped_tables():
         table = choices.shipped(path.stem)
         assert path.stem in chips
         assert {entry.key.chip for entry in table.entries} <= {path.stem}
-        assert all(entry.chosen in (*PEERS[entry.key.op], None) for entry in table.entries)
+        assert all(entry.chosen in (*named(entry.key.op), None) for entry in table.entries)
         assert {entry.key.version for entry in table.entries} <= {jax_mx.__version__}
 
 
@@ -784,13 +782,16 @@ def small_models(monkeypatch):
 @pytest.mark.thorough
 def test_the_script_that_fills_a_table(small_models, monkeypatch, tmp_path, capsys):
     tune, asked = small_models, []
-    costs = dict.fromkeys({**IMPLEMENTATIONS, **PEERS["ragged_dot"]}, 2.0) | {"dequantize": 1.5}
+    costs = dict.fromkeys(IMPLEMENTATIONS, 2.0) | {"dequantize": 1.5}
     costing(monkeypatch, costs, asked)
     file = tmp_path / "cpu.json"
     cases = tune.cases(["a", "b"], [128], ["mxfp8"]) + tune.cases(["a"], [1], ["rows"])
     known = tune.tuned(Choice(), cases, 600, 8, file)
     assert {*asked} == {"fp8", "scaled_dot", "dequantize", "xla"}  # the last one is the rule here
-    dense, grouped = ([entry for entry in known.entries if entry.key.op == op] for op in PEERS)
+    dense, grouped = (
+        [entry for entry in known.entries if entry.key.op == op]
+        for op in ("dot_general", "ragged_dot")
+    )
     assert len(dense) == 3 + 1 and len(grouped) == 6
     assert {entry.chosen for entry in known.entries} == {"dequantize"}
     assert Choice.load(file) == known

@@ -29,7 +29,7 @@ from jax_mx.facts import toolchains
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.variants import VARIANTS, layouts_of
 from jax_mx.ops.gemm import ROWS
-from jax_mx.products import implementations, kernels, ragged_implementations
+from jax_mx.products import implementations, kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -263,10 +263,10 @@ def test_pages_that_show_calls_have_python():
 def test_choosing_explains_every_implementation_of_products():
     text = (ROOT / "docs/choosing.md").read_text()
     cells = " ".join(re.findall(r'^\| (`"\w+"`(?:, `"\w+"`)*) \|', text, re.MULTILINE))
-    assert re.findall(r'`"(\w+)"`', cells) == [*implementations.IMPLEMENTATIONS]
+    assert re.findall(r'`"(\w+)"`', cells) == [*implementations.named("dot_general")]
     grouped = text.partition("Grouped products")[2].partition("\n\n")[0]
     tilings = {*map(kernels.name_of, ROWS)}  # the same
-    named = [name for name in ragged_implementations.IMPLEMENTATIONS if name not in tilings]
+    named = [name for name in implementations.named("ragged_dot") if name not in tilings]
     assert re.findall(r'`"(\w+)"`', grouped) == named
 
 

@@ -19,7 +19,7 @@ from moe_oracle import Products, rounded
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Recipe, mlp
 from jax_mx.facts.activations import GATED
-from jax_mx.products.steps import RESIDUALS
+from jax_mx.products.arguments import RESIDUALS
 
 P = PartitionSpec
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"

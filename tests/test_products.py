@@ -31,10 +31,10 @@ from jax_mx.facts import toolchains
 from jax_mx.lowering import store, targets
 from jax_mx.ops import gemm
 from jax_mx.ops.gemm import ROWS
-from jax_mx.products import implementations, kernels
-from jax_mx.products.dot import Dot, call_of
+from jax_mx.products import decide, implementations, kernels
+from jax_mx.products.arguments import is_exact
+from jax_mx.products.contraction import Contraction, Numbers
 from jax_mx.products.recipes import RECIPES as NAMED
-from jax_mx.products.steps import is_exact
 
 KEY = jax.random.key(5)
 RECIPES = {
@@ -883,8 +883,8 @@ def test_an_algorithm_of_the_users_own():
 
 
 # ---- our own kernels as an implementation ---
-def _call(shapes, numbers, recipe, dtype=jnp.bfloat16, **options):
-    """A forward product's call, of a recipe's operands or, of `recipe` None, floats times MXFP8."""
+def _contraction(shapes, numbers, recipe, dtype=jnp.bfloat16, **options):
+    """A forward product, of a recipe's operands or, of `recipe` None, floats times MXFP8."""
     x, w = (jnp.zeros(shape, dtype) for shape in shapes)
     dims = [pair[0] - x.ndim for pair, x in zip(numbers[0], (x, w), strict=True)]
     sides = [x, w]
@@ -893,9 +893,21 @@ def _call(shapes, numbers, recipe, dtype=jnp.bfloat16, **options):
     window = recipe.blocks("rhs").window if recipe is not None else 32
     axis = -1 if window == (128, 128) else dims[1]
     sides[1] = jax_mx.quantize(w, "mxfp8_e4m3", axis=axis, window=window)
-    leaves, tree = jax.tree.flatten(tuple(sides))
-    dot = Dot(tree, *numbers, np.dtype(jnp.bfloat16))
-    return dataclasses.replace(call_of(dot, leaves), **options), leaves
+    return Contraction(Numbers(*numbers, np.dtype(jnp.bfloat16)), *sides, **options)
+
+
+def _to_float32(contraction):
+    numbers = dataclasses.replace(contraction.numbers, dtype=np.dtype(np.float32))
+    return dataclasses.replace(contraction, numbers=numbers)
+
+
+def _abstract(contraction):
+    sides = jax.tree.map(jax.typeof, (contraction.lhs, contraction.rhs))
+    return Contraction(contraction.numbers, *sides, partitioned=contraction.partitioned)
+
+
+def _chosen(contraction, chip):
+    return decide.decided(_abstract(contraction), "cuda", [chip]).name
 
 
 PLAIN = (((1,), (1,)), ((), ()))
@@ -917,10 +929,9 @@ PLAIN = (((1,), (1,)), ((), ()))
     ],
 )
 def test_the_rule_on_hopper(recipe, rows, options, name):
-    made, leaves = _call(((rows, 512), (384, 512)), PLAIN, recipe)
-    call = dataclasses.replace(call_of(made.dot, [jax.typeof(a) for a in leaves]), **options)
-    assert implementations.decided(call, "cuda", ["sm_90"]).name == name
-    assert implementations.decided(call, "cuda", ["sm_80"]).name == "dequantize"
+    product = _contraction(((rows, 512), (384, 512)), PLAIN, recipe, **options)
+    assert _chosen(product, "sm_90") == name
+    assert _chosen(product, "sm_80") == "dequantize"
 
 
 @pytest.mark.parametrize(
@@ -938,13 +949,11 @@ def test_the_rule_on_hopper(recipe, rows, options, name):
 @pytest.mark.parametrize("recipe", [MXFP8, None])
 def test_kernels_read_codes_for_few_rows(recipe, rows, k, n, name):
     """More of them where the weight is large."""
-    small, _ = _call(((2, 64), (32, 64)), PLAIN, recipe)
     x = jax.eval_shape(lambda: jnp.zeros((rows, k), jnp.bfloat16))
     x = x if recipe is None else jax.eval_shape(jax_mx.quantize, x)
     w = jax.eval_shape(lambda: jax_mx.quantize(jnp.zeros((n, k), jnp.bfloat16)))
-    leaves, tree = jax.tree.flatten((x, w))
-    call = call_of(Dot(tree, *PLAIN, small.dot.dtype), leaves)
-    assert implementations.decided(call, "cuda", ["sm_90"]).name == name
+    product = Contraction(Numbers(*PLAIN, np.dtype(jnp.bfloat16)), x, w)
+    assert decide.decided(product, "cuda", ["sm_90"]).name == name
 
 
 @pytest.mark.parametrize(
@@ -962,13 +971,14 @@ def test_the_kernel_that_runs_is_the_one_that_was_asked_for(x, w, block, name, m
     x = jax_mx.quantize(jnp.ones(x, jnp.bfloat16))
     w = jax_mx.quantize(jnp.ones(w, jnp.bfloat16), block=block)
     numbers = (((1,), (w.shape.index(64),)), ((), ()))
-    leaves, tree = jax.tree.flatten((x, w))
-    dot = Dot(tree, *numbers, np.dtype(np.float32))
-    (product,) = kernels.support(call_of(dot, leaves), ["sm_90"]).kernels
+    numbers = Numbers(*numbers, np.dtype(np.float32))
+    served = kernels.support(Contraction(numbers, x, w), ["sm_90"])
+    (product,) = served.kernels
     assert product.name == f"matmul_mxfp8_e4m3_{name}"
     took, y = [], jnp.zeros((x.shape[0], w.size // 64))
     monkeypatch.setattr(gemm.products, "product", lambda _, plan: took.append(plan) or y)
-    assert jax.eval_shape(lambda *a: kernels.run(*a, dot), x, w).shape == y.shape
+    run = lambda x, w: kernels.run(Contraction(numbers, x, w), served)  # noqa: E731
+    assert jax.eval_shape(run, x, w).shape == y.shape
     assert [plan.product("cutedsl").name for plan in took] == [product.name]
 
 
@@ -992,8 +1002,8 @@ def test_the_kernel_that_runs_is_the_one_that_was_asked_for(x, w, block, name, m
 )  # fmt: skip
 def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):
     """What comes before and after the kernel, with the reference in its place."""
-    call, _ = _call(shapes, numbers, recipe)
-    assert kernels.support(call, ["sm_90"])
+    product = _to_float32(_contraction(shapes, numbers, recipe))
+    assert kernels.support(product, ["sm_90"])
     rng = np.random.default_rng(0)
 
     def numbered(leaf):
@@ -1002,12 +1012,18 @@ def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):
             return ones.view(leaf.dtype)
         return jnp.asarray(rng.integers(-4, 5, leaf.shape), leaf.dtype)
 
-    lhs, rhs = jax.tree.map(numbered, (call.lhs, call.rhs))
+    lhs, rhs = jax.tree.map(numbered, (product.lhs, product.rhs))
+    product = dataclasses.replace(product, lhs=lhs, rhs=rhs)
     monkeypatch.setattr(kernels, "NAME", "xla")
-    dot = dataclasses.replace(call.dot, dtype=np.dtype(np.float32))
-    want = implementations.IMPLEMENTATIONS["xla"].run(lhs, rhs, dot)
+    want = _by_xla(product)
     for tile in (None, *ROWS):  # the reference takes any tiling, and kernels that they have
-        assert_bits_equal(kernels.run(lhs, rhs, dot, tile=tile), want)
+        served = kernels.support(product, ["sm_90"], tile=tile)
+        assert_bits_equal(kernels.run(product, served), want)
+
+
+def _by_xla(product):
+    row = implementations.IMPLEMENTATIONS["xla"]
+    return row.run(product, row.support(product, []))
 
 
 @pytest.mark.parametrize(
@@ -1024,13 +1040,12 @@ def test_kernels_read_weights_whose_blocks_run_along_free_axes(shapes, numbers, 
     """As they lie, square blocks too: codes are not transposed. The reference is in place."""
     x, w = floats(shapes[0], dtype=jnp.bfloat16), floats(shapes[1], 1)
     w = jax_mx.quantize(w, **{"format": "mxfp8_e4m3", **how})
-    leaves, tree = jax.tree.flatten((x, w))
-    dot = Dot(tree, *numbers, np.dtype(np.float32))
-    (product,) = kernels.support(call_of(dot, leaves), ["sm_90"]).kernels
-    assert product.name == f"matmul_{w.format.name}_r128_free"
+    product = Contraction(Numbers(*numbers, np.dtype(np.float32)), x, w)
+    (kernel,) = kernels.support(product, ["sm_90"]).kernels
+    assert kernel.name == f"matmul_{w.format.name}_r128_free"
     monkeypatch.setattr(kernels, "NAME", "xla")
-    got = kernels.run(x, w, dot)
-    want = implementations.IMPLEMENTATIONS["xla"].run(x, w, dot)
+    got = kernels.run(product, kernels.support(product, ["sm_90"]))
+    want = _by_xla(product)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     if shapes[1][0] == shapes[0][-1]:
         assert "transpose" not in str(
@@ -1040,18 +1055,18 @@ def test_kernels_read_weights_whose_blocks_run_along_free_axes(shapes, numbers, 
 
 def test_processes_agree_on_what_multiplies(monkeypatch):
     """Without the DSL a process would dequantize where others have a kernel."""
-    call, leaves = _call(((16, 512), (384, 512)), PLAIN, MXFP8)
-    call = call_of(call.dot, [jax.typeof(a) for a in leaves])
+    product = _abstract(_contraction(((16, 512), (384, 512)), PLAIN, MXFP8))
     target = targets.Target("cuda", ["sm_90"])
-    assert implementations.serving(call, target).name == "cutedsl"
+    assert decide.decide(product, target).implementation == "cutedsl"
     monkeypatch.setattr(toolchains, "_installed", lambda name: None)
     monkeypatch.setattr(store, "find", lambda variant, arch: None)
-    assert implementations.serving(call, target).name == "dequantize"
+    assert decide.decide(product, target).implementation == "dequantize"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(RuntimeError, match="all must take the same: install them everywhere"):
-        implementations.serving(call, target)
-    named = dataclasses.replace(call.dot, implementation="dequantize")
-    assert implementations.serving(call_of(named, leaves), target).name == "dequantize"
+        decide.decide(product, target)
+    numbers = dataclasses.replace(product.numbers, implementation="dequantize")
+    named = dataclasses.replace(product, numbers=numbers)
+    assert decide.decide(named, target).implementation == "dequantize"
 
 
 @pytest.mark.gpu
@@ -1087,12 +1102,12 @@ def test_a_frozen_weight_serves_both_products_as_it_lies():
 
 
 def test_what_kernels_do_not_take_gets_one_sentence():
-    for call, sentence in (
-        (_call(((40, 512), (48, 512)), PLAIN, None, jnp.float32)[0], "no float32"),
-        (_call(((40, 512), (48, 512)), PLAIN, Recipe(window=256), partitioned=True)[0],
-         "use jax.shard_map"),
-    ):  # fmt: skip
-        found = kernels.support(call, ["sm_90"])
+    shapes = ((40, 512), (48, 512))
+    for product, sentence in (
+        (_contraction(shapes, PLAIN, None, jnp.float32), "no float32"),
+        (_contraction(shapes, PLAIN, Recipe(window=256), partitioned=True), "use jax.shard_map"),
+    ):
+        found = kernels.support(product, ["sm_90"])
         assert not found
         assert sentence in found.reason
         assert "\n" not in found.reason

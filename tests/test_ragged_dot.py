@@ -9,11 +9,12 @@ from moe_oracle import Products
 
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Hadamard, Product, Recipe
-from jax_mx.lowering import registry
 from jax_mx.ops.gemm import ROWS
-from jax_mx.products import implementations, kernels, ragged_implementations
-from jax_mx.products.ragged import Ragged, call_of
-from jax_mx.products.ragged_product import grouped
+from jax_mx.products import decide, kernels
+from jax_mx.products.contraction import ROWS as BY_ROWS
+from jax_mx.products.contraction import SUMS, Contraction, Numbers
+from jax_mx.products.implementations import IMPLEMENTATIONS
+from jax_mx.products.multiply import multiplied
 
 SIZES = {
     "anywhere": [5, 0, 33, 1, 20],
@@ -37,6 +38,14 @@ def by_group(sizes, rows):
         start = min(start + size, rows)
 
 
+def over_groups(lhs, rhs, sizes, dtype, axes=(-1, -1), groups=BY_ROWS, align=1, by=None):
+    """The contraction of two operands over groups."""
+    left, right = axes
+    dims = ((lhs.ndim + left,), (rhs.ndim + right,))
+    numbers = Numbers(dims, ((), ()), jnp.dtype(dtype), groups, align, implementation=by)
+    return Contraction(numbers, lhs, rhs, sizes)
+
+
 # ---- the primitive, in every order of axes ---
 @pytest.mark.parametrize("align", [1, 32, 128])
 @pytest.mark.parametrize("implementation", ["xla", "dequantize"])
@@ -51,21 +60,24 @@ def test_grouped_products_are_exact(align, implementation, axes):
         sums[group] = x[own].T @ z[own]
     x[sizes.sum() :] = np.nan  # belong to no group
     given = jnp.asarray(sizes, jnp.int32), jnp.float32
-    how = {"axes": axes, "align": align, "implementation": implementation}
+    how = {"axes": axes, "align": align, "by": implementation}
     a = x if axes[0] == -1 else x.T
     b = w if axes[1] == -2 else w.swapaxes(1, 2)
     if implementation == "xla":  # lax.ragged_dot multiplies NaNs with zeros
-        assert_bits_equal(grouped(a, b, *given, **how), y.astype(np.float32))
+        assert_bits_equal(multiplied(over_groups(a, b, *given, **how)), y.astype(np.float32))
     a = x if axes[0] == -2 else x.T
     b = z if axes[1] == -2 else z.T
     a = np.nan_to_num(a) if implementation == "dequantize" else a
-    assert_bits_equal(grouped(a, b, *given, sums=True, **how), sums.astype(np.float32))
+    assert_bits_equal(
+        multiplied(over_groups(a, b, *given, groups=SUMS, **how)), sums.astype(np.float32)
+    )
 
 
 def test_a_group_keeps_its_nan():
     x, w = integers((64, 32)), integers((2, 32, 32), 1)
     w[1, 3, 5] = np.nan
-    y = np.asarray(grouped(x, w, jnp.asarray([32, 32], jnp.int32), jnp.float32, axes=(-1, -2)))
+    sizes = jnp.asarray([32, 32], jnp.int32)
+    y = np.asarray(multiplied(over_groups(x, w, sizes, jnp.float32, axes=(-1, -2))))
     assert np.isnan(y[32:, 5]).all()
     assert np.isnan(y).sum() == 32
 
@@ -106,21 +118,17 @@ def test_any_number_of_rows_by_kernels():
 
 
 def test_without_rows():
-    y = grouped(
-        np.zeros((0, 32), np.float32), integers((2, 32, 8)), jnp.zeros(2, jnp.int32), jnp.float32,
-        axes=(-1, -2),
-    )  # fmt: skip
+    x, w, sizes = np.zeros((0, 32), np.float32), integers((2, 32, 8)), jnp.zeros(2, jnp.int32)
+    y = multiplied(over_groups(x, w, sizes, jnp.float32, axes=(-1, -2)))
     assert y.shape == (0, 8)
 
 
 # ---- what serves a call on which chip ---
 def served(lhs, rhs, chip, sums=False, align=128, axes=(-1, -1), dtype=jnp.bfloat16):
-    leaves, tree = jax.tree.flatten((lhs, rhs))
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
-    call = call_of(Ragged(tree, sums, axes, jnp.dtype(dtype), align), [*leaves, sizes])
+    product = over_groups(lhs, rhs, sizes, dtype, axes, SUMS if sums else BY_ROWS, align)
     platform = "cuda" if chip.startswith("sm") else "rocm"
-    table = ragged_implementations.IMPLEMENTATIONS
-    return implementations.decided(call, platform, [chip], table).name
+    return decide.decided(product, platform, [chip]).name
 
 
 def test_what_serves_what():
@@ -172,16 +180,20 @@ def test_kernels_of_any_tiling_take_any_arrangement(lhs, rhs, axes, monkeypatch)
     )
     pair = x if lhs is None else jax_mx.quantize(x, **lhs), jax_mx.quantize(w, **rhs)
     sizes = np.array([3, 0, 60, 20], np.int32)
-    leaves, tree = jax.tree.flatten(pair)
-    ragged = Ragged(tree, False, axes, np.dtype(np.float32))
-    call, table = call_of(ragged, [*leaves, sizes]), ragged_implementations.IMPLEMENTATIONS
-    names = ["cutedsl", *(kernels.name_of(n) for n in ROWS)]
-    served = [name for name in names if table[name].support(call, ["sm_90"])]
-    want = table["xla"].run(*pair, jnp.asarray(sizes), ragged)
+    product = over_groups(*pair, jnp.asarray(sizes), np.float32, axes)
+    rows = {name: IMPLEMENTATIONS[name] for name in ["cutedsl", *map(kernels.name_of, ROWS)]}
+    served = [name for name, row in rows.items() if row.support(product, ["sm_90"])]
+    want = by("xla", product)
     monkeypatch.setattr(kernels, "NAME", "xla")
     for name in served:
-        assert_bits_equal(table[name].run(*pair, jnp.asarray(sizes), ragged), want)
+        assert_bits_equal(by(name, product), want)
     assert served[-1] == "cutedsl_r256" or lhs == {"window": 256}
+
+
+def by(name, product):
+    """What an implementation computes."""
+    row = IMPLEMENTATIONS[name]
+    return row.run(product, row.support(product, ["sm_90"]))
 
 
 @pytest.mark.parametrize("axes", [(-2, -2), (-1, -2), (-1, -1)])
@@ -193,24 +205,20 @@ def test_kernels_sum_floats_of_any_arrangement(axes, monkeypatch):
     windows = [jax_mx.quantize(x, axis=d, window=128) for x, d in zip(sides, axes, strict=True)]
     lhs, rhs = (jnp.asarray(x, jnp.bfloat16) for x in sides)
     wanted = [floats[0][own].T @ floats[1][own] for _, own in by_group(sizes, 96)]
-    table = ragged_implementations.IMPLEMENTATIONS
-    for pair in ([lhs, rhs], windows, [lhs, windows[1]]):
-        leaves, tree = jax.tree.flatten(pair)
-        ragged = Ragged(tree, True, axes, np.dtype(np.float32))  # groups that begin anywhere
-        call = call_of(ragged, [*leaves, sizes])
-        found = registry.candidates(call, "cuda", ["sm_90"], table)[0]
+    for pair in ([lhs, rhs], windows, [lhs, windows[1]]):  # groups that begin anywhere
+        product = over_groups(*pair, jnp.asarray(sizes), np.float32, axes, SUMS)
+        found = decide.candidates(product, "cuda", ["sm_90"])[0]
         assert found and str(found) == "cutedsl: wgrad_bfloat16_r64"
         with monkeypatch.context() as patched:
-            patched.setattr(ragged_implementations.kernels, "NAME", "xla")
-            y = table["cutedsl"].run(*pair, jnp.asarray(sizes), ragged)
+            patched.setattr(kernels, "NAME", "xla")
+            y = by("cutedsl", product)
         assert_bits_equal(y, np.stack(wanted).astype(np.float32))
     for pair, why in (
         ((lhs.astype(jnp.float32), rhs), "not bfloat16 and float32"),
         ((windows[0], rhs.astype(jnp.float16)), "not bfloat16 and float16"),
     ):
-        leaves, tree = jax.tree.flatten(pair)
-        call = call_of(Ragged(tree, True, axes, np.dtype(np.float32)), [*leaves, sizes])
-        assert why in registry.candidates(call, "cuda", ["sm_90"], table)[0].reason
+        product = over_groups(*pair, jnp.asarray(sizes), np.float32, axes, SUMS)
+        assert why in decide.candidates(product, "cuda", ["sm_90"])[0].reason
 
 
 def test_explain_and_autotune_know_them():

@@ -118,7 +118,7 @@ def test_kernels_give_floats_alone():
                 jaxpr = jax.make_jaxpr(lambda x, op=op: op(x))(jnp.zeros((64, 64), dtype))
                 (plan,) = [
                     e.params["plan"]
-                    for e in calls.equations(jaxpr.jaxpr)
+                    for e in multiply.equations(jaxpr.jaxpr)
                     if e.primitive.name == "mx_quantize"
                 ]
                 dsl = {"sm_90": "cutedsl", "gfx950": "flydsl"}[chip]
@@ -136,14 +136,14 @@ def of_floats(monkeypatch):
     """Steps are of floats, whatever multiplies them; gives how many were."""
     count = []
 
-    def names(jaxpr, target):
+    def names(codes, target):
         del target
-        count.append(len([*calls.calls_in(jaxpr)]))
+        count.append(len([*multiply.contractions_in(codes.jaxpr)]))
         return ("dequantize",) * count[-1]
 
     with monkeypatch.context() as patch, lowered_apart():
-        patch.setattr(either, "_names", names)
-        patch.setattr(either, "_is_served", lambda *_: True)
+        patch.setattr(multiply, "names_of_floats", names)
+        patch.setattr(multiply, "gives_floats", lambda *_: True)
         yield count
 
 
@@ -281,10 +281,16 @@ def test_tokens_that_moved_as_codes(recipe, monkeypatch):
 
 
 def steps_in(f, *args):
-    """The jaxprs of codes of all steps, and what traces them of floats."""
+    """The equations of all steps."""
     jaxpr = jax.make_jaxpr(f)(*args).jaxpr
-    found = [eqn for eqn in calls.equations(jaxpr) if eqn.primitive.name == "mx_either"]
-    return [(eqn.params["codes"], eqn.params["floats"], eqn) for eqn in found]
+    return [eqn for eqn in multiply.equations(jaxpr) if eqn.primitive is multiply.step_p]
+
+
+def gives_floats(eqn, names, target):
+    """Whether a target has kernels for a step of floats, by these implementations."""
+    avals = [v.aval for v in eqn.invars]
+    params = (eqn.params[name] for name in ("step", "tree", "mapped"))
+    return multiply.gives_floats(multiply.traced_of_floats(avals, *params, names), target)
 
 
 def test_it_is_known_when_they_are_lowered():
@@ -296,14 +302,13 @@ def test_it_is_known_when_they_are_lowered():
     chips |= {"gfx950": "rocm", "cpu": "cpu"}
     for chip, platform in chips.items():
         target = Target(platform, [chip])
-        for count, (codes, floats, eqn) in ((1, forward), (2, backward)):
-            names = either._names(codes.jaxpr, target)
+        for count, eqn in ((1, forward), (2, backward)):
+            names = multiply.names_of_floats(eqn.params["codes"], target)
             if chip in ("sm_100", "gfx950", "cpu"):  # which multiply codes, or float32
-                assert names is None, chip
+                assert names == (), chip
                 continue
             assert names == ("dequantize",) * count, chip
-            of = jax.make_jaxpr(floats(names))(*(v.aval for v in eqn.invars))
-            assert either._is_served(of.jaxpr, target), chip
+            assert gives_floats(eqn, names, target), chip
     for recipe, dtype in (
         (Recipe(window=128), "bfloat16"),
         (MXFP8, "float32"),
@@ -320,13 +325,12 @@ def test_products_that_do_not_take_floats_leave_the_step_in_codes():
     """Kernels that read the codes of weights: few rows, by name."""
     x, w = normal((16, 512), 1), normal((512, 256), 2)
     f = functools.partial(jax_mx.matmul, implementation="cutedsl")
-    ((codes, floats, eqn),) = steps_in(f, x, w)
+    (eqn,) = steps_in(f, x, w)
     target = Target("cuda", ["sm_90"])
     with registry.by_tables():
-        names = either._names(codes.jaxpr, target)
+        names = multiply.names_of_floats(eqn.params["codes"], target)
     assert names == ("cutedsl",)
-    of = jax.make_jaxpr(floats(names))(*(v.aval for v in eqn.invars))
-    assert not either._is_served(of.jaxpr, target)
+    assert not gives_floats(eqn, names, target)
 
 
 @pytest.mark.parametrize("dequantized", [False, True])
@@ -339,7 +343,7 @@ def test_a_scan_does_not_keep_a_weight_for_each_microbatch(dequantized):
         return jax.lax.map(lambda x: jax_mx.matmul(x, own), xs).astype(jnp.float32).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(f, (0, 1)))(w, xs).jaxpr
-    forward, backward = [e for e in calls.equations(jaxpr) if e.primitive.name == "scan"]
+    forward, backward = [e for e in multiply.equations(jaxpr) if e.primitive.name == "scan"]
     kept = [v.aval.shape[1:] for v in forward.outvars]
     assert (256, 96) in kept and (64, 256) in kept  # y, x along its rows
     assert not {(64, 96), (96, 64), (64, 3), (2, 96)} & {*kept}
@@ -371,7 +375,7 @@ def test_without_jit_nothing_is_compiled_or_kept():
         gc.collect()
         before = len(jax.live_arrays())
         got = f(x, w)
-        assert all(eqn.primitive.name != "mx_either" for eqn in jax.make_jaxpr(f)(x, w).eqns)
+        assert all(eqn.primitive is not multiply.step_p for eqn in jax.make_jaxpr(f)(x, w).eqns)
         count = len(got)
         for g, each in zip(got, want, strict=True):
             assert_bits_equal(g, each)
