@@ -2,8 +2,6 @@
 
 from jax_mx.kernels.cutedsl.tuning.sm_90a import ROWS as SM_90A
 
-CHIP = ""
-
 ROWS = [
     {
         "kernel": "quantize.Tiled",
@@ -17,8 +15,7 @@ ROWS = [
             "aligned": False,
         },
         "value": {"down": 4, "across": 2},
-        "date": "2026-11-24",
-        "measured": ["(4, 1) spills registers"],
+        "why": "(4, 1) spills registers.",
     },
     *SM_90A,
 ]
