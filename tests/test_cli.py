@@ -243,26 +243,17 @@ def test_names_from_files_do_nothing_to_the_terminal(tmp_path, capsys):
     assert all(c.isprintable() or c == "\n" for c in out + err)
 
 
-def test_repeated_options_count_once(good, capsys):
-    status, out, _ = run(capsys, *["--file", good] * 2, *ONE, *ONE)
-    assert status == 0
-    assert len(rows(out, "good.npy")) == 1
-
-
-def test_status_is_1_when_nothing_was_quantized(tmp_path, capsys):
-    status, out, err = run(capsys, "--file", tmp_path / "missing.npz", *ONE)
-    assert status == 1
-    assert "there is no file" in err
-    assert "along axis -1: none" in out
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_strict_fails_when_a_file_did(strict, tmp_path, good, capsys):
-    files = ["--file", good, "--file", tmp_path / "missing.npy"]
-    status, out, _ = run(capsys, *files, *ONE, *["--strict"] * strict)
-    assert status == strict
-    assert len(rows(out, "good.npy")) == 1
-    assert run(capsys, "--file", good, *ONE, "--strict")[0] == 0
+def test_status_and_repeated_options(tmp_path, good, capsys):
+    """The status is 1 when nothing was quantized, with --strict also when a file failed."""
+    bad = ["--file", tmp_path / "missing.npz"]
+    status, out, err = run(capsys, *bad, *ONE)
+    assert status == 1 and "there is no file" in err and "along axis -1: none" in out
+    files = ["--file", good]
+    for options, want in ((files * 2, 0), (files + bad, 0), (files + bad, 1), (files, 0)):
+        strict = ["--strict"] * (want or options == files)
+        status, out, _ = run(capsys, *options, *ONE, *ONE, *strict)
+        assert status == want
+        assert len(rows(out, "good.npy")) == 1
 
 
 # ---- what a screen shows, and a program reads ---
@@ -323,17 +314,6 @@ def test_long_steps_say_what_they_do(monkeypatch):
 
 
 # ---- pictures ---
-def test_missing_matplotlib(good, capsys, monkeypatch):
-    """Said before anything is measured."""
-    for name in [m for m in sys.modules if m.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    status, out, err = run(capsys, "--file", good, "--plot", "report.html")
-    assert (status, out) == (1, "")
-    wanted = "--plot needs matplotlib; pip install matplotlib"
-    assert err == f"python -m jax_mx: {wanted}\n"
-
-
 def test_histograms_count(tmp_path):
     """Elements, scales and errors are known."""
     x = np.zeros((2, 32), np.float32)
@@ -380,43 +360,23 @@ def test_speeds_are_drawn(tmp_path):
     assert "<h2>Speed</h2>" in pictures.page([], speeds, ["here"])
 
 
-@pytest.mark.parametrize(
-    ("path", "sentence"),
-    [
-        ("report.gif", "report.gif must end in one of .html, .png, .svg, .pdf"),
-        ("nowhere/report.png", "there is no folder"),
-        (f"{'x' * 300}.png", "cannot be written (File name too long)"),
-    ],
-)
-def test_pictures_that_cannot_be_written(path, sentence, good, capsys):
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["--file", str(good), "--plot", path])
-    assert raised.value.code == 2
-    assert sentence in capsys.readouterr().err
-
-
 # ---- the command ---
-@pytest.mark.parametrize("library", ["safetensors", "sklearn"])
+@pytest.mark.parametrize("library", ["safetensors", "sklearn", "matplotlib"])
 def test_missing_library(library, tmp_path, capsys, monkeypatch):
+    """The command says how to install it; of matplotlib before anything is measured."""
     save_file({"x": normal(2, 32)}, tmp_path / "x.safetensors")
-    monkeypatch.setitem(sys.modules, library, None)
     for name in [m for m in sys.modules if m.startswith(f"{library}.")]:
         monkeypatch.delitem(sys.modules, name)
-    files = ["--file", tmp_path / "x.safetensors"] * (library == "safetensors")
-    status, _, err = run(capsys, *files, *ONE)
-    assert status == 1
-    name = cli.EXTRA[library]
+    monkeypatch.setitem(sys.modules, library, None)
+    options = ["--file", tmp_path / "x.safetensors"] * (library == "safetensors")
+    options += ["--plot", "report.html"] * (library == "matplotlib")
+    status, out, err = run(capsys, *options, *ONE)
     every = " ".join(cli.EXTRA.values())
-    assert err == f"python -m jax_mx: this needs {name}; pip install {every}\n"
-
-
-def test_interrupted(good, capsys, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tensors, "measure", interrupted)
-    status, _, err = run(capsys, "--file", good, *ONE)
-    assert (status, err) == (130, "python -m jax_mx: interrupted\n")
+    wanted = f"this needs {cli.EXTRA.get(library)}; pip install {every}"
+    if library == "matplotlib":
+        assert out == ""
+        wanted = "--plot needs matplotlib; pip install matplotlib"
+    assert (status, err) == (1, f"python -m jax_mx: {wanted}\n")
 
 
 @pytest.mark.parametrize(
@@ -472,6 +432,9 @@ def test_bad_options(capsys):
         (["--axis", "rows"], "must be an integer, got 'rows'"),
         (["--axis", "99999999999999999999"], "must be -32 to 31, got 99999999999999999999"),
         (["--axis", "-33"], "must be -32 to 31, got -33"),
+        (["--plot", "report.gif"], "report.gif must end in one of .html, .png, .svg, .pdf"),
+        (["--plot", "nowhere/report.png"], "there is no folder"),
+        (["--plot", f"{'x' * 300}.png"], "cannot be written (File name too long)"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(options)

@@ -121,8 +121,8 @@ def fake_driver(tmp_path_factory):
 def scenario(fake_driver):
     """Runs code after PRELUDE in a new process and returns the JSON value it prints last."""
 
-    def run(code: str, driver=fake_driver, **env: str):
-        script = "".join(map(textwrap.dedent, (ALONE, PRELUDE, code)))
+    def run(*code: str, driver=fake_driver, **env: str):
+        script = "".join(map(textwrap.dedent, (ALONE, PRELUDE, *code)))
         env = {**os.environ, "JAX_PLATFORMS": "cpu", **env}
         process = Running(script, str(driver), env=env)
         status, out, errors = process.wait(120)
@@ -454,8 +454,8 @@ MAPS = """
 def test_random_numbers_never_end_the_process(scenario):
     """In a call that uses all words: numbers are changed, added and left out."""
     out = scenario(
-        textwrap.dedent(MAPS)
-        + textwrap.dedent("""
+        MAPS,
+        """
         rule = mapped(MAP, MAP, shared=1000, cluster=(1, 1, 1), divide=(Factor(COLUMNS, 32),))
         scratch = (Scratch(2, (Factor(ROWS), Factor(constant(8))), True),)
         good = kernels(dataclasses.replace(rule, scratch=scratch), chips=("sm_90",))["sm_90"]
@@ -484,7 +484,7 @@ def test_random_numbers_never_end_the_process(scenario):
                 unexplained.append([name, numbers.tolist(), error])
         KERNELS = {"sm_90": good}
         print(json.dumps([first_error, errors, unexplained, attempt()]))
-        """)
+        """,
     )
     first, errors, unexplained, last = out
     assert first is None and last is None
@@ -603,8 +603,8 @@ def test_two_hundred_shapes_load_each_binary_once(scenario):
 # ---- tensor maps ---
 def test_tensor_maps_follow_the_buffers(scenario):
     out = scenario(
-        textwrap.dedent(MAPS)
-        + textwrap.dedent("""
+        MAPS,
+        """
         rows = []
         for shape in ((4, 256), (1, 32), (3, 5, 96)):
             x = jnp.ones(shape, jnp.bfloat16)
@@ -614,7 +614,7 @@ def test_tensor_maps_follow_the_buffers(scenario):
             others = [number(last["parameters"][i]) for i in (0, 2, 3, 4, 5)]
             rows.append([shape, addresses, seen(last["parameters"][1]), others])
         print(json.dumps([rows, _ffi.counters()["encoded"]]))
-        """)
+        """,
     )
     rows, encoded = out
     assert encoded == 3
@@ -632,8 +632,8 @@ def test_tensor_maps_follow_the_buffers(scenario):
 def test_a_map_of_each_kind_and_many_of_them(scenario):
     """Ranks 1 to 5, every type; half of the columns; two entries that take other maps."""
     out = scenario(
-        textwrap.dedent(MAPS)
-        + textwrap.dedent("""
+        MAPS,
+        """
         x, rows = jnp.ones((2, 3, 4, 5, 64), jnp.float32), []
         wide = Length(Extent(0, 4, 5))
         for rank in range(1, 6):
@@ -659,7 +659,7 @@ def test_a_map_of_each_kind_and_many_of_them(scenario):
             last = report()["last"]
             halves.append(failed or [last["entry"], seen(last["parameters"][1])["dims"][:2]])
         print(json.dumps([rows, types, halves]))
-        """)
+        """,
     )
     rows, types, halves = out
     for rank, map in enumerate(rows, 1):
@@ -736,8 +736,8 @@ def test_bad_tensor_maps_are_errors_and_the_process_lives(scenario):
 def test_a_tensor_map_needs_a_buffer_that_is_there(scenario):
     """A null one has no bytes; an empty one launches nothing if the grid is 0, else has no map."""
     out = scenario(
-        textwrap.dedent(MAPS)
-        + textwrap.dedent("""
+        MAPS,
+        """
         CALL = {"absent": np.array([1])}
         there = dataclasses.replace(MAP, buffer=1)
         there = dataclasses.replace(there, dims=(Length(constant(64)), Length(constant(2))))
@@ -750,7 +750,7 @@ def test_a_tensor_map_needs_a_buffer_that_is_there(scenario):
         rows += [attempt(empty, outs=outs), launches()]
         KERNELS = kernels(mapped(grid=()))
         print(json.dumps([*rows, attempt(empty, outs=outs), launches()]))
-        """)
+        """,
     )
     assert "tensor map 0 of stand_in_0 reaches beyond its buffer" in out[0]
     assert out[1:4] == [0, None, 0]
@@ -1003,8 +1003,8 @@ def test_a_folder_cannot_make_the_process_wait_or_read_elsewhere(scenario, tmp_p
 def test_a_hundred_call_sites_are_small(scenario):
     """The HLO of a kernel with all that a call can have, a hundred times, without binaries."""
     out = scenario(
-        textwrap.dedent(MAPS)
-        + textwrap.dedent("""
+        MAPS,
+        """
         _ffi.intern(SHA, IMAGE)
         entries = [dataclasses.replace(mapped().entries[0], symbol=f"a_long_name_of_a_kernel_{i}",
                                        shared=200_000, cluster=(2, 1, 1)) for i in range(2)]
@@ -1023,7 +1023,7 @@ def test_a_hundred_call_sites_are_small(scenario):
         proto = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
         integers = sum(a.size for a in KERNELS["sm_90"].values() if isinstance(a, np.ndarray))
         print(json.dumps([len(proto), len(lowered.as_text()), integers]))
-        """)
+        """,
     )
     proto, _, integers = out
     assert integers > 200  # far more than any kernel's
@@ -1070,8 +1070,8 @@ def test_hip_gets_the_arguments(scenario, arch, mach):
 
 def test_hip_takes_shared_memory_and_scratch_and_nothing_of_cuda(scenario):
     out = scenario(
-        HIP
-        + textwrap.dedent("""
+        HIP,
+        """
         rows = []
         def launched(rule, sizes=SIZES):
             global KERNELS
@@ -1093,7 +1093,7 @@ def test_hip_takes_shared_memory_and_scratch_and_nothing_of_cuda(scenario):
         block = report()["last"]["parameters"]
         launched(first(parameters=order), (8, 8, 4, 8))
         print(json.dumps([rows, block]))
-        """),
+        """,
         JAX_MX_FAKE_UNITS="304",
     )
     rows, (block,) = out
@@ -1132,8 +1132,8 @@ def test_hip_on_another_chip_or_without_a_driver(scenario):
 def test_damaged_metadata_is_an_error_and_the_process_lives(scenario):
     """Every byte of the note, one after the other, becomes 0xFF, then random ones do."""
     out = scenario(
-        HIP
-        + textwrap.dedent("""
+        HIP,
+        """
     import random
     image = KERNELS["gfx942"]["image"]
     start = image.index(b"AMDGPU") + 8
@@ -1149,6 +1149,6 @@ def test_damaged_metadata_is_an_error_and_the_process_lives(scenario):
         errors += error is not None
     KERNELS["gfx942"].update(image=image, sha256=images.sha256(image))
     print(json.dumps([errors, len(tries), attempt()]))
-    """)
+    """,
     )
     assert out[0] > out[1] // 4 and out[2] is None
