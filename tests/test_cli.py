@@ -271,8 +271,8 @@ def test_a_terminal_shows_all_words(width, monkeypatch):
     screen.show("Nothing", names, [])
     text = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     assert max(map(len, text.splitlines())) <= max(80, width)
-    words = ["A [b]title", "grad", "Nothing: none", "measuring [b]", *row[1:], "error", "why"]
-    assert all(word in text for word in words), text
+    parts = ["A [b]title", "grad", "Nothing: none", "measuring [b]", *row[1:], "error", "why"]
+    assert all(part in text for part in parts), text
     assert output.lines_of(["a", "b"], [["long", ""], ["c", "d"]]) == [
         "  a     b",
         "  ----  -",

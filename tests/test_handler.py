@@ -424,7 +424,7 @@ def assert_refused(bad_calls, out):
 def test_bad_calls_are_errors_and_the_process_lives(scenario):
     """One process for all of them; after each, the call as it was."""
     texts = [change for change, _ in BAD_CALLS]
-    assert_refused(BAD_CALLS, scenario(f"TEXTS = {texts!r}\n" + textwrap.dedent(BAD_TRIES)))
+    assert_refused(BAD_CALLS, scenario(f"TEXTS = {texts!r}\n", BAD_TRIES))
 
 
 MAPS = """
@@ -729,8 +729,7 @@ def test_bad_tensor_maps_are_errors_and_the_process_lives(scenario):
         return np.where(np.arange(len(numbers)) == at, value, numbers)
     """
     texts = [change for change, _ in bad]
-    code = "\n".join(map(textwrap.dedent, (MAPS, put, f"TEXTS = {texts!r}", BAD_TRIES)))
-    assert_refused(bad, scenario(code))
+    assert_refused(bad, scenario(MAPS, put, f"TEXTS = {texts!r}\n", BAD_TRIES))
 
 
 def test_a_tensor_map_needs_a_buffer_that_is_there(scenario):
@@ -833,7 +832,7 @@ def test_a_device_without_clusters(scenario):
                                   "cuMemsetD8Async"])  # fmt: skip
 def test_functions_that_fail_or_that_old_drivers_lack(scenario, call):
     """Each is an error of a call that needs it, and of no other."""
-    code = textwrap.dedent(MAPS) + textwrap.dedent("""
+    code = """
         if LACKS:
             names = [line.split()[0] for line in os.popen(f"nm -D --defined-only -P {sys.argv[1]}")]
             address = lambda name: ctypes.cast(getattr(DRIVER, name), ctypes.c_void_p).value
@@ -846,11 +845,11 @@ def test_functions_that_fail_or_that_old_drivers_lack(scenario, call):
         KERNELS = kernels()
         takes(8, 8, 8, 8, 8, 4, 4)
         print(json.dumps([*errors, before, attempt(), launches()]))
-        """)
-    out = scenario("LACKS = ''\n" + code, JAX_MX_FAKE_FAIL=call)
+    """
+    out = scenario(MAPS, "LACKS = ''\n", code, JAX_MX_FAKE_FAIL=call)
     assert all(f"jax_mx: {call}: FAKE_ERROR (as asked for) (stand_in_0" in e for e in out[:2])
     assert out[2:] == [0, None, 1]
-    out = scenario(f"LACKS = {call!r}\n" + code)
+    out = scenario(MAPS, f"LACKS = {call!r}\n", code)
     assert all(f"the stand-in has no {call}; update the GPU driver (stand" in e for e in out[:2])
     assert out[2:] == [0, None, 1]
 
@@ -1031,8 +1030,7 @@ def test_a_hundred_call_sites_are_small(scenario):
 
 
 # ---- HIP ---
-HIP = textwrap.dedent(
-    """
+HIP = """
     _ffi.use_host_driver("hip", sys.argv[1])
     SIZES = (8, 8, 8, 4, 8, 4, 4)
     MACH = {"gfx942": 0x4C, "gfx950": 0x4F}
@@ -1046,20 +1044,17 @@ HIP = textwrap.dedent(
         return found
     KERNELS = amd()
 """
-)
 
 
 @pytest.mark.parametrize("arch,mach", [("gfx942:sramecc+:xnack-", 0x4C), ("gfx950", 0x4F)])
 def test_hip_gets_the_arguments(scenario, arch, mach):
     """Each at the next multiple of its size, as AMD's ABI has it; and the binary of its arch."""
-    code = HIP + textwrap.dedent(
-        """
+    code = """
         results = run(X)
         addresses = [a.unsafe_buffer_pointer() for a in (X, *results)]
         print(json.dumps([addresses, report(), list(KERNELS)]))
-        """
-    )
-    addresses, report, archs = scenario(code, JAX_MX_FAKE_ARCH=arch)
+    """
+    addresses, report, archs = scenario(HIP, code, JAX_MX_FAKE_ARCH=arch)
     assert archs == ["gfx942", "gfx950"] and report["launches"] == 1
     assert report["events"] == [["load", [mach]], ["launch", []]]
     last = report["last"]
@@ -1111,21 +1106,19 @@ def test_hip_takes_shared_memory_and_scratch_and_nothing_of_cuda(scenario):
 @pytest.mark.parametrize("call", ["hipModuleLoadData", "hipModuleGetFunction",
                                   "hipModuleLaunchKernel", "hipMemsetAsync"])  # fmt: skip
 def test_hip_errors_carry_hips_text(scenario, call):
-    code = HIP + textwrap.dedent(
-        """
+    code = """
         scratch = (Scratch(2, (Factor(constant(32)),), True),)
         KERNELS = amd(dataclasses.replace(RULE, scratch=scratch))
         print(json.dumps([attempt(), attempt()]))
-        """
-    )
-    out = scenario(code, JAX_MX_FAKE_FAIL=call)
+    """
+    out = scenario(HIP, code, JAX_MX_FAKE_FAIL=call)
     assert all(f"jax_mx: {call}: hipFakeError (as asked for) (stand_in_0" in e for e in out)
 
 
 def test_hip_on_another_chip_or_without_a_driver(scenario):
-    out = scenario(HIP + "print(json.dumps(attempt()))", JAX_MX_FAKE_ARCH="gfx90a:xnack-")
+    out = scenario(HIP, "print(json.dumps(attempt()))", JAX_MX_FAKE_ARCH="gfx90a:xnack-")
     assert "the program holds kernels for gfx942, gfx950, this device is gfx90a" in out
-    out = scenario(HIP + "print(json.dumps(attempt()))", driver="/nowhere/libamdhip64.so")
+    out = scenario(HIP, "print(json.dumps(attempt()))", driver="/nowhere/libamdhip64.so")
     assert "jax_mx: no GPU driver: /nowhere/libamdhip64.so" in out
 
 

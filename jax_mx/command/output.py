@@ -41,8 +41,9 @@ class Screen:
 
     def say(self, *lines: str) -> None:
         """Prints lines."""
-        for line in lines * (not self.silent):
-            self.log(line)
+        if not self.silent:
+            for line in lines:
+                self.log(line)
 
     def show(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Prints a table."""
@@ -59,11 +60,12 @@ class Screen:
             for name, *cells in zip(columns, *rows, strict=True):
                 # Words stay whole: a column of single words has the words of its name below
                 # each other, and other columns wrap.
-                words = not any(" " in cell for cell in cells)
-                table.add_column(name.replace(" ", "\n") if words else name, no_wrap=words)
+                single = not any(" " in cell for cell in cells)
+                table.add_column(name.replace(" ", "\n") if single else name, no_wrap=single)
             for row in rows:
                 table.add_row(*row)
-            self._console.print(table, "")
+            self._console.print(table)
+            self.say("")
 
     def log(self, line: str) -> None:
         """Prints a line, also where the screen is silent."""

@@ -111,7 +111,7 @@ def draw_tensor(grid: Sequence[Any], histograms: Histograms) -> None:
 
 
 def draw_speeds(axes: Any, speeds: Sequence[dict[str, Any]]) -> None:
-    """Draws bars of TB/s, with those of plain XLA and of a copy."""
+    """Draws bars of TB/s for each call, for plain XLA and for a copy."""
     times = {"jax_mx": "us", "plain XLA": "plain_us", "a copy": "copy_us"}
     _bars(
         axes,

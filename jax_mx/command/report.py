@@ -120,7 +120,7 @@ class Report:
       screen: shows tables and steps; on stderr where stdout has to be JSON.
       facts: the content of the JSON object.
       differ: whether the bytes of some kernel are not the reference's.
-      histograms: those of tensors that are drawn.
+      histograms: for the picture or page, one entry for each tensor.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -229,7 +229,7 @@ class Report:
             yield from network.items()
 
     def run_kernels(self) -> None:
-        """Runs kernels: those of the GPU, or without one AMD's in emulation."""
+        """Runs kernels on the GPU, or without one AMD's kernels in emulation."""
         formats, dtype, on_cpu = (
             self.options.format,
             self.options.dtype,
