@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from forks import Running
+from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_mx
@@ -35,7 +37,7 @@ from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.products import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Kind, Variant, takes_zero_scale
-from jax_mx.lowering import registry, store, targets
+from jax_mx.lowering import primitive, quantizers, registry, store, targets
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.products import AMAX, products_p
 from jax_mx.ops.fake_quantize import through_codes
@@ -554,6 +556,36 @@ def in_processes(count: int, code: str, *args: str, env: dict[str, str]) -> list
     finally:
         for process in running:
             process.kill()
+
+
+def free_port() -> str:
+    """A port of this machine that nobody uses."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
+def cached_in(folder: str) -> list[str]:
+    """Turns JAX's persistent cache on, for all programs; JAX's events from now on."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    events: list[str] = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+    return events
+
+
+def stand_ins_on_cpu() -> None:
+    """Lowers every variant to the call of its stand-in on the CPU, where nothing runs it."""
+
+    def lowering(ctx, *operands, plan):
+        kernel = registry.chosen(plan, "cuda", ()).kernels[0]
+        kernels = {"sm_90": stand_in(kernel).attributes("row_major", {}, True)}
+        return primitive._call(ctx, *operands, plan=plan, view=plan.view, kernels=kernels)
+
+    registry.VARIANTS = tuple(EVERY)
+    for p in (quantizers.quantize_p, quantizers.dequantize_p):
+        mlir.register_lowering(p, lowering, platform="cpu")
 
 
 # ---- tables ---

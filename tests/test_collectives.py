@@ -4,7 +4,6 @@
 """
 
 import functools
-import socket
 from pathlib import Path
 
 import jax
@@ -16,6 +15,7 @@ from helpers import (
     assert_refused,
     assert_same_array,
     collectives,
+    free_port,
     on_eight,
     random_bits,
     with_table,
@@ -692,10 +692,7 @@ def test_two_processes():
                     assert_bits_equal(shard.data, np.asarray(w)[shard.index])
         print("right")
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    out = on_eight(code, str(port), processes=2, devices=4)
+    out = on_eight(code, free_port(), processes=2, devices=4)
     assert [each.splitlines()[-1] for each in out] == ["right"] * 2  # Gloo talks, too
 
 

@@ -20,13 +20,18 @@ EXEC, CARRY = 126, 20  # registers: EXEC, and where tests put other masks
 OUT = 20  # the vector register of results
 
 
+def of_code(*code, arch="gfx950") -> Emulator:
+    """An emulator of a kernel with these instructions."""
+    image = b"".join(i.to_bytes() for i in (*code, ins.s_endpgm())) + bytes(16)
+    return Emulator(SimpleNamespace(memory=image, arch=arch, kernels={}))
+
+
 def execute(
     *code, vectors=None, scalars=None, exec_=(1 << 64) - 1, scc=False, flushes=False, arch="gfx950",
     memory=None, waves=1, order="lockstep",
 ) -> Waves:  # fmt: skip
     """The state after these instructions. Lists of values are one per lane, the last repeated."""
-    image = b"".join(i.to_bytes() for i in (*code, ins.s_endpgm())) + bytes(16)
-    emulator = Emulator(SimpleNamespace(memory=image, arch=arch, kernels={}))
+    emulator = of_code(*code, arch=arch)
     space = Space(memory or Global(), Shared(1, 1024), 0 if flushes else 3)
     scalar = np.full((128, waves), GARBAGE, U32)
     vector = np.full((32, waves, 64), GARBAGE, U32)
@@ -854,31 +859,24 @@ def test_lds_two_at_once():
 
 
 # ---- waves ---
-def exchange(barrier: bool) -> list:
-    """Two waves hand their number to each other through LDS."""
-    return [
-        ins.v_lshlrev_b32_e32(vdst=v[2], src0=2, vsrc1=v[0]),
-        ins.ds_write_b32(addr=v[2], data0=v[0]),
-        ins.s_waitcnt(simm16=0),
-        ins.s_sleep(simm16=2),
-        *([ins.s_barrier()] if barrier else []),
-        ins.v_xor_b32_e32(vdst=v[3], src0=v[4], vsrc1=v[2]),
-        ins.ds_read_b32(addr=v[3], vdst=v[OUT]),
-    ]
-
-
 @pytest.mark.parametrize("barrier", [True, False])
 @pytest.mark.parametrize("order", ["lockstep", "serial", "reversed"])
 def test_a_missing_barrier_shows_in_serial_order(order, barrier):
+    """Two waves hand their number to each other through LDS."""
     memory, out = Global(), np.full(128, 0xEEEEEEEE, U32)
     address = memory.add(out, writable=True)
     code = [
         ins.v_mov_b32_e32(vdst=v[4], src0=256),  # the other wave's slots
-        *exchange(barrier),
+        ins.v_lshlrev_b32_e32(vdst=v[2], src0=2, vsrc1=v[0]),
+        ins.ds_write_b32(addr=v[2], data0=v[0]),
+        ins.s_waitcnt(simm16=0),
+        ins.s_sleep(simm16=2),
+        *[ins.s_barrier()] * barrier,
+        ins.v_xor_b32_e32(vdst=v[3], src0=v[4], vsrc1=v[2]),
+        ins.ds_read_b32(addr=v[3], vdst=v[OUT]),
         ins.global_store_dword(data=v[OUT], addr=v[2], saddr=s[4:5]),
     ]
-    image = b"".join(i.to_bytes() for i in (*code, ins.s_endpgm())) + bytes(16)
-    emulator = Emulator(SimpleNamespace(memory=image, arch="gfx950", kernels={}))
+    emulator = of_code(*code)
     scalar = np.zeros((128, 2), U32)
     scalar[4], scalar[5] = address & 0xFFFFFFFF, address >> 32
     scalar[EXEC : EXEC + 2] = 0xFFFFFFFF
@@ -904,8 +902,7 @@ def test_waves_part_and_meet():
     ]
     memory, out = Global(), np.zeros(5, U32)
     address = memory.add(out, writable=True)
-    image = b"".join(i.to_bytes() for i in (*code, ins.s_endpgm())) + bytes(16)
-    emulator = Emulator(SimpleNamespace(memory=image, arch="gfx950", kernels={}))
+    emulator = of_code(*code)
     scalar = np.zeros((128, 5), U32)
     scalar[4], scalar[5], scalar[8] = address & 0xFFFFFFFF, address >> 32, [1, 4, 2, 4, 3]
     scalar[EXEC] = 1

@@ -121,8 +121,8 @@ def fake_driver(tmp_path_factory):
 def scenario(fake_driver):
     """Runs code after PRELUDE in a new process and returns the JSON value it prints last."""
 
-    def run(code: str, driver=fake_driver, **env: str):
-        script = "".join(map(textwrap.dedent, (ALONE, PRELUDE, code)))
+    def run(*code: str, driver=fake_driver, **env: str):
+        script = "".join(map(textwrap.dedent, (ALONE, PRELUDE, *code)))
         env = {**os.environ, "JAX_PLATFORMS": "cpu", **env}
         process = Running(script, str(driver), env=env)
         status, out, errors = process.wait(120)
@@ -424,7 +424,7 @@ def assert_refused(bad_calls, out):
 def test_bad_calls_are_errors_and_the_process_lives(scenario):
     """One process for all of them; after each, the call as it was."""
     texts = [change for change, _ in BAD_CALLS]
-    assert_refused(BAD_CALLS, scenario(f"TEXTS = {texts!r}\n" + textwrap.dedent(BAD_TRIES)))
+    assert_refused(BAD_CALLS, scenario(f"TEXTS = {texts!r}\n", BAD_TRIES))
 
 
 MAPS = """
@@ -454,8 +454,8 @@ MAPS = """
 def test_random_numbers_never_end_the_process(scenario):
     """In a call that uses all words: numbers are changed, added and left out."""
     out = scenario(
-        textwrap.dedent(MAPS)
-        + textwrap.dedent("""
+        MAPS,
+        """
         rule = mapped(MAP, MAP, shared=1000, cluster=(1, 1, 1), divide=(Factor(COLUMNS, 32),))
         scratch = (Scratch(2, (Factor(ROWS), Factor(constant(8))), True),)
         good = kernels(dataclasses.replace(rule, scratch=scratch), chips=("sm_90",))["sm_90"]
@@ -484,7 +484,7 @@ def test_random_numbers_never_end_the_process(scenario):
                 unexplained.append([name, numbers.tolist(), error])
         KERNELS = {"sm_90": good}
         print(json.dumps([first_error, errors, unexplained, attempt()]))
-        """)
+        """,
     )
     first, errors, unexplained, last = out
     assert first is None and last is None
@@ -603,8 +603,8 @@ def test_two_hundred_shapes_load_each_binary_once(scenario):
 # ---- tensor maps ---
 def test_tensor_maps_follow_the_buffers(scenario):
     out = scenario(
-        textwrap.dedent(MAPS)
-        + textwrap.dedent("""
+        MAPS,
+        """
         rows = []
         for shape in ((4, 256), (1, 32), (3, 5, 96)):
             x = jnp.ones(shape, jnp.bfloat16)
@@ -614,7 +614,7 @@ def test_tensor_maps_follow_the_buffers(scenario):
             others = [number(last["parameters"][i]) for i in (0, 2, 3, 4, 5)]
             rows.append([shape, addresses, seen(last["parameters"][1]), others])
         print(json.dumps([rows, _ffi.counters()["encoded"]]))
-        """)
+        """,
     )
     rows, encoded = out
     assert encoded == 3
@@ -632,8 +632,8 @@ def test_tensor_maps_follow_the_buffers(scenario):
 def test_a_map_of_each_kind_and_many_of_them(scenario):
     """Ranks 1 to 5, every type; half of the columns; two entries that take other maps."""
     out = scenario(
-        textwrap.dedent(MAPS)
-        + textwrap.dedent("""
+        MAPS,
+        """
         x, rows = jnp.ones((2, 3, 4, 5, 64), jnp.float32), []
         wide = Length(Extent(0, 4, 5))
         for rank in range(1, 6):
@@ -659,7 +659,7 @@ def test_a_map_of_each_kind_and_many_of_them(scenario):
             last = report()["last"]
             halves.append(failed or [last["entry"], seen(last["parameters"][1])["dims"][:2]])
         print(json.dumps([rows, types, halves]))
-        """)
+        """,
     )
     rows, types, halves = out
     for rank, map in enumerate(rows, 1):
@@ -729,15 +729,14 @@ def test_bad_tensor_maps_are_errors_and_the_process_lives(scenario):
         return np.where(np.arange(len(numbers)) == at, value, numbers)
     """
     texts = [change for change, _ in bad]
-    code = "\n".join(map(textwrap.dedent, (MAPS, put, f"TEXTS = {texts!r}", BAD_TRIES)))
-    assert_refused(bad, scenario(code))
+    assert_refused(bad, scenario(MAPS, put, f"TEXTS = {texts!r}\n", BAD_TRIES))
 
 
 def test_a_tensor_map_needs_a_buffer_that_is_there(scenario):
     """A null one has no bytes; an empty one launches nothing if the grid is 0, else has no map."""
     out = scenario(
-        textwrap.dedent(MAPS)
-        + textwrap.dedent("""
+        MAPS,
+        """
         CALL = {"absent": np.array([1])}
         there = dataclasses.replace(MAP, buffer=1)
         there = dataclasses.replace(there, dims=(Length(constant(64)), Length(constant(2))))
@@ -750,7 +749,7 @@ def test_a_tensor_map_needs_a_buffer_that_is_there(scenario):
         rows += [attempt(empty, outs=outs), launches()]
         KERNELS = kernels(mapped(grid=()))
         print(json.dumps([*rows, attempt(empty, outs=outs), launches()]))
-        """)
+        """,
     )
     assert "tensor map 0 of stand_in_0 reaches beyond its buffer" in out[0]
     assert out[1:4] == [0, None, 0]
@@ -833,7 +832,7 @@ def test_a_device_without_clusters(scenario):
                                   "cuMemsetD8Async"])  # fmt: skip
 def test_functions_that_fail_or_that_old_drivers_lack(scenario, call):
     """Each is an error of a call that needs it, and of no other."""
-    code = textwrap.dedent(MAPS) + textwrap.dedent("""
+    code = """
         if LACKS:
             names = [line.split()[0] for line in os.popen(f"nm -D --defined-only -P {sys.argv[1]}")]
             address = lambda name: ctypes.cast(getattr(DRIVER, name), ctypes.c_void_p).value
@@ -846,11 +845,11 @@ def test_functions_that_fail_or_that_old_drivers_lack(scenario, call):
         KERNELS = kernels()
         takes(8, 8, 8, 8, 8, 4, 4)
         print(json.dumps([*errors, before, attempt(), launches()]))
-        """)
-    out = scenario("LACKS = ''\n" + code, JAX_MX_FAKE_FAIL=call)
+    """
+    out = scenario(MAPS, "LACKS = ''\n", code, JAX_MX_FAKE_FAIL=call)
     assert all(f"jax_mx: {call}: FAKE_ERROR (as asked for) (stand_in_0" in e for e in out[:2])
     assert out[2:] == [0, None, 1]
-    out = scenario(f"LACKS = {call!r}\n" + code)
+    out = scenario(MAPS, f"LACKS = {call!r}\n", code)
     assert all(f"the stand-in has no {call}; update the GPU driver (stand" in e for e in out[:2])
     assert out[2:] == [0, None, 1]
 
@@ -1003,8 +1002,8 @@ def test_a_folder_cannot_make_the_process_wait_or_read_elsewhere(scenario, tmp_p
 def test_a_hundred_call_sites_are_small(scenario):
     """The HLO of a kernel with all that a call can have, a hundred times, without binaries."""
     out = scenario(
-        textwrap.dedent(MAPS)
-        + textwrap.dedent("""
+        MAPS,
+        """
         _ffi.intern(SHA, IMAGE)
         entries = [dataclasses.replace(mapped().entries[0], symbol=f"a_long_name_of_a_kernel_{i}",
                                        shared=200_000, cluster=(2, 1, 1)) for i in range(2)]
@@ -1023,7 +1022,7 @@ def test_a_hundred_call_sites_are_small(scenario):
         proto = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
         integers = sum(a.size for a in KERNELS["sm_90"].values() if isinstance(a, np.ndarray))
         print(json.dumps([len(proto), len(lowered.as_text()), integers]))
-        """)
+        """,
     )
     proto, _, integers = out
     assert integers > 200  # far more than any kernel's
@@ -1031,8 +1030,7 @@ def test_a_hundred_call_sites_are_small(scenario):
 
 
 # ---- HIP ---
-HIP = textwrap.dedent(
-    """
+HIP = """
     _ffi.use_host_driver("hip", sys.argv[1])
     SIZES = (8, 8, 8, 4, 8, 4, 4)
     MACH = {"gfx942": 0x4C, "gfx950": 0x4F}
@@ -1046,20 +1044,17 @@ HIP = textwrap.dedent(
         return found
     KERNELS = amd()
 """
-)
 
 
 @pytest.mark.parametrize("arch,mach", [("gfx942:sramecc+:xnack-", 0x4C), ("gfx950", 0x4F)])
 def test_hip_gets_the_arguments(scenario, arch, mach):
     """Each at the next multiple of its size, as AMD's ABI has it; and the binary of its arch."""
-    code = HIP + textwrap.dedent(
-        """
+    code = """
         results = run(X)
         addresses = [a.unsafe_buffer_pointer() for a in (X, *results)]
         print(json.dumps([addresses, report(), list(KERNELS)]))
-        """
-    )
-    addresses, report, archs = scenario(code, JAX_MX_FAKE_ARCH=arch)
+    """
+    addresses, report, archs = scenario(HIP, code, JAX_MX_FAKE_ARCH=arch)
     assert archs == ["gfx942", "gfx950"] and report["launches"] == 1
     assert report["events"] == [["load", [mach]], ["launch", []]]
     last = report["last"]
@@ -1070,8 +1065,8 @@ def test_hip_gets_the_arguments(scenario, arch, mach):
 
 def test_hip_takes_shared_memory_and_scratch_and_nothing_of_cuda(scenario):
     out = scenario(
-        HIP
-        + textwrap.dedent("""
+        HIP,
+        """
         rows = []
         def launched(rule, sizes=SIZES):
             global KERNELS
@@ -1093,7 +1088,7 @@ def test_hip_takes_shared_memory_and_scratch_and_nothing_of_cuda(scenario):
         block = report()["last"]["parameters"]
         launched(first(parameters=order), (8, 8, 4, 8))
         print(json.dumps([rows, block]))
-        """),
+        """,
         JAX_MX_FAKE_UNITS="304",
     )
     rows, (block,) = out
@@ -1111,29 +1106,27 @@ def test_hip_takes_shared_memory_and_scratch_and_nothing_of_cuda(scenario):
 @pytest.mark.parametrize("call", ["hipModuleLoadData", "hipModuleGetFunction",
                                   "hipModuleLaunchKernel", "hipMemsetAsync"])  # fmt: skip
 def test_hip_errors_carry_hips_text(scenario, call):
-    code = HIP + textwrap.dedent(
-        """
+    code = """
         scratch = (Scratch(2, (Factor(constant(32)),), True),)
         KERNELS = amd(dataclasses.replace(RULE, scratch=scratch))
         print(json.dumps([attempt(), attempt()]))
-        """
-    )
-    out = scenario(code, JAX_MX_FAKE_FAIL=call)
+    """
+    out = scenario(HIP, code, JAX_MX_FAKE_FAIL=call)
     assert all(f"jax_mx: {call}: hipFakeError (as asked for) (stand_in_0" in e for e in out)
 
 
 def test_hip_on_another_chip_or_without_a_driver(scenario):
-    out = scenario(HIP + "print(json.dumps(attempt()))", JAX_MX_FAKE_ARCH="gfx90a:xnack-")
+    out = scenario(HIP, "print(json.dumps(attempt()))", JAX_MX_FAKE_ARCH="gfx90a:xnack-")
     assert "the program holds kernels for gfx942, gfx950, this device is gfx90a" in out
-    out = scenario(HIP + "print(json.dumps(attempt()))", driver="/nowhere/libamdhip64.so")
+    out = scenario(HIP, "print(json.dumps(attempt()))", driver="/nowhere/libamdhip64.so")
     assert "jax_mx: no GPU driver: /nowhere/libamdhip64.so" in out
 
 
 def test_damaged_metadata_is_an_error_and_the_process_lives(scenario):
     """Every byte of the note, one after the other, becomes 0xFF, then random ones do."""
     out = scenario(
-        HIP
-        + textwrap.dedent("""
+        HIP,
+        """
     import random
     image = KERNELS["gfx942"]["image"]
     start = image.index(b"AMDGPU") + 8
@@ -1149,6 +1142,6 @@ def test_damaged_metadata_is_an_error_and_the_process_lives(scenario):
         errors += error is not None
     KERNELS["gfx942"].update(image=image, sha256=images.sha256(image))
     print(json.dumps([errors, len(tries), attempt()]))
-    """)
+    """,
     )
     assert out[0] > out[1] // 4 and out[2] is None

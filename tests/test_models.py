@@ -254,11 +254,9 @@ def test_donation():
 def test_a_second_process_compiles_nothing(tmp_path):
     """JAX's persistent cache has the step, with its gradients, on eight devices."""
     code = """
-        jax.config.update("jax_compilation_cache_dir", sys.argv[2])
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        events = []
-        jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+        from helpers import cached_in
+
+        events = cached_in(sys.argv[2])
         mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
         x = jax.device_put(np.ones((256, 64), np.float32), NamedSharding(mesh, P("data")))
         w = jax.device_put(np.ones((64, 32), np.float32), NamedSharding(mesh, P()))

@@ -642,17 +642,9 @@ def test_the_partitioner_splits_the_custom_call():
         import functools, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_primitive import *
-        from helpers import EVERY, stand_in
-        from jax.interpreters import mlir
+        from helpers import EVERY, stand_ins_on_cpu
 
-        def lowering(ctx, *operands, plan):
-            kernel = registry.chosen(plan, "cuda", ()).kernels[0]
-            kernels = {{"sm_90": stand_in(kernel).attributes("row_major", {{}}, True)}}
-            return primitive._call(ctx, *operands, plan=plan, view=plan.view, kernels=kernels)
-
-        registry.VARIANTS = tuple(EVERY)
-        for p in (quantizers.quantize_p, quantizers.dequantize_p):
-            mlir.register_lowering(p, lowering, platform="cpu")
+        stand_ins_on_cpu()
         m = mesh(AxisType.Auto)
         for variant in EVERY:
             operand, call = op_of(variant)

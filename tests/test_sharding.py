@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import re
-import socket
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from helpers import (
     COLLECTIVE,
     assert_bits_equal,
     assert_same_array,
+    free_port,
     mesh_for,
     mesh_shape,
     names_in,
@@ -402,18 +402,9 @@ def test_the_partitioner_splits_calls_with_tiles():
     """The custom call itself, compiled for CPU devices, not run: at tiles, and never within."""
     on_eight(
         r"""
-        from jax.interpreters import mlir
-        from helpers import COLLECTIVE, EVERY, op_of, stand_in
-        from jax_mx.lowering import primitive, quantizers, registry, store, targets
+        from helpers import COLLECTIVE, EVERY, op_of, stand_ins_on_cpu
 
-        def lowering(ctx, *operands, plan):
-            kernel = registry.chosen(plan, "cuda", ()).kernels[0]
-            kernels = {"sm_90": stand_in(kernel).attributes("row_major", {}, True)}
-            return primitive._call(ctx, *operands, plan=plan, view=plan.view, kernels=kernels)
-
-        registry.VARIANTS = tuple(EVERY)
-        for p in (quantizers.quantize_p, quantizers.dequantize_p):
-            mlir.register_lowering(p, lowering, platform="cpu")
+        stand_ins_on_cpu()
         mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
         def check(variant, rows, spec, whole):
@@ -503,15 +494,9 @@ def test_export_with_symbolic_leading_dimensions(layout):
 def test_the_persistent_cache_hits_in_other_processes(tmp_path):
     """Sharded programs, the reference's and one with the custom call, which nobody runs here."""
     code = """
-        from jax._src import monitoring
-        from helpers import stand_in
-        from jax_mx.lowering import primitive, quantizers, registry, targets
+        from helpers import cached_in, stand_ins_on_cpu
 
-        jax.config.update("jax_compilation_cache_dir", sys.argv[2])
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        events = []
-        monitoring.register_event_listener(lambda event, **_: events.append(event))
+        events = cached_in(sys.argv[2])
         mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
         x = jax.ShapeDtypeStruct((256, 512), "bfloat16", sharding=NamedSharding(mesh, P("a", "b")))
 
@@ -519,11 +504,7 @@ def test_the_persistent_cache_hits_in_other_processes(tmp_path):
             jax.jit(lambda x: jax_mx.quantize(x, scale_layout=layout)).lower(x).compile()
 
         compiled("row_major")
-        def lowering(ctx, *operands, plan):
-            kernel = registry.chosen(plan, "cuda", ()).kernels[0]
-            kernels = {"sm_90": stand_in(kernel).attributes("row_major", {}, True)}
-            return primitive._call(ctx, *operands, plan=plan, view=plan.view, kernels=kernels)
-        primitive.mlir.register_lowering(quantizers.quantize_p, lowering, platform="cpu")
+        stand_ins_on_cpu()
         compiled("blocked_128x4")
         print(*(sum(what in event for event in events) for what in ("cache_hits", "cache_misses")))
     """
@@ -567,11 +548,8 @@ def test_two_processes(where):
     """
     if where == "gpu" and len(jax.devices("gpu")) < 2:
         pytest.skip("one GPU")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     platform = "gpu" if where == "gpu" else "cpu"
-    out = on_eight(code, str(port), where, processes=2, devices=4, platform=platform)
+    out = on_eight(code, free_port(), where, processes=2, devices=4, platform=platform)
     assert out == ["right\n"] * 2
 
 

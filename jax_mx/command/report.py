@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,291 +16,170 @@ from typing import Any
 import jax
 
 import jax_mx
-from jax_mx.command import here, output, pictures, ran, samples, tensors
-from jax_mx.command.output import Column, Steps
-from jax_mx.facts.chips import ARCHS
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.command import here, pictures, ran, samples, tensors
+from jax_mx.command.options import PROGRAM, parse
+from jax_mx.command.output import Screen
+from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.toolchains import install
 
-PROGRAM = "python -m jax_mx"
 # What the extra `cli` brings: the modules, and what their distributions are called.
 EXTRA = {"rich": "rich", "safetensors": "safetensors", "sklearn": "scikit-learn"}
 PLOT = "matplotlib"
 EMULATOR = ("elftools", "msgpack", "tinygrad")  # modules
-DEFAULTS = {"format": ["mxfp8_e4m3", "mxfp4_e2m1"], "scaling": ["rceil", "floor"]}
-
-DESCRIPTION = """\
-Says what jax_mx runs on this machine and runs it: on a GPU it measures kernels at a layer's real
-size, without one it compiles and executes two of AMD's kernels in emulation. Then it quantizes
-tensors and shows what is lost: by default those of a small network, trained for a moment on
-scikit-learn's digits."""
-EPILOG = f"""\
-columns of the tables:
-  of a copy      the speed of the op over that of a copy that moves as many bytes
-  plain XLA us   the same in float arithmetic without kernels, the fastest of two versions
-  SNR dB         10 log10(sum x^2 / sum (x - dequantized)^2), in float64
-  max rel error  largest |x - dequantized| / |x| of a nonzero element; 1: it became zero
-  saturated %    elements that became the format's largest number and were larger
-  bytes / bf16   values and scales, against two bytes an element
-  bytes equal reference
-                 what implementation=None gives, against implementation="xla"
-  us, GB/s vs copy
-                 of tensors of {tensors.LARGE >> 20} MiB and more, not on a CPU
-
-Times are those that calls spend on the device, the median of {2 * ran.CALLS} calls, from JAX's
-profiler.
-
-A tensor or file that cannot be quantized gets a sentence on stderr, and the run goes on.
-Exit status: 0 if a tensor was quantized and no bytes differ (with --strict: and none failed), 2 for
-bad options, 130 when interrupted, else 1.
-
-examples:
-  {PROGRAM} --file model.safetensors --format mxfp4_e2m1 --scaling even
-  {PROGRAM} --file gradients.npz --axis 0 --dtype float32 --json
-  {PROGRAM} --file model.safetensors --plot report.html
-"""
 
 
-# ---- options -------------------------------------------------------------------------------------
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, defaults filled in."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    about = "your own tensors, .safetensors, .npz or .npy; repeatable"
-    add("--file", action="append", type=Path, default=[], metavar="PATH", help=about)
-    for name, table in (("format", FORMATS), ("scaling", SCALINGS)):
-        about = f"of {', '.join(table)}; repeatable; default: {', '.join(DEFAULTS[name])}"
-        add(f"--{name}", action="append", choices=table, metavar="NAME", help=about)
-    about = f"blocks of {BLOCK} run along it; default: -1"
-    add("--axis", type=axis_number, default=-1, metavar="N", help=about)
-    about = f"tensors are converted to it, of {', '.join(FLOAT_DTYPES)}; default: bfloat16"
-    add("--dtype", choices=FLOAT_DTYPES, default="bfloat16", metavar="NAME", help=about)
-    about = f"run AMD's kernels for it on the CPU: {', '.join(ARCHS['flydsl'])}"
-    add("--emulate", choices=ARCHS["flydsl"], metavar="ARCH", help=about)
-    add("--strict", action="store_true", help="exit with 1 if any tensor or file failed")
-    add("--json", action="store_true", help="one JSON object instead of tables")
-    about = "draw histograms of tensors, and speeds: a page (.html), a picture (.png, .svg, .pdf)"
-    add("--plot", type=picture_path, metavar="PATH", help=about)
-    options = parser.parse_args(arguments)
-    for name in ("file", *DEFAULTS):  # each once
-        given = getattr(options, name) or DEFAULTS.get(name, [])
-        setattr(options, name, list(dict.fromkeys(given)))
-    return options
-
-
-def axis_number(text: str) -> int:
-    """An axis of any array that is likely; beyond, integers overflow and shapes do not exist."""
-    try:
-        number = int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from error
-    if not -32 <= number < 32:
-        raise argparse.ArgumentTypeError(f"must be -32 to 31, got {text}")
-    return number
-
-
-def picture_path(text: str) -> Path:
-    """Where a picture can be written."""
-    path = Path(text)
-    if reason := pictures.obstacle(path):
-        raise argparse.ArgumentTypeError(reason)
-    return path
-
-
-# ---- the report ----------------------------------------------------------------------------------
+# ---- the report ---
 class Report:
-    """What the command prints: tables as they come, or one JSON object at the end.
+    """Shows tables as they come, or one JSON object at the end.
 
     Attributes:
       options: the command line's.
-      steps: says what goes on; on stderr where stdout has to be JSON.
-      facts: all that was found out, as JSON has it.
+      screen: shows tables and steps; on stderr where stdout has to be JSON.
+      facts: the content of the JSON object.
       differ: whether the bytes of some kernel are not the reference's.
-      histograms: what pictures show of tensors, where they are asked for.
+      histograms: for the picture or page, one entry for each tensor.
     """
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
-        self.steps = Steps(sys.stderr if options.json else sys.stdout)
+        self.screen = Screen(sys.stderr if options.json else sys.stdout, silent=options.json)
         self.facts: dict[str, Any] = {"failures": []}
         self.differ = False
         self.histograms: list[pictures.Histograms] = []
-        # A pipe has no width.
-        self._width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
-
-    def say(self, *lines: str) -> None:
-        """Prints lines, unless JSON is wanted."""
-        if not self.options.json:
-            print(*lines, sep="\n", flush=True)
-
-    def show(self, title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-        """Prints a table, unless JSON is wanted."""
-        self.say(*output.table(title, columns, rows, self._width))
-
-    def fail(self, name: str, sentence: str) -> None:
-        """Complains about a tensor or file."""
-        self.facts["failures"].append({"name": samples.printable(name), "reason": sentence})
-        self.remark(name, sentence)
 
     def remark(self, name: str, sentence: str) -> None:
         """Says on stderr what a reader of a tensor's row should know."""
         print(samples.printable(f"{name}: {sentence}"), file=sys.stderr, flush=True)
 
-    def compare(self, rows: Sequence[Any]) -> None:
-        """Remembers whether some row's bytes differ, and says so: its column may not be shown."""
-        if wrong := sum(row.equal is False for row in rows):
+    def compare(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Remembers whether the bytes of some row differ, and says so."""
+        if wrong := sum(row["equal"] is False for row in rows):
             self.differ = True
             self.remark(PROGRAM, f"in {wrong} rows the bytes are DIFFERENT from the reference's")
 
     def verdict(self) -> str:
-        """What the kernels that ran gave, or nothing where none ran."""
-        ran_here = self.facts.get("speed", []) + self.facts.get("emulated", [])
-        compared = [row.equal for row in ran_here if row.equal is not None]
+        """A sentence about the bytes of the kernels that ran, or nothing where none ran."""
+        runs = self.facts.get("speed", []) + self.facts.get("emulated", [])
+        compared = [run["equal"] for run in runs if run["equal"] is not None]
         if not compared:
             return ""
         if all(compared):
             return f"{len(compared)} kernels ran and gave the reference's bytes. "
         return f"{compared.count(False)} of {len(compared)} kernels gave OTHER bytes. "
 
-    @property
-    def status(self) -> int:
-        """The exit status."""
+    def run(self) -> int:
+        """Shows all; returns the exit status."""
+        start = time.monotonic()
+        with self.screen.logging():
+            self.describe()
+            self.measure_tensors()
+            if not self.options.file and self.options.emulate is None:
+                self.run_kernels()
+            self.draw()
+        seconds = time.monotonic() - start
+        self.screen.say(f"{self.verdict()}Took {seconds:.0f} s.")
+        if self.options.json:
+            text = json.dumps(self.facts | {"seconds": round(seconds, 1)})
+            # JSON knows neither NaN nor infinities.
+            facts = json.loads(text, parse_constant=lambda constant: None)
+            print(json.dumps(facts, indent=1), flush=True)
         failed = self.options.strict and self.facts["failures"]
-        return 0 if self.facts.get("tensors") and not self.differ and not failed else 1
+        return 0 if self.facts["tensors"] and not self.differ and not failed else 1
 
+    def describe(self) -> None:
+        """Shows the devices, the implementations that serve each op, and compiled kernels."""
+        options, say, devices = self.options, self.screen.say, here.devices()
+        versions = {"jax_mx": jax_mx.__version__, "jax": jax.__version__}
+        self.facts |= versions | {"devices": [facts for facts, _ in devices.values()]}
+        say(f"{self.versions()}, which sees:", *(f"  {name}" for name in devices), "")
+        if hint := here.hidden_gpu():
+            say(hint, "")
+        servings = here.servings(options.format, options.axis, options.dtype)
+        self.facts["implementations"] = servings
+        for name in devices:
+            title = f"What serves a call in {options.dtype} on {name}"
+            served = [serving for serving in servings if serving["device"] == name]
+            self.screen.show(title, *here.serving_table(served))
+        with self.screen.step("looking through the kernels that are here"):
+            self.facts["kernels"] = here.held()
+        title = "Kernels that are compiled already"
+        self.screen.show(title, *here.held_table(self.facts["kernels"]))
+        say(*here.demands(), "")
 
-def report(options: argparse.Namespace) -> int:
-    """Prints all there is to say; returns the exit status."""
-    start, out = time.monotonic(), Report(options)
-    with out.steps.logging():
-        tell_devices(out)
-        tell_implementations(out)
-        tell_kernels(out)
-        measure_tensors(out)
-        if not options.file and options.emulate is None:
-            run_kernels(out)
-        draw(out)
-    seconds = time.monotonic() - start
-    if options.json:
-        out.facts["seconds"] = round(seconds, 1)
-        print(json.dumps(output.jsonable(out.facts), indent=1, allow_nan=False), flush=True)
-    else:
-        out.say(f"{out.verdict()}Took {seconds:.0f} s.")
-    return out.status
+    def versions(self) -> str:
+        """The versions of the library and of JAX."""
+        return f"jax_mx {jax_mx.__version__}, JAX {jax.__version__}"
 
+    def measure_tensors(self) -> None:
+        """Quantizes the tensors of files, or of the small network."""
+        options, rows = self.options, []
+        self.facts["tensors"] = rows
+        for name, tensor in self.tensors():
+            shown = samples.printable(name)
+            try:
+                tensor, axis, remarks = samples.admit(tensor, options.axis, options.dtype)
+            except (TypeError, ValueError) as error:
+                self.facts["failures"].append({"name": shown, "reason": str(error)})
+                self.remark(name, str(error))
+                continue
+            with self.screen.step(f"quantizing {shown}"):
+                call = shown, tensor, axis, options.format
+                measured = list(tensors.measure(*call, options.scaling))
+                rows += measured
+                if options.plot:
+                    drawn = pictures.histograms(*call, options.scaling[0], measured)
+                    self.histograms.append(drawn)
+            for remark in remarks:
+                self.remark(name, remark)
+        self.compare(rows)
+        title = f"Tensors in {options.dtype} (--help explains the columns)"
+        title += f", blocks of {BLOCK} along axis {options.axis}"
+        self.screen.show(title, *tensors.table(rows))
 
-def tell_devices(out: Report) -> None:
-    """What JAX sees."""
-    versions = f"jax_mx {jax_mx.__version__}, JAX {jax.__version__}, which sees:"
-    out.facts |= {"jax_mx": jax_mx.__version__, "jax": jax.__version__}
-    out.facts["devices"] = list(here.devices())
-    out.say(versions, *(f"  {device}" for device in here.devices()), "")
-    if hint := here.hidden_gpu():
-        out.say(*output.wrapped(hint, out._width), "")
-
-
-def tell_implementations(out: Report) -> None:
-    """What serves each op."""
-    options = out.options
-    found = here.servings(options.format, options.axis, options.dtype)
-    out.facts["implementations"] = found
-    for device in here.devices():
-        mine = [each for each in found if each.device == str(device)]
-        title = f"What serves a call in {options.dtype} on {device}"
-        out.show(title, here.SERVING, list(here.serving_rows(mine)))
-
-
-def tell_kernels(out: Report) -> None:
-    """What is compiled already."""
-    with out.steps.step("looking through the kernels that are here"):
-        out.facts["kernels"] = here.held()
-    rows = list(here.held_rows(out.facts["kernels"]))
-    out.show("Kernels that are compiled already", here.HELD, rows)
-    for sentence in here.demands():
-        out.say(*output.wrapped(sentence, out._width))
-    out.say("")
-
-
-def run_kernels(out: Report) -> None:
-    """Runs kernels: those of the GPU, or without one AMD's in emulation."""
-    options = out.options
-    served = [each for each in out.facts["implementations"] if each.kernels]
-    if served and jax.default_backend() != "cpu":
-        found = list(ran.speeds(options.format, options.dtype, out.steps))
-        out.facts["speed"] = found
-        shape = f" at {found[0].shape}" if found else ""
-        title = f"Speed{shape} in {options.dtype}, on {jax.devices()[0].device_kind}"
-        out.show(title, ran.SPEED, [each.cells() for each in found])
-        out.compare(found)
-    elif lacks := ran.emulation_lacks():
-        why = "no GPU" if jax.default_backend() == "cpu" else "none is here for this device"
-        out.say(*output.wrapped(f"No kernel ran: {why}, and no emulation: {lacks}.", out._width))
-        out.say("")
-    else:
-        found = list(ran.emulated(options.format, out.steps))
-        out.facts["emulated"] = found
-        size = " x ".join(map(str, ran.SMALL))
-        title = f"Kernels for {ran.ARCH}, executed in emulation on {size} elements"
-        out.show(title, ran.EMULATED, [each.cells() for each in found])
-        out.compare(found)
-
-
-def measure_tensors(out: Report) -> None:
-    """Quantizes the tensors of files, or of the small network."""
-    options, rows = out.options, []
-    for name, tensor in _tensors(out):
-        try:
-            tensor, axis, remarks = samples.admit(tensor, options.axis, options.dtype)
-        except (TypeError, ValueError) as error:
-            out.fail(name, str(error))
-            continue
-        shown = samples.printable(name)
-        with out.steps.step(f"quantizing {shown}"):
-            found = [*tensors.measure(shown, tensor, axis, options.format, options.scaling)]
-            rows += found
-            if options.plot:
-                how = (options.format, options.scaling[0], found)
-                out.histograms.append(pictures.histograms(shown, tensor, axis, *how))
-        for remark in remarks:
-            out.remark(name, remark)
-    out.facts["tensors"] = rows
-    out.compare(rows)
-    title = f"Tensors in {options.dtype} (--help explains the columns)"
-    title += f", blocks of {BLOCK} along axis {options.axis}"
-    timed = any(row.seconds is not None for row in rows)
-    columns = tensors.COLUMNS + tensors.TIMES * timed
-    out.show(title, columns, [row.cells()[: len(columns)] for row in rows])
-
-
-def draw(out: Report) -> None:
-    """Writes the picture or page that is asked for."""
-    path = out.options.plot
-    if path is None:
-        return
-    about = [f"jax_mx {jax_mx.__version__}, JAX {jax.__version__}, on:", *map(str, here.devices())]
-    with out.steps.step(f"drawing {path}"):
-        said = pictures.write(path, out.histograms, out.facts.get("speed", []), about)
-    out.facts["plot"] = str(path)
-    out.say(said)
-
-
-def _tensors(out: Report) -> Iterator[tuple[str, Any]]:
-    """Names and tensors; instead of one that cannot be read the sentence that says why."""
-    if out.options.file:
-        for path in out.options.file:
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        """Names and tensors; instead of an unreadable tensor the sentence that says why."""
+        for path in self.options.file:
             yield from samples.read(path)
-        return
-    with out.steps.step("training a small network on scikit-learn's digits"):
-        found = samples.digits()
-    yield from found.items()
+        if not self.options.file:
+            with self.screen.step("training a small network on scikit-learn's digits"):
+                network = samples.digits()
+            yield from network.items()
+
+    def run_kernels(self) -> None:
+        """Runs kernels on the GPU, or without one AMD's kernels in emulation."""
+        formats, dtype, on_cpu = (
+            self.options.format,
+            self.options.dtype,
+            jax.default_backend() == "cpu",
+        )
+        if not on_cpu and any(serving["kernels"] for serving in self.facts["implementations"]):
+            rows = self.facts["speed"] = list(ran.speeds(formats, dtype, self.screen))
+            title = f"Speed at {rows[0]['shape']} in {dtype}, on {jax.devices()[0].device_kind}"
+            table = ran.speed_table(rows)
+        elif lacks := ran.emulation_lacks():
+            why = "no GPU" if on_cpu else "none is here for this device"
+            self.screen.say(f"No kernel ran: {why}, and no emulation: {lacks}.", "")
+            return
+        else:
+            rows = self.facts["emulated"] = list(ran.emulated(formats, self.screen))
+            size = " x ".join(map(str, ran.SMALL))
+            title = f"Kernels for {ran.ARCH}, executed in emulation on {size} elements"
+            table = ran.emulated_table(rows)
+        self.screen.show(title, *table)
+        self.compare(rows)
+
+    def draw(self) -> None:
+        """Writes the picture or page, if one is wanted."""
+        if (path := self.options.plot) is None:
+            return
+        about = [f"{self.versions()}, on:", *here.devices()]
+        with self.screen.step(f"drawing {path}"):
+            said = pictures.write(path, self.histograms, self.facts.get("speed", []), about)
+        self.facts["plot"] = str(path)
+        self.screen.say(said)
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- the command ---
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see `--help` for the exit status."""
     _prepare_streams()
@@ -317,11 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             importlib.import_module(f"{PLOT}.figure")
         with jax.debug_nans(False), jax.debug_infs(False):  # tensors may have some
             if options.emulate is None:
-                return report(options)
+                return Report(options).run()
             from jax_mx.testing import emulate
 
             with jax.default_device(jax.devices("cpu")[0]), emulate(options.emulate):
-                return report(options)
+                return Report(options).run()
     except ModuleNotFoundError as error:
         return _missing(error)
     except KeyboardInterrupt:

@@ -1,29 +1,28 @@
-"""For `python -m jax_mx`: tensors, a small network's or of files, and what quantizing loses."""
+"""For `python -m jax_mx`: the tensors of a small network or of files."""
 
 from __future__ import annotations
 
-import functools
-import math
+import contextlib
 import stat
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.facts.formats import FLOAT_DTYPES, MXFP8_E4M3, RCEIL
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.planning import Options, planned
 
-Loads = Iterator[tuple[str, Callable[[], "np.ndarray | str"]]]  # name -> how to read the tensor
-
+# The names in a file, and what reads the tensor, or says why it cannot be read.
+Opened = tuple[Sequence[str], Callable[[str], "np.ndarray | str"]]
 # The dtypes that are quantized, by numpy's name and by that of a .safetensors header.
 FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 
 
-# ---- the default: a network on scikit-learn's digits --------------------------------------------
+# ---- the default: a network on scikit-learn's digits ---
 def digits(steps: int = 30, batch: int = 128) -> dict[str, np.ndarray]:
     """Weights, activations and gradients of 64 -> 128 -> 64 -> 10 after `steps` of descent.
 
@@ -45,18 +44,14 @@ def digits(steps: int = 30, batch: int = 128) -> dict[str, np.ndarray]:
     return {name: np.asarray(tensor) for name, tensor in tensors.items()}
 
 
-def _loss(
-    weights: list[jax.Array], x: jax.Array, y: jax.Array
-) -> tuple[jax.Array, list[jax.Array]]:
+def _loss(weights: list[Any], x: Any, y: Any) -> tuple[jax.Array, list[jax.Array]]:
     """Cross entropy, and the activations of the hidden layers."""
     hidden = [jax.nn.relu(x @ weights[0])]
     hidden.append(jax.nn.relu(hidden[0] @ weights[1]))
     return -jnp.mean(jnp.sum(y * jax.nn.log_softmax(hidden[1] @ weights[2]), axis=-1)), hidden
 
 
-def _train(
-    steps: int, weights: list[jax.Array], x: jax.Array, y: jax.Array
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+def _train(steps: int, weights: list[Any], x: Any, y: Any) -> Any:
     """The weights after `steps`, and the gradients and activations there."""
     gradient = jax.grad(_loss, has_aux=True)
 
@@ -83,20 +78,17 @@ def read(path: Path) -> Iterator[tuple[str, np.ndarray | str]]:
     if obstacle := _obstacle(path):
         yield path.name or str(path), obstacle
         return
-    open_file = _READERS[path.suffix.lower()]
     # A damaged file makes its parsers raise almost anything: OSError, ValueError, EOFError,
     # BadZipFile, zlib.error, TokenError, SafetensorError, NotImplementedError were all seen.
     try:
-        members = 0
-        for key, load in open_file(path):
-            members += 1
-            name = f"{path.name}:{key}" if key else path.name
-            try:
-                tensor = load()
-            except Exception as error:
-                tensor = _unreadable(error)
-            yield name, tensor
-        if not members:
+        with _READERS[path.suffix.lower()](path) as (keys, load):
+            for key in keys:
+                try:
+                    tensor = load(key)
+                except Exception as error:
+                    tensor = _unreadable(error)
+                yield f"{path.name}:{key}" if key else path.name, tensor
+        if not keys:
             yield path.name, "holds no tensors; save some in it"
     except ImportError:
         raise
@@ -143,39 +135,39 @@ def _unreadable(error: Exception) -> str:
     return f"is truncated, damaged or not what its suffix says ({detail}); save it again"
 
 
-def _open_npy(path: Path) -> Loads:
-    with path.open("rb") as file:  # np.load takes a file of another kind for a pickle
-        np.lib.format.read_magic(file)
-    yield "", lambda: np.load(path, allow_pickle=False)
-
-
-def _open_npz(path: Path) -> Loads:
-    def load(key: str) -> np.ndarray | str:
-        member = members[key]
-        return member if isinstance(member, np.ndarray) else "is no .npy array; save it as one"
-
+@contextlib.contextmanager
+def _open_numpy(path: Path) -> Iterator[Opened]:
+    magic = b"PK" if path.suffix.lower() == ".npz" else np.lib.format.MAGIC_PREFIX
     with path.open("rb") as file:  # np.load would leave a damaged one open
-        if (magic := file.read(2)) != b"PK":
-            raise ValueError(f"it begins with {magic!r}, a zip file with b'PK'")
+        if (start := file.read(len(magic))) != magic:  # np.load would take it for a pickle
+            raise ValueError(f"it begins with {start!r}, not with {magic!r}")
         file.seek(0)
-        with np.load(file, allow_pickle=False) as members:
-            for key in members.files:
-                yield key, functools.partial(load, key)
+        loaded = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            yield [""], lambda _: loaded
+            return
+
+        def load(key: str) -> np.ndarray | str:
+            member = loaded[key]
+            return member if isinstance(member, np.ndarray) else "is no .npy array; save it as one"
+
+        yield loaded.files, load
 
 
-def _open_safetensors(path: Path) -> Loads:
+@contextlib.contextmanager
+def _open_safetensors(path: Path) -> Iterator[Opened]:
     from safetensors import safe_open
 
-    def load(key: str) -> np.ndarray | str:
-        dtype = members.get_slice(key).get_dtype()  # numpy cannot even name some of them
-        return members.get_tensor(key) if dtype in FLOATS.values() else _no_float(dtype)
-
     with safe_open(path, framework="np") as members:
-        for key in members.keys():
-            yield key, functools.partial(load, key)
+
+        def load(key: str) -> np.ndarray | str:
+            dtype = members.get_slice(key).get_dtype()  # numpy cannot even name some of them
+            return members.get_tensor(key) if dtype in FLOATS.values() else _no_float(dtype)
+
+        yield list(members.keys()), load
 
 
-_READERS = {".safetensors": _open_safetensors, ".npz": _open_npz, ".npy": _open_npy}
+_READERS = {".safetensors": _open_safetensors, ".npz": _open_numpy, ".npy": _open_numpy}
 
 
 def printable(text: str) -> str:
@@ -183,9 +175,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-# ---- what can be quantized ---
+# ---- checks ---
 def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, int, list[str]]:
-    """What is quantized of a tensor that `read` gave.
+    """Prepares a tensor of `read` for quantizing.
 
     Returns:
       The tensor in `dtype`, its axis counted from the end, and sentences for the user.
@@ -228,25 +220,3 @@ def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, 
 
 def _no_float(dtype: str) -> str:
     return f"has dtype {dtype}, must be one of {', '.join(FLOATS)}; convert it first"
-
-
-# ---- what is measured ---
-def errors(x: np.ndarray, dequantized: np.ndarray) -> tuple[float, float]:
-    """The signal-to-noise ratio in dB and the largest relative error, of float64 arrays."""
-    if not x.size:
-        return math.nan, math.nan
-    error = np.abs(x - dequantized)
-    signal, noise = np.sum(x**2), np.sum(error**2)
-    with np.errstate(divide="ignore"):  # infinite noise: a value rounded beyond float32's range
-        snr = 10 * np.log10(signal / noise) if noise else math.inf
-    return float(snr), float((error[x != 0] / np.abs(x[x != 0])).max(initial=0))
-
-
-def magnitudes(q: MXArray) -> np.ndarray:
-    """The elements' codes without their signs, in q's shape."""
-    per = q.format.codes_per_byte
-    codes = np.moveaxis(np.asarray(q.values).view(np.uint8), q.axis, -1)
-    lengths = *codes.shape[:-1], per * codes.shape[-1]
-    codes = np.stack([codes >> (8 // per * i) for i in range(per)], axis=-1)
-    codes = codes.reshape(lengths) & (2 ** (q.format.bits - 1) - 1)
-    return np.moveaxis(codes, -1, q.axis)
