@@ -133,18 +133,18 @@ class Contraction:
     def how(self) -> str:
         """What its speed depends on beside its operands, in words."""
         numbers = self.numbers
-        to = f"to {numbers.dtype.name}"
-        exact = "highest precision" if numbers.exact else ""
         if numbers.groups:
-            what = "sums over groups" if numbers.groups == SUMS else "a matrix a group"
             (a, b), align = self.axes, numbers.align
-            parts = [what, f"{self.groups} groups", f"multiples of {align}", f"contracts {a}:{b}"]
-            return ", ".join(filter(None, [*parts, to, exact]))
-        pairs = [
-            " ".join(f"{i}:{j}" for i, j in zip(*dims, strict=True)) for dims in numbers.dimensions
-        ]
-        batch = f"batch {pairs[1]}" if pairs[1] else ""
-        return ", ".join(filter(None, [f"contracts {pairs[0]}", batch, to, exact]))
+            words = ["sums over groups" if numbers.groups == SUMS else "a matrix a group"]
+            words += [f"{self.groups} groups", f"multiples of {align}", f"contracts {a}:{b}"]
+        else:
+            contracted, batch = (
+                " ".join(f"{i}:{j}" for i, j in zip(*dims, strict=True))
+                for dims in numbers.dimensions
+            )
+            words = [f"contracts {contracted}", *([f"batch {batch}"] if batch else [])]
+        exact = ["highest precision"] if numbers.exact else []
+        return ", ".join([*words, f"to {numbers.dtype.name}", *exact])
 
     @property
     def in_a_shard(self) -> Contraction:

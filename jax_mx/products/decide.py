@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import jax
 
@@ -93,7 +94,8 @@ def by_rule(contraction: Contraction, platform: str, chips: Sequence[str]) -> Se
 
 def candidates(contraction: Contraction, platform: str, chips: Sequence[str]) -> list[Served]:
     """What each implementation that could run a contraction says of it; or the one it names."""
-    return registry.candidates(contraction, platform, chips, named(contraction.op))
+    supports = registry.candidates(contraction, platform, chips, named(contraction.op))
+    return cast(list[Served], supports)
 
 
 def chips_of(target: targets.Target) -> list[str]:

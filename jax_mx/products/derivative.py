@@ -26,6 +26,8 @@ from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
 from jax_mx.products.recipes import Recipe
 
+Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
+
 
 # ---- derivatives of derivatives ---
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -48,7 +50,7 @@ def _derived_again(op: str, *_: Any) -> Any:
 
 
 # ---- operands ---
-def parts_of(x: Any) -> tuple[Any, Any]:
+def parts_of(x: Any) -> Pair:
     """The floats that gradients reach, and what is quantized already."""
     if isinstance(x, MXArray):
         return None, x
@@ -295,7 +297,7 @@ def _product(
 
 
 def _operands(
-    static: Static, lhs: tuple, rhs: tuple, recipe: Recipe, wanted: tuple[bool, bool]
+    static: Static, lhs: Pair, rhs: Pair, recipe: Recipe, wanted: tuple[bool, bool]
 ) -> tuple[Any, Any]:
     """Both operands of the forward product; `wanted`: lhs along rows, rhs along columns."""
     wgrad, dgrad = wanted
@@ -311,7 +313,7 @@ def _operands(
 
 
 def _forward(
-    static: Static, lhs: tuple, rhs: tuple, sizes: Any, recipe: Recipe, wanted: tuple[bool, bool]
+    static: Static, lhs: Pair, rhs: Pair, sizes: Any, recipe: Recipe, wanted: tuple[bool, bool]
 ) -> tuple[jax.Array, list[Any]]:
     """The result; and lhs along its rows, rhs along its columns, where they are wanted."""
     operands = _operands(static, lhs, rhs, recipe, wanted)
@@ -349,7 +351,7 @@ def _by_slot(name: str, x: jax.Array, groups: Groups, recipe: Recipe) -> Any:
 
 
 def _absent(
-    static: Static, lhs: tuple, rhs: tuple, groups: Groups | None, recipe: Recipe
+    static: Static, lhs: Pair, rhs: Pair, groups: Groups | None, recipe: Recipe
 ) -> tuple[Any, Any]:
     """In place of forms that no gradient wants: their pytrees, with bools for arrays.
 
@@ -357,7 +359,7 @@ def _absent(
     and wants residuals of one structure of all.
     """
 
-    def forms(lhs: tuple, rhs: tuple, groups: Any, recipe: Recipe) -> tuple[Any, Any]:
+    def forms(lhs: Pair, rhs: Pair, groups: Any, recipe: Recipe) -> tuple[Any, Any]:
         a, b = _operands(static, lhs, rhs, recipe, (True, True))
         a, b = (x.forms() if isinstance(x, Unquantized) else x for x in (a, b))
         if groups is not None:

@@ -56,6 +56,7 @@ class Implementation(registry.Implementation):
       ops: the public functions whose products it computes: dense ones, or those over groups.
     """
 
+    support: Callable[[Contraction, Sequence[str]], Served]
     run: Callable[[Contraction, Served], jax.Array]
     preferred: Callable[[Contraction, str, Sequence[str]], bool]
     error: float = 0.0

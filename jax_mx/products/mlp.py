@@ -207,7 +207,9 @@ class Rows(Moves):
 
     keeps_activation: ClassVar[bool] = True
 
-    def enter(self, given: Given, *_: Any) -> tuple[Any, Any]:
+    def enter(
+        self, given: Given, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+    ) -> tuple[Any, Any]:
         """See `Moves`."""
         return given.x, None
 

@@ -142,7 +142,7 @@ product_p = primitive.define("mx_product", _avals, _lower, _batch, _no_second)
 
 
 # ---- a quantizer and the products behind it ---
-Operands = Sequence[Unquantized | tuple[ProductOperand | None, ...]]
+Operands = Sequence[Any]  # each `Unquantized`, or a tuple of its forms
 
 
 class Multiplication(NamedTuple):
@@ -258,7 +258,12 @@ class Step:
 
     def flat(self, tree: Any, names: Sequence[str] | None = None) -> Callable[..., Any]:
         """`computed` of leaves of (operands, sizes)."""
-        return lambda *leaves: self.computed(*tree.unflatten(leaves), names)
+
+        def run(*leaves: Any) -> Any:
+            operands, sizes = tree.unflatten(leaves)
+            return self.computed(operands, sizes, names)
+
+        return run
 
     def _may_be_floats(self, operands: Operands) -> list[tuple[bool, bool]]:
         """For each operand, which forms may come as floats: those that are read and not kept."""

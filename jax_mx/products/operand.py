@@ -297,10 +297,11 @@ class Unquantized:
 
     def _forms_of_codes(self, parts: list[_Part]) -> dict[int, Any]:
         """Rows of codes: along their elements as they are, along the other axis quantized anew."""
+        assert self.rows is not None
         forms = {}
         for number, use, axis, _ in parts:
             if number == 0:
-                forms[0] = ProductOperand(picked(self.x, self.rows))
+                forms[0] = ProductOperand(_picked(self.x, self.rows))
             elif use.format is None:
                 forms[1] = ProductOperand(self._floats(dequantize(self.x)), axis)
             else:
@@ -356,7 +357,7 @@ class Unquantized:
                 )
 
 
-def picked(q: MXArray, rows: jax.Array) -> MXArray:
+def _picked(q: MXArray, rows: jax.Array) -> MXArray:
     """q[rows] of an array with blocks along the last axis, with zeros for rows that it lacks."""
     values, scales = (reference.rows_of(a, rows) for a in (q.values, q.scales))
     return dataclasses.replace(q, values=values, scales=scales)
