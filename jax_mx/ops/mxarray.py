@@ -488,14 +488,22 @@ def dequantize(
     q = checked("dequantize", "q", q)
     plan = plan_dequantize(q, dtype, transpose, implementation)
     require_kernel(plan)
+    if q.value_layout.is_tiled:
+        q = q.with_values_in(ROW_MAJOR_VALUES)
     return dequantized(q, plan=plan, transpose=bool(transpose))
+
+
+def floats_of(
+    q: MXArray, dtype: jax.typing.DTypeLike = jnp.bfloat16, *, transpose: bool = False
+) -> jax.Array:
+    """`dequantize` of an array that was checked, with values in rows."""
+    plan = plan_dequantize(q, dtype, transpose, None)
+    return dequantized(q, plan=plan, transpose=transpose)
 
 
 @partial(jax.jit, static_argnames=("plan", "transpose"))
 def dequantized(q: MXArray, *, plan: Plan, transpose: bool) -> jax.Array:
-    """`dequantize` of an array that the plan fits."""
-    if q.value_layout.is_tiled:
-        q = q.with_values_in(ROW_MAJOR_VALUES)
+    """`dequantize` of an array that the plan fits, with values in rows."""
     values, scales = placed(q.values, q.shape, plan), q.scales
     shape, spec = q.shape, spec_of(values)
     if is_explicit(jax.typeof(values).sharding.mesh):
@@ -507,7 +515,7 @@ def dequantized(q: MXArray, *, plan: Plan, transpose: bool) -> jax.Array:
     (result,) = plan.view.results
     views = viewed.to_values(values, result, plan.format), viewed.to_scales(scales, result)
     y = viewed.from_floats(quantizers.dequantize(*views, plan.of_view))
-    return y if plan.transpose == transpose else jnp.swapaxes(y, -1, -2)
+    return y if plan.transpose == transpose else y.mT
 
 
 def checked(op: str, name: str, q: Any) -> MXArray:

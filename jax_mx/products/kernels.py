@@ -26,7 +26,7 @@ from jax_mx.facts.windows import ROW, TILE
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops import gemm
-from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.products.contraction import (
     ROWS,
     SUMS,
@@ -222,7 +222,7 @@ def run(contraction: Contraction, served: Served) -> jax.Array:
         (a, free), (b, columns) = (_floats(side, c, taken) for side, (c,), taken in sides)
         return gemm.by_plan(plan, a, b).reshape(*batch, *free, *columns)
     if plan.op == "matmul" and isinstance(x, MXArray):
-        x = dequantize(x)
+        x = floats_of(x)
     a, free = _matrix(x, numbers.contracting[0][0], numbers.batch[0])
     b, columns = _matrix(w, numbers.contracting[1][0], numbers.batch[1], plan.free)
     return gemm.by_plan(plan, a, b).reshape(*batch, *free, *columns)
@@ -247,7 +247,7 @@ def _run_groups(contraction: Contraction, plan: ProductPlan) -> jax.Array:
 def swapped_floats(x: Any, swapped: bool = False) -> jax.Array:
     """An operand in floats, with its last two axes swapped in the same pass."""
     if isinstance(x, MXArray):
-        return dequantize(x, transpose=swapped)
+        return floats_of(x, transpose=swapped)
     return x.mT if swapped else x
 
 
@@ -280,7 +280,7 @@ def _matrix(
 def _floats(x: MXArray, contracted: int, batch: Sequence[int]) -> tuple[jax.Array, list[int]]:
     """An operand in floats (batch, K, rows) or (K, rows), and the lengths that make up its rows."""
     last = x.ndim > 1 and contracted == x.ndim - 1
-    floats = dequantize(x, transpose=last)  # in the same pass
+    floats = floats_of(x, transpose=last)  # in the same pass
     order = [*range(x.ndim)]
     if last:
         order[-2:] = order[:-3:-1]

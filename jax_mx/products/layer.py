@@ -23,7 +23,7 @@ import numpy as np
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.formats import MXFP8_E4M3
 from jax_mx.ops.activations import Gated, made
-from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.products.derivative import MARK, Side, Static, once_derived, side_of
@@ -372,7 +372,7 @@ def floats_kept(gate_up: Any, dtype: np.dtype) -> jax.Array:
     if not isinstance(gate_up, MXArray):
         return gate_up
     # float16 may be too small for what was rounded up; what meets it is float32 then, too.
-    return dequantize(gate_up, jnp.float32 if dtype == jnp.float16 else dtype)
+    return floats_of(gate_up, jnp.float32 if dtype == jnp.float16 else dtype)
 
 
 _layer.defvjp(_fwd, _bwd)

@@ -25,7 +25,7 @@ from jax_mx.facts.windows import Window, lengths_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import made
 from jax_mx.ops.metadata import register_for_export
-from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.planning import Options
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessing_of
 from jax_mx.ops.quantizing import WithSums, called
@@ -242,7 +242,7 @@ class Unquantized:
             forms = self._forms_of_codes(parts)
         else:
             # Quantized again along its elements, an array that moved as codes is the same floats.
-            x = dequantize(self.x) if isinstance(self.x, MXArray) else self.x
+            x = floats_of(self.x) if isinstance(self.x, MXArray) else self.x
             x = padded(x, self.pads)
             if self._has_sums and not self._sums_with(parts):
                 rows = made("quantize", x, self.activation.own)
@@ -303,7 +303,7 @@ class Unquantized:
             if number == 0:
                 forms[0] = ProductOperand(_picked(self.x, self.rows))
             elif use.format is None:
-                forms[1] = ProductOperand(self._floats(dequantize(self.x)), axis)
+                forms[1] = ProductOperand(self._floats(floats_of(self.x)), axis)
             else:
                 turned: Any = requantize(
                     self.x,
@@ -371,4 +371,4 @@ def dequantized_forms(first: ProductOperand, second: ProductOperand) -> Forms:
 
 
 def _in_floats(x: Any) -> Any:
-    return dequantize(x) if isinstance(x, MXArray) else x
+    return floats_of(x) if isinstance(x, MXArray) else x
