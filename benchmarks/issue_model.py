@@ -1,6 +1,6 @@
 """How fast chips that are not at hand could run the kernels, as far as issuing instructions goes.
 
-    python -m benchmarks.issue_model [--only last_bfloat16]
+    python -m benchmarks issue_model [--only last_bfloat16]
 
 A kernel that is bound by memory needs its bytes moved at the memory's speed. In that time a chip
 issues so many instructions; how many times what the kernel needs, is the ratio below: 1.3 leaves
@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -34,6 +32,8 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks import shapes
+from benchmarks.record import RESULTS
+from benchmarks.report import read
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
 from jax_mx.facts.variants import ARCHS, VARIANTS, Variant
 from jax_mx.lowering.store import manifest
@@ -108,7 +108,6 @@ CHIPS: Mapping[str, Chip] = {
     # Integers make the codes there, as its conversions give another format.
     "MI300X": Chip("gfx942", 304, 2.1, 5.3, issued=1, lanes=64, wanted=1.0),
 }
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,13 +244,15 @@ def _pair(numbers: Sequence[float], form: str) -> str:
     return " / ".join(format(n, form) for n in numbers)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def options(add: Callable[..., Any]) -> None:
+    """Which variants."""
+    add("--only", metavar="TEXT", default="", help="variants with this in the name")
+
+
+def main(args: argparse.Namespace) -> int:
     """See the module's docstring; 1 if a variant is below what is wanted and nobody says why."""
-    parser = argparse.ArgumentParser("python -m benchmarks.issue_model")
-    parser.add_argument("--only", metavar="TEXT", default="", help="variants with this in the name")
-    args = parser.parse_args(argv)
     files = {chip: RESULTS / f"{chip.lower()}.json" for chip in CHIPS}
-    rows = {chip: json.loads(f.read_text()) for chip, f in files.items() if f.exists()}
+    rows = {chip: read(file)[1] for chip, file in files.items() if file.exists()}
     console = Console(width=None if sys.stdout.isatty() else 190, highlight=False)
     every = list(bounds(manifest(), args.only))
     for name, chip in CHIPS.items():
@@ -265,7 +266,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"{count} of {len(judged)} {where} without a reason")
     judged = [bound for bound in every if bound.is_judged]
     return int(not judged or not all(bound.is_met for bound in judged))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """What others' kernels take at the same shapes, on the same chip, in the same run.
 
 torchao's quantizers are run by `python -m benchmarks --peers`, and torch's products (cuBLASLt's of
-FP8 codes with scales, and those of groups) by `python -m benchmarks.products --peers`. Nothing of
+FP8 codes with scales, and those of groups) by `python -m benchmarks products --peers`. Nothing of
 theirs is copied here; they are called as they are installed. Each peer has a process of its own,
 because torch's memory is not JAX's, and so that one that breaks its CUDA context costs only its own
 rows.
@@ -233,7 +233,7 @@ PEERS: dict[str, Peer] = {
         dtypes=("bfloat16", "float32"),
     ),
 }
-PRODUCTS: dict[str, Peer] = {  # of `benchmarks.products`: forms are kinds of its cases
+PRODUCTS: dict[str, Peer] = {  # of products.py: forms are kinds of its cases
     "cuBLASLt 1x128, W 128x128": Peer(
         functools.partial(scaled_mm, tiles=True), ("dense",), library="torch", itemsize=1
     ),
@@ -317,7 +317,7 @@ def profile(fn: Callable[..., Any], inputs: Sequence[Tensors], calls: int) -> li
     ]
 
 
-def main(name: str, repeats: str) -> None:
+def answer(name: str, repeats: str) -> None:
     """Reads cases from stdin; prints [index, answer] for each, a line each."""
     answers, sys.stdout = sys.stdout, sys.stderr  # which compilers may write to
     import torch
@@ -334,4 +334,4 @@ def main(name: str, repeats: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(*sys.argv[1:])

@@ -1,8 +1,8 @@
 """Fills jax_mx/products/tables: which implementation serves the products of LLMs' layers.
 
-python -m benchmarks.tune --seconds 500                      # on the chip; goes on where it ended
-python -m benchmarks.tune --seconds 500 --out build/sm_90.json  # the same, into another file
-python -m benchmarks.tune --rows 16384 --recipes mxfp8       # some of it
+python -m benchmarks tune --seconds 500                      # on the chip; goes on where it ended
+python -m benchmarks tune --seconds 500 --out build/sm_90.json  # the same, into another file
+python -m benchmarks tune --rows 16384 --recipes mxfp8       # some of it
 
 Measures the three products of every layer (of few rows, as in decoding, the forward one alone), and
 writes the chip's table, and a Markdown table beside it, after every product: what is killed keeps
@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class Case:
         return (forward if self.rows <= DECODING else gradients), args
 
 
-def cases(models: Sequence[str], rows: Sequence[int], recipes: Sequence[str]) -> list[Case]:
+def layers(models: Sequence[str], rows: Sequence[int], recipes: Sequence[str]) -> list[Case]:
     """The layers of models, what matters most first."""
     ranks = itertools.product(*(range(len(each)) for each in (models, rows, recipes)))
     found = []
@@ -215,26 +215,24 @@ def markdown(choice: Choice) -> str:
     return "\n".join([f"Microseconds, {where}.", "", *lines, ""])
 
 
-def main() -> None:
+def options(add: Callable[..., Any]) -> None:
+    """What is measured, for how long, and where it is put."""
+    add("--seconds", type=float, default=500, help="for all")
+    add("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    add("--rows", type=int, nargs="+", choices=ROWS, default=[*ROWS])
+    add("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
+    add("--candidates", type=int, default=8, help="of each product, at most")
+    add("--anew", action="store_true", help="measure again what is known")
+    add("--out", type=Path, metavar="FILE", help="instead of the package's table")
+
+
+def main(args: argparse.Namespace) -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=500, help="for all")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=[*ROWS])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
-    parser.add_argument("--candidates", type=int, default=8, help="of each product, at most")
-    parser.add_argument("--anew", action="store_true", help="measure again what is known")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="instead of the package's table")
-    args = parser.parse_args()
     chip = tuning.place_of(()).chips[0]
     file = args.out or choices.TABLES / f"{chip}.json"
     known = Choice() if args.anew else choices.shipped(chip)
     if not args.anew and file.exists():
         known |= choices.of_this_version(Choice.load(file))
-    each = cases(args.models, args.rows, args.recipes)
-    known = tuned(known, each, args.seconds, args.candidates, file)
+    asked = layers(args.models, args.rows, args.recipes)
+    known = tuned(known, asked, args.seconds, args.candidates, file)
     print(f"{file}: {len(known.entries)} products")
-
-
-if __name__ == "__main__":
-    main()
