@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from benchmarks import timing
-from benchmarks.runner import Args, Case, timed
+from benchmarks.runner import Args, Case, Timed
 from jax_mx import MXFP8, Recipe
 
 P = PartitionSpec
@@ -103,17 +103,10 @@ def cases(args: Args) -> Iterator[Case]:
     """Every way of every move."""
     mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 
-    def clock(*given: Any) -> timing.Timing:
-        with jax.set_mesh(mesh):
-            return timing.loop(*given)
-
-    def numbers(found: timing.Timing) -> dict[str, float]:
-        return {"us": round(found.us, 1)}
-
     for name, move in MOVES.items():
         shape = tuple(64 * mesh.size if args.smoke and n > 8 else n for n in move.shape)
         make = partial(operand, shape, NamedSharding(mesh, move.spec))
         for way in move.ways:
             names = {"case": name, "way": way, "shape": list(shape)}
-            measure = timed(program(move, way, mesh), make, numbers, 20, clock=clock)
+            measure = Timed(program(move, way, mesh), make, 20, mesh=mesh)
             yield Case(name, way, names, measure, "jit: bf16" if way[:5] == "jit: " else "bf16")

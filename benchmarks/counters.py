@@ -80,12 +80,9 @@ def _gradient(x: jax.Array) -> Any:
     return jax_mx.quantize_both(x, activation=jax_mx.Gated("swiglu", gradient=dy))
 
 
+_NAMES = ("dense", "decode 16x16384", "decode grouped 2880", "decode grouped 7168")
 CALLS: dict[str, Call] = {
-    **{
-        f"{name}, {way}": partial(_product, name, way)
-        for name in ("dense", "decode 16x16384", "decode grouped 2880", "decode grouped 7168")
-        for way in ("mxfp8_e4m3", "mxfp4_e2m1")
-    },
+    **{f"{n}, {w}": partial(_product, n, w) for n in _NAMES for w in ("mxfp8_e4m3", "mxfp4_e2m1")},
     "dense, fp8 1x128, W 128x128": partial(_product, "dense", "fp8 1x128, W 128x128"),
     "dense, fp8 1x256": partial(_product, "dense", "fp8 1x256, W 1x256"),
     "wgrad up, fp8 1x256": partial(_product, "wgrad up", "fp8 1x256"),

@@ -9,6 +9,7 @@ compiling, with kernels at hand.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 import jax_mx
 from benchmarks import timing
-from benchmarks.runner import Args, Case, timed
+from benchmarks.runner import Args, Case, Timed
 from jax_mx import MXFP4, MXFP8, Recipe
 
 # (rows, in, out): the issue of products; Llama-3 70B: attention, MLP in, MLP out; DeepSeek-V3's
@@ -133,14 +134,7 @@ def inputs(shape: tuple[int, int, int]) -> timing.Inputs:
     return jax.block_until_ready([jax.jit(make)(key) for key in keys])
 
 
-def numbers(shape: tuple[int, int, int], found: timing.Timing) -> dict[str, Any]:
-    """What a row says of a time."""
-    m, k, n = shape
-    speed = round(6 * m * k * n / found.us / 1e6, 1)
-    return {"us": round(found.us, 1), "clock": found.clock, "tflops": speed}
-
-
-def about(_: Args) -> dict[str, Any]:
+def about() -> dict[str, Any]:
     """The bytes that a layer keeps for its backward pass."""
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16384, 7168), (7168, 4096)))
 
@@ -150,14 +144,18 @@ def about(_: Args) -> dict[str, Any]:
     return {"kept": {"bf16": kept(jnp.matmul), "mxfp8": kept(_mx(MXFP8))}}
 
 
+def _clock(found: timing.Timing) -> dict[str, str]:
+    return {"clock": found.clock}
+
+
 def cases(args: Args) -> Iterator[Case]:
     """Every way for every shape."""
     for name, shape in SHAPES.items():
         shape = (256, 256, 512) if args.smoke else shape
         for way, run in WAYS.items():
             base = "bf16, 4 microbatches" if "microbatches" in way else "bf16"
-            told = functools.partial(numbers, shape)
             make = functools.partial(inputs, shape)
-            measure = timed(jax.jit(run), make, told, 20, first="first_s")
+            flop = 6 * math.prod(shape)
+            measure = Timed(jax.jit(run), make, 20, flop=flop, more=_clock, first="first_s")
             names = {"name": name, "way": way, "shape": list(shape)}
             yield Case(name, way, names, measure, base)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import jax_mx
 from benchmarks import timing
-from benchmarks.runner import Args, Case, timed
+from benchmarks.runner import Args, Case, Timed
 from jax_mx import BF16, MXFP8, Recipe
 
 REST = 0.5  # seconds before each measurement: a hot chip is slower
@@ -35,10 +35,9 @@ class Layer:
     backward: bool = False
 
     @property
-    def tflop(self) -> float:
-        """Operations of the products, in 10^12."""
-        each = 2 * self.tokens * self.k * 3 * self.width * self.inner / 1e12
-        return each * (3 if self.backward else 1)
+    def flop(self) -> float:
+        """Operations of the products."""
+        return 6 * self.tokens * self.k * self.width * self.inner * (3 if self.backward else 1)
 
     @property
     def toy(self) -> Layer:
@@ -141,26 +140,17 @@ def routing(args: Args) -> Iterator[Case]:
     }
     make = functools.partial(rotating, lambda key: (chosen(case, key),), 4)
     for name, sort in sorts.items():
-        told = lambda found: {"us": round(found.us, 1)}  # noqa: E731
-        yield Case("routing", name, {**about, "way": name}, timed(jax.jit(sort), make, told, 20))
+        yield Case("routing", name, {**about, "way": name}, Timed(jax.jit(sort), make, 20))
 
 
 def cases(args: Args) -> Iterator[Case]:
     """Routing, then every way of every layer."""
     yield from routing(args)
-
-    def numbers(case: Layer, found: timing.Timing) -> dict[str, float]:
-        return {"us": round(found.us, 1), "tflops": round(case.tflop / found.us * 1e6, 1)}
-
     for name, case in LAYERS.items():
         case = case.toy if args.smoke else case
         for way, layer, make in ways(case):
-            measure = timed(
-                jax.jit(with_gradients(layer) if case.backward else layer),
-                functools.partial(rotating, jax.jit(functools.partial(operands, case, make)), 2),
-                functools.partial(numbers, case),
-                10,
-                rest=REST,
-                first="first_call_s",
-            )
+            fn = jax.jit(with_gradients(layer) if case.backward else layer)
+            of_key = jax.jit(functools.partial(operands, case, make))
+            inputs = functools.partial(rotating, of_key, 2)
+            measure = Timed(fn, inputs, 10, flop=case.flop, rest=REST, first="first_call_s")
             yield Case(name, way, {"case": name, **dataclasses.asdict(case), "way": way}, measure)

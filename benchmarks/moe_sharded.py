@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from benchmarks import moe, timing
-from benchmarks.runner import Args, Case, timed
+from benchmarks import moe
+from benchmarks.runner import Args, Case, Timed
 from jax_mx import MXFP8, MXArray, Recipe
 
 P = PartitionSpec
@@ -97,13 +97,6 @@ def cases(args: Args) -> Iterator[Case]:
     mesh = jax.make_mesh((args.data, n // args.data), ("data", "d"), axis_types=kinds)
     width, inner = (64, 64) if args.smoke else (args.width, args.inner)
 
-    def clock(*given: Any) -> timing.Timing:
-        with jax.set_mesh(mesh):
-            return timing.loop(*given)
-
-    def numbers(found: timing.Timing) -> dict[str, float]:
-        return {"us": round(found.us, 1)}
-
     for tokens in (32,) if args.smoke else args.tokens:
         of = moe.Layer(n * tokens, 2, 8, width, inner, backward=True)
         calls: list[tuple[str, str, Any, int | None, int]] = [
@@ -114,5 +107,5 @@ def cases(args: Args) -> Iterator[Case]:
         for what, wire, fn, count, often in calls:
             names = {"what": what, "tokens": tokens, "moves": wire, "devices": n, "data": args.data}
             make = partial(lambda of, count: [operands(of, mesh)[:count]], of, count)
-            measure = timed(fn, make, numbers, often, clock=clock)
+            measure = Timed(fn, make, often, mesh=mesh)
             yield Case(f"{what}, {tokens}", wire, names, measure, "floats", rounds=2)

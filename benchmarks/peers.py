@@ -1,16 +1,14 @@
 """What others' kernels take at the same shapes, on the same chip, in the same run.
 
-torchao's quantizers are run by `python -m benchmarks --peers`, and torch's products (cuBLASLt's of
-FP8 codes with scales, and those of groups) by `python -m benchmarks products --peers`. Nothing of
-theirs is copied here; they are called as they are installed. Each peer has a process of its own,
-because torch's memory is not JAX's, and so that one that breaks its CUDA context costs only its own
-rows.
+torchao's quantizers are run by `python -m benchmarks --peers`, torch's products (cuBLASLt's of FP8
+codes with scales, and those of groups) by `python -m benchmarks products --peers`, as they are
+installed. Each peer has a process of its own, because torch's memory is not JAX's, and so that one
+that breaks its CUDA context costs only its own rows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -19,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks import shapes, timing
@@ -30,19 +28,12 @@ Tensors = tuple[Any, ...]
 TIMEOUT = 300  # seconds that a peer may take for all its cases
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """How a peer computes a form.
-
-    Attributes:
-      fn: what is timed.
-      prepare: makes its arguments of x, (..., M, K), before any clock runs.
-      scaling: where it is not the one asked for.
-    """
+class Call(NamedTuple):
+    """How a peer computes a form: what is timed, and what makes its arguments of x, (..., M, K)."""
 
     fn: Callable[..., Any]
     prepare: Callable[[Any], Tensors] = lambda x: (x,)
-    scaling: str | None = None
+    scaling: str | None = None  # where it is not the one asked for
 
 
 # ---- the peers ----------------------------------------------------------------------------------
@@ -59,12 +50,6 @@ def to_mx(case: Case) -> Call:
     def last(x):
         return mx_tensor.to_mx(x, element, BLOCK, ScaleCalculationMode(case["scaling"]))
 
-    def second_transposed(x):
-        return last(x.mT.contiguous())
-
-    def both_transposed(x):
-        return last(x), second_transposed(x)
-
     def quantized(x):
         scales, values = last(x)
         return scales.view(torch.uint8), values
@@ -74,8 +59,8 @@ def to_mx(case: Case) -> Call:
 
     fn = {
         "axis -1": last,
-        "axis -2 transposed": second_transposed,
-        "both transposed": both_transposed,
+        "axis -2 transposed": lambda x: last(x.mT.contiguous()),
+        "both transposed": lambda x: (last(x), last(x.mT.contiguous())),
         "dequantize": dequantize,
     }[case["form"]]
     compiled = torch.compile(fn, dynamic=False)
@@ -194,8 +179,7 @@ def _scaling(case: Case) -> str:
     return case["scaling"] if torch.cuda.get_device_capability() >= (10, 0) else "floor"
 
 
-@dataclasses.dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """What there is to measure: how to call it, which cases it serves, bytes of an element of W."""
 
     call: Callable[[Case], Call]
@@ -208,14 +192,10 @@ class Peer:
 
     def serves(self, case: Case) -> bool:
         """Whether the case is one of its own."""
-        return (
-            case["form"] in self.forms
-            and case["dtype"] in self.dtypes
-            and case["format"] in self.formats
-            and case["scaling"] in self.scalings
-            and case["scale_layout"] == "row_major"
-            and len(case["shape"]) > 1
-        )
+        one_of = {"form": self.forms, "dtype": self.dtypes, "format": self.formats}
+        one_of |= {"scaling": self.scalings, "scale_layout": ("row_major",)}
+        each = all(case[name] in known for name, known in one_of.items())
+        return each and len(case["shape"]) > 1
 
 
 PEERS: dict[str, Peer] = {
@@ -234,12 +214,12 @@ PEERS: dict[str, Peer] = {
     ),
 }
 PRODUCTS: dict[str, Peer] = {  # of products.py: forms are kinds of its cases
-    "cuBLASLt 1x128, W 128x128": Peer(
-        functools.partial(scaled_mm, tiles=True), ("dense",), library="torch", itemsize=1
-    ),
-    "cuBLASLt 1x128, W 1x128": Peer(
-        functools.partial(scaled_mm, tiles=False), ("dense",), library="torch", itemsize=1
-    ),
+    **{
+        f"cuBLASLt 1x128, W {name}": Peer(
+            functools.partial(scaled_mm, tiles=tiles), ("dense",), library="torch", itemsize=1
+        )
+        for name, tiles in (("128x128", True), ("1x128", False))
+    },
     "bf16 torch._grouped_mm": Peer(grouped_mm, ("grouped", "wgrad"), library="torch"),
 }
 

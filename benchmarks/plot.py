@@ -163,22 +163,17 @@ def _layers() -> Bars:
 def overview(left: Bars, right: Bars) -> Figure:
     """Two halves of bars, ours first."""
     figure = Figure(figsize=(10, 3.9), layout="constrained")
-    halves = zip(
-        figure.subplots(1, 2),
-        (left, right),
-        ("Quantizers, TB/s of input and output", "An MoE layer, TF/s"),
-        (
-            "one H200, (8, 7168, 7168) bfloat16 and MXFP8 E4M3",
-            "one H200, 16384 rows, 8 experts, quantizing included",
-        ),
-        strict=True,
+    titles = ("Quantizers, TB/s of input and output", "An MoE layer, TF/s")
+    places = (
+        "one H200, (8, 7168, 7168) bfloat16 and MXFP8 E4M3",
+        "one H200, 16384 rows, 8 experts, quantizing included",
     )
     colors = (OURS[1], "#999999", "#CC79A7")  # ours, XLA's, a peer's
+    halves = zip(figure.subplots(1, 2), (left, right), titles, places, strict=True)
     for axes, bars, title, below in halves:
         labels = list(dict.fromkeys(label for group in bars.values() for label in group))
         height = 0.84 / len(bars)
-        own = colors[: len(bars)]
-        for i, ((name, group), color) in enumerate(zip(bars.items(), own, strict=True)):
+        for i, ((name, group), color) in enumerate(zip(bars.items(), colors, strict=False)):
             at = [-labels.index(label) - (i - (len(bars) - 1) / 2) * height for label in group]
             axes.barh(at, [*group.values()], height * 0.9, color=color, label=name)
             for y, length in zip(at, group.values(), strict=True):

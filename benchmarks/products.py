@@ -21,7 +21,7 @@ import numpy as np
 
 import jax_mx
 from benchmarks import peers, timing
-from benchmarks.runner import Args, Case, Row, repeats, timed
+from benchmarks.runner import Args, Case, Row, Timed, repeats
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, SCALE_DTYPE, Format
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.windows import ROW
@@ -42,7 +42,6 @@ class Multiplied:
       n: columns of y.
       groups: how many matrices there are; 0: one, and no groups.
       skew: how sizes of groups differ: 0: about equal, none a multiple of a tile; 1: as 1 / rank.
-      active: how many groups have rows; all by default.
       wgrad: whether rows are what is contracted: x (k, rows) and W (n, rows), for each group a
         result of its part of them, which is a multiple of 256.
     """
@@ -53,7 +52,6 @@ class Multiplied:
     n: int
     groups: int = 0
     skew: float = 0
-    active: int = 0
     wgrad: bool = False
 
     @property
@@ -61,17 +59,13 @@ class Multiplied:
         """The rows of each group."""
         if not self.groups:
             return None
-        count = self.active or self.groups
-        share = 1 / np.arange(1, count + 1) ** self.skew
+        share = 1 / np.arange(1, self.groups + 1) ** self.skew
         ends = np.round(np.cumsum(share) / share.sum() * self.rows).astype(int)
         if not self.skew:
-            ends[:-1] += (97 * (np.arange(count - 1) % 3 - 1)) * (self.rows > 64 * count)
+            ends[:-1] += (97 * (np.arange(self.groups - 1) % 3 - 1)) * self.is_large
         if self.wgrad:
             ends = ends // 256 * 256
-        sizes = np.zeros(self.groups, np.int32)
-        order = np.random.default_rng(0).permutation(self.groups)[:count]
-        sizes[np.sort(order)] = np.diff(ends, prepend=0)
-        return sizes
+        return np.diff(ends, prepend=0).astype(np.int32)
 
     @property
     def kind(self) -> str:
@@ -79,20 +73,9 @@ class Multiplied:
         return "wgrad" if self.wgrad else "grouped" if self.groups else "dense"
 
     @property
-    def matrices(self) -> int:
-        """That are read."""
-        sizes = self.sizes
-        return 1 if sizes is None else int((sizes > 0).sum())
-
-    @property
     def is_large(self) -> bool:
         """Whether there are more rows than decoding has."""
         return self.rows > 64 * max(self.groups, 1)
-
-    @property
-    def tflop(self) -> float:
-        """Operations, in 10^12."""
-        return 2 * self.rows * self.k * self.n / 1e12
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -100,12 +83,16 @@ class Multiplied:
         one = (self.rows, self.n) if self.wgrad else (self.n, self.k)
         return (self.groups, *one) if self.kind == "grouped" else one
 
+    def speed(self, us: float, read: float) -> Row:
+        """What a row says of a time, during which so many bytes of weights were read."""
+        row = {"us": round(us, 2), "tflops": round(2 * self.rows * self.k * self.n / us / 1e6, 1)}
+        return row | {"weights_tbs": round(read / us / 1e6, 3)}
+
     @property
     def toy(self) -> Multiplied:
         """Sizes that a CPU has done soon."""
         rows = 512 if self.is_large else min(self.rows, 64)
-        groups, active = min(self.groups, 2), min(self.active, 2)
-        return dataclasses.replace(self, rows=rows, k=256, n=256, groups=groups, active=active)
+        return dataclasses.replace(self, rows=rows, k=256, n=256, groups=min(self.groups, 2))
 
 
 PRODUCTS = (
@@ -259,22 +246,13 @@ def bytes_of(make: Callable) -> int:
     return timing.nbytes(jax.eval_shape(make, jax.random.key(0)))
 
 
-def speed(case: Multiplied, us: float, read: float) -> dict[str, float]:
-    """What a row says of a time, during which so many bytes of weights were read."""
-    found = {"us": round(us, 2), "tflops": round(case.tflop / us * 1e6, 1)}
-    return found | {"weights_tbs": round(read / us / 1e6, 3)}
-
-
 def measure(case: Multiplied, way: Way) -> Callable[[Args], Row]:
     """How one of our products, or of JAX's, is measured."""
-    _, make, product = way
-
-    def numbers(found: timing.Timing) -> Row:
-        read = bytes_of(make) * (1 if case.wgrad else case.matrices / max(case.groups, 1))
-        return speed(case, found.us, read)
-
+    sizes = case.sizes
+    part = 1 if case.wgrad or sizes is None else float(np.mean(sizes > 0))  # that is read
     inputs = functools.partial(operands, case, way)
-    return timed(jax.jit(product), inputs, numbers, 20, rest=REST)
+    more = lambda found: case.speed(found.us, bytes_of(way[1]) * part)  # noqa: E731
+    return Timed(jax.jit(way[2]), inputs, 20, more=more, rest=REST)
 
 
 def measure_peer(case: Multiplied, name: str, args: Args) -> Row:
@@ -284,7 +262,7 @@ def measure_peer(case: Multiplied, name: str, args: Args) -> Row:
         asked["sizes"] = case.sizes.tolist()
     ((_, answer),) = peers.run(name, [asked], repeats(args, 20))
     read = math.prod(case.weights) * peers.PRODUCTS[name].itemsize
-    row = answer | (speed(case, answer["us"], read) if "us" in answer else {})
+    row = answer | (case.speed(answer["us"], read) if "us" in answer else {})
     kept = ("us", "tflops", "weights_tbs", "error", "library")
     return {key: row[key] for key in kept if key in row}
 
@@ -297,16 +275,14 @@ def options(add: Callable[..., Any]) -> None:
 
 def cases(args: Args) -> Iterator[Case]:
     """Every way of every product; of peers those that serve it, where it has many rows."""
+    implementation = "xla" if args.smoke and jax.default_backend() == "cpu" else "cutedsl"
+    where = {"device": jax.devices()[0].device_kind, "date": time.strftime("%Y-%m-%d")}
+    where["commit"] = args.commit
     for case in PRODUCTS:
         case = case.toy if args.smoke else case
         about: Row = {"case": case.name, "rows": case.rows, "k": case.k, "n": case.n}
         about["groups"] = case.groups
-        where = {"device": jax.devices()[0].device_kind, "date": time.strftime("%Y-%m-%d")}
-        where["commit"] = args.commit
-        ways: dict[str, Callable[[Args], Row]] = {
-            way[0]: measure(case, way)
-            for way in candidates(case, "xla" if args.smoke else "cutedsl")
-        }
+        ways = {way[0]: measure(case, way) for way in candidates(case, implementation)}
         for name, peer in peers.PRODUCTS.items() if args.peers and case.is_large else ():
             if case.kind in peer.forms:
                 ways[name] = functools.partial(measure_peer, case, name)

@@ -298,7 +298,7 @@ def options(add: Callable[..., Any]) -> None:
     add("--require", action="store_true", help="exit with 1 if a requirement is not met")
 
 
-def about(_: Args) -> None:
+def about() -> None:
     """A file holds rows of several runs, each of which says where it was measured."""
 
 
@@ -313,21 +313,20 @@ def quantizers(args: Args) -> Iterator[Quantizer]:
     forms = shapes.FORMS if "all" in args.form else args.form
     lengths = shapes.parse("64x64" if args.smoke else args.shapes)
     catalogue = set(itertools.chain.from_iterable(shapes.SHAPES.values()))
-    each = (args.preprocessing, args.source, forms, lengths, args.dtype, args.format)
-    for names in itertools.product(*map(dict.fromkeys, (*each, args.scaling, args.scale_layout))):
-        preprocessing, source, *first = names
-        own = Quantizer(*first, args.implementation, preprocessing, source)
-        form = shapes.FORMS[own.form]
-        if source and (form.op == "dequantize" or len(own.shape) != 2):
+    each: Any = (args.preprocessing, args.source, forms, lengths, args.dtype, args.format)
+    each = map(dict.fromkeys, (*each, args.scaling, args.scale_layout))
+    for preprocessing, source, name, shape, *rest in itertools.product(*each):
+        form, kinds = shapes.FORMS[name], shapes.PREPROCESSING[preprocessing]
+        if source and (form.op == "dequantize" or len(shape) != 2):
             continue  # they are those of a matrix to quantize
-        if preprocessing != "none" and (form.op == "dequantize" or form.square):
+        if kinds and (form.op == "dequantize" or form.square):
             continue  # codes are preprocessed no more; a transform has one axis
-        if len(shapes.PREPROCESSING[preprocessing]) > len(form.axes):
-            continue
-        if form.square and SCALE_LAYOUTS[own.scale_layout].is_tiled:
+        if len(kinds) > len(form.axes) or (form.square and SCALE_LAYOUTS[rest[-1]].is_tiled):
             continue  # scales of squares are row-major
-        if form.fits(own.shape) or own.shape not in catalogue:  # a shape typed in may fail
-            yield own
+        if form.fits(shape) or shape not in catalogue:  # a shape typed in may fail
+            names = dict(zip(("dtype", "format", "scaling", "scale_layout"), rest, strict=True))
+            before = {"preprocessing": preprocessing, "source": source}
+            yield Quantizer(name, shape, **names, implementation=args.implementation, **before)
 
 
 # ---- requirements --------------------------------------------------------------------------------

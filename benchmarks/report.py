@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,41 @@ def about(command: str, commit: str) -> dict[str, str]:
     return where | {"jax": jax.__version__, "commit": commit, "command": command}
 
 
-def write(path: Path, held: Any) -> None:
-    """A file as a whole: one that is stopped here leaves what was there."""
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json.dumps(held, indent=1) + "\n")
-    beside.replace(path)
+class File:
+    """A run's rows, and the file that holds them after each one, where there is one.
+
+    Attributes:
+      rows: so far.
+      keys: of what was measured; rows of the same keys measured the same.
+    """
+
+    def __init__(
+        self, args: Any, command: str, names: Row, more: Callable[[], dict[str, Any] | None]
+    ):
+        self.rows: list[dict[str, Any]] = []
+        self.keys = [key for key in names if key not in ("commit", "date")]
+        self._path, self._command, self._commit = args.json, command, args.commit
+        self._more = more()
+        self._old: Any = ({}, [])
+        if self._path and args.join and self._path.exists():
+            self._old = read(self._path)
+        if self._path:
+            self._path.open("a").close()  # found out now, not after minutes of measuring
+
+    def add(self, row: Row) -> None:
+        """Writes all rows; a file is replaced as a whole, so that no stop leaves a part of one."""
+        self.rows.append(dict(row))
+        if not self._path:
+            return
+        rows: Any = joined(self._old, self.rows, self.keys)
+        rows = [{key: value for key, value in row.items() if key[0] != "_"} for row in rows]
+        if self._more is not None:
+            commits = dict.fromkeys(row["commit"] for row in rows if row.get("commit"))
+            run = about(self._command, ", ".join(commits) or self._commit)
+            rows = run | self._more | {"rows": rows}
+        beside = self._path.with_name(f"{self._path.name}.new")
+        beside.write_text(json.dumps(rows, indent=1) + "\n")
+        beside.replace(self._path)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -104,6 +134,13 @@ def table(rows: Sequence[Row]) -> Table:
 
 def _is_long(value: Any) -> bool:
     return isinstance(value, list | dict) and len(value) > 4
+
+
+def notes(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[str]:
+    """Lines of what failed, and of what to know of others."""
+    for row in rows:
+        what = " ".join(row[key] for key in keys if isinstance(row.get(key), str))
+        yield from (f"{k.strip('_')}: {what}: {row[k]}" for k in ("error", "_note") if k in row)
 
 
 # ---- what has become slower ---

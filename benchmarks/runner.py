@@ -8,11 +8,11 @@ its own. **A new measurement is one new file here and nothing else.** It has a d
 and, where it wants, some of
 
     def options(add) -> None                         # its own: `add` is the parser's add_argument
-    def about(args) -> dict | None                   # more that a file says of its run
+    def about() -> dict | None                       # more that a file says of its run
     def further(args, rows) -> Iterator[dict]        # rows made of those that were measured
     def checks(args, rows) -> Iterator[(bool, str)]  # what rows must reach: they end with 1 if not
 
-`timed` makes the `measure` of most cases. A case that fails is a row with an "error", and others go
+`Timed` is the `measure` of most cases. A case that fails is a row with an "error", and others go
 on. Keys that begin with "_" are printed and not written. Where `about` gives None, a file is a
 list of rows that say by themselves where they were measured. A file that measures no rows has
 `main(args)`; without `options` it reads the command line by itself.
@@ -21,6 +21,7 @@ list of rows that say by themselves where they were measured. A file that measur
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -33,6 +34,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import Progress
 
@@ -63,39 +65,45 @@ class Case:
     rounds: int = 1
 
 
-def timed(
-    fn: Any,
-    make: Callable[[], timing.Inputs],
-    numbers: Callable[[timing.Timing], Mapping[str, Any]],
-    calls: int,
-    *,
-    clock: Callable[..., timing.Timing] = timing.measure,
-    rest: float = 0,
-    first: str = "",
-) -> Callable[[Args], Row]:
+@dataclasses.dataclass(frozen=True)
+class Timed:
     """A case's `measure`: the time of a jitted function.
 
-    Args:
+    Attributes:
       fn: that function.
       make: gives the inputs that calls take in turn.
-      numbers: what the row says of a time.
       calls: that a time is taken over, where `--repeats` does not say.
-      clock: what times them.
+      flop: operations of a call, for the row's "tflops".
+      more: what else the row says of a time.
+      mesh: that calls move something over: their time is that of a loop in one program.
       rest: seconds before: a hot chip is slower.
       first: the row's key of the seconds that the first call traces and compiles, if any.
     """
 
-    def measure(args: Args) -> Row:
-        inputs, call = make(), fn
-        row: Row = {}
-        if first:
-            start = time.perf_counter()
-            call = fn.lower(*inputs[0]).compile()
-            row[first] = round(time.perf_counter() - start, 2)
-        time.sleep(rest * (not args.smoke))
-        return row | dict(numbers(clock(call, inputs, repeats(args, calls))))
+    fn: Any
+    make: Callable[[], timing.Inputs]
+    calls: int
+    flop: float = 0
+    more: Callable[[timing.Timing], Mapping[str, Any]] = lambda _: {}
+    mesh: Any = None
+    rest: float = 0
+    first: str = ""
 
-    return measure
+    def __call__(self, args: Args) -> Row:
+        """What the row says."""
+        inputs, call = self.make(), self.fn
+        row: Row = {}
+        if self.first:
+            start = time.perf_counter()
+            call = call.lower(*inputs[0]).compile()
+            row[self.first] = round(time.perf_counter() - start, 2)
+        time.sleep(self.rest * (not args.smoke))
+        clock = timing.loop if self.mesh else timing.measure
+        with jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext():
+            found = clock(call, inputs, repeats(args, self.calls))
+        row |= {"us": round(found.us, 1), "_clock": found.clock}
+        speed = {"tflops": round(self.flop / found.us / 1e6, 1)} if self.flop else {}
+        return row | speed | dict(self.more(found))
 
 
 def repeats(args: Args, calls: int) -> int:
@@ -153,22 +161,6 @@ def commands() -> list[str]:
     return [f.stem for f in files if re.search(r"^def (cases|main)\(", f.read_text(), re.M)]
 
 
-def positive(text: str) -> int:
-    """A number from 1 on."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    number = float(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and less than 1, got {text}")
-    return number
-
-
 def parsed(argv: Sequence[str]) -> tuple[ModuleType, argparse.ArgumentParser, Args]:
     """The file that a command line names, its parser, and what that makes of the rest."""
     name, rest = (argv[0], argv[1:]) if argv and argv[0][:1] != "-" else ("quantizers", argv)
@@ -182,10 +174,13 @@ def parsed(argv: Sequence[str]) -> tuple[ModuleType, argparse.ArgumentParser, Ar
         _options(parser.add_argument)
     if hasattr(module, "options"):
         module.options(parser.add_argument)
-        args = parser.parse_args(rest)
-    else:
-        args = parser.parse_args(rest) if hasattr(module, "cases") else Args()
-        args.rest = rest
+    elif not hasattr(module, "cases"):
+        return module, parser, Args(rest=rest)
+    args = parser.parse_args(rest)
+    if getattr(args, "repeats", None) is not None and args.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {args.repeats}")
+    if not 0 <= getattr(args, "share", 0) < 1:
+        parser.error(f"--share must be at least 0 and less than 1, got {args.share}")
     return module, parser, args
 
 
@@ -199,8 +194,8 @@ def _options(add: Callable[..., Any]) -> None:
     about = "exit with 1 if a row is slower than the one in this file, of the same chip"
     add("--against", type=Path, metavar="FILE", help=about)
     about = "the share by which a row may be slower; default: 0.01"
-    add("--share", type=share, default=0.01, metavar="SHARE", help=about)
-    add("--repeats", type=positive, metavar="N", help="calls that a time is taken over")
+    add("--share", type=float, default=0.01, metavar="SHARE", help=about)
+    add("--repeats", type=int, metavar="N", help="calls that a time is taken over")
     add("--smoke", action="store_true", help="toy sizes and few calls, to see that all runs")
     about = "that rows name; by default this checkout's"
     add("--commit", default=report.head(), metavar="HASH", help=about)
@@ -213,14 +208,13 @@ def listed(module: ModuleType, args: Args) -> list[Case]:
       ValueError: there are none, or none of some pattern.
     """
     every = list(module.cases(args))
-    for patterns, names in (
-        (args.cases, [case.case for case in every]),
-        (args.ways, [case.way for case in every]),
+    for asked, names in (
+        (args.cases, {case.case: None for case in every}),
+        (args.ways, {case.way: None for case in every}),
     ):
-        for pattern in patterns:
+        for pattern in asked:
             if not any(fnmatchcase(name, pattern) for name in names):
-                there = "; ".join(dict.fromkeys(names))
-                raise ValueError(f"nothing has the name {pattern!r}; there are {there}")
+                raise ValueError(f"nothing has the name {pattern!r}; there are {'; '.join(names)}")
     asked = [case for case in every if wanted(args, case.case, case.way)]
     if not asked:
         raise ValueError("nothing is left to measure")
@@ -230,31 +224,19 @@ def listed(module: ModuleType, args: Args) -> list[Case]:
 def run(argv: Sequence[str]) -> int:
     """Runs a command line; returns the exit status."""
     module, parser, args = parsed(argv)
-    if not hasattr(module, "cases"):
-        if hasattr(module, "options"):
-            return module.main(args) or 0
+    if not hasattr(module, "options") and not hasattr(module, "cases"):
         sys.argv = [parser.prog, *args.rest]
         return module.main() or 0
+    if not hasattr(module, "cases"):
+        return module.main(args) or 0
     try:
         cases = listed(module, args)
-        old = report.read(args.json) if args.json and args.join and args.json.exists() else ({}, [])
         earlier = report.read(args.against) if args.against else None
-        if args.json:
-            args.json.open("a").close()  # found out now, not after minutes of measuring
+        kept = report.File(args, parser.prog, cases[0].names, getattr(module, "about", dict))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     # A log has no width of its own; rich would fold the table into 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 260, highlight=False)
-    keys = [key for key in cases[0].names if key not in ("commit", "date")]
-    rows: list[Row] = []
-
-    def keep(row: Row) -> None:
-        rows.append(row)
-        if args.json:
-            report.write(
-                args.json, _held(module, args, parser.prog, report.joined(old, rows, keys))
-            )
-
     with Progress(console=console) as progress:
         task = progress.add_task("", total=sum(case.rounds for case in cases))
 
@@ -263,41 +245,15 @@ def run(argv: Sequence[str]) -> int:
             progress.advance(task)
 
         for row in measured(cases, args, say):
-            keep(row)
-        for row in getattr(module, "further", lambda *_: ())(args, rows):
-            keep(row)
-    return _told(module, args, console, rows, keys, earlier)
-
-
-def _held(module: ModuleType, args: Args, command: str, rows: Sequence[Row]) -> Any:
-    """What a file holds: rows, and where, when and how they were measured."""
-    rows = [{k: v for k, v in row.items() if k[0] != "_"} for row in rows]
-    more = getattr(module, "about", lambda _: {})(args)
-    commits = dict.fromkeys(row["commit"] for row in rows if row.get("commit")) or [args.commit]
-    return (
-        rows if more is None else report.about(command, ", ".join(commits)) | more | {"rows": rows}
-    )
-
-
-def _told(
-    module: ModuleType,
-    args: Args,
-    console: Console,
-    rows: Sequence[Row],
-    keys: Sequence[str],
-    earlier: tuple[Row, list[Row]] | None,
-) -> int:
-    """Prints what came out; returns the exit status."""
-    good = [row for row in rows if "error" not in row]
+            kept.add(row)
+        for row in getattr(module, "further", lambda *_: ())(args, kept.rows):
+            kept.add(row)
+    good = [row for row in kept.rows if "error" not in row]
     console.print(report.table(good))
-    for row in rows:
-        what = " ".join(str(row[key]) for key in keys if isinstance(row.get(key), str))
-        for kind in {"error", "_note"} & row.keys():
-            console.print(f"{kind.strip('_')}: {what}: {row[kind]}", markup=False)
-    checks = list(getattr(module, "checks", lambda *_: ())(args, rows))
+    checks = list(getattr(module, "checks", lambda *_: ())(args, kept.rows))
     if earlier is not None:
-        kept, lines = report.verdict(good, earlier, keys, args.share)
-        checks += [(kept, line) for line in lines]
-    for _, line in checks:
+        ok, lines = report.verdict(good, earlier, kept.keys, args.share)
+        checks += [(ok, line) for line in lines]
+    for line in (*report.notes(kept.rows, kept.keys), *(line for _, line in checks)):
         console.print(line, markup=False)
     return int(not good or not all(ok for ok, _ in checks))
