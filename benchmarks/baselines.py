@@ -68,12 +68,8 @@ def quantize(
     do: a transposed result is written transposed, either of blocks that were quantized where they
     lay or of x transposed first, whichever XLA does better.
     """
-    options = {
-        "form": form,
-        "format": FORMATS[format],
-        "scaling": SCALINGS[scaling],
-        "layout": SCALE_LAYOUTS[scale_layout],
-    }
+    options: dict[str, Any] = {"form": form, "format": FORMATS[format]}
+    options |= {"scaling": SCALINGS[scaling], "layout": SCALE_LAYOUTS[scale_layout]}
     return {
         name + suffix: jax.jit(
             functools.partial(_quantize, variant=variant, turn_first=first, **options)
@@ -272,11 +268,7 @@ def _narrow(blocks: jax.Array, scales: jax.Array, dtype: np.dtype) -> jax.Array:
     return (blocks.astype(wide) * scales.astype(wide)).astype(dtype)
 
 
-PRODUCTS: Mapping[str, Product] = {
-    "float32": _in_float32,
-    "by bits": _by_bits,
-    "narrow": _narrow,
-}
+PRODUCTS: Mapping[str, Product] = {"float32": _in_float32, "by bits": _by_bits, "narrow": _narrow}
 
 
 def _decode(values: jax.Array, format: Format, axis: int) -> jax.Array:

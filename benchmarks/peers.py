@@ -198,20 +198,17 @@ class Peer(NamedTuple):
         return each and len(case["shape"]) > 1
 
 
+_LAST, _FLOATS = ("axis -1", "axis -2 transposed"), ("bfloat16", "float32")
 PEERS: dict[str, Peer] = {
     "to_mx, torch.compile": Peer(
         to_mx,
-        ("axis -1", "axis -2 transposed", "both transposed", "dequantize"),
-        dtypes=("bfloat16", "float32"),
+        (*_LAST, "both transposed", "dequantize"),
+        dtypes=_FLOATS,
         formats=("mxfp8_e4m3", "mxfp8_e5m2"),
         scalings=("floor", "rceil", "ceil"),
     ),
-    "Triton": Peer(triton, ("axis -1", "axis -2 transposed")),
-    "CuTeDSL": Peer(
-        cutedsl,
-        ("axis -1", "axis -2 transposed", "square", "square transposed"),
-        dtypes=("bfloat16", "float32"),
-    ),
+    "Triton": Peer(triton, _LAST),
+    "CuTeDSL": Peer(cutedsl, (*_LAST, "square", "square transposed"), dtypes=_FLOATS),
 }
 PRODUCTS: dict[str, Peer] = {  # of products.py: forms are kinds of its cases
     **{

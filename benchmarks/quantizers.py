@@ -22,6 +22,7 @@ import numpy as np
 
 import jax_mx
 from benchmarks import baselines, peers, shapes, timing
+from benchmarks.requirements import checks as checks
 from benchmarks.runner import Args, Case, Row, brief, repeats
 from jax_mx.facts.chips import arch_of, dsl_of
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
@@ -233,23 +234,25 @@ def measure(own: Quantizer, args: Args) -> Row:
 
     sources = timing.rotate(functools.partial(baselines.words, size=size // 2), size // 2)
     copy, copy_time = timing.fastest(baselines.copies(), sources, calls)
-    gbps = size / time.us / 1e3
     copy_gbps = 2 * timing.nbytes(sources[0]) / copy_time.us / 1e3
+    row = figures(time.us, size, copy_gbps, xla_time.us if xla_time else None)
+    row |= {"commit": args.commit, "implementation": implementation}
+    row["device"] = jax.devices()[0].device_kind
     clocks = dict.fromkeys(t.clock for t in (time, xla_time, copy_time) if t)
-    row = {
-        "us": round(time.us, 3),
+    row |= {"_clock": " / ".join(clocks), "_xla": xla, "_copy": copy}
+    return row | ({"_note": reason} if reason else {})
+
+
+def figures(us: float, size: int, copy_gbps: float, xla_us: float | None) -> Row:
+    """What a row says of a time in which so many bytes were moved, beside a copy's and XLA's."""
+    gbps = size / us / 1e3
+    return {
+        "us": round(us, 3),
         "gbps": round(gbps, 2),
         "copy_gbps": round(copy_gbps, 2),
         "fraction_of_copy": round(gbps / copy_gbps, 4),
-        "speedup_over_xla": round(xla_time.us / time.us, 4) if xla_time else None,
-        "commit": args.commit,
-        "implementation": implementation,
-        "device": jax.devices()[0].device_kind,
-        "_clock": " / ".join(clocks),
-        "_xla": xla,
-        "_copy": copy,
+        "speedup_over_xla": round(xla_us / us, 4) if xla_us else None,
     }
-    return row | ({"_note": reason} if reason else {})
 
 
 def further(args: Args, rows: Sequence[Row]) -> Iterator[Row]:
@@ -263,18 +266,11 @@ def further(args: Args, rows: Sequence[Row]) -> Iterator[Row]:
                 form = "" if index is None else good[mine[index]]["form"]
                 yield {"form": form, "implementation": name, "error": answer["error"]}
                 continue
-            ours, us = good[mine[index]], answer["us"]
-            gbps = answer["bytes"] / us / 1e3
+            ours = good[mine[index]]
             xla_us = ours["speedup_over_xla"] and ours["speedup_over_xla"] * ours["us"]
-            yield ours | {
-                "scaling": answer["scaling"],
-                "us": round(us, 3),
-                "gbps": round(gbps, 2),
-                "fraction_of_copy": round(gbps / ours["copy_gbps"], 4),
-                "speedup_over_xla": xla_us and round(xla_us / us, 4),
-                "implementation": f"{answer['library']} {name}",
-                "_clock": answer["clock"],
-            }
+            row = ours | figures(answer["us"], answer["bytes"], ours["copy_gbps"], xla_us)
+            row |= {"scaling": answer["scaling"], "_clock": answer["clock"]}
+            yield row | {"implementation": f"{answer['library']} {name}"}
 
 
 # ---- what the runner asks for --------------------------------------------------------------------
@@ -327,39 +323,3 @@ def quantizers(args: Args) -> Iterator[Quantizer]:
             names = dict(zip(("dtype", "format", "scaling", "scale_layout"), rest, strict=True))
             before = {"preprocessing": preprocessing, "source": source}
             yield Quantizer(name, shape, **names, implementation=args.implementation, **before)
-
-
-# ---- requirements --------------------------------------------------------------------------------
-def checks(args: Args, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
-    """For each requirement on a case: whether it is met, or nobody asks, and a line."""
-    some = False
-    ours = [row for row in rows if row.get("implementation", "xla") in IMPLEMENTATIONS]
-    for want in shapes.REQUIREMENTS:
-        asked = [want.where]
-        if want.fraction_of_row_major is not None:
-            asked.append({**want.where, "scale_layout": "row_major"})
-        found, *row_major = ([r for r in ours if names.items() <= r.items()] for names in asked)
-        if not found or [] in row_major:
-            continue
-        some, plain = True, row_major[0][0] if row_major else {}
-        where = {**want.where, "shape": want.where["shape"].replace("x", ",")}
-        line = "{form} ({shape}) {dtype} -> {format} {scaling} {scale_layout}".format(**where)
-        for row in found:
-            failed = "error" in row or "error" in plain
-            met, what = (False, "not measured") if failed else _judge(want, row, plain)
-            yield met or not args.require, f"{'ok' if met else 'no'}  {line}: {what}"
-    if args.require and not some:
-        yield False, "no  nothing is required of what was measured"
-
-
-def _judge(want: shapes.Requirement, row: Row, row_major: Row) -> tuple[bool, str]:
-    """Whether a row meets a requirement, and its numbers beside what is wanted."""
-    of_row_major = row["gbps"] / row_major["gbps"] if row_major else 0.0
-    numbers = (
-        (want.fraction_of_copy, row["fraction_of_copy"], "{:.3f} of copy"),
-        (want.speedup_over_xla, row["speedup_over_xla"] or 0.0, "{:.2f}x XLA"),
-        (want.fraction_of_row_major, of_row_major, "{:.3f} of row_major"),
-    )
-    asked = [(least, got, text) for least, got, text in numbers if least is not None]
-    what = ", ".join(f"{text.format(got)} (>= {least} wanted)" for least, got, text in asked)
-    return all(got >= least for least, got, _ in asked), what
