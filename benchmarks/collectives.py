@@ -1,4 +1,4 @@
-"""Collectives in MX beside the same ones in bfloat16, over all devices that there are.
+"""Collectives in MX beside the same ones in bfloat16, over all devices.
 
 Each row is one way to bring bfloat16 floats to where they are needed, quantizing included:
 microseconds on the wall a call, of calls that follow each other in a loop of one program, the best

@@ -1,4 +1,4 @@
-"""What bounds a kernel: the hardware's counters, by Nsight Compute.
+"""The hardware's counters, by Nsight Compute, which say what bounds a kernel.
 
 Each row is one launch of one of our kernels with a cold L2 cache, under `ncu`, which must be on the
 PATH: microseconds there (its own clocks: compare within this table alone), how busy memory, the
@@ -61,9 +61,9 @@ Call = Callable[[bool], Any]  # with one launch of a kernel of ours; whether it 
 def _product(name: str, way: str, toy: bool = False) -> Any:
     case = next(case for case in products.PRODUCTS if case.name == name)
     ways = products.candidates(case.toy, "xla") if toy else products.candidates(case)
-    found = next(each for each in ways if each[0] == way)
-    (operands,) = products.operands(case.toy if toy else case, found, 1)
-    return found[2](*operands)
+    one = next(candidate for candidate in ways if candidate[0] == way)
+    (operands,) = products.operands(case.toy if toy else case, one, 1)
+    return one[2](*operands)
 
 
 def _quantized(columns: int, make: Callable[[jax.Array], Any], toy: bool = False) -> Any:
@@ -113,7 +113,7 @@ def run(names: Sequence[str]) -> None:
 def launched(
     names: Sequence[str], metrics: Sequence[str] = tuple(METRICS)
 ) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """What ncu says of the launches of calls, of all in one process: units, and values by call.
+    """Launches of calls, all in one process, as ncu counts them: units, and values by call.
 
     Raises:
       RuntimeError: ncu failed, or saw another number of launches; with what it said.
@@ -179,9 +179,9 @@ def cases(args: Args) -> Iterator[Case]:
             start = time.perf_counter()
             jax.block_until_ready(CALLS[name](True))
             return {"us": round((time.perf_counter() - start) * 1e6, 1)}
-        if isinstance(found := launches(), Exception):
-            raise found
-        units, values = found
+        if isinstance(counted := launches(), Exception):
+            raise counted
+        units, values = counted
         if name not in values:
             raise RuntimeError("there was no launch")
         return row_of(name, units, values[name])

@@ -107,7 +107,7 @@ CHIPS: Mapping[str, Chip] = {
 
 
 class Bound(NamedTuple):
-    """What issuing allows a variant on a chip, for each scale layout: aligned operands count.
+    """A variant on a chip as issuing bounds it, for each scale layout: aligned operands count.
 
     Attributes:
       variant: one that the chip runs.
@@ -149,12 +149,12 @@ def bytes_per_element(variant: Variant) -> float:
 
 
 def bounds(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Bound]:
-    """Those of every binary in a manifest, on every chip that runs it."""
+    """A bound for every binary in a manifest, on every chip that runs it."""
     for (name, chip), variant in itertools.product(CHIPS.items(), VARIANTS):
-        found = facts.get(f"{variant.name}.{chip.arch}")
-        if chip.arch not in ARCHS[variant.implementation] or found is None:  # not built here
+        binary = facts.get(f"{variant.name}.{chip.arch}")
+        if chip.arch not in ARCHS[variant.implementation] or binary is None:  # not built here
             continue
-        usages = [launch["entries"][0]["usage"] for launch in found["launches"].values()]
+        usages = [launch["entries"][0]["usage"] for launch in binary["launches"].values()]
         per_element = tuple(
             u["instructions"]["longest"] / u["elements_per_thread"]
             if u["instructions"]

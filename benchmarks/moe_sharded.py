@@ -68,8 +68,8 @@ def dispatches(mesh: Any, number: int) -> dict[str, Callable[..., Any]]:
 
 def layer(recipe: Recipe, wire: str) -> Any:
     """The layer with its gradients."""
-    own = partial(jax_mx.moe, recipe=recipe, expert_axis="d", wire=wire)
-    return jax.jit(moe.with_gradients(own))
+    call = partial(jax_mx.moe, recipe=recipe, expert_axis="d", wire=wire)
+    return jax.jit(moe.with_gradients(call))
 
 
 @lru_cache(maxsize=1)  # all ways of a number of tokens have the same
@@ -103,9 +103,11 @@ def cases(args: Args) -> Iterator[Case]:
             ("dispatch", wire, fn, 2, 40)
             for wire, fn in dispatches(mesh, of.experts // mesh.shape["d"]).items()
         ]
-        calls += [(name, w, layer(r, w), None, 10) for name, r in RECIPES.items() for w in WIRES]
-        for what, wire, fn, count, often in calls:
-            names = {"what": what, "tokens": tokens, "moves": wire, "devices": n, "data": args.data}
+        calls += [
+            (recipe, w, layer(r, w), None, 10) for recipe, r in RECIPES.items() for w in WIRES
+        ]
+        for name, wire, fn, count, often in calls:
+            names = {"what": name, "tokens": tokens, "moves": wire, "devices": n, "data": args.data}
             make = partial(lambda of, count: [operands(of, mesh)[:count]], of, count)
             measure = Timed(fn, make, often, mesh=mesh)
-            yield Case(f"{what}, {tokens}", wire, names, measure, "floats", rounds=2)
+            yield Case(f"{name}, {tokens}", wire, names, measure, "floats", rounds=2)

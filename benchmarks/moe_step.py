@@ -99,7 +99,7 @@ def options(add: Callable[..., Any]) -> None:
 
 
 def cases(args: Args) -> Iterator[Case]:
-    """Every way on every number of devices; those of `PARTS` where `--ways` names them."""
+    """Every way on every number of devices; `PARTS` only where there are `--ways`."""
     if max(args.devices) > jax.device_count() or min(args.devices) < 1:
         raise ValueError(f"--devices must be 1 to {jax.device_count()}, got {args.devices}")
     small = args.small or args.smoke

@@ -1,4 +1,4 @@
-"""What others' kernels take at the same shapes, on the same chip, in the same run.
+"""Others' kernels at the same shapes, on the same chip, in the same run.
 
 torchao's quantizers are run by `python -m benchmarks --peers`, torch's products (cuBLASLt's of FP8
 codes with scales, and those of groups) by `python -m benchmarks products --peers`, as they are
@@ -91,8 +91,7 @@ def triton(case: Case) -> Call:
 def _tune_less(kernel: Any, *, divides: bool) -> None:
     """Has Triton's autotuner try what makes a difference, and anew for each number of rows.
 
-    The kernels have no loop whose stages could differ; and where `divides`, they write wrong scales
-    unless their tile divides the matrix.
+    The kernels have no loop with stages; where `divides`, only tiles that do give right scales.
     """
 
     def worth_trying(configs, named, **given):
@@ -111,8 +110,8 @@ def _tune_less(kernel: Any, *, divides: bool) -> None:
 def cutedsl(case: Case) -> Call:
     """torchao's CuTeDSL kernel of three dimensions: blocks along the second, transposed.
 
-    The forms that run along the last axis are its transposed view of experts. Called below the
-    function that tests for compute capability 10.
+    Forms along the last axis are its transposed view of experts. This is below the function that
+    tests for compute capability 10.
     """
     from torchao.prototype.moe_training.kernels.mxfp8 import cutedsl_quantize_3d
 
@@ -131,10 +130,7 @@ def cutedsl(case: Case) -> Call:
 
 
 def scaled_mm(case: Case, *, tiles: bool) -> Call:
-    """cuBLASLt's product of codes with a float32 scale for each 128 of x, or of x and W.
-
-    Its time does not depend on what the numbers are: the scales are all alike.
-    """
+    """cuBLASLt's product of codes with a float32 scale, all alike, for each 128 of x and W."""
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
 
@@ -194,8 +190,8 @@ class Peer(NamedTuple):
         """Whether the case is one of its own."""
         one_of = {"form": self.forms, "dtype": self.dtypes, "format": self.formats}
         one_of |= {"scaling": self.scalings, "scale_layout": ("row_major",)}
-        each = all(case[name] in known for name, known in one_of.items())
-        return each and len(case["shape"]) > 1
+        known = all(case[name] in names for name, names in one_of.items())
+        return known and len(case["shape"]) > 1
 
 
 _LAST, _FLOATS = ("axis -1", "axis -2 transposed"), ("bfloat16", "float32")
@@ -225,10 +221,7 @@ PRODUCTS: dict[str, Peer] = {  # of products.py: forms are kinds of its cases
 def run(
     name: str, cases: Sequence[Case], repeats: int
 ) -> Iterator[tuple[int | None, dict[str, Any]]]:
-    """Yields the number of a case and what the peer says of it: its timing, or an "error".
-
-    A process that comes to a bad end yields None and an error.
-    """
+    """The number of a case and its timing, or an "error"; None and one of a process that fails."""
     if not cases:
         return
     try:
@@ -255,7 +248,7 @@ def run(
         yield None, {"error": error}
 
 
-# ---- in the peer's process ----------------------------------------------------------------------
+# ---- in the peer's process ---
 def measure(call: Call, case: Case, repeats: int) -> dict[str, Any]:
     """What a row needs."""
     import torch

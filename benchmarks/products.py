@@ -84,7 +84,7 @@ class Multiplied:
         return (self.groups, *one) if self.kind == "grouped" else one
 
     def speed(self, us: float, read: float) -> Row:
-        """What a row says of a time, during which so many bytes of weights were read."""
+        """A row's numbers, of a time in which so many bytes of weights were read."""
         row = {"us": round(us, 2), "tflops": round(2 * self.rows * self.k * self.n / us / 1e6, 1)}
         return row | {"weights_tbs": round(read / us / 1e6, 3)}
 
@@ -260,7 +260,7 @@ def measure_peer(case: Multiplied, name: str, args: Args) -> Row:
     asked = {"shape": case.weights, "rows": case.rows, "k": case.k, "dtype": "bfloat16"}
     if case.sizes is not None:
         asked["sizes"] = case.sizes.tolist()
-    ((_, answer),) = peers.run(name, [asked], repeats(args, 20))
+    _, answer = next(peers.run(name, [asked], repeats(args, 20)))
     read = math.prod(case.weights) * peers.PRODUCTS[name].itemsize
     row = answer | (case.speed(answer["us"], read) if "us" in answer else {})
     kept = ("us", "tflops", "weights_tbs", "error", "library")
@@ -286,5 +286,5 @@ def cases(args: Args) -> Iterator[Case]:
         for name, peer in peers.PRODUCTS.items() if args.peers and case.is_large else ():
             if case.kind in peer.forms:
                 ways[name] = functools.partial(measure_peer, case, name)
-        for name, how in ways.items():
-            yield Case(case.name, name, about | {"implementation": name} | where, how)
+        for name, take in ways.items():
+            yield Case(case.name, name, about | {"implementation": name} | where, take)

@@ -219,11 +219,11 @@ def measure(own: Quantizer, args: Args) -> Row:
     """Times the op, XLA's versions of it and the copy, one after the other."""
     calls = repeats(args, 30)
     fn, versions = own.functions()
-    like = jax.eval_shape(own.make, jax.random.key(0))
-    size = timing.nbytes((like, jax.eval_shape(fn, like))) + own.words
+    shape = jax.eval_shape(own.make, jax.random.key(0))
+    size = timing.nbytes((shape, jax.eval_shape(fn, shape))) + own.words
     implementation, reason = own.implementation_taken()
 
-    inputs = timing.rotate(own.make, timing.nbytes(like))
+    inputs = timing.rotate(own.make, timing.nbytes(shape))
     time = timing.measure(fn, inputs, calls)
     xla, xla_time = "none", None
     try:
@@ -244,7 +244,7 @@ def measure(own: Quantizer, args: Args) -> Row:
 
 
 def figures(us: float, size: int, copy_gbps: float, xla_us: float | None) -> Row:
-    """What a row says of a time in which so many bytes were moved, beside a copy's and XLA's."""
+    """A row's numbers, of a time in which so many bytes were moved, a copy's and XLA's."""
     gbps = size / us / 1e3
     return {
         "us": round(us, 3),
@@ -275,7 +275,7 @@ def further(args: Args, rows: Sequence[Row]) -> Iterator[Row]:
 
 # ---- what the runner asks for --------------------------------------------------------------------
 def options(add: Callable[..., Any]) -> None:
-    """What is quantized."""
+    """Names of what to quantize."""
 
     def several(flag: str, table: Iterable[str], default: str) -> None:
         names = tuple(table)
@@ -300,8 +300,8 @@ def about() -> None:
 
 def cases(args: Args) -> Iterator[Case]:
     """A case of each quantizer."""
-    for own in quantizers(args):
-        yield Case(own.form, "", own.names, functools.partial(measure, own))
+    for call in quantizers(args):
+        yield Case(call.form, "", call.names, functools.partial(measure, call))
 
 
 def quantizers(args: Args) -> Iterator[Quantizer]:
@@ -309,9 +309,9 @@ def quantizers(args: Args) -> Iterator[Quantizer]:
     forms = shapes.FORMS if "all" in args.form else args.form
     lengths = shapes.parse("64x64" if args.smoke else args.shapes)
     catalogue = set(itertools.chain.from_iterable(shapes.SHAPES.values()))
-    each: Any = (args.preprocessing, args.source, forms, lengths, args.dtype, args.format)
-    each = map(dict.fromkeys, (*each, args.scaling, args.scale_layout))
-    for preprocessing, source, name, shape, *rest in itertools.product(*each):
+    axes: Any = (args.preprocessing, args.source, forms, lengths, args.dtype, args.format)
+    axes = map(dict.fromkeys, (*axes, args.scaling, args.scale_layout))
+    for preprocessing, source, name, shape, *rest in itertools.product(*axes):
         form, kinds = shapes.FORMS[name], shapes.PREPROCESSING[preprocessing]
         if source and (form.op == "dequantize" or len(shape) != 2):
             continue  # they are those of a matrix to quantize

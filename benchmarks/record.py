@@ -114,8 +114,8 @@ def record(name: str, file: Path, seconds: float) -> str:
       seconds: that it may take.
     """
     before = file.stat().st_mtime_ns if file.exists() else 0
-    suffix, words = COMMANDS[name]
-    run = [sys.executable, "-m", "benchmarks", *shlex.split(words), "--json", str(file)]
+    suffix, rest = COMMANDS[name]
+    run = [sys.executable, "-m", "benchmarks", *shlex.split(rest), "--json", str(file)]
     if sum(suffix == other for other, _ in COMMANDS.values()) > 1:
         run.append("--join")
     process = subprocess.Popen(run, start_new_session=True)
@@ -133,7 +133,7 @@ def record(name: str, file: Path, seconds: float) -> str:
 
 
 def options(add: Callable[..., Any]) -> None:
-    """Which tables, for how long, and where they are put."""
+    """Tables, the time for them, and their folder."""
     usual = [name for name in COMMANDS if name not in ON_TWO]
     add("--only", nargs="+", choices=COMMANDS, default=usual)
     add("--seconds", type=float, default=3600.0, help="for all of them")

@@ -1,4 +1,4 @@
-"""What a run says: rows in files, one table, and what has become slower."""
+"""Rows of a run: in files, as a table, and beside those of an earlier run."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class File:
             commits = dict.fromkeys(row["commit"] for row in rows if row.get("commit"))
             run = about(self._command, ", ".join(commits) or self._commit)
             rows = run | self._more | {"rows": rows}
-        beside = self._path.with_name(f"{self._path.name}.new")
-        beside.write_text(json.dumps(rows, indent=1) + "\n")
-        beside.replace(self._path)
+        new = self._path.with_name(f"{self._path.name}.new")
+        new.write_text(json.dumps(rows, indent=1) + "\n")
+        new.replace(self._path)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -86,7 +86,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def joined(
     old: tuple[Row, Sequence[Row]], new: Sequence[Row], keys: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Old rows, and new ones in place of those of the same keys.
+    """Old rows, and new ones in place of old ones with the same keys.
 
     A new row that failed replaces none that has a time.
     """
@@ -137,10 +137,10 @@ def _is_long(value: Any) -> bool:
 
 
 def notes(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[str]:
-    """Lines of what failed, and of what to know of others."""
+    """A line for each row that failed, and for each that has something to know."""
     for row in rows:
-        what = " ".join(row[key] for key in keys if isinstance(row.get(key), str))
-        yield from (f"{k.strip('_')}: {what}: {row[k]}" for k in ("error", "_note") if k in row)
+        name = " ".join(row[key] for key in keys if isinstance(row.get(key), str))
+        yield from (f"{k.strip('_')}: {name}: {row[k]}" for k in ("error", "_note") if k in row)
 
 
 # ---- what has become slower ---
@@ -149,9 +149,9 @@ def verdict(
 ) -> tuple[bool, list[str]]:
     """Whether nothing is slower by more than `share`, and the lines that say so.
 
-    What counts is the speed over that of the copy of the same run, where rows have it, so that
-    another clock of the memory is no change; else the time. Where no row measured what an earlier
-    one did, nothing is guarded: that is no success.
+    Where rows say their share of a copy's speed, that counts, so that another clock of the memory
+    is no change; else the time does. Where no row measured what an earlier one did, nothing is
+    guarded: that is no success.
 
     Args:
       rows: of this run.

@@ -17,22 +17,22 @@ def checks(args: Args, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
         asked = [want.where]
         if want.fraction_of_row_major is not None:
             asked.append({**want.where, "scale_layout": "row_major"})
-        found, *row_major = ([r for r in ours if names.items() <= r.items()] for names in asked)
-        if not found or [] in row_major:
+        same, *row_major = ([r for r in ours if names.items() <= r.items()] for names in asked)
+        if not same or [] in row_major:
             continue
         some, plain = True, row_major[0][0] if row_major else {}
         where = {**want.where, "shape": want.where["shape"].replace("x", ",")}
         line = "{form} ({shape}) {dtype} -> {format} {scaling} {scale_layout}".format(**where)
-        for row in found:
+        for row in same:
             failed = "error" in row or "error" in plain
-            met, what = (False, "not measured") if failed else _judge(want, row, plain)
-            yield met or not args.require, f"{'ok' if met else 'no'}  {line}: {what}"
+            met, said = (False, "not measured") if failed else _judge(want, row, plain)
+            yield met or not args.require, f"{'ok' if met else 'no'}  {line}: {said}"
     if args.require and not some:
         yield False, "no  nothing is required of what was measured"
 
 
 def _judge(want: shapes.Requirement, row: Row, row_major: Row) -> tuple[bool, str]:
-    """Whether a row meets a requirement, and its numbers beside what is wanted."""
+    """Whether a row meets a requirement, and its numbers beside the least ones."""
     of_row_major = row["gbps"] / row_major["gbps"] if row_major else 0.0
     numbers = (
         (want.fraction_of_copy, row["fraction_of_copy"], "{:.3f} of copy"),
@@ -40,5 +40,5 @@ def _judge(want: shapes.Requirement, row: Row, row_major: Row) -> tuple[bool, st
         (want.fraction_of_row_major, of_row_major, "{:.3f} of row_major"),
     )
     asked = [(least, got, text) for least, got, text in numbers if least is not None]
-    what = ", ".join(f"{text.format(got)} (>= {least} wanted)" for least, got, text in asked)
-    return all(got >= least for least, got, _ in asked), what
+    said = ", ".join(f"{text.format(got)} (>= {least} wanted)" for least, got, text in asked)
+    return all(got >= least for least, got, _ in asked), said

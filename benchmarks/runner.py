@@ -10,7 +10,7 @@ and, where it wants, some of
     def options(add) -> None                         # its own: `add` is the parser's add_argument
     def about() -> dict | None                       # more that a file says of its run
     def further(args, rows) -> Iterator[dict]        # rows made of those that were measured
-    def checks(args, rows) -> Iterator[(bool, str)]  # what rows must reach: they end with 1 if not
+    def checks(args, rows) -> Iterator[(bool, str)]  # what rows must reach: it ends with 1 if not
 
 `Timed` is the `measure` of most cases. A case that fails is a row with an "error", and others go
 on. Keys that begin with "_" are printed and not written. Where `about` gives None, a file is a
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What becomes a row.
+    """A row to be measured.
 
     Attributes:
       case: what is computed; cases of one name follow each other and are compared.
@@ -90,7 +90,7 @@ class Timed:
     first: str = ""
 
     def __call__(self, args: Args) -> Row:
-        """What the row says."""
+        """The row's numbers."""
         inputs, call = self.make(), self.fn
         row: Row = {}
         if self.first:
@@ -100,10 +100,10 @@ class Timed:
         time.sleep(self.rest * (not args.smoke))
         clock = timing.loop if self.mesh else timing.measure
         with jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext():
-            found = clock(call, inputs, repeats(args, self.calls))
-        row |= {"us": round(found.us, 1), "_clock": found.clock}
-        speed = {"tflops": round(self.flop / found.us / 1e6, 1)} if self.flop else {}
-        return row | speed | dict(self.more(found))
+            took = clock(call, inputs, repeats(args, self.calls))
+        row |= {"us": round(took.us, 1), "_clock": took.clock}
+        speed = {"tflops": round(self.flop / took.us / 1e6, 1)} if self.flop else {}
+        return row | speed | dict(self.more(took))
 
 
 def repeats(args: Args, calls: int) -> int:
@@ -147,7 +147,7 @@ def _better(before: Row, case: Case, args: Args) -> Row:
 
 
 def _ratio(case: Case, row: Row, group: Sequence[Case], rows: Sequence[Row]) -> Row:
-    """What a row says of its time over that of its base, where both have one."""
+    """A row's time over its base's, where both have one."""
     pairs = zip(group, rows, strict=True)
     base = next((other for of, other in pairs if case.base and of.way == case.base), {})
     both = "us" in row and "us" in base
@@ -185,7 +185,7 @@ def parsed(argv: Sequence[str]) -> tuple[ModuleType, argparse.ArgumentParser, Ar
 
 
 def _options(add: Callable[..., Any]) -> None:
-    """Those of all files that have cases."""
+    """Options of all files that have cases."""
     pattern = {"nargs": "+", "metavar": "PATTERN", "default": []}
     add("--cases", **pattern, help="only those with such a name, as a shell matches: 'dense*'")
     add("--ways", **pattern, help="only those, likewise")

@@ -24,8 +24,8 @@ def cases(args: Args) -> Iterator[Case]:
     """A case of each quantizer."""
     if len(jax.devices()) < 2:
         raise ValueError(f"sharded: there is one device, {jax.devices()[0]}")
-    for own in quantizers.quantizers(args):
-        yield Case(own.form, "", own.names, functools.partial(measure, own))
+    for call in quantizers.quantizers(args):
+        yield Case(call.form, "", call.names, functools.partial(measure, call))
 
 
 def measure(own: quantizers.Quantizer, args: Args) -> Row:
@@ -44,10 +44,10 @@ def measure(own: quantizers.Quantizer, args: Args) -> Row:
     if alone.clock == timing.WALL:
         slowest = timing.wall(call, inputs, calls).us
     else:
-        each = timing.profiles(call, inputs, calls)
-        if len(each) != len(devices):
-            raise ValueError(f"the profile shows {len(each)} of {len(devices)} devices")
-        slowest = max(timing.per_call(events, calls).us for events in each.values())
+        traces = timing.profiles(call, inputs, calls)
+        if len(traces) != len(devices):
+            raise ValueError(f"the profile shows {len(traces)} of {len(devices)} devices")
+        slowest = max(timing.per_call(events, calls).us for events in traces.values())
     row = {"us": round(slowest, 3), "alone_us": round(alone.us, 3), "clock": alone.clock}
     return row | {"devices": len(devices), "to_alone": round(slowest / alone.us, 3)}
 
@@ -57,5 +57,5 @@ def checks(args: Args, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
     for row in rows:
         met = row.get("to_alone", 2 * SLACK) <= SLACK
         said = f"{row['to_alone']} of one alone" if "to_alone" in row else "failed"
-        what = f"{row['form']} {row['shape']}: {said}"
-        yield met or not args.require, f"{'ok' if met else 'MISSED'}: {what}"
+        line = f"{row['form']} {row['shape']}: {said}"
+        yield met or not args.require, f"{'ok' if met else 'MISSED'}: {line}"

@@ -169,7 +169,7 @@ def in_a_loop(fn: Callable[..., Any], calls: int) -> Any:
 
 
 def loop(fn: Callable[..., Any], inputs: Inputs, calls: int, batches: int = 3) -> Timing:
-    """What a call of a loop in one program takes on the wall, in the best batch."""
+    """The wall time of a call of a loop in one program, in the best batch."""
     program, best = in_a_loop(fn, calls), math.inf
     jax.block_until_ready(program(*inputs[0]))
     for _ in range(batches):

@@ -194,7 +194,7 @@ def markdown(choice: Choice) -> str:
 
 
 def options(add: Callable[..., Any]) -> None:
-    """What is measured, for how long, and where it is put."""
+    """Layers, the time for them, and their file."""
     add("--seconds", type=float, default=500, help="for all")
     add("--models", nargs="+", choices=MODELS, default=[*MODELS])
     add("--rows", type=int, nargs="+", choices=ROWS, default=[*ROWS])
