@@ -1,1 +1,1 @@
-"""What an op costs, against a copy of the same bytes and against XLA: python -m benchmarks."""
+"""Measurements: python -m benchmarks NAME; runner.py says how to add one."""

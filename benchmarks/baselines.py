@@ -52,7 +52,6 @@ def words(key: jax.Array, size: int) -> jax.Array:
     return jax.random.bits(key, (-(-size // 4),), jnp.uint32)
 
 
-# ---- copies --------------------------------------------------------------------------------------
 def copies() -> dict[str, Callable[[jax.Array], jax.Array]]:
     """The ways to copy an array on its device; XLA makes a memcpy of it."""
     return {"jit(jnp.copy)": jax.jit(jnp.copy), "x.copy()": lambda x: x.copy()}
@@ -65,15 +64,10 @@ def quantize(
     """XLA's quantizers, jitted, by name; they return what the form's op does.
 
     All results come from one program, so that XLA may read x once, and lie in memory as the op's
-    do: a transposed result is written transposed, either of blocks that were quantized where they
-    lay or of x transposed first, whichever XLA does better.
+    do: a transposed one is written so, of quantized blocks or of x transposed first.
     """
-    options = {
-        "form": form,
-        "format": FORMATS[format],
-        "scaling": SCALINGS[scaling],
-        "layout": SCALE_LAYOUTS[scale_layout],
-    }
+    options: dict[str, Any] = {"form": form, "format": FORMATS[format]}
+    options |= {"scaling": SCALINGS[scaling], "layout": SCALE_LAYOUTS[scale_layout]}
     return {
         name + suffix: jax.jit(
             functools.partial(_quantize, variant=variant, turn_first=first, **options)
@@ -272,11 +266,7 @@ def _narrow(blocks: jax.Array, scales: jax.Array, dtype: np.dtype) -> jax.Array:
     return (blocks.astype(wide) * scales.astype(wide)).astype(dtype)
 
 
-PRODUCTS: Mapping[str, Product] = {
-    "float32": _in_float32,
-    "by bits": _by_bits,
-    "narrow": _narrow,
-}
+PRODUCTS: Mapping[str, Product] = {"float32": _in_float32, "by bits": _by_bits, "narrow": _narrow}
 
 
 def _decode(values: jax.Array, format: Format, axis: int) -> jax.Array:

@@ -1,33 +1,31 @@
-"""What bounds a kernel: the hardware's counters, by Nsight Compute.
-
-    python -m benchmarks.counters [--case decode] [--json out.json]
+"""The hardware's counters, by Nsight Compute, which say what bounds a kernel.
 
 Each row is one launch of one of our kernels with a cold L2 cache, under `ncu`, which must be on the
 PATH: microseconds there (its own clocks: compare within this table alone), how busy memory, the
 tensor cores and the schedulers were, in per cent of what they can, and what warps waited for, in
-warps per cycle and scheduler.
+warps per cycle and scheduler. With --smoke each call runs once at a toy size, without `ncu`.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
+import functools
 import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jax_mx
-from benchmarks import products, report
-from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3
-from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
+from benchmarks import products
+from benchmarks.runner import Args, Case, Row, brief, wanted
+from jax_mx.facts.formats import MXFP8_E4M3
 
 OURS = "regex:matmul|wgrad|quantize|amaxes"  # XLA's have other names
 METRICS = {  # of ncu, and what the row says: of several the largest
@@ -55,25 +53,22 @@ STALLS = (
     "mio_throttle", "lg_throttle", "gmma", "membar", "not_selected", "selected", "sleeping",
     "branch_resolve", "dispatch_stall", "no_instruction", "drain",
 )  # fmt: skip
-Case = Callable[[], Any]  # one call, with one launch of a kernel of ours
-FAILED = "failed: "  # what a line of the child's begins with, before a case's name
+CHILD = "import sys; from benchmarks import counters; counters.run(sys.argv[1:])"
+FAILED = "failed: "  # what a line of the child's begins with, before a call's name
+Call = Callable[[bool], Any]  # with one launch of a kernel of ours; whether it is a toy
 
 
-def _product(name: str, call: Callable[..., Any], format: Any, floats: bool = True) -> None:
-    case = next(case for case in products.CASES if case.name == name)
-    lead = (case.groups,) if case.groups else ()
-    codes = products.codes
-    shape = (case.k, case.rows) if case.wgrad else (case.rows, case.k)
-    x: Any = codes(jax.random.key(1), shape, MXFP8_E4M3)
-    if floats:
-        x = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
-    w = (case.n, case.rows) if case.wgrad else (*lead, case.n, case.k)
-    sizes = [] if case.sizes is None else [jnp.asarray(case.sizes)]
-    jax.block_until_ready(call(x, codes(jax.random.key(0), w, format), *sizes))
+def _product(name: str, way: str, toy: bool = False) -> Any:
+    case = next(case for case in products.PRODUCTS if case.name == name)
+    ways = products.candidates(case.toy, "xla") if toy else products.candidates(case)
+    one = next(candidate for candidate in ways if candidate[0] == way)
+    (operands,) = products.operands(case.toy if toy else case, one, 1)
+    return one[2](*operands)
 
 
-def _quantized(rows: int, columns: int, make: Callable[[jax.Array], Any]) -> None:
-    jax.block_until_ready(make(jax.random.normal(jax.random.key(0), (rows, columns), jnp.bfloat16)))
+def _quantized(columns: int, make: Callable[[jax.Array], Any], toy: bool = False) -> Any:
+    shape = (64, 128) if toy else (16384, columns)
+    return make(jax.random.normal(jax.random.key(0), shape, jnp.bfloat16))
 
 
 def _picked(x: jax.Array) -> Any:
@@ -85,28 +80,18 @@ def _gradient(x: jax.Array) -> Any:
     return jax_mx.quantize_both(x, activation=jax_mx.Gated("swiglu", gradient=dy))
 
 
-_ours = partial(gemm, implementation="cutedsl")
-_fp8 = partial(gemm_fp8, implementation="cutedsl")
-_wgrad = partial(gemm_wgrad, implementation="cutedsl")
-CASES: dict[str, Case] = {
-    **{
-        f"{name}, {format.name}": partial(_product, name, _ours, format)
-        for name in ("dense", "decode 16x16384", "decode grouped 2880", "decode grouped 7168")
-        for format in (MXFP8_E4M3, MXFP4_E2M1)
-    },
-    "dense, fp8 1x128, W 128x128": partial(
-        _product, "dense", partial(_fp8, window=128, tiles=True), MXFP8_E4M3, False
-    ),
-    "dense, fp8 1x256": partial(_product, "dense", partial(_fp8, window=256), MXFP8_E4M3, False),
-    "wgrad up, fp8 1x256": partial(
-        _product, "wgrad up", partial(_wgrad, window=256), MXFP8_E4M3, False
-    ),
-    "both": partial(_quantized, 16384, 7168, jax_mx.quantize_both),
-    "rows of x, both": partial(_quantized, 16384, 7168, _picked),
+_NAMES = ("dense", "decode 16x16384", "decode grouped 2880", "decode grouped 7168")
+CALLS: dict[str, Call] = {
+    **{f"{n}, {w}": partial(_product, n, w) for n in _NAMES for w in ("mxfp8_e4m3", "mxfp4_e2m1")},
+    "dense, fp8 1x128, W 128x128": partial(_product, "dense", "fp8 1x128, W 128x128"),
+    "dense, fp8 1x256": partial(_product, "dense", "fp8 1x256, W 1x256"),
+    "wgrad up, fp8 1x256": partial(_product, "wgrad up", "fp8 1x256"),
+    "both": partial(_quantized, 7168, jax_mx.quantize_both),
+    "rows of x, both": partial(_quantized, 7168, _picked),
     "rms_norm, both": partial(
-        _quantized, 16384, 7168, lambda x: jax_mx.rms_norm(x, format=MXFP8_E4M3, both=True)
+        _quantized, 7168, lambda x: jax_mx.rms_norm(x, format=MXFP8_E4M3, both=True)
     ),
-    "gated gradient, both": partial(_quantized, 16384, 8192, _gradient),
+    "gated gradient, both": partial(_quantized, 8192, _gradient),
 }
 
 
@@ -117,24 +102,24 @@ def known(text: str) -> list[str]:
 
 
 def run(names: Sequence[str]) -> None:
-    """Runs cases one after the other; one that fails leaves the others, and says so."""
+    """Runs calls one after the other; one that fails leaves the others, and says so."""
     for name in names:
         try:
-            CASES[name]()
+            jax.block_until_ready(CALLS[name](False))
         except Exception as error:
-            print(f"{FAILED}{name}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+            print(f"{FAILED}{name}: {brief(error)}", file=sys.stderr)
 
 
 def launched(
     names: Sequence[str], metrics: Sequence[str] = tuple(METRICS)
 ) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """What ncu says of the launches of cases, of all in one process: units, and values by case.
+    """Launches of calls, all in one process, as ncu counts them: units, and values by call.
 
     Raises:
       RuntimeError: ncu failed, or saw another number of launches; with what it said.
     """
     stalls = [STALL.format(stall) for stall in STALLS]
-    child = [sys.executable, "-m", "benchmarks.counters", "--child", *names]
+    child = [sys.executable, "-c", CHILD, *names]
     # ncu saves all memory of the process, and restores it for each group of counters.
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     told = subprocess.run(
@@ -177,26 +162,29 @@ def row_of(name: str, units: dict[str, str], values: dict[str, str]) -> dict[str
     return row
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--case", default="", help="cases with this in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--child", nargs="+", choices=CASES, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.child:
-        run(args.child)
-        return
-    names = [name for name in CASES if args.case in name]
-    if not names:
-        parser.error(f"no case has {args.case!r} in its name; there are {'; '.join(CASES)}")
-    query = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=False)
-    units, launches = launched(names, known(query.stdout))
-    rows = [row_of(name, units, values) for name, values in launches.items()]
-    print(*rows, sep="\n")
-    if args.json:
-        report.write_record(args.json, "python -m benchmarks.counters", rows)
+def cases(args: Args) -> Iterator[Case]:
+    """Every call; the first one that is asked for its row launches all."""
+    names = [name for name in CALLS if wanted(args, name)]
 
+    @functools.cache
+    def launches() -> tuple[dict[str, str], dict[str, dict[str, str]]] | Exception:
+        try:
+            query = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True)
+            return launched(names, known(query.stdout))
+        except (OSError, RuntimeError) as error:  # not once more for each row
+            return error
 
-if __name__ == "__main__":
-    main()
+    def measure(name: str, args: Args) -> Row:
+        if args.smoke:
+            start = time.perf_counter()
+            jax.block_until_ready(CALLS[name](True))
+            return {"us": round((time.perf_counter() - start) * 1e6, 1)}
+        if isinstance(counted := launches(), Exception):
+            raise counted
+        units, values = counted
+        if name not in values:
+            raise RuntimeError("there was no launch")
+        return row_of(name, units, values[name])
+
+    for name in CALLS:
+        yield Case(name, "", {"case": name}, partial(measure, name))

@@ -1,6 +1,6 @@
 """How fast chips that are not at hand could run the kernels, as far as issuing instructions goes.
 
-    python -m benchmarks.issue_model [--only last_bfloat16]
+    python -m benchmarks issue_model [--ways '*last_bfloat16*']
 
 A kernel that is bound by memory needs its bytes moved at the memory's speed. In that time a chip
 issues so many instructions; how many times what the kernel needs, is the ratio below: 1.3 leaves
@@ -18,26 +18,22 @@ Whether a conversion takes longer than other arithmetic, AMD does not say; here 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
+import itertools
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from pathlib import Path
-from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import Any, NamedTuple
 
 from benchmarks import shapes
+from benchmarks.record import RESULTS
+from benchmarks.report import read
+from benchmarks.runner import Args, Case, Row
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
 from jax_mx.facts.variants import ARCHS, VARIANTS, Variant
 from jax_mx.lowering.store import manifest
 
+NONE = "no reason given"
 # Per implementation, by patterns of variants' names, the first that fits, why they may stay below
 # what is wanted.
 REASONS: Mapping[str, Mapping[str, str]] = {
@@ -108,15 +104,13 @@ CHIPS: Mapping[str, Chip] = {
     # Integers make the codes there, as its conversions give another format.
     "MI300X": Chip("gfx942", 304, 2.1, 5.3, issued=1, lanes=64, wanted=1.0),
 }
-RESULTS = Path(__file__).parent / "results"
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """What issuing allows a variant on a chip, per scale layout.
+class Bound(NamedTuple):
+    """A variant on a chip as issuing bounds it, for each scale layout: aligned operands count.
 
     Attributes:
-      variant: of which the entries for aligned operands count.
+      variant: one that the chip runs.
       chip: its name.
       registers: that a thread takes.
       per_element: instructions; infinite where they are not known.
@@ -128,31 +122,21 @@ class Bound:
     per_element: tuple[float, ...]
 
     @property
-    def is_judged(self) -> bool:
-        """Whether something is wanted of it."""
-        return CHIPS[self.chip].wanted > 0
-
-    @property
     def ratios(self) -> tuple[float, ...]:
         """Elements that the chip can issue instructions for, over what memory can bring."""
         moved = bytes_per_element(self.variant)
         return tuple(CHIPS[self.chip].ratio(moved, n) for n in self.per_element)
 
     @property
-    def reason(self) -> str | None:
-        """Why it may be below what is wanted."""
-        reasons = REASONS[self.variant.implementation].items()
-        return next((why for p, why in reasons if fnmatch(self.variant.name, p)), None)
-
-    @property
     def is_below(self) -> bool:
-        """Whether it is slower than wanted."""
+        """Whether it is slower than wanted, where something is."""
         return min(self.ratios) < CHIPS[self.chip].wanted
 
     @property
-    def is_met(self) -> bool:
-        """Whether it is as fast as wanted, or has a reason not to be."""
-        return not self.is_below or self.reason is not None
+    def reason(self) -> str | None:
+        """Why it may be."""
+        reasons = REASONS[self.variant.implementation].items()
+        return next((why for p, why in reasons if fnmatch(self.variant.name, p)), None)
 
 
 def bytes_per_element(variant: Variant) -> float:
@@ -164,29 +148,24 @@ def bytes_per_element(variant: Variant) -> float:
     return FLOAT_DTYPES[variant.dtype].itemsize + seeds + quantized
 
 
-def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[Bound]:
-    """Rows of every binary in a manifest, on every chip that runs it."""
-    for variant in VARIANTS:
-        if only not in variant.name:
+def bounds(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Bound]:
+    """A bound for every binary in a manifest, on every chip that runs it."""
+    for (name, chip), variant in itertools.product(CHIPS.items(), VARIANTS):
+        binary = facts.get(f"{variant.name}.{chip.arch}")
+        if chip.arch not in ARCHS[variant.implementation] or binary is None:  # not built here
             continue
-        for name, chip in CHIPS.items():
-            if chip.arch not in ARCHS[variant.implementation]:
-                continue
-            found = facts.get(f"{variant.name}.{chip.arch}")
-            if found is None:  # not built here
-                continue
-            usages = [launch["entries"][0]["usage"] for launch in found["launches"].values()]
-            per_element = tuple(
-                u["instructions"]["longest"] / u["elements_per_thread"]
-                if u["instructions"]
-                else math.inf
-                for u in usages
-            )
-            yield Bound(variant, name, tuple(u["registers"] for u in usages), per_element)
+        usages = [launch["entries"][0]["usage"] for launch in binary["launches"].values()]
+        per_element = tuple(
+            u["instructions"]["longest"] / u["elements_per_thread"]
+            if u["instructions"]
+            else math.inf
+            for u in usages
+        )
+        yield Bound(variant, name, tuple(u["registers"] for u in usages), per_element)
 
 
-def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> float:
-    """The fraction of the memory's speed that was reached at the first required shape, or NaN."""
+def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> float | None:
+    """The fraction of the memory's speed that was reached at the first required shape."""
     preprocessing = {kinds: name for name, kinds in shapes.PREPROCESSING.items()}
     kinds = variant.kinds[:1] if len({*variant.kinds}) == 1 else variant.kinds
     preprocessing = preprocessing.get(kinds, "unknown")
@@ -201,71 +180,30 @@ def measured(variant: Variant, rows: Sequence[Mapping[str, Any]], chip: str) -> 
     }
     same = len({*variant.formats}) == 1
     found = [row for row in rows if same and where.items() <= row.items()]
-    return found[0]["gbps"] / CHIPS[chip].tb_per_s / 1e3 if found else math.nan
+    return round(found[0]["gbps"] / CHIPS[chip].tb_per_s / 1e3, 2) if found else None
 
 
-def table(
-    found: Sequence[Bound], judge: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> Table:
-    """A line for each variant: numbers per layout on the judging chip, on others the worst ratio.
-
-    `judge` is that chip's name.
-    """
-    title = "Instructions an element, and how many times as many a chip issues at memory speed"
-    result = Table(title=title, box=SIMPLE_HEAD)
-    result.add_column("variant", no_wrap=True)
-    chips = list(dict.fromkeys(bound.chip for bound in found))
-    for header in ("bytes", "registers", "instructions"):
-        result.add_column(header, justify="right")
-    for chip in chips:
-        result.add_column(chip, justify="right")
-        if chip in rows:
-            result.add_column("measured / peak", justify="right")
-    result.add_column(f"why below {CHIPS[judge].wanted}", overflow="fold")
-    for variant in dict.fromkeys(bound.variant for bound in found):
-        of_chip = {bound.chip: bound for bound in found if bound.variant == variant}
-        judged = of_chip.get(judge)
-        cells, reason = [f"{bytes_per_element(variant):.2f}", "", ""], Text()
-        if judged is not None:
-            cells[1:] = _pair(judged.registers, "d"), _pair(judged.per_element, ".1f")
-            if judged.is_below:
-                reason = Text(judged.reason or "no reason given", "" if judged.reason else "red")
-        for chip in chips:
-            ratios = of_chip[chip].ratios if chip in of_chip else ()
-            cells.append(_pair(ratios if chip == judge else sorted(ratios)[:1], ".2f"))
-            if chip in rows:
-                fraction = measured(variant, rows[chip], chip)
-                cells.append("" if math.isnan(fraction) else f"{fraction:.2f}")
-        result.add_row(variant.name, *cells, reason)
-    return result
-
-
-def _pair(numbers: Sequence[float], form: str) -> str:
-    """Those of the scale layouts."""
-    return " / ".join(format(n, form) for n in numbers)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """See the module's docstring; 1 if a variant is below what is wanted and nobody says why."""
-    parser = argparse.ArgumentParser("python -m benchmarks.issue_model")
-    parser.add_argument("--only", metavar="TEXT", default="", help="variants with this in the name")
-    args = parser.parse_args(argv)
+def cases(_: Args) -> Iterator[Case]:
+    """Every variant on every chip."""
     files = {chip: RESULTS / f"{chip.lower()}.json" for chip in CHIPS}
-    rows = {chip: json.loads(f.read_text()) for chip, f in files.items() if f.exists()}
-    console = Console(width=None if sys.stdout.isatty() else 190, highlight=False)
-    every = list(bounds(manifest(), args.only))
-    for name, chip in CHIPS.items():
-        judged = [bound for bound in every if bound.chip == name]
-        if chip.wanted and judged:
-            variants = {bound.variant for bound in judged}
-            beside = [b for b in every if b.variant in variants and not b.is_judged]
-            console.print(table([*judged, *beside], name, rows))
-            count = sum(not bound.is_met for bound in judged)
-            where = f"below {chip.wanted} on a {name}"
-            console.print(f"{count} of {len(judged)} {where} without a reason")
-    judged = [bound for bound in every if bound.is_judged]
-    return int(not judged or not all(bound.is_met for bound in judged))
+    rows = {chip: read(file)[1] for chip, file in files.items() if file.exists()}
+    for bound in bounds(manifest()):
+        names = {"chip": bound.chip, "variant": bound.variant.name}
+        row = {
+            "bytes": round(bytes_per_element(bound.variant), 2),
+            "registers": list(bound.registers),
+            "instructions": [round(n, 1) for n in bound.per_element],
+            "ratio": [round(n, 2) for n in bound.ratios],
+            "measured / peak": measured(bound.variant, rows.get(bound.chip, ()), bound.chip),
+            "why": (bound.reason or NONE) if bound.is_below else "",
+        }
+        yield Case(bound.chip, bound.variant.name, names, lambda _, row=row: row)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def checks(_: Args, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
+    """Whether nothing is below what is wanted of a chip without a reason."""
+    for chip in dict.fromkeys(row["chip"] for row in rows if CHIPS[row["chip"]].wanted):
+        its = [row for row in rows if row["chip"] == chip]
+        count = sum(row["why"] == NONE for row in its)
+        below = f"below {CHIPS[chip].wanted} on a {chip} without a reason"
+        yield not count, f"{count} of {len(its)} {below}"

@@ -1,30 +1,24 @@
 """A linear layer, forward and backward, in MX beside bfloat16 and beside plain XLA.
 
-    python -m benchmarks.layers --json layers.json
-
 Each row is one shape (rows, in, out) and one way to compute y = x . w and both gradients from
-floats, quantizing included: device time of a call, median of calls, operands rotating through more
-than L2 holds. "us/bf16" is the ratio to bfloat16's time for that shape in the same run. First call:
-seconds for tracing and compiling, with kernels at hand.
+floats, quantizing included: device time of a call, median of calls, on two operands in turn.
+"ratio" is to bfloat16's time for that shape in the same run. First call: seconds for tracing and
+compiling, with kernels at hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import time
-from collections.abc import Callable
-from pathlib import Path
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import jax_mx
-from benchmarks import report, timing
+from benchmarks import timing
+from benchmarks.runner import Args, Case, Timed
 from jax_mx import MXFP4, MXFP8, Recipe
 
 # (rows, in, out): the issue of products; Llama-3 70B: attention, MLP in, MLP out; DeepSeek-V3's
@@ -93,16 +87,12 @@ def both_ways(layer: Layer) -> Callable[..., Any]:
 def microbatches(layer: Layer, prepare: Callable[[jax.Array], Any], n: int) -> Callable[..., Any]:
     """The layer on `n` parts of x one after the other, the weight prepared once."""
 
-    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-        def whole(x: jax.Array, w: jax.Array) -> jax.Array:
-            own = prepare(w)
-            parts = x.reshape(n, -1, x.shape[-1])
-            return jax.lax.map(lambda part: layer(part, own), parts).reshape(x.shape[0], -1)
+    def whole(x: jax.Array, w: jax.Array) -> jax.Array:
+        ready = prepare(w)
+        parts = x.reshape(n, -1, x.shape[-1])
+        return jax.lax.map(lambda part: layer(part, ready), parts).reshape(x.shape[0], -1)
 
-        y, pull = jax.vjp(whole, x, w)
-        return y, pull(dy)
-
-    return run
+    return both_ways(whole)
 
 
 def _mx(recipe: Recipe, implementation: str | None = None) -> Layer:
@@ -130,14 +120,8 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-def residual_bytes(layer: Layer, x: Any, w: Any) -> int:
-    """What a layer keeps for its backward pass."""
-    kept = jax.eval_shape(lambda x, w: jax.vjp(layer, x, w)[1], x, w)
-    return timing.nbytes(kept)
-
-
-def measured(way: str, shape: tuple[int, int, int], calls: int) -> dict[str, Any]:
-    """One row: microseconds, seconds of the first call."""
+def inputs(shape: tuple[int, int, int]) -> timing.Inputs:
+    """x, w and the gradient of y, two of each."""
     m, k, n = shape
 
     def make(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -146,62 +130,32 @@ def measured(way: str, shape: tuple[int, int, int], calls: int) -> dict[str, Any
         w = jax.random.normal(b, (k, n), jnp.bfloat16) * k**-0.5
         return x, w, jax.random.normal(c, (m, n), jnp.bfloat16)
 
-    inputs = [jax.jit(make)(key) for key in jax.random.split(jax.random.key(0), 2)]
-    jax.block_until_ready(inputs)
-    f = jax.jit(WAYS[way])
-    start = time.perf_counter()
-    compiled = f.lower(*inputs[0]).compile()
-    first = time.perf_counter() - start
-    found = timing.measure(compiled, inputs, calls)
-    return {
-        "way": way,
-        "shape": list(shape),
-        "us": round(found.us, 1),
-        "clock": found.clock,
-        "first_s": round(first, 2),
-        "tflops": round(6 * m * k * n / found.us / 1e6, 1),
-    }
+    keys = jax.random.split(jax.random.key(0), 2)
+    return jax.block_until_ready([jax.jit(make)(key) for key in keys])
 
 
-def main() -> None:
-    """Runs what the arguments name, prints a table, keeps records."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.layers", description=__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--tiny", action="store_true", help="1/64 of each length, to try it out")
-    parser.add_argument("--json", type=Path, help="where records go; what it holds is replaced")
-    options = parser.parse_args()
-    console, rows = Console(), []
-    table = Table("shape", "way", "us", "TF/s", "us/bf16", "first call, s")
+def about() -> dict[str, Any]:
+    """The bytes that a layer keeps for its backward pass."""
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16384, 7168), (7168, 4096)))
-    kept = {
-        way: residual_bytes(f, x, w) for way, f in (("bf16", jnp.matmul), ("mxfp8", _mx(MXFP8)))
-    }
-    for name in options.shapes:
-        m, k, n = SHAPES[name]
-        if options.tiny:
-            m, k, n = (max(each // 2048, 1) * 32 for each in (m, k, n))
-        shape = (m, k, n)
-        base: dict[str, float] = {}
-        for way in options.ways:
-            kind = "bf16, 4 microbatches" if "microbatches" in way else "bf16"
-            try:
-                with console.status(f"{name}: {way}"):
-                    row = measured(way, shape, options.calls)
-            except Exception as error:  # one way that fails leaves the others
-                console.print(f"{name}: {way} failed: {str(error).splitlines()[0][:160]}")
-                continue
-            base.setdefault(way, row["us"])
-            row["ratio"] = round(row["us"] / base.get(kind, np.nan), 3)
-            rows.append({"name": name, **row})
-            cells = (row["us"], row["tflops"], row["ratio"], row["first_s"])
-            table.add_row(name, way, *map(str, cells))
-            if options.json:  # what is stopped keeps what it has
-                report.write_record(options.json, "python -m benchmarks.layers", rows, kept=kept)
-    console.print(table)
-    console.print(f"kept for the backward pass: {kept}, {kept['mxfp8'] / kept['bf16']:.3f} of bf16")
+
+    def kept(layer: Layer) -> int:
+        return timing.nbytes(jax.eval_shape(lambda x, w: jax.vjp(layer, x, w)[1], x, w))
+
+    return {"kept": {"bf16": kept(jnp.matmul), "mxfp8": kept(_mx(MXFP8))}}
 
 
-if __name__ == "__main__":
-    main()
+def _clock(found: timing.Timing) -> dict[str, str]:
+    return {"clock": found.clock}
+
+
+def cases(args: Args) -> Iterator[Case]:
+    """Every way for every shape."""
+    for name, shape in SHAPES.items():
+        shape = (256, 256, 512) if args.smoke else shape
+        for way, run in WAYS.items():
+            base = "bf16, 4 microbatches" if "microbatches" in way else "bf16"
+            make = functools.partial(inputs, shape)
+            flop = 6 * math.prod(shape)
+            measure = Timed(jax.jit(run), make, 20, flop=flop, more=_clock, first="first_s")
+            names = {"name": name, "way": way, "shape": list(shape)}
+            yield Case(name, way, names, measure, base)

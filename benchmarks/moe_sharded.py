@@ -1,13 +1,11 @@
 """An MoE layer whose experts are split over all devices: tokens that move in MX, or as floats.
 
-    python -m benchmarks.moe_sharded [--tokens 2048 16384] [--data 2] [--json out.json]
-
 Each row is a number of tokens a device and one way: microseconds on the wall of a call, forward and
 backward with all gradients, of calls that follow each other in a loop of one program, the best of
-several runs. The two ways of a recipe differ in `wire` alone; "us/floats" is the ratio to the way
-that moves bfloat16, in the same run. "dispatch" is what brings all tokens to all devices,
-quantizing included, by itself; its row "mx, all-to-all" sends each token only to the devices that
-have its experts, and zeros in place of those that are not wanted, as lengths must be known.
+several runs. The two ways of a recipe differ in `wire` alone; "ratio" is to the way that moves
+bfloat16, in the same run. "dispatch" is what brings all tokens to all devices, quantizing included,
+by itself; its row "mx, all-to-all" sends each token only to the devices that have its experts, and
+zeros in place of those that are not wanted, as lengths must be known.
 `jax.lax.ragged_all_to_all`, which sends no zeros, took 27 to 59 times as long as "mx" (two H200s,
 JAX 0.11.2, 2026-11-25).
 With `--data N` there are N copies of the experts, each split over an N-th of the devices, among
@@ -16,10 +14,8 @@ which tokens move.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -27,8 +23,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from benchmarks import moe, report
-from benchmarks.collectives import microseconds
+from benchmarks import moe
+from benchmarks.runner import Args, Case, Timed
 from jax_mx import MXFP8, MXArray, Recipe
 
 P = PartitionSpec
@@ -70,84 +66,48 @@ def dispatches(mesh: Any, number: int) -> dict[str, Callable[..., Any]]:
     return {name: jax.jit(call) for name, call in ways.items()}
 
 
-def layers(recipe: Recipe) -> dict[str, Callable[..., Any]]:
-    """The layer with its gradients, by how tokens move."""
-
-    def layer(wire: str) -> Callable[..., Any]:
-        return jax.jit(
-            moe.with_gradients(partial(jax_mx.moe, recipe=recipe, expert_axis="d", wire=wire))
-        )
-
-    return {wire: layer(wire) for wire in WIRES}
+def layer(recipe: Recipe, wire: str) -> Any:
+    """The layer with its gradients."""
+    call = partial(jax_mx.moe, recipe=recipe, expert_axis="d", wire=wire)
+    return jax.jit(moe.with_gradients(call))
 
 
-def operands(case: moe.Case, mesh: Any) -> tuple:
+@lru_cache(maxsize=1)  # all ways of a number of tokens have the same
+def operands(case: moe.Layer, mesh: Any) -> tuple:
     """The operands of `moe.operands`, split: tokens and experts along their first axes."""
     tokens, experts = (NamedSharding(mesh, P(axes)) for axes in (("data", "d"), "d"))
     where = (tokens, tokens, tokens, experts, experts, tokens)
-    return jax.jit(partial(moe.operands, case), out_shardings=where)(jax.random.key(0))
+    return jax.jit(partial(moe.operands, case, None), out_shardings=where)(jax.random.key(0))
 
 
-def measured(
-    name: str, tokens: int, ways: dict[str, Callable[..., Any]], args: tuple, calls: int
-) -> Iterator[dict]:
-    """The rows of one number of tokens a device, in two rounds: the better time of each counts."""
-    best: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    for _ in range(2):
-        for wire, f in ways.items():
-            if wire in failed:
-                continue
-            try:
-                us = microseconds(f, *args, calls=calls)
-            except Exception as error:  # one way that fails leaves the others
-                failed[wire] = " ".join(str(error).split())[:300]
-                continue
-            best[wire] = min(us, best.get(wire, us))
-    for wire in ways:
-        row = {"what": name, "tokens": tokens, "moves": wire}
-        if wire in failed:
-            yield {**row, "error": failed[wire]}
-            continue
-        us = best[wire]
-        yield {**row, "us": round(us, 1), "ratio": round(us / best["floats"], 3)}
+def options(add: Callable[..., Any]) -> None:
+    """Sizes."""
+    add("--tokens", type=int, nargs="+", default=TOKENS, help="of a device")
+    add("--width", type=int, default=7168)
+    add("--inner", type=int, default=2048)
+    add("--data", type=int, default=1, metavar="N", help="copies of the experts")
 
 
-def main() -> None:
-    """Runs what the arguments name, prints rows, keeps records."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of a device")
-    parser.add_argument("--width", type=int, default=7168)
-    parser.add_argument("--inner", type=int, default=2048)
-    parser.add_argument("--calls", type=int, default=10)
-    parser.add_argument("--data", type=int, default=1, metavar="N", help="copies of the experts")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    n, rows = jax.device_count(), []
+def cases(args: Args) -> Iterator[Case]:
+    """For each number of tokens the dispatch alone, then the layer; all ways in two rounds."""
+    n = jax.device_count()
     if args.data < 1 or n % args.data:
-        parser.error(f"--data must divide the number of devices, {n}, got {args.data}")
+        raise ValueError(f"--data must divide the number of devices, {n}, got {args.data}")
     kinds = (AxisType.Auto, AxisType.Auto)
     mesh = jax.make_mesh((args.data, n // args.data), ("data", "d"), axis_types=kinds)
+    width, inner = (64, 64) if args.smoke else (args.width, args.inner)
 
-    def tell(row: dict) -> None:
-        rows.append({**row, "devices": n, "data": args.data})
-        told = row.get("error") or "{us:9.1f} us {ratio:6.3f}".format(**row)
-        print("{what:24} {tokens:6} {moves:22} ".format(**row) + told, flush=True)
-        if args.json:
-            report.write_record(args.json, "python -m benchmarks.moe_sharded", rows)
-
-    print(f"{'what':24} {'tokens':>6} {'moves':22} {'us':>9}    us/floats")
-    with jax.set_mesh(mesh):
-        for tokens in args.tokens:
-            case = moe.Case("", n * tokens, 2, 8, args.width, args.inner, backward=True)
-            given = operands(case, mesh)
-            moves = dispatches(mesh, case.experts // mesh.shape["d"])
-            for row in measured("dispatch", tokens, moves, given[:2], 4 * args.calls):
-                tell(row)
-            for name, recipe in RECIPES.items():
-                for row in measured(name, tokens, layers(recipe), given, args.calls):
-                    tell(row)
-
-
-if __name__ == "__main__":
-    main()
+    for tokens in (32,) if args.smoke else args.tokens:
+        of = moe.Layer(n * tokens, 2, 8, width, inner, backward=True)
+        calls: list[tuple[str, str, Any, int | None, int]] = [
+            ("dispatch", wire, fn, 2, 40)
+            for wire, fn in dispatches(mesh, of.experts // mesh.shape["d"]).items()
+        ]
+        calls += [
+            (recipe, w, layer(r, w), None, 10) for recipe, r in RECIPES.items() for w in WIRES
+        ]
+        for name, wire, fn, count, often in calls:
+            names = {"what": name, "tokens": tokens, "moves": wire, "devices": n, "data": args.data}
+            make = partial(lambda of, count: [operands(of, mesh)[:count]], of, count)
+            measure = Timed(fn, make, often, mesh=mesh)
+            yield Case(f"{name}, {tokens}", wire, names, measure, "floats", rounds=2)

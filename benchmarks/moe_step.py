@@ -1,7 +1,5 @@
 """A training step of a transformer with experts, in MX beside bfloat16: time and loss.
 
-    python -m benchmarks.moe_step [--steps 1000] [--json out.json]
-
 The model is that of examples/train_moe.py, wider; with --small as it is, which a CPU trains, too.
 Each row is one way to compute it: milliseconds of a step (the median on the host's clock, each step
 waited for), tokens a second, and the mean loss of the last twentieth of all steps. `--devices 1 2`
@@ -10,13 +8,11 @@ trains on one device, then on two, each of which has as many rows as the one had
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from pydoc_data import topics
 from typing import Any, NamedTuple
 
@@ -27,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import report
+from benchmarks.runner import Args, Case, Row
 from examples import train_moe
 from jax_mx import MXFP4_E2M1, Hadamard, Product, Recipe
 
@@ -91,44 +87,41 @@ def run(way: Way, steps: int, rate: float, devices: int = 1) -> tuple[float, lis
     return 1e3 * float(np.median(settled)), losses
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def options(add: Callable[..., Any]) -> None:
+    """Sizes."""
     for name, size in WIDER.items():
-        parser.add_argument(f"--{name}", type=int, help=f"by default {size}")
-    parser.add_argument("--small", action="store_true", help="sizes are those of the example")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rate", type=float, default=3e-4, help="Adam's")
-    parser.add_argument(
-        "--ways", nargs="+", default=[*WAYS], choices=[*WAYS, *PARTS], metavar="WAY"
-    )
-    said = "how many devices to train on, by default one"
-    parser.add_argument("--devices", type=int, nargs="+", default=[1], metavar="N", help=said)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args(argv)
+        add(f"--{name}", type=int, help=f"by default {size}")
+    add("--small", action="store_true", help="sizes are those of the example")
+    add("--steps", type=int, default=1000)
+    add("--rate", type=float, default=3e-4, help="Adam's")
+    about = "how many devices to train on, by default one"
+    add("--devices", type=int, nargs="+", default=[1], metavar="N", help=about)
+
+
+def cases(args: Args) -> Iterator[Case]:
+    """Every way on every number of devices; `PARTS` only where there are `--ways`."""
     if max(args.devices) > jax.device_count() or min(args.devices) < 1:
-        parser.error(f"--devices must be 1 to {jax.device_count()}, got {args.devices}")
-    own = {name: getattr(train_moe, name.upper()) for name in WIDER} if args.small else WIDER
-    sizes = {name: getattr(args, name) or size for name, size in own.items()}
-    for name, size in sizes.items():
-        setattr(train_moe, name.upper(), size)
-    rows = []
-    for name, devices in itertools.product(args.ways, args.devices):
-        steps = min(args.steps, SLOW) if "lax" in name else args.steps
-        start = time.perf_counter()
-        ms, losses = run({**WAYS, **PARTS}[name], steps, args.rate, devices)
-        loss = float(np.mean(losses[-max(steps // 20, 1) :]))
-        row = {"way": name, **sizes, "steps": steps, "devices": devices}
-        row |= {"ms": round(ms, 3), "loss": round(loss, 4)}
-        row |= {"tokens_s": round(1e3 * devices * sizes["rows"] * sizes["length"] / ms)}
-        row |= {"losses": [round(float(x), 4) for x in losses[:: max(steps // 100, 1)]]}
-        rows.append(row)
-        took = time.perf_counter() - start
-        on = f" on {devices}" * (args.devices != [1])
-        print(f"{name + on:30} {ms:8.2f} ms  loss {loss:.4f}  ({took:.0f} s)", flush=True)
-        if args.json:
-            report.write_record(args.json, "python -m benchmarks.moe_step", rows)
+        raise ValueError(f"--devices must be 1 to {jax.device_count()}, got {args.devices}")
+    small = args.small or args.smoke
+    sizes = {name: getattr(train_moe, name.upper()) for name in WIDER} if small else WIDER
+    sizes = {name: getattr(args, name) or size for name, size in sizes.items()}
+    steps = 2 if args.smoke else args.steps
+    for way, devices in itertools.product(WAYS | (PARTS if args.ways else {}), args.devices):
+        names = {"way": way, **sizes, "steps": min(steps, SLOW) if "lax" in way else steps}
+        names["devices"] = devices
+        yield Case(f"{devices} devices", way, names, functools.partial(measure, way, names))
 
 
-if __name__ == "__main__":
-    main()
+def measure(way: str, names: Row, args: Args) -> Row:
+    """A row's times and losses, of a model of these sizes."""
+    for name in WIDER:
+        setattr(train_moe, name.upper(), names[name])
+    steps, devices = names["steps"], names["devices"]
+    with jax.numpy_dtype_promotion("standard"):  # which flax wants
+        ms, losses = run({**WAYS, **PARTS}[way], steps, args.rate, devices)
+    return {
+        "ms": round(ms, 3),
+        "loss": round(float(np.mean(losses[-max(steps // 20, 1) :])), 4),
+        "tokens_s": round(1e3 * devices * names["rows"] * names["length"] / ms),
+        "losses": [round(float(x), 4) for x in losses[:: max(steps // 100, 1)]],
+    }

@@ -1,16 +1,14 @@
-"""What others' kernels take at the same shapes, on the same chip, in the same run.
+"""Others' kernels at the same shapes, on the same chip, in the same run.
 
-torchao's quantizers are run by `python -m benchmarks --peers`, and torch's products (cuBLASLt's of
-FP8 codes with scales, and those of groups) by `python -m benchmarks.products --peers`. Nothing of
-theirs is copied here; they are called as they are installed. Each peer has a process of its own,
-because torch's memory is not JAX's, and so that one that breaks its CUDA context costs only its own
-rows.
+torchao's quantizers are run by `python -m benchmarks --peers`, torch's products (cuBLASLt's of FP8
+codes with scales, and those of groups) by `python -m benchmarks products --peers`, as they are
+installed. Each peer has a process of its own, because torch's memory is not JAX's, and so that one
+that breaks its CUDA context costs only its own rows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -19,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks import shapes, timing
@@ -30,19 +28,12 @@ Tensors = tuple[Any, ...]
 TIMEOUT = 300  # seconds that a peer may take for all its cases
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """How a peer computes a form.
-
-    Attributes:
-      fn: what is timed.
-      prepare: makes its arguments of x, (..., M, K), before any clock runs.
-      scaling: where it is not the one asked for.
-    """
+class Call(NamedTuple):
+    """How a peer computes a form: what is timed, and what makes its arguments of x, (..., M, K)."""
 
     fn: Callable[..., Any]
     prepare: Callable[[Any], Tensors] = lambda x: (x,)
-    scaling: str | None = None
+    scaling: str | None = None  # where it is not the one asked for
 
 
 # ---- the peers ----------------------------------------------------------------------------------
@@ -59,12 +50,6 @@ def to_mx(case: Case) -> Call:
     def last(x):
         return mx_tensor.to_mx(x, element, BLOCK, ScaleCalculationMode(case["scaling"]))
 
-    def second_transposed(x):
-        return last(x.mT.contiguous())
-
-    def both_transposed(x):
-        return last(x), second_transposed(x)
-
     def quantized(x):
         scales, values = last(x)
         return scales.view(torch.uint8), values
@@ -74,8 +59,8 @@ def to_mx(case: Case) -> Call:
 
     fn = {
         "axis -1": last,
-        "axis -2 transposed": second_transposed,
-        "both transposed": both_transposed,
+        "axis -2 transposed": lambda x: last(x.mT.contiguous()),
+        "both transposed": lambda x: (last(x), last(x.mT.contiguous())),
         "dequantize": dequantize,
     }[case["form"]]
     compiled = torch.compile(fn, dynamic=False)
@@ -106,8 +91,7 @@ def triton(case: Case) -> Call:
 def _tune_less(kernel: Any, *, divides: bool) -> None:
     """Has Triton's autotuner try what makes a difference, and anew for each number of rows.
 
-    The kernels have no loop whose stages could differ; and where `divides`, they write wrong scales
-    unless their tile divides the matrix.
+    The kernels have no loop with stages; where `divides`, only tiles that do give right scales.
     """
 
     def worth_trying(configs, named, **given):
@@ -126,8 +110,8 @@ def _tune_less(kernel: Any, *, divides: bool) -> None:
 def cutedsl(case: Case) -> Call:
     """torchao's CuTeDSL kernel of three dimensions: blocks along the second, transposed.
 
-    The forms that run along the last axis are its transposed view of experts. Called below the
-    function that tests for compute capability 10.
+    Forms along the last axis are its transposed view of experts. This is below the function that
+    tests for compute capability 10.
     """
     from torchao.prototype.moe_training.kernels.mxfp8 import cutedsl_quantize_3d
 
@@ -146,10 +130,7 @@ def cutedsl(case: Case) -> Call:
 
 
 def scaled_mm(case: Case, *, tiles: bool) -> Call:
-    """cuBLASLt's product of codes with a float32 scale for each 128 of x, or of x and W.
-
-    Its time does not depend on what the numbers are: the scales are all alike.
-    """
+    """cuBLASLt's product of codes with a float32 scale, all alike, for each 128 of x and W."""
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
 
@@ -194,8 +175,7 @@ def _scaling(case: Case) -> str:
     return case["scaling"] if torch.cuda.get_device_capability() >= (10, 0) else "floor"
 
 
-@dataclasses.dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """What there is to measure: how to call it, which cases it serves, bytes of an element of W."""
 
     call: Callable[[Case], Call]
@@ -208,38 +188,31 @@ class Peer:
 
     def serves(self, case: Case) -> bool:
         """Whether the case is one of its own."""
-        return (
-            case["form"] in self.forms
-            and case["dtype"] in self.dtypes
-            and case["format"] in self.formats
-            and case["scaling"] in self.scalings
-            and case["scale_layout"] == "row_major"
-            and len(case["shape"]) > 1
-        )
+        one_of = {"form": self.forms, "dtype": self.dtypes, "format": self.formats}
+        one_of |= {"scaling": self.scalings, "scale_layout": ("row_major",)}
+        known = all(case[name] in names for name, names in one_of.items())
+        return known and len(case["shape"]) > 1
 
 
+_LAST, _FLOATS = ("axis -1", "axis -2 transposed"), ("bfloat16", "float32")
 PEERS: dict[str, Peer] = {
     "to_mx, torch.compile": Peer(
         to_mx,
-        ("axis -1", "axis -2 transposed", "both transposed", "dequantize"),
-        dtypes=("bfloat16", "float32"),
+        (*_LAST, "both transposed", "dequantize"),
+        dtypes=_FLOATS,
         formats=("mxfp8_e4m3", "mxfp8_e5m2"),
         scalings=("floor", "rceil", "ceil"),
     ),
-    "Triton": Peer(triton, ("axis -1", "axis -2 transposed")),
-    "CuTeDSL": Peer(
-        cutedsl,
-        ("axis -1", "axis -2 transposed", "square", "square transposed"),
-        dtypes=("bfloat16", "float32"),
-    ),
+    "Triton": Peer(triton, _LAST),
+    "CuTeDSL": Peer(cutedsl, (*_LAST, "square", "square transposed"), dtypes=_FLOATS),
 }
-PRODUCTS: dict[str, Peer] = {  # of `benchmarks.products`: forms are kinds of its cases
-    "cuBLASLt 1x128, W 128x128": Peer(
-        functools.partial(scaled_mm, tiles=True), ("dense",), library="torch", itemsize=1
-    ),
-    "cuBLASLt 1x128, W 1x128": Peer(
-        functools.partial(scaled_mm, tiles=False), ("dense",), library="torch", itemsize=1
-    ),
+PRODUCTS: dict[str, Peer] = {  # of products.py: forms are kinds of its cases
+    **{
+        f"cuBLASLt 1x128, W {name}": Peer(
+            functools.partial(scaled_mm, tiles=tiles), ("dense",), library="torch", itemsize=1
+        )
+        for name, tiles in (("128x128", True), ("1x128", False))
+    },
     "bf16 torch._grouped_mm": Peer(grouped_mm, ("grouped", "wgrad"), library="torch"),
 }
 
@@ -248,10 +221,7 @@ PRODUCTS: dict[str, Peer] = {  # of `benchmarks.products`: forms are kinds of it
 def run(
     name: str, cases: Sequence[Case], repeats: int
 ) -> Iterator[tuple[int | None, dict[str, Any]]]:
-    """Yields the number of a case and what the peer says of it: its timing, or an "error".
-
-    A process that comes to a bad end yields None and an error.
-    """
+    """The number of a case and its timing, or an "error"; None and one of a process that fails."""
     if not cases:
         return
     try:
@@ -278,7 +248,7 @@ def run(
         yield None, {"error": error}
 
 
-# ---- in the peer's process ----------------------------------------------------------------------
+# ---- in the peer's process ---
 def measure(call: Call, case: Case, repeats: int) -> dict[str, Any]:
     """What a row needs."""
     import torch
@@ -317,7 +287,7 @@ def profile(fn: Callable[..., Any], inputs: Sequence[Tensors], calls: int) -> li
     ]
 
 
-def main(name: str, repeats: str) -> None:
+def answer(name: str, repeats: str) -> None:
     """Reads cases from stdin; prints [index, answer] for each, a line each."""
     answers, sys.stdout = sys.stdout, sys.stderr  # which compilers may write to
     import torch
@@ -334,4 +304,4 @@ def main(name: str, repeats: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(*sys.argv[1:])

@@ -1,20 +1,14 @@
-"""Pictures of measured rows.
+"""Pictures of measured rows: python -m benchmarks plot draws the README's, of benchmarks/results.
 
-    python -m benchmarks.plot                          # the README's, of benchmarks/results
-    python -m benchmarks.plot rows.json picture.png    # TB/s per form of any run's rows
-
-The README's picture carries a hash of what it draws, so that a test notices when rows have changed
-since.
+It carries a hash of what it draws, so that a test notices when rows have changed since.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +53,8 @@ def series(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     return {name: speeds for name, speeds in found.items() if speeds}
 
 
-def draw(rows: Sequence[Row], chip: str, date: str) -> Figure:
-    """A line for each form, a mark for each implementation.
+def draw(rows: Sequence[Row], where: str) -> Figure:
+    """A line for each form, a mark for each implementation; `where` ends the title.
 
     Raises:
       ValueError: there are no rows of the kind that is drawn.
@@ -96,7 +90,7 @@ def draw(rows: Sequence[Row], chip: str, date: str) -> Figure:
     axes.tick_params(length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     shape = WHERE["shape"].replace("x", ", ")
-    title = f"({shape}) bfloat16, MXFP8 E4M3, {SCALING} — {chip}, {date}"
+    title = f"({shape}) bfloat16, MXFP8 E4M3, {SCALING} — {where}"
     axes.set_title(title, loc="left", size=11)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
@@ -110,7 +104,7 @@ MAIN_FORMS = {
     "both transposed": "both",
     "dequantize": "back to\nbfloat16",
 }
-# Of benchmarks.moe: cases, and what else is drawn of them.
+# Of moe: cases, and what else is drawn of them.
 LAYERS = ("forward", "forward and backward")
 LAYERS_IN_FLOATS = ("bf16 Pallas", "bf16 lax.ragged_dot")
 Bars = Mapping[str, Mapping[str, float]]  # name -> label of a group -> length
@@ -169,22 +163,17 @@ def _layers() -> Bars:
 def overview(left: Bars, right: Bars) -> Figure:
     """Two halves of bars, ours first."""
     figure = Figure(figsize=(10, 3.9), layout="constrained")
-    halves = zip(
-        figure.subplots(1, 2),
-        (left, right),
-        ("Quantizers, TB/s of input and output", "An MoE layer, TF/s"),
-        (
-            "one H200, (8, 7168, 7168) bfloat16 and MXFP8 E4M3",
-            "one H200, 16384 rows, 8 experts, quantizing included",
-        ),
-        strict=True,
+    titles = ("Quantizers, TB/s of input and output", "An MoE layer, TF/s")
+    places = (
+        "one H200, (8, 7168, 7168) bfloat16 and MXFP8 E4M3",
+        "one H200, 16384 rows, 8 experts, quantizing included",
     )
     colors = (OURS[1], "#999999", "#CC79A7")  # ours, XLA's, a peer's
+    halves = zip(figure.subplots(1, 2), (left, right), titles, places, strict=True)
     for axes, bars, title, below in halves:
         labels = list(dict.fromkeys(label for group in bars.values() for label in group))
         height = 0.84 / len(bars)
-        own = colors[: len(bars)]
-        for i, ((name, group), color) in enumerate(zip(bars.items(), own, strict=True)):
+        for i, ((name, group), color) in enumerate(zip(bars.items(), colors, strict=False)):
             at = [-labels.index(label) - (i - (len(bars) - 1) / 2) * height for label in group]
             axes.barh(at, [*group.values()], height * 0.9, color=color, label=name)
             for y, length in zip(at, group.values(), strict=True):
@@ -208,39 +197,12 @@ def digest(*bars: Bars) -> str:
     return hashlib.sha256(json.dumps(bars, sort_keys=True).encode()).hexdigest()
 
 
-def date_of(commit: str) -> str:
-    """The day of a commit of this checkout; where there is none, today."""
-    command = ["git", "show", "--no-patch", "--format=%cs", commit]
-    where = Path(__file__).parent
-    try:
-        done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
-    except OSError:  # no git here
-        return str(datetime.date.today())
-    return done.stdout.strip() or str(datetime.date.today())
+def options(add: Callable[..., Any]) -> None:
+    """Where the picture is put."""
+    add("picture", type=Path, nargs="?", default=OVERVIEW)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """See the module's docstring."""
-    parser = argparse.ArgumentParser("python -m benchmarks.plot")
-    parser.add_argument(
-        "rows",
-        type=Path,
-        nargs="?",
-        help="what python -m benchmarks --json wrote; default: the README's picture",
-    )
-    parser.add_argument("picture", type=Path, nargs="?", default=OVERVIEW)
-    parser.add_argument("--chip", help="default: the rows' file name")
-    parser.add_argument("--date", help="of the run; default: that of its commit")
-    args = parser.parse_args(argv)
-    if args.rows is None:
-        bars = overview_bars()
-        overview(*bars).savefig(args.picture, dpi=110, metadata={"Rows": digest(*bars)})
-        return
-    rows = json.loads(args.rows.read_text())
-    date = args.date or date_of(rows[0]["commit"])
-    figure = draw(rows, args.chip or args.rows.stem.upper(), date)
-    figure.savefig(args.picture, dpi=160)
-
-
-if __name__ == "__main__":
-    main()
+def main(args: argparse.Namespace) -> None:
+    """Draws the README's picture."""
+    bars = overview_bars()
+    overview(*bars).savefig(args.picture, dpi=110, metadata={"Rows": digest(*bars)})

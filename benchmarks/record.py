@@ -1,6 +1,6 @@
 """Measures what the tables of docs/performance.md show, on the GPUs of this machine.
 
-    python -m benchmarks.record [--only quantizers dense] [--seconds 600] [--out FOLDER]
+    python -m benchmarks record [--only quantizers dense] [--seconds 600] [--out FOLDER]
 
 Each command has a process of its own and says what it measured in a file of FOLDER, which is
 benchmarks/results by default; then `python -m docs.tables` and the site show it. A command that
@@ -11,38 +11,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import shapes
-from benchmarks.guard import CASE
 
 RESULTS = Path(__file__).parent / "results"
 LARGE = shapes.spell(shapes.REQUIRED[0])
-_SOURCES = "benchmarks --source"
+_SOURCES = "quantizers --source"
 # For each table how its file's name goes on behind the chip's, and what measures it. Where several
 # commands share a file, it is a list of rows, and those measured anew replace the earlier ones.
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "quantizers": ("", "benchmarks --form all --shapes llm --format mxfp8_e4m3 mxfp4_e2m1"),
-    "mxfp6": ("", f"benchmarks --form all --shapes {LARGE} --format mxfp6_e2m3"),
+    "quantizers": ("", "quantizers --form all --shapes llm --format mxfp8_e4m3 mxfp4_e2m1"),
+    "mxfp6": ("", f"quantizers --form all --shapes {LARGE} --format mxfp6_e2m3"),
     "preprocessing": (
         "",
-        'benchmarks --format mxfp4_e2m1 --form "axis -1" "axis -2" "axis -2 transposed" both '
+        'quantizers --format mxfp4_e2m1 --form "axis -1" "axis -2" "axis -2 transposed" both '
         '"both transposed" --preprocessing h16 h32 h64 sr h16_sr rn_h16 sr_h16_sr '
         f"--shapes {LARGE}",
     ),
     "peers": (
         "_peers",
-        'benchmarks --form "axis -1" "axis -2 transposed" square "square transposed" '
+        'quantizers --form "axis -1" "axis -2 transposed" square "square transposed" '
         f'"both transposed" dequantize --shapes {LARGE} --peers',
     ),
     "rows": (
@@ -65,64 +62,47 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         f'{_SOURCES} rms_norm rms_norm_floats --form "axis -1" "both transposed" '
         "--shapes 16384x7168,65536x7168",
     ),
-    "dense": ("_products_dense", "benchmarks.products --case dense --peers"),
-    "grouped": ("_products_grouped", "benchmarks.products --case grouped --peers"),
-    "wgrad": ("_products_wgrad", "benchmarks.products --case wgrad --peers"),
-    "decode": ("_products_decode", "benchmarks.products --case decode"),
-    "layers": ("_layers", "benchmarks.layers"),
-    "moe": ("_moe", "benchmarks.moe"),
+    "dense": ("_products_dense", "products --cases 'dense*' --peers"),
+    "grouped": ("_products_grouped", "products --cases 'grouped*' --peers"),
+    "wgrad": ("_products_wgrad", "products --cases 'wgrad*' --peers"),
+    "decode": ("_products_decode", "products --cases 'decode*'"),
+    "layers": ("_layers", "layers"),
+    "moe": ("_moe", "moe"),
     "moe_step": (
         "_moe_step",
-        'benchmarks.moe_step --steps 100 --ways "bf16, lax.ragged_dot" "bf16, Pallas" mxfp8 '
+        'moe_step --steps 100 --ways "bf16, lax.ragged_dot" "bf16, Pallas" mxfp8 '
         '"mxfp8, windows of 256"',
     ),
     "moe_step_small": (
         "_moe_step_small",
-        'benchmarks.moe_step --small --rate 1e-3 --ways bf16 mxfp8 "mxfp8, windows of 256" '
+        'moe_step --small --rate 1e-3 --ways bf16 mxfp8 "mxfp8, windows of 256" '
         '"mxfp8, rows, experts 256" "mxfp8, gradients in mxfp4" mxfp4 '
         '"mxfp8, forward in mxfp4" "mxfp8, dgrad in mxfp4" "mxfp8, wgrad in mxfp4"',
     ),
     "moe_step_wide": (
         "_moe_step_wide",
-        'benchmarks.moe_step --ways bf16 mxfp8 "mxfp8, windows of 256" "mxfp8, rows, experts 256"',
+        'moe_step --ways bf16 mxfp8 "mxfp8, windows of 256" "mxfp8, rows, experts 256"',
     ),
-    "counters": ("_counters", "benchmarks.counters"),
-    "collectives": ("x2_collectives", "benchmarks.collectives"),
-    "moe_sharded": ("x2_moe", "benchmarks.moe_sharded"),
+    "counters": ("_counters", "counters"),
+    "collectives": ("x2_collectives", "collectives"),
+    "moe_sharded": ("x2_moe", "moe_sharded"),
 }
 ON_TWO = ("collectives", "moe_sharded")  # GPUs
 
 
 def command(name: str) -> str:
     """What measures a table, as a person types it."""
-    return f"python -m {COMMANDS[name][1]}"
-
-
-def joined(old: Iterable[Mapping[str, Any]], new: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Rows of two files: where both measured the same, the new one's."""
-    rows = {tuple(row.get(key) for key in (*CASE, "implementation")): row for row in (*old, *new)}
-    return [*rows.values()]
-
-
-def rows_in(file: Path) -> list[dict[str, Any]]:
-    """The rows of a file; none where it is missing, cut off, or no list of rows."""
-    try:
-        held = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return []
-    rows = held if isinstance(held, list) else []
-    return [row for row in rows if isinstance(row, dict)]
+    return f"python -m benchmarks {COMMANDS[name][1]}"
 
 
 def chip() -> str:
-    """The name of this machine's GPUs as files have it: "h200".
-
-    Raises:
-      OSError: there is no driver of NVIDIA's to ask.
-    """
+    """The name of this machine's GPUs as files have it: "h200"."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    return found.splitlines()[0].removeprefix("NVIDIA ").split()[0].lower()
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"record: no GPU of NVIDIA's here ({error}): say --chip") from error
+    return done.stdout.splitlines()[0].removeprefix("NVIDIA ").split()[0].lower()
 
 
 def record(name: str, file: Path, seconds: float) -> str:
@@ -133,41 +113,37 @@ def record(name: str, file: Path, seconds: float) -> str:
       file: of the table.
       seconds: that it may take.
     """
-    shared = sum(suffix == COMMANDS[name][0] for suffix, _ in COMMANDS.values()) > 1
-    with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / "rows.json" if shared else file
-        run = [sys.executable, "-m", *shlex.split(COMMANDS[name][1]), "--json", str(own)]
-        process = subprocess.Popen(run, start_new_session=True)
-        try:
-            code = process.wait(seconds)
-            end = f"exit status {code}" if code else "done"
-        except subprocess.TimeoutExpired:
-            end = "cut off"
-        finally:  # it, and what it has started, must not hold the GPU
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if shared and (new := rows_in(own)):
-            file.write_text(json.dumps(joined(rows_in(file), new), indent=1) + "\n")
-        elif shared or not own.exists():
-            end = f"{end}, nothing was written"
-    return end
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """See the module's docstring; 1 if a command did not end well."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    usual = [name for name in COMMANDS if name not in ON_TWO]
-    parser.add_argument("--only", nargs="+", choices=COMMANDS, default=usual)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="for all of them")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS)
-    said = "with which names of files begin; by default the GPU's"
-    parser.add_argument("--chip", help=said)
-    args = parser.parse_args(argv)
+    before = file.stat().st_mtime_ns if file.exists() else 0
+    suffix, rest = COMMANDS[name]
+    run = [sys.executable, "-m", "benchmarks", *shlex.split(rest), "--json", str(file)]
+    if sum(suffix == other for other, _ in COMMANDS.values()) > 1:
+        run.append("--join")
+    process = subprocess.Popen(run, start_new_session=True)
     try:
-        begin = args.chip or chip()
-    except (OSError, subprocess.CalledProcessError) as error:
-        parser.error(f"no GPU of NVIDIA's here ({error}): say --chip")
+        code = process.wait(seconds)
+        end = f"exit status {code}" if code else "done"
+    except subprocess.TimeoutExpired:
+        end = "cut off"
+    finally:  # it, and what it has started, must not hold the GPU
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    written = file.exists() and file.stat().st_size and file.stat().st_mtime_ns != before
+    return end if written else f"{end}, nothing was written"
+
+
+def options(add: Callable[..., Any]) -> None:
+    """Tables, the time for them, and their folder."""
+    usual = [name for name in COMMANDS if name not in ON_TWO]
+    add("--only", nargs="+", choices=COMMANDS, default=usual)
+    add("--seconds", type=float, default=3600.0, help="for all of them")
+    add("--out", type=Path, metavar="FOLDER", default=RESULTS)
+    add("--chip", help="with which names of files begin; by default the GPU's")
+
+
+def main(args: argparse.Namespace) -> int:
+    """See the module's docstring; 1 if a command did not end well."""
+    begin = args.chip or chip()
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.seconds
     ends = {}
@@ -178,7 +154,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         ends[name] = record(name, file, end - start) if start < end else "not begun"
         print(f"=== {name}: {ends[name]}, {time.monotonic() - start:.0f} s", flush=True)
     return int(any(each != "done" for each in ends.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,11 @@
-"""What a run says: rows in files, one table, and a line for each requirement."""
+"""Rows of a run: in files, as a table, and beside those of an earlier run."""
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,53 +13,12 @@ import jax
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks import shapes
+from jax_mx.lowering.registry import IMPLEMENTATIONS
+
+Row = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What goes into files. Bytes are those of input, words, values and scales, once each."""
-
-    op: str
-    form: str
-    shape: str
-    dtype: str
-    format: str
-    scaling: str
-    scale_layout: str
-    us: float  # the median time of a call on the device
-    gbps: float
-    copy_gbps: float  # of a copy that reads half as many bytes and writes the other half
-    fraction_of_copy: float
-    speedup_over_xla: float | None  # over the fastest of XLA's versions; None: none of them ran
-    commit: str
-    implementation: str  # "cutedsl", "xla", ...; or a peer's name
-    device: str  # as its driver names it
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A row, and what to know when reading it."""
-
-    row: Row
-    clock: str
-    xla: str  # the fastest of XLA's versions
-    copy: str  # the faster copy
-    notes: tuple[str, ...] = ()
-
-
-def write(rows: Sequence[Row], csv_path: Path | None, json_path: Path | None) -> None:
-    """All rows so far, to the files that are asked for."""
-    records = [dataclasses.asdict(row) for row in rows]
-    if json_path:
-        json_path.write_text(json.dumps(records, indent=1) + "\n")
-    if csv_path:
-        with csv_path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
-            writer.writeheader()
-            writer.writerows(records)
-
-
+# ---- files ---
 def head() -> str:
     """The checkout's commit, or nothing where there is none."""
     command = ["git", "rev-parse", "--short", "HEAD"]
@@ -73,91 +30,166 @@ def head() -> str:
     return done.stdout.strip()
 
 
-def write_record(path: Path, command: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
-    """Rows of one run, and where, when and how they were measured; documents show it beside them.
-
-    Args:
-      path: of the file; what it holds is replaced.
-      command: that writes such rows.
-      rows: as each script has them.
-      **more: what else there is to say of the run.
-    """
+def about(command: str, commit: str) -> dict[str, str]:
+    """Where, when and how rows were measured; documents show it under them."""
     devices = jax.devices()
     count = f"{len(devices)} x " * (len(devices) > 1)
-    about = {"device": count + devices[0].device_kind, "date": time.strftime("%Y-%m-%d")}
-    about |= {"jax": jax.__version__, "commit": head(), "command": command, **more}
-    path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    where = {"device": count + devices[0].device_kind, "date": time.strftime("%Y-%m-%d")}
+    return where | {"jax": jax.__version__, "commit": commit, "command": command}
+
+
+class File:
+    """A run's rows, and the file that holds them after each one, where there is one.
+
+    Attributes:
+      rows: so far.
+      keys: of what was measured; rows of the same keys measured the same.
+    """
+
+    def __init__(
+        self, args: Any, command: str, names: Row, more: Callable[[], dict[str, Any] | None]
+    ):
+        self.rows: list[dict[str, Any]] = []
+        self.keys = [key for key in names if key not in ("commit", "date")]
+        self._path, self._command, self._commit = args.json, command, args.commit
+        self._more = more()
+        self._old: Any = ({}, [])
+        if self._path and args.join and self._path.exists():
+            self._old = read(self._path)
+        if self._path:
+            self._path.open("a").close()  # found out now, not after minutes of measuring
+
+    def add(self, row: Row) -> None:
+        """Writes all rows; a file is replaced as a whole, so that no stop leaves a part of one."""
+        self.rows.append(dict(row))
+        if not self._path:
+            return
+        rows: Any = joined(self._old, self.rows, self.keys)
+        rows = [{key: value for key, value in row.items() if key[0] != "_"} for row in rows]
+        if self._more is not None:
+            commits = dict.fromkeys(row["commit"] for row in rows if row.get("commit"))
+            run = about(self._command, ", ".join(commits) or self._commit)
+            rows = run | self._more | {"rows": rows}
+        new = self._path.with_name(f"{self._path.name}.new")
+        new.write_text(json.dumps(rows, indent=1) + "\n")
+        new.replace(self._path)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What a file says of its run, and its rows; a list of rows alone says nothing beside them."""
-    held = json.loads(path.read_text())
+    held = json.loads(path.read_text() or "[]")
     if isinstance(held, list):
         return {}, held
     return {key: value for key, value in held.items() if key != "rows"}, held["rows"]
 
 
-def one_run(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def joined(
+    old: tuple[Row, Sequence[Row]], new: Sequence[Row], keys: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Old rows, and new ones in place of old ones with the same keys.
+
+    A new row that failed replaces none that has a time.
+    """
+    commit = {"commit": old[0]["commit"]} if "commit" in old[0] else {}
+    rows = {_key(row, keys): {**commit, **row} for row in old[1]}
+    for row in new:
+        key = _key(row, keys)
+        if "error" not in row or "error" in rows.get(key, {"error": ""}):
+            rows[key] = dict(row)
+    return [*rows.values()]
+
+
+def _key(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(str(row.get(key, "")) for key in (*keys, "implementation", "device"))
+
+
+def one_run(rows: Sequence[Row]) -> list[Row]:
     """The rows of the largest of several runs; of equally large ones, of the last."""
-    runs: dict[str, list[Mapping[str, Any]]] = {}
+    runs: dict[str, list[Row]] = {}
     for row in rows:
         runs.setdefault(row["commit"], []).append(row)
     return max(reversed(runs.values()), key=len, default=[])
 
 
-def table(measured: Sequence[Measured]) -> Table:
-    """The rows' fields, and beside them the clock and who ran."""
-    result = Table(title=f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    numbers = {"us", "gbps", "copy_gbps", "fraction_of_copy", "speedup_over_xla"}
-    extra = ("clock", "xla", "copy")
-    for name in (*(field.name for field in dataclasses.fields(Row)), *extra):
-        header = name.replace("_", " ")
-        result.add_column(header, justify="right" if name in numbers else "left", overflow="fold")
-    for m in measured:
-        cells = (*dataclasses.astuple(m.row), *(getattr(m, name) for name in extra))
+# ---- what is printed ---
+def table(rows: Sequence[Row]) -> Table:
+    """The rows' fields, but for long lists; words that all rows have in common are the title."""
+    hidden = {"_note", *(name for row in rows for name, value in row.items() if _is_long(value))}
+    names = [n for n in dict.fromkeys(n for row in rows for n in row) if n not in hidden]
+    each = {name: {str(row.get(name)) for row in rows} for name in names}
+    words = {n for n in names if isinstance(rows[0].get(n), str) and len(each[n]) == 1}
+    common = [rows[0][n] for n in names if n in words and len(rows) > 1]
+    title = [jax.devices()[0].device_kind, f"jax {jax.__version__}", *common]
+    result = Table(title=", ".join(dict.fromkeys(title)))
+    shown = [n for n in names if len(rows) == 1 or n not in words]
+    for name in shown:
+        number = any(isinstance(row.get(name), float) for row in rows)
+        header = name.strip("_").replace("_", " ")
+        result.add_column(header, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        cells = (row.get(name, "") for name in shown)
         result.add_row(*(f"{c:.2f}" if isinstance(c, float) else Text(str(c)) for c in cells))
     return result
 
 
-def requirements(
-    cases: Sequence[Mapping[str, str]], rows: Sequence[Row]
-) -> Iterator[tuple[bool, str]]:
-    """For each requirement on a case: whether it is met, and a line that says so.
+def _is_long(value: Any) -> bool:
+    return isinstance(value, list | dict) and len(value) > 4
+
+
+def notes(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[str]:
+    """A line for each row that failed, and for each that has something to know."""
+    for row in rows:
+        name = " ".join(row[key] for key in keys if isinstance(row.get(key), str))
+        yield from (f"{k.strip('_')}: {name}: {row[k]}" for k in ("error", "_note") if k in row)
+
+
+# ---- what has become slower ---
+def verdict(
+    rows: Sequence[Row], earlier: tuple[Row, Sequence[Row]], keys: Sequence[str], share: float
+) -> tuple[bool, list[str]]:
+    """Whether nothing is slower by more than `share`, and the lines that say so.
+
+    Where rows say their share of a copy's speed, that counts, so that another clock of the memory
+    is no change; else the time does. Where no row measured what an earlier one did, nothing is
+    guarded: that is no success.
 
     Args:
-      cases: what was asked for, by the names that rows have.
-      rows: what was measured of them.
+      rows: of this run.
+      earlier: what a file says of its run, and its rows; the latest counts.
+      keys: that rows have in common which measured the same, and the device.
+      share: from 0 to 1.
     """
-    measured = [dataclasses.asdict(row) for row in rows]
-    for want in shapes.REQUIREMENTS:
-        asked = [want.where]
-        if want.fraction_of_row_major is not None:
-            asked.append({**want.where, "scale_layout": "row_major"})
-        if not all(any(names.items() <= case.items() for case in cases) for names in asked):
-            continue
-        found, *row_major = (
-            [row for row in measured if names.items() <= row.items()] for names in asked
-        )
-        plain = row_major[0][0] if row_major and row_major[0] else None
-        for met, what in [_judge(want, r, plain) for r in found] or [(False, "not measured")]:
-            where = {**want.where, "shape": want.where["shape"].replace("x", ",")}
-            line = "{form} ({shape}) {dtype} -> {format} {scaling} {scale_layout}".format(**where)
-            yield met, f"{'ok' if met else 'no'}  {line}: {what}"
+
+    def of(row: Row, device: str) -> tuple[str, ...]:
+        where = {"device": device} | dict(row)
+        return tuple(str(where.get(key, "")) for key in dict.fromkeys((*keys, "device")))
+
+    def counts(row: Row) -> bool:
+        """Whether it has a time and is no peer's."""
+        ours = "implementation" in keys or row.get("implementation", "xla") in IMPLEMENTATIONS
+        return ours and _time(row) > 0
+
+    known = {of(row, earlier[0].get("device", "")): row for row in earlier[1] if counts(row)}
+    here = about("", "")["device"]
+    pairs = [(of(row, here), row) for row in rows if counts(row)]
+    changes = [_change(key, known[key], row) for key, row in pairs if key in known]
+    slower = sorted((change for change in changes if change[0] > share), reverse=True)
+    lines = [f"slower: {line} ({-more:+.1%})" for more, line in slower]
+    lines.append(f"{len(slower)} of {len(changes)} rows are slower by more than {share:.1%}")
+    if rest := len(rows) - len(changes):
+        lines.append(f"{rest} rows have no earlier ones to compare with")
+    return bool(changes) and not slower, lines
 
 
-def _judge(
-    want: shapes.Requirement, row: Mapping[str, Any], row_major: Mapping[str, Any] | None
-) -> tuple[bool, str]:
-    """Whether a row meets a requirement, and its numbers beside what is wanted."""
-    numbers = (
-        (want.fraction_of_copy, row["fraction_of_copy"], "{:.3f} of copy"),
-        (want.speedup_over_xla, row["speedup_over_xla"] or 0.0, "{:.2f}x XLA"),
-        (
-            want.fraction_of_row_major,
-            row["gbps"] / row_major["gbps"] if row_major else 0.0,
-            "{:.3f} of row_major",
-        ),
-    )
-    asked = [(least, got, text) for least, got, text in numbers if least is not None]
-    what = ", ".join(f"{text.format(got)} (>= {least} wanted)" for least, got, text in asked)
-    return all(got >= least for least, got, _ in asked), what
+def _time(row: Row) -> float:
+    return row.get("us", row.get("ms", 0))
+
+
+def _change(key: tuple[str, ...], before: Row, now: Row) -> tuple[float, str]:
+    """By what share of its speed a row is slower, and both times and speeds."""
+    unit = "us" if "us" in now else "ms"
+    line = f"{' '.join(filter(None, key))}: {_time(before):.1f} -> {_time(now):.1f} {unit}"
+    if "fraction_of_copy" not in now:
+        return 1 - _time(before) / _time(now), line
+    was, share = before["fraction_of_copy"], now["fraction_of_copy"]
+    return 1 - share / was, f"{line}, {was:.3f} -> {share:.3f} of a copy"

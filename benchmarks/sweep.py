@@ -1,8 +1,8 @@
 """Measures candidate tiles; the tables in jax_mx/kernels/*/tuning come from here.
 
-python -m benchmarks.sweep show [--name NAME ...]          # what was measured before, of its row
-python -m benchmarks.sweep build FOLDER [--name NAME ...]  # anywhere: compiles the candidates
-python -m benchmarks.sweep run FOLDER [--name NAME ...]    # on the GPU: times and compares each
+python -m benchmarks sweep show [--name NAME ...]          # what was measured before, of its row
+python -m benchmarks sweep build FOLDER [--name NAME ...]  # anywhere: compiles the candidates
+python -m benchmarks sweep run FOLDER [--name NAME ...]    # on the GPU: times and compares each
 
 NAME is a binary's: of windows, preprocessing, rows, activations, norms, or a product. Without one,
 --op, --form and --dtype say which quantizers. `run` takes the call that such a binary serves, at
@@ -331,7 +331,7 @@ def calls(variant: Binary, shape: shapes.Shape, layout: str) -> Iterator[Call]:
         return
     import jax
 
-    from benchmarks.__main__ import Case
+    from benchmarks.quantizers import Quantizer
 
     form = shapes.form_of(variant.op, variant.form)
     sources = {made: name for name, made in shapes.SOURCES.items()}
@@ -342,7 +342,7 @@ def calls(variant: Binary, shape: shapes.Shape, layout: str) -> Iterator[Call]:
     if form is None or kinds not in treated or not known or len({*variant.formats}) > 1:
         print(f"{variant.name}: no case measures it")
         return
-    case = Case(
+    case = Quantizer(
         form, shape, variant.dtype, variant.formats[0].name, "rceil", layout,
         variant.implementation, treated[kinds], sources.get(variant.source, ""), variant.window,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 Inputs = Sequence[tuple[Any, ...]]  # the arguments of one call each; calls take them in turn
 
@@ -75,18 +76,6 @@ def measure(fn: Callable[..., Any], inputs: Inputs, calls: int = 30) -> Timing:
     return wall(fn, inputs, calls)
 
 
-def device_us(fn: Callable[..., Any], inputs: Inputs, calls: int = 30) -> float:
-    """Microseconds that a call of `fn` spends on the device.
-
-    Raises:
-      RuntimeError: only the host's clock can tell.
-    """
-    timing = measure(fn, inputs, calls)
-    if timing.clock == WALL:
-        raise RuntimeError(f"device_us: no profile of a device; {timing.us:.1f} us on the wall")
-    return timing.us
-
-
 def run(fn: Callable[..., Any], inputs: Inputs, calls: int) -> None:
     """Calls `fn` that often, going through the inputs, and waits for the end."""
     outputs: collections.deque[Any] = collections.deque()
@@ -99,7 +88,7 @@ def run(fn: Callable[..., Any], inputs: Inputs, calls: int) -> None:
 
 def profile(fn: Callable[..., Any], inputs: Inputs, calls: int) -> list[Event]:
     """What the device did for `calls` calls of `fn`, in a trace of their own."""
-    return [event for found in profiles(fn, inputs, calls).values() for event in found]
+    return [event for one in profiles(fn, inputs, calls).values() for event in one]
 
 
 def profiles(fn: Callable[..., Any], inputs: Inputs, calls: int) -> dict[str, list[Event]]:
@@ -157,6 +146,37 @@ def wall(fn: Callable[..., Any], inputs: Inputs, calls: int, batches: int = 5) -
         run(fn, inputs, size)
         times.append((time.perf_counter() - start) / size)
     return Timing(statistics.median(times) * 1e6, WALL)
+
+
+def in_a_loop(fn: Callable[..., Any], calls: int) -> Any:
+    """A program that calls `fn` so many times, each time when the call before is done.
+
+    As in a program that has other work, too: a small move alone is over before the host has
+    launched the next one.
+    """
+
+    def run(*args: jax.Array) -> Any:
+        like = jax.eval_shape(fn, *args)
+        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+
+        def again(_: jax.Array, held: Any) -> Any:
+            args, _ = held
+            return jax.lax.optimization_barrier((args, fn(*args)))
+
+        return jax.lax.fori_loop(0, calls, again, (args, nothing))[1]
+
+    return jax.jit(run)
+
+
+def loop(fn: Callable[..., Any], inputs: Inputs, calls: int, batches: int = 3) -> Timing:
+    """The wall time of a call of a loop in one program, in the best batch."""
+    program, best = in_a_loop(fn, calls), math.inf
+    jax.block_until_ready(program(*inputs[0]))
+    for _ in range(batches):
+        start = time.perf_counter()
+        jax.block_until_ready(program(*inputs[0]))
+        best = min(best, (time.perf_counter() - start) / calls)
+    return Timing(best * 1e6, WALL)
 
 
 def fastest(

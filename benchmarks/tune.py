@@ -1,8 +1,8 @@
 """Fills jax_mx/products/tables: which implementation serves the products of LLMs' layers.
 
-python -m benchmarks.tune --seconds 500                      # on the chip; goes on where it ended
-python -m benchmarks.tune --seconds 500 --out build/sm_90.json  # the same, into another file
-python -m benchmarks.tune --rows 16384 --recipes mxfp8       # some of it
+python -m benchmarks tune --seconds 500                      # on the chip; goes on where it ended
+python -m benchmarks tune --seconds 500 --out build/sm_90.json  # the same, into another file
+python -m benchmarks tune --rows 16384 --recipes mxfp8       # some of it
 
 Measures the three products of every layer (of few rows, as in decoding, the forward one alone), and
 writes the chip's table, and a Markdown table beside it, after every product: what is killed keeps
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +31,8 @@ from jax_mx.products.contraction import key_of
 from jax_mx.products.decide import by_rule
 
 
-@dataclasses.dataclass(frozen=True)
-class Experts:
-    """A layer of experts on one device.
-
-    Attributes:
-      groups: how many experts the device has.
-      top: how many of them a token has.
-      width: of tokens.
-      hidden: how many gates an expert has.
-    """
+class Experts(NamedTuple):
+    """A layer of experts on one device: of each token `top`, whose gates are `hidden`."""
 
     groups: int
     top: int
@@ -49,10 +42,8 @@ class Experts:
 
 MODELS: dict[str, dict[str, tuple[int, int] | Experts]] = {  # dense layers: contracted, free
     "llama-70b": {
-        "qkv": (8192, 10240),
-        "o": (8192, 8192),
-        "gate and up": (8192, 57344),
-        "down": (28672, 8192),
+        "qkv": (8192, 10240), "o": (8192, 8192),
+        "gate and up": (8192, 57344), "down": (28672, 8192),
     },
     "deepseek-v3 experts": {
         "32 of 256": Experts(32, 8, 7168, 2048),
@@ -60,26 +51,17 @@ MODELS: dict[str, dict[str, tuple[int, int] | Experts]] = {  # dense layers: con
         "shared down": (2048, 7168),
     },
     "llama-8b": {
-        "qkv": (4096, 6144),
-        "o": (4096, 4096),
-        "gate and up": (4096, 28672),
-        "down": (14336, 4096),
+        "qkv": (4096, 6144), "o": (4096, 4096),
+        "gate and up": (4096, 28672), "down": (14336, 4096),
     },
     "gpt-oss-120b": {
-        "experts": Experts(128, 4, 2880, 2880),
-        "qkv": (2880, 5120),
-        "o": (4096, 2880),
+        "experts": Experts(128, 4, 2880, 2880), "qkv": (2880, 5120), "o": (4096, 2880),
     },
     "deepseek-v3": {
-        "o": (16384, 7168),
-        "gate and up": (7168, 36864),
-        "down": (18432, 7168),
-        "q_a": (7168, 1536),
-        "q_b": (1536, 24576),
-        "kv_a": (7168, 576),
-        "kv_b": (512, 32768),
+        "o": (16384, 7168), "gate and up": (7168, 36864), "down": (18432, 7168),
+        "q_a": (7168, 1536), "q_b": (1536, 24576), "kv_a": (7168, 576), "kv_b": (512, 32768),
     },
-}
+}  # fmt: skip
 ROWS = (16384, 1, 4096, 64, 16, 8192, 8, 32, 256)
 DECODING = 64  # rows up to which nobody asks for gradients
 RECIPES = {
@@ -108,25 +90,21 @@ class Case:
     def products(self) -> tuple[Any, tuple[Any, ...]]:
         """A function of the layer, or of its gradients, and its arguments."""
         layer, recipe = MODELS[self.model][self.layer], RECIPES[self.recipe]
-        floats = jnp.bfloat16
 
-        def like(*shape: int, dtype: Any = floats) -> jax.ShapeDtypeStruct:
+        def like(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype)
 
         def experts(x: Any, w1: Any, w2: Any, chosen: Any, weights: Any) -> jax.Array:
             return jax_mx.moe(x, chosen, weights, w1, w2, recipe=recipe)
 
-        def dense(x: Any, w: Any) -> jax.Array:
-            return jax_mx.matmul(x, w, recipe=recipe)
-
+        forward: Callable[..., jax.Array] = functools.partial(jax_mx.matmul, recipe=recipe)
+        weights = (like(*layer),)
+        args = (like(self.rows, layer[0]), *weights)
         if isinstance(layer, Experts):
-            groups, top, width, hidden = dataclasses.astuple(layer)
+            groups, top, width, hidden = layer
             weights = like(groups, width, 2 * hidden), like(groups, hidden, width)
             routes = [like(self.rows, top, dtype=dtype) for dtype in (jnp.int32, jnp.float32)]
             forward, args = experts, (like(self.rows, width), *weights, *routes)
-        else:
-            weights = (like(*layer),)
-            forward, args = dense, (like(self.rows, layer[0]), *weights)
         wrt = tuple(range(1 + len(weights)))
 
         def gradients(*args: Any) -> Any:
@@ -135,7 +113,7 @@ class Case:
         return (forward if self.rows <= DECODING else gradients), args
 
 
-def cases(models: Sequence[str], rows: Sequence[int], recipes: Sequence[str]) -> list[Case]:
+def layers(models: Sequence[str], rows: Sequence[int], recipes: Sequence[str]) -> list[Case]:
     """The layers of models, what matters most first."""
     ranks = itertools.product(*(range(len(each)) for each in (models, rows, recipes)))
     found = []
@@ -215,26 +193,24 @@ def markdown(choice: Choice) -> str:
     return "\n".join([f"Microseconds, {where}.", "", *lines, ""])
 
 
-def main() -> None:
+def options(add: Callable[..., Any]) -> None:
+    """Layers, the time for them, and their file."""
+    add("--seconds", type=float, default=500, help="for all")
+    add("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    add("--rows", type=int, nargs="+", choices=ROWS, default=[*ROWS])
+    add("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
+    add("--candidates", type=int, default=8, help="of each product, at most")
+    add("--anew", action="store_true", help="measure again what is known")
+    add("--out", type=Path, metavar="FILE", help="instead of the package's table")
+
+
+def main(args: argparse.Namespace) -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=500, help="for all")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=[*ROWS])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
-    parser.add_argument("--candidates", type=int, default=8, help="of each product, at most")
-    parser.add_argument("--anew", action="store_true", help="measure again what is known")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="instead of the package's table")
-    args = parser.parse_args()
     chip = tuning.place_of(()).chips[0]
     file = args.out or choices.TABLES / f"{chip}.json"
     known = Choice() if args.anew else choices.shipped(chip)
     if not args.anew and file.exists():
         known |= choices.of_this_version(Choice.load(file))
-    each = cases(args.models, args.rows, args.recipes)
-    known = tuned(known, each, args.seconds, args.candidates, file)
+    asked = layers(args.models, args.rows, args.recipes)
+    known = tuned(known, asked, args.seconds, args.candidates, file)
     print(f"{file}: {len(known.entries)} products")
-
-
-if __name__ == "__main__":
-    main()

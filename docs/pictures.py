@@ -329,7 +329,7 @@ def layer() -> Figure:
 def speed() -> Figure:
     """The speed of every form, beside a copy, XLA and the peers, of one run."""
     rows = plot.measured()
-    return plot.draw(rows, "H200", f"commit {rows[0]['commit']}")
+    return plot.draw(rows, f"H200, commit {rows[0]['commit']}")
 
 
 # ---- all of them ---

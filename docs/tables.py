@@ -219,8 +219,12 @@ def write_examples(folder: Path) -> None:
 
 # ---- what was measured ---------------------------------------------------------------------------
 def results(name: str) -> tuple[dict[str, Any], Rows]:
-    """What a file of benchmarks/results says of its run, or its rows of theirs; and the rows."""
+    """What a file of benchmarks/results says of its run, or its rows of theirs; and the rows.
+
+    Rows of what failed are left out.
+    """
     about, rows = read(RESULTS / f"{name}.json")
+    rows = [row for row in rows if "error" not in row]
     return about or of_rows(rows), rows
 
 
@@ -422,7 +426,7 @@ def speed_preprocessing() -> list[str]:
     return lines
 
 
-PRODUCTS = {  # in benchmarks.record.COMMANDS: what is said above the table
+PRODUCTS = {  # in `COMMANDS` of benchmarks/record.py: what is said above the table
     "dense": "A weight for all rows:",
     "grouped": "Grouped weights, many rows:",
     "wgrad": "Gradients of grouped weights:",
@@ -443,7 +447,6 @@ def _products(name: str) -> list[str]:
     if not (RESULTS / f"h200_products_{name}.json").exists():
         return [f"not measured since kernels were last built; `{command(name)}` measures it."]
     about, rows = results(f"h200_products_{name}")
-    rows = [row for row in rows if "us" in row]
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -570,7 +573,6 @@ def speed_collectives() -> list[str]:
 def speed_moe_sharded() -> list[str]:
     """An MoE layer whose experts two GPUs share, by how tokens move."""
     about, rows = results("h200x2_moe")
-    rows = [row for row in rows if "us" in row]
     floats = {(row["what"], row["tokens"]): row for row in rows if row["moves"] == "floats"}
     lines = table(
         ("what", "tokens a device", "us, floats move", "us, MX moves", "MX of floats"),

@@ -1,18 +1,13 @@
-"""The benchmarks' arithmetic, their baselines' bytes and the command line, at small sizes."""
+"""The benchmarks' arithmetic, their baselines' bytes and the runner, at toy sizes."""
 
-import csv
-import dataclasses
-import datetime
 import fnmatch
 import functools
 import itertools
 import json
 import math
-import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +16,22 @@ import pytest
 from helpers import assert_bits_equal, assert_same_array
 
 import jax_mx
-from benchmarks import __main__ as cli
 from benchmarks import (
     baselines,
-    guard,
+    counters,
     issue_model,
-    moe,
     moe_sharded,
-    moe_step,
     peers,
     plot,
     products,
+    quantizers,
     record,
     report,
+    runner,
     shapes,
     sweep,
     timing,
 )
-from benchmarks.report import Measured, Row
 from docs import tables
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
@@ -48,30 +41,37 @@ from jax_mx.reference import rows_of
 
 pytestmark = pytest.mark.any_device
 
-KEYS = [
+RESULTS = record.RESULTS
+KEYS = {
     *("op", "form", "shape", "dtype", "format", "scaling", "scale_layout"),
     *("us", "gbps", "copy_gbps", "fraction_of_copy", "speedup_over_xla", "commit"),
     *("implementation", "device"),
-]
-NUMBERS = KEYS[7:12]
+}
 
 
-# ---- shapes ---
+@pytest.fixture
+def rows_by(tmp_path):
+    """Runs a command line that must end well; its rows."""
+
+    def run(*argv, status=0):
+        file = tmp_path / "out.json"
+        file.unlink(missing_ok=True)
+        assert runner.run([*map(str, argv), "--json", str(file)]) == status
+        return report.read(file)[1]
+
+    return run
+
+
+# ---- shapes and forms ---
 def test_parse_takes_names_and_shapes_once_each():
     assert shapes.parse("required,2x64,65536x8192") == ((8, 7168, 7168), (65536, 8192), (2, 64))
     assert shapes.parse("small")[-1] == (1024, 7168)
-
-
-@pytest.mark.parametrize("text", ["", "2x", "x2", "2 x 3", "tiny", "-1x32"])
-def test_parse_names_what_it_does_not_know(text):
-    with pytest.raises(ValueError, match="is neither AxBxC nor one of required, llm, small, odd"):
-        shapes.parse(text)
-
-
-@pytest.mark.parametrize("text", ["0x32", "32x0", "small,00"])
-def test_parse_refuses_what_has_no_elements(text):
-    with pytest.raises(ValueError, match="has no elements; there is nothing to measure"):
-        shapes.parse(text)
+    for text in ("", "2x", "x2", "2 x 3", "tiny", "-1x32"):
+        with pytest.raises(ValueError, match="is neither AxBxC nor one of required, llm, small"):
+            shapes.parse(text)
+    for text in ("0x32", "32x0", "small,00"):
+        with pytest.raises(ValueError, match="has no elements; there is nothing to measure"):
+            shapes.parse(text)
 
 
 def test_every_shape_has_blocks_of_some_form():
@@ -80,29 +80,14 @@ def test_every_shape_has_blocks_of_some_form():
     fits = {name for name, form in shapes.FORMS.items() if form.fits((8, 4128, 2881))}
     assert fits == {"axis -2", "axis -2 transposed", "dequantize axis -2"}
     assert not shapes.FORMS["axis -2"].fits((64,))
-
-
-def test_uneven_shapes_are_bound_by_memory():
-    for shape in shapes.UNEVEN:
+    for shape in shapes.UNEVEN:  # bound by memory
         assert math.prod(shape) * 2 > 3 * timing.L2_BYTES
-
-
-# ---- forms ---
-def test_forms_by_name():
-    assert [*shapes.FORMS] == [
-        *("axis -1", "axis -2", "axis -2 transposed", "square", "square transposed"),
-        *("both", "both transposed"),
-        *("dequantize", "dequantize axis -2", "dequantize transposed"),
-    ]
-    assert cli.OPS == ("quantize", "quantize_both", "dequantize")
-    names = [shapes.form_of(f.op.removesuffix("_both"), f.kernel) for f in shapes.FORMS.values()]
-    assert names == [*shapes.FORMS]
-    assert shapes.form_of("dequantize", "both") is None
 
 
 @pytest.mark.parametrize("name", shapes.FORMS)
 def test_forms_are_those_of_kernels(name):
     form = shapes.FORMS[name]
+    assert shapes.form_of(form.op.removesuffix("_both"), form.kernel) == name
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     if form.op == "quantize_both":
         options = Options.both(("mxfp8_e4m3",) * 2, (False, form.transpose))
@@ -160,30 +145,36 @@ def profile(*events, line="Stream #13(Kernel,MemcpyD2D)", plane="/device:GPU:0")
     return data.from_serialized_xspace(data.text_proto_to_serialized_xspace(text))
 
 
-def test_per_call_sums_a_calls_events_and_takes_the_median():
-    calls = [[("reduce", 100 * i, 2), ("scale", 100 * i + 50, 3 + i)] for i in range(3)]
-    shuffled = [*calls[2], *calls[0], *calls[1]]
-    events = timing.events(profile(*shuffled))
-    assert timing.per_call(events, 3) == timing.Timing(6.0, timing.DEVICE)
-
-
 @pytest.mark.parametrize(
-    "events",
+    ("events", "calls", "want"),
     [
-        [("a", 0, 2), ("a", 10, 2), ("b", 20, 2)],  # three events of two calls
-        [("a", 0, 2), ("a", 10, 1), ("b", 20, 1), ("a", 30, 2)],  # not the same ones in each
+        (  # in any order: each call's events are summed, and the median counts
+            [("reduce", 100 * i, 2) for i in (2, 0, 1)]
+            + [("scale", 100 * i + 50, 3 + i) for i in (2, 0, 1)],
+            3,
+            timing.Timing(6.0, timing.DEVICE),
+        ),
+        # three events of two calls; not the same ones in each
+        ([("a", 0, 2), ("a", 10, 2), ("b", 20, 2)], 2, timing.Timing(3, "device mean")),
+        (
+            [("a", 0, 2), ("a", 10, 1), ("b", 20, 1), ("a", 30, 2)],
+            2,
+            timing.Timing(3, "device mean"),
+        ),
     ],
 )
-def test_per_call_says_when_it_can_only_take_the_mean(events):
-    assert timing.per_call(timing.events(profile(*events)), 2) == timing.Timing(3, "device mean")
+def test_per_call_takes_the_median_where_calls_are_told_apart(events, calls, want):
+    assert timing.per_call(timing.events(profile(*events)), calls) == want
 
 
-@pytest.mark.parametrize("where", [{"plane": "/host:CPU"}, {"line": "XLA Ops"}])
-def test_only_a_gpus_streams_count(where):
-    events = timing.events(profile(("a", 0, 1), **where))
-    assert not events
+def test_only_a_gpus_streams_count():
+    for where in ({"plane": "/host:CPU"}, {"line": "XLA Ops"}):
+        assert not timing.events(profile(("a", 0, 1), **where))
     with pytest.raises(ValueError, match="no event of a device"):
-        timing.per_call(events, 1)
+        timing.per_call([], 1)
+    data = profile(("a", 0, 1), plane="/device:GPU:1")
+    assert timing.events(data, "/device:GPU:1") == timing.events(data) != []
+    assert timing.events(data, "/device:GPU:0") == []
 
 
 def test_measure_keeps_few_outputs_alive_and_goes_through_the_inputs():
@@ -210,8 +201,6 @@ def test_without_a_profile_the_wall_counts(monkeypatch):
     x = jnp.ones(8)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert timing.measure(jnp.copy, [(x,)], 5).clock == timing.WALL
-    with pytest.raises(RuntimeError, match="no profile of a device"):
-        timing.device_us(jnp.copy, [(x,)], 5)
 
     def broken(*_):
         raise RuntimeError("no CUPTI")
@@ -221,7 +210,7 @@ def test_without_a_profile_the_wall_counts(monkeypatch):
     with pytest.warns(UserWarning, match="no CUPTI"):
         assert timing.measure(jnp.copy, [(x,)], 5).clock == timing.WALL
     monkeypatch.setattr(timing, "profile", lambda *_: [timing.Event(i, 2e3, "a") for i in range(5)])
-    assert timing.device_us(jnp.copy, [(x,)], 5) == 2
+    assert timing.measure(jnp.copy, [(x,)], 5) == timing.Timing(2, timing.DEVICE)
 
 
 @pytest.mark.gpu
@@ -317,272 +306,366 @@ def test_copies_are_copies():
         assert y.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
 
 
-# ---- command line ---
-def test_one_table_two_files(tmp_path, capsys):
-    files = [tmp_path / "out.csv", tmp_path / "out.json"]
-    status = cli.main(
-        [
-            *("quantize", "--shapes", "4x640,2x40,2x3x320", "--format", "mxfp8_e4m3", "mxfp4_e2m1"),
-            *("--csv", str(files[0]), "--json", str(files[1]), "--repeats", "5"),
-        ]
-    )
-    assert status == 0
-    rows = json.loads(files[1].read_text())
-    assert [list(row) for row in rows] == [KEYS] * 4  # 2x40 has no blocks, and is not missed
-    assert [row["shape"] for row in rows] == ["4x640", "4x640", "2x3x320", "2x3x320"]
-    assert all(row[key] > 0 for row in rows for key in NUMBERS)
-    with files[0].open(newline="") as file:
-        records = list(csv.DictReader(file))
-    assert records == [{key: str(value) for key, value in row.items()} for row in rows]
-    out = capsys.readouterr().out
-    assert out.count("failed: quantize axis -1 2x40") == 2
-    assert "axis -1 has length 40" in out
-    for word in (jax.devices()[0].device_kind, jax.__version__, "speedup over xla"):
-        assert word in out
+# ---- the runner ---
+STORED = {  # a file of benchmarks/results, and options of the command line that wrote it
+    "h200": ("quantizers", "--form", "axis -1"),
+    "h200_layers": ("layers", "--cases", "7168x4096", "--ways", "bf16", "mxfp8"),
+    "h200_moe": ("moe", "--cases", "routing", "forward", "--ways", "mxfp8", "*rg*", "*Gr*"),
+    "h200_products_dense": ("products", "--cases", "dense", "--ways", "mxfp8_e4m3", "bf16 dot"),
+    "h200_products_wgrad": ("products", "--cases", "wgrad up", "--ways", "bf16 dot*"),
+    "h200x2_collectives": ("collectives", "--cases", "all-to-all"),
+}
+TRAINED = {  # which takes longer
+    "h200x2_moe": ("moe_sharded", "--data", "2"),
+    "h200_moe_step": ("moe_step", "--ways", "bf16"),
+}
 
 
 @pytest.mark.parametrize(
-    ("options", "want"),
-    [
-        ([], ["axis -1"]),
-        (["quantize_both"], ["both"]),
-        (["--form", "all"], [*shapes.FORMS]),
-        (["quantize_both", "--form", "all"], ["both", "both transposed"]),
-        (["--form", "axis -2", "both", "--form", "axis -2"], ["axis -2", "both"]),
-    ],
+    "file", [*STORED, *(pytest.param(name, marks=pytest.mark.thorough) for name in TRAINED)]
 )
-def test_which_forms_are_measured(options, want):
-    assert cli.arguments(options).form == want
+def test_rows_have_the_keys_of_the_stored_ones(file, rows_by):
+    name, *options = (STORED | TRAINED)[file]
+    kinds = [{tuple(sorted(row)) for row in rows if "error" not in row} for rows in (
+        rows_by(name, "--smoke", *options), report.read(RESULTS / f"{file}.json")[1])]  # fmt: skip
+    assert kinds[0] and kinds[0] <= kinds[1]
 
 
 @pytest.mark.thorough
-def test_picked_rows_are_rows(tmp_path):
-    """What moves is counted once: the rows of x that the numbers name, and what comes of all."""
-    file = tmp_path / "out.json"
-    options = [
-        "--source",
-        "rows",
-        "--form",
-        "axis -1",
-        "both transposed",
-        "dequantize",
-        "--repeats",
-        "1",
+@pytest.mark.parametrize("name", [n for n in runner.commands() if n in {w.split()[0] for _, w in
+                                  record.COMMANDS.values()}])  # fmt: skip
+def test_everything_that_is_measured_runs(name, rows_by):
+    """What does not is for GPUs alone, and says so."""
+    for row in rows_by(name, "--smoke"):
+        assert row.get("us", row.get("ms", 0)) > 0 or "CPU" in row["error"] or "wgrad" in (
+            row.get("case", "")) or "not on cpu" in row["error"]  # fmt: skip
+
+
+def case(name, way, *times, **more):
+    """A case that takes these times in turn; an exception is raised."""
+    left = iter(times)
+
+    def measure(_):
+        us = next(left)
+        if isinstance(us, Exception):
+            raise us
+        return {"us": us}
+
+    return runner.Case(name, way, {"case": name, "way": way}, measure, **more)
+
+
+def test_ways_are_compared_and_the_best_round_counts():
+    rounds = {"base": "floats", "rounds": 2}
+    each = [
+        case("a", "floats", 10.0, 8.0, **rounds),
+        case("a", "mx", 6.0, 7.0, **rounds),
+        case("a", "broken", ValueError("no [memory]\n  left"), **rounds),
+        case("b", "mx", 5.0, base="floats"),
+        case("b", "mx", 9.0, base="floats"),  # another one of that name
     ]
-    assert cli.main([*options, "--shapes", "64x64,2x64x64", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())
+    said = []
+    rows = list(runner.measured(each, None, said.append))
+    assert said == [*["a floats", "a mx", "a broken"] * 2, "b mx", "b mx"]
+    assert [row.get("us") for row in rows] == [8.0, 6.0, None, 5.0, 9.0]
+    assert [row.get("ratio") for row in rows] == [1.0, 0.75, None, None, None]
+    assert rows[2]["error"] == "ValueError: no [memory] left"
+
+
+def test_a_new_file_is_all_that_a_new_measurement_takes(monkeypatch, tmp_path, capsys):
+    """`--cases` and `--ways` choose of it, --join keeps the rest of a file, --against compares."""
+    (tmp_path / "toy.py").write_text("def cases(args):\n    yield from CASES\n")
+    monkeypatch.setattr(runner, "__file__", str(tmp_path / "runner.py"))
+    toy = type(sys)("benchmarks.toy", "Toys.")
+    monkeypatch.setitem(sys.modules, "benchmarks.toy", toy)
+    file, earlier = tmp_path / "rows.json", tmp_path / "earlier.json"
+
+    def run(*times, options=()):
+        names = ("up", "down")
+        each = [case(*each) for each in zip(names, names, times, strict=True)]
+        toy.cases = lambda args: each
+        return runner.run(["toy", "--commit", "abc", "--json", str(file), *options])
+
+    assert run(100.0, 50.0) == 0
+    held = json.loads(file.read_text())
+    assert (held["command"], held["commit"]) == ("python -m benchmarks toy", "abc")
+    assert held["device"] and held["date"] and [row["us"] for row in held["rows"]] == [100.0, 50.0]
+    earlier.write_text(file.read_text())
+    assert run(102.0, 50.0, options=["--against", str(earlier)]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "up up" in out and "100.0 -> 102.0 us (-2.0%)" in out
+    assert run(102.0, 50.0, options=["--against", str(earlier), "--share", "0.03"]) == 0
+    assert run(1.0, 2.0, options=["--cases", "d*", "--ways", "[a-e]*", "--join"]) == 0
+    assert [row["us"] for row in report.read(file)[1]] == [102.0, 2.0]
+    assert run(RuntimeError(), 3.0, options=["--join"]) == 0  # the time of before stays
+    assert [row["us"] for row in report.read(file)[1]] == [102.0, 3.0]
+    assert run(RuntimeError(), RuntimeError()) == 1
+    for options, sentence in (
+        (["--cases", "left"], "nothing has the name 'left'; there are up; down"),
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--share", "2"], "--share must be at least 0 and less than 1, got 2.0"),
+        (["--json", "/"], "Is a directory: '/'"),
+        (["--json", "/nonexistent/x"], "No such file or directory: '/nonexistent/x'"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            run(1.0, 1.0, options=options)
+        assert sentence in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        runner.run(["other"])
+    assert "there is no 'other', but toy" in capsys.readouterr().err
+
+
+def earlier_row(**changes):
+    names = ("quantize", "axis -1", "64x128", "bfloat16", "mxfp8_e4m3", "rceil", "row_major")
+    row = dict(zip(("op", "form", "shape", "dtype", "format", "scaling", "scale_layout"), names,
+                   strict=True))  # fmt: skip
+    row |= {"us": 100.0, "fraction_of_copy": 1.0, "implementation": "cutedsl"}
+    return row | {"device": "NVIDIA H200", "commit": "abc"} | changes
+
+
+def test_the_guard_names_what_is_slower():
+    keys = [*earlier_row()][:7]
+    earlier = [earlier_row(), earlier_row(form="both"), earlier_row(implementation="torchao x")]
+
+    def verdict(share, *rows):
+        return report.verdict(rows, ({}, earlier), keys, share)
+
+    ok, lines = verdict(0.01, earlier_row(us=99, commit="def"))
+    assert ok and lines == ["0 of 1 rows are slower by more than 1.0%"]
+    slow = earlier_row(form="both", us=103.0, fraction_of_copy=0.97)
+    new = earlier_row(form="square")
+    ok, lines = verdict(0.01, earlier_row(), slow, new)
+    assert not ok
+    assert lines == [
+        "slower: quantize both 64x128 bfloat16 mxfp8_e4m3 rceil row_major NVIDIA H200: "
+        "100.0 -> 103.0 us, 1.000 -> 0.970 of a copy (-3.0%)",
+        "1 of 2 rows are slower by more than 1.0%",
+        "1 rows have no earlier ones to compare with",
+    ]
+    assert verdict(0.05, slow)[0]
+    assert not verdict(0.01, new)[0]  # nothing was guarded
+    assert not verdict(0.01, earlier_row(device="NVIDIA H100"))[0]
+
+
+# ---- quantizers ---
+def test_a_row_says_what_a_call_costs(rows_by, capsys):
+    options = ("--shapes", "4x640,2x40,2x3x320", "--format", "mxfp8_e4m3", "mxfp4_e2m1")
+    rows = rows_by(*options, "--repeats", "5")
+    good = [row for row in rows if "error" not in row]
+    assert [row["shape"] for row in good] == ["4x640", "4x640", "2x3x320", "2x3x320"]
+    assert all({*row} == KEYS for row in good)
+    numbers = KEYS - {"commit"} - {key for key in KEYS if isinstance(good[0][key], str)}
+    assert len(numbers) == 5 and all(row[key] > 0 for row in good for key in numbers)
+    assert len(rows) == 6 and sum("axis -1 has length 40" in row["error"] for row in rows
+                                  if row not in good) == 2  # fmt: skip
+    out = capsys.readouterr().out
+    for word in (jax.devices()[0].device_kind, jax.__version__, "speedup"):
+        assert word in out
+
+
+def asked(*argv):
+    """What a command line measures."""
+    return list(quantizers.quantizers(runner.parsed(argv)[2]))
+
+
+def test_what_is_measured(capsys):
+    layouts = ("row_major", "blocked_128x4", "row_major")
+    twice = asked("--scale-layout", *layouts, "--format", "mxfp8_e4m3", "mxfp8_e4m3", "--shapes",
+                  "4x64,4x64")  # fmt: skip
+    assert [own.scale_layout for own in twice] == ["row_major", "blocked_128x4"]
+    every = asked("--form", "all", "--shapes", "32x64")
+    assert [own.form for own in every] == [*shapes.FORMS]
+    tiled = asked("--form", "all", "--shapes", "32x64", "--scale-layout", "blocked_128x4")
+    assert [own.form for own in tiled] == [n for n, f in shapes.FORMS.items() if not f.square]
+    for options in (["--form", "axis -3"], ["--form", "quantize"]):
+        with pytest.raises(SystemExit, match="2"):
+            asked(*options)
+    with pytest.raises(SystemExit, match="2"):
+        runner.run(["--shapes", "tiny"])
+    assert "shape 'tiny' is neither AxBxC nor one of" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_every_form_is_a_row(rows_by):
+    rows = rows_by("--form", "all", "--shapes", "32x64", "--repeats", "1")
+    names = [(form.op, name) for name, form in shapes.FORMS.items()]
+    assert [(row["op"], row["form"]) for row in rows] == names
+    assert all(row["speedup_over_xla"] for row in rows)
+
+
+@pytest.mark.thorough
+def test_picked_rows_are_rows(rows_by):
+    """What moves is counted once: the rows of x that the numbers name, and what comes of all."""
+    forms = ("axis -1", "both transposed", "dequantize")
+    options = ("--source", "rows", "--form", *forms, "--repeats", 1, "--shapes", "64x64,2x64x64")
+    rows = rows_by(*options)
     assert [r["form"] for r in rows] == ["axis -1, rows", "both transposed, rows"]
     assert all(r["speedup_over_xla"] for r in rows)
-    case = cli.Case("axis -1", (64, 64), *("bfloat16", "mxfp8_e4m3", "rceil", "row_major", None),
-                    source="rows")  # fmt: skip
-    x, picked = case.make(jax.random.key(0))
+    names = ("bfloat16", "mxfp8_e4m3", "rceil", "row_major", None)
+    own = quantizers.Quantizer("axis -1", (64, 64), *names, source="rows")
+    x, picked = own.make(jax.random.key(0))
     assert x.shape == (60, 64) and sorted(np.asarray(picked)) == [-1] * 4 + [*range(60)]
-    op, versions = case.functions()
+    op, versions = own.functions()
     want = op((x, picked))
     assert_same_array(jax_mx.quantize(rows_of(x, picked)), want)
     for version in versions.values():
-        pairs = zip(
-            jax.tree.leaves(jax.eval_shape(version, (x, picked))),
-            jax.tree.leaves(want),
-            strict=True,
-        )
+        got = jax.tree.leaves(jax.eval_shape(version, (x, picked)))
+        pairs = zip(got, jax.tree.leaves(want), strict=True)
         assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
 @pytest.mark.thorough
-def test_preprocessing_is_rows(tmp_path):
-    file = tmp_path / "out.json"
-    options = ["--form", "axis -1", "square", "dequantize", "--format", "mxfp4_e2m1"]
-    options += ["--preprocessing", *shapes.PREPROCESSING]
-    assert cli.main([*options, "--shapes", "32x64", "--repeats", "1", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())
-    named = shapes.PREPROCESSING.values()
-    names = [name for name, kinds in shapes.PREPROCESSING.items() if len(kinds) == 1]
-    rotated = [f"axis -1, {name}" for name in names]
+def test_preprocessing_is_rows(rows_by):
+    options = ("--form", "axis -1", "square", "dequantize", "--format", "mxfp4_e2m1")
+    named = shapes.PREPROCESSING
+    rows = rows_by(*options, "--preprocessing", *named, "--shapes", "32x64", "--repeats", 1)
+    rotated = [f"axis -1, {name}" for name, kinds in named.items() if len(kinds) == 1]
     assert [row["form"] for row in rows] == ["axis -1", "square", "dequantize", *rotated]
     names = ("bfloat16", "mxfp4_e2m1", "rceil", "row_major", None)
     words = {"sr": (1, 2), "h16_sr": (1, 2), "sr_h16_sr": (None, 2)}
-    for preprocessing, kinds in shapes.PREPROCESSING.items():
+    for preprocessing, kinds in named.items():
         for i, form in enumerate(("axis -1", "both")):
             if len(kinds) <= i + 1:
-                case = cli.Case(form, (32, 64), *names, preprocessing)
-                assert case.words == words.get(preprocessing, (0, 0))[i] * 4 * 64
-                assert (len(kinds) == 0) == (not case.how)
-    compiled = [v.kinds for v in VARIANTS if all(kind.window == BLOCK for kind in v.kinds)]
-    assert {*map(frozenset, compiled)} == {*map(frozenset, named)}  # benchmarks.sweep has windows
-
-
-@pytest.mark.thorough
-def test_every_form_is_a_row(tmp_path, capsys):
-    file = tmp_path / "out.json"
-    options = ["--form", "all", "--scale-layout", "blocked_128x4"]
-    assert (
-        cli.main([*options, "--shapes", "32x64,32x64", "--repeats", "1", "--json", str(file)]) == 0
-    )
-    rows = json.loads(file.read_text())
-    assert [(row["op"], row["form"], row["scale_layout"]) for row in rows] == [
-        (form.op, name, "blocked_128x4") for name, form in shapes.FORMS.items() if not form.square
+                own = quantizers.Quantizer(form, (32, 64), *names, preprocessing)
+                assert own.words == words.get(preprocessing, (0, 0))[i] * 4 * 64
+                assert (len(kinds) == 0) == (not own.how)
+    compiled = [
+        variant.kinds
+        for variant in VARIANTS  # a sweep has windows; a product wants what is dequantized at once
+        if all(kind.window == BLOCK and not kind.dequantized for kind in variant.kinds)
     ]
-    names = ["square", "square transposed"]
-    options = ["--form", *names, "--shapes", "32x64", "--repeats", "1", "--json", str(file)]
-    assert cli.main(options) == 0
-    assert [row["form"] for row in json.loads(file.read_text())] == names
+    assert {*map(frozenset, compiled)} == {*map(frozenset, named.values())}
 
 
-def test_names_count_once_however_they_are_given():
-    layouts = ["row_major", "blocked_128x4", "row_major", "--scale-layout", "blocked_128x4"]
-    args = cli.arguments(["--scale-layout", *layouts, "--format", "mxfp8_e4m3", "mxfp8_e4m3"])
-    assert args.scale_layout == ["row_major", "blocked_128x4"]
-    assert args.format == ["mxfp8_e4m3"]
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--repeats", "0"], "argument --repeats: must be at least 1, got 0"),
-        (["--repeats", "-3"], "argument --repeats: must be at least 1, got -3"),
-        (["--shapes", "0x32"], "shape '0x32' has no elements"),
-        (["--csv", "/nonexistent/x.csv"], "No such file or directory: '/nonexistent/x.csv'"),
-        (["--json", "/"], "Is a directory: '/'"),
-        (["--form", "axis -3"], "invalid choice: 'axis -3'"),
-        (["quantize", "--form", "both"], "form 'both' is not one of quantize's: axis -1, "),
-    ],
-)
-def test_bad_options_are_refused_before_anything_is_measured(
-    monkeypatch, capsys, options, sentence
-):
-    monkeypatch.setattr(cli, "measure", None)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(options)
-    assert stop.value.code == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_named_implementation_that_cannot_serve_fails_its_row_alone(capsys):
+def test_a_named_implementation_that_cannot_serve_fails_its_row_alone(rows_by):
     if jax.default_backend() != "cpu":
         pytest.skip("it can")
-    assert cli.main(["--shapes", "4x64", "--implementation", "cutedsl"]) == 1
-    assert "failed: quantize axis -1 4x64" in capsys.readouterr().out
+    (row,) = rows_by("--shapes", "4x64", "--implementation", "cutedsl", status=1)
+    assert row["shape"] == "4x64" and "not on cpu" in row["error"]
 
 
-def test_a_failing_baseline_costs_the_speedup_alone(monkeypatch, tmp_path, capsys):
+def test_a_failing_baseline_costs_the_speedup_alone(monkeypatch, rows_by, capsys):
     def fail(x):
         raise ValueError("out of [memory]")
 
     monkeypatch.setattr(baselines, "quantize", lambda *_, **__: {"fail": fail})
-    file = tmp_path / "out.json"
-    assert cli.main(["--shapes", "4x64", "--repeats", "5", "--json", str(file)]) == 0
-    assert json.loads(file.read_text())[0]["speedup_over_xla"] is None
+    (row,) = rows_by("--shapes", "4x64", "--repeats", "5")
+    assert row["speedup_over_xla"] is None and {*row} == KEYS
     assert "XLA's versions fail: ValueError: out of [memory]" in capsys.readouterr().out
 
 
-def test_the_command_line_names_unknown_shapes(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--shapes", "tiny"])
-    assert "shape 'tiny' is neither AxBxC nor one of" in capsys.readouterr().err
+def test_a_run_is_guarded(tmp_path, capsys):
+    path = tmp_path / "earlier.json"
+    for fraction, status in ((1e-6, 0), (1e6, 1)):
+        here = {"implementation": "xla", "device": jax.devices()[0].device_kind}
+        path.write_text(json.dumps([earlier_row(fraction_of_copy=fraction, **here)]))
+        options = ["--shapes", "64x128", "--repeats", "2", "--against", str(path)]
+        assert runner.run(options) == status
+        assert "of 1 rows are slower" in capsys.readouterr().out
 
 
-def measured(case, us, fraction, speedup, gbps=1.0):
-    numbers = (us, gbps, 1.0, fraction, speedup)
-    row = Row(*case.names.values(), *numbers, commit="", implementation="cutedsl", device="H200")
-    return Measured(row, "device", "multiply", "x.copy()")
+@pytest.fixture
+def required(monkeypatch, capsys):
+    """Runs with --require, and what it prints, where `numbers` says what a quantizer's row has."""
+
+    def run(numbers, *options, require=True):
+        def measure(own, args):
+            us, fraction, speedup, *gbps = numbers(own)
+            row = {"us": us, "fraction_of_copy": fraction, "speedup_over_xla": speedup}
+            return row | {"gbps": (gbps or [1.0])[0], "implementation": "cutedsl"}
+
+        monkeypatch.setattr(quantizers, "measure", measure)
+        status = runner.run([*(["--require"] * require), *options])
+        return status, capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("fraction", "speedup", "want"),
     [(0.98, 2.5, 0), (0.9499, 2.5, 1), (0.98, 2.2999, 1), (0.98, None, 1)],
 )
-def test_require_is_the_exit_status(monkeypatch, capsys, fraction, speedup, want):
-    def measure(case, repeats, commit):
-        return measured(case, 300.0, fraction, speedup)
+def test_require_is_the_exit_status(required, fraction, speedup, want):
+    def numbers(_):
+        return 300.0, fraction, speedup
 
-    monkeypatch.setattr(cli, "measure", measure)
-    assert cli.main(["--require"]) == want
-    assert cli.main([]) == 0
-    assert cli.main(["--require", "--shapes", "4x64"]) == 1  # nothing that could be met
-    assert cli.main(["--require", "--scaling", "floor", "rceil"]) == want
-    out = capsys.readouterr().out
-    if want == 0:
-        line = "ok  axis -1 (8,7168,7168) bfloat16 -> mxfp8_e4m3 rceil row_major: 0.980 of copy "
-        for fraction, speedup in ((0.95, 2.3), (0.97, 2.5)):
-            wanted = f"(>= {fraction} wanted), 2.50x XLA (>= {speedup} wanted)"
-            assert line + wanted in out
-        line = "ok  axis -1 (65536,8192) bfloat16 -> mxfp8_e4m3 rceil row_major: 0.980 of copy "
-        assert line + "(>= 0.97 wanted)\n" in out  # the speedup is wanted of one shape alone
-    else:
+    status, out = required(numbers)
+    assert status == want and required(numbers, require=False)[0] == 0
+    assert required(numbers, "--shapes", "4x64")[0] == 1  # nothing that could be met
+    assert required(numbers, "--scaling", "floor", "rceil")[0] == want
+    line = "  axis -1 ({}) bfloat16 -> mxfp8_e4m3 rceil row_major: 0.980 of copy (>= {} wanted){}\n"
+    if want:
         assert "no  axis -1 (65536,8192)" in out
+        return
+    for least, faster in ((0.95, 2.3), (0.97, 2.5)):
+        assert line.format("8,7168,7168", least, f", 2.50x XLA (>= {faster} wanted)") in out
+    assert line.format("65536,8192", 0.97, "") in out  # the speedup is wanted of one shape alone
 
 
-def test_every_form_has_requirements_on_every_llm_shape(monkeypatch, capsys):
-    def measure(case, repeats, commit):
-        return measured(case, 300.0, 0.96, 3.0)
-
-    monkeypatch.setattr(cli, "measure", measure)
-    assert cli.main(["--require", "--form", "all", "--shapes", "llm"]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if "wanted" in line]
-    assert len(lines) == 2 + 5 * 8
+def test_every_form_has_requirements_on_every_llm_shape(required):
+    status, out = required(lambda _: (300.0, 0.96, 3.0), "--form", "all", "--shapes", "llm")
+    lines = [line for line in out.splitlines() if "wanted" in line]
+    assert status == 1 and len(lines) == 2 + 5 * 8
     verdicts = {form: set() for form in shapes.FORMS}
     for line in lines[2:]:
         verdicts[line[4:].partition(" (")[0]].add((line[:2], "x XLA" in line))
-    assert verdicts == {
-        "axis -1": {("no", True), ("no", False)},
-        "axis -2": {("no", True), ("no", False)},
+    met, missed = {("ok", True), ("ok", False)}, {("no", True), ("no", False)}
+    assert verdicts == {name: {("no", False)} for name in shapes.FORMS} | {
+        "axis -1": missed,
+        "axis -2": missed,
         "axis -2 transposed": {("no", True), ("ok", False)},
         "square": set(),
         "square transposed": set(),
-        "both": {("ok", True), ("ok", False)},
-        "both transposed": {("ok", True), ("ok", False)},
-        "dequantize": {("no", False)},
-        "dequantize axis -2": {("no", False)},
-        "dequantize transposed": {("no", False)},
+        "both": met,
+        "both transposed": met,
     }
 
 
 @pytest.mark.parametrize(("gbps", "want"), [(0.981, 0), (0.979, 1)])
-def test_blocked_scales_are_compared_with_row_major_ones(monkeypatch, capsys, gbps, want):
-    def measure(case, repeats, commit):
-        blocked = case.scale_layout == "blocked_128x4"
-        return measured(case, 300.0, 1.0, 9.0, gbps if blocked else 1.0)
+def test_blocked_scales_are_compared_with_row_major_ones(required, gbps, want):
+    def numbers(own):
+        return 300.0, 1.0, 9.0, gbps if own.scale_layout == "blocked_128x4" else 1.0
 
-    monkeypatch.setattr(cli, "measure", measure)
-    options = ["--require", "--form", "both", "--shapes", "65536x8192", "--scale-layout"]
-    assert cli.main([*options, "row_major", "blocked_128x4"]) == want
+    options = ["--form", "both", "--shapes", "65536x8192", "--scale-layout"]
+    status, out = required(numbers, *options, "row_major", "blocked_128x4")
+    assert status == want
     line = f"both (65536,8192) bfloat16 -> mxfp8_e4m3 rceil blocked_128x4: {gbps} of row_major"
-    assert line in capsys.readouterr().out
-    assert cli.main([*options, "blocked_128x4"]) == 1  # there is nothing to compare with
-    assert "of row_major" not in capsys.readouterr().out
+    assert line in out
+    status, out = required(numbers, *options, "blocked_128x4")
+    assert status == 1 and "of row_major" not in out  # there is nothing to compare with
 
 
-def test_uneven_and_small_shapes_have_requirements_of_their_own(monkeypatch, capsys):
-    def measure(case, repeats, commit):
-        return measured(case, 300.0, 0.8, 1.0)
-
-    monkeypatch.setattr(cli, "measure", measure)
-    assert cli.main(["--require", "--form", "all", "--shapes", "small,odd"]) == 0
-    out = capsys.readouterr().out
-    assert "failed" not in out and "no  " not in out
+def test_uneven_and_small_shapes_have_requirements_of_their_own(required):
+    status, out = required(lambda _: (300.0, 0.8, 1.0), "--form", "all", "--shapes", "small,odd")
+    assert status == 0 and "error" not in out and "no  " not in out
     line = "ok  axis -2 ({}) bfloat16 -> mxfp8_e4m3 rceil row_major: {}"
     assert line.format("8,4128,2881", "0.800 of copy (>= 0.8 wanted)\n") in out
     assert line.format("64,7168", "1.00x XLA (>= 1.0 wanted)\n") in out
     assert "axis -2 (16,7168)" not in out and "axis -1 (8,4128,2881)" not in out
 
 
-def test_a_required_row_that_fails_is_not_met(monkeypatch, capsys):
-    def measure(case, repeats, commit):
-        if case.shape == (65536, 8192):
+def test_a_required_row_that_fails_is_not_met(required):
+    def numbers(own):
+        if own.shape == (65536, 8192):
             raise MemoryError
-        return measured(case, 300.0, 1.0, 3.0)
+        return 300.0, 1.0, 3.0
 
-    monkeypatch.setattr(cli, "measure", measure)
-    assert cli.main(["--require"]) == 1
+    status, out = required(numbers)
     line = "no  axis -1 (65536,8192) bfloat16 -> mxfp8_e4m3 rceil row_major: not measured\n"
-    assert line in capsys.readouterr().out
+    assert status == 1 and line in out
 
 
-def test_rows_have_the_keys_that_readers_expect():
-    assert [field.name for field in dataclasses.fields(Row)] == KEYS
-    names = set(itertools.chain.from_iterable(want.where for want in shapes.REQUIREMENTS))
-    assert names < set(KEYS)
+@pytest.mark.skipif(len(jax.devices()) != 8, reason="simulated devices, of a machine without GPUs")
+def test_sharded_says_what_the_slowest_device_takes(capsys, monkeypatch, rows_by):
+    (row,) = rows_by("sharded", "--shapes", "64x128", "--repeats", 2)
+    assert row["devices"] == 8 and row["to_alone"] == pytest.approx(
+        row["us"] / row["alone_us"], rel=1e-2
+    )
+    met = row["to_alone"] <= 1.05
+    assert f"{'ok' if met else 'MISSED'}: axis -1 64x128: " in capsys.readouterr().out
+    monkeypatch.setattr(jax, "devices", lambda *_: ["the only one"])
+    with pytest.raises(SystemExit, match="2"):
+        runner.run(["sharded"])
+    assert "sharded: there is one device, the only one" in capsys.readouterr().err
 
 
 # ---- peers ---
@@ -608,21 +691,19 @@ for i, case in enumerate(cases):
 
 
 @pytest.mark.thorough
-def test_peers_are_further_rows(tmp_path, monkeypatch, capsys):
+def test_peers_are_further_rows(tmp_path, monkeypatch, capsys, rows_by):
     stand_in(tmp_path, monkeypatch, PEER)
-    file = tmp_path / "out.json"
-    options = ["--peers", "--shapes", "64x128", "--repeats", "1", "--json", str(file)]
-    assert cli.main([*options, "--form", "axis -1", "axis -2", "dequantize"]) == 0
-    rows = json.loads(file.read_text())
-    ours, theirs = rows[:3], rows[3:]
+    options = ("--peers", "--shapes", "64x128", "--repeats", "1")
+    rows = rows_by(*options, "--form", "axis -1", "axis -2", "dequantize")
+    ours, theirs = rows[:3], [row for row in rows[3:] if "us" in row]
     assert [row["implementation"] for row in theirs] == [f"x 1.0 {name}" for name in peers.PEERS]
     for row in theirs:
-        assert list(row) == KEYS
+        assert {*row} == KEYS
         assert (row["form"], row["scaling"], row["us"], row["gbps"]) == ("axis -1", "floor", 2, 2)
         assert row["copy_gbps"] == ours[0]["copy_gbps"]
         xla_us = ours[0]["us"] * ours[0]["speedup_over_xla"]
         assert row["speedup_over_xla"] == pytest.approx(xla_us / 2, abs=1e-3)
-    assert "note: no row of to_mx, torch.compile, dequantize: no sm_42" in capsys.readouterr().out
+    assert "error: dequantize: no sm_42" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -633,13 +714,12 @@ def test_peers_are_further_rows(tmp_path, monkeypatch, capsys):
         ("import time; time.sleep(60)", "not done after 1 seconds"),
     ],
 )
-def test_a_peer_that_fails_is_a_note(tmp_path, monkeypatch, capsys, program, sentence):
+def test_a_peer_that_fails_costs_its_row(tmp_path, monkeypatch, rows_by, program, sentence):
     stand_in(tmp_path, monkeypatch, program)
     monkeypatch.setattr(peers, "TIMEOUT", 1)
     monkeypatch.setattr(peers, "PEERS", {"Triton": peers.PEERS["Triton"]})
-    assert cli.main(["--peers", "--shapes", "64x128", "--repeats", "1"]) == 0
-    out = capsys.readouterr().out
-    assert f"note: no row of Triton: {sentence}" in out and out.count("no row of") == 1
+    row, failed = rows_by("--peers", "--shapes", "64x128", "--repeats", "1")
+    assert row["us"] and failed["implementation"] == "Triton" and sentence in failed["error"]
 
 
 def test_peers_serve_what_they_have():
@@ -659,90 +739,7 @@ def test_peers_serve_what_they_have():
     assert forms < set(shapes.FORMS)
 
 
-# ---- the plot ---
-RESULTS = Path(issue_model.__file__).parent / "results" / "h200.json"
-
-
-def test_the_plot_draws_what_was_committed(tmp_path):
-    picture = tmp_path / "h200.png"
-    plot.main([str(RESULTS), str(picture), "--date", "2026-11-20"])
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
-
-
-def test_the_plot_shows_every_form_and_every_implementation():
-    rows = [row for row in json.loads(RESULTS.read_text()) if row["implementation"] == "cutedsl"]
-    row = next(row for row in rows if plot.WHERE.items() <= row.items())
-    theirs = {**row, "implementation": "x 1.0 Triton", "scaling": "floor", "gbps": 3000.0}
-    elsewhere = {**theirs, "implementation": "not here", "dtype": "float32"}
-    found = plot.series([*rows, theirs, elsewhere])
-    assert [*found] == ["jax_mx", "copy", "XLA", "x 1.0 Triton (floor)"]
-    assert found["x 1.0 Triton (floor)"] == {row["form"]: 3.0}
-    assert found["XLA"][row["form"]] == pytest.approx(row["gbps"] / row["speedup_over_xla"] / 1e3)
-    figure = plot.draw([*rows, theirs], "H200", "a day")
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == [*found["jax_mx"]]
-    assert "H200, a day" in axes.get_title("left")
-    (legend,) = figure.legends
-    texts = {text.get_text() for text in legend.get_texts()}
-    assert texts == {"jax_mx", "copy, same bytes", "XLA", "x 1.0 Triton (floor)"}
-    with pytest.raises(ValueError, match="no row has"):
-        plot.draw([elsewhere], "H200", "a day")
-
-
-def test_the_readmes_picture(tmp_path, monkeypatch):
-    """Quantizers, and an MoE layer by its fastest recipe."""
-    for path in plot.RESULTS.glob("*.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(plot, "RESULTS", tmp_path)
-    left, right = plot.overview_bars()
-    assert {*left} == {"jax_mx", "plain JAX, by XLA", "torchao, its fastest"}
-    assert len(right) == 3 and {*plot.LAYERS_IN_FLOATS} < {*right}
-    peer = left["torchao, its fastest"]
-    two = 1 / peer["along rows"] + 1 / peer["along columns,\ntransposed"]  # two reads, two writes
-    assert peer["both"] == pytest.approx(1 / two * 2 * 4 / (2 * 3), rel=0.02)  # of one read's bytes
-    ways = {"bf16 lax.ragged_dot": 90, "bf16 Pallas": 600, "mxfp8": 550, "mxfp8, tiles": 900}
-    made = [{"case": case, "way": way, "tflops": n, "us": 1.0}
-            for case in ("forward", "decode") for way, n in ways.items()]  # fmt: skip
-    report.write_record(tmp_path / "h200_moe.json", "python -m benchmarks.moe", made)
-    held = json.loads((tmp_path / "h200_moe.json").read_text())
-    assert held["command"] == "python -m benchmarks.moe" and held["device"] and held["date"]
-    _, layer = plot.overview_bars()
-    assert layer == {
-        "jax_mx.moe, mxfp8, tiles": {"forward": 900},
-        "bf16 Pallas": {"forward": 600},
-        "bf16 lax.ragged_dot": {"forward": 90},
-    }
-    titles = [axes.get_title("left").strip() for axes in plot.overview(left, layer).axes]
-    assert titles[1] == "An MoE layer, TF/s"
-    assert plot.digest(left, right) != plot.digest(left, layer)
-
-
-def test_a_commit_has_a_date():
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", plot.date_of("HEAD"))
-    assert plot.date_of("no such commit") == str(datetime.date.today())
-
-
 # ---- products ---
-def test_rows_of_products_say_where_and_when_and_stay_until_measured_again(tmp_path, monkeypatch):
-    cases = [products.Case(name, 64, 64, 32) for name in ("first", "second")]
-    monkeypatch.setattr(products, "CASES", cases)
-    monkeypatch.setattr(products, "REST", 0)
-    monkeypatch.setattr(timing, "measure", lambda *_: us)
-    path, us = tmp_path / "out.json", timing.Timing(5.0, timing.WALL)
-    products.main(["--only", "bf16", "--json", str(path), "--commit", "abc"])
-    us = timing.Timing(4.0, timing.WALL)
-    products.main(["--only", "bf16", "--case", "second", "--json", str(path), "--commit", "def"])
-    held = json.loads(path.read_text())
-    assert held["commit"] == "abc, def" and [row["case"] for row in held["rows"]] == [
-        "first",
-        "second",
-    ]
-    assert [(row["us"], row["commit"]) for row in held["rows"]] == [(5.0, "abc"), (4.0, "def")]
-    assert all(row["device"] and row["date"] for row in held["rows"])
-    failed = [{"case": "first", "implementation": "bf16 dot", "error": "no memory"}]
-    assert products.merged(held["rows"], failed) == held["rows"]
-
-
 PRODUCTS_PEER = """
 (case,) = cases
 dense = {"shape": [256, 128], "rows": 128, "k": 128, "dtype": "bfloat16"}
@@ -754,48 +751,30 @@ print(json.dumps([0, answer if name.endswith("128x128") else {"error": "no sm_42
 """
 
 
-def test_products_of_peers_are_further_rows(tmp_path, monkeypatch):
+def test_products_of_peers_are_further_rows(tmp_path, monkeypatch, rows_by):
     stand_in(tmp_path, monkeypatch, PRODUCTS_PEER)
-    cases = [products.Case("many", 128, 128, 256), products.Case("few", 64, 128, 256)]
-    cases += [products.Case(n, 512, 128, 256, 2, wgrad=n == "wgrad") for n in ("groups", "wgrad")]
-    monkeypatch.setattr(products, "CASES", cases)
-    path = tmp_path / "out.json"
-    for only in ("cuBLASLt", "torch._grouped_mm"):
-        products.main(["--only", only, "--peers", "--json", str(path)])
-    tiles, other, *groups = json.loads(path.read_text())["rows"]
+    each = [products.Multiplied("many", 128, 128, 256), products.Multiplied("few", 64, 128, 256)]
+    each += [products.Multiplied(n, 512, 128, 256, 2, wgrad=n == "wgrad")
+             for n in ("groups", "wgrad")]  # fmt: skip
+    monkeypatch.setattr(products, "PRODUCTS", each)
+    tiles, other = rows_by("products", "--ways", "cuBLASLt*", "--peers")
     assert (tiles["us"], tiles["tflops"], tiles["library"]) == (2.0, 4.2, "torch 1.0")
     assert tiles["weights_tbs"] == round(256 * 128 / 2e6, 3)
-    assert [row["implementation"] for row in (tiles, other, groups[0])] == [*peers.PRODUCTS]
     assert other["error"] == "no sm_42" and {row["case"] for row in (tiles, other)} == {"many"}
-    assert [row["case"] for row in groups] == ["groups", "wgrad"]
+    groups = rows_by("products", "--ways", "*_grouped_mm", "--peers", status=1)
+    names = [row["implementation"] for row in (tiles, other, groups[0])]
+    assert names == [*peers.PRODUCTS] and [row["case"] for row in groups] == ["groups", "wgrad"]
 
 
 # ---- on several devices ---
 @pytest.mark.thorough
-def test_a_training_step_on_several_devices(tmp_path):
-    path = tmp_path / "steps.json"
-    options = ["--small", "--steps", "2", "--ways", "mxfp8", "--devices", "1", "4"]
-    with jax.numpy_dtype_promotion("standard"):  # which flax wants
-        moe_step.main([*options, "--json", str(path)])
-    one, four = json.loads(path.read_text())["rows"]
+def test_a_training_step_on_several_devices(rows_by):
+    one, four = rows_by("moe_step", "--smoke", "--ways", "mxfp8", "--devices", 1, 4)
     assert (one["devices"], four["devices"]) == (1, 4)
     for row in (one, four):
         tokens = row["devices"] * row["rows"] * row["length"]
         assert row["tokens_s"] == pytest.approx(1e3 * tokens / row["ms"], rel=1e-3)
         assert row["losses"][1] < row["losses"][0] < 8
-
-
-@pytest.mark.thorough
-def test_a_layer_of_experts_on_several_devices(tmp_path, monkeypatch):
-    path = tmp_path / "layers.json"
-    sizes = ["--tokens", "32", "--width", "64", "--inner", "64", "--calls", "1", "--data", "2"]
-    monkeypatch.setattr("sys.argv", ["moe_sharded", *sizes, "--json", str(path)])
-    moe_sharded.main()
-    rows = json.loads(path.read_text())["rows"]
-    assert {row["what"] for row in rows} == {"dispatch", *moe_sharded.RECIPES}
-    assert {(row["devices"], row["data"]) for row in rows} == {(8, 2)}
-    ways = {row["moves"]: "us" in row for row in rows if row["what"] == "dispatch"}
-    assert ways == {"floats": True, "mx": True, "mx, all-to-all": True}
 
 
 def test_which_tokens_an_all_to_all_sends():
@@ -814,27 +793,70 @@ def test_which_tokens_an_all_to_all_sends():
     assert_same_array(got, jax.jit(jax_mx.quantize)(want))
 
 
-def test_routing_is_rows():
-    case = dataclasses.replace(moe.ROUTING, tokens=64)
-    rows = [*moe.measure_routing(case=case)]
-    assert [row["way"] for row in rows] == [*moe.SORTS]
-    assert all(row["us"] > 0 and row["tokens"] == 64 for row in rows)
+def test_routing_is_a_table(rows_by):
+    rows = rows_by("moe", "--smoke", "--cases", "routing")
     drawn = tables._routing([*rows, {"case": "forward"}])
-    assert len(drawn) == len(rows) + 3 and drawn[2].startswith("| 512, 8, 64 | jnp.argsort")
+    assert len(drawn) == len(rows) + 3 and drawn[2].startswith("| 1,024, 8, 8 | jnp.argsort")
     assert not tables._routing([{"case": "forward"}])
 
 
-# ---- all tables ---
+# ---- what was measured ---
+def test_the_plot_shows_every_form_and_every_implementation():
+    rows = report.read(RESULTS / "h200.json")[1]
+    rows = [row for row in rows if row["implementation"] == "cutedsl"]
+    row = next(row for row in rows if plot.WHERE.items() <= row.items())
+    theirs = {**row, "implementation": "x 1.0 Triton", "scaling": "floor", "gbps": 3000.0}
+    elsewhere = {**theirs, "implementation": "not here", "dtype": "float32"}
+    found = plot.series([*rows, theirs, elsewhere])
+    assert [*found] == ["jax_mx", "copy", "XLA", "x 1.0 Triton (floor)"]
+    assert found["x 1.0 Triton (floor)"] == {row["form"]: 3.0}
+    assert found["XLA"][row["form"]] == pytest.approx(row["gbps"] / row["speedup_over_xla"] / 1e3)
+    figure = plot.draw([*rows, theirs], "H200, a day")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*found["jax_mx"]]
+    assert "H200, a day" in axes.get_title("left")
+    (legend,) = figure.legends
+    texts = {text.get_text() for text in legend.get_texts()}
+    assert texts == {"jax_mx", "copy, same bytes", "XLA", "x 1.0 Triton (floor)"}
+    with pytest.raises(ValueError, match="no row has"):
+        plot.draw([elsewhere], "H200, a day")
+
+
+def test_the_readmes_picture(tmp_path, monkeypatch):
+    """Quantizers, and an MoE layer by its fastest recipe."""
+    for path in plot.RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(plot, "RESULTS", tmp_path)
+    left, right = plot.overview_bars()
+    assert {*left} == {"jax_mx", "plain JAX, by XLA", "torchao, its fastest"}
+    assert len(right) == 3 and {*plot.LAYERS_IN_FLOATS} < {*right}
+    peer = left["torchao, its fastest"]
+    two = 1 / peer["along rows"] + 1 / peer["along columns,\ntransposed"]  # two reads, two writes
+    assert peer["both"] == pytest.approx(1 / two * 2 * 4 / (2 * 3), rel=0.02)  # of one read's bytes
+    ways = {"bf16 lax.ragged_dot": 90, "bf16 Pallas": 600, "mxfp8": 550, "mxfp8, tiles": 900}
+    made = [{"case": case, "way": way, "tflops": n, "us": 1.0}
+            for case in ("forward", "decode") for way, n in ways.items()]  # fmt: skip
+    (tmp_path / "h200_moe.json").write_text(json.dumps({"rows": made}))
+    _, layer = plot.overview_bars()
+    assert layer == {
+        "jax_mx.moe, mxfp8, tiles": {"forward": 900},
+        "bf16 Pallas": {"forward": 600},
+        "bf16 lax.ragged_dot": {"forward": 90},
+    }
+    titles = [axes.get_title("left").strip() for axes in plot.overview(left, layer).axes]
+    assert titles[1] == "An MoE layer, TF/s"
+    assert plot.digest(left, right) != plot.digest(left, layer)
+
+
 WRITER = """
 import json, pathlib, sys, time
-if sys.argv[3] in ("none", "slow"):
-    pathlib.Path(sys.argv[-1]).write_text("")  # as a command that has measured nothing yet
-    time.sleep(60 * (sys.argv[3] == "slow"))
+assert sys.argv[1:3] == ["-m", "benchmarks"] and ("--join" in sys.argv) == (sys.argv[4] != "own")
+if sys.argv[4] in ("none", "slow"):
+    time.sleep(60 * (sys.argv[4] == "slow"))
     sys.exit()
-row = {"op": "quantize", "form": sys.argv[3], "shape": "64x128", "dtype": "bfloat16", "us": 1}
-row |= {"format": "mxfp8_e4m3", "scaling": "rceil", "scale_layout": "row_major"}
-pathlib.Path(sys.argv[-1]).write_text(json.dumps([row | {"implementation": "cutedsl"}]))
-sys.exit(sys.argv[3] == "bad")
+file = pathlib.Path(sys.argv[sys.argv.index("--json") + 1])
+file.write_text(json.dumps({"rows": [sys.argv[4]]}))
+sys.exit(sys.argv[4] == "own")
 """
 
 
@@ -844,32 +866,34 @@ def test_each_table_has_its_file(tmp_path, monkeypatch, capsys):
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(record.sys, "executable", str(python))
-    names = {"one": ("", "x one"), "two": ("", "x two"), "own": ("_own", "x bad")}
-    names |= {"none": ("", "x none"), "slow": ("", "x slow")}
-    monkeypatch.setattr(record, "COMMANDS", names)
-    out = ["--chip", "h200", "--out", str(tmp_path)]
-    (tmp_path / "h200.json").write_text('{"rows": []}')  # another table's, once
-    assert record.main(["--only", "one", "two", *out]) == 0
-    assert record.main(["--only", "two", "own", *out]) == 1
-    held = json.loads((tmp_path / "h200.json").read_text())
-    assert [row["form"] for row in held] == ["one", "two"]  # measured again, and not twice there
-    assert [row["form"] for row in json.loads((tmp_path / "h200_own.json").read_text())] == ["bad"]
-    said = capsys.readouterr().out
-    assert "=== two: done" in said and "=== own: exit status 1" in said
-    assert record.main(["--only", "none", "--seconds", "1e-9", *out]) == 1
-    assert "none: not begun" in capsys.readouterr().out
-    assert record.main(["--only", "none", *out]) == 1
-    assert "none: done, nothing was written" in capsys.readouterr().out
-    assert record.main(["--only", "slow", "none", "--seconds", "1.5", *out]) == 1
-    assert "slow: cut off, nothing was written" in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "h200.json").read_text())) == 2  # all is as it was
+    names = {name: ("", f"x {name}") for name in ("one", "none", "slow")}
+    monkeypatch.setattr(record, "COMMANDS", names | {"own": ("_own", "x own")})
+
+    def run(*names, seconds=60):
+        options = ["--chip", "h200", "--out", str(tmp_path), "--seconds", str(seconds)]
+        return runner.run(["record", "--only", *names, *options]), capsys.readouterr().out
+
+    assert run("one")[0] == 0
+    assert json.loads((tmp_path / "h200.json").read_text()) == {"rows": ["one"]}
+    status, said = run("one", "own")
+    assert status == 1 and "=== one: done" in said and "=== own: exit status 1" in said
+    assert json.loads((tmp_path / "h200_own.json").read_text()) == {"rows": ["own"]}
+    for name, seconds, said in (
+        ("none", 1e-9, "none: not begun"),
+        ("none", 60, "none: done, nothing was written"),
+        ("slow", 1.5, "slow: cut off, nothing was written"),
+    ):
+        status, out = run(name, seconds=seconds)
+        assert status == 1 and said in out
+    assert json.loads((tmp_path / "h200.json").read_text()) == {"rows": ["one"]}  # as it was
 
 
-def test_what_a_table_measures_is_a_command():
-    for name, (_, words) in record.COMMANDS.items():
-        module = shlex.split(words)[0]
-        assert (record.RESULTS.parent / f"{module.partition('.')[2] or '__main__'}.py").exists()
-        assert record.command(name) == f"python -m {words}"
+@pytest.mark.parametrize("name", record.COMMANDS)
+def test_what_a_table_measures_is_a_command(name):
+    assert record.command(name) == f"python -m benchmarks {record.COMMANDS[name][1]}"
+    module, _, args = runner.parsed(shlex.split(record.COMMANDS[name][1]))
+    asked = runner.listed(module, args)
+    assert all(runner.wanted(args, case.case, case.way) for case in asked)
 
 
 # ---- the issue model ---
@@ -905,8 +929,8 @@ def test_every_binary_is_bounded_on_every_chip_that_runs_it():
     found = list(issue_model.bounds(manifest))
     assert [(bound.variant, bound.chip) for bound in found] == [
         (variant, name)
-        for variant in VARIANTS
         for name, chip in issue_model.CHIPS.items()
+        for variant in VARIANTS
         if chip.arch in ARCHS[variant.implementation] and f"{variant.name}.{chip.arch}" in manifest
     ]
     assert found
@@ -935,98 +959,24 @@ def test_a_slow_variant_wants_a_reason(monkeypatch, capsys, counts, reasons, wan
     binaries = {f"{variant.name}.{arch}": facts for arch in ("sm_90a", "sm_100f")}
     monkeypatch.setattr(issue_model, "manifest", lambda: binaries)
     monkeypatch.setattr(issue_model, "REASONS", {variant.implementation: reasons})
-    assert issue_model.main(["--only", variant.name]) == want
+    assert runner.run(["issue_model", "--ways", variant.name]) == want
     out = capsys.readouterr().out
     assert f"{want} of 1 below 1.3 on a B200 without a reason" in out
     assert ("for [no] reason" in " ".join(out.split())) == bool(reasons)
-    assert issue_model.main(["--only", "nothing has this name"]) == 1
 
 
 def test_reasons_are_for_variants_that_want_one():
     if len(issue_model.manifest()) < sum(len(ARCHS[v.implementation]) for v in VARIANTS):
         pytest.skip("this installation holds not all binaries (JAX_MX_ARCHS)")
-    found = [b for b in issue_model.bounds(issue_model.manifest()) if b.is_judged and b.is_below]
+    found = [b for b in issue_model.bounds(issue_model.manifest()) if b.is_below]
     for implementation, patterns in issue_model.REASONS.items():
         below = {b.variant.name for b in found if b.variant.implementation == implementation}
         for pattern in patterns:
             assert fnmatch.filter(below, pattern), pattern
 
 
-# ---- the guard of speed ---
-def earlier_row(**changes):
-    names = ("quantize", "axis -1", "64x128", "bfloat16", "mxfp8_e4m3", "rceil", "row_major")
-    numbers = {"us": 100.0, "gbps": 4000.0, "copy_gbps": 4000.0, "fraction_of_copy": 1.0}
-    rest = {"speedup_over_xla": 2.0, "commit": "abc", "implementation": "cutedsl"}
-    rest["device"] = "NVIDIA H200"
-    return {**dict(zip(KEYS, names, strict=False)), **numbers, **rest, **changes}
-
-
-def test_the_guard_names_what_is_slower():
-    earlier = [earlier_row(), earlier_row(form="both"), earlier_row(implementation="torchao x")]
-    ok, lines = guard.verdict([earlier_row(us=99, commit="def")], earlier, 0.01)
-    assert ok and lines == ["0 of 1 rows are slower by more than 1.0%"]
-    slow = earlier_row(form="both", us=103.0, fraction_of_copy=0.97)
-    new = earlier_row(form="square")
-    ok, lines = guard.verdict([earlier_row(), slow, new], earlier, 0.01)
-    assert not ok
-    assert lines == [
-        "slower: quantize both 64x128 bfloat16 mxfp8_e4m3 rceil row_major: 100.0 -> 103.0 us, "
-        "1.000 -> 0.970 of a copy (-3.0%)",
-        "1 of 2 rows are slower by more than 1.0%",
-        "1 rows have no earlier ones to compare with",
-    ]
-    assert guard.verdict([slow], earlier, 0.05)[0]
-    assert not guard.verdict([new], earlier, 0.01)[0]  # nothing was guarded
-    assert not guard.verdict([earlier_row(device="NVIDIA H100")], earlier, 0.01)[0]
-
-
-def test_the_guard_compares_files(tmp_path, capsys):
-    new, old = tmp_path / "new.json", Path(guard.__file__).parent / "results" / "h200.json"
-    new.write_text(old.read_text())
-    assert guard.main([str(new), str(old)]) == 0
-    rows = json.loads(old.read_text())
-    ours = [row for row in rows if row["implementation"] == "cutedsl"]
-    ours[0]["fraction_of_copy"] *= 0.98
-    new.write_text(json.dumps(ours))
-    assert guard.main([str(new), str(old)]) == 1
-    assert "1 of " in capsys.readouterr().out
-    assert guard.main([str(new), str(old), "--share", "0.03"]) == 0
-    with pytest.raises(SystemExit):
-        guard.main([str(new), str(old), "--share", "2"])
-
-
-def test_a_run_is_guarded(tmp_path, capsys):
-    command = ["--form", "axis -1", "--shapes", "64x128", "--repeats", "2"]
-    path = tmp_path / "earlier.json"
-    for fraction, status in ((1e-6, 0), (1e6, 1)):
-        here = {"implementation": "xla", "device": jax.devices()[0].device_kind}
-        row = earlier_row(fraction_of_copy=fraction, **here)
-        path.write_text(json.dumps([row]))
-        assert cli.main([*command, "--against", str(path)]) == status
-        assert "of 1 rows are slower" in capsys.readouterr().out
-
-
-# ---- over several devices ---
-@pytest.mark.skipif(len(jax.devices()) != 8, reason="simulated devices, of a machine without GPUs")
-def test_sharded_says_what_the_slowest_device_takes(capsys, monkeypatch):
-    command = ["--form", "axis -1", "--shapes", "64x128", "--sharded", "--repeats", "2"]
-    assert cli.main(command) == 0
-    assert "us on the slowest of 8 devices, " in capsys.readouterr().out
-    monkeypatch.setattr(jax, "devices", lambda *_: ["the only one"])
-    assert cli.main([*command, "--require"]) == 1
-    assert "--sharded: there is one device, the only one" in capsys.readouterr().out
-
-
-def test_events_of_one_device():
-    data = profile(("a", 0, 1), plane="/device:GPU:1")
-    assert timing.events(data, "/device:GPU:1") == timing.events(data) != []
-    assert timing.events(data, "/device:GPU:0") == []
-
-
 def test_counters_become_rows(monkeypatch):
     """Units are those of the header; what a chip does not count stays empty."""
-    from benchmarks import counters
-
     names = ["gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed"]
     waits = [counters.STALL.format(stall) for stall in ("wait", "barrier", "sleeping")]
     told = [

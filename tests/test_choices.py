@@ -771,7 +771,7 @@ def test_processes_with_different_timings_lower_the_same():
 # ---- a chip's table ---
 @pytest.fixture
 def small_models(monkeypatch):
-    """benchmarks.tune, of small layers."""
+    """benchmarks/tune.py, of small layers."""
     from benchmarks import tune
 
     models = {"a": {"up": (64, 96), "same": (64, 96)}, "b": {"experts": tune.Experts(2, 1, 64, 96)}}
@@ -785,7 +785,7 @@ def test_the_script_that_fills_a_table(small_models, monkeypatch, tmp_path, caps
     costs = dict.fromkeys(IMPLEMENTATIONS, 2.0) | {"dequantize": 1.5}
     costing(monkeypatch, costs, asked)
     file = tmp_path / "cpu.json"
-    cases = tune.cases(["a", "b"], [128], ["mxfp8"]) + tune.cases(["a"], [1], ["rows"])
+    cases = tune.layers(["a", "b"], [128], ["mxfp8"]) + tune.layers(["a"], [1], ["rows"])
     known = tune.tuned(Choice(), cases, 600, 8, file)
     assert {*asked} == {"fp8", "scaled_dot", "dequantize", "xla"}  # the last one is the rule here
     dense, grouped = (
@@ -817,7 +817,7 @@ def test_what_the_script_measured_is_kept_when_it_is_cut_off(small_models, monke
 
     costing(monkeypatch, dict.fromkeys(IMPLEMENTATIONS, 2.0))
     monkeypatch.setattr(measuring, "measured", cut_off)
-    cases, file = small_models.cases(["a"], [128], ["mxfp8"]), tmp_path / "cpu.json"
+    cases, file = small_models.layers(["a"], [128], ["mxfp8"]), tmp_path / "cpu.json"
     with pytest.raises(KeyboardInterrupt):
         small_models.tuned(Choice(), cases, 600, 8, file)
     assert len(Choice.load(file).entries) == 2
@@ -841,7 +841,7 @@ def test_a_table_says_what_the_rule_does_unless_another_one_is_clearly_faster():
 def test_the_script_has_what_matters_most_first():
     from benchmarks import tune
 
-    cases = tune.cases([*tune.MODELS], tune.ROWS, [*tune.RECIPES])
+    cases = tune.layers([*tune.MODELS], tune.ROWS, [*tune.RECIPES])
     assert len({*cases}) == len(cases)
     ranks = [
         [*tune.MODELS].index(c.model) + tune.ROWS.index(c.rows) + [*tune.RECIPES].index(c.recipe)

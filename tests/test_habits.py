@@ -119,7 +119,7 @@ def test_the_readmes_picture_draws_the_rows_that_are_here():
 
     with Image.open(plot.OVERVIEW) as picture:
         drawn = picture.info["Rows"]
-    assert drawn == plot.digest(*plot.overview_bars()), "run python -m benchmarks.plot"
+    assert drawn == plot.digest(*plot.overview_bars()), "run python -m benchmarks plot"
 
 
 def test_amd_lacks_what_is_stated():
