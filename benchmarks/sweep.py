@@ -52,7 +52,7 @@ WHERE = ("form", "dtype", "codes_per_byte", "tiled_scales", "window", "source", 
 SMALL = (3, 160, 224)
 # Whose tiles products have: per row of the table, the module and its class.
 TILES = {
-    "matmul.Warps": ("matmul", "Stages"),
+    "matmul.Warps": ("matmul_many", "Stages"),
     "matmul.Few": ("matmul_few", "Rings"),
     "matmul_fp8.Windows": ("matmul_fp8", "Stages"),
     "wgrad_fp8.Windows": ("matmul_fp8", "Stages"),
