@@ -34,8 +34,10 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks import shapes
+from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
-from jax_mx.facts.variants import ARCHS, VARIANTS, Variant
+from jax_mx.facts.variants import Variant
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering.store import manifest
 
 # Per implementation, by patterns of variants' names, the first that fits, why they may stay below
@@ -166,7 +168,7 @@ def bytes_per_element(variant: Variant) -> float:
 
 def bounds(facts: Mapping[str, Mapping[str, Any]], only: str = "") -> Iterator[Bound]:
     """Rows of every binary in a manifest, on every chip that runs it."""
-    for variant in VARIANTS:
+    for variant in SHIPPED:
         if only not in variant.name:
             continue
         for name, chip in CHIPS.items():

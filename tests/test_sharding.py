@@ -411,7 +411,6 @@ def test_the_partitioner_splits_calls_with_tiles():
             kernels = {"sm_90": stand_in(kernel).attributes("row_major", {}, True)}
             return primitive._call(ctx, *operands, plan=plan, view=plan.view, kernels=kernels)
 
-        registry.VARIANTS = tuple(EVERY)
         for p in (quantizers.quantize_p, quantizers.dequantize_p):
             mlir.register_lowering(p, lowering, platform="cpu")
         mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)

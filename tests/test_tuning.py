@@ -12,10 +12,11 @@ import jax_mx
 from benchmarks import sweep
 from jax_mx.facts.chips import ARCHS, SHARED
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.products import BINARIES, PRODUCTS, archs_of
-from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.facts.products import PRODUCTS, archs_of
+from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels import tuning
 from jax_mx.kernels.cutedsl.tuning import sm_90a as TABLE
+from jax_mx.kernels.shipped import BINARIES, SHIPPED, existing
 
 EACH_ARCH = [(dsl, arch) for dsl, archs in ARCHS.items() for arch in archs]
 
@@ -24,7 +25,7 @@ EACH_ARCH = [(dsl, arch) for dsl, archs in ARCHS.items() for arch in archs]
 def test_rows_have_all_fields_and_known_facts(dsl, arch):
     table = importlib.import_module(f"jax_mx.kernels.{dsl}.tuning.{arch}")
     assert isinstance(table.CHIP, str)
-    known = tuning.facts_of(VARIANTS[0]) | tuning.facts_of(PRODUCTS[0])
+    known = tuning.facts_of(SHIPPED[0]) | tuning.facts_of(PRODUCTS[0])
     for row in table.ROWS:
         assert row.keys() == {"kernel", "where", "value", "date", "measured"}
         assert row["where"].keys() <= known.keys()
@@ -36,7 +37,7 @@ def test_every_row_of_hopper_is_some_entrys():
     from jax_mx.kernels.cutedsl.tuning.sm_90a import ROWS
 
     used = []
-    for variant in VARIANTS:
+    for variant in existing():
         if variant.implementation == "cutedsl":
             for layout, aligned in itertools.product(layouts_of(variant), (True, False)):
                 facts = tuning.facts_of(variant, SCALE_LAYOUTS[layout], aligned)
@@ -57,7 +58,7 @@ def test_an_arch_without_a_fitting_row_says_so(monkeypatch):
     from jax_mx.kernels.cutedsl.tuning import sm_90a
 
     monkeypatch.setattr(sm_90a, "ROWS", [])
-    (variant, *_) = (v for v in VARIANTS if v.implementation == "cutedsl")
+    (variant, *_) = (v for v in SHIPPED if v.implementation == "cutedsl")
     with pytest.raises(LookupError, match=r"no row of quantize\.Flat for .*last"):
         tuning.choose("quantize.Flat", "sm_90a", variant, SCALE_LAYOUTS["row_major"])
 
@@ -108,7 +109,7 @@ def test_a_sweep_writes_rows_that_a_table_holds(name):
 def test_thread_blocks_fit_on_every_chip_of_an_arch():
     """Which tiles are too large is known; what the compiler alone knows is checked when it ran."""
     name = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
-    by_name = {v.name: v for v in VARIANTS if v.implementation == "cutedsl"}
+    by_name = {v.name: v for v in existing() if v.implementation == "cutedsl"}
     assert archs_of(by_name[f"{name}_w128_w128_swiglu_gradient"]) == (*ARCHS["cutedsl"],)
     assert "sm_80" not in archs_of(by_name[f"{name}_w256_w256"])
     assert archs_of(by_name[f"{name}_swiglu_gradient"]) == (*ARCHS["cutedsl"],)
@@ -126,7 +127,7 @@ def test_clusters_are_where_chips_have_them():
     pytest.importorskip("cutlass")
     clustered = {
         (arch, v.window)
-        for v in VARIANTS
+        for v in existing()
         if v.implementation == "cutedsl" and v.op == "quantize"
         for arch in archs_of(v)
         if sweep.chosen(v, arch)[1].get("below", 1) > 1

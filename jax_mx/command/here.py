@@ -15,7 +15,7 @@ from jax_mx.facts import toolchains, verified
 from jax_mx.facts.chips import ARCHS, arch_of
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.products import Binary
-from jax_mx.facts.variants import VARIANTS
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import store
 from jax_mx.lowering.registry import Support
 from jax_mx.lowering.targets import chip_of, chips_beside
@@ -197,7 +197,7 @@ def held() -> list[Held]:
 
 
 def _held(dsl: str, arch: str, products: str) -> Held:
-    kernels = [variant for variant in VARIANTS if variant.implementation == dsl]
+    kernels = [variant for variant in SHIPPED if variant.implementation == dsl]
     found = {kernel.name: store.find(kernel, arch) for kernel in kernels}
     there = {name: artifact for name, artifact in found.items() if artifact is not None}
     recorded = verified.read(arch)

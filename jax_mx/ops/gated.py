@@ -11,7 +11,6 @@ from jax_mx.facts.formats import Format
 from jax_mx.ops.activations import Gated, known, made, row_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantizer_of
-from jax_mx.ops.quantizing import WithFloats
 
 
 class Activated(NamedTuple):
@@ -120,9 +119,10 @@ def gated(
     if not (wanted or by_rows):
         return Activated(None, quantizer(x, activation=own))
     stop = jax.lax.stop_gradient if wanted else lambda y: y  # codes have no derivative
-    if by_rows or not own.has_gate:
+    fused = None if by_rows else stop(own).of(op, x, floats=True)
+    if fused is None:
         y = made(op, x, own)
         return Activated(y if wanted else None, quantizer(stop(y)))
-    *found, y = quantizer(stop(x), activation=WithFloats(stop(own)))
+    *found, y = quantizer(stop(x), activation=fused)
     y = known(y.reshape(own.gates_of(op, x).shape), x, own)
     return Activated(y, tuple(found) if both else found[0])

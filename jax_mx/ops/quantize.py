@@ -130,7 +130,7 @@ def quantize(
     )
     data = (data_of(rounding, hadamard),)
     found: Any = called("quantize", asked, x, data, rows, activation)
-    return found if len(found) > 1 else found[0]  # of a `Norm`, factors too
+    return found if len(found) > 1 else found[0]  # and the results of a source
 
 
 def quantize_both(
