@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, ClassVar
 
 import jax
@@ -23,6 +24,7 @@ from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
 from jax_mx.lowering import registry, store
 from jax_mx.ops.activations import Of
 from jax_mx.ops.quantizing import WithSums
+from jax_mx.products import recipes
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.rms_norm import NormSource
@@ -237,3 +239,69 @@ def test_which_variants_exist(source, form, dtype, there):
 def test_what_ships_exists_and_is_short():
     assert all(exists(v) for v in SHIPPED)
     assert sum(len(shipped_archs(b)) for b in BINARIES) < 1500
+
+
+def layers():
+    """By name a layer's loss and its arguments, of a recipe."""
+    x, w = (jnp.ones(shape, jnp.bfloat16) for shape in ((128, 256), (256, 512)))
+    w1, w2 = (jnp.ones(shape, jnp.bfloat16) for shape in ((4, 256, 512), (4, 256, 256)))
+    experts, router = jnp.zeros((128, 2), jnp.int32), jnp.ones((128, 2), jnp.float32)
+    sizes = jnp.full(4, 32, jnp.int32)
+
+    def mlp(recipe):
+        return lambda x: jax_mx.mlp(x, w, w2[0], recipe=recipe)
+
+    def moe(recipe):
+        return lambda x: jax_mx.moe(x, experts, router, w1, w2, recipe=recipe)
+
+    def normed(recipe):
+        return lambda x: jax_mx.matmul(jax_mx.rms_norm(x).floats, w, recipe=recipe)
+
+    return {
+        "matmul": lambda recipe: lambda x: jax_mx.matmul(x, w, recipe=recipe),
+        "ragged_dot": lambda recipe: lambda x: jax_mx.ragged_dot(x, w1, sizes, recipe=recipe),
+        "mlp": mlp,
+        "moe": moe,
+        "norm": normed,
+        "fake": lambda recipe: jax_mx.fake_quantize,
+    }, x
+
+
+RECIPES = {
+    **recipes.RECIPES,
+    "backward": jax_mx.mxfp4_backward(jax.random.key(0)),
+    "windows": jax_mx.Recipe(window=128),
+    "rows": jax_mx.Recipe(window="row"),
+    "tiles": jax_mx.Recipe(window=128, weight_window=(128, 128)),
+}
+
+
+@pytest.mark.parametrize(
+    "layer, recipe",
+    [
+        (layer, recipe)
+        for layer, recipe in itertools.product(layers()[0], RECIPES)
+        if recipe != "rows" or layer not in ("ragged_dot", "moe")  # which refuse such windows
+    ],
+)
+def test_what_layers_take_ships(layer, recipe, monkeypatch):
+    """Each kernel that a layer's forward and backward pass takes is on the list, for the arch."""
+    taken = []
+
+    def get(binary, arch):
+        taken.append((binary, arch))
+        return stand_in(binary, arch)
+
+    monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
+    monkeypatch.setattr(store, "get", get)
+    calls, x = layers()
+    run = calls[layer](RECIPES[recipe])
+    step = jax.jit(jax.value_and_grad(lambda x: run(x).astype(jnp.float32).sum()))
+    windows = recipe in ("windows", "rows", "tiles")  # which ship where our products read them
+    monkeypatch.setenv("JAX_MX_ARCHS", "sm_90a" if windows else "sm_90a,sm_100f,gfx950")
+    with lowered_apart():
+        for platform in ("cuda",) if windows else ("cuda", "rocm"):
+            step.trace(x).lower(lowering_platforms=(platform,))
+    assert taken or recipe == "bf16"
+    listed = {(b.name, arch) for b in BINARIES for arch in shipped_archs(b)}
+    assert {(b.name, arch) for b, arch in taken} <= listed

@@ -88,9 +88,9 @@ def gated(
       weights: float32 (...,), by which rows are multiplied, as a router has them; or None.
       up: the ups, where gate_up has the gates alone; of its dtype and shape.
       interleaved: whether gates and ups lie by turns along the last axis.
-      format: what the result is quantized to, see `quantize`; None: not. Kernels make and quantize
-        what they do of a `Gated`; the floats as well from bfloat16 of "swiglu" and "gpt_oss", in
-        one array, to mxfp8_e4m3 and MXFP4. Else XLA makes these before.
+      format: what the result is quantized to, see `quantize`; None: not. NVIDIA's kernels
+        make and quantize "swiglu" and "gpt_oss" of one array, as a `Gated` does; the floats as well
+        from bfloat16 to mxfp8_e4m3 and MXFP4. Else XLA makes these before.
       both: whether it is quantized along the last axis and along the one before, by
         `quantize_both`; else along the last one.
       floats: whether floats are given beside a format; they have a derivative, codes have none.
