@@ -71,6 +71,11 @@ class Support:
         return bool(self.kernels) and not (self.via_transpose or self.via_floats or self.via_codes)
 
     @property
+    def quantizes_at_once(self) -> bool:
+        """Whether one kernel gives all results, of x or of floats that XLA makes."""
+        return bool(self.kernels) and not (self.via_transpose or self.via_codes)
+
+    @property
     def reason(self) -> str:
         """The refusal in a sentence; empty where there is none."""
         return "" if self.refusal is None else str(self.refusal)

@@ -132,7 +132,9 @@ def _is_served(jaxpr: Any, target: targets.Target) -> bool:
     with registry.by_tables():
         return (
             bool(asked)
-            and all(registry.chosen(plan, target.platform, chips).is_direct for plan in asked)
+            and all(
+                registry.chosen(plan, target.platform, chips).quantizes_at_once for plan in asked
+            )
             and all(
                 table[call.implementation].support(call, chips)
                 for call, table in _calls(jaxpr, target)
