@@ -155,8 +155,6 @@ def candidates(case: Case) -> Iterator[tuple[str, Callable, Callable]]:
             make = functools.partial(codes, format=format)
             free = functools.partial(kernel, contracting=-2)
             yield f"{format.name}, free blocks", functools.partial(make, shape=across), free
-            gated = functools.partial(kernel, activation="swiglu")
-            yield f"{format.name}, swiglu", functools.partial(make, shape=shape), gated
         for window, tiles in ((128, True), (256, True), (128, False), (256, False)):
             name = f"fp8 1x{window}, W {'128x128' if tiles else f'1x{window}'}"
             yield name, eights, functools.partial(fast, window=window, tiles=tiles)

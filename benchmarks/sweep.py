@@ -1,5 +1,6 @@
 """Measures candidate tiles; the tables in jax_mx/kernels/*/tuning come from here.
 
+python -m benchmarks.sweep show [--name NAME ...]          # what was measured before, of its row
 python -m benchmarks.sweep build FOLDER [--name NAME ...]  # anywhere: compiles the candidates
 python -m benchmarks.sweep run FOLDER [--name NAME ...]    # on the GPU: times and compares each
 
@@ -7,9 +8,13 @@ NAME is a binary's: of windows, preprocessing, rows, activations, norms, or a pr
 --op, --form and --dtype say which quantizers. `run` takes the call that such a binary serves, at
 --shape, or, of a product, in each of the cases below in which the launch picks it. It ends with the
 rows of the chip's table, see jax_mx/kernels/tuning.py: for each binary the fastest candidate that
-gives the reference's bytes, with the figures of all. `--table FILE` writes them as a module, for an
-arch that has no table of its own yet. Whether a row holds for more entries than those it was
-measured on, a person decides, by its "where".
+gives the reference's bytes. `--table FILE` writes the rows as a module, for an arch without a
+table, and adds the figures of all candidates to the JSON lines beside that file. A person decides,
+by a row's "where", whether it holds for more entries than those measured.
+
+A record is one measurement. "kernel" and "where" are those of its row; "case" and "shape" say what
+was computed, "value" which tile was tried. A "note" says how the kernel differed from today's; with
+a null "value" it names what was measured instead of the kernel.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
 from jax_mx.facts.kinds import Kind
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.products import PRODUCTS, TILE, Binary, Product
-from jax_mx.facts.variants import Variant
+from jax_mx.facts.variants import Variant, layouts_of
 from jax_mx.kernels import tuning
 from jax_mx.kernels.shipped import existing
 from jax_mx.sources.gated_gradient import GradientSource
@@ -51,7 +56,7 @@ WHERE = ("form", "dtype", "codes_per_byte", "tiled_scales", "window", "source", 
 SMALL = (3, 160, 224)
 # Whose tiles products have: per row of the table, the module and its class.
 TILES = {
-    "matmul.Warps": ("matmul", "Stages"),
+    "matmul.Warps": ("matmul_many", "Stages"),
     "matmul.Few": ("matmul_few", "Rings"),
     "matmul_fp8.Windows": ("matmul_fp8", "Stages"),
     "wgrad_fp8.Windows": ("matmul_fp8", "Stages"),
@@ -158,8 +163,10 @@ def _of_products(product: Product) -> Iterator[Any]:
                 yield dataclasses.replace(tile, **{field.name: value})
 
 
-def chosen(variant: Binary, arch: str, layout: str = "row_major") -> tuple[str, dict[str, Any]]:
-    """Which row a binary's first entry asks the arch's table for, and the tile in it.
+def chosen(
+    variant: Binary, arch: str, layout: str = "row_major", aligned: bool = True
+) -> tuple[str, dict[str, Any]]:
+    """The row that an entry, of a product the first one, asks the arch's table for, and its tile.
 
     Raises:
       ValueError: its entries have no tile to choose.
@@ -175,17 +182,28 @@ def chosen(variant: Binary, arch: str, layout: str = "row_major") -> tuple[str, 
         if isinstance(variant, Product):
             module.entries(variant, arch)
         else:
-            module.kernel_of(variant, arch, SCALE_LAYOUTS[layout], True)
+            module.kernel_of(variant, arch, SCALE_LAYOUTS[layout], aligned)
     rows = [(what, value) for what, value in found if isinstance(value, dict)]
     if not rows:
         raise ValueError(f"{variant.name} has no tile to choose")
     return rows[0]
 
 
+def fitting(variant: Binary, arch: str) -> Iterator[Any]:
+    """The candidates but those that are known to spill in some entry of the binary."""
+    kernel, _ = chosen(variant, arch)
+    layouts = layouts_of(variant) if isinstance(variant, Variant) else ("row_major",)
+    entries = [*itertools.product((SCALE_LAYOUTS[layout] for layout in layouts), (True, False))]
+    for tile in candidates(variant):
+        fields = dataclasses.asdict(tile)
+        if all(tuning.fits(kernel, fields, arch, variant, *entry) for entry in entries):
+            yield tile
+
+
 def build(folder: Path, arch: str, variants: Sequence[Binary]) -> None:
     """Compiles every candidate of every variant into `folder`; leaves out those that spill."""
     (folder / "kernels").mkdir(parents=True, exist_ok=True)
-    jobs = [(variant, tile) for variant in variants for tile in candidates(variant)]
+    jobs = [(variant, tile) for variant in variants for tile in fitting(variant, arch)]
     manifest = {}
     # Processes: the DSL is not thread-safe.
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -234,16 +252,16 @@ class Timing:
 
 def run(
     folder: Path, shape: shapes.Shape, variants: Sequence[Binary], layout: str
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Times every candidate of every binary; compares its results with the reference's.
 
     Returns:
-      A row of the chip's table for each binary and case.
+      A row of the chip's table for each binary and case, and the records of all.
     """
     from benchmarks import timing
 
     manifest = json.loads((folder / "manifest.json").read_text())
-    rows = []
+    rows, records = [], []
     for variant in variants:
         mine = {
             name: facts for name, facts in manifest.items() if name.split(".")[0] == variant.name
@@ -277,8 +295,9 @@ def run(
                     flush=True,
                 )
             if any(t.same for t in timings):
-                rows.append(row_of(variant, layout, call.name, timings))
-    return rows
+                rows.append(row_of(variant, layout, timings))
+                records += records_of(rows[-1], variant, call.name, timings)
+    return rows, records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,8 +398,6 @@ def _op(product: Product) -> Callable[[str], Callable]:
         keywords["tiles"] = product.tiles
     if product.free:
         keywords["contracting"] = -2
-    if product.gated:
-        keywords["activation"] = "swiglu"
     name = {"matmul": "gemm", "matmul_fp8": "gemm_fp8"}.get(product.op, "gemm_wgrad")
     op = functools.partial(getattr(gemm, name), **keywords)
     return lambda implementation: functools.partial(op, implementation=implementation)
@@ -427,33 +444,78 @@ def _equal(got: Any, want: Any) -> bool:
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
-def row_of(variant: Binary, layout: str, where: str, timings: list[Timing]) -> dict[str, Any]:
-    """A row of a table of tuning: the fastest tile that is right, and the figures of all.
+def row_of(variant: Binary, layout: str, timings: list[Timing]) -> dict[str, Any]:
+    """A row of a table of tuning: the fastest tile that is right.
 
     Args:
       variant: the binary.
       layout: of its scales.
-      where: the shape or the case.
       timings: of its candidates.
     """
-    right = sorted(t for t in timings if t.same)
+    best = min(t for t in timings if t.same)
     facts = tuning.facts_of(variant, SCALE_LAYOUTS[layout], True)
-    figures = "; ".join(f"({t.tile.replace('x', ', ')}) {t.us:.1f}" for t in right)
     asked = facts if isinstance(variant, Product) else WHERE
     return {
-        "kernel": right[0].row,
+        "kernel": best.row,
         "where": {name: facts[name] for name in asked},
-        "value": {k: tuple(v) if isinstance(v, list) else v for k, v in right[0].value.items()},
-        "date": datetime.date.today().isoformat(),
-        "measured": [f"{where}, aligned: {figures}"],
+        "value": {k: tuple(v) if isinstance(v, list) else v for k, v in best.value.items()},
+        "why": "The tile is the fastest of those measured.",
     }
+
+
+def records_of(
+    row: Mapping[str, Any], variant: Binary, shape: str, timings: Sequence[Timing]
+) -> list[dict[str, Any]]:
+    """The measurements for a row: a record for each candidate that is right."""
+    import jax
+
+    chip, date = jax.devices()[0].device_kind, datetime.date.today().isoformat()
+    about = {"kernel": row["kernel"], "where": row["where"], "case": variant.name, "shape": shape}
+    return [
+        {**about, "value": t.value, "us": round(t.us, 1), "chip": chip, "date": date}
+        for t in sorted(timings)
+        if t.same
+    ]
+
+
+def figures(arch: str) -> Path:
+    """The file of an arch's records, beside its table."""
+    return Path(tuning.__file__).parent / "cutedsl" / "tuning" / f"{arch}.jsonl"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a file; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Appends records to a file."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def key(row: Mapping[str, Any]) -> str:
+    """The key that a row of a table and its records share."""
+    return json.dumps([row["kernel"], row["where"]], sort_keys=True)
+
+
+def show(arch: str, variants: Sequence[Binary], layout: str) -> Iterator[str]:
+    """For each binary the row that its first entry takes, and the measurements for that row."""
+    records = read(figures(arch))
+    for variant in variants:
+        kernel, value = chosen(variant, arch, layout)
+        row = tuning.row_of(kernel, arch, variant, SCALE_LAYOUTS[layout])
+        yield f"{variant.name}: {kernel} {value}. {row['why']}"
+        for record in records:
+            if key(record) == key(row):
+                tried = ", ".join(map(str, filter(None, (record["value"], record.get("note")))))
+                yield f"  {record['us']:8} us  {record['shape']}, {record['case']}: {tried}"
 
 
 def table(chip: str, rows: list[dict[str, Any]]) -> str:
     """The source of a table of tuning, but for its line breaks, which `ruff format` makes."""
-    what = f"Measured on {chip} with benchmarks/sweep.py, in microseconds."
     lines = "".join(f"    {row!r},\n" for row in rows)
-    return f'"""{what}"""\n\nCHIP = {chip!r}\n\nROWS = [\n{lines}]\n'
+    return f'"""Measured on {chip} with benchmarks/sweep.py."""\n\nROWS = [\n{lines}]\n'
 
 
 def _name(tile: Any) -> str:
@@ -485,8 +547,8 @@ def install(folder: Path, variant: Binary, facts: dict[str, Any]) -> None:
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("action", choices=("build", "run"))
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("action", choices=("show", "build", "run"))
+    parser.add_argument("folder", type=Path, nargs="?", help="of the candidates")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--shape", default="8x7168x7168")
     said = "binaries, instead of those of --op, --form and --dtype"
@@ -497,6 +559,8 @@ def main() -> None:
     parser.add_argument("--scale-layout", choices=SCALE_LAYOUTS, default="row_major")
     parser.add_argument("--table", type=Path, metavar="FILE", help="where to write the rows")
     args = parser.parse_args()
+    if args.action != "show" and args.folder is None:
+        parser.error(f"{args.action} wants the folder of the candidates")
     by_name = {v.name: v for v in (*existing(), *PRODUCTS) if v.implementation == "cutedsl"}
     if unknown := [name for name in args.name if name not in by_name]:
         parser.error(f"no kernel of CuTeDSL has the name {unknown[0]!r}: see `existing`")
@@ -510,20 +574,23 @@ def main() -> None:
         and set(v.formats) == {MXFP8_E4M3}
         and not (v.kinds or v.source)
     ]
-    if args.action == "build":
-        try:
+    try:
+        if args.action == "show":
+            print(*show(args.arch, variants, args.scale_layout), sep="\n")
+        elif args.action == "build":
             build(args.folder, args.arch, variants)
-        except ValueError as error:
-            parser.error(str(error))
-    else:
+    except ValueError as error:
+        parser.error(str(error))
+    if args.action == "run":
         (shape,) = shapes.parse(args.shape)
-        rows = run(args.folder, shape, variants, args.scale_layout)
+        rows, records = run(args.folder, shape, variants, args.scale_layout)
         import jax
 
         source = table(jax.devices()[0].device_kind, rows)
         print(source)
         if args.table:
             args.table.write_text(source)
+            add(args.table.with_suffix(".jsonl"), records)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import jax_mx
 from benchmarks import shapes
 from benchmarks.record import LARGE, RESULTS, command
 from benchmarks.report import one_run, read
-from jax_mx.facts import formats, verified, windows
+from jax_mx.facts import amd, formats, verified, windows
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
@@ -117,6 +117,11 @@ def kernels() -> list[str]:
         for (op, *cells), before in grouped.items()
     ]
     return table(("op", "forms", "formats", "floats", "before"), rows)
+
+
+def lacks() -> list[str]:
+    """The kernels that AMD lacks."""
+    return [f"AMD has the kernels of this table, but none for {', nor for '.join(amd.LACKS)}."]
 
 
 def sharding_no() -> list[str]:
@@ -666,6 +671,7 @@ def _made(source: Source) -> str:
 TABLES: Mapping[str, Callable[[], list[str]]] = {
     "chips": chips,
     "kernels": kernels,
+    "lacks": lacks,
     "examples": examples,
     "sharding_no": sharding_no,
     "formats": formats_table,

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import (
     BLOCK,
     FORMATS,
@@ -29,11 +27,11 @@ from jax_mx.facts.formats import (
 from jax_mx.facts.launch import Launch
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.products import PRODUCTS
-from jax_mx.facts.signatures import EPILOGUE, signature_of
+from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import store, targets
+from jax_mx.lowering import registry, store, targets
 from jax_mx.ops import gemm as ops
-from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad, supported
+from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
 
 # --thorough runs all cases of a test, CI one of 2.
 pytestmark = pytest.mark.sampled(4)
@@ -96,62 +94,20 @@ def float64(q) -> np.ndarray:
     return np.asarray(q).astype(np.float64)
 
 
-def acted(y, activation, interleaved) -> np.ndarray:
-    """What an activation makes of gates and ups, in float64."""
-    if activation is None:
-        return y
-    gate, up = np.split(y, 2, -1)
-    if interleaved:
-        gate, up = y[..., ::2], y[..., 1::2]
-    if activation == "gpt_oss":
-        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7) + 1
-    unary = {
-        "swiglu": lambda g: g / (1 + np.exp(-g)),
-        "geglu": lambda g: g / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))),
-        "geglu_erf": lambda g: g * (np.vectorize(math.erf, otypes=[float])(g / np.sqrt(2)) + 1) / 2,
-        "gpt_oss": lambda g: g / (1 + np.exp(-1.702 * g)),
-        "reglu": lambda g: np.maximum(g, 0),
-        "reglu2": lambda g: np.maximum(g, 0) ** 2,
-        "bilinear": lambda g: g,
-    }
-    with np.errstate(over="ignore"):
-        return unary[activation](gate) * up
-
-
-def wanted(
-    x, w, sizes=None, bias=0, row_scale=1, added=0, contracting=-1, activation=None,
-    interleaved=False,
-) -> np.ndarray:  # fmt: skip
-    """The product in float64, with its epilogue."""
+def wanted(x, w, sizes=None, contracting=-1) -> np.ndarray:
+    """The product in float64."""
     x, w = float64(x), float64(w)
-    act = functools.partial(acted, activation=activation, interleaved=interleaved)
     w = w if contracting == -1 else np.swapaxes(w, -1, -2)
-    bias, row_scale, added = (np.asarray(a, np.float64) for a in (bias, row_scale, added))
     with np.errstate(invalid="ignore"):
         if sizes is None:
-            bias = bias[..., None, :] if bias.ndim == 2 else bias
-            row_scale = row_scale[..., None] if row_scale.ndim else row_scale
-            return act(x @ np.swapaxes(w, -1, -2) + bias) * row_scale + added
-        y = np.zeros((x.shape[0], w.shape[1] // (1 if activation is None else 2)))
-        bias = np.broadcast_to(bias, w.shape[:2])
-        row_scale = np.broadcast_to(row_scale, x.shape[:1])[:, None]
+            return x @ np.swapaxes(w, -1, -2)
+        y = np.zeros((x.shape[0], w.shape[1]))
         row = 0
-        for matrix, own, size in zip(w, bias, np.maximum(sizes, 0), strict=True):
+        for matrix, size in zip(w, np.maximum(sizes, 0), strict=True):
             end = min(row + size, len(x))
-            y[row:end] = act(x[row:end] @ matrix.T + own) * row_scale[row:end]
+            y[row:end] = x[row:end] @ matrix.T
             row = end
-    return y + added
-
-
-def epilogue(rng, x, w, names=EPILOGUE, contracting=-1, gated=False) -> dict[str, jax.Array]:
-    """Small integers and powers of two, with which sums stay exact."""
-    lead, n = x.shape[:-1], w.shape[-3 - contracting]
-    found = {
-        "bias": floats(rng, (*w.shape[:-2], n), jnp.float32),
-        "row_scale": 2 ** floats(rng, lead, jnp.float32),
-        "added": floats(rng, (*lead, n // (1 + gated)), jnp.float32),
-    }
-    return {name: found[name] for name in names}
+    return y
 
 
 def assert_equal(got, want, what=""):
@@ -176,34 +132,21 @@ def compiled(dtype, implementation, **how):
     return jax.jit(functools.partial(gemm, **options))
 
 
-HOW = ("contracting", "activation", "interleaved")  # what of `gemm` is no array
-
-
-def check(x, w, sizes=None, dtype=jnp.float32, implementation="xla", within=0.0, **after):
-    """The product is exact, or within so much of its largest element."""
+def check(x, w, sizes=None, dtype=jnp.float32, implementation="xla", contracting=-1):
+    """The product is exact."""
     poison_memory()
     args = () if sizes is None else (jnp.asarray(sizes, jnp.int32),)
-    how = {name: after.pop(name) for name in HOW if name in after}
-    y = compiled(jnp.dtype(dtype), implementation, **how)(x, w, *args, **after)
-    what = f"{x.shape} {w.shape} {w.format!r} {sizes} {how} {[*after]}"
-    want = wanted(x, w, sizes, **after, **how)
-    if not within:
-        return assert_equal(y, want, what)
-    assert y.shape == want.shape, what
-    off = np.abs(np.asarray(y, np.float64) - want)
-    assert (off <= within * np.abs(want).max()).all(), (what, off.max(), np.abs(want).max())
-    return None
+    y = compiled(jnp.dtype(dtype), implementation, contracting=contracting)(x, w, *args)
+    what = f"{x.shape} {w.shape} {w.format!r} {sizes} {contracting}"
+    assert_equal(y, wanted(x, w, sizes, contracting), what)
 
 
-def check_fp8(
-    x, w, sizes=None, window=128, tiles=False, implementation="xla", dtype=jnp.float32, **after
-):
+def check_fp8(x, w, sizes=None, window=128, tiles=False, implementation="xla", dtype=jnp.float32):
     poison_memory()
     args = () if sizes is None else (jnp.asarray(sizes, jnp.int32),)
     options = {"window": window, "tiles": tiles, "implementation": implementation}
     f = jax.jit(functools.partial(gemm_fp8, preferred_element_type=dtype, **options))
-    what = f"{x.shape} {w.shape} {sizes} {options} {[*after]}"
-    assert_equal(f(x, w, *args, **after), wanted(x, w, sizes, **after), what)
+    assert_equal(f(x, w, *args), wanted(x, w, sizes), f"{x.shape} {w.shape} {sizes} {options}")
 
 
 def wanted_wgrad(a, b, sizes) -> np.ndarray:
@@ -215,14 +158,13 @@ def wanted_wgrad(a, b, sizes) -> np.ndarray:
         return np.stack([a[:, i:j] @ b[:, i:j].T for i, j in zip(starts, ends, strict=True)])
 
 
-def check_wgrad(a, b, sizes, window=128, implementation="xla", dtype=jnp.float32, added=None):
+def check_wgrad(a, b, sizes, window=128, implementation="xla", dtype=jnp.float32):
     """The product is exact, for each group."""
     poison_memory()
     options = {"window": window, "preferred_element_type": dtype, "implementation": implementation}
     f = jax.jit(functools.partial(gemm_wgrad, **options))
-    y = f(a, b, jnp.asarray(sizes, jnp.int32), added=added)
-    want = wanted_wgrad(a, b, sizes) + (0 if added is None else np.asarray(added, np.float64))
-    assert_equal(y, want, f"{a.shape} {b.shape} {sizes} {options} {added is None}")
+    y = f(a, b, jnp.asarray(sizes, jnp.int32))
+    assert_equal(y, wanted_wgrad(a, b, sizes), f"{a.shape} {b.shape} {sizes} {options}")
 
 
 def parts(window, *multiples) -> list[int]:
@@ -237,16 +179,15 @@ def compiled_sums(dtype, implementation):
     return jax.jit(functools.partial(gemm_wgrad, window=BLOCK, **options))
 
 
-def check_sums(a, b, sizes=None, implementation="xla", dtype=jnp.float32, added=None):
+def check_sums(a, b, sizes=None, implementation="xla", dtype=jnp.float32):
     """The same of floats, rows first, or of MX arrays whose blocks have scales of their own."""
     poison_memory()
     own = None if sizes is None else jnp.asarray(sizes, jnp.int32)
-    y = compiled_sums(jnp.dtype(dtype), implementation)(a, b, own, added=added)
+    y = compiled_sums(jnp.dtype(dtype), implementation)(a, b, own)
     A, B = (float64(x) if isinstance(x, jax_mx.MXArray) else float64(x.mT) for x in (a, b))
     with np.errstate(invalid="ignore"):
         want = A @ np.swapaxes(B, -1, -2) if sizes is None else wanted_wgrad(A, B, sizes)
-    want = want + (0 if added is None else np.asarray(added, np.float64))
-    assert_equal(y, want, f"{a.shape} {b.shape} {sizes} {dtype} {added is None}")
+    assert_equal(y, want, f"{a.shape} {b.shape} {sizes} {dtype}")
 
 
 GROUPS = [
@@ -280,31 +221,8 @@ def test_the_reference_of_blocks_along_the_free_axis(format):
     check(x, w, [5, 0, 3], contracting=-2)
     check(floats(rng, (11, 13), jnp.float16, 1500), w, [4, 4, 4], contracting=-2)
     check(floats(rng, (3, 5, 13)), w, contracting=-2)
-    check(x, w, [1, 4, 2], contracting=-2, **epilogue(rng, x, w, contracting=-2))
     none = jax.tree.map(lambda a: a[:, :0], w)
-    check(x[:, :0], none, [1, 4, 2], contracting=-2, **epilogue(rng, x, w, contracting=-2))
-
-
-EXACT = ("reglu", "reglu2", "bilinear")  # of integers
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_the_reference_of_activations(interleaved):
-    """Sums that nothing has rounded: few rows, many, none."""
-    rng = np.random.default_rng(24)
-    w = integers(rng, (3, 14, 64), MXFP8_E4M3, most=1, exponents=1)
-    how = {"interleaved": interleaved}
-    for i, name in enumerate(GATED):
-        m = 11 if i % 2 == interleaved else 300
-        x, sizes = floats(rng, (m, 64)), [m // 2, 0, m // 3]
-        after = epilogue(rng, x, w, NAMES[i % len(NAMES)], gated=True)
-        exact = name in EXACT
-        check(x if exact else x / 8, w, sizes, activation=name, **how, **after,
-              within=0 if exact else 1e-6)  # fmt: skip
-    check(floats(rng, (3, 4, 64)), w, activation="reglu", **how)
-    none, x = jax.tree.map(lambda a: a[..., :0], w), floats(rng, (3, 4, 0))
-    check(x, none, activation="reglu2", **how, **epilogue(rng, x, none, gated=True))
-    check(x[:, :0], none, activation="reglu2", **how)
+    check(x[:, :0], none, [1, 4, 2], contracting=-2)
 
 
 @pytest.mark.parametrize("sizes", GROUPS, ids=str)
@@ -368,11 +286,11 @@ def test_the_reference_of_floats_that_are_contracted():
     rng = np.random.default_rng(23)
     for sizes, dtype in zip(GROUPS, ("bfloat16", "float16") * 4, strict=False):
         a, b = rows_of_groups(rng, sizes, 5, 8, 11, dtype)
-        check_sums(a, b, sizes, added=floats(rng, (3, 5, 8), jnp.float32))
+        check_sums(a, b, sizes)
     check_sums(*rows_of_groups(rng, [2, 9], 5, 8, 11, "float16"), [2, 9], dtype="float16")
     a, b = floats(rng, (2, 3, 7, 16)), floats(rng, (2, 3, 7, 5))
     check_sums(a, b)
-    check_sums(a[0, 0], b[0, 0], added=floats(rng, (16, 5), jnp.float32))
+    check_sums(a[0, 0], b[0, 0])
     check_sums(integers(rng, (5, 96), MXFP4_E2M1), integers(rng, (6, 96), MXFP8_E5M2), [32, 0, 64])
     check_sums(integers(rng, (5, 96), MXFP6_E3M2), floats(rng, (96, 3)), [1, 93])
     sums = functools.partial(gemm_wgrad, preferred_element_type=jnp.float32)
@@ -394,44 +312,6 @@ def test_nan_of_a_row_stays_in_its_group():
     a = a.at[3, 2].set(jnp.nan)
     check_sums(a, b, [3, 5])
     assert np.isnan(gemm_wgrad(a, b, jnp.asarray([3, 5], jnp.int32)).astype(jnp.float32)).sum() == 6
-
-
-NAMES = [EPILOGUE[i : i + n] for n in (1, 2, 3) for i in range(4 - n)]
-
-
-def test_the_reference_of_epilogues():
-    """Each alone and together, with and without groups, batched, of nothing."""
-    rng = np.random.default_rng(21)
-    w, x = integers(rng, (3, 6, 64), MXFP8_E4M3), floats(rng, (11, 64))
-    eights, batch = integers(rng, (11, 64), MXFP8_E5M2), floats(rng, (3, 4, 64))
-    for names, sizes in zip(NAMES, GROUPS[:5] + GROUPS[-1:], strict=True):
-        dtype = jnp.float32 if "added" in names else jnp.bfloat16
-        check(x, w, sizes, dtype, **epilogue(rng, x, w, names))
-    check_fp8(eights, w, [100, 1, 1], **epilogue(rng, x, w))
-    check(batch, w, **epilogue(rng, batch, w))
-    check(x, w_of(w, 0), **epilogue(rng, x, w_of(w, 0)))
-    none = jax.tree.map(lambda a: a[..., :0], w)
-    check(batch[..., :0], none, **epilogue(rng, batch, none))
-    a, b = integers(rng, (5, 512), MXFP8_E4M3), integers(rng, (6, 512), MXFP8_E5M2)
-    check_wgrad(a, b, parts(128, 2, 0, 1), added=floats(rng, (3, 5, 6), jnp.float32))
-    after = epilogue(rng, x, w)
-    f = functools.partial(gemm, preferred_element_type=jnp.float32)
-    sizes = jnp.asarray([[2, 1, 4], [0, 3, 1]], jnp.int32)
-    got = jax.vmap(lambda s, scale: f(x, w, s, **{**after, "row_scale": scale}))(
-        sizes, jnp.stack([after["row_scale"], 2 * after["row_scale"]])
-    )
-    after["row_scale"] = np.asarray(after["row_scale"])
-    for i in range(2):
-        own = {**after, "row_scale": after["row_scale"] * (1 + i)}
-        assert_equal(got[i], wanted(x, w, np.asarray(sizes[i]), **own))
-
-
-def test_a_row_of_no_group_meets_no_epilogue():
-    rng = np.random.default_rng(22)
-    w, x = integers(rng, (2, 6, 64), MXFP8_E4M3), floats(rng, (5, 64))
-    after = {"row_scale": jnp.full(5, jnp.nan), "bias": jnp.full((2, 6), jnp.inf)}
-    y = np.asarray(gemm(x, w, jnp.asarray([1, 1], jnp.int32), **after).astype(jnp.float32))
-    assert np.isnan(y[:2]).all() and not y[2:].any()
 
 
 def test_float16_is_not_cut_to_bfloat16():
@@ -523,11 +403,6 @@ def test_what_is_refused():
         (lambda: gemm(x[:, :32], w), ValueError, "x of the shape (3, 32) and w of the shape"),
         (lambda: gemm(x, w, contracting=-2), ValueError, "(..., M, K) and (K, N) or (G, K, N)"),
         (lambda: gemm(x, w, contracting=0), ValueError, "contracting must be -1 or -2, an axis"),
-        (lambda: gemm(x, w, activation="relu"), ValueError, "'relu' has no gate; use one of"),
-        (lambda: gemm(x, w, activation="swish"), ValueError, "activation must be 'swiglu'"),
-        (lambda: gemm(x, w, interleaved=True), ValueError, "pass an activation"),
-        (lambda: gemm(x, w[:3], activation="swiglu"), ValueError, "w is (2 N, K) or (G, 2 N, K)"),
-        (lambda: gemm(x, w, activation="swiglu", bias=x[0, :2]), ValueError, "floats (4,), got"),
         (lambda: gemm(x, w3), ValueError, "pass group_sizes, or an x of the shape (2, M, K)"),
         (lambda: gemm(x, w3, sizes[:1]), ValueError, "the sizes int32 (G,)"),
         (lambda: gemm(x, w3, sizes.astype(jnp.float32)), ValueError, "the sizes int32 (G,)"),
@@ -538,11 +413,6 @@ def test_what_is_refused():
         (lambda: gemm_fp8(w, w, window=64), ValueError, "one of (128, 256, 'row'), got 64"),
         (lambda: gemm_fp8(w, w, window="row", tiles=True), ValueError, "a row has no tiles"),
         (lambda: jax.grad(lambda x: gemm(x, w).sum())(x), NotImplementedError, "no derivative"),
-        (lambda: gemm(x, w, bias=x[0, :3]), ValueError, "bias must be floats (4,), got bfloat16"),
-        (lambda: gemm(x, w, row_scale=sizes), TypeError, "row_scale is int32, must be"),
-        (lambda: gemm_fp8(w, w, bias=x), ValueError, "gemm_fp8: bias must be floats (4,)"),
-        (lambda: gemm(x, w, added=gemm(x, w)), ValueError, "added is bfloat16 and the result bflo"),
-        (lambda: gemm_wgrad(w, w, sizes, added=x), ValueError, "added must be floats (2, 4, 4)"),
         (lambda: gemm_wgrad(w, e2m1, sizes), TypeError, "gemm_wgrad: b is MXFP4_E2M1"),
         (lambda: gemm_wgrad(w, e2m1, sizes), TypeError, "window=32 multiplies others as bfloat16"),
         (
@@ -558,7 +428,6 @@ def test_what_is_refused():
         (lambda: gemm_wgrad(x, x, window=77), ValueError, "window must be one of (32, 128, 256)"),
         (lambda: gemm_wgrad(x, x[:1]), ValueError, "floats are (..., R, M) and (..., R, N)"),
         (lambda: gemm_wgrad(x, x, x), ValueError, "got (3, 64), (3, 64) and bfloat16 (3, 64)"),
-        (lambda: gemm_wgrad(x, x, added=x), ValueError, "added must be floats (64, 64)"),
         (lambda: gemm_wgrad(w, w3, sizes), ValueError, "a is (M, R), b (N, R) and the sizes int32"),
         (lambda: gemm_wgrad(w, w, None), ValueError, "got (4, 64), (4, 64) and None"),
         (lambda: gemm_wgrad(w, w, sizes, implementation="cutedsl"), NotImplementedError, "on cuda"),
@@ -568,19 +437,26 @@ def test_what_is_refused():
 
 
 def test_where_there_are_kernels():
-    assert supported("sm_90", (MXFP8_E4M3,)) == ""
-    assert supported("sm_90", (MXFP6_E3M2,), rows=3, contracting=-2) == ""
-    assert supported("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=256, tiles=True) == ""
-    assert supported("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=ROW) == ""
-    assert "no cutedsl kernel for sm_80, only for sm_90" in supported("sm_80", (MXFP4_E2M1,))
-    assert "flydsl has no kernel" in supported("gfx950", (MXFP4_E2M1,))
-    assert "no kernels on cpu" in supported("cpu", (MXFP4_E2M1,))
-    assert "windows of 64" in supported("sm_90", (MXFP8_E4M3,) * 2, window=64)
-    eights = (MXFP8_E5M2, MXFP8_E4M3)
-    assert supported("sm_90", eights, window=256, wgrad=True) == ""
-    assert "wgrad_fp8: no cutedsl kernel" in supported("sm_100", eights, window=128, wgrad=True)
-    assert supported("sm_90", (), wgrad=True) == ""
-    assert "wgrad: no cutedsl kernel for sm_100" in supported("sm_100", (), wgrad=True)
+    def reason(chip, formats, rows=256, window=BLOCK, **how):
+        plan = ops.plan_of(formats, jnp.dtype(jnp.bfloat16), rows, window, **how)
+        return reason_of(chip, plan)
+
+    def reason_of(chip, plan):
+        return registry.candidates(plan, targets.platform_of(chip), [chip])[0].reason
+
+    assert reason("sm_90", (MXFP8_E4M3,)) == ""
+    assert reason("sm_90", (MXFP6_E3M2,), rows=3, free=True) == ""
+    assert reason("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=256, tiles=True) == ""
+    assert reason("sm_90", (MXFP8_E4M3, MXFP8_E5M2), window=ROW) == ""
+    assert "no cutedsl kernel for sm_80, only for sm_90" in reason("sm_80", (MXFP4_E2M1,))
+    assert "flydsl has no kernel" in reason("gfx950", (MXFP4_E2M1,))
+    assert "windows of 64" in reason("sm_90", (MXFP8_E4M3,) * 2, window=64)
+    eights = ops.wgrad_plan_of((MXFP8_E5M2, MXFP8_E4M3), jnp.dtype(jnp.bfloat16), 256)
+    assert reason_of("sm_90", eights) == ""
+    assert "wgrad_fp8: no cutedsl kernel" in reason_of("sm_100", eights)
+    sixteen = ops.floats_plan_of(jnp.bfloat16, jnp.dtype(jnp.bfloat16))
+    assert reason_of("sm_90", sixteen) == ""
+    assert "wgrad: no cutedsl kernel for sm_100" in reason_of("sm_100", sixteen)
     assert len({product.name for product in PRODUCTS}) == len(PRODUCTS)
 
 
@@ -620,11 +496,6 @@ def test_the_call_of_a_kernel(monkeypatch):
     assert "(tensor<9x64xbf16>, tensor<9x16xbf16>, tensor<2xi32>) -> tensor<2x64x16xbf16>" in text
     text = line(gemm_wgrad, x, floats(rng, (9, 16)))
     assert "-> tensor<64x16xbf16>" in text and "absent = dense<[2, 3]>" in text
-    after = epilogue(rng, x, w)
-    text = line(lambda x, w, sizes, after: gemm(x, w, sizes, preferred_element_type=jnp.float32,
-                                                **after), x, w, sizes, after)  # fmt: skip
-    assert "tensor<2x7xf32>, tensor<9xf32>, tensor<9x7xf32>) -> tensor<9x7xf32>" in text
-    assert "absent" not in text and "operand_index = 6" in text
 
 
 def test_every_product_has_its_launch_rule():
@@ -640,7 +511,7 @@ def test_every_product_has_its_launch_rule():
         }
         for result, json in products.launches(entries, usage).items():
             rule = Launch.from_json(json)
-            attributes = rule.attributes("0" * 64, {"activation": 0, "interleaved": 0})
+            attributes = rule.attributes("0" * 64, {})
             assert len(attributes["threads"]) == 3 * len(entries)
             count = len(signature_of(product.op).arrays)
             last = rule.entries[-1]
@@ -687,8 +558,6 @@ def test_tiles_leave_few_thread_blocks_without_rows():
         ((4, 256, 96), (4, 17 * 128, 96), {}, 256),
         ((512, 96), (96, 32 * 128), {"contracting": -2}, 128),
         ((512, 96), (96, 64 * 128), {"contracting": -2}, 256),
-        ((512, 96), (2 * 32 * 64, 96), {"activation": "swiglu"}, 128),
-        ((512, 96), (2 * 34 * 64, 96), {"activation": "swiglu"}, 256),
     ],
 )
 def test_tiles_of_fewer_rows_take_all_multiprocessors(x, w, how, rows):
@@ -756,8 +625,8 @@ def test_kernels_are_exact(variant, rows):
     rows(variant.rows)
     rng = np.random.default_rng(7)
     (format,) = variant.formats
-    if variant.free or variant.gated:
-        (free_kernels_are_exact if variant.free else gated_kernels_are_right)(rng, format)
+    if variant.free:
+        free_kernels_are_exact(rng, format)
         return
     for m, n, k in SHAPES:
         check(floats(rng, (m, k)), integers(rng, (n, k), format), implementation="cutedsl")
@@ -779,11 +648,7 @@ def test_kernels_are_exact(variant, rows):
     with the_first_entry():  # pairs of tiles, or thread blocks that share K: of no groups
         for m, n, k in ((130, 512, 1152), (64, 768, 2944)):
             check(floats(rng, (m, k)), integers(rng, (n, k), format), implementation="cutedsl")
-    x, alone = floats(rng, (1100, 320)), w_of(w, 0)[:131]
-    check(x, w, sizes, implementation="cutedsl", **epilogue(rng, x, w))
-    check(x[:39], alone, implementation="cutedsl", **epilogue(rng, x[:39], alone))
-    names = NAMES[PRODUCTS.index(variant) % len(NAMES)]
-    check(x, w, sizes, implementation="cutedsl", **epilogue(rng, x, w, names))
+    check(floats(rng, (39, 320)), w_of(w, 0)[:131], implementation="cutedsl")
 
 
 def free_kernels_are_exact(rng, format):
@@ -801,8 +666,7 @@ def free_kernels_are_exact(rng, format):
     w = integers(rng, (7, 200, 320), format)
     check_free(floats(rng, (7, 33, 200)), w)
     x = floats(rng, (1100, 200))
-    for names in (EPILOGUE, *NAMES):
-        check_free(x, w, sizes, **epilogue(rng, x, w, names, -2))
+    check_free(x, w, sizes)
     with the_first_entry():
         check_free(x, integers(rng, (7, 200, 768), format, exponents=1), sizes)
     x = jnp.abs(floats(rng, (300, 200))) + 1
@@ -812,34 +676,6 @@ def free_kernels_are_exact(rng, format):
     for byte, power in ((0, 2.0**100), (254, 2.0**-100)):
         extreme = changed(ones, scales=[((slice(None), slice(None)), byte)])
         check_free((x.astype(jnp.float32) * power).astype(jnp.bfloat16), extreme)
-
-
-def gated_kernels_are_right(rng, format):
-    """Exact of integers, where the activation is; else within a few float32 units."""
-    for i, (m, n, k) in enumerate([*SHAPES, (300, 129, 2880), (256, 63, 4096), (300, 384, 96)]):
-        for interleaved in (False, True):
-            how = {"implementation": "cutedsl", "interleaved": interleaved}
-            x, w = floats(rng, (m, k)), integers(rng, (2 * n, k), format, most=1, exponents=1)
-            check(x, w, activation=EXACT[i % 3], **how)
-            check(x[:, :32] / 8, w[:, :32], activation=GATED[i % len(GATED)], within=2e-6, **how)
-    sizes = [0, 300, 1, 0, 63, 700, 5]
-    w = integers(rng, (7, 202, 320), format, most=1, exponents=1)
-    x = floats(rng, (1100, 320))
-    for interleaved in (False, True):
-        how = {"implementation": "cutedsl", "interleaved": interleaved}
-        with the_first_entry():
-            pairs = integers(rng, (7, 768, 640), format, most=1, exponents=1)
-            check(floats(rng, (1100, 640)), pairs, sizes, activation="bilinear", **how)
-        for i, names in enumerate((EPILOGUE, *NAMES)):
-            after = epilogue(rng, x, w, names, gated=True)
-            check(x, w, sizes, activation=EXACT[i % 3], **how, **after)
-        for name in GATED:
-            for dtype, off in ((jnp.float32, 2e-6), (jnp.bfloat16, 5e-3), (jnp.float16, 1e-3)):
-                check(x / 64, w, sizes, dtype, activation=name, within=off, **how)
-        half = floats(rng, (130, 96), jnp.float16, 1500) / 64
-        check(half, w_of(w, 1)[:130, :96], activation="bilinear", **how)
-        bad = changed(w, [((1, 7, 5), 0x7F)] * (format.bits == 8), [((3, 201, 2), 255)])
-        check(jnp.abs(x) + 1, bad, sizes, activation="bilinear", **how)
 
 
 @kernels
@@ -864,9 +700,7 @@ def test_kernels_of_windows_are_exact(variant, rows):
     check_fp8(*operands((3, 600, 320), (3, 1000, 320)), **how)  # tiles enough for many turns
     check_fp8(*operands((4000, 256), (3000, 256)), dtype=jnp.bfloat16, **how)
     check_fp8(*operands((700, 128), (3, 4864, 128)), [300, 0, 399], **how)  # more than a strip
-    for names in (EPILOGUE, NAMES[PRODUCTS.index(variant) % len(NAMES)]):
-        x, w = operands((1100, 320), (7, 201, 320))
-        check_fp8(x, w, [0, 300, 1, 0, 63, 700, 5], **how, **epilogue(rng, x, w, names))
+    check_fp8(*operands((1100, 320), (7, 201, 320)), [0, 300, 1, 0, 63, 700, 5], **how)
 
 
 @kernels
@@ -888,10 +722,7 @@ def test_kernels_of_groups_that_are_contracted_are_exact(variant):
             sizes = parts(window, 0, 3, 1, 0, 0, 4, 5, 1)
             check_wgrad(*operands(m, n, r * window), sizes, dtype=dtype, **how)
     check_wgrad(*operands(130, 257, 96), [96], **how)
-    added = floats(rng, (8, 300, 520), jnp.float32)
-    check_wgrad(
-        *operands(300, 520, 16 * window), parts(window, 0, 3, 1, 0, 0, 4, 5, 1), **how, added=added
-    )
+    check_wgrad(*operands(300, 520, 16 * window), parts(window, 0, 3, 1, 0, 0, 4, 5, 1), **how)
     check_wgrad(*operands(130, 257, 2 * window + 32), parts(window, 1, 2, 1), **how)
     cuts = np.sort(rng.integers(0, 40, 70))
     sizes = parts(window, *np.diff(cuts, prepend=0))
@@ -915,7 +746,7 @@ def test_kernels_of_floats_that_are_contracted_are_exact(variant):
     cuts = np.sort(rng.integers(0, 2000, 70))
     sizes = [*np.diff(cuts, prepend=0)]
     a, b = rows_of_groups(rng, sizes, 144, 304, 2016, dtype)
-    check_sums(a, b, sizes, **how, added=floats(rng, (70, 144, 304), jnp.float32))
+    check_sums(a, b, sizes, **how)
     check_sums(floats(rng, (700, 2880), dtype), floats(rng, (700, 1024), dtype), **how)
     check_sums(floats(rng, (3, 129, 136), dtype), floats(rng, (3, 129, 72), dtype), **how)
     nan = floats(rng, (300, 136), dtype).at[100, 7].set(jnp.nan)
@@ -1389,20 +1220,17 @@ def launches(name):
         product = functools.partial(gemm_fp8, x, **options)
         return of_rows(product, rows, lambda p: k * p, shape)
     deep = n if name == "free" else k
-    own, made_of = {
-        "free": ({"contracting": -2}, lambda p: deep * p),
-        "gated": ({"activation": "bilinear"}, lambda p: (deep * p) ** 2),
-    }.get(name, ({}, lambda p: deep * p))
+    own = {"contracting": -2} if name == "free" else {}
     product = functools.partial(gemm, jnp.ones((rows, deep), jnp.bfloat16), **options, **own)
     format = MXFP4_E2M1 if "fp4" in name else MXFP8_E4M3
-    return of_rows(product, rows, made_of, shape, format)
+    return of_rows(product, rows, lambda p: deep * p, shape, format)
 
 
 @kernels
 @pytest.mark.parametrize(
     "name",
     [
-        *("few rows", "rows", "shared", "fp4 shared", "free", "gated"),
+        *("few rows", "rows", "shared", "fp4 shared", "free"),
         *("fp8", "fp8 rows", "fp8 rows shared", "fp8 tiles shared", "wgrad", "wgrad of floats"),
     ],
 )

@@ -3,7 +3,6 @@
 y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
 group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
 Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N).
-Where y is "gated", W is (G, 2 N, K), gates and ups, of which an activation makes y (T, N).
 Of "wgrad_fp8" groups have parts of K instead: y (G, T, N) is for each x (T, K) @ W (N, K)^T over
 its part of K; "wgrad" is the same of floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N)
 over each group's rows. "amaxes" is no product: the largest magnitudes of the rows and the columns
@@ -48,7 +47,6 @@ class Product:
         "row": all of them.
       tiles: whether `TILE` rows of W share their scales.
       free: whether blocks of W run along its free axis, which lies last, not the contracted one.
-      gated: whether y is what an activation makes of the sums; which one is a run-time scalar.
       floats: the dtype of its floats, where kernels take several.
     """
 
@@ -59,7 +57,6 @@ class Product:
     window: int | str = BLOCK
     tiles: bool = False
     free: bool = False
-    gated: bool = False
     floats: str = ""
 
     @property
@@ -67,8 +64,7 @@ class Product:
         """The name, which the binary's file and its entry points carry too."""
         window = suffix_of(self.window) + f"x{TILE}" * self.tiles
         names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
-        kind = "_free" * self.free + "_gated" * self.gated
-        return "_".join((self.op, *names, f"r{self.rows}{window}")) + kind
+        return "_".join((self.op, *names, f"r{self.rows}{window}")) + "_free" * self.free
 
 
 def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
@@ -104,8 +100,7 @@ PRODUCTS: tuple[Product, ...] = (
     *(Product("wgrad", "cutedsl", (), 64, floats=floats) for floats in ("bfloat16", "float16")),
     Product("amaxes", "cutedsl", (), 128),
     *(
-        Product("matmul", "cutedsl", (format,), rows, free=kind == "free", gated=kind == "gated")
-        for kind in ("free", "gated")
+        Product("matmul", "cutedsl", (format,), rows, free=True)
         for rows in (256, 128)
         for format in _FORMATS
     ),

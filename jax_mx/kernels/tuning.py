@@ -1,15 +1,15 @@
-"""Which tile a kernel takes on an arch: one table per arch, whose rows hold what was measured.
+"""Which tile a kernel takes on an arch: one table per arch, whose rows say why.
 
-The tables stand in `cutedsl/tuning/` and `flydsl/tuning/`. A table is `CHIP`, what it was measured
-on ("" where nothing was), and `ROWS`, a list of dictionaries of literals:
+The tables stand in `cutedsl/tuning/` and `flydsl/tuning/`. A table is `ROWS`, a list of
+dictionaries of literals:
 
-    kernel    what the row is for: "quantize.Tiled", or another decision, as "quantize.keep"
-    where     which entries: facts (see `facts_of`), each with the value or values wanted
-    value     what is chosen: the fields of the kernel's tile, or True or False
-    date      when it was measured
-    measured  the figures, a line for each candidate or group of them
+    kernel  what the row is for: "quantize.Tiled", or another decision, as "quantize.keep"
+    where   which entries: facts (see `facts_of`), each with the value or values wanted
+    value   what is chosen: the fields of the kernel's tile, or True or False
+    why     the reason, in one sentence
 
-The first row whose kernel and facts fit an entry holds. `benchmarks/sweep.py` prints rows.
+The first row whose kernel and facts fit an entry holds. The figures lie beside the table, in a file
+of JSON lines, which `benchmarks/sweep.py` reads and writes and no kernel depends on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def facts_of(
             "window": variant.window,
             "tiles": variant.tiles,
             "free": variant.free,
-            "gated": variant.gated,
         }
     return {
         "form": str(variant.form),
@@ -48,10 +47,10 @@ def facts_of(
     }
 
 
-def choose(
+def row_of(
     kernel: str, arch: str, variant: Binary, layout: ScaleLayout = ROW_MAJOR, aligned: bool = True
-) -> Any:
-    """The value of the first row that fits.
+) -> Mapping[str, Any]:
+    """The first row that fits.
 
     Raises:
       LookupError: the arch's table has no such row.
@@ -59,14 +58,42 @@ def choose(
     table = importlib.import_module(f"jax_mx.kernels.{variant.implementation}.tuning.{arch}")
     facts = facts_of(variant, layout, aligned)
     for row in table.ROWS:
-        if row["kernel"] == kernel and _fits(row["where"], facts):
-            return row["value"]
+        if row["kernel"] == kernel and has(row["where"], facts):
+            return row
     raise LookupError(f"{table.__name__} has no row of {kernel} for {facts}")
 
 
-def _fits(where: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+def choose(
+    kernel: str, arch: str, variant: Binary, layout: ScaleLayout = ROW_MAJOR, aligned: bool = True
+) -> Any:
+    """The value of the first row that fits; see `row_of`."""
+    return row_of(kernel, arch, variant, layout, aligned)["value"]
+
+
+def fits(
+    kernel: str,
+    tile: Mapping[str, Any],
+    arch: str,
+    variant: Binary,
+    layout: ScaleLayout = ROW_MAJOR,
+    aligned: bool = True,
+) -> bool:
+    """Whether registers hold a tile of CuTeDSL, as far as compilers said: see `SPILLS`."""
+    from jax_mx.kernels.cutedsl.tuning.spills import SPILLS
+
+    facts = facts_of(variant, layout, aligned)
+    return not any(
+        row["kernel"] == kernel
+        and arch in row["archs"]
+        and has(row["where"], facts)
+        and has(row["tile"], tile)
+        for row in SPILLS
+    )
+
+
+def has(where: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
     """Whether the facts have the values that a row wants."""
     return all(
-        facts[name] in (wanted if isinstance(wanted, tuple) else (wanted,))
+        facts.get(name) in (wanted if isinstance(wanted, tuple) else (wanted,))
         for name, wanted in where.items()
     )

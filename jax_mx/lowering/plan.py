@@ -13,7 +13,6 @@ import numpy as np
 
 from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import View, view_of
-from jax_mx.facts.activations import GATED
 from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
@@ -221,10 +220,7 @@ class ProductPlan:
       window: see `facts.products.Product`; so is `tiles`.
       tiles: of W.
       implementation: the one the caller insists on, or None.
-      epilogue: the operands of `signatures.EPILOGUE` that the call has, in that order.
       free: see `facts.products.Product`; x then has zeros up to a multiple of `UNIT` columns.
-      activation: that makes y of gates and ups, or "".
-      interleaved: whether W has gates and ups by turns, not all gates first.
       floats: the dtype of its floats, where kernels take several.
     """
 
@@ -236,10 +232,7 @@ class ProductPlan:
     window: int | str = BLOCK
     tiles: bool = False
     implementation: str | None = None
-    epilogue: tuple[str, ...] = ()
     free: bool = False
-    activation: str = ""
-    interleaved: bool = False
     floats: str = ""
     # What the lowering asks of any plan:
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
@@ -259,14 +252,8 @@ class ProductPlan:
     @property
     def lacks(self) -> tuple[str, ...]:
         """The operands of the signature that the call does not have."""
-        has = (*self.epilogue, *["group_sizes"] * self.grouped)
+        has = ["group_sizes"] * self.grouped
         return tuple(a.name for a in self.signature.operands if a.optional and a.name not in has)
-
-    @property
-    def aliases(self) -> dict[int, int]:
-        """Which of the call's operands is the buffer of which result."""
-        present = [array.name for array in self.signature.present(self.lacks)]
-        return {present.index("added"): 0} if "added" in present else {}
 
     @property
     def launch(self) -> str:
@@ -275,15 +262,12 @@ class ProductPlan:
 
     @property
     def scalars(self) -> dict[str, int]:
-        """The numbers that a kernel may ask for by name."""
-        if not self.activation:
-            return {}
-        number = GATED.index(self.activation)
-        return {"activation": number, "interleaved": int(self.interleaved)}
+        """The numbers that a kernel may ask for by name: a product's asks for none."""
+        return {}
 
     def product(self, dsl: str) -> Product:
         """The kernel that it asks for, which may be none of those that there are."""
-        kinds = self.window, self.tiles, self.free, bool(self.activation), self.floats
+        kinds = self.window, self.tiles, self.free, self.floats
         return Product(self.op, dsl, self.formats, self.rows, *kinds)
 
 

@@ -194,7 +194,6 @@ def _call(
         operand_layouts=layouts[:n],
         result_layouts=layouts[n:],
         extra_attributes=_sharding_attributes(ctx, signature, batch),
-        operand_output_aliases=plan.aliases if isinstance(plan, ProductPlan) else None,
     )
     absent = [signature.number(name) for name in plan.lacks]
     attributes = launch.call_attributes(kernels, merge=merge, absent=absent, device=device)

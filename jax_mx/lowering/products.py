@@ -39,7 +39,7 @@ def _product_avals(*operands, plan: ProductPlan):
     """The abstract value of y (T, N)."""
     codes, scales = (operands[plan.signature.number(name)] for name in ("codes", "scales"))
     columns = scales.shape[2] * BLOCK if plan.free else codes.shape[1]
-    shape = (operands[0].shape[0], columns // 2 if plan.activation else columns)
+    shape = (operands[0].shape[0], columns)
     return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
 
 
@@ -66,8 +66,8 @@ def _batch_each(primitive: Primitive, args, dims, *, plan: ProductPlan):
 
 
 def _batch_floats_wgrad(primitive: Primitive, args, dims, *, plan: ProductPlan):
-    """Leading dimensions are batch dimensions; of groups, or added to something, there are none."""
-    if plan.grouped or plan.epilogue:
+    """Leading dimensions are batch dimensions; of groups there are none."""
+    if plan.grouped:
         return _batch_each(primitive, args, dims, plan=plan)
     return primitive.bind(*batched(args, dims), plan=plan), [0]
 
@@ -75,9 +75,9 @@ def _batch_floats_wgrad(primitive: Primitive, args, dims, *, plan: ProductPlan):
 def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
     """Entries of the batch become groups; or more rows of x, where all have the same one matrix.
 
-    With sizes of groups or an epilogue, one call after the other.
+    With sizes of groups, one call after the other.
     """
-    if plan.grouped or plan.epilogue:
+    if plan.grouped:
         return _batch_each(primitive, args, dims, plan=plan)
     matrix = plan.signature.number("codes")  # from there on, W's arrays
     one = args[matrix].shape[0] == 1 and dims[matrix] is None and dims[matrix + 1] is None

@@ -12,22 +12,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx import reference
-from jax_mx.arrays.checks import array_of, flag, float_dtype, implementation_of, is_symbolic, shown
-from jax_mx.facts.activations import GATED
+from jax_mx.arrays.checks import flag, float_dtype, implementation_of, is_symbolic, shown
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.products import PRODUCTS, TILE, UNIT, fp8_rows
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import products, registry, targets
+from jax_mx.lowering import products, registry
 from jax_mx.lowering.plan import ProductPlan
-from jax_mx.ops.activations import row_of
 from jax_mx.ops.mxarray import MXArray, checked, dequantize
 
 WINDOWS = (128, 256, ROW)  # of the FP8 product
@@ -47,19 +43,11 @@ def gemm(
     group_sizes: jax.Array | None = None,
     *,
     contracting: int = -1,
-    activation: str | None = None,
-    interleaved: bool = False,
-    bias: jax.Array | None = None,
-    row_scale: jax.Array | None = None,
-    added: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
     tile: int | None = None,
 ) -> jax.Array:
     """x @ dequantize(w)^T, or without ^T (`contracting`), added up in float32, w read as it lies.
-
-    What is done to a sum before it is rounded costs no pass of its own:
-    act(sum + bias) * row_scale + added, in float32.
 
     Args:
       x: bfloat16 or float16 (..., M, K); with group_sizes (T, K), rows sorted by group.
@@ -69,14 +57,6 @@ def gemm(
         more rows than x has, those that are beyond do not count, and negative sizes are 0.
       contracting: the axis of w that is summed over; -2: w is (K, N) or (G, K, N), blocks still
         along the last axis. So the gradient of x reads the codes that the product itself reads.
-      activation: of w (2 N, K) or (G, 2 N, K), whose first N rows make gates and the others ups:
-        act(gate) * up, see `jax_mx.gated`, but that nothing is rounded before. Of up to 64 rows of
-        x a group, sums in float32 are an array of their own, and XLA computes the rest.
-      interleaved: whether w's rows make gates and ups by turns.
-      bias: floats (N,), or (G, N) where w has groups; with an activation 2 N, as w has rows.
-      row_scale: floats (..., M), one for each row of x.
-      added: float32, of the result's shape, which is float32 then; where it is not used later, its
-        buffer becomes the result's. Rows behind the last group's keep theirs.
       preferred_element_type: of the result, x's dtype by default: bfloat16, float16 or float32.
       implementation: None: the kernel where there is one, else "xla"; a named one that cannot serve
         raises and says why.
@@ -102,47 +82,30 @@ def gemm(
     if type(contracting) is not int or contracting not in (-1, -2):
         raise ValueError(f"{op}: contracting must be -1 or -2, an axis of w, got {contracting!r}")
     _fits(op, x.shape, w, group_sizes, contracting)
-    columns = _columns(op, w, contracting, activation, interleaved)
+    columns = w.shape[-2 if contracting == -1 else -1]
     result = float_dtype(op, "preferred_element_type", preferred_element_type or x.dtype)
-    gated = activation is not None
-    after = _epilogue(
-        op, x.shape, w, columns, result, gated, bias=bias, row_scale=row_scale, added=added
-    )
     plan = plan_of(
         (w.format,),
         result,
         _rows(x.shape, w),
         grouped=group_sizes is not None,
         implementation=implementation_of(op, registry.IMPLEMENTATIONS, implementation),
-        epilogue=(*after,),
         free=contracting == -2,
-        strips=strips_of(w.shape[0] if w.ndim == 3 else 1, columns, gated),
+        strips=strips_of(w.shape[0] if w.ndim == 3 else 1, columns),
         tile=tile,
     )
-    if activation is not None:
-        plan = dataclasses.replace(plan, activation=activation, interleaved=interleaved)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = _gemm(flat, w, _sizes(group_sizes), [*after.values()], plan)
+    y = _gemm(flat, w, _sizes(group_sizes), plan)
     return y.reshape(*x.shape[:-1], columns)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _gemm(x: jax.Array, w: MXArray, sizes: list, after: list, plan: ProductPlan) -> jax.Array:
+def _gemm(x: jax.Array, w: MXArray, sizes: list, plan: ProductPlan) -> jax.Array:
     if 0 in x.shape or 0 in w.shape:
-        return _of_nothing(x.shape[0], w, sizes, after, plan)
+        return jnp.zeros((x.shape[0], w.shape[-1 if plan.free else -2]), plan.dtype)
     if plan.free and x.shape[1] % UNIT:
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % UNIT)))
-    operands = [_in_parts(x), *_arrays(w), *sizes]
-    if not plan.activation or plan.rows >= TILE:
-        return products.product([*operands, *after], plan)
-    # Kernels that compute an activation have tiles of many rows.
-    given = dict(zip(plan.epilogue, after, strict=True))
-    first = {name: given.pop(name) for name in ("bias",) if name in given}
-    alone = dataclasses.replace(
-        plan, dtype=np.dtype(np.float32), epilogue=(*first,), activation="", interleaved=False
-    )
-    y = products.product([*operands, *first.values()], alone)
-    return _finished(y, w, sizes, given, plan)
+    return products.product([_in_parts(x), *_arrays(w), *sizes], plan)
 
 
 def gemm_fp8(
@@ -152,9 +115,6 @@ def gemm_fp8(
     *,
     window: int | str = 128,
     tiles: bool = False,
-    bias: jax.Array | None = None,
-    row_scale: jax.Array | None = None,
-    added: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
     tile: int | None = None,
@@ -175,9 +135,6 @@ def gemm_fp8(
       window: 128 or 256 consecutive elements along K have one scale, in both operands; "row": all
         have, and sums are as exact as those of windows of 256.
       tiles: whether 128 rows of w share them, too, row 0 being the first of a tile; not of "row".
-      bias: see `gemm`; so are `row_scale` and `added`.
-      row_scale: of x.
-      added: to the result.
       preferred_element_type: of the result: bfloat16, float16 or float32.
       implementation: see `gemm`; "xla" multiplies in float32.
       tile: see `gemm`.
@@ -195,9 +152,6 @@ def gemm_fp8(
         raise ValueError(f"{op}: a window that is a row has no tiles; use window=128 or 256")
     _fits(op, x.shape, w, group_sizes)
     result = float_dtype(op, "preferred_element_type", preferred_element_type)
-    after = _epilogue(
-        op, x.shape, w, w.shape[-2], result, bias=bias, row_scale=row_scale, added=added
-    )
     plan = plan_of(
         (x.format, w.format),
         result,
@@ -206,19 +160,18 @@ def gemm_fp8(
         tiles,
         group_sizes is not None,
         implementation_of(op, registry.IMPLEMENTATIONS, implementation),
-        (*after,),
         tile=tile,
     )
-    y = _gemm_fp8(x, w, _sizes(group_sizes), [*after.values()], plan)
+    y = _gemm_fp8(x, w, _sizes(group_sizes), plan)
     return y.reshape(*x.shape[:-1], w.shape[-2])
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _gemm_fp8(x: MXArray, w: MXArray, sizes: list, after: list, plan: ProductPlan) -> jax.Array:
+def _gemm_fp8(x: MXArray, w: MXArray, sizes: list, plan: ProductPlan) -> jax.Array:
     if 0 in x.shape or 0 in w.shape:
-        return _of_nothing(math.prod(x.shape[:-1]), w, sizes, after, plan)
+        return jnp.zeros((math.prod(x.shape[:-1]), w.shape[-2]), plan.dtype)
     flat = [a.reshape(-1, a.shape[-1]) for a in (x.values, x.scales)]
-    return products.product([*flat, *_arrays(w), *sizes, *after], plan)
+    return products.product([*flat, *_arrays(w), *sizes], plan)
 
 
 def gemm_wgrad(
@@ -227,7 +180,6 @@ def gemm_wgrad(
     group_sizes: jax.Array | None = None,
     *,
     window: int = 128,
-    added: jax.Array | None = None,
     preferred_element_type: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -255,7 +207,6 @@ def gemm_wgrad(
         negative sizes are 0.
       window: of two MX arrays; 128 or 256 consecutive elements along R have one scale, in both
         operands, or 32: blocks of their own.
-      added: see `gemm`: gradients of several steps add up in one buffer.
       preferred_element_type: see `gemm_fp8`.
       implementation: see `gemm_fp8`.
 
@@ -280,16 +231,14 @@ def gemm_wgrad(
         a, b = (_rows_of(op, name, x, implementation) for name, x in (("a", a), ("b", b)))
         shape, terms, call = _of_floats(op, a, b, group_sizes), a.shape[-2], _floats_wgrad
         plan = floats_plan_of(a.dtype, result, group_sizes is not None, implementation)
-    after = [] if added is None else [_float32(op, "added", added, shape, result)]
     if 0 in (*shape, terms):
-        return after[0] if after else jnp.zeros(shape, result)
-    plan = dataclasses.replace(plan, epilogue=("added",) * len(after))
-    return call(a, b, _sizes(group_sizes), after, plan)
+        return jnp.zeros(shape, result)
+    return call(a, b, _sizes(group_sizes), plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _gemm_wgrad(a: MXArray, b: MXArray, sizes: list, after: list, plan: ProductPlan) -> jax.Array:
-    return products.product([a.values, a.scales, b.values, b.scales, *sizes, *after], plan)
+def _gemm_wgrad(a: MXArray, b: MXArray, sizes: list, plan: ProductPlan) -> jax.Array:
+    return products.product([a.values, a.scales, b.values, b.scales, *sizes], plan)
 
 
 def _of_windows(op: str, a: MXArray, b: MXArray, sizes: jax.Array | None) -> tuple[int, ...]:
@@ -341,22 +290,16 @@ def _of_floats(op: str, a: jax.Array, b: jax.Array, sizes: jax.Array | None) -> 
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _floats_wgrad(
-    a: jax.Array, b: jax.Array, sizes: list, after: list, plan: ProductPlan
-) -> jax.Array:
+def _floats_wgrad(a: jax.Array, b: jax.Array, sizes: list, plan: ProductPlan) -> jax.Array:
     m, n = a.shape[-1], b.shape[-1]
     # The copy engine wants rows of whole 16 bytes.
-    more, beside = -m % 8, -n % 8
-    a, b = _padded(a, 0, more), _padded(b, 0, beside)
-    after = [_padded(x, more, beside) for x in after]
-    return products.product([a, b, *sizes, *after], plan)[..., :m, :n]
+    a, b = _padded(a, -m % 8), _padded(b, -n % 8)
+    return products.product([a, b, *sizes], plan)[..., :m, :n]
 
 
-def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """The array with so many more rows and columns, of zeros."""
-    if not rows and not columns:
-        return x
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows), (0, columns)])
+def _padded(x: jax.Array, columns: int) -> jax.Array:
+    """The array with so many more columns, of zeros."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, columns)]) if columns else x
 
 
 def plan_of(
@@ -367,12 +310,11 @@ def plan_of(
     tiles: bool = False,
     grouped: bool = False,
     implementation: str | None = None,
-    epilogue: tuple[str, ...] = (),
     free: bool = False,
     strips: float = math.inf,
     tile: int | None = None,
 ) -> ProductPlan:
-    """The plan of `gemm`, of one format, or `gemm_fp8`, of two; see `supported`.
+    """The plan of `gemm`, of one format, or `gemm_fp8`, of two.
 
     `strips`: how many tiles lie beside each other, of all groups. `tile`: how many rows tiles have,
     whatever the shapes ask for.
@@ -382,9 +324,7 @@ def plan_of(
         few = op == "matmul"
         tile = _tile_for(rows, strips) if few else _fp8_tile_for(rows, window, tiles, grouped)
         tile = max(tile, TILE) if free else tile  # there are none of fewer rows
-    return ProductPlan(
-        op, formats, dtype, grouped, tile, window, tiles, implementation, epilogue, free
-    )
+    return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation, free)
 
 
 def wgrad_plan_of(
@@ -409,41 +349,6 @@ def floats_plan_of(
     return ProductPlan(
         "wgrad", (), dtype, grouped, _DEPTH, implementation=implementation, floats=name
     )
-
-
-def supported(
-    device: jax.Device | str,
-    formats: tuple[Format, ...],
-    *,
-    rows: int = ROWS[-1],
-    window: int | str = BLOCK,
-    tiles: bool = False,
-    dtype: jax.typing.DTypeLike = jnp.bfloat16,
-    wgrad: bool = False,
-    contracting: int = -1,
-) -> str:
-    """Why no kernel serves a product on a device; empty where one does.
-
-    Args:
-      device: a JAX device, or a chip's name.
-      formats: (w's,) of `gemm`, (x's, w's) of `gemm_fp8`.
-      rows: of x in a group, about; see `gemm`.
-      window: see `gemm_fp8`; so are `tiles` and dtype.
-      tiles: of w.
-      dtype: of the result.
-      wgrad: whether it is `gemm_wgrad`, whose formats are (a's, b's); of bfloat16 none.
-      contracting: see `gemm`.
-    """
-    result = jnp.dtype(dtype)
-    plan = plan_of(formats, result, rows, window, tiles, free=contracting == -2)
-    if wgrad:
-        plan = wgrad_plan_of(formats, result, window)
-        plan = plan if formats else floats_plan_of(jnp.bfloat16, result)
-    chips = [device] if isinstance(device, str) else targets.chips_beside(device)
-    support = registry.candidates(plan, targets.platform_of(chips[0]), chips)[0]
-    if support.implementation == "xla":
-        return str(registry.Refusal(plan.op, f"no kernels on {chips[0]}"))
-    return support.reason
 
 
 # ---- operands ---
@@ -504,84 +409,6 @@ def _fits(op: str, shape: tuple[int, ...], w: MXArray, group_sizes, contracting:
         )
 
 
-def _columns(op: str, w: MXArray, contracting: int, activation: Any, interleaved: bool) -> int:
-    """How many columns the result has."""
-    interleaved = flag(op, "interleaved", interleaved)
-    if activation is None:
-        if interleaved:
-            raise ValueError(f"{op}: interleaved is the order of gates and ups; pass an activation")
-        return w.shape[-2 if contracting == -1 else -1]
-    if not row_of(op, activation).has_gate:
-        raise ValueError(f"{op}: activation {activation!r} has no gate; use one of {GATED}")
-    if contracting == -2 or w.shape[-2] % 2:
-        raise ValueError(
-            f"{op}: with an activation w is (2 N, K) or (G, 2 N, K), contracting -1; got {w.shape} "
-            f"and contracting {contracting}"
-        )
-    return w.shape[-2] // 2
-
-
-def _epilogue(
-    op: str,
-    shape: tuple[int, ...],
-    w: MXArray,
-    columns: int,
-    result: np.dtype,
-    gated: bool = False,
-    **given: jax.Array | None,
-) -> dict[str, jax.Array]:
-    """What is done to sums, by the names of `signatures.EPILOGUE`, as kernels take it."""
-    shapes = {
-        "bias": (w.shape[:-2], (columns * (1 + gated),)),
-        "row_scale": (shape[:-1], ()),
-        "added": (shape[:-1], (columns,)),
-    }
-    found = {}
-    for name, a in given.items():
-        if a is not None:
-            lead, rest = shapes[name]
-            a = _float32(op, name, a, (*lead, *rest), result)
-            found[name] = a.reshape(math.prod(lead), *rest)
-    return found
-
-
-def _float32(
-    op: str, name: str, a: jax.Array, shape: tuple[int, ...], result: np.dtype
-) -> jax.Array:
-    """An operand of an epilogue, of this shape."""
-    a = array_of(op, name, a)
-    if a.shape != shape or not jnp.issubdtype(a.dtype, jnp.floating):
-        raise ValueError(f"{op}: {name} must be floats {shape}, got {a.dtype} {a.shape}")
-    if name == "added" and not a.dtype == result == jnp.float32:
-        raise ValueError(
-            f"{op}: {name} is {a.dtype} and the result {result}; both must be float32: pass "
-            "preferred_element_type=jnp.float32"
-        )
-    return a.astype(jnp.float32)
-
-
-def _of_nothing(rows: int, w: MXArray, sizes: list, after: list, plan: ProductPlan) -> jax.Array:
-    """The result where sums have no terms, or there are none."""
-    y = jnp.zeros((rows, w.shape[-1 if plan.free else -2]), jnp.float32)
-    given = dict(zip(plan.epilogue, after, strict=True))
-    if 0 in (*y.shape, math.prod(w.shape[:-2])):  # no row is a group's
-        y = y[:, : y.shape[1] // 2] if plan.activation else y
-        return given.get("added", y).astype(plan.dtype)
-    return _finished(y, w, sizes, given, plan)
-
-
-def _finished(
-    y: jax.Array, w: MXArray, sizes: list, given: dict[str, Any], plan: ProductPlan
-) -> jax.Array:
-    """What the plan makes of sums, by XLA."""
-    made_by = functools.partial(
-        reference.made_by, name=plan.activation, interleaved=plan.interleaved
-    )
-    groups = math.prod(w.shape[:-2])
-    y = reference.finished(y, groups, *sizes, **given, activation=made_by)
-    return y.astype(plan.dtype)
-
-
 def _tile_for(rows: float, strips: float) -> int:
     """How many rows a tile should have where groups have so many."""
     most = ROWS[-1]
@@ -592,11 +419,11 @@ def _tile_for(rows: float, strips: float) -> int:
     return next((n for n in allowed if rows <= n), allowed[-1])
 
 
-def strips_of(groups: int, columns: int, gated: bool = False) -> float:
-    """How many tiles of `gemm` lie beside each other: a gated one has half as many columns."""
+def strips_of(groups: int, columns: int) -> float:
+    """How many tiles of `gemm` lie beside each other."""
     if is_symbolic(groups) or is_symbolic(columns):
         return math.inf
-    return groups * math.ceil(columns / (TILE // (1 + gated)))
+    return groups * math.ceil(columns / TILE)
 
 
 def _fp8_tile_for(rows: float, window: int | str, tiles: bool, grouped: bool) -> int:

@@ -79,12 +79,6 @@ from jax_mx.reference.products import (
     amaxes as amaxes,
 )
 from jax_mx.reference.products import (
-    finished as finished,
-)
-from jax_mx.reference.products import (
-    made_by as made_by,
-)
-from jax_mx.reference.products import (
     matmul as matmul,
 )
 from jax_mx.reference.products import (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,12 +9,11 @@ import jax.numpy as jnp
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.products import UNIT
-from jax_mx.reference.activations import gated_exactly, halves
 from jax_mx.reference.blocks import amax_of, dequantize
-from jax_mx.reference.ragged import clamped, owners
+from jax_mx.reference.ragged import clamped
 
 
-def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *rest, plan: Any) -> list:
+def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *sizes, plan: Any) -> list:
     """y (T, N) = x (T, passes * K) @ W (G, N, K)^T; an x of several passes is their sum.
 
     Of a free W (G, K, N) x @ W, each pass with zeros up to a multiple of `UNIT` columns.
@@ -26,28 +23,28 @@ def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *rest, plan: Any) 
         w = w.mT
     length = w.shape[-1]
     parts = x.astype(jnp.float32).reshape(x.shape[0], -1, length + plan.free * (-length % UNIT))
-    return [_grouped(parts.sum(1)[:, :length], w, rest, plan)]
+    return [_product(parts.sum(1)[:, :length], w, *sizes).astype(plan.dtype)]
 
 
-def matmul_fp8(x_codes, x_scales, codes, scales, *rest, plan: Any) -> list:
+def matmul_fp8(x_codes, x_scales, codes, scales, *sizes, plan: Any) -> list:
     """The same for an x (T, K) in MX."""
     x = _floats(x_codes, x_scales, plan.formats[0])
-    return [_grouped(x, _floats(codes, scales, plan.formats[-1]), rest, plan)]
+    w = _floats(codes, scales, plan.formats[-1])
+    return [_product(x, w, *sizes).astype(plan.dtype)]
 
 
-def wgrad_fp8(x_codes, x_scales, codes, scales, sizes, *added, plan: Any) -> list:
+def wgrad_fp8(x_codes, x_scales, codes, scales, sizes, *, plan: Any) -> list:
     """y (G, M, N): for each group x (M, K) @ W (N, K)^T over its part of K."""
     x = _floats(x_codes, x_scales, plan.formats[0])
     w = _floats(codes, scales, plan.formats[-1])
-    y = _contracted(x.T, w.T, sizes)
-    return [(y + added[0] if added else y).astype(plan.dtype)]
+    return [_contracted(x.T, w.T, sizes).astype(plan.dtype)]
 
 
-def wgrad(x, dy, *rest, plan: Any) -> list:
+def wgrad(x, dy, *sizes, plan: Any) -> list:
     """y (G, K, N): for each group x (T, K)^T @ dy (T, N) over its rows, or (..., K, N) of all."""
-    x, dy, added = x.astype(jnp.float32), dy.astype(jnp.float32), rest[plan.grouped :]
-    y = _contracted(x, dy, rest[0]) if plan.grouped else _dot("...tk,...tn->...kn", x, dy)
-    return [(y + added[0] if added else y).astype(plan.dtype)]
+    x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
+    y = _contracted(x, dy, *sizes) if sizes else _dot("...tk,...tn->...kn", x, dy)
+    return [y.astype(plan.dtype)]
 
 
 def _contracted(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -75,56 +72,6 @@ def _floats(codes: jax.Array, scales: jax.Array, format) -> jax.Array:
     blocks = codes.reshape(*scales.shape, BLOCK // format.codes_per_byte)
     floats = dequantize(blocks, scales[..., None], format, jnp.dtype(jnp.float32))
     return floats.reshape(*scales.shape[:-1], -1)
-
-
-def _grouped(x: jax.Array, w: jax.Array, rest: tuple, plan: Any) -> jax.Array:
-    """The product, with what the plan's epilogue does to it."""
-    sizes, epilogue = rest[: plan.grouped], rest[plan.grouped :]
-    given: dict[str, Any] = dict(zip(plan.epilogue, epilogue, strict=True))
-    given["activation"] = partial(made_by, name=plan.activation, interleaved=plan.interleaved)
-    return finished(_product(x, w, *sizes), w.shape[0], *sizes, **given).astype(plan.dtype)
-
-
-def made_by(y: jax.Array, name: str, interleaved: bool) -> jax.Array:
-    """What an activation makes of gates and ups, (T, 2 N) in float32; of none y itself."""
-    return gated_exactly(halves(y, name, interleaved), None, name) if name else y
-
-
-def finished(
-    y: jax.Array,
-    groups: int,
-    sizes: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    row_scale: jax.Array | None = None,
-    added: jax.Array | None = None,
-    activation: Callable[[jax.Array], jax.Array] = lambda y: y,
-) -> jax.Array:
-    """activation(y + bias) * row_scale + added, float32; rows that no group has are 0 + added.
-
-    Args:
-      y: float32 (T, N).
-      groups: that share out its rows.
-      sizes: of each; without, all have as many.
-      bias: float32 (groups, N), or none; so with the others.
-      row_scale: float32 (T,).
-      added: float32 (T, N), or as many columns as the activation gives.
-      activation: see `made_by`.
-    """
-    if bias is not None:
-        row = jnp.arange(y.shape[0])
-        if sizes is None:
-            number = row // max(y.shape[0] // groups, 1)
-        else:
-            ends = jnp.cumsum(clamped(sizes, y.shape[0]))
-            number = owners(ends, row)
-        y = y + bias[jnp.minimum(number, groups - 1)]
-    y = activation(y)
-    if row_scale is not None:
-        y = y * row_scale[:, None]
-    if sizes is not None and (bias is not None or row_scale is not None):
-        there = jnp.arange(y.shape[0]) < clamped(sizes, y.shape[0]).sum()
-        y = jnp.where(there[:, None], y, 0)
-    return y if added is None else y + added
 
 
 def _product(x: jax.Array, w: jax.Array, *sizes: jax.Array) -> jax.Array:

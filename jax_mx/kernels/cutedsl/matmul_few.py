@@ -1,11 +1,12 @@
 """y = x @ dequantize(W)^T for few rows of x: W is read at the speed of memory, by every warp alone.
 
 `Few` computes y^T = W x^T by mma.sync, whose operands are registers: W its first, 64 rows of it a
-thread block, x its second, 8 or 16 rows, which have K columns or twice as many (see matmul.py). The
-warps of a thread block share K, and so do the thread blocks of a cluster where there are too few
-tiles for all. A warp has a ring of stages of its own, 64 bytes of each row, and asks for what it
-will want by cp.async, across tiles too: so it waits for no other warp but where sums meet. They do
-in shared memory: a warp's lie in the stage that it has read last and not yet asked for anew.
+thread block, x its second, 8 or 16 rows, which have K columns or twice as many (see
+matmul_many.py). The warps of a thread block share K, and so do the thread blocks of a cluster where
+there are too few tiles for all. A warp has a ring of stages of its own, 64 bytes of each row, and
+asks for what it will want by cp.async, across tiles too: so it waits for no other warp but where
+sums meet. They do in shared memory: a warp's lie in the stage that it has read last and not yet
+asked for anew.
 
 The order of K is that in which a lane's codes are the product's operand; x is read in the same
 order. `Few` takes a block of 32 at a time, adds it up by itself, from zero, and then to the sums,
@@ -148,7 +149,7 @@ class Rings:
 
 
 class Few(ProductEntry):
-    """See above; of the kinds "one", "groups" and "any" of `matmul.Warps`."""
+    """See above; of the kinds "one", "groups" and "any" of `matmul_many.Warps`."""
 
     columns = 64  # rows of W
     of_scales = 4  # bytes that two blocks' scales take in shared memory

@@ -12,7 +12,7 @@ the three that bring scales each wait for `empty` (at first it is free by the in
 of their warps arrives at `empty` when its products of the stage are done and its scales read. All
 five roles walk the same tiles and stages, so each wait has its arrivals, and none waits for what it
 gives itself. Two thread blocks of a cluster may have tiles below each other, and share the copies
-of W as those of matmul.py share the copies of x.
+of W as those of matmul_many.py share the copies of x.
 """
 
 import dataclasses

@@ -197,9 +197,8 @@ class ProductEntry:
 
     @property
     def scalars(self) -> list:
-        """The scalars of the launch rule: see `extents`; how y is gated; its dtype's number."""
-        how = [Scalar(4, name) for name in ("activation", "interleaved") if self.product.gated]
-        return [*(Scalar(4, extent) for extent in self.extents), *how, Scalar(4, constant(0))]
+        """The scalars of the launch rule: see `extents`; the number of y's dtype."""
+        return [*(Scalar(4, extent) for extent in self.extents), Scalar(4, constant(0))]
 
     def matrix_map(self, name: str, kind: str, itemsize: int, box: tuple, swizzle: int) -> dict:
         """The tensor map of a buffer (rows, columns) or (slabs, rows, columns)."""
@@ -503,7 +502,7 @@ class Plain(ProductEntry):
         y, sizes = arrays["y"], arrays["group_sizes"]
         epilogue: cutlass.Constexpr = [arrays[name] for name in EPILOGUE]
         added = arrays["added"]
-        t, wide, groups, width, blocks, *how, result = scalars
+        t, wide, groups, width, blocks, result = scalars
         size = self.size_in_bytes(result)
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
@@ -516,7 +515,8 @@ class Plain(ProductEntry):
             for n in cutlass.range(bid * self.threads + tid, width, grid * self.threads, unroll=1):
                 total = Float32(0)
                 if e < groups:
-                    total = self.one(arrays, epilogue, m, e, n, wide, high, blocks, width, how)
+                    total = self.dot(arrays, m, e, n, wide, high, blocks)
+                    total = self.finished(epilogue, total, e, m, n, width)
                 elif added.toint() != Int64(0):
                     total = element(added, Int64(m) * width + n, Float32)
                 self.store(y.toint() + (Int64(m) * width + n) * size, total, result)
@@ -525,12 +525,6 @@ class Plain(ProductEntry):
         """How many columns y has, of a matrix of so many rows, each of so many blocks."""
         del blocks
         return high
-
-    def one(self, arrays, epilogue, m, e, n, wide, high, blocks, width, how):
-        """An element of y."""
-        del how
-        total = self.dot(arrays, m, e, n, wide, high, blocks)
-        return self.finished(epilogue, total, e, m, n, width)
 
     @cute.jit
     def dot(

@@ -2,6 +2,4 @@
 
 from jax_mx.kernels.cutedsl.tuning.sm_90a import ROWS as SM_90A
 
-CHIP = ""
-
 ROWS = SM_90A

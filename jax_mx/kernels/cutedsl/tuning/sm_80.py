@@ -2,8 +2,6 @@
 
 from jax_mx.kernels.cutedsl.tuning.sm_90a import ROWS as SM_90A
 
-CHIP = ""
-
 ROWS = [
     {
         "kernel": "quantize.Tiled",
@@ -16,8 +14,7 @@ ROWS = [
             "aligned": False,
         },
         "value": {"down": 4, "across": 2},
-        "date": "2026-11-24",
-        "measured": ["(4, 4) spills registers, with scales in tiles of shuffled blocks"],
+        "why": "(4, 4) spills registers, with scales in tiles of shuffled blocks.",
     },
     {
         "kernel": "quantize.Tiled",
@@ -31,8 +28,7 @@ ROWS = [
             "aligned": False,
         },
         "value": {"down": 4, "across": 2},
-        "date": "2026-11-24",
-        "measured": ["(4, 1) spills registers, with scales in tiles"],
+        "why": "(4, 1) spills registers, with scales in tiles.",
     },
     {
         "kernel": "quantize.Tiled",
@@ -45,8 +41,7 @@ ROWS = [
             "aligned": True,
         },
         "value": {"down": 4, "across": 2},
-        "date": "2026-11-25",
-        "measured": ["(8, 2) spills registers"],
+        "why": "(8, 2) spills registers.",
     },
     {
         "kernel": "quantize.Tiled",
@@ -61,8 +56,7 @@ ROWS = [
             "aligned": False,
         },
         "value": {"down": 4, "across": 2},
-        "date": "2026-11-25",
-        "measured": ["(4, 1) spills registers, where floats are given, too"],
+        "why": "(4, 1) spills registers, where floats are given, too.",
     },
     *SM_90A,
 ]

@@ -5,8 +5,6 @@ It has no clusters of thread blocks.
 
 from jax_mx.kernels.cutedsl.tuning.sm_90a import ROWS as SM_90A
 
-CHIP = ""
-
 ROWS = [
     {
         "kernel": "quantize.Tiled",
@@ -19,8 +17,7 @@ ROWS = [
             "aligned": False,
         },
         "value": {"down": 4, "across": 1},
-        "date": "2026-11-24",
-        "measured": ["larger tiles spill registers"],
+        "why": "Larger tiles spill registers.",
     },
     {
         "kernel": "quantize.Tiled",
@@ -36,15 +33,13 @@ ROWS = [
             "aligned": False,
         },
         "value": {"down": 4, "across": 1},
-        "date": "2026-11-25",
-        "measured": ["(4, 2) spills registers, of gates and ups as two arrays"],
+        "why": "(4, 2) spills registers, of gates and ups as two arrays.",
     },
     {
         "kernel": "quantize.Tiled",
         "where": {"form": "both_transposed", "window": "256"},
         "value": {"down": 8, "across": 4},
-        "date": "2026-11-26",
-        "measured": ["(4, 4, below 2) wants clusters"],
+        "why": "(4, 4, below 2) wants clusters.",
     },
     *SM_90A,
 ]
