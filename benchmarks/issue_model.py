@@ -29,8 +29,10 @@ from benchmarks import shapes
 from benchmarks.record import RESULTS
 from benchmarks.report import read
 from benchmarks.runner import Args, Case, Row
+from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
-from jax_mx.facts.variants import ARCHS, VARIANTS, Variant
+from jax_mx.facts.variants import Variant
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering.store import manifest
 
 NONE = "no reason given"
@@ -150,7 +152,7 @@ def bytes_per_element(variant: Variant) -> float:
 
 def bounds(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Bound]:
     """A bound for every binary in a manifest, on every chip that runs it."""
-    for (name, chip), variant in itertools.product(CHIPS.items(), VARIANTS):
+    for (name, chip), variant in itertools.product(CHIPS.items(), SHIPPED):
         binary = facts.get(f"{variant.name}.{chip.arch}")
         if chip.arch not in ARCHS[variant.implementation] or binary is None:  # not built here
             continue

@@ -33,6 +33,10 @@ from jax_mx.lowering.registry import IMPLEMENTATIONS
 from jax_mx.lowering.targets import chip_of
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.reference import rows_of
+from jax_mx.sources.gated import GatedSource
+from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.rms_norm import NormSource
+from jax_mx.sources.rows import RowsSource
 
 _quantized = jax.jit(
     jax_mx.quantize, static_argnames=("format", "axis", "scaling", "scale_layout", "block")
@@ -41,24 +45,22 @@ _quantized = jax.jit(
 
 def _made_of(source: Source) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """How XLA makes floats, and the keywords of the op that makes them itself, of its operands."""
-    if source.rows:
+    if isinstance(source, RowsSource):
         return lambda a: rows_of(*a), lambda a: {"rows": a[1]}
-    if source.norm:
+    if isinstance(source, NormSource):
         return lambda a: jax_mx.rms_norm(*a).floats, lambda a: {}
-    name, turns = source.activation, source.interleaved
-    if source.gradient:
-        make = functools.partial(jax_mx.gated, activation=name, interleaved=turns)
+    assert isinstance(source, GatedSource | GradientSource)
+    made = {"activation": source.activation, "interleaved": source.interleaved}
+    gated = jax_mx.Gated(source.activation, interleaved=source.interleaved)
+    if isinstance(source, GatedSource):
+        return lambda a: jax_mx.gated(a[0], **made), lambda a: {"activation": gated}
+    make = functools.partial(jax_mx.gated, **made)
 
-        def own(dy: jax.Array) -> jax_mx.Gated | WithSums:
-            gated = jax_mx.Gated(name, interleaved=turns, gradient=dy)
-            return WithSums(gated) if source.sums else gated
+    def own(dy: jax.Array) -> jax_mx.Gated | WithSums:
+        asked = dataclasses.replace(gated, gradient=dy)
+        return WithSums(asked) if source.sums else asked
 
-        return lambda a: jax.vjp(make, a[0])[1](a[1])[0], lambda a: {"activation": own(a[1])}
-    if source.apart:
-        apart = lambda a: {"activation": jax_mx.Gated(name, up=a[1])}  # noqa: E731
-        return lambda a: jax_mx.gated(a[0], name, up=a[1]), apart
-    gated, made = jax_mx.Gated(name, interleaved=turns), {"activation": name, "interleaved": turns}
-    return lambda a: jax_mx.gated(a[0], **made), lambda a: {"activation": gated}
+    return lambda a: jax.vjp(make, a[0])[1](a[1])[0], lambda a: {"activation": own(a[1])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,11 +140,11 @@ class Quantizer:
             return jax.jit(op), versions
         before, how = _made_of(self.made)
         versions |= {"our kernel": op}
-        floats = self.made.floats
+        floats = getattr(self.made, "floats", False)
 
         def after(a: Any, f: Callable[..., Any]) -> Any:
             y = before(a)
-            if self.made.sums:
+            if getattr(self.made, "sums", False):
                 return f(y), y.astype(jnp.float32).sum(0)
             return (y, f(y)) if floats else f(y)
 
@@ -151,10 +153,11 @@ class Quantizer:
             for name, f in versions.items()
         }
         options |= {"both": form.op == "quantize_both", "floats": floats}
-        if self.made.norm:
+        if isinstance(self.made, NormSource):
             norm = functools.partial(jax_mx.rms_norm, **options)
             return jax.jit(lambda a: norm(*a)[:2] if floats else norm(*a).quantized), made
         if floats:
+            assert isinstance(self.made, GatedSource)
             options |= {"activation": self.made.activation, "interleaved": self.made.interleaved}
             return jax.jit(lambda a: jax_mx.gated(*a, **options)), made
         return jax.jit(lambda a: op(a[0], **how(a))), made
@@ -162,16 +165,16 @@ class Quantizer:
     def make(self, key: jax.Array) -> Any:
         """An argument of those."""
         form, dtype = shapes.FORMS[self.form], FLOAT_DTYPES[self.dtype]
-        if self.made.rows:
+        if isinstance(self.made, RowsSource):
             return self.tokens(key)
-        if self.made.norm:
+        if isinstance(self.made, NormSource):
             x = baselines.normal(key, shape=self.shape, dtype=dtype)
             return x, jax.numpy.ones(self.shape[-1:], dtype)
         if self.source:
-            shape = (*self.shape[:-1], self.made.halves * self.shape[-1])
+            shape = (*self.shape[:-1], 2 * self.shape[-1])
             x = baselines.normal(key, shape=shape, dtype=dtype)
-            other = baselines.normal(key, shape=self.shape, dtype=dtype)  # dy, or ups
-            return (x, other) if self.made.gradient or self.made.apart else (x,)
+            dy = baselines.normal(key, shape=self.shape, dtype=dtype)
+            return (x, dy) if isinstance(self.made, GradientSource) else (x,)
         x = baselines.normal(key, shape=self.shape, dtype=dtype)
         if form.op != "dequantize":
             return x
@@ -196,13 +199,7 @@ class Quantizer:
             dtype=self.dtype,
             ndim=len(self.shape),
             transpose=form.transpose,
-            rows=self.made.rows,
-            activation=self.made.activation or None,
-            interleaved=self.made.interleaved,
-            up=self.made.apart,
-            gradient=self.made.gradient,
-            norm=self.made.norm,
-            floats=self.made.floats,
+            source=self.made,
             implementation=self.implementation,
             **form.made_by,
             **self.options,

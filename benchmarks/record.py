@@ -49,7 +49,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "activations": (
         "_sources",
-        f'{_SOURCES} swiglu swiglu_floats swiglu_apart --form "axis -1" "both transposed" '
+        f'{_SOURCES} swiglu swiglu_floats --form "axis -1" "both transposed" '
         "--shapes 16384x4096,16384x14336",
     ),
     "gradients": (

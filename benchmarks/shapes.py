@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_mx.facts import directions
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.sources import RMS_NORM, ROWS, Source
-from jax_mx.facts.variants import ACTIVE, Kind
+from jax_mx.facts.kinds import Kind
+from jax_mx.facts.sources import Source
+from jax_mx.sources.gated import ACTIVE, GatedSource
+from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.rms_norm import NormSource
+from jax_mx.sources.rows import RowsSource
 
 Shape = tuple[int, ...]
 
@@ -98,28 +103,16 @@ PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
 
 
 # What makes the floats of a call, by name: rows, picked by numbers, an activation or a norm.
-_WAYS = (
-    *(
-        dataclasses.replace(how, interleaved=turns)
-        for how in (
-            Source(),
-            Source(gradient=True),
-            Source(gradient=True, sums=True),
-            Source(floats=True),
-        )
-        for turns in (False, True)
-    ),
-    Source(apart=True),
-)
-SOURCES = {
+_WAYS = tuple(itertools.product(ACTIVE, (False, True)))
+SOURCES: Mapping[str, Source] = {
     str(source): source
     for source in (
-        ROWS,
-        *(dataclasses.replace(how, activation=name) for how in _WAYS for name in ACTIVE["cutedsl"]),
-        RMS_NORM,
-        dataclasses.replace(RMS_NORM, floats=True),
+        RowsSource(),
+        *(kind(*way, more) for kind in (GatedSource, GradientSource) for more in (False, True)
+          for way in _WAYS),
+        *(NormSource(floats=floats) for floats in (False, True)),
     )
-}
+}  # fmt: skip
 
 
 def named(form: str, preprocessing: str, source: str = "") -> str:

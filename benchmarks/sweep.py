@@ -37,10 +37,14 @@ from unittest import mock
 from benchmarks import shapes
 from jax_mx.facts.directions import FORMS, LAST
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
+from jax_mx.facts.kinds import Kind
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.products import BINARIES, TILE, Binary, Product
-from jax_mx.facts.variants import Kind, Variant, layouts_of
+from jax_mx.facts.products import PRODUCTS, TILE, Binary, Product
+from jax_mx.facts.variants import Variant, layouts_of
 from jax_mx.kernels import tuning
+from jax_mx.kernels.shipped import existing
+from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.rms_norm import NormSource
 
 if TYPE_CHECKING:
     import jax
@@ -93,7 +97,7 @@ def candidates(variant: Binary) -> Iterator[Any]:
     if isinstance(variant, Product):
         yield from _of_products(variant)
         return
-    if variant.normed:
+    if isinstance(variant.source, NormSource):
         yield from _of_norms(variant)
         return
     itemsize = FLOAT_DTYPES[variant.dtype].itemsize
@@ -124,7 +128,9 @@ def _of_tiles(variant: Variant) -> Iterator[Any]:
     sizes = ((1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4))
     for (down, across), band in itertools.product(sizes, (1, 16, 64)):
         yield tiled.Tiling(down, across, band)
-        gradient = variant.source.gradient  # whose parts' amaxes no cluster finds
+        gradient = isinstance(
+            variant.source, GradientSource
+        )  # whose parts' amaxes no cluster finds
         if variant.form.is_both and isinstance(variant.window, int) and not gradient:
             below = variant.window // (BLOCK * down)
             if 1 < below <= 8:
@@ -555,9 +561,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.action != "show" and args.folder is None:
         parser.error(f"{args.action} wants the folder of the candidates")
-    by_name = {v.name: v for v in BINARIES if v.implementation == "cutedsl"}
+    by_name = {v.name: v for v in (*existing(), *PRODUCTS) if v.implementation == "cutedsl"}
     if unknown := [name for name in args.name if name not in by_name]:
-        parser.error(f"no kernel of CuTeDSL has the name {unknown[0]!r}: see `BINARIES`")
+        parser.error(f"no kernel of CuTeDSL has the name {unknown[0]!r}: see `existing`")
     variants = [by_name[name] for name in args.name] or [
         v
         for v in by_name.values()

@@ -27,9 +27,13 @@ from jax_mx.facts import amd, formats, verified, windows
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
-from jax_mx.facts.sources import Source
-from jax_mx.facts.variants import VARIANTS, differ_in_bits
+from jax_mx.facts.sources import Source, X
+from jax_mx.facts.variants import differ_in_bits, variants
+from jax_mx.kernels.shipped import SOURCES, existing
 from jax_mx.lowering.registry import IMPLEMENTATIONS
+from jax_mx.sources.gated import GatedSource
+from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.rms_norm import NormSource
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -90,7 +94,7 @@ def state(arch: str) -> str:
 def kernels() -> list[str]:
     """A row for each op with the same forms and formats, and what is done before it rounds."""
     found: dict[tuple, dict[str, dict[str, None]]] = {}
-    for v in VARIANTS:
+    for v in existing():
         if v.implementation != "cutedsl":
             continue
         before = "".join(kind.suffix or "_rn" for kind in v.kinds)[1:].replace("_", " ")
@@ -285,14 +289,8 @@ def _kernel_of(row: Mapping[str, Any]) -> str:
     kinds = shapes.PREPROCESSING[preprocessing or "none"]
     if form.kernel.is_both and len(kinds) == 1:
         kinds *= 2
-    for v in VARIANTS:
-        if (v.implementation, v.form, v.dtype) != (
-            "cutedsl",
-            form.kernel,
-            row["dtype"],
-        ) or v.source:
-            continue
-        if v.op == form.op.removesuffix("_both") and (v.kinds, v.window) == (kinds, formats.BLOCK):
+    for v in variants("cutedsl", form.op.removesuffix("_both"), X, kinds):
+        if (v.form, v.dtype) == (form.kernel, row["dtype"]):
             if {f.name for f in v.formats} == {row["format"]}:
                 return v.name
     return ""
@@ -637,10 +635,12 @@ def layers() -> list[str]:
 def sources() -> list[str]:
     """A row for what one kernel makes and quantizes, by dtype and window."""
     found: dict[tuple, set[tuple[str, ...]]] = {}
-    for variant in VARIANTS:
-        source = variant.source
-        if variant.implementation == "cutedsl" and (source.norm or source.activation):
-            key = (_made(source), variant.window, variant.dtype, source.activation)
+    made = [s for s in SOURCES if isinstance(s, GatedSource | GradientSource | NormSource)]
+    for own in made:
+        for variant in variants("cutedsl", "quantize", own):
+            if variant.gives_floats:
+                continue
+            key = (_made(own), variant.window, variant.dtype, getattr(own, "activation", ""))
             names = tuple(each.name.rpartition("_")[2].upper() for each in variant.formats)
             found.setdefault(key, set()).add(names)
     rows: dict[tuple, tuple[dict, dict]] = {}  # what has the same formats: a row
@@ -659,13 +659,14 @@ def sources() -> list[str]:
 
 def _made(source: Source) -> str:
     """What a kernel makes of what, in words, whichever the activation."""
-    if source.norm:
+    if isinstance(source, NormSource):
         words = "a norm of a sum" if source.added else "a norm"
-    else:
-        turns = "by turns" if source.interleaved else "all gates first"
-        words = "gates and ups in two arrays" if source.apart else f"gates and ups, {turns}"
-        words = f"{words}: the gradient" if source.gradient else words
-    return words + "; the floats, too" * source.floats + "; sums of columns, too" * source.sums
+        return words + "; the floats, too" * source.floats
+    assert isinstance(source, GatedSource | GradientSource)
+    words = "gates and ups, " + ("by turns" if source.interleaved else "all gates first")
+    if isinstance(source, GatedSource):
+        return words + "; the floats, too" * source.floats
+    return words + ": the gradient" + "; sums of columns, too" * source.sums
 
 
 # ---- where they stand ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from jax._src import compiler
 
 from jax_mx.facts import verified
 from jax_mx.facts.chips import ARCHS, arch_of, dsl_of
-from jax_mx.facts.products import BINARIES
+from jax_mx.kernels.shipped import BINARIES
 from jax_mx.lowering import store, targets
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -12,16 +12,17 @@ import pytest
 from helpers import call, op_of, operand, random_bits, with_zeros
 from jax.extend.core import jaxpr_as_fun
 
+from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.code_object import CodeObject
 from jax_mx.facts.directions import LAST
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.variants import ARCHS, VARIANTS
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import store
 from jax_mx.testing.memory import Global
 
 POISON = 0xA7
 # Those of rows have tests of their own, tests/test_rows.py.
-FLYDSL = [v for v in VARIANTS if v.implementation == "flydsl" and not v.source]
+FLYDSL = [v for v in SHIPPED if v.implementation == "flydsl" and not v.source]
 
 
 def binaries_of(variants) -> list[tuple]:

@@ -36,13 +36,14 @@ from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.products import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
-from jax_mx.facts.variants import Kind, Variant, takes_zero_scale
+from jax_mx.facts.variants import Variant, takes_zero_scale
 from jax_mx.lowering import primitive, quantizers, registry, store, targets
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.products import AMAX, products_p
 from jax_mx.ops.fake_quantize import through_codes
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.requantize import requantize
+from jax_mx.sources.codes import CodesSource
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -114,8 +115,8 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     elif turn and variant.op == "dequantize":
         axis = -3 - axis
     quantize = partial(jax_mx.quantize, format=variant.formats[0], axis=axis, **options)
-    if variant.codes:
-        make = partial(jax_mx.quantize, format=variant.codes)
+    if isinstance(variant.source, CodesSource):
+        make = partial(jax_mx.quantize, format=variant.source.format)
         return make, partial(requantize, transpose=turn, **quantize.keywords)
     if variant.op == "quantize":
         return lambda x: x, partial(quantize, transpose=turn)
@@ -240,8 +241,8 @@ class InHand(store.Artifact):
 def stand_in(kernel: Binary, arch: str = "sm_90a") -> InHand:
     """A kernel without code, for programs that are lowered and compiled but must not run."""
     image = images.cuda()
-    kinds = getattr(kernel, "kinds", ()) or (Kind(),) * len(kernel.formats)
-    count = len(signature_of(getattr(kernel, "signature", kernel.op), kinds).arrays)
+    signature = kernel.signature if isinstance(kernel, Variant) else signature_of(kernel.op)
+    count = len(signature.arrays)
     entry = launch.Entry(f"{kernel.name}_0", (1,) * count, (32, 1, 1))
     rule = launch.Launch(entries=(entry,)).to_json()
     facts = {
@@ -583,7 +584,6 @@ def stand_ins_on_cpu() -> None:
         kernels = {"sm_90": stand_in(kernel).attributes("row_major", {}, True)}
         return primitive._call(ctx, *operands, plan=plan, view=plan.view, kernels=kernels)
 
-    registry.VARIANTS = tuple(EVERY)
     for p in (quantizers.quantize_p, quantizers.dequantize_p):
         mlir.register_lowering(p, lowering, platform="cpu")
 

@@ -6,10 +6,10 @@ from helpers import assert_bits_equal, assert_same_array, call, operand, poison_
 
 import jax_mx
 from jax_mx.facts.chips import ARCHS
-from jax_mx.facts.variants import VARIANTS
+from jax_mx.kernels.shipped import SHIPPED
 
 # Those of rows have tests of their own, tests/test_rows.py.
-EACH = [v for v in VARIANTS if not v.source]
+EACH = [v for v in SHIPPED if not v.source]
 HERE = [v for v in EACH if arch_here() is None or arch_here() in ARCHS[v.implementation]]
 
 

@@ -4,7 +4,6 @@ import functools
 import math
 from typing import Any
 
-import emulation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,14 +24,17 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import _ffi, reference
+from jax_mx import reference
 from jax_mx.facts.activations import ACTIVATIONS, GATED
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
-from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.facts.variants import layouts_of
 from jax_mx.facts.windows import lengths_of
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import store
-from jax_mx.ops.quantizing import WithFloats, WithSums
+from jax_mx.ops.quantizing import WithSums
+from jax_mx.sources.gated import GatedSource
+from jax_mx.sources.gated_gradient import GradientSource
 
 P = PartitionSpec
 NAMES = [*ACTIVATIONS]
@@ -46,7 +48,7 @@ each_name = pytest.mark.parametrize(
 )
 GATELESS = [name for name in NAMES if name not in GATED]
 DTYPES = ["bfloat16", "float16", "float32"]
-ACTIVE = [v for v in VARIANTS if v.source.activation]
+ACTIVE = [v for v in SHIPPED if isinstance(v.source, GatedSource | GradientSource)]
 EVERY = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)  # every bfloat16
 LEAST = 2.0**-126  # the smallest normal number
 
@@ -596,19 +598,22 @@ def test_what_serves_it():
     supported = functools.partial(jax_mx.is_supported, "quantize", activation="swiglu")
     name = "quantize_last_bfloat16_mxfp8_e4m3"
     assert supported("sm_90") == (True, f"cutedsl: {name}_swiglu")
-    assert supported("gfx950") == (True, f"flydsl: {name}_swiglu")
+    assert supported("gfx950") == (True, f"flydsl: {name} of floats that XLA makes")
     found = jax_mx.is_supported("quantize_both", "sm_90", transpose=True, activation="swiglu",
                                 gradient=True)  # fmt: skip
     name_of_both = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
     assert found == (True, f"cutedsl: {name_of_both}_swiglu_gradient")
     found = jax_mx.is_supported("quantize_both", "gfx950", transpose=True, activation="gpt_oss",
                                 interleaved=True, gradient=True)  # fmt: skip
-    assert found == (True, f"flydsl: {name_of_both}_gpt_oss_interleaved_gradient")
-    assert supported("sm_100", up=True) == (True, f"cutedsl: {name}_swiglu_apart")
+    assert found == (True, f"flydsl: {name_of_both} of floats that XLA makes")
+    found = jax_mx.is_supported("quantize_both", "sm_90", transpose=True, activation="gpt_oss",
+                                interleaved=True, gradient=True)  # fmt: skip
+    assert found == (True, f"cutedsl: {name_of_both}_gpt_oss_interleaved_gradient")
+    assert supported("sm_100", up=True) == (True, f"cutedsl: {name} of floats that XLA makes")
     found, what = supported("sm_90", up=True, activation="gpt_oss")
     assert found and what.endswith(" of floats that XLA makes")
-    found = jax_mx.is_supported("quantize", "gfx942", activation="gpt_oss", interleaved=True)
-    assert found == (True, f"flydsl: {name}_gpt_oss_interleaved")
+    found = jax_mx.is_supported("quantize", "sm_80", activation="gpt_oss", interleaved=True)
+    assert found == (True, f"cutedsl: {name}_gpt_oss_interleaved")
     assert supported("sm_90", floats=True) == (True, f"cutedsl: {name}_swiglu_floats")
     found, what = supported("sm_90", floats=True, dtype="float32")
     assert found and what.endswith(" of floats that XLA makes")
@@ -642,8 +647,7 @@ def test_one_call():
     assert f": ({operands}) -> " in call_attributes_in(text) and "exponential" not in text
     apart = lambda x, up: jax_mx.gated(x, up=up, format="mxfp8_e4m3", both=True)  # noqa: E731
     text = jax.jit(apart).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
-    operands = "tensor<64x16x32xbf16>, tensor<2x32xf32>, tensor<64x16x32xbf16>"
-    assert f": ({operands}) -> " in call_attributes_in(text) and "exponential" not in text
+    assert ": (tensor<2x16x32x32xbf16>) -> " in call_attributes_in(text)  # of floats by XLA
     beside = lambda x: jax_mx.gated(x, format="mxfp8_e4m3", both=True, floats=True)  # noqa: E731
     for f in (beside, jax.value_and_grad(lambda x: beside(x).floats.astype(jnp.float32).sum())):
         text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
@@ -810,19 +814,20 @@ def fitting(variant, length: int) -> int:
 
     By turns, gates and ups together are whole blocks.
     """
-    if variant.source.gradient and variant.source.interleaved:
+    gradient = isinstance(variant.source, GradientSource)
+    if gradient and variant.source.interleaved:
         return length // 2
-    unit = max(lengths_of(variant.window)) if variant.source.gradient else 1
+    unit = max(lengths_of(variant.window)) if gradient else 1
     return -(-length // unit) * unit
 
 
 def made_by(variant, x, weights=None):
     """What asks for a variant, and what that quantizes, for all gates, then all ups."""
     name, turns = variant.source.activation, variant.source.interleaved
-    if not variant.source.gradient:
-        up = x[:, x.shape[1] // 2 :].copy() if variant.source.apart else None
-        own = jax_mx.Gated(name, weights, up, interleaved=turns)
-        return WithFloats(own) if variant.source.floats else own, wanted(x, name, weights)
+    if isinstance(variant.source, GatedSource):
+        own = jax_mx.Gated(name, weights, interleaved=turns)
+        asked = own.of("quantize", x, floats=True) if variant.source.floats else own
+        return asked, wanted(x, name, weights)
     dy = random_bits((x.shape[0] * x.shape[1] // 2,), variant.dtype, seed=9)
     dy = np.where(np.abs(doubles(dy)) < most(variant), dy, 1).astype(x.dtype).reshape(len(x), -1)
     own = jax_mx.Gated(name, weights, interleaved=turns, gradient=dy)
@@ -832,7 +837,7 @@ def made_by(variant, x, weights=None):
 
 def most(variant) -> float:
     """What ups and gradients are less than: no sum is to be a NaN, whose bits are the device's."""
-    return 2.0**60 if variant.source.sums else np.inf
+    return 2.0**60 if "sums" in [array.name for array in variant.source.results] else np.inf
 
 
 def reference_of(variant, floats, **how):
@@ -841,14 +846,12 @@ def reference_of(variant, floats, **how):
     And their sums, by NumPy.
     """
     found = jax.jit(call(variant, "xla", **how))(floats)
-    found = [*found, sums_of(floats)] if variant.source.sums else found
-    return [*found, floats] if variant.source.floats else found
+    beside = {"sums": sums_of, "floats": lambda x: x}
+    return [*found, *(beside[array.name](floats) for array in variant.source.results)]
 
 
 def laid(variant, x):
-    """All gates, then all ups, as a variant has them; beside ups apart the gates."""
-    if variant.source.apart:
-        return x[:, : x.shape[1] // 2].copy()
+    """All gates, then all ups, as a variant has them."""
     if not variant.source.interleaved:
         return x
     return np.stack(np.split(x, 2, -1), -1).reshape(x.shape)
@@ -980,75 +983,6 @@ def test_past_two_to_the_31():
     assert_bits_equal(last.scales[-4096:], want[0].scales)
     assert_bits_equal(second.values[:, -4096:], want[1].values)
     assert_bits_equal(second.scales[:, -128:], want[1].scales)
-
-
-# ---- emulated ---
-AMD = [v for v in ACTIVE if v.implementation == "flydsl"]
-
-
-def some_floats(variant, rows: int, length: int, seed: int):
-    """(rows, 2 length) of gates that no infinite one is beside, of any size; and weights."""
-    size = -(-rows * 2 * length // 32) * 32
-    x = random_bits((size,), variant.dtype, seed=seed)[: rows * 2 * length]
-    if seed:
-        x = np.where(np.abs(doubles(x)) < most(variant), x, 1).astype(x.dtype)
-    weights = np.random.default_rng(seed).normal(size=rows).astype(np.float32)
-    if rows > 96:
-        weights[3] = np.nan  # padding beside this row stays 0
-    return x.reshape(rows, 2 * length), weights
-
-
-@pytest.mark.every_binary
-@pytest.mark.sampled(464, 22)
-@emulation.every_binary(AMD)
-def test_emulated(variant, arch):
-    """Layouts of scales, scalings, orders of the waves and entries in turn; then every gate."""
-    from jax_mx.testing import emulate
-    from jax_mx.testing.emulator import ORDERS
-
-    turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
-    shapes = SHAPES[str(variant.form).removesuffix("_transposed")]
-    shapes = [(min(rows, 160), fitting(variant, min(length, 288))) for rows, length in shapes]
-    every = every_gate(dtype=variant.dtype)
-    every[:, 128:] = np.where(np.abs(doubles(every[:, 128:])) < 2, every[:, 128:], 1)
-    every = np.where(np.isfinite(doubles(every)), every, 1).astype(every.dtype)
-    for i in range(3):
-        x, weights = some_floats(variant, *shapes[(turn + i) % len(shapes)], seed=i)
-        x, weights = (every, np.ones(512, np.float32)) if i == 2 else (x, weights)
-        how = {
-            "scaling": scalings[(turn + i) % len(scalings)],
-            "scale_layout": layouts[(turn + i) % len(layouts)],
-        }
-        own, floats = made_by(variant, x, weights)
-        want = reference_of(variant, floats, **how)
-        before = _ffi.counters()["launches"]
-        with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
-            op = call(variant, "flydsl", **how)
-            got = jax.jit(lambda x, own, op=op: op(x, activation=own))(laid(variant, x), own)
-            got = jax.block_until_ready(got)
-        assert _ffi.counters()["launches"] == before + 1
-        same(got, want, f"{x.shape} {how}")
-
-
-@pytest.mark.every_binary
-@pytest.mark.sampled(464, 22)
-@emulation.every_binary(AMD)
-def test_emulated_at_any_address(variant, arch):
-    """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""
-    turn, layouts = AMD.index(variant), layouts_of(variant)
-    for entry in range(2):
-        how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
-        length = fitting(variant, (256, 96 if variant.form.spans[1] else 33)[entry])
-        x, weights = some_floats(variant, 96, length, seed=1)
-        own, floats = made_by(variant, x, weights)
-        x = laid(variant, x)
-        program = emulation.Program(variant, arch, x.shape, activation=own, **how)
-        assert program.takes(entry)
-        want = reference_of(variant, floats, **how)
-        gated = own if isinstance(own, jax_mx.Gated) else own.own
-        more = [a for a in (gated.up, gated.gradient) if a is not None]
-        operands = emulation.bytes_of([x, weights, *more])
-        assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
 
 
 def test_inputs_of_other_kinds():

@@ -33,9 +33,11 @@ from benchmarks import (
     timing,
 )
 from docs import tables
+from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.variants import ARCHS, VARIANTS, layouts_of
+from jax_mx.facts.variants import layouts_of
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.ops.planning import Options, planned
 from jax_mx.reference import rows_of
 
@@ -98,7 +100,7 @@ def test_forms_are_those_of_kernels(name):
 
 @pytest.mark.parametrize(
     "variant",
-    [variant for variant in VARIANTS if variant.implementation == "cutedsl"],
+    [variant for variant in SHIPPED if variant.implementation == "cutedsl"],
     ids=lambda variant: variant.name,
 )
 def test_kernels_take_the_candidates_of_a_sweep(variant):
@@ -530,7 +532,7 @@ def test_preprocessing_is_rows(rows_by):
                 assert (len(kinds) == 0) == (not own.how)
     compiled = [
         variant.kinds
-        for variant in VARIANTS  # a sweep has windows; a product wants what is dequantized at once
+        for variant in SHIPPED  # a sweep has windows; a product wants what is dequantized at once
         if all(kind.window == BLOCK and not kind.dequantized for kind in variant.kinds)
     ]
     assert {*map(frozenset, compiled)} == {*map(frozenset, named.values())}
@@ -906,7 +908,7 @@ def test_the_ratio_is_issued_over_needed():
 
 
 def test_bytes_are_those_that_timing_counts():
-    for variant in VARIANTS:
+    for variant in SHIPPED:
         form = shapes.FORMS.get(shapes.form_of(variant.op, variant.form) or "")
         if form is None:
             continue
@@ -930,7 +932,7 @@ def test_every_binary_is_bounded_on_every_chip_that_runs_it():
     assert [(bound.variant, bound.chip) for bound in found] == [
         (variant, name)
         for name, chip in issue_model.CHIPS.items()
-        for variant in VARIANTS
+        for variant in SHIPPED
         if chip.arch in ARCHS[variant.implementation] and f"{variant.name}.{chip.arch}" in manifest
     ]
     assert found
@@ -949,7 +951,7 @@ def test_every_binary_is_bounded_on_every_chip_that_runs_it():
     ],
 )
 def test_a_slow_variant_wants_a_reason(monkeypatch, capsys, counts, reasons, want):
-    variant = VARIANTS[0]
+    variant = SHIPPED[0]
     fast = {"shortest": 16, "longest": 16, "loops": False}
     usages = (
         {"instructions": c, "registers": 9, "elements_per_thread": 16} for c in (fast, counts)
@@ -966,7 +968,7 @@ def test_a_slow_variant_wants_a_reason(monkeypatch, capsys, counts, reasons, wan
 
 
 def test_reasons_are_for_variants_that_want_one():
-    if len(issue_model.manifest()) < sum(len(ARCHS[v.implementation]) for v in VARIANTS):
+    if len(issue_model.manifest()) < sum(len(ARCHS[v.implementation]) for v in SHIPPED):
         pytest.skip("this installation holds not all binaries (JAX_MX_ARCHS)")
     found = [b for b in issue_model.bounds(issue_model.manifest()) if b.is_below]
     for implementation, patterns in issue_model.REASONS.items():

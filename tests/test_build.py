@@ -11,14 +11,13 @@ from helpers import loaded_after
 
 from jax_mx.facts import content, verified
 from jax_mx.facts.chips import ARCHS
-from jax_mx.facts.products import BINARIES, archs_of
-from jax_mx.facts.variants import VARIANTS
 from jax_mx.kernels import build
 from jax_mx.kernels.build import EXECUTED
+from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
 from jax_mx.lowering import store
 
 COMPILED = shutil.ignore_patterns("__pycache__")  # what a cache holds is no source
-FIRST = {dsl: next(v for v in VARIANTS if v.implementation == dsl) for dsl in ARCHS}
+FIRST = {dsl: next(v for v in SHIPPED if v.implementation == dsl) for dsl in ARCHS}
 
 
 def test_the_build_imports_no_jax():
@@ -45,7 +44,10 @@ def test_kernels_import_no_jax():
 
 # Kernels of archs that none of them was executed on, here or on a GPU.
 NEVER_RUN = [
-    (variant, arch) for variant in BINARIES for arch in archs_of(variant) if arch not in EXECUTED
+    (variant, arch)
+    for variant in BINARIES
+    for arch in shipped_archs(variant)
+    if arch not in EXECUTED
 ]
 
 
@@ -63,7 +65,8 @@ def test_no_kernel_spills_registers(variant, arch):
 def _places(dsl: str) -> list[Path]:
     """The files whose change must change the key of a DSL's kernels."""
     package = Path(build.__file__).parents[1]
-    found = [*(package / "facts").glob("*.py"), *(package / "kernels" / dsl).glob("*.py")]
+    folders = ("facts", "sources", f"kernels/{dsl}")
+    found = [path for folder in folders for path in (package / folder).glob("*.py")]
     shared = ("entry.py", "geometry.py", "noise.py", "tuning.py")
     found += [package / "kernels" / name for name in shared]
     return [path.relative_to(package) for path in found if path.stem not in ("sass", "gcn")]
@@ -85,7 +88,7 @@ def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:
 def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypatch):
     """A stale binary cannot pass: what an entry is made of is in files that the key hashes."""
     package = Path(build.__file__).parents[1]
-    for folder in ("facts", "kernels"):
+    for folder in ("facts", "sources", "kernels"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     variant, places = FIRST[dsl], [*_places(dsl), *_tables(dsl, arch, monkeypatch)]
 
@@ -114,7 +117,7 @@ def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypat
 def test_a_key_changes_with_what_a_table_says(tmp_path):
     """With `value_layouts_of` changed, a kernel's scalars are others; its key once stayed."""
     package = Path(build.__file__).parents[1]
-    for folder in ("facts", "kernels"):
+    for folder in ("facts", "sources", "kernels"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     table = tmp_path / "facts" / "variants.py"
     before = content.key_of(FIRST["cutedsl"], "sm_90a", tmp_path)
@@ -129,10 +132,10 @@ def test_a_key_changes_with_what_a_table_says(tmp_path):
 
 
 def test_a_key_changes_with_compilers_variant_and_arch(monkeypatch):
-    keys = {content.key_of(v, arch) for v in VARIANTS[:3] for arch in ("sm_90a", "sm_89")}
+    keys = {content.key_of(v, arch) for v in SHIPPED[:3] for arch in ("sm_90a", "sm_89")}
     assert len(keys) == 6
     monkeypatch.setitem(content.COMPILERS, "cutedsl", {"nvidia-cutlass-dsl": "0"})
-    assert content.key_of(VARIANTS[0], "sm_90a") not in keys
+    assert content.key_of(SHIPPED[0], "sm_90a") not in keys
 
 
 # ---- building ahead ---
@@ -174,7 +177,7 @@ def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):
     facts = {"name": "a.sm_90a", "sha256": "0", "launches": {"row_major": {"entries": entries}}}
     monkeypatch.setattr(build, "BINARIES", tmp_path)
     monkeypatch.setattr(build, "compile_all", lambda jobs: [(b"", facts) for _ in jobs])
-    assert build.build([(VARIANTS[0], "sm_90a")]) == 1
+    assert build.build([(SHIPPED[0], "sm_90a")]) == 1
     assert "a.sm_90a: a_1 spills 8 bytes of registers" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]  # nothing to launch
 
@@ -182,7 +185,7 @@ def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):
 def test_which_archs_a_build_is_for(monkeypatch):
     assert build.jobs_of([]) == []
     monkeypatch.setattr(build, "native", lambda: ["sm_90a"])
-    one = build.jobs_of(["native"], "quantize_square_float16_mxfp8_e4m3")
+    one = build.jobs_of(["native"], "quantize_last_float16_mxfp8_e4m3")
     assert [arch for _, arch in one if _.op == "quantize"] == ["sm_90a"]
     archs = {arch for _, arch in build.jobs_of(["all"])}
     assert archs == {arch for dsl in ARCHS.values() for arch in dsl}

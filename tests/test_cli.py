@@ -25,7 +25,7 @@ import jax_mx
 from jax_mx.command import here, output, pictures, plain, ran, samples, tensors
 from jax_mx.command import report as cli
 from jax_mx.facts import verified
-from jax_mx.facts.variants import VARIANTS
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import store
 from jax_mx.lowering.registry import Support
 
@@ -469,7 +469,7 @@ def test_devices_are_a_list(monkeypatch):
 
 
 def test_kernels_that_are_held(tmp_path, monkeypatch):
-    first, second, third = [v for v in VARIANTS if v.implementation == "cutedsl"][:3]
+    first, second, third = [v for v in SHIPPED if v.implementation == "cutedsl"][:3]
     found = {
         first: store.Artifact({"sha256": "1"}, store.BINARIES, b""),
         second: store.Artifact({"sha256": "2"}, tmp_path, b""),
@@ -507,7 +507,7 @@ def test_bytes_are_compared_and_calls_timed(flip, good, capsys, monkeypatch):
 
     monkeypatch.setattr(tensors, "quantize", kernel)
     monkeypatch.setattr(tensors, "LARGE", 0)
-    monkeypatch.setattr(here, "support", lambda *_: Support("cutedsl", VARIANTS[:1]))
+    monkeypatch.setattr(here, "support", lambda *_: Support("cutedsl", SHIPPED[:1]))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     status, out, err = run(capsys, "--file", good, *ONE)
     assert status == flip

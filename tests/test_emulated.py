@@ -36,8 +36,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi
+from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
-from jax_mx.facts.variants import ARCHS, layouts_of
+from jax_mx.facts.variants import layouts_of
 from jax_mx.lowering import primitive, store
 
 pytest.importorskip("tinygrad")

@@ -26,12 +26,12 @@ from jax_mx.facts.formats import (
     SCALE_NAN,
 )
 from jax_mx.facts.preprocessing import Preprocessing
-from jax_mx.facts.variants import VARIANTS
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import quantizers
 from jax_mx.reference import blocks as reference
 
 FLAT = [
-    v for v in VARIANTS if v.changes_elements and v.implementation == "cutedsl" and v.form == LAST
+    v for v in SHIPPED if v.changes_elements and v.implementation == "cutedsl" and v.form == LAST
 ]
 preprocessed = pytest.importorskip("jax_mx.kernels.cutedsl.preprocessed")
 convert = pytest.importorskip("jax_mx.kernels.cutedsl.convert")

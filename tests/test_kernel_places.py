@@ -5,8 +5,8 @@ import pytest
 from jax_mx.facts.directions import LAST
 from jax_mx.facts.formats import MXFP4_E2M1
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.variants import VARIANTS
 from jax_mx.kernels import geometry
+from jax_mx.kernels.shipped import SHIPPED
 
 flat = pytest.importorskip("jax_mx.kernels.cutedsl.flat")
 
@@ -14,7 +14,7 @@ flat = pytest.importorskip("jax_mx.kernels.cutedsl.flat")
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS.values(), ids=repr)
 def test_neighbours_have_a_transforms_two_blocks(layout):
     """All places of a thread block, each once; of a pair the columns 2 c and 2 c + 1 of a row."""
-    for variant in VARIANTS:
+    for variant in SHIPPED:
         pair = variant.kinds and variant.kinds[0].blocks > 1
         if variant.implementation != "cutedsl" or variant.form != LAST or not pair:
             continue

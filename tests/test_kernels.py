@@ -1,6 +1,6 @@
 """Every variant that ships, on the GPU at hand: bit for bit the reference.
 
-Parametrized over VARIANTS itself, so that none ships untested. Freed memory is poisoned before each
+Parametrized over SHIPPED itself, so that none ships untested. Freed memory is poisoned before each
 run, so that a byte that the kernel does not write shows.
 """
 

@@ -30,7 +30,7 @@ import jax_mx
 from jax_mx import MXFP8, Recipe
 from jax_mx.facts.products import Binary
 from jax_mx.facts.signatures import signature_of
-from jax_mx.facts.variants import Kind
+from jax_mx.facts.variants import Variant
 from jax_mx.lowering import store
 from jax_mx.products.recipes import RECIPES
 
@@ -43,8 +43,7 @@ def words(kernel: Binary) -> tuple[str, list[str]]:
 
     They outlive a renaming: whoever renames kernels or operands translates the new names here.
     """
-    kinds = getattr(kernel, "kinds", ()) or (Kind(),) * len(kernel.formats)
-    signature = signature_of(getattr(kernel, "signature", kernel.op), kinds)
+    signature = kernel.signature if isinstance(kernel, Variant) else signature_of(kernel.op)
     return kernel.name, [array.name for array in signature.operands]
 
 

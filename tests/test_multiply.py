@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import MXFP8, Recipe
-from jax_mx.facts.variants import VARIANTS
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import registry
 from jax_mx.lowering.targets import Target
 from jax_mx.ops.fake_quantize import through_codes
@@ -109,10 +109,10 @@ def test_sharded_floats_lie_as_x_does(kind):
 
 def test_kernels_give_floats_alone():
     """Each variant's plan has that kernel; without one, kernels of codes come before others'."""
-    found = {v.name for v in VARIANTS if v.gives_floats}
+    found = {v.name for v in SHIPPED if v.gives_floats}
     taken = set()
     for dtype, chip in (("bfloat16", "sm_90"), ("float32", "sm_90"), ("bfloat16", "gfx950")):
-        for variant in VARIANTS:
+        for variant in SHIPPED:
             if variant.name in found and not variant.source:
                 _, op = op_of(dataclasses.replace(variant, dtype=dtype))
                 jaxpr = jax.make_jaxpr(lambda x, op=op: op(x))(jnp.zeros((64, 64), dtype))
@@ -127,7 +127,7 @@ def test_kernels_give_floats_alone():
                 assert support and support.via_codes == (dtype != "bfloat16")
                 if support.is_direct:
                     taken.add(support.kernels[0].name)
-    assert taken == {v.name for v in VARIANTS if v.name in found and not v.source}
+    assert taken == {v.name for v in SHIPPED if v.name in found and not v.source}
 
 
 # ---- which steps take them ---

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_mx.facts.variants import VARIANTS
+from jax_mx.kernels.shipped import SHIPPED
 
 pytest.importorskip("tinygrad")
 
@@ -26,7 +26,7 @@ CACHES = ("sc0", "sc1", "nt", "glc", "nv")  # nor these
 
 def program_of(form, arch, shape, layout="row_major", scaling="rceil", preprocessed=False):
     """A bfloat16 variant's program, and the bytes of its operands and results."""
-    of_form = (v for v in VARIANTS if (v.implementation, str(v.form)) == ("flydsl", form))
+    of_form = (v for v in SHIPPED if (v.implementation, str(v.form)) == ("flydsl", form))
     variant = next(v for v in of_form if v.changes_elements == preprocessed and v.window == 32)
     options = {"scale_layout": layout, "scaling": scaling}
     return Program(variant, arch, shape, **options), example(variant, shape, **options)

@@ -4,7 +4,6 @@ import functools
 import math
 from typing import Any
 
-import emulation
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,26 +15,22 @@ from helpers import (
     assert_refused,
     assert_same_array,
     call_attributes_in,
-    collectives,
     for_any_address,
-    op_of,
     poison_memory,
     product,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import _ffi, rms_norm
+from jax_mx import rms_norm
 from jax_mx.facts import directions
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
-from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels import geometry
-from jax_mx.kernels.flydsl import gcn
 from jax_mx.kernels.geometry import Extents
-from jax_mx.lowering import store
-from jax_mx.lowering.quantizers import MOST_NORMED_ROWS
-from jax_mx.ops.quantizing import Norm
+from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.sources.rms_norm import NormSource
 
 P = PartitionSpec
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -225,7 +220,7 @@ def test_gradients(dtype, format):
 
 
 # ---- by kernels ---
-NORMED = [v for v in VARIANTS if v.normed]
+NORMED = [v for v in SHIPPED if isinstance(v.source, NormSource)]
 HERE = [v for v in NORMED if arch_here() is None or arch_here() in ARCHS[v.implementation]]
 SHAPES = {
     "last": [(7, 96), (513, 4128), (129, 160), (40, 16416), (1, 32)],
@@ -254,7 +249,7 @@ def quantized(variant, implementation, **how):
     name = variant.formats[0].name
 
     def run(x, weight):
-        residual = x[::-1] if variant.added else None
+        residual = x[::-1] if variant.source.added else None
         found = rms_norm(
             x, weight, eps=EPS, format=name, factors=True, implementation=implementation,
             residual=residual, floats=variant.source.floats, **how
@@ -280,11 +275,14 @@ def test_what_serves_it():
     supported = functools.partial(jax_mx.is_supported, norm=True)
     name = "bfloat16_mxfp8_e4m3"
     assert supported("quantize", "sm_90") == (True, f"cutedsl: quantize_last_{name}_rms_norm")
-    assert supported("quantize", "gfx942") == (True, f"flydsl: quantize_last_{name}_rms_norm")
+    assert supported("quantize", "gfx942") == (
+        True,
+        f"flydsl: quantize_last_{name} of floats that XLA makes",
+    )
     found = supported("quantize_both", "sm_100", transpose=True)
     assert found == (True, f"cutedsl: quantize_both_transposed_{name}_mxfp8_e4m3_rms_norm")
     found = supported("quantize", "gfx950", floats=True)
-    assert found == (True, f"flydsl: quantize_last_{name}_rms_norm_floats")
+    assert found == (True, f"flydsl: quantize_last_{name} of floats that XLA makes")
     found = supported("quantize", "sm_90", dtype="float32")
     assert found == (True, "cutedsl: quantize_last_float32_mxfp8_e4m3_rms_norm")
     turned = {"axis": -2, "transpose": True}
@@ -330,22 +328,6 @@ def test_one_call():
     like = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = text_of(like, both=True)
     assert "sqrt" in text and "num_batch_dims" in call_attributes_in(text)
-
-
-@pytest.mark.usefixtures("without_code")
-@pytest.mark.parametrize(("platform", "most"), [("cuda", None), ("rocm", MOST_NORMED_ROWS)])
-def test_more_rows_than_a_launch_has_threads_for(platform, most):
-    """On AMD's chips XLA norms them; also where vmap makes more rows of its entries."""
-    run = jax.jit(lambda x: rms_norm(x, format="mxfp8_e4m3").quantized)
-    for count, f, shape in (
-        (MOST_NORMED_ROWS, run, ()),
-        (MOST_NORMED_ROWS + 1, run, ()),
-        (MOST_NORMED_ROWS, jax.vmap(run), (2,)),
-    ):
-        like = jax.ShapeDtypeStruct((*shape, count, 256), jnp.bfloat16)
-        text = jax.jit(f).trace(like).lower(lowering_platforms=(platform,)).as_text()
-        by_xla = most is not None and math.prod(shape) * count > most
-        assert ("sqrt" in text) == by_xla
 
 
 @pytest.mark.parametrize(
@@ -421,271 +403,3 @@ def test_past_two_to_the_31(both):
     assert_bits_equal(got.factors[-4096:], want.factors)
     if both:
         assert_bits_equal(got.quantized[1].values[:, -4096:], want.quantized[1].values)
-
-
-# ---- emulated ---
-AMD = [v for v in NORMED if v.implementation == "flydsl"]
-# Those that tests share by default.
-FEW = {
-    ("quantize_last_bfloat16_mxfp4_e2m1_rms_norm_added_floats", "gfx950"),
-}
-EMULATED = {
-    "last": [(129, 160), (3, 2080), (2, 8224)],
-    "second": [(160, 257), (32, 1), (32, 2056)],
-    "both": [(96, 160), (160, 288), (32, 2080)],
-}
-
-
-def each_binary(variants):
-    """Parametrizes by the binaries of variants, by default of those in `FEW`."""
-    return pytest.mark.parametrize(
-        "variant,arch",
-        [
-            pytest.param(
-                *(variant, arch),
-                id=f"{variant.name}-{arch}",
-                marks=[thorough] * ((variant.name, arch) not in FEW),
-            )
-            for variant, arch in emulation.binaries_of(variants)
-        ],
-    )
-
-
-def norm_of(variant, weight, residual=None):
-    """What asks a quantizer for a variant."""
-    residual = None if residual is None else jnp.asarray(residual)
-    return Norm(jnp.asarray(weight), EPS, residual, variant.source.floats)
-
-
-@pytest.mark.every_binary
-@each_binary(AMD)
-def test_emulated(variant, arch):
-    """Layouts of scales, scalings, orders of the waves, and weights that are no number, in turn."""
-    from jax_mx.testing import emulate
-    from jax_mx.testing.emulator import ORDERS
-
-    turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
-    for i, shape in enumerate(EMULATED[str(variant.form).removesuffix("_transposed")]):
-        weight = rows((shape[1],), ("float32", "bfloat16")[i % 2], i)
-        weight[1::7], weight[2::9] = 1e-40, -0.0
-        if i < 2:
-            weight[5:6], weight[70:71] = np.inf, np.nan
-        how = {
-            "scaling": scalings[(turn + i) % len(scalings)],
-            "scale_layout": layouts[(turn + i) % len(layouts)],
-        }
-        x = nasty(shape, i, variant.dtype)
-        want = quantized(variant, "xla", **how)(x, weight)
-        before = _ffi.counters()["launches"]
-        with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
-            got = jax.block_until_ready(quantized(variant, "flydsl", **how)(x, weight))
-        assert _ffi.counters()["launches"] == before + 1
-        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-            assert_bits_equal(np.asarray(a), np.asarray(b))
-
-
-@pytest.mark.every_binary
-@each_binary(AMD)
-def test_emulated_at_any_address(variant, arch):
-    """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""
-    turn, layouts = AMD.index(variant), layouts_of(variant)
-    for entry in range(2):
-        how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
-        length = (256, 96 if variant.form.spans[1] else 33)[entry]
-        x, weight = rows((96, length), variant.dtype, entry), rows((length,), "float32", 1)
-        residual = [x[::-1].copy()] * variant.added
-        own = norm_of(variant, weight, *residual)
-        program = emulation.Program(variant, arch, x.shape, activation=own, **how)
-        assert program.takes(entry)
-        want = jax.jit(
-            functools.partial(op_of(variant, **how)[1], activation=own, implementation="xla")
-        )(x)
-        operands = emulation.bytes_of([x, *residual, weight])
-        assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)
-
-
-TILED = [v for v in AMD if v.form != directions.LAST and v.window == 32]
-
-
-@each_binary(TILED)
-def test_factors_that_come_late(variant, arch):
-    """Workgroups run from the last on: those that wait find all factors themselves."""
-    from jax_mx.testing.emulator import Emulator
-
-    length = 160 if variant.form.spans[1] else 77
-    x, weight = rows((160, length), variant.dtype), rows((length,), "float32", 1)
-    residual = [x[::-1].copy()] * variant.added
-    own = norm_of(variant, weight, *residual)
-    program = emulation.Program(variant, arch, x.shape, activation=own)
-    want = jax.jit(functools.partial(op_of(variant)[1], activation=own, implementation="xla"))(x)
-    buffers = emulation.bytes_of([x, *residual, weight]), emulation.bytes_of(want)
-    for late in (False, True):
-        emulator = Emulator(program.code)
-        assert program.run(1, *buffers, emulator=emulator, late=late)
-        assert (emulator.executed["s_sleep"] > 0) == late
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("variant,arch", [(v, a) for v in TILED for a in ARCHS["flydsl"]
-                                          if (v.name, a) in FEW])  # fmt: skip
-def test_factors_go_past_caches(variant, arch):
-    """What a workgroup stores may stay in its cache, unless both say that it is shared."""
-    from tinygrad.renderer.amd import decode_inst
-
-    code = emulation.Program(variant, arch, (160, 77), activation=Norm(jnp.ones(77), EPS, jnp.ones(
-        (160, 77), jnp.bfloat16))).code  # fmt: skip
-    for kernel in code.kernels:
-        found: list[tuple[Any, str]] = [
-            (decode_inst(bytes(code.memory[pc : pc + 16]), "cdna"), name)
-            for pc, name, _ in gcn.disassemble(code, kernel)
-        ]
-        names = [name for _, name in found]
-        waits = names.index("s_sleep")
-        load = names.index("global_load_dword", waits)
-        assert load - waits < 4 and found[load][0].sc1
-        assert sum(name == "global_store_dword" and inst.sc1 for inst, name in found) == 1
-    # A wheel's build counts them, though the code goes on behind its end.
-    (counts,) = gcn.count_instructions([store.get(variant, arch).image], arch, [{}])
-    assert counts.keys() == code.kernels.keys() and None not in counts.values()
-
-
-@each_binary([v for v in AMD if v.form == directions.LAST and not v.added])
-def test_addresses_past_4_gib_emulated(variant, arch):
-    """The last of 2^34 elements, of which no others exist."""
-    shape, count = (64, 2048), (1 << 23) // 64
-    x, weight = rows(shape, variant.dtype), rows(shape[1:], "float32", 1)
-    own = norm_of(variant, weight)
-    want = jax.jit(functools.partial(op_of(variant)[1], activation=own, implementation="xla"))(x)
-    program = emulation.Program(variant, arch, (count * 64, 2048), activation=own)
-    operands = emulation.bytes_of([x, weight])
-    assert program.run(0, operands, emulation.bytes_of(want), slabs=count)
-
-
-@pytest.mark.parametrize("off", [0, pytest.param(1 << 27, marks=thorough), (1 << 29) - 1])
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=thorough)])
-def test_approximations_decide_nothing(dtype, off, monkeypatch):
-    """Those of reciprocals and roots are off by as much as AMD says they may be, or not at all."""
-    pytest.importorskip("tinygrad")
-    from jax_mx.testing import emulate, instructions
-
-    monkeypatch.setattr(instructions, "OFF64", off)
-    rng = np.random.default_rng(5)
-    x = np.ldexp(rng.normal(size=(128, 32)), rng.integers(-40, 40, (128, 1))).astype(DTYPES[dtype])
-    run = functools.partial(rms_norm, x, eps=0.0, format="mxfp8_e4m3", factors=True)
-    want = run(implementation="xla")
-    with emulate("gfx950"):
-        got = run(implementation="flydsl")
-    assert_bits_equal(got.factors, want.factors)
-    assert_same_array(got.quantized, want.quantized)
-
-
-@pytest.mark.parametrize("arch", [pytest.param("gfx942", marks=thorough), "gfx950"])
-def test_a_product_that_rounds_to_the_least_normal_number(arch):
-    """It is that number, not 0, whether a chip looks before it rounds or after."""
-    from jax_mx.testing import emulate
-
-    x, weight = np.zeros((2, 64), ml_dtypes.bfloat16), np.ones(64, np.float32)
-    x[:, 0], x[:, 40], weight[40] = 1600, 1.5625 * 2.0**-119, 2.0**100
-    run = functools.partial(rms_norm, x, weight, eps=0.0, format="mxfp8_e4m3")
-    assert float(np.float32(8 / 1600)) * 1600 < 8  # so is the factor, times that
-    with emulate(arch):
-        got: Any = run(implementation="flydsl").quantized
-    assert_same_array(got, run(implementation="xla").quantized)
-    assert got.values[0, 40] > 0
-
-
-def test_vmap_and_what_is_kept():
-    x, weight = rows((3, 4, 64), "bfloat16"), rows((64,), "bfloat16", 1)
-    f = lambda x: rms_norm(x, weight).floats  # noqa: E731
-    assert_bits_equal(jax.vmap(f, 1, 1)(x), f(x))
-    wide = rows((3, 32, 64), "bfloat16")
-    for how, axes in (({}, (0, None)), ({"both": True}, (0, 0))):
-        run = lambda x, w: rms_norm(x, w, format="mxfp8_e4m3", factors=True, **how)  # noqa: B023, E731
-        each = weight if axes[1] is None else np.stack([weight] * 3)
-        got, want = jax.vmap(run, axes)(wide, each), run(wide, weight)
-        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-            assert_bits_equal(np.asarray(a), np.asarray(b))
-    run = lambda x, r: rms_norm(x, weight, format="mxfp8_e4m3", residual=r)[1:3]  # noqa: E731
-    got, want = jax.vmap(run, (0, None))(wide, wide[1]), run(wide, np.stack([wide[1]] * 3))
-    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        assert_bits_equal(np.asarray(a), np.asarray(b))
-    _, pull = jax.vjp(lambda x, w: rms_norm(x, w).floats, x, weight)
-    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if hasattr(leaf, "nbytes"))
-    assert kept == x.nbytes + weight.nbytes + 4 * 12
-
-
-def test_bad_calls_get_one_sentence():
-    x = np.ones((4, 64), np.float32)
-    refused = assert_refused
-    refused(lambda: rms_norm(x.astype(np.int32)), TypeError, "rms_norm: x")
-    refused(lambda: rms_norm(x[:, :0]), ValueError, "there must be elements in a row")
-    refused(lambda: rms_norm(x, x), ValueError, "weight has the shape (4, 64), must be (64,)")
-    refused(lambda: rms_norm(x, residual=x[0]), ValueError, "residual has the shape (64,)")
-    half = x.astype(np.float16)
-    refused(lambda: rms_norm(x, residual=half), TypeError, "residual is float16; convert one")
-    refused(lambda: rms_norm(x, eps=-1), ValueError, "eps must be finite and at least 0, got -1")
-    refused(lambda: rms_norm(x, eps="small"), TypeError, "eps must be a number")
-    refused(lambda: rms_norm(x, both=True), ValueError, "format says what is quantized to")
-    refused(lambda: rms_norm(x[:, :40], format="mxfp8_e4m3"), ValueError, "block length 32")
-    gated = {"format": "mxfp8_e4m3", "activation": jax_mx.Gated("silu")}
-    refused(lambda: rms_norm(x, **gated), TypeError, "rms_norm: activation is no option here")
-
-
-# ---- sharding ---
-SPLITS = {
-    "rows over 8": P("a", None),
-    "both": P("a", "b"),
-    "elements of a row over 8": P(None, "b"),
-}
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("mode", ["auto", "explicit", "shard_map"])
-@pytest.mark.parametrize("title", SPLITS)
-def test_sharded(title, mode):
-    """The bits of one device; nothing moves but rows that are split, and the weight's gradient."""
-    spec, names = SPLITS[title], [n for n in SPLITS[title] if n]
-    if mode == "shard_map" and "b" in names:
-        return  # a shard would norm its part
-    kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
-    lengths = (8,) if len(names) == 1 else (4, 2)
-    mesh = jax.make_mesh(
-        lengths, names, axis_types=(kind,) * len(lengths), devices=jax.devices("cpu")
-    )
-    x, weight = rows((256, 512), "bfloat16"), rows((512,), "bfloat16", 1)
-    call = lambda x, w: rms_norm(x, w, format="mxfp8_e4m3", both=True, floats=True)[:2]  # noqa: E731
-    f = call
-    if mode == "shard_map":
-        f = jax.shard_map(
-            f, mesh=mesh, in_specs=(spec, P()), out_specs=(spec, (spec, P(None, "a")))
-        )
-    given = jax.device_put(x, NamedSharding(mesh, spec))
-    w = jax.device_put(weight, NamedSharding(mesh, P()))
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(f).lower(given, w).compile()
-    for got, want in zip(*map(jax.tree.leaves, (compiled(given, w), call(x, weight))), strict=True):
-        assert_bits_equal(np.asarray(got), np.asarray(want))
-    moved = collectives(compiled.as_text())
-    assert bool(moved) == ("b" in names), moved
-
-
-def test_operands_of_other_kinds():
-    """Byte orders, numbers that are none, and what leaves in an exported program."""
-    x, weight = np.ones((4, 64), np.float32), np.ones(64, np.float32)
-    want = jax_mx.rms_norm(x, weight, residual=x)
-    got = jax_mx.rms_norm(*(a.astype(">f4") for a in (x, weight)), residual=x.astype(">f4"))
-    np.testing.assert_array_equal(got.floats, want.floats)
-    for eps, error in ((np.complex64(1), TypeError), (10**400, ValueError), (1e300, ValueError)):
-        assert_refused(lambda: jax_mx.rms_norm(x, eps=eps), error, "eps must be")  # noqa: B023
-    weight = jax_mx.MXFP8.quantize_weight(jax.numpy.ones((64, 64)))
-    assert_refused(lambda: jax_mx.rms_norm(weight), TypeError, "must be an array of floats")
-    shape = jax.export.symbolic_shape("4, 32*n")
-    spec = jax.ShapeDtypeStruct(shape, np.float32)
-    assert_refused(
-        lambda: jax.eval_shape(jax_mx.rms_norm, spec), ValueError, "the length of rows must be"
-    )
-    how = {"disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
-    call = jax.jit(lambda x: jax_mx.rms_norm(x, format="mxfp8_e4m3", floats=True))
-    exported = jax.export.export(call, platforms=["cpu"], **how)(x).serialize()
-    again: Any = jax.export.deserialize(exported).call(x)
-    np.testing.assert_array_equal(again.floats, call(x).floats)

@@ -6,8 +6,8 @@ from importlib.metadata import requires
 from helpers import loaded_after
 
 import jax_mx
-from jax_mx.facts.products import BINARIES, archs_of
 from jax_mx.kernels import build
+from jax_mx.kernels.shipped import BINARIES, shipped_archs
 from jax_mx.lowering import store
 
 HEAVY = ("cutlass", "flydsl", "torch", "rich", "sklearn", "safetensors", "triton", "elftools")
@@ -35,7 +35,7 @@ def test_the_library_needs_only_jax_and_numpy():
 
 def test_what_the_package_holds_is_whole():
     """Whatever was built ahead: a wheel's kernels, or none."""
-    every = {f"{v.name}.{arch}" for v in BINARIES for arch in archs_of(v)}
+    every = {f"{v.name}.{arch}" for v in BINARIES for arch in shipped_archs(v)}
     assert set(store.manifest()) <= every
     for name, facts in store.manifest().items():
         image = (store.BINARIES / facts["sha256"]).read_bytes()

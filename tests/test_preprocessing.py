@@ -38,7 +38,8 @@ from jax_mx import Hadamard, Stochastic
 from jax_mx.facts.chips import ARCHS, PLATFORMS
 from jax_mx.facts.directions import LAST
 from jax_mx.facts.formats import BLOCK, FORMATS
-from jax_mx.facts.variants import VARIANTS, Kind
+from jax_mx.facts.variants import Kind
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import primitive, store, targets
 from jax_mx.lowering.registry import Support
 from jax_mx.reference import blocks as reference
@@ -446,7 +447,7 @@ def test_the_gpu_gives_the_same_bytes():
 
 
 # ---- kernels: test_kernels.py has them all, with signs and without prescale ---
-PREPROCESSED = [v for v in VARIANTS if v.changes_elements]
+PREPROCESSED = [v for v in SHIPPED if v.changes_elements]
 HERE = [v for v in PREPROCESSED if arch_here() is None or arch_here() in ARCHS[v.implementation]]
 each_preprocessed = pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 
@@ -606,7 +607,7 @@ def test_other_forms_are_quantized_by_rows(op, how, shape, results, monkeypatch)
                 seen.append(plan.form)
                 if plan.form == LAST:
                     return really(plan, target)
-                return Support("cutedsl", (VARIANTS[0],), via_transpose=True), []
+                return Support("cutedsl", (SHIPPED[0],), via_transpose=True), []
 
             patch.setattr(primitive, "_support", support)
             with lowered_apart():

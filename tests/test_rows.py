@@ -7,7 +7,6 @@ variants of their own: executed on the GPU at hand, and in the emulator.
 import dataclasses
 import functools
 
-import emulation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,12 +30,14 @@ from jax_mx import _ffi, reference
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR
-from jax_mx.facts.sources import ROWS
-from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.facts.variants import layouts_of
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.ops.requantize import requantize
+from jax_mx.sources.codes import CodesSource
+from jax_mx.sources.rows import RowsSource
 
 P = PartitionSpec
-PICKING = [v for v in VARIANTS if v.rows and not v.codes]
+PICKING = [v for v in SHIPPED if v.source == RowsSource()]
 FP4 = "mxfp4_e2m1"
 
 
@@ -151,7 +152,8 @@ def test_what_serves_it():
     supported = functools.partial(jax_mx.is_supported, "quantize", rows=True)
     name = "quantize_last_bfloat16_mxfp8_e4m3"
     for chip, dsl in (("sm_90", "cutedsl"), ("gfx950", "flydsl")):
-        assert supported(chip) == (True, f"{dsl}: {name}_rows")
+        alone = {"cutedsl": "_rows", "flydsl": " of floats that XLA makes"}[dsl]
+        assert supported(chip) == (True, f"{dsl}: {name}{alone}")
         assert supported(chip, window="row") == (
             True,
             f"{dsl}: {name}_wrow of floats that XLA makes",
@@ -371,7 +373,7 @@ def test_past_two_to_the_31(variant):
 
 
 # ---- of codes ---
-OF_CODES = [v for v in VARIANTS if v.codes and v.implementation == "cutedsl"]
+OF_CODES = [v for v in SHIPPED if isinstance(v.source, CodesSource)]
 
 
 def codes(count: int, length: int, name: str, seed: int = 0):
@@ -387,7 +389,7 @@ def codes(count: int, length: int, name: str, seed: int = 0):
 
 def of_floats(variant):
     """The variant that picks rows of floats, for one that picks them out of codes."""
-    return dataclasses.replace(variant, source=ROWS)
+    return dataclasses.replace(variant, source=RowsSource())
 
 
 ALONE = [name for name, (op, how) in CALLS.items() if op is jax_mx.quantize and not (
@@ -453,7 +455,7 @@ def test_every_kernel_of_codes(variant):
     plain, op = call(of_floats(variant), "xla"), call(variant, "cutedsl")
 
     def check(count, picked, length, i, **how):
-        q, rows = codes(count, length, variant.codes, i), numbers(picked, count, i)
+        q, rows = codes(count, length, variant.source.format, i), numbers(picked, count, i)
         want = jax.jit(functools.partial(plain, **how))(gathered(q.dequantize(), rows))
         poison_memory()
         same(jax.jit(lambda q, r: op(q, rows=r, **how))(q, rows), want, f"{count} {length} {how}")
@@ -472,69 +474,8 @@ def test_every_kernel_of_codes(variant):
     scales = jnp.full((count, length // 32), 127, jnp.uint8)
     values, scales = (
         jax.lax.bitcast_convert_type(a, t)
-        for a, t in ((values, FORMATS[variant.codes].storage), (scales, SCALE_DTYPE))
+        for a, t in ((values, FORMATS[variant.source.format].storage), (scales, SCALE_DTYPE))
     )
     rows = jnp.arange(count - 64, count, dtype=jnp.int32)
-    q = jax_mx.MXArray(values, scales, FORMATS[variant.codes], -1, ROW_MAJOR)
+    q = jax_mx.MXArray(values, scales, FORMATS[variant.source.format], -1, ROW_MAJOR)
     same(jax.jit(lambda q, r: op(q, rows=r))(q, rows), plain(q[-64:].dequantize()))
-
-
-# ---- emulated ---
-AMD = [v for v in VARIANTS if v.rows and v.implementation == "flydsl"]
-
-
-def source_of(variant, count, length, seed):
-    """Any rows of floats, or of codes; and the same in floats."""
-    if not variant.codes:
-        x = floats(variant, count, length, seed)
-        return x, x
-    q = codes(count, -(-length // 32) * 32, variant.codes, seed)
-    return q, q.dequantize()
-
-
-@pytest.mark.every_binary
-@pytest.mark.sampled(248, 4)
-@emulation.every_binary(AMD)
-def test_emulated(variant, arch):
-    """Layouts of scales and of values, scalings, orders of the waves and entries in turn."""
-    from jax_mx.testing import emulate
-    from jax_mx.testing.emulator import ORDERS
-
-    turn, scalings, layouts = AMD.index(variant), [*Scaling], layouts_of(variant)
-    shapes = shapes_of(variant)
-    for i in range(3):
-        count, picked, length = shapes[(turn + i) % len(shapes)]
-        count, length = min(count, 65), length if length < 600 else 288
-        if i == 2:  # whole tiles
-            count, picked, length = 70, 128, 256
-        (x, wide), rows = source_of(variant, count, length, i), numbers(picked, count, i)
-        how = {
-            "scaling": scalings[(turn + i) % len(scalings)],
-            "scale_layout": layouts[(turn + i) % len(layouts)],
-        }
-        want = jax.jit(call(of_floats(variant), "xla", **how))(gathered(wide, rows))
-        before = _ffi.counters()["launches"]
-        with emulate(arch, order=ORDERS[(turn + i) % len(ORDERS)]):
-            op = call(variant, "flydsl", **how)
-            got = jax.block_until_ready(jax.jit(lambda x, r, op=op: op(x, rows=r))(x, rows))
-        assert _ffi.counters()["launches"] == before + 1
-        same(got, want, f"{count} {picked} {length} {how}")
-
-
-@pytest.mark.every_binary
-@pytest.mark.sampled(248, 4)
-@emulation.every_binary(AMD)
-def test_emulated_at_any_address(variant, arch):
-    """At addresses that are aligned to no more than an entry wants; nothing beyond x is read."""
-    turn, layouts = AMD.index(variant), layouts_of(variant)
-    for entry in range(2):
-        how = {"scale_layout": layouts[(turn + entry) % len(layouts)]}
-        count, picked, length = 37, 96, (256, 96 if variant.form.spans[1] else 33)[entry]
-        (x, wide), rows = source_of(variant, count, length, 1), numbers(picked, count)
-        program = emulation.Program(variant, arch, wide.shape, rows=rows, **how)
-        assert program.takes(entry)
-        want = jax.jit(call(of_floats(variant), "xla", **how))(gathered(wide, rows))
-        is_mx = isinstance(x, jax_mx.MXArray)
-        operands = [x.values, rows, x.scales] if is_mx else [x, rows]
-        operands = emulation.bytes_of(operands)
-        assert program.run(entry, operands, emulation.bytes_of(want)), (entry, how)

@@ -20,11 +20,17 @@ import jax_mx
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3, SCALE_DTYPE
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.products import PRODUCTS
-from jax_mx.facts.variants import VARIANTS, layouts_of, value_layouts_of
+from jax_mx.facts.sources import X
+from jax_mx.facts.variants import layouts_of, value_layouts_of
 from jax_mx.facts.windows import ROW
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
-from jax_mx.ops.quantizing import WithFloats, WithSums
+from jax_mx.ops.quantizing import WithSums
 from jax_mx.ops.requantize import requantize
+from jax_mx.sources.codes import CodesSource
+from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.rms_norm import NormSource
+from jax_mx.sources.rows import RowsSource
 
 TOOLS = {
     "memcheck": ("--leak-check", "no"),
@@ -36,12 +42,12 @@ TOOLS = {
 # for all, which orders what the others did too (PTX: causality order is transitive). racecheck
 # reports hazards between the scales' writers and readers of just these pairs.
 UNSEEN_BY_RACECHECK = ("matmul_fp8", "wgrad_fp8")  # and products of free weights
-CUTEDSL = [v for v in VARIANTS if v.implementation == "cutedsl"]
+CUTEDSL = [v for v in SHIPPED if v.implementation == "cutedsl"]
 FORMS = [*dict.fromkeys((v.op, v.form) for v in CUTEDSL)]
 # Every kernel class with every form; dtypes in turn, one with MXFP4, one with MXFP6; and every
 # preprocessing.
 SAMPLE = [
-    next(v for v in CUTEDSL if (v.op, v.form, v.dtype, v.formats[0]) == (op, form, dtype, format))
+    v
     for i, (op, form) in enumerate(FORMS)
     for dtype, format in (
         ("bfloat16", MXFP8_E4M3),
@@ -49,18 +55,25 @@ SAMPLE = [
         (("bfloat16", "float32", "float16")[i % 3], MXFP4_E2M1),
         *[("bfloat16", MXFP6_E2M3)] * (i % 4 == 0),
     )
+    for v in [
+        v
+        for v in CUTEDSL
+        if (v.op, v.form, v.dtype) == (op, form, dtype)
+        and v.formats[0] == format
+        and not (v.source or v.kinds)
+    ][:1]
 ] + [v for v in CUTEDSL if v.changes_elements and v.dtype == "bfloat16"]
 SAMPLE += [
-    next(v for v in CUTEDSL if v.rows and (v.form, v.formats[0]) == (form, format))
-    for op, form in FORMS
-    if op == "quantize"
-    for format in (MXFP8_E4M3, MXFP4_E2M1)
+    v
+    for v in CUTEDSL
+    if v.source == RowsSource() and v.window == BLOCK and not v.gives_floats
+    if {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 ]
 # Every form that gives floats in place of codes, of x and of its rows.
 SAMPLE += [
     v
     for v in CUTEDSL
-    if v.gives_floats and not v.source.activation
+    if v.gives_floats and v.source in (X, RowsSource())
     if v.formats[0] in (MXFP8_E4M3, MXFP4_E2M1)
 ]
 # Every form of what an activation gives, of its gradient, and of rows of codes.
@@ -68,14 +81,16 @@ MADE_SAMPLE = [
     v
     for v in CUTEDSL
     if v.dtype == "bfloat16" and {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
-    if v.source.activation == "swiglu" or v.codes
+    if getattr(v.source, "activation", "") == "swiglu" or isinstance(v.source, CodesSource)
     if v.window == BLOCK
 ]
 # Every form of what is normed, likewise.
 NORMS_SAMPLE = [
     v
     for v in CUTEDSL
-    if v.normed and v.window == BLOCK and {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
+    if isinstance(v.source, NormSource)
+    and v.window == BLOCK
+    and {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
 ]
 # Every kernel of products and of amaxes, with E4M3 and with MXFP4.
 PRODUCTS_SAMPLE = [p for p in PRODUCTS if {*p.formats} in (set(), {MXFP8_E4M3}, {MXFP4_E2M1})]
@@ -157,7 +172,7 @@ def run_quantizer(variant, layout: str, shape: tuple[int, ...]) -> None:
 
 
 def run_op(variant, layout: str, shape: tuple[int, ...], **how) -> None:
-    if variant.rows:
+    if variant.source == RowsSource():
         shape = math.prod(shape[:-1]), shape[-1]
         how["rows"] = np.arange(shape[0], dtype=np.int32)[::-1] * 3 - 96
     make, op = op_of(variant, scale_layout=layout, **how)
@@ -185,21 +200,20 @@ def run_made(variant, layout: str, shape: tuple[int, ...]) -> None:
         _, op = op_of(variant, **how)
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(size=(rows, n * length)).astype(jnp.bfloat16) for n in (2, 1))
-    weights, turns = rng.normal(size=rows).astype(np.float32), variant.source.interleaved
-    given: dict = {"activation": jax_mx.Gated(weights=weights, interleaved=turns)}
-    if variant.source.apart:
-        given, x = {"activation": jax_mx.Gated(weights=weights, up=x[:, :length].copy())}, dy
-    if variant.source.floats:
-        given = {"activation": WithFloats(given["activation"])}
-    if variant.codes:
+    weights, source = rng.normal(size=rows).astype(np.float32), variant.source
+    given: dict = {}
+    if isinstance(source, CodesSource):
         length = -(-length // BLOCK) * BLOCK
         with jax.default_device(jax.devices("cpu")[0]):
             x = jax_mx.quantize(rng.normal(size=(rows, length)).astype(jnp.bfloat16))
         given = {"rows": np.arange(rows, dtype=np.int32)[::-1] * 3 - 96}
         op = partial(requantize, format=variant.formats[0], **how)
-    elif variant.source.gradient:
-        own = jax_mx.Gated(interleaved=turns, gradient=dy)
-        given = {"activation": WithSums(own) if variant.source.sums else own}
+    elif isinstance(source, GradientSource):
+        own = jax_mx.Gated(interleaved=source.interleaved, gradient=dy)
+        given = {"activation": WithSums(own) if source.sums else own}
+    else:
+        own = jax_mx.Gated(weights=weights, interleaved=source.interleaved)
+        given = {"activation": own.of("quantize", x, floats=True) if source.floats else own}
     with jax.default_device(jax.devices("cpu")[0]):
         want = jax.jit(lambda x, given: op(x, implementation="xla", **given))(x, given)
     got = jax.jit(lambda x, given: op(x, implementation="cutedsl", **given))(x, given)
@@ -218,7 +232,7 @@ def run_norm(variant, layout: str, shape: tuple[int, ...]) -> None:
     if "axis" in how:
         how["transpose"] = True
     norm = partial(jax_mx.rms_norm, format=variant.formats[0], **how)
-    if variant.added:
+    if variant.source.added:
         norm = partial(norm, residual=x[::-1].copy())
     with jax.default_device(jax.devices("cpu")[0]):
         want = jax.jit(partial(norm, implementation="xla"))(x, weight)

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_mx.facts import signatures
 from jax_mx.facts.signatures import EPILOGUE, Array, Role, Signature, signature_of
-from jax_mx.facts.variants import VARIANTS, Kind, layouts_of
+from jax_mx.facts.variants import Kind, layouts_of
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import primitive, registry, store
 
 P = PartitionSpec
@@ -38,14 +39,13 @@ def test_quantizers_and_dequantizers():
 
 def test_launch_rules_number_the_arrays_of_the_signature():
     """Every variant has one alignment a buffer, as a cheap look at its source's facts tells."""
-    for variant in VARIANTS:
+    for variant in SHIPPED:
         if variant.implementation != "flydsl" or variant.dtype != "bfloat16":
             continue
         found = store.find(variant, "gfx950")
         if found is None:
             continue
-        kinds = variant.kinds or (Kind(),) * len(variant.formats)
-        count = len(signature_of(variant.signature, kinds).arrays)
+        count = len(variant.signature.arrays)
         for layout in layouts_of(variant):
             for entry in found.facts["launches"][layout]["entries"]:
                 assert len(entry["align"]) == count
@@ -118,7 +118,7 @@ def test_shards(shifted, kind):
 
 def test_the_call_passes_it_whole(shifted, monkeypatch):
     """To the kernel as it lies; and no rule by which the partitioner would split it."""
-    kernel = dataclasses.replace(VARIANTS[0], op="shifted")
+    kernel = dataclasses.replace(SHIPPED[0], op="shifted")
     support = registry.Support("cutedsl", (kernel,))
     monkeypatch.setattr(primitive, "_support", lambda plan, target: (support, ["sm_90"]))
     monkeypatch.setattr(store, "get", functools.partial(stand_in))

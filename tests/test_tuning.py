@@ -14,20 +14,23 @@ from benchmarks import sweep
 from jax_mx.facts import content
 from jax_mx.facts.chips import ARCHS, SHARED
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.products import BINARIES, PRODUCTS, archs_of
-from jax_mx.facts.variants import VARIANTS, layouts_of
+from jax_mx.facts.products import PRODUCTS, archs_of
+from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels import tuning
 from jax_mx.kernels.cutedsl.tuning import sm_90a as TABLE
 from jax_mx.kernels.cutedsl.tuning.spills import SPILLS
+from jax_mx.kernels.shipped import existing
 
 RECORD = {"kernel", "where", "case", "shape", "value", "us", "chip", "date"}  # and a note
+EXISTING = [*existing()]
+EVERY = [*EXISTING, *PRODUCTS]
 EACH_ARCH = [(dsl, arch) for dsl, archs in ARCHS.items() for arch in archs]
 
 
 @pytest.mark.parametrize("dsl,arch", EACH_ARCH)
 def test_rows_have_all_fields_and_known_facts(dsl, arch):
     table = importlib.import_module(f"jax_mx.kernels.{dsl}.tuning.{arch}")
-    known = tuning.facts_of(VARIANTS[0]) | tuning.facts_of(PRODUCTS[0])
+    known = tuning.facts_of(EXISTING[0]) | tuning.facts_of(PRODUCTS[0])
     for row in table.ROWS:
         assert row.keys() == {"kernel", "where", "value", "why"}
         assert row["where"].keys() <= known.keys()
@@ -55,7 +58,7 @@ def test_every_row_of_hopper_is_some_entrys():
     from jax_mx.kernels.cutedsl.tuning.sm_90a import ROWS
 
     used = []
-    for variant in VARIANTS:
+    for variant in EXISTING:
         if variant.implementation == "cutedsl":
             for layout, aligned in itertools.product(layouts_of(variant), (True, False)):
                 facts = tuning.facts_of(variant, SCALE_LAYOUTS[layout], aligned)
@@ -76,13 +79,13 @@ def test_an_arch_without_a_fitting_row_says_so(monkeypatch):
     from jax_mx.kernels.cutedsl.tuning import sm_90a
 
     monkeypatch.setattr(sm_90a, "ROWS", [])
-    (variant, *_) = (v for v in VARIANTS if v.implementation == "cutedsl")
+    (variant, *_) = (v for v in EXISTING if v.implementation == "cutedsl")
     with pytest.raises(LookupError, match=r"no row of quantize\.Flat for .*last"):
         tuning.choose("quantize.Flat", "sm_90a", variant, SCALE_LAYOUTS["row_major"])
 
 
 def named(name):
-    return next(v for v in BINARIES if (v.name, v.implementation) == (name, "cutedsl"))
+    return next(v for v in EVERY if (v.name, v.implementation) == (name, "cutedsl"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,7 @@ def tiles_of(variant, arch):
 @pytest.mark.parametrize("arch", ARCHS["cutedsl"])
 def test_registers_hold_every_tile_of_a_table(arch):
     pytest.importorskip("cutlass")
-    for variant in VARIANTS:
+    for variant in EXISTING:
         if variant.implementation == "cutedsl" and arch in archs_of(variant):
             for kernel, tile, *entry in tiles_of(variant, arch):
                 assert tuning.fits(kernel, tile, arch, variant, *entry), (variant.name, *entry)
@@ -163,7 +166,7 @@ def test_a_sweep_leaves_out_tiles_that_spill():
     pytest.importorskip("cutlass")
     for row in SPILLS:
         for arch in row["archs"]:
-            (variant, *_) = (v for v in BINARIES if spills_in(v, arch, row))
+            (variant, *_) = (v for v in EVERY if spills_in(v, arch, row))
             spilt = [r["tile"] for r in SPILLS if spills_in(variant, arch, r)]
             every = [*map(dataclasses.asdict, sweep.candidates(variant))]
             fit = [tile for tile in every if not any(tuning.has(some, tile) for some in spilt)]
@@ -185,7 +188,7 @@ def test_what_is_said_to_spill_does(row):
         return any(entry["usage"]["stack"] for launch in launches for entry in launch["entries"])
 
     for arch in row["archs"]:
-        assert any(spills(v, arch) for v in BINARIES if spills_in(v, arch, row)), arch
+        assert any(spills(v, arch) for v in EVERY if spills_in(v, arch, row)), arch
 
 
 def spills_in(variant, arch, row) -> bool:
@@ -195,7 +198,7 @@ def spills_in(variant, arch, row) -> bool:
         return False
     if sweep.chosen(variant, arch)[0] != row["kernel"]:
         return False
-    layouts = layouts_of(variant) if variant in VARIANTS else ("row_major",)
+    layouts = layouts_of(variant) if variant in EXISTING else ("row_major",)
     return any(
         tuning.has(row["where"], tuning.facts_of(variant, SCALE_LAYOUTS[layout], aligned))
         for layout, aligned in itertools.product(layouts, (True, False))
@@ -205,7 +208,7 @@ def spills_in(variant, arch, row) -> bool:
 def test_thread_blocks_fit_on_every_chip_of_an_arch():
     """Which tiles are too large is known; what the compiler alone knows is checked when it ran."""
     name = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
-    by_name = {v.name: v for v in VARIANTS if v.implementation == "cutedsl"}
+    by_name = {v.name: v for v in EXISTING if v.implementation == "cutedsl"}
     assert archs_of(by_name[f"{name}_w128_w128_swiglu_gradient"]) == (*ARCHS["cutedsl"],)
     assert "sm_80" not in archs_of(by_name[f"{name}_w256_w256"])
     assert archs_of(by_name[f"{name}_swiglu_gradient"]) == (*ARCHS["cutedsl"],)
@@ -223,7 +226,7 @@ def test_clusters_are_where_chips_have_them():
     pytest.importorskip("cutlass")
     clustered = {
         (arch, v.window)
-        for v in VARIANTS
+        for v in EXISTING
         if v.implementation == "cutedsl" and v.op == "quantize"
         for arch in archs_of(v)
         if sweep.chosen(v, arch)[1].get("below", 1) > 1

@@ -13,7 +13,7 @@ from jax_mx.facts import toolchains, verified
 from jax_mx.facts.chips import ARCHS, arch_of
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.products import Binary
-from jax_mx.facts.variants import VARIANTS
+from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import store
 from jax_mx.lowering.registry import Support
 from jax_mx.lowering.targets import chip_of, chips_beside
@@ -123,7 +123,7 @@ def held() -> list[dict[str, Any]]:
 def _held(dsl: str, arch: str) -> dict[str, Any]:
     artifacts = {
         kernel.name: artifact
-        for kernel in VARIANTS
+        for kernel in SHIPPED
         if kernel.implementation == dsl and (artifact := store.find(kernel, arch)) is not None
     }
     recorded = verified.read(arch)

@@ -1,7 +1,7 @@
 """AMD's quantizers beside NVIDIA's: the one statement of the kernels that AMD lacks.
 
-AMD has every kernel for floats as they lie, but those of `LACKS`. A kernel that also makes the
-floats (`Variant.source`) may be NVIDIA's alone: a row here says so, and XLA makes them on AMD.
+AMD has every kernel for floats as they lie, but those of `LACKS`. Kernels that also make the floats
+(`Variant.source`) are NVIDIA's alone: XLA makes the floats on AMD, and a plain kernel quantizes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # By words for the documents: whether a variant is one of those.
 LACKS: Mapping[str, Callable[[Variant], bool]] = {
     "windows of 256 for both directions at once": lambda v: v.window == 256 and v.form.is_both,
+    "rows, activations and norms, whose floats XLA makes there": lambda v: bool(v.source),
 }
 
 

@@ -1,8 +1,8 @@
 """The content key of a kernel: a hash of all that its binary and its launch facts depend on.
 
-That is the kernels' sources for its DSL, every table of `jax_mx.facts`, the arch's table of tiles,
-the compilers' versions, the variant and the arch. Whole files are hashed, so that nothing can be
-forgotten; whoever edits a comment compiles again.
+That is the kernels' files for its DSL, every table of `jax_mx.facts`, every source of floats, the
+arch's table of tiles, the compilers' versions, the variant and the arch. Whole files are hashed, so
+that nothing can be forgotten; whoever edits a comment compiles again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jax_mx.facts.toolchains import COMPILERS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Modules of kernels/ that decide when and where kernels are compiled, not what they are.
-_DRIVERS = ("build.py", "worker.py", "sass.py", "gcn.py", "paths.py")
+_DRIVERS = ("build.py", "shipped.py", "worker.py", "sass.py", "gcn.py", "paths.py")
 
 
 def sources(dsl: str, arch: str, package: Path = PACKAGE) -> list[Path]:
     """The files that a DSL's binaries for an arch depend on, in a fixed order."""
-    folders = (package / "facts", package / "kernels", package / "kernels" / dsl)
+    folders = [package / name for name in ("facts", "sources", "kernels", f"kernels/{dsl}")]
     found = [path for folder in folders for path in folder.glob("*.py")]
-    found += _tables(folders[2] / "tuning", arch)
+    found += _tables(folders[-1] / "tuning", arch)
     return sorted(path for path in found if path.name not in _DRIVERS)
 
 

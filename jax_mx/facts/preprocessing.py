@@ -12,7 +12,7 @@ import dataclasses
 import math
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.variants import Kind
+from jax_mx.facts.kinds import Kind
 from jax_mx.facts.windows import Window, lengths_of
 
 SIZES = (16, 32, 64)  # of Hadamard transforms

@@ -25,7 +25,7 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     Format,
 )
-from jax_mx.facts.variants import VARIANTS, Variant, holds
+from jax_mx.facts.variants import Variant, exists
 from jax_mx.facts.windows import ROW, suffix_of
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
@@ -107,11 +107,10 @@ PRODUCTS: tuple[Product, ...] = (
 )
 
 Binary = Variant | Product
-BINARIES: tuple[Binary, ...] = (*VARIANTS, *PRODUCTS)  # all that is compiled
 
 
 def archs_of(binary: Binary) -> tuple[str, ...]:
     """The archs that a variant or a product is compiled for."""
     if isinstance(binary, Product):
         return PRODUCT_ARCHS[binary.implementation]
-    return tuple(arch for arch in ARCHS[binary.implementation] if holds(arch, binary))
+    return tuple(arch for arch in ARCHS[binary.implementation] if exists(binary, arch))

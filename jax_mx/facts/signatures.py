@@ -3,22 +3,19 @@
 All that handles a call's arrays asks here instead of counting positions: abstract evaluation, vmap,
 the memory order of each array, the sharding rule, which operands a call may lack, the argument
 types of kernels, the alignment that their entries want, and the buffers that launch rules number.
-To add an operand to an op is to add a line to its function below.
+To add an operand to an op is to add a line to its function below; a source (facts/sources.py)
+declares its arrays itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from jax_mx.facts.sources import Source
+from jax_mx.facts.kinds import Kind
 from jax_mx.facts.windows import ROW
-
-if TYPE_CHECKING:
-    from jax_mx.facts.variants import Kind
 
 
 class Role(enum.Enum):
@@ -103,62 +100,22 @@ class Signature:
         return any(array.role is Role.REPLICATED for array in self.arrays)
 
 
-_X, _ROWS = Array("x", Role.SOURCE), Array("rows", Role.REPLICATED, dtype="int32")
-_WEIGHTS = Array("weights", Role.REPLICATED, dtype="float32")
-_FACTORS = Array("factors", Role.REPLICATED, dtype="float32")
-_UP, _DY = Array("up", Role.SOURCE), Array("dy", Role.SOURCE)
-_RESIDUAL, _SUM = Array("residual", Role.SOURCE), Array("sum", Role.SOURCE)
-_FLOATS = Array("floats", Role.SOURCE)
-_SUMS = Array("sums", Role.REPLICATED, dtype="float32")
-_CODES_SCALES = Array("scales", Role.REPLICATED, dtype="uint8")
+class HasArrays(Protocol):
+    """What declares arrays of its own: a source, see facts/sources.py."""
+
+    @property
+    def operands(self) -> tuple[Array, ...]:
+        """The operands in place of the floats."""
+        ...
+
+    @property
+    def results(self) -> tuple[Array, ...]:
+        """The results behind the quantized arrays."""
+        ...
 
 
 def _quantize(kinds: Sequence[Kind]) -> Signature:
     return Signature((Array("x", Role.FLOATS), *_block_data(kinds)), _quantized(kinds))
-
-
-def _quantize_rows(kinds: Sequence[Kind]) -> Signature:
-    """For the rows of a matrix that `rows` numbers; for other numbers zeros."""
-    return Signature((_X, _ROWS, *_block_data(kinds)), _quantized(kinds))
-
-
-def _quantize_rows_of_codes(kinds: Sequence[Kind]) -> Signature:
-    """The same, of an MX array; x are its codes (T, K), scales (T, K / 32)."""
-    return Signature((_X, _ROWS, _CODES_SCALES, *_block_data(kinds)), _quantized(kinds))
-
-
-def _quantize_gated(kinds: Sequence[Kind]) -> Signature:
-    """For an activation's results: x (T, 2, K) or (T, K, 2), gates and ups; weights by row."""
-    return Signature((_X, _WEIGHTS, *_block_data(kinds)), _quantized(kinds))
-
-
-def _quantize_gated_apart(kinds: Sequence[Kind]) -> Signature:
-    """The same of gates x (T, K) and ups like them."""
-    return Signature((_X, _WEIGHTS, _UP, *_block_data(kinds)), _quantized(kinds))
-
-
-def _quantize_gated_gradient(kinds: Sequence[Kind]) -> Signature:
-    """For x's gradient, x (T, 2, K) or, by turns, (T, 2 K); dy (T, K) is that of the results."""
-    return Signature((_X, _WEIGHTS, _DY, *_block_data(kinds)), _quantized(kinds))
-
-
-def _quantize_normed(kinds: Sequence[Kind]) -> Signature:
-    """For what `rms_norm` gives; weights by column. It also gives the factors of rows."""
-    return Signature((_X, _WEIGHTS, *_block_data(kinds)), (*_quantized(kinds), _FACTORS))
-
-
-def _quantize_added(kinds: Sequence[Kind]) -> Signature:
-    """The same of x and a residual (..., K); it also gives their sum, which is normed."""
-    operands = (_X, _RESIDUAL, _WEIGHTS, *_block_data(kinds))
-    return Signature(operands, (*_quantized(kinds), _FACTORS, _SUM))
-
-
-def _and(
-    more: Array, make: Callable[[Sequence[Kind]], Signature], kinds: Sequence[Kind]
-) -> Signature:
-    """The same of a call that gives one more: the floats that it quantizes, or sums of these."""
-    own = make(kinds)
-    return Signature(own.operands, (*own.results, more))
 
 
 def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
@@ -262,20 +219,8 @@ def _amaxes(kinds: Sequence[Kind]) -> Signature:
     )
 
 
-_MADE = {
-    "quantize_gated": _quantize_gated,
-    "quantize_gated_apart": _quantize_gated_apart,
-    "quantize_normed": _quantize_normed,
-    "quantize_added": _quantize_added,
-}
 SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
     "quantize": _quantize,
-    "quantize_rows": _quantize_rows,
-    "quantize_rows_of_codes": _quantize_rows_of_codes,
-    "quantize_gated_gradient": _quantize_gated_gradient,
-    "quantize_gated_gradient_sums": functools.partial(_and, _SUMS, _quantize_gated_gradient),
-    **_MADE,
-    **{f"{name}_floats": functools.partial(_and, _FLOATS, make) for name, make in _MADE.items()},
     "dequantize": _dequantize,
     "matmul": _matmul,
     "matmul_fp8": _matmul_fp8,
@@ -285,23 +230,17 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
 }
 
 
-def signature_name(op: str, source: Source) -> str:
-    """The name of an op's signature; `source`: what makes its floats."""
-    floats = "_floats" * source.floats
-    if source.activation:
-        of = "_apart" * source.apart + "_gradient" * source.gradient + "_sums" * source.sums
-        return f"{op}_gated{of}{floats}"
-    if source.norm:
-        return (f"{op}_added" if source.added else f"{op}_normed") + floats
-    return op + "_rows" * source.rows + "_of_codes" * (source.codes != "")
-
-
-def signature_of(op: str, kinds: Sequence[Kind] = ()) -> Signature:
+def signature_of(op: str, kinds: Sequence[Kind] = (), source: HasArrays | None = None) -> Signature:
     """The signature of a call of `op`.
 
     Args:
-      op: a key of `SIGNATURES`; those of quantizing are made by `signature_name`.
+      op: a key of `SIGNATURES`.
       kinds: the preprocessing of each direction, one each also where there is none; of products
         none.
+      source: what makes the floats; None where the floats are the first operand.
     """
-    return SIGNATURES[op](kinds)
+    plain = SIGNATURES[op](kinds)
+    if not source:
+        return plain
+    _, *others = plain.operands
+    return Signature((*source.operands, *others), (*plain.results, *source.results))

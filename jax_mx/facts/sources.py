@@ -1,77 +1,159 @@
-"""What makes the floats that are quantized, where they are not x itself."""
+"""What makes the floats that are quantized: the class that all sources are, and `X`, x itself.
+
+A source is a frozen dataclass in a module of `jax_mx/sources`: it has all that other folders ask
+of it. This module imports no JAX, and no module of `jax_mx/sources` does when it is imported, as
+kernels' builds read sources too; `made`, which computes the floats, imports JAX when it is called.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from jax_mx.facts.signatures import Array, Role
+
+if TYPE_CHECKING:
+    from jax_mx.facts.variants import Variant
+
+Spans = tuple[bool, bool]  # whether blocks run down the rows of the floats, and along them
+Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Source:
-    """How the floats are made of x; false where they are x.
+    """What makes the floats of x and of other operands; the class itself takes x as it is.
+
+    A new source is a subclass with `made` and the shapes; one that a kernel fuses also has
+    `loaders` and `fused`.
 
     Attributes:
-      rows: whether they are the rows of x that an operand numbers.
-      codes: the name of x's format; "": x are floats.
-      norm: whether they are x's rows, normed.
-      added: whether another array is added to x before.
-      activation: the name of the one that makes them of gates and ups, see facts/activations.py.
-      interleaved: whether gates and ups take turns in x, and their gradients; else they are halves.
-      apart: whether x are the gates alone, and ups an array like it.
-      gradient: whether they are the gradient of gates and ups, by that of the activation's results.
-      sums: whether sums of the gradient's columns are given, of `BLOCK` rows each, beside codes.
-      floats: whether they are given, too, beside codes.
+      word: the source in the names of kernels.
+      loaders: for each DSL that has kernels of it, the name of the loader in the DSL's table.
+      tuned_as: what the tuning tables call it.
+      tiled_scales: whether kernels write its scales in tiles, too.
+      has_slabs: whether x may have more than two dimensions, where rows are quantized alone.
+      derivative: what has a derivative instead, a sentence; "": codes have none.
     """
 
-    rows: bool = False
-    codes: str = ""
-    norm: bool = False
-    added: bool = False
-    activation: str = ""
-    interleaved: bool = False
-    apart: bool = False
-    gradient: bool = False
-    sums: bool = False
-    floats: bool = False
+    word: ClassVar[str] = ""
+    loaders: ClassVar[Mapping[str, str]] = {}
+    tuned_as: ClassVar[str] = ""
+    tiled_scales: ClassVar[bool] = True
+    has_slabs: ClassVar[bool] = False
+    derivative: ClassVar[str] = ""
 
     def __bool__(self) -> bool:
         return self != X
 
     def __str__(self) -> str:
-        """As the names of kernels end with it."""
-        words = (
-            self.codes,
-            "rows" * self.rows,
-            "rms_norm" * self.norm,
-            "added" * self.added,
-            self.activation,
-            "interleaved" * self.interleaved,
-            "apart" * self.apart,
-            "gradient" * self.gradient,
-            "sums" * self.sums,
-            "floats" * self.floats,
-        )
-        return "_".join(filter(None, words))
+        """The end of kernels' names."""
+        return self.word
 
     def __repr__(self) -> str:
         return f"Source({self})"
 
+    # ---- arrays ---
     @property
-    def activates(self) -> bool:
-        """Whether they are an activation's results."""
-        return self.activation != "" and not self.gradient
+    def operands(self) -> tuple[Array, ...]:
+        """The operands in place of the floats; the first one is x."""
+        return (Array("x", Role.FLOATS),)
 
     @property
-    def halves(self) -> int:
-        """How many halves x has: gates and ups, also by turns, or 1."""
-        return 1 + (self.activation != "" and not self.apart)
+    def results(self) -> tuple[Array, ...]:
+        """The results behind codes and scales."""
+        return ()
 
     @property
-    def makes_one_of_two(self) -> bool:
-        """Whether they have half as many columns as x, whose halves or pairs they are made of."""
-        return self.activates and self.halves > 1
+    def scalars(self) -> Mapping[str, int]:
+        """The numbers that its kernels take by name."""
+        return {}
+
+    @property
+    def kernel(self) -> Source:
+        """The source without what kernels take as scalars."""
+        return self
+
+    # ---- kernels ---
+    def fused(self, variant: Variant) -> bool:
+        """Whether a kernel makes the floats itself, of a variant that exists without a source."""
+        del variant
+        return False
+
+    def has_kernel(self, variant: Variant) -> bool:
+        """`fused`, in a DSL that has a loader."""
+        return variant.implementation in self.loaders and self.fused(variant)
+
+    @property
+    def parts(self) -> int:
+        """How many parts a row of the floats has, of each of which a tile has columns."""
+        return 1
+
+    def columns(self, spans: Spans) -> int:
+        """The dimension of the operand x that is its columns; 0 where the floats are x."""
+        del spans
+        return 0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What rows of the tuning tables may ask."""
+        return {"source": self.tuned_as, "activation": "", "interleaved": False}
+
+    # ---- shapes: of arrays or of what has their shapes ---
+    def like(self, x: Any, *other: Any) -> tuple[Shape, Any]:
+        """The shape and dtype of the floats, for the arrays of a caller."""
+        del other
+        return tuple(x.shape), x.dtype
+
+    def fits(self, x: Any, window: int) -> bool:
+        """Whether the primitive takes an x of this shape, for windows of this length."""
+        del x, window
+        return True
+
+    def arranged(self, x: Any, other: Sequence[Any], spans: Spans) -> list[Any]:
+        """A caller's arrays as the primitive takes them; an axis along blocks becomes two."""
+        del spans
+        return [x, *other]
+
+    def whole(self, operands: Sequence[Any], spans: Spans) -> list[Any]:
+        """The inverse of `arranged`."""
+        del spans
+        return [*operands]
+
+    def shape(self, operands: Sequence[Any], spans: Spans) -> Shape:
+        """The shape of the floats, for the primitive's operands."""
+        del spans
+        return tuple(operands[0].shape)
+
+    def beside(self, operands: Sequence[Any], spans: Spans) -> list[tuple[Shape, Any]]:
+        """The shape and the dtype of each of `results`; the dtype None is that of the floats."""
+        del operands, spans
+        return []
+
+    # ---- floats ---
+    def made(self, x: Any, *other: Any) -> list[Any]:
+        """The floats that XLA makes of a caller's arrays, and `results` behind them."""
+        assert not other
+        return [x]
+
+    def in_steps(self, quantize: Callable[..., list], x: Any, *other: Any) -> list[Any]:
+        """The primitive's results where no kernel is fused: XLA makes the floats.
+
+        Args:
+          quantize: the primitive, of a source and of its arrays as `made` takes them.
+          x: see `made`; so is other.
+          other: the operands beside x.
+        """
+        floats, *beside = self.made(x, *other)
+        return [*quantize(X, floats), *beside]
 
 
 X = Source()
-ROWS = Source(rows=True)
-RMS_NORM = Source(norm=True)
-ADDED = Source(norm=True, added=True)
+FLOAT32 = np.dtype(np.float32)
+
+
+def blocks_of(length: int, along: bool, block: int) -> tuple[int, ...]:
+    """The dimensions of an axis: two, blocks and their elements, where blocks run along it."""
+    return (length // block, block) if along else (length,)

@@ -1,18 +1,17 @@
-"""What can be compiled: `Variant`, and the table of all; lowering/registry.py chooses from it.
+"""What can be compiled: `Variant`, and `exists`, which says whether a kernel has it.
 
 Only what changes the code of a kernel is a field; scaling mode and sizes are run-time scalars.
-Imports nothing of JAX: the kernels' build reads this table too.
+Imports nothing of JAX: the kernels' build reads this module too. facts/shipped.py lists the
+variants that a wheel brings; others are compiled when a call wants them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jax_mx.facts import directions
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.directions import Form
 from jax_mx.facts.formats import (
     BLOCK,
@@ -24,41 +23,10 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     Format,
 )
-from jax_mx.facts.signatures import Role, signature_name, signature_of
-from jax_mx.facts.sources import ADDED, RMS_NORM, ROWS, Source, X
-from jax_mx.facts.windows import ROW, TILE, Window, suffix_of
-
-
-class Kind(NamedTuple):
-    """What of an array's preprocessing (facts/preprocessing.py) changes a kernel's code.
-
-    Attributes:
-      hadamard: the size of the transform that goes before, or 0.
-      stochastic: whether codes are rounded at random.
-      window: which elements share an amax, see facts/windows.py.
-      dequantized: whether floats come out, in place of codes and scales.
-    """
-
-    hadamard: int = 0
-    stochastic: bool = False
-    window: Window = BLOCK
-    dequantized: bool = False
-
-    @property
-    def changes_elements(self) -> bool:
-        """Whether elements are transformed, or rounded at random."""
-        return self.stochastic or self.hadamard > 0
-
-    @property
-    def blocks(self) -> int:
-        """How many of them a transform makes one: 1, or 2."""
-        return max(self.hadamard // BLOCK, 1)
-
-    @property
-    def suffix(self) -> str:
-        """The end of a variant's name."""
-        before = f"_h{self.hadamard}" * (self.hadamard > 0) + "_sr" * self.stochastic
-        return before + suffix_of(self.window) + "_dq" * self.dequantized
+from jax_mx.facts.kinds import Kind
+from jax_mx.facts.signatures import Role, Signature, signature_of
+from jax_mx.facts.sources import Source, X
+from jax_mx.facts.windows import ROW, TILE, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,35 +53,15 @@ class Variant:
     source: Source = X
 
     @property
-    def rows(self) -> bool:
-        """Whether it picks rows."""
-        return self.source.rows
-
-    @property
-    def codes(self) -> str:
-        """The format of the codes whose rows it picks; "": it reads floats."""
-        return self.source.codes
-
-    @property
-    def normed(self) -> bool:
-        """Whether it norms rows."""
-        return self.source.norm
-
-    @property
-    def added(self) -> bool:
-        """Whether what it norms is a sum."""
-        return self.source.added
-
-    @property
-    def signature(self) -> str:
-        """The name of its signature, see facts/signatures.py."""
-        return signature_name(self.op, self.source)
+    def signature(self) -> Signature:
+        """The arrays of its call, see facts/signatures.py."""
+        kinds = self.kinds or (Kind(),) * len(self.formats)
+        return signature_of(self.op, kinds, self.source)
 
     @property
     def block_data(self) -> int:
         """How many operands of a uint32 per block there are: seeds, flips of signs, amaxes."""
-        operands = signature_of(self.signature, self.kinds).operands
-        return sum(array.role is Role.BLOCK_DATA for array in operands)
+        return sum(array.role is Role.BLOCK_DATA for array in self.signature.operands)
 
     @property
     def changes_elements(self) -> bool:
@@ -183,6 +131,8 @@ KERNELS: Mapping[str, tuple[Form, ...]] = {
         directions.SQUARE_TRANSPOSED,
     ),
 }
+# The forms of a product's operand: blocks along its rows, down them, and both.
+OPERANDS = (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
 # By how many arrays: the formats of each. Training mixes MXFP8's two, and MXFP8 with MXFP4: some
 # recipes have one for the forward product and another for gradients.
 _MIXED = (MXFP8_E4M3, MXFP4_E2M1)
@@ -212,8 +162,6 @@ _KINDS: Mapping[int, tuple[tuple[Kind, ...], ...]] = {
     1: ((_H16,), (Kind(32),), (Kind(64),), (_SR,), (_H16_SR,)),
     2: ((Kind(), _H16), (_SR, _H16_SR), *((kind,) * 2 for kind in (_H16, Kind(64), _SR, _H16_SR))),
 }
-# Products by FP8 tensor cores want windows, of what training has in MXFP8.
-_WINDOWED_DTYPES = ("bfloat16",)
 
 
 def _windows(implementation: str, form: Form) -> tuple[Window, ...]:
@@ -225,144 +173,6 @@ def _windows(implementation: str, form: Form) -> tuple[Window, ...]:
     return 128, 256, ROW
 
 
-VARIANTS: tuple[Variant, ...] = (
-    *(
-        Variant(op, implementation, form, dtype, formats)
-        for implementation in ARCHS
-        for op, forms in KERNELS.items()
-        for form in forms
-        for formats in _FORMATS[len(form.directions)]
-        for dtype in _dtypes(formats)
-    ),
-    *(
-        Variant(
-            "quantize", implementation, form, dtype, (MXFP4_E2M1,) * len(form.directions), kinds
-        )
-        for implementation in ARCHS
-        for form in KERNELS["quantize"]
-        if not form.is_square
-        for dtype in (FLOAT_DTYPES if form == directions.LAST else ("bfloat16",))
-        for kinds in _KINDS[len(form.directions)]
-    ),
-    *(  # `mxfp4_backward` of activations, and of weights, whose rows are contracted first
-        Variant("quantize", implementation, form, "bfloat16", formats, kinds)
-        for implementation in ARCHS
-        for form in (directions.BOTH, directions.BOTH_TRANSPOSED)
-        for formats, kinds in ((_MIXED, (Kind(), _H16)), (_MIXED[::-1], (_H16, Kind())))
-    ),
-    *(
-        Variant("quantize", implementation, form, dtype, formats, (Kind(window=window),) * n)
-        for implementation in ARCHS
-        for form in KERNELS["quantize"]
-        for n in (len(form.directions),)
-        for window in _windows(implementation, form)
-        for formats in _FORMATS[n]
-        if {format.bits for format in formats} == {8}
-        for dtype in _WINDOWED_DTYPES
-    ),
-)
-# Tokens that are routed to experts are bfloat16. Amaxes of whole rows of x are no kernel's.
-VARIANTS += tuple(
-    dataclasses.replace(variant, source=ROWS)
-    for variant in VARIANTS
-    if variant.op == "quantize" and variant.dtype == "bfloat16"
-    if not variant.changes_elements and variant.window != ROW
-    if not differ_in_bits(variant.formats)
-)
-# The activations that each DSL's kernels have; all but the first without windows, in one format.
-_ACTIVE = ("swiglu", "geglu", "geglu_erf", "reglu2", "gpt_oss")
-ACTIVE: Mapping[str, tuple[str, ...]] = dict.fromkeys(ARCHS, _ACTIVE)
-# What a product's operand wants: along its rows, down them, and both; not MXFP6.
-VARIANTS += tuple(
-    dataclasses.replace(variant, source=Source(activation=activation))
-    for variant in VARIANTS
-    if variant.rows and variant.formats[0].bits != 6
-    for activation in ACTIVE[variant.implementation]
-    if activation == _ACTIVE[0] or (variant.window == BLOCK and len({*variant.formats}) == 1)
-    if variant.form in (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
-    if variant.window != 256 or not variant.form.is_both  # registers do not hold its tiles
-)
-# The gradient that both products of a backward pass take.
-VARIANTS += tuple(
-    dataclasses.replace(variant, source=dataclasses.replace(variant.source, gradient=True))
-    for variant in VARIANTS
-    if variant.form == directions.BOTH_TRANSPOSED and variant.source.activation
-)
-# Gates and ups by turns, as gpt-oss' checkpoints have them; their gradients likewise.
-_INTERLEAVED = ("swiglu", "gpt_oss")
-VARIANTS += tuple(
-    dataclasses.replace(variant, source=dataclasses.replace(variant.source, interleaved=True))
-    for variant in VARIANTS
-    if variant.source.activation in _INTERLEAVED
-    if variant.window == BLOCK and len({*variant.formats}) == 1
-)
-# From other floats likewise, and not to the format of gradients.
-_BY_SIGMOID = ("swiglu", "geglu", "gpt_oss")
-VARIANTS += tuple(
-    dataclasses.replace(variant, dtype=dtype)
-    for variant in VARIANTS
-    for dtype in ("float16", "float32")
-    if variant.source.activation in _BY_SIGMOID and variant.source.makes_one_of_two
-    if not variant.source.interleaved and variant.window == BLOCK
-    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
-)
-# The forms of what kernels norm.
-NORMED = (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
-VARIANTS += tuple(
-    dataclasses.replace(variant, source=RMS_NORM)
-    for variant in VARIANTS
-    if variant.rows and variant.formats[0].bits != 6
-    if variant.form in NORMED
-    if variant.window != 256 or not variant.form.is_both  # as of activations
-)
-# From other floats likewise. Factors that wait in memory for their tiles are float32, those
-# of float32 rows are not.
-VARIANTS += tuple(
-    dataclasses.replace(variant, dtype=dtype)
-    for variant in VARIANTS
-    if variant.normed and variant.window == BLOCK
-    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
-    for dtype in ("float16", "float32")
-    if dtype == "float16" or variant.form == directions.LAST
-)
-# Sums with what a transformer's block begins with.
-VARIANTS += tuple(
-    dataclasses.replace(variant, source=ADDED)
-    for variant in VARIANTS
-    if variant.normed and variant.dtype == "bfloat16" and variant.window == BLOCK
-    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
-)
-# And what was made, where it is read again as floats: the same of activations that models have.
-VARIANTS += tuple(
-    dataclasses.replace(variant, source=dataclasses.replace(variant.source, floats=True))
-    for variant in VARIANTS
-    if variant.normed or variant.source.activation in _INTERLEAVED
-    if not variant.source.gradient and variant.dtype == "bfloat16" and variant.window == BLOCK
-    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
-)
-# Gates and ups of two products, an array each.
-_APART = ("swiglu", "geglu")
-VARIANTS += tuple(
-    dataclasses.replace(variant, source=dataclasses.replace(variant.source, apart=True))
-    for variant in VARIANTS
-    if variant.source in [Source(activation=activation) for activation in _APART]
-    if variant.dtype == "bfloat16" and variant.window == BLOCK
-    if {*variant.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})
-)
-# With sums of columns, the gradient of a bias, in the formats that recipes give gradients.
-VARIANTS += tuple(
-    dataclasses.replace(variant, source=dataclasses.replace(variant.source, sums=True))
-    for variant in VARIANTS
-    if variant.source.gradient and variant.source.activation in _INTERLEAVED
-    if variant.window == BLOCK and {*variant.formats} in ({MXFP8_E4M3}, {MXFP8_E5M2})
-)
-# Tokens that moved as codes along their elements, along the tokens of each expert.
-VARIANTS += tuple(
-    dataclasses.replace(variant, source=Source(rows=True, codes=variant.formats[0].name))
-    for variant in VARIANTS
-    if variant.source == ROWS
-    if variant.form == directions.SECOND_TRANSPOSED and variant.formats[0].bits == 8
-)
 # What `fake_quantize` gives, and products of bfloat16: floats in place of codes; beside them, of
 # activations and of weights, the codes that wait for the backward pass, of a gradient the floats
 # for the other product.
@@ -373,28 +183,85 @@ _FAKE: Mapping[Form, tuple[tuple[Kind, ...], ...]] = {
     directions.BOTH: ((_DEQUANTIZED, _DEQUANTIZED), (Kind(), _DEQUANTIZED)),
     directions.BOTH_TRANSPOSED: ((_DEQUANTIZED, Kind()),),
 }
-VARIANTS += tuple(
-    dataclasses.replace(variant, kinds=kinds)
-    for variant in VARIANTS
-    if variant.op == "quantize" and variant.dtype == "bfloat16" and not variant.kinds
-    if variant.formats[0].bits != 6
-    if len({*variant.formats}) == 1
-    if variant.source in (X, ROWS) or variant.source == Source(activation="swiglu")
-    for kinds in _FAKE.get(variant.form, ())
-    if variant.source == X or (variant.form != directions.SECOND and kinds[0].dequantized)
-)
-VARIANTS += tuple(
-    dataclasses.replace(variant, form=directions.BOTH, kinds=(_DEQUANTIZED, _DEQUANTIZED))
-    for variant in VARIANTS
-    if variant.dtype == "bfloat16" and not variant.kinds
-    if variant.source == Source(activation="swiglu", gradient=True)
-    if len({*variant.formats}) == 1
-)
+
+
+def kinds_of(variant: Variant) -> Iterator[tuple[Kind, ...]]:
+    """All `kinds` that kernels of x itself have beside the other fields of a variant."""
+    yield ()
+    if variant.op != "quantize":
+        return
+    form, formats, bfloat16 = variant.form, variant.formats, variant.dtype == "bfloat16"
+    if {*formats} == {MXFP4_E2M1} and not form.is_square and (bfloat16 or form == directions.LAST):
+        yield from _KINDS[len(formats)]
+    if not bfloat16:
+        return
+    if formats == _MIXED:  # `mxfp4_backward` of activations
+        yield Kind(), _H16
+    if formats == _MIXED[::-1]:  # and of weights, whose rows are contracted first
+        yield _H16, Kind()
+    if {format.bits for format in formats} == {8}:  # products by FP8 tensor cores want windows
+        for window in _windows(variant.implementation, form):
+            yield (Kind(window=window),) * len(formats)
+    if len({*formats}) == 1 and formats[0].bits != 6:
+        yield from _FAKE.get(form, ())
+
+
+def exists(variant: Variant, arch: str = "") -> bool:
+    """Whether a kernel has a variant; with an arch, also whether the arch has a tile for it."""
+    formats = _FORMATS[len(variant.form.directions)]
+    plain = variant.form in KERNELS.get(variant.op, ()) and variant.formats in formats
+    plain = plain and variant.dtype in _dtypes(variant.formats)
+    if not (plain and variant.kinds in kinds_of(variant)):
+        return False
+    if variant.source and not (variant.op == "quantize" and variant.source.has_kernel(variant)):
+        return False
+    return not arch or _holds(arch, variant)
+
+
+def variants(
+    implementation: str,
+    op: str,
+    source: Source = X,
+    kinds: tuple[Kind, ...] | None = None,
+) -> Iterator[Variant]:
+    """All variants that exist with these fields; with `kinds` those alone.
+
+    Args:
+      implementation: see `Variant`; so are the others.
+      op: "quantize" or "dequantize".
+      source: what makes the floats.
+      kinds: of all arrays; None: any.
+    """
+    for form in KERNELS.get(op, ()):
+        for formats in _FORMATS[len(form.directions)]:
+            for dtype in FLOAT_DTYPES:
+                plain = Variant(op, implementation, form, dtype, formats)
+                for each in kinds_of(plain) if kinds is None else (kinds,):
+                    variant = dataclasses.replace(plain, kinds=each, source=source)
+                    if exists(variant):
+                        yield variant
+
+
+def is_operand(variant: Variant) -> bool:
+    """Whether products take what a variant gives as an operand: codes of a form, not MXFP6.
+
+    Registers do not hold tiles of windows of 256 both ways, of floats that a kernel makes.
+    """
+    fits = variant.window != 256 or not variant.form.is_both
+    plain = not variant.changes_elements and variant.window != ROW
+    whole = variant.formats[0].bits != 6 and not differ_in_bits(variant.formats)
+    return variant.form in OPERANDS and fits and plain and whole
+
+
+def has_one_format(variant: Variant, *formats: Format) -> bool:
+    """Whether blocks are windows of their own, and all arrays have one format, of `formats`."""
+    alike = variant.window == BLOCK and len({*variant.formats}) == 1
+    return alike and (not formats or variant.formats[0] in formats)
 
 
 def layouts_of(variant: Variant) -> tuple[str, ...]:
     """The scale layouts that a variant's binary has entries for."""
-    if variant.form.is_square or variant.source.gradient or variant.gives_floats:
+    if variant.form.is_square or variant.gives_floats or not variant.source.tiled_scales:
         return ("row_major",)
     return scale_layouts_of(variant.implementation, variant.formats)
 
@@ -404,7 +271,7 @@ def takes_zero_scale(format: Format) -> bool:
     return format == MXFP4_E2M1
 
 
-def holds(arch: str, variant: Variant) -> bool:
+def _holds(arch: str, variant: Variant) -> bool:
     """Whether an arch has a tile for a variant; others spill.
 
     Of windows of 256 both ways sm_80 has none, of MXFP4's floats both ways sm_120f.

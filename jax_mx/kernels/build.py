@@ -33,8 +33,9 @@ if __package__ in (None, ""):  # run by CMake as a file, before the extension ex
 from jax_mx.facts import verified  # noqa: E402
 from jax_mx.facts.chips import ARCHS, arch_of  # noqa: E402
 from jax_mx.facts.content import key_of  # noqa: E402
-from jax_mx.facts.products import BINARIES as EVERY  # noqa: E402
-from jax_mx.facts.products import Binary, archs_of  # noqa: E402
+from jax_mx.facts.products import Binary  # noqa: E402
+from jax_mx.kernels.shipped import BINARIES as EVERY  # noqa: E402
+from jax_mx.kernels.shipped import shipped_archs  # noqa: E402
 
 BINARIES = PACKAGE / "binaries"
 EXECUTED = ("sm_90a", *ARCHS["flydsl"])  # the archs whose binaries must have run, or been emulated
@@ -97,7 +98,7 @@ def jobs_of(asked: Iterable[str], only: str = "") -> list[Job]:
     jobs = [
         (variant, arch)
         for variant in EVERY
-        for arch in archs_of(variant)
+        for arch in shipped_archs(variant)
         if any(arch == one and text in variant.name for one, text in pairs)
         if only in variant.name
     ]
@@ -139,7 +140,7 @@ def build(jobs: list[Job]) -> int:
             continue
         (BINARIES / facts["sha256"]).write_bytes(image)
         manifest[facts["name"]] = facts
-    every = {name_of(v, arch) for v in EVERY for arch in archs_of(v)}
+    every = {name_of(v, arch) for v in EVERY for arch in shipped_archs(v)}
     manifest = {name: facts for name, facts in sorted(manifest.items()) if name in every}
     path.write_text(json.dumps(manifest, indent=1) + "\n")
     keep = {facts["sha256"] for facts in manifest.values()} | {path.name}

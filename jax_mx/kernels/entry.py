@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_mx.facts.formats import FLOAT_DTYPES
+from jax_mx.facts.kinds import Kind
 from jax_mx.facts.layouts import ScaleLayout
-from jax_mx.facts.signatures import Array, Role, Signature, signature_of
-from jax_mx.facts.variants import Kind, Variant, takes_zero_scale, value_layouts_of
+from jax_mx.facts.signatures import Array, Role, Signature
+from jax_mx.facts.variants import Variant, takes_zero_scale, value_layouts_of
 from jax_mx.kernels import geometry
 
 
@@ -17,6 +18,7 @@ class QuantizerEntry:
 
     Attributes:
       aligned: whether it takes aligned operands only, or any.
+      source: what makes the floats.
       signature: its arrays, in the order of its pointers.
       extents: the scalars that follow from the buffers' dimensions.
       divide: what must divide a dimension, for an aligned entry.
@@ -53,55 +55,18 @@ class QuantizerEntry:
         self.variant, self.layout, self.aligned = variant, layout, aligned
         self.dtype, self.formats = variant.dtype, variant.formats
         self.itemsize = FLOAT_DTYPES[variant.dtype].itemsize
-        self.signature: Signature = signature_of(
-            variant.signature, [*map(self.kind, range(self.count))]
-        )
+        self.source = variant.source
+        self.signature: Signature = variant.signature
 
     @property
     def of(self) -> int:
         """The dimension of x that is its columns where the floats are made of x, else 0."""
-        if self.variant.normed:
-            return 1 + self.variant.form.spans[0]
-        source = self.variant.source
-        return 1 if source.rows or source.interleaved or source.apart else 2 if source else 0
+        return self.source.columns(self.variant.form.spans)
 
     @property
     def parts(self) -> int:
-        """How many parts a row of the floats has, of each of which a tile has columns.
-
-        A gradient has two, of gates and of ups, unless they take turns.
-        """
-        return 1 + (self.is_gradient and not self.interleaved)
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether gates and ups take turns in x."""
-        return self.variant.source.interleaved
-
-    @property
-    def gates(self) -> bool:
-        """Whether an activation makes the floats."""
-        return self.variant.source.activation != ""
-
-    @property
-    def activation(self) -> str:
-        """The activation that makes the floats, or that they are the gradient of."""
-        return self.variant.source.activation
-
-    @property
-    def is_gradient(self) -> bool:
-        """Whether the floats are the gradient of an activation's operand."""
-        return self.variant.source.gradient
-
-    def sides(self, arrays: Mapping[str, Any]) -> list[tuple]:
-        """Where gates, and ups, lie that do not take turns.
-
-        Of either the array, the number of the part of its rows, and how many parts these have.
-        """
-        x = arrays["x"]
-        if self.variant.source.apart:
-            return [(x, 0, 1), (arrays["up"], 0, 1)]
-        return [(x, 0, 2), (x, 1, 2)]
+        """How many parts a row of the floats has, of each of which a tile has columns."""
+        return self.source.parts
 
     @property
     def count(self) -> int:
@@ -117,7 +82,7 @@ class QuantizerEntry:
         """What the address of one of its arrays is a multiple of, in bytes."""
         least, most = {
             Role.FLOATS: (self.itemsize, 16),
-            Role.SOURCE: (1 if self.variant.codes else self.itemsize, 16),
+            Role.SOURCE: (1 if array.dtype == "uint8" else self.itemsize, 16),
             Role.REPLICATED: (1 if array.dtype == "uint8" else 4, 16),
             Role.BLOCK_DATA: (4, 4),
             Role.CODES: (1, 16),
@@ -140,8 +105,7 @@ class QuantizerEntry:
             if name != "flips_odd" or self.kind(i).blocks > 1
             if name != "value_tiles" or self.tiles_values
         ]
-        names += ["eps"] * self.variant.normed
-        return [*self.extents, *([4, name] for name in names)]
+        return [*self.extents, *([4, name] for name in (*names, *self.source.scalars))]
 
     @property
     def tiles_values(self) -> bool:

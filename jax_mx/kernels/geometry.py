@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format
+from jax_mx.facts.kinds import Kind
 from jax_mx.facts.layouts import SHUFFLED_16X16, Layout
-from jax_mx.facts.signatures import Signature, signature_of
-from jax_mx.facts.variants import Kind
+from jax_mx.facts.signatures import Signature
 
 ALL = (0, 99)  # from a buffer's first dimension to its last
 
@@ -200,8 +200,7 @@ def units_of(form: Form) -> Extents:
 # The buffers of a call whose floats are made of x: x (T, columns), (T, 2, columns) or, of gates and
 # ups by turns, (T, columns, 2), and another, which has a number for each row of the floats: of rows
 # theirs, of an activation weights. `of`: the dimension of x that is its columns, or 0.
-SOURCE, BY_ROW = map(signature_of("quantize_rows").number, ("x", "rows"))
-assert signature_of("quantize_gated").number("weights") == BY_ROW
+SOURCE, BY_ROW = 0, 1
 
 
 def extents_of(form: Form, of: int = 0) -> list:

@@ -21,7 +21,6 @@ from typing import Any
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.facts.products import Binary, Product
-from jax_mx.facts.sources import Source
 
 
 def facts_of(
@@ -44,19 +43,8 @@ def facts_of(
         "tiled_scales": layout.is_tiled,
         "aligned": aligned,
         "window": str(variant.window),
-        "source": _kind_of(variant.source),
-        "activation": variant.source.activation,
-        "interleaved": variant.source.interleaved,
+        **variant.source.facts,
     }
-
-
-def _kind_of(source: Source) -> str:
-    """What makes the floats, whichever activation it is: "rows", "gated", "gradient" or none."""
-    if source.rows:
-        return "rows"
-    if source.gradient:
-        return "gradient"
-    return "gated" if source else ""
 
 
 def row_of(

@@ -1,7 +1,8 @@
-"""Compiles kernels for another process: `python worker.py DSL FD`.
+"""Compiles kernels for another process: `python worker.py FD`.
 
-Reads lines of JSON from standard input, {"variant": name, "arch": arch}, and writes one for each to
+Reads lines of JSON from standard input, {"variant": ..., "arch": arch}, and writes one for each to
 the file descriptor FD: {"image": base64, "facts": ...} or {"error": sentence}. Ends with its input.
+A variant is a `Binary` in base64, as pickle has it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import base64
 import hashlib
 import json
 import os
+import pickle
 import re
 import sys
 import textwrap
@@ -51,17 +53,15 @@ def compiled(variant, arch: str) -> tuple[bytes, dict[str, Any]]:
     return image, {**names, **facts}
 
 
-def main(dsl: str, descriptor: str) -> None:
+def main(descriptor: str) -> None:
     """Answers requests until there are no more."""
     without_jax()
-    from jax_mx.facts.products import BINARIES
-
-    variants = {v.name: v for v in BINARIES if v.implementation == dsl}
     with os.fdopen(int(descriptor), "w") as answers:
         for line in sys.stdin:
             request = json.loads(line)
             try:
-                image, facts = compiled(variants[request["variant"]], request["arch"])
+                variant = pickle.loads(base64.b64decode(request["variant"]))
+                image, facts = compiled(variant, request["arch"])
                 answer = {"image": base64.b64encode(image).decode(), "facts": facts}
             except Exception as error:
                 text = re.sub(r"\x1b\[[0-9;]*m", "", f"{type(error).__name__}: {error}")

@@ -12,6 +12,7 @@ import base64
 import contextlib
 import json
 import os
+import pickle
 import selectors
 import subprocess
 import sys
@@ -86,7 +87,7 @@ class Worker:
         self.answers = os.fdopen(answers, "rb")
         try:
             self.process = subprocess.Popen(
-                [sys.executable, str(PACKAGE / "kernels" / "worker.py"), self.dsl, str(give)],
+                [sys.executable, str(PACKAGE / "kernels" / "worker.py"), str(give)],
                 stdin=subprocess.PIPE,
                 stdout=self.errors,
                 stderr=self.errors,
@@ -144,7 +145,8 @@ def compile_kernel(variant: Binary, arch: str, bytecode: Path) -> tuple[bytes, d
     Raises:
       CompileError: there is none; says why.
     """
-    answer = _workers[variant.implementation].ask({"variant": variant.name, "arch": arch}, bytecode)
+    asked = base64.b64encode(pickle.dumps(variant)).decode()
+    answer = _workers[variant.implementation].ask({"variant": asked, "arch": arch}, bytecode)
     if "error" in answer:
         raise CompileError(f"{variant.name} for {arch} does not compile: {answer['error']}")
     return base64.b64decode(answer["image"]), answer["facts"]

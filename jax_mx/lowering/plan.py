@@ -18,7 +18,7 @@ from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
 from jax_mx.facts.products import Product
-from jax_mx.facts.signatures import Array, Role, Signature, signature_name, signature_of
+from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
 
 
@@ -43,7 +43,6 @@ class Plan:
         window.
       caller: the public function whose part the call is, for messages; empty: the op itself.
       source: what makes the floats.
-      eps: of a norm, a float32.
     """
 
     op: str
@@ -60,7 +59,6 @@ class Plan:
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
     caller: str = ""
     source: Source = X
-    eps: float = 0.0
 
     def __hash__(self) -> int:
         return self._hash  # computed once: jit looks a plan up at every eager call
@@ -106,8 +104,8 @@ class Plan:
     @property
     def signature(self) -> Signature:
         """The arrays of the call, with those that it lacks."""
-        kernel = signature_name(self.op.removesuffix("_both"), self.source)
-        return signature_of(kernel, [each.kind for each in self.preprocessing])
+        kinds = [each.kind for each in self.preprocessing]
+        return signature_of(self.op.removesuffix("_both"), kinds, self.source)
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -143,8 +141,7 @@ class Plan:
     def inverse(self) -> Plan:
         """The plan that dequantizes what this one quantizes, in one direction."""
         plain: dict[str, Any] = {"preprocessing": (NO_PREPROCESSING,), "zero_scale": 0}
-        plain |= {"source": X, "eps": 0.0}
-        return dataclasses.replace(self, op="dequantize", scaling=None, **plain)
+        return dataclasses.replace(self, op="dequantize", scaling=None, source=X, **plain)
 
     @property
     def of_view(self) -> Plan:
@@ -164,9 +161,11 @@ class Plan:
 
     @property
     def takes_slabs(self) -> bool:
-        """Whether what is normed may have more than two dimensions: where rows are all alike."""
-        return self.form.directions[0].blocks is Blocks.LAST and not (
-            self.form.is_both or self.has_units
+        """Whether x may have more than two dimensions: where rows are all alike."""
+        return (
+            self.source.has_slabs
+            and self.form.directions[0].blocks is Blocks.LAST
+            and not (self.form.is_both or self.has_units)
         )
 
     @property
@@ -190,7 +189,7 @@ class Plan:
         """The numbers that a kernel may ask for by name."""
         if self.scaling is None:
             return {}
-        found = {"eps": int(np.float32(self.eps).view(np.int32))}
+        found = {**self.source.scalars}
         for i, (format, own) in enumerate(zip(self.formats, self.preprocessing, strict=True)):
             add, exception = self.scaling.rounding(format)
             prescale = np.float32(own.prescale or 0)

@@ -242,9 +242,7 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
     _check_processes(kernel_plan, target, support)
     if not support:
         raise NotImplementedError(support.reason)
-    apart = plan.signature.has_source and (
-        target.partitioned or op.is_beyond(*ctx.avals_in, plan=plan, platform=target.platform)
-    )
+    apart = plan.signature.has_source and target.partitioned
     in_jnp = _in_steps(op, support, apart) or op.reference
     if in_jnp is op.reference and support.kernels:
         (kernel,) = support.kernels
@@ -361,11 +359,8 @@ def no_derivative(*_, plan: AnyPlan, **__):
     firsts = "jax_mx.dot_general, matmul, ragged_dot, mlp and moe have first derivatives, no second"
     if isinstance(plan, ProductPlan):
         raise NotImplementedError(f"a product of codes has no derivative of its own; {firsts} ones")
-    if plan.source.norm:
-        raise NotImplementedError(
-            "rms_norm has a derivative where it gives floats: pass floats=True beside the format, "
-            "or jax.lax.stop_gradient(x)"
-        )
+    if plan.source.derivative:
+        raise NotImplementedError(plan.source.derivative)
     raise NotImplementedError(
         f"{plan.name} has no derivative, as codes have none; jax_mx.fake_quantize(x) is quantize "
         "and dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one "
@@ -393,8 +388,6 @@ class Op(NamedTuple):
       via_floats: the primitive on floats that XLA makes of its source.
       via_transpose: the primitive along rows, of x that XLA transposes.
       via_codes: the primitive that gives codes, and the one that makes floats of them.
-      is_beyond: whether operands, with the keyword `platform` too, are beyond what a launch there
-        can have; then the call goes by `via_floats`.
     """
 
     avals: Callable[..., list]
@@ -403,7 +396,6 @@ class Op(NamedTuple):
     via_floats: Callable[..., list] | None = None
     via_transpose: Callable[..., list] | None = None
     via_codes: Callable[..., list] | None = None
-    is_beyond: Callable[..., bool] = lambda *_, **__: False
 
 
 def define(

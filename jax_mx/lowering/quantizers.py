@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -16,13 +15,12 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from jax_mx import reference
-from jax_mx.arrays.checks import is_symbolic
 from jax_mx.arrays.sharding import spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Format, Scaling
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Role
-from jax_mx.facts.sources import X
+from jax_mx.facts.sources import Source
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import Plan
@@ -42,9 +40,6 @@ from jax_mx.lowering.products import amaxes_of_both_p
 # pass quantizes nothing a second time.
 CHECKPOINT_NAME = "jax_mx.quantized"
 _NAMED = (Role.CODES, Role.SCALES, Role.FLOATS)
-FACTOR = np.dtype(np.float32)
-# HIP launches fewer than 2^32 threads, and AMD's norms have 256 for a row, or for padding.
-MOST_NORMED_ROWS = (1 << 24) - 256
 
 
 def _quantize_avals(*operands, plan: Plan, view: View | None = None):
@@ -55,60 +50,16 @@ def _quantize_avals(*operands, plan: Plan, view: View | None = None):
 
 
 def _beside(operands: Sequence[Any], plan: Plan) -> list:
-    """The abstract values of what comes behind codes and scales.
-
-    Of rows that are normed their factors, and the sum; of a gradient sums of its columns; then the
-    floats, where they are given.
-    """
-    x, source, found = operands[0], plan.source, []
-    if source.norm:
-        shape = _normed_shape(x.shape, plan)[:-1]
-        found = [unsplit_like(x, shape, FACTOR), *[x] * source.added]
-    if source.sums:
-        rows, columns = floats_shape(operands, plan)
-        found.append(unsplit_like(x, (rows // BLOCK, columns), FACTOR))
-    if source.floats:
-        found.append(unsplit_like(x, floats_shape(operands, plan), plan.dtype))
-    return found
-
-
-def source_operands(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
-    """The operands of `quantize` where the plan has a source, of arrays as callers have them.
-
-    Args:
-      x: what floats are made of; so is `other`.
-      other: the operands beside x: numbers of rows, and the scales of codes; of an activation the
-        weights of rows, and ups apart or, of its gradient, dy; of a norm the residual, if any, and
-        weights.
-      plan: the call.
-    """
-    down, across = plan.form.spans  # an axis is counted in blocks where these run along it
-    if plan.source.norm:
-        spans = zip((down, across), x.shape[-2:], strict=True)
-        tail = [m for along, n in spans for m in ((n // BLOCK, BLOCK) if along else (n,))]
-        *residual, weight = other
-        return [*(a.reshape(*a.shape[:-2], *tail) for a in (x, *residual)), weight]
-    halves = plan.source.halves
-    count, length = other[0].shape[0], x.shape[1] // halves
-    tail = (length // BLOCK, BLOCK) if across else (length,)
-    by_row = other[0].reshape((count // BLOCK, BLOCK) if down else (count, 1))
-    if plan.source.interleaved:  # how many gates a block of the floats has beside it
-        each = BLOCK >> plan.source.gradient if across else 1
-        x = x.reshape(count, length // each, 2 * each)
-        more = [a.reshape(count, length // each, each) for a in other[1:]]
-    else:
-        x = x.reshape(x.shape[0], *[2] * (halves - 1), *tail)
-        more = [a if plan.source.codes else a.reshape(count, *tail) for a in other[1:]]
-    return [x, by_row, *more]
+    """The abstract values of what a source gives behind codes and scales."""
+    if not plan.source:
+        return []
+    each = plan.source.beside(operands, plan.form.spans)
+    return [unsplit_like(operands[0], shape, dtype or plan.dtype) for shape, dtype in each]
 
 
 def floats_shape(operands: Sequence[Any], plan: Plan) -> tuple[int, ...]:
-    """The shape of the floats that are made of what `source_operands` gave."""
-    x = operands[0]
-    if plan.source.norm:
-        return _normed_shape(x.shape, plan)
-    by_row = operands[plan.signature.number("rows" if plan.source.rows else "weights")]
-    return math.prod(by_row.shape), math.prod(x.shape[1:]) // (1 + plan.source.makes_one_of_two)
+    """The shape of the floats that are made of what `Source.arranged` gave."""
+    return plan.source.shape(operands, plan.form.spans)
 
 
 def _floats(operands: Sequence[Any], plan: Plan):
@@ -119,21 +70,6 @@ def _floats(operands: Sequence[Any], plan: Plan):
     shape = floats_shape(operands, plan)
     shape, _ = plan.view.view(shape, (None,) * len(shape), plan.first_axis)
     return unsplit_like(x, shape, plan.dtype)
-
-
-def _rows_of_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
-    """The shape of what floats are made of, for its operand's, which has halves and blocks."""
-    if plan.source.norm:
-        return _normed_shape(shape, plan)
-    return shape[0], math.prod(shape[1:])
-
-
-def _normed_shape(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
-    """The shape of an array whose rows are normed, for its operand's, which has blocks."""
-    down, across = plan.form.spans
-    at = len(shape) - 1 - across
-    rows = (math.prod(shape[:at]),) if down else shape[:at]
-    return *rows, math.prod(shape[at:])
 
 
 def _quantized(x, view: View, plan: Plan) -> list:
@@ -264,43 +200,24 @@ def _quantize_reference(x, *block_data, plan: Plan):
 
 
 def _quantize_via_floats(*operands, plan: Plan):
-    """The primitive on floats that XLA makes, by a kernel or not; of a sum on that.
+    """The primitive on floats that XLA makes, by a kernel or not."""
+    count = len(plan.source.operands)
+    block_data, spans = operands[count:], plan.form.spans
 
-    Sums of columns are XLA's, beside a kernel that makes the gradient, if there is one.
-    """
-    if plan.source.sums:
-        alone = dataclasses.replace(plan, source=dataclasses.replace(plan.source, sums=False))
-        found = reference.floats_of(plan.source, *_made_of(operands, plan))
-        return [*quantize_p.bind(*operands, plan=alone), reference.sums_of(found)]
-    if plan.source.added:
-        x, residual, *rest = operands
-        total = reference.added(x, residual)
-        normed = dataclasses.replace(plan, source=dataclasses.replace(plan.source, added=False))
-        outs = quantize_p.bind(total, *rest, plan=normed)
-        at = len(outs) - plan.source.floats
-        return [*outs[:at], total, *outs[at:]]
-    made_of = _made_of(operands, plan)
-    beside, block_data = [], operands[len(made_of) :]
-    if plan.source.norm:
-        x, weight = made_of
-        found, factors = reference.rms_norm(x, weight, plan.eps)
-        beside = [factors[..., 0]]
-    else:
-        found = reference.floats_of(plan.source, *made_of)
-    beside += [found] * plan.source.floats
-    viewed = Viewed.of(plan.view, found.shape, spec_of(found), plan.first_axis)
-    floats, plan = viewed.to_floats(found), dataclasses.replace(plan, source=X, eps=0.0)
-    return [*quantize_p.bind(floats, *block_data, plan=plan), *beside]
+    def quantize(source: Source, x: jax.Array, *other: jax.Array) -> list:
+        alone = dataclasses.replace(plan, source=source)
+        if source:
+            arranged = source.arranged(x, other, spans)
+        else:
+            viewed = Viewed.of(plan.view, x.shape, spec_of(x), plan.first_axis)
+            arranged = [viewed.to_floats(x)]
+        return quantize_p.bind(*arranged, *block_data, plan=alone)
 
-
-def _made_of(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
-    """What floats are made of, without block data: matrices, and numbers by row."""
-    arrays = zip(plan.signature.present(plan.lacks), operands, strict=True)
-    return [
-        a.reshape(_rows_of_shape(a.shape, plan)) if array.role is Role.SOURCE else a.reshape(-1)
-        for array, a in arrays
-        if array.role is not Role.BLOCK_DATA
-    ]
+    outs = plan.source.in_steps(quantize, *plan.source.whole(operands[:count], spans))
+    beside = plan.source.beside(operands, spans)
+    at = len(outs) - len(beside)
+    pairs = zip(outs[at:], beside, strict=True)
+    return [*outs[:at], *(a.reshape(shape) for a, (shape, _) in pairs)]
 
 
 def _quantize_via_transpose(x, *block_data, plan: Plan):
@@ -336,22 +253,14 @@ def _floats_of_codes(values, scales, result: Result, format: Format, dtype: np.d
 
 # ---- vmap ---
 def _batch(primitive: Primitive, args, dims, *, plan: Plan):
-    """Entries of norms along rows alike become more rows; the floats of others are XLA's."""
-    if not plan.source.norm:
+    """Entries with rows alike become more rows; of others with such rows, floats are XLA's."""
+    if not plan.source.has_slabs:
         return batch(primitive, args, dims, plan=plan)
     if plan.takes_slabs and dims[-1] is None:
         outs = primitive.bind(*batched(args, dims, [len(args) - 1]), plan=plan)
     else:
         outs = jax.vmap(functools.partial(_quantize_via_floats, plan=plan), dims)(*args)
     return outs, [0] * len(outs)
-
-
-def _is_beyond(*operands, plan: Plan, platform: str) -> bool:
-    """Whether rows that are normed are too many for a launch."""
-    if not plan.source.norm or platform != "rocm":
-        return False
-    rows = math.prod(_normed_shape(operands[0].shape, plan)[:-1])
-    return not is_symbolic(rows) and rows > MOST_NORMED_ROWS
 
 
 quantize_p = make_primitive(
@@ -363,7 +272,6 @@ quantize_p = make_primitive(
         via_floats=_quantize_via_floats,
         via_transpose=_quantize_via_transpose,
         via_codes=_quantize_via_codes,
-        is_beyond=_is_beyond,
     ),
 )
 dequantize_p = make_primitive("dequantize", Op(_dequantize_avals, _dequantize_reference))
@@ -379,20 +287,14 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     """Binds `quantize_p`, all operands varying over the same manual axes.
 
     Args:
-      operands: the view of the floats and those of the plan's `given_data`; or what the plan's
-        source has. "rows": x (T, K), and numbers of rows (R, 1); of an activation x (T, 2, K), or
-        (T, K, 2) of gates and ups by turns, and weights (R, 1); or gates x (T, K), weights, and ups
-        like x; of its gradient x, weights and dy (T, K), and by turns x (T, 2 K); of a norm
-        x (..., T, K), of a sum the residual, and float32 weights (K,). An axis of length n that
-        blocks run along is two: n / 32 and 32; by turns n / 32 and 64, and of dy 2 n / 32 and 16.
+      operands: the view of the floats and those of the plan's `given_data`; or what the
+        `arranged` of its source gives.
       plan: the call.
 
     Returns:
       Views of each result's values and scales, by the name `CHECKPOINT_NAME`, or one of the floats
-      that they stand for, if the result's preprocessing says `dequantized`; of a norm, then the
-      factors of rows, float32 (..., T), and the sum, as x lies; of a gradient sums of its columns,
-      float32 (T / 32, 2 K), see `reference.sums_of`, or the floats, (T, K) or, of a norm,
-      (..., T, K), if the source says so.
+      that they stand for, if the result's preprocessing says `dequantized`; then the results of
+      the source.
     """
     view, *given = vary_alike(*operands) if len(operands) > 1 else operands
     data = given if plan.source else _with_derived(view, given, plan)

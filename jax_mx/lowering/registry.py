@@ -17,7 +17,7 @@ from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.products import PRODUCT_ARCHS, PRODUCTS, Binary, Product, archs_of
 from jax_mx.facts.sources import X
-from jax_mx.facts.variants import VARIANTS, Variant, layouts_of, takes_zero_scale
+from jax_mx.facts.variants import Variant, exists, layouts_of, takes_zero_scale, variants
 from jax_mx.lowering import store
 from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
 
@@ -69,6 +69,11 @@ class Support:
     def is_direct(self) -> bool:
         """Whether a kernel serves the plan by itself."""
         return bool(self.kernels) and not (self.via_transpose or self.via_floats or self.via_codes)
+
+    @property
+    def quantizes_at_once(self) -> bool:
+        """Whether one kernel gives all results, of x or of floats that XLA makes."""
+        return bool(self.kernels) and not (self.via_transpose or self.via_codes)
 
     @property
     def reason(self) -> str:
@@ -181,10 +186,11 @@ def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
             return found
         if plan.gives_floats:
             codes = support(plan.of_codes, chips)
-            return dataclasses.replace(codes, via_codes=bool(codes))
+            if not codes.via_floats:  # else a kernel may still make codes and floats at once
+                return dataclasses.replace(codes, via_codes=bool(codes))
         if not plan.source:
             return found
-        made = of_floats(dataclasses.replace(plan, source=X), chips)
+        made = support(dataclasses.replace(plan, source=X), chips)
         return dataclasses.replace(made, via_floats=bool(made))
 
     def of_floats(plan: AnyPlan, chips: Sequence[str]) -> Support:
@@ -260,12 +266,31 @@ def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
     if len({*each}) > 1:
         asked = f"the pair ({', '.join(what or 'none' for what in each)})"
     kinds = tuple(own.kind for own in plan.preprocessing) if asked else ()
-    wanted = (dsl, op, kinds, plan.source)
-    of_kind = [v for v in VARIANTS if (v.implementation, v.op, v.kinds, v.source) == wanted]
-    if not of_kind:
-        return None, f" for {asked}" if asked else ""
-    of_form = [v for v in of_kind if v.form == plan.form]
+    fields = (plan.form, plan.dtype.name, plan.formats, kinds, plan.source.kernel)
+    variant, layout = Variant(op, dsl, *fields), plan.scale_layout.name
     zero_scales = [{0, 127} if takes_zero_scale(format) else {0} for format in plan.formats]
+    if not exists(variant) or any(plan.zero_scale not in have for have in zero_scales):
+        return None, _lack(plan, variant, zero_scales, asked)
+    if layout not in layouts_of(variant):
+        names = " and ".join(dict.fromkeys(f.name for f in plan.formats))
+        have = ", ".join(sorted(layouts_of(variant)))
+        return None, f" for {names} and scale_layout {layout}, only for {have}"
+    return variant, ""
+
+
+def _lack(plan: Plan, variant: Variant, zero_scales: list[set[int]], asked: str) -> str:
+    """For what of a plan there is no kernel, and for what there are some.
+
+    Args:
+      plan: the call.
+      variant: that it asks for.
+      zero_scales: those that kernels of each format have.
+      asked: its preprocessing, in words.
+    """
+    of_kind = [*variants(variant.implementation, variant.op, variant.source, variant.kinds)]
+    if not of_kind:
+        return f" for {asked}" if asked else ""
+    of_form = [v for v in of_kind if v.form == plan.form]
     checks = [
         ("form", str(plan.form), {str(v.form) for v in of_kind}),
         *(("format", f.name, {g.name for v in of_form for g in v.formats}) for f in plan.formats),
@@ -275,19 +300,12 @@ def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
     for name, value, have in checks:
         if value not in have:
             beside = f" with {asked}" if asked else ""
-            return None, f" for {name} {value}{beside}, only for {', '.join(sorted(have))}"
-    by_dtype = {v.dtype: v for v in of_form if v.formats == plan.formats}
+            return f" for {name} {value}{beside}, only for {', '.join(sorted(have))}"
     names = " and ".join(dict.fromkeys(f.name for f in plan.formats))
-    if plan.dtype.name not in by_dtype:
-        if not by_dtype:
-            return None, f" for {names} in one call"
-        have = ", ".join(sorted(by_dtype))
-        return None, f" for {names} and dtype {plan.dtype.name}, only for {have}"
-    variant, layout = by_dtype[plan.dtype.name], plan.scale_layout.name
-    if layout not in layouts_of(variant):
-        have = ", ".join(sorted(layouts_of(variant)))
-        return None, f" for {names} and scale_layout {layout}, only for {have}"
-    return variant, ""
+    dtypes = sorted({v.dtype for v in of_form if v.formats == plan.formats})
+    if not dtypes:
+        return f" for {names} in one call"
+    return f" for {names} and dtype {plan.dtype.name}, only for {', '.join(dtypes)}"
 
 
 def _reference(plan: AnyPlan, chips: Sequence[str]) -> Support:

@@ -12,7 +12,27 @@ import jax.numpy as jnp
 from jax_mx import reference
 from jax_mx.arrays.checks import array_of, flag, floats, shown
 from jax_mx.facts.activations import ACTIVATIONS, Activation
+from jax_mx.facts.sources import Source
 from jax_mx.ops.metadata import register_for_export
+from jax_mx.sources.gated import GatedSource
+from jax_mx.sources.gated_gradient import GradientSource
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("operands",), meta_fields=("source",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Of:
+    """What is quantized is what a source makes of x and of other arrays.
+
+    A quantizer that gets one as its activation also returns the results of the source, in a tuple,
+    last.
+
+    Attributes:
+      source: of facts/sources.py.
+      operands: beside x, as the source's `made` takes them.
+    """
+
+    source: Source
+    operands: tuple[Any, ...] = ()
 
 
 @partial(
@@ -62,6 +82,39 @@ class Gated:
     def has_gate(self) -> bool:
         """Whether there are gates and ups, which kernels read."""
         return ACTIVATIONS[self.name].has_gate
+
+    def checked(self, op: str, x: Any) -> Gated:
+        """The same with an array of JAX as up, if x and up fit.
+
+        Raises:
+          TypeError, ValueError: they do not.
+        """
+        own = self
+        if self.up is not None:
+            own = dataclasses.replace(self, up=array_of(op, "up", self.up))
+        own.gates_of(op, x)
+        return own
+
+    def of(self, op: str, x: jax.Array, floats: bool = False, sums: bool = False) -> Of | None:
+        """What makes the floats of an x that fits, as kernels know it; None: no kernel does.
+
+        Args:
+          op: for messages.
+          x: gates and ups.
+          floats: whether the floats come out beside codes.
+          sums: whether sums of a gradient's columns do.
+
+        Raises:
+          TypeError, ValueError: weights or the gradient do not fit.
+        """
+        if not self.has_gate or self.up is not None:
+            return None
+        gates = self.gates_of(op, x)
+        weights = weights_of(op, gates, self.weights)
+        if self.gradient is None:
+            return Of(GatedSource(self.name, self.interleaved, floats), (weights,))
+        source = GradientSource(self.name, self.interleaved, sums)
+        return Of(source, (weights, self.dy_of(op, gates)))
 
     def parts_of(self, x: jax.Array) -> list[jax.Array]:
         """Gates and ups, or gates alone, of an x that fits."""

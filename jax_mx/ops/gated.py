@@ -11,7 +11,6 @@ from jax_mx.facts.formats import Format
 from jax_mx.ops.activations import Gated, known, made, row_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantizer_of
-from jax_mx.ops.quantizing import WithFloats
 
 
 class Activated(NamedTuple):
@@ -89,9 +88,9 @@ def gated(
       weights: float32 (...,), by which rows are multiplied, as a router has them; or None.
       up: the ups, where gate_up has the gates alone; of its dtype and shape.
       interleaved: whether gates and ups lie by turns along the last axis.
-      format: what the result is quantized to, see `quantize`; None: not. Kernels make and quantize
-        what they do of a `Gated`; the floats as well from bfloat16 of "swiglu" and "gpt_oss", in
-        one array, to mxfp8_e4m3 and MXFP4. Else XLA makes these before.
+      format: what the result is quantized to, see `quantize`; None: not. NVIDIA's kernels
+        make and quantize "swiglu" and "gpt_oss" of one array, as a `Gated` does; the floats as well
+        from bfloat16 to mxfp8_e4m3 and MXFP4. Else XLA makes these before.
       both: whether it is quantized along the last axis and along the one before, by
         `quantize_both`; else along the last one.
       floats: whether floats are given beside a format; they have a derivative, codes have none.
@@ -120,9 +119,10 @@ def gated(
     if not (wanted or by_rows):
         return Activated(None, quantizer(x, activation=own))
     stop = jax.lax.stop_gradient if wanted else lambda y: y  # codes have no derivative
-    if by_rows or not own.has_gate:
+    fused = None if by_rows else stop(own).of(op, x, floats=True)
+    if fused is None:
         y = made(op, x, own)
         return Activated(y if wanted else None, quantizer(stop(y)))
-    *found, y = quantizer(stop(x), activation=WithFloats(stop(own)))
+    *found, y = quantizer(stop(x), activation=fused)
     y = known(y.reshape(own.gates_of(op, x).shape), x, own)
     return Activated(y, tuple(found) if both else found[0])

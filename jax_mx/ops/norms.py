@@ -14,10 +14,11 @@ from jax_mx.arrays.checks import array_of, flag, shown
 from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
 from jax_mx.facts.formats import Format
 from jax_mx.lowering import primitive
+from jax_mx.ops.activations import Of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantizer_of
-from jax_mx.ops.quantizing import Norm
 from jax_mx.reference.norms import settled
+from jax_mx.sources.rms_norm import NormSource
 
 
 class Normed(NamedTuple):
@@ -79,7 +80,7 @@ def rms_norm(
         x's dtype; that sum is normed, and given too.
       format: what the result is quantized to, see `quantize`; None: not. One kernel
         norms and quantizes in the cases of a table under "Activations" in docs/formats.md; of
-        others, of `rows` of the result, and on AMD of more than 2^24 - 256 rows, XLA norms before.
+        others, of `rows` of the result, and on AMD, XLA norms before.
       both: whether it is quantized along the last axis and along the one before, by
         `quantize_both`; else along the last one.
       floats: whether floats are given; None: where there is no format.
@@ -174,7 +175,9 @@ def _quantized(
     x: Any, residual: Any, weight: Any, quantizer: Any, eps: float, floats: bool
 ) -> tuple:
     """What a quantizer gives, the factors of rows, x plus residual; and the floats, if wanted."""
-    norm = Norm(_weights(weight, x.shape[-1]), eps, residual, floats)
+    added = () if residual is None else (residual,)
+    weights = _weights(weight, x.shape[-1])
+    norm = Of(NormSource(eps, bool(added), floats), (*added, weights))
     found = [*quantizer(x, activation=norm)]
     y = [found.pop().reshape(x.shape)] if floats else []
     total = x if residual is None else found.pop().reshape(x.shape)

@@ -35,7 +35,6 @@ class Options:
       formats: of each result; so are value_layouts and preprocessing.
       transpose: a bool; of quantize_both a pair, for the last axis and the one before.
       source: what makes the floats.
-      eps: of a norm, a float32.
     """
 
     formats: Any
@@ -49,7 +48,6 @@ class Options:
     value_layouts: Any = (ROW_MAJOR_VALUES,)
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
     source: Source = X
-    eps: float = 0.0
 
     @classmethod
     def both(cls, formats: Any, transpose: Any = (False, True)) -> Options:
@@ -121,7 +119,6 @@ def _plan(op: str, dtype: Any, shape: tuple[int, ...], asked: Options) -> Plan:
         value_layouts=value_layouts,
         preprocessing=asked.preprocessing,
         source=asked.source,
-        eps=asked.eps,
     )
     blocks_fit(op, plan.block, plan.axis, scale_layout, len(shape))
     if transpose and op == "dequantize":

@@ -93,8 +93,8 @@ def quantize(
         windows without rounding or hadamard.
       rows: (R,) int32, for an x (T, K): what is quantized is not x but the array (R, K) of its
         rows with these numbers, zeros for each number that is not one of 0 to T - 1, say -1. From
-        bfloat16, kernels read those rows of x themselves, with windows too; else, beside an
-        activation, and where XLA splits the program among devices outside of `shard_map`, XLA
+        bfloat16, NVIDIA's kernels read those rows of x themselves, with windows too; else, beside
+        an activation, and where XLA splits the program among devices outside of `shard_map`, XLA
         gathers them before.
       activation: a `Gated`, for an x (..., 2 K) of gates and ups: what is quantized is `gated` of
         it, (..., K); of its rows, and those of `up`, where there are `rows`. With a
@@ -130,7 +130,7 @@ def quantize(
     )
     data = (data_of(rounding, hadamard),)
     found: Any = called("quantize", asked, x, data, rows, activation)
-    return found if len(found) > 1 else found[0]  # of a `Norm`, factors too
+    return found if len(found) > 1 else found[0]  # and the results of a source
 
 
 def quantize_both(

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jax_mx.arrays.sharding import is_explicit
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
-from jax_mx.facts.sources import Source
 from jax_mx.facts.windows import Window
 from jax_mx.ops.mxarray import MXArray, checked, dequantize
 from jax_mx.ops.placing import require_kernel
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessing_of
 from jax_mx.ops.quantize import quantize
-from jax_mx.ops.quantizing import numbers_of, quantized
+from jax_mx.ops.quantizing import quantized
+from jax_mx.sources.codes import CodesSource
+from jax_mx.sources.rows import numbers_of
 
 
 def requantize(
@@ -75,7 +76,7 @@ def requantize(
         implementation=implementation,
         transpose=transpose,
         preprocessing=own,
-        source=Source(rows=True, codes=q.format.name),
+        source=CodesSource(q.format.name),
     )
     like = jax.ShapeDtypeStruct((rows.shape[0], q.shape[1]), jnp.bfloat16)
     plan = planned("quantize", like, asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,18 +10,23 @@ import jax.numpy as jnp
 
 from jax_mx.arrays.checks import flag, float_dtype, shown, whole, window_of, zero_scale_of
 from jax_mx.facts import chips as chip_table
+from jax_mx.facts.activations import GATED
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
-from jax_mx.facts.sources import Source
+from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import Window
 from jax_mx.lowering import registry, targets
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.registry import Refusal, Support
-from jax_mx.ops.activations import row_of
+from jax_mx.ops.activations import Gated, row_of
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, pairs, preprocessing_of
+from jax_mx.sources.gated import GatedSource
+from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.rms_norm import NormSource
+from jax_mx.sources.rows import RowsSource
 
 
 def is_supported(
@@ -40,14 +46,9 @@ def is_supported(
     rounding: Stochastic | tuple[Stochastic | None, Stochastic | None] | None = None,
     hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
     window: Window = BLOCK,
-    rows: bool = False,
-    activation: str | None = None,
-    interleaved: bool = False,
-    up: bool = False,
-    gradient: bool = False,
-    norm: bool = False,
-    floats: bool = False,
+    source: Gated | Source | None = None,
     implementation: str | None = None,
+    **made_of: Any,
 ) -> tuple[bool, str]:
     """Whether a kernel serves the call on `device`; if not, `implementation=None` takes "xla".
 
@@ -69,14 +70,11 @@ def is_supported(
       rounding: of quantize; of quantize_both for both directions or a pair; so is hadamard.
       hadamard: see `quantize`.
       window: of quantize and quantize_both; dequantize does not depend on it.
-      rows: whether the call picks rows, of quantize and quantize_both.
-      activation: the name of a `Gated`, of quantize and quantize_both; all gates, then all ups.
-      interleaved: whether that `Gated` has gates and ups by turns.
-      up: whether that `Gated` has an array of ups.
-      gradient: whether that `Gated` has a gradient.
-      norm: whether rows are normed first, as `rms_norm` does with a format.
-      floats: whether what is quantized, of an activation or a norm, is given, too.
+      source: what makes the floats, of quantize and quantize_both: a `Gated`, whose arrays do not
+        matter, or a class of `jax_mx.sources`.
       implementation: this one only; "xla" serves every call.
+      made_of: the same as `source` in words: `rows`, `norm`, `activation` (a name) with
+        `interleaved`, `up`, `gradient`; and `floats`, what is made is given, too.
 
     Returns:
       (True, "<implementation>: <name of the kernel>") or (False, the reason). The name of one per
@@ -110,6 +108,7 @@ def is_supported(
         allowed = "'quantize', 'quantize_both' or 'dequantize'"
         raise ValueError(f"is_supported: op {op!r} is unknown; use {allowed}")
     n = 2 if op == "quantize_both" else 1
+    made, by_xla = source_of(op_name, source, made_of)
     asked = Options(
         formats=(format,) * n,
         axis=axis if n == 1 else -1,
@@ -121,56 +120,97 @@ def is_supported(
         zero_scale=zero_scale,
         value_layouts=(value_layout,) * n,
         preprocessing=own,
-        source=source_of(
-            op_name,
-            rows=rows,
-            activation=activation,
-            interleaved=interleaved,
-            apart=up,
-            gradient=gradient,
-            norm=norm,
-            floats=floats,
-        ),
+        source=made,
     )
-    if asked.source and (op == "dequantize" or ndim != 2):
+    if (made or by_xla) and (op == "dequantize" or ndim != 2):
         raise ValueError(
             f"{op_name}: rows, activations and norms are those of a matrix to quantize; use ndim=2"
         )
     plan = planned(op, like, asked)
-    found = support_of(plan, device)
-    if found.implementation == "xla" and implementation is None:
+    served = support_of(plan, device)
+    if served.implementation == "xla" and implementation is None:
         refused = support_of(plan, device, kernels_only=True)
         return False, str(refused)
-    return bool(found), str(found)
+    served = dataclasses.replace(
+        served, via_floats=served.via_floats or (by_xla and bool(served.kernels))
+    )
+    return bool(served), str(served)
 
 
-def source_of(op: str, *, activation: Any, **flags: Any) -> Source:
-    """What makes the floats; what no kernel makes, too.
+# What `is_supported` takes in words beside a source.
+_WORDS = ("rows", "norm", "interleaved", "up", "gradient", "floats")
+
+
+def source_of(op: str, source: Any, made_of: dict[str, Any]) -> tuple[Source, bool]:
+    """What makes the floats, and whether XLA does on every chip.
 
     Args:
       op: for messages.
-      activation: a name, or None.
-      flags: of a `Source`, as a caller gave them; `apart` by the name `up`.
+      source: see `is_supported`; so is made_of.
+      made_of: words that a caller gave.
 
     Raises:
-      TypeError, ValueError: neither bools nor an activation's name, or not together.
+      TypeError, ValueError: they are neither a source nor such words, or not together.
     """
-    known: dict[str, Any] = {
-        name: flag(op, {"apart": "up"}.get(name, name), value) for name, value in flags.items()
-    }
-    own = Source(activation=activation or "", **known)
-    if own.gradient and (own.rows or activation is None):
-        raise ValueError(f"{op}: gradient is that of an activation without rows; give one")
+    if unknown := {*made_of} - {*_WORDS, "activation"}:
+        raise TypeError(f"{op} has no argument {', '.join(sorted(unknown))}")
+    if source is not None and made_of:
+        raise ValueError(f"{op}: source says what makes the floats; drop {', '.join(made_of)}")
+    if isinstance(source, Source):
+        return source.kernel, False
+    if isinstance(source, Gated):
+        beside = {name: getattr(source, name) is not None for name in ("up", "gradient")}
+        made_of = {"activation": source.name, "interleaved": source.interleaved, **beside}
+    elif source is not None:
+        raise TypeError(f"{op}: source must be a Gated or a source, got {shown(source)}")
+    return _of_words(op, made_of)
+
+
+def _of_words(op: str, made_of: dict[str, Any]) -> tuple[Source, bool]:
+    """`source_of` in words.
+
+    Raises:
+      TypeError, ValueError: see there.
+    """
+    activation = made_of.get("activation")
+    words = {word: flag(op, word, made_of.get(word, False)) for word in _WORDS}
     has_gate = activation is not None and row_of(op, activation).has_gate
-    if own.interleaved and not has_gate:
-        raise ValueError(
-            f"{op}: interleaved is the order of an activation's gates and ups; give one"
-        )
-    if own.apart and (own.interleaved or own.gradient or not has_gate):
-        raise ValueError(f"{op}: up is that of an activation alone, without a gradient; give one")
-    if own.floats and (own.rows or own.gradient or not (own.norm or activation is not None)):
-        raise ValueError(f"{op}: floats are those of an activation, or of a norm, alone; give one")
-    return own
+    _check_words(op, activation, has_gate, **words)
+    rows, norm, interleaved, up, gradient, floats = words.values()
+    by_xla = up or activation not in (None, *GATED)
+    if by_xla or [rows, norm, activation is not None].count(True) > 1:
+        return X, True
+    if rows:
+        return RowsSource(), False
+    if norm:
+        return NormSource(floats=floats), False
+    if activation is None:
+        return X, False
+    if gradient:
+        return GradientSource(activation, interleaved), False
+    return GatedSource(activation, interleaved, floats), False
+
+
+def _check_words(
+    op: str, activation: Any, has_gate: bool, *, rows: bool, norm: bool, interleaved: bool,
+    up: bool, gradient: bool, floats: bool,
+) -> None:  # fmt: skip
+    """Insists that the words of a source go together.
+
+    Raises:
+      ValueError: they do not.
+    """
+    for wrong, what in (
+        (gradient and (rows or activation is None),
+         "gradient is that of an activation without rows"),
+        (interleaved and not has_gate, "interleaved is the order of an activation's gates and ups"),
+        (up and (interleaved or gradient or not has_gate),
+         "up is that of an activation alone, without a gradient"),
+        (floats and (rows or gradient or not (norm or activation is not None)),
+         "floats are those of an activation, or of a norm, alone"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(f"{op}: {what}; give one")
 
 
 def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False) -> Support:

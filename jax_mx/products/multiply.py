@@ -358,7 +358,9 @@ def gives_floats(of_floats: Any, target: targets.Target) -> bool:
     with registry.by_tables():
         return (
             bool(asked)
-            and all(registry.chosen(plan, target.platform, chips).is_direct for plan in asked)
+            and all(
+                registry.chosen(plan, target.platform, chips).quantizes_at_once for plan in asked
+            )
             and all(
                 IMPLEMENTATIONS[str(own.implementation)].support(own, chips)
                 for own in (

@@ -4,9 +4,6 @@ from jax_mx.reference.activations import (
     derivative as derivative,
 )
 from jax_mx.reference.activations import (
-    floats_of as floats_of,
-)
-from jax_mx.reference.activations import (
     gated as gated,
 )
 from jax_mx.reference.activations import (

@@ -24,9 +24,8 @@ from jax_mx.facts.activations import (
     Activation,
     Rounding,
 )
-from jax_mx.facts.formats import BLOCK, FORMATS
-from jax_mx.facts.sources import ROWS, Source
-from jax_mx.reference.blocks import dequantize, flushed, product, rows_of, widened
+from jax_mx.facts.formats import BLOCK
+from jax_mx.reference.blocks import flushed, product, widened
 
 # Beyond, a slope is 0 or 1 in float32; and no product of such numbers overflows.
 _FAR = 128.0
@@ -271,29 +270,6 @@ def gated_gradient(
         dy = product(dy, flushed(weights.astype(jnp.float32))[..., None])
     by = derivative(each, name)
     return [product(dy, d).astype(x.dtype) for x, d in zip(each, by, strict=True)]
-
-
-def floats_of(source: Source, x: jax.Array, first: jax.Array, *more: jax.Array) -> jax.Array:
-    """The floats that a call quantizes, made of its operands."""
-    if source == ROWS:
-        return rows_of(x, first)
-    if source.codes:
-        (scales,) = more
-        picked = (rows_of(a, first) for a in (x, scales.reshape(x.shape[0], -1)))
-        values, scales = (
-            a.reshape(first.shape[0], x.shape[1] // BLOCK, n)
-            for a, n in zip(picked, (BLOCK, 1), strict=True)
-        )
-        y = dequantize(values, scales, FORMATS[source.codes], np.dtype(jnp.bfloat16))
-        return y.reshape(first.shape[0], x.shape[1])
-    name = source.activation
-    if source.apart:
-        return gated([x, *more], first, name)
-    each = halves(x, name, source.interleaved)
-    if source.gradient:
-        (dy,) = more
-        return joined(gated_gradient(each, first, dy, name), source.interleaved)
-    return gated(each, first, name)
 
 
 def sums_of(x: jax.Array) -> jax.Array:

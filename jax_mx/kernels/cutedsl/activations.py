@@ -9,12 +9,8 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.activations import (
     ACTIVATIONS,
-    CUBE,
     EXP,
-    NEAR,
     SHARPNESS,
-    TAIL,
-    TANH,
     Activation,
     Rounding,
 )
@@ -36,14 +32,6 @@ _BY_SIGMOID = (
     f"setp.lt.f32 p, g, {_ZERO}; selp.f32 b, h, {_ONE}, p; "
     "mul.rn.ftz.f32 t, g, b; mul.rn.ftz.f32 s, b, d; mul.rn.ftz.f32 t, t, s; "
 )
-_RELU = f"setp.le.ftz.f32 p, g, {_ZERO}; selp.f32 t, {_ZERO}, g, p; "
-_ERF = (  # Phi(-|g|) = b * b * d
-    f"mul.rn.ftz.f32 h, g, g; mul.rn.ftz.f32 h, h, {_number(-_LOG2E / 4)}; "
-    f"ex2.approx.ftz.f32 b, h; abs.f32 a, g; fma.rn.ftz.f32 d, a, {_number(NEAR)}, {_ONE}; "
-    f"rcp.approx.ftz.f32 d, d; mov.f32 s, {_number(TAIL[0])}; "
-    + "".join(f"fma.rn.ftz.f32 s, s, d, {_number(c)}; " for c in TAIL[1:])
-    + "mul.rn.ftz.f32 d, s, d; "
-)
 
 
 def _silu(sharpness: float) -> str:
@@ -51,33 +39,10 @@ def _silu(sharpness: float) -> str:
     return f"abs.f32 a, g; mul.rn.ftz.f32 h, a, {scale}; {_BY_SIGMOID}"
 
 
-def _gelu() -> str:
-    scale = -TANH * _LOG2E / 2
-    return (
-        f"abs.f32 a, g; mul.rn.ftz.f32 h, g, g; "
-        f"fma.rn.ftz.f32 h, h, {_number(scale * CUBE)}, {_number(scale)}; "
-        f"mul.rn.ftz.f32 h, a, h; {_BY_SIGMOID}"
-    )
-
-
-def _gelu_erf() -> str:
-    return (
-        f"{_ERF}mul.rn.ftz.f32 s, b, d; neg.f32 t, s; fma.rn.ftz.f32 t, t, b, {_ONE}; "
-        "mul.rn.ftz.f32 t, g, t; "
-        f"setp.lt.f32 p, g, {_ZERO}; mul.rn.ftz.f32 a, g, b; mul.rn.ftz.f32 a, a, s; "
-        "selp.f32 t, a, t, p; "
-    )
-
-
 # The part of an activation that depends on a float32 `g`, in `t`; the others are scratch.
 _PARTS: Mapping[str, str] = {
     "silu": _silu(1.0),
     "sharp_silu": _silu(SHARPNESS),
-    "gelu": _gelu(),
-    "gelu_erf": _gelu_erf(),
-    "relu": _RELU,
-    "relu2": f"{_RELU}mul.rn.ftz.f32 t, t, t; ",
-    "identity": "mov.f32 t, g; ",
 }
 # No slope depends on what is further from 0; a NaN stays.
 _NEAR = f"max.NaN.f32 a, g, {_number(-128.0)}; min.NaN.f32 a, a, {_number(128.0)}; "
@@ -95,22 +60,6 @@ def _sigmoid_slope(dz: str) -> str:
 _SLOPES: Mapping[str, str] = {
     "silu": _sigmoid_slope(""),
     "sharp_silu": _sigmoid_slope(f"mul.rn.ftz.f32 a, a, {_number(SHARPNESS)}; "),
-    "gelu": _sigmoid_slope(
-        f"mul.rn.ftz.f32 v, a, a; fma.rn.ftz.f32 v, v, {_number(3 * CUBE)}, {_ONE}; "
-        f"mul.rn.ftz.f32 v, v, {_number(TANH)}; mul.rn.ftz.f32 a, a, v; "
-    ),
-    "gelu_erf": (  # by the density, Phi(-|g|) has d for both signs
-        f"{_NEAR}mul.rn.ftz.f32 a, a, {_number(math.sqrt(0.5 / math.pi))}; "
-        "add.rn.ftz.f32 h, d, a; mul.rn.ftz.f32 h, b, h; mul.rn.ftz.f32 h, h, b; "
-        "sub.rn.ftz.f32 s, d, a; mul.rn.ftz.f32 s, b, s; mul.rn.ftz.f32 s, s, b; "
-        f"sub.rn.ftz.f32 s, {_ONE}, s; selp.f32 v, h, s, p; "
-    ),
-    "relu": (
-        f"setp.gt.ftz.f32 p, g, {_ZERO}; selp.f32 v, {_ONE}, {_ZERO}, p; "
-        "setp.nan.f32 p, g, g; selp.f32 v, g, v, p; "
-    ),
-    "relu2": f"{_RELU.replace(' t,', ' v,')}add.rn.ftz.f32 v, v, v; ",
-    "identity": f"mov.f32 v, {_ONE}; ",
 }
 
 
@@ -134,12 +83,6 @@ def _masked(name: str, mask: int) -> str:
 _SIZES: Mapping[str, str] = {
     "silu": "",
     "sharp_silu": f"mul.rn.f64 size, size, {_double(SHARPNESS)}; {_masked('size', EXP.most)}",
-    "gelu": (
-        f"mul.rn.f64 rest, size, size; mul.rn.f64 rest, rest, {_double(CUBE)}; "
-        f"{_masked('rest', EXP.most)}"
-        f"add.rn.f64 rest, rest, {_double(1)}; mul.rn.f64 size, size, {_double(TANH)}; "
-        f"mul.rn.f64 size, size, rest; {_masked('size', EXP.most)}"
-    ),
 }
 # What is divided is finite, or the gate is not; a quotient of zeros loses its sign.
 _DIVIDE = (
@@ -244,7 +187,7 @@ def gated(
     if dtype != "bfloat16":
         begin += ".reg .f64 x, size, m, rest, y, ratio, below, total; "
         begin += ".reg .b32 lo, hi; .reg .b16 l, k; "
-        part = _in_float64(row.unary) if row.unary in _SIZES else _PARTS[row.unary]
+        part = _in_float64(row.unary)
     each = [
         f"{_taken('g', '{$r0}', i, dtype)}{_taken('u', '{$r1}', i, dtype)}{_cut(row)}{part}"
         f"mul.rn.ftz.f32 t, t, u; mul.rn.ftz.f32 y{i}, t, {{$r2}}; "

@@ -4,7 +4,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.facts.formats import BLOCK, Format
-from jax_mx.facts.variants import Kind
+from jax_mx.facts.kinds import Kind
 from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.cutedsl import activations, convert, preprocessed
@@ -260,29 +260,10 @@ class Flat(WholeBlocks):
 
     def make(self, arrays, scalars, mX, target, where) -> None:
         """Makes the floats of a thread's step of x: its number, its row, whether it exists."""
-        step, row, inside = where
-        cols, each = scalars[3], BLOCK // self.tile.elements  # blocks of a row, steps of a block
-        if self.variant.rows:
-            number = numbers_of(arrays["rows"], row, inside, 1, 4)[0]
-            step = step + (Int64(number) - row) * cols * each
-            self.pick(mX[step, None], target, number, scalars[4])
-        else:
-            if self.interleaved:
-                pair = mX[step * 2, None], mX[step * 2 + 1, None]
-            else:
-                pair = tuple(
-                    cute.make_tensor(own, mX.layout)[self.step_of(step, row, cols * each, *how)]
-                    for own, *how in self.sides(arrays)
-                )
-            self.gate(pair, target, arrays["weights"] + row, inside)
-        if self.variant.source.floats:
-            self.store_floats(target, arrays["floats"], where[0], inside)
-
-    @staticmethod
-    def step_of(step, row, steps, part: int, parts: int) -> tuple:
-        """Where a step lies in a part of its row, in x by steps; a part's row has so many."""
-        step = step if parts == 1 else step + Int64(row) * steps
-        return (step + steps if part else step), None
+        LOADERS[self.source.loaders["cutedsl"]](self, arrays, scalars, mX, target, where)
+        if "floats" in arrays:
+            step, _, inside = where
+            self.store_floats(target, arrays["floats"], step, inside)
 
     @cute.jit
     def store_floats(self, made, floats, step: Int64, inside):
@@ -314,10 +295,12 @@ class Flat(WholeBlocks):
                 load(source, half, self.kept)
             rM[0] = cute.make_tensor(weight, cute.make_layout(1))[0]
         gates, ups, words = (cute.recast_tensor(t, Uint32) for t in (*both, target))
-        if const_expr(self.interleaved):
+        if const_expr(self.source.interleaved):
             activations.part(gates, ups)
         for w in range_constexpr(cute.size(words)):
-            words[w] = activations.gated(self.activation, gates[w], ups[w], rM[0], self.dtype)
+            words[w] = activations.gated(
+                self.source.activation, gates[w], ups[w], rM[0], self.dtype
+            )
 
     @cute.jit
     def locate_in_patch(self, bid, mine, places: Int64, rows: Int32, cols: Int32):
@@ -345,3 +328,26 @@ class Flat(WholeBlocks):
         if self.kind(0).blocks == 1 or stride == 1:
             return place
         return place // (2 * stride) * (2 * stride) + place % 2 * stride + place // 2 % stride
+
+
+# ---- what makes the floats: by the name that a source has for its loader ---
+def _rows(own: Flat, arrays, scalars, mX, target, where) -> None:
+    step, row, inside = where
+    cols, each = scalars[3], BLOCK // own.tile.elements  # blocks of a row, steps of a block
+    number = numbers_of(arrays["rows"], row, inside, 1, 4)[0]
+    step = step + (Int64(number) - row) * cols * each
+    own.pick(mX[step, None], target, number, scalars[4])
+
+
+def _gated(own: Flat, arrays, scalars, mX, target, where) -> None:
+    step, row, inside = where
+    if own.source.interleaved:
+        pair = mX[step * 2, None], mX[step * 2 + 1, None]
+    else:
+        steps = scalars[3] * (BLOCK // own.tile.elements)  # of half a row
+        first = step + Int64(row) * steps
+        pair = mX[first, None], mX[first + steps, None]
+    own.gate(pair, target, arrays["weights"] + row, inside)
+
+
+LOADERS = {"rows": _rows, "gated": _gated}

@@ -44,11 +44,9 @@ class Kernel(QuantizerEntry):
 
     def element_of(self, array: Array):
         """The type that the kernel's pointer to an array has."""
-        if array.role is Role.REPLICATED:
+        if array.dtype:
             types = {"int32": Int32, "uint32": Uint32, "float32": Float32, "uint8": Uint8}
             return types[array.dtype]
-        if array.role is Role.SOURCE and self.variant.codes:
-            return Uint8
         floats = convert.INPUT[self.dtype]
         types = {Role.FLOATS: floats, Role.SOURCE: floats, Role.BLOCK_DATA: Uint32}
         return types.get(array.role, Uint8)

@@ -243,7 +243,7 @@ class Rows(WholeBlocks):
                 self.put(rX[None, s, None], factors, arrays, scalars, where, s)
         for s in cutlass.range(self.tile.kept, sweeps, unroll=1):
             # What this thread has added it reads.
-            source: cutlass.Constexpr = {"x": arrays["sum" if self.variant.added else "x"]}
+            source: cutlass.Constexpr = {"x": arrays["sum" if self.source.added else "x"]}
             self.put(self.again(source, where, s), factors, arrays, scalars, where, s)
 
     @cute.jit
@@ -386,7 +386,7 @@ class Rows(WholeBlocks):
             to = self.stored_as(number, cols, given["value_tiles"] != Int32(0))
             place = (to * sharers + part) * stored
         align: cutlass.Constexpr = stored if self.aligned else 1
-        if const_expr(self.variant.source.floats):
+        if const_expr(self.source.floats):
             if inside:
                 self.store_floats(held, arrays["floats"] + start * n + s * (self.threads * n))
         if inside:
@@ -466,7 +466,7 @@ class NormedTiled(Tiled):
     def is_crowded(self) -> bool:
         """Whether a compiler left to itself spills registers, to have more thread blocks."""
         packs = self.dtype == "float16" and self.per_byte == 2
-        return not self.aligned or packs or (self.variant.added and convert.has(self.arch, 100))
+        return not self.aligned or packs or (self.source.added and convert.has(self.arch, 100))
 
     @cute.jit
     def __call__(self, pointers, scalars):
@@ -515,7 +515,7 @@ class NormedTiled(Tiled):
                 for s in range_constexpr(deep):
                     col = (turn * deep + s) * SUMS + left
                     self.load_piece(rX[None, s, r], arrays["x"], first + r, col, k)
-            if const_expr(self.variant.added):
+            if const_expr(self.source.added):
                 for r in range_constexpr(count):
                     for s in range_constexpr(deep):
                         col = (turn * deep + s) * SUMS + left
@@ -634,7 +634,7 @@ class NormedTiled(Tiled):
         return self.finished(own, scalars)
 
     # ---- x ---
-    def patch(self, arrays, scalars, at, lane):
+    def patches(self, arrays, scalars, at, lane) -> list:
         """This lane's patch of what is normed; 0 beyond the array."""
         crowded = (
             self.per_byte == 2 and self.variant.form.is_both and not convert.has(self.arch, 90)
@@ -646,13 +646,13 @@ class NormedTiled(Tiled):
             factors = self.await_factors(arrays, scalars, at)
             rX = self.loaded(arrays, at, lane)
         self.norm(rX, factors, arrays["weights"], at, lane)
-        return rX
+        return [rX]
 
     def loaded(self, arrays, *where):
         """This lane's patch of x, or of the sum."""
         load_patch = self.load if self.aligned else self.load_unaligned
         rX = load_patch(arrays["x"], *where)
-        if self.variant.added:
+        if self.source.added:
             add_to(rX, load_patch(arrays["residual"], *where))
         return rX
 

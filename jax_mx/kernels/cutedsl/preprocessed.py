@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.variants import Kind
+from jax_mx.facts.kinds import Kind
 from jax_mx.kernels import noise
 from jax_mx.kernels.cutedsl import convert
 

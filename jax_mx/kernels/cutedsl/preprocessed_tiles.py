@@ -51,7 +51,7 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         at = self.place(blocks_m, k)
         lane = self.lane(tid)
         arrays = self.named(pointers)
-        rX = self.patch(arrays, scalars, at, lane)
+        (rX,) = self.patches(arrays, scalars, at, lane)
         sX = cute.make_tensor(
             cute.arch.alloc_smem(Uint32, self.tile.rows * self.pitch * 4, alignment=128),
             cute.make_layout((4, self.pitch, self.tile.rows), stride=(1, 4, 4 * self.pitch)),

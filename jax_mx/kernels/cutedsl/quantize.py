@@ -17,12 +17,12 @@ from jax_mx.kernels.cutedsl.norms import NormedTiled, Rows
 from jax_mx.kernels.cutedsl.preprocessed_tiles import PreprocessedTiled
 from jax_mx.kernels.cutedsl.tiled import Tiled
 
+# By a source's loader, where `Flat` and `Tiled` have none of that name: along rows, and others.
+KERNELS = {"rms_norm": (Rows, NormedTiled)}
+
 
 def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool, **tuning):
     """The kernel of a variant's entry, for scales in this layout."""
-    if variant.normed:
-        return (Rows if variant.form == LAST else NormedTiled)(
-            variant, arch, layout, aligned, **tuning
-        )
-    tiled = PreprocessedTiled if variant.changes_elements else Tiled
-    return (Flat if variant.form == LAST else tiled)(variant, arch, layout, aligned, **tuning)
+    flat, tiled = Flat, PreprocessedTiled if variant.changes_elements else Tiled
+    flat, tiled = KERNELS.get(variant.source.loaders.get("cutedsl", ""), (flat, tiled))
+    return (flat if variant.form == LAST else tiled)(variant, arch, layout, aligned, **tuning)

@@ -311,32 +311,22 @@ class Tiled(Kernel):
         return first, *self.among(at.col, lane.col, self.width, at.cols)
 
     # ---- x ---
-    def made(self, arrays, scalars, *where):
+    def made(self, arrays, scalars, at, lane):
         """This lane's patches; stored, too, where floats are given, added up where sums are."""
-        if self.parts > 1:
-            patches = self.gradients(arrays["x"], arrays["weights"], arrays["dy"], *where)
-        else:
-            patches = [self.patch(arrays, scalars, *where)]
-        if self.variant.source.floats:
-            self.store_floats(patches[0], arrays["floats"], *where)
-        if self.variant.source.sums:
-            at, lane = where
+        patches = self.patches(arrays, scalars, at, lane)
+        if "floats" in arrays:
+            self.store_floats(patches[0], arrays["floats"], at, lane)
+        if "sums" in arrays:
             for part, rX in enumerate(patches):
                 self.store_sums(rX, arrays["sums"], at, self.in_part(lane, part))
         return patches
 
-    def patch(self, arrays, scalars, *where):
-        """This lane's patch, (vector, rows), of rows of one part; 0 beyond the array."""
-        if self.is_gradient:
-            given = arrays["x"], arrays["weights"], arrays["dy"]
-            return self.gradients_by_turns(*given, *where)
-        if self.variant.codes:
-            return self.picked_codes(arrays, scalars[2], *where)
-        if self.variant.rows:
-            return self.picked(arrays["x"], arrays["rows"], scalars[2], *where)
-        if self.variant.source:
-            return self.gated(arrays, *where)
-        return (self.load if self.aligned else self.load_unaligned)(arrays["x"], *where)
+    def patches(self, arrays, scalars, *where) -> list:
+        """This lane's patch of each part of a row, (vector, rows); 0 beyond the array."""
+        loader = self.source.loaders.get("cutedsl")
+        if loader is not None:
+            return LOADERS[loader](self, arrays, scalars, *where)
+        return [(self.load if self.aligned else self.load_unaligned)(arrays["x"], *where)]
 
     @cute.jit
     def load(self, x, at: cutlass.Constexpr, lane: cutlass.Constexpr):
@@ -490,7 +480,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def gated(self, arrays, at: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """An activation's results, of gates and ups that lie in rows of x, or of two arrays.
+        """An activation's results, of gates and ups that lie in rows of x.
 
         Some rows at a time: with all of them in registers, half as many threads would run.
         """
@@ -509,19 +499,18 @@ class Tiled(Kernel):
                 place: cutlass.Constexpr = Place(0, first + top, left)
                 size: cutlass.Constexpr = Extents(blocks_m * BLOCK, k)
                 for half in range_constexpr(2):
-                    if const_expr(self.interleaved):
+                    if const_expr(self.source.interleaved):
                         self.load_turns(both[half], arrays["x"], half, size, place)
                     else:
-                        side: cutlass.Constexpr = self.sides(arrays)[half]
-                        self.load_part(both[half], *side, size, place)
+                        self.load_part(both[half], arrays["x"], half, 2, size, place)
                 rM = self.weights_of(arrays["weights"], first + top, together)
                 gates, ups, made = (cute.recast_tensor(r, Uint32) for r in (*both, rX))
                 for i in range_constexpr(together):
-                    if const_expr(self.interleaved):
+                    if const_expr(self.source.interleaved):
                         activations.part(gates[None, i], ups[None, i])
                     for w in range_constexpr(self.vector * self.itemsize // 4):
                         made[w, top + i] = activations.gated(
-                            self.activation, gates[w, i], ups[w, i], rM[i], self.dtype
+                            self.source.activation, gates[w, i], ups[w, i], rM[i], self.dtype
                         )
         return rX
 
@@ -549,7 +538,7 @@ class Tiled(Kernel):
             for i in range_constexpr(self.rows):
                 for w in range_constexpr(self.vector // 2):
                     made_gates[w, i], made_ups[w, i] = activations.gradients(
-                        self.activation, gates[w, i], ups[w, i], rM[i], dys[w, i]
+                        self.source.activation, gates[w, i], ups[w, i], rM[i], dys[w, i]
                     )
         return patches
 
@@ -580,7 +569,9 @@ class Tiled(Kernel):
                 for i in range_constexpr(together):
                     for w in range_constexpr(self.vector // 4):
                         pair = activations.turned(words[2 * w, i], words[2 * w + 1, i])
-                        found = activations.gradients(self.activation, *pair, rM[i], dys[w, i])
+                        found = activations.gradients(
+                            self.source.activation, *pair, rM[i], dys[w, i]
+                        )
                         pair = activations.turned(*found)
                         made[2 * w, top + i], made[2 * w + 1, top + i] = pair
         return rX
@@ -1232,9 +1223,9 @@ class Tiled(Kernel):
         Also where a vector that ends beyond it is multiplied by what may be NaN.
         """
         partial = not self.aligned and not self.counts_blocks
-        made = self.gates or self.variant.normed
+        multiplied = any(array.name == "weights" for array in self.signature.operands)
         several = blocks_of(self.variant.window) > 1
-        return takes_zero_scale(result.format) or several or (partial and made)
+        return takes_zero_scale(result.format) or several or (partial and multiplied)
 
     @cute.jit
     def clear_padding(self, piece, row, col, rows, cols):
@@ -1243,3 +1234,26 @@ class Tiled(Kernel):
             for c in range_constexpr(cute.size(piece)):
                 if (row >= rows) | (col + c >= cols):
                     piece[c] = Uint8(0)
+
+
+# ---- what makes the floats: by the name that a source has for its loader ---
+def _rows(own: Tiled, arrays, scalars, *where) -> list:
+    return [own.picked(arrays["x"], arrays["rows"], scalars[2], *where)]
+
+
+def _codes(own: Tiled, arrays, scalars, *where) -> list:
+    return [own.picked_codes(arrays, scalars[2], *where)]
+
+
+def _gated(own: Tiled, arrays, scalars, *where) -> list:
+    return [own.gated(arrays, *where)]
+
+
+def _gradient(own: Tiled, arrays, scalars, *where) -> list:
+    operands = arrays["x"], arrays["weights"], arrays["dy"]
+    if own.parts > 1:
+        return own.gradients(*operands, *where)
+    return [own.gradients_by_turns(*operands, *where)]
+
+
+LOADERS = {"rows": _rows, "codes": _codes, "gated": _gated, "gradient": _gradient}

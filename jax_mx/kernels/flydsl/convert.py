@@ -116,24 +116,6 @@ def flush_subnormals(mode: Uint32) -> None:
     )
 
 
-def leave_subnormals(word: Uint32) -> Uint32:
-    """Leaves subnormal float32 operands and results as they are, once a word is there.
-
-    That is after `flush_subnormals`.
-
-    Returns:
-      The word. What is to be computed so must depend on it, or the compiler may do that before.
-    """
-    mode = intrinsic("llvm.amdgcn.readfirstlane.i32", Uint32, Uint32(3))
-    return Uint32(llvm.inline_asm(
-        Uint32.ir_type,
-        [mode.ir_value(), word.ir_value()],
-        "s_setreg_b32 hwreg(HW_REG_MODE, 4, 2), $1",
-        "=v,s,0,~{memory}",
-        has_side_effects=True,
-    ))  # fmt: skip
-
-
 def larger(a: Uint32, b: Uint32, dtype: str) -> Uint32:
     """Per element the larger of two words of magnitudes: NaN > Inf > finite."""
     if dtype == "float32":

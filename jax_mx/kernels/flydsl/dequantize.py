@@ -52,7 +52,7 @@ class Dequantize(Kernel):
         self.n = self.itemsize * self.beside
         self.each = self.codes // self.n
 
-    def source(self, lane, s: int):
+    def lender(self, lane, s: int):
         """The lane of whose codes this one writes a part the s-th time."""
         first = lane // 4 * 4
         if self.n == 2:
@@ -152,7 +152,7 @@ class Flat(Dequantize):
                 number = four * c + four * s // n
                 block, _, inside = places[number]
                 floats = self.floats(codes[s][0], *self.one_scale(found[number]))
-                in_block = self.source(lane, s) % sharers * self.codes + self.start(lane, s)
+                in_block = self.lender(lane, s) % sharers * self.codes + self.start(lane, s)
                 where = (block * BLOCK + as_int64(in_block)) * size
                 if inside:
                     self.store_floats(y + strip.block * (BLOCK * size), where, floats)
@@ -356,7 +356,7 @@ class Tiled(Dequantize):
         lane = convert.lane_id()
         lanes: fx.Constexpr = TILE // self.codes  # across a wave
         lefts = [
-            self.source(lane, s) % lanes * self.codes + self.start(lane, s)
+            self.lender(lane, s) % lanes * self.codes + self.start(lane, s)
             for s in range_constexpr(n)
         ]
         if const_expr(self.blocks is Blocks.SECOND):

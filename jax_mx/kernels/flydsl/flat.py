@@ -9,7 +9,7 @@ from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Variant
 from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
-from jax_mx.kernels.flydsl import activations, convert, preprocessed
+from jax_mx.kernels.flydsl import convert, preprocessed
 from jax_mx.kernels.flydsl.kernel import (
     WAVE,
     Kernel,
@@ -27,7 +27,6 @@ from jax_mx.kernels.flydsl.kernel import (
     shared_by_four,
     shared_pointer,
     store_words,
-    zeros_unless,
 )
 from jax_mx.kernels.geometry import Extents
 
@@ -57,14 +56,11 @@ class Flat(Kernel):
         count = blocks_of(variant.window)
         rows = [geometry.flat_rows()] if layout.is_tiled or count > 1 else []
         self.extents = [geometry.length_of(out), *rows, geometry.flat_blocks(8)]
-        self.in_patches = self.of > 0 or (count > 1 and (layout.is_tiled or not aligned))
+        self.in_patches = count > 1 and (layout.is_tiled or not aligned)
         if self.in_patches:
             patch = Extents(self.blocks // Patches.COLS, Patches.COLS * BLOCK)
             self.region = geometry.region_of(variant.form, layout, patch)
-            self.grid = geometry.grid_of(variant.form, patch, self.region, self.of)
-            if self.of:
-                of_x = geometry.extents_of(variant.form, self.of)
-                self.extents = [self.extents[0], *of_x]
+            self.grid = geometry.grid_of(variant.form, patch, self.region)
         elif count > 1:
             self.divide = [[0, -2, -1, count]]  # whole windows, so that rows do not matter
 
@@ -76,23 +72,10 @@ class Flat(Kernel):
         strip = self.strip(sizes)
         first = convert.wave_id() * Uint32(self.chunks * self.per_chunk) + lane // self.sharers
         words = []
-        if const_expr(self.gates):
-            convert.flush_subnormals(Uint32(0))
         for c in range_constexpr(self.chunks):
-            place, start = first + Uint32(c * self.apart), strip.block
-            if const_expr(self.gates):
-                words.append(self.gated(arrays, strip, place, lane))
-                if const_expr(self.variant.source.floats):
-                    self.store_floats(words[c], arrays, "floats", strip, place, lane)
-            else:
-                if const_expr(self.variant.rows):
-                    start = Int64(0)
-                    block, there = strip.picked(place, arrays["rows"], sizes[3])
-                else:
-                    block, _, _ = strip.at(place)
-                where = block * (BLOCK * size) + as_int64(lane % self.sharers * 16)
-                found = load_words(x + start * (BLOCK * size), where, 4, self.align[0])
-                words.append(zeros_unless(there, found) if const_expr(self.variant.rows) else found)
+            block, _, _ = strip.at(first + Uint32(c * self.apart))
+            where = block * (BLOCK * size) + as_int64(lane % self.sharers * 16)
+            words.append(load_words(x + strip.block * (BLOCK * size), where, 4, self.align[0]))
         self.quantize(words, arrays, scalars, strip, first)
 
     @flyc.jit
@@ -111,8 +94,6 @@ class Flat(Kernel):
             amax = self.windowed(amax, arrays, strip, first, lane)
         scale, inverse = convert.scale_of(amax, format, self.dtype, tuple(rounding))
         if const_expr(self.dequantized):
-            if const_expr(self.gates):  # a scale of 2^-127 is subnormal
-                inverse = convert.leave_subnormals(inverse)
             for c in range_constexpr(self.chunks):
                 floats = self.through_codes(words[c], scale, inverse, c)
                 place = first + Uint32(c * self.apart)
@@ -150,7 +131,7 @@ class Flat(Kernel):
         offsets = [block * (BLOCK // packed) + as_int64(of_block) for block, _, _ in found]
         if tiles != Uint32(0):
             start = Int64(0)
-            cols = self.columns(sizes)
+            cols = sizes[-1]
             offsets = self.in_tiles([strip.block + b for b, _, _ in found], of_block, cols)
         for g in range_constexpr(self.chunks // n):
             if self.reaches(strip, first, g * n):
@@ -190,25 +171,6 @@ class Flat(Kernel):
         by = poisons * (len(elements) // 4), self.formats[0], self.dtype, self.arch
         return convert.through_codes(scaled, factors, *by)
 
-    def gated(self, arrays, strip, place, lane) -> list:
-        """A lane's words of an activation's results for a place."""
-        row, both = strip.gated(place, self.sides(arrays), self.interleaved)
-        inside, apart = as_int64(lane % self.sharers * 16), 0
-        if self.interleaved:
-            inside, apart = inside * 2, 16
-        gates, ups = (
-            load_words(
-                array, block * (BLOCK * self.itemsize) + inside + i * apart, 4, self.align[0]
-            )
-            for i, (array, block) in enumerate(both)
-        )
-        if self.interleaved:
-            gates, ups = activations.parted([gates, ups])
-        (weight,) = load_words(arrays["weights"], as_int64(row) * 4, 1, 4)
-        weight, name = weight.bitcast(fx.Float32), self.activation
-        pairs = zip(gates, ups, strict=True)
-        return [activations.gated(name, *pair, weight, self.dtype, self.arch) for pair in pairs]
-
     @flyc.jit
     def store_floats(self, words, arrays, name: fx.Constexpr, strip, place, lane):
         """Stores a lane's words of a place in the array of this name."""
@@ -217,10 +179,6 @@ class Flat(Kernel):
         where = where + as_int64(lane % self.sharers * 16)
         if there:
             store_words(arrays[name], where, words, self.aligned_to(name))
-
-    def columns(self, sizes):
-        """How many blocks a row has."""
-        return sizes[2] if self.of else sizes[-1]
 
     def strip(self, sizes):
         """The workgroup's blocks."""

@@ -67,18 +67,6 @@ def load_bytes(base, offsets: list) -> list:
     return [words[i] for i in range(len(offsets) // 4)]
 
 
-def picked(rows, number, count) -> tuple:
-    """The row of x that the row `number` is, or 0; and whether x, of `count` rows, has it."""
-    (row,) = load_words(rows, as_int64(number) * 4, 1, 4)
-    there = row < Uint32(count)
-    return there.select(row, Uint32(0)), there
-
-
-def zeros_unless(there, words: list) -> list:
-    """The words, or zeros."""
-    return [there.select(word, Uint32(0)) for word in words]
-
-
 def store_words(base, offset, words: list, align: int) -> None:
     """The inverse of `load_words`; at once, or by bytes."""
     vector = fx.Vector.from_elements(words, Uint32)
@@ -211,32 +199,6 @@ class Patches:
         block = as_int64(self.batch) * as_int64(self.rows) + as_int64(self.top)
         block = block * as_int64(self.cols) + as_int64(self.left)
         self.block = ((self.top < self.rows) & (self.left < self.cols)).select(block, Int64(0))
-
-    def picked(self, place, rows, count) -> tuple:
-        """Which block of x a place's is where rows are picked, see `picked`; of padding any."""
-        row, col = self.top + place // Uint32(self.COLS), self.left + place % Uint32(self.COLS)
-        inside = (row < self.rows) & (col < self.cols)
-        number, there = picked(rows, inside.select(row, Uint32(0)), count)
-        block = as_int64(number) * as_int64(self.cols) + as_int64(col)
-        return inside.select(block, Int64(0)), there
-
-    def gated(self, place, sides: list, interleaved: bool) -> tuple:
-        """The row of a place; of its gates and its ups the array and their block; of padding any.
-
-        Those that take turns are in two blocks, which begin with the given one; for others `sides`
-        are where they lie, see `QuantizerEntry.sides`.
-        """
-        row, col = self.top + place // Uint32(self.COLS), self.left + place % Uint32(self.COLS)
-        inside = (row < self.rows) & (col < self.cols)
-        row, col = (inside.select(n, Uint32(0)) for n in (row, col))
-        if interleaved:
-            first = (as_int64(row) * as_int64(self.cols) + as_int64(col)) * 2
-            return row, [(array, first) for array, _, _ in sides]
-        found = []
-        for array, part, parts in sides:
-            block = as_int64(row) * as_int64(self.cols * Uint32(parts)) + as_int64(col)
-            found.append((array, block + as_int64(self.cols) if part else block))
-        return row, found
 
     def at(self, place):
         """As `Strip.at`; but the offset is the scale's own."""

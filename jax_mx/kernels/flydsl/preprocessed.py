@@ -12,7 +12,7 @@ from flydsl._mlir.dialects import llvm
 from flydsl.expr import Float32, Uint32, Uint64
 
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, Format
-from jax_mx.facts.variants import Kind
+from jax_mx.facts.kinds import Kind
 from jax_mx.kernels import noise
 from jax_mx.kernels.flydsl import convert
 from jax_mx.kernels.flydsl.kernel import load_words

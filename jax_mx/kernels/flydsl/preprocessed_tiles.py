@@ -54,7 +54,7 @@ class PreprocessedTiled(Tiled):
             {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
             for o in range(len(self.results))
         ]
-        lds = self.quantize_plain(rows, allocator, staged, arrays, scalars, (at, patch, None))
+        lds = self.quantize_plain(rows, allocator, staged, arrays, scalars, (at, patch))
         data = self.data(arrays, places, given, at)
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)

@@ -2,9 +2,8 @@
 
 Two ways to cut the work, as in kernels/cutedsl/quantize.py: `Flat` (flat.py) for blocks along the
 last axis, `Tiled` (tiled.py) for every form that needs the second-to-last one. Lanes that share
-blocks share them out, so that a scale is computed once. `Rows` and `NormedTiled` (norms.py) norm
-what they quantize. In `PreprocessedFlat` and `PreprocessedTiled` (preprocessed_tiles.py), the same
-with more arithmetic, a lane has whole ones.
+blocks share them out, so that a scale is computed once. In `PreprocessedFlat` and
+`PreprocessedTiled` (preprocessed_tiles.py), the same with more arithmetic, a lane has whole ones.
 
 Sizes are run-time scalars. So is, for a result whose blocks end its rows, whether values go into
 the tiles of SHUFFLED_16X16: these move no less than 16 bytes, which is what a lane stores at once.
@@ -15,7 +14,6 @@ from jax_mx.facts.directions import LAST
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Variant
 from jax_mx.kernels.flydsl.flat import Flat, PreprocessedFlat
-from jax_mx.kernels.flydsl.norms import NormedTiled, Rows
 from jax_mx.kernels.flydsl.preprocessed_tiles import PreprocessedTiled
 from jax_mx.kernels.flydsl.tiled import Tiled
 
@@ -25,6 +23,4 @@ def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
     flat, tiled = Flat, Tiled
     if variant.changes_elements:
         flat, tiled = PreprocessedFlat, PreprocessedTiled
-    if variant.normed:
-        flat, tiled = Rows, NormedTiled
     return (flat if variant.form == LAST else tiled)(variant, arch, layout, aligned)

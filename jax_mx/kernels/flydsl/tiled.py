@@ -6,7 +6,6 @@ from typing import NamedTuple
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import (
-    Float32,
     Int32,
     Int64,
     Uint8,
@@ -24,7 +23,7 @@ from jax_mx.facts.signatures import Role
 from jax_mx.facts.variants import Variant
 from jax_mx.facts.windows import ROW, blocks_of
 from jax_mx.kernels import geometry
-from jax_mx.kernels.flydsl import activations, convert
+from jax_mx.kernels.flydsl import convert
 from jax_mx.kernels.flydsl.kernel import (
     WAVE,
     Kernel,
@@ -34,18 +33,15 @@ from jax_mx.kernels.flydsl.kernel import (
     halved,
     halved_among,
     largest,
-    load_byte,
     load_words,
     offset_in_tiles,
     offset_of_values,
-    picked,
     pointer,
     round_up,
     shared_pointer,
     store_words,
-    zeros_unless,
 )
-from jax_mx.kernels.geometry import Extents, Output, Place, Tile, tree
+from jax_mx.kernels.geometry import Extents, Output, Place, Tile
 
 
 class Patch(NamedTuple):
@@ -85,14 +81,14 @@ class Tiled(Kernel):
         self.lanes = TILE // self.vector
         self.rows = BLOCK * self.lanes // WAVE
         self.row_sharers = BLOCK // self.vector
-        self.elements_per_thread = self.rows * self.vector * self.parts
+        self.elements_per_thread = self.rows * self.vector
         self.counts_blocks = all(form.spans)  # blocks, not columns, are what x's view counts
-        self.extents = geometry.extents_of(form, self.of)
+        self.extents = geometry.extents_of(form)
         tile = Extents(self.high, TILE)
         self.region = geometry.region_of(form, layout, tile)
-        self.grid = geometry.grid_of(form, tile, self.region, self.of)
+        self.grid = geometry.grid_of(form, tile, self.region)
         # The aligned entry has 16 elements of a row at once; they must not straddle rows.
-        self.divide = geometry.divide_of(form, 16, self.of)
+        self.divide = geometry.divide_of(form, 16)
 
     @flyc.kernel
     def kernel(self, pointers, scalars):
@@ -102,43 +98,16 @@ class Tiled(Kernel):
         at = self.place(*lengths)
         patch = Patch(wave, wave * BLOCK + down * self.rows, across * self.vector)
         shared = self.allocated()
+        self.quantize(self.load(arrays["x"], at, patch), shared, arrays, scalars, at, patch)
 
-        if const_expr(self.parts > 1):
-            convert.flush_subnormals(Uint32(0))
-            words = self.gradients(arrays, shared.parked, at, patch)
-            self.quantize(words, shared, arrays, scalars, at, patch, 0)
-            gpu.barrier()  # LDS has the other part's
-            words = self.parked(shared.parked)
-            self.quantize(words, shared, arrays, scalars, at, patch, 1)
-        elif const_expr(self.is_gradient):
-            convert.flush_subnormals(Uint32(0))
-            words = self.gradients_by_turns(arrays, at, patch)
-            self.quantize(words, shared, arrays, scalars, at, patch)
-        elif const_expr(self.gates):
-            convert.flush_subnormals(Uint32(0))
-            words = self.gated(arrays, at, patch)
-            self.quantize(words, shared, arrays, scalars, at, patch)
-        elif const_expr(self.variant.codes != ""):
-            words = self.picked_codes(arrays, scalars[2], at, patch)
-            self.quantize(words, shared, arrays, scalars, at, patch)
-        elif const_expr(self.variant.rows):
-            words = self.picked(arrays["x"], arrays["rows"], scalars[2], at, patch)
-            self.quantize(words, shared, arrays, scalars, at, patch)
-        else:
-            self.quantize(self.load(arrays["x"], at, patch), shared, arrays, scalars, at, patch)
-
-    def quantize(self, words, shared, arrays, scalars, at: Tile, patch: Patch, part=None) -> None:
-        """Quantizes a patch; the number of its part, of what a row has several of."""
+    def quantize(self, words, shared, arrays, scalars, at: Tile, patch: Patch) -> None:
+        """Quantizes a patch."""
         tid = Uint32(Int32(fx.thread_idx.x))
-        if self.variant.source.floats:
-            self.store_floats(words, arrays, "floats", (None, at.cols), at, patch)
-        if self.variant.source.sums:
-            self.store_sums(words, arrays["sums"], at, patch, part)
         held = self.elements_of(words)
         for o in range(len(self.results)):
-            self.quantize_patch(held, shared, o, arrays, scalars, (at, patch, part))
+            self.quantize_patch(held, shared, o, arrays, scalars, (at, patch))
         gpu.barrier()
-        self.store_staged(shared, arrays, scalars, at, tid, part)
+        self.store_staged(shared, arrays, scalars, at, tid)
 
     def elements_of(self, words: list) -> tuple:
         """The elements of a patch, and its magnitudes."""
@@ -154,9 +123,9 @@ class Tiled(Kernel):
           o: the number of the result.
           arrays: the kernel's pointers by name.
           scalars: the kernel's.
-          where: the tile, the patch, and the number of its part or None.
+          where: the tile, and the patch.
         """
-        (x, amax), result, (at, patch, part) = held, self.results[o], where
+        (x, amax), result, (at, patch) = held, self.results[o], where
         staged = None if result.dequantized else getattr(shared, f"scales_{o}")
         given = {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
         rounding, tiles = self.rule(given), given["value_tiles"]
@@ -165,11 +134,11 @@ class Tiled(Kernel):
         beyond = self.beyond(shared, arrays, o)
         pairs = find(amax, staged, result, tuple(rounding), at, patch, beyond)
         if result.dequantized:
-            self.store_dequantized(x, pairs, o, arrays, at, patch, part)
+            self.store_dequantized(x, pairs, o, arrays, at, patch)
         elif result.transposed:
             self.stage_transposed(x, pairs, result, shared.values, patch)
         else:
-            self.store(x, pairs, result, Target(arrays[f"codes_{o}"], tiles), at, patch, part)
+            self.store(x, pairs, result, Target(arrays[f"codes_{o}"], tiles), at, patch)
 
     def lengths(self, scalars) -> tuple:
         """M and K."""
@@ -192,8 +161,6 @@ class Tiled(Kernel):
         if self.results[-1].transposed:
             size = self.high * TILE // self.results[-1].format.codes_per_byte
             arrays["values"] = fx.Array[Uint8, size, 16]
-        if self.parts > 1:
-            arrays["parked"] = fx.Array[Uint8, self.high * TILE * self.itemsize, 16]
         if self.in_window > 1 and self.results[-1].blocks is not Blocks.LAST:
             arrays["amaxes"] = fx.Array[Uint8, 4 * TILE * self.high // BLOCK, 16]
         return composite(fx.struct, arrays) if arrays else None
@@ -247,7 +214,7 @@ class Tiled(Kernel):
 
     @flyc.jit
     def store_floats(
-        self, words, arrays, name: fx.Constexpr, where: fx.Constexpr, at: Tile, patch: Patch
+        self, words, arrays, name: fx.Constexpr, first: fx.Constexpr, at: Tile, patch: Patch
     ):
         """Stores a patch of floats, as far as it exists.
 
@@ -255,17 +222,16 @@ class Tiled(Kernel):
           words: the patch, [row][word].
           arrays: the kernel's pointers by name.
           name: of the array that they go to.
-          where: its element that is the matrix' first, None for 0, and how long its rows are.
+          first: its element that is the matrix' first.
           at: the tile.
           patch: where the patch is in it.
         """
         _, tile_m, tile_k, m, k = at
-        floats, (first, pitch) = arrays[name], where
+        floats = arrays[name]
         row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
-        stride = as_int64(pitch) * self.itemsize
+        stride = as_int64(k) * self.itemsize
         start = as_int64(row) * stride + as_int64(col) * self.itemsize
-        if const_expr(first is not None):
-            start = start + first * self.itemsize
+        start = start + first * self.itemsize
         if const_expr(self.aligned or self.counts_blocks):
             if (row < m) & (col < k):
                 for i in range_constexpr(self.rows):
@@ -278,179 +244,6 @@ class Tiled(Kernel):
                     if (row < m) & (col + j < k):
                         fx.generic_store(to, each[j])
 
-    @flyc.jit
-    def store_sums(self, words, sums, at: Tile, patch: Patch, part: fx.Constexpr):
-        """Stores the sums of 32 rows, column by column; a lane's columns all exist, or none."""
-        _, tile_m, tile_k, m, k = at
-        found, first = self.sums_of_columns(words)
-        row, col = tile_m * self.high + patch.wave * BLOCK, tile_k * TILE + patch.left
-        start = as_int64(row // BLOCK) * as_int64(k * Uint32(self.parts)) + as_int64(col + first)
-        if const_expr(part == 1):
-            start = start + as_int64(k)
-        if (row < m) & (col < k):
-            for i in range_constexpr(len(found)):
-                store_words(sums, start * 4 + Int64(4 * i), [found[i]], 4)
-
-    def sums_of_columns(self, words: list) -> tuple:
-        """The sums of 32 rows of some columns of this lane's, and which of these is the first.
-
-        As `reference.sums_of` has them: a lane adds up its own rows, then lanes below each other
-        share out the columns, neighbours first.
-        """
-        x = [[e for word in row for e in convert.elements(word, self.dtype)] for row in words]
-        found = [tree(list(column)) for column in zip(*x, strict=True)]
-        lane, first = convert.lane_id(), Uint32(0)
-        for bit in range((WAVE // self.lanes).bit_length() - 1):
-            distance, half = self.lanes << bit, len(found) // 2
-            upper, kept = (lane & Uint32(distance)) != Uint32(0), []
-            for pair in zip(found[:half], found[half:], strict=True):
-                low, high = (number.bitcast(Uint32) for number in pair)
-                other = convert.from_row(upper.select(low, high), distance)
-                mine = upper.select(high, low).bitcast(Float32)
-                kept.append(mine + other.bitcast(Float32))
-            found, first = kept, first + upper.select(Uint32(half), Uint32(0))
-        return [number.bitcast(Uint32) for number in found], first
-
-    def picked(self, x, rows, count, at: Tile, patch: Patch):
-        """Gives what `load` does of the rows of x, of `count`, that `rows` numbers."""
-        _, tile_m, tile_k, m, k = at
-        row, col = tile_m * self.high + patch.top, tile_k * TILE + patch.left
-        inside = (row < m) & (col < k)
-        row, stride = inside.select(row, Uint32(0)), as_int64(k) * self.itemsize
-        words = []
-        for i in range(self.rows):
-            number, there = picked(rows, row + Uint32(i), count)
-            start = as_int64(number) * stride
-            found = self.load_row(x + start, inside.select(col, Uint32(0)), k)
-            words.append(zeros_unless(there, found))
-        return words
-
-    def picked_codes(self, arrays, count, at: Tile, patch: Patch):
-        """What `picked` gives, of codes, times their scales: the floats that `dequantize` gives.
-
-        A row has whole blocks, so a lane's codes have one scale, and none is beyond the row.
-        """
-        (row, col), k = self.start(at, patch), at.cols
-        align, words = min(self.vector, self.align[0]), []
-        for i in range(self.rows):
-            number, there = picked(arrays["rows"], row + Uint32(i), count)
-            start = as_int64(number) * as_int64(k) + as_int64(col)
-            codes = load_words(arrays["x"], start, self.vector // 4, align)
-            scale = load_byte(arrays["scales"] + start // BLOCK)
-            factors, poison = [convert.factor_of(scale)] * 4, convert.poison_of(scale)
-            made = [
-                word
-                for code in codes
-                for word in convert.unpack_four(
-                    code, factors, poison, self.formats[0], self.dtype, self.arch
-                )
-            ]
-            words.append(zeros_unless(there, made))
-        return words
-
-    def gated(self, arrays, at: Tile, patch: Patch):
-        """An activation's results, of gates and ups that lie in rows of x, or of two arrays."""
-        (row, col), k = self.start(at, patch), at.cols
-        half, words = as_int64(k) * self.itemsize, []
-        for i in range(self.rows):
-            number = as_int64(row + Uint32(i))
-            (weight,) = load_words(arrays["weights"], number * 4, 1, 4)
-            if self.interleaved:
-                start = arrays["x"] + number * (half * 2)
-                both = activations.parted([
-                    self.load_row(start, col * 2 + part * self.vector, k * 2) for part in range(2)
-                ])  # fmt: skip
-            else:
-                both = [
-                    self.load_row(array + number * (half * parts) + half * part, col, k)
-                    for array, part, parts in self.sides(arrays)
-                ]
-            words.append([
-                activations.gated(
-                    self.activation, *pair, weight.bitcast(fx.Float32), self.dtype, self.arch
-                )
-                for pair in zip(*both, strict=True)
-            ])  # fmt: skip
-        return words
-
-    def gradients(self, arrays, shared, at: Tile, patch: Patch) -> list:
-        """The words of gates' gradients; those of ups' go to LDS, as registers are few."""
-        x, weights, dy = (arrays[name] for name in ("x", "weights", "dy"))
-        (row, col), k = self.start(at, patch), at.cols
-        half, rows = as_int64(k) * self.itemsize, []
-        for i in range(self.rows):
-            number = as_int64(row + Uint32(i))
-            (weight,) = load_words(weights, number * 4, 1, 4)
-            starts = (x + number * (half * 2), x + (number * (half * 2) + half), dy + number * half)
-            each = zip(*(self.load_row(start, col, k) for start in starts), strict=True)
-            both = [
-                activations.gradients(
-                    self.activation, gates, ups, weight.bitcast(fx.Float32), own, self.arch
-                )
-                for gates, ups, own in each
-            ]
-            rows.append([word for word, _ in both])
-            vector = fx.Vector.from_elements([word for _, word in both], Uint32)
-            fx.generic_store(self.place_parked(shared, i), vector)
-        return rows
-
-    def gradients_by_turns(self, arrays, at: Tile, patch: Patch) -> list:
-        """The gradients of gates and ups where these are; rows have whole blocks of both."""
-        x, weights, dy = (arrays[name] for name in ("x", "weights", "dy"))
-        (row, col), k = self.start(at, patch), at.cols
-        size, words = as_int64(k) * self.itemsize, []
-        for i in range(self.rows):
-            number = as_int64(row + Uint32(i))
-            (weight,) = load_words(weights, number * 4, 1, 4)
-            both = self.load_row(x + number * size, col, k)
-            where = as_int64(col // Uint32(2)) * self.itemsize
-            own = load_words(dy + number * (size // 2), where, 2, min(8, self.aligned_to("dy")))
-            made = []
-            for w in range(0, 4, 2):
-                pair = activations.turned(*both[w : w + 2])
-                by, name = weight.bitcast(fx.Float32), self.activation
-                found = activations.gradients(name, *pair, by, own[w // 2], self.arch)
-                made += activations.turned(*found)
-            words.append(made)
-        return words
-
-    def place_parked(self, shared, i: int):
-        """Where the i-th row of this lane's patch lies."""
-        tid = Uint32(Int32(fx.thread_idx.x))
-        return shared_pointer(shared, Int32((tid + Uint32(i * self.threads)) * 16), Uint32, 16)
-
-    def parked(self, shared) -> list:
-        """The words of ups' gradients."""
-        rows = [
-            fx.generic_load(self.place_parked(shared, i), dtype=Uint32, count=4)
-            for i in range(self.rows)
-        ]
-        return [[row[w] for w in range(4)] for row in rows]
-
-    def among(self, batch, cols, result: Output, part: int | None) -> tuple:
-        """Where a part lies whose rows have `cols` of a result's values, or of its scales.
-
-        Parts lie side by side, and of what is transposed below each other.
-
-        Returns:
-          The matrix, how long its rows are, and what of them lies before the part.
-        """
-        if part is None:
-            return batch, cols, None
-        if result.transposed:
-            return Uint32(part), cols, None
-        return batch, cols * Uint32(2), cols * Uint32(part)
-
-    def load_row(self, row, col, k) -> list:
-        """Words of a lane's elements of a row; beyond it, of its last one."""
-        if self.aligned or self.counts_blocks:
-            return load_words(row, as_int64(col) * self.itemsize, 4, self.align[0])
-        kind = Uint16 if self.itemsize == 2 else Uint32
-        near = [(col + Uint32(j) < k).select(col + Uint32(j), k - 1) for j in range(self.vector)]
-        found = [pointer(row, as_int64(j) * self.itemsize, kind, self.itemsize) for j in near]
-        vector = fx.Vector.from_elements([fx.generic_load(at) for at in found], kind)
-        return [vector.bitcast(Uint32)[w] for w in range(4)]
-
     # ---- scales ---
     def two_scales(self, words: list, result: Output, rounding):
         """The scales of two blocks, and the pair of their factors."""
@@ -458,8 +251,6 @@ class Tiled(Kernel):
             words = [e.bitcast(Uint32) for e in convert.elements(words[0], self.dtype)]
         found = [convert.scale_of(w, result.format, self.dtype, rounding) for w in words]
         pair = convert.pair(*(inverse for _, inverse in found))
-        if result.dequantized and self.gates:  # a scale of 2^-127 is subnormal
-            pair = convert.leave_subnormals(pair)
         return [scale for scale, _ in found], pair
 
     def scale_rows(self, amax, staged, result: Output, rounding, at: Tile, patch: Patch, beyond):
@@ -619,9 +410,7 @@ class Tiled(Kernel):
         return convert.poison([pairs[n] for n in used], which)
 
     # ---- values ---
-    def store_dequantized(
-        self, x, pairs, o: int, arrays, at: Tile, patch: Patch, part: int | None
-    ) -> None:
+    def store_dequantized(self, x, pairs, o: int, arrays, at: Tile, patch: Patch) -> None:
         """Stores what the codes of a patch stand for, in the order of x."""
         result, words = self.results[o], []
         for i in range(self.rows):
@@ -634,11 +423,8 @@ class Tiled(Kernel):
             poisons = [self.poison(pairs, four) & Uint32(0x7F7F7F7F) for four in fours]
             how = result.format, self.dtype, self.arch
             words.append(convert.through_codes(scaled, factors, poisons, *how))
-        batch, pitch, before = self.among(at.batch, at.cols, result, part)
-        first = as_int64(batch) * as_int64(at.rows) * as_int64(pitch)
-        if before is not None:
-            first = first + as_int64(before)
-        self.store_floats(words, arrays, f"dequantized_{o}", (first, pitch), at, patch)
+        first = as_int64(at.batch) * as_int64(at.rows) * as_int64(at.cols)
+        self.store_floats(words, arrays, f"dequantized_{o}", first, at, patch)
 
     def lines(self, x, pairs, result: Output, first: int, count: int) -> list:
         """The words of rows of bytes of this lane's patch; the rows are all in each word."""
@@ -658,10 +444,7 @@ class Tiled(Kernel):
         return [self.word([floats[at] for at in word], pairs, result, word) for word in words]
 
     @flyc.jit
-    def store(
-        self, x, pairs, result: fx.Constexpr, to: Target, at: Tile, patch: Patch,
-        part: fx.Constexpr,
-    ):  # fmt: skip
+    def store(self, x, pairs, result: fx.Constexpr, to: Target, at: Tile, patch: Patch):
         """Stores values in the order of x: after an exchange a lane has 16 bytes of one row."""
         batch, tile_m, tile_k, m, k = at
         (values, tiles), (_, top, left) = to, patch
@@ -674,11 +457,8 @@ class Tiled(Kernel):
         first = (tile_m * self.high + top) // down + lane % n
         high, wide = m // down, k // beside  # of the bytes
         start = as_int64(batch) * as_int64(high) + as_int64(first)
-        _, pitch, before = self.among(batch, wide, result, part)
-        start = start * as_int64(pitch) + as_int64(col // beside)
-        if const_expr(before is not None):
-            start = start + as_int64(before)
-        stride = as_int64(pitch)
+        start = start * as_int64(wide) + as_int64(col // beside)
+        stride = as_int64(wide)
         if const_expr(result.blocks is not Blocks.SECOND):
             if tiles != Uint32(0):  # a lane's rows are of one
                 start = offset_of_values(batch * high + first, col // beside, wide)
@@ -733,7 +513,7 @@ class Tiled(Kernel):
         chunk = col % packed * (chunks // packed) + chunk
         return col // packed * self.high + (chunk ^ (col // self.vector % chunks)) * 16
 
-    def store_staged(self, shared, arrays, scalars, at: Tile, tid, part: int | None = None) -> None:
+    def store_staged(self, shared, arrays, scalars, at: Tile, tid) -> None:
         """Stores what is in LDS: scales, and values that lie transposed."""
         for o, result in enumerate(self.results):
             if result.dequantized:
@@ -741,18 +521,15 @@ class Tiled(Kernel):
             values, scales = arrays[f"codes_{o}"], arrays[f"scales_{o}"]
             if result.transposed:
                 tiles = Uint32(self.of_result(scalars, o)["value_tiles"])
-                self.store_transposed(shared.values, result, Target(values, tiles), at, tid, part)
+                self.store_transposed(shared.values, result, Target(values, tiles), at, tid)
             # The two results' scales are written by different halves of the threads.
             staged = getattr(shared, f"scales_{o}")
-            self.store_scales(staged, scales, result, at, tid - o * (self.threads // 2), part)
+            self.store_scales(staged, scales, result, at, tid - o * (self.threads // 2))
 
     @flyc.jit
-    def store_transposed(
-        self, shared, result: fx.Constexpr, to: Target, at: Tile, tid, part: fx.Constexpr
-    ):
+    def store_transposed(self, shared, result: fx.Constexpr, to: Target, at: Tile, tid):
         """Copies values (batch, K, M) out of LDS, 16 bytes a thread and step."""
         batch, tile_m, tile_k, m, k = at
-        batch, _, _ = self.among(batch, k, result, part)
         values, tiles = to
         packed: fx.Constexpr = result.format.codes_per_byte
         chunks = self.high // 16 // packed
@@ -775,7 +552,7 @@ class Tiled(Kernel):
 
     @flyc.jit
     def store_scales(  # noqa: C901
-        self, staged, scales, result: fx.Constexpr, at: Tile, thread, part: fx.Constexpr
+        self, staged, scales, result: fx.Constexpr, at: Tile, thread
     ):
         """A tile's scales, four a thread, where neighbours lie together."""
         # In one piece, as FlyDSL wants dynamic branches where their values are.
@@ -807,11 +584,8 @@ class Tiled(Kernel):
                             scales + (offset + Int64(stride * c)), Uint8(word >> 8 * c)
                         )
             else:
-                which, pitch, before = self.among(batch, cols, result, part)
-                offset = (as_int64(which) * as_int64(rows) + as_int64(row)) * as_int64(pitch)
+                offset = (as_int64(batch) * as_int64(rows) + as_int64(row)) * as_int64(cols)
                 offset = offset + as_int64(col)
-                if const_expr(before is not None):
-                    offset = offset + as_int64(before)
                 if row < rows:
                     if const_expr(self.aligned):
                         if (cols % 4 == Uint32(0)) & (col < cols):

@@ -54,18 +54,6 @@ SPILLS: list[dict[str, Any]] = [
     },
     {
         "kernel": "quantize.Tiled",
-        "archs": ("sm_100f", "sm_120f"),
-        "where": _gated("geglu_erf", "bfloat16", 1, tiled_scales=True),
-        "tile": {"down": 4, "across": 2},
-    },
-    {
-        "kernel": "quantize.Tiled",
-        "archs": ("sm_100f",),
-        "where": _gated("geglu", "float16", 1),
-        "tile": {"down": 4, "across": 1},
-    },
-    {
-        "kernel": "quantize.Tiled",
         "archs": ("sm_80",),
         "where": _gated("gpt_oss", "float16", 1, tiled_scales=True),
         "tile": {"down": 4, "across": 1},

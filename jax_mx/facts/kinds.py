@@ -1,0 +1,40 @@
+"""What of an array's preprocessing changes a kernel's code."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.windows import Window, suffix_of
+
+
+class Kind(NamedTuple):
+    """What of an array's preprocessing (facts/preprocessing.py) changes a kernel's code.
+
+    Attributes:
+      hadamard: the size of the transform that goes before, or 0.
+      stochastic: whether codes are rounded at random.
+      window: which elements share an amax, see facts/windows.py.
+      dequantized: whether floats come out, in place of codes and scales.
+    """
+
+    hadamard: int = 0
+    stochastic: bool = False
+    window: Window = BLOCK
+    dequantized: bool = False
+
+    @property
+    def changes_elements(self) -> bool:
+        """Whether elements are transformed, or rounded at random."""
+        return self.stochastic or self.hadamard > 0
+
+    @property
+    def blocks(self) -> int:
+        """How many of them a transform makes one: 1, or 2."""
+        return max(self.hadamard // BLOCK, 1)
+
+    @property
+    def suffix(self) -> str:
+        """The end of a variant's name."""
+        before = f"_h{self.hadamard}" * (self.hadamard > 0) + "_sr" * self.stochastic
+        return before + suffix_of(self.window) + "_dq" * self.dequantized
