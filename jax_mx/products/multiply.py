@@ -176,9 +176,11 @@ class Multiplication(NamedTuple):
         """The contraction of two forms."""
         lead = tuple(range(self.batch))
         more = tuple(range(self.batch, self.batch + self.summed))
-        left, right = ((*more, form.axis % form.array.ndim) for form in (a, b))
-        values = a.array.values if isinstance(a.array, MXArray) else a.array
-        mesh, sharding = jax.typeof(values).sharding.mesh, None
+        codes, others = (
+            form.array.values if isinstance(form.array, MXArray) else form.array for form in (a, b)
+        )
+        left, right = (*more, a.axis % codes.ndim), (*more, b.axis % others.ndim)
+        mesh, sharding = jax.typeof(codes).sharding.mesh, None
         if self.spec is not None and is_explicit(mesh):
             spec = jax.sharding.PartitionSpec(*self.spec)
             sharding = jax.sharding.NamedSharding(mesh, spec)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx import reference
-from jax_mx.arrays.sharding import shards_of
+from jax_mx.arrays.sharding import is_explicit, shards_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.windows import Window, lengths_of
@@ -243,7 +243,7 @@ class Unquantized:
         else:
             # Quantized again along its elements, an array that moved as codes is the same floats.
             x = floats_of(self.x) if isinstance(self.x, MXArray) else self.x
-            x = padded(x, self.pads)
+            x = padded(x, self.pads) if any(self.pads) else x
             if self._has_sums and not self._sums_with(parts):
                 rows = made("quantize", x, self.activation.own)
                 plain = dataclasses.replace(self, activation=self.activation.own)
@@ -338,7 +338,7 @@ class Unquantized:
         Raises:
           ShardingTypeError: so it is.
         """
-        if self.rows is not None:
+        if self.rows is not None or not is_explicit(jax.typeof(self.x).sharding.mesh):
             return
         uses, square = self.uses, self.blocks.square
         coded = [use is not None and use.format is not None for use in uses]
