@@ -24,7 +24,7 @@ from jax_mx.lowering import store, targets
 from jax_mx.ops.gemm import ROWS
 from jax_mx.products import choices, measuring, tuning
 from jax_mx.products.choices import Key, Measured
-from jax_mx.products.contraction import SUMS, Served
+from jax_mx.products.contraction import SUMS, Served, refused
 from jax_mx.products.implementations import IMPLEMENTATIONS, Implementation, named
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"
@@ -347,6 +347,35 @@ def call_of(f, *args):
     """The one product of a function."""
     (found,), _ = tuning.calls_in("test", f, args)
     return found.call.in_a_shard
+
+
+def test_a_toy_implementation(monkeypatch):
+    """One row is all: it multiplies, dense and over groups, is explained, named, measured."""
+
+    def support(product, chips):
+        if product.numbers.exact:
+            return refused("toy", product, "is not exact")
+        return Served("toy", reads_floats=True)
+
+    def run(product, served):
+        assert served == Served("toy", reads_floats=True)
+        return IMPLEMENTATIONS["dequantize"].run(product, served) + 1
+
+    toy = Implementation("toy", "any", support, run, lambda *_: False)
+    monkeypatch.setitem(IMPLEMENTATIONS, "toy", toy)
+    sizes = jnp.array([40, 24], jnp.int32)
+    grouped = lambda x, w, **how: jax_mx.ragged_dot(x, w, sizes, **how)  # noqa: E731
+    for f, shape in ((matmul, (96, 32)), (grouped, (2, 96, 32))):
+        args = x, w = ones(64, 96), ones(*shape)
+        with deciding("toy", f, *args):
+            (call,) = explain(f, *args).calls
+            assert (call.chosen, call.by) == ("toy", "context")
+            assert_bits_equal(jax.jit(f)(*args), jnp.full((64, 32), 97, w.dtype))
+        _, pull = jax.vjp(partial(f, implementation="toy"), *args)
+        assert_bits_equal(pull(ones(64, 32))[0], jnp.full((64, 96), 33, x.dtype))
+        assert "differs from 'xla'" in dict(quiet(f, *args).entries[0].costs)["toy"]
+        named = partial(f, implementation="toy", precision="highest")
+        assert_refused(partial(named, *args), NotImplementedError, "'toy' is not exact")
 
 
 def test_each_tiling_is_a_row():

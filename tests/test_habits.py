@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import yaml
 from helpers import lowered_apart, on_eight
@@ -211,18 +212,54 @@ def test_the_path_of_a_tensor(without_code):
     assert len(said) <= MOST
 
 
+def _loss(f: Callable[..., jax.Array], *args: jax.Array) -> Callable[..., Any]:
+    """The gradients of a function's sum by all of these."""
+    every = tuple(range(len(args)))
+    return jax.grad(lambda *args: f(*args).astype(jnp.float32).sum(), every)
+
+
+PATHED = (jax.Array, type(jax.typeof(jnp.ones(()))), ir.Value, jax_mx.MXArray)
+
+
 @in_checkout
 def test_the_path_of_a_product():
     """Its stations in `products/`, and what makes codes, as docs/contributors.md has them."""
     text = (ROOT / "docs" / "contributors.md").read_text().partition("## A product's path")[2]
     said = re.findall(r"^\d+\. `(\S+)`: ", text, flags=re.M)
     x, w = jnp.ones((3, 64, 96), jnp.bfloat16), jnp.ones((96, 64), jnp.bfloat16)
-    kinds = (jax.Array, type(jax.typeof(x)), ir.Value, jax_mx.MXArray)
-    with lowered_apart(), followed(kinds) as found:
-        jax.jit(jax_mx.matmul).trace(x, w).lower(lowering_platforms=("cpu",))
-    ours = [name for name in found if name.startswith("products/") or name == "ops/quantize"]
+    with lowered_apart(), followed(PATHED) as found:
+        jax.jit(_loss(jax_mx.matmul, x, w)).trace(x, w).lower(lowering_platforms=("cpu",))
+    ours = [name for name in found if name.startswith("products/") or name == "ops/quantizing"]
     assert [*dict.fromkeys(ours)] == said
-    assert len(said) <= MOST
+
+
+SIZES, ONE = np.array([40, 24], np.int32), np.zeros((64, 1), np.int32)
+# A function, its arguments' shapes, and how often at most the trace of its gradient, forward and
+# backward through the custom_vjp, enters a module; and one of `products/` or `experts/`.
+PATHS: dict[str, tuple[Callable[..., jax.Array], list[tuple[int, ...]], int, int]] = {
+    "matmul": (jax_mx.matmul, [(64, 96), (96, 64)], 188, 60),
+    "ragged_dot": (
+        lambda x, w: jax_mx.ragged_dot(x, w, SIZES), [(64, 96), (2, 96, 64)], 188, 38
+    ),
+    "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 370, 121),
+    "moe": (
+        lambda x, a, b: jax_mx.moe(x, ONE, np.ones((64, 1), np.float32), a, b),
+        [(64, 96), (2, 96, 128), (2, 64, 96)], 414, 108,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_the_paths_of_gradients_stay_short(name):
+    """What they come to again counts again: a value that wanders through modules is no value."""
+    f, shapes, most, most_of_ours = PATHS[name]
+    args = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
+    with lowered_apart(), followed(PATHED) as found:
+        jax.jit(_loss(f, *args)).trace(*args)
+    ours = [room for room in found if room.startswith(("products/", "experts/"))]
+    entered = [room for i, room in enumerate(ours) if ours[i - 1 : i] != [room]]
+    assert len(found) <= most
+    assert len(entered) <= most_of_ours
 
 
 # ---- what documents run --------------------------------------------------------------------------
