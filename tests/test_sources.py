@@ -17,13 +17,16 @@ from jax_mx import _ffi
 from jax_mx.facts import directions
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS
+from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Array, Role
 from jax_mx.facts.sources import FLOAT32, Source, X
 from jax_mx.facts.variants import Variant, exists, variants
 from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
 from jax_mx.lowering import registry, store
 from jax_mx.ops.activations import Of
+from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.quantizing import WithSums
+from jax_mx.ops.support import support_of
 from jax_mx.products import recipes
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
@@ -51,10 +54,10 @@ class ToySource(Source):
     def results(self):
         return (Array("total", Role.REPLICATED, dtype="float32"),)
 
-    def beside(self, operands: Any, spans: Any) -> list[Any]:
+    def result_shapes(self, operands: Any, spans: Any) -> list[Any]:
         return [((1,), FLOAT32)]
 
-    def made(self, x, *other):
+    def compute(self, x, *other):
         (factors,) = other
         wide = -x.astype(jnp.float32) * factors * (1 + self.doubled)
         return [wide.astype(x.dtype), factors.sum(keepdims=True)]
@@ -78,12 +81,12 @@ def toy(kind: type[ToySource] = ToySource, doubled: bool = False) -> Of:
 def test_a_toy_source_is_traced_and_computed(op, doubled):
     x = jnp.asarray(bits((64, 96), "bfloat16"))
     own = toy(doubled=doubled)
-    floats, total = own.source.made(x, *own.operands)
+    floats, total = own.source.compute(x, *own.operands)
     want = op(floats)
     for run in (op, jax.jit(op)):
-        *got, beside = run(x, activation=own)
+        *got, factors = run(x, activation=own)
         assert_same(got, want)
-        assert float(beside[0]) == float(total[0]) == 95 * 48
+        assert float(factors[0]) == float(total[0]) == 95 * 48
     mapped = jax.vmap(lambda x: op(x, activation=own))(jnp.stack([x, x[::-1]]))
     assert_same(jax.tree.map(lambda a: a[1], mapped[:-1]), op(floats[::-1]))
 
@@ -203,6 +206,24 @@ def test_floats_that_xla_makes_have_the_same_bits_in_a_kernel():
         assert _ffi.counters()["launches"] == before + 1
         for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             assert (np.asarray(a).view(np.uint8) == np.asarray(b).view(np.uint8)).all()
+
+
+@pytest.mark.usefixtures("without_code")
+@pytest.mark.parametrize(
+    "source, chip, at_once",
+    [
+        (GatedSource(), "sm_90", True),  # one kernel
+        (GatedSource("gpt_oss"), "sm_90", False),  # a kernel of codes, which another dequantizes
+        (GatedSource("geglu"), "sm_90", True),  # no kernel has it: XLA, then the kernel of x
+        (GatedSource(), "gfx950", True),
+        (GatedSource("gpt_oss"), "gfx950", True),
+    ],
+)
+def test_products_take_floats_from_one_kernel(source, chip, at_once):
+    """Where a chip has no kernel of a source, floats by XLA are no reason to take codes."""
+    asked = Options((E4M3,), preprocessing=(Preprocessing(dequantized=True),), source=source)
+    plan = planned("quantize", jax.ShapeDtypeStruct((64, 96), jnp.bfloat16), asked)
+    assert support_of(plan, chip).quantizes_at_once == at_once
 
 
 # ---- what exists, and what ships ---

@@ -2,7 +2,7 @@
 
 A source is a frozen dataclass in a module of `jax_mx/sources`: it has all that other folders ask
 of it. This module imports no JAX, and no module of `jax_mx/sources` does when it is imported, as
-kernels' builds read sources too; `made`, which computes the floats, imports JAX when it is called.
+kernels' builds read sources too. `compute`, which makes the floats, imports JAX when it is called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 class Source:
     """What makes the floats of x and of other operands; the class itself takes x as it is.
 
-    A new source is a subclass with `made` and the shapes; one that a kernel fuses also has
+    A new source is a subclass with `compute` and the shapes; one that a kernel fuses also has
     `loaders` and `fused`.
 
     Attributes:
@@ -82,9 +82,13 @@ class Source:
         del variant
         return False
 
+    def is_fused_by(self, dsl: str) -> bool:
+        """Whether a DSL has kernels that make the floats."""
+        return dsl in self.loaders
+
     def has_kernel(self, variant: Variant) -> bool:
-        """`fused`, in a DSL that has a loader."""
-        return variant.implementation in self.loaders and self.fused(variant)
+        """`fused`, in a DSL that has such kernels."""
+        return self.is_fused_by(variant.implementation) and self.fused(variant)
 
     @property
     def parts(self) -> int:
@@ -102,7 +106,7 @@ class Source:
         return {"source": self.tuned_as, "activation": "", "interleaved": False}
 
     # ---- shapes: of arrays or of what has their shapes ---
-    def like(self, x: Any, *other: Any) -> tuple[Shape, Any]:
+    def floats_type(self, x: Any, *other: Any) -> tuple[Shape, Any]:
         """The shape and dtype of the floats, for the arrays of a caller."""
         del other
         return tuple(x.shape), x.dtype
@@ -127,13 +131,13 @@ class Source:
         del spans
         return tuple(operands[0].shape)
 
-    def beside(self, operands: Sequence[Any], spans: Spans) -> list[tuple[Shape, Any]]:
+    def result_shapes(self, operands: Sequence[Any], spans: Spans) -> list[tuple[Shape, Any]]:
         """The shape and the dtype of each of `results`; the dtype None is that of the floats."""
         del operands, spans
         return []
 
     # ---- floats ---
-    def made(self, x: Any, *other: Any) -> list[Any]:
+    def compute(self, x: Any, *other: Any) -> list[Any]:
         """The floats that XLA makes of a caller's arrays, and `results` behind them."""
         assert not other
         return [x]
@@ -142,12 +146,12 @@ class Source:
         """The primitive's results where no kernel is fused: XLA makes the floats.
 
         Args:
-          quantize: the primitive, of a source and of its arrays as `made` takes them.
-          x: see `made`; so is other.
+          quantize: the primitive, of a source and of its arrays as `compute` takes them.
+          x: see `compute`; so is other.
           other: the operands beside x.
         """
-        floats, *beside = self.made(x, *other)
-        return [*quantize(X, floats), *beside]
+        floats, *results = self.compute(x, *other)
+        return [*quantize(X, floats), *results]
 
 
 X = Source()

@@ -236,8 +236,8 @@ def variants(
         for formats in _FORMATS[len(form.directions)]:
             for dtype in FLOAT_DTYPES:
                 plain = Variant(op, implementation, form, dtype, formats)
-                for each in kinds_of(plain) if kinds is None else (kinds,):
-                    variant = dataclasses.replace(plain, kinds=each, source=source)
+                for its_kinds in kinds_of(plain) if kinds is None else (kinds,):
+                    variant = dataclasses.replace(plain, kinds=its_kinds, source=source)
                     if exists(variant):
                         yield variant
 

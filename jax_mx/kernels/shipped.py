@@ -27,9 +27,9 @@ SOURCES: tuple[Source, ...] = (
     X,
     RowsSource(),
     *(CodesSource(format.name) for format in (MXFP8_E4M3, MXFP8_E5M2)),
-    *(GatedSource(*how) for how in itertools.product(ACTIVE, _TWO, _TWO)),
-    *(GradientSource(*how) for how in itertools.product(ACTIVE, _TWO, _TWO)),
-    *(NormSource(0.0, *how) for how in itertools.product(_TWO, _TWO)),
+    *(GatedSource(*fields) for fields in itertools.product(ACTIVE, _TWO, _TWO)),
+    *(GradientSource(*fields) for fields in itertools.product(ACTIVE, _TWO, _TWO)),
+    *(NormSource(0.0, *fields) for fields in itertools.product(_TWO, _TWO)),
 )
 
 

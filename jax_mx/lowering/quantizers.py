@@ -53,8 +53,8 @@ def _beside(operands: Sequence[Any], plan: Plan) -> list:
     """The abstract values of what a source gives behind codes and scales."""
     if not plan.source:
         return []
-    each = plan.source.beside(operands, plan.form.spans)
-    return [unsplit_like(operands[0], shape, dtype or plan.dtype) for shape, dtype in each]
+    shapes = plan.source.result_shapes(operands, plan.form.spans)
+    return [unsplit_like(operands[0], shape, dtype or plan.dtype) for shape, dtype in shapes]
 
 
 def floats_shape(operands: Sequence[Any], plan: Plan) -> tuple[int, ...]:
@@ -214,9 +214,9 @@ def _quantize_via_floats(*operands, plan: Plan):
         return quantize_p.bind(*arranged, *block_data, plan=alone)
 
     outs = plan.source.in_steps(quantize, *plan.source.whole(operands[:count], spans))
-    beside = plan.source.beside(operands, spans)
-    at = len(outs) - len(beside)
-    pairs = zip(outs[at:], beside, strict=True)
+    shapes = plan.source.result_shapes(operands, spans)
+    at = len(outs) - len(shapes)
+    pairs = zip(outs[at:], shapes, strict=True)
     return [*outs[:at], *(a.reshape(shape) for a, (shape, _) in pairs)]
 
 

@@ -52,6 +52,7 @@ class Support:
       via_transpose: whether XLA transposes what these kernels read, and back what they give.
       via_floats: whether XLA makes the floats that these kernels read, of rows or by an activation.
       via_codes: whether these kernels make codes, and others floats of them.
+      never_fused: whether no kernel of the implementation makes such floats, in any form.
       refusal: why it does not serve the plan, and what does; None where it serves it.
     """
 
@@ -60,6 +61,7 @@ class Support:
     via_transpose: bool = False
     via_floats: bool = False
     via_codes: bool = False
+    never_fused: bool = False
     refusal: Refusal | None = None
 
     def __bool__(self) -> bool:
@@ -72,8 +74,9 @@ class Support:
 
     @property
     def quantizes_at_once(self) -> bool:
-        """Whether one kernel gives all results, of x or of floats that XLA makes."""
-        return bool(self.kernels) and not (self.via_transpose or self.via_codes)
+        """Whether one kernel gives all results: of floats that XLA makes only if it always does."""
+        at_once = bool(self.kernels) and not (self.via_transpose or self.via_codes)
+        return at_once and (self.never_fused or not self.via_floats)
 
     @property
     def reason(self) -> str:
@@ -191,7 +194,8 @@ def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
         if not plan.source:
             return found
         made = support(dataclasses.replace(plan, source=X), chips)
-        return dataclasses.replace(made, via_floats=bool(made))
+        never = not plan.source.is_fused_by(dsl)
+        return dataclasses.replace(made, via_floats=bool(made), never_fused=never)
 
     def of_floats(plan: AnyPlan, chips: Sequence[str]) -> Support:
         direct = _one_kernel(dsl, plan, chips)

@@ -28,7 +28,7 @@ class Of:
 
     Attributes:
       source: of facts/sources.py.
-      operands: beside x, as the source's `made` takes them.
+      operands: beside x, as the source's `compute` takes them.
     """
 
     source: Source

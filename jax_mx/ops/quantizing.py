@@ -60,7 +60,7 @@ def called(
     x, source, other = made_of(op, x, rows, activation)
     like = x
     if source:
-        like = jax.ShapeDtypeStruct(*source.like(x, *other))
+        like = jax.ShapeDtypeStruct(*source.floats_type(x, *other))
         asked = dataclasses.replace(asked, source=source)
     plan = planned(op, like, asked)
     require_kernel(plan)
@@ -78,7 +78,7 @@ def quantized(
     Under jit, so that eager calls are quick, and calls with one plan share one function of the
     program that they are in, with all its attributes.
     """
-    operands, viewed, on_views, beside = operands_of(x, data, other, plan)
+    operands, viewed, on_views, results = operands_of(x, data, other, plan)
     outs, found = iter(quantizers.quantize(operands, on_views)), []
     for i, (result, format) in enumerate(zip(plan.view.results, plan.formats, strict=True)):
         if plan.preprocessing[i].dequantized:
@@ -89,7 +89,7 @@ def quantized(
         (values, scales), axis = viewed.from_arrays(pair, result, axes, format, plan.transpose)
         fields = (format, axis, plan.scale_layout, plan.block, plan.value_layouts[i])
         found.append(MXArray(values, scales, *fields, plan.preprocessing[i].window))
-    return [*found, *beside, *outs]
+    return [*found, *results, *outs]
 
 
 def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Source, tuple]:
@@ -107,26 +107,26 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Source, t
     """
     x = array_of(op, "x", x)
     sums = isinstance(activation, WithSums)
-    own = activation.own if sums else activation
-    if own is not None and not isinstance(own, Gated | Of):
-        raise TypeError(f"{op}: activation must be None or a Gated, got {shown(own)}")
+    asked = activation.own if sums else activation
+    if asked is not None and not isinstance(asked, Gated | Of):
+        raise TypeError(f"{op}: activation must be None or a Gated, got {shown(asked)}")
     if rows is not None:
         rows = numbers_of(op, x, rows)
-    if own is None:
+    if asked is None:
         return (x, X, ()) if rows is None else (x, RowsSource(), (rows,))
-    if isinstance(own, Of):
+    if isinstance(asked, Of):
         if rows is not None:
             raise ValueError(f"{op}: rows are a source of their own; drop them, or activation")
-        return x, own.source, own.operands
-    own = own.checked(op, x)
+        return x, asked.source, asked.operands
+    asked = asked.checked(op, x)
     if rows is not None:
-        if own.gradient is not None:
+        if asked.gradient is not None:
             raise ValueError(f"{op}: rows of x have no gradient alone; drop rows, or the gradient")
-        up = None if own.up is None else rows_of(own.up, rows)
-        x, own = rows_of(x, rows), dataclasses.replace(own, up=up)
-    fused = None if rows is not None else own.of(op, x, sums=sums)
+        up = None if asked.up is None else rows_of(asked.up, rows)
+        x, asked = rows_of(x, rows), dataclasses.replace(asked, up=up)
+    fused = None if rows is not None else asked.of(op, x, sums=sums)
     if fused is None:  # no kernel reads this: XLA makes the floats
-        return made(op, x, own), X, ()
+        return made(op, x, asked), X, ()
     return x, fused.source, fused.operands
 
 
@@ -146,22 +146,22 @@ def operands_of(
     Raises:
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
-    beside = []
+    results = []
     if plan.source and not _in_one_call(x, other, plan):
-        x, *beside = _made(tuple(other), x, plan)
+        x, *results = _computed(tuple(other), x, plan)
         plan = dataclasses.replace(plan, source=X)
     if plan.source:
         operands = plan.source.arranged(x, other, plan.form.spans)
         shape = quantizers.floats_shape(operands, plan)
         viewed = Viewed.of(plan.view, shape, (None,) * len(shape), plan.first_axis)
-        return operands, viewed, plan, beside
+        return operands, viewed, plan, results
     x = placed(x, x.shape, plan)
     viewed = Viewed.of(plan.view, x.shape, spec_of(x), plan.first_axis)
     operands = [viewed.to_floats(x)]
     if plan.given_data:
         for array, a in zip(plan.given_data, block_data_of(x, data, plan), strict=True):
             operands.append(viewed.to_blocks(a, plan.view.results[array.of]))
-    return operands, viewed, plan.of_view, beside
+    return operands, viewed, plan.of_view, results
 
 
 def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
@@ -179,12 +179,12 @@ def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _made(other: tuple[jax.Array, ...], x: jax.Array, plan: Plan) -> list[jax.Array]:
+def _computed(other: tuple[jax.Array, ...], x: jax.Array, plan: Plan) -> list[jax.Array]:
     """The floats that XLA makes, and the results of their source behind them."""
-    return plan.source.made(x, *other)
+    return plan.source.compute(x, *other)
 
 
-@_made.defjvp
+@_computed.defjvp
 def _has_no_derivative(plan: Plan, primals: tuple, tangents: tuple) -> Any:
     """Says so before it is lost in how the floats are computed."""
     primitive.no_derivative(plan=plan)

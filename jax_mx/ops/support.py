@@ -74,7 +74,7 @@ def is_supported(
         matter, or a class of `jax_mx.sources`.
       implementation: this one only; "xla" serves every call.
       made_of: the same as `source` in words: `rows`, `norm`, `activation` (a name) with
-        `interleaved`, `up`, `gradient`; and `floats`, what is made is given, too.
+        `interleaved`, `up` and `gradient`; with `floats` the floats come out, too.
 
     Returns:
       (True, "<implementation>: <name of the kernel>") or (False, the reason). The name of one per
@@ -108,7 +108,7 @@ def is_supported(
         allowed = "'quantize', 'quantize_both' or 'dequantize'"
         raise ValueError(f"is_supported: op {op!r} is unknown; use {allowed}")
     n = 2 if op == "quantize_both" else 1
-    made, by_xla = source_of(op_name, source, made_of)
+    makes_floats, by_xla = source_of(op_name, source, made_of)
     asked = Options(
         formats=(format,) * n,
         axis=axis if n == 1 else -1,
@@ -120,9 +120,9 @@ def is_supported(
         zero_scale=zero_scale,
         value_layouts=(value_layout,) * n,
         preprocessing=own,
-        source=made,
+        source=makes_floats,
     )
-    if (made or by_xla) and (op == "dequantize" or ndim != 2):
+    if (makes_floats or by_xla) and (op == "dequantize" or ndim != 2):
         raise ValueError(
             f"{op_name}: rows, activations and norms are those of a matrix to quantize; use ndim=2"
         )
@@ -159,8 +159,8 @@ def source_of(op: str, source: Any, made_of: dict[str, Any]) -> tuple[Source, bo
     if isinstance(source, Source):
         return source.kernel, False
     if isinstance(source, Gated):
-        beside = {name: getattr(source, name) is not None for name in ("up", "gradient")}
-        made_of = {"activation": source.name, "interleaved": source.interleaved, **beside}
+        arrays = {name: getattr(source, name) is not None for name in ("up", "gradient")}
+        made_of = {"activation": source.name, "interleaved": source.interleaved, **arrays}
     elif source is not None:
         raise TypeError(f"{op}: source must be a Gated or a source, got {shown(source)}")
     return _of_words(op, made_of)

@@ -44,9 +44,9 @@ class CodesSource(RowsSource):
         return along and plain and super().fused(variant)
 
     # ---- shapes ---
-    def like(self, x: Any, *other: Any) -> tuple[Shape, Any]:
+    def floats_type(self, x: Any, *other: Any) -> tuple[Shape, Any]:
         """bfloat16, as many rows as there are numbers."""
-        return super().like(x, *other)[0], FLOAT_DTYPES["bfloat16"]
+        return super().floats_type(x, *other)[0], FLOAT_DTYPES["bfloat16"]
 
     def arranged(self, x: Any, other: Sequence[Any], spans: Spans) -> list[Any]:
         """Scales lie as they are."""
@@ -59,7 +59,7 @@ class CodesSource(RowsSource):
         return [*super().whole(others, spans), scales]
 
     # ---- floats ---
-    def made(self, x: Any, *other: Any) -> list[Any]:
+    def compute(self, x: Any, *other: Any) -> list[Any]:
         """The rows of codes and of scales, dequantized."""
         from jax_mx import reference
 

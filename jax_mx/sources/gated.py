@@ -49,9 +49,13 @@ class GatedSource(Source):
         """The floats, if they are wanted."""
         return (FLOATS,) * self.floats
 
+    def is_fused_by(self, dsl: str) -> bool:
+        """Kernels have few activations."""
+        return self.activation in ACTIVE and super().is_fused_by(dsl)
+
     def fused(self, variant: Variant) -> bool:
         """What products take; other floats than bfloat16 in two formats, not by turns."""
-        if self.activation not in ACTIVE or not is_operand(variant):
+        if not is_operand(variant):
             return False
         if variant.gives_floats:
             return self == GatedSource()
@@ -69,11 +73,11 @@ class GatedSource(Source):
     @property
     def facts(self) -> dict[str, Any]:
         """The activation, too."""
-        own = {"activation": self.activation, "interleaved": self.interleaved}
-        return {**super().facts, **own}
+        facts = {"activation": self.activation, "interleaved": self.interleaved}
+        return {**super().facts, **facts}
 
     # ---- shapes ---
-    def like(self, x: Any, *other: Any) -> tuple[Shape, Any]:
+    def floats_type(self, x: Any, *other: Any) -> tuple[Shape, Any]:
         """Half as many columns."""
         del other
         return (*x.shape[:-1], x.shape[-1] // 2), x.dtype
@@ -84,8 +88,8 @@ class GatedSource(Source):
         (count, length), (down, across) = x.shape, spans
         by_row = weights.reshape((count // BLOCK, BLOCK) if down else (count, 1))
         if self.interleaved:
-            each = BLOCK if across else 1
-            return [x.reshape(count, length // (2 * each), 2 * each), by_row]
+            width = BLOCK if across else 1
+            return [x.reshape(count, length // (2 * width), 2 * width), by_row]
         return [x.reshape(count, 2, *blocks_of(length // 2, across, BLOCK)), by_row]
 
     def whole(self, operands: Sequence[Any], spans: Spans) -> list[Any]:
@@ -98,12 +102,12 @@ class GatedSource(Source):
         x, weights = operands[:2]
         return math.prod(weights.shape), math.prod(x.shape[1:]) // 2
 
-    def beside(self, operands: Sequence[Any], spans: Spans) -> list[tuple[Shape, Any]]:
+    def result_shapes(self, operands: Sequence[Any], spans: Spans) -> list[tuple[Shape, Any]]:
         """The floats."""
         return [(self.shape(operands, spans), None)] * self.floats
 
     # ---- floats ---
-    def made(self, x: Any, *other: Any) -> list[Any]:
+    def compute(self, x: Any, *other: Any) -> list[Any]:
         """The floats, twice if they are wanted."""
         from jax_mx import reference
 

@@ -52,10 +52,12 @@ class GradientSource(Source):
         """Gradients of gates and of ups are two, unless they take turns."""
         return 1 if self.interleaved else 2
 
+    def is_fused_by(self, dsl: str) -> bool:
+        """Kernels have few activations."""
+        return self.activation in ACTIVE and super().is_fused_by(dsl)
+
     def fused(self, variant: Variant) -> bool:
         """Both ways; sums in the formats that recipes give gradients."""
-        if self.activation not in ACTIVE:
-            return False
         if variant.gives_floats:
             both = all(kind.dequantized for kind in variant.kinds)
             return self == GradientSource() and variant.form == BOTH and both
@@ -73,8 +75,8 @@ class GradientSource(Source):
     @property
     def facts(self) -> dict[str, Any]:
         """The activation, too."""
-        own = {"activation": self.activation, "interleaved": self.interleaved}
-        return {**super().facts, **own}
+        facts = {"activation": self.activation, "interleaved": self.interleaved}
+        return {**super().facts, **facts}
 
     # ---- shapes ---
     def fits(self, x: Any, window: int) -> bool:
@@ -86,9 +88,9 @@ class GradientSource(Source):
         (weights, dy), (count, length), (down, across) = other, x.shape, spans
         by_row = weights.reshape((count // BLOCK, BLOCK) if down else (count, 1))
         if self.interleaved:
-            each = BLOCK // 2 if across else 1
+            width = BLOCK // 2 if across else 1
             x, dy = (
-                a.reshape(count, length // (2 * each), n) for a, n in ((x, 2 * each), (dy, each))
+                a.reshape(count, length // (2 * width), n) for a, n in ((x, 2 * width), (dy, width))
             )
             return [x, by_row, dy]
         tail = blocks_of(length // 2, across, BLOCK)
@@ -103,25 +105,25 @@ class GradientSource(Source):
         x, weights = operands[:2]
         return math.prod(weights.shape), math.prod(x.shape[1:])
 
-    def beside(self, operands: Sequence[Any], spans: Spans) -> list[tuple[Shape, Any]]:
+    def result_shapes(self, operands: Sequence[Any], spans: Spans) -> list[tuple[Shape, Any]]:
         """Sums of 32 rows each."""
         rows, columns = self.shape(operands, spans)
         return [((rows // BLOCK, columns), FLOAT32)] * self.sums
 
     # ---- floats ---
-    def made(self, x: Any, *other: Any) -> list[Any]:
+    def compute(self, x: Any, *other: Any) -> list[Any]:
         """The gradient, and sums if they are wanted."""
         from jax_mx import reference
 
         weights, dy = other
         halves = reference.halves(x, self.activation, self.interleaved)
-        each = reference.gated_gradient(halves, weights, dy, self.activation)
-        gradient = reference.joined(each, self.interleaved)
+        gradients = reference.gated_gradient(halves, weights, dy, self.activation)
+        gradient = reference.joined(gradients, self.interleaved)
         return [gradient, *([reference.sums_of(gradient)] if self.sums else [])]
 
     def in_steps(self, quantize: Callable[..., list], x: Any, *other: Any) -> list[Any]:
         """XLA sums, beside a kernel that makes the gradient, if there is one."""
         if not self.sums:
             return super().in_steps(quantize, x, *other)
-        _, sums = self.made(x, *other)
+        _, sums = self.compute(x, *other)
         return [*quantize(dataclasses.replace(self, sums=False), x, *other), sums]

@@ -110,14 +110,14 @@ class NormSource(Source):
         rows = (math.prod(shape[:at]),) if down else tuple(shape[:at])
         return *rows, math.prod(shape[at:])
 
-    def beside(self, operands: Sequence[Any], spans: Spans) -> list[tuple[Shape, Any]]:
+    def result_shapes(self, operands: Sequence[Any], spans: Spans) -> list[tuple[Shape, Any]]:
         """A factor for each row; the sum lies as the operand x does."""
         shape = self.shape(operands, spans)
         sums = [(tuple(operands[0].shape), None)] * self.added
         return [(shape[:-1], FLOAT32), *sums, *[(shape, None)] * self.floats]
 
     # ---- floats ---
-    def made(self, x: Any, *other: Any) -> list[Any]:
+    def compute(self, x: Any, *other: Any) -> list[Any]:
         """The floats, the factors of rows, the sum, and the floats again."""
         from jax_mx import reference
 

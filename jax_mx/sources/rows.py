@@ -45,7 +45,7 @@ class RowsSource(Source):
         return 1
 
     # ---- shapes ---
-    def like(self, x: Any, *other: Any) -> tuple[Shape, Any]:
+    def floats_type(self, x: Any, *other: Any) -> tuple[Shape, Any]:
         """As many rows as there are numbers."""
         return (other[0].shape[0], x.shape[1]), x.dtype
 
@@ -67,7 +67,7 @@ class RowsSource(Source):
         return math.prod(rows.shape), math.prod(x.shape[1:])
 
     # ---- floats ---
-    def made(self, x: Any, *other: Any) -> list[Any]:
+    def compute(self, x: Any, *other: Any) -> list[Any]:
         """The rows; on a mesh with explicit axes, split as both operands are."""
         return [rows_of(x, other[0])]
 

@@ -331,23 +331,23 @@ class Flat(WholeBlocks):
 
 
 # ---- what makes the floats: by the name that a source has for its loader ---
-def _rows(own: Flat, arrays, scalars, mX, target, where) -> None:
+def _rows(entry: Flat, arrays, scalars, mX, target, where) -> None:
     step, row, inside = where
-    cols, each = scalars[3], BLOCK // own.tile.elements  # blocks of a row, steps of a block
+    cols, each = scalars[3], BLOCK // entry.tile.elements  # blocks of a row, steps of a block
     number = numbers_of(arrays["rows"], row, inside, 1, 4)[0]
     step = step + (Int64(number) - row) * cols * each
-    own.pick(mX[step, None], target, number, scalars[4])
+    entry.pick(mX[step, None], target, number, scalars[4])
 
 
-def _gated(own: Flat, arrays, scalars, mX, target, where) -> None:
+def _gated(entry: Flat, arrays, scalars, mX, target, where) -> None:
     step, row, inside = where
-    if own.source.interleaved:
+    if entry.source.interleaved:
         pair = mX[step * 2, None], mX[step * 2 + 1, None]
     else:
-        steps = scalars[3] * (BLOCK // own.tile.elements)  # of half a row
+        steps = scalars[3] * (BLOCK // entry.tile.elements)  # of half a row
         first = step + Int64(row) * steps
         pair = mX[first, None], mX[first + steps, None]
-    own.gate(pair, target, arrays["weights"] + row, inside)
+    entry.gate(pair, target, arrays["weights"] + row, inside)
 
 
 LOADERS = {"rows": _rows, "gated": _gated}

@@ -1237,23 +1237,23 @@ class Tiled(Kernel):
 
 
 # ---- what makes the floats: by the name that a source has for its loader ---
-def _rows(own: Tiled, arrays, scalars, *where) -> list:
-    return [own.picked(arrays["x"], arrays["rows"], scalars[2], *where)]
+def _rows(entry: Tiled, arrays, scalars, *where) -> list:
+    return [entry.picked(arrays["x"], arrays["rows"], scalars[2], *where)]
 
 
-def _codes(own: Tiled, arrays, scalars, *where) -> list:
-    return [own.picked_codes(arrays, scalars[2], *where)]
+def _codes(entry: Tiled, arrays, scalars, *where) -> list:
+    return [entry.picked_codes(arrays, scalars[2], *where)]
 
 
-def _gated(own: Tiled, arrays, scalars, *where) -> list:
-    return [own.gated(arrays, *where)]
+def _gated(entry: Tiled, arrays, scalars, *where) -> list:
+    return [entry.gated(arrays, *where)]
 
 
-def _gradient(own: Tiled, arrays, scalars, *where) -> list:
+def _gradient(entry: Tiled, arrays, scalars, *where) -> list:
     operands = arrays["x"], arrays["weights"], arrays["dy"]
-    if own.parts > 1:
-        return own.gradients(*operands, *where)
-    return [own.gradients_by_turns(*operands, *where)]
+    if entry.parts > 1:
+        return entry.gradients(*operands, *where)
+    return [entry.gradients_by_turns(*operands, *where)]
 
 
 LOADERS = {"rows": _rows, "codes": _codes, "gated": _gated, "gradient": _gradient}
