@@ -52,9 +52,9 @@ from jax_mx.ops.quantize import quantize_both as quantize_both
 from jax_mx.ops.support import is_supported as is_supported
 from jax_mx.ops.windows import align as align
 from jax_mx.products.choices import Choice as Choice
-from jax_mx.products.contractions import einsum as einsum
-from jax_mx.products.contractions import matmul as matmul
 from jax_mx.products.dot_general import dot_general as dot_general
+from jax_mx.products.einsum import einsum as einsum
+from jax_mx.products.einsum import matmul as matmul
 from jax_mx.products.gathering import gather_weight as gather_weight
 from jax_mx.products.mlp import mlp as mlp
 from jax_mx.products.operand import QuantizedWeight as QuantizedWeight

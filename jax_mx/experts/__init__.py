@@ -1,1 +1,1 @@
-"""Mixture of experts in MX: token groups and a layer."""
+"""Mixtures of experts: the layer, how tokens move between devices, published checkpoints."""

@@ -1,7 +1,7 @@
 """What can be compiled: `Variant`, and `exists`, which says whether a kernel has it.
 
 Only what changes the code of a kernel is a field; scaling mode and sizes are run-time scalars.
-Imports nothing of JAX: the kernels' build reads this module too. facts/shipped.py lists the
+Imports nothing of JAX: the kernels' build reads this module too. kernels/shipped.py lists the
 variants that a wheel brings; others are compiled when a call wants them.
 """
 

@@ -25,7 +25,10 @@ Dims = tuple[int, ...]
 
 
 class Units(NamedTuple):
-    """What the length is a multiple of that each product sums over: of blocks and transforms."""
+    """A divisor of the contracted length that each product needs.
+
+    It is 32, or the size of the product's Hadamard transform where that is larger.
+    """
 
     forward: int = BLOCK
     dgrad: int = BLOCK

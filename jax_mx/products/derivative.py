@@ -1,8 +1,7 @@
 """The product's derivative: one custom_vjp for dense products and for those over groups.
 
 Floats come in and go out; between them operands are quantized, which products read (operand.py).
-What is kept for the backward pass is MX. `dense` and `grouped` say how the three products of a
-layer read operands; layer.py makes layers of the same parts.
+What is kept for the backward pass is MX. layer.py makes layers of the same parts.
 """
 
 from __future__ import annotations
@@ -32,10 +31,11 @@ Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized alr
 # ---- derivatives of derivatives ---
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def once_derived(op: str, *args: Any) -> tuple[Any, ...]:
-    """The args, in a derivative that has none by any of them: codes would lose it in silence.
+    """The function returns its arguments, and raises in any second derivative.
 
-    The forward pass gives what it is differentiated by and `MARK`, which it keeps for the backward
-    pass to give beside its gradient: of what no gradient reads, JAX removes the check, too.
+    Codes carry no derivative, so a second derivative would silently lack a part. The forward pass
+    guards inputs and `MARK` together, and keeps the guarded `MARK`. The backward pass guards its
+    gradient beside the kept `MARK`. JAX deletes a guard without a reader; the kept `MARK` is one.
     """
     del op
     return args
@@ -134,9 +134,9 @@ def weight_forms(floats: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> An
 
 
 def gathered_for(lhs: Any, rhs: jax.Array, layout: Arrangements, placed: bool) -> jax.Array:
-    """The weights without splits over mesh axes that split the rows of lhs: FSDP.
+    """The weights, gathered over each mesh axis that also splits rows of lhs: FSDP.
 
-    The product gathers them anyway. Here it is one gather of floats, else one for each direction.
+    One gather of floats replaces a gather for each direction.
 
     Args:
       lhs: the activations.
@@ -171,7 +171,7 @@ def gathered_once(layout: Arrangements, dy: Any, lhs: Side | None, rhs: Side | N
     return unsplit(dy, names, range(dy.ndim))
 
 
-# ---- the three products of a dense layer ---
+# ---- the three products of a layer ---
 class Static(NamedTuple):
     """What of a product is neither array nor key.
 
@@ -353,10 +353,10 @@ def _by_slot(name: str, x: jax.Array, groups: Groups, recipe: Recipe) -> Any:
 def _absent(
     static: Static, lhs: Pair, rhs: Pair, groups: Groups | None, recipe: Recipe
 ) -> tuple[Any, Any]:
-    """In place of forms that no gradient wants: their pytrees, with bools for arrays.
+    """Placeholders for forms that no gradient wants: equal pytrees, a bool scalar for each array.
 
-    JAX differentiates a jitted product once for each set of arguments that gradients are asked of,
-    and wants residuals of one structure of all.
+    JAX differentiates a jitted product once for each set of wanted gradients, and requires
+    residuals of one structure from every set.
     """
 
     def forms(lhs: Pair, rhs: Pair, groups: Any, recipe: Recipe) -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
 """The ways to compute a product that reads MX operands: a table, as lowering/registry.py has one.
 
-Every implementation accumulates in float32 and gives NaN where a block is NaN. A row says whether
-it serves a contraction on chips, dense or over groups, and computes it; decide.py picks one.
+Every implementation gives NaN where a block is NaN, and accumulates in float32, FP8 tensor cores
+with fewer bits (`error`). A row says whether it serves a contraction on chips, dense or over
+groups, and computes it; decide.py picks one.
 """
 
 from __future__ import annotations

@@ -102,9 +102,9 @@ class Layer(NamedTuple):
 
 
 class Moves(ABC):
-    """How rows reach a layer's products and come back; a static value.
+    """How rows reach a layer's products, which products run, how results return; a static value.
 
-    A `place` is where they are: None, or a pytree with `groups`, and the `scale` of each row.
+    A `place` says where rows are: None, or a pytree with `groups`, and the `scale` of each row.
     """
 
     keeps_activation: ClassVar[bool]  # along its rows, for the gradient of w_second
@@ -177,7 +177,7 @@ class Moves(ABC):
 
     @abstractmethod
     def gradients(self, layer: Layer, kept: Kept, back: Back) -> Given:
-        """The gradients as the caller has what they are of."""
+        """The gradients, with the shapes, dtypes and shardings of the layer's inputs."""
 
 
 @partial(
@@ -189,14 +189,14 @@ class Moves(ABC):
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kept:
-    """What the backward pass reads; None is what it does not.
+    """The residuals of a layer. A field is None where the backward pass reads nothing.
 
     Attributes:
       place: where rows are, see `Moves`.
       rows: form along rows, of what the first product read.
       act: likewise, of what the activation gave.
       gate_up: an `MXArray` or floats, arranged; or the form that they are computed from.
-      w_first: forms of it: that which gates and ups are computed again from, and the free one.
+      w_first: the contracted form, kept only to compute gates and ups again; and the free form.
       w_second: its free form.
       bias: b_first, where gates and ups are computed again.
       recipes: of both products.

@@ -4,14 +4,14 @@
 implementation serves it on the chips of the program, so that the choice stands in the lowered
 program, and vmap, shard_map, scan and export treat it as they treat `jax.lax.dot_general`.
 
-`mx_step` is a quantizer and the products behind it. Where all of these multiply floats, one kernel
-quantizes an operand and gives the floats that its codes stand for, beside the codes that wait for
-the backward pass. Codes to begin with would be written, read and written again as floats: 7 bytes
-an element, not 5, of a gradient 10, not 6 (an H100, 2026-11-27, (16384, 7168) in MXFP8: 291 us and
-209; 411 and 245). What products multiply is known when they are lowered: XLA says there whether it
-splits the program, and an export which chips it is for. So the lowering decides before anything is
-quantized. Transformations see the step of codes; policies of jax.checkpoint look into it, and find
-the names of codes there.
+`mx_step` joins quantizers and the products behind them. Some implementations multiply bfloat16. For
+such products one kernel quantizes an operand and writes the floats that its codes stand for, and
+codes only for the backward pass. A kernel that writes codes first moves 7 bytes an element instead
+of 5, for a gradient 10 instead of 6 (an H100, 2026-11-27, (16384, 7168) in MXFP8: 291 us and 209;
+411 and 245). The lowering knows what products multiply: XLA says there whether it splits the
+program, and an export which chips it is for. So the lowering decides before a quantizer runs.
+Transformations see the step of codes. Policies of jax.checkpoint look into it, and find the names
+of codes there. An operand that no kernel gives as floats, say in windows, needs no step.
 
 Neither has a derivative: derivative.py and layer.py have.
 """

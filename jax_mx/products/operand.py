@@ -146,7 +146,9 @@ class _Part(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unquantized:
-    """An operand that is still floats, and how both of its readers take it: `forms` makes these.
+    """A request for an operand: data, recipe and readers. `forms` makes a form for each reader.
+
+    The data are floats, or an `MXArray` of tokens that moved as codes.
 
     Attributes:
       x: (..., rows, columns), arranged; beside `rows` also an `MXArray` along its last axis, as
