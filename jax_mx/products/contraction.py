@@ -65,7 +65,7 @@ class Contraction:
     Attributes:
       numbers: the part that is no array.
       lhs: an `MXArray`, or floats.
-      rhs: likewise.
+      rhs: an `MXArray`, or floats.
       sizes: int32 (G,), how many rows each group has; None for a dense product.
       partitioned: whether XLA splits the program among devices, outside of shard_map.
     """
@@ -83,7 +83,7 @@ class Contraction:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.op
 
     @property
@@ -131,20 +131,20 @@ class Contraction:
 
     @property
     def how(self) -> str:
-        """What its speed depends on beside its operands, in words."""
+        """All that its speed depends on but operands, in words."""
         numbers = self.numbers
         if numbers.groups:
             (a, b), align = self.axes, numbers.align
-            words = ["sums over groups" if numbers.groups == SUMS else "a matrix a group"]
-            words += [f"{self.groups} groups", f"multiples of {align}", f"contracts {a}:{b}"]
+            parts = ["sums over groups" if numbers.groups == SUMS else "a matrix a group"]
+            parts += [f"{self.groups} groups", f"multiples of {align}", f"contracts {a}:{b}"]
         else:
             contracted, batch = (
                 " ".join(f"{i}:{j}" for i, j in zip(*dims, strict=True))
                 for dims in numbers.dimensions
             )
-            words = [f"contracts {contracted}", *([f"batch {batch}"] if batch else [])]
+            parts = [f"contracts {contracted}", *([f"batch {batch}"] if batch else [])]
         exact = ["highest precision"] if numbers.exact else []
-        return ", ".join([*words, f"to {numbers.dtype.name}", *exact])
+        return ", ".join([*parts, f"to {numbers.dtype.name}", *exact])
 
     @property
     def in_a_shard(self) -> Contraction:
@@ -157,7 +157,7 @@ class Contraction:
         return Contraction(numbers, lhs, rhs, sizes)
 
     def free(self, side: int) -> Dims:
-        """Which dimensions of lhs (0) or rhs (1) the result has, beside batch and groups."""
+        """The dimensions of lhs (0) or rhs (1) that the result keeps, but batch and groups."""
         x, numbers = (self.lhs, self.rhs)[side], self.numbers
         taken = (*numbers.contracting[side], *numbers.batch[side])
         taken = (*taken, 0) if numbers.groups == ROWS and side else taken
@@ -166,10 +166,10 @@ class Contraction:
 
 @dataclasses.dataclass(frozen=True)
 class Served(Support):
-    """What an implementation says of a contraction: whether it serves it, and how.
+    """An implementation's answer to a contraction: whether it serves, and how.
 
     Attributes:
-      plan: the kernel's, so that nothing is planned twice; None for what has no kernel of ours.
+      plan: the kernel's, so that nothing is planned twice; None without a kernel of ours.
       reads_floats: whether it multiplies floats that it makes of lhs, or of both operands.
     """
 
@@ -178,7 +178,7 @@ class Served(Support):
 
 
 def refused(name: str, contraction: Contraction, why: str) -> Served:
-    """That an implementation does not serve a contraction, and what does."""
+    """The answer of an implementation that does not serve, and what does."""
     instead = "use implementation=None or 'dequantize'"
     return Served(name, refusal=Refusal(contraction.op, f"{name!r} {why}", instead=instead))
 
@@ -201,7 +201,7 @@ def shard_of(aval: Any) -> Any:
 
 
 def key_of(contraction: Contraction, chip: str) -> Key:
-    """What the speed of a contraction on a chip, as its driver names it, depends on."""
+    """The key of a contraction's speed on a chip, as its driver names it."""
     local = contraction.in_a_shard
     return Key(local.op, chip, (_words(local.lhs), _words(local.rhs)), local.how)
 
@@ -213,9 +213,9 @@ def _words(x: Any) -> str:
         return f"{np.dtype(x.dtype).name} {shape}"
     block = f"in {x.block[0]}x{x.block[1]}" if len(x.block) == 2 else f"along {x.axis}"
     window = "x".join(map(str, x.window)) if isinstance(x.window, tuple) else str(x.window)
-    words = [f"{x.format.name} {shape} {block}", f"window {window}" if x.window != BLOCK else ""]
-    words += [layout.name for layout in (x.scale_layout, x.value_layout) if layout.is_tiled]
-    return " ".join(filter(None, words))
+    parts = [f"{x.format.name} {shape} {block}", f"window {window}" if x.window != BLOCK else ""]
+    parts += [layout.name for layout in (x.scale_layout, x.value_layout) if layout.is_tiled]
+    return " ".join(filter(None, parts))
 
 
 def blocks_along(x: Any, dims: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""`decide`: which implementation serves a contraction. Lowering, explain and autotune read it."""
+"""`decide` picks the implementation of a contraction; lowering, explain and autotune ask it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jax_mx.products.implementations import Implementation, named
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Which implementation serves a contraction.
+    """The implementation that serves a contraction, and who chose it.
 
     Attributes:
-      served: what it says of it.
+      served: its answer.
       by: who says so: "argument", "context", "JAX_MX_TUNING (<file>)", "table for <chip>", "rule".
       passed_over: what was measured to be the fastest and does not serve it, a sentence each.
     """
@@ -36,7 +36,7 @@ class Decision:
 
 
 def decide(contraction: Contraction, target: targets.Target) -> Served:
-    """What serves a contraction in a program that is lowered for a target.
+    """The implementation of a contraction in a program that is lowered for a target.
 
     Raises:
       NotImplementedError, ValueError: as `decided` does.
@@ -58,7 +58,7 @@ def decide(contraction: Contraction, target: targets.Target) -> Served:
 
 
 def decided(contraction: Contraction, platform: str, chips: Sequence[str]) -> Decision:
-    """What serves a contraction on a platform and chips, and who says so.
+    """The implementation of a contraction on a platform and chips, and who chose it.
 
     The order: the one that the caller names; what a `Choice` has for it, of the context, of the
     file that JAX_MX_TUNING names, of the package's own table for the chip; the rule.
@@ -93,7 +93,7 @@ def by_rule(contraction: Contraction, platform: str, chips: Sequence[str]) -> Se
 
 
 def candidates(contraction: Contraction, platform: str, chips: Sequence[str]) -> list[Served]:
-    """What each implementation that could run a contraction says of it; or the one it names."""
+    """The answers of all implementations on a platform; or of the one that the caller names."""
     supports = registry.candidates(contraction, platform, chips, named(contraction.op))
     return cast(list[Served], supports)
 
@@ -113,7 +113,7 @@ def _here(op: str, platform: str) -> Mapping[str, Implementation]:
 
 
 def _measured(contraction: Contraction, chips: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Who has measured a contraction, and which implementation was the fastest on all chips."""
+    """Measurements of a contraction: who made one, and the fastest implementation on all chips."""
     keys = [key_of(contraction, chip) for chip in chips]
     for sources in zip(*map(choices.known, chips), strict=True):
         entries = [choice.by_key.get(key) for (_, choice), key in zip(sources, keys, strict=True)]

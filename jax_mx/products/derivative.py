@@ -1,7 +1,7 @@
 """The product's derivative: one custom_vjp for dense products and for those over groups.
 
-Floats come in and go out; between them operands are quantized, which products read (operand.py).
-What is kept for the backward pass is MX. layer.py makes layers of the same parts.
+Floats come in and go out. Products between them read quantized operands (operand.py), and the
+residuals of the backward pass are MX. layer.py makes layers of the same parts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def parts_of(x: Any) -> Pair:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """What the backward pass has to know of an operand's floats: their type says it.
+    """The facts of an operand's floats that the backward pass needs: their type has them.
 
     Attributes:
       dtype: of the floats.
@@ -142,8 +142,8 @@ def gathered_for(lhs: Any, rhs: jax.Array, layout: Arrangements, placed: bool) -
       lhs: the activations.
       rhs: the weights.
       layout: of the product.
-      placed: whether the caller says how the result is split; if not, jax.lax.dot_general refuses
-        such splits of columns, and so does this.
+      placed: whether the caller says how the result is split. Otherwise `jax.lax.dot_general`
+        refuses such splits of columns, and the product keeps them.
     """
     mesh = jax.typeof(rhs).sharding.mesh
     if not is_explicit(mesh):
@@ -173,7 +173,7 @@ def gathered_once(layout: Arrangements, dy: Any, lhs: Side | None, rhs: Side | N
 
 # ---- the three products of a layer ---
 class Static(NamedTuple):
-    """What of a product is neither array nor key.
+    """The static part of a product.
 
     Attributes:
       op: the public function, for messages.
@@ -233,7 +233,7 @@ class Static(NamedTuple):
         return self.multiplication(gradient, rhs, lhs.dtype, spec=spec)
 
     def lhs_gradient(self, dx: jax.Array, lhs: Side) -> jax.Array:
-        """What `dgrad` gave as the caller has lhs."""
+        """The result of `dgrad`, arranged as the caller's lhs."""
         side = self.arranged.lhs
         return side.restored(jnp.swapaxes(dx, -1, -2) if side.swapped else dx, lhs.spec)
 
@@ -245,7 +245,7 @@ class Static(NamedTuple):
         return self.multiplication(*order, rhs.dtype, spec=rhs.arranged, summed=summed)
 
     def rhs_gradient(self, dw: jax.Array, rhs: Side) -> jax.Array:
-        """What `wgrad` gave as the caller has rhs."""
+        """The result of `wgrad`, arranged as the caller's rhs."""
         return self.arranged.rhs.restored(dw, rhs.spec)
 
 
@@ -280,7 +280,7 @@ def product(
       lhs: floats, or None beside `lhs_q`.
       lhs_q: an `MXArray`, or None.
       rhs: floats that gradients reach, or None.
-      rhs_q: what is quantized of it: an `MXArray`, both forms, or None.
+      rhs_q: its quantized part: an `MXArray`, both forms, or None.
       sizes: of groups, int32 (G,); None for a dense product.
       recipe: how floats are quantized.
     """
@@ -429,7 +429,7 @@ def _gradients_of_groups(
 
 
 def align_of(recipe: Recipe) -> int:
-    """What sizes of groups are multiples of: blocks and transforms along rows stay whole."""
+    """The divisor of groups' sizes that keeps blocks and transforms along rows whole."""
     return math.lcm(recipe.units.wgrad, cast(int, recipe.window))
 
 

@@ -65,7 +65,7 @@ class Implementation(registry.Implementation):
     ops: tuple[str, ...] = (DENSE, GROUPED)
 
 
-# ---- where an implementation is preferred ---
+# ---- preferences ---
 def _always(contraction: Contraction, platform: str, chips: Sequence[str]) -> bool:
     del contraction, platform, chips
     return True
@@ -315,7 +315,7 @@ _MANY = 64  # groups, which the kernel's search for a tile's group is unrolled o
 
 @functools.cache
 def _pallas_missing() -> str:
-    """Which of the modules that Pallas' kernels are in this JAX lacks; empty where none."""
+    """The module of Pallas' kernels that this JAX lacks; empty where it has all."""
     for name in _MODULES:
         if importlib.util.find_spec(f"{_PALLAS}.{name}") is None:
             return name

@@ -4,9 +4,9 @@ One custom_vjp with floats at both ends, for `mlp` and `moe`. Forward:
 
     x --move, quantize--> --product--> gate, up --activation, quantize--> --product--> --move--> y
 
-What the activation gives is no array of floats where a kernel quantizes it (`Gated`), and what is
-kept for the backward pass is MX. A `Moves` says how rows reach the products and come back: those of
-`mlp` stay where they are, those of `moe` go to their experts' slots.
+A kernel that quantizes an activation (`Gated`) writes no floats of it, and the residuals of the
+backward pass are MX. A `Moves` says how rows reach the products and come back. `mlp` leaves rows
+where they are; `moe` moves them to their experts' slots.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Form = tuple[int, int]  # of a step: the number of an operand, and of its form
 
 
 class Given(NamedTuple):
-    """What gradients reach; None where there is nothing, or a weight is frozen.
+    """The arrays that gradients reach; None where there is none, or a weight is frozen.
 
     Attributes:
       x: floats, the rows.
       weights: a router's, (T, k); None in `mlp`.
       w_first: of gates and ups.
       w_second: of the result.
-      b_first: what is added to the first product.
-      b_second: likewise.
+      b_first: the bias of the first product.
+      b_second: the bias of the second product.
     """
 
     x: Any
@@ -56,14 +56,14 @@ class Given(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What of a layer is neither array nor key.
+    """The static part of a layer.
 
     Attributes:
       first: the first product.
-      second: likewise.
+      second: the second product.
       activation: its name, see `gated`.
       interleaved: whether gates and ups come by turns.
-      residuals: what is kept of them: "mx", "floats", or "inputs", which they are computed from.
+      residuals: the form in which both are kept: "mx", "floats", or "inputs", which they are computed from.
       moves: of rows.
     """
 
@@ -80,7 +80,7 @@ class Layer(NamedTuple):
         return self.first.op
 
     def hidden(self, gate_up: jax.Array) -> Side:
-        """The side of what the activation makes of gates and ups."""
+        """The side of the activation's result."""
         if not is_explicit(jax.typeof(gate_up).sharding.mesh):
             return Side(self.second.dtype)
         spec = spec_of(made(self.op, gate_up, self.gated()))
@@ -96,7 +96,7 @@ class Layer(NamedTuple):
         return Given(*(side_of(arranged.get(n), x) for n, x in zip(names, given, strict=True)))
 
     def gated(self, scale: Any = None, gradient: Any = None) -> Gated:
-        """What is between both products, by the scale of each row; or its gradient."""
+        """The activation between both products, times the scale of each row; or its gradient."""
         own = Gated(self.activation, scale, interleaved=self.interleaved)
         return dataclasses.replace(own, gradient=gradient)
 
@@ -117,7 +117,7 @@ class Moves(ABC):
 
         Args:
           given: to the layer.
-          quantized: what is quantized of both weights, or None.
+          quantized: the quantized parts of both weights, or None.
           routing: the experts of each row, or None.
           recipe: of the first product.
           keep: whether a backward pass follows.
@@ -127,13 +127,13 @@ class Moves(ABC):
     def operand(
         self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
     ) -> Unquantized:
-        """What the first product reads of rows."""
+        """The operand of rows that the first product reads."""
 
     @abstractmethod
     def gradient(
         self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
     ) -> Unquantized:
-        """What both products of the backward pass read of the result's gradient.
+        """The operand of the result's gradient, which both products of the backward pass read.
 
         Args:
           product: the second one.
@@ -145,7 +145,7 @@ class Moves(ABC):
 
     @abstractmethod
     def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
-        """What products read of a weight; `dgrad`: also that for the gradient of rows."""
+        """The forms of a weight; `dgrad`: also the one for the gradient of rows."""
 
     @abstractmethod
     def forward(
@@ -173,7 +173,7 @@ class Moves(ABC):
     def leave(
         self, product: Static, y: jax.Array, given: Given, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
-        """The result as the caller has it, and what the backward pass wants of all this."""
+        """The result as the caller wants it, and further residuals."""
 
     @abstractmethod
     def gradients(self, layer: Layer, kept: Kept, back: Back) -> Given:
@@ -194,14 +194,14 @@ class Kept:
     Attributes:
       place: where rows are, see `Moves`.
       rows: form along rows, of what the first product read.
-      act: likewise, of what the activation gave.
+      act: the form along rows of the activation's result.
       gate_up: an `MXArray` or floats, arranged; or the form that they are computed from.
       w_first: the contracted form, kept only to compute gates and ups again; and the free form.
       w_second: its free form.
       bias: b_first, where gates and ups are computed again.
       recipes: of both products.
-      beside: what `Moves.leave` gave.
-      sides: the `Side` of all that was given.
+      beside: further residuals, of `Moves.leave`.
+      sides: the `Side` of every input.
     """
 
     place: Any
@@ -217,15 +217,15 @@ class Kept:
 
 
 class Back(NamedTuple):
-    """What the products of the backward pass gave, arranged; None where nothing is wanted.
+    """The products of the backward pass, arranged; None where nothing is wanted.
 
     Attributes:
       dy: the gradient of the result, as it was given.
       gate_up: gates and ups, which were kept or computed again.
-      dact: the gradient of what the activation gave.
+      dact: the gradient of the activation's result.
       dx: of rows.
-      dw_first: of the weights.
-      dw_second: likewise.
+      dw_first: of the first weight.
+      dw_second: of the second weight.
       sums: of the gradient of gates and ups, see `WithSums`.
     """
 
@@ -247,7 +247,7 @@ def layer(
     Args:
       static: what of it is neither array nor key.
       given: its arrays.
-      quantized: what is quantized of both weights: an `MXArray`, both forms, or None.
+      quantized: the quantized parts of both weights: an `MXArray`, both forms, or None.
       routing: the experts of each row, or None.
       recipes: of both products.
     """
@@ -277,7 +277,7 @@ def _fwd(static: Layer, given: Given, quantized: tuple, routing: Any, recipes: R
 def _forward(
     static: Layer, given: Given, quantized: tuple, routing: Any, recipes: Recipes, keep: bool
 ) -> tuple[jax.Array, Any]:
-    """The result; and what the backward pass reads, if it is to be kept."""
+    """The result; and the residuals, if a backward pass follows."""
     moves, products = static.moves, (static.first, static.second)
     x, place = moves.enter(given, quantized, routing, recipes[0], keep)
     ws = given.w_first, given.w_second
@@ -320,7 +320,7 @@ def sizes_of(place: Any) -> Any:
 
 
 def scale_of(place: Any) -> Any:
-    """By what each row is multiplied between both products; None: by nothing."""
+    """The scale of each row between both products, or None."""
     return None if place is None else place.scale
 
 
@@ -342,7 +342,7 @@ def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: jax.Array) -> tupl
         products.append(moves.wgrad(static.second, (1, 0), (0, 1), w2, place))
     operands = (gradient, (act,), (kept.w_second,))
     (dact, *dw2), _ = Step(tuple(products))(operands, sizes_of(place))
-    # Through the activation, whose argument was kept.
+    # Through the activation, by its argument.
     own: Any = static.gated(scale_of(place), dact.astype(gate_up.dtype))
     own = own if sides.b_first is None else WithSums(own)
     how: dict[str, Any] = {"wanted": (True, w1 is not None), "frozen": (w1 is None, False)}
@@ -368,7 +368,7 @@ def _again(static: Layer, kept: Kept) -> jax.Array:
 
 
 def floats_kept(gate_up: Any, dtype: np.dtype) -> jax.Array:
-    """Gates and ups as floats, of what was kept of them."""
+    """Gates and ups as floats."""
     if not isinstance(gate_up, MXArray):
         return gate_up
     # float16 may be too small for what was rounded up; what meets it is float32 then, too.

@@ -277,7 +277,7 @@ class Rows(Moves):
 
 
 def _array_of(operand: Any) -> tuple[jax.Array, int]:
-    """An array that is split as what a product reads is, and the contracted axis."""
+    """An array that is split as the operand, and the contracted axis."""
     if isinstance(operand, Unquantized):
         return operand.x, operand.axis
     form = operand[0]

@@ -146,7 +146,7 @@ Operands = Sequence[Any]  # each `Unquantized`, or a tuple of its forms
 
 
 class Multiplication(NamedTuple):
-    """One product of a step.
+    """One product of a step, by the numbers of operands.
 
     Attributes:
       lhs: the number of an operand of the step, and of the form that the product reads.

@@ -1,4 +1,4 @@
-"""What products read of an operand: MX arrays or floats, along one axis and along the other.
+"""Operands as products read them: MX arrays or floats, along one axis and along the other.
 
 Each operand has two readers among the three products of a layer: activations the forward product
 and the one for the gradient of the weights, weights the forward product and the one for the
