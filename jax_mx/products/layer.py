@@ -63,7 +63,7 @@ class Layer(NamedTuple):
       second: the second product.
       activation: its name, see `gated`.
       interleaved: whether gates and ups come by turns.
-      residuals: the form in which both are kept: "mx", "floats", or as the first product's "inputs".
+      residuals: the form in which both are kept: "mx", "floats" or "inputs".
       moves: of rows.
     """
 
