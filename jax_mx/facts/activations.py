@@ -2,7 +2,7 @@
 
 The result is act(gate) * up * weight, or act(x) * weight of an activation without a gate. What act
 is, its formula and its slope, says its row of `UNARY`; reference/activations.py has the formulas,
-kernels/*/activations.py has them for kernels.
+kernels/cutedsl/activations.py has two of them for kernels.
 
 What is quantized has gate_up's dtype. From bfloat16 all implementations have to agree on every
 bit, whatever exponential function a chip has. So act(gate) is rounded to few bits before it is

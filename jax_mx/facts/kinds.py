@@ -1,4 +1,4 @@
-"""What of an array's preprocessing changes a kernel's code."""
+"""The part of an array's preprocessing that changes a kernel's code."""
 
 from __future__ import annotations
 

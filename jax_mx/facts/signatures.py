@@ -101,7 +101,7 @@ class Signature:
 
 
 class HasArrays(Protocol):
-    """What declares arrays of its own: a source, see facts/sources.py."""
+    """A source declares arrays of its own, see facts/sources.py."""
 
     @property
     def operands(self) -> tuple[Array, ...]:

@@ -1,4 +1,4 @@
-"""What makes the floats that are quantized: the class that all sources are, and `X`, x itself.
+"""Sources make the floats that are quantized: the class of all sources, and `X`, x itself.
 
 A source is a frozen dataclass in a module of `jax_mx/sources`: it has all that other folders ask
 of it. This module imports no JAX, and no module of `jax_mx/sources` does when it is imported, as
@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Source:
-    """What makes the floats of x and of other operands; the class itself takes x as it is.
+    """A source makes the floats of x and of other operands; this class itself takes x as it is.
 
     A new source is a subclass with `compute` and the shapes; one that a kernel fuses also has
     `loaders` and `fused`.

@@ -1,4 +1,4 @@
-"""What a wheel ships, `jax_mx/verified` records and tests run: a short list of what exists.
+"""The short list of kernels that a wheel ships, `jax_mx/verified` records and tests run.
 
 The list has what layers and recipes take, and quantizers as users call them. A variant that exists
 but is not here is compiled when a call wants it, see lowering/store.py.

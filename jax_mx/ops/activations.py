@@ -21,7 +21,7 @@ from jax_mx.sources.gated_gradient import GradientSource
 @partial(jax.tree_util.register_dataclass, data_fields=("operands",), meta_fields=("source",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class Of:
-    """What is quantized is what a source makes of x and of other arrays.
+    """A request to quantize the floats that a source makes of x and of other arrays.
 
     A quantizer that gets one as its activation also returns the results of the source, in a tuple,
     last.

@@ -54,7 +54,7 @@ class GatedSource(Source):
         return self.activation in ACTIVE and super().is_fused_by(dsl)
 
     def fused(self, variant: Variant) -> bool:
-        """What products take; other floats than bfloat16 in two formats, not by turns."""
+        """Kernels give what products take; of other floats than bfloat16 in two formats."""
         if not is_operand(variant):
             return False
         if variant.gives_floats:

@@ -67,7 +67,7 @@ class NormSource(Source):
         return dataclasses.replace(self, eps=0.0)
 
     def fused(self, variant: Variant) -> bool:
-        """What products take; sums and floats of bfloat16, in two formats.
+        """Kernels give what products take; sums and floats from bfloat16, in two formats.
 
         Factors that wait in memory for their tiles are float32, those of float32 rows are not.
         """

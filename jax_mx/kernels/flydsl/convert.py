@@ -69,11 +69,6 @@ def from_anywhere(word: Uint32, lane: Uint32) -> Uint32:
     return intrinsic("llvm.amdgcn.ds.bpermute", Uint32, lane << 2, word)
 
 
-def lanes_where(condition) -> fx.Uint64:
-    """The mask of the wave's lanes where a condition holds."""
-    return intrinsic("llvm.amdgcn.ballot.i64", fx.Uint64, condition)
-
-
 def lane_id() -> Uint32:
     """This lane's number in its wave."""
     return Uint32(fx.Int32(fx.thread_idx.x)) % Uint32(64)
