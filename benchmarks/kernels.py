@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.facts.formats import BLOCK
 from jax_mx.ops.gemm import (
     by_plan,
     floats_plan_of,
@@ -27,9 +26,7 @@ def by_kernel(
     *,
     implementation: str,
     sums: bool = False,
-    free: bool = False,
-    window: int | str = BLOCK,
-    tiles: bool = False,
+    **how: Any,
 ) -> jax.Array:
     """The product in bfloat16 of operands as they lie, with the tiles that their shapes ask for.
 
@@ -39,18 +36,18 @@ def by_kernel(
       sizes: the rows of each group.
       implementation: the kernel's, or "xla", its reference.
       sums: whether rows are contracted, those of each group.
-      free: see `ProductPlan`; so are `window` and `tiles`.
+      **how: `window`, `tiles`, `free`, see `ProductPlan`.
     """
     formats = tuple(q.format for q in (x, w) if isinstance(q, MXArray))
     dtype, grouped = jnp.dtype(jnp.bfloat16), sizes is not None
     if sums and formats:
-        plan = wgrad_plan_of(formats, dtype, window, implementation)
+        plan = wgrad_plan_of(formats, dtype, how["window"], implementation)
     elif sums:
         plan = floats_plan_of(x.dtype, dtype, grouped, implementation)
     else:
         groups = w.shape[0] if w.ndim == 3 else 1
+        how["strips"] = strips_of(groups, w.shape[-1 if how.get("free") else -2])
         rows = rows_of_each(math.prod(x.shape[:-1]), groups)
-        strips = strips_of(groups, w.shape[-1 if free else -2])
-        how = (window, tiles, grouped, implementation, free, strips)
-        plan = plan_of(formats, dtype, rows, *how)
+        how |= {"grouped": grouped, "implementation": implementation}
+        plan = plan_of(formats, dtype, rows, **how)
     return by_plan(plan, x, w, sizes)
