@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.ops.gemm import (
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.kernel_plans import (
     by_plan,
     floats_plan_of,
     plan_of,
@@ -16,7 +17,6 @@ from jax_mx.ops.gemm import (
     strips_of,
     wgrad_plan_of,
 )
-from jax_mx.ops.mxarray import MXArray
 
 
 def by_kernel(

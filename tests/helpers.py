@@ -40,10 +40,10 @@ from jax_mx.facts.variants import Variant, takes_zero_scale
 from jax_mx.lowering import primitive, quantizers, registry, store, targets
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.products import AMAX, products_p
-from jax_mx.ops import gemm
 from jax_mx.ops.fake_quantize import through_codes
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.requantize import requantize
+from jax_mx.products import kernel_plans
 from jax_mx.products.kernels import swapped_floats
 from jax_mx.sources.codes import CodesSource
 
@@ -69,8 +69,8 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
     """The product of operands as they lie, by the kernel that their shapes ask for.
 
     Args:
-      x: see `gemm.by_plan`.
-      w: see `gemm.by_plan`.
+      x: see `kernel_plans.by_plan`.
+      w: see `kernel_plans.by_plan`.
       sizes: the rows of each group.
       sums: whether rows are contracted, those of each group; MX arrays are floats first where
         they have no windows.
@@ -83,16 +83,16 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
         x, w = (swapped_floats(a, isinstance(a, jax_mx.MXArray)) for a in (x, w))
     formats = tuple(q.format for q in (x, w) if isinstance(q, jax_mx.MXArray))
     if sums and formats:
-        plan = gemm.wgrad_plan_of(formats, dtype, how["window"], implementation)
+        plan = kernel_plans.wgrad_plan_of(formats, dtype, how["window"], implementation)
     elif sums:
-        plan = gemm.floats_plan_of(x.dtype, dtype, grouped, implementation)
+        plan = kernel_plans.floats_plan_of(x.dtype, dtype, grouped, implementation)
     else:
         groups = w.shape[0] if w.ndim == 3 else 1
-        how["strips"] = gemm.strips_of(groups, w.shape[-1 if how.get("free") else -2])
-        rows = gemm.rows_of_each(math.prod(x.shape[:-1]), groups)
+        how["strips"] = kernel_plans.strips_of(groups, w.shape[-1 if how.get("free") else -2])
+        rows = kernel_plans.rows_of_each(math.prod(x.shape[:-1]), groups)
         how |= {"grouped": grouped, "implementation": implementation}
-        plan = gemm.plan_of(formats, dtype, rows, **how)
-    return gemm.by_plan(plan, x, w, sizes)
+        plan = kernel_plans.plan_of(formats, dtype, rows, **how)
+    return kernel_plans.by_plan(plan, x, w, sizes)
 
 
 def amaxes(x, implementation: str):

@@ -29,8 +29,7 @@ from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry, store, targets
-from jax_mx.ops import gemm as ops
-from jax_mx.products import kernels
+from jax_mx.products import kernel_plans, kernels
 from jax_mx.products.contraction import Contraction, Numbers
 
 # --thorough runs all cases of a test, CI one of 2.
@@ -276,12 +275,12 @@ def test_float16_is_not_cut_to_bfloat16():
     rng = np.random.default_rng(2)
     x = jnp.asarray(rng.integers(-2000, 2000, (4, 64)), jnp.float16)
     check(x, integers(rng, (5, 64), MXFP4_E2M1))
-    parts = jax.jit(ops._in_parts)(x)
+    parts = jax.jit(kernel_plans._in_parts)(x)
     assert parts.shape == (4, 128) and parts.dtype == jnp.bfloat16
     both = np.asarray(parts, np.float64)
     assert_equal(x, both[:, :64] + both[:, 64:])
     assert np.any(both[:, 64:])
-    infinite = ops._in_parts(jnp.full((1, 32), jnp.inf, jnp.float16))
+    infinite = kernel_plans._in_parts(jnp.full((1, 32), jnp.inf, jnp.float16))
     assert np.isinf(infinite[0, :32]).all() and not infinite[0, 32:].any()
 
 
@@ -355,7 +354,7 @@ def test_kernels_run_on_cuda():
 
 def test_where_there_are_kernels():
     def reason(chip, formats, rows=256, window=BLOCK, **how):
-        plan = ops.plan_of(formats, jnp.dtype(jnp.bfloat16), rows, window, **how)
+        plan = kernel_plans.plan_of(formats, jnp.dtype(jnp.bfloat16), rows, window, **how)
         return reason_of(chip, plan)
 
     def reason_of(chip, plan):
@@ -368,10 +367,10 @@ def test_where_there_are_kernels():
     assert "no cutedsl kernel for sm_80, only for sm_90" in reason("sm_80", (MXFP4_E2M1,))
     assert "flydsl has no kernel" in reason("gfx950", (MXFP4_E2M1,))
     assert "windows of 64" in reason("sm_90", (MXFP8_E4M3,) * 2, window=64)
-    eights = ops.wgrad_plan_of((MXFP8_E5M2, MXFP8_E4M3), jnp.dtype(jnp.bfloat16), 256)
+    eights = kernel_plans.wgrad_plan_of((MXFP8_E5M2, MXFP8_E4M3), jnp.dtype(jnp.bfloat16), 256)
     assert reason_of("sm_90", eights) == ""
     assert "wgrad_fp8: no cutedsl kernel" in reason_of("sm_100", eights)
-    sixteen = ops.floats_plan_of(jnp.bfloat16, jnp.dtype(jnp.bfloat16))
+    sixteen = kernel_plans.floats_plan_of(jnp.bfloat16, jnp.dtype(jnp.bfloat16))
     assert reason_of("sm_90", sixteen) == ""
     assert "wgrad: no cutedsl kernel for sm_100" in reason_of("sm_100", sixteen)
     assert len({product.name for product in PRODUCTS}) == len(PRODUCTS)
@@ -453,7 +452,7 @@ def test_tiles_leave_few_thread_blocks_without_rows():
     both = (MXFP8_E4M3, MXFP8_E4M3)
 
     def rows_of(rows, window=128, tiles=True, grouped=False):
-        return ops.plan_of(both, jnp.dtype(jnp.float32), rows, window, tiles, grouped).rows
+        return kernel_plans.plan_of(both, jnp.dtype(jnp.float32), rows, window, tiles, grouped).rows
 
     found = [rows_of(n) for n in (1, 128, 129, 256, 257, 300, 385, 2049, 16384, 16385, 16513)]
     assert found == [128, 128, 256, 256, 128, 128, 256, 128, 256, 256, 256]
