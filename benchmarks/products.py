@@ -21,11 +21,11 @@ import numpy as np
 
 import jax_mx
 from benchmarks import peers, timing
+from benchmarks.kernels import by_kernel
 from benchmarks.runner import Args, Case, Row, Timed, repeats
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, SCALE_DTYPE, Format
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.windows import ROW
-from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
 
 REST = 0.5  # seconds before each measurement: a hot chip is slower
 Way = tuple[str, Callable, Callable]  # name, how a key makes the weights, the product
@@ -142,21 +142,20 @@ def candidates(case: Multiplied, implementation: str = "cutedsl") -> Iterator[Wa
         yield from gradients(case, implementation)
         return
     shape = case.weights
-    kernel = functools.partial(gemm, implementation=implementation)
-    fast = functools.partial(gemm_fp8, implementation=implementation)
+    kernel = functools.partial(by_kernel, implementation=implementation)
     for format in (MXFP8_E4M3, MXFP4_E2M1):
         yield format.name, functools.partial(codes, shape=shape, format=format), kernel
     eights = functools.partial(codes, shape=shape, format=MXFP8_E4M3)
     if case.is_large:
         across = (*shape[:-2], case.k, case.n)  # as the gradient of x reads a weight (k, n)
-        free = functools.partial(kernel, contracting=-2)
+        free = functools.partial(kernel, free=True)
         for format in (MXFP8_E4M3, MXFP4_E2M1):
             make = functools.partial(codes, shape=across, format=format)
             yield f"{format.name}, free blocks", make, free
         for window, tiles in ((128, True), (256, True), (128, False), (256, False)):
             name = f"fp8 1x{window}, W {'128x128' if tiles else f'1x{window}'}"
-            yield name, eights, functools.partial(fast, window=window, tiles=tiles)
-        yield "fp8 rows", eights, functools.partial(fast, window=ROW)
+            yield name, eights, functools.partial(kernel, window=window, tiles=tiles)
+        yield "fp8 rows", eights, functools.partial(kernel, window=ROW)
     floats = functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
     if not case.groups:
         yield "bf16 dot", floats, lambda x, w: jnp.dot(x, w.T)
@@ -171,11 +170,11 @@ def candidates(case: Multiplied, implementation: str = "cutedsl") -> Iterator[Wa
 def gradients(case: Multiplied, implementation: str) -> Iterator[Way]:
     """The same of a gradient of weights."""
     eights = functools.partial(codes, shape=(case.n, case.rows), format=MXFP8_E4M3)
+    kernel = functools.partial(by_kernel, sums=True, implementation=implementation)
     for window in (128, 256):
-        product = functools.partial(gemm_wgrad, window=window, implementation=implementation)
-        yield f"fp8 1x{window}", eights, product
+        yield f"fp8 1x{window}", eights, functools.partial(kernel, window=window)
     floats = functools.partial(jax.random.normal, shape=case.weights, dtype=jnp.bfloat16)
-    yield "bf16", floats, functools.partial(gemm_wgrad, implementation=implementation)
+    yield "bf16", floats, kernel
     contracted = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     yield "bf16 Pallas", floats, transposed_pallas
     yield (

@@ -389,17 +389,11 @@ def _of_product(product: Product) -> Iterator[Call]:
 
 def _op(product: Product) -> Callable[[str], Callable]:
     """The function that a product serves, for an implementation."""
-    from jax_mx.ops import gemm
+    from benchmarks.kernels import by_kernel
 
-    keywords: dict[str, Any] = {}
-    if product.op in ("matmul_fp8", "wgrad_fp8"):
-        keywords["window"] = product.window
-    if product.op == "matmul_fp8":
-        keywords["tiles"] = product.tiles
-    if product.free:
-        keywords["contracting"] = -2
-    name = {"matmul": "gemm", "matmul_fp8": "gemm_fp8"}.get(product.op, "gemm_wgrad")
-    op = functools.partial(getattr(gemm, name), **keywords)
+    keywords: dict[str, Any] = {"window": product.window, "tiles": product.tiles}
+    keywords |= {"free": product.free, "sums": product.op.startswith("wgrad")}
+    op = functools.partial(by_kernel, **keywords)
     return lambda implementation: functools.partial(op, implementation=implementation)
 
 

@@ -43,6 +43,8 @@ from jax_mx.lowering.products import AMAX, products_p
 from jax_mx.ops.fake_quantize import through_codes
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.requantize import requantize
+from jax_mx.products import kernel_plans
+from jax_mx.products.kernels import swapped_floats
 from jax_mx.sources.codes import CodesSource
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -61,6 +63,36 @@ def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         less = np.abs(exact * 2.0**126).astype(np.float32) < 1
         return np.where(less, np.copysign(0, exact), exact).astype(np.float32)
+
+
+def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=None, **how):
+    """The product of operands as they lie, by the kernel that their shapes ask for.
+
+    Args:
+      x: see `kernel_plans.by_plan`.
+      w: see `kernel_plans.by_plan`.
+      sizes: the rows of each group.
+      sums: whether rows are contracted, those of each group; MX arrays are floats first where
+        they have no windows.
+      dtype: of the result.
+      implementation: the kernel's, or "xla", its reference; None: the kernel where there is one.
+      **how: `window`, `tiles`, `free`, see `ProductPlan`; `tile`: how many rows of x tiles have.
+    """
+    dtype, grouped = jnp.dtype(dtype), sizes is not None
+    if sums and how.get("window", BLOCK) == BLOCK:
+        x, w = (swapped_floats(a, isinstance(a, jax_mx.MXArray)) for a in (x, w))
+    formats = tuple(q.format for q in (x, w) if isinstance(q, jax_mx.MXArray))
+    if sums and formats:
+        plan = kernel_plans.wgrad_plan_of(formats, dtype, how["window"], implementation)
+    elif sums:
+        plan = kernel_plans.floats_plan_of(x.dtype, dtype, grouped, implementation)
+    else:
+        groups = w.shape[0] if w.ndim == 3 else 1
+        how["strips"] = kernel_plans.strips_of(groups, w.shape[-1 if how.get("free") else -2])
+        rows = kernel_plans.rows_of_each(math.prod(x.shape[:-1]), groups)
+        how |= {"grouped": grouped, "implementation": implementation}
+        plan = kernel_plans.plan_of(formats, dtype, rows, **how)
+    return kernel_plans.by_plan(plan, x, w, sizes)
 
 
 def amaxes(x, implementation: str):

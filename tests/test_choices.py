@@ -21,11 +21,11 @@ from jax_mx import Choice, autotune, explain, matmul
 from jax_mx.facts.chips import ARCHS, chips_of
 from jax_mx.facts.products import PRODUCTS
 from jax_mx.lowering import store, targets
-from jax_mx.ops.gemm import ROWS
 from jax_mx.products import choices, measuring, tuning
 from jax_mx.products.choices import Key, Measured
 from jax_mx.products.contraction import SUMS, Served, refused
 from jax_mx.products.implementations import IMPLEMENTATIONS, Implementation, named
+from jax_mx.products.kernel_plans import ROWS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"
 XLA = IMPLEMENTATIONS["xla"].run

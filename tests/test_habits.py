@@ -30,8 +30,8 @@ from jax_mx.facts import amd, toolchains
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels.shipped import existing
-from jax_mx.ops.gemm import ROWS
 from jax_mx.products import implementations, kernels
+from jax_mx.products.kernel_plans import ROWS
 from jax_mx.sources.gated_gradient import GradientSource
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -29,11 +29,10 @@ from jax_mx import (
 )
 from jax_mx.facts import toolchains
 from jax_mx.lowering import store, targets
-from jax_mx.ops import gemm
-from jax_mx.ops.gemm import ROWS
-from jax_mx.products import decide, implementations, kernels
+from jax_mx.products import decide, implementations, kernel_plans, kernels
 from jax_mx.products.arguments import is_exact
 from jax_mx.products.contraction import Contraction, Numbers
+from jax_mx.products.kernel_plans import ROWS
 from jax_mx.products.recipes import RECIPES as NAMED
 
 KEY = jax.random.key(5)
@@ -976,7 +975,7 @@ def test_the_kernel_that_runs_is_the_one_that_was_asked_for(x, w, block, name, m
     (product,) = served.kernels
     assert product.name == f"matmul_mxfp8_e4m3_{name}"
     took, y = [], jnp.zeros((x.shape[0], w.size // 64))
-    monkeypatch.setattr(gemm.products, "product", lambda _, plan: took.append(plan) or y)
+    monkeypatch.setattr(kernel_plans, "by_plan", lambda plan, *_: took.append(plan) or y)
     run = lambda x, w: kernels.run(Contraction(numbers, x, w), served)  # noqa: E731
     assert jax.eval_shape(run, x, w).shape == y.shape
     assert [plan.product("cutedsl").name for plan in took] == [product.name]

@@ -9,11 +9,11 @@ from moe_oracle import Products
 
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Hadamard, Product, Recipe
-from jax_mx.ops.gemm import ROWS
 from jax_mx.products import decide, kernels
 from jax_mx.products.contraction import ROWS as BY_ROWS
 from jax_mx.products.contraction import SUMS, Contraction, Numbers
 from jax_mx.products.implementations import IMPLEMENTATIONS
+from jax_mx.products.kernel_plans import ROWS
 from jax_mx.products.multiply import multiplied
 
 SIZES = {

@@ -14,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import arch_here
-from helpers import TILES, amaxes, bytes_of, fitting, in_tiles, op_of, random_bits
+from helpers import (
+    TILES,
+    amaxes,
+    by_kernel,
+    bytes_of,
+    fitting,
+    in_tiles,
+    op_of,
+    random_bits,
+)
 
 import jax_mx
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3, SCALE_DTYPE
@@ -24,7 +33,6 @@ from jax_mx.facts.sources import X
 from jax_mx.facts.variants import layouts_of, value_layouts_of
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.ops.gemm import gemm, gemm_fp8, gemm_wgrad
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.ops.requantize import requantize
 from jax_mx.sources.codes import CodesSource
@@ -255,24 +263,21 @@ def run_product(product) -> None:
         return jax_mx.MXArray(values, scales.view(SCALE_DTYPE), format, -1, ROW_MAJOR)
 
     with jax.default_device(jax.devices("cpu")[0]):
+        how = {"window": product.window, "tiles": product.tiles, "free": product.free}
+        op = partial(by_kernel, dtype=jnp.bfloat16, sums=product.op.startswith("wgrad"), **how)
         if product.op == "amaxes":
             args, op = (random_bits((2, 320, 264), "bfloat16"),), amaxes
         elif product.op == "wgrad":
             x, dy = (rng.integers(-2, 3, (300, m)).astype(product.floats) for m in (136, n))
-            args, op = (x, dy, np.array([140, 0, 150], np.int32)), gemm_wgrad
+            args = x, dy, np.array([140, 0, 150], np.int32)
         elif product.op == "wgrad_fp8":
-            sizes = np.array([2 * windows, 0, windows], np.int32)
-            args, op = (codes(140, k), codes(n, k), sizes), gemm_wgrad
+            args = codes(140, k), codes(n, k), np.array([2 * windows, 0, windows], np.int32)
         elif product.op == "matmul_fp8":
             args = codes(300, k), codes(groups, n, k), np.array([140, 0, 150], np.int32)
-            op = partial(gemm_fp8, tiles=product.tiles)
         else:
             x = rng.integers(-2, 3, (product.rows * 2, k)).astype(jnp.bfloat16)
-            sizes = np.array([product.rows + 3, 0, 9], np.int32)
             w = codes(groups, k, 288) if product.free else codes(groups, n, k)
-            args, op = (x, w, sizes), partial(gemm, contracting=-2 if product.free else -1)
-        if product.op in ("matmul_fp8", "wgrad_fp8"):
-            op = partial(op, window=product.window)
+            args = x, w, np.array([product.rows + 3, 0, 9], np.int32)
         want = jax.jit(partial(op, implementation="xla"))(*args)
     got = jax.jit(partial(op, implementation="cutedsl"))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

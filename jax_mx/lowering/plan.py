@@ -1,6 +1,7 @@
 """Plans: one call, validated and canonical.
 
-`jax_mx.ops.planning` makes those of quantizers and refuses calls, `jax_mx.ops.gemm` of products.
+`jax_mx.ops.planning` makes those of quantizers and refuses calls; `jax_mx.products.kernel_plans`
+makes those of products.
 """
 
 from __future__ import annotations

@@ -256,8 +256,10 @@ def _batch(primitive: Primitive, args, dims, *, plan: Plan):
     """Entries with rows alike become more rows; of others with such rows, floats are XLA's."""
     if not plan.source.has_slabs:
         return batch(primitive, args, dims, plan=plan)
-    if plan.takes_slabs and dims[-1] is None:
-        outs = primitive.bind(*batched(args, dims, [len(args) - 1]), plan=plan)
+    operands = plan.signature.present(plan.lacks)
+    alike = [i for i, array in enumerate(operands) if array.role is Role.REPLICATED]
+    if plan.takes_slabs and all(dims[i] is None for i in alike):
+        outs = primitive.bind(*batched(args, dims, alike), plan=plan)
     else:
         outs = jax.vmap(functools.partial(_quantize_via_floats, plan=plan), dims)(*args)
     return outs, [0] * len(outs)

@@ -23,10 +23,9 @@ from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_DTYPE
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry
-from jax_mx.ops import gemm
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, dequantize
-from jax_mx.products import kernels
+from jax_mx.products import kernel_plans, kernels
 from jax_mx.products.contraction import (
     SUMS,
     Contraction,
@@ -383,7 +382,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
         Implementation(
             kernels.NAME, "cuda", kernels.support, kernels.run, kernels.preferred, FP8_ERROR
         ),
-        *map(_tiling, gemm.ROWS),
+        *map(_tiling, kernel_plans.ROWS),
         Implementation(
             "fp8", "any", _fp8_support, _fp8, _on(chip_table.FP8.__contains__), FP8_ERROR,
             ops=(DENSE,),

@@ -1,8 +1,8 @@
 """The implementation "cutedsl": products that our kernels compute from operands as they lie.
 
-Three kernels (ops/gemm.py). Floats times an MX array, which spares few rows the floats of a weight,
-whether its blocks run along the contracted axis or, in a backward pass, along the free one; few
-rows in MX are made floats first. MX times MX on FP8 tensor cores, where blocks of 32 come in
+Three kernels (kernel_plans.py). Floats times an MX array, which spares few rows the floats of a
+weight, whether its blocks run along the contracted axis or, in a backward pass, along the free one;
+few rows in MX are made floats first. MX times MX on FP8 tensor cores, where blocks of 32 come in
 windows of equal scales; also summed over groups that begin at multiples of the window. And where
 they do not, and rows are many, the product of floats that are made of both, summed over rows, as a
 weight's gradient is. A dense product is one group to a kernel, or as many as the batch has entries.
@@ -25,8 +25,8 @@ from jax_mx.facts.products import PRODUCTS
 from jax_mx.facts.windows import ROW, TILE
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import ProductPlan
-from jax_mx.ops import gemm
 from jax_mx.ops.mxarray import MXArray, floats_of
+from jax_mx.products import kernel_plans
 from jax_mx.products.contraction import (
     ROWS,
     SUMS,
@@ -90,23 +90,23 @@ def plan_of(contraction: Contraction, tile: int | None) -> ProductPlan | Served:
     if groups == SUMS:
         return _sums_plan(name, contraction, tile)
     x, w, dtype = contraction.lhs, contraction.rhs, contraction.numbers.dtype
-    if not isinstance(x, MXArray) and x.dtype not in gemm.FLOATS:
+    if not isinstance(x, MXArray) and x.dtype not in kernel_plans.FLOATS:
         return refused(name, contraction, f"takes bfloat16 and float16, no {x.dtype}")
     rows = rows_of(contraction)
     shared: dict[str, Any] = {"grouped": groups == ROWS, "tile": tile}
-    strips = gemm.strips_of(contraction.groups, contraction.columns)
+    strips = kernel_plans.strips_of(contraction.groups, contraction.columns)
     free = _is_free(contraction)
-    of_codes = gemm.plan_of((w.format,), dtype, rows, free=free, strips=strips, **shared)
+    of_codes = kernel_plans.plan_of((w.format,), dtype, rows, free=free, strips=strips, **shared)
     if not isinstance(x, MXArray):
         return of_codes
     if _on_fp8(contraction):
         formats, windows = (x.format, w.format), windows_of(x, w)
-        on_fp8 = gemm.plan_of(formats, dtype, rows, **windows, **shared)
+        on_fp8 = kernel_plans.plan_of(formats, dtype, rows, **windows, **shared)
         # There are none of so few rows.
         return on_fp8 if tile is None or tile >= _FP8_ROWS else of_codes
     if groups or tile is not None or _has_few_rows(contraction):
         return of_codes
-    return gemm.floats_plan_of(jnp.bfloat16, dtype, grouped=False)
+    return kernel_plans.floats_plan_of(jnp.bfloat16, dtype, grouped=False)
 
 
 def _obstacle(contraction: Contraction) -> str:
@@ -140,19 +140,19 @@ def _sums_plan(name: str, contraction: Contraction, tile: int | None) -> Product
     if _on_fp8(contraction) and len(w.block) == 1 and contraction.axes == (-1, -1):
         window = windows_of(x, w)["window"]
         if isinstance(window, int) and contraction.numbers.align % window == 0:
-            return gemm.wgrad_plan_of((x.format, w.format), dtype, window)
+            return kernel_plans.wgrad_plan_of((x.format, w.format), dtype, window)
     dtypes = {np.dtype(jnp.bfloat16) if isinstance(a, MXArray) else a.dtype for a in (x, w)}
-    if len(dtypes) > 1 or not dtypes <= {*gemm.FLOATS}:
+    if len(dtypes) > 1 or not dtypes <= {*kernel_plans.FLOATS}:
         names = " and ".join(sorted(each.name for each in dtypes))
         why = f"sums over groups of one dtype, bfloat16 (also for MX) or float16, not {names}"
         return refused(name, contraction, why)
-    return gemm.floats_plan_of(dtypes.pop(), dtype)
+    return kernel_plans.floats_plan_of(dtypes.pop(), dtype)
 
 
 def rows_of(contraction: Contraction) -> float:
     """How many rows of lhs meet a matrix of rhs, of groups about."""
     if contraction.numbers.groups:
-        return gemm.rows_of_each(contraction.rows, contraction.groups)
+        return kernel_plans.rows_of_each(contraction.rows, contraction.groups)
     return contraction.rows
 
 
@@ -169,8 +169,9 @@ def worth(contraction: Contraction, *, tile: int) -> bool:
     rows = rows_of(contraction)
     if is_symbolic(rows):
         return False
-    fits = next((i for i, n in enumerate(gemm.ROWS) if rows <= n), len(gemm.ROWS) - 1)
-    if tile not in gemm.ROWS[max(fits - 1, 0) : fits + 1]:
+    tilings = kernel_plans.ROWS
+    fits = next((i for i, n in enumerate(tilings) if rows <= n), len(tilings) - 1)
+    if tile not in tilings[max(fits - 1, 0) : fits + 1]:
         return False
     plan = plan_of(contraction, tile)
     is_there = isinstance(plan, ProductPlan) and plan.product(NAME) in PRODUCTS
@@ -220,12 +221,12 @@ def run(contraction: Contraction, served: Served) -> jax.Array:
     if plan.op == "wgrad":
         sides = zip((x, w), numbers.contracting, numbers.batch, strict=True)
         (a, free), (b, columns) = (_floats(side, c, taken) for side, (c,), taken in sides)
-        return gemm.by_plan(plan, a, b).reshape(*batch, *free, *columns)
+        return kernel_plans.by_plan(plan, a, b).reshape(*batch, *free, *columns)
     if plan.op == "matmul" and isinstance(x, MXArray):
         x = floats_of(x)
     a, free = _matrix(x, numbers.contracting[0][0], numbers.batch[0])
     b, columns = _matrix(w, numbers.contracting[1][0], numbers.batch[1], plan.free)
-    return gemm.by_plan(plan, a, b).reshape(*batch, *free, *columns)
+    return kernel_plans.by_plan(plan, a, b).reshape(*batch, *free, *columns)
 
 
 def _run_groups(contraction: Contraction, plan: ProductPlan) -> jax.Array:
@@ -241,7 +242,7 @@ def _run_groups(contraction: Contraction, plan: ProductPlan) -> jax.Array:
         if len(w.block) == 2:
             w = (w if plan.free or right == -1 else w.mT).expand(-1)
         x = swapped_floats(x, left == -2) if plan.op == "matmul" else x
-    return gemm.by_plan(plan, x, w, sizes)
+    return kernel_plans.by_plan(plan, x, w, sizes)
 
 
 def swapped_floats(x: Any, swapped: bool = False) -> jax.Array:
@@ -300,7 +301,7 @@ def have_windows(x: Any, w: Any) -> bool:
 
 
 def windows_of(x: Any, w: Any) -> dict[str, Any]:
-    """What `gemm_fp8` has to know of two operands that `have_windows`."""
+    """The windows of a plan "matmul_fp8" of two operands that `have_windows`."""
     if x.window == w.window == ROW:
         return {"window": ROW}
     return {"window": min(_SUMS[x.window], _SUMS[w.window]), "tiles": w.window == TILE}

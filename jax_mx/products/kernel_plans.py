@@ -1,0 +1,176 @@
+"""Which kernel multiplies operands as they lie, and how it is called: plans, and `by_plan`.
+
+Four ops. "matmul" has floats and an MX array, "matmul_fp8" two MX arrays on FP8 tensor cores.
+"wgrad" and "wgrad_fp8" are the same of a weight's gradient: floats, or MX arrays, whose rows are
+contracted. Codes and scales are row-major, in blocks along the last axis; sums are float32.
+
+Groups. Rows behind the last group's give 0, and no sum meets them. Of sizes beyond the rows only
+the rows that are there count; negative sizes are 0. An empty group's gradient is zeros.
+
+Not a number. A NaN of w makes its column NaN for all rows of its group, and a scale of 255 those of
+its block. No NaN leaves its group.
+
+FP8 tensor cores. All scales within a window are taken as equal, which callers vouch for. In
+"wgrad_fp8" each group begins at a multiple of the window and has a multiple of it; other sizes give
+other sums. The cores cut each product at 2^-13 of the largest one and of the window's sum so far.
+So an element is off by at most window * 2^-13 * sum |x||w|, where a window "row" counts as 256.
+Measured on an H200 for K from 128 to 65,536: by at most 4e-4 * sum |x||w| where numbers are normal
+(of y's norm 1.3e-4 for windows of 128, 2.1e-4 for 256), 4e-3 * sum |x||w| where all have one sign,
+and 2.1e-2 * sum |x||w| where one product in each window is 2^13 times the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.arrays.checks import is_symbolic
+from jax_mx.facts.formats import BLOCK, Format
+from jax_mx.facts.products import PRODUCTS, TILE, UNIT, fp8_rows
+from jax_mx.lowering import products
+from jax_mx.lowering.plan import ProductPlan
+
+# How many rows of x tiles may have, in ascending order: each tiling is a kernel.
+ROWS = tuple(sorted({p.rows for p in PRODUCTS if p.op in ("matmul", "matmul_fp8")}))
+# Tiles of 256 rows, so many, take half of a Hopper's multiprocessors: twice as many of 128 rows are
+# faster. On an H200, K 7168, N 4096, 2026-11-24: 256 rows 71 us and 33, 512 rows 73 and 53; 1024
+# rows, which are 128 tiles, 79 and 105.
+_FEW_TILES = 66
+_DEPTH = 64  # rows that "wgrad" contracts at a time
+FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))  # of x
+
+
+# ---- plans ---
+def plan_of(
+    formats: tuple[Format, ...],
+    dtype: np.dtype,
+    rows: float,
+    window: int | str = BLOCK,
+    tiles: bool = False,
+    grouped: bool = False,
+    implementation: str | None = None,
+    free: bool = False,
+    strips: float = math.inf,
+    tile: int | None = None,
+) -> ProductPlan:
+    """The plan of "matmul", of one format, or "matmul_fp8", of two.
+
+    `rows`: how many rows of x a group has, about. `strips`: how many tiles lie beside each other,
+    of all groups. `tile`: how many rows tiles have, one of `ROWS`, whatever the shapes ask for.
+    """
+    op = "matmul" if len(formats) == 1 else "matmul_fp8"
+    if tile is None:
+        few = op == "matmul"
+        tile = _tile_for(rows, strips) if few else _fp8_tile_for(rows, window, tiles, grouped)
+        tile = max(tile, TILE) if free else tile  # there are none of fewer rows
+    return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation, free)
+
+
+def wgrad_plan_of(
+    formats: tuple[Format, ...],
+    dtype: np.dtype,
+    window: int | str,
+    implementation: str | None = None,
+) -> ProductPlan:
+    """The plan of "wgrad_fp8"."""
+    return ProductPlan("wgrad_fp8", formats, dtype, True, TILE, window, False, implementation)
+
+
+def floats_plan_of(
+    floats: jax.typing.DTypeLike,
+    dtype: np.dtype,
+    grouped: bool = True,
+    implementation: str | None = None,
+) -> ProductPlan:
+    """The plan of "wgrad"."""
+    how: dict[str, Any] = {"implementation": implementation, "floats": jnp.dtype(floats).name}
+    return ProductPlan("wgrad", (), dtype, grouped, _DEPTH, **how)
+
+
+def rows_of_each(total: int, groups: int) -> float:
+    """How many of so many rows a group has, about; of a symbolic number all."""
+    return total if is_symbolic(total) else total / max(groups, 1)
+
+
+def strips_of(groups: int, columns: int) -> float:
+    """How many tiles of "matmul" lie beside each other."""
+    if is_symbolic(groups) or is_symbolic(columns):
+        return math.inf
+    return groups * math.ceil(columns / TILE)
+
+
+def _tile_for(rows: float, strips: float) -> int:
+    """How many rows a tile should have where groups have so many."""
+    most = ROWS[-1]
+    if is_symbolic(rows):
+        return most
+    few = math.ceil(rows / most) * strips <= _FEW_TILES
+    allowed = ROWS[:-1] if few else ROWS
+    return next((n for n in allowed if rows <= n), allowed[-1])
+
+
+def _fp8_tile_for(rows: float, window: int | str, tiles: bool, grouped: bool) -> int:
+    """The same of two MX operands: the most that leave few thread blocks without rows."""
+    *more, least = fp8_rows(window, tiles)
+    if grouped or is_symbolic(rows):
+        return least
+    return next((n for n in more if -rows % n < max(least, rows / 16)), least)
+
+
+# ---- calls ---
+@functools.partial(jax.jit, static_argnames="plan")
+def by_plan(plan: ProductPlan, x: Any, w: Any, sizes: jax.Array | None = None) -> jax.Array:
+    """The product that a plan says, of operands that have elements and fit it and each other.
+
+    Args:
+      plan: of `plan_of`, `wgrad_plan_of` or `floats_plan_of`.
+      x: floats or, of "matmul_fp8", an `MXArray` (..., M, K); with sizes (T, K), rows sorted by
+        group. Of "wgrad" floats (..., R, M), of "wgrad_fp8" an `MXArray` (M, R).
+      w: an `MXArray` (N, K) or, for each group or entry of a batch a matrix, (G, N, K); of a free
+        one (K, N) or (G, K, N). Of "wgrad" floats (..., R, N), of "wgrad_fp8" an `MXArray` (N, R).
+      sizes: int32 (G,), how many rows each group has; "wgrad_fp8" always has sizes.
+
+    Returns:
+      (..., M, N); of gradients (G, M, N), without sizes (..., M, N).
+    """
+    grouped = [] if sizes is None else [sizes]
+    if plan.op == "wgrad":
+        m, n = x.shape[-1], w.shape[-1]
+        # The copy engine wants rows of whole 16 bytes.
+        floats = _padded(x, -m % 8), _padded(w, -n % 8)
+        return products.product([*floats, *grouped], plan)[..., :m, :n]
+    if plan.op == "wgrad_fp8":
+        return products.product([x.values, x.scales, w.values, w.scales, *grouped], plan)
+    matrices = [a[None] if w.ndim == 2 else a for a in (w.values, w.scales)]
+    lead = x.shape[:-1]
+    if plan.op == "matmul_fp8":
+        rows = [_flat(a) for a in (x.values, x.scales)]
+    else:
+        rows = [_in_parts(_padded(_flat(x), -x.shape[-1] % UNIT if plan.free else 0))]
+    y = products.product([*rows, *matrices, *grouped], plan)
+    return y.reshape(*lead, w.shape[-1 if plan.free else -2])
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """All rows of an array in one matrix."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _padded(x: jax.Array, columns: int) -> jax.Array:
+    """The array with so many more columns, of zeros."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, columns)]) if columns else x
+
+
+def _in_parts(x: jax.Array) -> jax.Array:
+    """x in bfloat16: of float16 (T, 2 K), two parts beside each other whose sum is x."""
+    if x.dtype == jnp.bfloat16:
+        return x
+    # Not by a cast and back, which XLA may leave out.
+    high = jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+    low = jnp.where(jnp.isfinite(high), x.astype(jnp.float32) - high, 0)
+    return jnp.concatenate([high, low], axis=-1).astype(jnp.bfloat16)
