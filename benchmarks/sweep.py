@@ -39,7 +39,7 @@ from jax_mx.facts.directions import FORMS, LAST
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
 from jax_mx.facts.kinds import Kind
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.products import PRODUCTS, TILE, Binary, Product
+from jax_mx.facts.product_kernels import PRODUCTS, TILE, Binary, ProductKernel
 from jax_mx.facts.variants import Variant, layouts_of
 from jax_mx.kernels import tuning
 from jax_mx.kernels.shipped import existing
@@ -94,7 +94,7 @@ def candidates(variant: Binary) -> Iterator[Any]:
     """What the binary's kernel class takes as `tile`: those worth a try."""
     from jax_mx.kernels.cutedsl import dequantize, kernel
 
-    if isinstance(variant, Product):
+    if isinstance(variant, ProductKernel):
         yield from _of_products(variant)
         return
     if isinstance(variant.source, NormSource):
@@ -149,7 +149,7 @@ def _of_norms(variant: Variant) -> Iterator[Any]:
         yield norms.Bands(down, across, each=each, lag=lag)
 
 
-def _of_products(product: Product) -> Iterator[Any]:
+def _of_products(product: ProductKernel) -> Iterator[Any]:
     """The tile that Hopper's table has, and those that differ from it in one field."""
     what, value = chosen(product, "sm_90a")
     module, name = TILES[what]
@@ -179,7 +179,7 @@ def chosen(
         return found[-1][1]
 
     with mock.patch.object(tuning, "choose", choose):
-        if isinstance(variant, Product):
+        if isinstance(variant, ProductKernel):
             module.entries(variant, arch)
         else:
             module.kernel_of(variant, arch, SCALE_LAYOUTS[layout], aligned)
@@ -332,7 +332,7 @@ class Call:
 
 def calls(variant: Binary, shape: shapes.Shape, layout: str) -> Iterator[Call]:
     """The calls in which a binary is timed; of a quantizer one."""
-    if isinstance(variant, Product):
+    if isinstance(variant, ProductKernel):
         yield from _of_product(variant)
         return
     import jax
@@ -371,7 +371,7 @@ def calls(variant: Binary, shape: shapes.Shape, layout: str) -> Iterator[Call]:
     yield Call(name, lambda key: (case.make(key),), lambda: case.functions()[0], same)
 
 
-def _of_product(product: Product) -> Iterator[Call]:
+def _of_product(product: ProductKernel) -> Iterator[Call]:
     """The calls of a product, of those in `CASES`; of a weight's gradient, that of groups."""
     import jax
 
@@ -387,7 +387,7 @@ def _of_product(product: Product) -> Iterator[Call]:
         yield Call(name, drawn, lambda: jax.jit(op(product.implementation)), same)
 
 
-def _op(product: Product) -> Callable[[str], Callable]:
+def _op(product: ProductKernel) -> Callable[[str], Callable]:
     """The function that a product serves, for an implementation."""
     from benchmarks.kernels import by_kernel
 
@@ -398,7 +398,7 @@ def _op(product: Product) -> Callable[[str], Callable]:
 
 
 def _operands(
-    key: jax.Array, product: Product, case: tuple[int, ...], draw: Callable[..., jax.Array]
+    key: jax.Array, product: ProductKernel, case: tuple[int, ...], draw: Callable[..., jax.Array]
 ) -> tuple:
     """The operands of a product: x, W and the rows of each group, if there are groups."""
     import jax
@@ -448,7 +448,7 @@ def row_of(variant: Binary, layout: str, timings: list[Timing]) -> dict[str, Any
     """
     best = min(t for t in timings if t.same)
     facts = tuning.facts_of(variant, SCALE_LAYOUTS[layout], True)
-    asked = facts if isinstance(variant, Product) else WHERE
+    asked = facts if isinstance(variant, ProductKernel) else WHERE
     return {
         "kernel": best.row,
         "where": {name: facts[name] for name in asked},

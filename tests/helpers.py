@@ -34,7 +34,7 @@ from jax_mx.facts.chips import arch_of
 from jax_mx.facts.directions import FORMS, LAST_TRANSPOSED, SECOND, Blocks
 from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.products import RESULTS, Binary
+from jax_mx.facts.product_kernels import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Variant, takes_zero_scale
 from jax_mx.lowering import primitive, quantizers, registry, store, targets

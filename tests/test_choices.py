@@ -19,12 +19,12 @@ from jax.sharding import PartitionSpec as P
 import jax_mx
 from jax_mx import Choice, autotune, explain, matmul
 from jax_mx.facts.chips import ARCHS, chips_of
-from jax_mx.facts.products import PRODUCTS
+from jax_mx.facts.product_kernels import PRODUCTS
 from jax_mx.lowering import store, targets
 from jax_mx.products import choices, measuring, tuning
 from jax_mx.products.choices import Key, Measured
 from jax_mx.products.contraction import SUMS, Served, refused
-from jax_mx.products.implementations import IMPLEMENTATIONS, Implementation, named
+from jax_mx.products.implementations import IMPLEMENTATIONS, ProductImplementation, named
 from jax_mx.products.kernel_plans import ROWS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"
@@ -38,7 +38,7 @@ def ones(*shape):
 
 def add(monkeypatch, name, run):
     """A row of the table of implementations that serves every call."""
-    row = Implementation(name, "any", lambda *_: Served(name), run, lambda *_: False)
+    row = ProductImplementation(name, "any", lambda *_: Served(name), run, lambda *_: False)
     monkeypatch.setitem(IMPLEMENTATIONS, name, row)
 
 
@@ -361,7 +361,7 @@ def test_a_toy_implementation(monkeypatch):
         assert served == Served("toy", reads_floats=True)
         return IMPLEMENTATIONS["dequantize"].run(product, served) + 1
 
-    toy = Implementation("toy", "any", support, run, lambda *_: False)
+    toy = ProductImplementation("toy", "any", support, run, lambda *_: False)
     monkeypatch.setitem(IMPLEMENTATIONS, "toy", toy)
     sizes = jnp.array([40, 24], jnp.int32)
     grouped = lambda x, w, **how: jax_mx.ragged_dot(x, w, sizes, **how)  # noqa: E731

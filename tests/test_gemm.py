@@ -25,7 +25,7 @@ from jax_mx.facts.formats import (
 )
 from jax_mx.facts.launch import Launch
 from jax_mx.facts.layouts import ROW_MAJOR
-from jax_mx.facts.products import PRODUCTS
+from jax_mx.facts.product_kernels import PRODUCTS
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry, store, targets

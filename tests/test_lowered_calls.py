@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mx
 from jax_mx import MXFP8, Recipe
-from jax_mx.facts.products import Binary
+from jax_mx.facts.product_kernels import Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Variant
 from jax_mx.lowering import store

@@ -28,7 +28,7 @@ from helpers import (
 import jax_mx
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3, SCALE_DTYPE
 from jax_mx.facts.layouts import ROW_MAJOR
-from jax_mx.facts.products import PRODUCTS
+from jax_mx.facts.product_kernels import PRODUCTS
 from jax_mx.facts.sources import X
 from jax_mx.facts.variants import layouts_of, value_layouts_of
 from jax_mx.facts.windows import ROW

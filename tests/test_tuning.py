@@ -14,7 +14,7 @@ from benchmarks import sweep
 from jax_mx.facts import content
 from jax_mx.facts.chips import ARCHS, SHARED
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.products import PRODUCTS, archs_of
+from jax_mx.facts.product_kernels import PRODUCTS, archs_of
 from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels import tuning
 from jax_mx.kernels.cutedsl.tuning import sm_90a as TABLE

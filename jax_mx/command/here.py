@@ -12,7 +12,7 @@ from jax_mx.command.output import Table
 from jax_mx.facts import toolchains, verified
 from jax_mx.facts.chips import ARCHS, arch_of
 from jax_mx.facts.formats import FLOAT_DTYPES
-from jax_mx.facts.products import Binary
+from jax_mx.facts.product_kernels import Binary
 from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import store
 from jax_mx.lowering.registry import Support

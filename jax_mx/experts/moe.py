@@ -39,7 +39,7 @@ from jax_mx.products.arrangements import what_of
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.derivative import Side, Static, align_of, weight_forms
 from jax_mx.products.implementations import named
-from jax_mx.products.layer import Back, Form, Given, Kept, Layer, Moves, layer
+from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import Unquantized
 from jax_mx.products.recipes import MXFP8, Recipe, recipe_beside
@@ -111,7 +111,7 @@ def moe(
         all-reduce adds up results.
       token_axes: the mesh axes that tokens are split over where this maps the layer; by default
         those of x's type, on a mesh with explicit axes, or all of the mesh besides `tensor_axis`.
-        `expert_axis` is added. Given without one: every device has all experts, for its tokens.
+        `expert_axis` is added. Inputs without one: every device has all experts, for its tokens.
       wire: how tokens and gradients move along it: "mx", or "floats", which are quantized after
         they arrived; so are those of products in bfloat16, or with a Hadamard transform.
       precision: of all grouped products, see `dot_general`.
@@ -178,7 +178,7 @@ def moe(
         ),
     )
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
-    given = Given(x, weights, first.floats, second.floats, *biases)
+    given = Inputs(x, weights, first.floats, second.floats, *biases)
     recipes = tuple(wires.numbered(each, (axes.experts, axes.tensor)) for each in recipes)
     quantized = first.quantized, second.quantized
     leaves, tree = jax.tree.flatten((given, quantized, experts, recipes))
@@ -235,7 +235,7 @@ def _routing(op: str, x: Any, experts: Any, weights: Any) -> tuple[jax.Array, ja
 # ---- rows that go to the slots of their experts ---
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class SlotPlace:
     """Where tokens are.
 
     Attributes:
@@ -263,8 +263,8 @@ class Slots(Moves):
     keeps_activation: ClassVar[bool] = False
 
     def enter(
-        self, given: Given, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
-    ) -> tuple[Any, Place]:
+        self, given: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+    ) -> tuple[Any, SlotPlace]:
         """See `Moves`."""
         tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False))
         rows = wires.gather_tokens(self.axis, self.wire, tokens)
@@ -274,7 +274,7 @@ class Slots(Moves):
         experts = wires.local_experts(self.axis, routing, number)
         align = align_of(recipe) if keep else 1  # nothing is quantized along slots
         groups = Groups.from_experts(experts, number, align=align)
-        return rows, Place(groups, groups.of_slots(weights.astype(jnp.float32)))
+        return rows, SlotPlace(groups, groups.of_slots(weights.astype(jnp.float32)))
 
     def operand(
         self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
@@ -304,13 +304,13 @@ class Slots(Moves):
         return product.multiplication((0, 0), (1, 0), groups=ROWS, align=place.groups.align)
 
     def dgrad(
-        self, product: Static, gradient: Form, weight: Form, rows: Side, place: Any
+        self, product: Static, gradient: FormNumber, weight: FormNumber, rows: Side, place: Any
     ) -> Multiplication:
         """See `Moves`."""
         return product.multiplication(gradient, weight, groups=ROWS, align=place.groups.align)
 
     def wgrad(
-        self, product: Static, rows: Form, gradient: Form, weight: Side, place: Any
+        self, product: Static, rows: FormNumber, gradient: FormNumber, weight: Side, place: Any
     ) -> Multiplication:
         """See `Moves`."""
         how: dict[str, Any] = {"groups": SUMS, "align": place.groups.align}
@@ -324,7 +324,7 @@ class Slots(Moves):
         return (y.astype(jnp.float32) + rows).astype(product.dtype)
 
     def leave(
-        self, product: Static, y: jax.Array, given: Given, routing: Any, place: Any
+        self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """See `Moves`; what the backward pass wants is b_down and the routing."""
         y, beside = wires.sum_and_scatter(self.axis, place.groups.combined(y)), None
@@ -338,7 +338,7 @@ class Slots(Moves):
             beside = bias, routing, given.weights
         return wires.summed_shards(self.tensor, y), beside
 
-    def gradients(self, layer: Layer, kept: Kept, back: Back) -> Given:
+    def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
         """See `Moves`."""
         groups, sides = kept.place.groups, kept.sides
         halves = reference.halves(back.gate_up, layer.activation, layer.interleaved)
@@ -358,7 +358,7 @@ class Slots(Moves):
             each = (reference.rows_of(bias, experts) * dy[:, None]).sum(-1)
             dweights += wires.on_first_shard(self.tensor, jnp.where(is_one, each, 0))
         dweights = dweights.astype(sides.weights.dtype)
-        return Given(dx, dweights, back.dw_first, back.dw_second, db1, db2)
+        return Inputs(dx, dweights, back.dw_first, back.dw_second, db1, db2)
 
 
 def _is_one(experts: jax.Array, number: int) -> jax.Array:

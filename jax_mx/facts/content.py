@@ -12,7 +12,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from jax_mx.facts.products import Binary
+from jax_mx.facts.product_kernels import Binary
 from jax_mx.facts.toolchains import COMPILERS
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -33,7 +33,7 @@ if __package__ in (None, ""):  # run by CMake as a file, before the extension ex
 from jax_mx.facts import verified  # noqa: E402
 from jax_mx.facts.chips import ARCHS, arch_of  # noqa: E402
 from jax_mx.facts.content import key_of  # noqa: E402
-from jax_mx.facts.products import Binary  # noqa: E402
+from jax_mx.facts.product_kernels import Binary  # noqa: E402
 from jax_mx.kernels.shipped import BINARIES as EVERY  # noqa: E402
 from jax_mx.kernels.shipped import shipped_archs  # noqa: E402
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.directions import BOTH, LAST, SECOND_TRANSPOSED
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
-from jax_mx.facts.products import PRODUCT_ARCHS, PRODUCTS, Binary, Product, archs_of
+from jax_mx.facts.product_kernels import PRODUCT_ARCHS, PRODUCTS, Binary, ProductKernel, archs_of
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.variants import KERNELS, OPERANDS, Variant, variants
 from jax_mx.sources.codes import CodesSource
@@ -74,7 +74,7 @@ def shipped_archs(binary: Binary) -> tuple[str, ...]:
     Windows are for products by FP8 tensor cores in our own kernels.
     """
     archs = archs_of(binary)
-    if isinstance(binary, Product) or binary.window == BLOCK:
+    if isinstance(binary, ProductKernel) or binary.window == BLOCK:
         return archs
     have = PRODUCT_ARCHS.get(binary.implementation, ())
     return tuple(arch for arch in archs if arch in have)

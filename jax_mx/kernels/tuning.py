@@ -20,14 +20,14 @@ from typing import Any
 
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
-from jax_mx.facts.products import Binary, Product
+from jax_mx.facts.product_kernels import Binary, ProductKernel
 
 
 def facts_of(
     variant: Binary, layout: ScaleLayout = ROW_MAJOR, aligned: bool = True
 ) -> dict[str, Any]:
     """What rows may ask of an entry; of a product's, by its product alone."""
-    if isinstance(variant, Product):
+    if isinstance(variant, ProductKernel):
         return {
             "codes_per_byte": variant.formats[-1].codes_per_byte if variant.formats else 0,
             "rows": variant.rows,

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.content import PACKAGE
-from jax_mx.facts.products import Binary
+from jax_mx.facts.product_kernels import Binary
 
 TIMEOUT = 300  # seconds for one kernel, far more than any took on a busy machine
 

@@ -18,7 +18,7 @@ from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
-from jax_mx.facts.products import Product
+from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
 
@@ -218,10 +218,11 @@ class ProductPlan:
       dtype: of y.
       grouped: whether the call has sizes of groups; without, all groups have as many rows.
       rows: how many rows of x a tile should have; among kernels with others it does not choose.
-      window: see `facts.products.Product`; so is `tiles`.
+      window: see `facts.product_kernels.ProductKernel`; so is `tiles`.
       tiles: of W.
       implementation: the one the caller insists on, or None.
-      free: see `facts.products.Product`; x then has zeros up to a multiple of `UNIT` columns.
+      free: see `facts.product_kernels.ProductKernel`; x then has zeros up to a multiple of `UNIT`
+        columns.
       floats: the dtype of its floats, where kernels take several.
     """
 
@@ -266,10 +267,10 @@ class ProductPlan:
         """The numbers that a kernel may ask for by name: a product's asks for none."""
         return {}
 
-    def product(self, dsl: str) -> Product:
+    def product(self, dsl: str) -> ProductKernel:
         """The kernel that it asks for, which may be none of those that there are."""
         kinds = self.window, self.tiles, self.free, self.floats
-        return Product(self.op, dsl, self.formats, self.rows, *kinds)
+        return ProductKernel(self.op, dsl, self.formats, self.rows, *kinds)
 
 
 AnyPlan = Plan | ProductPlan

@@ -38,7 +38,7 @@ from jax_mx.arrays.views import View
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
-from jax_mx.facts.products import Binary
+from jax_mx.facts.product_kernels import Binary
 from jax_mx.facts.signatures import Array, Role, Signature
 from jax_mx.facts.variants import value_layouts_of
 from jax_mx.lowering import compiler, registry, store

@@ -15,7 +15,7 @@ from typing import Any
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.products import PRODUCT_ARCHS, PRODUCTS, Binary, Product, archs_of
+from jax_mx.facts.product_kernels import PRODUCT_ARCHS, PRODUCTS, Binary, ProductKernel, archs_of
 from jax_mx.facts.sources import X
 from jax_mx.facts.variants import Variant, exists, layouts_of, takes_zero_scale, variants
 from jax_mx.lowering import store
@@ -250,7 +250,7 @@ def _refused(dsl: str, call: str, why: str, advice: str = "") -> Support:
     return Support(dsl, refusal=Refusal(call, why, advice))
 
 
-def _product_for(plan: ProductPlan, dsl: str) -> tuple[Product | None, str]:
+def _product_for(plan: ProductPlan, dsl: str) -> tuple[ProductKernel | None, str]:
     """The DSL's product that a plan asks for; or None, and for what there is none."""
     wanted = plan.product(dsl)
     if wanted in PRODUCTS:

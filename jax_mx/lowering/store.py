@@ -33,7 +33,7 @@ from jax_mx.facts import toolchains
 from jax_mx.facts.chips import ARCHS, arch_of
 from jax_mx.facts.content import key_of
 from jax_mx.facts.launch import Launch
-from jax_mx.facts.products import Binary
+from jax_mx.facts.product_kernels import Binary
 from jax_mx.lowering import compiler
 
 TARGET = "jax_mx_launch"

@@ -12,7 +12,7 @@ from jax_mx.facts import chips as chip_table
 from jax_mx.lowering import registry, store, targets
 from jax_mx.products import choices
 from jax_mx.products.contraction import Contraction, Served, key_of
-from jax_mx.products.implementations import Implementation, named
+from jax_mx.products.implementations import ProductImplementation, named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def chips_of(target: targets.Target) -> list[str]:
     return [*store.exported(chip_table.chips_of(dsl))] if dsl else []
 
 
-def _here(op: str, platform: str) -> Mapping[str, Implementation]:
+def _here(op: str, platform: str) -> Mapping[str, ProductImplementation]:
     """The implementations of an op that run on a platform."""
     rows = named(op).values()
     return {row.name: row for row in rows if row.platform in (platform, "any")}

@@ -100,7 +100,7 @@ def gather_weight(
                     f"{OP}: dimension {dim} of w is split over {own or 'nothing'}, and cannot be "
                     f"gathered from {names}; spec names the last of the axes that split it"
                 )
-    static = _Static(mesh, gathered, split, *dims, bool(inside), recipe.units)
+    static = _Gather(mesh, gathered, split, *dims, bool(inside), recipe.units)
     shape = tuple(
         n * math.prod(mesh.shape[name] for name in names) if inside else n
         for n, names in zip(w.shape, gathered, strict=True)
@@ -111,7 +111,7 @@ def gather_weight(
     return QuantizedWeight(floats, first, second, recipe, static.arrangement(shape))
 
 
-class _Static(NamedTuple):
+class _Gather(NamedTuple):
     """What of a gather is no array.
 
     Attributes:
@@ -153,12 +153,12 @@ def _spec(entries: tuple[Names, ...]) -> tuple:
 
 
 @partial(jax.jit, static_argnums=0)
-def _gathered(static: _Static, w: jax.Array, recipe: Recipe) -> Any:
+def _gathered(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
     return _gathered_vjp(static, w, recipe)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered_vjp(static: _Static, w: jax.Array, recipe: Recipe) -> Any:
+def _gathered_vjp(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
     """Zeros of the gathered shape, which gradients reach, and both forms."""
     if static.inside:
         return _of_part(static, w, recipe)
@@ -210,11 +210,11 @@ def _whole(mesh: Any, spec: tuple, gone: tuple[Names, ...], bits: jax.Array) -> 
     return moved_to(NamedSharding(mesh, PartitionSpec(*spec)), bits)
 
 
-def _fwd(static: _Static, w: jax.Array, recipe: Recipe) -> Any:
+def _fwd(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
     return _gathered_vjp(static, w, recipe), None
 
 
-def _bwd(static: _Static, _: None, cotangent: Any) -> Any:
+def _bwd(static: _Gather, _: None, cotangent: Any) -> Any:
     """The gradient of the gathered weight, summed over devices, in w's parts."""
     dw, _ = cotangent
     if static.inside:
@@ -232,7 +232,7 @@ _gathered_vjp.defvjp(_fwd, _bwd)
 
 
 # ---- of a part ---
-def _part(static: _Static, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _part(static: _Gather, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a device's part of w.
 
     Raises:
@@ -249,7 +249,7 @@ def _part(static: _Static, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n // count for n, count in zip(shape, counts, strict=True))
 
 
-def _of_part(static: _Static, w: jax.Array, recipe: Recipe) -> Any:
+def _of_part(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
     """Zeros of the gathered shape, and both forms, in shard_map."""
     side = static.arrangement(w.shape)
     arranged = _arranged(static.gathered, side)
@@ -309,7 +309,7 @@ def _arranged(entries: tuple[Names, ...], side: Arrangement) -> tuple[Names, ...
     return (*(entries[d] for d in side.order[:b]), *firsts)
 
 
-def _require_whole(static: _Static, shape: tuple[int, ...], recipe: Recipe) -> None:
+def _require_whole(static: _Gather, shape: tuple[int, ...], recipe: Recipe) -> None:
     """Refuses a part that does not hold whole blocks and windows, or lies apart in the whole.
 
     Raises:

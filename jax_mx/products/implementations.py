@@ -45,7 +45,7 @@ DENSE, GROUPED = "dot_general", "ragged_dot"
 
 
 @dataclasses.dataclass(frozen=True)
-class Implementation(registry.Implementation):
+class ProductImplementation(registry.Implementation):
     """One way to compute products; see `registry.Implementation`.
 
     Attributes:
@@ -362,9 +362,9 @@ def _pallas(contraction: Contraction, served: Served) -> jax.Array:
 
 
 # ---- the table ---
-def _tiling(tile: int) -> Implementation:
+def _tiling(tile: int) -> ProductImplementation:
     """Our kernels with one tiling, which `autotune` measures."""
-    return Implementation(
+    return ProductImplementation(
         kernels.name_of(tile),
         "cuda",
         functools.partial(kernels.support, tile=tile),
@@ -376,31 +376,31 @@ def _tiling(tile: int) -> Implementation:
 
 
 # In order of preference.
-IMPLEMENTATIONS: Mapping[str, Implementation] = {
+IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
     row.name: row
     for row in (
-        Implementation(
+        ProductImplementation(
             kernels.NAME, "cuda", kernels.support, kernels.run, kernels.preferred, FP8_ERROR
         ),
         *map(_tiling, kernel_plans.ROWS),
-        Implementation(
+        ProductImplementation(
             "fp8", "any", _fp8_support, _fp8, _on(chip_table.FP8.__contains__), FP8_ERROR,
             ops=(DENSE,),
         ),
-        Implementation(
+        ProductImplementation(
             "scaled_dot", "any", _scaled_dot_support, _scaled_dot,
             _on(chip_table.SCALED_DOT.__contains__), ops=(DENSE,),
         ),
-        Implementation(
+        ProductImplementation(
             "pallas", "cuda", _pallas_support, _pallas,
             _on(lambda chip: chip_table.arch_of(chip) == "sm_90a"), ops=(GROUPED,),
         ),
-        Implementation("dequantize", "any", _any("dequantize", True), _dequantize, _on_gpus),
-        Implementation("xla", "any", _any("xla", False), _plain, _always),
+        ProductImplementation("dequantize", "any", _any("dequantize", True), _dequantize, _on_gpus),
+        ProductImplementation("xla", "any", _any("xla", False), _plain, _always),
     )
 }  # fmt: skip
 
 
-def named(op: str) -> Mapping[str, Implementation]:
+def named(op: str) -> Mapping[str, ProductImplementation]:
     """The implementations that callers of `op` may name."""
     return {name: row for name, row in IMPLEMENTATIONS.items() if op in row.ops}

@@ -31,7 +31,7 @@ import numpy as np
 
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts.formats import BLOCK, Format
-from jax_mx.facts.products import PRODUCTS, TILE, UNIT, fp8_rows
+from jax_mx.facts.product_kernels import PRODUCTS, TILE, UNIT, fp8_rows
 from jax_mx.lowering import products
 from jax_mx.lowering.plan import ProductPlan
 

@@ -32,10 +32,10 @@ from jax_mx.products.operand import Unquantized
 from jax_mx.products.recipes import Recipe
 
 Recipes = tuple[Recipe, Recipe]  # of both products: where a weight brings signs, they differ
-Form = tuple[int, int]  # of a step: the number of an operand, and of its form
+FormNumber = tuple[int, int]  # of a step: the number of an operand, and of its form
 
 
-class Given(NamedTuple):
+class Inputs(NamedTuple):
     """The arrays that gradients reach; None where there is none, or a weight is frozen.
 
     Attributes:
@@ -86,14 +86,14 @@ class Layer(NamedTuple):
         spec = spec_of(made(self.op, gate_up, self.gated()))
         return Side(self.second.dtype, arranged=spec)
 
-    def sides(self, given: Given) -> Given:
+    def sides(self, given: Inputs) -> Inputs:
         """The sides of all that is given."""
         arranged: dict[str, Any] = {}
         if self.first.layout is not None:
             arranged = {"x": self.first.arranged.lhs, "w_first": self.first.arranged.rhs}
             arranged["w_second"] = self.second.arranged.rhs
-        names = Given._fields
-        return Given(*(side_of(arranged.get(n), x) for n, x in zip(names, given, strict=True)))
+        names = Inputs._fields
+        return Inputs(*(side_of(arranged.get(n), x) for n, x in zip(names, given, strict=True)))
 
     def gated(self, scale: Any = None, gradient: Any = None) -> Gated:
         """The activation between both products, times the scale of each row; or its gradient."""
@@ -111,7 +111,7 @@ class Moves(ABC):
 
     @abstractmethod
     def enter(
-        self, given: Given, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+        self, given: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
     ) -> tuple[Any, Any]:
         """The rows that the first product reads, and the place.
 
@@ -155,13 +155,13 @@ class Moves(ABC):
 
     @abstractmethod
     def dgrad(
-        self, product: Static, gradient: Form, weight: Form, rows: Side, place: Any
+        self, product: Static, gradient: FormNumber, weight: FormNumber, rows: Side, place: Any
     ) -> Multiplication:
         """The product for the gradient of rows."""
 
     @abstractmethod
     def wgrad(
-        self, product: Static, rows: Form, gradient: Form, weight: Side, place: Any
+        self, product: Static, rows: FormNumber, gradient: FormNumber, weight: Side, place: Any
     ) -> Multiplication:
         """The product for the gradient of a weight, both operands along rows."""
 
@@ -171,12 +171,12 @@ class Moves(ABC):
 
     @abstractmethod
     def leave(
-        self, product: Static, y: jax.Array, given: Given, routing: Any, place: Any
+        self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """The result as the caller wants it, and further residuals."""
 
     @abstractmethod
-    def gradients(self, layer: Layer, kept: Kept, back: Back) -> Given:
+    def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
         """The gradients, with the shapes, dtypes and shardings of the layer's inputs."""
 
 
@@ -213,7 +213,7 @@ class Kept:
     bias: Any
     recipes: Recipes
     beside: Any
-    sides: Given
+    sides: Inputs
 
 
 class Back(NamedTuple):
@@ -240,7 +240,7 @@ class Back(NamedTuple):
 
 @partial(jax.jit, static_argnums=0)
 def layer(
-    static: Layer, given: Given, quantized: tuple, routing: Any, recipes: Recipes
+    static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
     """The layer, differentiable by what is given.
 
@@ -256,7 +256,7 @@ def layer(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer(
-    static: Layer, given: Given, quantized: tuple, routing: Any, recipes: Recipes
+    static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
     first, second = (  # nothing is quantized along rows
         product.unfollowed(*each)
@@ -268,14 +268,14 @@ def _layer(
     return _forward(static, given, quantized, routing, recipes, keep=False)[0]
 
 
-def _fwd(static: Layer, given: Given, quantized: tuple, routing: Any, recipes: Recipes) -> tuple:
+def _fwd(static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes) -> tuple:
     *floats, mark = once_derived(static.op, *given, MARK)
-    y, kept = _forward(static, Given(*floats), quantized, routing, recipes, keep=True)
+    y, kept = _forward(static, Inputs(*floats), quantized, routing, recipes, keep=True)
     return y, (kept, mark)
 
 
 def _forward(
-    static: Layer, given: Given, quantized: tuple, routing: Any, recipes: Recipes, keep: bool
+    static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes, keep: bool
 ) -> tuple[jax.Array, Any]:
     """The result; and the residuals, if a backward pass follows."""
     moves, products = static.moves, (static.first, static.second)

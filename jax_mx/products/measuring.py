@@ -179,7 +179,7 @@ class Candidate:
           Exception: it cannot be lowered.
         """
         self.name, self.sets = name, sets
-        program = jax.jit(partial(_products, name, _Static(call)), compiler_options=_options(name))
+        program = jax.jit(partial(_products, name, _Asked(call)), compiler_options=_options(name))
         self.lowered = program.lower(sets)
 
     def compile(self) -> None:
@@ -200,11 +200,11 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Static:
+class _Asked:
     call: Contraction
 
 
-def _products(name: str, static: _Static, sets: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
+def _products(name: str, static: _Asked, sets: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
     """The first of the products, and a number that depends on all of them, one after the other."""
     made: list[jax.Array] = []
     for lhs, rhs in sets:

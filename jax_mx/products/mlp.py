@@ -34,7 +34,7 @@ from jax_mx.products.derivative import (
     parts_of,
 )
 from jax_mx.products.implementations import named
-from jax_mx.products.layer import Back, Form, Given, Kept, Layer, Moves, layer
+from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import QuantizedWeight, Unquantized
 from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
@@ -141,10 +141,10 @@ def mlp(
         gate.name,
         gate.interleaved,
         residuals,
-        Rows(),
+        InPlace(),
     )
     (f1, q1), (f2, q2) = parts_of(w1), parts_of(w2)
-    given = Given(x, None, f1, f2, b1, b2)
+    given = Inputs(x, None, f1, f2, b1, b2)
     leaves, tree = jax.tree.flatten((given, (q1, q2), None, recipes))
     return layer(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
@@ -202,13 +202,13 @@ def _spec_between(rows: tuple, columns: Any) -> tuple:
 
 # ---- rows that stay where they are ---
 @dataclasses.dataclass(frozen=True)
-class Rows(Moves):
+class InPlace(Moves):
     """The rows of x, of any rank; see `Moves`."""
 
     keeps_activation: ClassVar[bool] = True
 
     def enter(
-        self, given: Given, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+        self, given: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
     ) -> tuple[Any, Any]:
         """See `Moves`."""
         return given.x, None
@@ -243,13 +243,13 @@ class Rows(Moves):
         return product.multiplication((0, 0), (1, 0), spec=spec)
 
     def dgrad(
-        self, product: Static, gradient: Form, weight: Form, rows: Side, place: Any
+        self, product: Static, gradient: FormNumber, weight: FormNumber, rows: Side, place: Any
     ) -> Multiplication:
         """See `Moves`."""
         return product.dgrad(gradient, weight, rows)
 
     def wgrad(
-        self, product: Static, rows: Form, gradient: Form, weight: Side, place: Any
+        self, product: Static, rows: FormNumber, gradient: FormNumber, weight: Side, place: Any
     ) -> Multiplication:
         """See `Moves`."""
         return product.wgrad(rows, gradient, weight)
@@ -259,12 +259,12 @@ class Rows(Moves):
         return _plus(y, bias, product.arranged.lhs.rows)
 
     def leave(
-        self, product: Static, y: jax.Array, given: Given, routing: Any, place: Any
+        self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """See `Moves`."""
         return _plus(product.result(y), given.b_second), None
 
-    def gradients(self, layer: Layer, kept: Kept, back: Back) -> Given:
+    def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
         """See `Moves`."""
         first, second, sides = layer.first, layer.second, kept.sides
         dw1 = None if sides.w_first is None else first.rhs_gradient(back.dw_first, sides.w_first)
@@ -273,7 +273,7 @@ class Rows(Moves):
             dw2 = second.rhs_gradient(back.dw_second, sides.w_second)
         dy = gathered_once(second.arranged, back.dy, None, sides.w_second)
         biases = _summed(back.sums, sides.b_first), _summed(dy, sides.b_second)
-        return Given(first.lhs_gradient(back.dx, sides.x), None, dw1, dw2, *biases)
+        return Inputs(first.lhs_gradient(back.dx, sides.x), None, dw1, dw2, *biases)
 
 
 def _array_of(operand: Any) -> tuple[jax.Array, int]:

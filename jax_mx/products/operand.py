@@ -47,7 +47,7 @@ class Use(NamedTuple):
     rounding: Stochastic | None = None
 
 
-class Blocks(NamedTuple):
+class BlockRule(NamedTuple):
     """Which elements of an operand share scales, and by which rule; see `quantize`.
 
     Attributes:
@@ -200,7 +200,7 @@ class Unquantized:
         return first, second
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockRule:
         """Which of its elements share scales."""
         return self.recipe.blocks(self.name)
 

@@ -38,7 +38,7 @@ from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.products.arrangements import Units, arrangement_of, check_contracted
 from jax_mx.products.operand import (
-    Blocks,
+    BlockRule,
     QuantizedWeight,
     Unquantized,
     Use,
@@ -214,12 +214,12 @@ class Recipe(_Value):
         first, second = _USES[operand]
         return self._use(operand, first), self._use(operand, second)
 
-    def blocks(self, operand: str) -> Blocks:
+    def blocks(self, operand: str) -> BlockRule:
         """Which elements of an operand share scales, and by which rule."""
         scaling = cast(Scaling, self.scaling)
         if operand != "rhs":
-            return Blocks(scaling, self.window)
-        return Blocks(scaling, self._of_weights, self._has_squares)
+            return BlockRule(scaling, self.window)
+        return BlockRule(scaling, self._of_weights, self._has_squares)
 
     @property
     def _of_weights(self) -> Window:

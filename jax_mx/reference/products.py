@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.products import UNIT
+from jax_mx.facts.product_kernels import UNIT
 from jax_mx.reference.blocks import amax_of, dequantize
 from jax_mx.reference.ragged import clamped
 

@@ -11,7 +11,7 @@ from cutlass import Int64, Uint16, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.launch import Extent, Factor, GridTerm, Scratch, constant
-from jax_mx.facts.products import Product
+from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array
 from jax_mx.kernels.cutedsl.products import ProductEntry, vector
 
@@ -62,7 +62,7 @@ class Amaxes(ProductEntry):
     elements_per_thread = 256
     deep = 8  # rows that a lane has under way
 
-    def __init__(self, product: Product, arch: str, vectors: bool):
+    def __init__(self, product: ProductKernel, arch: str, vectors: bool):
         super().__init__(product, arch)
         self.vectors, self.rows = vectors, product.rows
 
@@ -169,6 +169,6 @@ class Amaxes(ProductEntry):
             raise_to(to + Int64(8 * tid + 4), most & Uint32(0xFFFF0000))
 
 
-def entries(product: Product, arch: str) -> list[ProductEntry]:
+def entries(product: ProductKernel, arch: str) -> list[ProductEntry]:
     """The entries of the binary, the fastest first."""
     return [Amaxes(product, arch, vectors) for vectors in (True, False)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_mx.facts.chips import SHARED
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.products import Binary, Product
+from jax_mx.facts.product_kernels import Binary, ProductKernel
 from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels import entry
 from jax_mx.kernels.cutedsl import products
@@ -39,7 +39,7 @@ def compile_variant(
 
     module = importlib.import_module(f"jax_mx.kernels.cutedsl.{variant.op}")
 
-    if isinstance(variant, Product):
+    if isinstance(variant, ProductKernel):
         every = module.entries(variant, arch, **tuning)
         launches = functools.partial(products.launches, every)
     else:  # per layout the entry for aligned operands, then the one that takes any

@@ -1,15 +1,15 @@
 """Products of floats x and codes W: which kernels a binary has."""
 
-from jax_mx.facts.products import Product
+from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.kernels.cutedsl.matmul_few import Few, Nibbles, Rings
 from jax_mx.kernels.cutedsl.matmul_free import Free, PlainFree
-from jax_mx.kernels.cutedsl.matmul_many import Stages, Warps
+from jax_mx.kernels.cutedsl.matmul_many import CodeStages, Warps
 from jax_mx.kernels.cutedsl.products import Plain, ProductEntry
 
 FEW = 16  # rows of x, up to which `Few` is faster
 
 
-def entries(product: Product, arch: str, tile=None) -> list[ProductEntry]:
+def entries(product: ProductKernel, arch: str, tile=None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
     plain = (PlainFree if product.free else Plain)(product, arch)
     if product.rows <= FEW:
@@ -18,7 +18,7 @@ def entries(product: Product, arch: str, tile=None) -> list[ProductEntry]:
         kinds = ["one"] * (tile.split > 1) + ["groups", "any"]
     else:
         kind = Free if product.free else Warps
-        tile = tile or Stages(**plain.tuned("Warps"))
+        tile = tile or CodeStages(**plain.tuned("Warps"))
         kinds = ["one"] * (tile.split > 1) + ["shared"] * tile.share + ["groups"]
         kinds += ["any"] * (not product.free)
     return [*(kind(product, arch, which, tile) for which in kinds), plain]

@@ -26,7 +26,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.launch import Extent, Factor
-from jax_mx.facts.products import Product
+from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.kernel import mapped, two_of_block
@@ -154,7 +154,7 @@ class Few(ProductEntry):
     columns = 64  # rows of W
     of_scales = 4  # bytes that two blocks' scales take in shared memory
 
-    def __init__(self, product: Product, arch: str, kind: str, tile: Rings | None = None):
+    def __init__(self, product: ProductKernel, arch: str, kind: str, tile: Rings | None = None):
         super().__init__(product, arch)
         (self.format,) = product.formats
         self.rows = product.rows
@@ -582,7 +582,7 @@ class Nibbles(Few):
 
     of_scales = 2
 
-    def __init__(self, product: Product, arch: str, kind: str, tile: Rings | None = None):
+    def __init__(self, product: ProductKernel, arch: str, kind: str, tile: Rings | None = None):
         super().__init__(product, arch, kind, tile)
         if self.per != 2:
             raise ValueError(f"{product.name}: Nibbles takes codes of four bits")

@@ -24,7 +24,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
 from jax_mx.facts.launch import Factor
-from jax_mx.facts.products import RESULTS, Product
+from jax_mx.facts.product_kernels import RESULTS, ProductKernel
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.cutedsl import convert
@@ -57,7 +57,7 @@ def product_of_scales(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
+class Fp8Stages:
     """How a thread block, or two, go about y.
 
     Attributes:
@@ -83,10 +83,12 @@ class Windows(Pipeline):
     arrivals = 4  # that fill a stage: the copies, and three warps' scales
     by_row = False
 
-    def __init__(self, product: Product, arch: str, vectors: bool, tile: Stages | None = None):
+    def __init__(
+        self, product: ProductKernel, arch: str, vectors: bool, tile: Fp8Stages | None = None
+    ):
         super().__init__(product, arch)
         self.vectors, self.tiles = vectors, product.tiles
-        tile = tile or Stages(**self.tuned("Windows"))
+        tile = tile or Fp8Stages(**self.tuned("Windows"))
         self.stages, self.strip, self.turns = tile.stages, tile.strip, tile.turns
         self.below = product.rows // self.rows
         self.span = self.promoted // LINE  # stages of a window
@@ -576,7 +578,7 @@ class Windows(Pipeline):
         )
 
 
-class Rows(Windows):
+class WholeRows(Windows):
     """Rows that have one scale: sums are promoted as they are, and scaled when all are there.
 
     Three warps bring a tile's scales, into one of two places in turn (two more barriers each, full
@@ -593,7 +595,7 @@ class Rows(Windows):
     # A 1 that the compiler does not know: it would add where the tensor cores still write.
     one_at = HEAD * 3 // 4
 
-    def __init__(self, product: Product, arch: str, tile: Stages | None = None):
+    def __init__(self, product: ProductKernel, arch: str, tile: Fp8Stages | None = None):
         super().__init__(product, arch, False, tile)
 
     def prepare(self, base, barriers) -> None:
@@ -641,10 +643,10 @@ class Rows(Windows):
         self.arrive(first + self.copies + slot)
 
 
-def entries(product: Product, arch: str, tile: Stages | None = None) -> list[ProductEntry]:
+def entries(product: ProductKernel, arch: str, tile: Fp8Stages | None = None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
     if product.window == ROW:
-        return [Rows(product, arch, tile), Plain(product, arch)]
+        return [WholeRows(product, arch, tile), Plain(product, arch)]
     return [
         *(Windows(product, arch, vectors, tile) for vectors in (True, False)),
         Plain(product, arch),

@@ -15,7 +15,7 @@ from cutlass import (
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.launch import Extent, Factor
-from jax_mx.facts.products import UNIT, Product
+from jax_mx.facts.product_kernels import UNIT, ProductKernel
 from jax_mx.facts.signatures import Array
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.matmul_few import (
@@ -52,7 +52,7 @@ class Free(Warps):
     arrivals = 2  # the copies, and the scales
     batches = 8
 
-    def __init__(self, product: Product, arch: str, kind: str, tile=None):
+    def __init__(self, product: ProductKernel, arch: str, kind: str, tile=None):
         super().__init__(product, arch, kind, tile)
         if self.resident * self.split > 1:
             raise ValueError(f"{product.name}: resident and split of its tile must be 1")

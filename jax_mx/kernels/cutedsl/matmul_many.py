@@ -39,7 +39,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.launch import Factor
-from jax_mx.facts.products import RESULTS, Product
+from jax_mx.facts.product_kernels import RESULTS, ProductKernel
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.kernel import mapped, two_of_block
@@ -56,7 +56,7 @@ LINE = 64  # bytes of a row of W in a stage
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
+class CodeStages:
     """How a thread block, or several, go about a tile.
 
     Attributes:
@@ -94,13 +94,13 @@ class Warps(Pipeline):
     columns = 128
     unit = BLOCK  # that K is a multiple of
 
-    def __init__(self, product: Product, arch: str, kind: str, tile=None):
+    def __init__(self, product: ProductKernel, arch: str, kind: str, tile=None):
         super().__init__(product, arch)
         vectors = kind != "any"
         (self.format,) = product.formats
         self.vectors = vectors
         self.rows = product.rows
-        tile = tile or Stages(**self.tuned("Warps"))
+        tile = tile or CodeStages(**self.tuned("Warps"))
         self.stages, self.again = tile.stages, tile.again
         self.resident = tile.resident if vectors else 1
         self.split = tile.split if kind == "one" else 1

@@ -29,7 +29,7 @@ from jax_mx.facts.launch import (
     constant,
     multiprocessors,
 )
-from jax_mx.facts.products import RESULTS, Product
+from jax_mx.facts.product_kernels import RESULTS, ProductKernel
 from jax_mx.facts.signatures import EPILOGUE, Array, Role, signature_of
 from jax_mx.kernels import tuning
 from jax_mx.kernels.cutedsl import convert
@@ -154,7 +154,7 @@ class ProductEntry:
     threads: int
     elements_per_thread: int
 
-    def __init__(self, product: Product, arch: str):
+    def __init__(self, product: ProductKernel, arch: str):
         self.product, self.arch = product, arch
         self.signature = signature_of(product.op)
 
@@ -488,7 +488,7 @@ class Plain(ProductEntry):
     threads = 256
     elements_per_thread = 1
 
-    def __init__(self, product: Product, arch: str):
+    def __init__(self, product: ProductKernel, arch: str):
         super().__init__(product, arch)
         self.formats = dict(zip(("x", "w")[-len(product.formats) :], product.formats, strict=True))
 

@@ -30,7 +30,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from jax_mx.facts.launch import Extent, Factor, Length, TensorMap
-from jax_mx.facts.products import Product
+from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array
 from jax_mx.kernels.cutedsl.products import HEAD, ProductEntry, element
 from jax_mx.kernels.cutedsl.wgrad_fp8 import Contracted
@@ -62,7 +62,7 @@ class Tile:
 class Floats(ProductEntry):
     """What both entries have: groups are those that y has, without sizes all have as many rows."""
 
-    def __init__(self, product: Product, arch: str):
+    def __init__(self, product: ProductKernel, arch: str):
         ProductEntry.__init__(self, product, arch)
         self.dtype = DTYPES[product.floats]
 
@@ -84,7 +84,7 @@ class Transposed(Floats, Contracted):
     halves = 1  # of what `results` writes at once
     elements_per_thread = 128
 
-    def __init__(self, product: Product, arch: str, tile: Tile | None = None):
+    def __init__(self, product: ProductKernel, arch: str, tile: Tile | None = None):
         Floats.__init__(self, product, arch)
         self.tile = tile or Tile(**self.tuned("Transposed"))
         self.rows, self.columns, self.stages = self.tile.rows, self.tile.columns, self.tile.stages
@@ -359,6 +359,6 @@ class PlainFloats(Floats):
             row += count
 
 
-def entries(product: Product, arch: str, tile: Tile | None = None) -> list[ProductEntry]:
+def entries(product: ProductKernel, arch: str, tile: Tile | None = None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
     return [Transposed(product, arch, tile), PlainFloats(product, arch)]

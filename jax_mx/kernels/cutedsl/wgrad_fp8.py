@@ -11,8 +11,8 @@ from cutlass import Float32, Int32, Int64, cute
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.launch import Extent
-from jax_mx.facts.products import Product
-from jax_mx.kernels.cutedsl.matmul_fp8 import LINE, PER_LINE, Stages, Windows
+from jax_mx.facts.product_kernels import ProductKernel
+from jax_mx.kernels.cutedsl.matmul_fp8 import LINE, PER_LINE, Fp8Stages, Windows
 from jax_mx.kernels.cutedsl.products import Plain, ProductEntry, element
 
 
@@ -126,7 +126,7 @@ class PlainContracted(Plain):
         return total
 
 
-def entries(product: Product, arch: str, tile: Stages | None = None) -> list[ProductEntry]:
+def entries(product: ProductKernel, arch: str, tile: Fp8Stages | None = None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
     return [
         *(Contracted(product, arch, vectors, tile) for vectors in (True, False)),

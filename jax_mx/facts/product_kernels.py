@@ -1,4 +1,4 @@
-"""Products that read MX operands, and what of them is compiled: `Product`, and the table of all.
+"""Kernels of products that read MX operands: `ProductKernel`, and the table of all.
 
 y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
 group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
@@ -34,7 +34,7 @@ UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies c
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class ProductKernel:
     """One kernel's source-level choices.
 
     Attributes:
@@ -79,38 +79,41 @@ def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
 PRODUCT_ARCHS = {"cutedsl": ("sm_90a",)}
 _FORMATS = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)
 _EIGHTS = tuple(itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=2))
-PRODUCTS: tuple[Product, ...] = (
+PRODUCTS: tuple[ProductKernel, ...] = (
     *(
-        Product("matmul", "cutedsl", (format,), rows)
+        ProductKernel("matmul", "cutedsl", (format,), rows)
         for rows in (256, 128, 64, 16, 8)
         for format in _FORMATS
     ),
     *(
-        Product("matmul_fp8", "cutedsl", formats, rows, window, tiles)
+        ProductKernel("matmul_fp8", "cutedsl", formats, rows, window, tiles)
         for window in (128, 256, ROW)
         for tiles in ((False, True) if window != ROW else (False,))
         for rows in fp8_rows(window, tiles)
         for formats in _EIGHTS
     ),
     *(
-        Product("wgrad_fp8", "cutedsl", formats, 128, window)
+        ProductKernel("wgrad_fp8", "cutedsl", formats, 128, window)
         for window in (128, 256)
         for formats in _EIGHTS
     ),
-    *(Product("wgrad", "cutedsl", (), 64, floats=floats) for floats in ("bfloat16", "float16")),
-    Product("amaxes", "cutedsl", (), 128),
     *(
-        Product("matmul", "cutedsl", (format,), rows, free=True)
+        ProductKernel("wgrad", "cutedsl", (), 64, floats=floats)
+        for floats in ("bfloat16", "float16")
+    ),
+    ProductKernel("amaxes", "cutedsl", (), 128),
+    *(
+        ProductKernel("matmul", "cutedsl", (format,), rows, free=True)
         for rows in (256, 128)
         for format in _FORMATS
     ),
 )
 
-Binary = Variant | Product
+Binary = Variant | ProductKernel
 
 
 def archs_of(binary: Binary) -> tuple[str, ...]:
     """The archs that a variant or a product is compiled for."""
-    if isinstance(binary, Product):
+    if isinstance(binary, ProductKernel):
         return PRODUCT_ARCHS[binary.implementation]
     return tuple(arch for arch in ARCHS[binary.implementation] if exists(binary, arch))
