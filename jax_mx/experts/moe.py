@@ -24,6 +24,7 @@ from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups, integers
+from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
     Weight,
     array_or_quantized,
@@ -41,7 +42,7 @@ from jax_mx.products.derivative import Side, Static, align_of, weight_forms
 from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
-from jax_mx.products.operand import Unquantized
+from jax_mx.products.operand import Moved, Unquantized
 from jax_mx.products.recipes import MXFP8, Recipe, recipe_beside
 
 
@@ -280,7 +281,8 @@ class Slots(Moves):
         self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
     ) -> Unquantized:
         """See `Moves`."""
-        return Unquantized(rows, recipe, place.groups.rows, name="lhs", wanted=wanted)
+        request = Moved if isinstance(rows, MXArray) else Unquantized
+        return request(rows, recipe, place.groups.rows, name="lhs", wanted=wanted)
 
     def gradient(
         self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
@@ -289,9 +291,8 @@ class Slots(Moves):
         how: dict[str, Any] = {"name": "gradient", "frozen": (weight is None, False)}
         alone = Unquantized(dy, recipe, wanted=(True, False), **how)
         rows = wires.gather_tokens(self.axis, self.wire, alone)
-        return Unquantized(
-            rows, recipe, place.groups.rows, wanted=(True, weight is not None), **how
-        )
+        request, wanted = Moved if isinstance(rows, MXArray) else Unquantized, weight is not None
+        return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **how)
 
     def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
         """See `Moves`."""

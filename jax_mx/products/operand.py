@@ -146,13 +146,10 @@ class _Part(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unquantized:
-    """A request for an operand: data, recipe and readers. `forms` makes a form for each reader.
-
-    The data are floats, or an `MXArray` of tokens that moved as codes.
+    """A request for an operand: floats, recipe and readers. `forms` makes a form for each reader.
 
     Attributes:
-      x: (..., rows, columns), arranged; beside `rows` also an `MXArray` along its last axis, as
-        tokens are that moved.
+      x: (..., rows, columns), arranged.
       recipe: a `Recipe`, which says formats, scaling and windows.
       rows: int32 (R,), of x (T, columns): the operand is x[rows], with zeros for numbers that x has
         no row of; or None.
@@ -211,9 +208,12 @@ class Unquantized:
         formats = {use.format for use in uses}
         plain = all(use.hadamard is None and use.rounding is None for use in uses)
         is_one = len(formats) == 1 and None not in formats
-        is_float = isinstance(self.x, MXArray) or self.x.dtype == jnp.bfloat16
         by_blocks = self.blocks.window == BLOCK and not self.blocks.square
-        return is_one and plain and is_float and by_blocks and not self._has_sums
+        return is_one and plain and self._is_bfloat16 and by_blocks and not self._has_sums
+
+    @property
+    def _is_bfloat16(self) -> bool:
+        return self.x.dtype == jnp.bfloat16
 
     @property
     def _has_sums(self) -> bool:
@@ -234,24 +234,23 @@ class Unquantized:
           ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
         """
         self._require_whole_blocks()
+        parts, x = self._parts(as_floats), self.x
+        x = padded(x, self.pads) if any(self.pads) else x
+        if self._has_sums and not self._sums_with(parts):
+            rows = made("quantize", x, self.activation.own)
+            plain = dataclasses.replace(self, activation=self.activation.own)
+            return *plain.forms(), rows.astype(jnp.float32)
+        forms = self._forms_of(x, parts)
+        return forms.get(0), forms.get(1), *([forms[2]] if 2 in forms else [])
+
+    def _parts(self, as_floats: Sequence[bool]) -> list[_Part]:
+        """The forms that are wanted."""
         axes = (self.axis, -3 - self.axis)
-        parts = [
+        return [
             _Part(i, use, axis, floats)
             for i, (use, axis, floats) in enumerate(zip(self.uses, axes, as_floats, strict=True))
             if use is not None
         ]
-        if isinstance(self.x, MXArray) and not any(as_floats):
-            forms = self._forms_of_codes(parts)
-        else:
-            # Quantized again along its elements, an array that moved as codes is the same floats.
-            x = floats_of(self.x) if isinstance(self.x, MXArray) else self.x
-            x = padded(x, self.pads) if any(self.pads) else x
-            if self._has_sums and not self._sums_with(parts):
-                rows = made("quantize", x, self.activation.own)
-                plain = dataclasses.replace(self, activation=self.activation.own)
-                return *plain.forms(), rows.astype(jnp.float32)
-            forms = self._forms_of(x, parts)
-        return forms.get(0), forms.get(1), *([forms[2]] if 2 in forms else [])
 
     def _forms_of(self, x: jax.Array, parts: list[_Part]) -> dict[int, Any]:
         """The forms by their numbers; the sums are number 2."""
@@ -297,30 +296,6 @@ class Unquantized:
         data = tuple(data_of(part.use.rounding, part.use.hadamard) for part in parts)
         return called(first, asked, x, data, self.rows, self.activation)
 
-    def _forms_of_codes(self, parts: list[_Part]) -> dict[int, Any]:
-        """Rows of codes: along their elements as they are, along the other axis quantized anew."""
-        assert self.rows is not None
-        forms = {}
-        for number, use, axis, _ in parts:
-            if number == 0:
-                forms[0] = ProductOperand(_picked(self.x, self.rows))
-            elif use.format is None:
-                forms[1] = ProductOperand(self._floats(floats_of(self.x)), axis)
-            else:
-                turned: Any = requantize(
-                    self.x,
-                    use.format,
-                    rows=self.rows,
-                    axis=axis,
-                    transpose=True,
-                    scaling=self.blocks.scaling,
-                    window=self.blocks.window,
-                    hadamard=use.hadamard,
-                    rounding=use.rounding,
-                )
-                forms[1] = ProductOperand(turned)
-        return forms
-
     def _floats(self, x: jax.Array) -> jax.Array:
         """In bfloat16 what `quantize` would quantize."""
         x = x if self.rows is None else reference.rows_of(x, self.rows)
@@ -357,6 +332,47 @@ class Unquantized:
                     f"which {unit} does not divide, so that blocks would not stay whole; gather "
                     "them with jax.sharding.reshard"
                 )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moved(Unquantized):
+    """A request for an operand of rows that moved as codes: x is an `MXArray` along its last axis.
+
+    Along their elements codes stay as they are. Along the other axis rows are quantized anew, from
+    what the codes stand for.
+    """
+
+    @property
+    def _is_bfloat16(self) -> bool:
+        return True
+
+    def forms(self, as_floats: Sequence[bool] = (False, False)) -> tuple[Any, ...]:
+        """See `Unquantized.forms`."""
+        assert self.rows is not None
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if any(as_floats):  # quantized again along its elements, an array is the same floats
+            return Unquantized(**{**fields, "x": floats_of(self.x)}).forms(as_floats)
+        forms: dict[int, ProductOperand] = {}
+        for number, use, axis, _ in self._parts(as_floats):
+            if number == 0:
+                forms[0] = ProductOperand(_picked(self.x, self.rows))
+            elif use.format is None:
+                forms[1] = ProductOperand(self._floats(floats_of(self.x)), axis)
+            else:
+                turned: Any = requantize(
+                    self.x,
+                    use.format,
+                    rows=self.rows,
+                    axis=axis,
+                    transpose=True,
+                    scaling=self.blocks.scaling,
+                    window=self.blocks.window,
+                    hadamard=use.hadamard,
+                    rounding=use.rounding,
+                )
+                forms[1] = ProductOperand(turned)
+        return forms.get(0), forms.get(1)
 
 
 def _picked(q: MXArray, rows: jax.Array) -> MXArray:
