@@ -1,4 +1,4 @@
-"""Products of small integers: exact in float32, so those of kernels equal those in float64."""
+"""Products of small integers: exact in float32, so kernels give what float64 gives."""
 
 import functools
 
