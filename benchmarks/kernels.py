@@ -35,7 +35,7 @@ def by_kernel(
       w: see `by_plan`.
       sizes: the rows of each group.
       implementation: the kernel's, or "xla", its reference.
-      sums: whether rows are contracted, those of each group.
+      sums: whether the rows of each group are summed over.
       **how: `window`, `tiles`, `free`, see `ProductPlan`.
     """
     formats = tuple(q.format for q in (x, w) if isinstance(q, MXArray))

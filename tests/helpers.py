@@ -72,8 +72,8 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
       x: see `kernel_plans.by_plan`.
       w: see `kernel_plans.by_plan`.
       sizes: the rows of each group.
-      sums: whether rows are contracted, those of each group; MX arrays are floats first where
-        they have no windows.
+      sums: whether the rows of each group are summed over; MX arrays without windows are made
+        floats first.
       dtype: of the result.
       implementation: the kernel's, or "xla", its reference; None: the kernel where there is one.
       **how: `window`, `tiles`, `free`, see `ProductPlan`; `tile`: how many rows of x tiles have.

@@ -8,23 +8,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import InHand, amaxes, by_kernel, call_attributes_in, poison_memory, stand_in
+from exact import (
+    array_of,
+    assert_equal,
+    changed,
+    check,
+    compiled,
+    float64,
+    floats,
+    integers,
+    of,
+    on_cuda,
+    on_hopper,
+    wanted,
+)
+from helpers import InHand, by_kernel, call_attributes_in, poison_memory, stand_in
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.facts.formats import (
-    BLOCK,
-    FORMATS,
-    MXFP4_E2M1,
-    MXFP6_E3M2,
-    MXFP8_E4M3,
-    MXFP8_E5M2,
-    SCALE_DTYPE,
-)
+from jax_mx.facts.formats import BLOCK, FORMATS, MXFP4_E2M1, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.launch import Launch
-from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.product_kernels import PRODUCTS
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.windows import ROW
@@ -39,107 +44,9 @@ EPS = 2.0**-24  # of float32
 
 
 # ---- operands ---
-def integers(rng, shape, format, most=2, window=BLOCK, tile=1, exponents=2) -> jax_mx.MXArray:
-    """Small integers times 2^-exponents to 2^exponents, a power for each window of a row or tile.
-
-    A window may be "row".
-
-    Sums of their products with other small integers are exact in float32.
-    """
-    *lead, n, k = shape
-    window = -(-k // BLOCK) * BLOCK if window == ROW else window
-    values = rng.integers(-most, most + 1, shape).astype(np.float32)
-    if format.bits == 8:
-        stored = values.astype(format.storage)
-    else:  # codes of 1 and 2
-        one = format.bias << format.mantissa_bits
-        codes = np.array([0, one, one + (1 << format.mantissa_bits)])[np.abs(values).astype(int)]
-        stored = (codes + np.where(values < 0, 1 << (format.bits - 1), 0)).astype(np.uint8)
-        if format.codes_per_byte == 2:
-            stored = stored[..., ::2] | stored[..., 1::2] << 4
-    windows = -(-n // tile), -(-k // window)
-    scales = rng.integers(127 - exponents, 128 + exponents, (*lead, *windows)).astype(np.uint8)
-    scales = np.repeat(scales, tile, -2)[..., :n, :]
-    scales = np.repeat(scales, window // BLOCK, -1)[..., : k // BLOCK]
-    return array_of(stored, scales, format)
-
-
-def array_of(values, scales, format) -> jax_mx.MXArray:
-    """Codes and the bytes of their scales, in blocks along the last axis."""
-    scales = jnp.asarray(scales).view(SCALE_DTYPE)
-    return jax_mx.MXArray(jnp.asarray(values), scales, format, -1, ROW_MAJOR)
-
-
-def changed(q: jax_mx.MXArray, codes=(), scales=()) -> jax_mx.MXArray:
-    """The array with some bytes of codes and of scales replaced: (index, byte) pairs."""
-    values, bytes_ = np.array(q.values.view(jnp.uint8)), np.array(q.scales.view(jnp.uint8))
-    for index, byte in codes:
-        values[index] = byte
-    for index, byte in scales:
-        bytes_[index] = byte
-    return array_of(jnp.asarray(values).view(q.values.dtype), bytes_, q.format)
-
-
-def float64(q) -> np.ndarray:
-    if isinstance(q, jax_mx.MXArray):
-        with jax.default_device(jax.devices("cpu")[0]):
-            moved = jax.device_put(q, jax.devices("cpu")[0])
-            q = jax_mx.dequantize(moved, jnp.float32, implementation="xla")
-    return np.asarray(q).astype(np.float64)
-
-
-def wanted(x, w, sizes=None, *, sums=False, free=False, **_) -> np.ndarray:
-    """The product in float64; keywords as `by_kernel` has them."""
-    if sums:  # rows come last, as in MX arrays
-        x, w = (float64(q if isinstance(q, jax_mx.MXArray) else q.mT) for q in (x, w))
-    else:
-        x, w = float64(x), float64(w)
-        w = w.mT if free else w
-    with np.errstate(invalid="ignore"):
-        if sizes is None:
-            return x @ w.mT
-        ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), x.shape[sums])
-        spans = [*zip([0, *ends[:-1]], ends, strict=True)]
-        if sums:
-            return np.stack([x[:, i:j] @ w[:, i:j].T for i, j in spans])
-        y = np.zeros((x.shape[0], w.shape[1]))
-        for matrix, (i, j) in zip(w, spans, strict=True):
-            y[i:j] = x[i:j] @ matrix.T
-        return y
-
-
-def assert_equal(got, want, what=""):
-    """Equal in got's dtype, NaN where NaN is wanted; names the first bad element."""
-    want = want.astype(got.dtype)
-    got = np.asarray(got)
-    bad = np.argwhere(~((got == want) | (np.isnan(got) & np.isnan(want))))
-    assert got.shape == want.shape, (got.shape, want.shape, what)
-    assert not len(bad), (
-        f"{what}: {len(bad)} of {got.size} differ, first {bad[0]}, last {bad[-1]}: "
-        f"{got[tuple(bad[0])]} for {want[tuple(bad[0])]}"
-    )
-
-
-def floats(rng, shape, dtype=jnp.bfloat16, most=3):
-    return jnp.asarray(rng.integers(-most, most + 1, shape), dtype)
-
-
-@functools.cache
-def compiled(**how):
-    return jax.jit(functools.partial(by_kernel, **how))
-
-
-def check(x, w, sizes=None, implementation="xla", dtype="float32", **how):
-    """The product is exact; keywords as `by_kernel` has them."""
-    poison_memory()
-    args = () if sizes is None else (jnp.asarray(sizes, jnp.int32),)
-    y = compiled(implementation=implementation, dtype=dtype, **how)(x, w, *args)
-    assert_equal(y, wanted(x, w, sizes, **how), f"{x.shape} {w.shape} {sizes} {dtype} {how}")
-
-
-def on_cuda(function=check, **how):
-    """A check, or a product, of the kernel."""
-    return functools.partial(function, implementation="cutedsl", **how)
+def at_random(rng, groups, total) -> np.ndarray:
+    """Sizes of groups that add up to less than the total."""
+    return np.diff(np.sort(rng.integers(0, total, groups)), prepend=0).astype(np.int32)
 
 
 def parts(window, *multiples) -> list[int]:
@@ -245,12 +152,8 @@ def test_the_reference_of_floats_that_are_contracted():
     a, b = floats(rng, (2, 3, 7, 16)), floats(rng, (2, 3, 7, 5))
     check(a, b, sums=True)
     check(a[0, 0], b[0, 0], sums=True)
-    check(
-        integers(rng, (5, 96), MXFP4_E2M1),
-        integers(rng, (6, 96), MXFP8_E5M2),
-        [32, 0, 64],
-        sums=True,
-    )
+    of_codes = [integers(rng, (5, 96), MXFP4_E2M1), integers(rng, (6, 96), MXFP8_E5M2)]
+    check(*of_codes, [32, 0, 64], sums=True)
     check(integers(rng, (5, 96), MXFP6_E3M2), floats(rng, (96, 3)), [1, 93], sums=True)
     sums = functools.partial(by_kernel, sums=True)
     each = [sums(x, y) for x, y in zip(a[0], b[0], strict=True)]
@@ -309,13 +212,11 @@ def test_batches():
     rng = np.random.default_rng(4)
     w = integers(rng, (3, 5, 64), MXFP8_E4M3)
     x = floats(rng, (3, 4, 64))
-    whole = wanted(x, w)
-    one = w_of(w, 1)
-    assert_equal(jax.vmap(by_kernel)(x, w), whole)
+    one, pair = w_of(w, 1), jnp.stack([x, 2 * x])
+    assert_equal(jax.vmap(by_kernel)(x, w), wanted(x, w))
     assert_equal(jax.vmap(by_kernel, (0, None))(x, one), wanted(x, one))
     assert_equal(jax.vmap(by_kernel, (None, 0))(x[0], w), wanted(x[:1], w))
     assert_equal(jax.vmap(by_kernel, (1, None), 1)(x, one), wanted(x, one))
-    pair = jnp.stack([x, 2 * x])
     assert_equal(jax.vmap(by_kernel, (0, None))(pair, w), wanted(pair, w))
     sizes = jnp.asarray([[2, 1, 4], [0, 3, 1]], jnp.int32)
     flat = floats(rng, (8, 64))
@@ -332,24 +233,17 @@ def w_of(w, i):
     return jax.tree.map(lambda a: a[i], w)
 
 
-def test_kernels_have_no_derivative():
+def test_what_is_refused():
+    """A derivative, everywhere; and the kernel where none runs."""
     rng = np.random.default_rng(6)
     x, w = floats(rng, (3, 64)), integers(rng, (4, 64), MXFP8_E4M3)
     with pytest.raises(NotImplementedError, match="no derivative"):
         jax.grad(lambda x: by_kernel(x, w).sum())(x)
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels run here")
-def test_kernels_run_on_cuda():
-    rng = np.random.default_rng(6)
-    x, w = floats(rng, (3, 64)), integers(rng, (4, 64), MXFP8_E4M3)
-    sizes = jnp.zeros(2, jnp.int32)
-    for call in (
-        lambda: by_kernel(x, w, implementation="cutedsl"),
-        lambda: by_kernel(w, w, sizes, sums=True, window=128, implementation="cutedsl"),
-    ):
+    if jax.devices()[0].platform == "cpu":
         with pytest.raises(NotImplementedError, match="runs on cuda"):
-            call()
+            on_cuda(by_kernel)(x, w)
+        with pytest.raises(NotImplementedError, match="runs on cuda"):
+            on_cuda(by_kernel)(w, w, jnp.zeros(2, jnp.int32), sums=True, window=128)
 
 
 def test_where_there_are_kernels():
@@ -465,10 +359,8 @@ def test_tiles_leave_few_thread_blocks_without_rows():
 @pytest.mark.parametrize(
     ("x", "w", "free", "rows"),
     [
-        ((256, 96), (4096, 96), False, 128),
-        ((512, 96), (4096, 96), False, 128),
-        ((513, 96), (4096, 96), False, 256),
-        ((1024, 96), (4096, 96), False, 256),
+        *(((m, 96), (4096, 96), False, 128) for m in (256, 512)),
+        *(((m, 96), (4096, 96), False, 256) for m in (513, 1024)),
         ((200, 96), (66 * 128, 96), False, 128),
         ((200, 96), (67 * 128, 96), False, 256),
         ((64, 96), (96, 96), False, 64),
@@ -489,20 +381,6 @@ def test_tiles_of_fewer_rows_take_all_multiprocessors(x, w, free, rows):
 
 
 # ---- on a GPU with kernels ---
-def here() -> bool:
-    return targets.chip_of(jax.devices()[0]) == "sm_90"
-
-
-def on_hopper(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not here(), reason="no kernels for this chip")(test))
-
-
-def of(op):
-    """Parametrizes by the products of an op."""
-    mine = [p for p in PRODUCTS if p.op == op]
-    return pytest.mark.parametrize("variant", mine, ids=lambda p: p.name)
-
-
 @contextlib.contextmanager
 def the_first_entry():
     """Fails where a kernel's slower entries serve calls."""
@@ -512,14 +390,8 @@ def the_first_entry():
 
 
 SHAPES = [  # M, N, K
-    (1, 1, 32),
-    (3, 7, 96),
-    (17, 130, 160),
-    (64, 128, 2880),
-    (129, 129, 64),
-    (300, 264, 288),
-    (257, 1000, 512),
-    (1000, 384, 1056),
+    *((1, 1, 32), (3, 7, 96), (17, 130, 160), (64, 128, 2880), (129, 129, 64), (300, 264, 288)),
+    *((257, 1000, 512), (1000, 384, 1056)),
     # Pairs of tiles, of thread blocks that share copies, and more stages than lie in shared memory.
     (700, 512, 1152),
     (1500, 4864, 128),  # several tiles for each thread block, more than a strip beside each other
@@ -626,8 +498,7 @@ def test_kernels_of_groups_that_are_contracted_are_exact(variant):
     exact(*operands(130, 257, 96), [96])
     exact(*operands(300, 520, 16 * window), sizes)
     exact(*operands(130, 257, 2 * window + 32), parts(window, 1, 2, 1))
-    cuts = np.sort(rng.integers(0, 40, 70))
-    exact(*operands(140, 300, 40 * window), parts(window, *np.diff(cuts, prepend=0)))
+    exact(*operands(140, 300, 40 * window), parts(window, *at_random(rng, 70, 40)))
     exact(*poisoned_slots(rng, window, 300), parts(window, 1, 1, 1))
 
 
@@ -643,7 +514,7 @@ def test_kernels_of_floats_that_are_contracted_are_exact(variant):
         for result in ("float32", "bfloat16", "float16"):
             sizes = [0, rows // 3, 1, 0, 0, rows // 4, 63, rows // 2, 5]
             exact(*rows_of_groups(rng, sizes, m, n, rows, dtype), sizes, dtype=result)
-    sizes = [*np.diff(np.sort(rng.integers(0, 2000, 70)), prepend=0)]
+    sizes = at_random(rng, 70, 2000)
     exact(*rows_of_groups(rng, sizes, 144, 304, 2016, dtype), sizes)
     exact(floats(rng, (700, 2880), dtype), floats(rng, (700, 1024), dtype))
     exact(floats(rng, (3, 129, 136), dtype), floats(rng, (3, 129, 72), dtype))
@@ -676,71 +547,6 @@ def test_sizes_of_contracted_groups_that_no_window_divides_do_no_harm():
                 assert np.isfinite(np.asarray(y, np.float32)).all(), (window, r, sizes)
 
 
-# ---- amaxes ---
-def check_amaxes(x, implementation="xla", whole=None):
-    """For x (batch, rows, columns), or what is cut from an array that is passed instead."""
-    poison_memory()
-    cut = whole is not None
-    f = functools.partial(amaxes, implementation=implementation)
-    made = jax.jit((lambda a: f(a[1:].reshape(x.shape))) if cut else f)(whole if cut else x)
-    bits = np.asarray(x).view(np.uint16).astype(np.uint32) << 16 & 0x7FFFFFFF
-    for got, axis in zip(made, (-1, -2), strict=True):
-        assert_equal(got, bits.max(axis), (x.shape, axis))
-
-
-def any_bits(rng, shape):
-    """bfloat16 of any bits: NaNs, infinities, zeros, subnormals."""
-    x = rng.normal(size=shape).astype(jnp.bfloat16).view(np.uint16)
-    few = rng.random(shape) < 0.02 / np.sqrt(np.prod(shape))
-    few |= rng.random(shape) < 0.2 / shape[-1]
-    x = np.where(few, rng.integers(0, 2**16, shape), x).astype(np.uint16)
-    return x.view(jnp.bfloat16)
-
-
-def test_amaxes_of_rows_and_columns():
-    rng = np.random.default_rng(21)
-    check_amaxes(any_bits(rng, (2, 64, 96)))
-    x = any_bits(rng, (2, 3, 64, 96)).astype(np.float32)
-    x = jnp.asarray(np.where(np.isnan(x), 1, x), jnp.bfloat16)
-    both = functools.partial(jax_mx.quantize_both, window="row")
-    made = jax.make_jaxpr(both)(x)
-    assert str(made).count("mx_amaxes_of_both") == 1 and "reduce_max" not in str(made)
-    for q, axis in zip(both(x), (-1, -2), strict=True):
-        alone = jax_mx.quantize(x, axis=axis, transpose=axis == -2, window="row")
-        for got, want in zip(jax.tree.leaves(q), jax.tree.leaves(alone), strict=True):
-            assert_equal(got.view(jnp.uint8), np.asarray(want.view(jnp.uint8)))
-    f = jax.vmap(jax.vmap(functools.partial(amaxes, implementation="xla")), 1)
-    for got, axis in zip(f(x[:, :, None]), (-1, -2), strict=True):
-        want = amaxes(x.reshape(-1, *x.shape[2:]), "xla")[-1 - axis]
-        want = np.swapaxes(np.asarray(want).reshape(2, 3, 1, -1), 0, 1)
-        assert_equal(got, want)
-
-
-def test_amaxes_are_read_once(monkeypatch):
-    """Where nothing is split among devices, of x as it lies; else by XLA."""
-    monkeypatch.setattr(store, "obstacle", lambda *_: "")
-    monkeypatch.setattr(store, "get", stand_in)
-    f = functools.partial(jax_mx.quantize_both, window="row")
-    x = jax.ShapeDtypeStruct((2, 3, 64, 96), jnp.bfloat16)
-    text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert "(tensor<6x64x96xbf16>) -> (tensor<6x64xui32>, tensor<6x96xui32>)" in text
-    assert "stablehlo.reduce" not in text
-    text = jax.jit(functools.partial(f, implementation="xla")).trace(x).lower().as_text()
-    assert "6x64x96" not in text
-
-
-@on_hopper
-@of("amaxes")
-def test_the_kernel_of_amaxes(variant):
-    assert variant.rows == 128
-    rng = np.random.default_rng(22)
-    for shape in [(1, 32, 32), (3, 32, 64), (2, 160, 544), (1, 4096, 1024), (5, 96, 1568)]:
-        check_amaxes(any_bits(rng, shape), "cutedsl")
-    x = any_bits(rng, (1, 64, 544))
-    whole = np.concatenate([x[0, 0, :1], x.ravel()])
-    check_amaxes(x, "cutedsl", whole)
-
-
 @on_hopper
 @pytest.mark.parametrize("format,code", NAN_CODES)
 def test_kernels_keep_nan_in_its_column(format, code):
@@ -750,14 +556,9 @@ def test_kernels_keep_nan_in_its_column(format, code):
     check(x, w, [4, 5], "cutedsl")
     q = integers(rng, (10, 96), MXFP8_E4M3, window=128)
     q = changed(q, codes=[((slice(None), 33), 0x38)])  # 1: an infinity times 0 is NaN
-    check(q, changed_windows(w), [4, 5], "cutedsl", window=128)
-
-
-def changed_windows(w):
-    """The array with a whole row's scales 255 where one is, others 127."""
-    scales = np.asarray(w.scales.view(jnp.uint8))
-    scales = np.where((scales == 255).any(-1, keepdims=True), 255, 127)
-    return array_of(w.values, np.broadcast_to(scales, w.scales.shape).astype(np.uint8), w.format)
+    bad = (np.asarray(w.scales.view(jnp.uint8)) == 255).any(-1, keepdims=True)  # a whole row's
+    w = changed(w, scales=[(..., np.where(bad, 255, 127))])
+    check(q, w, [4, 5], "cutedsl", window=128)
 
 
 @on_hopper
@@ -803,9 +604,6 @@ def test_operands_that_begin_anywhere():
     print("fallback entries", _ffi.counters()["fallback_entries"] - before)
 
 
-IN_GRAPHS = {"xla_gpu_graph_min_graph_size": 1}  # of one call, too
-
-
 @on_hopper
 def test_graphs_are_replayed_with_other_sizes():
     """One program, many group sizes in the same buffer; each product is that of its sizes."""
@@ -813,15 +611,15 @@ def test_graphs_are_replayed_with_other_sizes():
     w = integers(rng, (5, 136, 160), MXFP4_E2M1)
     x = floats(rng, (600, 160))
 
-    @functools.partial(jax.jit, compiler_options=IN_GRAPHS)
+    # Graphs of one call, too.
+    @functools.partial(jax.jit, compiler_options={"xla_gpu_graph_min_graph_size": 1})
     def twice(x, w, sizes):
         y = by_kernel(x, w, sizes, implementation="cutedsl")
         return y, by_kernel(x + 1, w, sizes[::-1])
 
     before = _ffi.counters()
     for _ in range(40):
-        cuts = np.sort(rng.integers(0, 650, 5))
-        sizes = np.diff(cuts, prepend=0).astype(np.int32)
+        sizes = at_random(rng, 5, 650)
         y, more = twice(x, w, jnp.asarray(sizes))
         assert_equal(y, wanted(x, w, sizes), sizes)
         assert_equal(more, wanted(x + 1, w, sizes[::-1]), sizes)
@@ -876,19 +674,12 @@ def test_every_number_of_rows(kind):
             assert_equal(y, want[:m], f"{kind}: {m} rows")
 
 
-@functools.cache
-def grouped(kind):
-    """Six groups, 200 rows; 20 rows, which other kernels serve."""
-    w, product, rows_of = of_kind(kind, n=160, k=352, groups=6)
-    xs = {rows: rows_of(rows) for rows in (20, 200)}
-    return w, jax.jit(product), xs
-
-
 @on_hopper
 @each_kind
 def test_any_sizes_of_groups(kind):
     """Empty groups, groups of one row, all rows in one group, sums below and above the rows."""
-    w, product, xs = grouped(kind)
+    w, product, rows_of = of_kind(kind, n=160, k=352, groups=6)
+    xs, product = {rows: rows_of(rows) for rows in (20, 200)}, jax.jit(product)  # two kernels
     few = st.sampled_from([0, 0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200])
     sizes = st.lists(st.one_of(few, st.integers(0, 260)), min_size=6, max_size=6)
 
@@ -908,8 +699,8 @@ def test_512_groups(kind, rows):
     x = rows_of(rows)
     rng = np.random.default_rng(33)
     for total in (rows, rows // 2, 0):
-        cuts = np.sort(rng.integers(0, total + 1, 511))
-        sizes = np.diff(cuts, prepend=0, append=total).astype(np.int32)
+        sizes = at_random(rng, 511, total + 1)
+        sizes = np.append(sizes, total - sizes.sum()).astype(np.int32)
         poison_memory()
         y = jax.jit(product)(x, w, jnp.asarray(sizes))
         assert_equal(y, want_of(kind, x, w, sizes), f"{kind}: {total} of {rows} rows")
@@ -926,7 +717,7 @@ def test_eight_threads():
         x, product = rows_of(rows), jax.jit(product)
         rng = np.random.default_rng(number)
         for _ in range(25):
-            sizes = np.diff(np.sort(rng.integers(0, rows + 1, 5)), prepend=0).astype(np.int32)
+            sizes = at_random(rng, 5, rows + 1)
             got = product(x, w, jnp.asarray(sizes))
             assert_equal(got, want_of(kind, x, w, sizes), f"thread {number}, {kind}: {sizes}")
         return number
@@ -1013,14 +804,12 @@ def test_the_error_of_fp8_tensor_cores(window, k):
 
 
 # ---- many launches, large arrays ---
-def constant(shape, byte=None, format=MXFP8_E4M3, scale=127) -> jax_mx.MXArray:
-    """All bytes of codes alike (by default ones), all scales alike; made on the device."""
-    byte = {MXFP8_E4M3: 0x38, MXFP4_E2M1: 0x22}[format] if byte is None else byte
-    stored = (*shape[:-1], shape[-1] // format.codes_per_byte)
-    values = jax.lax.bitcast_convert_type(jnp.full(stored, byte, jnp.uint8), format.storage)
-    scales = jnp.full((*shape[:-1], shape[-1] // BLOCK), scale, jnp.uint8)
-    scales = jax.lax.bitcast_convert_type(scales, SCALE_DTYPE)
-    return jax_mx.MXArray(values, scales, format, -1, ROW_MAJOR)
+def constant(shape, format=MXFP8_E4M3) -> jax_mx.MXArray:
+    """Ones, all scales 1; made on the device."""
+    byte = {MXFP8_E4M3: 0x38, MXFP4_E2M1: 0x22}[format]
+    stored = jnp.full((*shape[:-1], shape[-1] // format.codes_per_byte), byte, jnp.uint8)
+    scales = jnp.full((*shape[:-1], shape[-1] // BLOCK), 127, jnp.uint8)
+    return array_of(stored.view(format.storage), scales, format)
 
 
 def power(exponents) -> jax.Array:
@@ -1031,8 +820,7 @@ def power(exponents) -> jax.Array:
 def scaled(q: jax_mx.MXArray, exponents) -> jax_mx.MXArray:
     """An array of constants, times 2^exponents of each block."""
     scales = jnp.broadcast_to(127 + jnp.asarray(exponents), q.scales.shape).astype(jnp.uint8)
-    scales = jax.lax.bitcast_convert_type(scales, SCALE_DTYPE)
-    return jax_mx.MXArray(q.values, scales, q.format, -1, ROW_MAJOR)
+    return array_of(q.values, scales, q.format)
 
 
 def random_sizes(key, groups, total, step=1):

@@ -1,7 +1,7 @@
 """Plans: one call, validated and canonical.
 
-`jax_mx.ops.planning` makes those of quantizers and refuses calls; `jax_mx.products.kernel_plans`
-makes those of products.
+`jax_mx.ops.planning` plans quantizers and refuses calls; `jax_mx.products.kernel_plans` plans
+products.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""Which kernel multiplies operands as they lie, and how it is called: plans, and `by_plan`.
+"""Plans of products: which kernel multiplies operands as they lie. `by_plan` calls it.
 
 Four ops. "matmul" has floats and an MX array, "matmul_fp8" two MX arrays on FP8 tensor cores.
-"wgrad" and "wgrad_fp8" are the same of a weight's gradient: floats, or MX arrays, whose rows are
-contracted. Codes and scales are row-major, in blocks along the last axis; sums are float32.
+"wgrad" (floats) and "wgrad_fp8" (MX arrays) contract rows, for a weight's gradient. Codes and
+scales are row-major, in blocks along the last axis; sums are float32.
 
-Groups. Rows behind the last group's give 0, and no sum meets them. Of sizes beyond the rows only
-the rows that are there count; negative sizes are 0. An empty group's gradient is zeros.
+Groups. Rows behind the last group's give 0, and no sum meets them. Sizes beyond the number of rows
+count as far as there are rows; negative sizes are 0. An empty group's gradient is zeros.
 
-Not a number. A NaN of w makes its column NaN for all rows of its group, and a scale of 255 those of
-its block. No NaN leaves its group.
+Not a number. A NaN of w makes its column NaN for all rows of its group. A scale of 255 makes its
+block NaN. No NaN leaves its group.
 
-FP8 tensor cores. All scales within a window are taken as equal, which callers vouch for. In
+FP8 tensor cores. Kernels take all scales within a window as equal; callers vouch for that. In
 "wgrad_fp8" each group begins at a multiple of the window and has a multiple of it; other sizes give
 other sums. The cores cut each product at 2^-13 of the largest one and of the window's sum so far.
 So an element is off by at most window * 2^-13 * sum |x||w|, where a window "row" counts as 256.
-Measured on an H200 for K from 128 to 65,536: by at most 4e-4 * sum |x||w| where numbers are normal
-(of y's norm 1.3e-4 for windows of 128, 2.1e-4 for 256), 4e-3 * sum |x||w| where all have one sign,
-and 2.1e-2 * sum |x||w| where one product in each window is 2^13 times the others.
+An H200 was measured for K from 128 to 65,536, relative to sum |x||w|. Normal numbers are off by at
+most 4e-4 (of y's norm 1.3e-4 for windows of 128, 2.1e-4 for 256). Numbers of one sign are off by at
+most 4e-3. Where one product in each window is 2^13 times the others, it is 2.1e-2.
 """
 
 from __future__ import annotations
@@ -88,8 +88,10 @@ def floats_plan_of(
     implementation: str | None = None,
 ) -> ProductPlan:
     """The plan of "wgrad"."""
-    how: dict[str, Any] = {"implementation": implementation, "floats": jnp.dtype(floats).name}
-    return ProductPlan("wgrad", (), dtype, grouped, _DEPTH, **how)
+    name = jnp.dtype(floats).name
+    return ProductPlan(
+        "wgrad", (), dtype, grouped, _DEPTH, implementation=implementation, floats=name
+    )
 
 
 def rows_of_each(total: int, groups: int) -> float:
@@ -130,9 +132,9 @@ def by_plan(plan: ProductPlan, x: Any, w: Any, sizes: jax.Array | None = None) -
     Args:
       plan: of `plan_of`, `wgrad_plan_of` or `floats_plan_of`.
       x: floats or, of "matmul_fp8", an `MXArray` (..., M, K); with sizes (T, K), rows sorted by
-        group. Of "wgrad" floats (..., R, M), of "wgrad_fp8" an `MXArray` (M, R).
+        group. "wgrad" has floats (..., R, M), "wgrad_fp8" an `MXArray` (M, R).
       w: an `MXArray` (N, K) or, for each group or entry of a batch a matrix, (G, N, K); of a free
-        one (K, N) or (G, K, N). Of "wgrad" floats (..., R, N), of "wgrad_fp8" an `MXArray` (N, R).
+        one (K, N) or (G, K, N). "wgrad" has floats (..., R, N), "wgrad_fp8" an `MXArray` (N, R).
       sizes: int32 (G,), how many rows each group has; "wgrad_fp8" always has sizes.
 
     Returns:

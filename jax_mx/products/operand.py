@@ -350,9 +350,10 @@ class Moved(Unquantized):
     def forms(self, as_floats: Sequence[bool] = (False, False)) -> tuple[Any, ...]:
         """See `Unquantized.forms`."""
         assert self.rows is not None
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if any(as_floats):  # quantized again along its elements, an array is the same floats
-            return Unquantized(**{**fields, "x": floats_of(self.x)}).forms(as_floats)
+            how: dict[str, Any] = {"wanted": self.wanted, "frozen": self.frozen}
+            floats = Unquantized(floats_of(self.x), self.recipe, self.rows, name=self.name, **how)
+            return floats.forms(as_floats)
         forms: dict[int, ProductOperand] = {}
         for number, use, axis, _ in self._parts(as_floats):
             if number == 0:

@@ -1,0 +1,135 @@
+"""Products of small integers: exact in float32, so kernels give what float64 gives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import by_kernel, poison_memory
+
+import jax_mx
+from jax_mx.facts.formats import BLOCK, SCALE_DTYPE
+from jax_mx.facts.layouts import ROW_MAJOR
+from jax_mx.facts.product_kernels import PRODUCTS
+from jax_mx.facts.windows import ROW
+from jax_mx.lowering import targets
+
+
+# ---- operands ---
+def integers(rng, shape, format, most=2, window=BLOCK, tile=1, exponents=2) -> jax_mx.MXArray:
+    """Small integers times 2^-exponents to 2^exponents, a power for each window of a row or tile.
+
+    A window may be "row".
+
+    Sums of their products with other small integers are exact in float32.
+    """
+    *lead, n, k = shape
+    window = -(-k // BLOCK) * BLOCK if window == ROW else window
+    values = rng.integers(-most, most + 1, shape).astype(np.float32)
+    if format.bits == 8:
+        stored = values.astype(format.storage)
+    else:  # codes of 1 and 2
+        one = format.bias << format.mantissa_bits
+        codes = np.array([0, one, one + (1 << format.mantissa_bits)])[np.abs(values).astype(int)]
+        stored = (codes + np.where(values < 0, 1 << (format.bits - 1), 0)).astype(np.uint8)
+        if format.codes_per_byte == 2:
+            stored = stored[..., ::2] | stored[..., 1::2] << 4
+    windows = -(-n // tile), -(-k // window)
+    scales = rng.integers(127 - exponents, 128 + exponents, (*lead, *windows)).astype(np.uint8)
+    scales = np.repeat(scales, tile, -2)[..., :n, :]
+    scales = np.repeat(scales, window // BLOCK, -1)[..., : k // BLOCK]
+    return array_of(stored, scales, format)
+
+
+def array_of(values, scales, format) -> jax_mx.MXArray:
+    """Codes and the bytes of their scales, in blocks along the last axis."""
+    scales = jnp.asarray(scales).view(SCALE_DTYPE)
+    return jax_mx.MXArray(jnp.asarray(values), scales, format, -1, ROW_MAJOR)
+
+
+def changed(q: jax_mx.MXArray, codes=(), scales=()) -> jax_mx.MXArray:
+    """The array with some bytes of codes and of scales replaced: (index, byte) pairs."""
+    values, bytes_ = np.array(q.values.view(jnp.uint8)), np.array(q.scales.view(jnp.uint8))
+    for index, byte in codes:
+        values[index] = byte
+    for index, byte in scales:
+        bytes_[index] = byte
+    return array_of(jnp.asarray(values).view(q.values.dtype), bytes_, q.format)
+
+
+def float64(q) -> np.ndarray:
+    if isinstance(q, jax_mx.MXArray):
+        with jax.default_device(jax.devices("cpu")[0]):
+            moved = jax.device_put(q, jax.devices("cpu")[0])
+            q = jax_mx.dequantize(moved, jnp.float32, implementation="xla")
+    return np.asarray(q).astype(np.float64)
+
+
+def wanted(x, w, sizes=None, *, sums=False, free=False, **_) -> np.ndarray:
+    """The product in float64; keywords as `by_kernel` has them."""
+    if sums:  # rows come last, as in MX arrays
+        x, w = (float64(q if isinstance(q, jax_mx.MXArray) else q.mT) for q in (x, w))
+    else:
+        x, w = float64(x), float64(w)
+        w = w.mT if free else w
+    with np.errstate(invalid="ignore"):
+        if sizes is None:
+            return x @ w.mT
+        ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), x.shape[1 if sums else 0])
+        spans = [*zip([0, *ends[:-1]], ends, strict=True)]
+        if sums:
+            return np.stack([x[:, i:j] @ w[:, i:j].T for i, j in spans])
+        y = np.zeros((x.shape[0], w.shape[1]))
+        for matrix, (i, j) in zip(w, spans, strict=True):
+            y[i:j] = x[i:j] @ matrix.T
+        return y
+
+
+def assert_equal(got, want, what=""):
+    """Equal in got's dtype, NaN where NaN is wanted; names the first bad element."""
+    want = want.astype(got.dtype)
+    got = np.asarray(got)
+    bad = np.argwhere(~((got == want) | (np.isnan(got) & np.isnan(want))))
+    assert got.shape == want.shape, (got.shape, want.shape, what)
+    assert not len(bad), (
+        f"{what}: {len(bad)} of {got.size} differ, first {bad[0]}, last {bad[-1]}: "
+        f"{got[tuple(bad[0])]} for {want[tuple(bad[0])]}"
+    )
+
+
+def floats(rng, shape, dtype=jnp.bfloat16, most=3):
+    return jnp.asarray(rng.integers(-most, most + 1, shape), dtype)
+
+
+@functools.cache
+def compiled(**how):
+    return jax.jit(functools.partial(by_kernel, **how))
+
+
+def check(x, w, sizes=None, implementation="xla", dtype="float32", **how):
+    """The product is exact; keywords as `by_kernel` has them."""
+    poison_memory()
+    args = () if sizes is None else (jnp.asarray(sizes, jnp.int32),)
+    y = compiled(implementation=implementation, dtype=dtype, **how)(x, w, *args)
+    assert_equal(y, wanted(x, w, sizes, **how), f"{x.shape} {w.shape} {sizes} {dtype} {how}")
+
+
+def on_cuda(function=check, **how):
+    """A check, or a product, of the kernel."""
+    return functools.partial(function, implementation="cutedsl", **how)
+
+
+# ---- on a GPU with kernels ---
+def here() -> bool:
+    return targets.chip_of(jax.devices()[0]) == "sm_90"
+
+
+def on_hopper(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not here(), reason="no kernels for this chip")(test))
+
+
+def of(op):
+    """Parametrizes by the products of an op."""
+    mine = [p for p in PRODUCTS if p.op == op]
+    return pytest.mark.parametrize("variant", mine, ids=lambda p: p.name)
