@@ -289,8 +289,8 @@ def steps_in(f, *args):
 def gives_floats(eqn, names, target):
     """Whether a target has kernels for a step of floats, by these implementations."""
     avals = [v.aval for v in eqn.invars]
-    params = (eqn.params[name] for name in ("step", "tree", "mapped"))
-    return multiply.gives_floats(multiply.traced_of_floats(avals, *params, names), target)
+    params = {name: eqn.params[name] for name in ("step", "tree", "passed", "mapped")}
+    return multiply.gives_floats(multiply.traced_of_floats(avals, names=names, **params), target)
 
 
 def test_it_is_known_when_they_are_lowered():

@@ -218,21 +218,34 @@ class Step:
         # Without jit each call would be compiled anew, and kept.
         if config.jax_disable_jit or not any(map(any, self._may_be_floats(operands))):
             return self.computed(operands, sizes)
-        # A form that is there stays the caller's array: of a scan, a residual that is one of its
-        # constants is not kept once for each iteration.
-        is_made = [isinstance(operands[i], Unquantized) for i, _ in self.kept]
-        pairs = zip(self.kept, is_made, strict=True)
-        step = dataclasses.replace(self, kept=tuple(form for form, own in pairs if own))
-        leaves, tree = jax.tree.flatten((operands, sizes))
-        codes, like = jax.make_jaxpr(step.flat(tree), return_shape=True)(*leaves)
-        outs = step_p.bind(*leaves, step=step, tree=tree, codes=codes, mapped=())
-        products, forms = jax.tree.unflatten(jax.tree.structure(like), outs)
-        rest = iter(forms)
-        kept = [
-            next(rest) if own else operands[i][f]
-            for (i, f), own in zip(self.kept, is_made, strict=True)
+        read = {side for one in self.multiplications for side in (one.lhs, one.rhs)} | {*self.kept}
+        operands = [
+            operand
+            if isinstance(operand, Unquantized)
+            else tuple(form if (i, f) in read else None for f, form in enumerate(operand))
+            for i, operand in enumerate(operands)
         ]
-        return products, kept
+        leaves, tree = jax.tree.flatten((operands, sizes))
+        passed: dict[int, int] = {}  # which result is which leaf, as it is
+        like: Any = None
+
+        def of_codes(*leaves: Any) -> list[Any]:
+            nonlocal like
+            operands, sizes = tree.unflatten(leaves)
+            results, like = jax.tree.flatten(self.computed(operands, sizes))
+            places = {id(leaf): place for place, leaf in enumerate(leaves)}
+            passed.update({i: places[id(y)] for i, y in enumerate(results) if id(y) in places})
+            return [y for i, y in enumerate(results) if i not in passed]
+
+        codes = jax.make_jaxpr(of_codes)(*leaves)
+        params = {"step": self, "tree": tree, "passed": tuple(passed), "codes": codes, "mapped": ()}
+        outs = iter(step_p.bind(*leaves, **params))
+        # An array that passes stays the caller's: of a scan, a residual that is one of its
+        # constants is not kept once for each iteration, and a vmap does not copy it.
+        count = len(passed) + len(codes.out_avals)
+        return like.unflatten(
+            [leaves[passed[i]] if i in passed else next(outs) for i in range(count)]
+        )
 
     def computed(
         self, operands: Operands, sizes: Any, names: Sequence[str] | None = None
@@ -258,12 +271,16 @@ class Step:
             products.append(multiplied(one.of(forms[a][f], forms[b][g], sizes)))
         return products, [forms[i][f] for i, f in self.kept]
 
-    def flat(self, tree: Any, names: Sequence[str] | None = None) -> Callable[..., Any]:
-        """`computed` of leaves of (operands, sizes)."""
+    def of_floats(self, tree: Any, passed: Sequence[int], names: Sequence[str]) -> Callable:
+        """`computed` by implementations of these names, of leaves of (operands, sizes).
 
-        def run(*leaves: Any) -> Any:
+        It gives the leaves of the results but those that pass.
+        """
+
+        def run(*leaves: Any) -> list[Any]:
             operands, sizes = tree.unflatten(leaves)
-            return self.computed(operands, sizes, names)
+            results = jax.tree.leaves(self.computed(operands, sizes, names))
+            return [y for i, y in enumerate(results) if i not in passed]
 
         return run
 
@@ -297,38 +314,37 @@ def _step_avals(*leaves: Any, codes: Any, **_: Any) -> list:
 
 
 def _batch_step(
-    args: Any, dims: Any, *, step: Step, tree: Any, codes: Any, mapped: tuple
+    args: Any, dims: Any, *, codes: Any, mapped: tuple, **params: Any
 ) -> tuple[list, list]:
     own = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(codes), in_axes=tuple(dims)))(*args)
-    mapped = (*mapped, tuple(dims))
-    outs = step_p.bind(*args, step=step, tree=tree, codes=own, mapped=mapped)
+    outs = step_p.bind(*args, codes=own, mapped=(*mapped, tuple(dims)), **params)
     return outs, [0] * len(outs)
 
 
 def _lower_step(
-    platform: str | None, ctx: Any, *leaves: Any, step: Step, tree: Any, codes: Any, mapped: tuple
+    platform: str | None, ctx: Any, *leaves: Any, codes: Any, mapped: tuple, **params: Any
 ) -> Any:
     target, run = targets.target_of(ctx, platform), codes
     if names := names_of_floats(codes, target):
-        of_floats = traced_of_floats(ctx.avals_in, step, tree, mapped, names)
+        of_floats = traced_of_floats(ctx.avals_in, mapped, names, **params)
         run = of_floats if gives_floats(of_floats, target) else codes
     rule: Any = mlir.lower_fun(jaxpr_as_fun(run), multiple_results=True)
     return rule(ctx, *leaves)
 
 
 def traced_of_floats(
-    avals: Sequence[Any], step: Step, tree: Any, mapped: tuple, names: Sequence[str]
+    avals: Sequence[Any], mapped: tuple, names: Sequence[str], step: Step, **params: Any
 ) -> Any:
     """The jaxpr of a step of floats.
 
     Args:
       avals: of its leaves.
-      step: the step.
-      tree: of (operands, sizes).
       mapped: for each vmap around it, the inner one first, which axis of each leaf it maps.
       names: of the implementations of products.
+      step: the step.
+      **params: see `Step.of_floats`.
     """
-    run = step.flat(tree, names)
+    run = step.of_floats(names=names, **params)
     for dims in mapped:
         run = jax.vmap(run, in_axes=dims)
     return jax.make_jaxpr(run)(*avals)
