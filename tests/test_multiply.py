@@ -382,3 +382,16 @@ def test_without_jit_nothing_is_compiled_or_kept():
         del got, g
         gc.collect()
         assert len(jax.live_arrays()) <= before + count
+
+
+def test_a_scan_does_not_keep_an_operand_that_a_product_reads_as_it_is():
+    """A bfloat16 weight of which dgrad is not quantized is a constant of the scan, and kept once."""
+    x, w = jnp.ones((4, 64, 128), jnp.bfloat16), jnp.ones((128, 256), jnp.bfloat16)
+    recipe = Recipe(dgrad="bf16")
+
+    def loop(x, w):
+        step = lambda c, x: (c, jax_mx.matmul(x, w, recipe=recipe))  # noqa: E731
+        return jax.lax.scan(step, 0, x)[1]
+
+    kept = jax.eval_shape(lambda *args: jax.vjp(loop, *args)[1], x, w)
+    assert (4, 128, 256) not in {leaf.shape for leaf in jax.tree.leaves(kept)}
