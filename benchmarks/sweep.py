@@ -56,10 +56,10 @@ WHERE = ("form", "dtype", "codes_per_byte", "tiled_scales", "window", "source", 
 SMALL = (3, 160, 224)
 # Whose tiles products have: per row of the table, the module and its class.
 TILES = {
-    "matmul.Warps": ("matmul_many", "Stages"),
+    "matmul.Warps": ("matmul_many", "CodeStages"),
     "matmul.Few": ("matmul_few", "Rings"),
-    "matmul_fp8.Windows": ("matmul_fp8", "Stages"),
-    "wgrad_fp8.Windows": ("matmul_fp8", "Stages"),
+    "matmul_fp8.Windows": ("matmul_fp8", "Fp8Stages"),
+    "wgrad_fp8.Windows": ("matmul_fp8", "Fp8Stages"),
     "wgrad.Transposed": ("wgrad", "Tile"),
 }
 LEAST = {"Rings": 2}  # stages: with fewer a stage would be written while it is read
