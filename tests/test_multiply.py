@@ -385,7 +385,7 @@ def test_without_jit_nothing_is_compiled_or_kept():
 
 
 def test_a_scan_does_not_keep_an_operand_that_a_product_reads_as_it_is():
-    """A bfloat16 weight of which dgrad is not quantized is a constant of the scan, and kept once."""
+    """A bfloat16 weight whose dgrad is not quantized is a constant of the scan, kept once."""
     x, w = jnp.ones((4, 64, 128), jnp.bfloat16), jnp.ones((128, 256), jnp.bfloat16)
     recipe = Recipe(dgrad="bf16")
 
