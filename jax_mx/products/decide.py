@@ -68,10 +68,10 @@ def decided(contraction: Contraction, platform: str, chips: Sequence[str]) -> De
       ValueError: the file that JAX_MX_TUNING names cannot be read.
     """
     if contraction.implementation is not None:
-        (named,) = candidates(contraction, platform, chips)
-        if not named:
-            raise NotImplementedError(named.reason)
-        return Decision(named, "argument")
+        (served,) = candidates(contraction, platform, chips)
+        if not served:
+            raise NotImplementedError(served.reason)
+        return Decision(served, "argument")
     rows, passed = _here(contraction.op, platform), []
     for by, name in _measured(contraction, chips):
         served = rows[name].support(contraction, chips) if name in rows else None

@@ -271,9 +271,11 @@ class InPlace(Moves):
         dw2 = None
         if sides.w_second is not None:
             dw2 = second.rhs_gradient(back.dw_second, sides.w_second)
-        dy = gathered_once(second.arranged, back.dy, None, sides.w_second)
-        biases = _summed(back.sums, sides.b_first), _summed(dy, sides.b_second)
-        return Inputs(first.lhs_gradient(back.dx, sides.x), None, dw1, dw2, *biases)
+        db1, db2 = _summed(back.sums, sides.b_first), None
+        if sides.b_second is not None:
+            dy = gathered_once(second.arranged, back.dy, None, sides.w_second)
+            db2 = _summed(dy, sides.b_second)
+        return Inputs(first.lhs_gradient(back.dx, sides.x), None, dw1, dw2, db1, db2)
 
 
 def _array_of(operand: Any) -> tuple[jax.Array, int]:
