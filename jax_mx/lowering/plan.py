@@ -21,6 +21,7 @@ from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
+from jax_mx.facts.windows import ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +132,12 @@ class Plan:
     def gives_floats(self) -> bool:
         """Whether floats come out of it, in place of the codes of some result."""
         return any(own.dequantized for own in self.preprocessing)
+
+    @property
+    def finding(self) -> Plan:
+        """The plan whose one call finds the amaxes of windows that are rows, and quantizes."""
+        each = (dataclasses.replace(own, finds=own.window == ROW) for own in self.preprocessing)
+        return dataclasses.replace(self, preprocessing=tuple(each))
 
     @property
     def of_codes(self) -> Plan:

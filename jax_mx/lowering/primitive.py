@@ -92,6 +92,12 @@ def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
     return found, chips
 
 
+def serves_by_itself(plan: AnyPlan, target: Target) -> bool:
+    """Whether a kernel serves a plan by itself, by the tables, which are alike in all processes."""
+    with registry.by_tables():
+        return _support(plan, target)[0].is_direct
+
+
 @functools.cache
 def _say_once(sentence: str) -> None:
     logger.warning("jax_mx: %s", sentence)
@@ -129,6 +135,8 @@ def _sharding_attributes(
         return None  # shape-polymorphic: sharding rules need numbers
     if signature.has_replicated:
         return None  # see there
+    if len({aval.shape[:batch] for aval in avals}) > 1:
+        return None  # rows have one amax, not one for each block; a program of one device
     # A factor for each other dimension, none of them shared.
     names = map("d{}".format, itertools.count())
     terms = [["...", *itertools.islice(names, len(aval.shape) - batch)] for aval in avals]
@@ -399,7 +407,12 @@ class Op(NamedTuple):
 
 
 def define(
-    name: str, avals: Callable, lower: Callable, batch: Callable, no_derivative: Callable
+    name: str,
+    avals: Callable,
+    lower: Callable,
+    batch: Callable,
+    no_derivative: Callable,
+    unread: Callable[[Sequence[bool], dict], dict] | None = None,
 ) -> Primitive:
     """A primitive of several results, with all of JAX's rules.
 
@@ -410,6 +423,8 @@ def define(
         None for all that have no kernels.
       batch: the rule of vmap.
       no_derivative: raises.
+      unread: the parameters of a call that gives only the results which are read; from which of
+        them are, and from its parameters. None: a call gives all.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -421,7 +436,17 @@ def define(
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = no_derivative
     ad.primitive_transposes[primitive] = no_derivative
+    if unread is not None:
+        partial_eval.dce_rules[primitive] = functools.partial(_without_unread, unread)
     return primitive
+
+
+def _without_unread(unread: Callable, used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """JAX's rule for an equation some of whose results nobody reads."""
+    if not any(used) and not eqn.effects:
+        return [False] * len(eqn.invars), None
+    outvars = [v for v, is_used in zip(eqn.outvars, used, strict=True) if is_used]
+    return [True] * len(eqn.invars), eqn.replace(outvars=outvars, params=unread(used, eqn.params))
 
 
 def looked_into(primitive: Primitive, jaxpr: str) -> None:

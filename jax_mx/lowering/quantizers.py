@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from jax_mx import reference
-from jax_mx.arrays.sharding import spec_of, spread
+from jax_mx.arrays.sharding import is_explicit, spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Format, Scaling
 from jax_mx.facts.preprocessing import Preprocessing
@@ -29,11 +31,15 @@ from jax_mx.lowering.primitive import (
     agree,
     batch,
     batched,
+    define,
     make_primitive,
+    no_derivative,
+    serves_by_itself,
     unsplit_like,
     vary_alike,
 )
-from jax_mx.lowering.products import amaxes_of_both_p
+from jax_mx.lowering.products import amax_of, amaxes_of_both_p
+from jax_mx.lowering.targets import Target, target_of
 
 # Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
 # like jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME) keeps them, and the backward
@@ -120,17 +126,32 @@ def _scaled_elements(x, result: Result, own: Preprocessing, data: Mapping[str, j
     return x
 
 
-def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array]):
-    """For each block of what is scaled its window's largest magnitude; None: its own."""
+def _of_blocks(amax, y, result: Result):
+    """The amaxes of rows, or columns, of what is scaled, repeated for each of their blocks."""
+    shape = tuple(1 if d - y.ndim in result.block else n for d, n in enumerate(y.shape))
+    return amax if amax.shape == shape else spread(amax, shape, spec_of(y))
+
+
+def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array], along: Sequence):
+    """For each block of what is scaled its window's largest magnitude; None: its own.
+
+    `along` are the dimensions of a whole row.
+    """
     if own.window == BLOCK:
         return None
     if own.window == ROW:
-        return data["amaxes"]
+        amax = data["amaxes"] if own.kind.takes_amaxes else reference.amax_of(y, along)
+        return _of_blocks(amax, y, result)
     return reference.over_windows(reference.amax_of(y, result.block), result.blocks_in(own.window))
 
 
-def _with_derived(view, given: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
-    """The block data that a call takes, for what callers pass of it: with the amaxes of rows."""
+def _with_derived(
+    view, given: Sequence[jax.Array], plan: Plan, once: bool = False
+) -> list[jax.Array]:
+    """The block data that a call takes, for what callers pass of it: with the amaxes of rows.
+
+    `once`: each row, or column, has its amax once, as a kernel reads it, not for each block.
+    """
     found, rest = [], iter(given)
     known: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
     # Both ways from one read, where nothing changes elements before.
@@ -146,9 +167,8 @@ def _with_derived(view, given: Sequence[jax.Array], plan: Plan) -> list[jax.Arra
         if array.derived:
             result = plan.view.results[i]
             y = _scaled_elements(view, result, plan.preprocessing[i], known[i])
-            amax = pair[i] if pair else reference.amax_of(y, plan.view.along(result))
-            shape = tuple(1 if d - y.ndim in result.block else n for d, n in enumerate(y.shape))
-            known[i][name] = spread(amax, shape, spec_of(y))
+            amax = pair[i] if pair else amax_of(y, plan.view, result, once)
+            known[i][name] = amax if once else _of_blocks(amax, y, result)
         else:
             known[i][name] = next(rest)
         found.append(known[i][name])
@@ -189,7 +209,7 @@ def _quantize_reference(x, *block_data, plan: Plan):
         if own.stochastic:
             noise = jnp.moveaxis(reference.noise(data["seeds"], result.block), *last)
         y = _scaled_elements(x, result, own, data)
-        amax = _amaxes(y, result, own, data)
+        amax = _amaxes(y, result, own, data, plan.view.along(result))
         amax = amax if amax is None else jnp.moveaxis(amax, *last)
         blocks, scaling = jnp.moveaxis(y, *last), cast(Scaling, plan.scaling)
         how = (format, scaling, result.last, plan.zero_scale, noise, amax)
@@ -230,6 +250,7 @@ def _quantize_via_transpose(x, *block_data, plan: Plan):
     for result, alone, data in each:
         (block,) = (dimension % view.tail for dimension in result.block)
         order = (*(i for i in result.order if i != block), block)  # results lie so, or nearly
+        data = {n: _of_blocks(a, x, result) if n == "amaxes" else a for n, a in data.items()}
         operands = [x, *data.values()]
         outs = quantize_p.bind(*(view.reordered(a, order) for a in operands), plan=alone)
         back = [*range(lead), *(lead + order.index(i) for i in range(view.tail))]
@@ -279,6 +300,82 @@ quantize_p = make_primitive(
 dequantize_p = make_primitive("dequantize", Op(_dequantize_avals, _dequantize_reference))
 
 
+# ---- windows that are rows ---
+# Of products' operands: amaxes, then codes. The lowering decides whether one kernel does both, or
+# another one finds amaxes, as it knows whether XLA splits the program; and what is read of it.
+def _rows_avals(*operands, plan: Plan, read: tuple[bool, ...]):
+    return [*itertools.compress(_quantize_avals(*operands, plan=plan), read)]
+
+
+def _lower_rows(platform: str | None, ctx, *operands, plan: Plan, read: tuple[bool, ...]):
+    target = target_of(ctx, platform)
+    fn = functools.partial(_quantize_rows, plan=plan, read=read, target=target)
+    return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
+
+
+def _batch_rows(args, dims, *, plan: Plan, read: tuple[bool, ...]):
+    """Leading dimensions are batch dimensions."""
+    outs = quantize_rows_p.bind(*batched(args, dims), plan=plan, read=read)
+    return outs, [0] * len(outs)
+
+
+def _unread(used: Sequence[bool], params: dict) -> dict:
+    still = iter(used)
+    return {**params, "read": tuple(is_read and next(still) for is_read in params["read"])}
+
+
+def _quantize_rows(view, *given, plan: Plan, read: tuple[bool, ...], target: Target) -> list:
+    """What is read of the primitive's results.
+
+    H100, (16384, 4096), bfloat16: along rows alone one kernel moves 3 bytes an element; both ways
+    the amaxes' and the quantizer's together 6.
+    """
+    of = [a.of for a, is_read in zip(plan.signature.results, read, strict=True) if is_read]
+    plain = plan.view.units is None and not (given or plan.gives_floats)
+    if (
+        len(plan.formats) == 2
+        and len({*of}) == 1
+        and plain
+        and not is_explicit(jax.typeof(view).sharding.mesh)
+    ):
+        return [*itertools.compress(_one_of_both(view, plan, of[0], target), _of(read, of[0]))]
+    once = False
+    if not target.partitioned:
+        if serves_by_itself(plan.finding, target):
+            return [*itertools.compress(quantize_p.bind(view, plan=plan.finding), read)]
+        tiled = plan.form.spans[0] and target.platform == "cuda"
+        once = tiled and serves_by_itself(plan, target)
+    data = _with_derived(view, given, plan, once)
+    return [*itertools.compress(quantize_p.bind(view, *data, plan=plan), read)]
+
+
+def _of(read: Sequence[bool], i: int) -> Sequence[bool]:
+    """Which of the i-th direction's results, codes and scales, are read."""
+    return read[2 * i : 2 * i + 2]
+
+
+def _one_of_both(view, plan: Plan, i: int, target: Target) -> list:
+    """Codes and scales of one of a plan's two directions, by a plan of its own."""
+    lead = view.ndim - plan.view.tail
+    shape = (*view.shape[:lead], *(n * BLOCK for n in view.shape[lead : lead + 2]))
+    fields = ("formats", "preprocessing", "value_layouts")
+    own: dict[str, Any] = {name: (getattr(plan, name)[i],) for name in fields}
+    own |= {"op": "quantize", "axis": -1 - i, "transpose": i == 1 and plan.transpose}
+    alone = dataclasses.replace(plan, **own)
+    spec = (None,) * len(shape)
+    both, one = (Viewed.of(p.view, shape, spec, p.first_axis) for p in (plan, alone))
+    x = one.to_floats(both.from_floats(view))
+    outs = _quantize_rows(x, plan=alone, read=(True, True), target=target)
+    (result,), to = alone.view.results, plan.view.results[i]
+    (values, scales), _ = one.from_arrays(outs, result, alone.axes, alone.format, alone.transpose)
+    return [both.to_values(values, to, alone.format), both.to_scales(scales, to)]
+
+
+quantize_rows_p = define(
+    "mx_quantize_rows", _rows_avals, _lower_rows, _batch_rows, no_derivative, _unread
+)
+
+
 def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
     """Binds `dequantize_p`, both operands varying over the same manual axes."""
     (out,) = dequantize_p.bind(*vary_alike(values, scales), plan=plan)
@@ -298,9 +395,12 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
       that they stand for, if the result's preprocessing says `dequantized`; then the results of
       the source.
     """
-    view, *given = vary_alike(*operands) if len(operands) > 1 else operands
-    data = given if plan.source else _with_derived(view, given, plan)
-    outs = quantize_p.bind(view, *data, plan=plan)
+    operands = vary_alike(*operands) if len(operands) > 1 else operands
+    if any(array.derived for array in plan.block_data) and not plan.source:
+        read = (True,) * len(plan.signature.results)
+        outs = quantize_rows_p.bind(*operands, plan=plan, read=read)
+    else:
+        outs = quantize_p.bind(*operands, plan=plan)
     pairs = zip(plan.signature.results, outs, strict=True)
     return [_checkpointed(out) if array.role in _NAMED else out for array, out in pairs]
 
