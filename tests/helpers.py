@@ -36,6 +36,7 @@ from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.product_kernels import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
+from jax_mx.facts.sources import X
 from jax_mx.facts.variants import Variant, takes_zero_scale
 from jax_mx.lowering import primitive, quantizers, registry, store, targets
 from jax_mx.lowering.plan import ProductPlan
@@ -95,12 +96,15 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
     return kernel_plans.by_plan(plan, x, w, sizes)
 
 
-def amaxes(x, implementation: str):
-    """The bits of the largest magnitudes of rows and of columns, for x (batch, rows, columns)."""
+def amaxes(x, *other, implementation: str, source=X):
+    """The bits of the largest magnitudes of rows and of columns, for x (batch, rows, columns).
+
+    Or of what a source makes of x (rows, columns) and other operands, which comes last.
+    """
     floats = "float32" if x.dtype == jnp.float32 else ""
-    how = {"implementation": implementation, "floats": floats}
+    how = {"implementation": implementation, "floats": floats, "source": source}
     plan = ProductPlan("amaxes", (), AMAX, False, 128, **how)
-    return products_p["amaxes"].bind(x, plan=plan)
+    return products_p["amaxes"].bind(x, *other, plan=plan)
 
 
 def assert_bits_equal(got, want, what: str = "") -> None:
