@@ -47,6 +47,8 @@ from jax_mx.ops.requantize import requantize
 from jax_mx.products import kernel_plans
 from jax_mx.products.kernels import swapped_floats
 from jax_mx.sources.codes import CodesSource
+from jax_mx.sources.gated import GatedSource
+from jax_mx.sources.gated_gradient import GradientSource
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -94,6 +96,10 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
         how |= {"grouped": grouped, "implementation": implementation}
         plan = kernel_plans.plan_of(formats, dtype, rows, **how)
     return kernel_plans.by_plan(plan, x, w, sizes)
+
+
+# What makes the floats whose amaxes a kernel finds, by its word.
+MADE = {str(source): source for source in (GatedSource(), GradientSource())}
 
 
 def amaxes(x, *other, implementation: str, source=X):

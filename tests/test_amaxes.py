@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_equal, of, on_hopper
-from helpers import amaxes, assert_bits_equal, call, lowered_apart, poison_memory, stand_in
+from helpers import (
+    MADE,
+    amaxes,
+    assert_bits_equal,
+    call,
+    lowered_apart,
+    poison_memory,
+    stand_in,
+)
 from on_device import HERE
 
 import jax_mx
@@ -20,8 +28,6 @@ from jax_mx.facts.kinds import Kind
 from jax_mx.facts.variants import Variant
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import quantizers, store
-from jax_mx.sources.gated import GatedSource
-from jax_mx.sources.gated_gradient import GradientSource
 
 
 def check_amaxes(x, implementation="xla", whole=None):
@@ -90,9 +96,6 @@ def test_amaxes_are_read_once(monkeypatch):
     assert "stablehlo.reduce" not in text
     text = jax.jit(functools.partial(f, implementation="xla")).trace(x).lower().as_text()
     assert "6x64x96" not in text
-
-
-MADE = {str(source): source for source in (GatedSource(), GradientSource())}
 
 
 def check_made(word):
