@@ -183,6 +183,7 @@ class WholeRows(WholeBlocks):
         What is beyond a row of finite numbers is 0, as gate and up are.
         """
         row, length, vectors = of_row
+        name: cutlass.Constexpr = self.source.facts["activation"]
         count: cutlass.Constexpr = rX.shape[1]
         together: cutlass.Constexpr = min(TOGETHER, count)
         rM = cute.make_rmem_tensor(1, Float32)
@@ -205,9 +206,7 @@ class WholeRows(WholeBlocks):
                     for r in (both[0][None, i], both[1][None, i], rX[None, begin + i])
                 )
                 for w in range_constexpr(WORDS):
-                    made[w] = activations.gated(
-                        self.source.activation, gates[w], ups[w], rM[0], self.dtype
-                    )
+                    made[w] = activations.gated(name, gates[w], ups[w], rM[0], self.dtype)
 
     def of_half(self, half: int, row, length, at) -> tuple:
         """Where a row's vectors of gates, or of ups, are: the array, and the vector's number."""
