@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moe_oracle import Products, rounded
 
 import jax_mx
-from jax_mx import BF16, MXFP4, MXFP8, Recipe, mlp
+from jax_mx import BF16, MXFP4, MXFP8, Product, Recipe, mlp
 from jax_mx.facts.activations import GATED
 from jax_mx.products.arguments import RESIDUALS
 
@@ -31,6 +31,7 @@ RECIPES = {
     "square": Recipe(block=(32, 32)),
     "windows": Recipe(window=128, weight_window=(128, 128)),
     "rows": Recipe(window="row"),
+    "two windows": Recipe(window="row", wgrad=Product(window=128)),
     "wgrad in bf16": Recipe(wgrad="bf16"),
     "bf16": BF16,
 }
@@ -111,6 +112,7 @@ def oracle(recipe, residuals, x, w1, w2, b1, b2, dy):
         pytest.param("hybrid", "floats", marks=thorough),
         pytest.param("square", "mx", marks=thorough),
         pytest.param("windows", "mx", marks=thorough),
+        pytest.param("two windows", "mx", marks=thorough),
         pytest.param("wgrad in bf16", "inputs", marks=thorough),
         pytest.param("bf16", "floats", marks=thorough),
     ],

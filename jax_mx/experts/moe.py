@@ -98,8 +98,8 @@ def moe(
       activation: one with a gate, see `gated`: "swiglu", "geglu", "geglu_erf", "reglu", "reglu2",
         "bilinear" or "gpt_oss".
       interleaved: whether gate and up come by turns along 2 I, not all gates first.
-      recipe: how floats are quantized; window="row" is refused. The router's weight multiplies
-        what w_down's product reads before that is quantized. Where the layer is split, a
+      recipe: how floats are quantized; a window "row" of wgrad is refused. The router's weight
+        multiplies what w_down's product reads before that is quantized. Where the layer is split, a
         `Stochastic` key of the recipe has the shard's position on each axis that splits it folded
         in, so that no two shards round by the same numbers; in a `jax.shard_map` over axes that
         the layer is not told of, fold those in yourself: `recipe.fold_in(jax.lax.axis_index(...))`.

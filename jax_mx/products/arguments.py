@@ -164,10 +164,10 @@ def grouped_recipe(op: str, recipe: Any) -> Recipe:
       TypeError, ValueError: it is none.
     """
     recipe = recipe_of(op, recipe)
-    if recipe.window == ROW:
+    if recipe.window_in("wgrad") == ROW:
         raise ValueError(
-            f"{op}: the recipe's window is {ROW!r}, which would span several groups' tokens; use "
-            "window=128 or 256"
+            f"{op}: the recipe's window in wgrad is {ROW!r}, which would span several groups' "
+            "tokens; use window=128 or 256, or wgrad=jax_mx.Product(window=256)"
         )
     return recipe
 

@@ -104,7 +104,7 @@ def mlp(
     recipes = tuple(
         recipe_beside(op, name, w, recipe) for name, w in (("w_gate_up", w1), ("w_down", w2))
     )
-    keep_rows = recipe.window == BLOCK and _may_be_split()
+    keep_rows = not recipe.has_windows and _may_be_split()
     first = _layout(op, "w_gate_up", x.shape, w1, dtype, recipe, keep_rows)
     halves, units = 1 + row_of(op, activation).has_gate, recipe.units
     columns, gate = first.rhs.free[0], Gated(activation, interleaved=interleaved)
