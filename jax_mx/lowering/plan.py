@@ -30,7 +30,7 @@ from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
-from jax_mx.facts.windows import ROW
+from jax_mx.facts.windows import ROW, of_kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +146,14 @@ class Plan:
     def finding(self) -> Plan:
         """The plan whose one call finds the amaxes of windows that are rows, and quantizes."""
         each = (dataclasses.replace(own, finds=own.window == ROW) for own in self.preprocessing)
+        return dataclasses.replace(self, preprocessing=tuple(each))
+
+    @property
+    def of_rows(self) -> Plan:
+        """The plan of rows in place of a shard's part of them: the call has their amaxes."""
+        each = (
+            dataclasses.replace(own, window=of_kernels(own.window)) for own in self.preprocessing
+        )
         return dataclasses.replace(self, preprocessing=tuple(each))
 
     @property
