@@ -127,7 +127,7 @@ def mlp(
     residuals = residuals_of(op, residuals, recipe)
     implementation = implementation_of(op, named("dot_general"), implementation)
     w1, w2 = (
-        gathered_for(x, w, layout, True) if isinstance(w, jax.Array) else w
+        gathered_for(x, w, layout, recipe, True) if isinstance(w, jax.Array) else w
         for w, layout in ((w1, first), (w2, second))
     )
     if out_sharding is None and is_explicit(jax.typeof(x).sharding.mesh):
