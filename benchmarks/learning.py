@@ -153,7 +153,7 @@ def measured(
     attention = args.attention or ("cudnn" if jax.default_backend() == "gpu" else "xla")
     rate = schedule(args.rate, extent[2])
     model = Model(sizes, way, llama.Split(), "none", attention, rate)
-    with jax.numpy_dtype_promotion("standard"):  # which flax wants
+    with model.setting():
         return learned(name, model, source, extent, args)
 
 

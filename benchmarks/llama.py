@@ -6,9 +6,10 @@ How it multiplies is a `Way`, how devices share the work a `Split`; neither know
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -426,6 +427,20 @@ class Model:
         loss, (gradient, scales) = self.gradients(state, text)
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.weights)
         return State(optax.apply_updates(state.weights, updates), scales, optimizer), loss
+
+    @contextlib.contextmanager
+    def setting(self) -> Iterator[None]:
+        """What programs of the model are traced in: its mesh, and dtypes that mix as flax wants."""
+        mesh = self.split.mesh
+        with jax.numpy_dtype_promotion("standard"):
+            with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+                yield
+
+    def placed(self, key: jax.Array, tokens: np.ndarray) -> tuple[State, jax.Array]:
+        """The state before the first step, and text, where they lie."""
+        where, of_text = self.shardings()
+        options = {} if self.split.mesh is None else {"out_shardings": where}
+        return jax.jit(self.begin, **options)(key), jax.device_put(tokens, of_text)
 
     def shardings(self) -> tuple[Any, Any]:
         """Where a state and the text lie; None on one device."""

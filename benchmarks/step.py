@@ -18,7 +18,6 @@ several devices, XLA_FLAGS=--xla_force_host_platform_device_count=4 makes CPUs t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import statistics
@@ -138,9 +137,7 @@ def measured(
 ) -> Row:
     """A row's numbers: of a model that is compiled, stepped, and deleted."""
     model = make(split=llama.split_of(split, args.devices))
-    mesh = model.split.mesh
-    set_mesh = jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext()
-    with set_mesh, jax.numpy_dtype_promotion("standard"):  # which flax wants
+    with model.setting():
         try:
             return lowered(model, shape) if args.lower else timed(name, model, shape, args)
         finally:
@@ -164,11 +161,8 @@ def lowered(model: Model, shape: tuple[int, int]) -> Row:
 
 def timed(name: str, model: Model, shape: tuple[int, int], args: Args) -> Row:
     """The row of a model that is here."""
-    where, of_text = model.shardings()
-    key = jax.random.key(0)
-    state = jax.jit(model.begin, out_shardings=where if model.split.mesh is not None else None)(key)
     tokens = np.random.default_rng(0).integers(0, model.sizes.vocabulary, shape, np.int32)
-    text = jax.device_put(tokens, of_text)
+    state, text = model.placed(jax.random.key(0), tokens)
     start = time.perf_counter()
     compiled = model.jitted(model.step).lower(state, text).compile()
     row = {"compile_s": round(time.perf_counter() - start, 1)}
