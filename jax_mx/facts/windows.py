@@ -8,6 +8,8 @@ its own byte of a scale; those of a window are equal.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jax_mx.facts.formats import BLOCK
 
 Window = int | str | tuple[int, int]
@@ -30,6 +32,14 @@ def lengths_of(window: Window) -> tuple[int, int]:
 def blocks_of(window: Window) -> int:
     """How many blocks a window spans along each of its axes; 1 of "row", whose amax is data."""
     return lengths_of(window)[1] // BLOCK
+
+
+def share_a_read(windows: Sequence[Window]) -> bool:
+    """Whether one read of the floats quantizes both ways with these windows.
+
+    Kernels have one window for both directions; two windows are two reads.
+    """
+    return len({*windows}) <= 1
 
 
 def suffix_of(window: Window) -> str:

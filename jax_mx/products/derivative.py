@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
+from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray
@@ -430,7 +431,7 @@ def _gradients_of_groups(
 
 def align_of(recipe: Recipe) -> int:
     """The divisor of groups' sizes that keeps blocks and transforms along rows whole."""
-    return math.lcm(recipe.units.wgrad, cast(int, recipe.window))
+    return math.lcm(recipe.units.wgrad, lengths_of(recipe.window_in("wgrad"))[1])
 
 
 _product.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.checks import float_dtype, implementation_of
-from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import check_quantized, is_exact, operand_of
@@ -81,7 +80,7 @@ def dot_general(
     recipe = recipe_of(op, recipe)
     lhs, rhs = operand_of(op, "lhs", lhs), operand_of(op, "rhs", rhs)
     recipe = recipe_beside(op, "rhs", rhs, recipe)
-    keep_rows = recipe.window == BLOCK
+    keep_rows = not recipe.has_windows
     layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
     sides: Any = (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs))
     floats = [float_dtype(op, name, x.dtype) for name, x, _ in sides if not isinstance(x, MXArray)]

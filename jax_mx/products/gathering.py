@@ -315,7 +315,7 @@ def _require_whole(static: _Gather, shape: tuple[int, ...], recipe: Recipe) -> N
     Raises:
       ValueError: so it is.
     """
-    side, blocks, uses = static.arrangement(shape), recipe.blocks("rhs"), recipe.uses("rhs")
+    side, uses = static.arrangement(shape), recipe.uses("rhs")
     for run, use in zip((side.contracted_dims, side.free_dims), uses, strict=True):
         split = [d for d in run if static.split[d] or static.gathered[d]]
         if not split:
@@ -326,7 +326,7 @@ def _require_whole(static: _Gather, shape: tuple[int, ...], recipe: Recipe) -> N
                 f"{OP}: dimension {split[-1]} is split, and products see it behind dimension "
                 f"{first} as one; split dimension {first} instead"
             )
-        window = blocks.window if use.format is not None else BLOCK
+        window = use.window if use.format is not None else BLOCK
         length = math.prod(shape[d] for d in run)
         if window == ROW:
             raise ValueError(

@@ -47,7 +47,7 @@ def ragged_dot(
         (G, N, K): its axis says which; in square blocks (G, K, N).
       group_sizes: int32 (G,), how many rows each group has. Rows behind the last group's give 0;
         of more rows than lhs has, those beyond do not count, and negative sizes are 0.
-      recipe: how floats are quantized, see `dot_general`; window="row" is refused.
+      recipe: how floats are quantized, see `dot_general`; a window "row" of wgrad is refused.
       precision: see `dot_general`.
       preferred_element_type: of the result: bfloat16, float16 or float32; that of lhs by default.
       implementation: "cutedsl" (our kernels on Hopper), "cutedsl_r8" and others (these with tiles

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import jax
@@ -98,11 +99,14 @@ class Product(_Value):
       hadamard: a transform of both operands along the contracted axis, which the product does not
         feel but for rounding; its size divides the contracted length. None: none.
       rounding: of the gradient, in dgrad and wgrad; without a prescale. None: to nearest even.
+      window: how many elements along the contracted axis share an amax: 32, 128, 256 or "row";
+        of both operands, but for weights with a `weight_window`. None: as the recipe says.
     """
 
     format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
     hadamard: Hadamard | None = None
     rounding: Stochastic | None = None
+    window: Window | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self):
         """Raises TypeError, ValueError for what a field is not, or what a product does not take."""
@@ -118,7 +122,9 @@ class Product(_Value):
             allowed = {**FORMATS, _BF16: _BF16}
             format = named("Product: format", allowed, self.format)
             object.__setattr__(self, "format", format)
-        for name in ("hadamard", "rounding"):
+        if self.window is not None:
+            object.__setattr__(self, "window", _along_one_axis("Product", self.window))
+        for name in ("hadamard", "rounding", "window"):
             if self.format == _BF16 and getattr(self, name) is not None:
                 raise ValueError(
                     f"Product: {name} is of what is quantized, and format={_BF16!r} quantizes "
@@ -150,8 +156,10 @@ class Recipe(_Value):
       scaling: how scales follow from amaxes.
       block: of rhs: 32, or (32, 32), where one quantized copy serves forward and dgrad.
       window: how many elements along the contracted axis share an amax: 32, 128, 256 or "row", see
-        `quantize`. FP8 tensor cores multiply arrays of windows wider than 32.
-      weight_window: of rhs instead, also (128, 128), which makes square blocks; None: `window`.
+        `quantize`; of products that name none. FP8 tensor cores multiply arrays of windows wider
+        than 32.
+      weight_window: of rhs instead, in all products, also (128, 128), which makes square blocks;
+        None: as the others.
       forward: what the forward product does unlike the rest; None for nothing, "bf16" or a format
         for `Product(format=...)`.
       dgrad: likewise.
@@ -179,20 +187,14 @@ class Recipe(_Value):
             found = named(f"Recipe: {name}", FORMATS, getattr(self, name))
             object.__setattr__(self, name, found)
         object.__setattr__(self, "scaling", named("Recipe: scaling", SCALINGS, self.scaling))
-        window = window_of("Recipe", self.window)
-        if window == TILE:
-            raise ValueError(
-                f"Recipe: window is along one axis: {BLOCK}, 128, 256 or {ROW!r}; tiles of {TILE} "
-                "are for weights: weight_window"
-            )
-        object.__setattr__(self, "window", window)
+        object.__setattr__(self, "window", _along_one_axis("Recipe", self.window))
         if self.weight_window is not None:
             object.__setattr__(self, "weight_window", window_of("Recipe", self.weight_window))
         block = block_of("Recipe", self.block)
         object.__setattr__(self, "block", block if len(block) > 1 else BLOCK)
-        squares = self._has_squares  # refuses what does not fit
         for name in PRODUCTS:
             object.__setattr__(self, name, _product(name, getattr(self, name)))
+        squares = self._has_squares  # refuses what does not fit
         if cast(Product, self.forward).rounding is not None:
             raise ValueError(
                 "Recipe: forward has no gradient to round; give rounding to dgrad or wgrad"
@@ -215,21 +217,27 @@ class Recipe(_Value):
         return self._use(operand, first), self._use(operand, second)
 
     def blocks(self, operand: str) -> BlockRule:
-        """Which elements of an operand share scales, and by which rule."""
-        scaling = cast(Scaling, self.scaling)
-        if operand != "rhs":
-            return BlockRule(scaling, self.window)
-        return BlockRule(scaling, self._of_weights, self._has_squares)
+        """The blocks of an operand, and the rule of their scales."""
+        return BlockRule(cast(Scaling, self.scaling), operand == "rhs" and self._has_squares)
+
+    def window_in(self, product: str, operand: str = "lhs") -> Window:
+        """How many elements of an operand share an amax in "forward", "dgrad" or "wgrad"."""
+        if operand == "rhs" and self.weight_window is not None:
+            return self.weight_window
+        window = getattr(self, product).window
+        return self.window if window is None else window
 
     @property
-    def _of_weights(self) -> Window:
-        """The window of rhs."""
-        return self.window if self.weight_window is None else self.weight_window
+    def has_windows(self) -> bool:
+        """Whether some product has windows of several blocks."""
+        return any(self.window_in(product) != BLOCK for product in PRODUCTS)
 
     @property
     def _has_squares(self) -> bool:
         """Whether blocks of rhs are square: asked for, or as its window is a tile."""
-        return len(blocks_in("Recipe", self._of_weights, block_of("Recipe", self.block))) > 1
+        asked = block_of("Recipe", self.block)
+        windows = [self.window_in(product, "rhs") for product in _USES["rhs"]]
+        return max(len(blocks_in("Recipe", window, asked)) for window in windows) > 1
 
     @property
     def units(self) -> Units:
@@ -238,11 +246,11 @@ class Recipe(_Value):
         return Units(*(max(BLOCK, turn.size if turn else 0) for turn in turns))
 
     def _use(self, operand: str, name: str) -> Use:
-        product = getattr(self, name)
+        product, window = getattr(self, name), self.window_in(name, operand)
         if product.format == _BF16:
-            return Use(None)
+            return Use(None, window=window)
         rounding = product.rounding if operand == "gradient" else None
-        return Use(product.format or getattr(self, operand), product.hadamard, rounding)
+        return Use(product.format or getattr(self, operand), product.hadamard, rounding, window)
 
     def quantize_weight(
         self,
@@ -319,6 +327,21 @@ class Recipe(_Value):
             return dataclasses.replace(node, key=jax.random.fold_in(node.key, data))
 
         return jax.tree.map(folded, self, is_leaf=lambda node: isinstance(node, Stochastic))
+
+
+def _along_one_axis(op: str, window: Any) -> Window:
+    """A window of activations and gradients.
+
+    Raises:
+      TypeError, ValueError: it is none.
+    """
+    window = window_of(op, window)
+    if window == TILE:
+        raise ValueError(
+            f"{op}: window is along one axis: {BLOCK}, 128, 256 or {ROW!r}; tiles of {TILE} "
+            "are for weights: Recipe's weight_window"
+        )
+    return window
 
 
 def _product(name: str, value: Any) -> Product:
@@ -468,8 +491,11 @@ def _to_json(aux: Any) -> bytes:
     return json.dumps([getattr(part, "name", part) for part in names]).encode()
 
 
-def _from_json(text: bytes) -> Any:
+def _from_json(kind: Any, text: bytes) -> Any:
+    """The inverse for a type; older programs lack the last fields."""
     parts = [tuple(part) if isinstance(part, list) else part for part in json.loads(text)]
+    static = [field for field in dataclasses.fields(kind) if field.metadata.get("static")]
+    parts += [field.default for field in static[len(parts) :]]
     return tuple(_NAMES.get(part, part) if isinstance(part, str) else part for part in parts)
 
 
@@ -478,5 +504,5 @@ for _type in (Product, Recipe):
         _type,
         serialized_name=f"jax_mx.{_type.__name__}",
         serialize_auxdata=_to_json,
-        deserialize_auxdata=_from_json,
+        deserialize_auxdata=partial(_from_json, _type),
     )
