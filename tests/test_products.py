@@ -942,7 +942,7 @@ def _to_float32(contraction):
 
 def _abstract(contraction):
     sides = jax.tree.map(jax.typeof, (contraction.lhs, contraction.rhs))
-    return Contraction(contraction.numbers, *sides, partitioned=contraction.partitioned)
+    return Contraction(contraction.numbers, *sides, unsplit=contraction.unsplit)
 
 
 def _chosen(contraction, chip):
@@ -957,12 +957,12 @@ PLAIN = (((1,), (1,)), ((), ()))
     [
         (Recipe(window=256), 512, {}, "cutedsl"),
         (Recipe(window=128, weight_window=(128, 128)), 512, {}, "cutedsl"),
-        (Recipe(window=256), 512, {"partitioned": True}, "dequantize"),
+        (Recipe(window=256), 512, {"unsplit": "is not split"}, "dequantize"),
         (Recipe(window="row"), 512, {}, "cutedsl"),
-        (Recipe(window="row"), 512, {"partitioned": True}, "fp8"),
+        (Recipe(window="row"), 512, {"unsplit": "is not split"}, "fp8"),
         (MXFP8, 17, {}, "dequantize"),
         (MXFP8, 16, {}, "cutedsl"),
-        (MXFP8, 16, {"partitioned": True}, "dequantize"),
+        (MXFP8, 16, {"unsplit": "is not split"}, "dequantize"),
         (None, 16, {}, "cutedsl"),
         (None, 17, {}, "dequantize"),
     ],
@@ -1144,7 +1144,7 @@ def test_what_kernels_do_not_take_gets_one_sentence():
     shapes = ((40, 512), (48, 512))
     for product, sentence in (
         (_contraction(shapes, PLAIN, None, jnp.float32), "no float32"),
-        (_contraction(shapes, PLAIN, Recipe(window=256), partitioned=True), "use jax.shard_map"),
+        (_contraction(shapes, PLAIN, Recipe(window=256), unsplit="is not split; use jax.shard_map"), "use jax.shard_map"),
     ):
         found = kernels.support(product, ["sm_90"])
         assert not found

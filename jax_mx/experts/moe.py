@@ -167,7 +167,7 @@ def moe(
     chosen = implementation_of(op, named("ragged_dot"), implementation)
     product = Static(op, None, x.dtype, is_exact(op, precision), chosen)
     static = Layer(
-        product,
+        (product,),
         product,
         name_among(f"{op}: activation", GATED, activation),
         flag(op, "interleaved", interleaved),
@@ -179,9 +179,10 @@ def moe(
         ),
     )
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
-    given = Inputs(x, weights, first.floats, second.floats, *biases)
+    b1, b2 = biases
+    given = Inputs(x, weights, (first.floats,), second.floats, (b1,), b2)
     recipes = tuple(wires.numbered(each, (axes.experts, axes.tensor)) for each in recipes)
-    quantized = first.quantized, second.quantized
+    quantized = (first.quantized,), second.quantized
     leaves, tree = jax.tree.flatten((given, quantized, experts, recipes))
     return layer(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
@@ -269,8 +270,9 @@ class Slots(Moves):
         """See `Moves`."""
         tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False))
         rows = wires.gather_tokens(self.axis, self.wire, tokens)
-        first = jax.tree.leaves(quantized[0]) if given.w_first is None else [given.w_first]
-        number = first[0].shape[0]  # of experts, of a shard
+        number = jax.tree.leaves((given.w_first, quantized[0]))[0].shape[
+            0
+        ]  # of experts, of a shard
         weights = wires.gather_choices(self.axis, given.weights)
         experts = wires.local_experts(self.axis, routing, number)
         align = align_of(recipe) if keep else 1  # nothing is quantized along slots
@@ -342,14 +344,16 @@ class Slots(Moves):
     def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
         """See `Moves`."""
         groups, sides = kept.place.groups, kept.sides
-        halves = reference.halves(back.gate_up, layer.activation, layer.interleaved)
+        (gate_up,) = back.gate_up
+        halves = reference.halves(gate_up, layer.activation, layer.interleaved)
         act = reference.gated_exactly(halves, None, layer.activation)
         dscale = (back.dact.astype(jnp.float32) * act).sum(-1)
         dx = wires.sum_and_scatter(self.axis, groups.combined(back.dx)).astype(sides.x.dtype)
         dweights = wires.sum_and_scatter(self.axis, groups.of_choices(dscale))
         db1 = db2 = None
-        if sides.b_first is not None:
-            db1 = _by_expert(back.sums, groups).astype(sides.b_first.dtype)
+        ((bias,), (sums,)) = sides.b_first, back.sums
+        if bias is not None:
+            db1 = _by_expert(sums, groups).astype(bias.dtype)
         if kept.beside is not None:
             bias, experts, weights = kept.beside
             dy, is_one = back.dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
@@ -359,7 +363,7 @@ class Slots(Moves):
             each = (reference.rows_of(bias, experts) * dy[:, None]).sum(-1)
             dweights += wires.on_first_shard(self.tensor, jnp.where(is_one, each, 0))
         dweights = dweights.astype(sides.weights.dtype)
-        return Inputs(dx, dweights, back.dw_first, back.dw_second, db1, db2)
+        return Inputs(dx, dweights, back.dw_first, back.dw_second, (db1,), db2)
 
 
 def _is_one(experts: jax.Array, number: int) -> jax.Array:

@@ -128,14 +128,20 @@ def bias_of(op: str, name: str, bias: Any, shape: tuple[int, ...]) -> jax.Array 
     return bias
 
 
-def residuals_of(op: str, residuals: Any, recipe: Recipe) -> str:
-    """What is kept of gate and up, one of `RESIDUALS`; of None what the recipe's forward reads.
+def residuals_of(op: str, residuals: Any, recipe: Recipe, plain: str = "mx") -> str:
+    """What is kept of gate and up, one of `RESIDUALS`.
+
+    Args:
+      op: for messages.
+      residuals: that a caller asks for.
+      recipe: of the layer.
+      plain: what None stands for where the recipe quantizes the forward product.
 
     Raises:
       TypeError, ValueError: it is none.
     """
     if residuals is None:
-        residuals = "floats" if recipe.uses("lhs")[0].format is None else "mx"
+        residuals = "floats" if recipe.uses("lhs")[0].format is None else plain
     return name_among(f"{op}: residuals", RESIDUALS, residuals)
 
 

@@ -136,7 +136,7 @@ def weight_forms(floats: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> An
 
 
 def gathered_for(
-    lhs: Any, rhs: jax.Array, layout: Arrangements, recipe: Recipe, placed: bool
+    lhs: Any, rhs: jax.Array, layout: Arrangements, recipe: Recipe | None, placed: bool
 ) -> jax.Array:
     """The weights, gathered over each mesh axis that also splits rows of lhs: FSDP.
 
@@ -147,15 +147,15 @@ def gathered_for(
       lhs: the activations.
       rhs: the weights.
       layout: of the product.
-      recipe: of the weights.
+      recipe: of the weights; None: they are gathered as floats.
       placed: whether the caller says how the result is split. Otherwise `jax.lax.dot_general`
         refuses such splits of columns, and the product keeps them.
     """
     mesh = jax.typeof(rhs).sharding.mesh
     if not is_explicit(mesh):
         return rhs
-    floats = [use for use in recipe.uses("rhs") if use.format is None or use.window == BLOCK]
-    if not (floats or mesh.manual_axes):
+    uses = [] if recipe is None or mesh.manual_axes else recipe.uses("rhs")
+    if uses and all(use.format is not None and use.window != BLOCK for use in uses):
         return rhs
     lhs = lhs.values if isinstance(lhs, MXArray) else lhs
     rows = {name for axis in layout.lhs.free_dims for name in shards_of(lhs, axis)[0]}
