@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 from jax.interpreters import mlir
 
+from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts import chips as chip_table
+from jax_mx.facts.formats import BLOCK
 
 
 class Emulated(NamedTuple):
@@ -71,17 +74,30 @@ class Target(NamedTuple):
       chips: as drivers name them; None for an export, which `primitive._support` finds chips for.
       device: of the stand-in driver, in emulation.
       partitioned: whether XLA splits the program among several devices, at least along some axes.
+      devices: among how many.
+      is_mixed: whether a shard_map around it splits it along other axes.
     """
 
     platform: str
     chips: list[str] | None
     device: int | None = None
     partitioned: bool = False
+    devices: int = 1
+    is_mixed: bool = False
 
     @property
     def carries(self) -> bool:
         """Whether the program carries its kernels, as it may leave this machine."""
         return self.chips is None
+
+    def shards_of(self, length: Any) -> int:
+        """How many windows "shard" an axis has: one for each device, or one, a row.
+
+        A row where an equal part for each device would not hold whole blocks.
+        """
+        if is_symbolic(length) or length % (self.devices * BLOCK):
+            return 1
+        return self.devices
 
 
 def target_of(ctx: mlir.LoweringRuleContext, platform: str | None) -> Target:
@@ -91,12 +107,17 @@ def target_of(ctx: mlir.LoweringRuleContext, platform: str | None) -> Target:
     exports = ctx.module_context.lowering_parameters.for_export
     if platform == "cpu" and emulated is not None and not exports:
         return Target(platform_of(emulated.chip), [emulated.chip], emulated.device)
-    return Target(platform, chips, partitioned=_is_partitioned(ctx.module_context.axis_context))
+    devices, is_mixed = _split_among(ctx.module_context.axis_context)
+    return Target(platform, chips, None, devices > 1, devices, is_mixed)
 
 
-def _is_partitioned(context: Any) -> bool:
-    """Whether XLA's partitioner looks at what is lowered in this context of JAX's."""
+def _split_among(context: Any) -> tuple[int, bool]:
+    """Among how many devices XLA's partitioner splits what is lowered in this context of JAX's.
+
+    And whether it leaves others to a shard_map.
+    """
     manual = getattr(context, "manual_axes", None)
     if manual is None:
-        return getattr(context, "num_devices", 1) > 1
-    return any(n > 1 for name, n in context.mesh.shape.items() if name not in manual)
+        return getattr(context, "num_devices", 1), False
+    rest = math.prod(n for name, n in context.mesh.shape.items() if name not in manual)
+    return rest, bool(manual)

@@ -67,14 +67,15 @@ class Contraction:
       lhs: an `MXArray`, or floats.
       rhs: an `MXArray`, or floats.
       sizes: int32 (G,), how many rows each group has; None for a dense product.
-      partitioned: whether XLA splits the program among devices, outside of shard_map.
+      unsplit: why devices do not share it by our rule (splitting.py), in a program that XLA splits
+        among them; empty where they do, and in other programs.
     """
 
     numbers: Numbers
     lhs: Any
     rhs: Any
     sizes: Any = None
-    partitioned: bool = False
+    unsplit: str = ""
 
     @property
     def op(self) -> str:

@@ -325,8 +325,8 @@ def _pallas_support(contraction: Contraction, chips: Sequence[str]) -> Served:
     name, numbers = "pallas", contraction.numbers
     if missing := _pallas_missing():
         return refused(name, contraction, f"wants {_PALLAS}.{missing}, which this JAX lacks")
-    if contraction.partitioned:
-        return refused(name, contraction, "is not split among devices by XLA; use jax.shard_map")
+    if contraction.unsplit:
+        return refused(name, contraction, contraction.unsplit)
     for chip in chips:
         if chip != "sm_90":
             return refused(name, contraction, f"has kernels for sm_90, none for {chip}")
