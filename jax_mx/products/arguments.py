@@ -15,7 +15,7 @@ from jax_mx.arrays.checks import array_of, has_elements, held, name_among, padde
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.windows import ROW
+from jax_mx.facts.windows import ROW, of_kernels
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.arrangements import Arrangement, what_of
@@ -170,9 +170,9 @@ def grouped_recipe(op: str, recipe: Any) -> Recipe:
       TypeError, ValueError: it is none.
     """
     recipe = recipe_of(op, recipe)
-    if recipe.window_in("wgrad") == ROW:
+    if of_kernels(window := recipe.window_in("wgrad")) == ROW:
         raise ValueError(
-            f"{op}: the recipe's window in wgrad is {ROW!r}, which would span several groups' "
+            f"{op}: the recipe's window in wgrad is {window!r}, which would span several groups' "
             "tokens; use window=128 or 256, or wgrad=jax_mx.Product(window=256)"
         )
     return recipe

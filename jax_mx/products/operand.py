@@ -21,7 +21,7 @@ from jax_mx import reference
 from jax_mx.arrays.sharding import is_explicit, shards_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
-from jax_mx.facts.windows import Window, lengths_of, share_a_read
+from jax_mx.facts.windows import SHARD, Window, lengths_of, share_a_read
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import made
 from jax_mx.ops.metadata import register_for_export
@@ -288,7 +288,7 @@ class Unquantized:
             value_layouts=(ROW_MAJOR_VALUES,) * len(parts),
             preprocessing=tuple(
                 dataclasses.replace(
-                    preprocessing_of(first, use.rounding, use.hadamard, use.window),
+                    preprocessing_of(first, use.rounding, use.hadamard, use.window, SHARD),
                     dequantized=as_floats,
                 )
                 for _, use, _, as_floats in parts

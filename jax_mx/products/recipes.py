@@ -34,7 +34,7 @@ from jax_mx.facts.formats import (
     Scaling,
     named,
 )
-from jax_mx.facts.windows import ROW, TILE, Window
+from jax_mx.facts.windows import ROW, SHARD, TILE, Window
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.products.arrangements import Units, arrangement_of, check_contracted
@@ -100,7 +100,9 @@ class Product(_Value):
         feel but for rounding; its size divides the contracted length. None: none.
       rounding: of the gradient, in dgrad and wgrad; without a prescale. None: to nearest even.
       window: how many elements along the contracted axis share an amax: 32, 128, 256 or "row";
-        of both operands, but for weights with a `weight_window`. None: as the recipe says.
+        of both operands, but for weights with a `weight_window`. In wgrad also "shard": the rows
+        that a device holds, see [training](training.md#windows-on-hopper). None: as the recipe
+        says.
     """
 
     format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
@@ -123,7 +125,7 @@ class Product(_Value):
             format = named("Product: format", allowed, self.format)
             object.__setattr__(self, "format", format)
         if self.window is not None:
-            object.__setattr__(self, "window", _along_one_axis("Product", self.window))
+            object.__setattr__(self, "window", _along_one_axis("Product", self.window, SHARD))
         for name in ("hadamard", "rounding", "window"):
             if self.format == _BF16 and getattr(self, name) is not None:
                 raise ValueError(
@@ -194,6 +196,10 @@ class Recipe(_Value):
         object.__setattr__(self, "block", block if len(block) > 1 else BLOCK)
         for name in PRODUCTS:
             object.__setattr__(self, name, _product(name, getattr(self, name)))
+        if SHARD in (getattr(self, name).window for name in ("forward", "dgrad")):
+            raise ValueError(
+                f"Recipe: the window {SHARD!r} is of what is summed over rows: give it to wgrad"
+            )
         squares = self._has_squares  # refuses what does not fit
         if cast(Product, self.forward).rounding is not None:
             raise ValueError(
@@ -329,16 +335,17 @@ class Recipe(_Value):
         return jax.tree.map(folded, self, is_leaf=lambda node: isinstance(node, Stochastic))
 
 
-def _along_one_axis(op: str, window: Any) -> Window:
-    """A window of activations and gradients.
+def _along_one_axis(op: str, window: Any, *more: Window) -> Window:
+    """A window of activations and gradients; or of more that there are.
 
     Raises:
       TypeError, ValueError: it is none.
     """
-    window = window_of(op, window)
+    window = window_of(op, window, *more)
     if window == TILE:
+        allowed = ", ".join(map(repr, (BLOCK, 128, 256, *more)))
         raise ValueError(
-            f"{op}: window is along one axis: {BLOCK}, 128, 256 or {ROW!r}; tiles of {TILE} "
+            f"{op}: window is along one axis: {allowed} or {ROW!r}; tiles of {TILE} "
             "are for weights: Recipe's weight_window"
         )
     return window

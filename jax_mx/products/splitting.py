@@ -85,6 +85,16 @@ def splitting_of(contraction: Contraction, target: Target) -> Splitting:
     return Splitting(known, _rule(known, windows), windows)
 
 
+def as_traced(contraction: Contraction) -> Contraction:
+    """A contraction with what its mesh says of how devices share it, where nothing is lowered."""
+    mesh = jax.tree.leaves((contraction.lhs, contraction.rhs))[0].sharding.mesh
+    manual = () if mesh.empty else mesh.manual_axes
+    shape = {} if mesh.empty else mesh.shape
+    devices = math.prod(n for name, n in shape.items() if name not in manual)
+    target = Target("", [], None, devices > 1, devices, bool(manual))
+    return splitting_of(contraction, target).contraction
+
+
 def _windows_of(contraction: Contraction, target: Target) -> int:
     """How many windows "shard" there are along the contracted axis."""
     sides = (contraction.lhs, contraction.rhs)

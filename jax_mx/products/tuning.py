@@ -23,6 +23,7 @@ from jax_mx.products.decide import candidates as candidates_of
 from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.multiply import contractions_in
+from jax_mx.products.splitting import as_traced
 
 GLOBAL_SHAPES = (
     "Some calls stand on a mesh with automatic axes: a trace knows their global shapes alone, so "
@@ -84,7 +85,8 @@ def calls_in(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
         raise TypeError(f"{op}: f must be a function, got {shown(f)}")
     found: dict[Any, _Found] = {}
     notes = []
-    for call in contractions_in(jax.make_jaxpr(f)(*args).jaxpr):
+    for traced in contractions_in(jax.make_jaxpr(f)(*args).jaxpr):
+        call = as_traced(traced)
         known = found.setdefault((key_of(call, ""), call.implementation), _Found(call, 0))
         known.count += 1
         leaves = jax.tree.leaves((call.lhs, call.rhs, call.sizes))
