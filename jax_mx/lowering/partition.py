@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_mx.arrays.checks import is_symbolic
-from jax_mx.lowering import primitive
+from jax_mx.facts import chips as chip_table
+from jax_mx.lowering import primitive, store
 from jax_mx.lowering.targets import Target
 
 TARGET = "jax_mx_split"
@@ -199,16 +200,21 @@ def shard_of(
       results: likewise.
       splits: see `chosen`; (sizes of axes, splits).
     """
-    rule = Rule(*(_hashable(part) for part in config["rule"]))
+    rule = _rule(config)
     sizes, lies = splits
     shapes = [aval.shape for aval in (*avals, *results)]
     split = chosen(rule, shapes, lies, sizes)
-    local = SHARDS[config["name"]](config["parameters"], split)
-    dtypes, _ = config["dtypes"]
     operands = [
         jax.ShapeDtypeStruct(_local(split, aval.shape, split.spec(dims)), aval.dtype)
         for aval, dims in zip(avals, rule.operands, strict=True)
     ]
+    return split, _shard(config, split), operands
+
+
+def _shard(config: Mapping[str, Any], split: Split) -> Callable[..., list]:
+    """What a device computes, of arrays as they move."""
+    rule, (dtypes, _) = _rule(config), config["dtypes"]
+    local = SHARDS[config["name"]](config["parameters"], split)
     summed = tuple(name for factor in rule.summed for name in split.axes.get(factor, ()))
 
     def shard(*operands: jax.Array) -> list:
@@ -218,7 +224,11 @@ def shard_of(
             outs = [_added(y, dims, summed, split) for y, dims in pairs]
         return [*map(primitive.as_bytes, outs)]
 
-    return split, shard, operands
+    return shard
+
+
+def _rule(config: Mapping[str, Any]) -> Rule:
+    return Rule(*map(_hashable, config["rule"]))
 
 
 def _added(y: jax.Array, dims: Dims, names: Axes, split: Split) -> jax.Array:
@@ -247,13 +257,16 @@ def _hashable(part: Any) -> Any:
 def _partition(arg_shapes, arg_shardings, result_shape, result_sharding, text):
     """XLA's question: the program of a shard, and how operands and results are to lie for it."""
     config = json.loads(text)
+    for kernel in config.get("kernels", ()):
+        if "carried" in kernel:
+            store.unpack(kernel["carried"])
     avals, results = map(primitive.avals_of, (arg_shapes, [result_shape]))
     wanted = primitive.parts_of(result_sharding, len(results))
     splits = _read_splits(config, (*avals, *results), (*arg_shardings, *wanted))
     split, shard, operands = shard_of(config, avals, results, splits)
-    module = module_of(shard, operands, split.sizes, config["platform"])
+    module = primitive.shard_module(TARGET, shard, operands, split.sizes, config["platform"])
     ins, outs = _shardings(config, split)
-    return module, ins, primitive.joined(result_shape, outs)
+    return primitive.bytecode(module), ins, primitive.joined(result_shape, outs)
 
 
 def _infer(arg_shapes, arg_shardings, result_shape, text):
@@ -301,11 +314,31 @@ def _orders(devices: int) -> Iterator[dict[str, int]]:
         yield {f"p{i}": size for i, size in enumerate(order)}
 
 
-def module_of(
-    shard: Callable, operands: Sequence[Any], sizes: Mapping[str, int], platform: str
-) -> bytes:
-    """The program of a shard, as bytecode."""
-    return primitive.bytecode(primitive.shard_module(TARGET, shard, operands, sizes, platform))
+# ---- kernels ---
+def _kernels(config: Mapping[str, Any], avals: Sequence[Any], target: Target) -> list[Any]:
+    """The kernels that shards may need: compiled now, and named by the program.
+
+    So a program that JAX's persistent cache has names others when kernels change, and finds them.
+    One that may leave this machine carries them. Which are needed may depend on what is split: all
+    and nothing are tried, of the whole arrays, as no kernel depends on their shapes.
+    """
+    needed: primitive.Kernels = {}
+    rule = _rule(config)
+    for names in ((), ("p0",)):
+        split = Split({"p0": target.devices}, dict.fromkeys(rule.parts, names), {})
+        shard = _shard(config, split)
+        operands = [jax.ShapeDtypeStruct(a.shape, primitive.moved_as(a.dtype)) for a in avals]
+        with primitive.kernels_needed() as own:
+            how = (split.sizes, target.platform, not target.carries)
+            primitive.shard_module(TARGET, shard, operands, *how)
+        needed |= own
+    found = []
+    for (binary, arch), artifact in needed.items():
+        one = {"name": f"{binary.name}.{arch}", "sha256": artifact.sha256}
+        if target.carries:
+            one["carried"] = store.packed(binary, arch, artifact)
+        found.append(one)
+    return sorted(found, key=lambda one: one["name"])
 
 
 # ---- the call ---
@@ -329,7 +362,7 @@ def call(
       operands: MLIR values.
       target: what is lowered for.
     """
-    config = {
+    config: dict[str, Any] = {
         "name": name,
         "parameters": parameters,
         "rule": rule,
@@ -337,6 +370,8 @@ def call(
         "platform": target.platform,
         "devices": target.devices,
     }
+    if target.platform in chip_table.DSLS:
+        config["kernels"] = _kernels(config, ctx.avals_in, target)
     text = json.dumps(config, sort_keys=True)
     return primitive.split_call(ctx, TARGET, text, _sdy(rule, ctx), operands)
 

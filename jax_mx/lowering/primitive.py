@@ -8,11 +8,13 @@ says (facts/signatures.py).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -127,7 +129,24 @@ def _kernel_attributes(
             _say_once(f"exporting {plan.name} without a kernel for {chip}: {error}")
         else:
             found[chip] = artifact.attributes(plan.launch, plan.scalars, carries)
+            if (needed := _needed.get()) is not None:
+                needed[kernel, cast(str, chip_table.arch_of(chip))] = artifact
     return found
+
+
+Kernels = dict[tuple[Binary, str], store.Artifact]  # by binary and arch
+_needed: ContextVar[Kernels | None] = ContextVar("needed", default=None)
+
+
+@contextlib.contextmanager
+def kernels_needed() -> Iterator[Kernels]:
+    """The kernels of what is lowered within."""
+    needed: Kernels = {}
+    token = _needed.set(needed)
+    try:
+        yield needed
+    finally:
+        _needed.reset(token)
 
 
 def _sharding_attributes(
@@ -532,9 +551,7 @@ def split_call(
         return [
             ir.RankedTensorType.get(
                 a.shape,
-                mlir.dtype_to_ir_type(
-                    np.dtype(np.uint8) if in_bytes and is_byte(a.dtype) else a.dtype
-                ),
+                mlir.dtype_to_ir_type(moved_as(a.dtype) if in_bytes else a.dtype),
             )
             for a in avals
         ]
@@ -563,31 +580,42 @@ def split_call(
     return [modules.lower_with_sharding_in_types(ctx, y, aval) for y, aval in pairs]
 
 
-def is_byte(dtype: Any) -> bool:
-    """Whether elements are a byte each, but no truth values."""
-    return dtype.itemsize == 1 and dtype != bool
+def moved_as(dtype: np.dtype) -> np.dtype:
+    """The dtype that arrays have on their way: uint8 where an element is a byte, no truth value."""
+    return np.dtype(np.uint8) if dtype.itemsize == 1 and dtype != bool else dtype
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
-    """x as uint8, if its elements are a byte each."""
-    return jax.lax.bitcast_convert_type(x, np.uint8) if is_byte(x.dtype) else x
+    """x as it moves."""
+    return of_dtype(x, moved_as(x.dtype))
 
 
-def of_dtype(x: jax.Array, dtype: str) -> jax.Array:
-    """The inverse of `as_bytes`, to a dtype by its name."""
+def of_dtype(x: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `as_bytes`, to a dtype or its name."""
     named = jnp.dtype(dtype)
-    return jax.lax.bitcast_convert_type(x, named) if is_byte(named) else x
+    return x if x.dtype == named else jax.lax.bitcast_convert_type(x, named)
 
 
 def shard_module(
-    name: str, shard: Callable, operands: Sequence[Any], sizes: Mapping[str, int], platform: str
+    name: str,
+    shard: Callable,
+    operands: Sequence[Any],
+    sizes: Mapping[str, int],
+    platform: str,
+    is_here: bool = True,
 ) -> Any:
-    """The MLIR module of what each of several devices computes, on axes of these sizes."""
+    """The MLIR module of what each of several devices computes.
+
+    Args:
+      name: of the module.
+      shard: of arrays.
+      operands: their abstract values, on one device.
+      sizes: of the axes of devices.
+      platform: of the devices.
+      is_here: whether they are this process's; else the program may leave the machine.
+    """
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    try:
-        backend = jax.extend.backend.get_backend(platform)
-    except RuntimeError:
-        backend = None  # a test without the platform
+    backend = jax.extend.backend.get_backend(platform) if is_here else None
     with core.extend_axis_env_nd(sizes.items()):
         jaxpr = jax.make_jaxpr(shard)(*operands)
         return modules.build_mlir_module_helper(

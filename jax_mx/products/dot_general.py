@@ -110,7 +110,7 @@ def dot_general(
         keep = isinstance(rhs, QuantizedWeight) or is_square(rhs, recipe)
         static = static._replace(layout=layout.unpadded(keep))
     if isinstance(rhs, jax.Array):
-        rhs = gathered_for(lhs, rhs, layout, out_sharding is not None)
+        rhs = gathered_for(lhs, rhs, layout, recipe, out_sharding is not None)
     # In shard_map an operand, or a key, may vary over an axis that the others do not. Where all of
     # them vary, JAX sums the gradients of those others over it.
     leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs), None, recipe))

@@ -131,8 +131,8 @@ def mlp(
     b2 = bias_of(op, "b_down", b_down, (second.rhs.free[0],))
     residuals = residuals_of(op, residuals, recipe, _plain_residuals(pair, recipe))
     implementation = implementation_of(op, named("dot_general"), implementation)
-    first = [_gathered(x, w, layout) for w, layout in zip(first, layouts, strict=True)]
-    w2 = _gathered(x, w2, second)
+    first = [_gathered(x, w, layout, recipe) for w, layout in zip(first, layouts, strict=True)]
+    w2 = _gathered(x, w2, second, recipe)
     if out_sharding is None and is_explicit(jax.typeof(x).sharding.mesh):
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
@@ -234,9 +234,9 @@ def _biases(op: str, names: tuple[str, ...], biases: Any, columns: int) -> tuple
     return tuple(bias_of(op, f"b_gate_up[{i}]", b, (columns,)) for i, b in enumerate(biases))
 
 
-def _gathered(x: Any, w: Any, layout: Arrangements) -> Any:
+def _gathered(x: Any, w: Any, layout: Arrangements, recipe: Recipe) -> Any:
     """Floats of a weight, gathered over mesh axes that also split rows of x."""
-    return gathered_for(x, w, layout, True) if isinstance(w, jax.Array) else w
+    return gathered_for(x, w, layout, recipe, True) if isinstance(w, jax.Array) else w
 
 
 def _plain_residuals(pair: bool, recipe: Recipe) -> str:

@@ -225,7 +225,8 @@ def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
     plan = None if parameters["plan"] is None else plan_in(parameters["plan"])
     assert plan is None or isinstance(plan, ProductPlan)
     served = Served(parameters["implementation"], plan=plan)
-    count = parameters["windows"] // split.of(_summed(numbers)[-1])
+    windows = parameters["windows"]
+    count = 1 if windows == 1 else windows // split.of(_summed(numbers)[-1])
 
     def run(*leaves: jax.Array) -> list[jax.Array]:
         rest, sides = iter(leaves), []
