@@ -54,6 +54,8 @@ class Plan:
         window.
       caller: the public function whose part the call is, for messages; empty: the op itself.
       source: what makes the floats.
+      chosen: the chips that the recipe "auto" chose windows of rows for: in a program for others
+        they are of 32. Empty: the caller asks for them.
     """
 
     op: str
@@ -70,6 +72,7 @@ class Plan:
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
     caller: str = ""
     source: Source = X
+    chosen: str = ""
 
     def __hash__(self) -> int:
         return self._hash  # computed once: jit looks a plan up at every eager call
@@ -155,6 +158,15 @@ class Plan:
             dataclasses.replace(own, window=of_kernels(own.window)) for own in self.preprocessing
         )
         return dataclasses.replace(self, preprocessing=tuple(each))
+
+    @property
+    def in_blocks(self) -> Plan:
+        """The plan of windows of 32 in place of rows."""
+        each = (
+            dataclasses.replace(own, window=BLOCK if of_kernels(own.window) == ROW else own.window)
+            for own in self.preprocessing
+        )
+        return dataclasses.replace(self, preprocessing=tuple(each), chosen="")
 
     @property
     def of_codes(self) -> Plan:

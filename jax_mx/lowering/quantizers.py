@@ -338,6 +338,9 @@ def _lower_rows(
     platform: str | None, ctx, *operands, plan: Plan, read: tuple[bool, ...], rows: tuple[Rows, ...]
 ):
     target = target_of(ctx, platform)
+    if plan.chosen and not target.is_for(plan.chosen):
+        fn = functools.partial(_in_blocks, plan=plan, read=read)
+        return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
     view, *_ = ctx.avals_in
     if not rows:  # where the primitive is bound, nobody knows
         rows = tuple(
@@ -351,6 +354,11 @@ def _lower_rows(
             return partition.call(ctx, ROWS_NAME, parameters, rule, operands, target)
     fn = functools.partial(_quantize_rows, plan=plan, read=read, target=target, rows=rows)
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
+
+
+def _in_blocks(*operands, plan: Plan, read: tuple[bool, ...]) -> list:
+    """The same with windows of 32: in a program for other chips than rows were chosen for."""
+    return [*itertools.compress(quantize_p.bind(*operands, plan=plan.in_blocks), read)]
 
 
 def _along(view, plan: Plan, i: int) -> int:

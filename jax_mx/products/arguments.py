@@ -19,8 +19,9 @@ from jax_mx.facts.windows import ROW, of_kernels
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.arrangements import Arrangement, what_of
+from jax_mx.products.auto import resolved_for_groups
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.recipes import Recipe, check_frozen, recipe_of
+from jax_mx.products.recipes import Recipe, check_frozen
 
 RESIDUALS = ("mx", "floats", "inputs")  # what `mlp` and `moe` keep of gate and up
 
@@ -163,13 +164,13 @@ class Weight(NamedTuple):
     columns: int
 
 
-def grouped_recipe(op: str, recipe: Any) -> Recipe:
+def grouped_recipe(op: str, recipe: Any, *operands: Any) -> Recipe:
     """A recipe that grouped products may follow.
 
     Raises:
       TypeError, ValueError: it is none.
     """
-    recipe = recipe_of(op, recipe)
+    recipe = resolved_for_groups(op, recipe, operands)
     if of_kernels(window := recipe.window_in("wgrad")) == ROW:
         raise ValueError(
             f"{op}: the recipe's window in wgrad is {window!r}, which would span several groups' "

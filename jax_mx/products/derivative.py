@@ -25,7 +25,7 @@ from jax_mx.products.arrangements import Arrangement, Arrangements
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
-from jax_mx.products.recipes import Recipe
+from jax_mx.products.recipes import Chosen, Recipe
 
 Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
 
@@ -194,6 +194,7 @@ class Static(NamedTuple):
       exact: see `contraction.Numbers`.
       implementation: see `contraction.Numbers`.
       out_sharding: of the result.
+      chosen: what "auto" became; None where the caller passed a recipe.
     """
 
     op: str
@@ -202,6 +203,7 @@ class Static(NamedTuple):
     exact: bool
     implementation: str | None
     out_sharding: Any = None
+    chosen: Chosen | None = None
 
     def multiplication(
         self, lhs: tuple[int, int], rhs: tuple[int, int], dtype: Any = None, **how: Any
@@ -209,7 +211,8 @@ class Static(NamedTuple):
         """A product of these forms of a step's operands; `how`: see `Multiplication`."""
         if self.layout is not None:
             how["batch"] = self.layout.lhs.batch
-        shared: dict[str, Any] = {"exact": self.exact, "implementation": self.implementation}
+        names = ("exact", "implementation", "chosen")
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **how)
 
     @property

@@ -121,7 +121,8 @@ def _batch(args: Any, dims: Any, *, tree: Any, numbers: Numbers) -> tuple[list, 
 
 def _lower(platform: str | None, ctx: Any, *leaves: Any, tree: Any, numbers: Numbers) -> Any:
     target = targets.target_of(ctx, platform)
-    splitting = splitting_of(contraction_of(tree, ctx.avals_in, numbers), target)
+    abstract = contraction_of(tree, ctx.avals_in, numbers).lowered_for(target)
+    splitting = splitting_of(abstract, target)
     abstract = splitting.contraction
     served = decide(abstract, target)
     if splitting.is_shared_by(served):
@@ -164,6 +165,7 @@ class Multiplication(NamedTuple):
       align: see `Numbers`.
       exact: see `Numbers`.
       implementation: see `Numbers`.
+      chosen: see `Numbers`.
     """
 
     lhs: tuple[int, int]
@@ -176,6 +178,7 @@ class Multiplication(NamedTuple):
     align: int = 1
     exact: bool = False
     implementation: str | None = None
+    chosen: Any = None
 
     def of(self, a: ProductOperand, b: ProductOperand, sizes: Any) -> Contraction:
         """The contraction of two forms."""
@@ -198,6 +201,7 @@ class Multiplication(NamedTuple):
             self.exact,
             sharding,
             self.implementation,
+            self.chosen,
         )
         return Contraction(numbers, a.array, b.array, sizes if self.groups else None)
 

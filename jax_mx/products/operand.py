@@ -110,6 +110,11 @@ class QuantizedWeight:
         return self.floats.dtype
 
 
+def chips_of(chosen: Any) -> str:
+    """The chips that "auto" chose a recipe for; "" where a caller passed it."""
+    return "" if chosen is None else chosen[1]
+
+
 def _arrangement(text: bytes) -> tuple[Arrangement]:
     parts: Any = (tuple(part) if isinstance(part, list) else part for part in json.loads(text))
     return (Arrangement(*parts),)
@@ -286,6 +291,7 @@ class Unquantized:
             transpose=(False, transpose[1]) if both else transpose[0],
             block=(BLOCK, BLOCK) if square else BLOCK,
             value_layouts=(ROW_MAJOR_VALUES,) * len(parts),
+            chosen=chips_of(self.recipe.chosen),
             preprocessing=tuple(
                 dataclasses.replace(
                     preprocessing_of(first, use.rounding, use.hadamard, use.window, SHARD),

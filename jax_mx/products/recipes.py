@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,19 @@ from jax_mx.products.operand import (
 
 T = TypeVar("T")
 _BF16 = "bf16"  # of a product that is not quantized
+AUTO = "auto"  # the name of the recipe that a call resolves when it is traced
+
+
+class Chosen(NamedTuple):
+    """The recipe that "auto" became.
+
+    Attributes:
+      name: of the recipe, see `RECIPES`.
+      chips: that it was chosen for, as drivers name them.
+    """
+
+    name: str
+    chips: str
 
 
 def _register(kind: type[T]) -> type[T]:
@@ -166,6 +179,7 @@ class Recipe(_Value):
         for `Product(format=...)`.
       dgrad: likewise.
       wgrad: likewise.
+      chosen: of a recipe that "auto" became, which one it is, and for which chips; else None.
     """
 
     lhs: Format | str = dataclasses.field(default=MXFP8_E4M3, metadata={"static": True})
@@ -178,6 +192,7 @@ class Recipe(_Value):
     forward: Product | Format | str | None = None
     dgrad: Product | Format | str | None = None
     wgrad: Product | Format | str | None = None
+    chosen: Chosen | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self):
         """Names become what they name.
@@ -304,7 +319,8 @@ class Recipe(_Value):
         first, second = Unquantized.of(side, jax.lax.stop_gradient(w), self).forms()
         if flag(op, "dequantized", dequantized):
             first, second = dequantized_forms(first, second)
-        return QuantizedWeight(w, first, second, self, side)
+        plain = dataclasses.replace(self, chosen=None)
+        return QuantizedWeight(w, first, second, plain, side)
 
     def fold_in(self, data: Any) -> Recipe:
         """The recipe with keys that `data` is folded into: one for each step and layer.
@@ -424,6 +440,12 @@ _USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": (
 # MXFP8BlockScaling. E5M2 gradients diverged at 8B parameters:
 # NVIDIA-NeMo/Megatron-Bridge#638.
 MXFP8 = Recipe()
+# The same for Hopper's FP8 tensor cores, whose sums want one scale: elements of a row share an amax
+# where sums run over features, rows that a device holds where they run over tokens. So no amax
+# crosses devices that split tokens.
+MXFP8_ROWS = Recipe(window=ROW, wgrad=Product(window=SHARD))
+# And for experts there, whose rows are a group's: 256 elements share an amax.
+MXFP8_WINDOWS = Recipe(window=256)
 # E5M2 for gradients: TransformerEngine's Format.HYBRID.
 MXFP8_HYBRID = Recipe(gradient=MXFP8_E5M2)
 # MXFP4 in all three products; the gradient of the weights is what breaks training, and a
@@ -453,18 +475,30 @@ def mxfp4_backward(key: jax.Array) -> Recipe:
 # Nothing is quantized: what the others are compared with. Of weights that are MX already, what is
 # multiplied with them stays floats.
 BF16 = Recipe(forward=_BF16, dgrad=_BF16, wgrad=_BF16)
-RECIPES = {"mxfp8": MXFP8, "mxfp8_hybrid": MXFP8_HYBRID, "mxfp4": MXFP4, "bf16": BF16}
+RECIPES = {
+    "mxfp8": MXFP8,
+    "mxfp8_rows": MXFP8_ROWS,
+    "mxfp8_windows": MXFP8_WINDOWS,
+    "mxfp8_hybrid": MXFP8_HYBRID,
+    "mxfp4": MXFP4,
+    "bf16": BF16,
+}
+
+
+def name_of(recipe: Recipe) -> str:
+    """The name of one of `RECIPES`."""
+    return next(name for name, each in RECIPES.items() if each == recipe)
 
 
 def recipe_of(op: str, recipe: Any) -> Recipe:
-    """A recipe, or one of `RECIPES` by its name.
+    """A recipe, or one of `RECIPES` by its name; auto.py has "auto".
 
     Raises:
       TypeError, ValueError: it is neither.
     """
     if isinstance(recipe, Recipe):
         return recipe
-    allowed = ", ".join(map(repr, RECIPES))
+    allowed = ", ".join(map(repr, (AUTO, *RECIPES)))
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise ValueError(
