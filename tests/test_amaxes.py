@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_equal, of, on_hopper
-from helpers import amaxes, call, lowered_apart, poison_memory, stand_in
+from helpers import (
+    MADE,
+    amaxes,
+    assert_bits_equal,
+    call,
+    lowered_apart,
+    poison_memory,
+    stand_in,
+)
 from on_device import HERE
 
 import jax_mx
@@ -72,7 +80,7 @@ def test_amaxes_of_rows_and_columns():
             assert_equal(got.view(jnp.uint8), np.asarray(want.view(jnp.uint8)))
     f = jax.vmap(jax.vmap(functools.partial(amaxes, implementation="xla")), 1)
     for got, axis in zip(f(x[:, :, None]), (-1, -2), strict=True):
-        want = amaxes(x.reshape(-1, *x.shape[2:]), "xla")[-1 - axis]
+        want = amaxes(x.reshape(-1, *x.shape[2:]), implementation="xla")[-1 - axis]
         want = np.swapaxes(np.asarray(want).reshape(2, 3, 1, -1), 0, 1)
         assert_equal(got, want)
 
@@ -90,10 +98,54 @@ def test_amaxes_are_read_once(monkeypatch):
     assert "6x64x96" not in text
 
 
+def check_made(word):
+    """What a source makes, and its amaxes, beside XLA's: tails, any address, any bits."""
+    rng, source = np.random.default_rng(26), MADE[word]
+    for rows, columns, offset in [(32, 32, 0), (160, 544, 0), (4128, 96, 0), (96, 1568, 1)]:
+        shapes = [(rows, 2 * columns), (rows,), (rows, columns)][: len(source.operands)]
+        whole = [any_bits(rng, (math.prod(s) + offset,)) for s in shapes]
+        whole[1] = whole[1].astype(np.float32)
+
+        def f(*whole, implementation):
+            arrays = [a[offset:].reshape(s) for a, s in zip(whole, shapes, strict=True)]  # noqa: B023
+            return amaxes(*arrays, implementation=implementation, source=source)
+
+        poison_memory()
+        made = jax.jit(functools.partial(f, implementation="cutedsl"))(*whole)
+        want = jax.jit(functools.partial(f, implementation="xla"))(*whole)
+        for got, wanted in zip(made, want, strict=True):
+            assert_bits_equal(got, wanted, f"{word} {rows} x {columns}")
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_what_is_made_is_quantized_in_windows_of_rows():
+    """By the plans of a layer: along rows, along columns, both ways; from gates and ups."""
+    rng = np.random.default_rng(27)
+    for rows, columns in [(96, 160), (64, 2080), (160, 14336)]:
+        x, dy = any_bits(rng, (rows, 2 * columns)), any_bits(rng, (rows, columns))
+        own, back = jax_mx.Gated("swiglu"), jax_mx.Gated("swiglu", gradient=jnp.asarray(dy))
+        both = functools.partial(jax_mx.quantize_both, transpose=(False, True))
+        for op in (
+            functools.partial(jax_mx.quantize, activation=own),
+            functools.partial(jax_mx.quantize, activation=own, axis=-2, transpose=True),
+            functools.partial(both, activation=own),
+            functools.partial(both, activation=back),
+        ):
+            f = functools.partial(op, window="row")
+            poison_memory()
+            made = jax.tree.leaves(jax.jit(f)(x))
+            want = jax.tree.leaves(jax.jit(functools.partial(f, implementation="xla"))(x))
+            for got, wanted in zip(made, want, strict=True):
+                assert_bits_equal(got, wanted, f"{rows} x {columns}")
+
+
 @on_hopper
 @of("amaxes")
 def test_the_kernel_of_amaxes(variant):
     assert variant.rows == 128
+    if variant.source:
+        return check_made(variant.source)
     rng, dtype = np.random.default_rng(22), np.dtype(variant.floats or jnp.bfloat16)
     for shape in [(1, 32, 32), (3, 32, 64), (2, 160, 544), (1, 4096, 1024), (5, 96, 1568)]:
         check_amaxes(any_bits(rng, shape, dtype), "cutedsl")
@@ -122,14 +174,19 @@ def wanted(x, variant):
     """Codes and scales of each direction, as bytes, in NumPy; both transposed where they are."""
     found = []
     for format, direction in zip(variant.formats, variant.form.directions, strict=True):
-        rows = x if direction.blocks is Blocks.LAST else np.swapaxes(x, -1, -2)
-        amax = np.abs(rows.astype(np.float32)).view(np.uint32).max(-1, keepdims=True, initial=0)
+        rows = np.ascontiguousarray(
+            x if direction.blocks is Blocks.LAST else np.swapaxes(x, -1, -2)
+        )
+        bits = rows.view(np.uint32) if x.dtype == np.float32 else rows.view(np.uint16)
+        bits = bits.astype(np.uint32) << (0 if x.dtype == np.float32 else 16)
+        amax = (bits & 0x7FFFFFFF).max(-1, keepdims=True, initial=0)
         add, exception = Scaling.RCEIL.rounding(format)
         scale = np.maximum(amax + np.uint32(add) >> 23, format.emax) - format.emax
         scale[amax == np.uint32(exception & 0xFFFFFFFF)] = 0
         scale[amax >= 0x7F800000] = 255
-        scaled = rows.astype(np.float64) * 2.0 ** (127 - scale.astype(np.float64))
-        codes = scaled.astype(format.storage).view(np.uint8)
+        with np.errstate(invalid="ignore", over="ignore"):
+            scaled = rows.astype(np.float64) * 2.0 ** (127 - scale.astype(np.float64))
+            codes = scaled.astype(format.storage).view(np.uint8)
         codes = np.where(scale == 255, np.uint8(format.nan_code), codes)
         scales = np.broadcast_to(scale.astype(np.uint8), codes.shape)[..., ::BLOCK]
         if direction.blocks is Blocks.SECOND and not direction.transposed:

@@ -1144,7 +1144,12 @@ def test_what_kernels_do_not_take_gets_one_sentence():
     shapes = ((40, 512), (48, 512))
     for product, sentence in (
         (_contraction(shapes, PLAIN, None, jnp.float32), "no float32"),
-        (_contraction(shapes, PLAIN, Recipe(window=256), unsplit="is not split; use jax.shard_map"), "use jax.shard_map"),
+        (
+            _contraction(
+                shapes, PLAIN, Recipe(window=256), unsplit="is not split; use jax.shard_map"
+            ),
+            "use jax.shard_map",
+        ),
     ):
         found = kernels.support(product, ["sm_90"])
         assert not found

@@ -242,4 +242,5 @@ def signature_of(op: str, kinds: Sequence[Kind] = (), source: HasArrays | None =
     if not source:
         return plain
     _, *others = plain.operands
-    return Signature((*source.operands, *others), (*plain.results, *source.results))
+    made = (Array("floats", Role.SOURCE),) if op == "amaxes" else ()
+    return Signature((*source.operands, *others), (*plain.results, *made, *source.results))

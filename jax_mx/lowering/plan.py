@@ -260,6 +260,7 @@ class ProductPlan:
       free: see `facts.product_kernels.ProductKernel`; x then has zeros up to a multiple of `UNIT`
         columns.
       floats: the dtype of its floats, where kernels take several.
+      source: what makes the floats, of "amaxes"; they come out, too.
     """
 
     op: str
@@ -272,6 +273,7 @@ class ProductPlan:
     implementation: str | None = None
     free: bool = False
     floats: str = ""
+    source: Source = X
     # What the lowering asks of any plan:
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
     scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
@@ -285,7 +287,7 @@ class ProductPlan:
     @property
     def signature(self) -> Signature:
         """The arrays of the call, with those that it lacks."""
-        return signature_of(self.op)
+        return signature_of(self.op, source=self.source)
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -305,7 +307,7 @@ class ProductPlan:
 
     def product(self, dsl: str) -> ProductKernel:
         """The kernel that it asks for, which may be none of those that there are."""
-        kinds = self.window, self.tiles, self.free, self.floats
+        kinds = self.window, self.tiles, self.free, self.floats, str(self.source)
         return ProductKernel(self.op, dsl, self.formats, self.rows, *kinds)
 
 

@@ -582,7 +582,7 @@ def split_call(
 
 def moved_as(dtype: np.dtype) -> np.dtype:
     """The dtype that arrays have on their way: uint8 where an element is a byte, no truth value."""
-    return np.dtype(np.uint8) if dtype.itemsize == 1 and dtype != bool else dtype
+    return np.dtype(np.uint8) if dtype.itemsize == 1 and dtype.kind != "b" else dtype
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
@@ -662,7 +662,9 @@ def split_in(sharding: Any, sizes: Mapping[str, int], ndim: int) -> list | None:
         (spec,) = sharding_impls.parse_flatten_op_sharding(sharding, mesh)
     except Exception:  # of several kinds, none of which JAX promises
         return None
-    split = [() if names is None else (names,) if isinstance(names, str) else names for names in spec]
+    split = [
+        () if names is None else (names,) if isinstance(names, str) else names for names in spec
+    ]
     return [*split, *[()] * (ndim - len(split))]
 
 

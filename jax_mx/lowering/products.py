@@ -94,9 +94,17 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
     return [y.reshape(size, rows, y.shape[-1])], [0]
 
 
-def _amaxes_avals(x, *, plan: ProductPlan):
-    """The abstract values for x (batch, T, K), which is not split: by row and by column."""
-    return [unsplit("mx_amaxes", [x], (x.shape[0], n), plan.dtype) for n in x.shape[1:]]
+def _amaxes_avals(x, *other, plan: ProductPlan):
+    """The abstract values for x (batch, T, K), which is not split: by row and by column.
+
+    Of what a source makes the floats, too.
+    """
+    operands = [x, *other]
+    if not plan.source:
+        return [unsplit("mx_amaxes", operands, (x.shape[0], n), plan.dtype) for n in x.shape[1:]]
+    shape, dtype = plan.source.floats_type(x, *other)
+    avals = [unsplit("mx_amaxes", operands, (1, n), plan.dtype) for n in shape]
+    return [*avals, unsplit("mx_amaxes", operands, shape, dtype)]
 
 
 def _of_both_avals(view, *, plan: Plan):
@@ -163,7 +171,9 @@ def _batch_of_both(args, dims, *, plan: Plan):
 
 
 def _batch_amaxes(primitive: Primitive, args, dims, *, plan: ProductPlan):
-    """More matrices."""
+    """More matrices; of a source's, one call after the other."""
+    if plan.source:
+        return _batch_each(primitive, args, dims, plan=plan)
     x = jnp.moveaxis(args[0], dims[0], 0)
     found = primitive.bind(x.reshape(-1, *x.shape[2:]), plan=plan)
     return [a.reshape(*x.shape[:2], -1) for a in found], [0] * len(found)

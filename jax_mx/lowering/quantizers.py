@@ -20,14 +20,15 @@ from jax.sharding import PartitionSpec
 from jax_mx import reference
 from jax_mx.arrays.sharding import is_explicit, spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed
+from jax_mx.facts.directions import Blocks
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Format, Scaling
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Role
-from jax_mx.facts.sources import Source
+from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import ROW, SHARD
 from jax_mx.lowering import partition, registry
 from jax_mx.lowering.partition import Rule, Split
-from jax_mx.lowering.plan import Plan, described, plan_in
+from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan, described, plan_in
 from jax_mx.lowering.primitive import (
     Op,
     agree,
@@ -36,11 +37,12 @@ from jax_mx.lowering.primitive import (
     define,
     make_primitive,
     no_derivative,
+    one_by_one,
     serves_by_itself,
     unsplit_like,
     vary_alike,
 )
-from jax_mx.lowering.products import amax_of, amaxes_of_both_p
+from jax_mx.lowering.products import AMAX, amax_of, amaxes_of_both_p, products_p
 from jax_mx.lowering.targets import Target, target_of
 
 # Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
@@ -183,7 +185,7 @@ def _with_derived(
 
 
 def _of_parts(y, plan: Plan, i: int, count: int):
-    """For each block the amax of its window, of which a direction has so many, all of one length."""
+    """For each block the amax of its window, of which a direction has so many of one length."""
     result = plan.view.results[i]
     blocks = {result.number: y.shape[result.number] // count}
     return reference.over_windows(reference.amax_of(y, result.block), blocks)
@@ -240,12 +242,16 @@ def _quantize_via_floats(*operands, plan: Plan):
 
     def quantize(source: Source, x: jax.Array, *other: jax.Array) -> list:
         alone = dataclasses.replace(plan, source=source)
+        bind = quantize_p.bind
+        if takes_amaxes(alone):  # which follow from the floats, once they are there
+            every = (True,) * len(alone.signature.results)
+            bind = functools.partial(quantize_rows_p.bind, read=every, rows=())
         if source:
             arranged = source.arranged(x, other, spans)
         else:
             viewed = Viewed.of(plan.view, x.shape, spec_of(x), plan.first_axis)
             arranged = [viewed.to_floats(x)]
-        return quantize_p.bind(*arranged, *block_data, plan=alone)
+        return bind(*arranged, *block_data, plan=alone)
 
     outs = plan.source.in_steps(quantize, *plan.source.whole(operands[:count], spans))
     shapes = plan.source.result_shapes(operands, spans)
@@ -343,11 +349,14 @@ def _lower_rows(
         return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
     view, *_ = ctx.avals_in
     if not rows:  # where the primitive is bound, nobody knows
+        by_xla = target.partitioned and bool(plan.source)  # which binds it again, of floats
         rows = tuple(
-            Rows(target.shards_of(_along(view, plan, i)) if own.window == SHARD else 1)
+            Rows(target.shards_of(_along(view, plan, i)))
+            if own.window == SHARD and not plan.source
+            else Rows()
             for i, own in enumerate(plan.preprocessing)
         )
-        plan = plan.of_rows
+        plan = plan if by_xla else plan.of_rows
         if _is_shared(target, ctx.avals_in, plan):
             parameters = {"plan": described(plan), "read": read, "rows": [r.count for r in rows]}
             rule = _rule(ctx.avals_in, ctx.avals_out, plan, rows)
@@ -367,8 +376,8 @@ def _along(view, plan: Plan, i: int) -> int:
 
 
 def _is_shared(target: Target, avals: Sequence[Any], plan: Plan) -> bool:
-    """Whether XLA splits the call by a rule: it sees units, which are never split, by itself."""
-    whole = plan.view.units is not None or any(0 in aval.shape for aval in avals)
+    """Whether XLA splits the call by a rule: it sees to units and sources by itself."""
+    whole = plan.source or plan.view.units is not None or any(0 in a.shape for a in avals)
     return target.partitioned and not (whole or partition.obstacle(target, avals))
 
 
@@ -412,9 +421,17 @@ def _rows_of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
 
 
 def _batch_rows(args, dims, *, plan: Plan, read: tuple[bool, ...], rows: tuple[Rows, ...]):
-    """Leading dimensions are batch dimensions."""
-    outs = quantize_rows_p.bind(*batched(args, dims), plan=plan, read=read, rows=rows)
+    """Leading dimensions are batch dimensions; matrices of a source one after the other."""
+    bind = functools.partial(quantize_rows_p.bind, plan=plan, read=read, rows=rows)
+    if plan.source:
+        return one_by_one(lambda *args: bind(*args), args, dims)
+    outs = bind(*batched(args, dims))
     return outs, [0] * len(outs)
+
+
+def takes_amaxes(plan: Plan) -> bool:
+    """Whether a call takes what follows from the floats."""
+    return any(array.derived for array in plan.block_data)
 
 
 def _unread(used: Sequence[bool], params: dict) -> dict:
@@ -423,12 +440,7 @@ def _unread(used: Sequence[bool], params: dict) -> dict:
 
 
 def _quantize_rows(
-    view,
-    *given,
-    plan: Plan,
-    read: tuple[bool, ...],
-    target: Target,
-    rows: tuple[Rows, ...],
+    *operands, plan: Plan, read: tuple[bool, ...], target: Target, rows: tuple[Rows, ...]
 ) -> list:
     """What is read of the primitive's results.
 
@@ -436,43 +448,75 @@ def _quantize_rows(
     the amaxes' and the quantizer's together 6.
     """
     of = [a.of for a, is_read in zip(plan.signature.results, read, strict=True) if is_read]
-    plain = plan.view.units is None and not (given or plan.gives_floats)
-    if (
-        len(plan.formats) == 2
-        and len({*of}) == 1
-        and plain
-        and not is_explicit(jax.typeof(view).sharding.mesh)
-    ):
-        one = _one_of_both(view, plan, of[0], target, rows[of[0]])
-        return [*itertools.compress(one, _of(read, of[0]))]
-    once = False
-    if not target.partitioned and all(own.count == 1 for own in rows):
-        crosses = any(own.across for own in rows)
-        if not crosses and serves_by_itself(plan.finding, target):
-            return [*itertools.compress(quantize_p.bind(view, plan=plan.finding), read)]
-        tiled = plan.form.spans[0] and target.platform == "cuda"
-        once = tiled and serves_by_itself(plan, target)
-    data = _with_derived(view, given, plan, once, rows)
-    return [*itertools.compress(quantize_p.bind(view, *data, plan=plan), read)]
+    plain = plan.view.units is None and not (plan.given_data or plan.gives_floats)
+    plain = plain and not plan.source.results
+    plain = plain and not is_explicit(jax.typeof(operands[0]).sharding.mesh)
+    if len(plan.formats) == 2 and len({*of}) == 1 and plain:
+        outs = _one_of_both(operands, plan, of[0], target, rows[of[0]])
+        return [*itertools.compress(outs, read[2 * of[0] : 2 * of[0] + 2])]
+    alone = not target.partitioned and all(own == Rows() for own in rows)
+    if alone and serves_by_itself(plan.finding, target):
+        outs = quantize_p.bind(*operands, plan=plan.finding)
+    elif plan.source:
+        outs = _quantize_made_rows(operands, plan, target)
+    else:
+        view, *given = operands
+        once = all(own.count == 1 for own in rows) and _takes_each_once(plan, target)
+        data = _with_derived(view, given, plan, once, rows)
+        outs = quantize_p.bind(view, *data, plan=plan)
+    return [*itertools.compress(outs, read)]
 
 
-def _of(read: Sequence[bool], i: int) -> Sequence[bool]:
-    """Which of the i-th direction's results, codes and scales, are read."""
-    return read[2 * i : 2 * i + 2]
+def _takes_each_once(plan: Plan, target: Target) -> bool:
+    """Whether a kernel serves a plan that takes amaxes once a row: `Tiled` of cutedsl."""
+    tiled = plan.form.spans[0] and target.platform == "cuda" and not target.partitioned
+    return tiled and serves_by_itself(plan, target)
 
 
-def _one_of_both(view, plan: Plan, i: int, target: Target, rows: Rows) -> list:
+def finding(plan: Plan) -> tuple[AnyPlan, ...]:
+    """The plans of one call that finds the amaxes of what a source makes: with codes, or floats."""
+    floats = "" if plan.dtype == jnp.bfloat16 else plan.dtype.name
+    how: dict[str, Any] = {"floats": floats, "source": plan.source.kernel}
+    return plan.finding, ProductPlan("amaxes", (), AMAX, False, 128, **how)
+
+
+def _quantize_made_rows(operands: Sequence[jax.Array], plan: Plan, target: Target) -> list:
+    """By a kernel that makes the floats of a source and finds their amaxes; or XLA makes them."""
+    plain = dataclasses.replace(plan, source=X)
+    _, found = finding(plan)
+    if not (_takes_each_once(plain, target) and serves_by_itself(found, target)):
+        return _quantize_via_floats(*operands, plan=plan)
+    x, *other = plan.source.whole(operands, plan.form.spans)
+    *amaxes, floats = products_p["amaxes"].bind(x, *other, plan=found)
+    viewed = Viewed.of(plain.view, floats.shape, (None,) * 2, plan.first_axis)
+    data = []
+    for result, direction in zip(plain.view.results, plan.form.directions, strict=True):
+        along = [i % len(viewed.shape) for i in plain.view.along(result)]
+        shape = [1 if i in along else n for i, n in enumerate(viewed.shape)]
+        data.append(amaxes[direction.blocks is Blocks.SECOND].reshape(shape))
+    return quantize_p.bind(viewed.to_floats(floats), *data, plan=plain)
+
+
+def _one_of_both(
+    operands: Sequence[jax.Array], plan: Plan, i: int, target: Target, rows: Rows
+) -> list:
     """Codes and scales of one of a plan's two directions, by a plan of its own."""
+    view, source = operands[0], plan.source
     lead = view.ndim - plan.view.tail
     shape = (*view.shape[:lead], *(n * BLOCK for n in view.shape[lead : lead + 2]))
+    shape = floats_shape(operands, plan) if source else shape
     fields = ("formats", "preprocessing", "value_layouts")
     own: dict[str, Any] = {name: (getattr(plan, name)[i],) for name in fields}
     own |= {"op": "quantize", "axis": -1 - i, "transpose": i == 1 and plan.transpose}
     alone = dataclasses.replace(plan, **own)
     spec = (None,) * len(shape)
     both, one = (Viewed.of(p.view, shape, spec, p.first_axis) for p in (plan, alone))
-    x = one.to_floats(both.from_floats(view))
-    outs = _quantize_rows(x, plan=alone, read=(True, True), target=target, rows=(rows,))
+    if source:
+        x, *other = source.whole(operands, plan.form.spans)
+        operands = source.arranged(x, other, alone.form.spans)
+    else:
+        operands = [one.to_floats(both.from_floats(view))]
+    outs = _quantize_rows(*operands, plan=alone, read=(True, True), target=target, rows=(rows,))
     (result,), to = alone.view.results, plan.view.results[i]
     (values, scales), _ = one.from_arrays(outs, result, alone.axes, alone.format, alone.transpose)
     return [both.to_values(values, to, alone.format), both.to_scales(scales, to)]
@@ -503,7 +547,7 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
       the source.
     """
     operands = vary_alike(*operands) if len(operands) > 1 else operands
-    if any(array.derived for array in plan.block_data) and not plan.source:
+    if takes_amaxes(plan):
         read = (True,) * len(plan.signature.results)
         outs = quantize_rows_p.bind(*operands, plan=plan, read=read, rows=())
     else:

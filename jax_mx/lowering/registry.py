@@ -166,6 +166,12 @@ def last_axis_plans(plan: Plan) -> list[Plan]:
     ]
 
 
+def is_fused(plan: AnyPlan) -> bool:
+    """Whether a kernel of some DSL serves a plan by itself, whatever makes its floats."""
+    find = _product_for if isinstance(plan, ProductPlan) else _variant_for
+    return any(find(plan, dsl)[0] is not None for dsl in chip_table.ARCHS)
+
+
 # ---- kernels ---
 _asks_store: contextvars.ContextVar[bool] = contextvars.ContextVar("asks_store", default=True)
 

@@ -107,9 +107,7 @@ def _windows_of(contraction: Contraction, target: Target) -> int:
 def _in(contraction: Contraction, window: Any) -> Contraction:
     """The contraction with this window in place of "shard"."""
     lhs, rhs = (
-        dataclasses.replace(x, window=window)
-        if isinstance(x, MXArray) and x.window == SHARD
-        else x
+        dataclasses.replace(x, window=window) if isinstance(x, MXArray) and x.window == SHARD else x
         for x in (contraction.lhs, contraction.rhs)
     )
     return dataclasses.replace(contraction, lhs=lhs, rhs=rhs)
@@ -152,14 +150,12 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
         name: n // units[name] if n % units[name] == 0 and name not in whole else 1
         for name, n in lengths.items()
     }
-    operands = [
-        names
-        for x, names in zip(sides, factors, strict=True)
-        for _ in jax.tree.leaves(x)
-    ]
+    operands = [names for x, names in zip(sides, factors, strict=True) for _ in jax.tree.leaves(x)]
     operands += [("g",)] * len(jax.tree.leaves(contraction.sizes))
     lead = [f"b{i}" for i in range(len(numbers.batch[0]))] + ["g"] * (numbers.groups == SUMS)
-    free = [f"{kind}{i}" for side, kind in enumerate("mn") for i in range(len(contraction.free(side)))]
+    free = [
+        f"{kind}{i}" for side, kind in enumerate("mn") for i in range(len(contraction.free(side)))
+    ]
     return Rule(tuple(operands), ((*lead, *free),), parts, _summed(numbers))
 
 
@@ -242,9 +238,9 @@ def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
 
 
 def computed(contraction: Contraction, served: Served, windows: int = 1) -> jax.Array:
-    """The product by the implementation that serves it, of each window along the contracted axis."""
+    """The product by the implementation that serves it, window by window of what is contracted."""
     run = IMPLEMENTATIONS[served.implementation].run
-    if windows == 1 or served.plan is None and served.implementation != "fp8":
+    if windows == 1 or (served.plan is None and served.implementation != "fp8"):
         return run(contraction, served)
     wide = np.dtype(np.float32)
     numbers = dataclasses.replace(contraction.numbers, dtype=wide)
@@ -254,9 +250,7 @@ def computed(contraction: Contraction, served: Served, windows: int = 1) -> jax.
     for i in range(windows):
         sides = [
             _part(x, dims[-1], i, windows)
-            for x, dims in zip(
-                (contraction.lhs, contraction.rhs), numbers.contracting, strict=True
-            )
+            for x, dims in zip((contraction.lhs, contraction.rhs), numbers.contracting, strict=True)
         ]
         y = run(Contraction(numbers, *sides), served)
         total = y if total is None else total + y

@@ -10,15 +10,18 @@ its beginning, which the quantizer reads first.
 """
 
 import cutlass
-from cutlass import Int64, Uint16, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.launch import Extent, Factor, GridTerm, Scratch, constant
 from jax_mx.facts.product_kernels import ProductKernel
-from jax_mx.facts.signatures import Array
+from jax_mx.facts.signatures import Array, signature_of
+from jax_mx.kernels.cutedsl import activations
 from jax_mx.kernels.cutedsl.kernel import largest
 from jax_mx.kernels.cutedsl.products import ProductEntry, vector
+from jax_mx.sources.gated import GatedSource
+from jax_mx.sources.gated_gradient import GradientSource
 
 MAGNITUDES = {2: 0x7FFF7FFF, 4: 0x7FFFFFFF}  # by the bytes of an element
 
@@ -187,6 +190,141 @@ class Amaxes(ProductEntry):
             raise_to(to + Int64(8 * tid + 4), most[1])
 
 
+class AmaxesOfMade(Amaxes):
+    """Those of what a source makes of gates, ups and weights; it also stores what it makes.
+
+    A thread block takes 128 rows and 512 gates, and makes what belongs to these.
+    """
+
+    def __init__(self, product: ProductKernel, arch: str, vectors: bool):
+        super().__init__(product, arch, vectors)
+        self.source = SOURCES[product.source]
+        self.signature = signature_of(product.op, source=self.source)
+        self.given = 2 + ("dy" in [array.name for array in self.signature.operands])
+        self.deep = 2 if self.given > 2 else 4
+
+    @property
+    def extents(self) -> list[Extent]:
+        """Rows; columns of gates and ups."""
+        return [Extent(0, i, i + 1) for i in range(2)]
+
+    @property
+    def grid(self) -> list:
+        """A thread block for each tile."""
+        sizes = zip(self.extents, (self.rows, 2 * self.columns), strict=True)
+        return [GridTerm(0, Factor(extent, size)).to_json() for extent, size in sizes]
+
+    @property
+    def scratch(self) -> list:
+        """Results begin as zeros."""
+        numbers = map(self.signature.number, ("of_rows", "of_columns"))
+        return [
+            Scratch(n, (Factor(Extent(n)), Factor(constant(4))), clear=True).to_json()
+            for n in numbers
+        ]
+
+    def align_of(self, array: Array, itemsize: int) -> int:
+        """16 bytes, or an element, for floats."""
+        if array.name in ("x", "dy", "floats"):
+            return 16 if self.vectors else self.itemsize
+        return 4
+
+    def element_of(self, array: Array):
+        if array.name == "weights":
+            return cutlass.Float32
+        return cutlass.BFloat16 if array.name in ("x", "dy", "floats") else Uint32
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        arrays = self.signature.named(pointers)
+        r, wide, _ = scalars
+        c = wide // 2
+        warps: cutlass.Constexpr = self.threads // 32
+        each: cutlass.Constexpr = self.rows // warps  # rows of a warp
+        deep: cutlass.Constexpr = self.deep
+        parts: cutlass.Constexpr = self.source.parts
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        count, _, _ = cute.arch.grid_dim()
+        bid = count - 1 - bid
+        warp, lane = tid // 32, tid % 32
+        across = (c + self.columns - 1) // self.columns
+        row = bid // across * self.rows + warp * each
+        column = bid % across * self.columns
+        below = cute.make_rmem_tensor((4, 2, parts), Uint32)
+        below.fill(0)
+        own = Uint32(0)
+        for part in range_constexpr(each // deep):
+            first = row + part * deep
+            held = cute.make_rmem_tensor((4, 2, deep, self.given), Uint32)
+            weights = cute.make_rmem_tensor(deep, Float32)
+            self.take(arrays, held, weights, (first, r), (column + 8 * lane, c))
+            for i in range_constexpr(deep):
+                beside = Uint32(0)
+                for j in range_constexpr(2):
+                    made = cute.make_rmem_tensor((4, parts), Uint32)
+                    for w in range_constexpr(4):
+                        words = self.made([held[w, j, i, k] for k in range(self.given)], weights[i])
+                        for p in range_constexpr(parts):
+                            made[w, p] = words[p]
+                            word = words[p] & Uint32(MAGNITUDES[2])
+                            below[w, j, p] = larger(below[w, j, p], word)
+                            beside = larger(beside, word)
+                    at = column + 8 * lane + 256 * j
+                    if (first + i < r) & (at < c):
+                        for p in range_constexpr(parts):
+                            start = (Int64(first + i) * parts + p) * c + at
+                            self.store(arrays["floats"].toint() + start * 2, made[None, p])
+                beside = largest(self.float_bits(beside))
+                own = Uint32(cutlass.select_(lane == part * deep + i, beside, own))
+        if (lane < each) & (row < r):
+            raise_to(arrays["of_rows"].toint() + Int64(row + lane) * 4, own)
+        for p in range_constexpr(parts):
+            to = arrays["of_columns"].toint() + (Int64(p) * c + column) * 4
+            self.raise_columns(to, below[None, None, p], c - column)
+
+    @cute.jit
+    def take(self, arrays, held, weights, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
+        """Gates, ups, what else there is, and weights, of some rows; zeros where there are none."""
+        (first, r), (column, c) = rows, columns
+        held.fill(0)
+        weights.fill(0.0)
+        if first < r:
+            for i in range_constexpr(self.deep):
+                weights[i] = vector(arrays["weights"].toint() + Int64(first + i) * 4, Float32)[0]
+        for j in range_constexpr(2):
+            at = column + 256 * j
+            if (first < r) & (at < c):
+                for i in range_constexpr(self.deep):
+                    for k in range_constexpr(2):
+                        start = (Int64(first + i) * 2 + k) * c + at
+                        self.load(arrays["x"].toint() + start * 2, held[None, j, i, k])
+                    if const_expr(self.given > 2):
+                        start = Int64(first + i) * c + at
+                        self.load(arrays["dy"].toint() + start * 2, held[None, j, i, 2])
+
+    def made(self, words: list, weight) -> list:
+        """The words of each part that are made of words of what is given."""
+        gate, up, *dy = words
+        if dy:
+            return activations.gradients(self.source.activation, gate, up, weight, *dy)
+        return [activations.gated(self.source.activation, gate, up, weight, "bfloat16")]
+
+    @cute.jit
+    def store(self, address: Int64, words):
+        """Sixteen bytes."""
+        if const_expr(self.vectors):
+            cute.autovec_copy(words, vector(address, Uint32, 4))
+        else:
+            for w in range_constexpr(4):
+                vector(address + 4 * w, Uint16)[0] = Uint16(words[w] & Uint32(0xFFFF))
+                vector(address + 4 * w + 2, Uint16)[0] = Uint16(words[w] >> Uint32(16))
+
+
+SOURCES = {str(source): source for source in (GatedSource(), GradientSource())}
+
+
 def entries(product: ProductKernel, arch: str) -> list[ProductEntry]:
     """The entries of the binary, the fastest first."""
-    return [Amaxes(product, arch, vectors) for vectors in (True, False)]
+    own = AmaxesOfMade if product.source else Amaxes
+    return [own(product, arch, vectors) for vectors in (True, False)]

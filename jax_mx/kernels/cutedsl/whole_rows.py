@@ -8,15 +8,16 @@ rest is read again. Thread blocks, as many as run at a time, take rows by turns.
 import dataclasses
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.kernels import geometry
-from jax_mx.kernels.cutedsl import convert
+from jax_mx.kernels.cutedsl import activations, convert
 from jax_mx.kernels.cutedsl.flat import WholeBlocks
 from jax_mx.kernels.cutedsl.kernel import bytes_of, largest, load, load_row, vector_at
 
 WORDS = 4  # of the 16 bytes that a thread loads at once
+TOGETHER = 4  # vectors of gates, and of ups, that a thread has under way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,19 @@ class WholeRows(WholeBlocks):
         self.threads = self.tile.threads
         self.elements = 16 // self.itemsize  # of a vector
         self.elements_per_thread = self.tile.kept * self.elements
-        self.extents = geometry.extents_of_rows()
+        form, of = self.variant.form, self.of
+        self.extents = geometry.extents_of(form, of) if of else geometry.extents_of_rows()
         self.grid = geometry.grid_of_chip(self.tile.resident)
+
+    @cute.jit
+    def __call__(self, pointers, scalars):
+        # All thread blocks of the grid run at a time.
+        self.kernel(pointers, scalars).launch(
+            grid=[1, 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=self.tile.resident,
+            preferred_smem_carveout=0,  # else the compiler asks a driver
+        )
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -90,16 +102,13 @@ class WholeRows(WholeBlocks):
         sharing, rank = team
         kept: cutlass.Constexpr = self.tile.kept
         apart = 32 * sharing
-        first = Int64(row) * (scalars[1] * (BLOCK // self.elements))
-        rX = cute.make_rmem_tensor((self.elements, kept), convert.INPUT[self.dtype])
-        if const_expr(not self.aligned):
-            rX.fill(convert.INPUT[self.dtype](0))
-        for i in range_constexpr(kept):
-            self.take(arrays, first, rank + i * apart, vectors, rX[None, i])
-        rW = cute.recast_tensor(rX, Uint32)
-        word = self.larger_of(rW)
+        length = scalars[1] * (BLOCK // self.elements)
+        first = Int64(row) * length
+        of_row: cutlass.Constexpr = (row, length, vectors)
+        rX = self.vectors(arrays, of_row, rank, apart, kept)
+        word = self.larger_of(cute.recast_tensor(rX, Uint32))
         for at in cutlass.range(rank + kept * apart, vectors, apart, unroll=1):
-            rA = cute.recast_tensor(self.again(arrays, first, at), Uint32)
+            rA = cute.recast_tensor(self.vectors(arrays, of_row, at, apart, 1), Uint32)
             word = convert.larger_magnitude(word, self.larger_of(rA), self.dtype, self.arch)
         amax = self.of_team(convert.largest_magnitude_bits(word, self.dtype), sharing, found)
         rule = self.rule(self.of_result(scalars, 0))
@@ -108,7 +117,8 @@ class WholeRows(WholeBlocks):
             if rank + i * apart < vectors:
                 self.put(arrays, first + rank + i * apart, rX[None, i], inverse)
         for at in cutlass.range(rank + kept * apart, vectors, apart, unroll=1):
-            self.put(arrays, first + at, self.again(arrays, first, at), inverse)
+            rA = self.vectors(arrays, of_row, at, apart, 1)
+            self.put(arrays, first + at, rA[None, 0], inverse)
         blocks = vectors // (BLOCK // self.elements)
         to = arrays["scales_0"] + Int64(row) * scalars[1]
         for block in cutlass.range(rank, blocks, apart, unroll=1):
@@ -138,27 +148,72 @@ class WholeRows(WholeBlocks):
         return amax
 
     @cute.jit
-    def take(self, arrays, first: Int64, at, vectors, target):
-        """Loads a row's vector, if it has it; else zeros."""
-        source = self.vector_of(arrays["x"], first + at)
-        if const_expr(self.aligned):
-            load_row(source, target, at, vectors, self.kept)
-        elif at < vectors:
-            load(source, target, self.kept)
+    def vectors(self, arrays, of_row: cutlass.Constexpr, at, apart, count: cutlass.Constexpr):
+        """Vectors of a row of the floats, so far apart; zeros beyond the row.
 
-    @cute.jit
-    def again(self, arrays, first: Int64, at):
-        """A vector of the row."""
-        rX = cute.make_rmem_tensor(self.elements, convert.INPUT[self.dtype])
-        load(self.vector_of(arrays["x"], first + at), rX, self.kept)
+        `of_row`: its number, the vectors of a row, and those that this one has.
+        """
+        row, length, vectors = of_row
+        rX = cute.make_rmem_tensor((self.elements, count), convert.INPUT[self.dtype])
+        if const_expr(self.of):
+            LOADERS[self.source.loaders["cutedsl"]](self, arrays, of_row, at, apart, rX)
+        else:
+            for i in range_constexpr(count):
+                number = Int64(row) * length + at + i * apart
+                self.take(arrays["x"], number, at + i * apart, vectors, rX[None, i])
         return rX
 
-    def vector_of(self, x, number: Int64):
-        """Where a vector of x is."""
-        align = 16 if self.aligned else self.itemsize
-        return vector_at(
-            x + number * self.elements, convert.INPUT[self.dtype], align, self.elements
-        )
+    @cute.jit
+    def take(self, x, number: Int64, at, vectors, target):
+        """Loads a vector of x, if the row has an `at`-th one; else zeros."""
+        n: cutlass.Constexpr = self.elements
+        align: cutlass.Constexpr = 16 if self.aligned else self.itemsize
+        source = vector_at(x + number * n, convert.INPUT[self.dtype], align, n)
+        if const_expr(self.aligned):
+            load_row(source, target, at, vectors, self.kept)
+        else:
+            target.fill(convert.INPUT[self.dtype](0))
+            if at < vectors:
+                load(source, target, self.kept)
+
+    @cute.jit
+    def gate(self, arrays, of_row: cutlass.Constexpr, at, apart, rX):
+        """An activation's results, of gates and ups that lie in rows of x; some at a time.
+
+        What is beyond a row of finite numbers is 0, as gate and up are.
+        """
+        row, length, vectors = of_row
+        count: cutlass.Constexpr = rX.shape[1]
+        together: cutlass.Constexpr = min(TOGETHER, count)
+        rM = cute.make_rmem_tensor(1, Float32)
+        rM[0] = Float32(0.0)
+        if vectors > 0:
+            rM[0] = vector_at(arrays["weights"] + row, Float32, 4, 1)[0]
+        for begin in range_constexpr(0, count, together):
+            both = [
+                cute.make_rmem_tensor((self.elements, together), convert.INPUT[self.dtype])
+                for _ in range(2)
+            ]
+            for i in range_constexpr(together):
+                own = at + (begin + i) * apart
+                for half in range_constexpr(2):
+                    number = Int64(row) * (2 * length)
+                    if const_expr(self.source.interleaved):
+                        number = number + 2 * own + half
+                    else:
+                        number = number + half * length + own
+                    self.take(arrays["x"], number, own, vectors, both[half][None, i])
+            for i in range_constexpr(together):
+                gates, ups, made = (
+                    cute.recast_tensor(r, Uint32)
+                    for r in (both[0][None, i], both[1][None, i], rX[None, begin + i])
+                )
+                if const_expr(self.source.interleaved):
+                    activations.part(gates, ups)
+                for w in range_constexpr(WORDS):
+                    made[w] = activations.gated(
+                        self.source.activation, gates[w], ups[w], rM[0], self.dtype
+                    )
 
     @cute.jit
     def put(self, arrays, number: Int64, rX, inverse):
@@ -168,3 +223,11 @@ class WholeRows(WholeBlocks):
         packed = self.codes([words[w] for w in range(WORDS)], inverse, self.formats[0])
         to = vector_at(arrays["codes_0"] + number * n, Uint8, n if self.aligned else 1, n)
         cute.autovec_copy(bytes_of(packed, n), to)
+
+
+# ---- what makes the floats: by the name that a source has for its loader ---
+def _gated(entry: WholeRows, *where) -> None:
+    entry.gate(*where)
+
+
+LOADERS = {"gated": _gated}
