@@ -13,7 +13,7 @@ import math
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.kinds import Kind
-from jax_mx.facts.windows import Window, lengths_of
+from jax_mx.facts.windows import Window, lengths_of, of_kernels
 
 SIZES = (16, 32, 64)  # of Hadamard transforms
 PRESCALES = (None, 0.75)
@@ -45,7 +45,9 @@ class Preprocessing:
     @property
     def kind(self) -> Kind:
         """What of it changes a kernel's code."""
-        return Kind(self.hadamard, self.stochastic, self.window, self.dequantized, self.finds)
+        return Kind(
+            self.hadamard, self.stochastic, of_kernels(self.window), self.dequantized, self.finds
+        )
 
     @property
     def group(self) -> int:

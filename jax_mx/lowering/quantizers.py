@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,10 @@ from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Format, Scaling
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Role
 from jax_mx.facts.sources import Source, X
-from jax_mx.facts.windows import ROW
-from jax_mx.lowering import registry
-from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
+from jax_mx.facts.windows import ROW, SHARD
+from jax_mx.lowering import partition, registry
+from jax_mx.lowering.partition import Rule, Split
+from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan, described, plan_in
 from jax_mx.lowering.primitive import (
     Op,
     agree,
@@ -149,7 +151,7 @@ def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array]
 
 
 def _with_derived(
-    view, given: Sequence[jax.Array], plan: Plan, once: bool = False
+    view, given: Sequence[jax.Array], plan: Plan, once: bool, rows: Sequence[Rows]
 ) -> list[jax.Array]:
     """The block data that a call takes, for what callers pass of it: with the amaxes of rows.
 
@@ -160,6 +162,7 @@ def _with_derived(
     # Both ways from one read, where nothing changes elements before.
     plain = all(own == plan.preprocessing[0] and not own.hadamard for own in plan.preprocessing)
     both = plain and len(plan.formats) == 2 and plan.preprocessing[0].prescale is None
+    both = both and all(own.count == 1 for own in rows)
     pair = (
         amaxes_of_both_p.bind(view, plan=plan)
         if both and any(array.derived for array in plan.block_data)
@@ -170,12 +173,23 @@ def _with_derived(
         if array.derived:
             result = plan.view.results[i]
             y = _scaled_elements(view, result, plan.preprocessing[i], known[i])
-            amax = pair[i] if pair else amax_of(y, plan.view, result, once)
+            if rows[i].count > 1:
+                amax = _of_parts(y, plan, i, rows[i].count)
+            else:
+                amax = pair[i] if pair else amax_of(y, plan.view, result, once)
+            amax = jax.lax.pmax(amax, rows[i].across) if rows[i].across else amax
             known[i][name] = amax if once else _of_blocks(amax, y, result)
         else:
             known[i][name] = next(rest)
         found.append(known[i][name])
     return found
+
+
+def _of_parts(y, plan: Plan, i: int, count: int):
+    """For each block the amax of its window, of which a direction has so many of one length."""
+    result = plan.view.results[i]
+    blocks = {result.number: y.shape[result.number] // count}
+    return reference.over_windows(reference.amax_of(y, result.block), blocks)
 
 
 def _quantize_via_codes(*operands, plan: Plan):
@@ -232,7 +246,7 @@ def _quantize_via_floats(*operands, plan: Plan):
         bind = quantize_p.bind
         if takes_amaxes(alone):  # which follow from the floats, once they are there
             every = (True,) * len(alone.signature.results)
-            bind = functools.partial(quantize_rows_p.bind, read=every)
+            bind = functools.partial(quantize_rows_p.bind, read=every, rows=())
         if source:
             arranged = source.arranged(x, other, spans)
         else:
@@ -310,19 +324,106 @@ dequantize_p = make_primitive("dequantize", Op(_dequantize_avals, _dequantize_re
 # ---- windows that are rows ---
 # Of products' operands: amaxes, then codes. The lowering decides whether one kernel does both, or
 # another one finds amaxes, as it knows whether XLA splits the program; and what is read of it.
-def _rows_avals(*operands, plan: Plan, read: tuple[bool, ...]):
+class Rows(NamedTuple):
+    """The windows of a direction in the part of an array that is there.
+
+    Attributes:
+      count: how many there are along the axis; of "row" one.
+      across: the axes of devices that share a window.
+    """
+
+    count: int = 1
+    across: tuple[str, ...] = ()
+
+
+def _rows_avals(*operands, plan: Plan, read: tuple[bool, ...], rows: tuple[Rows, ...]):
+    del rows
     return [*itertools.compress(_quantize_avals(*operands, plan=plan), read)]
 
 
-def _lower_rows(platform: str | None, ctx, *operands, plan: Plan, read: tuple[bool, ...]):
+def _lower_rows(
+    platform: str | None, ctx, *operands, plan: Plan, read: tuple[bool, ...], rows: tuple[Rows, ...]
+):
     target = target_of(ctx, platform)
-    fn = functools.partial(_quantize_rows, plan=plan, read=read, target=target)
+    if plan.chosen and not target.is_for(plan.chosen):
+        fn = functools.partial(_in_blocks, plan=plan, read=read)
+        return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
+    view, *_ = ctx.avals_in
+    if not rows:  # where the primitive is bound, nobody knows
+        by_xla = target.partitioned and bool(plan.source)  # which binds it again, of floats
+        rows = tuple(
+            Rows(target.shards_of(_along(view, plan, i)))
+            if own.window == SHARD and not plan.source
+            else Rows()
+            for i, own in enumerate(plan.preprocessing)
+        )
+        plan = plan if by_xla else plan.of_rows
+        if _is_shared(target, ctx.avals_in, plan):
+            parameters = {"plan": described(plan), "read": read, "rows": [r.count for r in rows]}
+            rule = _rule(ctx.avals_in, ctx.avals_out, plan, rows)
+            return partition.call(ctx, ROWS_NAME, parameters, rule, operands, target)
+    fn = functools.partial(_quantize_rows, plan=plan, read=read, target=target, rows=rows)
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
 
 
-def _batch_rows(args, dims, *, plan: Plan, read: tuple[bool, ...]):
+def _in_blocks(*operands, plan: Plan, read: tuple[bool, ...]) -> list:
+    """The same with windows of 32: in a program for other chips than rows were chosen for."""
+    return [*itertools.compress(quantize_p.bind(*operands, plan=plan.in_blocks), read)]
+
+
+def _along(view, plan: Plan, i: int) -> int:
+    """The length of the axis that blocks of a direction run along."""
+    return math.prod(view.shape[d] for d in plan.view.along(plan.view.results[i]))
+
+
+def _is_shared(target: Target, avals: Sequence[Any], plan: Plan) -> bool:
+    """Whether XLA splits the call by a rule: it sees to units and sources by itself."""
+    whole = plan.source or plan.view.units is not None or any(0 in a.shape for a in avals)
+    return target.partitioned and not (whole or partition.obstacle(target, avals))
+
+
+def _rule(
+    operands: Sequence[Any], results: Sequence[Any], plan: Plan, rows: Sequence[Rows]
+) -> Rule:
+    """All arrays are split alike, along what the partitioner may split of a view."""
+    x = operands[0]
+    shared = tuple(f"d{i}" for i in range(plan.view.batch(x.ndim)))
+    parts = dict(zip(shared, x.shape, strict=False))
+    for result, own in zip(plan.view.results, rows, strict=True):
+        if own.count > 1:
+            name = shared[result.number % x.ndim]
+            parts[name] = math.gcd(parts[name], own.count)
+
+    def dims(aval: Any) -> tuple[str, ...]:
+        return (*shared, *[""] * (aval.ndim - len(shared)))
+
+    return Rule(tuple(map(dims, operands)), tuple(map(dims, results)), parts)
+
+
+ROWS_NAME = "quantize_rows"
+
+
+@partition.of_shards(ROWS_NAME)
+def _rows_of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
+    """A device's part: of a row that others have parts of, too, they share the amax."""
+    plan, read = cast(Plan, plan_in(parameters["plan"])), tuple(parameters["read"])
+
+    def quantize(view, *given) -> list:
+        rows = []
+        for result, count in zip(plan.view.results, parameters["rows"], strict=True):
+            factor = f"d{result.number % view.ndim}"
+            if count > 1:
+                rows.append(Rows(count // split.of(factor)))
+            else:
+                rows.append(Rows(1, split.axes.get(factor, ())))
+        return quantize_rows_p.bind(view, *given, plan=plan, read=read, rows=tuple(rows))
+
+    return quantize
+
+
+def _batch_rows(args, dims, *, plan: Plan, read: tuple[bool, ...], rows: tuple[Rows, ...]):
     """Leading dimensions are batch dimensions; matrices of a source one after the other."""
-    bind = functools.partial(quantize_rows_p.bind, plan=plan, read=read)
+    bind = functools.partial(quantize_rows_p.bind, plan=plan, read=read, rows=rows)
     if plan.source:
         return one_by_one(lambda *args: bind(*args), args, dims)
     outs = bind(*batched(args, dims))
@@ -339,7 +440,9 @@ def _unread(used: Sequence[bool], params: dict) -> dict:
     return {**params, "read": tuple(is_read and next(still) for is_read in params["read"])}
 
 
-def _quantize_rows(*operands, plan: Plan, read: tuple[bool, ...], target: Target) -> list:
+def _quantize_rows(
+    *operands, plan: Plan, read: tuple[bool, ...], target: Target, rows: tuple[Rows, ...]
+) -> list:
     """What is read of the primitive's results.
 
     H100, (16384, 4096), bfloat16: along rows alone one kernel moves 3 bytes an element; both ways
@@ -350,15 +453,17 @@ def _quantize_rows(*operands, plan: Plan, read: tuple[bool, ...], target: Target
     plain = plain and not plan.source.results
     plain = plain and not is_explicit(jax.typeof(operands[0]).sharding.mesh)
     if len(plan.formats) == 2 and len({*of}) == 1 and plain:
-        outs = _one_of_both(operands, plan, of[0], target)
+        outs = _one_of_both(operands, plan, of[0], target, rows[of[0]])
         return [*itertools.compress(outs, read[2 * of[0] : 2 * of[0] + 2])]
-    if not target.partitioned and serves_by_itself(plan.finding, target):
+    alone = not target.partitioned and all(own == Rows() for own in rows)
+    if alone and serves_by_itself(plan.finding, target):
         outs = quantize_p.bind(*operands, plan=plan.finding)
     elif plan.source:
         outs = _quantize_made_rows(operands, plan, target)
     else:
         view, *given = operands
-        data = _with_derived(view, given, plan, _takes_each_once(plan, target))
+        once = all(own.count == 1 for own in rows) and _takes_each_once(plan, target)
+        data = _with_derived(view, given, plan, once, rows)
         outs = quantize_p.bind(view, *data, plan=plan)
     return [*itertools.compress(outs, read)]
 
@@ -393,7 +498,9 @@ def _quantize_made_rows(operands: Sequence[jax.Array], plan: Plan, target: Targe
     return quantize_p.bind(viewed.to_floats(floats), *data, plan=plain)
 
 
-def _one_of_both(operands: Sequence[jax.Array], plan: Plan, i: int, target: Target) -> list:
+def _one_of_both(
+    operands: Sequence[jax.Array], plan: Plan, i: int, target: Target, rows: Rows
+) -> list:
     """Codes and scales of one of a plan's two directions, by a plan of its own."""
     view, source = operands[0], plan.source
     lead = view.ndim - plan.view.tail
@@ -410,7 +517,7 @@ def _one_of_both(operands: Sequence[jax.Array], plan: Plan, i: int, target: Targ
         operands = source.arranged(x, other, alone.form.spans)
     else:
         operands = [one.to_floats(both.from_floats(view))]
-    outs = _quantize_rows(*operands, plan=alone, read=(True, True), target=target)
+    outs = _quantize_rows(*operands, plan=alone, read=(True, True), target=target, rows=(rows,))
     (result,), to = alone.view.results, plan.view.results[i]
     (values, scales), _ = one.from_arrays(outs, result, alone.axes, alone.format, alone.transpose)
     return [both.to_values(values, to, alone.format), both.to_scales(scales, to)]
@@ -443,7 +550,7 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     operands = vary_alike(*operands) if len(operands) > 1 else operands
     if takes_amaxes(plan):
         read = (True,) * len(plan.signature.results)
-        outs = quantize_rows_p.bind(*operands, plan=plan, read=read)
+        outs = quantize_rows_p.bind(*operands, plan=plan, read=read, rows=())
     else:
         outs = quantize_p.bind(*operands, plan=plan)
     pairs = zip(plan.signature.results, outs, strict=True)

@@ -179,6 +179,13 @@ def made(op: str, x: jax.Array, own: Gated) -> jax.Array:
     return made_of_parts(tuple(map(jnp.asarray, each)), weights, own.name)
 
 
+def gradients_of_parts(op: str, x: jax.Array, own: Gated, dy: jax.Array) -> list[jax.Array]:
+    """The gradients of gates and of ups that are two arrays, for that of what `gated` gives."""
+    gates = own.gates_of(op, x)
+    weights = None if own.weights is None else weights_of(op, gates, own.weights)
+    return _gradient(tuple(own.parts_of(x)), weights, dy, own.name)
+
+
 def weights_of(op: str, gates: Any, weights: Any) -> jax.Array:
     """The weights of rows, checked; ones where there are none.
 
