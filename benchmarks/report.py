@@ -167,7 +167,7 @@ def verdict(
     def counts(row: Row) -> bool:
         """Whether it has a time and is no peer's."""
         ours = "implementation" in keys or row.get("implementation", "xla") in IMPLEMENTATIONS
-        return ours and _time(row) > 0
+        return ours and time_of(row) > 0
 
     known = {of(row, earlier[0].get("device", "")): row for row in earlier[1] if counts(row)}
     here = about("", "")["device"]
@@ -181,15 +181,16 @@ def verdict(
     return bool(changes) and not slower, lines
 
 
-def _time(row: Row) -> float:
+def time_of(row: Row) -> float:
+    """The time of a row, in its own unit; 0 where it has none."""
     return row.get("us", row.get("ms", 0))
 
 
 def _change(key: tuple[str, ...], before: Row, now: Row) -> tuple[float, str]:
     """By what share of its speed a row is slower, and both times and speeds."""
     unit = "us" if "us" in now else "ms"
-    line = f"{' '.join(filter(None, key))}: {_time(before):.1f} -> {_time(now):.1f} {unit}"
+    line = f"{' '.join(filter(None, key))}: {time_of(before):.1f} -> {time_of(now):.1f} {unit}"
     if "fraction_of_copy" not in now:
-        return 1 - _time(before) / _time(now), line
+        return 1 - time_of(before) / time_of(now), line
     was, share = before["fraction_of_copy"], now["fraction_of_copy"]
     return 1 - share / was, f"{line}, {was:.3f} -> {share:.3f} of a copy"

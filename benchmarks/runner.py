@@ -52,7 +52,7 @@ class Case:
       case: what is computed; cases of one name follow each other and are compared.
       way: one way to compute it.
       names: what the row says of both.
-      measure: what it says of the measurement; "us" at least.
+      measure: what it says of the measurement; "us" at least, or "ms".
       base: the way that "ratio" is to, in time; empty for rows without such a key.
       rounds: how often all ways are measured in turn; the best time of each counts.
     """
@@ -143,15 +143,15 @@ def _better(before: Row, case: Case, args: Args) -> Row:
         row = dict(case.measure(args))
     except Exception as error:  # of this case; the others are worth having
         return {"error": brief(error)}
-    return before if before and before["us"] < row["us"] else row
+    return before if before and report.time_of(before) < report.time_of(row) else row
 
 
 def _ratio(case: Case, row: Row, group: Sequence[Case], rows: Sequence[Row]) -> Row:
     """A row's time over its base's, where both have one."""
     pairs = zip(group, rows, strict=True)
     base = next((other for of, other in pairs if case.base and of.way == case.base), {})
-    both = "us" in row and "us" in base
-    return {"ratio": round(row["us"] / base["us"], 3)} if both else {}
+    times = report.time_of(row), report.time_of(base)
+    return {"ratio": round(times[0] / times[1], 3)} if all(times) else {}
 
 
 # ---- the command line ----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.variants import differ_in_bits, variants
+from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SOURCES, existing
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 from jax_mx.sources.gated import GatedSource
@@ -654,7 +655,7 @@ def sources() -> list[str]:
         for (made, window, one, both), (dtypes, whose) in rows.items()
     ]
     head = ("of", "activations", "from", "window", "to, one direction", "to, both directions")
-    return table(head, sorted(lines))
+    return table(head, sorted(lines, key=lambda line: (*line[:3], line[3] == ROW, *line[3:])))
 
 
 def _made(source: Source) -> str:

@@ -36,6 +36,7 @@ from jax_mx.facts.formats import BLOCK, Format, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.product_kernels import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
+from jax_mx.facts.sources import X
 from jax_mx.facts.variants import Variant, takes_zero_scale
 from jax_mx.lowering import primitive, quantizers, registry, store, targets
 from jax_mx.lowering.plan import ProductPlan
@@ -46,6 +47,9 @@ from jax_mx.ops.requantize import requantize
 from jax_mx.products import kernel_plans
 from jax_mx.products.kernels import swapped_floats
 from jax_mx.sources.codes import CodesSource
+from jax_mx.sources.gated import GatedSource
+from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.gated_pair import GatedPairSource
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -95,10 +99,19 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
     return kernel_plans.by_plan(plan, x, w, sizes)
 
 
-def amaxes(x, implementation: str):
-    """The bits of the largest magnitudes of rows and of columns, for x (batch, rows, columns)."""
-    plan = ProductPlan("amaxes", (), AMAX, False, 128, implementation=implementation)
-    return products_p["amaxes"].bind(x, plan=plan)
+# What makes the floats whose amaxes a kernel finds, by its word.
+MADE = {str(source): source for source in (GatedSource(), GatedPairSource(), GradientSource())}
+
+
+def amaxes(x, *other, implementation: str, source=X):
+    """The bits of the largest magnitudes of rows and of columns, for x (batch, rows, columns).
+
+    Or of what a source makes of x (rows, columns) and other operands, which comes last.
+    """
+    floats = "float32" if x.dtype == jnp.float32 else ""
+    how = {"implementation": implementation, "floats": floats, "source": source}
+    plan = ProductPlan("amaxes", (), AMAX, False, 128, **how)
+    return products_p["amaxes"].bind(x, *other, plan=plan)
 
 
 def assert_bits_equal(got, want, what: str = "") -> None:

@@ -27,7 +27,7 @@ def taken(x, axis, use, blocks, dtype):
     block = (32, 32) if blocks.square else 32
     q = jax_mx.quantize(
         jnp.asarray(np.pad(x, pads), dtype), use.format,
-        block=block, hadamard=use.hadamard, scaling=blocks.scaling, window=blocks.window,
+        block=block, hadamard=use.hadamard, scaling=blocks.scaling, window=use.window,
         **({} if blocks.square else {"axis": axis, "transpose": axis == FIRST}),
         implementation="xla",
     )  # fmt: skip

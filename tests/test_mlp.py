@@ -17,9 +17,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moe_oracle import Products, rounded
 
 import jax_mx
-from jax_mx import BF16, MXFP4, MXFP8, Recipe, mlp
+from jax_mx import BF16, MXFP4, MXFP8, Product, Recipe, mlp
 from jax_mx.facts.activations import GATED
 from jax_mx.products.arguments import RESIDUALS
+from jax_mx.products.multiply import equations
 
 P = PartitionSpec
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
@@ -31,6 +32,7 @@ RECIPES = {
     "square": Recipe(block=(32, 32)),
     "windows": Recipe(window=128, weight_window=(128, 128)),
     "rows": Recipe(window="row"),
+    "two windows": Recipe(window="row", wgrad=Product(window=128)),
     "wgrad in bf16": Recipe(wgrad="bf16"),
     "bf16": BF16,
 }
@@ -111,6 +113,7 @@ def oracle(recipe, residuals, x, w1, w2, b1, b2, dy):
         pytest.param("hybrid", "floats", marks=thorough),
         pytest.param("square", "mx", marks=thorough),
         pytest.param("windows", "mx", marks=thorough),
+        pytest.param("two windows", "mx", marks=thorough),
         pytest.param("wgrad in bf16", "inputs", marks=thorough),
         pytest.param("bf16", "floats", marks=thorough),
     ],
@@ -219,6 +222,132 @@ def test_frozen_weights_are_those_of_dot_general(first, second):
         assert_bits_equal(got, want)
 
 
+# ---- gates and ups of two weights ---
+def apart(gate_up):
+    """Gates and ups, halves of the last axis."""
+    return tuple(jnp.split(gate_up, 2, axis=-1))
+
+
+def of_pair(f, **options):
+    """The layer with two weights and two biases, as `own` has it."""
+
+    def call(x, w1, w2, b1, b2):
+        return f(x, apart(w1), w2, b_gate_up=apart(b1), b_down=b2, **options)
+
+    return call
+
+
+def by_matmuls(x, w_gate_up, w_down, b_gate_up, b_down, recipe):
+    """The same of three products, one after the other."""
+
+    def plus(y, bias):
+        return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
+
+    gate, up = (
+        plus(jax_mx.matmul(x, w, recipe=recipe), b)
+        for w, b in zip(w_gate_up, b_gate_up, strict=True)
+    )
+    return plus(jax_mx.matmul(jax_mx.gated(gate, up=up), w_down, recipe=recipe), b_down)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "dtype", "residuals"),
+    [
+        ("rows", (7,), jnp.bfloat16, None),
+        ("mxfp8", (2, 32), jnp.bfloat16, "inputs"),
+        *(
+            pytest.param(recipe, ((64,), (3, 5))[i % 2], DTYPES[i % 3], residuals, marks=thorough)
+            for i, recipe in enumerate(RECIPES)
+            for residuals in RESIDUALS
+        ),
+    ],
+)
+def test_a_pair_of_weights_is_three_matmuls(recipe, rows, dtype, residuals):
+    """Bit for bit, the gradient of x in its dtype too; but for the order of a bias' sums."""
+    args, recipe = operands(rows, dtype, n=40), RECIPES[recipe]
+    want = with_gradients(of_pair(functools.partial(by_matmuls, recipe=recipe)), *args)
+    got = with_gradients(of_pair(mlp, recipe=recipe, residuals=residuals), *args)
+    for name, a, b in zip(ARRAYS, got, want, strict=True):
+        if name == "b_gate_up" and residuals != "mx":
+            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2)
+        elif residuals != "mx" or name in ("y", "w_down", "b_down"):
+            assert_bits_equal(a, b, name)
+
+
+@pytest.mark.parametrize("kinds", [("once", "floats"), ("floats", "frozen"), ("once", "once")])
+def test_a_pair_of_weights_of_any_kind(kinds):
+    """Quantized once, frozen or floats; what is trained gets the gradient of three matmuls."""
+    x, w1, w2, *_, dy = operands((7,), jnp.bfloat16, n=64)
+    recipe = RECIPES["rows"]
+    made = {
+        "once": recipe.quantize_weight,
+        "floats": lambda w: w,
+        "frozen": lambda w: jax_mx.quantize(jax.lax.stop_gradient(w), axis=0, window="row"),
+    }
+
+    def layer_of(f):
+        def call(x, gate, up, w2):
+            each = tuple(made[kind](w) for kind, w in zip(kinds, (gate, up), strict=True))
+            return f(x, each, w2)
+
+        return call
+
+    def matmuls(x, pair, w2):
+        gate, up = (jax_mx.matmul(x, w, recipe=recipe) for w in pair)
+        return jax_mx.matmul(jax_mx.gated(gate, up=up), w2, recipe=recipe)
+
+    args = x, *apart(w1), w2, dy
+    each = (layer_of(f) for f in (functools.partial(mlp, recipe=recipe), matmuls))
+    for got, want in zip(*(with_gradients(f, *args) for f in each), strict=True):
+        assert_bits_equal(got, want)
+
+
+def test_a_pair_of_weights_reads_one_quantized_x():
+    """Both ways from one read, and no array of gates and ups together."""
+    x, w1, w2, *_ = operands((64,), jnp.bfloat16, n=64)
+    f = jax.grad(lambda x, *ws: mlp(x, ws[:2], ws[2], recipe=RECIPES["rows"]).astype(jnp.float32)
+                 .sum(), (0, 1, 2, 3))  # fmt: skip
+    calls = [
+        eqn
+        for eqn in equations(jax.make_jaxpr(f)(x, *apart(w1), w2).jaxpr)
+        if eqn.primitive.name == "mx_quantize_rows"
+    ]
+    # Of x, three weights, what lies between, and the gradients of y, of gates and of ups.
+    assert len(calls) == 8 and {eqn.params["plan"].op for eqn in calls} == {"quantize_both"}
+    text = str(jax.make_jaxpr(f)(x, *apart(w1), w2))
+    assert "64,192" not in text
+
+
+def test_a_pair_of_weights_under_transformations():
+    """vmap, scan and checkpoint, and an export with its derivative."""
+    x, w1, w2, *_ = operands((4, 8), n=64)
+    pair = apart(w1)
+
+    def loss(x, gate, up, w2):
+        return jnp.tanh(mlp(x, (gate, up), w2, recipe=RECIPES["rows"])).sum()
+
+    gradients = jax.jit(jax.grad(loss, (1, 2, 3)))
+    each = [gradients(x[i], *pair, w2) for i in range(len(x))]
+    want = jax.tree.map(lambda *a: sum(a), *each)
+
+    def by_scan(x, *ws):
+        f = jax.checkpoint(loss)
+        return jax.lax.scan(lambda total, x: (total + f(x, *ws), None), 0.0, x)[0]
+
+    mapped = jax.vmap(jax.grad(loss, (1, 2, 3)), (0, None, None, None))(x, *pair, w2)
+    for got in (
+        jax.tree.map(lambda a: a.sum(0), mapped),
+        jax.jit(jax.grad(by_scan, (1, 2, 3)))(x, *pair, w2),
+    ):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    how = {"disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    exported = jax.export.export(jax.jit(loss), **how)(x[0], *pair, w2)
+    again = jax.export.deserialize(exported.serialize(vjp_order=1))
+    for a, b in zip(jax.grad(again.call, (1, 2, 3))(x[0], *pair, w2), each[0], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 # ---- JAX's transformations ---
 def layer(x, w1, w2):
     return jnp.tanh(mlp(x, w1, w2))
@@ -305,6 +434,17 @@ def test_bad_calls_get_one_sentence():
     refused(lambda: mlp(x, w1, w2, b_down=b1), ValueError, "b_down has the shape (192,)")
     refused(lambda: mlp(x, w1, w2, activation="tanh"), ValueError, "activation must be 'swiglu'")
     refused(lambda: mlp(x, w1, w2, residuals="all"), ValueError, "residuals")
+    pair = apart(w1)
+    refused(lambda: mlp(x, (*pair, w1), w2), ValueError, "w_gate_up has 3 weights, must be one or")
+    refused(lambda: mlp(x, (pair[0], w1), w2), ValueError, "w_gate_up have [96, 192] columns")
+    refused(lambda: mlp(x, (pair[0], "w"), w2), TypeError, "w_gate_up[1] must be an array")
+    refused(lambda: mlp(x, pair, w2, interleaved=True), ValueError, "is the order in one weight")
+    refused(lambda: mlp(x, pair, w2, activation="relu"), ValueError, "'relu' has no gate; pass one")
+    refused(lambda: mlp(x, pair, w2, b_gate_up=b1), TypeError, "so b_gate_up must be a pair")
+    signs = jax_mx.Hadamard.random(jax.random.key(0))
+    turned = Recipe(forward=Product(hadamard=signs))
+    twice = tuple(map(turned.quantize_weight, pair))
+    refused(lambda: mlp(x, twice, w2, recipe=turned), ValueError, "both weights of w_gate_up bring")
     wrong = MXFP4.quantize_weight(w1)
     refused(lambda: mlp(x, wrong, w2), ValueError, "w_gate_up was quantized by another recipe")
     along = jax_mx.quantize(w1)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import math
 import pickle
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, quantizings
+from helpers import assert_bits_equal, assert_refused, assert_same_array, quantizings
 
 import jax_mx
 from jax_mx import (
@@ -29,7 +30,8 @@ from jax_mx import (
 )
 from jax_mx.facts import toolchains
 from jax_mx.lowering import store, targets
-from jax_mx.products import decide, implementations, kernel_plans, kernels
+from jax_mx.ops.quantizing import called
+from jax_mx.products import decide, implementations, kernel_plans, kernels, operand, recipes
 from jax_mx.products.arguments import is_exact
 from jax_mx.products.contraction import Contraction, Numbers
 from jax_mx.products.kernel_plans import ROWS
@@ -43,6 +45,10 @@ RECIPES = {
     "square": Recipe(block=(32, 32)),
     "windows": Recipe(window=128, weight_window=(128, 128)),
     "rows": Recipe(window="row"),
+    "two windows": Recipe(window="row", wgrad=Product(window=128)),
+    "three windows": Recipe(
+        window=256, weight_window=32, dgrad=Product(window="row"), wgrad=Product(window=32)
+    ),
     "wgrad in bf16": Recipe(wgrad="bf16"),
     "all in bf16": Recipe(forward="bf16", dgrad="bf16", wgrad="bf16"),
     "square mxfp4, dgrad in bf16": Recipe(MXFP4_E2M1, MXFP4_E2M1, block=(32, 32), dgrad="bf16"),
@@ -96,7 +102,7 @@ def taken(x, use, square, turn=False):
         return np.asarray(x.astype(jnp.bfloat16), np.float64)
     unit = max(32, use.hadamard.size if use.hadamard else 0)
     pads = [(0, 0), (0, -x.shape[1] % unit), (0, -x.shape[2] % unit)]
-    how = {"hadamard": use.hadamard, "rounding": use.rounding, **square}
+    how = {"hadamard": use.hadamard, "rounding": use.rounding, "window": use.window, **square}
     how |= {"axis": -2, "transpose": True} if turn else {}
     q = jax_mx.quantize(jnp.pad(x, pads), use.format, **how)
     free = x.shape[2 if turn else 1]
@@ -109,9 +115,8 @@ def oracle(lhs, rhs, numbers, recipe, dy=None):
     pairs = sorted(zip(rc, lc, strict=True))
     a, back_a = canonical(lhs, [c for _, c in pairs], lb)
     b, back_b = canonical(rhs, [c for c, _ in pairs], rb)
-    scaling = {"scaling": recipe.scaling, "window": recipe.window}
-    of_weights = recipe.blocks("rhs")
-    block = {"scaling": recipe.scaling, "window": of_weights.window, "block": recipe.block}
+    scaling = {"scaling": recipe.scaling}
+    block = {**scaling, "block": recipe.block}
 
     def product(left, right, back):
         if left.shape[-1] != right.shape[-1]:  # one of them is in bfloat16, without zero rows
@@ -588,8 +593,8 @@ def test_einsum_sums_what_stands_in_one_operand():
     """NumPy's arrays and JAX's give the same."""
     x, w = np.asarray(floats((3, 5, 32))), floats((32, 4))
     want = einsum("ak,kn->an", x.sum(1), w)
-    for operand in (x, jnp.asarray(x)):
-        assert_bits_equal(einsum("abk,kn->an", operand, w), want)
+    for each in (x, jnp.asarray(x)):
+        assert_bits_equal(einsum("abk,kn->an", each, w), want)
 
 
 @pytest.mark.thorough
@@ -749,7 +754,7 @@ def test_bad_calls_get_one_sentence():
         (lambda: matmul(x, jax_mx.quantize(w, axis=1)), ValueError,
          "dot_general: rhs has blocks along dimension 1, the product contracts dimension 0"),
         (lambda: matmul(x, w, recipe="mxfp9"), ValueError,
-         "dot_general: recipe 'mxfp9' is unknown; use a Recipe or one of 'mxfp8'"),
+         "dot_general: recipe 'mxfp9' is unknown; use a Recipe or one of 'auto', 'mxfp8'"),
         (lambda: matmul(x, w, recipe=MXFP8_E4M3), TypeError, "recipe must be a Recipe or one of"),
         (lambda: matmul(x, w, implementation="cublas"), ValueError,
          "implementation 'cublas' is unknown; use one of"),
@@ -779,6 +784,11 @@ def test_bad_calls_get_one_sentence():
         (lambda: Product("bf16", rounding=Stochastic(KEY)), ValueError,
          "Product: rounding is of what is quantized, and format='bf16' quantizes nothing"),
         (lambda: Product("bf16", hadamard=Hadamard(16)), ValueError, "Product: hadamard is of"),
+        (lambda: Product("bf16", window=256), ValueError, "Product: window is of what is"),
+        (lambda: Product(window=64), ValueError, "Product: window must be 32, 128, 256, 'row'"),
+        (lambda: Product(window=(128, 128)), ValueError, "Product: window is along one axis"),
+        (lambda: Recipe(block=(32, 32), dgrad=Product(window=256)), ValueError,
+         "Recipe: square blocks have a window of 32"),
         (lambda: Product(rounding=Stochastic(KEY, prescale=0.75)), ValueError,
          "Product: rounding has a prescale, by which gradients would be too small; leave it out"),
         (lambda: matmul(floats((8, 96)), floats((96, 8)),
@@ -828,12 +838,42 @@ def test_second_derivatives_by_a_quantized_weight_are_refused(op, wrap):
 def test_a_recipe_with_another_field():
     recipe = dataclasses.replace(MXFP8, window=256)
     assert recipe == Recipe(window=256)
-    assert recipe.blocks("rhs").window == recipe.blocks("lhs").window == 256
+    assert {use.window for name in ("lhs", "rhs") for use in recipe.uses(name)} == {256}
     assert dataclasses.replace(Recipe(weight_window=(128, 128)), weight_window=None) == MXFP8
     for name in ("forward", "dgrad", "wgrad"):
         call = functools.partial(Recipe, **{name: 3})
         assert_refused(call, TypeError, f"Recipe: {name} must be a Product, a format, 'bf16' or")
     assert_refused(lambda: MXFP8.fold_in(jnp.arange(2)), TypeError, "must be an integer, got int32")
+
+
+def test_products_have_windows_of_their_own(monkeypatch):
+    """Each operand's both forms; two windows are two reads, whose bytes are `quantize`'s."""
+    recipe = Recipe(window="row", wgrad=Product(window=128))
+    assert [use.window for use in recipe.uses("lhs")] == ["row", 128]
+    assert [use.window for use in recipe.uses("rhs")] == ["row", "row"]
+    assert [use.window for use in recipe.uses("gradient")] == ["row", 128]
+    tiles = Recipe(wgrad=Product(window=256), weight_window=(128, 128))
+    assert [use.window for use in tiles.uses("rhs")] == [(128, 128)] * 2
+    asked = []
+    monkeypatch.setattr(
+        operand, "called", lambda op, *args, **kw: asked.append(op) or called(op, *args, **kw)
+    )
+    x = floats((256, 512))
+    first, second = operand.Unquantized(x, recipe).forms()
+    assert asked == ["quantize", "quantize"]
+    assert_same_array(first.array, jax_mx.quantize(x, window="row"))
+    down = jax_mx.quantize(x, axis=-2, transpose=True, window=128)
+    assert_same_array(second.array, down)
+    operand.Unquantized(x, Recipe(window="row")).forms()
+    assert asked[2:] == ["quantize_both"]
+
+
+def test_a_product_of_an_older_program_has_no_window():
+    """Static fields that a serialized recipe lacks have their defaults."""
+    assert recipes._from_json(Product, b"[null]") == (None, None)
+    assert recipes._from_json(Recipe, json.dumps(["mxfp8_e4m3"] * 3).encode())[3:] == (
+        jax_mx.RCEIL, 32, 32, None
+    )  # fmt: skip
 
 
 def test_a_recipe_is_a_tree_of_any_children():
@@ -889,7 +929,7 @@ def _contraction(shapes, numbers, recipe, dtype=jnp.bfloat16, **options):
     sides = [x, w]
     if recipe is not None:
         sides[0] = jax_mx.quantize(x, recipe.lhs, axis=dims[0], window=recipe.window)
-    window = recipe.blocks("rhs").window if recipe is not None else 32
+    window = recipe.uses("rhs")[0].window if recipe is not None else 32
     axis = -1 if window == (128, 128) else dims[1]
     sides[1] = jax_mx.quantize(w, "mxfp8_e4m3", axis=axis, window=window)
     return Contraction(Numbers(*numbers, np.dtype(jnp.bfloat16)), *sides, **options)
@@ -902,7 +942,7 @@ def _to_float32(contraction):
 
 def _abstract(contraction):
     sides = jax.tree.map(jax.typeof, (contraction.lhs, contraction.rhs))
-    return Contraction(contraction.numbers, *sides, partitioned=contraction.partitioned)
+    return Contraction(contraction.numbers, *sides, unsplit=contraction.unsplit)
 
 
 def _chosen(contraction, chip):
@@ -917,12 +957,12 @@ PLAIN = (((1,), (1,)), ((), ()))
     [
         (Recipe(window=256), 512, {}, "cutedsl"),
         (Recipe(window=128, weight_window=(128, 128)), 512, {}, "cutedsl"),
-        (Recipe(window=256), 512, {"partitioned": True}, "dequantize"),
+        (Recipe(window=256), 512, {"unsplit": "is not split"}, "dequantize"),
         (Recipe(window="row"), 512, {}, "cutedsl"),
-        (Recipe(window="row"), 512, {"partitioned": True}, "fp8"),
+        (Recipe(window="row"), 512, {"unsplit": "is not split"}, "fp8"),
         (MXFP8, 17, {}, "dequantize"),
         (MXFP8, 16, {}, "cutedsl"),
-        (MXFP8, 16, {"partitioned": True}, "dequantize"),
+        (MXFP8, 16, {"unsplit": "is not split"}, "dequantize"),
         (None, 16, {}, "cutedsl"),
         (None, 17, {}, "dequantize"),
     ],
@@ -1104,7 +1144,12 @@ def test_what_kernels_do_not_take_gets_one_sentence():
     shapes = ((40, 512), (48, 512))
     for product, sentence in (
         (_contraction(shapes, PLAIN, None, jnp.float32), "no float32"),
-        (_contraction(shapes, PLAIN, Recipe(window=256), partitioned=True), "use jax.shard_map"),
+        (
+            _contraction(
+                shapes, PLAIN, Recipe(window=256), unsplit="is not split; use jax.shard_map"
+            ),
+            "use jax.shard_map",
+        ),
     ):
         found = kernels.support(product, ["sm_90"])
         assert not found

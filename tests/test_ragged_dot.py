@@ -243,6 +243,7 @@ def test_explain_and_autotune_know_them():
         pytest.param(MXFP8, id="mxfp8"),
         pytest.param(MXFP4, id="mxfp4", marks=pytest.mark.thorough),
         pytest.param(Recipe(window=128, weight_window=(128, 128)), id="windows"),
+        pytest.param(Recipe(window="row", wgrad=Product(window=128)), id="two windows"),
         pytest.param(BF16, id="bf16", marks=pytest.mark.thorough),
         pytest.param(
             Recipe(dgrad=Product(hadamard=Hadamard(64)), wgrad=Product(hadamard=Hadamard(64))),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import arch_here
 from helpers import (
+    MADE,
     TILES,
     amaxes,
     by_kernel,
@@ -266,7 +267,12 @@ def run_product(product) -> None:
         how = {"window": product.window, "tiles": product.tiles, "free": product.free}
         op = partial(by_kernel, dtype=jnp.bfloat16, sums=product.op.startswith("wgrad"), **how)
         if product.op == "amaxes":
-            args, op = (random_bits((2, 320, 264), "bfloat16"),), amaxes
+            own = MADE.get(product.source, X)
+            shapes = [(320, 576), (320,), (320, 288)] if own else [(2, 320, 264)]
+            dtypes = [product.floats or "bfloat16", "float32", "bfloat16"]
+            each = zip(shapes, dtypes, own.operands, strict=False)
+            args = tuple(random_bits(shape, dtype) for shape, dtype, _ in each)
+            op = partial(amaxes, source=own)
         elif product.op == "wgrad":
             x, dy = (rng.integers(-2, 3, (300, m)).astype(product.floats) for m in (136, n))
             args = x, dy, np.array([140, 0, 150], np.int32)

@@ -43,7 +43,7 @@ from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import Moved, Unquantized
-from jax_mx.products.recipes import MXFP8, Recipe, recipe_beside
+from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
 
 
 def moe(
@@ -57,7 +57,7 @@ def moe(
     b_down: Any = None,
     activation: str = "swiglu",
     interleaved: bool = False,
-    recipe: Recipe | str = MXFP8,
+    recipe: Recipe | str = AUTO,
     residuals: str | None = None,
     expert_axis: str | None = None,
     tensor_axis: str | None = None,
@@ -98,8 +98,8 @@ def moe(
       activation: one with a gate, see `gated`: "swiglu", "geglu", "geglu_erf", "reglu", "reglu2",
         "bilinear" or "gpt_oss".
       interleaved: whether gate and up come by turns along 2 I, not all gates first.
-      recipe: how floats are quantized; window="row" is refused. The router's weight multiplies
-        what w_down's product reads before that is quantized. Where the layer is split, a
+      recipe: how floats are quantized; a window "row" of wgrad is refused. The router's weight
+        multiplies what w_down's product reads before that is quantized. Where the layer is split, a
         `Stochastic` key of the recipe has the shard's position on each axis that splits it folded
         in, so that no two shards round by the same numbers; in a `jax.shard_map` over axes that
         the layer is not told of, fold those in yourself: `recipe.fold_in(jax.lax.axis_index(...))`.
@@ -127,12 +127,12 @@ def moe(
       NotImplementedError: the named implementation does not serve a product.
     """
     op = "moe"
-    recipe = grouped_recipe(op, recipe)
+    w_gate_up = array_or_quantized(op, "w_gate_up", w_gate_up)
+    w_down = array_or_quantized(op, "w_down", w_down)
+    recipe = grouped_recipe(op, recipe, x, w_gate_up, w_down)
     units = recipe.units
     x = floats_of(op, "x", x, 2, math.lcm(units.forward, units.dgrad))
     axes = wires.axes_of(op, expert_axis, tensor_axis)
-    w_gate_up = array_or_quantized(op, "w_gate_up", w_gate_up)
-    w_down = array_or_quantized(op, "w_down", w_down)
     given = (("w_gate_up", w_gate_up), ("w_down", w_down))
     recipes = tuple(recipe_beside(op, name, w, recipe) for name, w in given)
     first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
@@ -165,9 +165,10 @@ def moe(
     # No tokens, nothing moves: XLA gathers no empty arrays.
     nothing = not is_symbolic(x.shape[0]) and x.shape[0] == 0
     chosen = implementation_of(op, named("ragged_dot"), implementation)
-    product = Static(op, None, x.dtype, is_exact(op, precision), chosen)
+    exact = is_exact(op, precision)
+    product = Static(op, None, x.dtype, exact, chosen, chosen=recipe.chosen)
     static = Layer(
-        product,
+        (product,),
         product,
         name_among(f"{op}: activation", GATED, activation),
         flag(op, "interleaved", interleaved),
@@ -179,9 +180,10 @@ def moe(
         ),
     )
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
-    given = Inputs(x, weights, first.floats, second.floats, *biases)
+    b1, b2 = biases
+    given = Inputs(x, weights, (first.floats,), second.floats, (b1,), b2)
     recipes = tuple(wires.numbered(each, (axes.experts, axes.tensor)) for each in recipes)
-    quantized = first.quantized, second.quantized
+    quantized = (first.quantized,), second.quantized
     leaves, tree = jax.tree.flatten((given, quantized, experts, recipes))
     return layer(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
@@ -269,8 +271,9 @@ class Slots(Moves):
         """See `Moves`."""
         tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False))
         rows = wires.gather_tokens(self.axis, self.wire, tokens)
-        first = jax.tree.leaves(quantized[0]) if given.w_first is None else [given.w_first]
-        number = first[0].shape[0]  # of experts, of a shard
+        number = jax.tree.leaves((given.w_first, quantized[0]))[0].shape[
+            0
+        ]  # of experts, of a shard
         weights = wires.gather_choices(self.axis, given.weights)
         experts = wires.local_experts(self.axis, routing, number)
         align = align_of(recipe) if keep else 1  # nothing is quantized along slots
@@ -342,14 +345,16 @@ class Slots(Moves):
     def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
         """See `Moves`."""
         groups, sides = kept.place.groups, kept.sides
-        halves = reference.halves(back.gate_up, layer.activation, layer.interleaved)
+        (gate_up,) = back.gate_up
+        halves = reference.halves(gate_up, layer.activation, layer.interleaved)
         act = reference.gated_exactly(halves, None, layer.activation)
         dscale = (back.dact.astype(jnp.float32) * act).sum(-1)
         dx = wires.sum_and_scatter(self.axis, groups.combined(back.dx)).astype(sides.x.dtype)
         dweights = wires.sum_and_scatter(self.axis, groups.of_choices(dscale))
         db1 = db2 = None
-        if sides.b_first is not None:
-            db1 = _by_expert(back.sums, groups).astype(sides.b_first.dtype)
+        ((bias,), (sums,)) = sides.b_first, back.sums
+        if bias is not None:
+            db1 = _by_expert(sums, groups).astype(bias.dtype)
         if kept.beside is not None:
             bias, experts, weights = kept.beside
             dy, is_one = back.dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
@@ -359,7 +364,7 @@ class Slots(Moves):
             each = (reference.rows_of(bias, experts) * dy[:, None]).sum(-1)
             dweights += wires.on_first_shard(self.tensor, jnp.where(is_one, each, 0))
         dweights = dweights.astype(sides.weights.dtype)
-        return Inputs(dx, dweights, back.dw_first, back.dw_second, db1, db2)
+        return Inputs(dx, dweights, back.dw_first, back.dw_second, (db1,), db2)
 
 
 def _is_one(experts: jax.Array, number: int) -> jax.Array:

@@ -47,7 +47,8 @@ class ProductKernel:
         "row": all of them.
       tiles: whether `TILE` rows of W share their scales.
       free: whether blocks of W run along its free axis, which lies last, not the contracted one.
-      floats: the dtype of its floats, where kernels take several.
+      floats: the dtype of its floats, where kernels take several; "" of "amaxes": bfloat16.
+      source: the word of what makes the floats, of "amaxes": they come out, too; "": x.
     """
 
     op: str
@@ -58,12 +59,14 @@ class ProductKernel:
     tiles: bool = False
     free: bool = False
     floats: str = ""
+    source: str = ""
 
     @property
     def name(self) -> str:
         """The name, which the binary's file and its entry points carry too."""
         window = suffix_of(self.window) + f"x{TILE}" * self.tiles
         names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
+        names += [self.source] * (self.source != "")
         return "_".join((self.op, *names, f"r{self.rows}{window}")) + "_free" * self.free
 
 
@@ -75,6 +78,8 @@ def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
     return (256, 128) if tiles or window == ROW else (128,)
 
 
+# Of "amaxes", what makes the floats: `GatedSource`, `GatedPairSource` and `GradientSource` of MLPs.
+ACTIVE_SOURCES = ("swiglu", "swiglu_pair", "swiglu_gradient")
 # The archs that have kernels of products: those with wgmma.
 PRODUCT_ARCHS = {"cutedsl": ("sm_90a",)}
 _FORMATS = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)
@@ -101,7 +106,8 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         ProductKernel("wgrad", "cutedsl", (), 64, floats=floats)
         for floats in ("bfloat16", "float16")
     ),
-    ProductKernel("amaxes", "cutedsl", (), 128),
+    *(ProductKernel("amaxes", "cutedsl", (), 128, floats=floats) for floats in ("", "float32")),
+    *(ProductKernel("amaxes", "cutedsl", (), 128, source=source) for source in ACTIVE_SOURCES),
     *(
         ProductKernel("matmul", "cutedsl", (format,), rows, free=True)
         for rows in (256, 128)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jax_mx.facts.kinds import Kind
-from jax_mx.facts.windows import ROW
 
 
 class Role(enum.Enum):
@@ -125,7 +124,7 @@ def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
         for array, there in (
             (Array(f"seeds_{i}", Role.BLOCK_DATA, i), kind.stochastic),
             (Array(f"signs_{i}", Role.BLOCK_DATA, i, optional=True), kind.hadamard > 0),
-            (Array(f"amaxes_{i}", Role.BLOCK_DATA, i, derived=True), kind.window == ROW),
+            (Array(f"amaxes_{i}", Role.BLOCK_DATA, i, derived=True), kind.takes_amaxes),
         )
         if there
     )
@@ -243,4 +242,5 @@ def signature_of(op: str, kinds: Sequence[Kind] = (), source: HasArrays | None =
     if not source:
         return plain
     _, *others = plain.operands
-    return Signature((*source.operands, *others), (*plain.results, *source.results))
+    made = (Array("floats", Role.SOURCE),) if op == "amaxes" else ()
+    return Signature((*source.operands, *others), (*plain.results, *made, *source.results))

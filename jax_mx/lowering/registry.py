@@ -166,6 +166,13 @@ def last_axis_plans(plan: Plan) -> list[Plan]:
     ]
 
 
+def is_fused(plan: AnyPlan) -> bool:
+    """Whether a kernel of some DSL serves a plan by itself, whatever makes its floats."""
+    if isinstance(plan, ProductPlan):
+        return any(_product_for(plan, dsl)[0] is not None for dsl in chip_table.ARCHS)
+    return any(_variant_for(plan, dsl)[0] is not None for dsl in chip_table.ARCHS)
+
+
 # ---- kernels ---
 _asks_store: contextvars.ContextVar[bool] = contextvars.ContextVar("asks_store", default=True)
 

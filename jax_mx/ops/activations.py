@@ -16,6 +16,7 @@ from jax_mx.facts.sources import Source
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.gated_pair import GatedPairSource
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("operands",), meta_fields=("source",))
@@ -107,10 +108,12 @@ class Gated:
         Raises:
           TypeError, ValueError: weights or the gradient do not fit.
         """
-        if not self.has_gate or self.up is not None:
+        if not self.has_gate or (self.up is not None and (floats or sums)):
             return None
         gates = self.gates_of(op, x)
         weights = weights_of(op, gates, self.weights)
+        if self.up is not None:
+            return Of(GatedPairSource(self.name), (jnp.asarray(self.up), weights))
         if self.gradient is None:
             return Of(GatedSource(self.name, self.interleaved, floats), (weights,))
         source = GradientSource(self.name, self.interleaved, sums)
@@ -174,6 +177,13 @@ def made(op: str, x: jax.Array, own: Gated) -> jax.Array:
         dy = own.dy_of(op, gates)
         return reference.joined(_gradient(tuple(each), weights, dy, own.name), own.interleaved)
     return made_of_parts(tuple(map(jnp.asarray, each)), weights, own.name)
+
+
+def gradients_of_parts(op: str, x: jax.Array, own: Gated, dy: jax.Array) -> list[jax.Array]:
+    """The gradients of gates and of ups that are two arrays, for that of what `gated` gives."""
+    gates = own.gates_of(op, x)
+    weights = None if own.weights is None else weights_of(op, gates, own.weights)
+    return _gradient(tuple(own.parts_of(x)), weights, dy, own.name)
 
 
 def weights_of(op: str, gates: Any, weights: Any) -> jax.Array:

@@ -14,7 +14,7 @@ from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import lengths_of
-from jax_mx.lowering import primitive, quantizers
+from jax_mx.lowering import primitive, quantizers, registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, Of, made
 from jax_mx.ops.mxarray import MXArray
@@ -173,7 +173,10 @@ def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
     meshes = (jax.typeof(a).sharding.mesh for a in (x, *other))
     is_empty = 0 in [n for n in x.shape[:-1] if isinstance(n, int)]
     is_matrix = x.ndim == 2 or (x.ndim > 2 and plan.takes_slabs)
-    plain = is_matrix and not is_empty and not plan.block_data
+    plain = is_matrix and not is_empty and not plan.given_data
+    plain = plain and bool(plan.block_data or not plan.source.of_rows_alone)
+    if plain and plan.block_data:  # amaxes: a kernel finds them as it makes the floats
+        plain = any(map(registry.is_fused, quantizers.finding(plan)))
     fits = plain and plan.source.fits(x, max(lengths_of(plan.preprocessing[0].window)))
     return fits and not any(map(is_explicit, meshes))
 

@@ -35,8 +35,9 @@ from jax_mx.products.arrangements import (
     arrangement_of,
     check_contracted,
 )
+from jax_mx.products.auto import resolved_for_weights
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
-from jax_mx.products.recipes import MXFP8, Recipe, dimensions, recipe_of
+from jax_mx.products.recipes import AUTO, Recipe, dimensions
 
 Names = tuple[str, ...]
 OP = "gather_weight"
@@ -45,7 +46,7 @@ OP = "gather_weight"
 def gather_weight(
     w: jax.Array,
     spec: PartitionSpec | NamedSharding,
-    recipe: Recipe | str = MXFP8,
+    recipe: Recipe | str = AUTO,
     *,
     contracting: int | Sequence[int] = -2,
     batch: int | Sequence[int] = (),
@@ -79,7 +80,7 @@ def gather_weight(
       ValueError: there is no mesh, spec does not fit it or w, a part cuts blocks or windows, or
         another dimension than the first is split of several that become one for products.
     """
-    recipe = recipe_of(OP, recipe)
+    recipe = resolved_for_weights(OP, recipe, w)
     w = jnp.asarray(w, float_dtype(OP, "w", getattr(w, "dtype", None)))
     mesh, entries = placement(OP, spec, w.ndim)
     gathered = tuple(map(names_in, entries))
@@ -315,7 +316,7 @@ def _require_whole(static: _Gather, shape: tuple[int, ...], recipe: Recipe) -> N
     Raises:
       ValueError: so it is.
     """
-    side, blocks, uses = static.arrangement(shape), recipe.blocks("rhs"), recipe.uses("rhs")
+    side, uses = static.arrangement(shape), recipe.uses("rhs")
     for run, use in zip((side.contracted_dims, side.free_dims), uses, strict=True):
         split = [d for d in run if static.split[d] or static.gathered[d]]
         if not split:
@@ -326,7 +327,7 @@ def _require_whole(static: _Gather, shape: tuple[int, ...], recipe: Recipe) -> N
                 f"{OP}: dimension {split[-1]} is split, and products see it behind dimension "
                 f"{first} as one; split dimension {first} instead"
             )
-        window = blocks.window if use.format is not None else BLOCK
+        window = use.window if use.format is not None else BLOCK
         length = math.prod(shape[d] for d in run)
         if window == ROW:
             raise ValueError(

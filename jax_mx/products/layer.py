@@ -4,6 +4,7 @@ One custom_vjp with floats at both ends, for `mlp` and `moe`. Forward:
 
     x --move, quantize--> --product--> gate, up --activation, quantize--> --product--> --move--> y
 
+Gates and ups are one array of one weight, or two arrays of two weights, which read one quantized x.
 A kernel that quantizes an activation (`Gated`) writes no floats of it, and the residuals of the
 backward pass are MX. A `Moves` says how rows reach the products and come back. `mlp` leaves rows
 where they are; `moe` moves them to their experts' slots.
@@ -12,6 +13,7 @@ where they are; `moe` moves them to their experts' slots.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -22,7 +24,7 @@ import numpy as np
 
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.formats import MXFP8_E4M3
-from jax_mx.ops.activations import Gated, made
+from jax_mx.ops.activations import Gated, gradients_of_parts, made
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
@@ -33,6 +35,7 @@ from jax_mx.products.recipes import Recipe
 
 Recipes = tuple[Recipe, Recipe]  # of both products: where a weight brings signs, they differ
 FormNumber = tuple[int, int]  # of a step: the number of an operand, and of its form
+GateUp = tuple[Any, ...]  # gates and ups as one array, or as one each
 
 
 class Inputs(NamedTuple):
@@ -41,17 +44,17 @@ class Inputs(NamedTuple):
     Attributes:
       x: floats, the rows.
       weights: a router's, (T, k); None in `mlp`.
-      w_first: of gates and ups.
+      w_first: of gates and ups: one, or one each.
       w_second: of the result.
-      b_first: the bias of the first product.
+      b_first: the biases beside them.
       b_second: the bias of the second product.
     """
 
     x: Any
     weights: Any
-    w_first: Any
+    w_first: tuple[Any, ...]
     w_second: Any
-    b_first: Any
+    b_first: tuple[Any, ...]
     b_second: Any
 
 
@@ -59,7 +62,7 @@ class Layer(NamedTuple):
     """The static part of a layer.
 
     Attributes:
-      first: the first product.
+      first: the products with each first weight.
       second: the second product.
       activation: its name, see `gated`.
       interleaved: whether gates and ups come by turns.
@@ -67,7 +70,7 @@ class Layer(NamedTuple):
       moves: of rows.
     """
 
-    first: Static
+    first: tuple[Static, ...]
     second: Static
     activation: str
     interleaved: bool
@@ -77,28 +80,42 @@ class Layer(NamedTuple):
     @property
     def op(self) -> str:
         """The public function."""
-        return self.first.op
+        return self.second.op
 
-    def hidden(self, gate_up: jax.Array) -> Side:
+    def hidden(self, gate_up: GateUp) -> Side:
         """The side of the activation's result."""
-        if not is_explicit(jax.typeof(gate_up).sharding.mesh):
+        if not is_explicit(jax.typeof(gate_up[0]).sharding.mesh):
             return Side(self.second.dtype)
-        spec = spec_of(made(self.op, gate_up, self.gated()))
+        spec = spec_of(made(self.op, gate_up[0], self.gated(gate_up)))
         return Side(self.second.dtype, arranged=spec)
 
     def sides(self, given: Inputs) -> Inputs:
         """The sides of all that is given."""
-        arranged: dict[str, Any] = {}
-        if self.first.layout is not None:
-            arranged = {"x": self.first.arranged.lhs, "w_first": self.first.arranged.rhs}
-            arranged["w_second"] = self.second.arranged.rhs
-        names = Inputs._fields
-        return Inputs(*(side_of(arranged.get(n), x) for n, x in zip(names, given, strict=True)))
+        dense = self.second.layout is not None
+        side = side_of(self.first[0].arranged.lhs if dense else None, given.x)
+        firsts = tuple(
+            side_of(product.arranged.rhs if dense else None, w)
+            for product, w in zip(self.first, given.w_first, strict=True)
+        )
+        return Inputs(
+            side,
+            side_of(None, given.weights),
+            firsts,
+            side_of(self.second.arranged.rhs if dense else None, given.w_second),
+            tuple(side_of(None, bias) for bias in given.b_first),
+            side_of(None, given.b_second),
+        )
 
-    def gated(self, scale: Any = None, gradient: Any = None) -> Gated:
-        """The activation between both products, times the scale of each row; or its gradient."""
-        own = Gated(self.activation, scale, interleaved=self.interleaved)
-        return dataclasses.replace(own, gradient=gradient)
+    def gated(self, gate_up: GateUp, scale: Any = None) -> Gated:
+        """The activation between both products, times the scale of each row."""
+        return Gated(self.activation, scale, *gate_up[1:], interleaved=self.interleaved)
+
+    def requests(
+        self, gate_up: GateUp, scale: Any, recipe: Recipe, wanted: tuple[bool, bool]
+    ) -> Unquantized:
+        """The operand of the activation's result that the second product reads."""
+        own = self.gated(gate_up, scale)
+        return Unquantized(gate_up[0], recipe, None, own, wanted=wanted)
 
 
 class Moves(ABC):
@@ -183,7 +200,7 @@ class Moves(ABC):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=(
-        "place", "rows", "act", "gate_up", "w_first", "w_second", "bias", "recipes", "beside",
+        "place", "rows", "act", "gate_up", "w_first", "w_second", "biases", "recipes", "beside",
     ),
     meta_fields=("sides",),
 )  # fmt: skip
@@ -195,10 +212,11 @@ class Kept:
       place: where rows are, see `Moves`.
       rows: form along rows, of what the first product read.
       act: the form along rows of the activation's result.
-      gate_up: an `MXArray` or floats, arranged; or the form that they are computed from.
-      w_first: the contracted form, kept only to compute gates and ups again; and the free form.
+      gate_up: `MXArray`s or floats, arranged; or the form that they are computed from.
+      w_first: of each the contracted form, kept only to compute gates and ups again; and the free
+        form.
       w_second: its free form.
-      bias: b_first, where gates and ups are computed again.
+      biases: b_first, where gates and ups are computed again.
       recipes: of both products.
       beside: further residuals, of `Moves.leave`.
       sides: the `Side` of every input.
@@ -208,9 +226,9 @@ class Kept:
     rows: Any
     act: Any
     gate_up: Any
-    w_first: tuple[Any, Any]
+    w_first: tuple[tuple[Any, Any], ...]
     w_second: Any
-    bias: Any
+    biases: tuple[Any, ...]
     recipes: Recipes
     beside: Any
     sides: Inputs
@@ -223,19 +241,19 @@ class Back(NamedTuple):
       dy: the gradient of the result, as it was given.
       gate_up: gates and ups, which were kept or computed again.
       dact: the gradient of the activation's result.
-      dx: of rows.
-      dw_first: of the first weight.
+      dx: of rows; of two weights the sum of what each gives, in the dtype of rows.
+      dw_first: of the first weights.
       dw_second: of the second weight.
-      sums: of the gradient of gates and ups, see `WithSums`.
+      sums: of the gradients of gates and ups, see `WithSums`.
     """
 
     dy: jax.Array
-    gate_up: jax.Array
+    gate_up: GateUp
     dact: jax.Array
     dx: jax.Array
-    dw_first: Any
+    dw_first: tuple[Any, ...]
     dw_second: Any
-    sums: Any
+    sums: tuple[Any, ...]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -258,12 +276,11 @@ def layer(
 def _layer(
     static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
-    first, second = (  # nothing is quantized along rows
-        product.unfollowed(*each)
-        for product, *each in zip(
-            static[:2], (given.w_first, given.w_second), quantized, recipes, strict=True
-        )
+    first = tuple(  # nothing is quantized along rows
+        product.unfollowed(w, q, recipes[0])
+        for product, w, q in zip(static.first, given.w_first, quantized[0], strict=True)
     )
+    second = static.second.unfollowed(given.w_second, quantized[1], recipes[1])
     static = static._replace(first=first, second=second)
     return _forward(static, given, quantized, routing, recipes, keep=False)[0]
 
@@ -278,40 +295,54 @@ def _forward(
     static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes, keep: bool
 ) -> tuple[jax.Array, Any]:
     """The result; and the residuals, if a backward pass follows."""
-    moves, products = static.moves, (static.first, static.second)
+    moves, first = static.moves, static.first
     x, place = moves.enter(given, quantized, routing, recipes[0], keep)
-    ws = given.w_first, given.w_second
-    first, second = (
-        moves.weight(*each, keep) for each in zip(products, ws, quantized, recipes, strict=True)
-    )
-    trained = [keep and w is not None for w in ws]
+    firsts = [
+        moves.weight(product, w, q, recipes[0], keep)
+        for product, w, q in zip(first, given.w_first, quantized[0], strict=True)
+    ]
+    second = moves.weight(static.second, given.w_second, quantized[1], recipes[1], keep)
     again = keep and static.residuals == "inputs"
-    rows = moves.operand(static.first, x, place, recipes[0], (True, trained[0]))
-    forms = ((0, 1), (1, 1), *(((0, 0), (1, 0)) if again else ()))
-    step = Step((moves.forward(static.first, (rows, first), place, False),), forms)
-    (gate_up,), (rows_kept, first_free, *inputs) = step((rows, first), sizes_of(place))
-    gate_up = moves.biased(static.first, gate_up, given.b_first, place)
-    wanted = (True, trained[1] and moves.keeps_activation)
-    act = Unquantized(gate_up, recipes[1], None, static.gated(scale_of(place)), wanted=wanted)
+    wanted = (True, keep and any(w is not None for w in given.w_first))
+    rows = moves.operand(first[0], x, place, recipes[0], wanted)
+    weights, one_each = range(1, 1 + len(first)), list(zip(first, firsts, strict=True))
+    forms = ((0, 1), *((i, 1) for i in weights))
+    forms += ((0, 0), *((i, 0) for i in weights)) if again else ()
+    products = [moves.forward(product, (rows, w), place, False) for product, w in one_each]
+    step = Step(
+        tuple(p._replace(rhs=(i, 0)) for i, p in zip(weights, products, strict=True)), forms
+    )
+    gate_up, (rows_kept, *kept) = step((rows, *firsts), sizes_of(place))
+    gate_up = biased(static, gate_up, given.b_first, place)
+    wanted = (True, keep and given.w_second is not None and moves.keeps_activation)
+    act = static.requests(gate_up, scale_of(place), recipes[1], wanted)
     step = Step((moves.forward(static.second, (act, second), place, True),), ((0, 1), (1, 1)))
     (y,), (act_kept, second_free) = step((act, second), sizes_of(place))
     y, beside = moves.leave(static.second, y, given, routing, place)
     if not keep:
         return y, None
     if static.residuals == "mx":
-        gate_up = quantize(gate_up, MXFP8_E4M3)
+        gate_up = tuple(quantize(each, MXFP8_E4M3) for each in gate_up)
+    frees, (rows_again, *contracted) = kept[: len(first)], kept[len(first) :] or (None,)
+    contracted = contracted or (None,) * len(first)
     return y, Kept(
         place,
         rows_kept,
         act_kept,
-        inputs[0] if again else gate_up,
-        (inputs[1] if again else None, first_free),
+        rows_again if again else gate_up,
+        tuple(zip(contracted, frees, strict=True)),
         second_free,
-        given.b_first if again else None,
+        given.b_first if again else (),
         recipes,
         beside,
         static.sides(given),
     )
+
+
+def biased(static: Layer, gate_up: Any, biases: tuple[Any, ...], place: Any) -> GateUp:
+    """The first products and their biases."""
+    each = zip(static.first, gate_up, biases, strict=True)
+    return tuple(static.moves.biased(product, y, bias, place) for product, y, bias in each)
 
 
 def sizes_of(place: Any) -> Any:
@@ -328,43 +359,76 @@ def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: jax.Array) -> tupl
     kept, mark = residual
     dy, _ = once_derived(static.op, dy, mark)
     moves, sides, place = static.moves, kept.sides, kept.place
-    first, second = kept.recipes
-    w1, w2 = sides.w_first, sides.w_second
+    second, w2 = kept.recipes[1], sides.w_second
     gradient = moves.gradient(static.second, dy, place, second, w2)
     gate_up = _again(static, kept)
     act = kept.act
     if w2 is not None and not moves.keeps_activation:
-        own = static.gated(scale_of(place))
-        _, act = Unquantized(gate_up, second, None, own, wanted=(False, True)).forms()
+        _, act = static.requests(gate_up, scale_of(place), second, (False, True)).forms()
     # The gradient of the result: by w_second^T, and along rows for that of w_second.
     products = [moves.dgrad(static.second, (0, 0), (2, 0), static.hidden(gate_up), place)]
     if w2 is not None:
         products.append(moves.wgrad(static.second, (1, 0), (0, 1), w2, place))
     operands = (gradient, (act,), (kept.w_second,))
     (dact, *dw2), _ = Step(tuple(products))(operands, sizes_of(place))
-    # Through the activation, by its argument.
-    own: Any = static.gated(scale_of(place), dact.astype(gate_up.dtype))
-    own = own if sides.b_first is None else WithSums(own)
-    how: dict[str, Any] = {"wanted": (True, w1 is not None), "frozen": (w1 is None, False)}
-    gradient = Unquantized(gate_up, first, None, own, name="gradient", **how)
-    products = [moves.dgrad(static.first, (0, 0), (2, 0), sides.x, place)]
-    if w1 is not None:
-        products.insert(0, moves.wgrad(static.first, (1, 0), (0, 1), w1, place))
-    sums = () if sides.b_first is None else ((0, 2),)
-    operands = (gradient, (kept.rows,), (kept.w_first[1],))
-    (*dw1, dx), sums = Step(tuple(products), sums)(operands, sizes_of(place))
-    back = Back(dy, gate_up, dact, dx, *(next(iter(each), None) for each in (dw1, dw2, sums)))
+    dx, dw1, sums = _through_first(static, kept, gate_up, dact)
+    back = Back(dy, gate_up, dact, dx, dw1, next(iter(dw2), None), sums)
     return moves.gradients(static, kept, back), None, None, None
 
 
-def _again(static: Layer, kept: Kept) -> jax.Array:
+def _through_first(
+    static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array
+) -> tuple[jax.Array, tuple, tuple]:
+    """The gradients of rows and of the first weights; and sums of those of gates and ups."""
+    moves, sides, place = static.moves, kept.sides, kept.place
+    gradients = _gradients_of(static, kept, gate_up, dact.astype(gate_up[0].dtype))
+    n, dgrads, wgrads = len(gradients), [], {}
+    for i, (product, w) in enumerate(zip(static.first, sides.w_first, strict=True)):
+        dgrads.append(moves.dgrad(product, (i, 0), (n + 1 + i, 0), sides.x, place))
+        if w is not None:
+            wgrads[i] = moves.wgrad(product, (n, 0), (i, 1), w, place)
+    summed = [i for i, bias in enumerate(sides.b_first) if bias is not None]
+    fused = [i for i in summed if isinstance(gradients[i].activation, WithSums)]
+    step = Step((*wgrads.values(), *dgrads), tuple((i, 2) for i in fused))
+    operands = (*gradients, (kept.rows,), *((free,) for _, free in kept.w_first))
+    found, sums = step(operands, sizes_of(place))
+    dw = dict(zip(wgrads, found, strict=False))
+    dx = functools.reduce(jnp.add, found[len(wgrads) :])
+    rows = {i: gradients[i].x.astype(jnp.float32) for i in summed} | dict(
+        zip(fused, sums, strict=True)
+    )
+    return dx, tuple(map(dw.get, range(n))), tuple(map(rows.get, range(n)))
+
+
+def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -> list[Unquantized]:
+    """The operands of the gradients of gates and ups, by the argument of the activation."""
+    own = static.gated(gate_up, scale_of(kept.place))
+    arrays, activation = list(gate_up), None
+    if len(gate_up) > 1:
+        arrays = gradients_of_parts(static.op, gate_up[0], own, dact)
+    else:
+        activation = dataclasses.replace(own, gradient=dact)
+        activation = activation if kept.sides.b_first[0] is None else WithSums(activation)
+    how: dict[str, Any] = {"rows": None, "activation": activation, "name": "gradient"}
+    return [
+        Unquantized(
+            x, kept.recipes[0], wanted=(True, w is not None), frozen=(w is None, False), **how
+        )
+        for x, w in zip(arrays, kept.sides.w_first, strict=True)
+    ]
+
+
+def _again(static: Layer, kept: Kept) -> GateUp:
     """Gates and ups, arranged: as they were kept, or computed again."""
     if static.residuals != "inputs":
-        return floats_kept(kept.gate_up, static.first.dtype)
-    operands: Any = (kept.gate_up,), (kept.w_first[0],)
-    product = static.moves.forward(static.first, operands, kept.place, False)
-    (gate_up,), _ = Step((product,))(operands, sizes_of(kept.place))
-    return static.moves.biased(static.first, gate_up, kept.bias, kept.place)
+        return tuple(floats_kept(each, static.second.dtype) for each in kept.gate_up)
+    operands: Any = (kept.gate_up,), *((contracted,) for contracted, _ in kept.w_first)
+    products = [
+        static.moves.forward(product, (operands[0], w), kept.place, False)._replace(rhs=(i, 0))
+        for i, (product, w) in enumerate(zip(static.first, operands[1:], strict=True), 1)
+    ]
+    gate_up, _ = Step(tuple(products))(operands, sizes_of(kept.place))
+    return biased(static, gate_up, kept.biases, kept.place)
 
 
 def floats_kept(gate_up: Any, dtype: np.dtype) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jax_mx.arrays.checks import float_dtype, implementation_of
+from jax_mx.arrays.checks import float_dtype, implementation_of, is_symbolic
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering import primitive
@@ -25,6 +26,7 @@ from jax_mx.products.arguments import (
     residuals_of,
 )
 from jax_mx.products.arrangements import Arrangements, arrangements_of
+from jax_mx.products.auto import resolved
 from jax_mx.products.derivative import (
     Side,
     Static,
@@ -37,7 +39,13 @@ from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import QuantizedWeight, Unquantized
-from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
+from jax_mx.products.recipes import (
+    AUTO,
+    PRODUCTS,
+    Recipe,
+    check_frozen,
+    recipe_beside,
+)
 
 
 def mlp(
@@ -49,7 +57,7 @@ def mlp(
     b_down: Any = None,
     activation: str = "swiglu",
     interleaved: bool = False,
-    recipe: Recipe | str = MXFP8,
+    recipe: Recipe | str = AUTO,
     residuals: str | None = None,
     precision: jax.lax.PrecisionLike = None,
     out_sharding: Any = None,
@@ -68,19 +76,22 @@ def mlp(
         axis than the first is gathered.
       w_gate_up: (D, 2 I), all gates, then all ups, of an activation without a gate (D, I): floats
         of x's dtype, what `recipe.quantize_weight` makes of them, or a frozen `MXArray`, also
-        (2 I, D), with its blocks along D. 32 divides I.
+        (2 I, D), with its blocks along D. 32 divides I. Or a pair of these, each (D, I): gates'
+        and ups', as checkpoints have them. x is quantized once for both; the gradient of x is the
+        sum of what each gives, added in x's dtype.
       w_down: (I, N), likewise.
-      b_gate_up: floats (2 I,), or None. The product is rounded to x's dtype, the bias is added in
-        float32, and the sum is rounded again. Its gradient is summed in float32, 32 rows at a time
-        where both gradients are quantized.
+      b_gate_up: floats (2 I,), or None; beside a pair of weights a pair of these, each (I,). The
+        product is rounded to x's dtype, the bias is added in float32, and the sum is rounded again.
+        Its gradient is summed in float32, 32 rows at a time where both gradients are quantized.
       b_down: floats (N,), or None; likewise.
       activation: see `gated`.
       interleaved: whether gates and ups come by turns along 2 I, not all gates first.
-      recipe: how floats are quantized: a `Recipe`, or a name.
+      recipe: how floats are quantized, see `dot_general`.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized x. With the
         last two, gradients too are those of the three functions, but for the order of sums.
-        None: "mx" where the recipe quantizes the forward product, else "floats".
+        None: "mx" where a kernel makes the activation from one array of gates and ups, of windows
+        up to 128, so that it costs no pass; else "floats".
       precision: see `dot_general`.
       out_sharding: of the result, see `jax.lax.dot_general`. None: on a mesh with explicit axes,
         rows are split as x's and columns as w_down's, but for axes that split both.
@@ -95,61 +106,149 @@ def mlp(
       NotImplementedError: the named implementation does not serve a product.
     """
     op = "mlp"
-    recipe = recipe_of(op, recipe)
-    each = (("x", x), ("w_gate_up", w_gate_up), ("w_down", w_down))
-    x, w1, w2 = (operand_of(op, *named_array) for named_array in each)
+    pair = isinstance(w_gate_up, tuple)
+    names = ("w_gate_up[0]", "w_gate_up[1]") if pair else ("w_gate_up",)
+    gate = _activation(op, activation, interleaved, w_gate_up if pair else None)
+    x, w2 = operand_of(op, "x", x), operand_of(op, "w_down", w_down)
     if isinstance(x, MXArray | QuantizedWeight):
         raise TypeError(f"{op}: x must be an array of floats, got {type(x).__name__}")
     dtype = float_dtype(op, "x", x.dtype)
-    recipes = tuple(
-        recipe_beside(op, name, w, recipe) for name, w in (("w_gate_up", w1), ("w_down", w2))
-    )
-    keep_rows = recipe.window == BLOCK and _may_be_split()
-    first = _layout(op, "w_gate_up", x.shape, w1, dtype, recipe, keep_rows)
-    halves, units = 1 + row_of(op, activation).has_gate, recipe.units
-    columns, gate = first.rhs.free[0], Gated(activation, interleaved=interleaved)
-    if columns % (wanted := math.lcm(halves * units.forward, units.dgrad)):
-        blocks = "blocks" if max(units) == BLOCK else "blocks and Hadamard transforms"
-        raise ValueError(
-            f"{op}: w_gate_up has {columns} columns, must be a multiple of {wanted}, as "
-            f"{gate.name} makes I of {halves} I, in {blocks} of {units.forward}; pad gates and "
-            "ups with zero columns, and w_down with zero rows"
-        )
-    hidden = (*x.shape[:-1], columns // halves)
+    given = w_gate_up if pair else [w_gate_up]
+    first = [operand_of(op, *each) for each in zip(names, given, strict=True)]
+    is_free = implementation is None and not is_exact(op, precision)
+    work = functools.partial(_least_work, x, first, w2)
+    recipe = resolved(op, recipe, (x, *first, w2), work, is_free)
+    recipes = _beside_first(op, names, first, recipe), recipe_beside(op, "w_down", w2, recipe)
+    keep_rows = not recipe.has_windows and _may_be_split()
+    layouts = [
+        _layout(op, name, x.shape, w, dtype, recipe, keep_rows)
+        for name, w in zip(names, first, strict=True)
+    ]
+    columns = _columns(op, names, layouts, gate, recipe)
+    hidden = (*x.shape[:-1], columns // (1 + gate.has_gate * (not pair)))
     second = _layout(op, "w_down", hidden, w2, dtype, recipe, keep_rows)
-    b1, b2 = (
-        bias_of(op, name, bias, (length,))
-        for name, bias, length in (
-            ("b_gate_up", b_gate_up, columns),
-            ("b_down", b_down, second.rhs.free[0]),
-        )
-    )
-    residuals = residuals_of(op, residuals, recipe)
+    b1 = _biases(op, names, b_gate_up, columns)
+    b2 = bias_of(op, "b_down", b_down, (second.rhs.free[0],))
+    residuals = residuals_of(op, residuals, recipe, _plain_residuals(pair, recipe))
     implementation = implementation_of(op, named("dot_general"), implementation)
-    w1, w2 = (
-        gathered_for(x, w, layout, True) if isinstance(w, jax.Array) else w
-        for w, layout in ((w1, first), (w2, second))
-    )
+    first = [_gathered(x, w, layout) for w, layout in zip(first, layouts, strict=True)]
+    w2 = _gathered(x, w2, second)
     if out_sharding is None and is_explicit(jax.typeof(x).sharding.mesh):
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
         out_sharding = jax.sharding.PartitionSpec(*spec)
     shared = (is_exact(op, precision), implementation)
     static = Layer(
-        Static(op, first, dtype, *shared),
-        Static(op, second, dtype, *shared, out_sharding),
+        tuple(Static(op, layout, dtype, *shared, None, recipe.chosen) for layout in layouts),
+        Static(op, second, dtype, *shared, out_sharding, recipe.chosen),
         gate.name,
         gate.interleaved,
         residuals,
         InPlace(),
     )
-    (f1, q1), (f2, q2) = parts_of(w1), parts_of(w2)
+    f1, q1 = zip(*map(parts_of, first), strict=True)
+    f2, q2 = parts_of(w2)
     given = Inputs(x, None, f1, f2, b1, b2)
     leaves, tree = jax.tree.flatten((given, (q1, q2), None, recipes))
     return layer(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
 
 # ---- what callers pass ---
+def _activation(op: str, name: str, interleaved: bool, pair: Any) -> Gated:
+    """The activation between the products.
+
+    Raises:
+      TypeError, ValueError: it is none, or not of a pair of weights.
+    """
+    row_of(op, name)
+    gate = Gated(name, interleaved=interleaved)
+    if pair is None:
+        return gate
+    if len(pair) != 2:
+        raise ValueError(f"{op}: w_gate_up has {len(pair)} weights, must be one or a pair")
+    if not gate.has_gate or interleaved:
+        why = "interleaved is the order in one weight" if interleaved else f"{name!r} has no gate"
+        raise ValueError(f"{op}: w_gate_up is a pair of weights, and {why}; pass one weight")
+    return gate
+
+
+def _least_work(x: Any, first: list, second: Any) -> Any:
+    """How many multiplications the product with the smallest weight has."""
+    rows, sizes = math.prod(x.shape[:-1]), [math.prod(w.shape) for w in (*first, second)]
+    return rows * (sizes[0] if any(map(is_symbolic, sizes)) else min(sizes))
+
+
+def _beside_first(op: str, names: tuple[str, ...], weights: list, recipe: Recipe) -> Recipe:
+    """The recipe of the first products, which quantize one x.
+
+    Raises:
+      ValueError: weights were quantized by another recipe, or each brings signs of its own.
+    """
+    quantized = [isinstance(w, QuantizedWeight) for w in weights]
+    for name, w in zip(names, weights, strict=True):
+        recipe = recipe_beside(op, name, w, recipe)
+    if all(quantized) and len(weights) > 1 and jax.tree.leaves((recipe.forward, recipe.dgrad)):
+        raise ValueError(
+            f"{op}: both weights of w_gate_up bring signs of a Hadamard transform, and one x is "
+            "multiplied with both; pass floats, or one weight"
+        )
+    return recipe
+
+
+def _columns(
+    op: str, names: tuple[str, ...], layouts: list[Arrangements], gate: Gated, recipe: Recipe
+) -> int:
+    """How many columns each first weight has.
+
+    Raises:
+      ValueError: a pair has two numbers, or blocks do not divide what the activation makes of them.
+    """
+    units, each = recipe.units, [layout.rhs.free[0] for layout in layouts]
+    if len({*each}) > 1:
+        raise ValueError(f"{op}: the weights of w_gate_up have {each} columns; both must agree")
+    halves = 2 if gate.has_gate and len(each) == 1 else 1
+    if each[0] % (wanted := math.lcm(halves * units.forward, units.dgrad)):
+        blocks = "blocks" if max(units) == BLOCK else "blocks and Hadamard transforms"
+        raise ValueError(
+            f"{op}: {names[0]} has {each[0]} columns, must be a multiple of {wanted}, as "
+            f"{gate.name} makes I of {halves} I, in {blocks} of {units.forward}; pad gates and "
+            "ups with zero columns, and w_down with zero rows"
+        )
+    return each[0]
+
+
+def _biases(op: str, names: tuple[str, ...], biases: Any, columns: int) -> tuple:
+    """The biases beside first weights.
+
+    Raises:
+      TypeError, ValueError: they are none.
+    """
+    if len(names) == 1:
+        return (bias_of(op, "b_gate_up", biases, (columns,)),)
+    if biases is None:
+        return (None,) * len(names)
+    if not isinstance(biases, tuple | list) or len(biases) != len(names):
+        raise TypeError(
+            f"{op}: w_gate_up is a pair of weights, so b_gate_up must be a pair, or None"
+        )
+    return tuple(bias_of(op, f"b_gate_up[{i}]", b, (columns,)) for i, b in enumerate(biases))
+
+
+def _gathered(x: Any, w: Any, layout: Arrangements) -> Any:
+    """Floats of a weight, gathered over mesh axes that also split rows of x."""
+    return gathered_for(x, w, layout, None, True) if isinstance(w, jax.Array) else w
+
+
+def _plain_residuals(pair: bool, recipe: Recipe) -> str:
+    """What is kept of gate and up by default, where it costs no time.
+
+    Kernels that make the activation and its gradient read one array, and have windows of 32 and
+    128. Where there is none, to keep both in MX takes a pass there, and one back.
+    """
+    windows = {recipe.window_in(product) for product in PRODUCTS}
+    return "mx" if not pair and windows <= {BLOCK, 128} else "floats"
+
+
 def _may_be_split() -> bool:
     """Whether XLA may split rows, as far as the mesh that is set says it.
 
@@ -267,15 +366,18 @@ class InPlace(Moves):
     def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
         """See `Moves`."""
         first, second, sides = layer.first, layer.second, kept.sides
-        dw1 = None if sides.w_first is None else first.rhs_gradient(back.dw_first, sides.w_first)
+        dw1 = tuple(
+            None if side is None else product.rhs_gradient(dw, side)
+            for product, dw, side in zip(first, back.dw_first, sides.w_first, strict=True)
+        )
         dw2 = None
         if sides.w_second is not None:
             dw2 = second.rhs_gradient(back.dw_second, sides.w_second)
-        db1, db2 = _summed(back.sums, sides.b_first), None
+        db1, db2 = tuple(map(_summed, back.sums, sides.b_first)), None
         if sides.b_second is not None:
             dy = gathered_once(second.arranged, back.dy, None, sides.w_second)
             db2 = _summed(dy, sides.b_second)
-        return Inputs(first.lhs_gradient(back.dx, sides.x), None, dw1, dw2, db1, db2)
+        return Inputs(first[0].lhs_gradient(back.dx, sides.x), None, dw1, dw2, db1, db2)
 
 
 def _array_of(operand: Any) -> tuple[jax.Array, int]:

@@ -21,7 +21,7 @@ from jax_mx import reference
 from jax_mx.arrays.sharding import is_explicit, shards_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
-from jax_mx.facts.windows import Window, lengths_of
+from jax_mx.facts.windows import SHARD, Window, lengths_of, share_a_read
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import made
 from jax_mx.ops.metadata import register_for_export
@@ -40,24 +40,24 @@ class Use(NamedTuple):
       format: of the codes; None for bfloat16.
       hadamard: the transform along the contracted axis.
       rounding: of the codes.
+      window: which elements share an amax.
     """
 
     format: Format | None
     hadamard: Hadamard | None = None
     rounding: Stochastic | None = None
+    window: Window = BLOCK
 
 
 class BlockRule(NamedTuple):
-    """Which elements of an operand share scales, and by which rule; see `quantize`.
+    """The blocks of an operand, and the rule of their scales; see `quantize`.
 
     Attributes:
       scaling: the rule.
-      window: which elements share an amax.
       square: whether blocks are (32, 32); then one array serves both products of one format.
     """
 
     scaling: Scaling
-    window: Window = BLOCK
     square: bool = False
 
 
@@ -108,6 +108,11 @@ class QuantizedWeight:
     def dtype(self) -> Any:
         """The dtype of the weight's floats."""
         return self.floats.dtype
+
+
+def chips_of(chosen: Any) -> str:
+    """The chips that "auto" chose a recipe for; "" where a caller passed it."""
+    return "" if chosen is None else chosen[1]
 
 
 def _arrangement(text: bytes) -> tuple[Arrangement]:
@@ -198,7 +203,7 @@ class Unquantized:
 
     @property
     def blocks(self) -> BlockRule:
-        """Which of its elements share scales."""
+        """Its blocks, and the rule of their scales."""
         return self.recipe.blocks(self.name)
 
     @property
@@ -208,7 +213,7 @@ class Unquantized:
         formats = {use.format for use in uses}
         plain = all(use.hadamard is None and use.rounding is None for use in uses)
         is_one = len(formats) == 1 and None not in formats
-        by_blocks = self.blocks.window == BLOCK and not self.blocks.square
+        by_blocks = all(use.window == BLOCK for use in uses) and not self.blocks.square
         return is_one and plain and self._is_bfloat16 and by_blocks and not self._has_sums
 
     @property
@@ -255,6 +260,7 @@ class Unquantized:
     def _forms_of(self, x: jax.Array, parts: list[_Part]) -> dict[int, Any]:
         """The forms by their numbers; the sums are number 2."""
         coded = [part for part in parts if part.use.format is not None]
+        apart = not share_a_read([part.use.window for part in coded])
         forms: dict[int, Any] = {}
         for part in parts:
             if part not in coded:
@@ -264,9 +270,9 @@ class Unquantized:
                 if same[0] is part:  # one array serves both
                     (array,) = self._quantized(x, [part])
                     forms |= {p.number: ProductOperand(array, p.axis) for p in same}
-            elif len(coded) == 1 or part is coded[0]:
+            elif apart or part is coded[0]:
                 # `quantize_both` gives first what runs along the last axis.
-                ordered = sorted(coded, key=lambda part: -part.axis)
+                ordered = [part] if apart else sorted(coded, key=lambda part: -part.axis)
                 arrays = self._quantized(x, ordered)
                 for p, array in zip(ordered, arrays, strict=False):
                     forms[p.number] = ProductOperand(array, p.axis if p.as_floats else -1)
@@ -285,9 +291,10 @@ class Unquantized:
             transpose=(False, transpose[1]) if both else transpose[0],
             block=(BLOCK, BLOCK) if square else BLOCK,
             value_layouts=(ROW_MAJOR_VALUES,) * len(parts),
+            chosen=chips_of(self.recipe.chosen),
             preprocessing=tuple(
                 dataclasses.replace(
-                    preprocessing_of(first, use.rounding, use.hadamard, self.blocks.window),
+                    preprocessing_of(first, use.rounding, use.hadamard, use.window, SHARD),
                     dequantized=as_floats,
                 )
                 for _, use, _, as_floats in parts
@@ -306,6 +313,7 @@ class Unquantized:
         """Whether one call gives both forms and the sums."""
         formats = [part.use.format for part in parts]
         joint = len(parts) == 2 and None not in formats
+        joint = joint and share_a_read([part.use.window for part in parts])
         alike = joint and (formats[0] == formats[1] or {*formats} <= _SUMMED)
         return alike and not self.blocks.square and self.activation.own.has_gate
 
@@ -319,11 +327,12 @@ class Unquantized:
             return
         uses, square = self.uses, self.blocks.square
         coded = [use is not None and use.format is not None for use in uses]
-        axes = zip((self.axis, -3 - self.axis), _AXES[self.name], uses, coded, strict=True)
-        for at, what, use, is_coded in axes:
+        windows = [use.window for use in self.recipe.uses(self.name)]
+        sides = (self.axis, -3 - self.axis), _AXES[self.name], uses, coded, windows
+        for at, what, use, is_coded, window in zip(*sides, strict=True):
             names, shards = shards_of(self.x, at)
             turn = use.hadamard.size if use is not None and use.hadamard is not None else 1
-            unit = math.lcm(max(lengths_of(self.blocks.window)), turn)
+            unit = math.lcm(max(lengths_of(window)), turn)
             lies = is_coded or self.pads[at] or (square and any(coded))
             if lies and shards > 1 and self.x.shape[at] % (shards * unit):
                 raise primitive.ShardingTypeError(
@@ -368,7 +377,7 @@ class Moved(Unquantized):
                     axis=axis,
                     transpose=True,
                     scaling=self.blocks.scaling,
-                    window=self.blocks.window,
+                    window=use.window,
                     hadamard=use.hadamard,
                     rounding=use.rounding,
                 )

@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ from jax_mx.facts.formats import (
     Scaling,
     named,
 )
-from jax_mx.facts.windows import ROW, TILE, Window
+from jax_mx.facts.windows import ROW, SHARD, TILE, Window
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.products.arrangements import Units, arrangement_of, check_contracted
@@ -47,6 +48,19 @@ from jax_mx.products.operand import (
 
 T = TypeVar("T")
 _BF16 = "bf16"  # of a product that is not quantized
+AUTO = "auto"  # the name of the recipe that a call resolves when it is traced
+
+
+class Chosen(NamedTuple):
+    """The recipe that "auto" became.
+
+    Attributes:
+      name: of the recipe, see `RECIPES`.
+      chips: that it was chosen for, as drivers name them.
+    """
+
+    name: str
+    chips: str
 
 
 def _register(kind: type[T]) -> type[T]:
@@ -98,11 +112,16 @@ class Product(_Value):
       hadamard: a transform of both operands along the contracted axis, which the product does not
         feel but for rounding; its size divides the contracted length. None: none.
       rounding: of the gradient, in dgrad and wgrad; without a prescale. None: to nearest even.
+      window: how many elements along the contracted axis share an amax: 32, 128, 256 or "row";
+        of both operands, but for weights with a `weight_window`. In wgrad also "shard": the rows
+        that a device holds, see [training](training.md#windows-on-hopper). None: as the recipe
+        says.
     """
 
     format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
     hadamard: Hadamard | None = None
     rounding: Stochastic | None = None
+    window: Window | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self):
         """Raises TypeError, ValueError for what a field is not, or what a product does not take."""
@@ -118,7 +137,9 @@ class Product(_Value):
             allowed = {**FORMATS, _BF16: _BF16}
             format = named("Product: format", allowed, self.format)
             object.__setattr__(self, "format", format)
-        for name in ("hadamard", "rounding"):
+        if self.window is not None:
+            object.__setattr__(self, "window", _along_one_axis("Product", self.window, SHARD))
+        for name in ("hadamard", "rounding", "window"):
             if self.format == _BF16 and getattr(self, name) is not None:
                 raise ValueError(
                     f"Product: {name} is of what is quantized, and format={_BF16!r} quantizes "
@@ -150,12 +171,15 @@ class Recipe(_Value):
       scaling: how scales follow from amaxes.
       block: of rhs: 32, or (32, 32), where one quantized copy serves forward and dgrad.
       window: how many elements along the contracted axis share an amax: 32, 128, 256 or "row", see
-        `quantize`. FP8 tensor cores multiply arrays of windows wider than 32.
-      weight_window: of rhs instead, also (128, 128), which makes square blocks; None: `window`.
+        `quantize`; of products that name none. FP8 tensor cores multiply arrays of windows wider
+        than 32.
+      weight_window: of rhs instead, in all products, also (128, 128), which makes square blocks;
+        None: as the others.
       forward: what the forward product does unlike the rest; None for nothing, "bf16" or a format
         for `Product(format=...)`.
       dgrad: likewise.
       wgrad: likewise.
+      chosen: of a recipe that "auto" became, which one it is, and for which chips; else None.
     """
 
     lhs: Format | str = dataclasses.field(default=MXFP8_E4M3, metadata={"static": True})
@@ -168,6 +192,7 @@ class Recipe(_Value):
     forward: Product | Format | str | None = None
     dgrad: Product | Format | str | None = None
     wgrad: Product | Format | str | None = None
+    chosen: Chosen | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self):
         """Names become what they name.
@@ -179,20 +204,18 @@ class Recipe(_Value):
             found = named(f"Recipe: {name}", FORMATS, getattr(self, name))
             object.__setattr__(self, name, found)
         object.__setattr__(self, "scaling", named("Recipe: scaling", SCALINGS, self.scaling))
-        window = window_of("Recipe", self.window)
-        if window == TILE:
-            raise ValueError(
-                f"Recipe: window is along one axis: {BLOCK}, 128, 256 or {ROW!r}; tiles of {TILE} "
-                "are for weights: weight_window"
-            )
-        object.__setattr__(self, "window", window)
+        object.__setattr__(self, "window", _along_one_axis("Recipe", self.window))
         if self.weight_window is not None:
             object.__setattr__(self, "weight_window", window_of("Recipe", self.weight_window))
         block = block_of("Recipe", self.block)
         object.__setattr__(self, "block", block if len(block) > 1 else BLOCK)
-        squares = self._has_squares  # refuses what does not fit
         for name in PRODUCTS:
             object.__setattr__(self, name, _product(name, getattr(self, name)))
+        if SHARD in (getattr(self, name).window for name in ("forward", "dgrad")):
+            raise ValueError(
+                f"Recipe: the window {SHARD!r} is of what is summed over rows: give it to wgrad"
+            )
+        squares = self._has_squares  # refuses what does not fit
         if cast(Product, self.forward).rounding is not None:
             raise ValueError(
                 "Recipe: forward has no gradient to round; give rounding to dgrad or wgrad"
@@ -215,21 +238,27 @@ class Recipe(_Value):
         return self._use(operand, first), self._use(operand, second)
 
     def blocks(self, operand: str) -> BlockRule:
-        """Which elements of an operand share scales, and by which rule."""
-        scaling = cast(Scaling, self.scaling)
-        if operand != "rhs":
-            return BlockRule(scaling, self.window)
-        return BlockRule(scaling, self._of_weights, self._has_squares)
+        """The blocks of an operand, and the rule of their scales."""
+        return BlockRule(cast(Scaling, self.scaling), operand == "rhs" and self._has_squares)
+
+    def window_in(self, product: str, operand: str = "lhs") -> Window:
+        """How many elements of an operand share an amax in "forward", "dgrad" or "wgrad"."""
+        if operand == "rhs" and self.weight_window is not None:
+            return self.weight_window
+        window = getattr(self, product).window
+        return self.window if window is None else window
 
     @property
-    def _of_weights(self) -> Window:
-        """The window of rhs."""
-        return self.window if self.weight_window is None else self.weight_window
+    def has_windows(self) -> bool:
+        """Whether some product has windows of several blocks."""
+        return any(self.window_in(product) != BLOCK for product in PRODUCTS)
 
     @property
     def _has_squares(self) -> bool:
         """Whether blocks of rhs are square: asked for, or as its window is a tile."""
-        return len(blocks_in("Recipe", self._of_weights, block_of("Recipe", self.block))) > 1
+        asked = block_of("Recipe", self.block)
+        windows = [self.window_in(product, "rhs") for product in _USES["rhs"]]
+        return max(len(blocks_in("Recipe", window, asked)) for window in windows) > 1
 
     @property
     def units(self) -> Units:
@@ -238,11 +267,11 @@ class Recipe(_Value):
         return Units(*(max(BLOCK, turn.size if turn else 0) for turn in turns))
 
     def _use(self, operand: str, name: str) -> Use:
-        product = getattr(self, name)
+        product, window = getattr(self, name), self.window_in(name, operand)
         if product.format == _BF16:
-            return Use(None)
+            return Use(None, window=window)
         rounding = product.rounding if operand == "gradient" else None
-        return Use(product.format or getattr(self, operand), product.hadamard, rounding)
+        return Use(product.format or getattr(self, operand), product.hadamard, rounding, window)
 
     def quantize_weight(
         self,
@@ -290,7 +319,8 @@ class Recipe(_Value):
         first, second = Unquantized.of(side, jax.lax.stop_gradient(w), self).forms()
         if flag(op, "dequantized", dequantized):
             first, second = dequantized_forms(first, second)
-        return QuantizedWeight(w, first, second, self, side)
+        plain = dataclasses.replace(self, chosen=None)
+        return QuantizedWeight(w, first, second, plain, side)
 
     def fold_in(self, data: Any) -> Recipe:
         """The recipe with keys that `data` is folded into: one for each step and layer.
@@ -319,6 +349,22 @@ class Recipe(_Value):
             return dataclasses.replace(node, key=jax.random.fold_in(node.key, data))
 
         return jax.tree.map(folded, self, is_leaf=lambda node: isinstance(node, Stochastic))
+
+
+def _along_one_axis(op: str, window: Any, *more: Window) -> Window:
+    """A window of activations and gradients; or of more that there are.
+
+    Raises:
+      TypeError, ValueError: it is none.
+    """
+    window = window_of(op, window, *more)
+    if window == TILE:
+        allowed = ", ".join(map(repr, (BLOCK, 128, 256, *more)))
+        raise ValueError(
+            f"{op}: window is along one axis: {allowed} or {ROW!r}; tiles of {TILE} "
+            "are for weights: Recipe's weight_window"
+        )
+    return window
 
 
 def _product(name: str, value: Any) -> Product:
@@ -394,6 +440,12 @@ _USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": (
 # MXFP8BlockScaling. E5M2 gradients diverged at 8B parameters:
 # NVIDIA-NeMo/Megatron-Bridge#638.
 MXFP8 = Recipe()
+# The same for Hopper's FP8 tensor cores, whose sums want one scale: elements of a row share an amax
+# where sums run over features, rows that a device holds where they run over tokens. So no amax
+# crosses devices that split tokens.
+MXFP8_ROWS = Recipe(window=ROW, wgrad=Product(window=SHARD))
+# And for experts there, whose rows are a group's: 256 elements share an amax.
+MXFP8_WINDOWS = Recipe(window=256)
 # E5M2 for gradients: TransformerEngine's Format.HYBRID.
 MXFP8_HYBRID = Recipe(gradient=MXFP8_E5M2)
 # MXFP4 in all three products; the gradient of the weights is what breaks training, and a
@@ -423,18 +475,30 @@ def mxfp4_backward(key: jax.Array) -> Recipe:
 # Nothing is quantized: what the others are compared with. Of weights that are MX already, what is
 # multiplied with them stays floats.
 BF16 = Recipe(forward=_BF16, dgrad=_BF16, wgrad=_BF16)
-RECIPES = {"mxfp8": MXFP8, "mxfp8_hybrid": MXFP8_HYBRID, "mxfp4": MXFP4, "bf16": BF16}
+RECIPES = {
+    "mxfp8": MXFP8,
+    "mxfp8_rows": MXFP8_ROWS,
+    "mxfp8_windows": MXFP8_WINDOWS,
+    "mxfp8_hybrid": MXFP8_HYBRID,
+    "mxfp4": MXFP4,
+    "bf16": BF16,
+}
+
+
+def name_of(recipe: Recipe) -> str:
+    """The name of one of `RECIPES`."""
+    return next(name for name, each in RECIPES.items() if each == recipe)
 
 
 def recipe_of(op: str, recipe: Any) -> Recipe:
-    """A recipe, or one of `RECIPES` by its name.
+    """A recipe, or one of `RECIPES` by its name; auto.py has "auto".
 
     Raises:
       TypeError, ValueError: it is neither.
     """
     if isinstance(recipe, Recipe):
         return recipe
-    allowed = ", ".join(map(repr, RECIPES))
+    allowed = ", ".join(map(repr, (AUTO, *RECIPES)))
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise ValueError(
@@ -468,8 +532,11 @@ def _to_json(aux: Any) -> bytes:
     return json.dumps([getattr(part, "name", part) for part in names]).encode()
 
 
-def _from_json(text: bytes) -> Any:
+def _from_json(kind: Any, text: bytes) -> Any:
+    """The inverse for a type; older programs lack the last fields."""
     parts = [tuple(part) if isinstance(part, list) else part for part in json.loads(text)]
+    static = [field for field in dataclasses.fields(kind) if field.metadata.get("static")]
+    parts += [field.default for field in static[len(parts) :]]
     return tuple(_NAMES.get(part, part) if isinstance(part, str) else part for part in parts)
 
 
@@ -478,5 +545,5 @@ for _type in (Product, Recipe):
         _type,
         serialized_name=f"jax_mx.{_type.__name__}",
         serialize_auxdata=_to_json,
-        deserialize_auxdata=_from_json,
+        deserialize_auxdata=partial(_from_json, _type),
     )

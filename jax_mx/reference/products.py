@@ -61,10 +61,15 @@ def _contracted(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     return jax.lax.map(one, (jnp.cumsum(counts), counts))
 
 
-def amaxes(x: jax.Array, *, plan: Any) -> list:
-    """For x (batch, T, K): (batch, T) and (batch, K), float32 bits of the largest magnitudes."""
-    del plan
-    return [amax_of(x, (axis,)).squeeze(axis) for axis in (-1, -2)]
+def amaxes(x: jax.Array, *other: jax.Array, plan: Any) -> list:
+    """For x (batch, T, K): (batch, T) and (batch, K), float32 bits of the largest magnitudes.
+
+    Of floats (T, K) that the plan's source makes, a batch of one; and the floats.
+    """
+    made = plan.source.compute(x, *other)[:1] if plan.source else []
+    for floats in made:
+        x = floats[None]
+    return [*(amax_of(x, (axis,)).squeeze(axis) for axis in (-1, -2)), *made]
 
 
 def _floats(codes: jax.Array, scales: jax.Array, format) -> jax.Array:

@@ -55,6 +55,9 @@ class GatedSource(Source):
 
     def fused(self, variant: Variant) -> bool:
         """Kernels give what products take; of other floats than bfloat16 in two formats."""
+        plain = self.activation == ACTIVE[0] and not self.interleaved
+        if variant.finds_amaxes:
+            return variant.dtype == "bfloat16" and not self.floats and plain
         if not is_operand(variant):
             return False
         if variant.gives_floats:
@@ -62,7 +65,6 @@ class GatedSource(Source):
         if self.floats or variant.dtype != "bfloat16":
             alone = variant.dtype == "bfloat16" or not (self.floats or self.interleaved)
             return alone and has_one_format(variant, MXFP8_E4M3, MXFP4_E2M1)
-        plain = self.activation == ACTIVE[0] and not self.interleaved
         return plain or has_one_format(variant)
 
     def columns(self, spans: Spans) -> int:

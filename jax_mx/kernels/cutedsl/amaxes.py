@@ -1,21 +1,30 @@
 """The largest magnitudes of a matrix's rows and of its columns, from one read of it.
 
 Quantizing both ways in windows of whole rows wants them first. A thread block takes 128 rows and
-512 columns, a warp 16 of these rows, a lane 8 columns twice. Magnitudes are compared as integers,
-two in a word; thread blocks meet in results that begin as zeros, by atomics, whose order does not
-matter to a maximum.
+512 columns, a warp 16 of these rows, a lane 16 bytes of a row at a time. Magnitudes are compared as
+integers, of bfloat16 two in a word; thread blocks meet in results that begin as zeros, by atomics,
+whose order does not matter to a maximum.
+
+Thread blocks begin with the end of x, which who wrote x has just left in the L2 cache, and end with
+its beginning, which the quantizer reads first.
 """
 
 import cutlass
-from cutlass import Int64, Uint16, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
+from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.launch import Extent, Factor, GridTerm, Scratch, constant
 from jax_mx.facts.product_kernels import ProductKernel
-from jax_mx.facts.signatures import Array
+from jax_mx.facts.signatures import Array, signature_of
+from jax_mx.kernels.cutedsl import activations
+from jax_mx.kernels.cutedsl.kernel import largest
 from jax_mx.kernels.cutedsl.products import ProductEntry, vector
+from jax_mx.sources.gated import GatedSource
+from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.gated_pair import GatedPairSource
 
-MAGNITUDES = 0x7FFF7FFF
+MAGNITUDES = {2: 0x7FFF7FFF, 4: 0x7FFFFFFF}  # by the bytes of an element
 
 
 @dsl_user_op
@@ -25,18 +34,6 @@ def larger(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
         "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; max.u16x2 {$w0}, a, b; }",
         write_only_types=[Uint32],
         read_only_args=[a, b],
-        loc=loc,
-        ip=ip,
-    )
-
-
-@dsl_user_op
-def largest(a: Uint32, *, loc=None, ip=None) -> Uint32:
-    """The largest of all lanes' words."""
-    return cute.arch.inline_ptx(
-        "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;",
-        write_only_types=[Uint32],
-        read_only_args=[a],
         loc=loc,
         ip=ip,
     )
@@ -60,11 +57,13 @@ class Amaxes(ProductEntry):
     columns = 512
     threads = 256
     elements_per_thread = 256
-    deep = 8  # rows that a lane has under way
 
     def __init__(self, product: ProductKernel, arch: str, vectors: bool):
         super().__init__(product, arch)
         self.vectors, self.rows = vectors, product.rows
+        self.itemsize = FLOAT_DTYPES[product.floats or "bfloat16"].itemsize
+        self.steps = self.itemsize  # of 16 bytes, that a lane has of a row
+        self.deep = 16 // self.steps  # rows that a lane has under way
 
     @property
     def extents(self) -> list[Extent]:
@@ -89,10 +88,11 @@ class Amaxes(ProductEntry):
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """16 bytes, or an element, for x."""
-        return (16 if self.vectors else 2) if array.name == "x" else itemsize
+        return (16 if self.vectors else self.itemsize) if array.name == "x" else itemsize
 
     def element_of(self, array: Array):
-        return cutlass.BFloat16 if array.name == "x" else Uint32
+        floats = cutlass.BFloat16 if self.itemsize == 2 else cutlass.Float32
+        return floats if array.name == "x" else Uint32
 
     @cute.jit
     def __call__(self, pointers, scalars):
@@ -105,44 +105,63 @@ class Amaxes(ProductEntry):
         warps: cutlass.Constexpr = self.threads // 32
         each: cutlass.Constexpr = self.rows // warps  # rows of a warp
         deep: cutlass.Constexpr = self.deep
+        steps: cutlass.Constexpr = self.steps
+        own_columns: cutlass.Constexpr = 16 // self.itemsize  # of a lane, in a step
+        mask: cutlass.Constexpr = MAGNITUDES[self.itemsize]
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
+        count, _, _ = cute.arch.grid_dim()
+        bid = count - 1 - bid
         warp, lane = tid // 32, tid % 32
         down, across = (r + self.rows - 1) // self.rows, (c + self.columns - 1) // self.columns
         matrix = bid // across // down
         row = bid // across % down * self.rows + warp * each
         column = bid % across * self.columns
-        # 32 divides both lengths: a warp's rows are there, or none is; so are a lane's 8 columns.
-        start = x.toint() + ((Int64(matrix) * r + row) * c + column + 8 * lane) * 2
-        line = Int64(c) * 2
-        below = cute.make_rmem_tensor((4, 2), Uint32)
+        # 32 divides rows and 8 columns: a warp's rows are there, or none is; so are a lane's bytes.
+        first = column + own_columns * lane
+        start = x.toint() + ((Int64(matrix) * r + row) * c + first) * self.itemsize
+        line = Int64(c) * self.itemsize
+        below = cute.make_rmem_tensor((4, steps), Uint32)
         below.fill(0)
         own = Uint32(0)
         for part in range_constexpr(each // deep):
-            held = cute.make_rmem_tensor((4, 2, deep), Uint32)
+            held = cute.make_rmem_tensor((4, steps, deep), Uint32)
             held.fill(0)
-            for j in range_constexpr(2):
-                if (row < r) & (column + 8 * lane + 256 * j < c):
+            for j in range_constexpr(steps):
+                if (row < r) & (first + 32 * own_columns * j < c):
                     for i in range_constexpr(deep):
                         self.load(start + line * (part * deep + i) + 512 * j, held[None, j, i])
             for i in range_constexpr(deep):
                 beside = Uint32(0)
-                for j in range_constexpr(2):
+                for j in range_constexpr(steps):
                     for w in range_constexpr(4):
-                        word = held[w, j, i] & Uint32(MAGNITUDES)
-                        below[w, j] = larger(below[w, j], word)
-                        beside = larger(beside, word)
-                beside = largest(cutlass.max(beside >> Uint32(16), beside & Uint32(0xFFFF)))
+                        word = held[w, j, i] & Uint32(mask)
+                        below[w, j] = self.larger(below[w, j], word)
+                        beside = self.larger(beside, word)
+                beside = largest(self.float_bits(beside))
                 own = Uint32(cutlass.select_(lane == part * deep + i, beside, own))
         if (lane < each) & (row < r):
-            raise_to(rows.toint() + (Int64(matrix) * r + row + lane) * 4, own << Uint32(16))
+            raise_to(rows.toint() + (Int64(matrix) * r + row + lane) * 4, own)
         self.raise_columns(columns.toint() + (Int64(matrix) * c + column) * 4, below, c - column)
+
+    def larger(self, a, b):
+        """The word of larger magnitudes."""
+        return larger(a, b) if self.itemsize == 2 else cutlass.max(a, b)
+
+    def float_bits(self, word):
+        """The float32 bits of the larger magnitude of a word."""
+        if self.itemsize == 4:
+            return word
+        return cutlass.max(word << Uint32(16), word & Uint32(0xFFFF0000))
 
     @cute.jit
     def load(self, address: Int64, to):
-        """Eight elements."""
+        """Sixteen bytes."""
         if const_expr(self.vectors):
             cute.autovec_copy(vector(address, Uint32, 4), to)
+        elif const_expr(self.itemsize == 4):
+            for w in range_constexpr(4):
+                to[w] = vector(address + 4 * w, Uint32)[0]
         else:
             for w in range_constexpr(4):
                 low, high = (vector(address + 4 * w + 2 * h, Uint16)[0] for h in range(2))
@@ -152,23 +171,165 @@ class Amaxes(ProductEntry):
     def raise_columns(self, to: Int64, below, count):
         """What all warps found of the thread block's columns; `count` are there."""
         warps: cutlass.Constexpr = self.threads // 32
+        words: cutlass.Constexpr = self.itemsize // 2  # of two columns
         tid, _, _ = cute.arch.thread_idx()
         shared = cute.make_tensor(
-            cute.arch.alloc_smem(Uint32, warps * self.columns // 2, alignment=16),
-            cute.make_layout((4, 32, 2, warps)),
+            cute.arch.alloc_smem(Uint32, warps * self.threads * words, alignment=16),
+            cute.make_layout((4, 32, self.steps, warps)),
         )
-        for j in range_constexpr(2):
+        for j in range_constexpr(self.steps):
             cute.autovec_copy(below[None, j], shared[None, tid % 32, j, tid // 32])
         cute.arch.sync_threads()
-        pairs = cute.make_tensor(shared.iterator, cute.make_layout((self.threads, warps)))
-        most = pairs[tid, 0]
+        pairs = cute.make_tensor(shared.iterator, cute.make_layout((words, self.threads, warps)))
+        most = [pairs[i, tid, 0] for i in range(words)]
         for w in range_constexpr(1, warps):
-            most = larger(most, pairs[tid, w])
+            most = [self.larger(most[i], pairs[i, tid, w]) for i in range(words)]
+        if const_expr(words == 1):
+            most = [most[0] << Uint32(16), most[0] & Uint32(0xFFFF0000)]
         if 2 * tid < count:
-            raise_to(to + Int64(8 * tid), most << Uint32(16))
-            raise_to(to + Int64(8 * tid + 4), most & Uint32(0xFFFF0000))
+            raise_to(to + Int64(8 * tid), most[0])
+            raise_to(to + Int64(8 * tid + 4), most[1])
+
+
+class AmaxesOfMade(Amaxes):
+    """Those of what a source makes of gates, ups and weights; it also stores what it makes.
+
+    A thread block takes 128 rows and 512 gates, and makes what belongs to these.
+    """
+
+    def __init__(self, product: ProductKernel, arch: str, vectors: bool):
+        super().__init__(product, arch, vectors)
+        self.source = SOURCES[product.source]
+        self.signature = signature_of(product.op, source=self.source)
+        names = [array.name for array in self.signature.operands]
+        self.given = 2 + ("dy" in names)
+        self.halves = 1 if "up" in names else 2  # of a row of x
+        self.deep = 2 if self.given > 2 else 4
+
+    @property
+    def extents(self) -> list[Extent]:
+        """Rows; columns of x."""
+        return [Extent(0, i, i + 1) for i in range(2)]
+
+    @property
+    def grid(self) -> list:
+        """A thread block for each tile."""
+        sizes = zip(self.extents, (self.rows, self.halves * self.columns), strict=True)
+        return [GridTerm(0, Factor(extent, size)).to_json() for extent, size in sizes]
+
+    @property
+    def scratch(self) -> list:
+        """Results begin as zeros."""
+        numbers = map(self.signature.number, ("of_rows", "of_columns"))
+        return [
+            Scratch(n, (Factor(Extent(n)), Factor(constant(4))), clear=True).to_json()
+            for n in numbers
+        ]
+
+    def align_of(self, array: Array, itemsize: int) -> int:
+        """16 bytes, or an element, for floats."""
+        if array.name in ("x", "up", "dy", "floats"):
+            return 16 if self.vectors else self.itemsize
+        return 4
+
+    def element_of(self, array: Array):
+        if array.name == "weights":
+            return cutlass.Float32
+        return cutlass.BFloat16 if array.name in ("x", "up", "dy", "floats") else Uint32
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        arrays = self.signature.named(pointers)
+        r, wide, _ = scalars
+        c = wide // self.halves
+        warps: cutlass.Constexpr = self.threads // 32
+        each: cutlass.Constexpr = self.rows // warps  # rows of a warp
+        deep: cutlass.Constexpr = self.deep
+        parts: cutlass.Constexpr = self.source.parts
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        count, _, _ = cute.arch.grid_dim()
+        bid = count - 1 - bid
+        warp, lane = tid // 32, tid % 32
+        across = (c + self.columns - 1) // self.columns
+        row = bid // across * self.rows + warp * each
+        column = bid % across * self.columns
+        below = cute.make_rmem_tensor((4, 2, parts), Uint32)
+        below.fill(0)
+        own = Uint32(0)
+        for part in range_constexpr(each // deep):
+            first = row + part * deep
+            held = cute.make_rmem_tensor((4, 2, deep, self.given), Uint32)
+            weights = cute.make_rmem_tensor(deep, Float32)
+            self.take(arrays, held, weights, (first, r), (column + 8 * lane, c))
+            for i in range_constexpr(deep):
+                beside = Uint32(0)
+                for j in range_constexpr(2):
+                    made = cute.make_rmem_tensor((4, parts), Uint32)
+                    for w in range_constexpr(4):
+                        words = self.made([held[w, j, i, k] for k in range(self.given)], weights[i])
+                        for p in range_constexpr(parts):
+                            made[w, p] = words[p]
+                            word = words[p] & Uint32(MAGNITUDES[2])
+                            below[w, j, p] = larger(below[w, j, p], word)
+                            beside = larger(beside, word)
+                    at = column + 8 * lane + 256 * j
+                    if (first + i < r) & (at < c):
+                        for p in range_constexpr(parts):
+                            start = (Int64(first + i) * parts + p) * c + at
+                            self.store(arrays["floats"].toint() + start * 2, made[None, p])
+                beside = largest(self.float_bits(beside))
+                own = Uint32(cutlass.select_(lane == part * deep + i, beside, own))
+        if (lane < each) & (row < r):
+            raise_to(arrays["of_rows"].toint() + Int64(row + lane) * 4, own)
+        for p in range_constexpr(parts):
+            to = arrays["of_columns"].toint() + (Int64(p) * c + column) * 4
+            self.raise_columns(to, below[None, None, p], c - column)
+
+    @cute.jit
+    def take(self, arrays, held, weights, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
+        """Gates, ups, what else there is, and weights, of some rows; zeros where there are none."""
+        (first, r), (column, c) = rows, columns
+        held.fill(0)
+        weights.fill(0.0)
+        if first < r:
+            for i in range_constexpr(self.deep):
+                weights[i] = vector(arrays["weights"].toint() + Int64(first + i) * 4, Float32)[0]
+        for j in range_constexpr(2):
+            at = column + 256 * j
+            if (first < r) & (at < c):
+                for i in range_constexpr(self.deep):
+                    for k in range_constexpr(2):
+                        array, start = "x", (Int64(first + i) * 2 + k) * c + at
+                        if const_expr(self.halves == 1):
+                            array, start = ("x", "up")[k], Int64(first + i) * c + at
+                        self.load(arrays[array].toint() + start * 2, held[None, j, i, k])
+                    if const_expr(self.given > 2):
+                        start = Int64(first + i) * c + at
+                        self.load(arrays["dy"].toint() + start * 2, held[None, j, i, 2])
+
+    def made(self, words: list, weight) -> list:
+        """The words of each part that are made of words of what is given."""
+        gate, up, *dy = words
+        if dy:
+            return activations.gradients(self.source.activation, gate, up, weight, *dy)
+        return [activations.gated(self.source.activation, gate, up, weight, "bfloat16")]
+
+    @cute.jit
+    def store(self, address: Int64, words):
+        """Sixteen bytes."""
+        if const_expr(self.vectors):
+            cute.autovec_copy(words, vector(address, Uint32, 4))
+        else:
+            for w in range_constexpr(4):
+                vector(address + 4 * w, Uint16)[0] = Uint16(words[w] & Uint32(0xFFFF))
+                vector(address + 4 * w + 2, Uint16)[0] = Uint16(words[w] >> Uint32(16))
+
+
+SOURCES = {str(s): s for s in (GatedSource(), GatedPairSource(), GradientSource())}
 
 
 def entries(product: ProductKernel, arch: str) -> list[ProductEntry]:
     """The entries of the binary, the fastest first."""
-    return [Amaxes(product, arch, vectors) for vectors in (True, False)]
+    own = AmaxesOfMade if product.source else Amaxes
+    return [own(product, arch, vectors) for vectors in (True, False)]

@@ -28,6 +28,18 @@ ROWS = [
     },
     # ---- quantize: blocks along the last axis ---
     {
+        "kernel": "quantize.WholeRows",
+        "where": {"source": "gated"},
+        "value": {"threads": 256, "kept": 8, "resident": 2},
+        "why": "Gates and ups spill registers where more threads run.",
+    },
+    {
+        "kernel": "quantize.WholeRows",
+        "where": {},
+        "value": {"threads": 512, "kept": 8, "resident": 2},
+        "why": "Rows of 32768 bfloat16 stay in registers.",
+    },
+    {
         "kernel": "quantize.Flat",
         "where": {"source": "rows"},
         "value": {"threads": 256, "elements": 16, "unroll": 2},
