@@ -264,7 +264,6 @@ class Ours(Way):
         if not self.once:
             return weights
         quantize = recipe_of("step", self.recipe).quantize_weight
-        weights = _joined(weights) if self.fused else weights
         return {
             name: quantize(w.astype(jnp.bfloat16)) if len(w) > 1 else w  # a norm's has one row
             for name, w in weights.items()
@@ -279,19 +278,12 @@ class Ours(Way):
         """By `jax_mx.mlp`, where that is asked for."""
         if not self.fused:
             return super().mlp(split, x, w, scales)
-        both, down = (_joined(w)[name] for name in ("gate_up", "down"))
-        if not self.once:
-            both, down = (split.weight(each, self.recipe) for each in (both, down))
+        gate, up, down = (
+            w[name] if self.once else split.weight(w[name], self.recipe)
+            for name in ("gate", "up", "down")
+        )
         options = {"recipe": self.recipe, "implementation": self.implementation}
-        return jax_mx.mlp(x, both, down, **options)
-
-
-def _joined(w: Weights) -> Weights:
-    """A layer's weights with gate and up beside each other, as `jax_mx.mlp` takes them."""
-    if "gate_up" in w:
-        return w
-    rest = {name: each for name, each in w.items() if name not in ("gate", "up")}
-    return rest | {"gate_up": jnp.concatenate([w["gate"], w["up"]], -1)}
+        return jax_mx.mlp(x, (gate, up), down, **options)
 
 
 # ---- the model ---

@@ -43,7 +43,7 @@ def kernel_table(title: str, every: Mapping[str, Spent], shown: int = 30) -> Tab
     rest = [*every.values()][shown:]
     lines = [*list(every.items())[:shown], (f"{len(rest)} others", _together(rest))]
     for name, spent in [*lines, ("all", _together(every.values()))]:
-        table.add_row(name[-60:], f"{spent.ms:.2f}", f"{spent.launches:.0f}")
+        table.add_row(name[:90], f"{spent.ms:.2f}", f"{spent.launches:.0f}")
     return table
 
 

@@ -83,11 +83,20 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "_moe_step_wide",
         'moe_step --ways bf16 mxfp8 "mxfp8, windows of 256" "mxfp8, rows, experts 256"',
     ),
+    "step": ("_step", "step --ways bf16 auto rows mxfp8 tensorwise flax"),
+    "step_kept": ("_step", "step --checkpoint none --ways bf16 auto rows"),
+    "step_70b": ("_step", "step --layers 2 --width 8192 --inner 28672 --ways bf16 auto rows flax"),
+    "learning": ("_learning", "learning --ways bf16 auto mxfp8 tensorwise flax"),
     "counters": ("_counters", "counters"),
     "collectives": ("x2_collectives", "collectives"),
     "moe_sharded": ("x2_moe", "moe_sharded"),
+    "step_sharded": (
+        "x4_step",
+        'step --devices 4 --layers 32 --ways bf16 auto rows mxfp8 tensorwise flax "auto, explicit" '
+        '"auto, shard_map"',
+    ),
 }
-ON_TWO = ("collectives", "moe_sharded")  # GPUs
+SEVERAL = ("collectives", "moe_sharded", "step_sharded")  # GPUs, as names of their files say
 
 
 def command(name: str) -> str:
@@ -134,7 +143,7 @@ def record(name: str, file: Path, seconds: float) -> str:
 
 def options(add: Callable[..., Any]) -> None:
     """Tables, the time for them, and their folder."""
-    usual = [name for name in COMMANDS if name not in ON_TWO]
+    usual = [name for name in COMMANDS if name not in SEVERAL]
     add("--only", nargs="+", choices=COMMANDS, default=usual)
     add("--seconds", type=float, default=3600.0, help="for all of them")
     add("--out", type=Path, metavar="FOLDER", default=RESULTS)

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich import print as show
+from rich.console import Console
 
 from benchmarks import llama, program, timing
 from benchmarks.llama import Model, Ours, Sizes, Way
@@ -43,10 +43,11 @@ OURS: Mapping[str, Recipe | str] = {
     "tiles": Recipe(window=256, weight_window=(128, 128)),
     "mxfp8": "mxfp8",
     "mxfp4": "mxfp4",
-}
+}  # "tiles" are for weights that are split
 PEERS: Mapping[str, Way] = {"tensorwise": llama.Current(), "flax": llama.Delayed()}
-USUAL = ("bf16", *OURS, *PEERS)  # without --ways; "tiles" are for weights that are split
+USUAL = ("bf16", *(name for name in OURS if name != "tiles"), *PEERS)  # without --ways
 WARM_UP = 3
+show = Console(width=120).print
 MARKS: Mapping[str, Mapping[str, bool]] = {
     "mlp": {"fused": True},
     "once": {"once": True},
