@@ -97,7 +97,9 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
 
 def amaxes(x, implementation: str):
     """The bits of the largest magnitudes of rows and of columns, for x (batch, rows, columns)."""
-    plan = ProductPlan("amaxes", (), AMAX, False, 128, implementation=implementation)
+    floats = "float32" if x.dtype == jnp.float32 else ""
+    how = {"implementation": implementation, "floats": floats}
+    plan = ProductPlan("amaxes", (), AMAX, False, 128, **how)
     return products_p["amaxes"].bind(x, plan=plan)
 
 

@@ -1,15 +1,25 @@
 """The largest magnitudes of rows and of columns: one read of floats for windows that are rows."""
 
+import contextlib
 import functools
+import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from exact import assert_equal, of, on_hopper
-from helpers import amaxes, poison_memory, stand_in
+from helpers import amaxes, call, lowered_apart, poison_memory, stand_in
+from on_device import HERE
 
 import jax_mx
-from jax_mx.lowering import store
+from jax_mx.facts.directions import BOTH_TRANSPOSED, LAST, SECOND, Blocks
+from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Scaling
+from jax_mx.facts.kinds import Kind
+from jax_mx.facts.variants import Variant
+from jax_mx.facts.windows import ROW
+from jax_mx.lowering import quantizers, store
 
 
 def check_amaxes(x, implementation="xla", whole=None):
@@ -18,18 +28,34 @@ def check_amaxes(x, implementation="xla", whole=None):
     cut = whole is not None
     f = functools.partial(amaxes, implementation=implementation)
     made = jax.jit((lambda a: f(a[1:].reshape(x.shape))) if cut else f)(whole if cut else x)
-    bits = np.asarray(x).view(np.uint16).astype(np.uint32) << 16 & 0x7FFFFFFF
+    if x.dtype == np.float32:
+        bits = np.asarray(x).view(np.uint32) & np.uint32(0x7FFFFFFF)
+    else:
+        bits = np.asarray(x).view(np.uint16).astype(np.uint32) << 16 & 0x7FFFFFFF
     for got, axis in zip(made, (-1, -2), strict=True):
         assert_equal(got, bits.max(axis), (x.shape, axis))
 
 
-def any_bits(rng, shape):
-    """bfloat16 of any bits: NaNs, infinities, zeros, subnormals."""
-    x = rng.normal(size=shape).astype(jnp.bfloat16).view(np.uint16)
-    few = rng.random(shape) < 0.02 / np.sqrt(np.prod(shape))
-    few |= rng.random(shape) < 0.2 / shape[-1]
-    x = np.where(few, rng.integers(0, 2**16, shape), x).astype(np.uint16)
-    return x.view(jnp.bfloat16)
+def any_bits(rng, shape, dtype=jnp.bfloat16):
+    """Floats of any bits: NaNs, infinities, zeros, subnormals."""
+    bits = np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
+    x = rng.normal(size=shape).astype(dtype).view(bits)
+    few = rng.random(shape) < 0.02 / np.sqrt(np.prod(shape) + 1)
+    few |= rng.random(shape) < 0.2 / (shape[-1] + 1)
+    x = np.where(few, rng.integers(0, np.iinfo(bits).max, shape, bits, endpoint=True), x)
+    return x.astype(bits).view(dtype)
+
+
+@contextlib.contextmanager
+def amaxes_for_each_block():
+    """Within it programs are lowered as those that XLA splits, but not split."""
+    target_of = quantizers.target_of
+
+    def as_if_split(*args):
+        return target_of(*args)._replace(partitioned=True)
+
+    with lowered_apart(), mock.patch.object(quantizers, "target_of", as_if_split):
+        yield
 
 
 def test_amaxes_of_rows_and_columns():
@@ -39,7 +65,7 @@ def test_amaxes_of_rows_and_columns():
     x = jnp.asarray(np.where(np.isnan(x), 1, x), jnp.bfloat16)
     both = functools.partial(jax_mx.quantize_both, window="row")
     made = jax.make_jaxpr(both)(x)
-    assert str(made).count("mx_amaxes_of_both") == 1 and "reduce_max" not in str(made)
+    assert str(made).count("mx_quantize_rows") == 1 and "reduce_max" not in str(made)
     for q, axis in zip(both(x), (-1, -2), strict=True):
         alone = jax_mx.quantize(x, axis=axis, transpose=axis == -2, window="row")
         for got, want in zip(jax.tree.leaves(q), jax.tree.leaves(alone), strict=True):
@@ -68,9 +94,93 @@ def test_amaxes_are_read_once(monkeypatch):
 @of("amaxes")
 def test_the_kernel_of_amaxes(variant):
     assert variant.rows == 128
-    rng = np.random.default_rng(22)
+    rng, dtype = np.random.default_rng(22), np.dtype(variant.floats or jnp.bfloat16)
     for shape in [(1, 32, 32), (3, 32, 64), (2, 160, 544), (1, 4096, 1024), (5, 96, 1568)]:
-        check_amaxes(any_bits(rng, shape), "cutedsl")
-    x = any_bits(rng, (1, 64, 544))
+        check_amaxes(any_bits(rng, shape, dtype), "cutedsl")
+    x = any_bits(rng, (1, 64, 544), dtype)
     whole = np.concatenate([x[0, 0, :1], x.ravel()])
     check_amaxes(x, "cutedsl", whole)
+
+
+# ---- quantizers of windows that are rows ---
+# Of WholeRows' thread blocks, whose warps share out rows by their lengths: each number of warps,
+# rows that registers hold just so and just not; and tails of all kinds.
+SHAPES = {
+    True: [
+        (1, 32), (7, 96), (130, 2048), (33, 2080), (9, 4096), (6, 4128), (5, 8192), (3, 8224),
+        (1061, 14336), (2, 16384), (3, 16416), (2, 70016), (0, 64), (3, 0), (2, 3, 160),
+    ],
+    False: [
+        (32, 32), (32, 8), (96, 160), (64, 7), (256, 4096), (160, 1160), (2, 64, 544),
+        (4128, 64), (1024, 2880), (0, 64), (64, 0), (3, 32, 264),
+    ],
+}  # fmt: skip
+OF_ROWS = [v for v in HERE if v.window == ROW]
+
+
+def wanted(x, variant):
+    """Codes and scales of each direction, as bytes, in NumPy; both transposed where they are."""
+    found = []
+    for format, direction in zip(variant.formats, variant.form.directions, strict=True):
+        rows = x if direction.blocks is Blocks.LAST else np.swapaxes(x, -1, -2)
+        amax = np.abs(rows.astype(np.float32)).view(np.uint32).max(-1, keepdims=True, initial=0)
+        add, exception = Scaling.RCEIL.rounding(format)
+        scale = np.maximum(amax + np.uint32(add) >> 23, format.emax) - format.emax
+        scale[amax == np.uint32(exception & 0xFFFFFFFF)] = 0
+        scale[amax >= 0x7F800000] = 255
+        scaled = rows.astype(np.float64) * 2.0 ** (127 - scale.astype(np.float64))
+        codes = scaled.astype(format.storage).view(np.uint8)
+        codes = np.where(scale == 255, np.uint8(format.nan_code), codes)
+        scales = np.broadcast_to(scale.astype(np.uint8), codes.shape)[..., ::BLOCK]
+        if direction.blocks is Blocks.SECOND and not direction.transposed:
+            codes, scales = (np.swapaxes(a, -1, -2) for a in (codes, scales))
+        found += [codes, scales]
+    return found
+
+
+def check_rows(variant, x, implementation=None, whole=None):
+    """Bits of a variant's call, for x, or for what is cut from an array that is passed instead."""
+    f = call(variant, implementation or variant.implementation)
+    cut = (lambda a: f(a[whole.size - x.size :].reshape(x.shape))) if whole is not None else f
+    poison_memory()
+    found = jax.tree.leaves(jax.jit(cut)(x if whole is None else whole))
+    for got, want in zip(found, wanted(np.asarray(x), variant), strict=True):
+        assert_equal(got.view(jnp.uint8), want, (variant.name, x.shape))
+
+
+def test_the_oracle_of_rows():
+    rng = np.random.default_rng(25)
+    for form in (LAST, SECOND, BOTH_TRANSPOSED):
+        formats = (MXFP8_E4M3, MXFP8_E5M2)[: len(form.directions)]
+        for dtype in (jnp.bfloat16, np.float32):
+            kinds = (Kind(window=ROW),) * len(formats)
+            variant = Variant("quantize", "xla", form, np.dtype(dtype).name, formats, kinds)
+            x = any_bits(rng, (64, 96), dtype)
+            check_rows(variant, x, "xla")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", OF_ROWS, ids=lambda v: v.name)
+def test_windows_that_are_rows(variant):
+    """Also of what is cut from an array, so that it lies at any address."""
+    rng = np.random.default_rng(23)
+    for shape in SHAPES[variant.form == LAST]:
+        if not variant.form.is_both or shape[-1] % BLOCK == 0:
+            check_rows(variant, any_bits(rng, shape, variant.dtype))
+    for shape in [(32, 32), (64, 4128)]:
+        whole = any_bits(rng, (math.prod(shape) + 3,), variant.dtype)
+        check_rows(variant, whole[3:].reshape(shape), whole=whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", OF_ROWS, ids=lambda v: v.name)
+def test_amaxes_of_each_block(variant):
+    """As XLA gives them where it splits a program: for each block, not once a row."""
+    if variant.finds_amaxes:
+        pytest.skip("it takes none")
+    for shape in [(96, 160), (2, 64, 2080)]:
+        x = any_bits(np.random.default_rng(24), shape, variant.dtype)
+        with amaxes_for_each_block():
+            text = jax.jit(call(variant, variant.implementation)).lower(x).as_text()
+            assert text.count(f"@{store.TARGET}(") == 1 + variant.form.is_both
+            check_rows(variant, x)

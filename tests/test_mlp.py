@@ -310,7 +310,7 @@ def test_a_pair_of_weights_reads_one_quantized_x():
     calls = [
         eqn
         for eqn in equations(jax.make_jaxpr(f)(x, *apart(w1), w2).jaxpr)
-        if eqn.primitive.name == "mx_quantize"
+        if eqn.primitive.name == "mx_quantize_rows"
     ]
     # Of x, three weights, what lies between, and the gradients of y, of gates and of ups.
     assert len(calls) == 8 and {eqn.params["plan"].op for eqn in calls} == {"quantize_both"}

@@ -754,7 +754,7 @@ def test_bad_calls_get_one_sentence():
         (lambda: matmul(x, jax_mx.quantize(w, axis=1)), ValueError,
          "dot_general: rhs has blocks along dimension 1, the product contracts dimension 0"),
         (lambda: matmul(x, w, recipe="mxfp9"), ValueError,
-         "dot_general: recipe 'mxfp9' is unknown; use a Recipe or one of 'mxfp8'"),
+         "dot_general: recipe 'mxfp9' is unknown; use a Recipe or one of 'auto', 'mxfp8'"),
         (lambda: matmul(x, w, recipe=MXFP8_E4M3), TypeError, "recipe must be a Recipe or one of"),
         (lambda: matmul(x, w, implementation="cublas"), ValueError,
          "implementation 'cublas' is unknown; use one of"),

@@ -177,9 +177,9 @@ def block_of(op: str, block: Any) -> tuple[int, ...]:
     return lengths
 
 
-def window_of(op: str, window: Any) -> Window:
-    """One of `WINDOWS`."""
-    allowed = ", ".join(repr(each) for each in WINDOWS[:-1])
+def window_of(op: str, window: Any, *more: Window) -> Window:
+    """One of `WINDOWS`, or of more that an op takes."""
+    allowed = ", ".join(repr(each) for each in (*WINDOWS[:-1], *more))
     sentence = f"{op}: window must be {allowed} or {WINDOWS[-1]}, got {shown(window)}"
     try:
         if isinstance(window, tuple | list):
@@ -188,7 +188,7 @@ def window_of(op: str, window: Any) -> Window:
             window = whole(window)
     except TypeError as error:
         raise TypeError(sentence) from error
-    if window not in WINDOWS:
+    if window not in (*WINDOWS, *more):
         raise ValueError(sentence)
     return window
 

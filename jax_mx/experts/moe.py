@@ -43,7 +43,7 @@ from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import Moved, Unquantized
-from jax_mx.products.recipes import MXFP8, Recipe, recipe_beside
+from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
 
 
 def moe(
@@ -57,7 +57,7 @@ def moe(
     b_down: Any = None,
     activation: str = "swiglu",
     interleaved: bool = False,
-    recipe: Recipe | str = MXFP8,
+    recipe: Recipe | str = AUTO,
     residuals: str | None = None,
     expert_axis: str | None = None,
     tensor_axis: str | None = None,
@@ -127,12 +127,12 @@ def moe(
       NotImplementedError: the named implementation does not serve a product.
     """
     op = "moe"
-    recipe = grouped_recipe(op, recipe)
+    w_gate_up = array_or_quantized(op, "w_gate_up", w_gate_up)
+    w_down = array_or_quantized(op, "w_down", w_down)
+    recipe = grouped_recipe(op, recipe, x, w_gate_up, w_down)
     units = recipe.units
     x = floats_of(op, "x", x, 2, math.lcm(units.forward, units.dgrad))
     axes = wires.axes_of(op, expert_axis, tensor_axis)
-    w_gate_up = array_or_quantized(op, "w_gate_up", w_gate_up)
-    w_down = array_or_quantized(op, "w_down", w_down)
     given = (("w_gate_up", w_gate_up), ("w_down", w_down))
     recipes = tuple(recipe_beside(op, name, w, recipe) for name, w in given)
     first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
@@ -165,7 +165,8 @@ def moe(
     # No tokens, nothing moves: XLA gathers no empty arrays.
     nothing = not is_symbolic(x.shape[0]) and x.shape[0] == 0
     chosen = implementation_of(op, named("ragged_dot"), implementation)
-    product = Static(op, None, x.dtype, is_exact(op, precision), chosen)
+    exact = is_exact(op, precision)
+    product = Static(op, None, x.dtype, exact, chosen, chosen=recipe.chosen)
     static = Layer(
         (product,),
         product,

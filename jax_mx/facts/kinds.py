@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.windows import Window, suffix_of
+from jax_mx.facts.windows import ROW, Window, suffix_of
 
 
 class Kind(NamedTuple):
@@ -16,17 +16,24 @@ class Kind(NamedTuple):
       stochastic: whether codes are rounded at random.
       window: which elements share an amax, see facts/windows.py.
       dequantized: whether floats come out, in place of codes and scales.
+      finds: whether the kernel finds the amaxes of windows that are rows; else they are operands.
     """
 
     hadamard: int = 0
     stochastic: bool = False
     window: Window = BLOCK
     dequantized: bool = False
+    finds: bool = False
 
     @property
     def changes_elements(self) -> bool:
         """Whether elements are transformed, or rounded at random."""
         return self.stochastic or self.hadamard > 0
+
+    @property
+    def takes_amaxes(self) -> bool:
+        """Whether amaxes are an operand."""
+        return self.window == ROW and not self.finds
 
     @property
     def blocks(self) -> int:
@@ -37,4 +44,4 @@ class Kind(NamedTuple):
     def suffix(self) -> str:
         """The end of a variant's name."""
         before = f"_h{self.hadamard}" * (self.hadamard > 0) + "_sr" * self.stochastic
-        return before + suffix_of(self.window) + "_dq" * self.dequantized
+        return before + suffix_of(self.window) + "_found" * self.finds + "_dq" * self.dequantized

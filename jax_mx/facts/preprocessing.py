@@ -13,7 +13,7 @@ import math
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.kinds import Kind
-from jax_mx.facts.windows import Window, lengths_of
+from jax_mx.facts.windows import Window, lengths_of, of_kernels
 
 SIZES = (16, 32, 64)  # of Hadamard transforms
 PRESCALES = (None, 0.75)
@@ -31,6 +31,7 @@ class Preprocessing:
         element i of even and of odd blocks. None: the call takes a word per block.
       window: which elements share an amax, see facts/windows.py.
       dequantized: whether floats come out, in place of codes and scales.
+      finds: whether one call finds the amaxes of windows that are rows, and quantizes.
     """
 
     stochastic: bool = False
@@ -39,11 +40,14 @@ class Preprocessing:
     flips: tuple[int, int] | None = None
     window: Window = BLOCK
     dequantized: bool = False
+    finds: bool = False
 
     @property
     def kind(self) -> Kind:
         """What of it changes a kernel's code."""
-        return Kind(self.hadamard, self.stochastic, self.window, self.dequantized)
+        return Kind(
+            self.hadamard, self.stochastic, of_kernels(self.window), self.dequantized, self.finds
+        )
 
     @property
     def group(self) -> int:

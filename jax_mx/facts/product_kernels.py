@@ -47,7 +47,7 @@ class ProductKernel:
         "row": all of them.
       tiles: whether `TILE` rows of W share their scales.
       free: whether blocks of W run along its free axis, which lies last, not the contracted one.
-      floats: the dtype of its floats, where kernels take several.
+      floats: the dtype of its floats, where kernels take several; "" of "amaxes": bfloat16.
     """
 
     op: str
@@ -101,7 +101,7 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         ProductKernel("wgrad", "cutedsl", (), 64, floats=floats)
         for floats in ("bfloat16", "float16")
     ),
-    ProductKernel("amaxes", "cutedsl", (), 128),
+    *(ProductKernel("amaxes", "cutedsl", (), 128, floats=floats) for floats in ("", "float32")),
     *(
         ProductKernel("matmul", "cutedsl", (format,), rows, free=True)
         for rows in (256, 128)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jax_mx.facts.kinds import Kind
-from jax_mx.facts.windows import ROW
 
 
 class Role(enum.Enum):
@@ -125,7 +124,7 @@ def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
         for array, there in (
             (Array(f"seeds_{i}", Role.BLOCK_DATA, i), kind.stochastic),
             (Array(f"signs_{i}", Role.BLOCK_DATA, i, optional=True), kind.hadamard > 0),
-            (Array(f"amaxes_{i}", Role.BLOCK_DATA, i, derived=True), kind.window == ROW),
+            (Array(f"amaxes_{i}", Role.BLOCK_DATA, i, derived=True), kind.takes_amaxes),
         )
         if there
     )

@@ -74,6 +74,11 @@ class Variant:
         return any(kind.dequantized for kind in self.kinds)
 
     @property
+    def finds_amaxes(self) -> bool:
+        """Whether it finds the amaxes of windows that are rows itself."""
+        return any(kind.finds for kind in self.kinds)
+
+    @property
     def window(self) -> Window:
         """Which elements share an amax; the same for all of its arrays."""
         return self.kinds[0].window if self.kinds else BLOCK
@@ -165,12 +170,12 @@ _KINDS: Mapping[int, tuple[tuple[Kind, ...], ...]] = {
 
 
 def _windows(implementation: str, form: Form) -> tuple[Window, ...]:
-    """Those that a form has kernels for. AMD's LDS does not hold tiles of 256 both ways."""
+    """Those but rows that a form has kernels for. AMD's LDS holds no tiles of 256 both ways."""
     if form.is_square:
         return (TILE,)
     if implementation == "flydsl" and form.is_both:
-        return 128, ROW
-    return 128, 256, ROW
+        return (128,)
+    return 128, 256
 
 
 # What `fake_quantize` gives, and products of bfloat16: floats in place of codes; beside them, of
@@ -193,17 +198,35 @@ def kinds_of(variant: Variant) -> Iterator[tuple[Kind, ...]]:
     form, formats, bfloat16 = variant.form, variant.formats, variant.dtype == "bfloat16"
     if {*formats} == {MXFP4_E2M1} and not form.is_square and (bfloat16 or form == directions.LAST):
         yield from _KINDS[len(formats)]
+    eights = {format.bits for format in formats} == {8}
+    if variant.dtype == "float32" and eights:  # weights' masters
+        yield from _kinds_of_rows(variant)
     if not bfloat16:
         return
     if formats == _MIXED:  # `mxfp4_backward` of activations
         yield Kind(), _H16
     if formats == _MIXED[::-1]:  # and of weights, whose rows are contracted first
         yield _H16, Kind()
-    if {format.bits for format in formats} == {8}:  # products by FP8 tensor cores want windows
+    if eights:  # products by FP8 tensor cores want windows
         for window in _windows(variant.implementation, form):
             yield (Kind(window=window),) * len(formats)
+        yield from _kinds_of_rows(variant)
     if len({*formats}) == 1 and formats[0].bits != 6:
         yield from _FAKE.get(form, ())
+
+
+def _kinds_of_rows(variant: Variant) -> Iterator[tuple[Kind, ...]]:
+    """Those of windows that are rows: with amaxes, and on NVIDIA without them along the last axis.
+
+    AMD has none of float32.
+    """
+    form, is_cutedsl = variant.form, variant.implementation == "cutedsl"
+    if form.is_square or not (is_cutedsl or variant.dtype == "bfloat16"):
+        return
+    if variant.dtype == "bfloat16" or form in OPERANDS:
+        yield (Kind(window=ROW),) * len(variant.formats)
+    if is_cutedsl and form == directions.LAST:
+        yield (Kind(window=ROW, finds=True),)
 
 
 def exists(variant: Variant, arch: str = "") -> bool:
@@ -261,7 +284,8 @@ def has_one_format(variant: Variant, *formats: Format) -> bool:
 
 def layouts_of(variant: Variant) -> tuple[str, ...]:
     """The scale layouts that a variant's binary has entries for."""
-    if variant.form.is_square or variant.gives_floats or not variant.source.tiled_scales:
+    alone = variant.form.is_square or variant.gives_floats or variant.finds_amaxes
+    if alone or not variant.source.tiled_scales:
         return ("row_major",)
     return scale_layouts_of(variant.implementation, variant.formats)
 

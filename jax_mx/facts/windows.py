@@ -4,6 +4,11 @@ A window is a number of consecutive elements along the axis that blocks run alon
 start: 32, a block by itself, or 128 or 256, of which the last of an axis may be shorter; or "row",
 the whole axis; or (128, 128), a tile of the last two axes, whose blocks are square. Each block has
 its own byte of a scale; those of a window are equal.
+
+A recipe's product may also have "shard", the part of a row that a device holds. In a program that
+XLA splits among devices each of so many equal parts of the axis has its amax, so that none crosses
+devices; elsewhere, and where a part would not hold whole blocks, it is a row. It is no window of
+`quantize`: the parts depend on the program.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from jax_mx.facts.formats import BLOCK
 Window = int | str | tuple[int, int]
 
 ROW = "row"
+SHARD = "shard"
 TILE = (128, 128)
 WINDOWS: tuple[Window, ...] = (BLOCK, 128, 256, ROW, TILE)
 
@@ -22,7 +28,7 @@ WINDOWS: tuple[Window, ...] = (BLOCK, 128, 256, ROW, TILE)
 def lengths_of(window: Window) -> tuple[int, int]:
     """What shards keep whole of it: rows beside the block axis, and elements along it.
 
-    Nothing of "row": its amax crosses shards.
+    Nothing of "row", whose amax crosses shards, and of "shard", whose amax does not.
     """
     if isinstance(window, tuple):
         return window
@@ -39,7 +45,12 @@ def share_a_read(windows: Sequence[Window]) -> bool:
 
     Kernels have one window for both directions; two windows are two reads.
     """
-    return len({*windows}) <= 1
+    return len({*map(of_kernels, windows)}) <= 1
+
+
+def of_kernels(window: Window) -> Window:
+    """A window as kernels know it: of a row, or a shard's part of it, amaxes are data."""
+    return ROW if window == SHARD else window
 
 
 def suffix_of(window: Window) -> str:

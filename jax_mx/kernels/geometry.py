@@ -263,6 +263,11 @@ def grid_of_rows(rows: int, whole: int) -> list:
     return [[0, SOURCE, *ROWS, whole], [0, -1, whole // rows, 0, 1]]
 
 
+def grid_of_chip(resident: int) -> list:
+    """So many thread blocks for each of the device's multiprocessors."""
+    return [[0, -2, 0, 0, 1], [0, -1, resident, 0, 1]]
+
+
 def grid_in_bands(form: Form, tile: Extents, region: Extents, of: int, ahead: tuple) -> list:
     """A thread block for each tile, in bands of one tile down, and more between the bands.
 

@@ -15,6 +15,7 @@ from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.product_kernels import PRODUCT_ARCHS, PRODUCTS, Binary, ProductKernel, archs_of
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.variants import KERNELS, OPERANDS, Variant, variants
+from jax_mx.facts.windows import ROW
 from jax_mx.sources.codes import CodesSource
 from jax_mx.sources.gated import ACTIVE, GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
@@ -50,7 +51,8 @@ def ships(variant: Variant) -> bool:
             return False
     if variant.dtype != "bfloat16":  # weights in other floats
         rotated = variant.changes_elements or not variant.kinds
-        plain = not source and rotated and variant.form in OPERANDS
+        masters = variant.dtype == "float32" and variant.window == ROW
+        plain = not source and (rotated or masters) and variant.form in OPERANDS
         return plain and formats in ({MXFP8_E4M3}, {MXFP4_E2M1})
     if last.bits == 6:  # weights and activations of inference
         return variant.form in (LAST, SECOND_TRANSPOSED) and not source

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import View, view_of
 from jax_mx.facts.directions import Blocks, Direction, Form
-from jax_mx.facts.formats import BLOCK, Format, Scaling
-from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
+from jax_mx.facts.formats import BLOCK, FORMATS, Format, Scaling
+from jax_mx.facts.layouts import (
+    ROW_MAJOR,
+    ROW_MAJOR_VALUES,
+    SCALE_LAYOUTS,
+    VALUE_LAYOUTS,
+    ScaleLayout,
+    ValueLayout,
+)
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
+from jax_mx.facts.windows import ROW, of_kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +54,8 @@ class Plan:
         window.
       caller: the public function whose part the call is, for messages; empty: the op itself.
       source: what makes the floats.
+      chosen: the chips that the recipe "auto" chose windows of rows for: in a program for others
+        they are of 32. Empty: the caller asks for them.
     """
 
     op: str
@@ -60,6 +72,7 @@ class Plan:
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
     caller: str = ""
     source: Source = X
+    chosen: str = ""
 
     def __hash__(self) -> int:
         return self._hash  # computed once: jit looks a plan up at every eager call
@@ -131,6 +144,29 @@ class Plan:
     def gives_floats(self) -> bool:
         """Whether floats come out of it, in place of the codes of some result."""
         return any(own.dequantized for own in self.preprocessing)
+
+    @property
+    def finding(self) -> Plan:
+        """The plan whose one call finds the amaxes of windows that are rows, and quantizes."""
+        each = (dataclasses.replace(own, finds=own.window == ROW) for own in self.preprocessing)
+        return dataclasses.replace(self, preprocessing=tuple(each))
+
+    @property
+    def of_rows(self) -> Plan:
+        """The plan of rows in place of a shard's part of them: the call has their amaxes."""
+        each = (
+            dataclasses.replace(own, window=of_kernels(own.window)) for own in self.preprocessing
+        )
+        return dataclasses.replace(self, preprocessing=tuple(each))
+
+    @property
+    def in_blocks(self) -> Plan:
+        """The plan of windows of 32 in place of rows."""
+        each = (
+            dataclasses.replace(own, window=BLOCK if of_kernels(own.window) == ROW else own.window)
+            for own in self.preprocessing
+        )
+        return dataclasses.replace(self, preprocessing=tuple(each), chosen="")
 
     @property
     def of_codes(self) -> Plan:
@@ -274,3 +310,48 @@ class ProductPlan:
 
 
 AnyPlan = Plan | ProductPlan
+
+
+# ---- as JSON has them ---
+def described(plan: AnyPlan) -> dict[str, Any]:
+    """A plan without a source in names and numbers, from which `plan_in` makes it again."""
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    if isinstance(plan, Plan):
+        assert not plan.source
+        del fields["source"]
+    return {name: _text(value) for name, value in fields.items()}
+
+
+def plan_in(description: Mapping[str, Any]) -> AnyPlan:
+    """The inverse of `described`."""
+    kind = Plan if "preprocessing" in description else ProductPlan
+    fields = {name: _READ.get(name, _as_is)(value) for name, value in description.items()}
+    return kind(**fields)
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [*map(_text, value)]
+    if isinstance(value, Preprocessing):
+        return {f.name: _text(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Scaling):
+        return value.value
+    return getattr(value, "name", value)  # of a format, a layout, a dtype
+
+
+def _as_is(value: Any) -> Any:
+    return tuple(map(_as_is, value)) if isinstance(value, list) else value
+
+
+def _preprocessing(each: Any) -> tuple[Preprocessing, ...]:
+    return tuple(Preprocessing(**{k: _as_is(v) for k, v in own.items()}) for own in each)
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "dtype": jnp.dtype,
+    "formats": lambda names: tuple(FORMATS[name] for name in names),
+    "scale_layout": SCALE_LAYOUTS.__getitem__,
+    "scaling": lambda name: None if name is None else Scaling(name),
+    "value_layouts": lambda names: tuple(VALUE_LAYOUTS[name] for name in names),
+    "preprocessing": _preprocessing,
+}

@@ -8,24 +8,30 @@ says (facts/signatures.py).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.extend.backend
 import jax.numpy as jnp
+import numpy as np
 from jax import ffi
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 # Private to JAX, all of it; used here alone, pinned by tests/test_primitive.py.
-from jax._src import core, dispatch  # isort: skip
-from jax._src.interpreters import partial_eval  # isort: skip
+from jax._src import core, dispatch, sharding_impls, xla_bridge  # isort: skip
+from jax._src.interpreters import mlir as modules, partial_eval  # isort: skip
+from jax._src.lib import xla_client  # isort: skip
 from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
     sdy_sharding_rule_to_mlir,
     str_to_sdy_sharding_rule,
@@ -92,6 +98,12 @@ def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
     return found, chips
 
 
+def serves_by_itself(plan: AnyPlan, target: Target) -> bool:
+    """Whether a kernel serves a plan by itself, by the tables, which are alike in all processes."""
+    with registry.by_tables():
+        return _support(plan, target)[0].is_direct
+
+
 @functools.cache
 def _say_once(sentence: str) -> None:
     logger.warning("jax_mx: %s", sentence)
@@ -117,7 +129,24 @@ def _kernel_attributes(
             _say_once(f"exporting {plan.name} without a kernel for {chip}: {error}")
         else:
             found[chip] = artifact.attributes(plan.launch, plan.scalars, carries)
+            if (needed := _needed.get()) is not None:
+                needed[kernel, cast(str, chip_table.arch_of(chip))] = artifact
     return found
+
+
+Kernels = dict[tuple[Binary, str], store.Artifact]  # by binary and arch
+_needed: ContextVar[Kernels | None] = ContextVar("needed", default=None)
+
+
+@contextlib.contextmanager
+def kernels_needed() -> Iterator[Kernels]:
+    """The kernels of what is lowered within."""
+    needed: Kernels = {}
+    token = _needed.set(needed)
+    try:
+        yield needed
+    finally:
+        _needed.reset(token)
 
 
 def _sharding_attributes(
@@ -129,6 +158,8 @@ def _sharding_attributes(
         return None  # shape-polymorphic: sharding rules need numbers
     if signature.has_replicated:
         return None  # see there
+    if len({aval.shape[:batch] for aval in avals}) > 1:
+        return None  # rows have one amax, not one for each block; a program of one device
     # A factor for each other dimension, none of them shared.
     names = map("d{}".format, itertools.count())
     terms = [["...", *itertools.islice(names, len(aval.shape) - batch)] for aval in avals]
@@ -399,7 +430,12 @@ class Op(NamedTuple):
 
 
 def define(
-    name: str, avals: Callable, lower: Callable, batch: Callable, no_derivative: Callable
+    name: str,
+    avals: Callable,
+    lower: Callable,
+    batch: Callable,
+    no_derivative: Callable,
+    unread: Callable[[Sequence[bool], dict], dict] | None = None,
 ) -> Primitive:
     """A primitive of several results, with all of JAX's rules.
 
@@ -410,6 +446,8 @@ def define(
         None for all that have no kernels.
       batch: the rule of vmap.
       no_derivative: raises.
+      unread: the parameters of a call that gives only the results which are read; from which of
+        them are, and from its parameters. None: a call gives all.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -421,7 +459,17 @@ def define(
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = no_derivative
     ad.primitive_transposes[primitive] = no_derivative
+    if unread is not None:
+        partial_eval.dce_rules[primitive] = functools.partial(_without_unread, unread)
     return primitive
+
+
+def _without_unread(unread: Callable, used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """JAX's rule for an equation some of whose results nobody reads."""
+    if not any(used) and not eqn.effects:
+        return [False] * len(eqn.invars), None
+    outvars = [v for v, is_used in zip(eqn.outvars, used, strict=True) if is_used]
+    return [True] * len(eqn.invars), eqn.replace(outvars=outvars, params=unread(used, eqn.params))
 
 
 def looked_into(primitive: Primitive, jaxpr: str) -> None:
@@ -470,6 +518,152 @@ def unsplit_like(x: Any, shape: tuple[int, ...], dtype: Any):
     """An abstract value like x, of another shape and dtype, that no mesh splits."""
     sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
     return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+# ---- calls that XLA splits by name (partition.py) ---
+def register_partitioner(target: str, partition: Callable, infer: Callable) -> None:
+    """Tells XLA, of CPUs and of plugins that are there or come, who splits calls of a target."""
+    rules: dict[str, Any] = {
+        "name": target,
+        "prop_user_sharding": lambda sharding, shape, text: sharding,
+        "partition": partition,
+        "infer_sharding_from_operands": infer,
+        "can_side_effecting_have_replicated_sharding": True,
+    }
+    register = functools.partial(xla_client.register_custom_call_partitioner, **rules)
+    register()
+    xla_bridge.register_plugin_callbacks(register)
+
+
+def split_call(
+    ctx: mlir.LoweringRuleContext,
+    target: str,
+    text: str,
+    rule: tuple[str, Mapping[str, Any]],
+    operands: Sequence[ir.Value],
+) -> list[ir.Value]:
+    """The custom call of a target that XLA splits by a sharding rule; `text` is its config.
+
+    Arrays whose elements are a byte go in and come out as uint8.
+    """
+
+    def types(avals: Any, in_bytes: bool) -> list:
+        return [
+            ir.RankedTensorType.get(
+                a.shape,
+                mlir.dtype_to_ir_type(moved_as(a.dtype) if in_bytes else a.dtype),
+            )
+            for a in avals
+        ]
+
+    def bitcast(values: Sequence[ir.Value], types: list) -> list[ir.Value]:
+        pairs = zip(values, types, strict=True)
+        return [v if v.type == t else hlo.BitcastConvertOp(t, v).result for v, t in pairs]
+
+    ins, outs = types(ctx.avals_in, True), types(ctx.avals_out, True)
+    call = hlo.CustomCallOp(
+        outs,
+        bitcast(operands, ins),
+        call_target_name=ir.StringAttr.get(target),
+        has_side_effect=ir.BoolAttr.get(False),
+        api_version=mlir.i32_attr(2),
+        called_computations=ir.ArrayAttr.get([]),
+        backend_config=ir.StringAttr.get(text),
+        operand_layouts=None,
+        result_layouts=None,
+    )
+    notation, how = rule
+    own = str_to_sdy_sharding_rule(notation, **how)
+    call.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(own, ins, outs)
+    results = bitcast(call.results, types(ctx.avals_out, False))
+    pairs = zip(results, ctx.avals_out, strict=True)
+    return [modules.lower_with_sharding_in_types(ctx, y, aval) for y, aval in pairs]
+
+
+def moved_as(dtype: np.dtype) -> np.dtype:
+    """The dtype that arrays have on their way: uint8 where an element is a byte, no truth value."""
+    return np.dtype(np.uint8) if dtype.itemsize == 1 and dtype != bool else dtype
+
+
+def as_bytes(x: jax.Array) -> jax.Array:
+    """x as it moves."""
+    return of_dtype(x, moved_as(x.dtype))
+
+
+def of_dtype(x: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `as_bytes`, to a dtype or its name."""
+    named = jnp.dtype(dtype)
+    return x if x.dtype == named else jax.lax.bitcast_convert_type(x, named)
+
+
+def shard_module(
+    name: str,
+    shard: Callable,
+    operands: Sequence[Any],
+    sizes: Mapping[str, int],
+    platform: str,
+    is_here: bool = True,
+) -> Any:
+    """The MLIR module of what each of several devices computes.
+
+    Args:
+      name: of the module.
+      shard: of arrays.
+      operands: their abstract values, on one device.
+      sizes: of the axes of devices.
+      platform: of the devices.
+      is_here: whether they are this process's; else the program may leave the machine.
+    """
+    mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    backend = jax.extend.backend.get_backend(platform) if is_here else None
+    with core.extend_axis_env_nd(sizes.items()):
+        jaxpr = jax.make_jaxpr(shard)(*operands)
+        return modules.build_mlir_module_helper(
+            jaxpr,
+            name=name,
+            platforms=[platform],
+            backend=backend,
+            axis_context=sharding_impls.SPMDAxisContext(mesh, frozenset(sizes)),
+        )
+
+
+bytecode = modules.module_to_bytecode
+
+
+def avals_of(shapes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """XLA's shapes, those in tuples too, as JAX has them."""
+    flat = [s for shape in shapes for s in (shape.tuple_shapes() if shape.is_tuple() else [shape])]
+    return [jax.ShapeDtypeStruct(tuple(s.dimensions()), s.numpy_dtype()) for s in flat]
+
+
+def parts_of(sharding: Any, count: int) -> list[Any]:
+    """XLA's sharding of so many results, one by one."""
+    return [*sharding.tuple_elements()] or [sharding] * count
+
+
+def joined(shape: Any, shardings: list[Any]) -> Any:
+    """XLA's sharding of all results."""
+    if not shape.is_tuple():
+        return shardings[0]
+    return xla_client.HloSharding.tuple_sharding(shape, shardings)
+
+
+def sharding_of(sizes: Mapping[str, int], spec: Sequence[tuple[str, ...]]) -> Any:
+    """XLA's sharding of an array whose dimensions are split over these axes."""
+    mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    own = jax.sharding.NamedSharding(mesh, PartitionSpec(*(names or None for names in spec)))
+    return own._to_xla_hlo_sharding(len(spec))
+
+
+def split_in(sharding: Any, sizes: Mapping[str, int], ndim: int) -> list | None:
+    """The axes that split each dimension of an array, None where axes of these sizes do not."""
+    mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    try:
+        (spec,) = sharding_impls.parse_flatten_op_sharding(sharding, mesh)
+    except Exception:  # of several kinds, none of which JAX promises
+        return None
+    split = [() if names is None else (names,) if isinstance(names, str) else names for names in spec]
+    return [*split, *[()] * (ndim - len(split))]
 
 
 store.register()

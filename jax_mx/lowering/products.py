@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from jax_mx import reference
+from jax_mx.arrays.views import Result, View
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering.plan import Plan, ProductPlan
 from jax_mx.lowering.primitive import (
@@ -32,6 +33,7 @@ from jax_mx.lowering.primitive import (
 )
 from jax_mx.lowering.targets import target_of
 
+COLUMNS = 8  # that the kernel of amaxes reads at once; it takes a multiple of them
 AMAX = np.dtype(np.uint32)  # the bits of a float32
 
 
@@ -116,14 +118,34 @@ def _of_both_reference(view, *, plan: Plan):
 
 def _of_both_from_matrices(view, *, plan: Plan):
     """The same of x as it lies: a kernel reads it once."""
-    lead = view.ndim - plan.view.tail
-    rows, columns = (view.shape[lead + i] * BLOCK for i in range(2))
-    order = (*range(lead), *(lead + i for i in plan.view.operand))
-    x = view.transpose(order).reshape(math.prod(view.shape[:lead]), rows, columns)
-    alone = ProductPlan("amaxes", (), AMAX, False, 128)
-    found = products_p["amaxes"].bind(x, plan=alone)
+    found = _of_matrices(view, plan.view)
     avals = _of_both_avals(jax.typeof(view), plan=plan)
     return [a.reshape(aval.shape) for a, aval in zip(found, avals, strict=True)]
+
+
+def _of_matrices(floats, view: View) -> list:
+    """The amaxes of the rows and of the columns of floats whose blocks run down columns, too."""
+    lead = floats.ndim - view.tail
+    x = floats.transpose((*range(lead), *(lead + i for i in view.operand)))
+    sizes = x.shape[:lead], x.shape[lead : lead + 2], x.shape[lead + 2 :]
+    x = x.reshape(*map(math.prod, sizes))
+    dtype = "" if x.dtype == jnp.bfloat16 else x.dtype.name
+    return products_p["amaxes"].bind(
+        x, plan=ProductPlan("amaxes", (), AMAX, False, 128, floats=dtype)
+    )
+
+
+def amax_of(floats, view: View, result: Result, by_kernel: bool):
+    """The amaxes of a result's windows, which are rows, or columns; see `reference.amax_of`.
+
+    `by_kernel`: by that of both, where columns alone are wanted and it takes them.
+    """
+    along, columns = view.along(result), floats.shape[floats.ndim - view.tail + 1]
+    fits = isinstance(columns, int) and columns % COLUMNS == 0 and view.tail == 3
+    if not (by_kernel and fits and result.block == (-1,)):
+        return reference.amax_of(floats, along)
+    shape = [1 if i - floats.ndim in along else n for i, n in enumerate(floats.shape)]
+    return _of_matrices(floats, view)[1].reshape(shape)
 
 
 def _lower_of_both(platform: str | None, ctx, view, *, plan: Plan):

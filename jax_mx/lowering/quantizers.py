@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from jax_mx import reference
-from jax_mx.arrays.sharding import spec_of, spread
+from jax_mx.arrays.sharding import is_explicit, spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Format, Scaling
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Role
 from jax_mx.facts.sources import Source
-from jax_mx.facts.windows import ROW
-from jax_mx.lowering import registry
-from jax_mx.lowering.plan import Plan
+from jax_mx.facts.windows import ROW, SHARD
+from jax_mx.lowering import partition, registry
+from jax_mx.lowering.partition import Rule, Split
+from jax_mx.lowering.plan import Plan, described, plan_in
 from jax_mx.lowering.primitive import (
     Op,
     agree,
     batch,
     batched,
+    define,
     make_primitive,
+    no_derivative,
+    serves_by_itself,
     unsplit_like,
     vary_alike,
 )
-from jax_mx.lowering.products import amaxes_of_both_p
+from jax_mx.lowering.products import amax_of, amaxes_of_both_p
+from jax_mx.lowering.targets import Target, target_of
 
 # Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
 # like jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME) keeps them, and the backward
@@ -120,22 +128,38 @@ def _scaled_elements(x, result: Result, own: Preprocessing, data: Mapping[str, j
     return x
 
 
-def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array]):
-    """For each block of what is scaled its window's largest magnitude; None: its own."""
+def _of_blocks(amax, y, result: Result):
+    """The amaxes of rows, or columns, of what is scaled, repeated for each of their blocks."""
+    shape = tuple(1 if d - y.ndim in result.block else n for d, n in enumerate(y.shape))
+    return amax if amax.shape == shape else spread(amax, shape, spec_of(y))
+
+
+def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array], along: Sequence):
+    """For each block of what is scaled its window's largest magnitude; None: its own.
+
+    `along` are the dimensions of a whole row.
+    """
     if own.window == BLOCK:
         return None
     if own.window == ROW:
-        return data["amaxes"]
+        amax = data["amaxes"] if own.kind.takes_amaxes else reference.amax_of(y, along)
+        return _of_blocks(amax, y, result)
     return reference.over_windows(reference.amax_of(y, result.block), result.blocks_in(own.window))
 
 
-def _with_derived(view, given: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
-    """The block data that a call takes, for what callers pass of it: with the amaxes of rows."""
+def _with_derived(
+    view, given: Sequence[jax.Array], plan: Plan, once: bool, rows: Sequence[Rows]
+) -> list[jax.Array]:
+    """The block data that a call takes, for what callers pass of it: with the amaxes of rows.
+
+    `once`: each row, or column, has its amax once, as a kernel reads it, not for each block.
+    """
     found, rest = [], iter(given)
     known: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
     # Both ways from one read, where nothing changes elements before.
     plain = all(own == plan.preprocessing[0] and not own.hadamard for own in plan.preprocessing)
     both = plain and len(plan.formats) == 2 and plan.preprocessing[0].prescale is None
+    both = both and all(own.count == 1 for own in rows)
     pair = (
         amaxes_of_both_p.bind(view, plan=plan)
         if both and any(array.derived for array in plan.block_data)
@@ -146,13 +170,23 @@ def _with_derived(view, given: Sequence[jax.Array], plan: Plan) -> list[jax.Arra
         if array.derived:
             result = plan.view.results[i]
             y = _scaled_elements(view, result, plan.preprocessing[i], known[i])
-            amax = pair[i] if pair else reference.amax_of(y, plan.view.along(result))
-            shape = tuple(1 if d - y.ndim in result.block else n for d, n in enumerate(y.shape))
-            known[i][name] = spread(amax, shape, spec_of(y))
+            if rows[i].count > 1:
+                amax = _of_parts(y, plan, i, rows[i].count)
+            else:
+                amax = pair[i] if pair else amax_of(y, plan.view, result, once)
+            amax = jax.lax.pmax(amax, rows[i].across) if rows[i].across else amax
+            known[i][name] = amax if once else _of_blocks(amax, y, result)
         else:
             known[i][name] = next(rest)
         found.append(known[i][name])
     return found
+
+
+def _of_parts(y, plan: Plan, i: int, count: int):
+    """For each block the amax of its window, of which a direction has so many, all of one length."""
+    result = plan.view.results[i]
+    blocks = {result.number: y.shape[result.number] // count}
+    return reference.over_windows(reference.amax_of(y, result.block), blocks)
 
 
 def _quantize_via_codes(*operands, plan: Plan):
@@ -189,7 +223,7 @@ def _quantize_reference(x, *block_data, plan: Plan):
         if own.stochastic:
             noise = jnp.moveaxis(reference.noise(data["seeds"], result.block), *last)
         y = _scaled_elements(x, result, own, data)
-        amax = _amaxes(y, result, own, data)
+        amax = _amaxes(y, result, own, data, plan.view.along(result))
         amax = amax if amax is None else jnp.moveaxis(amax, *last)
         blocks, scaling = jnp.moveaxis(y, *last), cast(Scaling, plan.scaling)
         how = (format, scaling, result.last, plan.zero_scale, noise, amax)
@@ -230,6 +264,7 @@ def _quantize_via_transpose(x, *block_data, plan: Plan):
     for result, alone, data in each:
         (block,) = (dimension % view.tail for dimension in result.block)
         order = (*(i for i in result.order if i != block), block)  # results lie so, or nearly
+        data = {n: _of_blocks(a, x, result) if n == "amaxes" else a for n, a in data.items()}
         operands = [x, *data.values()]
         outs = quantize_p.bind(*(view.reordered(a, order) for a in operands), plan=alone)
         back = [*range(lead), *(lead + order.index(i) for i in range(view.tail))]
@@ -279,6 +314,175 @@ quantize_p = make_primitive(
 dequantize_p = make_primitive("dequantize", Op(_dequantize_avals, _dequantize_reference))
 
 
+# ---- windows that are rows ---
+# Of products' operands: amaxes, then codes. The lowering decides whether one kernel does both, or
+# another one finds amaxes, as it knows whether XLA splits the program; and what is read of it.
+class Rows(NamedTuple):
+    """The windows of a direction in the part of an array that is there.
+
+    Attributes:
+      count: how many there are along the axis; of "row" one.
+      across: the axes of devices that share a window.
+    """
+
+    count: int = 1
+    across: tuple[str, ...] = ()
+
+
+def _rows_avals(*operands, plan: Plan, read: tuple[bool, ...], rows: tuple[Rows, ...]):
+    del rows
+    return [*itertools.compress(_quantize_avals(*operands, plan=plan), read)]
+
+
+def _lower_rows(
+    platform: str | None, ctx, *operands, plan: Plan, read: tuple[bool, ...], rows: tuple[Rows, ...]
+):
+    target = target_of(ctx, platform)
+    if plan.chosen and not target.is_for(plan.chosen):
+        fn = functools.partial(_in_blocks, plan=plan, read=read)
+        return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
+    view, *_ = ctx.avals_in
+    if not rows:  # where the primitive is bound, nobody knows
+        rows = tuple(
+            Rows(target.shards_of(_along(view, plan, i)) if own.window == SHARD else 1)
+            for i, own in enumerate(plan.preprocessing)
+        )
+        plan = plan.of_rows
+        if _is_shared(target, ctx.avals_in, plan):
+            parameters = {"plan": described(plan), "read": read, "rows": [r.count for r in rows]}
+            rule = _rule(ctx.avals_in, ctx.avals_out, plan, rows)
+            return partition.call(ctx, ROWS_NAME, parameters, rule, operands, target)
+    fn = functools.partial(_quantize_rows, plan=plan, read=read, target=target, rows=rows)
+    return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
+
+
+def _in_blocks(*operands, plan: Plan, read: tuple[bool, ...]) -> list:
+    """The same with windows of 32: in a program for other chips than rows were chosen for."""
+    return [*itertools.compress(quantize_p.bind(*operands, plan=plan.in_blocks), read)]
+
+
+def _along(view, plan: Plan, i: int) -> int:
+    """The length of the axis that blocks of a direction run along."""
+    return math.prod(view.shape[d] for d in plan.view.along(plan.view.results[i]))
+
+
+def _is_shared(target: Target, avals: Sequence[Any], plan: Plan) -> bool:
+    """Whether XLA splits the call by a rule: it sees units, which are never split, by itself."""
+    whole = plan.view.units is not None or any(0 in aval.shape for aval in avals)
+    return target.partitioned and not (whole or partition.obstacle(target, avals))
+
+
+def _rule(
+    operands: Sequence[Any], results: Sequence[Any], plan: Plan, rows: Sequence[Rows]
+) -> Rule:
+    """All arrays are split alike, along what the partitioner may split of a view."""
+    x = operands[0]
+    shared = tuple(f"d{i}" for i in range(plan.view.batch(x.ndim)))
+    parts = dict(zip(shared, x.shape, strict=False))
+    for result, own in zip(plan.view.results, rows, strict=True):
+        if own.count > 1:
+            name = shared[result.number % x.ndim]
+            parts[name] = math.gcd(parts[name], own.count)
+
+    def dims(aval: Any) -> tuple[str, ...]:
+        return (*shared, *[""] * (aval.ndim - len(shared)))
+
+    return Rule(tuple(map(dims, operands)), tuple(map(dims, results)), parts)
+
+
+ROWS_NAME = "quantize_rows"
+
+
+@partition.of_shards(ROWS_NAME)
+def _rows_of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
+    """A device's part: of a row that others have parts of, too, they share the amax."""
+    plan, read = cast(Plan, plan_in(parameters["plan"])), tuple(parameters["read"])
+
+    def quantize(view, *given) -> list:
+        rows = []
+        for result, count in zip(plan.view.results, parameters["rows"], strict=True):
+            factor = f"d{result.number % view.ndim}"
+            if count > 1:
+                rows.append(Rows(count // split.of(factor)))
+            else:
+                rows.append(Rows(1, split.axes.get(factor, ())))
+        return quantize_rows_p.bind(view, *given, plan=plan, read=read, rows=tuple(rows))
+
+    return quantize
+
+
+def _batch_rows(args, dims, *, plan: Plan, read: tuple[bool, ...], rows: tuple[Rows, ...]):
+    """Leading dimensions are batch dimensions."""
+    outs = quantize_rows_p.bind(*batched(args, dims), plan=plan, read=read, rows=rows)
+    return outs, [0] * len(outs)
+
+
+def _unread(used: Sequence[bool], params: dict) -> dict:
+    still = iter(used)
+    return {**params, "read": tuple(is_read and next(still) for is_read in params["read"])}
+
+
+def _quantize_rows(
+    view,
+    *given,
+    plan: Plan,
+    read: tuple[bool, ...],
+    target: Target,
+    rows: tuple[Rows, ...],
+) -> list:
+    """What is read of the primitive's results.
+
+    H100, (16384, 4096), bfloat16: along rows alone one kernel moves 3 bytes an element; both ways
+    the amaxes' and the quantizer's together 6.
+    """
+    of = [a.of for a, is_read in zip(plan.signature.results, read, strict=True) if is_read]
+    plain = plan.view.units is None and not (given or plan.gives_floats)
+    if (
+        len(plan.formats) == 2
+        and len({*of}) == 1
+        and plain
+        and not is_explicit(jax.typeof(view).sharding.mesh)
+    ):
+        one = _one_of_both(view, plan, of[0], target, rows[of[0]])
+        return [*itertools.compress(one, _of(read, of[0]))]
+    once = False
+    if not target.partitioned and all(own.count == 1 for own in rows):
+        crosses = any(own.across for own in rows)
+        if not crosses and serves_by_itself(plan.finding, target):
+            return [*itertools.compress(quantize_p.bind(view, plan=plan.finding), read)]
+        tiled = plan.form.spans[0] and target.platform == "cuda"
+        once = tiled and serves_by_itself(plan, target)
+    data = _with_derived(view, given, plan, once, rows)
+    return [*itertools.compress(quantize_p.bind(view, *data, plan=plan), read)]
+
+
+def _of(read: Sequence[bool], i: int) -> Sequence[bool]:
+    """Which of the i-th direction's results, codes and scales, are read."""
+    return read[2 * i : 2 * i + 2]
+
+
+def _one_of_both(view, plan: Plan, i: int, target: Target, rows: Rows) -> list:
+    """Codes and scales of one of a plan's two directions, by a plan of its own."""
+    lead = view.ndim - plan.view.tail
+    shape = (*view.shape[:lead], *(n * BLOCK for n in view.shape[lead : lead + 2]))
+    fields = ("formats", "preprocessing", "value_layouts")
+    own: dict[str, Any] = {name: (getattr(plan, name)[i],) for name in fields}
+    own |= {"op": "quantize", "axis": -1 - i, "transpose": i == 1 and plan.transpose}
+    alone = dataclasses.replace(plan, **own)
+    spec = (None,) * len(shape)
+    both, one = (Viewed.of(p.view, shape, spec, p.first_axis) for p in (plan, alone))
+    x = one.to_floats(both.from_floats(view))
+    outs = _quantize_rows(x, plan=alone, read=(True, True), target=target, rows=(rows,))
+    (result,), to = alone.view.results, plan.view.results[i]
+    (values, scales), _ = one.from_arrays(outs, result, alone.axes, alone.format, alone.transpose)
+    return [both.to_values(values, to, alone.format), both.to_scales(scales, to)]
+
+
+quantize_rows_p = define(
+    "mx_quantize_rows", _rows_avals, _lower_rows, _batch_rows, no_derivative, _unread
+)
+
+
 def dequantize(values: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
     """Binds `dequantize_p`, both operands varying over the same manual axes."""
     (out,) = dequantize_p.bind(*vary_alike(values, scales), plan=plan)
@@ -298,9 +502,12 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
       that they stand for, if the result's preprocessing says `dequantized`; then the results of
       the source.
     """
-    view, *given = vary_alike(*operands) if len(operands) > 1 else operands
-    data = given if plan.source else _with_derived(view, given, plan)
-    outs = quantize_p.bind(view, *data, plan=plan)
+    operands = vary_alike(*operands) if len(operands) > 1 else operands
+    if any(array.derived for array in plan.block_data) and not plan.source:
+        read = (True,) * len(plan.signature.results)
+        outs = quantize_rows_p.bind(*operands, plan=plan, read=read, rows=())
+    else:
+        outs = quantize_p.bind(*operands, plan=plan)
     pairs = zip(plan.signature.results, outs, strict=True)
     return [_checkpointed(out) if array.role in _NAMED else out for array, out in pairs]
 

@@ -11,6 +11,7 @@ What neither holds is compiled, where its DSL is installed, in a process of its 
 from __future__ import annotations
 
 import atexit
+import base64
 import contextlib
 import dataclasses
 import fcntl
@@ -102,7 +103,25 @@ def find(variant: Binary, arch: str) -> Artifact | None:
         found = _whole(key, facts, BINARIES)
         if found is not None:
             return found
-    return _cached(key, cache()) or (_cached(key, _own[0]) if _own else None)
+    own = _cached(key, _own[0]) if _own else None
+    return _cached(key, cache()) or own or _brought.get(key)
+
+
+# ---- kernels that a program carries to where shards are compiled ---
+_brought: dict[str, Artifact] = {}  # by content key
+
+
+def packed(variant: Binary, arch: str, artifact: Artifact) -> dict[str, Any]:
+    """A kernel as JSON has it."""
+    image = base64.b64encode(artifact.image).decode()
+    return {"key": key_of(variant, arch), "facts": artifact.facts, "image": image}
+
+
+def unpack(kernel: Mapping[str, Any]) -> None:
+    """Takes a kernel that `packed` gave: this process has it from now on."""
+    image = base64.b64decode(kernel["image"])
+    if hashlib.sha256(image).hexdigest() == kernel["facts"]["sha256"]:
+        _brought[kernel["key"]] = Artifact(kernel["facts"], Path(), image)
 
 
 # By folder and key: what this process has read and found whole. The bytes stay: files may go.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.interpreters import mlir
 
+from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts import chips as chip_table
+from jax_mx.facts.formats import BLOCK
+from jax_mx.lowering import store
 
 
 class Emulated(NamedTuple):
@@ -18,6 +23,7 @@ class Emulated(NamedTuple):
 
 
 emulation = jax.make_user_context(default_value=None)  # an `Emulated`; part of JAX's caches' keys
+traced_for = jax.make_user_context(default_value=None)  # the chips, where a caller names them
 
 
 def chip_of(device: jax.Device) -> str:
@@ -28,6 +34,48 @@ def chip_of(device: jax.Device) -> str:
     if capability is None:
         return device.platform
     return f"sm_{capability.replace('.', '')}" if "gfx" not in capability else capability
+
+
+def default_device() -> jax.Device:
+    """The device that programs run on where their arguments name none."""
+    default: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if isinstance(default, str):
+        return jax.local_devices(backend=default)[0]
+    return default or jax.local_devices()[0]
+
+
+def chips_of_trace(arrays: Sequence[Any]) -> list[str]:
+    """The chips that what is being traced is for, as far as a trace knows.
+
+    Those of the mesh that is set, else those of committed arrays, else those beside the default
+    device. On a machine without a GPU the chips that JAX_MX_ARCHS names, which programs are
+    compiled for there.
+    """
+    if traced_for.value is not None:
+        return list(traced_for.value)
+    device = _of_mesh() or _of_arrays(arrays) or default_device()
+    chips = chips_beside(device)
+    if device.platform == "cpu" and emulation.value is None and store.names_chips():
+        every = [chip for dsl in chip_table.ARCHS for chip in chip_table.chips_of(dsl)]
+        return store.exported(every) or chips
+    return chips
+
+
+def _of_mesh() -> jax.Device | None:
+    """A device of the platform that the mesh which is set lies on; None where none is."""
+    kind = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    try:
+        return None if kind is None else jax.local_devices(backend=kind.platform)[0]
+    except RuntimeError:  # a mesh of devices that are not here
+        return None
+
+
+def _of_arrays(arrays: Sequence[Any]) -> jax.Device | None:
+    """A device of arrays that are committed to one; None of tracers, which do not say it."""
+    for x in jax.tree.leaves(arrays):
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+            return min(x.devices(), key=lambda device: device.id)
+    return None
 
 
 def chips_beside(device: jax.Device) -> list[str]:
@@ -71,17 +119,39 @@ class Target(NamedTuple):
       chips: as drivers name them; None for an export, which `primitive._support` finds chips for.
       device: of the stand-in driver, in emulation.
       partitioned: whether XLA splits the program among several devices, at least along some axes.
+      devices: among how many.
+      is_mixed: whether a shard_map around it splits it along other axes.
+      several: whether the program is lowered for other platforms, too.
     """
 
     platform: str
     chips: list[str] | None
     device: int | None = None
     partitioned: bool = False
+    devices: int = 1
+    is_mixed: bool = False
+    several: bool = False
+
+    def is_for(self, chips: str) -> bool:
+        """Whether the program is for these chips alone, as far as it is known."""
+        if self.chips is not None:
+            return self.chips == chips.split()
+        platforms = {platform_of(chip) for chip in chips.split()}
+        return not self.several and platforms == {self.platform}
 
     @property
     def carries(self) -> bool:
         """Whether the program carries its kernels, as it may leave this machine."""
         return self.chips is None
+
+    def shards_of(self, length: Any) -> int:
+        """How many windows "shard" an axis has: one for each device, or one, a row.
+
+        A row where an equal part for each device would not hold whole blocks.
+        """
+        if is_symbolic(length) or length % (self.devices * BLOCK):
+            return 1
+        return self.devices
 
 
 def target_of(ctx: mlir.LoweringRuleContext, platform: str | None) -> Target:
@@ -91,12 +161,18 @@ def target_of(ctx: mlir.LoweringRuleContext, platform: str | None) -> Target:
     exports = ctx.module_context.lowering_parameters.for_export
     if platform == "cpu" and emulated is not None and not exports:
         return Target(platform_of(emulated.chip), [emulated.chip], emulated.device)
-    return Target(platform, chips, partitioned=_is_partitioned(ctx.module_context.axis_context))
+    devices, is_mixed = _split_among(ctx.module_context.axis_context)
+    several = len(ctx.module_context.platforms) > 1
+    return Target(platform, chips, None, devices > 1, devices, is_mixed, several)
 
 
-def _is_partitioned(context: Any) -> bool:
-    """Whether XLA's partitioner looks at what is lowered in this context of JAX's."""
+def _split_among(context: Any) -> tuple[int, bool]:
+    """Among how many devices XLA's partitioner splits what is lowered in this context of JAX's.
+
+    And whether it leaves others to a shard_map.
+    """
     manual = getattr(context, "manual_axes", None)
     if manual is None:
-        return getattr(context, "num_devices", 1) > 1
-    return any(n > 1 for name, n in context.mesh.shape.items() if name not in manual)
+        return getattr(context, "num_devices", 1), False
+    rest = math.prod(n for name, n in context.mesh.shape.items() if name not in manual)
+    return rest, bool(manual)

@@ -18,7 +18,7 @@ import jax
 from jax_mx.arrays.checks import block_of, shown, whole, window_of
 from jax_mx.facts.formats import BLOCK, FORMATS, named
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, SCALE_LAYOUTS, VALUE_LAYOUTS
-from jax_mx.facts.windows import Window
+from jax_mx.facts.windows import SHARD, Window
 
 
 def _axis(name: str, axis: Any) -> int:
@@ -29,7 +29,8 @@ def _axis(name: str, axis: Any) -> int:
 
 
 def _window(name: str, window: Any) -> Window:
-    return window_of(name.partition(":")[0], tuple(window) if isinstance(window, list) else window)
+    window = tuple(window) if isinstance(window, list) else window
+    return window_of(name.partition(":")[0], window, SHARD)
 
 
 @dataclasses.dataclass(frozen=True)

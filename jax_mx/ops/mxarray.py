@@ -36,7 +36,7 @@ from jax_mx.facts.layouts import (
     ScaleLayout,
     ValueLayout,
 )
-from jax_mx.facts.windows import ROW, TILE, Window, lengths_of
+from jax_mx.facts.windows import ROW, TILE, Window, lengths_of, of_kernels
 from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops import indexing, metadata
@@ -598,7 +598,7 @@ def _spanned(q: MXArray) -> tuple[int, ...] | None:
 
 def _whole(q: MXArray) -> int:
     """How many elements a whole window spans along each of its axes; 0 of "row"."""
-    return 0 if q.window == ROW else lengths_of(q.window)[1]
+    return 0 if of_kernels(q.window) == ROW else lengths_of(q.window)[1]
 
 
 def _spans_of(q: MXArray) -> Known:

@@ -35,6 +35,7 @@ class Options:
       formats: of each result; so are value_layouts and preprocessing.
       transpose: a bool; of quantize_both a pair, for the last axis and the one before.
       source: what makes the floats.
+      chosen: see `Plan`.
     """
 
     formats: Any
@@ -48,6 +49,7 @@ class Options:
     value_layouts: Any = (ROW_MAJOR_VALUES,)
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
     source: Source = X
+    chosen: str = ""
 
     @classmethod
     def both(cls, formats: Any, transpose: Any = (False, True)) -> Options:
@@ -119,6 +121,7 @@ def _plan(op: str, dtype: Any, shape: tuple[int, ...], asked: Options) -> Plan:
         value_layouts=value_layouts,
         preprocessing=asked.preprocessing,
         source=asked.source,
+        chosen=asked.chosen,
     )
     blocks_fit(op, plan.block, plan.axis, scale_layout, len(shape))
     if transpose and op == "dequantize":

@@ -19,6 +19,7 @@ from jax_mx.arrays.sharding import iota, spec_of
 from jax_mx.arrays.views import divided
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, PRESCALES, SIZES, Preprocessing
+from jax_mx.facts.windows import Window
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.placing import require_whole_groups
@@ -113,13 +114,15 @@ def data_of(rounding: Stochastic | None, hadamard: Hadamard | None) -> Data:
     return key, signs if isinstance(signs, jax.Array) else None
 
 
-def preprocessing_of(op: str, rounding: Any, hadamard: Any, window: Any = BLOCK) -> Preprocessing:
-    """Checks all, and gives what of them is static.
+def preprocessing_of(
+    op: str, rounding: Any, hadamard: Any, window: Any = BLOCK, *more: Window
+) -> Preprocessing:
+    """Checks all, and gives what of them is static; `more`: windows besides those of `quantize`.
 
     Raises:
       TypeError, ValueError: see `jax_mx.quantize`.
     """
-    window = window_of(op, window)
+    window = window_of(op, window, *more)
     if rounding is None and hadamard is None:
         return NO_PREPROCESSING if window == BLOCK else Preprocessing(window=window)
     if not isinstance(rounding, Stochastic | None):

@@ -15,12 +15,13 @@ from jax_mx.arrays.checks import array_of, has_elements, held, name_among, padde
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.windows import ROW
+from jax_mx.facts.windows import ROW, of_kernels
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.arrangements import Arrangement, what_of
+from jax_mx.products.auto import resolved_for_groups
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.recipes import Recipe, check_frozen, recipe_of
+from jax_mx.products.recipes import Recipe, check_frozen
 
 RESIDUALS = ("mx", "floats", "inputs")  # what `mlp` and `moe` keep of gate and up
 
@@ -163,16 +164,16 @@ class Weight(NamedTuple):
     columns: int
 
 
-def grouped_recipe(op: str, recipe: Any) -> Recipe:
+def grouped_recipe(op: str, recipe: Any, *operands: Any) -> Recipe:
     """A recipe that grouped products may follow.
 
     Raises:
       TypeError, ValueError: it is none.
     """
-    recipe = recipe_of(op, recipe)
-    if recipe.window_in("wgrad") == ROW:
+    recipe = resolved_for_groups(op, recipe, operands)
+    if of_kernels(window := recipe.window_in("wgrad")) == ROW:
         raise ValueError(
-            f"{op}: the recipe's window in wgrad is {ROW!r}, which would span several groups' "
+            f"{op}: the recipe's window in wgrad is {window!r}, which would span several groups' "
             "tokens; use window=128 or 256, or wgrad=jax_mx.Product(window=256)"
         )
     return recipe

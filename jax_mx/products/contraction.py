@@ -16,8 +16,10 @@ import jax
 import numpy as np
 
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.windows import ROW, of_kernels
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.registry import Refusal, Support
+from jax_mx.lowering.targets import Target
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.choices import Key
 
@@ -41,6 +43,7 @@ class Numbers:
       exact: whether the caller asks for a precision that no FP8 tensor core gives.
       out_sharding: of the result, on a mesh with explicit axes.
       implementation: the one that the caller insists on, or None.
+      chosen: what the recipe "auto" became; None where the caller passed another.
     """
 
     contracting: tuple[Dims, Dims]
@@ -51,6 +54,7 @@ class Numbers:
     exact: bool = False
     out_sharding: Any = None
     implementation: str | None = None
+    chosen: Any = None
 
     @property
     def dimensions(self) -> tuple[tuple[Dims, Dims], tuple[Dims, Dims]]:
@@ -67,14 +71,15 @@ class Contraction:
       lhs: an `MXArray`, or floats.
       rhs: an `MXArray`, or floats.
       sizes: int32 (G,), how many rows each group has; None for a dense product.
-      partitioned: whether XLA splits the program among devices, outside of shard_map.
+      unsplit: why devices do not share it by our rule (splitting.py), in a program that XLA splits
+        among them; empty where they do, and in other programs.
     """
 
     numbers: Numbers
     lhs: Any
     rhs: Any
     sizes: Any = None
-    partitioned: bool = False
+    unsplit: str = ""
 
     @property
     def op(self) -> str:
@@ -155,6 +160,22 @@ class Contraction:
         numbers = dataclasses.replace(self.numbers, out_sharding=None)
         lhs, rhs, sizes = jax.tree.map(shard_of, (self.lhs, self.rhs, self.sizes))
         return Contraction(numbers, lhs, rhs, sizes)
+
+    def lowered_for(self, target: Target) -> Contraction:
+        """The contraction in a program for a target: where "auto" chose rows for others, of blocks.
+
+        Quantizers give windows of 32 there, see `Plan.chosen`.
+        """
+        chosen = self.numbers.chosen
+        if chosen is None or target.is_for(chosen[1]):
+            return self
+        lhs, rhs = (
+            dataclasses.replace(x, window=BLOCK)
+            if isinstance(x, MXArray) and of_kernels(x.window) == ROW
+            else x
+            for x in (self.lhs, self.rhs)
+        )
+        return dataclasses.replace(self, lhs=lhs, rhs=rhs)
 
     def free(self, side: int) -> Dims:
         """The dimensions of lhs (0) or rhs (1) that the result keeps, but batch and groups."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
+from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups
@@ -24,7 +25,7 @@ from jax_mx.products.arrangements import Arrangement, Arrangements
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
-from jax_mx.products.recipes import Recipe
+from jax_mx.products.recipes import Chosen, Recipe
 
 Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
 
@@ -134,20 +135,27 @@ def weight_forms(floats: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> An
     return Unquantized(floats, recipe, name="rhs", axis=-2, wanted=(True, dgrad)).forms()
 
 
-def gathered_for(lhs: Any, rhs: jax.Array, layout: Arrangements, placed: bool) -> jax.Array:
+def gathered_for(
+    lhs: Any, rhs: jax.Array, layout: Arrangements, recipe: Recipe, placed: bool
+) -> jax.Array:
     """The weights, gathered over each mesh axis that also splits rows of lhs: FSDP.
 
-    One gather of floats replaces a gather for each direction.
+    One gather of floats replaces a gather for each direction. Where products read codes of both,
+    which devices share by a rule (splitting.py), codes move instead, a byte an element.
 
     Args:
       lhs: the activations.
       rhs: the weights.
       layout: of the product.
+      recipe: of the weights.
       placed: whether the caller says how the result is split. Otherwise `jax.lax.dot_general`
         refuses such splits of columns, and the product keeps them.
     """
     mesh = jax.typeof(rhs).sharding.mesh
     if not is_explicit(mesh):
+        return rhs
+    floats = [use for use in recipe.uses("rhs") if use.format is None or use.window == BLOCK]
+    if not (floats or mesh.manual_axes):
         return rhs
     lhs = lhs.values if isinstance(lhs, MXArray) else lhs
     rows = {name for axis in layout.lhs.free_dims for name in shards_of(lhs, axis)[0]}
@@ -158,7 +166,8 @@ def gathered_for(lhs: Any, rhs: jax.Array, layout: Arrangements, placed: bool) -
 def gathered_once(layout: Arrangements, dy: Any, lhs: Side | None, rhs: Side | None) -> jax.Array:
     """The result's gradient without splits over mesh axes that split what is contracted.
 
-    Such a result was scattered. Here it is one gather of floats, else one for each direction.
+    Such a result was scattered. Here it is one gather of floats, else one for each direction. An
+    axis that splits rows of lhs, too, is FSDP's: it scattered nothing.
     """
     if not is_explicit(jax.typeof(dy).sharding.mesh):
         return dy
@@ -169,6 +178,8 @@ def gathered_once(layout: Arrangements, dy: Any, lhs: Side | None, rhs: Side | N
         for axis in arrangement.contracted_dims
         for name in names_in(side.spec[axis])
     }
+    if lhs is not None:
+        names -= {name for axis in layout.lhs.free_dims for name in names_in(lhs.spec[axis])}
     return unsplit(dy, names, range(dy.ndim))
 
 
@@ -183,6 +194,7 @@ class Static(NamedTuple):
       exact: see `contraction.Numbers`.
       implementation: see `contraction.Numbers`.
       out_sharding: of the result.
+      chosen: what "auto" became; None where the caller passed a recipe.
     """
 
     op: str
@@ -191,6 +203,7 @@ class Static(NamedTuple):
     exact: bool
     implementation: str | None
     out_sharding: Any = None
+    chosen: Chosen | None = None
 
     def multiplication(
         self, lhs: tuple[int, int], rhs: tuple[int, int], dtype: Any = None, **how: Any
@@ -198,7 +211,8 @@ class Static(NamedTuple):
         """A product of these forms of a step's operands; `how`: see `Multiplication`."""
         if self.layout is not None:
             how["batch"] = self.layout.lhs.batch
-        shared: dict[str, Any] = {"exact": self.exact, "implementation": self.implementation}
+        names = ("exact", "implementation", "chosen")
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **how)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import jax
@@ -12,11 +14,12 @@ from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import check_quantized, is_exact, operand_of
-from jax_mx.products.arrangements import arrangements_of
+from jax_mx.products.arrangements import arrangements_of, dimensions_of
+from jax_mx.products.auto import resolved
 from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, product
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.recipes import MXFP8, Recipe, check_frozen, recipe_beside, recipe_of
+from jax_mx.products.recipes import AUTO, Recipe, check_frozen, recipe_beside
 
 DimensionNumbers = Any  # as jax.lax.dot_general takes them
 
@@ -28,7 +31,7 @@ def dot_general(
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     *,
-    recipe: Recipe | str = MXFP8,
+    recipe: Recipe | str = AUTO,
     out_sharding: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -51,7 +54,9 @@ def dot_general(
         out, which sum with reduced precision. None is `jax.default_matmul_precision`.
       preferred_element_type: of the result: bfloat16, float16 or float32; None for that of the
         floats, bfloat16 where both are MX.
-      recipe: a `Recipe`, or the name of one: "mxfp8", "mxfp8_hybrid", "mxfp4" or "bf16".
+      recipe: a `Recipe`, or the name of one: "mxfp8", "mxfp8_rows", "mxfp8_windows",
+        "mxfp8_hybrid", "mxfp4" or "bf16"; or "auto", the fastest that is known on the chips that
+        the trace is for, see [training](training.md#the-default-auto).
       out_sharding: of the result, see jax.lax.dot_general.
       implementation: "fp8" (the chip's FP8 product of the codes, for arrays of one scale a row),
         "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as
@@ -77,8 +82,10 @@ def dot_general(
       NotImplementedError: the named implementation does not serve the call.
     """
     op = "dot_general"
-    recipe = recipe_of(op, recipe)
     lhs, rhs = operand_of(op, "lhs", lhs), operand_of(op, "rhs", rhs)
+    is_free = implementation is None and not is_exact(op, precision)
+    work = functools.partial(_work, op, lhs, rhs, dimension_numbers)
+    recipe = resolved(op, recipe, (lhs, rhs), work, is_free)
     recipe = recipe_beside(op, "rhs", rhs, recipe)
     keep_rows = not recipe.has_windows
     layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
@@ -97,13 +104,25 @@ def dot_general(
     frozen = [name for name, x, _ in sides if isinstance(x, MXArray)]
     if len(frozen) == 1:
         check_frozen(op, frozen[0], recipe)
-    static = Static(op, layout, dtype, is_exact(op, precision), implementation, out_sharding)
+    shared = (is_exact(op, precision), implementation)
+    static = Static(op, layout, dtype, *shared, out_sharding, recipe.chosen)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         keep = isinstance(rhs, QuantizedWeight) or is_square(rhs, recipe)
         static = static._replace(layout=layout.unpadded(keep))
     if isinstance(rhs, jax.Array):
-        rhs = gathered_for(lhs, rhs, layout, out_sharding is not None)
+        rhs = gathered_for(lhs, rhs, layout, recipe, out_sharding is not None)
     # In shard_map an operand, or a key, may vary over an axis that the others do not. Where all of
     # them vary, JAX sums the gradients of those others over it.
     leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs), None, recipe))
     return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+
+
+def _work(op: str, lhs: Any, rhs: Any, dimension_numbers: DimensionNumbers) -> Any:
+    """How many multiplications a product has.
+
+    Raises:
+      TypeError, ValueError: as `dot_general` does.
+    """
+    (_, contracted), (_, batch) = dimensions_of(op, lhs.shape, rhs.shape, dimension_numbers)
+    free = [n for i, n in enumerate(rhs.shape) if i not in (*contracted, *batch)]
+    return math.prod(lhs.shape) * math.prod(free)

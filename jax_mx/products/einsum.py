@@ -15,7 +15,7 @@ from jax_mx.products.arguments import operand_of
 from jax_mx.products.derivative import placed
 from jax_mx.products.dot_general import dot_general
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.recipes import MXFP8, Recipe
+from jax_mx.products.recipes import AUTO, Recipe
 
 
 def matmul(
@@ -24,7 +24,7 @@ def matmul(
     *,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    recipe: Recipe | str = MXFP8,
+    recipe: Recipe | str = AUTO,
     out_sharding: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -97,7 +97,7 @@ def einsum(
     *,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    recipe: Recipe | str = MXFP8,
+    recipe: Recipe | str = AUTO,
     out_sharding: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:

@@ -35,8 +35,9 @@ from jax_mx.products.arrangements import (
     arrangement_of,
     check_contracted,
 )
+from jax_mx.products.auto import resolved_for_weights
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
-from jax_mx.products.recipes import MXFP8, Recipe, dimensions, recipe_of
+from jax_mx.products.recipes import AUTO, Recipe, dimensions
 
 Names = tuple[str, ...]
 OP = "gather_weight"
@@ -45,7 +46,7 @@ OP = "gather_weight"
 def gather_weight(
     w: jax.Array,
     spec: PartitionSpec | NamedSharding,
-    recipe: Recipe | str = MXFP8,
+    recipe: Recipe | str = AUTO,
     *,
     contracting: int | Sequence[int] = -2,
     batch: int | Sequence[int] = (),
@@ -79,7 +80,7 @@ def gather_weight(
       ValueError: there is no mesh, spec does not fit it or w, a part cuts blocks or windows, or
         another dimension than the first is split of several that become one for products.
     """
-    recipe = recipe_of(OP, recipe)
+    recipe = resolved_for_weights(OP, recipe, w)
     w = jnp.asarray(w, float_dtype(OP, "w", getattr(w, "dtype", None)))
     mesh, entries = placement(OP, spec, w.ndim)
     gathered = tuple(map(names_in, entries))

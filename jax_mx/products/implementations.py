@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.checks import is_symbolic
+from jax_mx.arrays.sharding import shards_of
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_DTYPE
 from jax_mx.facts.windows import ROW
@@ -286,13 +287,21 @@ def _fp8(contraction: Contraction, served: Served) -> jax.Array:
         out_sharding=numbers.out_sharding,
     )
     for x, (c,), batch in zip((lhs, rhs), numbers.contracting, numbers.batch, strict=True):
-        row = jax.lax.index_in_dim(x.scales, 0, c, keepdims=False)
+        row = _first(x.scales, c)
         free = [d for d in range(x.ndim) if d != c and d not in batch]
         row = _scale_floats(row.transpose([d - (d > c) for d in (*batch, *free)]))
         others = y.ndim - row.ndim  # the other operand's dimensions: behind lhs', before rhs'
         first = row.ndim if x is lhs else len(batch)
         y = y * jnp.expand_dims(row, [*range(first, first + others)])
     return y.astype(numbers.dtype)
+
+
+def _first(scales: jax.Array, axis: int) -> jax.Array:
+    """The first of equal scales along an axis; one that an explicit mesh splits has no first."""
+    if not shards_of(scales, axis)[0]:
+        return jax.lax.index_in_dim(scales, 0, axis, keepdims=False)
+    largest = jnp.max(jax.lax.bitcast_convert_type(scales, jnp.uint8), axis)
+    return jax.lax.bitcast_convert_type(largest, scales.dtype)
 
 
 def _scale_floats(scales: jax.Array) -> jax.Array:
@@ -325,8 +334,8 @@ def _pallas_support(contraction: Contraction, chips: Sequence[str]) -> Served:
     name, numbers = "pallas", contraction.numbers
     if missing := _pallas_missing():
         return refused(name, contraction, f"wants {_PALLAS}.{missing}, which this JAX lacks")
-    if contraction.partitioned:
-        return refused(name, contraction, "is not split among devices by XLA; use jax.shard_map")
+    if contraction.unsplit:
+        return refused(name, contraction, contraction.unsplit)
     for chip in chips:
         if chip != "sm_90":
             return refused(name, contraction, f"has kernels for sm_90, none for {chip}")

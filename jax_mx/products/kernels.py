@@ -83,8 +83,8 @@ def support(contraction: Contraction, chips: Sequence[str], *, tile: int | None 
 def plan_of(contraction: Contraction, tile: int | None) -> ProductPlan | Served:
     """The plan of the kernel that serves a contraction; or why there is none."""
     name, groups = name_of(tile), contraction.numbers.groups
-    if contraction.partitioned:
-        return refused(name, contraction, "is not split among devices by XLA; use jax.shard_map")
+    if contraction.unsplit:
+        return refused(name, contraction, contraction.unsplit)
     if why := _obstacle(contraction):
         return refused(name, contraction, why)
     if groups == SUMS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jax_mx.arrays.checks import float_dtype, implementation_of
+from jax_mx.arrays.checks import float_dtype, implementation_of, is_symbolic
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering import primitive
@@ -25,6 +26,7 @@ from jax_mx.products.arguments import (
     residuals_of,
 )
 from jax_mx.products.arrangements import Arrangements, arrangements_of
+from jax_mx.products.auto import resolved
 from jax_mx.products.derivative import (
     Side,
     Static,
@@ -38,12 +40,11 @@ from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, 
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import QuantizedWeight, Unquantized
 from jax_mx.products.recipes import (
-    MXFP8,
+    AUTO,
     PRODUCTS,
     Recipe,
     check_frozen,
     recipe_beside,
-    recipe_of,
 )
 
 
@@ -56,7 +57,7 @@ def mlp(
     b_down: Any = None,
     activation: str = "swiglu",
     interleaved: bool = False,
-    recipe: Recipe | str = MXFP8,
+    recipe: Recipe | str = AUTO,
     residuals: str | None = None,
     precision: jax.lax.PrecisionLike = None,
     out_sharding: Any = None,
@@ -85,7 +86,7 @@ def mlp(
       b_down: floats (N,), or None; likewise.
       activation: see `gated`.
       interleaved: whether gates and ups come by turns along 2 I, not all gates first.
-      recipe: how floats are quantized: a `Recipe`, or a name.
+      recipe: how floats are quantized, see `dot_general`.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized x. With the
         last two, gradients too are those of the three functions, but for the order of sums.
@@ -105,7 +106,6 @@ def mlp(
       NotImplementedError: the named implementation does not serve a product.
     """
     op = "mlp"
-    recipe = recipe_of(op, recipe)
     pair = isinstance(w_gate_up, tuple)
     names = ("w_gate_up[0]", "w_gate_up[1]") if pair else ("w_gate_up",)
     gate = _activation(op, activation, interleaved, w_gate_up if pair else None)
@@ -115,6 +115,9 @@ def mlp(
     dtype = float_dtype(op, "x", x.dtype)
     given = w_gate_up if pair else [w_gate_up]
     first = [operand_of(op, *each) for each in zip(names, given, strict=True)]
+    is_free = implementation is None and not is_exact(op, precision)
+    work = functools.partial(_least_work, x, first, w2)
+    recipe = resolved(op, recipe, (x, *first, w2), work, is_free)
     recipes = _beside_first(op, names, first, recipe), recipe_beside(op, "w_down", w2, recipe)
     keep_rows = not recipe.has_windows and _may_be_split()
     layouts = [
@@ -128,16 +131,16 @@ def mlp(
     b2 = bias_of(op, "b_down", b_down, (second.rhs.free[0],))
     residuals = residuals_of(op, residuals, recipe, _plain_residuals(pair, recipe))
     implementation = implementation_of(op, named("dot_general"), implementation)
-    first = [_gathered(x, w, layout) for w, layout in zip(first, layouts, strict=True)]
-    w2 = _gathered(x, w2, second)
+    first = [_gathered(x, w, layout, recipe) for w, layout in zip(first, layouts, strict=True)]
+    w2 = _gathered(x, w2, second, recipe)
     if out_sharding is None and is_explicit(jax.typeof(x).sharding.mesh):
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
         out_sharding = jax.sharding.PartitionSpec(*spec)
     shared = (is_exact(op, precision), implementation)
     static = Layer(
-        tuple(Static(op, layout, dtype, *shared) for layout in layouts),
-        Static(op, second, dtype, *shared, out_sharding),
+        tuple(Static(op, layout, dtype, *shared, None, recipe.chosen) for layout in layouts),
+        Static(op, second, dtype, *shared, out_sharding, recipe.chosen),
         gate.name,
         gate.interleaved,
         residuals,
@@ -167,6 +170,12 @@ def _activation(op: str, name: str, interleaved: bool, pair: Any) -> Gated:
         why = "interleaved is the order in one weight" if interleaved else f"{name!r} has no gate"
         raise ValueError(f"{op}: w_gate_up is a pair of weights, and {why}; pass one weight")
     return gate
+
+
+def _least_work(x: Any, first: list, second: Any) -> Any:
+    """How many multiplications the product with the smallest weight has."""
+    rows, sizes = math.prod(x.shape[:-1]), [math.prod(w.shape) for w in (*first, second)]
+    return rows * (sizes[0] if any(map(is_symbolic, sizes)) else min(sizes))
 
 
 def _beside_first(op: str, names: tuple[str, ...], weights: list, recipe: Recipe) -> Recipe:
@@ -225,9 +234,9 @@ def _biases(op: str, names: tuple[str, ...], biases: Any, columns: int) -> tuple
     return tuple(bias_of(op, f"b_gate_up[{i}]", b, (columns,)) for i, b in enumerate(biases))
 
 
-def _gathered(x: Any, w: Any, layout: Arrangements) -> Any:
+def _gathered(x: Any, w: Any, layout: Arrangements, recipe: Recipe) -> Any:
     """Floats of a weight, gathered over mesh axes that also split rows of x."""
-    return gathered_for(x, w, layout, True) if isinstance(w, jax.Array) else w
+    return gathered_for(x, w, layout, recipe, True) if isinstance(w, jax.Array) else w
 
 
 def _plain_residuals(pair: bool, recipe: Recipe) -> str:

@@ -37,6 +37,7 @@ from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Numbers, 
 from jax_mx.products.decide import chips_of, decide
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operand import ProductOperand, Unquantized
+from jax_mx.products.splitting import splitting_of
 
 
 # ---- one contraction ---
@@ -120,15 +121,20 @@ def _batch(args: Any, dims: Any, *, tree: Any, numbers: Numbers) -> tuple[list, 
 
 def _lower(platform: str | None, ctx: Any, *leaves: Any, tree: Any, numbers: Numbers) -> Any:
     target = targets.target_of(ctx, platform)
-    abstract = contraction_of(tree, ctx.avals_in, numbers)
-    served = decide(dataclasses.replace(abstract, partitioned=target.partitioned), target)
+    abstract = contraction_of(tree, ctx.avals_in, numbers).lowered_for(target)
+    splitting = splitting_of(abstract, target)
+    abstract = splitting.contraction
+    served = decide(abstract, target)
+    if splitting.is_shared_by(served):
+        return splitting.call(ctx, leaves, served, target)
     name = served.implementation
     if not numbers.groups and any(0 in x.shape for x in (abstract.lhs, abstract.rhs)):
         name = "xla"  # libraries divide by lengths, or read elements
 
     def product(*leaves: Any) -> list[jax.Array]:
+        own = splitting.of_arrays(contraction_of(tree, leaves, numbers))
         with jax.named_scope(f"by_{served.implementation}"):  # so that profiles and dumps say it
-            return [IMPLEMENTATIONS[name].run(contraction_of(tree, leaves, numbers), served)]
+            return [IMPLEMENTATIONS[name].run(own, served)]
 
     rule: Any = mlir.lower_fun(product, multiple_results=True)
     return rule(ctx, *leaves)
@@ -159,6 +165,7 @@ class Multiplication(NamedTuple):
       align: see `Numbers`.
       exact: see `Numbers`.
       implementation: see `Numbers`.
+      chosen: see `Numbers`.
     """
 
     lhs: tuple[int, int]
@@ -171,6 +178,7 @@ class Multiplication(NamedTuple):
     align: int = 1
     exact: bool = False
     implementation: str | None = None
+    chosen: Any = None
 
     def of(self, a: ProductOperand, b: ProductOperand, sizes: Any) -> Contraction:
         """The contraction of two forms."""
@@ -193,6 +201,7 @@ class Multiplication(NamedTuple):
             self.exact,
             sharding,
             self.implementation,
+            self.chosen,
         )
         return Contraction(numbers, a.array, b.array, sizes if self.groups else None)
 
@@ -354,9 +363,8 @@ def names_of_floats(codes: Any, target: targets.Target) -> tuple[str, ...]:
     """The implementations of a step's products, where all of them multiply floats; else none."""
     names = []
     for contraction in contractions_in(codes.jaxpr):
-        own = dataclasses.replace(contraction, partitioned=target.partitioned)
         try:
-            served = decide(own, target)
+            served = decide(splitting_of(contraction, target).contraction, target)
         except NotImplementedError:  # which lowering the product says, too
             return ()
         if not served.reads_floats:
@@ -382,7 +390,7 @@ def gives_floats(of_floats: Any, target: targets.Target) -> bool:
             and all(
                 IMPLEMENTATIONS[str(own.implementation)].support(own, chips)
                 for own in (
-                    dataclasses.replace(each, partitioned=target.partitioned)
+                    splitting_of(each, target).contraction
                     for each in contractions_in(of_floats.jaxpr)
                 )
             )

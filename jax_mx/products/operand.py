@@ -21,7 +21,7 @@ from jax_mx import reference
 from jax_mx.arrays.sharding import is_explicit, shards_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
-from jax_mx.facts.windows import Window, lengths_of, share_a_read
+from jax_mx.facts.windows import SHARD, Window, lengths_of, share_a_read
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import made
 from jax_mx.ops.metadata import register_for_export
@@ -108,6 +108,11 @@ class QuantizedWeight:
     def dtype(self) -> Any:
         """The dtype of the weight's floats."""
         return self.floats.dtype
+
+
+def chips_of(chosen: Any) -> str:
+    """The chips that "auto" chose a recipe for; "" where a caller passed it."""
+    return "" if chosen is None else chosen[1]
 
 
 def _arrangement(text: bytes) -> tuple[Arrangement]:
@@ -286,9 +291,10 @@ class Unquantized:
             transpose=(False, transpose[1]) if both else transpose[0],
             block=(BLOCK, BLOCK) if square else BLOCK,
             value_layouts=(ROW_MAJOR_VALUES,) * len(parts),
+            chosen=chips_of(self.recipe.chosen),
             preprocessing=tuple(
                 dataclasses.replace(
-                    preprocessing_of(first, use.rounding, use.hadamard, use.window),
+                    preprocessing_of(first, use.rounding, use.hadamard, use.window, SHARD),
                     dequantized=as_floats,
                 )
                 for _, use, _, as_floats in parts

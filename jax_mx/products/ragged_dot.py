@@ -19,7 +19,7 @@ from jax_mx.products.arguments import (
 )
 from jax_mx.products.derivative import Static, product
 from jax_mx.products.implementations import named
-from jax_mx.products.recipes import MXFP8, Recipe, recipe_beside
+from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
 from jax_mx.reference.ragged import clamped
 
 
@@ -28,7 +28,7 @@ def ragged_dot(
     rhs: Any,
     group_sizes: jax.Array,
     *,
-    recipe: Recipe | str = MXFP8,
+    recipe: Recipe | str = AUTO,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
@@ -64,8 +64,8 @@ def ragged_dot(
       NotImplementedError: the named implementation does not serve the call.
     """
     op = "ragged_dot"
-    recipe = grouped_recipe(op, recipe)
     rhs = array_or_quantized(op, "rhs", rhs)
+    recipe = grouped_recipe(op, recipe, lhs, rhs)
     recipe = recipe_beside(op, "rhs", rhs, recipe)
     lhs = floats_of(op, "lhs", lhs, 2, recipe.units.forward)
     dtype = lhs.dtype
@@ -74,7 +74,8 @@ def ragged_dot(
     if preferred_element_type is not None:
         dtype = float_dtype(op, "preferred_element_type", preferred_element_type)
     implementation = implementation_of(op, named(op), implementation)
-    static = Static(op, None, dtype, is_exact(op, precision), implementation)
+    shared = (is_exact(op, precision), implementation)
+    static = Static(op, None, dtype, *shared, chosen=recipe.chosen)
     unsplit(op, lhs, rhs, group_sizes)
     operands = (lhs, None, weight.floats, weight.quantized, clamped(group_sizes, lhs.shape[0]))
     leaves, tree = jax.tree.flatten((*operands, recipe))

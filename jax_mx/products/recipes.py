@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jax_mx.facts.formats import (
     Scaling,
     named,
 )
-from jax_mx.facts.windows import ROW, TILE, Window
+from jax_mx.facts.windows import ROW, SHARD, TILE, Window
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.preprocessing import Hadamard, Stochastic
 from jax_mx.products.arrangements import Units, arrangement_of, check_contracted
@@ -48,6 +48,19 @@ from jax_mx.products.operand import (
 
 T = TypeVar("T")
 _BF16 = "bf16"  # of a product that is not quantized
+AUTO = "auto"  # the name of the recipe that a call resolves when it is traced
+
+
+class Chosen(NamedTuple):
+    """The recipe that "auto" became.
+
+    Attributes:
+      name: of the recipe, see `RECIPES`.
+      chips: that it was chosen for, as drivers name them.
+    """
+
+    name: str
+    chips: str
 
 
 def _register(kind: type[T]) -> type[T]:
@@ -100,7 +113,9 @@ class Product(_Value):
         feel but for rounding; its size divides the contracted length. None: none.
       rounding: of the gradient, in dgrad and wgrad; without a prescale. None: to nearest even.
       window: how many elements along the contracted axis share an amax: 32, 128, 256 or "row";
-        of both operands, but for weights with a `weight_window`. None: as the recipe says.
+        of both operands, but for weights with a `weight_window`. In wgrad also "shard": the rows
+        that a device holds, see [training](training.md#windows-on-hopper). None: as the recipe
+        says.
     """
 
     format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
@@ -123,7 +138,7 @@ class Product(_Value):
             format = named("Product: format", allowed, self.format)
             object.__setattr__(self, "format", format)
         if self.window is not None:
-            object.__setattr__(self, "window", _along_one_axis("Product", self.window))
+            object.__setattr__(self, "window", _along_one_axis("Product", self.window, SHARD))
         for name in ("hadamard", "rounding", "window"):
             if self.format == _BF16 and getattr(self, name) is not None:
                 raise ValueError(
@@ -164,6 +179,7 @@ class Recipe(_Value):
         for `Product(format=...)`.
       dgrad: likewise.
       wgrad: likewise.
+      chosen: of a recipe that "auto" became, which one it is, and for which chips; else None.
     """
 
     lhs: Format | str = dataclasses.field(default=MXFP8_E4M3, metadata={"static": True})
@@ -176,6 +192,7 @@ class Recipe(_Value):
     forward: Product | Format | str | None = None
     dgrad: Product | Format | str | None = None
     wgrad: Product | Format | str | None = None
+    chosen: Chosen | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self):
         """Names become what they name.
@@ -194,6 +211,10 @@ class Recipe(_Value):
         object.__setattr__(self, "block", block if len(block) > 1 else BLOCK)
         for name in PRODUCTS:
             object.__setattr__(self, name, _product(name, getattr(self, name)))
+        if SHARD in (getattr(self, name).window for name in ("forward", "dgrad")):
+            raise ValueError(
+                f"Recipe: the window {SHARD!r} is of what is summed over rows: give it to wgrad"
+            )
         squares = self._has_squares  # refuses what does not fit
         if cast(Product, self.forward).rounding is not None:
             raise ValueError(
@@ -298,7 +319,8 @@ class Recipe(_Value):
         first, second = Unquantized.of(side, jax.lax.stop_gradient(w), self).forms()
         if flag(op, "dequantized", dequantized):
             first, second = dequantized_forms(first, second)
-        return QuantizedWeight(w, first, second, self, side)
+        plain = dataclasses.replace(self, chosen=None)
+        return QuantizedWeight(w, first, second, plain, side)
 
     def fold_in(self, data: Any) -> Recipe:
         """The recipe with keys that `data` is folded into: one for each step and layer.
@@ -329,16 +351,17 @@ class Recipe(_Value):
         return jax.tree.map(folded, self, is_leaf=lambda node: isinstance(node, Stochastic))
 
 
-def _along_one_axis(op: str, window: Any) -> Window:
-    """A window of activations and gradients.
+def _along_one_axis(op: str, window: Any, *more: Window) -> Window:
+    """A window of activations and gradients; or of more that there are.
 
     Raises:
       TypeError, ValueError: it is none.
     """
-    window = window_of(op, window)
+    window = window_of(op, window, *more)
     if window == TILE:
+        allowed = ", ".join(map(repr, (BLOCK, 128, 256, *more)))
         raise ValueError(
-            f"{op}: window is along one axis: {BLOCK}, 128, 256 or {ROW!r}; tiles of {TILE} "
+            f"{op}: window is along one axis: {allowed} or {ROW!r}; tiles of {TILE} "
             "are for weights: Recipe's weight_window"
         )
     return window
@@ -417,6 +440,12 @@ _USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": (
 # MXFP8BlockScaling. E5M2 gradients diverged at 8B parameters:
 # NVIDIA-NeMo/Megatron-Bridge#638.
 MXFP8 = Recipe()
+# The same for Hopper's FP8 tensor cores, whose sums want one scale: elements of a row share an amax
+# where sums run over features, rows that a device holds where they run over tokens. So no amax
+# crosses devices that split tokens.
+MXFP8_ROWS = Recipe(window=ROW, wgrad=Product(window=SHARD))
+# And for experts there, whose rows are a group's: 256 elements share an amax.
+MXFP8_WINDOWS = Recipe(window=256)
 # E5M2 for gradients: TransformerEngine's Format.HYBRID.
 MXFP8_HYBRID = Recipe(gradient=MXFP8_E5M2)
 # MXFP4 in all three products; the gradient of the weights is what breaks training, and a
@@ -446,18 +475,30 @@ def mxfp4_backward(key: jax.Array) -> Recipe:
 # Nothing is quantized: what the others are compared with. Of weights that are MX already, what is
 # multiplied with them stays floats.
 BF16 = Recipe(forward=_BF16, dgrad=_BF16, wgrad=_BF16)
-RECIPES = {"mxfp8": MXFP8, "mxfp8_hybrid": MXFP8_HYBRID, "mxfp4": MXFP4, "bf16": BF16}
+RECIPES = {
+    "mxfp8": MXFP8,
+    "mxfp8_rows": MXFP8_ROWS,
+    "mxfp8_windows": MXFP8_WINDOWS,
+    "mxfp8_hybrid": MXFP8_HYBRID,
+    "mxfp4": MXFP4,
+    "bf16": BF16,
+}
+
+
+def name_of(recipe: Recipe) -> str:
+    """The name of one of `RECIPES`."""
+    return next(name for name, each in RECIPES.items() if each == recipe)
 
 
 def recipe_of(op: str, recipe: Any) -> Recipe:
-    """A recipe, or one of `RECIPES` by its name.
+    """A recipe, or one of `RECIPES` by its name; auto.py has "auto".
 
     Raises:
       TypeError, ValueError: it is neither.
     """
     if isinstance(recipe, Recipe):
         return recipe
-    allowed = ", ".join(map(repr, RECIPES))
+    allowed = ", ".join(map(repr, (AUTO, *RECIPES)))
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise ValueError(

@@ -23,6 +23,8 @@ from jax_mx.products.decide import candidates as candidates_of
 from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.multiply import contractions_in
+from jax_mx.products.recipes import Chosen
+from jax_mx.products.splitting import as_traced
 
 GLOBAL_SHAPES = (
     "Some calls stand on a mesh with automatic axes: a trace knows their global shapes alone, so "
@@ -64,10 +66,7 @@ def place_of(args: Any, device: Any = None) -> _Place:
             d for x in arrays for d in x.sharding.device_set
             if x.committed and d.process_index == jax.process_index()
         ]  # fmt: skip
-        default = jax.config.jax_default_device  # type: ignore[attr-defined]
-        if isinstance(default, str):
-            default = jax.local_devices(backend=default)[0]
-        device = (*sorted(local, key=lambda d: d.id), default or jax.local_devices()[0])[0]
+        device = (*sorted(local, key=lambda d: d.id), targets.default_device())[0]
     if not isinstance(device, jax.Device):
         raise TypeError(f"explain: device must be a jax.Device or a chip, got {shown(device)}")
     chips = targets.chips_beside(device)
@@ -84,8 +83,10 @@ def calls_in(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
         raise TypeError(f"{op}: f must be a function, got {shown(f)}")
     found: dict[Any, _Found] = {}
     notes = []
-    for call in contractions_in(jax.make_jaxpr(f)(*args).jaxpr):
-        known = found.setdefault((key_of(call, ""), call.implementation), _Found(call, 0))
+    for traced in contractions_in(jax.make_jaxpr(f)(*args).jaxpr):
+        call = as_traced(traced)
+        key = key_of(call, ""), call.implementation, call.numbers.chosen
+        known = found.setdefault(key, _Found(call, 0))
         known.count += 1
         leaves = jax.tree.leaves((call.lhs, call.rhs, call.sizes))
         notes += [GLOBAL_SHAPES] if any(map(_is_automatic, leaves)) else []
@@ -257,6 +258,7 @@ class Explained:
       by: who chose it: "argument", "context", "JAX_MX_TUNING (<file>)", "table for <chip>", "rule".
       costs: what was measured of the candidates: microseconds, or why one was left out; of the
         first of the context, the file and the table that has the call.
+      recipe: the name of the recipe that "auto" became; "" where the call passes another.
     """
 
     key: Key
@@ -264,6 +266,7 @@ class Explained:
     chosen: str
     by: str
     costs: tuple[tuple[str, Cost], ...] = ()
+    recipe: str = ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -272,7 +275,7 @@ class Explanation:
 
     Attributes:
       calls: in the order of the trace, the same ones together; of each its `key` and `count`, what
-        was `chosen` `by` whom, and `costs`.
+        was `chosen` `by` whom, `costs`, and the `recipe` that "auto" became.
       notes: what to know beside it, a sentence each.
     """
 
@@ -283,8 +286,8 @@ class Explanation:
         return f"Explanation({len(self.calls)} calls)"
 
     def __str__(self) -> str:
-        rows = [(c.key, str(c.count), c.chosen, c.by, c.costs) for c in self.calls]
-        return "\n".join([*choices.table(("times", "chosen", "by"), rows), *self.notes])
+        rows = [(c.key, str(c.count), c.chosen, c.by, c.recipe, c.costs) for c in self.calls]
+        return "\n".join([*choices.table(("times", "chosen", "by", "auto is"), rows), *self.notes])
 
 
 def explain(
@@ -309,14 +312,17 @@ def explain(
         be read.
       NotImplementedError: an implementation that f names does not serve its product.
     """
-    found, notes = calls_in("explain", f, args)
     place = place_of(args, device)
+    with targets.traced_for(None if device is None else tuple(place.chips)):
+        found, notes = calls_in("explain", f, args)
     rows = []
     for each in found:
         decision = decided(each.call, place.platform, place.chips)
         key = key_of(each.call, place.chips[0])
         entries = [choice.by_key.get(key) for _, choice in choices.known(place.chips[0])]
         entry = next(filter(None, entries), Measured(key, None))
-        rows.append(Explained(key, each.count, decision.name, decision.by, entry.costs))
+        became = each.call.numbers.chosen
+        name = "" if became is None else Chosen(*became).name
+        rows.append(Explained(key, each.count, decision.name, decision.by, entry.costs, name))
         notes += decision.passed_over
     return Explanation(tuple(rows), tuple(dict.fromkeys(notes)))

@@ -1,21 +1,26 @@
 """The largest magnitudes of a matrix's rows and of its columns, from one read of it.
 
 Quantizing both ways in windows of whole rows wants them first. A thread block takes 128 rows and
-512 columns, a warp 16 of these rows, a lane 8 columns twice. Magnitudes are compared as integers,
-two in a word; thread blocks meet in results that begin as zeros, by atomics, whose order does not
-matter to a maximum.
+512 columns, a warp 16 of these rows, a lane 16 bytes of a row at a time. Magnitudes are compared as
+integers, of bfloat16 two in a word; thread blocks meet in results that begin as zeros, by atomics,
+whose order does not matter to a maximum.
+
+Thread blocks begin with the end of x, which who wrote x has just left in the L2 cache, and end with
+its beginning, which the quantizer reads first.
 """
 
 import cutlass
 from cutlass import Int64, Uint16, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import dsl_user_op
 
+from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.launch import Extent, Factor, GridTerm, Scratch, constant
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array
+from jax_mx.kernels.cutedsl.kernel import largest
 from jax_mx.kernels.cutedsl.products import ProductEntry, vector
 
-MAGNITUDES = 0x7FFF7FFF
+MAGNITUDES = {2: 0x7FFF7FFF, 4: 0x7FFFFFFF}  # by the bytes of an element
 
 
 @dsl_user_op
@@ -25,18 +30,6 @@ def larger(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
         "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; max.u16x2 {$w0}, a, b; }",
         write_only_types=[Uint32],
         read_only_args=[a, b],
-        loc=loc,
-        ip=ip,
-    )
-
-
-@dsl_user_op
-def largest(a: Uint32, *, loc=None, ip=None) -> Uint32:
-    """The largest of all lanes' words."""
-    return cute.arch.inline_ptx(
-        "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;",
-        write_only_types=[Uint32],
-        read_only_args=[a],
         loc=loc,
         ip=ip,
     )
@@ -60,11 +53,13 @@ class Amaxes(ProductEntry):
     columns = 512
     threads = 256
     elements_per_thread = 256
-    deep = 8  # rows that a lane has under way
 
     def __init__(self, product: ProductKernel, arch: str, vectors: bool):
         super().__init__(product, arch)
         self.vectors, self.rows = vectors, product.rows
+        self.itemsize = FLOAT_DTYPES[product.floats or "bfloat16"].itemsize
+        self.steps = self.itemsize  # of 16 bytes, that a lane has of a row
+        self.deep = 16 // self.steps  # rows that a lane has under way
 
     @property
     def extents(self) -> list[Extent]:
@@ -89,10 +84,11 @@ class Amaxes(ProductEntry):
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """16 bytes, or an element, for x."""
-        return (16 if self.vectors else 2) if array.name == "x" else itemsize
+        return (16 if self.vectors else self.itemsize) if array.name == "x" else itemsize
 
     def element_of(self, array: Array):
-        return cutlass.BFloat16 if array.name == "x" else Uint32
+        floats = cutlass.BFloat16 if self.itemsize == 2 else cutlass.Float32
+        return floats if array.name == "x" else Uint32
 
     @cute.jit
     def __call__(self, pointers, scalars):
@@ -105,44 +101,63 @@ class Amaxes(ProductEntry):
         warps: cutlass.Constexpr = self.threads // 32
         each: cutlass.Constexpr = self.rows // warps  # rows of a warp
         deep: cutlass.Constexpr = self.deep
+        steps: cutlass.Constexpr = self.steps
+        own_columns: cutlass.Constexpr = 16 // self.itemsize  # of a lane, in a step
+        mask: cutlass.Constexpr = MAGNITUDES[self.itemsize]
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
+        count, _, _ = cute.arch.grid_dim()
+        bid = count - 1 - bid
         warp, lane = tid // 32, tid % 32
         down, across = (r + self.rows - 1) // self.rows, (c + self.columns - 1) // self.columns
         matrix = bid // across // down
         row = bid // across % down * self.rows + warp * each
         column = bid % across * self.columns
-        # 32 divides both lengths: a warp's rows are there, or none is; so are a lane's 8 columns.
-        start = x.toint() + ((Int64(matrix) * r + row) * c + column + 8 * lane) * 2
-        line = Int64(c) * 2
-        below = cute.make_rmem_tensor((4, 2), Uint32)
+        # 32 divides rows and 8 columns: a warp's rows are there, or none is; so are a lane's bytes.
+        first = column + own_columns * lane
+        start = x.toint() + ((Int64(matrix) * r + row) * c + first) * self.itemsize
+        line = Int64(c) * self.itemsize
+        below = cute.make_rmem_tensor((4, steps), Uint32)
         below.fill(0)
         own = Uint32(0)
         for part in range_constexpr(each // deep):
-            held = cute.make_rmem_tensor((4, 2, deep), Uint32)
+            held = cute.make_rmem_tensor((4, steps, deep), Uint32)
             held.fill(0)
-            for j in range_constexpr(2):
-                if (row < r) & (column + 8 * lane + 256 * j < c):
+            for j in range_constexpr(steps):
+                if (row < r) & (first + 32 * own_columns * j < c):
                     for i in range_constexpr(deep):
                         self.load(start + line * (part * deep + i) + 512 * j, held[None, j, i])
             for i in range_constexpr(deep):
                 beside = Uint32(0)
-                for j in range_constexpr(2):
+                for j in range_constexpr(steps):
                     for w in range_constexpr(4):
-                        word = held[w, j, i] & Uint32(MAGNITUDES)
-                        below[w, j] = larger(below[w, j], word)
-                        beside = larger(beside, word)
-                beside = largest(cutlass.max(beside >> Uint32(16), beside & Uint32(0xFFFF)))
+                        word = held[w, j, i] & Uint32(mask)
+                        below[w, j] = self.larger(below[w, j], word)
+                        beside = self.larger(beside, word)
+                beside = largest(self.float_bits(beside))
                 own = Uint32(cutlass.select_(lane == part * deep + i, beside, own))
         if (lane < each) & (row < r):
-            raise_to(rows.toint() + (Int64(matrix) * r + row + lane) * 4, own << Uint32(16))
+            raise_to(rows.toint() + (Int64(matrix) * r + row + lane) * 4, own)
         self.raise_columns(columns.toint() + (Int64(matrix) * c + column) * 4, below, c - column)
+
+    def larger(self, a, b):
+        """The word of larger magnitudes."""
+        return larger(a, b) if self.itemsize == 2 else cutlass.max(a, b)
+
+    def float_bits(self, word):
+        """The float32 bits of the larger magnitude of a word."""
+        if self.itemsize == 4:
+            return word
+        return cutlass.max(word << Uint32(16), word & Uint32(0xFFFF0000))
 
     @cute.jit
     def load(self, address: Int64, to):
-        """Eight elements."""
+        """Sixteen bytes."""
         if const_expr(self.vectors):
             cute.autovec_copy(vector(address, Uint32, 4), to)
+        elif const_expr(self.itemsize == 4):
+            for w in range_constexpr(4):
+                to[w] = vector(address + 4 * w, Uint32)[0]
         else:
             for w in range_constexpr(4):
                 low, high = (vector(address + 4 * w + 2 * h, Uint16)[0] for h in range(2))
@@ -152,21 +167,24 @@ class Amaxes(ProductEntry):
     def raise_columns(self, to: Int64, below, count):
         """What all warps found of the thread block's columns; `count` are there."""
         warps: cutlass.Constexpr = self.threads // 32
+        words: cutlass.Constexpr = self.itemsize // 2  # of two columns
         tid, _, _ = cute.arch.thread_idx()
         shared = cute.make_tensor(
-            cute.arch.alloc_smem(Uint32, warps * self.columns // 2, alignment=16),
-            cute.make_layout((4, 32, 2, warps)),
+            cute.arch.alloc_smem(Uint32, warps * self.threads * words, alignment=16),
+            cute.make_layout((4, 32, self.steps, warps)),
         )
-        for j in range_constexpr(2):
+        for j in range_constexpr(self.steps):
             cute.autovec_copy(below[None, j], shared[None, tid % 32, j, tid // 32])
         cute.arch.sync_threads()
-        pairs = cute.make_tensor(shared.iterator, cute.make_layout((self.threads, warps)))
-        most = pairs[tid, 0]
+        pairs = cute.make_tensor(shared.iterator, cute.make_layout((words, self.threads, warps)))
+        most = [pairs[i, tid, 0] for i in range(words)]
         for w in range_constexpr(1, warps):
-            most = larger(most, pairs[tid, w])
+            most = [self.larger(most[i], pairs[i, tid, w]) for i in range(words)]
+        if const_expr(words == 1):
+            most = [most[0] << Uint32(16), most[0] & Uint32(0xFFFF0000)]
         if 2 * tid < count:
-            raise_to(to + Int64(8 * tid), most << Uint32(16))
-            raise_to(to + Int64(8 * tid + 4), most & Uint32(0xFFFF0000))
+            raise_to(to + Int64(8 * tid), most[0])
+            raise_to(to + Int64(8 * tid + 4), most[1])
 
 
 def entries(product: ProductKernel, arch: str) -> list[ProductEntry]:

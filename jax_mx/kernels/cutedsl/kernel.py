@@ -264,6 +264,18 @@ def two_of_block(address: Int32, dtype=Float32, *, loc=None, ip=None) -> list:
     )
 
 
+@dsl_user_op
+def largest(a: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The largest of all lanes' words."""
+    return cute.arch.inline_ptx(
+        "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;",
+        write_only_types=[Uint32],
+        read_only_args=[a],
+        loc=loc,
+        ip=ip,
+    )
+
+
 # ---- scales ---
 @dataclasses.dataclass(frozen=True)
 class Strip:

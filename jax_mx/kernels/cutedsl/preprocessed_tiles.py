@@ -73,7 +73,7 @@ class PreprocessedTiled(WholeBlocks, Tiled):
             named = self.of_result(scalars, o)
             given: cutlass.Constexpr = Given(mine, self.rule(named), self.extra(named))
             if const_expr(self.is_plain(result)):
-                beyond: cutlass.Constexpr = self.beyond(arrays, o, at)
+                beyond: cutlass.Constexpr = self.beyond(arrays, scalars, o, at)
                 self.quantize_patch(rX, staged[o], o, arrays, scalars, beyond, lane)
             elif const_expr(result.blocks is Blocks.LAST):
                 self.quantize_rows(sX, staged[o], o, given, at, tid)

@@ -3,7 +3,7 @@
 Two ways to cut the work: `Flat` (flat.py) for blocks along the last axis, `Tiled` (tiled.py) for
 every form that needs the second-to-last one; `PreprocessedTiled` (preprocessed_tiles.py) where such
 elements are rotated or rounded at random first. Rows that are normed: `Rows` and `NormedTiled`
-(norms.py).
+(norms.py). Along the last axis in windows of whole rows: `WholeRows` (whole_rows.py).
 
 Sizes are run-time scalars; so is, in the entries for AMD's scales, whether values go into tiles. A
 binary holds two entries per scale layout: the first wants aligned operands, the second takes any.
@@ -16,6 +16,7 @@ from jax_mx.kernels.cutedsl.flat import Flat
 from jax_mx.kernels.cutedsl.norms import NormedTiled, Rows
 from jax_mx.kernels.cutedsl.preprocessed_tiles import PreprocessedTiled
 from jax_mx.kernels.cutedsl.tiled import Tiled
+from jax_mx.kernels.cutedsl.whole_rows import WholeRows
 
 # By a source's loader, where `Flat` and `Tiled` have none of that name: along rows, and others.
 KERNELS = {"rms_norm": (Rows, NormedTiled)}
@@ -25,4 +26,5 @@ def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool, *
     """The kernel of a variant's entry, for scales in this layout."""
     flat, tiled = Flat, PreprocessedTiled if variant.changes_elements else Tiled
     flat, tiled = KERNELS.get(variant.source.loaders.get("cutedsl", ""), (flat, tiled))
+    flat = WholeRows if variant.finds_amaxes else flat
     return (flat if variant.form == LAST else tiled)(variant, arch, layout, aligned, **tuning)

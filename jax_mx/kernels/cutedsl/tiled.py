@@ -109,12 +109,14 @@ class Beyond(NamedTuple):
     """What a block's amax follows from beside its elements, where its window is more than it.
 
     Attributes:
-      amaxes: the pointer to one for each block, of "row"; or None.
+      amaxes: the pointer to one for each block, or for each row or column once, of "row"; or None.
+      count: how many amaxes a row or column has.
       at: the thread block's tile.
       shared: words of shared memory, one for each block of the tile, of other windows; or None.
     """
 
     amaxes: object
+    count: object
     at: Tile
     shared: object
 
@@ -144,7 +146,7 @@ class Tiled(Kernel):
         self.width = self.tile.cols * self.parts  # of a tile, all parts
         self.elements_per_thread = 2 * BLOCK * self.parts
         self.counts_blocks = all(form.spans)  # blocks, not columns, are what x's view counts
-        self.extents = geometry.extents_of(form, self.of)
+        self.extents = [*geometry.extents_of(form, self.of), *self.extents_of_amaxes()]
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
         staged = sum(self.bytes_of(each) for each in self.results if self.is_staged(each))
         self.dynamic_shared = staged if staged > STATIC else 0
@@ -157,6 +159,16 @@ class Tiled(Kernel):
         self.grid = geometry.grid_of(form, tile, self.region, self.of)
         # The aligned entry loads whole vectors, which must not straddle rows.
         self.divide = geometry.divide_of(form, self.vector, self.of)
+
+    def extents_of_amaxes(self) -> list:
+        """A scalar for each result of "row": how many amaxes a row, or column, has."""
+        axes = geometry.axes_of(self.variant.form)
+        pairs = ((array, self.results[array.of]) for array in self.signature.operands)
+        return [
+            [4, [self.signature.number(a.name), *(axes[2 if r.blocks is Blocks.LAST else 1])]]
+            for a, r in pairs
+            if a.derived
+        ]
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -172,7 +184,7 @@ class Tiled(Kernel):
         arrays = self.named(pointers)
         patches = self.made(arrays, scalars, at, lane)
         staged = [self.shared_memory(result) for result in self.results]
-        beyond = [self.beyond(arrays, o, at) for o in range(self.outputs)]
+        beyond = [self.beyond(arrays, scalars, o, at) for o in range(self.outputs)]
         if const_expr(self.cluster > 1):
             self.show_to_cluster(patches[0], beyond[-1], lane)
         for o in range_constexpr(self.outputs):
@@ -689,11 +701,12 @@ class Tiled(Kernel):
         return word
 
     # ---- windows ---
-    def beyond(self, arrays, o: int, at: Tile) -> Beyond:
+    def beyond(self, arrays, scalars, o: int, at: Tile) -> Beyond:
         """What the o-th result's amaxes follow from beside its blocks."""
-        result, amaxes, shared = self.results[o], None, None
+        result, amaxes, count, shared = self.results[o], None, None, None
         if self.variant.window == ROW:
             (amaxes,) = self.block_data(arrays, o)
+            count = scalars[2 + o]  # behind rows and columns
         elif blocks_of(self.variant.window) > 1:
             rows, cols = self.tile.rows, self.width
             if result.blocks is not Blocks.SECOND:
@@ -701,7 +714,7 @@ class Tiled(Kernel):
             if result.blocks is not Blocks.LAST:
                 rows //= BLOCK
             shared = cute.arch.alloc_smem(Uint32, rows * cols, alignment=16)
-        return Beyond(amaxes, at, shared)
+        return Beyond(amaxes, count, at, shared)
 
     def amaxes_of(self, beyond: Beyond, result: Output):
         """A tensor of the tile's amaxes: which of a pair of lines, the pair, the block in a line.
@@ -823,7 +836,12 @@ class Tiled(Kernel):
             rA = cute.make_rmem_tensor(1, Uint32)
             rA[0] = Uint32(0)
             if (r < size.rows) & (c < size.cols):
-                where = (Int64(beyond.at.batch) * size.rows + r) * size.cols + c
+                if const_expr(apart[0] == 1):  # rows, or columns, that have an amax for each block
+                    where = (Int64(beyond.at.batch) * size.rows + r) * beyond.count
+                    where = where + cutlass.min(c, beyond.count - 1)
+                else:
+                    where = Int64(beyond.at.batch) * beyond.count + cutlass.min(r, beyond.count - 1)
+                    where = where * size.cols + c
                 rA[0] = cute.make_tensor(beyond.amaxes + where, cute.make_layout(1))[0]
             found.append(rA[0])
         return found

@@ -1,0 +1,170 @@
+"""Blocks along the last axis in windows of whole rows: `WholeRows` reads a row once.
+
+The warps of a thread block share out its rows: as many as hold a row in registers take one
+together, at most all. They find the row's amax, then round the row to codes. Of a longer row the
+rest is read again. Thread blocks, as many as run at a time, take rows by turns.
+"""
+
+import dataclasses
+
+import cutlass
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
+
+from jax_mx.facts.formats import BLOCK
+from jax_mx.kernels import geometry
+from jax_mx.kernels.cutedsl import convert
+from jax_mx.kernels.cutedsl.flat import WholeBlocks
+from jax_mx.kernels.cutedsl.kernel import bytes_of, largest, load, load_row, vector_at
+
+WORDS = 4  # of the 16 bytes that a thread loads at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a thread block of `WholeRows` has, and how many there are.
+
+    Attributes:
+      threads: of it.
+      kept: how many vectors of a row a thread keeps.
+      resident: how many thread blocks a multiprocessor has.
+    """
+
+    threads: int
+    kept: int
+    resident: int
+
+
+class WholeRows(WholeBlocks):
+    """x (..., rows, cols, 32) -> values like x, scales (..., rows, cols)."""
+
+    def __init__(self, *entry, tile: Share | None = None):
+        super().__init__(*entry)
+        self.tile = tile or Share(**self.tuned("WholeRows"))
+        self.threads = self.tile.threads
+        self.elements = 16 // self.itemsize  # of a vector
+        self.elements_per_thread = self.tile.kept * self.elements
+        self.extents = geometry.extents_of_rows()
+        self.grid = geometry.grid_of_chip(self.tile.resident)
+
+    @cute.kernel
+    def kernel(self, pointers, scalars):
+        arrays = self.named(pointers)
+        rows, cols = scalars[:2]
+        warps: cutlass.Constexpr = self.threads // 32
+        vectors = cols * (BLOCK // self.elements)  # of a row
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        count, _, _ = cute.arch.grid_dim()
+        sharing = Int32(1)  # warps that have a row together
+        for i in range_constexpr(1, warps.bit_length()):
+            if vectors > 32 * self.tile.kept * (1 << (i - 1)):
+                sharing = Int32(1 << i)
+        together = warps // sharing  # rows of the thread block
+        steps = (rows + together - 1) // together
+        found = cute.make_tensor(
+            cute.arch.alloc_smem(Uint32, 2 * warps, alignment=16), cute.make_layout((warps, 2))
+        )
+        team: cutlass.Constexpr = (sharing, tid % (32 * sharing))
+        turn = Int32(0)
+        for step in cutlass.range(bid, steps, count, unroll=1):
+            row = step * together + tid // (32 * sharing)
+            # A row that is not there has no vectors.
+            own = Int32(cutlass.select_(row < rows, vectors, 0))
+            self.quantize_row(arrays, scalars, row, own, team, found[None, turn])
+            turn = 1 - turn
+
+    @cute.jit
+    def quantize_row(
+        self, arrays, scalars, row, vectors, team: cutlass.Constexpr, found
+    ):  # fmt: skip
+        """Quantizes a row of so many vectors.
+
+        Args:
+          arrays: the kernel's.
+          scalars: likewise.
+          row: its number.
+          vectors: how many it has.
+          team: how many warps have it, and which of their threads this one is.
+          found: a word of shared memory for each warp, that no thread reads any more.
+        """
+        sharing, rank = team
+        kept: cutlass.Constexpr = self.tile.kept
+        apart = 32 * sharing
+        first = Int64(row) * (scalars[1] * (BLOCK // self.elements))
+        rX = cute.make_rmem_tensor((self.elements, kept), convert.INPUT[self.dtype])
+        if const_expr(not self.aligned):
+            rX.fill(convert.INPUT[self.dtype](0))
+        for i in range_constexpr(kept):
+            self.take(arrays, first, rank + i * apart, vectors, rX[None, i])
+        rW = cute.recast_tensor(rX, Uint32)
+        word = self.larger_of(rW)
+        for at in cutlass.range(rank + kept * apart, vectors, apart, unroll=1):
+            rA = cute.recast_tensor(self.again(arrays, first, at), Uint32)
+            word = convert.larger_magnitude(word, self.larger_of(rA), self.dtype, self.arch)
+        amax = self.of_team(convert.largest_magnitude_bits(word, self.dtype), sharing, found)
+        rule = self.rule(self.of_result(scalars, 0))
+        scale, inverse = self.scale_of(amax, self.formats[0], rule)
+        for i in range_constexpr(kept):
+            if rank + i * apart < vectors:
+                self.put(arrays, first + rank + i * apart, rX[None, i], inverse)
+        for at in cutlass.range(rank + kept * apart, vectors, apart, unroll=1):
+            self.put(arrays, first + at, self.again(arrays, first, at), inverse)
+        blocks = vectors // (BLOCK // self.elements)
+        to = arrays["scales_0"] + Int64(row) * scalars[1]
+        for block in cutlass.range(rank, blocks, apart, unroll=1):
+            vector_at(to + block, Uint8, 1, 1)[0] = Uint8(scale)
+
+    def larger_of(self, words):
+        """The word of larger magnitudes of words of elements."""
+        word = words[0]
+        for w in range(1, cute.size(words)):
+            word = convert.larger_magnitude(word, words[w], self.dtype, self.arch)
+        return word
+
+    @cute.jit
+    def of_team(self, amax, sharing, found):
+        """The largest of what all threads that have a row found of it."""
+        warps: cutlass.Constexpr = self.threads // 32
+        tid, _, _ = cute.arch.thread_idx()
+        amax = largest(amax)
+        if tid % 32 == 0:
+            found[tid // 32] = amax
+        # One barrier a row: the next row has other words, the one behind it comes after the next
+        # barrier.
+        cute.arch.sync_threads()
+        warp = tid // 32 // sharing * sharing
+        for i in range_constexpr(warps):
+            amax = cutlass.max(amax, found[warp + i % sharing])
+        return amax
+
+    @cute.jit
+    def take(self, arrays, first: Int64, at, vectors, target):
+        """Loads a row's vector, if it has it; else zeros."""
+        source = self.vector_of(arrays["x"], first + at)
+        if const_expr(self.aligned):
+            load_row(source, target, at, vectors, self.kept)
+        elif at < vectors:
+            load(source, target, self.kept)
+
+    @cute.jit
+    def again(self, arrays, first: Int64, at):
+        """A vector of the row."""
+        rX = cute.make_rmem_tensor(self.elements, convert.INPUT[self.dtype])
+        load(self.vector_of(arrays["x"], first + at), rX, self.kept)
+        return rX
+
+    def vector_of(self, x, number: Int64):
+        """Where a vector of x is."""
+        align = 16 if self.aligned else self.itemsize
+        return vector_at(
+            x + number * self.elements, convert.INPUT[self.dtype], align, self.elements
+        )
+
+    @cute.jit
+    def put(self, arrays, number: Int64, rX, inverse):
+        """Stores the codes of a vector."""
+        n: cutlass.Constexpr = self.elements
+        words = cute.recast_tensor(rX, Uint32)
+        packed = self.codes([words[w] for w in range(WORDS)], inverse, self.formats[0])
+        to = vector_at(arrays["codes_0"] + number * n, Uint8, n if self.aligned else 1, n)
+        cute.autovec_copy(bytes_of(packed, n), to)

@@ -1,0 +1,407 @@
+"""Calls that XLA splits among devices by the name of their target.
+
+A primitive's lowering emits such a call where XLA splits the program. The call has a `Rule`: which
+dimensions of its arrays are split together, and which of them are summed over. XLA asks for the
+program of a shard when it compiles. That is a function of a name in `SHARDS`, of operands of which
+a device has a part. Partial sums are added up behind it, or scattered where the result is split.
+
+Names and numbers alone stand in the program, no pointer. So it is the same text in all processes,
+and lives in JAX's persistent cache and in exports. The mesh is not there: XLA says of each array
+how devices have it, and devices are counted in axes of prime sizes, p0, p1 ...
+
+>>> rule = Rule((("m", "k"), ("n", "k")), (("m", "n"),), {"m": 64, "n": 32, "k": 8}, ("k",))
+>>> shapes = ((64, 256), (32, 256), (64, 32))  # parts of k are blocks of 32
+>>> splits = ((("p0",), ("p1",)), ((), ("p1",)), (("p0",), ()))  # by array and dimension
+>>> chosen(rule, shapes, splits, {"p0": 2, "p1": 2}).axes
+{'m': ('p0',), 'k': ('p1',)}
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_mx.arrays.checks import is_symbolic
+from jax_mx.facts import chips as chip_table
+from jax_mx.lowering import primitive, store
+from jax_mx.lowering.targets import Target
+
+TARGET = "jax_mx_split"
+Axes = tuple[str, ...]  # of devices
+Dims = tuple[str, ...]  # a factor for each dimension of an array; "": it stays whole
+
+
+class Rule(NamedTuple):
+    """How arrays of a call may be split: those of their dimensions with one factor alike.
+
+    Attributes:
+      operands: the factors of each one's dimensions.
+      results: likewise.
+      parts: how many parts each factor has, none of which is split; a dimension may have several
+        elements for each part, and one part is whole.
+      summed: the factors that results are sums over.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    parts: Mapping[str, int]
+    summed: tuple[str, ...] = ()
+
+    @property
+    def arrays(self) -> tuple[Dims, ...]:
+        """Operands, then results."""
+        return (*self.operands, *self.results)
+
+
+class Split(NamedTuple):
+    """How devices share a call.
+
+    Attributes:
+      sizes: of all axes of devices.
+      axes: by factor, the axes that split it.
+      scattered: by factor of the result, the axes that split what is summed and then the result.
+    """
+
+    sizes: Mapping[str, int]
+    axes: Mapping[str, Axes]
+    scattered: Mapping[str, Axes]
+
+    def of(self, factor: str) -> int:
+        """In how many shards a factor is split."""
+        return math.prod(self.sizes[a] for a in self.axes.get(factor, ()))
+
+    def spec(self, dims: Dims, is_result: bool = False) -> list[Axes]:
+        """The axes that split each dimension of an array."""
+        more = self.scattered if is_result else {}
+        return [(*self.axes.get(f, ()), *more.get(f, ())) for f in dims]
+
+
+Local = Callable[[Mapping[str, Any], Split], Callable[..., list]]
+SHARDS: dict[str, Local] = {}  # by name: from a call's parameters, what a device computes
+
+
+def of_shards(name: str) -> Callable[[Local], Local]:
+    """Registers what a device computes of calls with this name."""
+
+    def register(local: Local) -> Local:
+        SHARDS[name] = local
+        return local
+
+    return register
+
+
+def obstacle(target: Target, avals: Sequence[Any]) -> str:
+    """Why XLA cannot split a call of these arrays by a rule; empty where it can."""
+    if target.is_mixed:
+        return "is not split along axes that a jax.shard_map around it leaves to XLA"
+    if any(is_symbolic(n) for aval in avals for n in aval.shape):
+        return "is not split where lengths are symbolic"
+    return ""
+
+
+# ---- which axis splits what ---
+def chosen(
+    rule: Rule,
+    shapes: Sequence[Sequence[int]],
+    splits: Sequence[Sequence[Axes]],
+    sizes: Mapping[str, int],
+) -> Split:
+    """What each axis splits, for arrays that lie as they do and are wanted so.
+
+    Args:
+      rule: of the call.
+      shapes: of operands, then of results.
+      splits: likewise the axes that split each dimension; a result may say nothing, ().
+      sizes: of the axes.
+    """
+    wanted: dict[str, list[tuple[str, int]]] = {name: [] for name in sizes}  # (factor, its array)
+    for i, (dims, split) in enumerate(zip(rule.arrays, splits, strict=True)):
+        for factor, names in zip(dims, split, strict=False):
+            for name in names:
+                if rule.parts.get(factor, 1) > 1:
+                    wanted[name].append((factor, i))
+    picked = {name: _factor(rule, shapes, each) for name, each in wanted.items() if each}
+    order = [*range(len(rule.operands), len(rule.arrays)), *range(len(rule.operands))]
+    axes: dict[str, Axes] = {}
+    for factor in dict.fromkeys(picked.values()):
+        places = (
+            name
+            for i in order
+            for f, names in zip(rule.arrays[i], splits[i], strict=False)
+            if f == factor
+            for name in names
+        )
+        names = [n for n in dict.fromkeys((*places, *picked)) if picked.get(n) == factor]
+        while names and rule.parts[factor] % math.prod(sizes[n] for n in names):
+            names.pop()
+        axes |= {factor: tuple(names)} if names else {}
+    return Split(sizes, axes, _scattered(rule, shapes, splits, sizes, axes))
+
+
+def _factor(rule: Rule, shapes: Sequence, wanted: Sequence[tuple[str, int]]) -> str:
+    """The factor that an axis splits, of those that arrays are split along by it.
+
+    What is summed stays where all operands that have it are split so: only results move. Else
+    what the result wants and some operand has; else what keeps the largest operand where it lies,
+    with sums last.
+    """
+    count = len(rule.operands)
+    inside = [(factor, i) for factor, i in wanted if i < count]
+    for factor in rule.summed:
+        having = {i for i, dims in enumerate(rule.operands) if factor in dims}
+        if having == {i for f, i in inside if f == factor}:
+            return factor
+    asked = {factor for factor, i in wanted if i >= count}
+    ranked = sorted(
+        inside or wanted,
+        key=lambda one: (
+            one[0] not in asked,
+            one[0] in rule.summed,
+            -math.prod(shapes[one[1]]),
+            one[1],
+        ),
+    )
+    return ranked[0][0]
+
+
+def _scattered(
+    rule: Rule, shapes: Sequence, splits: Sequence, sizes: Mapping[str, int], axes: dict
+) -> dict[str, Axes]:
+    """The axes of sums that the result is split over, by its factor."""
+    summed = {name for factor in rule.summed for name in axes.get(factor, ())}
+    count, scattered = len(rule.operands), {}
+    if not summed or len(rule.results) > 1:
+        return {}
+    sides = zip(rule.results[0], shapes[count], splits[count], strict=False)
+    for factor, length, names in sides:
+        names = [name for name in names if name in summed]
+        others = math.prod(sizes[n] for n in axes.get(factor, ()))
+        while names and length % (others * math.prod(sizes[n] for n in names)):
+            names.pop()
+        scattered |= {factor: tuple(names)} if names else {}
+    return scattered
+
+
+# ---- the program of a shard ---
+def shard_of(
+    config: Mapping[str, Any], avals: Sequence[Any], results: Sequence[Any], splits: Sequence
+) -> tuple[Split, Callable, list[Any]]:
+    """How a call is split, what a device computes of it, and of which operands.
+
+    Args:
+      config: the call's, see `call`.
+      avals: of operands.
+      results: likewise.
+      splits: see `chosen`; (sizes of axes, splits).
+    """
+    rule = _rule(config)
+    sizes, lies = splits
+    shapes = [aval.shape for aval in (*avals, *results)]
+    split = chosen(rule, shapes, lies, sizes)
+    operands = [
+        jax.ShapeDtypeStruct(_local(split, aval.shape, split.spec(dims)), aval.dtype)
+        for aval, dims in zip(avals, rule.operands, strict=True)
+    ]
+    return split, _shard(config, split), operands
+
+
+def _shard(config: Mapping[str, Any], split: Split) -> Callable[..., list]:
+    """What a device computes, of arrays as they move."""
+    rule, (dtypes, _) = _rule(config), config["dtypes"]
+    local = SHARDS[config["name"]](config["parameters"], split)
+    summed = tuple(name for factor in rule.summed for name in split.axes.get(factor, ()))
+
+    def shard(*operands: jax.Array) -> list:
+        outs = local(*map(primitive.of_dtype, operands, dtypes))
+        if summed:
+            pairs = zip(outs, rule.results, strict=True)
+            outs = [_added(y, dims, summed, split) for y, dims in pairs]
+        return [*map(primitive.as_bytes, outs)]
+
+    return shard
+
+
+def _rule(config: Mapping[str, Any]) -> Rule:
+    return Rule(*map(_hashable, config["rule"]))
+
+
+def _added(y: jax.Array, dims: Dims, names: Axes, split: Split) -> jax.Array:
+    """A device's part of the sum of what devices have along these axes."""
+    scattered = {name for each in split.scattered.values() for name in each}
+    if rest := tuple(name for name in names if name not in scattered):
+        y = jax.lax.psum(y, rest)
+    for at, factor in enumerate(dims):
+        if own := split.scattered.get(factor):
+            y = jax.lax.psum_scatter(y, own, scatter_dimension=at, tiled=True)
+    return y
+
+
+def _local(split: Split, shape: Sequence[int], spec: Sequence[Axes]) -> tuple[int, ...]:
+    each = zip(shape, spec, strict=True)
+    return tuple(n // math.prod(split.sizes[a] for a in names) for n, names in each)
+
+
+def _hashable(part: Any) -> Any:
+    if isinstance(part, list):
+        return tuple(map(_hashable, part))
+    return part
+
+
+# ---- what XLA asks ---
+def _partition(arg_shapes, arg_shardings, result_shape, result_sharding, text):
+    """XLA's question: the program of a shard, and how operands and results are to lie for it."""
+    config = json.loads(text)
+    for kernel in config.get("kernels", ()):
+        if "carried" in kernel:
+            store.unpack(kernel["carried"])
+    avals, results = map(primitive.avals_of, (arg_shapes, [result_shape]))
+    wanted = primitive.parts_of(result_sharding, len(results))
+    splits = _read_splits(config, (*avals, *results), (*arg_shardings, *wanted))
+    split, shard, operands = shard_of(config, avals, results, splits)
+    module = primitive.shard_module(TARGET, shard, operands, split.sizes, config["platform"])
+    ins, outs = _shardings(config, split)
+    return primitive.bytecode(module), ins, primitive.joined(result_shape, outs)
+
+
+def _infer(arg_shapes, arg_shardings, result_shape, text):
+    """XLA's question before Shardy: how results lie for operands that do."""
+    config = json.loads(text)
+    avals, results = map(primitive.avals_of, (arg_shapes, [result_shape]))
+    unknown = [None] * len(results)
+    splits = _read_splits(config, (*avals, *results), (*arg_shardings, *unknown))
+    split, _, _ = shard_of(config, avals, results, splits)
+    return primitive.joined(result_shape, _shardings(config, split)[1])
+
+
+def _shardings(config: Mapping[str, Any], split: Split) -> tuple[list, list]:
+    """XLA's shardings of operands, and of results."""
+    of = functools.partial(primitive.sharding_of, split.sizes)
+    rule = config["rule"]
+    ins = [of(split.spec(dims)) for dims in rule[0]]
+    return ins, [of(split.spec(dims, is_result=True)) for dims in rule[1]]
+
+
+def _read_splits(config: Mapping, avals: Sequence, shardings: Sequence) -> tuple[dict, list]:
+    """(sizes of axes, for each array the axes of its dimensions): in the first order that fits."""
+    best: tuple[dict, list] | None = None
+    for sizes in _orders(config["devices"]):
+        specs = [
+            [] if sharding is None else primitive.split_in(sharding, sizes, len(aval.shape))
+            for sharding, aval in zip(shardings, avals, strict=True)
+        ]
+        known = sizes, [spec or [] for spec in specs]
+        if None not in specs:
+            return known
+        best = best or known  # what no axes describe counts as whole
+    assert best is not None
+    return best
+
+
+def _orders(devices: int) -> Iterator[dict[str, int]]:
+    """Axes of prime sizes, in all orders."""
+    primes, rest = [], devices
+    for prime in range(2, devices + 1):
+        while rest % prime == 0:
+            primes.append(prime)
+            rest //= prime
+    for order in dict.fromkeys(itertools.permutations(primes)) if len(primes) < 8 else [primes]:
+        yield {f"p{i}": size for i, size in enumerate(order)}
+
+
+# ---- kernels ---
+def _kernels(config: Mapping[str, Any], avals: Sequence[Any], target: Target) -> list[Any]:
+    """The kernels that shards may need: compiled now, and named by the program.
+
+    So a program that JAX's persistent cache has names others when kernels change, and finds them.
+    One that may leave this machine carries them. Which are needed may depend on what is split: all
+    and nothing are tried, of the whole arrays, as no kernel depends on their shapes.
+    """
+    needed: primitive.Kernels = {}
+    rule = _rule(config)
+    for names in ((), ("p0",)):
+        split = Split({"p0": target.devices}, dict.fromkeys(rule.parts, names), {})
+        shard = _shard(config, split)
+        operands = [jax.ShapeDtypeStruct(a.shape, primitive.moved_as(a.dtype)) for a in avals]
+        with primitive.kernels_needed() as own:
+            how = (split.sizes, target.platform, not target.carries)
+            primitive.shard_module(TARGET, shard, operands, *how)
+        needed |= own
+    found = []
+    for (binary, arch), artifact in needed.items():
+        one = {"name": f"{binary.name}.{arch}", "sha256": artifact.sha256}
+        if target.carries:
+            one["carried"] = store.packed(binary, arch, artifact)
+        found.append(one)
+    return sorted(found, key=lambda one: one["name"])
+
+
+# ---- the call ---
+def call(
+    ctx: Any,
+    name: str,
+    parameters: Mapping[str, Any],
+    rule: Rule,
+    operands: Sequence[Any],
+    target: Target,
+) -> Sequence[Any]:
+    """Emits a call that XLA splits. Codes and scales go in and come out as uint8, and move so.
+
+    XLA's collectives know not all dtypes of a byte, and make wider ones of those on some platforms.
+
+    Args:
+      ctx: JAX's, of a lowering rule.
+      name: in `SHARDS`.
+      parameters: of what a device computes, as JSON has them.
+      rule: how arrays are split.
+      operands: MLIR values.
+      target: what is lowered for.
+    """
+    config: dict[str, Any] = {
+        "name": name,
+        "parameters": parameters,
+        "rule": rule,
+        "dtypes": [[a.dtype.name for a in avals] for avals in (ctx.avals_in, ctx.avals_out)],
+        "platform": target.platform,
+        "devices": target.devices,
+    }
+    if target.platform in chip_table.DSLS:
+        config["kernels"] = _kernels(config, ctx.avals_in, target)
+    text = json.dumps(config, sort_keys=True)
+    return primitive.split_call(ctx, TARGET, text, _sdy(rule, ctx), operands)
+
+
+def _sdy(rule: Rule, ctx: Any) -> tuple[str, dict[str, Any]]:
+    """The rule in Shardy's notation, and what belongs to it."""
+    avals, sizes, whole, terms = (*ctx.avals_in, *ctx.avals_out), {}, [], []
+    numbers = itertools.count()
+    for aval, dims in zip(avals, rule.arrays, strict=True):
+        term = []
+        for length, factor in zip(aval.shape, dims, strict=True):
+            parts = rule.parts.get(factor, 1)
+            inner = f"w{next(numbers)}"
+            if parts == length and parts > 1:
+                term.append(factor)
+                continue
+            whole.append(inner)
+            if parts == 1:
+                term.append(inner)
+            else:
+                term.append(f"({factor} {inner})")
+                sizes |= {factor: parts, inner: length // parts}
+        terms.append(" ".join(term))
+    count = len(rule.operands)
+    text = " -> ".join((", ".join(terms[:count]), ", ".join(terms[count:])))
+    alone = {factor for term in terms for factor in term.split(" ")}
+    sizes = {factor: n for factor, n in sizes.items() if factor not in alone}
+    summed = tuple(f for f in rule.summed if rule.parts.get(f, 1) > 1)
+    how = {"reduction_factors": summed, "need_replication_factors": tuple(whole), **sizes}
+    return text, how
+
+
+primitive.register_partitioner(TARGET, _partition, _infer)

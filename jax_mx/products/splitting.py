@@ -1,0 +1,273 @@
+"""How devices share a product, where XLA splits the program among them (lowering/partition.py).
+
+Each has a part of the rows, of the columns, of the batch or of what is contracted, and multiplies
+it as one device would. So codes move where operands lie otherwise, not the floats that they stand
+for. In a product over groups rows stay whole, as a device knows no sizes of its part.
+
+Operands in windows "shard" have as many windows along the contracted axis as the program has
+devices. One that a device holds whole is a row to it. Of several, each is a product by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.windows import ROW, SHARD, lengths_of
+from jax_mx.lowering import partition
+from jax_mx.lowering.partition import Rule, Split
+from jax_mx.lowering.plan import ProductPlan, described, plan_in
+from jax_mx.lowering.targets import Target
+from jax_mx.ops import metadata
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
+from jax_mx.products.implementations import IMPLEMENTATIONS
+
+NAME = "product"
+
+
+class Splitting(NamedTuple):
+    """A contraction as the program that it is lowered for has it.
+
+    Attributes:
+      contraction: its windows are no "shard".
+      rule: how devices share it; None where they do not, or XLA sees to it.
+      windows: how many there are along the contracted axis of "shard"; else 1.
+    """
+
+    contraction: Contraction
+    rule: Rule | None = None
+    windows: int = 1
+
+    def is_shared_by(self, served: Served) -> bool:
+        """Whether devices share it by the rule; without a kernel of ours XLA splits groups."""
+        groups = self.contraction.numbers.groups
+        return self.rule is not None and (not groups or served.plan is not None)
+
+    def of_arrays(self, contraction: Contraction) -> Contraction:
+        """The same contraction, of arrays, with the windows that are known."""
+        sides = (
+            dataclasses.replace(x, window=known.window) if isinstance(x, MXArray) else x
+            for x, known in (
+                (contraction.lhs, self.contraction.lhs),
+                (contraction.rhs, self.contraction.rhs),
+            )
+        )
+        lhs, rhs = sides
+        return dataclasses.replace(contraction, lhs=lhs, rhs=rhs)
+
+    def call(
+        self, ctx: Any, leaves: Sequence[Any], served: Served, target: Target
+    ) -> Sequence[Any]:
+        """Emits the call that XLA splits; of MLIR values."""
+        assert self.rule is not None
+        parameters = parameters_of(self, served)
+        return partition.call(ctx, NAME, parameters, self.rule, leaves, target)
+
+
+def splitting_of(contraction: Contraction, target: Target) -> Splitting:
+    """How the devices of a program share a contraction of abstract operands."""
+    windows = _windows_of(contraction, target)
+    if not target.partitioned:
+        return Splitting(_in(contraction, ROW))
+    why = _obstacle(contraction, target)
+    if why or not _reads_codes(contraction):
+        known = _in(contraction, BLOCK if windows > 1 else ROW)
+        return Splitting(dataclasses.replace(known, unsplit=why))
+    known = _in(contraction, ROW)
+    return Splitting(known, _rule(known, windows), windows)
+
+
+def as_traced(contraction: Contraction) -> Contraction:
+    """A contraction with what its mesh says of how devices share it, where nothing is lowered."""
+    mesh = jax.tree.leaves((contraction.lhs, contraction.rhs))[0].sharding.mesh
+    manual = () if mesh.empty else mesh.manual_axes
+    shape = {} if mesh.empty else mesh.shape
+    devices = math.prod(n for name, n in shape.items() if name not in manual)
+    target = Target("", [], None, devices > 1, devices, bool(manual))
+    return splitting_of(contraction, target).contraction
+
+
+def _windows_of(contraction: Contraction, target: Target) -> int:
+    """How many windows "shard" there are along the contracted axis."""
+    sides = (contraction.lhs, contraction.rhs)
+    for x, dims in zip(sides, contraction.numbers.contracting, strict=True):
+        if isinstance(x, MXArray) and x.window == SHARD:
+            return target.shards_of(x.shape[dims[-1]])
+    return 1
+
+
+def _in(contraction: Contraction, window: Any) -> Contraction:
+    """The contraction with this window in place of "shard"."""
+    lhs, rhs = (
+        dataclasses.replace(x, window=window)
+        if isinstance(x, MXArray) and x.window == SHARD
+        else x
+        for x in (contraction.lhs, contraction.rhs)
+    )
+    return dataclasses.replace(contraction, lhs=lhs, rhs=rhs)
+
+
+def _reads_codes(contraction: Contraction) -> bool:
+    """Whether an operand is MX, or kernels of ours may sum floats over groups."""
+    sides = (contraction.lhs, contraction.rhs)
+    return bool(contraction.numbers.groups) or any(isinstance(x, MXArray) for x in sides)
+
+
+def _obstacle(contraction: Contraction, target: Target) -> str:
+    """Why devices do not share a contraction by a rule; empty where they do."""
+    sides = (contraction.lhs, contraction.rhs)
+    arrays = [x for x in sides if isinstance(x, MXArray)]
+    if any(q.scale_layout.is_tiled or q.value_layout.is_tiled for q in arrays):
+        return "reads tiles, which XLA does not split; use jax.shard_map"
+    if any(0 in x.shape for x in sides):
+        return "has no elements to split"
+    return partition.obstacle(target, jax.tree.leaves((*sides, contraction.sizes)))
+
+
+# ---- the rule ---
+def _rule(contraction: Contraction, windows: int) -> Rule:
+    """Which dimensions of operands and of the result are split together."""
+    numbers, sides = contraction.numbers, (contraction.lhs, contraction.rhs)
+    factors = [_factors(contraction, side) for side in (0, 1)]
+    units: dict[str, int] = {}
+    lengths: dict[str, int] = {}
+    for x, names in zip(sides, factors, strict=True):
+        each = zip(names, x.shape, _units(x), strict=True)
+        for name, length, unit in each:
+            lengths[name] = length
+            units[name] = math.lcm(units.get(name, 1), unit)
+    if windows > 1:
+        name = _summed(numbers)[-1]
+        units[name] = math.lcm(units[name], lengths[name] // windows)
+    whole = {"g", {ROWS: "m0", SUMS: "k0"}.get(numbers.groups, "")}
+    parts = {
+        name: n // units[name] if n % units[name] == 0 and name not in whole else 1
+        for name, n in lengths.items()
+    }
+    operands = [
+        names
+        for x, names in zip(sides, factors, strict=True)
+        for _ in jax.tree.leaves(x)
+    ]
+    operands += [("g",)] * len(jax.tree.leaves(contraction.sizes))
+    lead = [f"b{i}" for i in range(len(numbers.batch[0]))] + ["g"] * (numbers.groups == SUMS)
+    free = [f"{kind}{i}" for side, kind in enumerate("mn") for i in range(len(contraction.free(side)))]
+    return Rule(tuple(operands), ((*lead, *free),), parts, _summed(numbers))
+
+
+def _factors(contraction: Contraction, side: int) -> tuple[str, ...]:
+    """The factors of an operand's dimensions."""
+    numbers, x = contraction.numbers, (contraction.lhs, contraction.rhs)[side]
+    names = dict.fromkeys(range(x.ndim), "g")  # the matrices of groups
+    for kind, dims in (
+        ("b", numbers.batch[side]),
+        ("k", numbers.contracting[side]),
+        ("mn"[side], contraction.free(side)),
+    ):
+        names |= {d: f"{kind}{i}" for i, d in enumerate(dims)}
+    return tuple(names.values())
+
+
+def _summed(numbers: Numbers) -> tuple[str, ...]:
+    """The factors of what is contracted."""
+    return tuple(f"k{i}" for i in range(len(numbers.contracting[0])))
+
+
+def _units(x: Any) -> list[int]:
+    """How many elements a shard has whole, along each dimension of an operand."""
+    units = [1] * x.ndim
+    if isinstance(x, MXArray):
+        rows, length = lengths_of(x.window)
+        axes = [(-2, max(rows, BLOCK)), (-1, length)] if len(x.block) == 2 else [(x.axis, length)]
+        for axis, unit in axes:
+            units[axis] = unit
+    return units
+
+
+# ---- what a device computes ---
+def parameters_of(splitting: Splitting, served: Served) -> dict[str, Any]:
+    """A contraction, and what serves it, as JSON has them."""
+    contraction, windows = splitting.contraction, splitting.windows
+    numbers = contraction.numbers
+    return {
+        "numbers": [
+            numbers.contracting,
+            numbers.batch,
+            numbers.dtype.name,
+            numbers.groups,
+            numbers.align,
+            numbers.exact,
+        ],
+        "operands": [
+            metadata.described(metadata.fields_of(x)) if isinstance(x, MXArray) else None
+            for x in (contraction.lhs, contraction.rhs)
+        ],
+        "implementation": served.implementation,
+        "plan": None if served.plan is None else described(served.plan),
+        "windows": windows,
+    }
+
+
+@partition.of_shards(NAME)
+def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
+    """A device's part of a product, of a part of its operands."""
+    contracting, batch, dtype, *rest = parameters["numbers"]
+    pairs = [tuple(map(tuple, pair)) for pair in (contracting, batch)]
+    numbers = Numbers(*pairs, jnp.dtype(dtype), *rest)
+    plan = None if parameters["plan"] is None else plan_in(parameters["plan"])
+    assert plan is None or isinstance(plan, ProductPlan)
+    served = Served(parameters["implementation"], plan=plan)
+    windows = parameters["windows"]
+    count = 1 if windows == 1 else windows // split.of(_summed(numbers)[-1])
+
+    def run(*leaves: jax.Array) -> list[jax.Array]:
+        rest, sides = iter(leaves), []
+        for fields in parameters["operands"]:
+            if fields is None:
+                sides.append(next(rest))
+            else:
+                arrays = next(rest), next(rest)
+                sides.append(MXArray(*arrays, **metadata.read(NAME, fields)))
+        return [computed(Contraction(numbers, *sides, next(rest, None)), served, count)]
+
+    return run
+
+
+def computed(contraction: Contraction, served: Served, windows: int = 1) -> jax.Array:
+    """The product by the implementation that serves it, of each window along the contracted axis."""
+    run = IMPLEMENTATIONS[served.implementation].run
+    if windows == 1 or served.plan is None and served.implementation != "fp8":
+        return run(contraction, served)
+    wide = np.dtype(np.float32)
+    numbers = dataclasses.replace(contraction.numbers, dtype=wide)
+    if served.plan is not None:
+        served = dataclasses.replace(served, plan=dataclasses.replace(served.plan, dtype=wide))
+    total: Any = None
+    for i in range(windows):
+        sides = [
+            _part(x, dims[-1], i, windows)
+            for x, dims in zip(
+                (contraction.lhs, contraction.rhs), numbers.contracting, strict=True
+            )
+        ]
+        y = run(Contraction(numbers, *sides), served)
+        total = y if total is None else total + y
+    return total.astype(contraction.numbers.dtype)
+
+
+def _part(x: Any, axis: int, i: int, count: int) -> Any:
+    """The i-th of so many equal parts of an operand along an axis."""
+
+    def part(a: jax.Array) -> jax.Array:
+        n = a.shape[axis] // count
+        return jax.lax.slice_in_dim(a, i * n, (i + 1) * n, axis=axis)
+
+    return jax.tree.map(part, x)
