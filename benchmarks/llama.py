@@ -23,7 +23,7 @@ import jax_mx
 from benchmarks import fp8
 from jax_mx import Recipe
 from jax_mx.facts.windows import ROW
-from jax_mx.products.recipes import recipe_of
+from jax_mx.products.auto import resolved_for_weights
 
 Weights = Mapping[str, Any]
 AXIS = "fsdp"
@@ -168,8 +168,8 @@ class Manual(Split):
 
     def weight(self, w: jax.Array, recipe: Recipe | str) -> Any:
         """In MX, quantized before it moves."""
-        if recipe_of("step", recipe).window == ROW:  # longer than a part: gather_weight refuses it
-            return self.whole(w)
+        if resolved_for_weights("step", recipe, w).window == ROW:
+            return self.whole(w)  # a row is longer than a part, so gather_weight refuses it
         return jax_mx.gather_weight(w, P(AXIS), recipe)
 
     def loss(self, fn: Callable[..., Any], weights: Any) -> Callable[..., Any]:
@@ -263,11 +263,12 @@ class Ours(Way):
         """Quantized, where that is asked for."""
         if not self.once:
             return weights
-        quantize = recipe_of("step", self.recipe).quantize_weight
-        return {
-            name: quantize(w.astype(jnp.bfloat16)) if len(w) > 1 else w  # a norm's has one row
-            for name, w in weights.items()
-        }
+
+        def quantized(w: jax.Array) -> Any:
+            w = w.astype(jnp.bfloat16)
+            return resolved_for_weights("step", self.recipe, w).quantize_weight(w)
+
+        return {name: quantized(w) if len(w) > 1 else w for name, w in weights.items()}  # but norms
 
     def product(self, split: Split, x: jax.Array, w: Any, scales: Any) -> jax.Array:
         """By `jax_mx.matmul`."""
