@@ -1,4 +1,4 @@
-"""What each way to multiply costs in learning: losses of a language model that is trained.
+"""Losses of a language model by way to multiply: the cost of each way in learning.
 
     for way in bf16 auto mxfp8 tensorwise flax; do
         timeout 100 python -m benchmarks learning --ways $way --json FILE --join
@@ -60,7 +60,7 @@ def folders() -> list[Path]:
 
 
 def files(folder: Path) -> Iterator[Path]:
-    """Those with text, by name; packages inside of the standard library's folder left out."""
+    """Files with text, by name; packages inside of the standard library's folder left out."""
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder).parts
         if path.suffix in SUFFIXES and not {"site-packages", "dist-packages"} & {*inner}:
@@ -109,7 +109,7 @@ def options(add: Callable[..., Any]) -> None:
 
 
 def cases(args: Args) -> Iterator[Case]:
-    """Every way; without `--ways` those of `USUAL`."""
+    """All ways that `--ways` may name; without it the ways of `USUAL`."""
     heads = args.width // SIZES.head
     sizes = Sizes(args.layers, args.width, args.inner, heads, heads, vocabulary=256)
     steps, batch, length = args.steps, args.batch, args.length
@@ -130,7 +130,7 @@ def cases(args: Args) -> Iterator[Case]:
 
 
 def about() -> None:
-    """Rows say by themselves where they were measured: each way has a process of its own."""
+    """Nothing: each way has a process of its own, and its row has its device and commit."""
 
 
 def parameters(sizes: Sizes) -> int:

@@ -114,19 +114,21 @@ def chip() -> str:
     return done.stdout.splitlines()[0].removeprefix("NVIDIA ").split()[0].lower()
 
 
-def record(name: str, file: Path, seconds: float) -> str:
+def record(name: str, file: Path, seconds: float, commit: str = "") -> str:
     """Runs a table's command; returns how it ended.
 
     Args:
       name: in `COMMANDS`.
       file: of the table.
       seconds: that it may take.
+      commit: that its rows name; empty for this checkout's.
     """
     before = file.stat().st_mtime_ns if file.exists() else 0
     suffix, rest = COMMANDS[name]
     run = [sys.executable, "-m", "benchmarks", *shlex.split(rest), "--json", str(file)]
     if sum(suffix == other for other, _ in COMMANDS.values()) > 1:
         run.append("--join")
+    run += ["--commit", commit] * bool(commit)
     process = subprocess.Popen(run, start_new_session=True)
     try:
         code = process.wait(seconds)
@@ -147,6 +149,7 @@ def options(add: Callable[..., Any]) -> None:
     add("--only", nargs="+", choices=COMMANDS, default=usual)
     add("--seconds", type=float, default=3600.0, help="for all of them")
     add("--out", type=Path, metavar="FOLDER", default=RESULTS)
+    add("--commit", default="", help="that rows name; by default this checkout's")
     add("--chip", help="with which names of files begin; by default the GPU's")
 
 
@@ -160,6 +163,6 @@ def main(args: argparse.Namespace) -> int:
         print(f"=== {name}: {command(name)}", flush=True)
         start = time.monotonic()
         file = args.out / f"{begin}{COMMANDS[name][0]}.json"
-        ends[name] = record(name, file, end - start) if start < end else "not begun"
+        ends[name] = record(name, file, end - start, args.commit) if start < end else "not begun"
         print(f"=== {name}: {ends[name]}, {time.monotonic() - start:.0f} s", flush=True)
     return int(any(each != "done" for each in ends.values()))

@@ -47,7 +47,7 @@ PEERS: Mapping[str, Way] = {"tensorwise": llama.Current(), "flax": llama.Delayed
 USUAL = ("bf16", *(name for name in OURS if name != "tiles"), *PEERS)  # without --ways
 WARM_UP = 3
 show = Console(width=120).print
-MARKS: Mapping[str, Mapping[str, bool]] = {
+MARKS: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"fused": True},
     "once": {"once": True},
     "mlp, once": {"fused": True, "once": True},
@@ -95,15 +95,15 @@ def sizes_of(args: Args) -> tuple[Sizes, int, int]:
     sizes = {"width": args.width, "inner": args.inner, "vocabulary": args.vocabulary}
     sizes |= {"heads": args.heads or args.width // Sizes.head, "kv_heads": args.kv_heads}
     if args.smoke:
-        each = (128 if args.devices > 1 else 32) * args.devices  # so that parts hold windows
-        sizes = {**SMOKE, "width": max(SMOKE["width"], each), "inner": max(SMOKE["inner"], each)}
-        sizes["vocabulary"] = max(SMOKE["vocabulary"], each)
+        least = (128 if args.devices > 1 else 32) * args.devices  # so that parts hold windows
+        sizes = {**SMOKE, "width": max(SMOKE["width"], least), "inner": max(SMOKE["inner"], least)}
+        sizes["vocabulary"] = max(SMOKE["vocabulary"], least)
         batch, length = args.devices, 64
     return Sizes(layers=args.layers if not args.smoke else 2, **sizes), batch, length
 
 
 def cases(args: Args) -> Iterator[Case]:
-    """Every way; without `--ways` those of `USUAL`."""
+    """All ways that `--ways` may name; without it the ways of `USUAL`."""
     if not 1 <= args.devices <= jax.device_count():
         raise ValueError(f"--devices must be 1 to {jax.device_count()}, got {args.devices}")
     sizes, batch, length = sizes_of(args)
@@ -129,7 +129,7 @@ def cases(args: Args) -> Iterator[Case]:
 
 
 def about() -> None:
-    """Rows say by themselves where they were measured, as files have those of several commands."""
+    """Nothing: a file has rows of several commands, and each row has its device and commit."""
 
 
 def measured(

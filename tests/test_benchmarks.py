@@ -877,6 +877,7 @@ def test_each_table_has_its_file(tmp_path, monkeypatch, capsys):
 
     assert run("one")[0] == 0
     assert json.loads((tmp_path / "h200.json").read_text()) == {"rows": ["one"]}
+    assert record.record("one", tmp_path / "of.json", 60, "abc") == "done"
     status, said = run("one", "own")
     assert status == 1 and "=== one: done" in said and "=== own: exit status 1" in said
     assert json.loads((tmp_path / "h200_own.json").read_text()) == {"rows": ["own"]}
