@@ -857,7 +857,7 @@ if sys.argv[4] in ("none", "slow"):
     time.sleep(60 * (sys.argv[4] == "slow"))
     sys.exit()
 file = pathlib.Path(sys.argv[sys.argv.index("--json") + 1])
-assert sys.argv[-2:] == ["--commit", "abc"] if file.name == "of.json" else "--commit" not in sys.argv
+assert (sys.argv[-2:] == ["--commit", "abc"]) == (file.name == "of.json")
 file.write_text(json.dumps({"rows": [sys.argv[4]]}))
 sys.exit(sys.argv[4] == "own")
 """
