@@ -410,11 +410,16 @@ def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -
         activation = dataclasses.replace(own, gradient=dact)
         activation = activation if kept.sides.b_first[0] is None else WithSums(activation)
     how: dict[str, Any] = {"rows": None, "activation": activation, "name": "gradient"}
-    return [
+    return [  # the gradient of the result is number 0
         Unquantized(
-            x, kept.recipes[0], wanted=(True, w is not None), frozen=(w is None, False), **how
+            x,
+            kept.recipes[0],
+            wanted=(True, w is not None),
+            frozen=(w is None, False),
+            number=number,
+            **how,
         )
-        for x, w in zip(arrays, kept.sides.w_first, strict=True)
+        for number, (x, w) in enumerate(zip(arrays, kept.sides.w_first, strict=True), 1)
     ]
 
 
