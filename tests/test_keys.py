@@ -7,7 +7,8 @@ import pytest
 
 import jax_mx
 
-T, D, I, FP4 = 32, 64, 32, "mxfp4_e2m1"  # noqa: E741; 2 I = D: both gradients have one width
+# 2 I = D: both gradients have one width.
+T, D, I, FP4 = 32, 64, 32, "mxfp4_e2m1"  # noqa: E741
 HALF = jnp.concatenate([jnp.eye(I), jnp.zeros((I, I))])  # (D, I): gates are x's first half
 W1 = jnp.concatenate([HALF, jnp.zeros((D, I))], 1)
 B1 = jnp.concatenate([jnp.zeros(I), jnp.ones(I)])  # ups are 1

@@ -67,8 +67,9 @@ def mlp(
 
     Operands of both products, and of their four gradients, are quantized as the recipe says (see
     `dot_general`). It gives what `dot_general`, `gated` and `dot_general` give, bit for bit but for
-    what is rounded at random, in one function with one derivative: what the activation gives is quantized both ways as it is made,
-    and gate and up are kept in MX. Differentiable in reverse mode with respect to all arrays.
+    what is rounded at random, in one function with one derivative: what the activation gives is
+    quantized both ways as it is made, and gate and up are kept in MX. Differentiable in reverse
+    mode with respect to all arrays.
 
     Args:
       x: bfloat16, float16 or float32 (..., D). 32 divides D; there may be any number of rows. On
