@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jax_mx.arrays.checks import float_dtype, implementation_of
+from jax_mx.arrays.checks import float_dtype, implementation_of, is_symbolic
 from jax_mx.lowering import primitive
 from jax_mx.products.arguments import (
     array_or_quantized,
@@ -71,6 +72,11 @@ def ragged_dot(
     dtype = lhs.dtype
     weight = weight_of(op, "rhs", rhs, lhs.shape[1], recipe)
     sizes_fit(op, group_sizes, weight.groups)
+    if not is_symbolic(lhs.shape[0]) and lhs.shape[0] > jnp.iinfo(jnp.int32).max:
+        raise ValueError(
+            f"{op}: lhs has {lhs.shape[0]} rows, more than int32 counts, as group_sizes are; split "
+            "the rows"
+        )
     if preferred_element_type is not None:
         dtype = float_dtype(op, "preferred_element_type", preferred_element_type)
     implementation = implementation_of(op, named(op), implementation)
