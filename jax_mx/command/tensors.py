@@ -17,6 +17,7 @@ from jax_mx.command.output import Table
 from jax_mx.facts.formats import BLOCK
 
 LARGE = 2**25  # bytes from which on a call takes longer than to launch it
+NAME = 80  # characters of a tensor's name in a table
 quantize = jax.jit(jax_mx.quantize, static_argnames=("format", "axis", "scaling", "implementation"))
 _dequantize = jax.jit(jax_mx.dequantize, static_argnames=("dtype", "implementation"))
 _copy = jax.jit(jnp.copy)
@@ -101,10 +102,15 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     return names, [_cells(row)[: len(names)] for row in rows]
 
 
+def _short(name: str) -> str:
+    """A name that leaves room for the other columns: its begin and its end."""
+    return name if len(name) <= NAME else f"{name[: NAME // 2]}...{name[-NAME // 2 + 3 :]}"
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     snr = f"{row['snr']:.1f}" if math.isfinite(row["snr"]) else row["remark"]
     return [
-        row["tensor"],
+        _short(row["tensor"]),
         " x ".join(map(str, row["shape"])),
         row["format"],
         row["scaling"],

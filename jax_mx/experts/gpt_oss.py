@@ -168,7 +168,7 @@ def _weight_map(index: Path) -> dict[str, str]:
       ValueError: it is no index.
     """
     try:
-        found = json.loads(index.read_text())
+        found = json.loads(index.read_text("utf-8"))
         names = found["weight_map"]
     except (ValueError, TypeError, KeyError, RecursionError):
         names = None
@@ -177,6 +177,12 @@ def _weight_map(index: Path) -> dict[str, str]:
             f'{OP}: {index} has no "weight_map" of tensors and their files, as an {INDEX} has; '
             "fetch it again, or name the .safetensors files"
         )
+    for file in names.values():
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ValueError(
+                f"{OP}: {index} names {shown(file)}, a file outside of its folder; fetch the index "
+                "again, or name the .safetensors files"
+            )
     return names
 
 

@@ -40,6 +40,7 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
 from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx.arrays.reshaping import minor_to_major
+from jax_mx.arrays.sharding import is_explicit, shards_of
 from jax_mx.arrays.views import View
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
@@ -373,15 +374,32 @@ def batched(args, dims, shared: Collection[int] = ()) -> list:
 
 
 def one_by_one(bind: Callable[..., list], args, dims) -> tuple[list, list]:
-    """A call for each entry of the batch, one after the other."""
+    """A call for each entry of the batch, one after the other.
+
+    Where explicit axes of a mesh split the batch, each device calls for its own entries.
+    """
     moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
 
-    def one(mapped):
-        rest: Iterator = iter(mapped)
-        own = [a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)]
-        return bind(*own)
+    def entries(*moved):
+        def one(mapped):
+            rest: Iterator = iter(mapped)
+            own = [a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)]
+            return bind(*own)
 
-    outs = jax.lax.map(one, [a for a, d in zip(moved, dims, strict=True) if d is not None])
+        return jax.lax.map(one, [a for a, d in zip(moved, dims, strict=True) if d is not None])
+
+    mapped = [a for a, d in zip(moved, dims, strict=True) if d is not None]
+    names = dict.fromkeys(name for a in mapped for name in shards_of(a, 0)[0])
+    if not names or not is_explicit(jax.typeof(mapped[0]).sharding.mesh):
+        outs = entries(*moved)
+    else:
+        spec, whole = PartitionSpec((*names,)), PartitionSpec()
+        outs = jax.shard_map(
+            lambda *moved: entries(*vary_alike(*moved)),
+            in_specs=tuple(whole if d is None else spec for d in dims),
+            out_specs=spec,
+            axis_names={*names},
+        )(*moved)
     return outs, [0] * len(outs)
 
 

@@ -110,7 +110,8 @@ def save_safetensors(
       FileNotFoundError: there is no such folder.
       OSError: the disk takes no such file; an old one is as it was.
       TypeError: no dictionary of arrays by name, or arrays of a dtype that files do not have.
-      ValueError: two tensors, or notes and what is written besides, would have one name; a name is
+      ValueError: an array lies on devices of several processes;
+        two tensors, or notes and what is written besides, would have one name; a name is
         no Unicode text; or the path is that of something else than a file.
     """
     op, library = "save_safetensors", _safetensors("save_safetensors")
@@ -214,6 +215,14 @@ def _held(op: str, name: str, array: Any) -> np.ndarray:
     """
     if isinstance(array, jax.core.Tracer):
         raise TypeError(f"{op}: {name!r} has no values while a program is traced; save its results")
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
+        raise ValueError(
+            f"{op}: {name!r} lies on devices of several processes, and one process writes one file;"
+            " give all of it to each before, jax_mx.reshard(q, jax.sharding.PartitionSpec()) or "
+            "jax.device_put say, or save shards with Orbax"
+        )
     dtype = getattr(array, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(f"{op}: {name!r} is a key; save jax.random.key_data of it")

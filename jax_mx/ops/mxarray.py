@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jax_mx import reference
 from jax_mx.arrays.checks import axis_of, block_of, blocks_fit, blocks_in, held, values_fit
@@ -40,6 +41,7 @@ from jax_mx.facts.layouts import (
 from jax_mx.facts.windows import ROW, TILE, Window, lengths_of, of_kernels
 from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
+from jax_mx.lowering.primitive import ShardingTypeError
 from jax_mx.ops import indexing, metadata
 from jax_mx.ops.metadata import UNKNOWN, Known
 from jax_mx.ops.placing import placed, require_kernel
@@ -186,6 +188,8 @@ class MXArray:
                 f"{op}: of the shape {self.shape} some indices are more than int32 counts; slice "
                 "the array, or set jax_enable_x64"
             ) from error
+        except ShardingTypeError as error:
+            raise self._split(op, error) from error
 
     def reshape(self, *shape: Any) -> MXArray:
         """The same elements in another shape.
@@ -203,7 +207,21 @@ class MXArray:
         new = shape[0] if len(shape) == 1 else shape
         if getattr(new, "ndim", 0) == 1:
             new = tuple(map(int, new))  # an array's numbers
-        return indexing.reshaped(op, checked(op, "the array", self), new)
+        try:
+            return indexing.reshaped(op, checked(op, "the array", self), new)
+        except ShardingTypeError as error:
+            raise self._split(op, error) from error
+
+    def _split(self, op: str, error: ShardingTypeError) -> ShardingTypeError:
+        """The refusal of what would move parts between the devices of an explicit mesh."""
+        if str(error).startswith(op):
+            return error
+        spec = PartitionSpec(*spec_of(self.values))
+        return ShardingTypeError(
+            f"{op}: on a mesh with explicit axes the values {[*self.values.shape]} are split as "
+            f"{spec}, and JAX does not say how the result would be; move the array before, "
+            "jax_mx.reshard(q, jax.sharding.PartitionSpec()) say"
+        )
 
     def swapaxes(self, axis1: int, axis2: int) -> MXArray:
         """`jax_mx.swapaxes` of this array: codes move, nothing is quantized again."""

@@ -474,8 +474,8 @@ def mxfp4_backward(key: jax.Array) -> Recipe:
     return Recipe(dgrad=rotated, wgrad=rotated)
 
 
-# Nothing is quantized: what the others are compared with. Of weights that are MX already, what is
-# multiplied with them stays floats.
+# Nothing is quantized but rounded to bfloat16: what the others are compared with. Of weights that
+# are MX already, what is multiplied with them stays floats.
 BF16 = Recipe(forward=_BF16, dgrad=_BF16, wgrad=_BF16)
 RECIPES = {
     "mxfp8": MXFP8,

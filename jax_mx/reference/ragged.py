@@ -14,7 +14,8 @@ import jax.numpy as jnp
 def clamped(sizes: jax.Array, rows: int) -> jax.Array:
     """Sizes of groups, int32 (G,), as far as there are rows; negative ones are 0."""
     own = jnp.clip(sizes, 0, rows)
-    if isinstance(rows, int) and rows * sizes.shape[0] < 1 << 31:
+    known = isinstance(rows, int) and isinstance(sizes.shape[0], int)
+    if known and rows * sizes.shape[0] < 1 << 31:
         ends = jnp.minimum(jnp.cumsum(own), rows)
     else:  # the first end beyond the rows is no more than twice as many, later ones may wrap
         own = own.astype(jnp.uint32)

@@ -1,0 +1,130 @@
+"""Calls under transformations that once ended in errors of JAX's: they work, or say what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bits_equal
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_mx
+from jax_mx.command.tensors import table
+from jax_mx.experts import gpt_oss
+
+RNG = np.random.default_rng(0)
+SIZES = jnp.array([40, 24], jnp.int32)
+IDS = jnp.asarray(RNG.integers(0, 2, (64, 1)), jnp.int32)
+SPLIT = PartitionSpec("d")
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+XS, WS, STACKS = normal(4, 64, 64), normal(2, 64, 64), normal(4, 2, 64, 64)
+GROUPED = {
+    "all": (jax_mx.ragged_dot, (XS, STACKS, jnp.tile(SIZES, (4, 1)))),
+    "rows": (lambda x: jax_mx.ragged_dot(x, WS, SIZES), (XS,)),
+    "moe": (lambda x: jax_mx.moe(x, IDS, jnp.ones((64, 1)), WS, WS[:, :32]), (XS,)),
+    "groups": (lambda sizes: jax_mx.Groups.from_sizes(sizes, 64).rows, (jnp.tile(SIZES, (4, 1)),)),
+}
+
+
+@pytest.fixture
+def mesh():
+    if len(jax.devices("cpu")) < 4:
+        pytest.skip("four devices")
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((2, 2), ("d", "e"), (AxisType.Explicit,) * 2, devices=devices)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+thorough = pytest.mark.thorough  # each compiles for ten seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        pytest.param("groups", SPLIT),
+        pytest.param("rows", SPLIT),
+        *(
+            pytest.param(name, spec, marks=thorough)
+            for name in ("all", "moe")
+            for spec in (SPLIT, PartitionSpec(("d", "e")))
+        ),
+    ],
+)
+def test_vmap_of_groups_over_an_axis_that_an_explicit_mesh_splits(name, spec, mesh):
+    """The bits of a loop, of gradients too; each device computes its own entries."""
+    call, args = GROUPED[name]
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a in args]
+    run = call
+    if name != "groups":
+        run = jax.value_and_grad(lambda *args: (call(*args) ** 2).sum())
+    one = jax.jit(run)
+    want = [one(*(a[i] for a in args)) for i in range(4)]
+    got = jax.jit(jax.vmap(run))(*placed)
+    for i, each in enumerate(want):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(each), strict=True):
+            assert_bits_equal(np.asarray(a)[i], np.asarray(b))
+
+
+@pytest.mark.parametrize(
+    ("op", "part"),
+    [
+        (r"MXArray\[\.\.\.\]", lambda q: q[5:9]),
+        (r"MXArray\[\.\.\.\]", lambda q: q[3]),
+        (r"MXArray\[\.\.\.\]", lambda q: q[jnp.array([1, 2])]),
+        (r"MXArray\[\.\.\.\]", lambda q: [*q]),
+        (r"MXArray\.reshape", lambda q: q.reshape(3, 16, 64)),
+    ],
+)
+def test_parts_of_an_array_that_an_explicit_mesh_splits(op, part, mesh):
+    """The sentence advises what an MXArray has, and the advice works."""
+    q = jax_mx.quantize(jax.device_put(jnp.ones((48, 64)), NamedSharding(mesh, SPLIT)))
+    with pytest.raises(Exception, match=rf"^{op}: on a mesh with explicit axes .*jax_mx\.reshard"):
+        part(q)
+    part(jax_mx.reshard(q, PartitionSpec()))
+
+
+def test_a_symbolic_number_of_groups_is_exported():
+    (g,) = jax.export.symbolic_shape("g")
+    args = (
+        jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        jax.ShapeDtypeStruct((g, 64, 64), jnp.float32),
+        jax.ShapeDtypeStruct((g,), jnp.int32),
+    )
+    checks = jax_mx.DISABLE_EXPORT_CHECKS
+    exported = jax.export.export(jax.jit(jax_mx.ragged_dot), disabled_checks=checks)(*args)
+    want = jax_mx.ragged_dot(XS[0], WS, SIZES)
+    np.testing.assert_allclose(exported.call(XS[0], WS, SIZES), want, rtol=1e-5, atol=1e-5)
+
+
+class Elsewhere:
+    """A stand-in for parts of an array that other processes hold."""
+
+    is_fully_addressable = is_fully_replicated = False
+
+
+def test_arrays_of_several_processes_are_not_saved_by_one(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    monkeypatch.setattr("jax_mx.ops.checkpoints.jax.Array", Elsewhere)
+    with pytest.raises(ValueError, match=r"^save_safetensors: 'w' lies on devices of several proc"):
+        jax_mx.save_safetensors({"w": Elsewhere()}, tmp_path / "file")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors"])
+def test_an_index_names_files_of_its_folder_alone(file, tmp_path):
+    index = tmp_path / gpt_oss.INDEX
+    index.write_text(f'{{"weight_map": {{"w": "{file}"}}}}')
+    with pytest.raises(ValueError, match="a file outside of its folder"):
+        gpt_oss.load_experts(tmp_path, 0)
+
+
+def test_a_long_name_leaves_the_other_columns_in_sight():
+    row = {"tensor": "a" * 3000 + "end", "shape": (1,), "format": "f", "scaling": "s", "snr": 1.0}
+    row |= {"relative_error": 0.0, "saturated": 0.0, "ratio": 1.0, "equal": None, "seconds": None}
+    (cells,) = table([row | {"bandwidth": None, "remark": ""}])[1]
+    assert len(cells[0]) <= 80 and cells[0].endswith("...") is False and cells[0].endswith("end")
