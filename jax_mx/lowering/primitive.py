@@ -520,7 +520,8 @@ def _reduced(
     (aval,) = ctx.avals_out
     own = jnp.finfo(aval.dtype)
     if own.bits <= 8 and (exponent_bits, mantissa_bits) == (own.nexp, own.nmant):
-        return [hlo.optimization_barrier([x])]
+        apart: Any = hlo.optimization_barrier([x])
+        return [apart]
     bits = modules.i32_attr(exponent_bits), modules.i32_attr(mantissa_bits)
     out = hlo.reduce_precision(x, *bits)
     return [modules.lower_with_sharding_in_types(ctx, out, aval)]
