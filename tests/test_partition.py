@@ -5,6 +5,7 @@
 
 import functools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -209,18 +210,23 @@ def test_a_window_shard_is_what_a_shard_map_has():
 @pytest.mark.parametrize("specs", [(P("a"), P("a"), P("a")), (P(), P("b"), P()), (P(), P(), P())])
 @pytest.mark.parametrize("implementation", ["xla", "fp8"])
 def test_windows_that_devices_have_several_of(specs, implementation):
-    """Each is a product by itself where one scale a row is wanted: the sum of eight in any case."""
+    """Each is a product by itself where one scale a row is wanted: the sum of eight in any case.
+
+    Each eighth of the tokens is 8 times the one before: a scale of all rounds the first ones away.
+    """
     call, mesh = step(HOPPER, implementation=implementation), mesh_of(2, 4)
-    got, _ = split(call, mesh, specs, None)
-    x, _, dy = floats()
-    parts = [jnp.split(jnp.asarray(a), 8) for a in (x, dy)]
+    x, w, dy = floats()
+    x = x * np.repeat(np.float32(8.0) ** np.arange(8), len(x) // 8)[:, None]
+    got, _ = split(call, mesh, specs, None, (x, w, dy / x.max(1, keepdims=True)))
+    parts = [jnp.split(jnp.asarray(a), 8) for a in (x, dy / x.max(1, keepdims=True))]
     each = [
         jax.jit(step(ROWS))(x, jnp.asarray(floats()[1]), dy)[2]
         for x, dy in zip(*parts, strict=True)
     ]
     want = np.sum(np.stack(each), 0, dtype=np.float64)
     np.testing.assert_allclose(got[2], want, atol=1e-5 * np.abs(want).max())
-    assert np.abs(got[2] - alone("rows")[2]).max() > 2e-5 * np.abs(want).max()
+    rows = jax.jit(step(ROWS))(x, w, dy / x.max(1, keepdims=True))[2]
+    assert np.abs(got[2] - rows).max() > 1e-3 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("rows", [992, 1000])
@@ -466,7 +472,7 @@ def test_a_products_shard_is_a_kernel(on_hopper):
 
 def test_a_quantizers_shard_is_kernels(on_hopper):
     """Amaxes and codes of a device's rows, both ways; nothing crosses devices but those of w."""
-    for n, dtype_rows in ((0, 8192), (1, 512)):
+    for n in (0, 1):
         config = config_of(on_hopper, "quantize_rows", n)
         counts, shape = config["parameters"]["rows"], config["rule"][2]
         m, k = (512, 1024) if counts == [1, 1] else (8192, 512)
@@ -479,7 +485,7 @@ def test_a_quantizers_shard_is_kernels(on_hopper):
 
 
 # ---- a whole step ---
-SIZES = llama.Sizes(2, 256, 512, heads=4, kv_heads=2, head=64, vocabulary=256)
+MODEL = llama.Sizes(2, 256, 512, heads=4, kv_heads=2, head=64, vocabulary=256)
 
 
 @pytest.mark.parametrize("kind", ["jit", pytest.param("explicit", marks=pytest.mark.thorough)])
@@ -488,19 +494,20 @@ def test_what_a_llama_step_moves(kind):
 
     In float32 the embedding and the output matrix, which are no products of ours, and norms.
     """
-    model = llama.Model(SIZES, llama.Ours(HOPPER), llama.split_of(kind, 8))
-    tokens = np.random.default_rng(0).integers(0, SIZES.vocabulary, (8, 65), np.int32)
+    model = llama.Model(MODEL, llama.Ours(HOPPER), llama.split_of(kind, 8))
+    tokens = np.random.default_rng(0).integers(0, MODEL.vocabulary, (8, 65), np.int32)
     with model.setting():
         state, text = model.placed(jax.random.key(0), tokens)
         moved = program.collectives(model.jitted(model.step).lower(state, text).compile().as_text())
-    weights = sum(k * n for k, n in SIZES.products.values())  # of a layer
-    passes, scales = 3, 33 / 32  # forward, forward again in the backward pass, dgrad
-    others = SIZES.vocabulary * SIZES.width * 2
-    assert moved.pop(("all-gather", "u8")) == SIZES.layers * passes * weights * scales
-    assert moved.pop(("reduce-scatter", "f32")) == SIZES.layers * weights * 4 // 8
+    weights = sum(k * n for k, n in MODEL.products.values())  # of a layer
+    # Forward, again in the backward pass, where nobody reads the result of the last one, and dgrad.
+    bytes_moved = (3 * weights - math.prod(MODEL.products["down"])) * 33 / 32
+    others = MODEL.vocabulary * MODEL.width * 2
+    assert moved.pop(("all-gather", "u8")) == MODEL.layers * bytes_moved
+    assert moved.pop(("reduce-scatter", "f32")) == MODEL.layers * weights * 4 // 8
     assert moved.pop(("all-gather", "f32")) == others * 4
     assert moved.pop(("all-reduce", "f32")) < others * 4 * 1.02
-    assert moved.pop(("all-reduce", "u32")) < weights * scales / 32
+    assert moved.pop(("all-reduce", "u32")) < weights / 16
     assert not moved
 
 
