@@ -49,6 +49,7 @@ from jax_mx.products.kernels import swapped_floats
 from jax_mx.sources.codes import CodesSource
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.gated_pair import GatedPairSource
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -99,7 +100,7 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
 
 
 # What makes the floats whose amaxes a kernel finds, by its word.
-MADE = {str(source): source for source in (GatedSource(), GradientSource())}
+MADE = {str(source): source for source in (GatedSource(), GatedPairSource(), GradientSource())}
 
 
 def amaxes(x, *other, implementation: str, source=X):

@@ -126,11 +126,18 @@ def test_what_is_made_is_quantized_in_windows_of_rows():
         x, dy = any_bits(rng, (rows, 2 * columns)), any_bits(rng, (rows, columns))
         own, back = jax_mx.Gated("swiglu"), jax_mx.Gated("swiglu", gradient=jnp.asarray(dy))
         both = functools.partial(jax_mx.quantize_both, transpose=(False, True))
+
+        def of_pair(quantize, x, **how):
+            gate, up = jnp.split(x, 2, -1)
+            return quantize(gate, activation=jax_mx.Gated("swiglu", up=up), **how)
+
         for op in (
             functools.partial(jax_mx.quantize, activation=own),
             functools.partial(jax_mx.quantize, activation=own, axis=-2, transpose=True),
             functools.partial(both, activation=own),
             functools.partial(both, activation=back),
+            functools.partial(of_pair, jax_mx.quantize),
+            functools.partial(of_pair, both),
         ):
             f = functools.partial(op, window="row")
             poison_memory()

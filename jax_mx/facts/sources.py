@@ -35,6 +35,7 @@ class Source:
       tuned_as: what the tuning tables call it.
       tiled_scales: whether kernels write its scales in tiles, too.
       has_slabs: whether x may have more than two dimensions, where rows are quantized alone.
+      of_rows_alone: whether kernels have it in windows of rows alone; else XLA makes the floats.
       derivative: what has a derivative instead, a sentence; "": codes have none.
     """
 
@@ -43,6 +44,7 @@ class Source:
     tuned_as: ClassVar[str] = ""
     tiled_scales: ClassVar[bool] = True
     has_slabs: ClassVar[bool] = False
+    of_rows_alone: ClassVar[bool] = False
     derivative: ClassVar[str] = ""
 
     def __bool__(self) -> bool:

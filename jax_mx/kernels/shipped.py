@@ -19,6 +19,7 @@ from jax_mx.facts.windows import ROW
 from jax_mx.sources.codes import CodesSource
 from jax_mx.sources.gated import ACTIVE, GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.gated_pair import GatedPairSource
 from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
@@ -29,6 +30,7 @@ SOURCES: tuple[Source, ...] = (
     RowsSource(),
     *(CodesSource(format.name) for format in (MXFP8_E4M3, MXFP8_E5M2)),
     *(GatedSource(*fields) for fields in itertools.product(ACTIVE, _TWO, _TWO)),
+    GatedPairSource(),
     *(GradientSource(*fields) for fields in itertools.product(ACTIVE, _TWO, _TWO)),
     *(NormSource(0.0, *fields) for fields in itertools.product(_TWO, _TWO)),
 )

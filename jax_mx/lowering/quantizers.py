@@ -18,6 +18,7 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from jax_mx import reference
+from jax_mx.arrays.reshaping import Shape
 from jax_mx.arrays.sharding import is_explicit, spec_of, spread
 from jax_mx.arrays.views import Result, View, Viewed
 from jax_mx.facts.directions import Blocks
@@ -136,7 +137,7 @@ def _of_blocks(amax, y, result: Result):
     return amax if amax.shape == shape else spread(amax, shape, spec_of(y))
 
 
-def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array], along: Sequence):
+def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array], along: Shape):
     """For each block of what is scaled its window's largest magnitude; None: its own.
 
     `along` are the dimensions of a whole row.

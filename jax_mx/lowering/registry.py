@@ -168,8 +168,9 @@ def last_axis_plans(plan: Plan) -> list[Plan]:
 
 def is_fused(plan: AnyPlan) -> bool:
     """Whether a kernel of some DSL serves a plan by itself, whatever makes its floats."""
-    find = _product_for if isinstance(plan, ProductPlan) else _variant_for
-    return any(find(plan, dsl)[0] is not None for dsl in chip_table.ARCHS)
+    if isinstance(plan, ProductPlan):
+        return any(_product_for(plan, dsl)[0] is not None for dsl in chip_table.ARCHS)
+    return any(_variant_for(plan, dsl)[0] is not None for dsl in chip_table.ARCHS)
 
 
 # ---- kernels ---

@@ -16,6 +16,7 @@ from jax_mx.facts.sources import Source
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.gated_pair import GatedPairSource
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("operands",), meta_fields=("source",))
@@ -107,10 +108,12 @@ class Gated:
         Raises:
           TypeError, ValueError: weights or the gradient do not fit.
         """
-        if not self.has_gate or self.up is not None:
+        if not self.has_gate or (self.up is not None and (floats or sums)):
             return None
         gates = self.gates_of(op, x)
         weights = weights_of(op, gates, self.weights)
+        if self.up is not None:
+            return Of(GatedPairSource(self.name), (jnp.asarray(self.up), weights))
         if self.gradient is None:
             return Of(GatedSource(self.name, self.interleaved, floats), (weights,))
         source = GradientSource(self.name, self.interleaved, sums)

@@ -22,6 +22,7 @@ from jax_mx.kernels.cutedsl.kernel import largest
 from jax_mx.kernels.cutedsl.products import ProductEntry, vector
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.gated_pair import GatedPairSource
 
 MAGNITUDES = {2: 0x7FFF7FFF, 4: 0x7FFFFFFF}  # by the bytes of an element
 
@@ -200,18 +201,20 @@ class AmaxesOfMade(Amaxes):
         super().__init__(product, arch, vectors)
         self.source = SOURCES[product.source]
         self.signature = signature_of(product.op, source=self.source)
-        self.given = 2 + ("dy" in [array.name for array in self.signature.operands])
+        names = [array.name for array in self.signature.operands]
+        self.given = 2 + ("dy" in names)
+        self.halves = 1 if "up" in names else 2  # of a row of x
         self.deep = 2 if self.given > 2 else 4
 
     @property
     def extents(self) -> list[Extent]:
-        """Rows; columns of gates and ups."""
+        """Rows; columns of x."""
         return [Extent(0, i, i + 1) for i in range(2)]
 
     @property
     def grid(self) -> list:
         """A thread block for each tile."""
-        sizes = zip(self.extents, (self.rows, 2 * self.columns), strict=True)
+        sizes = zip(self.extents, (self.rows, self.halves * self.columns), strict=True)
         return [GridTerm(0, Factor(extent, size)).to_json() for extent, size in sizes]
 
     @property
@@ -225,20 +228,20 @@ class AmaxesOfMade(Amaxes):
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """16 bytes, or an element, for floats."""
-        if array.name in ("x", "dy", "floats"):
+        if array.name in ("x", "up", "dy", "floats"):
             return 16 if self.vectors else self.itemsize
         return 4
 
     def element_of(self, array: Array):
         if array.name == "weights":
             return cutlass.Float32
-        return cutlass.BFloat16 if array.name in ("x", "dy", "floats") else Uint32
+        return cutlass.BFloat16 if array.name in ("x", "up", "dy", "floats") else Uint32
 
     @cute.kernel
     def kernel(self, pointers, scalars):
         arrays = self.signature.named(pointers)
         r, wide, _ = scalars
-        c = wide // 2
+        c = wide // self.halves
         warps: cutlass.Constexpr = self.threads // 32
         each: cutlass.Constexpr = self.rows // warps  # rows of a warp
         deep: cutlass.Constexpr = self.deep
@@ -297,8 +300,10 @@ class AmaxesOfMade(Amaxes):
             if (first < r) & (at < c):
                 for i in range_constexpr(self.deep):
                     for k in range_constexpr(2):
-                        start = (Int64(first + i) * 2 + k) * c + at
-                        self.load(arrays["x"].toint() + start * 2, held[None, j, i, k])
+                        array, start = "x", (Int64(first + i) * 2 + k) * c + at
+                        if const_expr(self.halves == 1):
+                            array, start = ("x", "up")[k], Int64(first + i) * c + at
+                        self.load(arrays[array].toint() + start * 2, held[None, j, i, k])
                     if const_expr(self.given > 2):
                         start = Int64(first + i) * c + at
                         self.load(arrays["dy"].toint() + start * 2, held[None, j, i, 2])
@@ -321,7 +326,7 @@ class AmaxesOfMade(Amaxes):
                 vector(address + 4 * w + 2, Uint16)[0] = Uint16(words[w] >> Uint32(16))
 
 
-SOURCES = {str(source): source for source in (GatedSource(), GradientSource())}
+SOURCES = {str(s): s for s in (GatedSource(), GatedPairSource(), GradientSource())}
 
 
 def entries(product: ProductKernel, arch: str) -> list[ProductEntry]:

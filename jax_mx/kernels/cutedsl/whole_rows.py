@@ -183,6 +183,7 @@ class WholeRows(WholeBlocks):
         What is beyond a row of finite numbers is 0, as gate and up are.
         """
         row, length, vectors = of_row
+        name: cutlass.Constexpr = self.source.facts["activation"]
         count: cutlass.Constexpr = rX.shape[1]
         together: cutlass.Constexpr = min(TOGETHER, count)
         rM = cute.make_rmem_tensor(1, Float32)
@@ -197,23 +198,21 @@ class WholeRows(WholeBlocks):
             for i in range_constexpr(together):
                 own = at + (begin + i) * apart
                 for half in range_constexpr(2):
-                    number = Int64(row) * (2 * length)
-                    if const_expr(self.source.interleaved):
-                        number = number + 2 * own + half
-                    else:
-                        number = number + half * length + own
-                    self.take(arrays["x"], number, own, vectors, both[half][None, i])
+                    array, number = self.of_half(half, row, length, own)
+                    self.take(arrays[array], number, own, vectors, both[half][None, i])
             for i in range_constexpr(together):
                 gates, ups, made = (
                     cute.recast_tensor(r, Uint32)
                     for r in (both[0][None, i], both[1][None, i], rX[None, begin + i])
                 )
-                if const_expr(self.source.interleaved):
-                    activations.part(gates, ups)
                 for w in range_constexpr(WORDS):
-                    made[w] = activations.gated(
-                        self.source.activation, gates[w], ups[w], rM[0], self.dtype
-                    )
+                    made[w] = activations.gated(name, gates[w], ups[w], rM[0], self.dtype)
+
+    def of_half(self, half: int, row, length, at) -> tuple:
+        """Where a row's vectors of gates, or of ups, are: the array, and the vector's number."""
+        if "up" in [array.name for array in self.signature.operands]:
+            return ("x", "up")[half], Int64(row) * length + at
+        return "x", (2 * Int64(row) + half) * length + at
 
     @cute.jit
     def put(self, arrays, number: Int64, rX, inverse):
@@ -230,4 +229,4 @@ def _gated(entry: WholeRows, *where) -> None:
     entry.gate(*where)
 
 
-LOADERS = {"gated": _gated}
+LOADERS = {"gated": _gated, "gated_pair": _gated}
