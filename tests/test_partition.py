@@ -20,7 +20,6 @@ from helpers import (
     free_port,
     lowered_apart,
     on_eight,
-    random_bits,
     with_table,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -28,7 +27,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from benchmarks import llama, program
 from jax_mx import MXFP4, MXFP8, Product, Recipe
-from jax_mx.facts.layouts import BLOCKED_128X4
 from jax_mx.lowering import partition, plan, primitive
 from jax_mx.lowering.partition import Rule, chosen
 from jax_mx.products import multiply
@@ -343,7 +341,8 @@ def test_two_processes():
         with jax.default_device(jax.local_devices()[0]):
             want = [np.asarray(a) for a in jax.jit(step(HOPPER))(*map(jnp.asarray, floats()))]
         where = NamedSharding(mesh, P("a"))
-        put = [jax.make_array_from_callback(a.shape, where, lambda at, a=a: a[at]) for a in floats()]
+        make = lambda a: jax.make_array_from_callback(a.shape, where, lambda at: a[at])
+        put = [*map(make, floats())]
         got = jax.jit(step(HOPPER), out_shardings=where)(*put)
         for i, (g, w) in enumerate(zip(got, want)):
             for shard in g.addressable_shards:
@@ -356,25 +355,6 @@ def test_two_processes():
 
 
 # ---- what falls back ---
-def explained(call, *args) -> str:
-    return str(jax_mx.explain(call, *args, device="sm_90"))
-
-
-def test_tiles_are_left_to_xla():
-    """A weight in tiles is not shared by a rule, which `explain` says; values stay right."""
-    mesh = mesh_of(8, names="a")
-    x, w, _ = floats()
-    q = jax_mx.quantize(w.T, scale_layout=BLOCKED_128X4)
-    with jax.set_mesh(mesh):
-        put = jax.device_put(x, NamedSharding(mesh, P("a")))
-        call = lambda x, q: jax_mx.matmul(x, q.mT)  # noqa: E731
-        text = jax.jit(call).lower(put, q).as_text()
-        assert partition.TARGET not in text
-        assert_bits_equal(jax.jit(call)(put, q), jax.jit(call)(jnp.asarray(x), q))
-        like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("a")))
-        assert "reads tiles, which XLA does not split" in explained(call, like, q)
-
-
 def test_axes_that_a_shard_map_leaves_to_xla():
     mesh = mesh_of(2, 4)
     local = jax.shard_map(
@@ -394,6 +374,10 @@ def test_axes_that_a_shard_map_leaves_to_xla():
         y, dx, _ = lowered.compile()(*put)
     for a, b in zip((y, dx), alone("rows")[:2], strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max())
+    like = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in floats()]
+    with jax.set_mesh(mesh):
+        why = str(jax_mx.explain(local, *like, device="sm_90"))
+    assert "is not split along axes that a jax.shard_map around it leaves to XLA" in why
 
 
 def test_codes_are_multiplied_on_explicit_axes():

@@ -123,9 +123,6 @@ def _reads_codes(contraction: Contraction) -> bool:
 def _obstacle(contraction: Contraction, target: Target) -> str:
     """Why devices do not share a contraction by a rule; empty where they do."""
     sides = (contraction.lhs, contraction.rhs)
-    arrays = [x for x in sides if isinstance(x, MXArray)]
-    if any(q.scale_layout.is_tiled or q.value_layout.is_tiled for q in arrays):
-        return "reads tiles, which XLA does not split; use jax.shard_map"
     if any(0 in x.shape for x in sides):
         return "has no elements to split"
     return partition.obstacle(target, jax.tree.leaves((*sides, contraction.sizes)))
