@@ -240,7 +240,7 @@ def test_windows_that_devices_have_several_of(specs, implementation):
 @pytest.mark.parametrize("rows", [992, 1000])
 def test_tokens_that_devices_cannot_share_in_whole_blocks(rows):
     """The window "shard" is a row then, as without devices."""
-    arrays = [a[:rows] if len(a) == 1024 else a for a in floats()]
+    arrays = [np.asarray(a)[:rows] if len(a) == 1024 else a for a in floats()]
     got, _ = split(step(HOPPER), mesh_of(8, names="a"), (P(), P(), P()), None, arrays)
     want = jax.jit(step(ROWS))(*map(jnp.asarray, arrays))
     for a, b in zip(got, want, strict=True):

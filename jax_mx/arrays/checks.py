@@ -188,7 +188,7 @@ def window_of(op: str, window: Any, *more: Window) -> Window:
             window = whole(window)
     except TypeError as error:
         raise TypeError(sentence) from error
-    if window not in (*WINDOWS, *more):
+    if (*WINDOWS, *more).count(window) == 0:
         raise ValueError(sentence)
     return window
 

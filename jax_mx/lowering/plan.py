@@ -154,10 +154,8 @@ class Plan:
     @property
     def of_rows(self) -> Plan:
         """The plan of rows in place of a shard's part of them: the call has their amaxes."""
-        each = (
-            dataclasses.replace(own, window=of_kernels(own.window)) for own in self.preprocessing
-        )
-        return dataclasses.replace(self, preprocessing=tuple(each))
+        known = (dataclasses.replace(p, window=of_kernels(p.window)) for p in self.preprocessing)
+        return dataclasses.replace(self, preprocessing=tuple(known))
 
     @property
     def in_blocks(self) -> Plan:
@@ -343,8 +341,8 @@ def _as_is(value: Any) -> Any:
     return tuple(map(_as_is, value)) if isinstance(value, list) else value
 
 
-def _preprocessing(each: Any) -> tuple[Preprocessing, ...]:
-    return tuple(Preprocessing(**{k: _as_is(v) for k, v in own.items()}) for own in each)
+def _preprocessing(several: Any) -> tuple[Preprocessing, ...]:
+    return tuple(Preprocessing(**{k: _as_is(v) for k, v in one.items()}) for one in several)
 
 
 _READ: Mapping[str, Callable[[Any], Any]] = {

@@ -572,9 +572,9 @@ def split_call(
         operand_layouts=None,
         result_layouts=None,
     )
-    notation, how = rule
-    own = str_to_sdy_sharding_rule(notation, **how)
-    call.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(own, ins, outs)
+    notation, kinds = rule
+    parsed = str_to_sdy_sharding_rule(notation, **kinds)
+    call.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(parsed, ins, outs)
     results = bitcast(call.results, types(ctx.avals_out, False))
     pairs = zip(results, ctx.avals_out, strict=True)
     return [modules.lower_with_sharding_in_types(ctx, y, aval) for y, aval in pairs]
@@ -653,8 +653,8 @@ def joined(shape: Any, shardings: list[Any]) -> Any:
 def sharding_of(sizes: Mapping[str, int], spec: Sequence[tuple[str, ...]]) -> Any:
     """XLA's sharding of an array whose dimensions are split over these axes."""
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    own = jax.sharding.NamedSharding(mesh, PartitionSpec(*(names or None for names in spec)))
-    return own._to_xla_hlo_sharding(len(spec))
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec(*(names or None for names in spec)))
+    return sharding._to_xla_hlo_sharding(len(spec))
 
 
 def split_in(sharding: Any, sizes: Mapping[str, int], ndim: int) -> list | None:

@@ -103,8 +103,8 @@ def find(variant: Binary, arch: str) -> Artifact | None:
         found = _whole(key, facts, BINARIES)
         if found is not None:
             return found
-    own = _cached(key, _own[0]) if _own else None
-    return _cached(key, cache()) or own or _brought.get(key)
+    of_process = _cached(key, _own[0]) if _own else None
+    return _cached(key, cache()) or of_process or _brought.get(key)
 
 
 # ---- kernels that a program carries to where shards are compiled ---

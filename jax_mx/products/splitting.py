@@ -136,8 +136,7 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
     units: dict[str, int] = {}
     lengths: dict[str, int] = {}
     for x, names in zip(sides, factors, strict=True):
-        each = zip(names, x.shape, _units(x), strict=True)
-        for name, length, unit in each:
+        for name, length, unit in zip(names, x.shape, _units(x), strict=True):
             lengths[name] = length
             units[name] = math.lcm(units.get(name, 1), unit)
     if windows > 1:
@@ -162,12 +161,12 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
 
 def _equal(rule: Rule, sides: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
     """For each operand the factors along which its elements are equal: scales along a row."""
-    each: list[tuple[str, ...]] = []
+    equal: list[tuple[str, ...]] = []
     for x in sides:
-        dims = rule.operands[len(each)]
+        dims = rule.operands[len(equal)]
         is_row = isinstance(x, MXArray) and x.window == ROW
-        each += [(), (dims[x.axis],) if is_row else ()] if isinstance(x, MXArray) else [()]
-    return (*each, *[()] * (len(rule.operands) - len(each)))
+        equal += [(), (dims[x.axis],) if is_row else ()] if isinstance(x, MXArray) else [()]
+    return (*equal, *[()] * (len(rule.operands) - len(equal)))
 
 
 def _named(rule: Rule, contraction: Contraction) -> tuple[tuple[str, ...], ...]:
@@ -249,9 +248,9 @@ def parameters_of(splitting: Splitting, served: Served) -> dict[str, Any]:
 @partition.of_shards(NAME)
 def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
     """A device's part of a product, of a part of its operands."""
-    contracting, batch, dtype, *rest = parameters["numbers"]
-    pairs = [tuple(map(tuple, pair)) for pair in (contracting, batch)]
-    numbers = Numbers(*pairs, jnp.dtype(dtype), *rest)
+    contracting, batch, dtype, groups, align, exact = parameters["numbers"]
+    pairs: Any = [tuple(map(tuple, pair)) for pair in (contracting, batch)]
+    numbers = Numbers(pairs[0], pairs[1], jnp.dtype(dtype), groups, align, exact)
     plan = None if parameters["plan"] is None else plan_in(parameters["plan"])
     assert plan is None or isinstance(plan, ProductPlan)
     served = Served(parameters["implementation"], plan=plan)
@@ -259,14 +258,15 @@ def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
     count = 1 if windows == 1 else windows // split.of(_summed(numbers)[-1])
 
     def run(*leaves: jax.Array) -> list[jax.Array]:
-        rest, sides = iter(leaves), []
+        rest, sides = iter(leaves), list[Any]()
         for fields in parameters["operands"]:
             if fields is None:
                 sides.append(next(rest))
             else:
                 arrays = next(rest), next(rest)
                 sides.append(MXArray(*arrays, **metadata.read(NAME, fields)))
-        return [computed(Contraction(numbers, *sides, next(rest, None)), served, count)]
+        lhs, rhs = sides
+        return [computed(Contraction(numbers, lhs, rhs, next(rest, None)), served, count)]
 
     return run
 
@@ -286,7 +286,7 @@ def computed(contraction: Contraction, served: Served, windows: int = 1) -> jax.
             _part(x, dims[-1], i, windows)
             for x, dims in zip((contraction.lhs, contraction.rhs), numbers.contracting, strict=True)
         ]
-        y = run(Contraction(numbers, *sides), served)
+        y = run(Contraction(numbers, sides[0], sides[1]), served)
         total = y if total is None else total + y
     return total.astype(contraction.numbers.dtype)
 
