@@ -31,7 +31,7 @@ from jax_mx import MXFP8, Recipe
 from jax_mx.facts.product_kernels import Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Variant
-from jax_mx.lowering import store
+from jax_mx.lowering import partition, store
 from jax_mx.products.recipes import RECIPES
 
 GOLDEN_FILE = GOLDEN / "lowered_calls.json"
@@ -65,7 +65,7 @@ def describe(kernel: Binary, arch: str) -> Described:
     """The kernel of an arch, which nobody compiles."""
     del arch
     does, operands = words(kernel)
-    return Described({}, Path(), b"", does, (*operands,))
+    return Described({"sha256": ""}, Path(), b"", does, (*operands,))
 
 
 @contextlib.contextmanager
@@ -161,6 +161,8 @@ class Walk:
             target = ir.StringAttr(op.attributes["call_target_name"]).value
             if target == store.TARGET:
                 self.events.append(f"{asked_of(op)}: {types_of(op)}")
+            elif target == partition.TARGET:
+                self.events.append(f"{split_by(op)}: {types_of(op)}")
             elif target not in KNOWN:
                 target = re.sub(r"_v\d+$", "", target)  # Pallas counts its calls' versions
                 self.events.append(f"custom call {target}: {types_of(op)}")
@@ -185,6 +187,16 @@ def asked_of(op: ir.Operation) -> str:
     present = [name for i, name in enumerate(names.split()) if i not in absent]
     merge = f", merge {integers(config['merge'])}" if "merge" in config else ""
     return f"{does} on {' '.join(chips)}{merge}, of {' '.join(present)}"
+
+
+def split_by(op: ir.Operation) -> str:
+    """What XLA splits, and the kernels that devices may run."""
+    config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
+    by = [
+        config["parameters"].get("implementation", "rows"),
+        *sorted(kernel["name"] for kernel in config.get("kernels", ())),
+    ]
+    return f"split {config['name']} by {' '.join(by)}"
 
 
 def integers(attribute: ir.Attribute) -> list[int]:

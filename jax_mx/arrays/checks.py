@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -188,9 +188,9 @@ def window_of(op: str, window: Any, *more: Window) -> Window:
             window = whole(window)
     except TypeError as error:
         raise TypeError(sentence) from error
-    if (*WINDOWS, *more).count(window) == 0:
+    if window not in (*WINDOWS, *more):
         raise ValueError(sentence)
-    return window
+    return cast(Window, window)
 
 
 def blocks_in(op: str, window: Window, block: tuple[int, ...]) -> tuple[int, ...]:
