@@ -102,9 +102,13 @@ def check_made(word):
     """What a source makes, and its amaxes, beside XLA's: tails, any address, any bits."""
     rng, source = np.random.default_rng(26), MADE[word]
     for rows, columns, offset in [(32, 32, 0), (160, 544, 0), (4128, 96, 0), (96, 1568, 1)]:
-        shapes = [(rows, 2 * columns), (rows,), (rows, columns)][: len(source.operands)]
-        whole = [any_bits(rng, (math.prod(s) + offset,)) for s in shapes]
-        whole[1] = whole[1].astype(np.float32)
+        gates = 1 + ("up" not in [array.name for array in source.operands])
+        each = {"x": (rows, gates * columns), "weights": (rows,)}
+        shapes = [each.get(array.name, (rows, columns)) for array in source.operands]
+        whole = [
+            any_bits(rng, (math.prod(shape) + offset,), array.dtype or jnp.bfloat16)
+            for shape, array in zip(shapes, source.operands, strict=True)
+        ]
 
         def f(*whole, implementation):
             arrays = [a[offset:].reshape(s) for a, s in zip(whole, shapes, strict=True)]  # noqa: B023

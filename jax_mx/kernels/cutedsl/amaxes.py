@@ -171,22 +171,24 @@ class Amaxes(ProductEntry):
     def raise_columns(self, to: Int64, below, count):
         """What all warps found of the thread block's columns; `count` are there."""
         warps: cutlass.Constexpr = self.threads // 32
-        words: cutlass.Constexpr = self.itemsize // 2  # of two columns
+        words: cutlass.Constexpr = self.itemsize // 2  # of two columns, which a thread takes
+        takers: cutlass.Constexpr = self.columns // 2
         tid, _, _ = cute.arch.thread_idx()
         shared = cute.make_tensor(
-            cute.arch.alloc_smem(Uint32, warps * self.threads * words, alignment=16),
+            cute.arch.alloc_smem(Uint32, warps * takers * words, alignment=16),
             cute.make_layout((4, 32, self.steps, warps)),
         )
         for j in range_constexpr(self.steps):
             cute.autovec_copy(below[None, j], shared[None, tid % 32, j, tid // 32])
         cute.arch.sync_threads()
-        pairs = cute.make_tensor(shared.iterator, cute.make_layout((words, self.threads, warps)))
-        most = [pairs[i, tid, 0] for i in range(words)]
+        pairs = cute.make_tensor(shared.iterator, cute.make_layout((words, takers, warps)))
+        taker = tid % takers
+        most = [pairs[i, taker, 0] for i in range(words)]
         for w in range_constexpr(1, warps):
-            most = [self.larger(most[i], pairs[i, tid, w]) for i in range(words)]
+            most = [self.larger(most[i], pairs[i, taker, w]) for i in range(words)]
         if const_expr(words == 1):
             most = [most[0] << Uint32(16), most[0] & Uint32(0xFFFF0000)]
-        if 2 * tid < count:
+        if (2 * tid < count) & (tid < takers):
             raise_to(to + Int64(8 * tid), most[0])
             raise_to(to + Int64(8 * tid + 4), most[1])
 
@@ -194,7 +196,8 @@ class Amaxes(ProductEntry):
 class AmaxesOfMade(Amaxes):
     """Those of what a source makes of gates, ups and weights; it also stores what it makes.
 
-    A thread block takes 128 rows and 512 gates, and makes what belongs to these.
+    A thread block takes 128 rows and 512 gates, or of a gradient 256, and makes what belongs to
+    these.
     """
 
     def __init__(self, product: ProductKernel, arch: str, vectors: bool):
@@ -204,7 +207,9 @@ class AmaxesOfMade(Amaxes):
         names = [array.name for array in self.signature.operands]
         self.given = 2 + ("dy" in names)
         self.halves = 1 if "up" in names else 2  # of a row of x
-        self.deep = 2 if self.given > 2 else 4
+        self.deep = 4
+        if self.given > 2:  # with more in registers too few warps would run
+            self.columns, self.steps, self.deep = 256, 1, 2
 
     @property
     def extents(self) -> list[Extent]:
@@ -245,6 +250,7 @@ class AmaxesOfMade(Amaxes):
         warps: cutlass.Constexpr = self.threads // 32
         each: cutlass.Constexpr = self.rows // warps  # rows of a warp
         deep: cutlass.Constexpr = self.deep
+        steps: cutlass.Constexpr = self.steps
         parts: cutlass.Constexpr = self.source.parts
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
@@ -254,17 +260,17 @@ class AmaxesOfMade(Amaxes):
         across = (c + self.columns - 1) // self.columns
         row = bid // across * self.rows + warp * each
         column = bid % across * self.columns
-        below = cute.make_rmem_tensor((4, 2, parts), Uint32)
+        below = cute.make_rmem_tensor((4, steps, parts), Uint32)
         below.fill(0)
         own = Uint32(0)
         for part in range_constexpr(each // deep):
             first = row + part * deep
-            held = cute.make_rmem_tensor((4, 2, deep, self.given), Uint32)
+            held = cute.make_rmem_tensor((4, steps, deep, self.given), Uint32)
             weights = cute.make_rmem_tensor(deep, Float32)
             self.take(arrays, held, weights, (first, r), (column + 8 * lane, c))
             for i in range_constexpr(deep):
                 beside = Uint32(0)
-                for j in range_constexpr(2):
+                for j in range_constexpr(steps):
                     made = cute.make_rmem_tensor((4, parts), Uint32)
                     for w in range_constexpr(4):
                         words = self.made([held[w, j, i, k] for k in range(self.given)], weights[i])
@@ -295,7 +301,7 @@ class AmaxesOfMade(Amaxes):
         if first < r:
             for i in range_constexpr(self.deep):
                 weights[i] = vector(arrays["weights"].toint() + Int64(first + i) * 4, Float32)[0]
-        for j in range_constexpr(2):
+        for j in range_constexpr(self.steps):
             at = column + 256 * j
             if (first < r) & (at < c):
                 for i in range_constexpr(self.deep):
