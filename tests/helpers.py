@@ -50,6 +50,7 @@ from jax_mx.sources.codes import CodesSource
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
+from jax_mx.sources.pair_gradient import PairGradientSource
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -100,7 +101,8 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
 
 
 # What makes the floats whose amaxes a kernel finds, by its word.
-MADE = {str(source): source for source in (GatedSource(), GatedPairSource(), GradientSource())}
+_MADE = (GatedSource(), GatedPairSource(), GradientSource(), PairGradientSource())
+MADE = {str(source): source for source in _MADE}
 
 
 def amaxes(x, *other, implementation: str, source=X):

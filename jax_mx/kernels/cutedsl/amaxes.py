@@ -16,13 +16,14 @@ from cutlass.cutlass_dsl import dsl_user_op
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.launch import Extent, Factor, GridTerm, Scratch, constant
 from jax_mx.facts.product_kernels import ProductKernel
-from jax_mx.facts.signatures import Array, signature_of
+from jax_mx.facts.signatures import Array, Role, signature_of
 from jax_mx.kernels.cutedsl import activations
 from jax_mx.kernels.cutedsl.kernel import largest
 from jax_mx.kernels.cutedsl.products import ProductEntry, vector
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
+from jax_mx.sources.pair_gradient import PairGradientSource
 
 MAGNITUDES = {2: 0x7FFF7FFF, 4: 0x7FFFFFFF}  # by the bytes of an element
 
@@ -207,6 +208,10 @@ class AmaxesOfMade(Amaxes):
         names = [array.name for array in self.signature.operands]
         self.given = 2 + ("dy" in names)
         self.halves = 1 if "up" in names else 2  # of a row of x
+        # Results of each array that is made: maxima of rows, of columns, the floats.
+        names = [array.name for array in self.signature.results]
+        self.made_arrays = [names[i : i + 3] for i in range(0, len(names), 3)]
+        self.beside = self.source.parts // len(self.made_arrays)  # parts of an array's rows
         self.deep = 4
         if self.given > 2:  # with more in registers too few warps would run
             self.columns, self.steps, self.deep = 256, 1, 2
@@ -225,7 +230,8 @@ class AmaxesOfMade(Amaxes):
     @property
     def scratch(self) -> list:
         """Results begin as zeros."""
-        numbers = map(self.signature.number, ("of_rows", "of_columns"))
+        names = (name for each in self.made_arrays for name in each[:2])
+        numbers = map(self.signature.number, names)
         return [
             Scratch(n, (Factor(Extent(n)), Factor(constant(4))), clear=True).to_json()
             for n in numbers
@@ -233,14 +239,12 @@ class AmaxesOfMade(Amaxes):
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """16 bytes, or an element, for floats."""
-        if array.name in ("x", "up", "dy", "floats"):
-            return 16 if self.vectors else self.itemsize
-        return 4
+        return (16 if self.vectors else self.itemsize) if array.role is Role.SOURCE else 4
 
     def element_of(self, array: Array):
         if array.name == "weights":
             return cutlass.Float32
-        return cutlass.BFloat16 if array.name in ("x", "up", "dy", "floats") else Uint32
+        return cutlass.BFloat16 if array.role is Role.SOURCE else Uint32
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -262,34 +266,26 @@ class AmaxesOfMade(Amaxes):
         column = bid % across * self.columns
         below = cute.make_rmem_tensor((4, steps, parts), Uint32)
         below.fill(0)
-        own = Uint32(0)
+        own = cute.make_rmem_tensor(len(self.made_arrays), Uint32)
+        own.fill(0)
         for part in range_constexpr(each // deep):
             first = row + part * deep
             held = cute.make_rmem_tensor((4, steps, deep, self.given), Uint32)
             weights = cute.make_rmem_tensor(deep, Float32)
             self.take(arrays, held, weights, (first, r), (column + 8 * lane, c))
             for i in range_constexpr(deep):
-                beside = Uint32(0)
-                for j in range_constexpr(steps):
-                    made = cute.make_rmem_tensor((4, parts), Uint32)
-                    for w in range_constexpr(4):
-                        words = self.made([held[w, j, i, k] for k in range(self.given)], weights[i])
-                        for p in range_constexpr(parts):
-                            made[w, p] = words[p]
-                            word = words[p] & Uint32(MAGNITUDES[2])
-                            below[w, j, p] = larger(below[w, j, p], word)
-                            beside = larger(beside, word)
-                    at = column + 8 * lane + 256 * j
-                    if (first + i < r) & (at < c):
-                        for p in range_constexpr(parts):
-                            start = (Int64(first + i) * parts + p) * c + at
-                            self.store(arrays["floats"].toint() + start * 2, made[None, p])
-                beside = largest(self.float_bits(beside))
-                own = Uint32(cutlass.select_(lane == part * deep + i, beside, own))
-        if (lane < each) & (row < r):
-            raise_to(arrays["of_rows"].toint() + Int64(row + lane) * 4, own)
+                place: cutlass.Constexpr = (first + i, r, column + 8 * lane, c)
+                found = self.make(arrays, held[None, None, i, None], weights[i], place, below)
+                for a in range_constexpr(len(self.made_arrays)):
+                    most = largest(self.float_bits(found[a]))
+                    own[a] = Uint32(cutlass.select_(lane == part * deep + i, most, own[a]))
+        for a in range_constexpr(len(self.made_arrays)):
+            if (lane < each) & (row < r):
+                to = arrays[self.made_arrays[a][0]].toint()
+                raise_to(to + Int64(row + lane) * 4, own[a])
         for p in range_constexpr(parts):
-            to = arrays["of_columns"].toint() + (Int64(p) * c + column) * 4
+            to = arrays[self.made_arrays[p // self.beside][1]].toint()
+            to = to + (Int64(p % self.beside) * c + column) * 4
             self.raise_columns(to, below[None, None, p], c - column)
 
     @cute.jit
@@ -314,6 +310,39 @@ class AmaxesOfMade(Amaxes):
                         start = Int64(first + i) * c + at
                         self.load(arrays["dy"].toint() + start * 2, held[None, j, i, 2])
 
+    @cute.jit
+    def make(self, arrays, given, weight, place: cutlass.Constexpr, below):
+        """Makes and stores what a lane has of a row; returns words of the largest, of each array.
+
+        Args:
+          arrays: the kernel's.
+          given: words of gates, ups and what else there is.
+          weight: of the row.
+          place: the row, how many there are, the lane's first column, how many there are.
+          below: words of the largest of each column, which may become larger.
+        """
+        row, rows, first, columns = place
+        parts: cutlass.Constexpr = self.source.parts
+        beside = cute.make_rmem_tensor(len(self.made_arrays), Uint32)
+        beside.fill(0)
+        for j in range_constexpr(self.steps):
+            made = cute.make_rmem_tensor((4, parts), Uint32)
+            for w in range_constexpr(4):
+                words = self.made([given[w, j, k] for k in range(self.given)], weight)
+                for p in range_constexpr(parts):
+                    array: cutlass.Constexpr = p // self.beside
+                    made[w, p] = words[p]
+                    word = words[p] & Uint32(MAGNITUDES[2])
+                    below[w, j, p] = larger(below[w, j, p], word)
+                    beside[array] = larger(beside[array], word)
+            at = first + 256 * j
+            if (row < rows) & (at < columns):
+                for p in range_constexpr(parts):
+                    floats = arrays[self.made_arrays[p // self.beside][2]]
+                    start = (Int64(row) * self.beside + p % self.beside) * columns + at
+                    self.store(floats.toint() + start * 2, made[None, p])
+        return beside
+
     def made(self, words: list, weight) -> list:
         """The words of each part that are made of words of what is given."""
         gate, up, *dy = words
@@ -332,7 +361,8 @@ class AmaxesOfMade(Amaxes):
                 vector(address + 4 * w + 2, Uint16)[0] = Uint16(words[w] >> Uint32(16))
 
 
-SOURCES = {str(s): s for s in (GatedSource(), GatedPairSource(), GradientSource())}
+_MADE = (GatedSource(), GatedPairSource(), GradientSource(), PairGradientSource())
+SOURCES = {str(source): source for source in _MADE}
 
 
 def entries(product: ProductKernel, arch: str) -> list[ProductEntry]:
