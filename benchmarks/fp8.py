@@ -63,4 +63,5 @@ def delayed_state() -> Any:
 def delayed(x: jax.Array, w: jax.Array, state: Any) -> jax.Array:
     """x (..., K) times w (K, N), scaled by what `state` holds of the steps before."""
     dims = (((x.ndim - 1,), (0,)), ((), ()))
-    return OP.apply({STATE: state}, x, w, dims)
+    y: Any = OP.apply({STATE: state}, x, w, dims)
+    return y

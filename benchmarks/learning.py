@@ -1,10 +1,10 @@
-"""What each way to multiply costs in learning: losses of a language model that is trained.
+"""Losses of a language model by way to multiply: the cost of each way in learning.
 
     for way in bf16 auto mxfp8 tensorwise flax; do
         timeout 100 python -m benchmarks learning --ways $way --json FILE --join
     done
 
-The model is that of `python -m benchmarks step`, of 168 M parameters by default, and its ways are
+The model is that of `python -m benchmarks step`, of 152 M parameters by default, and its ways are
 those. It learns bytes of text that every machine with Python has: sources and documents of the
 standard library and of installed packages. All ways see the same bytes in the same order and begin
 with the same weights; every fiftieth file is held out. A row has the mean training loss of each
@@ -32,12 +32,12 @@ import optax
 from benchmarks import llama
 from benchmarks.llama import Model, Sizes, State, Way
 from benchmarks.runner import Args, Case, Row
-from benchmarks.step import PEERS, ways
+from benchmarks.step import PEERS, lowered, ways
 
-SIZES = Sizes(layers=10, width=1024, inner=4096, heads=8, kv_heads=8, vocabulary=256)
+SIZES = Sizes(layers=9, width=1024, inner=4096, heads=8, kv_heads=8, vocabulary=256)
 TINY = Sizes(layers=1, width=64, inner=64, heads=1, kv_heads=1, head=64, vocabulary=256)
 EVERY = 50  # steps between two points of a curve
-USUAL = ("bf16", "auto", "rows", "mxfp8", *PEERS)  # without --ways
+USUAL = ("bf16", "auto", "mxfp8", *PEERS)  # without --ways
 SUFFIXES = (".py", ".txt", ".rst", ".md")
 LARGEST = 2**18  # bytes of a file; larger ones are tables more often than text
 HELD_OUT = 50  # one file of so many
@@ -60,7 +60,7 @@ def folders() -> list[Path]:
 
 
 def files(folder: Path) -> Iterator[Path]:
-    """Those with text, by name; packages inside of the standard library's folder left out."""
+    """Files with text, by name; packages inside of the standard library's folder left out."""
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder).parts
         if path.suffix in SUFFIXES and not {"site-packages", "dist-packages"} & {*inner}:
@@ -69,7 +69,7 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 @functools.cache
-def text(most: int = 2**27) -> Text:
+def text(most: int) -> Text:
     """Text of at most so many bytes, each file's content once, files in a random order."""
     contents: dict[bytes, bytes] = {}
     for folder in folders():
@@ -104,35 +104,33 @@ def options(add: Callable[..., Any]) -> None:
     add("--rate", type=float, default=6e-4, help="AdamW's largest")
     add("--seed", type=int, default=0, help="of weights and of what is read when")
     add("--attention", choices=("cudnn", "xla"), help="by default cudnn on a GPU")
+    add("--lower", action="store_true", help="only lower for CUDA, here, as step does")
     add("--seconds", type=float, default=float("inf"), help="after which a way stops early")
 
 
 def cases(args: Args) -> Iterator[Case]:
-    """Every way; without `--ways` those of `USUAL`."""
+    """All ways that `--ways` may name; without it the ways of `USUAL`."""
     heads = args.width // SIZES.head
     sizes = Sizes(args.layers, args.width, args.inner, heads, heads, vocabulary=256)
     steps, batch, length = args.steps, args.batch, args.length
     if args.smoke:
         sizes, steps, batch, length = TINY, 4, 2, 64
-    source = text(2**20) if args.smoke else text()
     names = {
         "parameters": parameters(sizes),
         "batch": batch,
         "length": length,
         "seed": args.seed,
-        "bytes": len(source.train),
-        "files": source.files,
         "device": jax.devices()[0].device_kind,
         "commit": args.commit,
     }
     for name, (way, _) in ways(1).items():
         if args.ways or name in USUAL:
-            measure = functools.partial(measured, name, way, sizes, source, (batch, length, steps))
+            measure = functools.partial(measured, name, way, sizes, (batch, length, steps))
             yield Case("learning", name, {"way": name, **names}, measure)
 
 
 def about() -> None:
-    """Rows say by themselves where they were measured: each way has a process of its own."""
+    """Nothing: each way has a process of its own, and its row has its device and commit."""
 
 
 def parameters(sizes: Sizes) -> int:
@@ -146,15 +144,18 @@ def schedule(rate: float, steps: int) -> Callable[..., Any]:
     return optax.warmup_cosine_decay_schedule(0.0, rate, max(steps // 20, 1), steps)
 
 
-def measured(
-    name: str, way: Way, sizes: Sizes, source: Text, extent: tuple[int, int, int], args: Args
-) -> Row:
+def measured(name: str, way: Way, sizes: Sizes, extent: tuple[int, int, int], args: Args) -> Row:
     """A row's curves."""
     attention = args.attention or ("cudnn" if jax.default_backend() == "gpu" else "xla")
     rate = schedule(args.rate, extent[2])
     model = Model(sizes, way, llama.Split(), "none", attention, rate)
+    if args.lower:
+        with model.setting():
+            return lowered(model, (extent[0], extent[1] + 1))
+    source = text(2**20 if args.smoke else 2**27)
+    read = {"bytes": len(source.train), "files": source.files}
     with model.setting():
-        return learned(name, model, source, extent, args)
+        return read | learned(name, model, source, extent, args)
 
 
 def learned(name: str, model: Model, source: Text, extent: tuple[int, int, int], args: Args) -> Row:

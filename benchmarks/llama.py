@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import jax_mx
 from benchmarks import fp8
 from jax_mx import Recipe
 from jax_mx.facts.windows import ROW
-from jax_mx.products.recipes import recipe_of
+from jax_mx.products.auto import resolved_for_weights
 
 Weights = Mapping[str, Any]
 AXIS = "fsdp"
@@ -50,7 +50,7 @@ class Sizes:
       heads: of queries.
       kv_heads: of keys and values.
       head: elements of a head.
-      vocabulary: tokens that there are.
+      vocabulary: number of different tokens.
     """
 
     layers: int = 6
@@ -84,7 +84,7 @@ class Sizes:
 
 
 class State(NamedTuple):
-    """What a step takes and gives, all in float32.
+    """The arrays that a step takes and gives, all in float32.
 
     Attributes:
       weights: of the model.
@@ -118,7 +118,7 @@ class Split:
         return P(*[None] * (len(shape) - 2), AXIS, None)
 
     def specs(self, tree: Any) -> Any:
-        """That of each array of a pytree."""
+        """The spec of each array of a pytree."""
         return jax.tree.map(lambda a: self.spec(a.shape), tree)
 
     def sharding(self, spec: P) -> Any:
@@ -168,8 +168,8 @@ class Manual(Split):
 
     def weight(self, w: jax.Array, recipe: Recipe | str) -> Any:
         """In MX, quantized before it moves."""
-        if recipe_of("step", recipe).window == ROW:  # longer than a part: gather_weight refuses it
-            return self.whole(w)
+        if resolved_for_weights("step", recipe, w).window == ROW:
+            return self.whole(w)  # a row is longer than a part, so gather_weight refuses it
         return jax_mx.gather_weight(w, P(AXIS), recipe)
 
     def loss(self, fn: Callable[..., Any], weights: Any) -> Callable[..., Any]:
@@ -193,8 +193,8 @@ def split_of(name: str, devices: int) -> Split:
     """One of `SPLITS` over so many devices; one device is alone."""
     if devices == 1:
         return Split()
-    kind, axes = SPLITS[name]
-    return kind(Mesh(np.array(jax.devices()[:devices]), (AXIS,), axis_types=(axes,)))
+    split, axes = SPLITS[name]
+    return split(Mesh(np.array(jax.devices()[:devices]), (AXIS,), axis_types=(axes,)))
 
 
 # ---- products ---
@@ -202,7 +202,7 @@ class Way:
     """How layers multiply: in bfloat16; otherwise by its subclasses."""
 
     def scales(self, layers: int) -> Any:
-        """What products of all layers keep from one step to the next."""
+        """Arrays that products of all layers keep from one step to the next."""
         return {}
 
     def prepared(self, weights: Weights) -> Weights:
@@ -239,7 +239,7 @@ class Delayed(Way):
         return jax.tree.map(lambda a: jnp.tile(a, (layers, *[1] * a.ndim)), one)
 
     def product(self, split: Split, x: jax.Array, w: Any, scales: Any) -> jax.Array:
-        """Its scales are those of before."""
+        """Operands are scaled by amaxes of steps before."""
         return fp8.delayed(x, split.whole(w), scales)
 
 
@@ -263,12 +263,12 @@ class Ours(Way):
         """Quantized, where that is asked for."""
         if not self.once:
             return weights
-        quantize = recipe_of("step", self.recipe).quantize_weight
-        weights = _joined(weights) if self.fused else weights
-        return {
-            name: quantize(w.astype(jnp.bfloat16)) if len(w) > 1 else w  # a norm's has one row
-            for name, w in weights.items()
-        }
+
+        def quantized(w: jax.Array) -> Any:
+            w = w.astype(jnp.bfloat16)
+            return resolved_for_weights("step", self.recipe, w).quantize_weight(w)
+
+        return {name: quantized(w) if len(w) > 1 else w for name, w in weights.items()}  # but norms
 
     def product(self, split: Split, x: jax.Array, w: Any, scales: Any) -> jax.Array:
         """By `jax_mx.matmul`."""
@@ -279,19 +279,12 @@ class Ours(Way):
         """By `jax_mx.mlp`, where that is asked for."""
         if not self.fused:
             return super().mlp(split, x, w, scales)
-        both, down = (_joined(w)[name] for name in ("gate_up", "down"))
-        if not self.once:
-            both, down = (split.weight(each, self.recipe) for each in (both, down))
+        gate, up, down = (
+            w[name] if self.once else split.weight(w[name], self.recipe)
+            for name in ("gate", "up", "down")
+        )
         options = {"recipe": self.recipe, "implementation": self.implementation}
-        return jax_mx.mlp(x, both, down, **options)
-
-
-def _joined(w: Weights) -> Weights:
-    """A layer's weights with gate and up beside each other, as `jax_mx.mlp` takes them."""
-    if "gate_up" in w:
-        return w
-    rest = {name: each for name, each in w.items() if name not in ("gate", "up")}
-    return rest | {"gate_up": jnp.concatenate([w["gate"], w["up"]], -1)}
+        return jax_mx.mlp(x, (gate, up), down, **options)
 
 
 # ---- the model ---
@@ -312,7 +305,7 @@ def turned(x: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """That of each token (batch, length), in float32."""
+    """The loss of each token (batch, length), in float32."""
     logits = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
 
@@ -334,7 +327,7 @@ class Model:
     way: Way
     split: Split
     checkpoint: str = "full"
-    attention: str | None = None
+    attention: Literal["cudnn", "xla"] | None = None
     rate: Any = 3e-4
 
     def weights(self, key: jax.Array) -> Weights:
@@ -388,8 +381,8 @@ class Model:
     def layer(self, x: jax.Array, w: Weights, scales: Weights) -> jax.Array:
         """One layer of tokens (batch, length, width), in bfloat16."""
         w = {  # codes stay
-            name: each.astype(jnp.bfloat16) if isinstance(each, jax.Array) else each
-            for name, each in w.items()
+            name: array.astype(jnp.bfloat16) if isinstance(array, jax.Array) else array
+            for name, array in w.items()
         }
         x = x + self.attend(normed(x, w["norm"]), w, scales)
         return x + self.way.mlp(self.split, normed(x, w["mlp_norm"]), w, scales)
@@ -426,11 +419,12 @@ class Model:
         """The state after a step of AdamW, and the loss before it."""
         loss, (gradient, scales) = self.gradients(state, text)
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.weights)
-        return State(optax.apply_updates(state.weights, updates), scales, optimizer), loss
+        weights: Any = optax.apply_updates(state.weights, updates)
+        return State(weights, scales, optimizer), loss
 
     @contextlib.contextmanager
     def setting(self) -> Iterator[None]:
-        """What programs of the model are traced in: its mesh, and dtypes that mix as flax wants."""
+        """The context that programs of the model want: its mesh, and dtypes that mix for flax."""
         mesh = self.split.mesh
         with jax.numpy_dtype_promotion("standard"):
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
@@ -455,7 +449,9 @@ class Model:
     def jitted(self, fn: Callable[..., Any], donate: bool = True) -> Any:
         """`step`, or `gradients`, as one program of a split state and split text."""
         state, text = self.shardings()
-        options = {"in_shardings": (state, text)} if self.split.mesh is not None else {}
-        if donate and self.split.mesh is not None:
+        options: dict[str, Any] = {}
+        if self.split.mesh is not None:
+            options["in_shardings"] = state, text
+        if self.split.mesh is not None and donate:
             options["out_shardings"] = state, self.split.sharding(P())
         return jax.jit(fn, donate_argnums=0 if donate else (), **options)

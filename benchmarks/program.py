@@ -1,4 +1,4 @@
-"""What a compiled program does: kernels and their times, collectives and their bytes."""
+"""A compiled program: its kernels and their times, its collectives and their bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks import timing
 
 # ---- kernels ---
 class Spent(NamedTuple):
-    """What launches of one name took in a step."""
+    """The launches of one name in a step, and their time."""
 
     ms: float
     launches: float
@@ -43,11 +43,12 @@ def kernel_table(title: str, every: Mapping[str, Spent], shown: int = 30) -> Tab
     rest = [*every.values()][shown:]
     lines = [*list(every.items())[:shown], (f"{len(rest)} others", _together(rest))]
     for name, spent in [*lines, ("all", _together(every.values()))]:
-        table.add_row(name[-60:], f"{spent.ms:.2f}", f"{spent.launches:.0f}")
+        table.add_row(name[:90], f"{spent.ms:.2f}", f"{spent.launches:.0f}")
     return table
 
 
 def _together(every: Iterable[Spent]) -> Spent:
+    """The sum of all."""
     every = list(every)
     return Spent(sum(s.ms for s in every), sum(s.launches for s in every))
 
@@ -64,7 +65,7 @@ _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 def collectives(text: str) -> dict[tuple[str, str], int]:
     """By collective and type how many bytes arrive on a device when a program runs once.
 
-    What a loop moves counts as often as it runs, where XLA knows how often that is.
+    A collective of a loop counts as often as the loop runs, where XLA knows that.
 
     Args:
       text: of a compiled program, see `jax.stages.Compiled.as_text`.
@@ -103,14 +104,14 @@ def _moves(line: str) -> Iterator[tuple[tuple[str, str], int]]:
 
 
 def _bytes(dtype: str) -> int:
-    """Of an element; XLA's name of a type says its bits first."""
+    """The bytes of an element; XLA's name of a type says its bits first."""
     return 1 if dtype == "pred" else max(int(re.sub(r"\D*(\d+).*", r"\1", dtype)) // 8, 1)
 
 
 def move_table(title: str, moved: Mapping[tuple[str, str], int]) -> Table:
-    """What arrives on a device in a step."""
+    """The bytes that arrive on a device in a step."""
     table = Table("collective", "type", title=title)
     table.add_column("MB", justify="right")
-    for (kind, dtype), size in sorted(moved.items(), key=lambda item: -item[1]):
-        table.add_row(kind, dtype, f"{size / 1e6:,.1f}")
+    for (name, dtype), size in sorted(moved.items(), key=lambda item: -item[1]):
+        table.add_row(name, dtype, f"{size / 1e6:,.1f}")
     return table

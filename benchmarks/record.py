@@ -83,11 +83,20 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "_moe_step_wide",
         'moe_step --ways bf16 mxfp8 "mxfp8, windows of 256" "mxfp8, rows, experts 256"',
     ),
+    "step": ("_step", "step --ways bf16 auto rows mxfp8 tensorwise flax"),
+    "step_kept": ("_step", "step --checkpoint none --ways bf16 auto rows"),
+    "step_70b": ("_step", "step --layers 2 --width 8192 --inner 28672 --ways bf16 auto rows flax"),
+    "learning": ("_learning", "learning --ways bf16 auto mxfp8 tensorwise flax"),
     "counters": ("_counters", "counters"),
     "collectives": ("x2_collectives", "collectives"),
     "moe_sharded": ("x2_moe", "moe_sharded"),
+    "step_sharded": (
+        "x4_step",
+        'step --devices 4 --layers 32 --ways bf16 auto rows mxfp8 tensorwise flax "auto, explicit" '
+        '"auto, shard_map"',
+    ),
 }
-ON_TWO = ("collectives", "moe_sharded")  # GPUs
+SEVERAL = ("collectives", "moe_sharded", "step_sharded")  # GPUs, as names of their files say
 
 
 def command(name: str) -> str:
@@ -105,19 +114,21 @@ def chip() -> str:
     return done.stdout.splitlines()[0].removeprefix("NVIDIA ").split()[0].lower()
 
 
-def record(name: str, file: Path, seconds: float) -> str:
+def record(name: str, file: Path, seconds: float, commit: str = "") -> str:
     """Runs a table's command; returns how it ended.
 
     Args:
       name: in `COMMANDS`.
       file: of the table.
       seconds: that it may take.
+      commit: that its rows name; empty for this checkout's.
     """
     before = file.stat().st_mtime_ns if file.exists() else 0
     suffix, rest = COMMANDS[name]
     run = [sys.executable, "-m", "benchmarks", *shlex.split(rest), "--json", str(file)]
     if sum(suffix == other for other, _ in COMMANDS.values()) > 1:
         run.append("--join")
+    run += ["--commit", commit] * bool(commit)
     process = subprocess.Popen(run, start_new_session=True)
     try:
         code = process.wait(seconds)
@@ -134,10 +145,11 @@ def record(name: str, file: Path, seconds: float) -> str:
 
 def options(add: Callable[..., Any]) -> None:
     """Tables, the time for them, and their folder."""
-    usual = [name for name in COMMANDS if name not in ON_TWO]
+    usual = [name for name in COMMANDS if name not in SEVERAL]
     add("--only", nargs="+", choices=COMMANDS, default=usual)
     add("--seconds", type=float, default=3600.0, help="for all of them")
     add("--out", type=Path, metavar="FOLDER", default=RESULTS)
+    add("--commit", default="", help="that rows name; by default this checkout's")
     add("--chip", help="with which names of files begin; by default the GPU's")
 
 
@@ -151,6 +163,6 @@ def main(args: argparse.Namespace) -> int:
         print(f"=== {name}: {command(name)}", flush=True)
         start = time.monotonic()
         file = args.out / f"{begin}{COMMANDS[name][0]}.json"
-        ends[name] = record(name, file, end - start) if start < end else "not begun"
+        ends[name] = record(name, file, end - start, args.commit) if start < end else "not begun"
         print(f"=== {name}: {ends[name]}, {time.monotonic() - start:.0f} s", flush=True)
     return int(any(each != "done" for each in ends.values()))

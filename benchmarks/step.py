@@ -28,26 +28,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich import print as show
+from rich.console import Console
 
 from benchmarks import llama, program, timing
 from benchmarks.llama import Model, Ours, Sizes, Way
 from benchmarks.runner import Args, Case, Row, repeats
 from jax_mx import Recipe
-from jax_mx.products.recipes import RECIPES
 
 OURS: Mapping[str, Recipe | str] = {
-    **{name: name for name in ("auto",) if name in RECIPES},
+    "auto": "auto",
     "rows": Recipe(window="row"),
     "w256": Recipe(window=256),
     "tiles": Recipe(window=256, weight_window=(128, 128)),
     "mxfp8": "mxfp8",
     "mxfp4": "mxfp4",
-}
+}  # "tiles" are for weights that are split
 PEERS: Mapping[str, Way] = {"tensorwise": llama.Current(), "flax": llama.Delayed()}
-USUAL = ("bf16", *OURS, *PEERS)  # without --ways; "tiles" are for weights that are split
+USUAL = ("bf16", *(name for name in OURS if name != "tiles"), *PEERS)  # without --ways
 WARM_UP = 3
-MARKS: Mapping[str, Mapping[str, bool]] = {
+show = Console(width=120).print
+MARKS: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"fused": True},
     "once": {"once": True},
     "mlp, once": {"fused": True, "once": True},
@@ -82,11 +82,11 @@ def ways(devices: int) -> dict[str, tuple[Way, str]]:
         f"{name}, {mark}": Ours(recipe, **options)
         for (name, recipe), (mark, options) in itertools.product(OURS.items(), MARKS.items())
     }
-    result = {name: (way, "jit") for name, way in {**plain, **PEERS, **more}.items()}
+    result = {name: (way, "jit") for name, way in {**plain, **more}.items()}
     if devices > 1:
         for split, (name, way) in itertools.product(("explicit", "shard_map"), plain.items()):
             result[f"{name}, {split}"] = way, split
-    return result
+    return result | {name: (way, "jit") for name, way in PEERS.items()}  # which compile the longest
 
 
 def sizes_of(args: Args) -> tuple[Sizes, int, int]:
@@ -95,15 +95,15 @@ def sizes_of(args: Args) -> tuple[Sizes, int, int]:
     sizes = {"width": args.width, "inner": args.inner, "vocabulary": args.vocabulary}
     sizes |= {"heads": args.heads or args.width // Sizes.head, "kv_heads": args.kv_heads}
     if args.smoke:
-        each = (128 if args.devices > 1 else 32) * args.devices  # so that parts hold windows
-        sizes = {**SMOKE, "width": max(SMOKE["width"], each), "inner": max(SMOKE["inner"], each)}
-        sizes["vocabulary"] = max(SMOKE["vocabulary"], each)
+        least = (128 if args.devices > 1 else 32) * args.devices  # so that parts hold windows
+        sizes = {**SMOKE, "width": max(SMOKE["width"], least), "inner": max(SMOKE["inner"], least)}
+        sizes["vocabulary"] = max(SMOKE["vocabulary"], least)
         batch, length = args.devices, 64
     return Sizes(layers=args.layers if not args.smoke else 2, **sizes), batch, length
 
 
 def cases(args: Args) -> Iterator[Case]:
-    """Every way; without `--ways` those of `USUAL`."""
+    """All ways that `--ways` may name; without it the ways of `USUAL`."""
     if not 1 <= args.devices <= jax.device_count():
         raise ValueError(f"--devices must be 1 to {jax.device_count()}, got {args.devices}")
     sizes, batch, length = sizes_of(args)
@@ -129,7 +129,7 @@ def cases(args: Args) -> Iterator[Case]:
 
 
 def about() -> None:
-    """Rows say by themselves where they were measured, as files have those of several commands."""
+    """Nothing: a file has rows of several commands, and each row has its device and commit."""
 
 
 def measured(
@@ -145,7 +145,7 @@ def measured(
 
 
 def lowered(model: Model, shape: tuple[int, int]) -> Row:
-    """The seconds that it takes to trace a step and to lower it for CUDA."""
+    """The seconds that it takes to trace a step and to lower it for CUDA; its loss alone, too."""
     where, of_text = model.shardings()
     state = jax.eval_shape(model.begin, jax.random.key(0))
     if model.split.mesh is not None:
@@ -154,9 +154,12 @@ def lowered(model: Model, shape: tuple[int, int]) -> Row:
         )
     text = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=of_text)
     start = time.perf_counter()
-    program_ = model.jitted(model.step).trace(state, text).lower(lowering_platforms=("cuda",))
-    row = {"lower_s": round(time.perf_counter() - start, 1)}
-    return row | {"calls": program_.as_text().count("stablehlo.custom_call")}
+    step = model.jitted(model.step).trace(state, text).lower(lowering_platforms=("cuda",))
+    took = time.perf_counter() - start
+    loss = jax.jit(model.loss).trace(state.weights, state.scales, text)
+    loss.lower(lowering_platforms=("cuda",))
+    calls = step.as_text().count("stablehlo.custom_call")
+    return {"lower_s": round(took, 1), "calls": calls}
 
 
 def timed(name: str, model: Model, shape: tuple[int, int], args: Args) -> Row:

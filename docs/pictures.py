@@ -20,6 +20,8 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 import jax_mx
 from benchmarks import plot, shapes
+from benchmarks.record import RESULTS
+from benchmarks.report import read
 from jax_mx.arrays import tiles
 from jax_mx.facts import layouts, windows
 from jax_mx.facts.directions import Blocks
@@ -325,6 +327,33 @@ def layer() -> Figure:
     return figure
 
 
+# ---- learning ---
+def learning() -> Figure:
+    """Losses of held-out text by way, and what lies between them and bfloat16's."""
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    file = RESULTS / "h100_learning.json"
+    rows = [row for row in read(file)[1] if "held_out" in row] if file.exists() else []
+    colors = (INK, BLUE, GREEN, ORANGE, PURPLE, YELLOW)
+    floats = next((row["held_out"] for row in rows if row["way"] == "bf16"), [])
+    for row, color in zip(rows, colors, strict=False):
+        losses = np.array(row["held_out"])
+        steps = row["every"] * (1 + np.arange(len(losses)))
+        left.plot(steps, losses, color=color, lw=1.2, label=row["way"])
+        both = min(len(losses), len(floats))
+        apart = 100 * (losses[:both] / np.array(floats[:both]) - 1)
+        right.plot(steps[:both], apart, color=color, lw=1.2)
+    for axes, title in ((left, "loss of held-out text"), (right, "% to bf16's")):
+        axes.set_title(title if rows else f"{title}: not measured yet", loc="left", size=10)
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+    if floats:
+        left.set_ylim(0.98 * min(floats), floats[len(floats) // 10])
+        right.set_ylim(-2, 2)
+        figure.legend(loc="outside lower center", ncols=len(rows), frameon=False)
+    return figure
+
+
 # ---- speed ---
 def speed() -> Figure:
     """The speed of every form, beside a copy, XLA and the peers, of one run."""
@@ -341,6 +370,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
     "forms": forms,
     "path": path,
     "layer": layer,
+    "learning": learning,
     "speed": speed,
     **{
         f"layout_{each.name}": functools.partial(layout, each)

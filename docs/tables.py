@@ -462,6 +462,117 @@ def _products(name: str) -> list[str]:
     return [*table((*head, "against bf16"), lines), "", caption(about, command(name), GEMMS)]
 
 
+def _unmeasured(name: str) -> list[str]:
+    """The line in place of a table that nobody has measured."""
+    return [f"Not measured yet; `{command(name)}` measures it."]
+
+
+# Ways of `python -m benchmarks step` as README names them; others are in the site's table.
+STEPS = {
+    "bf16": "bfloat16",
+    "auto": '`jax_mx`, `recipe="auto"` (the default)',
+    "auto, explicit": "the same, on explicit axes",
+    "auto, shard_map": "the same, in `shard_map`",
+    "mxfp8": '`jax_mx`, `recipe="mxfp8"`',
+    "tensorwise": "FP8, one scale a tensor, in plain JAX",
+    "flax": "FP8 by flax, delayed scaling",
+}
+
+
+def _steps() -> list[tuple[str, Rows]]:
+    """For one H100, and for several, the rows of a step of Llama-3-8B's layers."""
+    runs: list[tuple[str, Rows]] = []
+    for file in ("h100_step", "h100x4_step"):
+        if (RESULTS / f"{file}.json").exists():
+            rows = _of(results(file)[1], width=4096, checkpoint="full")
+            runs.append((file, [row for row in rows if "ratio" in row]))
+    return runs
+
+
+def step() -> list[str]:
+    """A training step by way: tokens a second and of bfloat16's time, on one H100 and more."""
+    if not (runs := _steps()):
+        return _unmeasured("step")
+    head, by_way = ["products of layers"], [{row["way"]: row for row in rows} for _, rows in runs]
+    for _, rows in runs:
+        count, layers = rows[0]["devices"], rows[0]["layers"]
+        where = f"{count} H100s, {layers} layers" if count > 1 else f"one H100, {layers} layers"
+        head += [f"{where}: tokens a second", "of bf16's time", "compiled in, s"]
+    lines = []
+    for way, name in STEPS.items():
+        cells: list[str] = []
+        for rows in by_way:
+            row = rows.get(way)
+            cells += _step_cells(row) if row else [""] * 3
+        if any(cells):
+            lines.append((name, *cells))
+    row, about = runs[0][1][0], of_rows([row for _, rows in runs for row in rows])
+    said = f"AdamW, cuDNN attention, {row['length']}-token sequences, every layer computed again."
+    names = [command(name) for name in ("step", "step_sharded")[: len(runs)]]
+    return [*table(head, lines), "", f"{said} {caption(about, '`; `'.join(names), EVERY)}"]
+
+
+def _step_cells(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row['tokens_s']:,}", f"{row['ratio']:.2f}", f"{row['compile_s']:.0f}"]
+
+
+def speed_step() -> list[str]:
+    """Every row of steps, one table for each number of devices."""
+    lines: list[str] = []
+    for file, names in (
+        ("h100_step", ("step", "step_kept", "step_70b")),
+        ("h100x4_step", ("step_sharded",)),
+    ):
+        if not (RESULTS / f"{file}.json").exists():
+            lines += [*_unmeasured(names[0]), ""]
+            continue
+        about, rows = results(file)
+        head = ("way", "devices", "layers", "width, inner", "checkpoint", "ms", "tokens a second")
+        more = ("of bf16's time", "compiled in, s", "temporaries, GB")
+        lines += table(
+            (*head, *more),
+            [
+                (
+                    row["way"],
+                    row["devices"],
+                    row["layers"],
+                    f"{row['width']}, {row['inner']}",
+                    row["checkpoint"],
+                    f"{row['ms']:.0f}",
+                    f"{row['tokens_s']:,}",
+                    f"{row['ratio']:.2f}" if "ratio" in row else "",
+                    f"{row['compile_s']:.0f}",
+                    f"{row['temp_gb']:.1f}",
+                )
+                for row in rows
+            ],
+        )
+        lines += ["", caption(about, "`; `".join(map(command, names)), EVERY), ""]
+    return lines
+
+
+def learning() -> list[str]:
+    """The losses that each way ends with, on the same text."""
+    if not (RESULTS / "h100_learning.json").exists():
+        return _unmeasured("learning")
+    about, rows = results("h100_learning")
+    floats = next(row for row in rows if row["way"] == "bf16")
+    lines = table(
+        ("way", "steps", "loss of held-out text", "to bf16", "of the last training steps"),
+        [
+            (
+                row["way"],
+                f"{row['steps']:,}",
+                f"{row['loss']:.4f}",
+                f"{row['loss'] / floats['loss'] - 1:+.2%}",
+                f"{row['train'][-1]:.3f}",
+            )
+            for row in rows
+        ],
+    )
+    return [*lines, "", caption(about, command("learning"), EVERY)]
+
+
 def speed_layers() -> list[str]:
     """A linear layer, forward and backward."""
     about, rows = results("h200_layers")
@@ -689,6 +800,9 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_peers": speed_peers,
     "speed_preprocessing": speed_preprocessing,
     "speed_products": speed_products,
+    "step": step,
+    "speed_step": speed_step,
+    "learning": learning,
     "speed_layers": speed_layers,
     "speed_moe": speed_moe,
     "speed_moe_step": speed_moe_step,

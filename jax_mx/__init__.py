@@ -71,4 +71,5 @@ from jax_mx.products.recipes import mxfp4_backward as mxfp4_backward
 from jax_mx.products.tuning import Explanation as Explanation
 from jax_mx.products.tuning import autotune as autotune
 from jax_mx.products.tuning import explain as explain
+from jax_mx.products.weights import quantize_weights as quantize_weights
 from jax_mx.version import __version__ as __version__

@@ -857,6 +857,7 @@ if sys.argv[4] in ("none", "slow"):
     time.sleep(60 * (sys.argv[4] == "slow"))
     sys.exit()
 file = pathlib.Path(sys.argv[sys.argv.index("--json") + 1])
+assert (sys.argv[-2:] == ["--commit", "abc"]) == (file.name == "of.json")
 file.write_text(json.dumps({"rows": [sys.argv[4]]}))
 sys.exit(sys.argv[4] == "own")
 """
@@ -877,6 +878,7 @@ def test_each_table_has_its_file(tmp_path, monkeypatch, capsys):
 
     assert run("one")[0] == 0
     assert json.loads((tmp_path / "h200.json").read_text()) == {"rows": ["one"]}
+    assert record.record("one", tmp_path / "of.json", 60, "abc") == "done"
     status, said = run("one", "own")
     assert status == 1 and "=== one: done" in said and "=== own: exit status 1" in said
     assert json.loads((tmp_path / "h200_own.json").read_text()) == {"rows": ["own"]}

@@ -318,9 +318,7 @@ AnyPlan = Plan | ProductPlan
 def described(plan: AnyPlan) -> dict[str, Any]:
     """A plan without a source in names and numbers, from which `plan_in` makes it again."""
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-    if isinstance(plan, Plan):
-        assert not plan.source
-        del fields["source"]
+    assert not fields.pop("source")
     return {name: _text(value) for name, value in fields.items()}
 
 

@@ -45,9 +45,9 @@ def dot_general(
     Args:
       lhs: the activations: bfloat16, float16 or float32 of any rank; or an `MXArray` whose blocks
         run along its last contracted dimension.
-      rhs: the weights: likewise; or what `Recipe.quantize_weight` returns. An operand that is an
-        `MXArray` gets no gradient. For the other one's gradient it counts as the floats that it
-        stands for, in a product in bfloat16.
+      rhs: the weights: likewise; or what `Recipe.quantize_weight` returns, of any float type, which
+        its gradient has too. An operand that is an `MXArray` gets no gradient. For the other one's
+        gradient it counts as the floats that it stands for, in a product in bfloat16.
       dimension_numbers: as for jax.lax.dot_general. 32 divides the product of the contracted
         lengths; other lengths may be any.
       precision: one above JAX's default (HIGH, HIGHEST, "F32_F32_F32" ...) keeps FP8 tensor cores
@@ -91,7 +91,7 @@ def dot_general(
     layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
     sides: Any = (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs))
     floats = [float_dtype(op, name, x.dtype) for name, x, _ in sides if not isinstance(x, MXArray)]
-    if len({*floats}) > 1:
+    if len({*floats}) > 1 and not isinstance(rhs, QuantizedWeight):
         raise TypeError(
             f"{op}: lhs is {floats[0]}, rhs is {floats[1]}; convert one to the other's type"
         )

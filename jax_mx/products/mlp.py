@@ -276,7 +276,7 @@ def _layout(
     if isinstance(w, MXArray):
         check_frozen(op, name, recipe)
         at = w.axis % 2 if len(w.block) == 1 else 0
-    elif (found := float_dtype(op, name, w.dtype)) != dtype:
+    elif (found := float_dtype(op, name, w.dtype)) != dtype and not isinstance(w, QuantizedWeight):
         raise TypeError(f"{op}: x is {dtype}, {name} is {found}; convert one to the other's type")
     if w.shape[at] != lhs[-1]:
         raise ValueError(

@@ -283,9 +283,11 @@ class Recipe(_Value):
     ) -> QuantizedWeight:
         """Quantizes a weight once for many products with this recipe, in w's place.
 
-        For weights that several microbatches use in a step. Gradients reach w as if the products
-        had quantized it themselves, and add up. To second derivatives, which products of floats
-        refuse, what is quantized here is a constant: they lack its part.
+        For weights that several microbatches use in a step, or that `jax.checkpoint` would quantize
+        again; `quantize_weights` does it for a tree of them. w may be a float32 master beside
+        activations in bfloat16: it is read once and rounded once. Gradients reach w, in its dtype,
+        as if the products had quantized it themselves, and add up. To second derivatives, which
+        products of floats refuse, what is quantized here is a constant: they lack its part.
 
         Args:
           w: the weight's floats, of any rank from 2 on.

@@ -82,6 +82,7 @@ class Windows(Pipeline):
     rank = 3  # of W
     arrivals = 4  # that fill a stage: the copies, and three warps' scales
     by_row = False
+    streams = False  # whether y leaves L2 to x and W
 
     def __init__(
         self, product: ProductKernel, arch: str, vectors: bool, tile: Fp8Stages | None = None
@@ -536,14 +537,16 @@ class Windows(Pipeline):
                         here = to + line * (64 * h + 8 * r)
                         if const_expr(kind == FLOAT32):
                             for c in range_constexpr(16):
-                                store_if(here + 32 * c, words[c], 64 * h + 8 * r, count)
+                                store_if(
+                                    here + 32 * c, words[c], 64 * h + 8 * r, count, self.streams
+                                )
                         else:
                             # Four lanes turn four words of as many eights of columns: 16 bytes a
                             # lane.
                             for c in range_constexpr(4):
                                 four = [word for (word,) in words[4 * c : 4 * c + 4]]
                                 four = self.turned(four, q)
-                                store_if(here + 64 * c, four, 64 * h + 8 * r, count)
+                                store_if(here + 64 * c, four, 64 * h + 8 * r, count, self.streams)
         if not whole:
             for h in range_constexpr(self.halves):
                 for r in range_constexpr(2):
@@ -589,6 +592,7 @@ class WholeRows(Windows):
 
     arrivals = 1
     by_row = True
+    streams = True
     early = True
     promoted = 256
     copies = 2

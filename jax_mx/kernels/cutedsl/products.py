@@ -69,15 +69,22 @@ def load_columns(address: Uint32, *, loc=None, ip=None) -> list:
 
 
 @dsl_user_op
-def store_if(address: Int64, values: list, index: int, count: Int32, *, loc=None, ip=None) -> None:
-    """Words, two or four, or a Uint16, to global memory if index < count: without a branch."""
+def store_if(
+    address: Int64, values: list, index: int, count: Int32, streams=False, *, loc=None, ip=None
+) -> None:  # fmt: skip
+    """Words, two or four, or a Uint16, to global memory if index < count: without a branch.
+
+    With `streams` they leave L2 before all that is read again.
+    """
     first = values[0]
     kind = {Float32: "f32", Uint32: "b32", cutlass.Uint16: "b16"}[type(first)]
     vector = {1: "", 2: ".v2", 4: ".v4"}[len(values)]
     names = ", ".join(f"{{$r{i + 2}}}" for i in range(len(values)))
+    names = "{" + names + "}" if vector else names
+    kind = f"{'.cs' * streams}{vector}.{kind}"
     cute.arch.inline_ptx(
         f"{{ .reg .pred p; setp.lt.s32 p, {index}, {{$r1}}; "
-        f"@p st.global{vector}.{kind} [{{$r0}}], {'{' + names + '}' if vector else names}; }}",
+        f"@p st.global{kind} [{{$r0}}], {names}; }}",
         read_only_args=[Int64(address), Int32(count), *values],
         loc=loc,
         ip=ip,

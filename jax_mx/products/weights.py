@@ -1,0 +1,83 @@
+"""`quantize_weights`: the weights of a model, quantized once for all that a step multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.arrays.checks import shown, whole
+from jax_mx.facts.formats import BLOCK
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.auto import resolved_for_weights
+from jax_mx.products.operand import QuantizedWeight
+from jax_mx.products.recipes import AUTO, Recipe
+
+OP = "quantize_weights"
+
+
+def quantize_weights(
+    tree: Any,
+    recipe: Recipe | str = AUTO,
+    *,
+    stacked: int = 0,
+    select: Callable[[tuple, jax.Array], bool] | None = None,
+) -> Any:
+    """Quantizes all matrices of a pytree once, both ways, for all products of a step.
+
+        weights = jax_mx.quantize_weights(params["layers"], stacked=1)
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, weights)
+
+    Call it outside of what `jax.checkpoint` computes again and of loops over microbatches. Floats
+    are read once, as they are: float32 masters need no copy in bfloat16. Products take what comes
+    out in the weight's place, beside activations of any float type, and give results of that type.
+    Gradients reach the floats, in their dtype, as `Recipe.quantize_weight` says. Codes and scales
+    of both directions take 2.1 bytes an element in MXFP8, or 1.03 in square blocks, until the step
+    ends. On a mesh they are split as the floats are; devices gather codes, for each pass those of
+    its direction.
+
+    Args:
+      tree: a pytree, say parameters, or those of the layers.
+      recipe: of the products, see `dot_general`.
+      stacked: how many leading axes of each array count layers, which `jax.lax.scan` goes over.
+      select: says of a path, as `jax.tree_util` has it, and an array whether it is a weight; None:
+        all are that it could be.
+
+    Returns:
+      The tree with a `QuantizedWeight` in place of each array of floats (K, N), behind stacked
+      axes, if 32 divides K. Products contract K. Other leaves stay: vectors, what is quantized
+      already, arrays with more axes, whose contracted ones `Recipe.quantize_weight` takes.
+
+    Raises:
+      TypeError, ValueError: the recipe is none, or stacked is no number of axes.
+    """
+    try:
+        axes = whole(stacked)
+    except TypeError as error:
+        raise TypeError(f"{OP}: stacked must be an int, got {shown(stacked)}") from error
+    if axes < 0:
+        raise ValueError(f"{OP}: stacked must be 0 or more, got {axes}")
+
+    def quantized(path: tuple, leaf: Any) -> Any:
+        if not _is_weight(leaf, axes) or not (select is None or select(path, leaf)):
+            return leaf
+        quantize = resolved_for_weights(OP, recipe, leaf).quantize_weight
+        for _ in range(axes):
+            quantize = jax.vmap(quantize)
+        return quantize(leaf)
+
+    resolved_for_weights(OP, recipe, None)  # refuses what is no recipe, of an empty tree too
+    return jax.tree_util.tree_map_with_path(quantized, tree, is_leaf=_is_quantized)
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, MXArray | QuantizedWeight)
+
+
+def _is_weight(leaf: Any, stacked: int) -> bool:
+    """Whether a leaf is a matrix of floats, behind stacked axes, that blocks divide."""
+    if _is_quantized(leaf) or getattr(leaf, "ndim", 0) != stacked + 2:
+        return False
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.shape[-2] % BLOCK == 0
