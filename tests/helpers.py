@@ -100,7 +100,7 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
     return kernel_plans.by_plan(plan, x, w, sizes)
 
 
-# What makes the floats whose amaxes a kernel finds, by its word.
+# The sources whose floats' amaxes a kernel finds, by their words.
 _MADE = (GatedSource(), GatedPairSource(), GradientSource(), PairGradientSource())
 MADE = {str(source): source for source in _MADE}
 

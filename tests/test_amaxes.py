@@ -100,7 +100,7 @@ def test_amaxes_are_read_once(monkeypatch):
 
 
 def check_made(word):
-    """What a source makes, and its amaxes, beside XLA's: tails, any address, any bits."""
+    """A source's floats and their amaxes, beside XLA's: tails, any address, any bits."""
     rng, source = np.random.default_rng(26), MADE[word]
     for rows, columns, offset in [(32, 32, 0), (160, 544, 0), (4128, 96, 0), (96, 1568, 1)]:
         gates = 1 + ("up" not in [array.name for array in source.operands])
@@ -153,7 +153,7 @@ def test_what_is_made_is_quantized_in_windows_of_rows():
 
 
 def test_what_nobody_reads_is_not_quantized():
-    """Of both directions: under jax.checkpoint forward passes read one, and some backward ones."""
+    """Under jax.checkpoint forward passes read one of both directions, and some backward ones."""
     rng = np.random.default_rng(28)
     x, w, v = (
         jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in [(64, 96), (96, 64), (64, 32)]
@@ -218,7 +218,7 @@ def test_the_kernel_of_amaxes(variant):
 
 
 # ---- quantizers of windows that are rows ---
-# Of WholeRows' thread blocks, whose warps share out rows by their lengths: each number of warps,
+# The warps of WholeRows' thread blocks share out rows by their lengths: each number of warps,
 # rows that registers hold just so and just not; and tails of all kinds.
 SHAPES = {
     True: [

@@ -78,7 +78,7 @@ def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
     return (256, 128) if tiles or window == ROW else (128,)
 
 
-# Of "amaxes", what makes the floats: those of MLPs, of one array of gates and ups and of two.
+# Sources of "amaxes": those of MLPs, of one array of gates and ups and of two.
 ACTIVE_SOURCES = ("swiglu", "swiglu_pair", "swiglu_gradient", "swiglu_pair_gradient")
 # The archs that have kernels of products: those with wgmma.
 PRODUCT_ARCHS = {"cutedsl": ("sm_90a",)}

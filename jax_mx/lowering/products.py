@@ -99,7 +99,7 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
 def _amaxes_avals(x, *other, plan: ProductPlan):
     """The abstract values for x (batch, T, K), which is not split: by row and by column.
 
-    Of what a source makes the floats, too.
+    A source makes floats, which come last.
     """
     operands = [x, *other]
     if not plan.source:
@@ -214,7 +214,7 @@ made_p = define("mx_made", _amaxes_avals, _lower_made, _batch_made, no_derivativ
 
 
 def made_with_amaxes(operands: Sequence[jax.Array], source: Source) -> list[list[jax.Array]]:
-    """Of each array that a source makes, the amaxes of rows, of columns, and the floats."""
+    """Three arrays for each that a source makes: amaxes of rows, of columns, and the floats."""
     floats = "" if operands[0].dtype == jnp.bfloat16 else operands[0].dtype.name
     plan = ProductPlan("amaxes", (), AMAX, False, 128, floats=floats, source=source)
     outs = made_p.bind(*vary_alike(*operands), plan=plan)

@@ -322,7 +322,7 @@ dequantize_p = make_primitive("dequantize", Op(_dequantize_avals, _dequantize_re
 
 
 # ---- windows that are rows ---
-# Of products' operands: amaxes, then codes. The lowering decides whether one kernel does both, or
+# Products' operands: amaxes, then codes. The lowering decides whether one kernel does both, or
 # another one finds amaxes, as it knows whether XLA splits the program; and what is read of it.
 class Rows(NamedTuple):
     """The windows of a direction in the part of an array that is there.
@@ -443,7 +443,7 @@ def _unread(used: Sequence[bool], params: dict) -> dict:
 def _quantize_rows(
     *operands, plan: Plan, read: tuple[bool, ...], target: Target, rows: tuple[Rows, ...]
 ) -> list:
-    """What is read of the primitive's results.
+    """The results of the primitive that are read.
 
     H100, (16384, 4096), bfloat16: along rows alone one kernel moves 3 bytes an element; both ways
     the amaxes' and the quantizer's together 6.

@@ -64,8 +64,7 @@ def _contracted(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 def amaxes(x: jax.Array, *other: jax.Array, plan: Any) -> list:
     """For x (batch, T, K): (batch, T) and (batch, K), float32 bits of the largest magnitudes.
 
-    Of floats (T, K) that the plan's source makes, a batch of one; and the floats. Of each, where it
-    makes several.
+    A plan's source makes floats (T, K), a batch of one, which follow; so for each that it makes.
     """
 
     def of(x: jax.Array) -> list:

@@ -195,10 +195,9 @@ class Amaxes(ProductEntry):
 
 
 class AmaxesOfMade(Amaxes):
-    """Those of what a source makes of gates, ups and weights; it also stores what it makes.
+    """Amaxes of floats that a source makes of gates, ups and weights; it also stores the floats.
 
-    A thread block takes 128 rows and 512 gates, or of a gradient 256, and makes what belongs to
-    these.
+    A thread block takes 128 rows and 512 gates, or 256 where it makes gradients.
     """
 
     def __init__(self, product: ProductKernel, arch: str, vectors: bool):
@@ -206,14 +205,14 @@ class AmaxesOfMade(Amaxes):
         self.source = SOURCES[product.source]
         self.signature = signature_of(product.op, source=self.source)
         names = [array.name for array in self.signature.operands]
-        self.given = 2 + ("dy" in names)
+        self.inputs = 2 + ("dy" in names)
         self.halves = 1 if "up" in names else 2  # of a row of x
         # Results of each array that is made: maxima of rows, of columns, the floats.
         names = [array.name for array in self.signature.results]
-        self.made_arrays = [names[i : i + 3] for i in range(0, len(names), 3)]
-        self.beside = self.source.parts // len(self.made_arrays)  # parts of an array's rows
+        self.groups = [names[i : i + 3] for i in range(0, len(names), 3)]
+        self.side_by_side = self.source.parts // len(self.groups)  # parts of an array's rows
         self.deep = 4
-        if self.given > 2:  # with more in registers too few warps would run
+        if self.inputs > 2:  # with more in registers too few warps would run
             self.columns, self.steps, self.deep = 256, 1, 2
 
     @property
@@ -230,7 +229,7 @@ class AmaxesOfMade(Amaxes):
     @property
     def scratch(self) -> list:
         """Results begin as zeros."""
-        names = (name for each in self.made_arrays for name in each[:2])
+        names = (name for group in self.groups for name in group[:2])
         numbers = map(self.signature.number, names)
         return [
             Scratch(n, (Factor(Extent(n)), Factor(constant(4))), clear=True).to_json()
@@ -252,7 +251,7 @@ class AmaxesOfMade(Amaxes):
         r, wide, _ = scalars
         c = wide // self.halves
         warps: cutlass.Constexpr = self.threads // 32
-        each: cutlass.Constexpr = self.rows // warps  # rows of a warp
+        height: cutlass.Constexpr = self.rows // warps  # rows of a warp
         deep: cutlass.Constexpr = self.deep
         steps: cutlass.Constexpr = self.steps
         parts: cutlass.Constexpr = self.source.parts
@@ -262,30 +261,31 @@ class AmaxesOfMade(Amaxes):
         bid = count - 1 - bid
         warp, lane = tid // 32, tid % 32
         across = (c + self.columns - 1) // self.columns
-        row = bid // across * self.rows + warp * each
+        row = bid // across * self.rows + warp * height
         column = bid % across * self.columns
         below = cute.make_rmem_tensor((4, steps, parts), Uint32)
         below.fill(0)
-        own = cute.make_rmem_tensor(len(self.made_arrays), Uint32)
-        own.fill(0)
-        for part in range_constexpr(each // deep):
+        rows_of_lane = cute.make_rmem_tensor(len(self.groups), Uint32)
+        rows_of_lane.fill(0)
+        for part in range_constexpr(height // deep):
             first = row + part * deep
-            held = cute.make_rmem_tensor((4, steps, deep, self.given), Uint32)
+            held = cute.make_rmem_tensor((4, steps, deep, self.inputs), Uint32)
             weights = cute.make_rmem_tensor(deep, Float32)
             self.take(arrays, held, weights, (first, r), (column + 8 * lane, c))
             for i in range_constexpr(deep):
                 place: cutlass.Constexpr = (first + i, r, column + 8 * lane, c)
-                found = self.make(arrays, held[None, None, i, None], weights[i], place, below)
-                for a in range_constexpr(len(self.made_arrays)):
-                    most = largest(self.float_bits(found[a]))
-                    own[a] = Uint32(cutlass.select_(lane == part * deep + i, most, own[a]))
-        for a in range_constexpr(len(self.made_arrays)):
-            if (lane < each) & (row < r):
-                to = arrays[self.made_arrays[a][0]].toint()
-                raise_to(to + Int64(row + lane) * 4, own[a])
+                widest = self.make(arrays, held[None, None, i, None], weights[i], place, below)
+                for a in range_constexpr(len(self.groups)):
+                    most = largest(self.float_bits(widest[a]))
+                    mine = lane == part * deep + i
+                    rows_of_lane[a] = Uint32(cutlass.select_(mine, most, rows_of_lane[a]))
+        for a in range_constexpr(len(self.groups)):
+            if (lane < height) & (row < r):
+                to = arrays[self.groups[a][0]].toint()
+                raise_to(to + Int64(row + lane) * 4, rows_of_lane[a])
         for p in range_constexpr(parts):
-            to = arrays[self.made_arrays[p // self.beside][1]].toint()
-            to = to + (Int64(p % self.beside) * c + column) * 4
+            to = arrays[self.groups[p // self.side_by_side][1]].toint()
+            to = to + (Int64(p % self.side_by_side) * c + column) * 4
             self.raise_columns(to, below[None, None, p], c - column)
 
     @cute.jit
@@ -306,45 +306,45 @@ class AmaxesOfMade(Amaxes):
                         if const_expr(self.halves == 1):
                             array, start = ("x", "up")[k], Int64(first + i) * c + at
                         self.load(arrays[array].toint() + start * 2, held[None, j, i, k])
-                    if const_expr(self.given > 2):
+                    if const_expr(self.inputs > 2):
                         start = Int64(first + i) * c + at
                         self.load(arrays["dy"].toint() + start * 2, held[None, j, i, 2])
 
     @cute.jit
-    def make(self, arrays, given, weight, place: cutlass.Constexpr, below):
+    def make(self, arrays, words_in, weight, place: cutlass.Constexpr, below):
         """Makes and stores what a lane has of a row; returns words of the largest, of each array.
 
         Args:
           arrays: the kernel's.
-          given: words of gates, ups and what else there is.
+          words_in: words of gates, ups and what else there is.
           weight: of the row.
           place: the row, how many there are, the lane's first column, how many there are.
           below: words of the largest of each column, which may become larger.
         """
         row, rows, first, columns = place
         parts: cutlass.Constexpr = self.source.parts
-        beside = cute.make_rmem_tensor(len(self.made_arrays), Uint32)
-        beside.fill(0)
+        widest = cute.make_rmem_tensor(len(self.groups), Uint32)
+        widest.fill(0)
         for j in range_constexpr(self.steps):
-            made = cute.make_rmem_tensor((4, parts), Uint32)
+            results = cute.make_rmem_tensor((4, parts), Uint32)
             for w in range_constexpr(4):
-                words = self.made([given[w, j, k] for k in range(self.given)], weight)
+                words = self.made_of([words_in[w, j, k] for k in range(self.inputs)], weight)
                 for p in range_constexpr(parts):
-                    array: cutlass.Constexpr = p // self.beside
-                    made[w, p] = words[p]
+                    array: cutlass.Constexpr = p // self.side_by_side
+                    results[w, p] = words[p]
                     word = words[p] & Uint32(MAGNITUDES[2])
                     below[w, j, p] = larger(below[w, j, p], word)
-                    beside[array] = larger(beside[array], word)
+                    widest[array] = larger(widest[array], word)
             at = first + 256 * j
             if (row < rows) & (at < columns):
                 for p in range_constexpr(parts):
-                    floats = arrays[self.made_arrays[p // self.beside][2]]
-                    start = (Int64(row) * self.beside + p % self.beside) * columns + at
-                    self.store(floats.toint() + start * 2, made[None, p])
-        return beside
+                    floats = arrays[self.groups[p // self.side_by_side][2]]
+                    start = (Int64(row) * self.side_by_side + p % self.side_by_side) * columns + at
+                    self.store(floats.toint() + start * 2, results[None, p])
+        return widest
 
-    def made(self, words: list, weight) -> list:
-        """The words of each part that are made of words of what is given."""
+    def made_of(self, words: list, weight) -> list:
+        """The words of each part that are made of words of what is words_in."""
         gate, up, *dy = words
         if dy:
             return activations.gradients(self.source.activation, gate, up, weight, *dy)
@@ -367,5 +367,5 @@ SOURCES = {str(source): source for source in _MADE}
 
 def entries(product: ProductKernel, arch: str) -> list[ProductEntry]:
     """The entries of the binary, the fastest first."""
-    own = AmaxesOfMade if product.source else Amaxes
-    return [own(product, arch, vectors) for vectors in (True, False)]
+    rows_of_lane = AmaxesOfMade if product.source else Amaxes
+    return [rows_of_lane(product, arch, vectors) for vectors in (True, False)]
