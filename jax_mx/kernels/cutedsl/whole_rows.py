@@ -1,8 +1,8 @@
 """Blocks along the last axis in windows of whole rows: `WholeRows` reads a row once.
 
 The warps of a thread block share out its rows: as many as hold a row in registers take one
-together, at most all. They find the row's amax, then round the row to codes. Of a longer row the
-rest is read again. Thread blocks, as many as run at a time, take rows by turns.
+together, at most all. They find the row's amax, then round the row to codes. A longer row's rest is
+read again. Thread blocks, as many as run at a time, take rows by turns.
 """
 
 import dataclasses
