@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts import chips as chip_table
@@ -50,6 +51,8 @@ class Rule(NamedTuple):
       unread: how many operands at the end no device reads: results are to be split as they are.
       named: for each array its dimensions as XLA is to see them, where it is to take fewer splits
         over from one array for others than factors say; empty: as factors say.
+      equal: for each operand the factors along which its elements are equal, as the scales of a row
+        are: a device that has a part knows all; empty: there are none.
     """
 
     operands: tuple[Dims, ...]
@@ -58,6 +61,7 @@ class Rule(NamedTuple):
     summed: tuple[str, ...] = ()
     unread: int = 0
     named: tuple[Dims, ...] = ()
+    equal: tuple[tuple[str, ...], ...] = ()
 
     @property
     def read(self) -> int:
@@ -222,19 +226,65 @@ def shard_of(
         jax.ShapeDtypeStruct(_local(split, aval.shape, spec), aval.dtype)
         for aval, spec in zip(avals, specs, strict=True)
     ]
-    return split, _shard(config, split), operands, specs
+    shard = _shard(config, split)
+
+    def gathered(*operands: jax.Array) -> list:
+        own = []
+        for i, dims in enumerate(rule.operands[: rule.read]):
+            are_equal = [factor in (rule.equal[i] if rule.equal else ()) for factor in dims]
+            own.append(_gathered(operands[i], specs[i], split.spec(dims), are_equal, split))
+        return shard(*own, *operands[rule.read :])
+
+    return split, gathered, operands, specs
 
 
 def _operand_specs(rule: Rule, shapes: Sequence, split: Split, lies: Sequence) -> list[list[Axes]]:
-    """The axes that split each dimension of operands; what nobody reads stays where it lies."""
+    """The axes that split each dimension of operands; what nobody reads stays where it lies.
+
+    So does what is gathered along a dimension behind others: a device gathers parts one behind the
+    other, and then puts them in order, in runs as long as a part's. XLA would transpose each
+    element, before and after. And what a device knows of others' parts by its own.
+    """
     specs = [split.spec(dims) for dims in rule.operands]
-    for i in range(rule.read, len(rule.operands)):
-        each = zip(shapes[i], lies[i] or [()] * len(shapes[i]), strict=True)
-        specs[i] = [
+    for i, (shape, wanted, dims) in enumerate(zip(shapes, specs, rule.operands, strict=False)):
+        there = [
             () if n % math.prod(split.sizes[a] for a in names) else tuple(names)
-            for n, names in each
+            for n, names in zip(shape, lies[i] or [()] * len(shape), strict=True)
+        ]
+        if i >= rule.read:
+            specs[i] = there
+            continue
+        taken = {name for names in wanted for name in names}
+        equal = rule.equal[i] if rule.equal else ()
+        specs[i] = [
+            have
+            if (at or factor in equal)
+            and have[: len(want)] == want
+            and not taken & {*have[len(want) :]}
+            else want
+            for at, (have, want, factor) in enumerate(zip(there, wanted, dims, strict=True))
         ]
     return specs
+
+
+def _gathered(
+    x: jax.Array,
+    spec: Sequence[Axes],
+    wanted: Sequence[Axes],
+    are_equal: Sequence[bool],
+    split: Split,
+) -> jax.Array:
+    """An operand of which a device has a smaller part than it reads."""
+    for at, (have, want, is_equal) in enumerate(zip(spec, wanted, are_equal, strict=True)):
+        more = have[len(want) :]
+        if more and is_equal:
+            count = x.shape[at] * math.prod(split.sizes[name] for name in more)
+            first = jax.lax.slice_in_dim(x, 0, 1, axis=at)
+            x = jnp.broadcast_to(first, (*x.shape[:at], count, *x.shape[at + 1 :]))
+        elif more:
+            parts = jnp.moveaxis(jax.lax.all_gather(x, more), 0, at)
+            x = parts.reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
+    return x
 
 
 def _shard(config: Mapping[str, Any], split: Split) -> Callable[..., list]:

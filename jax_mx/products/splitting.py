@@ -82,7 +82,8 @@ def splitting_of(contraction: Contraction, target: Target) -> Splitting:
         known = _in(contraction, BLOCK if windows > 1 else ROW)
         return Splitting(dataclasses.replace(known, unsplit=why))
     known = _in(contraction, ROW)
-    return Splitting(known, _rule(known, windows), windows)
+    rule = _rule(known, windows)
+    return Splitting(known, rule if windows == 1 else rule._replace(equal=()), windows)
 
 
 def as_traced(contraction: Contraction) -> Contraction:
@@ -159,7 +160,17 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
     ]
     result = (*lead, *free)
     rule = Rule((*operands, *[result] * unread), (result,), parts, _summed(numbers), unread)
-    return rule._replace(named=_named(rule, contraction))
+    return rule._replace(named=_named(rule, contraction), equal=_equal(rule, sides))
+
+
+def _equal(rule: Rule, sides: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+    """For each operand the factors along which its elements are equal: scales along a row."""
+    each: list[tuple[str, ...]] = []
+    for x in sides:
+        dims = rule.operands[len(each)]
+        is_row = isinstance(x, MXArray) and x.window == ROW
+        each += [(), (dims[x.axis],) if is_row else ()] if isinstance(x, MXArray) else [()]
+    return (*each, *[()] * (len(rule.operands) - len(each)))
 
 
 def _named(rule: Rule, contraction: Contraction) -> tuple[tuple[str, ...], ...]:
