@@ -105,9 +105,14 @@ def test_rows_of_a_step(tmp_path):
     assert rows[2]["ratio"] == round(rows[2]["ms"] / rows[0]["ms"], 3)
 
 
-def test_a_step_is_lowered_for_gpus_without_one(tmp_path):
-    (row,) = rows_of(tmp_path / "rows.json", "step", "--lower", "--ways", "flax")
-    assert row["lower_s"] > 0
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_step_is_lowered_for_gpus_without_one(devices, tmp_path, without_code):
+    ways = ("auto", "mxfp8", "flax")
+    options = ("--lower", "--devices", devices, "--ways", *ways)
+    rows = rows_of(tmp_path / "rows.json", "step", *options)
+    assert tuple(row["way"] for row in rows) == ways
+    assert all(row["lower_s"] > 0 for row in rows), rows
+    assert rows[1]["calls"] > 10
 
 
 def test_every_way_is_offered_where_it_can_run():
@@ -184,7 +189,10 @@ def test_text_is_the_same_in_every_run():
 
 
 def test_rows_of_learning(tmp_path):
-    (row,) = rows_of(tmp_path / "rows.json", "learning", "--ways", "bf16")
+    options = ("learning", "--ways", "bf16", "tensorwise", "--join", "--resume")
+    first = rows_of(tmp_path / "rows.json", *options[:3])
+    row, other = rows_of(tmp_path / "rows.json", *options)  # goes on with the second
+    assert [row] == first and other["way"] == "tensorwise"
     assert row["steps"] == row["every"] * len(row["train"]) == row["every"] * len(row["held_out"])
     assert row["train"][-1] < row["train"][0]
     assert row["loss"] > 0 and row["parameters"] == learning.parameters(learning.TINY)
