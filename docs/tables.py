@@ -235,7 +235,8 @@ def results(name: str) -> tuple[dict[str, Any], Rows]:
 
 def of_rows(rows: Rows) -> dict[str, Any]:
     """What rows themselves say of their run."""
-    found = {key: dict.fromkeys(row[key] for row in rows) for key in ("device", "commit")}
+    keys = ("device", "commit", *["date"] * all("date" in row for row in rows))
+    found = {key: dict.fromkeys(row[key] for row in rows) for key in keys}
     return {key: ", ".join(each) for key, each in found.items()}
 
 
@@ -496,7 +497,7 @@ def step() -> list[str]:
     head, by_way = ["products of layers"], [{row["way"]: row for row in rows} for _, rows in runs]
     for _, rows in runs:
         count, layers = rows[0]["devices"], rows[0]["layers"]
-        where = f"{count} H100s, {layers} layers" if count > 1 else f"one H100, {layers} layers"
+        where = f"{count} H100{'s' * (count > 1)}, {layers} layers"
         head += [f"{where}: tokens a second", "of bf16's time", "compiled in, s"]
     lines = []
     for way, name in STEPS.items():
@@ -506,10 +507,23 @@ def step() -> list[str]:
             cells += _step_cells(row) if row else [""] * 3
         if any(cells):
             lines.append((name, *cells))
-    row, about = runs[0][1][0], of_rows([row for _, rows in runs for row in rows])
-    said = f"AdamW, cuDNN attention, {row['length']}-token sequences, every layer computed again."
-    names = [command(name) for name in ("step", "step_sharded")[: len(runs)]]
-    return [*table(head, lines), "", f"{said} {caption(about, '`; `'.join(names), EVERY)}"]
+    length = runs[0][1][0]["length"]
+    lines = [*table(head, lines), "", *_said_of_steps(runs)]
+    said = f"AdamW, cuDNN attention, sequences of {length} tokens, layers computed again."
+    if missing := [f"*{way}*" for way in STEPS if not any(way in own for own in by_way)]:
+        said += f" Not measured yet: {', '.join(missing)}."
+    return [*lines, said]
+
+
+def _said_of_steps(runs: Sequence[tuple[str, Rows]]) -> list[str]:
+    """A sentence under the table for each run: they may have different commits."""
+    said = []
+    for (_, rows), name in zip(runs, ("step", "step_sharded"), strict=False):
+        where = f"{rows[0]['devices']} GPU{'s' * (rows[0]['devices'] > 1)}"
+        notes = " ".join(dict.fromkeys(row["note"] for row in rows if "note" in row))
+        line = caption(of_rows(rows), command(name), EVERY)
+        said += [f"{where}: {line} {notes}".strip(), ""]
+    return said
 
 
 def _step_cells(row: Mapping[str, Any]) -> list[str]:
@@ -547,7 +561,9 @@ def speed_step() -> list[str]:
                 for row in rows
             ],
         )
-        lines += ["", caption(about, "`; `".join(map(command, names)), EVERY), ""]
+        notes = " ".join(dict.fromkeys(row["note"] for row in rows if "note" in row))
+        said = caption(about, "`; `".join(map(command, names)), EVERY)
+        lines += ["", f"{said} {notes}".strip(), ""]
     return lines
 
 
