@@ -34,6 +34,7 @@ from jax_mx.kernels.shipped import SOURCES, existing
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.gated_pair import GatedPairSource
 from jax_mx.sources.rms_norm import NormSource
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -763,7 +764,8 @@ def layers() -> list[str]:
 def sources() -> list[str]:
     """A row for what one kernel makes and quantizes, by dtype and window."""
     found: dict[tuple, set[tuple[str, ...]]] = {}
-    made = [s for s in SOURCES if isinstance(s, GatedSource | GradientSource | NormSource)]
+    kinds = GatedSource | GatedPairSource | GradientSource | NormSource
+    made = [s for s in SOURCES if isinstance(s, kinds)]
     for own in made:
         for variant in variants("cutedsl", "quantize", own):
             if variant.gives_floats:
@@ -790,6 +792,8 @@ def _made(source: Source) -> str:
     if isinstance(source, NormSource):
         words = "a norm of a sum" if source.added else "a norm"
         return words + "; the floats, too" * source.floats
+    if isinstance(source, GatedPairSource):
+        return "gates and ups, two arrays"
     assert isinstance(source, GatedSource | GradientSource)
     words = "gates and ups, " + ("by turns" if source.interleaved else "all gates first")
     if isinstance(source, GatedSource):

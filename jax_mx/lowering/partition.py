@@ -22,6 +22,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,12 +47,22 @@ class Rule(NamedTuple):
       parts: how many parts each factor has, none of which is split; a dimension may have several
         elements for each part, and one part is whole.
       summed: the factors that results are sums over.
+      unread: how many operands at the end no device reads: results are to be split as they are.
+      named: for each array its dimensions as XLA is to see them, where it is to take fewer splits
+        over from one array for others than factors say; empty: as factors say.
     """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     parts: Mapping[str, int]
     summed: tuple[str, ...] = ()
+    unread: int = 0
+    named: tuple[Dims, ...] = ()
+
+    @property
+    def read(self) -> int:
+        """How many operands devices read."""
+        return len(self.operands) - self.unread
 
     @property
     def arrays(self) -> tuple[Dims, ...]:
@@ -121,13 +132,15 @@ def chosen(
       sizes: of the axes.
     """
     wanted: dict[str, list[tuple[str, int]]] = {name: [] for name in sizes}  # (factor, its array)
-    for i, (dims, split) in enumerate(zip(rule.arrays, splits, strict=True)):
+    numbers = [*range(rule.read), *range(len(rule.operands), len(rule.arrays))]
+    for i in numbers:
+        dims, split = rule.arrays[i], splits[i]
         for factor, names in zip(dims, split, strict=False):
             for name in names:
                 if rule.parts.get(factor, 1) > 1:
                     wanted[name].append((factor, i))
     picked = {name: _factor(rule, shapes, each) for name, each in wanted.items() if each}
-    order = [*range(len(rule.operands), len(rule.arrays)), *range(len(rule.operands))]
+    order = [*numbers[rule.read :], *numbers[: rule.read]]
     axes: dict[str, Axes] = {}
     for factor in dict.fromkeys(picked.values()):
         places = (
@@ -154,7 +167,7 @@ def _factor(rule: Rule, shapes: Sequence, wanted: Sequence[tuple[str, int]]) -> 
     count = len(rule.operands)
     inside = [(factor, i) for factor, i in wanted if i < count]
     for factor in rule.summed:
-        having = {i for i, dims in enumerate(rule.operands) if factor in dims}
+        having = {i for i, dims in enumerate(rule.operands[: rule.read]) if factor in dims}
         if having == {i for f, i in inside if f == factor}:
             return factor
     asked = {factor for factor, i in wanted if i >= count}
@@ -191,8 +204,8 @@ def _scattered(
 # ---- the program of a shard ---
 def shard_of(
     config: Mapping[str, Any], avals: Sequence[Any], results: Sequence[Any], splits: Sequence
-) -> tuple[Split, Callable, list[Any]]:
-    """How a call is split, what a device computes of it, and of which operands.
+) -> tuple[Split, Callable, list[Any], list[list[Axes]]]:
+    """How a call is split, what a device computes of it, of which operands, and how these are.
 
     Args:
       config: the call's, see `call`.
@@ -204,11 +217,24 @@ def shard_of(
     sizes, lies = splits
     shapes = [aval.shape for aval in (*avals, *results)]
     split = chosen(rule, shapes, lies, sizes)
+    specs = _operand_specs(rule, shapes, split, lies)
     operands = [
-        jax.ShapeDtypeStruct(_local(split, aval.shape, split.spec(dims)), aval.dtype)
-        for aval, dims in zip(avals, rule.operands, strict=True)
+        jax.ShapeDtypeStruct(_local(split, aval.shape, spec), aval.dtype)
+        for aval, spec in zip(avals, specs, strict=True)
     ]
-    return split, _shard(config, split), operands
+    return split, _shard(config, split), operands, specs
+
+
+def _operand_specs(rule: Rule, shapes: Sequence, split: Split, lies: Sequence) -> list[list[Axes]]:
+    """The axes that split each dimension of operands; what nobody reads stays where it lies."""
+    specs = [split.spec(dims) for dims in rule.operands]
+    for i in range(rule.read, len(rule.operands)):
+        each = zip(shapes[i], lies[i] or [()] * len(shapes[i]), strict=True)
+        specs[i] = [
+            () if n % math.prod(split.sizes[a] for a in names) else tuple(names)
+            for n, names in each
+        ]
+    return specs
 
 
 def _shard(config: Mapping[str, Any], split: Split) -> Callable[..., list]:
@@ -219,7 +245,7 @@ def _shard(config: Mapping[str, Any], split: Split) -> Callable[..., list]:
     summed = tuple(dict.fromkeys(names))  # once, where two factors are taken to have one axis
 
     def shard(*operands: jax.Array) -> list:
-        outs = local(*map(primitive.of_dtype, operands, dtypes))
+        outs = local(*map(primitive.of_dtype, operands[: rule.read], dtypes))
         if summed:
             pairs = zip(outs, rule.results, strict=True)
             outs = [_added(y, dims, summed, split) for y, dims in pairs]
@@ -264,9 +290,9 @@ def _partition(arg_shapes, arg_shardings, result_shape, result_sharding, text):
     avals, results = map(primitive.avals_of, (arg_shapes, [result_shape]))
     wanted = primitive.parts_of(result_sharding, len(results))
     splits = _read_splits(config, (*avals, *results), (*arg_shardings, *wanted))
-    split, shard, operands = shard_of(config, avals, results, splits)
+    split, shard, operands, specs = shard_of(config, avals, results, splits)
     module = primitive.shard_module(TARGET, shard, operands, split.sizes, config["platform"])
-    ins, outs = _shardings(config, split)
+    ins, outs = _shardings(config, split, specs)
     return primitive.bytecode(module), ins, primitive.joined(result_shape, outs)
 
 
@@ -276,16 +302,15 @@ def _infer(arg_shapes, arg_shardings, result_shape, text):
     avals, results = map(primitive.avals_of, (arg_shapes, [result_shape]))
     unknown = [None] * len(results)
     splits = _read_splits(config, (*avals, *results), (*arg_shardings, *unknown))
-    split, _, _ = shard_of(config, avals, results, splits)
-    return primitive.joined(result_shape, _shardings(config, split)[1])
+    split, _, _, specs = shard_of(config, avals, results, splits)
+    return primitive.joined(result_shape, _shardings(config, split, specs)[1])
 
 
-def _shardings(config: Mapping[str, Any], split: Split) -> tuple[list, list]:
-    """XLA's shardings of operands, and of results."""
+def _shardings(config: Mapping[str, Any], split: Split, specs: Sequence) -> tuple[list, list]:
+    """XLA's shardings of operands, of which the axes are known, and of results."""
     of = functools.partial(primitive.sharding_of, split.sizes)
-    rule = config["rule"]
-    ins = [of(split.spec(dims)) for dims in rule[0]]
-    return ins, [of(split.spec(dims, is_result=True)) for dims in rule[1]]
+    results = [split.spec(dims, is_result=True) for dims in _rule(config).results]
+    return [*map(of, specs)], [*map(of, results)]
 
 
 def _read_splits(config: Mapping, avals: Sequence, shardings: Sequence) -> tuple[dict, list]:
@@ -381,26 +406,27 @@ def _sdy(rule: Rule, ctx: Any) -> tuple[str, dict[str, Any]]:
     """The rule in Shardy's notation, and what belongs to it."""
     avals, sizes, whole, terms = (*ctx.avals_in, *ctx.avals_out), {}, [], []
     numbers = itertools.count()
-    for aval, dims in zip(avals, rule.arrays, strict=True):
+    for aval, dims, names in zip(avals, rule.arrays, rule.named or rule.arrays, strict=True):
         term = []
-        for length, factor in zip(aval.shape, dims, strict=True):
+        for length, factor, name in zip(aval.shape, dims, names, strict=True):
             parts = rule.parts.get(factor, 1)
             inner = f"w{next(numbers)}"
             if parts == length and parts > 1:
-                term.append(factor)
+                term.append(name)
                 continue
             whole.append(inner)
             if parts == 1:
                 term.append(inner)
             else:
-                term.append(f"({factor} {inner})")
-                sizes |= {factor: parts, inner: length // parts}
+                term.append(f"({name} {inner})")
+                sizes |= {name: parts, inner: length // parts}
         terms.append(" ".join(term))
     count = len(rule.operands)
     text = " -> ".join((", ".join(terms[:count]), ", ".join(terms[count:])))
+    used = {f for term in terms for f in re.findall(r"\w+", term)}
     alone = {factor for term in terms for factor in term.split(" ")}
     sizes = {factor: n for factor, n in sizes.items() if factor not in alone}
-    summed = tuple(f for f in rule.summed if rule.parts.get(f, 1) > 1)
+    summed = tuple(f for f in rule.summed if f in used)
     how = {"reduction_factors": summed, "need_replication_factors": tuple(whole), **sizes}
     return text, how
 

@@ -239,25 +239,44 @@ class Static(NamedTuple):
         """The dense product as its caller wants it, without zero rows."""
         return placed(self.arranged.result(y), self.out_sharding)
 
-    def dgrad(self, gradient: tuple[int, int], rhs: tuple[int, int], lhs: Side) -> Multiplication:
-        """The product for the gradient of a dense lhs."""
+    def dgrad(
+        self,
+        gradient: tuple[int, int],
+        rhs: tuple[int, int],
+        lhs: Side,
+        like: tuple[int, int] | None = None,
+    ) -> Multiplication:
+        """The product for the gradient of a dense lhs; `like`: the form of lhs along rows."""
         spec = lhs.arranged
         if self.arranged.lhs.swapped:  # of (B..., M..., K)
             *lead, k, m = spec
             spec = (*lead, m, k)
-        return self.multiplication(gradient, rhs, lhs.dtype, spec=spec)
+        how = {} if like is None else {"like": (*like, -2)}
+        return self.multiplication(gradient, rhs, lhs.dtype, spec=spec, **how)
 
     def lhs_gradient(self, dx: jax.Array, lhs: Side) -> jax.Array:
         """The result of `dgrad`, arranged as the caller's lhs."""
         side = self.arranged.lhs
         return side.restored(jnp.swapaxes(dx, -1, -2) if side.swapped else dx, lhs.spec)
 
-    def wgrad(self, lhs: tuple[int, int], gradient: tuple[int, int], rhs: Side) -> Multiplication:
-        """The product for the gradient of a dense rhs, of two forms along rows."""
+    def wgrad(
+        self,
+        lhs: tuple[int, int],
+        gradient: tuple[int, int],
+        rhs: Side,
+        like: tuple[int, int] | None = None,
+    ) -> Multiplication:
+        """The product for the gradient of a dense rhs, of two forms along rows.
+
+        `like`: the form of rhs along its free axis.
+        """
         layout = self.arranged
         order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
         summed = len(layout.lhs.free_out) - 1
-        return self.multiplication(*order, rhs.dtype, spec=rhs.arranged, summed=summed)
+        how: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
+        if like is not None:
+            how["like"] = (*like, -1 if layout.rhs.swapped else -2)
+        return self.multiplication(*order, rhs.dtype, **how)
 
     def rhs_gradient(self, dw: jax.Array, rhs: Side) -> jax.Array:
         """The result of `wgrad`, arranged as the caller's rhs."""
@@ -417,8 +436,9 @@ def _gradients(
         frozen=(rhs is None, lhs is None),
         pads=layout.gradient_pads,
     )
-    multiplications = [] if b is None else [static.dgrad((0, 0), (2, 0), lhs)]
-    multiplications += [] if a is None else [static.wgrad((1, 0), (0, 1), rhs)]
+    like_a, like_b = (None if form is None else (i, 0) for i, form in ((1, a), (2, b)))
+    multiplications = [] if b is None else [static.dgrad((0, 0), (2, 0), lhs, like_a)]
+    multiplications += [] if a is None else [static.wgrad((1, 0), (0, 1), rhs, like_b)]
     products, _ = Step(tuple(multiplications))((gradient, (a,), (b,)))
     each = iter(products)
     dlhs = None if b is None else static.lhs_gradient(next(each), lhs)
@@ -432,13 +452,14 @@ def _gradients_of_groups(
     of_rows, groups = sizes
     dlhs = drhs = None
     if b is not None:
-        how: dict[str, Any] = {"wanted": (True, False), "frozen": (rhs is None, False)}
-        gradient = Unquantized(dy, recipe, name="gradient", **how)
+        asked: dict[str, Any] = {"wanted": (True, False), "frozen": (rhs is None, False)}
+        gradient = Unquantized(dy, recipe, name="gradient", **asked)
         dgrad = static.multiplication((0, 0), (1, 0), lhs.dtype, groups=ROWS)
         (dlhs,), _ = Step((dgrad,))((gradient, (b,)), of_rows)
     if a is not None:
         _, along = _by_slot("gradient", dy, groups, recipe)
-        wgrad = static.multiplication((0, 0), (1, 0), rhs.dtype, groups=SUMS, align=groups.align)
+        how = {"groups": SUMS, "align": groups.align, "over_rows": True}
+        wgrad = static.multiplication((0, 0), (1, 0), rhs.dtype, **how)
         (drhs,), _ = Step((wgrad,))(((a,), (along,)), groups.sizes)
     return dlhs, drhs
 

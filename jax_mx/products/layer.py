@@ -24,7 +24,8 @@ import numpy as np
 
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.formats import MXFP8_E4M3
-from jax_mx.ops.activations import Gated, gradients_of_parts, made
+from jax_mx.facts.windows import ROW, SHARD
+from jax_mx.ops.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
@@ -172,15 +173,30 @@ class Moves(ABC):
 
     @abstractmethod
     def dgrad(
-        self, product: Static, gradient: FormNumber, weight: FormNumber, rows: Side, place: Any
+        self,
+        product: Static,
+        gradient: FormNumber,
+        weight: FormNumber,
+        rows: Side,
+        place: Any,
+        like: FormNumber,
     ) -> Multiplication:
-        """The product for the gradient of rows."""
+        """The product for the gradient of rows; `like`: their form along rows."""
 
     @abstractmethod
     def wgrad(
-        self, product: Static, rows: FormNumber, gradient: FormNumber, weight: Side, place: Any
+        self,
+        product: Static,
+        rows: FormNumber,
+        gradient: FormNumber,
+        weight: Side,
+        place: Any,
+        like: FormNumber,
     ) -> Multiplication:
-        """The product for the gradient of a weight, both operands along rows."""
+        """The product for the gradient of a weight, both operands along rows.
+
+        `like`: its form along its free axis.
+        """
 
     @abstractmethod
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
@@ -366,9 +382,10 @@ def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: jax.Array) -> tupl
     if w2 is not None and not moves.keeps_activation:
         _, act = static.requests(gate_up, scale_of(place), second, (False, True)).forms()
     # The gradient of the result: by w_second^T, and along rows for that of w_second.
-    products = [moves.dgrad(static.second, (0, 0), (2, 0), static.hidden(gate_up), place)]
+    hidden, numbers = static.hidden(gate_up), ((0, 0), (2, 0))
+    products = [moves.dgrad(static.second, *numbers, hidden, place, (1, 0))]
     if w2 is not None:
-        products.append(moves.wgrad(static.second, (1, 0), (0, 1), w2, place))
+        products.append(moves.wgrad(static.second, (1, 0), (0, 1), w2, place, (2, 0)))
     operands = (gradient, (act,), (kept.w_second,))
     (dact, *dw2), _ = Step(tuple(products))(operands, sizes_of(place))
     dx, dw1, sums = _through_first(static, kept, gate_up, dact)
@@ -384,9 +401,10 @@ def _through_first(
     gradients = _gradients_of(static, kept, gate_up, dact.astype(gate_up[0].dtype))
     n, dgrads, wgrads = len(gradients), [], {}
     for i, (product, w) in enumerate(zip(static.first, sides.w_first, strict=True)):
-        dgrads.append(moves.dgrad(product, (i, 0), (n + 1 + i, 0), sides.x, place))
+        free = (n + 1 + i, 0)
+        dgrads.append(moves.dgrad(product, (i, 0), free, sides.x, place, (n, 0)))
         if w is not None:
-            wgrads[i] = moves.wgrad(product, (n, 0), (i, 1), w, place)
+            wgrads[i] = moves.wgrad(product, (n, 0), (i, 1), w, place, free)
     summed = [i for i, bias in enumerate(sides.b_first) if bias is not None]
     fused = [i for i in summed if isinstance(gradients[i].activation, WithSums)]
     step = Step((*wgrads.values(), *dgrads), tuple((i, 2) for i in fused))
@@ -403,19 +421,25 @@ def _through_first(
 def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -> list[Unquantized]:
     """The operands of the gradients of gates and ups, by the argument of the activation."""
     own = static.gated(gate_up, scale_of(kept.place))
-    arrays, activation = list(gate_up), None
+    recipe, ws, known = kept.recipes[0], kept.sides.w_first, None
     if len(gate_up) > 1:
-        arrays = gradients_of_parts(static.op, gate_up[0], own, dact)
+        arguments = static.op, gate_up[0], own, dact
+        rows = all(use.format and use.window in (ROW, SHARD) for use in recipe.uses("gradient"))
+        if rows and None not in ws:
+            known = known_gradients_of_parts(*arguments)
+        each = known or [(x, None) for x in gradients_of_parts(*arguments)]
     else:
-        activation = dataclasses.replace(own, gradient=dact)
-        activation = activation if kept.sides.b_first[0] is None else WithSums(activation)
-    how: dict[str, Any] = {"rows": None, "activation": activation, "name": "gradient"}
+        activation: Any = dataclasses.replace(own, gradient=dact)
+        if kept.sides.b_first[0] is not None:
+            activation = WithSums(activation)
+        each = [(gate_up[0], activation)]
     return [
         Unquantized(
-            x, kept.recipes[0], wanted=(True, w is not None), frozen=(w is None, False), **how
+            x, recipe, None, activation, "gradient",
+            wanted=(True, w is not None), frozen=(w is None, False),
         )
-        for x, w in zip(arrays, kept.sides.w_first, strict=True)
-    ]
+        for (x, activation), w in zip(each, ws, strict=True)
+    ]  # fmt: skip
 
 
 def _again(static: Layer, kept: Kept) -> GateUp:

@@ -342,16 +342,28 @@ class InPlace(Moves):
         return product.multiplication((0, 0), (1, 0), spec=spec)
 
     def dgrad(
-        self, product: Static, gradient: FormNumber, weight: FormNumber, rows: Side, place: Any
+        self,
+        product: Static,
+        gradient: FormNumber,
+        weight: FormNumber,
+        rows: Side,
+        place: Any,
+        like: FormNumber,
     ) -> Multiplication:
         """See `Moves`."""
-        return product.dgrad(gradient, weight, rows)
+        return product.dgrad(gradient, weight, rows, like)
 
     def wgrad(
-        self, product: Static, rows: FormNumber, gradient: FormNumber, weight: Side, place: Any
+        self,
+        product: Static,
+        rows: FormNumber,
+        gradient: FormNumber,
+        weight: Side,
+        place: Any,
+        like: FormNumber,
     ) -> Multiplication:
         """See `Moves`."""
-        return product.wgrad(rows, gradient, weight)
+        return product.wgrad(rows, gradient, weight, like)
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""

@@ -152,11 +152,37 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
     }
     operands = [names for x, names in zip(sides, factors, strict=True) for _ in jax.tree.leaves(x)]
     operands += [("g",)] * len(jax.tree.leaves(contraction.sizes))
+    unread = len(jax.tree.leaves(contraction.like))
     lead = [f"b{i}" for i in range(len(numbers.batch[0]))] + ["g"] * (numbers.groups == SUMS)
     free = [
         f"{kind}{i}" for side, kind in enumerate("mn") for i in range(len(contraction.free(side)))
     ]
-    return Rule(tuple(operands), ((*lead, *free),), parts, _summed(numbers))
+    result = (*lead, *free)
+    rule = Rule((*operands, *[result] * unread), (result,), parts, _summed(numbers), unread)
+    return rule._replace(named=_named(rule, contraction))
+
+
+def _named(rule: Rule, contraction: Contraction) -> tuple[tuple[str, ...], ...]:
+    """The dimensions of arrays as XLA is to see them.
+
+    XLA goes from arrays whose splits it knows to those which it does not, and meets weights, which
+    are arguments, before activations. Where FSDP splits weights over the axis that splits tokens,
+    activations would be split along their features, and move to and fro. So a weight's split goes
+    to the result alone, along its columns, as tensor parallelism wants. A gradient is split as
+    what it is the gradient of, and not as its operands are; in a weight's, these are split alike
+    along rows.
+    """
+    over_rows = contraction.numbers.over_rows
+    apart = set() if over_rows else {*rule.summed}
+    if over_rows or rule.unread:
+        apart |= {f for dims in rule.operands[: rule.read] for f in dims if f[:1] in ("m", "n")}
+    counts = [len(jax.tree.leaves(x)) for x in (contraction.lhs, contraction.rhs)]
+    sides = ["lhs"] * counts[0] + ["rhs"] * counts[1]
+    sides += [""] * (len(rule.arrays) - len(sides))
+    return tuple(
+        tuple(factor + side * (factor in apart) for factor in dims)
+        for dims, side in zip(rule.arrays, sides, strict=True)
+    )
 
 
 def _factors(contraction: Contraction, side: int) -> tuple[str, ...]:
