@@ -510,7 +510,7 @@ def step() -> list[str]:
             lines.append((name, *cells))
     length = runs[0][1][0]["length"]
     lines = [*table(head, lines), "", *_said_of_steps(runs)]
-    said = f"AdamW, cuDNN attention, sequences of {length} tokens, layers computed again."
+    said = f"* AdamW, cuDNN attention, sequences of {length} tokens, layers computed again."
     if missing := [f"*{way}*" for way in STEPS if not any(way in own for own in by_way)]:
         said += f" Not measured yet: {', '.join(missing)}."
     return [*lines, said]
@@ -523,7 +523,7 @@ def _said_of_steps(runs: Sequence[tuple[str, Rows]]) -> list[str]:
         where = f"{rows[0]['devices']} GPU{'s' * (rows[0]['devices'] > 1)}"
         notes = " ".join(dict.fromkeys(row["note"] for row in rows if "note" in row))
         line = caption(of_rows(rows), command(name), EVERY)
-        said += [f"{where}: {line} {notes}".strip(), ""]
+        said.append(f"* {where}: {line} {notes}".strip())
     return said
 
 
@@ -737,29 +737,6 @@ def counters() -> list[str]:
     return [*lines, "", caption(about, command("counters"), EVERY)]
 
 
-def layers() -> list[str]:
-    """The first layer of speed_layers: bfloat16, plain XLA, the recipes by name, the fastest.
-
-    Below stands what each way takes of bfloat16's time in all layers.
-    """
-    about, rows = results("h200_layers")
-    first = [row for row in _of(rows, name=rows[0]["name"]) if "microbatches" not in row["way"]]
-    fastest = min(first, key=lambda row: row["us"])["way"]
-    shown = {"bf16", "XLA's quantizer, scaled_dot", "mxfp8", "mxfp4", fastest}
-    first = [row for row in first if row["way"] in shown]
-    m, k, n = first[0]["shape"]
-    device = about["device"].removeprefix("NVIDIA ")
-    lines = table(
-        (f"({m}, {k}) x ({k}, {n}), forward and backward, {device}", "us", "of bf16's time"),
-        [(row["way"], f"{row['us']:.0f}", f"{row['ratio']:.2f}") for row in first],
-    )
-    ratios = {row["way"]: [each["ratio"] for each in _of(rows, way=row["way"])] for row in first}
-    spans = [f"*{way}* {min(r):.2f} to {max(r):.2f}" for way, r in ratios.items() if way != "bf16"]
-    count = len({row["name"] for row in rows})
-    said = f"Share of bf16's time in the {count} layers measured: {'; '.join(spans)}."
-    return [*lines, "", f"{said} {caption(about, command('layers'))}"]
-
-
 # ---- which floats kernels make as they quantize ---
 def sources() -> list[str]:
     """A row for what one kernel makes and quantizes, by dtype and window."""
@@ -831,7 +808,6 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_collectives": speed_collectives,
     "speed_moe_sharded": speed_moe_sharded,
     "counters": counters,
-    "layers": layers,
 }
 
 
