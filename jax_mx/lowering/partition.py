@@ -292,7 +292,8 @@ def _shard(config: Mapping[str, Any], split: Split) -> Callable[..., list]:
     """The function that a device computes, of arrays as they move."""
     rule, (dtypes, _) = _rule(config), config["dtypes"]
     local = SHARDS[config["name"]](config["parameters"], split)
-    summed = tuple(name for factor in rule.summed for name in split.axes.get(factor, ()))
+    names = (name for factor in rule.summed for name in split.axes.get(factor, ()))
+    summed = tuple(dict.fromkeys(names))  # once, where two factors are taken to have one axis
 
     def shard(*operands: jax.Array) -> list:
         outs = local(*map(primitive.of_dtype, operands, dtypes))

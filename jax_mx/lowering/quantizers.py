@@ -322,7 +322,7 @@ dequantize_p = make_primitive("dequantize", Op(_dequantize_avals, _dequantize_re
 
 
 # ---- windows that are rows ---
-# Of products' operands: amaxes, then codes. The lowering decides whether one kernel does both, or
+# Products' operands: amaxes, then codes. The lowering decides whether one kernel does both, or
 # another one finds amaxes, as it knows whether XLA splits the program; and what is read of it.
 class Rows(NamedTuple):
     """The windows of a direction in the part of an array that is there.
@@ -443,7 +443,7 @@ def _unread(used: Sequence[bool], params: dict) -> dict:
 def _quantize_rows(
     *operands, plan: Plan, read: tuple[bool, ...], target: Target, rows: tuple[Rows, ...]
 ) -> list:
-    """What is read of the primitive's results.
+    """The results of the primitive that are read.
 
     H100, (16384, 4096), bfloat16: along rows alone one kernel moves 3 bytes an element; both ways
     the amaxes' and the quantizer's together 6.
@@ -482,13 +482,20 @@ def finding(plan: Plan) -> tuple[AnyPlan, ...]:
 
 
 def _quantize_made_rows(operands: Sequence[jax.Array], plan: Plan, target: Target) -> list:
-    """By a kernel that makes the floats of a source and finds their amaxes; or XLA makes them."""
+    """By a kernel that makes the floats of a source and finds their amaxes; or XLA makes them.
+
+    Or they are there, and their amaxes are known.
+    """
     plain = dataclasses.replace(plan, source=X)
     _, found = finding(plan)
-    if not (_takes_each_once(plain, target) and serves_by_itself(found, target)):
+    known = plan.source.has_amaxes
+    if not (_takes_each_once(plain, target) and (known or serves_by_itself(found, target))):
         return _quantize_via_floats(*operands, plan=plan)
     x, *other = plan.source.whole(operands, plan.form.spans)
-    *amaxes, floats = products_p["amaxes"].bind(x, *other, plan=found)
+    if known:
+        amaxes, floats = other, x
+    else:
+        *amaxes, floats = products_p["amaxes"].bind(x, *other, plan=found)
     viewed = Viewed.of(plain.view, floats.shape, (None,) * 2, plan.first_axis)
     data = []
     for result, direction in zip(plain.view.results, plan.form.directions, strict=True):

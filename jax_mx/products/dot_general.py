@@ -15,7 +15,7 @@ from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import check_quantized, is_exact, operand_of
 from jax_mx.products.arrangements import arrangements_of, dimensions_of
-from jax_mx.products.auto import resolved
+from jax_mx.products.auto import Sizes, resolved
 from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, product
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
@@ -84,8 +84,8 @@ def dot_general(
     op = "dot_general"
     lhs, rhs = operand_of(op, "lhs", lhs), operand_of(op, "rhs", rhs)
     is_free = implementation is None and not is_exact(op, precision)
-    work = functools.partial(_work, op, lhs, rhs, dimension_numbers)
-    recipe = resolved(op, recipe, (lhs, rhs), work, is_free)
+    sizes = functools.partial(_sizes, op, lhs, rhs, dimension_numbers)
+    recipe = resolved(op, recipe, (lhs, rhs), sizes, is_free)
     recipe = recipe_beside(op, "rhs", rhs, recipe)
     keep_rows = not recipe.has_windows
     layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
@@ -117,12 +117,15 @@ def dot_general(
     return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
 
-def _work(op: str, lhs: Any, rhs: Any, dimension_numbers: DimensionNumbers) -> Any:
-    """How many multiplications a product has.
+def _sizes(op: str, lhs: Any, rhs: Any, dimension_numbers: DimensionNumbers) -> list[Sizes]:
+    """Rows, columns and contracted length of a product, of an entry of its batch.
 
     Raises:
       TypeError, ValueError: as `dot_general` does.
     """
-    (_, contracted), (_, batch) = dimensions_of(op, lhs.shape, rhs.shape, dimension_numbers)
-    free = [n for i, n in enumerate(rhs.shape) if i not in (*contracted, *batch)]
-    return math.prod(lhs.shape) * math.prod(free)
+    contracting, batch = dimensions_of(op, lhs.shape, rhs.shape, dimension_numbers)
+    rows, columns = (
+        math.prod(n for i, n in enumerate(x.shape) if i not in (*summed, *lead))
+        for x, summed, lead in zip((lhs, rhs), contracting, batch, strict=True)
+    )
+    return [(rows, columns, math.prod(lhs.shape[i] for i in contracting[0]))]

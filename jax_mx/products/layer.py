@@ -24,7 +24,8 @@ import numpy as np
 
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.formats import MXFP8_E4M3
-from jax_mx.ops.activations import Gated, gradients_of_parts, made
+from jax_mx.facts.windows import ROW, SHARD
+from jax_mx.ops.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
@@ -420,19 +421,25 @@ def _through_first(
 def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -> list[Unquantized]:
     """The operands of the gradients of gates and ups, by the argument of the activation."""
     own = static.gated(gate_up, scale_of(kept.place))
-    arrays, activation = list(gate_up), None
+    recipe, ws, known = kept.recipes[0], kept.sides.w_first, None
     if len(gate_up) > 1:
-        arrays = gradients_of_parts(static.op, gate_up[0], own, dact)
+        arguments = static.op, gate_up[0], own, dact
+        rows = all(use.format and use.window in (ROW, SHARD) for use in recipe.uses("gradient"))
+        if rows and None not in ws:
+            known = known_gradients_of_parts(*arguments)
+        each = known or [(x, None) for x in gradients_of_parts(*arguments)]
     else:
-        activation = dataclasses.replace(own, gradient=dact)
-        activation = activation if kept.sides.b_first[0] is None else WithSums(activation)
-    how: dict[str, Any] = {"rows": None, "activation": activation, "name": "gradient"}
+        activation: Any = dataclasses.replace(own, gradient=dact)
+        if kept.sides.b_first[0] is not None:
+            activation = WithSums(activation)
+        each = [(gate_up[0], activation)]
     return [
         Unquantized(
-            x, kept.recipes[0], wanted=(True, w is not None), frozen=(w is None, False), **how
+            x, recipe, None, activation, "gradient",
+            wanted=(True, w is not None), frozen=(w is None, False),
         )
-        for x, w in zip(arrays, kept.sides.w_first, strict=True)
-    ]
+        for (x, activation), w in zip(each, ws, strict=True)
+    ]  # fmt: skip
 
 
 def _again(static: Layer, kept: Kept) -> GateUp:

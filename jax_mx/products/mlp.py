@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jax_mx.arrays.checks import float_dtype, implementation_of, is_symbolic
+from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering import primitive
@@ -26,7 +26,7 @@ from jax_mx.products.arguments import (
     residuals_of,
 )
 from jax_mx.products.arrangements import Arrangements, arrangements_of
-from jax_mx.products.auto import resolved
+from jax_mx.products.auto import Sizes, resolved
 from jax_mx.products.derivative import (
     Side,
     Static,
@@ -116,8 +116,8 @@ def mlp(
     given = w_gate_up if pair else [w_gate_up]
     first = [operand_of(op, *each) for each in zip(names, given, strict=True)]
     is_free = implementation is None and not is_exact(op, precision)
-    work = functools.partial(_least_work, x, first, w2)
-    recipe = resolved(op, recipe, (x, *first, w2), work, is_free)
+    sizes = functools.partial(_sizes, x, [*first, w2])
+    recipe = resolved(op, recipe, (x, *first, w2), sizes, is_free)
     recipes = _beside_first(op, names, first, recipe), recipe_beside(op, "w_down", w2, recipe)
     keep_rows = not recipe.has_windows and _may_be_split()
     layouts = [
@@ -172,10 +172,10 @@ def _activation(op: str, name: str, interleaved: bool, pair: Any) -> Gated:
     return gate
 
 
-def _least_work(x: Any, first: list, second: Any) -> Any:
-    """How many multiplications the product with the smallest weight has."""
-    rows, sizes = math.prod(x.shape[:-1]), [math.prod(w.shape) for w in (*first, second)]
-    return rows * (sizes[0] if any(map(is_symbolic, sizes)) else min(sizes))
+def _sizes(x: Any, weights: list) -> list[Sizes]:
+    """Rows, columns and contracted length of the product with each weight."""
+    rows = math.prod(x.shape[:-1])
+    return [(rows, *w.shape) for w in weights if w.ndim == 2]
 
 
 def _beside_first(op: str, names: tuple[str, ...], weights: list, recipe: Recipe) -> Recipe:
