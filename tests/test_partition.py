@@ -313,6 +313,7 @@ def test_the_persistent_cache(tmp_path):
     """A second process gets the program, and XLA asks nobody how to split it."""
     code = """
         from helpers import cached_in
+        events = cached_in(sys.argv[2])
         from test_partition import FSDP, ROWS, mesh_of, split, step
         from jax_mx.lowering import partition
 
@@ -322,7 +323,6 @@ def test_the_persistent_cache(tmp_path):
                 asked.append(name)
                 return local(*args)
             partition.SHARDS[name] = counted
-        events = cached_in(sys.argv[1])
         split(step(ROWS), mesh_of(8, names="a"), FSDP, FSDP)
         print(len(asked), sum("cache_hits" in event for event in events) > 0)
     """
