@@ -56,6 +56,8 @@ class Plan:
       source: what makes the floats.
       chosen: the chips that the recipe "auto" chose windows of rows for: in a program for others
         they are of 32. Empty: the caller asks for them.
+      across: for each result the axes of a shard_map among whose devices a window "row" lies; ():
+        none does.
     """
 
     op: str
@@ -73,6 +75,7 @@ class Plan:
     caller: str = ""
     source: Source = X
     chosen: str = ""
+    across: tuple[tuple[str, ...], ...] = ()
 
     def __hash__(self) -> int:
         return self._hash  # computed once: jit looks a plan up at every eager call

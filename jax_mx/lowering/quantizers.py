@@ -177,7 +177,8 @@ def _with_derived(
                 amax = _of_parts(y, plan, i, rows[i].count)
             else:
                 amax = pair[i] if pair else amax_of(y, plan.view, result, once)
-            amax = jax.lax.pmax(amax, rows[i].across) if rows[i].across else amax
+            if rows[i].across:  # then it is the same on all of them, beside a view that is not
+                _, amax = vary_alike(view, jax.lax.pmax(amax, rows[i].across))
             known[i][name] = amax if once else _of_blocks(amax, y, result)
         else:
             known[i][name] = next(rest)
@@ -557,7 +558,8 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     operands = vary_alike(*operands) if len(operands) > 1 else operands
     if takes_amaxes(plan):
         read = (True,) * len(plan.signature.results)
-        outs = quantize_rows_p.bind(*operands, plan=plan, read=read, rows=())
+        rows = tuple(Rows(1, names) for names in plan.across)
+        outs = quantize_rows_p.bind(*operands, plan=plan, read=read, rows=rows)
     else:
         outs = quantize_p.bind(*operands, plan=plan)
     pairs = zip(plan.signature.results, outs, strict=True)
