@@ -490,6 +490,27 @@ def looked_into(primitive: Primitive, jaxpr: str) -> None:
     rules[primitive] = rule
 
 
+def _reduced(
+    ctx: mlir.LoweringRuleContext, x: ir.Value, *, exponent_bits: int, mantissa_bits: int
+) -> list[ir.Value]:
+    """The lowering of lax.reduce_precision, which leaves floats of a byte and less as they are.
+
+    jax.checkpoint puts all floats that it keeps through it, with the bits of their own dtype. XLA
+    takes each dtype for one with infinities, and makes them of e4m3fn's codes from 256 on: NaN.
+    What is rounded already only has to stay apart from what made it.
+    """
+    (aval,) = ctx.avals_out
+    own = jnp.finfo(aval.dtype)
+    if own.bits <= 8 and (exponent_bits, mantissa_bits) == (own.nexp, own.nmant):
+        return [hlo.optimization_barrier([x])]
+    bits = modules.i32_attr(exponent_bits), modules.i32_attr(mantissa_bits)
+    out = hlo.reduce_precision(x, *bits)
+    return [modules.lower_with_sharding_in_types(ctx, out, aval)]
+
+
+mlir.register_lowering(jax.lax.reduce_precision_p, _reduced)
+
+
 def make_primitive(name: str, op: Op) -> Primitive:
     """The primitive mx_<name> of an op on views; its arrays are those of `plan.signature`."""
 

@@ -66,9 +66,10 @@ def mlp(
     """A perceptron: act(x @ w_gate_up + b_gate_up) @ w_down + b_down, see `gated`.
 
     Operands of both products, and of their four gradients, are quantized as the recipe says (see
-    `dot_general`). It gives what `dot_general`, `gated` and `dot_general` give, bit for bit, in one
-    function with one derivative: what the activation gives is quantized both ways as it is made,
-    and gate and up are kept in MX. Differentiable in reverse mode with respect to all arrays.
+    `dot_general`). It gives what `dot_general`, `gated` and `dot_general` give, bit for bit but for
+    what is rounded at random, in one function with one derivative: what the activation gives is
+    quantized both ways as it is made, and gate and up are kept in MX. Differentiable in reverse
+    mode with respect to all arrays.
 
     Args:
       x: bfloat16, float16 or float32 (..., D). 32 divides D; there may be any number of rows. On

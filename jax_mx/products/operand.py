@@ -148,6 +148,22 @@ class _Part(NamedTuple):
     as_floats: bool
 
 
+# A number that is folded into the keys of forms, far from those that callers count layers by.
+_FORMS = 0x6D78_0000
+
+
+def _apart(use: Use, number: int) -> Use:
+    """How a form is taken, of so many that one call makes: each rounds by bits of its own.
+
+    An element's random bits follow from the key and its place. Two arrays of one width that one key
+    rounds would have the same bits, and the second rounding would depend on the first.
+    """
+    if use.rounding is None or number == 0:
+        return use
+    key = jax.random.fold_in(use.rounding.key, _FORMS + number)
+    return use._replace(rounding=dataclasses.replace(use.rounding, key=key))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unquantized:
@@ -167,6 +183,7 @@ class Unquantized:
       pads: how many zeros follow the last two axes of x.
       across: for each reader the axes of a shard_map among whose devices a row lies that it
         contracts.
+      number: of the operand among those that one call rounds at random by one key.
     """
 
     x: Any
@@ -179,6 +196,7 @@ class Unquantized:
     frozen: tuple[bool, bool] = dataclasses.field(default=(False, False), metadata={"static": True})
     pads: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})
     across: tuple[Any, Any] = dataclasses.field(default=((), ()), metadata={"static": True})
+    number: int = dataclasses.field(default=0, metadata={"static": True})
 
     @classmethod
     def of(
@@ -252,10 +270,10 @@ class Unquantized:
         return forms.get(0), forms.get(1), *([forms[2]] if 2 in forms else [])
 
     def _parts(self, as_floats: Sequence[bool]) -> list[_Part]:
-        """The forms that are wanted."""
+        """The forms that are wanted, each of which rounds by a key of its own."""
         axes = (self.axis, -3 - self.axis)
         return [
-            _Part(i, use, axis, floats)
+            _Part(i, _apart(use, 2 * self.number + i), axis, floats)
             for i, (use, axis, floats) in enumerate(zip(self.uses, axes, as_floats, strict=True))
             if use is not None
         ]
@@ -364,8 +382,9 @@ class Moved(Unquantized):
         """See `Unquantized.forms`."""
         assert self.rows is not None
         if any(as_floats):  # quantized again along its elements, an array is the same floats
-            how: dict[str, Any] = {"wanted": self.wanted, "frozen": self.frozen}
-            floats = Unquantized(floats_of(self.x), self.recipe, self.rows, name=self.name, **how)
+            names = ("name", "wanted", "frozen", "number")
+            how: dict[str, Any] = {name: getattr(self, name) for name in names}
+            floats = Unquantized(floats_of(self.x), self.recipe, self.rows, **how)
             return floats.forms(as_floats)
         forms: dict[int, ProductOperand] = {}
         for number, use, axis, _ in self._parts(as_floats):
