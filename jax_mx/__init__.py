@@ -1,5 +1,7 @@
 """Microscaling (MX) quantization for JAX at the speed of memory."""
 
+from jax_mx.adapters.quantized import Candidate as Candidate
+from jax_mx.adapters.quantized import quantized as quantized
 from jax_mx.experts import gpt_oss as gpt_oss
 from jax_mx.experts.moe import moe as moe
 from jax_mx.facts.formats import CEIL as CEIL

@@ -39,12 +39,11 @@ def can_multiply(
         ragged_dot.planned("ragged_dot", lhs, rhs, sizes, None, recipe, None)
 
     def dense(lhs: Any, rhs: Any) -> None:
-        op, numbers = "dot_general", how
+        numbers = how
         if isinstance(how, str):
-            op = "einsum"
-            (lhs, rhs), letters = einsum.two(op, how, (lhs, rhs))
+            (lhs, rhs), letters = einsum.two("einsum", how, (lhs, rhs))
             numbers = einsum.numbers_of(*letters)
-        dot_general.planned(op, lhs, rhs, numbers, None, None, recipe, None)
+        dot_general.planned("dot_general", lhs, rhs, numbers, None, None, recipe, None)
 
     try:
         if hasattr(how, "dtype"):

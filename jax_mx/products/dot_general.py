@@ -95,7 +95,13 @@ def dot_general(
     op = "dot_general"
     try:
         call = planned(
-            op, lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe,
+            op,
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            recipe,
             implementation,
         )
     except (TypeError, ValueError) as error:
@@ -161,14 +167,13 @@ def planned(  # noqa: PLR0913 what dot_general takes
     layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
     sides: Any = (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs))
     floats = [x for _, x, _ in sides if not isinstance(x, MXArray)]
-    types = [
-        float_dtype(op, name, x.dtype) for name, x, _ in sides if not isinstance(x, MXArray)
-    ]
-    if len({*types}) > 1 and not isinstance(rhs, QuantizedWeight):
-        types = [np.dtype(jnp.result_type(*floats))]
-    dtype = (*types, np.dtype(jnp.bfloat16))[0]
+    types = [float_dtype(op, name, x.dtype) for name, x, _ in sides if not isinstance(x, MXArray)]
     if preferred is not None:
         dtype = float_dtype(op, "preferred_element_type", preferred)
+    elif len({*types}) > 1 and not isinstance(rhs, QuantizedWeight):
+        dtype = np.dtype(jnp.result_type(*floats))
+    else:
+        dtype = (*types, np.dtype(jnp.bfloat16))[0]
     implementation_of(op, named(op), implementation)
     for name, x, side in sides:
         check_quantized(op, name, x, side)
