@@ -1,5 +1,7 @@
 """Microscaling (MX) quantization for JAX at the speed of memory."""
 
+from jax_mx.adapters.quantized import Candidate as Candidate
+from jax_mx.adapters.quantized import quantized as quantized
 from jax_mx.experts import gpt_oss as gpt_oss
 from jax_mx.experts.moe import moe as moe
 from jax_mx.facts.formats import CEIL as CEIL
@@ -51,6 +53,7 @@ from jax_mx.ops.quantize import quantize as quantize
 from jax_mx.ops.quantize import quantize_both as quantize_both
 from jax_mx.ops.support import is_supported as is_supported
 from jax_mx.ops.windows import align as align
+from jax_mx.products.can_multiply import can_multiply as can_multiply
 from jax_mx.products.choices import Choice as Choice
 from jax_mx.products.dot_general import dot_general as dot_general
 from jax_mx.products.einsum import einsum as einsum
