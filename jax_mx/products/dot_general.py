@@ -143,7 +143,7 @@ class Call(NamedTuple):
     dtype: np.dtype
 
 
-def planned(  # noqa: PLR0913 what dot_general takes
+def planned(
     op: str,
     lhs: Any,
     rhs: Any,
