@@ -48,8 +48,9 @@ class Splitting(NamedTuple):
 
     def is_shared_by(self, served: Served) -> bool:
         """Whether devices share it by the rule; without a kernel of ours XLA splits groups."""
-        groups = self.contraction.numbers.groups
-        return self.rule is not None and (not groups or served.plan is not None)
+        if self.rule is None or IMPLEMENTATIONS[served.implementation].splits_itself:
+            return False
+        return not self.contraction.numbers.groups or served.plan is not None
 
     def of_arrays(self, contraction: Contraction) -> Contraction:
         """The same contraction, of arrays, with the windows that are known."""
