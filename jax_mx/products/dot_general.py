@@ -83,9 +83,9 @@ def dot_general(
     """
     op = "dot_general"
     lhs, rhs = operand_of(op, "lhs", lhs), operand_of(op, "rhs", rhs)
-    is_free = implementation is None and not is_exact(op, precision)
+    exact = is_exact(op, precision)
     sizes = functools.partial(_sizes, op, lhs, rhs, dimension_numbers)
-    recipe = resolved(op, recipe, (lhs, rhs), sizes, is_free)
+    recipe = resolved(op, recipe, (lhs, rhs), sizes, implementation is None and not exact)
     recipe = recipe_beside(op, "rhs", rhs, recipe)
     keep_rows = not recipe.has_windows
     layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
@@ -104,8 +104,7 @@ def dot_general(
     frozen = [name for name, x, _ in sides if isinstance(x, MXArray)]
     if len(frozen) == 1:
         check_frozen(op, frozen[0], recipe)
-    shared = (is_exact(op, precision), implementation)
-    static = Static(op, layout, dtype, *shared, out_sharding, recipe.chosen)
+    static = Static(op, layout, dtype, exact, implementation, out_sharding, recipe.chosen)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         keep = isinstance(rhs, QuantizedWeight) or is_square(rhs, recipe)
         static = static._replace(layout=layout.unpadded(keep))
