@@ -64,7 +64,7 @@ def dot_general(
         `QuantizedWeight` it is that of lhs.
       recipe: a `Recipe`, or the name of one: "mxfp8", "mxfp8_rows", "mxfp8_windows",
         "mxfp8_hybrid", "mxfp4" or "bf16"; or "auto", the fastest that is known on the chips that
-        the trace is for, see [training](training.md#the-default-auto).
+        the trace is for, see [training](training.md#the-default-recipe).
       out_sharding: of the result, see jax.lax.dot_general.
       implementation: "fp8" (the chip's FP8 product of the codes, for arrays of one scale a row),
         "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as

@@ -116,8 +116,9 @@ def mlp(
     dtype = float_dtype(op, "x", x.dtype)
     given = w_gate_up if pair else [w_gate_up]
     first = [operand_of(op, *each) for each in zip(names, given, strict=True)]
-    is_free = implementation is None and not is_exact(op, precision)
+    exact = is_exact(op, precision)
     sizes = functools.partial(_sizes, x, [*first, w2])
+    is_free = implementation is None and not exact
     recipe = resolved(op, recipe, (x, *first, w2), sizes, is_free)
     recipes = _beside_first(op, names, first, recipe), recipe_beside(op, "w_down", w2, recipe)
     keep_rows = not recipe.has_windows and _may_be_split()
@@ -138,7 +139,7 @@ def mlp(
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
         out_sharding = jax.sharding.PartitionSpec(*spec)
-    shared = (is_exact(op, precision), implementation)
+    shared = (exact, implementation)
     static = Layer(
         tuple(Static(op, layout, dtype, *shared, None, recipe.chosen) for layout in layouts),
         Static(op, second, dtype, *shared, out_sharding, recipe.chosen),
