@@ -75,9 +75,8 @@ def own_custom_vjp(x, w):
     return jnp.sin(of_a_user(x) @ w).sum()
 
 
-CALLS = [
-    rms_norm, gated, frozen, rows_of_codes, both_directions, quantized_weight, experts, own_custom_vjp,
-]  # fmt: skip
+CALLS = [rms_norm, gated, frozen, rows_of_codes, both_directions, quantized_weight, experts]
+CALLS += [own_custom_vjp]
 
 
 @pytest.mark.parametrize("call", CALLS)

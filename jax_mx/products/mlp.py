@@ -410,9 +410,9 @@ def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:
     if is_explicit(mesh):
         wide = resharded(wide, spec_of(y)[-1:], mesh)
     wide = wide.reshape(*[1] * (y.ndim - 1), -1)
-    if zeros:
-        number = jnp.arange(y.shape[-2], dtype=jnp.int32).reshape(*[1] * (y.ndim - 2), -1, 1)
-        wide = jnp.where(number < y.shape[-2] - zeros, wide, np.float32(0))
+    if zeros:  # no number of a row: there may be more than int32 counts
+        parts = jnp.ones((y.shape[-2] - zeros, 1), bool), jnp.zeros((zeros, 1), bool)
+        wide = jnp.where(jnp.concatenate(parts), wide, np.float32(0))
     return (y.astype(jnp.float32) + wide).astype(y.dtype)
 
 

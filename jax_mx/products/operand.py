@@ -109,6 +109,9 @@ class QuantizedWeight:
         """The dtype of the weight's floats."""
         return self.floats.dtype
 
+    def __array__(self, *_: object, **__: object) -> Any:
+        raise TypeError("a QuantizedWeight is floats and two quantized forms; take .floats")
+
 
 def chips_of(chosen: Any) -> str:
     """The chips that "auto" chose a recipe for; "" where a caller passed it."""
