@@ -51,6 +51,33 @@ def _derived_again(op: str, *_: Any) -> Any:
     return primitive.no_second(op)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def underived(op: str, frozen: Any) -> Any:
+    """The function returns its arguments, and raises where their derivative is asked for.
+
+    Cotangents of codes would be zeros, and E8M0 has no zero: an optimizer would add NaN to scales.
+    """
+    del op
+    return frozen
+
+
+@underived.defjvp
+def _frozen_derived(op: str, *_: Any) -> Any:
+    raise TypeError(
+        f"{op}: an MXArray is among what is differentiated, and codes have no derivative; "
+        "differentiate by the other leaves: trained, frozen = jax_mx.partition(params), and "
+        "jax_mx.combine(trained, frozen) in the loss"
+    )
+
+
+def guarded(op: str, part: Any) -> Any:
+    """An operand's quantized part; by an `MXArray` nothing is differentiated.
+
+    Forms of a `QuantizedWeight` may be, as they stand beside the floats that gradients reach.
+    """
+    return underived(op, part) if isinstance(part, MXArray) else part
+
+
 # ---- operands ---
 def parts_of(x: Any) -> Pair:
     """The floats that gradients reach, and what is quantized already."""
@@ -318,6 +345,7 @@ def product(
       sizes: of groups, int32 (G,); None for a dense product.
       recipe: how floats are quantized.
     """
+    lhs_q, rhs_q = guarded(static.op, lhs_q), guarded(static.op, rhs_q)
     return _product(static, lhs, lhs_q, rhs, rhs_q, sizes, recipe)
 
 

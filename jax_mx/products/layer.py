@@ -29,7 +29,7 @@ from jax_mx.ops.activations import Gated, gradients_of_parts, known_gradients_of
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
-from jax_mx.products.derivative import MARK, Side, Static, once_derived, side_of
+from jax_mx.products.derivative import MARK, Side, Static, guarded, once_derived, side_of
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import Unquantized
 from jax_mx.products.recipes import Recipe
@@ -285,6 +285,8 @@ def layer(
       routing: the experts of each row, or None.
       recipes: of both products.
     """
+    first, second = quantized
+    quantized = tuple(guarded(static.op, part) for part in first), guarded(static.op, second)
     return _layer(static, given, quantized, routing, recipes)
 
 
