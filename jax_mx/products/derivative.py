@@ -51,31 +51,28 @@ def _derived_again(op: str, *_: Any) -> Any:
     return primitive.no_second(op)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def underived(op: str, frozen: Any) -> Any:
-    """The function returns its arguments, and raises where their derivative is asked for.
+def values_of(op: str, args: Any, quantized: Any) -> Any:
+    """The values of what `symbolic_zeros` hands to a forward pass.
 
-    Cotangents of codes would be zeros, and E8M0 has no zero: an optimizer would add NaN to scales.
+    Args:
+      op: for messages.
+      args: a pytree of `jax.custom_derivatives.CustomVJPPrimal`.
+      quantized: the operands' quantized parts among them. By an `MXArray` nothing is
+        differentiated: its cotangent would be zeros, and E8M0 has no zero, so that an optimizer
+        would make NaN of scales. Forms of a `QuantizedWeight` stand beside floats, and may be.
+
+    Raises:
+      TypeError: an `MXArray` is differentiated by.
     """
-    del op
-    return frozen
-
-
-@underived.defjvp
-def _frozen_derived(op: str, *_: Any) -> Any:
-    raise TypeError(
-        f"{op}: an MXArray is among what is differentiated, and codes have no derivative; "
-        "differentiate by the other leaves: trained, frozen = jax_mx.partition(params), and "
-        "jax_mx.combine(trained, frozen) in the loss"
-    )
-
-
-def guarded(op: str, part: Any) -> Any:
-    """An operand's quantized part; by an `MXArray` nothing is differentiated.
-
-    Forms of a `QuantizedWeight` may be, as they stand beside the floats that gradients reach.
-    """
-    return underived(op, part) if isinstance(part, MXArray) else part
+    for part in quantized:
+        is_asked = any(leaf.perturbed for leaf in jax.tree.leaves(part))
+        if isinstance(part, MXArray) and is_asked:
+            raise TypeError(
+                f"{op}: an MXArray is among what is differentiated, and codes have no derivative; "
+                "differentiate by the other leaves: trained, frozen = jax_mx.partition(params), "
+                "and jax_mx.combine(trained, frozen) in the loss"
+            )
+    return jax.tree.map(lambda primal: primal.value, args)
 
 
 # ---- operands ---
@@ -345,7 +342,6 @@ def product(
       sizes: of groups, int32 (G,); None for a dense product.
       recipe: how floats are quantized.
     """
-    lhs_q, rhs_q = guarded(static.op, lhs_q), guarded(static.op, rhs_q)
     return _product(static, lhs, lhs_q, rhs, rhs_q, sizes, recipe)
 
 
@@ -389,7 +385,7 @@ def _forward(
 
 def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
     perturbed = [any(leaf.perturbed for leaf in jax.tree.leaves(arg)) for arg in args]
-    lhs, lhs_q, rhs, rhs_q, sizes, recipe = (jax.tree.map(lambda p: p.value, arg) for arg in args)
+    lhs, lhs_q, rhs, rhs_q, sizes, recipe = values_of(static.op, args, (args[1], args[3]))
     lhs, rhs, mark = once_derived(static.op, lhs, rhs, MARK)
     # A frozen operand gets no gradient, whoever asks for what.
     dgrad, wgrad = perturbed[0], perturbed[2]
