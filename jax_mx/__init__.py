@@ -32,6 +32,8 @@ from jax_mx.ops.collectives import all_to_all as all_to_all
 from jax_mx.ops.collectives import ppermute as ppermute
 from jax_mx.ops.collectives import reshard as reshard
 from jax_mx.ops.fake_quantize import fake_quantize as fake_quantize
+from jax_mx.ops.frozen import combine as combine
+from jax_mx.ops.frozen import partition as partition
 from jax_mx.ops.gated import Activated as Activated
 from jax_mx.ops.gated import gated as gated
 from jax_mx.ops.groups import Groups as Groups

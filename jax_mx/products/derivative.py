@@ -51,6 +51,30 @@ def _derived_again(op: str, *_: Any) -> Any:
     return primitive.no_second(op)
 
 
+def values_of(op: str, args: Any, quantized: Any) -> Any:
+    """The values of what `symbolic_zeros` hands to a forward pass.
+
+    Args:
+      op: for messages.
+      args: a pytree of `jax.custom_derivatives.CustomVJPPrimal`.
+      quantized: the operands' quantized parts among them. By an `MXArray` nothing is
+        differentiated: its cotangent would be zeros, and E8M0 has no zero, so that an optimizer
+        would make NaN of scales. Forms of a `QuantizedWeight` stand beside floats, and may be.
+
+    Raises:
+      TypeError: an `MXArray` is differentiated by.
+    """
+    for part in quantized:
+        is_asked = any(leaf.perturbed for leaf in jax.tree.leaves(part))
+        if isinstance(part, MXArray) and is_asked:
+            raise TypeError(
+                f"{op}: an MXArray is among what is differentiated, and codes have no derivative; "
+                "differentiate by the other leaves: trained, frozen = jax_mx.partition(params), "
+                "and jax_mx.combine(trained, frozen) in the loss"
+            )
+    return jax.tree.map(lambda primal: primal.value, args)
+
+
 # ---- operands ---
 def parts_of(x: Any) -> Pair:
     """The floats that gradients reach, and what is quantized already."""
@@ -361,7 +385,7 @@ def _forward(
 
 def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
     perturbed = [any(leaf.perturbed for leaf in jax.tree.leaves(arg)) for arg in args]
-    lhs, lhs_q, rhs, rhs_q, sizes, recipe = (jax.tree.map(lambda p: p.value, arg) for arg in args)
+    lhs, lhs_q, rhs, rhs_q, sizes, recipe = values_of(static.op, args, (args[1], args[3]))
     lhs, rhs, mark = once_derived(static.op, lhs, rhs, MARK)
     # A frozen operand gets no gradient, whoever asks for what.
     dgrad, wgrad = perturbed[0], perturbed[2]

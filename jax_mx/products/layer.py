@@ -29,7 +29,7 @@ from jax_mx.ops.activations import Gated, gradients_of_parts, known_gradients_of
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
-from jax_mx.products.derivative import MARK, Side, Static, once_derived, side_of
+from jax_mx.products.derivative import MARK, Side, Static, once_derived, side_of, values_of
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import Unquantized
 from jax_mx.products.recipes import Recipe
@@ -301,7 +301,9 @@ def _layer(
     return _forward(static, given, quantized, routing, recipes, keep=False)[0]
 
 
-def _fwd(static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes) -> tuple:
+def _fwd(static: Layer, *args: Any) -> tuple:
+    first, second = args[1]
+    given, quantized, routing, recipes = values_of(static.op, args, (*first, second))
     *floats, mark = once_derived(static.op, *given, MARK)
     y, kept = _forward(static, Inputs(*floats), quantized, routing, recipes, keep=True)
     return y, (kept, mark)
@@ -371,8 +373,10 @@ def scale_of(place: Any) -> Any:
     return None if place is None else place.scale
 
 
-def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: jax.Array) -> tuple:
+def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: Any) -> tuple:
     kept, mark = residual
+    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        return (None,) * 4
     dy, _ = once_derived(static.op, dy, mark)
     moves, sides, place = static.moves, kept.sides, kept.place
     second, w2 = kept.recipes[1], sides.w_second
@@ -463,4 +467,4 @@ def floats_kept(gate_up: Any, dtype: np.dtype) -> jax.Array:
     return floats_of(gate_up, jnp.float32 if dtype == jnp.float16 else dtype)
 
 
-_layer.defvjp(_fwd, _bwd)
+_layer.defvjp(_fwd, _bwd, symbolic_zeros=True)
