@@ -79,8 +79,8 @@ def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
 
 
 # Sources of "amaxes": those of MLPs, of one array of gates and ups and of two.
-# "swiglu_gradient" and "swiglu_pair_gradient" have kernels too (kernels/cutedsl/amaxes.py), which no
-# GPU has executed as they are; they belong here as soon as one has.
+# "swiglu_gradient" and "swiglu_pair_gradient" have kernels too (kernels/cutedsl/amaxes.py), which
+# no GPU has executed as they are; they belong here as soon as one has.
 ACTIVE_SOURCES = ("swiglu", "swiglu_pair")
 # The archs that have kernels of products: those with wgmma.
 PRODUCT_ARCHS = {"cutedsl": ("sm_90a",)}

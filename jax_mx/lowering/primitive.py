@@ -562,7 +562,7 @@ def split_call(
     text: str,
     rule: tuple[str, Mapping[str, Any]],
     operands: Sequence[ir.Value],
-) -> list[ir.Value]:
+) -> list[Any]:
     """The custom call of a target that XLA splits by a sharding rule; `text` is its config.
 
     Arrays whose elements are a byte go in and come out as uint8.
@@ -577,7 +577,7 @@ def split_call(
             for a in avals
         ]
 
-    def bitcast(values: Sequence[ir.Value], types: list) -> list[ir.Value]:
+    def bitcast(values: Sequence[ir.Value], types: list) -> list[Any]:
         pairs = zip(values, types, strict=True)
         return [v if v.type == t else hlo.BitcastConvertOp(t, v).result for v, t in pairs]
 
