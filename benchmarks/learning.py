@@ -1,8 +1,8 @@
 """Losses of a language model by way to multiply: the cost of each way in learning.
 
-    for way in bf16 auto mxfp8 tensorwise flax; do
-        timeout 100 python -m benchmarks learning --ways $way --json FILE --join
-    done
+    python -m benchmarks learning --json FILE --join --resume
+
+A run that is cut off keeps the ways that it has done; the same command goes on with the others.
 
 The model is that of `python -m benchmarks step`, of 152 M parameters by default, and its ways are
 those. It learns bytes of text that every machine with Python has: sources and documents of the
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import llama
+from benchmarks import llama, report
 from benchmarks.llama import Model, Sizes, State, Way
 from benchmarks.runner import Args, Case, Row
 from benchmarks.step import PEERS, lowered, ways
@@ -104,6 +104,7 @@ def options(add: Callable[..., Any]) -> None:
     add("--rate", type=float, default=6e-4, help="AdamW's largest")
     add("--seed", type=int, default=0, help="of weights and of what is read when")
     add("--attention", choices=("cudnn", "xla"), help="by default cudnn on a GPU")
+    add("--resume", action="store_true", help="take rows that FILE of --json has already")
     add("--lower", action="store_true", help="only lower for CUDA, here, as step does")
     add("--seconds", type=float, default=float("inf"), help="after which a way stops early")
 
@@ -122,15 +123,32 @@ def cases(args: Args) -> Iterator[Case]:
         "seed": args.seed,
         "device": jax.devices()[0].device_kind,
         "commit": args.commit,
+        "date": time.strftime("%Y-%m-%d"),
     }
+    done = finished(args, names, steps) if args.resume else {}
     for name, (way, _) in ways(1).items():
         if args.ways or name in USUAL:
             measure = functools.partial(measured, name, way, sizes, (batch, length, steps))
+            if name in done:
+                measure = functools.partial(lambda row, _: row, done[name])
             yield Case("learning", name, {"way": name, **names}, measure)
 
 
 def about() -> None:
-    """Nothing: each way has a process of its own, and its row has its device and commit."""
+    """Nothing: several runs may measure ways, so each row has its device and commit."""
+
+
+def finished(args: Args, names: Row, steps: int) -> dict[str, Row]:
+    """By way the rows that the file has of this model, on such a device, after all steps."""
+    rows = report.read(args.json)[1] if args.json and args.json.exists() else []
+    alike = {key: value for key, value in names.items() if key not in ("commit", "date")}
+    alike["steps"] = -(-steps // every_of(steps)) * every_of(steps)
+    return {row["way"]: row for row in rows if alike.items() <= row.items()}
+
+
+def every_of(steps: int) -> int:
+    """The steps between two points of a curve."""
+    return min(EVERY, max(steps // 2, 1))
 
 
 def parameters(sizes: Sizes) -> int:
@@ -172,7 +190,7 @@ def learned(name: str, model: Model, source: Text, extent: tuple[int, int, int],
         losses = [judge(state.weights, state.scales, jnp.asarray(piece)) for piece in chosen]
         return float(np.mean(jax.device_get(losses)))
 
-    every, row = min(EVERY, max(steps // 2, 1)), {"steps": 0, "train": [], "held_out": []}
+    every, row = every_of(steps), {"steps": 0, "train": [], "held_out": []}
     begin, times = time.perf_counter(), []
     while row["steps"] < steps and time.perf_counter() - begin < args.seconds:
         start, losses = time.perf_counter(), []

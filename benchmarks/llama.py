@@ -133,6 +133,10 @@ class Split:
         """The same for one of our products, by default its floats."""
         return w
 
+    def rows(self, x: jax.Array) -> jax.Array:
+        """Activations, split along the batch, and so their gradient."""
+        return x
+
     def locally(self, fn: Callable[..., Any], *args: Any, whole: int = 0) -> Any:
         """A function of rows of the batch and, first, of so many whole arrays."""
         return fn(*args)
@@ -143,7 +147,11 @@ class Split:
 
 
 class Automatic(Split):
-    """XLA decides what moves."""
+    """XLA decides what moves; constraints say that activations are split along the batch."""
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """By a constraint, without which XLA splits some gradients as it splits weights."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(P(AXIS)))
 
 
 class Explicit(Split):
@@ -219,7 +227,8 @@ class Way:
         def product(name: str, x: jax.Array) -> jax.Array:
             return self.product(split, x, w[name], scales.get(name))
 
-        return product("down", jax.nn.silu(product("gate", x)) * product("up", x))
+        gated = jax.nn.silu(product("gate", x)) * product("up", x)
+        return product("down", split.rows(gated))
 
 
 class Current(Way):
@@ -376,7 +385,7 @@ class Model:
 
         q, k, v = heads("q", s.heads), heads("k", s.kv_heads), heads("v", s.kv_heads)
         y = self.split.locally(attention, q, k, v).reshape(batch, length, -1)
-        return self.way.product(self.split, y, w["o"], scales.get("o"))
+        return self.way.product(self.split, self.split.rows(y), w["o"], scales.get("o"))
 
     def layer(self, x: jax.Array, w: Weights, scales: Weights) -> jax.Array:
         """One layer of tokens (batch, length, width), in bfloat16."""
@@ -384,8 +393,9 @@ class Model:
             name: array.astype(jnp.bfloat16) if isinstance(array, jax.Array) else array
             for name, array in w.items()
         }
-        x = x + self.attend(normed(x, w["norm"]), w, scales)
-        return x + self.way.mlp(self.split, normed(x, w["mlp_norm"]), w, scales)
+        rows = self.split.rows
+        x = rows(x + self.attend(rows(normed(x, w["norm"])), w, scales))
+        return rows(x + self.way.mlp(self.split, rows(normed(x, w["mlp_norm"])), w, scales))
 
     def _mean_loss(self, weights: Weights, scales: Any, text: jax.Array) -> jax.Array:
         layer = CHECKPOINTS[self.checkpoint](self.layer)

@@ -100,6 +100,9 @@ def candidates(variant: Binary) -> Iterator[Any]:
     if isinstance(variant.source, NormSource):
         yield from _of_norms(variant)
         return
+    if variant.finds_amaxes:
+        yield from _of_whole_rows()
+        return
     itemsize = FLOAT_DTYPES[variant.dtype].itemsize
     if variant.form == LAST:  # Flat: as many bytes in flight per thread as registers allow
         for threads, elements, unroll in itertools.product(
@@ -135,6 +138,14 @@ def _of_tiles(variant: Variant) -> Iterator[Any]:
             below = variant.window // (BLOCK * down)
             if 1 < below <= 8:
                 yield tiled.Tiling(down, across, band, below)
+
+
+def _of_whole_rows() -> Iterator[Any]:
+    """Half or all of the threads that registers hold."""
+    from jax_mx.kernels.cutedsl import whole_rows
+
+    for threads, kept, running in itertools.product((128, 256, 512), (4, 8), (512, 1024)):
+        yield whole_rows.Share(threads, kept, running // threads)
 
 
 def _of_norms(variant: Variant) -> Iterator[Any]:

@@ -1,5 +1,7 @@
 """Microscaling (MX) quantization for JAX at the speed of memory."""
 
+from jax_mx.adapters.quantized import Candidate as Candidate
+from jax_mx.adapters.quantized import quantized as quantized
 from jax_mx.experts import gpt_oss as gpt_oss
 from jax_mx.experts.moe import moe as moe
 from jax_mx.facts.formats import CEIL as CEIL
@@ -30,6 +32,8 @@ from jax_mx.ops.collectives import all_to_all as all_to_all
 from jax_mx.ops.collectives import ppermute as ppermute
 from jax_mx.ops.collectives import reshard as reshard
 from jax_mx.ops.fake_quantize import fake_quantize as fake_quantize
+from jax_mx.ops.frozen import combine as combine
+from jax_mx.ops.frozen import partition as partition
 from jax_mx.ops.gated import Activated as Activated
 from jax_mx.ops.gated import gated as gated
 from jax_mx.ops.groups import Groups as Groups
@@ -51,6 +55,7 @@ from jax_mx.ops.quantize import quantize as quantize
 from jax_mx.ops.quantize import quantize_both as quantize_both
 from jax_mx.ops.support import is_supported as is_supported
 from jax_mx.ops.windows import align as align
+from jax_mx.products.can_multiply import can_multiply as can_multiply
 from jax_mx.products.choices import Choice as Choice
 from jax_mx.products.dot_general import dot_general as dot_general
 from jax_mx.products.einsum import einsum as einsum

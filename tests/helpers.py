@@ -50,6 +50,7 @@ from jax_mx.sources.codes import CodesSource
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
+from jax_mx.sources.pair_gradient import PairGradientSource
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -99,8 +100,9 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
     return kernel_plans.by_plan(plan, x, w, sizes)
 
 
-# What makes the floats whose amaxes a kernel finds, by its word.
-MADE = {str(source): source for source in (GatedSource(), GatedPairSource(), GradientSource())}
+# The sources whose floats' amaxes a kernel finds, by their words.
+_MADE = (GatedSource(), GatedPairSource(), GradientSource(), PairGradientSource())
+MADE = {str(source): source for source in _MADE}
 
 
 def amaxes(x, *other, implementation: str, source=X):
@@ -264,7 +266,8 @@ def quantizings(f, *args, within=None):
         nonlocal count
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            count += len(eqn.outvars) // 2 if name == "mx_quantize" and inside else 0
+            quantizes = name in ("mx_quantize", "mx_quantize_rows")
+            count += len(eqn.outvars) // 2 if quantizes and inside else 0
             for sub in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "jaxpr")):
                 inner = getattr(sub, "jaxpr", sub)  # closed, or as remat has it before JAX 0.11
                 if hasattr(inner, "eqns"):

@@ -28,6 +28,7 @@ from jax_mx.facts.kinds import Kind
 from jax_mx.facts.variants import Variant
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import quantizers, store
+from jax_mx.products.multiply import equations
 
 
 def check_amaxes(x, implementation="xla", whole=None):
@@ -99,12 +100,16 @@ def test_amaxes_are_read_once(monkeypatch):
 
 
 def check_made(word):
-    """What a source makes, and its amaxes, beside XLA's: tails, any address, any bits."""
+    """A source's floats and their amaxes, beside XLA's: tails, any address, any bits."""
     rng, source = np.random.default_rng(26), MADE[word]
     for rows, columns, offset in [(32, 32, 0), (160, 544, 0), (4128, 96, 0), (96, 1568, 1)]:
-        shapes = [(rows, 2 * columns), (rows,), (rows, columns)][: len(source.operands)]
-        whole = [any_bits(rng, (math.prod(s) + offset,)) for s in shapes]
-        whole[1] = whole[1].astype(np.float32)
+        gates = 1 + ("up" not in [array.name for array in source.operands])
+        each = {"x": (rows, gates * columns), "weights": (rows,)}
+        shapes = [each.get(array.name, (rows, columns)) for array in source.operands]
+        whole = [
+            any_bits(rng, (math.prod(shape) + offset,), array.dtype or jnp.bfloat16)
+            for shape, array in zip(shapes, source.operands, strict=True)
+        ]
 
         def f(*whole, implementation):
             arrays = [a[offset:].reshape(s) for a, s in zip(whole, shapes, strict=True)]  # noqa: B023
@@ -147,6 +152,57 @@ def test_what_is_made_is_quantized_in_windows_of_rows():
                 assert_bits_equal(got, wanted, f"{rows} x {columns}")
 
 
+def test_what_nobody_reads_is_not_quantized():
+    """Under jax.checkpoint forward passes read one of both directions, and some backward ones."""
+    rng = np.random.default_rng(28)
+    x, w, v = (
+        jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in [(64, 96), (96, 64), (64, 32)]
+    )
+    matmul = functools.partial(jax_mx.matmul, recipe=jax_mx.Recipe(window="row"))
+
+    def loss(x, w, v, checkpoint=lambda f: f):
+        f = checkpoint(lambda x, w, v: matmul(jnp.tanh(matmul(x, w)), v))
+        return (f(x, w, v).astype(jnp.float32) ** 2).sum()
+
+    grad = jax.grad(functools.partial(loss, checkpoint=jax.checkpoint), (0, 1, 2))
+    found = [eqn.params["read"] for eqn in rows_in(jax.make_jaxpr(grad)(x, w, v).jaxpr)]
+    along, down, both = (True, True, False, False), (False, False, True, True), (True,) * 4
+    # Forward x, w, the activation and v; then again x and w both ways, what is left of the
+    # activation and of v, and both gradients.
+    assert sorted(found) == sorted([along, down] * 2 + [both] * 4 + [down, along])
+    want = jax.jit(jax.grad(loss, (0, 1, 2)))(x, w, v)
+    for got, wanted in zip(jax.jit(grad)(x, w, v), want, strict=True):
+        assert_bits_equal(got, wanted)
+
+
+def rows_in(jaxpr):
+    """The equations of a jaxpr that quantize rows."""
+    return [eqn for eqn in equations(jaxpr) if eqn.primitive is quantizers.quantize_rows_p]
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_one_direction_has_the_bytes_of_both(pair):
+    """Whatever makes the floats: gradients with jax.checkpoint are those without."""
+    rng = np.random.default_rng(29)
+    shapes = [(64, 96), (96, 64), (96, 64), (64, 32)]
+    x, gate, up, down = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes)
+
+    def loss(x, gate, up, down, checkpoint=lambda f: f):
+        def f(x, gate, up, down):
+            first = (gate, up) if pair else jnp.concatenate([gate, up], -1)
+            how = {"recipe": jax_mx.Recipe(window="row"), "residuals": "floats"}
+            return jax_mx.mlp(x, first, down, **how)
+
+        return (checkpoint(f)(x, gate, up, down).astype(jnp.float32) ** 2).sum()
+
+    grad = jax.grad(functools.partial(loss, checkpoint=jax.checkpoint), range(4))
+    read = {eqn.params["read"] for eqn in rows_in(jax.make_jaxpr(grad)(x, gate, up, down).jaxpr)}
+    assert len(read) == 3
+    want = jax.jit(jax.grad(loss, range(4)))(x, gate, up, down)
+    for got, wanted in zip(jax.jit(grad)(x, gate, up, down), want, strict=True):
+        assert_bits_equal(got, wanted)
+
+
 @on_hopper
 @of("amaxes")
 def test_the_kernel_of_amaxes(variant):
@@ -162,7 +218,7 @@ def test_the_kernel_of_amaxes(variant):
 
 
 # ---- quantizers of windows that are rows ---
-# Of WholeRows' thread blocks, whose warps share out rows by their lengths: each number of warps,
+# The warps of WholeRows' thread blocks share out rows by their lengths: each number of warps,
 # rows that registers hold just so and just not; and tails of all kinds.
 SHAPES = {
     True: [

@@ -40,6 +40,33 @@ def distances(got, want):
     return {jax.tree_util.keystr(path): float(norm) for path, norm in leaves}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bf16",
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("rows", "tensorwise", "flax")),
+    ],
+)
+def test_activations_do_not_move(name):
+    """On automatic axes weights are gathered, gradients and amaxes are reduced; no more."""
+    way, split = step.ways(8)[name]
+    model = llama.Model(SIZES, way, llama.split_of(split, 8))
+    where, of_text = model.shardings()
+    state = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        jax.eval_shape(model.begin, jax.random.key(0)),
+        where,
+    )
+    text = jax.ShapeDtypeStruct((8, 513), jnp.int32, sharding=of_text)
+    with model.setting():
+        compiled = model.jitted(model.step).lower(state, text).compile().as_text()
+    moved = program.collectives(compiled)
+    assert {move for move, _ in moved} <= {"all-gather", "all-reduce", "reduce-scatter"}, moved
+    assert "all-gather" in {move for move, _ in moved}
+    weights = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
+    assert sum(moved.values()) < 4 * 4 * weights  # both passes and gradients, in float32 on CPUs
+
+
 CASES = [("jit", 1), ("jit", 8), ("explicit", 8), ("shard_map", 8)]
 QUICK = [("rows", "jit", 8), ("mxfp8", "shard_map", 8)]  # others take a quarter of a minute each
 
@@ -105,9 +132,14 @@ def test_rows_of_a_step(tmp_path):
     assert rows[2]["ratio"] == round(rows[2]["ms"] / rows[0]["ms"], 3)
 
 
-def test_a_step_is_lowered_for_gpus_without_one(tmp_path):
-    (row,) = rows_of(tmp_path / "rows.json", "step", "--lower", "--ways", "flax")
-    assert row["lower_s"] > 0
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_step_is_lowered_for_gpus_without_one(devices, tmp_path, without_code):
+    ways = ("auto", "mxfp8", "flax")
+    options = ("--lower", "--devices", devices, "--ways", *ways)
+    rows = rows_of(tmp_path / "rows.json", "step", *options)
+    assert tuple(row["way"] for row in rows) == ways
+    assert all(row["lower_s"] > 0 for row in rows), rows
+    assert rows[1]["calls"] > 10
 
 
 def test_every_way_is_offered_where_it_can_run():
@@ -184,7 +216,10 @@ def test_text_is_the_same_in_every_run():
 
 
 def test_rows_of_learning(tmp_path):
-    (row,) = rows_of(tmp_path / "rows.json", "learning", "--ways", "bf16")
+    options = ("learning", "--ways", "bf16", "tensorwise", "--join", "--resume")
+    first = rows_of(tmp_path / "rows.json", *options[:3])
+    row, other = rows_of(tmp_path / "rows.json", *options)  # goes on with the second
+    assert [row] == first and other["way"] == "tensorwise"
     assert row["steps"] == row["every"] * len(row["train"]) == row["every"] * len(row["held_out"])
     assert row["train"][-1] < row["train"][0]
     assert row["loss"] > 0 and row["parameters"] == learning.parameters(learning.TINY)

@@ -308,16 +308,28 @@ class Slots(Moves):
         return product.multiplication((0, 0), (1, 0), groups=ROWS, align=place.groups.align)
 
     def dgrad(
-        self, product: Static, gradient: FormNumber, weight: FormNumber, rows: Side, place: Any
+        self,
+        product: Static,
+        gradient: FormNumber,
+        weight: FormNumber,
+        rows: Side,
+        place: Any,
+        like: FormNumber,
     ) -> Multiplication:
         """See `Moves`."""
         return product.multiplication(gradient, weight, groups=ROWS, align=place.groups.align)
 
     def wgrad(
-        self, product: Static, rows: FormNumber, gradient: FormNumber, weight: Side, place: Any
+        self,
+        product: Static,
+        rows: FormNumber,
+        gradient: FormNumber,
+        weight: Side,
+        place: Any,
+        like: FormNumber,
     ) -> Multiplication:
         """See `Moves`."""
-        how: dict[str, Any] = {"groups": SUMS, "align": place.groups.align}
+        how: dict[str, Any] = {"groups": SUMS, "align": place.groups.align, "over_rows": True}
         return product.multiplication(rows, gradient, weight.dtype, **how)
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:

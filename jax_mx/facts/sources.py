@@ -36,6 +36,7 @@ class Source:
       tiled_scales: whether kernels write its scales in tiles, too.
       has_slabs: whether x may have more than two dimensions, where rows are quantized alone.
       of_rows_alone: whether kernels have it in windows of rows alone; else XLA makes the floats.
+      has_amaxes: whether the operands behind x are the amaxes of its rows and of its columns.
       derivative: what has a derivative instead, a sentence; "": codes have none.
     """
 
@@ -45,6 +46,7 @@ class Source:
     tiled_scales: ClassVar[bool] = True
     has_slabs: ClassVar[bool] = False
     of_rows_alone: ClassVar[bool] = False
+    has_amaxes: ClassVar[bool] = False
     derivative: ClassVar[str] = ""
 
     def __bool__(self) -> bool:

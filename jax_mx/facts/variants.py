@@ -170,7 +170,7 @@ _KINDS: Mapping[int, tuple[tuple[Kind, ...], ...]] = {
 
 
 def _windows(implementation: str, form: Form) -> tuple[Window, ...]:
-    """Those but rows that a form has kernels for. AMD's LDS holds no tiles of 256 both ways."""
+    """All but rows that a form has kernels for. AMD's LDS holds no tiles of 256 both ways."""
     if form.is_square:
         return (TILE,)
     if implementation == "flydsl" and form.is_both:
@@ -216,7 +216,7 @@ def kinds_of(variant: Variant) -> Iterator[tuple[Kind, ...]]:
 
 
 def _kinds_of_rows(variant: Variant) -> Iterator[tuple[Kind, ...]]:
-    """Those of windows that are rows: with amaxes, and on NVIDIA without them along the last axis.
+    """Kinds of windows that are rows: with amaxes, and on NVIDIA without them along the last axis.
 
     AMD has none of float32.
     """

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jax_mx import reference
 from jax_mx.arrays.views import Result, View
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.sources import Source
 from jax_mx.lowering.plan import Plan, ProductPlan
 from jax_mx.lowering.primitive import (
     Op,
@@ -28,6 +29,7 @@ from jax_mx.lowering.primitive import (
     make_primitive,
     no_derivative,
     one_by_one,
+    serves_by_itself,
     unsplit,
     vary_alike,
 )
@@ -97,14 +99,15 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
 def _amaxes_avals(x, *other, plan: ProductPlan):
     """The abstract values for x (batch, T, K), which is not split: by row and by column.
 
-    Of what a source makes the floats, too.
+    A source makes floats, which come last.
     """
     operands = [x, *other]
     if not plan.source:
         return [unsplit("mx_amaxes", operands, (x.shape[0], n), plan.dtype) for n in x.shape[1:]]
     shape, dtype = plan.source.floats_type(x, *other)
     avals = [unsplit("mx_amaxes", operands, (1, n), plan.dtype) for n in shape]
-    return [*avals, unsplit("mx_amaxes", operands, shape, dtype)]
+    avals.append(unsplit("mx_amaxes", operands, shape, dtype))
+    return avals * (len(plan.signature.results) // len(avals))
 
 
 def _of_both_avals(view, *, plan: Plan):
@@ -170,6 +173,19 @@ def _batch_of_both(args, dims, *, plan: Plan):
     return found, [0] * len(found)
 
 
+def _lower_made(platform: str | None, ctx, *operands, plan: ProductPlan):
+    """By the kernel where XLA splits nothing, else by XLA, which drops what nobody reads."""
+    target = target_of(ctx, platform)
+    by_kernel = not target.partitioned and serves_by_itself(plan, target)
+    fn = products_p["amaxes"].bind if by_kernel else reference.amaxes
+    return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands, plan=plan)
+
+
+def _batch_made(args, dims, *, plan: ProductPlan):
+    """One call after the other."""
+    return one_by_one(functools.partial(made_p.bind, plan=plan), args, dims)
+
+
 def _batch_amaxes(primitive: Primitive, args, dims, *, plan: ProductPlan):
     """More matrices; of a source's, one call after the other."""
     if plan.source:
@@ -192,6 +208,17 @@ products_p = {
 amaxes_of_both_p = define(
     "mx_amaxes_of_both", _of_both_avals, _lower_of_both, _batch_of_both, no_derivative
 )
+
+
+made_p = define("mx_made", _amaxes_avals, _lower_made, _batch_made, no_derivative)
+
+
+def made_with_amaxes(operands: Sequence[jax.Array], source: Source) -> list[list[jax.Array]]:
+    """Three arrays for each that a source makes: amaxes of rows, of columns, and the floats."""
+    floats = "" if operands[0].dtype == jnp.bfloat16 else operands[0].dtype.name
+    plan = ProductPlan("amaxes", (), AMAX, False, 128, floats=floats, source=source)
+    outs = made_p.bind(*vary_alike(*operands), plan=plan)
+    return [outs[i : i + 3] for i in range(0, len(outs), 3)]
 
 
 def product(operands: Sequence[jax.Array], plan: ProductPlan) -> jax.Array:

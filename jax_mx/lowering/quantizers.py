@@ -162,7 +162,7 @@ def _with_derived(
     # Both ways from one read, where nothing changes elements before.
     plain = all(own == plan.preprocessing[0] and not own.hadamard for own in plan.preprocessing)
     both = plain and len(plan.formats) == 2 and plan.preprocessing[0].prescale is None
-    both = both and all(own.count == 1 for own in rows)
+    both = both and all(windows.count == 1 for windows in rows)
     pair = (
         amaxes_of_both_p.bind(view, plan=plan)
         if both and any(array.derived for array in plan.block_data)
@@ -177,7 +177,8 @@ def _with_derived(
                 amax = _of_parts(y, plan, i, rows[i].count)
             else:
                 amax = pair[i] if pair else amax_of(y, plan.view, result, once)
-            amax = jax.lax.pmax(amax, rows[i].across) if rows[i].across else amax
+            if rows[i].across:  # then it is the same on all of them, beside a view that is not
+                _, amax = vary_alike(view, jax.lax.pmax(amax, rows[i].across))
             known[i][name] = amax if once else _of_blocks(amax, y, result)
         else:
             known[i][name] = next(rest)
@@ -322,7 +323,7 @@ dequantize_p = make_primitive("dequantize", Op(_dequantize_avals, _dequantize_re
 
 
 # ---- windows that are rows ---
-# Of products' operands: amaxes, then codes. The lowering decides whether one kernel does both, or
+# Products' operands: amaxes, then codes. The lowering decides whether one kernel does both, or
 # another one finds amaxes, as it knows whether XLA splits the program; and what is read of it.
 class Rows(NamedTuple):
     """The windows of a direction in the part of an array that is there.
@@ -389,10 +390,10 @@ def _rule(
     x = operands[0]
     shared = tuple(f"d{i}" for i in range(plan.view.batch(x.ndim)))
     parts = dict(zip(shared, x.shape, strict=False))
-    for result, own in zip(plan.view.results, rows, strict=True):
-        if own.count > 1:
+    for result, windows in zip(plan.view.results, rows, strict=True):
+        if windows.count > 1:
             name = shared[result.number % x.ndim]
-            parts[name] = math.gcd(parts[name], own.count)
+            parts[name] = math.gcd(parts[name], windows.count)
 
     def dims(aval: Any) -> tuple[str, ...]:
         return (*shared, *[""] * (aval.ndim - len(shared)))
@@ -443,7 +444,7 @@ def _unread(used: Sequence[bool], params: dict) -> dict:
 def _quantize_rows(
     *operands, plan: Plan, read: tuple[bool, ...], target: Target, rows: tuple[Rows, ...]
 ) -> list:
-    """What is read of the primitive's results.
+    """The results of the primitive that are read.
 
     H100, (16384, 4096), bfloat16: along rows alone one kernel moves 3 bytes an element; both ways
     the amaxes' and the quantizer's together 6.
@@ -455,14 +456,14 @@ def _quantize_rows(
     if len(plan.formats) == 2 and len({*of}) == 1 and plain:
         outs = _one_of_both(operands, plan, of[0], target, rows[of[0]])
         return [*itertools.compress(outs, read[2 * of[0] : 2 * of[0] + 2])]
-    alone = not target.partitioned and all(own == Rows() for own in rows)
+    alone = not target.partitioned and all(windows == Rows() for windows in rows)
     if alone and serves_by_itself(plan.finding, target):
         outs = quantize_p.bind(*operands, plan=plan.finding)
     elif plan.source:
         outs = _quantize_made_rows(operands, plan, target)
     else:
         view, *given = operands
-        once = all(own.count == 1 for own in rows) and _takes_each_once(plan, target)
+        once = all(windows.count == 1 for windows in rows) and _takes_each_once(plan, target)
         data = _with_derived(view, given, plan, once, rows)
         outs = quantize_p.bind(view, *data, plan=plan)
     return [*itertools.compress(outs, read)]
@@ -482,13 +483,20 @@ def finding(plan: Plan) -> tuple[AnyPlan, ...]:
 
 
 def _quantize_made_rows(operands: Sequence[jax.Array], plan: Plan, target: Target) -> list:
-    """By a kernel that makes the floats of a source and finds their amaxes; or XLA makes them."""
+    """By a kernel that makes the floats of a source and finds their amaxes; or XLA makes them.
+
+    Or they are there, and their amaxes are known.
+    """
     plain = dataclasses.replace(plan, source=X)
     _, found = finding(plan)
-    if not (_takes_each_once(plain, target) and serves_by_itself(found, target)):
+    known = plan.source.has_amaxes
+    if not (_takes_each_once(plain, target) and (known or serves_by_itself(found, target))):
         return _quantize_via_floats(*operands, plan=plan)
     x, *other = plan.source.whole(operands, plan.form.spans)
-    *amaxes, floats = products_p["amaxes"].bind(x, *other, plan=found)
+    if known:
+        amaxes, floats = other, x
+    else:
+        *amaxes, floats = products_p["amaxes"].bind(x, *other, plan=found)
     viewed = Viewed.of(plain.view, floats.shape, (None,) * 2, plan.first_axis)
     data = []
     for result, direction in zip(plain.view.results, plan.form.directions, strict=True):
@@ -550,7 +558,8 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     operands = vary_alike(*operands) if len(operands) > 1 else operands
     if takes_amaxes(plan):
         read = (True,) * len(plan.signature.results)
-        outs = quantize_rows_p.bind(*operands, plan=plan, read=read, rows=())
+        rows = tuple(Rows(1, names) for names in plan.across)
+        outs = quantize_rows_p.bind(*operands, plan=plan, read=read, rows=rows)
     else:
         outs = quantize_p.bind(*operands, plan=plan)
     pairs = zip(plan.signature.results, outs, strict=True)

@@ -11,12 +11,17 @@ import jax.numpy as jnp
 
 from jax_mx import reference
 from jax_mx.arrays.checks import array_of, flag, floats, shown
+from jax_mx.arrays.sharding import is_explicit
 from jax_mx.facts.activations import ACTIVATIONS, Activation
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.product_kernels import ACTIVE_SOURCES
 from jax_mx.facts.sources import Source
+from jax_mx.lowering.products import made_with_amaxes
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
+from jax_mx.sources.pair_gradient import KnownSource, PairGradientSource
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("operands",), meta_fields=("source",))
@@ -184,6 +189,23 @@ def gradients_of_parts(op: str, x: jax.Array, own: Gated, dy: jax.Array) -> list
     gates = own.gates_of(op, x)
     weights = None if own.weights is None else weights_of(op, gates, own.weights)
     return _gradient(tuple(own.parts_of(x)), weights, dy, own.name)
+
+
+def known_gradients_of_parts(
+    op: str, x: jax.Array, own: Gated, dy: jax.Array
+) -> list[tuple[jax.Array, Of]] | None:
+    """The same of matrices, each with what tells a quantizer of it the amaxes of rows and columns.
+
+    None: no kernel makes both.
+    """
+    source, sizes = PairGradientSource(own.name), [n for n in x.shape if isinstance(n, int)]
+    whole = len(sizes) == x.ndim == 2 and all(n and n % BLOCK == 0 for n in sizes)
+    plain = x.dtype == jnp.bfloat16 and not is_explicit(jax.typeof(x).sharding.mesh)
+    if str(source) not in ACTIVE_SOURCES or not (whole and plain):
+        return None
+    weights = weights_of(op, own.gates_of(op, x), own.weights)
+    found = made_with_amaxes((*own.parts_of(x), weights, dy), source)
+    return [(floats, Of(KnownSource(), (rows, columns))) for rows, columns, floats in found]
 
 
 def weights_of(op: str, gates: Any, weights: Any) -> jax.Array:

@@ -176,7 +176,7 @@ def _in_one_call(x: jax.Array, other: Sequence[jax.Array], plan: Plan) -> bool:
     plain = is_matrix and not is_empty and not plan.given_data
     plain = plain and bool(plan.block_data or not plan.source.of_rows_alone)
     if plain and plan.block_data:  # amaxes: a kernel finds them as it makes the floats
-        plain = any(map(registry.is_fused, quantizers.finding(plan)))
+        plain = plan.source.has_amaxes or any(map(registry.is_fused, quantizers.finding(plan)))
     fits = plain and plan.source.fits(x, max(lengths_of(plan.preprocessing[0].window)))
     return fits and not any(map(is_explicit, meshes))
 

@@ -16,15 +16,17 @@ from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.facts.sources import Source, X
-from jax_mx.facts.windows import Window
+from jax_mx.facts.windows import ROW, Window
 from jax_mx.lowering import registry, targets
 from jax_mx.lowering.plan import Plan
+from jax_mx.lowering.quantizers import takes_amaxes
 from jax_mx.lowering.registry import Refusal, Support
 from jax_mx.ops.activations import Gated, row_of
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, pairs, preprocessing_of
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.sources.gated_pair import GatedPairSource
 from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
@@ -108,7 +110,7 @@ def is_supported(
         allowed = "'quantize', 'quantize_both' or 'dequantize'"
         raise ValueError(f"is_supported: op {op!r} is unknown; use {allowed}")
     n = 2 if op == "quantize_both" else 1
-    makes_floats, by_xla = source_of(op_name, source, made_of)
+    makes_floats, by_xla = source_of(op_name, source, made_of, window)
     asked = Options(
         formats=(format,) * n,
         axis=axis if n == 1 else -1,
@@ -141,13 +143,16 @@ def is_supported(
 _WORDS = ("rows", "norm", "interleaved", "up", "gradient", "floats")
 
 
-def source_of(op: str, source: Any, made_of: dict[str, Any]) -> tuple[Source, bool]:
+def source_of(
+    op: str, source: Any, made_of: dict[str, Any], window: Window = BLOCK
+) -> tuple[Source, bool]:
     """What makes the floats, and whether XLA does on every chip.
 
     Args:
       op: for messages.
-      source: see `is_supported`; so is made_of.
+      source: see `is_supported`; so are made_of and window.
       made_of: words that a caller gave.
+      window: of what is quantized.
 
     Raises:
       TypeError, ValueError: they are neither a source nor such words, or not together.
@@ -163,10 +168,10 @@ def source_of(op: str, source: Any, made_of: dict[str, Any]) -> tuple[Source, bo
         made_of = {"activation": source.name, "interleaved": source.interleaved, **arrays}
     elif source is not None:
         raise TypeError(f"{op}: source must be a Gated or a source, got {shown(source)}")
-    return _of_words(op, made_of)
+    return _of_words(op, made_of, window)
 
 
-def _of_words(op: str, made_of: dict[str, Any]) -> tuple[Source, bool]:
+def _of_words(op: str, made_of: dict[str, Any], window: Window) -> tuple[Source, bool]:
     """`source_of` in words.
 
     Raises:
@@ -177,6 +182,8 @@ def _of_words(op: str, made_of: dict[str, Any]) -> tuple[Source, bool]:
     has_gate = activation is not None and row_of(op, activation).has_gate
     _check_words(op, activation, has_gate, **words)
     rows, norm, interleaved, up, gradient, floats = words.values()
+    if up and window == ROW and activation in GATED:
+        return GatedPairSource(activation), False
     by_xla = up or activation not in (None, *GATED)
     if by_xla or [rows, norm, activation is not None].count(True) > 1:
         return X, True
@@ -231,6 +238,10 @@ def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False)
     else:
         raise TypeError(f"is_supported: device must be a jax.Device or a chip, got {device!r}")
     platform = _platform_of(chips[0])
+    if takes_amaxes(plan):  # a kernel that finds them itself comes first
+        found = registry.chosen(plan.finding, platform, chips)
+        if found.is_direct:
+            return found
     if not kernels_only:
         return registry.chosen(plan, platform, chips)
     first = registry.candidates(plan, platform, chips)[0]

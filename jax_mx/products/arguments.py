@@ -53,7 +53,9 @@ def operand_of(op: str, name: str, x: Any) -> Any:
             return jnp.asarray(x)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{op}: {name} must be an array, got {shown(x)}") from error
-    return x.astype(x.dtype.newbyteorder("=")) if isinstance(x, np.ndarray) else x
+    if isinstance(x, np.ndarray):  # of NumPy's float64, as jnp: float32, unless JAX has 64 bits
+        return x.astype(jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("=")), copy=False)
+    return x
 
 
 def is_exact(op: str, precision: Any) -> bool:
@@ -260,20 +262,31 @@ def _columns_padded(w: jax.Array, recipe: Recipe) -> jax.Array:
     return jnp.pad(w, ((0, 0), (0, 0), (0, extra))) if extra else w
 
 
-def sizes_fit(op: str, sizes: Any, groups: int) -> None:
-    """Refuses what is not the sizes of so many groups.
+def sizes_of(op: str, sizes: Any, groups: int) -> jax.Array:
+    """The sizes of so many groups as int32, of integers of any type.
 
     Raises:
-      TypeError, ValueError: so it is.
+      TypeError, ValueError: they are none.
     """
-    found = getattr(sizes, "dtype", None)
-    if found != jnp.int32:
-        raise TypeError(f"{op}: group_sizes are {found or type(sizes).__name__}, must be int32")
+    sizes = held(sizes)
+    dtype = getattr(sizes, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"{op}: group_sizes are {dtype or type(sizes).__name__}, must be an array of integers"
+        )
     if sizes.shape != (groups,):
         raise ValueError(
             f"{op}: group_sizes have the shape {sizes.shape}, rhs has {groups} matrices; they "
             f"must be ({groups},)"
         )
+    sizes = jnp.asarray(sizes)
+    if sizes.dtype == jnp.int32:
+        return sizes
+    if jnp.iinfo(sizes.dtype).max >= 1 << 31:  # more than rows may be, which is as good as all
+        sizes = jnp.minimum(sizes, np.array((1 << 31) - 1, sizes.dtype))
+        if jnp.issubdtype(sizes.dtype, jnp.signedinteger):
+            sizes = jnp.maximum(sizes, 0)
+    return sizes.astype(jnp.int32)
 
 
 def unsplit(op: str, *operands: Any) -> None:

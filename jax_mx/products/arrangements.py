@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -282,7 +282,7 @@ def dimensions_of(op: str, lhs: Dims, rhs: Dims, numbers: Any) -> tuple[tuple[Di
       TypeError, ValueError: they are none, or do not fit the shapes.
     """
     try:
-        (lc, rc), (lb, rb) = numbers
+        (lc, rc), (lb, rb) = as_tuples(numbers)
         sides = [[tuple(map(whole, dims)) for dims in pair] for pair in ((lc, lb), (rc, rb))]
     except (TypeError, ValueError) as error:
         raise TypeError(
@@ -310,3 +310,13 @@ def dimensions_of(op: str, lhs: Dims, rhs: Dims, numbers: Any) -> tuple[tuple[Di
                 f"{op}: {kind} dimensions are {a} of lhs and {b} of rhs; they must agree"
             )
     return (lc, rc), (lb, rb)
+
+
+def as_tuples(numbers: Any) -> tuple[tuple[tuple, tuple], ...]:
+    """Dimension numbers as tuples; as lax, an int stands for a sequence of one."""
+    (lc, rc), (lb, rb) = numbers
+    return _sequences(lc, rc), _sequences(lb, rb)
+
+
+def _sequences(*dims: Any) -> tuple[tuple, ...]:
+    return tuple(tuple(d) if isinstance(d, Iterable) else (d,) for d in dims)

@@ -8,11 +8,13 @@ group, and their number in each group on the device: each group's rows meet a ma
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.facts.formats import BLOCK
@@ -44,6 +46,7 @@ class Numbers:
       out_sharding: of the result, on a mesh with explicit axes.
       implementation: the one that the caller insists on, or None.
       chosen: what the recipe "auto" became; None where the caller passed another.
+      over_rows: whether it sums over rows, as the gradient of a weight does.
     """
 
     contracting: tuple[Dims, Dims]
@@ -55,6 +58,7 @@ class Numbers:
     out_sharding: Any = None
     implementation: str | None = None
     chosen: Any = None
+    over_rows: bool = False
 
     @property
     def dimensions(self) -> tuple[tuple[Dims, Dims], tuple[Dims, Dims]]:
@@ -71,6 +75,7 @@ class Contraction:
       lhs: an `MXArray`, or floats.
       rhs: an `MXArray`, or floats.
       sizes: int32 (G,), how many rows each group has; None for a dense product.
+      like: an array of the result's shape that XLA is to split it as, or None; see splitting.py.
       unsplit: why devices do not share it by our rule (splitting.py), in a program that XLA splits
         among them; empty where they do, and in other programs.
     """
@@ -79,6 +84,7 @@ class Contraction:
     lhs: Any
     rhs: Any
     sizes: Any = None
+    like: Any = None
     unsplit: str = ""
 
     @property
@@ -176,6 +182,20 @@ class Contraction:
             for x in (self.lhs, self.rhs)
         )
         return dataclasses.replace(self, lhs=lhs, rhs=rhs)
+
+    def split_like(self, form: Any, axis: int) -> Contraction:
+        """The contraction, whose result XLA is to split as a form whose contracted axis is `axis`.
+
+        It stays as it is where codes share bytes, or dimensions are merged.
+        """
+        if form is None:
+            return self
+        array = form.array.values if isinstance(form.array, MXArray) else form.array
+        array = array if form.axis == axis else jnp.swapaxes(array, -1, -2)
+        batch = tuple(self.lhs.shape[d] for d in self.numbers.batch[0])
+        free = (tuple(x.shape[d] for d in self.free(i)) for i, x in enumerate((self.lhs, self.rhs)))
+        fits = array.shape == (*batch, *itertools.chain(*free))
+        return dataclasses.replace(self, like=array) if fits else self
 
     def free(self, side: int) -> Dims:
         """The dimensions of lhs (0) or rhs (1) that the result keeps, but batch and groups."""

@@ -51,6 +51,30 @@ def _derived_again(op: str, *_: Any) -> Any:
     return primitive.no_second(op)
 
 
+def values_of(op: str, args: Any, quantized: Any) -> Any:
+    """The values of what `symbolic_zeros` hands to a forward pass.
+
+    Args:
+      op: for messages.
+      args: a pytree of `jax.custom_derivatives.CustomVJPPrimal`.
+      quantized: the operands' quantized parts among them. By an `MXArray` nothing is
+        differentiated: its cotangent would be zeros, and E8M0 has no zero, so that an optimizer
+        would make NaN of scales. Forms of a `QuantizedWeight` stand beside floats, and may be.
+
+    Raises:
+      TypeError: an `MXArray` is differentiated by.
+    """
+    for part in quantized:
+        is_asked = any(leaf.perturbed for leaf in jax.tree.leaves(part))
+        if isinstance(part, MXArray) and is_asked:
+            raise TypeError(
+                f"{op}: an MXArray is among what is differentiated, and codes have no derivative; "
+                "differentiate by the other leaves: trained, frozen = jax_mx.partition(params), "
+                "and jax_mx.combine(trained, frozen) in the loss"
+            )
+    return jax.tree.map(lambda primal: primal.value, args)
+
+
 # ---- operands ---
 def parts_of(x: Any) -> Pair:
     """The floats that gradients reach, and what is quantized already."""
@@ -239,25 +263,44 @@ class Static(NamedTuple):
         """The dense product as its caller wants it, without zero rows."""
         return placed(self.arranged.result(y), self.out_sharding)
 
-    def dgrad(self, gradient: tuple[int, int], rhs: tuple[int, int], lhs: Side) -> Multiplication:
-        """The product for the gradient of a dense lhs."""
+    def dgrad(
+        self,
+        gradient: tuple[int, int],
+        rhs: tuple[int, int],
+        lhs: Side,
+        like: tuple[int, int] | None = None,
+    ) -> Multiplication:
+        """The product for the gradient of a dense lhs; `like`: the form of lhs along rows."""
         spec = lhs.arranged
         if self.arranged.lhs.swapped:  # of (B..., M..., K)
             *lead, k, m = spec
             spec = (*lead, m, k)
-        return self.multiplication(gradient, rhs, lhs.dtype, spec=spec)
+        how = {} if like is None else {"like": (*like, -2)}
+        return self.multiplication(gradient, rhs, lhs.dtype, spec=spec, **how)
 
     def lhs_gradient(self, dx: jax.Array, lhs: Side) -> jax.Array:
         """The result of `dgrad`, arranged as the caller's lhs."""
         side = self.arranged.lhs
         return side.restored(jnp.swapaxes(dx, -1, -2) if side.swapped else dx, lhs.spec)
 
-    def wgrad(self, lhs: tuple[int, int], gradient: tuple[int, int], rhs: Side) -> Multiplication:
-        """The product for the gradient of a dense rhs, of two forms along rows."""
+    def wgrad(
+        self,
+        lhs: tuple[int, int],
+        gradient: tuple[int, int],
+        rhs: Side,
+        like: tuple[int, int] | None = None,
+    ) -> Multiplication:
+        """The product for the gradient of a dense rhs, of two forms along rows.
+
+        `like`: the form of rhs along its free axis.
+        """
         layout = self.arranged
         order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
         summed = len(layout.lhs.free_out) - 1
-        return self.multiplication(*order, rhs.dtype, spec=rhs.arranged, summed=summed)
+        how: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
+        if like is not None:
+            how["like"] = (*like, -1 if layout.rhs.swapped else -2)
+        return self.multiplication(*order, rhs.dtype, **how)
 
     def rhs_gradient(self, dw: jax.Array, rhs: Side) -> jax.Array:
         """The result of `wgrad`, arranged as the caller's rhs."""
@@ -342,7 +385,7 @@ def _forward(
 
 def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
     perturbed = [any(leaf.perturbed for leaf in jax.tree.leaves(arg)) for arg in args]
-    lhs, lhs_q, rhs, rhs_q, sizes, recipe = (jax.tree.map(lambda p: p.value, arg) for arg in args)
+    lhs, lhs_q, rhs, rhs_q, sizes, recipe = values_of(static.op, args, (args[1], args[3]))
     lhs, rhs, mark = once_derived(static.op, lhs, rhs, MARK)
     # A frozen operand gets no gradient, whoever asks for what.
     dgrad, wgrad = perturbed[0], perturbed[2]
@@ -417,8 +460,9 @@ def _gradients(
         frozen=(rhs is None, lhs is None),
         pads=layout.gradient_pads,
     )
-    multiplications = [] if b is None else [static.dgrad((0, 0), (2, 0), lhs)]
-    multiplications += [] if a is None else [static.wgrad((1, 0), (0, 1), rhs)]
+    like_a, like_b = (None if form is None else (i, 0) for i, form in ((1, a), (2, b)))
+    multiplications = [] if b is None else [static.dgrad((0, 0), (2, 0), lhs, like_a)]
+    multiplications += [] if a is None else [static.wgrad((1, 0), (0, 1), rhs, like_b)]
     products, _ = Step(tuple(multiplications))((gradient, (a,), (b,)))
     each = iter(products)
     dlhs = None if b is None else static.lhs_gradient(next(each), lhs)
@@ -432,13 +476,14 @@ def _gradients_of_groups(
     of_rows, groups = sizes
     dlhs = drhs = None
     if b is not None:
-        how: dict[str, Any] = {"wanted": (True, False), "frozen": (rhs is None, False)}
-        gradient = Unquantized(dy, recipe, name="gradient", **how)
+        asked: dict[str, Any] = {"wanted": (True, False), "frozen": (rhs is None, False)}
+        gradient = Unquantized(dy, recipe, name="gradient", **asked)
         dgrad = static.multiplication((0, 0), (1, 0), lhs.dtype, groups=ROWS)
         (dlhs,), _ = Step((dgrad,))((gradient, (b,)), of_rows)
     if a is not None:
         _, along = _by_slot("gradient", dy, groups, recipe)
-        wgrad = static.multiplication((0, 0), (1, 0), rhs.dtype, groups=SUMS, align=groups.align)
+        how = {"groups": SUMS, "align": groups.align, "over_rows": True}
+        wgrad = static.multiplication((0, 0), (1, 0), rhs.dtype, **how)
         (drhs,), _ = Step((wgrad,))(((a,), (along,)), groups.sizes)
     return dlhs, drhs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,15 @@ from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import check_quantized, is_exact, operand_of
-from jax_mx.products.arrangements import arrangements_of, dimensions_of
-from jax_mx.products.auto import resolved
+from jax_mx.products.arrangements import (
+    Arrangements,
+    arrangements_of,
+    as_tuples,
+    dimensions_of,
+)
+from jax_mx.products.auto import Sizes, resolved
 from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, product
+from jax_mx.products.fallback import Fallback, plain_operands
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import AUTO, Recipe, check_frozen, recipe_beside
@@ -34,6 +40,7 @@ def dot_general(
     recipe: Recipe | str = AUTO,
     out_sharding: Any = None,
     implementation: str | None = None,
+    fallback: Fallback = None,
 ) -> jax.Array:
     """jax.lax.dot_general with its operands in MX, differentiable in reverse mode.
 
@@ -53,10 +60,11 @@ def dot_general(
       precision: one above JAX's default (HIGH, HIGHEST, "F32_F32_F32" ...) keeps FP8 tensor cores
         out, which sum with reduced precision. None is `jax.default_matmul_precision`.
       preferred_element_type: of the result: bfloat16, float16 or float32; None for that of the
-        floats, bfloat16 where both are MX.
+        floats, promoted as jnp does where they differ, bfloat16 where both are MX. Beside a
+        `QuantizedWeight` it is that of lhs.
       recipe: a `Recipe`, or the name of one: "mxfp8", "mxfp8_rows", "mxfp8_windows",
         "mxfp8_hybrid", "mxfp4" or "bf16"; or "auto", the fastest that is known on the chips that
-        the trace is for, see [training](training.md#the-default-auto).
+        the trace is for, see [training](training.md#the-default-recipe).
       out_sharding: of the result, see jax.lax.dot_general.
       implementation: "fp8" (the chip's FP8 product of the codes, for arrays of one scale a row),
         "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as
@@ -65,6 +73,9 @@ def dot_general(
         "scaled_dot" (jax.lax.scaled_dot), "dequantize" (our kernels, then jax.lax.dot_general),
         "xla" (plain, runs everywhere); or None: what was measured to be the fastest, or is known
         to be. It is taken for all three products.
+      fallback: for switches of whole models. "floats": a product of floats that MX cannot take, as
+        `can_multiply` says, is jax.lax.dot_general's. "bf16": so it is, of floats rounded to
+        bfloat16. None: it is refused.
 
     Returns:
       (batch..., free of lhs..., free of rhs...), as jax.lax.dot_general. It equals the product of
@@ -82,30 +93,27 @@ def dot_general(
       NotImplementedError: the named implementation does not serve the call.
     """
     op = "dot_general"
-    lhs, rhs = operand_of(op, "lhs", lhs), operand_of(op, "rhs", rhs)
-    is_free = implementation is None and not is_exact(op, precision)
-    work = functools.partial(_work, op, lhs, rhs, dimension_numbers)
-    recipe = resolved(op, recipe, (lhs, rhs), work, is_free)
-    recipe = recipe_beside(op, "rhs", rhs, recipe)
-    keep_rows = not recipe.has_windows
-    layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
-    sides: Any = (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs))
-    floats = [float_dtype(op, name, x.dtype) for name, x, _ in sides if not isinstance(x, MXArray)]
-    if len({*floats}) > 1 and not isinstance(rhs, QuantizedWeight):
-        raise TypeError(
-            f"{op}: lhs is {floats[0]}, rhs is {floats[1]}; convert one to the other's type"
+    try:
+        call = planned(
+            op,
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            recipe,
+            implementation,
         )
-    dtype = (*floats, np.dtype(jnp.bfloat16))[0]
-    if preferred_element_type is not None:
-        dtype = float_dtype(op, "preferred_element_type", preferred_element_type)
-    implementation = implementation_of(op, named(op), implementation)
-    for name, x, side in sides:
-        check_quantized(op, name, x, side)
-    frozen = [name for name, x, _ in sides if isinstance(x, MXArray)]
-    if len(frozen) == 1:
-        check_frozen(op, frozen[0], recipe)
+    except (TypeError, ValueError) as error:
+        plain = plain_operands(op, fallback, (lhs, rhs), recipe, implementation, error)
+        numbers = as_tuples(dimension_numbers)
+        wanted = preferred_element_type or plain.dtype
+        return jax.lax.dot_general(
+            *plain.operands, numbers, precision, wanted, out_sharding=out_sharding
+        )
+    lhs, rhs, recipe, layout = call.lhs, call.rhs, call.recipe, call.layout
     shared = (is_exact(op, precision), implementation)
-    static = Static(op, layout, dtype, *shared, out_sharding, recipe.chosen)
+    static = Static(op, layout, call.dtype, *shared, out_sharding, recipe.chosen)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         keep = isinstance(rhs, QuantizedWeight) or is_square(rhs, recipe)
         static = static._replace(layout=layout.unpadded(keep))
@@ -117,12 +125,73 @@ def dot_general(
     return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
 
-def _work(op: str, lhs: Any, rhs: Any, dimension_numbers: DimensionNumbers) -> Any:
-    """How many multiplications a product has.
+class Call(NamedTuple):
+    """A product that MX takes.
+
+    Attributes:
+      lhs: an array of floats, or an `MXArray` in rows.
+      rhs: likewise, or a `QuantizedWeight`.
+      layout: how they are arranged.
+      recipe: resolved.
+      dtype: of the result.
+    """
+
+    lhs: Any
+    rhs: Any
+    layout: Arrangements
+    recipe: Recipe
+    dtype: np.dtype
+
+
+def planned(
+    op: str,
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: DimensionNumbers,
+    precision: Any,
+    preferred: Any,
+    recipe: Any,
+    implementation: Any,
+) -> Call:
+    """The arguments of `dot_general`, checked.
+
+    Raises:
+      TypeError, ValueError: as it does.
+    """
+    lhs, rhs = operand_of(op, "lhs", lhs), operand_of(op, "rhs", rhs)
+    is_free = implementation is None and not is_exact(op, precision)
+    sizes = functools.partial(_sizes, op, lhs, rhs, dimension_numbers)
+    recipe = resolved(op, recipe, (lhs, rhs), sizes, is_free)
+    recipe = recipe_beside(op, "rhs", rhs, recipe)
+    keep_rows = not recipe.has_windows
+    layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
+    sides: Any = (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs))
+    floats = [x for _, x, _ in sides if not isinstance(x, MXArray)]
+    types = [float_dtype(op, name, x.dtype) for name, x, _ in sides if not isinstance(x, MXArray)]
+    if preferred is not None:
+        dtype = float_dtype(op, "preferred_element_type", preferred)
+    elif len({*types}) > 1 and not isinstance(rhs, QuantizedWeight):
+        dtype = np.dtype(jnp.result_type(*floats))
+    else:
+        dtype = (*types, np.dtype(jnp.bfloat16))[0]
+    implementation_of(op, named(op), implementation)
+    for name, x, side in sides:
+        check_quantized(op, name, x, side)
+    frozen = [name for name, x, _ in sides if isinstance(x, MXArray)]
+    if len(frozen) == 1:
+        check_frozen(op, frozen[0], recipe)
+    return Call(lhs, rhs, layout, recipe, dtype)
+
+
+def _sizes(op: str, lhs: Any, rhs: Any, dimension_numbers: DimensionNumbers) -> list[Sizes]:
+    """Rows, columns and contracted length of a product, of an entry of its batch.
 
     Raises:
       TypeError, ValueError: as `dot_general` does.
     """
-    (_, contracted), (_, batch) = dimensions_of(op, lhs.shape, rhs.shape, dimension_numbers)
-    free = [n for i, n in enumerate(rhs.shape) if i not in (*contracted, *batch)]
-    return math.prod(lhs.shape) * math.prod(free)
+    contracting, batch = dimensions_of(op, lhs.shape, rhs.shape, dimension_numbers)
+    rows, columns = (
+        math.prod(n for i, n in enumerate(x.shape) if i not in (*summed, *lead))
+        for x, summed, lead in zip((lhs, rhs), contracting, batch, strict=True)
+    )
+    return [(rows, columns, math.prod(lhs.shape[i] for i in contracting[0]))]

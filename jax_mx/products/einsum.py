@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import operand_of
 from jax_mx.products.derivative import placed
 from jax_mx.products.dot_general import dot_general
+from jax_mx.products.fallback import Fallback, plain_operands
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import AUTO, Recipe
 
@@ -27,6 +29,7 @@ def matmul(
     recipe: Recipe | str = AUTO,
     out_sharding: Any = None,
     implementation: str | None = None,
+    fallback: Fallback = None,
 ) -> jax.Array:
     """jnp.matmul with its operands in MX; see `dot_general`, also for what is not listed here.
 
@@ -39,6 +42,7 @@ def matmul(
       recipe: see `dot_general`.
       out_sharding: see `dot_general`.
       implementation: see `dot_general`.
+      fallback: see `dot_general`.
 
     Returns:
       (..., M, N), without M or N where an operand has one dimension.
@@ -74,6 +78,7 @@ def matmul(
         recipe=recipe,
         out_sharding=out_sharding,
         implementation=implementation,
+        fallback=fallback,
     )
 
 
@@ -92,14 +97,13 @@ def _broadcast(op: str, x: Any, lead: tuple[Any, ...]) -> Any:
 
 def einsum(
     subscripts: str,
-    a: Any,
-    b: Any,
-    *,
+    *operands: Any,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     recipe: Recipe | str = AUTO,
     out_sharding: Any = None,
     implementation: str | None = None,
+    fallback: Fallback = None,
 ) -> jax.Array:
     """jnp.einsum of two operands, with these in MX; see `dot_general`.
 
@@ -107,13 +111,14 @@ def einsum(
       subscripts: "bsd,df->bsf". Each letter once an operand; an ellipsis for leading dimensions of
         one rank in both, or in one alone. A letter of one operand that the result lacks is summed
         over first, of floats.
-      a: an array, or an `MXArray`.
-      b: likewise, or what `Recipe.quantize_weight` returns.
+      operands: two: arrays, or an `MXArray`, the second one also what `Recipe.quantize_weight`
+        returns. With a fallback any number, which jnp.einsum then takes.
       precision: see `dot_general`.
       preferred_element_type: see `dot_general`.
       recipe: see `dot_general`.
       out_sharding: see `dot_general`.
       implementation: see `dot_general`.
+      fallback: see `dot_general`.
 
     Returns:
       What the subscripts say.
@@ -125,16 +130,15 @@ def einsum(
     op = "einsum"
     if not isinstance(subscripts, str):
         raise TypeError(f"{op}: subscripts must be a string, got {shown(subscripts)}")
-    a, b = operand_of(op, "a", a), operand_of(op, "b", b)
-    left, right, out = _letters(op, subscripts, a.ndim, b.ndim)
-    a, left = _summed(op, "a", a, left, {*right, *out})
-    b, right = _summed(op, "b", b, right, {*left, *out})
-    batch = [c for c in left if c in right and c in out]
-    contracted = [c for c in left if c in right and c not in out]
-    numbers = tuple(
-        tuple(tuple(side.index(c) for c in group) for side in (left, right))
-        for group in (contracted, batch)
-    )
+    try:
+        (a, b), (left, right, out) = two(op, subscripts, operands)
+    except (TypeError, ValueError) as error:
+        plain = plain_operands(op, fallback, operands, recipe, implementation, error)
+        how: Any = {"precision": precision, "out_sharding": out_sharding}
+        wanted = preferred_element_type or plain.dtype
+        return jnp.einsum(subscripts, *plain.operands, preferred_element_type=wanted, **how)
+    numbers = numbers_of(left, right, out)
+    batch = [left[i] for i in numbers[1][0]]
     made = [*batch, *(c for c in left + right if (c in left) != (c in right))]
     order = tuple(made.index(c) for c in out)
     moved = order != tuple(range(len(order)))
@@ -147,10 +151,34 @@ def einsum(
         recipe=recipe,
         out_sharding=None if moved else out_sharding,
         implementation=implementation,
+        fallback=fallback,
     )
     if not moved:
         return y
     return placed(y.transpose(order), out_sharding)
+
+
+def two(
+    op: str, subscripts: str, operands: Sequence[Any]
+) -> tuple[tuple[Any, Any], tuple[str, str, str]]:
+    """Both operands and their letters, without what only one of them has and the result lacks."""
+    if len(operands) != 2:
+        raise ValueError(f"{op}: got {len(operands)} operands, this takes two")
+    a, b = (operand_of(op, name, x) for name, x in zip("ab", operands, strict=True))
+    left, right, out = _letters(op, subscripts, a.ndim, b.ndim)
+    a, left = _summed(op, "a", a, left, {*right, *out})
+    b, right = _summed(op, "b", b, right, {*left, *out})
+    return (a, b), (left, right, out)
+
+
+def numbers_of(left: str, right: str, out: str) -> Any:
+    """Dimension numbers of a product, by the letters of its operands and of its result."""
+    batch = [c for c in left if c in right and c in out]
+    contracted = [c for c in left if c in right and c not in out]
+    return tuple(
+        tuple(tuple(side.index(c) for c in group) for side in (left, right))
+        for group in (contracted, batch)
+    )
 
 
 def _letters(op: str, subscripts: str, *ndims: int) -> tuple[str, str, str]:

@@ -24,11 +24,12 @@ import numpy as np
 
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.formats import MXFP8_E4M3
-from jax_mx.ops.activations import Gated, gradients_of_parts, made
+from jax_mx.facts.windows import ROW, SHARD
+from jax_mx.ops.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
-from jax_mx.products.derivative import MARK, Side, Static, once_derived, side_of
+from jax_mx.products.derivative import MARK, Side, Static, once_derived, side_of, values_of
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import Unquantized
 from jax_mx.products.recipes import Recipe
@@ -172,15 +173,30 @@ class Moves(ABC):
 
     @abstractmethod
     def dgrad(
-        self, product: Static, gradient: FormNumber, weight: FormNumber, rows: Side, place: Any
+        self,
+        product: Static,
+        gradient: FormNumber,
+        weight: FormNumber,
+        rows: Side,
+        place: Any,
+        like: FormNumber,
     ) -> Multiplication:
-        """The product for the gradient of rows."""
+        """The product for the gradient of rows; `like`: their form along rows."""
 
     @abstractmethod
     def wgrad(
-        self, product: Static, rows: FormNumber, gradient: FormNumber, weight: Side, place: Any
+        self,
+        product: Static,
+        rows: FormNumber,
+        gradient: FormNumber,
+        weight: Side,
+        place: Any,
+        like: FormNumber,
     ) -> Multiplication:
-        """The product for the gradient of a weight, both operands along rows."""
+        """The product for the gradient of a weight, both operands along rows.
+
+        `like`: its form along its free axis.
+        """
 
     @abstractmethod
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
@@ -285,7 +301,9 @@ def _layer(
     return _forward(static, given, quantized, routing, recipes, keep=False)[0]
 
 
-def _fwd(static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes) -> tuple:
+def _fwd(static: Layer, *args: Any) -> tuple:
+    first, second = args[1]
+    given, quantized, routing, recipes = values_of(static.op, args, (*first, second))
     *floats, mark = once_derived(static.op, *given, MARK)
     y, kept = _forward(static, Inputs(*floats), quantized, routing, recipes, keep=True)
     return y, (kept, mark)
@@ -355,8 +373,10 @@ def scale_of(place: Any) -> Any:
     return None if place is None else place.scale
 
 
-def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: jax.Array) -> tuple:
+def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: Any) -> tuple:
     kept, mark = residual
+    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        return (None,) * 4
     dy, _ = once_derived(static.op, dy, mark)
     moves, sides, place = static.moves, kept.sides, kept.place
     second, w2 = kept.recipes[1], sides.w_second
@@ -366,9 +386,10 @@ def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: jax.Array) -> tupl
     if w2 is not None and not moves.keeps_activation:
         _, act = static.requests(gate_up, scale_of(place), second, (False, True)).forms()
     # The gradient of the result: by w_second^T, and along rows for that of w_second.
-    products = [moves.dgrad(static.second, (0, 0), (2, 0), static.hidden(gate_up), place)]
+    hidden, numbers = static.hidden(gate_up), ((0, 0), (2, 0))
+    products = [moves.dgrad(static.second, *numbers, hidden, place, (1, 0))]
     if w2 is not None:
-        products.append(moves.wgrad(static.second, (1, 0), (0, 1), w2, place))
+        products.append(moves.wgrad(static.second, (1, 0), (0, 1), w2, place, (2, 0)))
     operands = (gradient, (act,), (kept.w_second,))
     (dact, *dw2), _ = Step(tuple(products))(operands, sizes_of(place))
     dx, dw1, sums = _through_first(static, kept, gate_up, dact)
@@ -384,9 +405,10 @@ def _through_first(
     gradients = _gradients_of(static, kept, gate_up, dact.astype(gate_up[0].dtype))
     n, dgrads, wgrads = len(gradients), [], {}
     for i, (product, w) in enumerate(zip(static.first, sides.w_first, strict=True)):
-        dgrads.append(moves.dgrad(product, (i, 0), (n + 1 + i, 0), sides.x, place))
+        free = (n + 1 + i, 0)
+        dgrads.append(moves.dgrad(product, (i, 0), free, sides.x, place, (n, 0)))
         if w is not None:
-            wgrads[i] = moves.wgrad(product, (n, 0), (i, 1), w, place)
+            wgrads[i] = moves.wgrad(product, (n, 0), (i, 1), w, place, free)
     summed = [i for i, bias in enumerate(sides.b_first) if bias is not None]
     fused = [i for i in summed if isinstance(gradients[i].activation, WithSums)]
     step = Step((*wgrads.values(), *dgrads), tuple((i, 2) for i in fused))
@@ -403,24 +425,25 @@ def _through_first(
 def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -> list[Unquantized]:
     """The operands of the gradients of gates and ups, by the argument of the activation."""
     own = static.gated(gate_up, scale_of(kept.place))
-    arrays, activation = list(gate_up), None
+    recipe, ws, known = kept.recipes[0], kept.sides.w_first, None
     if len(gate_up) > 1:
-        arrays = gradients_of_parts(static.op, gate_up[0], own, dact)
+        arguments = static.op, gate_up[0], own, dact
+        rows = all(use.format and use.window in (ROW, SHARD) for use in recipe.uses("gradient"))
+        if rows and None not in ws:
+            known = known_gradients_of_parts(*arguments)
+        each = known or [(x, None) for x in gradients_of_parts(*arguments)]
     else:
-        activation = dataclasses.replace(own, gradient=dact)
-        activation = activation if kept.sides.b_first[0] is None else WithSums(activation)
-    how: dict[str, Any] = {"rows": None, "activation": activation, "name": "gradient"}
+        activation: Any = dataclasses.replace(own, gradient=dact)
+        if kept.sides.b_first[0] is not None:
+            activation = WithSums(activation)
+        each = [(gate_up[0], activation)]
     return [  # the gradient of the result is number 0
         Unquantized(
-            x,
-            kept.recipes[0],
-            wanted=(True, w is not None),
-            frozen=(w is None, False),
-            number=number,
-            **how,
+            x, recipe, None, activation, "gradient",
+            wanted=(True, w is not None), frozen=(w is None, False), number=number,
         )
-        for number, (x, w) in enumerate(zip(arrays, kept.sides.w_first, strict=True), 1)
-    ]
+        for number, ((x, activation), w) in enumerate(zip(each, ws, strict=True), 1)
+    ]  # fmt: skip
 
 
 def _again(static: Layer, kept: Kept) -> GateUp:
@@ -444,4 +467,4 @@ def floats_kept(gate_up: Any, dtype: np.dtype) -> jax.Array:
     return floats_of(gate_up, jnp.float32 if dtype == jnp.float16 else dtype)
 
 
-_layer.defvjp(_fwd, _bwd)
+_layer.defvjp(_fwd, _bwd, symbolic_zeros=True)

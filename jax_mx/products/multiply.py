@@ -36,14 +36,15 @@ from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Numbers, contraction_of
 from jax_mx.products.decide import chips_of, decide
 from jax_mx.products.implementations import IMPLEMENTATIONS
-from jax_mx.products.operand import ProductOperand, Unquantized
+from jax_mx.products.operand import Unquantized
 from jax_mx.products.splitting import splitting_of
 
 
 # ---- one contraction ---
 def multiplied(contraction: Contraction) -> jax.Array:
     """The product: (batch..., free of lhs..., free of rhs...); over groups see `Numbers`."""
-    leaves, tree = jax.tree.flatten((contraction.lhs, contraction.rhs, contraction.sizes))
+    parts = (contraction.lhs, contraction.rhs, contraction.sizes, contraction.like)
+    leaves, tree = jax.tree.flatten(parts)
     (y,) = product_p.bind(*primitive.vary_alike(*leaves), tree=tree, numbers=contraction.numbers)
     return y
 
@@ -80,12 +81,22 @@ def _batch(args: Any, dims: Any, *, tree: Any, numbers: Numbers) -> tuple[list, 
 
     A grouped product for each entry of the batch, one after the other.
     """
+    *sides, like = tree.unflatten(range(len(args)))
+    if like is not None:
+        tree = jax.tree.structure((*sides, None))
+        return _batch(args[:-1], dims[:-1], tree=tree, numbers=numbers)
     if numbers.groups:
         bind: Any = functools.partial(product_p.bind, tree=tree, numbers=numbers)
         return primitive.one_by_one(bind, args, dims)
+    return _batch_dense(args, dims, sides, tree, numbers)
+
+
+def _batch_dense(
+    args: Any, dims: Any, sides: Sequence[Any], tree: Any, numbers: Numbers
+) -> tuple[list, list]:
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     mapped, moved = [], list(args)
-    for side in tree.unflatten(range(len(args)))[:2]:  # which leaf is whose
+    for side in sides[:2]:  # which leaf is whose
         leaves = jax.tree.leaves(side)
         mapped.append(any(dims[i] is not None for i in leaves))
         for i in leaves:
@@ -160,12 +171,15 @@ class Multiplication(NamedTuple):
       dtype: of the result.
       batch: how many dimensions of both operands are batch dimensions; they come first.
       summed: how many dimensions behind these it sums over, beside the contracted axis.
+      like: of a gradient the number of the form of what it is the gradient of, and which axis of
+        the result that form's contracted one is; XLA is to split the result as that.
       spec: the result's partition spec on a mesh with explicit axes; None: as operands have it.
       groups: see `Numbers`.
       align: see `Numbers`.
       exact: see `Numbers`.
       implementation: see `Numbers`.
       chosen: see `Numbers`.
+      over_rows: see `Numbers`.
     """
 
     lhs: tuple[int, int]
@@ -173,15 +187,18 @@ class Multiplication(NamedTuple):
     dtype: np.dtype
     batch: int = 0
     summed: int = 0
+    like: tuple[int, int, int] | None = None
     spec: Any = None
     groups: str = ""
     align: int = 1
     exact: bool = False
     implementation: str | None = None
     chosen: Any = None
+    over_rows: bool = False
 
-    def of(self, a: ProductOperand, b: ProductOperand, sizes: Any) -> Contraction:
-        """The contraction of two forms."""
+    def of(self, forms: Sequence[Any], sizes: Any) -> Contraction:
+        """The contraction of two of the operands' forms."""
+        a, b = (forms[i][form] for i, form in (self.lhs, self.rhs))
         lead = tuple(range(self.batch))
         more = tuple(range(self.batch, self.batch + self.summed))
         codes, others = (
@@ -202,8 +219,13 @@ class Multiplication(NamedTuple):
             sharding,
             self.implementation,
             self.chosen,
+            self.over_rows,
         )
-        return Contraction(numbers, a.array, b.array, sizes if self.groups else None)
+        contraction = Contraction(numbers, a.array, b.array, sizes if self.groups else None)
+        if self.like is None or not (mesh.empty or mesh.are_all_axes_auto):
+            return contraction
+        i, form, axis = self.like
+        return contraction.split_like(forms[i][form], axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +250,7 @@ class Step:
         if config.jax_disable_jit or not any(map(any, self._may_be_floats(operands))):
             return self.computed(operands, sizes)
         read = {side for one in self.multiplications for side in (one.lhs, one.rhs)} | {*self.kept}
+        read |= {one.like[:2] for one in self.multiplications if one.like is not None}
         operands = [
             operand
             if isinstance(operand, Unquantized)
@@ -276,8 +299,7 @@ class Step:
         products = []
         for i, one in enumerate(self.multiplications):
             one = one._replace(implementation=names[i]) if names else one
-            (a, f), (b, g) = one.lhs, one.rhs
-            products.append(multiplied(one.of(forms[a][f], forms[b][g], sizes)))
+            products.append(multiplied(one.of(forms, sizes)))
         return products, [forms[i][f] for i, f in self.kept]
 
     def of_floats(self, tree: Any, passed: Sequence[int], names: Sequence[str]) -> Callable:

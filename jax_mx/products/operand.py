@@ -184,6 +184,8 @@ class Unquantized:
       wanted: which readers there are.
       frozen: for which of them the other operand is frozen, and this one bfloat16.
       pads: how many zeros follow the last two axes of x.
+      across: for each reader the axes of a shard_map among whose devices a row lies that it
+        contracts.
       number: of the operand among those that one call rounds at random by one key.
     """
 
@@ -196,6 +198,7 @@ class Unquantized:
     wanted: tuple[bool, bool] = dataclasses.field(default=(True, True), metadata={"static": True})
     frozen: tuple[bool, bool] = dataclasses.field(default=(False, False), metadata={"static": True})
     pads: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})
+    across: tuple[Any, Any] = dataclasses.field(default=((), ()), metadata={"static": True})
     number: int = dataclasses.field(default=0, metadata={"static": True})
 
     @classmethod
@@ -313,6 +316,7 @@ class Unquantized:
             block=(BLOCK, BLOCK) if square else BLOCK,
             value_layouts=(ROW_MAJOR_VALUES,) * len(parts),
             chosen=chips_of(self.recipe.chosen),
+            across=tuple(self.across[part.number] for part in parts) if any(self.across) else (),
             preprocessing=tuple(
                 dataclasses.replace(
                     preprocessing_of(first, use.rounding, use.hadamard, use.window, SHARD),

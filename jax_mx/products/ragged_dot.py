@@ -6,19 +6,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mx.arrays.checks import float_dtype, implementation_of, is_symbolic
 from jax_mx.lowering import primitive
 from jax_mx.products.arguments import (
+    Weight,
     array_or_quantized,
     floats_of,
     grouped_recipe,
     is_exact,
-    sizes_fit,
+    sizes_of,
     unsplit,
     weight_of,
 )
 from jax_mx.products.derivative import Static, product
+from jax_mx.products.fallback import Fallback, plain_operands
 from jax_mx.products.implementations import named
 from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
 from jax_mx.reference.ragged import clamped
@@ -27,12 +30,14 @@ from jax_mx.reference.ragged import clamped
 def ragged_dot(
     lhs: Any,
     rhs: Any,
-    group_sizes: jax.Array,
-    *,
-    recipe: Recipe | str = AUTO,
+    group_sizes: jax.typing.ArrayLike,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
+    group_offset: None = None,
+    *,
+    recipe: Recipe | str = AUTO,
     implementation: str | None = None,
+    fallback: Fallback = None,
 ) -> jax.Array:
     """jax.lax.ragged_dot with its operands in MX.
 
@@ -46,15 +51,17 @@ def ragged_dot(
       rhs: floats (G, K, N); or what `Recipe.quantize_weight(w, contracting=1, batch=0)` makes of
         them; or a frozen `MXArray` whose blocks run along the contracted axis, (G, K, N) or
         (G, N, K): its axis says which; in square blocks (G, K, N).
-      group_sizes: int32 (G,), how many rows each group has. Rows behind the last group's give 0;
+      group_sizes: integers (G,), how many rows each group has. Rows behind the last group's give 0;
         of more rows than lhs has, those beyond do not count, and negative sizes are 0.
-      recipe: how floats are quantized, see `dot_general`; a window "row" of wgrad is refused.
       precision: see `dot_general`.
       preferred_element_type: of the result: bfloat16, float16 or float32; that of lhs by default.
+      group_offset: None, as JAX's own product wants it where it has no kernel.
+      recipe: how floats are quantized, see `dot_general`; a window "row" of wgrad is refused.
       implementation: "cutedsl" (our kernels on Hopper), "cutedsl_r8" and others (these with tiles
         of so many rows; not for gradients of rhs), "pallas" (JAX's Pallas kernels on Hopper, after
         dequantizing), "dequantize" (jax.lax.ragged_dot, likewise), "xla" (plain, runs everywhere);
         or None: what was measured to be the fastest, or is known to be.
+      fallback: see `dot_general`.
 
     Returns:
       (M, N).
@@ -62,27 +69,53 @@ def ragged_dot(
     Raises:
       TypeError: an operand or argument is of the wrong type.
       ValueError: shapes that do not fit, lengths that 32 does not divide, an unknown name.
-      NotImplementedError: the named implementation does not serve the call.
+      NotImplementedError: the named implementation does not serve the call; or a group_offset.
     """
     op = "ragged_dot"
+    if group_offset is not None:
+        raise NotImplementedError(f"{op}: group_offset must be None; slice rhs and group_sizes")
+    try:
+        lhs, weight, sizes, recipe, dtype = planned(
+            op, lhs, rhs, group_sizes, preferred_element_type, recipe, implementation
+        )
+    except (TypeError, ValueError) as error:
+        plain = plain_operands(op, fallback, (lhs, rhs), recipe, implementation, error)
+        wanted = preferred_element_type or plain.dtype
+        return jax.lax.ragged_dot(*plain.operands, jnp.asarray(group_sizes), precision, wanted)
+    static = Static(op, None, dtype, is_exact(op, precision), implementation, chosen=recipe.chosen)
+    unsplit(op, lhs, rhs, sizes)
+    operands = (lhs, None, weight.floats, weight.quantized, clamped(sizes, lhs.shape[0]))
+    leaves, tree = jax.tree.flatten((*operands, recipe))
+    return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))[:, : weight.columns]
+
+
+def planned(
+    op: str,
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    preferred: Any,
+    recipe: Any,
+    implementation: Any,
+) -> tuple[jax.Array, Weight, jax.Array, Recipe, np.dtype]:
+    """Rows, a matrix a group, sizes, the recipe and the result's type, checked.
+
+    Raises:
+      TypeError, ValueError: as `ragged_dot` does.
+    """
     rhs = array_or_quantized(op, "rhs", rhs)
     recipe = grouped_recipe(op, recipe, lhs, rhs)
     recipe = recipe_beside(op, "rhs", rhs, recipe)
     lhs = floats_of(op, "lhs", lhs, 2, recipe.units.forward)
-    dtype = lhs.dtype
     weight = weight_of(op, "rhs", rhs, lhs.shape[1], recipe)
-    sizes_fit(op, group_sizes, weight.groups)
+    sizes = sizes_of(op, group_sizes, weight.groups)
     if not is_symbolic(lhs.shape[0]) and lhs.shape[0] > jnp.iinfo(jnp.int32).max:
         raise ValueError(
             f"{op}: lhs has {lhs.shape[0]} rows, more than int32 counts, as group_sizes are; split "
             "the rows"
         )
-    if preferred_element_type is not None:
-        dtype = float_dtype(op, "preferred_element_type", preferred_element_type)
-    implementation = implementation_of(op, named(op), implementation)
-    shared = (is_exact(op, precision), implementation)
-    static = Static(op, None, dtype, *shared, chosen=recipe.chosen)
-    unsplit(op, lhs, rhs, group_sizes)
-    operands = (lhs, None, weight.floats, weight.quantized, clamped(group_sizes, lhs.shape[0]))
-    leaves, tree = jax.tree.flatten((*operands, recipe))
-    return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))[:, : weight.columns]
+    dtype = lhs.dtype
+    if preferred is not None:
+        dtype = float_dtype(op, "preferred_element_type", preferred)
+    implementation_of(op, named(op), implementation)
+    return lhs, weight, sizes, recipe, dtype

@@ -64,12 +64,16 @@ def _contracted(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 def amaxes(x: jax.Array, *other: jax.Array, plan: Any) -> list:
     """For x (batch, T, K): (batch, T) and (batch, K), float32 bits of the largest magnitudes.
 
-    Of floats (T, K) that the plan's source makes, a batch of one; and the floats.
+    A plan's source makes floats (T, K), a batch of one, which follow; so for each that it makes.
     """
-    made = plan.source.compute(x, *other)[:1] if plan.source else []
-    for floats in made:
-        x = floats[None]
-    return [*(amax_of(x, (axis,)).squeeze(axis) for axis in (-1, -2)), *made]
+
+    def of(x: jax.Array) -> list:
+        return [amax_of(x, (axis,)).squeeze(axis) for axis in (-1, -2)]
+
+    if not plan.source:
+        return of(x)
+    made = plan.source.compute(x, *other)
+    return [a for floats in made for a in (*of(floats[None]), floats)]
 
 
 def _floats(codes: jax.Array, scales: jax.Array, format) -> jax.Array:

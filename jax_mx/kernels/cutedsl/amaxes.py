@@ -16,13 +16,14 @@ from cutlass.cutlass_dsl import dsl_user_op
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.launch import Extent, Factor, GridTerm, Scratch, constant
 from jax_mx.facts.product_kernels import ProductKernel
-from jax_mx.facts.signatures import Array, signature_of
+from jax_mx.facts.signatures import Array, Role, signature_of
 from jax_mx.kernels.cutedsl import activations
 from jax_mx.kernels.cutedsl.kernel import largest
 from jax_mx.kernels.cutedsl.products import ProductEntry, vector
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
+from jax_mx.sources.pair_gradient import PairGradientSource
 
 MAGNITUDES = {2: 0x7FFF7FFF, 4: 0x7FFFFFFF}  # by the bytes of an element
 
@@ -171,30 +172,32 @@ class Amaxes(ProductEntry):
     def raise_columns(self, to: Int64, below, count):
         """What all warps found of the thread block's columns; `count` are there."""
         warps: cutlass.Constexpr = self.threads // 32
-        words: cutlass.Constexpr = self.itemsize // 2  # of two columns
+        words: cutlass.Constexpr = self.itemsize // 2  # of two columns, which a thread takes
+        takers: cutlass.Constexpr = self.columns // 2
         tid, _, _ = cute.arch.thread_idx()
         shared = cute.make_tensor(
-            cute.arch.alloc_smem(Uint32, warps * self.threads * words, alignment=16),
+            cute.arch.alloc_smem(Uint32, warps * takers * words, alignment=16),
             cute.make_layout((4, 32, self.steps, warps)),
         )
         for j in range_constexpr(self.steps):
             cute.autovec_copy(below[None, j], shared[None, tid % 32, j, tid // 32])
         cute.arch.sync_threads()
-        pairs = cute.make_tensor(shared.iterator, cute.make_layout((words, self.threads, warps)))
-        most = [pairs[i, tid, 0] for i in range(words)]
+        pairs = cute.make_tensor(shared.iterator, cute.make_layout((words, takers, warps)))
+        taker = tid % takers
+        most = [pairs[i, taker, 0] for i in range(words)]
         for w in range_constexpr(1, warps):
-            most = [self.larger(most[i], pairs[i, tid, w]) for i in range(words)]
+            most = [self.larger(most[i], pairs[i, taker, w]) for i in range(words)]
         if const_expr(words == 1):
             most = [most[0] << Uint32(16), most[0] & Uint32(0xFFFF0000)]
-        if 2 * tid < count:
+        if (2 * tid < count) & (tid < takers):
             raise_to(to + Int64(8 * tid), most[0])
             raise_to(to + Int64(8 * tid + 4), most[1])
 
 
 class AmaxesOfMade(Amaxes):
-    """Those of what a source makes of gates, ups and weights; it also stores what it makes.
+    """Amaxes of floats that a source makes of gates, ups and weights; it also stores the floats.
 
-    A thread block takes 128 rows and 512 gates, and makes what belongs to these.
+    A thread block takes 128 rows and 512 gates, or 256 where it makes gradients.
     """
 
     def __init__(self, product: ProductKernel, arch: str, vectors: bool):
@@ -202,9 +205,15 @@ class AmaxesOfMade(Amaxes):
         self.source = SOURCES[product.source]
         self.signature = signature_of(product.op, source=self.source)
         names = [array.name for array in self.signature.operands]
-        self.given = 2 + ("dy" in names)
+        self.inputs = 2 + ("dy" in names)
         self.halves = 1 if "up" in names else 2  # of a row of x
-        self.deep = 2 if self.given > 2 else 4
+        # Results of each array that is made: maxima of rows, of columns, the floats.
+        names = [array.name for array in self.signature.results]
+        self.groups = [names[i : i + 3] for i in range(0, len(names), 3)]
+        self.side_by_side = self.source.parts // len(self.groups)  # parts of an array's rows
+        self.deep = 4
+        if self.inputs > 2:  # with more in registers too few warps would run
+            self.columns, self.steps, self.deep = 256, 1, 2
 
     @property
     def extents(self) -> list[Extent]:
@@ -220,7 +229,8 @@ class AmaxesOfMade(Amaxes):
     @property
     def scratch(self) -> list:
         """Results begin as zeros."""
-        numbers = map(self.signature.number, ("of_rows", "of_columns"))
+        names = (name for group in self.groups for name in group[:2])
+        numbers = map(self.signature.number, names)
         return [
             Scratch(n, (Factor(Extent(n)), Factor(constant(4))), clear=True).to_json()
             for n in numbers
@@ -228,14 +238,12 @@ class AmaxesOfMade(Amaxes):
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """16 bytes, or an element, for floats."""
-        if array.name in ("x", "up", "dy", "floats"):
-            return 16 if self.vectors else self.itemsize
-        return 4
+        return (16 if self.vectors else self.itemsize) if array.role is Role.SOURCE else 4
 
     def element_of(self, array: Array):
         if array.name == "weights":
             return cutlass.Float32
-        return cutlass.BFloat16 if array.name in ("x", "up", "dy", "floats") else Uint32
+        return cutlass.BFloat16 if array.role is Role.SOURCE else Uint32
 
     @cute.kernel
     def kernel(self, pointers, scalars):
@@ -243,8 +251,9 @@ class AmaxesOfMade(Amaxes):
         r, wide, _ = scalars
         c = wide // self.halves
         warps: cutlass.Constexpr = self.threads // 32
-        each: cutlass.Constexpr = self.rows // warps  # rows of a warp
+        height: cutlass.Constexpr = self.rows // warps  # rows of a warp
         deep: cutlass.Constexpr = self.deep
+        steps: cutlass.Constexpr = self.steps
         parts: cutlass.Constexpr = self.source.parts
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
@@ -252,38 +261,31 @@ class AmaxesOfMade(Amaxes):
         bid = count - 1 - bid
         warp, lane = tid // 32, tid % 32
         across = (c + self.columns - 1) // self.columns
-        row = bid // across * self.rows + warp * each
+        row = bid // across * self.rows + warp * height
         column = bid % across * self.columns
-        below = cute.make_rmem_tensor((4, 2, parts), Uint32)
+        below = cute.make_rmem_tensor((4, steps, parts), Uint32)
         below.fill(0)
-        own = Uint32(0)
-        for part in range_constexpr(each // deep):
+        rows_of_lane = cute.make_rmem_tensor(len(self.groups), Uint32)
+        rows_of_lane.fill(0)
+        for part in range_constexpr(height // deep):
             first = row + part * deep
-            held = cute.make_rmem_tensor((4, 2, deep, self.given), Uint32)
+            held = cute.make_rmem_tensor((4, steps, deep, self.inputs), Uint32)
             weights = cute.make_rmem_tensor(deep, Float32)
             self.take(arrays, held, weights, (first, r), (column + 8 * lane, c))
             for i in range_constexpr(deep):
-                beside = Uint32(0)
-                for j in range_constexpr(2):
-                    made = cute.make_rmem_tensor((4, parts), Uint32)
-                    for w in range_constexpr(4):
-                        words = self.made([held[w, j, i, k] for k in range(self.given)], weights[i])
-                        for p in range_constexpr(parts):
-                            made[w, p] = words[p]
-                            word = words[p] & Uint32(MAGNITUDES[2])
-                            below[w, j, p] = larger(below[w, j, p], word)
-                            beside = larger(beside, word)
-                    at = column + 8 * lane + 256 * j
-                    if (first + i < r) & (at < c):
-                        for p in range_constexpr(parts):
-                            start = (Int64(first + i) * parts + p) * c + at
-                            self.store(arrays["floats"].toint() + start * 2, made[None, p])
-                beside = largest(self.float_bits(beside))
-                own = Uint32(cutlass.select_(lane == part * deep + i, beside, own))
-        if (lane < each) & (row < r):
-            raise_to(arrays["of_rows"].toint() + Int64(row + lane) * 4, own)
+                place: cutlass.Constexpr = (first + i, r, column + 8 * lane, c)
+                widest = self.make(arrays, held[None, None, i, None], weights[i], place, below)
+                for a in range_constexpr(len(self.groups)):
+                    most = largest(self.float_bits(widest[a]))
+                    mine = lane == part * deep + i
+                    rows_of_lane[a] = Uint32(cutlass.select_(mine, most, rows_of_lane[a]))
+        for a in range_constexpr(len(self.groups)):
+            if (lane < height) & (row < r):
+                to = arrays[self.groups[a][0]].toint()
+                raise_to(to + Int64(row + lane) * 4, rows_of_lane[a])
         for p in range_constexpr(parts):
-            to = arrays["of_columns"].toint() + (Int64(p) * c + column) * 4
+            to = arrays[self.groups[p // self.side_by_side][1]].toint()
+            to = to + (Int64(p % self.side_by_side) * c + column) * 4
             self.raise_columns(to, below[None, None, p], c - column)
 
     @cute.jit
@@ -295,7 +297,7 @@ class AmaxesOfMade(Amaxes):
         if first < r:
             for i in range_constexpr(self.deep):
                 weights[i] = vector(arrays["weights"].toint() + Int64(first + i) * 4, Float32)[0]
-        for j in range_constexpr(2):
+        for j in range_constexpr(self.steps):
             at = column + 256 * j
             if (first < r) & (at < c):
                 for i in range_constexpr(self.deep):
@@ -304,12 +306,45 @@ class AmaxesOfMade(Amaxes):
                         if const_expr(self.halves == 1):
                             array, start = ("x", "up")[k], Int64(first + i) * c + at
                         self.load(arrays[array].toint() + start * 2, held[None, j, i, k])
-                    if const_expr(self.given > 2):
+                    if const_expr(self.inputs > 2):
                         start = Int64(first + i) * c + at
                         self.load(arrays["dy"].toint() + start * 2, held[None, j, i, 2])
 
-    def made(self, words: list, weight) -> list:
-        """The words of each part that are made of words of what is given."""
+    @cute.jit
+    def make(self, arrays, words_in, weight, place: cutlass.Constexpr, below):
+        """Makes and stores what a lane has of a row; returns words of the largest, of each array.
+
+        Args:
+          arrays: the kernel's.
+          words_in: words of gates, ups and what else there is.
+          weight: of the row.
+          place: the row, how many there are, the lane's first column, how many there are.
+          below: words of the largest of each column, which may become larger.
+        """
+        row, rows, first, columns = place
+        parts: cutlass.Constexpr = self.source.parts
+        widest = cute.make_rmem_tensor(len(self.groups), Uint32)
+        widest.fill(0)
+        for j in range_constexpr(self.steps):
+            results = cute.make_rmem_tensor((4, parts), Uint32)
+            for w in range_constexpr(4):
+                words = self.made_of([words_in[w, j, k] for k in range(self.inputs)], weight)
+                for p in range_constexpr(parts):
+                    array: cutlass.Constexpr = p // self.side_by_side
+                    results[w, p] = words[p]
+                    word = words[p] & Uint32(MAGNITUDES[2])
+                    below[w, j, p] = larger(below[w, j, p], word)
+                    widest[array] = larger(widest[array], word)
+            at = first + 256 * j
+            if (row < rows) & (at < columns):
+                for p in range_constexpr(parts):
+                    floats = arrays[self.groups[p // self.side_by_side][2]]
+                    start = (Int64(row) * self.side_by_side + p % self.side_by_side) * columns + at
+                    self.store(floats.toint() + start * 2, results[None, p])
+        return widest
+
+    def made_of(self, words: list, weight) -> list:
+        """The words of each part that are made of words of what is words_in."""
         gate, up, *dy = words
         if dy:
             return activations.gradients(self.source.activation, gate, up, weight, *dy)
@@ -326,10 +361,11 @@ class AmaxesOfMade(Amaxes):
                 vector(address + 4 * w + 2, Uint16)[0] = Uint16(words[w] >> Uint32(16))
 
 
-SOURCES = {str(s): s for s in (GatedSource(), GatedPairSource(), GradientSource())}
+_MADE = (GatedSource(), GatedPairSource(), GradientSource(), PairGradientSource())
+SOURCES = {str(source): source for source in _MADE}
 
 
 def entries(product: ProductKernel, arch: str) -> list[ProductEntry]:
     """The entries of the binary, the fastest first."""
-    own = AmaxesOfMade if product.source else Amaxes
-    return [own(product, arch, vectors) for vectors in (True, False)]
+    rows_of_lane = AmaxesOfMade if product.source else Amaxes
+    return [rows_of_lane(product, arch, vectors) for vectors in (True, False)]

@@ -1,8 +1,8 @@
 """Blocks along the last axis in windows of whole rows: `WholeRows` reads a row once.
 
 The warps of a thread block share out its rows: as many as hold a row in registers take one
-together, at most all. They find the row's amax, then round the row to codes. Of a longer row the
-rest is read again. Thread blocks, as many as run at a time, take rows by turns.
+together, at most all. They find the row's amax, then round the row to codes. A longer row's rest is
+read again. Thread blocks, as many as run at a time, take rows by turns.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ TOGETHER = 4  # vectors of gates, and of ups, that a thread has under way
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What a thread block of `WholeRows` has, and how many there are.
+    """The shape of a thread block of `WholeRows`, and how many there are.
 
     Attributes:
       threads: of it.
@@ -73,7 +73,7 @@ class WholeRows(WholeBlocks):
                 sharing = Int32(1 << i)
         together = warps // sharing  # rows of the thread block
         steps = (rows + together - 1) // together
-        found = cute.make_tensor(
+        maxima = cute.make_tensor(
             cute.arch.alloc_smem(Uint32, 2 * warps, alignment=16), cute.make_layout((warps, 2))
         )
         team: cutlass.Constexpr = (sharing, tid % (32 * sharing))
@@ -81,23 +81,23 @@ class WholeRows(WholeBlocks):
         for step in cutlass.range(bid, steps, count, unroll=1):
             row = step * together + tid // (32 * sharing)
             # A row that is not there has no vectors.
-            own = Int32(cutlass.select_(row < rows, vectors, 0))
-            self.quantize_row(arrays, scalars, row, own, team, found[None, turn])
+            count_here = Int32(cutlass.select_(row < rows, vectors, 0))
+            self.quantize_row(arrays, scalars, row, count_here, team, maxima[None, turn])
             turn = 1 - turn
 
     @cute.jit
     def quantize_row(
-        self, arrays, scalars, row, vectors, team: cutlass.Constexpr, found
+        self, arrays, scalars, row, vectors, team: cutlass.Constexpr, maxima
     ):  # fmt: skip
         """Quantizes a row of so many vectors.
 
         Args:
           arrays: the kernel's.
-          scalars: likewise.
+          scalars: the kernel's, too.
           row: its number.
           vectors: how many it has.
           team: how many warps have it, and which of their threads this one is.
-          found: a word of shared memory for each warp, that no thread reads any more.
+          maxima: a word of shared memory for each warp, that no thread reads any more.
         """
         sharing, rank = team
         kept: cutlass.Constexpr = self.tile.kept
@@ -110,7 +110,7 @@ class WholeRows(WholeBlocks):
         for at in cutlass.range(rank + kept * apart, vectors, apart, unroll=1):
             rA = cute.recast_tensor(self.vectors(arrays, of_row, at, apart, 1), Uint32)
             word = convert.larger_magnitude(word, self.larger_of(rA), self.dtype, self.arch)
-        amax = self.of_team(convert.largest_magnitude_bits(word, self.dtype), sharing, found)
+        amax = self.of_team(convert.largest_magnitude_bits(word, self.dtype), sharing, maxima)
         rule = self.rule(self.of_result(scalars, 0))
         scale, inverse = self.scale_of(amax, self.formats[0], rule)
         for i in range_constexpr(kept):
@@ -132,19 +132,19 @@ class WholeRows(WholeBlocks):
         return word
 
     @cute.jit
-    def of_team(self, amax, sharing, found):
-        """The largest of what all threads that have a row found of it."""
+    def of_team(self, amax, sharing, maxima):
+        """The largest of the maxima of all threads that have a row."""
         warps: cutlass.Constexpr = self.threads // 32
         tid, _, _ = cute.arch.thread_idx()
         amax = largest(amax)
         if tid % 32 == 0:
-            found[tid // 32] = amax
+            maxima[tid // 32] = amax
         # One barrier a row: the next row has other words, the one behind it comes after the next
         # barrier.
         cute.arch.sync_threads()
         warp = tid // 32 // sharing * sharing
         for i in range_constexpr(warps):
-            amax = cutlass.max(amax, found[warp + i % sharing])
+            amax = cutlass.max(amax, maxima[warp + i % sharing])
         return amax
 
     @cute.jit
@@ -180,7 +180,7 @@ class WholeRows(WholeBlocks):
     def gate(self, arrays, of_row: cutlass.Constexpr, at, apart, rX):
         """An activation's results, of gates and ups that lie in rows of x; some at a time.
 
-        What is beyond a row of finite numbers is 0, as gate and up are.
+        Beyond a row of finite numbers they are 0, as gate and up are.
         """
         row, length, vectors = of_row
         name: cutlass.Constexpr = self.source.facts["activation"]
@@ -196,17 +196,17 @@ class WholeRows(WholeBlocks):
                 for _ in range(2)
             ]
             for i in range_constexpr(together):
-                own = at + (begin + i) * apart
+                there = at + (begin + i) * apart
                 for half in range_constexpr(2):
-                    array, number = self.of_half(half, row, length, own)
-                    self.take(arrays[array], number, own, vectors, both[half][None, i])
+                    array, number = self.of_half(half, row, length, there)
+                    self.take(arrays[array], number, there, vectors, both[half][None, i])
             for i in range_constexpr(together):
-                gates, ups, made = (
+                gates, ups, results = (
                     cute.recast_tensor(r, Uint32)
                     for r in (both[0][None, i], both[1][None, i], rX[None, begin + i])
                 )
                 for w in range_constexpr(WORDS):
-                    made[w] = activations.gated(name, gates[w], ups[w], rM[0], self.dtype)
+                    results[w] = activations.gated(name, gates[w], ups[w], rM[0], self.dtype)
 
     def of_half(self, half: int, row, length, at) -> tuple:
         """Where a row's vectors of gates, or of ups, are: the array, and the vector's number."""

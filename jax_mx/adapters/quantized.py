@@ -1,0 +1,406 @@
+"""`quantized`: a transformation of JAX functions, whose products become MX.
+
+It reads the function's jaxpr and evaluates it anew, equation by equation. Equations without a
+chosen product, at any depth, are bound as they are. `INSIDE` has the primitives that it enters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jax_mx.adapters.rules import Left, Rules, check_recipe, is_float, rules_of
+from jax_mx.arrays.checks import shown
+from jax_mx.products.can_multiply import can_multiply
+from jax_mx.products.dot_general import dot_general
+from jax_mx.products.ragged_dot import ragged_dot
+from jax_mx.products.recipes import AUTO, Recipe
+
+OP = "quantized"
+
+
+class Candidate(NamedTuple):
+    """A product of floats that `quantized` met.
+
+    Attributes:
+      op: "dot_general" or "ragged_dot".
+      lhs: its shape and dtype.
+      rhs: likewise.
+      dimension_numbers: of a dot_general; of a ragged_dot None.
+      scope: of `jax.named_scope`, which flax and others set: "decoder/mlp".
+    """
+
+    op: str
+    lhs: jax.ShapeDtypeStruct
+    rhs: jax.ShapeDtypeStruct
+    dimension_numbers: Any
+    scope: str
+
+
+Where = str | Rules | Callable[[Candidate], bool | Recipe | str | None] | None
+
+
+def quantized(
+    f: Callable[..., Any], recipe: Recipe | str = AUTO, *, where: Where = None
+) -> Callable[..., Any]:
+    """f with its products in MX: any function of JAX, so the model of any library.
+
+        loss = jax_mx.quantized(loss)
+        loss = jax_mx.quantized(loss, "mxfp8", where=r"layers/.*(attention|mlp)")
+        loss = jax_mx.quantized(loss, where=lambda product: product.rhs.shape[-1] > 1024)
+
+    Its `dot_general`s and `ragged_dot`s become `jax_mx.dot_general` and `jax_mx.ragged_dot`,
+    wherever they stand: in jit, scan, while, cond, checkpoint, shard_map, and in functions with
+    derivatives of their own. All else stays. jit, grad, vmap and meshes work as on f; transform the
+    loss before it is differentiated, so that gradients' products are the recipe's. Each call traces
+    f, so jit what calls it.
+
+    Args:
+      f: takes and returns pytrees. Leaves of its arguments that are no arrays of JAX are constants.
+      recipe: of the products, see `dot_general`.
+      where: which products. None: those without batch dimensions, as weights have none and
+        attention's scores do; and all ragged ones. A regular expression: those of them whose scope
+        it is found in. A mapping of such to recipes: the first that is found counts, and None
+        leaves a product in floats. A function of a `Candidate`, with batch dimensions or without:
+        it returns a bool, or a recipe.
+
+    Returns:
+      A function like f. A chosen product that MX cannot take stays in floats, and a warning says
+      why, once. A derivative of f's own (`jax.custom_vjp`, `jax.custom_jvp`) is kept, its products
+      become MX, too; one of `jax.custom_jvp` then serves reverse mode alone.
+
+    Raises:
+      TypeError, ValueError: the recipe is none, or `where` is none of these.
+    """
+    check_recipe(OP, recipe)
+    choice, left = _choice(where, recipe), Left(OP)
+
+    @functools.wraps(f, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _Rewrite(choice, left, {}).applied(f, "", *args, **kwargs)
+
+    return call
+
+
+def _choice(where: Where, recipe: Any) -> Callable[[Candidate], Any]:
+    """What gives a candidate's recipe, or None."""
+    if where is None:
+        return lambda product: recipe if _is_of_weights(product) else None
+    if isinstance(where, str):
+        where = {where: recipe}
+    if isinstance(where, Mapping):
+        rules = rules_of(OP, where)
+        return lambda product: _ruled(rules, product)
+    if not callable(where):
+        raise TypeError(
+            f"{OP}: where must be None, a regular expression, a mapping of these to recipes, or a "
+            f"function, got {shown(where)}"
+        )
+
+    def asked(product: Candidate) -> Any:
+        answer = where(product)
+        if answer is None or answer is False:
+            return None
+        if answer is True:
+            return recipe
+        check_recipe(OP, answer)
+        return answer
+
+    return asked
+
+
+def _is_of_weights(product: Candidate) -> bool:
+    return product.op == "ragged_dot" or not product.dimension_numbers[1][0]
+
+
+def _ruled(rules: dict[re.Pattern, Any], product: Candidate) -> Any:
+    if not _is_of_weights(product):
+        return None
+    matching = (recipe for pattern, recipe in rules.items() if pattern.search(product.scope))
+    return next(matching, None)
+
+
+class _Rewrite(NamedTuple):
+    """One call of what `quantized` gives.
+
+    Attributes:
+      choice: gives a candidate's recipe, or None.
+      left: tells what stays in floats.
+      known: the recipes of equations, by identity and scope; it keeps the equations alive.
+    """
+
+    choice: Callable[[Candidate], Any]
+    left: Left
+    known: dict[tuple[int, str], tuple[Any, Any]]
+
+    def applied(self, f: Callable[..., Any], scope: str, *args: Any, **kwargs: Any) -> Any:
+        """The result of f, of this scope, with its products in MX."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+        def of_arrays(*arrays: Any) -> Any:
+            whole = [*leaves]
+            for i, array in zip(at, arrays, strict=True):
+                whole[i] = array
+            args, kwargs = jax.tree.unflatten(tree, whole)
+            return f(*args, **kwargs)
+
+        arrays = [leaves[i] for i in at]
+        closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        results = self.run(closed.jaxpr, closed.consts, arrays, scope)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: str) -> list[Any]:
+        """Evaluates a jaxpr of this scope with its products in MX."""
+        values: dict[Any, Any] = {}
+        values.update(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+        last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not _is_literal(v)}
+        last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not _is_literal(v)}
+        for i, equation in enumerate(jaxpr.eqns):
+            inputs = [read(atom) for atom in equation.invars]
+            own = str(equation.source_info.name_stack)
+            with jax.named_scope(own) if own else _nothing(), equation.ctx.manager:
+                results = self.equation(equation, inputs, f"{scope}/{own}".strip("/"))
+            values.update(zip(equation.outvars, results, strict=True))
+            for atom in {v for v in equation.invars if not _is_literal(v)}:
+                if last[atom] == i:  # as soon as nobody reads it, its memory is free
+                    del values[atom]
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, equation: Any, inputs: Sequence[Any], scope: str) -> Sequence[Any]:
+        """The results of an equation."""
+        if (recipe := self.recipe_of(equation, scope)) is not None:
+            return [_product(equation, inputs, recipe)]
+        if self.has_product(equation, scope):
+            name = equation.primitive.name
+            if name in INSIDE:
+                return INSIDE[name](self, equation, inputs, scope)
+            self.left.tell(f"what {name!r} computes", "it is not entered")
+        return _bound(equation, inputs)
+
+    def recipe_of(self, equation: Any, scope: str) -> Any:
+        """The recipe that an equation's product becomes MX by; None: it does not."""
+        name = equation.primitive.name
+        if name not in ("dot_general", "ragged_dot_general"):
+            return None
+        if (id(equation), scope) not in self.known:
+            self.known[id(equation), scope] = equation, self._recipe_of(equation, scope)
+        return self.known[id(equation), scope][1]
+
+    def _recipe_of(self, equation: Any, scope: str) -> Any:
+        lhs, rhs, *sizes = (
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars
+        )
+        if not (is_float(lhs) and is_float(rhs) and is_float(equation.outvars[0].aval)):
+            return None
+        if sizes and not _is_plain_ragged(equation.params):
+            return None
+        op = "ragged_dot" if sizes else "dot_general"
+        numbers = equation.params.get("dimension_numbers")
+        recipe = self.choice(Candidate(op, lhs, rhs, numbers, scope))
+        if recipe is None:
+            return None
+        can, why_not = can_multiply(lhs, rhs, sizes[0] if sizes else numbers, recipe=recipe)
+        if not can:
+            what = f"{lhs.dtype}{[*lhs.shape]} times {rhs.dtype}{[*rhs.shape]}"
+            self.left.tell(f"{what} in {scope!r}" if scope else what, why_not)
+        return recipe if can else None
+
+    def has_product(self, equation: Any, scope: str) -> bool:
+        """Whether a chosen product stands in an equation, at any depth; not those of kernels."""
+        if equation.primitive.name.startswith("pallas"):
+            return False
+        return any(
+            self.recipe_of(inner, here) is not None or self.has_product(inner, here)
+            for jaxpr in _jaxprs_in(equation.params)
+            for inner in jaxpr.eqns
+            for here in [f"{scope}/{inner.source_info.name_stack}".strip("/")]
+        )
+
+
+def _nothing() -> Any:
+    return contextlib.nullcontext()
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)
+
+
+def _jaxprs_in(params: Any) -> Iterator[Any]:
+    """The jaxprs that an equation has, without those of its derivatives."""
+    for leaf in jax.tree.leaves(list(params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        if hasattr(leaf, "eqns"):
+            yield leaf
+
+
+def _is_plain_ragged(params: Any) -> bool:
+    """Whether a product is what jax.lax.ragged_dot computes."""
+    numbers = params["ragged_dot_dimension_numbers"]
+    dense = tuple(tuple(map(tuple, pair)) for pair in numbers.dot_dimension_numbers)
+    groups = tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
+    is_plain = (dense, *groups) == ((((1,), (1,)), ((), ())), (0,), (0,))
+    return is_plain and params["group_offset"] is None
+
+
+def _product(equation: Any, inputs: Sequence[Any], recipe: Any) -> jax.Array:
+    params, dtype = equation.params, equation.outvars[0].aval.dtype
+    precision = params["precision"]
+    if equation.primitive.name == "ragged_dot_general":
+        return ragged_dot(*inputs, precision, dtype, recipe=recipe)
+    return dot_general(
+        *inputs,
+        params["dimension_numbers"],
+        precision,
+        dtype,
+        out_sharding=params.get("out_sharding"),
+        recipe=recipe,
+    )
+
+
+def _bound(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The equation as it is."""
+    bound = equation.primitive.get_bind_params(equation.params)
+    if isinstance(bound, tuple):  # JAX before 0.12
+        functions, params = bound
+        inputs = [*functions, *inputs]
+    else:
+        params = bound
+    results = equation.primitive.bind(*inputs, **params)
+    return results if equation.primitive.multiple_results else [results]
+
+
+# ---- what is entered ---
+def _jit(rewrite: _Rewrite, equation: Any, inputs: Sequence[Any], scope: str) -> Sequence[Any]:
+    inner = equation.params["jaxpr"]
+
+    def run(*args: Any) -> Any:
+        return rewrite.run(inner.jaxpr, inner.consts, args, scope)
+
+    closed = jax.make_jaxpr(run)(*inputs)
+    if any(isinstance(const, jax.core.Tracer) for const in closed.consts):  # keys of a recipe
+        return jax.jit(run)(*inputs)
+    return equation.primitive.bind(*inputs, **{**equation.params, "jaxpr": closed})
+
+
+def _call(rewrite: _Rewrite, equation: Any, inputs: Sequence[Any], scope: str) -> Sequence[Any]:
+    inner = equation.params["call_jaxpr"]
+    return rewrite.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs, scope)
+
+
+def _checkpoint(
+    rewrite: _Rewrite, equation: Any, inputs: Sequence[Any], scope: str
+) -> Sequence[Any]:
+    params = equation.params
+
+    def run(*args: Any) -> Any:
+        return rewrite.run(params["jaxpr"], (), args, scope)
+
+    if params["differentiated"]:  # the part of a gradient that is computed again
+        return run(*(jax.lax.optimization_barrier(inputs) if params["prevent_cse"] else inputs))
+    how = {name: params[name] for name in ("prevent_cse", "policy")}
+    return jax.checkpoint(run, **how)(*inputs)
+
+
+def _scan(rewrite: _Rewrite, equation: Any, inputs: Sequence[Any], scope: str) -> Sequence[Any]:
+    params = equation.params
+    inner, carries = params["jaxpr"], params["num_carry"]
+    consts, rest = inputs[: params["num_consts"]], inputs[params["num_consts"] :]
+
+    def body(carry: Any, x: Any) -> Any:
+        results = rewrite.run(inner.jaxpr, inner.consts, [*consts, *carry, *x], scope)
+        return results[:carries], results[carries:]
+
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(body, [*rest[:carries]], [*rest[carries:]], **how)
+    return [*carry, *ys]
+
+
+def _while(rewrite: _Rewrite, equation: Any, inputs: Sequence[Any], scope: str) -> Sequence[Any]:
+    params = equation.params
+    n, m = params["cond_nconsts"], params["body_nconsts"]
+    of_cond, of_body = inputs[:n], inputs[n : n + m]
+
+    def run(name: str, consts: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
+        return rewrite.run(params[name].jaxpr, params[name].consts, [*consts, *carry], scope)
+
+    return jax.lax.while_loop(
+        lambda carry: run("cond_jaxpr", of_cond, carry)[0],
+        lambda carry: run("body_jaxpr", of_body, carry),
+        [*inputs[n + m :]],
+    )
+
+
+def _cond(rewrite: _Rewrite, equation: Any, inputs: Sequence[Any], scope: str) -> Sequence[Any]:
+    def branch(closed: Any) -> Callable[..., Any]:
+        return lambda *args: rewrite.run(closed.jaxpr, closed.consts, args, scope)
+
+    index, *operands = inputs
+    return jax.lax.switch(index, [*map(branch, equation.params["branches"])], *operands)
+
+
+def _shard_map(
+    rewrite: _Rewrite, equation: Any, inputs: Sequence[Any], scope: str
+) -> Sequence[Any]:
+    params = equation.params
+    axes = params.get("newly_manual_axes", params.get("manual_axes"))
+    how = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    run = jax.shard_map(
+        lambda *args: tuple(rewrite.run(params["jaxpr"], (), args, scope)),
+        axis_names={*axes},
+        **how,
+    )
+    return run(*inputs)
+
+
+def _with_derivative(
+    rewrite: _Rewrite, equation: Any, inputs: Sequence[Any], scope: str
+) -> Sequence[Any]:
+    """A function with a derivative of its own: both in MX, by what JAX makes of it.
+
+    JAX differentiates the equation as its author wrote it; the jaxprs of that derivative's forward
+    and backward parts hold plain products, which become MX.
+    """
+    floats = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in inputs]
+
+    @jax.custom_vjp
+    def call(*args: Any) -> Any:
+        return tuple(_call(rewrite, equation, args, scope))
+
+    def forward(*args: Any) -> Any:
+        def of_floats(*some: Any) -> Any:
+            each = iter(some)
+            whole = [next(each) if own else x for own, x in zip(floats, args, strict=True)]
+            return tuple(_bound(equation, whole))
+
+        return jax.vjp(of_floats, *(x for own, x in zip(floats, args, strict=True) if own))
+
+    def backward(pull: Any, dy: Any) -> Any:
+        each = iter(rewrite.applied(lambda pull, dy: pull(dy), scope, pull, dy))
+        return tuple(next(each) if own else None for own in floats)
+
+    call.defvjp(lambda *args: rewrite.applied(forward, scope, *args), backward)
+    return call(*inputs)
+
+
+INSIDE = {
+    **dict.fromkeys(("jit", "pjit"), _jit),
+    **dict.fromkeys(("closed_call", "core_call"), _call),
+    **dict.fromkeys(("checkpoint", "remat", "remat2"), _checkpoint),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _with_derivative),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}

@@ -1,0 +1,64 @@
+"""Rules that say which products of a model become MX: a pattern of names, and a recipe."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jax_mx.arrays.checks import shown
+from jax_mx.products.recipes import AUTO, Recipe, recipe_of
+
+# A recipe for each pattern, the first that matches counts; None leaves a product in floats.
+Rules = Mapping[str, Recipe | str | None]
+
+
+def rules_of(op: str, rules: Any) -> dict[re.Pattern, Any]:
+    """Rules with their patterns compiled.
+
+    Raises:
+      TypeError, ValueError: they are none, or name an unknown recipe.
+    """
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"{op}: rules must map patterns to recipes, got {shown(rules)}")
+    compiled = {}
+    for pattern, recipe in rules.items():
+        if recipe is not None:
+            check_recipe(op, recipe)
+        try:
+            compiled[re.compile(pattern)] = recipe
+        except (TypeError, re.error) as error:
+            raise ValueError(f"{op}: {pattern!r} is no regular expression: {error}") from error
+    return compiled
+
+
+def check_recipe(op: str, recipe: Any) -> None:
+    """Refuses what is no recipe.
+
+    Raises:
+      TypeError, ValueError: so it is.
+    """
+    if not (isinstance(recipe, str) and recipe == AUTO):
+        recipe_of(op, recipe)
+
+
+def is_float(x: Any) -> bool:
+    """Whether an operand's type is one that MX quantizes."""
+    return getattr(x, "dtype", None) in (*map(jax.numpy.dtype, ("bfloat16", "float16", "float32")),)
+
+
+class Left:
+    """The products that stay in floats though they were chosen; each is told once."""
+
+    def __init__(self, op: str):
+        self._op, self._told = op, set[str]()
+
+    def tell(self, what: str, why: str) -> None:
+        """Warns, the first time."""
+        sentence = f"{self._op}: {what} stays in floats: {why}"
+        if sentence not in self._told:
+            self._told.add(sentence)
+            warnings.warn(sentence, UserWarning, stacklevel=3)

@@ -1,0 +1,48 @@
+"""`partition` and `combine`: a tree of parameters, and the frozen weights in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jax_mx.ops.mxarray import MXArray
+
+
+def partition(tree: Any) -> tuple[Any, Any]:
+    """Parts parameters into those that are trained, and frozen weights.
+
+        trained, frozen = jax_mx.partition(params)
+        state = optimizer.init(trained)
+        gradients = jax.grad(lambda trained: loss(jax_mx.combine(trained, frozen)))(trained)
+
+    An `MXArray` has no gradient. Optimizers that meet one among parameters would add NaN to its
+    scales, so products refuse to be differentiated by it. Trees without them go through optax,
+    jax.grad and equinox as usual.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      The tree with None for each `MXArray`, and the tree with None for all else.
+    """
+    trained = jax.tree.map(lambda x: None if _is_frozen(x) else x, tree, is_leaf=_is_frozen)
+    frozen = jax.tree.map(lambda x: x if _is_frozen(x) else None, tree, is_leaf=_is_frozen)
+    return trained, frozen
+
+
+def combine(trained: Any, frozen: Any) -> Any:
+    """The inverse of `partition`: what is None in the one tree comes from the other.
+
+    Raises:
+      ValueError: the trees are no parts of one.
+    """
+    return jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=_is_part)
+
+
+def _is_frozen(x: Any) -> bool:
+    return isinstance(x, MXArray)
+
+
+def _is_part(x: Any) -> bool:
+    return x is None or _is_frozen(x)

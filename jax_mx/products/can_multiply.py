@@ -1,0 +1,55 @@
+"""`can_multiply`: whether MX takes a product, and why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jax_mx.products import dot_general, einsum, ragged_dot
+from jax_mx.products.recipes import AUTO, Recipe
+
+
+def can_multiply(
+    lhs: Any,
+    rhs: Any,
+    how: Any,
+    *,
+    recipe: Recipe | str = AUTO,
+) -> tuple[bool, str]:
+    """Whether MX takes a product of these operands, without computing it.
+
+        can, why_not = jax_mx.can_multiply(x, w, "bsd,df->bsf")
+
+    `dot_general`, `einsum` and `ragged_dot` refuse what it refuses, in these words; with
+    `fallback="floats"` they compute it in floats.
+
+    Args:
+      lhs: an array, an `MXArray`, or `jax.ShapeDtypeStruct`.
+      rhs: likewise, or a `QuantizedWeight`.
+      how: dimension numbers of `dot_general`, subscripts of `einsum`, or the sizes of
+        `ragged_dot`'s groups, an array or a `jax.ShapeDtypeStruct`.
+      recipe: of the product.
+
+    Returns:
+      (True, "") or (False, the reason).
+    """
+
+    def of_groups(lhs: Any, rhs: Any, sizes: Any) -> None:
+        ragged_dot.planned("ragged_dot", lhs, rhs, sizes, None, recipe, None)
+
+    def dense(lhs: Any, rhs: Any) -> None:
+        numbers = how
+        if isinstance(how, str):
+            (lhs, rhs), letters = einsum.two("einsum", how, (lhs, rhs))
+            numbers = einsum.numbers_of(*letters)
+        dot_general.planned("dot_general", lhs, rhs, numbers, None, None, recipe, None)
+
+    try:
+        if hasattr(how, "dtype"):
+            jax.eval_shape(of_groups, lhs, rhs, how)
+        else:
+            jax.eval_shape(dense, lhs, rhs)
+    except (TypeError, ValueError) as error:
+        return False, str(error)
+    return True, ""

@@ -1,0 +1,67 @@
+"""What a product does that MX cannot take: it is refused, or JAX multiplies the floats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.arrays.checks import held, implementation_of, name_among
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.implementations import named
+from jax_mx.products.operand import QuantizedWeight
+from jax_mx.products.recipes import AUTO, recipe_of
+
+Fallback = Literal["floats", "bf16"] | None
+FALLBACKS = ("floats", "bf16")
+
+
+class Plain(NamedTuple):
+    """What JAX multiplies.
+
+    Attributes:
+      operands: arrays of JAX.
+      dtype: that the result has, for operands that were rounded; else None, and JAX decides.
+    """
+
+    operands: list[jax.Array]
+    dtype: Any
+
+
+def plain_operands(
+    op: str,
+    fallback: Any,
+    operands: Sequence[Any],
+    recipe: Any,
+    implementation: Any,
+    error: Exception,
+) -> Plain:
+    """Operands for JAX's own product.
+
+    Args:
+      op: for messages.
+      fallback: that a caller asks for.
+      operands: that MX refused.
+      recipe: that he names.
+      implementation: likewise.
+      error: the refusal.
+
+    Raises:
+      TypeError, ValueError: the refusal, where there is no fallback, or an operand is quantized;
+        another, where fallback, recipe or implementation are none.
+    """
+    if fallback is None:
+        raise error
+    name_among(f"{op}: fallback", FALLBACKS, fallback)
+    if recipe != AUTO:
+        recipe_of(op, recipe)
+    implementation_of(op, named(op), implementation)
+    operands = [held(x) for x in operands]
+    if any(isinstance(x, MXArray | QuantizedWeight) for x in operands):
+        raise error
+    arrays = [jnp.asarray(x) for x in operands]
+    if fallback == "floats" or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+        return Plain(arrays, None)
+    return Plain([x.astype(jnp.bfloat16) for x in arrays], jnp.result_type(*arrays))

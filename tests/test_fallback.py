@@ -1,0 +1,118 @@
+"""Whether MX takes a product, what is done if not, and operands of mixed types."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_mx
+from tests.helpers import assert_refused
+
+X = jax.random.normal(jax.random.key(0), (8, 588))
+W = jax.random.normal(jax.random.key(1), (588, 64))
+pytestmark = pytest.mark.usefixtures("promoting")
+PLAIN = (((1,), (0,)), ((), ()))
+
+
+@pytest.fixture
+def promoting():
+    """JAX's default; other tests run under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "how", "call"),
+    [
+        (X, W, PLAIN, lambda x, w, **how: jax_mx.dot_general(x, w, PLAIN, **how)),
+        (X, W, "ab,bc->ac", lambda x, w, **how: jax_mx.einsum("ab,bc->ac", x, w, **how)),
+        (X[:, :64], X[0, :64], "...k,k->...k",
+         lambda x, w, **how: jax_mx.einsum("...k,k->...k", x, w, **how)),
+        (X, W[None], np.array([8]),
+         lambda x, w, **how: jax_mx.ragged_dot(x, w, np.array([8]), **how)),
+    ],
+)  # fmt: skip
+def test_why_not_and_fallback(lhs, rhs, how, call):
+    can, why_not = jax_mx.can_multiply(lhs, rhs, how)
+    assert not can
+    assert_refused(lambda: call(lhs, rhs), ValueError, why_not)
+    if isinstance(how, str):
+        want = jnp.einsum(how, lhs, rhs)
+    elif how is PLAIN:
+        want = lhs @ rhs
+    else:
+        want = jax.lax.ragged_dot(lhs, rhs, how)
+    np.testing.assert_allclose(call(lhs, rhs, fallback="floats"), want, rtol=1e-5, atol=1e-4)
+    rounded = call(lhs, rhs, fallback="bf16")
+    assert rounded.dtype == jnp.float32
+    assert 0 < np.abs(rounded - want).max() < 0.5
+
+
+def test_can():
+    def like(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    frozen = jax_mx.quantize(W[:64], axis=0)
+    weight = jax_mx.MXFP8.quantize_weight(W[:64])
+    for lhs, rhs, how in (
+        (like(4, 64), like(64, 3, dtype=jnp.float32), PLAIN),
+        (like(4, 64), like(2, 64, 3), like(2, dtype=jnp.uint32)),
+        (like(2, 8, 4, 64), like(64, 3), "...a,ab->...b"),
+        (like(4, 64), frozen, PLAIN),
+        (like(4, 64), weight, "ab,bc->ac"),
+    ):
+        assert jax_mx.can_multiply(lhs, rhs, how) == (True, "")
+    for lhs, rhs, how, sentence in (
+        (like(4, 64, dtype=jnp.int8), like(64, 3), PLAIN, "lhs is int8"),
+        (frozen, like(64, 3), PLAIN, "lhs has blocks"),
+        (like(4, 64), like(2, 64, 3), like(2), "group_sizes are bfloat16"),
+    ):
+        can, why_not = jax_mx.can_multiply(lhs, rhs, how)
+        assert not can and sentence in why_not
+
+
+def test_fallback_does_not_hide_what_is_wrong():
+    frozen = jax_mx.quantize(W[:64], axis=1)
+    three = (X, W, W.T)
+    assert jax_mx.einsum("ab,bc,cd->ad", *three, fallback="floats").shape == (8, 588)
+    for call, error, sentence in (
+        (lambda: jax_mx.matmul(X, W, recipe="fp8", fallback="floats"), ValueError, "'fp8' is unkn"),
+        (lambda: jax_mx.matmul(X, W, implementation="a", fallback="floats"), ValueError, "'a' is"),
+        (lambda: jax_mx.matmul(X, W, fallback="fp8"), ValueError, "fallback 'fp8' is unknown"),
+        (lambda: jax_mx.matmul(X[:, :64], frozen, fallback="floats"), ValueError, "has blocks"),
+        (lambda: jax_mx.einsum("ab,bc,cd->ad", *three), ValueError, "3 operands, this takes two"),
+    ):
+        assert_refused(call, error, sentence)
+
+
+@pytest.mark.parametrize("types", [("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_mixed_types_as_jnp(types):
+    x, w = X[:, :64].astype(types[0]), W[:64].astype(types[1])
+    y = jax_mx.matmul(x, w, recipe="mxfp8")
+    assert y.dtype == jnp.matmul(x, w).dtype == jnp.float32
+    want = jax_mx.matmul(x.astype(jnp.float32), w.astype(jnp.float32), recipe="mxfp8")
+    np.testing.assert_array_equal(y, want)
+    gradients = jax.grad(lambda x, w: jax_mx.matmul(x, w, recipe="mxfp8").sum(), (0, 1))(x, w)
+    assert [g.dtype for g in gradients] == [*map(jnp.dtype, types)]
+
+
+def test_weak_types_float64_and_ints():
+    x = X[:, :64].astype(jnp.bfloat16)
+    assert jax_mx.matmul(x, jnp.full((64, 32), 1.0)).dtype == jnp.bfloat16
+    got = jax_mx.matmul(np.asarray(X[:, :64], np.float64), W[:64])
+    np.testing.assert_array_equal(got, jax_mx.matmul(X[:, :64], W[:64]))
+    got = jax_mx.dot_general(X[:, :64], W[:64], ((1, 0), ([], [])))
+    np.testing.assert_array_equal(got, jax_mx.matmul(X[:, :64], W[:64]))
+
+
+def test_ragged_dot_takes_what_jax_takes():
+    x, w = X[:, :64], W[:64].reshape(1, 64, 64).repeat(2, 0)
+    sizes = jnp.array([3, 4], jnp.int32)
+    want = jax_mx.ragged_dot(x, w, sizes, preferred_element_type=jnp.bfloat16)
+    for integers in (np.int64, np.uint32, np.int16, np.uint64):
+        got = jax_mx.ragged_dot(x, w, np.asarray(sizes, integers), None, jnp.bfloat16, None)
+        np.testing.assert_array_equal(got, want)
+    huge = jax_mx.ragged_dot(x, w, np.array([3, 2**32 - 1], np.uint32))
+    np.testing.assert_array_equal(huge, jax_mx.ragged_dot(x, w, jnp.array([3, 5], jnp.int32)))
+    call = lambda: jax_mx.ragged_dot(x, w, sizes, group_offset=jnp.array([0]))  # noqa: E731
+    assert_refused(call, NotImplementedError, "group_offset must be None")

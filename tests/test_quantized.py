@@ -1,0 +1,192 @@
+"""`quantized`: products of any function of JAX become MX, wherever they stand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_mx
+from tests.helpers import assert_refused
+
+X = jax.random.normal(jax.random.key(0), (32, 64))
+W = jax.random.normal(jax.random.key(1), (64, 64)) / 8
+MESH = jax.sharding.Mesh(jax.devices()[:1], ("d",), axis_types=(AxisType.Auto,))
+SCALE = 1.5
+
+
+def assert_same(got, want):
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
+
+
+own_vjp = jax.custom_vjp(lambda dot, x, w, n: dot(x, w), nondiff_argnums=(0,))
+own_vjp.defvjp(
+    lambda dot, x, w, n: (dot(x, w), (x, w)),
+    lambda dot, kept, dy: (SCALE * dot(dy, kept[1].T), dot(kept[0].T, dy), None),
+)
+own_jvp = jax.custom_jvp(lambda dot, x, w: dot(x, w), nondiff_argnums=(0,))
+
+
+@own_jvp.defjvp
+def _own_jvp(dot, primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return dot(x, w), SCALE * jnp.dot(dx, w) + jnp.dot(x, dw)
+
+
+# A model of one place where a product may stand: of what multiplies, x and w.
+PLACES = {
+    "plain": lambda dot, x, w: dot(x, w),
+    "jit": lambda dot, x, w: jax.jit(dot)(x, w),
+    "checkpoint": lambda dot, x, w: jax.checkpoint(dot)(x, w),
+    "policy": lambda dot, x, w: jax.checkpoint(
+        dot, policy=jax.checkpoint_policies.nothing_saveable
+    )(x, w),
+    "scan": lambda dot, x, w: jax.lax.scan(
+        lambda c, w: (jnp.tanh(dot(c, w)), c.sum()), x, jnp.stack([w, w.T])
+    ),
+    "scan of checkpoint": lambda dot, x, w: jax.lax.scan(
+        jax.checkpoint(lambda c, w: (dot(c, w), None)), x, w[None], reverse=True
+    )[0],
+    "fori": lambda dot, x, w: jax.lax.fori_loop(0, 2, lambda _, c: jnp.tanh(dot(c, w)), x),
+    "cond": lambda dot, x, w: jax.lax.cond(x[0, 0] > 0, dot, lambda x, w: dot(w[:32], w), x, w),
+    "switch": lambda dot, x, w: jax.lax.switch(
+        2, [lambda x: x, lambda x: x, lambda x: dot(x, w)], x
+    ),
+    "custom_vjp": lambda dot, x, w: own_vjp(dot, x, w, jnp.arange(3)),
+    "shard_map": lambda dot, x, w: jax.shard_map(
+        dot, mesh=MESH, in_specs=(P("d"), P()), out_specs=P("d")
+    )(x, w),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_enters(place):
+    """Values and both gradients are those of a model that was written with `jax_mx.matmul`."""
+    mx = functools.partial(jax_mx.matmul, recipe="mxfp8")
+
+    def loss(model, x, w):
+        y = model(x, w)
+        return sum((leaf**2).sum() for leaf in jax.tree.leaves(y)), y
+
+    def run(model):
+        return jax.jit(jax.value_and_grad(functools.partial(loss, model), (0, 1), has_aux=True))(
+            X, W
+        )
+
+    want = run(functools.partial(PLACES[place], mx))
+    plain = run(functools.partial(PLACES[place], jnp.matmul))
+    got = run(jax_mx.quantized(functools.partial(PLACES[place], jnp.matmul), "mxfp8"))
+    assert_same(got, want)
+    assert float(got[0][0]) != float(plain[0][0])
+
+
+def test_while():
+    def model(dot, x):
+        return jax.lax.while_loop(lambda c: (c[0] < 2) & (dot(c[1], W).sum() < 1e9),
+                                  lambda c: (c[0] + 1, dot(c[1], W)), (0, x))[1]  # fmt: skip
+
+    mx = functools.partial(jax_mx.matmul, recipe="mxfp8")
+    got = jax_mx.quantized(functools.partial(model, jnp.matmul), "mxfp8")(X)
+    assert_same(got, model(mx, X))
+
+
+def test_custom_jvp_keeps_its_derivative():
+    got = jax_mx.quantized(functools.partial(own_jvp, jnp.matmul), "mxfp8")
+    y, pull = jax.vjp(got, X, W)
+    mx = functools.partial(jax_mx.matmul, recipe="mxfp8")
+    assert_same(y, mx(X, W))
+    dx, dw = pull(y)
+    np.testing.assert_allclose(dx, mx(SCALE * y, W.T), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dw, mx(X.T, y), rtol=1e-5, atol=1e-5)
+
+
+def test_ragged():
+    w, sizes = jnp.stack([W, W.T]), jnp.array([20, 12])
+    got = jax_mx.quantized(lambda x, w: jax.lax.ragged_dot(x, w, sizes), "mxfp8")
+    assert_same(got(X, w), jax_mx.ragged_dot(X, w, sizes, recipe="mxfp8"))
+
+
+def test_where():
+    def model(x, w):
+        with jax.named_scope("attention"):
+            x = x @ w
+            x = jnp.einsum("hqk,hkd->hqd", x.reshape(1, 32, 64), w[None])[0]
+        with jax.named_scope("mlp"):
+            return jax.jit(lambda x: x @ w)(x)
+
+    def by_hand(first, second, third, x=X, w=W):
+        matmul = [jnp.matmul if r is None else functools.partial(jax_mx.matmul, recipe=r)
+                  for r in (first, second, third)]  # fmt: skip
+        return matmul[2](matmul[1](matmul[0](x, w)[None], w[None])[0], w)
+
+    seen = []
+
+    def batched(product):
+        seen.append(product)
+        return "mxfp4" if product.dimension_numbers[1][0] else product.scope == "mlp"
+
+    for where, recipes in (
+        (None, ("mxfp8", None, "mxfp8")),
+        ("mlp", (None, None, "mxfp8")),
+        ({"att": None, "": "mxfp4"}, (None, None, "mxfp4")),
+        (batched, (None, "mxfp4", "mxfp8")),
+    ):
+        assert_same(jax_mx.quantized(model, "mxfp8", where=where)(X, W), by_hand(*recipes))
+    scopes = {"attention", "attention/hqk,hkd->hqd", "mlp"}  # jnp.einsum names its own
+    assert {product.scope for product in seen} == scopes
+    assert (seen[0].op, seen[0].rhs.shape) == ("dot_general", (64, 64))
+
+
+def test_what_stays():
+    """Other arguments are constants; what MX cannot take is told once; our products stay."""
+
+    def model(x, n, name, *, frozen):
+        assert (n, name) == (40, "x")
+        y = jax_mx.matmul(x, frozen) + (x[:, :n] @ W[:n]).astype(x.dtype)
+        return {"y": y, "ints": x.astype(int) @ W.astype(int), "none": None}
+
+    frozen = jax_mx.quantize(W, axis=0)
+    got = jax_mx.quantized(model, "mxfp8")
+    with pytest.warns(UserWarning, match="40 is|length is 40, not a multiple") as caught:
+        for _ in range(2):
+            assert_same(got(X, 40, "x", frozen=frozen), model(X, 40, "x", frozen=frozen))
+    assert len(caught) == 1
+
+
+def test_keys_of_a_recipe_may_be_traced():
+    @jax.jit
+    def gradient(key, w):
+        recipe = jax_mx.mxfp4_backward(key)
+        model = jax_mx.quantized(lambda w: (jax.jit(jnp.matmul)(X, w) ** 2).sum(), recipe)
+        return jax.grad(model)(w)
+
+    a, b = (gradient(jax.random.key(i), W) for i in range(2))
+    assert not np.array_equal(a, b)
+
+
+def test_vmap_and_a_whole_step():
+    got = jax_mx.quantized(jnp.matmul, "mxfp8")
+    xs = jnp.stack([X, 2 * X])
+    assert_same(jax.vmap(got, (0, None))(xs, W), jnp.stack([got(x, W) for x in xs]))
+
+    def step(w):
+        return w - jax.grad(lambda w: (jax.checkpoint(jnp.matmul)(X, w) ** 2).sum())(w)
+
+    mx = functools.partial(jax_mx.matmul, recipe="mxfp8")
+    y = mx(X, W)
+    np.testing.assert_allclose(jax_mx.quantized(step, "mxfp8")(W), W - mx(X.T, 2 * y), rtol=1e-5)
+
+
+def test_messages():
+    for call, error, sentence in (
+        (lambda: jax_mx.quantized(jnp.matmul, "fp8"), ValueError, "quantized: recipe 'fp8' is"),
+        (lambda: jax_mx.quantized(jnp.matmul, where=3), TypeError, "quantized: where must be None"),
+        (lambda: jax_mx.quantized(jnp.matmul, where="("), ValueError, "no regular expression"),
+        (lambda: jax_mx.quantized(jnp.matmul, where=lambda _: "fp8")(X, W), ValueError,
+         "quantized: recipe 'fp8' is unknown"),
+    ):  # fmt: skip
+        assert_refused(call, error, sentence)
