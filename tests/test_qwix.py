@@ -1,6 +1,7 @@
 """qwix chooses modules of flax models by their paths, and their products become MX."""
 
 import re
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -115,9 +116,9 @@ def test_dot_general_with_the_weight_first_and_ragged():
 
 def test_the_documents_line():
     text = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
-    (block,) = re.findall("```py\n(.*?)```", text, re.DOTALL)
+    block = re.search(r"### qwix\n\n((?:    .*\n|\n)+)", text)
     names = {}
-    exec(block, names)
+    exec(textwrap.dedent(block[1]), names)
     model = names["model"]
     params = model.init(jax.random.key(0), X)
     up, down = (params["params"][f"layers_{i}"]["kernel"] for i in (0, 2))
