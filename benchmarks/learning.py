@@ -123,6 +123,7 @@ def cases(args: Args) -> Iterator[Case]:
         "seed": args.seed,
         "device": jax.devices()[0].device_kind,
         "commit": args.commit,
+        "date": time.strftime("%Y-%m-%d"),
     }
     done = finished(args, names, steps) if args.resume else {}
     for name, (way, _) in ways(1).items():
@@ -140,7 +141,7 @@ def about() -> None:
 def finished(args: Args, names: Row, steps: int) -> dict[str, Row]:
     """By way the rows that the file has of this model, on such a device, after all steps."""
     rows = report.read(args.json)[1] if args.json and args.json.exists() else []
-    alike = {key: value for key, value in names.items() if key != "commit"}
+    alike = {key: value for key, value in names.items() if key not in ("commit", "date")}
     alike["steps"] = -(-steps // every_of(steps)) * every_of(steps)
     return {row["way"]: row for row in rows if alike.items() <= row.items()}
 

@@ -117,6 +117,7 @@ def cases(args: Args) -> Iterator[Case]:
         "checkpoint": args.checkpoint,
         "device": jax.devices()[0].device_kind,
         "commit": args.commit,
+        "date": time.strftime("%Y-%m-%d"),
     }
     attention = args.attention or ("cudnn" if jax.default_backend() == "gpu" else "xla")
     for name, (way, split) in ways(args.devices).items():

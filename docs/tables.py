@@ -236,7 +236,8 @@ def results(name: str) -> tuple[dict[str, Any], Rows]:
 
 def of_rows(rows: Rows) -> dict[str, Any]:
     """What rows themselves say of their run."""
-    found = {key: dict.fromkeys(row[key] for row in rows) for key in ("device", "commit")}
+    keys = ("device", "commit", *["date"] * all("date" in row for row in rows))
+    found = {key: dict.fromkeys(row[key] for row in rows) for key in keys}
     return {key: ", ".join(each) for key, each in found.items()}
 
 
@@ -497,7 +498,7 @@ def step() -> list[str]:
     head, by_way = ["products of layers"], [{row["way"]: row for row in rows} for _, rows in runs]
     for _, rows in runs:
         count, layers = rows[0]["devices"], rows[0]["layers"]
-        where = f"{count} H100s, {layers} layers" if count > 1 else f"one H100, {layers} layers"
+        where = f"{count} H100{'s' * (count > 1)}, {layers} layers"
         head += [f"{where}: tokens a second", "of bf16's time", "compiled in, s"]
     lines = []
     for way, name in STEPS.items():
@@ -507,10 +508,23 @@ def step() -> list[str]:
             cells += _step_cells(row) if row else [""] * 3
         if any(cells):
             lines.append((name, *cells))
-    row, about = runs[0][1][0], of_rows([row for _, rows in runs for row in rows])
-    said = f"AdamW, cuDNN attention, {row['length']}-token sequences, every layer computed again."
-    names = [command(name) for name in ("step", "step_sharded")[: len(runs)]]
-    return [*table(head, lines), "", f"{said} {caption(about, '`; `'.join(names), EVERY)}"]
+    length = runs[0][1][0]["length"]
+    lines = [*table(head, lines), "", *_said_of_steps(runs)]
+    said = f"* AdamW, cuDNN attention, sequences of {length} tokens, layers computed again."
+    if missing := [f"*{way}*" for way in STEPS if not any(way in own for own in by_way)]:
+        said += f" Not measured yet: {', '.join(missing)}."
+    return [*lines, said]
+
+
+def _said_of_steps(runs: Sequence[tuple[str, Rows]]) -> list[str]:
+    """A sentence under the table for each run: they may have different commits."""
+    said = []
+    for (_, rows), name in zip(runs, ("step", "step_sharded"), strict=False):
+        where = f"{rows[0]['devices']} GPU{'s' * (rows[0]['devices'] > 1)}"
+        notes = " ".join(dict.fromkeys(row["note"] for row in rows if "note" in row))
+        line = caption(of_rows(rows), command(name), EVERY)
+        said.append(f"* {where}: {line} {notes}".strip())
+    return said
 
 
 def _step_cells(row: Mapping[str, Any]) -> list[str]:
@@ -548,7 +562,9 @@ def speed_step() -> list[str]:
                 for row in rows
             ],
         )
-        lines += ["", caption(about, "`; `".join(map(command, names)), EVERY), ""]
+        notes = " ".join(dict.fromkeys(row["note"] for row in rows if "note" in row))
+        said = caption(about, "`; `".join(map(command, names)), EVERY)
+        lines += ["", f"{said} {notes}".strip(), ""]
     return lines
 
 
@@ -721,29 +737,6 @@ def counters() -> list[str]:
     return [*lines, "", caption(about, command("counters"), EVERY)]
 
 
-def layers() -> list[str]:
-    """The first layer of speed_layers: bfloat16, plain XLA, the recipes by name, the fastest.
-
-    Below stands what each way takes of bfloat16's time in all layers.
-    """
-    about, rows = results("h200_layers")
-    first = [row for row in _of(rows, name=rows[0]["name"]) if "microbatches" not in row["way"]]
-    fastest = min(first, key=lambda row: row["us"])["way"]
-    shown = {"bf16", "XLA's quantizer, scaled_dot", "mxfp8", "mxfp4", fastest}
-    first = [row for row in first if row["way"] in shown]
-    m, k, n = first[0]["shape"]
-    device = about["device"].removeprefix("NVIDIA ")
-    lines = table(
-        (f"({m}, {k}) x ({k}, {n}), forward and backward, {device}", "us", "of bf16's time"),
-        [(row["way"], f"{row['us']:.0f}", f"{row['ratio']:.2f}") for row in first],
-    )
-    ratios = {row["way"]: [each["ratio"] for each in _of(rows, way=row["way"])] for row in first}
-    spans = [f"*{way}* {min(r):.2f} to {max(r):.2f}" for way, r in ratios.items() if way != "bf16"]
-    count = len({row["name"] for row in rows})
-    said = f"Share of bf16's time in the {count} layers measured: {'; '.join(spans)}."
-    return [*lines, "", f"{said} {caption(about, command('layers'))}"]
-
-
 # ---- which floats kernels make as they quantize ---
 def sources() -> list[str]:
     """A row for what one kernel makes and quantizes, by dtype and window."""
@@ -815,7 +808,6 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_collectives": speed_collectives,
     "speed_moe_sharded": speed_moe_sharded,
     "counters": counters,
-    "layers": layers,
 }
 
 

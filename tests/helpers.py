@@ -266,7 +266,8 @@ def quantizings(f, *args, within=None):
         nonlocal count
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            count += len(eqn.outvars) // 2 if name == "mx_quantize" and inside else 0
+            quantizes = name in ("mx_quantize", "mx_quantize_rows")
+            count += len(eqn.outvars) // 2 if quantizes and inside else 0
             for sub in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "jaxpr")):
                 inner = getattr(sub, "jaxpr", sub)  # closed, or as remat has it before JAX 0.11
                 if hasattr(inner, "eqns"):

@@ -316,6 +316,7 @@ STORED = {  # a file of benchmarks/results, and options of the command line that
     "h200_products_dense": ("products", "--cases", "dense", "--ways", "mxfp8_e4m3", "bf16 dot"),
     "h200_products_wgrad": ("products", "--cases", "wgrad up", "--ways", "bf16 dot*"),
     "h200x2_collectives": ("collectives", "--cases", "all-to-all"),
+    "h100_step": ("step", "--ways", "bf16"),
 }
 TRAINED = {  # which takes longer
     "h200x2_moe": ("moe_sharded", "--data", "2"),

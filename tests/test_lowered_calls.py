@@ -31,7 +31,7 @@ from jax_mx import MXFP8, Recipe
 from jax_mx.facts.product_kernels import Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Variant
-from jax_mx.lowering import store
+from jax_mx.lowering import partition, store
 from jax_mx.products.recipes import RECIPES
 
 GOLDEN_FILE = GOLDEN / "lowered_calls.json"
@@ -65,7 +65,7 @@ def describe(kernel: Binary, arch: str) -> Described:
     """The kernel of an arch, which nobody compiles."""
     del arch
     does, operands = words(kernel)
-    return Described({}, Path(), b"", does, (*operands,))
+    return Described({"sha256": ""}, Path(), b"", does, (*operands,))
 
 
 @contextlib.contextmanager
@@ -161,6 +161,8 @@ class Walk:
             target = ir.StringAttr(op.attributes["call_target_name"]).value
             if target == store.TARGET:
                 self.events.append(f"{asked_of(op)}: {types_of(op)}")
+            elif target == partition.TARGET:
+                self.events.append(f"{split_by(op)}: {types_of(op)}")
             elif target not in KNOWN:
                 target = re.sub(r"_v\d+$", "", target)  # Pallas counts its calls' versions
                 self.events.append(f"custom call {target}: {types_of(op)}")
@@ -185,6 +187,16 @@ def asked_of(op: ir.Operation) -> str:
     present = [name for i, name in enumerate(names.split()) if i not in absent]
     merge = f", merge {integers(config['merge'])}" if "merge" in config else ""
     return f"{does} on {' '.join(chips)}{merge}, of {' '.join(present)}"
+
+
+def split_by(op: ir.Operation) -> str:
+    """What XLA splits, and the kernels that devices may run."""
+    config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
+    by = [
+        config["parameters"].get("implementation", "rows"),
+        *sorted(kernel["name"] for kernel in config.get("kernels", ())),
+    ]
+    return f"split {config['name']} by {' '.join(by)}"
 
 
 def integers(attribute: ir.Attribute) -> list[int]:
@@ -366,6 +378,7 @@ OWN_RECIPES = {
     "backward": jax_mx.mxfp4_backward,  # takes a key
 }
 EVERY_RECIPE = {**RECIPES, **OWN_RECIPES}
+ROWS = ("row", "mxfp8_rows")  # which groups refuse
 ARCHS = {"sm_90a": "cuda", "sm_100f": "cuda", "gfx942": "rocm", "gfx950": "rocm"}
 BOTH = "export"  # a program for all of them
 
@@ -480,6 +493,9 @@ def events(case: Case) -> list[str]:
         return [line for name, found in each for line in (f"on {name}", *found)]
 
 
+ROWS = ("row", "mxfp8_rows")  # windows that groups do not have
+
+
 def cases() -> Iterator[Case]:
     """All of them."""
     two, three = ("sm_90a", "gfx950"), ("sm_90a", "sm_100f", "gfx950")
@@ -489,11 +505,11 @@ def cases() -> Iterator[Case]:
         for arch in two:
             yield Case("matmul", recipe, "forward", arch=arch)
             yield Case("mlp", recipe, "all", arch=arch)
-            if recipe != "row":
+            if recipe not in ROWS:
                 yield Case("moe", recipe, "all", arch=arch)
-        for arch in three if recipe != "row" else ():  # groups have no such windows
+        for arch in three if recipe not in ROWS else ():  # groups have no such windows
             yield Case("ragged", recipe, "all", arch=arch)
-        if recipe != "row":
+        if recipe not in ROWS:
             yield Case("ragged", recipe, "forward")
         yield Case("mlp", recipe, "forward")
     for call in CALLS:
@@ -519,10 +535,8 @@ def cases() -> Iterator[Case]:
     yield Case("moe", arch=BOTH)
     yield Case("moe", part="forward")
     for mesh in ("shard_map", "auto", "explicit"):
-        for recipe in ("mxfp8", "row", "128"):
-            # No scale of a whole row's is sliced where explicit axes split what is contracted.
-            part = "forward" if (recipe, mesh) == ("row", "explicit") else "all"
-            yield Case("matmul", recipe, part, mesh)
+        for recipe in ("mxfp8", "row", "mxfp8_rows", "128"):
+            yield Case("matmul", recipe, "all", mesh)
         yield Case("mlp", mesh=mesh)
         for arch in two:
             yield Case("moe wire mx", mesh=mesh, arch=arch)

@@ -446,7 +446,8 @@ def test_bad_calls_get_one_sentence():
     twice = tuple(map(turned.quantize_weight, pair))
     refused(lambda: mlp(x, twice, w2, recipe=turned), ValueError, "both weights of w_gate_up bring")
     wrong = MXFP4.quantize_weight(w1)
-    refused(lambda: mlp(x, wrong, w2), ValueError, "w_gate_up was quantized by another recipe")
+    mlp_in_mxfp8 = functools.partial(mlp, recipe=MXFP8)
+    refused(lambda: mlp_in_mxfp8(x, wrong, w2), ValueError, "was quantized by another recipe")
     along = jax_mx.quantize(w1)
     refused(lambda: mlp(x, along, w2), ValueError, "contracted axis 1 should have 64 elements")
 

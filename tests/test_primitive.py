@@ -34,7 +34,7 @@ import jax_mx
 from jax_mx.arrays.reshaping import minor_to_major
 from jax_mx.facts import formats, toolchains, variants
 from jax_mx.facts.chips import PLATFORMS
-from jax_mx.facts.directions import SECOND
+from jax_mx.facts.directions import LAST, SECOND
 from jax_mx.facts.layouts import VALUE_LAYOUTS
 from jax_mx.facts.variants import Variant
 from jax_mx.facts.windows import ROW
@@ -124,7 +124,13 @@ def lies(variant, layout: str) -> tuple[tuple[int, ...], dict[str, list[tuple[in
 
 
 def serves(variant, layout) -> bool:
-    """Whether scales of the variant's form have the layout."""
+    """Whether calls with scales in the layout take the variant.
+
+    Along rows in windows of them a kernel that takes amaxes serves tiles, and one that finds them
+    rows.
+    """
+    if variant.window == ROW and variant.form == LAST and variant.implementation == "cutedsl":
+        return variant.finds_amaxes == (layout == "row_major")
     return layout == "row_major" or not variant.form.is_square
 
 
@@ -144,8 +150,8 @@ def test_the_call_names_the_kernel_and_carries_it_where_it_may_leave(variant):
             facts = store.get(variant, arch).facts
             assert facts["sha256"] in text
             assert all(entry["symbol"] in text for entry in facts["launches"][layout]["entries"])
-        # Amaxes of both directions have a kernel of their own on NVIDIA, of x as it lies.
-        amaxes = [kind.window for kind in variant.kinds] == [ROW, ROW]
+        # Amaxes down columns have a kernel of their own on NVIDIA, of x as it lies.
+        amaxes = variant.window == ROW and variant.form != LAST
         amaxes &= variant.implementation == "cutedsl" and layout == "row_major"
         assert text.count('image = "\\7FELF') == len(archs) * (1 + amaxes)
         if variant.op == "quantize":  # dequantize has no scalars that are known here

@@ -157,6 +157,7 @@ def products():
         yield y, back(y)
         yield jax_mx.einsum("bsd,df->bsf", a, recipe.quantize_weight(w), recipe=recipe)
     yield jax_mx.dot_general(a, jax_mx.quantize(w, axis=0), (((2,), (0,)), ((), ())))
+    yield jax_mx.matmul(a, jax_mx.quantize_weights({"w": w.astype(jnp.float32)})["w"])
 
 
 def perceptrons():
@@ -257,6 +258,7 @@ CALLS = {
     "dot_general": products,
     "einsum": products,
     "matmul": products,
+    "quantize_weights": products,
     "mlp": perceptrons,
     "Recipe": products,
     "QuantizedWeight": products,
@@ -270,7 +272,8 @@ NO_CALLS = {
     *("DISABLE_EXPORT_CHECKS", "CEIL", "EVEN", "FLOOR", "RCEIL", "ROW_MAJOR", "ROW_MAJOR_VALUES"),
     *("BLOCKED_128X4", "SHUFFLED_16X16", "SHUFFLED_32X8"),
     *(name.upper() for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3")),
-    *("MXFP4_E2M1", "MXFP4", "MXFP8", "MXFP8_HYBRID", "BF16", "Product", "mxfp4_backward"),
+    *("MXFP4_E2M1", "MXFP4", "MXFP8", "MXFP8_ROWS", "MXFP8_WINDOWS", "MXFP8_HYBRID"),
+    *("BF16", "Product", "mxfp4_backward"),
     *("autotune", "explain", "Choice", "Explanation", "Candidate"),  # of traces, no arrays
 }
 SETTINGS = {

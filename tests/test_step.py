@@ -40,6 +40,33 @@ def distances(got, want):
     return {jax.tree_util.keystr(path): float(norm) for path, norm in leaves}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bf16",
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("rows", "tensorwise", "flax")),
+    ],
+)
+def test_activations_do_not_move(name):
+    """On automatic axes weights are gathered, gradients and amaxes are reduced; no more."""
+    way, split = step.ways(8)[name]
+    model = llama.Model(SIZES, way, llama.split_of(split, 8))
+    where, of_text = model.shardings()
+    state = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        jax.eval_shape(model.begin, jax.random.key(0)),
+        where,
+    )
+    text = jax.ShapeDtypeStruct((8, 513), jnp.int32, sharding=of_text)
+    with model.setting():
+        compiled = model.jitted(model.step).lower(state, text).compile().as_text()
+    moved = program.collectives(compiled)
+    assert {move for move, _ in moved} <= {"all-gather", "all-reduce", "reduce-scatter"}, moved
+    assert "all-gather" in {move for move, _ in moved}
+    weights = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
+    assert sum(moved.values()) < 4 * 4 * weights  # both passes and gradients, in float32 on CPUs
+
+
 CASES = [("jit", 1), ("jit", 8), ("explicit", 8), ("shard_map", 8)]
 QUICK = [("rows", "jit", 8), ("mxfp8", "shard_map", 8)]  # others take a quarter of a minute each
 

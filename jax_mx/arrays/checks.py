@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -190,7 +190,7 @@ def window_of(op: str, window: Any, *more: Window) -> Window:
         raise TypeError(sentence) from error
     if window not in (*WINDOWS, *more):
         raise ValueError(sentence)
-    return window
+    return cast(Window, window)
 
 
 def blocks_in(op: str, window: Window, block: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_mx.command import ran, tensors
 from jax_mx.command.output import Table, lines_of
+from jax_mx.facts import files
 from jax_mx.facts.formats import SCALE_NAN
 
 SUFFIXES = (".html", ".png", ".svg", ".pdf")
@@ -194,10 +195,21 @@ def write(
     speeds: Sequence[dict[str, Any]],
     about: Sequence[str],
 ) -> str:
-    """Writes the page or the picture that the suffix names; returns a sentence about it."""
-    if path.suffix.lower() == ".html":
-        path.write_text(page(drawn, speeds, about), encoding="utf-8")
+    """Writes the page or the picture that the suffix names; returns a sentence about it.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    is_page, image = path.suffix.lower() == ".html", io.BytesIO()
+    if is_page:
+        image.write(page(drawn, speeds, about).encode())
+    else:
+        picture(drawn[:MOST], speeds).savefig(image, dpi=100, format=path.suffix[1:].lower())
+    try:
+        files.replace(path, image.getvalue())
+    except OSError as error:
+        raise files.failure("--plot", path, error) from error
+    if is_page:
         return f"{path}: {len(drawn)} tensors."
-    picture(drawn[:MOST], speeds).savefig(path, dpi=100)
     rest = f" of {len(drawn)}; .html takes all" * (len(drawn) > MOST)
     return f"{path}: {min(len(drawn), MOST)} tensors{rest}."

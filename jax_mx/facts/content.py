@@ -32,7 +32,7 @@ def _tables(folder: Path, arch: str) -> list[Path]:
     """An arch's table of tiles, and those of other archs that it takes rows of."""
     names = ["__init__", arch]
     for name in names:  # which grows
-        text = (folder / f"{name}.py").read_text()
+        text = (folder / f"{name}.py").read_text("utf-8")
         names += [each for each in re.findall(r"\.tuning\.(\w+)", text) if each not in names]
     return [folder / f"{name}.py" for name in names]
 

@@ -79,7 +79,9 @@ def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
 
 
 # Sources of "amaxes": those of MLPs, of one array of gates and ups and of two.
-ACTIVE_SOURCES = ("swiglu", "swiglu_pair", "swiglu_gradient", "swiglu_pair_gradient")
+# "swiglu_gradient" and "swiglu_pair_gradient" have kernels too (kernels/cutedsl/amaxes.py), which
+# no GPU has executed as they are; they belong here as soon as one has.
+ACTIVE_SOURCES = ("swiglu", "swiglu_pair")
 # The archs that have kernels of products: those with wgmma.
 PRODUCT_ARCHS = {"cutedsl": ("sm_90a",)}
 _FORMATS = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)

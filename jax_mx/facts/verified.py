@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "verified"
 def read(arch: str, folder: Path = FOLDER) -> dict[str, dict]:
     """`{variant's name: {"sha256": ..., "executed_on": [...]}}` for an arch."""
     path = folder / f"{arch}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def write(arch: str, entries: Mapping[str, Mapping], folder: Path = FOLDER) -> None:

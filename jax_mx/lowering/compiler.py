@@ -18,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from jax_mx.facts import files
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.content import PACKAGE
 from jax_mx.facts.product_kernels import Binary
@@ -32,6 +34,10 @@ class CompileError(RuntimeError):
     """A kernel could not be compiled."""
 
 
+class DiskError(CompileError):
+    """A kernel could not be compiled for want of room for temporary files."""
+
+
 class Worker:
     """One compiling process."""
 
@@ -40,14 +46,25 @@ class Worker:
         self.process: subprocess.Popen | None = None
         self.answers: IO[bytes] | None = None
         self.errors: IO[bytes] | None = None
+        self.scratch: Path | None = None
 
-    def ask(self, request: dict[str, str], bytecode: Path) -> dict[str, Any]:
-        """Its answer to a request; a process that is started keeps byte code in that folder.
+    def ask(
+        self, request: dict[str, str], bytecode: Path, scratch: Path | None = None
+    ) -> dict[str, Any]:
+        """Its answer to a request.
+
+        Args:
+          request: what is compiled.
+          bytecode: the folder in which a process that is started keeps byte code.
+          scratch: the folder of its temporary files; None: where Python puts them.
 
         Raises:
           CompileError: it gave none.
         """
         with self.lock:
+            if scratch != self.scratch:
+                self.stop()
+                self.scratch = scratch
             if self.process is None or self.process.poll() is not None:
                 try:
                     self._start(bytecode)
@@ -72,7 +89,7 @@ class Worker:
     def _start(self, bytecode: Path) -> None:
         self.stop()
         answers, give = os.pipe()
-        self.errors = tempfile.TemporaryFile()
+        self.errors = os.fdopen(os.memfd_create("jax_mx"), "w+b")  # no disk is full of it
         # What these variables say changes the code, and content keys do not know it.
         env = {
             name: value
@@ -84,6 +101,10 @@ class Worker:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONPYCACHEPREFIX": str(bytecode),
         }
+        if self.scratch is not None:
+            env["TMPDIR"] = str(self.scratch)
+            env.setdefault("HOME", str(self.scratch))  # compilers ask for one, and for a name
+            env.setdefault("USER", "jax_mx")
         self.answers = os.fdopen(answers, "rb")
         try:
             self.process = subprocess.Popen(
@@ -134,19 +155,54 @@ def _stop() -> None:
         worker.stop()
 
 
-def compile_kernel(variant: Binary, arch: str, bytecode: Path) -> tuple[bytes, dict[str, Any]]:
+ROOM = 1 << 20  # bytes, more than the temporary files of one kernel take
+
+
+def _with_room(folders: Sequence[Path]) -> Path | None:
+    """The first of some folders that takes a compiler's temporary files."""
+    return next((folder for folder in folders if files.has_room(folder, ROOM)), None)
+
+
+def compile_kernel(
+    variant: Binary, arch: str, folder: Path | None = None
+) -> tuple[bytes, dict[str, Any]]:
     """The binary of a variant for an arch, and its facts: name, abi, key, sha256, launches.
 
     Args:
       variant: what is compiled.
       arch: for what.
-      bytecode: a folder for the byte code of the DSL's Python sources.
+      folder: of kernels, which also takes byte code of the DSL's Python sources and, where the
+        folder of temporary files has no room, those; or None.
 
     Raises:
+      DiskError: no folder has room for temporary files.
       CompileError: there is none; says why.
     """
     asked = base64.b64encode(pickle.dumps(variant)).decode()
-    answer = _workers[variant.implementation].ask({"variant": asked, "arch": arch}, bytecode)
-    if "error" in answer:
-        raise CompileError(f"{variant.name} for {arch} does not compile: {answer['error']}")
-    return base64.b64decode(answer["image"]), answer["facts"]
+    request, worker = {"variant": asked, "arch": arch}, _workers[variant.implementation]
+    folders = [*_temporary(), *([] if folder is None else [folder]), Path("/dev/shm")]
+    while scratch := _with_room(folders):
+        why = ""
+        try:
+            answer = worker.ask(request, (folder or scratch) / "pycache", scratch)
+        except CompileError as error:
+            answer, why = {}, str(error)
+        if "image" in answer:
+            return base64.b64decode(answer["image"]), answer["facts"]
+        if files.has_room(scratch, ROOM):  # the disk is not to blame
+            raise CompileError(
+                why or f"{variant.name} for {arch} does not compile: {answer['error']}"
+            )
+        folders.remove(scratch)
+    raise DiskError(
+        f"{variant.name} for {arch} is not compiled: no folder has room for temporary files "
+        f"({', '.join(map(str, folders)) or 'none is left'}); make room, or set TMPDIR"
+    )
+
+
+def _temporary() -> list[Path]:
+    """The folder of temporary files, if there is one."""
+    try:
+        return [Path(tempfile.gettempdir())]
+    except OSError:
+        return []

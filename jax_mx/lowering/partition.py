@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts import chips as chip_table
@@ -39,17 +40,19 @@ Dims = tuple[str, ...]  # a factor for each dimension of an array; "": it stays 
 
 
 class Rule(NamedTuple):
-    """How arrays of a call may be split: those of their dimensions with one factor alike.
+    """How arrays of a call may be split: dimensions with one factor are split alike.
 
     Attributes:
       operands: the factors of each one's dimensions.
-      results: likewise.
+      results: the same of each result.
       parts: how many parts each factor has, none of which is split; a dimension may have several
         elements for each part, and one part is whole.
       summed: the factors that results are sums over.
       unread: how many operands at the end no device reads: results are to be split as they are.
       named: for each array its dimensions as XLA is to see them, where it is to take fewer splits
         over from one array for others than factors say; empty: as factors say.
+      equal: for each operand the factors along which its elements are equal, as the scales of a row
+        are: a device that has a part knows all; empty: there are none.
     """
 
     operands: tuple[Dims, ...]
@@ -58,6 +61,7 @@ class Rule(NamedTuple):
     summed: tuple[str, ...] = ()
     unread: int = 0
     named: tuple[Dims, ...] = ()
+    equal: tuple[tuple[str, ...], ...] = ()
 
     @property
     def read(self) -> int:
@@ -123,12 +127,12 @@ def chosen(
     splits: Sequence[Sequence[Axes]],
     sizes: Mapping[str, int],
 ) -> Split:
-    """What each axis splits, for arrays that lie as they do and are wanted so.
+    """The split that arrays ask for, as they lie and are wanted.
 
     Args:
       rule: of the call.
       shapes: of operands, then of results.
-      splits: likewise the axes that split each dimension; a result may say nothing, ().
+      splits: the axes that split each dimension of these; a result may say nothing, ().
       sizes: of the axes.
     """
     wanted: dict[str, list[tuple[str, int]]] = {name: [] for name in sizes}  # (factor, its array)
@@ -139,7 +143,7 @@ def chosen(
             for name in names:
                 if rule.parts.get(factor, 1) > 1:
                     wanted[name].append((factor, i))
-    picked = {name: _factor(rule, shapes, each) for name, each in wanted.items() if each}
+    picked = {name: _factor(rule, shapes, asked) for name, asked in wanted.items() if asked}
     order = [*numbers[rule.read :], *numbers[: rule.read]]
     axes: dict[str, Axes] = {}
     for factor in dict.fromkeys(picked.values()):
@@ -160,8 +164,8 @@ def chosen(
 def _factor(rule: Rule, shapes: Sequence, wanted: Sequence[tuple[str, int]]) -> str:
     """The factor that an axis splits, of those that arrays are split along by it.
 
-    What is summed stays where all operands that have it are split so: only results move. Else
-    what the result wants and some operand has; else what keeps the largest operand where it lies,
+    A sum stays where all operands that have it are split so: only results move. Else a factor that
+    the result wants and some operand has; else one that keeps the largest operand where it lies,
     with sums last.
     """
     count = len(rule.operands)
@@ -210,7 +214,7 @@ def shard_of(
     Args:
       config: the call's, see `call`.
       avals: of operands.
-      results: likewise.
+      results: their abstract values.
       splits: see `chosen`; (sizes of axes, splits).
     """
     rule = _rule(config)
@@ -222,30 +226,77 @@ def shard_of(
         jax.ShapeDtypeStruct(_local(split, aval.shape, spec), aval.dtype)
         for aval, spec in zip(avals, specs, strict=True)
     ]
-    return split, _shard(config, split), operands, specs
+    shard = _shard(config, split)
+
+    def gathered(*operands: jax.Array) -> list:
+        read = []
+        for i, dims in enumerate(rule.operands[: rule.read]):
+            are_equal = [factor in (rule.equal[i] if rule.equal else ()) for factor in dims]
+            read.append(_gathered(operands[i], specs[i], split.spec(dims), are_equal, split))
+        return shard(*read)
+
+    return split, gathered, operands, specs
 
 
 def _operand_specs(rule: Rule, shapes: Sequence, split: Split, lies: Sequence) -> list[list[Axes]]:
-    """The axes that split each dimension of operands; what nobody reads stays where it lies."""
+    """The axes that split each dimension of operands, as a shard's program takes them.
+
+    An operand that nobody reads stays where it lies. So does one that is gathered along a dimension
+    behind others: the program gathers parts one behind the other, and then puts them in order, in
+    runs as long as a part's. XLA would transpose each element, before and after. So do equal
+    elements, as a device knows others' by its own.
+    """
     specs = [split.spec(dims) for dims in rule.operands]
-    for i in range(rule.read, len(rule.operands)):
-        each = zip(shapes[i], lies[i] or [()] * len(shapes[i]), strict=True)
-        specs[i] = [
+    for i, (shape, wanted, dims) in enumerate(zip(shapes, specs, rule.operands, strict=False)):
+        there = [
             () if n % math.prod(split.sizes[a] for a in names) else tuple(names)
-            for n, names in each
+            for n, names in zip(shape, lies[i] or [()] * len(shape), strict=True)
+        ]
+        if i >= rule.read:
+            specs[i] = there
+            continue
+        taken = {name for names in wanted for name in names}
+        equal = rule.equal[i] if rule.equal else ()
+        specs[i] = [
+            have
+            if (at or factor in equal)
+            and have[: len(want)] == want
+            and not taken & {*have[len(want) :]}
+            else want
+            for at, (have, want, factor) in enumerate(zip(there, wanted, dims, strict=True))
         ]
     return specs
 
 
+def _gathered(
+    x: jax.Array,
+    spec: Sequence[Axes],
+    wanted: Sequence[Axes],
+    are_equal: Sequence[bool],
+    split: Split,
+) -> jax.Array:
+    """An operand of which a device has a smaller part than it reads."""
+    for at, (have, want, is_equal) in enumerate(zip(spec, wanted, are_equal, strict=True)):
+        more = have[len(want) :]
+        if more and is_equal:
+            count = x.shape[at] * math.prod(split.sizes[name] for name in more)
+            first = jax.lax.slice_in_dim(x, 0, 1, axis=at)
+            x = jnp.broadcast_to(first, (*x.shape[:at], count, *x.shape[at + 1 :]))
+        elif more:
+            parts = jnp.moveaxis(jax.lax.all_gather(x, more), 0, at)
+            x = parts.reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
+    return x
+
+
 def _shard(config: Mapping[str, Any], split: Split) -> Callable[..., list]:
-    """What a device computes, of arrays as they move."""
+    """The function that a device computes, of arrays as they move."""
     rule, (dtypes, _) = _rule(config), config["dtypes"]
     local = SHARDS[config["name"]](config["parameters"], split)
     names = (name for factor in rule.summed for name in split.axes.get(factor, ()))
     summed = tuple(dict.fromkeys(names))  # once, where two factors are taken to have one axis
 
     def shard(*operands: jax.Array) -> list:
-        outs = local(*map(primitive.of_dtype, operands[: rule.read], dtypes))
+        outs = local(*map(primitive.of_dtype, operands, dtypes))
         if summed:
             pairs = zip(outs, rule.results, strict=True)
             outs = [_added(y, dims, summed, split) for y, dims in pairs]
@@ -260,18 +311,18 @@ def _rule(config: Mapping[str, Any]) -> Rule:
 
 def _added(y: jax.Array, dims: Dims, names: Axes, split: Split) -> jax.Array:
     """A device's part of the sum of what devices have along these axes."""
-    scattered = {name for each in split.scattered.values() for name in each}
+    scattered = {name for names in split.scattered.values() for name in names}
     if rest := tuple(name for name in names if name not in scattered):
         y = jax.lax.psum(y, rest)
     for at, factor in enumerate(dims):
-        if own := split.scattered.get(factor):
-            y = jax.lax.psum_scatter(y, own, scatter_dimension=at, tiled=True)
+        if over := split.scattered.get(factor):
+            y = jax.lax.psum_scatter(y, over, scatter_dimension=at, tiled=True)
     return y
 
 
 def _local(split: Split, shape: Sequence[int], spec: Sequence[Axes]) -> tuple[int, ...]:
-    each = zip(shape, spec, strict=True)
-    return tuple(n // math.prod(split.sizes[a] for a in names) for n, names in each)
+    pairs = zip(shape, spec, strict=True)
+    return tuple(n // math.prod(split.sizes[a] for a in names) for n, names in pairs)
 
 
 def _hashable(part: Any) -> Any:
@@ -345,26 +396,28 @@ def _kernels(config: Mapping[str, Any], avals: Sequence[Any], target: Target) ->
     """The kernels that shards may need: compiled now, and named by the program.
 
     So a program that JAX's persistent cache has names others when kernels change, and finds them.
-    One that may leave this machine carries them. Which are needed may depend on what is split: all
-    and nothing are tried, of the whole arrays, as no kernel depends on their shapes.
+    One that may leave this machine carries them. Kernels may depend on the split: all and nothing
+    are tried, of the whole arrays, as no kernel depends on their shapes.
     """
     needed: primitive.Kernels = {}
     rule = _rule(config)
     for names in ((), ("p0",)):
         split = Split({"p0": target.devices}, dict.fromkeys(rule.parts, names), {})
         shard = _shard(config, split)
-        operands = [jax.ShapeDtypeStruct(a.shape, primitive.moved_as(a.dtype)) for a in avals]
-        with primitive.kernels_needed() as own:
-            how = (split.sizes, target.platform, not target.carries)
-            primitive.shard_module(TARGET, shard, operands, *how)
-        needed |= own
-    found = []
+        operands = [
+            jax.ShapeDtypeStruct(a.shape, primitive.moved_as(a.dtype)) for a in avals[: rule.read]
+        ]
+        with primitive.kernels_needed() as more:
+            where = (split.sizes, target.platform, not target.carries)
+            primitive.shard_module(TARGET, shard, operands, *where)
+        needed |= more
+    kernels = []
     for (binary, arch), artifact in needed.items():
-        one = {"name": f"{binary.name}.{arch}", "sha256": artifact.sha256}
+        one: dict[str, Any] = {"name": f"{binary.name}.{arch}", "sha256": artifact.sha256}
         if target.carries:
             one["carried"] = store.packed(binary, arch, artifact)
-        found.append(one)
-    return sorted(found, key=lambda one: one["name"])
+        kernels.append(one)
+    return sorted(kernels, key=lambda one: one["name"])
 
 
 # ---- the call ---
@@ -427,8 +480,8 @@ def _sdy(rule: Rule, ctx: Any) -> tuple[str, dict[str, Any]]:
     alone = {factor for term in terms for factor in term.split(" ")}
     sizes = {factor: n for factor, n in sizes.items() if factor not in alone}
     summed = tuple(f for f in rule.summed if f in used)
-    how = {"reduction_factors": summed, "need_replication_factors": tuple(whole), **sizes}
-    return text, how
+    kinds = {"reduction_factors": summed, "need_replication_factors": tuple(whole), **sizes}
+    return text, kinds
 
 
 primitive.register_partitioner(TARGET, _partition, _infer)

@@ -56,6 +56,8 @@ class Plan:
       source: what makes the floats.
       chosen: the chips that the recipe "auto" chose windows of rows for: in a program for others
         they are of 32. Empty: the caller asks for them.
+      across: for each result the axes of a shard_map among whose devices a window "row" lies; ():
+        none does.
     """
 
     op: str
@@ -73,6 +75,7 @@ class Plan:
     caller: str = ""
     source: Source = X
     chosen: str = ""
+    across: tuple[tuple[str, ...], ...] = ()
 
     def __hash__(self) -> int:
         return self._hash  # computed once: jit looks a plan up at every eager call
@@ -154,10 +157,8 @@ class Plan:
     @property
     def of_rows(self) -> Plan:
         """The plan of rows in place of a shard's part of them: the call has their amaxes."""
-        each = (
-            dataclasses.replace(own, window=of_kernels(own.window)) for own in self.preprocessing
-        )
-        return dataclasses.replace(self, preprocessing=tuple(each))
+        known = (dataclasses.replace(p, window=of_kernels(p.window)) for p in self.preprocessing)
+        return dataclasses.replace(self, preprocessing=tuple(known))
 
     @property
     def in_blocks(self) -> Plan:
@@ -343,8 +344,8 @@ def _as_is(value: Any) -> Any:
     return tuple(map(_as_is, value)) if isinstance(value, list) else value
 
 
-def _preprocessing(each: Any) -> tuple[Preprocessing, ...]:
-    return tuple(Preprocessing(**{k: _as_is(v) for k, v in own.items()}) for own in each)
+def _preprocessing(several: Any) -> tuple[Preprocessing, ...]:
+    return tuple(Preprocessing(**{k: _as_is(v) for k, v in one.items()}) for one in several)
 
 
 _READ: Mapping[str, Callable[[Any], Any]] = {

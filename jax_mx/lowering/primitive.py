@@ -490,6 +490,27 @@ def looked_into(primitive: Primitive, jaxpr: str) -> None:
     rules[primitive] = rule
 
 
+def _reduced(
+    ctx: mlir.LoweringRuleContext, x: ir.Value, *, exponent_bits: int, mantissa_bits: int
+) -> list[ir.Value]:
+    """The lowering of lax.reduce_precision, which leaves floats of a byte and less as they are.
+
+    jax.checkpoint puts all floats that it keeps through it, with the bits of their own dtype. XLA
+    takes each dtype for one with infinities, and makes them of e4m3fn's codes from 256 on: NaN.
+    What is rounded already only has to stay apart from what made it.
+    """
+    (aval,) = ctx.avals_out
+    own = jnp.finfo(aval.dtype)
+    if own.bits <= 8 and (exponent_bits, mantissa_bits) == (own.nexp, own.nmant):
+        return [hlo.optimization_barrier([x])]
+    bits = modules.i32_attr(exponent_bits), modules.i32_attr(mantissa_bits)
+    out = hlo.reduce_precision(x, *bits)
+    return [modules.lower_with_sharding_in_types(ctx, out, aval)]
+
+
+mlir.register_lowering(jax.lax.reduce_precision_p, _reduced)
+
+
 def make_primitive(name: str, op: Op) -> Primitive:
     """The primitive mx_<name> of an op on views; its arrays are those of `plan.signature`."""
 
@@ -541,7 +562,7 @@ def split_call(
     text: str,
     rule: tuple[str, Mapping[str, Any]],
     operands: Sequence[ir.Value],
-) -> list[ir.Value]:
+) -> list[Any]:
     """The custom call of a target that XLA splits by a sharding rule; `text` is its config.
 
     Arrays whose elements are a byte go in and come out as uint8.
@@ -556,7 +577,7 @@ def split_call(
             for a in avals
         ]
 
-    def bitcast(values: Sequence[ir.Value], types: list) -> list[ir.Value]:
+    def bitcast(values: Sequence[ir.Value], types: list) -> list[Any]:
         pairs = zip(values, types, strict=True)
         return [v if v.type == t else hlo.BitcastConvertOp(t, v).result for v, t in pairs]
 
@@ -572,9 +593,9 @@ def split_call(
         operand_layouts=None,
         result_layouts=None,
     )
-    notation, how = rule
-    own = str_to_sdy_sharding_rule(notation, **how)
-    call.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(own, ins, outs)
+    notation, kinds = rule
+    parsed = str_to_sdy_sharding_rule(notation, **kinds)
+    call.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(parsed, ins, outs)
     results = bitcast(call.results, types(ctx.avals_out, False))
     pairs = zip(results, ctx.avals_out, strict=True)
     return [modules.lower_with_sharding_in_types(ctx, y, aval) for y, aval in pairs]
@@ -616,7 +637,9 @@ def shard_module(
     """
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     backend = jax.extend.backend.get_backend(platform) if is_here else None
-    with core.extend_axis_env_nd(sizes.items()):
+    # The mesh of the program is none of the shard's: arrays would be split by it once more.
+    no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    with no_mesh, core.extend_axis_env_nd(sizes.items()):
         jaxpr = jax.make_jaxpr(shard)(*operands)
         return modules.build_mlir_module_helper(
             jaxpr,
@@ -651,8 +674,8 @@ def joined(shape: Any, shardings: list[Any]) -> Any:
 def sharding_of(sizes: Mapping[str, int], spec: Sequence[tuple[str, ...]]) -> Any:
     """XLA's sharding of an array whose dimensions are split over these axes."""
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    own = jax.sharding.NamedSharding(mesh, PartitionSpec(*(names or None for names in spec)))
-    return own._to_xla_hlo_sharding(len(spec))
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec(*(names or None for names in spec)))
+    return sharding._to_xla_hlo_sharding(len(spec))
 
 
 def split_in(sharding: Any, sizes: Mapping[str, int], ndim: int) -> list | None:

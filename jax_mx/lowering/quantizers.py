@@ -162,7 +162,7 @@ def _with_derived(
     # Both ways from one read, where nothing changes elements before.
     plain = all(own == plan.preprocessing[0] and not own.hadamard for own in plan.preprocessing)
     both = plain and len(plan.formats) == 2 and plan.preprocessing[0].prescale is None
-    both = both and all(own.count == 1 for own in rows)
+    both = both and all(windows.count == 1 for windows in rows)
     pair = (
         amaxes_of_both_p.bind(view, plan=plan)
         if both and any(array.derived for array in plan.block_data)
@@ -177,7 +177,8 @@ def _with_derived(
                 amax = _of_parts(y, plan, i, rows[i].count)
             else:
                 amax = pair[i] if pair else amax_of(y, plan.view, result, once)
-            amax = jax.lax.pmax(amax, rows[i].across) if rows[i].across else amax
+            if rows[i].across:  # then it is the same on all of them, beside a view that is not
+                _, amax = vary_alike(view, jax.lax.pmax(amax, rows[i].across))
             known[i][name] = amax if once else _of_blocks(amax, y, result)
         else:
             known[i][name] = next(rest)
@@ -389,10 +390,10 @@ def _rule(
     x = operands[0]
     shared = tuple(f"d{i}" for i in range(plan.view.batch(x.ndim)))
     parts = dict(zip(shared, x.shape, strict=False))
-    for result, own in zip(plan.view.results, rows, strict=True):
-        if own.count > 1:
+    for result, windows in zip(plan.view.results, rows, strict=True):
+        if windows.count > 1:
             name = shared[result.number % x.ndim]
-            parts[name] = math.gcd(parts[name], own.count)
+            parts[name] = math.gcd(parts[name], windows.count)
 
     def dims(aval: Any) -> tuple[str, ...]:
         return (*shared, *[""] * (aval.ndim - len(shared)))
@@ -455,14 +456,14 @@ def _quantize_rows(
     if len(plan.formats) == 2 and len({*of}) == 1 and plain:
         outs = _one_of_both(operands, plan, of[0], target, rows[of[0]])
         return [*itertools.compress(outs, read[2 * of[0] : 2 * of[0] + 2])]
-    alone = not target.partitioned and all(own == Rows() for own in rows)
+    alone = not target.partitioned and all(windows == Rows() for windows in rows)
     if alone and serves_by_itself(plan.finding, target):
         outs = quantize_p.bind(*operands, plan=plan.finding)
     elif plan.source:
         outs = _quantize_made_rows(operands, plan, target)
     else:
         view, *given = operands
-        once = all(own.count == 1 for own in rows) and _takes_each_once(plan, target)
+        once = all(windows.count == 1 for windows in rows) and _takes_each_once(plan, target)
         data = _with_derived(view, given, plan, once, rows)
         outs = quantize_p.bind(view, *data, plan=plan)
     return [*itertools.compress(outs, read)]
@@ -557,7 +558,8 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     operands = vary_alike(*operands) if len(operands) > 1 else operands
     if takes_amaxes(plan):
         read = (True,) * len(plan.signature.results)
-        outs = quantize_rows_p.bind(*operands, plan=plan, read=read, rows=())
+        rows = tuple(Rows(1, names) for names in plan.across)
+        outs = quantize_rows_p.bind(*operands, plan=plan, read=read, rows=rows)
     else:
         outs = quantize_p.bind(*operands, plan=plan)
     pairs = zip(plan.signature.results, outs, strict=True)

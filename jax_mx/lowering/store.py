@@ -30,7 +30,7 @@ from typing import Any
 import jax
 
 from jax_mx import _ffi
-from jax_mx.facts import toolchains
+from jax_mx.facts import files, toolchains
 from jax_mx.facts.chips import ARCHS, arch_of
 from jax_mx.facts.content import key_of
 from jax_mx.facts.launch import Launch
@@ -75,24 +75,32 @@ class Artifact:
 
 
 # ---- the package and the cache ---
-def cache() -> Path:
-    """The folder of kernels that were compiled on demand; JAX_MX_CACHE names another."""
+def cache() -> Path | None:
+    """The folder of kernels that were compiled on demand; JAX_MX_CACHE names another.
+
+    None where none can be named: without a home, or by a name that is no text.
+    """
     if named := os.environ.get("JAX_MX_CACHE"):
         return _absolute(named)
-    return _absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jax_mx"
+    folder = _absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return folder and folder / "jax_mx"
 
 
 @functools.cache
-def _absolute(path: str) -> Path:
+def _absolute(path: str) -> Path | None:
     """A path as it is meant when it is first asked for, wherever the process goes later."""
-    return Path(path).expanduser().absolute()
+    try:
+        path.encode()
+        return Path(path).expanduser().absolute()
+    except (RuntimeError, OSError, ValueError):  # no home, no working folder, no text
+        return None
 
 
 @functools.cache
 def manifest() -> dict[str, dict[str, Any]]:
     """`{"<variant>.<arch>": facts}` for every binary that the package holds."""
     path = BINARIES / "manifest.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def find(variant: Binary, arch: str) -> Artifact | None:
@@ -103,12 +111,13 @@ def find(variant: Binary, arch: str) -> Artifact | None:
         found = _whole(key, facts, BINARIES)
         if found is not None:
             return found
-    own = _cached(key, _own[0]) if _own else None
-    return _cached(key, cache()) or own or _brought.get(key)
+    folders = (cache(), *_own)
+    kept = (_cached(key, folder) for folder in folders if folder is not None)
+    return next(filter(None, kept), None) or _brought.get(key)
 
 
 # ---- kernels that a program carries to where shards are compiled ---
-_brought: dict[str, Artifact] = {}  # by content key
+_brought: dict[str, Artifact] = {}  # by content key; also those that no disk took
 
 
 def packed(variant: Binary, arch: str, artifact: Artifact) -> dict[str, Any]:
@@ -146,7 +155,7 @@ def _cached(key: str, folder: Path) -> Artifact | None:
     if (folder / "kernels", key) in _read:
         return _read[folder / "kernels", key]
     try:
-        digest, _, text = (folder / f"{key}.json").read_text().partition("\n")
+        digest, _, text = (folder / f"{key}.json").read_text("utf-8").partition("\n")
         if hashlib.sha256(text.encode()).hexdigest() != digest:
             return None  # damaged: it is compiled again
         return _whole(key, json.loads(text), folder / "kernels")
@@ -154,41 +163,42 @@ def _cached(key: str, folder: Path) -> Artifact | None:
         return None
 
 
-def _keep(key: str, image: bytes, facts: dict[str, Any], folder: Path) -> Artifact:
-    """Writes a kernel into the cache; whoever reads meanwhile finds all of it or nothing."""
+def _keep(key: str, image: bytes, facts: dict[str, Any], folder: Path | None) -> Artifact:
+    """Writes a kernel into a folder; whoever reads meanwhile finds all of it or nothing.
+
+    Where the folder does not take it, this process's own does, or this process's memory.
+    """
     text = json.dumps(facts)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    _replace(folder / "kernels" / facts["sha256"], image)
-    _replace(folder / f"{key}.json", f"{digest}\n{text}".encode())
-    return _read.setdefault((folder / "kernels", key), Artifact(facts, folder / "kernels", image))
-
-
-def _replace(path: Path, data: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    while folder is not None:
+        try:
+            files.replace(folder / "kernels" / facts["sha256"], image)
+            files.replace(folder / f"{key}.json", f"{digest}\n{text}".encode())
+        except OSError as error:
+            folder = _instead_of(folder, error)
+        else:
+            artifact = Artifact(facts, folder / "kernels", image)
+            return _read.setdefault((folder / "kernels", key), artifact)
+    return _brought.setdefault(key, Artifact(facts, Path(), image))
 
 
 @contextlib.contextmanager
-def _alone(key: str, folder: Path) -> Iterator[None]:
+def _alone(key: str, folder: Path | None) -> Iterator[None]:
     """While one process compiles a kernel, others that want the same one wait for it.
 
-    A process that is killed gives its lock back. Where a file system has no locks, each compiles.
+    A process that is killed gives its lock back. Where a file system has no locks, or takes no file
+    now, each compiles.
     """
+    if folder is None:
+        yield
+        return
     path = folder / f".{key}.lock"
-    with path.open("w") as file:
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
+            file = stack.enter_context(files.locked(path))
+            stack.callback(files.remove, path)
             fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+        yield
 
 
 # ---- what lowering asks ---
@@ -224,14 +234,17 @@ def _compiled(variant: Binary, arch: str) -> Artifact:
         raise compiler.CompileError(f"{lacking(variant, arch)}; {why}")
     key, folder = key_of(variant, arch), writable_cache()
     with _alone(key, folder):
-        found = _cached(key, folder)  # by whoever had the lock before
+        found = None if folder is None else _cached(key, folder)  # by whoever had the lock before
         if found is not None:
             return found
         if key in _failed:
             raise _failed[key]
-        logger.warning("jax_mx: compiling %s for %s (kept in %s)", variant.name, arch, folder)
+        place = folder or "the memory of this process"
+        logger.warning("jax_mx: compiling %s for %s (kept in %s)", variant.name, arch, place)
         try:
-            image, facts = compiler.compile_kernel(variant, arch, folder / "pycache")
+            image, facts = compiler.compile_kernel(variant, arch, folder)
+        except compiler.DiskError:
+            raise  # the next time there may be room
         except compiler.CompileError as error:
             _failed[key] = error
             raise
@@ -267,30 +280,49 @@ def names_chips() -> bool:
     return bool(os.environ.get("JAX_MX_ARCHS", "").strip())
 
 
-def writable_cache() -> Path:
-    """`cache()`, or a folder of this process where that cannot be written."""
+def writable_cache() -> Path | None:
+    """`cache()`, or a folder of this process where that cannot be written, or None."""
     folder = cache()
-    try:
-        (folder / "kernels").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        if not _own:
-            _own.append(Path(tempfile.mkdtemp(prefix="jax_mx-")))
-            atexit.register(shutil.rmtree, _own[0], ignore_errors=True)
-            logger.warning(
-                "jax_mx: cannot write %s (%s); kernels of this process go to %s. Set JAX_MX_CACHE "
-                "to a folder that can be written to keep them",
-                folder,
-                error.strerror,
-                _own[0],
-            )
-        folder = _own[0]
-        (folder / "kernels").mkdir(exist_ok=True)
+    if folder is None:
+        named = os.environ.get("JAX_MX_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return _instead_of(ascii(named)[1:-1], "it names no folder here")
+    while folder is not None:
+        try:
+            files.make_folder(folder / "kernels")
+            files.require_writable(folder)
+        except OSError as error:
+            folder = _instead_of(folder, error)
+        else:
+            break
     return folder
 
 
+def _instead_of(folder: Path | str, error: OSError | str) -> Path | None:
+    """This process's folder, where another one cannot be written; None where that cannot either.
+
+    The first time a line says why.
+    """
+    if folder in _own:
+        return None
+    if not _own:
+        try:
+            _own.append(Path(tempfile.mkdtemp(prefix="jax_mx-")))
+            files.make_folder(_own[0] / "kernels")
+            atexit.register(shutil.rmtree, _own[0], ignore_errors=True)
+        except OSError:  # no folder for temporary files, or a full one
+            _own[:] = [_NOWHERE]
+        logger.warning(
+            "jax_mx: cannot write %s (%s); kernels of this process go to %s. Set JAX_MX_CACHE "
+            "to a folder that can be written to keep them",
+            folder,
+            error if isinstance(error, str) else error.strerror or error,
+            "its memory" if _own[0] == _NOWHERE else _own[0],
+        )
+    return None if _own[0] == _NOWHERE else _own[0]
+
+
 _own: list[Path] = []  # this process's folder, once it needs one
+_NOWHERE = Path(os.devnull)
 
 
 # ---- registration ---
@@ -300,7 +332,9 @@ def _register_folders() -> None:
         "call the function once under jax.jit on this machine, which compiles or finds them, or "
         "set JAX_MX_CACHE to the folder in which the machine that compiled the program keeps them"
     )
-    _ffi.use_store([str(BINARIES), str(cache() / "kernels")], advice)
+    folder = cache()
+    folders = [BINARIES] if folder is None else [BINARIES, folder / "kernels"]
+    _ffi.use_store([str(folder) for folder in folders], advice)
 
 
 def register() -> None:
@@ -310,7 +344,7 @@ def register() -> None:
       ImportError: jaxlib's FFI is older than the one that the extension was compiled against; JAX
         would then refuse to start the whole platform.
     """
-    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text("utf-8")
     found = tuple(int(n) for n in re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header))
     if found < _ffi.API_VERSION:
         raise ImportError(

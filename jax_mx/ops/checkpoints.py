@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import stat
 import sys
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_mx.arrays.checks import shown
+from jax_mx.facts import files
 from jax_mx.ops import metadata
 from jax_mx.ops.mxarray import MXArray
 
@@ -106,6 +108,7 @@ def save_safetensors(
     Raises:
       ModuleNotFoundError: safetensors is not installed.
       FileNotFoundError: there is no such folder.
+      OSError: the disk takes no such file; an old one is as it was.
       TypeError: no dictionary of arrays by name, or arrays of a dtype that files do not have.
       ValueError: two tensors, or notes and what is written besides, would have one name; a name is
         no Unicode text; or the path is that of something else than a file.
@@ -131,12 +134,44 @@ def save_safetensors(
             raise ValueError(f"{op}: there are two tensors {min(twice)!r}; rename one")
         found |= {part: _held(op, part, array) for part, array in parts.items()}
     texts = {**notes, _KEY: json.dumps(described)}
+    try:
+        _replace(op, target, library, found, texts)
+    except OSError as error:
+        raise files.failure(op, path, error) from error
+
+
+def _replace(
+    op: str, target: Path, library: Any, arrays: dict[str, np.ndarray], texts: dict[str, str]
+) -> None:
+    """Writes a file in place of the one that there may be, whose permissions it keeps.
+
+    Raises:
+      OSError: it cannot be written.
+      ValueError: what is there is no file.
+    """
     there = target.stat() if target.exists() else None
     if there is not None and not stat.S_ISREG(there.st_mode):
-        raise ValueError(f"{op}: {os.fspath(path)} is no file; name one, or what is to become one")
-    library.numpy.save_file(found, os.fspath(target), metadata=texts)
-    if there is not None:
-        target.chmod(stat.S_IMODE(there.st_mode))
+        raise ValueError(f"{op}: {target} is no file; name one, or what is to become one")
+    with files.whole(target) as beside:
+        _write(library, arrays, beside, texts)
+        if there is not None:
+            beside.chmod(stat.S_IMODE(there.st_mode))
+
+
+def _write(library: Any, arrays: dict[str, np.ndarray], path: Path, texts: dict[str, str]) -> None:
+    """Writes a file by the library.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    files.write(path, b"")  # says why a folder takes no file better than the library does
+    try:
+        library.numpy.save_file(arrays, os.fspath(path), metadata=texts)
+    except library.SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise OSError(str(error)) from error
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def _tensors_of(name: str, array: Any) -> dict[str, Any]:

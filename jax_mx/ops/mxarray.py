@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -177,7 +178,14 @@ class MXArray:
           IndexError: it is out of range.
           ValueError: it cuts blocks, or the part cannot lie in such tiles, as it has rank 1.
         """
-        return indexing.indexed("MXArray[...]", checked("MXArray[...]", "the array", self), index)
+        op = "MXArray[...]"
+        try:
+            return indexing.indexed(op, checked(op, "the array", self), index)
+        except OverflowError as error:
+            raise IndexError(
+                f"{op}: of the shape {self.shape} some indices are more than int32 counts; slice "
+                "the array, or set jax_enable_x64"
+            ) from error
 
     def reshape(self, *shape: Any) -> MXArray:
         """The same elements in another shape.
@@ -425,7 +433,31 @@ class MXArray:
         return f"MXArray({', '.join(f'{name}={text}' for name, text in each.items())})"
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:
-        raise TypeError("an MXArray is two arrays; take .values and .scales, or .dequantize()")
+        raise TypeError(_NO_ARRAY)
+
+    def __array_function__(self, function: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+        """Functions of NumPy, of which np.array_equal would take any error for "no"."""
+        if function in (np.shape, np.ndim, np.size):
+            like = np.broadcast_to(np.zeros((), np.uint8), self.shape)
+            return function(like, *args[1:], **{k: v for k, v in kwargs.items() if k != "a"})
+        raise TypeError(f"np.{function.__name__}: {_NO_ARRAY}")
+
+    # What Python would answer by itself looks at the object, not at its numbers.
+    def __contains__(self, item: object) -> bool:
+        raise TypeError(f"in: {_NO_ARRAY}; ask what .dequantize() holds")
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"bool: {_NO_ARRAY}; ask `is None`, or .size")
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not (isinstance(other, numbers.Number) or hasattr(other, "shape")):
+            return NotImplemented
+        raise TypeError(f"==: {_NO_ARRAY}; compare .values and .scales, or .dequantize() of both")
+
+    __hash__ = object.__hash__  # of the object, as == of one with itself
+
+
+_NO_ARRAY = "an MXArray is two arrays; take .values and .scales, or .dequantize()"
 
 
 def _type_of(leaf: Any) -> str:

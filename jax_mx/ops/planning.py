@@ -35,7 +35,7 @@ class Options:
       formats: of each result; so are value_layouts and preprocessing.
       transpose: a bool; of quantize_both a pair, for the last axis and the one before.
       source: what makes the floats.
-      chosen: see `Plan`.
+      chosen: see `Plan`; so is across.
     """
 
     formats: Any
@@ -50,6 +50,7 @@ class Options:
     preprocessing: tuple[Preprocessing, ...] = (NO_PREPROCESSING,)
     source: Source = X
     chosen: str = ""
+    across: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def both(cls, formats: Any, transpose: Any = (False, True)) -> Options:
@@ -122,6 +123,7 @@ def _plan(op: str, dtype: Any, shape: tuple[int, ...], asked: Options) -> Plan:
         preprocessing=asked.preprocessing,
         source=asked.source,
         chosen=asked.chosen,
+        across=asked.across,
     )
     blocks_fit(op, plan.block, plan.axis, scale_layout, len(shape))
     if transpose and op == "dequantize":

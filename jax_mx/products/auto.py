@@ -31,16 +31,25 @@ from jax_mx.products.recipes import (
     recipe_of,
 )
 
-# A product of fewer multiplications on a device stays in bfloat16 on Hopper: to quantize its
-# operands takes longer than FP8 tensor cores save.
-LEAST = 8 * 2**30
+Sizes = tuple[Any, Any, Any]  # rows of lhs, columns of rhs, how many elements are contracted
+
+# To quantize the operands of a product takes time with their elements, and FP8 tensor cores save
+# time with multiplications. So 1 / (1 / rows + 1 / columns + 1 / contracted length) decides: below
+# this a product on Hopper stays in bfloat16. An H100, 2026-11-27, all three products of a layer in
+# rows to those in bfloat16, of x (rows, contracted) and w (contracted, columns):
+#   4096 x 1024 x 1024   455   1.84     1024 x 4096 x 4096   683   1.17
+#   16384 x 1024 x 1024  496   1.57     4096 x 2048 x 2048   819   1.02
+#   1024 x 2048 x 2048   512   1.78     2048 x 4096 x 4096  1024   0.90
+# Where products share an operand, as those of attention do, less is enough: 16384 x 4096 x 1024
+# has 780.
+LEAST = 770
 
 
 def resolved(
     op: str,
     recipe: Any,
     operands: Sequence[Any],
-    work: Callable[[], Any],
+    sizes: Callable[[], Sequence[Sizes]],
     is_free: bool = True,
 ) -> Recipe:
     """The recipe of a dense product, for one that a caller passed.
@@ -49,7 +58,7 @@ def resolved(
       op: for messages.
       recipe: a `Recipe`, a name of one, or "auto".
       operands: of the product: arrays, an `MXArray`, a `QuantizedWeight`.
-      work: gives how many multiplications the product has.
+      sizes: gives rows, columns and contracted length of the product, or of each of several.
       is_free: whether the caller names neither an implementation nor a precision.
 
     Raises:
@@ -62,7 +71,7 @@ def resolved(
     chips = targets.chips_of_trace(operands)
     if not _are_hopper(chips):
         return _chosen(MXFP8, chips)
-    if is_free and _is_small(work()):
+    if is_free and any(map(_is_small, sizes())):
         return _chosen(BF16, chips)
     frozen = [x for x in operands if isinstance(x, MXArray)]
     in_blocks = any(x.window == BLOCK or x.format.bits != 8 for x in frozen)
@@ -87,7 +96,7 @@ def resolved_for_weights(op: str, recipe: Any, w: Any, grouped: bool = False) ->
     if grouped:
         found = resolved_for_groups(op, recipe, [w])
     else:
-        found = resolved(op, recipe, [w], lambda: math.inf)
+        found = resolved(op, recipe, [w], lambda: ())
     return dataclasses.replace(found, chosen=None)
 
 
@@ -108,14 +117,15 @@ def _are_hopper(chips: Sequence[str]) -> bool:
     return bool(chips) and all(arch_of(chip) == "sm_90a" for chip in chips)
 
 
-def _is_small(work: Any) -> bool:
-    """Whether a device has less than `LEAST` of the multiplications.
+def _is_small(sizes: Sizes) -> bool:
+    """Whether a product gains nothing, see `LEAST`.
 
-    A trace does not know how XLA will split them: among all devices of the mesh that is set.
+    A trace does not know how XLA will split it: by its rows, among all devices of the mesh.
     """
-    if is_symbolic(work) or work == math.inf:
+    if any(map(is_symbolic, sizes)):
         return False
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     shards = math.prod(mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual)
-    return work < LEAST * shards
+    rows, *others = sizes
+    return 0 in sizes or LEAST * (shards / rows + sum(1 / n for n in others)) > 1

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jax_mx.arrays.checks import shown
+from jax_mx.facts import files
 from jax_mx.version import __version__
 
 logger = logging.getLogger("jax_mx")
@@ -134,13 +135,15 @@ class Choice:
         """Writes a JSON file, which `load` and the environment's JAX_MX_TUNING take.
 
         Args:
-          path: of the file; it is replaced.
+          path: of the file; it is replaced, and nothing half written is ever read.
+
+        Raises:
+          OSError: it cannot be written; the old file is as it was.
         """
-        path = Path(path)
-        # Nothing half written is ever read.
-        beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-        beside.write_text(to_text(self))
-        beside.replace(path)
+        try:
+            files.replace(path, to_text(self).encode())
+        except OSError as error:
+            raise files.failure("Choice.save", path, error) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Choice:

@@ -186,7 +186,7 @@ class Contraction:
     def split_like(self, form: Any, axis: int) -> Contraction:
         """The contraction, whose result XLA is to split as a form whose contracted axis is `axis`.
 
-        Of codes that share bytes, or of dimensions that are merged, it stays as it is.
+        It stays as it is where codes share bytes, or dimensions are merged.
         """
         if form is None:
             return self

@@ -20,7 +20,7 @@ from jax_mx.products.arrangements import (
     as_tuples,
     dimensions_of,
 )
-from jax_mx.products.auto import resolved
+from jax_mx.products.auto import Sizes, resolved
 from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, product
 from jax_mx.products.fallback import Fallback, plain_operands
 from jax_mx.products.implementations import named
@@ -64,7 +64,7 @@ def dot_general(
         `QuantizedWeight` it is that of lhs.
       recipe: a `Recipe`, or the name of one: "mxfp8", "mxfp8_rows", "mxfp8_windows",
         "mxfp8_hybrid", "mxfp4" or "bf16"; or "auto", the fastest that is known on the chips that
-        the trace is for, see [training](training.md#the-default-auto).
+        the trace is for, see [training](training.md#the-default-recipe).
       out_sharding: of the result, see jax.lax.dot_general.
       implementation: "fp8" (the chip's FP8 product of the codes, for arrays of one scale a row),
         "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as
@@ -159,8 +159,8 @@ def planned(
     """
     lhs, rhs = operand_of(op, "lhs", lhs), operand_of(op, "rhs", rhs)
     is_free = implementation is None and not is_exact(op, precision)
-    work = functools.partial(_work, op, lhs, rhs, dimension_numbers)
-    recipe = resolved(op, recipe, (lhs, rhs), work, is_free)
+    sizes = functools.partial(_sizes, op, lhs, rhs, dimension_numbers)
+    recipe = resolved(op, recipe, (lhs, rhs), sizes, is_free)
     recipe = recipe_beside(op, "rhs", rhs, recipe)
     keep_rows = not recipe.has_windows
     layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
@@ -182,12 +182,15 @@ def planned(
     return Call(lhs, rhs, layout, recipe, dtype)
 
 
-def _work(op: str, lhs: Any, rhs: Any, dimension_numbers: DimensionNumbers) -> Any:
-    """How many multiplications a product has.
+def _sizes(op: str, lhs: Any, rhs: Any, dimension_numbers: DimensionNumbers) -> list[Sizes]:
+    """Rows, columns and contracted length of a product, of an entry of its batch.
 
     Raises:
       TypeError, ValueError: as `dot_general` does.
     """
-    (_, contracted), (_, batch) = dimensions_of(op, lhs.shape, rhs.shape, dimension_numbers)
-    free = [n for i, n in enumerate(rhs.shape) if i not in (*contracted, *batch)]
-    return math.prod(lhs.shape) * math.prod(free)
+    contracting, batch = dimensions_of(op, lhs.shape, rhs.shape, dimension_numbers)
+    rows, columns = (
+        math.prod(n for i, n in enumerate(x.shape) if i not in (*summed, *lead))
+        for x, summed, lead in zip((lhs, rhs), contracting, batch, strict=True)
+    )
+    return [(rows, columns, math.prod(lhs.shape[i] for i in contracting[0]))]

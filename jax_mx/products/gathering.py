@@ -17,7 +17,7 @@ from jax_mx.arrays.checks import float_dtype
 from jax_mx.arrays.reshaping import reshape
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of, spread
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.windows import ROW, lengths_of
+from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.collectives import (
     all_gather,
@@ -80,7 +80,8 @@ def gather_weight(
       ValueError: there is no mesh, spec does not fit it or w, a part cuts blocks or windows, or
         another dimension than the first is split of several that become one for products.
     """
-    recipe = resolved_for_weights(OP, recipe, w)
+    grouped = not isinstance(batch, Sequence) or len(batch) > 0
+    recipe = resolved_for_weights(OP, recipe, w, grouped)
     w = jnp.asarray(w, float_dtype(OP, "w", getattr(w, "dtype", None)))
     mesh, entries = placement(OP, spec, w.ndim)
     gathered = tuple(map(names_in, entries))
@@ -258,7 +259,9 @@ def _of_part(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
     def gathered(array: Any, axes: tuple[int, ...]) -> Any:
         for names, at in zip(arranged, axes, strict=True):
             if names and isinstance(array, MXArray):
+                window = array.window  # of rows, too: devices share their amaxes
                 array = all_gather(array, names, axis=at, tiled=True)
+                array = dataclasses.replace(array, window=window)
             elif names:
                 array = as_bits(array, partial(gather, axis_name=names, axis=at))
         return array
@@ -268,13 +271,16 @@ def _of_part(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
         for n, names in zip(w.shape, static.gathered, strict=True)
     )
     floats, _ = primitive.vary_alike(jnp.zeros(shape, w.dtype), w)
-    return floats, _each(_forms(side, w, recipe), side, gathered)
+    across = arranged[side.axis], arranged[-3 - side.axis]
+    return floats, _each(_forms(side, w, recipe, across), side, gathered)
 
 
 def _forms(
-    side: Arrangement, w: jax.Array, recipe: Recipe
+    side: Arrangement, w: jax.Array, recipe: Recipe, across: tuple[Names, Names] = ((), ())
 ) -> tuple[ProductOperand, ProductOperand]:
-    first, second = Unquantized.of(side, w, recipe).forms()
+    """Both forms; `across`: the axes of a shard_map that split either contracted axis."""
+    asked = dataclasses.replace(Unquantized.of(side, w, recipe), across=across)
+    first, second = asked.forms()
     return first, second
 
 
@@ -329,11 +335,6 @@ def _require_whole(static: _Gather, shape: tuple[int, ...], recipe: Recipe) -> N
             )
         window = use.window if use.format is not None else BLOCK
         length = math.prod(shape[d] for d in run)
-        if window == ROW:
-            raise ValueError(
-                f"{OP}: dimension {split[0]} is split, and the windows of 'row' along it are as "
-                "long as the whole of it; take a recipe with weight_window=(128, 128) or 128"
-            )
         unit = math.lcm(*lengths_of(window), use.hadamard.size if use.hadamard else 1)
         if length % unit:
             raise ValueError(

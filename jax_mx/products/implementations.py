@@ -55,6 +55,7 @@ class ProductImplementation(registry.Implementation):
       error: what its results may differ by of sum |a||b|, where that is more than eps32 * k.
       worth: whether `autotune` measures it for a contraction that it serves.
       ops: the public functions whose products it computes: dense ones, or those over groups.
+      splits_itself: whether XLA knows how to split it among devices, and no rule of ours does.
     """
 
     support: Callable[[Contraction, Sequence[str]], Served]
@@ -63,6 +64,7 @@ class ProductImplementation(registry.Implementation):
     error: float = 0.0
     worth: Callable[[Contraction], bool] = lambda _: True
     ops: tuple[str, ...] = (DENSE, GROUPED)
+    splits_itself: bool = False
 
 
 # ---- preferences ---
@@ -398,7 +400,7 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
         ),
         ProductImplementation(
             "scaled_dot", "any", _scaled_dot_support, _scaled_dot,
-            _on(chip_table.SCALED_DOT.__contains__), ops=(DENSE,),
+            _on(chip_table.SCALED_DOT.__contains__), ops=(DENSE,), splits_itself=True,
         ),
         ProductImplementation(
             "pallas", "cuda", _pallas_support, _pallas,

@@ -437,12 +437,12 @@ def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -
         if kept.sides.b_first[0] is not None:
             activation = WithSums(activation)
         each = [(gate_up[0], activation)]
-    return [
+    return [  # the gradient of the result is number 0
         Unquantized(
             x, recipe, None, activation, "gradient",
-            wanted=(True, w is not None), frozen=(w is None, False),
+            wanted=(True, w is not None), frozen=(w is None, False), number=number,
         )
-        for (x, activation), w in zip(each, ws, strict=True)
+        for number, ((x, activation), w) in enumerate(zip(each, ws, strict=True), 1)
     ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jax_mx.arrays.checks import float_dtype, implementation_of, is_symbolic
+from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering import primitive
@@ -26,7 +26,7 @@ from jax_mx.products.arguments import (
     residuals_of,
 )
 from jax_mx.products.arrangements import Arrangements, arrangements_of
-from jax_mx.products.auto import resolved
+from jax_mx.products.auto import Sizes, resolved
 from jax_mx.products.derivative import (
     Side,
     Static,
@@ -66,9 +66,10 @@ def mlp(
     """A perceptron: act(x @ w_gate_up + b_gate_up) @ w_down + b_down, see `gated`.
 
     Operands of both products, and of their four gradients, are quantized as the recipe says (see
-    `dot_general`). It gives what `dot_general`, `gated` and `dot_general` give, bit for bit, in one
-    function with one derivative: what the activation gives is quantized both ways as it is made,
-    and gate and up are kept in MX. Differentiable in reverse mode with respect to all arrays.
+    `dot_general`). It gives what `dot_general`, `gated` and `dot_general` give, bit for bit but for
+    what is rounded at random, in one function with one derivative: what the activation gives is
+    quantized both ways as it is made, and gate and up are kept in MX. Differentiable in reverse
+    mode with respect to all arrays.
 
     Args:
       x: bfloat16, float16 or float32 (..., D). 32 divides D; there may be any number of rows. On
@@ -115,9 +116,10 @@ def mlp(
     dtype = float_dtype(op, "x", x.dtype)
     given = w_gate_up if pair else [w_gate_up]
     first = [operand_of(op, *each) for each in zip(names, given, strict=True)]
-    is_free = implementation is None and not is_exact(op, precision)
-    work = functools.partial(_least_work, x, first, w2)
-    recipe = resolved(op, recipe, (x, *first, w2), work, is_free)
+    exact = is_exact(op, precision)
+    sizes = functools.partial(_sizes, x, [*first, w2])
+    is_free = implementation is None and not exact
+    recipe = resolved(op, recipe, (x, *first, w2), sizes, is_free)
     recipes = _beside_first(op, names, first, recipe), recipe_beside(op, "w_down", w2, recipe)
     keep_rows = not recipe.has_windows and _may_be_split()
     layouts = [
@@ -137,7 +139,7 @@ def mlp(
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
         out_sharding = jax.sharding.PartitionSpec(*spec)
-    shared = (is_exact(op, precision), implementation)
+    shared = (exact, implementation)
     static = Layer(
         tuple(Static(op, layout, dtype, *shared, None, recipe.chosen) for layout in layouts),
         Static(op, second, dtype, *shared, out_sharding, recipe.chosen),
@@ -172,10 +174,10 @@ def _activation(op: str, name: str, interleaved: bool, pair: Any) -> Gated:
     return gate
 
 
-def _least_work(x: Any, first: list, second: Any) -> Any:
-    """How many multiplications the product with the smallest weight has."""
-    rows, sizes = math.prod(x.shape[:-1]), [math.prod(w.shape) for w in (*first, second)]
-    return rows * (sizes[0] if any(map(is_symbolic, sizes)) else min(sizes))
+def _sizes(x: Any, weights: list) -> list[Sizes]:
+    """Rows, columns and contracted length of the product with each weight."""
+    rows = math.prod(x.shape[:-1])
+    return [(rows, *w.shape) for w in weights if w.ndim == 2]
 
 
 def _beside_first(op: str, names: tuple[str, ...], weights: list, recipe: Recipe) -> Recipe:
@@ -408,9 +410,9 @@ def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:
     if is_explicit(mesh):
         wide = resharded(wide, spec_of(y)[-1:], mesh)
     wide = wide.reshape(*[1] * (y.ndim - 1), -1)
-    if zeros:
-        number = jnp.arange(y.shape[-2], dtype=jnp.int32).reshape(*[1] * (y.ndim - 2), -1, 1)
-        wide = jnp.where(number < y.shape[-2] - zeros, wide, np.float32(0))
+    if zeros:  # no number of a row: there may be more than int32 counts
+        parts = jnp.ones((y.shape[-2] - zeros, 1), bool), jnp.zeros((zeros, 1), bool)
+        wide = jnp.where(jnp.concatenate(parts), wide, np.float32(0))
     return (y.astype(jnp.float32) + wide).astype(y.dtype)
 
 

@@ -109,6 +109,9 @@ class QuantizedWeight:
         """The dtype of the weight's floats."""
         return self.floats.dtype
 
+    def __array__(self, *_: object, **__: object) -> Any:
+        raise TypeError("a QuantizedWeight is floats and two quantized forms; take .floats")
+
 
 def chips_of(chosen: Any) -> str:
     """The chips that "auto" chose a recipe for; "" where a caller passed it."""
@@ -148,6 +151,22 @@ class _Part(NamedTuple):
     as_floats: bool
 
 
+# A number that is folded into the keys of forms, far from those that callers count layers by.
+_FORMS = 0x6D78_0000
+
+
+def _apart(use: Use, number: int) -> Use:
+    """How a form is taken, of so many that one call makes: each rounds by bits of its own.
+
+    An element's random bits follow from the key and its place. Two arrays of one width that one key
+    rounds would have the same bits, and the second rounding would depend on the first.
+    """
+    if use.rounding is None or number == 0:
+        return use
+    key = jax.random.fold_in(use.rounding.key, _FORMS + number)
+    return use._replace(rounding=dataclasses.replace(use.rounding, key=key))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unquantized:
@@ -165,6 +184,9 @@ class Unquantized:
       wanted: which readers there are.
       frozen: for which of them the other operand is frozen, and this one bfloat16.
       pads: how many zeros follow the last two axes of x.
+      across: for each reader the axes of a shard_map among whose devices a row lies that it
+        contracts.
+      number: of the operand among those that one call rounds at random by one key.
     """
 
     x: Any
@@ -176,6 +198,8 @@ class Unquantized:
     wanted: tuple[bool, bool] = dataclasses.field(default=(True, True), metadata={"static": True})
     frozen: tuple[bool, bool] = dataclasses.field(default=(False, False), metadata={"static": True})
     pads: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})
+    across: tuple[Any, Any] = dataclasses.field(default=((), ()), metadata={"static": True})
+    number: int = dataclasses.field(default=0, metadata={"static": True})
 
     @classmethod
     def of(
@@ -249,10 +273,10 @@ class Unquantized:
         return forms.get(0), forms.get(1), *([forms[2]] if 2 in forms else [])
 
     def _parts(self, as_floats: Sequence[bool]) -> list[_Part]:
-        """The forms that are wanted."""
+        """The forms that are wanted, each of which rounds by a key of its own."""
         axes = (self.axis, -3 - self.axis)
         return [
-            _Part(i, use, axis, floats)
+            _Part(i, _apart(use, 2 * self.number + i), axis, floats)
             for i, (use, axis, floats) in enumerate(zip(self.uses, axes, as_floats, strict=True))
             if use is not None
         ]
@@ -292,6 +316,7 @@ class Unquantized:
             block=(BLOCK, BLOCK) if square else BLOCK,
             value_layouts=(ROW_MAJOR_VALUES,) * len(parts),
             chosen=chips_of(self.recipe.chosen),
+            across=tuple(self.across[part.number] for part in parts) if any(self.across) else (),
             preprocessing=tuple(
                 dataclasses.replace(
                     preprocessing_of(first, use.rounding, use.hadamard, use.window, SHARD),
@@ -360,8 +385,9 @@ class Moved(Unquantized):
         """See `Unquantized.forms`."""
         assert self.rows is not None
         if any(as_floats):  # quantized again along its elements, an array is the same floats
-            how: dict[str, Any] = {"wanted": self.wanted, "frozen": self.frozen}
-            floats = Unquantized(floats_of(self.x), self.recipe, self.rows, name=self.name, **how)
+            names = ("name", "wanted", "frozen", "number")
+            how: dict[str, Any] = {name: getattr(self, name) for name in names}
+            floats = Unquantized(floats_of(self.x), self.recipe, self.rows, **how)
             return floats.forms(as_floats)
         forms: dict[int, ProductOperand] = {}
         for number, use, axis, _ in self._parts(as_floats):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import float_dtype, implementation_of
+from jax_mx.arrays.checks import float_dtype, implementation_of, is_symbolic
 from jax_mx.lowering import primitive
 from jax_mx.products.arguments import (
     Weight,
@@ -84,7 +84,7 @@ def ragged_dot(
         a, b = plain.operands
         return jax.lax.ragged_dot(a, b, jnp.asarray(group_sizes), precision, wanted)
     static = Static(op, None, dtype, is_exact(op, precision), implementation, chosen=recipe.chosen)
-    unsplit(op, lhs, rhs, sizes)
+    unsplit(op, lhs, weight.floats, weight.quantized, sizes)
     operands = (lhs, None, weight.floats, weight.quantized, clamped(sizes, lhs.shape[0]))
     leaves, tree = jax.tree.flatten((*operands, recipe))
     return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))[:, : weight.columns]
@@ -110,6 +110,11 @@ def planned(
     lhs = floats_of(op, "lhs", lhs, 2, recipe.units.forward)
     weight = weight_of(op, "rhs", rhs, lhs.shape[1], recipe)
     sizes = sizes_of(op, group_sizes, weight.groups)
+    if not is_symbolic(lhs.shape[0]) and lhs.shape[0] > jnp.iinfo(jnp.int32).max:
+        raise ValueError(
+            f"{op}: lhs has {lhs.shape[0]} rows, more than int32 counts, as group_sizes are; split "
+            "the rows"
+        )
     dtype = lhs.dtype
     if preferred is not None:
         dtype = float_dtype(op, "preferred_element_type", preferred)

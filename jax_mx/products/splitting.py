@@ -48,8 +48,9 @@ class Splitting(NamedTuple):
 
     def is_shared_by(self, served: Served) -> bool:
         """Whether devices share it by the rule; without a kernel of ours XLA splits groups."""
-        groups = self.contraction.numbers.groups
-        return self.rule is not None and (not groups or served.plan is not None)
+        if self.rule is None or IMPLEMENTATIONS[served.implementation].splits_itself:
+            return False
+        return not self.contraction.numbers.groups or served.plan is not None
 
     def of_arrays(self, contraction: Contraction) -> Contraction:
         """The same contraction, of arrays, with the windows that are known."""
@@ -82,7 +83,8 @@ def splitting_of(contraction: Contraction, target: Target) -> Splitting:
         known = _in(contraction, BLOCK if windows > 1 else ROW)
         return Splitting(dataclasses.replace(known, unsplit=why))
     known = _in(contraction, ROW)
-    return Splitting(known, _rule(known, windows), windows)
+    rule = _rule(known, windows)
+    return Splitting(known, rule if windows == 1 else rule._replace(equal=()), windows)
 
 
 def as_traced(contraction: Contraction) -> Contraction:
@@ -122,9 +124,6 @@ def _reads_codes(contraction: Contraction) -> bool:
 def _obstacle(contraction: Contraction, target: Target) -> str:
     """Why devices do not share a contraction by a rule; empty where they do."""
     sides = (contraction.lhs, contraction.rhs)
-    arrays = [x for x in sides if isinstance(x, MXArray)]
-    if any(q.scale_layout.is_tiled or q.value_layout.is_tiled for q in arrays):
-        return "reads tiles, which XLA does not split; use jax.shard_map"
     if any(0 in x.shape for x in sides):
         return "has no elements to split"
     return partition.obstacle(target, jax.tree.leaves((*sides, contraction.sizes)))
@@ -138,8 +137,7 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
     units: dict[str, int] = {}
     lengths: dict[str, int] = {}
     for x, names in zip(sides, factors, strict=True):
-        each = zip(names, x.shape, _units(x), strict=True)
-        for name, length, unit in each:
+        for name, length, unit in zip(names, x.shape, _units(x), strict=True):
             lengths[name] = length
             units[name] = math.lcm(units.get(name, 1), unit)
     if windows > 1:
@@ -159,7 +157,17 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
     ]
     result = (*lead, *free)
     rule = Rule((*operands, *[result] * unread), (result,), parts, _summed(numbers), unread)
-    return rule._replace(named=_named(rule, contraction))
+    return rule._replace(named=_named(rule, contraction), equal=_equal(rule, sides))
+
+
+def _equal(rule: Rule, sides: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+    """For each operand the factors along which its elements are equal: scales along a row."""
+    equal: list[tuple[str, ...]] = []
+    for x in sides:
+        dims = rule.operands[len(equal)]
+        is_row = isinstance(x, MXArray) and x.window == ROW
+        equal += [(), (dims[x.axis],) if is_row else ()] if isinstance(x, MXArray) else [()]
+    return (*equal, *[()] * (len(rule.operands) - len(equal)))
 
 
 def _named(rule: Rule, contraction: Contraction) -> tuple[tuple[str, ...], ...]:
@@ -241,9 +249,9 @@ def parameters_of(splitting: Splitting, served: Served) -> dict[str, Any]:
 @partition.of_shards(NAME)
 def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
     """A device's part of a product, of a part of its operands."""
-    contracting, batch, dtype, *rest = parameters["numbers"]
-    pairs = [tuple(map(tuple, pair)) for pair in (contracting, batch)]
-    numbers = Numbers(*pairs, jnp.dtype(dtype), *rest)
+    contracting, batch, dtype, groups, align, exact = parameters["numbers"]
+    pairs: Any = [tuple(map(tuple, pair)) for pair in (contracting, batch)]
+    numbers = Numbers(pairs[0], pairs[1], jnp.dtype(dtype), groups, align, exact)
     plan = None if parameters["plan"] is None else plan_in(parameters["plan"])
     assert plan is None or isinstance(plan, ProductPlan)
     served = Served(parameters["implementation"], plan=plan)
@@ -251,14 +259,15 @@ def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
     count = 1 if windows == 1 else windows // split.of(_summed(numbers)[-1])
 
     def run(*leaves: jax.Array) -> list[jax.Array]:
-        rest, sides = iter(leaves), []
+        rest, sides = iter(leaves), list[Any]()
         for fields in parameters["operands"]:
             if fields is None:
                 sides.append(next(rest))
             else:
                 arrays = next(rest), next(rest)
                 sides.append(MXArray(*arrays, **metadata.read(NAME, fields)))
-        return [computed(Contraction(numbers, *sides, next(rest, None)), served, count)]
+        lhs, rhs = sides
+        return [computed(Contraction(numbers, lhs, rhs, next(rest, None)), served, count)]
 
     return run
 
@@ -278,7 +287,7 @@ def computed(contraction: Contraction, served: Served, windows: int = 1) -> jax.
             _part(x, dims[-1], i, windows)
             for x, dims in zip((contraction.lhs, contraction.rhs), numbers.contracting, strict=True)
         ]
-        y = run(Contraction(numbers, *sides), served)
+        y = run(Contraction(numbers, sides[0], sides[1]), served)
         total = y if total is None else total + y
     return total.astype(contraction.numbers.dtype)
 

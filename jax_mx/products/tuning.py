@@ -90,6 +90,8 @@ def calls_in(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
         known.count += 1
         leaves = jax.tree.leaves((call.lhs, call.rhs, call.sizes))
         notes += [GLOBAL_SHAPES] if any(map(_is_automatic, leaves)) else []
+        why = call.unsplit
+        notes += [f"Our kernels are left out of a product that {why}."] if why else []
     return [*found.values()], [*dict.fromkeys(notes)]
 
 
