@@ -268,7 +268,6 @@ def sizes_of(op: str, sizes: Any, groups: int) -> jax.Array:
     Raises:
       TypeError, ValueError: they are none.
     """
-    sizes = held(sizes)
     dtype = getattr(sizes, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
