@@ -114,5 +114,7 @@ def test_ragged_dot_takes_what_jax_takes():
         np.testing.assert_array_equal(got, want)
     huge = jax_mx.ragged_dot(x, w, np.array([3, 2**32 - 1], np.uint32))
     np.testing.assert_array_equal(huge, jax_mx.ragged_dot(x, w, jnp.array([3, 5], jnp.int32)))
+    wide = jax_mx.ragged_dot(x, w, np.array([3, 2**40]))
+    np.testing.assert_array_equal(wide, huge)
     call = lambda: jax_mx.ragged_dot(x, w, sizes, group_offset=jnp.array([0]))  # noqa: E731
     assert_refused(call, NotImplementedError, "group_offset must be None")

@@ -1,6 +1,9 @@
 """qwix chooses modules of flax models by their paths, and their products become MX."""
 
+import re
+import textwrap
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,8 @@ X = jax.random.normal(jax.random.key(0), (32, 64))
 
 
 class Linen(nn.Module):
+    """Weights on either side, a product without one, and a router."""
+
     @nn.compact
     def __call__(self, x):
         x = nn.Dense(64, name="up")(x)
@@ -34,6 +39,8 @@ class Linen(nn.Module):
 
 
 class Nnx(nnx.Module):
+    """Two layers that MX takes, one whose contracted length it does not."""
+
     def __init__(self, rngs):
         self.up = nnx.Linear(64, 128, rngs=rngs)
         self.out = nnx.Linear(128, 8, rngs=rngs)
@@ -105,6 +112,18 @@ def test_dot_general_with_the_weight_first_and_ragged():
     w = params["params"]["w"]
     want = jax_mx.einsum("gbk,gkf->gbf", jnp.stack([X] * 3), w, recipe=recipe).mT
     np.testing.assert_array_equal(bits(z), bits(want))
+
+
+def test_the_documents_line():
+    text = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
+    block = re.search(r"### qwix\n\n((?:    .*\n|\n)+)", text)
+    names = {}
+    exec(textwrap.dedent(block[1]), names)
+    model = names["model"]
+    params = model.init(jax.random.key(0), X)
+    up, down = (params["params"][f"layers_{i}"]["kernel"] for i in (0, 2))
+    want = nn.relu(jax_mx.matmul(X, up, recipe="mxfp8")) @ down
+    np.testing.assert_array_equal(bits(model.apply(params, X)), bits(want))
 
 
 def test_messages():

@@ -249,6 +249,12 @@ CALLS = {
     "Normed": norms,
     "rms_norm": norms,
     "align": lambda: [jax_mx.align(q(), window) for window in (128, "row", (128, 128))],
+    "can_multiply": lambda: [np.array(jax_mx.can_multiply(x(), x().mT, how)[0]) for how in (
+        "abc,acd->abd", (((2,), (1,)), ((0,), (0,))))],
+    **dict.fromkeys(("partition", "combine"), lambda: [
+        jax_mx.combine(*jax_mx.partition({"q": q(), "x": x(), "none": None}))["q"]]),
+    "quantized": lambda: [jax_mx.quantized(jnp.matmul, "mxfp8", where=lambda _: True)(
+        x(), x().mT)],
     "dot_general": products,
     "einsum": products,
     "matmul": products,
@@ -268,7 +274,7 @@ NO_CALLS = {
     *(name.upper() for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3")),
     *("MXFP4_E2M1", "MXFP4", "MXFP8", "MXFP8_ROWS", "MXFP8_WINDOWS", "MXFP8_HYBRID"),
     *("BF16", "Product", "mxfp4_backward"),
-    *("autotune", "explain", "Choice", "Explanation"),  # of traces, no arrays
+    *("autotune", "explain", "Choice", "Explanation", "Candidate"),  # of traces, no arrays
 }
 SETTINGS = {
     "rank promotion": ("jax_numpy_rank_promotion", "raise"),

@@ -258,9 +258,12 @@ def _product(equation: Any, inputs: Sequence[Any], recipe: Any) -> jax.Array:
     params, dtype = equation.params, equation.outvars[0].aval.dtype
     precision = params["precision"]
     if equation.primitive.name == "ragged_dot_general":
-        return ragged_dot(*inputs, precision, dtype, recipe=recipe)
+        lhs, rhs, sizes = inputs
+        return ragged_dot(lhs, rhs, sizes, precision, dtype, recipe=recipe)
+    lhs, rhs = inputs
     return dot_general(
-        *inputs,
+        lhs,
+        rhs,
         params["dimension_numbers"],
         precision,
         dtype,

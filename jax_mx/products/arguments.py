@@ -268,7 +268,6 @@ def sizes_of(op: str, sizes: Any, groups: int) -> jax.Array:
     Raises:
       TypeError, ValueError: they are none.
     """
-    sizes = held(sizes)
     dtype = getattr(sizes, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
@@ -279,14 +278,17 @@ def sizes_of(op: str, sizes: Any, groups: int) -> jax.Array:
             f"{op}: group_sizes have the shape {sizes.shape}, rhs has {groups} matrices; they "
             f"must be ({groups},)"
         )
-    sizes = jnp.asarray(sizes)
-    if sizes.dtype == jnp.int32:
+    if dtype == jnp.int32 and isinstance(sizes, jax.Array):
         return sizes
-    if jnp.iinfo(sizes.dtype).max >= 1 << 31:  # more than rows may be, which is as good as all
-        sizes = jnp.minimum(sizes, np.array((1 << 31) - 1, sizes.dtype))
-        if jnp.issubdtype(sizes.dtype, jnp.signedinteger):
-            sizes = jnp.maximum(sizes, 0)
-    return sizes.astype(jnp.int32)
+    if isinstance(sizes, np.ndarray):  # before JAX cuts 64 bits
+        sizes = sizes.astype(dtype.newbyteorder("="), copy=False)
+    xp: Any = np if isinstance(sizes, np.ndarray) else jnp
+    most = (1 << 31) - 1  # as good as any number of rows that is larger
+    if np.iinfo(sizes.dtype).max > most:
+        sizes = xp.minimum(sizes, np.array(most, sizes.dtype))
+        if np.issubdtype(sizes.dtype, np.signedinteger):
+            sizes = xp.maximum(sizes, np.array(0, sizes.dtype))
+    return jnp.asarray(sizes.astype(np.int32))
 
 
 def unsplit(op: str, *operands: Any) -> None:

@@ -312,7 +312,7 @@ def dimensions_of(op: str, lhs: Dims, rhs: Dims, numbers: Any) -> tuple[tuple[Di
     return (lc, rc), (lb, rb)
 
 
-def as_tuples(numbers: Any) -> tuple[tuple[tuple, tuple], ...]:
+def as_tuples(numbers: Any) -> tuple[tuple[tuple, ...], ...]:
     """Dimension numbers as tuples; as lax, an int stands for a sequence of one."""
     (lc, rc), (lb, rb) = numbers
     return _sequences(lc, rc), _sequences(lb, rb)

@@ -106,11 +106,10 @@ def dot_general(
         )
     except (TypeError, ValueError) as error:
         plain = plain_operands(op, fallback, (lhs, rhs), recipe, implementation, error)
-        numbers = as_tuples(dimension_numbers)
+        a, b = plain.operands
+        numbers: Any = as_tuples(dimension_numbers)
         wanted = preferred_element_type or plain.dtype
-        return jax.lax.dot_general(
-            *plain.operands, numbers, precision, wanted, out_sharding=out_sharding
-        )
+        return jax.lax.dot_general(a, b, numbers, precision, wanted, out_sharding=out_sharding)
     lhs, rhs, recipe, layout = call.lhs, call.rhs, call.recipe, call.layout
     shared = (is_exact(op, precision), implementation)
     static = Static(op, layout, call.dtype, *shared, out_sharding, recipe.chosen)

@@ -81,9 +81,10 @@ def ragged_dot(
     except (TypeError, ValueError) as error:
         plain = plain_operands(op, fallback, (lhs, rhs), recipe, implementation, error)
         wanted = preferred_element_type or plain.dtype
-        return jax.lax.ragged_dot(*plain.operands, jnp.asarray(group_sizes), precision, wanted)
+        a, b = plain.operands
+        return jax.lax.ragged_dot(a, b, jnp.asarray(group_sizes), precision, wanted)
     static = Static(op, None, dtype, is_exact(op, precision), implementation, chosen=recipe.chosen)
-    unsplit(op, lhs, rhs, sizes)
+    unsplit(op, lhs, weight.floats, weight.quantized, sizes)
     operands = (lhs, None, weight.floats, weight.quantized, clamped(sizes, lhs.shape[0]))
     leaves, tree = jax.tree.flatten((*operands, recipe))
     return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))[:, : weight.columns]
