@@ -339,8 +339,8 @@ def in_recipe(recipe):
     return partial(matmul, recipe=recipe)
 
 
-def grouped(x, w, **how):
-    return jax_mx.ragged_dot(x, w, SIZES, **how)
+def grouped(x, w, recipe=jax_mx.MXFP8, **how):
+    return jax_mx.ragged_dot(x, w, SIZES, recipe=recipe, **how)
 
 
 def call_of(f, *args):
@@ -656,9 +656,10 @@ def test_what_names_its_implementation_is_not_measured():
 
 
 def test_another_chip():
-    (call,) = explain(matmul, ones(8, 64), ones(64, 32), device="sm_90").calls
+    in_blocks = partial(matmul, recipe="mxfp8")
+    (call,) = explain(in_blocks, ones(8, 64), ones(64, 32), device="sm_90").calls
     assert (call.key.chip, call.chosen) == ("sm_90", "cutedsl")
-    (call,) = explain(matmul, ones(17, 64), ones(64, 32), device="sm_90").calls
+    (call,) = explain(in_blocks, ones(17, 64), ones(64, 32), device="sm_90").calls
     assert call.chosen == "dequantize"
     (call,) = explain(matmul, ones(8, 64), ones(64, 32), device="sm_100").calls
     assert call.chosen == "scaled_dot"

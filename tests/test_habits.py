@@ -240,7 +240,7 @@ SIZES, ONE = np.array([40, 24], np.int32), np.zeros((64, 1), np.int32)
 PATHS: dict[str, tuple[Callable[..., jax.Array], list[tuple[int, ...]], int, int]] = {
     "matmul": (jax_mx.matmul, [(64, 96), (96, 64)], 198, 64),
     "ragged_dot": (
-        lambda x, w: jax_mx.ragged_dot(x, w, SIZES), [(64, 96), (2, 96, 64)], 190, 38
+        lambda x, w: jax_mx.ragged_dot(x, w, SIZES), [(64, 96), (2, 96, 64)], 191, 38
     ),
     "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 405, 138),
     "moe": (
