@@ -294,11 +294,6 @@ REFUSED = {
         ValueError,
         "which 128 does not divide, so that it would cut windows or transforms",
     ),
-    "rows": (
-        lambda: jax_mx.gather_weight(jnp.ones((64, 64)), P("a"), Recipe(window="row")),
-        ValueError,
-        "take a recipe with weight_window=(128, 128) or 128",
-    ),
     "behind another": (
         lambda: jax_mx.gather_weight(jnp.ones((64, 2, 64)), P(None, None, "a"), contracting=0),
         ValueError,

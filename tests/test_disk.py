@@ -177,7 +177,8 @@ def test_no_folder_has_room_now_and_one_has_later(cache, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setitem(compiler._workers, "flydsl", Answers(None))
     monkeypatch.setattr(files, "has_room", lambda *_: False)
-    monkeypatch.setattr(store, "find", lambda *_: None)
+    for name in ("find", "_cached"):
+        monkeypatch.setattr(store, name, lambda *_: None)
     monkeypatch.setattr(store, "obstacle", lambda *_: "")
     for _ in range(2):
         with pytest.raises(compiler.DiskError, match="no folder has room for temporary files"):

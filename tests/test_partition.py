@@ -215,6 +215,7 @@ def test_a_window_shard_is_what_a_shard_map_has():
         assert_bits_equal(a, b, "one device")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("specs", [(P("a"), P("a"), P("a")), (P(), P("b"), P()), (P(), P(), P())])
 @pytest.mark.parametrize("implementation", ["xla", "fp8"])
 def test_windows_that_devices_have_several_of(specs, implementation):
