@@ -186,9 +186,10 @@ class Contraction:
     def split_like(self, form: Any, axis: int) -> Contraction:
         """The contraction, whose result XLA is to split as a form whose contracted axis is `axis`.
 
-        It stays as it is where codes share bytes, or dimensions are merged.
+        It stays as it is where codes share bytes, dimensions are merged, or devices hold the whole
+        form, which XLA would split anew.
         """
-        if form is None:
+        if form is None or form.gathered:
             return self
         array = form.array.values if isinstance(form.array, MXArray) else form.array
         array = array if form.axis == axis else jnp.swapaxes(array, -1, -2)

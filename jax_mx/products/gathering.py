@@ -109,7 +109,8 @@ def gather_weight(
     )
     check_contracted(OP, shape, static.contracting, recipe.units.forward)
     _require_whole(static, _part(static, w.shape), recipe)
-    floats, (first, second) = _gathered(static, w, recipe)
+    floats, forms = _gathered(static, w, recipe)
+    first, second = (dataclasses.replace(form, gathered=True) for form in forms)
     return QuantizedWeight(floats, first, second, recipe, static.arrangement(shape))
 
 

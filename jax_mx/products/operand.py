@@ -69,10 +69,12 @@ class ProductOperand:
     Attributes:
       array: an `MXArray` or floats, arranged (arrangements.py).
       axis: the contracted axis, -1 or -2.
+      gathered: whether devices hold all of it: its gradient is not split like it.
     """
 
     array: MXArray | jax.Array
     axis: int = dataclasses.field(default=-1, metadata={"static": True})
+    gathered: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
