@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jax_mx.adapters.rules import Left, Rules, check_recipe, is_float, rules_of
+from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
 from jax_mx.arrays.checks import shown
 from jax_mx.products.can_multiply import can_multiply
 from jax_mx.products.dot_general import dot_general
 from jax_mx.products.ragged_dot import ragged_dot
-from jax_mx.products.recipes import AUTO, Recipe
+from jax_mx.products.recipes import AUTO, Recipe, check_recipe
 
 OP = "quantized"
 
@@ -171,7 +171,8 @@ class _Rewrite(NamedTuple):
         for i, equation in enumerate(jaxpr.eqns):
             inputs = [read(atom) for atom in equation.invars]
             own = str(equation.source_info.name_stack)
-            with jax.named_scope(own) if own else _nothing(), equation.ctx.manager:
+            named = jax.named_scope(own) if own else contextlib.nullcontext()
+            with named, equation.ctx.manager:
                 results = self.equation(equation, inputs, f"{scope}/{own}".strip("/"))
             values.update(zip(equation.outvars, results, strict=True))
             for atom in {v for v in equation.invars if not _is_literal(v)}:
@@ -228,10 +229,6 @@ class _Rewrite(NamedTuple):
             for inner in jaxpr.eqns
             for here in [f"{scope}/{inner.source_info.name_stack}".strip("/")]
         )
-
-
-def _nothing() -> Any:
-    return contextlib.nullcontext()
 
 
 def _is_literal(atom: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jax_mx.arrays.checks import shown
-from jax_mx.products.recipes import AUTO, Recipe, recipe_of
+from jax_mx.products.recipes import Recipe, check_recipe
 
 # A recipe for each pattern, the first that matches counts; None leaves a product in floats.
 Rules = Mapping[str, Recipe | str | None]
@@ -33,16 +33,6 @@ def rules_of(op: str, rules: Any) -> dict[re.Pattern, Any]:
         except (TypeError, re.error) as error:
             raise ValueError(f"{op}: {pattern!r} is no regular expression: {error}") from error
     return compiled
-
-
-def check_recipe(op: str, recipe: Any) -> None:
-    """Refuses what is no recipe.
-
-    Raises:
-      TypeError, ValueError: so it is.
-    """
-    if not (isinstance(recipe, str) and recipe == AUTO):
-        recipe_of(op, recipe)
 
 
 def is_float(x: Any) -> bool:

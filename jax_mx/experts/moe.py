@@ -271,9 +271,8 @@ class Slots(Moves):
         """See `Moves`."""
         tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False))
         rows = wires.gather_tokens(self.axis, self.wire, tokens)
-        number = jax.tree.leaves((given.w_first, quantized[0]))[0].shape[
-            0
-        ]  # of experts, of a shard
+        weight, *_ = jax.tree.leaves((given.w_first, quantized[0]))
+        number = weight.shape[0]  # of experts, of a shard
         weights = wires.gather_choices(self.axis, given.weights)
         experts = wires.local_experts(self.axis, routing, number)
         align = align_of(recipe) if keep else 1  # nothing is quantized along slots

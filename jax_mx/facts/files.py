@@ -90,28 +90,25 @@ def locked(path: str | os.PathLike) -> IO[bytes]:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb")
 
 
-def require_writable(folder: Path) -> None:
-    """Nothing, where a folder takes files.
+def require_writable(folder: Path, size: int = 1) -> None:
+    """Nothing, where a folder takes a file of so many bytes now.
 
     Raises:
       OSError: it takes none.
     """
     probe = folder / f".partial-{secrets.token_hex(8)}"
     try:
-        write(probe, b"x")
+        write(probe, bytes(size))
     finally:
         remove(probe)
 
 
 def has_room(folder: Path, size: int) -> bool:
     """Whether a folder takes a file of so many bytes now."""
-    probe = folder / f".partial-{secrets.token_hex(8)}"
     try:
-        write(probe, bytes(size))
+        require_writable(folder, size)
     except OSError:
         return False
-    finally:
-        remove(probe)
     return True
 
 

@@ -53,6 +53,11 @@ def of_kernels(window: Window) -> Window:
     return ROW if window == SHARD else window
 
 
+def in_blocks(window: Window) -> Window:
+    """The window 32 in place of a row or of a shard's part of one; others stay."""
+    return BLOCK if of_kernels(window) == ROW else window
+
+
 def suffix_of(window: Window) -> str:
     """The end of a variant's name."""
     if window == BLOCK:

@@ -30,7 +30,7 @@ from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
-from jax_mx.facts.windows import ROW, of_kernels
+from jax_mx.facts.windows import ROW, Window, in_blocks, of_kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,17 +157,17 @@ class Plan:
     @property
     def of_rows(self) -> Plan:
         """The plan of rows in place of a shard's part of them: the call has their amaxes."""
-        known = (dataclasses.replace(p, window=of_kernels(p.window)) for p in self.preprocessing)
-        return dataclasses.replace(self, preprocessing=tuple(known))
+        return self._with_windows(of_kernels)
 
     @property
     def in_blocks(self) -> Plan:
         """The plan of windows of 32 in place of rows."""
-        each = (
-            dataclasses.replace(own, window=BLOCK if of_kernels(own.window) == ROW else own.window)
-            for own in self.preprocessing
-        )
-        return dataclasses.replace(self, preprocessing=tuple(each), chosen="")
+        return dataclasses.replace(self._with_windows(in_blocks), chosen="")
+
+    def _with_windows(self, change: Callable[[Window], Window]) -> Plan:
+        """The plan with other windows, which follow from its own."""
+        changed = (dataclasses.replace(p, window=change(p.window)) for p in self.preprocessing)
+        return dataclasses.replace(self, preprocessing=tuple(changed))
 
     @property
     def of_codes(self) -> Plan:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jax_mx import reference
 from jax_mx.arrays.views import Result, View
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.sources import Source
+from jax_mx.facts.sources import Source, X
 from jax_mx.lowering.plan import Plan, ProductPlan
 from jax_mx.lowering.primitive import (
     Op,
@@ -140,10 +140,13 @@ def _of_matrices(floats, view: View) -> list:
     x = floats.transpose((*range(lead), *(lead + i for i in view.operand)))
     sizes = x.shape[:lead], x.shape[lead : lead + 2], x.shape[lead + 2 :]
     x = x.reshape(*map(math.prod, sizes))
-    dtype = "" if x.dtype == jnp.bfloat16 else x.dtype.name
-    return products_p["amaxes"].bind(
-        x, plan=ProductPlan("amaxes", (), AMAX, False, 128, floats=dtype)
-    )
+    return products_p["amaxes"].bind(x, plan=amaxes_plan(x.dtype))
+
+
+def amaxes_plan(dtype: np.dtype, source: Source = X) -> ProductPlan:
+    """The plan of the amaxes of rows and columns: of floats of a dtype, which a source may make."""
+    floats = "" if dtype == jnp.bfloat16 else dtype.name
+    return ProductPlan("amaxes", (), AMAX, False, 128, floats=floats, source=source)
 
 
 def amax_of(floats, view: View, result: Result, by_kernel: bool):
@@ -215,8 +218,7 @@ made_p = define("mx_made", _amaxes_avals, _lower_made, _batch_made, no_derivativ
 
 def made_with_amaxes(operands: Sequence[jax.Array], source: Source) -> list[list[jax.Array]]:
     """Three arrays for each that a source makes: amaxes of rows, of columns, and the floats."""
-    floats = "" if operands[0].dtype == jnp.bfloat16 else operands[0].dtype.name
-    plan = ProductPlan("amaxes", (), AMAX, False, 128, floats=floats, source=source)
+    plan = amaxes_plan(operands[0].dtype, source)
     outs = made_p.bind(*vary_alike(*operands), plan=plan)
     return [outs[i : i + 3] for i in range(0, len(outs), 3)]
 

@@ -29,7 +29,7 @@ from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import ROW, SHARD
 from jax_mx.lowering import partition, registry
 from jax_mx.lowering.partition import Rule, Split
-from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan, described, plan_in
+from jax_mx.lowering.plan import AnyPlan, Plan, described, plan_in
 from jax_mx.lowering.primitive import (
     Op,
     agree,
@@ -43,7 +43,7 @@ from jax_mx.lowering.primitive import (
     unsplit_like,
     vary_alike,
 )
-from jax_mx.lowering.products import AMAX, amax_of, amaxes_of_both_p, products_p
+from jax_mx.lowering.products import amax_of, amaxes_of_both_p, amaxes_plan, products_p
 from jax_mx.lowering.targets import Target, target_of
 
 # Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
@@ -477,9 +477,7 @@ def _takes_each_once(plan: Plan, target: Target) -> bool:
 
 def finding(plan: Plan) -> tuple[AnyPlan, ...]:
     """The plans of one call that finds the amaxes of what a source makes: with codes, or floats."""
-    floats = "" if plan.dtype == jnp.bfloat16 else plan.dtype.name
-    how: dict[str, Any] = {"floats": floats, "source": plan.source.kernel}
-    return plan.finding, ProductPlan("amaxes", (), AMAX, False, 128, **how)
+    return plan.finding, amaxes_plan(plan.dtype, plan.source.kernel)
 
 
 def _quantize_made_rows(operands: Sequence[jax.Array], plan: Plan, target: Target) -> list:

@@ -20,13 +20,13 @@ from jax_mx.lowering import targets
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import (
-    AUTO,
     BF16,
     MXFP8,
     MXFP8_ROWS,
     MXFP8_WINDOWS,
     Chosen,
     Recipe,
+    is_auto,
     name_of,
     recipe_of,
 )
@@ -64,31 +64,18 @@ def resolved(
     Raises:
       TypeError, ValueError: it is no recipe.
     """
-    if not _is_auto(recipe):
-        return recipe_of(op, recipe)
-    if (own := _of_weight(operands)) is not None:
-        return own
-    chips = targets.chips_of_trace(operands)
-    if not _are_hopper(chips):
-        return _chosen(MXFP8, chips)
-    if is_free and any(map(_is_small, sizes())):
-        return _chosen(BF16, chips)
-    frozen = [x for x in operands if isinstance(x, MXArray)]
-    in_blocks = any(x.window == BLOCK or x.format.bits != 8 for x in frozen)
-    return _chosen(MXFP8 if in_blocks or not is_free else MXFP8_ROWS, chips)
+
+    def on_hopper(in_blocks: bool) -> Recipe:
+        if is_free and any(map(_is_small, sizes())):
+            return BF16
+        return MXFP8 if in_blocks or not is_free else MXFP8_ROWS
+
+    return _resolved(op, recipe, operands, on_hopper)
 
 
 def resolved_for_groups(op: str, recipe: Any, operands: Sequence[Any]) -> Recipe:
     """The recipe of products over groups; see `resolved`."""
-    if not _is_auto(recipe):
-        return recipe_of(op, recipe)
-    if (own := _of_weight(operands)) is not None:
-        return own
-    chips = targets.chips_of_trace(operands)
-    frozen = [x for x in operands if isinstance(x, MXArray)]
-    in_blocks = any(x.window == BLOCK or x.format.bits != 8 for x in frozen)
-    is_wide = _are_hopper(chips) and not in_blocks
-    return _chosen(MXFP8_WINDOWS if is_wide else MXFP8, chips)
+    return _resolved(op, recipe, operands, lambda blocks: MXFP8 if blocks else MXFP8_WINDOWS)
 
 
 def resolved_for_weights(op: str, recipe: Any, w: Any, grouped: bool = False) -> Recipe:
@@ -100,21 +87,24 @@ def resolved_for_weights(op: str, recipe: Any, w: Any, grouped: bool = False) ->
     return dataclasses.replace(found, chosen=None)
 
 
-def _is_auto(recipe: Any) -> bool:
-    return isinstance(recipe, str) and recipe == AUTO
+def _resolved(
+    op: str, recipe: Any, operands: Sequence[Any], on_hopper: Callable[[bool], Recipe]
+) -> Recipe:
+    """The recipe that a caller passed, that a weight was quantized by, or that chips want.
 
-
-def _of_weight(operands: Sequence[Any]) -> Recipe | None:
-    """The recipe that a weight was quantized by."""
-    return next((x.recipe for x in operands if isinstance(x, QuantizedWeight)), None)
-
-
-def _chosen(recipe: Recipe, chips: Sequence[str]) -> Recipe:
-    return dataclasses.replace(recipe, chosen=Chosen(name_of(recipe), " ".join(chips)))
-
-
-def _are_hopper(chips: Sequence[str]) -> bool:
-    return bool(chips) and all(arch_of(chip) == "sm_90a" for chip in chips)
+    `on_hopper` gives that of Hopper: from whether a frozen operand has blocks that FP8 tensor cores
+    do not multiply.
+    """
+    if not is_auto(recipe):
+        return recipe_of(op, recipe)
+    for x in operands:
+        if isinstance(x, QuantizedWeight):
+            return x.recipe
+    chips, became = targets.chips_of_trace(operands), MXFP8
+    if chips and all(arch_of(chip) == "sm_90a" for chip in chips):
+        frozen = [x for x in operands if isinstance(x, MXArray)]
+        became = on_hopper(any(x.window == BLOCK or x.format.bits != 8 for x in frozen))
+    return dataclasses.replace(became, chosen=Chosen(name_of(became), " ".join(chips)))
 
 
 def _is_small(sizes: Sizes) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.windows import ROW, of_kernels
+from jax_mx.facts.windows import Window, in_blocks
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.registry import Refusal, Support
 from jax_mx.lowering.targets import Target
@@ -175,10 +175,12 @@ class Contraction:
         chosen = self.numbers.chosen
         if chosen is None or target.is_for(chosen[1]):
             return self
+        return self.with_windows(in_blocks)
+
+    def with_windows(self, change: Callable[[Window], Window]) -> Contraction:
+        """The contraction whose `MXArray`s have other windows, which follow from their own."""
         lhs, rhs = (
-            dataclasses.replace(x, window=BLOCK)
-            if isinstance(x, MXArray) and of_kernels(x.window) == ROW
-            else x
+            dataclasses.replace(x, window=change(x.window)) if isinstance(x, MXArray) else x
             for x in (self.lhs, self.rhs)
         )
         return dataclasses.replace(self, lhs=lhs, rhs=rhs)

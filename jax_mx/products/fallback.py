@@ -12,7 +12,7 @@ from jax_mx.arrays.checks import held, implementation_of, name_among
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.recipes import AUTO, recipe_of
+from jax_mx.products.recipes import check_recipe
 
 Fallback = Literal["floats", "bf16"] | None
 FALLBACKS = ("floats", "bf16")
@@ -55,8 +55,7 @@ def plain_operands(
     if fallback is None:
         raise error
     name_among(f"{op}: fallback", FALLBACKS, fallback)
-    if recipe != AUTO:
-        recipe_of(op, recipe)
+    check_recipe(op, recipe)
     implementation_of(op, named(op), implementation)
     operands = [held(x) for x in operands]
     if any(isinstance(x, MXArray | QuantizedWeight) for x in operands):

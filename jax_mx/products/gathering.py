@@ -260,9 +260,8 @@ def _of_part(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
     def gathered(array: Any, axes: tuple[int, ...]) -> Any:
         for names, at in zip(arranged, axes, strict=True):
             if names and isinstance(array, MXArray):
-                window = array.window  # of rows, too: devices share their amaxes
-                array = all_gather(array, names, axis=at, tiled=True)
-                array = dataclasses.replace(array, window=window)
+                whole = all_gather(array, names, axis=at, tiled=True)
+                array = dataclasses.replace(whole, window=array.window)  # devices share amaxes
             elif names:
                 array = as_bits(array, partial(gather, axis_name=names, axis=at))
         return array

@@ -510,6 +510,21 @@ def recipe_of(op: str, recipe: Any) -> Recipe:
     raise TypeError(f"{op}: recipe must be a Recipe or one of {allowed}, got {shown(recipe)}")
 
 
+def is_auto(recipe: Any) -> bool:
+    """Whether a recipe is the name of the one that calls resolve (auto.py)."""
+    return isinstance(recipe, str) and recipe == AUTO
+
+
+def check_recipe(op: str, recipe: Any) -> None:
+    """Refuses neither "auto" nor what `recipe_of` takes.
+
+    Raises:
+      TypeError, ValueError: it is something else.
+    """
+    if not is_auto(recipe):
+        recipe_of(op, recipe)
+
+
 def check_frozen(op: str, name: str, recipe: Recipe) -> None:
     """Refuses an `MXArray` beside an operand that the forward product's recipe rotates.
 

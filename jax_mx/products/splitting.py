@@ -108,11 +108,7 @@ def _windows_of(contraction: Contraction, target: Target) -> int:
 
 def _in(contraction: Contraction, window: Any) -> Contraction:
     """The contraction with this window in place of "shard"."""
-    lhs, rhs = (
-        dataclasses.replace(x, window=window) if isinstance(x, MXArray) and x.window == SHARD else x
-        for x in (contraction.lhs, contraction.rhs)
-    )
-    return dataclasses.replace(contraction, lhs=lhs, rhs=rhs)
+    return contraction.with_windows(lambda own: window if own == SHARD else own)
 
 
 def _reads_codes(contraction: Contraction) -> bool:
