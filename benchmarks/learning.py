@@ -164,7 +164,7 @@ def schedule(rate: float, steps: int) -> Callable[..., Any]:
 
 def measured(name: str, way: Way, sizes: Sizes, extent: tuple[int, int, int], args: Args) -> Row:
     """A row's curves."""
-    attention = args.attention or ("cudnn" if jax.default_backend() == "gpu" else "xla")
+    attention = llama.attention_of(args.attention)
     rate = schedule(args.rate, extent[2])
     model = Model(sizes, way, llama.Split(), "none", attention, rate)
     if args.lower:

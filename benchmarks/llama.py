@@ -22,8 +22,6 @@ from jax.sharding import PartitionSpec as P
 import jax_mx
 from benchmarks import fp8
 from jax_mx import Recipe
-from jax_mx.facts.windows import ROW
-from jax_mx.products.auto import resolved_for_weights
 
 Weights = Mapping[str, Any]
 AXIS = "fsdp"
@@ -176,8 +174,6 @@ class Manual(Split):
 
     def weight(self, w: jax.Array, recipe: Recipe | str) -> Any:
         """In MX, quantized before it moves."""
-        if resolved_for_weights("step", recipe, w).window == ROW:
-            return self.whole(w)  # a row is longer than a part, so gather_weight refuses it
         return jax_mx.gather_weight(w, P(AXIS), recipe)
 
     def loss(self, fn: Callable[..., Any], weights: Any) -> Callable[..., Any]:
@@ -273,11 +269,8 @@ class Ours(Way):
         if not self.once:
             return weights
 
-        def quantized(w: jax.Array) -> Any:
-            w = w.astype(jnp.bfloat16)
-            return resolved_for_weights("step", self.recipe, w).quantize_weight(w)
-
-        return {name: quantized(w) if len(w) > 1 else w for name, w in weights.items()}  # but norms
+        narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+        return jax_mx.quantize_weights(narrow, self.recipe)  # norms have one row, and stay
 
     def product(self, split: Split, x: jax.Array, w: Any, scales: Any) -> jax.Array:
         """By `jax_mx.matmul`."""
@@ -297,6 +290,11 @@ class Ours(Way):
 
 
 # ---- the model ---
+def attention_of(asked: Literal["cudnn", "xla"] | None) -> Literal["cudnn", "xla"]:
+    """The implementation of attention that a command asks for; of None the fastest here."""
+    return asked or ("cudnn" if jax.default_backend() == "gpu" else "xla")
+
+
 def normed(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x over the root of its rows' mean square, times a weight."""
     square = (x.astype(jnp.float32) ** 2).mean(-1, keepdims=True)

@@ -98,6 +98,7 @@ def sizes_of(args: Args) -> tuple[Sizes, int, int]:
         least = (128 if args.devices > 1 else 32) * args.devices  # so that parts hold windows
         sizes = {**SMOKE, "width": max(SMOKE["width"], least), "inner": max(SMOKE["inner"], least)}
         sizes["vocabulary"] = max(SMOKE["vocabulary"], least)
+        sizes["heads"] = sizes["width"] // SMOKE["head"]
         batch, length = args.devices, 64
     return Sizes(layers=args.layers if not args.smoke else 2, **sizes), batch, length
 
@@ -119,7 +120,7 @@ def cases(args: Args) -> Iterator[Case]:
         "commit": args.commit,
         "date": time.strftime("%Y-%m-%d"),
     }
-    attention = args.attention or ("cudnn" if jax.default_backend() == "gpu" else "xla")
+    attention = llama.attention_of(args.attention)
     for name, (way, split) in ways(args.devices).items():
         if name in USUAL or args.ways:
             make = functools.partial(

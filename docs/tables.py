@@ -521,10 +521,14 @@ def _said_of_steps(runs: Sequence[tuple[str, Rows]]) -> list[str]:
     said = []
     for (_, rows), name in zip(runs, ("step", "step_sharded"), strict=False):
         where = f"{rows[0]['devices']} GPU{'s' * (rows[0]['devices'] > 1)}"
-        notes = " ".join(dict.fromkeys(row["note"] for row in rows if "note" in row))
         line = caption(of_rows(rows), command(name), EVERY)
-        said.append(f"* {where}: {line} {notes}".strip())
+        said.append(f"* {where}: {line} {_notes(rows)}".strip())
     return said
+
+
+def _notes(rows: Rows) -> str:
+    """Sentences that rows have of their own, once each."""
+    return " ".join(dict.fromkeys(row["note"] for row in rows if "note" in row))
 
 
 def _step_cells(row: Mapping[str, Any]) -> list[str]:
@@ -562,9 +566,8 @@ def speed_step() -> list[str]:
                 for row in rows
             ],
         )
-        notes = " ".join(dict.fromkeys(row["note"] for row in rows if "note" in row))
         said = caption(about, "`; `".join(map(command, names)), EVERY)
-        lines += ["", f"{said} {notes}".strip(), ""]
+        lines += ["", f"{said} {_notes(rows)}".strip(), ""]
     return lines
 
 
