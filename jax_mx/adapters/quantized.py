@@ -18,7 +18,6 @@ from jax.extend import core
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
 from jax_mx.arrays.checks import shown
-from jax_mx.products.can_multiply import can_multiply
 from jax_mx.products.dot_general import dot_general
 from jax_mx.products.ragged_dot import ragged_dot
 from jax_mx.products.recipes import AUTO, Recipe, check_recipe
@@ -213,11 +212,8 @@ class _Rewrite(NamedTuple):
         recipe = self.choice(Candidate(op, lhs, rhs, numbers, scope))
         if recipe is None:
             return None
-        can, why_not = can_multiply(lhs, rhs, sizes[0] if sizes else numbers, recipe=recipe)
-        if not can:
-            what = f"{lhs.dtype}{[*lhs.shape]} times {rhs.dtype}{[*rhs.shape]}"
-            self.left.tell(f"{what} in {scope!r}" if scope else what, why_not)
-        return recipe if can else None
+        how = sizes[0] if sizes else numbers
+        return recipe if self.left.takes(recipe, how, lhs, rhs, where=scope) else None
 
     def has_product(self, equation: Any, scope: str) -> bool:
         """Whether a chosen product stands in an equation, at any depth; not those of kernels."""

@@ -71,6 +71,14 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
+def is_staged() -> bool:
+    """Whether what is computed now becomes a part of a program, so that constants stay in it."""
+    trace: Any = core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, partial_eval.DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
+
+
 # ---- lowering ---
 def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
     """What serves a plan, and for which chips."""
