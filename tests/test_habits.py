@@ -87,10 +87,18 @@ def trains_experts(out: str) -> None:
     assert float(last) < float(first)
 
 
+def adapts(out: str) -> None:
+    """The adapters learn, over a base that stays what it is."""
+    first, last = map(float, re.findall(r"new task: loss ([\d.]+) -> ([\d.]+)", out)[0])
+    assert last < first / 2
+    assert "codes and scales are the same bytes" in out
+
+
 EXAMPLES: dict[str, tuple[list[str], Callable[[str], None]]] = {
     "export_and_run": ([], exports),
     "fsdp": (["--steps", "5"], gathers),
     "gpt_oss": ([], serves),
+    "lora": (["--steps", "60"], adapts),
     "quantize_safetensors": ([], quantizes),
     "train_mlp": (["--steps", "30"], trains),
     "train_moe": (["--steps", "4", "--recipes", "mxfp8"], trains_experts),
