@@ -146,6 +146,50 @@ def test_floats_are_what_jax_multiplies():
     assert_bits_equal(curvature(functools.partial(jax_mx.matmul, **how)), curvature(jnp.matmul))
 
 
+# ---- bfloat16: derivatives of any order ---
+WAYS = {
+    "jvp": lambda f, w, t: jax.jvp(f, (w,), (t,))[1],
+    "linearize": lambda f, w, t: jax.linearize(f, w)[1](t),
+    "grad": lambda f, w, t: jax.grad(f)(w),
+    "jvp of grad": lambda f, w, t: jax.jvp(jax.grad(f), (w,), (t,))[1],
+    "grad of grad": lambda f, w, t: jax.grad(lambda w: (jax.grad(f)(w) * t).sum())(w),
+    "grad of jvp": lambda f, w, t: jax.grad(lambda w: jax.jvp(f, (w,), (t,))[1])(w),
+    "third": lambda f, w, t: jax.grad(lambda w: (jax.jvp(jax.grad(f), (w,), (t,))[1]).sum())(w),
+    "vmap": lambda f, w, t: jax.vmap(lambda t: jax.jvp(jax.grad(f), (w,), (t,))[1])(
+        jnp.stack([t, 2 * t])
+    ),
+    "checkpoint": lambda f, w, t: jax.jvp(jax.grad(jax.checkpoint(f)), (w,), (t,))[1],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_products_in_bfloat16_have_all_derivatives(way):
+    """Of small integers, which bfloat16 holds, they are as exact as JAX's own."""
+    rng = np.random.default_rng(0)
+    x, w, t = (jnp.asarray(rng.integers(-1, 2, s), jnp.float32) for s in ((3, 32), *[(32, 2)] * 2))
+
+    def run(matmul):
+        call = functools.partial(WAYS[way], lambda w: (matmul(x, w) * matmul(x, w * w)).sum())
+        return jax.jit(call)(w, t)
+
+    assert_bits_equal(run(functools.partial(jax_mx.matmul, recipe="bf16")), run(jnp.matmul))
+
+
+def test_products_in_mx_have_those_of_what_they_stand_for():
+    """By way of fake_quantize, as the documents say."""
+
+    def both(w):
+        x, w = jax_mx.fake_quantize(X), jax_mx.fake_quantize(w, axis=0)
+        return jax_mx.matmul(x, w, recipe="floats")
+
+    y, dy = jax.jvp(both, (W,), (W,))
+    np.testing.assert_allclose(y, jax_mx.matmul(X, W, recipe="mxfp8"), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dy, jax_mx.fake_quantize(X) @ W, rtol=1e-4, atol=1e-4)
+    hessian = jax.hessian(lambda w: (both(w) ** 2).sum())(W[:, :1])[:, 0, :, 0]
+    q = np.asarray(jax_mx.fake_quantize(X), np.float64)
+    np.testing.assert_allclose(hessian, 2 * q.T @ q, rtol=1e-3, atol=1e-3)
+
+
 # ---- weights on the left ---
 def test_the_weight_on_the_left():
     left = Recipe("mxfp8_e4m3", "mxfp4_e2m1", weight="lhs")

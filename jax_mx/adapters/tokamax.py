@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products import ragged_dot as products
@@ -52,6 +53,9 @@ def ragged_dot(
     if asked:
         raise NotImplementedError(f"{OP}: {asked[0]} is not served; leave it out")
     rhs = _weight(rhs)
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        if not isinstance(x, jax.Array | np.ndarray | MXArray):
+            raise NotImplementedError(f"{OP}: {name} is a {type(x).__name__}, must be an array")
     if _is_transposed(ragged_dot_dimension_numbers):
         rhs = rhs.swapaxes(1, 2)
     sizes = jnp.asarray(getattr(group_sizes, "value", group_sizes))

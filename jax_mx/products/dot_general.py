@@ -48,7 +48,7 @@ def dot_general(
     implementation: str | None = None,
     fallback: Fallback = None,
 ) -> jax.Array:
-    """jax.lax.dot_general with its operands in MX, differentiable in reverse mode.
+    """jax.lax.dot_general with its operands in MX, differentiable in reverse mode (bf16: in all).
 
     Operands that are floats are quantized as the recipe says, in blocks along the contracted
     elements, and so are those of both gradients' products. What is kept for the backward pass is

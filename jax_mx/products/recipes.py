@@ -255,6 +255,11 @@ class Recipe(_Value):
         return self.window if window is None else window
 
     @property
+    def quantizes(self) -> bool:
+        """Whether some product's operands are quantized, instead of rounded to bfloat16."""
+        return any(getattr(self, product).format != _BF16 for product in PRODUCTS)
+
+    @property
     def has_windows(self) -> bool:
         """Whether some product has windows of several blocks."""
         return any(self.window_in(product) != BLOCK for product in PRODUCTS)
