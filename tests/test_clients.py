@@ -12,6 +12,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -272,11 +273,15 @@ def of_tokamax(recipe, leave):
     return Tests
 
 
-class TestTokamaxInFloats(of_tokamax("floats", ())):
+IN_FLOATS: Any = of_tokamax("floats", ())
+IN_MX: Any = of_tokamax("mxfp8", ("test_vjp", "test_simple1"))
+
+
+class TestTokamaxInFloats(IN_FLOATS):
     """Keywords, sizes and QArrays alone."""
 
 
-class TestTokamaxInMX(of_tokamax("mxfp8", ("test_vjp", "test_simple1"))):
+class TestTokamaxInMX(IN_MX):
     """Against their reference of operands that are quantized alike.
 
     It has no gradients in MX, and of float32 (simple1) it sums in another order, to the last bit.
@@ -315,7 +320,7 @@ WAYS = {"class": "", "qwix": "quantization=fp8_full use_qwix_quantization=True"}
 @functools.cache
 def maxtext(command, options, folder):
     """The losses of MaxText's trainer, on eight devices."""
-    spec = find_spec("maxtext")
+    spec: Any = find_spec("maxtext")
     config = Path(spec.submodule_search_locations[0]) / "configs" / "base.yml"
     arguments = [*command.split(), config, *SIZES.split(), *options.split()]
     environment = os.environ | {

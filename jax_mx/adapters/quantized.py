@@ -18,6 +18,8 @@ from jax.extend import core
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
 from jax_mx.arrays.checks import shown
+from jax_mx.arrays.sharding import is_explicit
+from jax_mx.lowering import primitive
 from jax_mx.products.dot_general import dot_general
 from jax_mx.products.ragged_dot import ragged_dot
 from jax_mx.products.recipes import AUTO, Recipe, check_recipe
@@ -213,7 +215,29 @@ class _Rewrite(NamedTuple):
         if recipe is None:
             return None
         how = sizes[0] if sizes else numbers
-        return recipe if self.left.takes(recipe, how, lhs, rhs, where=scope) else None
+        if not self.left.takes(recipe, how, lhs, rhs, where=scope):
+            return None
+        return None if self._splits_blocks(equation, recipe, scope) else recipe
+
+    def _splits_blocks(self, equation: Any, recipe: Any, scope: str) -> bool:
+        """Whether explicit axes split the blocks of a product or of its gradients; tells so."""
+        avals = [v.aval for v in equation.invars]
+        if not any(is_explicit(aval.sharding.mesh) for aval in avals):
+            return False
+
+        def gradients(*args: Any) -> Any:
+            y, pull = jax.vjp(lambda *own: _product(equation, [*own, *args[2:]], recipe), *args[:2])
+            return pull(y)
+
+        like = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in avals]
+        try:
+            with equation.ctx.manager:
+                jax.eval_shape(gradients, *like)
+        except primitive.ShardingTypeError as error:
+            what = " times ".join(aval.str_short() for aval in avals[:2])
+            self.left.tell(f"{what} in {scope!r}" if scope else what, str(error))
+            return True
+        return False
 
     def has_product(self, equation: Any, scope: str) -> bool:
         """Whether a chosen product stands in an equation, at any depth; not those of kernels."""

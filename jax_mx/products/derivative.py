@@ -363,10 +363,11 @@ def _of_floats_jvp(static: Static, primals: tuple, tangents: tuple) -> tuple[jax
     asked = [not isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents[:2]]
     dgrad, wgrad = asked
     y, (a, b) = _forward(static, (lhs, None), (rhs, None), None, recipe, (wgrad, dgrad))
-    types = side_of(static.arranged.lhs, lhs), side_of(static.arranged.rhs, rhs)
+    of_lhs, of_rhs = side_of(static.arranged.lhs, lhs), side_of(static.arranged.rhs, rhs)
 
     def transposed(kept: tuple, dy: jax.Array) -> list[Any]:
-        return [d for d in _gradients(static, dy, *kept, None, recipe, *types) if d is not None]
+        gradients = _gradients(static, dy, kept[0], kept[1], None, recipe, of_lhs, of_rhs)
+        return [gradient for gradient in gradients if gradient is not None]
 
     kept = a if wgrad else None, b if dgrad else None
     moved = [t for t, own in zip(tangents, asked, strict=False) if own]

@@ -102,10 +102,9 @@ def dot_general(
     op = "dot_general"
     if is_floats(recipe):
         a, b = as_floats(lhs, rhs)
+        numbers: Any = as_tuples(dimension_numbers)
         how: Any = {"out_sharding": out_sharding}
-        return jax.lax.dot_general(
-            a, b, as_tuples(dimension_numbers), precision, preferred_element_type, **how
-        )
+        return jax.lax.dot_general(a, b, numbers, precision, preferred_element_type, **how)
     if is_left(lhs, rhs, recipe):
         return with_weight_first(
             lhs,
@@ -132,7 +131,7 @@ def dot_general(
     except (TypeError, ValueError) as error:
         plain = plain_operands(op, fallback, (lhs, rhs), recipe, implementation, error)
         a, b = plain.operands
-        numbers: Any = as_tuples(dimension_numbers)
+        numbers = as_tuples(dimension_numbers)
         wanted = preferred_element_type or plain.dtype
         return jax.lax.dot_general(a, b, numbers, precision, wanted, out_sharding=out_sharding)
     lhs, rhs, recipe, layout = call.lhs, call.rhs, call.recipe, call.layout
