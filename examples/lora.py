@@ -62,7 +62,7 @@ def lesson(task: int, step: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def train(params: dict, task: int, steps: int) -> tuple[dict, list[float]]:
-    """What is no MX array learns; the parameters, and every step's loss."""
+    """Trains all but MX arrays; gives the parameters, and every step's loss."""
     trained, frozen = jax_mx.partition(params)
     optimizer = optax.adam(2e-3)
 

@@ -1,4 +1,4 @@
-"""What other libraries hand over: their arrays, keywords, weights on the left, keys of layers."""
+"""Other libraries' arrays and keywords, weights on the left, keys of layers, all derivatives."""
 
 import functools
 import types
@@ -33,10 +33,10 @@ def test_arrays_that_qwix_made(qtype, format, dtype):
         x = x.astype(dtype)
         others = [i for i in range(x.ndim) if i != axis]
         theirs = qwix.quantize(x, qtype, channelwise_axes=others, tiled_axes={axis: 32})
-        own = MXArray.from_qarray(theirs)
-        assert (own.format.name, own.axis) == (format, axis - x.ndim)
-        assert_bits_equal(own.dequantize(dtype), qwix.dequantize(theirs))
-        back = own.to_qarray(dtype)
+        ours = MXArray.from_qarray(theirs)
+        assert (ours.format.name, ours.axis) == (format, axis - x.ndim)
+        assert_bits_equal(ours.dequantize(dtype), qwix.dequantize(theirs))
+        back = ours.to_qarray(dtype)
         assert back.qtype == qtype
         assert_bits_equal(back.qvalue, theirs.qvalue)
         assert_bits_equal(back.scale, theirs.scale)
@@ -48,11 +48,11 @@ def test_tiles_and_scales_at_the_ends():
     )
     ends = np.array([0x00400000, 0x00800000, 0x7F000000, 0x7FC00000], np.uint32).view(np.float32)
     scale = jnp.asarray(np.tile(ends, 32)[:, None])[:64]  # of 64 elements: two blocks have each
-    own = MXArray.from_qarray(qarray(codes, scale))
+    ours = MXArray.from_qarray(qarray(codes, scale))
     want = np.tile(np.array([[0], [1], [254], [255]], np.uint8), (16, 2))
-    assert_bits_equal(own.scales.view(jnp.uint8), want)
+    assert_bits_equal(ours.scales.view(jnp.uint8), want)
     assert_bits_equal(
-        own.to_qarray("float32").scale[:, :1].view(jnp.uint32), scale.view(jnp.uint32)
+        ours.to_qarray("float32").scale[:, :1].view(jnp.uint32), scale.view(jnp.uint32)
     )
     square = MXArray.from_qarray(qarray(codes, scale[:2, :1].astype(jnp.bfloat16)))
     assert square.block == (32, 32)
@@ -164,7 +164,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_products_in_bfloat16_have_all_derivatives(way):
-    """Of small integers, which bfloat16 holds, they are as exact as JAX's own."""
+    """Small integers, which bfloat16 holds, give JAX's bits."""
     rng = np.random.default_rng(0)
     x, w, t = (jnp.asarray(rng.integers(-1, 2, s), jnp.float32) for s in ((3, 32), *[(32, 2)] * 2))
 
@@ -206,9 +206,9 @@ def test_the_weight_on_the_left():
         lambda w: jax_mx.matmul(left.quantize_weight(w.T, -1), X.T, recipe=UNLIKE),
     ]
     for call in calls:
-        got, own = both(call)
+        got, ours = both(call)
         np.testing.assert_allclose(got, want, rtol=1e-6)  # the order of the loss' sum
-        np.testing.assert_allclose(own, slope, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(ours, slope, rtol=1e-5, atol=1e-4)
     assert_bits_equal(calls[0](W), jax_mx.matmul(X, W, recipe=UNLIKE).T)
     other = jax_mx.matmul(W.T, X.T, recipe=UNLIKE).T  # which takes X for the weight
     assert (np.asarray(other) != np.asarray(calls[0](W).T)).any()

@@ -1,7 +1,6 @@
 """Models of other libraries, as these ship them, in MX: they learn as in floats.
 
-Those of the dependency group `dev` run with all tests, the others where they are installed:
-CONTRIBUTING.md has the commands.
+The group `dev` brings some; CONTRIBUTING.md has the commands for the others.
 """
 
 import functools
@@ -63,7 +62,7 @@ def losses(loss, params, steps, rate=3e-3):
 
 
 def assert_alike(got, want):
-    """Losses that fall as those of floats do, but are others."""
+    """Losses fall as in floats, and are others."""
     assert got != want
     assert want[-1] < 0.9 * want[0]
     for a, b in zip(got, want, strict=True):
@@ -231,7 +230,7 @@ def test_tunix():
         rope_theta=10000,
         norm_eps=1e-5,
     )
-    (kind,) = (c for name, c in vars(llama).items() if re.fullmatch("Llama3?", name))
+    (Llama,) = (c for name, c in vars(llama).items() if re.fullmatch("Llama3?", name))
     inputs = TOKENS[:, :-1], jnp.tile(jnp.arange(32), (4, 1)), None
     inputs += (jnp.tril(jnp.ones((4, 32, 32), bool)),)
 
@@ -245,9 +244,9 @@ def test_tunix():
         return losses(loss, params, 6)
 
     mx = qwix.quantize_model(
-        kind(sizes, rngs=nnx.Rngs(0)), Provider({r"layers/.*": "mxfp8"}), *inputs
+        Llama(sizes, rngs=nnx.Rngs(0)), Provider({r"layers/.*": "mxfp8"}), *inputs
     )
-    assert_alike(train(mx), train(kind(sizes, rngs=nnx.Rngs(0))))
+    assert_alike(train(mx), train(Llama(sizes, rngs=nnx.Rngs(0))))
 
 
 # ---- tokamax' own tests ---

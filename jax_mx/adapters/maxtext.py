@@ -88,7 +88,7 @@ def _check(config: Any) -> None:
 
 @dataclasses.dataclass(unsafe_hash=True)  # a static attribute of MaxText's modules
 class Quantization(quantizations.Quantization):
-    """What MaxText's layers ask for their products.
+    """The object that MaxText's layers ask for their products.
 
     Attributes:
       recipe: of the products.
@@ -105,7 +105,7 @@ class Quantization(quantizations.Quantization):
         return functools.partial(DotGeneral, self)
 
     def einsum(self, *_: Any, **__: Any) -> Callable[..., jax.Array]:
-        """What multiplies experts that are not sparse."""
+        """The function that multiplies experts that are not sparse."""
         return self._einsum
 
     def _einsum(self, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:

@@ -214,8 +214,8 @@ class _Rewrite(NamedTuple):
         recipe = self.choice(Candidate(op, lhs, rhs, numbers, scope))
         if recipe is None:
             return None
-        how = sizes[0] if sizes else numbers
-        if not self.left.takes(recipe, how, lhs, rhs, where=scope):
+        sums = sizes[0] if sizes else numbers
+        if not self.left.takes(recipe, sums, lhs, rhs, where=scope):
             return None
         return None if self._splits_blocks(equation, recipe, scope) else recipe
 
@@ -226,16 +226,16 @@ class _Rewrite(NamedTuple):
             return False
 
         def gradients(*args: Any) -> Any:
-            y, pull = jax.vjp(lambda *own: _product(equation, [*own, *args[2:]], recipe), *args[:2])
+            y, pull = jax.vjp(lambda *two: _product(equation, [*two, *args[2:]], recipe), *args[:2])
             return pull(y)
 
-        like = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in avals]
+        typed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in avals]
         try:
             with equation.ctx.manager:
-                jax.eval_shape(gradients, *like)
+                jax.eval_shape(gradients, *typed)
         except primitive.ShardingTypeError as error:
-            what = " times ".join(aval.str_short() for aval in avals[:2])
-            self.left.tell(f"{what} in {scope!r}" if scope else what, str(error))
+            shapes = " times ".join(aval.str_short() for aval in avals[:2])
+            self.left.tell(f"{shapes} in {scope!r}" if scope else shapes, str(error))
             return True
         return False
 

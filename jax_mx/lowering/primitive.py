@@ -454,8 +454,8 @@ def linear(transposed: Callable, kept: Any, tangents: Sequence[Any], like: jax.A
     def of_leaves(*args: Any) -> tuple[Any, ...]:
         return tuple(transposed(tree.unflatten(args[:-1]), args[-1]))
 
-    how = {"transposed": of_leaves, "count": len(leaves), "like": jax.typeof(like)}
-    return linear_p.bind(*leaves, *tangents, **how)
+    params = {"transposed": of_leaves, "count": len(leaves), "like": jax.typeof(like)}
+    return linear_p.bind(*leaves, *tangents, **params)
 
 
 def _forward(*args: Any, transposed: Callable, count: int, like: Any) -> jax.Array:
@@ -465,11 +465,11 @@ def _forward(*args: Any, transposed: Callable, count: int, like: Any) -> jax.Arr
 
 
 def _jvp_of_linear(primals: Any, tangents: Any, *, count: int, **how: Any) -> tuple[Any, Any]:
-    kept, own = primals[:count], primals[count:]
+    kept, rest = primals[:count], primals[count:]
     if all(type(tangent) is ad.Zero for tangent in tangents[:count]):
         moved = map(ad.instantiate_zeros, tangents[count:])
         bind = functools.partial(linear_p.bind, *kept, count=count, **how)
-        return bind(*own), bind(*moved)
+        return bind(*rest), bind(*moved)
     run = functools.partial(_forward, count=count, **how)
     return jax.jvp(run, primals, [*map(ad.instantiate_zeros, tangents)])
 
@@ -483,8 +483,8 @@ def _batch_of_linear(args: Any, dims: Any, *, transposed: Callable, count: int, 
     sharding = like.sharding.update(spec=PartitionSpec(None, *like.sharding.spec))
     like = like.update(shape=(size, *like.shape), sharding=sharding)
     of_batch = jax.vmap(transposed, in_axes=(*dims[:count], 0))
-    how = {"transposed": of_batch, "count": count, "like": like}
-    return linear_p.bind(*args[:count], *tangents, **how), 0
+    params = {"transposed": of_batch, "count": count, "like": like}
+    return linear_p.bind(*args[:count], *tangents, **params), 0
 
 
 def _transpose_of_linear(dy: Any, *args: Any, transposed: Callable, count: int, **_: Any) -> Any:

@@ -36,10 +36,10 @@ def from_qarray(cls: Any, q: Any) -> Any:
         return cls.from_parts(values, scales, formats[values.dtype], axis=axes[-1], block=block)
     last = values.ndim - 1
     pairs = jnp.swapaxes(values, axes[-1], last), jnp.swapaxes(scales, axes[-1], last)
-    own = cls.from_float4(
+    array = cls.from_float4(
         pairs[0], jax.lax.bitcast_convert_type(pairs[1], SCALE_DTYPE), block=block
     )
-    return own if axes[-1] == last else own.swapaxes(axes[-1], last)
+    return array if axes[-1] == last else array.swapaxes(axes[-1], last)
 
 
 def _blocks(op: str, shape: tuple[int, ...], scale: jax.Array) -> tuple[list[int], jax.Array]:

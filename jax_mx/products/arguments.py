@@ -47,7 +47,7 @@ def operand_of(op: str, name: str, x: Any) -> Any:
         return checked(op, name, x).with_values_in(ROW_MAJOR_VALUES).with_scales_in(ROW_MAJOR)
     if isinstance(x, QuantizedWeight):
         if name == "lhs":
-            raise TypeError(f"{op}: lhs is a QuantizedWeight; weights go on the right-hand side")
+            raise TypeError(f"{op}: lhs and rhs are weights; one must be the activations")
         return x
     has_elements(op, name, x)
     if not hasattr(x, "dtype"):

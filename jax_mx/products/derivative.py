@@ -370,7 +370,7 @@ def _of_floats_jvp(static: Static, primals: tuple, tangents: tuple) -> tuple[jax
         return [gradient for gradient in gradients if gradient is not None]
 
     kept = a if wgrad else None, b if dgrad else None
-    moved = [t for t, own in zip(tangents, asked, strict=False) if own]
+    moved = [t for t, is_asked in zip(tangents, asked, strict=False) if is_asked]
     return y, primitive.linear(transposed, kept, moved, y)
 
 

@@ -101,10 +101,8 @@ def dot_general(
     """
     op = "dot_general"
     if is_floats(recipe):
-        a, b = as_floats(lhs, rhs)
-        numbers: Any = as_tuples(dimension_numbers)
-        how: Any = {"out_sharding": out_sharding}
-        return jax.lax.dot_general(a, b, numbers, precision, preferred_element_type, **how)
+        rest = (dimension_numbers, precision, preferred_element_type, out_sharding)
+        return _by_jax(*as_floats(lhs, rhs), *rest)
     if is_left(lhs, rhs, recipe):
         return with_weight_first(
             lhs,
@@ -130,10 +128,8 @@ def dot_general(
         )
     except (TypeError, ValueError) as error:
         plain = plain_operands(op, fallback, (lhs, rhs), recipe, implementation, error)
-        a, b = plain.operands
-        numbers = as_tuples(dimension_numbers)
         wanted = preferred_element_type or plain.dtype
-        return jax.lax.dot_general(a, b, numbers, precision, wanted, out_sharding=out_sharding)
+        return _by_jax(*plain.operands, dimension_numbers, precision, wanted, out_sharding)
     lhs, rhs, recipe, layout = call.lhs, call.rhs, call.recipe, call.layout
     warn_of_fixed_keys(op, recipe)
     shared = (is_exact(op, precision), implementation)
@@ -147,6 +143,14 @@ def dot_general(
     # them vary, JAX sums the gradients of those others over it.
     leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs), None, recipe))
     return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+
+
+def _by_jax(
+    lhs: Any, rhs: Any, numbers: Any, precision: Any, dtype: Any, out_sharding: Any
+) -> jax.Array:
+    """The product of floats as they are."""
+    numbers = as_tuples(numbers)
+    return jax.lax.dot_general(lhs, rhs, numbers, precision, dtype, out_sharding=out_sharding)
 
 
 def is_left(lhs: Any, rhs: Any, recipe: Any) -> bool:

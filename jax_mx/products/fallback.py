@@ -67,7 +67,7 @@ def plain_operands(
 
 
 def as_floats(*operands: Any) -> list[jax.Array]:
-    """What the recipe "floats" multiplies: floats as they are, others as the floats they stand for.
+    """The arrays that "floats" multiplies: floats as they are, others as the floats they stand for.
 
     An `MXArray` becomes floats of the others' type; of bfloat16 where there is none.
     """
