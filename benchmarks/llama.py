@@ -25,6 +25,7 @@ from jax_mx import Recipe
 
 Weights = Mapping[str, Any]
 AXIS = "fsdp"
+INNER = bool(os.environ.get("INNER"))
 CHECKPOINTS: Mapping[
     str, Callable[..., Any]
 ] = {  # what of a layer its backward pass computes again
@@ -210,7 +211,7 @@ class Way:
         return {}
 
     def prepared(self, weights: Weights) -> Weights:
-        """A layer's weights, once a step: outside of what a checkpoint computes again."""
+        """The weights of all layers, once a step: outside of what a checkpoint computes again."""
         return weights
 
     def product(self, split: Split, x: jax.Array, w: Any, scales: Any) -> jax.Array:
@@ -269,8 +270,9 @@ class Ours(Way):
         if not self.once:
             return weights
 
-        narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
-        return jax_mx.quantize_weights(narrow, self.recipe)  # norms have one row, and stay
+        return jax_mx.quantize_weights(
+            weights, self.recipe, stacked=1
+        )  # norms have one row, and stay
 
     def product(self, split: Split, x: jax.Array, w: Any, scales: Any) -> jax.Array:
         """By `jax_mx.matmul`."""
@@ -400,7 +402,7 @@ class Model:
 
         def body(x: jax.Array, of_layer: Any) -> tuple[jax.Array, None]:
             w, kept = of_layer
-            return layer(x, self.way.prepared(w), kept), None
+            return layer(x, w, kept), None
 
         def whole(name: str) -> jax.Array:
             return self.split.whole(weights[name].astype(jnp.bfloat16))
@@ -409,7 +411,8 @@ class Model:
             return table[text]
 
         x = self.split.locally(embedded, whole("embedding"), text[:, :-1], whole=1)
-        x, _ = jax.lax.scan(body, x, (weights["layers"], scales))
+        layers = self.way.prepared(weights["layers"])
+        x, _ = jax.lax.scan(body, x, (layers, scales))
         logits = normed(x, weights["norm"]) @ whole("out")
         return self.split.locally(cross_entropy, logits, text[:, 1:]).mean()
 

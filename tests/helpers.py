@@ -105,13 +105,14 @@ _MADE = (GatedSource(), GatedPairSource(), GradientSource(), PairGradientSource(
 MADE = {str(source): source for source in _MADE}
 
 
-def amaxes(x, *other, implementation: str, source=X):
+def amaxes(x, *other, implementation: str, source=X, parts: int = 1):
     """The bits of the largest magnitudes of rows and of columns, for x (batch, rows, columns).
 
-    Or of what a source makes of x (rows, columns) and other operands, which comes last.
+    Or of what a source makes of x (rows, columns) and other operands, which comes last; columns
+    then have one in each of so many parts.
     """
     floats = "float32" if x.dtype == jnp.float32 else ""
-    how = {"implementation": implementation, "floats": floats, "source": source}
+    how = {"implementation": implementation, "floats": floats, "source": source, "parts": parts}
     plan = ProductPlan("amaxes", (), AMAX, False, 128, **how)
     return products_p["amaxes"].bind(x, *other, plan=plan)
 

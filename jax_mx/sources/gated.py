@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3
 from jax_mx.facts.signatures import Array, Role
-from jax_mx.facts.sources import Shape, Source, Spans, blocks_of
+from jax_mx.facts.sources import ROWS, Shape, Source, Spans, blocks_of
 from jax_mx.facts.variants import Variant, has_one_format, is_operand
 
 X, WEIGHTS = Array("x", Role.SOURCE), Array("weights", Role.REPLICATED, dtype="float32")
@@ -35,6 +35,7 @@ class GatedSource(Source):
 
     loaders: ClassVar[Mapping[str, str]] = {"cutedsl": "gated"}
     tuned_as = "gated"
+    split = (ROWS,), (ROWS,)
 
     def __str__(self) -> str:
         return self.activation + "_interleaved" * self.interleaved + "_floats" * self.floats

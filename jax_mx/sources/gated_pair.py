@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.signatures import Array, Role
-from jax_mx.facts.sources import Shape, Source, Spans, blocks_of
+from jax_mx.facts.sources import COLUMNS, ROWS, Shape, Source, Spans, blocks_of
 from jax_mx.facts.variants import Variant
 from jax_mx.sources.gated import ACTIVE, WEIGHTS, X
 
@@ -29,6 +29,7 @@ class GatedPairSource(Source):
     loaders: ClassVar[Mapping[str, str]] = {"cutedsl": "gated_pair"}
     tuned_as = "gated"
     of_rows_alone = True
+    split = (ROWS, COLUMNS), (ROWS, COLUMNS), (ROWS,)
 
     def __str__(self) -> str:
         return f"{self.activation}_pair"

@@ -197,7 +197,8 @@ class Amaxes(ProductEntry):
 class AmaxesOfMade(Amaxes):
     """Amaxes of floats that a source makes of gates, ups and weights; it also stores the floats.
 
-    A thread block takes 128 rows and 512 gates, or 256 where it makes gradients.
+    A thread block takes 128 rows and 512 gates, or 256 where it makes gradients. Columns have an
+    amax in each of as many parts of the rows as their array says, of whole tiles each.
     """
 
     def __init__(self, product: ProductKernel, arch: str, vectors: bool):
@@ -217,13 +218,14 @@ class AmaxesOfMade(Amaxes):
 
     @property
     def extents(self) -> list[Extent]:
-        """Rows; columns of x."""
-        return [Extent(0, i, i + 1) for i in range(2)]
+        """Rows; columns of x; parts of the rows."""
+        parts = Extent(self.signature.number(self.groups[0][1]), 0, 1)
+        return [*(Extent(0, i, i + 1) for i in range(2)), parts]
 
     @property
     def grid(self) -> list:
         """A thread block for each tile."""
-        sizes = zip(self.extents, (self.rows, self.halves * self.columns), strict=True)
+        sizes = zip(self.extents, (self.rows, self.halves * self.columns), strict=False)
         return [GridTerm(0, Factor(extent, size)).to_json() for extent, size in sizes]
 
     @property
@@ -248,7 +250,7 @@ class AmaxesOfMade(Amaxes):
     @cute.kernel
     def kernel(self, pointers, scalars):
         arrays = self.signature.named(pointers)
-        r, wide, _ = scalars
+        r, wide, count_of_parts, _ = scalars
         c = wide // self.halves
         warps: cutlass.Constexpr = self.threads // 32
         height: cutlass.Constexpr = self.rows // warps  # rows of a warp
@@ -261,7 +263,9 @@ class AmaxesOfMade(Amaxes):
         bid = count - 1 - bid
         warp, lane = tid // 32, tid % 32
         across = (c + self.columns - 1) // self.columns
-        row = bid // across * self.rows + warp * height
+        row = bid // across * self.rows
+        number = row // (r // count_of_parts)  # of the part
+        row = row + warp * height
         column = bid % across * self.columns
         below = cute.make_rmem_tensor((4, steps, parts), Uint32)
         below.fill(0)
@@ -285,7 +289,7 @@ class AmaxesOfMade(Amaxes):
                 raise_to(to + Int64(row + lane) * 4, rows_of_lane[a])
         for p in range_constexpr(parts):
             to = arrays[self.groups[p // self.side_by_side][1]].toint()
-            to = to + (Int64(p % self.side_by_side) * c + column) * 4
+            to = to + ((Int64(number) * self.side_by_side + p % self.side_by_side) * c + column) * 4
             self.raise_columns(to, below[None, None, p], c - column)
 
     @cute.jit
