@@ -274,7 +274,7 @@ class _Layer(NamedTuple):
         )
 
     def _array(
-        self, word: str, tensor: np.ndarray, sharding: jax.sharding.Sharding | None, told: _Told
+        self, word: str, tensor: np.memmap, sharding: jax.sharding.Sharding | None, told: _Told
     ) -> jax.Array:
         """A tensor on its devices, each of which gets its own part."""
         read = partial(told.copied, self.names[word], tensor)
@@ -321,9 +321,11 @@ class _Told:
         """Takes what says so."""
         self.say, self.done = say, 0
 
-    def copied(self, name: str, tensor: np.ndarray, index: Any) -> np.ndarray:
+    def copied(self, name: str, tensor: np.memmap, index: Any) -> np.ndarray:
         """A part of a tensor, read in chunks of its first dimension."""
-        part = tensor[index]
+        # Mapped anew: what was read leaves the memory with this mapping.
+        path = str(tensor.filename)
+        part = np.memmap(path, tensor.dtype, "r", tensor.offset, tensor.shape)[index]
         out = np.empty(part.shape, part.dtype)
         step = max(1, CHUNK // max(part[:1].nbytes, 1))
         for at in range(0, len(part), step):

@@ -184,7 +184,7 @@ def _content(
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        yield memoryview(_bytes_of(arrays[name]))
+        yield _bytes_of(arrays[name]).data
 
 
 def _bytes_of(array: np.ndarray | jax.Array) -> np.ndarray:
