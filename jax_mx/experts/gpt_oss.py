@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -258,7 +258,7 @@ class _Layer(NamedTuple):
             each = {
                 part: self._array(f"{word}_{part}", array, shardings.get(name), told)
                 for part, array in (
-                    ("blocks", blocks.reshape(*blocks.shape[:2], -1)),
+                    ("blocks", cast(np.memmap, blocks.reshape(*blocks.shape[:2], -1))),
                     ("scales", scales),
                 )
             }
