@@ -25,9 +25,9 @@ class Normed(NamedTuple):
     """What `rms_norm` gives; None for what was not asked for.
 
     Attributes:
-      floats: (..., K), of x's dtype; what bits a NaN has is the device's.
+      floats: (..., K), of x's dtype; a NaN has the bits that `MXArray.dequantize` gives it.
       quantized: an `MXArray`; or a pair, as `quantize_both` gives it.
-      sum: x + residual, of x's dtype; NaNs likewise, as of any addition.
+      sum: x + residual, of x's dtype; NaNs likewise.
       factors: float32 (...,), by which rows were multiplied: 1 / sqrt(mean(x^2) + eps).
     """
 

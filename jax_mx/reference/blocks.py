@@ -105,6 +105,17 @@ def dequantize(
     return jax.lax.bitcast_convert_type(bits, dtype)
 
 
+def one_nan(y: jax.Array) -> jax.Array:
+    """y, each of whose NaNs has the bits that NVIDIA's instructions give, as in `dequantize`.
+
+    As integers: XLA's CPU gives NaNs of bfloat16 its own bits wherever it chooses among floats.
+    """
+    bits = np.dtype(f"uint{8 * y.dtype.itemsize}")
+    nan = np.array(np.iinfo(bits).max >> 1, bits)
+    found = jnp.where(jnp.isnan(y), nan, jax.lax.bitcast_convert_type(y, bits))
+    return jax.lax.bitcast_convert_type(found, y.dtype)
+
+
 # ---- windows ---
 def amax_of(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:  # uint32
     """The float32 bits of the largest magnitude over `axes`, which keep the length 1."""
