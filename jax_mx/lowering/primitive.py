@@ -442,7 +442,7 @@ def reverse_only(op: str, second: str = "") -> Callable[[Any], Any]:
 
 
 def _require_no_tangent(op: str, second: str, is_tangent: bool) -> None:
-    """Raises where a tangent is executed or batched; in reverse mode it is transposed before."""
+    """Raises where a tangent is more than transposed, as it is in reverse mode alone."""
     if is_tangent:
         raise NotImplementedError(
             f"{op}: derivatives in forward mode (jax.jvp, jax.jacfwd, jax.hessian) are not there; "
@@ -458,7 +458,7 @@ batching.primitive_batchers[reverse_only_p] = lambda x, dims, **how: (
 ad.primitive_jvps[reverse_only_p] = lambda primals, tangents, **how: (
     primals[0],
     tangents[0]
-    if type(tangents[0]) is ad.Zero
+    if _require_no_tangent(**how) or type(tangents[0]) is ad.Zero
     else reverse_only_p.bind(*tangents, **how | {"is_tangent": True}),
 )
 ad.primitive_transposes[reverse_only_p] = lambda dy, _, **__: [dy]

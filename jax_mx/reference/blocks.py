@@ -82,6 +82,9 @@ def dequantize(
     A product beyond the largest finite value is an infinity; an element's own NaN or infinity
     stays; scale 255 gives NaN. Every NaN is the positive quiet one, with no payload.
     """
+    # Where constants are quantized in a loop, XLA computes them when it compiles, and takes codes
+    # that were transposed in another order than they lie (seen on the CPU, JAX 0.10.2).
+    values, scales = jax.lax.optimization_barrier((values, scales))
     codes = unpack(jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint32), format)
     scale = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
     magnitude = codes & np.uint32(2 ** (format.bits - 1) - 1)
